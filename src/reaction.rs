@@ -25,10 +25,15 @@ pub struct CpuWaits(BTreeMap<u32, Duration>);
 impl CpuWaits {
     /// Reads the waits of all threads of these processes, by their numbers on this machine.
     pub fn of_processes(processes: impl IntoIterator<Item = u32>) -> CpuWaits {
-        let tasks = processes.into_iter().filter_map(|process| fs::read_dir(format!("/proc/{process}/task")).ok());
+        let tasks = processes
+            .into_iter()
+            .filter_map(|process| fs::read_dir(format!("/proc/{process}/task")).ok());
         let waits = tasks.flatten().flatten().filter_map(|task| {
             let thread = task.file_name().to_str()?.parse().ok()?;
-            Some((thread, run_queue_wait(&fs::read_to_string(task.path().join("schedstat")).ok()?)?))
+            Some((
+                thread,
+                run_queue_wait(&fs::read_to_string(task.path().join("schedstat")).ok()?)?,
+            ))
         });
         CpuWaits(waits.collect())
     }
@@ -36,7 +41,13 @@ impl CpuWaits {
     /// Reads for how long any task of this machine has waited, for work that many processes share.
     pub fn of_machine() -> CpuWaits {
         let pressure = fs::read_to_string("/proc/pressure/cpu").ok();
-        CpuWaits(pressure.and_then(|text| pressure_total(&text)).map(|total| (0, total)).into_iter().collect())
+        CpuWaits(
+            pressure
+                .and_then(|text| pressure_total(&text))
+                .map(|total| (0, total))
+                .into_iter()
+                .collect(),
+        )
     }
 
     /// One thread that has waited for so long.
@@ -56,13 +67,22 @@ impl CpuWaits {
 
 /// Three numbers: nanoseconds on a processor, nanoseconds runnable without one, and time slices.
 fn run_queue_wait(schedstat: &str) -> Option<Duration> {
-    schedstat.split_whitespace().nth(1)?.parse().ok().map(Duration::from_nanos)
+    schedstat
+        .split_whitespace()
+        .nth(1)?
+        .parse()
+        .ok()
+        .map(Duration::from_nanos)
 }
 
 /// `some avg10=0.00 avg60=0.00 avg300=0.00 total=0`, in microseconds.
 fn pressure_total(pressure: &str) -> Option<Duration> {
-    let some = pressure.lines().find_map(|line| line.strip_prefix("some "))?;
-    let total = some.split_whitespace().find_map(|field| field.strip_prefix("total="))?;
+    let some = pressure
+        .lines()
+        .find_map(|line| line.strip_prefix("some "))?;
+    let total = some
+        .split_whitespace()
+        .find_map(|field| field.strip_prefix("total="))?;
     total.parse().ok().map(Duration::from_micros)
 }
 
@@ -84,7 +104,11 @@ pub struct ReactionLimit {
 
 impl ReactionLimit {
     pub fn begin(limit: Duration, now: CpuAccount) -> ReactionLimit {
-        ReactionLimit { limit, begun: Instant::now(), before: now }
+        ReactionLimit {
+            limit,
+            begun: Instant::now(),
+            before: now,
+        }
     }
 
     /// Returns what is left of the limit, at least; nothing when it is over.
@@ -101,13 +125,28 @@ impl ReactionLimit {
 
 /// Waits for work that processes of the server share, within a limit.
 pub async fn within<T>(limit: Duration, work: impl Future<Output = T>) -> Option<T> {
-    within_measured(limit, || CpuAccount { waits: CpuWaits::of_machine(), used: Duration::ZERO }, work).await
+    within_measured(
+        limit,
+        || CpuAccount {
+            waits: CpuWaits::of_machine(),
+            used: Duration::ZERO,
+        },
+        work,
+    )
+    .await
 }
 
 /// Waits for work that a sandbox and processes of the server share. The processor time that the
 /// sandbox has `used` counts.
-pub async fn within_with<T>(limit: Duration, used: impl Fn() -> Duration, work: impl Future<Output = T>) -> Option<T> {
-    let account = || CpuAccount { waits: CpuWaits::of_machine(), used: used() };
+pub async fn within_with<T>(
+    limit: Duration,
+    used: impl Fn() -> Duration,
+    work: impl Future<Output = T>,
+) -> Option<T> {
+    let account = || CpuAccount {
+        waits: CpuWaits::of_machine(),
+        used: used(),
+    };
     within_measured(limit, account, work).await
 }
 
@@ -143,7 +182,10 @@ mod tests {
     fn crowded(parts: u32) -> impl Fn() -> CpuAccount {
         let begun = Instant::now();
         let waits = move || CpuWaits::of_one(begun.elapsed() * (parts - 1) / parts);
-        move || CpuAccount { waits: waits(), used: Duration::ZERO }
+        move || CpuAccount {
+            waits: waits(),
+            used: Duration::ZERO,
+        }
     }
 
     async fn took<T>(future: impl Future<Output = T>) -> (T, Duration) {
@@ -157,13 +199,25 @@ mod tests {
         for parts in [1, 4] {
             // The first tenth counts in any case.
             let time = SECOND / 10 + SECOND * 9 / 10 * parts;
-            let (result, elapsed) = took(within_measured(SECOND, crowded(parts), std::future::pending::<()>())).await;
+            let (result, elapsed) = took(within_measured(
+                SECOND,
+                crowded(parts),
+                std::future::pending::<()>(),
+            ))
+            .await;
             assert_eq!(result, None);
             // The timer of the clock is coarse, and each look at the waits costs one of its steps.
-            assert!(elapsed >= time && elapsed < time + SECOND / 10, "{elapsed:?} with {parts}");
+            assert!(
+                elapsed >= time && elapsed < time + SECOND / 10,
+                "{elapsed:?} with {parts}"
+            );
         }
         let slow = tokio::time::sleep(3 * SECOND);
-        assert_eq!(within_measured(SECOND, crowded(4), slow).await, Some(()), "control");
+        assert_eq!(
+            within_measured(SECOND, crowded(4), slow).await,
+            Some(()),
+            "control"
+        );
         let slow = tokio::time::sleep(3 * SECOND);
         assert_eq!(within_measured(SECOND, crowded(1), slow).await, None);
     }
@@ -173,44 +227,77 @@ mod tests {
         let begun = Instant::now();
         let crowded = crowded(100);
         // Hundred processes together have a processor for themselves.
-        let bomb = || CpuAccount { used: begun.elapsed(), ..crowded() };
-        let (result, elapsed) = took(within_measured(SECOND, bomb, std::future::pending::<()>())).await;
+        let bomb = || CpuAccount {
+            used: begun.elapsed(),
+            ..crowded()
+        };
+        let (result, elapsed) =
+            took(within_measured(SECOND, bomb, std::future::pending::<()>())).await;
         assert_eq!(result, None);
         assert!(elapsed < SECOND + SECOND / 10, "{elapsed:?}");
         // Two processors do not make time run faster.
-        let two = || CpuAccount { used: begun.elapsed() * 2, ..CpuAccount::default() };
+        let two = || CpuAccount {
+            used: begun.elapsed() * 2,
+            ..CpuAccount::default()
+        };
         let (_, elapsed) = took(within_measured(SECOND, two, std::future::pending::<()>())).await;
         assert!(elapsed >= SECOND, "{elapsed:?}");
     }
 
     #[tokio::test(start_paused = true)]
     async fn nothing_gets_more_than_ten_times_its_limit() {
-        let (result, elapsed) = took(within_measured(SECOND, crowded(1000), std::future::pending::<()>())).await;
+        let (result, elapsed) = took(within_measured(
+            SECOND,
+            crowded(1000),
+            std::future::pending::<()>(),
+        ))
+        .await;
         assert_eq!(result, None);
-        assert!(elapsed >= 9 * SECOND && elapsed < 10 * SECOND, "{elapsed:?}");
+        assert!(
+            elapsed >= 9 * SECOND && elapsed < 10 * SECOND,
+            "{elapsed:?}"
+        );
     }
 
     #[test]
     fn the_thread_that_waited_most_counts_and_what_it_waited_before_does_not() {
         let waits = |waits: &[(u32, u64)]| {
-            CpuWaits(waits.iter().map(|(thread, seconds)| (*thread, Duration::from_secs(*seconds))).collect())
+            CpuWaits(
+                waits
+                    .iter()
+                    .map(|(thread, seconds)| (*thread, Duration::from_secs(*seconds)))
+                    .collect(),
+            )
         };
         let before = waits(&[(1, 100), (2, 0), (3, 5)]);
-        assert_eq!(waits(&[(1, 101), (2, 4), (4, 3)]).since(&before), 4 * SECOND);
+        assert_eq!(
+            waits(&[(1, 101), (2, 4), (4, 3)]).since(&before),
+            4 * SECOND
+        );
         assert_eq!(CpuWaits::default().since(&before), Duration::ZERO);
         assert_eq!(before.since(&CpuWaits::default()), 100 * SECOND);
     }
 
     #[test]
     fn the_files_of_the_kernel_are_read() {
-        assert_eq!(run_queue_wait("121567 5504199 2\n"), Some(Duration::from_nanos(5_504_199)));
+        assert_eq!(
+            run_queue_wait("121567 5504199 2\n"),
+            Some(Duration::from_nanos(5_504_199))
+        );
         assert_eq!(run_queue_wait(""), None);
-        let pressure = "some avg10=82.42 avg60=62.08 avg300=46.66 total=324559963\nfull avg10=0.00 total=7\n";
-        assert_eq!(pressure_total(pressure), Some(Duration::from_micros(324_559_963)));
+        let pressure =
+            "some avg10=82.42 avg60=62.08 avg300=46.66 total=324559963\nfull avg10=0.00 total=7\n";
+        assert_eq!(
+            pressure_total(pressure),
+            Some(Duration::from_micros(324_559_963))
+        );
         assert_eq!(pressure_total("full total=7"), None);
         let own = CpuWaits::of_processes([std::process::id()]);
         let tasks = fs::read_dir("/proc/self/task").unwrap().count();
-        assert!(!own.0.is_empty() && own.0.len() <= tasks + 1, "{own:?} of {tasks}");
+        assert!(
+            !own.0.is_empty() && own.0.len() <= tasks + 1,
+            "{own:?} of {tasks}"
+        );
         assert_eq!(CpuWaits::of_processes([u32::MAX]), CpuWaits::default());
     }
 }

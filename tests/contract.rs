@@ -8,8 +8,8 @@ use std::time::Duration;
 use cellblock::sandbox::Exit;
 use cellblock::sandbox::fake::FakeBackend;
 use cellblock::session::{
-    Asking, Checked, ExecuteRequest, Executed, FileNote, News, Outcome, Part, Principal, Refused, SessionSettings,
-    Sessions, StateAfter, Status, Stream, Which,
+    Asking, Checked, ExecuteRequest, Executed, FileNote, News, Outcome, Part, Principal, Refused,
+    SessionSettings, Sessions, StateAfter, Status, Stream, Which,
 };
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
@@ -46,16 +46,25 @@ enum Kind {
 
 impl TestBackend {
     fn of(place: Place) -> TestBackend {
-        TestBackend { kind: Kind::Real(place), sessions: place.sessions().clone() }
+        TestBackend {
+            kind: Kind::Real(place),
+            sessions: place.sessions().clone(),
+        }
     }
 
     fn fake() -> TestBackend {
         let fake = Arc::new(FakeBackend::new());
-        TestBackend { sessions: Sessions::new(fake.clone(), SessionSettings::default()), kind: Kind::Fake(fake) }
+        TestBackend {
+            sessions: Sessions::new(fake.clone(), SessionSettings::default()),
+            kind: Kind::Fake(fake),
+        }
     }
 
     fn session(&self) -> Cells<'_> {
-        Cells { backend: self, session: Session::new(&self.sessions) }
+        Cells {
+            backend: self,
+            session: Session::new(&self.sessions),
+        }
     }
 
     /// Says the steps in the language of the backend.
@@ -129,16 +138,25 @@ impl Cells<'_> {
     }
 
     async fn run(&self, steps: &[Step]) -> Outcome {
-        self.try_run(steps).await.expect("the session takes the cell")
+        self.try_run(steps)
+            .await
+            .expect("the session takes the cell")
     }
 
     async fn run_for(&self, limit: Duration, steps: &[Step]) -> Outcome {
         let code = self.backend.code(steps);
-        self.session.execute_with(&code, limit, CancellationToken::new()).await.expect("the session takes the cell")
+        self.session
+            .execute_with(&code, limit, CancellationToken::new())
+            .await
+            .expect("the session takes the cell")
     }
 
     /// Starts a cell and returns when it is running.
-    async fn begin(&self, cancel: CancellationToken, steps: &[Step]) -> JoinHandle<Result<Outcome, Refused>> {
+    async fn begin(
+        &self,
+        cancel: CancellationToken,
+        steps: &[Step],
+    ) -> JoinHandle<Result<Outcome, Refused>> {
         let (session, code) = (self.session.clone(), self.backend.code(steps));
         // The state follows the reply of an earlier cell a moment later, so that one has to be over first.
         self.reach("idle").await;
@@ -150,7 +168,8 @@ impl Cells<'_> {
     async fn reach(&self, state: &str) {
         let is_there = || {
             let all = self.backend.sessions.list(&Principal::local());
-            all.iter().any(|info| info.id == self.session.id && info.state == state)
+            all.iter()
+                .any(|info| info.id == self.session.id && info.state == state)
         };
         while !is_there() {
             tokio::task::yield_now().await;
@@ -397,15 +416,30 @@ fn the_kernel_tells_what_a_session_uses() {
             rules: None,
             recorder: Default::default(),
         };
-        let outcome = sessions.execute(&owner, &id, request, CancellationToken::new()).await.unwrap();
+        let outcome = sessions
+            .execute(&owner, &id, request, CancellationToken::new())
+            .await
+            .unwrap();
         assert_eq!(outcome.status, Status::Completed);
         let usage = sessions.usage(&owner);
-        assert!(usage.processor_time >= Duration::from_millis(400), "{usage:?}");
-        assert!(usage.processor_time < outcome.duration * 4 + Duration::from_secs(1), "{usage:?}");
-        assert!(usage.stored >= 5_000_000 && usage.memory >= usage.stored, "{usage:?}");
+        assert!(
+            usage.processor_time >= Duration::from_millis(400),
+            "{usage:?}"
+        );
+        assert!(
+            usage.processor_time < outcome.duration * 4 + Duration::from_secs(1),
+            "{usage:?}"
+        );
+        assert!(
+            usage.stored >= 5_000_000 && usage.memory >= usage.stored,
+            "{usage:?}"
+        );
         assert_eq!((usage.sessions, usage.cells, usage.starts), (1, 1, 1));
         sessions.close(&owner, &id).await.unwrap();
         let after = sessions.usage(&owner);
-        assert!(after.processor_time >= usage.processor_time && after.memory == 0, "{after:?}");
+        assert!(
+            after.processor_time >= usage.processor_time && after.memory == 0,
+            "{after:?}"
+        );
     });
 }

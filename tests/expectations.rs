@@ -39,7 +39,11 @@ print(json.dumps([done.returncode, done.stdout, done.stderr]))"
 
 async fn check_shell(place: Place, script: &str, expected: &str) {
     let answer = place.session().json(&shell(script)).await;
-    assert_eq!((&answer[0], &answer[1]), (&json!(0), &json!(expected)), "{answer}");
+    assert_eq!(
+        (&answer[0], &answer[1]),
+        (&json!(0), &json!(expected)),
+        "{answer}"
+    );
 }
 
 in_every_place! {

@@ -26,15 +26,30 @@ fn alone() -> MutexGuard<'static, ()> {
 /// `cellblock image …` with an engine of the tests. The engine is found as its users find it.
 fn image(engine: &TestEngine, arguments: &[&str]) -> Command {
     let mut command = program_below(&data_folder());
-    let variable = if engine.is_podman() { "CONTAINER_HOST" } else { "DOCKER_HOST" };
-    let kind = if engine.is_podman() { "podman" } else { "docker" };
-    command.env(variable, engine.address.to_string()).arg("image").args(arguments).args(["--engine", kind]);
+    let variable = if engine.is_podman() {
+        "CONTAINER_HOST"
+    } else {
+        "DOCKER_HOST"
+    };
+    let kind = if engine.is_podman() {
+        "podman"
+    } else {
+        "docker"
+    };
+    command
+        .env(variable, engine.address.to_string())
+        .arg("image")
+        .args(arguments)
+        .args(["--engine", kind]);
     command
 }
 
 /// `cellblock image build` on the base of the tests, with little in it.
 fn build(engine: &TestEngine, tag: &str, arguments: &[&str]) -> Command {
-    let mut command = image(engine, &["build", "--base", IMAGE, "--no-science", "--tag", tag]);
+    let mut command = image(
+        engine,
+        &["build", "--base", IMAGE, "--no-science", "--tag", tag],
+    );
     command.args(arguments);
     command
 }
@@ -58,7 +73,13 @@ fn python(engine: &TestEngine, options: &[&str], image: &str, code: &str) -> Str
 }
 
 fn layers(engine: &TestEngine, image: &str) -> Vec<String> {
-    let text = engine.command(&["image", "inspect", "--format", "{{json .RootFS.Layers}}", image]);
+    let text = engine.command(&[
+        "image",
+        "inspect",
+        "--format",
+        "{{json .RootFS.Layers}}",
+        image,
+    ]);
     serde_json::from_str(&text).expect("a list")
 }
 
@@ -73,39 +94,83 @@ fn an_image_goes_its_way(engine: &'static TestEngine) {
     let tag = "cellblock-test-way:1";
     // A run that was cut off may have left it.
     finished(&mut image(engine, &["remove", tag]));
-    let packages = ["--packages", SMALL[0], SMALL[1], "--uid", "4321", "--gid", "5432"];
+    let packages = [
+        "--packages",
+        SMALL[0],
+        SMALL[1],
+        "--uid",
+        "4321",
+        "--gid",
+        "5432",
+    ];
     let told = succeeded(&mut build(engine, tag, &packages));
-    assert!(told.starts_with("cellblock-test-way:1 is ready: Python 3."), "{told}");
+    assert!(
+        told.starts_with("cellblock-test-way:1 is ready: Python 3."),
+        "{told}"
+    );
 
-    let facts =
-        "import os, six, iniconfig, IPython, pydantic; print(os.getuid(), os.getgid(), os.getcwd(), six.__file__)";
+    let facts = "import os, six, iniconfig, IPython, pydantic; print(os.getuid(), os.getgid(), os.getcwd(), six.__file__)";
     let seen = python(engine, &[], tag, facts);
-    assert!(seen.starts_with("4321 5432 /work /opt/venv/lib/python3.") && seen.ends_with("/six.py"), "{seen}");
+    assert!(
+        seen.starts_with("4321 5432 /work /opt/venv/lib/python3.") && seen.ends_with("/six.py"),
+        "{seen}"
+    );
     let cached = "import six, os; print(os.path.exists(six.__cached__))";
     assert_eq!(python(engine, &["--read-only"], tag, cached), "True");
     assert_eq!(python(engine, &["--user", "0"], tag, LENT_RIGHTS), "0");
-    assert_ne!(python(engine, &["--user", "0"], IMAGE, LENT_RIGHTS), "0", "the base has some"); // control
-    let home =
-        "import os, pwd; open(os.path.expanduser('~/x'), 'w'); open('x', 'w'); print(pwd.getpwuid(4321).pw_name)";
+    assert_ne!(
+        python(engine, &["--user", "0"], IMAGE, LENT_RIGHTS),
+        "0",
+        "the base has some"
+    ); // control
+    let home = "import os, pwd; open(os.path.expanduser('~/x'), 'w'); open('x', 'w'); print(pwd.getpwuid(4321).pw_name)";
     assert_eq!(python(engine, &[], tag, home), "cellblock");
 
     let before = layers(engine, tag);
     let again = succeeded(&mut build(engine, tag, &packages));
     assert!(again.contains("is there already"), "{again}");
     let other = succeeded(&mut build(engine, tag, &["--packages", SMALL[0]]));
-    assert!(other.contains("is ready"), "another wish is another image: {other}");
+    assert!(
+        other.contains("is ready"),
+        "another wish is another image: {other}"
+    );
     assert_ne!(layers(engine, tag), before);
 
-    let listed: Value = serde_json::from_str(&succeeded(&mut image(engine, &["list", "--json"]))).unwrap();
-    let is_it =
-        |image: &&Value| image["tags"].as_array().unwrap().iter().any(|name| name.as_str().unwrap().ends_with(tag));
-    let listed = listed.as_array().unwrap().iter().find(is_it).expect("it is listed").clone();
-    let installed: Vec<&str> =
-        listed["packages"].as_array().unwrap().iter().map(|name| name.as_str().unwrap()).collect();
-    assert!(installed.iter().any(|name| name.starts_with("six==")), "{installed:?}");
-    assert!(!installed.iter().any(|name| name.starts_with("iniconfig")), "{installed:?}");
+    let listed: Value =
+        serde_json::from_str(&succeeded(&mut image(engine, &["list", "--json"]))).unwrap();
+    let is_it = |image: &&Value| {
+        image["tags"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .any(|name| name.as_str().unwrap().ends_with(tag))
+    };
+    let listed = listed
+        .as_array()
+        .unwrap()
+        .iter()
+        .find(is_it)
+        .expect("it is listed")
+        .clone();
+    let installed: Vec<&str> = listed["packages"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|name| name.as_str().unwrap())
+        .collect();
+    assert!(
+        installed.iter().any(|name| name.starts_with("six==")),
+        "{installed:?}"
+    );
+    assert!(
+        !installed.iter().any(|name| name.starts_with("iniconfig")),
+        "{installed:?}"
+    );
 
-    assert_eq!(succeeded(&mut image(engine, &["remove", tag])), format!("removed {tag}\n"));
+    assert_eq!(
+        succeeded(&mut image(engine, &["remove", tag])),
+        format!("removed {tag}\n")
+    );
     let (status, _, errors) = finished(&mut image(engine, &["remove", tag]));
     assert_eq!(status, Some(2));
     assert!(errors.contains("there is no image"), "{errors}");
@@ -113,14 +178,18 @@ fn an_image_goes_its_way(engine: &'static TestEngine) {
 
 #[test]
 fn an_image_is_built_by_docker_and_runs_without_rights() {
-    let Some(docker) = containers::docker() else { return };
+    let Some(docker) = containers::docker() else {
+        return;
+    };
     let _alone = alone();
     an_image_goes_its_way(docker);
 }
 
 #[test]
 fn an_image_is_built_by_podman_and_runs_without_rights() {
-    let Some(podman) = containers::podman() else { return };
+    let Some(podman) = containers::podman() else {
+        return;
+    };
     // The usual runtime of Podman runs no step of a build where control groups of both versions are mounted.
     let (_, _, errors) = finished(&mut build(podman, "cellblock-test-trial:1", &[]));
     if errors.contains("cgroups in hybrid mode not supported") {
@@ -132,16 +201,34 @@ fn an_image_is_built_by_podman_and_runs_without_rights() {
 
 #[test]
 fn the_same_wish_gives_the_same_layers_when_everything_is_done_again() {
-    let Some(docker) = containers::docker() else { return };
+    let Some(docker) = containers::docker() else {
+        return;
+    };
     let _alone = alone();
     let tags = ["cellblock-test-first:1", "cellblock-test-second:1"];
     let made = tags.map(|tag| {
-        succeeded(&mut build(docker, tag, &["--no-cache", "--packages", SMALL[0]]));
+        succeeded(&mut build(
+            docker,
+            tag,
+            &["--no-cache", "--packages", SMALL[0]],
+        ));
         layers(docker, tag)
     });
     assert_eq!(made[0], made[1]);
     let other = "cellblock-test-third:1";
-    succeeded(&mut build(docker, other, &["--no-cache", "--packages", SMALL[1], "--uid", "33", "--gid", "33"]));
+    succeeded(&mut build(
+        docker,
+        other,
+        &[
+            "--no-cache",
+            "--packages",
+            SMALL[1],
+            "--uid",
+            "33",
+            "--gid",
+            "33",
+        ],
+    ));
     assert_ne!(layers(docker, other), made[0]); // control
     // Debian has a user of this number already. It keeps its name and moves.
     let user = "import os, pwd; user = pwd.getpwuid(os.getuid()); print(user.pw_name, user.pw_dir)";
@@ -153,14 +240,18 @@ fn the_same_wish_gives_the_same_layers_when_everything_is_done_again() {
 
 #[test]
 fn a_session_runs_in_an_image_that_was_built() {
-    let Some(docker) = containers::docker() else { return };
+    let Some(docker) = containers::docker() else {
+        return;
+    };
     let _alone = alone();
     let tag = "cellblock-test-session:1";
     succeeded(&mut build(docker, tag, &["--packages", SMALL[0]]));
     let containers = docker.build().image(tag).start();
     run(async {
         let session = containers.session();
-        let seen = session.ok("import six, sys, IPython; print(six.__name__, sys.prefix, IPython.__file__)").await;
+        let seen = session
+            .ok("import six, sys, IPython; print(six.__name__, sys.prefix, IPython.__file__)")
+            .await;
         assert!(seen.starts_with("six /opt/venv /opt/venv/lib/"), "{seen}");
         containers.end().await;
     });
@@ -169,10 +260,21 @@ fn a_session_runs_in_an_image_that_was_built() {
 
 #[test]
 fn the_recipe_is_printed_and_nothing_is_built() {
-    let Some(docker) = containers::docker() else { return };
+    let Some(docker) = containers::docker() else {
+        return;
+    };
     let tag = "cellblock-test-printed:1";
-    let text = succeeded(&mut build(docker, tag, &["--dockerfile", "--packages", SMALL[0], "--uid", "77"]));
-    assert!(text.contains("\nFROM sha256:") && text.contains("\nUSER 77:77\n") && text.contains("six=="), "{text}");
+    let text = succeeded(&mut build(
+        docker,
+        tag,
+        &["--dockerfile", "--packages", SMALL[0], "--uid", "77"],
+    ));
+    assert!(
+        text.contains("\nFROM sha256:")
+            && text.contains("\nUSER 77:77\n")
+            && text.contains("six=="),
+        "{text}"
+    );
     assert_eq!(docker.command(&["images", "--quiet", tag]), "");
     let root = succeeded(&mut build(docker, tag, &["--dockerfile", "--root"]));
     assert!(root.contains("\nUSER 0:0\nENTRYPOINT"), "{root}");
@@ -180,7 +282,9 @@ fn the_recipe_is_printed_and_nothing_is_built() {
 
 #[test]
 fn what_cannot_be_built_is_told_with_a_cure() {
-    let Some(docker) = containers::docker() else { return };
+    let Some(docker) = containers::docker() else {
+        return;
+    };
     let _alone = alone();
     let empty = "cellblock-test-empty:1";
     let folder = tempfile::tempdir().unwrap();
@@ -188,28 +292,47 @@ fn what_cannot_be_built_is_told_with_a_cure() {
     std::fs::write(&archive, [0; 10_240]).unwrap();
     docker.command(&["import", archive.to_str().unwrap(), empty]);
     let nowhere = format!("unix://{}", folder.path().join("no.sock").display());
-    let on = |base: &str, packages: &str| image(docker, &["build", "--base", base, "--packages", packages]);
+    let on = |base: &str, packages: &str| {
+        image(docker, &["build", "--base", base, "--packages", packages])
+    };
     let mut without_engine = on(IMAGE, "six");
     without_engine.env("DOCKER_HOST", nowhere);
     for (command, words) in [
         (&mut without_engine, ["cannot be reached", "DOCKER_HOST"]),
         // Nobody listens on this port: no question leaves the machine.
-        (&mut on("localhost:1/missing:1", "six"), ["localhost:1/missing:1", "--base"]),
-        (&mut on(empty, "six"), ["no program called python3 or python", "--base"]),
-        (&mut on(IMAGE, "pywin32"), ["Only wheels are taken", "pywin32"]),
-        (&mut on(IMAGE, "./folder"), ["./folder", "cannot be installed"]),
+        (
+            &mut on("localhost:1/missing:1", "six"),
+            ["localhost:1/missing:1", "--base"],
+        ),
+        (
+            &mut on(empty, "six"),
+            ["no program called python3 or python", "--base"],
+        ),
+        (
+            &mut on(IMAGE, "pywin32"),
+            ["Only wheels are taken", "pywin32"],
+        ),
+        (
+            &mut on(IMAGE, "./folder"),
+            ["./folder", "cannot be installed"],
+        ),
         (&mut on("Not A Name", "six"), ["--base", "lower-case"]),
     ] {
         let (status, output, errors) = finished(command);
         assert_eq!((status, output.as_str()), (Some(2), ""), "{errors}");
-        assert!(words.iter().all(|word| errors.contains(word)), "{words:?} in {errors}");
+        assert!(
+            words.iter().all(|word| errors.contains(word)),
+            "{words:?} in {errors}"
+        );
     }
     docker.command(&["rmi", "--force", empty]);
 }
 
 #[test]
 fn an_image_of_somebody_else_is_not_removed() {
-    let Some(docker) = containers::docker() else { return };
+    let Some(docker) = containers::docker() else {
+        return;
+    };
     let (status, _, errors) = finished(&mut image(docker, &["remove", IMAGE]));
     assert_eq!(status, Some(2));
     assert!(errors.contains("was not made by cellblock"), "{errors}");
@@ -218,25 +341,57 @@ fn an_image_of_somebody_else_is_not_removed() {
 
 #[test]
 fn a_build_that_is_cancelled_leaves_no_container_and_no_image() {
-    let Some(docker) = containers::docker() else { return };
+    let Some(docker) = containers::docker() else {
+        return;
+    };
     let _alone = alone();
-    let (base, tag, user) = ("cellblock-test-slow:1", "cellblock-test-cancelled:1", "61234");
+    let (base, tag, user) = (
+        "cellblock-test-slow:1",
+        "cellblock-test-cancelled:1",
+        "61234",
+    );
     // A run that was cut off may have left these.
     docker.try_command(&["rm", "--force", "cellblock-test-slow"]);
     docker.try_command(&["rmi", "--force", base]);
     // A base in which the last step of a build never ends.
     let slow = "import glob\nfor file in glob.glob('/usr/lib/python3*/py_compile.py'): open(file, 'w').write('import time; time.sleep(600)')";
-    docker.command(&["run", "--name", "cellblock-test-slow", "--network", "none", IMAGE, "python3", "-c", slow]);
+    docker.command(&[
+        "run",
+        "--name",
+        "cellblock-test-slow",
+        "--network",
+        "none",
+        IMAGE,
+        "python3",
+        "-c",
+        slow,
+    ]);
     docker.command(&["commit", "cellblock-test-slow", base]);
     docker.command(&["rm", "cellblock-test-slow"]);
 
-    let arguments = ["build", "--base", base, "--no-science", "--tag", tag, "--uid", user];
-    let mut child = image(docker, &arguments).stderr(Stdio::piped()).spawn().unwrap();
-    let mut lines = BufReader::new(child.stderr.take().unwrap()).lines().map(|line| line.unwrap());
+    let arguments = [
+        "build",
+        "--base",
+        base,
+        "--no-science",
+        "--tag",
+        tag,
+        "--uid",
+        user,
+    ];
+    let mut child = image(docker, &arguments)
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut lines = BufReader::new(child.stderr.take().unwrap())
+        .lines()
+        .map(|line| line.unwrap());
     let mut before = Vec::new();
     let begun = lines.by_ref().any(|line| {
         before.push(line);
-        before.last().is_some_and(|line| line.contains("building (RUN)"))
+        before
+            .last()
+            .is_some_and(|line| line.contains("building (RUN)"))
     });
     assert!(begun, "the step did not begin: {before:?}");
     let steps = || {
@@ -248,7 +403,11 @@ fn a_build_that_is_cancelled_leaves_no_container_and_no_image() {
     rustix::process::kill_process(process, rustix::process::Signal::INT).unwrap();
     let last: Vec<String> = lines.collect();
     assert_eq!(child.wait().unwrap().code(), Some(130));
-    assert!(last.iter().any(|line| line.contains("cancelled") || line.contains("interrupted")), "{last:?}");
+    assert!(
+        last.iter()
+            .any(|line| line.contains("cancelled") || line.contains("interrupted")),
+        "{last:?}"
+    );
     until("its container is gone", || steps() == 0);
     assert_eq!(docker.command(&["images", "--quiet", tag]), "");
     docker.command(&["rmi", "--force", base]);

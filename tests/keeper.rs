@@ -25,13 +25,21 @@ impl Scene {
     fn new() -> Scene {
         static NEXT: AtomicU32 = AtomicU32::new(0);
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
-        Scene { name: format!("t{}-{number}", std::process::id()), workspace: tempfile::tempdir().unwrap() }
+        Scene {
+            name: format!("t{}-{number}", std::process::id()),
+            workspace: tempfile::tempdir().unwrap(),
+        }
     }
 
     fn command(&self, more: &[&str]) -> Command {
         let mut command = program();
-        command.args(["mcp", "--keep-sessions", "on", "--keeper", &self.name]).args(MINIMAL);
-        command.arg("--workspace").arg(self.workspace.path()).args(more);
+        command
+            .args(["mcp", "--keep-sessions", "on", "--keeper", &self.name])
+            .args(MINIMAL);
+        command
+            .arg("--workspace")
+            .arg(self.workspace.path())
+            .args(more);
         command
     }
 
@@ -50,7 +58,11 @@ impl Scene {
         let (code, printed, errors) = finished(program().args(["keeper", "status", "--json"]));
         assert_eq!(code, Some(0), "{errors}");
         let all: Value = serde_json::from_str(&printed).unwrap();
-        all.as_array().unwrap().iter().find(|keeper| keeper["name"] == self.name.as_str()).cloned()
+        all.as_array()
+            .unwrap()
+            .iter()
+            .find(|keeper| keeper["name"] == self.name.as_str())
+            .cloned()
     }
 
     /// The same, once it has noticed that its servers are gone.
@@ -61,12 +73,17 @@ impl Scene {
             if status["servers"] == json!(0) {
                 return Some(status);
             }
-            assert!(Instant::now() < deadline, "it still counts servers: {status}");
+            assert!(
+                Instant::now() < deadline,
+                "it still counts servers: {status}"
+            );
         }
     }
 
     fn process(&self) -> u32 {
-        self.status().expect("there is a keeper")["process"].as_u64().unwrap() as u32
+        self.status().expect("there is a keeper")["process"]
+            .as_u64()
+            .unwrap() as u32
     }
 
     fn stop(&self, more: &[&str]) -> (Option<i32>, String, String) {
@@ -77,10 +94,20 @@ impl Scene {
     fn begin_long_cell(&self, server: &Server, session: &str, then: &str) {
         for name in ["begun", "go"] {
             let fifo = self.workspace.path().join(name);
-            assert!(Command::new("mkfifo").args(["-m", "666"]).arg(&fifo).status().unwrap().success());
+            assert!(
+                Command::new("mkfifo")
+                    .args(["-m", "666"])
+                    .arg(&fifo)
+                    .status()
+                    .unwrap()
+                    .success()
+            );
         }
         let code = format!("open('begun', 'w').close()\nopen('go').read()\n{then}");
-        drop(server.begin("execute_ipython_cell", json!({"code": code, "session_id": session})));
+        drop(server.begin(
+            "execute_ipython_cell",
+            json!({"code": code, "session_id": session}),
+        ));
         let begun = self.workspace.path().join("begun");
         patiently(move || fs::read(begun).unwrap());
     }
@@ -98,7 +125,13 @@ impl Drop for Scene {
 }
 
 fn run(server: &Server, session: &str, code: &str) -> String {
-    server.call("execute_ipython_cell", json!({"code": code, "session_id": session})).text().to_owned()
+    server
+        .call(
+            "execute_ipython_cell",
+            json!({"code": code, "session_id": session}),
+        )
+        .text()
+        .to_owned()
 }
 
 fn kill(process: u32) {
@@ -106,7 +139,8 @@ fn kill(process: u32) {
 }
 
 fn handle(process: u32) -> OwnedFd {
-    rustix::process::pidfd_open(Pid::from_raw(process as i32).unwrap(), PidfdFlags::empty()).unwrap()
+    rustix::process::pidfd_open(Pid::from_raw(process as i32).unwrap(), PidfdFlags::empty())
+        .unwrap()
 }
 
 #[track_caller]
@@ -119,10 +153,15 @@ fn descendants(of: u32) -> Vec<OwnedFd> {
     let mut found = Vec::new();
     let mut parents = vec![of];
     while let Some(parent) = parents.pop() {
-        let threads = fs::read_dir(format!("/proc/{parent}/task")).into_iter().flatten();
+        let threads = fs::read_dir(format!("/proc/{parent}/task"))
+            .into_iter()
+            .flatten();
         for thread in threads.flatten() {
             let children = fs::read_to_string(thread.path().join("children")).unwrap_or_default();
-            for child in children.split_whitespace().map(|id| id.parse::<u32>().unwrap()) {
+            for child in children
+                .split_whitespace()
+                .map(|id| id.parse::<u32>().unwrap())
+            {
                 parents.push(child);
                 found.push(handle(child));
             }
@@ -143,14 +182,23 @@ fn a_killed_server_leaves_its_sessions_and_its_running_cell_to_the_next() {
 
     let second = scene.server();
     assert_eq!(scene.process(), keeper, "the keeper is the same");
-    assert_eq!(run(&second, "b", "'others are not held up'"), "'others are not held up'");
+    assert_eq!(
+        run(&second, "b", "'others are not held up'"),
+        "'others are not held up'"
+    );
     scene.release();
     let told = second.call("check_execution", json!({"session_id": "a", "wait": 30}));
-    assert!(told.text().contains("told to the next server"), "{}", told.text());
+    assert!(
+        told.text().contains("told to the next server"),
+        "{}",
+        told.text()
+    );
     assert_eq!(run(&second, "a", "x, y"), "(41, 42)");
     second.close_input();
     assert!(second.ended().success());
-    let status = scene.status_without_servers().expect("the sessions stay when a server ends in good order");
+    let status = scene
+        .status_without_servers()
+        .expect("the sessions stay when a server ends in good order");
     assert_eq!(status["sessions"], json!(2));
 }
 
@@ -161,16 +209,34 @@ fn a_killed_keeper_takes_everything_along_and_its_sessions_say_so() {
     assert_eq!(run(&server, "a", "x = 1; x"), "1");
     let keeper = scene.process();
     let family = descendants(keeper);
-    assert!(family.len() >= 3, "guardian, warden, interpreters: {}", family.len());
+    assert!(
+        family.len() >= 3,
+        "guardian, warden, interpreters: {}",
+        family.len()
+    );
     kill(keeper);
     let deadline = Instant::now() + PATIENCE;
     for process in &family {
         ends(process, deadline.saturating_duration_since(Instant::now()));
     }
 
-    let lost = server.call("execute_ipython_cell", json!({"code": "x", "session_id": "a"}));
-    assert!(lost.is_error() && lost.text().contains("the process that kept the sessions ended"), "{}", lost.text());
-    assert!(lost.text().contains("files in the working folder are kept"), "{}", lost.text());
+    let lost = server.call(
+        "execute_ipython_cell",
+        json!({"code": "x", "session_id": "a"}),
+    );
+    assert!(
+        lost.is_error()
+            && lost
+                .text()
+                .contains("the process that kept the sessions ended"),
+        "{}",
+        lost.text()
+    );
+    assert!(
+        lost.text().contains("files in the working folder are kept"),
+        "{}",
+        lost.text()
+    );
     assert_ne!(scene.process(), keeper, "another keeper was started");
     assert_eq!(run(&server, "b", "1 + 1"), "2");
     assert!(!server.call("reset", json!({"session_id": "a"})).is_error());
@@ -184,7 +250,11 @@ fn a_keeper_that_nobody_needs_ends_and_leaves_nothing() {
     assert_eq!(run(&server, "a", "1"), "1");
     let keeper = handle(scene.process());
     let family = descendants(scene.process());
-    assert!(!server.call("close_session", json!({"session_id": "a"})).is_error());
+    assert!(
+        !server
+            .call("close_session", json!({"session_id": "a"}))
+            .is_error()
+    );
     assert!(scene.status().is_some(), "it stays for its server");
     server.close_input();
     assert!(server.ended().success());
@@ -216,12 +286,23 @@ fn an_operator_cannot_stop_a_keeper_at_work_by_accident() {
     assert!(errors.contains("--now"), "{errors}");
     let keeper = handle(scene.process());
     let (code, printed, errors) = scene.stop(&["--now"]);
-    assert_eq!((code, printed.contains("has ended")), (Some(0), true), "{errors}");
+    assert_eq!(
+        (code, printed.contains("has ended")),
+        (Some(0), true),
+        "{errors}"
+    );
     ends(&keeper, PATIENCE);
     assert_eq!(scene.status(), None);
     let (code, printed, errors) = scene.stop(&[]);
-    assert_eq!((code, printed.as_str()), (Some(2), ""), "there is nothing left to stop");
-    assert!(errors.contains(&format!("there is no keeper {}", scene.name)), "{errors}");
+    assert_eq!(
+        (code, printed.as_str()),
+        (Some(2), ""),
+        "there is nothing left to stop"
+    );
+    assert!(
+        errors.contains(&format!("there is no keeper {}", scene.name)),
+        "{errors}"
+    );
 }
 
 #[test]
@@ -233,7 +314,10 @@ fn a_server_that_ends_says_which_sessions_go_on_and_how_to_end_them() {
     let second = scene.server();
     assert_eq!(run(&second, "b", "2"), "2");
     let log = second.finish();
-    let told = format!("2 sessions go on; `cellblock keeper stop {}` ends them", scene.name);
+    let told = format!(
+        "2 sessions go on; `cellblock keeper stop {}` ends them",
+        scene.name
+    );
     assert!(log.contains(&told), "{log}");
 }
 
@@ -241,8 +325,13 @@ fn a_server_that_ends_says_which_sessions_go_on_and_how_to_end_them() {
 fn servers_that_start_at_once_share_one_keeper() {
     let scene = Scene::new();
     let servers = std::thread::scope(|scope| {
-        let started = (0..3).map(|_| scope.spawn(|| scene.server())).collect::<Vec<_>>();
-        started.into_iter().map(|server| server.join().unwrap()).collect::<Vec<_>>()
+        let started = (0..3)
+            .map(|_| scope.spawn(|| scene.server()))
+            .collect::<Vec<_>>();
+        started
+            .into_iter()
+            .map(|server| server.join().unwrap())
+            .collect::<Vec<_>>()
     });
     assert_eq!(run(&servers[0], "a", "x = 5; x"), "5");
     assert_eq!(run(&servers[1], "a", "x"), "5");
@@ -256,9 +345,16 @@ fn keepers_of_other_names_have_other_sessions_and_leave_each_other_alone() {
     assert_eq!(run(&first, "a", "x = 1; x"), "1");
     assert_eq!(run(&second, "a", "'x' in globals()"), "False");
     kill(other.process());
-    let lost = second.call("execute_ipython_cell", json!({"code": "1", "session_id": "a"}));
+    let lost = second.call(
+        "execute_ipython_cell",
+        json!({"code": "1", "session_id": "a"}),
+    );
     assert!(lost.is_error());
-    assert_eq!(run(&second, "b", "2"), "2", "the next keeper sweeps what the dead one left");
+    assert_eq!(
+        run(&second, "b", "2"),
+        "2",
+        "the next keeper sweeps what the dead one left"
+    );
     assert_eq!(run(&first, "a", "x"), "1");
 }
 
@@ -266,8 +362,13 @@ fn keepers_of_other_names_have_other_sessions_and_leave_each_other_alone() {
 fn what_the_operator_gave_reaches_the_keeper_and_is_in_no_argument() {
     let scene = Scene::new();
     let server = scene.server_with(&["--env-var", "GIVEN=canary-of-the-operator"]);
-    assert_eq!(run(&server, "a", "import os; os.environ['GIVEN']"), "'canary-of-the-operator'");
-    let read = |process: u32, file: &str| fs::read(Path::new("/proc").join(process.to_string()).join(file)).unwrap();
+    assert_eq!(
+        run(&server, "a", "import os; os.environ['GIVEN']"),
+        "'canary-of-the-operator'"
+    );
+    let read = |process: u32, file: &str| {
+        fs::read(Path::new("/proc").join(process.to_string()).join(file)).unwrap()
+    };
     let holds = |bytes: Vec<u8>| String::from_utf8_lossy(&bytes).contains("canary-of-the-operator");
     assert!(holds(read(server.process_id(), "cmdline"))); // control
     assert!(!holds(read(scene.process(), "cmdline")));
@@ -283,7 +384,10 @@ fn a_server_with_other_settings_is_warned_and_told_the_cure() {
     assert_eq!(run(&second, "a", "x"), "1");
     // The keeper writes to the log of the first server, which started it.
     let written = second.finish();
-    assert!(written.contains(&format!("cellblock keeper stop {}", scene.name)), "{written}");
+    assert!(
+        written.contains(&format!("cellblock keeper stop {}", scene.name)),
+        "{written}"
+    );
 }
 
 #[test]
@@ -306,9 +410,14 @@ fn cells_sent_without_waiting_run_in_the_order_in_which_they_were_sent_with_a_ke
             _ => json!({"session_id": "a", "code": code, "allowed_domains": []}),
         }
     };
-    let sent: Vec<_> = (0..200).map(|number| server.begin("execute_ipython_cell", cell(number))).collect();
+    let sent: Vec<_> = (0..200)
+        .map(|number| server.begin("execute_ipython_cell", cell(number)))
+        .collect();
     // Those beyond what may wait are refused.
-    let ran = sent.iter().filter(|pending| !pending.result().is_error()).count();
+    let ran = sent
+        .iter()
+        .filter(|pending| !pending.result().is_error())
+        .count();
     assert!(ran >= 64, "{ran}");
     assert_eq!(run(&server, "a", "order == sorted(order) or order"), "True");
     assert_eq!(run(&server, "a", "len(order)"), ran.to_string());
@@ -326,12 +435,30 @@ fn a_keeper_that_hangs_is_noticed_and_everything_goes_on_when_it_recovers() {
     let keeper = scene.process();
     signal(keeper, Signal::STOP);
     let begun = Instant::now();
-    let cell = server.begin("execute_ipython_cell", json!({"code": "x += 1", "session_id": "a"}));
+    let cell = server.begin(
+        "execute_ipython_cell",
+        json!({"code": "x += 1", "session_id": "a"}),
+    );
     let list = server.call("list_sessions", json!({}));
-    assert!(list.is_error() && list.text().contains("does not answer"), "{}", list.text());
+    assert!(
+        list.is_error() && list.text().contains("does not answer"),
+        "{}",
+        list.text()
+    );
     let cell = cell.result();
-    assert!(cell.is_error() && cell.text().contains("Whether this was carried out is not known"), "{}", cell.text());
-    assert!(begun.elapsed() < Duration::from_secs(52), "{:?}", begun.elapsed());
+    assert!(
+        cell.is_error()
+            && cell
+                .text()
+                .contains("Whether this was carried out is not known"),
+        "{}",
+        cell.text()
+    );
+    assert!(
+        begun.elapsed() < Duration::from_secs(52),
+        "{:?}",
+        begun.elapsed()
+    );
     signal(keeper, Signal::CONT);
     let deadline = Instant::now() + PATIENCE;
     while server.call("list_sessions", json!({})).is_error() {
@@ -345,11 +472,18 @@ fn a_keeper_that_hangs_is_noticed_and_everything_goes_on_when_it_recovers() {
 /// The executions in a log: the digest of their code, and their status.
 fn executions(log: &Path) -> Vec<(String, String)> {
     let text = fs::read_to_string(log).unwrap();
-    let records = text.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
+    let records = text
+        .lines()
+        .map(|line| serde_json::from_str::<Value>(line).unwrap());
     let word = |value: &Value| value.as_str().unwrap().to_owned();
     records
         .filter(|record| record["kind"] == "execution")
-        .map(|record| (word(&record["details"]["code"]), word(&record["details"]["status"])))
+        .map(|record| {
+            (
+                word(&record["details"]["code"]),
+                word(&record["details"]["status"]),
+            )
+        })
         .collect()
 }
 
@@ -376,11 +510,18 @@ fn an_execution_that_ended_without_a_server_is_recorded_once_by_the_next_one() {
         }
         let deadline = Instant::now() + PATIENCE;
         while executions(&log).len() < 3 {
-            assert!(Instant::now() < deadline, "not all were recorded: {:?}", executions(&log));
+            assert!(
+                Instant::now() < deadline,
+                "not all were recorded: {:?}",
+                executions(&log)
+            );
         }
         server.close_input();
         assert!(server.ended().success());
-        let recorded: Vec<_> = executions(&log).into_iter().map(|(code, status)| (json!(code), status)).collect();
+        let recorded: Vec<_> = executions(&log)
+            .into_iter()
+            .map(|(code, status)| (json!(code), status))
+            .collect();
         assert_eq!(recorded, expected);
     }
     let (code, printed, errors) = finished(program().args(["audit", "verify"]).arg(&log));
@@ -395,16 +536,35 @@ fn a_server_names_the_settings_that_its_keeper_has_differently_and_its_quotas_ho
     first.close_input();
     assert!(first.ended().success());
     let mut command = scene.command(&["--memory", "777MiB"]);
-    command.env("CELLBLOCK_QUOTA_SESSIONS", "1").env("CELLBLOCK_PACKAGE_INDEX", "https://index.test/simple");
+    command
+        .env("CELLBLOCK_QUOTA_SESSIONS", "1")
+        .env("CELLBLOCK_PACKAGE_INDEX", "https://index.test/simple");
     let second = Server::spawn(&mut command, Era::Initialize);
     second.greet();
-    let refused = second.call("execute_ipython_cell", json!({"code": "1", "session_id": "b"}));
-    assert!(refused.is_error() && refused.text().contains("session"), "{}", refused.text());
+    let refused = second.call(
+        "execute_ipython_cell",
+        json!({"code": "1", "session_id": "b"}),
+    );
+    assert!(
+        refused.is_error() && refused.text().contains("session"),
+        "{}",
+        refused.text()
+    );
     assert_eq!(run(&second, "a", "2"), "2"); // control
     let log = second.finish();
-    let warning = log.lines().find(|line| line.contains("earlier values of these settings")).expect(&log);
-    assert!(warning.contains("memory") && warning.contains("package_index"), "{warning}");
+    let warning = log
+        .lines()
+        .find(|line| line.contains("earlier values of these settings"))
+        .expect(&log);
+    assert!(
+        warning.contains("memory") && warning.contains("package_index"),
+        "{warning}"
+    );
     assert!(!warning.contains("quota"), "{warning}");
     let third = scene.server();
-    assert_eq!(run(&third, "b", "3"), "3", "a quota that is lifted refuses nothing");
+    assert_eq!(
+        run(&third, "b", "3"),
+        "3",
+        "a quota that is lifted refuses nothing"
+    );
 }

@@ -35,8 +35,14 @@ fn scene_folder() -> tempfile::TempDir {
 
 fn command_in(folder: &Path) -> Command {
     let mut command = program();
-    command.env("TMPDIR", folder.join("temporary")).env("XDG_RUNTIME_DIR", folder.join("runtime"));
-    command.arg("mcp").arg("--workspace").arg(folder.join("workspace")).args(MINIMAL);
+    command
+        .env("TMPDIR", folder.join("temporary"))
+        .env("XDG_RUNTIME_DIR", folder.join("runtime"));
+    command
+        .arg("mcp")
+        .arg("--workspace")
+        .arg(folder.join("workspace"))
+        .args(MINIMAL);
     command
 }
 
@@ -48,10 +54,19 @@ impl Scene {
         let (one, busy) = (server.session(), server.session());
         one.text("open('kept.txt', 'w').write('kept'); None");
         // A process that belongs to nobody any more, and output that is kept in a file of the host.
-        one.text("import subprocess; subprocess.Popen('setsid sleep 100000 & exit', shell=True).wait()");
+        one.text(
+            "import subprocess; subprocess.Popen('setsid sleep 100000 & exit', shell=True).wait()",
+        );
         one.run_with("print('x' * 3_000_000)", json!({"max_output_chars": 10}));
         let fifo = folder.path().join("workspace/begun");
-        assert!(Command::new("mkfifo").args(["-m", "666"]).arg(&fifo).status().unwrap().success());
+        assert!(
+            Command::new("mkfifo")
+                .args(["-m", "666"])
+                .arg(&fifo)
+                .status()
+                .unwrap()
+                .success()
+        );
         drop(busy.begin("open('begun', 'w').close()\nwhile True: pass", json!({})));
         patiently(move || fs::read(fifo).unwrap());
         // The sessions are not closed: ending the server must be enough.
@@ -59,17 +74,37 @@ impl Scene {
         std::mem::forget(busy);
 
         let processes = descendants(server.process_id());
-        assert!(processes.len() >= 6, "guardian, warden, zygote, inits, interpreters: {processes:?}");
+        assert!(
+            processes.len() >= 6,
+            "guardian, warden, zygote, inits, interpreters: {processes:?}"
+        );
         let names: BTreeSet<&str> = processes.iter().map(|(_, name, _)| name.as_str()).collect();
-        assert!(["cb-guardian", "cb-warden", "cb-init", "sleep"].iter().all(|name| names.contains(name)), "{names:?}");
+        assert!(
+            ["cb-guardian", "cb-warden", "cb-init", "sleep"]
+                .iter()
+                .all(|name| names.contains(name)),
+            "{names:?}"
+        );
         let groups = groups_of(&instance_files(folder.path(), server.process_id()));
         assert!(groups.iter().all(|group| group.is_dir()), "{groups:?}");
-        assert!(!is_root() || !groups.is_empty(), "root's sessions have control groups");
-        Scene { folder, server, processes, groups }
+        assert!(
+            !is_root() || !groups.is_empty(),
+            "root's sessions have control groups"
+        );
+        Scene {
+            folder,
+            server,
+            processes,
+            groups,
+        }
     }
 
     fn process_named(&self, name: &str) -> u32 {
-        self.processes.iter().find(|(_, found, _)| found == name).expect("there is such a process").0
+        self.processes
+            .iter()
+            .find(|(_, found, _)| found == name)
+            .expect("there is such a process")
+            .0
     }
 
     /// Checks that everything is gone but the files of the workspace.
@@ -81,8 +116,14 @@ impl Scene {
         assert!(temporary.is_empty(), "temporary files stay: {temporary:?}");
         let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap();
         let path = self.folder.path().to_str().unwrap();
-        assert!(!mounts.contains(path) && !mounts.contains("/opt/cellblock"), "{mounts}");
-        assert_eq!(fs::read_to_string(self.folder.path().join("workspace/kept.txt")).unwrap(), "kept");
+        assert!(
+            !mounts.contains(path) && !mounts.contains("/opt/cellblock"),
+            "{mounts}"
+        );
+        assert_eq!(
+            fs::read_to_string(self.folder.path().join("workspace/kept.txt")).unwrap(),
+            "kept"
+        );
     }
 
     #[track_caller]
@@ -90,7 +131,10 @@ impl Scene {
         let deadline = Instant::now() + PATIENCE;
         for (id, name, handle) in &self.processes {
             let left = deadline.saturating_duration_since(Instant::now());
-            assert!(ends_within(handle, left), "the process {id} ({name}) lives on");
+            assert!(
+                ends_within(handle, left),
+                "the process {id} ({name}) lives on"
+            );
         }
     }
 
@@ -134,7 +178,11 @@ fn nothing_stays_when_the_server_is_asked_to_end() {
         let asked = Instant::now();
         send(signal, scene.server.process_id());
         assert!(scene.server.ended().success());
-        assert!(asked.elapsed() < Duration::from_secs(15), "{:?}", asked.elapsed());
+        assert!(
+            asked.elapsed() < Duration::from_secs(15),
+            "{:?}",
+            asked.elapsed()
+        );
         scene.assert_nothing_left();
         assert_eq!(scene.instances(), Vec::<PathBuf>::new());
     }
@@ -147,7 +195,11 @@ fn nothing_stays_when_the_server_is_killed() {
     scene.server.ended();
     scene.assert_nothing_left();
     scene.start_another();
-    assert_eq!(scene.instances(), Vec::<PathBuf>::new(), "the next server sweeps the entry");
+    assert_eq!(
+        scene.instances(),
+        Vec::<PathBuf>::new(),
+        "the next server sweeps the entry"
+    );
 }
 
 #[test]
@@ -155,8 +207,15 @@ fn a_killed_guardian_takes_the_sandboxes_along_and_the_server_says_so() {
     let scene = Scene::new();
     send(Signal::KILL, scene.process_named("cb-guardian"));
     scene.assert_processes_end();
-    let answer = scene.server.call("execute_ipython_cell", json!({"code": "1", "session_id": "session-1"}));
-    assert!(answer.is_error(), "a session that lost its sandbox is never replaced in silence: {}", answer.text());
+    let answer = scene.server.call(
+        "execute_ipython_cell",
+        json!({"code": "1", "session_id": "session-1"}),
+    );
+    assert!(
+        answer.is_error(),
+        "a session that lost its sandbox is never replaced in silence: {}",
+        answer.text()
+    );
     scene.server.close_input();
     scene.server.ended();
     scene.assert_nothing_left();
@@ -197,14 +256,22 @@ fn servers_side_by_side_leave_each_other_alone() {
     session.text("state = 'kept'");
     let second = start();
     assert_eq!(second.session().text("2"), "2");
-    assert_eq!(session.text("state"), "'kept'", "a start sweeps nothing that lives");
+    assert_eq!(
+        session.text("state"),
+        "'kept'",
+        "a start sweeps nothing that lives"
+    );
     send(Signal::KILL, second.process_id());
     second.ended();
     let third = start();
     assert_eq!(third.session().text("3"), "3");
     assert_eq!(session.text("state"), "'kept'");
     third.finish();
-    assert_eq!(session.text("state"), "'kept'", "an end removes nothing of others");
+    assert_eq!(
+        session.text("state"),
+        "'kept'",
+        "an end removes nothing of others"
+    );
     let groups = groups_of(&instance_files(folder.path(), first.process_id()));
     assert!(groups.iter().all(|group| group.is_dir()));
     drop(session);
@@ -237,19 +304,37 @@ fn send(signal: Signal, process: u32) {
 
 /// The entries of one server in the runtime folder.
 fn instance_files(folder: &Path, process: u32) -> Vec<PathBuf> {
-    let runtime = if is_root() { PathBuf::from("/run/cellblock") } else { folder.join("runtime/cellblock") };
-    let name = |path: &PathBuf| path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+    let runtime = if is_root() {
+        PathBuf::from("/run/cellblock")
+    } else {
+        folder.join("runtime/cellblock")
+    };
+    let name = |path: &PathBuf| {
+        path.file_name()
+            .unwrap_or_default()
+            .to_string_lossy()
+            .into_owned()
+    };
     let own = format!("cellblock-{process}-");
-    entries(&runtime.join("instances")).into_iter().filter(|path| name(path).starts_with(&own)).collect()
+    entries(&runtime.join("instances"))
+        .into_iter()
+        .filter(|path| name(path).starts_with(&own))
+        .collect()
 }
 
 fn groups_of(instances: &[PathBuf]) -> Vec<PathBuf> {
     let read = |path: &PathBuf| fs::read_to_string(path).unwrap();
-    instances.iter().map(read).flat_map(|text| text.lines().map(PathBuf::from).collect::<Vec<_>>()).collect()
+    instances
+        .iter()
+        .map(read)
+        .flat_map(|text| text.lines().map(PathBuf::from).collect::<Vec<_>>())
+        .collect()
 }
 
 fn entries(folder: &Path) -> Vec<PathBuf> {
-    let Ok(entries) = fs::read_dir(folder) else { return Vec::new() };
+    let Ok(entries) = fs::read_dir(folder) else {
+        return Vec::new();
+    };
     entries.map(|entry| entry.unwrap().path()).collect()
 }
 
@@ -273,13 +358,18 @@ fn descendants(of: u32) -> Vec<(u32, String, OwnedFd)> {
     loop {
         let size = family.len();
         family.extend(
-            parents.iter().filter(|(_, parent, _)| family.contains(parent)).map(|(id, _, _)| *id).collect::<Vec<_>>(),
+            parents
+                .iter()
+                .filter(|(_, parent, _)| family.contains(parent))
+                .map(|(id, _, _)| *id)
+                .collect::<Vec<_>>(),
         );
         if family.len() == size {
             break;
         }
     }
-    let open = |id: u32| rustix::process::pidfd_open(Pid::from_raw(id as i32)?, PidfdFlags::empty()).ok();
+    let open =
+        |id: u32| rustix::process::pidfd_open(Pid::from_raw(id as i32)?, PidfdFlags::empty()).ok();
     parents
         .into_iter()
         .filter(|(id, _, _)| *id != of && family.contains(id))

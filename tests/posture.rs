@@ -38,8 +38,14 @@ fn everything_expected() -> Value {
 
 /// Compares fact by fact, so that a failure names the fact.
 fn compare(when: &str, found: &Value, expected: &Value) {
-    let (found, expected) = (found.as_object().expect("facts"), expected.as_object().expect("facts"));
-    assert_eq!(found.keys().collect::<Vec<_>>(), expected.keys().collect::<Vec<_>>());
+    let (found, expected) = (
+        found.as_object().expect("facts"),
+        expected.as_object().expect("facts"),
+    );
+    assert_eq!(
+        found.keys().collect::<Vec<_>>(),
+        expected.keys().collect::<Vec<_>>()
+    );
     for (name, fact) in expected {
         assert_eq!(&found[name], fact, "{when}: {name}");
     }
@@ -58,7 +64,10 @@ fn adapt(expected: &mut Value, found: &mut Value, limited_by_groups: bool, ordin
 }
 
 fn has_control_groups(outcome: &Outcome) -> bool {
-    matches!(outcome.isolation.layers[&LayerKind::Resources], Layer::Enforced { .. })
+    matches!(
+        outcome.isolation.layers[&LayerKind::Resources],
+        Layer::Enforced { .. }
+    )
 }
 
 async fn probe(session: &Session) -> Value {
@@ -72,7 +81,12 @@ fn the_posture_is_as_written_down_in_the_first_cell_in_threads_after_exec_and_af
         let first = session.execute(PROBE).await.unwrap();
         let mut found: Value = serde_json::from_str(&native::printed(&first)).expect("facts");
         let mut expected = expected();
-        adapt(&mut expected, &mut found, has_control_groups(&first), !is_root());
+        adapt(
+            &mut expected,
+            &mut found,
+            has_control_groups(&first),
+            !is_root(),
+        );
         compare("in the first cell", &found, &expected);
 
         let in_threads = "
@@ -91,14 +105,22 @@ for thread in started: thread.join()";
         let mut threaded = session.json(in_threads).await;
         // numpy has threads of its own where it was imported.
         assert!(threaded[0].as_u64().unwrap() >= 5, "{}", threaded[0]);
-        adapt(&mut json!({"limits": {}}), &mut threaded[1], true, !is_root());
+        adapt(
+            &mut json!({"limits": {}}),
+            &mut threaded[1],
+            true,
+            !is_root(),
+        );
         compare("with five threads", &threaded[1], &expected);
 
         session.upload("probe.py", PROBE.as_bytes()).await.unwrap();
         let after_exec = "import subprocess, sys; print(subprocess.run([sys.executable, '-I', 'probe.py'], capture_output=True, check=True, text=True).stdout)";
         let mut executed = session.json(after_exec).await;
         // A child gets the three standard descriptors and nothing else.
-        assert_eq!(executed["descriptors"], json!([["/dev/null", "pipe", "pipe"], []]));
+        assert_eq!(
+            executed["descriptors"],
+            json!([["/dev/null", "pipe", "pipe"], []])
+        );
         executed["descriptors"] = expected["descriptors"].clone();
         adapt(&mut json!({"limits": {}}), &mut executed, true, !is_root());
         compare("after exec", &executed, &expected);
@@ -116,7 +138,10 @@ fn the_mounts_of_a_session_are_as_written_down() {
         // Without this step an interpreter has the same mounts, and sees the table of them.
         let backend = Builder::new("minimal").skip_step("chroot").start();
         let found = probe(&backend.session()).await;
-        let (found, expected) = (found["mounts"].clone(), everything_expected()["mounts"].clone());
+        let (found, expected) = (
+            found["mounts"].clone(),
+            everything_expected()["mounts"].clone(),
+        );
         compare("mounts", &found, &expected);
         backend.end().await;
     });
@@ -130,7 +155,12 @@ fn a_member_of_the_pool_has_the_same_posture() {
         let first = session.execute(PROBE).await.unwrap();
         let mut found: Value = serde_json::from_str(&native::printed(&first)).expect("facts");
         let mut expected = expected();
-        adapt(&mut expected, &mut found, has_control_groups(&first), !is_root());
+        adapt(
+            &mut expected,
+            &mut found,
+            has_control_groups(&first),
+            !is_root(),
+        );
         compare("in a member of the pool", &found, &expected);
         backend.end().await;
     });
@@ -142,7 +172,12 @@ fn a_copy_of_a_session_has_the_same_posture() {
         let source = native::shared().session();
         let first = source.execute(PROBE).await.unwrap();
         let mut expected = expected();
-        adapt(&mut expected, &mut json!({"threads": []}), has_control_groups(&first), !is_root());
+        adapt(
+            &mut expected,
+            &mut json!({"threads": []}),
+            has_control_groups(&first),
+            !is_root(),
+        );
         let compare = |when, mut found: Value| {
             adapt(&mut json!({"limits": {}}), &mut found, true, !is_root());
             compare(when, &found, &expected);
@@ -168,36 +203,62 @@ fn a_copy_of_a_session_has_the_same_posture() {
 #[test]
 fn before_its_first_cell_a_session_is_locked_down_as_the_host_sees_it() {
     run(async {
-        let mark = tempfile::Builder::new().prefix("cellblock-mark-").tempdir().unwrap();
+        let mark = tempfile::Builder::new()
+            .prefix("cellblock-mark-")
+            .tempdir()
+            .unwrap();
         let backend = Builder::new("minimal").bind(marked(&mark)).start();
         let (mut sandbox, _interpreter) = backend.backend.launch().await.expect("a sandbox");
         let all = native::marked_processes(mark.path());
         let own = Posture::read(std::process::id()).unwrap();
         // Only root may look at all of an init, which has made itself unreadable.
-        let readable = |process: &&HostProcess| is_session(process) && (is_root() || process.name != "cb-init");
+        let readable = |process: &&HostProcess| {
+            is_session(process) && (is_root() || process.name != "cb-init")
+        };
         for process in all.iter().filter(readable) {
             let posture = Posture::read(process.pid).unwrap();
-            assert!(posture.uids.iter().chain(&posture.gids).all(|id| *id != 0), "{posture:?}");
+            assert!(
+                posture.uids.iter().chain(&posture.gids).all(|id| *id != 0),
+                "{posture:?}"
+            );
             assert_eq!(posture.capabilities, [0; 5]);
             assert!(posture.no_new_privileges);
             assert_eq!(posture.seccomp, 2);
             for name in NAMESPACES {
-                assert_ne!(posture.namespaces[name], own.namespaces[name], "{name} of {}", process.name);
+                assert_ne!(
+                    posture.namespaces[name], own.namespaces[name],
+                    "{name} of {}",
+                    process.name
+                );
             }
         }
         let names: Vec<&str> = all.iter().map(|process| process.name.as_str()).collect();
-        assert_eq!(all.iter().filter(|process| is_session(process)).count(), 2, "init and interpreter: {names:?}");
+        assert_eq!(
+            all.iter().filter(|process| is_session(process)).count(),
+            2,
+            "init and interpreter: {names:?}"
+        );
 
-        let interpreter = all.iter().find(|process| is_session(process) && process.name != "cb-init").unwrap();
+        let interpreter = all
+            .iter()
+            .find(|process| is_session(process) && process.name != "cb-init")
+            .unwrap();
         if is_root() {
             limits_are_set(interpreter.pid);
         } else {
             skipped("root (control groups of a session)");
         }
         sandbox.destroy().await;
-        assert!(native::marked_processes(mark.path()).iter().all(|process| !is_session(process)));
+        assert!(
+            native::marked_processes(mark.path())
+                .iter()
+                .all(|process| !is_session(process))
+        );
         backend.end().await;
-        assert!(native::marked_processes(mark.path()).is_empty(), "nothing is left when the backend has ended");
+        assert!(
+            native::marked_processes(mark.path()).is_empty(),
+            "nothing is left when the backend has ended"
+        );
     });
 }
 
@@ -208,47 +269,101 @@ fn is_session(process: &HostProcess) -> bool {
 }
 
 fn marked(mark: &tempfile::TempDir) -> Bind {
-    Bind { host: mark.path().to_owned(), inside: PathBuf::from("/opt/mark") }
+    Bind {
+        host: mark.path().to_owned(),
+        inside: PathBuf::from("/opt/mark"),
+    }
 }
 
 fn limits_are_set(pid: u32) {
     let folders = native::control_groups(pid);
     let value = |names: &[&str]| {
-        let path =
-            folders.iter().flat_map(|folder| names.iter().map(|name| folder.join(name))).find(|path| path.exists());
-        fs::read_to_string(path.unwrap_or_else(|| panic!("{names:?} in {folders:?}"))).unwrap().trim().to_owned()
+        let path = folders
+            .iter()
+            .flat_map(|folder| names.iter().map(|name| folder.join(name)))
+            .find(|path| path.exists());
+        fs::read_to_string(path.unwrap_or_else(|| panic!("{names:?} in {folders:?}")))
+            .unwrap()
+            .trim()
+            .to_owned()
     };
-    assert_eq!(value(&["memory.limit_in_bytes", "memory.max"]), native::ROOMY.memory.to_string());
+    assert_eq!(
+        value(&["memory.limit_in_bytes", "memory.max"]),
+        native::ROOMY.memory.to_string()
+    );
     // Init, the twin and checkpoints count too; what the session may have is limited by number as well.
-    assert_eq!(value(&["pids.max"]), (native::ROOMY.processes + 128).to_string());
+    assert_eq!(
+        value(&["pids.max"]),
+        (native::ROOMY.processes + 128).to_string()
+    );
     let limits = fs::read_to_string(format!("/proc/{pid}/limits")).unwrap();
-    let processes = limits.lines().find_map(|line| line.strip_prefix("Max processes")).unwrap();
-    assert_eq!(processes.split_whitespace().next(), Some(native::ROOMY.processes.to_string().as_str()));
+    let processes = limits
+        .lines()
+        .find_map(|line| line.strip_prefix("Max processes"))
+        .unwrap();
+    assert_eq!(
+        processes.split_whitespace().next(),
+        Some(native::ROOMY.processes.to_string().as_str())
+    );
     let quota = value(&["cpu.cfs_quota_us", "cpu.max"]);
-    assert_eq!(quota.split(' ').next(), Some("200000"), "two CPUs of a period of 100,000");
-    assert_eq!(fs::read_to_string(format!("/proc/{pid}/oom_score_adj")).unwrap().trim(), "500");
+    assert_eq!(
+        quota.split(' ').next(),
+        Some("200000"),
+        "two CPUs of a period of 100,000"
+    );
+    assert_eq!(
+        fs::read_to_string(format!("/proc/{pid}/oom_score_adj"))
+            .unwrap()
+            .trim(),
+        "500"
+    );
 }
 
 #[test]
 fn the_processes_that_make_sandboxes_have_filters_of_their_own() {
     run(async {
-        let mark = tempfile::Builder::new().prefix("cellblock-mark-").tempdir().unwrap();
+        let mark = tempfile::Builder::new()
+            .prefix("cellblock-mark-")
+            .tempdir()
+            .unwrap();
         let backend = Builder::new("minimal").bind(marked(&mark)).start();
         let session = backend.session();
         session.ok("1").await;
         let of_name = |name: &str| {
             let mut all = native::marked_processes(mark.path()).into_iter();
-            all.find(|process| process.name == name).unwrap_or_else(|| panic!("there is no {name}")).pid
+            all.find(|process| process.name == name)
+                .unwrap_or_else(|| panic!("there is no {name}"))
+                .pid
         };
         let warden = of_name("cb-warden");
         let status = fs::read_to_string(format!("/proc/{warden}/status")).unwrap();
-        let guardian = status.lines().find_map(|line| line.strip_prefix("PPid:")).unwrap().trim().parse().unwrap();
-        assert_eq!(fs::read_to_string(format!("/proc/{guardian}/comm")).unwrap().trim(), "cb-guardian");
+        let guardian = status
+            .lines()
+            .find_map(|line| line.strip_prefix("PPid:"))
+            .unwrap()
+            .trim()
+            .parse()
+            .unwrap();
+        assert_eq!(
+            fs::read_to_string(format!("/proc/{guardian}/comm"))
+                .unwrap()
+                .trim(),
+            "cb-guardian"
+        );
         let inherited = Posture::read(std::process::id()).unwrap().seccomp_filters;
-        for (pid, own_filters) in [(guardian, 1), (warden, 1), (of_name("cb-family"), 1), (of_name("cb-init"), 2)] {
+        for (pid, own_filters) in [
+            (guardian, 1),
+            (warden, 1),
+            (of_name("cb-family"), 1),
+            (of_name("cb-init"), 2),
+        ] {
             let posture = Posture::read(pid).unwrap();
             assert!(posture.no_new_privileges, "{posture:?}");
-            assert_eq!((posture.seccomp, posture.seccomp_filters), (2, inherited + own_filters), "{posture:?}");
+            assert_eq!(
+                (posture.seccomp, posture.seccomp_filters),
+                (2, inherited + own_filters),
+                "{posture:?}"
+            );
         }
         backend.end().await;
     });
@@ -257,13 +372,18 @@ fn the_processes_that_make_sandboxes_have_filters_of_their_own() {
 #[test]
 fn the_warm_interpreter_has_one_thread_known_descriptors_and_nothing_of_the_host() {
     run(async {
-        let mark = tempfile::Builder::new().prefix("cellblock-mark-").tempdir().unwrap();
+        let mark = tempfile::Builder::new()
+            .prefix("cellblock-mark-")
+            .tempdir()
+            .unwrap();
         let backend = Builder::new("default").bind(marked(&mark)).start();
         let session = backend.session();
         session.ok("1").await;
         let all = native::marked_processes(mark.path());
         let zygotes: Vec<_> = all.iter().filter(|process| process.is_zygote()).collect();
-        let [zygote] = zygotes[..] else { panic!("{all:?}") };
+        let [zygote] = zygotes[..] else {
+            panic!("{all:?}")
+        };
         let folder = PathBuf::from(format!("/proc/{}", zygote.pid));
         assert_eq!(fs::read_dir(folder.join("task")).unwrap().count(), 1);
         let posture = Posture::read(zygote.pid).unwrap();
@@ -283,8 +403,14 @@ fn the_warm_interpreter_has_one_thread_known_descriptors_and_nothing_of_the_host
         assert_eq!(kinds, ["/dev/null", "pipe", "socket"]);
         let environment = fs::read(folder.join("environ")).unwrap();
         let environment = String::from_utf8_lossy(&environment).into_owned();
-        let names: Vec<&str> = environment.split('\0').filter_map(|pair| Some(pair.split_once('=')?.0)).collect();
-        assert!(!names.is_empty() && !names.contains(&"CARGO_MANIFEST_DIR"), "{names:?}");
+        let names: Vec<&str> = environment
+            .split('\0')
+            .filter_map(|pair| Some(pair.split_once('=')?.0))
+            .collect();
+        assert!(
+            !names.is_empty() && !names.contains(&"CARGO_MANIFEST_DIR"),
+            "{names:?}"
+        );
         // Control: this process, which started it, has that name in its environment.
         assert!(std::env::var_os("CARGO_MANIFEST_DIR").is_some());
         backend.end().await;
@@ -298,16 +424,26 @@ fn the_memory_of_python_inside_holds_no_path_and_no_variable_of_the_host() {
         return;
     }
     run(async {
-        let mark = tempfile::Builder::new().prefix("cellblock-mark-").tempdir().unwrap();
+        let mark = tempfile::Builder::new()
+            .prefix("cellblock-mark-")
+            .tempdir()
+            .unwrap();
         let backend = Builder::new("minimal").bind(marked(&mark)).start();
         let session = backend.session();
         session.ok("1").await;
         // Where the environment really lies, and where this checkout does, which is in the server's environment too.
-        let words = [data_folder().display().to_string(), env!("CARGO_MANIFEST_DIR").to_owned() + "/"];
+        let words = [
+            data_folder().display().to_string(),
+            env!("CARGO_MANIFEST_DIR").to_owned() + "/",
+        ];
         let all = native::marked_processes(mark.path());
-        let has_python = |process: &&HostProcess| !process.name.starts_with("cb-") || process.name == "cb-twin";
+        let has_python =
+            |process: &&HostProcess| !process.name.starts_with("cb-") || process.name == "cb-twin";
         let pythons: Vec<_> = all.iter().filter(has_python).collect();
-        assert!(pythons.len() >= 3, "the warm interpreter, a session, its twin: {all:?}");
+        assert!(
+            pythons.len() >= 3,
+            "the warm interpreter, a session, its twin: {all:?}"
+        );
         for process in pythons {
             for word in &words {
                 assert!(!memory_holds(process.pid, word), "{process:?} holds {word}");
@@ -326,14 +462,22 @@ fn memory_holds(pid: u32, word: &str) -> bool {
     use std::os::unix::fs::FileExt;
     let maps = fs::read_to_string(format!("/proc/{pid}/maps")).unwrap();
     let memory = fs::File::open(format!("/proc/{pid}/mem")).unwrap();
-    let ranges = maps.lines().filter(|line| line.contains(" rw-p ")).filter_map(|line| {
-        let (from, to) = line.split(' ').next()?.split_once('-')?;
-        Some((u64::from_str_radix(from, 16).ok()?, u64::from_str_radix(to, 16).ok()?))
-    });
+    let ranges = maps
+        .lines()
+        .filter(|line| line.contains(" rw-p "))
+        .filter_map(|line| {
+            let (from, to) = line.split(' ').next()?.split_once('-')?;
+            Some((
+                u64::from_str_radix(from, 16).ok()?,
+                u64::from_str_radix(to, 16).ok()?,
+            ))
+        });
     for (from, to) in ranges {
         let mut bytes = vec![0; (to - from) as usize];
         // A region may have gone since the list was read.
-        let Ok(size) = memory.read_at(&mut bytes, from) else { continue };
+        let Ok(size) = memory.read_at(&mut bytes, from) else {
+            continue;
+        };
         if String::from_utf8_lossy(&bytes[..size]).contains(word) {
             return true;
         }
@@ -346,12 +490,18 @@ fn kind_of(link: &Path) -> String {
         // Fonts that matplotlib keeps open.
         return "environment".to_owned();
     }
-    link.to_string_lossy().split([':', '[']).next().unwrap_or_default().to_owned()
+    link.to_string_lossy()
+        .split([':', '['])
+        .next()
+        .unwrap_or_default()
+        .to_owned()
 }
 
 #[test]
 fn an_ordinary_user_gets_the_same_posture() {
-    let Some(ordinary) = Ordinary::new() else { return };
+    let Some(ordinary) = Ordinary::new() else {
+        return;
+    };
     let script = ordinary.home.path().join("probe.py");
     let output = ordinary.command("run").arg(&script).output().unwrap();
     let complaint = String::from_utf8_lossy(&output.stderr);
@@ -360,8 +510,8 @@ fn an_ordinary_user_gets_the_same_posture() {
         return;
     }
     assert!(output.status.success(), "{complaint}");
-    let mut found: Value =
-        serde_json::from_slice(&output.stdout).unwrap_or_else(|error| panic!("{error}: {complaint}"));
+    let mut found: Value = serde_json::from_slice(&output.stdout)
+        .unwrap_or_else(|error| panic!("{error}: {complaint}"));
     let mut expected = expected();
     adapt(&mut expected, &mut found, false, true);
     compare("as an ordinary user", &found, &expected);
@@ -373,8 +523,11 @@ fn an_ordinary_user_gets_the_same_posture() {
     let probe = |when: &str, id: &str| {
         let code = json!({"session_id": id, "code": PROBE, "max_output_chars": 1_000_000});
         let answer = server.call("execute_ipython_cell", code);
-        let text = answer.structured()["stdout"].as_str().unwrap_or(answer.text());
-        let mut found: Value = serde_json::from_str(text.trim()).unwrap_or_else(|error| panic!("{error}: {text}"));
+        let text = answer.structured()["stdout"]
+            .as_str()
+            .unwrap_or(answer.text());
+        let mut found: Value =
+            serde_json::from_str(text.trim()).unwrap_or_else(|error| panic!("{error}: {text}"));
         adapt(&mut json!({"limits": {}}), &mut found, true, true);
         compare(when, &found, &expected);
     };
@@ -405,19 +558,33 @@ impl Ordinary {
             skipped("a Python that other users may run");
             return None;
         }
-        let home = tempfile::Builder::new().prefix("cellblock-ordinary-").tempdir().unwrap();
+        let home = tempfile::Builder::new()
+            .prefix("cellblock-ordinary-")
+            .tempdir()
+            .unwrap();
         fs::set_permissions(home.path(), fs::Permissions::from_mode(0o755)).unwrap();
         let environments = home.path().join("data/environments");
         fs::copy(PROGRAM, home.path().join("program")).unwrap();
         fs::write(home.path().join("probe.py"), PROBE).unwrap();
         fs::create_dir_all(&environments).unwrap();
-        for entry in fs::read_dir(data_folder().join("environments")).unwrap().flatten() {
+        for entry in fs::read_dir(data_folder().join("environments"))
+            .unwrap()
+            .flatten()
+        {
             if entry.file_name().to_string_lossy().starts_with("minimal-") {
-                let copied = Command::new("cp").arg("-a").arg(entry.path()).arg(&environments).status();
+                let copied = Command::new("cp")
+                    .arg("-a")
+                    .arg(entry.path())
+                    .arg(&environments)
+                    .status();
                 assert!(copied.unwrap().success());
             }
         }
-        let owned = Command::new("chown").arg("-R").arg(format!("{ORDINARY}:{ORDINARY}")).arg(home.path()).status();
+        let owned = Command::new("chown")
+            .arg("-R")
+            .arg(format!("{ORDINARY}:{ORDINARY}"))
+            .arg(home.path())
+            .status();
         assert!(owned.unwrap().success());
         chown(home.path(), Some(ORDINARY), Some(ORDINARY)).unwrap();
         Some(Ordinary { home })
@@ -428,7 +595,13 @@ impl Ordinary {
         let home = self.home.path();
         let mut command = Command::new(home.join("program"));
         command
-            .args([name, "--environment", "minimal", "--env-var", "GIVEN=by the operator"])
+            .args([
+                name,
+                "--environment",
+                "minimal",
+                "--env-var",
+                "GIVEN=by the operator",
+            ])
             .env_clear()
             .env("PATH", "/usr/local/bin:/usr/bin:/bin")
             .env("HOME", home)
@@ -447,5 +620,6 @@ impl Ordinary {
 
 fn others_can_reach(path: &Path) -> bool {
     let real = path.canonicalize().unwrap();
-    real.ancestors().all(|part| fs::metadata(part).is_ok_and(|found| found.permissions().mode() & 0o001 != 0))
+    real.ancestors()
+        .all(|part| fs::metadata(part).is_ok_and(|found| found.permissions().mode() & 0o001 != 0))
 }

@@ -30,16 +30,25 @@ fn tree() -> Vec<Source> {
         for entry in fs::read_dir(&folder).unwrap() {
             let path = entry.unwrap().path();
             let name = path.file_name().unwrap().to_string_lossy().into_owned();
-            let relative = path.strip_prefix(root()).unwrap().to_string_lossy().into_owned();
-            let is_made = matches!(name.as_str(), ".git" | "target" | "__pycache__" | "proptest-regressions")
-                || matches!(relative.as_str(), "fuzz/corpus" | "fuzz/artifacts");
+            let relative = path
+                .strip_prefix(root())
+                .unwrap()
+                .to_string_lossy()
+                .into_owned();
+            let is_made = matches!(
+                name.as_str(),
+                ".git" | "target" | "__pycache__" | "proptest-regressions"
+            ) || matches!(relative.as_str(), "fuzz/corpus" | "fuzz/artifacts");
             if is_made {
                 continue;
             }
             if path.is_dir() {
                 folders.push(path);
             } else if let Ok(text) = fs::read_to_string(&path) {
-                sources.push(Source { path: relative, text });
+                sources.push(Source {
+                    path: relative,
+                    text,
+                });
             }
         }
     }
@@ -48,14 +57,25 @@ fn tree() -> Vec<Source> {
 }
 
 fn rust() -> impl Iterator<Item = Source> {
-    tree().into_iter().filter(|source| source.path.ends_with(".rs"))
+    tree()
+        .into_iter()
+        .filter(|source| source.path.ends_with(".rs"))
 }
 
 /// Lists the lines for which `breaks` is true.
-fn offences(sources: impl Iterator<Item = Source>, breaks: impl Fn(&str, &str) -> bool) -> Vec<String> {
+fn offences(
+    sources: impl Iterator<Item = Source>,
+    breaks: impl Fn(&str, &str) -> bool,
+) -> Vec<String> {
     let lines = |source: &Source| {
-        let numbered = source.text.lines().enumerate().filter(|(_, line)| breaks(&source.path, line));
-        numbered.map(|(number, line)| format!("{}:{}: {}", source.path, number + 1, line.trim())).collect::<Vec<_>>()
+        let numbered = source
+            .text
+            .lines()
+            .enumerate()
+            .filter(|(_, line)| breaks(&source.path, line));
+        numbered
+            .map(|(number, line)| format!("{}:{}: {}", source.path, number + 1, line.trim()))
+            .collect::<Vec<_>>()
     };
     sources.flat_map(|source| lines(&source)).collect()
 }
@@ -81,8 +101,18 @@ fn unsafe_code_is_in_one_file() {
     });
     assert_none(found, "unsafe code belongs into jail/src/sys.rs");
     let forbid = "#![forbid(unsafe_code)]";
-    for entry in ["src/lib.rs", "src/main.rs", "json/src/lib.rs", "typed/src/lib.rs"] {
-        assert!(fs::read_to_string(root().join(entry)).unwrap().contains(forbid), "{entry} must say {forbid}");
+    for entry in [
+        "src/lib.rs",
+        "src/main.rs",
+        "json/src/lib.rs",
+        "typed/src/lib.rs",
+    ] {
+        assert!(
+            fs::read_to_string(root().join(entry))
+                .unwrap()
+                .contains(forbid),
+            "{entry} must say {forbid}"
+        );
     }
     let sys = fs::read_to_string(root().join("jail/src/sys.rs")).unwrap();
     assert!(sys.contains("unsafe"), "the rule looks at the right file"); // control
@@ -90,31 +120,58 @@ fn unsafe_code_is_in_one_file() {
 
 #[test]
 fn every_file_has_a_front_page() {
-    let without = rust().filter(|source| !source.text.starts_with("//!")).map(|source| source.path).collect::<Vec<_>>();
+    let without = rust()
+        .filter(|source| !source.text.starts_with("//!"))
+        .map(|source| source.path)
+        .collect::<Vec<_>>();
     assert_none(without, "a file begins with what it is for (//!)");
-    let python = tree().into_iter().filter(|source| source.path.ends_with(".py") && !source.text.trim().is_empty());
-    let without =
-        python.filter(|source| !source.text.starts_with("\"\"\"")).map(|source| source.path).collect::<Vec<_>>();
+    let python = tree()
+        .into_iter()
+        .filter(|source| source.path.ends_with(".py") && !source.text.trim().is_empty());
+    let without = python
+        .filter(|source| !source.text.starts_with("\"\"\""))
+        .map(|source| source.path)
+        .collect::<Vec<_>>();
     assert_none(without, "a Python file begins with what it is for");
 }
 
 #[test]
 fn nothing_is_left_undone_or_switched_off() {
-    let pieces =
-        [("TO", "DO"), ("FIX", "ME"), ("todo", "!("), ("unimplemented", "!("), ("#[ig", "nore"), ("dbg", "!(")];
+    let pieces = [
+        ("TO", "DO"),
+        ("FIX", "ME"),
+        ("todo", "!("),
+        ("unimplemented", "!("),
+        ("#[ig", "nore"),
+        ("dbg", "!("),
+    ];
     let words = pieces.map(|(start, end)| [start, end].concat());
-    let sources = tree().into_iter().filter(|source| source.path.ends_with(".rs") || source.path.ends_with(".py"));
-    let found = offences(sources, |_, line| words.iter().any(|word| line.contains(word.as_str())));
+    let sources = tree()
+        .into_iter()
+        .filter(|source| source.path.ends_with(".rs") || source.path.ends_with(".py"));
+    let found = offences(sources, |_, line| {
+        words.iter().any(|word| line.contains(word.as_str()))
+    });
     assert_none(found, "unfinished work and ignored tests are not committed");
 }
 
 #[test]
 fn no_module_is_a_drawer_for_everything() {
-    let drawers = ["utils", "util", "helpers", "helper", "common", "misc", "types"];
+    let drawers = [
+        "utils", "util", "helpers", "helper", "common", "misc", "types",
+    ];
     let found = rust().map(|source| source.path).filter(|path| {
-        let stem = Path::new(path).file_stem().unwrap().to_string_lossy().into_owned();
-        let folder =
-            Path::new(path).parent().and_then(Path::file_name).unwrap_or_default().to_string_lossy().into_owned();
+        let stem = Path::new(path)
+            .file_stem()
+            .unwrap()
+            .to_string_lossy()
+            .into_owned();
+        let folder = Path::new(path)
+            .parent()
+            .and_then(Path::file_name)
+            .unwrap_or_default()
+            .to_string_lossy()
+            .into_owned();
         drawers.contains(&stem.as_str()) || drawers.contains(&folder.as_str())
     });
     assert_none(found.collect(), "find the room that owns it");
@@ -125,30 +182,56 @@ fn program_sources() -> impl Iterator<Item = Source> {
     let is_program = |source: &Source| {
         let folder = source.path.split("src/").next().unwrap_or_default();
         let is_ours = ["", "egress/", "jail/", "json/", "typed/", "upstream/"].contains(&folder);
-        is_ours && !["/tests.rs", "/fixtures.rs"].iter().any(|end| source.path.ends_with(end))
+        is_ours
+            && !["/tests.rs", "/fixtures.rs"]
+                .iter()
+                .any(|end| source.path.ends_with(end))
     };
     rust().filter(is_program).map(|source| {
         // What follows the tests' heading runs in no server.
-        let text = source.text.split("#[cfg(test)]\nmod ").next().unwrap_or_default().to_owned();
+        let text = source
+            .text
+            .split("#[cfg(test)]\nmod ")
+            .next()
+            .unwrap_or_default()
+            .to_owned();
         Source { text, ..source }
     })
 }
 
 #[test]
 fn every_channel_of_the_server_is_bounded() {
-    let unbounded =
-        [["unbounded", "_channel"].concat(), ["Unbounded", "Sender"].concat(), ["mpsc::channel", "()"].concat()];
+    let unbounded = [
+        ["unbounded", "_channel"].concat(),
+        ["Unbounded", "Sender"].concat(),
+        ["mpsc::channel", "()"].concat(),
+    ];
     let sources = program_sources().filter(|source| source.path.starts_with("src/"));
-    let found = offences(sources, |_, line| unbounded.iter().any(|word| code(line).contains(word.as_str())));
-    assert_none(found, "a channel has a bound, so that a slow reader slows its writer");
+    let found = offences(sources, |_, line| {
+        unbounded
+            .iter()
+            .any(|word| code(line).contains(word.as_str()))
+    });
+    assert_none(
+        found,
+        "a channel has a bound, so that a slow reader slows its writer",
+    );
 }
 
 #[test]
 fn nothing_panics_because_its_output_is_closed() {
     let prints = [["print", "ln!("].concat(), ["print", "!("].concat()];
-    let found = offences(program_sources(), |_, line| prints.iter().any(|word| code(line).contains(word.as_str())));
-    assert_none(found, "these macros panic when the reader is gone; see src/app/output.rs");
-    assert!(program_sources().count() > 100, "the rule looks at the program"); // control
+    let found = offences(program_sources(), |_, line| {
+        prints.iter().any(|word| code(line).contains(word.as_str()))
+    });
+    assert_none(
+        found,
+        "these macros panic when the reader is gone; see src/app/output.rs",
+    );
+    assert!(
+        program_sources().count() > 100,
+        "the rule looks at the program"
+    ); // control
 }
 
 #[test]
@@ -157,17 +240,72 @@ fn rooms_depend_on_each_other_in_one_direction() {
     let walls: &[(&str, &[&str])] = &[
         (
             "src/audit/",
-            &["crate::mcp", "crate::app::", "crate::session", "crate::sandbox", "crate::config", "crate::auth"],
+            &[
+                "crate::mcp",
+                "crate::app::",
+                "crate::session",
+                "crate::sandbox",
+                "crate::config",
+                "crate::auth",
+            ],
         ),
         (
             "src/telemetry/",
-            &["crate::mcp", "crate::app::", "crate::session", "crate::sandbox", "crate::config", "crate::auth"],
+            &[
+                "crate::mcp",
+                "crate::app::",
+                "crate::session",
+                "crate::sandbox",
+                "crate::config",
+                "crate::auth",
+            ],
         ),
-        ("src/session/", &["crate::mcp", "crate::app::", "crate::packages", "crate::sandbox::native"]),
-        ("src/sandbox/", &["crate::mcp", "crate::app::", "crate::session", "crate::packages"]),
-        ("src/runner_client/", &["crate::mcp", "crate::app::", "crate::session", "crate::sandbox"]),
-        ("src/packages/", &["crate::mcp", "crate::app::", "crate::session", "crate::sandbox", "crate::environment"]),
-        ("src/environment/", &["crate::mcp", "crate::app::", "crate::session", "crate::packages"]),
+        (
+            "src/session/",
+            &[
+                "crate::mcp",
+                "crate::app::",
+                "crate::packages",
+                "crate::sandbox::native",
+            ],
+        ),
+        (
+            "src/sandbox/",
+            &[
+                "crate::mcp",
+                "crate::app::",
+                "crate::session",
+                "crate::packages",
+            ],
+        ),
+        (
+            "src/runner_client/",
+            &[
+                "crate::mcp",
+                "crate::app::",
+                "crate::session",
+                "crate::sandbox",
+            ],
+        ),
+        (
+            "src/packages/",
+            &[
+                "crate::mcp",
+                "crate::app::",
+                "crate::session",
+                "crate::sandbox",
+                "crate::environment",
+            ],
+        ),
+        (
+            "src/environment/",
+            &[
+                "crate::mcp",
+                "crate::app::",
+                "crate::session",
+                "crate::packages",
+            ],
+        ),
         (
             "src/image/",
             &[
@@ -179,18 +317,57 @@ fn rooms_depend_on_each_other_in_one_direction() {
                 "crate::sandbox::native",
             ],
         ),
-        ("src/config/", &["crate::mcp", "crate::app::", "crate::session"]),
-        ("src/mcp/", &["crate::app::", "crate::packages", "crate::sandbox::native", "cellblock_jail"]),
-        ("src/keeper/", &["crate::mcp", "crate::app::", "crate::packages", "crate::config", "crate::sandbox::native"]),
+        (
+            "src/config/",
+            &["crate::mcp", "crate::app::", "crate::session"],
+        ),
+        (
+            "src/mcp/",
+            &[
+                "crate::app::",
+                "crate::packages",
+                "crate::sandbox::native",
+                "cellblock_jail",
+            ],
+        ),
+        (
+            "src/keeper/",
+            &[
+                "crate::mcp",
+                "crate::app::",
+                "crate::packages",
+                "crate::config",
+                "crate::sandbox::native",
+            ],
+        ),
         ("egress/", &["cellblock::", "cellblock_jail"]),
         ("jail/", &["cellblock::", "cellblock_egress", "tokio"]),
-        ("json/", &["cellblock::", "cellblock_egress", "cellblock_jail", "std::fs", "std::net"]),
-        ("typed/src/", &["cellblock::", "cellblock_egress", "cellblock_jail", "tokio", "std::fs", "std::net"]),
+        (
+            "json/",
+            &[
+                "cellblock::",
+                "cellblock_egress",
+                "cellblock_jail",
+                "std::fs",
+                "std::net",
+            ],
+        ),
+        (
+            "typed/src/",
+            &[
+                "cellblock::",
+                "cellblock_egress",
+                "cellblock_jail",
+                "tokio",
+                "std::fs",
+                "std::net",
+            ],
+        ),
     ];
     let found = offences(rust(), |path, line| {
-        walls
-            .iter()
-            .any(|(room, others)| path.starts_with(room) && others.iter().any(|other| code(line).contains(other)))
+        walls.iter().any(|(room, others)| {
+            path.starts_with(room) && others.iter().any(|other| code(line).contains(other))
+        })
     });
     assert_none(found, "dependencies point one way");
     let outside = offences(rust(), |path, line| {
@@ -206,7 +383,11 @@ fn no_dependency_is_older_than_its_last_security_fix() {
         ("rmcp", [3, 8, 0], "several advisories below 3.7"),
         ("tracing-subscriber", [0, 3, 20], "escape codes in logs"),
         ("h2", [0, 4, 16], "empty frames queued without limit"),
-        ("jsonwebtoken", [10, 3, 0], "a claim of the wrong type counted as absent"),
+        (
+            "jsonwebtoken",
+            [10, 3, 0],
+            "a claim of the wrong type counted as absent",
+        ),
         ("idna", [1, 0, 0], "two spellings of one name"),
         ("tokio", [1, 44, 2], "unsound broadcast channel"),
         ("crossbeam-channel", [0, 5, 15], "double free"),
@@ -220,19 +401,35 @@ fn no_dependency_is_older_than_its_last_security_fix() {
     let mut versions: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
     for package in lock.split("[[package]]").skip(1) {
         let field = |name: &str| {
-            let line = package.lines().find_map(|line| line.strip_prefix(&format!("{name} = \"")));
-            line.map(|value| value.trim_end_matches('"')).unwrap_or_default()
+            let line = package
+                .lines()
+                .find_map(|line| line.strip_prefix(&format!("{name} = \"")));
+            line.map(|value| value.trim_end_matches('"'))
+                .unwrap_or_default()
         };
-        versions.entry(field("name")).or_default().push(field("version"));
+        versions
+            .entry(field("name"))
+            .or_default()
+            .push(field("version"));
         let source = field("source");
-        assert!(source.is_empty() || source.starts_with("registry+"), "{} comes from {source}", field("name"));
+        assert!(
+            source.is_empty() || source.starts_with("registry+"),
+            "{} comes from {source}",
+            field("name")
+        );
     }
     assert!(versions.contains_key("rmcp"), "the lock file was read"); // control
     for (name, lowest, why) in LOWEST {
         for version in versions.get(name).into_iter().flatten() {
-            let numbers: Vec<u64> =
-                version.split(['.', '-', '+']).map_while(|part| part.parse().ok()).take(3).collect();
-            assert!(numbers.as_slice() >= lowest.as_slice(), "{name} {version} is below {lowest:?}: {why}");
+            let numbers: Vec<u64> = version
+                .split(['.', '-', '+'])
+                .map_while(|part| part.parse().ok())
+                .take(3)
+                .collect();
+            assert!(
+                numbers.as_slice() >= lowest.as_slice(),
+                "{name} {version} is below {lowest:?}: {why}"
+            );
         }
     }
     for (name, why) in BANNED {
@@ -250,7 +447,10 @@ fn every_allowed_system_call_has_a_reason() {
         match value {
             Value::Object(map) if map.contains_key("syscall") => {
                 rules += 1;
-                let reason = map.get("comment").and_then(Value::as_str).unwrap_or_default();
+                let reason = map
+                    .get("comment")
+                    .and_then(Value::as_str)
+                    .unwrap_or_default();
                 assert!(reason.len() > 4, "{value} has no reason");
             }
             Value::Object(map) => stack.extend(map.values()),
@@ -271,7 +471,10 @@ fn the_program_carries_every_file_of_the_runner() {
             continue;
         }
         files += 1;
-        assert!(list.contains(&format!("\"{name}\"")), "{name} is not embedded in src/environment/runner_files.rs");
+        assert!(
+            list.contains(&format!("\"{name}\"")),
+            "{name} is not embedded in src/environment/runner_files.rs"
+        );
     }
     assert!(files > 5);
 }
@@ -282,22 +485,32 @@ fn tests_that_documents_name_exist() {
     let list = fs::read_to_string(root().join("docs/migrate/checklist.md")).unwrap();
     // Names of tests are sentences; what else stands between back quotes is shorter or has other letters.
     let is_test = |word: &&str| {
-        word.matches('_').count() >= 3 && word.chars().all(|letter| letter == '_' || letter.is_ascii_alphanumeric())
+        word.matches('_').count() >= 3
+            && word
+                .chars()
+                .all(|letter| letter == '_' || letter.is_ascii_alphanumeric())
     };
     let named: Vec<&str> = list.split('`').skip(1).step_by(2).filter(is_test).collect();
     assert!(named.len() > 75, "the list names tests");
-    let missing: Vec<&&str> = named.iter().filter(|name| !code.contains(&format!("fn {name}("))).collect();
+    let missing: Vec<&&str> = named
+        .iter()
+        .filter(|name| !code.contains(&format!("fn {name}(")))
+        .collect();
     assert!(missing.is_empty(), "there are no tests called {missing:?}");
 }
 
 /// Rows of `docs/migrate/statements.md`: document, statement, verdict, tests.
 fn statements() -> Vec<[String; 4]> {
     let text = fs::read_to_string(root().join("docs/migrate/statements.md")).unwrap();
-    let rows = text.lines().filter(|line| line.starts_with("| ") && !line.starts_with("| line "));
+    let rows = text
+        .lines()
+        .filter(|line| line.starts_with("| ") && !line.starts_with("| line "));
     let cells = |row: &str| {
         let row = row.trim_matches('|').replace("\\|", "¦");
         let cells: Vec<String> = row.split('|').map(|cell| cell.trim().to_owned()).collect();
-        cells.try_into().unwrap_or_else(|cells| panic!("a row has four cells: {cells:?}"))
+        cells
+            .try_into()
+            .unwrap_or_else(|cells| panic!("a row has four cells: {cells:?}"))
     };
     rows.map(cells).collect()
 }
@@ -312,19 +525,29 @@ fn every_statement_of_the_five_documents_has_a_verdict_and_a_test() {
         match verdict.as_str() {
             "works" => assert!(!named.is_empty(), "{statement}: no test shows it"),
             other => {
-                let replacement = other.strip_prefix("differs: ").unwrap_or_else(|| panic!("{statement}: {other}"));
-                assert!(replacement.len() > 10 && !named.is_empty(), "{statement}: {other}");
+                let replacement = other
+                    .strip_prefix("differs: ")
+                    .unwrap_or_else(|| panic!("{statement}: {other}"));
+                assert!(
+                    replacement.len() > 10 && !named.is_empty(),
+                    "{statement}: {other}"
+                );
             }
         }
         for name in named {
-            assert!(code.contains(&format!("fn {name}(")), "{statement}: there is no test called {name}");
+            assert!(
+                code.contains(&format!("fn {name}(")),
+                "{statement}: there is no test called {name}"
+            );
         }
     }
 }
 
 #[test]
 fn commands_in_documents_exist() {
-    let documents = tree().into_iter().filter(|source| source.path.ends_with(".md"));
+    let documents = tree()
+        .into_iter()
+        .filter(|source| source.path.ends_with(".md"));
     let mut checked = 0;
     for document in documents {
         let mut fenced = false;
@@ -333,19 +556,31 @@ fn commands_in_documents_exist() {
                 fenced = !fenced;
                 continue;
             }
-            let Some(command) = command_in(line).filter(|_| fenced) else { continue };
-            let mut words =
-                command.split_whitespace().take_while(|word| word.chars().all(|letter| letter.is_ascii_lowercase()));
+            let Some(command) = command_in(line).filter(|_| fenced) else {
+                continue;
+            };
+            let mut words = command
+                .split_whitespace()
+                .take_while(|word| word.chars().all(|letter| letter.is_ascii_lowercase()));
             let mut path: Vec<&str> = words.by_ref().take(1).collect();
-            if matches!(path[..], ["env"] | ["audit"] | ["config"] | ["image"] | ["key"] | ["keeper"] | ["packages"]) {
+            if matches!(
+                path[..],
+                ["env"] | ["audit"] | ["config"] | ["image"] | ["key"] | ["keeper"] | ["packages"]
+            ) {
                 path.extend(words.by_ref().take(1));
             }
             let (status, help, errors) = finished(program().args(&path).arg("--help"));
             assert_eq!(status, Some(0), "{}: {line}: {errors}", document.path);
-            let flags = command.split_whitespace().take_while(|word| !matches!(*word, "|" | ">" | "&&" | "#"));
+            let flags = command
+                .split_whitespace()
+                .take_while(|word| !matches!(*word, "|" | ">" | "&&" | "#"));
             for flag in flags.filter(|word| word.starts_with("--") && word.len() > 2) {
                 let name = flag.split('=').next().unwrap_or(flag);
-                assert!(help.contains(name), "{}: {line}: there is no flag {name}", document.path);
+                assert!(
+                    help.contains(name),
+                    "{}: {line}: there is no flag {name}",
+                    document.path
+                );
             }
             checked += 1;
         }
@@ -364,7 +599,9 @@ fn command_in(line: &str) -> Option<&str> {
 
 #[test]
 fn links_between_documents_lead_somewhere() {
-    let documents = tree().into_iter().filter(|source| source.path.ends_with(".md"));
+    let documents = tree()
+        .into_iter()
+        .filter(|source| source.path.ends_with(".md"));
     let mut broken = Vec::new();
     for document in documents {
         let folder = root().join(&document.path).parent().unwrap().to_owned();
@@ -396,8 +633,14 @@ fn no_file_names_the_machine_it_was_written_on() {
         ["pypi.", "org/simple"].concat(),
         ["artifact", "ory"].concat(),
     ];
-    let sources = tree().into_iter().filter(|source| !source.path.ends_with("Cargo.lock"));
-    let found = offences(sources, |_, line| patterns.iter().any(|pattern| line.contains(pattern.as_str())));
+    let sources = tree()
+        .into_iter()
+        .filter(|source| !source.path.ends_with("Cargo.lock"));
+    let found = offences(sources, |_, line| {
+        patterns
+            .iter()
+            .any(|pattern| line.contains(pattern.as_str()))
+    });
     assert_none(found, "a path or host of the machine this was written on");
 }
 
@@ -405,14 +648,29 @@ fn no_file_names_the_machine_it_was_written_on() {
 fn files_end_with_a_line_break_and_scripts_can_be_run() {
     use std::os::unix::fs::PermissionsExt;
     let ragged = tree().into_iter().filter(|source| {
-        let is_text = [".rs", ".py", ".md", ".toml", ".yaml", ".json"].iter().any(|end| source.path.ends_with(end));
+        let is_text = [".rs", ".py", ".md", ".toml", ".yaml", ".json"]
+            .iter()
+            .any(|end| source.path.ends_with(end));
         is_text && !source.text.is_empty() && !source.text.ends_with('\n')
     });
-    assert_none(ragged.map(|source| source.path).collect(), "a text file ends with a line break");
-    for source in tree().into_iter().filter(|source| source.text.starts_with("#!")) {
-        let mode = fs::metadata(root().join(&source.path)).unwrap().permissions().mode();
+    assert_none(
+        ragged.map(|source| source.path).collect(),
+        "a text file ends with a line break",
+    );
+    for source in tree()
+        .into_iter()
+        .filter(|source| source.text.starts_with("#!"))
+    {
+        let mode = fs::metadata(root().join(&source.path))
+            .unwrap()
+            .permissions()
+            .mode();
         let is_script = !source.text.starts_with("#![");
-        assert!(!is_script || mode & 0o111 != 0, "{} cannot be run", source.path);
+        assert!(
+            !is_script || mode & 0o111 != 0,
+            "{} cannot be run",
+            source.path
+        );
     }
 }
 

@@ -24,13 +24,41 @@ pub(crate) struct Input {
 const MANY_SERVER: &str = "mcp_servers:\n  many:\n    command: python3\n    args: [SCRIPT]\n";
 
 pub(crate) const INPUTS: [Input; 14] = [
-    Input { name: "frame of text, 24 MiB (control)", settings: "", send: |service| cell(service, FRAME_OF_TEXT) },
-    Input { name: "frame of objects, 31 MiB", settings: "", send: |service| cell(service, FRAME_OF_OBJECTS) },
-    Input { name: "frames of objects, 60 KiB each", settings: "", send: |service| cell(service, SMALL_FRAMES) },
-    Input { name: "frame of one deep list", settings: "", send: |service| cell(service, FRAME_OF_DEPTH) },
-    Input { name: "frame of huge numbers", settings: "", send: |service| cell(service, FRAME_OF_DIGITS) },
-    Input { name: "flood of markers", settings: "", send: |service| cell(service, MARKERS) },
-    Input { name: "png of 16,000 x 16,000", settings: "", send: |service| cell(service, PICTURES) },
+    Input {
+        name: "frame of text, 24 MiB (control)",
+        settings: "",
+        send: |service| cell(service, FRAME_OF_TEXT),
+    },
+    Input {
+        name: "frame of objects, 31 MiB",
+        settings: "",
+        send: |service| cell(service, FRAME_OF_OBJECTS),
+    },
+    Input {
+        name: "frames of objects, 60 KiB each",
+        settings: "",
+        send: |service| cell(service, SMALL_FRAMES),
+    },
+    Input {
+        name: "frame of one deep list",
+        settings: "",
+        send: |service| cell(service, FRAME_OF_DEPTH),
+    },
+    Input {
+        name: "frame of huge numbers",
+        settings: "",
+        send: |service| cell(service, FRAME_OF_DIGITS),
+    },
+    Input {
+        name: "flood of markers",
+        settings: "",
+        send: |service| cell(service, MARKERS),
+    },
+    Input {
+        name: "png of 16,000 x 16,000",
+        settings: "",
+        send: |service| cell(service, PICTURES),
+    },
     Input {
         name: "parked questions of 30 MB",
         settings: "approve_packages: ask\n",
@@ -46,10 +74,26 @@ pub(crate) const INPUTS: [Input; 14] = [
         settings: "",
         send: |service| bodies(service, Key::Reader, objects),
     },
-    Input { name: "bodies of objects", settings: "", send: |service| bodies(service, Key::Attacker, objects) },
-    Input { name: "bodies of many keys", settings: "", send: |service| bodies(service, Key::Attacker, keys) },
-    Input { name: "bodies that never end, 200", settings: "", send: |service| Box::pin(unfinished(service)) },
-    Input { name: "idle connections, 500", settings: "", send: |service| Box::pin(idle_connections(service)) },
+    Input {
+        name: "bodies of objects",
+        settings: "",
+        send: |service| bodies(service, Key::Attacker, objects),
+    },
+    Input {
+        name: "bodies of many keys",
+        settings: "",
+        send: |service| bodies(service, Key::Attacker, keys),
+    },
+    Input {
+        name: "bodies that never end, 200",
+        settings: "",
+        send: |service| Box::pin(unfinished(service)),
+    },
+    Input {
+        name: "idle connections, 500",
+        settings: "",
+        send: |service| Box::pin(idle_connections(service)),
+    },
 ];
 
 const LARGEST_BODY: usize = 8 * 1024 * 1024;
@@ -70,7 +114,8 @@ def value(data):
 
 const FRAME_OF_TEXT: &str = "value(b'\"' + b'x' * (24 << 20) + b'\"')";
 const FRAME_OF_OBJECTS: &str = "value(b'[' + b'{\"\":0},' * (31 * (1 << 20) // 7) + b'0]')";
-const SMALL_FRAMES: &str = "for _ in range(200): value(b'[' + b'{\"\":0},' * (60 * 1024 // 7) + b'0]')";
+const SMALL_FRAMES: &str =
+    "for _ in range(200): value(b'[' + b'{\"\":0},' * (60 * 1024 // 7) + b'0]')";
 const FRAME_OF_DEPTH: &str = "value(b'[' * (31 << 20))";
 const FRAME_OF_DIGITS: &str = "value(b'[' + b','.join([b'9' * (1 << 20)] * 30) + b']')";
 /// True markers that contradict each other: earlier ones in one pipe, later ones in the other.
@@ -107,8 +152,10 @@ except Exception as error: print(error)
 /// Runs a cell as the attacker.
 fn cell(service: Arc<Service>, code: &'static str) -> Sending {
     Box::pin(async move {
-        let mut client = HttpClient::connect(service.address, Some(service.key(Key::Attacker))).await?;
-        let arguments = json!({"code": format!("{CHANNEL}\n{code}"), "session_id": "attacker", "timeout": 60});
+        let mut client =
+            HttpClient::connect(service.address, Some(service.key(Key::Attacker))).await?;
+        let arguments =
+            json!({"code": format!("{CHANNEL}\n{code}"), "session_id": "attacker", "timeout": 60});
         let (result, _) = client.call("execute_ipython_cell", &arguments).await?;
         if std::env::var_os("BENCH_TELL").is_some() {
             let told = result.to_string();
@@ -136,8 +183,7 @@ fn keys() -> String {
 /// Posts three bodies of nearly 8 MiB at once.
 fn bodies(service: Arc<Service>, key: Key, many: fn() -> String) -> Sending {
     Box::pin(async move {
-        let head =
-            r#"{"jsonrpc":"2.0","id":1,"method":"tools/call","params":{"name":"list_sessions","arguments":{"x":["#;
+        let head = r#"{"jsonrpc":"2.0","id":1,"method":"tools/call","params":{"name":"list_sessions","arguments":{"x":["#;
         let body = Arc::new(format!("{head}{}0]}}}}}}", many()));
         let mut posts = JoinSet::new();
         for _ in 0..3 {
@@ -151,7 +197,12 @@ fn bodies(service: Arc<Service>, key: Key, many: fn() -> String) -> Sending {
 }
 
 /// Announces a body and sends some of it; then waits for the answer, if all was sent, or a while.
-async fn post(service: Arc<Service>, key: Key, body: Arc<String>, announced: usize) -> anyhow::Result<()> {
+async fn post(
+    service: Arc<Service>,
+    key: Key,
+    body: Arc<String>,
+    announced: usize,
+) -> anyhow::Result<()> {
     let mut stream = TcpStream::connect(service.address).await?;
     let head = format!(
         "POST /mcp HTTP/1.1\r\nhost: {}\r\nauthorization: Bearer {}\r\ncontent-type: application/json\r\n\
@@ -180,7 +231,12 @@ async fn unfinished(service: Arc<Service>) -> anyhow::Result<()> {
     let body = Arc::new("x".repeat(LARGEST_BODY - 1));
     let mut posts = JoinSet::new();
     for _ in 0..200 {
-        posts.spawn(post(service.clone(), Key::Attacker, body.clone(), LARGEST_BODY));
+        posts.spawn(post(
+            service.clone(),
+            Key::Attacker,
+            body.clone(),
+            LARGEST_BODY,
+        ));
     }
     while let Some(done) = posts.join_next().await {
         done??;

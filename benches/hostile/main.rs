@@ -52,9 +52,16 @@ const SETTLED: Duration = Duration::from_secs(2);
 
 fn main() -> anyhow::Result<()> {
     // Cargo adds a flag of its own.
-    let words: Vec<String> = std::env::args().skip(1).filter(|word| !word.starts_with('-')).collect();
-    let chosen = INPUTS.iter().filter(|input| words.is_empty() || words.iter().any(|word| input.name.contains(word)));
-    println!("input | memory over idle: peak, left | processor | slowest cell of a neighbour: alone, beside it");
+    let words: Vec<String> = std::env::args()
+        .skip(1)
+        .filter(|word| !word.starts_with('-'))
+        .collect();
+    let chosen = INPUTS
+        .iter()
+        .filter(|input| words.is_empty() || words.iter().any(|word| input.name.contains(word)));
+    println!(
+        "input | memory over idle: peak, left | processor | slowest cell of a neighbour: alone, beside it"
+    );
     for input in chosen {
         match measure(input) {
             Ok(cost) => cost.print(input.name),
@@ -76,7 +83,14 @@ struct Cost {
 
 impl Cost {
     fn print(&self, name: &str) {
-        let Cost { peak, left, processor, alone, beside, cells } = self;
+        let Cost {
+            peak,
+            left,
+            processor,
+            alone,
+            beside,
+            cells,
+        } = self;
         let met = *peak <= MEMORY_TARGET && *beside <= 2 * *alone + DELAY_TARGET;
         println!(
             "  {} {name}: {:.0} MB, {:.0} MB | {:.2} s | {:.0} ms, {:.0} ms ({cells} cells)",
@@ -116,18 +130,29 @@ fn measure(input: &Input) -> anyhow::Result<Cost> {
             end = Some(Instant::now() + AFTERWARDS);
         }
     }
-    sender.join().map_err(|_| anyhow::anyhow!("the sender of the input failed"))??;
+    sender
+        .join()
+        .map_err(|_| anyhow::anyhow!("the sender of the input failed"))??;
     let (peak, processor) = (service.peak()?, service.processor()?.saturating_sub(before));
     std::thread::sleep(SETTLED);
     let over_idle = |memory: u64| memory.saturating_sub(idle);
-    Ok(Cost { peak: over_idle(peak), left: over_idle(service.memory()?), processor, alone, beside, cells })
+    Ok(Cost {
+        peak: over_idle(peak),
+        left: over_idle(service.memory()?),
+        processor,
+        alone,
+        beside,
+        cells,
+    })
 }
 
 fn runtime() -> anyhow::Result<Runtime> {
     Ok(Builder::new_current_thread().enable_all().build()?)
 }
 
-fn runtime_of_its_own<F: Future<Output = anyhow::Result<()>>>(send: impl FnOnce() -> F) -> anyhow::Result<()> {
+fn runtime_of_its_own<F: Future<Output = anyhow::Result<()>>>(
+    send: impl FnOnce() -> F,
+) -> anyhow::Result<()> {
     runtime()?.block_on(send())
 }
 
@@ -136,14 +161,22 @@ struct Neighbour(HttpClient);
 
 impl Neighbour {
     async fn connect(service: &Service) -> anyhow::Result<Neighbour> {
-        Ok(Neighbour(HttpClient::connect(service.address, Some(service.key(Key::Neighbour))).await?))
+        Ok(Neighbour(
+            HttpClient::connect(service.address, Some(service.key(Key::Neighbour))).await?,
+        ))
     }
 
     async fn cell(&mut self) -> anyhow::Result<Duration> {
         let arguments = json!({"code": "print(1)", "session_id": "neighbour"});
-        let (result, elapsed) =
-            self.0.call("execute_ipython_cell", &arguments).await.context("the neighbour was not served")?;
-        ensure!(printed(&result) == Some("1"), "the neighbour got a wrong answer: {result}");
+        let (result, elapsed) = self
+            .0
+            .call("execute_ipython_cell", &arguments)
+            .await
+            .context("the neighbour was not served")?;
+        ensure!(
+            printed(&result) == Some("1"),
+            "the neighbour got a wrong answer: {result}"
+        );
         Ok(elapsed)
     }
 

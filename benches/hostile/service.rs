@@ -22,8 +22,11 @@ pub(crate) enum Key {
     Reader,
 }
 
-const CALLERS: [(&str, &str); 3] =
-    [("neighbour", "python:execute"), ("attacker", "python:execute"), ("reader", "sessions:read")];
+const CALLERS: [(&str, &str); 3] = [
+    ("neighbour", "python:execute"),
+    ("attacker", "python:execute"),
+    ("reader", "sessions:read"),
+];
 
 /// What the kernel counts processor time in, for user space, on every architecture that we run on.
 const TICKS_PER_SECOND: u64 = 100;
@@ -71,10 +74,23 @@ impl Service {
         let mut command = cellblock("serve");
         // One process holds everything that the server is, so that there is one figure for its
         // memory.
-        command.args(["--keep-sessions", "off", "--environment", "minimal", "--config"]).arg(&config);
+        command
+            .args([
+                "--keep-sessions",
+                "off",
+                "--environment",
+                "minimal",
+                "--config",
+            ])
+            .arg(&config);
         let (child, address, log) = serving::start(command)?;
         std::thread::spawn(move || log.for_each(drop));
-        Ok(Service { child, address, keys, _folder: folder })
+        Ok(Service {
+            child,
+            address,
+            keys,
+            _folder: folder,
+        })
     }
 
     pub(crate) fn key(&self, key: Key) -> &str {
@@ -83,7 +99,10 @@ impl Service {
 
     fn status(&self, name: &str) -> anyhow::Result<u64> {
         let text = fs::read_to_string(format!("/proc/{}/status", self.child.id()))?;
-        let value = text.lines().find_map(|line| line.strip_prefix(name)).context("the server has ended")?;
+        let value = text
+            .lines()
+            .find_map(|line| line.strip_prefix(name))
+            .context("the server has ended")?;
         Ok(value.trim().trim_end_matches("kB").trim().parse::<u64>()? * 1024)
     }
 
@@ -98,14 +117,23 @@ impl Service {
     }
 
     pub(crate) fn forget_peak(&self) -> anyhow::Result<()> {
-        fs::write(format!("/proc/{}/clear_refs", self.child.id()), "5").context("the peak cannot be reset")
+        fs::write(format!("/proc/{}/clear_refs", self.child.id()), "5")
+            .context("the peak cannot be reset")
     }
 
     /// Processor time of the server, without the sandboxes.
     pub(crate) fn processor(&self) -> anyhow::Result<Duration> {
         let text = fs::read_to_string(format!("/proc/{}/stat", self.child.id()))?;
-        let fields: Vec<&str> = text.rsplit(')').next().unwrap_or_default().split_whitespace().collect();
-        ensure!(fields.len() > 12, "the kernel does not say how long the server ran");
+        let fields: Vec<&str> = text
+            .rsplit(')')
+            .next()
+            .unwrap_or_default()
+            .split_whitespace()
+            .collect();
+        ensure!(
+            fields.len() > 12,
+            "the kernel does not say how long the server ran"
+        );
         let ticks = fields[11].parse::<u64>()? + fields[12].parse::<u64>()?;
         Ok(Duration::from_millis(ticks * 1000 / TICKS_PER_SECOND))
     }

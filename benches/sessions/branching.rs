@@ -21,23 +21,45 @@ const CYCLES: usize = 10_000;
 pub(super) fn fork_to_first_answer(_: &Peers) -> anyhow::Result<()> {
     println!("\nfork of a live session to the fork's first answer");
     for (what, code, most) in [
-        ("100 MB of objects and arrays in use", "import numpy; x = numpy.ones(100_000_000 // 8)", 8),
-        ("100 MB of small Python objects", "x = [str(n) for n in range(1_500_000)]", 0),
-        ("an array of 1 GiB", "import numpy; x = numpy.ones((1 << 30) // 8)", 15),
+        (
+            "100 MB of objects and arrays in use",
+            "import numpy; x = numpy.ones(100_000_000 // 8)",
+            8,
+        ),
+        (
+            "100 MB of small Python objects",
+            "x = [str(n) for n in range(1_500_000)]",
+            0,
+        ),
+        (
+            "an array of 1 GiB",
+            "import numpy; x = numpy.ones((1 << 30) // 8)",
+            15,
+        ),
     ] {
         let (mut server, _) = Server::start(cellblock("mcp"))?;
         server.execute("source", code)?;
         let sample = repeat(FORKS, || {
             server.wait_until_idle();
             let start = Instant::now();
-            server.call("fork_session", &json!({ "session_id": "source", "names": ["fork"] }))?;
+            server.call(
+                "fork_session",
+                &json!({ "session_id": "source", "names": ["fork"] }),
+            )?;
             let (result, _) = server.execute("fork", "print(len(x) > 0)")?;
             let elapsed = start.elapsed();
-            ensure!(printed(&result) == Some("True"), "unexpected answer: {result}");
+            ensure!(
+                printed(&result) == Some("True"),
+                "unexpected answer: {result}"
+            );
             server.call("close_session", &close("fork"))?;
             Ok(elapsed)
         })?;
-        report(what, &sample, (most > 0).then(|| Duration::from_millis(most)));
+        report(
+            what,
+            &sample,
+            (most > 0).then(|| Duration::from_millis(most)),
+        );
     }
     Ok(())
 }
@@ -50,12 +72,21 @@ pub(super) fn many_forks_at_once(_: &Peers) -> anyhow::Result<()> {
     let sample = repeat(BURSTS, || {
         server.wait_until_idle();
         let start = Instant::now();
-        let (result, _) = server.call("fork_session", &json!({ "session_id": "source", "count": FORKS_AT_ONCE }))?;
+        let (result, _) = server.call(
+            "fork_session",
+            &json!({ "session_id": "source", "count": FORKS_AT_ONCE }),
+        )?;
         let forks = names(&result)?;
-        let calls: Vec<Value> = forks.iter().map(|fork| json!({ "code": "print(x)", "session_id": fork })).collect();
+        let calls: Vec<Value> = forks
+            .iter()
+            .map(|fork| json!({ "code": "print(x)", "session_id": fork }))
+            .collect();
         let answers = server.call_all("execute_ipython_cell", &calls)?;
         let elapsed = start.elapsed();
-        ensure!(answers.iter().all(|answer| printed(answer) == Some("7")), "unexpected answers: {answers:?}");
+        ensure!(
+            answers.iter().all(|answer| printed(answer) == Some("7")),
+            "unexpected answers: {answers:?}"
+        );
         for fork in &forks {
             server.call("close_session", &close(fork))?;
         }
@@ -68,9 +99,14 @@ pub(super) fn many_forks_at_once(_: &Peers) -> anyhow::Result<()> {
 /// What keeping states for undo adds to a small cell, at an agent's pace and back to back.
 pub(super) fn cost_of_checkpoints(_: &Peers) -> anyhow::Result<()> {
     println!("\nwhat undo adds to a small cell (`x = n`)");
-    for (what, waits, most) in
-        [("a caller who waits for an answer before the next call", true, Some(1.5)), ("back to back", false, None)]
-    {
+    for (what, waits, most) in [
+        (
+            "a caller who waits for an answer before the next call",
+            true,
+            Some(1.5),
+        ),
+        ("back to back", false, None),
+    ] {
         let mut kept = start_with(&["--undo", "on"])?;
         let mut plain = start_with(&["--undo", "off"])?;
         let cell = |server: &mut Server, number: usize| {
@@ -86,15 +122,30 @@ pub(super) fn cost_of_checkpoints(_: &Peers) -> anyhow::Result<()> {
         let mut numbers = (0.., 0..);
         let [with, without] = in_turn(
             CELLS,
-            || cell(&mut kept, numbers.0.next().expect("there is always another number")),
-            || cell(&mut plain, numbers.1.next().expect("there is always another number")),
+            || {
+                cell(
+                    &mut kept,
+                    numbers.0.next().expect("there is always another number"),
+                )
+            },
+            || {
+                cell(
+                    &mut plain,
+                    numbers.1.next().expect("there is always another number"),
+                )
+            },
         )?;
         println!("    {what}:");
         report("  undo on", &with, None);
         report("  undo off", &without, None);
         let added = (with.median().as_secs_f64() - without.median().as_secs_f64()) * 1000.0;
         match most {
-            Some(most) => target("added to the median", format!("{added:.2} ms"), "≤ 1.5 ms", added <= most),
+            Some(most) => target(
+                "added to the median",
+                format!("{added:.2} ms"),
+                "≤ 1.5 ms",
+                added <= most,
+            ),
             None => println!("      added to the median: {added:.2} ms"),
         }
     }
@@ -128,15 +179,28 @@ pub(super) fn private_memory_of_a_fork(_: &Peers) -> anyhow::Result<()> {
     let mut sizes = Vec::new();
     for _ in 0..5 {
         let before = server.processes();
-        server.call("fork_session", &json!({ "session_id": "source", "names": ["fork"] }))?;
+        server.call(
+            "fork_session",
+            &json!({ "session_id": "source", "names": ["fork"] }),
+        )?;
         server.wait_until_idle();
-        let own = server.processes().difference(&before).map(|pid| private_bytes(*pid)).max().unwrap_or(0);
+        let own = server
+            .processes()
+            .difference(&before)
+            .map(|pid| private_bytes(*pid))
+            .max()
+            .unwrap_or(0);
         sizes.push(own);
         server.call("close_session", &close("fork"))?;
     }
     sizes.sort_unstable();
     let median = sizes[sizes.len() / 2] as f64 / 1e6;
-    target("median of five", format!("{median:.1} MB"), "≤ 5 MB", median <= 5.0);
+    target(
+        "median of five",
+        format!("{median:.1} MB"),
+        "≤ 5 MB",
+        median <= 5.0,
+    );
     Ok(())
 }
 
@@ -150,9 +214,19 @@ pub(super) fn cycles_leave_nothing(_: &Peers) -> anyhow::Result<()> {
         let descriptors = std::fs::read_dir(format!("/proc/{}/fd", server.pid()))?.count() as u64;
         let memory = super::memory::of_processes(&processes) / MIB;
         let groups = std::fs::read_to_string("/proc/cgroups").unwrap_or_default();
-        let groups =
-            groups.lines().find_map(|line| line.strip_prefix("memory")?.split_whitespace().nth(1)?.parse().ok());
-        let found = [processes.len() as u64, descriptors, groups.unwrap_or(0), memory];
+        let groups = groups.lines().find_map(|line| {
+            line.strip_prefix("memory")?
+                .split_whitespace()
+                .nth(1)?
+                .parse()
+                .ok()
+        });
+        let found = [
+            processes.len() as u64,
+            descriptors,
+            groups.unwrap_or(0),
+            memory,
+        ];
         println!(
             "    {what}: {} processes, {} descriptors, {} control groups, {} MiB",
             found[0], found[1], found[2], found[3]
@@ -164,7 +238,10 @@ pub(super) fn cycles_leave_nothing(_: &Peers) -> anyhow::Result<()> {
     }
     let before = look(&mut server, "before")?;
     for number in 0..CYCLES {
-        server.call("fork_session", &json!({ "session_id": "a", "names": ["fork"] }))?;
+        server.call(
+            "fork_session",
+            &json!({ "session_id": "a", "names": ["fork"] }),
+        )?;
         if number % 10 == 0 {
             server.execute("fork", "x = 1")?;
         }
@@ -176,8 +253,16 @@ pub(super) fn cycles_leave_nothing(_: &Peers) -> anyhow::Result<()> {
     }
     let after = look(&mut server, "after the cells")?;
     // Groups are counted over the whole machine, and the kernel takes some that were removed earlier down later.
-    let grown = (0..3).map(|what| forked[what].max(after[what]).saturating_sub(before[what])).max().unwrap_or(0);
-    target("processes, descriptors, control groups", format!("{grown} more"), "≤ 4 more", grown <= 4);
+    let grown = (0..3)
+        .map(|what| forked[what].max(after[what]).saturating_sub(before[what]))
+        .max()
+        .unwrap_or(0);
+    target(
+        "processes, descriptors, control groups",
+        format!("{grown} more"),
+        "≤ 4 more",
+        grown <= 4,
+    );
     target(
         "memory",
         format!("{} MiB more", after[3].saturating_sub(before[3])),
@@ -196,8 +281,13 @@ fn start_with(flags: &[&str]) -> anyhow::Result<Server> {
 }
 
 fn names(result: &Value) -> anyhow::Result<Vec<String>> {
-    let forks = result["structuredContent"]["forks"].as_array().context("no forks in the answer")?;
-    Ok(forks.iter().filter_map(|name| Some(name.as_str()?.to_owned())).collect())
+    let forks = result["structuredContent"]["forks"]
+        .as_array()
+        .context("no forks in the answer")?;
+    Ok(forks
+        .iter()
+        .filter_map(|name| Some(name.as_str()?.to_owned()))
+        .collect())
 }
 
 /// Memory that a process shares with nobody. A twin shares all of its with its interpreter.
@@ -205,7 +295,12 @@ fn private_bytes(pid: u32) -> u64 {
     let text = std::fs::read_to_string(format!("/proc/{pid}/smaps_rollup")).unwrap_or_default();
     let field = |name: &str| {
         let value = text.lines().find_map(|line| line.strip_prefix(name))?;
-        value.trim().trim_end_matches("kB").trim().parse::<u64>().ok()
+        value
+            .trim()
+            .trim_end_matches("kB")
+            .trim()
+            .parse::<u64>()
+            .ok()
     };
     (field("Private_Clean:").unwrap_or(0) + field("Private_Dirty:").unwrap_or(0)) * 1024
 }

@@ -23,20 +23,27 @@ const REST: Duration = Duration::from_secs(2);
 /// The image, if there is an engine that has it.
 fn image() -> Option<String> {
     let image = std::env::var("BENCH_IMAGE").ok()?;
-    let known =
-        Command::new("docker").args(["image", "inspect", &image]).stdout(Stdio::null()).stderr(Stdio::null()).status();
+    let known = Command::new("docker")
+        .args(["image", "inspect", &image])
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .status();
     known.is_ok_and(|status| status.success()).then_some(image)
 }
 
 fn server(image: &str, pool: &str) -> anyhow::Result<Server> {
     let mut command = cellblock("mcp");
-    command.args(["--backend", "docker", "--container-tag", image]).env("CELLBLOCK_POOL", pool);
+    command
+        .args(["--backend", "docker", "--container-tag", image])
+        .env("CELLBLOCK_POOL", pool);
     Ok(Server::start(command)?.0)
 }
 
 pub(crate) fn cells_in_a_container(_: &Peers) -> anyhow::Result<()> {
     println!("\ncell round trip `print(n)` in a container");
-    let Some(image) = image() else { return nothing() };
+    let Some(image) = image() else {
+        return nothing();
+    };
     let mut server = server(&image, "0")?;
     server.execute("default", "pass")?;
     server.wait_until_idle();
@@ -44,16 +51,25 @@ pub(crate) fn cells_in_a_container(_: &Peers) -> anyhow::Result<()> {
     let ours = repeat(CELLS, || {
         number += 1;
         let (result, elapsed) = server.execute("default", &format!("print({number})"))?;
-        ensure!(printed(&result) == Some(number.to_string().as_str()), "unexpected answer: {result}");
+        ensure!(
+            printed(&result) == Some(number.to_string().as_str()),
+            "unexpected answer: {result}"
+        );
         Ok(elapsed)
     })?;
-    report("persistent session on Docker", &ours, Some(Duration::from_millis(4)));
+    report(
+        "persistent session on Docker",
+        &ours,
+        Some(Duration::from_millis(4)),
+    );
     Ok(())
 }
 
 pub(crate) fn cold_container(_: &Peers) -> anyhow::Result<()> {
     println!("\na session in a new container, to its first result, against `docker run`");
-    let Some(image) = image() else { return nothing() };
+    let Some(image) = image() else {
+        return nothing();
+    };
     let mut server = server(&image, "0")?;
     server.execute("first", "pass")?;
     let mut number = 0;
@@ -67,7 +83,16 @@ pub(crate) fn cold_container(_: &Peers) -> anyhow::Result<()> {
     let run = || {
         let start = Instant::now();
         let status = Command::new("docker")
-            .args(["run", "--rm", "--network", "none", &image, "python3", "-c", "print(1)"])
+            .args([
+                "run",
+                "--rm",
+                "--network",
+                "none",
+                &image,
+                "python3",
+                "-c",
+                "print(1)",
+            ])
             .stdout(Stdio::null())
             .status()?;
         ensure!(status.success(), "docker run failed");
@@ -77,21 +102,37 @@ pub(crate) fn cold_container(_: &Peers) -> anyhow::Result<()> {
     report("new session", &ours, None);
     report("docker run IMAGE python3 -c 'print(1)'", &theirs, None);
     let times = ours.median().as_secs_f64() / theirs.median().as_secs_f64();
-    target("ratio of the medians", format!("{times:.2} ×"), "≤ 1.2 ×", times <= 1.2);
+    target(
+        "ratio of the medians",
+        format!("{times:.2} ×"),
+        "≤ 1.2 ×",
+        times <= 1.2,
+    );
     Ok(())
 }
 
 /// One call of `execute-transient` in a container that waited, beside the server whose tool it is.
 pub(crate) fn transient_runs(peers: &Peers) -> anyhow::Result<()> {
-    println!("\nprofile python-docker-mcp on Docker: one call to its result, in a container that waited");
-    let Some(image) = image() else { return nothing() };
+    println!(
+        "\nprofile python-docker-mcp on Docker: one call to its result, in a container that waited"
+    );
+    let Some(image) = image() else {
+        return nothing();
+    };
     // Both have the same image, one that suits the other server.
     let image = match &peers.python_docker_mcp {
         Some(peer) => peer.image(&image)?,
         None => image,
     };
     let mut command = cellblock("mcp");
-    command.args(["--profile", "python-docker-mcp", "--backend", "docker", "--container-tag", &image]);
+    command.args([
+        "--profile",
+        "python-docker-mcp",
+        "--backend",
+        "docker",
+        "--container-tag",
+        &image,
+    ]);
     command.env("CELLBLOCK_POOL", POOL);
     let (mut server, _) = Server::start(command)?;
     let call = json!({"code": "print(1)"});
@@ -100,7 +141,10 @@ pub(crate) fn transient_runs(peers: &Peers) -> anyhow::Result<()> {
         std::thread::sleep(REST);
         let (result, elapsed) = server.call("execute-transient", &call)?;
         let text = result["content"][0]["text"].as_str().unwrap_or_default();
-        ensure!(text.starts_with("Execution Result:\n\n1\n"), "unexpected answer: {result}");
+        ensure!(
+            text.starts_with("Execution Result:\n\n1\n"),
+            "unexpected answer: {result}"
+        );
         Ok(elapsed)
     };
     run(&mut server)?;
@@ -112,7 +156,12 @@ pub(crate) fn transient_runs(peers: &Peers) -> anyhow::Result<()> {
             let [ours, theirs] = in_turn(TRANSIENT_RUNS, || run(&mut server), || run(&mut other))?;
             report("python-docker-mcp 0.2.5", &theirs, None);
             let times = theirs.median().as_secs_f64() / ours.median().as_secs_f64();
-            target("ratio of the medians", format!("{times:.1} ×"), "≥ 20 ×", times >= 20.0);
+            target(
+                "ratio of the medians",
+                format!("{times:.1} ×"),
+                "≥ 20 ×",
+                times >= 20.0,
+            );
             ours
         }
     };

@@ -23,18 +23,30 @@ pub(crate) struct HttpClient {
 }
 
 impl HttpClient {
-    pub(crate) async fn connect(address: SocketAddr, token: Option<&str>) -> anyhow::Result<HttpClient> {
-        let stream = TcpStream::connect(address).await.context("nobody listens there")?;
+    pub(crate) async fn connect(
+        address: SocketAddr,
+        token: Option<&str>,
+    ) -> anyhow::Result<HttpClient> {
+        let stream = TcpStream::connect(address)
+            .await
+            .context("nobody listens there")?;
         stream.set_nodelay(true)?;
         let (sender, connection) = handshake(TokioIo::new(stream)).await?;
         // It ends with the sender.
         tokio::spawn(connection);
-        Ok(HttpClient { connection: sender, address, token: token.map(str::to_owned), calls: 0 })
+        Ok(HttpClient {
+            connection: sender,
+            address,
+            token: token.map(str::to_owned),
+            calls: 0,
+        })
     }
 
     /// Asks for a page; returns its status.
     pub(crate) async fn get(&mut self, path: &str) -> anyhow::Result<StatusCode> {
-        let request = Request::get(path).header(header::HOST, self.address.to_string()).body(Full::default())?;
+        let request = Request::get(path)
+            .header(header::HOST, self.address.to_string())
+            .body(Full::default())?;
         self.connection.ready().await?;
         let response = self.connection.send_request(request).await?;
         let status = response.status();
@@ -43,7 +55,11 @@ impl HttpClient {
     }
 
     /// Calls a tool; returns the result and the time from the first byte of the request to the last of the answer.
-    pub(crate) async fn call(&mut self, tool: &str, arguments: &Value) -> anyhow::Result<(Value, Duration)> {
+    pub(crate) async fn call(
+        &mut self,
+        tool: &str,
+        arguments: &Value,
+    ) -> anyhow::Result<(Value, Duration)> {
         self.calls += 1;
         let meta = json!({
             "io.modelcontextprotocol/protocolVersion": VERSION,
@@ -72,7 +88,11 @@ impl HttpClient {
         let status = response.status();
         let answer = response.into_body().collect().await?.to_bytes();
         let elapsed = start.elapsed();
-        ensure!(status.is_success(), "{status}: {}", String::from_utf8_lossy(&answer));
+        ensure!(
+            status.is_success(),
+            "{status}: {}",
+            String::from_utf8_lossy(&answer)
+        );
         let mut message = message_in(&answer)?;
         if message.get("error").is_some() {
             bail!("{tool} was refused: {}", message["error"]);
@@ -84,7 +104,10 @@ impl HttpClient {
 /// The answer is JSON, or the last event of a stream.
 fn message_in(body: &[u8]) -> anyhow::Result<Value> {
     let text = std::str::from_utf8(body)?;
-    let mut events = text.lines().filter_map(|line| line.strip_prefix("data:")).map(str::trim);
+    let mut events = text
+        .lines()
+        .filter_map(|line| line.strip_prefix("data:"))
+        .map(str::trim);
     let message = events.rfind(|event| !event.is_empty()).unwrap_or(text);
     serde_json::from_str(message).with_context(|| format!("the answer is no message: {text}"))
 }

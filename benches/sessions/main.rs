@@ -109,9 +109,15 @@ fn main() -> anyhow::Result<()> {
     }
     let wanted: Vec<&String> = words.iter().filter(|word| !word.starts_with('-')).collect();
     // Builds the Python environment if there is none yet, and warms the machine's caches.
-    let status = cellblock("run").args(["-c", FIRST_CELL]).stdout(Stdio::null()).status();
+    let status = cellblock("run")
+        .args(["-c", FIRST_CELL])
+        .stdout(Stdio::null())
+        .status();
     let status = status.context("could not start cellblock")?;
-    ensure!(status.success(), "cellblock cannot run Python here; `cellblock doctor` may know why");
+    ensure!(
+        status.success(),
+        "cellblock cannot run Python here; `cellblock doctor` may know why"
+    );
     let peers = Peers {
         plain: PlainPython::of_the_environment()?,
         ipybox: Ipybox::find(),
@@ -121,7 +127,9 @@ fn main() -> anyhow::Result<()> {
         println!("ipybox: not measured (IPYBOX_PYTHON names no Python that has it)");
     }
     if peers.python_docker_mcp.is_none() {
-        println!("python-docker-mcp: not measured (PYTHON_DOCKER_MCP_PYTHON names no Python that has it)");
+        println!(
+            "python-docker-mcp: not measured (PYTHON_DOCKER_MCP_PYTHON names no Python that has it)"
+        );
     }
     for (name, measure) in ROWS {
         if wanted.is_empty() || wanted.iter().any(|word| name.contains(word.as_str())) {
@@ -153,13 +161,19 @@ fn process_start_to_initialize(peers: &Peers) -> anyhow::Result<()> {
         server.execute("a", FIRST_CELL)?;
         Ok(start.elapsed())
     })?;
-    report("process start to the first cell's result (waits for the warm-up)", &ready, None);
+    report(
+        "process start to the first cell's result (waits for the warm-up)",
+        &ready,
+        None,
+    );
     Ok(())
 }
 
 /// A transient run is a sandbox made, three cells in it, and the sandbox destroyed.
 fn runs_of_python_docker_mcp(_: &Peers) -> anyhow::Result<()> {
-    println!("\nprofile python-docker-mcp without containers: one call to its result, one after the other");
+    println!(
+        "\nprofile python-docker-mcp without containers: one call to its result, one after the other"
+    );
     let mut command = cellblock("mcp");
     command.args(["--profile", "python-docker-mcp"]);
     let (mut server, _) = Server::start(command)?;
@@ -167,9 +181,13 @@ fn runs_of_python_docker_mcp(_: &Peers) -> anyhow::Result<()> {
     let persistent = json!({"code": "print(1)", "session_id": "s"});
     server.call("execute-transient", &transient)?;
     server.wait_until_idle();
-    let runs = repeat(TRANSIENT_RUNS, || Ok(server.call("execute-transient", &transient)?.1))?;
+    let runs = repeat(TRANSIENT_RUNS, || {
+        Ok(server.call("execute-transient", &transient)?.1)
+    })?;
     report("execute-transient", &runs, Some(Duration::from_millis(15)));
-    let cells = repeat(TRANSIENT_RUNS, || Ok(server.call("execute-persistent", &persistent)?.1))?;
+    let cells = repeat(TRANSIENT_RUNS, || {
+        Ok(server.call("execute-persistent", &persistent)?.1)
+    })?;
     report("execute-persistent", &cells, None);
     Ok(())
 }
@@ -196,7 +214,11 @@ fn new_sessions(pool: &str, flags: &[&str], count: usize) -> anyhow::Result<Samp
 fn new_session_to_first_result(peers: &Peers) -> anyhow::Result<()> {
     println!("\nnew session to first result, numpy + pandas + pyplot imported");
     let pooled = new_sessions("2", &[], NEW_SESSIONS)?;
-    report("from the warm pool", &pooled, Some(Duration::from_millis(3)));
+    report(
+        "from the warm pool",
+        &pooled,
+        Some(Duration::from_millis(3)),
+    );
     let made = new_sessions("0", &[], NEW_SESSIONS)?;
     report("pool empty", &made, Some(Duration::from_millis(15)));
     let plain = repeat(PLAIN_RUNS, || peers.plain.run(FIRST_CELL))?;
@@ -223,8 +245,10 @@ fn cell_round_trip(peers: &Peers) -> anyhow::Result<()> {
         let mut number = 0;
         let sample = repeat(cells, || {
             number += 1;
-            let (result, elapsed) =
-                server.call("execute_ipython_cell", &json!({ "code": format!("print({number})") }))?;
+            let (result, elapsed) = server.call(
+                "execute_ipython_cell",
+                &json!({ "code": format!("print({number})") }),
+            )?;
             lost += usize::from(printed(&result) != Some(number.to_string().as_str()));
             Ok(elapsed)
         })?;
@@ -235,8 +259,18 @@ fn cell_round_trip(peers: &Peers) -> anyhow::Result<()> {
     server.wait_until_idle();
     let (ours, lost) = round_trips(&mut server, CELLS)?;
     report("cellblock, median", &ours, Some(Duration::from_millis(2)));
-    target("cellblock, p99", in_milliseconds(ours.high()), "≤ 5 ms", ours.high() <= Duration::from_millis(5));
-    target("cellblock, outputs lost", format!("{lost} of {CELLS}"), "0", lost == 0);
+    target(
+        "cellblock, p99",
+        in_milliseconds(ours.high()),
+        "≤ 5 ms",
+        ours.high() <= Duration::from_millis(5),
+    );
+    target(
+        "cellblock, outputs lost",
+        format!("{lost} of {CELLS}"),
+        "0",
+        lost == 0,
+    );
     let plain = repeat(PLAIN_RUNS, || peers.plain.run("print(1)"))?;
     report("python -c 'print(1)', a process each time", &plain, None);
     if let Some(ipybox) = &peers.ipybox {
@@ -265,8 +299,16 @@ fn cost_of_a_keeper(_: &Peers) -> anyhow::Result<()> {
     report("in the server", &own, None);
     report("in a keeper", &kept, None);
     let added = kept.median().saturating_sub(own.median());
-    target("added, median", in_milliseconds(added), "≤ 0.15 ms", added <= Duration::from_micros(150));
-    cellblock("keeper").args(["stop", "benchmark", "--now"]).stdout(Stdio::null()).status()?;
+    target(
+        "added, median",
+        in_milliseconds(added),
+        "≤ 0.15 ms",
+        added <= Duration::from_micros(150),
+    );
+    cellblock("keeper")
+        .args(["stop", "benchmark", "--now"])
+        .stdout(Stdio::null())
+        .status()?;
     Ok(())
 }
 
@@ -280,7 +322,12 @@ fn one_shot_run(peers: &Peers) -> anyhow::Result<()> {
     report("cellblock run", &ours, None);
     report("python -c 'import IPython; print(1)'", &plain, None);
     let times = ours.median().as_secs_f64() / plain.median().as_secs_f64();
-    target("ratio of the medians", format!("{times:.2} ×"), "≤ 1.3 ×", times <= 1.3);
+    target(
+        "ratio of the medians",
+        format!("{times:.2} ×"),
+        "≤ 1.3 ×",
+        times <= 1.3,
+    );
     Ok(())
 }
 
@@ -293,18 +340,29 @@ fn memory_of_an_idle_session(peers: &Peers) -> anyhow::Result<()> {
         server.execute(id, FIRST_CELL)?;
     }
     server.wait_until_idle();
-    let before = (group.as_ref().ok().map(MemoryGroup::used), memory::available()?);
+    let before = (
+        group.as_ref().ok().map(MemoryGroup::used),
+        memory::available()?,
+    );
     for number in 0..IDLE_SESSIONS {
         server.execute(&format!("s{number}"), FIRST_CELL)?;
     }
     server.wait_until_idle();
-    let after = (group.as_ref().ok().map(MemoryGroup::used), memory::available()?);
+    let after = (
+        group.as_ref().ok().map(MemoryGroup::used),
+        memory::available()?,
+    );
     let each = |bytes: u64| bytes as f64 / IDLE_SESSIONS as f64 / MIB as f64;
     let system = each(before.1.saturating_sub(after.1));
     match (&group, before.0, after.0) {
         (Ok(_), Some(before), Some(after)) => {
             let used = each(after.saturating_sub(before));
-            target("control group of the whole server", format!("{used:.1} MiB"), "≤ 8 MB", used * 1.048576 <= 8.0);
+            target(
+                "control group of the whole server",
+                format!("{used:.1} MiB"),
+                "≤ 8 MB",
+                used * 1.048576 <= 8.0,
+            );
             println!("    less memory available on the machine: {system:.1} MiB each");
         }
         (Err(why), ..) => {
@@ -330,7 +388,9 @@ fn memory_of_an_idle_session(peers: &Peers) -> anyhow::Result<()> {
 }
 
 fn sessions_in_a_row(_: &Peers) -> anyhow::Result<()> {
-    println!("\nsessions created, used and closed one after the other, {SESSIONS_IN_A_ROW} in a row");
+    println!(
+        "\nsessions created, used and closed one after the other, {SESSIONS_IN_A_ROW} in a row"
+    );
     let (mut server, _) = Server::start(cellblock("mcp"))?;
     server.execute("first", FIRST_CELL)?;
     server.wait_until_idle();
@@ -342,7 +402,12 @@ fn sessions_in_a_row(_: &Peers) -> anyhow::Result<()> {
         server.call("close_session", &close(&id))?;
     }
     let rate = SESSIONS_IN_A_ROW as f64 / start.elapsed().as_secs_f64();
-    target("sessions per second", format!("{rate:.0}"), "≥ 60", rate >= 60.0);
+    target(
+        "sessions per second",
+        format!("{rate:.0}"),
+        "≥ 60",
+        rate >= 60.0,
+    );
     Ok(())
 }
 
@@ -361,33 +426,56 @@ fn live_sessions(undo: &str, mebibytes: u64) -> anyhow::Result<()> {
     let start = Instant::now();
     for number in 0..LIVE_SESSIONS {
         // A session that was killed for want of memory, here or later, is one that does not answer below.
-        let _ = server.execute(&format!("s{number}"), &format!("import numpy, pandas; x = {number}"));
+        let _ = server.execute(
+            &format!("s{number}"),
+            &format!("import numpy, pandas; x = {number}"),
+        );
     }
     println!("    all made after {:.1} s", start.elapsed().as_secs_f64());
     server.wait_until_idle();
     let mut answered = 0;
     let mut sample = Sample::default();
     for number in 0..LIVE_SESSIONS {
-        let Ok((result, elapsed)) = server.execute(&format!("s{number}"), "print(x)") else { continue };
+        let Ok((result, elapsed)) = server.execute(&format!("s{number}"), "print(x)") else {
+            continue;
+        };
         answered += usize::from(printed(&result) == Some(number.to_string().as_str()));
         sample.add(elapsed);
     }
-    target("still answering", format!("{answered} of {LIVE_SESSIONS}"), "all", answered == LIVE_SESSIONS);
+    target(
+        "still answering",
+        format!("{answered} of {LIVE_SESSIONS}"),
+        "all",
+        answered == LIVE_SESSIONS,
+    );
     ensure!(answered > 0, "no session answered");
     report("their answers", &sample, None);
     let wanted = format!("≤ {mebibytes} MiB");
     match &group {
         Ok(group) => {
             let used = group.peak() / MIB;
-            println!("    most memory at any time: {used} MiB; processes killed for want of memory: {}", group.kills());
-            target("memory now", format!("{} MiB", group.used() / MIB), &wanted, group.kills() == 0);
+            println!(
+                "    most memory at any time: {used} MiB; processes killed for want of memory: {}",
+                group.kills()
+            );
+            target(
+                "memory now",
+                format!("{} MiB", group.used() / MIB),
+                &wanted,
+                group.kills() == 0,
+            );
         }
         Err(why) => {
             let sum = memory::of_processes(&server.processes()) / MIB;
             println!(
                 "    (no control group: {why}; the sum over all processes, without what the kernel holds for them)"
             );
-            target("memory now", format!("{sum} MiB"), &wanted, sum <= mebibytes);
+            target(
+                "memory now",
+                format!("{sum} MiB"),
+                &wanted,
+                sum <= mebibytes,
+            );
         }
     }
     Ok(())
@@ -412,12 +500,19 @@ fn timed(command: &mut Command) -> anyhow::Result<Duration> {
     let start = Instant::now();
     let output = command.output().context("could not start a program")?;
     let elapsed = start.elapsed();
-    ensure!(output.status.success(), "{command:?} failed: {}", String::from_utf8_lossy(&output.stderr));
+    ensure!(
+        output.status.success(),
+        "{command:?} failed: {}",
+        String::from_utf8_lossy(&output.stderr)
+    );
     Ok(elapsed)
 }
 
 fn target(what: &str, measured: String, wanted: &str, met: bool) {
-    println!("  {} {what}: {measured} (target {wanted})", if met { "✓" } else { "✗ MISSED" });
+    println!(
+        "  {} {what}: {measured} (target {wanted})",
+        if met { "✓" } else { "✗ MISSED" }
+    );
 }
 
 fn ratio(whose: &str, theirs: &Sample, ours: &Sample) {

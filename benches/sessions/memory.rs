@@ -29,8 +29,12 @@ const VERSION_ONE: Names = Names {
     limit: "memory.limit_in_bytes",
     events: "memory.oom_control",
 };
-const VERSION_TWO: Names =
-    Names { used: "memory.current", peak: "memory.peak", limit: "memory.max", events: "memory.events" };
+const VERSION_TWO: Names = Names {
+    used: "memory.current",
+    peak: "memory.peak",
+    limit: "memory.max",
+    events: "memory.events",
+};
 
 impl MemoryGroup {
     /// Makes a group below the one of this process, which needs the right to do so.
@@ -39,9 +43,13 @@ impl MemoryGroup {
         let folder = parent.join(format!("benchmark-{}", std::process::id()));
         fs::create_dir(&folder).context("a control group cannot be made here")?;
         let group = MemoryGroup { folder, names };
-        ensure!(group.folder.join(names.used).exists(), "the control group of this process does not count memory");
+        ensure!(
+            group.folder.join(names.used).exists(),
+            "the control group of this process does not count memory"
+        );
         if let Some(limit) = limit {
-            fs::write(group.folder.join(names.limit), limit.to_string()).context("the limit was not taken")?;
+            fs::write(group.folder.join(names.limit), limit.to_string())
+                .context("the limit was not taken")?;
         }
         Ok(group)
     }
@@ -49,7 +57,9 @@ impl MemoryGroup {
     /// Returns a command that enters the group and then becomes `command`.
     pub(crate) fn wrap(&self, command: &Command) -> Command {
         let mut wrapped = Command::new("/bin/sh");
-        wrapped.args(["-c", "echo $$ > \"$0\" && exec \"$@\""]).arg(self.folder.join("cgroup.procs"));
+        wrapped
+            .args(["-c", "echo $$ > \"$0\" && exec \"$@\""])
+            .arg(self.folder.join("cgroup.procs"));
         wrapped.arg(command.get_program()).args(command.get_args());
         wrapped
     }
@@ -66,23 +76,36 @@ impl MemoryGroup {
     /// Processes killed in the group, and below it, because memory ran out.
     pub(crate) fn kills(&self) -> u64 {
         fn below(folder: &Path, events: &str) -> u64 {
-            let inner = fs::read_dir(folder).into_iter().flatten().flatten().filter(|entry| entry.path().is_dir());
+            let inner = fs::read_dir(folder)
+                .into_iter()
+                .flatten()
+                .flatten()
+                .filter(|entry| entry.path().is_dir());
             let own = fs::read_to_string(folder.join(events)).unwrap_or_default();
-            let own = own.lines().find_map(|line| line.strip_prefix("oom_kill ")?.trim().parse().ok()).unwrap_or(0);
+            let own = own
+                .lines()
+                .find_map(|line| line.strip_prefix("oom_kill ")?.trim().parse().ok())
+                .unwrap_or(0);
             own + inner.map(|entry| below(&entry.path(), events)).sum::<u64>()
         }
         below(&self.folder, self.names.events)
     }
 
     fn number(&self, name: &str) -> u64 {
-        fs::read_to_string(self.folder.join(name)).ok().and_then(|text| text.trim().parse().ok()).unwrap_or(0)
+        fs::read_to_string(self.folder.join(name))
+            .ok()
+            .and_then(|text| text.trim().parse().ok())
+            .unwrap_or(0)
     }
 }
 
 impl Drop for MemoryGroup {
     fn drop(&mut self) {
         if let Err(error) = fs::remove_dir(&self.folder) {
-            eprintln!("the control group {} stays behind: {error}", self.folder.display());
+            eprintln!(
+                "the control group {} stays behind: {error}",
+                self.folder.display()
+            );
         }
     }
 }
@@ -91,9 +114,14 @@ fn parent_group() -> anyhow::Result<(PathBuf, &'static Names)> {
     let membership = fs::read_to_string("/proc/self/cgroup")?;
     for line in membership.lines() {
         let mut parts = line.splitn(3, ':').skip(1);
-        let (Some(controllers), Some(path)) = (parts.next(), parts.next()) else { continue };
+        let (Some(controllers), Some(path)) = (parts.next(), parts.next()) else {
+            continue;
+        };
         let below = path.trim_start_matches('/');
-        if controllers.split(',').any(|controller| controller == "memory") {
+        if controllers
+            .split(',')
+            .any(|controller| controller == "memory")
+        {
             return Ok((Path::new("/sys/fs/cgroup/memory").join(below), &VERSION_ONE));
         }
         if controllers.is_empty() && Path::new("/sys/fs/cgroup/cgroup.controllers").exists() {
@@ -106,7 +134,8 @@ fn parent_group() -> anyhow::Result<(PathBuf, &'static Names)> {
 /// Bytes that programs could still get on this machine.
 pub(crate) fn available() -> anyhow::Result<u64> {
     let text = fs::read_to_string("/proc/meminfo")?;
-    kilobytes(&text, "MemAvailable:").context("the kernel does not tell how much memory is available")
+    kilobytes(&text, "MemAvailable:")
+        .context("the kernel does not tell how much memory is available")
 }
 
 /// The memory of these processes; what several of them share is divided among them.
@@ -126,5 +155,11 @@ pub(crate) fn resident(process: u32) -> anyhow::Result<u64> {
 
 fn kilobytes(text: &str, name: &str) -> Option<u64> {
     let value = text.lines().find_map(|line| line.strip_prefix(name))?;
-    value.trim().trim_end_matches("kB").trim().parse::<u64>().ok().map(|kilobytes| kilobytes * 1024)
+    value
+        .trim()
+        .trim_end_matches("kB")
+        .trim()
+        .parse::<u64>()
+        .ok()
+        .map(|kilobytes| kilobytes * 1024)
 }

@@ -26,7 +26,8 @@ fn web() -> anyhow::Result<u16> {
         let zeros = vec![0; 1 << 20];
         for mut connection in listener.incoming().flatten() {
             let mut request = [0; 1];
-            if connection.set_nodelay(true).is_err() || connection.read_exact(&mut request).is_err() {
+            if connection.set_nodelay(true).is_err() || connection.read_exact(&mut request).is_err()
+            {
                 continue;
             }
             let pieces = if request == *b"1" { 0 } else { DOWNLOAD >> 20 };
@@ -66,7 +67,10 @@ print(statistics.median(times) * 1e6, size / (time.perf_counter() - begun) / 1e6
 }
 
 fn figures(text: &str) -> anyhow::Result<(f64, f64)> {
-    let (first, second) = text.trim().split_once(' ').with_context(|| format!("unexpected answer: {text}"))?;
+    let (first, second) = text
+        .trim()
+        .split_once(' ')
+        .with_context(|| format!("unexpected answer: {text}"))?;
     Ok((first.parse()?, second.parse()?))
 }
 
@@ -81,11 +85,27 @@ pub(crate) fn first_byte_and_throughput(peers: &Peers) -> anyhow::Result<()> {
     server.execute("a", FIRST_CELL)?;
     let (result, _) = server.execute("a", &code)?;
     let through = figures(printed(&result).context("the session did not reach the server")?)?;
-    println!("    direct: first byte after {:.0} µs, {:.0} MB/s", direct.0, direct.1);
-    println!("    through the gateway: first byte after {:.0} µs, {:.0} MB/s", through.0, through.1);
+    println!(
+        "    direct: first byte after {:.0} µs, {:.0} MB/s",
+        direct.0, direct.1
+    );
+    println!(
+        "    through the gateway: first byte after {:.0} µs, {:.0} MB/s",
+        through.0, through.1
+    );
     let added = (through.0 - direct.0) / 1e3;
-    target("added to the first byte", format!("{added:.2} ms"), "≤ 1 ms", added <= 1.0);
-    target("one download", format!("{:.0} MB/s", through.1), "≥ 200 MB/s", through.1 >= 200.0);
+    target(
+        "added to the first byte",
+        format!("{added:.2} ms"),
+        "≤ 1 ms",
+        added <= 1.0,
+    );
+    target(
+        "one download",
+        format!("{:.0} MB/s", through.1),
+        "≥ 200 MB/s",
+        through.1 >= 200.0,
+    );
     Ok(())
 }
 
@@ -93,10 +113,24 @@ pub(crate) fn cost_of_a_network_list(_: &Peers) -> anyhow::Result<()> {
     println!("\nnew session to first result with a network list, pool empty");
     let without = new_sessions("0", &["--install-packages", "off"], NEW_SESSIONS)?;
     report("no network", &without, None);
-    let with = new_sessions("0", &["--install-packages", "off", "--allowed-domain", "example.com"], NEW_SESSIONS)?;
+    let with = new_sessions(
+        "0",
+        &[
+            "--install-packages",
+            "off",
+            "--allowed-domain",
+            "example.com",
+        ],
+        NEW_SESSIONS,
+    )?;
     report("two ports and names", &with, None);
     let added = with.median().saturating_sub(without.median());
-    target("added to the median", in_milliseconds(added), "≤ 3 ms", added <= Duration::from_millis(3));
+    target(
+        "added to the median",
+        in_milliseconds(added),
+        "≤ 3 ms",
+        added <= Duration::from_millis(3),
+    );
     Ok(())
 }
 
@@ -113,7 +147,10 @@ pub(crate) fn installing_what_is_known(_: &Peers) -> anyhow::Result<()> {
         println!("    not measured: {}", first["content"][0]["text"]);
         return Ok(());
     }
-    println!("    the first time, or with a store that has it: {}", in_milliseconds(elapsed));
+    println!(
+        "    the first time, or with a store that has it: {}",
+        in_milliseconds(elapsed)
+    );
     let fresh = repeat(5, || {
         let mut server = start()?;
         let begun = Instant::now();
@@ -121,7 +158,11 @@ pub(crate) fn installing_what_is_known(_: &Peers) -> anyhow::Result<()> {
         ensure!(result["isError"] == false, "unexpected answer: {result}");
         Ok(begun.elapsed())
     })?;
-    report("in a server that must ask the index which version", &fresh, Some(Duration::from_millis(300)));
+    report(
+        "in a server that must ask the index which version",
+        &fresh,
+        Some(Duration::from_millis(300)),
+    );
     let mut server = start()?;
     server.call("install_package", &wish("a"))?;
     let mut number = 0;
@@ -133,6 +174,10 @@ pub(crate) fn installing_what_is_known(_: &Peers) -> anyhow::Result<()> {
         server.call("close_session", &close(&session))?;
         Ok(elapsed)
     })?;
-    report("in another session of the same server", &again, Some(Duration::from_millis(300)));
+    report(
+        "in another session of the same server",
+        &again,
+        Some(Duration::from_millis(300)),
+    );
     Ok(())
 }

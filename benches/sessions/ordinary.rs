@@ -23,17 +23,26 @@ pub(crate) fn speed_of_ordinary_code(peers: &Peers) -> anyhow::Result<()> {
     let (mut server, _) = Server::start(cellblock("mcp"))?;
     let inside_once = |server: &mut Server| -> anyhow::Result<Figures> {
         let (result, _) = server.execute("a", PROGRAM)?;
-        Ok(serde_json::from_str(printed(&result).context("the session printed nothing")?)?)
+        Ok(serde_json::from_str(
+            printed(&result).context("the session printed nothing")?,
+        )?)
     };
     inside_once(&mut server)?;
     let (mut inside, mut outside) = (Vec::new(), Vec::new());
     for _ in 0..ROUNDS {
         inside.push(inside_once(&mut server)?);
-        outside.push(serde_json::from_str::<Figures>(&peers.plain.output(PROGRAM)?)?);
+        outside.push(serde_json::from_str::<Figures>(
+            &peers.plain.output(PROGRAM)?,
+        )?);
     }
     for task in inside[0].keys() {
-        let [wall, used] = [0, 1].map(|kind| [&inside, &outside].map(|all| median(all, task, kind)));
-        let most = if COMPUTATION.contains(&task.as_str()) { MOST_FOR_COMPUTATION } else { MOST };
+        let [wall, used] =
+            [0, 1].map(|kind| [&inside, &outside].map(|all| median(all, task, kind)));
+        let most = if COMPUTATION.contains(&task.as_str()) {
+            MOST_FOR_COMPUTATION
+        } else {
+            MOST
+        };
         let ratio = used[0] / used[1];
         let figures = format!(
             "{ratio:.2} × the processor time ({:.1} to {:.1} ms), {:.2} × the time",

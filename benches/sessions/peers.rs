@@ -39,8 +39,15 @@ impl PlainPython {
             fs::create_dir_all(place.parent().context("a path without a folder")?)?;
             Ok(symlink(target, place)?)
         };
-        let home = built.record.executable.parent().context("an interpreter without a folder")?;
-        fs::write(folder.path().join("pyvenv.cfg"), format!("home = {}\n", home.display()))?;
+        let home = built
+            .record
+            .executable
+            .parent()
+            .context("an interpreter without a folder")?;
+        fs::write(
+            folder.path().join("pyvenv.cfg"),
+            format!("home = {}\n", home.display()),
+        )?;
         make("bin/python", &built.record.executable)?;
         make(&packages, &built.directory.join("tree").join(&packages))?;
         Ok(PlainPython { folder })
@@ -61,7 +68,11 @@ impl PlainPython {
     /// Runs a program in a new process; returns what it printed.
     pub(crate) fn output(&self, code: &str) -> anyhow::Result<String> {
         let output = Command::new(self.program()).args(["-c", code]).output()?;
-        anyhow::ensure!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        anyhow::ensure!(
+            output.status.success(),
+            "{}",
+            String::from_utf8_lossy(&output.stderr)
+        );
         Ok(String::from_utf8(output.stdout)?)
     }
 }
@@ -77,7 +88,11 @@ impl Ipybox {
     pub(crate) fn find() -> Option<Ipybox> {
         let python = PathBuf::from(std::env::var_os("IPYBOX_PYTHON")?);
         let program = std::path::absolute(python).ok()?.parent()?.join("ipybox");
-        Some(Ipybox { program, workspace: tempfile::tempdir().ok()? }).filter(|found| found.program.is_file())
+        Some(Ipybox {
+            program,
+            workspace: tempfile::tempdir().ok()?,
+        })
+        .filter(|found| found.program.is_file())
     }
 
     /// Returns the command that starts its server.
@@ -98,20 +113,40 @@ impl PythonDockerMcp {
     /// Looks beside the Python that `PYTHON_DOCKER_MCP_PYTHON` names.
     pub(crate) fn find() -> Option<PythonDockerMcp> {
         let python = PathBuf::from(std::env::var_os("PYTHON_DOCKER_MCP_PYTHON")?);
-        let program = std::path::absolute(python).ok()?.parent()?.join("python-docker-mcp");
-        Some(PythonDockerMcp { program, home: tempfile::tempdir().ok()? }).filter(|found| found.program.is_file())
+        let program = std::path::absolute(python)
+            .ok()?
+            .parent()?
+            .join("python-docker-mcp");
+        Some(PythonDockerMcp {
+            program,
+            home: tempfile::tempdir().ok()?,
+        })
+        .filter(|found| found.program.is_file())
     }
 
     /// Makes an image of another that this server can use, with `python` and a folder `/app`, and returns its name.
     pub(crate) fn image(&self, base: &str) -> anyhow::Result<String> {
         let docker = |arguments: &[&str]| {
             let output = Command::new("docker").args(arguments).output()?;
-            anyhow::ensure!(output.status.success(), "docker: {}", String::from_utf8_lossy(&output.stderr));
+            anyhow::ensure!(
+                output.status.success(),
+                "docker: {}",
+                String::from_utf8_lossy(&output.stderr)
+            );
             Ok(String::from_utf8(output.stdout)?.trim().to_owned())
         };
-        let change =
-            "command -v python || ln -s \"$(command -v python3)\" /usr/bin/python; mkdir -p /app && chmod 777 /app";
-        let made = docker(&["create", "--network", "none", "--user", "0", base, "sh", "-c", change])?;
+        let change = "command -v python || ln -s \"$(command -v python3)\" /usr/bin/python; mkdir -p /app && chmod 777 /app";
+        let made = docker(&[
+            "create",
+            "--network",
+            "none",
+            "--user",
+            "0",
+            base,
+            "sh",
+            "-c",
+            change,
+        ])?;
         docker(&["start", "--attach", &made])?;
         let [name, first] = PEER_TAGS.map(|tag| format!("{PEER_IMAGE}:{tag}"));
         docker(&[
@@ -133,10 +168,13 @@ impl PythonDockerMcp {
     /// Returns the command that starts its server.
     pub(crate) fn command(&self, image: &str) -> anyhow::Result<Command> {
         let file = self.home.path().join("config.yaml");
-        let settings = format!("docker: {{image: '{image}', network_disabled: true, pool_size: {POOL}}}\n");
+        let settings =
+            format!("docker: {{image: '{image}', network_disabled: true, pool_size: {POOL}}}\n");
         fs::write(&file, settings)?;
         let mut command = Command::new(&self.program);
-        command.env("HOME", self.home.path()).env("PYTHON_DOCKER_MCP_CONFIG", file);
+        command
+            .env("HOME", self.home.path())
+            .env("PYTHON_DOCKER_MCP_CONFIG", file);
         Ok(command)
     }
 }
@@ -146,8 +184,16 @@ impl Drop for PythonDockerMcp {
     fn drop(&mut self) {
         let docker = |arguments: &[&str]| Command::new("docker").args(arguments).output();
         let [latest, first] = PEER_TAGS.map(|tag| format!("{PEER_IMAGE}:{tag}"));
-        let left = docker(&["ps", "--all", "--quiet", "--filter", &format!("ancestor={latest}")]);
-        let left = left.map(|left| String::from_utf8_lossy(&left.stdout).into_owned()).unwrap_or_default();
+        let left = docker(&[
+            "ps",
+            "--all",
+            "--quiet",
+            "--filter",
+            &format!("ancestor={latest}"),
+        ]);
+        let left = left
+            .map(|left| String::from_utf8_lossy(&left.stdout).into_owned())
+            .unwrap_or_default();
         for container in left.lines() {
             let _ = docker(&["rm", "--force", container]);
         }

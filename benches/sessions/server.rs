@@ -41,10 +41,21 @@ impl Server {
             .spawn()
             .context("could not start a server")?;
         let requests = child.stdin.take();
-        let answers = BufReader::new(child.stdout.take().context("a server without standard output")?);
-        let mut server = Server { child, requests, answers, calls: 0 };
+        let answers = BufReader::new(
+            child
+                .stdout
+                .take()
+                .context("a server without standard output")?,
+        );
+        let mut server = Server {
+            child,
+            requests,
+            answers,
+            calls: 0,
+        };
         let client = json!({ "name": "benchmark", "version": "1" });
-        let hello = json!({ "protocolVersion": "2025-06-18", "capabilities": {}, "clientInfo": client });
+        let hello =
+            json!({ "protocolVersion": "2025-06-18", "capabilities": {}, "clientInfo": client });
         server.ask("initialize", &hello)?;
         let elapsed = start.elapsed();
         server.send(&json!({ "jsonrpc": "2.0", "method": "notifications/initialized" }))?;
@@ -52,9 +63,16 @@ impl Server {
     }
 
     /// Calls a tool; returns its result and the time it took. A result that is an error fails.
-    pub(crate) fn call(&mut self, tool: &str, arguments: &Value) -> anyhow::Result<(Value, Duration)> {
+    pub(crate) fn call(
+        &mut self,
+        tool: &str,
+        arguments: &Value,
+    ) -> anyhow::Result<(Value, Duration)> {
         let start = Instant::now();
-        let result = self.ask("tools/call", &json!({ "name": tool, "arguments": arguments }))?;
+        let result = self.ask(
+            "tools/call",
+            &json!({ "name": tool, "arguments": arguments }),
+        )?;
         let elapsed = start.elapsed();
         if result["isError"] == json!(true) {
             bail!("{tool} failed: {}", result["content"]);
@@ -73,10 +91,16 @@ impl Server {
         let mut results = BTreeMap::new();
         while results.len() < calls.len() {
             let mut line = String::new();
-            if self.answers.read_line(&mut line).context("could not read from the server")? == 0 {
+            if self
+                .answers
+                .read_line(&mut line)
+                .context("could not read from the server")?
+                == 0
+            {
                 bail!("the server ended instead of answering {tool}");
             }
-            let mut message: Value = serde_json::from_str(&line).context("the server said what is not JSON")?;
+            let mut message: Value =
+                serde_json::from_str(&line).context("the server said what is not JSON")?;
             if let Some(id) = message["id"].as_u64().filter(|id| *id >= first) {
                 results.insert(id, message["result"].take());
             }
@@ -88,8 +112,15 @@ impl Server {
         self.child.id()
     }
 
-    pub(crate) fn execute(&mut self, session: &str, code: &str) -> anyhow::Result<(Value, Duration)> {
-        self.call("execute_ipython_cell", &json!({ "code": code, "session_id": session }))
+    pub(crate) fn execute(
+        &mut self,
+        session: &str,
+        code: &str,
+    ) -> anyhow::Result<(Value, Duration)> {
+        self.call(
+            "execute_ipython_cell",
+            &json!({ "code": code, "session_id": session }),
+        )
     }
 
     /// Waits until neither the server nor anything it started does any work.
@@ -109,9 +140,17 @@ impl Server {
     pub(crate) fn processes(&self) -> BTreeSet<u32> {
         let mut children: BTreeMap<u32, Vec<u32>> = BTreeMap::new();
         for process in fs::read_dir("/proc").into_iter().flatten().flatten() {
-            let Some(pid) = process.file_name().to_str().and_then(|name| name.parse().ok()) else { continue };
+            let Some(pid) = process
+                .file_name()
+                .to_str()
+                .and_then(|name| name.parse().ok())
+            else {
+                continue;
+            };
             let status = fs::read_to_string(process.path().join("status")).unwrap_or_default();
-            let parent = status.lines().find_map(|line| line.strip_prefix("PPid:")?.trim().parse().ok());
+            let parent = status
+                .lines()
+                .find_map(|line| line.strip_prefix("PPid:")?.trim().parse().ok());
             children.entry(parent.unwrap_or(0)).or_default().push(pid);
         }
         let mut found = BTreeSet::new();
@@ -126,10 +165,11 @@ impl Server {
 
     /// How long all threads of all these processes have run.
     fn time_run(&self) -> Duration {
-        let tasks = self
-            .processes()
-            .into_iter()
-            .flat_map(|pid| fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten());
+        let tasks = self.processes().into_iter().flat_map(|pid| {
+            fs::read_dir(format!("/proc/{pid}/task"))
+                .into_iter()
+                .flatten()
+        });
         tasks
             .flatten()
             .filter_map(|task| {
@@ -141,13 +181,21 @@ impl Server {
 
     fn ask(&mut self, method: &str, parameters: &Value) -> anyhow::Result<Value> {
         self.calls += 1;
-        self.send(&json!({ "jsonrpc": "2.0", "id": self.calls, "method": method, "params": parameters }))?;
+        self.send(
+            &json!({ "jsonrpc": "2.0", "id": self.calls, "method": method, "params": parameters }),
+        )?;
         loop {
             let mut line = String::new();
-            if self.answers.read_line(&mut line).context("could not read from the server")? == 0 {
+            if self
+                .answers
+                .read_line(&mut line)
+                .context("could not read from the server")?
+                == 0
+            {
                 bail!("the server ended instead of answering {method}");
             }
-            let mut message: Value = serde_json::from_str(&line).context("the server said what is not JSON")?;
+            let mut message: Value =
+                serde_json::from_str(&line).context("the server said what is not JSON")?;
             // Notifications, such as progress, have no id of ours.
             if message["id"] == json!(self.calls) {
                 if message.get("error").is_some() {
@@ -162,7 +210,9 @@ impl Server {
         let requests = self.requests.as_mut().context("the server is ending")?;
         let mut line = message.to_string();
         line.push('\n');
-        requests.write_all(line.as_bytes()).context("could not write to the server")
+        requests
+            .write_all(line.as_bytes())
+            .context("could not write to the server")
     }
 }
 
@@ -180,5 +230,9 @@ pub(crate) fn close(session: &str) -> Value {
 
 /// What a cell printed: the last line of the result's text. Before it there may be a note about the session.
 pub(crate) fn printed(result: &Value) -> Option<&str> {
-    result["content"][0]["text"].as_str()?.trim_end().lines().last()
+    result["content"][0]["text"]
+        .as_str()?
+        .trim_end()
+        .lines()
+        .last()
 }

@@ -49,25 +49,43 @@ server.run(transport='http', host='127.0.0.1', port=int(sys.argv[1]), stateless_
 
 /// One cell after the other from each client, in a session of its own, on a connection that stays open.
 pub(crate) fn cells_over_http(_: &Peers) -> anyhow::Result<()> {
-    println!("\ncell round trip `print(n)` over HTTP, every client with a session and a connection of its own");
+    println!(
+        "\ncell round trip `print(n)` over HTTP, every client with a session and a connection of its own"
+    );
     let runtime = client_runtime()?;
     let service = Service::start("on", &[])?;
     let apart = Service::start("off", &[])?;
     let peer = FastMcp::find()?;
     for clients in CLIENTS {
-        let (kept, rate) = runtime.block_on(load(clients, |client, all| cells(&service, client, all)))?;
+        let (kept, rate) =
+            runtime.block_on(load(clients, |client, all| cells(&service, client, all)))?;
         let wanted = (clients == 1).then_some(Duration::from_millis(3));
         report(&format!("{clients} clients"), &kept, wanted);
         match clients {
-            64 => target("cells per second", format!("{rate:.0}"), "≥ 800", rate >= 800.0),
+            64 => target(
+                "cells per second",
+                format!("{rate:.0}"),
+                "≥ 800",
+                rate >= 800.0,
+            ),
             _ => println!("    {rate:.0} cells per second"),
         }
-        let (inside, rate) = runtime.block_on(load(clients, |client, all| cells(&apart, client, all)))?;
-        report(&format!("{clients} clients, --keep-sessions off"), &inside, None);
+        let (inside, rate) =
+            runtime.block_on(load(clients, |client, all| cells(&apart, client, all)))?;
+        report(
+            &format!("{clients} clients, --keep-sessions off"),
+            &inside,
+            None,
+        );
         println!("    {rate:.0} cells per second");
         if let Some(peer) = &peer {
-            let (theirs, rate) = runtime.block_on(load(clients, |_, all| sums(peer.address, all)))?;
-            report(&format!("{clients} clients, FastMCP adds two numbers"), &theirs, None);
+            let (theirs, rate) =
+                runtime.block_on(load(clients, |_, all| sums(peer.address, all)))?;
+            report(
+                &format!("{clients} clients, FastMCP adds two numbers"),
+                &theirs,
+                None,
+            );
             println!("    {rate:.0} calls per second");
         }
     }
@@ -84,7 +102,10 @@ pub(crate) fn cost_of_a_token(_: &Peers) -> anyhow::Result<()> {
     let headers = {
         runtime.block_on(Authenticator::from_settings(&settings))?;
         let token = fs::read_to_string(folder.path().join("dev_token.txt"))?;
-        HeaderMap::from_iter([(AUTHORIZATION, HeaderValue::from_str(&format!("Bearer {}", token.trim()))?)])
+        HeaderMap::from_iter([(
+            AUTHORIZATION,
+            HeaderValue::from_str(&format!("Bearer {}", token.trim()))?,
+        )])
     };
     let once = |authenticator: &Authenticator| {
         let start = Instant::now();
@@ -93,7 +114,9 @@ pub(crate) fn cost_of_a_token(_: &Peers) -> anyhow::Result<()> {
         ensure!(caller.is_ok(), "the token of development mode is good");
         Ok(elapsed)
     };
-    let first = repeat(TOKENS, || once(&runtime.block_on(Authenticator::from_settings(&settings))?))?;
+    let first = repeat(TOKENS, || {
+        once(&runtime.block_on(Authenticator::from_settings(&settings))?)
+    })?;
     report("not seen before", &first, Some(Duration::from_micros(100)));
     let known = runtime.block_on(Authenticator::from_settings(&settings))?;
     let again = repeat(TOKENS, || once(&known))?;
@@ -112,41 +135,81 @@ pub(crate) fn memory_of_idle_clients(_: &Peers) -> anyhow::Result<()> {
         let mut idle = Vec::new();
         let mut client = HttpClient::connect(service.address, Some(&service.token)).await?;
         for number in 0..IDLE_SESSIONS {
-            client.call("execute_ipython_cell", &json!({"code": "x = 1", "session_id": format!("s{number}")})).await?;
+            client
+                .call(
+                    "execute_ipython_cell",
+                    &json!({"code": "x = 1", "session_id": format!("s{number}")}),
+                )
+                .await?;
         }
         for _ in 0..IDLE_CONNECTIONS {
             let mut client = HttpClient::connect(service.address, Some(&service.token)).await?;
-            ensure!(client.get("/healthz").await?.is_success(), "every connection was served once");
+            ensure!(
+                client.get("/healthz").await?.is_success(),
+                "every connection was served once"
+            );
             idle.push(client);
         }
-        let (front, keeper) = (service.memory(service.child.id()), service.keeper().map(|pid| service.memory(pid)));
+        let (front, keeper) = (
+            service.memory(service.child.id()),
+            service.keeper().map(|pid| service.memory(pid)),
+        );
         let sum = front + keeper.unwrap_or(0);
-        println!("    front {} MiB, keeper {} MiB", front / MIB, keeper.unwrap_or(0) / MIB);
-        target("together", format!("{} MiB", sum / MIB), "≤ 120 MB", sum <= 120_000_000);
+        println!(
+            "    front {} MiB, keeper {} MiB",
+            front / MIB,
+            keeper.unwrap_or(0) / MIB
+        );
+        target(
+            "together",
+            format!("{} MiB", sum / MIB),
+            "≤ 120 MB",
+            sum <= 120_000_000,
+        );
         anyhow::Ok(())
     })
 }
 
 /// What one caller's busy sessions cost another caller, whose small cells change state.
 pub(crate) fn small_cells_beside_busy_sessions(_: &Peers) -> anyhow::Result<()> {
-    println!("\nsmall cells of a caller while another one has {BUSY_SESSIONS} sessions that compute without a pause");
+    println!(
+        "\nsmall cells of a caller while another one has {BUSY_SESSIONS} sessions that compute without a pause"
+    );
     let runtime = client_runtime()?;
     let folder = tempfile::tempdir()?;
-    let (busy, quiet) = (new_key("busy", &["python:execute"])?, new_key("quiet", &["python:execute"])?);
+    let (busy, quiet) = (
+        new_key("busy", &["python:execute"])?,
+        new_key("quiet", &["python:execute"])?,
+    );
     let configuration = folder.path().join("config.yaml");
-    fs::write(&configuration, format!("auth:\n  api_keys:\n{}{}", busy.lines, quiet.lines))?;
+    fs::write(
+        &configuration,
+        format!("auth:\n  api_keys:\n{}{}", busy.lines, quiet.lines),
+    )?;
     let mut command = cellblock("serve");
-    command.env("CELLBLOCK_CONFIG", configuration).args(["--max-sessions", "128"]);
+    command
+        .env("CELLBLOCK_CONFIG", configuration)
+        .args(["--max-sessions", "128"]);
     let service = Service::run(command, "on")?;
     runtime.block_on(async {
         let mut client = HttpClient::connect(service.address, Some(&quiet.key)).await?;
-        client.call("execute_ipython_cell", &json!({"code": "n = 0", "session_id": "quiet"})).await?;
+        client
+            .call(
+                "execute_ipython_cell",
+                &json!({"code": "n = 0", "session_id": "quiet"}),
+            )
+            .await?;
         let alone = small_cells(&mut client, 0).await?;
         report("alone", &alone, None);
         let mut floods = JoinSet::new();
         let all = Arc::new(Barrier::new(BUSY_SESSIONS + 1));
         for number in 0..BUSY_SESSIONS {
-            floods.spawn(compute(service.address, busy.key.clone(), number, all.clone()));
+            floods.spawn(compute(
+                service.address,
+                busy.key.clone(),
+                number,
+                all.clone(),
+            ));
         }
         all.wait().await;
         let beside = small_cells(&mut client, SMALL_CELLS).await?;
@@ -165,7 +228,10 @@ async fn small_cells(client: &mut HttpClient, first: usize) -> anyhow::Result<Sa
     for number in first + 1..=first + SMALL_CELLS {
         let call = json!({"code": "n += 1; print(n)", "session_id": "quiet"});
         let (result, elapsed) = client.call("execute_ipython_cell", &call).await?;
-        ensure!(printed(&result) == Some(number.to_string().as_str()), "unexpected answer: {result}");
+        ensure!(
+            printed(&result) == Some(number.to_string().as_str()),
+            "unexpected answer: {result}"
+        );
         sample.add(elapsed);
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
@@ -173,10 +239,20 @@ async fn small_cells(client: &mut HttpClient, first: usize) -> anyhow::Result<Sa
 }
 
 /// Computes in a session of its own until it is stopped.
-async fn compute(address: SocketAddr, key: String, number: usize, all: Arc<Barrier>) -> anyhow::Result<()> {
+async fn compute(
+    address: SocketAddr,
+    key: String,
+    number: usize,
+    all: Arc<Barrier>,
+) -> anyhow::Result<()> {
     let mut client = HttpClient::connect(address, Some(&key)).await?;
     let session = format!("busy-{number}");
-    client.call("execute_ipython_cell", &json!({"code": "n = 0", "session_id": session})).await?;
+    client
+        .call(
+            "execute_ipython_cell",
+            &json!({"code": "n = 0", "session_id": session}),
+        )
+        .await?;
     all.wait().await;
     loop {
         let call = json!({"code": "for _ in range(5_000_000): n += 1", "session_id": session});
@@ -190,7 +266,10 @@ fn client_runtime() -> anyhow::Result<Runtime> {
 }
 
 /// Lets so many clients work at once for `LASTING`; returns the time of each call and the calls per second.
-async fn load<F>(clients: usize, client: impl Fn(usize, Arc<Barrier>) -> F) -> anyhow::Result<(Sample, f64)>
+async fn load<F>(
+    clients: usize,
+    client: impl Fn(usize, Arc<Barrier>) -> F,
+) -> anyhow::Result<(Sample, f64)>
 where
     F: Future<Output = anyhow::Result<Vec<Duration>>> + Send + 'static,
 {
@@ -223,16 +302,25 @@ fn cells(
         let mut client = HttpClient::connect(address, Some(&token)).await?;
         let session = format!("client-{number}");
         let run = |code: String| json!({"code": code, "session_id": session});
-        client.call("execute_ipython_cell", &run("pass".to_owned())).await?;
+        client
+            .call("execute_ipython_cell", &run("pass".to_owned()))
+            .await?;
         all.wait().await;
         let (end, mut times) = (Instant::now() + LASTING, Vec::new());
         while Instant::now() < end {
             let wanted = times.len().to_string();
-            let (result, elapsed) = client.call("execute_ipython_cell", &run(format!("print({wanted})"))).await?;
-            ensure!(printed(&result) == Some(wanted.as_str()), "unexpected answer: {result}");
+            let (result, elapsed) = client
+                .call("execute_ipython_cell", &run(format!("print({wanted})")))
+                .await?;
+            ensure!(
+                printed(&result) == Some(wanted.as_str()),
+                "unexpected answer: {result}"
+            );
             times.push(elapsed);
         }
-        client.call("close_session", &json!({"session_id": session})).await?;
+        client
+            .call("close_session", &json!({"session_id": session}))
+            .await?;
         Ok(times)
     }
 }
@@ -243,8 +331,13 @@ async fn sums(address: SocketAddr, all: Arc<Barrier>) -> anyhow::Result<Vec<Dura
     all.wait().await;
     let (end, mut times) = (Instant::now() + LASTING, Vec::new());
     while Instant::now() < end {
-        let (result, elapsed) = client.call("add", &json!({"a": times.len(), "b": 1})).await?;
-        ensure!(result["isError"] != json!(true), "unexpected answer: {result}");
+        let (result, elapsed) = client
+            .call("add", &json!({"a": times.len(), "b": 1}))
+            .await?;
+        ensure!(
+            result["isError"] != json!(true),
+            "unexpected answer: {result}"
+        );
         times.push(elapsed);
     }
     Ok(times)
@@ -270,25 +363,40 @@ impl Service {
     fn run(mut command: Command, keep_sessions: &str) -> anyhow::Result<Service> {
         // Another keeper of this user is none of our business.
         let keeper = format!("bench-{}-{keep_sessions}", std::process::id());
-        let is_development = !command.get_envs().any(|(name, _)| name == "CELLBLOCK_CONFIG");
-        command.args(["--keep-sessions", keep_sessions]).env("CELLBLOCK_KEEPER", &keeper);
+        let is_development = !command
+            .get_envs()
+            .any(|(name, _)| name == "CELLBLOCK_CONFIG");
+        command
+            .args(["--keep-sessions", keep_sessions])
+            .env("CELLBLOCK_KEEPER", &keeper);
         let (child, address, mut log) = serving::start(command)?;
         let mut token = String::new();
         if is_development {
             let mut lines = log.by_ref().map_while(Result::ok);
-            let file = lines.find_map(|line| Some(line.split("file=").nth(1)?.split(' ').next()?.to_owned()));
+            let file = lines
+                .find_map(|line| Some(line.split("file=").nth(1)?.split(' ').next()?.to_owned()));
             let file = file.context("the service does not say where its token is")?;
             token = fs::read_to_string(file)?.trim().to_owned();
         }
         std::thread::spawn(move || log.for_each(drop));
-        Ok(Service { child, keeper, address, token })
+        Ok(Service {
+            child,
+            keeper,
+            address,
+            token,
+        })
     }
 
     /// The process that keeps the sessions.
     fn keeper(&self) -> Option<u32> {
-        let output = cellblock("keeper").args(["status", "--json"]).output().ok()?;
+        let output = cellblock("keeper")
+            .args(["status", "--json"])
+            .output()
+            .ok()?;
         let keepers: Vec<serde_json::Value> = serde_json::from_slice(&output.stdout).ok()?;
-        let own = keepers.into_iter().find(|keeper| keeper["name"] == self.keeper.as_str())?;
+        let own = keepers
+            .into_iter()
+            .find(|keeper| keeper["name"] == self.keeper.as_str())?;
         own["process"].as_u64()?.try_into().ok()
     }
 
@@ -301,7 +409,9 @@ impl Drop for Service {
     fn drop(&mut self) {
         let _ = kill_process(Pid::from_child(&self.child), Signal::TERM);
         let _ = self.child.wait();
-        let _ = cellblock("keeper").args(["stop", "--now", &self.keeper]).output();
+        let _ = cellblock("keeper")
+            .args(["stop", "--now", &self.keeper])
+            .output();
     }
 }
 
@@ -319,9 +429,15 @@ impl FastMcp {
         };
         let address = TcpListener::bind(("127.0.0.1", 0))?.local_addr()?;
         let port = address.port().to_string();
-        let child =
-            Command::new(python).args(["-c", FASTMCP, &port]).stdout(Stdio::null()).stderr(Stdio::null()).spawn();
-        let peer = FastMcp { child: child.context("could not start FastMCP")?, address };
+        let child = Command::new(python)
+            .args(["-c", FASTMCP, &port])
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .spawn();
+        let peer = FastMcp {
+            child: child.context("could not start FastMCP")?,
+            address,
+        };
         let patience = Instant::now() + Duration::from_secs(60);
         while std::net::TcpStream::connect(address).is_err() {
             ensure!(Instant::now() < patience, "FastMCP does not listen");

@@ -28,7 +28,10 @@ impl Sample {
 }
 
 /// Measures `count` times.
-pub(crate) fn repeat(count: usize, mut measure: impl FnMut() -> anyhow::Result<Duration>) -> anyhow::Result<Sample> {
+pub(crate) fn repeat(
+    count: usize,
+    mut measure: impl FnMut() -> anyhow::Result<Duration>,
+) -> anyhow::Result<Sample> {
     let mut sample = Sample::default();
     for _ in 0..count {
         sample.add(measure()?);
@@ -53,17 +56,31 @@ pub(crate) fn in_turn(
 /// Prints a line about a sample, with a verdict on its median if there is a target.
 pub(crate) fn report(what: &str, sample: &Sample, target: Option<Duration>) {
     let [median, high] = [sample.median(), sample.high()].map(in_milliseconds);
-    let figures = format!("{what}: median {median}, p99 {high} (of {})", sample.0.len());
+    let figures = format!(
+        "{what}: median {median}, p99 {high} (of {})",
+        sample.0.len()
+    );
     match target {
         None => println!("    {figures}"),
         Some(target) => {
-            let verdict = if sample.median() <= target { "✓" } else { "✗ MISSED" };
-            println!("  {verdict} {figures} (target ≤ {})", in_milliseconds(target));
+            let verdict = if sample.median() <= target {
+                "✓"
+            } else {
+                "✗ MISSED"
+            };
+            println!(
+                "  {verdict} {figures} (target ≤ {})",
+                in_milliseconds(target)
+            );
         }
     }
 }
 
 pub(crate) fn in_milliseconds(duration: Duration) -> String {
     let milliseconds = duration.as_secs_f64() * 1000.0;
-    if milliseconds < 100.0 { format!("{milliseconds:.2} ms") } else { format!("{milliseconds:.0} ms") }
+    if milliseconds < 100.0 {
+        format!("{milliseconds:.2} ms")
+    } else {
+        format!("{milliseconds:.0} ms")
+    }
 }

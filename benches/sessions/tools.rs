@@ -31,7 +31,10 @@ impl Idle {
     fn new(peers: &Peers, tools: &[Value]) -> anyhow::Result<Idle> {
         let folder = tempfile::tempdir()?;
         fs::write(folder.path().join("tools.json"), json!(tools).to_string())?;
-        Ok(Idle { folder, python: peers.plain.program() })
+        Ok(Idle {
+            folder,
+            python: peers.plain.program(),
+        })
     }
 
     fn arguments(&self) -> [PathBuf; 2] {
@@ -70,12 +73,18 @@ fn warm_server() -> anyhow::Result<Server> {
 }
 
 pub(crate) fn call_from_code(peers: &Peers) -> anyhow::Result<()> {
-    println!("\na call of a tool from code in a session, over the same call by a plain client ({CALLS} each)");
+    println!(
+        "\na call of a tool from code in a session, over the same call by a plain client ({CALLS} each)"
+    );
     let idle = Idle::new(peers, &[echo()])?;
     let (mut direct, _) = idle.start()?;
     let arguments = json!({"message": "x"});
     let direct = repeat(CALLS, || Ok(direct.call("echo", &arguments)?.1))?;
-    report("the server's own time, seen by a plain client", &direct, None);
+    report(
+        "the server's own time, seen by a plain client",
+        &direct,
+        None,
+    );
     let mut server = warm_server()?;
     server.call("register_mcp_server", &idle.registration("idle"))?;
     let code = format!(
@@ -87,11 +96,22 @@ pub(crate) fn call_from_code(peers: &Peers) -> anyhow::Result<()> {
     );
     let (result, _) = server.execute("a", &code)?;
     let text = printed(&result).context("the cell printed nothing")?;
-    let (median, high) = text.split_once(' ').with_context(|| format!("unexpected answer: {text}"))?;
+    let (median, high) = text
+        .split_once(' ')
+        .with_context(|| format!("unexpected answer: {text}"))?;
     let (median, high): (f64, f64) = (median.parse()?, high.parse()?);
-    println!("    from code in a session: median {:.2} ms, p99 {:.2} ms", median / 1e3, high / 1e3);
+    println!(
+        "    from code in a session: median {:.2} ms, p99 {:.2} ms",
+        median / 1e3,
+        high / 1e3
+    );
     let added = median / 1e3 - direct.median().as_secs_f64() * 1e3;
-    target("added, median", format!("{added:.2} ms"), "≤ 1 ms", added <= 1.0);
+    target(
+        "added, median",
+        format!("{added:.2} ms"),
+        "≤ 1 ms",
+        added <= 1.0,
+    );
     Ok(())
 }
 
@@ -101,7 +121,12 @@ pub(crate) fn registering_many_tools(peers: &Peers) -> anyhow::Result<()> {
     tools.truncate(MANY_TOOLS);
     let (own, whole) = registrations(&Idle::new(peers, &tools)?)?;
     let added = whole.saturating_sub(own);
-    target("after its own start, median", in_milliseconds(added), "≤ 500 ms", added <= Duration::from_millis(500));
+    target(
+        "after its own start, median",
+        in_milliseconds(added),
+        "≤ 500 ms",
+        added <= Duration::from_millis(500),
+    );
     Ok(())
 }
 
@@ -113,7 +138,12 @@ pub(crate) fn registering_large_schemas(peers: &Peers) -> anyhow::Result<()> {
         json!(tools).to_string().len() / 1000
     );
     let (_, whole) = registrations(&Idle::new(peers, &tools)?)?;
-    target("all of it, median", in_milliseconds(whole), "≤ 1 s", whole <= Duration::from_secs(1));
+    target(
+        "all of it, median",
+        in_milliseconds(whole),
+        "≤ 1 s",
+        whole <= Duration::from_secs(1),
+    );
     Ok(())
 }
 
@@ -133,11 +163,16 @@ fn registrations(idle: &Idle) -> anyhow::Result<(Duration, Duration)> {
 
 pub(crate) fn importing_modules(peers: &Peers) -> anyhow::Result<()> {
     let tools = tools_of("notion")?;
-    println!("\nimport of each module of Notion's {} tools, in {FRESH_SESSIONS} fresh sessions", tools.len());
+    println!(
+        "\nimport of each module of Notion's {} tools, in {FRESH_SESSIONS} fresh sessions",
+        tools.len()
+    );
     let idle = Idle::new(peers, &tools)?;
     let mut server = warm_server()?;
     let (registered, _) = server.call("register_mcp_server", &idle.registration("idle"))?;
-    let modules = registered["structuredContent"]["tools"].as_array().context("no tools were registered")?;
+    let modules = registered["structuredContent"]["tools"]
+        .as_array()
+        .context("no tools were registered")?;
     let modules: Vec<&Value> = modules.iter().map(|tool| &tool["module"]).collect();
     let code = format!(
         "import importlib, json, time\ndef timed(name):\n    begun = time.perf_counter()\n    importlib.import_module('mcptools.idle.' + name)\n    \
@@ -148,9 +183,16 @@ pub(crate) fn importing_modules(peers: &Peers) -> anyhow::Result<()> {
     for number in 0..FRESH_SESSIONS {
         let (result, _) = server.execute(&format!("fresh-{number}"), &code)?;
         let text = printed(&result).context("the cell printed nothing")?;
-        imports.extend(text.split(' ').map(str::parse::<f64>).collect::<Result<Vec<_>, _>>()?);
+        imports.extend(
+            text.split(' ')
+                .map(str::parse::<f64>)
+                .collect::<Result<Vec<_>, _>>()?,
+        );
     }
-    ensure!(imports.len() == FRESH_SESSIONS * modules.len(), "some modules were not imported");
+    ensure!(
+        imports.len() == FRESH_SESSIONS * modules.len(),
+        "some modules were not imported"
+    );
     let mut imports = imports.into_iter().map(Duration::from_secs_f64);
     let count = imports.len();
     let sample = repeat(count, || imports.next().context("they were counted"))?;

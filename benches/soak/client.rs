@@ -19,7 +19,9 @@ pub(crate) enum Trouble {
 }
 
 pub(crate) fn wrong<T>(what: &str, wanted: impl Display, got: impl Display) -> Result<T, Trouble> {
-    Err(Trouble::WrongAnswer(format!("{what}\n  wanted: {wanted}\n  got:    {got}")))
+    Err(Trouble::WrongAnswer(format!(
+        "{what}\n  wanted: {wanted}\n  got:    {got}"
+    )))
 }
 
 pub(crate) struct Caller {
@@ -34,7 +36,13 @@ pub(crate) struct Caller {
 impl Caller {
     pub(crate) async fn connect(address: SocketAddr, key: String) -> anyhow::Result<Caller> {
         let client = HttpClient::connect(address, Some(&key)).await?;
-        Ok(Caller { client, address, key, abandoned: false, calls: Vec::new() })
+        Ok(Caller {
+            client,
+            address,
+            key,
+            abandoned: false,
+            calls: Vec::new(),
+        })
     }
 
     /// Closes the connection and opens another one.
@@ -48,7 +56,11 @@ impl Caller {
         std::mem::take(&mut self.calls)
     }
 
-    pub(crate) async fn call(&mut self, tool: &'static str, arguments: &Value) -> Result<Value, Trouble> {
+    pub(crate) async fn call(
+        &mut self,
+        tool: &'static str,
+        arguments: &Value,
+    ) -> Result<Value, Trouble> {
         let no_answer = |why: String| Trouble::NoAnswer(format!("{tool} {arguments}: {why}"));
         match tokio::time::timeout(PATIENCE, self.client.call(tool, arguments)).await {
             Ok(Ok((result, elapsed))) => {
@@ -68,19 +80,31 @@ impl Caller {
         soon: Duration,
     ) -> Result<(), Trouble> {
         if let Ok(answered) = tokio::time::timeout(soon, self.client.call(tool, arguments)).await {
-            return wrong("answer of a cell that sleeps", "none", format!("{answered:?}"));
+            return wrong(
+                "answer of a cell that sleeps",
+                "none",
+                format!("{answered:?}"),
+            );
         }
         self.abandoned = true;
-        self.reconnect().await.map_err(|error| Trouble::NoAnswer(format!("{error:#}")))
+        self.reconnect()
+            .await
+            .map_err(|error| Trouble::NoAnswer(format!("{error:#}")))
     }
 
     /// Runs a cell to its end.
-    pub(crate) async fn run(&mut self, session: &str, code: &str, more: Value) -> Result<Ended, Trouble> {
+    pub(crate) async fn run(
+        &mut self,
+        session: &str,
+        code: &str,
+        more: Value,
+    ) -> Result<Ended, Trouble> {
         let mut arguments = json!({"session_id": session, "code": code});
         for (name, value) in more.as_object().into_iter().flatten() {
             arguments[name] = value.clone();
         }
-        self.ended(session, "execute_ipython_cell", &arguments).await
+        self.ended(session, "execute_ipython_cell", &arguments)
+            .await
     }
 
     /// Calls a tool, and `check_execution` for as long as the answer is that the work goes on.
@@ -106,15 +130,21 @@ impl Caller {
             }
             self.abandoned &= !is_abandoned;
             checks += 1;
-            result = self.call("check_execution", &json!({"session_id": session})).await?;
+            result = self
+                .call("check_execution", &json!({"session_id": session}))
+                .await?;
         }
     }
 
     /// Collects the outcome of a cell that was given up, if it is still kept.
     pub(crate) async fn collect_abandoned(&mut self, session: &str) -> Result<(), Trouble> {
         if std::mem::take(&mut self.abandoned) {
-            let result = self.call("check_execution", &json!({"session_id": session})).await?;
-            let is_last = result["content"].to_string().contains("this is the result that was told last");
+            let result = self
+                .call("check_execution", &json!({"session_id": session}))
+                .await?;
+            let is_last = result["content"]
+                .to_string()
+                .contains("this is the result that was told last");
             if result["structuredContent"]["status"] != "cancelled" && !is_last {
                 return wrong("outcome of a cancelled cell", "cancelled", &result);
             }
@@ -132,14 +162,24 @@ pub(crate) struct Ended {
 
 impl Ended {
     pub(crate) fn expect_status(&self, wanted: &str) -> Result<(), Trouble> {
-        if self.content["status"] == wanted { Ok(()) } else { wrong("status", wanted, &self.content) }
+        if self.content["status"] == wanted {
+            Ok(())
+        } else {
+            wrong("status", wanted, &self.content)
+        }
     }
 
     /// The state that the cell has shown, exactly once.
     pub(crate) fn shown(&self) -> Result<Value, Trouble> {
-        let shown: Vec<&str> = self.text.lines().filter_map(|line| line.strip_prefix("=> ")).collect();
+        let shown: Vec<&str> = self
+            .text
+            .lines()
+            .filter_map(|line| line.strip_prefix("=> "))
+            .collect();
         match shown.as_slice() {
-            [state] => serde_json::from_str(state).or_else(|_| wrong("output", "a state", &self.text)),
+            [state] => {
+                serde_json::from_str(state).or_else(|_| wrong("output", "a state", &self.text))
+            }
             _ => wrong("output", "one state", &self.text),
         }
     }

@@ -69,16 +69,32 @@ fn main() -> anyhow::Result<ExitCode> {
     let settings = settings()?;
     let runtime = Builder::new_current_thread().enable_all().build()?;
     let is_clean = runtime.block_on(soak(&settings))?;
-    println!("\n{}", if is_clean { "✓ clean" } else { "✗ NOT CLEAN" });
+    println!(
+        "\n{}",
+        if is_clean {
+            "✓ clean"
+        } else {
+            "✗ NOT CLEAN"
+        }
+    );
     Ok(ExitCode::from(u8::from(!is_clean)))
 }
 
 fn settings() -> anyhow::Result<Settings> {
     let now = SystemTime::now().duration_since(UNIX_EPOCH)?.as_secs();
-    let mut settings = Settings { duration: Duration::from_secs(60), workers: 6, sessions: 30, seed: now };
+    let mut settings = Settings {
+        duration: Duration::from_secs(60),
+        workers: 6,
+        sessions: 30,
+        seed: now,
+    };
     let mut words = std::env::args().skip(1);
     while let Some(word) = words.next() {
-        let mut value = || words.next().with_context(|| format!("{word} needs a value"));
+        let mut value = || {
+            words
+                .next()
+                .with_context(|| format!("{word} needs a value"))
+        };
         match word.as_str() {
             // Cargo adds it.
             "--bench" => {}
@@ -97,17 +113,31 @@ fn settings() -> anyhow::Result<Settings> {
             }
         }
     }
-    ensure!(settings.sessions >= 2 * settings.workers, "every worker needs two sessions");
+    ensure!(
+        settings.sessions >= 2 * settings.workers,
+        "every worker needs two sessions"
+    );
     Ok(settings)
 }
 
 async fn soak(settings: &Settings) -> anyhow::Result<bool> {
-    let Settings { duration, workers, sessions, seed } = *settings;
-    println!("{workers} callers, {sessions} sessions, {} s, --seed {seed}", duration.as_secs());
+    let Settings {
+        duration,
+        workers,
+        sessions,
+        seed,
+    } = *settings;
+    println!(
+        "{workers} callers, {sessions} sessions, {} s, --seed {seed}",
+        duration.as_secs()
+    );
     let mut service = Service::start(workers)?;
     let tally = Arc::new(Tally::default());
     // The first session waits for Python and for the pool.
-    worker(&service, 0, 2, seed).await?.work(Instant::now(), &tally).await?;
+    worker(&service, 0, 2, seed)
+        .await?
+        .work(Instant::now(), &tally)
+        .await?;
     let places = Places::of(service.process_id(), service.keeper()?, service.folder());
     let start = settled(&places, None).await;
 
@@ -132,7 +162,9 @@ async fn soak(settings: &Settings) -> anyhow::Result<bool> {
         if begun.elapsed() >= line {
             line += BETWEEN_LINES;
             let (wrong_answers, no_answers) = tally.failures();
-            let memory = looks.last().map_or(0.0, |(_, look)| look.memory() as f64 / MIB);
+            let memory = looks
+                .last()
+                .map_or(0.0, |(_, look)| look.memory() as f64 / MIB);
             println!(
                 "{} s: {} steps, {wrong_answers} wrong answers, {no_answers} without an answer, {memory:.1} MiB",
                 begun.elapsed().as_secs(),
@@ -154,9 +186,21 @@ async fn soak(settings: &Settings) -> anyhow::Result<bool> {
     Ok(tally.is_clean() && !grows && !remains && !is_left && chain.is_ok())
 }
 
-async fn worker(service: &Service, number: usize, sessions: usize, seed: u64) -> anyhow::Result<Worker> {
+async fn worker(
+    service: &Service,
+    number: usize,
+    sessions: usize,
+    seed: u64,
+) -> anyhow::Result<Worker> {
     let key = service.keys[number].clone();
-    Worker::connect(format!("caller c{number}"), sessions, service.address, key, seed).await
+    Worker::connect(
+        format!("caller c{number}"),
+        sessions,
+        service.address,
+        key,
+        seed,
+    )
+    .await
 }
 
 /// Waits until nothing changes any more or, with a look from before, until there is no more than
@@ -170,7 +214,11 @@ async fn settled(places: &Places, before: Option<&Look>) -> Look {
             Some(before) if exceeds(before, &look).is_empty() => return look,
             Some(_) => {}
             None => {
-                quiet = if look.counts() == last.counts() { quiet + 1 } else { 0 };
+                quiet = if look.counts() == last.counts() {
+                    quiet + 1
+                } else {
+                    0
+                };
                 if quiet == 6 {
                     return look;
                 }
@@ -195,11 +243,17 @@ fn print_growth(looks: &[(Duration, Look)], duration: Duration) -> bool {
     let from = WARM_UP.min(duration / 2);
     let looks: Vec<_> = looks.iter().filter(|(at, _)| *at >= from).collect();
     let growth = |of: &dyn Fn(&Look) -> u64| {
-        let values: Vec<(f64, f64)> = looks.iter().map(|(at, look)| (at.as_secs_f64(), of(look) as f64)).collect();
+        let values: Vec<(f64, f64)> = looks
+            .iter()
+            .map(|(at, look)| (at.as_secs_f64(), of(look) as f64))
+            .collect();
         growth_per_hour(&values)
     };
     let measured = duration.saturating_sub(from);
-    println!("\ngrowth per hour, over {} s: memory, descriptors, threads", measured.as_secs());
+    println!(
+        "\ngrowth per hour, over {} s: memory, descriptors, threads",
+        measured.as_secs()
+    );
     for (place, name) in LASTING.iter().enumerate() {
         let now = looks.last().map_or(0, |(_, look)| look.held[place].memory) as f64 / MIB;
         println!(
@@ -210,11 +264,19 @@ fn print_growth(looks: &[(Duration, Look)], duration: Duration) -> bool {
         );
     }
     for place in 0..3 {
-        println!("    {:<16}{:+.1}", Look::default().counts()[place].0, growth(&|look| look.counts()[place].1));
+        println!(
+            "    {:<16}{:+.1}",
+            Look::default().counts()[place].0,
+            growth(&|look| look.counts()[place].1)
+        );
     }
     let memory = growth(&Look::memory);
     let grows = measured >= SHORTEST_MEASURED && memory > MOST_GROWTH;
-    println!("{} memory in all: {:+.2} MiB/h", if grows { "✗" } else { "✓" }, memory / MIB);
+    println!(
+        "{} memory in all: {:+.2} MiB/h",
+        if grows { "✗" } else { "✓" },
+        memory / MIB
+    );
     grows
 }
 
@@ -224,7 +286,12 @@ fn print_end(start: &Look, end: &Look) -> bool {
     for ((name, before), (_, after)) in start.counts().into_iter().zip(end.counts()) {
         println!("    {name:<16}{after}, {before}");
     }
-    println!("    {:<16}{:.1} MiB, {:.1} MiB", "memory", end.memory() as f64 / MIB, start.memory() as f64 / MIB);
+    println!(
+        "    {:<16}{:.1} MiB, {:.1} MiB",
+        "memory",
+        end.memory() as f64 / MIB,
+        start.memory() as f64 / MIB
+    );
     let more = exceeds(start, end);
     if !more.is_empty() {
         println!("✗ more than at the start: {}", more.join(", "));
@@ -240,7 +307,10 @@ async fn print_left(places: &Places, service: &Service, noted: &BTreeMap<u32, St
             let found = std::fs::read_to_string(format!("/proc/{pid}/comm"));
             found.is_ok_and(|found| found.trim() == name)
         };
-        let processes: Vec<_> = noted.iter().filter(|(pid, name)| alive(pid, name)).collect();
+        let processes: Vec<_> = noted
+            .iter()
+            .filter(|(pid, name)| alive(pid, name))
+            .collect();
         let (groups, files) = (places.groups_left(), service.files());
         if processes.is_empty() && groups.is_empty() && files.is_empty() {
             println!("the server has ended: nothing is left");

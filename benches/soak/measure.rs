@@ -37,7 +37,10 @@ impl Look {
             ("processes", self.processes),
             ("control groups", self.groups),
             ("mounts", self.mounts),
-            ("descriptors", self.held.iter().map(|held| held.descriptors).sum()),
+            (
+                "descriptors",
+                self.held.iter().map(|held| held.descriptors).sum(),
+            ),
             ("threads", self.held.iter().map(|held| held.threads).sum()),
         ]
     }
@@ -60,7 +63,12 @@ impl Places {
             let membership = fs::read_to_string(format!("/proc/{pid}/cgroup")).unwrap_or_default();
             groups.extend(membership.lines().filter_map(top_group));
         }
-        Places { front, keeper, folder: folder.display().to_string(), groups }
+        Places {
+            front,
+            keeper,
+            folder: folder.display().to_string(),
+            groups,
+        }
     }
 
     /// All processes of the server, with their names.
@@ -72,20 +80,35 @@ impl Places {
 
     pub(crate) fn look(&self) -> Look {
         let processes = self.processes();
-        let named = |name: &str| processes.iter().find(|(_, found)| *found == name).map(|(pid, _)| *pid);
+        let named = |name: &str| {
+            processes
+                .iter()
+                .find(|(_, found)| *found == name)
+                .map(|(pid, _)| *pid)
+        };
         let warden = named("cb-warden");
-        let lasting = [Some(self.front), Some(self.keeper), named("cb-guardian"), warden];
+        let lasting = [
+            Some(self.front),
+            Some(self.keeper),
+            named("cb-guardian"),
+            warden,
+        ];
         Look {
             held: lasting.map(|pid| pid.map(held).unwrap_or_default()),
             processes: processes.len() as u64,
             groups: self.groups.iter().map(|group| folders(group)).sum(),
-            mounts: mounts(std::process::id(), &self.folder) + warden.map_or(0, |pid| mounts(pid, "")),
+            mounts: mounts(std::process::id(), &self.folder)
+                + warden.map_or(0, |pid| mounts(pid, "")),
         }
     }
 
     /// Which of these groups there still are.
     pub(crate) fn groups_left(&self) -> Vec<&Path> {
-        self.groups.iter().map(PathBuf::as_path).filter(|group| group.exists()).collect()
+        self.groups
+            .iter()
+            .map(PathBuf::as_path)
+            .filter(|group| group.exists())
+            .collect()
     }
 }
 
@@ -94,21 +117,34 @@ pub(crate) fn growth_per_hour(values: &[(f64, f64)]) -> f64 {
     let count = values.len() as f64;
     let mean = |of: fn(&(f64, f64)) -> f64| values.iter().map(of).sum::<f64>() / count;
     let (time, value) = (mean(|point| point.0), mean(|point| point.1));
-    let covariance: f64 = values.iter().map(|point| (point.0 - time) * (point.1 - value)).sum();
+    let covariance: f64 = values
+        .iter()
+        .map(|point| (point.0 - time) * (point.1 - value))
+        .sum();
     let variance: f64 = values.iter().map(|point| (point.0 - time).powi(2)).sum();
-    if variance > 0.0 { covariance / variance * 3600.0 } else { 0.0 }
+    if variance > 0.0 {
+        covariance / variance * 3600.0
+    } else {
+        0.0
+    }
 }
 
 fn held(pid: u32) -> Held {
     let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
     let field = |name: &str| -> u64 {
-        let value = status.lines().find_map(|line| line.strip_prefix(name)?.split_whitespace().next());
+        let value = status
+            .lines()
+            .find_map(|line| line.strip_prefix(name)?.split_whitespace().next());
         value.and_then(|value| value.parse().ok()).unwrap_or(0)
     };
     let descriptors = fs::read_dir(format!("/proc/{pid}/fd")).map_or(0, Iterator::count) as u64;
     // Pages of the program itself are left out: how many of them are resident is up to the kernel.
     let memory = (field("RssAnon:") + field("RssShmem:")) * 1024;
-    Held { memory, descriptors, threads: field("Threads:") }
+    Held {
+        memory,
+        descriptors,
+        threads: field("Threads:"),
+    }
 }
 
 /// Mounts that a process sees and that have this in them.
@@ -122,12 +158,28 @@ fn descendants(of: u32) -> BTreeMap<u32, String> {
     let mut children: BTreeMap<u32, Vec<u32>> = BTreeMap::new();
     let mut names = BTreeMap::new();
     for process in fs::read_dir("/proc").into_iter().flatten().flatten() {
-        let Some(pid) = process.file_name().to_str().and_then(|name| name.parse::<u32>().ok()) else { continue };
+        let Some(pid) = process
+            .file_name()
+            .to_str()
+            .and_then(|name| name.parse::<u32>().ok())
+        else {
+            continue;
+        };
         let status = fs::read_to_string(process.path().join("status")).unwrap_or_default();
-        let field = |name: &str| status.lines().find_map(|line| line.strip_prefix(name)).map(str::trim);
-        let (Some(name), Some(parent)) = (field("Name:"), field("PPid:")) else { continue };
+        let field = |name: &str| {
+            status
+                .lines()
+                .find_map(|line| line.strip_prefix(name))
+                .map(str::trim)
+        };
+        let (Some(name), Some(parent)) = (field("Name:"), field("PPid:")) else {
+            continue;
+        };
         names.insert(pid, name.to_owned());
-        children.entry(parent.parse().unwrap_or(0)).or_default().push(pid);
+        children
+            .entry(parent.parse().unwrap_or(0))
+            .or_default()
+            .push(pid);
     }
     let (mut found, mut waiting) = (BTreeMap::new(), vec![of]);
     while let Some(pid) = waiting.pop() {
@@ -144,10 +196,14 @@ fn top_group(line: &str) -> Option<PathBuf> {
     let (_, rest) = line.split_once(':')?;
     let (controllers, path) = rest.split_once(':')?;
     let start = path.find("/cellblock-")?;
-    let end = path[start + 1..].find('/').map_or(path.len(), |length| start + 1 + length);
-    let mut places = controllers
-        .split(',')
-        .map(|controller| Path::new("/sys/fs/cgroup").join(controller).join(path[..end].trim_start_matches('/')));
+    let end = path[start + 1..]
+        .find('/')
+        .map_or(path.len(), |length| start + 1 + length);
+    let mut places = controllers.split(',').map(|controller| {
+        Path::new("/sys/fs/cgroup")
+            .join(controller)
+            .join(path[..end].trim_start_matches('/'))
+    });
     places.find(|place| place.is_dir())
 }
 

@@ -32,8 +32,15 @@ impl State {
 
     /// One of the numbers that are set, with its value.
     pub(crate) fn some_variable(&self, random: &mut Random) -> Option<(&str, &Value)> {
-        let set: Vec<_> = VARIABLES.iter().filter_map(|name| Some((*name, self.variables.get(*name)?))).collect();
-        if set.is_empty() { None } else { Some(*random.choose(&set)) }
+        let set: Vec<_> = VARIABLES
+            .iter()
+            .filter_map(|name| Some((*name, self.variables.get(*name)?)))
+            .collect();
+        if set.is_empty() {
+            None
+        } else {
+            Some(*random.choose(&set))
+        }
     }
 
     pub(crate) fn forget_variables(&mut self) {
@@ -61,7 +68,11 @@ pub(crate) enum Statement {
 impl Statement {
     /// A statement that is valid in this state.
     pub(crate) fn any(state: &State, random: &mut Random) -> Statement {
-        let (name, file, number) = (*random.choose(&VARIABLES), *random.choose(&FILES), random.below(1_000_000));
+        let (name, file, number) = (
+            *random.choose(&VARIABLES),
+            *random.choose(&FILES),
+            random.below(1_000_000),
+        );
         let exists = state.variables.contains_key(name);
         match random.below(8) {
             0 if exists => Statement::Add(name, number),
@@ -71,7 +82,11 @@ impl Statement {
                 Some(log) if log.len() >= LONGEST_LOG => Statement::Trim,
                 Some(_) => Statement::Append(number),
             },
-            4 if state.files.get(file).is_some_and(|text| text.len() < LONGEST_FILE) => {
+            4 if state
+                .files
+                .get(file)
+                .is_some_and(|text| text.len() < LONGEST_FILE) =>
+            {
                 Statement::Extend(file, random.text())
             }
             5 if state.files.contains_key(file) => Statement::Remove(file),
@@ -87,15 +102,21 @@ impl Statement {
             Statement::Append(number) => format!("log.append({number})"),
             Statement::Trim => "del log[:10]".to_owned(),
             Statement::Delete(name) => format!("del {name}"),
-            Statement::Write(file, text) => format!("with open('{file}', 'w') as out: out.write('{text}')"),
-            Statement::Extend(file, text) => format!("with open('{file}', 'a') as out: out.write('{text}')"),
+            Statement::Write(file, text) => {
+                format!("with open('{file}', 'w') as out: out.write('{text}')")
+            }
+            Statement::Extend(file, text) => {
+                format!("with open('{file}', 'a') as out: out.write('{text}')")
+            }
             Statement::Remove(file) => format!("__import__('os').remove('{file}')"),
         }
     }
 
     pub(crate) fn apply(&self, state: &mut State) {
         match self {
-            Statement::Set(name, value) => drop(state.variables.insert((*name).to_owned(), value.clone())),
+            Statement::Set(name, value) => {
+                drop(state.variables.insert((*name).to_owned(), value.clone()))
+            }
             Statement::Add(name, number) => {
                 let sum = state.number(name).unwrap_or(0) + number;
                 state.variables.insert((*name).to_owned(), json!(sum));
@@ -144,7 +165,10 @@ pub(crate) struct Model {
 impl From<State> for Model {
     /// A copy of a session has no past of its own.
     fn from(state: State) -> Model {
-        Model { state, past: Vec::new() }
+        Model {
+            state,
+            past: Vec::new(),
+        }
     }
 }
 
@@ -156,9 +180,16 @@ impl Model {
 
     /// Takes over how many cells can be undone. Fewer states may be kept when memory was short.
     pub(crate) fn keep(&mut self, cells: usize, was_short: bool) -> Result<(), String> {
-        let fewest = if was_short { 1 } else { self.past.len().min(KEPT_STATES) };
+        let fewest = if was_short {
+            1
+        } else {
+            self.past.len().min(KEPT_STATES)
+        };
         if !(fewest..=self.past.len()).contains(&cells) {
-            return Err(format!("{fewest} to {} cells that can be undone", self.past.len()));
+            return Err(format!(
+                "{fewest} to {} cells that can be undone",
+                self.past.len()
+            ));
         }
         self.past.drain(..self.past.len() - cells);
         Ok(())
@@ -166,7 +197,11 @@ impl Model {
 
     /// The cells that can be undone, the last one first.
     pub(crate) fn undoable(&self) -> Vec<&str> {
-        self.past.iter().rev().map(|(first_line, _)| first_line.as_str()).collect()
+        self.past
+            .iter()
+            .rev()
+            .map(|(first_line, _)| first_line.as_str())
+            .collect()
     }
 
     pub(crate) fn undo(&mut self, cells: usize) {

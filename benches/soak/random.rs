@@ -25,6 +25,8 @@ impl Random {
 
     /// Some letters.
     pub(crate) fn text(&mut self) -> String {
-        (0..1 + self.below(40)).map(|_| char::from(b'a' + self.below(26) as u8)).collect()
+        (0..1 + self.below(40))
+            .map(|_| char::from(b'a' + self.below(26) as u8))
+            .collect()
     }
 }

@@ -43,7 +43,10 @@ impl Service {
         let mut settings = String::from("audit_records: 100000000\nauth:\n  api_keys:\n");
         let mut keys = Vec::new();
         for number in 0..callers {
-            let Key { key, lines } = new_key(&format!("c{number}"), &["python:execute", "packages:install"])?;
+            let Key { key, lines } = new_key(
+                &format!("c{number}"),
+                &["python:execute", "packages:install"],
+            )?;
             settings += &lines;
             keys.push(key);
         }
@@ -51,19 +54,37 @@ impl Service {
         let keeper = format!("soak-{}", std::process::id());
         let mut command = in_folder(cellblock("serve"), folder.path());
         command.args(["--environment", "minimal", "--keeper", &keeper]);
-        command.args(["--max-wait", MAX_WAIT, "--memory", MEMORY, "--family-memory", FAMILY_MEMORY, "--config"]);
-        command.arg(folder.path().join("config.yaml")).arg("--audit-file").arg(folder.path().join("audit/audit.jsonl"));
+        command.args([
+            "--max-wait",
+            MAX_WAIT,
+            "--memory",
+            MEMORY,
+            "--family-memory",
+            FAMILY_MEMORY,
+            "--config",
+        ]);
+        command
+            .arg(folder.path().join("config.yaml"))
+            .arg("--audit-file")
+            .arg(folder.path().join("audit/audit.jsonl"));
         let (child, address, log) = serving::start(command)?;
         std::thread::spawn(move || {
             // A call that its client has given up is an error to the MCP library.
-            let is_known = |line: &str| line.contains("failed to send pending response during drain");
+            let is_known =
+                |line: &str| line.contains("failed to send pending response during drain");
             for line in log.map_while(Result::ok).filter(|line| !is_known(line)) {
                 if line.contains(" WARN ") || line.contains(" ERROR ") {
                     println!("log: {line}");
                 }
             }
         });
-        Ok(Service { child, address, keys, folder, keeper })
+        Ok(Service {
+            child,
+            address,
+            keys,
+            folder,
+            keeper,
+        })
     }
 
     pub(crate) fn process_id(&self) -> u32 {
@@ -77,19 +98,30 @@ impl Service {
 
     /// The process that keeps the sessions.
     pub(crate) fn keeper(&self) -> anyhow::Result<u32> {
-        let output = in_folder(cellblock("keeper"), self.folder.path()).args(["status", "--json"]).output()?;
+        let output = in_folder(cellblock("keeper"), self.folder.path())
+            .args(["status", "--json"])
+            .output()?;
         let keepers: Vec<Value> = serde_json::from_slice(&output.stdout)?;
-        let own = keepers.iter().find(|keeper| keeper["name"] == self.keeper.as_str()).context("no keeper")?;
-        Ok(own["process"].as_u64().context("a keeper is a process")?.try_into()?)
+        let own = keepers
+            .iter()
+            .find(|keeper| keeper["name"] == self.keeper.as_str())
+            .context("no keeper")?;
+        Ok(own["process"]
+            .as_u64()
+            .context("a keeper is a process")?
+            .try_into()?)
     }
 
     /// Verifies the chain of the audit log with the program's own command; returns what it says.
     pub(crate) fn verify_audit(&self) -> anyhow::Result<String> {
-        let mut files: Vec<_> =
-            fs::read_dir(self.folder.path().join("audit"))?.flatten().map(|file| file.path()).collect();
+        let mut files: Vec<_> = fs::read_dir(self.folder.path().join("audit"))?
+            .flatten()
+            .map(|file| file.path())
+            .collect();
         files.retain(|file| file.to_string_lossy().contains("audit.jsonl"));
         let output = cellblock("audit").arg("verify").args(files).output()?;
-        let text = String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr);
+        let text = String::from_utf8_lossy(&output.stdout).into_owned()
+            + &String::from_utf8_lossy(&output.stderr);
         ensure!(output.status.success(), "{text}");
         Ok(text.trim().to_owned())
     }
@@ -126,12 +158,16 @@ impl Drop for Service {
             let _ = kill_process(Pid::from_child(&self.child), Signal::TERM);
             let _ = self.child.wait();
         }
-        let _ = in_folder(cellblock("keeper"), self.folder.path()).args(["stop", "--now", &self.keeper]).output();
+        let _ = in_folder(cellblock("keeper"), self.folder.path())
+            .args(["stop", "--now", &self.keeper])
+            .output();
     }
 }
 
 /// Gives a command folders of its own for temporary files, sockets and locks.
 fn in_folder(mut command: Command, folder: &Path) -> Command {
-    command.env("TMPDIR", folder.join("temporary")).env("XDG_RUNTIME_DIR", folder.join("runtime"));
+    command
+        .env("TMPDIR", folder.join("temporary"))
+        .env("XDG_RUNTIME_DIR", folder.join("runtime"));
     command
 }

@@ -110,9 +110,17 @@ impl Worker {
         key: String,
         seed: u64,
     ) -> anyhow::Result<Worker> {
-        let sessions = (0..sessions).map(|number| (format!("s{number}"), Model::default())).collect();
+        let sessions = (0..sessions)
+            .map(|number| (format!("s{number}"), Model::default()))
+            .collect();
         let caller = Caller::connect(address, key).await?;
-        Ok(Worker { name, caller, sessions, random: Random::new(seed), cells: 0 })
+        Ok(Worker {
+            name,
+            caller,
+            sessions,
+            random: Random::new(seed),
+            cells: 0,
+        })
     }
 
     /// Takes steps until the time is over, then closes all sessions.
@@ -125,7 +133,13 @@ impl Worker {
             let done = self.take(step, at).await;
             tally.count(step, begun.elapsed(), self.caller.take_calls());
             if let Err(trouble) = done {
-                tally.trouble(&format!("{}, session {}, step {step:?}", self.name, self.sessions[at].0), &trouble);
+                tally.trouble(
+                    &format!(
+                        "{}, session {}, step {step:?}",
+                        self.name, self.sessions[at].0
+                    ),
+                    &trouble,
+                );
                 self.recover(tally).await?;
             }
         }
@@ -143,7 +157,10 @@ impl Worker {
         for at in 0..self.sessions.len() {
             let _ = self.close(at).await;
             if let Err(trouble) = self.begin(at).await {
-                tally.trouble(&format!("{}, begin of session {}", self.name, self.sessions[at].0), &trouble);
+                tally.trouble(
+                    &format!("{}, begin of session {}", self.name, self.sessions[at].0),
+                    &trouble,
+                );
             }
         }
         Ok(())
@@ -157,7 +174,8 @@ impl Worker {
             Step::SyntaxError => self.failing_cell(at, &[], "(", "SyntaxError").await,
             Step::Exception => {
                 let statements = self.statements(at, 3);
-                self.failing_cell(at, &statements, "raise ValueError('x')", "ValueError").await
+                self.failing_cell(at, &statements, "raise ValueError('x')", "ValueError")
+                    .await
             }
             Step::Upload => self.upload(at).await,
             Step::Download => self.download(at).await,
@@ -175,7 +193,8 @@ impl Worker {
             Step::Blocked => self.blocked(at).await,
             Step::Install => {
                 let install = json!({"session_id": self.sessions[at].0, "package_name": "../x"});
-                self.refused("install_package", &install, "cannot be installed").await
+                self.refused("install_package", &install, "cannot be installed")
+                    .await
             }
             Step::Timeout => self.timeout(at).await,
             Step::Exit => self.death(at, "__import__('os')._exit(3)", "died").await,
@@ -215,7 +234,9 @@ impl Worker {
     fn complete(&mut self, at: usize, statements: &[Statement], ended: &Ended) -> Checked {
         let model = &mut self.sessions[at].1;
         model.begin_cell(&statements[0].code());
-        statements.iter().for_each(|statement| statement.apply(&mut model.state));
+        statements
+            .iter()
+            .for_each(|statement| statement.apply(&mut model.state));
         ended.expect_status("ok")?;
         let (wanted, got) = (model.state.shown(), ended.shown()?);
         if wanted != got {
@@ -226,7 +247,9 @@ impl Worker {
 
     /// A cell that only names a variable: the server knows that it changes nothing.
     async fn value(&mut self, at: usize) -> Checked {
-        let Some((name, value)) = self.sessions[at].1.state.some_variable(&mut self.random) else { return Ok(()) };
+        let Some((name, value)) = self.sessions[at].1.state.some_variable(&mut self.random) else {
+            return Ok(());
+        };
         let (name, value) = (name.to_owned(), value.to_string());
         let ended = self.run(at, &name, json!({})).await?;
         self.sessions[at].1.begin_cell(&name);
@@ -237,12 +260,20 @@ impl Worker {
         keep(&mut self.sessions[at].1, &ended, false)
     }
 
-    async fn failing_cell(&mut self, at: usize, statements: &[Statement], end: &str, error: &str) -> Checked {
+    async fn failing_cell(
+        &mut self,
+        at: usize,
+        statements: &[Statement],
+        end: &str,
+        error: &str,
+    ) -> Checked {
         let cell = code(statements, end);
         let ended = self.run(at, &cell, json!({})).await?;
         let model = &mut self.sessions[at].1;
         model.begin_cell(cell.lines().next().unwrap_or_default());
-        statements.iter().for_each(|statement| statement.apply(&mut model.state));
+        statements
+            .iter()
+            .for_each(|statement| statement.apply(&mut model.state));
         ended.expect_status("error")?;
         if ended.content["error"]["name"] != error {
             return wrong("error", error, &ended.content["error"]);
@@ -253,7 +284,8 @@ impl Worker {
     async fn upload(&mut self, at: usize) -> Checked {
         let (file, text) = (*self.random.choose(&["f0", "f1"]), self.random.text());
         let (session, model) = &mut self.sessions[at];
-        let upload = json!({"session_id": session, "relpath": file, "text": text, "overwrite": true});
+        let upload =
+            json!({"session_id": session, "relpath": file, "text": text, "overwrite": true});
         let result = self.caller.call("upload_file", &upload).await?;
         if result["structuredContent"]["bytes"] != text.len() {
             return wrong("bytes of an upload", text.len(), &result);
@@ -267,7 +299,9 @@ impl Worker {
         let (session, model) = &self.sessions[at];
         let download = json!({"session_id": session, "relpath": file});
         let Some(wanted) = model.state.files.get(file) else {
-            return self.refused("download_file", &download, "there is no such file").await;
+            return self
+                .refused("download_file", &download, "there is no such file")
+                .await;
         };
         let result = self.caller.call("download_file", &download).await?;
         match result["content"][0]["resource"]["text"].as_str() {
@@ -285,9 +319,17 @@ impl Worker {
             return self.refused("undo", &undo, "can be undone").await;
         }
         let cells = 1 + self.random.below(most as u64) as usize;
-        let result = self.caller.call("undo", &json!({"session_id": session, "cells": cells})).await?;
+        let result = self
+            .caller
+            .call("undo", &json!({"session_id": session, "cells": cells}))
+            .await?;
         let told = &result["structuredContent"];
-        let facts = json!([told["undone"], told["revived"], told["files"]["state"], told["not_carried_over"]]);
+        let facts = json!([
+            told["undone"],
+            told["revived"],
+            told["files"]["state"],
+            told["not_carried_over"]
+        ]);
         let wanted = json!([cells, is_dead, "restored", []]);
         if facts != wanted {
             return wrong("undo", wanted, &result);
@@ -299,7 +341,10 @@ impl Worker {
 
     async fn checkpoints(&mut self, at: usize) -> Checked {
         let (session, model) = &self.sessions[at];
-        let result = self.caller.call("list_checkpoints", &json!({"session_id": session})).await?;
+        let result = self
+            .caller
+            .call("list_checkpoints", &json!({"session_id": session}))
+            .await?;
         compare_checkpoints(model, &result["structuredContent"])
     }
 
@@ -308,9 +353,19 @@ impl Worker {
         let other = (at + 1) % self.sessions.len();
         self.close(other).await?;
         let (source, fork) = (&self.sessions[at].0, &self.sessions[other].0);
-        let result = self.caller.call("fork_session", &json!({"session_id": source, "names": [fork]})).await?;
+        let result = self
+            .caller
+            .call(
+                "fork_session",
+                &json!({"session_id": source, "names": [fork]}),
+            )
+            .await?;
         let told = &result["structuredContent"];
-        let facts = json!([told["forks"], told["files"]["state"], told["not_carried_over"]]);
+        let facts = json!([
+            told["forks"],
+            told["files"]["state"],
+            told["not_carried_over"]
+        ]);
         let wanted = json!([[fork], "copied", []]);
         if facts != wanted {
             return wrong("fork", wanted, &result);
@@ -323,7 +378,8 @@ impl Worker {
     async fn explore(&mut self, at: usize, replaces: bool) -> Checked {
         let (one, two) = (self.statements(at, 2), self.statements(at, 2));
         let before = self.sessions[at].1.state.clone();
-        let after = [&one, &two].map(|statements| states(&before, statements).pop().unwrap_or_default());
+        let after =
+            [&one, &two].map(|statements| states(&before, statements).pop().unwrap_or_default());
         let variants = json!([{"name": "one", "code": code(&one, SHOW)}, {"name": "two", "code": code(&two, SHOW)}]);
         let mut arguments = json!({"session_id": self.sessions[at].0, "variants": variants});
         if replaces {
@@ -335,7 +391,9 @@ impl Worker {
         let ended = self.caller.ended(&session, "explore", &arguments).await?;
         for (place, state) in after.iter().enumerate() {
             let variant = &ended.content["variants"][place];
-            let text = variant["text"].as_str().and_then(|text| text.trim().strip_prefix("=> "));
+            let text = variant["text"]
+                .as_str()
+                .and_then(|text| text.trim().strip_prefix("=> "));
             let got: Option<Value> = text.and_then(|text| serde_json::from_str(text).ok());
             if got.as_ref() != Some(&state.shown()) {
                 return wrong("variant", state.shown(), &ended.content);
@@ -353,10 +411,17 @@ impl Worker {
 
     async fn reset(&mut self, at: usize, interrupts: bool) -> Checked {
         let (session, model) = &mut self.sessions[at];
-        let result = self.caller.call("reset", &json!({"session_id": session})).await?;
+        let result = self
+            .caller
+            .call("reset", &json!({"session_id": session}))
+            .await?;
         let told = &result["structuredContent"];
         if told["files_kept"] != true || told["interrupted_running_cell"] != interrupts {
-            return wrong("reset", format!("files kept, cell interrupted: {interrupts}"), &result);
+            return wrong(
+                "reset",
+                format!("files kept, cell interrupted: {interrupts}"),
+                &result,
+            );
         }
         model.reset();
         Ok(())
@@ -364,7 +429,10 @@ impl Worker {
 
     async fn close(&mut self, at: usize) -> Checked {
         let session = &self.sessions[at].0;
-        let result = self.caller.call("close_session", &json!({"session_id": session})).await?;
+        let result = self
+            .caller
+            .call("close_session", &json!({"session_id": session}))
+            .await?;
         if result["structuredContent"]["session_id"] != session.as_str() {
             return wrong("close", session, &result);
         }
@@ -381,7 +449,10 @@ impl Worker {
         let who = format!("{} {} {}", self.name, self.sessions[at].0, self.cells);
         statements.push(Statement::Set("who", json!(who)));
         let ended = self.run(at, &code(&statements, SHOW), json!({})).await?;
-        if !ended.content["notes"].to_string().contains("This is a new session") {
+        if !ended.content["notes"]
+            .to_string()
+            .contains("This is a new session")
+        {
             return wrong("note", "This is a new session", &ended.content);
         }
         self.complete(at, &statements, &ended)
@@ -390,9 +461,17 @@ impl Worker {
     async fn list(&mut self, at: usize) -> Checked {
         let result = self.caller.call("list_sessions", &json!({})).await?;
         let told = result["structuredContent"]["sessions"].as_array();
-        let told = told.into_iter().flatten().map(|session| json!([session["session_id"], session["state"]]));
-        let (mut told, wanted): (Vec<Value>, Vec<Value>) =
-            (told.collect(), self.sessions.iter().map(|(name, _)| json!([name, "idle"])).collect());
+        let told = told
+            .into_iter()
+            .flatten()
+            .map(|session| json!([session["session_id"], session["state"]]));
+        let (mut told, wanted): (Vec<Value>, Vec<Value>) = (
+            told.collect(),
+            self.sessions
+                .iter()
+                .map(|(name, _)| json!([name, "idle"]))
+                .collect(),
+        );
         told.sort_by_key(Value::to_string);
         if told != wanted {
             return wrong("sessions", json!(wanted), json!(told));
@@ -403,8 +482,14 @@ impl Worker {
     async fn blocked(&mut self, at: usize) -> Checked {
         let statements = self.statements(at, 1);
         let end = "try: __import__('socket').create_connection(('example.org', 80))\nexcept OSError: pass\n";
-        let more = if self.random.below(2) == 0 { json!({}) } else { json!({"allowed_domains": []}) };
-        let ended = self.run(at, &code(&statements, &format!("{end}{SHOW}")), more).await?;
+        let more = if self.random.below(2) == 0 {
+            json!({})
+        } else {
+            json!({"allowed_domains": []})
+        };
+        let ended = self
+            .run(at, &code(&statements, &format!("{end}{SHOW}")), more)
+            .await?;
         if ended.content["blocked"] != json!([BLOCKED]) {
             return wrong("blocked", BLOCKED, &ended.content);
         }
@@ -413,9 +498,15 @@ impl Worker {
 
     async fn timeout(&mut self, at: usize) -> Checked {
         let statements = self.statements(at, 2);
-        let ended = self.run(at, &code(&statements, NEVER), json!({"timeout": SHORT})).await?;
+        let ended = self
+            .run(at, &code(&statements, NEVER), json!({"timeout": SHORT}))
+            .await?;
         ended.expect_status("timeout")?;
-        let ran = if ended.text.contains("set") { Ran::ToSleep } else { Ran::Partly };
+        let ran = if ended.text.contains("set") {
+            Ran::ToSleep
+        } else {
+            Ran::Partly
+        };
         self.settle(at, &statements, ran).await
     }
 
@@ -425,11 +516,14 @@ impl Worker {
         let ended = self.run(at, &code(&statements, how), json!({})).await?;
         let model = &mut self.sessions[at].1;
         model.begin_cell(&statements[0].code());
-        statements.iter().for_each(|statement| statement.apply(&mut model.state));
+        statements
+            .iter()
+            .for_each(|statement| statement.apply(&mut model.state));
         ended.expect_status(status)?;
         keep(model, &ended, status == "out_of_memory")?;
         let cell = json!({"session_id": self.sessions[at].0, "code": "1"});
-        self.refused("execute_ipython_cell", &cell, "this session ended because").await?;
+        self.refused("execute_ipython_cell", &cell, "this session ended because")
+            .await?;
         if self.random.below(2) == 0 {
             self.undo(at, true).await
         } else {
@@ -443,7 +537,9 @@ impl Worker {
         let statements = self.statements(at, 2);
         let soon = Duration::from_millis(5 + self.random.below(300));
         let cell = json!({"session_id": self.sessions[at].0, "code": code(&statements, NEVER)});
-        self.caller.abandon("execute_ipython_cell", &cell, soon).await?;
+        self.caller
+            .abandon("execute_ipython_cell", &cell, soon)
+            .await?;
         self.settle(at, &statements, Ran::Perhaps).await
     }
 
@@ -452,7 +548,10 @@ impl Worker {
         self.begin_running(at, &statements).await?;
         let session = self.sessions[at].0.clone();
         let check = json!({"session_id": session, "interrupt": true});
-        self.caller.ended(&session, "check_execution", &check).await?.expect_status("cancelled")?;
+        self.caller
+            .ended(&session, "check_execution", &check)
+            .await?
+            .expect_status("cancelled")?;
         self.settle(at, &statements, Ran::Partly).await
     }
 
@@ -479,7 +578,10 @@ impl Worker {
         let cell = json!({"session_id": session, "code": code(statements, NEVER)});
         let mut result = self.caller.call("execute_ipython_cell", &cell).await?;
         while result["structuredContent"]["status"] == "waiting" {
-            result = self.caller.call("check_execution", &json!({"session_id": session})).await?;
+            result = self
+                .caller
+                .call("check_execution", &json!({"session_id": session}))
+                .await?;
         }
         if result["structuredContent"]["status"] != "running" {
             return wrong("status", "running", &result);
@@ -502,7 +604,13 @@ impl Worker {
         let ended = self.run(at, SHOW, json!({})).await?;
         ended.expect_status("ok")?;
         self.caller.collect_abandoned(&self.sessions[at].0).await?;
-        let checkpoints = self.caller.call("list_checkpoints", &json!({"session_id": self.sessions[at].0})).await?;
+        let checkpoints = self
+            .caller
+            .call(
+                "list_checkpoints",
+                &json!({"session_id": self.sessions[at].0}),
+            )
+            .await?;
         let model = &mut self.sessions[at].1;
         if checkpoints["structuredContent"]["can_undo"][1]["before"] == first_line.as_str() {
             model.begin_cell(&first_line);
@@ -552,22 +660,33 @@ fn code(statements: &[Statement], end: &str) -> String {
 fn matching(possible: Vec<State>, shown: &Value) -> Checked<State> {
     match possible.iter().find(|state| state.shown() == *shown) {
         Some(state) => Ok(state.clone()),
-        None => wrong("state", json!(possible.iter().map(State::shown).collect::<Vec<_>>()), shown),
+        None => wrong(
+            "state",
+            json!(possible.iter().map(State::shown).collect::<Vec<_>>()),
+            shown,
+        ),
     }
 }
 
 fn keep(model: &mut Model, ended: &Ended, was_short: bool) -> Checked {
     let cells = ended.content["can_undo"].as_u64().unwrap_or_default() as usize;
-    model.keep(cells, was_short).or_else(|wanted| wrong("can_undo", wanted, &ended.content))
+    model
+        .keep(cells, was_short)
+        .or_else(|wanted| wrong("can_undo", wanted, &ended.content))
 }
 
 /// Compares the cells that can be undone.
 fn compare_checkpoints(model: &Model, told: &Value) -> Checked {
     let listed = told["can_undo"].as_array();
-    let listed: Vec<&str> = listed.into_iter().flatten().filter_map(|cell| cell["before"].as_str()).collect();
+    let listed: Vec<&str> = listed
+        .into_iter()
+        .flatten()
+        .filter_map(|cell| cell["before"].as_str())
+        .collect();
     let wanted = model.undoable();
     // Long lines are cut.
-    let is_same = |(wanted, told): (&&str, &&str)| wanted.starts_with(told.trim_end_matches('…').trim_end());
+    let is_same =
+        |(wanted, told): (&&str, &&str)| wanted.starts_with(told.trim_end_matches('…').trim_end());
     if wanted.len() != listed.len() || !wanted.iter().zip(&listed).all(is_same) {
         return wrong("cells that can be undone", json!(wanted), json!(listed));
     }

@@ -72,6 +72,16 @@ impl Tally {
 
 fn figures(times: &mut [Duration]) -> String {
     times.sort_unstable();
-    let at = |share: f64| times.get((times.len() as f64 * share) as usize).copied().map(in_milliseconds);
-    format!("{:>8}, {}, {}", times.len(), at(0.5).unwrap_or_default(), at(0.99).unwrap_or_default())
+    let at = |share: f64| {
+        times
+            .get((times.len() as f64 * share) as usize)
+            .copied()
+            .map(in_milliseconds)
+    };
+    format!(
+        "{:>8}, {}, {}",
+        times.len(),
+        at(0.5).unwrap_or_default(),
+        at(0.99).unwrap_or_default()
+    )
 }

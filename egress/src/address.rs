@@ -47,15 +47,22 @@ pub(crate) fn meanings(address: IpAddr) -> impl Iterator<Item = IpAddr> {
 /// Returns the IPv4 addresses that an IPv6 address carries, the endpoint first.
 fn carried(address: Ipv6Addr) -> impl Iterator<Item = Ipv4Addr> {
     let bytes = address.octets();
-    let at = |place: usize| Ipv4Addr::new(bytes[place], bytes[place + 1], bytes[place + 2], bytes[place + 3]);
+    let at = |place: usize| {
+        Ipv4Addr::new(
+            bytes[place],
+            bytes[place + 1],
+            bytes[place + 2],
+            bytes[place + 3],
+        )
+    };
     let mut found = [None; 3];
     match address.segments() {
         // The unspecified and the loopback address are not IPv4 addresses with leading zeros.
         [0, 0, 0, 0, 0, 0, 0, 0 | 1] => {}
         // Compatible (RFC 4291 §2.5.5.1), mapped (§2.5.5.2), translated (RFC 2765), NAT64 (RFC 6052).
-        [0, 0, 0, 0, 0, 0, _, _] | [0, 0, 0, 0, 0, 0xffff, _, _] | [0, 0, 0, 0, 0xffff, 0, _, _] => {
-            found[0] = Some(at(12))
-        }
+        [0, 0, 0, 0, 0, 0, _, _]
+        | [0, 0, 0, 0, 0, 0xffff, _, _]
+        | [0, 0, 0, 0, 0xffff, 0, _, _] => found[0] = Some(at(12)),
         [0x64, 0xff9b, 0, 0, 0, 0, _, _] => found[0] = Some(at(12)),
         // NAT64 for local use (RFC 8215). Which prefix length it is used with is not visible: with 48 bits the address lies around byte 8, which
         // is zero, and zeros follow; with 96 bits it lies at the end.
@@ -65,7 +72,13 @@ fn carried(address: Ipv6Addr) -> impl Iterator<Item = Ipv4Addr> {
             found[0] = Some(if is_around { around } else { at(12) });
         }
         // Teredo (RFC 4380): the client with its bits turned around, and its server.
-        [0x2001, 0, ..] => found = [Some(Ipv4Addr::from_bits(!at(12).to_bits())), Some(at(4)), None],
+        [0x2001, 0, ..] => {
+            found = [
+                Some(Ipv4Addr::from_bits(!at(12).to_bits())),
+                Some(at(4)),
+                None,
+            ]
+        }
         // 6to4 (RFC 3056).
         [0x2002, ..] => found[1] = Some(at(2)),
         _ => {}
@@ -88,16 +101,28 @@ const SPECIAL_V4: [(Ipv4Addr, u32, &str); 19] = [
     // Looks public, but every virtual machine of one large cloud finds its host there.
     (Ipv4Addr::new(168, 63, 129, 16), 32, METADATA),
     (Ipv4Addr::new(0, 0, 0, 0), 32, UNSPECIFIED),
-    (Ipv4Addr::new(255, 255, 255, 255), 32, "the broadcast address"),
+    (
+        Ipv4Addr::new(255, 255, 255, 255),
+        32,
+        "the broadcast address",
+    ),
     (Ipv4Addr::new(0, 0, 0, 0), 8, "an address of this network"),
     (Ipv4Addr::new(10, 0, 0, 0), 8, PRIVATE),
-    (Ipv4Addr::new(100, 64, 0, 0), 10, "an address shared behind a carrier's NAT"),
+    (
+        Ipv4Addr::new(100, 64, 0, 0),
+        10,
+        "an address shared behind a carrier's NAT",
+    ),
     (Ipv4Addr::new(127, 0, 0, 0), 8, LOOPBACK),
     (Ipv4Addr::new(169, 254, 0, 0), 16, LINK_LOCAL),
     (Ipv4Addr::new(172, 16, 0, 0), 12, PRIVATE),
     (Ipv4Addr::new(192, 0, 0, 0), 24, PROTOCOL),
     (Ipv4Addr::new(192, 0, 2, 0), 24, DOCUMENTATION),
-    (Ipv4Addr::new(192, 88, 99, 0), 24, "the address of a 6to4 relay"),
+    (
+        Ipv4Addr::new(192, 88, 99, 0),
+        24,
+        "the address of a 6to4 relay",
+    ),
     (Ipv4Addr::new(192, 168, 0, 0), 16, PRIVATE),
     (Ipv4Addr::new(198, 18, 0, 0), 15, BENCHMARKING),
     (Ipv4Addr::new(198, 51, 100, 0), 24, DOCUMENTATION),
@@ -108,19 +133,51 @@ const SPECIAL_V4: [(Ipv4Addr, u32, &str); 19] = [
 
 /// The special IPv6 ranges, the narrow ones first. What is in none of them is judged by `special_v6`.
 const SPECIAL_V6: [(Ipv6Addr, u32, &str); 16] = [
-    (Ipv6Addr::new(0xfd00, 0xec2, 0, 0, 0, 0, 0, 0x254), 128, METADATA),
-    (Ipv6Addr::new(0xfd20, 0xce, 0, 0, 0, 0, 0, 0x254), 128, METADATA),
+    (
+        Ipv6Addr::new(0xfd00, 0xec2, 0, 0, 0, 0, 0, 0x254),
+        128,
+        METADATA,
+    ),
+    (
+        Ipv6Addr::new(0xfd20, 0xce, 0, 0, 0, 0, 0, 0x254),
+        128,
+        METADATA,
+    ),
     (Ipv6Addr::UNSPECIFIED, 128, UNSPECIFIED),
     (Ipv6Addr::LOCALHOST, 128, LOOPBACK),
-    (Ipv6Addr::new(0x64, 0xff9b, 1, 0, 0, 0, 0, 0), 48, "an address of a local NAT64 translator"),
-    (Ipv6Addr::new(0x100, 0, 0, 0, 0, 0, 0, 0), 64, "an address that discards everything"),
+    (
+        Ipv6Addr::new(0x64, 0xff9b, 1, 0, 0, 0, 0, 0),
+        48,
+        "an address of a local NAT64 translator",
+    ),
+    (
+        Ipv6Addr::new(0x100, 0, 0, 0, 0, 0, 0, 0),
+        64,
+        "an address that discards everything",
+    ),
     (Ipv6Addr::new(0x2001, 2, 0, 0, 0, 0, 0, 0), 48, BENCHMARKING),
-    (Ipv6Addr::new(0x2001, 0xdb8, 0, 0, 0, 0, 0, 0), 32, DOCUMENTATION),
-    (Ipv6Addr::new(0x3fff, 0, 0, 0, 0, 0, 0, 0), 20, DOCUMENTATION),
-    (Ipv6Addr::new(0x5f00, 0, 0, 0, 0, 0, 0, 0), 16, "a segment routing identifier"),
+    (
+        Ipv6Addr::new(0x2001, 0xdb8, 0, 0, 0, 0, 0, 0),
+        32,
+        DOCUMENTATION,
+    ),
+    (
+        Ipv6Addr::new(0x3fff, 0, 0, 0, 0, 0, 0, 0),
+        20,
+        DOCUMENTATION,
+    ),
+    (
+        Ipv6Addr::new(0x5f00, 0, 0, 0, 0, 0, 0, 0),
+        16,
+        "a segment routing identifier",
+    ),
     (Ipv6Addr::new(0xfc00, 0, 0, 0, 0, 0, 0, 0), 7, PRIVATE),
     (Ipv6Addr::new(0xfe80, 0, 0, 0, 0, 0, 0, 0), 10, LINK_LOCAL),
-    (Ipv6Addr::new(0xfec0, 0, 0, 0, 0, 0, 0, 0), 10, "a site-local address"),
+    (
+        Ipv6Addr::new(0xfec0, 0, 0, 0, 0, 0, 0, 0),
+        10,
+        "a site-local address",
+    ),
     (Ipv6Addr::new(0xff00, 0, 0, 0, 0, 0, 0, 0), 8, MULTICAST),
     // Never given to anybody as hosts, except for Teredo's part of it, which `special_v6` takes out.
     (Ipv6Addr::new(0x2001, 0, 0, 0, 0, 0, 0, 0), 23, PROTOCOL),
@@ -144,14 +201,22 @@ fn special_v4(address: Ipv4Addr) -> Option<&'static str> {
     if address.is_multicast() {
         return Some(MULTICAST);
     }
-    let within = |network: Ipv4Addr, bits: u32| (address.to_bits() ^ network.to_bits()) >> (32 - bits) == 0;
-    SPECIAL_V4.iter().find(|(network, bits, _)| within(*network, *bits)).map(|(_, _, reason)| *reason)
+    let within =
+        |network: Ipv4Addr, bits: u32| (address.to_bits() ^ network.to_bits()) >> (32 - bits) == 0;
+    SPECIAL_V4
+        .iter()
+        .find(|(network, bits, _)| within(*network, *bits))
+        .map(|(_, _, reason)| *reason)
 }
 
 fn special_v6(address: Ipv6Addr) -> Option<&'static str> {
-    let within = |network: Ipv6Addr, bits: u32| (address.to_bits() ^ network.to_bits()) >> (128 - bits) == 0;
+    let within =
+        |network: Ipv6Addr, bits: u32| (address.to_bits() ^ network.to_bits()) >> (128 - bits) == 0;
     let is_ordinary_tunnel = matches!(address.segments(), [0x2001, 0, ..]);
-    let listed = SPECIAL_V6.iter().find(|(network, bits, _)| within(*network, *bits)).map(|(_, _, reason)| *reason);
+    let listed = SPECIAL_V6
+        .iter()
+        .find(|(network, bits, _)| within(*network, *bits))
+        .map(|(_, _, reason)| *reason);
     match listed {
         Some(_) if is_ordinary_tunnel => None,
         Some(reason) => Some(reason),
@@ -180,7 +245,8 @@ mod tests {
     use super::*;
 
     fn address(text: &str) -> IpAddr {
-        text.parse().unwrap_or_else(|_| panic!("{text:?} is no address"))
+        text.parse()
+            .unwrap_or_else(|_| panic!("{text:?} is no address"))
     }
 
     /// Every way in which an IPv6 address can carry an IPv4 one.
@@ -213,7 +279,10 @@ mod tests {
         ("10.0.0.0", PRIVATE),
         ("10.255.255.255", PRIVATE),
         ("100.64.0.0", "an address shared behind a carrier's NAT"),
-        ("100.127.255.255", "an address shared behind a carrier's NAT"),
+        (
+            "100.127.255.255",
+            "an address shared behind a carrier's NAT",
+        ),
         ("100.100.100.200", METADATA),
         ("127.0.0.0", LOOPBACK),
         ("127.0.0.1", LOOPBACK),
@@ -246,13 +315,22 @@ mod tests {
         ("::1", LOOPBACK),
         ("::2", "an address of this network"),
         ("64:ff9b:1::", "an address of a local NAT64 translator"),
-        ("64:ff9b:1::8.8.8.8", "an address of a local NAT64 translator"),
-        ("64:ff9b:1:ffff:ffff:ffff:ffff:ffff", "an address of a local NAT64 translator"),
+        (
+            "64:ff9b:1::8.8.8.8",
+            "an address of a local NAT64 translator",
+        ),
+        (
+            "64:ff9b:1:ffff:ffff:ffff:ffff:ffff",
+            "an address of a local NAT64 translator",
+        ),
         ("64:ff9b:2::1", RESERVED),
         ("64:ff9b::1:8.8.8.8", RESERVED),
         ("::1:0:8.8.8.8", RESERVED),
         ("100::", "an address that discards everything"),
-        ("100::ffff:ffff:ffff:ffff", "an address that discards everything"),
+        (
+            "100::ffff:ffff:ffff:ffff",
+            "an address that discards everything",
+        ),
         ("100:0:0:1::1", RESERVED),
         ("200::1", RESERVED),
         ("1fff:ffff::1", RESERVED),
@@ -337,7 +415,9 @@ mod tests {
     #[test]
     fn a_special_address_is_recognised_in_every_ipv6_form() {
         for (text, _) in SPECIAL {
-            let IpAddr::V4(carried) = address(text) else { continue };
+            let IpAddr::V4(carried) = address(text) else {
+                continue;
+            };
             for form in forms(carried) {
                 assert!(special(form).is_some(), "{text} as {form}");
             }
@@ -347,7 +427,9 @@ mod tests {
     #[test]
     fn an_ordinary_address_stays_ordinary_in_every_ipv6_form() {
         for text in ORDINARY {
-            let IpAddr::V4(carried) = address(text) else { continue };
+            let IpAddr::V4(carried) = address(text) else {
+                continue;
+            };
             for form in forms(carried) {
                 assert_eq!(special(form), None, "{text} as {form}");
             }

@@ -13,8 +13,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
 
 use rcgen::{
-    BasicConstraints, CertificateParams, CertifiedIssuer, CidrSubnet, DnType, ExtendedKeyUsagePurpose, GeneralSubtree,
-    IsCa, KeyPair, KeyUsagePurpose, NameConstraints, PKCS_ECDSA_P256_SHA256,
+    BasicConstraints, CertificateParams, CertifiedIssuer, CidrSubnet, DnType,
+    ExtendedKeyUsagePurpose, GeneralSubtree, IsCa, KeyPair, KeyUsagePurpose, NameConstraints,
+    PKCS_ECDSA_P256_SHA256,
 };
 use rustls::pki_types::pem::PemObject as _;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer};
@@ -75,7 +76,12 @@ impl Authority {
         }
         let key = KeyPair::generate_for(&PKCS_ECDSA_P256_SHA256)?;
         let issuer = CertifiedIssuer::self_signed(authority_params(&hosts), key)?;
-        Ok(Authority { issuer, hosts, leaves: Mutex::default(), trust })
+        Ok(Authority {
+            issuer,
+            hosts,
+            leaves: Mutex::default(),
+            trust,
+        })
     }
 
     /// Returns the certificate that the sandbox has to trust, in PEM form. It is no secret.
@@ -89,7 +95,10 @@ impl Authority {
             return Err(AuthorityError::OtherHost(name.clone()));
         }
         let mut leaves = self.leaves.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some((_, server)) = leaves.get(name).filter(|(made, _)| made.elapsed() < LEAF_RENEWED_AFTER) {
+        if let Some((_, server)) = leaves
+            .get(name)
+            .filter(|(made, _)| made.elapsed() < LEAF_RENEWED_AFTER)
+        {
             return Ok(server.clone());
         }
         let server = Arc::new(self.sign(name.as_str())?);
@@ -106,10 +115,11 @@ impl Authority {
         let key = KeyPair::generate_for(&PKCS_ECDSA_P256_SHA256)?;
         let leaf = leaf_params(name)?.signed_by(&key, &self.issuer)?;
         let key = PrivateKeyDer::from(PrivatePkcs8KeyDer::from(key.serialize_der()));
-        let mut server = ServerConfig::builder_with_provider(Arc::new(rustls::crypto::ring::default_provider()))
-            .with_safe_default_protocol_versions()?
-            .with_no_client_auth()
-            .with_single_cert(vec![leaf.der().clone()], key)?;
+        let mut server =
+            ServerConfig::builder_with_provider(Arc::new(rustls::crypto::ring::default_provider()))
+                .with_safe_default_protocol_versions()?
+                .with_no_client_auth()
+                .with_single_cert(vec![leaf.der().clone()], key)?;
         server.alpn_protocols = vec![PROTOCOL.to_vec()];
         Ok(server)
     }
@@ -117,7 +127,10 @@ impl Authority {
 
 impl fmt::Debug for Authority {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        formatter.debug_struct("Authority").field("hosts", &self.hosts).finish_non_exhaustive()
+        formatter
+            .debug_struct("Authority")
+            .field("hosts", &self.hosts)
+            .finish_non_exhaustive()
     }
 }
 
@@ -138,10 +151,11 @@ impl Trust {
         for certificate in CertificateDer::pem_slice_iter(pem) {
             roots.add(certificate?)?;
         }
-        let mut client = ClientConfig::builder_with_provider(Arc::new(rustls::crypto::ring::default_provider()))
-            .with_safe_default_protocol_versions()?
-            .with_root_certificates(roots)
-            .with_no_client_auth();
+        let mut client =
+            ClientConfig::builder_with_provider(Arc::new(rustls::crypto::ring::default_provider()))
+                .with_safe_default_protocol_versions()?
+                .with_root_certificates(roots)
+                .with_no_client_auth();
         client.alpn_protocols = vec![PROTOCOL.to_vec()];
         Ok(Trust(Arc::new(client)))
     }
@@ -155,13 +169,21 @@ impl fmt::Debug for Trust {
 
 fn authority_params(hosts: &[HostName]) -> CertificateParams {
     let mut params = valid_for(AUTHORITY_LIFE);
-    params.distinguished_name.push(DnType::CommonName, "Cellblock session authority");
+    params
+        .distinguished_name
+        .push(DnType::CommonName, "Cellblock session authority");
     params.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
     params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
     // A list of names says nothing about addresses, which would therefore all be permitted.
-    let addresses = [IpAddr::V4(Ipv4Addr::UNSPECIFIED), IpAddr::V6(Ipv6Addr::UNSPECIFIED)];
+    let addresses = [
+        IpAddr::V4(Ipv4Addr::UNSPECIFIED),
+        IpAddr::V6(Ipv6Addr::UNSPECIFIED),
+    ];
     params.name_constraints = Some(NameConstraints {
-        permitted_subtrees: hosts.iter().map(|host| GeneralSubtree::DnsName(host.to_string())).collect(),
+        permitted_subtrees: hosts
+            .iter()
+            .map(|host| GeneralSubtree::DnsName(host.to_string()))
+            .collect(),
         excluded_subtrees: addresses
             .map(|any| GeneralSubtree::IpAddress(CidrSubnet::from_addr_prefix(any, 0)))
             .to_vec(),
@@ -172,7 +194,9 @@ fn authority_params(hosts: &[HostName]) -> CertificateParams {
 fn leaf_params(name: &str) -> Result<CertificateParams, rcgen::Error> {
     let mut params = valid_for(LEAF_LIFE);
     // Not the name of the host, which may be too long for this field. Only the alternative name counts.
-    params.distinguished_name.push(DnType::CommonName, "Cellblock session");
+    params
+        .distinguished_name
+        .push(DnType::CommonName, "Cellblock session");
     params.subject_alt_names = CertificateParams::new(vec![name.to_owned()])?.subject_alt_names;
     params.is_ca = IsCa::ExplicitNoCa;
     params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
@@ -198,7 +222,9 @@ mod tests {
     use rustls::{ClientConnection, ServerConnection};
 
     fn vault() -> Vault {
-        let secret = Secret::parse("KEY=env:X@api.example.com,b.example.com", |_| Some("canary-value".to_owned()));
+        let secret = Secret::parse("KEY=env:X@api.example.com,b.example.com", |_| {
+            Some("canary-value".to_owned())
+        });
         Vault::new(vec![secret.unwrap()]).unwrap()
     }
 
@@ -213,16 +239,26 @@ mod tests {
     /// A client that trusts `authority` and nobody else.
     fn client(authority: &Authority, name: &str) -> ClientConnection {
         let mut roots = RootCertStore::empty();
-        roots.add(CertificateDer::from_pem_slice(authority.certificate_pem().as_bytes()).unwrap()).unwrap();
-        let client = ClientConfig::builder_with_provider(Arc::new(rustls::crypto::ring::default_provider()))
-            .with_safe_default_protocol_versions()
-            .unwrap()
-            .with_root_certificates(roots)
-            .with_no_client_auth();
-        ClientConnection::new(Arc::new(client), ServerName::try_from(name.to_owned()).unwrap()).unwrap()
+        roots
+            .add(CertificateDer::from_pem_slice(authority.certificate_pem().as_bytes()).unwrap())
+            .unwrap();
+        let client =
+            ClientConfig::builder_with_provider(Arc::new(rustls::crypto::ring::default_provider()))
+                .with_safe_default_protocol_versions()
+                .unwrap()
+                .with_root_certificates(roots)
+                .with_no_client_auth();
+        ClientConnection::new(
+            Arc::new(client),
+            ServerName::try_from(name.to_owned()).unwrap(),
+        )
+        .unwrap()
     }
 
-    fn handshake(mut client: ClientConnection, server: Arc<ServerConfig>) -> Result<(), rustls::Error> {
+    fn handshake(
+        mut client: ClientConnection,
+        server: Arc<ServerConfig>,
+    ) -> Result<(), rustls::Error> {
         let mut server = ServerConnection::new(server).unwrap();
         while client.is_handshaking() {
             let mut bytes = Vec::new();
@@ -241,7 +277,11 @@ mod tests {
     fn a_client_that_trusts_the_authority_accepts_its_hosts() {
         let authority = authority();
         for name in ["api.example.com", "b.example.com"] {
-            handshake(client(&authority, name), authority.server(&host(name)).unwrap()).unwrap();
+            handshake(
+                client(&authority, name),
+                authority.server(&host(name)).unwrap(),
+            )
+            .unwrap();
         }
     }
 
@@ -249,28 +289,53 @@ mod tests {
     fn a_client_that_trusts_another_authority_does_not() {
         let server = authority().server(&host("api.example.com")).unwrap();
         let error = handshake(client(&authority(), "api.example.com"), server).unwrap_err();
-        assert!(matches!(error, rustls::Error::InvalidCertificate(_)), "{error}");
+        assert!(
+            matches!(error, rustls::Error::InvalidCertificate(_)),
+            "{error}"
+        );
     }
 
     #[test]
     fn the_authority_is_good_for_its_hosts_only_even_if_it_signs_others() {
         let authority = authority();
-        for other in ["example.com", "other.example.com", "api.example.org", "192.0.2.1", "2001:db8::1"] {
+        for other in [
+            "example.com",
+            "other.example.com",
+            "api.example.org",
+            "192.0.2.1",
+            "2001:db8::1",
+        ] {
             let server = Arc::new(authority.sign(other).unwrap());
             let error = handshake(client(&authority, other), server).unwrap_err();
-            assert!(format!("{error:?}").contains("NameConstraintViolation"), "{other}: {error:?}");
+            assert!(
+                format!("{error:?}").contains("NameConstraintViolation"),
+                "{other}: {error:?}"
+            );
         }
         // The same way of signing, for a host of the list.
-        handshake(client(&authority, "api.example.com"), Arc::new(authority.sign("api.example.com").unwrap())).unwrap();
+        handshake(
+            client(&authority, "api.example.com"),
+            Arc::new(authority.sign("api.example.com").unwrap()),
+        )
+        .unwrap();
     }
 
     #[test]
     fn certificates_are_made_for_hosts_with_a_secret_and_kept() {
         let authority = authority();
         let first = authority.server(&host("api.example.com")).unwrap();
-        assert!(Arc::ptr_eq(&first, &authority.server(&host("api.example.com")).unwrap()));
-        assert!(matches!(authority.server(&host("other.example.com")), Err(AuthorityError::OtherHost(_))));
-        assert!(matches!(Authority::new(&Vault::none(), Trust::system()), Err(AuthorityError::NoHosts)));
+        assert!(Arc::ptr_eq(
+            &first,
+            &authority.server(&host("api.example.com")).unwrap()
+        ));
+        assert!(matches!(
+            authority.server(&host("other.example.com")),
+            Err(AuthorityError::OtherHost(_))
+        ));
+        assert!(matches!(
+            Authority::new(&Vault::none(), Trust::system()),
+            Err(AuthorityError::NoHosts)
+        ));
     }
 
     #[test]

@@ -66,7 +66,9 @@ pub enum Objection {
     #[error("it leads to {0}, which must be in the allowed list as an address")]
     Special(&'static str),
     /// It is this machine.
-    #[error("it leads to an address of this machine, which must be in the allowed list as an address")]
+    #[error(
+        "it leads to an address of this machine, which must be in the allowed list as an address"
+    )]
     Own,
     /// It is this machine by its loopback, which is not part of "everything".
     #[error("it leads to this machine's loopback")]
@@ -84,37 +86,66 @@ impl Dialer {
     }
 
     /// Connects to `host` at `port` if `rules` allow it. Returns the connection and the address it was made to.
-    pub(crate) async fn dial(&self, host: &Host, port: u16, rules: &Rules) -> Result<(TcpStream, IpAddr), DialError> {
+    pub(crate) async fn dial(
+        &self,
+        host: &Host,
+        port: u16,
+        rules: &Rules,
+    ) -> Result<(TcpStream, IpAddr), DialError> {
         let addresses = match host {
             Host::Name(name) if rules.allows_name(name, port) => {
                 let found = timeout(LONGEST_RESOLUTION, self.resolver.resolve(name)).await;
-                found.unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into())).map_err(DialError::Unresolved)?
+                found
+                    .unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into()))
+                    .map_err(DialError::Unresolved)?
             }
             Host::Address(address) if rules.allows_address(*address, port) => vec![*address],
             Host::Name(_) | Host::Address(_) => return Err(DialError::NotListed),
         };
         if addresses.is_empty() {
-            return Err(DialError::Unresolved(io::Error::other("the name has no address")));
+            return Err(DialError::Unresolved(io::Error::other(
+                "the name has no address",
+            )));
         }
-        let own = self.network.own_addresses().map_err(DialError::Unreachable)?;
+        let own = self
+            .network
+            .own_addresses()
+            .map_err(DialError::Unreachable)?;
         for address in &addresses {
-            objection(*address, port, rules, &own).map_or(Ok(()), |objection| Err(DialError::Special(objection)))?;
+            objection(*address, port, rules, &own)
+                .map_or(Ok(()), |objection| Err(DialError::Special(objection)))?;
         }
-        self.connect(addresses, port).await.map_err(DialError::Unreachable)
+        self.connect(addresses, port)
+            .await
+            .map_err(DialError::Unreachable)
     }
 
     /// Tells whether `rules` allow a connection that was made to these addresses of `host`.
-    pub(crate) fn allows(&self, host: &Host, port: u16, dialled: &HashSet<IpAddr>, rules: &Rules) -> bool {
+    pub(crate) fn allows(
+        &self,
+        host: &Host,
+        port: u16,
+        dialled: &HashSet<IpAddr>,
+        rules: &Rules,
+    ) -> bool {
         let is_listed = match host {
             Host::Name(name) => rules.allows_name(name, port),
             Host::Address(address) => rules.allows_address(*address, port),
         };
-        let may_stay = |own| dialled.iter().all(|address| objection(*address, port, rules, &own).is_none());
+        let may_stay = |own| {
+            dialled
+                .iter()
+                .all(|address| objection(*address, port, rules, &own).is_none())
+        };
         is_listed && (dialled.is_empty() || self.network.own_addresses().is_ok_and(may_stay))
     }
 
     /// Connects to the first of these addresses that answers. They were all checked.
-    async fn connect(&self, mut addresses: Vec<IpAddr>, port: u16) -> io::Result<(TcpStream, IpAddr)> {
+    async fn connect(
+        &self,
+        mut addresses: Vec<IpAddr>,
+        port: u16,
+    ) -> io::Result<(TcpStream, IpAddr)> {
         // A family that this machine does not have fails at once; one that it has badly costs time. The latter happens to IPv6.
         addresses.sort_by_key(IpAddr::is_ipv6);
         addresses.dedup();
@@ -125,7 +156,10 @@ impl Dialer {
             let address = address.to_canonical();
             let attempt = self.network.connect(SocketAddr::new(address, port));
             let until = deadline.min(Instant::now() + LONGEST_ATTEMPT);
-            match timeout_at(until, attempt).await.unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into())) {
+            match timeout_at(until, attempt)
+                .await
+                .unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into()))
+            {
                 Ok(stream) => return Ok((stream, address)),
                 Err(error) => failure = error,
             }
@@ -136,7 +170,12 @@ impl Dialer {
 
 /// Returns what speaks against a connection to `address`, to which an allowed name led or which is listed itself. `own` are the addresses of
 /// this machine.
-pub(crate) fn objection(address: IpAddr, port: u16, rules: &Rules, own: &HashSet<IpAddr>) -> Option<Objection> {
+pub(crate) fn objection(
+    address: IpAddr,
+    port: u16,
+    rules: &Rules,
+    own: &HashSet<IpAddr>,
+) -> Option<Objection> {
     if let Some(kind) = rules.refuses_answer(address, port) {
         return Some(Objection::Special(kind));
     }
@@ -179,13 +218,21 @@ impl Network for ThisMachine {
 
     fn own_addresses(&self) -> io::Result<HashSet<IpAddr>> {
         let interfaces = nix::ifaddrs::getifaddrs()?;
-        Ok(interfaces.filter_map(|interface| ip_address(&interface.address?)).collect())
+        Ok(interfaces
+            .filter_map(|interface| ip_address(&interface.address?))
+            .collect())
     }
 }
 
 fn ip_address(address: &nix::sys::socket::SockaddrStorage) -> Option<IpAddr> {
-    let v4 = address.as_sockaddr_in().map(|address| IpAddr::V4(address.ip()));
-    v4.or_else(|| address.as_sockaddr_in6().map(|address| IpAddr::V6(address.ip())))
+    let v4 = address
+        .as_sockaddr_in()
+        .map(|address| IpAddr::V4(address.ip()));
+    v4.or_else(|| {
+        address
+            .as_sockaddr_in6()
+            .map(|address| IpAddr::V6(address.ip()))
+    })
 }
 
 #[cfg(test)]
@@ -209,7 +256,8 @@ pub(crate) mod tests {
         /// Answers questions for `name` with these lists of addresses, one after another; the last one stays.
         pub(crate) fn answer(mut self, name: &'static str, answers: &[&[&str]]) -> Script {
             let parse = |list: &&[&str]| list.iter().map(|text| text.parse().unwrap()).collect();
-            self.answers.push((name, answers.iter().map(parse).collect()));
+            self.answers
+                .push((name, answers.iter().map(parse).collect()));
             self
         }
 
@@ -221,11 +269,16 @@ pub(crate) mod tests {
     impl Resolver for Script {
         fn resolve<'a>(&'a self, name: &'a HostName) -> BoxFuture<'a, io::Result<Vec<IpAddr>>> {
             let turn = self.asked.fetch_add(1, Ordering::SeqCst);
-            let answers = self.answers.iter().find(|(known, _)| *known == name.as_str()).map(|(_, answers)| answers);
+            let answers = self
+                .answers
+                .iter()
+                .find(|(known, _)| *known == name.as_str())
+                .map(|(_, answers)| answers);
             let answer = answers.map(|answers| answers[turn.min(answers.len() - 1)].clone());
-            Box::pin(
-                async move { answer.ok_or_else(|| io::Error::new(io::ErrorKind::NotFound, "there is no such name")) },
-            )
+            Box::pin(async move {
+                answer
+                    .ok_or_else(|| io::Error::new(io::ErrorKind::NotFound, "there is no such name"))
+            })
         }
     }
 
@@ -238,7 +291,11 @@ pub(crate) mod tests {
 
     impl OneServer {
         pub(crate) fn at(server: SocketAddr) -> OneServer {
-            OneServer { server, dialled: Mutex::default(), dead: Vec::new() }
+            OneServer {
+                server,
+                dialled: Mutex::default(),
+                dead: Vec::new(),
+            }
         }
     }
 
@@ -247,7 +304,11 @@ pub(crate) mod tests {
             self.dialled.lock().unwrap().push(target);
             let (server, dead) = (self.server, self.dead.contains(&target.ip()));
             Box::pin(async move {
-                if dead { Err(io::ErrorKind::ConnectionRefused.into()) } else { TcpStream::connect(server).await }
+                if dead {
+                    Err(io::ErrorKind::ConnectionRefused.into())
+                } else {
+                    TcpStream::connect(server).await
+                }
             })
         }
 
@@ -269,14 +330,27 @@ pub(crate) mod tests {
         network.dead = dead.iter().map(|text| text.parse().unwrap()).collect();
         let network = Arc::new(network);
         let dialer = Dialer::over(Arc::new(script), Arc::clone(&network) as Arc<dyn Network>);
-        let outcome = dialer.dial(host, port, rules).await.map(|(_, address)| address);
+        let outcome = dialer
+            .dial(host, port, rules)
+            .await
+            .map(|(_, address)| address);
         let dialled = network.dialled.lock().unwrap().clone();
         (outcome, dialled)
     }
 
-    async fn attempt(rules: &[&str], addresses: &[&str]) -> (Result<IpAddr, DialError>, Vec<SocketAddr>) {
+    async fn attempt(
+        rules: &[&str],
+        addresses: &[&str],
+    ) -> (Result<IpAddr, DialError>, Vec<SocketAddr>) {
         let script = Script::default().answer("api.example.com", &[addresses]);
-        attempt_with(&Rules::parse(rules).unwrap(), &name("api.example.com"), 443, script, &[]).await
+        attempt_with(
+            &Rules::parse(rules).unwrap(),
+            &name("api.example.com"),
+            443,
+            script,
+            &[],
+        )
+        .await
     }
 
     fn name(text: &str) -> Host {
@@ -300,8 +374,14 @@ pub(crate) mod tests {
         let network = Arc::new(OneServer::at("127.0.0.1:1".parse().unwrap()));
         let dialer = Dialer::over(Arc::clone(&script) as Arc<dyn Resolver>, network);
         let rules = Rules::parse(&["api.example.com"]).unwrap();
-        assert!(matches!(dialer.dial(&name("other.example.com"), 443, &rules).await, Err(DialError::NotListed)));
-        assert!(matches!(dialer.dial(&name("api.example.com"), 22, &rules).await, Err(DialError::NotListed)));
+        assert!(matches!(
+            dialer.dial(&name("other.example.com"), 443, &rules).await,
+            Err(DialError::NotListed)
+        ));
+        assert!(matches!(
+            dialer.dial(&name("api.example.com"), 22, &rules).await,
+            Err(DialError::NotListed)
+        ));
         assert_eq!(script.times_asked(), 0);
         let listed = dialer.dial(&name("api.example.com"), 443, &rules).await;
         assert!(matches!(listed, Err(DialError::Unresolved(_)))); // control: this one was asked for
@@ -322,60 +402,129 @@ pub(crate) mod tests {
             ("64:ff9b::a00:1", &["64:ff9b::/96", "10.0.0.0/8"]),
             ("2002:a00:1::1", &["2002::/16", "10.0.0.0/8"]),
         ] {
-            assert!(special(&attempt(&["api.example.com"], &[address]).await), "{address}");
-            let (outcome, dialled) = attempt(&[&["api.example.com"], listed].concat(), &[address]).await;
-            assert!(outcome.is_ok() && dialled.len() == 1, "{address}: {outcome:?}"); // control
+            assert!(
+                special(&attempt(&["api.example.com"], &[address]).await),
+                "{address}"
+            );
+            let (outcome, dialled) =
+                attempt(&[&["api.example.com"], listed].concat(), &[address]).await;
+            assert!(
+                outcome.is_ok() && dialled.len() == 1,
+                "{address}: {outcome:?}"
+            ); // control
         }
     }
 
     #[tokio::test]
     async fn this_machines_own_addresses_are_special_too() {
-        for (own, listed) in [("9.9.9.9", "9.9.9.9"), ("2620:fe::9", "2620:fe::9"), ("::ffff:9.9.9.9", "9.9.9.9")] {
+        for (own, listed) in [
+            ("9.9.9.9", "9.9.9.9"),
+            ("2620:fe::9", "2620:fe::9"),
+            ("::ffff:9.9.9.9", "9.9.9.9"),
+        ] {
             let (outcome, _) = attempt(&["api.example.com"], &[own]).await;
-            assert!(matches!(outcome, Err(DialError::Special(Objection::Own))), "{own}: {outcome:?}");
-            assert!(attempt(&["api.example.com", listed], &[own]).await.0.is_ok()); // control
+            assert!(
+                matches!(outcome, Err(DialError::Special(Objection::Own))),
+                "{own}: {outcome:?}"
+            );
+            assert!(
+                attempt(&["api.example.com", listed], &[own])
+                    .await
+                    .0
+                    .is_ok()
+            ); // control
         }
     }
 
     #[tokio::test]
     async fn one_bad_address_among_good_ones_refuses_the_connection() {
-        assert!(special(&attempt(&["api.example.com"], &["93.184.215.14", "1.1.1.1", "10.0.0.1"]).await));
-        assert!(attempt(&["api.example.com"], &["93.184.215.14", "1.1.1.1"]).await.0.is_ok()); // control
+        assert!(special(
+            &attempt(
+                &["api.example.com"],
+                &["93.184.215.14", "1.1.1.1", "10.0.0.1"]
+            )
+            .await
+        ));
+        assert!(
+            attempt(&["api.example.com"], &["93.184.215.14", "1.1.1.1"])
+                .await
+                .0
+                .is_ok()
+        ); // control
     }
 
     #[tokio::test]
     async fn a_denied_address_is_refused_whatever_name_leads_to_it() {
-        assert!(special(&attempt(&["api.example.com", "!93.184.215.0/24"], &["93.184.215.14"]).await));
-        assert!(attempt(&["api.example.com", "!93.184.216.0/24"], &["93.184.215.14"]).await.0.is_ok()); // control
+        assert!(special(
+            &attempt(&["api.example.com", "!93.184.215.0/24"], &["93.184.215.14"]).await
+        ));
+        assert!(
+            attempt(&["api.example.com", "!93.184.216.0/24"], &["93.184.215.14"])
+                .await
+                .0
+                .is_ok()
+        ); // control
     }
 
     #[tokio::test]
     async fn a_rule_for_another_port_of_an_address_does_not_help() {
-        assert!(special(&attempt(&["api.example.com", "10.0.0.1:8080"], &["10.0.0.1"]).await));
-        assert!(attempt(&["api.example.com", "10.0.0.1:443"], &["10.0.0.1"]).await.0.is_ok()); // control
+        assert!(special(
+            &attempt(&["api.example.com", "10.0.0.1:8080"], &["10.0.0.1"]).await
+        ));
+        assert!(
+            attempt(&["api.example.com", "10.0.0.1:443"], &["10.0.0.1"])
+                .await
+                .0
+                .is_ok()
+        ); // control
     }
 
     #[tokio::test]
     async fn an_answer_that_flips_is_checked_each_time_and_never_asked_for_twice() {
-        let script = Arc::new(Script::default().answer("api.example.com", &[&["93.184.215.14"], &["127.0.0.1"]]));
+        let script = Arc::new(
+            Script::default().answer("api.example.com", &[&["93.184.215.14"], &["127.0.0.1"]]),
+        );
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let network = Arc::new(OneServer::at(listener.local_addr().unwrap()));
-        let dialer = Dialer::over(Arc::clone(&script) as Arc<dyn Resolver>, Arc::clone(&network) as Arc<dyn Network>);
+        let dialer = Dialer::over(
+            Arc::clone(&script) as Arc<dyn Resolver>,
+            Arc::clone(&network) as Arc<dyn Network>,
+        );
         let rules = Rules::parse(&["api.example.com"]).unwrap();
-        assert!(dialer.dial(&name("api.example.com"), 443, &rules).await.is_ok()); // control
+        assert!(
+            dialer
+                .dial(&name("api.example.com"), 443, &rules)
+                .await
+                .is_ok()
+        ); // control
         assert_eq!(script.times_asked(), 1);
         let second = dialer.dial(&name("api.example.com"), 443, &rules).await;
         assert!(matches!(second, Err(DialError::Special(_))));
-        assert_eq!(*network.dialled.lock().unwrap(), ["93.184.215.14:443".parse().unwrap()]);
+        assert_eq!(
+            *network.dialled.lock().unwrap(),
+            ["93.184.215.14:443".parse().unwrap()]
+        );
     }
 
     #[tokio::test]
     async fn the_next_address_is_tried_when_one_does_not_answer() {
-        let script = Script::default().answer("api.example.com", &[&["2606:4700::1111", "1.1.1.1", "1.0.0.1"]]);
+        let script = Script::default().answer(
+            "api.example.com",
+            &[&["2606:4700::1111", "1.1.1.1", "1.0.0.1"]],
+        );
         let rules = Rules::parse(&["api.example.com"]).unwrap();
-        let (outcome, dialled) =
-            attempt_with(&rules, &name("api.example.com"), 443, script, &["1.1.1.1", "1.0.0.1"]).await;
-        assert_eq!(outcome.unwrap(), "2606:4700::1111".parse::<IpAddr>().unwrap());
+        let (outcome, dialled) = attempt_with(
+            &rules,
+            &name("api.example.com"),
+            443,
+            script,
+            &["1.1.1.1", "1.0.0.1"],
+        )
+        .await;
+        assert_eq!(
+            outcome.unwrap(),
+            "2606:4700::1111".parse::<IpAddr>().unwrap()
+        );
         assert_eq!(dialled.len(), 3);
     }
 
@@ -383,7 +532,15 @@ pub(crate) mod tests {
     async fn an_address_is_dialled_only_by_a_rule_for_addresses() {
         let target = Host::Address("192.168.1.7".parse().unwrap());
         let dial = async |rules: &[&str]| {
-            attempt_with(&Rules::parse(rules).unwrap(), &target, 443, Script::default(), &[]).await.0
+            attempt_with(
+                &Rules::parse(rules).unwrap(),
+                &target,
+                443,
+                Script::default(),
+                &[],
+            )
+            .await
+            .0
         };
         assert!(matches!(
             dial(&["**.example.com", "192.168.2.0/24", "192.168.1.7:80"]).await,
@@ -396,17 +553,55 @@ pub(crate) mod tests {
     async fn everything_is_everything_but_the_loopback_of_this_machine() {
         let dial = async |address: &str| {
             let script = Script::default();
-            attempt_with(&Rules::everything(), &Host::Address(address.parse().unwrap()), 22, script, &[]).await.0
+            attempt_with(
+                &Rules::everything(),
+                &Host::Address(address.parse().unwrap()),
+                22,
+                script,
+                &[],
+            )
+            .await
+            .0
         };
-        for address in ["10.0.0.1", "169.254.169.254", "9.9.9.9", "93.184.215.14", "fd00::1"] {
+        for address in [
+            "10.0.0.1",
+            "169.254.169.254",
+            "9.9.9.9",
+            "93.184.215.14",
+            "fd00::1",
+        ] {
             assert!(dial(address).await.is_ok(), "{address}"); // control
         }
-        for address in ["127.0.0.1", "127.3.4.5", "::1", "::ffff:127.0.0.1", "0.0.0.0", "::", "64:ff9b::7f00:1"] {
-            assert!(matches!(dial(address).await, Err(DialError::Special(Objection::Loopback))), "{address}");
+        for address in [
+            "127.0.0.1",
+            "127.3.4.5",
+            "::1",
+            "::ffff:127.0.0.1",
+            "0.0.0.0",
+            "::",
+            "64:ff9b::7f00:1",
+        ] {
+            assert!(
+                matches!(
+                    dial(address).await,
+                    Err(DialError::Special(Objection::Loopback))
+                ),
+                "{address}"
+            );
         }
         let script = Script::default().answer("rebound.example.com", &[&["127.0.0.1"]]);
-        let (outcome, _) = attempt_with(&Rules::everything(), &name("rebound.example.com"), 80, script, &[]).await;
-        assert!(matches!(outcome, Err(DialError::Special(Objection::Loopback))));
+        let (outcome, _) = attempt_with(
+            &Rules::everything(),
+            &name("rebound.example.com"),
+            80,
+            script,
+            &[],
+        )
+        .await;
+        assert!(matches!(
+            outcome,
+            Err(DialError::Special(Objection::Loopback))
+        ));
     }
 
     #[test]
@@ -419,9 +614,21 @@ pub(crate) mod tests {
     async fn the_network_of_this_machine_connects() {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let target = listener.local_addr().unwrap();
-        let dialer = Dialer::new(Arc::new(Script::default().answer("local.example.com", &[&["127.0.0.1"]])));
-        let rules = Rules::parse(&[format!("local.example.com:{}", target.port()), format!("{target}")]).unwrap();
-        let (stream, address) = dialer.dial(&name("local.example.com"), target.port(), &rules).await.unwrap();
-        assert_eq!((stream.peer_addr().unwrap(), address), (target, target.ip()));
+        let dialer = Dialer::new(Arc::new(
+            Script::default().answer("local.example.com", &[&["127.0.0.1"]]),
+        ));
+        let rules = Rules::parse(&[
+            format!("local.example.com:{}", target.port()),
+            format!("{target}"),
+        ])
+        .unwrap();
+        let (stream, address) = dialer
+            .dial(&name("local.example.com"), target.port(), &rules)
+            .await
+            .unwrap();
+        assert_eq!(
+            (stream.peer_addr().unwrap(), address),
+            (target, target.ip())
+        );
     }
 }

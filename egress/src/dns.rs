@@ -24,7 +24,8 @@ use hickory_proto::rr::rdata::A;
 use hickory_proto::rr::{DNSClass, RData, Record, RecordType};
 use nix::libc::{in_pktinfo, in6_pktinfo};
 use nix::sys::socket::{
-    ControlMessage, ControlMessageOwned, MsgFlags, SockaddrStorage, recvmsg, sendmsg, setsockopt, sockopt,
+    ControlMessage, ControlMessageOwned, MsgFlags, SockaddrStorage, recvmsg, sendmsg, setsockopt,
+    sockopt,
 };
 use tokio::io::Interest;
 use tokio::net::UdpSocket;
@@ -50,7 +51,10 @@ pub(crate) trait Listed: Send + Sync {
 impl NameServer {
     /// Takes a dual-stack socket, or one for IPv4 where the kernel has nothing else. Fails if answers could not leave from the address that
     /// was asked.
-    pub(crate) fn new(socket: StandardUdpSocket, questions_per_second: u32) -> io::Result<NameServer> {
+    pub(crate) fn new(
+        socket: StandardUdpSocket,
+        questions_per_second: u32,
+    ) -> io::Result<NameServer> {
         socket.set_nonblocking(true)?;
         // The kernel then tells with each question which address was asked.
         if socket.local_addr()?.is_ipv4() {
@@ -61,7 +65,10 @@ impl NameServer {
             // An IPv6 address that is local only by a route may not be an answer's source without this.
             rustix::net::sockopt::set_ipv6_freebind(&socket, true)?;
         }
-        Ok(NameServer { socket: UdpSocket::from_std(socket)?, rate: Rate::new(questions_per_second) })
+        Ok(NameServer {
+            socket: UdpSocket::from_std(socket)?,
+            rate: Rate::new(questions_per_second),
+        })
     }
 
     /// Answers questions for ever.
@@ -77,7 +84,10 @@ impl NameServer {
                 }
             };
             let verdict = self.rate.verdict(Instant::now());
-            let Some(answer) = question.bytes.and_then(|bytes| answer(bytes, verdict, &names, listed.as_ref())) else {
+            let Some(answer) = question
+                .bytes
+                .and_then(|bytes| answer(bytes, verdict, &names, listed.as_ref()))
+            else {
                 continue;
             };
             if let Err(error) = self.send(&answer, question.asker, question.asked).await {
@@ -94,14 +104,29 @@ impl NameServer {
                 let mut control = nix::cmsg_space!(in6_pktinfo);
                 let mut slices = [IoSliceMut::new(buffer)];
                 // Without MSG_TRUNC, so that the length of a datagram that is too long is the whole buffer.
-                let received =
-                    recvmsg::<SockaddrStorage>(descriptor, &mut slices, Some(&mut control), MsgFlags::empty())?;
-                let asked = received.cmsgs()?.find_map(Asked::of).ok_or(io::ErrorKind::InvalidData)?;
-                Ok((received.bytes, received.address.ok_or(io::ErrorKind::InvalidData)?, asked))
+                let received = recvmsg::<SockaddrStorage>(
+                    descriptor,
+                    &mut slices,
+                    Some(&mut control),
+                    MsgFlags::empty(),
+                )?;
+                let asked = received
+                    .cmsgs()?
+                    .find_map(Asked::of)
+                    .ok_or(io::ErrorKind::InvalidData)?;
+                Ok((
+                    received.bytes,
+                    received.address.ok_or(io::ErrorKind::InvalidData)?,
+                    asked,
+                ))
             })
             .await?;
         let bytes = (length < LARGEST_QUESTION).then(|| &buffer[..length]);
-        Ok(Question { bytes, asker, asked })
+        Ok(Question {
+            bytes,
+            asker,
+            asked,
+        })
     }
 
     async fn send(&self, answer: &[u8], asker: SockaddrStorage, asked: Asked) -> io::Result<()> {
@@ -112,7 +137,13 @@ impl NameServer {
                     Asked::V4(asked) => ControlMessage::Ipv4PacketInfo(asked),
                     Asked::V6(asked) => ControlMessage::Ipv6PacketInfo(asked),
                 }];
-                sendmsg(descriptor, &[IoSlice::new(answer)], &source, MsgFlags::empty(), Some(&asker))?;
+                sendmsg(
+                    descriptor,
+                    &[IoSlice::new(answer)],
+                    &source,
+                    MsgFlags::empty(),
+                    Some(&asker),
+                )?;
                 Ok(())
             })
             .await
@@ -129,10 +160,15 @@ impl Asked {
     /// Any interface will do for the answer: there is only one in there.
     fn of(message: ControlMessageOwned) -> Option<Asked> {
         match message {
-            ControlMessageOwned::Ipv4PacketInfo(asked) => {
-                Some(Asked::V4(in_pktinfo { ipi_ifindex: 0, ipi_spec_dst: asked.ipi_addr, ..asked }))
-            }
-            ControlMessageOwned::Ipv6PacketInfo(asked) => Some(Asked::V6(in6_pktinfo { ipi6_ifindex: 0, ..asked })),
+            ControlMessageOwned::Ipv4PacketInfo(asked) => Some(Asked::V4(in_pktinfo {
+                ipi_ifindex: 0,
+                ipi_spec_dst: asked.ipi_addr,
+                ..asked
+            })),
+            ControlMessageOwned::Ipv6PacketInfo(asked) => Some(Asked::V6(in6_pktinfo {
+                ipi6_ifindex: 0,
+                ..asked
+            })),
             _ => None,
         }
     }
@@ -155,7 +191,12 @@ struct Question<'a> {
 }
 
 /// Returns the answer to a question, or `None` if none is due.
-fn answer(question: &[u8], verdict: Verdict, names: &Names, listed: &dyn Listed) -> Option<Vec<u8>> {
+fn answer(
+    question: &[u8],
+    verdict: Verdict,
+    names: &Names,
+    listed: &dyn Listed,
+) -> Option<Vec<u8>> {
     if verdict == Verdict::Ignore {
         return None;
     }
@@ -179,12 +220,19 @@ fn answer(question: &[u8], verdict: Verdict, names: &Names, listed: &dyn Listed)
 }
 
 /// Puts the records that answer `query` into `answer`, and returns the code that goes with them.
-fn records(query: &Query, names: &Names, listed: &dyn Listed, answer: &mut Message) -> ResponseCode {
+fn records(
+    query: &Query,
+    names: &Names,
+    listed: &dyn Listed,
+    answer: &mut Message,
+) -> ResponseCode {
     if query.query_class() != DNSClass::IN {
         return ResponseCode::Refused;
     }
     // A name that is no host's name (a service with underscores, for example) cannot be listed.
-    let Ok(name) = HostName::parse(&query.name().to_ascii()) else { return ResponseCode::NXDomain };
+    let Ok(name) = HostName::parse(&query.name().to_ascii()) else {
+        return ResponseCode::NXDomain;
+    };
     if !listed.lists(&name) {
         // Programs ask for both families at once: that is one attempt. Other types are no attempt to connect.
         match query.query_type() {
@@ -197,8 +245,14 @@ fn records(query: &Query, names: &Names, listed: &dyn Listed, answer: &mut Messa
     if query.query_type() != RecordType::A {
         return ResponseCode::NoError;
     }
-    let Some(address) = names.address_of(&name) else { return ResponseCode::ServFail };
-    answer.answers.push(Record::from_rdata(query.name().clone(), SECONDS_KEPT, RData::A(A(address))));
+    let Some(address) = names.address_of(&name) else {
+        return ResponseCode::ServFail;
+    };
+    answer.answers.push(Record::from_rdata(
+        query.name().clone(),
+        SECONDS_KEPT,
+        RData::A(A(address)),
+    ));
     ResponseCode::NoError
 }
 
@@ -218,12 +272,19 @@ enum Verdict {
 
 impl Rate {
     fn new(per_second: u32) -> Rate {
-        Rate { per_second, second: None, seen: 0 }
+        Rate {
+            per_second,
+            second: None,
+            seen: 0,
+        }
     }
 
     /// Says what to do with a question that comes now. A refusal costs us as much as an answer, so refusals are bounded too.
     fn verdict(&mut self, now: Instant) -> Verdict {
-        if self.second.is_none_or(|second| now.duration_since(second) >= Duration::from_secs(1)) {
+        if self
+            .second
+            .is_none_or(|second| now.duration_since(second) >= Duration::from_secs(1))
+        {
             (self.second, self.seen) = (Some(now), 0);
         }
         self.seen = self.seen.saturating_add(1);
@@ -267,7 +328,12 @@ mod tests {
     }
 
     fn ask(question: &Message, listed: &ExampleOnly) -> Option<Message> {
-        let bytes = answer(&question.to_vec().unwrap(), Verdict::Answer, &Names::default(), listed)?;
+        let bytes = answer(
+            &question.to_vec().unwrap(),
+            Verdict::Answer,
+            &Names::default(),
+            listed,
+        )?;
         Some(Message::from_vec(&bytes).unwrap())
     }
 
@@ -285,12 +351,24 @@ mod tests {
         let answer = ask(&question("API.Example.com.", RecordType::A), &listed).unwrap();
         assert_eq!(answer.metadata.response_code, ResponseCode::NoError);
         assert_eq!(addresses(&answer), [Ipv4Addr::new(198, 18, 0, 1)]);
-        assert_eq!(answer.queries, question("API.Example.com.", RecordType::A).queries);
-        for kind in
-            [RecordType::AAAA, RecordType::HTTPS, RecordType::SVCB, RecordType::TXT, RecordType::ANY, RecordType::CNAME]
-        {
+        assert_eq!(
+            answer.queries,
+            question("API.Example.com.", RecordType::A).queries
+        );
+        for kind in [
+            RecordType::AAAA,
+            RecordType::HTTPS,
+            RecordType::SVCB,
+            RecordType::TXT,
+            RecordType::ANY,
+            RecordType::CNAME,
+        ] {
             let answer = ask(&question("api.example.com.", kind), &listed).unwrap();
-            assert_eq!((answer.metadata.response_code, answer.answers.len()), (ResponseCode::NoError, 0), "{kind}");
+            assert_eq!(
+                (answer.metadata.response_code, answer.answers.len()),
+                (ResponseCode::NoError, 0),
+                "{kind}"
+            );
         }
         assert!(listed.0.lock().unwrap().is_empty());
     }
@@ -298,13 +376,28 @@ mod tests {
     #[test]
     fn a_name_that_is_not_listed_does_not_exist_and_is_noted_once_per_attempt() {
         let listed = ExampleOnly::default();
-        for kind in [RecordType::A, RecordType::AAAA, RecordType::TXT, RecordType::PTR] {
+        for kind in [
+            RecordType::A,
+            RecordType::AAAA,
+            RecordType::TXT,
+            RecordType::PTR,
+        ] {
             let answer = ask(&question("data.example.org.", kind), &listed).unwrap();
-            assert_eq!((answer.metadata.response_code, answer.answers.len()), (ResponseCode::NXDomain, 0), "{kind}");
+            assert_eq!(
+                (answer.metadata.response_code, answer.answers.len()),
+                (ResponseCode::NXDomain, 0),
+                "{kind}"
+            );
         }
         let name = || "data.example.org".to_owned();
         assert_eq!(*listed.0.lock().unwrap(), [(name(), true), (name(), false)]);
-        assert_eq!(ask(&question("example.com.", RecordType::A), &listed).unwrap().answers.len(), 1); // control
+        assert_eq!(
+            ask(&question("example.com.", RecordType::A), &listed)
+                .unwrap()
+                .answers
+                .len(),
+            1
+        ); // control
     }
 
     #[test]
@@ -313,17 +406,43 @@ mod tests {
         let mut response = question("example.com.", RecordType::A);
         response.metadata.message_type = MessageType::Response;
         assert!(ask(&response, &listed).is_none());
-        assert!(answer(b"\x00\x01nonsense", Verdict::Answer, &Names::default(), &listed).is_none());
+        assert!(
+            answer(
+                b"\x00\x01nonsense",
+                Verdict::Answer,
+                &Names::default(),
+                &listed
+            )
+            .is_none()
+        );
         let mut two = question("example.com.", RecordType::A);
-        two.add_query(Query::query(Name::from_str("www.example.com.").unwrap(), RecordType::A));
-        assert_eq!(ask(&two, &listed).unwrap().metadata.response_code, ResponseCode::FormErr);
+        two.add_query(Query::query(
+            Name::from_str("www.example.com.").unwrap(),
+            RecordType::A,
+        ));
+        assert_eq!(
+            ask(&two, &listed).unwrap().metadata.response_code,
+            ResponseCode::FormErr
+        );
         let mut update = question("example.com.", RecordType::A);
         update.metadata.op_code = OpCode::Status;
-        assert_eq!(ask(&update, &listed).unwrap().metadata.response_code, ResponseCode::NotImp);
+        assert_eq!(
+            ask(&update, &listed).unwrap().metadata.response_code,
+            ResponseCode::NotImp
+        );
         let mut chaos = question("example.com.", RecordType::A);
         chaos.queries[0].set_query_class(DNSClass::CH);
-        assert_eq!(ask(&chaos, &listed).unwrap().metadata.response_code, ResponseCode::Refused);
-        assert_eq!(ask(&question("example.com.", RecordType::A), &listed).unwrap().answers.len(), 1); // control
+        assert_eq!(
+            ask(&chaos, &listed).unwrap().metadata.response_code,
+            ResponseCode::Refused
+        );
+        assert_eq!(
+            ask(&question("example.com.", RecordType::A), &listed)
+                .unwrap()
+                .answers
+                .len(),
+            1
+        ); // control
     }
 
     #[test]
@@ -332,8 +451,13 @@ mod tests {
         let name = format!("{label}.{label}.{label}.{}.example.com.", "b".repeat(50));
         let mut asked = question(&name, RecordType::A);
         asked.edns = Some(Edns::new());
-        let bytes =
-            answer(&asked.to_vec().unwrap(), Verdict::Answer, &Names::default(), &ExampleOnly::default()).unwrap();
+        let bytes = answer(
+            &asked.to_vec().unwrap(),
+            Verdict::Answer,
+            &Names::default(),
+            &ExampleOnly::default(),
+        )
+        .unwrap();
         assert!(bytes.len() <= 512, "{}", bytes.len());
         let answer = Message::from_vec(&bytes).unwrap();
         assert_eq!(answer.answers.len(), 1);
@@ -355,16 +479,20 @@ mod tests {
         let asked = question("example.com.", RecordType::A).to_vec().unwrap();
         let (names, listed) = (Names::default(), ExampleOnly::default());
         let refused = answer(&asked, Verdict::Refuse, &names, &listed).unwrap();
-        assert_eq!(Message::from_vec(&refused).unwrap().metadata.response_code, ResponseCode::Refused);
+        assert_eq!(
+            Message::from_vec(&refused).unwrap().metadata.response_code,
+            ResponseCode::Refused
+        );
         assert!(answer(&asked, Verdict::Ignore, &names, &listed).is_none());
         assert!(answer(&asked, Verdict::Answer, &names, &listed).is_some()); // control
     }
 
     #[tokio::test]
     async fn an_answer_comes_from_the_address_that_was_asked() {
-        for (listening, asked) in
-            [("[::]:0", ["127.0.0.1", "127.9.8.7", "[::1]"].as_slice()), ("0.0.0.0:0", &["127.0.0.1", "127.9.8.7"])]
-        {
+        for (listening, asked) in [
+            ("[::]:0", ["127.0.0.1", "127.9.8.7", "[::1]"].as_slice()),
+            ("0.0.0.0:0", &["127.0.0.1", "127.9.8.7"]),
+        ] {
             check_source_of_answers(StandardUdpSocket::bind(listening).unwrap(), asked).await;
         }
     }
@@ -376,12 +504,21 @@ mod tests {
         let asked = question("example.com.", RecordType::A).to_vec().unwrap();
         for address in addresses_asked {
             let target: SocketAddr = format!("{address}:{port}").parse().unwrap();
-            let client = UdpSocket::bind(if target.is_ipv4() { "127.0.0.1:0" } else { "[::1]:0" }).await.unwrap();
+            let client = UdpSocket::bind(if target.is_ipv4() {
+                "127.0.0.1:0"
+            } else {
+                "[::1]:0"
+            })
+            .await
+            .unwrap();
             client.send_to(&asked, target).await.unwrap();
             let mut buffer = [0; 512];
             let (length, from) = client.recv_from(&mut buffer).await.unwrap();
             assert_eq!(from, target);
-            assert_eq!(addresses(&Message::from_vec(&buffer[..length]).unwrap()), [Ipv4Addr::new(198, 18, 0, 1)]);
+            assert_eq!(
+                addresses(&Message::from_vec(&buffer[..length]).unwrap()),
+                [Ipv4Addr::new(198, 18, 0, 1)]
+            );
         }
         serving.abort();
     }
@@ -389,14 +526,29 @@ mod tests {
     #[tokio::test]
     async fn a_question_that_is_too_long_is_dropped_and_the_next_one_is_answered() {
         let socket = StandardUdpSocket::bind("[::]:0").unwrap();
-        let target: SocketAddr = format!("127.0.0.1:{}", socket.local_addr().unwrap().port()).parse().unwrap();
-        let serving =
-            tokio::spawn(NameServer::new(socket, 100).unwrap().serve(Arc::default(), Arc::new(ExampleOnly::default())));
+        let target: SocketAddr = format!("127.0.0.1:{}", socket.local_addr().unwrap().port())
+            .parse()
+            .unwrap();
+        let serving = tokio::spawn(
+            NameServer::new(socket, 100)
+                .unwrap()
+                .serve(Arc::default(), Arc::new(ExampleOnly::default())),
+        );
         let client = UdpSocket::bind("127.0.0.1:0").await.unwrap();
-        let mut long = question("long.example.com.", RecordType::A).to_vec().unwrap();
+        let mut long = question("long.example.com.", RecordType::A)
+            .to_vec()
+            .unwrap();
         long.resize(4000, 0);
         client.send_to(&long, target).await.unwrap();
-        client.send_to(&question("short.example.com.", RecordType::A).to_vec().unwrap(), target).await.unwrap();
+        client
+            .send_to(
+                &question("short.example.com.", RecordType::A)
+                    .to_vec()
+                    .unwrap(),
+                target,
+            )
+            .await
+            .unwrap();
         let mut buffer = [0; 512];
         let length = client.recv(&mut buffer).await.unwrap();
         let answer = Message::from_vec(&buffer[..length]).unwrap();

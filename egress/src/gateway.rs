@@ -21,7 +21,9 @@ mod meter;
 mod tests;
 
 use std::io;
-use std::net::{IpAddr, SocketAddr, TcpListener as StandardTcpListener, UdpSocket as StandardUdpSocket};
+use std::net::{
+    IpAddr, SocketAddr, TcpListener as StandardTcpListener, UdpSocket as StandardUdpSocket,
+};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -82,7 +84,11 @@ pub struct Limits {
 impl Default for Limits {
     /// More than programs need, and far less than would harm the machine.
     fn default() -> Limits {
-        Limits { connections: 256, bytes_per_second: 0, questions_per_second: 100 }
+        Limits {
+            connections: 256,
+            bytes_per_second: 0,
+            questions_per_second: 100,
+        }
     }
 }
 
@@ -104,7 +110,14 @@ impl Gateway {
         resolver: Arc<dyn Resolver>,
     ) -> io::Result<Gateway> {
         let doors = doors.into_iter().map(Opening::of).collect();
-        Gateway::open_over(doors, rules, vault, authority, limits, Dialer::new(resolver))
+        Gateway::open_over(
+            doors,
+            rules,
+            vault,
+            authority,
+            limits,
+            Dialer::new(resolver),
+        )
     }
 
     fn open_over(
@@ -125,7 +138,9 @@ impl Gateway {
             notes: Notes::default(),
             asker: Mutex::default(),
             held: Semaphore::new(MOST_HELD),
-            places: Arc::new(Semaphore::new(limits.connections.min(Semaphore::MAX_PERMITS))),
+            places: Arc::new(Semaphore::new(
+                limits.connections.min(Semaphore::MAX_PERMITS),
+            )),
             limits,
         });
         let mut tasks = JoinSet::new();
@@ -142,7 +157,10 @@ impl Gateway {
                 }
             }
         }
-        Ok(Gateway { shared, _tasks: tasks })
+        Ok(Gateway {
+            shared,
+            _tasks: tasks,
+        })
     }
 
     /// Returns the rules of this moment.
@@ -203,7 +221,12 @@ impl Listed for Shared {
             return true;
         }
         // What a rule denies, nobody is asked about.
-        let is_denied = || !self.rules().with_name(name, connection::HTTPS).lists_name(name);
+        let is_denied = || {
+            !self
+                .rules()
+                .with_name(name, connection::HTTPS)
+                .lists_name(name)
+        };
         self.asker().is_some_and(|asker| asker.may_allow(name)) && !is_denied()
     }
 
@@ -227,10 +250,13 @@ impl Opening {
         match door {
             Door::Names(socket) => Opening::Names(socket),
             Door::Port(port, listener) => {
-                let target = move |stream: &TcpStream| Ok(SocketAddr::new(stream.local_addr()?.ip(), port));
+                let target =
+                    move |stream: &TcpStream| Ok(SocketAddr::new(stream.local_addr()?.ip(), port));
                 Opening::Connections(listener, Box::new(target))
             }
-            Door::AnyPort(listener) => Opening::Connections(listener, Box::new(original_destination)),
+            Door::AnyPort(listener) => {
+                Opening::Connections(listener, Box::new(original_destination))
+            }
         }
     }
 }
@@ -239,8 +265,12 @@ impl Opening {
 fn original_destination(stream: &TcpStream) -> io::Result<SocketAddr> {
     // Both kinds arrive at one socket, but each is remembered by the tables of its own family.
     match stream.local_addr()?.ip().to_canonical() {
-        IpAddr::V4(_) => Ok(SocketAddr::V4(rustix::net::sockopt::ip_original_dst(stream)?)),
-        IpAddr::V6(_) => Ok(SocketAddr::V6(rustix::net::sockopt::ipv6_original_dst(stream)?)),
+        IpAddr::V4(_) => Ok(SocketAddr::V4(rustix::net::sockopt::ip_original_dst(
+            stream,
+        )?)),
+        IpAddr::V6(_) => Ok(SocketAddr::V6(rustix::net::sockopt::ipv6_original_dst(
+            stream,
+        )?)),
     }
 }
 
@@ -266,12 +296,21 @@ async fn accept(listener: TcpListener, target: TargetOf, shared: Arc<Shared>) {
 }
 
 /// Starts to serve a connection, or resets it if there are too many.
-fn admit(connections: &mut JoinSet<()>, shared: &Arc<Shared>, stream: TcpStream, target: SocketAddr) {
+fn admit(
+    connections: &mut JoinSet<()>,
+    shared: &Arc<Shared>,
+    stream: TcpStream,
+    target: SocketAddr,
+) {
     let Ok(place) = Arc::clone(&shared.places).try_acquire_owned() else {
         let target = SocketAddr::new(target.ip().to_canonical(), target.port());
         let name = shared.names.name_at(target.ip());
-        let text = name.map_or(target.to_string(), |name| format!("{}:{}", name.name(), target.port()));
-        shared.notes.add(text, Reason::TooManyConnections(shared.limits.connections));
+        let text = name.map_or(target.to_string(), |name| {
+            format!("{}:{}", name.name(), target.port())
+        });
+        shared
+            .notes
+            .add(text, Reason::TooManyConnections(shared.limits.connections));
         drop(Inside::new(stream, shared.meter.clone(), Fate::default()));
         return;
     };

@@ -57,7 +57,11 @@ const HOST_NAME: u8 = 0;
 fn message(bytes: &[u8]) -> Result<Vec<u8>, Hello> {
     let mut gathered = Vec::new();
     let mut rest = bytes.get(..LARGEST_HELLO).unwrap_or(bytes);
-    let more = if bytes.len() >= LARGEST_HELLO { Hello::NotTls } else { Hello::Incomplete };
+    let more = if bytes.len() >= LARGEST_HELLO {
+        Hello::NotTls
+    } else {
+        Hello::Incomplete
+    };
     loop {
         // Every byte that is there is checked, so that what can be no hello is not waited for.
         let header = &rest[..rest.len().min(RECORD_HEADER)];
@@ -67,7 +71,9 @@ fn message(bytes: &[u8]) -> Result<Vec<u8>, Hello> {
         if !fits {
             return Err(Hello::NotTls);
         }
-        let Some((header, behind)) = rest.split_at_checked(RECORD_HEADER) else { return Err(more) };
+        let Some((header, behind)) = rest.split_at_checked(RECORD_HEADER) else {
+            return Err(more);
+        };
         let length = usize::from(u16::from_be_bytes([header[3], header[4]]));
         if length == 0 || length > LARGEST_FRAGMENT {
             return Err(Hello::NotTls);
@@ -78,7 +84,8 @@ fn message(bytes: &[u8]) -> Result<Vec<u8>, Hello> {
             return Err(Hello::NotTls);
         }
         if let Some(size) = gathered.get(1..MESSAGE_HEADER) {
-            let size = usize::from(size[0]) << 16 | usize::from(size[1]) << 8 | usize::from(size[2]);
+            let size =
+                usize::from(size[0]) << 16 | usize::from(size[1]) << 8 | usize::from(size[2]);
             let whole = MESSAGE_HEADER + size;
             // The record that ends the hello ends with it: nothing else may stand there before the server has answered.
             let announced = gathered.len() - fragment.len() + length;
@@ -103,9 +110,14 @@ fn client_hello(body: &[u8]) -> Option<ClientHello> {
     let [3, _] = body.take(2)? else { return None };
     let _random = body.take(32)?;
     let _session = body.short_vector().filter(|session| session.len() <= 32)?;
-    let _suites = body.vector().filter(|suites| suites.len() >= 2 && suites.len() % 2 == 0)?;
+    let _suites = body
+        .vector()
+        .filter(|suites| suites.len() >= 2 && suites.len() % 2 == 0)?;
     let _compression = body.short_vector().filter(|methods| !methods.is_empty())?;
-    let mut hello = ClientHello { server_name: None, has_encrypted_hello: false };
+    let mut hello = ClientHello {
+        server_name: None,
+        has_encrypted_hello: false,
+    };
     if body.is_empty() {
         // A client before TLS 1.3 that has no extensions.
         return Some(hello);
@@ -134,9 +146,15 @@ fn client_hello(body: &[u8]) -> Option<ClientHello> {
 fn server_name(content: &[u8]) -> Option<String> {
     let mut content = Reader(content);
     let mut list = Reader(content.vector()?);
-    let [HOST_NAME] = list.take(1)? else { return None };
+    let [HOST_NAME] = list.take(1)? else {
+        return None;
+    };
     let name = list.vector()?;
-    if !content.is_empty() || !list.is_empty() || name.is_empty() || !name.iter().all(u8::is_ascii_graphic) {
+    if !content.is_empty()
+        || !list.is_empty()
+        || name.is_empty()
+        || !name.iter().all(u8::is_ascii_graphic)
+    {
         return None;
     }
     String::from_utf8(name.to_vec()).ok()
@@ -200,10 +218,18 @@ mod tests {
         18ce50f2d95a028c2b7b5728ac5c3c4c0f1c1fe88b8e8e6ef41f05848fc440";
 
     /// What rustls sends, in records of at most `fragment` bytes.
-    fn real(name: &str, versions: &[&'static rustls::SupportedProtocolVersion], fragment: Option<usize>) -> Vec<u8> {
+    fn real(
+        name: &str,
+        versions: &[&'static rustls::SupportedProtocolVersion],
+        fragment: Option<usize>,
+    ) -> Vec<u8> {
         let provider = Arc::new(rustls::crypto::ring::default_provider());
-        let builder = ClientConfig::builder_with_provider(provider).with_protocol_versions(versions).unwrap();
-        let mut config = builder.with_root_certificates(RootCertStore::empty()).with_no_client_auth();
+        let builder = ClientConfig::builder_with_provider(provider)
+            .with_protocol_versions(versions)
+            .unwrap();
+        let mut config = builder
+            .with_root_certificates(RootCertStore::empty())
+            .with_no_client_auth();
         config.max_fragment_size = fragment;
         config.alpn_protocols = vec![b"h2".to_vec(), b"http/1.1".to_vec()];
         let name = ServerName::try_from(name.to_owned()).unwrap();
@@ -217,7 +243,10 @@ mod tests {
 
     fn openssl() -> Vec<u8> {
         let digits: Vec<u8> = OPENSSL.bytes().filter(u8::is_ascii_hexdigit).collect();
-        digits.chunks(2).map(|pair| u8::from_str_radix(std::str::from_utf8(pair).unwrap(), 16).unwrap()).collect()
+        digits
+            .chunks(2)
+            .map(|pair| u8::from_str_radix(std::str::from_utf8(pair).unwrap(), 16).unwrap())
+            .collect()
     }
 
     fn real_ones() -> Vec<Vec<u8>> {
@@ -245,15 +274,25 @@ mod tests {
     }
 
     fn named(name: &str) -> Hello {
-        Hello::Client(ClientHello { server_name: Some(name.to_owned()), has_encrypted_hello: false })
+        Hello::Client(ClientHello {
+            server_name: Some(name.to_owned()),
+            has_encrypted_hello: false,
+        })
     }
 
     fn unnamed() -> Hello {
-        Hello::Client(ClientHello { server_name: None, has_encrypted_hello: false })
+        Hello::Client(ClientHello {
+            server_name: None,
+            has_encrypted_hello: false,
+        })
     }
 
     fn vector(content: &[u8]) -> Vec<u8> {
-        [&u16::try_from(content.len()).unwrap().to_be_bytes()[..], content].concat()
+        [
+            &u16::try_from(content.len()).unwrap().to_be_bytes()[..],
+            content,
+        ]
+        .concat()
     }
 
     fn extension(kind: u16, content: &[u8]) -> Vec<u8> {
@@ -262,7 +301,10 @@ mod tests {
 
     /// A server_name extension with entries of these kinds.
     fn names(entries: &[(u8, &[u8])]) -> Vec<u8> {
-        let list: Vec<u8> = entries.iter().flat_map(|(kind, name)| [vec![*kind], vector(name)].concat()).collect();
+        let list: Vec<u8> = entries
+            .iter()
+            .flat_map(|(kind, name)| [vec![*kind], vector(name)].concat())
+            .collect();
         extension(SERVER_NAME, &vector(&list))
     }
 
@@ -281,7 +323,10 @@ mod tests {
 
     /// Puts a message into records of at most `fragment` bytes.
     fn records(message: &[u8], fragment: usize) -> Vec<u8> {
-        message.chunks(fragment).flat_map(|piece| [vec![HANDSHAKE_RECORD, 3, 1], vector(piece)].concat()).collect()
+        message
+            .chunks(fragment)
+            .flat_map(|piece| [vec![HANDSHAKE_RECORD, 3, 1], vector(piece)].concat())
+            .collect()
     }
 
     fn hello(extensions: &[Vec<u8>]) -> Vec<u8> {
@@ -291,18 +336,35 @@ mod tests {
     #[test]
     fn the_name_in_a_real_hello_is_read() {
         assert_eq!(read(&openssl()), named("www.example.com"));
-        assert_eq!(read(&real("api.example.com", rustls::ALL_VERSIONS, None)), named("api.example.com"));
-        assert_eq!(read(&real("api.example.com", &[&rustls::version::TLS12], None)), named("api.example.com"));
+        assert_eq!(
+            read(&real("api.example.com", rustls::ALL_VERSIONS, None)),
+            named("api.example.com")
+        );
+        assert_eq!(
+            read(&real("api.example.com", &[&rustls::version::TLS12], None)),
+            named("api.example.com")
+        );
         // A client that was given an address sends no name.
-        assert_eq!(read(&real("192.0.2.7", rustls::ALL_VERSIONS, None)), unnamed());
+        assert_eq!(
+            read(&real("192.0.2.7", rustls::ALL_VERSIONS, None)),
+            unnamed()
+        );
     }
 
     #[test]
     fn a_hello_may_come_in_pieces_and_in_several_records() {
         let whole = read(&openssl());
         for fragment in [32, 64, 100, 16384] {
-            let bytes = real("api.example.com", rustls::ALL_VERSIONS, Some(fragment + RECORD_HEADER));
-            assert_eq!(read(&bytes), named("api.example.com"), "records of {fragment} bytes");
+            let bytes = real(
+                "api.example.com",
+                rustls::ALL_VERSIONS,
+                Some(fragment + RECORD_HEADER),
+            );
+            assert_eq!(
+                read(&bytes),
+                named("api.example.com"),
+                "records of {fragment} bytes"
+            );
         }
         for fragment in [1, 2, 3, 4, 5, 100] {
             let bytes = records(&openssl()[RECORD_HEADER..], fragment);
@@ -319,19 +381,37 @@ mod tests {
 
     #[test]
     fn what_follows_a_hello_does_not_change_it() {
-        let early_data = [openssl(), vec![20, 3, 3, 0, 1, 1], vec![23, 3, 3, 0, 4, 1, 2, 3, 4]].concat();
+        let early_data = [
+            openssl(),
+            vec![20, 3, 3, 0, 1, 1],
+            vec![23, 3, 3, 0, 4, 1, 2, 3, 4],
+        ]
+        .concat();
         assert_eq!(read(&early_data), named("www.example.com"));
-        assert_eq!(read(&[openssl(), vec![0; 100_000]].concat()), named("www.example.com"));
+        assert_eq!(
+            read(&[openssl(), vec![0; 100_000]].concat()),
+            named("www.example.com")
+        );
     }
 
     #[test]
     fn an_encrypted_hello_is_noticed() {
         let outer = names(&[(HOST_NAME, b"public.example.com")]);
-        for (kind, is_encrypted) in
-            [(0xfe0d, true), (0xfe0c, true), (0xfe08, true), (0xffce, true), (0xfe0e, false), (0x002b, false)]
-        {
-            for extensions in [[outer.clone(), extension(kind, &[0; 9])], [extension(kind, &[]), outer.clone()]] {
-                let Hello::Client(client) = read(&hello(&extensions)) else { panic!("it is a hello") };
+        for (kind, is_encrypted) in [
+            (0xfe0d, true),
+            (0xfe0c, true),
+            (0xfe08, true),
+            (0xffce, true),
+            (0xfe0e, false),
+            (0x002b, false),
+        ] {
+            for extensions in [
+                [outer.clone(), extension(kind, &[0; 9])],
+                [extension(kind, &[]), outer.clone()],
+            ] {
+                let Hello::Client(client) = read(&hello(&extensions)) else {
+                    panic!("it is a hello")
+                };
                 assert_eq!(client.has_encrypted_hello, is_encrypted, "{kind:#x}");
                 assert_eq!(client.server_name.as_deref(), Some("public.example.com"));
             }
@@ -344,19 +424,31 @@ mod tests {
         assert_eq!(read(&hello(&[extension(0x002b, &[2, 3, 4])])), unnamed());
         // Before TLS 1.3 the extensions could be left out altogether.
         let short = body(&[]);
-        assert_eq!(read(&records(&message(&short[..short.len() - 2]), 100)), unnamed());
+        assert_eq!(
+            read(&records(&message(&short[..short.len() - 2]), 100)),
+            unnamed()
+        );
     }
 
     #[test]
     fn a_server_name_is_exactly_one_host_name() {
-        assert_eq!(read(&hello(&[names(&[(HOST_NAME, b"a.example")])])), named("a.example")); // control
+        assert_eq!(
+            read(&hello(&[names(&[(HOST_NAME, b"a.example")])])),
+            named("a.example")
+        ); // control
         for extensions in [
             vec![names(&[])],
             vec![names(&[(HOST_NAME, b"")])],
-            vec![names(&[(HOST_NAME, b"a.example"), (HOST_NAME, b"b.example")])],
+            vec![names(&[
+                (HOST_NAME, b"a.example"),
+                (HOST_NAME, b"b.example"),
+            ])],
             vec![names(&[(HOST_NAME, b"a.example"), (1, b"b.example")])],
             vec![names(&[(1, b"a.example")])],
-            vec![names(&[(HOST_NAME, b"a.example")]), names(&[(HOST_NAME, b"b.example")])],
+            vec![
+                names(&[(HOST_NAME, b"a.example")]),
+                names(&[(HOST_NAME, b"b.example")]),
+            ],
             vec![names(&[(HOST_NAME, b"a.example\0.b.example")])],
             vec![names(&[(HOST_NAME, b"a.example ")])],
             vec![names(&[(HOST_NAME, "ä.example".as_bytes())])],
@@ -398,7 +490,10 @@ mod tests {
             assert_eq!(read(bytes), Hello::NotTls, "{bytes:?}");
         }
         assert_eq!(read(b""), Hello::Incomplete);
-        assert_eq!(read(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc"), Hello::Incomplete); // control
+        assert_eq!(
+            read(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc"),
+            Hello::Incomplete
+        ); // control
     }
 
     #[test]
@@ -430,7 +525,11 @@ mod tests {
         let second_message = [message(&good), message(&good)].concat();
         assert_eq!(read(&records(&second_message, 16384)), Hello::NotTls);
         // In a record of its own it is not the hello's business.
-        let separate = [records(&message(&good), 16384), records(&message(&good), 16384)].concat();
+        let separate = [
+            records(&message(&good), 16384),
+            records(&message(&good), 16384),
+        ]
+        .concat();
         assert_eq!(read(&separate), named("a.example"));
     }
 
@@ -440,13 +539,20 @@ mod tests {
         let first = RECORD_HEADER + 100;
         let change_cipher = [20, 3, 3, 0, 1, 1];
         assert_eq!(read(&parts), named("www.example.com")); // control
-        assert_eq!(read(&[&parts[..first], &change_cipher, &parts[first..]].concat()), Hello::NotTls);
+        assert_eq!(
+            read(&[&parts[..first], &change_cipher, &parts[first..]].concat()),
+            Hello::NotTls
+        );
     }
 
     #[test]
     fn a_hello_has_at_most_16_kib() {
-        let sized =
-            |padding: usize| hello(&[names(&[(HOST_NAME, b"a.example")]), extension(0x0015, &vec![0; padding])]);
+        let sized = |padding: usize| {
+            hello(&[
+                names(&[(HOST_NAME, b"a.example")]),
+                extension(0x0015, &vec![0; padding]),
+            ])
+        };
         let overhead = sized(0).len();
         let largest = sized(LARGEST_HELLO - overhead);
         assert_eq!(largest.len(), LARGEST_HELLO);
@@ -504,9 +610,17 @@ mod tests {
     /// A verdict stays, whatever follows; and a server that reads the same bytes does not see another name than we do.
     fn check(bytes: &[u8]) -> Result<(), TestCaseError> {
         let mut verdict = Hello::Incomplete;
-        for length in (0..bytes.len()).step_by(1 + bytes.len() / 40).chain([bytes.len()]) {
+        for length in (0..bytes.len())
+            .step_by(1 + bytes.len() / 40)
+            .chain([bytes.len()])
+        {
             let next = read(&bytes[..length]);
-            prop_assert!(verdict == Hello::Incomplete || verdict == next, "{:?} became {:?}", verdict, next);
+            prop_assert!(
+                verdict == Hello::Incomplete || verdict == next,
+                "{:?} became {:?}",
+                verdict,
+                next
+            );
             verdict = next;
         }
         if let (Hello::Client(client), Some(Some(name))) = (&verdict, second_reading(bytes)) {
@@ -551,8 +665,14 @@ mod tests {
     #[test]
     fn the_second_reader_reads_what_is_whole() {
         // The control of the comparison above: it compares something.
-        assert_eq!(second_reading(&openssl()), Some(Some("www.example.com".to_owned())));
-        assert_eq!(second_reading(&real_ones()[3]), Some(Some("api.example.com".to_owned())));
+        assert_eq!(
+            second_reading(&openssl()),
+            Some(Some("www.example.com".to_owned()))
+        );
+        assert_eq!(
+            second_reading(&real_ones()[3]),
+            Some(Some("api.example.com".to_owned()))
+        );
         assert_eq!(second_reading(&openssl()[..100]), None);
     }
 }

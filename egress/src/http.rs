@@ -62,11 +62,26 @@ where
     U: AsyncRead + AsyncWrite + Unpin + Send + 'static,
 {
     let (sender, upstream) = client_settings().handshake(TokioIo::new(upstream)).await?;
-    let forwarder = Forwarder { name, port, refused, state: Mutex::new(State::new(sender)) };
+    let forwarder = Forwarder {
+        name,
+        port,
+        refused,
+        state: Mutex::new(State::new(sender)),
+    };
     let service = service_fn(|request| forwarder.answer(request));
-    let mut inside = pin!(server_settings().serve_connection(TokioIo::new(inside), service).with_upgrades());
+    let mut inside = pin!(
+        server_settings()
+            .serve_connection(TokioIo::new(inside), service)
+            .with_upgrades()
+    );
     let mut upstream = Some(Box::pin(upstream.with_upgrades()));
-    let ending = async |upstream: &mut Option<_>| if let Some(upstream) = upstream { upstream.await } else { Ok(()) };
+    let ending = async |upstream: &mut Option<_>| {
+        if let Some(upstream) = upstream {
+            upstream.await
+        } else {
+            Ok(())
+        }
+    };
     loop {
         tokio::select! {
             ended = &mut inside => break ended?,
@@ -79,7 +94,9 @@ where
             }
         }
     }
-    let Some((inside, upgraded)) = forwarder.state().upgrade.take() else { return Ok(()) };
+    let Some((inside, upgraded)) = forwarder.state().upgrade.take() else {
+        return Ok(());
+    };
     let (inside, upgraded, ()) = tokio::try_join!(inside, upgraded, ending(&mut upstream))?;
     let (mut inside, mut upgraded) = (TokioIo::new(inside), TokioIo::new(upgraded));
     tokio::io::copy_bidirectional_with_sizes(&mut inside, &mut upgraded, BUFFER, BUFFER).await?;
@@ -103,16 +120,26 @@ const USUAL_PORT: u16 = 80;
 
 fn client_settings() -> client::Builder {
     let mut builder = client::Builder::new();
-    builder.max_buf_size(BUFFER).max_header_size(LARGEST_HEAD).max_headers(MOST_HEADERS).preserve_header_case(true);
+    builder
+        .max_buf_size(BUFFER)
+        .max_header_size(LARGEST_HEAD)
+        .max_headers(MOST_HEADERS)
+        .preserve_header_case(true);
     builder
 }
 
 fn server_settings() -> server::Builder {
     let mut builder = server::Builder::new();
-    builder.max_buf_size(BUFFER).max_header_size(LARGEST_HEAD).max_headers(MOST_HEADERS).preserve_header_case(true);
+    builder
+        .max_buf_size(BUFFER)
+        .max_header_size(LARGEST_HEAD)
+        .max_headers(MOST_HEADERS)
+        .preserve_header_case(true);
     // A client that has said everything may close its half. The date is the server's to say.
     builder.half_close(true).auto_date_header(false);
-    builder.timer(TokioTimer::new()).header_read_timeout(LONGEST_REST);
+    builder
+        .timer(TokioTimer::new())
+        .header_read_timeout(LONGEST_REST);
     builder
 }
 
@@ -134,7 +161,11 @@ struct State {
 
 impl State {
     fn new(sender: client::SendRequest<Incoming>) -> State {
-        State { sender: Some(sender), has_upstream_ended: false, upgrade: None }
+        State {
+            sender: Some(sender),
+            has_upstream_ended: false,
+            upgrade: None,
+        }
     }
 }
 
@@ -166,7 +197,9 @@ impl Forwarder<'_> {
         let (mut parts, body) = request.into_parts();
         rewrite(&mut parts, self.name, self.port, upgrade.is_some())?;
         sender.ready().await?;
-        let mut response = sender.send_request(Request::from_parts(parts, body)).await?;
+        let mut response = sender
+            .send_request(Request::from_parts(parts, body))
+            .await?;
         let is_last = self.state().has_upstream_ended || ends_here(&response);
         let switches = response.status() == StatusCode::SWITCHING_PROTOCOLS;
         let passes = switches && is_websocket(response.headers());
@@ -177,9 +210,13 @@ impl Forwarder<'_> {
                 self.state().upgrade = Some((inside, hyper::upgrade::on(&mut response)));
                 say_websocket(response.headers_mut());
             }
-            _ if switches => return Err("the server speaks another protocol without having been asked".into()),
+            _ if switches => {
+                return Err("the server speaks another protocol without having been asked".into());
+            }
             _ if is_last => {
-                response.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("close"));
+                response
+                    .headers_mut()
+                    .insert(header::CONNECTION, HeaderValue::from_static("close"));
             }
             _ => {}
         }
@@ -219,19 +256,38 @@ fn check<B>(request: &Request<B>, name: &HostName, port: u16) -> Result<(), Mism
 fn check_authority(text: &str, name: &HostName, port: u16) -> Result<(), Mismatch> {
     let (host, said) = parse_authority(text).map_err(|_| Mismatch::Unreadable)?;
     let said = said.unwrap_or(USUAL_PORT);
-    if host == Host::Name(name.clone()) && said == port { Ok(()) } else { Err(Mismatch::Other(host, said)) }
+    if host == Host::Name(name.clone()) && said == port {
+        Ok(())
+    } else {
+        Err(Mismatch::Other(host, said))
+    }
 }
 
 /// Makes the head of a request what a server, rather than a proxy, gets; and the host in it the one that was checked.
-fn rewrite(parts: &mut request::Parts, name: &HostName, port: u16, is_upgrade: bool) -> Result<(), Failure> {
-    let target = parts.uri.path_and_query().cloned().ok_or("the request has no target")?;
+fn rewrite(
+    parts: &mut request::Parts,
+    name: &HostName,
+    port: u16,
+    is_upgrade: bool,
+) -> Result<(), Failure> {
+    let target = parts
+        .uri
+        .path_and_query()
+        .cloned()
+        .ok_or("the request has no target")?;
     parts.uri = Uri::from(target);
     parts.version = Version::HTTP_11;
     remove_hop_by_hop(&mut parts.headers);
     // We ask the client for the body ourselves, as soon as the server has room for it.
     parts.headers.remove(header::EXPECT);
-    let host = if port == USUAL_PORT { name.to_string() } else { format!("{name}:{port}") };
-    parts.headers.insert(header::HOST, HeaderValue::from_str(&host)?);
+    let host = if port == USUAL_PORT {
+        name.to_string()
+    } else {
+        format!("{name}:{port}")
+    };
+    parts
+        .headers
+        .insert(header::HOST, HeaderValue::from_str(&host)?);
     if is_upgrade {
         say_websocket(&mut parts.headers);
     }
@@ -240,11 +296,20 @@ fn rewrite(parts: &mut request::Parts, name: &HostName, port: u16, is_upgrade: b
 
 /// Removes what is between two neighbours only (RFC 9110 §7.6.1). Hyper writes its own.
 fn remove_hop_by_hop(headers: &mut HeaderMap) {
-    let listed: Vec<HeaderName> = tokens(headers, header::CONNECTION).filter_map(|name| name.parse().ok()).collect();
+    let listed: Vec<HeaderName> = tokens(headers, header::CONNECTION)
+        .filter_map(|name| name.parse().ok())
+        .collect();
     for name in listed {
         headers.remove(name);
     }
-    for name in ["connection", "keep-alive", "proxy-connection", "te", "transfer-encoding", "upgrade"] {
+    for name in [
+        "connection",
+        "keep-alive",
+        "proxy-connection",
+        "te",
+        "transfer-encoding",
+        "upgrade",
+    ] {
         headers.remove(name);
     }
 }
@@ -262,21 +327,33 @@ fn say_websocket(headers: &mut HeaderMap) {
 
 /// Tells whether the server closes the connection after this response.
 fn ends_here<B>(response: &Response<B>) -> bool {
-    let says =
-        |word: &str| tokens(response.headers(), header::CONNECTION).any(|token| token.eq_ignore_ascii_case(word));
+    let says = |word: &str| {
+        tokens(response.headers(), header::CONNECTION).any(|token| token.eq_ignore_ascii_case(word))
+    };
     says("close") || (response.version() == Version::HTTP_10 && !says("keep-alive"))
 }
 
 fn tokens(headers: &HeaderMap, name: HeaderName) -> impl Iterator<Item = &str> {
-    let values = headers.get_all(name).into_iter().filter_map(|value| value.to_str().ok());
-    values.flat_map(|value| value.split(',')).map(str::trim).filter(|token| !token.is_empty())
+    let values = headers
+        .get_all(name)
+        .into_iter()
+        .filter_map(|value| value.to_str().ok());
+    values
+        .flat_map(|value| value.split(','))
+        .map(str::trim)
+        .filter(|token| !token.is_empty())
 }
 
 fn refusal(sentence: String) -> Answer {
     let mut response = Response::new(Either::Right(Full::new(Bytes::from(sentence))));
     *response.status_mut() = StatusCode::FORBIDDEN;
-    response.headers_mut().insert(header::CONTENT_TYPE, HeaderValue::from_static("text/plain; charset=utf-8"));
-    response.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("close"));
+    response.headers_mut().insert(
+        header::CONTENT_TYPE,
+        HeaderValue::from_static("text/plain; charset=utf-8"),
+    );
+    response
+        .headers_mut()
+        .insert(header::CONNECTION, HeaderValue::from_static("close"));
     response
 }
 
@@ -306,9 +383,20 @@ mod tests {
         let notes = Arc::clone(&refused);
         tokio::spawn(async move {
             let note = move |mismatch| notes.lock().unwrap().push(mismatch);
-            let _ = serve(inside, upstream, &HostName::parse("example.com").unwrap(), port, &note).await;
+            let _ = serve(
+                inside,
+                upstream,
+                &HostName::parse("example.com").unwrap(),
+                port,
+                &note,
+            )
+            .await;
         });
-        Line { client, server, refused }
+        Line {
+            client,
+            server,
+            refused,
+        }
     }
 
     impl Line {
@@ -346,12 +434,9 @@ mod tests {
     async fn head(stream: &mut DuplexStream) -> String {
         let mut text = Vec::new();
         while !text.ends_with(b"\r\n\r\n") {
-            text.push(
-                stream
-                    .read_u8()
-                    .await
-                    .unwrap_or_else(|error| panic!("{error} after {:?}", String::from_utf8_lossy(&text))),
-            );
+            text.push(stream.read_u8().await.unwrap_or_else(|error| {
+                panic!("{error} after {:?}", String::from_utf8_lossy(&text))
+            }));
         }
         String::from_utf8(text).unwrap()
     }
@@ -361,7 +446,10 @@ mod tests {
         let mut line = line();
         line.say(request).await;
         let answer = line.rest().await;
-        assert!(answer.contains(" 403 Forbidden\r\n") && answer.contains("example.com:80"), "{request:?}: {answer}");
+        assert!(
+            answer.contains(" 403 Forbidden\r\n") && answer.contains("example.com:80"),
+            "{request:?}: {answer}"
+        );
         assert!(line.server_hears_nothing().await, "{request:?}");
         assert_eq!(*line.refused.lock().unwrap(), [expected]);
     }
@@ -373,14 +461,31 @@ mod tests {
     #[tokio::test]
     async fn requests_for_the_name_pass_one_after_another() {
         let mut line = line();
-        for (path, host) in [("/first", "example.com"), ("/second?x=1", "EXAMPLE.com:80"), ("/third", "example.com.")] {
-            line.say(&format!("GET {path} HTTP/1.1\r\nHost: {host}\r\nX-Mark: yes\r\n\r\n")).await;
+        for (path, host) in [
+            ("/first", "example.com"),
+            ("/second?x=1", "EXAMPLE.com:80"),
+            ("/third", "example.com."),
+        ] {
+            line.say(&format!(
+                "GET {path} HTTP/1.1\r\nHost: {host}\r\nX-Mark: yes\r\n\r\n"
+            ))
+            .await;
             let request = line.request().await;
-            assert!(request.starts_with(&format!("GET {path} HTTP/1.1\r\n")), "{request}");
-            assert!(request.contains("X-Mark: yes\r\n") && request.contains("example.com\r\n"), "{request}");
-            line.reply("HTTP/1.1 200 OK\r\nContent-Length: 5\r\nX-Answer: yes\r\n\r\nhello").await;
+            assert!(
+                request.starts_with(&format!("GET {path} HTTP/1.1\r\n")),
+                "{request}"
+            );
+            assert!(
+                request.contains("X-Mark: yes\r\n") && request.contains("example.com\r\n"),
+                "{request}"
+            );
+            line.reply("HTTP/1.1 200 OK\r\nContent-Length: 5\r\nX-Answer: yes\r\n\r\nhello")
+                .await;
             let response = line.response().await;
-            assert!(response.starts_with("HTTP/1.1 200 OK\r\n") && response.contains("X-Answer: yes"), "{response}");
+            assert!(
+                response.starts_with("HTTP/1.1 200 OK\r\n") && response.contains("X-Answer: yes"),
+                "{response}"
+            );
             let mut body = [0; 5];
             line.client.read_exact(&mut body).await.unwrap();
             assert_eq!(&body, b"hello");
@@ -391,11 +496,13 @@ mod tests {
     #[tokio::test]
     async fn a_request_for_another_host_is_refused_even_as_the_second_on_its_connection() {
         let mut line = line();
-        line.say("GET / HTTP/1.1\r\nHost: example.com\r\n\r\n").await;
+        line.say("GET / HTTP/1.1\r\nHost: example.com\r\n\r\n")
+            .await;
         line.request().await;
         line.reply("HTTP/1.1 204 No Content\r\n\r\n").await;
         assert!(line.response().await.starts_with("HTTP/1.1 204")); // control
-        line.say("GET /secret HTTP/1.1\r\nHost: example.org\r\n\r\n").await;
+        line.say("GET /secret HTTP/1.1\r\nHost: example.org\r\n\r\n")
+            .await;
         let answer = line.rest().await;
         assert!(answer.starts_with("HTTP/1.1 403 Forbidden\r\n"), "{answer}");
         assert!(answer.ends_with("the request is for example.org:80, but this connection is to example.com:80. Other hosts must be in the allowed list, and need a connection of their own.\n"), "{answer}");
@@ -416,39 +523,74 @@ mod tests {
 
     #[tokio::test]
     async fn every_way_to_name_another_host_is_refused() {
-        expect_refusal("GET / HTTP/1.1\r\nHost: sub.example.com\r\n\r\n", other("sub.example.com", 80)).await;
-        expect_refusal("GET / HTTP/1.1\r\nHost: example.com:8080\r\n\r\n", other("example.com", 8080)).await;
-        expect_refusal("GET / HTTP/1.1\r\nHost: 169.254.169.254\r\n\r\n", other("169.254.169.254", 80)).await;
+        expect_refusal(
+            "GET / HTTP/1.1\r\nHost: sub.example.com\r\n\r\n",
+            other("sub.example.com", 80),
+        )
+        .await;
+        expect_refusal(
+            "GET / HTTP/1.1\r\nHost: example.com:8080\r\n\r\n",
+            other("example.com", 8080),
+        )
+        .await;
+        expect_refusal(
+            "GET / HTTP/1.1\r\nHost: 169.254.169.254\r\n\r\n",
+            other("169.254.169.254", 80),
+        )
+        .await;
         expect_refusal("GET / HTTP/1.1\r\nHost: [::1]\r\n\r\n", other("[::1]", 80)).await;
         let absolute = "GET http://example.org/ HTTP/1.1\r\nHost: example.com\r\n\r\n";
         expect_refusal(absolute, other("example.org", 80)).await;
         let absolute = "GET http://example.com/ HTTP/1.1\r\nHost: example.org\r\n\r\n";
         expect_refusal(absolute, other("example.org", 80)).await;
-        expect_refusal("GET https://example.com/ HTTP/1.1\r\nHost: example.com\r\n\r\n", Mismatch::Unreadable).await;
-        expect_refusal("GET / HTTP/1.1\r\nHost: example.com\r\nHost: example.org\r\n\r\n", Mismatch::Unreadable).await;
-        expect_refusal("GET / HTTP/1.1\r\nHost: user@example.com\r\n\r\n", Mismatch::Unreadable).await;
-        expect_refusal("GET / HTTP/1.1\r\nHost: example.com, example.org\r\n\r\n", Mismatch::Unreadable).await;
+        expect_refusal(
+            "GET https://example.com/ HTTP/1.1\r\nHost: example.com\r\n\r\n",
+            Mismatch::Unreadable,
+        )
+        .await;
+        expect_refusal(
+            "GET / HTTP/1.1\r\nHost: example.com\r\nHost: example.org\r\n\r\n",
+            Mismatch::Unreadable,
+        )
+        .await;
+        expect_refusal(
+            "GET / HTTP/1.1\r\nHost: user@example.com\r\n\r\n",
+            Mismatch::Unreadable,
+        )
+        .await;
+        expect_refusal(
+            "GET / HTTP/1.1\r\nHost: example.com, example.org\r\n\r\n",
+            Mismatch::Unreadable,
+        )
+        .await;
         expect_refusal("GET / HTTP/1.1\r\nHost:\r\n\r\n", Mismatch::Unreadable).await;
         expect_refusal("GET / HTTP/1.1\r\n\r\n", Mismatch::Missing).await;
         expect_refusal("GET / HTTP/1.0\r\n\r\n", Mismatch::Missing).await;
-        expect_refusal("CONNECT example.com:80 HTTP/1.1\r\nHost: example.com:80\r\n\r\n", Mismatch::Tunnel).await;
+        expect_refusal(
+            "CONNECT example.com:80 HTTP/1.1\r\nHost: example.com:80\r\n\r\n",
+            Mismatch::Tunnel,
+        )
+        .await;
     }
 
     #[tokio::test]
     async fn a_target_in_absolute_form_reaches_the_server_as_a_path() {
         let mut line = line();
-        line.say("GET http://example.com:80/a?b HTTP/1.1\r\nHost: example.com\r\n\r\n").await;
+        line.say("GET http://example.com:80/a?b HTTP/1.1\r\nHost: example.com\r\n\r\n")
+            .await;
         assert!(line.request().await.starts_with("GET /a?b HTTP/1.1\r\n"));
     }
 
     #[tokio::test]
     async fn another_port_than_the_usual_one_must_be_said_and_is_said_again() {
         let mut line = line_for(8080);
-        line.say("GET / HTTP/1.1\r\nHost: example.com:8080\r\n\r\n").await;
+        line.say("GET / HTTP/1.1\r\nHost: example.com:8080\r\n\r\n")
+            .await;
         assert!(line.request().await.contains("example.com:8080\r\n"));
         line.reply("HTTP/1.1 204 No Content\r\n\r\n").await;
         line.response().await;
-        line.say("GET / HTTP/1.1\r\nHost: example.com\r\n\r\n").await;
+        line.say("GET / HTTP/1.1\r\nHost: example.com\r\n\r\n")
+            .await;
         assert!(line.rest().await.starts_with("HTTP/1.1 403"));
     }
 
@@ -457,14 +599,20 @@ mod tests {
         let mut line = line();
         line.say("GET / HTTP/1.1\r\nHost: example.com\r\nConnection: keep-alive, Host, X-Private\r\nKeep-Alive: 5\r\nX-Private: 1\r\nTE: gzip\r\nX-Kept: 1\r\n\r\n").await;
         let request = line.request().await.to_lowercase();
-        assert!(request.contains("\r\nhost: example.com\r\n") && request.contains("\r\nx-kept: 1\r\n"), "{request}");
+        assert!(
+            request.contains("\r\nhost: example.com\r\n") && request.contains("\r\nx-kept: 1\r\n"),
+            "{request}"
+        );
         for gone in ["x-private", "keep-alive", "\r\nte:", "connection"] {
             assert!(!request.contains(gone), "{request}");
         }
         line.reply("HTTP/1.1 200 OK\r\nConnection: X-Inner\r\nX-Inner: 1\r\nX-Outer: 1\r\nContent-Length: 0\r\n\r\n")
             .await;
         let response = line.response().await;
-        assert!(response.contains("X-Outer: 1") && !response.contains("X-Inner"), "{response}");
+        assert!(
+            response.contains("X-Outer: 1") && !response.contains("X-Inner"),
+            "{response}"
+        );
     }
 
     #[tokio::test]
@@ -475,14 +623,20 @@ mod tests {
         )
         .await;
         let request = line.request().await.to_lowercase();
-        assert!(request.contains("transfer-encoding: chunked") && !request.contains("content-length"), "{request}");
+        assert!(
+            request.contains("transfer-encoding: chunked") && !request.contains("content-length"),
+            "{request}"
+        );
     }
 
     #[tokio::test]
     async fn a_head_that_is_too_large_is_refused() {
         let ask = async |size: usize| {
             let mut line = line();
-            let request = format!("GET / HTTP/1.1\r\nHost: example.com\r\nX-Long: {}\r\n\r\n", "a".repeat(size));
+            let request = format!(
+                "GET / HTTP/1.1\r\nHost: example.com\r\nX-Long: {}\r\n\r\n",
+                "a".repeat(size)
+            );
             let Line { client, server, .. } = &mut line;
             let (_, heard) = tokio::join!(client.write_all(request.as_bytes()), async {
                 let mut first = [0; 3];
@@ -505,7 +659,8 @@ mod tests {
         let mut chunk = [0; 10];
         line.server.read_exact(&mut chunk).await.unwrap(); // came before the rest was sent
         assert_eq!(&chunk, b"5\r\nfirst\r\n");
-        line.reply("HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n4\r\npart\r\n").await;
+        line.reply("HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n4\r\npart\r\n")
+            .await;
         assert!(line.response().await.starts_with("HTTP/1.1 200"));
         let mut chunk = [0; 9];
         line.client.read_exact(&mut chunk).await.unwrap();
@@ -523,11 +678,17 @@ mod tests {
         let mut line = line();
         line.say("GET / HTTP/1.1\r\nHost: example.com\r\nConnection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Key: k\r\n\r\n").await;
         let request = line.request().await.to_lowercase();
-        assert!(request.contains("upgrade: websocket") && request.contains("connection: upgrade"), "{request}");
+        assert!(
+            request.contains("upgrade: websocket") && request.contains("connection: upgrade"),
+            "{request}"
+        );
         line.reply("HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\nfrom server")
             .await;
         let response = line.response().await.to_lowercase();
-        assert!(response.starts_with("http/1.1 101") && response.contains("upgrade: websocket"), "{response}");
+        assert!(
+            response.starts_with("http/1.1 101") && response.contains("upgrade: websocket"),
+            "{response}"
+        );
         let mut text = [0; 11];
         line.client.read_exact(&mut text).await.unwrap();
         assert_eq!(&text, b"from server");
@@ -538,22 +699,34 @@ mod tests {
         let mut line = self::line();
         line.say("GET / HTTP/1.1\r\nHost: example.com\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: x\r\n\r\n").await;
         let request = line.request().await.to_lowercase();
-        assert!(!request.contains("upgrade") && !request.contains("http2"), "{request}");
-        line.reply("HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n").await;
+        assert!(
+            !request.contains("upgrade") && !request.contains("http2"),
+            "{request}"
+        );
+        line.reply(
+            "HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n",
+        )
+        .await;
         assert_eq!(line.rest().await, "");
     }
 
     #[tokio::test]
     async fn when_the_server_ends_the_connection_the_client_is_told() {
         let mut line = line();
-        line.say("GET / HTTP/1.1\r\nHost: example.com\r\n\r\n").await;
+        line.say("GET / HTTP/1.1\r\nHost: example.com\r\n\r\n")
+            .await;
         line.request().await;
-        line.reply("HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 2\r\n\r\nok").await;
+        line.reply("HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 2\r\n\r\nok")
+            .await;
         let answer = line.rest().await.to_lowercase();
-        assert!(answer.contains("connection: close") && answer.ends_with("ok"), "{answer}");
+        assert!(
+            answer.contains("connection: close") && answer.ends_with("ok"),
+            "{answer}"
+        );
 
         let mut line = self::line();
-        line.say("GET / HTTP/1.1\r\nHost: example.com\r\n\r\n").await;
+        line.say("GET / HTTP/1.1\r\nHost: example.com\r\n\r\n")
+            .await;
         line.request().await;
         line.reply("HTTP/1.1 204 No Content\r\n\r\n").await;
         line.response().await;
@@ -564,9 +737,11 @@ mod tests {
     #[tokio::test]
     async fn a_body_that_the_server_cuts_off_is_cut_off_for_the_client() {
         let mut line = line();
-        line.say("GET / HTTP/1.1\r\nHost: example.com\r\n\r\n").await;
+        line.say("GET / HTTP/1.1\r\nHost: example.com\r\n\r\n")
+            .await;
         line.request().await;
-        line.reply("HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n4\r\npart\r\n").await;
+        line.reply("HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n4\r\npart\r\n")
+            .await;
         line.server.shutdown().await.unwrap();
         let answer = line.rest().await;
         assert!(answer.ends_with("4\r\npart\r\n"), "{answer}"); // and not the chunk that says it is whole
@@ -575,7 +750,8 @@ mod tests {
     #[tokio::test]
     async fn a_body_without_a_length_ends_with_its_connection() {
         let mut line = line();
-        line.say("GET / HTTP/1.1\r\nHost: example.com\r\n\r\n").await;
+        line.say("GET / HTTP/1.1\r\nHost: example.com\r\n\r\n")
+            .await;
         line.request().await;
         line.reply("HTTP/1.0 200 OK\r\n\r\nall of it").await;
         line.server.shutdown().await.unwrap();

@@ -46,7 +46,9 @@ pub enum NameError {
     Character(char),
     #[error("a part of the name begins or ends with a hyphen")]
     Hyphen,
-    #[error("the name ends in a number, so it could be read as an IPv4 address; an address has four decimal numbers")]
+    #[error(
+        "the name ends in a number, so it could be read as an IPv4 address; an address has four decimal numbers"
+    )]
     Number,
     #[error("this is an address and not a name")]
     Address,
@@ -68,7 +70,10 @@ impl HostName {
             return Err(NameError::Empty);
         }
         // Says what is wrong with a plain text before UTS #46, which only says that something is.
-        if let Some(character) = text.chars().find(|character| character.is_ascii() && !is_name_character(*character)) {
+        if let Some(character) = text
+            .chars()
+            .find(|character| character.is_ascii() && !is_name_character(*character))
+        {
             return Err(if text.parse::<Ipv6Addr>().is_ok() {
                 NameError::Address
             } else {
@@ -77,7 +82,12 @@ impl HostName {
         }
         // The mapping can make dots and digits out of other characters: everything is checked on what comes out of it.
         let name = Uts46::new()
-            .to_ascii(text.as_bytes(), AsciiDenyList::STD3, Hyphens::Allow, DnsLength::Ignore)
+            .to_ascii(
+                text.as_bytes(),
+                AsciiDenyList::STD3,
+                Hyphens::Allow,
+                DnsLength::Ignore,
+            )
             .map_err(|_| NameError::International)?;
         check(&name)?;
         Ok(HostName(Arc::from(name.as_ref())))
@@ -179,7 +189,10 @@ fn check(name: &str) -> Result<(), NameError> {
         if label.starts_with('-') || label.ends_with('-') {
             return Err(NameError::Hyphen);
         }
-        if let Some(character) = label.chars().find(|c| !matches!(c, 'a'..='z' | '0'..='9' | '-')) {
+        if let Some(character) = label
+            .chars()
+            .find(|c| !matches!(c, 'a'..='z' | '0'..='9' | '-'))
+        {
             return Err(NameError::Character(character));
         }
     }
@@ -187,7 +200,11 @@ fn check(name: &str) -> Result<(), NameError> {
         return Err(NameError::Address);
     }
     let last = name.rsplit('.').next().unwrap_or(name);
-    if is_number(last) { Err(NameError::Number) } else { Ok(()) }
+    if is_number(last) {
+        Err(NameError::Number)
+    } else {
+        Ok(())
+    }
 }
 
 /// Tells whether the C library's `inet_aton`, or a browser, would take a label for a number: decimal, octal or hexadecimal.
@@ -205,7 +222,9 @@ mod tests {
     use super::*;
 
     fn parsed(text: &str) -> String {
-        HostName::parse(text).unwrap_or_else(|error| panic!("{text:?}: {error}")).to_string()
+        HostName::parse(text)
+            .unwrap_or_else(|error| panic!("{text:?}: {error}"))
+            .to_string()
     }
 
     fn refused(text: &str) -> NameError {
@@ -281,9 +300,15 @@ mod tests {
 
     #[test]
     fn no_spelling_of_an_address_is_a_name() {
-        for text in
-            ["127.0.0.1", "127.0.0.1.", "１２７.0.0.1", "127。0。0。1", "::1", "2001:db8::1", "::ffff:127.0.0.1"]
-        {
+        for text in [
+            "127.0.0.1",
+            "127.0.0.1.",
+            "１２７.0.0.1",
+            "127。0。0。1",
+            "::1",
+            "2001:db8::1",
+            "::ffff:127.0.0.1",
+        ] {
             assert_eq!(refused(text), NameError::Address, "{text:?}");
         }
         for text in [
@@ -319,7 +344,10 @@ mod tests {
         assert_eq!(parsed(&format!("{longest}.")), longest);
         assert_eq!(refused(&format!("{longest}a")), NameError::TooLong);
         // It is the A-label that must fit.
-        assert_eq!(refused(&format!("{}.example", "ü".repeat(63))), NameError::LongLabel);
+        assert_eq!(
+            refused(&format!("{}.example", "ü".repeat(63))),
+            NameError::LongLabel
+        );
     }
 
     #[test]

@@ -49,12 +49,18 @@ impl Names {
 
     /// Returns the name that `address` stands for and keeps it there for as long as the answer lives.
     pub(crate) fn name_at(self: &Arc<Self>, address: IpAddr) -> Option<NameInUse> {
-        let IpAddr::V4(address) = address else { return None };
+        let IpAddr::V4(address) = address else {
+            return None;
+        };
         let mut table = self.table();
         table.touch(address);
         let entry = table.entries.get_mut(&address)?;
         entry.connections += 1;
-        Some(NameInUse { names: Arc::clone(self), address, name: entry.name.clone() })
+        Some(NameInUse {
+            names: Arc::clone(self),
+            address,
+            name: entry.name.clone(),
+        })
     }
 
     fn table(&self) -> MutexGuard<'_, Table> {
@@ -103,8 +109,14 @@ impl Table {
 
     /// Makes room for one name. Looks at the whole table, which the limit on questions per second makes cheap enough.
     fn forget_the_oldest(&mut self) -> bool {
-        let unused = self.entries.iter().filter(|(_, entry)| entry.connections == 0);
-        let Some(address) = unused.min_by_key(|(_, entry)| entry.last_use).map(|(address, _)| *address) else {
+        let unused = self
+            .entries
+            .iter()
+            .filter(|(_, entry)| entry.connections == 0);
+        let Some(address) = unused
+            .min_by_key(|(_, entry)| entry.last_use)
+            .map(|(address, _)| *address)
+        else {
             return false;
         };
         if let Some(entry) = self.entries.remove(&address) {
@@ -124,7 +136,14 @@ impl Table {
         };
         self.uses += 1;
         self.addresses.insert(name.clone(), address);
-        self.entries.insert(address, Entry { name, last_use: self.uses, connections: 0 });
+        self.entries.insert(
+            address,
+            Entry {
+                name,
+                last_use: self.uses,
+                connections: 0,
+            },
+        );
         address
     }
 }
@@ -148,8 +167,14 @@ mod tests {
         let second = names.address_of(&name("example.org")).unwrap();
         assert_ne!(first, second);
         assert_eq!(names.address_of(&name("example.com")), Some(first));
-        assert_eq!(names.name_at(first.into()).unwrap().name(), &name("example.com"));
-        assert_eq!(names.name_at(second.into()).unwrap().name(), &name("example.org"));
+        assert_eq!(
+            names.name_at(first.into()).unwrap().name(),
+            &name("example.com")
+        );
+        assert_eq!(
+            names.name_at(second.into()).unwrap().name(),
+            &name("example.org")
+        );
     }
 
     #[test]
@@ -200,7 +225,9 @@ mod tests {
         assert_eq!(names.name_at(address.into()).unwrap().name(), held.name());
         drop(held);
         for number in 0..MOST_NAMES {
-            names.address_of(&numbered(number + 3 * MOST_NAMES)).unwrap();
+            names
+                .address_of(&numbered(number + 3 * MOST_NAMES))
+                .unwrap();
         }
         assert!(names.name_at(address.into()).is_none()); // control: it could go, once nobody used it
     }
@@ -208,7 +235,11 @@ mod tests {
     #[test]
     fn a_table_full_of_names_in_use_has_no_place() {
         let names = Arc::new(Names::default());
-        let hold = |number| names.name_at(names.address_of(&numbered(number)).unwrap().into()).unwrap();
+        let hold = |number| {
+            names
+                .name_at(names.address_of(&numbered(number)).unwrap().into())
+                .unwrap()
+        };
         let mut held: Vec<NameInUse> = (0..MOST_NAMES).map(hold).collect();
         assert_eq!(names.address_of(&name("late.example.com")), None);
         held.pop();

@@ -45,7 +45,10 @@ impl SystemResolver {
     fn current(&self) -> io::Result<Arc<TokioResolver>> {
         let settings = Settings::now();
         let mut current = self.current.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(current) = current.as_ref().filter(|current| current.settings == settings) {
+        if let Some(current) = current
+            .as_ref()
+            .filter(|current| current.settings == settings)
+        {
             return Ok(Arc::clone(&current.resolver));
         }
         let (config, options) = read_system_conf().unwrap_or_else(|error| {
@@ -54,7 +57,10 @@ impl SystemResolver {
             (ResolverConfig::default(), ResolverOpts::default())
         });
         let resolver = Arc::new(build(config, options)?);
-        *current = Some(Current { settings, resolver: Arc::clone(&resolver) });
+        *current = Some(Current {
+            settings,
+            resolver: Arc::clone(&resolver),
+        });
         Ok(resolver)
     }
 }
@@ -68,16 +74,23 @@ impl Resolver for SystemResolver {
 async fn lookup(resolver: &TokioResolver, name: &HostName) -> io::Result<Vec<IpAddr>> {
     match tokio::time::timeout(LONGEST_ANSWER, resolver.lookup_ip(question(name))).await {
         Ok(Ok(found)) => Ok(found.iter().collect()),
-        Ok(Err(error)) if error.is_nx_domain() => Err(io::Error::new(io::ErrorKind::NotFound, "there is no such name")),
-        Ok(Err(error)) if error.is_no_records_found() => {
-            Err(io::Error::new(io::ErrorKind::NotFound, "the name has no address"))
-        }
+        Ok(Err(error)) if error.is_nx_domain() => Err(io::Error::new(
+            io::ErrorKind::NotFound,
+            "there is no such name",
+        )),
+        Ok(Err(error)) if error.is_no_records_found() => Err(io::Error::new(
+            io::ErrorKind::NotFound,
+            "the name has no address",
+        )),
         Ok(Err(error)) => {
             // The text of the cause can name our name servers, so it stays on this side.
             tracing::debug!(%error, "a name could not be resolved");
             Err(io::Error::other("the name servers gave no answer"))
         }
-        Err(_) => Err(io::Error::new(io::ErrorKind::TimedOut, "the name servers did not answer in time")),
+        Err(_) => Err(io::Error::new(
+            io::ErrorKind::TimedOut,
+            "the name servers did not answer in time",
+        )),
     }
 }
 
@@ -104,7 +117,11 @@ struct Settings([Option<SystemTime>; 2]);
 
 impl Settings {
     fn now() -> Settings {
-        let written = |path| std::fs::metadata(path).and_then(|file| file.modified()).ok();
+        let written = |path| {
+            std::fs::metadata(path)
+                .and_then(|file| file.modified())
+                .ok()
+        };
         Settings(["/etc/resolv.conf", "/etc/hosts"].map(written))
     }
 }
@@ -114,7 +131,11 @@ impl Settings {
 /// The dot at the end keeps the machine's search list out: `example.com` is never `example.com.corp.example`. A name of one label is asked
 /// without it, since such names have a meaning only through that list.
 fn question(name: &HostName) -> String {
-    if name.as_str().contains('.') { format!("{name}.") } else { name.to_string() }
+    if name.as_str().contains('.') {
+        format!("{name}.")
+    } else {
+        name.to_string()
+    }
 }
 
 fn build(config: ResolverConfig, mut options: ResolverOpts) -> io::Result<TokioResolver> {
@@ -145,15 +166,25 @@ mod tests {
 
     #[tokio::test]
     async fn a_name_of_the_hosts_file_is_found() {
-        let addresses = SystemResolver::new().resolve(&name("localhost")).await.unwrap();
+        let addresses = SystemResolver::new()
+            .resolve(&name("localhost"))
+            .await
+            .unwrap();
         assert!(!addresses.is_empty());
         assert!(addresses.iter().all(IpAddr::is_loopback), "{addresses:?}");
     }
 
     #[tokio::test]
     async fn a_name_that_cannot_exist_is_an_error_that_can_be_shown() {
-        let error = SystemResolver::new().resolve(&name("nothing.invalid")).await.unwrap_err();
-        assert!(error.to_string().starts_with("the name") || error.to_string().starts_with("there is no"), "{error}");
+        let error = SystemResolver::new()
+            .resolve(&name("nothing.invalid"))
+            .await
+            .unwrap_err();
+        assert!(
+            error.to_string().starts_with("the name")
+                || error.to_string().starts_with("there is no"),
+            "{error}"
+        );
     }
 
     /// Starts a name server that answers with these records (owner, kind, value) and counts the questions. Returns a resolver that asks it.
@@ -170,8 +201,15 @@ mod tests {
             loop {
                 let (length, client) = socket.recv_from(&mut buffer).await.unwrap();
                 counter.fetch_add(1, Ordering::SeqCst);
-                let answer = answer(Message::from_vec(&buffer[..length]).unwrap(), records, seconds_kept);
-                socket.send_to(&answer.to_vec().unwrap(), client).await.unwrap();
+                let answer = answer(
+                    Message::from_vec(&buffer[..length]).unwrap(),
+                    records,
+                    seconds_kept,
+                );
+                socket
+                    .send_to(&answer.to_vec().unwrap(), client)
+                    .await
+                    .unwrap();
             }
         });
         let mut server = NameServerConfig::udp(address.ip());
@@ -181,31 +219,49 @@ mod tests {
     }
 
     /// Answers as a name server that resolves for others does: with the whole chain of aliases.
-    fn answer(question: Message, records: &[(&str, RecordType, &str)], seconds_kept: u32) -> Message {
+    fn answer(
+        question: Message,
+        records: &[(&str, RecordType, &str)],
+        seconds_kept: u32,
+    ) -> Message {
         let query = question.queries[0].clone();
         let mut answer = Message::response(question.metadata.id, OpCode::Query);
         answer.metadata.recursion_available = true;
         answer.add_query(query.clone());
         let mut owner = query.name().to_ascii().to_lowercase();
-        while let Some((_, _, alias)) =
-            records.iter().find(|(name, kind, _)| *name == owner && *kind == RecordType::CNAME)
+        while let Some((_, _, alias)) = records
+            .iter()
+            .find(|(name, kind, _)| *name == owner && *kind == RecordType::CNAME)
         {
             let alias_name = DnsName::from_ascii(alias).unwrap();
             let rdata = RData::CNAME(CNAME(alias_name));
-            answer.add_answer(Record::from_rdata(DnsName::from_ascii(&owner).unwrap(), seconds_kept, rdata));
+            answer.add_answer(Record::from_rdata(
+                DnsName::from_ascii(&owner).unwrap(),
+                seconds_kept,
+                rdata,
+            ));
             owner = (*alias).to_owned();
         }
         let known = records.iter().any(|(name, _, _)| *name == owner);
-        for (name, kind, value) in
-            records.iter().filter(|(name, kind, _)| *name == owner && *kind == query.query_type())
+        for (name, kind, value) in records
+            .iter()
+            .filter(|(name, kind, _)| *name == owner && *kind == query.query_type())
         {
             let rdata = match *kind {
                 RecordType::A => RData::A(A(value.parse().unwrap())),
                 _ => RData::AAAA(AAAA(value.parse().unwrap())),
             };
-            answer.add_answer(Record::from_rdata(DnsName::from_ascii(name).unwrap(), seconds_kept, rdata));
+            answer.add_answer(Record::from_rdata(
+                DnsName::from_ascii(name).unwrap(),
+                seconds_kept,
+                rdata,
+            ));
         }
-        answer.metadata.response_code = if known { ResponseCode::NoError } else { ResponseCode::NXDomain };
+        answer.metadata.response_code = if known {
+            ResponseCode::NoError
+        } else {
+            ResponseCode::NXDomain
+        };
         answer
     }
 
@@ -228,25 +284,39 @@ mod tests {
         .await;
         let mut found = lookup(&resolver, &name("www.example.com")).await.unwrap();
         found.sort();
-        assert_eq!(found, addresses(&["10.0.0.1", "93.184.215.14", "64:ff9b::a00:1"]));
+        assert_eq!(
+            found,
+            addresses(&["10.0.0.1", "93.184.215.14", "64:ff9b::a00:1"])
+        );
     }
 
     #[tokio::test]
     async fn an_answer_is_kept_as_long_as_it_says() {
-        let records =
-            &[("example.com.", RecordType::A, "93.184.215.14"), ("example.com.", RecordType::AAAA, "2606:4700::1")];
+        let records = &[
+            ("example.com.", RecordType::A, "93.184.215.14"),
+            ("example.com.", RecordType::AAAA, "2606:4700::1"),
+        ];
         for (seconds_kept, expected) in [(0, 4), (60, 2)] {
             let (resolver, questions) = resolver_of(records, seconds_kept).await;
             lookup(&resolver, &name("example.com")).await.unwrap();
             lookup(&resolver, &name("example.com")).await.unwrap();
-            assert_eq!(questions.load(Ordering::SeqCst), expected, "kept for {seconds_kept} s");
+            assert_eq!(
+                questions.load(Ordering::SeqCst),
+                expected,
+                "kept for {seconds_kept} s"
+            );
         }
     }
 
     #[tokio::test]
     async fn a_name_that_does_not_exist_and_one_without_addresses_are_told_apart() {
         let (resolver, _) = resolver_of(&[("text.example.com.", RecordType::TXT, "")], 60).await;
-        let text = async |text: &str| lookup(&resolver, &name(text)).await.unwrap_err().to_string();
+        let text = async |text: &str| {
+            lookup(&resolver, &name(text))
+                .await
+                .unwrap_err()
+                .to_string()
+        };
         assert_eq!(text("gone.example.com").await, "there is no such name");
         assert_eq!(text("text.example.com").await, "the name has no address");
     }
@@ -260,7 +330,10 @@ mod tests {
     #[tokio::test]
     async fn settings_that_did_not_change_are_not_read_again() {
         let resolver = SystemResolver::new();
-        assert!(Arc::ptr_eq(&resolver.current().unwrap(), &resolver.current().unwrap()));
+        assert!(Arc::ptr_eq(
+            &resolver.current().unwrap(),
+            &resolver.current().unwrap()
+        ));
         resolver.current.lock().unwrap().as_mut().unwrap().settings = Settings([None, None]);
         let before = Arc::clone(&resolver.current.lock().unwrap().as_ref().unwrap().resolver);
         assert!(!Arc::ptr_eq(&before, &resolver.current().unwrap()));

@@ -89,8 +89,15 @@ impl Rules {
 
     /// Returns the choice of no restrictions: every name, every address, special ones too, every port.
     pub fn everything() -> Rules {
-        let all = Rule { effect: Effect::Permit, target: Target::Everything, ports: Ports::all() };
-        Rules(Arc::new(Lists { permits: vec![all], denials: Vec::new() }))
+        let all = Rule {
+            effect: Effect::Permit,
+            target: Target::Everything,
+            ports: Ports::all(),
+        };
+        Rules(Arc::new(Lists {
+            permits: vec![all],
+            denials: Vec::new(),
+        }))
     }
 
     /// Parses a list. Items that begin with `!` are denials. The first item that is wrong is the error.
@@ -100,8 +107,18 @@ impl Rules {
 
     /// Returns the list whose rules were written as these texts. Unlike [`Rules::parse`], which reads what people write, it takes `all`.
     pub fn from_texts<S: AsRef<str>>(rules: &[S]) -> Result<Rules, RuleError> {
-        let everything = || Rule { effect: Effect::Permit, target: Target::Everything, ports: Ports::all() };
-        let rule = |text: &str| if text == "all" { Ok(everything()) } else { Rule::parse(text) };
+        let everything = || Rule {
+            effect: Effect::Permit,
+            target: Target::Everything,
+            ports: Ports::all(),
+        };
+        let rule = |text: &str| {
+            if text == "all" {
+                Ok(everything())
+            } else {
+                Rule::parse(text)
+            }
+        };
         Rules::none().with(rules.iter().map(|text| rule(text.as_ref())))
     }
 
@@ -113,7 +130,11 @@ impl Rules {
     /// Returns the same list with everything denied that `ceiling` denies. What a session asks for goes through here before it is compared.
     pub fn under_denials_of(&self, ceiling: &Rules) -> Rules {
         let mut lists = Lists::clone(&self.0);
-        ceiling.0.denials.iter().for_each(|denial| lists.add(denial.clone()));
+        ceiling
+            .0
+            .denials
+            .iter()
+            .for_each(|denial| lists.add(denial.clone()));
         Rules(Arc::new(lists))
     }
 
@@ -132,15 +153,27 @@ impl Rules {
 
     /// Tells whether there is no restriction at all. Decide with the `allows` functions: these are right for every list.
     pub fn is_everything(&self) -> bool {
-        self.0.denials.is_empty() && self.0.permits.iter().any(|rule| rule.target == Target::Everything)
+        self.0.denials.is_empty()
+            && self
+                .0
+                .permits
+                .iter()
+                .any(|rule| rule.target == Target::Everything)
     }
 
     /// Tells whether a name may be reached at some port.
     pub fn lists_name(&self, name: &HostName) -> bool {
         let ports = |rules: &[Rule]| {
-            Ports::union(rules.iter().filter(|rule| rule.target.has_name(name)).map(|rule| &rule.ports))
+            Ports::union(
+                rules
+                    .iter()
+                    .filter(|rule| rule.target.has_name(name))
+                    .map(|rule| &rule.ports),
+            )
         };
-        !ports(&self.0.permits).minus(&ports(&self.0.denials)).is_empty()
+        !ports(&self.0.permits)
+            .minus(&ports(&self.0.denials))
+            .is_empty()
     }
 
     /// Tells whether a name may be reached at a port. The addresses it leads to are another question: [`Rules::refuses_answer`].
@@ -161,7 +194,12 @@ impl Rules {
 
     /// Tells whether a denial covers an address or anything that it may stand for.
     pub fn denies_address(&self, address: IpAddr, port: u16) -> bool {
-        address::meanings(address).any(|meaning| self.0.denials.iter().any(|rule| rule.has_address(meaning, port)))
+        address::meanings(address).any(|meaning| {
+            self.0
+                .denials
+                .iter()
+                .any(|rule| rule.has_address(meaning, port))
+        })
     }
 
     /// Says why an address to which a permitted name led must not be dialled, or `None` if it may.
@@ -188,7 +226,11 @@ impl Rules {
     /// Rules are compared one with one: two rules of the ceiling that only together cover a third do not count as covering it. What the
     /// ceiling denies must be denied here too ([`Rules::under_denials_of`]).
     pub fn beyond(&self, ceiling: &Rules) -> Option<Rule> {
-        self.0.permits.iter().find(|rule| !self.is_within(rule, ceiling)).cloned()
+        self.0
+            .permits
+            .iter()
+            .find(|rule| !self.is_within(rule, ceiling))
+            .cloned()
     }
 
     /// Returns a list that permits nothing which one of the two does not. It may permit less than both do: rules are compared one with one.
@@ -196,8 +238,14 @@ impl Rules {
         let mut lists = Lists::default();
         for (rules, ceiling) in [(self, other), (other, self)] {
             let narrowed = rules.under_denials_of(ceiling);
-            let within = rules.0.permits.iter().filter(|rule| narrowed.is_within(rule, ceiling));
-            within.chain(&rules.0.denials).for_each(|rule| lists.add(rule.clone()));
+            let within = rules
+                .0
+                .permits
+                .iter()
+                .filter(|rule| narrowed.is_within(rule, ceiling));
+            within
+                .chain(&rules.0.denials)
+                .for_each(|rule| lists.add(rule.clone()));
         }
         Rules(Arc::new(lists))
     }
@@ -207,12 +255,18 @@ impl Rules {
         self.0.permits.iter().chain(&self.0.denials)
     }
 
-    fn with(&self, rules: impl Iterator<Item = Result<Rule, RuleError>>) -> Result<Rules, RuleError> {
+    fn with(
+        &self,
+        rules: impl Iterator<Item = Result<Rule, RuleError>>,
+    ) -> Result<Rules, RuleError> {
         let mut lists = Lists::clone(&self.0);
         for rule in rules {
             let rule = rule?;
             if lists.permits.len() + lists.denials.len() == MOST_RULES {
-                return Err(RuleError { rule: rule.to_string(), problem: Problem::TooMany });
+                return Err(RuleError {
+                    rule: rule.to_string(),
+                    problem: Problem::TooMany,
+                });
             }
             lists.add(rule);
         }
@@ -220,9 +274,15 @@ impl Rules {
     }
 
     fn permits_address(&self, address: IpAddr, port: u16, counts: impl Fn(&Rule) -> bool) -> bool {
-        let lists = |address| self.0.permits.iter().any(|rule| counts(rule) && rule.has_address(address, port));
+        let lists = |address| {
+            self.0
+                .permits
+                .iter()
+                .any(|rule| counts(rule) && rule.has_address(address, port))
+        };
         lists(address::canonical(address))
-            && address::meanings(address).all(|meaning| address::special(meaning).is_none() || lists(meaning))
+            && address::meanings(address)
+                .all(|meaning| address::special(meaning).is_none() || lists(meaning))
             && !self.denies_address(address, port)
     }
 
@@ -231,13 +291,22 @@ impl Rules {
     /// 1. The ports at which the whole target is denied here do not matter. At all others some rule of the ceiling must cover the whole target.
     /// 2. Where a denial of the ceiling touches the target, a denial of this list must cover what they share.
     fn is_within(&self, rule: &Rule, ceiling: &Rules) -> bool {
-        let open = rule.ports.minus(&ports_covering(&self.0.denials, &rule.target));
-        if !open.minus(&ports_covering(&ceiling.0.permits, &rule.target)).is_empty() {
+        let open = rule
+            .ports
+            .minus(&ports_covering(&self.0.denials, &rule.target));
+        if !open
+            .minus(&ports_covering(&ceiling.0.permits, &rule.target))
+            .is_empty()
+        {
             return false;
         }
         ceiling.0.denials.iter().all(|denial| {
-            let Some(shared) = rule.target.touched_by(&denial.target) else { return true };
-            open.common(&denial.ports).minus(&ports_covering(&self.0.denials, shared)).is_empty()
+            let Some(shared) = rule.target.touched_by(&denial.target) else {
+                return true;
+            };
+            open.common(&denial.ports)
+                .minus(&ports_covering(&self.0.denials, shared))
+                .is_empty()
         })
     }
 }
@@ -256,7 +325,12 @@ impl Lists {
 
 /// Returns the ports at which single rules of a list cover the whole of a target.
 fn ports_covering(rules: &[Rule], target: &Target) -> Ports {
-    Ports::union(rules.iter().filter(|rule| rule.target.covers(target)).map(|rule| &rule.ports))
+    Ports::union(
+        rules
+            .iter()
+            .filter(|rule| rule.target.covers(target))
+            .map(|rule| &rule.ports),
+    )
 }
 
 impl Rule {
@@ -289,15 +363,30 @@ impl Rule {
 
     fn parse_denial(text: &str) -> Result<Rule, RuleError> {
         let rule = text.trim();
-        Rule::parse_as(Effect::Deny, text, rule.strip_prefix('!').unwrap_or(rule).trim_start())
+        Rule::parse_as(
+            Effect::Deny,
+            text,
+            rule.strip_prefix('!').unwrap_or(rule).trim_start(),
+        )
     }
 
     fn parse_as(effect: Effect, written: &str, text: &str) -> Result<Rule, RuleError> {
         let parsed = parse_target(text).and_then(|(target, ports)| match ports {
-            Some(ports) => Ok(Rule { effect, target, ports: Ports::parse(ports)? }),
-            None => Ok(Rule { effect, target, ports: Ports::default_of(effect) }),
+            Some(ports) => Ok(Rule {
+                effect,
+                target,
+                ports: Ports::parse(ports)?,
+            }),
+            None => Ok(Rule {
+                effect,
+                target,
+                ports: Ports::default_of(effect),
+            }),
         });
-        parsed.map_err(|problem| RuleError { rule: shortened(written), problem })
+        parsed.map_err(|problem| RuleError {
+            rule: shortened(written),
+            problem,
+        })
     }
 
     fn has_address(&self, address: IpAddr, port: u16) -> bool {
@@ -317,7 +406,9 @@ impl fmt::Display for Rule {
             return self.target.fmt(formatter);
         }
         match &self.target {
-            Target::Addresses(IpNet::V6(_)) => write!(formatter, "[{}]:{}", self.target, self.ports),
+            Target::Addresses(IpNet::V6(_)) => {
+                write!(formatter, "[{}]:{}", self.target, self.ports)
+            }
             target => write!(formatter, "{target}:{}", self.ports),
         }
     }
@@ -389,9 +480,18 @@ impl fmt::Display for Target {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Target::Everything => formatter.write_str("all"),
-            Target::Names(Pattern { base, depth: Depth::Itself }) => write!(formatter, "{base}"),
-            Target::Names(Pattern { base, depth: Depth::OneLabel }) => write!(formatter, "*.{base}"),
-            Target::Names(Pattern { base, depth: Depth::Labels }) => write!(formatter, "**.{base}"),
+            Target::Names(Pattern {
+                base,
+                depth: Depth::Itself,
+            }) => write!(formatter, "{base}"),
+            Target::Names(Pattern {
+                base,
+                depth: Depth::OneLabel,
+            }) => write!(formatter, "*.{base}"),
+            Target::Names(Pattern {
+                base,
+                depth: Depth::Labels,
+            }) => write!(formatter, "**.{base}"),
             Target::Addresses(network) if network.prefix_len() == network.max_prefix_len() => {
                 network.addr().fmt(formatter)
             }
@@ -404,7 +504,9 @@ impl Pattern {
     fn has(&self, name: &HostName) -> bool {
         match self.depth {
             Depth::Itself => *name == self.base,
-            Depth::OneLabel => labels_before(name, &self.base).is_some_and(|labels| !labels.contains('.')),
+            Depth::OneLabel => {
+                labels_before(name, &self.base).is_some_and(|labels| !labels.contains('.'))
+            }
             Depth::Labels => labels_before(name, &self.base).is_some(),
         }
     }
@@ -448,7 +550,9 @@ mod tests {
     fn permits(list: &[&str], target: &str) -> bool {
         match crate::name::parse_authority(target).unwrap() {
             (crate::name::Host::Name(name), port) => rules(list).allows_name(&name, port.unwrap()),
-            (crate::name::Host::Address(address), port) => rules(list).allows_address(address, port.unwrap()),
+            (crate::name::Host::Address(address), port) => {
+                rules(list).allows_address(address, port.unwrap())
+            }
         }
     }
 
@@ -481,24 +585,55 @@ mod tests {
             (
                 "*.example.com",
                 &["www.example.com:443", "a-b.example.com:80"],
-                &["example.com:443", "a.b.example.com:443", "badexample.com:443", "www.example.com:22"],
+                &[
+                    "example.com:443",
+                    "a.b.example.com:443",
+                    "badexample.com:443",
+                    "www.example.com:22",
+                ],
             ),
             (
                 "**.example.com",
                 &["www.example.com:443", "a.b.c.example.com:443"],
-                &["example.com:443", "badexample.com:443", "www.example.com.attacker.net:443"],
+                &[
+                    "example.com:443",
+                    "badexample.com:443",
+                    "www.example.com.attacker.net:443",
+                ],
             ),
-            ("example.com:8443", &["example.com:8443"], &["example.com:443", "example.com:80"]),
+            (
+                "example.com:8443",
+                &["example.com:8443"],
+                &["example.com:443", "example.com:80"],
+            ),
             (
                 "example.com:8000,8443,9000-9002",
-                &["example.com:8000", "example.com:8443", "example.com:9000", "example.com:9001", "example.com:9002"],
+                &[
+                    "example.com:8000",
+                    "example.com:8443",
+                    "example.com:9000",
+                    "example.com:9001",
+                    "example.com:9002",
+                ],
                 &["example.com:443", "example.com:8999", "example.com:9003"],
             ),
-            ("example.com:*", &["example.com:1", "example.com:22", "example.com:65535"], &["www.example.com:22"]),
-            ("Bücher.example", &["xn--bcher-kva.example:443"], &["bucher.example:443"]),
+            (
+                "example.com:*",
+                &["example.com:1", "example.com:22", "example.com:65535"],
+                &["www.example.com:22"],
+            ),
+            (
+                "Bücher.example",
+                &["xn--bcher-kva.example:443"],
+                &["bucher.example:443"],
+            ),
             (
                 "192.168.1.0/24",
-                &["192.168.1.0:80", "192.168.1.255:443", "[::ffff:192.168.1.7]:443"],
+                &[
+                    "192.168.1.0:80",
+                    "192.168.1.255:443",
+                    "[::ffff:192.168.1.7]:443",
+                ],
                 &[
                     "192.168.2.0:443",
                     "192.168.1.7:22",
@@ -507,16 +642,36 @@ mod tests {
                     "[2a00::5efe:192.168.1.7]:443",
                 ],
             ),
-            ("93.184.216.34", &["93.184.216.34:443"], &["93.184.216.35:443"]),
-            ("93.184.216.34:22", &["93.184.216.34:22"], &["93.184.216.34:443"]),
+            (
+                "93.184.216.34",
+                &["93.184.216.34:443"],
+                &["93.184.216.35:443"],
+            ),
+            (
+                "93.184.216.34:22",
+                &["93.184.216.34:22"],
+                &["93.184.216.34:443"],
+            ),
             (
                 "2001:db8::/32",
                 &["[2001:db8::1]:443", "[2001:db8:ffff::]:80"],
                 &["[2001:db9::1]:443", "[2001:db8::1]:22"],
             ),
-            ("[2001:db8::1]:8080", &["[2001:db8::1]:8080"], &["[2001:db8::1]:443", "[2001:db8::2]:8080"]),
-            ("2001:db8::1", &["[2001:db8::1]:443"], &["[2001:db8::2]:443"]),
-            ("[2001:db8::/32]:22", &["[2001:db8::1]:22"], &["[2001:db8::1]:443"]),
+            (
+                "[2001:db8::1]:8080",
+                &["[2001:db8::1]:8080"],
+                &["[2001:db8::1]:443", "[2001:db8::2]:8080"],
+            ),
+            (
+                "2001:db8::1",
+                &["[2001:db8::1]:443"],
+                &["[2001:db8::2]:443"],
+            ),
+            (
+                "[2001:db8::/32]:22",
+                &["[2001:db8::1]:22"],
+                &["[2001:db8::1]:443"],
+            ),
             (
                 "0.0.0.0/0:*",
                 &["8.8.8.8:53", "127.0.0.1:1"],
@@ -538,7 +693,10 @@ mod tests {
                 assert!(permits(&[rule], target), "{rule} should permit {target}");
             }
             for target in refused {
-                assert!(!permits(&[rule], target), "{rule} should not permit {target}");
+                assert!(
+                    !permits(&[rule], target),
+                    "{rule} should not permit {target}"
+                );
             }
         }
     }
@@ -558,7 +716,13 @@ mod tests {
         assert!(all.is_everything() && !all.is_empty());
         assert!(all.allows_name(&name("anything.example"), 22));
         assert!(all.lists_name(&name("anything.example")));
-        for text in ["8.8.8.8", "127.0.0.1", "169.254.169.254", "64:ff9b::a00:1", "ff02::1"] {
+        for text in [
+            "8.8.8.8",
+            "127.0.0.1",
+            "169.254.169.254",
+            "64:ff9b::a00:1",
+            "ff02::1",
+        ] {
             assert!(all.allows_address(address(text), 22), "{text}");
             assert_eq!(all.refuses_answer(address(text), 22), None, "{text}");
             assert!(!all.lists_address(address(text), 22), "{text}");
@@ -570,7 +734,10 @@ mod tests {
 
     #[test]
     fn a_denial_wins_wherever_it_stands() {
-        for list in [["**.example.com", "!ads.example.com"], ["!ads.example.com", "**.example.com"]] {
+        for list in [
+            ["**.example.com", "!ads.example.com"],
+            ["!ads.example.com", "**.example.com"],
+        ] {
             assert!(permits(&list, "www.example.com:443"));
             assert!(!permits(&list, "ads.example.com:443"));
             assert!(!rules(&list).lists_name(&name("ads.example.com")));
@@ -578,11 +745,22 @@ mod tests {
         }
         assert!(!permits(&["10.0.0.0/8", "!10.0.0.1"], "10.0.0.1:443"));
         assert!(permits(&["10.0.0.0/8", "!10.0.0.1"], "10.0.0.2:443"));
-        let all = Rules::everything().deny(&["**.example.com", "!10.0.0.0/8"]).unwrap();
+        let all = Rules::everything()
+            .deny(&["**.example.com", "!10.0.0.0/8"])
+            .unwrap();
         assert!(!all.is_everything());
-        assert!(all.allows_name(&name("example.com"), 22) && !all.allows_name(&name("www.example.com"), 22));
-        assert!(all.allows_address(address("192.168.0.1"), 22) && !all.allows_address(address("10.0.0.1"), 22));
-        assert_eq!(all.iter().map(Rule::to_string).collect::<Vec<_>>(), ["all", "!**.example.com", "!10.0.0.0/8"]);
+        assert!(
+            all.allows_name(&name("example.com"), 22)
+                && !all.allows_name(&name("www.example.com"), 22)
+        );
+        assert!(
+            all.allows_address(address("192.168.0.1"), 22)
+                && !all.allows_address(address("10.0.0.1"), 22)
+        );
+        assert_eq!(
+            all.iter().map(Rule::to_string).collect::<Vec<_>>(),
+            ["all", "!**.example.com", "!10.0.0.0/8"]
+        );
     }
 
     #[test]
@@ -598,11 +776,26 @@ mod tests {
     #[test]
     fn a_denied_address_is_denied_in_all_its_forms_and_for_every_name() {
         let list = rules(&["example.com", "::/0", "0.0.0.0/0", "!8.8.0.0/16"]);
-        for text in ["8.8.8.8", "::ffff:8.8.8.8", "64:ff9b::8.8.8.8", "2002:808:808::1", "2a00::5efe:808:808"] {
+        for text in [
+            "8.8.8.8",
+            "::ffff:8.8.8.8",
+            "64:ff9b::8.8.8.8",
+            "2002:808:808::1",
+            "2a00::5efe:808:808",
+        ] {
             assert!(!list.allows_address(address(text), 443), "{text}");
-            assert_eq!(list.refuses_answer(address(text), 443), Some("a denied address"), "{text}");
+            assert_eq!(
+                list.refuses_answer(address(text), 443),
+                Some("a denied address"),
+                "{text}"
+            );
         }
-        for text in ["8.9.8.8", "::ffff:8.9.8.8", "64:ff9b::8.9.8.8", "2002:809:808::1"] {
+        for text in [
+            "8.9.8.8",
+            "::ffff:8.9.8.8",
+            "64:ff9b::8.9.8.8",
+            "2002:809:808::1",
+        ] {
             assert!(list.allows_address(address(text), 443), "{text}");
             assert_eq!(list.refuses_answer(address(text), 443), None, "{text}");
         }
@@ -617,14 +810,27 @@ mod tests {
             ("::ffff:10.0.0.1", 443, "a private address"),
             ("127.0.0.1", 8080, "a loopback address"),
         ] {
-            assert_eq!(named.refuses_answer(address(text), port), Some(refused), "{text}");
+            assert_eq!(
+                named.refuses_answer(address(text), port),
+                Some(refused),
+                "{text}"
+            );
             assert_eq!(listed.refuses_answer(address(text), port), None, "{text}");
         }
-        assert_eq!(listed.refuses_answer(address("127.0.0.1"), 443), Some("a loopback address"));
-        assert_eq!(listed.refuses_answer(address("64:ff9b::10.0.0.1"), 443), Some("a private address"));
+        assert_eq!(
+            listed.refuses_answer(address("127.0.0.1"), 443),
+            Some("a loopback address")
+        );
+        assert_eq!(
+            listed.refuses_answer(address("64:ff9b::10.0.0.1"), 443),
+            Some("a private address")
+        );
         assert_eq!(named.refuses_answer(address("93.184.216.34"), 443), None);
         assert!(!named.allows_address(address("93.184.216.34"), 443));
-        assert!(listed.lists_address(address("10.0.0.1"), 443) && !listed.lists_address(address("10.0.0.1"), 22));
+        assert!(
+            listed.lists_address(address("10.0.0.1"), 443)
+                && !listed.lists_address(address("10.0.0.1"), 22)
+        );
     }
 
     #[test]
@@ -634,31 +840,54 @@ mod tests {
             error.to_string(),
             "the rule `http://example.com/` cannot be used: a rule is a name, not an address of a page: write example.com"
         );
-        let error = Rules::parse(&["a\u{1b}[31m".repeat(1000)]).unwrap_err().to_string();
+        let error = Rules::parse(&["a\u{1b}[31m".repeat(1000)])
+            .unwrap_err()
+            .to_string();
         assert!(error.len() < 2_000 && !error.contains('\u{1b}'), "{error}");
-        let many: Vec<String> = (0..=MOST_RULES).map(|number| format!("host{number}.example.com")).collect();
+        let many: Vec<String> = (0..=MOST_RULES)
+            .map(|number| format!("host{number}.example.com"))
+            .collect();
         assert_eq!(Rules::parse(&many).unwrap_err().problem, Problem::TooMany);
         assert!(Rules::parse(&many[1..]).is_ok());
     }
 
     #[test]
     fn wildcards_are_known_as_such() {
-        for (rule, is_wildcard) in
-            [("example.com", false), ("*.example.com", true), ("**.com", true), ("0.0.0.0/0", false)]
-        {
-            assert_eq!(Rule::parse(rule).unwrap().is_wildcard(), is_wildcard, "{rule}");
+        for (rule, is_wildcard) in [
+            ("example.com", false),
+            ("*.example.com", true),
+            ("**.com", true),
+            ("0.0.0.0/0", false),
+        ] {
+            assert_eq!(
+                Rule::parse(rule).unwrap().is_wildcard(),
+                is_wildcard,
+                "{rule}"
+            );
         }
     }
 
     #[test]
     fn the_ports_to_listen_on_are_those_of_the_rules() {
         let ports = |list: &[&str]| rules(list).listens();
-        assert_eq!(ports(&["example.com"]), Listens::Ports(BTreeSet::from([80, 443])));
-        assert_eq!(ports(&["a.com:8080", "10.0.0.1:22", "!b.com:25"]), Listens::Ports(BTreeSet::from([22, 8080])));
-        assert_eq!(ports(&["a.com:1001-1032"]), Listens::Ports((1001..=1032).collect()));
+        assert_eq!(
+            ports(&["example.com"]),
+            Listens::Ports(BTreeSet::from([80, 443]))
+        );
+        assert_eq!(
+            ports(&["a.com:8080", "10.0.0.1:22", "!b.com:25"]),
+            Listens::Ports(BTreeSet::from([22, 8080]))
+        );
+        assert_eq!(
+            ports(&["a.com:1001-1032"]),
+            Listens::Ports((1001..=1032).collect())
+        );
         assert_eq!(ports(&["a.com:1001-1033"]), Listens::All);
         assert_eq!(ports(&["a.com:*"]), Listens::All);
-        assert_eq!(ports(&["a.com:65535"]), Listens::Ports(BTreeSet::from([65535])));
+        assert_eq!(
+            ports(&["a.com:65535"]),
+            Listens::Ports(BTreeSet::from([65535]))
+        );
     }
 
     #[test]
@@ -667,45 +896,114 @@ mod tests {
             (&["example.com"][..], &["example.com"][..], None),
             (&["example.com:443"], &["example.com"], None),
             (&["example.com"], &["example.com:443"], Some("example.com")),
-            (&["example.com"], &["example.com:443", "example.com:80"], None),
+            (
+                &["example.com"],
+                &["example.com:443", "example.com:80"],
+                None,
+            ),
             (&["www.example.com"], &["*.example.com"], None),
-            (&["a.b.example.com"], &["*.example.com"], Some("a.b.example.com")),
+            (
+                &["a.b.example.com"],
+                &["*.example.com"],
+                Some("a.b.example.com"),
+            ),
             (&["a.b.example.com"], &["**.example.com"], None),
             (&["*.example.com"], &["**.example.com"], None),
-            (&["**.example.com"], &["*.example.com"], Some("**.example.com")),
-            (&["*.b.example.com", "**.b.example.com"], &["**.example.com"], None),
-            (&["*.b.example.com"], &["*.example.com"], Some("*.b.example.com")),
+            (
+                &["**.example.com"],
+                &["*.example.com"],
+                Some("**.example.com"),
+            ),
+            (
+                &["*.b.example.com", "**.b.example.com"],
+                &["**.example.com"],
+                None,
+            ),
+            (
+                &["*.b.example.com"],
+                &["*.example.com"],
+                Some("*.b.example.com"),
+            ),
             (&["example.com"], &["**.example.com"], Some("example.com")),
             (&["10.1.0.0/16", "10.0.0.1:80"], &["10.0.0.0/8"], None),
             (&["10.0.0.0/8"], &["10.1.0.0/16"], Some("10.0.0.0/8")),
             (&["::/0"], &["0.0.0.0/0"], Some("::/0")),
-            (&["example.com"], &["0.0.0.0/0:*", "::/0:*"], Some("example.com")),
-            (&["example.com", "example.org"], &["example.com"], Some("example.org")),
+            (
+                &["example.com"],
+                &["0.0.0.0/0:*", "::/0:*"],
+                Some("example.com"),
+            ),
+            (
+                &["example.com", "example.org"],
+                &["example.com"],
+                Some("example.org"),
+            ),
             (&[], &[], None),
             (&["example.com"], &[], Some("example.com")),
             // Denials of the ceiling must be repeated, where they touch.
-            (&["**.example.com"], &["**.example.com", "!ads.example.com"], Some("**.example.com")),
-            (&["**.example.com", "!ads.example.com"], &["**.example.com", "!ads.example.com"], None),
-            (&["**.example.com", "!*.example.com"], &["**.example.com", "!ads.example.com"], None),
+            (
+                &["**.example.com"],
+                &["**.example.com", "!ads.example.com"],
+                Some("**.example.com"),
+            ),
+            (
+                &["**.example.com", "!ads.example.com"],
+                &["**.example.com", "!ads.example.com"],
+                None,
+            ),
+            (
+                &["**.example.com", "!*.example.com"],
+                &["**.example.com", "!ads.example.com"],
+                None,
+            ),
             (
                 &["**.example.com", "!ads.example.com:80"],
                 &["**.example.com", "!ads.example.com"],
                 Some("**.example.com"),
             ),
-            (&["www.example.com"], &["**.example.com", "!ads.example.com"], None),
+            (
+                &["www.example.com"],
+                &["**.example.com", "!ads.example.com"],
+                None,
+            ),
             (&["10.0.0.0/8"], &["10.0.0.0/8", "!ads.example.com"], None),
-            (&["example.com"], &["example.com", "!10.0.0.0/8"], Some("example.com")),
-            (&["example.com", "!10.0.0.0/8"], &["example.com", "!10.0.0.0/8"], None),
-            (&["2002::/16"], &["2002::/16", "!8.8.8.8"], Some("2002::/16")),
+            (
+                &["example.com"],
+                &["example.com", "!10.0.0.0/8"],
+                Some("example.com"),
+            ),
+            (
+                &["example.com", "!10.0.0.0/8"],
+                &["example.com", "!10.0.0.0/8"],
+                None,
+            ),
+            (
+                &["2002::/16"],
+                &["2002::/16", "!8.8.8.8"],
+                Some("2002::/16"),
+            ),
             (&["9.0.0.0/8"], &["0.0.0.0/0", "!8.8.8.8"], None),
             // What the list itself denies is not asked of the ceiling.
-            (&["example.com", "!example.com:80"], &["example.com:443"], None),
+            (
+                &["example.com", "!example.com:80"],
+                &["example.com:443"],
+                None,
+            ),
         ] {
-            let found = rules(list).beyond(&rules(ceiling)).map(|rule| rule.to_string());
+            let found = rules(list)
+                .beyond(&rules(ceiling))
+                .map(|rule| rule.to_string());
             assert_eq!(found.as_deref(), beyond, "{list:?} under {ceiling:?}");
         }
-        assert_eq!(rules(&["example.com:*", "::/0:*"]).beyond(&Rules::everything()), None);
-        assert!(Rules::everything().beyond(&rules(&["0.0.0.0/0:*", "::/0:*", "**.com:*"])).is_some());
+        assert_eq!(
+            rules(&["example.com:*", "::/0:*"]).beyond(&Rules::everything()),
+            None
+        );
+        assert!(
+            Rules::everything()
+                .beyond(&rules(&["0.0.0.0/0:*", "::/0:*", "**.com:*"]))
+                .is_some()
+        );
         assert_eq!(Rules::everything().beyond(&Rules::everything()), None);
     }
 
@@ -717,25 +1015,59 @@ mod tests {
         let granted = asked.under_denials_of(&ceiling);
         assert_eq!(granted.beyond(&ceiling), None);
         assert!(
-            granted.allows_name(&name("www.example.com"), 443) && !granted.allows_name(&name("ads.example.com"), 443)
+            granted.allows_name(&name("www.example.com"), 443)
+                && !granted.allows_name(&name("ads.example.com"), 443)
         );
     }
 
     /// Names and addresses among which random lists make differences.
     static NAMES: LazyLock<Vec<HostName>> = LazyLock::new(|| {
         let below = |names: &[String]| {
-            names.iter().flat_map(|name| [format!("a.{name}"), format!("b.{name}")]).collect::<Vec<_>>()
+            names
+                .iter()
+                .flat_map(|name| [format!("a.{name}"), format!("b.{name}")])
+                .collect::<Vec<_>>()
         };
         let first = below(&["test".to_owned()]);
         let second = below(&first);
         let third = below(&second);
-        ["test".to_owned()].iter().chain(&first).chain(&second).chain(&third).map(|text| name(text)).collect()
+        ["test".to_owned()]
+            .iter()
+            .chain(&first)
+            .chain(&second)
+            .chain(&third)
+            .map(|text| name(text))
+            .collect()
     });
     static ADDRESSES: LazyLock<Vec<IpAddr>> = LazyLock::new(|| {
-        let ordinary = ["8.8.8.8", "11.0.0.1", "64:ff9b::808:808", "2002:808:808::1", "2a00::5efe:808:808", "2a00::1"];
-        let special = ["10.0.0.1", "10.1.2.3", "127.0.0.1", "::ffff:10.0.0.1", "::1", "fd00::1"];
-        let hidden = ["64:ff9b::a00:1", "2002:a00:1::1", "2002:808:808::5efe:a00:1", "2001:0:808:808:0:0:f5ff:fffe"];
-        ordinary.iter().chain(&special).chain(&hidden).map(|text| address(text)).collect()
+        let ordinary = [
+            "8.8.8.8",
+            "11.0.0.1",
+            "64:ff9b::808:808",
+            "2002:808:808::1",
+            "2a00::5efe:808:808",
+            "2a00::1",
+        ];
+        let special = [
+            "10.0.0.1",
+            "10.1.2.3",
+            "127.0.0.1",
+            "::ffff:10.0.0.1",
+            "::1",
+            "fd00::1",
+        ];
+        let hidden = [
+            "64:ff9b::a00:1",
+            "2002:a00:1::1",
+            "2002:808:808::5efe:a00:1",
+            "2001:0:808:808:0:0:f5ff:fffe",
+        ];
+        ordinary
+            .iter()
+            .chain(&special)
+            .chain(&hidden)
+            .map(|text| address(text))
+            .collect()
     });
     const PORTS: [u16; 7] = [1, 79, 80, 81, 443, 8080, 65535];
 
@@ -743,7 +1075,10 @@ mod tests {
     fn permissions(rules: &Rules) -> BTreeSet<String> {
         let mut permitted = BTreeSet::new();
         for port in PORTS {
-            let names: Vec<_> = NAMES.iter().filter(|name| rules.allows_name(name, port)).collect();
+            let names: Vec<_> = NAMES
+                .iter()
+                .filter(|name| rules.allows_name(name, port))
+                .collect();
             permitted.extend(names.iter().map(|name| format!("{name} {port}")));
             for address in ADDRESSES.iter() {
                 if rules.allows_address(*address, port) {
@@ -760,14 +1095,27 @@ mod tests {
     fn permits_no_more(less: &Rules, more: &Rules) -> Result<(), TestCaseError> {
         let (permitted, ceiling) = (permissions(less), permissions(more));
         let excess: Vec<_> = permitted.difference(&ceiling).collect();
-        prop_assert!(excess.is_empty(), "{:?} are permitted by {:?} and not by {:?}", excess, less, more);
+        prop_assert!(
+            excess.is_empty(),
+            "{:?} are permitted by {:?} and not by {:?}",
+            excess,
+            less,
+            more
+        );
         Ok(())
     }
 
     fn some_target() -> impl Strategy<Value = String> {
         let names = (
             select(vec!["", "*.", "**."]),
-            select(vec!["test", "a.test", "b.test", "a.a.test", "b.a.test", "a.b.a.test"]),
+            select(vec![
+                "test",
+                "a.test",
+                "b.test",
+                "a.a.test",
+                "b.a.test",
+                "a.b.a.test",
+            ]),
         );
         let networks = select(vec![
             "0.0.0.0/0",
@@ -784,17 +1132,32 @@ mod tests {
             "[2a00::/64]",
             "[fd00::/8]",
         ]);
-        prop_oneof![names.prop_map(|(star, base)| format!("{star}{base}")), networks.prop_map(str::to_owned)]
+        prop_oneof![
+            names.prop_map(|(star, base)| format!("{star}{base}")),
+            networks.prop_map(str::to_owned)
+        ]
     }
 
     fn some_permit() -> impl Strategy<Value = String> {
-        (some_target(), select(vec!["", ":*", ":80", ":443", ":80-100", ":1-1000", ":81,443,8080"]))
+        (
+            some_target(),
+            select(vec![
+                "",
+                ":*",
+                ":80",
+                ":443",
+                ":80-100",
+                ":1-1000",
+                ":81,443,8080",
+            ]),
+        )
             .prop_map(|(target, ports)| format!("{target}{ports}"))
     }
 
     fn some_rule() -> impl Strategy<Value = String> {
         let denies = prop::bool::weighted(0.25);
-        (some_permit(), denies).prop_map(|(rule, denies)| if denies { format!("!{rule}") } else { rule })
+        (some_permit(), denies)
+            .prop_map(|(rule, denies)| if denies { format!("!{rule}") } else { rule })
     }
 
     fn some_list() -> impl Strategy<Value = Vec<String>> {

@@ -90,7 +90,9 @@ pub enum SecretError {
         #[source]
         cause: io::Error,
     },
-    #[error("secret {name}: other users may read or change its file; allow only its owner (chmod 600)")]
+    #[error(
+        "secret {name}: other users may read or change its file; allow only its owner (chmod 600)"
+    )]
     FileOpenToOthers { name: Arc<str> },
     #[error("secret {name}: the value must have {SHORTEST_VALUE} to {LONGEST_VALUE} bytes")]
     Length { name: Arc<str> },
@@ -110,7 +112,10 @@ impl Secret {
 
     /// Parses `NAME=env:VARIABLE@host[,host…][:Header]` or `NAME=file:/path@…`, and gets the value: a variable from `lookup`, a file by reading
     /// it (one line break at its end does not count; a file that other users may read is refused).
-    pub fn parse(text: &str, lookup: impl Fn(&str) -> Option<String>) -> Result<Secret, SecretError> {
+    pub fn parse(
+        text: &str,
+        lookup: impl Fn(&str) -> Option<String>,
+    ) -> Result<Secret, SecretError> {
         let (name, rest) = text.split_once('=').ok_or(SecretError::Form)?;
         let (source, place) = rest.rsplit_once('@').ok_or(SecretError::Form)?;
         let (kind, source) = source.split_once(':').ok_or(SecretError::Form)?;
@@ -121,15 +126,29 @@ impl Secret {
             return Err(SecretError::Name);
         }
         let name = Arc::<str>::from(name);
-        let (hosts, header) = place.split_once(':').map_or((place, None), |(hosts, header)| (hosts, Some(header)));
-        let hosts = hosts.split(',').map(|host| parse_host(&name, host)).collect::<Result<_, _>>()?;
-        let header = header.map(|header| parse_header(&name, header)).transpose()?;
+        let (hosts, header) = place
+            .split_once(':')
+            .map_or((place, None), |(hosts, header)| (hosts, Some(header)));
+        let hosts = hosts
+            .split(',')
+            .map(|host| parse_host(&name, host))
+            .collect::<Result<_, _>>()?;
+        let header = header
+            .map(|header| parse_header(&name, header))
+            .transpose()?;
         let value = match kind {
-            "env" => lookup(source).map(Zeroizing::new).ok_or_else(|| SecretError::NotSet { name: name.clone() })?,
+            "env" => lookup(source)
+                .map(Zeroizing::new)
+                .ok_or_else(|| SecretError::NotSet { name: name.clone() })?,
             _ => read_file(&name, Path::new(source))?,
         };
         check_value(&name, &value)?;
-        Ok(Secret { name, hosts, header, value: Arc::new(value) })
+        Ok(Secret {
+            name,
+            hosts,
+            header,
+            value: Arc::new(value),
+        })
     }
 
     /// Returns the name of the variable that holds the placeholder.
@@ -177,13 +196,26 @@ impl Vault {
             if entries.iter().any(|entry| entry.secret.name == secret.name) {
                 return Err(SecretError::Twice { name: secret.name });
             }
-            let placeholder = Arc::from(format!("{PLACEHOLDER_START}{}-{}", secret.name, random_characters()?));
-            entries.push(Arc::new(Entry { secret, placeholder }));
+            let placeholder = Arc::from(format!(
+                "{PLACEHOLDER_START}{}-{}",
+                secret.name,
+                random_characters()?
+            ));
+            entries.push(Arc::new(Entry {
+                secret,
+                placeholder,
+            }));
         }
         let names = entries.iter().flat_map(|entry| entry.secret.hosts.iter());
-        let hosts = names.map(|name| (name.clone(), Arc::new(HostSecrets::new(name, &entries)))).collect();
+        let hosts = names
+            .map(|name| (name.clone(), Arc::new(HostSecrets::new(name, &entries))))
+            .collect();
         let all = Arc::new(patterns(entries.iter()));
-        Ok(Vault { entries, hosts, all })
+        Ok(Vault {
+            entries,
+            hosts,
+            all,
+        })
     }
 
     /// Returns a vault without secrets.
@@ -198,7 +230,10 @@ impl Vault {
 
     /// Returns the variables for the session's environment: names and placeholders.
     pub fn variables(&self) -> Vec<(String, String)> {
-        self.entries.iter().map(|entry| (entry.secret.name.to_string(), entry.placeholder.to_string())).collect()
+        self.entries
+            .iter()
+            .map(|entry| (entry.secret.name.to_string(), entry.placeholder.to_string()))
+            .collect()
     }
 
     /// Returns whether some secret belongs to the host `name`.
@@ -224,7 +259,10 @@ impl Vault {
 
 impl fmt::Debug for Vault {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        formatter.debug_list().entries(self.entries.iter().map(|entry| &entry.secret)).finish()
+        formatter
+            .debug_list()
+            .entries(self.entries.iter().map(|entry| &entry.secret))
+            .finish()
     }
 }
 
@@ -236,7 +274,9 @@ impl Hidden {
     /// Hides `values` and writes `instead` in their place. Values that are too short to be told from ordinary text are left out.
     pub fn new<'a>(values: impl IntoIterator<Item = &'a str>, instead: &str) -> Hidden {
         let instead: Arc<str> = Arc::from(instead);
-        let long = values.into_iter().filter(|value| value.len() >= SHORTEST_VALUE);
+        let long = values
+            .into_iter()
+            .filter(|value| value.len() >= SHORTEST_VALUE);
         Hidden(Arc::new(Patterns::new(long.map(|value| (value, &instead)))))
     }
 
@@ -260,11 +300,17 @@ fn patterns<'a>(entries: impl Iterator<Item = &'a Arc<Entry>>) -> Patterns {
 fn is_variable_name(name: &str) -> bool {
     name.len() <= LONGEST_NAME
         && name.starts_with(|first: char| first.is_ascii_alphabetic() || first == '_')
-        && name.chars().all(|character| character.is_ascii_alphanumeric() || character == '_')
+        && name
+            .chars()
+            .all(|character| character.is_ascii_alphanumeric() || character == '_')
 }
 
 fn parse_host(name: &Arc<str>, host: &str) -> Result<HostName, SecretError> {
-    HostName::parse(host).map_err(|cause| SecretError::Host { name: name.clone(), host: host.to_owned(), cause })
+    HostName::parse(host).map_err(|cause| SecretError::Host {
+        name: name.clone(),
+        host: host.to_owned(),
+        cause,
+    })
 }
 
 /// Refuses what looks like a port, and headers that say how the message itself is to be read.
@@ -279,16 +325,27 @@ fn parse_header(name: &Arc<str>, text: &str) -> Result<HeaderName, SecretError> 
     ];
     HeaderName::from_bytes(text.as_bytes())
         .ok()
-        .filter(|header| !FRAMING.contains(header) && !text.bytes().all(|byte| byte.is_ascii_digit()))
-        .ok_or_else(|| SecretError::Header { name: name.clone(), header: text.to_owned() })
+        .filter(|header| {
+            !FRAMING.contains(header) && !text.bytes().all(|byte| byte.is_ascii_digit())
+        })
+        .ok_or_else(|| SecretError::Header {
+            name: name.clone(),
+            header: text.to_owned(),
+        })
 }
 
 fn read_file(name: &Arc<str>, path: &Path) -> Result<Zeroizing<String>, SecretError> {
-    let failed = |cause| SecretError::File { name: name.clone(), cause };
+    let failed = |cause| SecretError::File {
+        name: name.clone(),
+        cause,
+    };
     // Looked at before it is opened, since to open a pipe could take for ever.
     let metadata = std::fs::metadata(path).map_err(failed)?;
     if !metadata.is_file() {
-        return Err(failed(io::Error::new(io::ErrorKind::InvalidInput, "not a plain file")));
+        return Err(failed(io::Error::new(
+            io::ErrorKind::InvalidInput,
+            "not a plain file",
+        )));
     }
     if metadata.permissions().mode() & 0o027 != 0 {
         return Err(SecretError::FileOpenToOthers { name: name.clone() });
@@ -296,8 +353,12 @@ fn read_file(name: &Arc<str>, path: &Path) -> Result<Zeroizing<String>, SecretEr
     let file = std::fs::File::open(path).map_err(failed)?;
     // With room for all of it, so that no copy is left behind by a growing buffer.
     let mut value = Zeroizing::new(String::with_capacity(LONGEST_VALUE + 64));
-    file.take(LONGEST_VALUE as u64 + 3).read_to_string(&mut value).map_err(failed)?;
-    let length = value.strip_suffix('\n').map_or(value.len(), |line| line.strip_suffix('\r').unwrap_or(line).len());
+    file.take(LONGEST_VALUE as u64 + 3)
+        .read_to_string(&mut value)
+        .map_err(failed)?;
+    let length = value.strip_suffix('\n').map_or(value.len(), |line| {
+        line.strip_suffix('\r').unwrap_or(line).len()
+    });
     value.truncate(length);
     Ok(value)
 }
@@ -316,9 +377,14 @@ fn check_value(name: &Arc<str>, value: &str) -> Result<(), SecretError> {
 fn random_characters() -> Result<String, SecretError> {
     let mut bytes = [0; RANDOM_CHARACTERS];
     let random = rustls::crypto::ring::default_provider().secure_random;
-    random.fill(&mut bytes).map_err(|_| SecretError::NoRandomness)?;
+    random
+        .fill(&mut bytes)
+        .map_err(|_| SecretError::NoRandomness)?;
     let alphabet = base64::alphabet::URL_SAFE.as_str().as_bytes();
-    Ok(bytes.iter().map(|byte| char::from(alphabet[usize::from(byte & 63)])).collect())
+    Ok(bytes
+        .iter()
+        .map(|byte| char::from(alphabet[usize::from(byte & 63)]))
+        .collect())
 }
 
 /// Encodes text as programs do, for tests of other rooms.
@@ -358,11 +424,17 @@ mod tests {
     #[test]
     fn a_secret_is_read_from_a_variable_for_one_host_or_several() {
         let one = secret("TOKEN=env:KEY@api.example.com");
-        assert_eq!((one.name(), one.hosts()), ("TOKEN", &[host("api.example.com")][..]));
+        assert_eq!(
+            (one.name(), one.hosts()),
+            ("TOKEN", &[host("api.example.com")][..])
+        );
         assert_eq!(**one.value, VALUE);
         assert_eq!(one.header, None);
         let several = secret("TOKEN=env:KEY@API.example.com,b.example.com:Authorization");
-        assert_eq!(several.hosts(), [host("api.example.com"), host("b.example.com")]);
+        assert_eq!(
+            several.hosts(),
+            [host("api.example.com"), host("b.example.com")]
+        );
         assert_eq!(several.header, Some(header::AUTHORIZATION));
     }
 
@@ -370,7 +442,9 @@ mod tests {
     fn hidden_values_are_taken_out_and_texts_without_them_are_left_alone() {
         let hidden = Hidden::new([VALUE, "short"], "[hidden]");
         assert_eq!(
-            hidden.hide(&format!("a {VALUE} b, {}", base64_for_tests(VALUE))).unwrap(),
+            hidden
+                .hide(&format!("a {VALUE} b, {}", base64_for_tests(VALUE)))
+                .unwrap(),
             "a [hidden] b, [hidden]k="
         );
         assert_eq!(hidden.hide("a short text, sk-0123456789-canar"), None);
@@ -385,33 +459,76 @@ mod tests {
             ("TOKEN=KEY@api.example.com", "a secret is written"),
             ("TOKEN=env:KEY", "a secret is written"),
             ("TOKEN=env:@api.example.com", "a secret is written"),
-            ("TOKEN=sk-0123456789-canary@api.example.com", "a secret is written"),
+            (
+                "TOKEN=sk-0123456789-canary@api.example.com",
+                "a secret is written",
+            ),
             ("2TOKEN=env:KEY@api.example.com", "the name of a secret"),
             ("TO-KEN=env:KEY@api.example.com", "the name of a secret"),
             ("=env:KEY@api.example.com", "the name of a secret"),
-            ("TOKEN=env:KEY@", "secret TOKEN: \"\" is not the name of a host"),
-            ("TOKEN=env:KEY@*.example.com", "secret TOKEN: \"*.example.com\" is not the name of a host"),
-            ("TOKEN=env:KEY@192.0.2.1", "secret TOKEN: \"192.0.2.1\" is not the name of a host"),
-            ("TOKEN=env:KEY@api.example.com:443", "secret TOKEN: \"443\" is not a header"),
-            ("TOKEN=env:KEY@api.example.com:Host", "secret TOKEN: \"Host\" is not a header"),
-            ("TOKEN=env:KEY@api.example.com:a b", "secret TOKEN: \"a b\" is not a header"),
-            ("TOKEN=env:OTHER@api.example.com", "secret TOKEN: the variable"),
-            ("TOKEN=env:EMPTY@api.example.com", "secret TOKEN: the value must have"),
-            ("TOKEN=env:SHORT@api.example.com", "secret TOKEN: the value must have"),
-            ("TOKEN=env:LINES@api.example.com", "secret TOKEN: the value must be one line"),
-            ("TOKEN=file:/does/not/exist@api.example.com", "secret TOKEN: its file could not be read"),
-            ("TOKEN=file:/dev/null@api.example.com", "secret TOKEN: its file could not be read"),
+            (
+                "TOKEN=env:KEY@",
+                "secret TOKEN: \"\" is not the name of a host",
+            ),
+            (
+                "TOKEN=env:KEY@*.example.com",
+                "secret TOKEN: \"*.example.com\" is not the name of a host",
+            ),
+            (
+                "TOKEN=env:KEY@192.0.2.1",
+                "secret TOKEN: \"192.0.2.1\" is not the name of a host",
+            ),
+            (
+                "TOKEN=env:KEY@api.example.com:443",
+                "secret TOKEN: \"443\" is not a header",
+            ),
+            (
+                "TOKEN=env:KEY@api.example.com:Host",
+                "secret TOKEN: \"Host\" is not a header",
+            ),
+            (
+                "TOKEN=env:KEY@api.example.com:a b",
+                "secret TOKEN: \"a b\" is not a header",
+            ),
+            (
+                "TOKEN=env:OTHER@api.example.com",
+                "secret TOKEN: the variable",
+            ),
+            (
+                "TOKEN=env:EMPTY@api.example.com",
+                "secret TOKEN: the value must have",
+            ),
+            (
+                "TOKEN=env:SHORT@api.example.com",
+                "secret TOKEN: the value must have",
+            ),
+            (
+                "TOKEN=env:LINES@api.example.com",
+                "secret TOKEN: the value must be one line",
+            ),
+            (
+                "TOKEN=file:/does/not/exist@api.example.com",
+                "secret TOKEN: its file could not be read",
+            ),
+            (
+                "TOKEN=file:/dev/null@api.example.com",
+                "secret TOKEN: its file could not be read",
+            ),
         ];
         for (text, start) in cases {
             let said = refusal(text);
             assert!(said.starts_with(start), "{text}: {said}");
-            assert!(!said.contains("canary") && !said.contains("two lines") && !said.contains("short"), "{said}");
+            assert!(
+                !said.contains("canary") && !said.contains("two lines") && !said.contains("short"),
+                "{said}"
+            );
         }
     }
 
     #[test]
     fn a_file_counts_without_its_line_break_and_only_if_it_is_closed_to_others() {
-        let path = std::env::temp_dir().join(format!("cellblock-secret-{}", random_characters().unwrap()));
+        let path =
+            std::env::temp_dir().join(format!("cellblock-secret-{}", random_characters().unwrap()));
         std::fs::write(&path, format!("{VALUE}\r\n")).unwrap();
         let text = format!("TOKEN=file:{}@api.example.com", path.display());
         let with_mode = |mode| {
@@ -419,7 +536,10 @@ mod tests {
             Secret::parse(&text, lookup)
         };
         for open in [0o604, 0o602, 0o620, 0o644, 0o666] {
-            assert!(matches!(with_mode(open), Err(SecretError::FileOpenToOthers { .. })), "{open:o}");
+            assert!(
+                matches!(with_mode(open), Err(SecretError::FileOpenToOthers { .. })),
+                "{open:o}"
+            );
         }
         for closed in [0o600, 0o400, 0o640] {
             assert_eq!(**with_mode(closed).unwrap().value, VALUE);
@@ -429,14 +549,24 @@ mod tests {
 
     #[test]
     fn placeholders_are_random_per_vault_and_have_the_name_in_them() {
-        let secrets = vec![secret("ONE=env:KEY@a.example.com"), secret("TWO=env:KEY@b.example.com")];
+        let secrets = vec![
+            secret("ONE=env:KEY@a.example.com"),
+            secret("TWO=env:KEY@b.example.com"),
+        ];
         let vault = Vault::new(secrets.clone()).unwrap();
         let variables = vault.variables();
         for ((name, placeholder), expected) in variables.iter().zip(["ONE", "TWO"]) {
             assert_eq!(name, expected);
-            let random = placeholder.strip_prefix(&format!("cellblock-{name}-")).unwrap();
+            let random = placeholder
+                .strip_prefix(&format!("cellblock-{name}-"))
+                .unwrap();
             assert_eq!(random.len(), 22);
-            assert!(random.bytes().all(|byte| base64::alphabet::URL_SAFE.as_str().as_bytes().contains(&byte)));
+            assert!(random.bytes().all(|byte| {
+                base64::alphabet::URL_SAFE
+                    .as_str()
+                    .as_bytes()
+                    .contains(&byte)
+            }));
         }
         assert_ne!(variables, Vault::new(secrets).unwrap().variables());
     }
@@ -447,7 +577,10 @@ mod tests {
         assert!(vault.has(&host("a.example.com")) && vault.has(&host("b.example.com")));
         assert!(!vault.has(&host("c.example.com")) && !vault.has(&host("x.a.example.com")));
         assert!(!Vault::none().has(&host("a.example.com")) && Vault::none().is_empty());
-        let twice = Vault::new(vec![secret("ONE=env:KEY@a.example.com"), secret("ONE=env:KEY@b.example.com")]);
+        let twice = Vault::new(vec![
+            secret("ONE=env:KEY@a.example.com"),
+            secret("ONE=env:KEY@b.example.com"),
+        ]);
         assert_eq!(twice.unwrap_err().to_string(), "secret ONE is given twice");
     }
 
@@ -455,11 +588,21 @@ mod tests {
     fn debug_output_has_no_value_and_logs_are_masked() {
         let secret = secret("TOKEN=env:KEY@api.example.com");
         let vault = Vault::new(vec![secret.clone()]).unwrap();
-        for said in [format!("{secret:?}"), format!("{secret:#?}"), format!("{vault:?}")] {
-            assert!(said.contains("TOKEN") && said.contains("[redacted]") && !said.contains("canary"), "{said}");
+        for said in [
+            format!("{secret:?}"),
+            format!("{secret:#?}"),
+            format!("{vault:?}"),
+        ] {
+            assert!(
+                said.contains("TOKEN") && said.contains("[redacted]") && !said.contains("canary"),
+                "{said}"
+            );
         }
         let placeholder = vault.variables()[0].1.clone();
-        assert_eq!(vault.mask(&format!("got {VALUE}.")), format!("got {placeholder}."));
+        assert_eq!(
+            vault.mask(&format!("got {VALUE}.")),
+            format!("got {placeholder}.")
+        );
         assert_eq!(vault.mask("got nothing."), "got nothing.");
     }
 }

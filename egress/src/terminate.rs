@@ -94,7 +94,9 @@ pub(crate) async fn serve<S>(
 where
     S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
 {
-    let secrets = vault.for_host(name).ok_or_else(|| io::Error::other("the host has no secret"))?;
+    let secrets = vault
+        .for_host(name)
+        .ok_or_else(|| io::Error::other("the host has no secret"))?;
     let inside = in_time(accept(inside, name, authority)).await?;
     let exchange = Arc::new(Exchange {
         name: name.clone(),
@@ -152,7 +154,9 @@ struct Refusal {
 
 impl Exchange {
     async fn answer(&self, request: Request<Incoming>) -> Response<Streamed> {
-        self.forward(request).await.unwrap_or_else(Refusal::into_response)
+        self.forward(request)
+            .await
+            .unwrap_or_else(Refusal::into_response)
     }
 
     async fn forward(&self, mut request: Request<Incoming>) -> Result<Response<Streamed>, Refusal> {
@@ -163,8 +167,12 @@ impl Exchange {
         let response = self.send(request).await?;
         match (response.status(), upgrade) {
             (StatusCode::SWITCHING_PROTOCOLS, Some(inside)) => self.upgraded(response, inside),
-            (StatusCode::SWITCHING_PROTOCOLS, None) => Err(self.bad_answer("changed the protocol without being asked")),
-            (StatusCode::PARTIAL_CONTENT, _) => Err(self.bad_answer("sent a part although the whole was asked for")),
+            (StatusCode::SWITCHING_PROTOCOLS, None) => {
+                Err(self.bad_answer("changed the protocol without being asked"))
+            }
+            (StatusCode::PARTIAL_CONTENT, _) => {
+                Err(self.bad_answer("sent a part although the whole was asked for"))
+            }
             _ => self.masked(response, is_head),
         }
     }
@@ -173,20 +181,35 @@ impl Exchange {
     fn check_host(&self, request: &Request<Incoming>) -> Result<(), Refusal> {
         let hosts: Vec<_> = request.headers().get_all(header::HOST).iter().collect();
         let [host] = hosts[..] else {
-            return Err(Refusal::closing(StatusCode::BAD_REQUEST, "A request must have one Host header.".to_owned()));
+            return Err(Refusal::closing(
+                StatusCode::BAD_REQUEST,
+                "A request must have one Host header.".to_owned(),
+            ));
         };
-        let named = [host.to_str().ok(), request.uri().authority().map(|authority| authority.as_str())];
+        let named = [
+            host.to_str().ok(),
+            request
+                .uri()
+                .authority()
+                .map(|authority| authority.as_str()),
+        ];
         let is_ours = |text: &str| match parse_authority(text) {
             Ok((Host::Name(name), port)) => name == self.name && port.unwrap_or(443) == self.port,
             _ => false,
         };
-        let is_plain = request.uri().scheme_str().is_some_and(|scheme| scheme != "https");
+        let is_plain = request
+            .uri()
+            .scheme_str()
+            .is_some_and(|scheme| scheme != "https");
         if host.to_str().is_err()
             || is_plain
             || request.method() == Method::CONNECT
             || !named.into_iter().flatten().all(is_ours)
         {
-            let sentence = format!("This connection is for {}: the request names another host.", self.name);
+            let sentence = format!(
+                "This connection is for {}: the request names another host.",
+                self.name
+            );
             return Err(Refusal::closing(StatusCode::FORBIDDEN, sentence));
         }
         Ok(())
@@ -197,11 +220,16 @@ impl Exchange {
             443 => self.name.to_string(),
             port => format!("{}:{port}", self.name),
         };
-        HeaderValue::try_from(text).expect("a name has only letters, digits, hyphens, underscores and dots")
+        HeaderValue::try_from(text)
+            .expect("a name has only letters, digits, hyphens, underscores and dots")
     }
 
     /// Returns the request as it goes to the host, with values in place.
-    async fn filled(&self, request: Request<Incoming>, is_websocket: bool) -> Result<Request<Streamed>, Refusal> {
+    async fn filled(
+        &self,
+        request: Request<Incoming>,
+        is_websocket: bool,
+    ) -> Result<Request<Streamed>, Refusal> {
         let (mut parts, body) = request.into_parts();
         let mut notes = BTreeSet::new();
         prepare_headers(&mut parts, is_websocket);
@@ -210,7 +238,9 @@ impl Exchange {
         let kind = body_kind(&parts.headers);
         self.secrets.fill_headers(&mut parts.headers, &mut notes);
         let uri = self.filled_target(&parts.uri, &mut notes)?;
-        let body = self.filled_body(kind, body, &mut parts.headers, &mut notes).await?;
+        let body = self
+            .filled_body(kind, body, &mut parts.headers, &mut notes)
+            .await?;
         notes.into_iter().for_each(|note| (self.notes)(note));
         let mut filled = Request::new(body);
         *filled.method_mut() = parts.method;
@@ -220,10 +250,16 @@ impl Exchange {
     }
 
     fn filled_target(&self, uri: &Uri, notes: &mut BTreeSet<Note>) -> Result<Uri, Refusal> {
-        let target = uri.path_and_query().cloned().unwrap_or_else(|| PathAndQuery::from_static("/"));
+        let target = uri
+            .path_and_query()
+            .cloned()
+            .unwrap_or_else(|| PathAndQuery::from_static("/"));
         let target = match self.secrets.fill_target(target.as_str(), notes) {
             Some(filled) => PathAndQuery::try_from(filled).map_err(|_| {
-                Refusal::new(StatusCode::URI_TOO_LONG, "The address of the request is too long.".to_owned())
+                Refusal::new(
+                    StatusCode::URI_TOO_LONG,
+                    "The address of the request is too long.".to_owned(),
+                )
             })?,
             None => target,
         };
@@ -243,14 +279,21 @@ impl Exchange {
         };
         let mut gathered = Vec::new();
         while let Some(frame) = body.frame().await {
-            let broken =
-                |_| Refusal::closing(StatusCode::BAD_REQUEST, "The body of the request ended early.".to_owned());
+            let broken = |_| {
+                Refusal::closing(
+                    StatusCode::BAD_REQUEST,
+                    "The body of the request ended early.".to_owned(),
+                )
+            };
             gathered.extend_from_slice(frame.map_err(broken)?.data_ref().unwrap_or(&Bytes::new()));
             if gathered.len() > LARGEST_FILLED_BODY {
                 return Ok(Prefixed::new(gathered.into(), body).boxed());
             }
         }
-        let filled = self.secrets.fill_body(kind, &gathered, notes).unwrap_or(gathered);
+        let filled = self
+            .secrets
+            .fill_body(kind, &gathered, notes)
+            .unwrap_or(gathered);
         headers.insert(header::CONTENT_LENGTH, HeaderValue::from(filled.len()));
         Ok(Full::from(filled).map_err(|never| match never {}).boxed())
     }
@@ -259,7 +302,10 @@ impl Exchange {
     async fn send(&self, mut request: Request<Streamed>) -> Result<Response<Incoming>, Refusal> {
         let kept = lock(&self.kept).take();
         if let Some(mut kept) = kept
-            && matches!(timeout(LONGEST_WAIT_FOR_KEPT, kept.ready()).await, Ok(Ok(())))
+            && matches!(
+                timeout(LONGEST_WAIT_FOR_KEPT, kept.ready()).await,
+                Ok(Ok(()))
+            )
         {
             match kept.try_send_request(request).await {
                 Ok(response) => {
@@ -276,18 +322,25 @@ impl Exchange {
         let mut sender = self.connect().await?;
         let response = sender.send_request(request).await;
         *lock(&self.kept) = Some(sender);
-        response.map_err(|_| self.bad_answer("ended the connection without an answer that could be read"))
+        response.map_err(|_| {
+            self.bad_answer("ended the connection without an answer that could be read")
+        })
     }
 
     async fn connect(&self) -> Result<SendRequest<Streamed>, Refusal> {
         let unreachable = |error: io::Error| {
-            Refusal::new(StatusCode::BAD_GATEWAY, format!("{} could not be reached: {error}.", self.name))
+            Refusal::new(
+                StatusCode::BAD_GATEWAY,
+                format!("{} could not be reached: {error}.", self.name),
+            )
         };
         let stream = (self.dial)().await.map_err(unreachable)?;
         let server = ServerName::try_from(self.name.as_str().to_owned())
             .map_err(|error| unreachable(io::Error::other(error)))?;
         let connector = TlsConnector::from(self.client.clone());
-        let stream = in_time(connector.connect(server, stream)).await.map_err(unreachable)?;
+        let stream = in_time(connector.connect(server, stream))
+            .await
+            .map_err(unreachable)?;
         let (sender, connection) = hyper::client::conn::http1::Builder::new()
             .max_header_size(LARGEST_HEAD)
             .handshake(TokioIo::new(stream))
@@ -303,10 +356,16 @@ impl Exchange {
     }
 
     /// Returns the host's answer as it goes inside.
-    fn masked(&self, response: Response<Incoming>, is_head: bool) -> Result<Response<Streamed>, Refusal> {
+    fn masked(
+        &self,
+        response: Response<Incoming>,
+        is_head: bool,
+    ) -> Result<Response<Streamed>, Refusal> {
         let (mut parts, body) = response.into_parts();
         if !body.is_end_stream() && is_encoded(&parts.headers) {
-            return Err(self.bad_answer("sent an answer in an encoding in which a secret cannot be looked for"));
+            return Err(self.bad_answer(
+                "sent an answer in an encoding in which a secret cannot be looked for",
+            ));
         }
         remove_hop_by_hop(&mut parts.headers);
         // With a placeholder in it, the body has another length. The answer to HEAD has none.
@@ -322,8 +381,16 @@ impl Exchange {
     }
 
     /// Lets the connection become a WebSocket, whose frames are copied when hyper has let go of both ends.
-    fn upgraded(&self, mut response: Response<Incoming>, inside: OnUpgrade) -> Result<Response<Streamed>, Refusal> {
-        if !is_websocket(response.headers()) || response.headers().contains_key(header::SEC_WEBSOCKET_EXTENSIONS) {
+    fn upgraded(
+        &self,
+        mut response: Response<Incoming>,
+        inside: OnUpgrade,
+    ) -> Result<Response<Streamed>, Refusal> {
+        if !is_websocket(response.headers())
+            || response
+                .headers()
+                .contains_key(header::SEC_WEBSOCKET_EXTENSIONS)
+        {
             return Err(self.bad_answer("opened a WebSocket in a way that was not asked for"));
         }
         *lock(&self.tunnel) = Some((inside, hyper::upgrade::on(&mut response)));
@@ -338,58 +405,103 @@ impl Exchange {
     }
 
     fn bad_answer(&self, what: &str) -> Refusal {
-        Refusal::new(StatusCode::BAD_GATEWAY, format!("{} {what}, so there is nothing to pass on.", self.name))
+        Refusal::new(
+            StatusCode::BAD_GATEWAY,
+            format!("{} {what}, so there is nothing to pass on.", self.name),
+        )
     }
 }
 
 impl Refusal {
     fn new(status: StatusCode, sentence: String) -> Refusal {
-        Refusal { status, sentence, closes: false }
+        Refusal {
+            status,
+            sentence,
+            closes: false,
+        }
     }
 
     /// A refusal after which nothing more is read from this connection.
     fn closing(status: StatusCode, sentence: String) -> Refusal {
-        Refusal { status, sentence, closes: true }
+        Refusal {
+            status,
+            sentence,
+            closes: true,
+        }
     }
 
     fn into_response(self) -> Response<Streamed> {
-        let mut response = Response::new(Full::from(self.sentence + "\n").map_err(|never| match never {}).boxed());
+        let mut response = Response::new(
+            Full::from(self.sentence + "\n")
+                .map_err(|never| match never {})
+                .boxed(),
+        );
         *response.status_mut() = self.status;
-        response.headers_mut().insert(header::CONTENT_TYPE, HeaderValue::from_static("text/plain; charset=utf-8"));
+        response.headers_mut().insert(
+            header::CONTENT_TYPE,
+            HeaderValue::from_static("text/plain; charset=utf-8"),
+        );
         if self.closes {
-            response.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("close"));
+            response
+                .headers_mut()
+                .insert(header::CONNECTION, HeaderValue::from_static("close"));
         }
         response
     }
 }
 
 /// Ends TLS as `name`, if the client asks for exactly that name.
-async fn accept<S>(inside: S, name: &HostName, authority: &Authority) -> io::Result<tokio_rustls::server::TlsStream<S>>
+async fn accept<S>(
+    inside: S,
+    name: &HostName,
+    authority: &Authority,
+) -> io::Result<tokio_rustls::server::TlsStream<S>>
 where
     S: AsyncRead + AsyncWrite + Unpin,
 {
     let start = LazyConfigAcceptor::new(rustls::server::Acceptor::default(), inside).await?;
-    let asked_for = start.client_hello().server_name().and_then(|text| HostName::parse(text).ok());
+    let asked_for = start
+        .client_hello()
+        .server_name()
+        .and_then(|text| HostName::parse(text).ok());
     if asked_for.as_ref() != Some(name) {
-        return Err(io::Error::new(io::ErrorKind::PermissionDenied, "the TLS client names another host"));
+        return Err(io::Error::new(
+            io::ErrorKind::PermissionDenied,
+            "the TLS client names another host",
+        ));
     }
-    start.into_stream(authority.server(name).map_err(io::Error::other)?).await
+    start
+        .into_stream(authority.server(name).map_err(io::Error::other)?)
+        .await
 }
 
 async fn in_time<T>(handshake: impl Future<Output = io::Result<T>>) -> io::Result<T> {
     timeout(LONGEST_HANDSHAKE, handshake)
         .await
-        .unwrap_or_else(|_| Err(io::Error::new(io::ErrorKind::TimedOut, "the TLS handshake took too long")))
+        .unwrap_or_else(|_| {
+            Err(io::Error::new(
+                io::ErrorKind::TimedOut,
+                "the TLS handshake took too long",
+            ))
+        })
 }
 
 /// Makes a request's headers ours: one connection further, no encoding, nothing that would keep values from being found in the answer.
 fn prepare_headers(parts: &mut request::Parts, is_websocket: bool) {
     let headers = &mut parts.headers;
     remove_hop_by_hop(headers);
-    for unwanted in [header::RANGE, header::IF_RANGE, header::EXPECT, header::SEC_WEBSOCKET_EXTENSIONS] {
+    for unwanted in [
+        header::RANGE,
+        header::IF_RANGE,
+        header::EXPECT,
+        header::SEC_WEBSOCKET_EXTENSIONS,
+    ] {
         headers.remove(unwanted);
     }
-    headers.insert(header::ACCEPT_ENCODING, HeaderValue::from_static("identity"));
+    headers.insert(
+        header::ACCEPT_ENCODING,
+        HeaderValue::from_static("identity"),
+    );
     if is_websocket {
         ask_for_websocket(headers);
     }
@@ -397,10 +509,16 @@ fn prepare_headers(parts: &mut request::Parts, is_websocket: bool) {
 }
 
 fn remove_hop_by_hop(headers: &mut HeaderMap) {
-    let named: Vec<HeaderName> = tokens(headers, header::CONNECTION).filter_map(|token| token.parse().ok()).collect();
+    let named: Vec<HeaderName> = tokens(headers, header::CONNECTION)
+        .filter_map(|token| token.parse().ok())
+        .collect();
     // Whoever lists these as belonging to the connection wants them gone, and us to misread the message.
     let kept = [header::HOST, header::CONTENT_LENGTH];
-    for name in named.iter().filter(|name| !kept.contains(name)).chain(&HOP_BY_HOP) {
+    for name in named
+        .iter()
+        .filter(|name| !kept.contains(name))
+        .chain(&HOP_BY_HOP)
+    {
         headers.remove(name);
     }
 }
@@ -417,7 +535,9 @@ fn is_websocket(headers: &HeaderMap) -> bool {
 
 fn is_encoded(headers: &HeaderMap) -> bool {
     let transfer = tokens(headers, header::TRANSFER_ENCODING).filter(|token| token != "chunked");
-    tokens(headers, header::CONTENT_ENCODING).chain(transfer).any(|token| token != "identity")
+    tokens(headers, header::CONTENT_ENCODING)
+        .chain(transfer)
+        .any(|token| token != "identity")
 }
 
 /// Returns how the body spells its text, if placeholders are replaced in it.
@@ -430,15 +550,27 @@ fn body_kind(headers: &HeaderMap) -> Option<BodyKind> {
 
 /// Returns the comma-separated words of a header, in lower case.
 fn tokens(headers: &HeaderMap, name: HeaderName) -> impl Iterator<Item = String> {
-    let values =
-        headers.get_all(name).into_iter().map(|value| String::from_utf8_lossy(value.as_bytes()).to_ascii_lowercase());
-    let words: Vec<String> =
-        values.flat_map(|value| value.split(',').map(|word| word.trim().to_owned()).collect::<Vec<_>>()).collect();
+    let values = headers
+        .get_all(name)
+        .into_iter()
+        .map(|value| String::from_utf8_lossy(value.as_bytes()).to_ascii_lowercase());
+    let words: Vec<String> = values
+        .flat_map(|value| {
+            value
+                .split(',')
+                .map(|word| word.trim().to_owned())
+                .collect::<Vec<_>>()
+        })
+        .collect();
     words.into_iter().filter(|word| !word.is_empty())
 }
 
 /// Copies a WebSocket until the host ends it.
-async fn tunnel_between(inside: OnUpgrade, outside: OnUpgrade, secrets: &HostSecrets) -> io::Result<()> {
+async fn tunnel_between(
+    inside: OnUpgrade,
+    outside: OnUpgrade,
+    secrets: &HostSecrets,
+) -> io::Result<()> {
     let (inside, outside) = tokio::try_join!(inside, outside).map_err(io::Error::other)?;
     let (mut from_inside, to_inside) = tokio::io::split(TokioIo::new(inside));
     let (from_outside, mut to_outside) = tokio::io::split(TokioIo::new(outside));

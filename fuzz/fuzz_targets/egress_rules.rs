@@ -69,7 +69,9 @@ fuzz_target!(|input: Input| {
 
     let list: Vec<String> = input.list.iter().map(written).collect();
     let ceiling: Vec<String> = input.ceiling.iter().map(written).collect();
-    let (Ok(list_rules), Ok(ceiling_rules)) = (Rules::parse(&list), Rules::parse(&ceiling)) else { return };
+    let (Ok(list_rules), Ok(ceiling_rules)) = (Rules::parse(&list), Rules::parse(&ceiling)) else {
+        return;
+    };
     let permits: Vec<&String> = list.iter().filter(|rule| !rule.starts_with('!')).collect();
     let shorter = Rules::parse(&permits[..permits.len() / 2]).expect("all of them were right");
     let longer = Rules::parse(&permits).expect("all of them were right");
@@ -80,11 +82,20 @@ fuzz_target!(|input: Input| {
     for asked in &input.asked {
         assert!(!permitted(&Rules::none(), asked));
         assert!(permitted(&Rules::everything(), asked));
-        assert!(!permitted(&shorter, asked) || permitted(&longer, asked), "a longer list permits less: {permits:?}");
-        assert!(!permitted(&list_rules, asked) || permitted(&longer, asked), "a denial permits more: {list:?}");
+        assert!(
+            !permitted(&shorter, asked) || permitted(&longer, asked),
+            "a longer list permits less: {permits:?}"
+        );
+        assert!(
+            !permitted(&list_rules, asked) || permitted(&longer, asked),
+            "a denial permits more: {list:?}"
+        );
         for inner in [&list_rules, &granted] {
             if inner.beyond(&ceiling_rules).is_none() {
-                assert!(!permitted(inner, asked) || permitted(&ceiling_rules, asked), "{list:?} is beyond {ceiling:?}");
+                assert!(
+                    !permitted(inner, asked) || permitted(&ceiling_rules, asked),
+                    "{list:?} is beyond {ceiling:?}"
+                );
             }
         }
         if let Listens::Ports(ports) = list_rules.listens() {
@@ -98,7 +109,10 @@ fn one_meaning_or_none(text: &str) {
         assert_eq!(Rule::parse(&rule.to_string()), Ok(rule));
     }
     if let Ok(name) = HostName::parse(text) {
-        assert!(name.as_str().len() <= 253 && name.labels().all(|label| (1..=63).contains(&label.len())));
+        assert!(
+            name.as_str().len() <= 253
+                && name.labels().all(|label| (1..=63).contains(&label.len()))
+        );
         assert!(name.as_str().parse::<IpAddr>().is_err());
         assert_eq!(HostName::parse(name.as_str()), Ok(name));
     }
@@ -119,7 +133,12 @@ fn permitted(rules: &Rules, asked: &Asked) -> bool {
         }
         Asked::Address(address, _) => {
             let allows = rules.allows_address(address_of(address), port(asked));
-            assert!(!allows || rules.refuses_answer(address_of(address), port(asked)).is_none());
+            assert!(
+                !allows
+                    || rules
+                        .refuses_answer(address_of(address), port(asked))
+                        .is_none()
+            );
             allows
         }
     }
@@ -135,9 +154,15 @@ fn written(rule: &Written) -> String {
     let denies = if rule.denies { "!" } else { "" };
     let target = match &rule.target {
         WrittenTarget::Name { stars, labels } => {
-            format!("{}{}", ["", "*.", "**."][usize::from(stars % 3)], name_of(labels))
+            format!(
+                "{}{}",
+                ["", "*.", "**."][usize::from(stars % 3)],
+                name_of(labels)
+            )
         }
-        WrittenTarget::V4 { address, prefix } => range(IpAddr::V4(Ipv4Addr::from_bits(*address)), prefix % 33),
+        WrittenTarget::V4 { address, prefix } => {
+            range(IpAddr::V4(Ipv4Addr::from_bits(*address)), prefix % 33)
+        }
         WrittenTarget::V6 { address, prefix } => range(address_of(address), prefix % 129),
     };
     match rule.ports {
@@ -153,18 +178,23 @@ fn range(address: IpAddr, prefix: u8) -> String {
     match address.to_canonical() {
         IpAddr::V4(address) => {
             let prefix = prefix.min(32);
-            let bits = address.to_bits() & u32::MAX.checked_shl(32 - u32::from(prefix)).unwrap_or(0);
+            let bits =
+                address.to_bits() & u32::MAX.checked_shl(32 - u32::from(prefix)).unwrap_or(0);
             format!("{}/{prefix}", Ipv4Addr::from_bits(bits))
         }
         IpAddr::V6(address) => {
-            let bits = address.to_bits() & u128::MAX.checked_shl(128 - u32::from(prefix)).unwrap_or(0);
+            let bits =
+                address.to_bits() & u128::MAX.checked_shl(128 - u32::from(prefix)).unwrap_or(0);
             format!("[{}/{prefix}]", Ipv6Addr::from_bits(bits))
         }
     }
 }
 
 fn name_of(labels: &[bool]) -> String {
-    let labels = labels.iter().take(4).map(|label| if *label { "a." } else { "b." });
+    let labels = labels
+        .iter()
+        .take(4)
+        .map(|label| if *label { "a." } else { "b." });
     labels.chain(["test"]).collect()
 }
 
@@ -175,7 +205,9 @@ fn address_of(address: &Address) -> IpAddr {
         Address::Mapped(bits) => 0xffff << 32 | u128::from(bits),
         Address::Translated(bits) => 0x64_ff9b << 96 | u128::from(bits),
         Address::SixToFour(bits, rest) => 0x2002 << 112 | u128::from(bits) << 80 | u128::from(rest),
-        Address::Teredo(server, client) => 0x2001 << 112 | u128::from(server) << 64 | u128::from(client),
+        Address::Teredo(server, client) => {
+            0x2001 << 112 | u128::from(server) << 64 | u128::from(client)
+        }
         Address::Isatap(prefix, bits) => u128::from(prefix) << 64 | 0x5efe << 32 | u128::from(bits),
     };
     Ipv6Addr::from_bits(wide).into()

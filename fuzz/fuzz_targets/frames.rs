@@ -29,7 +29,10 @@ fuzz_target!(|input: Input| {
         decoder.feed(&bytes[..middle]);
         assert_eq!(decoder.next(), Ok(None));
         decoder.feed(&bytes[middle..]);
-        let decoded = decoder.next().expect("the frame is good").expect("the frame is whole");
+        let decoded = decoder
+            .next()
+            .expect("the frame is good")
+            .expect("the frame is whole");
         assert_eq!(&decoded.payload, payload);
         assert_eq!(decoded.header, br#"{"type":"test"}"#);
         assert!(decoder.is_empty());

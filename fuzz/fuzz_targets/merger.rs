@@ -83,7 +83,11 @@ fuzz_target!(|steps: Vec<Step>| {
     for side in [0, 1] {
         // Whole markers are taken out; everything else arrives.
         assert!(received[side] <= sent[side], "bytes were made up");
-        assert_eq!((sent[side] - received[side]) % marker(0, true).len(), 0, "text was lost on pipe {side}");
+        assert_eq!(
+            (sent[side] - received[side]) % marker(0, true).len(),
+            0,
+            "text was lost on pipe {side}"
+        );
     }
 });
 

@@ -96,7 +96,10 @@ pub struct OutOfMemory {
 
 impl OutOfMemory {
     pub fn new(kills: u64, at_own_limit: bool) -> OutOfMemory {
-        OutOfMemory { kills, at_own_limit }
+        OutOfMemory {
+            kills,
+            at_own_limit,
+        }
     }
 
     /// Tells whether the group's own limit has cost a process since `before`. A kill for the limit of somebody further out is not its doing.
@@ -120,8 +123,15 @@ impl OutOfMemory {
 /// have no groups of their own: those of its group, or those of the machine if nobody counts for
 /// the group.
 pub fn kills_around_this_process() -> u64 {
-    let own = Group::of_process(std::process::id()).ok().and_then(|group| group.counted_kills());
-    let machine = || field_of(&fs::read_to_string("/proc/vmstat").unwrap_or_default(), "oom_kill");
+    let own = Group::of_process(std::process::id())
+        .ok()
+        .and_then(|group| group.counted_kills());
+    let machine = || {
+        field_of(
+            &fs::read_to_string("/proc/vmstat").unwrap_or_default(),
+            "oom_kill",
+        )
+    };
     own.or_else(machine).unwrap_or(0)
 }
 
@@ -162,15 +172,28 @@ impl Tree {
             Located::Nothing(why) => return Err(hopeless(why)),
         };
         let Some(unit) = Unit::of(&membership, &own).filter(|_| Path::new(SYSTEMD).exists()) else {
-            return make_version_two(&own, name, &[guardian], &[std::process::id()]).or_else(|why| {
-                // Root may still have a group of its own at the top.
-                if is_root() { make_version_two(&top, name, &[], &[]) } else { Err(why) }.map_err(hopeless)
-            });
+            return make_version_two(&own, name, &[guardian], &[std::process::id()]).or_else(
+                |why| {
+                    // Root may still have a group of its own at the top.
+                    if is_root() {
+                        make_version_two(&top, name, &[], &[])
+                    } else {
+                        Err(why)
+                    }
+                    .map_err(hopeless)
+                },
+            );
         };
         if !unit.is_delegated() {
-            return Err(Refusal { why: "no control group is delegated to this process".to_owned(), unit: Some(unit) });
+            return Err(Refusal {
+                why: "no control group is delegated to this process".to_owned(),
+                unit: Some(unit),
+            });
         }
-        Tree::make_in_unit(&unit, name, guardian).map_err(|why| Refusal { why, unit: Some(unit) })
+        Tree::make_in_unit(&unit, name, guardian).map_err(|why| Refusal {
+            why,
+            unit: Some(unit),
+        })
     }
 
     /// Makes the folder below the unit of this process, which is delegated.
@@ -221,7 +244,10 @@ impl Tree {
         for folder in self.folders() {
             remove_tree(&folder);
         }
-        if let Tree::Two { server: Some(server), .. } = self
+        if let Tree::Two {
+            server: Some(server),
+            ..
+        } = self
             && let Some(parent) = server.parent().filter(|_| server.exists())
         {
             let _ = take_controllers_back(parent);
@@ -256,7 +282,13 @@ impl Tree {
 
     /// Makes a group without limits.
     pub fn group(&self, name: &str) -> io::Result<Group> {
-        Group::make(self.version(), self.folders().iter().map(|folder| folder.join(name)).collect())
+        Group::make(
+            self.version(),
+            self.folders()
+                .iter()
+                .map(|folder| folder.join(name))
+                .collect(),
+        )
     }
 
     /// Makes a family that may hold this much memory.
@@ -267,7 +299,10 @@ impl Tree {
             Tree::One { folders } => &folders[0],
         };
         let group = Group::make(self.version(), vec![folder.join(name)])?;
-        let family = Family { tree: self.clone(), group };
+        let family = Family {
+            tree: self.clone(),
+            group,
+        };
         if self.version() == Version::Two {
             hand_on_controllers(&folder.join(name))?;
         }
@@ -279,7 +314,12 @@ impl Tree {
 impl Family {
     /// Makes the group of one member.
     pub fn group(&self, name: &str, limits: &Limits) -> io::Result<Group> {
-        let mut folders: Vec<PathBuf> = self.tree.folders().iter().map(|folder| folder.join(name)).collect();
+        let mut folders: Vec<PathBuf> = self
+            .tree
+            .folders()
+            .iter()
+            .map(|folder| folder.join(name))
+            .collect();
         folders[0] = self.group.folders[0].join(name);
         let group = Group::make(self.group.version, folders)?;
         group.limit(limits)?;
@@ -304,8 +344,14 @@ impl Group {
         let membership = fs::read_to_string(format!("/proc/{pid}/cgroup"))?;
         let mounts = fs::read_to_string("/proc/self/mountinfo")?;
         match locate(&membership, &mounts) {
-            Located::One(folders) => Ok(Group { version: Version::One, folders }),
-            Located::Two { own, .. } => Ok(Group { version: Version::Two, folders: vec![own] }),
+            Located::One(folders) => Ok(Group {
+                version: Version::One,
+                folders,
+            }),
+            Located::Two { own, .. } => Ok(Group {
+                version: Version::Two,
+                folders: vec![own],
+            }),
             Located::Nothing(why) => Err(io::Error::other(why)),
         }
     }
@@ -362,7 +408,12 @@ impl Group {
             Version::One => "tasks",
             Version::Two => "cgroup.procs",
         };
-        let open = |folder: &PathBuf| fs::OpenOptions::new().write(true).open(folder.join(door)).map(OwnedFd::from);
+        let open = |folder: &PathBuf| {
+            fs::OpenOptions::new()
+                .write(true)
+                .open(folder.join(door))
+                .map(OwnedFd::from)
+        };
         self.folders.iter().map(open).collect()
     }
 
@@ -381,7 +432,10 @@ impl Group {
     pub fn processes(&self) -> io::Result<Vec<u32>> {
         let folder = self.folders.first().ok_or(io::ErrorKind::NotFound)?;
         let inside = fs::read_to_string(folder.join("cgroup.procs"))?;
-        Ok(inside.lines().filter_map(|line| line.parse().ok()).collect())
+        Ok(inside
+            .lines()
+            .filter_map(|line| line.parse().ok())
+            .collect())
     }
 
     /// Bytes held now, without cached files, which the kernel gives up when it needs to; and at most since the last `forget_peak`, with them.
@@ -390,15 +444,20 @@ impl Group {
             Version::Two => ("memory.current", "memory.peak"),
             Version::One => ("memory.usage_in_bytes", "memory.max_usage_in_bytes"),
         };
-        let cached = self.field("memory.stat", "inactive_file") + self.field("memory.stat", "active_file");
+        let cached =
+            self.field("memory.stat", "inactive_file") + self.field("memory.stat", "active_file");
         (self.number(now).saturating_sub(cached), self.number(peak))
     }
 
     /// Processor time that was used here since the group was made, if the kernel counts it.
     pub fn processor_time(&self) -> Option<Duration> {
         match self.version {
-            Version::Two => self.find("cpu.stat").map(|_| Duration::from_micros(self.field("cpu.stat", "usage_usec"))),
-            Version::One => self.find("cpuacct.usage").map(|_| Duration::from_nanos(self.number("cpuacct.usage"))),
+            Version::Two => self
+                .find("cpu.stat")
+                .map(|_| Duration::from_micros(self.field("cpu.stat", "usage_usec"))),
+            Version::One => self
+                .find("cpuacct.usage")
+                .map(|_| Duration::from_nanos(self.number("cpuacct.usage"))),
         }
     }
 
@@ -435,7 +494,10 @@ impl Group {
 
     /// Reads a line of a file that has one name and number in each. Zero when there is none.
     fn field(&self, file: &str, name: &str) -> u64 {
-        let text = self.find(file).and_then(|path| fs::read_to_string(path).ok()).unwrap_or_default();
+        let text = self
+            .find(file)
+            .and_then(|path| fs::read_to_string(path).ok())
+            .unwrap_or_default();
         field_of(&text, name).unwrap_or(0)
     }
 
@@ -462,17 +524,23 @@ impl Group {
     }
 
     fn find(&self, name: &str) -> Option<PathBuf> {
-        self.folders.iter().map(|folder| folder.join(name)).find(|path| path.exists())
+        self.folders
+            .iter()
+            .map(|folder| folder.join(name))
+            .find(|path| path.exists())
     }
 
     fn number(&self, name: &str) -> u64 {
-        let text = self.find(name).and_then(|path| fs::read_to_string(path).ok());
+        let text = self
+            .find(name)
+            .and_then(|path| fs::read_to_string(path).ok());
         text.and_then(|text| text.trim().parse().ok()).unwrap_or(0)
     }
 
     fn write(&self, name: &str, value: &str) -> io::Result<()> {
-        let path =
-            self.find(name).ok_or_else(|| io::Error::other(format!("this kernel's control groups have no {name}")))?;
+        let path = self.find(name).ok_or_else(|| {
+            io::Error::other(format!("this kernel's control groups have no {name}"))
+        })?;
         fs::write(path, value)
     }
 
@@ -499,10 +567,14 @@ fn locate(membership: &str, mounts: &str) -> Located {
     // A line of mountinfo: id parent device root mountpoint options … - type source superoptions
     let mut hierarchies: Vec<(&str, &str, &str, &str)> = Vec::new();
     for line in mounts.lines() {
-        let Some((left, right)) = line.split_once(" - ") else { continue };
+        let Some((left, right)) = line.split_once(" - ") else {
+            continue;
+        };
         let left: Vec<&str> = left.split(' ').collect();
         let right: Vec<&str> = right.split(' ').collect();
-        if let ([_, _, _, root, place, ..], [kind @ ("cgroup" | "cgroup2"), _, options, ..]) = (&left[..], &right[..]) {
+        if let ([_, _, _, root, place, ..], [kind @ ("cgroup" | "cgroup2"), _, options, ..]) =
+            (&left[..], &right[..])
+        {
             hierarchies.push((kind, root, place, options));
         }
     }
@@ -510,19 +582,24 @@ fn locate(membership: &str, mounts: &str) -> Located {
         membership.lines().find_map(|line| {
             let mut parts = line.splitn(3, ':').skip(1);
             let (names, path) = (parts.next()?, parts.next()?);
-            let matches =
-                if controller.is_empty() { names.is_empty() } else { names.split(',').any(|name| name == controller) };
+            let matches = if controller.is_empty() {
+                names.is_empty()
+            } else {
+                names.split(',').any(|name| name == controller)
+            };
             matches.then_some(path)
         })
     };
     let folder = |root: &str, place: &str, path: &str| {
-        let below = path.strip_prefix(root.trim_end_matches('/')).unwrap_or(path);
+        let below = path
+            .strip_prefix(root.trim_end_matches('/'))
+            .unwrap_or(path);
         Path::new(place).join(below.trim_start_matches('/'))
     };
     let folder_of = |controller: &str| {
-        let (_, root, place, _) = hierarchies
-            .iter()
-            .find(|(kind, .., options)| *kind == "cgroup" && options.split(',').any(|name| name == controller))?;
+        let (_, root, place, _) = hierarchies.iter().find(|(kind, .., options)| {
+            *kind == "cgroup" && options.split(',').any(|name| name == controller)
+        })?;
         Some(folder(root, place, path_in(controller)?))
     };
     let controllers: Option<Vec<PathBuf>> = CONTROLLERS.into_iter().map(folder_of).collect();
@@ -531,9 +608,10 @@ fn locate(membership: &str, mounts: &str) -> Located {
         return Located::One(folders);
     }
     match hierarchies.iter().find(|(kind, ..)| *kind == "cgroup2") {
-        Some((_, root, place, _)) => {
-            Located::Two { own: folder(root, place, path_in("").unwrap_or("/")), top: PathBuf::from(place) }
-        }
+        Some((_, root, place, _)) => Located::Two {
+            own: folder(root, place, path_in("").unwrap_or("/")),
+            top: PathBuf::from(place),
+        },
         None => Located::Nothing("no control groups are mounted".to_owned()),
     }
 }
@@ -543,7 +621,8 @@ fn make_folder(folder: &Path) -> Result<(), String> {
         Ok(()) => Ok(()),
         Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(()),
         Err(error)
-            if error.kind() == io::ErrorKind::PermissionDenied || error.kind() == io::ErrorKind::ReadOnlyFilesystem =>
+            if error.kind() == io::ErrorKind::PermissionDenied
+                || error.kind() == io::ErrorKind::ReadOnlyFilesystem =>
         {
             Err("no control group is delegated to this user".to_owned())
         }
@@ -554,14 +633,22 @@ fn make_folder(folder: &Path) -> Result<(), String> {
 impl Unit {
     /// Finds the innermost unit in what `/proc/PID/cgroup` says of a process whose group is `own`.
     fn of(membership: &str, own: &Path) -> Option<Unit> {
-        let path = membership.lines().find_map(|line| line.strip_prefix("0::"))?;
+        let path = membership
+            .lines()
+            .find_map(|line| line.strip_prefix("0::"))?;
         let names: Vec<&str> = path.trim_matches('/').split('/').collect();
         let ends = |name: &str, suffix: &str| name.len() > suffix.len() && name.ends_with(suffix);
-        let position = names.iter().rposition(|name| ends(name, ".service") || ends(name, ".scope"))?;
+        let position = names
+            .iter()
+            .rposition(|name| ends(name, ".service") || ends(name, ".scope"))?;
         let is_scope = ends(names[position], ".scope");
-        let manager = names[..position].iter().rposition(|name| name.starts_with("user@") && ends(name, ".service"));
+        let manager = names[..position]
+            .iter()
+            .rposition(|name| name.starts_with("user@") && ends(name, ".service"));
         let slices = &names[manager.map_or(0, |manager| manager + 1)..position];
-        let slice = slices.last().filter(|name| !is_scope && ends(name, ".slice"));
+        let slice = slices
+            .last()
+            .filter(|name| !is_scope && ends(name, ".slice"));
         Some(Unit {
             group: own.ancestors().nth(names.len() - 1 - position)?.to_owned(),
             of_user_manager: manager.is_some(),
@@ -571,7 +658,10 @@ impl Unit {
 
     /// Its name, such as `cellblock.service`.
     pub fn name(&self) -> &str {
-        self.group.file_name().and_then(|name| name.to_str()).unwrap_or_default()
+        self.group
+            .file_name()
+            .and_then(|name| name.to_str())
+            .unwrap_or_default()
     }
 
     /// A scope is made once, around processes that exist. In the group of a service systemd starts
@@ -591,7 +681,8 @@ impl Unit {
         });
         let owned = || {
             use std::os::unix::fs::MetadataExt;
-            fs::metadata(&self.group).is_ok_and(|found| found.uid() == rustix::process::geteuid().as_raw())
+            fs::metadata(&self.group)
+                .is_ok_and(|found| found.uid() == rustix::process::geteuid().as_raw())
         };
         marked || !is_root() && !self.of_user_manager && owned()
     }
@@ -627,7 +718,9 @@ fn make_version_one(parents: &[PathBuf], name: &str) -> Result<Tree, String> {
 /// Lets the groups below this one have the controllers that it has itself.
 fn hand_on_controllers(folder: &Path) -> io::Result<()> {
     let available = fs::read_to_string(folder.join("cgroup.controllers"))?;
-    let wanted = available.split_whitespace().filter(|found| CONTROLLERS_OF_TWO.contains(found));
+    let wanted = available
+        .split_whitespace()
+        .filter(|found| CONTROLLERS_OF_TWO.contains(found));
     let text: Vec<String> = wanted.map(|name| format!("+{name}")).collect();
     fs::write(folder.join("cgroup.subtree_control"), text.join(" "))
 }
@@ -636,7 +729,10 @@ fn hand_on_controllers(folder: &Path) -> io::Result<()> {
 /// while a group below hands them on.
 fn take_controllers_back(folder: &Path) -> io::Result<()> {
     let handed_on = fs::read_to_string(folder.join("cgroup.subtree_control"))?;
-    let text: Vec<String> = handed_on.split_whitespace().map(|name| format!("-{name}")).collect();
+    let text: Vec<String> = handed_on
+        .split_whitespace()
+        .map(|name| format!("-{name}"))
+        .collect();
     fs::write(folder.join("cgroup.subtree_control"), text.join(" "))
 }
 
@@ -651,9 +747,19 @@ fn move_process(pid: u32, folder: &Path) -> io::Result<()> {
 
 /// Makes the folder below `parent`. Processes that are in `parent` move out of it if they are ours:
 /// guardians into the folder, servers into a leaf beside it.
-fn make_version_two(parent: &Path, name: &str, guardians: &[u32], servers: &[u32]) -> Result<Tree, String> {
-    let available = fs::read_to_string(parent.join("cgroup.controllers")).map_err(|error| error.to_string())?;
-    let has = |controller: &str| available.split_whitespace().any(|found| found == controller);
+fn make_version_two(
+    parent: &Path,
+    name: &str,
+    guardians: &[u32],
+    servers: &[u32],
+) -> Result<Tree, String> {
+    let available =
+        fs::read_to_string(parent.join("cgroup.controllers")).map_err(|error| error.to_string())?;
+    let has = |controller: &str| {
+        available
+            .split_whitespace()
+            .any(|found| found == controller)
+    };
     if !has("memory") || !has("pids") {
         return Err("the control group has no memory and pids controllers".to_owned());
     }
@@ -664,7 +770,9 @@ fn make_version_two(parent: &Path, name: &str, guardians: &[u32], servers: &[u32
         Err(error) if error.raw_os_error() == Some(libc::EBUSY) => {
             empty(parent, &folder.join(WARDEN), guardians, &leaf, servers).and_then(|()| {
                 hand_on_controllers(parent).map_err(|error| match error.raw_os_error() {
-                    Some(libc::EBUSY) => "other processes are in the control group of this one".to_owned(),
+                    Some(libc::EBUSY) => {
+                        "other processes are in the control group of this one".to_owned()
+                    }
                     _ => format!("controllers could not be handed on: {error}"),
                 })
             })
@@ -673,27 +781,41 @@ fn make_version_two(parent: &Path, name: &str, guardians: &[u32], servers: &[u32
         Ok(()) => Ok(()),
     };
     let made = made.and_then(|()| {
-        hand_on_controllers(&folder).map_err(|error| format!("controllers could not be handed on: {error}"))
+        hand_on_controllers(&folder)
+            .map_err(|error| format!("controllers could not be handed on: {error}"))
     });
     if let Err(why) = made {
         for moved in [folder.join(WARDEN), leaf.clone()] {
-            processes_in(&moved).into_iter().for_each(|pid| drop(move_process(pid, parent)));
+            processes_in(&moved)
+                .into_iter()
+                .for_each(|pid| drop(move_process(pid, parent)));
             remove_folder(&moved);
         }
         remove_folder(&folder);
         return Err(why);
     }
     let server = Some(leaf).filter(|leaf| leaf.exists());
-    Ok(Tree::Two { folder, server, limits_cpu: has("cpu") })
+    Ok(Tree::Two {
+        folder,
+        server,
+        limits_cpu: has("cpu"),
+    })
 }
 
 /// Moves our own processes out of a group.
-fn empty(group: &Path, warden: &Path, guardians: &[u32], leaf: &Path, servers: &[u32]) -> Result<(), String> {
+fn empty(
+    group: &Path,
+    warden: &Path,
+    guardians: &[u32],
+    leaf: &Path,
+    servers: &[u32],
+) -> Result<(), String> {
     let inside = processes_in(group);
     for (pids, target) in [(guardians, warden), (servers, leaf)] {
         for pid in pids.iter().filter(|pid| inside.contains(pid)) {
             make_folder(target)?;
-            move_process(*pid, target).map_err(|error| format!("a process could not be moved: {error}"))?;
+            move_process(*pid, target)
+                .map_err(|error| format!("a process could not be moved: {error}"))?;
         }
     }
     Ok(())
@@ -702,17 +824,25 @@ fn empty(group: &Path, warden: &Path, guardians: &[u32], leaf: &Path, servers: &
 /// Moves this process, which has a single thread, through doors that somebody else opened.
 pub(crate) fn enter(doors: &[OwnedFd]) -> io::Result<()> {
     // A zero stands for the writer.
-    doors.iter().try_for_each(|door| rustix::io::write(door, b"0").map(drop))?;
+    doors
+        .iter()
+        .try_for_each(|door| rustix::io::write(door, b"0").map(drop))?;
     Ok(())
 }
 
 /// The group that a guardian was in before it entered a server's folder, under version 2.
 pub(crate) fn home(folders: &[PathBuf]) -> Option<PathBuf> {
     let (_, located) = look().ok()?;
-    let Located::Two { own, .. } = located else { return None };
+    let Located::Two { own, .. } = located else {
+        return None;
+    };
     let folder = folders.first()?;
     // The server has moved it already, because a group with processes cannot hand controllers on.
-    if own.starts_with(folder) { folder.parent().map(Path::to_owned) } else { Some(own) }
+    if own.starts_with(folder) {
+        folder.parent().map(Path::to_owned)
+    } else {
+        Some(own)
+    }
 }
 
 /// Ends what is left in a server's folders and removes them; for the guardian, which is in one of
@@ -722,7 +852,9 @@ pub(crate) fn clean_up(folders: &[PathBuf], home: Option<&Path>) {
         None => {
             for folder in folders {
                 // A process that moves itself through `tasks` waits for nothing.
-                let _ = folder.parent().map(|parent| fs::write(parent.join("tasks"), "0"));
+                let _ = folder
+                    .parent()
+                    .map(|parent| fs::write(parent.join("tasks"), "0"));
                 remove_tree(folder);
             }
         }
@@ -736,7 +868,10 @@ pub(crate) fn clean_up(folders: &[PathBuf], home: Option<&Path>) {
 
 fn clean_up_version_two(folder: &Path, home: &Path) {
     let warden = folder.join(WARDEN);
-    for group in groups_in(folder).into_iter().filter(|group| *group != warden) {
+    for group in groups_in(folder)
+        .into_iter()
+        .filter(|group| *group != warden)
+    {
         remove_tree(&group);
     }
     let pid = std::process::id();
@@ -777,7 +912,10 @@ pub fn remove_trace(trace: &Path) {
 
 fn groups_in(folder: &Path) -> Vec<PathBuf> {
     let entries = fs::read_dir(folder).into_iter().flatten().flatten();
-    entries.filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir())).map(|entry| entry.path()).collect()
+    entries
+        .filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir()))
+        .map(|entry| entry.path())
+        .collect()
 }
 
 /// Removes a server's folder with all groups below it, ending processes that are still in them.
@@ -785,7 +923,10 @@ fn remove_tree(folder: &Path) {
     for group in groups_in(folder) {
         remove_tree(&group);
     }
-    for pid in processes_in(folder).into_iter().filter_map(|pid| rustix::process::Pid::from_raw(pid as i32)) {
+    for pid in processes_in(folder)
+        .into_iter()
+        .filter_map(|pid| rustix::process::Pid::from_raw(pid as i32))
+    {
         if pid != rustix::process::getpid() {
             let _ = rustix::process::kill_process(pid, rustix::process::Signal::KILL);
         }
@@ -795,7 +936,9 @@ fn remove_tree(folder: &Path) {
 
 /// Finds a number in a text that has one name and number in each line.
 fn field_of(text: &str, name: &str) -> Option<u64> {
-    let value = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '))?;
+    let value = text
+        .lines()
+        .find_map(|line| line.strip_prefix(name)?.strip_prefix(' '))?;
     value.trim().parse().ok()
 }
 
@@ -825,7 +968,9 @@ mod tests {
     #[test]
     fn each_controller_of_version_one_is_found_in_its_own_tree() {
         let membership = "5:memory:/jobs/7\n4:cpu,cpuacct:/\n3:pids:/user\n2:freezer:/\n0::/";
-        let Located::One(folders) = locate(membership, MOUNTS_ONE) else { panic!("expected version one") };
+        let Located::One(folders) = locate(membership, MOUNTS_ONE) else {
+            panic!("expected version one")
+        };
         let expected = [
             "/sys/fs/cgroup/memory/jobs/7",
             "/sys/fs/cgroup/pids/user",
@@ -838,9 +983,13 @@ mod tests {
     #[test]
     fn the_counter_of_processor_time_is_found_when_it_has_a_tree_of_its_own() {
         let mounts = MOUNTS_ONE.replace("cpu,cpuacct", "cpu");
-        let mounts = format!("{mounts}\n35 25 0:31 / /sys/fs/cgroup/cpuacct rw - cgroup cgroup rw,cpuacct");
-        let membership = "5:memory:/jobs/7\n4:cpu:/\n3:pids:/user\n2:freezer:/\n1:cpuacct:/counted\n0::/";
-        let Located::One(folders) = locate(membership, &mounts) else { panic!("expected version one") };
+        let mounts =
+            format!("{mounts}\n35 25 0:31 / /sys/fs/cgroup/cpuacct rw - cgroup cgroup rw,cpuacct");
+        let membership =
+            "5:memory:/jobs/7\n4:cpu:/\n3:pids:/user\n2:freezer:/\n1:cpuacct:/counted\n0::/";
+        let Located::One(folders) = locate(membership, &mounts) else {
+            panic!("expected version one")
+        };
         assert_eq!(folders.len(), 5);
         assert_eq!(folders[4], Path::new("/sys/fs/cgroup/cpuacct/counted"));
     }
@@ -848,7 +997,9 @@ mod tests {
     #[test]
     fn version_two_is_taken_when_controllers_have_no_trees_of_their_own() {
         let mounts = "34 25 0:30 / /sys/fs/cgroup rw - cgroup2 cgroup rw";
-        let Located::Two { own, top } = locate("0::/user.slice/app", mounts) else { panic!("expected version two") };
+        let Located::Two { own, top } = locate("0::/user.slice/app", mounts) else {
+            panic!("expected version two")
+        };
         assert_eq!(own, Path::new("/sys/fs/cgroup/user.slice/app"));
         assert_eq!(top, Path::new("/sys/fs/cgroup"));
     }
@@ -856,29 +1007,55 @@ mod tests {
     #[test]
     fn a_mount_that_shows_only_a_part_of_the_tree_is_taken_into_account() {
         let mounts = "34 25 0:30 /box /sys/fs/cgroup rw - cgroup2 cgroup rw";
-        let Located::Two { own, .. } = locate("0::/box/inner", mounts) else { panic!("expected version two") };
+        let Located::Two { own, .. } = locate("0::/box/inner", mounts) else {
+            panic!("expected version two")
+        };
         assert_eq!(own, Path::new("/sys/fs/cgroup/inner"));
     }
 
     fn unit_of(path: &str) -> Option<Unit> {
-        Unit::of(&format!("0::{path}\n"), &Path::new("/top").join(path.trim_start_matches('/')))
+        Unit::of(
+            &format!("0::{path}\n"),
+            &Path::new("/top").join(path.trim_start_matches('/')),
+        )
     }
 
     #[test]
     fn the_unit_of_a_process_is_the_innermost_one() {
         let service = unit_of("/system.slice/cells.slice/cellblock.service/server").unwrap();
-        assert_eq!(service.group, Path::new("/top/system.slice/cells.slice/cellblock.service"));
-        assert_eq!((service.name(), service.is_scope()), ("cellblock.service", false));
-        assert_eq!((service.slice.as_deref(), service.of_user_manager), (Some("cells.slice"), false));
+        assert_eq!(
+            service.group,
+            Path::new("/top/system.slice/cells.slice/cellblock.service")
+        );
+        assert_eq!(
+            (service.name(), service.is_scope()),
+            ("cellblock.service", false)
+        );
+        assert_eq!(
+            (service.slice.as_deref(), service.of_user_manager),
+            (Some("cells.slice"), false)
+        );
 
         let users = "/user.slice/user-7.slice/user@7.service";
         let app = unit_of(&format!("{users}/app.slice/app-7.service")).unwrap();
-        assert_eq!((app.slice.as_deref(), app.of_user_manager), (Some("app.slice"), true));
-        let scope = unit_of(&format!("{users}/app.slice/run-7.scope/cellblock-7-0-server")).unwrap();
-        assert_eq!((scope.name(), scope.is_scope(), scope.of_user_manager), ("run-7.scope", true, true));
+        assert_eq!(
+            (app.slice.as_deref(), app.of_user_manager),
+            (Some("app.slice"), true)
+        );
+        let scope = unit_of(&format!(
+            "{users}/app.slice/run-7.scope/cellblock-7-0-server"
+        ))
+        .unwrap();
+        assert_eq!(
+            (scope.name(), scope.is_scope(), scope.of_user_manager),
+            ("run-7.scope", true, true)
+        );
         // The slice of a login session is that of everything the user does.
         let login = unit_of("/user.slice/user-7.slice/session-3.scope").unwrap();
-        assert_eq!((login.name(), login.slice.as_deref(), login.of_user_manager), ("session-3.scope", None, false));
+        assert_eq!(
+            (login.name(), login.slice.as_deref(), login.of_user_manager),
+            ("session-3.scope", None, false)
+        );
         assert_eq!(unit_of("/"), None);
         assert_eq!(unit_of("/docker/0123/.scope"), None);
     }
@@ -889,7 +1066,11 @@ mod tests {
         let leaf = leaf_of(folder);
         assert_eq!(leaf, Path::new("/sys/fs/cgroup/unit/cellblock-7-0-server"));
         assert!(!leaf.starts_with(folder));
-        let tree = Tree::Two { folder: folder.to_owned(), server: Some(leaf.clone()), limits_cpu: true };
+        let tree = Tree::Two {
+            folder: folder.to_owned(),
+            server: Some(leaf.clone()),
+            limits_cpu: true,
+        };
         assert_eq!(tree.traces(), [folder.to_owned(), leaf]);
         assert_eq!(tree.folders(), [folder]);
     }
@@ -897,10 +1078,14 @@ mod tests {
     #[test]
     fn removing_a_dead_servers_traces_ends_what_it_left_and_nobody_beside_it() {
         let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap();
-        let mount = mounts.lines().find(|line| line.contains(" - cgroup2 ")).and_then(|line| line.split(' ').nth(4));
+        let mount = mounts
+            .lines()
+            .find(|line| line.contains(" - cgroup2 "))
+            .and_then(|line| line.split(' ').nth(4));
         let name = format!("cellblock-test-{}", std::process::id());
-        let Some(folder) =
-            mount.map(|mount| Path::new(mount).join(name)).filter(|folder| fs::create_dir(folder).is_ok())
+        let Some(folder) = mount
+            .map(|mount| Path::new(mount).join(name))
+            .filter(|folder| fs::create_dir(folder).is_ok())
         else {
             println!("skipped: needs cgroup v2 and the right to make groups at its top");
             return;
@@ -911,7 +1096,10 @@ mod tests {
             fs::create_dir(group).unwrap();
         }
         let [mut inside, mut beside] = [&inner, &leaf].map(|group| {
-            let child = std::process::Command::new("sleep").arg("1000").spawn().unwrap();
+            let child = std::process::Command::new("sleep")
+                .arg("1000")
+                .spawn()
+                .unwrap();
             move_process(child.id(), group).unwrap();
             child
         });
@@ -931,13 +1119,52 @@ mod tests {
 
     #[test]
     fn a_kill_counts_only_when_the_groups_own_limit_was_reached() {
-        let before = OutOfMemory { kills: 1, at_own_limit: true };
-        assert!(OutOfMemory { kills: 2, at_own_limit: true }.happened_since(before));
-        assert!(!OutOfMemory { kills: 2, at_own_limit: false }.happened_since(before));
-        assert!(!OutOfMemory { kills: 1, at_own_limit: true }.happened_since(before));
-        assert!(OutOfMemory { kills: 2, at_own_limit: false }.happened_outside_since(before));
-        assert!(!OutOfMemory { kills: 2, at_own_limit: true }.happened_outside_since(before));
-        assert!(!OutOfMemory { kills: 1, at_own_limit: false }.happened_outside_since(before));
+        let before = OutOfMemory {
+            kills: 1,
+            at_own_limit: true,
+        };
+        assert!(
+            OutOfMemory {
+                kills: 2,
+                at_own_limit: true
+            }
+            .happened_since(before)
+        );
+        assert!(
+            !OutOfMemory {
+                kills: 2,
+                at_own_limit: false
+            }
+            .happened_since(before)
+        );
+        assert!(
+            !OutOfMemory {
+                kills: 1,
+                at_own_limit: true
+            }
+            .happened_since(before)
+        );
+        assert!(
+            OutOfMemory {
+                kills: 2,
+                at_own_limit: false
+            }
+            .happened_outside_since(before)
+        );
+        assert!(
+            !OutOfMemory {
+                kills: 2,
+                at_own_limit: true
+            }
+            .happened_outside_since(before)
+        );
+        assert!(
+            !OutOfMemory {
+                kills: 1,
+                at_own_limit: false
+            }
+            .happened_outside_since(before)
+        );
     }
 
     #[test]

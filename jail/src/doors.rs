@@ -80,18 +80,24 @@ impl Namespace {
     /// Pins the network namespace of a container's first process. Both are named by the engine, which may be on another machine: there the number of
     /// the process means nothing, or somebody else.
     pub fn of_container(process: u32, container: &str) -> Result<Namespace, DoorsError> {
-        let number = i32::try_from(process).ok().and_then(Pid::from_raw).ok_or(DoorsError::Elsewhere)?;
+        let number = i32::try_from(process)
+            .ok()
+            .and_then(Pid::from_raw)
+            .ok_or(DoorsError::Elsewhere)?;
         // While this process lives, its number is nobody else's. That it lived all the time is looked at last.
-        let held = rustix::process::pidfd_open(number, PidfdFlags::empty()).map_err(|_| DoorsError::Elsewhere)?;
+        let held = rustix::process::pidfd_open(number, PidfdFlags::empty())
+            .map_err(|_| DoorsError::Elsewhere)?;
         let folder = format!("/proc/{process}");
-        let groups = fs::read_to_string(format!("{folder}/cgroup")).map_err(|_| DoorsError::Elsewhere)?;
+        let groups =
+            fs::read_to_string(format!("{folder}/cgroup")).map_err(|_| DoorsError::Elsewhere)?;
         if !names_container(&groups, container) {
             return Err(DoorsError::Elsewhere);
         }
-        let opened = File::open(format!("{folder}/ns/net")).map_err(|error| match error.kind() {
-            io::ErrorKind::PermissionDenied => DoorsError::Forbidden(error),
-            _ => DoorsError::Elsewhere,
-        })?;
+        let opened =
+            File::open(format!("{folder}/ns/net")).map_err(|error| match error.kind() {
+                io::ErrorKind::PermissionDenied => DoorsError::Forbidden(error),
+                _ => DoorsError::Elsewhere,
+            })?;
         if has_ended(&held).map_err(DoorsError::failed("look at the container's first process"))? {
             return Err(DoorsError::Elsewhere);
         }
@@ -100,8 +106,11 @@ impl Namespace {
 
     /// Takes a namespace that the caller knows to be the right one.
     pub fn new(network: OwnedFd) -> Result<Namespace, DoorsError> {
-        let own = Identity::of_own_network().map_err(DoorsError::failed("look at the server's network"))?;
-        if Identity::of(&network).map_err(DoorsError::failed("look at the container's network"))? == own {
+        let own = Identity::of_own_network()
+            .map_err(DoorsError::failed("look at the server's network"))?;
+        if Identity::of(&network).map_err(DoorsError::failed("look at the container's network"))?
+            == own
+        {
             return Err(DoorsError::Shared);
         }
         Ok(Namespace(network))
@@ -118,7 +127,10 @@ pub(crate) struct Identity {
 impl Identity {
     fn of(namespace: impl AsFd) -> io::Result<Identity> {
         let found = rustix::fs::fstat(namespace)?;
-        Ok(Identity { device: found.st_dev, file: found.st_ino })
+        Ok(Identity {
+            device: found.st_dev,
+            file: found.st_ino,
+        })
     }
 
     pub(crate) fn of_own_network() -> io::Result<Identity> {
@@ -131,12 +143,17 @@ fn names_container(groups: &str, container: &str) -> bool {
     let is_digit = |letter: char| letter.is_ascii_digit() || ('a'..='f').contains(&letter);
     container.len() == DIGITS_OF_A_CONTAINER
         && container.chars().all(is_digit)
-        && groups.split(|letter| !is_digit(letter)).any(|part| part == container)
+        && groups
+            .split(|letter| !is_digit(letter))
+            .any(|part| part == container)
 }
 
 fn has_ended(process: &OwnedFd) -> io::Result<bool> {
     let mut events = [PollFd::new(process, PollFlags::IN)];
-    let at_once = Timespec { tv_sec: 0, tv_nsec: 0 };
+    let at_once = Timespec {
+        tv_sec: 0,
+        tv_nsec: 0,
+    };
     Ok(rustix::io::retry_on_intr(|| rustix::event::poll(&mut events, Some(&at_once)))? > 0)
 }
 
@@ -172,7 +189,11 @@ pub(crate) enum Word {
 /// Opens doors in a namespace, by a process of `program`, which is the binary of this server. Waits for that process.
 ///
 /// Nothing that leads out may be in the namespace beside them, and no code of a user yet. A namespace in which this failed is closed, but of no use.
-pub fn open(program: &Path, namespace: &Namespace, doors: &Doors) -> Result<Vec<(Door, OwnedFd)>, DoorsError> {
+pub fn open(
+    program: &Path,
+    namespace: &Namespace,
+    doors: &Doors,
+) -> Result<Vec<(Door, OwnedFd)>, DoorsError> {
     let attempt = || DoorsError::failed("start the process that opens doors");
     let (ours, theirs) = wire::pair().map_err(attempt())?;
     let mut child = Command::new(program)
@@ -187,12 +208,22 @@ pub fn open(program: &Path, namespace: &Namespace, doors: &Doors) -> Result<Vec<
     let answer = ask(&ours, namespace, doors);
     drop(ours);
     collect(&mut child, answer.is_err());
-    taken_over(answer.map_err(DoorsError::failed("hear from the process that opens doors"))?, doors)
+    taken_over(
+        answer.map_err(DoorsError::failed("hear from the process that opens doors"))?,
+        doors,
+    )
 }
 
 fn ask(helper: &OwnedFd, namespace: &Namespace, doors: &Doors) -> io::Result<(Word, Vec<OwnedFd>)> {
     sockopt::set_socket_timeout(helper, sockopt::Timeout::Recv, Some(LIMIT))?;
-    wire::send(helper, &Order { entrance: Entrance::Enter, doors: doors.clone() }, &[namespace.0.as_fd()])?;
+    wire::send(
+        helper,
+        &Order {
+            entrance: Entrance::Enter,
+            doors: doors.clone(),
+        },
+        &[namespace.0.as_fd()],
+    )?;
     wire::receive(helper)?.ok_or_else(|| io::ErrorKind::UnexpectedEof.into())
 }
 
@@ -205,11 +236,16 @@ pub(crate) fn taken_over(
         Word::Opened(doors) if doors == wanted.kinds() && doors.len() == sockets.len() => {
             Ok(doors.into_iter().zip(sockets).collect())
         }
-        Word::Opened(_) => Err(DoorsError::failed("take the doors over")(io::ErrorKind::InvalidData.into())),
+        Word::Opened(_) => Err(DoorsError::failed("take the doors over")(
+            io::ErrorKind::InvalidData.into(),
+        )),
         Word::Forbidden(code) => Err(DoorsError::Forbidden(io::Error::from_raw_os_error(code))),
         Word::Shared => Err(DoorsError::Shared),
         Word::Interfaces(names) => Err(DoorsError::Interfaces(names)),
-        Word::Failed(attempt, code) => Err(DoorsError::Failed { attempt, cause: io::Error::from_raw_os_error(code) }),
+        Word::Failed(attempt, code) => Err(DoorsError::Failed {
+            attempt,
+            cause: io::Error::from_raw_os_error(code),
+        }),
     }
 }
 
@@ -225,7 +261,11 @@ fn collect(child: &mut Child, hangs: bool) {
 /// Opens the doors that the server asks for on standard input, once.
 pub fn main() -> ExitCode {
     let server = sys::take_standard_input();
-    told(rustix::thread::set_name(c"cb-doors").map_err(io::Error::from).and_then(|()| serve(&server)))
+    told(
+        rustix::thread::set_name(c"cb-doors")
+            .map_err(io::Error::from)
+            .and_then(|()| serve(&server)),
+    )
 }
 
 /// Says what kept this process from its work, if anything did.
@@ -259,20 +299,25 @@ fn enter_and_open(
     namespace: Option<&OwnedFd>,
     doors: &Doors,
 ) -> Result<(Vec<Door>, Vec<OwnedFd>), Word> {
-    let step = |attempt: &'static str| move |error: io::Error| Word::Failed(attempt.to_owned(), code_of(&error));
+    let step = |attempt: &'static str| {
+        move |error: io::Error| Word::Failed(attempt.to_owned(), code_of(&error))
+    };
     match entrance {
         Entrance::Enter => enter(namespace).map_err(|error| match error.kind() {
             io::ErrorKind::PermissionDenied => Word::Forbidden(code_of(&error)),
             _ => step("enter the container's network")(error),
         })?,
         Entrance::Within { server } => {
-            if Identity::of_own_network().map_err(step("look at the container's network"))? == server {
+            if Identity::of_own_network().map_err(step("look at the container's network"))?
+                == server
+            {
                 return Err(Word::Shared);
             }
         }
     }
     // Before anything is changed: this may be a network that others use.
-    let interfaces = network::other_interfaces().map_err(step("list the interfaces of the container"))?;
+    let interfaces =
+        network::other_interfaces().map_err(step("list the interfaces of the container"))?;
     if !interfaces.is_empty() {
         return Err(Word::Interfaces(interfaces));
     }
@@ -314,23 +359,45 @@ mod tests {
         for groups in [
             format!("9:pids:/docker/{CONTAINER}\n1:cpu:/\n"),
             format!("0::/system.slice/docker-{CONTAINER}.scope\n"),
-            format!("0::/user.slice/user-1000.slice/user@1000.service/user.slice/libpod-{CONTAINER}.scope/container\n"),
+            format!(
+                "0::/user.slice/user-1000.slice/user@1000.service/user.slice/libpod-{CONTAINER}.scope/container\n"
+            ),
             format!("0::/../../machine.slice/libpod-{CONTAINER}.scope\n"),
         ] {
             assert!(names_container(&groups, CONTAINER), "{groups}");
         }
         let other = CONTAINER.replace('7', "8");
-        assert!(!names_container(&format!("0::/docker/{other}\n"), CONTAINER));
-        assert!(!names_container(&format!("0::/docker/{CONTAINER}0\n"), CONTAINER), "part of a longer name");
+        assert!(!names_container(
+            &format!("0::/docker/{other}\n"),
+            CONTAINER
+        ));
+        assert!(
+            !names_container(&format!("0::/docker/{CONTAINER}0\n"), CONTAINER),
+            "part of a longer name"
+        );
         assert!(!names_container("0::/\n", ""));
-        assert!(!names_container(&format!("0::/docker/{CONTAINER}\n"), &CONTAINER[..12]), "a short name is no proof");
+        assert!(
+            !names_container(&format!("0::/docker/{CONTAINER}\n"), &CONTAINER[..12]),
+            "a short name is no proof"
+        );
     }
 
     #[test]
     fn a_process_that_is_not_the_containers_is_not_entered() {
         let own = std::process::id();
-        for (process, container) in [(own, CONTAINER), (0, CONTAINER), (u32::MAX, CONTAINER), (own, "")] {
-            assert!(matches!(Namespace::of_container(process, container), Err(DoorsError::Elsewhere)), "{process}");
+        for (process, container) in [
+            (own, CONTAINER),
+            (0, CONTAINER),
+            (u32::MAX, CONTAINER),
+            (own, ""),
+        ] {
+            assert!(
+                matches!(
+                    Namespace::of_container(process, container),
+                    Err(DoorsError::Elsewhere)
+                ),
+                "{process}"
+            );
         }
     }
 
@@ -343,7 +410,8 @@ mod tests {
     #[test]
     fn a_process_that_ended_is_seen_to_have_ended() {
         let mut child = Command::new("sleep").arg("60").spawn().unwrap();
-        let held = rustix::process::pidfd_open(Pid::from_child(&child), PidfdFlags::empty()).unwrap();
+        let held =
+            rustix::process::pidfd_open(Pid::from_child(&child), PidfdFlags::empty()).unwrap();
         assert!(!has_ended(&held).unwrap()); // control
         child.kill().unwrap();
         child.wait().unwrap();

@@ -81,12 +81,18 @@ pub(crate) fn main(luggage: Luggage, place: &Place<'_>) -> ! {
             // A server that thinks better of it, or is gone, closes the gate.
             if stands.is_ok() && matches!(rustix::io::read(&luggage.gate, &mut [0]), Ok(1)) {
                 let error = program.run().raw_os_error().unwrap_or(libc::EIO);
-                let _ = rustix::io::write(&luggage.report, &[&[ERRAND_NOT_STARTED][..], &error.to_ne_bytes()].concat());
+                let _ = rustix::io::write(
+                    &luggage.report,
+                    &[&[ERRAND_NOT_STARTED][..], &error.to_ne_bytes()].concat(),
+                );
             }
             127
         }
         Err(error) => {
-            let _ = rustix::io::write(&luggage.report, format!("{}{error}", char::from(ERRAND_BROKEN)).as_bytes());
+            let _ = rustix::io::write(
+                &luggage.report,
+                format!("{}{error}", char::from(ERRAND_BROKEN)).as_bytes(),
+            );
             126
         }
     };
@@ -103,8 +109,16 @@ struct Prepared {
 
 impl Prepared {
     fn new(errand: &Errand) -> io::Result<Prepared> {
-        let texts = |list: &[String]| list.iter().map(|text| CString::new(text.as_str())).collect::<Result<_, _>>();
-        let variables = errand.environment.iter().map(|(name, value)| format!("{name}={value}")).collect::<Vec<_>>();
+        let texts = |list: &[String]| {
+            list.iter()
+                .map(|text| CString::new(text.as_str()))
+                .collect::<Result<_, _>>()
+        };
+        let variables = errand
+            .environment
+            .iter()
+            .map(|(name, value)| format!("{name}={value}"))
+            .collect::<Vec<_>>();
         Ok(Prepared {
             places: texts(&places(errand))?,
             arguments: texts(&errand.words)?,
@@ -132,20 +146,45 @@ impl Prepared {
 
 /// Returns where the program of an errand may be.
 fn places(errand: &Errand) -> Vec<String> {
-    let Some(name) = errand.words.first().filter(|name| !name.is_empty()) else { return Vec::new() };
+    let Some(name) = errand.words.first().filter(|name| !name.is_empty()) else {
+        return Vec::new();
+    };
     if name.contains('/') {
         return vec![name.clone()];
     }
-    let path = errand.environment.iter().rev().find(|(variable, _)| variable == "PATH");
-    let folders = path.map_or("/usr/bin:/bin", |(_, folders)| folders.as_str()).split(':');
-    folders.map(|folder| format!("{}/{name}", if folder.is_empty() { "." } else { folder })).collect()
+    let path = errand
+        .environment
+        .iter()
+        .rev()
+        .find(|(variable, _)| variable == "PATH");
+    let folders = path
+        .map_or("/usr/bin:/bin", |(_, folders)| folders.as_str())
+        .split(':');
+    folders
+        .map(|folder| format!("{}/{name}", if folder.is_empty() { "." } else { folder }))
+        .collect()
 }
 
 /// Goes into the sandbox and out of every right, in the order in which an interpreter does.
 fn prepare(luggage: &Luggage, place: &Place<'_>) -> io::Result<Prepared> {
-    let step = |name: &'static str| move |error: io::Error| io::Error::new(error.kind(), format!("{name}: {error}"));
-    let mut kept = vec![&luggage.report, &luggage.gate, &luggage.output, &luggage.errors, place.root, place.rules];
-    kept.extend(luggage.input.iter().chain(&luggage.doors).chain(place.namespaces));
+    let step = |name: &'static str| {
+        move |error: io::Error| io::Error::new(error.kind(), format!("{name}: {error}"))
+    };
+    let mut kept = vec![
+        &luggage.report,
+        &luggage.gate,
+        &luggage.output,
+        &luggage.errors,
+        place.root,
+        place.rules,
+    ];
+    kept.extend(
+        luggage
+            .input
+            .iter()
+            .chain(&luggage.doors)
+            .chain(place.namespaces),
+    );
     kept.push(&luggage.plan);
     sys::close_all_but(&kept.into_iter().map(AsRawFd::as_raw_fd).collect::<Vec<_>>());
     let _ = rustix::thread::set_name(c"cb-errand");
@@ -168,12 +207,14 @@ fn prepare(luggage: &Luggage, place: &Place<'_>) -> io::Result<Prepared> {
     give_up_capabilities().map_err(step("give up capabilities"))?;
     sys::restrict_files(place.rules).map_err(step("enter the landlock rules"))?;
     lay_out(luggage).map_err(step("open its descriptors"))?;
-    rustix::process::chdir(errand.folder.as_str()).map_err(|error| step("enter its folder")(error.into()))?;
+    rustix::process::chdir(errand.folder.as_str())
+        .map_err(|error| step("enter its folder")(error.into()))?;
     sys::unblock_signals();
     sys::die_of_broken_pipes();
     if let Some(filters) = place.filters {
         for filter in [&filters.wide, &filters.closing] {
-            seccompiler::apply_filter(filter).map_err(|error| step("load a filter")(io::Error::other(error)))?;
+            seccompiler::apply_filter(filter)
+                .map_err(|error| step("load a filter")(io::Error::other(error)))?;
         }
     }
     Ok(prepared)
@@ -199,7 +240,8 @@ fn lay_out(luggage: &Luggage) -> io::Result<()> {
     match &luggage.input {
         Some(input) => sys::place(input.as_fd(), 0)?,
         None => {
-            let nothing = rustix::fs::open("/dev/null", OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())?;
+            let nothing =
+                rustix::fs::open("/dev/null", OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())?;
             sys::place(nothing.as_fd(), 0)?;
             // The lowest number was free, so this may have been 0 itself.
             if nothing.as_raw_fd() == 0 {
@@ -219,7 +261,10 @@ mod tests {
         Errand {
             words: words.iter().map(|word| (*word).to_owned()).collect(),
             folder: "/".to_owned(),
-            environment: environment.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect(),
+            environment: environment
+                .iter()
+                .map(|(name, value)| ((*name).to_owned(), (*value).to_owned()))
+                .collect(),
         }
     }
 
@@ -232,7 +277,11 @@ mod tests {
         assert_eq!(found(&["/bin/sh"], "/a"), ["/bin/sh"]);
         assert_eq!(places(&errand(&["sh"], &[])), ["/usr/bin/sh", "/bin/sh"]);
         assert!(found(&[""], "/a").is_empty() && found(&[], "/a").is_empty());
-        assert_eq!(places(&errand(&["sh"], &[("PATH", "/a"), ("PATH", "/b")])), ["/b/sh"], "the last one counts");
+        assert_eq!(
+            places(&errand(&["sh"], &[("PATH", "/a"), ("PATH", "/b")])),
+            ["/b/sh"],
+            "the last one counts"
+        );
     }
 
     #[test]
@@ -245,7 +294,11 @@ mod tests {
 
     #[test]
     fn descriptors_are_sorted_with_and_without_an_input() {
-        let descriptors = |count| (0..count).map(|_| OwnedFd::from(File::open("/dev/null").unwrap())).collect();
+        let descriptors = |count| {
+            (0..count)
+                .map(|_| OwnedFd::from(File::open("/dev/null").unwrap()))
+                .collect()
+        };
         let with = Luggage::unpack(descriptors(8), true).unwrap();
         assert!(with.input.is_some() && with.doors.len() == 2);
         let without = Luggage::unpack(descriptors(8), false).unwrap();

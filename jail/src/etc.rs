@@ -65,9 +65,14 @@ struct Budget {
 
 /// Copies what is listed and readable for everybody from one `etc` to another.
 pub(crate) fn copy(from: &Path, to: &Path) -> io::Result<()> {
-    let mut budget = Budget { bytes: MOST_BYTES, files: MOST_FILES };
+    let mut budget = Budget {
+        bytes: MOST_BYTES,
+        files: MOST_FILES,
+    };
     for name in LISTED {
-        let (first, rest) = name.split_once('/').map_or((name, None), |(first, rest)| (first, Some(rest)));
+        let (first, rest) = name
+            .split_once('/')
+            .map_or((name, None), |(first, rest)| (first, Some(rest)));
         for first in matching(from, first) {
             let path = rest.map_or(first.clone(), |rest| format!("{first}/{rest}"));
             copy_named(from, to, &path, &mut budget)?;
@@ -78,7 +83,9 @@ pub(crate) fn copy(from: &Path, to: &Path) -> io::Result<()> {
 
 /// The names in a folder that a part of a listed name stands for.
 fn matching(folder: &Path, part: &str) -> Vec<String> {
-    let Some(beginning) = part.strip_suffix('*') else { return vec![part.to_owned()] };
+    let Some(beginning) = part.strip_suffix('*') else {
+        return vec![part.to_owned()];
+    };
     let entries = fs::read_dir(folder).into_iter().flatten().flatten();
     let names = entries.filter_map(|entry| entry.file_name().into_string().ok());
     let mut names: Vec<String> = names.filter(|name| name.starts_with(beginning)).collect();
@@ -93,7 +100,10 @@ fn copy_named(from: &Path, to: &Path, name: &str, budget: &mut Budget) -> io::Re
     let last = parts.pop().unwrap_or_default();
     for part in parts {
         source.push(part);
-        if !source.symlink_metadata().is_ok_and(|found| found.is_dir() && is_public(&found)) {
+        if !source
+            .symlink_metadata()
+            .is_ok_and(|found| found.is_dir() && is_public(&found))
+        {
             return Ok(());
         }
         target.push(part);
@@ -106,7 +116,9 @@ fn copy_named(from: &Path, to: &Path, name: &str, budget: &mut Budget) -> io::Re
 }
 
 fn copy_entry(source: &Path, target: &Path, budget: &mut Budget, levels: u32) -> io::Result<()> {
-    let Ok(found) = source.symlink_metadata() else { return Ok(()) };
+    let Ok(found) = source.symlink_metadata() else {
+        return Ok(());
+    };
     // One that is there already is ours, or a mount.
     if target.symlink_metadata().is_ok_and(|there| !there.is_dir()) || budget.files == 0 {
         return Ok(());
@@ -123,9 +135,16 @@ fn copy_entry(source: &Path, target: &Path, budget: &mut Budget, levels: u32) ->
             return Ok(());
         }
         make_folder(target)?;
-        let Ok(entries) = fs::read_dir(source) else { return Ok(()) };
+        let Ok(entries) = fs::read_dir(source) else {
+            return Ok(());
+        };
         for entry in entries.flatten() {
-            copy_entry(&entry.path(), &target.join(entry.file_name()), budget, levels - 1)?;
+            copy_entry(
+                &entry.path(),
+                &target.join(entry.file_name()),
+                budget,
+                levels - 1,
+            )?;
         }
         return Ok(());
     }
@@ -134,8 +153,17 @@ fn copy_entry(source: &Path, target: &Path, budget: &mut Budget, levels: u32) ->
     }
     // The name may mean something else by now; what was opened is looked at again.
     let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
-    let Ok(source) = OpenOptions::new().read(true).custom_flags(flags).open(source) else { return Ok(()) };
-    if source.metadata().is_ok_and(|opened| opened.is_file() && is_public(&opened)) {
+    let Ok(source) = OpenOptions::new()
+        .read(true)
+        .custom_flags(flags)
+        .open(source)
+    else {
+        return Ok(());
+    };
+    if source
+        .metadata()
+        .is_ok_and(|opened| opened.is_file() && is_public(&opened))
+    {
         let mut content = Vec::new();
         source.take(budget.bytes).read_to_end(&mut content)?;
         budget.bytes -= content.len() as u64;
@@ -176,7 +204,11 @@ mod tests {
         for entry in fs::read_dir(folder).unwrap().flatten() {
             let name = entry.file_name().into_string().unwrap();
             if entry.file_type().unwrap().is_dir() {
-                found.extend(names(&entry.path()).iter().map(|below| format!("{name}/{below}")));
+                found.extend(
+                    names(&entry.path())
+                        .iter()
+                        .map(|below| format!("{name}/{below}")),
+                );
             } else {
                 found.push(name);
             }
@@ -194,16 +226,35 @@ mod tests {
 
     #[test]
     fn listed_files_are_copied_and_no_others() {
-        let files =
-            ["services", "java-17-openjdk/security/java.security", "ssl/openssl.cnf", "python3.11/sitecustomize.py"];
-        let others =
-            ["shadow", "ssl/private/key.pem", "ssh/ssh_host_key", "python3.11/debian_config", "npmrc", "javax"];
-        let from = tree(&files.iter().chain(&others).map(|name| (*name, 0o644)).collect::<Vec<_>>());
+        let files = [
+            "services",
+            "java-17-openjdk/security/java.security",
+            "ssl/openssl.cnf",
+            "python3.11/sitecustomize.py",
+        ];
+        let others = [
+            "shadow",
+            "ssl/private/key.pem",
+            "ssh/ssh_host_key",
+            "python3.11/debian_config",
+            "npmrc",
+            "javax",
+        ];
+        let from = tree(
+            &files
+                .iter()
+                .chain(&others)
+                .map(|name| (*name, 0o644))
+                .collect::<Vec<_>>(),
+        );
         let (to, found) = copied(&from);
         let mut expected = files.map(str::to_owned);
         expected.sort();
         assert_eq!(found, expected);
-        assert_eq!(fs::read_to_string(to.path().join("services")).unwrap(), "services");
+        assert_eq!(
+            fs::read_to_string(to.path().join("services")).unwrap(),
+            "services"
+        );
     }
 
     #[test]
@@ -227,7 +278,10 @@ mod tests {
         symlink("hidden", from.path().join("ssl")).unwrap();
         let (to, found) = copied(&from);
         assert_eq!(found, ["services"]);
-        assert_eq!(fs::read_link(to.path().join("services")).unwrap(), Path::new("shadow"));
+        assert_eq!(
+            fs::read_link(to.path().join("services")).unwrap(),
+            Path::new("shadow")
+        );
     }
 
     #[test]
@@ -274,7 +328,10 @@ mod tests {
                 assert!(!below(name, forbidden) && !below(forbidden, name), "{name}");
             }
             let (first, rest) = name.split_once('/').unwrap_or((name, ""));
-            assert!(!rest.contains('*') && !first.trim_end_matches('*').is_empty(), "{name}");
+            assert!(
+                !rest.contains('*') && !first.trim_end_matches('*').is_empty(),
+                "{name}"
+            );
         }
     }
 }

@@ -85,11 +85,16 @@ pub(crate) enum OperatorMounts {
 
 impl Family {
     /// Makes a family without a sandbox. Returns when its first process runs as the family's user.
-    pub(crate) fn start(setup: &Setup, id: FamilyId, mounts: &OperatorMounts) -> Result<Family, RootError> {
-        let failed = |cause: io::Error| RootError::new("could not make the family's namespaces", cause);
+    pub(crate) fn start(
+        setup: &Setup,
+        id: FamilyId,
+        mounts: &OperatorMounts,
+    ) -> Result<Family, RootError> {
+        let failed =
+            |cause: io::Error| RootError::new("could not make the family's namespaces", cause);
         let (socket, theirs) = wire::pair().map_err(failed)?;
-        let (gate, held) =
-            rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC).map_err(|cause| failed(cause.into()))?;
+        let (gate, held) = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC)
+            .map_err(|cause| failed(cause.into()))?;
         let maker = match sys::clone_process(libc::CLONE_NEWNS).map_err(failed)? {
             Forked::Child => make(setup, mounts, &theirs, &gate, held),
             Forked::Parent(maker) => maker,
@@ -97,7 +102,9 @@ impl Family {
         drop((theirs, gate));
         let born = wire::receive::<Birth>(&socket);
         let _ = rustix::process::waitpid(Some(maker), WaitOptions::empty());
-        let (born, _) = born.map_err(failed)?.ok_or_else(|| failed(io::ErrorKind::UnexpectedEof.into()))?;
+        let (born, _) = born
+            .map_err(failed)?
+            .ok_or_else(|| failed(io::ErrorKind::UnexpectedEof.into()))?;
         let pid = born.map_err(|why| failed(io::Error::other(why)))?;
         let pid = Pid::from_raw(pid).ok_or_else(|| failed(io::ErrorKind::NotFound.into()))?;
         let namespaces = map(pid, setup.identity.in_warden(id));
@@ -105,9 +112,13 @@ impl Family {
             rustix::io::write(&held, b"x")?;
             Ok(namespaces)
         }) {
-            Ok((user_namespace, pid_namespace)) => {
-                Ok(Family { pid, socket, user_namespace, pid_namespace, listening: true })
-            }
+            Ok((user_namespace, pid_namespace)) => Ok(Family {
+                pid,
+                socket,
+                user_namespace,
+                pid_namespace,
+                listening: true,
+            }),
             Err(error) => {
                 let _ = rustix::process::kill_process(pid, Signal::KILL);
                 let _ = rustix::process::waitpid(Some(pid), WaitOptions::empty());
@@ -117,8 +128,17 @@ impl Family {
     }
 
     /// Asks for the init of a sandbox. Never waits: a first process that was stopped does not read.
-    pub(crate) fn make(&self, slot: Slot, scratch: Scratch, socket: &OwnedFd, doors: &[OwnedFd]) -> io::Result<()> {
-        let passed: Vec<_> = std::iter::once(socket).chain(doors).map(AsFd::as_fd).collect();
+    pub(crate) fn make(
+        &self,
+        slot: Slot,
+        scratch: Scratch,
+        socket: &OwnedFd,
+        doors: &[OwnedFd],
+    ) -> io::Result<()> {
+        let passed: Vec<_> = std::iter::once(socket)
+            .chain(doors)
+            .map(AsFd::as_fd)
+            .collect();
         wire::send_now(&self.socket, &Order::Make { slot, scratch }, &passed)
     }
 
@@ -140,7 +160,13 @@ fn map(first: Pid, id: u32) -> io::Result<(OwnedFd, OwnedFd)> {
 
 /// Arranges the mounts of the family, which still takes the warden's rights, and makes its first
 /// process. Never returns.
-fn make(setup: &Setup, mounts: &OperatorMounts, warden: &OwnedFd, gate: &OwnedFd, held: OwnedFd) -> ! {
+fn make(
+    setup: &Setup,
+    mounts: &OperatorMounts,
+    warden: &OwnedFd,
+    gate: &OwnedFd,
+    held: OwnedFd,
+) -> ! {
     let arranged = root::remove_warden_proc().and_then(|()| match mounts {
         OperatorMounts::Given(trees) => root::stand_mounts(trees),
         OperatorMounts::Standing => Ok(()),
@@ -152,14 +178,17 @@ fn make(setup: &Setup, mounts: &OperatorMounts, warden: &OwnedFd, gate: &OwnedFd
     let born: Birth = match arranged {
         Err(error) => Err(guardian::chain(&error)),
         // A child of the warden, which collects it.
-        Ok(()) => match sys::clone_process(libc::CLONE_NEWUSER | libc::CLONE_NEWPID | libc::CLONE_PARENT) {
-            Ok(Forked::Child) => {
-                drop(held);
-                first_process(setup, matches!(mounts, OperatorMounts::None), warden, gate)
+        Ok(()) => {
+            match sys::clone_process(libc::CLONE_NEWUSER | libc::CLONE_NEWPID | libc::CLONE_PARENT)
+            {
+                Ok(Forked::Child) => {
+                    drop(held);
+                    first_process(setup, matches!(mounts, OperatorMounts::None), warden, gate)
+                }
+                Ok(Forked::Parent(first)) => Ok(first.as_raw_pid()),
+                Err(error) => Err(error.to_string()),
             }
-            Ok(Forked::Parent(first)) => Ok(first.as_raw_pid()),
-            Err(error) => Err(error.to_string()),
-        },
+        }
     };
     let sent = wire::send(warden, &born, &[]);
     sys::exit_now(i32::from(sent.is_err()));
@@ -191,7 +220,14 @@ fn serve(setup: &Setup, apart: bool, warden: &OwnedFd, gate: &OwnedFd) -> io::Re
     while let Some((Order::Make { slot, scratch }, descriptors)) = wire::receive::<Order>(warden)? {
         match make_init(setup, apart, slot, scratch, descriptors) {
             Ok(init) => wire::send(warden, &Word::Made { slot }, &[init.as_fd()])?,
-            Err(error) => wire::send(warden, &Word::Failed { slot, why: error.to_string() }, &[])?,
+            Err(error) => wire::send(
+                warden,
+                &Word::Failed {
+                    slot,
+                    why: error.to_string(),
+                },
+                &[],
+            )?,
         }
     }
     Ok(())
@@ -210,13 +246,25 @@ fn make_init(
         Forked::Child => init::main(init::Start {
             warden: orders,
             doors: descriptors.collect(),
-            mounts: if apart { Vec::new() } else { setup.mounts.clone() },
-            masks: if apart { Vec::new() } else { setup.masks.clone() },
+            mounts: if apart {
+                Vec::new()
+            } else {
+                setup.mounts.clone()
+            },
+            masks: if apart {
+                Vec::new()
+            } else {
+                setup.masks.clone()
+            },
             scratch,
             // Below the least limit that kernels have, with room for some processes until the next
             // sandbox's numbers.
             first_process: 16 + slot.0 % 1024 * 16,
-            private_work_folder: apart || !setup.mounts.iter().any(|mount| mount.inside == Path::new(root::WORK)),
+            private_work_folder: apart
+                || !setup
+                    .mounts
+                    .iter()
+                    .any(|mount| mount.inside == Path::new(root::WORK)),
             network: setup.doors.clone(),
             leave_out: setup.leave_out.clone(),
         }),

@@ -26,8 +26,11 @@ use crate::{cgroup, idmap, probe, seccomp, warden};
 pub const ARGUMENT: &str = "--cellblock-jail-guardian";
 
 /// The namespaces every sandbox has for itself and the warden has first.
-pub(crate) const NAMESPACES: libc::c_int =
-    libc::CLONE_NEWNS | libc::CLONE_NEWPID | libc::CLONE_NEWNET | libc::CLONE_NEWIPC | libc::CLONE_NEWUTS;
+pub(crate) const NAMESPACES: libc::c_int = libc::CLONE_NEWNS
+    | libc::CLONE_NEWPID
+    | libc::CLONE_NEWNET
+    | libc::CLONE_NEWIPC
+    | libc::CLONE_NEWUTS;
 
 /// What the warden asks of the guardian, and gets: the operator's mounts for one family.
 #[derive(Serialize, Deserialize)]
@@ -47,7 +50,10 @@ pub fn main() -> ExitCode {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             // Standard error may be closed, and then `eprintln!` would panic.
-            let _ = writeln!(io::stderr(), "cellblock: the jail's guardian ended: {error}");
+            let _ = writeln!(
+                io::stderr(),
+                "cellblock: the jail's guardian ended: {error}"
+            );
             ExitCode::FAILURE
         }
     }
@@ -72,17 +78,30 @@ fn run(lifeline: &OwnedFd) -> io::Result<()> {
     if !setup.leave_out.contains(&LeftOut::Seccomp)
         && let Err(error) = seccompiler::apply_filter(&filters.jail)
     {
-        return report(&commands, &RootError::new("could not load the jail's seccomp filter", io::Error::other(error)));
+        return report(
+            &commands,
+            &RootError::new(
+                "could not load the jail's seccomp filter",
+                io::Error::other(error),
+            ),
+        );
     }
     let home = cgroup::home(&setup.cgroups);
     if let Err(error) = cgroup::enter(&descriptors) {
-        return report(&commands, &RootError::new("could not enter the control group", error));
+        return report(
+            &commands,
+            &RootError::new("could not enter the control group", error),
+        );
     }
     drop(descriptors);
     let is_root = matches!(setup.identity, Identity::Block { .. });
 
     // Root opens the host's folders while it still can; an ordinary user can only do so inside its own user namespace.
-    let opened = if is_root { root::open_all(&setup.binds, &setup.leave_out).map(Some) } else { Ok(None) };
+    let opened = if is_root {
+        root::open_all(&setup.binds, &setup.leave_out).map(Some)
+    } else {
+        Ok(None)
+    };
     let trees = match opened {
         Ok(trees) => trees,
         Err(error) => return report(&commands, &error),
@@ -150,15 +169,22 @@ fn refused_kind() -> probe::Kind {
     let refused = match sys::clone_process(probe::USER.flag) {
         Err(_) => return probe::USER,
         Ok(Forked::Child) => {
-            let refused = probe::OTHERS.iter().position(|kind| sys::unshare(flags(kind)).is_err());
+            let refused = probe::OTHERS
+                .iter()
+                .position(|kind| sys::unshare(flags(kind)).is_err());
             sys::exit_now(refused.map_or(probe::OTHERS.len(), |position| position) as i32)
         }
-        Ok(Forked::Parent(pid)) => match rustix::process::waitpid(Some(pid), WaitOptions::empty()) {
-            Ok(Some((_, status))) => status.exit_status(),
-            _ => None,
-        },
+        Ok(Forked::Parent(pid)) => {
+            match rustix::process::waitpid(Some(pid), WaitOptions::empty()) {
+                Ok(Some((_, status))) => status.exit_status(),
+                _ => None,
+            }
+        }
     };
-    refused.and_then(|position| probe::OTHERS.get(position as usize)).copied().unwrap_or(probe::USER)
+    refused
+        .and_then(|position| probe::OTHERS.get(position as usize))
+        .copied()
+        .unwrap_or(probe::USER)
 }
 
 /// The words of an error and of its causes.
@@ -185,15 +211,26 @@ fn write_maps(warden: Pid, identity: Identity) -> io::Result<()> {
 }
 
 /// Serves the warden's requests until the server or the warden is gone.
-fn watch(lifeline: &OwnedFd, requests: Option<&OwnedFd>, warden: &OwnedFd, setup: &Setup) -> io::Result<()> {
+fn watch(
+    lifeline: &OwnedFd,
+    requests: Option<&OwnedFd>,
+    warden: &OwnedFd,
+    setup: &Setup,
+) -> io::Result<()> {
     loop {
-        let mut events: Vec<_> =
-            [lifeline, warden].into_iter().chain(requests).map(|socket| PollFd::new(socket, PollFlags::IN)).collect();
+        let mut events: Vec<_> = [lifeline, warden]
+            .into_iter()
+            .chain(requests)
+            .map(|socket| PollFd::new(socket, PollFlags::IN))
+            .collect();
         match rustix::event::poll(&mut events, None) {
             Ok(_) | Err(rustix::io::Errno::INTR) => {}
             Err(error) => return Err(error.into()),
         }
-        let ready: Vec<bool> = events.iter().map(|event| !event.revents().is_empty()).collect();
+        let ready: Vec<bool> = events
+            .iter()
+            .map(|event| !event.revents().is_empty())
+            .collect();
         let [server_gone, warden_gone] = [ready[0], ready[1]];
         if server_gone || warden_gone {
             return Ok(());
@@ -203,17 +240,33 @@ fn watch(lifeline: &OwnedFd, requests: Option<&OwnedFd>, warden: &OwnedFd, setup
                 return Ok(());
             };
             let host_id = setup.identity.on_host(family);
-            let opened: Result<Vec<Tree>, RootError> =
-                setup.mounts.iter().map(|mount| idmap::open(mount, host_id)).collect();
+            let opened: Result<Vec<Tree>, RootError> = setup
+                .mounts
+                .iter()
+                .map(|mount| idmap::open(mount, host_id))
+                .collect();
             match opened {
                 Ok(trees) => {
                     let mounts: Vec<_> = trees.iter().map(|tree| tree.as_mount().as_fd()).collect();
                     // Descriptors that cannot be sent cost this one sandbox, not the jail.
-                    if let Err(error) = wire::send(requests, &OpenedMounts { error: None }, &mounts) {
-                        wire::send(requests, &OpenedMounts { error: Some(error.to_string()) }, &[])?;
+                    if let Err(error) = wire::send(requests, &OpenedMounts { error: None }, &mounts)
+                    {
+                        wire::send(
+                            requests,
+                            &OpenedMounts {
+                                error: Some(error.to_string()),
+                            },
+                            &[],
+                        )?;
                     }
                 }
-                Err(error) => wire::send(requests, &OpenedMounts { error: Some(chain(&error)) }, &[])?,
+                Err(error) => wire::send(
+                    requests,
+                    &OpenedMounts {
+                        error: Some(chain(&error)),
+                    },
+                    &[],
+                )?,
             }
         }
     }

@@ -87,12 +87,18 @@ impl IdentityLease {
         let (uid, gid) = (rustix::process::geteuid(), rustix::process::getegid());
         if !uid.is_root() {
             return Ok(IdentityLease {
-                identity: Identity::Caller { uid: uid.as_raw(), gid: gid.as_raw() },
+                identity: Identity::Caller {
+                    uid: uid.as_raw(),
+                    gid: gid.as_raw(),
+                },
                 _lock: None,
             });
         }
         let folder = runtime.join("uids");
-        fs::DirBuilder::new().recursive(true).mode(0o700).create(&folder)?;
+        fs::DirBuilder::new()
+            .recursive(true)
+            .mode(0o700)
+            .create(&folder)?;
         for number in 0..BLOCKS {
             let file = OpenOptions::new()
                 .create(true)
@@ -103,7 +109,10 @@ impl IdentityLease {
             match rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive) {
                 Ok(()) => {
                     return Ok(IdentityLease {
-                        identity: Identity::Block { first: FIRST_UID + number * BLOCK, count: BLOCK },
+                        identity: Identity::Block {
+                            first: FIRST_UID + number * BLOCK,
+                            count: BLOCK,
+                        },
                         _lock: Some(file),
                     });
                 }
@@ -111,7 +120,9 @@ impl IdentityLease {
                 Err(error) => return Err(error.into()),
             }
         }
-        Err(io::Error::other(format!("all {BLOCKS} blocks of user ids are in use by other servers")))
+        Err(io::Error::other(format!(
+            "all {BLOCKS} blocks of user ids are in use by other servers"
+        )))
     }
 }
 
@@ -121,8 +132,13 @@ mod tests {
 
     #[test]
     fn families_of_a_block_have_distinct_host_uids_and_none_is_the_warden() {
-        let identity = Identity::Block { first: 1_900_000_000, count: 4 };
-        let uids: Vec<u32> = (0..identity.slots()).map(|family| identity.on_host(FamilyId(family))).collect();
+        let identity = Identity::Block {
+            first: 1_900_000_000,
+            count: 4,
+        };
+        let uids: Vec<u32> = (0..identity.slots())
+            .map(|family| identity.on_host(FamilyId(family)))
+            .collect();
         assert_eq!(uids, [1_900_000_001, 1_900_000_002, 1_900_000_003]);
     }
 
@@ -136,7 +152,10 @@ mod tests {
     #[test]
     fn an_ordinary_caller_is_the_only_id_in_its_map() {
         let identity = Identity::Caller { uid: 1234, gid: 99 };
-        assert_eq!(identity.maps(), ("0 1234 1\n".to_owned(), "0 99 1\n".to_owned()));
+        assert_eq!(
+            identity.maps(),
+            ("0 1234 1\n".to_owned(), "0 99 1\n".to_owned())
+        );
         assert_eq!(identity.on_host(FamilyId(3)), 1234);
     }
 }

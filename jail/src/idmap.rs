@@ -19,13 +19,21 @@ const IDMAP: u64 = 0x0010_0000;
 
 /// Opens one operator mount so that the owner of the host path appears as `host_id`.
 pub(crate) fn open(mount: &OperatorMount, host_id: u32) -> Result<Tree, RootError> {
-    let attempt = || format!("could not give the session the folder mounted at {}", mount.inside.display());
+    let attempt = || {
+        format!(
+            "could not give the session the folder mounted at {}",
+            mount.inside.display()
+        )
+    };
     let failed = |cause: io::Error| RootError::new(attempt(), cause);
     let owner = fs::metadata(&mount.host).map_err(failed)?;
     let tree = root::open_tree(&mount.host, &mount.inside, root::operator_attributes(mount))?;
     let namespace = user_namespace((owner.uid(), owner.gid()), host_id).map_err(failed)?;
-    let change =
-        MountAttributes { set: IDMAP, user_namespace: namespace.as_raw_fd() as u64, ..MountAttributes::default() };
+    let change = MountAttributes {
+        set: IDMAP,
+        user_namespace: namespace.as_raw_fd() as u64,
+        ..MountAttributes::default()
+    };
     sys::mount_setattr(tree.as_mount(), &change).map_err(failed)?;
     Ok(tree)
 }
@@ -43,9 +51,17 @@ fn user_namespace(owner: (u32, u32), host_id: u32) -> io::Result<OwnedFd> {
         Forked::Parent(pid) => pid,
     };
     let folder = format!("/proc/{}", child.as_raw_pid());
-    let opened = fs::write(format!("{folder}/uid_map"), format!("{} {host_id} 1\n", owner.0))
-        .and_then(|()| fs::write(format!("{folder}/gid_map"), format!("{} {host_id} 1\n", owner.1)))
-        .and_then(|()| fs::File::open(format!("{folder}/ns/user")));
+    let opened = fs::write(
+        format!("{folder}/uid_map"),
+        format!("{} {host_id} 1\n", owner.0),
+    )
+    .and_then(|()| {
+        fs::write(
+            format!("{folder}/gid_map"),
+            format!("{} {host_id} 1\n", owner.1),
+        )
+    })
+    .and_then(|()| fs::File::open(format!("{folder}/ns/user")));
     drop(held);
     let _ = rustix::process::kill_process(child, Signal::KILL);
     let _ = rustix::process::waitpid(Some(child), WaitOptions::empty());

@@ -113,29 +113,51 @@ enum InitError {
     Seccomp(#[source] seccompiler::Error),
 }
 
-fn step<T, E: Into<io::Error>>(attempt: &'static str, result: Result<T, E>) -> Result<T, InitError> {
+fn step<T, E: Into<io::Error>>(
+    attempt: &'static str,
+    result: Result<T, E>,
+) -> Result<T, InitError> {
     result.map_err(|cause| InitError::Step(attempt, cause.into()))
 }
 
 fn build(start: &mut Start) -> Result<Mounts, InitError> {
     step("name init", rustix::thread::set_name(c"cb-init"))?;
     // Taken, so that the ways in are closed as soon as they were used.
-    step("enter the control group", crate::cgroup::enter(&std::mem::take(&mut start.doors)))?;
-    step("make a cgroup namespace", sys::unshare(UnshareFlags::NEWCGROUP))?;
-    step("set the host name", rustix::system::sethostname(b"cellblock"))?;
+    step(
+        "enter the control group",
+        crate::cgroup::enter(&std::mem::take(&mut start.doors)),
+    )?;
+    step(
+        "make a cgroup namespace",
+        sys::unshare(UnshareFlags::NEWCGROUP),
+    )?;
+    step(
+        "set the host name",
+        rustix::system::sethostname(b"cellblock"),
+    )?;
     step("bring up the loopback interface", sys::bring_loopback_up())?;
     if let Some(doors) = &start.network {
         let (doors, sockets) = step("open the ways out", network::open(doors))?;
         let sockets: Vec<_> = sockets.iter().map(AsFd::as_fd).collect();
-        step("hand over the ways out", wire::send(&start.warden, &Word::Opened { doors }, &sockets))?;
+        step(
+            "hand over the ways out",
+            wire::send(&start.warden, &Word::Opened { doors }, &sockets),
+        )?;
     }
-    step("check the network", network::leads_nowhere(start.network.as_ref()))?;
+    step(
+        "check the network",
+        network::leads_nowhere(start.network.as_ref()),
+    )?;
 
     // The /proc of the family's root shows no process. A handle on it stays for two settings of the
     // kernel; the new one is put over it.
     let outer_proc = step(
         "open the outer /proc",
-        rustix::fs::open("/proc", OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty()),
+        rustix::fs::open(
+            "/proc",
+            OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC,
+            Mode::empty(),
+        ),
     )?;
     begin_counting(&outer_proc, start.first_process);
     let processes = step("make a /proc", root::process_file_system())?;
@@ -145,11 +167,18 @@ fn build(start: &mut Start) -> Result<Mounts, InitError> {
     }
     mount_scratch(start)?;
     if let Some(terminals) = step("make pseudo-terminals", root::terminals())? {
-        step("mount the pseudo-terminals", root::attach(&terminals, "/dev/pts"))?;
+        step(
+            "mount the pseudo-terminals",
+            root::attach(&terminals, "/dev/pts"),
+        )?;
     }
     root::place_standing_mounts(&start.mounts)?;
     mask::place(&start.masks)?;
-    let rules = if start.leave_out.contains(&LeftOut::Landlock) { None } else { Some(landlock::ruleset()?) };
+    let rules = if start.leave_out.contains(&LeftOut::Landlock) {
+        None
+    } else {
+        Some(landlock::ruleset()?)
+    };
     let mounts = step("hide the table of mounts", Mounts::leave())?;
 
     // Every mount above belongs to the family's user namespace. From here on this process, and every interpreter that joins it, is in a
@@ -160,18 +189,27 @@ fn build(start: &mut Start) -> Result<Mounts, InitError> {
     forbid_user_namespaces(&outer_proc)?;
     drop(outer_proc);
     let namespaces = JOINED.map(|name| File::open(format!("/proc/self/ns/{name}")));
-    let namespaces = step("open the namespaces", namespaces.into_iter().collect::<io::Result<Vec<_>>>())?;
+    let namespaces = step(
+        "open the namespaces",
+        namespaces.into_iter().collect::<io::Result<Vec<_>>>(),
+    )?;
 
     step("give up capabilities", give_up_capabilities())?;
     // Otherwise a session of the same uid could read this process's memory, which is a copy of the warden's.
-    step("become unreadable", rustix::process::set_dumpable_behavior(DumpableBehavior::NotDumpable))?;
+    step(
+        "become unreadable",
+        rustix::process::set_dumpable_behavior(DumpableBehavior::NotDumpable),
+    )?;
     seccompiler::apply_filter(&own_filter()).map_err(InitError::Seccomp)?;
     let passed = namespaces
         .iter()
         .map(AsFd::as_fd)
         .chain([mounts.root.as_fd(), mounts.namespace.as_fd()])
         .chain(rules.iter().map(AsFd::as_fd));
-    step("report", wire::send(&start.warden, &Word::Ready, &passed.collect::<Vec<_>>()))?;
+    step(
+        "report",
+        wire::send(&start.warden, &Word::Ready, &passed.collect::<Vec<_>>()),
+    )?;
     Ok(mounts)
 }
 
@@ -211,13 +249,25 @@ pub(crate) fn take_root(root: &OwnedFd) -> io::Result<()> {
 /// Makes the session's user namespace and maps the one user that the family has into it.
 fn make_user_namespace() -> Result<(), InitError> {
     // The files below belong to whoever may read this process.
-    step("become readable", rustix::process::set_dumpable_behavior(DumpableBehavior::Dumpable))?;
+    step(
+        "become readable",
+        rustix::process::set_dumpable_behavior(DumpableBehavior::Dumpable),
+    )?;
     step("make a user namespace", sys::unshare(UnshareFlags::NEWUSER))?;
     let map = format!("{INSIDE_ID} {INSIDE_ID} 1\n");
     // The kernel's condition for a process that maps its own group.
-    step("give up the right to change groups", std::fs::write("/proc/self/setgroups", "deny"))?;
-    step("map the session's user", std::fs::write("/proc/self/uid_map", &map))?;
-    step("map the session's group", std::fs::write("/proc/self/gid_map", &map))
+    step(
+        "give up the right to change groups",
+        std::fs::write("/proc/self/setgroups", "deny"),
+    )?;
+    step(
+        "map the session's user",
+        std::fs::write("/proc/self/uid_map", &map),
+    )?;
+    step(
+        "map the session's group",
+        std::fs::write("/proc/self/gid_map", &map),
+    )
 }
 
 fn mount_scratch(start: &Start) -> Result<(), InitError> {
@@ -238,7 +288,10 @@ fn mount_scratch(start: &Start) -> Result<(), InitError> {
     };
     let temporary = step("make /tmp", folder("1777", &bytes))?;
     step("mount /tmp", root::attach(&temporary, "/tmp"))?;
-    step("make the home folder", rustix::fs::mkdir(root::HOME, Mode::from(0o700)))?;
+    step(
+        "make the home folder",
+        rustix::fs::mkdir(root::HOME, Mode::from(0o700)),
+    )?;
     let shm = step("make /dev/shm", folder("1777", &shared))?;
     step("mount /dev/shm", root::attach(&shm, "/dev/shm"))?;
     if start.private_work_folder {
@@ -250,8 +303,12 @@ fn mount_scratch(start: &Start) -> Result<(), InitError> {
 
 /// Has the numbers of processes begin elsewhere than in other sandboxes: libraries notice that they were forked by their number.
 fn begin_counting(outer_proc: &OwnedFd, first: u32) {
-    let last =
-        rustix::fs::openat(outer_proc, "sys/kernel/ns_last_pid", OFlags::WRONLY | OFlags::CLOEXEC, Mode::empty());
+    let last = rustix::fs::openat(
+        outer_proc,
+        "sys/kernel/ns_last_pid",
+        OFlags::WRONLY | OFlags::CLOEXEC,
+        Mode::empty(),
+    );
     // A kernel that cannot do this numbers them all alike, and what must differ is renewed in any case.
     if let Ok(last) = last {
         let _ = File::from(last).write_all((first - 1).to_string().as_bytes());
@@ -261,7 +318,12 @@ fn begin_counting(outer_proc: &OwnedFd, first: u32) {
 /// A second guard beside the seccomp filter: the kernel itself counts zero user namespaces below this one.
 fn forbid_user_namespaces(outer_proc: &OwnedFd) -> Result<(), InitError> {
     let path = "sys/user/max_user_namespaces";
-    let limit = rustix::fs::openat(outer_proc, path, OFlags::WRONLY | OFlags::CLOEXEC, Mode::empty());
+    let limit = rustix::fs::openat(
+        outer_proc,
+        path,
+        OFlags::WRONLY | OFlags::CLOEXEC,
+        Mode::empty(),
+    );
     let limit = step("open the limit of user namespaces", limit)?;
     step("forbid user namespaces", File::from(limit).write_all(b"0"))
 }
@@ -312,9 +374,14 @@ fn own_filter() -> seccompiler::BpfProgram {
     rules.insert(libc::SYS_poll, Vec::new());
     let arch = seccompiler::TargetArch::try_from(std::env::consts::ARCH)
         .expect("Cellblock is built for x86-64 and aarch64 only");
-    seccompiler::SeccompFilter::new(rules, SeccompAction::KillProcess, SeccompAction::Allow, arch)
-        .and_then(TryInto::try_into)
-        .expect("a plain list of calls compiles")
+    seccompiler::SeccompFilter::new(
+        rules,
+        SeccompAction::KillProcess,
+        SeccompAction::Allow,
+        arch,
+    )
+    .and_then(TryInto::try_into)
+    .expect("a plain list of calls compiles")
 }
 
 /// Carries out orders until the warden is gone. Orphans that come to pid 1 are collected by the kernel.
@@ -330,7 +397,10 @@ fn wait_for_orders(warden: &OwnedFd) {
         }
         let mut events = [PollFd::new(warden, PollFlags::IN)];
         // While sweeping, the last interpreter is collected by its parent, the zygote, which this process cannot wait for.
-        let pause = sweeping.map(|_| rustix::event::Timespec { tv_sec: 0, tv_nsec: 500_000 });
+        let pause = sweeping.map(|_| rustix::event::Timespec {
+            tv_sec: 0,
+            tv_nsec: 500_000,
+        });
         match rustix::event::poll(&mut events, pause.as_ref()) {
             Ok(0) | Err(rustix::io::Errno::INTR) => continue,
             Ok(_) => {}
@@ -351,5 +421,6 @@ fn wait_for_orders(warden: &OwnedFd) {
 /// Tells whether there is nobody else, and ends whoever there is: a process on its way into the sandbox could not be ended before it had become the
 /// session's user.
 fn nobody_left() -> bool {
-    sys::signal_everyone(libc::SIGKILL).is_err_and(|error| error.raw_os_error() == Some(libc::ESRCH))
+    sys::signal_everyone(libc::SIGKILL)
+        .is_err_and(|error| error.raw_os_error() == Some(libc::ESRCH))
 }

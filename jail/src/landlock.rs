@@ -8,8 +8,8 @@
 use std::os::fd::OwnedFd;
 
 use landlock::{
-    ABI, AccessFs, BitFlags, CompatLevel, Compatible, PathBeneath, PathFd, Ruleset, RulesetAttr, RulesetCreatedAttr,
-    Scope,
+    ABI, AccessFs, BitFlags, CompatLevel, Compatible, PathBeneath, PathFd, Ruleset, RulesetAttr,
+    RulesetCreatedAttr, Scope,
 };
 
 /// The first kernel interface, Linux 5.13.
@@ -18,7 +18,14 @@ const OLDEST: ABI = ABI::V1;
 /// Folders a session may write to.
 const WRITABLE: [&str; 3] = [crate::root::WORK, "/tmp", "/dev/shm"];
 /// Devices a session may write to.
-const WRITABLE_DEVICES: [&str; 6] = ["/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/tty", TERMINALS];
+const WRITABLE_DEVICES: [&str; 6] = [
+    "/dev/null",
+    "/dev/zero",
+    "/dev/full",
+    "/dev/random",
+    "/dev/tty",
+    TERMINALS,
+];
 /// The sandbox's own pseudo-terminals, in a folder in which nothing can be made.
 const TERMINALS: &str = "/dev/pts";
 
@@ -36,7 +43,8 @@ pub(crate) enum LandlockError {
 /// Makes the rules for the mounts this process sees: write in three folders, signal and connect by
 /// abstract name only within the session.
 pub(crate) fn ruleset() -> Result<OwnedFd, LandlockError> {
-    let written = |version: ABI| AccessFs::from_write(version) & !BitFlags::from(AccessFs::Truncate);
+    let written =
+        |version: ABI| AccessFs::from_write(version) & !BitFlags::from(AccessFs::Truncate);
     let newest = written(ABI::V5);
     let device: BitFlags<AccessFs> = AccessFs::WriteFile | AccessFs::IoctlDev;
     let mut rules = Ruleset::default()

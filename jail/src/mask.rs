@@ -40,10 +40,12 @@ pub(crate) fn place(masks: &[Mask]) -> Result<(), RootError> {
 pub(crate) fn place_again(masks: &[Mask], family: &OwnedFd, mounts: &OwnedFd) -> io::Result<()> {
     match sys::clone_process(0)? {
         Forked::Child => {
-            let placed = enter(family, mounts).and_then(|()| place(masks).map_err(io::Error::other));
+            let placed =
+                enter(family, mounts).and_then(|()| place(masks).map_err(io::Error::other));
             sys::exit_now(i32::from(placed.is_err()));
         }
-        Forked::Parent(child) => match rustix::process::waitpid(Some(child), WaitOptions::empty())? {
+        Forked::Parent(child) => match rustix::process::waitpid(Some(child), WaitOptions::empty())?
+        {
             Some((_, status)) if WaitStatus::exit_status(status) == Some(0) => Ok(()),
             _ => Err(io::Error::other("a file could not be covered again")),
         },
@@ -62,11 +64,15 @@ fn enter(family: &OwnedFd, mounts: &OwnedFd) -> io::Result<()> {
 }
 
 fn place_one(mask: &Mask) -> io::Result<()> {
-    let Some(name) = mask.inside.file_name() else { return Err(Errno::INVAL.into()) };
+    let Some(name) = mask.inside.file_name() else {
+        return Err(Errno::INVAL.into());
+    };
     let walk = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let mut here = rustix::fs::openat(CWD, "/", walk | OFlags::DIRECTORY, Mode::empty())?;
     for part in mask.inside.parent().unwrap_or(Path::new("/")).components() {
-        let Component::Normal(part) = part else { continue };
+        let Component::Normal(part) = part else {
+            continue;
+        };
         here = match rustix::fs::openat(&here, part, walk | OFlags::DIRECTORY, Mode::empty()) {
             Ok(next) if is_mount_root(&next)? => next,
             Ok(next) => cover_with_itself(&next, MountAttrFlags::empty())?,
@@ -77,7 +83,8 @@ fn place_one(mask: &Mask) -> io::Result<()> {
     }
     let found = match rustix::fs::openat(&here, name, walk, Mode::empty()) {
         Err(Errno::NOENT) if mask.rule == MaskRule::EnvironmentFile => {
-            let create = OFlags::CREATE | OFlags::EXCL | OFlags::WRONLY | OFlags::CLOEXEC | OFlags::NOFOLLOW;
+            let create =
+                OFlags::CREATE | OFlags::EXCL | OFlags::WRONLY | OFlags::CLOEXEC | OFlags::NOFOLLOW;
             match rustix::fs::openat(&here, name, create, Mode::from(0o600)) {
                 Ok(_) | Err(Errno::EXIST) => rustix::fs::openat(&here, name, walk, Mode::empty())?,
                 // The session cannot make it either.
@@ -92,10 +99,16 @@ fn place_one(mask: &Mask) -> io::Result<()> {
     match mask.rule {
         MaskRule::EnvironmentFile if is_folder && is_mount_root(&found)? => Ok(()),
         // A virtual environment of that name: it is used, and keeps its name.
-        MaskRule::EnvironmentFile if is_folder => cover_with_itself(&found, MountAttrFlags::empty()).map(drop),
+        MaskRule::EnvironmentFile if is_folder => {
+            cover_with_itself(&found, MountAttrFlags::empty()).map(drop)
+        }
         MaskRule::ReadOnly if is_mount_root(&found)? && is_read_only(&found)? => Ok(()),
-        MaskRule::ReadOnly => cover_with_itself(&found, MountAttrFlags::MOUNT_ATTR_RDONLY).map(drop),
-        MaskRule::EnvironmentFile | MaskRule::Hidden => cover_with(if is_folder { EMPTY } else { UNREADABLE }, &found),
+        MaskRule::ReadOnly => {
+            cover_with_itself(&found, MountAttrFlags::MOUNT_ATTR_RDONLY).map(drop)
+        }
+        MaskRule::EnvironmentFile | MaskRule::Hidden => {
+            cover_with(if is_folder { EMPTY } else { UNREADABLE }, &found)
+        }
     }
 }
 
@@ -109,7 +122,9 @@ fn is_mount_root(place: &OwnedFd) -> io::Result<bool> {
 }
 
 fn is_read_only(place: &OwnedFd) -> io::Result<bool> {
-    Ok(rustix::fs::fstatvfs(place)?.f_flag.contains(rustix::fs::StatVfsMountFlags::RDONLY))
+    Ok(rustix::fs::fstatvfs(place)?
+        .f_flag
+        .contains(rustix::fs::StatVfsMountFlags::RDONLY))
 }
 
 /// Puts a file or folder of the jail's root over a place, unless it is there already.
@@ -120,7 +135,11 @@ fn cover_with(cover: &str, place: &OwnedFd) -> io::Result<()> {
     }
     let flags = OpenTreeFlags::OPEN_TREE_CLONE | OpenTreeFlags::OPEN_TREE_CLOEXEC;
     let copy = rustix::mount::open_tree(CWD, cover, flags)?;
-    attach(&copy, place, MountAttrFlags::MOUNT_ATTR_RDONLY | MountAttrFlags::MOUNT_ATTR_NOEXEC)
+    attach(
+        &copy,
+        place,
+        MountAttrFlags::MOUNT_ATTR_RDONLY | MountAttrFlags::MOUNT_ATTR_NOEXEC,
+    )
 }
 
 /// Mounts a place onto itself and returns the new mount.
@@ -136,7 +155,10 @@ fn cover_with_itself(place: &OwnedFd, attributes: MountAttrFlags) -> io::Result<
 
 fn attach(mount: &OwnedFd, place: &OwnedFd, attributes: MountAttrFlags) -> io::Result<()> {
     if !attributes.is_empty() {
-        let change = MountAttributes { set: u64::from(attributes.bits()), ..MountAttributes::default() };
+        let change = MountAttributes {
+            set: u64::from(attributes.bits()),
+            ..MountAttributes::default()
+        };
         sys::mount_setattr(mount, &change)?;
     }
     let flags = MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH | MoveMountFlags::MOVE_MOUNT_T_EMPTY_PATH;

@@ -15,8 +15,17 @@ mod tests {
 
     fn resident() -> usize {
         let status = std::fs::read_to_string("/proc/thread-self/status").unwrap();
-        let value = status.lines().find_map(|line| line.strip_prefix("RssAnon:")).unwrap();
-        value.trim().trim_end_matches("kB").trim().parse::<usize>().unwrap() * 1024
+        let value = status
+            .lines()
+            .find_map(|line| line.strip_prefix("RssAnon:"))
+            .unwrap();
+        value
+            .trim()
+            .trim_end_matches("kB")
+            .trim()
+            .parse::<usize>()
+            .unwrap()
+            * 1024
     }
 
     #[test]

@@ -10,9 +10,16 @@ pub(crate) struct Netlink(OwnedFd);
 
 impl Netlink {
     pub(crate) fn open(part: i32) -> io::Result<Netlink> {
-        let protocol =
-            u32::try_from(part).ok().and_then(std::num::NonZeroU32::new).map(rustix::net::Protocol::from_raw);
-        let socket = rustix::net::socket_with(AddressFamily::NETLINK, SocketType::RAW, SocketFlags::CLOEXEC, protocol)?;
+        let protocol = u32::try_from(part)
+            .ok()
+            .and_then(std::num::NonZeroU32::new)
+            .map(rustix::net::Protocol::from_raw);
+        let socket = rustix::net::socket_with(
+            AddressFamily::NETLINK,
+            SocketType::RAW,
+            SocketFlags::CLOEXEC,
+            protocol,
+        )?;
         Ok(Netlink(socket))
     }
 
@@ -62,7 +69,10 @@ fn answers(mut bytes: &[u8]) -> Vec<(u16, &[u8])> {
     let mut found = Vec::new();
     while let (Some(length), Some(kind)) = (number(bytes, 0), bytes.get(4..6)) {
         let length = length.max(HEADER as i32) as usize;
-        found.push((u16::from_ne_bytes([kind[0], kind[1]]), bytes.get(HEADER..length).unwrap_or_default()));
+        found.push((
+            u16::from_ne_bytes([kind[0], kind[1]]),
+            bytes.get(HEADER..length).unwrap_or_default(),
+        ));
         bytes = bytes.get(length.next_multiple_of(4)..).unwrap_or_default();
     }
     found
@@ -79,7 +89,10 @@ fn verdict(body: &[u8]) -> io::Result<()> {
 
 /// Reads four bytes as a number, as the kernel writes it.
 pub(crate) fn number(bytes: &[u8], at: usize) -> Option<i32> {
-    bytes.get(at..at + 4).and_then(|four| four.try_into().ok()).map(i32::from_ne_bytes)
+    bytes
+        .get(at..at + 4)
+        .and_then(|four| four.try_into().ok())
+        .map(i32::from_ne_bytes)
 }
 
 const HEADER: usize = 16;
@@ -93,12 +106,17 @@ pub(crate) struct Message {
 
 impl Message {
     pub(crate) fn new(kind: u16, flags: i32) -> Message {
-        Message { kind, flags, body: Vec::new() }
+        Message {
+            kind,
+            flags,
+            body: Vec::new(),
+        }
     }
 
     /// The borders of a batch are not.
     fn is_answered(&self) -> bool {
-        self.kind != libc::NFNL_MSG_BATCH_BEGIN as u16 && self.kind != libc::NFNL_MSG_BATCH_END as u16
+        self.kind != libc::NFNL_MSG_BATCH_BEGIN as u16
+            && self.kind != libc::NFNL_MSG_BATCH_END as u16
     }
 
     pub(crate) fn bytes(&mut self, bytes: &[u8]) {
@@ -119,7 +137,11 @@ impl Message {
     }
 
     fn write(&self, number: u32, bytes: &mut Vec<u8>) {
-        let answer = if self.is_answered() { libc::NLM_F_ACK } else { 0 };
+        let answer = if self.is_answered() {
+            libc::NLM_F_ACK
+        } else {
+            0
+        };
         bytes.extend((HEADER as u32 + self.body.len() as u32).to_ne_bytes());
         bytes.extend(self.kind.to_ne_bytes());
         bytes.extend(((self.flags | libc::NLM_F_REQUEST | answer) as u16).to_ne_bytes());

@@ -78,13 +78,22 @@ pub(crate) fn open(doors: &Doors) -> io::Result<(Vec<Door>, Vec<OwnedFd>)> {
 ///
 /// Where everything is redirected, whoever accepts decides.
 pub(crate) fn leads_nowhere(doors: Option<&Doors>) -> io::Result<()> {
-    let Some(port) = port_without_door(doors) else { return Ok(()) };
-    let socket = rustix::net::socket_with(AddressFamily::INET, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
+    let Some(port) = port_without_door(doors) else {
+        return Ok(());
+    };
+    let socket = rustix::net::socket_with(
+        AddressFamily::INET,
+        SocketType::STREAM,
+        SocketFlags::CLOEXEC,
+        None,
+    )?;
     let nobody = SocketAddr::from((Ipv4Addr::new(192, 0, 2, 1), port));
     match rustix::net::connect(&socket, &nobody) {
         Err(rustix::io::Errno::NETUNREACH | rustix::io::Errno::CONNREFUSED) => Ok(()),
         Ok(()) => Err(io::Error::other("an address of nobody answered")),
-        Err(error) => Err(io::Error::other(format!("an address of nobody is not refused but: {error}"))),
+        Err(error) => Err(io::Error::other(format!(
+            "an address of nobody is not refused but: {error}"
+        ))),
     }
 }
 
@@ -101,10 +110,16 @@ pub(crate) fn other_interfaces() -> io::Result<Vec<String>> {
     let mut message = Message::new(libc::RTM_GETLINK, libc::NLM_F_DUMP);
     // struct ifinfomsg: of any family, all of them.
     message.bytes(&[0; 16]);
-    let socket = rustix::net::socket_with(AddressFamily::INET, SocketType::DGRAM, SocketFlags::CLOEXEC, None)?;
+    let socket = rustix::net::socket_with(
+        AddressFamily::INET,
+        SocketType::DGRAM,
+        SocketFlags::CLOEXEC,
+        None,
+    )?;
     let mut names = Vec::new();
     for entry in Netlink::open(libc::NETLINK_ROUTE)?.list(message)? {
-        let (Some(index), Some(flags)) = (netlink::number(&entry, 4), netlink::number(&entry, 8)) else {
+        let (Some(index), Some(flags)) = (netlink::number(&entry, 4), netlink::number(&entry, 8))
+        else {
             return Err(io::ErrorKind::InvalidData.into());
         };
         if flags & libc::IFF_UP != 0 && index.cast_unsigned() != LOOPBACK {
@@ -143,7 +158,10 @@ const LOOPBACK: u32 = 1;
 
 fn make_every_address_local() -> io::Result<()> {
     let kernel = Netlink::open(libc::NETLINK_ROUTE)?;
-    for (family, scope) in [(libc::AF_INET, libc::RT_SCOPE_HOST), (libc::AF_INET6, libc::RT_SCOPE_UNIVERSE)] {
+    for (family, scope) in [
+        (libc::AF_INET, libc::RT_SCOPE_HOST),
+        (libc::AF_INET6, libc::RT_SCOPE_UNIVERSE),
+    ] {
         let mut message = Message::new(libc::RTM_NEWROUTE, libc::NLM_F_CREATE);
         // struct rtmsg: any destination, in the table of local addresses.
         message.bytes(&[
@@ -172,7 +190,10 @@ fn make_every_address_local() -> io::Result<()> {
 
 /// The kernel has no such family, or it is switched off on the interface (`EACCES`; for want of rights it would be `EPERM`).
 fn no_such_family(error: &io::Error) -> bool {
-    matches!(error.raw_os_error(), Some(libc::EAFNOSUPPORT | libc::EOPNOTSUPP | libc::EACCES))
+    matches!(
+        error.raw_os_error(),
+        Some(libc::EAFNOSUPPORT | libc::EOPNOTSUPP | libc::EACCES)
+    )
 }
 
 #[cfg(test)]
@@ -182,14 +203,23 @@ mod tests {
     #[test]
     fn no_rule_is_in_the_way_of_the_port_at_which_nobody_is() {
         assert_eq!(port_without_door(None), Some(1));
-        assert_eq!(port_without_door(Some(&Doors::Ports(vec![80, 443]))), Some(1));
-        assert_eq!(port_without_door(Some(&Doors::Ports((1..=9).collect()))), Some(10));
+        assert_eq!(
+            port_without_door(Some(&Doors::Ports(vec![80, 443]))),
+            Some(1)
+        );
+        assert_eq!(
+            port_without_door(Some(&Doors::Ports((1..=9).collect()))),
+            Some(10)
+        );
         assert_eq!(port_without_door(Some(&Doors::All)), None);
     }
 
     #[test]
     fn doors_are_named_in_the_order_in_which_they_are_opened() {
-        assert_eq!(Doors::Ports(vec![443, 80]).kinds(), [Door::Names, Door::Port(443), Door::Port(80)]);
+        assert_eq!(
+            Doors::Ports(vec![443, 80]).kinds(),
+            [Door::Names, Door::Port(443), Door::Port(80)]
+        );
         assert_eq!(Doors::All.kinds(), [Door::Names, Door::AnyPort]);
     }
 }

@@ -40,8 +40,10 @@ pub(crate) fn redirect_everything_to(port: u16) -> io::Result<()> {
     const TABLE: &[u8] = b"cellblock\0";
     const CHAIN: &[u8] = b"out\0";
     let new = |kind: i32, flags: i32| {
-        let mut message =
-            Message::new((libc::NFNL_SUBSYS_NFTABLES << 8) as u16 | kind as u16, flags | libc::NLM_F_CREATE);
+        let mut message = Message::new(
+            (libc::NFNL_SUBSYS_NFTABLES << 8) as u16 | kind as u16,
+            flags | libc::NLM_F_CREATE,
+        );
         message.bytes(&[libc::NFPROTO_INET as u8, libc::NFNETLINK_V0 as u8, 0, 0]);
         message
     };
@@ -59,7 +61,10 @@ pub(crate) fn redirect_everything_to(port: u16) -> io::Result<()> {
     chain.attribute(NFTA_CHAIN_TABLE, TABLE);
     chain.attribute(NFTA_CHAIN_NAME, CHAIN);
     chain.nested(NFTA_CHAIN_HOOK, |hook| {
-        hook.attribute(NFTA_HOOK_HOOKNUM, &(libc::NF_INET_LOCAL_OUT as u32).to_be_bytes());
+        hook.attribute(
+            NFTA_HOOK_HOOKNUM,
+            &(libc::NF_INET_LOCAL_OUT as u32).to_be_bytes(),
+        );
         hook.attribute(NFTA_HOOK_PRIORITY, &libc::NF_IP_PRI_NAT_DST.to_be_bytes());
     });
     chain.attribute(NFTA_CHAIN_TYPE, b"nat\0");
@@ -105,7 +110,9 @@ fn compare(rule: &mut Message, value: &[u8]) {
     expression(rule, b"cmp\0", |data| {
         data.attribute(NFTA_CMP_SREG, &REGISTER.to_be_bytes());
         data.attribute(NFTA_CMP_OP, &(libc::NFT_CMP_EQ as u32).to_be_bytes());
-        data.nested(NFTA_CMP_DATA, |inner| inner.attribute(NFTA_DATA_VALUE, value));
+        data.nested(NFTA_CMP_DATA, |inner| {
+            inner.attribute(NFTA_DATA_VALUE, value)
+        });
     });
 }
 
@@ -120,7 +127,10 @@ fn same_meta(rule: &mut Message, key: i32, value: &[u8]) {
 fn same_header(rule: &mut Message, offset: u32, value: &[u8]) {
     expression(rule, b"payload\0", |data| {
         data.attribute(NFTA_PAYLOAD_DREG, &REGISTER.to_be_bytes());
-        data.attribute(NFTA_PAYLOAD_BASE, &(libc::NFT_PAYLOAD_NETWORK_HEADER as u32).to_be_bytes());
+        data.attribute(
+            NFTA_PAYLOAD_BASE,
+            &(libc::NFT_PAYLOAD_NETWORK_HEADER as u32).to_be_bytes(),
+        );
         data.attribute(NFTA_PAYLOAD_OFFSET, &offset.to_be_bytes());
         data.attribute(NFTA_PAYLOAD_LEN, &(value.len() as u32).to_be_bytes());
     });
@@ -129,7 +139,10 @@ fn same_header(rule: &mut Message, offset: u32, value: &[u8]) {
 
 fn verdict(rule: &mut Message, code: i32) {
     expression(rule, b"immediate\0", |data| {
-        data.attribute(NFTA_IMMEDIATE_DREG, &(libc::NFT_REG_VERDICT as u32).to_be_bytes());
+        data.attribute(
+            NFTA_IMMEDIATE_DREG,
+            &(libc::NFT_REG_VERDICT as u32).to_be_bytes(),
+        );
         data.nested(NFTA_IMMEDIATE_DATA, |inner| {
             inner.nested(NFTA_DATA_VERDICT, |verdict| {
                 verdict.attribute(NFTA_VERDICT_CODE, &code.to_be_bytes());
@@ -145,5 +158,7 @@ fn redirect(rule: &mut Message, port: u16) {
             inner.attribute(NFTA_DATA_VALUE, &port.to_be_bytes());
         });
     });
-    expression(rule, b"redir\0", |data| data.attribute(NFTA_REDIR_REG_PROTO_MIN, &REGISTER.to_be_bytes()));
+    expression(rule, b"redir\0", |data| {
+        data.attribute(NFTA_REDIR_REG_PROTO_MIN, &REGISTER.to_be_bytes())
+    });
 }

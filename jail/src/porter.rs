@@ -57,9 +57,15 @@ impl Lodge {
         let socket = packet_socket()?;
         // By way of its folder, because the addresses of sockets are short.
         let folder = File::open(folder)?;
-        let address = Path::new("/proc/self/fd").join(folder.as_raw_fd().to_string()).join(name);
+        let address = Path::new("/proc/self/fd")
+            .join(folder.as_raw_fd().to_string())
+            .join(name);
         rustix::net::bind(&socket, &SocketAddrUnix::new(address)?)?;
-        let lodge = Lodge { socket, path: path.to_owned(), word: word.to_owned() };
+        let lodge = Lodge {
+            socket,
+            path: path.to_owned(),
+            word: word.to_owned(),
+        };
         // A porter is root without rights over files, or root of a user namespace. Nobody else comes as far as this file.
         fs::set_permissions(path, Permissions::from_mode(0o666))?;
         rustix::net::listen(&lodge.socket, 1)?;
@@ -70,10 +76,16 @@ impl Lodge {
     pub fn doors(&self, wanted: &Doors) -> Result<Vec<(Door, OwnedFd)>, DoorsError> {
         let attempt = || DoorsError::failed("hear from the porter");
         let porter = self.arrival().map_err(attempt())?;
-        let server = Identity::of_own_network().map_err(DoorsError::failed("look at the server's network"))?;
-        let order = Order { entrance: Entrance::Within { server }, doors: wanted.clone() };
+        let server = Identity::of_own_network()
+            .map_err(DoorsError::failed("look at the server's network"))?;
+        let order = Order {
+            entrance: Entrance::Within { server },
+            doors: wanted.clone(),
+        };
         wire::send(&porter, &order, &[]).map_err(attempt())?;
-        let answer = wire::receive(&porter).and_then(|heard| heard.ok_or_else(ended)).map_err(attempt())?;
+        let answer = wire::receive(&porter)
+            .and_then(|heard| heard.ok_or_else(ended))
+            .map_err(attempt())?;
         doors::taken_over(answer, wanted)
     }
 
@@ -84,8 +96,13 @@ impl Lodge {
         let porter = rustix::io::retry_on_intr(accept)?;
         sockopt::set_socket_timeout(&porter, sockopt::Timeout::Recv, Some(LIMIT))?;
         match wire::receive::<Greeting>(&porter)?.ok_or_else(ended)? {
-            (Greeting { word }, descriptors) if word == self.word && descriptors.is_empty() => Ok(porter),
-            _ => Err(io::Error::new(io::ErrorKind::InvalidData, "somebody else has come")),
+            (Greeting { word }, descriptors) if word == self.word && descriptors.is_empty() => {
+                Ok(porter)
+            }
+            _ => Err(io::Error::new(
+                io::ErrorKind::InvalidData,
+                "somebody else has come",
+            )),
         }
     }
 
@@ -107,7 +124,12 @@ fn ended() -> io::Error {
 }
 
 fn packet_socket() -> io::Result<OwnedFd> {
-    Ok(rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?)
+    Ok(rustix::net::socket_with(
+        AddressFamily::UNIX,
+        SocketType::SEQPACKET,
+        SocketFlags::CLOEXEC,
+        None,
+    )?)
 }
 
 /// Brings doors of this process's network to the lodge that the second argument names.
@@ -117,7 +139,9 @@ pub fn main() -> ExitCode {
 
 fn serve() -> io::Result<()> {
     rustix::thread::set_name(c"cb-porter")?;
-    let path = std::env::args_os().nth(2).ok_or(io::ErrorKind::InvalidInput)?;
+    let path = std::env::args_os()
+        .nth(2)
+        .ok_or(io::ErrorKind::InvalidInput)?;
     let word = std::env::var(WORD).map_err(io::Error::other)?;
     let server = packet_socket()?;
     rustix::net::connect(&server, &SocketAddrUnix::new(Path::new(&path))?)?;
@@ -138,17 +162,26 @@ impl Libraries {
     /// Returns those of this process.
     pub fn own() -> io::Result<Libraries> {
         let maps = fs::read_to_string("/proc/self/maps")?;
-        Ok(Libraries::of(&maps, &std::env::current_exe()?, sys::loader_address()))
+        Ok(Libraries::of(
+            &maps,
+            &std::env::current_exe()?,
+            sys::loader_address(),
+        ))
     }
 
     /// Finds them in a list of mappings as the kernel writes it. A file that was replaced since is meant as it is now: a process that begins now takes that one.
     fn of(maps: &str, program: &Path, loader_address: u64) -> Libraries {
         let mappings = || maps.lines().filter_map(Mapping::read);
         let holds_loader = |mapping: &Mapping<'_>| mapping.addresses.contains(&loader_address);
-        let loader = mappings().find(holds_loader).map(|mapping| mapping.file.to_owned());
+        let loader = mappings()
+            .find(holds_loader)
+            .map(|mapping| mapping.file.to_owned());
         let mut shared: Vec<PathBuf> = Vec::new();
         for Mapping { file, .. } in mappings().filter(|mapping| mapping.is_code) {
-            if file != program && Some(file) != loader.as_deref() && !shared.iter().any(|known| known == file) {
+            if file != program
+                && Some(file) != loader.as_deref()
+                && !shared.iter().any(|known| known == file)
+            {
                 shared.push(file.to_owned());
             }
         }
@@ -173,7 +206,11 @@ impl Mapping<'_> {
         let number = |text| u64::from_str_radix(text, 16).ok();
         let is_code = fields.next()?.contains('x');
         let file = Path::new(path.strip_suffix(" (deleted)").unwrap_or(path));
-        Some(Mapping { addresses: number(start)?..number(end)?, is_code, file })
+        Some(Mapping {
+            addresses: number(start)?..number(end)?,
+            is_code,
+            file,
+        })
     }
 }
 
@@ -214,13 +251,22 @@ nonsense
         assert_eq!(Libraries::of(MAPS, program, 0x7f10_0080_0000), expected);
         // A program that was linked to nothing.
         let alone = MAPS.lines().take(3).collect::<Vec<_>>().join("\n");
-        assert_eq!(Libraries::of(&alone, program, 0), Libraries { loader: None, shared: Vec::new() });
+        assert_eq!(
+            Libraries::of(&alone, program, 0),
+            Libraries {
+                loader: None,
+                shared: Vec::new()
+            }
+        );
     }
 
     #[test]
     fn the_libraries_of_this_process_are_there() {
         let Libraries { loader, shared } = Libraries::own().unwrap();
-        assert!(loader.iter().chain(&shared).all(|file| file.is_file()), "{loader:?} {shared:?}");
+        assert!(
+            loader.iter().chain(&shared).all(|file| file.is_file()),
+            "{loader:?} {shared:?}"
+        );
         assert_eq!(loader.is_some(), !shared.is_empty());
     }
 
@@ -237,7 +283,11 @@ nonsense
         let folder = tempfile::tempdir().unwrap();
         let lodge = lodge(&folder);
         let porter = packet_socket().unwrap();
-        rustix::net::connect(&porter, &SocketAddrUnix::new(folder.path().join("lodge")).unwrap()).unwrap();
+        rustix::net::connect(
+            &porter,
+            &SocketAddrUnix::new(folder.path().join("lodge")).unwrap(),
+        )
+        .unwrap();
         let server = thread::spawn({
             let lodge = lodge.clone();
             move || lodge.doors(&wanted())
@@ -248,12 +298,33 @@ nonsense
     }
 
     fn greet(porter: &OwnedFd, word: &str) {
-        wire::send(porter, &Greeting { word: word.to_owned() }, &[]).unwrap();
+        wire::send(
+            porter,
+            &Greeting {
+                word: word.to_owned(),
+            },
+            &[],
+        )
+        .unwrap();
     }
 
     fn answer(porter: &OwnedFd, doors: Vec<Door>, sockets: usize) {
-        let (Order { entrance, doors: asked }, _) = wire::receive(porter).unwrap().unwrap();
-        assert_eq!((entrance, asked), (Entrance::Within { server: Identity::of_own_network().unwrap() }, wanted()));
+        let (
+            Order {
+                entrance,
+                doors: asked,
+            },
+            _,
+        ) = wire::receive(porter).unwrap().unwrap();
+        assert_eq!(
+            (entrance, asked),
+            (
+                Entrance::Within {
+                    server: Identity::of_own_network().unwrap()
+                },
+                wanted()
+            )
+        );
         let socket = UdpSocket::bind("127.0.0.1:0").unwrap();
         wire::send(porter, &Word::Opened(doors), &vec![socket.as_fd(); sockets]).unwrap();
     }
@@ -271,7 +342,10 @@ nonsense
     #[test]
     fn whoever_says_something_else_is_not_believed() {
         let is_refused = |what: &str, speak: fn(&OwnedFd)| {
-            assert!(matches!(said(speak), Err(DoorsError::Failed { .. })), "{what}");
+            assert!(
+                matches!(said(speak), Err(DoorsError::Failed { .. })),
+                "{what}"
+            );
         };
         is_refused("nothing", |_| {});
         is_refused("another word", |porter| greet(porter, "wrong"));
@@ -285,7 +359,14 @@ nonsense
         });
         is_refused("a greeting with a socket", |porter| {
             let socket = UdpSocket::bind("127.0.0.1:0").unwrap();
-            wire::send(porter, &Greeting { word: "right".to_owned() }, &[socket.as_fd()]).unwrap();
+            wire::send(
+                porter,
+                &Greeting {
+                    word: "right".to_owned(),
+                },
+                &[socket.as_fd()],
+            )
+            .unwrap();
         });
         is_refused("the end", |porter| greet(porter, "right"));
         is_refused("fewer doors", |porter| {
@@ -307,7 +388,11 @@ nonsense
         let folder = tempfile::tempdir().unwrap();
         let lodge = lodge(&folder);
         let porter = packet_socket().unwrap();
-        rustix::net::connect(&porter, &SocketAddrUnix::new(folder.path().join("lodge")).unwrap()).unwrap();
+        rustix::net::connect(
+            &porter,
+            &SocketAddrUnix::new(folder.path().join("lodge")).unwrap(),
+        )
+        .unwrap();
         greet(&porter, "right");
         lodge.close();
         assert!(lodge.arrival().is_ok());
@@ -320,9 +405,20 @@ nonsense
     fn a_porter_in_the_servers_own_network_touches_nothing() {
         let (server, porter) = wire::pair().unwrap();
         let own = Identity::of_own_network().unwrap();
-        wire::send(&server, &Order { entrance: Entrance::Within { server: own }, doors: wanted() }, &[]).unwrap();
+        wire::send(
+            &server,
+            &Order {
+                entrance: Entrance::Within { server: own },
+                doors: wanted(),
+            },
+            &[],
+        )
+        .unwrap();
         doors::serve(&porter).unwrap();
         let answer = wire::receive(&server).unwrap().unwrap();
-        assert!(matches!(doors::taken_over(answer, &wanted()), Err(DoorsError::Shared)));
+        assert!(matches!(
+            doors::taken_over(answer, &wanted()),
+            Err(DoorsError::Shared)
+        ));
     }
 }

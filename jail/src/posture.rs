@@ -64,44 +64,75 @@ impl Posture {
     /// Reads the facts of the process with this number.
     pub fn read(pid: u32) -> io::Result<Posture> {
         let status = fs::read_to_string(format!("/proc/{pid}/status"))?;
-        let mut posture =
-            Posture::parse(&status).ok_or_else(|| io::Error::other("the kernel's status has an unknown form"))?;
+        let mut posture = Posture::parse(&status)
+            .ok_or_else(|| io::Error::other("the kernel's status has an unknown form"))?;
         for name in NAMESPACES {
-            posture.namespaces.insert(name, fs::read_link(format!("/proc/{pid}/ns/{name}"))?);
+            posture
+                .namespaces
+                .insert(name, fs::read_link(format!("/proc/{pid}/ns/{name}"))?);
         }
         Ok(posture)
     }
 
     fn parse(status: &str) -> Option<Posture> {
-        let field =
-            |name: &str| status.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':')).map(str::trim);
+        let field = |name: &str| {
+            status
+                .lines()
+                .find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))
+                .map(str::trim)
+        };
         let numbers = |name: &str| -> Option<Vec<u32>> {
-            field(name)?.split_whitespace().map(|number| number.parse().ok()).collect()
+            field(name)?
+                .split_whitespace()
+                .map(|number| number.parse().ok())
+                .collect()
         };
         let mask = |name: &str| u64::from_str_radix(field(name)?, 16).ok();
         Some(Posture {
             uids: numbers("Uid")?.try_into().ok()?,
             gids: numbers("Gid")?.try_into().ok()?,
             groups: numbers("Groups")?,
-            capabilities: [mask("CapInh")?, mask("CapPrm")?, mask("CapEff")?, mask("CapBnd")?, mask("CapAmb")?],
+            capabilities: [
+                mask("CapInh")?,
+                mask("CapPrm")?,
+                mask("CapEff")?,
+                mask("CapBnd")?,
+                mask("CapAmb")?,
+            ],
             no_new_privileges: field("NoNewPrivs")? == "1",
             seccomp: field("Seccomp")?.parse().ok()?,
             seccomp_filters: field("Seccomp_filters")?.parse().ok()?,
-            leads_session: field("NSpid")? == field("NSsid")? && field("NSpid")? == field("NSpgid")?,
+            leads_session: field("NSpid")? == field("NSsid")?
+                && field("NSpid")? == field("NSpgid")?,
             namespaces: BTreeMap::new(),
         })
     }
 
     /// Returns the first fact that is wrong. `host` is the posture of the server itself, `warm`
     /// that of the warm interpreter, `home` are the namespaces of its sandbox.
-    pub fn fault(&self, expected: &Expected, host: &Posture, warm: &Posture, home: &[PathBuf]) -> Option<Fault> {
-        if let Some(uid) = self.uids.iter().find(|uid| **uid != expected.host_uid || **uid == 0) {
+    pub fn fault(
+        &self,
+        expected: &Expected,
+        host: &Posture,
+        warm: &Posture,
+        home: &[PathBuf],
+    ) -> Option<Fault> {
+        if let Some(uid) = self
+            .uids
+            .iter()
+            .find(|uid| **uid != expected.host_uid || **uid == 0)
+        {
             return Some(Fault::User(*uid, expected.host_uid));
         }
-        if self.gids.iter().any(|gid| *gid != expected.host_gid || *gid == 0)
+        if self
+            .gids
+            .iter()
+            .any(|gid| *gid != expected.host_gid || *gid == 0)
             || (expected.groups_empty && !self.groups.is_empty())
         {
-            return Some(Fault::Groups(self.gids.iter().chain(&self.groups).copied().collect()));
+            return Some(Fault::Groups(
+                self.gids.iter().chain(&self.groups).copied().collect(),
+            ));
         }
         if self.capabilities != [0; 5] {
             return Some(Fault::Capabilities);
@@ -112,17 +143,31 @@ impl Posture {
         if !self.leads_session {
             return Some(Fault::Group);
         }
-        if expected.seccomp_filters > 0 && (self.seccomp != 2 || self.seccomp_filters < expected.seccomp_filters) {
-            return Some(Fault::Seccomp(self.seccomp_filters, expected.seccomp_filters));
+        if expected.seccomp_filters > 0
+            && (self.seccomp != 2 || self.seccomp_filters < expected.seccomp_filters)
+        {
+            return Some(Fault::Seccomp(
+                self.seccomp_filters,
+                expected.seccomp_filters,
+            ));
         }
-        let shares = |name: &&'static str, other: &Posture| self.namespaces.get(name) == other.namespaces.get(name);
-        let with_host =
-            NAMESPACES.into_iter().find(|name| shares(name, host)).map(|name| Fault::Shared(name, "the host"));
+        let shares = |name: &&'static str, other: &Posture| {
+            self.namespaces.get(name) == other.namespaces.get(name)
+        };
+        let with_host = NAMESPACES
+            .into_iter()
+            .find(|name| shares(name, host))
+            .map(|name| Fault::Shared(name, "the host"));
         let with_warm = || NAMESPACES.into_iter().find(|name| shares(name, warm));
-        let elsewhere = || home.iter().find(|namespace| !self.namespaces.values().any(|own| own == *namespace));
+        let elsewhere = || {
+            home.iter()
+                .find(|namespace| !self.namespaces.values().any(|own| own == *namespace))
+        };
         with_host
             .or_else(|| with_warm().map(|name| Fault::Shared(name, "the warm interpreter")))
-            .or_else(|| elsewhere().map(|namespace| Fault::Elsewhere(namespace.display().to_string())))
+            .or_else(|| {
+                elsewhere().map(|namespace| Fault::Elsewhere(namespace.display().to_string()))
+            })
     }
 }
 
@@ -136,7 +181,10 @@ mod tests {
 
     fn locked_down() -> Posture {
         let mut posture = Posture::parse(STATUS).unwrap();
-        posture.namespaces = NAMESPACES.iter().map(|name| (*name, PathBuf::from("inside"))).collect();
+        posture.namespaces = NAMESPACES
+            .iter()
+            .map(|name| (*name, PathBuf::from("inside")))
+            .collect();
         posture
     }
 
@@ -154,16 +202,26 @@ mod tests {
 
     fn elsewhere(place: &str) -> Posture {
         let mut posture = locked_down();
-        posture.namespaces = NAMESPACES.iter().map(|name| (*name, PathBuf::from(place))).collect();
+        posture.namespaces = NAMESPACES
+            .iter()
+            .map(|name| (*name, PathBuf::from(place)))
+            .collect();
         posture
     }
 
-    const EXPECTED: Expected =
-        Expected { host_uid: 1_900_000_001, host_gid: 1_900_000_001, groups_empty: true, seccomp_filters: 2 };
+    const EXPECTED: Expected = Expected {
+        host_uid: 1_900_000_001,
+        host_gid: 1_900_000_001,
+        groups_empty: true,
+        seccomp_filters: 2,
+    };
 
     #[test]
     fn a_locked_down_process_has_no_fault() {
-        assert_eq!(locked_down().fault(&EXPECTED, &host(), &warm(), &home()), None);
+        assert_eq!(
+            locked_down().fault(&EXPECTED, &host(), &warm(), &home()),
+            None
+        );
     }
 
     #[test]
@@ -173,27 +231,62 @@ mod tests {
             change(&mut posture);
             posture.fault(&EXPECTED, &host(), &warm(), &home())
         };
-        assert!(matches!(weaken(|posture| posture.uids[3] = 0), Some(Fault::User(0, _))));
-        assert!(matches!(weaken(|posture| posture.uids[1] = 1000), Some(Fault::User(1000, _))));
-        assert!(matches!(weaken(|posture| posture.gids[0] = 0), Some(Fault::Groups(_))));
-        assert!(matches!(weaken(|posture| posture.groups.push(27)), Some(Fault::Groups(_))));
+        assert!(matches!(
+            weaken(|posture| posture.uids[3] = 0),
+            Some(Fault::User(0, _))
+        ));
+        assert!(matches!(
+            weaken(|posture| posture.uids[1] = 1000),
+            Some(Fault::User(1000, _))
+        ));
+        assert!(matches!(
+            weaken(|posture| posture.gids[0] = 0),
+            Some(Fault::Groups(_))
+        ));
+        assert!(matches!(
+            weaken(|posture| posture.groups.push(27)),
+            Some(Fault::Groups(_))
+        ));
         for set in 0..5 {
             let mut posture = locked_down();
             posture.capabilities[set] = 1;
-            assert_eq!(posture.fault(&EXPECTED, &host(), &warm(), &home()), Some(Fault::Capabilities));
+            assert_eq!(
+                posture.fault(&EXPECTED, &host(), &warm(), &home()),
+                Some(Fault::Capabilities)
+            );
         }
-        assert_eq!(weaken(|posture| posture.no_new_privileges = false), Some(Fault::NewPrivileges));
-        assert_eq!(weaken(|posture| posture.leads_session = false), Some(Fault::Group));
-        assert!(matches!(weaken(|posture| posture.seccomp = 0), Some(Fault::Seccomp(..))));
-        assert!(matches!(weaken(|posture| posture.seccomp_filters = 1), Some(Fault::Seccomp(1, 2))));
+        assert_eq!(
+            weaken(|posture| posture.no_new_privileges = false),
+            Some(Fault::NewPrivileges)
+        );
+        assert_eq!(
+            weaken(|posture| posture.leads_session = false),
+            Some(Fault::Group)
+        );
+        assert!(matches!(
+            weaken(|posture| posture.seccomp = 0),
+            Some(Fault::Seccomp(..))
+        ));
+        assert!(matches!(
+            weaken(|posture| posture.seccomp_filters = 1),
+            Some(Fault::Seccomp(1, 2))
+        ));
         for name in NAMESPACES {
             for (place, with) in [("host", "the host"), ("warm", "the warm interpreter")] {
                 let mut posture = locked_down();
                 posture.namespaces.insert(name, PathBuf::from(place));
-                assert_eq!(posture.fault(&EXPECTED, &host(), &warm(), &home()), Some(Fault::Shared(name, with)));
+                assert_eq!(
+                    posture.fault(&EXPECTED, &host(), &warm(), &home()),
+                    Some(Fault::Shared(name, with))
+                );
             }
         }
-        let fault = locked_down().fault(&EXPECTED, &host(), &warm(), &["inside".into(), "another sandbox".into()]);
+        let fault = locked_down().fault(
+            &EXPECTED,
+            &host(),
+            &warm(),
+            &["inside".into(), "another sandbox".into()],
+        );
         assert_eq!(fault, Some(Fault::Elsewhere("another sandbox".to_owned())));
     }
 
@@ -202,7 +295,15 @@ mod tests {
         let mut posture = locked_down();
         posture.uids = [0; 4];
         assert!(matches!(
-            posture.fault(&Expected { host_uid: 0, ..EXPECTED }, &host(), &warm(), &home()),
+            posture.fault(
+                &Expected {
+                    host_uid: 0,
+                    ..EXPECTED
+                },
+                &host(),
+                &warm(),
+                &home()
+            ),
             Some(Fault::User(0, 0))
         ));
     }

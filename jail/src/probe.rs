@@ -20,32 +20,53 @@ pub struct Finding {
 
 impl Finding {
     fn works(what: impl Into<String>) -> Finding {
-        Finding { works: true, but: None, what: what.into(), cure: None }
+        Finding {
+            works: true,
+            but: None,
+            what: what.into(),
+            cure: None,
+        }
     }
 
     fn missing(what: impl Into<String>, cure: &str) -> Finding {
-        Finding { works: false, but: None, what: what.into(), cure: Some(cure.to_owned()) }
+        Finding {
+            works: false,
+            but: None,
+            what: what.into(),
+            cure: Some(cure.to_owned()),
+        }
     }
 }
 
 /// Whether user namespaces can be made, and if not, which switch forbids it.
 pub fn user_namespaces() -> Finding {
-    let setting = |path: &str| fs::read_to_string(path).ok().map(|text| text.trim().to_owned());
+    let setting = |path: &str| {
+        fs::read_to_string(path)
+            .ok()
+            .map(|text| text.trim().to_owned())
+    };
     let is_root = rustix::process::geteuid().is_root();
     if setting("/proc/sys/user/max_user_namespaces").is_some_and(|most| most == "0") {
-        return Finding::missing("user namespaces are switched off", "sysctl -w user.max_user_namespaces=10000");
+        return Finding::missing(
+            "user namespaces are switched off",
+            "sysctl -w user.max_user_namespaces=10000",
+        );
     }
-    if !is_root && setting("/proc/sys/kernel/unprivileged_userns_clone").is_some_and(|value| value == "0") {
+    if !is_root
+        && setting("/proc/sys/kernel/unprivileged_userns_clone").is_some_and(|value| value == "0")
+    {
         return Finding::missing(
             "only root may make user namespaces on this machine",
             "sysctl -w kernel.unprivileged_userns_clone=1",
         );
     }
     // A program with a profile of its own is restricted by that profile only; whether it grants enough, a launch will tell.
-    let has_profile = setting("/proc/self/attr/current").is_some_and(|profile| profile != "unconfined");
+    let has_profile =
+        setting("/proc/self/attr/current").is_some_and(|profile| profile != "unconfined");
     if !is_root
         && !has_profile
-        && setting("/proc/sys/kernel/apparmor_restrict_unprivileged_userns").is_some_and(|value| value == "1")
+        && setting("/proc/sys/kernel/apparmor_restrict_unprivileged_userns")
+            .is_some_and(|value| value == "1")
     {
         return Finding::missing(
             "AppArmor takes the rights out of user namespaces made by ordinary programs (Ubuntu 23.10 and newer)",
@@ -64,15 +85,43 @@ pub(crate) struct Kind {
     limit: &'static str,
 }
 
-pub(crate) const USER: Kind = Kind { flag: libc::CLONE_NEWUSER, name: "user", limit: "user.max_user_namespaces" };
+pub(crate) const USER: Kind = Kind {
+    flag: libc::CLONE_NEWUSER,
+    name: "user",
+    limit: "user.max_user_namespaces",
+};
 /// What every sandbox has beside it.
 pub(crate) const OTHERS: [Kind; 6] = [
-    Kind { flag: libc::CLONE_NEWNS, name: "mount", limit: "user.max_mnt_namespaces" },
-    Kind { flag: libc::CLONE_NEWPID, name: "pid", limit: "user.max_pid_namespaces" },
-    Kind { flag: libc::CLONE_NEWNET, name: "network", limit: "user.max_net_namespaces" },
-    Kind { flag: libc::CLONE_NEWIPC, name: "ipc", limit: "user.max_ipc_namespaces" },
-    Kind { flag: libc::CLONE_NEWUTS, name: "uts", limit: "user.max_uts_namespaces" },
-    Kind { flag: libc::CLONE_NEWCGROUP, name: "cgroup", limit: "user.max_cgroup_namespaces" },
+    Kind {
+        flag: libc::CLONE_NEWNS,
+        name: "mount",
+        limit: "user.max_mnt_namespaces",
+    },
+    Kind {
+        flag: libc::CLONE_NEWPID,
+        name: "pid",
+        limit: "user.max_pid_namespaces",
+    },
+    Kind {
+        flag: libc::CLONE_NEWNET,
+        name: "network",
+        limit: "user.max_net_namespaces",
+    },
+    Kind {
+        flag: libc::CLONE_NEWIPC,
+        name: "ipc",
+        limit: "user.max_ipc_namespaces",
+    },
+    Kind {
+        flag: libc::CLONE_NEWUTS,
+        name: "uts",
+        limit: "user.max_uts_namespaces",
+    },
+    Kind {
+        flag: libc::CLONE_NEWCGROUP,
+        name: "cgroup",
+        limit: "user.max_cgroup_namespaces",
+    },
 ];
 
 impl Kind {
@@ -105,7 +154,8 @@ impl Kind {
 
 /// Whether this process runs under a seccomp filter already.
 fn is_filtered() -> bool {
-    fs::read_to_string("/proc/self/status").is_ok_and(|text| text.lines().any(|line| line == "Seccomp:\t2"))
+    fs::read_to_string("/proc/self/status")
+        .is_ok_and(|text| text.lines().any(|line| line == "Seccomp:\t2"))
 }
 
 /// What lets namespaces be made in the kind of container that this process is in, if it is in one.
@@ -118,7 +168,9 @@ pub fn container(root: &Path) -> Option<&'static str> {
              `hostUsers: false` in the pod",
         )
     } else if root.join("run/.containerenv").exists() {
-        Some("inside Podman, start the container with --security-opt seccomp=unconfined --security-opt unmask=ALL")
+        Some(
+            "inside Podman, start the container with --security-opt seccomp=unconfined --security-opt unmask=ALL",
+        )
     } else if root.join(".dockerenv").exists() {
         Some(
             "inside Docker, start the container with --security-opt seccomp=unconfined --security-opt systempaths=unconfined",
@@ -161,7 +213,10 @@ pub fn seccomp() -> Finding {
     if actions.split_whitespace().any(|action| action == "errno") {
         Finding::works("seccomp allowlist")
     } else {
-        Finding::missing("the kernel has no seccomp filters", "use a kernel with CONFIG_SECCOMP_FILTER")
+        Finding::missing(
+            "the kernel has no seccomp filters",
+            "use a kernel with CONFIG_SECCOMP_FILTER",
+        )
     }
 }
 
@@ -170,24 +225,48 @@ mod tests {
     use super::*;
 
     fn network() -> Kind {
-        *OTHERS.iter().find(|kind| kind.flag == libc::CLONE_NEWNET).unwrap()
+        *OTHERS
+            .iter()
+            .find(|kind| kind.flag == libc::CLONE_NEWNET)
+            .unwrap()
     }
 
     #[test]
     fn a_namespace_that_is_used_up_names_its_own_limit() {
         let error = io::Error::from_raw_os_error(libc::ENOSPC);
         let told = network().refusal_in(&error, None, false);
-        assert!(told.contains("could not make a network namespace"), "{told}");
-        assert!(told.ends_with("cure: sysctl -w user.max_net_namespaces=10000"), "{told}");
-        assert!(USER.refusal_in(&error, None, false).ends_with("user.max_user_namespaces=10000"));
+        assert!(
+            told.contains("could not make a network namespace"),
+            "{told}"
+        );
+        assert!(
+            told.ends_with("cure: sysctl -w user.max_net_namespaces=10000"),
+            "{told}"
+        );
+        assert!(
+            USER.refusal_in(&error, None, false)
+                .ends_with("user.max_user_namespaces=10000")
+        );
     }
 
     #[test]
     fn a_forbidden_namespace_names_who_forbids_it() {
         let error = io::Error::from_raw_os_error(libc::EPERM);
-        assert!(network().refusal_in(&error, None, true).contains("RestrictNamespaces="));
-        assert!(network().refusal_in(&error, None, false).contains("AppArmor"));
-        assert!(network().refusal_in(&error, Some("leave the container"), true).ends_with("cure: leave the container"));
+        assert!(
+            network()
+                .refusal_in(&error, None, true)
+                .contains("RestrictNamespaces=")
+        );
+        assert!(
+            network()
+                .refusal_in(&error, None, false)
+                .contains("AppArmor")
+        );
+        assert!(
+            network()
+                .refusal_in(&error, Some("leave the container"), true)
+                .ends_with("cure: leave the container")
+        );
         // Control: an error of another kind gets no cure that does not fit.
         let other = io::Error::from_raw_os_error(libc::ENOMEM);
         assert!(!network().refusal_in(&other, None, true).contains("cure"));
@@ -204,7 +283,11 @@ mod tests {
         fs::write(root.join("run/.containerenv"), "").unwrap();
         assert!(container(root).unwrap().contains("Podman"));
         fs::create_dir(root.join("etc")).unwrap();
-        fs::write(root.join("etc/hosts"), "# Kubernetes-managed hosts file.\n127.0.0.1\tlocalhost\n").unwrap();
+        fs::write(
+            root.join("etc/hosts"),
+            "# Kubernetes-managed hosts file.\n127.0.0.1\tlocalhost\n",
+        )
+        .unwrap();
         assert!(container(root).unwrap().contains("Kubernetes"));
     }
 }

@@ -49,16 +49,32 @@ pub(crate) struct Assembled {
 impl Program {
     /// A program that leaves out the steps with these names.
     pub(crate) fn without(names: &[String]) -> Program {
-        Program { without: names.to_vec(), ..Program::default() }
+        Program {
+            without: names.to_vec(),
+            ..Program::default()
+        }
     }
 
     /// Adds a call. A failure ends the program.
-    pub(crate) fn call(&mut self, name: &'static str, number: i64, arguments: &[Argument]) -> Outcome {
+    pub(crate) fn call(
+        &mut self,
+        name: &'static str,
+        number: i64,
+        arguments: &[Argument],
+    ) -> Outcome {
         let mut all = [Argument::Value(0); 6];
         all[..arguments.len()].copy_from_slice(arguments);
         let is_left_out = self.without.iter().any(|left_out| left_out == name);
         // A question that is always answered takes the place of a step that is left out.
-        self.steps.push(Step { name, number: if is_left_out { libc::SYS_getpid } else { number }, arguments: all });
+        self.steps.push(Step {
+            name,
+            number: if is_left_out {
+                libc::SYS_getpid
+            } else {
+                number
+            },
+            arguments: all,
+        });
         Outcome(self.steps.len() as u32 - 1)
     }
 
@@ -103,7 +119,11 @@ impl Assembled {
         if offset == self.end + registers::TRAP_MOVES {
             return Ok(());
         }
-        let step = self.traps.iter().find(|(end, _)| offset <= *end).map_or("a step", |(_, name)| name);
+        let step = self
+            .traps
+            .iter()
+            .find(|(end, _)| offset <= *end)
+            .map_or("a step", |(_, name)| name);
         let cause = io::Error::from_raw_os_error(i32::try_from(-result).unwrap_or(0));
         Err(io::Error::new(cause.kind(), StepError { step, cause }))
     }
@@ -130,9 +150,14 @@ mod tests {
     fn the_step_that_failed_is_named_with_its_cause() {
         let assembled = three_steps().assemble(0x1000);
         for (place, name) in ["first", "second", "third"].into_iter().enumerate() {
-            let error = assembled.ended(trap_of(&assembled, place), -i64::from(libc::EACCES)).unwrap_err();
+            let error = assembled
+                .ended(trap_of(&assembled, place), -i64::from(libc::EACCES))
+                .unwrap_err();
             assert_eq!(error.kind(), io::ErrorKind::PermissionDenied);
-            assert!(error.to_string().starts_with(&format!("{name}: ")), "{error}");
+            assert!(
+                error.to_string().starts_with(&format!("{name}: ")),
+                "{error}"
+            );
         }
         // Control: the trap at the end is no failure, whatever the last call gave.
         let end = assembled.code.len() as u64 - if cfg!(target_arch = "x86_64") { 0 } else { 4 };
@@ -147,7 +172,10 @@ mod tests {
         assert_eq!(program.results(), 24);
         let assembled = program.assemble(0x1000);
         let ends: Vec<u64> = assembled.traps.iter().map(|(end, _)| *end).collect();
-        assert!(ends.is_sorted() && ends[0] > 0 && assembled.end == ends[2], "{ends:?}");
+        assert!(
+            ends.is_sorted() && ends[0] > 0 && assembled.end == ends[2],
+            "{ends:?}"
+        );
         assert_eq!(Argument::from(Outcome(2)), Argument::Earlier(16));
     }
 
@@ -159,8 +187,20 @@ mod tests {
         without.call("second", libc::SYS_close, &[first.into()]);
         without.call("third", libc::SYS_close, &[7.into()]);
         assert_eq!(without.results(), whole.results());
-        let numbers = |program: &Program| program.steps.iter().map(|step| step.number).collect::<Vec<_>>();
-        assert_eq!(numbers(&whole), [libc::SYS_getpid, libc::SYS_close, libc::SYS_close]);
-        assert_eq!(numbers(&without), [libc::SYS_getpid, libc::SYS_getpid, libc::SYS_close]);
+        let numbers = |program: &Program| {
+            program
+                .steps
+                .iter()
+                .map(|step| step.number)
+                .collect::<Vec<_>>()
+        };
+        assert_eq!(
+            numbers(&whole),
+            [libc::SYS_getpid, libc::SYS_close, libc::SYS_close]
+        );
+        assert_eq!(
+            numbers(&without),
+            [libc::SYS_getpid, libc::SYS_getpid, libc::SYS_close]
+        );
     }
 }

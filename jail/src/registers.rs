@@ -193,7 +193,10 @@ mod aarch64 {
 
     fn load(code: &mut Vec<u8>, register: u32, value: u64) {
         // movz, then movk for the upper three quarters.
-        for (quarter, base) in [0xd280_0000_u32, 0xf2a0_0000, 0xf2c0_0000, 0xf2e0_0000].into_iter().enumerate() {
+        for (quarter, base) in [0xd280_0000_u32, 0xf2a0_0000, 0xf2c0_0000, 0xf2e0_0000]
+            .into_iter()
+            .enumerate()
+        {
             let part = (value >> (16 * quarter)) as u32 & 0xffff;
             code.extend((base | part << 5 | register).to_le_bytes());
         }
@@ -209,7 +212,9 @@ mod aarch64 {
                 Argument::Value(value) => load(code, register, *value),
                 // ldr from the table
                 Argument::Earlier(offset) => {
-                    code.extend((0xf940_0000 | (offset / 8) << 10 | TABLE << 5 | register).to_le_bytes());
+                    code.extend(
+                        (0xf940_0000 | (offset / 8) << 10 | TABLE << 5 | register).to_le_bytes(),
+                    );
                 }
             }
         }
@@ -245,19 +250,33 @@ mod tests {
         assert_eq!(Registers::from_bytes(&registers.to_bytes()), registers);
         assert_eq!(registers.to_bytes().len(), SIZE);
         // Control: another value is another set.
-        assert_ne!(Registers::from_bytes(&registers.at(7).to_bytes()), registers);
+        assert_ne!(
+            Registers::from_bytes(&registers.at(7).to_bytes()),
+            registers
+        );
     }
 
     #[test]
     fn a_call_has_its_number_its_arguments_and_its_place() {
         let calling = numbered().calling(0xabc, 42, [1, 2, 3, 4, 5, 6]);
         assert_eq!(calling.instruction(), 0xabc);
-        assert_eq!(ARGUMENTS.map(|register| calling.0[register]), [1, 2, 3, 4, 5, 6]);
+        assert_eq!(
+            ARGUMENTS.map(|register| calling.0[register]),
+            [1, 2, 3, 4, 5, 6]
+        );
         assert_eq!(calling.0[NUMBER], 42);
         // What it does not concern stays, such as the stack.
-        let changed = calling.0.iter().zip(numbered().0).filter(|(now, before)| **now != *before).count();
+        let changed = calling
+            .0
+            .iter()
+            .zip(numbered().0)
+            .filter(|(now, before)| **now != *before)
+            .count();
         let expected = if cfg!(target_arch = "x86_64") { 9 } else { 8 };
-        assert_eq!(changed, expected, "number, six arguments, place, and on some processors the mark of a call");
+        assert_eq!(
+            changed, expected,
+            "number, six arguments, place, and on some processors the mark of a call"
+        );
     }
 
     #[test]

@@ -16,7 +16,8 @@ use std::path::{Path, PathBuf};
 
 use rustix::fs::CWD;
 use rustix::mount::{
-    FsMountFlags, FsOpenFlags, MountAttrFlags, MountPropagationFlags, MoveMountFlags, OpenTreeFlags, UnmountFlags,
+    FsMountFlags, FsOpenFlags, MountAttrFlags, MountPropagationFlags, MoveMountFlags,
+    OpenTreeFlags, UnmountFlags,
 };
 use rustix::process::WaitOptions;
 
@@ -61,10 +62,19 @@ const ETC: [(&str, &str); 6] = [
          nobody:x:65534:65534:nobody:/nonexistent:/usr/sbin/nologin\n",
     ),
     ("etc/group", "root:x:0:\nuser:x:1000:\nnogroup:x:65534:\n"),
-    ("etc/hosts", "127.0.0.1 localhost cellblock\n::1 localhost\n"),
+    (
+        "etc/hosts",
+        "127.0.0.1 localhost cellblock\n::1 localhost\n",
+    ),
     ("etc/hostname", "cellblock\n"),
-    ("etc/resolv.conf", "nameserver 127.0.0.1\noptions attempts:1 timeout:5\n"),
-    ("etc/nsswitch.conf", "passwd: files\ngroup: files\nhosts: files dns\n"),
+    (
+        "etc/resolv.conf",
+        "nameserver 127.0.0.1\noptions attempts:1 timeout:5\n",
+    ),
+    (
+        "etc/nsswitch.conf",
+        "passwd: files\ngroup: files\nhosts: files dns\n",
+    ),
 ];
 
 /// The entries at the top of `/proc` that programs legitimately read. Everything else there is covered; processes have numbers.
@@ -100,7 +110,10 @@ pub(crate) struct RootError {
 
 impl RootError {
     pub(crate) fn new(attempt: impl Into<String>, cause: impl Into<io::Error>) -> RootError {
-        RootError { attempt: attempt.into(), cause: cause.into() }
+        RootError {
+            attempt: attempt.into(),
+            cause: cause.into(),
+        }
     }
 }
 
@@ -110,10 +123,21 @@ pub(crate) fn open_all(binds: &[Bind], leave_out: &[LeftOut]) -> Result<Vec<Tree
         .iter()
         .map(PathBuf::from)
         // A link such as /bin → usr/bin is made anew instead of bound.
-        .filter(|path| path.symlink_metadata().is_ok_and(|found| !found.is_symlink()))
-        .map(|path| Bind { inside: path.clone(), host: path });
-    let devices =
-        DEVICES.iter().map(|name| Path::new("/dev").join(name)).map(|path| Bind { inside: path.clone(), host: path });
+        .filter(|path| {
+            path.symlink_metadata()
+                .is_ok_and(|found| !found.is_symlink())
+        })
+        .map(|path| Bind {
+            inside: path.clone(),
+            host: path,
+        });
+    let devices = DEVICES
+        .iter()
+        .map(|name| Path::new("/dev").join(name))
+        .map(|path| Bind {
+            inside: path.clone(),
+            host: path,
+        });
     let read_only = if leave_out.contains(&LeftOut::ReadOnlyMounts) {
         MountAttrFlags::empty()
     } else {
@@ -122,29 +146,57 @@ pub(crate) fn open_all(binds: &[Bind], leave_out: &[LeftOut]) -> Result<Vec<Tree
     let common = MountAttrFlags::MOUNT_ATTR_NOSUID;
     let mut trees = Vec::new();
     for bind in system.chain(binds.iter().cloned()) {
-        trees.push(open_tree(&bind.host, &bind.inside, read_only | common | MountAttrFlags::MOUNT_ATTR_NODEV)?);
+        trees.push(open_tree(
+            &bind.host,
+            &bind.inside,
+            read_only | common | MountAttrFlags::MOUNT_ATTR_NODEV,
+        )?);
     }
     for device in devices {
-        trees.push(open_tree(&device.host, &device.inside, common | MountAttrFlags::MOUNT_ATTR_NOEXEC)?);
+        trees.push(open_tree(
+            &device.host,
+            &device.inside,
+            common | MountAttrFlags::MOUNT_ATTR_NOEXEC,
+        )?);
     }
     Ok(trees)
 }
 
 /// Opens the operator's mounts, as the operator owns them.
 pub(crate) fn open_operator_mounts(mounts: &[OperatorMount]) -> Result<Vec<Tree>, RootError> {
-    mounts.iter().map(|mount| open_tree(&mount.host, &mount.inside, operator_attributes(mount))).collect()
+    mounts
+        .iter()
+        .map(|mount| open_tree(&mount.host, &mount.inside, operator_attributes(mount)))
+        .collect()
 }
 
 pub(crate) fn operator_attributes(mount: &OperatorMount) -> MountAttrFlags {
     let common = MountAttrFlags::MOUNT_ATTR_NOSUID | MountAttrFlags::MOUNT_ATTR_NODEV;
-    if mount.writable { common } else { common | MountAttrFlags::MOUNT_ATTR_RDONLY }
+    if mount.writable {
+        common
+    } else {
+        common | MountAttrFlags::MOUNT_ATTR_RDONLY
+    }
 }
 
 /// Opens one host path as a detached, private mount with the given attributes.
-pub(crate) fn open_tree(host: &Path, inside: &Path, attributes: MountAttrFlags) -> Result<Tree, RootError> {
-    let attempt = || format!("could not mount {} of the host as {}", host.display(), inside.display());
-    let flags = OpenTreeFlags::OPEN_TREE_CLONE | OpenTreeFlags::OPEN_TREE_CLOEXEC | OpenTreeFlags::AT_RECURSIVE;
-    let mount = rustix::mount::open_tree(CWD, host, flags).map_err(|cause| RootError::new(attempt(), cause))?;
+pub(crate) fn open_tree(
+    host: &Path,
+    inside: &Path,
+    attributes: MountAttrFlags,
+) -> Result<Tree, RootError> {
+    let attempt = || {
+        format!(
+            "could not mount {} of the host as {}",
+            host.display(),
+            inside.display()
+        )
+    };
+    let flags = OpenTreeFlags::OPEN_TREE_CLONE
+        | OpenTreeFlags::OPEN_TREE_CLOEXEC
+        | OpenTreeFlags::AT_RECURSIVE;
+    let mount = rustix::mount::open_tree(CWD, host, flags)
+        .map_err(|cause| RootError::new(attempt(), cause))?;
     let change = MountAttributes {
         set: u64::from(attributes.bits()),
         propagation: libc::MS_PRIVATE,
@@ -152,14 +204,22 @@ pub(crate) fn open_tree(host: &Path, inside: &Path, attributes: MountAttrFlags) 
     };
     sys::mount_setattr(&mount, &change).map_err(|cause| RootError::new(attempt(), cause))?;
     let is_folder = is_folder(&mount).map_err(|cause| RootError::new(attempt(), cause))?;
-    Ok(Tree { inside: inside.to_owned(), mount, is_folder })
+    Ok(Tree {
+        inside: inside.to_owned(),
+        mount,
+        is_folder,
+    })
 }
 
 impl Tree {
     /// A mount that the guardian opened for one sandbox.
     pub(crate) fn from_guardian(mount: &OperatorMount, opened: OwnedFd) -> Tree {
         let is_folder = is_folder(&opened).unwrap_or(true);
-        Tree { inside: mount.inside.clone(), mount: opened, is_folder }
+        Tree {
+            inside: mount.inside.clone(),
+            mount: opened,
+            is_folder,
+        }
     }
 
     pub(crate) fn as_mount(&self) -> &OwnedFd {
@@ -174,9 +234,12 @@ impl Tree {
 
     fn attach_at(&self, root: &Path, inside: &Path) -> Result<(), RootError> {
         let attempt = || format!("could not put a mount at {}", inside.display());
-        let place = make_place(root, inside, self.is_folder).map_err(|cause| RootError::new(attempt(), cause))?;
-        let flags = MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH | MoveMountFlags::MOVE_MOUNT_T_EMPTY_PATH;
-        rustix::mount::move_mount(&self.mount, "", place, "", flags).map_err(|cause| RootError::new(attempt(), cause))
+        let place = make_place(root, inside, self.is_folder)
+            .map_err(|cause| RootError::new(attempt(), cause))?;
+        let flags =
+            MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH | MoveMountFlags::MOVE_MOUNT_T_EMPTY_PATH;
+        rustix::mount::move_mount(&self.mount, "", place, "", flags)
+            .map_err(|cause| RootError::new(attempt(), cause))
     }
 }
 
@@ -203,9 +266,11 @@ pub(crate) fn stand_mounts(trees: &[Tree]) -> Result<(), RootError> {
     if trees.is_empty() {
         return Ok(());
     }
-    let failed = |cause: io::Error| RootError::new("could not make room for the operator's mounts", cause);
+    let failed =
+        |cause: io::Error| RootError::new("could not make room for the operator's mounts", cause);
     let attributes = MountAttrFlags::MOUNT_ATTR_NOSUID | MountAttrFlags::MOUNT_ATTR_NODEV;
-    let room = memory_file_system(&[("mode", "0755"), ("size", "64k")], attributes).map_err(failed)?;
+    let room =
+        memory_file_system(&[("mode", "0755"), ("size", "64k")], attributes).map_err(failed)?;
     attach(&room, STANDING).map_err(failed)?;
     for (index, tree) in trees.iter().enumerate() {
         tree.attach_at(Path::new("/"), &standing_place(index))?;
@@ -215,7 +280,9 @@ pub(crate) fn stand_mounts(trees: &[Tree]) -> Result<(), RootError> {
 
 /// Copies the operator's mounts from where they stand to their places, and hides where they stand.
 pub(crate) fn place_standing_mounts(mounts: &[OperatorMount]) -> Result<(), RootError> {
-    let flags = OpenTreeFlags::OPEN_TREE_CLONE | OpenTreeFlags::OPEN_TREE_CLOEXEC | OpenTreeFlags::AT_RECURSIVE;
+    let flags = OpenTreeFlags::OPEN_TREE_CLONE
+        | OpenTreeFlags::OPEN_TREE_CLOEXEC
+        | OpenTreeFlags::AT_RECURSIVE;
     for (index, mount) in mounts.iter().enumerate() {
         let copy = rustix::mount::open_tree(CWD, standing_place(index), flags)
             .map_err(|cause| RootError::new("could not take the operator's mount", cause))?;
@@ -240,7 +307,12 @@ pub(crate) fn remove_standing_mounts(count: usize) {
 fn make_place(root: &Path, inside: &Path, is_folder: bool) -> io::Result<OwnedFd> {
     use rustix::fs::{Mode, OFlags, mkdirat, openat};
     let walk = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-    let mut here = openat(CWD, root, OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty())?;
+    let mut here = openat(
+        CWD,
+        root,
+        OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC,
+        Mode::empty(),
+    )?;
     let parts: Vec<_> = inside
         .components()
         .filter_map(|part| match part {
@@ -272,13 +344,20 @@ fn make_place(root: &Path, inside: &Path, is_folder: bool) -> io::Result<OwnedFd
 }
 
 /// Makes a detached memory file system.
-pub(crate) fn memory_file_system(options: &[(&str, &str)], attributes: MountAttrFlags) -> io::Result<OwnedFd> {
+pub(crate) fn memory_file_system(
+    options: &[(&str, &str)],
+    attributes: MountAttrFlags,
+) -> io::Result<OwnedFd> {
     let context = rustix::mount::fsopen("tmpfs", FsOpenFlags::FSOPEN_CLOEXEC)?;
     for (key, value) in options {
         rustix::mount::fsconfig_set_string(&context, *key, *value)?;
     }
     rustix::mount::fsconfig_create(&context)?;
-    Ok(rustix::mount::fsmount(&context, FsMountFlags::FSMOUNT_CLOEXEC, attributes)?)
+    Ok(rustix::mount::fsmount(
+        &context,
+        FsMountFlags::FSMOUNT_CLOEXEC,
+        attributes,
+    )?)
 }
 
 /// Makes a detached set of pseudo-terminals of its own, or none where the kernel has no such thing.
@@ -295,16 +374,25 @@ pub(crate) fn terminals() -> io::Result<Option<OwnedFd>> {
     }
     rustix::mount::fsconfig_create(&context)?;
     let attributes = MountAttrFlags::MOUNT_ATTR_NOSUID | MountAttrFlags::MOUNT_ATTR_NOEXEC;
-    Ok(Some(rustix::mount::fsmount(&context, FsMountFlags::FSMOUNT_CLOEXEC, attributes)?))
+    Ok(Some(rustix::mount::fsmount(
+        &context,
+        FsMountFlags::FSMOUNT_CLOEXEC,
+        attributes,
+    )?))
 }
 
 /// Makes a detached `/proc` of the present pid namespace.
 pub(crate) fn process_file_system() -> io::Result<OwnedFd> {
     let context = rustix::mount::fsopen("proc", FsOpenFlags::FSOPEN_CLOEXEC)?;
     rustix::mount::fsconfig_create(&context)?;
-    let attributes =
-        MountAttrFlags::MOUNT_ATTR_NOSUID | MountAttrFlags::MOUNT_ATTR_NODEV | MountAttrFlags::MOUNT_ATTR_NOEXEC;
-    Ok(rustix::mount::fsmount(&context, FsMountFlags::FSMOUNT_CLOEXEC, attributes)?)
+    let attributes = MountAttrFlags::MOUNT_ATTR_NOSUID
+        | MountAttrFlags::MOUNT_ATTR_NODEV
+        | MountAttrFlags::MOUNT_ATTR_NOEXEC;
+    Ok(rustix::mount::fsmount(
+        &context,
+        FsMountFlags::FSMOUNT_CLOEXEC,
+        attributes,
+    )?)
 }
 
 /// Makes a detached `/proc` of a pid namespace that has ended: it shows no process, now or later.
@@ -312,7 +400,8 @@ fn empty_process_file_system() -> io::Result<OwnedFd> {
     let (ours, theirs) = wire::pair()?;
     let child = match sys::clone_process(libc::CLONE_NEWPID)? {
         Forked::Child => {
-            let made = process_file_system().and_then(|mount| wire::send(&theirs, &(), &[mount.as_fd()]));
+            let made =
+                process_file_system().and_then(|mount| wire::send(&theirs, &(), &[mount.as_fd()]));
             sys::exit_now(i32::from(made.is_err()));
         }
         Forked::Parent(child) => child,
@@ -320,7 +409,9 @@ fn empty_process_file_system() -> io::Result<OwnedFd> {
     drop(theirs);
     let made = wire::receive::<()>(&ours);
     let _ = rustix::process::waitpid(Some(child), WaitOptions::empty());
-    made?.and_then(|((), mut mounts)| mounts.pop()).ok_or_else(|| io::ErrorKind::UnexpectedEof.into())
+    made?
+        .and_then(|((), mut mounts)| mounts.pop())
+        .ok_or_else(|| io::ErrorKind::UnexpectedEof.into())
 }
 
 /// Takes the warden's `/proc`, which shows all families, out of this copy of its root.
@@ -331,7 +422,13 @@ pub(crate) fn remove_warden_proc() -> Result<(), RootError> {
 
 /// Puts a detached mount onto an existing place.
 pub(crate) fn attach(mount: impl AsFd, place: &str) -> io::Result<()> {
-    rustix::mount::move_mount(mount, "", CWD, place, MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH)?;
+    rustix::mount::move_mount(
+        mount,
+        "",
+        CWD,
+        place,
+        MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH,
+    )?;
     Ok(())
 }
 
@@ -343,24 +440,43 @@ pub(crate) fn become_root(
     leave_out: &[LeftOut],
 ) -> Result<(), RootError> {
     // Nothing we mount may travel to the host, and nothing the host mounts later may appear here.
-    rustix::mount::mount_change("/", MountPropagationFlags::PRIVATE | MountPropagationFlags::REC)
-        .map_err(|cause| RootError::new("could not separate the mounts from the host's", cause))?;
+    rustix::mount::mount_change(
+        "/",
+        MountPropagationFlags::PRIVATE | MountPropagationFlags::REC,
+    )
+    .map_err(|cause| RootError::new("could not separate the mounts from the host's", cause))?;
     // Any existing folder will do as the place to build on; it is covered and soon forgotten. Every Linux has /tmp.
     let place = Path::new("/tmp");
     let attempt = || "could not build the sandbox root";
     let failed = |cause: io::Error| RootError::new(attempt(), cause);
     let attributes = MountAttrFlags::MOUNT_ATTR_NOSUID | MountAttrFlags::MOUNT_ATTR_NODEV;
-    let root =
-        memory_file_system(&[("mode", "0755"), ("size", "32m"), ("nr_inodes", "16k")], attributes).map_err(failed)?;
+    let root = memory_file_system(
+        &[("mode", "0755"), ("size", "32m"), ("nr_inodes", "16k")],
+        attributes,
+    )
+    .map_err(failed)?;
     attach(&root, "/tmp").map_err(failed)?;
 
-    for folder in ["etc/ssl", "dev/shm", "dev/pts", "proc", "tmp", "work", "var/empty", "var/mounts"] {
+    for folder in [
+        "etc/ssl",
+        "dev/shm",
+        "dev/pts",
+        "proc",
+        "tmp",
+        "work",
+        "var/empty",
+        "var/mounts",
+    ] {
         fs::create_dir_all(place.join(folder)).map_err(failed)?;
     }
     etc::copy(Path::new("/etc"), &place.join("etc")).map_err(failed)?;
     sysfs::write(&place.join("sys"), shown_limits).map_err(failed)?;
     fs::write(place.join(&crate::mask::UNREADABLE[1..]), "").map_err(failed)?;
-    fs::set_permissions(place.join(&crate::mask::UNREADABLE[1..]), Permissions::from_mode(0o000)).map_err(failed)?;
+    fs::set_permissions(
+        place.join(&crate::mask::UNREADABLE[1..]),
+        Permissions::from_mode(0o000),
+    )
+    .map_err(failed)?;
     for (path, content) in ETC {
         fs::write(place.join(path), content).map_err(failed)?;
         fs::set_permissions(place.join(path), Permissions::from_mode(0o644)).map_err(failed)?;
@@ -399,10 +515,13 @@ pub(crate) fn become_root(
     rustix::mount::unmount(".", UnmountFlags::DETACH).map_err(|cause| failed(cause.into()))?;
     rustix::process::chdir("/").map_err(|cause| failed(cause.into()))?;
     if !leave_out.contains(&LeftOut::ReadOnlyMounts) {
-        let change =
-            MountAttributes { set: u64::from(MountAttrFlags::MOUNT_ATTR_RDONLY.bits()), ..MountAttributes::default() };
+        let change = MountAttributes {
+            set: u64::from(MountAttrFlags::MOUNT_ATTR_RDONLY.bits()),
+            ..MountAttributes::default()
+        };
         let flags = OpenTreeFlags::OPEN_TREE_CLOEXEC;
-        let top = rustix::mount::open_tree(CWD, "/", flags).map_err(|cause| failed(cause.into()))?;
+        let top =
+            rustix::mount::open_tree(CWD, "/", flags).map_err(|cause| failed(cause.into()))?;
         sys::mount_setattr_only(&top, &change).map_err(failed)?;
     }
     Ok(())

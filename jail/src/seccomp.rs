@@ -88,7 +88,11 @@ pub struct Answer {
 impl Answer {
     /// The calls that it is about.
     pub fn rule(&self) -> Rule {
-        Rule { syscall: self.syscall.clone(), args: self.args.clone(), comment: self.comment.clone() }
+        Rule {
+            syscall: self.syscall.clone(),
+            args: self.args.clone(),
+            comment: self.comment.clone(),
+        }
     }
 }
 
@@ -125,7 +129,8 @@ pub fn rules() -> Rules {
 
 /// Compiles the list for this architecture.
 pub fn filters() -> Filters {
-    let arch = TargetArch::try_from(std::env::consts::ARCH).expect("Cellblock is built for x86-64 and aarch64 only");
+    let arch = TargetArch::try_from(std::env::consts::ARCH)
+        .expect("Cellblock is built for x86-64 and aarch64 only");
     filters_for(arch)
 }
 
@@ -141,28 +146,59 @@ fn filters_for(arch: TargetArch) -> Filters {
     let wide = allowlist(&allowed, &answers, arch);
     // A call with and one without conditions is one without.
     let is_free = |call: &Rule| rules.jail.iter().any(|rule| rule.syscall == call.syscall);
-    let of_jail: Vec<Rule> = allowed.iter().filter(|call| !is_free(call)).chain(&rules.jail).cloned().collect();
+    let of_jail: Vec<Rule> = allowed
+        .iter()
+        .filter(|call| !is_free(call))
+        .chain(&rules.jail)
+        .cloned()
+        .collect();
     // A refusal by the jail's filter is answered by the newer filter of whoever has one.
     let jail = allowlist(&of_jail, &[], arch);
     let not_permitted = json!({ "errno": libc::EPERM });
     // The wide filter allows the entry calls, so the closing one has to give their answers, unless
     // it is its own.
-    let closes = |answer: &Answer| rules.entry.iter().any(|entry| entry.syscall == answer.syscall);
+    let closes = |answer: &Answer| {
+        rules
+            .entry
+            .iter()
+            .any(|entry| entry.syscall == answer.syscall)
+    };
     answers.retain(|answer| closes(answer) && answer.errno != Errno::Eperm);
     let closing = compile(&rules.entry, not_permitted.clone(), json!("allow"), arch);
     let closing = answered(&answers, &json!("allow"), closing, arch);
     // It has nothing to say about them.
-    let free = FREQUENT.map(|name| Rule { syscall: name.to_owned(), args: Vec::new(), comment: String::new() });
+    let free = FREQUENT.map(|name| Rule {
+        syscall: name.to_owned(),
+        args: Vec::new(),
+        comment: String::new(),
+    });
     let closing = frequent_first(&free, closing, arch);
-    let starting = allowed.iter().filter(|rule| STARTING.contains(&rule.syscall.as_str()));
-    let still = compile(&starting.cloned().collect::<Vec<_>>(), not_permitted, json!("allow"), arch);
-    Filters { jail, wide, closing, still }
+    let starting = allowed
+        .iter()
+        .filter(|rule| STARTING.contains(&rule.syscall.as_str()));
+    let still = compile(
+        &starting.cloned().collect::<Vec<_>>(),
+        not_permitted,
+        json!("allow"),
+        arch,
+    );
+    Filters {
+        jail,
+        wide,
+        closing,
+        still,
+    }
 }
 
 /// A filter that refuses whatever is not in the list.
 fn allowlist(rules: &[Rule], answers: &[Answer], arch: TargetArch) -> BpfProgram {
     let no_such_call = json!({ "errno": libc::ENOSYS });
-    let end = vec![sock_filter { code: RETURN, jt: 0, jf: 0, k: encoded(&no_such_call) }];
+    let end = vec![sock_filter {
+        code: RETURN,
+        jt: 0,
+        jf: 0,
+        k: encoded(&no_such_call),
+    }];
     let refusals = answered(answers, &no_such_call, end, arch);
     let list = compile(rules, json!("allow"), no_such_call.clone(), arch);
     // Behind the list: what is allowed pays nothing for the answers to what is not.
@@ -179,20 +215,38 @@ fn allowlist(rules: &[Rule], answers: &[Answer], arch: TargetArch) -> BpfProgram
 fn frequent_first(rules: &[Rule], next: BpfProgram, arch: TargetArch) -> BpfProgram {
     let no_such_call = json!({ "errno": libc::ENOSYS });
     FREQUENT.iter().rev().fold(next, |next, name| {
-        let about: Vec<Rule> = rules.iter().filter(|rule| rule.syscall == *name).cloned().collect();
-        followed_by(compile(&about, json!("allow"), no_such_call.clone(), arch), &no_such_call, next)
+        let about: Vec<Rule> = rules
+            .iter()
+            .filter(|rule| rule.syscall == *name)
+            .cloned()
+            .collect();
+        followed_by(
+            compile(&about, json!("allow"), no_such_call.clone(), arch),
+            &no_such_call,
+            next,
+        )
     })
 }
 
 /// A program that gives these answers, and goes on with the next one where none of them applies.
 /// `otherwise` is an action that none of them has.
-fn answered(answers: &[Answer], otherwise: &Value, next: BpfProgram, arch: TargetArch) -> BpfProgram {
+fn answered(
+    answers: &[Answer],
+    otherwise: &Value,
+    next: BpfProgram,
+    arch: TargetArch,
+) -> BpfProgram {
     let mut groups: BTreeMap<Errno, Vec<Rule>> = BTreeMap::new();
     for answer in answers {
         groups.entry(answer.errno).or_default().push(answer.rule());
     }
     groups.into_iter().fold(next, |next, (errno, rules)| {
-        let program = compile(&rules, json!({ "errno": errno.number() }), otherwise.clone(), arch);
+        let program = compile(
+            &rules,
+            json!({ "errno": errno.number() }),
+            otherwise.clone(),
+            arch,
+        );
         followed_by(program, otherwise, next)
     })
 }
@@ -202,7 +256,12 @@ fn followed_by(mut program: BpfProgram, action: &Value, next: BpfProgram) -> Bpf
     let (length, action) = (program.len(), encoded(action));
     for (index, step) in program.iter_mut().enumerate() {
         if step.code == RETURN && step.k == action {
-            *step = sock_filter { code: JUMP, jt: 0, jf: 0, k: (length - index - 1) as u32 };
+            *step = sock_filter {
+                code: JUMP,
+                jt: 0,
+                jf: 0,
+                k: (length - index - 1) as u32,
+            };
         }
     }
     program.extend(next);
@@ -251,9 +310,24 @@ fn compile(rules: &[Rule], on_match: Value, otherwise: Value, arch: TargetArch) 
 
 fn refuse_x32() -> [sock_filter; 3] {
     // Offset 0 of seccomp_data is the call's number.
-    let load_number = sock_filter { code: 0x20, jt: 0, jf: 0, k: 0 };
-    let if_at_least_x32 = sock_filter { code: 0x35, jt: 0, jf: 1, k: X32_BIT };
-    let kill_process = sock_filter { code: RETURN, jt: 0, jf: 0, k: libc::SECCOMP_RET_KILL_PROCESS };
+    let load_number = sock_filter {
+        code: 0x20,
+        jt: 0,
+        jf: 0,
+        k: 0,
+    };
+    let if_at_least_x32 = sock_filter {
+        code: 0x35,
+        jt: 0,
+        jf: 1,
+        k: X32_BIT,
+    };
+    let kill_process = sock_filter {
+        code: RETURN,
+        jt: 0,
+        jf: 0,
+        k: libc::SECCOMP_RET_KILL_PROCESS,
+    };
     [load_number, if_at_least_x32, kill_process]
 }
 
@@ -294,8 +368,14 @@ mod tests {
     fn the_list_compiles_and_the_closing_filter_is_short() {
         let filters = filters();
         let length = filters.closing_bytes().len() / 8;
-        assert!(length < 140, "{length} steps, and loading it is paid per session");
-        assert!(filters.wide.len().max(filters.jail.len()) < 4096, "the kernel's limit for one program");
+        assert!(
+            length < 140,
+            "{length} steps, and loading it is paid per session"
+        );
+        assert!(
+            filters.wide.len().max(filters.jail.len()) < 4096,
+            "the kernel's limit for one program"
+        );
     }
 
     #[test]
@@ -303,25 +383,41 @@ mod tests {
         let filters = filters_for(TargetArch::x86_64);
         let steps = |number, arguments| {
             let all = [&filters.jail, &filters.wide, &filters.closing];
-            all.map(|filter| verdict_after(filter, number, arguments).1).into_iter().sum::<usize>()
+            all.map(|filter| verdict_after(filter, number, arguments).1)
+                .into_iter()
+                .sum::<usize>()
         };
         let open = steps(libc::SYS_openat, [0, 4096, libc::O_RDONLY as u64, 0, 0, 0]);
         let is_terminal = steps(libc::SYS_ioctl, [0, libc::TCGETS, 4096, 0, 0, 0]);
         assert!(open < 40 && is_terminal < 60, "{open}, {is_terminal} steps");
-        let rare = steps(libc::SYS_mknodat, [0, 4096, u64::from(libc::S_IFIFO), 0, 0, 0]);
+        let rare = steps(
+            libc::SYS_mknodat,
+            [0, 4096, u64::from(libc::S_IFIFO), 0, 0, 0],
+        );
         assert!(rare > 160, "control: a rare call takes {rare} steps");
     }
 
     #[test]
     fn the_still_filter_is_there_for_every_call_that_starts_programs() {
         let rules = rules();
-        let listed = rules.common.iter().chain(&rules.x86_64).map(|rule| rule.syscall.as_str());
+        let listed = rules
+            .common
+            .iter()
+            .chain(&rules.x86_64)
+            .map(|rule| rule.syscall.as_str());
         // Whatever else the kernel has for it is not in the list, and so refused to everybody.
         let starts = |name: &&str| name.starts_with("exec") || *name == "uselib";
-        assert_eq!(listed.filter(starts).collect::<BTreeSet<_>>(), BTreeSet::from(STARTING));
+        assert_eq!(
+            listed.filter(starts).collect::<BTreeSet<_>>(),
+            BTreeSet::from(STARTING)
+        );
         let filters = filters();
         // Two calls are few steps more than none.
-        assert!((6..24).contains(&(filters.still_bytes().len() / 8)), "{}", filters.still_bytes().len());
+        assert!(
+            (6..24).contains(&(filters.still_bytes().len() / 8)),
+            "{}",
+            filters.still_bytes().len()
+        );
     }
 
     #[test]
@@ -336,8 +432,15 @@ mod tests {
     fn every_line_has_a_reason_and_no_line_is_there_twice() {
         let rules = rules();
         let mut seen = BTreeSet::new();
-        let answers = rules.answers.iter().chain(&rules.answers_x86_64).map(Answer::rule);
-        let answers = answers.map(|rule| Rule { syscall: format!("answer of {}", rule.syscall), ..rule });
+        let answers = rules
+            .answers
+            .iter()
+            .chain(&rules.answers_x86_64)
+            .map(Answer::rule);
+        let answers = answers.map(|rule| Rule {
+            syscall: format!("answer of {}", rule.syscall),
+            ..rule
+        });
         let lines = [rules.common, rules.x86_64, rules.entry, rules.jail].concat();
         for rule in lines.into_iter().chain(answers) {
             assert!(rule.comment.len() > 5, "{} has no reason", rule.syscall);
@@ -352,8 +455,12 @@ mod tests {
     #[test]
     fn calls_that_must_never_be_listed_are_not() {
         let rules = rules();
-        let listed: BTreeSet<&str> =
-            rules.common.iter().chain(&rules.x86_64).map(|rule| rule.syscall.as_str()).collect();
+        let listed: BTreeSet<&str> = rules
+            .common
+            .iter()
+            .chain(&rules.x86_64)
+            .map(|rule| rule.syscall.as_str())
+            .collect();
         let others = [
             "io_uring_enter",
             "io_uring_register",
@@ -408,14 +515,21 @@ mod tests {
     fn calls_that_the_jail_must_never_make_are_not_listed_for_it() {
         let rules = rules();
         for call in NOBODYS {
-            assert!(!rules.jail.iter().any(|rule| rule.syscall == *call), "{call} must not be in the list");
+            assert!(
+                !rules.jail.iter().any(|rule| rule.syscall == *call),
+                "{call} must not be in the list"
+            );
         }
     }
 
     #[test]
     fn the_jails_filter_refuses_what_is_not_listed() {
         use rustix::mount::{FsPickFlags, fspick};
-        let attempt = || fspick(rustix::fs::CWD, "", FsPickFlags::empty()).unwrap_err().raw_os_error();
+        let attempt = || {
+            fspick(rustix::fs::CWD, "", FsPickFlags::empty())
+                .unwrap_err()
+                .raw_os_error()
+        };
         // A filter belongs to the thread that loads it.
         let refused = std::thread::spawn(move || {
             let before = attempt();
@@ -481,10 +595,16 @@ mod tests {
     /// What an interpreter is told: the newest of the strictest answers.
     fn answer(number: i64, arguments: [u64; 6]) -> Result<(), i32> {
         let filters = filters_for(TargetArch::x86_64);
-        let verdicts = [&filters.closing, &filters.wide, &filters.jail].map(|each| verdict(each, number, arguments));
-        match verdicts.into_iter().find(|verdict| *verdict != libc::SECCOMP_RET_ALLOW) {
+        let verdicts = [&filters.closing, &filters.wide, &filters.jail]
+            .map(|each| verdict(each, number, arguments));
+        match verdicts
+            .into_iter()
+            .find(|verdict| *verdict != libc::SECCOMP_RET_ALLOW)
+        {
             None => Ok(()),
-            Some(errno) if errno & 0xffff_0000 == libc::SECCOMP_RET_ERRNO => Err((errno & 0xffff) as i32),
+            Some(errno) if errno & 0xffff_0000 == libc::SECCOMP_RET_ERRNO => {
+                Err((errno & 0xffff) as i32)
+            }
             Some(other) => panic!("verdict {other:#x}"),
         }
     }
@@ -492,25 +612,49 @@ mod tests {
     fn check(number: i64, arguments: &[u64], expected: Result<(), i32>) {
         let mut all = [0; 6];
         all[..arguments.len()].copy_from_slice(arguments);
-        assert_eq!(answer(number, all), expected, "call {number} with {arguments:?}");
+        assert_eq!(
+            answer(number, all),
+            expected,
+            "call {number} with {arguments:?}"
+        );
     }
 
     const DONE_WITHOUT_EFFECT: Result<(), i32> = Err(0);
 
     #[test]
     fn netlink_is_open_for_routes_and_for_no_other_family() {
-        let (netlink, raw) = (libc::AF_NETLINK as u64, (libc::SOCK_RAW | libc::SOCK_CLOEXEC) as u64);
-        check(libc::SYS_socket, &[netlink, raw, libc::NETLINK_ROUTE as u64], Ok(()));
+        let (netlink, raw) = (
+            libc::AF_NETLINK as u64,
+            (libc::SOCK_RAW | libc::SOCK_CLOEXEC) as u64,
+        );
+        check(
+            libc::SYS_socket,
+            &[netlink, raw, libc::NETLINK_ROUTE as u64],
+            Ok(()),
+        );
         for family in 1..32 {
             check(libc::SYS_socket, &[netlink, raw, family], Err(libc::ENOSYS));
         }
-        check(libc::SYS_socket, &[libc::AF_VSOCK as u64, raw, 0], Err(libc::ENOSYS));
-        check(libc::SYS_socket, &[libc::AF_PACKET as u64, raw, 0], Err(libc::ENOSYS));
+        check(
+            libc::SYS_socket,
+            &[libc::AF_VSOCK as u64, raw, 0],
+            Err(libc::ENOSYS),
+        );
+        check(
+            libc::SYS_socket,
+            &[libc::AF_PACKET as u64, raw, 0],
+            Err(libc::ENOSYS),
+        );
     }
 
     #[test]
     fn ids_are_left_to_the_kernel_and_groups_are_not() {
-        for call in [libc::SYS_setuid, libc::SYS_setresuid, libc::SYS_setresgid, libc::SYS_setregid] {
+        for call in [
+            libc::SYS_setuid,
+            libc::SYS_setresuid,
+            libc::SYS_setresgid,
+            libc::SYS_setregid,
+        ] {
             check(call, &[0, 0, 0], Ok(()));
         }
         check(libc::SYS_setgroups, &[0, 0], Err(libc::EPERM));
@@ -520,12 +664,24 @@ mod tests {
     #[test]
     fn the_core_limit_is_told_as_set_and_never_set() {
         let core = u64::from(libc::RLIMIT_CORE);
-        check(libc::SYS_prlimit64, &[0, core, 4096, 0], DONE_WITHOUT_EFFECT);
+        check(
+            libc::SYS_prlimit64,
+            &[0, core, 4096, 0],
+            DONE_WITHOUT_EFFECT,
+        );
         check(libc::SYS_setrlimit, &[core, 4096], DONE_WITHOUT_EFFECT);
-        check(libc::SYS_prlimit64, &[0, core, 4096, 8192], Err(libc::EPERM));
+        check(
+            libc::SYS_prlimit64,
+            &[0, core, 4096, 8192],
+            Err(libc::EPERM),
+        );
         // Controls: reading it, and other limits.
         check(libc::SYS_prlimit64, &[0, core, 0, 8192], Ok(()));
-        check(libc::SYS_prlimit64, &[0, u64::from(libc::RLIMIT_NOFILE), 4096, 0], Ok(()));
+        check(
+            libc::SYS_prlimit64,
+            &[0, u64::from(libc::RLIMIT_NOFILE), 4096, 0],
+            Ok(()),
+        );
     }
 
     #[test]
@@ -537,30 +693,67 @@ mod tests {
         }
         check(libc::SYS_chmod, &[4096, 0o1755], Ok(())); // control
         let device = u64::from(libc::S_IFCHR | 0o666);
-        check(libc::SYS_mknodat, &[0, 4096, device, 0x103], Err(libc::EPERM));
-        check(libc::SYS_mknodat, &[0, 4096, u64::from(libc::S_IFIFO | 0o666), 0], Ok(())); // control
-        for call in [libc::SYS_setxattr, libc::SYS_fsetxattr, libc::SYS_lremovexattr] {
+        check(
+            libc::SYS_mknodat,
+            &[0, 4096, device, 0x103],
+            Err(libc::EPERM),
+        );
+        check(
+            libc::SYS_mknodat,
+            &[0, 4096, u64::from(libc::S_IFIFO | 0o666), 0],
+            Ok(()),
+        ); // control
+        for call in [
+            libc::SYS_setxattr,
+            libc::SYS_fsetxattr,
+            libc::SYS_lremovexattr,
+        ] {
             check(call, &[4096, 4096, 4096, 0], Err(libc::EOPNOTSUPP));
         }
-        for call in [libc::SYS_clock_settime, libc::SYS_sethostname, libc::SYS_mount, libc::SYS_chroot] {
+        for call in [
+            libc::SYS_clock_settime,
+            libc::SYS_sethostname,
+            libc::SYS_mount,
+            libc::SYS_chroot,
+        ] {
             check(call, &[], Err(libc::EPERM));
         }
         let ethtool = 0x8946;
         check(libc::SYS_ioctl, &[3, ethtool, 4096], Err(libc::EOPNOTSUPP));
         // Whatever is in no list.
-        for call in [libc::SYS_io_uring_setup, libc::SYS_clone3, libc::SYS_openat2, 4000] {
+        for call in [
+            libc::SYS_io_uring_setup,
+            libc::SYS_clone3,
+            libc::SYS_openat2,
+            4000,
+        ] {
             check(call, &[], Err(libc::ENOSYS));
         }
     }
 
     #[test]
     fn terminals_can_be_used_and_nothing_can_be_typed_into_them() {
-        for request in [libc::TIOCSTI, libc::TIOCLINUX, libc::TIOCCONS, libc::TIOCSETD] {
+        for request in [
+            libc::TIOCSTI,
+            libc::TIOCLINUX,
+            libc::TIOCCONS,
+            libc::TIOCSETD,
+        ] {
             check(libc::SYS_ioctl, &[0, request, 4096], Err(libc::EPERM));
             // The kernel looks at the lower half alone.
-            check(libc::SYS_ioctl, &[0, request | 1 << 32, 4096], Err(libc::EPERM));
+            check(
+                libc::SYS_ioctl,
+                &[0, request | 1 << 32, 4096],
+                Err(libc::EPERM),
+            );
         }
-        for request in [libc::TIOCSCTTY, libc::TIOCGPTN, libc::TIOCSPTLCK, libc::TCSETS, libc::TIOCSWINSZ] {
+        for request in [
+            libc::TIOCSCTTY,
+            libc::TIOCGPTN,
+            libc::TIOCSPTLCK,
+            libc::TCSETS,
+            libc::TIOCSWINSZ,
+        ] {
             check(libc::SYS_ioctl, &[0, request, 4096], Ok(()));
         }
     }
@@ -571,9 +764,20 @@ mod tests {
         let listed = [rules.common, rules.x86_64].concat();
         for answer in rules.answers.iter().chain(&rules.answers_x86_64) {
             // A line without conditions would hide all others from an engine, in either list.
-            let about: Vec<_> = listed.iter().filter(|rule| rule.syscall == answer.syscall).collect();
-            assert!(about.is_empty() || !answer.args.is_empty(), "{}", answer.syscall);
-            assert!(about.iter().all(|rule| !rule.args.is_empty()), "{}", answer.syscall);
+            let about: Vec<_> = listed
+                .iter()
+                .filter(|rule| rule.syscall == answer.syscall)
+                .collect();
+            assert!(
+                about.is_empty() || !answer.args.is_empty(),
+                "{}",
+                answer.syscall
+            );
+            assert!(
+                about.iter().all(|rule| !rule.args.is_empty()),
+                "{}",
+                answer.syscall
+            );
         }
     }
 }

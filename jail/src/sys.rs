@@ -26,7 +26,9 @@ pub(crate) fn clone_process(namespaces: libc::c_int) -> io::Result<Forked> {
     match pid {
         -1 => Err(io::Error::last_os_error()),
         0 => Ok(Forked::Child),
-        pid => Ok(Forked::Parent(Pid::from_raw(pid as i32).expect("clone returns a positive pid to the parent"))),
+        pid => Ok(Forked::Parent(
+            Pid::from_raw(pid as i32).expect("clone returns a positive pid to the parent"),
+        )),
     }
 }
 
@@ -56,7 +58,11 @@ pub(crate) fn mount_setattr_only(mount: impl AsFd, attributes: &MountAttributes)
     mount_setattr_with(mount, attributes, 0)
 }
 
-fn mount_setattr_with(mount: impl AsFd, attributes: &MountAttributes, depth: libc::c_int) -> io::Result<()> {
+fn mount_setattr_with(
+    mount: impl AsFd,
+    attributes: &MountAttributes,
+    depth: libc::c_int,
+) -> io::Result<()> {
     let flags = libc::AT_EMPTY_PATH | depth;
     // SAFETY: the path is a C string, `attributes` has the kernel's layout and the size given is its size; the kernel only reads both.
     let result = unsafe {
@@ -69,7 +75,11 @@ fn mount_setattr_with(mount: impl AsFd, attributes: &MountAttributes, depth: lib
             size_of::<MountAttributes>(),
         )
     };
-    if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+    if result == 0 {
+        Ok(())
+    } else {
+        Err(io::Error::last_os_error())
+    }
 }
 
 /// Opens the user namespace that a namespace belongs to.
@@ -93,17 +103,33 @@ pub(crate) fn loader_address() -> u64 {
 
 /// Brings the loopback interface of this network namespace up.
 pub(crate) fn bring_loopback_up() -> io::Result<()> {
-    let socket = rustix::net::socket(rustix::net::AddressFamily::INET, rustix::net::SocketType::DGRAM, None)?;
+    let socket = rustix::net::socket(
+        rustix::net::AddressFamily::INET,
+        rustix::net::SocketType::DGRAM,
+        None,
+    )?;
     let mut name = [0; libc::IFNAMSIZ];
     name[0] = b'l' as libc::c_char;
     name[1] = b'o' as libc::c_char;
     let request = libc::ifreq {
         ifr_name: name,
-        ifr_ifru: libc::__c_anonymous_ifr_ifru { ifru_flags: (libc::IFF_UP | libc::IFF_RUNNING) as libc::c_short },
+        ifr_ifru: libc::__c_anonymous_ifr_ifru {
+            ifru_flags: (libc::IFF_UP | libc::IFF_RUNNING) as libc::c_short,
+        },
     };
     // SAFETY: SIOCSIFFLAGS reads one ifreq, whose name is terminated by the zeros it was filled with.
-    let result = unsafe { libc::ioctl(socket.as_raw_fd(), libc::SIOCSIFFLAGS, std::ptr::from_ref(&request)) };
-    if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+    let result = unsafe {
+        libc::ioctl(
+            socket.as_raw_fd(),
+            libc::SIOCSIFFLAGS,
+            std::ptr::from_ref(&request),
+        )
+    };
+    if result == 0 {
+        Ok(())
+    } else {
+        Err(io::Error::last_os_error())
+    }
 }
 
 /// Returns a descriptor that becomes readable when a child of this process changes state; SIGCHLD itself is blocked from now on.
@@ -164,24 +190,45 @@ pub(crate) fn die_of_broken_pipes() {
 
 /// Limits what this process may have of a resource, for good.
 pub(crate) fn limit(resource: u32, value: u64) -> io::Result<()> {
-    let limit = libc::rlimit { rlim_cur: value, rlim_max: value };
+    let limit = libc::rlimit {
+        rlim_cur: value,
+        rlim_max: value,
+    };
     // SAFETY: the kernel reads one rlimit from the place given, and is not asked for the old one.
     let result = unsafe { libc::prlimit(0, resource, &limit, std::ptr::null_mut()) };
-    if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+    if result == 0 {
+        Ok(())
+    } else {
+        Err(io::Error::last_os_error())
+    }
 }
 
 /// Confines this process, for good, to what landlock rules allow.
 pub(crate) fn restrict_files(rules: impl AsFd) -> io::Result<()> {
     // SAFETY: the call takes two numbers and touches no memory.
-    let result = unsafe { libc::syscall(libc::SYS_landlock_restrict_self, rules.as_fd().as_raw_fd(), 0) };
-    if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+    let result = unsafe {
+        libc::syscall(
+            libc::SYS_landlock_restrict_self,
+            rules.as_fd().as_raw_fd(),
+            0,
+        )
+    };
+    if result == 0 {
+        Ok(())
+    } else {
+        Err(io::Error::last_os_error())
+    }
 }
 
 /// Sends a signal to every process this one can see in its pid namespace, except itself and pid 1.
 pub(crate) fn signal_everyone(signal: libc::c_int) -> io::Result<()> {
     // SAFETY: kill takes two numbers and touches no memory.
     let result = unsafe { libc::kill(-1, signal) };
-    if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+    if result == 0 {
+        Ok(())
+    } else {
+        Err(io::Error::last_os_error())
+    }
 }
 
 /// Takes over the descriptor this process was started with as its standard input.
@@ -212,7 +259,14 @@ pub(crate) fn close_all_but(kept: &[i32]) {
     for number in kept.into_iter().chain([i32::MAX]) {
         if number > from {
             // SAFETY: nothing owns these descriptors any more: the values that did belong to the parent's code, which this process left.
-            unsafe { libc::syscall(libc::SYS_close_range, from as libc::c_uint, (number - 1) as libc::c_uint, 0) };
+            unsafe {
+                libc::syscall(
+                    libc::SYS_close_range,
+                    from as libc::c_uint,
+                    (number - 1) as libc::c_uint,
+                    0,
+                )
+            };
         }
         from = number.saturating_add(1);
     }
@@ -225,7 +279,10 @@ pub(crate) fn execute(
     environment: &[&std::ffi::CStr],
 ) -> io::Error {
     let pointers = |list: &[&std::ffi::CStr]| -> Vec<*const libc::c_char> {
-        list.iter().map(|text| text.as_ptr()).chain([std::ptr::null()]).collect()
+        list.iter()
+            .map(|text| text.as_ptr())
+            .chain([std::ptr::null()])
+            .collect()
     };
     let (arguments, environment) = (pointers(arguments), pointers(environment));
     // SAFETY: both lists end with a null pointer and their strings outlive the call.
@@ -235,7 +292,10 @@ pub(crate) fn execute(
 
 /// The most of a resource that this process may ever have; `None` when there is no such limit.
 pub(crate) fn hard_limit(resource: u32) -> Option<u64> {
-    let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+    let mut limit = libc::rlimit {
+        rlim_cur: 0,
+        rlim_max: 0,
+    };
     // SAFETY: the kernel writes one rlimit to the place given.
     let result = unsafe { libc::prlimit(0, resource, std::ptr::null(), &mut limit) };
     (result == 0 && limit.rlim_max != libc::RLIM_INFINITY).then_some(limit.rlim_max)
@@ -245,7 +305,11 @@ pub(crate) fn hard_limit(resource: u32) -> Option<u64> {
 fn ptrace(request: libc::c_uint, process: Pid, address: usize, data: usize) -> io::Result<()> {
     // SAFETY: the callers below pass numbers, or addresses of values that outlive the call and have the size that the request asks for.
     let result = unsafe { libc::ptrace(request, process.as_raw_pid(), address, data) };
-    if result == -1 { Err(io::Error::last_os_error()) } else { Ok(()) }
+    if result == -1 {
+        Err(io::Error::last_os_error())
+    } else {
+        Ok(())
+    }
 }
 
 /// How a stopped process goes on.
@@ -284,21 +348,46 @@ pub(crate) fn let_go(process: Pid) -> io::Result<()> {
 /// What the kernel adds to the event that a process stopped for: the number of a new process.
 pub(crate) fn event_message(process: Pid) -> io::Result<u64> {
     let mut message: libc::c_ulong = 0;
-    ptrace(libc::PTRACE_GETEVENTMSG, process, 0, std::ptr::from_mut(&mut message) as usize)?;
+    ptrace(
+        libc::PTRACE_GETEVENTMSG,
+        process,
+        0,
+        std::ptr::from_mut(&mut message) as usize,
+    )?;
     Ok(message)
 }
 
 /// Reads one set of registers of a stopped process; returns how many bytes it has.
-pub(crate) fn read_registers(process: Pid, set: libc::c_int, buffer: &mut [u8]) -> io::Result<usize> {
-    let mut place = libc::iovec { iov_base: buffer.as_mut_ptr().cast(), iov_len: buffer.len() };
-    ptrace(libc::PTRACE_GETREGSET, process, set as usize, std::ptr::from_mut(&mut place) as usize)?;
+pub(crate) fn read_registers(
+    process: Pid,
+    set: libc::c_int,
+    buffer: &mut [u8],
+) -> io::Result<usize> {
+    let mut place = libc::iovec {
+        iov_base: buffer.as_mut_ptr().cast(),
+        iov_len: buffer.len(),
+    };
+    ptrace(
+        libc::PTRACE_GETREGSET,
+        process,
+        set as usize,
+        std::ptr::from_mut(&mut place) as usize,
+    )?;
     Ok(place.iov_len)
 }
 
 /// Writes one set of registers of a stopped process.
 pub(crate) fn write_registers(process: Pid, set: libc::c_int, bytes: &[u8]) -> io::Result<()> {
-    let place = libc::iovec { iov_base: bytes.as_ptr().cast_mut().cast(), iov_len: bytes.len() };
-    ptrace(libc::PTRACE_SETREGSET, process, set as usize, std::ptr::from_ref(&place) as usize)
+    let place = libc::iovec {
+        iov_base: bytes.as_ptr().cast_mut().cast(),
+        iov_len: bytes.len(),
+    };
+    ptrace(
+        libc::PTRACE_SETREGSET,
+        process,
+        set as usize,
+        std::ptr::from_ref(&place) as usize,
+    )
 }
 
 /// The system call that a process stopped at the beginning of.
@@ -340,19 +429,33 @@ pub(crate) fn system_call(process: Pid) -> io::Result<Option<SystemCall>> {
     }
     // SAFETY: at the beginning of a call the kernel fills in this member of the union.
     let entry = unsafe { info.u.entry };
-    Ok(Some(SystemCall { number: entry.nr, arguments: entry.args, returns_to: info.instruction_pointer }))
+    Ok(Some(SystemCall {
+        number: entry.nr,
+        arguments: entry.args,
+        returns_to: info.instruction_pointer,
+    }))
 }
 
 /// Reads which signals a stopped process blocks.
 pub(crate) fn blocked_signals(process: Pid) -> io::Result<u64> {
     let mut mask = 0_u64;
-    ptrace(libc::PTRACE_GETSIGMASK, process, size_of::<u64>(), std::ptr::from_mut(&mut mask) as usize)?;
+    ptrace(
+        libc::PTRACE_GETSIGMASK,
+        process,
+        size_of::<u64>(),
+        std::ptr::from_mut(&mut mask) as usize,
+    )?;
     Ok(mask)
 }
 
 /// Sets which signals a stopped process blocks.
 pub(crate) fn block_signals(process: Pid, mask: u64) -> io::Result<()> {
-    ptrace(libc::PTRACE_SETSIGMASK, process, size_of::<u64>(), std::ptr::from_ref(&mask) as usize)
+    ptrace(
+        libc::PTRACE_SETSIGMASK,
+        process,
+        size_of::<u64>(),
+        std::ptr::from_ref(&mask) as usize,
+    )
 }
 
 /// The restartable sequences area that a thread has registered with the kernel.
@@ -372,7 +475,12 @@ pub(crate) fn restartable_sequences(process: Pid) -> io::Result<RestartableSeque
     const PTRACE_GET_RSEQ_CONFIGURATION: libc::c_uint = 0x420f;
     let mut area = RestartableSequences::default();
     let size = size_of::<RestartableSequences>();
-    ptrace(PTRACE_GET_RSEQ_CONFIGURATION, process, size, std::ptr::from_mut(&mut area) as usize)?;
+    ptrace(
+        PTRACE_GET_RSEQ_CONFIGURATION,
+        process,
+        size,
+        std::ptr::from_mut(&mut area) as usize,
+    )?;
     Ok(area)
 }
 
@@ -384,10 +492,16 @@ pub(crate) fn processor_time(process: Pid) -> io::Result<Duration> {
     if error != 0 {
         return Err(io::Error::from_raw_os_error(error));
     }
-    let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    let mut time = libc::timespec {
+        tv_sec: 0,
+        tv_nsec: 0,
+    };
     // SAFETY: as above.
     match unsafe { libc::clock_gettime(clock, &raw mut time) } {
-        0 => Ok(Duration::new(time.tv_sec.cast_unsigned(), time.tv_nsec as u32)),
+        0 => Ok(Duration::new(
+            time.tv_sec.cast_unsigned(),
+            time.tv_nsec as u32,
+        )),
         _ => Err(io::Error::last_os_error()),
     }
 }

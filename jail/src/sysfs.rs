@@ -68,16 +68,27 @@ fn processors() -> io::Result<Vec<Cpu>> {
             };
             // Where the host does not tell, each processor is a core of its own.
             let core = value("core_id").unwrap_or(number as i64);
-            Cpu { number, core, package: value("physical_package_id").unwrap_or(0) }
+            Cpu {
+                number,
+                core,
+                package: value("physical_package_id").unwrap_or(0),
+            }
         })
         .collect())
 }
 
 fn versions(groups: &str) -> Versions {
     // A line: number of the hierarchy, controllers, path.
-    let has_memory =
-        |line: &str| line.split(':').nth(1).is_some_and(|names| names.split(',').any(|name| name == "memory"));
-    if groups.lines().any(has_memory) { Versions::OneAndTwo } else { Versions::Two }
+    let has_memory = |line: &str| {
+        line.split(':')
+            .nth(1)
+            .is_some_and(|names| names.split(',').any(|name| name == "memory"))
+    };
+    if groups.lines().any(has_memory) {
+        Versions::OneAndTwo
+    } else {
+        Versions::Two
+    }
 }
 
 fn files(cpus: &[Cpu], limits: &ShownLimits, versions: Versions) -> BTreeMap<String, String> {
@@ -92,12 +103,18 @@ fn files(cpus: &[Cpu], limits: &ShownLimits, versions: Versions) -> BTreeMap<Str
     put("devices/system/cpu/kernel_max".to_owned(), last.to_string());
     for cpu in cpus {
         let with = |is_near: &dyn Fn(&Cpu) -> bool| -> Vec<usize> {
-            cpus.iter().filter(|other| is_near(other)).map(|other| other.number).collect()
+            cpus.iter()
+                .filter(|other| is_near(other))
+                .map(|other| other.number)
+                .collect()
         };
         let core = with(&|other| (other.package, other.core) == (cpu.package, cpu.core));
         let package = with(&|other| other.package == cpu.package);
         let mut put = |name: &str, content: String| {
-            put(format!("devices/system/cpu/cpu{}/topology/{name}", cpu.number), content);
+            put(
+                format!("devices/system/cpu/cpu{}/topology/{name}", cpu.number),
+                content,
+            );
         };
         put("core_id", cpu.core.to_string());
         put("physical_package_id", cpu.package.to_string());
@@ -114,10 +131,16 @@ fn files(cpus: &[Cpu], limits: &ShownLimits, versions: Versions) -> BTreeMap<Str
     put("memory.max", limits.memory.to_string());
     // The limit of memory counts swap in.
     put("memory.swap.max", "0".to_owned());
-    put("cpu.max", quota.map_or(format!("max {period}"), |quota| format!("{quota} {period}")));
+    put(
+        "cpu.max",
+        quota.map_or(format!("max {period}"), |quota| format!("{quota} {period}")),
+    );
     if versions == Versions::OneAndTwo {
         put("memory/memory.limit_in_bytes", limits.memory.to_string());
-        put("cpu/cpu.cfs_quota_us", quota.map_or("-1".to_owned(), |quota| quota.to_string()));
+        put(
+            "cpu/cpu.cfs_quota_us",
+            quota.map_or("-1".to_owned(), |quota| quota.to_string()),
+        );
         put("cpu/cpu.cfs_period_us", period.to_string());
     }
     files
@@ -132,7 +155,13 @@ fn list(numbers: &[usize]) -> String {
             _ => parts.push((number, number)),
         }
     }
-    let text = |(from, to): &(usize, usize)| if from == to { from.to_string() } else { format!("{from}-{to}") };
+    let text = |(from, to): &(usize, usize)| {
+        if from == to {
+            from.to_string()
+        } else {
+            format!("{from}-{to}")
+        }
+    };
     parts.iter().map(text).collect::<Vec<_>>().join(",")
 }
 
@@ -142,17 +171,29 @@ fn mask(numbers: &[usize], last: usize) -> String {
     for number in numbers {
         groups[number / 32] |= 1 << (number % 32);
     }
-    groups.iter().rev().map(|group| format!("{group:08x}")).collect::<Vec<_>>().join(",")
+    groups
+        .iter()
+        .rev()
+        .map(|group| format!("{group:08x}"))
+        .collect::<Vec<_>>()
+        .join(",")
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    const LIMITS: ShownLimits = ShownLimits { memory: 2 << 30, cpus: Some(1.5) };
+    const LIMITS: ShownLimits = ShownLimits {
+        memory: 2 << 30,
+        cpus: Some(1.5),
+    };
 
     fn cpu(number: usize, core: i64, package: i64) -> Cpu {
-        Cpu { number, core, package }
+        Cpu {
+            number,
+            core,
+            package,
+        }
     }
 
     #[test]
@@ -162,10 +203,16 @@ mod tests {
         let content = |name: &str| files[&format!("devices/system/cpu/{name}")].as_str();
         assert_eq!(content("online"), "0-2,35\n");
         assert_eq!(content("cpu1/topology/thread_siblings_list"), "0-1\n");
-        assert_eq!(content("cpu1/topology/thread_siblings"), "00000000,00000003\n");
+        assert_eq!(
+            content("cpu1/topology/thread_siblings"),
+            "00000000,00000003\n"
+        );
         assert_eq!(content("cpu2/topology/thread_siblings_list"), "2\n");
         assert_eq!(content("cpu2/topology/core_siblings_list"), "0-2\n");
-        assert_eq!(content("cpu35/topology/core_siblings"), "00000008,00000000\n");
+        assert_eq!(
+            content("cpu35/topology/core_siblings"),
+            "00000008,00000000\n"
+        );
         assert_eq!(content("cpu35/topology/physical_package_id"), "1\n");
     }
 
@@ -176,11 +223,17 @@ mod tests {
         assert_eq!(told["fs/cgroup/cpu.max"], "150000 100000\n");
         assert!(!told.contains_key("fs/cgroup/memory.current"));
         assert!(!told.keys().any(|name| name.contains("limit_in_bytes")));
-        let unlimited = ShownLimits { cpus: None, ..LIMITS };
+        let unlimited = ShownLimits {
+            cpus: None,
+            ..LIMITS
+        };
         let told = files(&[cpu(0, 0, 0)], &unlimited, Versions::OneAndTwo);
         assert_eq!(told["fs/cgroup/cpu.max"], "max 100000\n");
         assert_eq!(told["fs/cgroup/cpu/cpu.cfs_quota_us"], "-1\n");
-        assert_eq!(told["fs/cgroup/memory/memory.limit_in_bytes"], "2147483648\n");
+        assert_eq!(
+            told["fs/cgroup/memory/memory.limit_in_bytes"],
+            "2147483648\n"
+        );
     }
 
     #[test]

@@ -154,7 +154,9 @@ impl Stopped {
             return Stopped::Ended;
         }
         match (status >> 16, libc::WSTOPSIG(status)) {
-            (libc::PTRACE_EVENT_FORK | libc::PTRACE_EVENT_VFORK | libc::PTRACE_EVENT_CLONE, _) => Stopped::Forked,
+            (libc::PTRACE_EVENT_FORK | libc::PTRACE_EVENT_VFORK | libc::PTRACE_EVENT_CLONE, _) => {
+                Stopped::Forked
+            }
             (libc::PTRACE_EVENT_STOP, _) => Stopped::Still,
             (_, signal) if signal == libc::SIGTRAP | 0x80 => Stopped::SystemCall,
             (_, signal) => Stopped::Signal(signal),
@@ -180,7 +182,10 @@ impl Watch<'_> {
                 return Err(io::ErrorKind::TimedOut.into());
             }
             let left = limit - spent;
-            let pause = rustix::event::Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() };
+            let pause = rustix::event::Timespec {
+                tv_sec: left.as_secs() as i64,
+                tv_nsec: left.subsec_nanos().into(),
+            };
             let mut events = [PollFd::new(self.changes, PollFlags::IN)];
             let _ = rustix::event::poll(&mut events, Some(&pause));
             // Whoever else changed state is looked for by the caller afterwards, in any case.
@@ -194,7 +199,9 @@ impl Watch<'_> {
         let (begun, before) = (Instant::now(), sys::processor_time(process)?);
         loop {
             match self.expect(process, Stopped::SystemCall, 2 * HESITATION) {
-                Err(error) if error.kind() == io::ErrorKind::TimedOut && begun.elapsed() < STEP_LIMIT => {
+                Err(error)
+                    if error.kind() == io::ErrorKind::TimedOut && begun.elapsed() < STEP_LIMIT =>
+                {
                     if sys::processor_time(process)?.saturating_sub(before) >= HESITATION {
                         return Err(error);
                     }
@@ -209,7 +216,9 @@ impl Watch<'_> {
         if stopped == wanted {
             Ok(())
         } else {
-            Err(io::Error::other(format!("a stopped process did something else: {stopped:?} instead of {wanted:?}")))
+            Err(io::Error::other(format!(
+                "a stopped process did something else: {stopped:?} instead of {wanted:?}"
+            )))
         }
     }
 }
@@ -236,7 +245,12 @@ impl Approach {
     /// Begins to watch a process, which does not notice.
     pub(crate) fn begin(process: Pid, options: i32) -> io::Result<Approach> {
         sys::trace(process, options)?;
-        Ok(Approach { process, gave_sign: false, steps: 0, given_up: false })
+        Ok(Approach {
+            process,
+            gave_sign: false,
+            steps: 0,
+            given_up: false,
+        })
     }
 
     /// Judges one stop of the process and lets it go on, unless its moment has come. An error means that it will not come.
@@ -259,7 +273,15 @@ impl Approach {
             Stopped::Signal(other) => signal = other,
             Stopped::Still | Stopped::Forked => {}
         }
-        sys::resume(self.process, if self.gave_sign { Resume::ToSystemCall } else { Resume::Freely }, signal)?;
+        sys::resume(
+            self.process,
+            if self.gave_sign {
+                Resume::ToSystemCall
+            } else {
+                Resume::Freely
+            },
+            signal,
+        )?;
         Ok(None)
     }
 
@@ -283,7 +305,9 @@ impl Approach {
 impl Moment {
     /// Reads the moment of a process that is entering a system call, if that call is the one of a fork.
     pub(crate) fn of(process: Pid) -> io::Result<Option<Moment>> {
-        let Some(call) = sys::system_call(process)? else { return Ok(None) };
+        let Some(call) = sys::system_call(process)? else {
+            return Ok(None);
+        };
         if call.number.cast_signed() != libc::SYS_clone {
             return Ok(None);
         }
@@ -330,7 +354,11 @@ impl Twin {
         registers::exchange_call(process, moment.general, libc::SYS_getpid as u64)?;
         sys::resume(process, Resume::ToSystemCall, 0)?;
         watch.expect(process, Stopped::SystemCall, STEP_LIMIT)?;
-        let twin = Twin { pid: process, moment, scratch: None };
+        let twin = Twin {
+            pid: process,
+            moment,
+            scratch: None,
+        };
         twin.unregister_rseq(watch)?;
         Ok(twin)
     }
@@ -352,7 +380,11 @@ impl Twin {
         };
         if area.address != 0 {
             let (size, signature) = (u64::from(area.size), u64::from(area.signature));
-            self.call(watch, libc::SYS_rseq, [area.address, size, RSEQ_FLAG_UNREGISTER, signature, 0, 0])?;
+            self.call(
+                watch,
+                libc::SYS_rseq,
+                [area.address, size, RSEQ_FLAG_UNREGISTER, signature, 0, 0],
+            )?;
         }
         require_no_rseq(self.pid)
     }
@@ -364,7 +396,10 @@ impl Twin {
     /// Each part must be private and readable, and nobody may resize it later.
     pub(crate) fn settle(&self, watch: &Watch<'_>, parts: &[Part]) -> io::Result<()> {
         let name = c"cellblock-zygote";
-        let file = File::from(rustix::fs::memfd_create(name, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?);
+        let file = File::from(rustix::fs::memfd_create(
+            name,
+            MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING,
+        )?);
         let memory = File::open(format!("/proc/{}/mem", self.pid.as_raw_pid()))?;
         let mut length = 0;
         let mut places = Vec::new();
@@ -375,19 +410,34 @@ impl Twin {
         }
         file.set_len(length)?;
         // From now on the file is the same for everybody who has it mapped.
-        rustix::fs::fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW | SealFlags::WRITE | SealFlags::SEAL)?;
+        rustix::fs::fcntl_add_seals(
+            &file,
+            SealFlags::SHRINK | SealFlags::GROW | SealFlags::WRITE | SealFlags::SEAL,
+        )?;
 
         let file = OwnedFd::from(file);
         let mut program = Program::default();
         let own = Argument::Value(std::process::id().into());
         let warden = program.call("pidfd_open", libc::SYS_pidfd_open, &[own]);
         let number = Argument::Value(file.as_raw_fd() as u64);
-        let taken = program.call("pidfd_getfd", libc::SYS_pidfd_getfd, &[warden.into(), number]);
+        let taken = program.call(
+            "pidfd_getfd",
+            libc::SYS_pidfd_getfd,
+            &[warden.into(), number],
+        );
         let flags = Argument::Value((libc::MAP_PRIVATE | libc::MAP_FIXED) as u64);
         for (Part { range, writable }, offset) in places {
             let size = range.end - range.start;
-            let protection = (libc::PROT_READ | if *writable { libc::PROT_WRITE } else { 0 }) as u64;
-            let arguments = [range.start.into(), size.into(), protection.into(), flags, taken.into(), offset.into()];
+            let protection =
+                (libc::PROT_READ | if *writable { libc::PROT_WRITE } else { 0 }) as u64;
+            let arguments = [
+                range.start.into(),
+                size.into(),
+                protection.into(),
+                flags,
+                taken.into(),
+                offset.into(),
+            ];
             program.call("mmap", libc::SYS_mmap, &arguments);
         }
         program.call("close", libc::SYS_close, &[taken.into()]);
@@ -397,7 +447,8 @@ impl Twin {
         self.memory()?.write_all_at(&program.code, scratch)?;
         set_general(self.pid, self.moment.general.at(scratch))?;
         run_to_end(watch, self.pid, scratch, &program)?;
-        self.call(watch, libc::SYS_munmap, [scratch, SCRATCH, 0, 0, 0, 0]).map(drop)
+        self.call(watch, libc::SYS_munmap, [scratch, SCRATCH, 0, 0, 0, 0])
+            .map(drop)
     }
 
     /// Maps memory for programs that stays, in this process and in all its copies.
@@ -407,14 +458,20 @@ impl Twin {
     }
 
     fn memory(&self) -> io::Result<File> {
-        File::options().write(true).open(format!("/proc/{}/mem", self.pid.as_raw_pid()))
+        File::options()
+            .write(true)
+            .open(format!("/proc/{}/mem", self.pid.as_raw_pid()))
     }
 
     /// Maps memory for a program and its data.
     fn map_scratch(&self, watch: &Watch<'_>) -> io::Result<u64> {
         let protection = (libc::PROT_READ | libc::PROT_WRITE | libc::PROT_EXEC) as u64;
         let mapping = (libc::MAP_PRIVATE | libc::MAP_ANONYMOUS) as u64;
-        let place = self.call(watch, libc::SYS_mmap, [0, SCRATCH, protection, mapping, u64::MAX, 0])?;
+        let place = self.call(
+            watch,
+            libc::SYS_mmap,
+            [0, SCRATCH, protection, mapping, u64::MAX, 0],
+        )?;
         Ok(place.cast_unsigned())
     }
 
@@ -422,12 +479,22 @@ impl Twin {
     /// as long as it is only kept.
     ///
     /// After a failure the twin may be running what its memory holds, and must be ended.
-    pub(crate) fn copy(&self, watch: &Watch<'_>, moment: Option<Moment>, shared: bool) -> io::Result<Twin> {
+    pub(crate) fn copy(
+        &self,
+        watch: &Watch<'_>,
+        moment: Option<Moment>,
+        shared: bool,
+    ) -> io::Result<Twin> {
         let flags = libc::SIGCHLD | if shared { libc::CLONE_FILES } else { 0 };
         let copied = self.call(watch, libc::SYS_clone, [flags as u64, 0, 0, 0, 0, 0])?;
-        let pid = Pid::from_raw(i32::try_from(copied).unwrap_or(0)).ok_or(io::ErrorKind::NotFound)?;
+        let pid =
+            Pid::from_raw(i32::try_from(copied).unwrap_or(0)).ok_or(io::ErrorKind::NotFound)?;
         watch.expect(pid, Stopped::Still, STEP_LIMIT)?;
-        Ok(Twin { pid, moment: moment.unwrap_or_else(|| self.moment.clone()), scratch: self.scratch })
+        Ok(Twin {
+            pid,
+            moment: moment.unwrap_or_else(|| self.moment.clone()),
+            scratch: self.scratch,
+        })
     }
 
     /// Makes a copy of the zygote in the pid namespace of a family.
@@ -436,10 +503,22 @@ impl Twin {
     pub(crate) fn deliver(&self, watch: &Watch<'_>, pid_namespace: &OwnedFd) -> io::Result<Twin> {
         let scratch = self.scratch.ok_or(io::ErrorKind::InvalidInput)?;
         let mut program = Program::default();
-        let warden = program.call("pidfd_open", libc::SYS_pidfd_open, &[Argument::Value(std::process::id().into())]);
+        let warden = program.call(
+            "pidfd_open",
+            libc::SYS_pidfd_open,
+            &[Argument::Value(std::process::id().into())],
+        );
         let number = Argument::Value(pid_namespace.as_raw_fd() as u64);
-        let taken = program.call("pidfd_getfd", libc::SYS_pidfd_getfd, &[warden.into(), number]);
-        program.call("setns pid", libc::SYS_setns, &[taken.into(), (libc::CLONE_NEWPID as u64).into()]);
+        let taken = program.call(
+            "pidfd_getfd",
+            libc::SYS_pidfd_getfd,
+            &[warden.into(), number],
+        );
+        program.call(
+            "setns pid",
+            libc::SYS_setns,
+            &[taken.into(), (libc::CLONE_NEWPID as u64).into()],
+        );
         program.call("close", libc::SYS_close, &[taken.into()]);
         program.call("close", libc::SYS_close, &[warden.into()]);
         program.call("clone", libc::SYS_clone, &[(libc::SIGCHLD as u64).into()]);
@@ -452,7 +531,11 @@ impl Twin {
         if finished.is_err() {
             let _ = rustix::process::kill_process(pid, Signal::KILL);
         }
-        finished.map(|()| Twin { pid, moment: self.moment.clone(), scratch: Some(scratch) })
+        finished.map(|()| Twin {
+            pid,
+            moment: self.moment.clone(),
+            scratch: Some(scratch),
+        })
     }
 
     /// Has the twin make one system call. The number of a process that it makes is the call's result.
@@ -463,7 +546,12 @@ impl Twin {
     /// Makes an interpreter out of this twin, which becomes the interpreter's. It is complete, locked down, and stopped until it is let go.
     ///
     /// Fails with the twin in an unknown state; it must be ended then.
-    pub(crate) fn spawn(&mut self, watch: &Watch<'_>, entry: &Entry, way: &Way<'_>) -> io::Result<Pid> {
+    pub(crate) fn spawn(
+        &mut self,
+        watch: &Watch<'_>,
+        entry: &Entry,
+        way: &Way<'_>,
+    ) -> io::Result<Pid> {
         let scratch = match self.scratch.take() {
             Some(scratch) => scratch,
             None => self.map_scratch(watch)?,
@@ -471,7 +559,10 @@ impl Twin {
         self.take_descriptors(watch, scratch, way)?;
 
         let memory = self.memory()?;
-        let mut data = Data { base: scratch + DATA, bytes: Vec::new() };
+        let mut data = Data {
+            base: scratch + DATA,
+            bytes: Vec::new(),
+        };
         let first = self.leave_program(&mut data, entry, way);
         let first_results = data.reserve(first.results());
         let first = first.assemble(first_results);
@@ -481,7 +572,9 @@ impl Twin {
         let second = second.assemble(second_results);
         memory.write_all_at(&second.code, scratch + SECOND)?;
         memory.write_all_at(&data.bytes, scratch + DATA)?;
-        debug_assert!(first.code.len() as u64 <= SECOND && SECOND + second.code.len() as u64 <= DATA);
+        debug_assert!(
+            first.code.len() as u64 <= SECOND && SECOND + second.code.len() as u64 <= DATA
+        );
 
         set_general(self.pid, self.moment.general.at(scratch))?;
         let child = run_to_process(watch, self.pid, scratch, &first)?;
@@ -497,17 +590,35 @@ impl Twin {
     /// socket, in which those of its new interpreter wait. The twin has no way to take them from
     /// the warden, and must not have one.
     fn take_descriptors(&self, watch: &Watch<'_>, scratch: u64, way: &Way<'_>) -> io::Result<()> {
-        let mut data = Data { base: scratch + DATA, bytes: Vec::new() };
+        let mut data = Data {
+            base: scratch + DATA,
+            bytes: Vec::new(),
+        };
         let mut program = Program::default();
         // Nothing of the session's own descriptors may come along, and nothing of them may be in
         // the way. The table of a checkpoint is still that of its session.
         let unshare = Argument::Value(libc::CLOSE_RANGE_UNSHARE.into());
-        program.call("close_range", libc::SYS_close_range, &[0.into(), u64::from(u32::MAX).into(), unshare]);
+        program.call(
+            "close_range",
+            libc::SYS_close_range,
+            &[0.into(), u64::from(u32::MAX).into(), unshare],
+        );
         let name = data.put(b"cb-twin\0");
-        program.call("name", libc::SYS_prctl, &[(libc::PR_SET_NAME as u64).into(), name.into()]);
+        program.call(
+            "name",
+            libc::SYS_prctl,
+            &[(libc::PR_SET_NAME as u64).into(), name.into()],
+        );
         let pair = data.reserve(8);
-        let (domain, kind) = (Argument::Value(libc::AF_UNIX as u64), Argument::Value(libc::SOCK_SEQPACKET as u64));
-        program.call("socketpair", libc::SYS_socketpair, &[domain, kind, 0.into(), pair.into()]);
+        let (domain, kind) = (
+            Argument::Value(libc::AF_UNIX as u64),
+            Argument::Value(libc::SOCK_SEQPACKET as u64),
+        );
+        program.call(
+            "socketpair",
+            libc::SYS_socketpair,
+            &[domain, kind, 0.into(), pair.into()],
+        );
         let results = data.reserve(program.results());
         let program = program.assemble(results);
         let memory = self.memory()?;
@@ -518,22 +629,44 @@ impl Twin {
         // The table was empty, so the two ends are 0 and 1.
         let handle = rustix::process::pidfd_open(self.pid, PidfdFlags::empty())?;
         let far_end = rustix::process::pidfd_getfd(&handle, 1, PidfdGetfdFlags::empty())?;
-        let passed: Vec<_> = way.descriptors().into_iter().map(|descriptor| descriptor.as_fd()).collect();
+        let passed: Vec<_> = way
+            .descriptors()
+            .into_iter()
+            .map(|descriptor| descriptor.as_fd())
+            .collect();
         wire::send(&far_end, &(), &passed)
     }
 
     /// Has a new process run the program that locks it down, and sets it to go on from the moment.
-    fn enter(&self, watch: &Watch<'_>, child: Pid, scratch: u64, program: &Assembled) -> io::Result<()> {
+    fn enter(
+        &self,
+        watch: &Watch<'_>,
+        child: Pid,
+        scratch: u64,
+        program: &Assembled,
+    ) -> io::Result<()> {
         watch.expect(child, Stopped::Still, STEP_LIMIT)?;
         set_general(child, self.moment.general.at(scratch + SECOND))?;
         run_to_end(watch, child, scratch + SECOND, program)?;
-        call(watch, child, &self.moment, libc::SYS_munmap, [scratch, SCRATCH, 0, 0, 0, 0])?;
+        call(
+            watch,
+            child,
+            &self.moment,
+            libc::SYS_munmap,
+            [scratch, SCRATCH, 0, 0, 0, 0],
+        )?;
         // Last, behind the filters: from here on the memory decides where this process continues.
         let area = &self.moment.sequences;
         if area.address != 0 {
             let (size, signature) = (u64::from(area.size), u64::from(area.signature));
             // A refusal is the session's own loss: its C library goes without.
-            let _ = call(watch, child, &self.moment, libc::SYS_rseq, [area.address, size, 0, signature, 0, 0]);
+            let _ = call(
+                watch,
+                child,
+                &self.moment,
+                libc::SYS_rseq,
+                [area.address, size, 0, signature, 0, 0],
+            );
         }
         set_general(child, self.moment.general.returning(0))?;
         sys::write_registers(child, registers::EXTENDED, &self.moment.extended)?;
@@ -557,13 +690,21 @@ impl Twin {
         program.call("recvmsg", libc::SYS_recvmsg, &[0.into(), message.into()]);
         // The kernel gives the lowest numbers that are free, in order.
         let mut numbers = (2_u64..).map(Argument::Value);
-        let mut next = || numbers.next().expect("there are more numbers than descriptors");
+        let mut next = || {
+            numbers
+                .next()
+                .expect("there are more numbers than descriptors")
+        };
         let (channel, own_pid_namespace) = (next(), next());
         let [pid, mnt, net, ipc, uts, user] = std::array::from_fn(|_| next());
         let root = next();
         let rules = way.rules.map(|_| next());
         if way.family.is_some() {
-            program.call("setns family", libc::SYS_setns, &[next(), (libc::CLONE_NEWUSER as u64).into()]);
+            program.call(
+                "setns family",
+                libc::SYS_setns,
+                &[next(), (libc::CLONE_NEWUSER as u64).into()],
+            );
             let id = Argument::Value(entry.id.into());
             program.call("setresgid", libc::SYS_setresgid, &[id, id, id]);
             program.call("setresuid", libc::SYS_setresuid, &[id, id, id]);
@@ -571,11 +712,16 @@ impl Twin {
         let zero = data.put(b"0");
         for _ in way.doors {
             // A zero stands for the writer.
-            program.call("enter the control group", libc::SYS_write, &[next(), zero.into(), 1.into()]);
+            program.call(
+                "enter the control group",
+                libc::SYS_write,
+                &[next(), zero.into(), 1.into()],
+            );
         }
         program.call("setns pid", libc::SYS_setns, &[pid]);
-        for (name, namespace) in
-            ["setns mnt", "setns net", "setns ipc", "setns uts"].into_iter().zip([mnt, net, ipc, uts])
+        for (name, namespace) in ["setns mnt", "setns net", "setns ipc", "setns uts"]
+            .into_iter()
+            .zip([mnt, net, ipc, uts])
         {
             program.call(name, libc::SYS_setns, &[namespace]);
         }
@@ -592,7 +738,11 @@ impl Twin {
         }
         place(user, USER_NAMESPACE);
         place(own_pid_namespace, OWN_PID_NAMESPACE);
-        program.call("close_range", libc::SYS_close_range, &[0.into(), (CHANNEL - 1).into()]);
+        program.call(
+            "close_range",
+            libc::SYS_close_range,
+            &[0.into(), (CHANNEL - 1).into()],
+        );
         let shared = (libc::CLONE_VM | libc::CLONE_FILES) as u64;
         match self.moment.thread_number {
             Some(place) => {
@@ -614,7 +764,11 @@ impl Twin {
     fn enter_program(&self, data: &mut Data, entry: &Entry, way: &Way<'_>) -> Program {
         let mut program = Program::without(&entry.skipped_steps);
         let name = data.put(b"python\0");
-        program.call("name", libc::SYS_prctl, &[(libc::PR_SET_NAME as u64).into(), name.into()]);
+        program.call(
+            "name",
+            libc::SYS_prctl,
+            &[(libc::PR_SET_NAME as u64).into(), name.into()],
+        );
         // Leaves the process group of the jail: signals to a group reach across namespaces.
         program.call("setsid", libc::SYS_setsid, &[]);
         let cgroup = Argument::Value(libc::CLONE_NEWCGROUP as u64);
@@ -624,7 +778,11 @@ impl Twin {
         for limit in &entry.rlimits {
             let both = data.put(&[limit.value.to_ne_bytes(), limit.value.to_ne_bytes()].concat());
             let resource = u64::from(limit.resource);
-            program.call("prlimit64", libc::SYS_prlimit64, &[0.into(), resource.into(), both.into()]);
+            program.call(
+                "prlimit64",
+                libc::SYS_prlimit64,
+                &[0.into(), resource.into(), both.into()],
+            );
         }
         // The bounding set needs a capability to be emptied, so it goes before the capabilities.
         for capability in 0..=entry.last_capability {
@@ -635,16 +793,32 @@ impl Twin {
         let nothing = data.put(&[0; 24]);
         program.call("capset", libc::SYS_capset, &[header.into(), nothing.into()]);
         // The change of user made /proc/self belong to the host's root; give it back.
-        program.call("prctl", libc::SYS_prctl, &[(libc::PR_SET_DUMPABLE as u64).into(), 1.into()]);
-        program.call("prctl", libc::SYS_prctl, &[(libc::PR_SET_NO_NEW_PRIVS as u64).into(), 1.into()]);
+        program.call(
+            "prctl",
+            libc::SYS_prctl,
+            &[(libc::PR_SET_DUMPABLE as u64).into(), 1.into()],
+        );
+        program.call(
+            "prctl",
+            libc::SYS_prctl,
+            &[(libc::PR_SET_NO_NEW_PRIVS as u64).into(), 1.into()],
+        );
         if way.rules.is_some() {
-            program.call("landlock_restrict_self", libc::SYS_landlock_restrict_self, &[RULES.into()]);
+            program.call(
+                "landlock_restrict_self",
+                libc::SYS_landlock_restrict_self,
+                &[RULES.into()],
+            );
             program.call("close", libc::SYS_close, &[RULES.into()]);
         }
         let path = data.put(b"/dev/null\0");
         let flags = Argument::Value(libc::O_RDWR as u64);
         // The lowest number is free, so this is 0.
-        let null = program.call("open", libc::SYS_openat, &[(libc::AT_FDCWD as u64).into(), path.into(), flags]);
+        let null = program.call(
+            "open",
+            libc::SYS_openat,
+            &[(libc::AT_FDCWD as u64).into(), path.into(), flags],
+        );
         program.call("dup", libc::SYS_dup, &[null.into()]);
         program.call("dup", libc::SYS_dup, &[null.into()]);
         let mut load = |name, steps: &[u8]| {
@@ -690,7 +864,12 @@ const CAPABILITY_VERSION_3: u32 = 0x2008_0522;
 
 /// Lets a process run its program, which begins at this address, until it has made another process.
 /// Returns that one.
-fn run_to_process(watch: &Watch<'_>, process: Pid, begin: u64, program: &Assembled) -> io::Result<Pid> {
+fn run_to_process(
+    watch: &Watch<'_>,
+    process: Pid,
+    begin: u64,
+    program: &Assembled,
+) -> io::Result<Pid> {
     require_no_rseq(process)?;
     sys::resume(process, Resume::Freely, 0)?;
     match watch.stop_of(process, STEP_LIMIT)? {
@@ -700,7 +879,11 @@ fn run_to_process(watch: &Watch<'_>, process: Pid, begin: u64, program: &Assembl
             program.ended(ended.instruction().wrapping_sub(begin), ended.result())?;
             return Err(io::Error::other("a twin made no process"));
         }
-        other => return Err(io::Error::other(format!("a twin stopped for another reason: {other:?}"))),
+        other => {
+            return Err(io::Error::other(format!(
+                "a twin stopped for another reason: {other:?}"
+            )));
+        }
     }
     let number = i32::try_from(sys::event_message(process)?).unwrap_or(0);
     Pid::from_raw(number).ok_or_else(|| io::ErrorKind::NotFound.into())
@@ -723,7 +906,9 @@ const RSEQ_FLAG_UNREGISTER: u64 = 1;
 fn require_no_rseq(process: Pid) -> io::Result<()> {
     match sys::restartable_sequences(process) {
         Ok(area) if area.address == 0 => Ok(()),
-        Ok(_) => Err(io::Error::other("a stopped process has restartable sequences registered")),
+        Ok(_) => Err(io::Error::other(
+            "a stopped process has restartable sequences registered",
+        )),
         // No such request: parking has shown that this kernel has no restartable sequences.
         Err(error) if error.raw_os_error() == Some(libc::EIO) => Ok(()),
         Err(error) => Err(unverified_rseq(error)),
@@ -736,14 +921,30 @@ fn unverified_rseq(cause: io::Error) -> io::Error {
 }
 
 /// Has a stopped process make one system call at the instruction of its moment, and makes sure that it is that call.
-fn call(watch: &Watch<'_>, process: Pid, moment: &Moment, number: i64, arguments: [u64; 6]) -> io::Result<i64> {
-    set_general(process, moment.general.calling(moment.enter(), number.cast_unsigned(), arguments))?;
+fn call(
+    watch: &Watch<'_>,
+    process: Pid,
+    moment: &Moment,
+    number: i64,
+    arguments: [u64; 6],
+) -> io::Result<i64> {
+    set_general(
+        process,
+        moment
+            .general
+            .calling(moment.enter(), number.cast_unsigned(), arguments),
+    )?;
     sys::resume(process, Resume::ToSystemCall, 0)?;
     watch.expect_entry(process)?;
-    let wanted =
-        sys::SystemCall { number: number.cast_unsigned(), arguments, returns_to: moment.general.instruction() };
+    let wanted = sys::SystemCall {
+        number: number.cast_unsigned(),
+        arguments,
+        returns_to: moment.general.instruction(),
+    };
     if sys::system_call(process)? != Some(wanted) {
-        return Err(io::Error::other("the memory of the session is not what it was: it entered the kernel elsewhere"));
+        return Err(io::Error::other(
+            "the memory of the session is not what it was: it entered the kernel elsewhere",
+        ));
     }
     sys::resume(process, Resume::ToSystemCall, 0)?;
     let mut made = None;
@@ -754,7 +955,11 @@ fn call(watch: &Watch<'_>, process: Pid, moment: &Moment, number: i64, arguments
             sys::resume(process, Resume::ToSystemCall, 0)?;
             watch.expect(process, Stopped::SystemCall, STEP_LIMIT)?;
         }
-        other => return Err(io::Error::other(format!("a stopped process did something else: {other:?}"))),
+        other => {
+            return Err(io::Error::other(format!(
+                "a stopped process did something else: {other:?}"
+            )));
+        }
     }
     let result = general_of(process)?.result();
     if result < 0 && result > -4096 {
@@ -791,7 +996,8 @@ struct Data {
 impl Data {
     fn reserve(&mut self, size: usize) -> u64 {
         let place = self.base + self.bytes.len() as u64;
-        self.bytes.resize(self.bytes.len() + size.next_multiple_of(8), 0);
+        self.bytes
+            .resize(self.bytes.len() + size.next_multiple_of(8), 0);
         place
     }
 
@@ -847,7 +1053,9 @@ mod tests {
         }
 
         fn watch(&self) -> Watch<'_> {
-            Watch { changes: &self.changes }
+            Watch {
+                changes: &self.changes,
+            }
         }
 
         fn memory(&self) -> File {
@@ -864,7 +1072,10 @@ mod tests {
             run_to_end(&self.watch(), self.twin.pid, scratch, &assembled)?;
             let mut bytes = vec![0; program.results()];
             self.memory().read_exact_at(&mut bytes, scratch + DATA)?;
-            Ok(bytes.chunks_exact(8).map(|eight| i64::from_ne_bytes(eight.try_into().unwrap())).collect())
+            Ok(bytes
+                .chunks_exact(8)
+                .map(|eight| i64::from_ne_bytes(eight.try_into().unwrap()))
+                .collect())
         }
     }
 
@@ -875,7 +1086,8 @@ mod tests {
     }
 
     fn state_of(process: Pid) -> char {
-        let status = std::fs::read_to_string(format!("/proc/{}/stat", process.as_raw_pid())).unwrap();
+        let status =
+            std::fs::read_to_string(format!("/proc/{}/stat", process.as_raw_pid())).unwrap();
         status.rsplit_once(") ").unwrap().1.chars().next().unwrap()
     }
 
@@ -885,10 +1097,17 @@ mod tests {
         let ask = |number, arguments| parked.twin.call(&parked.watch(), number, arguments);
         let number = parked.twin.pid.as_raw_pid();
         assert_eq!(ask(libc::SYS_getpid, [0; 6]).unwrap(), i64::from(number));
-        assert_eq!(ask(libc::SYS_getppid, [0; 6]).unwrap(), i64::from(std::process::id()));
+        assert_eq!(
+            ask(libc::SYS_getppid, [0; 6]).unwrap(),
+            i64::from(std::process::id())
+        );
         let refused = ask(libc::SYS_close, [99_999, 0, 0, 0, 0, 0]).unwrap_err();
         assert_eq!(refused.raw_os_error(), Some(libc::EBADF));
-        assert_eq!(ask(libc::SYS_getpid, [0; 6]).unwrap(), i64::from(number), "a call that failed is no harm");
+        assert_eq!(
+            ask(libc::SYS_getpid, [0; 6]).unwrap(),
+            i64::from(number),
+            "a call that failed is no harm"
+        );
         assert_eq!(state_of(parked.twin.pid), 't');
     }
 
@@ -908,7 +1127,9 @@ mod tests {
                 .unwrap();
             assert_eq!(&held, b"before");
             assert_eq!(state_of(twin.pid), 't');
-            let number = twin.call(&parked.watch(), libc::SYS_getpid, [0; 6]).unwrap();
+            let number = twin
+                .call(&parked.watch(), libc::SYS_getpid, [0; 6])
+                .unwrap();
             assert_eq!(number, i64::from(twin.pid.as_raw_pid()));
             twin.end();
         }
@@ -921,10 +1142,22 @@ mod tests {
         let scratch = parked.twin.map_scratch(&parked.watch()).unwrap();
         parked.memory().write_all_at(b"name\0", scratch).unwrap();
         let file = program.call("memfd_create", libc::SYS_memfd_create, &[scratch.into()]);
-        let written = program.call("write", libc::SYS_write, &[file.into(), scratch.into(), 4.into()]);
-        let moved = program.call("lseek", libc::SYS_lseek, &[file.into(), 0.into(), (libc::SEEK_CUR as u64).into()]);
+        let written = program.call(
+            "write",
+            libc::SYS_write,
+            &[file.into(), scratch.into(), 4.into()],
+        );
+        let moved = program.call(
+            "lseek",
+            libc::SYS_lseek,
+            &[file.into(), 0.into(), (libc::SEEK_CUR as u64).into()],
+        );
         // As many bytes as were written are cut off again.
-        program.call("ftruncate", libc::SYS_ftruncate, &[file.into(), written.into()]);
+        program.call(
+            "ftruncate",
+            libc::SYS_ftruncate,
+            &[file.into(), written.into()],
+        );
         program.call("close", libc::SYS_close, &[file.into()]);
         let results = parked.run(&program).unwrap();
         assert_eq!((results[1], results[2], results[4]), (4, 4, 0), "{moved:?}");
@@ -940,8 +1173,14 @@ mod tests {
         program.call("umask", libc::SYS_umask, &[0o22.into()]);
         let error = parked.run(&program).unwrap_err();
         assert!(error.to_string().starts_with("close nothing: "), "{error}");
-        let mask = parked.twin.call(&parked.watch(), libc::SYS_umask, [0; 6]).unwrap();
-        assert_eq!(mask, 0o77, "the first step was made and the last one was not");
+        let mask = parked
+            .twin
+            .call(&parked.watch(), libc::SYS_umask, [0; 6])
+            .unwrap();
+        assert_eq!(
+            mask, 0o77,
+            "the first step was made and the last one was not"
+        );
     }
 
     #[test]
@@ -950,15 +1189,42 @@ mod tests {
             return;
         }
         // A loop, the gate of 32-bit calls, a break point, no instruction, nothing.
-        for bytes in [[0xeb, 0xfe], [0xcd, 0x80], [0xcc, 0x90], [0x0f, 0x0b], [0x90, 0x90]] {
+        for bytes in [
+            [0xeb, 0xfe],
+            [0xcd, 0x80],
+            [0xcc, 0x90],
+            [0x0f, 0x0b],
+            [0x90, 0x90],
+        ] {
             let parked = Parked::new();
             let number = i64::from(parked.twin.pid.as_raw_pid());
             // Control: it is the instruction that is used.
-            assert_eq!(parked.twin.call(&parked.watch(), libc::SYS_getpid, [0; 6]).unwrap(), number);
-            parked.memory().write_all_at(&bytes, parked.twin.moment.enter()).unwrap();
-            let arguments =
-                [0, 4096, libc::PROT_READ as u64, (libc::MAP_PRIVATE | libc::MAP_ANONYMOUS) as u64, u64::MAX, 0];
-            assert!(parked.twin.call(&parked.watch(), libc::SYS_mmap, arguments).is_err(), "{bytes:?}");
+            assert_eq!(
+                parked
+                    .twin
+                    .call(&parked.watch(), libc::SYS_getpid, [0; 6])
+                    .unwrap(),
+                number
+            );
+            parked
+                .memory()
+                .write_all_at(&bytes, parked.twin.moment.enter())
+                .unwrap();
+            let arguments = [
+                0,
+                4096,
+                libc::PROT_READ as u64,
+                (libc::MAP_PRIVATE | libc::MAP_ANONYMOUS) as u64,
+                u64::MAX,
+                0,
+            ];
+            assert!(
+                parked
+                    .twin
+                    .call(&parked.watch(), libc::SYS_mmap, arguments)
+                    .is_err(),
+                "{bytes:?}"
+            );
         }
     }
 
@@ -966,7 +1232,10 @@ mod tests {
     /// make a system call.
     fn arm_rseq(parked: &Parked) {
         let area = parked.twin.moment.sequences;
-        assert!(area.address != 0, "the C library of the tests registers restartable sequences");
+        assert!(
+            area.address != 0,
+            "the C library of the tests registers restartable sequences"
+        );
         let scratch = parked.twin.map_scratch(&parked.watch()).unwrap();
         let handler = scratch + 128;
         let section: Vec<u8> = [0, parked.twin.moment.enter(), registers::ENTER, handler + 4]
@@ -979,7 +1248,10 @@ mod tests {
         registers::trap(&mut code);
         parked.memory().write_all_at(&code, handler).unwrap();
         // `rseq_cs` follows two numbers of processors.
-        parked.memory().write_all_at(&scratch.to_ne_bytes(), area.address + 8).unwrap();
+        parked
+            .memory()
+            .write_all_at(&scratch.to_ne_bytes(), area.address + 8)
+            .unwrap();
     }
 
     #[test]
@@ -987,10 +1259,20 @@ mod tests {
         let parked = Parked::new();
         arm_rseq(&parked);
         let number = i64::from(parked.twin.pid.as_raw_pid());
-        assert_eq!(parked.twin.call(&parked.watch(), libc::SYS_getpid, [0; 6]).unwrap(), number);
+        assert_eq!(
+            parked
+                .twin
+                .call(&parked.watch(), libc::SYS_getpid, [0; 6])
+                .unwrap(),
+            number
+        );
         let copy = parked.twin.copy(&parked.watch(), None, true).unwrap();
         let number = i64::from(copy.pid.as_raw_pid());
-        assert_eq!(copy.call(&parked.watch(), libc::SYS_getpid, [0; 6]).unwrap(), number);
+        assert_eq!(
+            copy.call(&parked.watch(), libc::SYS_getpid, [0; 6])
+                .unwrap(),
+            number
+        );
         copy.end();
     }
 
@@ -999,13 +1281,34 @@ mod tests {
         let parked = Parked::new();
         let area = parked.twin.moment.sequences;
         require_no_rseq(parked.twin.pid).unwrap();
-        let arguments = [area.address, area.size.into(), 0, area.signature.into(), 0, 0];
-        parked.twin.call(&parked.watch(), libc::SYS_rseq, arguments).unwrap();
-        assert!(parked.run(&Program::default()).unwrap_err().to_string().contains("restartable sequences"));
+        let arguments = [
+            area.address,
+            area.size.into(),
+            0,
+            area.signature.into(),
+            0,
+            0,
+        ];
+        parked
+            .twin
+            .call(&parked.watch(), libc::SYS_rseq, arguments)
+            .unwrap();
+        assert!(
+            parked
+                .run(&Program::default())
+                .unwrap_err()
+                .to_string()
+                .contains("restartable sequences")
+        );
         // Control: registered, its memory steers it, so that it no longer makes the call it is
         // asked for.
         arm_rseq(&parked);
-        assert!(parked.twin.call(&parked.watch(), libc::SYS_getpid, [0; 6]).is_err());
+        assert!(
+            parked
+                .twin
+                .call(&parked.watch(), libc::SYS_getpid, [0; 6])
+                .is_err()
+        );
     }
 
     #[test]

@@ -30,7 +30,9 @@ use crate::root::{self, RootError, Tree};
 use crate::seccomp::Filters;
 use crate::sys::{self, Forked};
 use crate::twin::{Approach, Entry, Moment, Stopped, Twin, Watch, Way};
-use crate::wire::{self, BEGINNING, Command, Event, FamilyId, Generation, LeftOut, Origin, Programs, Setup, Slot};
+use crate::wire::{
+    self, BEGINNING, Command, Event, FamilyId, Generation, LeftOut, Origin, Programs, Setup, Slot,
+};
 use crate::zygote::{Word as ZygoteWord, Zygote};
 
 /// Chosen first when memory runs out: checkpoints that are not the newest, then live sessions, then anything else. The newest checkpoint is what is left of a
@@ -140,7 +142,13 @@ struct Ready {
 pub(crate) fn main(start: Start) -> ! {
     let commands = start.commands.try_clone();
     if let (Err(error), Ok(commands)) = (run(start), commands) {
-        let _ = wire::send(&commands, &Event::Broken { why: guardian::chain(&error) }, &[]);
+        let _ = wire::send(
+            &commands,
+            &Event::Broken {
+                why: guardian::chain(&error),
+            },
+            &[],
+        );
     }
     sys::exit_now(0);
 }
@@ -155,7 +163,8 @@ fn run(start: Start) -> Result<(), RootError> {
     {
         return Ok(());
     }
-    rustix::thread::set_name(c"cb-warden").map_err(|cause| RootError::new("could not name the warden", cause))?;
+    rustix::thread::set_name(c"cb-warden")
+        .map_err(|cause| RootError::new("could not name the warden", cause))?;
     become_warden_root(&start.setup).map_err(failed("could not become root of the jail"))?;
     // The kernel forgets the promise when a process changes its user.
     end_with_the_guardian()?;
@@ -168,7 +177,12 @@ fn run(start: Start) -> Result<(), RootError> {
     } else {
         Vec::new()
     };
-    root::become_root(&trees, &standing, &start.setup.shown_limits, &start.setup.leave_out)?;
+    root::become_root(
+        &trees,
+        &standing,
+        &start.setup.shown_limits,
+        &start.setup.leave_out,
+    )?;
     drop(trees);
     sys::bring_loopback_up().map_err(failed("could not bring up the loopback interface"))?;
     let mut warden = Warden {
@@ -190,7 +204,9 @@ fn run(start: Start) -> Result<(), RootError> {
     };
     let own = rustix::process::pidfd_open(rustix::process::getpid(), PidfdFlags::empty())
         .map_err(|cause| RootError::new("could not open the warden's own process", cause))?;
-    warden.tell(&Event::Ready, &[&own]).map_err(failed("could not tell that the warden is ready"))?;
+    warden
+        .tell(&Event::Ready, &[&own])
+        .map_err(failed("could not tell that the warden is ready"))?;
     drop(own);
     warden.serve().map_err(failed("the warden's loop broke"))
 }
@@ -200,10 +216,21 @@ fn entry(setup: &Setup, rlimits: &[wire::ResourceLimit], filters: &Filters) -> E
     let last = std::fs::read_to_string("/proc/sys/kernel/cap_last_cap").ok();
     let without_filters = setup.leave_out.contains(&LeftOut::Seccomp);
     Entry {
-        rlimits: rlimits.iter().map(|limit| limit.within_the_hosts()).collect(),
+        rlimits: rlimits
+            .iter()
+            .map(|limit| limit.within_the_hosts())
+            .collect(),
         id: INSIDE_ID,
-        closing_filter: if without_filters { Vec::new() } else { filters.closing_bytes() },
-        still_filter: if without_filters { Vec::new() } else { filters.still_bytes() },
+        closing_filter: if without_filters {
+            Vec::new()
+        } else {
+            filters.closing_bytes()
+        },
+        still_filter: if without_filters {
+            Vec::new()
+        } else {
+            filters.still_bytes()
+        },
         // The newest that this was written for; the posture shows if the kernel knows more.
         last_capability: last.and_then(|text| text.trim().parse().ok()).unwrap_or(40),
         skipped_steps: setup.skipped_steps.clone(),
@@ -231,7 +258,10 @@ fn become_warden_root(setup: &Setup) -> io::Result<()> {
 
 impl Warden {
     fn tell(&self, event: &Event, descriptors: &[&OwnedFd]) -> io::Result<()> {
-        let descriptors: Vec<_> = descriptors.iter().map(|descriptor| descriptor.as_fd()).collect();
+        let descriptors: Vec<_> = descriptors
+            .iter()
+            .map(|descriptor| descriptor.as_fd())
+            .collect();
         wire::send(&self.commands, event, &descriptors)
     }
 
@@ -268,20 +298,33 @@ impl Warden {
     }
 
     fn wait_for_something(&self) -> io::Result<Ready> {
-        let listening = || self.sandboxes.iter().filter(|(_, sandbox)| sandbox.listening);
+        let listening = || {
+            self.sandboxes
+                .iter()
+                .filter(|(_, sandbox)| sandbox.listening)
+        };
         let zygotes = || self.zygotes.iter().filter(|zygote| zygote.listening);
-        let mut events = vec![PollFd::new(&self.commands, PollFlags::IN), PollFd::new(&self.children, PollFlags::IN)];
+        let mut events = vec![
+            PollFd::new(&self.commands, PollFlags::IN),
+            PollFd::new(&self.children, PollFlags::IN),
+        ];
         events.extend(zygotes().map(|zygote| PollFd::new(&zygote.socket, PollFlags::IN)));
         let families = || self.families.iter().filter(|(_, family)| family.listening);
         events.extend(families().map(|(_, family)| PollFd::new(&family.socket, PollFlags::IN)));
         events.extend(listening().map(|(_, sandbox)| PollFd::new(&sandbox.orders, PollFlags::IN)));
         let inits = || {
-            let standing = self.sandboxes.iter().filter(|(_, sandbox)| sandbox.standing);
+            let standing = self
+                .sandboxes
+                .iter()
+                .filter(|(_, sandbox)| sandbox.standing);
             standing.filter_map(|(slot, sandbox)| Some((slot, sandbox.init.as_ref()?)))
         };
         events.extend(inits().map(|(_, init)| PollFd::new(init, PollFlags::IN)));
-        let interpreters =
-            || self.sandboxes.iter().filter_map(|(slot, sandbox)| Some((slot, sandbox.interpreter.as_ref()?)));
+        let interpreters = || {
+            self.sandboxes
+                .iter()
+                .filter_map(|(slot, sandbox)| Some((slot, sandbox.interpreter.as_ref()?)))
+        };
         events.extend(interpreters().map(|(_, live)| PollFd::new(&live.handle, PollFlags::IN)));
         loop {
             match rustix::event::poll(&mut events, None) {
@@ -295,11 +338,23 @@ impl Warden {
         let (commands, _children) = (next(), next());
         Ok(Ready {
             commands,
-            zygotes: zygotes().filter(|_| next()).map(|zygote| zygote.pid).collect(),
-            families: families().filter(|_| next()).map(|(family, _)| *family).collect(),
-            inits: listening().filter(|_| next()).map(|(slot, _)| *slot).collect(),
+            zygotes: zygotes()
+                .filter(|_| next())
+                .map(|zygote| zygote.pid)
+                .collect(),
+            families: families()
+                .filter(|_| next())
+                .map(|(family, _)| *family)
+                .collect(),
+            inits: listening()
+                .filter(|_| next())
+                .map(|(slot, _)| *slot)
+                .collect(),
             ended_inits: inits().filter(|_| next()).map(|(slot, _)| *slot).collect(),
-            ended: interpreters().filter(|_| next()).map(|(slot, _)| *slot).collect(),
+            ended: interpreters()
+                .filter(|_| next())
+                .map(|(slot, _)| *slot)
+                .collect(),
         })
     }
 
@@ -307,8 +362,12 @@ impl Warden {
     fn refuse(&self, command: &Command, error: &io::Error) -> io::Result<()> {
         let why = format!("the jail cannot take its descriptors: {error}");
         match *command {
-            Command::Prepare { slot, .. } | Command::Fork { slot, .. } => self.tell(&Event::Failed { slot, why }, &[]),
-            Command::Errand { slot, number, .. } => self.tell(&Event::ErrandFailed { slot, number, why }, &[]),
+            Command::Prepare { slot, .. } | Command::Fork { slot, .. } => {
+                self.tell(&Event::Failed { slot, why }, &[])
+            }
+            Command::Errand { slot, number, .. } => {
+                self.tell(&Event::ErrandFailed { slot, number, why }, &[])
+            }
             // No other command carries any.
             _ => Ok(()),
         }
@@ -321,25 +380,49 @@ impl Warden {
             Ok(()) => Ok(()),
             // The server has ended.
             Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Err(error),
-            Err(error) => self.tell(&Event::Failed { slot, why: error.to_string() }, &[]),
+            Err(error) => self.tell(
+                &Event::Failed {
+                    slot,
+                    why: error.to_string(),
+                },
+                &[],
+            ),
         }
     }
 
     fn carry_out(&mut self, command: Command, descriptors: Vec<OwnedFd>) -> io::Result<()> {
         match command {
             Command::Warm => self.warm(),
-            Command::Prepare { slot, family, apart } => match self.prepare(slot, family, apart, &descriptors) {
+            Command::Prepare {
+                slot,
+                family,
+                apart,
+            } => match self.prepare(slot, family, apart, &descriptors) {
                 // The family tells when the init exists.
                 Ok(()) => Ok(()),
                 Err(error) => {
                     self.end_family_without_members(family);
-                    self.tell(&Event::Failed { slot, why: guardian::chain(&error) }, &[])
+                    self.tell(
+                        &Event::Failed {
+                            slot,
+                            why: guardian::chain(&error),
+                        },
+                        &[],
+                    )
                 }
             },
             Command::Sweep { slot, number } => self.order(slot, &Order::Sweep { number }),
-            Command::Fork { slot, generation, from, keep, programs } => {
+            Command::Fork {
+                slot,
+                generation,
+                from,
+                keep,
+                programs,
+            } => {
                 let forked = self.fork(slot, generation, from, programs, &descriptors);
-                if let (Err(ForkError::InitLate), Some(sandbox)) = (&forked, self.sandboxes.get_mut(&slot)) {
+                if let (Err(ForkError::InitLate), Some(sandbox)) =
+                    (&forked, self.sandboxes.get_mut(&slot))
+                {
                     sandbox.deferred = Some((command, descriptors));
                     return Ok(());
                 }
@@ -350,8 +433,16 @@ impl Warden {
                     Ok(handle)
                 });
                 match kept {
-                    Ok(handle) => self.tell_or_fail(slot, &Event::Forked { slot, generation }, &[&handle]),
-                    Err(error) => self.tell(&Event::Failed { slot, why: guardian::chain(&error) }, &[]),
+                    Ok(handle) => {
+                        self.tell_or_fail(slot, &Event::Forked { slot, generation }, &[&handle])
+                    }
+                    Err(error) => self.tell(
+                        &Event::Failed {
+                            slot,
+                            why: guardian::chain(&error),
+                        },
+                        &[],
+                    ),
                 }
             }
             Command::Release { slot, generation } => self.release(slot, generation),
@@ -361,22 +452,38 @@ impl Warden {
             },
             Command::LookAway { slot, number } => self.look_away(slot, number),
             Command::Forget { slot, number } => {
-                let forgotten = self.sandboxes.get_mut(&slot).and_then(|sandbox| sandbox.checkpoints.remove(&number));
+                let forgotten = self
+                    .sandboxes
+                    .get_mut(&slot)
+                    .and_then(|sandbox| sandbox.checkpoints.remove(&number));
                 if let Some(twin) = forgotten {
                     end_twin(&mut self.ending, slot, &twin);
                 }
                 Ok(())
             }
-            Command::Errand { slot, number, has_input } => {
+            Command::Errand {
+                slot,
+                number,
+                has_input,
+            } => {
                 let luggage = Luggage::unpack(descriptors, has_input);
-                match luggage.ok_or(ErrandError::Luggage).and_then(|luggage| self.send_on_errand(slot, number, luggage))
+                match luggage
+                    .ok_or(ErrandError::Luggage)
+                    .and_then(|luggage| self.send_on_errand(slot, number, luggage))
                 {
-                    Ok(handle) => match self.tell(&Event::ErrandMade { slot, number }, &[&handle]) {
-                        Err(error) if error.kind() != io::ErrorKind::BrokenPipe => {
-                            self.tell(&Event::ErrandFailed { slot, number, why: error.to_string() }, &[])
+                    Ok(handle) => {
+                        match self.tell(&Event::ErrandMade { slot, number }, &[&handle]) {
+                            Err(error) if error.kind() != io::ErrorKind::BrokenPipe => self.tell(
+                                &Event::ErrandFailed {
+                                    slot,
+                                    number,
+                                    why: error.to_string(),
+                                },
+                                &[],
+                            ),
+                            told => told,
                         }
-                        told => told,
-                    },
+                    }
                     Err(ErrandError::Lost(error)) => Err(error),
                     Err(error) => {
                         let why = guardian::chain(&error);
@@ -384,8 +491,15 @@ impl Warden {
                     }
                 }
             }
-            Command::SignalErrand { slot, number, signal } => {
-                let process = self.sandboxes.get(&slot).and_then(|sandbox| sandbox.errands.get(&number));
+            Command::SignalErrand {
+                slot,
+                number,
+                signal,
+            } => {
+                let process = self
+                    .sandboxes
+                    .get(&slot)
+                    .and_then(|sandbox| sandbox.errands.get(&number));
                 if let (Some(process), Some(signal)) = (process, Signal::from_named_raw(signal)) {
                     // It is not collected yet, so its number is still its own. Until it leads a group it is alone.
                     let _ = rustix::process::kill_process(*process, signal);
@@ -404,21 +518,30 @@ impl Warden {
     fn mask_again(&mut self) -> io::Result<()> {
         self.masked = self.masked.wrapping_add(1);
         let slots: Vec<Slot> = self.sandboxes.keys().copied().collect();
-        slots.into_iter().try_for_each(|slot| self.mask_sandbox(slot))
+        slots
+            .into_iter()
+            .try_for_each(|slot| self.mask_sandbox(slot))
     }
 
     /// Covers again what was replaced since a sandbox was begun, or ends it.
     fn mask_sandbox(&mut self, slot: Slot) -> io::Result<()> {
         let masked = self.masked;
-        let stale = |sandbox: &&mut Sandbox| sandbox.standing && !sandbox.apart && sandbox.masked != masked;
-        let Some(sandbox) = self.sandboxes.get_mut(&slot).filter(stale) else { return Ok(()) };
+        let stale =
+            |sandbox: &&mut Sandbox| sandbox.standing && !sandbox.apart && sandbox.masked != masked;
+        let Some(sandbox) = self.sandboxes.get_mut(&slot).filter(stale) else {
+            return Ok(());
+        };
         // Files are found in the first; whether a name can be taken away, the kernel decides by the second.
         let namespaces = sandbox.mounts.as_ref().zip(sandbox.namespaces.get(MOUNTS));
-        let Some((original, copy)) = namespaces else { return Ok(()) };
-        let Some(family) = self.families.get(&sandbox.family) else { return Ok(()) };
-        let covered = [original, copy]
-            .into_iter()
-            .try_for_each(|mounts| mask::place_again(&self.setup.masks, &family.user_namespace, mounts));
+        let Some((original, copy)) = namespaces else {
+            return Ok(());
+        };
+        let Some(family) = self.families.get(&sandbox.family) else {
+            return Ok(());
+        };
+        let covered = [original, copy].into_iter().try_for_each(|mounts| {
+            mask::place_again(&self.setup.masks, &family.user_namespace, mounts)
+        });
         match covered {
             Ok(()) => {
                 sandbox.masked = masked;
@@ -443,21 +566,46 @@ impl Warden {
                 self.zygotes.push(zygote);
                 Ok(())
             }
-            Err(error) => self.tell(&Event::ZygoteEnded { was_warm: false, words: error.to_string() }, &[]),
+            Err(error) => self.tell(
+                &Event::ZygoteEnded {
+                    was_warm: false,
+                    words: error.to_string(),
+                },
+                &[],
+            ),
         }
     }
 
     /// Asks the family for an init, after making the family if this is its first sandbox.
-    fn prepare(&mut self, slot: Slot, id: FamilyId, apart: bool, doors: &[OwnedFd]) -> Result<(), RootError> {
-        let failed = |cause: io::Error| RootError::new("could not make the sandbox's namespaces", cause);
+    fn prepare(
+        &mut self,
+        slot: Slot,
+        id: FamilyId,
+        apart: bool,
+        doors: &[OwnedFd],
+    ) -> Result<(), RootError> {
+        let failed =
+            |cause: io::Error| RootError::new("could not make the sandbox's namespaces", cause);
         self.check_room().map_err(failed)?;
         if !self.families.contains_key(&id) {
-            let mounts = if apart { OperatorMounts::None } else { self.operator_mounts(id)? };
-            self.families.insert(id, Family::start(&self.setup, id, &mounts)?);
+            let mounts = if apart {
+                OperatorMounts::None
+            } else {
+                self.operator_mounts(id)?
+            };
+            self.families
+                .insert(id, Family::start(&self.setup, id, &mounts)?);
         }
-        let family = self.families.get(&id).ok_or_else(|| failed(io::ErrorKind::NotFound.into()))?;
+        let family = self
+            .families
+            .get(&id)
+            .ok_or_else(|| failed(io::ErrorKind::NotFound.into()))?;
         let (orders, theirs) = wire::pair().map_err(failed)?;
-        let scratch = if apart { self.setup.scratch_apart } else { self.setup.scratch };
+        let scratch = if apart {
+            self.setup.scratch_apart
+        } else {
+            self.setup.scratch
+        };
         family.make(slot, scratch, &theirs, doors).map_err(failed)?;
         let sandbox = Sandbox {
             family: id,
@@ -485,7 +633,9 @@ impl Warden {
     fn check_room(&self) -> io::Result<()> {
         // The kernel gives out the lowest free number, so it tells how many are in use.
         let free = rustix::io::fcntl_dupfd_cloexec(&self.commands, 0)?;
-        let most = rustix::process::getrlimit(rustix::process::Resource::Nofile).current.unwrap_or(u64::MAX);
+        let most = rustix::process::getrlimit(rustix::process::Resource::Nofile)
+            .current
+            .unwrap_or(u64::MAX);
         if free.as_raw_fd() as u64 + RESERVED_DESCRIPTORS >= most {
             return Err(rustix::io::Errno::MFILE.into());
         }
@@ -493,16 +643,23 @@ impl Warden {
     }
 
     fn operator_mounts(&self, family: FamilyId) -> Result<OperatorMounts, RootError> {
-        let Some(guardian) = &self.mounts_from_guardian else { return Ok(OperatorMounts::Standing) };
+        let Some(guardian) = &self.mounts_from_guardian else {
+            return Ok(OperatorMounts::Standing);
+        };
         if self.setup.mounts.is_empty() {
             return Ok(OperatorMounts::None);
         }
-        let failed = |cause: io::Error| RootError::new("could not ask the guardian for mounts", cause);
+        let failed =
+            |cause: io::Error| RootError::new("could not ask the guardian for mounts", cause);
         wire::send(guardian, &OpenMounts { family }, &[]).map_err(failed)?;
-        let (OpenedMounts { error }, opened) =
-            wire::receive(guardian).map_err(failed)?.ok_or_else(|| failed(io::ErrorKind::UnexpectedEof.into()))?;
+        let (OpenedMounts { error }, opened) = wire::receive(guardian)
+            .map_err(failed)?
+            .ok_or_else(|| failed(io::ErrorKind::UnexpectedEof.into()))?;
         match error {
-            Some(why) => Err(RootError::new("could not open the operator's mounts", io::Error::other(why))),
+            Some(why) => Err(RootError::new(
+                "could not open the operator's mounts",
+                io::Error::other(why),
+            )),
             None => Ok(OperatorMounts::Given(
                 self.setup
                     .mounts
@@ -533,7 +690,11 @@ impl Warden {
         let ready = self.await_init(slot, family).and_then(|()| {
             let sandbox = self.sandboxes.get(&slot).ok_or(ForkError::NotReady)?;
             let root = sandbox.root.as_ref().ok_or(ForkError::NotReady)?;
-            Ok((sandbox, root, self.families.get(&family).ok_or(ForkError::NotReady)?))
+            Ok((
+                sandbox,
+                root,
+                self.families.get(&family).ok_or(ForkError::NotReady)?,
+            ))
         });
         let (sandbox, root, family) = match ready {
             Ok(ready) => ready,
@@ -552,8 +713,18 @@ impl Warden {
             rules: sandbox.rules.as_ref(),
             programs,
         };
-        let entry = if sandbox.apart { &self.entry_apart } else { &self.entry };
-        let spawned = twin.spawn(&Watch { changes: &self.children }, entry, &way);
+        let entry = if sandbox.apart {
+            &self.entry_apart
+        } else {
+            &self.entry
+        };
+        let spawned = twin.spawn(
+            &Watch {
+                changes: &self.children,
+            },
+            entry,
+            &way,
+        );
         let spawned = spawned.and_then(|pid| {
             // From here on it holds the memory of a session, and must hold no right outside the
             // family.
@@ -563,13 +734,23 @@ impl Warden {
         let spawned = spawned.map_err(ForkError::Enter);
         let made = spawned.and_then(|pid| {
             let handle = rustix::process::pidfd_open(pid, PidfdFlags::empty());
-            let handle = handle.and_then(|handle| Ok((rustix::io::fcntl_dupfd_cloexec(&handle, 0)?, handle)));
-            handle.map(|(theirs, ours)| (pid, theirs, ours)).map_err(|error| ForkError::Enter(error.into()))
+            let handle = handle
+                .and_then(|handle| Ok((rustix::io::fcntl_dupfd_cloexec(&handle, 0)?, handle)));
+            handle
+                .map(|(theirs, ours)| (pid, theirs, ours))
+                .map_err(|error| ForkError::Enter(error.into()))
         });
         match made {
             Ok((pid, theirs, handle)) => {
                 score(pid, SCORE_OF_LIVE);
-                let live = Live { pid, generation, handle, twin: Some(twin), waits: true, approach: None };
+                let live = Live {
+                    pid,
+                    generation,
+                    handle,
+                    twin: Some(twin),
+                    waits: true,
+                    approach: None,
+                };
                 let sandbox = self.sandboxes.get_mut(&slot).ok_or(ForkError::NotReady)?;
                 sandbox.interpreter = Some(live);
                 Ok(theirs)
@@ -584,14 +765,19 @@ impl Warden {
 
     /// Finds the family of a sandbox that can take an interpreter made from `from`.
     fn family_for(&self, slot: Slot, from: Origin) -> Result<FamilyId, ForkError> {
-        let sandbox = self.sandboxes.get(&slot).filter(|sandbox| sandbox.interpreter.is_none() && sandbox.standing);
+        let sandbox = self
+            .sandboxes
+            .get(&slot)
+            .filter(|sandbox| sandbox.interpreter.is_none() && sandbox.standing);
         let sandbox = sandbox.ok_or(ForkError::NotReady)?;
         match from {
             Origin::Zygote => Ok(sandbox.family),
             Origin::Checkpoint { slot: source, .. } => {
                 let source = self.sandboxes.get(&source).ok_or(ForkError::NoOrigin)?;
                 // The kernel would refuse it too.
-                (source.family == sandbox.family).then_some(sandbox.family).ok_or(ForkError::Stranger)
+                (source.family == sandbox.family)
+                    .then_some(sandbox.family)
+                    .ok_or(ForkError::Stranger)
             }
         }
     }
@@ -606,13 +792,25 @@ impl Warden {
                 return Ok(());
             }
             let family = self.families.get(&id).filter(|family| family.listening);
-            let family = family.filter(|_| sandbox.standing && sandbox.listening).ok_or(ForkError::NotReady)?;
+            let family = family
+                .filter(|_| sandbox.standing && sandbox.listening)
+                .ok_or(ForkError::NotReady)?;
             let left = INIT_WAIT.saturating_sub(begun.elapsed());
             if left.is_zero() {
-                return Err(if is_stopped(family.pid) { ForkError::NotReady } else { ForkError::InitLate });
+                return Err(if is_stopped(family.pid) {
+                    ForkError::NotReady
+                } else {
+                    ForkError::InitLate
+                });
             }
-            let mut events = [PollFd::new(&family.socket, PollFlags::IN), PollFd::new(&sandbox.orders, PollFlags::IN)];
-            let pause = Timespec { tv_sec: 0, tv_nsec: left.subsec_nanos().into() };
+            let mut events = [
+                PollFd::new(&family.socket, PollFlags::IN),
+                PollFd::new(&sandbox.orders, PollFlags::IN),
+            ];
+            let pause = Timespec {
+                tv_sec: 0,
+                tv_nsec: left.subsec_nanos().into(),
+            };
             match rustix::event::poll(&mut events, Some(&pause)) {
                 Ok(_) | Err(rustix::io::Errno::INTR) => {}
                 Err(_) => return Err(ForkError::NotReady),
@@ -629,20 +827,46 @@ impl Warden {
     }
 
     /// Makes a process that will be a program; returns its pidfd.
-    fn send_on_errand(&mut self, slot: Slot, number: u32, luggage: Luggage) -> Result<OwnedFd, ErrandError> {
-        let sandbox = self.sandboxes.get_mut(&slot).filter(|sandbox| sandbox.standing);
+    fn send_on_errand(
+        &mut self,
+        slot: Slot,
+        number: u32,
+        luggage: Luggage,
+    ) -> Result<OwnedFd, ErrandError> {
+        let sandbox = self
+            .sandboxes
+            .get_mut(&slot)
+            .filter(|sandbox| sandbox.standing);
         let sandbox = sandbox.ok_or(ErrandError::NotReady)?;
-        let (pid_namespace, namespaces) = sandbox.namespaces.split_first().ok_or(ErrandError::NotReady)?;
+        let (pid_namespace, namespaces) = sandbox
+            .namespaces
+            .split_first()
+            .ok_or(ErrandError::NotReady)?;
         let root = sandbox.root.as_ref().ok_or(ErrandError::NotReady)?;
         // Without the rules, an interpreter could write to the memory of a program of the same user.
         let rules = sandbox.rules.as_ref().ok_or(ErrandError::NoRules)?;
         let filters = (!self.setup.leave_out.contains(&LeftOut::Seccomp)).then_some(&self.filters);
-        let enter = |namespace: &OwnedFd| rustix::thread::move_into_link_name_space(namespace.as_fd(), None);
+        let enter = |namespace: &OwnedFd| {
+            rustix::thread::move_into_link_name_space(namespace.as_fd(), None)
+        };
         enter(pid_namespace).map_err(|error| ErrandError::Make(error.into()))?;
         let forked = sys::clone_process(0);
         if let Ok(Forked::Child) = &forked {
-            let entry = if sandbox.apart { &self.entry_apart } else { &self.entry };
-            errand::main(luggage, &Place { namespaces, root, rules, filters, entry });
+            let entry = if sandbox.apart {
+                &self.entry_apart
+            } else {
+                &self.entry
+            };
+            errand::main(
+                luggage,
+                &Place {
+                    namespaces,
+                    root,
+                    rules,
+                    filters,
+                    entry,
+                },
+            );
         }
         // Whatever else is made is no business of the sandbox.
         enter(&self.pid_namespace).map_err(|error| ErrandError::Lost(error.into()))?;
@@ -651,26 +875,41 @@ impl Warden {
         };
         sandbox.errands.insert(number, process);
         score(process, SCORE_OF_LIVE);
-        rustix::process::pidfd_open(process, PidfdFlags::empty()).map_err(|error| ErrandError::Make(error.into()))
+        rustix::process::pidfd_open(process, PidfdFlags::empty())
+            .map_err(|error| ErrandError::Make(error.into()))
     }
 
     /// Returns a twin with memory of its own that is what `from` is, in the pid namespace of a
     /// family.
     fn twin_from(&mut self, from: Origin, family: FamilyId) -> Result<Twin, ForkError> {
-        let watch = Watch { changes: &self.children };
+        let watch = Watch {
+            changes: &self.children,
+        };
         let copied = match from {
             Origin::Zygote => {
-                let zygote = self.zygotes.iter().rev().find_map(|zygote| zygote.twin.as_ref());
+                let zygote = self
+                    .zygotes
+                    .iter()
+                    .rev()
+                    .find_map(|zygote| zygote.twin.as_ref());
                 let family = self.families.get(&family).ok_or(ForkError::NotReady)?;
-                zygote.ok_or(ForkError::NoOrigin)?.deliver(&watch, &family.pid_namespace)
+                zygote
+                    .ok_or(ForkError::NoOrigin)?
+                    .deliver(&watch, &family.pid_namespace)
             }
             Origin::Checkpoint { slot, number, last } => {
-                let checkpoints = self.sandboxes.get_mut(&slot).map(|sandbox| &mut sandbox.checkpoints);
+                let checkpoints = self
+                    .sandboxes
+                    .get_mut(&slot)
+                    .map(|sandbox| &mut sandbox.checkpoints);
                 let checkpoints = checkpoints.ok_or(ForkError::NoOrigin)?;
                 if last {
                     return checkpoints.remove(&number).ok_or(ForkError::NoOrigin);
                 }
-                checkpoints.get(&number).ok_or(ForkError::NoOrigin)?.copy(&watch, None, false)
+                checkpoints
+                    .get(&number)
+                    .ok_or(ForkError::NoOrigin)?
+                    .copy(&watch, None, false)
             }
         };
         copied.map_err(|error| {
@@ -686,14 +925,28 @@ impl Warden {
 
     /// Keeps what a new interpreter, which has not run yet, begins with.
     fn keep_beginning(&mut self, slot: Slot) -> io::Result<()> {
-        let watch = Watch { changes: &self.children };
-        let Some(sandbox) = self.sandboxes.get_mut(&slot) else { return Ok(()) };
-        let twin = sandbox.interpreter.as_mut().and_then(|live| live.twin.as_ref()).ok_or(io::ErrorKind::NotFound)?;
+        let watch = Watch {
+            changes: &self.children,
+        };
+        let Some(sandbox) = self.sandboxes.get_mut(&slot) else {
+            return Ok(());
+        };
+        let twin = sandbox
+            .interpreter
+            .as_mut()
+            .and_then(|live| live.twin.as_ref())
+            .ok_or(io::ErrorKind::NotFound)?;
         match twin.copy(&watch, None, true) {
             Ok(copy) => {
                 score(copy.pid, SCORE_OF_NEWEST);
                 sandbox.checkpoints.insert(BEGINNING, copy);
-                self.tell(&Event::Checkpointed { slot, number: BEGINNING }, &[])
+                self.tell(
+                    &Event::Checkpointed {
+                        slot,
+                        number: BEGINNING,
+                    },
+                    &[],
+                )
             }
             Err(error) => {
                 if let Some(live) = &mut sandbox.interpreter
@@ -708,7 +961,10 @@ impl Warden {
     }
 
     fn release(&mut self, slot: Slot, generation: Generation) -> io::Result<()> {
-        let live = self.sandboxes.get_mut(&slot).and_then(|sandbox| sandbox.interpreter.as_mut());
+        let live = self
+            .sandboxes
+            .get_mut(&slot)
+            .and_then(|sandbox| sandbox.interpreter.as_mut());
         if let Some(live) = live.filter(|live| live.generation == generation && live.waits) {
             live.waits = false;
             // One that was killed meanwhile is told by its end.
@@ -718,8 +974,13 @@ impl Warden {
     }
 
     fn watch(&mut self, slot: Slot, number: u32) -> Result<(), String> {
-        let live = self.sandboxes.get_mut(&slot).and_then(|sandbox| sandbox.interpreter.as_mut());
-        let live = live.filter(|live| !live.waits).ok_or("it has no interpreter")?;
+        let live = self
+            .sandboxes
+            .get_mut(&slot)
+            .and_then(|sandbox| sandbox.interpreter.as_mut());
+        let live = live
+            .filter(|live| !live.waits)
+            .ok_or("it has no interpreter")?;
         if live.twin.is_none() {
             return Err("an earlier copy of it failed".to_owned());
         }
@@ -727,14 +988,23 @@ impl Warden {
             return Err("it is being copied already".to_owned());
         }
         let approach = Approach::begin(live.pid, libc::PTRACE_O_TRACESYSGOOD);
-        live.approach = Some((number, approach.map_err(|error| format!("it cannot be watched: {error}"))?));
+        live.approach = Some((
+            number,
+            approach.map_err(|error| format!("it cannot be watched: {error}"))?,
+        ));
         Ok(())
     }
 
     fn look_away(&mut self, slot: Slot, number: u32) -> io::Result<()> {
-        let live = self.sandboxes.get_mut(&slot).and_then(|sandbox| sandbox.interpreter.as_mut());
+        let live = self
+            .sandboxes
+            .get_mut(&slot)
+            .and_then(|sandbox| sandbox.interpreter.as_mut());
         match live {
-            Some(Live { approach: Some((watched, approach)), .. }) if *watched == number => {
+            Some(Live {
+                approach: Some((watched, approach)),
+                ..
+            }) if *watched == number => {
                 // One that has just ended is told by its end.
                 let _ = approach.give_up();
                 Ok(())
@@ -745,14 +1015,22 @@ impl Warden {
 
     /// A watched interpreter stopped: one step nearer to its branch point, or there.
     fn approached(&mut self, slot: Slot, stopped: Stopped) -> io::Result<()> {
-        let Some(sandbox) = self.sandboxes.get_mut(&slot) else { return Ok(()) };
-        let Some(live) = &mut sandbox.interpreter else { return Ok(()) };
-        let Some((number, approach)) = &mut live.approach else { return Ok(()) };
+        let Some(sandbox) = self.sandboxes.get_mut(&slot) else {
+            return Ok(());
+        };
+        let Some(live) = &mut sandbox.interpreter else {
+            return Ok(());
+        };
+        let Some((number, approach)) = &mut live.approach else {
+            return Ok(());
+        };
         let number = *number;
         let checkpointed = match approach.step(stopped) {
             Ok(None) => return Ok(()),
             Ok(Some(moment)) => {
-                let watch = Watch { changes: &self.children };
+                let watch = Watch {
+                    changes: &self.children,
+                };
                 copy_at(live, &watch, moment).map_err(|error| {
                     // It may be running what is in its memory.
                     if let Some(twin) = live.twin.take() {
@@ -783,8 +1061,12 @@ impl Warden {
     /// An interpreter has ended. Its parent is its twin, which never waits for it, so the kernel
     /// still knows how it ended. With the twin gone, the first process of the family collects it.
     fn interpreter_ended(&mut self, slot: Slot) -> io::Result<()> {
-        let Some(sandbox) = self.sandboxes.get_mut(&slot) else { return Ok(()) };
-        let Some(live) = sandbox.interpreter.take() else { return Ok(()) };
+        let Some(sandbox) = self.sandboxes.get_mut(&slot) else {
+            return Ok(());
+        };
+        let Some(live) = sandbox.interpreter.take() else {
+            return Ok(());
+        };
         // One that was collected already went with its twin, which the kernel kills when memory
         // runs out.
         let status = exit_status(live.pid).unwrap_or(libc::SIGKILL);
@@ -792,9 +1074,23 @@ impl Warden {
             end_twin(&mut self.ending, slot, twin);
         }
         if let Some((number, _)) = live.approach {
-            self.tell(&Event::NotCheckpointed { slot, number, why: "it ended".to_owned() }, &[])?;
+            self.tell(
+                &Event::NotCheckpointed {
+                    slot,
+                    number,
+                    why: "it ended".to_owned(),
+                },
+                &[],
+            )?;
         }
-        self.tell(&Event::Exited { slot, generation: live.generation, status }, &[])?;
+        self.tell(
+            &Event::Exited {
+                slot,
+                generation: live.generation,
+                status,
+            },
+            &[],
+        )?;
         self.tell_if_gone(slot)
     }
 
@@ -814,17 +1110,31 @@ impl Warden {
             // before it hears of the fork that failed, and waits for the next one. A server that is
             // gone is noticed by the loop.
             Origin::Zygote => {
-                if let Some(zygote) = self.zygotes.iter_mut().rev().find(|zygote| zygote.twin.is_some()) {
+                if let Some(zygote) = self
+                    .zygotes
+                    .iter_mut()
+                    .rev()
+                    .find(|zygote| zygote.twin.is_some())
+                {
                     let _ = rustix::process::kill_process(zygote.pid, Signal::KILL);
                     zygote.twin = None;
                     zygote.replaced = true;
                     let words = "it could not be copied and was ended".to_owned();
-                    let _ = self.tell(&Event::ZygoteEnded { was_warm: true, words }, &[]);
+                    let _ = self.tell(
+                        &Event::ZygoteEnded {
+                            was_warm: true,
+                            words,
+                        },
+                        &[],
+                    );
                 }
             }
             // Its end is told when it is collected.
             Origin::Checkpoint { slot, number, .. } => {
-                let twin = self.sandboxes.get(&slot).and_then(|sandbox| sandbox.checkpoints.get(&number));
+                let twin = self
+                    .sandboxes
+                    .get(&slot)
+                    .and_then(|sandbox| sandbox.checkpoints.get(&number));
                 if let Some(twin) = twin {
                     twin.end();
                 }
@@ -833,7 +1143,9 @@ impl Warden {
     }
 
     fn destroy(&mut self, slot: Slot) -> io::Result<()> {
-        let Some(sandbox) = self.sandboxes.get_mut(&slot) else { return self.tell(&Event::Destroyed { slot }, &[]) };
+        let Some(sandbox) = self.sandboxes.get_mut(&slot) else {
+            return self.tell(&Event::Destroyed { slot }, &[]);
+        };
         sandbox.unwanted = true;
         sandbox.deferred = None;
         if let Some(init) = &sandbox.init {
@@ -857,7 +1169,9 @@ impl Warden {
     }
 
     fn hear_zygote(&mut self, pid: Pid) -> io::Result<()> {
-        let Some(index) = self.zygotes.iter().position(|zygote| zygote.pid == pid) else { return Ok(()) };
+        let Some(index) = self.zygotes.iter().position(|zygote| zygote.pid == pid) else {
+            return Ok(());
+        };
         let zygote = &mut self.zygotes[index];
         let word = match wire::receive::<ZygoteWord>(&zygote.socket) {
             Ok(Some((word, _))) => word,
@@ -870,9 +1184,15 @@ impl Warden {
         };
         match word {
             ZygoteWord::Warm { objects } => {
-                let (watch, quick) = (Watch { changes: &self.children }, self.setup.zygote.quick);
+                let (watch, quick) = (
+                    Watch {
+                        changes: &self.children,
+                    },
+                    self.setup.zygote.quick,
+                );
                 let parked = self.zygotes[index].park(&watch, &objects, quick);
-                let parked = parked.and_then(|()| Ok(rustix::process::pidfd_open(pid, PidfdFlags::empty())?));
+                let parked = parked
+                    .and_then(|()| Ok(rustix::process::pidfd_open(pid, PidfdFlags::empty())?));
                 let handle = match parked {
                     Ok(handle) => handle,
                     Err(error) => {
@@ -881,7 +1201,13 @@ impl Warden {
                         // Its end is told here, with the reason.
                         (zygote.twin, zygote.replaced) = (None, true);
                         let words = format!("the warm interpreter could not be parked: {error}");
-                        return self.tell(&Event::ZygoteEnded { was_warm: false, words }, &[]);
+                        return self.tell(
+                            &Event::ZygoteEnded {
+                                was_warm: false,
+                                words,
+                            },
+                            &[],
+                        );
                     }
                 };
                 // Copies of the older ones live on; as children of a dead parent they come to this process.
@@ -895,10 +1221,14 @@ impl Warden {
     }
 
     fn hear_family(&mut self, id: FamilyId) -> io::Result<()> {
-        let Some(family) = self.families.get_mut(&id) else { return Ok(()) };
+        let Some(family) = self.families.get_mut(&id) else {
+            return Ok(());
+        };
         match wire::receive_or_lose::<FamilyWord>(&family.socket) {
             Ok(Some((FamilyWord::Made { slot }, handles))) => {
-                let Some(sandbox) = self.sandboxes.get_mut(&slot) else { return Ok(()) };
+                let Some(sandbox) = self.sandboxes.get_mut(&slot) else {
+                    return Ok(());
+                };
                 let handles = handles.and_then(|mut handles| {
                     let init = handles.pop().ok_or(io::ErrorKind::InvalidData)?;
                     Ok((init.try_clone()?, init))
@@ -914,7 +1244,13 @@ impl Warden {
                     // Its init ends when its socket is closed, which this does.
                     Err(error) => {
                         sandbox.standing = false;
-                        self.tell(&Event::Failed { slot, why: error.to_string() }, &[])?;
+                        self.tell(
+                            &Event::Failed {
+                                slot,
+                                why: error.to_string(),
+                            },
+                            &[],
+                        )?;
                         self.tell_if_gone(slot)
                     }
                 }
@@ -937,7 +1273,9 @@ impl Warden {
     }
 
     fn hear_init(&mut self, slot: Slot) -> io::Result<()> {
-        let Some(sandbox) = self.sandboxes.get_mut(&slot) else { return Ok(()) };
+        let Some(sandbox) = self.sandboxes.get_mut(&slot) else {
+            return Ok(());
+        };
         let word = match wire::receive_or_lose::<InitWord>(&sandbox.orders) {
             Ok(Some((word, Ok(descriptors)))) => Ok(Some((word, descriptors))),
             Ok(Some((_, Err(error)))) => {
@@ -949,14 +1287,23 @@ impl Warden {
             Err(error) => Err(error),
         };
         match word {
-            Ok(Some((InitWord::Opened { doors }, sockets))) => {
-                self.tell_or_fail(slot, &Event::Opened { slot, doors }, &sockets.iter().collect::<Vec<_>>())
-            }
+            Ok(Some((InitWord::Opened { doors }, sockets))) => self.tell_or_fail(
+                slot,
+                &Event::Opened { slot, doors },
+                &sockets.iter().collect::<Vec<_>>(),
+            ),
             Ok(Some((InitWord::Ready, mut descriptors))) => {
-                sandbox.rules = if descriptors.len() > JOINED.len() + 2 { descriptors.pop() } else { None };
+                sandbox.rules = if descriptors.len() > JOINED.len() + 2 {
+                    descriptors.pop()
+                } else {
+                    None
+                };
                 sandbox.mounts = descriptors.pop();
                 sandbox.root = descriptors.pop();
-                let namespaces = descriptors.iter().map(identity_of).collect::<io::Result<_>>();
+                let namespaces = descriptors
+                    .iter()
+                    .map(identity_of)
+                    .collect::<io::Result<_>>();
                 sandbox.namespaces = descriptors;
                 let deferred = sandbox.deferred.take();
                 match namespaces {
@@ -964,11 +1311,23 @@ impl Warden {
                         self.mask_sandbox(slot)?;
                         self.tell(&Event::Prepared { slot, namespaces }, &[])?;
                     }
-                    Err(error) => return self.tell(&Event::Failed { slot, why: error.to_string() }, &[]),
+                    Err(error) => {
+                        return self.tell(
+                            &Event::Failed {
+                                slot,
+                                why: error.to_string(),
+                            },
+                            &[],
+                        );
+                    }
                 }
-                deferred.map_or(Ok(()), |(fork, descriptors)| self.carry_out(fork, descriptors))
+                deferred.map_or(Ok(()), |(fork, descriptors)| {
+                    self.carry_out(fork, descriptors)
+                })
             }
-            Ok(Some((InitWord::Swept { number }, _))) => self.tell(&Event::Swept { slot, number }, &[]),
+            Ok(Some((InitWord::Swept { number }, _))) => {
+                self.tell(&Event::Swept { slot, number }, &[])
+            }
             Ok(Some((InitWord::Failed { why }, _))) => self.tell(&Event::Failed { slot, why }, &[]),
             // Its end is told when it is collected as a child.
             Ok(None) | Err(_) => {
@@ -991,7 +1350,12 @@ impl Warden {
             } else if let Some(slot) = self.slot_where(|live| live.pid == pid) {
                 // The end of one is noticed by its handle.
                 let watched = |live: &Live| live.approach.is_some();
-                if stopped != Stopped::Ended && self.sandboxes[&slot].interpreter.as_ref().is_some_and(watched) {
+                if stopped != Stopped::Ended
+                    && self.sandboxes[&slot]
+                        .interpreter
+                        .as_ref()
+                        .is_some_and(watched)
+                {
                     self.approached(slot, stopped)?;
                 }
             } else if stopped != Stopped::Ended {
@@ -1003,15 +1367,27 @@ impl Warden {
                 let zygote = self.zygotes.remove(index);
                 if !zygote.replaced {
                     let words = zygote.last_words();
-                    self.tell(&Event::ZygoteEnded { was_warm: zygote.twin.is_some(), words }, &[])?;
+                    self.tell(
+                        &Event::ZygoteEnded {
+                            was_warm: zygote.twin.is_some(),
+                            words,
+                        },
+                        &[],
+                    )?;
                 }
             } else if let Some(id) = self.family_of(pid) {
                 self.family_ended(id)?;
-            } else if let Some(slot) = self.slot_where(|live| live.twin.as_ref().is_some_and(|twin| twin.pid == pid)) {
+            } else if let Some(slot) =
+                self.slot_where(|live| live.twin.as_ref().is_some_and(|twin| twin.pid == pid))
+            {
                 // Where the kernel took the twin for its memory, it took the interpreter too, whose
                 // end is told by itself. An interpreter whose twin alone was killed goes on, and
                 // cannot be copied any more.
-                if let Some(live) = self.sandboxes.get_mut(&slot).and_then(|sandbox| sandbox.interpreter.as_mut()) {
+                if let Some(live) = self
+                    .sandboxes
+                    .get_mut(&slot)
+                    .and_then(|sandbox| sandbox.interpreter.as_mut())
+                {
                     live.twin = None;
                 }
             } else {
@@ -1023,12 +1399,16 @@ impl Warden {
 
     fn slot_where(&self, wanted: impl Fn(&Live) -> bool) -> Option<Slot> {
         let mut all = self.sandboxes.iter();
-        all.find(|(_, sandbox)| sandbox.interpreter.as_ref().is_some_and(&wanted)).map(|(slot, _)| *slot)
+        all.find(|(_, sandbox)| sandbox.interpreter.as_ref().is_some_and(&wanted))
+            .map(|(slot, _)| *slot)
     }
 
     fn errand_of(&self, pid: Pid) -> Option<(Slot, u32)> {
         self.sandboxes.iter().find_map(|(slot, sandbox)| {
-            let (number, _) = sandbox.errands.iter().find(|(_, process)| **process == pid)?;
+            let (number, _) = sandbox
+                .errands
+                .iter()
+                .find(|(_, process)| **process == pid)?;
             Some((*slot, *number))
         })
     }
@@ -1037,13 +1417,24 @@ impl Warden {
         if let Some(sandbox) = self.sandboxes.get_mut(&slot) {
             sandbox.errands.remove(&number);
         }
-        self.tell(&Event::ErrandEnded { slot, number, status }, &[])?;
+        self.tell(
+            &Event::ErrandEnded {
+                slot,
+                number,
+                status,
+            },
+            &[],
+        )?;
         self.tell_if_gone(slot)
     }
 
     fn checkpoint_ended(&mut self, pid: Pid) -> io::Result<()> {
         let lost = self.sandboxes.iter_mut().find_map(|(slot, sandbox)| {
-            let number = sandbox.checkpoints.iter().find(|(_, twin)| twin.pid == pid).map(|(number, _)| *number)?;
+            let number = sandbox
+                .checkpoints
+                .iter()
+                .find(|(_, twin)| twin.pid == pid)
+                .map(|(number, _)| *number)?;
             sandbox.checkpoints.remove(&number);
             Some((*slot, number))
         });
@@ -1064,7 +1455,9 @@ impl Warden {
         if !gone || self.ending.values().any(|of| *of == slot) {
             return Ok(());
         }
-        let Some(id) = self.sandboxes.get(&slot).map(|sandbox| sandbox.family) else { return Ok(()) };
+        let Some(id) = self.sandboxes.get(&slot).map(|sandbox| sandbox.family) else {
+            return Ok(());
+        };
         match self.families.get(&id) {
             // The last one is gone when the family is, whose uid may then be used again.
             Some(family) if !self.is_needed_beside(id, slot) => {
@@ -1081,22 +1474,37 @@ impl Warden {
     /// Whether a sandbox other than this one needs its family. One that is unwanted and has no init
     /// does not: a first process that was stopped would never make that init.
     fn is_needed_beside(&self, id: FamilyId, slot: Slot) -> bool {
-        let needs = |sandbox: &Sandbox| sandbox.family == id && !(sandbox.unwanted && sandbox.init.is_none());
-        self.sandboxes.iter().any(|(other, sandbox)| *other != slot && needs(sandbox))
+        let needs = |sandbox: &Sandbox| {
+            sandbox.family == id && !(sandbox.unwanted && sandbox.init.is_none())
+        };
+        self.sandboxes
+            .iter()
+            .any(|(other, sandbox)| *other != slot && needs(sandbox))
     }
 
     fn family_of(&self, first: Pid) -> Option<FamilyId> {
-        self.families.iter().find(|(_, family)| family.pid == first).map(|(id, _)| *id)
+        self.families
+            .iter()
+            .find(|(_, family)| family.pid == first)
+            .map(|(id, _)| *id)
     }
 
     /// The first process of a family was collected: nothing of the family is left.
     fn family_ended(&mut self, id: FamilyId) -> io::Result<()> {
         self.families.remove(&id);
-        let members: Vec<Slot> =
-            self.sandboxes.iter().filter(|(_, sandbox)| sandbox.family == id).map(|(slot, _)| *slot).collect();
+        let members: Vec<Slot> = self
+            .sandboxes
+            .iter()
+            .filter(|(_, sandbox)| sandbox.family == id)
+            .map(|(slot, _)| *slot)
+            .collect();
         for slot in members {
             // The ends of inits that were made are noticed by their handles.
-            if let Some(sandbox) = self.sandboxes.get_mut(&slot).filter(|sandbox| sandbox.init.is_none()) {
+            if let Some(sandbox) = self
+                .sandboxes
+                .get_mut(&slot)
+                .filter(|sandbox| sandbox.init.is_none())
+            {
                 sandbox.standing = false;
             }
             self.tell_if_gone(slot)?;
@@ -1140,7 +1548,10 @@ fn copy_at(live: &mut Live, watch: &Watch<'_>, moment: Moment) -> io::Result<Twi
 
 /// Says how readily the kernel takes a process when memory runs out. It matters only then, so a failure is no reason to stop.
 fn score(process: Pid, score: &str) {
-    let _ = std::fs::write(format!("/proc/{}/oom_score_adj", process.as_raw_pid()), score);
+    let _ = std::fs::write(
+        format!("/proc/{}/oom_score_adj", process.as_raw_pid()),
+        score,
+    );
 }
 
 /// Why there is no new interpreter.
@@ -1201,7 +1612,9 @@ fn require_family(twin: Pid, family: &Family) -> io::Result<()> {
     if entered == identity_of(&family.user_namespace)? {
         Ok(())
     } else {
-        Err(io::Error::other("its twin is not in the user namespace of its family"))
+        Err(io::Error::other(
+            "its twin is not in the user namespace of its family",
+        ))
     }
 }
 

@@ -9,8 +9,8 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::PathBuf;
 
 use rustix::net::{
-    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
-    SendAncillaryMessage, SendFlags, SocketFlags, SocketType,
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags,
+    SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketFlags, SocketType,
 };
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
@@ -139,7 +139,10 @@ impl ResourceLimit {
     /// The same limit, or the host's if that is stricter: only the host could raise it.
     pub(crate) fn within_the_hosts(self) -> ResourceLimit {
         let most = crate::sys::hard_limit(self.resource).unwrap_or(u64::MAX);
-        ResourceLimit { value: self.value.min(most), ..self }
+        ResourceLimit {
+            value: self.value.min(most),
+            ..self
+        }
     }
 }
 
@@ -189,10 +192,20 @@ pub enum Command {
     /// Makes an empty sandbox. Carries the ways into its control group. The first sandbox of a family
     /// makes the family. A family that is `apart` has none of the operator's mounts, and so working
     /// folders of its own.
-    Prepare { slot: Slot, family: FamilyId, apart: bool },
+    Prepare {
+        slot: Slot,
+        family: FamilyId,
+        apart: bool,
+    },
     /// Makes an interpreter; carries its end of the channel and the ways into its control group. It stands locked down and still until `Release`. With
     /// `keep`, the state in which it begins is the checkpoint `BEGINNING` of its sandbox.
-    Fork { slot: Slot, generation: Generation, from: Origin, keep: bool, programs: Programs },
+    Fork {
+        slot: Slot,
+        generation: Generation,
+        from: Origin,
+        keep: bool,
+        programs: Programs,
+    },
     /// Lets a new interpreter run; by now the server has checked it.
     Release { slot: Slot, generation: Generation },
     /// Watches the interpreter until it comes to its branch point, and makes a checkpoint there.
@@ -203,9 +216,17 @@ pub enum Command {
     Forget { slot: Slot, number: u32 },
     /// Starts a program beside the interpreter. Carries an `Errand`, where it tells how far it has come, the gate at which it waits for a byte, its
     /// standard output and error, its standard input if it `has_input`, and the ways into its control group.
-    Errand { slot: Slot, number: u32, has_input: bool },
+    Errand {
+        slot: Slot,
+        number: u32,
+        has_input: bool,
+    },
     /// Sends a signal to a program and the group of processes that it leads. One that has ended gets nothing.
-    SignalErrand { slot: Slot, number: u32, signal: i32 },
+    SignalErrand {
+        slot: Slot,
+        number: u32,
+        signal: i32,
+    },
     /// Ends every process of the sandbox but its init. The number comes back with the answer, so that nobody takes an earlier answer for his.
     Sweep { slot: Slot, number: u32 },
     /// Covers again, in every sandbox, what somebody outside has replaced. A sandbox in which that
@@ -251,23 +272,42 @@ pub enum Event {
     /// The ways out of the sandbox's network; carries their sockets.
     Opened { slot: Slot, doors: Vec<Door> },
     /// The sandbox is complete; these are the namespaces that its interpreters must be in.
-    Prepared { slot: Slot, namespaces: Vec<PathBuf> },
+    Prepared {
+        slot: Slot,
+        namespaces: Vec<PathBuf>,
+    },
     /// An interpreter was made and stands still; carries its pidfd.
     Forked { slot: Slot, generation: Generation },
     /// An interpreter ended; the status is the kernel's wait status.
-    Exited { slot: Slot, generation: Generation, status: i32 },
+    Exited {
+        slot: Slot,
+        generation: Generation,
+        status: i32,
+    },
     /// A process was made that will be a program; carries its pidfd.
     ErrandMade { slot: Slot, number: u32 },
     /// It could not be made.
-    ErrandFailed { slot: Slot, number: u32, why: String },
+    ErrandFailed {
+        slot: Slot,
+        number: u32,
+        why: String,
+    },
     /// It ended; the status is the kernel's wait status.
-    ErrandEnded { slot: Slot, number: u32, status: i32 },
+    ErrandEnded {
+        slot: Slot,
+        number: u32,
+        status: i32,
+    },
     /// The interpreter is watched and may be asked to come to its branch point.
     Watched { slot: Slot, number: u32 },
     /// The checkpoint exists.
     Checkpointed { slot: Slot, number: u32 },
     /// The interpreter goes on, and there is no checkpoint.
-    NotCheckpointed { slot: Slot, number: u32, why: String },
+    NotCheckpointed {
+        slot: Slot,
+        number: u32,
+        why: String,
+    },
     /// A checkpoint is gone that nobody gave up: the kernel needed its memory.
     CheckpointLost { slot: Slot, number: u32 },
     /// No process but the init is left in the sandbox, and every sweep up to this number has been carried out.
@@ -285,18 +325,36 @@ pub type Received<M> = (M, io::Result<Vec<OwnedFd>>);
 
 /// Makes a pair of connected packet sockets.
 pub fn pair() -> io::Result<(OwnedFd, OwnedFd)> {
-    let (one, other) = rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?;
+    let (one, other) = rustix::net::socketpair(
+        AddressFamily::UNIX,
+        SocketType::SEQPACKET,
+        SocketFlags::CLOEXEC,
+        None,
+    )?;
     Ok((one, other))
 }
 
 /// Sends one message with descriptors.
-pub fn send<M: Serialize>(socket: impl AsFd, message: &M, descriptors: &[BorrowedFd<'_>]) -> io::Result<()> {
+pub fn send<M: Serialize>(
+    socket: impl AsFd,
+    message: &M,
+    descriptors: &[BorrowedFd<'_>],
+) -> io::Result<()> {
     send_with(socket, message, descriptors, SendFlags::NOSIGNAL)
 }
 
 /// Sends like `send`, but fails where `send` would wait because the other end does not read.
-pub(crate) fn send_now<M: Serialize>(socket: impl AsFd, message: &M, descriptors: &[BorrowedFd<'_>]) -> io::Result<()> {
-    send_with(socket, message, descriptors, SendFlags::NOSIGNAL | SendFlags::DONTWAIT)
+pub(crate) fn send_now<M: Serialize>(
+    socket: impl AsFd,
+    message: &M,
+    descriptors: &[BorrowedFd<'_>],
+) -> io::Result<()> {
+    send_with(
+        socket,
+        message,
+        descriptors,
+        SendFlags::NOSIGNAL | SendFlags::DONTWAIT,
+    )
 }
 
 fn send_with<M: Serialize>(
@@ -307,7 +365,10 @@ fn send_with<M: Serialize>(
 ) -> io::Result<()> {
     let bytes = serde_json::to_vec(message)?;
     if bytes.len() > LARGEST_MESSAGE || descriptors.len() > MOST_DESCRIPTORS {
-        return Err(io::Error::new(io::ErrorKind::InvalidInput, "the message is too large"));
+        return Err(io::Error::new(
+            io::ErrorKind::InvalidInput,
+            "the message is too large",
+        ));
     }
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST_DESCRIPTORS))];
     let mut ancillary = SendAncillaryBuffer::new(&mut space);
@@ -315,7 +376,9 @@ fn send_with<M: Serialize>(
         let fits = ancillary.push(SendAncillaryMessage::ScmRights(descriptors));
         assert!(fits, "the buffer holds MOST_DESCRIPTORS");
     }
-    rustix::io::retry_on_intr(|| rustix::net::sendmsg(&socket, &[IoSlice::new(&bytes)], &mut ancillary, flags))?;
+    rustix::io::retry_on_intr(|| {
+        rustix::net::sendmsg(&socket, &[IoSlice::new(&bytes)], &mut ancillary, flags)
+    })?;
     Ok(())
 }
 
@@ -335,16 +398,27 @@ pub fn receive_or_lose<M: DeserializeOwned>(socket: impl AsFd) -> io::Result<Opt
     let look = RecvFlags::PEEK | RecvFlags::TRUNC;
     let (_, length) = rustix::io::retry_on_intr(|| rustix::net::recv(&socket, &mut [0; 1], look))?;
     if length > LARGEST_MESSAGE {
-        return Err(io::Error::new(io::ErrorKind::InvalidData, "a message is too large"));
+        return Err(io::Error::new(
+            io::ErrorKind::InvalidData,
+            "a message is too large",
+        ));
     }
     let mut buffer = vec![0; length.max(1)];
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST_DESCRIPTORS))];
     let mut ancillary = RecvAncillaryBuffer::new(&mut space);
     let received = rustix::io::retry_on_intr(|| {
-        rustix::net::recvmsg(&socket, &mut [IoSliceMut::new(&mut buffer)], &mut ancillary, RecvFlags::CMSG_CLOEXEC)
+        rustix::net::recvmsg(
+            &socket,
+            &mut [IoSliceMut::new(&mut buffer)],
+            &mut ancillary,
+            RecvFlags::CMSG_CLOEXEC,
+        )
     })?;
     if received.flags.contains(ReturnFlags::TRUNC) {
-        return Err(io::Error::new(io::ErrorKind::InvalidData, "a message was cut"));
+        return Err(io::Error::new(
+            io::ErrorKind::InvalidData,
+            "a message was cut",
+        ));
     }
     let descriptors: Vec<OwnedFd> = ancillary
         .drain()
@@ -359,8 +433,15 @@ pub fn receive_or_lose<M: DeserializeOwned>(socket: impl AsFd) -> io::Result<Opt
     }
     // The buffer holds as many as a sender may send, so only this process's own limit cuts them.
     let lost = received.flags.contains(ReturnFlags::CTRUNC);
-    let descriptors = if lost { Err(rustix::io::Errno::MFILE.into()) } else { Ok(descriptors) };
-    Ok(Some((serde_json::from_slice(&buffer[..received.bytes])?, descriptors)))
+    let descriptors = if lost {
+        Err(rustix::io::Errno::MFILE.into())
+    } else {
+        Ok(descriptors)
+    };
+    Ok(Some((
+        serde_json::from_slice(&buffer[..received.bytes])?,
+        descriptors,
+    )))
 }
 
 #[cfg(test)]
@@ -374,9 +455,25 @@ mod tests {
     fn a_message_arrives_whole_with_its_descriptors() {
         let (one, other) = pair().unwrap();
         let (mut reader, writer) = std::io::pipe().unwrap();
-        send(&one, &Command::Prepare { slot: Slot(7), family: FamilyId(3), apart: true }, &[writer.as_fd()]).unwrap();
+        send(
+            &one,
+            &Command::Prepare {
+                slot: Slot(7),
+                family: FamilyId(3),
+                apart: true,
+            },
+            &[writer.as_fd()],
+        )
+        .unwrap();
         let (message, mut descriptors) = receive::<Command>(&other).unwrap().unwrap();
-        assert!(matches!(message, Command::Prepare { slot: Slot(7), family: FamilyId(3), apart: true }));
+        assert!(matches!(
+            message,
+            Command::Prepare {
+                slot: Slot(7),
+                family: FamilyId(3),
+                apart: true
+            }
+        ));
         let mut passed = std::fs::File::from(descriptors.remove(0));
         passed.write_all(b"x").unwrap();
         let mut byte = [0];
@@ -399,23 +496,51 @@ mod tests {
             // The limit holds for a whole process, so the test has one of its own.
             let name = "wire::tests::a_message_without_room_for_its_descriptors_is_still_read";
             let mut child = std::process::Command::new(std::env::current_exe().unwrap());
-            let status = child.args(["--exact", name, "--test-threads=1"]).env(CHILD, "1").status().unwrap();
+            let status = child
+                .args(["--exact", name, "--test-threads=1"])
+                .env(CHILD, "1")
+                .status()
+                .unwrap();
             assert!(status.success());
             return;
         }
         let (one, other) = pair().unwrap();
         let (_reader, writer) = std::io::pipe().unwrap();
         for _ in 0..2 {
-            send(&one, &Command::Prepare { slot: Slot(7), family: FamilyId(3), apart: false }, &[writer.as_fd()])
-                .unwrap();
+            send(
+                &one,
+                &Command::Prepare {
+                    slot: Slot(7),
+                    family: FamilyId(3),
+                    apart: false,
+                },
+                &[writer.as_fd()],
+            )
+            .unwrap();
         }
         let limit = getrlimit(Resource::Nofile);
-        setrlimit(Resource::Nofile, Rlimit { current: Some(0), ..limit }).unwrap();
+        setrlimit(
+            Resource::Nofile,
+            Rlimit {
+                current: Some(0),
+                ..limit
+            },
+        )
+        .unwrap();
         let cut = receive_or_lose::<Command>(&other);
         setrlimit(Resource::Nofile, limit).unwrap();
         let whole = receive_or_lose::<Command>(&other);
-        assert!(matches!(cut, Ok(Some((Command::Prepare { slot: Slot(7), .. }, Err(_))))), "{cut:?}");
-        assert!(matches!(whole, Ok(Some((Command::Prepare { .. }, Ok(_))))), "{whole:?}"); // control
+        assert!(
+            matches!(
+                cut,
+                Ok(Some((Command::Prepare { slot: Slot(7), .. }, Err(_))))
+            ),
+            "{cut:?}"
+        );
+        assert!(
+            matches!(whole, Ok(Some((Command::Prepare { .. }, Ok(_))))),
+            "{whole:?}"
+        ); // control
     }
 
     #[test]

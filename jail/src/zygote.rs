@@ -66,8 +66,9 @@ impl Zygote {
     /// Starts Python with the plan for its forks.
     pub(crate) fn start(setup: &Setup, filters: &Filters) -> io::Result<Zygote> {
         let (socket, inside) = wire::pair()?;
-        let (complaints, standard_error) =
-            rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC | rustix::pipe::PipeFlags::NONBLOCK)?;
+        let (complaints, standard_error) = rustix::pipe::pipe_with(
+            rustix::pipe::PipeFlags::CLOEXEC | rustix::pipe::PipeFlags::NONBLOCK,
+        )?;
         let pid = match sys::clone_process(libc::CLONE_NEWNS)? {
             Forked::Child => {
                 let error = become_python(setup, filters, &inside, &standard_error);
@@ -84,11 +85,23 @@ impl Zygote {
             programs: setup.zygote.programs,
         };
         wire::send(&socket, &plan, &[])?;
-        Ok(Zygote { pid, socket, twin: None, replaced: false, listening: true, complaints })
+        Ok(Zygote {
+            pid,
+            socket,
+            twin: None,
+            replaced: false,
+            listening: true,
+            complaints,
+        })
     }
 
     /// Parks it: from now on it is a twin, and never runs again.
-    pub(crate) fn park(&mut self, watch: &Watch<'_>, objects: &[u64], quick: bool) -> io::Result<()> {
+    pub(crate) fn park(
+        &mut self,
+        watch: &Watch<'_>,
+        objects: &[u64],
+        quick: bool,
+    ) -> io::Result<()> {
         let approach = Approach::begin(self.pid, TWIN_OPTIONS)?;
         wire::send(&self.socket, &Request::Park, &[])?;
         let moment = approach.finish(watch)?;
@@ -129,8 +142,13 @@ fn settling_parts(process: Pid, objects: &[u64]) -> io::Result<Vec<Part>> {
         }
         // The first line of a mapping: from-to permissions offset device inode path
         let mut fields = line.split_whitespace();
-        let Some((from, to)) = fields.next().and_then(|range| range.split_once('-')) else { continue };
-        let (Ok(from), Ok(to)) = (u64::from_str_radix(from, 16), u64::from_str_radix(to, 16)) else { continue };
+        let Some((from, to)) = fields.next().and_then(|range| range.split_once('-')) else {
+            continue;
+        };
+        let (Ok(from), Ok(to)) = (u64::from_str_radix(from, 16), u64::from_str_radix(to, 16))
+        else {
+            continue;
+        };
         let permissions = fields.next().unwrap_or_default();
         let path = fields.nth(3).unwrap_or_default();
         let range = from..to;
@@ -138,26 +156,41 @@ fn settling_parts(process: Pid, objects: &[u64]) -> io::Result<Vec<Part>> {
         if of_file {
             end_of_file = to;
         }
-        let holds_objects = path.is_empty() && objects.iter().any(|address| range.contains(address));
+        let holds_objects =
+            path.is_empty() && objects.iter().any(|address| range.contains(address));
         let private = permissions.ends_with('p') && !permissions.contains('x');
         let movable = private && (of_file || holds_objects || path == "[heap]");
-        candidate = movable.then(|| Part { range, writable: permissions.contains('w') });
+        candidate = movable.then(|| Part {
+            range,
+            writable: permissions.contains('w'),
+        });
     }
     Ok(parts)
 }
 
 /// Prepares this process and replaces it by Python. Returns only on failure.
-fn become_python(setup: &Setup, filters: &Filters, socket: &OwnedFd, standard_error: &OwnedFd) -> io::Error {
+fn become_python(
+    setup: &Setup,
+    filters: &Filters,
+    socket: &OwnedFd,
+    standard_error: &OwnedFd,
+) -> io::Error {
     let attempt = || -> io::Result<(CString, Vec<CString>, Vec<CString>)> {
         rustix::thread::set_name(c"cb-zygote")?;
         let attributes = MountAttrFlags::MOUNT_ATTR_NOSUID | MountAttrFlags::MOUNT_ATTR_NODEV;
-        let temporary =
-            root::memory_file_system(&[("mode", "0700"), ("size", "64m"), ("nr_inodes", "4k")], attributes)?;
+        let temporary = root::memory_file_system(
+            &[("mode", "0700"), ("size", "64m"), ("nr_inodes", "4k")],
+            attributes,
+        )?;
         root::attach(&temporary, "/tmp")?;
         std::fs::create_dir(root::HOME)?;
         // What an operator mounts is for sessions.
         root::remove_standing_mounts(setup.mounts.len());
-        let nothing = rustix::fs::open("/dev/null", rustix::fs::OFlags::RDWR, rustix::fs::Mode::empty())?;
+        let nothing = rustix::fs::open(
+            "/dev/null",
+            rustix::fs::OFlags::RDWR,
+            rustix::fs::Mode::empty(),
+        )?;
         rustix::stdio::dup2_stdin(&nothing)?;
         rustix::stdio::dup2_stdout(&nothing)?;
         rustix::stdio::dup2_stderr(standard_error)?;
@@ -165,13 +198,31 @@ fn become_python(setup: &Setup, filters: &Filters, socket: &OwnedFd, standard_er
         sys::unblock_signals();
         // A twin takes descriptors with high numbers, whatever the host's habit is.
         let open_files = rustix::process::getrlimit(Resource::Nofile);
-        rustix::process::setrlimit(Resource::Nofile, Rlimit { current: open_files.maximum, ..open_files })?;
+        rustix::process::setrlimit(
+            Resource::Nofile,
+            Rlimit {
+                current: open_files.maximum,
+                ..open_files
+            },
+        )?;
         // Address space layout and hash seed of all sessions come from here; nothing secret may.
-        rustix::process::setrlimit(Resource::Core, Rlimit { current: Some(0), maximum: Some(1) })?;
+        rustix::process::setrlimit(
+            Resource::Core,
+            Rlimit {
+                current: Some(0),
+                maximum: Some(1),
+            },
+        )?;
         let program = CString::new(setup.zygote.program.as_str())?;
         let arguments = std::iter::once(&setup.zygote.program).chain(&setup.zygote.arguments);
-        let arguments = arguments.map(|text| CString::new(text.as_str())).collect::<Result<Vec<_>, _>>()?;
-        let environment = setup.zygote.environment.iter().map(|(name, value)| CString::new(format!("{name}={value}")));
+        let arguments = arguments
+            .map(|text| CString::new(text.as_str()))
+            .collect::<Result<Vec<_>, _>>()?;
+        let environment = setup
+            .zygote
+            .environment
+            .iter()
+            .map(|(name, value)| CString::new(format!("{name}={value}")));
         let environment = environment.collect::<Result<Vec<_>, _>>()?;
         if !setup.leave_out.contains(&LeftOut::Seccomp) {
             seccompiler::apply_filter(&filters.wide).map_err(io::Error::other)?;

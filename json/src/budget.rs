@@ -92,18 +92,25 @@ mod tests {
 
     use super::*;
 
-    const AMPLE: Budget = Budget { depth: MAX_DEPTH, memory: usize::MAX };
+    const AMPLE: Budget = Budget {
+        depth: MAX_DEPTH,
+        memory: usize::MAX,
+    };
 
     /// Memory that a value takes besides the bytes of its strings, from the sizes of its types.
     fn memory(value: &Value) -> usize {
         let node = 11 * (size_of::<String>() + size_of::<Value>()) + 16;
         match value {
-            Value::Array(items) => items.capacity() * size_of::<Value>() + items.iter().map(memory).sum::<usize>(),
+            Value::Array(items) => {
+                items.capacity() * size_of::<Value>() + items.iter().map(memory).sum::<usize>()
+            }
             Value::Object(members) => {
                 // Each node but the root is at least 5/11 full, and inner nodes hold 12 more
                 // pointers.
                 let nodes = members.len().div_ceil(5);
-                nodes * node + nodes / 6 * 12 * size_of::<usize>() + members.values().map(memory).sum::<usize>()
+                nodes * node
+                    + nodes / 6 * 12 * size_of::<usize>()
+                    + members.values().map(memory).sum::<usize>()
             }
             _ => 0,
         }
@@ -112,14 +119,40 @@ mod tests {
     #[test]
     fn a_small_text_that_takes_much_memory_is_refused() {
         let objects = |count: usize| format!("[{}0]", r#"{"":0},"#.repeat(count));
-        let budget = Budget { depth: 10, memory: 1 << 20 };
-        assert_eq!(budget.check(objects(10_000).as_bytes()), Err(Excess::Memory(1 << 20)));
-        assert!(budget.check(objects(1000).as_bytes()).is_ok(), "the control");
+        let budget = Budget {
+            depth: 10,
+            memory: 1 << 20,
+        };
+        assert_eq!(
+            budget.check(objects(10_000).as_bytes()),
+            Err(Excess::Memory(1 << 20))
+        );
+        assert!(
+            budget.check(objects(1000).as_bytes()).is_ok(),
+            "the control"
+        );
         // So are elements and members without objects.
-        assert!(budget.check(format!("[{}0]", "0,".repeat(20_000)).as_bytes()).is_err());
-        assert!(budget.check(format!("[{}0]", "[],".repeat(20_000)).as_bytes()).is_err());
-        assert!(budget.check(format!("{{{}\"\":0}}", "\"\":0,".repeat(20_000)).as_bytes()).is_err());
-        assert!(budget.check(format!("[{}0]", "0,".repeat(10_000)).as_bytes()).is_ok(), "the control");
+        assert!(
+            budget
+                .check(format!("[{}0]", "0,".repeat(20_000)).as_bytes())
+                .is_err()
+        );
+        assert!(
+            budget
+                .check(format!("[{}0]", "[],".repeat(20_000)).as_bytes())
+                .is_err()
+        );
+        assert!(
+            budget
+                .check(format!("{{{}\"\":0}}", "\"\":0,".repeat(20_000)).as_bytes())
+                .is_err()
+        );
+        assert!(
+            budget
+                .check(format!("[{}0]", "0,".repeat(10_000)).as_bytes())
+                .is_ok(),
+            "the control"
+        );
     }
 
     #[test]
@@ -130,11 +163,21 @@ mod tests {
 
     #[test]
     fn depth_is_that_of_the_parser() {
-        let nested = |levels: usize| format!(r#"{}"]\"[{{"{}"#, "[".repeat(levels), "]".repeat(levels));
-        for (levels, fits) in [(1, true), (MAX_DEPTH, true), (MAX_DEPTH + 1, false), (100_000, false)] {
+        let nested =
+            |levels: usize| format!(r#"{}"]\"[{{"{}"#, "[".repeat(levels), "]".repeat(levels));
+        for (levels, fits) in [
+            (1, true),
+            (MAX_DEPTH, true),
+            (MAX_DEPTH + 1, false),
+            (100_000, false),
+        ] {
             let text = nested(levels);
             assert_eq!(AMPLE.check(text.as_bytes()).is_ok(), fits, "{levels}");
-            assert_eq!(serde_json::from_str::<Value>(&text).is_ok(), fits, "{levels}");
+            assert_eq!(
+                serde_json::from_str::<Value>(&text).is_ok(),
+                fits,
+                "{levels}"
+            );
         }
     }
 
@@ -146,7 +189,11 @@ mod tests {
     }
 
     fn any_value() -> impl Strategy<Value = Value> {
-        let leaf = prop_oneof![Just(Value::Null), any::<i64>().prop_map(Value::from), ".{0,6}".prop_map(Value::from)];
+        let leaf = prop_oneof![
+            Just(Value::Null),
+            any::<i64>().prop_map(Value::from),
+            ".{0,6}".prop_map(Value::from)
+        ];
         leaf.prop_recursive(5, 200, 20, |inner| {
             prop_oneof![
                 prop::collection::vec(inner.clone(), 0..20).prop_map(Value::from),

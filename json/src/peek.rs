@@ -22,7 +22,11 @@ pub fn peek(beginning: &[u8]) -> Peeked {
     let mut reader = serde_json::Deserializer::from_slice(beginning);
     // A text that breaks off is an error, and so is one that is no JSON. What was found before
     // stays.
-    let _ = Members { found: &mut found, inside: Inside::Message }.deserialize(&mut reader);
+    let _ = Members {
+        found: &mut found,
+        inside: Inside::Message,
+    }
+    .deserialize(&mut reader);
     found
 }
 
@@ -55,10 +59,17 @@ impl<'de> Visitor<'de> for Members<'_> {
     fn visit_map<A: MapAccess<'de>>(self, mut members: A) -> Result<(), A::Error> {
         while let Some(Key(key)) = members.next_key()? {
             match (self.inside, key) {
-                (Inside::Message, Some(Known::Method)) => self.found.method = members.next_value::<Name>()?.0,
-                (Inside::Params, Some(Known::Name)) => self.found.name = members.next_value::<Name>()?.0,
+                (Inside::Message, Some(Known::Method)) => {
+                    self.found.method = members.next_value::<Name>()?.0
+                }
+                (Inside::Params, Some(Known::Name)) => {
+                    self.found.name = members.next_value::<Name>()?.0
+                }
                 (Inside::Message, Some(Known::Params)) => {
-                    members.next_value_seed(Members { found: &mut *self.found, inside: Inside::Params })?;
+                    members.next_value_seed(Members {
+                        found: &mut *self.found,
+                        inside: Inside::Params,
+                    })?;
                 }
                 _ => drop(members.next_value::<IgnoredAny>()?),
             }
@@ -145,12 +156,20 @@ mod tests {
             found(r#"{"method":"tools/call","params":{"arguments":{"code":"1+"#),
             (Some("tools/call".into()), None)
         );
-        for text in
-            ["", "[", "5", r#"{"params":{"name":"#, r#"["method","x"]"#, r#"{"method":5,"params":{"name":"a"}}"#]
-        {
+        for text in [
+            "",
+            "[",
+            "5",
+            r#"{"params":{"name":"#,
+            r#"["method","x"]"#,
+            r#"{"method":5,"params":{"name":"a"}}"#,
+        ] {
             assert_eq!(found(text), (None, None), "{text}");
         }
-        assert_eq!(found(&format!(r#"{{"method":"{}"}}"#, "x".repeat(1000))), (None, None));
+        assert_eq!(
+            found(&format!(r#"{{"method":"{}"}}"#, "x".repeat(1000))),
+            (None, None)
+        );
         assert_eq!(found(&"[".repeat(100_000)), (None, None));
     }
 }

@@ -2,7 +2,9 @@
 
 use std::fmt;
 
-use serde::de::{DeserializeOwned, DeserializeSeed, Deserializer, Error, MapAccess, SeqAccess, Visitor};
+use serde::de::{
+    DeserializeOwned, DeserializeSeed, Deserializer, Error, MapAccess, SeqAccess, Visitor,
+};
 use serde_json::{Map, Value};
 
 use crate::budget::{Budget, Excess};
@@ -104,13 +106,22 @@ impl<'de> Visitor<'de> for UniqueKeys {
 mod tests {
     use super::*;
 
-    const BUDGET: Budget = Budget { depth: 8, memory: 1 << 16 };
+    const BUDGET: Budget = Budget {
+        depth: 8,
+        memory: 1 << 16,
+    };
 
     #[test]
     fn values_are_decoded_as_usual() {
         let text = r#"{"a":[1,-2,3.5,1e300,18446744073709551615,null,true,"\u00e4"],"b":{"c":""}}"#;
-        assert_eq!(read_strict(text.as_bytes(), BUDGET).unwrap(), serde_json::from_str::<Value>(text).unwrap());
-        assert_eq!(read::<Value>(text.as_bytes(), BUDGET).unwrap(), serde_json::from_str::<Value>(text).unwrap());
+        assert_eq!(
+            read_strict(text.as_bytes(), BUDGET).unwrap(),
+            serde_json::from_str::<Value>(text).unwrap()
+        );
+        assert_eq!(
+            read::<Value>(text.as_bytes(), BUDGET).unwrap(),
+            serde_json::from_str::<Value>(text).unwrap()
+        );
     }
 
     #[test]
@@ -119,7 +130,10 @@ mod tests {
             let error = read_strict(text.as_bytes(), BUDGET).unwrap_err();
             assert!(error.to_string().contains("the same key twice"), "{error}");
         }
-        assert!(read_strict(br#"[{"b":1},{"b":2}]"#, BUDGET).is_ok(), "the control");
+        assert!(
+            read_strict(br#"[{"b":1},{"b":2}]"#, BUDGET).is_ok(),
+            "the control"
+        );
     }
 
     #[test]
@@ -127,10 +141,14 @@ mod tests {
         let deep = format!("{}{}", "[".repeat(9), "]".repeat(9));
         let wide = format!("[{}0]", "{},".repeat(1000));
         for (text, excess) in [(deep, Excess::Depth(8)), (wide, Excess::Memory(1 << 16))] {
-            for error in
-                [read_strict(text.as_bytes(), BUDGET).unwrap_err(), read::<Value>(text.as_bytes(), BUDGET).unwrap_err()]
-            {
-                assert!(matches!(error, ReadError::Excess(found) if found == excess), "{error}");
+            for error in [
+                read_strict(text.as_bytes(), BUDGET).unwrap_err(),
+                read::<Value>(text.as_bytes(), BUDGET).unwrap_err(),
+            ] {
+                assert!(
+                    matches!(error, ReadError::Excess(found) if found == excess),
+                    "{error}"
+                );
             }
         }
     }

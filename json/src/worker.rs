@@ -28,12 +28,22 @@ pub type Decoding<T> = Pin<Box<dyn Future<Output = T> + Send>>;
 
 /// Tells whether a text is decoded within a millisecond or so.
 pub fn is_small(text: &[u8]) -> bool {
-    text.len() <= SMALL && Budget { depth: MAX_DEPTH, memory: SMALL_STRUCTURE }.check(text).is_ok()
+    text.len() <= SMALL
+        && Budget {
+            depth: MAX_DEPTH,
+            memory: SMALL_STRUCTURE,
+        }
+        .check(text)
+        .is_ok()
 }
 
 /// Decodes a text: a small one at once, a large one on another thread. Dropping it gives the result
 /// up.
-pub fn decoding<I, T>(is_small: bool, input: I, decode: impl FnOnce(I) -> T + Send + 'static) -> Decoding<T>
+pub fn decoding<I, T>(
+    is_small: bool,
+    input: I,
+    decode: impl FnOnce(I) -> T + Send + 'static,
+) -> Decoding<T>
 where
     I: Send + 'static,
     T: Send + 'static,
@@ -81,7 +91,9 @@ mod tests {
             thread::current().id()
         }));
         // The only worker is free while the large text is being decoded.
-        let small = tokio::spawn(async { decoding(true, (), |()| thread::current().id()).await }).await.unwrap();
+        let small = tokio::spawn(async { decoding(true, (), |()| thread::current().id()).await })
+            .await
+            .unwrap();
         release.send(()).unwrap();
         let large = large.await.unwrap();
         assert_ne!(large, small);
@@ -94,7 +106,10 @@ mod tests {
         let tasks = (0..20).map(|_| {
             let (under_way, most) = (under_way.clone(), most.clone());
             tokio::spawn(decoding(false, (), move |()| {
-                most.fetch_max(under_way.fetch_add(1, Ordering::SeqCst) + 1, Ordering::SeqCst);
+                most.fetch_max(
+                    under_way.fetch_add(1, Ordering::SeqCst) + 1,
+                    Ordering::SeqCst,
+                );
                 thread::yield_now();
                 under_way.fetch_sub(1, Ordering::SeqCst);
             }))

@@ -32,9 +32,17 @@ pub(super) fn approvals(settings: &Settings) -> anyhow::Result<Approvals> {
 
 /// Returns what the settings say about approvals.
 pub(super) fn setup(settings: &Settings) -> ApprovalSetup {
-    let config::Approvals { policy, remember, timeout } = &settings.approvals;
+    let config::Approvals {
+        policy,
+        remember,
+        timeout,
+    } = &settings.approvals;
     let book = remember.then(|| settings.data_dir.join(BOOK));
-    ApprovalSetup { policy: policy.clone(), book, patience: *timeout }
+    ApprovalSetup {
+        policy: policy.clone(),
+        book,
+        patience: *timeout,
+    }
 }
 
 /// Returns the key with which states are sealed. Where sessions outlive the server, so does the key.
@@ -43,12 +51,17 @@ pub(super) fn state_key(settings: &Settings, sessions_are_kept: bool) -> anyhow:
         return Ok(StateKey::random());
     }
     let path = settings.data_dir.join(KEY);
-    kept_key(&path).with_context(|| format!("the key of approvals in {} cannot be used", path.display()))
+    kept_key(&path)
+        .with_context(|| format!("the key of approvals in {} cannot be used", path.display()))
 }
 
 fn kept_key(path: &Path) -> anyhow::Result<StateKey> {
     let mut bytes = Zeroizing::new([0; 32]);
-    let made = OpenOptions::new().write(true).create_new(true).mode(0o600).open(path);
+    let made = OpenOptions::new()
+        .write(true)
+        .create_new(true)
+        .mode(0o600)
+        .open(path);
     match made {
         Ok(mut file) => {
             rustix::rand::getrandom(bytes.as_mut_slice(), rustix::rand::GetRandomFlags::empty())?;
@@ -57,8 +70,12 @@ fn kept_key(path: &Path) -> anyhow::Result<StateKey> {
         }
         Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => {
             let mut file = File::open(path)?;
-            ensure!(file.metadata()?.mode() & 0o077 == 0, "others can read it; remove it, and a new one is made");
-            file.read_exact(bytes.as_mut_slice()).context("it is too short; remove it, and a new one is made")?;
+            ensure!(
+                file.metadata()?.mode() & 0o077 == 0,
+                "others can read it; remove it, and a new one is made"
+            );
+            file.read_exact(bytes.as_mut_slice())
+                .context("it is too short; remove it, and a new one is made")?;
         }
         Err(error) => return Err(error.into()),
     }
@@ -78,7 +95,10 @@ mod tests {
         kept_key(&path).unwrap();
         let bytes = std::fs::read(&path).unwrap();
         kept_key(&path).unwrap();
-        assert_eq!((std::fs::read(&path).unwrap() == bytes, bytes.len()), (true, 32));
+        assert_eq!(
+            (std::fs::read(&path).unwrap() == bytes, bytes.len()),
+            (true, 32)
+        );
         assert_ne!(bytes, [0; 32]);
         assert_eq!(std::fs::metadata(&path).unwrap().mode() & 0o777, 0o600);
     }

@@ -21,8 +21,14 @@ pub(super) fn execute(command: AuditCommand, output: &mut impl Write) -> anyhow:
     }
 }
 
-fn execute_verify(arguments: &VerifyArguments, output: &mut impl Write) -> anyhow::Result<ExitCode> {
-    let known = Known { after: arguments.after.clone(), last: arguments.last.clone() };
+fn execute_verify(
+    arguments: &VerifyArguments,
+    output: &mut impl Write,
+) -> anyhow::Result<ExitCode> {
+    let known = Known {
+        after: arguments.after.clone(),
+        last: arguments.last.clone(),
+    };
     let report = verify(&arguments.files, &known)?;
     if arguments.json {
         output.write_all(&plain_json(&as_json(&report))?)?;
@@ -30,7 +36,11 @@ fn execute_verify(arguments: &VerifyArguments, output: &mut impl Write) -> anyho
     } else {
         write_text(&report, output)?;
     }
-    Ok(if report.found == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    Ok(if report.found == 0 {
+        ExitCode::SUCCESS
+    } else {
+        ExitCode::FAILURE
+    })
 }
 
 fn as_json(report: &Report) -> Value {
@@ -49,7 +59,13 @@ fn as_json(report: &Report) -> Value {
 
 fn write_text(report: &Report, output: &mut impl Write) -> anyhow::Result<()> {
     for finding in &report.findings {
-        writeln!(output, "{}:{}: {}", finding.file.display(), finding.line, finding.why)?;
+        writeln!(
+            output,
+            "{}:{}: {}",
+            finding.file.display(),
+            finding.line,
+            finding.why
+        )?;
     }
     let more = report.found - report.findings.len() as u64;
     if more > 0 {
@@ -75,14 +91,20 @@ fn show(arguments: &ShowArguments, output: &mut impl Write) -> anyhow::Result<()
     Ok(())
 }
 
-fn show_file(path: &Path, arguments: &ShowArguments, output: &mut impl Write) -> anyhow::Result<()> {
+fn show_file(
+    path: &Path,
+    arguments: &ShowArguments,
+    output: &mut impl Write,
+) -> anyhow::Result<()> {
     let unreadable = || format!("could not read {}", path.display());
     let mut lines = Lines::open(path).with_context(unreadable)?;
     let mut number = 0;
     while let Some(line) = lines.next_line().with_context(unreadable)? {
         number += 1;
         let no_record = || format!("{} line {number} is no record", path.display());
-        let Line::Whole(line) = line else { bail!(no_record()) };
+        let Line::Whole(line) = line else {
+            bail!(no_record())
+        };
         let record: Value = serde_json::from_slice(&line).with_context(no_record)?;
         if !is_wanted(&record, arguments) {
             continue;
@@ -100,15 +122,33 @@ fn show_file(path: &Path, arguments: &ShowArguments, output: &mut impl Write) ->
 }
 
 fn is_wanted(record: &Value, arguments: &ShowArguments) -> bool {
-    let is = |name: &str, wanted: &Option<String>| wanted.as_ref().is_none_or(|wanted| record[name] == wanted.as_str());
-    is("principal", &arguments.principal) && is("session", &arguments.session) && is("kind", &arguments.kind)
+    let is = |name: &str, wanted: &Option<String>| {
+        wanted
+            .as_ref()
+            .is_none_or(|wanted| record[name] == wanted.as_str())
+    };
+    is("principal", &arguments.principal)
+        && is("session", &arguments.session)
+        && is("kind", &arguments.kind)
 }
 
 /// Writes a record as one row: what everybody looks for first, then the details.
 fn write_row(record: &Value, output: &mut impl Write) -> anyhow::Result<()> {
-    let bare = |name: &str| record[name].as_str().unwrap_or("-").escape_debug().to_string();
+    let bare = |name: &str| {
+        record[name]
+            .as_str()
+            .unwrap_or("-")
+            .escape_debug()
+            .to_string()
+    };
     output.write_all(&plain_json(&record["sequence"])?)?;
-    write!(output, " {} {} {}", bare("time"), bare("kind"), bare("decision"))?;
+    write!(
+        output,
+        " {} {} {}",
+        bare("time"),
+        bare("kind"),
+        bare("decision")
+    )?;
     for name in ["rule", "principal", "session", "request", "details"] {
         if !record[name].is_null() {
             write!(output, " {name}=")?;

@@ -39,9 +39,15 @@ impl Arguments {
     }
 
     fn read(line: Vec<OsString>) -> Result<Arguments, clap::Error> {
-        let words = line.iter().skip(1).filter_map(|word| word.to_str()).take_while(|word| *word != "--");
+        let words = line
+            .iter()
+            .skip(1)
+            .filter_map(|word| word.to_str())
+            .take_while(|word| *word != "--");
         let flags = words.filter(|word| word.starts_with("--"));
-        let typed = flags.map(|flag| flag.split('=').next().unwrap_or(flag).to_owned()).collect();
+        let typed = flags
+            .map(|flag| flag.split('=').next().unwrap_or(flag).to_owned())
+            .collect();
         let arguments = Arguments::try_parse_from(&line).map_err(with_likely_names)?;
         Ok(Arguments { typed, ..arguments })
     }
@@ -65,9 +71,15 @@ fn with_likely_names(mut error: clap::Error) -> clap::Error {
         _ => return error,
     };
     if let Some(ContextValue::Strings(names)) = error.remove(ContextKind::SuggestedSubcommand) {
-        let likely: Vec<String> = names.into_iter().filter(|name| is_likely(&typed, name)).collect();
+        let likely: Vec<String> = names
+            .into_iter()
+            .filter(|name| is_likely(&typed, name))
+            .collect();
         if !likely.is_empty() {
-            error.insert(ContextKind::SuggestedSubcommand, ContextValue::Strings(likely));
+            error.insert(
+                ContextKind::SuggestedSubcommand,
+                ContextValue::Strings(likely),
+            );
         }
     }
     error
@@ -338,10 +350,22 @@ impl OtherServersArguments {
                 "--tool-server-port",
                 "there is no tool server; calls go over a channel of the sandbox",
             ),
-            (self.kernel_gateway_host.is_some(), "--kernel-gateway-host", "there is no kernel gateway"),
-            (self.kernel_gateway_port.is_some(), "--kernel-gateway-port", "there is no kernel gateway"),
+            (
+                self.kernel_gateway_host.is_some(),
+                "--kernel-gateway-host",
+                "there is no kernel gateway",
+            ),
+            (
+                self.kernel_gateway_port.is_some(),
+                "--kernel-gateway-port",
+                "there is no kernel gateway",
+            ),
         ];
-        given.iter().filter(|row| row.0).map(|(_, flag, why)| format!("{flag} has no effect here: {why}")).collect()
+        given
+            .iter()
+            .filter(|row| row.0)
+            .map(|(_, flag, why)| format!("{flag} has no effect here: {why}"))
+            .collect()
     }
 }
 
@@ -381,7 +405,12 @@ pub(super) struct RunArguments {
     #[arg(value_name = "FILE")]
     file: Option<PathBuf>,
     /// Python code to run
-    #[arg(short = 'c', long = "code", value_name = "CODE", allow_hyphen_values = true)]
+    #[arg(
+        short = 'c',
+        long = "code",
+        value_name = "CODE",
+        allow_hyphen_values = true
+    )]
     code: Option<String>,
     /// Where images and files made by the run are saved [default: the current folder]
     #[arg(long, value_name = "DIR")]
@@ -666,13 +695,25 @@ pub(super) struct SandboxArguments {
     #[arg(long, value_name = "NAME")]
     environment: Option<String>,
     /// Host folder to show below the working folder, read-only with ":ro"; repeat for more
-    #[arg(long = "mount", visible_alias = "container-bind", value_name = "HOST:RELATIVE[:ro]")]
+    #[arg(
+        long = "mount",
+        visible_alias = "container-bind",
+        value_name = "HOST:RELATIVE[:ro]"
+    )]
     mounts: Vec<String>,
     /// Environment variable for the code inside; repeat for more
-    #[arg(long = "env-var", visible_alias = "container-env-var", value_name = "KEY=VALUE")]
+    #[arg(
+        long = "env-var",
+        visible_alias = "container-env-var",
+        value_name = "KEY=VALUE"
+    )]
     variables: Vec<String>,
     /// File of KEY=VALUE lines with variables for the code inside; repeat for more
-    #[arg(long = "env-file", visible_alias = "container-env-file", value_name = "FILE")]
+    #[arg(
+        long = "env-file",
+        visible_alias = "container-env-file",
+        value_name = "FILE"
+    )]
     env_files: Vec<String>,
     /// Memory of each sandbox, such as 512M, 2G or 2GiB [default: 2G]
     #[arg(long, value_name = "SIZE")]
@@ -816,13 +857,26 @@ impl Arguments {
             .single(Key::LogLevel, self.general.log_level.clone())
             .single(Key::LogFormat, self.general.log_format.clone());
         let flags = match &self.command {
-            Command::Mcp(McpArguments { other, sandbox, branching, watch, upstream, keeping }) => {
-                keeping.add_to(watch.add_to(upstream.add_to(branching.add_to(sandbox.add_to(other.add_to(flags))))))
-            }
+            Command::Mcp(McpArguments {
+                other,
+                sandbox,
+                branching,
+                watch,
+                upstream,
+                keeping,
+            }) => keeping
+                .add_to(watch.add_to(
+                    upstream.add_to(branching.add_to(sandbox.add_to(other.add_to(flags)))),
+                )),
             Command::Serve(serve) => serve.add_to(flags),
             Command::Config(ConfigCommand::Show(show)) => show.server.add_to(flags),
             Command::Run(RunArguments { sandbox, .. }) => sandbox.add_to(flags),
-            Command::Doctor(DoctorArguments { backend, container_tag, runtime, .. }) => flags
+            Command::Doctor(DoctorArguments {
+                backend,
+                container_tag,
+                runtime,
+                ..
+            }) => flags
                 .single(Key::Backend, backend.clone())
                 .single(Key::ContainerTag, container_tag.clone())
                 .single(Key::Runtime, runtime.clone()),
@@ -844,8 +898,17 @@ impl Arguments {
 
 impl ServeArguments {
     fn add_to(&self, flags: Flags) -> Flags {
-        let ServeArguments { service, sandbox, branching, watch, upstream, keeping } = self;
-        service.add_to(keeping.add_to(watch.add_to(upstream.add_to(branching.add_to(sandbox.add_to(flags))))))
+        let ServeArguments {
+            service,
+            sandbox,
+            branching,
+            watch,
+            upstream,
+            keeping,
+        } = self;
+        service.add_to(
+            keeping.add_to(watch.add_to(upstream.add_to(branching.add_to(sandbox.add_to(flags))))),
+        )
     }
 }
 
@@ -924,7 +987,9 @@ impl BranchingArguments {
 
 impl WatchArguments {
     fn add_to(&self, flags: Flags) -> Flags {
-        flags.single(Key::AuditFile, self.audit_file.clone()).single(Key::OtlpEndpoint, self.otlp_endpoint.clone())
+        flags
+            .single(Key::AuditFile, self.audit_file.clone())
+            .single(Key::OtlpEndpoint, self.otlp_endpoint.clone())
     }
 }
 
@@ -936,7 +1001,9 @@ impl UpstreamArguments {
 
 impl KeepingArguments {
     fn add_to(&self, flags: Flags) -> Flags {
-        flags.single(Key::KeepSessions, self.keep_sessions.clone()).single(Key::Keeper, self.keeper.clone())
+        flags
+            .single(Key::KeepSessions, self.keep_sessions.clone())
+            .single(Key::Keeper, self.keeper.clone())
     }
 }
 
@@ -945,7 +1012,13 @@ mod tests {
     use super::*;
 
     fn parse(line: &[&str]) -> Result<Arguments, clap::Error> {
-        Arguments::read(["cellblock"].iter().chain(line).map(OsString::from).collect())
+        Arguments::read(
+            ["cellblock"]
+                .iter()
+                .chain(line)
+                .map(OsString::from)
+                .collect(),
+        )
     }
 
     fn source(line: &[&str]) -> Option<CodeSource> {
@@ -962,10 +1035,19 @@ mod tests {
 
     #[test]
     fn run_takes_code_from_exactly_one_place() {
-        assert_eq!(source(&["run", "a.py"]), Some(CodeSource::File("a.py".into())));
+        assert_eq!(
+            source(&["run", "a.py"]),
+            Some(CodeSource::File("a.py".into()))
+        );
         assert_eq!(source(&["run", "-"]), Some(CodeSource::StandardInput));
-        assert_eq!(source(&["run", "-c", "print(1)"]), Some(CodeSource::Text("print(1)".to_owned())));
-        assert_eq!(source(&["run", "-c", "-1"]), Some(CodeSource::Text("-1".to_owned())));
+        assert_eq!(
+            source(&["run", "-c", "print(1)"]),
+            Some(CodeSource::Text("print(1)".to_owned()))
+        );
+        assert_eq!(
+            source(&["run", "-c", "-1"]),
+            Some(CodeSource::Text("-1".to_owned()))
+        );
         assert!(parse(&["run"]).is_err());
         assert!(parse(&["run", "a.py", "-c", "1"]).is_err());
     }
@@ -974,8 +1056,26 @@ mod tests {
     fn every_command_is_understood() {
         for line in [
             &["mcp"][..],
-            &["mcp", "--mount", "/a:b:ro", "--mount", "/c:d", "--log-level", "DEBUG"],
-            &["mcp", "--undo", "off", "--undo-checkpoints", "3", "--undo-files", "0", "--explore-parallel", "2"],
+            &[
+                "mcp",
+                "--mount",
+                "/a:b:ro",
+                "--mount",
+                "/c:d",
+                "--log-level",
+                "DEBUG",
+            ],
+            &[
+                "mcp",
+                "--undo",
+                "off",
+                "--undo-checkpoints",
+                "3",
+                "--undo-files",
+                "0",
+                "--explore-parallel",
+                "2",
+            ],
             &["mcp", "--family-memory", "8G"],
             &[
                 "mcp",
@@ -986,23 +1086,117 @@ mod tests {
                 "--denied-domain",
                 "a.example.com",
             ],
-            &["mcp", "--allow-network", "all", "--secret", "A=env:B@example.com", "--install-packages", "off"],
-            &["run", "-c", "1", "--allowed-domain", "example.com:8000,8443"],
-            &["serve", "--listen", "8001", "--keep-sessions", "off", "--allowed-host", "a.test", "--max-wait", "30s"],
+            &[
+                "mcp",
+                "--allow-network",
+                "all",
+                "--secret",
+                "A=env:B@example.com",
+                "--install-packages",
+                "off",
+            ],
+            &[
+                "run",
+                "-c",
+                "1",
+                "--allowed-domain",
+                "example.com:8000,8443",
+            ],
+            &[
+                "serve",
+                "--listen",
+                "8001",
+                "--keep-sessions",
+                "off",
+                "--allowed-host",
+                "a.test",
+                "--max-wait",
+                "30s",
+            ],
             &["--config", "x.yaml", "mcp"],
-            &["mcp", "--audit-file", "a.jsonl", "--otlp-endpoint", "http://127.0.0.1:4318", "--log-format", "json"],
-            &["audit", "verify", "a.jsonl", "a.jsonl.000000000001", "--last", "7", "--json"],
-            &["audit", "show", "a.jsonl", "--principal", "anna", "--session", "s", "--kind", "execution", "--json"],
+            &[
+                "mcp",
+                "--audit-file",
+                "a.jsonl",
+                "--otlp-endpoint",
+                "http://127.0.0.1:4318",
+                "--log-format",
+                "json",
+            ],
+            &[
+                "audit",
+                "verify",
+                "a.jsonl",
+                "a.jsonl.000000000001",
+                "--last",
+                "7",
+                "--json",
+            ],
+            &[
+                "audit",
+                "show",
+                "a.jsonl",
+                "--principal",
+                "anna",
+                "--session",
+                "s",
+                "--kind",
+                "execution",
+                "--json",
+            ],
             &["doctor", "--json"],
-            &["doctor", "--backend", "docker", "--container-tag", "x", "--runtime", "runsc"],
+            &[
+                "doctor",
+                "--backend",
+                "docker",
+                "--container-tag",
+                "x",
+                "--runtime",
+                "runsc",
+            ],
             &["env", "list", "--json"],
             &["env", "build"],
-            &["env", "build", "science", "--packages", "scipy", "polars>=1", "--python", "3.12", "--preload", "scipy"],
+            &[
+                "env",
+                "build",
+                "science",
+                "--packages",
+                "scipy",
+                "polars>=1",
+                "--python",
+                "3.12",
+                "--preload",
+                "scipy",
+            ],
             &["packages", "list", "--json"],
             &["packages", "clean"],
-            &["env", "build", "science", "--requirements", "a.txt", "b.txt", "--preload", "scipy"],
-            &["env", "build", "science", "--pyproject", "--extra", "a", "--extra", "b"],
-            &["env", "build", "science", "--pyproject", "elsewhere/pyproject.toml"],
+            &[
+                "env",
+                "build",
+                "science",
+                "--requirements",
+                "a.txt",
+                "b.txt",
+                "--preload",
+                "scipy",
+            ],
+            &[
+                "env",
+                "build",
+                "science",
+                "--pyproject",
+                "--extra",
+                "a",
+                "--extra",
+                "b",
+            ],
+            &[
+                "env",
+                "build",
+                "science",
+                "--pyproject",
+                "elsewhere/pyproject.toml",
+            ],
             &["env", "build", "science", "--locked", "science.lock"],
             &["env", "show", "science"],
             &["env", "remove", "science"],
@@ -1012,18 +1206,68 @@ mod tests {
             &["keeper", "stop", "mcp", "--now"],
             &["keeper", "hold"],
             &["key", "new", "ci"],
-            &["key", "new", "ci", "--scope", "sessions:read", "--scope", "admin"],
-            &["mcp", "--profile", "ipybox", "--workspace", "w", "--sandbox", "--sandbox-config", "s.json"],
-            &["mcp", "--tool-server-host", "localhost", "--tool-server-port", "8900", "--log-level", "WARNING"],
-            &["mcp", "--kernel-gateway-host", "localhost", "--kernel-gateway-port", "8888", "--images-dir", "plots"],
-            &["mcp", "--container-tag", "a/b:c", "--container-env-var", "A=B", "--container-env-file", ".env"],
-            &["mcp", "--container-bind", "./data:data", "--container-bind", "a:b", "--debug"],
+            &[
+                "key",
+                "new",
+                "ci",
+                "--scope",
+                "sessions:read",
+                "--scope",
+                "admin",
+            ],
+            &[
+                "mcp",
+                "--profile",
+                "ipybox",
+                "--workspace",
+                "w",
+                "--sandbox",
+                "--sandbox-config",
+                "s.json",
+            ],
+            &[
+                "mcp",
+                "--tool-server-host",
+                "localhost",
+                "--tool-server-port",
+                "8900",
+                "--log-level",
+                "WARNING",
+            ],
+            &[
+                "mcp",
+                "--kernel-gateway-host",
+                "localhost",
+                "--kernel-gateway-port",
+                "8888",
+                "--images-dir",
+                "plots",
+            ],
+            &[
+                "mcp",
+                "--container-tag",
+                "a/b:c",
+                "--container-env-var",
+                "A=B",
+                "--container-env-file",
+                ".env",
+            ],
+            &[
+                "mcp",
+                "--container-bind",
+                "./data:data",
+                "--container-bind",
+                "a:b",
+                "--debug",
+            ],
             &["build", "-t", "a/b:c", "-d", "dependencies.txt", "-r"],
             &["build"],
             &["cleanup", "-a", "a/b:c"],
             &["config", "check"],
             &["config", "check", "new.yaml"],
-            &["config", "show", "--json", "--memory", "1G", "--listen", "8001"],
+            &[
+                "config", "show", "--json", "--memory", "1G", "--listen", "8001",
+            ],
             &["completions", "bash"],
             &["version"],
         ] {
@@ -1063,11 +1307,16 @@ mod tests {
     #[test]
     fn packages_may_be_many_and_a_name_may_come_first() {
         let Command::Env(EnvCommand::Build(build)) =
-            parse(&["env", "build", "a", "--packages", "x", "y"]).unwrap().command
+            parse(&["env", "build", "a", "--packages", "x", "y"])
+                .unwrap()
+                .command
         else {
             panic!("it is a build");
         };
-        assert_eq!((build.name.as_deref(), build.packages.len()), (Some("a"), 2));
+        assert_eq!(
+            (build.name.as_deref(), build.packages.len()),
+            (Some("a"), 2)
+        );
     }
 
     #[test]
@@ -1076,14 +1325,30 @@ mod tests {
             Command::Mcp(mcp) => mcp.other.notices(),
             _ => panic!("it is mcp"),
         };
-        assert!(told(&["mcp", "--sandbox"]).is_empty(), "code is in a sandbox, as it says");
-        assert_eq!(told(&["mcp", "--tool-server-port", "1", "--kernel-gateway-host", "x"]).len(), 2);
+        assert!(
+            told(&["mcp", "--sandbox"]).is_empty(),
+            "code is in a sandbox, as it says"
+        );
+        assert_eq!(
+            told(&[
+                "mcp",
+                "--tool-server-port",
+                "1",
+                "--kernel-gateway-host",
+                "x"
+            ])
+            .len(),
+            2
+        );
     }
 
     #[test]
     fn an_unknown_command_is_answered_with_what_was_likely_meant_and_nothing_else() {
         let hint = |word: &str| {
-            let answer = parse(&[word]).err().expect("it is not a command").to_string();
+            let answer = parse(&[word])
+                .err()
+                .expect("it is not a command")
+                .to_string();
             let (_, hint) = answer.split_once("exist")?;
             Some(
                 hint.lines()
@@ -1114,16 +1379,25 @@ mod tests {
 
     #[test]
     fn other_spellings_of_flags_are_known_to_the_settings() {
-        let serve = Arguments::command().find_subcommand("serve").unwrap().clone();
+        let serve = Arguments::command()
+            .find_subcommand("serve")
+            .unwrap()
+            .clone();
         let mut written: Vec<(String, String)> = Vec::new();
         for flag in serve.get_arguments() {
             let aliases = flag.get_all_aliases().unwrap_or_default();
             let long = flag.get_long().unwrap_or_default();
-            written.extend(aliases.iter().map(|alias| (format!("--{long}"), format!("--{alias}"))));
+            written.extend(
+                aliases
+                    .iter()
+                    .map(|alias| (format!("--{long}"), format!("--{alias}"))),
+            );
         }
         written.sort();
-        let mut known: Vec<(String, String)> =
-            Key::ALIASES.iter().map(|(key, alias)| (key.flag().to_owned(), (*alias).to_owned())).collect();
+        let mut known: Vec<(String, String)> = Key::ALIASES
+            .iter()
+            .map(|(key, alias)| (key.flag().to_owned(), (*alias).to_owned()))
+            .collect();
         known.sort();
         assert_eq!(written, known);
     }

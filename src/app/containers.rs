@@ -15,8 +15,8 @@ use super::{Warmth, approvals, programs};
 use crate::config::{Containers, Settings};
 use crate::environment::supplies;
 use crate::sandbox::container::{
-    ContainerBackend, ContainerBind, ContainerNetwork, ContainerPackages, ContainerSettings, PoolSettings, Supplies,
-    WORK_FOLDER,
+    ContainerBackend, ContainerBind, ContainerNetwork, ContainerPackages, ContainerSettings,
+    PoolSettings, Supplies, WORK_FOLDER,
 };
 use crate::sandbox::{Backend, Network, Preparation};
 
@@ -27,29 +27,45 @@ pub(super) fn backend(
     warmth: Warmth,
     packages: Option<&Packages>,
 ) -> anyhow::Result<Arc<dyn Backend>> {
-    let preparation =
-        watch::Sender::new(Preparation::Working { step: "preparing containers".to_owned(), done: 0, total: None });
-    let supplies = Arc::new(OwnSupplies { data_dir: settings.data_dir.clone() });
-    let asked_ports =
-        if settings.approvals.policy.opens_domains() { BTreeSet::from(approvals::PORTS) } else { BTreeSet::new() };
-    let index_ports = packages.map(|_| Packages::usual_ports()).unwrap_or_default();
+    let preparation = watch::Sender::new(Preparation::Working {
+        step: "preparing containers".to_owned(),
+        done: 0,
+        total: None,
+    });
+    let supplies = Arc::new(OwnSupplies {
+        data_dir: settings.data_dir.clone(),
+    });
+    let asked_ports = if settings.approvals.policy.opens_domains() {
+        BTreeSet::from(approvals::PORTS)
+    } else {
+        BTreeSet::new()
+    };
+    let index_ports = packages
+        .map(|_| Packages::usual_ports())
+        .unwrap_or_default();
     let mut way_out = WayOut::new(settings, asked_ports.union(&index_ports).copied().collect())?;
     let mut containers = container_settings(settings, choice, warmth);
     containers.variables.append(&mut way_out.variables);
     let is_open = !settings.network.rules.is_empty() || !asked_ports.is_empty();
-    let network = way_out.network.take().map(|network| container_network(network, way_out)).transpose()?;
+    let network = way_out
+        .network
+        .take()
+        .map(|network| container_network(network, way_out))
+        .transpose()?;
     let with_ports = |ports: &BTreeSet<u16>| {
         let mut network = network.clone()?;
         network.network.ports = ports.clone();
         Some(network)
     };
     containers.network = with_ports(&asked_ports).filter(|_| is_open);
-    containers.packages = packages.zip(with_ports(&index_ports)).map(|(packages, network)| ContainerPackages {
-        shown: vec![shown(packages.store_to_show())],
-        tools: vec![shown(packages.tools_to_show())],
-        network,
-        ports: packages.ports(),
-    });
+    containers.packages = packages
+        .zip(with_ports(&index_ports))
+        .map(|(packages, network)| ContainerPackages {
+            shown: vec![shown(packages.store_to_show())],
+            tools: vec![shown(packages.tools_to_show())],
+            network,
+            ports: packages.ports(),
+        });
     if containers.network.is_some() && !choice.address.is_local() {
         bail!(
             "the engine at {} is not on this machine, so nobody could hold its containers to allowed domains and secrets; \
@@ -58,12 +74,18 @@ pub(super) fn backend(
         );
     }
     let started = ContainerBackend::start(containers, supplies, preparation);
-    Ok(Arc::new(started.context("the runtime folder cannot be used")?))
+    Ok(Arc::new(
+        started.context("the runtime folder cannot be used")?,
+    ))
 }
 
 /// Something of the server that containers may look at.
 fn shown(bind: Bind) -> ContainerBind {
-    ContainerBind { host: bind.host, inside: bind.inside, writable: false }
+    ContainerBind {
+        host: bind.host,
+        inside: bind.inside,
+        writable: false,
+    }
 }
 
 /// Adds what a container needs to a way out.
@@ -77,7 +99,11 @@ fn container_network(network: Network, way_out: WayOut) -> anyhow::Result<Contai
 }
 
 /// Makes settings of the backend from those of the operator.
-fn container_settings(settings: &Settings, choice: &Containers, warmth: Warmth) -> ContainerSettings {
+fn container_settings(
+    settings: &Settings,
+    choice: &Containers,
+    warmth: Warmth,
+) -> ContainerSettings {
     let workspace = settings.workspace.iter().map(|folder| ContainerBind {
         host: folder.clone(),
         inside: PathBuf::from(WORK_FOLDER),
@@ -98,10 +124,22 @@ fn container_settings(settings: &Settings, choice: &Containers, warmth: Warmth) 
         limits: settings.limits.clone(),
         limits_apart: settings.packages.sandbox_limits(&settings.limits),
         binds: workspace.chain(mounts).collect(),
-        masks: if choice.address.is_local() { settings.masks.clone() } else { Vec::new() },
-        variables: settings.variables.iter().map(|(name, value)| (name.to_owned(), value.to_owned())).collect(),
+        masks: if choice.address.is_local() {
+            settings.masks.clone()
+        } else {
+            Vec::new()
+        },
+        variables: settings
+            .variables
+            .iter()
+            .map(|(name, value)| (name.to_owned(), value.to_owned()))
+            .collect(),
         pool: PoolSettings {
-            size: if warmth == Warmth::OneShot { 0 } else { settings.pool },
+            size: if warmth == Warmth::OneShot {
+                0
+            } else {
+                settings.pool
+            },
             max_age: choice.pool_max_age,
             creations: choice.pool_creations,
         },
@@ -124,6 +162,8 @@ impl Supplies for OwnSupplies {
     }
 
     async fn ipython(&self, python: &str) -> Result<PathBuf, String> {
-        supplies::ipython(&self.data_dir, python).await.map_err(|error| format!("{:#}", anyhow::Error::new(error)))
+        supplies::ipython(&self.data_dir, python)
+            .await
+            .map_err(|error| format!("{:#}", anyhow::Error::new(error)))
     }
 }

@@ -19,7 +19,13 @@ const PER_SESSION: u64 = 11;
 pub(super) fn raise_limit() -> u64 {
     let limit = getrlimit(Resource::Nofile);
     // With the lower limit fewer sessions fit.
-    let _ = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, maximum: limit.maximum });
+    let _ = setrlimit(
+        Resource::Nofile,
+        Rlimit {
+            current: limit.maximum,
+            maximum: limit.maximum,
+        },
+    );
     getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX)
 }
 
@@ -46,11 +52,17 @@ pub(super) fn fitting(limit: u64) -> usize {
 
 /// Says in one line how many files may be open, and whether that is enough for `wanted` sessions.
 pub(super) fn summary(limit: u64, wanted: usize) -> String {
-    let limit_text = if limit == u64::MAX { "no limit".to_owned() } else { format!("{limit} at once") };
+    let limit_text = if limit == u64::MAX {
+        "no limit".to_owned()
+    } else {
+        format!("{limit} at once")
+    };
     match fitting(limit) {
         0 => format!("{limit_text}, too few for any session, which need at least {LEAST}; {CURE}"),
         fitting if fitting < wanted => {
-            format!("{limit_text}, enough for {fitting} sessions of the {wanted} in max_sessions; {CURE}")
+            format!(
+                "{limit_text}, enough for {fitting} sessions of the {wanted} in max_sessions; {CURE}"
+            )
         }
         _ => format!("{limit_text}, enough for the {wanted} sessions of max_sessions"),
     }
@@ -81,7 +93,10 @@ mod tests {
     fn a_limit_that_is_too_low_is_refused_with_a_cure() {
         for limit in [0, 32, 512, LEAST - 1] {
             let refusal = check(limit).unwrap_err().to_string();
-            assert!(refusal.contains(&format!("only {limit} files")) && refusal.contains("ulimit -Hn"), "{refusal}");
+            assert!(
+                refusal.contains(&format!("only {limit} files")) && refusal.contains("ulimit -Hn"),
+                "{refusal}"
+            );
         }
         assert!(check(LEAST).is_ok() && check(u64::MAX).is_ok()); // control
     }
@@ -96,8 +111,14 @@ mod tests {
 
     #[test]
     fn a_limit_is_told_with_what_it_is_enough_for() {
-        assert_eq!(summary(4_096, 64), "4096 at once, enough for the 64 sessions of max_sessions");
-        assert!(summary(1_024, 250).starts_with("1024 at once, enough for 76 sessions of the 250 in max_sessions; "));
+        assert_eq!(
+            summary(4_096, 64),
+            "4096 at once, enough for the 64 sessions of max_sessions"
+        );
+        assert!(
+            summary(1_024, 250)
+                .starts_with("1024 at once, enough for 76 sessions of the 250 in max_sessions; ")
+        );
         assert!(summary(512, 1).starts_with("512 at once, too few for any session"));
         assert!(summary(u64::MAX, 64).starts_with("no limit, enough"));
     }

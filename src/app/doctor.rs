@@ -30,24 +30,50 @@ struct Report {
 }
 
 /// Carries out the command. Fails when sessions could not be started here as things are.
-pub(super) async fn execute(arguments: &DoctorArguments, settings: &Settings) -> anyhow::Result<ExitCode> {
+pub(super) async fn execute(
+    arguments: &DoctorArguments,
+    settings: &Settings,
+) -> anyhow::Result<ExitCode> {
     let (engine, tried) = match &settings.backend {
-        BackendChoice::Native => (Vec::new(), Some(native::trial(native_settings(settings)?).await)),
+        BackendChoice::Native => (
+            Vec::new(),
+            Some(native::trial(native_settings(settings)?).await),
+        ),
         BackendChoice::Containers(choice) => {
             let engine = examine(&examined(settings, choice)).await;
             let is_fine = engine.iter().all(|finding| finding.state == Found::Fine);
-            let tried = if is_fine { Some(container_trial(settings, choice).await?) } else { None };
+            let tried = if is_fine {
+                Some(container_trial(settings, choice).await?)
+            } else {
+                None
+            };
             (engine, tried)
         }
     };
-    let is_whole = |isolation: &Isolation| isolation.first_unallowed(&settings.allow_missing).is_none();
-    let usable = tried.as_ref().is_some_and(|tried| tried.as_ref().is_ok_and(is_whole));
+    let is_whole =
+        |isolation: &Isolation| isolation.first_unallowed(&settings.allow_missing).is_none();
+    let usable = tried
+        .as_ref()
+        .is_some_and(|tried| tried.as_ref().is_ok_and(is_whole));
     let open_files = descriptors::raise_limit();
     let is_native = matches!(settings.backend, BackendChoice::Native);
     let usable = usable && (!is_native || descriptors::fitting(open_files) > 0);
-    let report = Report { engine, tried, open_files, usable };
-    print(&if arguments.json { as_json(&report, settings)? } else { as_text(&report, settings)? })?;
-    Ok(if usable { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    let report = Report {
+        engine,
+        tried,
+        open_files,
+        usable,
+    };
+    print(&if arguments.json {
+        as_json(&report, settings)?
+    } else {
+        as_text(&report, settings)?
+    })?;
+    Ok(if usable {
+        ExitCode::SUCCESS
+    } else {
+        ExitCode::FAILURE
+    })
 }
 
 fn examined<'a>(settings: &Settings, choice: &'a Containers) -> Examined<'a> {
@@ -61,7 +87,10 @@ fn examined<'a>(settings: &Settings, choice: &'a Containers) -> Examined<'a> {
 }
 
 /// Makes a container with a session as servers do, and takes it away again.
-async fn container_trial(settings: &Settings, choice: &Containers) -> anyhow::Result<Result<Isolation, LaunchError>> {
+async fn container_trial(
+    settings: &Settings,
+    choice: &Containers,
+) -> anyhow::Result<Result<Isolation, LaunchError>> {
     let backend = containers::backend(settings, choice, Warmth::OneShot, None)?;
     let tried = match backend.launch().await {
         Ok((mut sandbox, _)) => {
@@ -77,7 +106,9 @@ async fn container_trial(settings: &Settings, choice: &Containers) -> anyhow::Re
 fn as_json(report: &Report, settings: &Settings) -> anyhow::Result<String> {
     let mut told = match &report.tried {
         Some(Ok(isolation)) => json!({ "usable": report.usable, "layers": isolation.layers }),
-        Some(Err(error)) => json!({ "usable": false, "error": error.to_string(), "cure": cure(error) }),
+        Some(Err(error)) => {
+            json!({ "usable": false, "error": error.to_string(), "cure": cure(error) })
+        }
         None => json!({ "usable": false }),
     };
     if !report.engine.is_empty() {
@@ -95,20 +126,37 @@ fn as_text(report: &Report, settings: &Settings) -> Result<String, std::fmt::Err
     if !is_native {
         writeln!(text, "Container engine:")?;
         for finding in &report.engine {
-            let mark = if finding.state == Found::Fine { "fine" } else { "MISSING" };
-            write_line(&mut text, finding.name, mark, &finding.what, finding.why.as_deref(), finding.cure.as_deref())?;
+            let mark = if finding.state == Found::Fine {
+                "fine"
+            } else {
+                "MISSING"
+            };
+            write_line(
+                &mut text,
+                finding.name,
+                mark,
+                &finding.what,
+                finding.why.as_deref(),
+                finding.cure.as_deref(),
+            )?;
         }
         writeln!(text)?;
     }
     match &report.tried {
         Some(Ok(isolation)) => {
-            let place = if is_native { "on this machine" } else { "in a container" };
+            let place = if is_native {
+                "on this machine"
+            } else {
+                "in a container"
+            };
             writeln!(text, "Isolation of a session {place}:")?;
             write_layers(&mut text, isolation, is_native)?;
         }
         Some(Err(error)) => {
             let (error, cure) = (error.to_string(), cure(error).filter(|_| is_native));
-            let told = cure.as_ref().map_or(error.as_str(), |cure| error.trim_end_matches(&format!("; cure: {cure}")));
+            let told = cure.as_ref().map_or(error.as_str(), |cure| {
+                error.trim_end_matches(&format!("; cure: {cure}"))
+            });
             writeln!(text, "A sandbox cannot be made here: {told}")?;
             if let Some(cure) = cure {
                 writeln!(text, "Cure: {cure}")?;
@@ -118,11 +166,23 @@ fn as_text(report: &Report, settings: &Settings) -> Result<String, std::fmt::Err
     }
     if is_native {
         writeln!(text, "\nPython environments: {}", environments(settings))?;
-        writeln!(text, "Packages of sessions: {}", packages_command::summary(settings))?;
-        writeln!(text, "Open files: {}", descriptors::summary(report.open_files, settings.max_sessions))?;
+        writeln!(
+            text,
+            "Packages of sessions: {}",
+            packages_command::summary(settings)
+        )?;
+        writeln!(
+            text,
+            "Open files: {}",
+            descriptors::summary(report.open_files, settings.max_sessions)
+        )?;
     }
     let usable = report.usable;
-    let verdict = if usable { "Sessions can be started." } else { "Sessions cannot be started as things are." };
+    let verdict = if usable {
+        "Sessions can be started."
+    } else {
+        "Sessions cannot be started as things are."
+    };
     writeln!(text, "\n{verdict}")?;
     Ok(text)
 }
@@ -136,7 +196,11 @@ fn write_line(
     why: Option<&str>,
     cure: Option<&str>,
 ) -> std::fmt::Result {
-    writeln!(text, "{}", format!("  {name:<13} {mark:<9} {what}").trim_end())?;
+    writeln!(
+        text,
+        "{}",
+        format!("  {name:<13} {mark:<9} {what}").trim_end()
+    )?;
     if let Some(why) = why {
         writeln!(text, "  {:23} because {why}", "")?;
     }
@@ -154,7 +218,8 @@ fn write_layers(text: &mut String, isolation: &Isolation, is_native: bool) -> st
             Some(Layer::Missing { why }) => ("MISSING", "", Some(why)),
             None => ("MISSING", "", None),
         };
-        let cure = cure_of(kind).filter(|_| mark != "enforced" && (is_native || kind == LayerKind::Landlock));
+        let cure = cure_of(kind)
+            .filter(|_| mark != "enforced" && (is_native || kind == LayerKind::Landlock));
         write_line(text, kind.name(), mark, how, why.map(String::as_str), cure)?;
     }
     Ok(())
@@ -163,9 +228,9 @@ fn write_layers(text: &mut String, isolation: &Isolation, is_native: bool) -> st
 /// What turns a reduced layer into an enforced one.
 fn cure_of(kind: LayerKind) -> Option<&'static str> {
     match kind {
-        LayerKind::Identity => {
-            Some("start the server as root; it gives up root's rights for everything that runs code")
-        }
+        LayerKind::Identity => Some(
+            "start the server as root; it gives up root's rights for everything that runs code",
+        ),
         LayerKind::Resources => Some(
             "start the server as root, or let systemd delegate a control group: docs/isolation.md, section Control groups",
         ),
@@ -178,7 +243,11 @@ fn cure_of(kind: LayerKind) -> Option<&'static str> {
 /// it.
 fn cure(error: &LaunchError) -> Option<String> {
     match error {
-        LaunchError::Start { why } | LaunchError::LayerMissing { kind: LayerKind::Namespaces, why } => {
+        LaunchError::Start { why }
+        | LaunchError::LayerMissing {
+            kind: LayerKind::Namespaces,
+            why,
+        } => {
             let told = why.split_once("; cure: ").map(|(_, cure)| cure.to_owned());
             told.or_else(|| probe::container(std::path::Path::new("/")).map(str::to_owned))
         }
@@ -188,7 +257,18 @@ fn cure(error: &LaunchError) -> Option<String> {
 
 fn environments(settings: &Settings) -> String {
     let built = environment::list(&settings.data_dir);
-    let names: Vec<String> =
-        built.iter().map(|built| format!("{} (Python {})", built.record.name, built.record.python_version)).collect();
-    if names.is_empty() { "none yet; the first run builds one".to_owned() } else { names.join(", ") }
+    let names: Vec<String> = built
+        .iter()
+        .map(|built| {
+            format!(
+                "{} (Python {})",
+                built.record.name, built.record.python_version
+            )
+        })
+        .collect();
+    if names.is_empty() {
+        "none yet; the first run builds one".to_owned()
+    } else {
+        names.join(", ")
+    }
 }

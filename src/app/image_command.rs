@@ -14,7 +14,9 @@ use super::{asked_to_end, progress};
 use crate::config::quantity::format_size;
 use crate::config::{self, BackendChoice, Settings};
 use crate::environment::{EnvironmentProgress, EnvironmentSpec, Input, Lockfile, spec};
-use crate::image::{self, Built, Filling, ImageError, ImageReference, ImageUser, ImageWish, MadeImage};
+use crate::image::{
+    self, Built, Filling, ImageError, ImageReference, ImageUser, ImageWish, MadeImage,
+};
 use crate::sandbox::Preparation;
 use crate::sandbox::container::{Engine, EngineKind};
 
@@ -28,11 +30,19 @@ pub(super) async fn execute(
         ImageCommand::Build(arguments) => build(&arguments, settings, output).await?,
         ImageCommand::List { json, engine } => {
             let made = image::list(&connect(&engine, settings).await?).await?;
-            let text = if json { as_json(&made)? } else { as_text(&made) };
+            let text = if json {
+                as_json(&made)?
+            } else {
+                as_text(&made)
+            };
             output.write_all(text.as_bytes())?;
         }
         ImageCommand::Remove { name, engine } => {
-            image::remove(&connect(&engine, settings).await?, &reference("the image", &name)?).await?;
+            image::remove(
+                &connect(&engine, settings).await?,
+                &reference("the image", &name)?,
+            )
+            .await?;
             writeln!(output, "removed {name}")?;
         }
     }
@@ -40,32 +50,55 @@ pub(super) async fn execute(
 }
 
 /// Connects to the engine that sessions would use, or to the one that was asked for.
-pub(super) async fn connect(arguments: &EngineArguments, settings: &Settings) -> anyhow::Result<Engine> {
+pub(super) async fn connect(
+    arguments: &EngineArguments,
+    settings: &Settings,
+) -> anyhow::Result<Engine> {
     let asked = arguments.engine.as_deref().map(|word| match word {
         "podman" => EngineKind::Podman,
         _ => EngineKind::Docker,
     });
     let (kind, address) = match (&settings.backend, asked) {
-        (BackendChoice::Containers(containers), None) => (containers.kind, containers.address.clone()),
+        (BackendChoice::Containers(containers), None) => {
+            (containers.kind, containers.address.clone())
+        }
         (_, asked) => {
             let kind = asked.unwrap_or(EngineKind::Docker);
             (kind, config::engine_address(kind)?)
         }
     };
-    Ok(Engine::connect(kind, &address).await?.with_credentials(&config::engine_credentials(kind)))
+    Ok(Engine::connect(kind, &address)
+        .await?
+        .with_credentials(&config::engine_credentials(kind)))
 }
 
-async fn build(arguments: &ImageArguments, settings: &Settings, output: &mut (dyn Write + Send)) -> anyhow::Result<()> {
+async fn build(
+    arguments: &ImageArguments,
+    settings: &Settings,
+    output: &mut (dyn Write + Send),
+) -> anyhow::Result<()> {
     let wish = wanted(arguments, Caller::own())?;
     let engine = connect(&arguments.engine, settings).await?;
-    let (told, heard) = watch::channel(Preparation::Working { step: "starting".to_owned(), done: 0, total: None });
+    let (told, heard) = watch::channel(Preparation::Working {
+        step: "starting".to_owned(),
+        done: 0,
+        total: None,
+    });
     let tell = |progress: EnvironmentProgress| {
         let EnvironmentProgress { step, done, total } = progress;
         told.send_replace(Preparation::Working { step, done, total });
     };
     let cancelled = CancellationToken::new();
     let work = async {
-        let result = carry_out(arguments.dockerfile, &wish, &engine, settings, &cancelled, &tell).await;
+        let result = carry_out(
+            arguments.dockerfile,
+            &wish,
+            &engine,
+            settings,
+            &cancelled,
+            &tell,
+        )
+        .await;
         told.send_replace(Preparation::Ready);
         result
     };
@@ -97,10 +130,18 @@ async fn carry_out(
     if only_dockerfile {
         return image::dockerfile(wish, engine, &settings.data_dir, cancelled, tell).await;
     }
-    let Built { image, was_there } = image::build(wish, engine, &settings.data_dir, cancelled, tell).await?;
+    let Built { image, was_there } =
+        image::build(wish, engine, &settings.data_dir, cancelled, tell).await?;
     let (python, packages, size) = (&image.python, image.packages.len(), format_size(image.size));
-    let found = if was_there { "is there already" } else { "is ready" };
-    Ok(format!("{} {found}: Python {python}, {packages} packages, {size}\n", wish.tag))
+    let found = if was_there {
+        "is there already"
+    } else {
+        "is ready"
+    };
+    Ok(format!(
+        "{} {found}: Python {python}, {packages} packages, {size}\n",
+        wish.tag
+    ))
 }
 
 /// Who builds.
@@ -112,7 +153,10 @@ struct Caller {
 
 impl Caller {
     fn own() -> Caller {
-        Caller { uid: rustix::process::getuid().as_raw(), gid: rustix::process::getgid().as_raw() }
+        Caller {
+            uid: rustix::process::getuid().as_raw(),
+            gid: rustix::process::getgid().as_raw(),
+        }
     }
 }
 
@@ -131,43 +175,70 @@ fn wanted(arguments: &ImageArguments, caller: Caller) -> anyhow::Result<ImageWis
 }
 
 fn reference(what: &str, written: &str) -> anyhow::Result<ImageReference> {
-    ImageReference::new(written)
-        .ok_or_else(|| anyhow!("{what} {written}: the name of an image is {}", ImageReference::ALLOWED))
+    ImageReference::new(written).ok_or_else(|| {
+        anyhow!(
+            "{what} {written}: the name of an image is {}",
+            ImageReference::ALLOWED
+        )
+    })
 }
 
 fn user(arguments: &ImageArguments, caller: Caller) -> anyhow::Result<ImageUser> {
     if arguments.root {
         return Ok(ImageUser::Root);
     }
-    let uid = arguments.uid.unwrap_or(if caller.uid == 0 { USUAL_USER } else { caller.uid });
+    let uid = arguments.uid.unwrap_or(if caller.uid == 0 {
+        USUAL_USER
+    } else {
+        caller.uid
+    });
     let gid = match (arguments.gid, arguments.uid) {
         (Some(gid), _) => gid,
         (None, None) if caller.uid != 0 && caller.gid != 0 => caller.gid,
         (None, _) => uid,
     };
     if uid == 0 || gid == 0 {
-        bail!("0 is the number of root, which a session never is; --root makes an image whose own user is root");
+        bail!(
+            "0 is the number of root, which a session never is; --root makes an image whose own user is root"
+        );
     }
     Ok(ImageUser::Ordinary { uid, gid })
 }
 
 fn filling(arguments: &ImageArguments) -> anyhow::Result<Filling> {
     if let Some(file) = &arguments.locked {
-        let text =
-            std::fs::read_to_string(file).with_context(|| format!("could not read the lock {}", file.display()))?;
-        let lockfile = Lockfile::parse(&text).with_context(|| format!("{} is not a lock", file.display()))?;
+        let text = std::fs::read_to_string(file)
+            .with_context(|| format!("could not read the lock {}", file.display()))?;
+        let lockfile =
+            Lockfile::parse(&text).with_context(|| format!("{} is not a lock", file.display()))?;
         return Ok(Filling::Locked(lockfile));
     }
-    let mut packages = if arguments.no_science { Vec::new() } else { science() };
+    let mut packages = if arguments.no_science {
+        Vec::new()
+    } else {
+        science()
+    };
     packages.extend(arguments.packages.iter().cloned());
     if let Some(file) = &arguments.dependencies {
         packages.extend(dependencies(file)?);
     }
-    if let Some(misfit) = packages.iter().find(|package| !spec::is_requirement(package)) {
-        bail!("\"{misfit}\" cannot be installed: it must be {}", spec::REQUIREMENT_ALLOWED);
+    if let Some(misfit) = packages
+        .iter()
+        .find(|package| !spec::is_requirement(package))
+    {
+        bail!(
+            "\"{misfit}\" cannot be installed: it must be {}",
+            spec::REQUIREMENT_ALLOWED
+        );
     }
-    let files = arguments.requirements.iter().map(|file| existing(file)).collect::<anyhow::Result<Vec<_>>>()?;
-    let files = Some(files).filter(|files| !files.is_empty()).map(Input::Requirements);
+    let files = arguments
+        .requirements
+        .iter()
+        .map(|file| existing(file))
+        .collect::<anyhow::Result<Vec<_>>>()?;
+    let files = Some(files)
+        .filter(|files| !files.is_empty())
+        .map(Input::Requirements);
     Ok(Filling::Packages { packages, files })
 }
 
@@ -178,9 +249,13 @@ fn science() -> Vec<String> {
 }
 
 fn dependencies(file: &Path) -> anyhow::Result<Vec<String>> {
-    let text = std::fs::read_to_string(file).with_context(|| format!("could not read {}", file.display()))?;
+    let text = std::fs::read_to_string(file)
+        .with_context(|| format!("could not read {}", file.display()))?;
     quoted_requirements(&text).map_err(|line| {
-        anyhow!("{} line {line}: a line is a requirement in quotes, with a comma behind it", file.display())
+        anyhow!(
+            "{} line {line}: a line is a requirement in quotes, with a comma behind it",
+            file.display()
+        )
     })
 }
 
@@ -193,7 +268,9 @@ fn quoted_requirements(text: &str) -> Result<Vec<String>, usize> {
             continue;
         }
         let line = line.strip_suffix(',').unwrap_or(line).trim_end();
-        let unquoted = ['"', '\''].iter().find_map(|quote| line.strip_prefix(*quote)?.strip_suffix(*quote));
+        let unquoted = ['"', '\'']
+            .iter()
+            .find_map(|quote| line.strip_prefix(*quote)?.strip_suffix(*quote));
         match unquoted.filter(|text| !text.is_empty() && !text.contains(['"', '\\'])) {
             Some(requirement) => found.push(requirement.to_owned()),
             None => return Err(index + 1),
@@ -207,7 +284,8 @@ fn existing(file: &Path) -> anyhow::Result<PathBuf> {
     if !file.is_file() {
         bail!("--requirements {}: there is no such file", file.display());
     }
-    std::path::absolute(file).with_context(|| format!("--requirements {}: it cannot be found", file.display()))
+    std::path::absolute(file)
+        .with_context(|| format!("--requirements {}: it cannot be found", file.display()))
 }
 
 fn as_text(made: &[MadeImage]) -> String {
@@ -216,14 +294,33 @@ fn as_text(made: &[MadeImage]) -> String {
     }
     let mut rows = vec![["NAME", "ID", "PYTHON", "PACKAGES", "SIZE"].map(str::to_owned)];
     rows.extend(made.iter().map(|image| {
-        let name = if image.tags.is_empty() { "(replaced)".to_owned() } else { image.tags.join(", ") };
+        let name = if image.tags.is_empty() {
+            "(replaced)".to_owned()
+        } else {
+            image.tags.join(", ")
+        };
         let packages = image.packages.len().to_string();
-        [name, short(&image.id).to_owned(), image.python.clone(), packages, format_size(image.size)]
+        [
+            name,
+            short(&image.id).to_owned(),
+            image.python.clone(),
+            packages,
+            format_size(image.size),
+        ]
     }));
-    let width = |column: usize| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);
+    let width = |column: usize| {
+        rows.iter()
+            .map(|row| row[column].chars().count())
+            .max()
+            .unwrap_or(0)
+    };
     let widths: Vec<usize> = (0..5).map(width).collect();
     let line = |row: &[String; 5]| {
-        let cells: Vec<String> = row.iter().zip(&widths).map(|(cell, width)| format!("{cell:width$}")).collect();
+        let cells: Vec<String> = row
+            .iter()
+            .zip(&widths)
+            .map(|(cell, width)| format!("{cell:width$}"))
+            .collect();
         format!("{}\n", cells.join("  ").trim_end())
     };
     rows.iter().map(line).collect()
@@ -250,11 +347,18 @@ fn as_json(made: &[MadeImage]) -> anyhow::Result<String> {
 mod tests {
     use super::*;
 
-    const ME: Caller = Caller { uid: 1234, gid: 2345 };
+    const ME: Caller = Caller {
+        uid: 1234,
+        gid: 2345,
+    };
     const SUPERUSER: Caller = Caller { uid: 0, gid: 0 };
 
     fn arguments() -> ImageArguments {
-        ImageArguments { tag: "cellblock".to_owned(), base: "python:3.13-slim".to_owned(), ..ImageArguments::default() }
+        ImageArguments {
+            tag: "cellblock".to_owned(),
+            base: "python:3.13-slim".to_owned(),
+            ..ImageArguments::default()
+        }
     }
 
     fn packages(arguments: &ImageArguments) -> Vec<String> {
@@ -268,25 +372,55 @@ mod tests {
     fn an_image_has_the_science_packages_unless_they_are_not_wanted() {
         let usual = packages(&arguments());
         assert!(usual.contains(&"numpy".to_owned()), "{usual:?}");
-        let more = ImageArguments { packages: vec!["polars>=1".to_owned()], ..arguments() };
+        let more = ImageArguments {
+            packages: vec!["polars>=1".to_owned()],
+            ..arguments()
+        };
         assert_eq!(packages(&more).len(), usual.len() + 1);
-        let bare = ImageArguments { no_science: true, packages: vec!["Pydantic==2.11".to_owned()], ..arguments() };
+        let bare = ImageArguments {
+            no_science: true,
+            packages: vec!["Pydantic==2.11".to_owned()],
+            ..arguments()
+        };
         assert_eq!(packages(&bare), ["Pydantic==2.11"]);
     }
 
     #[test]
     fn an_option_does_not_pass_for_a_package() {
-        let smuggled = ImageArguments { packages: vec!["--index-url=http://example.com".to_owned()], ..arguments() };
-        assert!(filling(&smuggled).unwrap_err().to_string().contains("--index-url"));
+        let smuggled = ImageArguments {
+            packages: vec!["--index-url=http://example.com".to_owned()],
+            ..arguments()
+        };
+        assert!(
+            filling(&smuggled)
+                .unwrap_err()
+                .to_string()
+                .contains("--index-url")
+        );
     }
 
     #[test]
     fn dependencies_may_be_written_as_a_project_has_them() {
         let file = tempfile::NamedTempFile::new().unwrap();
-        std::fs::write(file.path(), "# tools\n\"polars>=1\",\n\n  'x; python_version > \"3\"' ,\n").unwrap();
-        let given = ImageArguments { no_science: true, dependencies: Some(file.path().to_owned()), ..arguments() };
-        assert!(filling(&given).unwrap_err().to_string().contains("line 4"), "quotes within quotes are not read");
-        std::fs::write(file.path(), "# tools\n\"polars>=1\",\n\n  'pandas[excel] >=2' ,\n\"six\"").unwrap();
+        std::fs::write(
+            file.path(),
+            "# tools\n\"polars>=1\",\n\n  'x; python_version > \"3\"' ,\n",
+        )
+        .unwrap();
+        let given = ImageArguments {
+            no_science: true,
+            dependencies: Some(file.path().to_owned()),
+            ..arguments()
+        };
+        assert!(
+            filling(&given).unwrap_err().to_string().contains("line 4"),
+            "quotes within quotes are not read"
+        );
+        std::fs::write(
+            file.path(),
+            "# tools\n\"polars>=1\",\n\n  'pandas[excel] >=2' ,\n\"six\"",
+        )
+        .unwrap();
         assert_eq!(packages(&given), ["polars>=1", "pandas[excel] >=2", "six"]);
         assert_eq!(quoted_requirements("\"numpy\",\nnumpy = \"^2\"\n"), Err(2));
         assert_eq!(quoted_requirements("scipy"), Err(1));
@@ -294,25 +428,85 @@ mod tests {
 
     #[test]
     fn the_user_is_the_one_who_builds_and_never_root_by_accident() {
-        let of =
-            |arguments: &ImageArguments, caller: Caller| user(arguments, caller).map_err(|error| error.to_string());
+        let of = |arguments: &ImageArguments, caller: Caller| {
+            user(arguments, caller).map_err(|error| error.to_string())
+        };
         let ordinary = |uid, gid| Ok(ImageUser::Ordinary { uid, gid });
         assert_eq!(of(&arguments(), ME), ordinary(1234, 2345));
         assert_eq!(of(&arguments(), SUPERUSER), ordinary(1000, 1000));
         assert_eq!(of(&arguments(), Caller { uid: 5, gid: 0 }), ordinary(5, 5));
-        assert_eq!(of(&ImageArguments { uid: Some(7), ..arguments() }, ME), ordinary(7, 7));
-        assert_eq!(of(&ImageArguments { uid: Some(7), gid: Some(8), ..arguments() }, ME), ordinary(7, 8));
-        assert!(of(&ImageArguments { uid: Some(0), ..arguments() }, ME).unwrap_err().contains("--root"));
-        assert!(of(&ImageArguments { gid: Some(0), ..arguments() }, ME).unwrap_err().contains("--root"));
-        assert_eq!(of(&ImageArguments { root: true, ..arguments() }, ME), Ok(ImageUser::Root));
+        assert_eq!(
+            of(
+                &ImageArguments {
+                    uid: Some(7),
+                    ..arguments()
+                },
+                ME
+            ),
+            ordinary(7, 7)
+        );
+        assert_eq!(
+            of(
+                &ImageArguments {
+                    uid: Some(7),
+                    gid: Some(8),
+                    ..arguments()
+                },
+                ME
+            ),
+            ordinary(7, 8)
+        );
+        assert!(
+            of(
+                &ImageArguments {
+                    uid: Some(0),
+                    ..arguments()
+                },
+                ME
+            )
+            .unwrap_err()
+            .contains("--root")
+        );
+        assert!(
+            of(
+                &ImageArguments {
+                    gid: Some(0),
+                    ..arguments()
+                },
+                ME
+            )
+            .unwrap_err()
+            .contains("--root")
+        );
+        assert_eq!(
+            of(
+                &ImageArguments {
+                    root: true,
+                    ..arguments()
+                },
+                ME
+            ),
+            Ok(ImageUser::Root)
+        );
     }
 
     #[test]
     fn names_are_checked_before_anything_is_asked() {
-        let wish = |tag: &str| wanted(&ImageArguments { tag: tag.to_owned(), ..arguments() }, ME);
+        let wish = |tag: &str| {
+            wanted(
+                &ImageArguments {
+                    tag: tag.to_owned(),
+                    ..arguments()
+                },
+                ME,
+            )
+        };
         assert!(wish("cells:1").is_ok());
         let refusal = wish("Cells\nRUN x").unwrap_err().to_string();
-        assert!(refusal.starts_with("--tag") && refusal.contains("lower-case"), "{refusal}");
+        assert!(
+            refusal.starts_with("--tag") && refusal.contains("lower-case"),
+            "{refusal}"
+        );
     }
 
     #[test]
@@ -325,7 +519,10 @@ mod tests {
             size: 3 << 20,
             created: Some(1),
         };
-        let named = MadeImage { tags: vec!["cells:1".to_owned()], ..image.clone() };
+        let named = MadeImage {
+            tags: vec!["cells:1".to_owned()],
+            ..image.clone()
+        };
         let text = as_text(&[named.clone(), image]);
         let expected = "NAME        ID            PYTHON  PACKAGES  SIZE\n\
                         cells:1     abababababab  3.13.1  1         3 MiB\n\
@@ -333,6 +530,9 @@ mod tests {
         assert_eq!(text, expected);
         assert!(as_text(&[]).contains("image build"));
         let json: serde_json::Value = serde_json::from_str(&as_json(&[named]).unwrap()).unwrap();
-        assert_eq!((json[0]["tags"][0].as_str(), json[0]["created"].as_i64()), (Some("cells:1"), Some(1)));
+        assert_eq!(
+            (json[0]["tags"][0].as_str(), json[0]["created"].as_i64()),
+            (Some("cells:1"), Some(1))
+        );
     }
 }

@@ -14,11 +14,17 @@ use crate::config::Settings;
 use crate::sandbox::container::remove_left_containers;
 
 /// Removes what was named, or asks about what was not. Returns what there is to say.
-pub(super) async fn clean_up(arguments: &IpyboxCleanupArguments, settings: &Settings) -> anyhow::Result<String> {
+pub(super) async fn clean_up(
+    arguments: &IpyboxCleanupArguments,
+    settings: &Settings,
+) -> anyhow::Result<String> {
     if let Some(image) = &arguments.ancestor {
         let engine = image_command::connect(&arguments.engine, settings).await?;
         let removed = remove_left_containers(&engine, &settings.runtime_dir, image).await;
-        return Ok(containers_removed(removed.context("the containers could not be listed")?, image));
+        return Ok(containers_removed(
+            removed.context("the containers could not be listed")?,
+            image,
+        ));
     }
     let Some(unused) = packages_command::unused(settings)? else {
         return Ok("no package is unused; nothing was removed\n".to_owned());
@@ -38,7 +44,9 @@ fn containers_removed(removed: usize, image: &str) -> String {
         1 => "removed 1 container".to_owned(),
         count => format!("removed {count} containers"),
     };
-    format!("{count}; the image {image} stays. Containers of servers that live end with their server\n")
+    format!(
+        "{count}; the image {image} stays. Containers of servers that live end with their server\n"
+    )
 }
 
 /// Asks on the terminal. Without one, nothing is confirmed.
@@ -47,9 +55,15 @@ fn confirmed(unused: &str) -> anyhow::Result<bool> {
         return Ok(false);
     }
     let mut terminal = standard_error();
-    write!(terminal, "{unused} are used by no session. Remove them? [y/N] ")?;
+    write!(
+        terminal,
+        "{unused} are used by no session. Remove them? [y/N] "
+    )?;
     terminal.flush()?;
     let mut answer = String::new();
     std::io::stdin().read_line(&mut answer)?;
-    Ok(matches!(answer.trim().to_ascii_lowercase().as_str(), "y" | "yes"))
+    Ok(matches!(
+        answer.trim().to_ascii_lowercase().as_str(),
+        "y" | "yes"
+    ))
 }

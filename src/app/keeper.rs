@@ -18,7 +18,9 @@ use super::cli::KeeperCommand;
 use super::output::{print, say};
 use super::{House, Warmth, approvals, asked_to_end, house, kept_settings, set_up_servers};
 use crate::config::{HandOver, Settings};
-use crate::keeper::{self, AttachError, Client, KeeperName, KeeperSettings, Kept, Post, Status, StopAnswer, Terms};
+use crate::keeper::{
+    self, AttachError, Client, KeeperName, KeeperSettings, Kept, Post, Status, StopAnswer, Terms,
+};
 use crate::session::{LimitSetup, Refused, SessionAccess};
 
 /// A configuration file with all its environments has a few kilobytes.
@@ -52,13 +54,21 @@ pub(super) enum Home {
 
 impl Home {
     /// Makes sessions, or finds those that are kept. `name` is the keeper's unless the operator chose one.
-    pub(super) async fn of(settings: &Settings, keep: KeepByDefault, name: &str) -> anyhow::Result<Home> {
+    pub(super) async fn of(
+        settings: &Settings,
+        keep: KeepByDefault,
+        name: &str,
+    ) -> anyhow::Result<Home> {
         if !keep.decides(settings) {
             return Ok(Home::Here(house(settings, Warmth::Full)?));
         }
         let attached = keeper::attach(&keeper_settings(settings, name)?).await;
-        let home = Home::Kept(attached.context("sessions cannot be kept; --keep-sessions off does without")?);
-        home.set_up_limits(settings).await.context("the sessions that are kept cannot have these quotas")?;
+        let home = Home::Kept(
+            attached.context("sessions cannot be kept; --keep-sessions off does without")?,
+        );
+        home.set_up_limits(settings)
+            .await
+            .context("the sessions that are kept cannot have these quotas")?;
         home.set_up_approvals(settings).await.context(
             "the sessions that are kept cannot have these approvals; `cellblock keeper stop` ends them, and the present settings hold from then on",
         )?;
@@ -80,12 +90,17 @@ impl Home {
     /// Tells the sessions what needs an approval. Those of this process know it from the start; those that are kept may have been told otherwise, and must know before
     /// anybody is served.
     pub(super) async fn set_up_approvals(&self, settings: &Settings) -> Result<(), Refused> {
-        self.sessions().set_up_approvals(approvals::setup(settings)).await
+        self.sessions()
+            .set_up_approvals(approvals::setup(settings))
+            .await
     }
 
     /// Tells the sessions how much callers may use, and how many cells run at once.
     pub(super) async fn set_up_limits(&self, settings: &Settings) -> Result<(), Refused> {
-        let setup = LimitSetup { quotas: (&settings.quotas).into(), max_running: settings.max_running };
+        let setup = LimitSetup {
+            quotas: (&settings.quotas).into(),
+            max_running: settings.max_running,
+        };
         self.sessions().set_up_limits(setup).await
     }
 
@@ -95,7 +110,10 @@ impl Home {
         if let Home::Kept(client) = self {
             match keeper_settings(settings, client.keeper().as_str()) {
                 Ok(settings) => client.renew(settings),
-                Err(error) => error!(error = format!("{error:#}"), "the next keeper will have the old settings"),
+                Err(error) => error!(
+                    error = format!("{error:#}"),
+                    "the next keeper will have the old settings"
+                ),
             }
         }
     }
@@ -107,7 +125,9 @@ impl Home {
             Home::Here(house) => house.shut_down().await,
             Home::Kept(client) => {
                 let name = client.keeper();
-                let status = tokio::time::timeout(STATUS_TIMEOUT, keeper::ask_status(runtime_dir, &name)).await;
+                let status =
+                    tokio::time::timeout(STATUS_TIMEOUT, keeper::ask_status(runtime_dir, &name))
+                        .await;
                 client.leave();
                 if let Ok(Ok(Some(status))) = status
                     && let Some(told) = what_goes_on(&name, &status)
@@ -130,7 +150,8 @@ pub(super) fn keeper_settings(settings: &Settings, name: &str) -> anyhow::Result
         name,
         program: std::env::current_exe().context("could not find this program")?,
         arguments: vec!["keeper".to_owned(), "hold".to_owned()],
-        hand_over: rmp_serde::to_vec_named(&settings.hand_over).context("the settings cannot be handed over")?,
+        hand_over: rmp_serde::to_vec_named(&settings.hand_over)
+            .context("the settings cannot be handed over")?,
         digest: kept_settings::digests(settings),
         files_outlive_sessions: settings.workspace.is_some(),
     })
@@ -148,8 +169,13 @@ pub(super) fn inherit() -> anyhow::Result<Inheritance> {
     // Signals to the server's terminal or group are not meant for us. Whoever leads a group already is as far away as that.
     let _ = rustix::process::setsid();
     let mut bytes = Vec::new();
-    std::io::stdin().lock().take(LARGEST_HAND_OVER).read_to_end(&mut bytes).context("no settings were handed over")?;
-    let settings = rmp_serde::from_slice(&bytes).context("the settings that were handed over make no sense")?;
+    std::io::stdin()
+        .lock()
+        .take(LARGEST_HAND_OVER)
+        .read_to_end(&mut bytes)
+        .context("no settings were handed over")?;
+    let settings = rmp_serde::from_slice(&bytes)
+        .context("the settings that were handed over make no sense")?;
     Ok(Inheritance { listener, settings })
 }
 
@@ -174,7 +200,10 @@ async fn hold(settings: &Settings, listener: UnixListener) -> anyhow::Result<Exi
     let house = match house(settings, Warmth::Full) {
         Ok(house) => house,
         Err(cause) => {
-            error!(error = format!("{cause:#}"), "this keeper cannot keep sessions");
+            error!(
+                error = format!("{cause:#}"),
+                "this keeper cannot keep sessions"
+            );
             keeper::apologise(post, format!("{cause:#}")).await;
             return Ok(ExitCode::from(2));
         }
@@ -183,7 +212,10 @@ async fn hold(settings: &Settings, listener: UnixListener) -> anyhow::Result<Exi
     set_up_servers(Arc::new(house.sessions.clone()), settings);
     info!("this process keeps sessions");
     let kept: Arc<dyn Kept> = Arc::new(house.sessions.clone());
-    let terms = Terms { settings: kept_settings::digests(settings), build: env!("CARGO_PKG_VERSION").to_owned() };
+    let terms = Terms {
+        settings: kept_settings::digests(settings),
+        build: env!("CARGO_PKG_VERSION").to_owned(),
+    };
     keeper::keep(post, kept, terms, asked_to_end()).await;
     house.shut_down().await;
     Ok(ExitCode::SUCCESS)
@@ -199,7 +231,11 @@ async fn status(settings: &Settings, json: bool) -> anyhow::Result<ExitCode> {
             Err(error) => say(format_args!("cellblock: {:#}", anyhow::Error::new(error))),
         }
     }
-    print(&if json { as_json(&alive) } else { as_text(&alive) })?;
+    print(&if json {
+        as_json(&alive)
+    } else {
+        as_text(&alive)
+    })?;
     Ok(ExitCode::SUCCESS)
 }
 
@@ -209,7 +245,12 @@ async fn ask_all(settings: &Settings) -> Vec<(KeeperName, Result<Option<Status>,
         let answer = keeper::ask_status(&settings.runtime_dir, &name).await;
         (name, answer)
     };
-    join_all(keeper::keepers_in(&settings.runtime_dir).into_iter().map(ask)).await
+    join_all(
+        keeper::keepers_in(&settings.runtime_dir)
+            .into_iter()
+            .map(ask),
+    )
+    .await
 }
 
 fn as_json(alive: &[(KeeperName, Status)]) -> String {
@@ -225,7 +266,10 @@ fn as_json(alive: &[(KeeperName, Status)]) -> String {
             "protocol": status.protocol,
         })
     };
-    format!("{:#}\n", serde_json::Value::from(alive.iter().map(row).collect::<Vec<_>>()))
+    format!(
+        "{:#}\n",
+        serde_json::Value::from(alive.iter().map(row).collect::<Vec<_>>())
+    )
 }
 
 fn as_text(alive: &[(KeeperName, Status)]) -> String {
@@ -248,12 +292,19 @@ fn as_text(alive: &[(KeeperName, Status)]) -> String {
 
 async fn stop(settings: &Settings, name: &KeeperName, now: bool) -> anyhow::Result<ExitCode> {
     match keeper::ask_to_stop(&settings.runtime_dir, name, now).await? {
-        Some(StopAnswer::Stopping) => print(&format!("{name} has ended, and its sessions with it\n"))?,
+        Some(StopAnswer::Stopping) => {
+            print(&format!("{name} has ended, and its sessions with it\n"))?
+        }
         None => {
             let answers = ask_all(settings).await;
-            let others =
-                answers.iter().filter(|(_, answer)| !matches!(answer, Ok(None))).map(|(name, _)| name.as_str());
-            bail!("there is no keeper {name}; {}", known(&others.collect::<Vec<_>>()))
+            let others = answers
+                .iter()
+                .filter(|(_, answer)| !matches!(answer, Ok(None)))
+                .map(|(name, _)| name.as_str());
+            bail!(
+                "there is no keeper {name}; {}",
+                known(&others.collect::<Vec<_>>())
+            )
         }
         Some(StopAnswer::Busy { running }) => {
             bail!("code is running in {running} sessions; wait for it, or interrupt it with --now")
@@ -299,12 +350,23 @@ mod tests {
         let settings = settings_below(folder.path());
         let sockets = settings.runtime_dir.join("keeper");
         std::fs::create_dir_all(&sockets).unwrap();
-        let silent = ["a", "b", "c"].map(|name| UnixListener::bind(sockets.join(format!("{name}.socket"))).unwrap());
+        let silent = ["a", "b", "c"]
+            .map(|name| UnixListener::bind(sockets.join(format!("{name}.socket"))).unwrap());
         let before = tokio::time::Instant::now();
         let first = ask_all(&settings).await;
         let together = before.elapsed();
-        assert_eq!(first.iter().map(|(name, _)| name.as_str()).collect::<Vec<_>>(), ["a", "b", "c"]);
-        assert!(first.iter().all(|(_, answer)| matches!(answer, Err(AttachError::Silent { .. }))));
+        assert_eq!(
+            first
+                .iter()
+                .map(|(name, _)| name.as_str())
+                .collect::<Vec<_>>(),
+            ["a", "b", "c"]
+        );
+        assert!(
+            first
+                .iter()
+                .all(|(_, answer)| matches!(answer, Err(AttachError::Silent { .. })))
+        );
         std::fs::remove_file(sockets.join("b.socket")).unwrap();
         std::fs::remove_file(sockets.join("c.socket")).unwrap();
         let before = tokio::time::Instant::now();
@@ -317,12 +379,26 @@ mod tests {
     fn sessions_that_outlive_their_server_are_told_with_the_way_to_end_them() {
         let told = |sessions, running| {
             let (protocol, build, process, fronts) = (keeper::PROTOCOL, String::new(), 1, 1);
-            let status = Status { protocol, build, process, age: Duration::ZERO, sessions, running, fronts };
+            let status = Status {
+                protocol,
+                build,
+                process,
+                age: Duration::ZERO,
+                sessions,
+                running,
+                fronts,
+            };
             what_goes_on(&"serve".parse().unwrap(), &status)
         };
         assert_eq!(told(0, 0), None);
-        assert_eq!(told(1, 0).unwrap(), "1 session goes on; `cellblock keeper stop serve` ends it");
-        assert_eq!(told(3, 2).unwrap(), "3 sessions go on (2 running); `cellblock keeper stop serve` ends them");
+        assert_eq!(
+            told(1, 0).unwrap(),
+            "1 session goes on; `cellblock keeper stop serve` ends it"
+        );
+        assert_eq!(
+            told(3, 2).unwrap(),
+            "3 sessions go on (2 running); `cellblock keeper stop serve` ends them"
+        );
     }
 
     #[test]

@@ -8,7 +8,9 @@
 
 use sha2::{Digest, Sha256};
 
-use crate::config::{Approvals, BackendChoice, Containers, Network, PackageIndex, Packages, Settings, Undo};
+use crate::config::{
+    Approvals, BackendChoice, Containers, Network, PackageIndex, Packages, Settings, Undo,
+};
 use crate::sandbox::SandboxLimits;
 
 /// Settings that only servers need. They change without the sessions.
@@ -74,17 +76,42 @@ fn described(settings: &Settings) -> Vec<(&'static str, String)> {
         mounts,
         masks,
         variables,
-        limits: SandboxLimits { memory, family_memory, cpus, processes, disk, files },
+        limits:
+            SandboxLimits {
+                memory,
+                family_memory,
+                cpus,
+                processes,
+                disk,
+                files,
+            },
         max_sessions,
         idle_timeout,
         pool,
         backend,
         undo,
         explore_parallel,
-        network: Network { rules, secrets, limits: network_limits },
+        network:
+            Network {
+                rules,
+                secrets,
+                limits: network_limits,
+            },
         packages:
-            Packages { allowed, size, store_size, timeout: package_timeout, memory: package_memory, disk: package_disk },
-        approvals: Approvals { policy, timeout: _, remember: _ },
+            Packages {
+                allowed,
+                size,
+                store_size,
+                timeout: package_timeout,
+                memory: package_memory,
+                disk: package_disk,
+            },
+        approvals:
+            Approvals {
+                policy,
+                timeout: _,
+                remember: _,
+            },
         package_index: PackageIndex { url, trusted_hosts },
         allow_missing,
         data_dir,
@@ -120,7 +147,10 @@ fn described(settings: &Settings) -> Vec<(&'static str, String)> {
         ("environment", environment.to_string()),
         ("environments", format!("{:?}", settings.environment_spec())),
         ("mounts", format!("{mounts:?} {masks:?}")),
-        ("variables, env_files", format!("{:?}", variables.iter().collect::<Vec<_>>())),
+        (
+            "variables, env_files",
+            format!("{:?}", variables.iter().collect::<Vec<_>>()),
+        ),
         ("memory", memory.to_string()),
         ("family_memory", family_memory.to_string()),
         ("cpus", cpus.to_string()),
@@ -131,8 +161,14 @@ fn described(settings: &Settings) -> Vec<(&'static str, String)> {
         ("idle_timeout", format!("{idle_timeout:?}")),
         ("pool", pool.to_string()),
         ("explore_parallel", explore_parallel.to_string()),
-        ("allow_network, allowed_domains, denied_domains, sandbox_config", format!("{rules:?}")),
-        ("network_connections, network_bandwidth, network_questions", format!("{network_limits:?}")),
+        (
+            "allow_network, allowed_domains, denied_domains, sandbox_config",
+            format!("{rules:?}"),
+        ),
+        (
+            "network_connections, network_bandwidth, network_questions",
+            format!("{network_limits:?}"),
+        ),
         ("install_packages", allowed.to_string()),
         ("package_size", size.to_string()),
         ("package_disk", package_disk.to_string()),
@@ -158,11 +194,25 @@ fn described(settings: &Settings) -> Vec<(&'static str, String)> {
         BackendChoice::Containers(choice) => Some(choice),
     };
     let of = |text: &dyn Fn(&Containers) -> String| containers.map(text).unwrap_or_default();
-    all.push(("backend", of(&|choice| format!("{:?} {:?} {:?}", choice.kind, choice.address, choice.credentials))));
+    all.push((
+        "backend",
+        of(&|choice| {
+            format!(
+                "{:?} {:?} {:?}",
+                choice.kind, choice.address, choice.credentials
+            )
+        }),
+    ));
     all.push(("container_tag", of(&|choice| choice.image.clone())));
     all.push(("runtime", of(&|choice| format!("{:?}", choice.runtime))));
-    all.push(("pool_max_age", of(&|choice| format!("{:?}", choice.pool_max_age))));
-    all.push(("pool_creations", of(&|choice| choice.pool_creations.to_string())));
+    all.push((
+        "pool_max_age",
+        of(&|choice| format!("{:?}", choice.pool_max_age)),
+    ));
+    all.push((
+        "pool_creations",
+        of(&|choice| choice.pool_creations.to_string()),
+    ));
     let mut hash = Sha256::new();
     for secret in secrets {
         hash.update(format!("{secret:?}"));
@@ -175,12 +225,17 @@ fn described(settings: &Settings) -> Vec<(&'static str, String)> {
 /// Returns what a keeper's settings are compared by: one line for each, with its name and a digest
 /// of what it says.
 pub(super) fn digests(settings: &Settings) -> String {
-    let line = |(name, says): (&str, String)| format!("{name}={}\n", &hex(Sha256::new().chain_update(says))[..32]);
+    let line = |(name, says): (&str, String)| {
+        format!("{name}={}\n", &hex(Sha256::new().chain_update(says))[..32])
+    };
     described(settings).into_iter().map(line).collect()
 }
 
 fn hex(hash: Sha256) -> String {
-    hash.finalize().iter().map(|byte| format!("{byte:02x}")).collect()
+    hash.finalize()
+        .iter()
+        .map(|byte| format!("{byte:02x}"))
+        .collect()
 }
 
 #[cfg(test)]
@@ -204,30 +259,51 @@ mod tests {
     #[test]
     fn every_setting_is_of_exactly_one_kind() {
         let settings = settings_below(Path::new("/base"));
-        let compared: Vec<&str> = described(&settings).iter().flat_map(|(names, _)| names.split(", ")).collect();
+        let compared: Vec<&str> = described(&settings)
+            .iter()
+            .flat_map(|(names, _)| names.split(", "))
+            .collect();
         for name in Key::names() {
-            let kinds = [SERVER_ONLY, HANDED_OVER, &compared].map(|kind| kind.iter().filter(|known| **known == name));
+            let kinds = [SERVER_ONLY, HANDED_OVER, &compared]
+                .map(|kind| kind.iter().filter(|known| **known == name));
             let count: usize = kinds.into_iter().map(Iterator::count).sum();
-            assert_eq!(count, 1, "`{name}` must be compared, handed over, or for servers only");
+            assert_eq!(
+                count, 1,
+                "`{name}` must be compared, handed over, or for servers only"
+            );
         }
         for name in SERVER_ONLY.iter().chain(HANDED_OVER).chain(&compared) {
-            assert!(Key::names().any(|known| known == *name), "there is no setting `{name}`");
+            assert!(
+                Key::names().any(|known| known == *name),
+                "there is no setting `{name}`"
+            );
         }
     }
 
     #[test]
     fn what_sessions_depend_on_is_named_when_it_differs() {
         assert_eq!(differs(&|settings| settings.limits.memory += 1), ["memory"]);
-        assert_eq!(differs(&|settings| settings.max_sessions += 1), ["max_sessions"]);
-        let index = |settings: &mut Settings| settings.package_index.url = Some("https://index.test".to_owned());
+        assert_eq!(
+            differs(&|settings| settings.max_sessions += 1),
+            ["max_sessions"]
+        );
+        let index = |settings: &mut Settings| {
+            settings.package_index.url = Some("https://index.test".to_owned())
+        };
         assert_eq!(differs(&index), ["package_index"]);
         let variables = |value: &str| {
             let mut variables = Variables::default();
             variables.set("TOKEN".to_owned(), value.to_owned());
             variables
         };
-        assert_eq!(differs(&|settings| settings.variables = variables("one")), ["variables, env_files"]);
-        let shell = approval::Defaults { shell: approval::Effect::Ask, ..approval::Defaults::default() };
+        assert_eq!(
+            differs(&|settings| settings.variables = variables("one")),
+            ["variables, env_files"]
+        );
+        let shell = approval::Defaults {
+            shell: approval::Effect::Ask,
+            ..approval::Defaults::default()
+        };
         let changed = differs(&|settings| settings.approvals.policy = approval::Policy::new(shell));
         assert_eq!(changed, ["approve_shell"]);
         assert_eq!(differs(&|settings| settings.undo = Undo::Off)[0], "undo");
@@ -235,12 +311,27 @@ mod tests {
 
     #[test]
     fn what_only_servers_need_and_what_they_hand_over_does_not_differ() {
-        let tools = approval::Defaults { tools: approval::Effect::Ask, ..approval::Defaults::default() };
+        let tools = approval::Defaults {
+            tools: approval::Effect::Ask,
+            ..approval::Defaults::default()
+        };
         let nothing: Vec<String> = Vec::new();
-        assert_eq!(differs(&|settings| settings.approvals.policy = approval::Policy::new(tools)), nothing);
-        assert_eq!(differs(&|settings| settings.log_filter = Some("debug".to_owned())), nothing);
-        assert_eq!(differs(&|settings| settings.timeout = std::time::Duration::from_secs(7)), nothing);
-        assert_eq!(differs(&|settings| settings.quotas.sessions = Some(2)), nothing);
+        assert_eq!(
+            differs(&|settings| settings.approvals.policy = approval::Policy::new(tools)),
+            nothing
+        );
+        assert_eq!(
+            differs(&|settings| settings.log_filter = Some("debug".to_owned())),
+            nothing
+        );
+        assert_eq!(
+            differs(&|settings| settings.timeout = std::time::Duration::from_secs(7)),
+            nothing
+        );
+        assert_eq!(
+            differs(&|settings| settings.quotas.sessions = Some(2)),
+            nothing
+        );
         assert_eq!(differs(&|settings| settings.max_running = 1), nothing);
     }
 }

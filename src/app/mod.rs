@@ -51,7 +51,9 @@ use crate::audit::Audit;
 use crate::config::{self, BackendChoice, Settings};
 use crate::environment::{self, Environment, EnvironmentSpec, runner_files};
 use crate::mcp::{self, Front, McpSettings};
-use crate::sandbox::native::{NativeBackend, NativeSettings, Programs, WORK_FOLDER, WarmEnvironment};
+use crate::sandbox::native::{
+    NativeBackend, NativeSettings, Programs, WORK_FOLDER, WarmEnvironment,
+};
 use crate::sandbox::{Backend, Preparation};
 use crate::session::install::{Installer, Source};
 use crate::session::servers::ServerSetup;
@@ -81,7 +83,11 @@ fn carry_out(arguments: Arguments) -> anyhow::Result<ExitCode> {
             return Ok(ExitCode::SUCCESS);
         }
         Command::Config(command) => {
-            print(&config_command::execute(command, arguments.general.config.as_deref(), flags)?)?;
+            print(&config_command::execute(
+                command,
+                arguments.general.config.as_deref(),
+                flags,
+            )?)?;
             return Ok(ExitCode::SUCCESS);
         }
         _ => {}
@@ -96,8 +102,10 @@ fn carry_out(arguments: Arguments) -> anyhow::Result<ExitCode> {
         None => config::load(arguments.general.config.as_deref(), flags.clone())?,
     };
     // What goes wrong in the other commands is their answer, not a line in a log.
-    let serves =
-        matches!(arguments.command, Command::Mcp(_) | Command::Serve(_) | Command::Keeper(KeeperCommand::Hold));
+    let serves = matches!(
+        arguments.command,
+        Command::Mcp(_) | Command::Serve(_) | Command::Keeper(KeeperCommand::Hold)
+    );
     let fallback = if serves { "info" } else { "error" };
     let telemetry = telemetry::start(&TelemetrySettings {
         filter: settings.log_filter.clone(),
@@ -118,8 +126,10 @@ fn carry_out(arguments: Arguments) -> anyhow::Result<ExitCode> {
     if starts_sessions && matches!(settings.backend, BackendChoice::Native) {
         descriptors::check(open_files)?;
     }
-    let runtime =
-        tokio::runtime::Builder::new_multi_thread().enable_all().build().context("could not start the runtime")?;
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .enable_all()
+        .build()
+        .context("could not start the runtime")?;
     if serves {
         runtime.spawn(memory::keep_small());
     }
@@ -133,23 +143,33 @@ fn carry_out(arguments: Arguments) -> anyhow::Result<ExitCode> {
             Command::Run(run) => run::execute(&run, settings).await,
             Command::Doctor(doctor) => doctor::execute(&doctor, &settings).await,
             Command::Audit(command) => audit_command::execute(command, &mut standard_output()),
-            Command::Key(command) => key_command::execute(&command, &mut standard_output()).map(|()| ExitCode::SUCCESS),
+            Command::Key(command) => {
+                key_command::execute(&command, &mut standard_output()).map(|()| ExitCode::SUCCESS)
+            }
             Command::Env(command) => {
-                env_command::execute(command, &settings, &mut standard_output()).await.map(|()| ExitCode::SUCCESS)
+                env_command::execute(command, &settings, &mut standard_output())
+                    .await
+                    .map(|()| ExitCode::SUCCESS)
             }
             Command::Image(command) => {
-                image_command::execute(command, &settings, &mut standard_output()).await.map(|()| ExitCode::SUCCESS)
+                image_command::execute(command, &settings, &mut standard_output())
+                    .await
+                    .map(|()| ExitCode::SUCCESS)
             }
             Command::Keeper(command) => keeper::execute(command, settings, inheritance).await,
             Command::Build(build) => {
                 let build = cli::ImageCommand::Build(build);
-                image_command::execute(build, &settings, &mut standard_output()).await.map(|()| ExitCode::SUCCESS)
+                image_command::execute(build, &settings, &mut standard_output())
+                    .await
+                    .map(|()| ExitCode::SUCCESS)
             }
             Command::Cleanup(cleanup) => {
                 print(&ipybox_commands::clean_up(&cleanup, &settings).await?)?;
                 Ok(ExitCode::SUCCESS)
             }
-            Command::Version | Command::Completions { .. } | Command::Config(_) => unreachable!("done above"),
+            Command::Version | Command::Completions { .. } | Command::Config(_) => {
+                unreachable!("done above")
+            }
             Command::Packages(command) => {
                 print(&packages_command::execute(&command, &settings)?)?;
                 Ok(ExitCode::SUCCESS)
@@ -188,15 +208,29 @@ pub enum Warmth {
 /// Makes the backend and its sessions; the environment and the warm interpreter are prepared in the background.
 fn house(settings: &Settings, warmth: Warmth) -> anyhow::Result<House> {
     // One run of code ends before an installation would pay off.
-    let packages = if warmth == Warmth::OneShot || !can_install(settings) { None } else { Packages::new(settings)? };
+    let packages = if warmth == Warmth::OneShot || !can_install(settings) {
+        None
+    } else {
+        Packages::new(settings)?
+    };
     let backend = backend(settings, warmth, packages.clone())?;
     // Nor has it time for other servers.
     let upstreams = (warmth == Warmth::Full).then(|| Upstreams::new(&settings.upstreams));
-    let sessions = sessions(settings, warmth, backend, packages.clone(), upstreams.clone())?;
+    let sessions = sessions(
+        settings,
+        warmth,
+        backend,
+        packages.clone(),
+        upstreams.clone(),
+    )?;
     if let Some(packages) = &packages {
         packages.work_in(sessions.clone());
     }
-    Ok(House { sessions, packages, upstreams })
+    Ok(House {
+        sessions,
+        packages,
+        upstreams,
+    })
 }
 
 /// The sessions of a command, and what serves them.
@@ -229,10 +263,16 @@ fn can_install(settings: &Settings) -> bool {
 }
 
 /// Starts the backend that the operator has chosen.
-fn backend(settings: &Settings, warmth: Warmth, packages: Option<Arc<Packages>>) -> anyhow::Result<Arc<dyn Backend>> {
+fn backend(
+    settings: &Settings,
+    warmth: Warmth,
+    packages: Option<Arc<Packages>>,
+) -> anyhow::Result<Arc<dyn Backend>> {
     match &settings.backend {
         BackendChoice::Native => native_backend(settings, warmth, packages),
-        BackendChoice::Containers(choice) => containers::backend(settings, choice, warmth, packages.as_deref()),
+        BackendChoice::Containers(choice) => {
+            containers::backend(settings, choice, warmth, packages.as_deref())
+        }
     }
 }
 
@@ -241,16 +281,25 @@ fn native_backend(
     warmth: Warmth,
     packages: Option<Arc<Packages>>,
 ) -> anyhow::Result<Arc<dyn Backend>> {
-    let preparation =
-        watch::Sender::new(Preparation::Working { step: "preparing Python".to_owned(), done: 0, total: None });
-    let mut usual_ports = packages.as_ref().map(|_| Packages::usual_ports()).unwrap_or_default();
+    let preparation = watch::Sender::new(Preparation::Working {
+        step: "preparing Python".to_owned(),
+        done: 0,
+        total: None,
+    });
+    let mut usual_ports = packages
+        .as_ref()
+        .map(|_| Packages::usual_ports())
+        .unwrap_or_default();
     if settings.approvals.policy.opens_domains() {
         usual_ports.extend(approvals::PORTS);
     }
     let mut way_out = WayOut::new(settings, usual_ports)?;
     let mut native = native_settings(settings)?;
     native.variables.append(&mut way_out.variables);
-    let (spec, data_dir) = (settings.environment_spec().clone(), settings.data_dir.clone());
+    let (spec, data_dir) = (
+        settings.environment_spec().clone(),
+        settings.data_dir.clone(),
+    );
     let heard = preparation.clone();
     let way_out = Arc::new(way_out);
     let environment = move || {
@@ -264,8 +313,11 @@ fn native_backend(
             };
             let mut warm = warm_environment(built, runner, warmth);
             warm.binds.extend(way_out.binds.iter().cloned());
-            warm.binds
-                .extend(packages.iter().flat_map(|packages| [packages.store_to_show(), packages.tools_to_show()]));
+            warm.binds.extend(
+                packages
+                    .iter()
+                    .flat_map(|packages| [packages.store_to_show(), packages.tools_to_show()]),
+            );
             warm.network = way_out.network.clone().map(|mut network| {
                 network.ports.extend(index_ports);
                 network
@@ -277,12 +329,20 @@ fn native_backend(
     if warmth == Warmth::OneShot {
         (native.pool, native.empty) = (0, 0);
     }
-    Ok(Arc::new(NativeBackend::start(native, preparation, environment)))
+    Ok(Arc::new(NativeBackend::start(
+        native,
+        preparation,
+        environment,
+    )))
 }
 
 /// Whether sessions may start programs themselves.
 fn programs(settings: &Settings) -> Programs {
-    if settings.approvals.policy.shell_is_open() { Programs::Free } else { Programs::Refused }
+    if settings.approvals.policy.shell_is_open() {
+        Programs::Free
+    } else {
+        Programs::Refused
+    }
 }
 
 fn native_settings(settings: &Settings) -> anyhow::Result<NativeSettings> {
@@ -303,7 +363,11 @@ fn native_settings(settings: &Settings) -> anyhow::Result<NativeSettings> {
         limits_apart: settings.packages.sandbox_limits(&settings.limits),
         mounts: workspace.chain(mounts).collect(),
         masks: settings.masks.clone(),
-        variables: settings.variables.iter().map(|(name, value)| (name.to_owned(), value.to_owned())).collect(),
+        variables: settings
+            .variables
+            .iter()
+            .map(|(name, value)| (name.to_owned(), value.to_owned()))
+            .collect(),
         allow_missing: settings.allow_missing.clone(),
         programs: programs(settings),
         pool: settings.pool,
@@ -339,28 +403,51 @@ async fn build_environment(
     };
     // Its causes belong to the answer: they hold the installer's own words.
     let with_causes = |error| format!("{:#}", anyhow::Error::new(error));
-    let built = environment::ensure(&spec, &data_dir, &tell).await.map_err(with_causes)?;
-    let runner = runner_files::ensure_runner(&data_dir, &built).await.map_err(with_causes)?;
+    let built = environment::ensure(&spec, &data_dir, &tell)
+        .await
+        .map_err(with_causes)?;
+    let runner = runner_files::ensure_runner(&data_dir, &built)
+        .await
+        .map_err(with_causes)?;
     Ok((built, runner))
 }
 
 fn warm_environment(environment: Environment, runner: PathBuf, warmth: Warmth) -> WarmEnvironment {
-    let bind = |host: PathBuf, inside: &str| Bind { host, inside: PathBuf::from(inside) };
-    let mut binds =
-        vec![bind(environment.root.clone(), environment::ENVIRONMENT_INSIDE), bind(runner, environment::RUNNER_INSIDE)];
-    binds.extend(environment.prefix_to_mount().map(|prefix| bind(prefix.to_owned(), environment::PYTHON_INSIDE)));
+    let bind = |host: PathBuf, inside: &str| Bind {
+        host,
+        inside: PathBuf::from(inside),
+    };
+    let mut binds = vec![
+        bind(environment.root.clone(), environment::ENVIRONMENT_INSIDE),
+        bind(runner, environment::RUNNER_INSIDE),
+    ];
+    binds.extend(
+        environment
+            .prefix_to_mount()
+            .map(|prefix| bind(prefix.to_owned(), environment::PYTHON_INSIDE)),
+    );
     let start = format!(
         "import sys; sys.path.insert(0, '{}'); from cellblock_runner.zygote import main; main()",
         environment::RUNNER_INSIDE
     );
-    let mut variables: Vec<(String, String)> =
-        environment.variables_inside().into_iter().map(|(name, value)| (name.to_owned(), value)).collect();
-    for (name, value) in
-        [("HOME", cellblock_jail::root::HOME), ("LANG", "C.UTF-8"), ("TMPDIR", "/tmp"), ("USER", "user")]
-    {
+    let mut variables: Vec<(String, String)> = environment
+        .variables_inside()
+        .into_iter()
+        .map(|(name, value)| (name.to_owned(), value))
+        .collect();
+    for (name, value) in [
+        ("HOME", cellblock_jail::root::HOME),
+        ("LANG", "C.UTF-8"),
+        ("TMPDIR", "/tmp"),
+        ("USER", "user"),
+    ] {
         variables.push((name.to_owned(), value.to_owned()));
     }
-    let preload = if warmth == Warmth::Full { environment.preload.clone() } else { Vec::new() };
+    let preload = if warmth == Warmth::Full {
+        environment.preload.clone()
+    } else {
+        Vec::new()
+    };
     WarmEnvironment {
         binds,
         python: environment.python_inside.clone(),
@@ -375,8 +462,16 @@ fn warm_environment(environment: Environment, runner: PathBuf, warmth: Warmth) -
 
 /// The servers of the operator, as sessions are told of them.
 fn server_setup(settings: &Settings) -> ServerSetup {
-    let config::Upstreams { servers, allowed_hosts, variables } = settings.upstreams.clone();
-    ServerSetup { servers, allowed_hosts, variables }
+    let config::Upstreams {
+        servers,
+        allowed_hosts,
+        variables,
+    } = settings.upstreams.clone();
+    ServerSetup {
+        servers,
+        allowed_hosts,
+        variables,
+    }
 }
 
 /// Tells sessions of the operator's servers, in the background: nobody waits for a server of another maker.
@@ -390,7 +485,11 @@ fn set_up_servers(sessions: Arc<dyn SessionAccess>, settings: &Settings) {
 }
 
 /// What clients of a front are told and allowed.
-fn mcp_settings(settings: &Settings, front: Front, keep: KeepByDefault) -> anyhow::Result<McpSettings> {
+fn mcp_settings(
+    settings: &Settings,
+    front: Front,
+    keep: KeepByDefault,
+) -> anyhow::Result<McpSettings> {
     Ok(McpSettings {
         front,
         profile: profile(settings),
@@ -433,7 +532,11 @@ fn profile(settings: &Settings) -> mcp::Profile {
     match settings.profile {
         config::Profile::Default => mcp::Profile::Default,
         config::Profile::Ipybox => mcp::Profile::Ipybox {
-            images: settings.images_dir.to_string_lossy().parse().expect("it was checked to be a path inside"),
+            images: settings
+                .images_dir
+                .to_string_lossy()
+                .parse()
+                .expect("it was checked to be a path inside"),
             workspace: settings.workspace.clone(),
         },
         config::Profile::PythonDocker => mcp::Profile::PythonDocker { modules: modules() },
@@ -445,8 +548,10 @@ fn profile(settings: &Settings) -> mcp::Profile {
 /// Waits for SIGTERM or SIGINT and returns its name.
 async fn asked_to_end() -> &'static str {
     use tokio::signal::unix::{SignalKind, signal};
-    let (Ok(mut terminate), Ok(mut interrupt)) = (signal(SignalKind::terminate()), signal(SignalKind::interrupt()))
-    else {
+    let (Ok(mut terminate), Ok(mut interrupt)) = (
+        signal(SignalKind::terminate()),
+        signal(SignalKind::interrupt()),
+    ) else {
         return std::future::pending().await;
     };
     tokio::select! {
@@ -456,7 +561,11 @@ async fn asked_to_end() -> &'static str {
 }
 
 fn work_folder(settings: &Settings) -> WorkFolder {
-    if settings.workspace.is_some() { WorkFolder::Shared } else { WorkFolder::Private }
+    if settings.workspace.is_some() {
+        WorkFolder::Shared
+    } else {
+        WorkFolder::Private
+    }
 }
 
 impl From<&config::Quotas> for session::Quotas {
@@ -483,11 +592,15 @@ fn sessions(
 ) -> anyhow::Result<Sessions> {
     let undo = match (warmth, settings.undo) {
         (Warmth::OneShot, _) | (_, config::Undo::Off) => session::Undo::Off,
-        (Warmth::Full, config::Undo::On { checkpoints, files }) => session::Undo::On { checkpoints, files },
+        (Warmth::Full, config::Undo::On { checkpoints, files }) => {
+            session::Undo::On { checkpoints, files }
+        }
     };
     let approvals = approvals::approvals(settings)?;
     let max_sessions = match &settings.backend {
-        BackendChoice::Native => descriptors::sessions_within(descriptors::raise_limit(), settings.max_sessions),
+        BackendChoice::Native => {
+            descriptors::sessions_within(descriptors::raise_limit(), settings.max_sessions)
+        }
         BackendChoice::Containers(_) => settings.max_sessions,
     };
     Ok(Sessions::new(

@@ -19,8 +19,14 @@ use crate::sandbox::Network;
 /// Where programs inside find the authorities that they may trust, ours among them.
 const CERTIFICATES_INSIDE: &str = "/etc/ssl/cellblock.pem";
 /// The variables by which programs are told where that is.
-const CERTIFICATE_VARIABLES: [&str; 6] =
-    ["SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "GIT_SSL_CAINFO", "NODE_EXTRA_CA_CERTS", "PIP_CERT"];
+const CERTIFICATE_VARIABLES: [&str; 6] = [
+    "SSL_CERT_FILE",
+    "REQUESTS_CA_BUNDLE",
+    "CURL_CA_BUNDLE",
+    "GIT_SSL_CAINFO",
+    "NODE_EXTRA_CA_CERTS",
+    "PIP_CERT",
+];
 /// Where systems keep all their authorities in one file.
 const SYSTEM_BUNDLES: [&str; 4] = [
     "/etc/ssl/certs/ca-certificates.crt",
@@ -47,9 +53,17 @@ impl WayOut {
         if rules.is_empty() && ports.is_empty() {
             return Ok(WayOut::default());
         }
-        let vault = Vault::new(settings.network.secrets.clone()).context("the secrets cannot be used")?;
-        let mut way_out = WayOut { variables: vault.variables(), ..WayOut::default() };
-        let authority = if vault.is_empty() { None } else { Some(way_out.trust_ours(&vault, &settings.runtime_dir)?) };
+        let vault =
+            Vault::new(settings.network.secrets.clone()).context("the secrets cannot be used")?;
+        let mut way_out = WayOut {
+            variables: vault.variables(),
+            ..WayOut::default()
+        };
+        let authority = if vault.is_empty() {
+            None
+        } else {
+            Some(way_out.trust_ours(&vault, &settings.runtime_dir)?)
+        };
         way_out.network = Some(Network {
             rules,
             ports,
@@ -63,16 +77,26 @@ impl WayOut {
 
     /// Makes an authority for the hosts that have a secret, and has the inside trust it beside those of this system.
     fn trust_ours(&mut self, vault: &Vault, folder: &Path) -> anyhow::Result<Arc<Authority>> {
-        let authority = Authority::new(vault, Trust::system()).context("no authority for hosts with a secret")?;
-        let known = SYSTEM_BUNDLES.iter().find_map(|bundle| fs::read(bundle).ok()).unwrap_or_default();
-        let mut file = NamedTempFile::new_in(folder).context("the list of authorities cannot be written")?;
+        let authority = Authority::new(vault, Trust::system())
+            .context("no authority for hosts with a secret")?;
+        let known = SYSTEM_BUNDLES
+            .iter()
+            .find_map(|bundle| fs::read(bundle).ok())
+            .unwrap_or_default();
+        let mut file =
+            NamedTempFile::new_in(folder).context("the list of authorities cannot be written")?;
         file.write_all(&known)?;
         file.write_all(b"\n")?;
         file.write_all(authority.certificate_pem().as_bytes())?;
         let everybody = std::os::unix::fs::PermissionsExt::from_mode(0o644);
         file.as_file().set_permissions(everybody)?;
-        self.binds.push(Bind { host: file.path().to_owned(), inside: PathBuf::from(CERTIFICATES_INSIDE) });
-        self.variables.extend(CERTIFICATE_VARIABLES.map(|name| (name.to_owned(), CERTIFICATES_INSIDE.to_owned())));
+        self.binds.push(Bind {
+            host: file.path().to_owned(),
+            inside: PathBuf::from(CERTIFICATES_INSIDE),
+        });
+        self.variables.extend(
+            CERTIFICATE_VARIABLES.map(|name| (name.to_owned(), CERTIFICATES_INSIDE.to_owned())),
+        );
         self.certificates = Some(Arc::new(file));
         Ok(Arc::new(authority))
     }

@@ -76,12 +76,18 @@ pub(super) fn failure(error: &anyhow::Error) -> ExitCode {
         return ExitCode::from(BROKEN_PIPE);
     }
     say(format_args!("cellblock: {error:#}"));
-    ExitCode::from(if error.is::<Interrupted>() { INTERRUPTED } else { FAILED })
+    ExitCode::from(if error.is::<Interrupted>() {
+        INTERRUPTED
+    } else {
+        FAILED
+    })
 }
 
 fn is_reader_gone(error: &anyhow::Error) -> bool {
     let inner = |cause: &(dyn std::error::Error + 'static)| {
-        let inner = cause.downcast_ref::<io::Error>().and_then(io::Error::get_ref);
+        let inner = cause
+            .downcast_ref::<io::Error>()
+            .and_then(io::Error::get_ref);
         inner.is_some_and(|inner| inner.is::<ReaderGone>())
     };
     error.chain().any(inner)
@@ -108,9 +114,14 @@ mod tests {
 
     #[test]
     fn only_a_reader_of_our_own_output_that_is_gone_ends_a_command_quietly() {
-        let printed = Printed(Closed).write_all(b"x").context("while printing").unwrap_err();
+        let printed = Printed(Closed)
+            .write_all(b"x")
+            .context("while printing")
+            .unwrap_err();
         assert!(is_reader_gone(&printed));
         let elsewhere: io::Error = io::ErrorKind::BrokenPipe.into();
-        assert!(!is_reader_gone(&anyhow::Error::new(elsewhere).context("while asking the engine")));
+        assert!(!is_reader_gone(
+            &anyhow::Error::new(elsewhere).context("while asking the engine")
+        ));
     }
 }

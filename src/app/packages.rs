@@ -17,8 +17,8 @@ use tokio::sync::{OnceCell, watch};
 use crate::config::{BackendChoice, Settings};
 use crate::environment::{Environment, InstallerTools};
 use crate::packages::{
-    FileHosts, IndexSettings, InstallError, Installer, Limits, PACKAGES_INSIDE, Package, Requirement, Step, Store,
-    TreeName, Wish, Workshop, Workshops,
+    FileHosts, IndexSettings, InstallError, Installer, Limits, PACKAGES_INSIDE, Package,
+    Requirement, Step, Store, TreeName, Wish, Workshop, Workshops,
 };
 use crate::sandbox::Exit;
 use crate::session::install;
@@ -60,10 +60,15 @@ fn tools(settings: &Settings) -> anyhow::Result<InstallerTools> {
         for other in ["UV_INDEX_URL", "UV_INDEX", "UV_EXTRA_INDEX_URL"] {
             tools.variables.remove(other);
         }
-        tools.variables.insert("UV_DEFAULT_INDEX".to_owned(), url.clone());
+        tools
+            .variables
+            .insert("UV_DEFAULT_INDEX".to_owned(), url.clone());
     }
     if !settings.package_index.trusted_hosts.is_empty() {
-        tools.variables.insert("UV_INSECURE_HOST".to_owned(), settings.package_index.trusted_hosts.join(" "));
+        tools.variables.insert(
+            "UV_INSECURE_HOST".to_owned(),
+            settings.package_index.trusted_hosts.join(" "),
+        );
     }
     Ok(tools)
 }
@@ -144,7 +149,10 @@ impl Packages {
 
     /// The packages of all sessions, which every sandbox must show.
     pub(super) fn store_to_show(&self) -> Bind {
-        Bind { host: self.store.trees(), inside: PathBuf::from(PACKAGES_INSIDE) }
+        Bind {
+            host: self.store.trees(),
+            inside: PathBuf::from(PACKAGES_INSIDE),
+        }
     }
 
     /// What a sandbox must show in which packages are fetched.
@@ -155,8 +163,15 @@ impl Packages {
 
     /// Tells which environment sessions have, and returns the ports at which the index is reached. Asks nobody but uv.
     pub(super) async fn know(&self, environment: &Environment) -> BTreeSet<u16> {
-        let present = environment.packages.iter().filter_map(|text| Package::parse(text)).collect();
-        let facts = Facts { python: environment.base_executable.clone(), present };
+        let present = environment
+            .packages
+            .iter()
+            .filter_map(|text| Package::parse(text))
+            .collect();
+        let facts = Facts {
+            python: environment.base_executable.clone(),
+            present,
+        };
         let settings = match self.tools.uv_at_hand() {
             Some(uv) => self.index(uv, &facts).await,
             None => Err("there is no uv yet".to_owned()),
@@ -188,7 +203,9 @@ impl Packages {
     /// Asks uv which index it uses, once.
     async fn index(&self, uv: &Path, facts: &Facts) -> Result<&IndexSettings, String> {
         let ask = || async {
-            let mut index = IndexSettings::read(uv, &facts.python, &self.tools.variables).await.map_err(with_causes)?;
+            let mut index = IndexSettings::read(uv, &facts.python, &self.tools.variables)
+                .await
+                .map_err(with_causes)?;
             index.recall_file_hosts(&self.index_memory());
             Ok(index)
         };
@@ -204,9 +221,17 @@ impl Packages {
             let uv = self.tools.uv(&self.data_dir).await.map_err(with_causes)?;
             let mut index = self.index(&uv, facts).await?.clone();
             let variables = &self.tools.variables;
-            self.ports.lock().unwrap_or_else(PoisonError::into_inner).extend(index.ports());
-            let file_hosts = index.find_file_hosts(&uv, &facts.python, variables, &self.index_memory()).await;
-            Ok(Arc::new(Ready { installer: Installer::new(Arc::clone(&self.store), index, self.limits), file_hosts }))
+            self.ports
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner)
+                .extend(index.ports());
+            let file_hosts = index
+                .find_file_hosts(&uv, &facts.python, variables, &self.index_memory())
+                .await;
+            Ok(Arc::new(Ready {
+                installer: Installer::new(Arc::clone(&self.store), index, self.limits),
+                file_hosts,
+            }))
         };
         let made: Arc<Ready> = make.await.map_err(install::InstallError::Failed)?;
         Ok(Arc::clone(self.ready().insert(made)))
@@ -215,13 +240,18 @@ impl Packages {
     /// After a failure: if it was only remembered where the index keeps its files, the next installation asks.
     fn doubt(&self, ready: &Ready) {
         if ready.file_hosts == FileHosts::Remembered {
-            ready.installer.index().forget_file_hosts(&self.index_memory());
+            ready
+                .installer
+                .index()
+                .forget_file_hosts(&self.index_memory());
             self.ready().take();
         }
     }
 
     fn ready(&self) -> MutexGuard<'_, Option<Arc<Ready>>> {
-        self.installer.lock().unwrap_or_else(PoisonError::into_inner)
+        self.installer
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
     }
 
     fn index_memory(&self) -> PathBuf {
@@ -252,9 +282,14 @@ impl Packages {
 
     /// Lets go of packages whose sessions have ended. What was just installed is on its way to a session and is left alone.
     async fn release(&self, sessions: &Sessions) {
-        let used = sessions.package_folders().iter().filter_map(|folder| tree_of(folder)).collect();
+        let used = sessions
+            .package_folders()
+            .iter()
+            .filter_map(|folder| tree_of(folder))
+            .collect();
         let (store, grace) = (self.store.clone(), self.limits.time + ON_ITS_WAY);
-        let released = tokio::task::spawn_blocking(move || store.release_all_but(&used, grace)).await;
+        let released =
+            tokio::task::spawn_blocking(move || store.release_all_but(&used, grace)).await;
         if let Ok(Err(error)) = released {
             tracing::warn!(%error, "packages of ended sessions could not be released");
         }
@@ -263,12 +298,25 @@ impl Packages {
     /// Asks a fresh container what sessions have.
     async fn look_at_image(&self, sessions: &Sessions) -> Result<Facts, install::InstallError> {
         let look = async {
-            let mut workshop = HiddenSessions { sessions: sessions.clone() }.open(&[]).await?;
+            let mut workshop = HiddenSessions {
+                sessions: sessions.clone(),
+            }
+            .open(&[])
+            .await?;
             workshop.run(LIST_PACKAGES, LISTING_PATIENCE).await
         };
-        let listed = look.await.map_err(|error| install::InstallError::Failed(with_causes(error)))?;
-        let python = self.tools.python().await.map_err(|error| install::InstallError::Failed(with_causes(error)))?;
-        Ok(Facts { python, present: listed.lines().filter_map(Package::parse).collect() })
+        let listed = look
+            .await
+            .map_err(|error| install::InstallError::Failed(with_causes(error)))?;
+        let python = self
+            .tools
+            .python()
+            .await
+            .map_err(|error| install::InstallError::Failed(with_causes(error)))?;
+        Ok(Facts {
+            python,
+            present: listed.lines().filter_map(Package::parse).collect(),
+        })
     }
 
     async fn install_now(
@@ -280,24 +328,49 @@ impl Packages {
         let sessions = self.sessions.get().ok_or_else(ending)?;
         let facts = match &self.python {
             Python::OfEnvironment(known) => {
-                let known = known.subscribe().wait_for(Option::is_some).await.ok().and_then(|facts| facts.clone());
+                let known = known
+                    .subscribe()
+                    .wait_for(Option::is_some)
+                    .await
+                    .ok()
+                    .and_then(|facts| facts.clone());
                 known.ok_or_else(ending)?
             }
-            Python::OfImage(known) => known.get_or_try_init(|| self.look_at_image(sessions)).await?.clone(),
+            Python::OfImage(known) => known
+                .get_or_try_init(|| self.look_at_image(sessions))
+                .await?
+                .clone(),
         };
-        let requirements = Requirement::parse_all(&request.requirements, |host, port| self.allows(host, port))
-            .map_err(|error| install::InstallError::Refused(error.to_string()))?;
+        let requirements =
+            Requirement::parse_all(&request.requirements, |host, port| self.allows(host, port))
+                .map_err(|error| install::InstallError::Refused(error.to_string()))?;
         self.release(sessions).await;
         let ready = self.installer(&facts).await?;
-        let wish = Wish { requirements, upgrade: request.upgrade, present: self.present(&facts, &request.has) };
-        let workshops = HiddenSessions { sessions: sessions.clone() };
-        let installed = ready.installer.install(&wish, &workshops, &|step: Step| tell(step.to_string())).await;
+        let wish = Wish {
+            requirements,
+            upgrade: request.upgrade,
+            present: self.present(&facts, &request.has),
+        };
+        let workshops = HiddenSessions {
+            sessions: sessions.clone(),
+        };
+        let installed = ready
+            .installer
+            .install(&wish, &workshops, &|step: Step| tell(step.to_string()))
+            .await;
         let installed = installed.map_err(|error| {
             self.doubt(&ready);
             install::InstallError::Failed(with_causes(error))
         })?;
-        let paths = installed.paths.iter().map(|path| path.to_string_lossy().into_owned()).collect();
-        Ok(install::Installed { paths, text: installed.text })
+        let paths = installed
+            .paths
+            .iter()
+            .map(|path| path.to_string_lossy().into_owned())
+            .collect();
+        Ok(install::Installed {
+            paths,
+            text: installed.text,
+        })
     }
 }
 
@@ -306,7 +379,8 @@ impl install::Installer for Packages {
         &'a self,
         request: install::InstallRequest,
         tell: &'a (dyn Fn(String) + Send + Sync),
-    ) -> Pin<Box<dyn Future<Output = Result<install::Installed, install::InstallError>> + Send + 'a>> {
+    ) -> Pin<Box<dyn Future<Output = Result<install::Installed, install::InstallError>> + Send + 'a>>
+    {
         Box::pin(self.install_now(request, tell))
     }
 }
@@ -318,7 +392,10 @@ pub(super) fn store_folder(settings: &Settings) -> PathBuf {
 
 /// Returns the tree that a folder inside shows.
 fn tree_of(folder: &str) -> Option<TreeName> {
-    let name = Path::new(folder).file_name()?.to_string_lossy().into_owned();
+    let name = Path::new(folder)
+        .file_name()?
+        .to_string_lossy()
+        .into_owned();
     TreeName::try_from(name).ok()
 }
 
@@ -335,19 +412,26 @@ struct HiddenSessions {
 #[async_trait]
 impl Workshops for HiddenSessions {
     async fn open(&self, rules: &[String]) -> Result<Box<dyn Workshop>, InstallError> {
-        let rules = Rules::parse(rules).map_err(|error| InstallError::Workshop { why: error.to_string() })?;
-        Ok(Box::new(HiddenSession(self.sessions.hidden(rules).map_err(broken)?)))
+        let rules = Rules::parse(rules).map_err(|error| InstallError::Workshop {
+            why: error.to_string(),
+        })?;
+        Ok(Box::new(HiddenSession(
+            self.sessions.hidden(rules).map_err(broken)?,
+        )))
     }
 }
 
 struct HiddenSession(Hidden);
 
 fn broken(refused: Refused) -> InstallError {
-    InstallError::Workshop { why: refused.to_string() }
+    InstallError::Workshop {
+        why: refused.to_string(),
+    }
 }
 
 fn path(name: &str) -> Result<InsidePath, InstallError> {
-    name.parse().map_err(|_| InstallError::Unfitting("a file has a name that no file can have"))
+    name.parse()
+        .map_err(|_| InstallError::Unfitting("a file has a name that no file can have"))
 }
 
 #[async_trait]
@@ -357,32 +441,55 @@ impl Workshop for HiddenSession {
     }
 
     async fn put(&mut self, name: &str, content: Vec<u8>) -> Result<(), InstallError> {
-        self.0.write(&path(name)?, &content).await.map(drop).map_err(broken)
+        self.0
+            .write(&path(name)?, &content)
+            .await
+            .map(drop)
+            .map_err(broken)
     }
 
     async fn run(&mut self, code: &str, time: Duration) -> Result<String, InstallError> {
-        let outcome = self.0.execute(code, time, MOST_PRINTED).await.map_err(broken)?;
+        let outcome = self
+            .0
+            .execute(code, time, MOST_PRINTED)
+            .await
+            .map_err(broken)?;
         match outcome.status {
             Status::Completed => Ok(outcome
                 .output
                 .parts
                 .iter()
                 .filter_map(|part| match part {
-                    Part::Text { stream: Stream::Stdout, text } => Some(text.as_str()),
+                    Part::Text {
+                        stream: Stream::Stdout,
+                        text,
+                    } => Some(text.as_str()),
                     _ => None,
                 })
                 .collect()),
             Status::TimedOut { limit, .. } => Err(InstallError::TimedOut { time: limit }),
-            Status::Raised(error) => Err(InstallError::Workshop { why: format!("{}: {}", error.name, error.message) }),
-            Status::Died { exit: Exit::OutOfMemory { .. } } => Err(InstallError::NoMemory),
-            other => Err(InstallError::Workshop { why: format!("its Python ended ({})", other.name()) }),
+            Status::Raised(error) => Err(InstallError::Workshop {
+                why: format!("{}: {}", error.name, error.message),
+            }),
+            Status::Died {
+                exit: Exit::OutOfMemory { .. },
+            } => Err(InstallError::NoMemory),
+            other => Err(InstallError::Workshop {
+                why: format!("its Python ended ({})", other.name()),
+            }),
         }
     }
 
     async fn take(&mut self, name: &str, limit: u64) -> Result<File, InstallError> {
-        self.0.read(&path(name)?, limit).await.map_err(|refused| match refused {
-            Refused::File { reason: crate::runner_client::Trouble::TooLarge, .. } => InstallError::TooLarge { limit },
-            other => broken(other),
-        })
+        self.0
+            .read(&path(name)?, limit)
+            .await
+            .map_err(|refused| match refused {
+                Refused::File {
+                    reason: crate::runner_client::Trouble::TooLarge,
+                    ..
+                } => InstallError::TooLarge { limit },
+                other => broken(other),
+            })
     }
 }

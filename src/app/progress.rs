@@ -23,8 +23,8 @@ pub(super) async fn show(work: watch::Receiver<Preparation>) {
 async fn show_bar(mut work: watch::Receiver<Preparation>, target: ProgressDrawTarget) {
     let bar = ProgressBar::with_draw_target(None, target);
     let spinner = ProgressStyle::with_template("{spinner} {msg}").expect("the template is sound");
-    let counted =
-        ProgressStyle::with_template("{spinner} {msg} [{bar:30}] {pos}/{len}").expect("the template is sound");
+    let counted = ProgressStyle::with_template("{spinner} {msg} [{bar:30}] {pos}/{len}")
+        .expect("the template is sound");
     while let Preparation::Working { step, done, total } = current(&mut work) {
         match total {
             Some(total) => {
@@ -84,7 +84,11 @@ mod tests {
     use super::*;
 
     fn working(step: &str, done: u64, total: Option<u64>) -> Preparation {
-        Preparation::Working { step: step.to_owned(), done, total }
+        Preparation::Working {
+            step: step.to_owned(),
+            done,
+            total,
+        }
     }
 
     /// Sends each state after its pause, on a clock that does not wait, and returns the lines that were written.
@@ -99,12 +103,19 @@ mod tests {
             }
         };
         tokio::join!(sending, show_lines(receiver, &mut output));
-        String::from_utf8(output).unwrap().lines().map(str::to_owned).collect()
+        String::from_utf8(output)
+            .unwrap()
+            .lines()
+            .map(str::to_owned)
+            .collect()
     }
 
     #[tokio::test(start_paused = true)]
     async fn work_that_is_done_shows_nothing() {
-        assert_eq!(lines(vec![(0, Preparation::Ready)]).await, Vec::<String>::new());
+        assert_eq!(
+            lines(vec![(0, Preparation::Ready)]).await,
+            Vec::<String>::new()
+        );
     }
 
     #[tokio::test(start_paused = true)]
@@ -122,9 +133,21 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn showing_ends_when_the_work_fails_or_is_given_up() {
-        let failed = Preparation::Failed { why: "no".to_owned() };
-        assert_eq!(lines(vec![(0, working("a", 0, None)), (1500, failed.clone())]).await.len(), 1);
-        assert_eq!(lines(vec![(0, working("a", 0, None)), (10, failed)]).await.len(), 0);
+        let failed = Preparation::Failed {
+            why: "no".to_owned(),
+        };
+        assert_eq!(
+            lines(vec![(0, working("a", 0, None)), (1500, failed.clone())])
+                .await
+                .len(),
+            1
+        );
+        assert_eq!(
+            lines(vec![(0, working("a", 0, None)), (10, failed)])
+                .await
+                .len(),
+            0
+        );
         assert_eq!(lines(vec![(0, working("a", 0, None))]).await.len(), 0);
     }
 

@@ -20,18 +20,19 @@ use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
 use crate::audit::{
-    Answer, Approval, Audit, Digest, Direction, Event, Execution, FileMoved, Kind, Outcome, Packages, QuotaRefused,
-    SessionCreated, SessionEnded, ToolCall, UpstreamCall,
+    Answer, Approval, Audit, Digest, Direction, Event, Execution, FileMoved, Kind, Outcome,
+    Packages, QuotaRefused, SessionCreated, SessionEnded, ToolCall, UpstreamCall,
 };
 use crate::sandbox::Preparation;
 use crate::session::install::{InstallReport, Leave};
 use crate::session::servers::{ServerReport, ServerRequest, ServerSetup};
 use crate::session::tools::{CallEnd, NotedCall, ToolReason};
 use crate::session::{
-    ApprovalSetup, Checked, CheckpointInfo, Decided, DecidedBy, Decision, ExecuteRequest, Executed, ExecutionEnded,
-    ExecutionHandle, ExecutionId, ExploreReport, ExploreRequest, FileList, FileRange, ForkReport, ForkRequest,
-    InsidePath, LimitSetup, Load, News, Principal, RecordEnding, Refused, ResetReport, Ruling, SessionAccess,
-    SessionId, SessionInfo, Slice, Status, UndoReport, UploadPart, Uploaded, Which, Word,
+    ApprovalSetup, Checked, CheckpointInfo, Decided, DecidedBy, Decision, ExecuteRequest, Executed,
+    ExecutionEnded, ExecutionHandle, ExecutionId, ExploreReport, ExploreRequest, FileList,
+    FileRange, ForkReport, ForkRequest, InsidePath, LimitSetup, Load, News, Principal,
+    RecordEnding, Refused, ResetReport, Ruling, SessionAccess, SessionId, SessionInfo, Slice,
+    Status, UndoReport, UploadPart, Uploaded, Which, Word,
 };
 use crate::telemetry::{self, Metrics};
 
@@ -75,16 +76,36 @@ struct Seen {
 }
 
 impl Recorded {
-    pub(super) fn new(sessions: Arc<dyn SessionAccess>, audit: Audit, metrics: Metrics) -> Recorded {
+    pub(super) fn new(
+        sessions: Arc<dyn SessionAccess>,
+        audit: Audit,
+        metrics: Metrics,
+    ) -> Recorded {
         let executions = audit.recent_executions().into();
-        let seen = Arc::new(Mutex::new(Seen { executions, ..Seen::default() }));
-        let recorder = Recorder { audit, metrics, seen };
-        let (audit, metrics, seen) = (recorder.audit.downgrade(), recorder.metrics.clone(), Arc::clone(&recorder.seen));
+        let seen = Arc::new(Mutex::new(Seen {
+            executions,
+            ..Seen::default()
+        }));
+        let recorder = Recorder {
+            audit,
+            metrics,
+            seen,
+        };
+        let (audit, metrics, seen) = (
+            recorder.audit.downgrade(),
+            recorder.metrics.clone(),
+            Arc::clone(&recorder.seen),
+        );
         // The sessions may outlive this value by a moment, and must not keep the log from being
         // closed.
         let record = move |ended: &ExecutionEnded| {
             if let Some(audit) = audit.upgrade() {
-                Recorder { audit, metrics: metrics.clone(), seen: Arc::clone(&seen) }.executed(ended);
+                Recorder {
+                    audit,
+                    metrics: metrics.clone(),
+                    seen: Arc::clone(&seen),
+                }
+                .executed(ended);
             }
         };
         sessions.record_endings(recorder.audit.is_on(), Arc::new(record));
@@ -105,7 +126,12 @@ impl Recorder {
         }
     }
 
-    fn event(&self, owner: &Principal, session: Option<&SessionId>, kind: impl Into<Kind>) -> Event {
+    fn event(
+        &self,
+        owner: &Principal,
+        session: Option<&SessionId>,
+        kind: impl Into<Kind>,
+    ) -> Event {
         let event = Event::new(kind).by(owner.0.as_str());
         match session {
             Some(session) => event.in_session(session.as_str()),
@@ -145,17 +171,31 @@ impl Recorder {
     ) {
         let elapsed = begun.elapsed();
         self.metrics.tool_called(tool, outcome.name(), elapsed);
-        self.audit.note(self.event(owner, session, ToolCall { tool: tool.into(), outcome, elapsed }));
+        self.audit.note(self.event(
+            owner,
+            session,
+            ToolCall {
+                tool: tool.into(),
+                outcome,
+                elapsed,
+            },
+        ));
     }
 
     /// Records what a refusal says about a session or about its owner.
     fn refused(&self, owner: &Principal, session: Option<&SessionId>, refused: &Refused) {
         match refused {
             Refused::Ended { id, why, .. } => self.ended(owner, id, why),
-            Refused::Quota { which, retry_after, .. } => {
+            Refused::Quota {
+                which, retry_after, ..
+            } => {
                 self.metrics.quota_refused(which.name());
-                let details = QuotaRefused { quota: which.name().into(), retry_after: *retry_after };
-                self.audit.note(self.event(owner, session, details).denied(which.name()));
+                let details = QuotaRefused {
+                    quota: which.name().into(),
+                    retry_after: *retry_after,
+                };
+                self.audit
+                    .note(self.event(owner, session, details).denied(which.name()));
             }
             _ => {}
         }
@@ -173,7 +213,9 @@ impl Recorder {
             }
         }
         self.metrics.session_created();
-        let details = SessionCreated { copy_of: copy_of.map(|id| id.as_str().into()) };
+        let details = SessionCreated {
+            copy_of: copy_of.map(|id| id.as_str().into()),
+        };
         self.audit.note(self.event(owner, Some(id), details));
     }
 
@@ -185,7 +227,8 @@ impl Recorder {
             }
         }
         self.metrics.session_ended("ended");
-        self.audit.note(self.event(owner, Some(id), SessionEnded { reason: why.into() }));
+        self.audit
+            .note(self.event(owner, Some(id), SessionEnded { reason: why.into() }));
     }
 
     /// Records an execution that has ended, once.
@@ -216,7 +259,10 @@ impl Recorder {
             tool_calls: ended.tool_calls.total,
         };
         self.audit.note(self.event(owner, Some(id), details));
-        ended.rulings.iter().for_each(|ruling| self.ruled(owner, id, ruling, None));
+        ended
+            .rulings
+            .iter()
+            .for_each(|ruling| self.ruled(owner, id, ruling, None));
         for call in &ended.tool_calls.noted {
             self.called(owner, id, call);
         }
@@ -239,7 +285,11 @@ impl Recorder {
             asked_by: how.map(Into::into),
         };
         let event = self.event(owner, Some(id), details);
-        self.audit.note(if ruling.by.is_allowed() { event } else { event.denied(ruling.line.as_str()) });
+        self.audit.note(if ruling.by.is_allowed() {
+            event
+        } else {
+            event.denied(ruling.line.as_str())
+        });
     }
 
     /// Records that code called a tool of another MCP server.
@@ -247,9 +297,9 @@ impl Recorder {
         let outcome = match call.ended {
             CallEnd::Answered => Outcome::Succeeded,
             CallEnd::Refused(ToolReason::Cancelled) => Outcome::Cancelled,
-            CallEnd::Refused(ToolReason::Denied | ToolReason::Unknown | ToolReason::Invalid | ToolReason::Budget) => {
-                Outcome::Refused
-            }
+            CallEnd::Refused(
+                ToolReason::Denied | ToolReason::Unknown | ToolReason::Invalid | ToolReason::Budget,
+            ) => Outcome::Refused,
             CallEnd::ToolError | CallEnd::Refused(_) => Outcome::Failed,
         };
         let details = UpstreamCall {
@@ -260,7 +310,11 @@ impl Recorder {
             elapsed: call.duration,
         };
         let event = self.event(owner, Some(id), details);
-        self.audit.note(if outcome == Outcome::Refused { event.denied(call.ended.word()) } else { event });
+        self.audit.note(if outcome == Outcome::Refused {
+            event.denied(call.ended.word())
+        } else {
+            event
+        });
     }
 }
 
@@ -291,7 +345,10 @@ impl SessionAccess for Recorded {
         const TOOL: &str = "execute_ipython_cell";
         self.may_begin()?;
         let begun = Instant::now();
-        let executed = self.sessions.execute(owner, id, request, wait, cancel, news).await;
+        let executed = self
+            .sessions
+            .execute(owner, id, request, wait, cancel, news)
+            .await;
         match &executed {
             Ok(Executed::Finished(outcome)) => {
                 self.met(owner, id, None);
@@ -315,7 +372,9 @@ impl SessionAccess for Recorded {
         news: News,
     ) -> Result<Checked, Refused> {
         // Looking changes nothing.
-        self.sessions.check(owner, which, wait, max_chars, news).await
+        self.sessions
+            .check(owner, which, wait, max_chars, news)
+            .await
     }
 
     async fn decide(
@@ -329,7 +388,9 @@ impl SessionAccess for Recorded {
         self.may_begin()?;
         let decided = self.sessions.decide(owner, handle, decisions, how).await;
         if let Ok(Decided { session, rulings }) = &decided {
-            rulings.iter().for_each(|ruling| self.ruled(owner, session, ruling, Some(how)));
+            rulings
+                .iter()
+                .for_each(|ruling| self.ruled(owner, session, ruling, Some(how)));
         }
         decided
     }
@@ -352,23 +413,40 @@ impl SessionAccess for Recorded {
         done
     }
 
-    async fn undo(&self, owner: &Principal, id: &SessionId, cells: u32) -> Result<UndoReport, Refused> {
+    async fn undo(
+        &self,
+        owner: &Principal,
+        id: &SessionId,
+        cells: u32,
+    ) -> Result<UndoReport, Refused> {
         let begun = Instant::now();
         let done = self.sessions.undo(owner, id, cells).await;
         self.call(owner, Some(id), "undo", begun, &done);
         done
     }
 
-    async fn checkpoints(&self, owner: &Principal, id: &SessionId) -> Result<Vec<CheckpointInfo>, Refused> {
+    async fn checkpoints(
+        &self,
+        owner: &Principal,
+        id: &SessionId,
+    ) -> Result<Vec<CheckpointInfo>, Refused> {
         self.sessions.checkpoints(owner, id).await
     }
 
-    async fn fork(&self, owner: &Principal, id: &SessionId, request: ForkRequest) -> Result<ForkReport, Refused> {
+    async fn fork(
+        &self,
+        owner: &Principal,
+        id: &SessionId,
+        request: ForkRequest,
+    ) -> Result<ForkReport, Refused> {
         self.may_begin()?;
         let begun = Instant::now();
         let done = self.sessions.fork(owner, id, request).await;
         if let Ok(report) = &done {
-            report.forks.iter().for_each(|fork| self.met(owner, fork, Some(id)));
+            report
+                .forks
+                .iter()
+                .for_each(|fork| self.met(owner, fork, Some(id)));
         }
         self.call(owner, Some(id), "fork_session", begun, &done);
         done
@@ -384,9 +462,15 @@ impl SessionAccess for Recorded {
     ) -> Result<ExploreReport, Refused> {
         self.may_begin()?;
         let begun = Instant::now();
-        let done = self.sessions.explore(owner, id, request, cancel, news).await;
+        let done = self
+            .sessions
+            .explore(owner, id, request, cancel, news)
+            .await;
         if let Ok(report) = &done {
-            report.kept.iter().for_each(|(_, kept)| self.met(owner, kept, Some(id)));
+            report
+                .kept
+                .iter()
+                .for_each(|(_, kept)| self.met(owner, kept, Some(id)));
         }
         self.call(owner, Some(id), "explore", begun, &done);
         done
@@ -404,11 +488,17 @@ impl SessionAccess for Recorded {
         self.may_begin()?;
         let begun = Instant::now();
         let wanted = requirements.iter().cloned().collect();
-        let done = self.sessions.install(owner, id, requirements, leave, cancel, news).await;
+        let done = self
+            .sessions
+            .install(owner, id, requirements, leave, cancel, news)
+            .await;
         match &done {
             // Nothing has happened but a question.
             Err(Refused::Ask { .. }) => return done,
-            Ok(InstallReport { ruling: Some(ruling), .. }) => self.ruled(owner, id, ruling, Some("install_package")),
+            Ok(InstallReport {
+                ruling: Some(ruling),
+                ..
+            }) => self.ruled(owner, id, ruling, Some("install_package")),
             Err(Refused::NotApproved { ruling, .. }) => {
                 let how = matches!(ruling.by, DecidedBy::Person(_)).then_some("install_package");
                 self.ruled(owner, id, ruling, how);
@@ -416,18 +506,33 @@ impl SessionAccess for Recorded {
             _ => {}
         }
         let (outcome, installed) = match &done {
-            Ok(report) => (Outcome::Succeeded, report.text.lines().map(str::to_owned).collect()),
+            Ok(report) => (
+                Outcome::Succeeded,
+                report.text.lines().map(str::to_owned).collect(),
+            ),
             Err(_) => (Outcome::Failed, std::iter::empty::<String>().collect()),
         };
         if done.is_ok() {
             self.met(owner, id, None);
         }
-        self.audit.note(self.event(owner, Some(id), Packages { requirements: wanted, installed, outcome }));
+        self.audit.note(self.event(
+            owner,
+            Some(id),
+            Packages {
+                requirements: wanted,
+                installed,
+                outcome,
+            },
+        ));
         self.call(owner, Some(id), "install_package", begun, &done);
         done
     }
 
-    async fn register_server(&self, owner: &Principal, request: ServerRequest) -> Result<ServerReport, Refused> {
+    async fn register_server(
+        &self,
+        owner: &Principal,
+        request: ServerRequest,
+    ) -> Result<ServerReport, Refused> {
         self.may_begin()?;
         let begun = Instant::now();
         let done = self.sessions.register_server(owner, request).await;
@@ -469,7 +574,10 @@ impl SessionAccess for Recorded {
     ) -> Result<u64, Refused> {
         self.may_begin()?;
         let begun = Instant::now();
-        let done = self.sessions.write_file(owner, id, path, source, overwrite).await;
+        let done = self
+            .sessions
+            .write_file(owner, id, path, source, overwrite)
+            .await;
         if let Ok(bytes) = done {
             self.met(owner, id, None);
             self.moved(owner, id, path, Direction::Into, bytes);
@@ -506,10 +614,15 @@ impl SessionAccess for Recorded {
         sink: &mut (dyn AsyncWrite + Send + Unpin),
     ) -> Result<FileRange, Refused> {
         self.may_begin()?;
-        let done = self.sessions.read_file_range(owner, id, path, offset, length, sink).await;
+        let done = self
+            .sessions
+            .read_file_range(owner, id, path, offset, length, sink)
+            .await;
         // A look at the size alone moves nothing.
         match &done {
-            Ok(range) if range.sent > 0 => self.moved(owner, id, path, Direction::OutOf, range.sent),
+            Ok(range) if range.sent > 0 => {
+                self.moved(owner, id, path, Direction::OutOf, range.sent)
+            }
             Ok(_) => {}
             Err(refused) => self.refused(owner, Some(id), refused),
         }
@@ -531,7 +644,11 @@ impl SessionAccess for Recorded {
         self.may_begin()?;
         let begun = Instant::now();
         let done = self.sessions.upload(owner, id, path, part, source).await;
-        if let Ok(Uploaded { size, finished: true }) = done {
+        if let Ok(Uploaded {
+            size,
+            finished: true,
+        }) = done
+        {
             self.met(owner, id, None);
             self.moved(owner, id, path, Direction::Into, size);
         }
@@ -565,7 +682,12 @@ impl SessionAccess for Recorded {
         done
     }
 
-    async fn output_size(&self, owner: &Principal, id: &SessionId, execution: ExecutionId) -> Option<u64> {
+    async fn output_size(
+        &self,
+        owner: &Principal,
+        id: &SessionId,
+        execution: ExecutionId,
+    ) -> Option<u64> {
         self.sessions.output_size(owner, id, execution).await
     }
 
@@ -577,12 +699,21 @@ impl SessionAccess for Recorded {
         offset: u64,
         length: usize,
     ) -> Option<io::Result<Slice>> {
-        self.sessions.read_output(owner, id, execution, offset, length).await
+        self.sessions
+            .read_output(owner, id, execution, offset, length)
+            .await
     }
 }
 
 impl Recorder {
-    fn moved(&self, owner: &Principal, id: &SessionId, path: &InsidePath, direction: Direction, bytes: u64) {
+    fn moved(
+        &self,
+        owner: &Principal,
+        id: &SessionId,
+        path: &InsidePath,
+        direction: Direction,
+        bytes: u64,
+    ) {
         self.metrics.file_moved(
             match direction {
                 Direction::Into => telemetry::Direction::Into,
@@ -590,7 +721,12 @@ impl Recorder {
             },
             bytes,
         );
-        let details = FileMoved { path: path.as_str().into(), direction, bytes, contents: None };
+        let details = FileMoved {
+            path: path.as_str().into(),
+            direction,
+            bytes,
+            contents: None,
+        };
         self.audit.note(self.event(owner, Some(id), details));
     }
 }

@@ -19,8 +19,8 @@ use super::{Warmth, backend, progress, sessions};
 use crate::config::Settings;
 use crate::sandbox::Exit;
 use crate::session::{
-    Asking, ExecuteRequest, Image, InsidePath, Outcome, Part, Principal, Refused, SessionId, Sessions, StateAfter,
-    Status, Stream,
+    Asking, ExecuteRequest, Image, InsidePath, Outcome, Part, Principal, Refused, SessionId,
+    Sessions, StateAfter, Status, Stream,
 };
 
 /// A terminal shows everything; this only keeps a runaway loop from filling memory.
@@ -29,7 +29,10 @@ const MOST_CHARS: usize = 50_000_000;
 const LARGEST_FILE: u64 = 1 << 30;
 
 /// Carries out the command.
-pub(super) async fn execute(arguments: &RunArguments, settings: Settings) -> anyhow::Result<ExitCode> {
+pub(super) async fn execute(
+    arguments: &RunArguments,
+    settings: Settings,
+) -> anyhow::Result<ExitCode> {
     let (name, code) = read_code(&arguments.source())?;
     let backend = backend(&settings, Warmth::OneShot, None)?;
     let shown = tokio::spawn(progress::show(backend.preparation()));
@@ -70,10 +73,20 @@ async fn carry_out(
         Err(Refused::CancelledWhileWaiting) => return Err(Interrupted.into()),
         Err(refused) => return Err(refused.into()),
     };
-    let folder = arguments.output_dir.clone().unwrap_or_else(|| PathBuf::from("."));
+    let folder = arguments
+        .output_dir
+        .clone()
+        .unwrap_or_else(|| PathBuf::from("."));
     print(&outcome, &folder, &name)?;
     if settings.workspace.is_none() {
-        keep_files(sessions, &owner, &session, &outcome, arguments.output_dir.as_deref()).await?;
+        keep_files(
+            sessions,
+            &owner,
+            &session,
+            &outcome,
+            arguments.output_dir.as_deref(),
+        )
+        .await?;
     }
     Ok(exit_status(&outcome.status))
 }
@@ -84,12 +97,18 @@ fn read_code(source: &CodeSource) -> anyhow::Result<(String, String)> {
         CodeSource::Text(code) => Ok(("image".to_owned(), code.clone())),
         CodeSource::StandardInput => {
             let mut code = String::new();
-            std::io::stdin().read_to_string(&mut code).context("could not read the code from standard input")?;
+            std::io::stdin()
+                .read_to_string(&mut code)
+                .context("could not read the code from standard input")?;
             Ok(("image".to_owned(), code))
         }
         CodeSource::File(path) => {
-            let code = fs::read_to_string(path).with_context(|| format!("could not read {}", path.display()))?;
-            let name = path.file_stem().map_or_else(|| "image".to_owned(), |stem| stem.to_string_lossy().into_owned());
+            let code = fs::read_to_string(path)
+                .with_context(|| format!("could not read {}", path.display()))?;
+            let name = path.file_stem().map_or_else(
+                || "image".to_owned(),
+                |stem| stem.to_string_lossy().into_owned(),
+            );
             Ok((name, code))
         }
     }
@@ -100,10 +119,22 @@ fn print(outcome: &Outcome, folder: &Path, name: &str) -> anyhow::Result<()> {
     let mut images = 0;
     for part in &outcome.output.parts {
         match part {
-            Part::Text { stream: Stream::Stderr, text } => err.write_all(text.as_bytes())?,
-            Part::Text { stream: Stream::Traceback, text } => writeln!(err, "{}", text.trim_end())?,
-            Part::Text { stream: Stream::Stdout, text } => out.write_all(text.as_bytes())?,
-            Part::Text { stream: Stream::Value | Stream::Display, text } => writeln!(out, "{}", text.trim_end())?,
+            Part::Text {
+                stream: Stream::Stderr,
+                text,
+            } => err.write_all(text.as_bytes())?,
+            Part::Text {
+                stream: Stream::Traceback,
+                text,
+            } => writeln!(err, "{}", text.trim_end())?,
+            Part::Text {
+                stream: Stream::Stdout,
+                text,
+            } => out.write_all(text.as_bytes())?,
+            Part::Text {
+                stream: Stream::Value | Stream::Display,
+                text,
+            } => writeln!(out, "{}", text.trim_end())?,
             Part::Cut { chars, .. } => writeln!(err, "[… {chars} characters left out …]")?,
             Part::Image(image) => {
                 images += 1;
@@ -139,7 +170,13 @@ async fn keep_files(
     outcome: &Outcome,
     folder: Option<&Path>,
 ) -> anyhow::Result<()> {
-    let Some(made) = outcome.files.as_ref().filter(|files| !files.created.is_empty()) else { return Ok(()) };
+    let Some(made) = outcome
+        .files
+        .as_ref()
+        .filter(|files| !files.created.is_empty())
+    else {
+        return Ok(());
+    };
     let Some(folder) = folder else {
         let names: Vec<&str> = made.created.iter().map(|file| file.path.as_str()).collect();
         say(format_args!(
@@ -150,17 +187,25 @@ async fn keep_files(
     };
     for file in &made.created {
         // The name is the sandbox's claim; it has to have the form of a path below a folder before it is used as one.
-        let Ok(path) = file.path.parse::<InsidePath>() else { continue };
+        let Ok(path) = file.path.parse::<InsidePath>() else {
+            continue;
+        };
         let target = folder.join(path.as_str());
         if target.exists() {
-            say(format_args!("cellblock: {} exists and was not replaced", target.display()));
+            say(format_args!(
+                "cellblock: {} exists and was not replaced",
+                target.display()
+            ));
             continue;
         }
         fs::create_dir_all(target.parent().unwrap_or(folder))?;
         let mut sink = tokio::fs::File::create_new(&target)
             .await
             .with_context(|| format!("could not save {}", target.display()))?;
-        match sessions.read_file(owner, session, &path, LARGEST_FILE, &mut sink).await {
+        match sessions
+            .read_file(owner, session, &path, LARGEST_FILE, &mut sink)
+            .await
+        {
             Ok(_) => say(format_args!("[file saved as {}]", target.display())),
             Err(refused) => say(format_args!("cellblock: {refused}")),
         }
@@ -175,20 +220,34 @@ fn ending(status: &Status) -> Option<String> {
         Status::TimedOut { limit, state } => Some(format!(
             "stopped after {} s{}",
             limit.as_secs_f64(),
-            if *state == StateAfter::Lost { "; the code ignored the interrupt and was killed" } else { "" }
+            if *state == StateAfter::Lost {
+                "; the code ignored the interrupt and was killed"
+            } else {
+                ""
+            }
         )),
         Status::Cancelled { .. } => Some("interrupted".to_owned()),
-        Status::Died { exit: Exit::Code(code) } => Some(format!("Python left with exit code {code}")),
-        Status::Died { exit: Exit::Signal(signal) } => Some(format!("Python was ended by signal {signal}")),
-        Status::Died { exit: Exit::OutOfMemory { limit, .. } } => {
-            Some(format!("the code needed more than its {} MiB of memory (see --memory)", limit >> 20))
-        }
-        Status::Died { exit: Exit::OutOfMemoryOutside { whose, .. } } => {
-            Some(format!("Python was killed because {whose}"))
-        }
-        Status::Died { exit: Exit::SandboxGone { .. } } => {
-            Some("the sandbox was ended from outside, or the jail or the container engine went away".to_owned())
-        }
+        Status::Died {
+            exit: Exit::Code(code),
+        } => Some(format!("Python left with exit code {code}")),
+        Status::Died {
+            exit: Exit::Signal(signal),
+        } => Some(format!("Python was ended by signal {signal}")),
+        Status::Died {
+            exit: Exit::OutOfMemory { limit, .. },
+        } => Some(format!(
+            "the code needed more than its {} MiB of memory (see --memory)",
+            limit >> 20
+        )),
+        Status::Died {
+            exit: Exit::OutOfMemoryOutside { whose, .. },
+        } => Some(format!("Python was killed because {whose}")),
+        Status::Died {
+            exit: Exit::SandboxGone { .. },
+        } => Some(
+            "the sandbox was ended from outside, or the jail or the container engine went away"
+                .to_owned(),
+        ),
         other => Some(format!("Python ended: {}", other.name().replace('_', " "))),
     }
 }

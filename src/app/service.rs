@@ -43,22 +43,36 @@ pub(super) async fn serve(
     // First: without this a signal would end the process. One that comes early is kept.
     let mut hang_up = signal(SignalKind::hangup()).context("signals cannot be received")?;
     let audit = open_audit(&settings)?;
-    audit.record(Event::new(ServerStarted { version: env!("CARGO_PKG_VERSION").into(), serving: "http".into() }))?;
+    audit.record(Event::new(ServerStarted {
+        version: env!("CARGO_PKG_VERSION").into(),
+        serving: "http".into(),
+    }))?;
     let authenticator = Authenticator::from_settings(&settings.auth).await?;
     authenticator.may_listen(settings.service.listen.ip())?;
     let listen = settings.service.listen;
-    let listener = TcpListener::bind(listen).await.with_context(|| format!("could not listen at {listen}"))?;
-    let address = listener.local_addr().context("the listening address cannot be read")?;
+    let listener = TcpListener::bind(listen)
+        .await
+        .with_context(|| format!("could not listen at {listen}"))?;
+    let address = listener
+        .local_addr()
+        .context("the listening address cannot be read")?;
     let home = Home::of(&settings, KeepByDefault::Yes, "serve").await?;
 
     home.set_up_servers(&settings);
     let health = Health::new();
     watch_parts(&health, &home, &audit);
     let (metrics, end) = (Metrics::new(&health), CancellationToken::new());
-    let sessions = Arc::new(Recorded::new(home.sessions(), audit.clone(), metrics.clone()));
+    let sessions = Arc::new(Recorded::new(
+        home.sessions(),
+        audit.clone(),
+        metrics.clone(),
+    ));
     let no_files = HostFiles::new(&[], 0).context("no folder is no trouble")?;
-    let server =
-        mcp::Server::new(sessions.clone(), no_files, mcp_settings(&settings, Front::Http, KeepByDefault::Yes)?);
+    let server = mcp::Server::new(
+        sessions.clone(),
+        no_files,
+        mcp_settings(&settings, Front::Http, KeepByDefault::Yes)?,
+    );
     let endpoint = Endpoint::of(server.clone(), keeping(&settings), end.clone());
     let desk = Desk {
         home: &home,
@@ -74,7 +88,14 @@ pub(super) async fn serve(
 
     let stop = CancellationToken::new();
     let most = settings.service.max_connections;
-    let mut serving = pin!(connections::serve(listener, current, most, metrics, stop.clone(), GRACE));
+    let mut serving = pin!(connections::serve(
+        listener,
+        current,
+        most,
+        metrics,
+        stop.clone(),
+        GRACE
+    ));
     let mut ending = pin!(asked_to_end());
     let signal = loop {
         tokio::select! {
@@ -93,7 +114,9 @@ pub(super) async fn serve(
     }
     end.cancel();
     home.leave(&settings.runtime_dir).await;
-    audit.note(Event::new(ServerStopped { reason: signal.into() }));
+    audit.note(Event::new(ServerStopped {
+        reason: signal.into(),
+    }));
     Ok(ExitCode::SUCCESS)
 }
 
@@ -125,12 +148,24 @@ struct Desk<'a> {
 }
 
 impl Desk<'_> {
-    fn reception(&self, settings: &Settings, authenticator: Authenticator) -> anyhow::Result<Reception> {
+    fn reception(
+        &self,
+        settings: &Settings,
+        authenticator: Authenticator,
+    ) -> anyhow::Result<Reception> {
         let service = &settings.service;
-        let tls = service.tls.as_ref().map(|files| tls::acceptor(&files.certificates, &files.key)).transpose()?;
+        let tls = service
+            .tls
+            .as_ref()
+            .map(|files| tls::acceptor(&files.certificates, &files.key))
+            .transpose()?;
         let routes = Routes {
             endpoint: self.endpoint.clone(),
-            allowed: Allowed::new(self.address, service.allowed_hosts.clone(), service.allowed_origins.clone()),
+            allowed: Allowed::new(
+                self.address,
+                service.allowed_hosts.clone(),
+                service.allowed_origins.clone(),
+            ),
             authenticator,
             public_url: public_url(settings, self.address),
             sessions: Some(self.sessions.clone()),
@@ -138,7 +173,10 @@ impl Desk<'_> {
             metrics: self.metrics.clone(),
             audit: self.audit.clone(),
         };
-        Ok(Reception { routes: routes.router(), tls })
+        Ok(Reception {
+            routes: routes.router(),
+            tls,
+        })
     }
 
     /// Takes over what can change while the server runs: who may call, names, origins, certificates, other MCP servers, approvals and quotas. Settings that make no sense
@@ -160,15 +198,25 @@ impl Desk<'_> {
             Ok((settings, made)) => {
                 reception.send_replace(made);
                 self.home.renew(&settings);
-                let mut changed =
-                    vec!["auth", "allowed_hosts", "allowed_origins", "tls_cert", "tls_key", "mcp_servers"];
+                let mut changed = vec![
+                    "auth",
+                    "allowed_hosts",
+                    "allowed_origins",
+                    "tls_cert",
+                    "tls_key",
+                    "mcp_servers",
+                ];
                 match self.home.set_up_approvals(&settings).await {
                     Ok(()) => changed.push("approvals"),
-                    Err(refused) => warn!(error = %refused, "the approvals were not read again; the old ones hold"),
+                    Err(refused) => {
+                        warn!(error = %refused, "the approvals were not read again; the old ones hold")
+                    }
                 }
                 match self.home.set_up_limits(&settings).await {
                     Ok(()) => changed.extend(["quotas", "max_running"]),
-                    Err(refused) => warn!(error = %refused, "the quotas were not read again; the old ones hold"),
+                    Err(refused) => {
+                        warn!(error = %refused, "the quotas were not read again; the old ones hold")
+                    }
                 }
                 if needs_restart(before, &settings) {
                     warn!(
@@ -176,9 +224,14 @@ impl Desk<'_> {
                     );
                 }
                 info!("the settings were read again");
-                self.audit.note(Event::new(ServerReloaded { changed: changed.into_iter().collect() }));
+                self.audit.note(Event::new(ServerReloaded {
+                    changed: changed.into_iter().collect(),
+                }));
             }
-            Err(error) => warn!(error = format!("{error:#}"), "the settings were not read again; the old ones hold"),
+            Err(error) => warn!(
+                error = format!("{error:#}"),
+                "the settings were not read again; the old ones hold"
+            ),
         }
     }
 }
@@ -206,13 +259,23 @@ fn needs_restart(before: &Settings, now: &Settings) -> bool {
 /// Connections of older clients outlive the server if sessions do.
 fn keeping(settings: &Settings) -> Keeping {
     let outlive = settings.keep_sessions.unwrap_or(true);
-    let name = settings.keeper.as_ref().map_or("serve", |name| name.as_str());
+    let name = settings
+        .keeper
+        .as_ref()
+        .map_or("serve", |name| name.as_str());
     let folder = settings.runtime_dir.join("connections").join(name);
-    Keeping { idle: settings.idle_timeout, folder: outlive.then_some(folder) }
+    Keeping {
+        idle: settings.idle_timeout,
+        folder: outlive.then_some(folder),
+    }
 }
 
 fn public_url(settings: &Settings, address: SocketAddr) -> String {
-    settings.service.public_url.clone().unwrap_or_else(|| own_url(address, settings.service.tls.is_some()))
+    settings
+        .service
+        .public_url
+        .clone()
+        .unwrap_or_else(|| own_url(address, settings.service.tls.is_some()))
 }
 
 fn own_url(address: SocketAddr, tls: bool) -> String {
@@ -222,7 +285,10 @@ fn own_url(address: SocketAddr, tls: bool) -> String {
 
 /// Says where the server is and how to get in, without the token itself.
 fn announce(authenticator: &Authenticator, public_url: &str) {
-    info!(url = format!("{public_url}{}", crate::http::routes::ENDPOINT), "serving MCP over HTTP");
+    info!(
+        url = format!("{public_url}{}", crate::http::routes::ENDPOINT),
+        "serving MCP over HTTP"
+    );
     if let Some(file) = authenticator.development_token() {
         warn!(file = %file.display(), "no issuer of tokens is configured: development mode, with a token in this file");
     }

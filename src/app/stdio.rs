@@ -20,9 +20,13 @@ const LARGEST_FILE: u64 = 1 << 30;
 
 /// Serves until the client closes standard input or a signal asks to end.
 pub(super) async fn serve(settings: Settings) -> anyhow::Result<ExitCode> {
-    let files = HostFiles::new(&settings.allowed_dirs, LARGEST_FILE).context("an allowed directory cannot be used")?;
+    let files = HostFiles::new(&settings.allowed_dirs, LARGEST_FILE)
+        .context("an allowed directory cannot be used")?;
     let audit = open_audit(&settings)?;
-    audit.record(Event::new(ServerStarted { version: env!("CARGO_PKG_VERSION").into(), serving: "stdio".into() }))?;
+    audit.record(Event::new(ServerStarted {
+        version: env!("CARGO_PKG_VERSION").into(),
+        serving: "stdio".into(),
+    }))?;
     let home = Home::of(&settings, KeepByDefault::No, "mcp").await?;
     home.set_up_servers(&settings);
     let told = mcp_settings(&settings, Front::Stdio, KeepByDefault::No)?;
@@ -41,7 +45,11 @@ pub(super) async fn serve(settings: Settings) -> anyhow::Result<ExitCode> {
     };
     let served = served.map_err(anyhow::Error::from);
     home.leave(&settings.runtime_dir).await;
-    let reason = served.as_ref().map_or("the connection failed", |reason| *reason);
-    audit.note(Event::new(ServerStopped { reason: reason.into() }));
+    let reason = served
+        .as_ref()
+        .map_or("the connection failed", |reason| *reason);
+    audit.note(Event::new(ServerStopped {
+        reason: reason.into(),
+    }));
     served.map(|_| ExitCode::SUCCESS)
 }

@@ -12,8 +12,8 @@ use std::time::{Duration, Instant};
 use async_trait::async_trait;
 use cellblock_typed::Package;
 use cellblock_upstream::{
-    AddressPolicy, CallError, CallOptions, CallReply, Owner, Progress, Reason, Registry, ServerKind, ServerName,
-    ServerParams, ToolState, Upstream, Variables, WrapperCommand,
+    AddressPolicy, CallError, CallOptions, CallReply, Owner, Progress, Reason, Registry,
+    ServerKind, ServerName, ServerParams, ToolState, Upstream, Variables, WrapperCommand,
 };
 use serde_json::Value;
 use tokio::sync::watch;
@@ -21,7 +21,9 @@ use tracing::{info, warn};
 
 use crate::approval::{Fingerprint, Policy, registration};
 use crate::config;
-use crate::session::servers::{Registrar, ServerReport, ServerRequest, ServerSetup, ServerState, ServerTool, Trust};
+use crate::session::servers::{
+    Registrar, ServerReport, ServerRequest, ServerSetup, ServerState, ServerTool, Trust,
+};
 use crate::session::tools::{Broker, ToolCall, ToolReason, ToolRefused, ToolReply};
 use crate::session::{Principal, SessionId};
 
@@ -67,16 +69,21 @@ struct Configured {
 impl Upstreams {
     /// Knows nobody yet; `set_up` tells which servers the operator has.
     pub(super) fn new(settings: &config::Upstreams) -> Upstreams {
-        let wrapper = std::env::current_exe()
-            .ok()
-            .map(|program| WrapperCommand { program, arguments: vec![OsString::from(WRAPPER_ARGUMENT)] });
+        let wrapper = std::env::current_exe().ok().map(|program| WrapperCommand {
+            program,
+            arguments: vec![OsString::from(WRAPPER_ARGUMENT)],
+        });
         let state = State {
             allowed_hosts: settings.allowed_hosts.clone(),
             variables: Variables::new(settings.variables.clone()),
             configured: BTreeMap::new(),
             policies: BTreeMap::new(),
         };
-        Upstreams(Arc::new(Shared { registry: Registry::new(), wrapper, state: Mutex::new(state) }))
+        Upstreams(Arc::new(Shared {
+            registry: Registry::new(),
+            wrapper,
+            state: Mutex::new(state),
+        }))
     }
 
     /// Closes all connections and ends the programs behind them.
@@ -86,7 +93,10 @@ impl Upstreams {
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
-        self.0.state.lock().expect("nothing panics while it holds the servers")
+        self.0
+            .state
+            .lock()
+            .expect("nothing panics while it holds the servers")
     }
 
     /// What a server is given that somebody registers.
@@ -94,14 +104,27 @@ impl Upstreams {
         let state = self.state();
         let (variables, addresses) = match trust {
             Trust::Local => (state.variables.clone(), AddressPolicy::Any),
-            Trust::Remote => (Variables::default(), AddressPolicy::PublicOnly { allowed: state.allowed_hosts.clone() }),
+            Trust::Remote => (
+                Variables::default(),
+                AddressPolicy::PublicOnly {
+                    allowed: state.allowed_hosts.clone(),
+                },
+            ),
         };
         self.with_wrapper(variables, addresses)
     }
 
-    fn with_wrapper(&self, variables: Variables, addresses: AddressPolicy) -> cellblock_upstream::Settings {
+    fn with_wrapper(
+        &self,
+        variables: Variables,
+        addresses: AddressPolicy,
+    ) -> cellblock_upstream::Settings {
         let wrapper = self.0.wrapper.clone();
-        cellblock_upstream::Settings { addresses, wrapper, ..cellblock_upstream::Settings::new(variables) }
+        cellblock_upstream::Settings {
+            addresses,
+            wrapper,
+            ..cellblock_upstream::Settings::new(variables)
+        }
     }
 
     /// Connects to a server of the operator, unless it is connected or somebody has just tried.
@@ -117,16 +140,28 @@ impl Upstreams {
             return;
         }
         let settings = self.with_wrapper(server.variables.clone(), AddressPolicy::Any);
-        let registered = self.0.registry.register(&Owner::Everyone, &server.name, &server.params, &settings).await;
+        let registered = self
+            .0
+            .registry
+            .register(&Owner::Everyone, &server.name, &server.params, &settings)
+            .await;
         let name = server.name.as_str();
         let state = match registered {
             Ok(upstream) => {
-                info!(server = name, tools = upstream.package().tools.len(), "an MCP server is registered");
+                info!(
+                    server = name,
+                    tools = upstream.package().tools.len(),
+                    "an MCP server is registered"
+                );
                 ServerState::Connected
             }
             Err(error) => {
                 let why = format!("{:#}", anyhow::Error::new(error));
-                warn!(server = name, error = why, "an MCP server of the configuration cannot be used");
+                warn!(
+                    server = name,
+                    error = why,
+                    "an MCP server of the configuration cannot be used"
+                );
                 // What may still be there is what the configuration said before, and says no more.
                 self.0.registry.unregister(&Owner::Everyone, name);
                 ServerState::Failed { why }
@@ -141,7 +176,10 @@ impl Upstreams {
 
     /// Tells whether a server is the one that the configuration has under its name.
     fn is_wanted(&self, server: &Arc<Configured>) -> bool {
-        self.state().configured.get(server.name.as_str()).is_some_and(|current| Arc::ptr_eq(current, server))
+        self.state()
+            .configured
+            .get(server.name.as_str())
+            .is_some_and(|current| Arc::ptr_eq(current, server))
     }
 
     /// Returns the server that an owner means, after a server of the operator that was not there was tried again.
@@ -150,14 +188,19 @@ impl Upstreams {
             return Ok(upstream);
         }
         let configured = self.state().configured.get(name).cloned();
-        let Some(server) = configured else { return Err(ToolRefused::no_server(name)) };
+        let Some(server) = configured else {
+            return Err(ToolRefused::no_server(name));
+        };
         self.connect(server.clone()).await;
         self.0.registry.find(&owner.0, name).ok_or_else(|| {
             let why = match &server.state().0 {
                 ServerState::Failed { why } => why.clone(),
                 _ => "it has not answered yet".to_owned(),
             };
-            ToolRefused::new(ToolReason::Unavailable, format!("the MCP server {name} cannot be used: {why}"))
+            ToolRefused::new(
+                ToolReason::Unavailable,
+                format!("the MCP server {name} cannot be used: {why}"),
+            )
         })
     }
 
@@ -167,7 +210,9 @@ impl Upstreams {
         let tool = |tool: cellblock_upstream::ToolInfo| ServerTool {
             disabled: match tool.state {
                 ToolState::Ready => None,
-                ToolState::Changed => Some("the server changed it; register the server again to use it".to_owned()),
+                ToolState::Changed => {
+                    Some("the server changed it; register the server again to use it".to_owned())
+                }
                 ToolState::Gone => Some("the server does not have it any more".to_owned()),
             },
             name: tool.name,
@@ -178,8 +223,16 @@ impl Upstreams {
             name: info.name.as_str().to_owned(),
             package: info.name.python().to_owned(),
             transport: transport(upstream.params().kind()),
-            registrar: if is_operators { Registrar::Operator } else { Registrar::Owner },
-            state: if info.is_alive { ServerState::Connected } else { ServerState::Disconnected },
+            registrar: if is_operators {
+                Registrar::Operator
+            } else {
+                Registrar::Owner
+            },
+            state: if info.is_alive {
+                ServerState::Connected
+            } else {
+                ServerState::Disconnected
+            },
             tools: info.tools.into_iter().map(tool).collect(),
             notes: info.notes,
         }
@@ -188,7 +241,9 @@ impl Upstreams {
 
 impl Configured {
     fn state(&self) -> MutexGuard<'_, (ServerState, Instant)> {
-        self.state.lock().expect("nothing panics while it holds the state of a server")
+        self.state
+            .lock()
+            .expect("nothing panics while it holds the state of a server")
     }
 
     fn report(&self) -> ServerReport {
@@ -218,18 +273,27 @@ impl Broker for Upstreams {
         call: ToolCall,
         tell: &(dyn Fn(String) + Send + Sync),
     ) -> Result<ToolReply, ToolRefused> {
-        let ToolCall { server, tool, arguments, fingerprint } = call;
+        let ToolCall {
+            server,
+            tool,
+            arguments,
+            fingerprint,
+        } = call;
         let upstream = self.find(owner, &server).await?;
         // What was looked at, and perhaps approved, is what is called, although somebody may have registered another server of this name meanwhile.
         let is_what_it_was = fingerprint.is_none_or(|looked_at| {
-            looked_at == of_params(upstream.params()) || of_tool(&upstream, &tool).is_ok_and(|now| now == looked_at)
+            looked_at == of_params(upstream.params())
+                || of_tool(&upstream, &tool).is_ok_and(|now| now == looked_at)
         });
         if !is_what_it_was {
             return Err(ToolRefused::another_tool(&server));
         }
         let (progress, mut told) = watch::channel(None);
         let sink = move |news: Progress| drop(progress.send_replace(Some(news)));
-        let options = CallOptions { progress: Some(Arc::new(sink)), ..CallOptions::default() };
+        let options = CallOptions {
+            progress: Some(Arc::new(sink)),
+            ..CallOptions::default()
+        };
         let mut calling = std::pin::pin!(upstream.call(&tool, arguments, options));
         loop {
             tokio::select! {
@@ -244,9 +308,16 @@ impl Broker for Upstreams {
         }
     }
 
-    fn fingerprint(&self, owner: &Principal, server: &str, tool: &str) -> Result<Option<Fingerprint>, ToolRefused> {
+    fn fingerprint(
+        &self,
+        owner: &Principal,
+        server: &str,
+        tool: &str,
+    ) -> Result<Option<Fingerprint>, ToolRefused> {
         if let Some(upstream) = self.0.registry.find(&owner.0, server) {
-            return of_tool(&upstream, tool).map(Some).map_err(|error| refusal(&error));
+            return of_tool(&upstream, tool)
+                .map(Some)
+                .map_err(|error| refusal(&error));
         }
         // A server of the operator that was not reached yet. The call connects to it, and to no other.
         let configured = self.state().configured.get(server).cloned();
@@ -256,8 +327,16 @@ impl Broker for Upstreams {
 
     fn policy(&self, owner: &Principal, server: &str) -> Option<Arc<Policy>> {
         let state = self.state();
-        let own = state.policies.get(&(owner.0.clone(), server.to_owned())).cloned();
-        own.or_else(|| state.configured.get(server).and_then(|server| server.policy.clone()))
+        let own = state
+            .policies
+            .get(&(owner.0.clone(), server.to_owned()))
+            .cloned();
+        own.or_else(|| {
+            state
+                .configured
+                .get(server)
+                .and_then(|server| server.policy.clone())
+        })
     }
 
     fn packages(&self, owner: &Principal) -> Vec<Arc<Package>> {
@@ -268,25 +347,44 @@ impl Broker for Upstreams {
         self.0.registry.changes()
     }
 
-    async fn register(&self, owner: &Principal, request: ServerRequest) -> Result<ServerReport, String> {
-        let ServerRequest { name, params, trust } = request;
-        let name = ServerName::new(&name).map_err(|error| format!("the name of the server cannot be used: {error}"))?;
-        let not_registered = |error: &dyn std::fmt::Display| format!("the server is not registered: {error}");
-        let (params, policy) = registration(name.as_str(), &params).map_err(|bad| not_registered(&bad))?;
+    async fn register(
+        &self,
+        owner: &Principal,
+        request: ServerRequest,
+    ) -> Result<ServerReport, String> {
+        let ServerRequest {
+            name,
+            params,
+            trust,
+        } = request;
+        let name = ServerName::new(&name)
+            .map_err(|error| format!("the name of the server cannot be used: {error}"))?;
+        let not_registered =
+            |error: &dyn std::fmt::Display| format!("the server is not registered: {error}");
+        let (params, policy) =
+            registration(name.as_str(), &params).map_err(|bad| not_registered(&bad))?;
         let params = ServerParams::parse(&params).map_err(|error| not_registered(&error))?;
         if trust == Trust::Remote && params.kind() == ServerKind::Command {
             return Err("the server is not registered: only the operator's configuration may name commands; give the \
                         `url` of a server"
                 .to_owned());
         }
-        let is_operators = self.state().configured.values().any(|other| other.name.python() == name.python());
+        let is_operators = self
+            .state()
+            .configured
+            .values()
+            .any(|other| other.name.python() == name.python());
         if is_operators {
             return Err(format!(
                 "there is a server `{name}` of the operator, which cannot be replaced; choose another name"
             ));
         }
         let settings = self.surroundings(trust);
-        let registered = self.0.registry.register(&Owner::One(owner.0.clone()), &name, &params, &settings).await;
+        let registered = self
+            .0
+            .registry
+            .register(&Owner::One(owner.0.clone()), &name, &params, &settings)
+            .await;
         match registered {
             Ok(upstream) => {
                 let key = (owner.0.clone(), name.as_str().to_owned());
@@ -296,28 +394,51 @@ impl Broker for Upstreams {
                 }
                 Ok(self.report(&upstream))
             }
-            Err(error) => Err(format!("the server is not registered: {:#}", anyhow::Error::new(error))),
+            Err(error) => Err(format!(
+                "the server is not registered: {:#}",
+                anyhow::Error::new(error)
+            )),
         }
     }
 
     async fn unregister(&self, owner: &Principal, name: &str) -> Result<(), String> {
-        if self.0.registry.unregister(&Owner::One(owner.0.clone()), name) {
-            self.state().policies.remove(&(owner.0.clone(), name.to_owned()));
+        if self
+            .0
+            .registry
+            .unregister(&Owner::One(owner.0.clone()), name)
+        {
+            self.state()
+                .policies
+                .remove(&(owner.0.clone(), name.to_owned()));
             return Ok(());
         }
         if self.state().configured.contains_key(name) {
-            return Err(format!("the server `{name}` is the operator's, and only the configuration can take it away"));
+            return Err(format!(
+                "the server `{name}` is the operator's, and only the configuration can take it away"
+            ));
         }
-        Err(format!("there is no server {name:?}; `list_mcp_servers` names those that are registered"))
+        Err(format!(
+            "there is no server {name:?}; `list_mcp_servers` names those that are registered"
+        ))
     }
 
     fn servers(&self, owner: &Principal) -> Vec<ServerReport> {
         let configured: Vec<Arc<Configured>> = self.state().configured.values().cloned().collect();
-        let names: Vec<String> =
-            self.0.registry.list(&owner.0).into_iter().map(|info| info.name.as_str().to_owned()).collect();
-        let found = names.iter().filter_map(|name| self.0.registry.find(&owner.0, name));
+        let names: Vec<String> = self
+            .0
+            .registry
+            .list(&owner.0)
+            .into_iter()
+            .map(|info| info.name.as_str().to_owned())
+            .collect();
+        let found = names
+            .iter()
+            .filter_map(|name| self.0.registry.find(&owner.0, name));
         let mut reports: Vec<ServerReport> = found.map(|upstream| self.report(&upstream)).collect();
-        for server in configured.into_iter().filter(|server| !names.iter().any(|name| name == server.name.as_str())) {
+        for server in configured
+            .into_iter()
+            .filter(|server| !names.iter().any(|name| name == server.name.as_str()))
+        {
             reports.push(server.report());
             if server.is_worth_another_attempt() {
                 let all = self.clone();
@@ -329,7 +450,11 @@ impl Broker for Upstreams {
     }
 
     fn set_up(&self, setup: ServerSetup) {
-        let ServerSetup { servers, allowed_hosts, variables } = setup;
+        let ServerSetup {
+            servers,
+            allowed_hosts,
+            variables,
+        } = setup;
         let all = Variables::new(variables.clone());
         let mut before = {
             let mut state = self.state();
@@ -342,7 +467,10 @@ impl Broker for Upstreams {
             let filled = filled_in(&params, &variables);
             let written = (params, filled);
             let old = before.remove(&name);
-            let attempt = old.as_ref().map(|old| Arc::clone(&old.attempt)).unwrap_or_default();
+            let attempt = old
+                .as_ref()
+                .map(|old| Arc::clone(&old.attempt))
+                .unwrap_or_default();
             let known = old.filter(|known| known.written == written);
             let server = match (known, configured(&name, written, all.clone(), attempt)) {
                 (Some(known), _) => known,
@@ -355,7 +483,10 @@ impl Broker for Upstreams {
             self.state().configured.insert(name, server);
         }
         for gone in before.into_keys() {
-            info!(server = gone, "an MCP server is not in the configuration any more");
+            info!(
+                server = gone,
+                "an MCP server is not in the configuration any more"
+            );
             self.0.registry.unregister(&Owner::Everyone, &gone);
         }
         for server in fresh {
@@ -373,9 +504,13 @@ fn configured(
     attempt: Arc<tokio::sync::Mutex<()>>,
 ) -> Option<Arc<Configured>> {
     let found = registration(name, &written.0).ok();
-    let parsed = found.and_then(|(params, policy)| Some((ServerParams::parse(&params).ok()?, policy)));
+    let parsed =
+        found.and_then(|(params, policy)| Some((ServerParams::parse(&params).ok()?, policy)));
     let (Ok(server), Some((params, policy))) = (ServerName::new(name), parsed) else {
-        warn!(server = name, "an MCP server of the configuration makes no sense here");
+        warn!(
+            server = name,
+            "an MCP server of the configuration makes no sense here"
+        );
         return None;
     };
     Some(Arc::new(Configured {
@@ -391,7 +526,10 @@ fn configured(
 
 /// What a tool is: how it was defined when its server was registered, and how that server is reached.
 fn of_tool(upstream: &Upstream, tool: &str) -> Result<Fingerprint, CallError> {
-    Ok(Fingerprint::of(&[&upstream.params().digest(), &upstream.tool_digest(tool)?]))
+    Ok(Fingerprint::of(&[
+        &upstream.params().digest(),
+        &upstream.tool_digest(tool)?,
+    ]))
 }
 
 /// What is known of the tools of a server that was not reached yet. A permission that is bound to it ends when it is.
@@ -402,7 +540,10 @@ fn of_params(params: &ServerParams) -> Fingerprint {
 /// Returns the variables that parameters name, with their values.
 fn filled_in(params: &Value, variables: &BTreeMap<String, String>) -> BTreeMap<String, String> {
     let text = params.to_string();
-    let named = text.split("${").skip(1).filter_map(|rest| rest.split_once('}'));
+    let named = text
+        .split("${")
+        .skip(1)
+        .filter_map(|rest| rest.split_once('}'));
     named
         .filter_map(|(name, _)| variables.get_key_value(name))
         .map(|(name, value)| (name.clone(), value.clone()))
@@ -418,7 +559,11 @@ fn transport(kind: ServerKind) -> String {
 }
 
 fn reply(reply: CallReply) -> ToolReply {
-    ToolReply { content: reply.content, structured: reply.structured, is_error: reply.is_error }
+    ToolReply {
+        content: reply.content,
+        structured: reply.structured,
+        is_error: reply.is_error,
+    }
 }
 
 fn refusal(error: &CallError) -> ToolRefused {

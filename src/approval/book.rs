@@ -53,7 +53,9 @@ impl Entry {
 
     fn allows(&self, scope: &Scope, subject: &Subject) -> bool {
         match scope {
-            Scope::Tool { fingerprint, .. } => *fingerprint == self.fingerprint && self.rule.fits(subject),
+            Scope::Tool { fingerprint, .. } => {
+                *fingerprint == self.fingerprint && self.rule.fits(subject)
+            }
             Scope::Package { name } => self.rule.fits_package(name),
             Scope::Command { .. } | Scope::Domain { .. } => self.rule.fits(subject),
         }
@@ -83,9 +85,14 @@ pub enum BookError {
 impl Book {
     /// Opens the book at this path. A file that is not there yet is an empty book.
     pub fn open(path: &Path) -> Result<Book, BookError> {
-        let failed = |cause| BookError::File { path: path.to_owned(), cause };
+        let failed = |cause| BookError::File {
+            path: path.to_owned(),
+            cause,
+        };
         let text = match std::fs::metadata(path) {
-            Ok(found) if found.len() > LARGEST => return Err(failed(io::ErrorKind::FileTooLarge.into())),
+            Ok(found) if found.len() > LARGEST => {
+                return Err(failed(io::ErrorKind::FileTooLarge.into()));
+            }
             Ok(_) => std::fs::read_to_string(path).map_err(failed)?,
             Err(error) if error.kind() == io::ErrorKind::NotFound => String::new(),
             Err(error) => return Err(failed(error)),
@@ -99,7 +106,10 @@ impl Book {
                 "remembered approvals of tools that do not say which tool was meant are not counted; whoever gave them is asked again"
             );
         }
-        Ok(Book { path: Some(path.to_owned()), entries: Mutex::new(entries) })
+        Ok(Book {
+            path: Some(path.to_owned()),
+            entries: Mutex::new(entries),
+        })
     }
 
     /// Tells whether something can be remembered.
@@ -117,12 +127,17 @@ impl Book {
         let entries = self.entries();
         let theirs = || entries.iter().filter(|entry| entry.owner == owner);
         let needed = Scope::of(subject);
-        !needed.is_empty() && needed.iter().all(|scope| theirs().any(|entry| entry.allows(scope, subject)))
+        !needed.is_empty()
+            && needed
+                .iter()
+                .all(|scope| theirs().any(|entry| entry.allows(scope, subject)))
     }
 
     /// Writes down that an owner allows a subject for good. What cannot be written counts until this process ends.
     pub fn remember(&self, owner: &str, subject: &Subject) -> Result<(), BookError> {
-        let Some(path) = &self.path else { return Ok(()) };
+        let Some(path) = &self.path else {
+            return Ok(());
+        };
         let mut entries = self.entries();
         for scope in Scope::of(subject) {
             let rule = scope.rule();
@@ -130,7 +145,11 @@ impl Book {
                 Scope::Tool { fingerprint, .. } => fingerprint,
                 _ => None,
             };
-            let entry = Entry { owner: owner.to_owned(), rule, fingerprint };
+            let entry = Entry {
+                owner: owner.to_owned(),
+                rule,
+                fingerprint,
+            };
             if !entry.is_bound() || entries.contains(&entry) {
                 continue;
             }
@@ -141,7 +160,10 @@ impl Book {
             }
         }
         // The lock is held meanwhile: of two who write, the second writes both.
-        write(path, &entries).map_err(|cause| BookError::File { path: path.clone(), cause })
+        write(path, &entries).map_err(|cause| BookError::File {
+            path: path.clone(),
+            cause,
+        })
     }
 
     fn entries(&self) -> MutexGuard<'_, Vec<Entry>> {
@@ -150,29 +172,68 @@ impl Book {
 }
 
 fn parse(path: &Path, text: &str) -> Result<Vec<Entry>, BookError> {
-    let form = |why: String| BookError::Form { path: path.to_owned(), why };
-    let all: Option<Vec<Value>> = serde_saphyr::from_str(text)
-        .map_err(|error| form(error.to_string().lines().next().unwrap_or_default().to_owned()))?;
+    let form = |why: String| BookError::Form {
+        path: path.to_owned(),
+        why,
+    };
+    let all: Option<Vec<Value>> = serde_saphyr::from_str(text).map_err(|error| {
+        form(
+            error
+                .to_string()
+                .lines()
+                .next()
+                .unwrap_or_default()
+                .to_owned(),
+        )
+    })?;
     let entry = |(number, value): (usize, Value)| {
-        let bad = |cause| BookError::Entry { path: path.to_owned(), number, cause };
-        let Value::Object(mut members) = value else { return Err(bad(BadRule::Form)) };
-        let Some(Value::String(owner)) = members.remove("for") else { return Err(bad(BadRule::Form)) };
+        let bad = |cause| BookError::Entry {
+            path: path.to_owned(),
+            number,
+            cause,
+        };
+        let Value::Object(mut members) = value else {
+            return Err(bad(BadRule::Form));
+        };
+        let Some(Value::String(owner)) = members.remove("for") else {
+            return Err(bad(BadRule::Form));
+        };
         let fingerprint = match members.remove("fingerprint") {
             None => None,
-            Some(Value::String(text)) => Some(Fingerprint::parse(&text).ok_or_else(|| bad(BadRule::Fingerprint))?),
+            Some(Value::String(text)) => {
+                Some(Fingerprint::parse(&text).ok_or_else(|| bad(BadRule::Fingerprint))?)
+            }
             Some(_) => return Err(bad(BadRule::Fingerprint)),
         };
         let rule = Rule::parse(&Value::Object(members)).map_err(bad)?;
         // To forbid something is a matter of the configuration, where it cannot be overlooked.
-        if rule.effect == Effect::Allow { Ok(Entry { owner, rule, fingerprint }) } else { Err(bad(BadRule::Form)) }
+        if rule.effect == Effect::Allow {
+            Ok(Entry {
+                owner,
+                rule,
+                fingerprint,
+            })
+        } else {
+            Err(bad(BadRule::Form))
+        }
     };
     (1..).zip(all.unwrap_or_default()).map(entry).collect()
 }
 
 fn write(path: &Path, entries: &[Entry]) -> io::Result<()> {
-    let mut text = "# What was allowed for good, and by whom. Change it while the server does not run.\n".to_owned();
-    for Entry { owner, rule, fingerprint } in entries {
-        let bound = fingerprint.as_ref().map(|made| format!(", fingerprint: \"{made}\"")).unwrap_or_default();
+    let mut text =
+        "# What was allowed for good, and by whom. Change it while the server does not run.\n"
+            .to_owned();
+    for Entry {
+        owner,
+        rule,
+        fingerprint,
+    } in entries
+    {
+        let bound = fingerprint
+            .as_ref()
+            .map(|made| format!(", fingerprint: \"{made}\""))
+            .unwrap_or_default();
         let _ = writeln!(text, "- {{for: {}, {rule}{bound}}}", quoted(owner));
     }
     let folder = path.parent().ok_or(io::ErrorKind::InvalidInput)?;
@@ -198,11 +259,18 @@ mod tests {
 
     fn made(name: &str, of: &str) -> Subject {
         let fingerprint = Some(Fingerprint::of(&[of.as_bytes()]));
-        Subject::Tool { server: "s".to_owned(), tool: name.to_owned(), arguments: Map::new(), fingerprint }
+        Subject::Tool {
+            server: "s".to_owned(),
+            tool: name.to_owned(),
+            arguments: Map::new(),
+            fingerprint,
+        }
     }
 
     fn install(requirements: &[&str]) -> Subject {
-        Subject::Install { requirements: requirements.iter().map(ToString::to_string).collect() }
+        Subject::Install {
+            requirements: requirements.iter().map(ToString::to_string).collect(),
+        }
     }
 
     #[test]
@@ -211,7 +279,10 @@ mod tests {
         let path = folder.path().join("approvals.yaml");
         let book = Book::open(&path).unwrap();
         assert!(!book.covers("ann", &tool("t")));
-        let hostile = Subject::Shell { command: "a: {*} # \"\n\u{202e}'\\".to_owned(), kind: "!".to_owned() };
+        let hostile = Subject::Shell {
+            command: "a: {*} # \"\n\u{202e}'\\".to_owned(),
+            kind: "!".to_owned(),
+        };
         for subject in [tool("t"), install(&["numpy", "pandas>2"]), hostile.clone()] {
             book.remember("ann \"}", &subject).unwrap();
             book.remember("ann \"}", &subject).unwrap();
@@ -221,9 +292,19 @@ mod tests {
             assert!(again.covers("ann \"}", &subject), "{subject:?}");
             assert!(!again.covers("ben", &subject));
         }
-        assert!(!again.covers("ann \"}", &tool("u")) && !again.covers("ann \"}", &install(&["numpy", "polars"])));
-        assert_eq!(std::fs::read_to_string(&path).unwrap().lines().count(), 5, "each is written once");
-        assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
+        assert!(
+            !again.covers("ann \"}", &tool("u"))
+                && !again.covers("ann \"}", &install(&["numpy", "polars"]))
+        );
+        assert_eq!(
+            std::fs::read_to_string(&path).unwrap().lines().count(),
+            5,
+            "each is written once"
+        );
+        assert_eq!(
+            std::fs::metadata(&path).unwrap().permissions().mode() & 0o777,
+            0o600
+        );
     }
 
     #[test]
@@ -251,7 +332,11 @@ mod tests {
             assert!(Book::open(&path).is_err(), "{bad}");
         }
         std::fs::write(&path, "- {for: ann, allow: {package: '*'}}").unwrap();
-        assert!(Book::open(&path).unwrap().covers("ann", &install(&["anything"]))); // Control, and the operator's own words.
+        assert!(
+            Book::open(&path)
+                .unwrap()
+                .covers("ann", &install(&["anything"]))
+        ); // Control, and the operator's own words.
     }
 
     #[test]
@@ -275,15 +360,23 @@ mod tests {
     fn a_permission_for_a_tool_that_does_not_say_which_is_not_honoured_and_goes() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("approvals.yaml");
-        let old = "- {for: ann, allow: {server: s, tool: t}}\n- {for: ann, allow: {package: numpy}}\n";
+        let old =
+            "- {for: ann, allow: {server: s, tool: t}}\n- {for: ann, allow: {package: numpy}}\n";
         std::fs::write(&path, old).unwrap();
         let book = Book::open(&path).unwrap();
-        let unknown =
-            Subject::Tool { server: "s".to_owned(), tool: "t".to_owned(), arguments: Map::new(), fingerprint: None };
+        let unknown = Subject::Tool {
+            server: "s".to_owned(),
+            tool: "t".to_owned(),
+            arguments: Map::new(),
+            fingerprint: None,
+        };
         assert!(!book.covers("ann", &tool("t")) && !book.covers("ann", &unknown));
         assert!(book.covers("ann", &install(&["numpy"]))); // Control.
         book.remember("ann", &unknown).unwrap();
-        assert!(!book.covers("ann", &unknown), "nor is what nobody can name remembered");
+        assert!(
+            !book.covers("ann", &unknown),
+            "nor is what nobody can name remembered"
+        );
         assert!(!std::fs::read_to_string(&path).unwrap().contains("tool:"));
     }
 }

@@ -18,12 +18,20 @@ impl Fingerprint {
             hash.update((part.len() as u64).to_le_bytes());
             hash.update(part);
         }
-        Fingerprint(hash.finalize().iter().map(|byte| format!("{byte:02x}")).collect())
+        Fingerprint(
+            hash.finalize()
+                .iter()
+                .map(|byte| format!("{byte:02x}"))
+                .collect(),
+        )
     }
 
     /// Reads one as it is printed.
     pub(super) fn parse(text: &str) -> Option<Fingerprint> {
-        let is_one = text.len() == 64 && text.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'));
+        let is_one = text.len() == 64
+            && text
+                .bytes()
+                .all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'));
         is_one.then(|| Fingerprint(text.to_owned()))
     }
 }

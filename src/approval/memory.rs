@@ -14,7 +14,11 @@ const MOST_HELD: usize = 1000;
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum Scope {
     /// Every call of this tool, whatever its arguments, as long as it is the tool that it was.
-    Tool { server: String, tool: String, fingerprint: Option<Fingerprint> },
+    Tool {
+        server: String,
+        tool: String,
+        fingerprint: Option<Fingerprint>,
+    },
     /// Exactly this command, written in this way.
     Command { command: String, kind: String },
     /// Every version of this package.
@@ -27,18 +31,37 @@ impl Scope {
     /// Returns what permission a subject needs; all of them, when there are several.
     pub fn of(subject: &Subject) -> Vec<Scope> {
         match subject {
-            Subject::Tool { server, tool, fingerprint, .. } => {
-                let (server, tool, fingerprint) = (server.clone(), tool.clone(), fingerprint.clone());
-                vec![Scope::Tool { server, tool, fingerprint }]
+            Subject::Tool {
+                server,
+                tool,
+                fingerprint,
+                ..
+            } => {
+                let (server, tool, fingerprint) =
+                    (server.clone(), tool.clone(), fingerprint.clone());
+                vec![Scope::Tool {
+                    server,
+                    tool,
+                    fingerprint,
+                }]
             }
             Subject::Shell { command, kind } => {
-                vec![Scope::Command { command: command.clone(), kind: kind.clone() }]
+                vec![Scope::Command {
+                    command: command.clone(),
+                    kind: kind.clone(),
+                }]
             }
-            Subject::Install { requirements } => {
-                requirements.iter().map(|requirement| Scope::Package { name: package_of(requirement) }).collect()
-            }
+            Subject::Install { requirements } => requirements
+                .iter()
+                .map(|requirement| Scope::Package {
+                    name: package_of(requirement),
+                })
+                .collect(),
             Subject::Domain { name, port } => {
-                vec![Scope::Domain { name: name.to_ascii_lowercase(), port: *port }]
+                vec![Scope::Domain {
+                    name: name.to_ascii_lowercase(),
+                    port: *port,
+                }]
             }
         }
     }
@@ -47,11 +70,18 @@ impl Scope {
     pub fn words(subject: &Subject) -> String {
         match subject {
             Subject::Tool { server, tool, .. } => {
-                format!("every call of {}.{}, whatever its arguments", visible(server), visible(tool))
+                format!(
+                    "every call of {}.{}, whatever its arguments",
+                    visible(server),
+                    visible(tool)
+                )
             }
             Subject::Shell { .. } => "exactly this command".to_owned(),
             Subject::Install { requirements } => {
-                let mut names = requirements.iter().map(|requirement| package_of(requirement)).collect::<Vec<_>>();
+                let mut names = requirements
+                    .iter()
+                    .map(|requirement| package_of(requirement))
+                    .collect::<Vec<_>>();
                 names.dedup();
                 let all = names.join(", ");
                 let shown: String = all.chars().take(200).collect();
@@ -97,7 +127,8 @@ impl Memory {
 
     /// Forgets what was allowed about the tools of a server, which may be another one from now on.
     pub fn forget_server(&mut self, name: &str) {
-        self.0.retain(|scope| !matches!(scope, Scope::Tool { server, .. } if server == name));
+        self.0
+            .retain(|scope| !matches!(scope, Scope::Tool { server, .. } if server == name));
     }
 }
 
@@ -105,16 +136,33 @@ impl Memory {
 /// with an address is not the package of that name.
 pub(super) fn package_of(requirement: &str) -> String {
     let text = requirement.trim();
-    let name_ends = text.find(|letter: char| !is_of_a_name(letter)).unwrap_or(text.len());
+    let name_ends = text
+        .find(|letter: char| !is_of_a_name(letter))
+        .unwrap_or(text.len());
     let (name, rest) = text.split_at(name_ends);
-    let is_version =
-        |letter: char| is_of_a_name(letter) || matches!(letter, '<' | '>' | '=' | '!' | '~' | ',' | '*' | '+');
-    let rest = match rest.strip_prefix('[').and_then(|extras| extras.split_once(']')) {
-        Some((extras, rest)) if extras.chars().all(|letter| is_of_a_name(letter) || letter == ',') => rest,
+    let is_version = |letter: char| {
+        is_of_a_name(letter) || matches!(letter, '<' | '>' | '=' | '!' | '~' | ',' | '*' | '+')
+    };
+    let rest = match rest
+        .strip_prefix('[')
+        .and_then(|extras| extras.split_once(']'))
+    {
+        Some((extras, rest))
+            if extras
+                .chars()
+                .all(|letter| is_of_a_name(letter) || letter == ',') =>
+        {
+            rest
+        }
         _ => rest,
     };
-    let is_plain = rest.is_empty() || (rest.starts_with(['<', '>', '=', '!', '~']) && rest.chars().all(is_version));
-    if !name.is_empty() && is_plain { normal_name(name) } else { text.to_owned() }
+    let is_plain = rest.is_empty()
+        || (rest.starts_with(['<', '>', '=', '!', '~']) && rest.chars().all(is_version));
+    if !name.is_empty() && is_plain {
+        normal_name(name)
+    } else {
+        text.to_owned()
+    }
 }
 
 fn is_of_a_name(letter: char) -> bool {
@@ -144,33 +192,64 @@ mod tests {
         call_of(tool, arguments, None)
     }
 
-    fn call_of(tool: &str, arguments: serde_json::Value, fingerprint: Option<Fingerprint>) -> Subject {
+    fn call_of(
+        tool: &str,
+        arguments: serde_json::Value,
+        fingerprint: Option<Fingerprint>,
+    ) -> Subject {
         let arguments = arguments.as_object().cloned().unwrap_or_default();
-        Subject::Tool { server: "s".to_owned(), tool: tool.to_owned(), arguments, fingerprint }
+        Subject::Tool {
+            server: "s".to_owned(),
+            tool: tool.to_owned(),
+            arguments,
+            fingerprint,
+        }
     }
 
     fn shell(command: &str) -> Subject {
-        Subject::Shell { command: command.to_owned(), kind: "!".to_owned() }
+        Subject::Shell {
+            command: command.to_owned(),
+            kind: "!".to_owned(),
+        }
     }
 
     fn install(requirements: &[&str]) -> Subject {
-        Subject::Install { requirements: requirements.iter().map(ToString::to_string).collect() }
+        Subject::Install {
+            requirements: requirements.iter().map(ToString::to_string).collect(),
+        }
     }
 
     #[test]
     fn a_permission_covers_the_tool_the_exact_command_the_name_and_the_port() {
         let mut memory = Memory::default();
-        let domain = |port| Subject::Domain { name: "A.com".to_owned(), port };
-        for subject in [call("t", json!({"a": 1})), shell("ls -l"), install(&["numpy>=2"]), domain(443)] {
+        let domain = |port| Subject::Domain {
+            name: "A.com".to_owned(),
+            port,
+        };
+        for subject in [
+            call("t", json!({"a": 1})),
+            shell("ls -l"),
+            install(&["numpy>=2"]),
+            domain(443),
+        ] {
             assert!(!memory.covers(&subject));
             memory.allow(&subject);
             assert!(memory.covers(&subject));
         }
-        assert!(memory.covers(&call("t", json!({"a": 2}))) && !memory.covers(&call("u", json!({}))));
+        assert!(
+            memory.covers(&call("t", json!({"a": 2}))) && !memory.covers(&call("u", json!({})))
+        );
         assert!(!memory.covers(&shell("ls -l ")));
-        assert!(memory.covers(&install(&["NumPy"])) && !memory.covers(&install(&["numpy", "pandas"])));
+        assert!(
+            memory.covers(&install(&["NumPy"])) && !memory.covers(&install(&["numpy", "pandas"]))
+        );
         assert!(!memory.covers(&install(&["numpy @ https://example.com/n.whl"])));
-        assert!(memory.covers(&Subject::Domain { name: "a.COM".to_owned(), port: 443 }) && !memory.covers(&domain(80)));
+        assert!(
+            memory.covers(&Subject::Domain {
+                name: "a.COM".to_owned(),
+                port: 443
+            }) && !memory.covers(&domain(80))
+        );
     }
 
     #[test]
@@ -210,8 +289,14 @@ mod tests {
 
     #[test]
     fn a_permission_says_the_same_as_its_rule() {
-        for subject in [call("t*", Map::new().into()), shell("rm *"), Subject::Domain { name: "a".to_owned(), port: 1 }]
-        {
+        for subject in [
+            call("t*", Map::new().into()),
+            shell("rm *"),
+            Subject::Domain {
+                name: "a".to_owned(),
+                port: 1,
+            },
+        ] {
             let rule = Scope::of(&subject)[0].rule();
             assert!(rule.fits(&subject), "{rule}");
         }

@@ -36,7 +36,12 @@ pub use shown::{Rendering, digest, visible};
 #[derive(Debug, Clone, PartialEq)]
 pub enum Subject {
     /// A call of a tool of another MCP server. `fingerprint` is what the tool was when the call was looked at, where that is known.
-    Tool { server: String, tool: String, arguments: Map<String, Value>, fingerprint: Option<Fingerprint> },
+    Tool {
+        server: String,
+        tool: String,
+        arguments: Map<String, Value>,
+        fingerprint: Option<Fingerprint>,
+    },
     /// A command line, or the body of a cell that a program runs. `kind` is how it was written, such as `!` or `%%bash`.
     Shell { command: String, kind: String },
     /// Packages, as pip takes them.
@@ -129,7 +134,11 @@ impl Verdict {
 
     /// Returns the stricter of two verdicts; the first one when they are alike.
     pub fn or_stricter(self, other: Verdict) -> Verdict {
-        if other.effect() > self.effect() { other } else { self }
+        if other.effect() > self.effect() {
+            other
+        } else {
+            self
+        }
     }
 }
 
@@ -169,8 +178,12 @@ mod tests {
 
     #[test]
     fn the_stricter_of_two_verdicts_counts_and_the_first_of_two_alike() {
-        let ask = |line: &str| Verdict::Ask { line: line.to_owned() };
-        let deny = Verdict::Deny { line: "d".to_owned() };
+        let ask = |line: &str| Verdict::Ask {
+            line: line.to_owned(),
+        };
+        let deny = Verdict::Deny {
+            line: "d".to_owned(),
+        };
         assert_eq!(Verdict::Allow.or_stricter(ask("a")), ask("a"));
         assert_eq!(ask("a").or_stricter(Verdict::Allow), ask("a"));
         assert_eq!(ask("a").or_stricter(ask("b")), ask("a"));
@@ -185,6 +198,9 @@ mod tests {
         for answer in Answer::ALL {
             assert_eq!(Answer::from_name(answer.name()), Some(answer));
         }
-        assert_eq!((Effect::from_name("Allow"), Answer::from_name("")), (None, None));
+        assert_eq!(
+            (Effect::from_name("Allow"), Answer::from_name("")),
+            (None, None)
+        );
     }
 }

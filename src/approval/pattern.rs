@@ -29,12 +29,16 @@ pub enum BadPattern {
 impl Pattern {
     /// The pattern that fits everything.
     pub fn anything() -> Pattern {
-        Pattern { pieces: vec![String::new(), String::new()] }
+        Pattern {
+            pieces: vec![String::new(), String::new()],
+        }
     }
 
     /// The pattern that fits this text only.
     pub fn exactly(text: &str) -> Pattern {
-        Pattern { pieces: vec![text.to_owned()] }
+        Pattern {
+            pieces: vec![text.to_owned()],
+        }
     }
 
     pub fn parse(text: &str) -> Result<Pattern, BadPattern> {
@@ -51,18 +55,29 @@ impl Pattern {
                     pieces.push(String::new());
                     continue;
                 }
-                '\\' => letters.next().filter(|next| matches!(next, '*' | '\\')).ok_or(BadPattern::Backslash)?,
+                '\\' => letters
+                    .next()
+                    .filter(|next| matches!(next, '*' | '\\'))
+                    .ok_or(BadPattern::Backslash)?,
                 other => other,
             };
-            pieces.last_mut().expect("there is always one").push(literal);
+            pieces
+                .last_mut()
+                .expect("there is always one")
+                .push(literal);
         }
         Ok(Pattern { pieces })
     }
 
     pub fn fits(&self, text: &str) -> bool {
         let (first, rest) = self.pieces.split_first().expect("there is always one");
-        let Some((last, middle)) = rest.split_last() else { return text == first };
-        let Some(mut left) = text.strip_prefix(first.as_str()).and_then(|left| left.strip_suffix(last.as_str())) else {
+        let Some((last, middle)) = rest.split_last() else {
+            return text == first;
+        };
+        let Some(mut left) = text
+            .strip_prefix(first.as_str())
+            .and_then(|left| left.strip_suffix(last.as_str()))
+        else {
             return false;
         };
         // The earliest place for each piece leaves the most for those after it.
@@ -82,7 +97,11 @@ impl Pattern {
 
     /// Returns the only text that it fits, when it has no star.
     pub fn text(&self) -> Option<&str> {
-        if let [only] = self.pieces.as_slice() { Some(only) } else { None }
+        if let [only] = self.pieces.as_slice() {
+            Some(only)
+        } else {
+            None
+        }
     }
 
     /// Tells whether it has a star.
@@ -130,7 +149,11 @@ mod tests {
 
     #[track_caller]
     fn check(pattern: &str, text: &str, fits: bool) {
-        assert_eq!(Pattern::parse(pattern).unwrap().fits(text), fits, "{pattern:?} and {text:?}");
+        assert_eq!(
+            Pattern::parse(pattern).unwrap().fits(text),
+            fits,
+            "{pattern:?} and {text:?}"
+        );
     }
 
     #[test]
@@ -163,7 +186,10 @@ mod tests {
     #[test]
     fn a_pattern_has_a_longest_length() {
         assert!(Pattern::parse(&"a".repeat(LONGEST)).is_ok());
-        assert_eq!(Pattern::parse(&"a".repeat(LONGEST + 1)), Err(BadPattern::TooLong));
+        assert_eq!(
+            Pattern::parse(&"a".repeat(LONGEST + 1)),
+            Err(BadPattern::TooLong)
+        );
     }
 
     proptest! {

@@ -26,13 +26,21 @@ pub struct Defaults {
 impl Default for Defaults {
     /// What the code of a sandbox may do anyway is allowed, and the network is as closed as its own rules say.
     fn default() -> Defaults {
-        Defaults { tools: Effect::Allow, shell: Effect::Allow, packages: Effect::Allow, domains: Effect::Deny }
+        Defaults {
+            tools: Effect::Allow,
+            shell: Effect::Allow,
+            packages: Effect::Allow,
+            domains: Effect::Deny,
+        }
     }
 }
 
 impl Policy {
     pub fn new(defaults: Defaults) -> Policy {
-        Policy { rules: Vec::new(), defaults }
+        Policy {
+            rules: Vec::new(),
+            defaults,
+        }
     }
 
     /// Adds a rule after all others. `place` says where it was written, in words that everybody may read.
@@ -66,8 +74,10 @@ impl Policy {
 
     /// Tells whether commands may run without anybody having looked at them.
     pub fn shell_is_open(&self) -> bool {
-        let is_about_commands = |rule: &Rule| !matches!(rule.effect, Effect::Allow) && rule.is_about_commands();
-        self.defaults.shell == Effect::Allow && !self.rules.iter().any(|(rule, _)| is_about_commands(rule))
+        let is_about_commands =
+            |rule: &Rule| !matches!(rule.effect, Effect::Allow) && rule.is_about_commands();
+        self.defaults.shell == Effect::Allow
+            && !self.rules.iter().any(|(rule, _)| is_about_commands(rule))
     }
 
     /// Tells whether a name that the network's rules do not list may be reached in some way.
@@ -80,10 +90,20 @@ impl Policy {
     pub fn may_open(&self, name: &str) -> bool {
         let opens = |rule: &Rule| rule.fits_name(name) && rule.effect != Effect::Deny;
         // A rule for one port may deny before another one asks; the verdict about the connection is what counts.
-        let denied = self.rules.iter().map(|(rule, _)| rule).take_while(|rule| !opens(rule));
-        let all_ports = Subject::Domain { name: name.to_owned(), port: 0 };
-        let is_denied = denied.clone().any(|rule| rule.fits(&all_ports) && rule.effect == Effect::Deny);
-        let asked = self.rules.iter().any(|(rule, _)| opens(rule)) || self.defaults.domains != Effect::Deny;
+        let denied = self
+            .rules
+            .iter()
+            .map(|(rule, _)| rule)
+            .take_while(|rule| !opens(rule));
+        let all_ports = Subject::Domain {
+            name: name.to_owned(),
+            port: 0,
+        };
+        let is_denied = denied
+            .clone()
+            .any(|rule| rule.fits(&all_ports) && rule.effect == Effect::Deny);
+        let asked =
+            self.rules.iter().any(|(rule, _)| opens(rule)) || self.defaults.domains != Effect::Deny;
         asked && !is_denied
     }
 
@@ -92,7 +112,9 @@ impl Policy {
             Some((rule, place)) => Verdict::new(rule.effect, || format!("`{rule}` ({place})")),
             None => {
                 let effect = self.defaults.of(subject);
-                Verdict::new(effect, || format!("`{}: {}`", subject.setting(), effect.name()))
+                Verdict::new(effect, || {
+                    format!("`{}: {}`", subject.setting(), effect.name())
+                })
             }
         }
     }
@@ -126,67 +148,133 @@ mod tests {
     }
 
     fn tool(server: &str, name: &str) -> Subject {
-        Subject::Tool { server: server.to_owned(), tool: name.to_owned(), arguments: Map::new(), fingerprint: None }
+        Subject::Tool {
+            server: server.to_owned(),
+            tool: name.to_owned(),
+            arguments: Map::new(),
+            fingerprint: None,
+        }
     }
 
     fn install(requirements: &[&str]) -> Subject {
-        Subject::Install { requirements: requirements.iter().map(ToString::to_string).collect() }
+        Subject::Install {
+            requirements: requirements.iter().map(ToString::to_string).collect(),
+        }
     }
 
     fn ask(line: &str) -> Verdict {
-        Verdict::Ask { line: line.to_owned() }
+        Verdict::Ask {
+            line: line.to_owned(),
+        }
     }
 
     fn deny(line: &str) -> Verdict {
-        Verdict::Deny { line: line.to_owned() }
+        Verdict::Deny {
+            line: line.to_owned(),
+        }
     }
 
     #[test]
     fn without_rules_only_the_network_is_closed() {
         let policy = Policy::default();
-        let command = Subject::Shell { command: "ls".to_owned(), kind: "!".to_owned() };
+        let command = Subject::Shell {
+            command: "ls".to_owned(),
+            kind: "!".to_owned(),
+        };
         for subject in [tool("s", "t"), command, install(&["numpy"])] {
             assert_eq!(policy.verdict(&subject), Verdict::Allow, "{subject:?}");
         }
-        let domain = Subject::Domain { name: "example.com".to_owned(), port: 443 };
+        let domain = Subject::Domain {
+            name: "example.com".to_owned(),
+            port: 443,
+        };
         assert_eq!(policy.verdict(&domain), deny("`approve_domains: deny`"));
-        assert!(policy.shell_is_open() && !policy.opens_domains() && !policy.may_open("example.com"));
+        assert!(
+            policy.shell_is_open() && !policy.opens_domains() && !policy.may_open("example.com")
+        );
     }
 
     #[test]
     fn what_is_so_without_a_rule_names_the_setting() {
-        let policy = Policy::new(Defaults { tools: Effect::Ask, shell: Effect::Deny, ..Defaults::default() });
+        let policy = Policy::new(Defaults {
+            tools: Effect::Ask,
+            shell: Effect::Deny,
+            ..Defaults::default()
+        });
         assert_eq!(policy.verdict(&tool("s", "t")), ask("`approve_tools: ask`"));
-        let command = Subject::Shell { command: "ls".to_owned(), kind: "!".to_owned() };
+        let command = Subject::Shell {
+            command: "ls".to_owned(),
+            kind: "!".to_owned(),
+        };
         assert_eq!(policy.verdict(&command), deny("`approve_shell: deny`"));
         assert!(!policy.shell_is_open());
     }
 
     #[test]
     fn the_first_rule_that_fits_decides_and_is_named() {
-        let policy = policy(&["allow: {server: a, tool: get}", "ask: {server: a}", "deny: {tool: '*'}"]);
+        let policy = policy(&[
+            "allow: {server: a, tool: get}",
+            "ask: {server: a}",
+            "deny: {tool: '*'}",
+        ]);
         assert_eq!(policy.verdict(&tool("a", "get")), Verdict::Allow);
-        assert_eq!(policy.verdict(&tool("a", "put")), ask(r#"`ask: {server: "a", tool: "*"}` (line 2)"#));
-        assert_eq!(policy.verdict(&tool("b", "get")), deny(r#"`deny: {tool: "*"}` (line 3)"#));
+        assert_eq!(
+            policy.verdict(&tool("a", "put")),
+            ask(r#"`ask: {server: "a", tool: "*"}` (line 2)"#)
+        );
+        assert_eq!(
+            policy.verdict(&tool("b", "get")),
+            deny(r#"`deny: {tool: "*"}` (line 3)"#)
+        );
     }
 
     #[test]
     fn of_several_packages_the_strictest_verdict_counts() {
-        let policy = policy(&["allow: {package: numpy}", "deny: {package: evil}", "ask: {package: '*'}"]);
-        assert_eq!(policy.verdict(&install(&["numpy", "NumPy>=2"])), Verdict::Allow);
-        assert_eq!(policy.verdict(&install(&["numpy", "pandas"])), ask(r#"`ask: {package: "*"}` (line 3)"#));
-        assert_eq!(policy.verdict(&install(&["pandas", "evil"])), deny(r#"`deny: {package: "evil"}` (line 2)"#));
+        let policy = policy(&[
+            "allow: {package: numpy}",
+            "deny: {package: evil}",
+            "ask: {package: '*'}",
+        ]);
+        assert_eq!(
+            policy.verdict(&install(&["numpy", "NumPy>=2"])),
+            Verdict::Allow
+        );
+        assert_eq!(
+            policy.verdict(&install(&["numpy", "pandas"])),
+            ask(r#"`ask: {package: "*"}` (line 3)"#)
+        );
+        assert_eq!(
+            policy.verdict(&install(&["pandas", "evil"])),
+            deny(r#"`deny: {package: "evil"}` (line 2)"#)
+        );
     }
 
     #[test]
     fn a_package_from_an_address_is_not_the_package_of_that_name() {
         let policy = policy(&["allow: {package: numpy}", "deny: {package: '*'}"]);
-        for hidden in ["numpy @ https://example.com/x.whl", "https://example.com/numpy.whl", "numpy evil", "numpy;evil"]
-        {
-            assert_ne!(policy.verdict(&install(&[hidden])), Verdict::Allow, "{hidden}");
+        for hidden in [
+            "numpy @ https://example.com/x.whl",
+            "https://example.com/numpy.whl",
+            "numpy evil",
+            "numpy;evil",
+        ] {
+            assert_ne!(
+                policy.verdict(&install(&[hidden])),
+                Verdict::Allow,
+                "{hidden}"
+            );
         }
-        for plain in ["numpy", "numpy[extra]==2.0", "numpy>=1,<3", " Num_Py ".replace('_', "").as_str()] {
-            assert_eq!(policy.verdict(&install(&[plain])), Verdict::Allow, "{plain}");
+        for plain in [
+            "numpy",
+            "numpy[extra]==2.0",
+            "numpy>=1,<3",
+            " Num_Py ".replace('_', "").as_str(),
+        ] {
+            assert_eq!(
+                policy.verdict(&install(&[plain])),
+                Verdict::Allow,
+                "{plain}"
+            );
         }
     }
 
@@ -200,12 +288,20 @@ mod tests {
     #[test]
     fn names_are_known_inside_when_somebody_could_be_asked_about_them() {
         let one = policy(&["ask: {domain: '*.example.com'}"]);
-        assert!(one.opens_domains() && one.may_open("api.example.com") && !one.may_open("example.org"));
-        let but = policy(&["deny: {domain: evil.example.com}", "ask: {domain: '*.example.com'}"]);
+        assert!(
+            one.opens_domains() && one.may_open("api.example.com") && !one.may_open("example.org")
+        );
+        let but = policy(&[
+            "deny: {domain: evil.example.com}",
+            "ask: {domain: '*.example.com'}",
+        ]);
         assert!(but.may_open("api.example.com") && !but.may_open("evil.example.com"));
         let other_port = policy(&["deny: {domain: a.com, port: 25}", "ask: {domain: '*'}"]);
         assert!(other_port.may_open("a.com"));
-        let mut all = Policy::new(Defaults { domains: Effect::Ask, ..Defaults::default() });
+        let mut all = Policy::new(Defaults {
+            domains: Effect::Ask,
+            ..Defaults::default()
+        });
         assert!(all.may_open("anything.example"));
         all.add(rule("deny: {domain: anything.example}"), "later");
         assert!(!all.may_open("anything.example"));

@@ -31,10 +31,22 @@ pub struct Rule {
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 enum About {
-    Tools { server: Pattern, tool: Pattern, arguments: Vec<(String, Pattern)> },
-    Shell { command: Pattern, kind: Option<Pattern> },
-    Packages { name: Pattern },
-    Domains { name: Pattern, port: Option<u16> },
+    Tools {
+        server: Pattern,
+        tool: Pattern,
+        arguments: Vec<(String, Pattern)>,
+    },
+    Shell {
+        command: Pattern,
+        kind: Option<Pattern>,
+    },
+    Packages {
+        name: Pattern,
+    },
+    Domains {
+        name: Pattern,
+        port: Option<u16>,
+    },
 }
 
 /// Something that is no rule. Names what was written, since an operator wrote it.
@@ -60,7 +72,9 @@ pub enum BadRule {
     Port,
     #[error("`{key}`: {cause}")]
     Pattern { key: String, cause: BadPattern },
-    #[error("the rules of a registered server are about its own tools: only `tool` and `arguments` can be named")]
+    #[error(
+        "the rules of a registered server are about its own tools: only `tool` and `arguments` can be named"
+    )]
     NotItsTools,
     #[error("`fingerprint` must be 64 hexadecimal digits")]
     Fingerprint,
@@ -73,21 +87,35 @@ impl Rule {
     pub fn parse(written: &Value) -> Result<Rule, BadRule> {
         let (effect, about) = one_member(written).ok_or(BadRule::Form)?;
         let effect = Effect::from_name(effect).ok_or(BadRule::Form)?;
-        let about = about.as_object().filter(|about| !about.is_empty()).ok_or(BadRule::Form)?;
-        Ok(Rule { effect, about: About::parse(about)? })
+        let about = about
+            .as_object()
+            .filter(|about| !about.is_empty())
+            .ok_or(BadRule::Form)?;
+        Ok(Rule {
+            effect,
+            about: About::parse(about)?,
+        })
     }
 
     /// A rule for one tool, one command line, one package or one domain, and nothing else.
     pub(super) fn exactly(effect: Effect, scope: &super::Scope) -> Rule {
         let about = match scope {
-            super::Scope::Tool { server, tool, .. } => {
-                About::Tools { server: Pattern::exactly(server), tool: Pattern::exactly(tool), arguments: Vec::new() }
-            }
-            super::Scope::Command { command, kind } => {
-                About::Shell { command: Pattern::exactly(command), kind: Some(Pattern::exactly(kind)) }
-            }
-            super::Scope::Package { name } => About::Packages { name: Pattern::exactly(name) },
-            super::Scope::Domain { name, port } => About::Domains { name: Pattern::exactly(name), port: Some(*port) },
+            super::Scope::Tool { server, tool, .. } => About::Tools {
+                server: Pattern::exactly(server),
+                tool: Pattern::exactly(tool),
+                arguments: Vec::new(),
+            },
+            super::Scope::Command { command, kind } => About::Shell {
+                command: Pattern::exactly(command),
+                kind: Some(Pattern::exactly(kind)),
+            },
+            super::Scope::Package { name } => About::Packages {
+                name: Pattern::exactly(name),
+            },
+            super::Scope::Domain { name, port } => About::Domains {
+                name: Pattern::exactly(name),
+                port: Some(*port),
+            },
         };
         Rule { effect, about }
     }
@@ -96,19 +124,38 @@ impl Rule {
     pub(super) fn fits(&self, subject: &Subject) -> bool {
         match (&self.about, subject) {
             (
-                About::Tools { server, tool, arguments },
-                Subject::Tool { server: of, tool: called, arguments: given, .. },
+                About::Tools {
+                    server,
+                    tool,
+                    arguments,
+                },
+                Subject::Tool {
+                    server: of,
+                    tool: called,
+                    arguments: given,
+                    ..
+                },
             ) => {
                 server.fits(of)
                     && tool.fits(called)
-                    && arguments.iter().all(|(key, pattern)| self.fits_argument(pattern, given.get(key)))
+                    && arguments
+                        .iter()
+                        .all(|(key, pattern)| self.fits_argument(pattern, given.get(key)))
             }
-            (About::Shell { command, kind }, Subject::Shell { command: line, kind: how }) => {
-                command.fits(line) && kind.as_ref().is_none_or(|kind| kind.fits(how))
-            }
-            (About::Domains { name, port }, Subject::Domain { name: wanted, port: at }) => {
-                name.fits(&wanted.to_ascii_lowercase()) && port.is_none_or(|port| port == *at)
-            }
+            (
+                About::Shell { command, kind },
+                Subject::Shell {
+                    command: line,
+                    kind: how,
+                },
+            ) => command.fits(line) && kind.as_ref().is_none_or(|kind| kind.fits(how)),
+            (
+                About::Domains { name, port },
+                Subject::Domain {
+                    name: wanted,
+                    port: at,
+                },
+            ) => name.fits(&wanted.to_ascii_lowercase()) && port.is_none_or(|port| port == *at),
             _ => false,
         }
     }
@@ -147,16 +194,28 @@ impl Rule {
             other => other.to_string(),
         };
         let climbs = text.split(['/', '\\']).any(|part| part == "..");
-        let overlooks = climbs && self.effect == Effect::Allow && pattern.is_open() && !pattern.spells("..");
+        let overlooks =
+            climbs && self.effect == Effect::Allow && pattern.is_open() && !pattern.spells("..");
         !overlooks && pattern.fits(&text)
     }
 
     /// The same rule for the tools of one server only. `None` when it is about something else.
     fn of_server(self, name: &str) -> Option<Rule> {
         match self.about {
-            About::Tools { server, tool, arguments } if server == Pattern::anything() => {
-                let about = About::Tools { server: Pattern::exactly(name), tool, arguments };
-                Some(Rule { effect: self.effect, about })
+            About::Tools {
+                server,
+                tool,
+                arguments,
+            } if server == Pattern::anything() => {
+                let about = About::Tools {
+                    server: Pattern::exactly(name),
+                    tool,
+                    arguments,
+                };
+                Some(Rule {
+                    effect: self.effect,
+                    about,
+                })
             }
             _ => None,
         }
@@ -168,46 +227,88 @@ pub fn registered_rules(server: &str, written: &Value) -> Result<Vec<Rule>, BadR
     let rules = match written {
         Value::String(word) => {
             let effect = Effect::from_name(word).ok_or(BadRule::Form)?;
-            let about = About::Tools { server: Pattern::anything(), tool: Pattern::anything(), arguments: Vec::new() };
+            let about = About::Tools {
+                server: Pattern::anything(),
+                tool: Pattern::anything(),
+                arguments: Vec::new(),
+            };
             vec![Rule { effect, about }]
         }
-        Value::Array(rules) if rules.len() > MOST_REGISTERED => return Err(BadRule::TooMany(rules.len())),
+        Value::Array(rules) if rules.len() > MOST_REGISTERED => {
+            return Err(BadRule::TooMany(rules.len()));
+        }
         Value::Array(rules) => rules.iter().map(Rule::parse).collect::<Result<_, _>>()?,
         _ => return Err(BadRule::Form),
     };
-    rules.into_iter().map(|rule| rule.of_server(server).ok_or(BadRule::NotItsTools)).collect()
+    rules
+        .into_iter()
+        .map(|rule| rule.of_server(server).ok_or(BadRule::NotItsTools))
+        .collect()
 }
 
 /// Takes `approval` out of the parameters of a server. What is left is how to reach it, and a policy of its own if it carries one.
 pub fn registration(server: &str, params: &Value) -> Result<(Value, Option<Policy>), BadRule> {
     let mut params = params.clone();
-    let Some(written) = params.as_object_mut().and_then(|members| members.remove("approval")) else {
+    let Some(written) = params
+        .as_object_mut()
+        .and_then(|members| members.remove("approval"))
+    else {
         return Ok((params, None));
     };
     let mut policy = Policy::default();
     let place = format!("the registration of `{server}`");
-    registered_rules(server, &written)?.into_iter().for_each(|rule| policy.add(rule, &place));
+    registered_rules(server, &written)?
+        .into_iter()
+        .for_each(|rule| policy.add(rule, &place));
     Ok((params, Some(policy)))
 }
 
 impl About {
     fn parse(written: &Map<String, Value>) -> Result<About, BadRule> {
-        const KINDS: [&[&str]; 4] =
-            [&["server", "tool", "arguments"], &["command", "kind"], &["package"], &["domain", "port"]];
-        if let Some(unknown) = written.keys().find(|key| !KINDS.iter().any(|kind| kind.contains(&key.as_str()))) {
+        const KINDS: [&[&str]; 4] = [
+            &["server", "tool", "arguments"],
+            &["command", "kind"],
+            &["package"],
+            &["domain", "port"],
+        ];
+        if let Some(unknown) = written
+            .keys()
+            .find(|key| !KINDS.iter().any(|kind| kind.contains(&key.as_str())))
+        {
             return Err(BadRule::UnknownKey(unknown.clone()));
         }
-        let kind = KINDS.iter().position(|kind| written.keys().all(|key| kind.contains(&key.as_str())));
-        let text = |key: &str| written.get(key).map(|value| pattern(key, value)).transpose();
-        let lower = |key: &str| written.get(key).map(|value| pattern(key, &in_lower_case(value))).transpose();
+        let kind = KINDS
+            .iter()
+            .position(|kind| written.keys().all(|key| kind.contains(&key.as_str())));
+        let text = |key: &str| {
+            written
+                .get(key)
+                .map(|value| pattern(key, value))
+                .transpose()
+        };
+        let lower = |key: &str| {
+            written
+                .get(key)
+                .map(|value| pattern(key, &in_lower_case(value)))
+                .transpose()
+        };
         Ok(match kind.ok_or(BadRule::Mixed)? {
             0 => About::Tools {
                 server: text("server")?.unwrap_or_else(Pattern::anything),
                 tool: text("tool")?.unwrap_or_else(Pattern::anything),
-                arguments: written.get("arguments").map(arguments).transpose()?.unwrap_or_default(),
+                arguments: written
+                    .get("arguments")
+                    .map(arguments)
+                    .transpose()?
+                    .unwrap_or_default(),
             },
-            1 => About::Shell { command: text("command")?.unwrap_or_else(Pattern::anything), kind: text("kind")? },
-            2 => About::Packages { name: pattern("package", &as_one_name(&written["package"]))? },
+            1 => About::Shell {
+                command: text("command")?.unwrap_or_else(Pattern::anything),
+                kind: text("kind")?,
+            },
+            2 => About::Packages {
+                name: pattern("package", &as_one_name(&written["package"]))?,
+            },
             _ => About::Domains {
                 name: lower("domain")?.unwrap_or_else(Pattern::anything),
                 port: written.get("port").map(port).transpose()?,
@@ -218,7 +319,11 @@ impl About {
 
 fn one_member(written: &Value) -> Option<(&String, &Value)> {
     let members = written.as_object()?;
-    if members.len() == 1 { members.iter().next() } else { None }
+    if members.len() == 1 {
+        members.iter().next()
+    } else {
+        None
+    }
 }
 
 fn pattern(key: &str, written: &Value) -> Result<Pattern, BadRule> {
@@ -226,26 +331,44 @@ fn pattern(key: &str, written: &Value) -> Result<Pattern, BadRule> {
         Value::String(text) => text.clone(),
         // A bare number or `true` of a file is a text that was not quoted.
         Value::Number(_) | Value::Bool(_) => written.to_string(),
-        _ => return Err(BadRule::NoText { key: key.to_owned() }),
+        _ => {
+            return Err(BadRule::NoText {
+                key: key.to_owned(),
+            });
+        }
     };
-    Pattern::parse(&text).map_err(|cause| BadRule::Pattern { key: key.to_owned(), cause })
+    Pattern::parse(&text).map_err(|cause| BadRule::Pattern {
+        key: key.to_owned(),
+        cause,
+    })
 }
 
 fn in_lower_case(written: &Value) -> Value {
-    written.as_str().map_or_else(|| written.clone(), |text| Value::String(text.to_ascii_lowercase()))
+    written.as_str().map_or_else(
+        || written.clone(),
+        |text| Value::String(text.to_ascii_lowercase()),
+    )
 }
 
 /// Names of packages have many spellings and one meaning. What is not a name, such as an address, stays as it is.
 fn as_one_name(written: &Value) -> Value {
     match written.as_str() {
-        Some(text) if !text.contains([':', '/', '@', ' ']) => Value::String(super::memory::normal_name(text)),
+        Some(text) if !text.contains([':', '/', '@', ' ']) => {
+            Value::String(super::memory::normal_name(text))
+        }
         _ => written.clone(),
     }
 }
 
 fn arguments(written: &Value) -> Result<Vec<(String, Pattern)>, BadRule> {
-    let members = written.as_object().filter(|members| !members.is_empty()).ok_or(BadRule::Arguments)?;
-    members.iter().map(|(key, value)| Ok((key.clone(), pattern(key, value)?))).collect()
+    let members = written
+        .as_object()
+        .filter(|members| !members.is_empty())
+        .ok_or(BadRule::Arguments)?;
+    members
+        .iter()
+        .map(|(key, value)| Ok((key.clone(), pattern(key, value)?)))
+        .collect()
 }
 
 fn port(written: &Value) -> Result<u16, BadRule> {
@@ -254,7 +377,10 @@ fn port(written: &Value) -> Result<u16, BadRule> {
         Value::String(text) => text.parse().ok(),
         _ => None,
     };
-    number.and_then(|number| u16::try_from(number).ok()).filter(|port| *port > 0).ok_or(BadRule::Port)
+    number
+        .and_then(|number| u16::try_from(number).ok())
+        .filter(|port| *port > 0)
+        .ok_or(BadRule::Port)
 }
 
 impl fmt::Display for Rule {
@@ -268,14 +394,23 @@ impl fmt::Display for About {
         let text = |pattern: &Pattern| quoted(&pattern.to_string());
         let mut members = Vec::new();
         match self {
-            About::Tools { server, tool, arguments } => {
+            About::Tools {
+                server,
+                tool,
+                arguments,
+            } => {
                 if *server != Pattern::anything() {
                     members.push(format!("server: {}", text(server)));
                 }
                 members.push(format!("tool: {}", text(tool)));
                 if !arguments.is_empty() {
-                    let pairs = arguments.iter().map(|(key, pattern)| format!("{}: {}", quoted(key), text(pattern)));
-                    members.push(format!("arguments: {{{}}}", pairs.collect::<Vec<_>>().join(", ")));
+                    let pairs = arguments
+                        .iter()
+                        .map(|(key, pattern)| format!("{}: {}", quoted(key), text(pattern)));
+                    members.push(format!(
+                        "arguments: {{{}}}",
+                        pairs.collect::<Vec<_>>().join(", ")
+                    ));
                 }
             }
             About::Shell { command, kind } => {
@@ -300,18 +435,29 @@ pub(super) mod tests {
     use super::*;
 
     pub(in crate::approval) fn rule(yaml: &str) -> Rule {
-        Rule::parse(&serde_saphyr::from_str::<Value>(yaml).unwrap()).unwrap_or_else(|bad| panic!("{yaml}: {bad}"))
+        Rule::parse(&serde_saphyr::from_str::<Value>(yaml).unwrap())
+            .unwrap_or_else(|bad| panic!("{yaml}: {bad}"))
     }
 
     fn tool(server: &str, tool: &str, arguments: Value) -> Subject {
         let arguments = arguments.as_object().cloned().unwrap_or_default();
-        Subject::Tool { server: server.to_owned(), tool: tool.to_owned(), arguments, fingerprint: None }
+        Subject::Tool {
+            server: server.to_owned(),
+            tool: tool.to_owned(),
+            arguments,
+            fingerprint: None,
+        }
     }
 
     #[test]
     fn a_rule_about_tools_names_server_tool_and_arguments() {
-        let written = rule(r#"allow: {server: "files", tool: "write_*", arguments: {path: "/tmp/*"}}"#);
-        assert!(written.fits(&tool("files", "write_file", json!({"path": "/tmp/a", "more": 1}))));
+        let written =
+            rule(r#"allow: {server: "files", tool: "write_*", arguments: {path: "/tmp/*"}}"#);
+        assert!(written.fits(&tool(
+            "files",
+            "write_file",
+            json!({"path": "/tmp/a", "more": 1})
+        )));
         for other in [
             tool("other", "write_file", json!({"path": "/tmp/a"})),
             tool("files", "read_file", json!({"path": "/tmp/a"})),
@@ -342,14 +488,24 @@ pub(super) mod tests {
 
     #[test]
     fn rules_about_commands_and_domains_fit_what_they_name() {
-        let shell = |command: &str, kind: &str| Subject::Shell { command: command.to_owned(), kind: kind.to_owned() };
+        let shell = |command: &str, kind: &str| Subject::Shell {
+            command: command.to_owned(),
+            kind: kind.to_owned(),
+        };
         assert!(rule("deny: {command: 'rm *'}").fits(&shell("rm -rf x", "!")));
         assert!(!rule("deny: {command: 'rm *'}").fits(&shell("ls", "!")));
         assert!(rule("ask: {kind: '%%*'}").fits(&shell("ls", "%%bash")));
         assert!(!rule("ask: {kind: '%%*'}").fits(&shell("ls", "!")));
-        let domain = |name: &str, port| Subject::Domain { name: name.to_owned(), port };
-        assert!(rule("ask: {domain: '*.Example.com', port: 443}").fits(&domain("API.example.com", 443)));
-        assert!(!rule("ask: {domain: '*.example.com', port: 443}").fits(&domain("api.example.com", 80)));
+        let domain = |name: &str, port| Subject::Domain {
+            name: name.to_owned(),
+            port,
+        };
+        assert!(
+            rule("ask: {domain: '*.Example.com', port: 443}").fits(&domain("API.example.com", 443))
+        );
+        assert!(
+            !rule("ask: {domain: '*.example.com', port: 443}").fits(&domain("api.example.com", 80))
+        );
         assert!(rule("ask: {port: 443}").fits(&domain("anything", 443)));
     }
 
@@ -358,24 +514,47 @@ pub(super) mod tests {
         let written = rule("allow: {package: 'Ruamel.Yaml_Clib'}");
         assert!(written.fits_package("ruamel-yaml-clib"));
         assert!(!written.fits_package("ruamel-yaml"));
-        assert!(rule("deny: {package: '* @ *'}").fits_package("numpy @ https://example.com/numpy.whl"));
+        assert!(
+            rule("deny: {package: '* @ *'}").fits_package("numpy @ https://example.com/numpy.whl")
+        );
     }
 
     #[test]
     fn what_is_no_rule_is_refused_with_its_reason() {
-        let bad = |yaml: &str| Rule::parse(&serde_saphyr::from_str::<Value>(yaml).unwrap()).unwrap_err();
-        for form in ["ask", "[]", "{}", "ask: {}", "ask: x", "maybe: {tool: x}", "{ask: {tool: x}, deny: {tool: x}}"] {
+        let bad =
+            |yaml: &str| Rule::parse(&serde_saphyr::from_str::<Value>(yaml).unwrap()).unwrap_err();
+        for form in [
+            "ask",
+            "[]",
+            "{}",
+            "ask: {}",
+            "ask: x",
+            "maybe: {tool: x}",
+            "{ask: {tool: x}, deny: {tool: x}}",
+        ] {
             assert_eq!(bad(form), BadRule::Form, "{form}");
         }
         assert_eq!(bad("ask: {tol: x}"), BadRule::UnknownKey("tol".to_owned()));
         assert_eq!(bad("ask: {tool: x, command: y}"), BadRule::Mixed);
-        assert_eq!(bad("ask: {tool: [x]}"), BadRule::NoText { key: "tool".to_owned() });
+        assert_eq!(
+            bad("ask: {tool: [x]}"),
+            BadRule::NoText {
+                key: "tool".to_owned()
+            }
+        );
         assert_eq!(bad("ask: {tool: x, arguments: y}"), BadRule::Arguments);
         assert_eq!(bad("ask: {tool: x, arguments: {}}"), BadRule::Arguments);
         for port in ["0", "65536", "-1", "x"] {
-            assert_eq!(bad(&format!("ask: {{domain: x, port: {port}}}")), BadRule::Port, "{port}");
+            assert_eq!(
+                bad(&format!("ask: {{domain: x, port: {port}}}")),
+                BadRule::Port,
+                "{port}"
+            );
         }
-        let pattern = BadRule::Pattern { key: "tool".to_owned(), cause: BadPattern::Backslash };
+        let pattern = BadRule::Pattern {
+            key: "tool".to_owned(),
+            cause: BadPattern::Backslash,
+        };
         assert_eq!(bad(r"ask: {tool: 'a\b'}"), pattern);
     }
 
@@ -383,43 +562,74 @@ pub(super) mod tests {
     fn a_registration_carries_rules_for_its_own_tools_only() {
         let all = registered_rules("github", &json!("ask")).unwrap();
         assert_eq!(all, [rule(r#"ask: {server: github, tool: "*"}"#)]);
-        assert!(all[0].fits(&tool("github", "x", json!({}))) && !all[0].fits(&tool("other", "x", json!({}))));
+        assert!(
+            all[0].fits(&tool("github", "x", json!({})))
+                && !all[0].fits(&tool("other", "x", json!({})))
+        );
         let some = registered_rules("github", &json!([{"deny": {"tool": "delete_*"}}])).unwrap();
         assert_eq!(some, [rule("deny: {server: github, tool: delete_*}")]);
-        for foreign in [json!([{"allow": {"server": "other"}}]), json!([{"allow": {"command": "*"}}])] {
-            assert_eq!(registered_rules("github", &foreign), Err(BadRule::NotItsTools), "{foreign}");
+        for foreign in [
+            json!([{"allow": {"server": "other"}}]),
+            json!([{"allow": {"command": "*"}}]),
+        ] {
+            assert_eq!(
+                registered_rules("github", &foreign),
+                Err(BadRule::NotItsTools),
+                "{foreign}"
+            );
         }
-        assert_eq!(registered_rules("github", &json!("maybe")), Err(BadRule::Form));
+        assert_eq!(
+            registered_rules("github", &json!("maybe")),
+            Err(BadRule::Form)
+        );
         let many = vec![json!({"ask": {"tool": "x"}}); MOST_REGISTERED + 1];
-        assert_eq!(registered_rules("github", &json!(many)), Err(BadRule::TooMany(MOST_REGISTERED + 1)));
+        assert_eq!(
+            registered_rules("github", &json!(many)),
+            Err(BadRule::TooMany(MOST_REGISTERED + 1))
+        );
     }
 
     #[test]
     fn what_a_registration_says_about_approvals_is_taken_out_of_how_to_reach_the_server() {
-        let (params, policy) = registration("github", &json!({"command": "x", "approval": "deny"})).unwrap();
+        let (params, policy) =
+            registration("github", &json!({"command": "x", "approval": "deny"})).unwrap();
         assert_eq!(params, json!({"command": "x"}));
         let verdict = policy.unwrap().verdict(&tool("github", "any", json!({})));
-        let line = "`deny: {server: \"github\", tool: \"*\"}` (the registration of `github`)".to_owned();
+        let line =
+            "`deny: {server: \"github\", tool: \"*\"}` (the registration of `github`)".to_owned();
         assert_eq!(verdict, crate::approval::Verdict::Deny { line });
         let (params, policy) = registration("github", &json!({"command": "x"})).unwrap();
         assert_eq!((params, policy), (json!({"command": "x"}), None));
         assert!(registration("github", &json!({"command": "x", "approval": "perhaps"})).is_err());
-        assert_eq!(registration("github", &json!("x")), Ok((json!("x"), None)), "others say what is wrong with it");
+        assert_eq!(
+            registration("github", &json!("x")),
+            Ok((json!("x"), None)),
+            "others say what is wrong with it"
+        );
     }
 
     #[test]
     fn a_server_whose_name_has_stars_is_one_server() {
         let rules = registered_rules("a*", &json!("allow")).unwrap();
-        assert!(rules[0].fits(&tool("a*", "x", json!({}))) && !rules[0].fits(&tool("ab", "x", json!({}))));
+        assert!(
+            rules[0].fits(&tool("a*", "x", json!({})))
+                && !rules[0].fits(&tool("ab", "x", json!({})))
+        );
     }
 
     fn texts() -> impl Strategy<Value = String> {
-        prop_oneof![any::<String>(), r#"[a-z*"'{}:,#\n\t\u{202e}\u{85}\u{feff}]{0,8}"#]
+        prop_oneof![
+            any::<String>(),
+            r#"[a-z*"'{}:,#\n\t\u{202e}\u{85}\u{feff}]{0,8}"#
+        ]
     }
 
     fn rules() -> impl Strategy<Value = Rule> {
         let pattern = || texts().prop_map(|text| Pattern::exactly(&text));
-        let open = || texts().prop_map(|text| Pattern::parse(&format!("{}*", Pattern::exactly(&text))).unwrap());
+        let open = || {
+            texts()
+                .prop_map(|text| Pattern::parse(&format!("{}*", Pattern::exactly(&text))).unwrap())
+        };
         let either = move || prop_oneof![pattern(), open()];
         let arguments = proptest::collection::btree_map(texts(), either(), 0..3);
         let about = prop_oneof![
@@ -428,12 +638,20 @@ pub(super) mod tests {
                 tool,
                 arguments: arguments.into_iter().collect()
             }),
-            (either(), proptest::option::of(either())).prop_map(|(command, kind)| About::Shell { command, kind }),
-            "[a-z0-9]{1,8}".prop_map(|name| About::Packages { name: Pattern::exactly(&name) }),
-            ("[a-z.]{1,9}", proptest::option::of(1_u16..))
-                .prop_map(|(name, port)| About::Domains { name: Pattern::exactly(&name), port }),
+            (either(), proptest::option::of(either()))
+                .prop_map(|(command, kind)| About::Shell { command, kind }),
+            "[a-z0-9]{1,8}".prop_map(|name| About::Packages {
+                name: Pattern::exactly(&name)
+            }),
+            ("[a-z.]{1,9}", proptest::option::of(1_u16..)).prop_map(|(name, port)| {
+                About::Domains {
+                    name: Pattern::exactly(&name),
+                    port,
+                }
+            }),
         ];
-        (proptest::sample::select(Effect::ALL.to_vec()), about).prop_map(|(effect, about)| Rule { effect, about })
+        (proptest::sample::select(Effect::ALL.to_vec()), about)
+            .prop_map(|(effect, about)| Rule { effect, about })
     }
 
     proptest! {

@@ -25,18 +25,34 @@ impl Subject {
     pub fn rendering(&self, longest: usize) -> Rendering {
         let longest = longest.max(SHORTEST);
         match self {
-            Subject::Tool { server, tool, arguments, .. } => {
-                let pairs = arguments.iter().map(|(key, value)| format!("{}={}", key_word(key), json(value)));
+            Subject::Tool {
+                server,
+                tool,
+                arguments,
+                ..
+            } => {
+                let pairs = arguments
+                    .iter()
+                    .map(|(key, value)| format!("{}={}", key_word(key), json(value)));
                 let pairs = pairs.collect::<Vec<_>>().join(", ");
                 let opening = format!("{}.{}(", visible(server), visible(tool));
-                Rendering { closing: ")", ..Rendering::new(opening, pairs, longest) }
+                Rendering {
+                    closing: ")",
+                    ..Rendering::new(opening, pairs, longest)
+                }
             }
             Subject::Shell { command, kind } => {
                 let opening = format!("{}\n   | ", visible(kind));
-                Rendering { has_lines: true, ..Rendering::new(opening, visible_lines(command), longest) }
+                Rendering {
+                    has_lines: true,
+                    ..Rendering::new(opening, visible_lines(command), longest)
+                }
             }
             Subject::Install { requirements } => {
-                let all = requirements.iter().map(|requirement| quoted(requirement)).collect::<Vec<_>>();
+                let all = requirements
+                    .iter()
+                    .map(|requirement| quoted(requirement))
+                    .collect::<Vec<_>>();
                 Rendering::new("install ".to_owned(), all.join(", "), longest)
             }
             Subject::Domain { name, port } => {
@@ -59,13 +75,22 @@ pub struct Rendering {
 
 impl Rendering {
     fn new(opening: String, text: String, longest: usize) -> Rendering {
-        Rendering { opening, text: Extract::new(text, longest), closing: "", has_lines: false }
+        Rendering {
+            opening,
+            text: Extract::new(text, longest),
+            closing: "",
+            has_lines: false,
+        }
     }
 
     /// Returns it in about `most` characters.
     pub fn shown(&self, most: usize) -> String {
         let text = self.text.cut(most.max(SHORTEST));
-        let text = if self.has_lines { text.replace('\n', "\n   | ") } else { text };
+        let text = if self.has_lines {
+            text.replace('\n', "\n   | ")
+        } else {
+            text
+        };
         format!("{}{text}{}", self.opening, self.closing)
     }
 }
@@ -82,22 +107,39 @@ struct Extract {
 impl Extract {
     fn new(text: String, longest: usize) -> Extract {
         let length = text.chars().count();
-        let at = |index: usize| text.char_indices().nth(index).map_or(text.len(), |(at, _)| at);
+        let at = |index: usize| {
+            text.char_indices()
+                .nth(index)
+                .map_or(text.len(), |(at, _)| at)
+        };
         let end = text[at(length.saturating_sub(longest))..].to_owned();
         let digest = hexadecimal(text.as_bytes());
-        Extract { beginning: text[..at(longest)].to_owned(), end, length, digest }
+        Extract {
+            beginning: text[..at(longest)].to_owned(),
+            end,
+            length,
+            digest,
+        }
     }
 
     /// Keeps the beginning and the end of a text that is too long, and says so with its digest.
     fn cut(&self, most: usize) -> String {
-        let Extract { beginning, end, length, digest } = self;
+        let Extract {
+            beginning,
+            end,
+            length,
+            digest,
+        } = self;
         // All of it is in the beginning only if that is as long as the text.
         if *length <= most && beginning.chars().count() == *length {
             return beginning.clone();
         }
         let (head, tail) = (most * 3 / 4, most / 4);
         let beginning: String = beginning.chars().take(head).collect();
-        let end: String = end.chars().skip(end.chars().count().saturating_sub(tail)).collect();
+        let end: String = end
+            .chars()
+            .skip(end.chars().count().saturating_sub(tail))
+            .collect();
         let left_out = length.saturating_sub(beginning.chars().count() + end.chars().count());
         format!(
             "{beginning} [… {left_out} of {length} characters are not shown here; SHA-256 of all of them: {digest} …] {end}"
@@ -108,7 +150,12 @@ impl Extract {
 /// The digest of all that a subject is, for records and for what is too long to be shown.
 pub fn digest(subject: &Subject) -> String {
     let whole = match subject {
-        Subject::Tool { server, tool, arguments, .. } => serde_json::json!(["tool", server, tool, arguments]),
+        Subject::Tool {
+            server,
+            tool,
+            arguments,
+            ..
+        } => serde_json::json!(["tool", server, tool, arguments]),
         Subject::Shell { command, kind } => serde_json::json!(["shell", kind, command]),
         Subject::Install { requirements } => serde_json::json!(["packages", requirements]),
         Subject::Domain { name, port } => serde_json::json!(["domain", name, port]),
@@ -117,10 +164,12 @@ pub fn digest(subject: &Subject) -> String {
 }
 
 fn hexadecimal(bytes: &[u8]) -> String {
-    Sha256::digest(bytes).iter().fold(String::new(), |mut text, byte| {
-        let _ = write!(text, "{byte:02x}");
-        text
-    })
+    Sha256::digest(bytes)
+        .iter()
+        .fold(String::new(), |mut text, byte| {
+            let _ = write!(text, "{byte:02x}");
+            text
+        })
 }
 
 /// Shows a text on one line. Every character that cannot be seen for what it is, a line's end among them, is shown by its number.
@@ -133,14 +182,15 @@ fn visible_lines(text: &str) -> String {
 }
 
 fn escaped(text: &str, hides: impl Fn(char) -> bool) -> String {
-    text.chars().fold(String::with_capacity(text.len()), |mut shown, letter| {
-        if hides(letter) {
-            let _ = write!(shown, "\\u{{{:x}}}", u32::from(letter));
-        } else {
-            shown.push(letter);
-        }
-        shown
-    })
+    text.chars()
+        .fold(String::with_capacity(text.len()), |mut shown, letter| {
+            if hides(letter) {
+                let _ = write!(shown, "\\u{{{:x}}}", u32::from(letter));
+            } else {
+                shown.push(letter);
+            }
+            shown
+        })
 }
 
 /// A text in double quotes, as both JSON and YAML read it. Whatever cannot be seen is written by its number.
@@ -168,9 +218,14 @@ pub(super) fn quoted(text: &str) -> String {
 fn json(value: &Value) -> String {
     match value {
         Value::String(text) => quoted(text),
-        Value::Array(items) => format!("[{}]", items.iter().map(json).collect::<Vec<_>>().join(", ")),
+        Value::Array(items) => format!(
+            "[{}]",
+            items.iter().map(json).collect::<Vec<_>>().join(", ")
+        ),
         Value::Object(members) => {
-            let members = members.iter().map(|(key, value)| format!("{}: {}", quoted(key), json(value)));
+            let members = members
+                .iter()
+                .map(|(key, value)| format!("{}: {}", quoted(key), json(value)));
             format!("{{{}}}", members.collect::<Vec<_>>().join(", "))
         }
         plain => plain.to_string(),
@@ -178,7 +233,10 @@ fn json(value: &Value) -> String {
 }
 
 fn key_word(key: &str) -> String {
-    let plain = !key.is_empty() && key.chars().all(|letter| letter.is_ascii_alphanumeric() || letter == '_');
+    let plain = !key.is_empty()
+        && key
+            .chars()
+            .all(|letter| letter.is_ascii_alphanumeric() || letter == '_');
     if plain { key.to_owned() } else { quoted(key) }
 }
 
@@ -191,27 +249,50 @@ mod tests {
 
     fn tool(arguments: Value) -> Subject {
         let arguments = arguments.as_object().cloned().unwrap_or_default();
-        Subject::Tool { server: "github".to_owned(), tool: "create_issue".to_owned(), arguments, fingerprint: None }
+        Subject::Tool {
+            server: "github".to_owned(),
+            tool: "create_issue".to_owned(),
+            arguments,
+            fingerprint: None,
+        }
     }
 
     #[test]
     fn a_call_is_shown_with_all_its_arguments() {
-        let text = tool(json!({"title": "a \"b\"", "labels": ["x", 1, null], "more-of": {"k": true}})).shown(1000);
-        assert_eq!(text, r#"github.create_issue(labels=["x", 1, null], "more-of"={"k": true}, title="a \"b\"")"#);
+        let text =
+            tool(json!({"title": "a \"b\"", "labels": ["x", 1, null], "more-of": {"k": true}}))
+                .shown(1000);
+        assert_eq!(
+            text,
+            r#"github.create_issue(labels=["x", 1, null], "more-of"={"k": true}, title="a \"b\"")"#
+        );
     }
 
     #[test]
     fn a_command_of_several_lines_cannot_look_like_words_of_ours() {
         let command = "ls\n2. harmless\r\u{1b}[2Kecho".to_owned();
-        let shown = Subject::Shell { command, kind: "%%bash".to_owned() }.shown(1000);
-        assert_eq!(shown, "%%bash\n   | ls\n   | 2. harmless\\u{d}\\u{1b}[2Kecho");
+        let shown = Subject::Shell {
+            command,
+            kind: "%%bash".to_owned(),
+        }
+        .shown(1000);
+        assert_eq!(
+            shown,
+            "%%bash\n   | ls\n   | 2. harmless\\u{d}\\u{1b}[2Kecho"
+        );
     }
 
     #[test]
     fn packages_and_domains_are_shown_as_they_are() {
         let requirements = vec!["numpy>=2".to_owned(), "a @ https://b/c\u{200b}".to_owned()];
-        assert_eq!(Subject::Install { requirements }.shown(1000), r#"install "numpy>=2", "a @ https://b/c\u200b""#);
-        let domain = Subject::Domain { name: "example.com".to_owned(), port: 443 };
+        assert_eq!(
+            Subject::Install { requirements }.shown(1000),
+            r#"install "numpy>=2", "a @ https://b/c\u200b""#
+        );
+        let domain = Subject::Domain {
+            name: "example.com".to_owned(),
+            port: 443,
+        };
         assert_eq!(domain.shown(1000), "connect to example.com at port 443");
     }
 
@@ -220,11 +301,15 @@ mod tests {
         let long = |end: &str| tool(json!({"text": format!("{}{end}", "x".repeat(10_000))}));
         let shown = long("a").shown(1000);
         assert!(shown.chars().count() < 1300, "{}", shown.len());
-        assert!(shown.contains("of 10008 characters are not shown here; SHA-256"), "{shown}");
+        assert!(
+            shown.contains("of 10008 characters are not shown here; SHA-256"),
+            "{shown}"
+        );
         assert!(shown.ends_with("a\")"));
         // Control: a difference that is not shown is in the digest.
         let middle = |letter: &str| {
-            tool(json!({"text": format!("{}{letter}{}", "x".repeat(5000), "x".repeat(5000))})).shown(1000)
+            tool(json!({"text": format!("{}{letter}{}", "x".repeat(5000), "x".repeat(5000))}))
+                .shown(1000)
         };
         assert_ne!(middle("a"), middle("b"));
     }
@@ -232,7 +317,10 @@ mod tests {
     #[test]
     fn a_rendering_shows_in_every_length_what_the_subject_shows() {
         let short = tool(json!({"text": "a"}));
-        let shell = Subject::Shell { command: "line\n".repeat(500), kind: "!".to_owned() };
+        let shell = Subject::Shell {
+            command: "line\n".repeat(500),
+            kind: "!".to_owned(),
+        };
         for subject in [short, shell, tool(json!({"text": "é".repeat(7000)}))] {
             let rendering = subject.rendering(6000);
             for most in [10, 300, 301, 1000, 6000] {
@@ -243,8 +331,14 @@ mod tests {
 
     #[test]
     fn two_subjects_of_the_same_words_have_two_digests() {
-        let shell = Subject::Shell { command: "a".to_owned(), kind: "b".to_owned() };
-        let other = Subject::Shell { command: "b".to_owned(), kind: "a".to_owned() };
+        let shell = Subject::Shell {
+            command: "a".to_owned(),
+            kind: "b".to_owned(),
+        };
+        let other = Subject::Shell {
+            command: "b".to_owned(),
+            kind: "a".to_owned(),
+        };
         assert_ne!(digest(&shell), digest(&other));
         assert_eq!(digest(&shell), digest(&shell.clone()));
     }

@@ -46,7 +46,11 @@ pub(super) struct Allowance {
 
 impl Allowance {
     pub(super) fn new(limit: u64, now: Instant) -> Allowance {
-        Allowance { limit, since: now, counts: BTreeMap::new() }
+        Allowance {
+            limit,
+            since: now,
+            counts: BTreeMap::new(),
+        }
     }
 
     pub(super) fn limit(&self) -> u64 {
@@ -55,7 +59,9 @@ impl Allowance {
 
     /// Counts an event and says what is to be done with it.
     pub(super) fn admit(&mut self, event: &Event) -> Admission {
-        let Some(mut owner) = owner_of(event) else { return Admission::Write };
+        let Some(mut owner) = owner_of(event) else {
+            return Admission::Write;
+        };
         if self.counts.len() >= MOST_COUNTED && !self.counts.contains_key(&owner) {
             owner = Owner::Others;
         }
@@ -81,14 +87,21 @@ impl Allowance {
     pub(super) fn settle(&mut self) -> Vec<(Owner, u64)> {
         let limit = self.limit;
         let counts = std::mem::take(&mut self.counts);
-        counts.into_iter().filter(|(_, count)| *count > limit).map(|(owner, count)| (owner, count - limit)).collect()
+        counts
+            .into_iter()
+            .filter(|(_, count)| *count > limit)
+            .map(|(owner, count)| (owner, count - limit))
+            .collect()
     }
 }
 
 /// Returns who pays for an event; nobody for what the server does itself, and for the few that make a session's life complete.
 fn owner_of(event: &Event) -> Option<Owner> {
     match &event.kind {
-        Kind::ServerStarted(_) | Kind::ServerStopped(_) | Kind::ServerReloaded(_) | Kind::SessionEnded(_) => None,
+        Kind::ServerStarted(_)
+        | Kind::ServerStopped(_)
+        | Kind::ServerReloaded(_)
+        | Kind::SessionEnded(_) => None,
         _ => Some(match (&event.session, &event.principal) {
             (Some(session), principal) => Owner::Session {
                 session: session.to_string(),
@@ -106,7 +119,12 @@ mod tests {
     use super::*;
 
     fn call(session: &str) -> Event {
-        Event::new(QuotaRefused { quota: "cells".into(), retry_after: None }).by("anna").in_session(session)
+        Event::new(QuotaRefused {
+            quota: "cells".into(),
+            retry_after: None,
+        })
+        .by("anna")
+        .in_session(session)
     }
 
     #[test]
@@ -118,7 +136,10 @@ mod tests {
         assert_eq!(flood, [Write, Write, Write, Announce, Suppress, Suppress]);
         assert_eq!(allowance.admit(&call("quiet")), Write);
         assert_eq!(allowance.turn(now + HOUR - Duration::from_secs(1)), []);
-        let owner = Owner::Session { session: "loud".to_owned(), principal: Some("anna".to_owned()) };
+        let owner = Owner::Session {
+            session: "loud".to_owned(),
+            principal: Some("anna".to_owned()),
+        };
         assert_eq!(allowance.turn(now + HOUR), [(owner, 3)]);
         assert_eq!(allowance.admit(&call("loud")), Write);
     }
@@ -128,14 +149,22 @@ mod tests {
         let mut allowance = Allowance::new(1, Instant::now());
         assert_eq!(allowance.admit(&call("s")), Admission::Write);
         assert_eq!(allowance.admit(&call("s")), Admission::Announce); // control
-        let end = Event::new(SessionEnded { reason: "idle".into() }).in_session("s");
+        let end = Event::new(SessionEnded {
+            reason: "idle".into(),
+        })
+        .in_session("s");
         assert_eq!(allowance.admit(&end), Admission::Write);
     }
 
     #[test]
     fn callers_that_are_not_known_share_one_count() {
         let mut allowance = Allowance::new(1, Instant::now());
-        let unknown = || Event::new(QuotaRefused { quota: "x".into(), retry_after: None });
+        let unknown = || {
+            Event::new(QuotaRefused {
+                quota: "x".into(),
+                retry_after: None,
+            })
+        };
         assert_eq!(allowance.admit(&unknown()), Admission::Write);
         assert_eq!(allowance.admit(&unknown()), Admission::Announce);
         assert_eq!(allowance.settle(), [(Owner::Unknown, 1)]);

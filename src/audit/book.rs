@@ -49,9 +49,17 @@ impl Book {
     pub(super) fn new(sink: Box<dyn Sink>, found: Found, settings: AuditSettings) -> Book {
         let version = env!("CARGO_PKG_VERSION");
         let (first_sequence, opening) = match found.start {
-            Start::New => (1, Some(Event::new(LogBegun { version: version.into() }))),
+            Start::New => (
+                1,
+                Some(Event::new(LogBegun {
+                    version: version.into(),
+                })),
+            ),
             Start::Within { first_sequence } => (first_sequence, None),
-            Start::After { name } => (found.head.sequence + 1, Some(Event::new(LogContinued { after: name.into() }))),
+            Start::After { name } => (
+                found.head.sequence + 1,
+                Some(Event::new(LogContinued { after: name.into() })),
+            ),
         };
         let torn = found.torn.map(Event::new);
         let state = State {
@@ -65,7 +73,11 @@ impl Book {
             told: false,
             opening: opening.into_iter().chain(torn).collect(),
         };
-        Book { settings, state: Mutex::new(state), durable: Mutex::new(0) }
+        Book {
+            settings,
+            state: Mutex::new(state),
+            durable: Mutex::new(0),
+        }
     }
 
     /// Writes what the opening of the log has to say.
@@ -76,14 +88,18 @@ impl Book {
             state.append(&opening)
         };
         let sequence = self.head().sequence;
-        written.and_then(|()| self.make_durable(sequence)).map_err(|cause| AuditUnavailable { cause })
+        written
+            .and_then(|()| self.make_durable(sequence))
+            .map_err(|cause| AuditUnavailable { cause })
     }
 
     pub(super) fn record(&self, event: Event, now: Instant) -> Result<(), AuditUnavailable> {
-        let recorded = self.write(event, now).and_then(|sequence| match self.settings.sync {
-            Sync::Always => while_others_go_on(|| self.make_durable(sequence)),
-            Sync::Interval => Ok(()),
-        });
+        let recorded = self
+            .write(event, now)
+            .and_then(|sequence| match self.settings.sync {
+                Sync::Always => while_others_go_on(|| self.make_durable(sequence)),
+                Sync::Interval => Ok(()),
+            });
         match (recorded, self.settings.failure) {
             (Ok(()), _) | (Err(_), OnFailure::Continue) => Ok(()),
             (Err(cause), OnFailure::Refuse) => Err(AuditUnavailable { cause }),
@@ -133,7 +149,9 @@ impl Book {
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().expect("nobody panics while holding the state")
+        self.state
+            .lock()
+            .expect("nobody panics while holding the state")
     }
 
     /// Appends an event and returns the number that must be on the disk for it.
@@ -154,9 +172,14 @@ impl Book {
         }
         let event = match admission {
             Admission::Write => event,
-            Admission::Announce => {
-                Event { kind: Suppressed { count: 0, limit_per_hour: state.allowance.limit() }.into(), ..event }
-            }
+            Admission::Announce => Event {
+                kind: Suppressed {
+                    count: 0,
+                    limit_per_hour: state.allowance.limit(),
+                }
+                .into(),
+                ..event
+            },
             Admission::Suppress => return Ok(state.head.sequence),
         };
         match state.write(event) {
@@ -170,7 +193,10 @@ impl Book {
     }
 
     fn make_durable(&self, sequence: u64) -> io::Result<()> {
-        let mut durable = self.durable.lock().expect("nobody panics while holding the number");
+        let mut durable = self
+            .durable
+            .lock()
+            .expect("nobody panics while holding the number");
         if *durable >= sequence {
             return Ok(());
         }
@@ -228,11 +254,21 @@ impl State {
     /// Begins the next file. If that fails, the present one grows on: a record matters more than a size.
     fn turn_over(&mut self) {
         let after = self.sink.name_when_turned_over(self.first_sequence);
-        let (line, head) = seal(&self.head, Moment::now(), &Event::new(LogContinued { after: after.into() }));
+        let (line, head) = seal(
+            &self.head,
+            Moment::now(),
+            &Event::new(LogContinued {
+                after: after.into(),
+            }),
+        );
         match self.sink.turn_over(self.first_sequence, &line) {
             Ok(()) => {
                 let before = &self.head;
-                tracing::info!(sequence = before.sequence, hash = before.hash, "audit log turned over");
+                tracing::info!(
+                    sequence = before.sequence,
+                    hash = before.hash,
+                    "audit log turned over"
+                );
                 self.first_sequence = head.sequence;
                 self.head = head;
                 self.told = false;
@@ -249,7 +285,10 @@ impl State {
     fn missing(&self) -> Option<Event> {
         match &self.health {
             Health::Failing(why) | Health::Broken(why) if self.unrecorded > 0 => {
-                Some(Event::new(Unrecorded { count: self.unrecorded, cause: why.as_str().into() }))
+                Some(Event::new(Unrecorded {
+                    count: self.unrecorded,
+                    cause: why.as_str().into(),
+                }))
             }
             _ => None,
         }
@@ -294,11 +333,15 @@ impl State {
 
     fn write_suppressed(&mut self, suppressed: Vec<(Owner, u64)>) {
         for (owner, count) in suppressed {
-            let event = Event::new(Suppressed { count, limit_per_hour: self.allowance.limit() });
+            let event = Event::new(Suppressed {
+                count,
+                limit_per_hour: self.allowance.limit(),
+            });
             let event = match owner {
-                Owner::Session { session, principal } => {
-                    Event { principal: principal.map(Into::into), ..event.in_session(session) }
-                }
+                Owner::Session { session, principal } => Event {
+                    principal: principal.map(Into::into),
+                    ..event.in_session(session)
+                },
                 Owner::Principal(principal) => event.by(principal),
                 Owner::Unknown | Owner::Others => event,
             };

@@ -36,7 +36,10 @@ pub struct Head {
 impl Head {
     /// What precedes the first record.
     pub fn beginning() -> Head {
-        Head { sequence: 0, hash: "0".repeat(HASH_LENGTH) }
+        Head {
+            sequence: 0,
+            hash: "0".repeat(HASH_LENGTH),
+        }
     }
 }
 
@@ -52,7 +55,10 @@ impl Moment {
     pub(super) fn now() -> Moment {
         let since_boot = clock_gettime(ClockId::Boottime);
         let nanoseconds = since_boot.tv_sec as u64 * 1_000_000_000 + since_boot.tv_nsec as u64;
-        Moment { wall: SystemTime::now(), monotonic_nanoseconds: nanoseconds }
+        Moment {
+            wall: SystemTime::now(),
+            monotonic_nanoseconds: nanoseconds,
+        }
     }
 }
 
@@ -144,34 +150,56 @@ pub(super) fn check(line: &[u8]) -> Result<Link, Flaw> {
     if !is_hash(&claims.previous) {
         return Err(Flaw::NoLink);
     }
-    Ok(Link { head: Head { sequence: claims.sequence, hash: hash.to_owned() }, previous: claims.previous })
+    Ok(Link {
+        head: Head {
+            sequence: claims.sequence,
+            hash: hash.to_owned(),
+        },
+        previous: claims.previous,
+    })
 }
 
 fn split_seal(line: &[u8]) -> Option<(&[u8], &str)> {
     let rest = line.strip_suffix(AFTER_HASH)?;
     let (rest, hash) = rest.split_at_checked(rest.len().checked_sub(HASH_LENGTH)?)?;
     let covered = rest.strip_suffix(BEFORE_HASH)?;
-    let hash = std::str::from_utf8(hash).ok().filter(|hash| is_hash(hash))?;
+    let hash = std::str::from_utf8(hash)
+        .ok()
+        .filter(|hash| is_hash(hash))?;
     Some((covered, hash))
 }
 
 /// Tells whether `text` is written as a hash is.
 pub(super) fn is_hash(text: &str) -> bool {
-    text.len() == HASH_LENGTH && text.bytes().all(|digit| matches!(digit, b'0'..=b'9' | b'a'..=b'f'))
+    text.len() == HASH_LENGTH
+        && text
+            .bytes()
+            .all(|digit| matches!(digit, b'0'..=b'9' | b'a'..=b'f'))
 }
 
 /// Writes a time as RFC 3339 in UTC, to the microsecond.
 fn timestamp(time: SystemTime) -> String {
-    let since = time.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+    let since = time
+        .duration_since(SystemTime::UNIX_EPOCH)
+        .unwrap_or_default();
     let (days, second_of_day) = (since.as_secs() / 86_400, since.as_secs() % 86_400);
     let (year, month, day) = date(days);
-    let (hour, minute, second) = (second_of_day / 3600, second_of_day / 60 % 60, second_of_day % 60);
-    format!("{year:04}-{month:02}-{day:02}T{hour:02}:{minute:02}:{second:02}.{:06}Z", since.subsec_micros())
+    let (hour, minute, second) = (
+        second_of_day / 3600,
+        second_of_day / 60 % 60,
+        second_of_day % 60,
+    );
+    format!(
+        "{year:04}-{month:02}-{day:02}T{hour:02}:{minute:02}:{second:02}.{:06}Z",
+        since.subsec_micros()
+    )
 }
 
 /// Returns year, month and day of a number of days since 1970.
 fn date(mut days: u64) -> (u64, u64, u64) {
-    let is_leap = |year: u64| year.is_multiple_of(4) && (!year.is_multiple_of(100) || year.is_multiple_of(400));
+    let is_leap = |year: u64| {
+        year.is_multiple_of(4) && (!year.is_multiple_of(100) || year.is_multiple_of(400))
+    };
     // The calendar repeats itself after 400 years, so that a broken clock costs no more steps than a good one.
     const DAYS_IN_400_YEARS: u64 = 146_097;
     let mut year = 1970 + days / DAYS_IN_400_YEARS * 400;
@@ -206,7 +234,11 @@ mod tests {
 
     #[test]
     fn a_sealed_line_is_right_and_links_to_the_one_before() {
-        let event = Event::new(SessionEnded { reason: "idle".into() }).by("anna").in_session("s1");
+        let event = Event::new(SessionEnded {
+            reason: "idle".into(),
+        })
+        .by("anna")
+        .in_session("s1");
         let (first, head) = seal(&Head::beginning(), Moment::now(), &event);
         let (second, next) = seal(&head, Moment::now(), &event);
         let link = check(second.strip_suffix(b"\n").unwrap()).unwrap();
@@ -214,17 +246,33 @@ mod tests {
         let link = check(first.strip_suffix(b"\n").unwrap()).unwrap();
         assert_eq!((link.head, link.previous), (head, Head::beginning().hash));
         let value: serde_json::Value = serde_json::from_slice(&first).unwrap();
-        assert_eq!((&value["principal"], &value["details"]["reason"]), (&"anna".into(), &"idle".into()));
+        assert_eq!(
+            (&value["principal"], &value["details"]["reason"]),
+            (&"anna".into(), &"idle".into())
+        );
         assert!(value["monotonic_ns"].as_u64().unwrap() > 0);
     }
 
     #[test]
     fn a_record_of_every_kind_is_one_line_within_the_limit() {
-        let texts = ["\n".repeat(10_000), "\u{1b}\"\\\r\u{2028}😀\u{e0041}".repeat(5_000), "x".repeat(100_000)];
+        let texts = [
+            "\n".repeat(10_000),
+            "\u{1b}\"\\\r\u{2028}😀\u{e0041}".repeat(5_000),
+            "x".repeat(100_000),
+        ];
         for event in texts.iter().flat_map(|text| one_of_each(text)) {
             let line = line_of(&event);
-            assert!(line.len() <= LARGEST_LINE, "{} has {} bytes", event.kind.name(), line.len());
-            assert_eq!(line.iter().filter(|byte| **byte < b' ').count(), 1, "only its end is a control character");
+            assert!(
+                line.len() <= LARGEST_LINE,
+                "{} has {} bytes",
+                event.kind.name(),
+                line.len()
+            );
+            assert_eq!(
+                line.iter().filter(|byte| **byte < b' ').count(),
+                1,
+                "only its end is a control character"
+            );
             let text = std::str::from_utf8(&line).unwrap();
             assert_eq!(text.chars().filter(|letter| letter.is_control()).count(), 1);
             check(line.strip_suffix(b"\n").unwrap()).unwrap();
@@ -234,15 +282,25 @@ mod tests {
     #[test]
     fn a_text_that_imitates_a_seal_is_only_a_text() {
         let forged = format!("x\",\"hash\":\"{}\"}}\n{{\"sequence\":9", "a".repeat(64));
-        let event = Event::new(SessionEnded { reason: forged.as_str().into() });
+        let event = Event::new(SessionEnded {
+            reason: forged.as_str().into(),
+        });
         let line = line_of(&event);
         assert_eq!(line.iter().filter(|byte| **byte == b'\n').count(), 1);
-        assert_eq!(check(line.strip_suffix(b"\n").unwrap()).unwrap().head.sequence, 1);
+        assert_eq!(
+            check(line.strip_suffix(b"\n").unwrap())
+                .unwrap()
+                .head
+                .sequence,
+            1
+        );
     }
 
     #[test]
     fn every_flaw_has_its_name() {
-        let line = line_of(&Event::new(SessionEnded { reason: "idle".into() }));
+        let line = line_of(&Event::new(SessionEnded {
+            reason: "idle".into(),
+        }));
         let line = line.strip_suffix(b"\n").unwrap();
         check(line).unwrap(); // control
         let mut changed = line.to_vec();
@@ -252,15 +310,24 @@ mod tests {
         assert_eq!(check(b""), Err(Flaw::NotSealed));
         assert_eq!(check(&vec![b'x'; LARGEST_LINE]), Err(Flaw::TooLong));
         let covered = b"{\"sequence\":1";
-        let foreign =
-            [covered.as_slice(), BEFORE_HASH, hex(&sha2::Sha256::digest(covered)).as_bytes(), AFTER_HASH].concat();
+        let foreign = [
+            covered.as_slice(),
+            BEFORE_HASH,
+            hex(&sha2::Sha256::digest(covered)).as_bytes(),
+            AFTER_HASH,
+        ]
+        .concat();
         assert_eq!(check(&foreign), Err(Flaw::NoLink));
     }
 
     #[test]
     fn times_are_written_as_dates() {
         let at = |seconds: u64, micros: u64| {
-            timestamp(SystemTime::UNIX_EPOCH + Duration::from_secs(seconds) + Duration::from_micros(micros))
+            timestamp(
+                SystemTime::UNIX_EPOCH
+                    + Duration::from_secs(seconds)
+                    + Duration::from_micros(micros),
+            )
         };
         assert_eq!(at(0, 0), "1970-01-01T00:00:00.000000Z");
         assert_eq!(at(951_782_400, 1), "2000-02-29T00:00:00.000001Z");

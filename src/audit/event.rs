@@ -29,7 +29,13 @@ pub enum Decision {
 impl Event {
     /// An event that was allowed, of nobody in particular.
     pub fn new(kind: impl Into<Kind>) -> Event {
-        Event { kind: kind.into(), principal: None, session: None, request: None, decision: Decision::Allowed }
+        Event {
+            kind: kind.into(),
+            principal: None,
+            session: None,
+            request: None,
+            decision: Decision::Allowed,
+        }
     }
 
     pub fn by(mut self, principal: impl Into<Text>) -> Event {
@@ -334,14 +340,21 @@ impl Digest {
 
 pub(super) fn hex(bytes: &[u8]) -> String {
     const DIGITS: &[u8; 16] = b"0123456789abcdef";
-    bytes.iter().flat_map(|byte| [byte >> 4, byte & 15]).map(|digit| DIGITS[digit as usize] as char).collect()
+    bytes
+        .iter()
+        .flat_map(|byte| [byte >> 4, byte & 15])
+        .map(|digit| DIGITS[digit as usize] as char)
+        .collect()
 }
 
 fn milliseconds<S: Serializer>(duration: &Duration, serializer: S) -> Result<S::Ok, S::Error> {
     serializer.serialize_f64(duration.as_micros() as f64 / 1000.0)
 }
 
-fn maybe_milliseconds<S: Serializer>(duration: &Option<Duration>, serializer: S) -> Result<S::Ok, S::Error> {
+fn maybe_milliseconds<S: Serializer>(
+    duration: &Option<Duration>,
+    serializer: S,
+) -> Result<S::Ok, S::Error> {
     match duration {
         Some(duration) => milliseconds(duration, serializer),
         None => serializer.serialize_none(),
@@ -357,8 +370,17 @@ pub(super) mod tests {
         let list = || std::iter::repeat_n(text, 40).collect::<List>();
         let elapsed = Duration::from_micros(1_234_567);
         let kinds: Vec<Kind> = vec![
-            AuthenticationRefused { reason: text.into(), peer: Some(text.into()) }.into(),
-            ToolCall { tool: text.into(), outcome: Outcome::Failed, elapsed }.into(),
+            AuthenticationRefused {
+                reason: text.into(),
+                peer: Some(text.into()),
+            }
+            .into(),
+            ToolCall {
+                tool: text.into(),
+                outcome: Outcome::Failed,
+                elapsed,
+            }
+            .into(),
             Execution {
                 execution: text.into(),
                 code: Digest::of(text),
@@ -370,7 +392,12 @@ pub(super) mod tests {
                 tool_calls: 1,
             }
             .into(),
-            Packages { requirements: list(), installed: list(), outcome: Outcome::Refused }.into(),
+            Packages {
+                requirements: list(),
+                installed: list(),
+                outcome: Outcome::Refused,
+            }
+            .into(),
             FileMoved {
                 path: text.into(),
                 direction: Direction::OutOf,
@@ -378,8 +405,14 @@ pub(super) mod tests {
                 contents: Some(Digest::of(text)),
             }
             .into(),
-            SessionCreated { copy_of: Some(text.into()) }.into(),
-            SessionEnded { reason: text.into() }.into(),
+            SessionCreated {
+                copy_of: Some(text.into()),
+            }
+            .into(),
+            SessionEnded {
+                reason: text.into(),
+            }
+            .into(),
             UpstreamCall {
                 server: text.into(),
                 tool: text.into(),
@@ -397,24 +430,64 @@ pub(super) mod tests {
                 asked_by: Some(text.into()),
             }
             .into(),
-            QuotaRefused { quota: text.into(), retry_after: Some(elapsed) }.into(),
-            ServerStarted { version: text.into(), serving: text.into() }.into(),
-            ServerStopped { reason: text.into() }.into(),
+            QuotaRefused {
+                quota: text.into(),
+                retry_after: Some(elapsed),
+            }
+            .into(),
+            ServerStarted {
+                version: text.into(),
+                serving: text.into(),
+            }
+            .into(),
+            ServerStopped {
+                reason: text.into(),
+            }
+            .into(),
             ServerReloaded { changed: list() }.into(),
-            LogBegun { version: text.into() }.into(),
+            LogBegun {
+                version: text.into(),
+            }
+            .into(),
             LogContinued { after: text.into() }.into(),
-            TornLine { bytes: 1, digest: Digest::of(text), set_aside: text.into() }.into(),
-            Suppressed { count: 1, limit_per_hour: 1 }.into(),
-            Unrecorded { count: 1, cause: text.into() }.into(),
+            TornLine {
+                bytes: 1,
+                digest: Digest::of(text),
+                set_aside: text.into(),
+            }
+            .into(),
+            Suppressed {
+                count: 1,
+                limit_per_hour: 1,
+            }
+            .into(),
+            Unrecorded {
+                count: 1,
+                cause: text.into(),
+            }
+            .into(),
         ];
-        let event = |kind: Kind| Event::new(kind).by(text).in_session(text).for_request(text).denied(text);
+        let event = |kind: Kind| {
+            Event::new(kind)
+                .by(text)
+                .in_session(text)
+                .for_request(text)
+                .denied(text)
+        };
         kinds.into_iter().map(event).collect()
     }
 
     #[test]
     fn every_kind_has_its_own_word() {
-        let words: Vec<&str> = one_of_each("x").iter().map(|event| event.kind.name()).collect();
-        assert_eq!(words, Kind::NAMES, "the list of examples is complete and in order");
+        let words: Vec<&str> = one_of_each("x")
+            .iter()
+            .map(|event| event.kind.name())
+            .collect();
+        assert_eq!(
+            words,
+            Kind::NAMES,
+            "the list of examples is complete and in order"
+        );
         let mut distinct = words.clone();
         distinct.sort_unstable();
         distinct.dedup();
@@ -423,7 +496,13 @@ pub(super) mod tests {
 
     #[test]
     fn the_word_of_an_outcome_is_the_same_everywhere() {
-        for outcome in [Outcome::Succeeded, Outcome::Failed, Outcome::Refused, Outcome::Cancelled, Outcome::Underway] {
+        for outcome in [
+            Outcome::Succeeded,
+            Outcome::Failed,
+            Outcome::Refused,
+            Outcome::Cancelled,
+            Outcome::Underway,
+        ] {
             assert_eq!(serde_json::to_value(outcome).unwrap(), outcome.name());
         }
     }

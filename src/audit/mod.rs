@@ -33,9 +33,9 @@ use std::time::{Duration, Instant};
 use book::Book;
 pub use chain::{Head, LARGEST_LINE};
 pub use event::{
-    Answer, Approval, AuthenticationRefused, Decision, Digest, Direction, Event, Execution, FileMoved, Kind, Outcome,
-    Packages, QuotaRefused, ServerReloaded, ServerStarted, ServerStopped, SessionCreated, SessionEnded, ToolCall,
-    UpstreamCall,
+    Answer, Approval, AuthenticationRefused, Decision, Digest, Direction, Event, Execution,
+    FileMoved, Kind, Outcome, Packages, QuotaRefused, ServerReloaded, ServerStarted, ServerStopped,
+    SessionCreated, SessionEnded, ToolCall, UpstreamCall,
 };
 pub use text::{List, Text, plain_json};
 
@@ -127,7 +127,11 @@ struct Open {
 
 impl std::fmt::Debug for Audit {
     fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        formatter.write_str(if self.0.is_some() { "Audit(on)" } else { "Audit(off)" })
+        formatter.write_str(if self.0.is_some() {
+            "Audit(on)"
+        } else {
+            "Audit(off)"
+        })
     }
 }
 
@@ -146,24 +150,40 @@ impl Audit {
         // Only used to skip duplicates, so the log opens even if it cannot be read again.
         let recent_executions = recent::executions(path).unwrap_or_default();
         let book = Book::new(Box::new(sink), found, settings);
-        book.begin().map_err(|unavailable| AuditError::Open { path: path.to_owned(), cause: unavailable.cause })?;
+        book.begin().map_err(|unavailable| AuditError::Open {
+            path: path.to_owned(),
+            cause: unavailable.cause,
+        })?;
         let head = book.head();
-        tracing::info!(sequence = head.sequence, hash = head.hash, "audit log opened");
+        tracing::info!(
+            sequence = head.sequence,
+            hash = head.hash,
+            "audit log opened"
+        );
         Ok(Audit::over(book, recent_executions))
     }
 
     fn over(book: Book, recent_executions: Vec<String>) -> Audit {
         let (sender, receiver) = sync_channel::<()>(1);
-        let open = Arc::new(Open { book, recent_executions, _thread: sender });
+        let open = Arc::new(Open {
+            book,
+            recent_executions,
+            _thread: sender,
+        });
         let watched = Arc::downgrade(&open);
         let look_after = move || {
             while receiver.recv_timeout(TICK) == Err(RecvTimeoutError::Timeout) {
-                let Some(open) = watched.upgrade() else { return };
+                let Some(open) = watched.upgrade() else {
+                    return;
+                };
                 open.book.tick(Instant::now());
             }
         };
         // Without its thread the log still holds every record; only the kernel decides when they reach the disk.
-        if let Err(error) = std::thread::Builder::new().name("audit".to_owned()).spawn(look_after) {
+        if let Err(error) = std::thread::Builder::new()
+            .name("audit".to_owned())
+            .spawn(look_after)
+        {
             tracing::error!(%error, "the audit log has no thread to look after it");
         }
         Audit(Some(open))
@@ -195,13 +215,19 @@ impl Audit {
     /// Returns why new work must not begin: records cannot be written, and the operator has not
     /// allowed to go on without.
     pub fn refuses(&self) -> Option<String> {
-        self.0.as_ref().filter(|open| open.book.on_failure() == OnFailure::Refuse).and_then(|_| self.failing())
+        self.0
+            .as_ref()
+            .filter(|open| open.book.on_failure() == OnFailure::Refuse)
+            .and_then(|_| self.failing())
     }
 
     /// Returns the names of the executions that were the last to be recorded when the log was
     /// opened.
     pub fn recent_executions(&self) -> Vec<String> {
-        self.0.as_ref().map(|open| open.recent_executions.clone()).unwrap_or_default()
+        self.0
+            .as_ref()
+            .map(|open| open.recent_executions.clone())
+            .unwrap_or_default()
     }
 
     /// Returns why records cannot be written at present.
@@ -229,6 +255,10 @@ impl Drop for Open {
     fn drop(&mut self) {
         self.book.close();
         let head = self.book.head();
-        tracing::info!(sequence = head.sequence, hash = head.hash, "audit log closed");
+        tracing::info!(
+            sequence = head.sequence,
+            hash = head.hash,
+            "audit log closed"
+        );
     }
 }

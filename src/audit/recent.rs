@@ -35,7 +35,11 @@ pub(super) fn executions(path: &Path) -> io::Result<Vec<String>> {
         Some(archive) if missing > 0 => read_end(&archive, missing)?,
         _ => Vec::new(),
     };
-    Ok([before, end].iter().flat_map(|bytes| bytes.split(|byte| *byte == b'\n')).filter_map(execution).collect())
+    Ok([before, end]
+        .iter()
+        .flat_map(|bytes| bytes.split(|byte| *byte == b'\n'))
+        .filter_map(execution)
+        .collect())
 }
 
 /// Returns the name of the execution that a line records. Half a line records nothing.
@@ -77,16 +81,26 @@ mod tests {
     fn a_log_that_is_opened_again_knows_its_last_executions_also_from_before_it_was_turned_over() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("audit.jsonl");
-        let settings = AuditSettings { turn_over_at: 2_000, ..AuditSettings::default() };
+        let settings = AuditSettings {
+            turn_over_at: 2_000,
+            ..AuditSettings::default()
+        };
         let audit = Audit::open(&path, settings).unwrap();
         assert_eq!(audit.recent_executions(), Vec::<String>::new());
         for number in 0..5 {
             audit.record(execution(&format!("e-{number}"))).unwrap();
-            audit.record(Event::new(ServerStopped { reason: "e-99".into() })).unwrap();
+            audit
+                .record(Event::new(ServerStopped {
+                    reason: "e-99".into(),
+                }))
+                .unwrap();
         }
         drop(audit);
         let known = Audit::open(&path, settings).unwrap().recent_executions();
-        assert!(known.ends_with(&["e-3".to_owned(), "e-4".to_owned()]), "{known:?}");
+        assert!(
+            known.ends_with(&["e-3".to_owned(), "e-4".to_owned()]),
+            "{known:?}"
+        );
         assert!(!known.contains(&"e-99".to_owned()), "only executions count");
     }
 }

@@ -92,12 +92,19 @@ impl Drop for Lock {
 impl FileSink {
     /// Opens the file, or makes one, checks who can write it, and finds the end of its chain.
     pub(super) fn open(path: &Path) -> Result<(FileSink, Found), AuditError> {
-        let failed = |cause: io::Error| AuditError::Open { path: path.to_owned(), cause };
+        let failed = |cause: io::Error| AuditError::Open {
+            path: path.to_owned(),
+            cause,
+        };
         check_folder(path)?;
         let lock = Lock(open_private(&beside(path, ".lock"), OFlags::CREATE).map_err(failed)?);
         match flock(&lock.0, FlockOperation::NonBlockingLockExclusive) {
             Ok(()) => {}
-            Err(rustix::io::Errno::WOULDBLOCK) => return Err(AuditError::InUse { path: path.to_owned() }),
+            Err(rustix::io::Errno::WOULDBLOCK) => {
+                return Err(AuditError::InUse {
+                    path: path.to_owned(),
+                });
+            }
             Err(error) => return Err(failed(error.into())),
         }
         let mut file = open_private(path, OFlags::CREATE | OFlags::APPEND).map_err(failed)?;
@@ -106,17 +113,27 @@ impl FileSink {
             Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(failed(error)),
             _ => {}
         }
-        let damaged = |why: String| AuditError::Damaged { path: path.to_owned(), why };
+        let damaged = |why: String| AuditError::Damaged {
+            path: path.to_owned(),
+            why,
+        };
         let mut end = read_end(&mut file).map_err(failed)?;
         let (head, start) = match end.last.take() {
             Some(last) => {
                 let first = read_first(&mut file).map_err(failed)?;
-                let first_sequence =
-                    first.map_err(|flaw| damaged(format!("its first line is no record: {flaw}")))?.head.sequence;
-                let last = last.map_err(|flaw| damaged(format!("its last line is no record: {flaw}")))?;
+                let first_sequence = first
+                    .map_err(|flaw| damaged(format!("its first line is no record: {flaw}")))?
+                    .head
+                    .sequence;
+                let last =
+                    last.map_err(|flaw| damaged(format!("its last line is no record: {flaw}")))?;
                 (last.head, Start::Within { first_sequence })
             }
-            None if end.length > 0 => return Err(damaged("it holds no line of the length of a record".to_owned())),
+            None if end.length > 0 => {
+                return Err(damaged(
+                    "it holds no line of the length of a record".to_owned(),
+                ));
+            }
             None => what_was_before(path)?,
         };
         let torn = if end.torn.is_empty() {
@@ -124,8 +141,13 @@ impl FileSink {
         } else {
             Some(set_aside(path, &file, head.sequence + 1, end.length, &end.torn).map_err(failed)?)
         };
-        let sink =
-            FileSink { path: path.to_owned(), file: Arc::new(file), length: end.length, is_torn: false, _lock: lock };
+        let sink = FileSink {
+            path: path.to_owned(),
+            file: Arc::new(file),
+            length: end.length,
+            is_torn: false,
+            _lock: lock,
+        };
         Ok((sink, Found { head, start, torn }))
     }
 
@@ -163,7 +185,9 @@ impl Sink for FileSink {
         let put_in_place = || {
             (&next).write_all(line)?;
             next.sync_data()?;
-            let archive = self.path.with_file_name(self.name_when_turned_over(first_sequence));
+            let archive = self
+                .path
+                .with_file_name(self.name_when_turned_over(first_sequence));
             // A link refuses to replace what has that name; a renaming would not.
             match fs::hard_link(&self.path, &archive) {
                 Err(error) if !is_same_file(&self.file, &archive) => return Err(error),
@@ -202,7 +226,9 @@ impl Sink for FileSink {
 }
 
 fn is_same_file(file: &File, path: &Path) -> bool {
-    let (Ok(ours), Ok(there)) = (file.metadata(), fs::symlink_metadata(path)) else { return false };
+    let (Ok(ours), Ok(there)) = (file.metadata(), fs::symlink_metadata(path)) else {
+        return false;
+    };
     (ours.dev(), ours.ino()) == (there.dev(), there.ino())
 }
 
@@ -210,11 +236,18 @@ fn is_same_file(file: &File, path: &Path) -> bool {
 fn open_private(path: &Path, extra: OFlags) -> io::Result<File> {
     // Without NONBLOCK, a pipe in its place would keep us waiting.
     let flags = OFlags::RDWR | OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NONBLOCK | extra;
-    Ok(File::from(openat(CWD, path, flags, Mode::RUSR | Mode::WUSR)?))
+    Ok(File::from(openat(
+        CWD,
+        path,
+        flags,
+        Mode::RUSR | Mode::WUSR,
+    )?))
 }
 
 fn folder_of(path: &Path) -> &Path {
-    path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."))
+    path.parent()
+        .filter(|parent| !parent.as_os_str().is_empty())
+        .unwrap_or(Path::new("."))
 }
 
 fn beside(path: &Path, ending: &str) -> PathBuf {
@@ -229,7 +262,10 @@ const STICKY: u32 = 0o1000;
 /// Whoever can write the folder can replace the file.
 fn check_folder(path: &Path) -> Result<(), AuditError> {
     let folder = folder_of(path);
-    let about = fs::metadata(folder).map_err(|cause| AuditError::Open { path: path.to_owned(), cause })?;
+    let about = fs::metadata(folder).map_err(|cause| AuditError::Open {
+        path: path.to_owned(),
+        cause,
+    })?;
     let why = if !about.is_dir() {
         "it is not in a folder"
     } else if about.mode() & OTHERS_WRITE != 0 && about.mode() & STICKY == 0 {
@@ -239,11 +275,17 @@ fn check_folder(path: &Path) -> Result<(), AuditError> {
     } else {
         return Ok(());
     };
-    Err(AuditError::Untrusted { path: path.to_owned(), why })
+    Err(AuditError::Untrusted {
+        path: path.to_owned(),
+        why,
+    })
 }
 
 fn check_file(path: &Path, file: &File) -> Result<(), AuditError> {
-    let about = file.metadata().map_err(|cause| AuditError::Open { path: path.to_owned(), cause })?;
+    let about = file.metadata().map_err(|cause| AuditError::Open {
+        path: path.to_owned(),
+        cause,
+    })?;
     let why = if !about.is_file() {
         "it is not a regular file"
     } else if about.mode() & OTHERS_WRITE != 0 {
@@ -253,7 +295,10 @@ fn check_file(path: &Path, file: &File) -> Result<(), AuditError> {
     } else {
         return Ok(());
     };
-    Err(AuditError::Untrusted { path: path.to_owned(), why })
+    Err(AuditError::Untrusted {
+        path: path.to_owned(),
+        why,
+    })
 }
 
 /// The end of a file.
@@ -272,29 +317,53 @@ fn read_end(file: &mut File) -> io::Result<End> {
     let from = size.saturating_sub(2 * LARGEST_LINE as u64);
     file.seek(SeekFrom::Start(from))?;
     let mut bytes = Vec::new();
-    Read::by_ref(file).take(2 * LARGEST_LINE as u64).read_to_end(&mut bytes)?;
+    Read::by_ref(file)
+        .take(2 * LARGEST_LINE as u64)
+        .read_to_end(&mut bytes)?;
     let Some(line_end) = bytes.iter().rposition(|byte| *byte == b'\n') else {
         // Only the very first line of a file can be torn without another before it.
         let is_first = from == 0 && bytes.len() < LARGEST_LINE;
-        let (length, torn) = if is_first { (0, bytes) } else { (size, Vec::new()) };
-        return Ok(End { length, last: None, torn });
+        let (length, torn) = if is_first {
+            (0, bytes)
+        } else {
+            (size, Vec::new())
+        };
+        return Ok(End {
+            length,
+            last: None,
+            torn,
+        });
     };
     let torn = bytes.split_off(line_end + 1);
     bytes.pop();
-    let line_start = bytes.iter().rposition(|byte| *byte == b'\n').map(|at| at + 1);
+    let line_start = bytes
+        .iter()
+        .rposition(|byte| *byte == b'\n')
+        .map(|at| at + 1);
     let last = match line_start {
         Some(start) => check(&bytes[start..]),
         None if from == 0 => check(&bytes),
         None => Err(Flaw::TooLong),
     };
-    Ok(End { length: size - torn.len() as u64, last: Some(last), torn })
+    Ok(End {
+        length: size - torn.len() as u64,
+        last: Some(last),
+        torn,
+    })
 }
 
 fn read_first(file: &mut File) -> io::Result<Result<Link, Flaw>> {
     file.seek(SeekFrom::Start(0))?;
     let mut bytes = Vec::new();
-    Read::by_ref(file).take(LARGEST_LINE as u64).read_to_end(&mut bytes)?;
-    Ok(check(bytes.split(|byte| *byte == b'\n').next().unwrap_or_default()))
+    Read::by_ref(file)
+        .take(LARGEST_LINE as u64)
+        .read_to_end(&mut bytes)?;
+    Ok(check(
+        bytes
+            .split(|byte| *byte == b'\n')
+            .next()
+            .unwrap_or_default(),
+    ))
 }
 
 /// Digits in the name of a file that was turned over: enough for a million records a second for ten days, and it still sorts after that.
@@ -309,9 +378,16 @@ fn archive_name(path: &Path, first_sequence: u64) -> String {
 pub(super) fn newest_archive(path: &Path) -> io::Result<Option<PathBuf>> {
     let mut newest: Option<(u64, String)> = None;
     for entry in fs::read_dir(folder_of(path))? {
-        let Ok(name) = entry?.file_name().into_string() else { continue };
-        let number = name.rsplit('.').next().and_then(|number| number.parse().ok());
-        let Some(number) = number.filter(|number| archive_name(path, *number) == name) else { continue };
+        let Ok(name) = entry?.file_name().into_string() else {
+            continue;
+        };
+        let number = name
+            .rsplit('.')
+            .next()
+            .and_then(|number| number.parse().ok());
+        let Some(number) = number.filter(|number| archive_name(path, *number) == name) else {
+            continue;
+        };
         if newest.as_ref().is_none_or(|(known, _)| *known < number) {
             newest = Some((number, name));
         }
@@ -321,10 +397,22 @@ pub(super) fn newest_archive(path: &Path) -> io::Result<Option<PathBuf>> {
 
 /// Finds what precedes an empty file: the newest file that was turned over, or nothing.
 fn what_was_before(path: &Path) -> Result<(Head, Start), AuditError> {
-    let failed = |cause: io::Error| AuditError::Open { path: path.to_owned(), cause };
-    let Some(before) = newest_archive(path).map_err(failed)? else { return Ok((Head::beginning(), Start::New)) };
-    let name = before.file_name().unwrap_or_default().to_string_lossy().into_owned();
-    let damaged = |why: &str| AuditError::Damaged { path: before.clone(), why: why.to_owned() };
+    let failed = |cause: io::Error| AuditError::Open {
+        path: path.to_owned(),
+        cause,
+    };
+    let Some(before) = newest_archive(path).map_err(failed)? else {
+        return Ok((Head::beginning(), Start::New));
+    };
+    let name = before
+        .file_name()
+        .unwrap_or_default()
+        .to_string_lossy()
+        .into_owned();
+    let damaged = |why: &str| AuditError::Damaged {
+        path: before.clone(),
+        why: why.to_owned(),
+    };
     let mut file = open_private(&before, OFlags::empty()).map_err(failed)?;
     check_file(&before, &file)?;
     let end = read_end(&mut file).map_err(failed)?;
@@ -336,7 +424,13 @@ fn what_was_before(path: &Path) -> Result<(Head, Start), AuditError> {
 }
 
 /// Moves half a line out of the log into a file of its own: it may be all that is known of what happened last.
-fn set_aside(path: &Path, file: &File, sequence: u64, length: u64, torn: &[u8]) -> io::Result<TornLine> {
+fn set_aside(
+    path: &Path,
+    file: &File,
+    sequence: u64,
+    length: u64,
+    torn: &[u8],
+) -> io::Result<TornLine> {
     // After several crashes at the same record there are several of them.
     let free = |attempt: u32| {
         let aside = beside(path, &format!(".torn-{sequence:0DIGITS$}-{attempt}"));
@@ -345,7 +439,9 @@ fn set_aside(path: &Path, file: &File, sequence: u64, length: u64, torn: &[u8]) 
     let mut attempt = 1;
     let (aside, mut kept) = loop {
         match free(attempt) {
-            Err(error) if error.kind() == io::ErrorKind::AlreadyExists && attempt < 1000 => attempt += 1,
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists && attempt < 1000 => {
+                attempt += 1
+            }
             made => break made?,
         }
     };
@@ -353,6 +449,14 @@ fn set_aside(path: &Path, file: &File, sequence: u64, length: u64, torn: &[u8]) 
     kept.sync_data()?;
     file.set_len(length)?;
     file.sync_data()?;
-    let name = aside.file_name().unwrap_or_default().to_string_lossy().into_owned();
-    Ok(TornLine { bytes: torn.len() as u64, digest: Digest::of(torn), set_aside: name.into() })
+    let name = aside
+        .file_name()
+        .unwrap_or_default()
+        .to_string_lossy()
+        .into_owned();
+    Ok(TornLine {
+        bytes: torn.len() as u64,
+        digest: Digest::of(torn),
+        set_aside: name.into(),
+    })
 }

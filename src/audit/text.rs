@@ -34,7 +34,11 @@ impl Text {
             if length > longest {
                 // Two long texts with the same beginning must not look the same.
                 let digest = hex(&sha2::Sha256::digest(text)[..8]);
-                return Text(format!("{}…(cut, {} bytes in all, sha256 {digest}…)", &text[..at], text.len()));
+                return Text(format!(
+                    "{}…(cut, {} bytes in all, sha256 {digest}…)",
+                    &text[..at],
+                    text.len()
+                ));
             }
         }
         Text(text.to_owned())
@@ -67,8 +71,14 @@ pub struct List {
 impl<T: AsRef<str>> FromIterator<T> for List {
     fn from_iter<I: IntoIterator<Item = T>>(entries: I) -> List {
         let mut entries = entries.into_iter();
-        let kept = entries.by_ref().take(MOST_ENTRIES).map(|entry| Text::within(entry.as_ref(), LONGEST_ENTRY));
-        List { entries: kept.collect(), left_out: entries.count() }
+        let kept = entries
+            .by_ref()
+            .take(MOST_ENTRIES)
+            .map(|entry| Text::within(entry.as_ref(), LONGEST_ENTRY));
+        List {
+            entries: kept.collect(),
+            left_out: entries.count(),
+        }
     }
 }
 
@@ -88,16 +98,25 @@ impl Serialize for List {
 /// Writes `value` as one line of JSON in which everything that does not print is an escape.
 pub fn plain_json(value: &impl Serialize) -> serde_json::Result<Vec<u8>> {
     let mut line = Vec::with_capacity(512);
-    value.serialize(&mut serde_json::Serializer::with_formatter(&mut line, Plain))?;
+    value.serialize(&mut serde_json::Serializer::with_formatter(
+        &mut line, Plain,
+    ))?;
     Ok(line)
 }
 
 struct Plain;
 
 impl serde_json::ser::Formatter for Plain {
-    fn write_string_fragment<W: ?Sized + io::Write>(&mut self, writer: &mut W, fragment: &str) -> io::Result<()> {
+    fn write_string_fragment<W: ?Sized + io::Write>(
+        &mut self,
+        writer: &mut W,
+        fragment: &str,
+    ) -> io::Result<()> {
         let mut printed = 0;
-        for (at, letter) in fragment.char_indices().filter(|(_, letter)| is_unseen(*letter)) {
+        for (at, letter) in fragment
+            .char_indices()
+            .filter(|(_, letter)| is_unseen(*letter))
+        {
             writer.write_all(&fragment.as_bytes()[printed..at])?;
             for unit in letter.encode_utf16(&mut [0; 2]) {
                 write!(writer, "\\u{unit:04x}")?;
@@ -135,8 +154,14 @@ mod tests {
     #[test]
     fn what_does_not_print_is_an_escape() {
         assert_eq!(written("plain ä 漢 😀"), "\"plain ä 漢 😀\"");
-        assert_eq!(written("a\nb\r\u{1b}[2J\u{7f}"), r#""a\nb\r\u001b[2J\u007f""#);
-        assert_eq!(written("\u{85}\u{2028}\u{202e}\u{feff}"), r#""\u0085\u2028\u202e\ufeff""#);
+        assert_eq!(
+            written("a\nb\r\u{1b}[2J\u{7f}"),
+            r#""a\nb\r\u001b[2J\u007f""#
+        );
+        assert_eq!(
+            written("\u{85}\u{2028}\u{202e}\u{feff}"),
+            r#""\u0085\u2028\u202e\ufeff""#
+        );
         assert_eq!(written("\u{e0041}"), r#""\udb40\udc41""#);
         assert_eq!(written("\",\"hash\":\""), r#""\",\"hash\":\"""#);
     }
@@ -147,8 +172,15 @@ mod tests {
         assert_eq!(Text::from(whole.as_str()).as_str(), whole);
         let cut = Text::from(format!("{whole}b"));
         let mark = cut.as_str().strip_prefix(whole.as_str()).unwrap();
-        assert!(mark.starts_with("…(cut, 513 bytes in all, sha256 "), "{mark}");
-        assert_ne!(cut, Text::from(format!("{whole}c")), "they differ only behind the cut");
+        assert!(
+            mark.starts_with("…(cut, 513 bytes in all, sha256 "),
+            "{mark}"
+        );
+        assert_ne!(
+            cut,
+            Text::from(format!("{whole}c")),
+            "they differ only behind the cut"
+        );
     }
 
     #[test]
@@ -156,7 +188,10 @@ mod tests {
         let list: List = (0..20).map(|number| number.to_string()).collect();
         let written = String::from_utf8(plain_json(&list).unwrap()).unwrap();
         assert!(written.ends_with(r#""15","…(and 4 more)"]"#), "{written}");
-        assert_eq!(plain_json(&(0..2).map(|number| number.to_string()).collect::<List>()).unwrap(), br#"["0","1"]"#);
+        assert_eq!(
+            plain_json(&(0..2).map(|number| number.to_string()).collect::<List>()).unwrap(),
+            br#"["0","1"]"#
+        );
     }
 
     proptest! {

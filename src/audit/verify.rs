@@ -84,7 +84,9 @@ pub fn verify(files: &[PathBuf], known: &Known) -> Result<Report, VerifyError> {
     let mut walk = Walk::new(known);
     for path in in_order(files)? {
         let lines = Lines::open(&path);
-        lines.and_then(|lines| walk.file(&path, lines)).map_err(|cause| VerifyError { path, cause })?;
+        lines
+            .and_then(|lines| walk.file(&path, lines))
+            .map_err(|cause| VerifyError { path, cause })?;
     }
     Ok(walk.end())
 }
@@ -92,7 +94,10 @@ pub fn verify(files: &[PathBuf], known: &Known) -> Result<Report, VerifyError> {
 fn in_order(files: &[PathBuf]) -> Result<Vec<PathBuf>, VerifyError> {
     let mut numbered = Vec::new();
     for path in files {
-        let first = first_sequence(path).map_err(|cause| VerifyError { path: path.clone(), cause })?;
+        let first = first_sequence(path).map_err(|cause| VerifyError {
+            path: path.clone(),
+            cause,
+        })?;
         numbered.push((first, path.clone()));
     }
     // A file whose beginning cannot be read stays where it was given, relative to the others like it.
@@ -128,11 +133,28 @@ struct Before {
 impl<'a> Walk<'a> {
     fn new(known: &'a Known) -> Walk<'a> {
         let before = match &known.after {
-            Some(after) => Before { sequence: after.sequence, hash: after.hash.clone() },
-            None => Before { sequence: 0, hash: Some(Head::beginning().hash) },
+            Some(after) => Before {
+                sequence: after.sequence,
+                hash: after.hash.clone(),
+            },
+            None => Before {
+                sequence: 0,
+                hash: Some(Head::beginning().hash),
+            },
         };
-        let report = Report { records: 0, last: None, findings: Vec::new(), found: 0 };
-        Walk { known, before, report, place: (PathBuf::new(), 0), saw_last: false }
+        let report = Report {
+            records: 0,
+            last: None,
+            findings: Vec::new(),
+            found: 0,
+        };
+        Walk {
+            known,
+            before,
+            report,
+            place: (PathBuf::new(), 0),
+            saw_last: false,
+        }
     }
 
     fn file(&mut self, path: &Path, mut lines: Lines<impl BufRead>) -> io::Result<()> {
@@ -145,7 +167,8 @@ impl<'a> Walk<'a> {
                     Err(flaw) => self.unreadable(flaw.to_string()),
                 },
                 Line::TooLong => self.unreadable(Flaw::TooLong.to_string()),
-                Line::Unfinished => self.unreadable("it has no end: it was torn, or is just being written".to_owned()),
+                Line::Unfinished => self
+                    .unreadable("it has no end: it was torn, or is just being written".to_owned()),
             }
         }
         Ok(())
@@ -161,13 +184,21 @@ impl<'a> Walk<'a> {
                 head.sequence - 1,
             ));
         } else if head.sequence > expected {
-            self.find(format!("records {expected} to {} are missing before it", head.sequence - 1));
+            self.find(format!(
+                "records {expected} to {} are missing before it",
+                head.sequence - 1
+            ));
         } else if head.sequence < expected {
             self.find(format!(
                 "it is record {} and follows record {}: it was moved, copied or put in",
                 head.sequence, self.before.sequence
             ));
-        } else if self.before.hash.as_ref().is_some_and(|hash| *hash != previous) {
+        } else if self
+            .before
+            .hash
+            .as_ref()
+            .is_some_and(|hash| *hash != previous)
+        {
             self.find(
                 "it was written after another record than the one before it: that one was put in or replaced"
                     .to_owned(),
@@ -175,37 +206,62 @@ impl<'a> Walk<'a> {
         }
         self.compare_with_noted(&head);
         self.report.records += 1;
-        self.before = Before { sequence: head.sequence, hash: Some(head.hash.clone()) };
+        self.before = Before {
+            sequence: head.sequence,
+            hash: Some(head.hash.clone()),
+        };
         self.report.last = Some(head);
     }
 
     fn compare_with_noted(&mut self, head: &Head) {
-        let Some(noted) = self.known.last.as_ref().filter(|noted| noted.sequence == head.sequence) else { return };
+        let Some(noted) = self
+            .known
+            .last
+            .as_ref()
+            .filter(|noted| noted.sequence == head.sequence)
+        else {
+            return;
+        };
         self.saw_last = true;
         if noted.hash.as_ref().is_some_and(|hash| *hash != head.hash) {
-            self.find(format!("it is not the record {} that was noted: its hash is another", noted.sequence));
+            self.find(format!(
+                "it is not the record {} that was noted: its hash is another",
+                noted.sequence
+            ));
         }
     }
 
     /// Notes a line that is no record. It may stand in the place of one, and the chain is taken up behind it.
     fn unreadable(&mut self, why: String) {
         self.find(why);
-        self.before = Before { sequence: self.before.sequence.saturating_add(1), hash: None };
+        self.before = Before {
+            sequence: self.before.sequence.saturating_add(1),
+            hash: None,
+        };
     }
 
     fn find(&mut self, why: String) {
         self.report.found += 1;
         if self.report.findings.len() < MOST_FINDINGS {
-            self.report.findings.push(Finding { file: self.place.0.clone(), line: self.place.1, why });
+            self.report.findings.push(Finding {
+                file: self.place.0.clone(),
+                line: self.place.1,
+                why,
+            });
         }
     }
 
     fn end(mut self) -> Report {
         match &self.known.last {
             Some(noted) if !self.saw_last => {
-                self.find(format!("record {} is not in the files: the end was cut off", noted.sequence));
+                self.find(format!(
+                    "record {} is not in the files: the end was cut off",
+                    noted.sequence
+                ));
             }
-            _ if self.report.records == 0 && self.report.found == 0 => self.find("there is no record".to_owned()),
+            _ if self.report.records == 0 && self.report.found == 0 => {
+                self.find("there is no record".to_owned())
+            }
             _ => {}
         }
         self.report

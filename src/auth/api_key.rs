@@ -41,7 +41,9 @@ impl ApiKey {
     /// Tells whether a key may have this name. It has no space, so that no principal made of a token can look like it.
     pub fn is_name(text: &str) -> bool {
         (1..=64).contains(&text.len())
-            && text.bytes().all(|byte| byte.is_ascii_alphanumeric() || matches!(byte, b'-' | b'_' | b'.'))
+            && text
+                .bytes()
+                .all(|byte| byte.is_ascii_alphanumeric() || matches!(byte, b'-' | b'_' | b'.'))
     }
 }
 
@@ -51,7 +53,8 @@ pub struct KeyHash([u8; 32]);
 
 impl KeyHash {
     /// What a configuration may say, for messages.
-    pub const ALLOWED: &str = "\"sha256:\" and 64 hexadecimal digits, as \"cellblock key new\" prints them";
+    pub const ALLOWED: &str =
+        "\"sha256:\" and 64 hexadecimal digits, as \"cellblock key new\" prints them";
 
     /// Reads a hash as it is written in the configuration.
     pub fn parse(text: &str) -> Option<KeyHash> {
@@ -74,7 +77,9 @@ impl KeyHash {
 impl fmt::Display for KeyHash {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         formatter.write_str(HASH_PREFIX)?;
-        self.0.iter().try_for_each(|byte| write!(formatter, "{byte:02x}"))
+        self.0
+            .iter()
+            .try_for_each(|byte| write!(formatter, "{byte:02x}"))
     }
 }
 
@@ -96,9 +101,14 @@ impl NewKey {
     /// Makes a key.
     pub fn generate() -> Result<NewKey, NoRandomness> {
         let mut random = Zeroizing::new([0; RANDOM_BYTES]);
-        SystemRandom::new().fill(random.as_mut()).map_err(|_| NoRandomness)?;
+        SystemRandom::new()
+            .fill(random.as_mut())
+            .map_err(|_| NoRandomness)?;
         let letters = Zeroizing::new(URL_SAFE_NO_PAD.encode(random.as_ref()));
-        Ok(NewKey(Zeroizing::new(format!("{PREFIX}{}", letters.as_str()))))
+        Ok(NewKey(Zeroizing::new(format!(
+            "{PREFIX}{}",
+            letters.as_str()
+        ))))
     }
 
     /// The key itself, to be shown once.
@@ -131,11 +141,15 @@ pub(super) fn find(keys: &[ApiKey], token: &str) -> Option<Caller> {
     }
     let hash = KeyHash::of(token);
     // No early end: how long it takes says neither which key it was nor how much of a hash was right.
-    let found = (1_u64..)
-        .zip(keys)
-        .fold(0, |found, (number, key)| u64::conditional_select(&found, &number, key.hash.0.ct_eq(&hash.0)));
+    let found = (1_u64..).zip(keys).fold(0, |found, (number, key)| {
+        u64::conditional_select(&found, &number, key.hash.0.ct_eq(&hash.0))
+    });
     let key = keys.get(usize::try_from(found.checked_sub(1)?).ok()?)?;
-    Some(Caller { principal: format!("key:{}", key.name), scopes: key.scopes, expires: None })
+    Some(Caller {
+        principal: format!("key:{}", key.name),
+        scopes: key.scopes,
+        expires: None,
+    })
 }
 
 #[cfg(test)]
@@ -144,16 +158,26 @@ mod tests {
     use super::*;
 
     fn described(name: &str, key: &NewKey, scope: Scope) -> ApiKey {
-        ApiKey { name: name.to_owned(), hash: key.hash(), scopes: [scope].into_iter().collect() }
+        ApiKey {
+            name: name.to_owned(),
+            hash: key.hash(),
+            scopes: [scope].into_iter().collect(),
+        }
     }
 
     #[test]
     fn a_key_is_known_by_its_hash_and_has_its_own_scopes() {
         let (first, second) = (NewKey::generate().unwrap(), NewKey::generate().unwrap());
-        let keys = [described("ci", &first, Scope::Execute), described("watch", &second, Scope::Read)];
+        let keys = [
+            described("ci", &first, Scope::Execute),
+            described("watch", &second, Scope::Read),
+        ];
         let caller = |key: &NewKey| find(&keys, key.reveal()).unwrap();
         assert_eq!(caller(&first).principal, "key:ci");
-        assert_eq!(caller(&first).scopes, [Scope::Execute].into_iter().collect());
+        assert_eq!(
+            caller(&first).scopes,
+            [Scope::Execute].into_iter().collect()
+        );
         assert_eq!(caller(&second).principal, "key:watch");
         assert_eq!(caller(&second).scopes, [Scope::Read].into_iter().collect());
         assert_eq!(caller(&second).expires, None);
@@ -169,21 +193,37 @@ mod tests {
         assert!(looks_like_a_key(text));
         let keys = [described("ci", &key, Scope::Execute)];
         assert!(find(&keys, text).is_some()); // control
-        for other in
-            [&text[..text.len() - 1], &format!("{text}A"), &text.to_uppercase(), &text["cellblock_".len()..], ""]
-        {
+        for other in [
+            &text[..text.len() - 1],
+            &format!("{text}A"),
+            &text.to_uppercase(),
+            &text["cellblock_".len()..],
+            "",
+        ] {
             assert_eq!(find(&keys, other), None);
         }
     }
 
     #[test]
     fn something_short_is_no_key_even_if_its_hash_is_listed() {
-        for weak in ["cellblock_", "cellblock_secret", "cellblock_AAAAAAAAAAAAAAAAAAAAAA"] {
-            let listed = ApiKey { name: "weak".to_owned(), hash: KeyHash::of(weak), scopes: Scopes::everything() };
+        for weak in [
+            "cellblock_",
+            "cellblock_secret",
+            "cellblock_AAAAAAAAAAAAAAAAAAAAAA",
+        ] {
+            let listed = ApiKey {
+                name: "weak".to_owned(),
+                hash: KeyHash::of(weak),
+                scopes: Scopes::everything(),
+            };
             assert_eq!(find(&[listed], weak), None, "{weak}");
         }
         let whole = format!("cellblock_{}", "A".repeat(43));
-        let listed = ApiKey { name: "whole".to_owned(), hash: KeyHash::of(&whole), scopes: Scopes::everything() };
+        let listed = ApiKey {
+            name: "whole".to_owned(),
+            hash: KeyHash::of(&whole),
+            scopes: Scopes::everything(),
+        };
         assert!(find(&[listed], &whole).is_some()); // control
     }
 
@@ -192,7 +232,11 @@ mod tests {
         let hash = NewKey::generate().unwrap().hash();
         let text = hash.to_string();
         assert_eq!(KeyHash::parse(&text), Some(hash));
-        assert_eq!(KeyHash::parse(&text.to_uppercase().replace("SHA256", "sha256")), Some(hash), "digits in capitals");
+        assert_eq!(
+            KeyHash::parse(&text.to_uppercase().replace("SHA256", "sha256")),
+            Some(hash),
+            "digits in capitals"
+        );
         let digits = text.trim_start_matches("sha256:");
         for wrong in [
             digits,
@@ -209,7 +253,10 @@ mod tests {
 
     #[test]
     fn two_keys_differ() {
-        assert_ne!(NewKey::generate().unwrap().reveal(), NewKey::generate().unwrap().reveal());
+        assert_ne!(
+            NewKey::generate().unwrap().reveal(),
+            NewKey::generate().unwrap().reveal()
+        );
     }
 
     #[test]

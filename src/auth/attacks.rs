@@ -71,7 +71,11 @@ fn no_forgery_of_the_older_rsa_signatures_is_let_in() {
         (Rsa2048Sha512, Algorithm::Rs512),
         (Rsa4096Sha512, Algorithm::Rs512),
     ] {
-        check_all!(name, rsa_pkcs1_verify::TestSet::load(name).unwrap(), algorithm);
+        check_all!(
+            name,
+            rsa_pkcs1_verify::TestSet::load(name).unwrap(),
+            algorithm
+        );
     }
 }
 
@@ -86,7 +90,11 @@ fn no_forgery_of_the_newer_rsa_signatures_is_let_in() {
         (RsaPss4096Sha384Mgf1SaltLen48, Algorithm::Ps384),
         (RsaPss4096Sha512Mgf1SaltLen64, Algorithm::Ps512),
     ] {
-        check_all!(name, rsa_pss_verify::TestSet::load(name).unwrap(), algorithm);
+        check_all!(
+            name,
+            rsa_pss_verify::TestSet::load(name).unwrap(),
+            algorithm
+        );
     }
 }
 
@@ -95,14 +103,23 @@ fn a_salt_of_another_length_is_refused() {
     use rsa_pss_verify::TestName::{RsaPss2048Sha256Mgf1SaltLen0, RsaPss4096Sha512Mgf1SaltLen32};
     // RFC 7518 wants a salt as long as the hash. Other lengths are good signatures elsewhere, and none here.
     let mut seen = 0;
-    for (name, algorithm) in
-        [(RsaPss2048Sha256Mgf1SaltLen0, Algorithm::Ps256), (RsaPss4096Sha512Mgf1SaltLen32, Algorithm::Ps512)]
-    {
+    for (name, algorithm) in [
+        (RsaPss2048Sha256Mgf1SaltLen0, Algorithm::Ps256),
+        (RsaPss4096Sha512Mgf1SaltLen32, Algorithm::Ps512),
+    ] {
         for group in rsa_pss_verify::TestSet::load(name).unwrap().test_groups {
             assert!(PublicKey::from_pem(&group.pem).is_ok()); // control
-            for test in group.tests.iter().filter(|test| test.result == TestResult::Valid) {
+            for test in group
+                .tests
+                .iter()
+                .filter(|test| test.result == TestResult::Valid)
+            {
                 seen += 1;
-                assert!(!passes(&group.pem, algorithm, &test.msg, &test.sig), "{name:?} {}", test.tc_id);
+                assert!(
+                    !passes(&group.pem, algorithm, &test.msg, &test.sig),
+                    "{name:?} {}",
+                    test.tc_id
+                );
             }
         }
     }
@@ -112,9 +129,10 @@ fn a_salt_of_another_length_is_refused() {
 #[test]
 fn no_forgery_on_an_elliptic_curve_is_let_in() {
     use ecdsa::TestName::*;
-    for (name, algorithm) in
-        [(EcdsaSecp256r1Sha256P1363, Algorithm::Es256), (EcdsaSecp384r1Sha384P1363, Algorithm::Es384)]
-    {
+    for (name, algorithm) in [
+        (EcdsaSecp256r1Sha256P1363, Algorithm::Es256),
+        (EcdsaSecp384r1Sha384P1363, Algorithm::Es384),
+    ] {
         check_all!(name, ecdsa::TestSet::load(name).unwrap(), algorithm);
     }
     let name = eddsa::TestName::Ed25519;
@@ -127,9 +145,17 @@ fn a_signature_in_the_other_form_is_refused() {
     let name = ecdsa::TestName::EcdsaSecp256r1Sha256;
     let mut seen = 0;
     for group in ecdsa::TestSet::load(name).unwrap().test_groups {
-        for test in group.tests.iter().filter(|test| test.result == TestResult::Valid) {
+        for test in group
+            .tests
+            .iter()
+            .filter(|test| test.result == TestResult::Valid)
+        {
             seen += 1;
-            assert!(!passes(&group.pem, Algorithm::Es256, &test.msg, &test.sig), "{}", test.tc_id);
+            assert!(
+                !passes(&group.pem, Algorithm::Es256, &test.msg, &test.sig),
+                "{}",
+                test.tc_id
+            );
         }
     }
     assert!(seen > 5);
@@ -149,7 +175,11 @@ fn an_algorithm_works_with_its_own_kind_of_key_and_with_no_other() {
             let signature = signer.sign(*signed_as, message);
             for checked_as in Algorithm::ALL {
                 let passed = signer.public.verify(checked_as, message, &signature);
-                assert_eq!(passed, checked_as == *signed_as, "signed as {signed_as:?}, checked as {checked_as:?}");
+                assert_eq!(
+                    passed,
+                    checked_as == *signed_as,
+                    "signed as {signed_as:?}, checked as {checked_as:?}"
+                );
                 assert_eq!(signer.public.fits(checked_as), own.contains(&checked_as));
             }
         }
@@ -171,9 +201,16 @@ fn a_changed_bit_spoils_every_signature() {
         for place in 0..signature.len() {
             let mut changed = signature.clone();
             changed[place] ^= 1;
-            assert!(!signer.public.verify(algorithm, b"message", &changed), "{algorithm:?} {place}");
+            assert!(
+                !signer.public.verify(algorithm, b"message", &changed),
+                "{algorithm:?} {place}"
+            );
         }
         assert!(!signer.public.verify(algorithm, b"message", &[]));
-        assert!(!signer.public.verify(algorithm, b"message", &[signature, vec![0]].concat()));
+        assert!(
+            !signer
+                .public
+                .verify(algorithm, b"message", &[signature, vec![0]].concat())
+        );
     }
 }

@@ -66,7 +66,11 @@ impl Authenticator {
     /// Reads keys, makes the files of development mode, and refuses settings that are weak or contradict themselves.
     pub async fn from_settings(settings: &AuthSettings) -> Result<Authenticator, AuthSetupError> {
         let inner = match plan(settings)? {
-            Plan::Off => Inner { mode: Mode::Off, issuers: Vec::new(), api_keys: Vec::new() },
+            Plan::Off => Inner {
+                mode: Mode::Off,
+                issuers: Vec::new(),
+                api_keys: Vec::new(),
+            },
             Plan::Development { issuer, audiences } => develop(settings, issuer, audiences).await?,
             Plan::Given { issuers } => Inner {
                 mode: Mode::Given,
@@ -117,12 +121,20 @@ impl Authenticator {
 
     /// Returns the metadata of the resource at `resource` (RFC 9728): who gives tokens out, and what to ask for at first.
     pub fn metadata(&self, resource: &str) -> Value {
-        let servers: Vec<&str> =
-            self.0.issuers.iter().map(|issuer| issuer.name.as_str()).filter(|name| name.contains("://")).collect();
+        let servers: Vec<&str> = self
+            .0
+            .issuers
+            .iter()
+            .map(|issuer| issuer.name.as_str())
+            .filter(|name| name.contains("://"))
+            .collect();
         let mut document = Map::from_iter([
             ("resource".to_owned(), json!(resource)),
             ("resource_name".to_owned(), json!("Cellblock")),
-            ("scopes_supported".to_owned(), json!([Scope::Execute.name()])),
+            (
+                "scopes_supported".to_owned(),
+                json!([Scope::Execute.name()]),
+            ),
             ("bearer_methods_supported".to_owned(), json!(["header"])),
         ]);
         // A list that is there must not be empty.
@@ -134,18 +146,33 @@ impl Authenticator {
 
     async fn check(&self, text: &str) -> Result<Caller, Refusal> {
         let token = Token::parse(text)?;
-        let name = token.claims.get("iss").and_then(Value::as_str).ok_or(Fault::Issuer)?;
+        let name = token
+            .claims
+            .get("iss")
+            .and_then(Value::as_str)
+            .ok_or(Fault::Issuer)?;
         // Whose keys to use is all that is believed before the signature is checked, and only among those that the operator trusts.
-        let issuer = self.0.issuers.iter().find(|issuer| issuer.name == name).ok_or(Fault::UnknownIssuer)?;
+        let issuer = self
+            .0
+            .issuers
+            .iter()
+            .find(|issuer| issuer.name == name)
+            .ok_or(Fault::UnknownIssuer)?;
         if !issuer.algorithms.contains(&token.algorithm) {
             return Err(Fault::Algorithm.into());
         }
-        let key = issuer.keys.find(token.key_id.as_deref(), token.algorithm).await?;
+        let key = issuer
+            .keys
+            .find(token.key_id.as_deref(), token.algorithm)
+            .await?;
         if !key.verify(token.algorithm, token.message, &token.signature) {
             return Err(Fault::Signature.into());
         }
-        let expected =
-            Expected { issuer: &issuer.name, audiences: &issuer.audiences, principal: issuer.principal.as_deref() };
+        let expected = Expected {
+            issuer: &issuer.name,
+            audiences: &issuer.audiences,
+            principal: issuer.principal.as_deref(),
+        };
         Ok(claims::judge(&token.claims, expected, SystemTime::now())?)
     }
 }
@@ -159,11 +186,16 @@ impl fmt::Debug for Authenticator {
 impl Keys {
     async fn find(&self, id: Option<&str>, algorithm: Algorithm) -> Result<PublicKey, Refusal> {
         match self {
-            Keys::Given(set) => set.find(None, algorithm).cloned().ok_or(Fault::UnknownKey.into()),
-            Keys::Published(server) => server.find(id, algorithm).await.map_err(|none| match none {
-                NoKey::Unknown => Fault::UnknownKey.into(),
-                NoKey::Away => Refusal::Away,
-            }),
+            Keys::Given(set) => set
+                .find(None, algorithm)
+                .cloned()
+                .ok_or(Fault::UnknownKey.into()),
+            Keys::Published(server) => {
+                server.find(id, algorithm).await.map_err(|none| match none {
+                    NoKey::Unknown => Fault::UnknownKey.into(),
+                    NoKey::Away => Refusal::Away,
+                })
+            }
         }
     }
 }
@@ -190,37 +222,90 @@ fn bearer_token(headers: &HeaderMap) -> Result<&str, Denied> {
     }
 }
 
-async fn develop(settings: &AuthSettings, issuer: String, audiences: Vec<String>) -> Result<Inner, AuthSetupError> {
+async fn develop(
+    settings: &AuthSettings,
+    issuer: String,
+    audiences: Vec<String>,
+) -> Result<Inner, AuthSetupError> {
     let folder = settings.development_dir.clone();
     refuse_shown(&folder, &settings.shown)?;
     let token = folder.join(development::TOKEN);
     let (name, names) = (issuer.clone(), audiences.clone());
     // Making an RSA key keeps a core busy for a while.
     let prepared = tokio::task::spawn_blocking(move || {
-        development::prepare(&folder, &Wording { issuer: &name, audiences: &names }, SystemTime::now())
+        development::prepare(
+            &folder,
+            &Wording {
+                issuer: &name,
+                audiences: &names,
+            },
+            SystemTime::now(),
+        )
     });
-    let key = prepared.await.expect("preparing does not panic").map_err(AuthSetupError::Development)?;
+    let key = prepared
+        .await
+        .expect("preparing does not panic")
+        .map_err(AuthSetupError::Development)?;
     info!(file = %token.display(), "callers need the token of development mode, which is in a file");
     let keys = Keys::Given(KeySet::of_one(key));
-    let verifier = Verifier { name: issuer, audiences, algorithms: vec![Algorithm::Rs256], principal: None, keys };
-    Ok(Inner { mode: Mode::Development { token }, issuers: vec![verifier], api_keys: Vec::new() })
+    let verifier = Verifier {
+        name: issuer,
+        audiences,
+        algorithms: vec![Algorithm::Rs256],
+        principal: None,
+        keys,
+    };
+    Ok(Inner {
+        mode: Mode::Development { token },
+        issuers: vec![verifier],
+        api_keys: Vec::new(),
+    })
 }
 
-async fn verifiers(issuers: Vec<Issuer>, shown: &[PathBuf]) -> Result<Vec<Verifier>, AuthSetupError> {
-    let fetches = issuers.iter().any(|issuer| matches!(issuer.keys, KeySource::Server { .. }));
+async fn verifiers(
+    issuers: Vec<Issuer>,
+    shown: &[PathBuf],
+) -> Result<Vec<Verifier>, AuthSetupError> {
+    let fetches = issuers
+        .iter()
+        .any(|issuer| matches!(issuer.keys, KeySource::Server { .. }));
     // An operator who names no key server needs no list of authorities.
-    let tls = if fetches { Some(fetch::usual_tls().map_err(AuthSetupError::NoAuthorities)?) } else { None };
+    let tls = if fetches {
+        Some(fetch::usual_tls().map_err(AuthSetupError::NoAuthorities)?)
+    } else {
+        None
+    };
     let mut verifiers = Vec::new();
-    for Issuer { name, keys, audiences, algorithms, principal } in issuers {
+    for Issuer {
+        name,
+        keys,
+        audiences,
+        algorithms,
+        principal,
+    } in issuers
+    {
         let keys = match (keys, &tls) {
             (KeySource::File(path), _) => given_key(&name, path, &algorithms, shown).await?,
             (KeySource::Server { url, is_private }, Some(tls)) => {
-                let fetcher = Fetcher { url, is_private, tls: Arc::<ClientConfig>::clone(tls), limit: LONGEST_FETCH };
+                let fetcher = Fetcher {
+                    url,
+                    is_private,
+                    tls: Arc::<ClientConfig>::clone(tls),
+                    limit: LONGEST_FETCH,
+                };
                 Keys::Published(KeyServer::new(name.clone(), Arc::new(fetcher)))
             }
-            (KeySource::Server { .. }, None) => unreachable!("there is a server, so authorities were read"),
+            (KeySource::Server { .. }, None) => {
+                unreachable!("there is a server, so authorities were read")
+            }
         };
-        verifiers.push(Verifier { name, audiences, algorithms, principal, keys });
+        verifiers.push(Verifier {
+            name,
+            audiences,
+            algorithms,
+            principal,
+            keys,
+        });
     }
     Ok(verifiers)
 }
@@ -235,14 +320,29 @@ async fn given_key(
     let issuer = issuer.to_owned();
     let text = match tokio::fs::read_to_string(&path).await {
         Ok(text) => text,
-        Err(cause) => return Err(AuthSetupError::Unreadable { path, issuer, cause }),
+        Err(cause) => {
+            return Err(AuthSetupError::Unreadable {
+                path,
+                issuer,
+                cause,
+            });
+        }
     };
     let key = match PublicKey::from_pem(&text) {
         Ok(key) => key,
-        Err(cause) => return Err(AuthSetupError::PublicKey { path, issuer, cause }),
+        Err(cause) => {
+            return Err(AuthSetupError::PublicKey {
+                path,
+                issuer,
+                cause,
+            });
+        }
     };
     match algorithms.iter().find(|algorithm| !key.fits(**algorithm)) {
-        Some(algorithm) => Err(AuthSetupError::Misfit { issuer, algorithm: *algorithm }),
+        Some(algorithm) => Err(AuthSetupError::Misfit {
+            issuer,
+            algorithm: *algorithm,
+        }),
         None => Ok(Keys::Given(KeySet::of_one(key))),
     }
 }
@@ -255,18 +355,24 @@ fn refuse_shown(path: &Path, shown: &[PathBuf]) -> Result<(), AuthSetupError> {
     let reaches = |folder: &&PathBuf| {
         real.starts_with(folder)
             || folder.starts_with(&real)
-            || beside.as_ref().is_some_and(|beside| beside.starts_with(folder))
+            || beside
+                .as_ref()
+                .is_some_and(|beside| beside.starts_with(folder))
     };
     match shown.iter().find(reaches) {
-        Some(shown) => Err(AuthSetupError::Shown { path: path.to_owned(), shown: shown.clone() }),
+        Some(shown) => Err(AuthSetupError::Shown {
+            path: path.to_owned(),
+            shown: shown.clone(),
+        }),
         None => Ok(()),
     }
 }
 
 /// Returns a path free of links, also if its last parts do not exist yet.
 fn real_path(path: &Path) -> PathBuf {
-    path.canonicalize().unwrap_or_else(|_| match (path.parent(), path.file_name()) {
-        (Some(parent), Some(name)) => real_path(parent).join(name),
-        _ => path.to_owned(),
-    })
+    path.canonicalize()
+        .unwrap_or_else(|_| match (path.parent(), path.file_name()) {
+            (Some(parent), Some(name)) => real_path(parent).join(name),
+            _ => path.to_owned(),
+        })
 }

@@ -15,7 +15,11 @@ pub struct Caller {
 impl Caller {
     /// The one caller of a stdio server: whoever started it may do everything.
     pub fn local() -> Caller {
-        Caller { principal: "local".to_owned(), scopes: Scopes::everything(), expires: None }
+        Caller {
+            principal: "local".to_owned(),
+            scopes: Scopes::everything(),
+            expires: None,
+        }
     }
 }
 
@@ -35,7 +39,13 @@ pub enum Scope {
 }
 
 impl Scope {
-    pub const ALL: [Scope; 5] = [Scope::Execute, Scope::Read, Scope::Install, Scope::Register, Scope::Admin];
+    pub const ALL: [Scope; 5] = [
+        Scope::Execute,
+        Scope::Read,
+        Scope::Install,
+        Scope::Register,
+        Scope::Admin,
+    ];
 
     /// The word used in tokens.
     pub fn name(self) -> &'static str {
@@ -64,7 +74,9 @@ impl Scopes {
 
     /// Tells whether something that needs `scope` may be done. `admin` may do everything, and whoever runs code may see what it does.
     pub fn allow(self, scope: Scope) -> bool {
-        self.contain(scope) || self.contain(Scope::Admin) || (scope == Scope::Read && self.contain(Scope::Execute))
+        self.contain(scope)
+            || self.contain(Scope::Admin)
+            || (scope == Scope::Read && self.contain(Scope::Execute))
     }
 
     /// Tells whether this very scope is among them.
@@ -75,6 +87,10 @@ impl Scopes {
 
 impl FromIterator<Scope> for Scopes {
     fn from_iter<I: IntoIterator<Item = Scope>>(scopes: I) -> Scopes {
-        Scopes(scopes.into_iter().fold(0, |set, scope| set | 1 << scope as u8))
+        Scopes(
+            scopes
+                .into_iter()
+                .fold(0, |set, scope| set | 1 << scope as u8),
+        )
     }
 }

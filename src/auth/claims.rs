@@ -33,13 +33,21 @@ pub(super) struct Expected<'a> {
 }
 
 /// Says who is calling, or why the claims are refused.
-pub(super) fn judge(claims: &Map<String, Value>, expected: Expected<'_>, now: SystemTime) -> Result<Caller, Fault> {
+pub(super) fn judge(
+    claims: &Map<String, Value>,
+    expected: Expected<'_>,
+    now: SystemTime,
+) -> Result<Caller, Fault> {
     if claims.get("iss").and_then(Value::as_str) != Some(expected.issuer) {
         return Err(Fault::Issuer);
     }
     judge_audience(claims.get("aud"), expected.audiences)?;
     let expires = judge_times(claims, now)?;
-    Ok(Caller { principal: principal(claims, expected)?, scopes: scopes(claims)?, expires: Some(expires) })
+    Ok(Caller {
+        principal: principal(claims, expected)?,
+        scopes: scopes(claims)?,
+        expires: Some(expires),
+    })
 }
 
 fn judge_audience(claim: Option<&Value>, ours: &[String]) -> Result<(), Fault> {
@@ -49,11 +57,18 @@ fn judge_audience(claim: Option<&Value>, ours: &[String]) -> Result<(), Fault> {
             if !names.iter().all(Value::is_string) {
                 return Err(Fault::Audience);
             }
-            names.iter().filter_map(Value::as_str).any(|name| ours.iter().any(|our| our == name))
+            names
+                .iter()
+                .filter_map(Value::as_str)
+                .any(|name| ours.iter().any(|our| our == name))
         }
         _ => false,
     };
-    if is_ours { Ok(()) } else { Err(Fault::Audience) }
+    if is_ours {
+        Ok(())
+    } else {
+        Err(Fault::Audience)
+    }
 }
 
 /// Returns when the token stops being good.
@@ -71,7 +86,9 @@ fn judge_times(claims: &Map<String, Value>, now: SystemTime) -> Result<SystemTim
 }
 
 fn time(claims: &Map<String, Value>, name: &str) -> Result<Option<SystemTime>, Fault> {
-    let Some(claim) = claims.get(name) else { return Ok(None) };
+    let Some(claim) = claims.get(name) else {
+        return Ok(None);
+    };
     match claim.as_f64() {
         Some(seconds) if (0.0..=LAST_SECOND).contains(&seconds) => {
             Ok(Some(UNIX_EPOCH + Duration::from_secs_f64(seconds)))
@@ -90,7 +107,9 @@ fn principal(claims: &Map<String, Value>, expected: Expected<'_>) -> Result<Stri
         None => "client_id",
     };
     match claims.get(claim) {
-        Some(Value::String(value)) if is_subject(value) => Ok(format!("{} {claim}:{value}", expected.issuer)),
+        Some(Value::String(value)) if is_subject(value) => {
+            Ok(format!("{} {claim}:{value}", expected.issuer))
+        }
         _ => Err(Fault::Subject),
     }
 }
@@ -101,12 +120,16 @@ fn is_subject(value: &str) -> bool {
 
 /// Reads the scopes that are ours; others mean something to somebody else.
 fn scopes(claims: &Map<String, Value>) -> Result<Scopes, Fault> {
-    let Some(claim) = claims.get("scope").or_else(|| claims.get("scp")) else { return Ok(Scopes::default()) };
+    let Some(claim) = claims.get("scope").or_else(|| claims.get("scp")) else {
+        return Ok(Scopes::default());
+    };
     match claim {
         Value::String(text) => Ok(text.split(' ').filter_map(Scope::from_name).collect()),
-        Value::Array(names) if names.iter().all(Value::is_string) => {
-            Ok(names.iter().filter_map(Value::as_str).filter_map(Scope::from_name).collect())
-        }
+        Value::Array(names) if names.iter().all(Value::is_string) => Ok(names
+            .iter()
+            .filter_map(Value::as_str)
+            .filter_map(Scope::from_name)
+            .collect()),
         _ => Err(Fault::Scope),
     }
 }

@@ -35,7 +35,10 @@ pub fn require(caller: &Caller, scope: Scope) -> Result<(), Denied> {
     if caller.scopes.allow(scope) {
         return Ok(());
     }
-    Err(Denied::MissingScope { needed: scope, held: caller.scopes })
+    Err(Denied::MissingScope {
+        needed: scope,
+        held: caller.scopes,
+    })
 }
 
 impl Denied {
@@ -82,21 +85,28 @@ impl Denied {
         match self {
             Denied::NoToken | Denied::BadToken => "Authentication required".to_owned(),
             Denied::MissingScope { needed, .. } => format!("Required scope: {}", needed.name()),
-            Denied::Unavailable => "Tokens cannot be checked at the moment; try again later".to_owned(),
+            Denied::Unavailable => {
+                "Tokens cannot be checked at the moment; try again later".to_owned()
+            }
         }
     }
 }
 
 /// Everything a new token should carry: one that only had the missing scope would lose the others.
 fn wanted(needed: Scope, held: Scopes) -> String {
-    let names: Vec<&str> =
-        Scope::ALL.into_iter().filter(|scope| *scope == needed || held.contain(*scope)).map(Scope::name).collect();
+    let names: Vec<&str> = Scope::ALL
+        .into_iter()
+        .filter(|scope| *scope == needed || held.contain(*scope))
+        .map(Scope::name)
+        .collect();
     names.join(" ")
 }
 
 /// Leaves out what would end the quoted text. An address that is written correctly holds none of it.
 fn quotable(url: &str) -> String {
-    url.chars().filter(|letter| letter.is_ascii_graphic() && !matches!(letter, '"' | '\\')).collect()
+    url.chars()
+        .filter(|letter| letter.is_ascii_graphic() && !matches!(letter, '"' | '\\'))
+        .collect()
 }
 
 #[cfg(test)]
@@ -106,11 +116,20 @@ mod tests {
     const METADATA: &str = "https://cellblock.example.com/.well-known/oauth-protected-resource/mcp";
 
     fn caller(scopes: &[Scope]) -> Caller {
-        Caller { principal: "somebody".to_owned(), scopes: scopes.iter().copied().collect(), expires: None }
+        Caller {
+            principal: "somebody".to_owned(),
+            scopes: scopes.iter().copied().collect(),
+            expires: None,
+        }
     }
 
     fn challenge(denied: Denied) -> String {
-        denied.challenge(METADATA).unwrap().to_str().unwrap().to_owned()
+        denied
+            .challenge(METADATA)
+            .unwrap()
+            .to_str()
+            .unwrap()
+            .to_owned()
     }
 
     #[test]
@@ -140,8 +159,14 @@ mod tests {
             json!({"error": "insufficient_scope", "error_description": "Required scope: packages:install"})
         );
         let challenge = challenge(denied);
-        assert!(challenge.starts_with("Bearer error=\"insufficient_scope\", "), "{challenge}");
-        assert!(challenge.contains("scope=\"python:execute packages:install\""), "{challenge}");
+        assert!(
+            challenge.starts_with("Bearer error=\"insufficient_scope\", "),
+            "{challenge}"
+        );
+        assert!(
+            challenge.contains("scope=\"python:execute packages:install\""),
+            "{challenge}"
+        );
         assert!(challenge.contains(METADATA), "{challenge}");
         require(&caller(&[Scope::Execute, Scope::Install]), Scope::Install).unwrap(); // control
     }
@@ -150,25 +175,42 @@ mod tests {
     fn each_scope_allows_itself_and_what_it_implies() {
         for held in Scope::ALL {
             for needed in Scope::ALL {
-                let implied =
-                    held == needed || held == Scope::Admin || (held == Scope::Execute && needed == Scope::Read);
-                assert_eq!(require(&caller(&[held]), needed).is_ok(), implied, "{held:?} for {needed:?}");
+                let implied = held == needed
+                    || held == Scope::Admin
+                    || (held == Scope::Execute && needed == Scope::Read);
+                assert_eq!(
+                    require(&caller(&[held]), needed).is_ok(),
+                    implied,
+                    "{held:?} for {needed:?}"
+                );
             }
         }
-        assert!(Scope::ALL.into_iter().all(|needed| require(&caller(&[]), needed).is_err()));
+        assert!(
+            Scope::ALL
+                .into_iter()
+                .all(|needed| require(&caller(&[]), needed).is_err())
+        );
     }
 
     #[test]
     fn keys_that_cannot_be_had_are_no_fault_of_the_caller() {
         assert_eq!(Denied::Unavailable.status(), 503);
-        assert_eq!(Denied::Unavailable.body()["error"], "temporarily_unavailable");
+        assert_eq!(
+            Denied::Unavailable.body()["error"],
+            "temporarily_unavailable"
+        );
         assert!(Denied::Unavailable.challenge(METADATA).is_none());
     }
 
     #[test]
     fn an_address_cannot_break_out_of_its_quotes() {
-        let challenge = Denied::NoToken.challenge("https://a\", error=\"\r\nX: y\\").unwrap();
+        let challenge = Denied::NoToken
+            .challenge("https://a\", error=\"\r\nX: y\\")
+            .unwrap();
         let text = challenge.to_str().unwrap();
-        assert!(text.ends_with("resource_metadata=\"https://a,error=X:y\""), "{text}");
+        assert!(
+            text.ends_with("resource_metadata=\"https://a,error=X:y\""),
+            "{text}"
+        );
     }
 }

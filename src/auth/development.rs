@@ -76,20 +76,36 @@ pub(super) struct Wording<'a> {
 }
 
 /// Makes sure that all three files are there and good, and returns the key that checks tokens.
-pub(super) fn prepare(folder: &Path, wording: &Wording<'_>, now: SystemTime) -> Result<PublicKey, DevelopmentError> {
+pub(super) fn prepare(
+    folder: &Path,
+    wording: &Wording<'_>,
+    now: SystemTime,
+) -> Result<PublicKey, DevelopmentError> {
     let folder = Folder::open(folder)?;
     let private = match folder.read_private(PRIVATE_KEY)? {
-        Some(text) => RsaPrivateKey::from_pkcs8_pem(&text).map_err(|_| folder.not_a_key(PRIVATE_KEY))?,
+        Some(text) => {
+            RsaPrivateKey::from_pkcs8_pem(&text).map_err(|_| folder.not_a_key(PRIVATE_KEY))?
+        }
         None => folder.make_private_key()?,
     };
-    let public = private.to_public_key().to_public_key_pem(LineEnding::LF).map_err(|_| DevelopmentError::NoKey)?;
-    let key = PublicKey::from_pem(&public).map_err(|_: PublicKeyProblem| folder.not_a_key(PRIVATE_KEY))?;
+    let public = private
+        .to_public_key()
+        .to_public_key_pem(LineEnding::LF)
+        .map_err(|_| DevelopmentError::NoKey)?;
+    let key = PublicKey::from_pem(&public)
+        .map_err(|_: PublicKeyProblem| folder.not_a_key(PRIVATE_KEY))?;
     match folder.read(PUBLIC_KEY)? {
         None => folder.write(PUBLIC_KEY, public.as_bytes(), 0o644)?,
         Some((_, text)) if PublicKey::from_pem(&text) == Ok(key.clone()) => {}
-        Some(_) => return Err(DevelopmentError::OtherKey { path: folder.path.join(PUBLIC_KEY) }),
+        Some(_) => {
+            return Err(DevelopmentError::OtherKey {
+                path: folder.path.join(PUBLIC_KEY),
+            });
+        }
     }
-    let is_good = folder.read_private(TOKEN)?.is_some_and(|token| is_good(&token, &key, wording, now));
+    let is_good = folder
+        .read_private(TOKEN)?
+        .is_some_and(|token| is_good(&token, &key, wording, now));
     if !is_good {
         let token = token(&private, wording, now)?;
         folder.write(TOKEN, token.as_bytes(), 0o600)?;
@@ -99,7 +115,11 @@ pub(super) fn prepare(folder: &Path, wording: &Wording<'_>, now: SystemTime) -> 
 
 /// Tells whether a token of an earlier start will do.
 fn is_good(token: &str, key: &PublicKey, wording: &Wording<'_>, now: SystemTime) -> bool {
-    let expected = Expected { issuer: wording.issuer, audiences: wording.audiences, principal: None };
+    let expected = Expected {
+        issuer: wording.issuer,
+        audiences: wording.audiences,
+        principal: None,
+    };
     Token::parse(token.trim()).is_ok_and(|token| {
         key.verify(token.algorithm, token.message, &token.signature)
             && claims::judge(&token.claims, expected, now)
@@ -125,12 +145,22 @@ fn token(
     let header = json!({"alg": Algorithm::Rs256.name(), "typ": "JWT"});
     let encode = |value: &serde_json::Value| URL_SAFE_NO_PAD.encode(value.to_string());
     let message = format!("{}.{}", encode(&header), encode(&claims));
-    let key = private.to_pkcs8_der().map_err(|_| DevelopmentError::NoKey)?;
+    let key = private
+        .to_pkcs8_der()
+        .map_err(|_| DevelopmentError::NoKey)?;
     let key = RsaKeyPair::from_pkcs8(key.as_bytes()).map_err(|_| DevelopmentError::NoKey)?;
     let mut signature = vec![0; key.public().modulus_len()];
-    key.sign(&RSA_PKCS1_SHA256, &SystemRandom::new(), message.as_bytes(), &mut signature)
-        .map_err(|_| DevelopmentError::NoKey)?;
-    Ok(Zeroizing::new(format!("{message}.{}", URL_SAFE_NO_PAD.encode(signature))))
+    key.sign(
+        &RSA_PKCS1_SHA256,
+        &SystemRandom::new(),
+        message.as_bytes(),
+        &mut signature,
+    )
+    .map_err(|_| DevelopmentError::NoKey)?;
+    Ok(Zeroizing::new(format!(
+        "{message}.{}",
+        URL_SAFE_NO_PAD.encode(signature)
+    )))
 }
 
 /// The folder of the files. While it is open, no other server makes files there.
@@ -141,23 +171,40 @@ struct Folder {
 
 impl Folder {
     fn open(path: &Path) -> Result<Folder, DevelopmentError> {
-        let failed = |cause| DevelopmentError::File { path: path.to_owned(), cause };
-        DirBuilder::new().recursive(true).mode(0o700).create(path).map_err(failed)?;
+        let failed = |cause| DevelopmentError::File {
+            path: path.to_owned(),
+            cause,
+        };
+        DirBuilder::new()
+            .recursive(true)
+            .mode(0o700)
+            .create(path)
+            .map_err(failed)?;
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-        let handle = rustix::fs::open(path, flags, Mode::empty()).map_err(|error| failed(error.into()))?;
-        let folder = Folder { handle: File::from(handle), path: path.to_owned() };
+        let handle =
+            rustix::fs::open(path, flags, Mode::empty()).map_err(|error| failed(error.into()))?;
+        let folder = Folder {
+            handle: File::from(handle),
+            path: path.to_owned(),
+        };
         let found = folder.handle.metadata().map_err(failed)?;
         // Whoever may write into the folder may put other files in place of ours.
         if found.uid() != our_id() || found.mode() & 0o022 != 0 {
-            return Err(DevelopmentError::OpenToOthers { path: path.to_owned() });
+            return Err(DevelopmentError::OpenToOthers {
+                path: path.to_owned(),
+            });
         }
-        rustix::fs::flock(&folder.handle, FlockOperation::LockExclusive).map_err(|error| failed(error.into()))?;
+        rustix::fs::flock(&folder.handle, FlockOperation::LockExclusive)
+            .map_err(|error| failed(error.into()))?;
         Ok(folder)
     }
 
     fn make_private_key(&self) -> Result<RsaPrivateKey, DevelopmentError> {
-        let key = RsaPrivateKey::new(&mut rsa::rand_core::OsRng, RSA_BITS).map_err(|_| DevelopmentError::NoKey)?;
-        let text = key.to_pkcs8_pem(LineEnding::LF).map_err(|_| DevelopmentError::NoKey)?;
+        let key = RsaPrivateKey::new(&mut rsa::rand_core::OsRng, RSA_BITS)
+            .map_err(|_| DevelopmentError::NoKey)?;
+        let text = key
+            .to_pkcs8_pem(LineEnding::LF)
+            .map_err(|_| DevelopmentError::NoKey)?;
         self.write(PRIVATE_KEY, text.as_bytes(), 0o600)?;
         Ok(key)
     }
@@ -165,14 +212,19 @@ impl Folder {
     /// Reads a file that must be closed to others.
     fn read_private(&self, name: &str) -> Result<Option<Zeroizing<String>>, DevelopmentError> {
         match self.read(name)? {
-            Some((mode, _)) if mode & 0o077 != 0 => Err(DevelopmentError::OpenToOthers { path: self.path.join(name) }),
+            Some((mode, _)) if mode & 0o077 != 0 => Err(DevelopmentError::OpenToOthers {
+                path: self.path.join(name),
+            }),
             found => Ok(found.map(|(_, text)| text)),
         }
     }
 
     /// Reads a file of ours, if it is there, with its mode.
     fn read(&self, name: &str) -> Result<Option<(u32, Zeroizing<String>)>, DevelopmentError> {
-        let failed = |cause| DevelopmentError::File { path: self.path.join(name), cause };
+        let failed = |cause| DevelopmentError::File {
+            path: self.path.join(name),
+            cause,
+        };
         let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
         let file = match rustix::fs::openat(&self.handle, name, flags, Mode::empty()) {
             Ok(file) => File::from(file),
@@ -184,30 +236,43 @@ impl Folder {
             return Err(failed(io::Error::other("it is not a regular file")));
         }
         if found.uid() != our_id() || found.mode() & 0o022 != 0 {
-            return Err(DevelopmentError::OpenToOthers { path: self.path.join(name) });
+            return Err(DevelopmentError::OpenToOthers {
+                path: self.path.join(name),
+            });
         }
         let mut text = Zeroizing::new(String::new());
-        file.take(LARGEST_FILE).read_to_string(&mut text).map_err(failed)?;
+        file.take(LARGEST_FILE)
+            .read_to_string(&mut text)
+            .map_err(failed)?;
         Ok(Some((found.mode(), text)))
     }
 
     /// Writes a file whole or not at all, never readable by more than it should be.
     fn write(&self, name: &str, bytes: &[u8], mode: u32) -> Result<(), DevelopmentError> {
-        let failed = |cause: io::Error| DevelopmentError::File { path: self.path.join(name), cause };
+        let failed = |cause: io::Error| DevelopmentError::File {
+            path: self.path.join(name),
+            cause,
+        };
         let unfinished = format!(".{name}.new");
         match rustix::fs::unlinkat(&self.handle, &unfinished, AtFlags::empty()) {
             Ok(()) | Err(Errno::NOENT) => {}
             Err(error) => return Err(failed(error.into())),
         }
-        let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let flags =
+            OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
         let file = rustix::fs::openat(&self.handle, &unfinished, flags, Mode::from_raw_mode(mode));
         let mut file = File::from(file.map_err(|error| failed(error.into()))?);
-        file.write_all(bytes).and_then(|()| file.sync_all()).map_err(failed)?;
-        rustix::fs::renameat(&self.handle, &unfinished, &self.handle, name).map_err(|error| failed(error.into()))
+        file.write_all(bytes)
+            .and_then(|()| file.sync_all())
+            .map_err(failed)?;
+        rustix::fs::renameat(&self.handle, &unfinished, &self.handle, name)
+            .map_err(|error| failed(error.into()))
     }
 
     fn not_a_key(&self, name: &str) -> DevelopmentError {
-        DevelopmentError::NotAKey { path: self.path.join(name) }
+        DevelopmentError::NotAKey {
+            path: self.path.join(name),
+        }
     }
 }
 
@@ -221,7 +286,9 @@ mod tests {
     use std::os::unix::fs::PermissionsExt;
 
     use super::super::tests::{RSA, bearer};
-    use super::super::{AuthChoice, AuthSettings, Authenticator, Caller, Denied, IssuerVariables, Scopes};
+    use super::super::{
+        AuthChoice, AuthSettings, Authenticator, Caller, Denied, IssuerVariables, Scopes,
+    };
     use super::*;
 
     struct Place(tempfile::TempDir);
@@ -250,8 +317,15 @@ mod tests {
         /// A folder with a key in place, since making one takes a while.
         fn with_key() -> Place {
             let place = Place::new();
-            DirBuilder::new().mode(0o700).create(place.folder()).unwrap();
-            fs::write(place.file(PRIVATE_KEY), RSA.to_pkcs8_pem(LineEnding::LF).unwrap().as_bytes()).unwrap();
+            DirBuilder::new()
+                .mode(0o700)
+                .create(place.folder())
+                .unwrap();
+            fs::write(
+                place.file(PRIVATE_KEY),
+                RSA.to_pkcs8_pem(LineEnding::LF).unwrap().as_bytes(),
+            )
+            .unwrap();
             place.chmod(PRIVATE_KEY, 0o600);
             place
         }
@@ -262,7 +336,14 @@ mod tests {
 
         fn prepare_at(&self, now: SystemTime) -> Result<PublicKey, DevelopmentError> {
             let audiences = ["us".to_owned()];
-            prepare(&self.folder(), &Wording { issuer: "me", audiences: &audiences }, now)
+            prepare(
+                &self.folder(),
+                &Wording {
+                    issuer: "me",
+                    audiences: &audiences,
+                },
+                now,
+            )
         }
 
         fn prepare(&self) -> Result<PublicKey, DevelopmentError> {
@@ -270,29 +351,69 @@ mod tests {
         }
 
         fn settings(&self) -> AuthSettings {
-            AuthSettings { development_dir: self.folder(), ..AuthSettings::default() }
+            AuthSettings {
+                development_dir: self.folder(),
+                ..AuthSettings::default()
+            }
         }
     }
 
     #[tokio::test]
     async fn the_files_are_made_once_and_the_token_can_be_used() {
         let place = Place::new();
-        let authenticator = Authenticator::from_settings(&place.settings()).await.unwrap();
-        assert_eq!(authenticator.development_token(), Some(place.file(TOKEN).as_path()));
-        assert_eq!([PRIVATE_KEY, PUBLIC_KEY, TOKEN].map(|name| place.mode(name) & 0o077 == 0), [true, false, true]);
+        let authenticator = Authenticator::from_settings(&place.settings())
+            .await
+            .unwrap();
+        assert_eq!(
+            authenticator.development_token(),
+            Some(place.file(TOKEN).as_path())
+        );
+        assert_eq!(
+            [PRIVATE_KEY, PUBLIC_KEY, TOKEN].map(|name| place.mode(name) & 0o077 == 0),
+            [true, false, true]
+        );
         assert_eq!(fs::metadata(place.folder()).unwrap().mode() & 0o777, 0o700);
-        assert!(place.text(PRIVATE_KEY).starts_with("-----BEGIN PRIVATE KEY-----"));
-        assert!(place.text(PUBLIC_KEY).starts_with("-----BEGIN PUBLIC KEY-----"));
-        assert_eq!(fs::read_dir(place.folder()).unwrap().count(), 3, "nothing unfinished is left");
-        let Caller { principal, scopes, expires } =
-            authenticator.authenticate(&bearer(&place.text(TOKEN))).await.unwrap();
-        assert_eq!((principal.as_str(), scopes), ("cellblock-development sub:developer", Scopes::everything()));
+        assert!(
+            place
+                .text(PRIVATE_KEY)
+                .starts_with("-----BEGIN PRIVATE KEY-----")
+        );
+        assert!(
+            place
+                .text(PUBLIC_KEY)
+                .starts_with("-----BEGIN PUBLIC KEY-----")
+        );
+        assert_eq!(
+            fs::read_dir(place.folder()).unwrap().count(),
+            3,
+            "nothing unfinished is left"
+        );
+        let Caller {
+            principal,
+            scopes,
+            expires,
+        } = authenticator
+            .authenticate(&bearer(&place.text(TOKEN)))
+            .await
+            .unwrap();
+        assert_eq!(
+            (principal.as_str(), scopes),
+            ("cellblock-development sub:developer", Scopes::everything())
+        );
         let rest = expires.unwrap().duration_since(SystemTime::now()).unwrap();
-        assert!(rest > LIFETIME - Duration::from_secs(60) && rest <= LIFETIME + Duration::from_secs(5), "{rest:?}");
+        assert!(
+            rest > LIFETIME - Duration::from_secs(60) && rest <= LIFETIME + Duration::from_secs(5),
+            "{rest:?}"
+        );
 
         let before = [PRIVATE_KEY, PUBLIC_KEY, TOKEN].map(|name| place.text(name));
-        let again = Authenticator::from_settings(&place.settings()).await.unwrap();
-        assert_eq!([PRIVATE_KEY, PUBLIC_KEY, TOKEN].map(|name| place.text(name)), before);
+        let again = Authenticator::from_settings(&place.settings())
+            .await
+            .unwrap();
+        assert_eq!(
+            [PRIVATE_KEY, PUBLIC_KEY, TOKEN].map(|name| place.text(name)),
+            before
+        );
         assert!(again.authenticate(&bearer(&before[2])).await.is_ok());
     }
 
@@ -319,24 +440,42 @@ mod tests {
         place.prepare().unwrap();
         let token = place.text(TOKEN);
         let audiences = ["them".to_owned()];
-        prepare(&place.folder(), &Wording { issuer: "me", audiences: &audiences }, SystemTime::now()).unwrap();
+        prepare(
+            &place.folder(),
+            &Wording {
+                issuer: "me",
+                audiences: &audiences,
+            },
+            SystemTime::now(),
+        )
+        .unwrap();
         assert_ne!(place.text(TOKEN), token);
     }
 
     #[test]
     fn files_that_others_could_read_or_change_are_refused() {
-        for (name, mode) in
-            [(PRIVATE_KEY, 0o640), (PRIVATE_KEY, 0o604), (TOKEN, 0o644), (PUBLIC_KEY, 0o666), (TOKEN, 0o602)]
-        {
+        for (name, mode) in [
+            (PRIVATE_KEY, 0o640),
+            (PRIVATE_KEY, 0o604),
+            (TOKEN, 0o644),
+            (PUBLIC_KEY, 0o666),
+            (TOKEN, 0o602),
+        ] {
             let place = Place::with_key();
             place.prepare().unwrap(); // control
             place.chmod(name, mode);
             let error = place.prepare().unwrap_err();
-            assert!(matches!(error, DevelopmentError::OpenToOthers { .. }), "{name} {mode:o}: {error}");
+            assert!(
+                matches!(error, DevelopmentError::OpenToOthers { .. }),
+                "{name} {mode:o}: {error}"
+            );
         }
         let place = Place::with_key();
         fs::set_permissions(place.folder(), Permissions::from_mode(0o777)).unwrap();
-        assert!(matches!(place.prepare(), Err(DevelopmentError::OpenToOthers { .. })));
+        assert!(matches!(
+            place.prepare(),
+            Err(DevelopmentError::OpenToOthers { .. })
+        ));
     }
 
     #[test]
@@ -346,29 +485,56 @@ mod tests {
         let elsewhere = place.0.path().join("elsewhere");
         fs::rename(place.file(PRIVATE_KEY), &elsewhere).unwrap();
         std::os::unix::fs::symlink(&elsewhere, place.file(PRIVATE_KEY)).unwrap();
-        assert!(matches!(place.prepare(), Err(DevelopmentError::File { .. })));
+        assert!(matches!(
+            place.prepare(),
+            Err(DevelopmentError::File { .. })
+        ));
     }
 
     #[test]
     fn files_that_do_not_belong_together_are_refused() {
         let place = Place::with_key();
         place.prepare().unwrap(); // control
-        let other = RsaPrivateKey::new(&mut rsa::rand_core::OsRng, RSA_BITS).unwrap().to_public_key();
-        fs::write(place.file(PUBLIC_KEY), other.to_public_key_pem(LineEnding::LF).unwrap()).unwrap();
-        assert!(matches!(place.prepare(), Err(DevelopmentError::OtherKey { .. })));
+        let other = RsaPrivateKey::new(&mut rsa::rand_core::OsRng, RSA_BITS)
+            .unwrap()
+            .to_public_key();
+        fs::write(
+            place.file(PUBLIC_KEY),
+            other.to_public_key_pem(LineEnding::LF).unwrap(),
+        )
+        .unwrap();
+        assert!(matches!(
+            place.prepare(),
+            Err(DevelopmentError::OtherKey { .. })
+        ));
         fs::write(place.file(PRIVATE_KEY), "nonsense").unwrap();
-        assert!(matches!(place.prepare(), Err(DevelopmentError::NotAKey { .. })));
+        assert!(matches!(
+            place.prepare(),
+            Err(DevelopmentError::NotAKey { .. })
+        ));
         let weak = RsaPrivateKey::new(&mut rsa::rand_core::OsRng, 1024).unwrap();
-        fs::write(place.file(PRIVATE_KEY), weak.to_pkcs8_pem(LineEnding::LF).unwrap().as_bytes()).unwrap();
-        assert!(matches!(place.prepare(), Err(DevelopmentError::NotAKey { .. })));
+        fs::write(
+            place.file(PRIVATE_KEY),
+            weak.to_pkcs8_pem(LineEnding::LF).unwrap().as_bytes(),
+        )
+        .unwrap();
+        assert!(matches!(
+            place.prepare(),
+            Err(DevelopmentError::NotAKey { .. })
+        ));
     }
 
     #[test]
     fn two_servers_that_start_at_once_agree_on_one_key() {
         let place = Place::new();
         let keys: Vec<PublicKey> = std::thread::scope(|scope| {
-            let starts: Vec<_> = (0..2).map(|_| scope.spawn(|| place.prepare().unwrap())).collect();
-            starts.into_iter().map(|start| start.join().unwrap()).collect()
+            let starts: Vec<_> = (0..2)
+                .map(|_| scope.spawn(|| place.prepare().unwrap()))
+                .collect();
+            starts
+                .into_iter()
+                .map(|start| start.join().unwrap())
+                .collect()
         });
         assert_eq!(keys[0], keys[1]);
         assert_eq!(place.prepare().unwrap(), keys[0]);
@@ -380,7 +546,9 @@ mod tests {
         place.prepare().unwrap();
         let token = place.text(TOKEN);
         let key = place.0.path().join("public.pem");
-        let other = RsaPrivateKey::new(&mut rsa::rand_core::OsRng, RSA_BITS).unwrap().to_public_key();
+        let other = RsaPrivateKey::new(&mut rsa::rand_core::OsRng, RSA_BITS)
+            .unwrap()
+            .to_public_key();
         fs::write(&key, other.to_public_key_pem(LineEnding::LF).unwrap()).unwrap();
         let variables = IssuerVariables {
             issuer: Some("me".to_owned()),
@@ -389,12 +557,23 @@ mod tests {
             ..IssuerVariables::default()
         };
         let unmade = place.0.path().join("unmade");
-        let settings = AuthSettings { variables, development_dir: unmade.clone(), ..AuthSettings::default() };
+        let settings = AuthSettings {
+            variables,
+            development_dir: unmade.clone(),
+            ..AuthSettings::default()
+        };
         let authenticator = Authenticator::from_settings(&settings).await.unwrap();
-        assert_eq!(authenticator.authenticate(&bearer(&token)).await, Err(Denied::BadToken));
+        assert_eq!(
+            authenticator.authenticate(&bearer(&token)).await,
+            Err(Denied::BadToken)
+        );
         assert_eq!(authenticator.development_token(), None);
         assert!(!unmade.exists());
-        let off = AuthSettings { choice: AuthChoice::Off, development_dir: unmade.clone(), ..AuthSettings::default() };
+        let off = AuthSettings {
+            choice: AuthChoice::Off,
+            development_dir: unmade.clone(),
+            ..AuthSettings::default()
+        };
         Authenticator::from_settings(&off).await.unwrap();
         assert!(!unmade.exists());
     }

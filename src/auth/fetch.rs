@@ -43,8 +43,7 @@ pub struct KeySetUrl {
 
 impl KeySetUrl {
     /// What a configuration may say, for messages.
-    pub const ALLOWED: &str =
-        "an address such as https://id.example.com/keys; http:// only with localhost or a loopback address";
+    pub const ALLOWED: &str = "an address such as https://id.example.com/keys; http:// only with localhost or a loopback address";
 
     /// Reads an address, or says nothing but that it cannot be used.
     pub fn parse(text: &str) -> Option<KeySetUrl> {
@@ -58,10 +57,15 @@ impl KeySetUrl {
             _ => return None,
         };
         let authority = uri.authority()?;
-        let host = authority.host().trim_start_matches('[').trim_end_matches(']').to_ascii_lowercase();
+        let host = authority
+            .host()
+            .trim_start_matches('[')
+            .trim_end_matches(']')
+            .to_ascii_lowercase();
         let port = authority.port_u16();
         // A port that is no number is none for the parser.
-        if host.is_empty() || (port.is_none() && authority.as_str().len() != authority.host().len()) {
+        if host.is_empty() || (port.is_none() && authority.as_str().len() != authority.host().len())
+        {
             return None;
         }
         let url = KeySetUrl {
@@ -69,7 +73,10 @@ impl KeySetUrl {
             host,
             port: port.unwrap_or(if is_secure { 443 } else { 80 }),
             authority: authority.as_str().to_owned(),
-            path: uri.path_and_query().map_or("/", |path| path.as_str()).to_owned(),
+            path: uri
+                .path_and_query()
+                .map_or("/", |path| path.as_str())
+                .to_owned(),
         };
         (url.is_secure || url.is_this_machine()).then_some(url)
     }
@@ -77,7 +84,10 @@ impl KeySetUrl {
     /// Tells whether the address itself says that it is this machine, rather than a name server.
     fn is_this_machine(&self) -> bool {
         self.host == "localhost"
-            || self.host.parse::<IpAddr>().is_ok_and(|address| address.to_canonical().is_loopback())
+            || self
+                .host
+                .parse::<IpAddr>()
+                .is_ok_and(|address| address.to_canonical().is_loopback())
     }
 }
 
@@ -116,7 +126,9 @@ pub(super) struct Fetcher {
 
 impl Fetcher {
     pub(super) async fn fetch(&self) -> Result<KeySet, FetchError> {
-        tokio::time::timeout(self.limit, self.fetch_without_limit()).await.unwrap_or(Err(FetchError::TimedOut))
+        tokio::time::timeout(self.limit, self.fetch_without_limit())
+            .await
+            .unwrap_or(Err(FetchError::TimedOut))
     }
 
     async fn fetch_without_limit(&self) -> Result<KeySet, FetchError> {
@@ -124,7 +136,10 @@ impl Fetcher {
         let bytes = if self.url.is_secure {
             let name = ServerName::try_from(self.url.host.clone())
                 .map_err(|error| FetchError::Tls(io::Error::other(error)))?;
-            let secured = TlsConnector::from(self.tls.clone()).connect(name, stream).await.map_err(FetchError::Tls)?;
+            let secured = TlsConnector::from(self.tls.clone())
+                .connect(name, stream)
+                .await
+                .map_err(FetchError::Tls)?;
             self.exchange(secured).await?
         } else {
             self.exchange(stream).await?
@@ -139,15 +154,18 @@ impl Fetcher {
             objection(address.ip(), self.url.is_this_machine(), self.is_private)
                 .map_or(Ok(()), |kind| Err(FetchError::Special(kind)))?;
         }
-        TcpStream::connect(addresses.as_slice()).await.map_err(FetchError::Unreachable)
+        TcpStream::connect(addresses.as_slice())
+            .await
+            .map_err(FetchError::Unreachable)
     }
 
     async fn exchange(
         &self,
         stream: impl AsyncRead + AsyncWrite + Unpin + Send + 'static,
     ) -> Result<Bytes, FetchError> {
-        let (mut sender, connection) =
-            hyper::client::conn::http1::handshake(TokioIo::new(stream)).await.map_err(FetchError::Exchange)?;
+        let (mut sender, connection) = hyper::client::conn::http1::handshake(TokioIo::new(stream))
+            .await
+            .map_err(FetchError::Exchange)?;
         let _connection = EndsWithUs(tokio::spawn(connection).abort_handle());
         let request = Request::get(&self.url.path)
             .header(HOST, &self.url.authority)
@@ -155,11 +173,16 @@ impl Fetcher {
             .header(USER_AGENT, concat!("cellblock/", env!("CARGO_PKG_VERSION")))
             .body(Empty::<Bytes>::new())
             .expect("the parts come from an address that was parsed");
-        let answer = sender.send_request(request).await.map_err(FetchError::Exchange)?;
+        let answer = sender
+            .send_request(request)
+            .await
+            .map_err(FetchError::Exchange)?;
         if answer.status() != StatusCode::OK {
             return Err(FetchError::Status(answer.status()));
         }
-        let body = Limited::new(answer.into_body(), LARGEST_KEY_SET).collect().await;
+        let body = Limited::new(answer.into_body(), LARGEST_KEY_SET)
+            .collect()
+            .await;
         Ok(body.map_err(|_| FetchError::Body)?.to_bytes())
     }
 }
@@ -265,7 +288,11 @@ mod tests {
                 Err(_) => return,
             }
         }
-        assert!(request.starts_with(b"GET /keys HTTP/1.1\r\n"), "{}", String::from_utf8_lossy(&request));
+        assert!(
+            request.starts_with(b"GET /keys HTTP/1.1\r\n"),
+            "{}",
+            String::from_utf8_lossy(&request)
+        );
         counter.fetch_add(1, Ordering::SeqCst);
         match answer {
             Some(answer) => {
@@ -278,7 +305,13 @@ mod tests {
     }
 
     fn answer(status: &str, headers: &str, body: &str) -> Option<Vec<u8>> {
-        Some(format!("HTTP/1.1 {status}\r\nContent-Length: {}\r\n{headers}\r\n{body}", body.len()).into_bytes())
+        Some(
+            format!(
+                "HTTP/1.1 {status}\r\nContent-Length: {}\r\n{headers}\r\n{body}",
+                body.len()
+            )
+            .into_bytes(),
+        )
     }
 
     fn key_set() -> String {
@@ -286,14 +319,22 @@ mod tests {
     }
 
     fn fetcher(url: KeySetUrl) -> Fetcher {
-        Fetcher { url, is_private: false, tls: tls_with(RootCertStore::empty()), limit: LONGEST_FETCH }
+        Fetcher {
+            url,
+            is_private: false,
+            tls: tls_with(RootCertStore::empty()),
+            limit: LONGEST_FETCH,
+        }
     }
 
     #[tokio::test]
     async fn a_key_set_is_fetched() {
         let server = Scripted::start(answer("200 OK", "", &key_set()), None).await;
         let keys = fetcher(server.url("http")).fetch().await.unwrap();
-        assert_eq!(keys.find(None, super::super::keys::Algorithm::Rs256), Some(&RSA_SIGNER.public));
+        assert_eq!(
+            keys.find(None, super::super::keys::Algorithm::Rs256),
+            Some(&RSA_SIGNER.public)
+        );
         assert_eq!(server.requests.load(Ordering::SeqCst), 1);
     }
 
@@ -301,27 +342,59 @@ mod tests {
     async fn a_redirect_is_not_followed() {
         let target = Scripted::start(answer("200 OK", "", &key_set()), None).await;
         let location = format!("Location: http://localhost:{}/keys\r\n", target.port);
-        for status in ["301 Moved Permanently", "302 Found", "307 Temporary Redirect", "308 Permanent Redirect"] {
+        for status in [
+            "301 Moved Permanently",
+            "302 Found",
+            "307 Temporary Redirect",
+            "308 Permanent Redirect",
+        ] {
             let server = Scripted::start(answer(status, &location, ""), None).await;
-            assert!(matches!(fetcher(server.url("http")).fetch().await, Err(FetchError::Status(_))), "{status}");
+            assert!(
+                matches!(
+                    fetcher(server.url("http")).fetch().await,
+                    Err(FetchError::Status(_))
+                ),
+                "{status}"
+            );
         }
         assert_eq!(target.requests.load(Ordering::SeqCst), 0);
     }
 
     #[tokio::test]
     async fn an_answer_that_is_no_key_set_is_refused() {
-        for (status, body) in
-            [("500 Internal Server Error", key_set()), ("404 Not Found", key_set()), ("204 No Content", String::new())]
-        {
+        for (status, body) in [
+            ("500 Internal Server Error", key_set()),
+            ("404 Not Found", key_set()),
+            ("204 No Content", String::new()),
+        ] {
             let server = Scripted::start(answer(status, "", &body), None).await;
-            assert!(matches!(fetcher(server.url("http")).fetch().await, Err(FetchError::Status(_))), "{status}");
+            assert!(
+                matches!(
+                    fetcher(server.url("http")).fetch().await,
+                    Err(FetchError::Status(_))
+                ),
+                "{status}"
+            );
         }
         let page = Scripted::start(answer("200 OK", "", "<html>sign in</html>"), None).await;
-        assert!(matches!(fetcher(page.url("http")).fetch().await, Err(FetchError::NotAKeySet(_))));
+        assert!(matches!(
+            fetcher(page.url("http")).fetch().await,
+            Err(FetchError::NotAKeySet(_))
+        ));
         let noise = Scripted::start(Some(b"SSH-2.0-hello\r\n\r\n".to_vec()), None).await;
-        assert!(matches!(fetcher(noise.url("http")).fetch().await, Err(FetchError::Exchange(_))));
-        let short = Scripted::start(Some(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{".to_vec()), None).await;
-        assert!(matches!(fetcher(short.url("http")).fetch().await, Err(FetchError::Body)));
+        assert!(matches!(
+            fetcher(noise.url("http")).fetch().await,
+            Err(FetchError::Exchange(_))
+        ));
+        let short = Scripted::start(
+            Some(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{".to_vec()),
+            None,
+        )
+        .await;
+        assert!(matches!(
+            fetcher(short.url("http")).fetch().await,
+            Err(FetchError::Body)
+        ));
     }
 
     #[tokio::test]
@@ -332,47 +405,80 @@ mod tests {
         };
         let largest = Scripted::start(answer("200 OK", "", &padded(LARGEST_KEY_SET)), None).await;
         assert!(fetcher(largest.url("http")).fetch().await.is_ok()); // control
-        let larger = Scripted::start(answer("200 OK", "", &padded(LARGEST_KEY_SET + 1)), None).await;
-        assert!(matches!(fetcher(larger.url("http")).fetch().await, Err(FetchError::Body)));
+        let larger =
+            Scripted::start(answer("200 OK", "", &padded(LARGEST_KEY_SET + 1)), None).await;
+        assert!(matches!(
+            fetcher(larger.url("http")).fetch().await,
+            Err(FetchError::Body)
+        ));
     }
 
     #[tokio::test]
     async fn a_server_that_does_not_answer_is_given_up() {
         let server = Scripted::start(None, None).await;
-        let impatient = Fetcher { limit: Duration::from_millis(50), ..fetcher(server.url("http")) };
+        let impatient = Fetcher {
+            limit: Duration::from_millis(50),
+            ..fetcher(server.url("http"))
+        };
         assert!(matches!(impatient.fetch().await, Err(FetchError::TimedOut)));
-        let closed = TcpListener::bind("127.0.0.1:0").await.unwrap().local_addr().unwrap().port();
+        let closed = TcpListener::bind("127.0.0.1:0")
+            .await
+            .unwrap()
+            .local_addr()
+            .unwrap()
+            .port();
         let url = KeySetUrl::parse(&format!("http://127.0.0.1:{closed}/keys")).unwrap();
-        assert!(matches!(fetcher(url).fetch().await, Err(FetchError::Unreachable(_))));
+        assert!(matches!(
+            fetcher(url).fetch().await,
+            Err(FetchError::Unreachable(_))
+        ));
     }
 
     #[tokio::test]
     async fn https_needs_a_certificate_that_is_trusted_and_for_this_name() {
         let start = async |name: &str| {
-            let CertifiedKey { cert, signing_key } = generate_simple_self_signed([name.to_owned()]).unwrap();
-            let config = ServerConfig::builder_with_provider(Arc::new(rustls::crypto::ring::default_provider()))
-                .with_safe_default_protocol_versions()
-                .unwrap()
-                .with_no_client_auth()
-                .with_single_cert(
-                    vec![cert.der().clone()],
-                    PrivateKeyDer::try_from(signing_key.serialize_der()).unwrap(),
-                )
-                .unwrap();
+            let CertifiedKey { cert, signing_key } =
+                generate_simple_self_signed([name.to_owned()]).unwrap();
+            let config = ServerConfig::builder_with_provider(Arc::new(
+                rustls::crypto::ring::default_provider(),
+            ))
+            .with_safe_default_protocol_versions()
+            .unwrap()
+            .with_no_client_auth()
+            .with_single_cert(
+                vec![cert.der().clone()],
+                PrivateKeyDer::try_from(signing_key.serialize_der()).unwrap(),
+            )
+            .unwrap();
             let mut roots = RootCertStore::empty();
             roots.add(cert.der().clone()).unwrap();
-            let server =
-                Scripted::start(answer("200 OK", "", &key_set()), Some(TlsAcceptor::from(Arc::new(config)))).await;
+            let server = Scripted::start(
+                answer("200 OK", "", &key_set()),
+                Some(TlsAcceptor::from(Arc::new(config))),
+            )
+            .await;
             (server, tls_with(roots))
         };
         let (server, trusting) = start("localhost").await;
         let strange = fetcher(server.url("https"));
-        assert!(matches!(strange.fetch().await, Err(FetchError::Tls(_))), "nobody vouches for it");
-        let known = Fetcher { tls: trusting.clone(), ..strange };
+        assert!(
+            matches!(strange.fetch().await, Err(FetchError::Tls(_))),
+            "nobody vouches for it"
+        );
+        let known = Fetcher {
+            tls: trusting.clone(),
+            ..strange
+        };
         known.fetch().await.unwrap(); // control
         let (other, trusting) = start("other.example.com").await;
-        let misled = Fetcher { tls: trusting, ..fetcher(other.url("https")) };
-        assert!(matches!(misled.fetch().await, Err(FetchError::Tls(_))), "it is for another name");
+        let misled = Fetcher {
+            tls: trusting,
+            ..fetcher(other.url("https"))
+        };
+        assert!(
+            matches!(misled.fetch().await, Err(FetchError::Tls(_))),
+            "it is for another name"
+        );
         assert_eq!(other.requests.load(Ordering::SeqCst), 0);
     }
 
@@ -411,14 +517,21 @@ mod tests {
             assert_eq!(KeySetUrl::parse(text), None, "{text}");
         }
         let url = KeySetUrl::parse("https://ID.example.com:8443/a?b=c").unwrap();
-        assert_eq!((url.host.as_str(), url.port, url.path.as_str()), ("id.example.com", 8443, "/a?b=c"));
-        assert_eq!(KeySetUrl::parse("https://id.example.com").unwrap().path, "/");
+        assert_eq!(
+            (url.host.as_str(), url.port, url.path.as_str()),
+            ("id.example.com", 8443, "/a?b=c")
+        );
+        assert_eq!(
+            KeySetUrl::parse("https://id.example.com").unwrap().path,
+            "/"
+        );
     }
 
     #[test]
     fn an_address_that_is_not_public_is_dialled_only_if_the_operator_says_so() {
-        let judged =
-            |text: &str, is_this_machine, is_private| objection(text.parse().unwrap(), is_this_machine, is_private);
+        let judged = |text: &str, is_this_machine, is_private| {
+            objection(text.parse().unwrap(), is_this_machine, is_private)
+        };
         assert_eq!(judged("93.184.215.14", false, false), None);
         for (text, kind) in [
             ("127.0.0.1", "a loopback address"),
@@ -430,11 +543,17 @@ mod tests {
         ] {
             assert_eq!(judged(text, false, false), Some(kind), "{text}");
         }
-        assert!(judged("169.254.169.254", false, true).is_some(), "metadata of a cloud is never a key server");
+        assert!(
+            judged("169.254.169.254", false, true).is_some(),
+            "metadata of a cloud is never a key server"
+        );
         assert!(judged("127.0.0.1", false, true).is_some());
         assert_eq!(judged("10.1.2.3", false, true), None);
         assert_eq!(judged("fd12::1", false, true), None);
         assert_eq!(judged("127.0.0.1", true, false), None);
-        assert_eq!(judged("93.184.215.14", true, false), Some("another machine"));
+        assert_eq!(
+            judged("93.184.215.14", true, false),
+            Some("another machine")
+        );
     }
 }

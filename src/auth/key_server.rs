@@ -74,22 +74,36 @@ struct State {
 
 impl KeyServer {
     pub(super) fn new(issuer: String, source: Arc<dyn Source>) -> KeyServer {
-        KeyServer { issuer, source, state: Arc::default() }
+        KeyServer {
+            issuer,
+            source,
+            state: Arc::default(),
+        }
     }
 
     /// Finds the key of a token, asking the issuer if need be.
-    pub(super) async fn find(&self, id: Option<&str>, algorithm: Algorithm) -> Result<PublicKey, NoKey> {
+    pub(super) async fn find(
+        &self,
+        id: Option<&str>,
+        algorithm: Algorithm,
+    ) -> Result<PublicKey, NoKey> {
         if let Some(answer) = self.look(id, algorithm, Asked::NotYet) {
             return answer;
         }
         let mut answered = self.ask();
         // The sender sends nothing: it is dropped when the answer is in its place.
         let _ = answered.changed().await;
-        self.look(id, algorithm, Asked::Just).expect("after a question there is no other")
+        self.look(id, algorithm, Asked::Just)
+            .expect("after a question there is no other")
     }
 
     /// Looks at what is there. `None` means that the issuer is to be asked first.
-    fn look(&self, id: Option<&str>, algorithm: Algorithm, asked: Asked) -> Option<Result<PublicKey, NoKey>> {
+    fn look(
+        &self,
+        id: Option<&str>,
+        algorithm: Algorithm,
+        asked: Asked,
+    ) -> Option<Result<PublicKey, NoKey>> {
         let (step, key) = {
             let state = self.lock();
             let set = state.keys.as_ref().map(|(set, _)| set.clone());
@@ -104,7 +118,9 @@ impl KeyServer {
             }
             (Step::Ask, _) => None,
             (Step::Refuse(why), _) => Some(Err(why)),
-            (Step::Use | Step::UseAndAsk, None) => unreachable!("a key that is not known is not used"),
+            (Step::Use | Step::UseAndAsk, None) => {
+                unreachable!("a key that is not known is not used")
+            }
         }
     }
 
@@ -116,7 +132,8 @@ impl KeyServer {
         }
         let (answer, answered) = watch::channel(());
         state.question = Some(answered.clone());
-        let (source, shared, issuer) = (self.source.clone(), self.state.clone(), self.issuer.clone());
+        let (source, shared, issuer) =
+            (self.source.clone(), self.state.clone(), self.issuer.clone());
         tokio::spawn(async move {
             let fetched = source.fetch().await;
             match &fetched {
@@ -155,7 +172,9 @@ impl State {
 
     /// The question that is under way. One whose task came to grief is closed without an answer, and does not count.
     fn under_way(&self) -> Option<&watch::Receiver<()>> {
-        self.question.as_ref().filter(|question| question.has_changed().is_ok())
+        self.question
+            .as_ref()
+            .filter(|question| question.has_changed().is_ok())
     }
 }
 
@@ -192,12 +211,17 @@ enum Step {
 /// Decides. Performs nothing; `KeyServer` acts.
 fn next_step(view: &View, asked: Asked) -> Step {
     let may_ask = |pause: Duration| {
-        asked == Asked::NotYet && (view.is_being_asked || view.since_asked.is_none_or(|since| since >= pause))
+        asked == Asked::NotYet
+            && (view.is_being_asked || view.since_asked.is_none_or(|since| since >= pause))
     };
     let has_usable_keys = view.age.is_some_and(|age| age < USABLE);
     let is_fresh = view.age.is_some_and(|age| age < FRESH);
     if !has_usable_keys {
-        return if may_ask(PAUSE_WITHOUT_KEYS) { Step::Ask } else { Step::Refuse(NoKey::Away) };
+        return if may_ask(PAUSE_WITHOUT_KEYS) {
+            Step::Ask
+        } else {
+            Step::Refuse(NoKey::Away)
+        };
     }
     match view.is_known {
         true if is_fresh || asked == Asked::Just => Step::Use,
@@ -248,8 +272,11 @@ mod tests {
             let (answer, gate) = {
                 let mut lines = self.0.lock().unwrap();
                 lines.questions += 1;
-                let answer =
-                    if lines.answers.len() > 1 { lines.answers.pop_front() } else { lines.answers.front().cloned() };
+                let answer = if lines.answers.len() > 1 {
+                    lines.answers.pop_front()
+                } else {
+                    lines.answers.front().cloned()
+                };
                 (answer.flatten(), lines.gate.clone())
             };
             Box::pin(async move {
@@ -276,7 +303,10 @@ mod tests {
     }
 
     fn server(script: &Script) -> Arc<KeyServer> {
-        Arc::new(KeyServer::new("https://id.example.com".to_owned(), Arc::new(script.clone())))
+        Arc::new(KeyServer::new(
+            "https://id.example.com".to_owned(),
+            Arc::new(script.clone()),
+        ))
     }
 
     async fn find(server: &KeyServer, id: &str) -> Result<(), NoKey> {
@@ -329,7 +359,10 @@ mod tests {
         assert_eq!(find(&server, "a").await, Ok(()));
         for minute in 0..5 {
             for stranger in 0..200 {
-                assert_eq!(find(&server, &format!("x{stranger}")).await, Err(NoKey::Unknown));
+                assert_eq!(
+                    find(&server, &format!("x{stranger}")).await,
+                    Err(NoKey::Unknown)
+                );
             }
             // In the first minute the answer of the first question is still young enough.
             assert_eq!(script.questions(), 1 + minute);
@@ -376,14 +409,22 @@ mod tests {
             pass(HOUR).await;
             assert_eq!(find(&server, "a").await, Ok(()));
         }
-        assert_eq!(find(&server, "b").await, Err(NoKey::Away), "it may exist; nobody can tell");
+        assert_eq!(
+            find(&server, "b").await,
+            Err(NoKey::Away),
+            "it may exist; nobody can tell"
+        );
         pass(HOUR).await;
         assert_eq!(find(&server, "a").await, Err(NoKey::Away));
         let before = script.questions();
         for _ in 0..100 {
             assert_eq!(find(&server, "a").await, Err(NoKey::Away));
         }
-        assert_eq!(script.questions(), before, "a server that is away is not asked by everybody");
+        assert_eq!(
+            script.questions(),
+            before,
+            "a server that is away is not asked by everybody"
+        );
         script.says(keys(&["a"]));
         pass(PAUSE_WITHOUT_KEYS).await;
         assert_eq!(find(&server, "a").await, Ok(()), "it recovers by itself");
@@ -410,7 +451,11 @@ mod tests {
         assert_eq!(find(&server, "a").await, Ok(()));
         script.says(None);
         pass(HOUR).await;
-        assert_eq!(find(&server, "a").await, Ok(()), "this one waited for the question that failed");
+        assert_eq!(
+            find(&server, "a").await,
+            Ok(()),
+            "this one waited for the question that failed"
+        );
         // From here on the server does not even answer.
         script.0.lock().unwrap().gate = Some(Arc::new(Notify::new()));
         pass(MINUTE).await;
@@ -434,17 +479,41 @@ mod tests {
 
     #[test]
     fn no_state_lets_anybody_in_without_a_key_that_is_young_enough() {
-        let times = [None, Some(Duration::ZERO), Some(MINUTE), Some(HOUR), Some(24 * HOUR), Some(100 * HOUR)];
+        let times = [
+            None,
+            Some(Duration::ZERO),
+            Some(MINUTE),
+            Some(HOUR),
+            Some(24 * HOUR),
+            Some(100 * HOUR),
+        ];
         for age in times {
             for since_asked in times {
                 for bits in 0..16 {
-                    let (is_away, is_being_asked, is_known) = (bits & 1 > 0, bits & 2 > 0, bits & 4 > 0);
-                    let asked = if bits & 8 > 0 { Asked::Just } else { Asked::NotYet };
-                    let view = View { age, since_asked, is_away, is_being_asked, is_known };
+                    let (is_away, is_being_asked, is_known) =
+                        (bits & 1 > 0, bits & 2 > 0, bits & 4 > 0);
+                    let asked = if bits & 8 > 0 {
+                        Asked::Just
+                    } else {
+                        Asked::NotYet
+                    };
+                    let view = View {
+                        age,
+                        since_asked,
+                        is_away,
+                        is_being_asked,
+                        is_known,
+                    };
                     let step = next_step(&view, asked);
                     let uses = matches!(step, Step::Use | Step::UseAndAsk);
-                    assert!(!uses || (is_known && age.is_some_and(|age| age < USABLE)), "{view:?}: {step:?}");
-                    assert!(asked == Asked::NotYet || step != Step::Ask, "{view:?}: asked for ever");
+                    assert!(
+                        !uses || (is_known && age.is_some_and(|age| age < USABLE)),
+                        "{view:?}: {step:?}"
+                    );
+                    assert!(
+                        asked == Asked::NotYet || step != Step::Ask,
+                        "{view:?}: asked for ever"
+                    );
                 }
             }
         }

@@ -8,7 +8,9 @@
 use base64::Engine;
 use base64::engine::general_purpose::URL_SAFE_NO_PAD;
 use cellblock_json::Budget;
-use ring::signature::{self, RsaParameters, RsaPublicKeyComponents, UnparsedPublicKey, VerificationAlgorithm};
+use ring::signature::{
+    self, RsaParameters, RsaPublicKeyComponents, UnparsedPublicKey, VerificationAlgorithm,
+};
 use rsa::pkcs1;
 use rsa::pkcs8::der::{Decode, Document, asn1::ObjectIdentifier};
 use rsa::pkcs8::spki::SubjectPublicKeyInfoRef;
@@ -61,7 +63,9 @@ impl Algorithm {
 
     /// Finds an algorithm by its name, which has exactly one spelling.
     pub fn from_name(name: &str) -> Option<Algorithm> {
-        Algorithm::ALL.into_iter().find(|algorithm| algorithm.name() == name)
+        Algorithm::ALL
+            .into_iter()
+            .find(|algorithm| algorithm.name() == name)
     }
 
     fn for_rsa(self) -> Option<&'static RsaParameters> {
@@ -96,7 +100,9 @@ pub(super) enum PublicKey {
 pub enum PublicKeyProblem {
     #[error("it is not a public key in PEM form (BEGIN PUBLIC KEY)")]
     NotPem,
-    #[error("it is a private key, which does not belong here; give its public key, and keep the private one elsewhere")]
+    #[error(
+        "it is a private key, which does not belong here; give its public key, and keep the private one elsewhere"
+    )]
     Private,
     #[error("it is a certificate; give its public key")]
     Certificate,
@@ -123,7 +129,8 @@ impl PublicKey {
         if text.contains("BEGIN CERTIFICATE-----") {
             return Err(PublicKeyProblem::Certificate);
         }
-        let (label, document) = Document::from_pem(text.trim()).map_err(|_| PublicKeyProblem::NotPem)?;
+        let (label, document) =
+            Document::from_pem(text.trim()).map_err(|_| PublicKeyProblem::NotPem)?;
         match label {
             "PUBLIC KEY" => PublicKey::from_der(document.as_bytes()),
             "RSA PUBLIC KEY" => PublicKey::from_pkcs1(document.as_bytes()),
@@ -133,9 +140,17 @@ impl PublicKey {
 
     /// Reads a SubjectPublicKeyInfo (RFC 5280).
     pub(super) fn from_der(bytes: &[u8]) -> Result<PublicKey, PublicKeyProblem> {
-        let info = SubjectPublicKeyInfoRef::from_der(bytes).map_err(|_| PublicKeyProblem::NotPem)?;
-        let key = info.subject_public_key.as_bytes().ok_or(PublicKeyProblem::Unknown)?;
-        let curve = || info.algorithm.parameters_oid().map_err(|_| PublicKeyProblem::Unknown);
+        let info =
+            SubjectPublicKeyInfoRef::from_der(bytes).map_err(|_| PublicKeyProblem::NotPem)?;
+        let key = info
+            .subject_public_key
+            .as_bytes()
+            .ok_or(PublicKeyProblem::Unknown)?;
+        let curve = || {
+            info.algorithm
+                .parameters_oid()
+                .map_err(|_| PublicKeyProblem::Unknown)
+        };
         match info.algorithm.oid {
             RSA => PublicKey::from_pkcs1(key),
             ELLIPTIC if curve()? == P256 => PublicKey::point(key, 32),
@@ -151,7 +166,13 @@ impl PublicKey {
     }
 
     fn rsa(modulus: &[u8], exponent: &[u8]) -> Result<PublicKey, PublicKeyProblem> {
-        let strip = |bytes: &[u8]| bytes.iter().copied().skip_while(|byte| *byte == 0).collect::<Vec<u8>>();
+        let strip = |bytes: &[u8]| {
+            bytes
+                .iter()
+                .copied()
+                .skip_while(|byte| *byte == 0)
+                .collect::<Vec<u8>>()
+        };
         let (modulus, exponent) = (strip(modulus), strip(exponent));
         // A modulus of 256 bytes whose first bit is not set has fewer than 2048 bits.
         let is_short = modulus.len() == *RSA_BYTES.start() && modulus[0] < 0x80;
@@ -165,7 +186,11 @@ impl PublicKey {
         if bytes.len() != 1 + 2 * size || bytes[0] != 4 {
             return Err(PublicKeyProblem::Unknown);
         }
-        Ok(if size == 32 { PublicKey::P256(bytes.to_vec()) } else { PublicKey::P384(bytes.to_vec()) })
+        Ok(if size == 32 {
+            PublicKey::P256(bytes.to_vec())
+        } else {
+            PublicKey::P384(bytes.to_vec())
+        })
     }
 
     /// Reads one key of a set, or nothing if it is for something else or of a type that we do not use.
@@ -174,9 +199,15 @@ impl PublicKey {
         let bytes = |name: &str| URL_SAFE_NO_PAD.decode(text(name)?).ok();
         match (text("kty")?, text("crv")) {
             ("RSA", _) => PublicKey::rsa(&bytes("n")?, &bytes("e")?).ok(),
-            ("EC", Some("P-256")) => Self::point(&[vec![4], bytes("x")?, bytes("y")?].concat(), 32).ok(),
-            ("EC", Some("P-384")) => Self::point(&[vec![4], bytes("x")?, bytes("y")?].concat(), 48).ok(),
-            ("OKP", Some("Ed25519")) => bytes("x").filter(|key| key.len() == 32).map(PublicKey::Ed25519),
+            ("EC", Some("P-256")) => {
+                Self::point(&[vec![4], bytes("x")?, bytes("y")?].concat(), 32).ok()
+            }
+            ("EC", Some("P-384")) => {
+                Self::point(&[vec![4], bytes("x")?, bytes("y")?].concat(), 48).ok()
+            }
+            ("OKP", Some("Ed25519")) => bytes("x")
+                .filter(|key| key.len() == 32)
+                .map(PublicKey::Ed25519),
             _ => None,
         }
     }
@@ -194,11 +225,19 @@ impl PublicKey {
     /// Tells whether `signature` was made for `message` by the owner of this key. A key that does not fit says no.
     pub(super) fn verify(&self, algorithm: Algorithm, message: &[u8], signature: &[u8]) -> bool {
         let check = |method: &'static dyn VerificationAlgorithm, key: &[u8]| {
-            self.fits(algorithm) && UnparsedPublicKey::new(method, key).verify(message, signature).is_ok()
+            self.fits(algorithm)
+                && UnparsedPublicKey::new(method, key)
+                    .verify(message, signature)
+                    .is_ok()
         };
         match self {
             PublicKey::Rsa { modulus, exponent } => algorithm.for_rsa().is_some_and(|method| {
-                RsaPublicKeyComponents { n: modulus, e: exponent }.verify(method, message, signature).is_ok()
+                RsaPublicKeyComponents {
+                    n: modulus,
+                    e: exponent,
+                }
+                .verify(method, message, signature)
+                .is_ok()
             }),
             PublicKey::P256(point) => check(&signature::ECDSA_P256_SHA256_FIXED, point),
             PublicKey::P384(point) => check(&signature::ECDSA_P384_SHA384_FIXED, point),
@@ -220,7 +259,10 @@ struct Entry {
 }
 
 /// What a key set may hold: a thousand keys.
-const KEY_SET: Budget = Budget { depth: 32, memory: 4 * 1024 * 1024 };
+const KEY_SET: Budget = Budget {
+    depth: 32,
+    memory: 4 * 1024 * 1024,
+};
 
 /// A document that is not a key set.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
@@ -231,21 +273,33 @@ impl KeySet {
     /// Reads a key set as issuers publish it.
     pub(super) fn from_json(bytes: &[u8]) -> Result<KeySet, NotAKeySet> {
         let document: Value = cellblock_json::read(bytes, KEY_SET).map_err(|_| NotAKeySet)?;
-        let keys = document.get("keys").and_then(Value::as_array).ok_or(NotAKeySet)?;
+        let keys = document
+            .get("keys")
+            .and_then(Value::as_array)
+            .ok_or(NotAKeySet)?;
         Ok(KeySet(keys.iter().filter_map(Entry::from_jwk).collect()))
     }
 
     /// Makes a set of the one key that an operator gave. It has no id, and a token may call it what it likes.
     pub(super) fn of_one(key: PublicKey) -> KeySet {
-        KeySet(vec![Entry { id: None, algorithm: None, key }])
+        KeySet(vec![Entry {
+            id: None,
+            algorithm: None,
+            key,
+        }])
     }
 
     /// Finds the key of a token: the one it names or, if it names none, the only one that fits.
     pub(super) fn find(&self, id: Option<&str>, algorithm: Algorithm) -> Option<&PublicKey> {
         let mut fitting = self.0.iter().filter(|entry| entry.is_for(algorithm));
         match id {
-            Some(id) => fitting.find(|entry| entry.id.as_deref() == Some(id)).map(|entry| &entry.key),
-            None => fitting.next().filter(|_| fitting.next().is_none()).map(|entry| &entry.key),
+            Some(id) => fitting
+                .find(|entry| entry.id.as_deref() == Some(id))
+                .map(|entry| &entry.key),
+            None => fitting
+                .next()
+                .filter(|_| fitting.next().is_none())
+                .map(|entry| &entry.key),
         }
     }
 }
@@ -254,17 +308,30 @@ impl Entry {
     fn from_jwk(jwk: &Value) -> Option<Entry> {
         let is_text_or_absent = |name: &str| jwk.get(name).is_none_or(Value::is_string);
         let is_for_signatures = jwk.get("use").is_none_or(|purpose| purpose == "sig");
-        let may_verify = jwk
-            .get("key_ops")
-            .is_none_or(|uses| uses.as_array().is_some_and(|uses| uses.iter().any(|operation| operation == "verify")));
-        if !is_for_signatures || !may_verify || !is_text_or_absent("kid") || !is_text_or_absent("alg") {
+        let may_verify = jwk.get("key_ops").is_none_or(|uses| {
+            uses.as_array()
+                .is_some_and(|uses| uses.iter().any(|operation| operation == "verify"))
+        });
+        if !is_for_signatures
+            || !may_verify
+            || !is_text_or_absent("kid")
+            || !is_text_or_absent("alg")
+        {
             return None;
         }
         let text = |name: &str| jwk.get(name).and_then(Value::as_str).map(str::to_owned);
-        Some(Entry { id: text("kid"), algorithm: text("alg"), key: PublicKey::from_jwk(jwk)? })
+        Some(Entry {
+            id: text("kid"),
+            algorithm: text("alg"),
+            key: PublicKey::from_jwk(jwk)?,
+        })
     }
 
     fn is_for(&self, algorithm: Algorithm) -> bool {
-        self.key.fits(algorithm) && self.algorithm.as_deref().is_none_or(|name| name == algorithm.name())
+        self.key.fits(algorithm)
+            && self
+                .algorithm
+                .as_deref()
+                .is_none_or(|name| name == algorithm.name())
     }
 }

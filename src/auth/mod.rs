@@ -38,5 +38,6 @@ pub use development::DevelopmentError;
 pub use fetch::{FetchError, KeySetUrl};
 pub use keys::{Algorithm, NotAKeySet, PublicKeyProblem};
 pub use settings::{
-    AuthChoice, AuthSettings, AuthSetupError, Issuer, IssuerVariables, KeySource, MayNotListen, USUAL_AUDIENCE,
+    AuthChoice, AuthSettings, AuthSetupError, Issuer, IssuerVariables, KeySource, MayNotListen,
+    USUAL_AUDIENCE,
 };

@@ -62,11 +62,13 @@ pub struct Issuer {
 
 impl Issuer {
     /// What a name may be, for messages.
-    pub const NAME_ALLOWED: &str = "1 to 512 letters without spaces, usually an address such as https://id.example.com";
+    pub const NAME_ALLOWED: &str =
+        "1 to 512 letters without spaces, usually an address such as https://id.example.com";
 
     /// Tells whether an issuer may have this name. It has no space, so that where it ends in a principal is certain.
     pub fn is_name(text: &str) -> bool {
-        (1..=512).contains(&text.len()) && !text.contains(|letter: char| letter.is_whitespace() || letter.is_control())
+        (1..=512).contains(&text.len())
+            && !text.contains(|letter: char| letter.is_whitespace() || letter.is_control())
     }
 }
 
@@ -96,13 +98,20 @@ pub struct IssuerVariables {
 #[derive(Debug, thiserror::Error)]
 pub enum AuthSetupError {
     #[error("auth is \"{choice}\", but {other}; take one of them away")]
-    Contradiction { choice: &'static str, other: &'static str },
+    Contradiction {
+        choice: &'static str,
+        other: &'static str,
+    },
     #[error("{variable} needs MCP_ISSUER beside it: the issuer that tokens must name")]
     NoIssuer { variable: &'static str },
     #[error("MCP_JWKS_URI and MCP_PUBLIC_KEY_PATH are both set; take one of them away")]
     TwoKeySources,
     #[error("{variable} cannot be \"{given}\"; allowed: {allowed}")]
-    Variable { variable: &'static str, given: String, allowed: &'static str },
+    Variable {
+        variable: &'static str,
+        given: String,
+        allowed: &'static str,
+    },
     #[error(
         "MCP_ALGORITHM cannot be \"{given}\" in development, where the key is an RSA key of our own; take it away, or name a key"
     )]
@@ -128,7 +137,10 @@ pub enum AuthSetupError {
         cause: io::Error,
     },
     #[error("the public key of the issuer \"{issuer}\" does not fit the algorithm {}", algorithm.name())]
-    Misfit { issuer: String, algorithm: Algorithm },
+    Misfit {
+        issuer: String,
+        algorithm: Algorithm,
+    },
     #[error(
         "{} decides who may call, but it lies in or holds {}, which sandboxes or clients can reach. Move it to another folder",
         path.display(), shown.display()
@@ -157,29 +169,52 @@ pub enum MayNotListen {
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Plan {
     Off,
-    Development { issuer: String, audiences: Vec<String> },
-    Given { issuers: Vec<Issuer> },
+    Development {
+        issuer: String,
+        audiences: Vec<String>,
+    },
+    Given {
+        issuers: Vec<Issuer>,
+    },
 }
 
 /// Decides what the settings come to, or refuses them. Looks at no file.
 pub(super) fn plan(settings: &AuthSettings) -> Result<Plan, AuthSetupError> {
     refuse_repetitions(&settings.api_keys)?;
     let from_variables = settings.variables.issuer()?;
-    let other = match (&from_variables, &settings.issuers[..], &settings.api_keys[..]) {
+    let other = match (
+        &from_variables,
+        &settings.issuers[..],
+        &settings.api_keys[..],
+    ) {
         (Some(_), _, _) => Some("MCP_JWKS_URI or MCP_PUBLIC_KEY_PATH names an issuer"),
         (None, [_, ..], _) => Some("an issuer is described"),
         (None, [], [_, ..]) => Some("an API key is described"),
         (None, [], []) => None,
     };
     match (settings.choice, other) {
-        (AuthChoice::Off, Some(other)) => Err(AuthSetupError::Contradiction { choice: "off", other }),
-        (AuthChoice::Development, Some(other)) => Err(AuthSetupError::Contradiction { choice: "development", other }),
+        (AuthChoice::Off, Some(other)) => Err(AuthSetupError::Contradiction {
+            choice: "off",
+            other,
+        }),
+        (AuthChoice::Development, Some(other)) => Err(AuthSetupError::Contradiction {
+            choice: "development",
+            other,
+        }),
         (AuthChoice::Off, None) => Ok(Plan::Off),
         (AuthChoice::Usual | AuthChoice::Development, None) => settings.variables.development(),
         (AuthChoice::Usual, Some(_)) => {
-            let issuers: Vec<Issuer> = settings.issuers.iter().cloned().chain(from_variables).collect();
+            let issuers: Vec<Issuer> = settings
+                .issuers
+                .iter()
+                .cloned()
+                .chain(from_variables)
+                .collect();
             let names = || issuers.iter().map(|issuer| &issuer.name);
-            match names().enumerate().find(|(place, name)| names().take(*place).any(|other| other == *name)) {
+            match names()
+                .enumerate()
+                .find(|(place, name)| names().take(*place).any(|other| other == *name))
+            {
                 Some((_, name)) => Err(AuthSetupError::IssuerTwice { name: name.clone() }),
                 None => Ok(Plan::Given { issuers }),
             }
@@ -191,10 +226,15 @@ fn refuse_repetitions(keys: &[ApiKey]) -> Result<(), AuthSetupError> {
     for (place, key) in keys.iter().enumerate() {
         for other in &keys[..place] {
             if other.name == key.name {
-                return Err(AuthSetupError::KeyTwice { name: key.name.clone() });
+                return Err(AuthSetupError::KeyTwice {
+                    name: key.name.clone(),
+                });
             }
             if other.hash == key.hash {
-                return Err(AuthSetupError::SameKey { one: other.name.clone(), other: key.name.clone() });
+                return Err(AuthSetupError::SameKey {
+                    one: other.name.clone(),
+                    other: key.name.clone(),
+                });
             }
         }
     }
@@ -210,43 +250,73 @@ impl IssuerVariables {
             (Some(text), None) => {
                 let refused = refused("MCP_JWKS_URI", text, KeySetUrl::ALLOWED);
                 let url = KeySetUrl::parse(text).ok_or(refused)?;
-                (KeySource::Server { url, is_private: false }, "MCP_JWKS_URI")
+                (
+                    KeySource::Server {
+                        url,
+                        is_private: false,
+                    },
+                    "MCP_JWKS_URI",
+                )
             }
             (None, Some(path)) => (KeySource::File(path.clone()), "MCP_PUBLIC_KEY_PATH"),
         };
-        let name = self.issuer_name()?.ok_or(AuthSetupError::NoIssuer { variable })?;
+        let name = self
+            .issuer_name()?
+            .ok_or(AuthSetupError::NoIssuer { variable })?;
         let algorithm = match &self.algorithm {
             None => Algorithm::Rs256,
-            Some(text) => {
-                Algorithm::from_name(text).ok_or_else(|| refused("MCP_ALGORITHM", text, Algorithm::ALLOWED))?
-            }
+            Some(text) => Algorithm::from_name(text)
+                .ok_or_else(|| refused("MCP_ALGORITHM", text, Algorithm::ALLOWED))?,
         };
-        Ok(Some(Issuer { name, keys, audiences: vec![self.audience()], algorithms: vec![algorithm], principal: None }))
+        Ok(Some(Issuer {
+            name,
+            keys,
+            audiences: vec![self.audience()],
+            algorithms: vec![algorithm],
+            principal: None,
+        }))
     }
 
     /// Returns what development mode comes to, with what the variables say about it.
     fn development(&self) -> Result<Plan, AuthSetupError> {
-        if let Some(given) = self.algorithm.clone().filter(|name| name != Algorithm::Rs256.name()) {
+        if let Some(given) = self
+            .algorithm
+            .clone()
+            .filter(|name| name != Algorithm::Rs256.name())
+        {
             return Err(AuthSetupError::DevelopmentAlgorithm { given });
         }
-        let issuer = self.issuer_name()?.unwrap_or_else(|| DEVELOPMENT_ISSUER.to_owned());
-        Ok(Plan::Development { issuer, audiences: vec![self.audience()] })
+        let issuer = self
+            .issuer_name()?
+            .unwrap_or_else(|| DEVELOPMENT_ISSUER.to_owned());
+        Ok(Plan::Development {
+            issuer,
+            audiences: vec![self.audience()],
+        })
     }
 
     fn issuer_name(&self) -> Result<Option<String>, AuthSetupError> {
         match &self.issuer {
-            Some(name) if !Issuer::is_name(name) => Err(refused("MCP_ISSUER", name, Issuer::NAME_ALLOWED)),
+            Some(name) if !Issuer::is_name(name) => {
+                Err(refused("MCP_ISSUER", name, Issuer::NAME_ALLOWED))
+            }
             name => Ok(name.clone()),
         }
     }
 
     fn audience(&self) -> String {
-        self.audience.clone().unwrap_or_else(|| USUAL_AUDIENCE.to_owned())
+        self.audience
+            .clone()
+            .unwrap_or_else(|| USUAL_AUDIENCE.to_owned())
     }
 }
 
 fn refused(variable: &'static str, given: &str, allowed: &'static str) -> AuthSetupError {
-    AuthSetupError::Variable { variable, given: given.to_owned(), allowed }
+    AuthSetupError::Variable {
+        variable,
+        given: given.to_owned(),
+        allowed,
+    }
 }
 
 #[cfg(test)]
@@ -256,7 +326,11 @@ mod tests {
     use super::*;
 
     fn key(name: &str) -> ApiKey {
-        ApiKey { name: name.to_owned(), hash: NewKey::generate().unwrap().hash(), scopes: Scopes::everything() }
+        ApiKey {
+            name: name.to_owned(),
+            hash: NewKey::generate().unwrap().hash(),
+            scopes: Scopes::everything(),
+        }
     }
 
     fn issuer(name: &str) -> Issuer {
@@ -270,7 +344,12 @@ mod tests {
     }
 
     fn variables(pairs: &[(&str, &str)]) -> AuthSettings {
-        let of = |name: &str| pairs.iter().find(|(other, _)| *other == name).map(|(_, value)| (*value).to_owned());
+        let of = |name: &str| {
+            pairs
+                .iter()
+                .find(|(other, _)| *other == name)
+                .map(|(_, value)| (*value).to_owned())
+        };
         AuthSettings {
             variables: IssuerVariables {
                 jwks_uri: of("MCP_JWKS_URI"),
@@ -296,43 +375,90 @@ mod tests {
 
     #[test]
     fn nothing_at_all_is_development() {
-        let usual =
-            Plan::Development { issuer: "cellblock-development".to_owned(), audiences: vec!["mcp-pyexec".to_owned()] };
+        let usual = Plan::Development {
+            issuer: "cellblock-development".to_owned(),
+            audiences: vec!["mcp-pyexec".to_owned()],
+        };
         assert_eq!(plan(&AuthSettings::default()).unwrap(), usual);
-        let chosen = AuthSettings { choice: AuthChoice::Development, ..AuthSettings::default() };
+        let chosen = AuthSettings {
+            choice: AuthChoice::Development,
+            ..AuthSettings::default()
+        };
         assert_eq!(plan(&chosen).unwrap(), usual);
-        let described = variables(&[("MCP_ISSUER", "https://me"), ("MCP_AUDIENCE", "us"), ("MCP_ALGORITHM", "RS256")]);
-        let expected = Plan::Development { issuer: "https://me".to_owned(), audiences: vec!["us".to_owned()] };
+        let described = variables(&[
+            ("MCP_ISSUER", "https://me"),
+            ("MCP_AUDIENCE", "us"),
+            ("MCP_ALGORITHM", "RS256"),
+        ]);
+        let expected = Plan::Development {
+            issuer: "https://me".to_owned(),
+            audiences: vec!["us".to_owned()],
+        };
         assert_eq!(plan(&described).unwrap(), expected);
         assert!(refusal(&variables(&[("MCP_ALGORITHM", "ES256")])).contains("in development"));
     }
 
     #[test]
     fn an_address_of_keys_selects_production() {
-        let given = [("MCP_JWKS_URI", "https://id.example.com/keys"), ("MCP_ISSUER", "https://id.example.com")];
-        let [issuer] = &issuers(&variables(&given))[..] else { panic!("there is one issuer") };
+        let given = [
+            ("MCP_JWKS_URI", "https://id.example.com/keys"),
+            ("MCP_ISSUER", "https://id.example.com"),
+        ];
+        let [issuer] = &issuers(&variables(&given))[..] else {
+            panic!("there is one issuer")
+        };
         assert_eq!(issuer.name, "https://id.example.com");
         assert_eq!(
             (&issuer.audiences[..], &issuer.algorithms[..]),
             (&["mcp-pyexec".to_owned()][..], &[Algorithm::Rs256][..])
         );
-        let more = [&given[..], &[("MCP_AUDIENCE", "us"), ("MCP_ALGORITHM", "ES256")]].concat();
-        let [issuer] = &issuers(&variables(&more))[..] else { panic!("there is one issuer") };
-        assert_eq!((&issuer.audiences[..], &issuer.algorithms[..]), (&["us".to_owned()][..], &[Algorithm::Es256][..]));
-        let file = variables(&[("MCP_PUBLIC_KEY_PATH", "/key.pem"), ("MCP_ISSUER", "https://id.example.com")]);
+        let more = [
+            &given[..],
+            &[("MCP_AUDIENCE", "us"), ("MCP_ALGORITHM", "ES256")],
+        ]
+        .concat();
+        let [issuer] = &issuers(&variables(&more))[..] else {
+            panic!("there is one issuer")
+        };
+        assert_eq!(
+            (&issuer.audiences[..], &issuer.algorithms[..]),
+            (&["us".to_owned()][..], &[Algorithm::Es256][..])
+        );
+        let file = variables(&[
+            ("MCP_PUBLIC_KEY_PATH", "/key.pem"),
+            ("MCP_ISSUER", "https://id.example.com"),
+        ]);
         assert_eq!(issuers(&file)[0].keys, KeySource::File("/key.pem".into()));
     }
 
     #[test]
     fn variables_that_do_not_fit_together_are_refused() {
-        let (uri, issuer) = (("MCP_JWKS_URI", "https://id/keys"), ("MCP_ISSUER", "https://id"));
+        let (uri, issuer) = (
+            ("MCP_JWKS_URI", "https://id/keys"),
+            ("MCP_ISSUER", "https://id"),
+        );
         for (given, words) in [
             (&[uri][..], "MCP_JWKS_URI needs MCP_ISSUER"),
-            (&[("MCP_PUBLIC_KEY_PATH", "/key.pem")], "MCP_PUBLIC_KEY_PATH needs MCP_ISSUER"),
-            (&[uri, issuer, ("MCP_PUBLIC_KEY_PATH", "/key.pem")], "both set"),
-            (&[("MCP_JWKS_URI", "http://id.example.com/keys"), issuer], "http:// only with"),
-            (&[uri, issuer, ("MCP_ALGORITHM", "HS256")], "MCP_ALGORITHM cannot be \"HS256\""),
-            (&[uri, issuer, ("MCP_ALGORITHM", "none")], "MCP_ALGORITHM cannot be \"none\""),
+            (
+                &[("MCP_PUBLIC_KEY_PATH", "/key.pem")],
+                "MCP_PUBLIC_KEY_PATH needs MCP_ISSUER",
+            ),
+            (
+                &[uri, issuer, ("MCP_PUBLIC_KEY_PATH", "/key.pem")],
+                "both set",
+            ),
+            (
+                &[("MCP_JWKS_URI", "http://id.example.com/keys"), issuer],
+                "http:// only with",
+            ),
+            (
+                &[uri, issuer, ("MCP_ALGORITHM", "HS256")],
+                "MCP_ALGORITHM cannot be \"HS256\"",
+            ),
+            (
+                &[uri, issuer, ("MCP_ALGORITHM", "none")],
+                "MCP_ALGORITHM cannot be \"none\"",
+            ),
             (&[uri, ("MCP_ISSUER", "a b")], "without spaces"),
         ] {
             let message = refusal(&variables(given));
@@ -343,17 +469,32 @@ mod tests {
 
     #[test]
     fn what_contradicts_itself_is_refused() {
-        let from_variables = variables(&[("MCP_JWKS_URI", "https://id/keys"), ("MCP_ISSUER", "https://id")]);
-        let described = AuthSettings { issuers: vec![issuer("https://id")], ..AuthSettings::default() };
-        let keys = AuthSettings { api_keys: vec![key("ci")], ..AuthSettings::default() };
+        let from_variables = variables(&[
+            ("MCP_JWKS_URI", "https://id/keys"),
+            ("MCP_ISSUER", "https://id"),
+        ]);
+        let described = AuthSettings {
+            issuers: vec![issuer("https://id")],
+            ..AuthSettings::default()
+        };
+        let keys = AuthSettings {
+            api_keys: vec![key("ci")],
+            ..AuthSettings::default()
+        };
         for settings in [&from_variables, &described, &keys] {
             for choice in [AuthChoice::Off, AuthChoice::Development] {
-                let message = refusal(&AuthSettings { choice, ..settings.clone() });
+                let message = refusal(&AuthSettings {
+                    choice,
+                    ..settings.clone()
+                });
                 assert!(message.contains("take one of them away"), "{message}");
             }
             assert!(matches!(plan(settings), Ok(Plan::Given { .. }))); // control
         }
-        let off = AuthSettings { choice: AuthChoice::Off, ..AuthSettings::default() };
+        let off = AuthSettings {
+            choice: AuthChoice::Off,
+            ..AuthSettings::default()
+        };
         assert_eq!(plan(&off).unwrap(), Plan::Off); // control
     }
 
@@ -363,18 +504,36 @@ mod tests {
             issuers: vec![issuer(one), issuer(other)],
             ..AuthSettings::default()
         };
-        assert!(refusal(&two("https://a", "https://a")).contains("\"https://a\" is described twice"));
+        assert!(
+            refusal(&two("https://a", "https://a")).contains("\"https://a\" is described twice")
+        );
         assert_eq!(issuers(&two("https://a", "https://b")).len(), 2); // control
         let both = AuthSettings {
             issuers: vec![issuer("https://id")],
-            ..variables(&[("MCP_JWKS_URI", "https://id/keys"), ("MCP_ISSUER", "https://id")])
+            ..variables(&[
+                ("MCP_JWKS_URI", "https://id/keys"),
+                ("MCP_ISSUER", "https://id"),
+            ])
         };
         assert!(refusal(&both).contains("described twice"));
-        let keys = |keys: Vec<ApiKey>| AuthSettings { api_keys: keys, ..AuthSettings::default() };
+        let keys = |keys: Vec<ApiKey>| AuthSettings {
+            api_keys: keys,
+            ..AuthSettings::default()
+        };
         assert!(refusal(&keys(vec![key("a"), key("a")])).contains("\"a\" is described twice"));
-        let same = ApiKey { name: "b".to_owned(), ..key("a") };
+        let same = ApiKey {
+            name: "b".to_owned(),
+            ..key("a")
+        };
         assert!(
-            refusal(&keys(vec![ApiKey { name: "a".to_owned(), ..same.clone() }, same])).contains("are the same key")
+            refusal(&keys(vec![
+                ApiKey {
+                    name: "a".to_owned(),
+                    ..same.clone()
+                },
+                same
+            ]))
+            .contains("are the same key")
         );
     }
 }

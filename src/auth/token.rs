@@ -19,10 +19,15 @@ pub(super) const LARGEST_TOKEN: usize = 16 << 10;
 /// Ids of keys are short; a long one would only be compared for nothing.
 const LONGEST_KEY_ID: usize = 256;
 /// What each part may hold, long before anybody knows who sent it.
-const TOKEN: Budget = Budget { depth: 32, memory: 256 * 1024 };
+const TOKEN: Budget = Budget {
+    depth: 32,
+    memory: 256 * 1024,
+};
 
 /// Names in the header of which each means that the token brings its own key, must be understood in ways that we do not, or is packed.
-const REFUSED_IN_HEADER: [&str; 10] = ["crit", "jwk", "jku", "x5u", "x5c", "zip", "enc", "epk", "cty", "b64"];
+const REFUSED_IN_HEADER: [&str; 10] = [
+    "crit", "jwk", "jku", "x5u", "x5c", "zip", "enc", "epk", "cty", "b64",
+];
 
 /// What a token may say about its own type: nothing, or that it is a token for access. One of another type, such as a notice of
 /// logging out, is signed by the same key and means something else.
@@ -95,13 +100,24 @@ impl Token<'_> {
         // An encrypted token has five parts, so that what would be its claims holds dots, which are no base64.
         let (header, claims) = (object(header)?, object(claims)?);
         let (algorithm, key_id) = read_header(&header)?;
-        let signature = URL_SAFE_NO_PAD.decode(signature).map_err(|_| Fault::Malformed)?;
-        Ok(Token { algorithm, key_id, claims, message: message.as_bytes(), signature })
+        let signature = URL_SAFE_NO_PAD
+            .decode(signature)
+            .map_err(|_| Fault::Malformed)?;
+        Ok(Token {
+            algorithm,
+            key_id,
+            claims,
+            message: message.as_bytes(),
+            signature,
+        })
     }
 }
 
 fn read_header(header: &Map<String, Value>) -> Result<(Algorithm, Option<String>), Fault> {
-    if REFUSED_IN_HEADER.iter().any(|name| header.contains_key(*name)) {
+    if REFUSED_IN_HEADER
+        .iter()
+        .any(|name| header.contains_key(*name))
+    {
         return Err(Fault::Header);
     }
     match header.get("typ") {
@@ -114,7 +130,10 @@ fn read_header(header: &Map<String, Value>) -> Result<(Algorithm, Option<String>
         Some(Value::String(id)) if id.len() <= LONGEST_KEY_ID => Some(id.clone()),
         Some(_) => return Err(Fault::Header),
     };
-    let algorithm = header.get("alg").and_then(Value::as_str).and_then(Algorithm::from_name);
+    let algorithm = header
+        .get("alg")
+        .and_then(Value::as_str)
+        .and_then(Algorithm::from_name);
     Ok((algorithm.ok_or(Fault::Algorithm)?, key_id))
 }
 

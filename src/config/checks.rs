@@ -28,8 +28,8 @@ use super::layers::{self, Flags, Key, Member, Merged, Origin, Written};
 use super::profiles::{self, Surroundings};
 use super::quantity::{format_duration, format_size, parse_duration, parse_size};
 use super::{
-    ConfigError, HandOver, InvalidValue, Mount, PackageIndex, Packages, Profile, Quotas, Settings, Undo, Variables,
-    dotenv, in_plain_words,
+    ConfigError, HandOver, InvalidValue, Mount, PackageIndex, Packages, Profile, Quotas, Settings,
+    Undo, Variables, dotenv, in_plain_words,
 };
 use crate::environment::{EnvironmentName, EnvironmentSpec, PythonRequest, spec};
 use crate::keeper::KeeperName;
@@ -77,16 +77,31 @@ pub(super) const PASSED_ON: &str = "KERNEL_ENV_";
 /// Makes checked settings of all sources. It looks at no file but those it reads through `read` and those that hold secrets, and makes nothing.
 ///
 /// Returns what they were made of as well.
-pub(super) fn settle(sources: Sources, read: ReadFile<'_>) -> Result<(Settings, Merged), ConfigError> {
-    let Sources { file, variables: surroundings, flags, machine } = sources;
-    let file = file.map(|(path, text)| layers::from_file(&path, &text)).transpose()?.unwrap_or_default();
+pub(super) fn settle(
+    sources: Sources,
+    read: ReadFile<'_>,
+) -> Result<(Settings, Merged), ConfigError> {
+    let Sources {
+        file,
+        variables: surroundings,
+        flags,
+        machine,
+    } = sources;
+    let file = file
+        .map(|(path, text)| layers::from_file(&path, &text))
+        .transpose()?
+        .unwrap_or_default();
     let (environment, unknown) = layers::from_environment(&surroundings)?;
     let mut notices: Vec<String> = unknown
         .into_iter()
         .map(|name| format!("the variable {name} is no setting of Cellblock and is ignored"))
         .collect();
     let mut check = Check {
-        written: Merged::from_weakest_to_strongest([file.clone(), environment.clone(), flags.clone().layer()]),
+        written: Merged::from_weakest_to_strongest([
+            file.clone(),
+            environment.clone(),
+            flags.clone().layer(),
+        ]),
         current_dir: &machine.current_dir,
         home: surroundings.get("HOME").map(String::as_str),
     };
@@ -95,7 +110,10 @@ pub(super) fn settle(sources: Sources, read: ReadFile<'_>) -> Result<(Settings, 
         variables: &surroundings,
         current_dir: &machine.current_dir,
         read,
-        containers: check.written.text(Key::Backend)?.map(|(_, backend)| backend != "native"),
+        containers: check
+            .written
+            .text(Key::Backend)?
+            .map(|(_, backend)| backend != "native"),
         image: check.written.text(Key::ContainerTag)?.is_some(),
     };
     let usual = profiles::layer(profile, &around, &mut notices)?;
@@ -103,7 +121,8 @@ pub(super) fn settle(sources: Sources, read: ReadFile<'_>) -> Result<(Settings, 
         Some(path) => profiles::sandbox_config(&path, &around, &mut notices)?,
         None => Default::default(),
     };
-    check.written = Merged::from_weakest_to_strongest([usual, sandbox, file, environment, flags.layer()]);
+    check.written =
+        Merged::from_weakest_to_strongest([usual, sandbox, file, environment, flags.layer()]);
 
     let workspace = check.path(Key::Workspace)?;
     let allowed_dirs = match check.paths(Key::AllowedDirs)? {
@@ -114,9 +133,10 @@ pub(super) fn settle(sources: Sources, read: ReadFile<'_>) -> Result<(Settings, 
     let max_timeout = check.duration(Key::MaxTimeout, Duration::from_secs(1)..=24 * HOUR)?;
     let (timeout, max_timeout) = match (timeout, max_timeout) {
         (Some(timeout), Some(largest)) if timeout > largest => {
-            return Err(
-                check.invalid(Key::Timeout, &format!("at most max_timeout, which is {}", format_duration(largest)))
-            );
+            return Err(check.invalid(
+                Key::Timeout,
+                &format!("at most max_timeout, which is {}", format_duration(largest)),
+            ));
         }
         (Some(timeout), largest) => (timeout, largest.unwrap_or(HOUR.max(timeout))),
         (None, largest) => {
@@ -125,14 +145,20 @@ pub(super) fn settle(sources: Sources, read: ReadFile<'_>) -> Result<(Settings, 
         }
     };
     let cores = machine.cores.max(1) as f64;
-    let memory = check.size(Key::Memory, LEAST_MEMORY..=16 * TIB)?.unwrap_or(2 * GIB);
+    let memory = check
+        .size(Key::Memory, LEAST_MEMORY..=16 * TIB)?
+        .unwrap_or(2 * GIB);
     let limits = SandboxLimits {
         memory,
         family_memory: check.family_memory(memory)?,
-        cpus: check.number(Key::Cpus, 0.05..=cores)?.unwrap_or(2.0_f64.min(cores)),
+        cpus: check
+            .number(Key::Cpus, 0.05..=cores)?
+            .unwrap_or(2.0_f64.min(cores)),
         processes: check.number(Key::Processes, 8..=65_536)?.unwrap_or(256),
         disk: check.size(Key::Disk, MIB..=16 * TIB)?.unwrap_or(GIB),
-        files: check.number(Key::Files, 100..=100_000_000)?.unwrap_or(100_000),
+        files: check
+            .number(Key::Files, 100..=100_000_000)?
+            .unwrap_or(100_000),
     };
     let max_sessions = check.number(Key::MaxSessions, 1..=10_000)?.unwrap_or(64);
     let data_dir = match check.path(Key::DataDir)? {
@@ -147,13 +173,21 @@ pub(super) fn settle(sources: Sources, read: ReadFile<'_>) -> Result<(Settings, 
     secrets.keep_out_of(&mut variables, &mut notices)?;
     let network = check.network(&secrets, &mut notices)?;
     // The server's own environment is stronger.
-    let known = in_workspace.into_iter().chain(surroundings.clone()).collect();
+    let known = in_workspace
+        .into_iter()
+        .chain(surroundings.clone())
+        .collect();
     let (upstreams, servers_file) = check.upstreams(known, read)?;
-    let masks = protected.into_iter().filter_map(|(rule, path)| match path.is_absolute() {
-        true => Some(HostMask { host: path, rule }),
-        // Paths of that file begin at the working folder. One of the session's own holds nothing of the host.
-        false => workspace.as_deref().map(|workspace| HostMask { host: workspace.join(path), rule }),
-    });
+    let masks = protected
+        .into_iter()
+        .filter_map(|(rule, path)| match path.is_absolute() {
+            true => Some(HostMask { host: path, rule }),
+            // Paths of that file begin at the working folder. One of the session's own holds nothing of the host.
+            false => workspace.as_deref().map(|workspace| HostMask {
+                host: workspace.join(path),
+                rule,
+            }),
+        });
     let masks = masks.collect();
 
     let settings = Settings {
@@ -165,14 +199,21 @@ pub(super) fn settle(sources: Sources, read: ReadFile<'_>) -> Result<(Settings, 
         timeout,
         max_timeout,
         max_sessions,
-        idle_timeout: check.duration(Key::IdleTimeout, Duration::from_secs(1)..=30 * 24 * HOUR)?.unwrap_or(HOUR),
-        pool: check.number(Key::Pool, 0..=1_000)?.unwrap_or(2).min(max_sessions),
+        idle_timeout: check
+            .duration(Key::IdleTimeout, Duration::from_secs(1)..=30 * 24 * HOUR)?
+            .unwrap_or(HOUR),
+        pool: check
+            .number(Key::Pool, 0..=1_000)?
+            .unwrap_or(2)
+            .min(max_sessions),
         backend: check.backend(&surroundings, read)?,
         undo: check.undo(workspace.is_some())?,
         explore_parallel: check
             .number(Key::ExploreParallel, 1..=MOST_VARIANTS)?
             .unwrap_or(machine.cores.clamp(1, MOST_VARIANTS)),
-        max_running: check.number(Key::MaxRunning, 0..=100_000)?.unwrap_or(CELLS_PER_CORE * machine.cores.max(1)),
+        max_running: check
+            .number(Key::MaxRunning, 0..=100_000)?
+            .unwrap_or(CELLS_PER_CORE * machine.cores.max(1)),
         quotas: check.quotas()?,
         network,
         packages: check.packages()?,
@@ -188,7 +229,10 @@ pub(super) fn settle(sources: Sources, read: ReadFile<'_>) -> Result<(Settings, 
         runtime_dir: folders::runtime_dir(&surroundings, &machine),
         log_filter: match check.log_level()? {
             Some(level) => Some(level),
-            None => surroundings.get("RUST_LOG").filter(|filter| !filter.is_empty()).cloned(),
+            None => surroundings
+                .get("RUST_LOG")
+                .filter(|filter| !filter.is_empty())
+                .cloned(),
         },
         log_format: check.log_format()?,
         traces: check.traces(&surroundings)?,
@@ -200,7 +244,11 @@ pub(super) fn settle(sources: Sources, read: ReadFile<'_>) -> Result<(Settings, 
         notices,
         upstreams,
         masks,
-        secret_files: secrets.into_files().into_iter().chain(servers_file).collect(),
+        secret_files: secrets
+            .into_files()
+            .into_iter()
+            .chain(servers_file)
+            .collect(),
         keep_sessions: check.switch(Key::KeepSessions)?,
         keeper: check.keeper()?,
         hand_over: HandOver::default(),
@@ -221,7 +269,9 @@ fn workspace_variables(
     read: ReadFile<'_>,
     notices: &mut Vec<String>,
 ) -> Vec<(String, String)> {
-    let Some(path) = workspace.map(|workspace| workspace.join(".env")) else { return Vec::new() };
+    let Some(path) = workspace.map(|workspace| workspace.join(".env")) else {
+        return Vec::new();
+    };
     let parsed = match read(NamedFile::InWorkspace(&path)) {
         Ok(None) => return Vec::new(),
         Ok(Some(text)) => dotenv::parse(&text).map_err(|error| error.to_string()),
@@ -249,7 +299,11 @@ impl Check<'_> {
         self.read(key, &allowed, |text| within(parse_size(text), &range))
     }
 
-    fn duration(&self, key: Key, range: RangeInclusive<Duration>) -> Result<Option<Duration>, ConfigError> {
+    fn duration(
+        &self,
+        key: Key,
+        range: RangeInclusive<Duration>,
+    ) -> Result<Option<Duration>, ConfigError> {
         let allowed = format!(
             "a duration such as 30, 30s or 2m, from {} to {}",
             format_duration(*range.start()),
@@ -264,15 +318,19 @@ impl Check<'_> {
         N::Err: Display,
     {
         let allowed = format!("a number from {} to {}", range.start(), range.end());
-        self.read(key, &allowed, |text| within(text.trim().parse::<N>(), &range))
+        self.read(key, &allowed, |text| {
+            within(text.trim().parse::<N>(), &range)
+        })
     }
 
     fn switch(&self, key: Key) -> Result<Option<bool>, ConfigError> {
         // YAML has its own opinion about the bare words, so that they may arrive as true and false.
-        self.read(key, "on or off", |text| match text.trim().to_ascii_lowercase().as_str() {
-            "on" | "true" => Ok(true),
-            "off" | "false" => Ok(false),
-            _ => Err(None),
+        self.read(key, "on or off", |text| {
+            match text.trim().to_ascii_lowercase().as_str() {
+                "on" | "true" => Ok(true),
+                "off" | "false" => Ok(false),
+                _ => Err(None),
+            }
         })
     }
 
@@ -283,8 +341,12 @@ impl Check<'_> {
         allowed: &str,
         parse: impl Fn(&str) -> Result<T, Option<String>>,
     ) -> Result<Option<T>, ConfigError> {
-        let Some((origin, text)) = self.written.text(key)? else { return Ok(None) };
-        parse(text).map(Some).map_err(|why| invalid(key.name(), origin, text, allowed, why))
+        let Some((origin, text)) = self.written.text(key)? else {
+            return Ok(None);
+        };
+        parse(text)
+            .map(Some)
+            .map_err(|why| invalid(key.name(), origin, text, allowed, why))
     }
 
     /// Makes the error for a value that is fine by itself but not beside another one.
@@ -302,9 +364,10 @@ impl Check<'_> {
         match self.size(Key::FamilyMemory, LEAST_MEMORY..=32 * TIB)? {
             None => Ok(2 * memory),
             Some(family) if family >= memory => Ok(family),
-            Some(_) => {
-                Err(self.invalid(Key::FamilyMemory, &format!("at least memory, which is {}", format_size(memory))))
-            }
+            Some(_) => Err(self.invalid(
+                Key::FamilyMemory,
+                &format!("at least memory, which is {}", format_size(memory)),
+            )),
         }
     }
 
@@ -314,7 +377,9 @@ impl Check<'_> {
             sessions: self.number(Key::QuotaSessions, 1..=10_000)?,
             memory: self.size(Key::QuotaMemory, LEAST_MEMORY..=64 * TIB)?,
             cpu: self.duration(Key::QuotaCpu, Duration::from_secs(1)..=365 * 24 * HOUR)?,
-            cpu_window: self.duration(Key::QuotaCpuWindow, minute..=30 * 24 * HOUR)?.unwrap_or(HOUR),
+            cpu_window: self
+                .duration(Key::QuotaCpuWindow, minute..=30 * 24 * HOUR)?
+                .unwrap_or(HOUR),
             cells: self.number(Key::QuotaCells, 1..=1_000_000)?,
             starts: self.number(Key::QuotaStarts, 1..=1_000_000)?,
             stored: self.size(Key::QuotaStored, MIB..=64 * TIB)?,
@@ -326,37 +391,60 @@ impl Check<'_> {
         // In a workspace other people write too, and undo would take their work back; the operator must want that.
         let usual = if has_workspace { 0 } else { 64 * MIB };
         let files = self.size(Key::UndoFiles, 0..=16 * TIB)?.unwrap_or(usual);
-        Ok(if self.switch(Key::Undo)?.unwrap_or(true) { Undo::On { checkpoints, files } } else { Undo::Off })
+        Ok(if self.switch(Key::Undo)?.unwrap_or(true) {
+            Undo::On { checkpoints, files }
+        } else {
+            Undo::Off
+        })
     }
 
     fn keeper(&self) -> Result<Option<KeeperName>, ConfigError> {
-        self.read(Key::Keeper, "a name of 1 to 32 letters, digits, `_` or `-`", |text| text.parse().map_err(|_| None))
+        self.read(
+            Key::Keeper,
+            "a name of 1 to 32 letters, digits, `_` or `-`",
+            |text| text.parse().map_err(|_| None),
+        )
     }
 
     /// The usual sizes are those of the largest packages that people install: PyTorch and its
     /// libraries have 7 GiB in all, and the largest of them, twice while it is packed, 4 GiB.
     fn packages(&self) -> Result<Packages, ConfigError> {
-        let disk = self.size(Key::PackageDisk, MIB..=16 * TIB)?.unwrap_or(4 * GIB);
+        let disk = self
+            .size(Key::PackageDisk, MIB..=16 * TIB)?
+            .unwrap_or(4 * GIB);
         Ok(Packages {
             allowed: self.switch(Key::InstallPackages)?.unwrap_or(true),
-            size: self.size(Key::PackageSize, MIB..=16 * TIB)?.unwrap_or(10 * GIB),
-            store_size: self.size(Key::PackageStoreSize, MIB..=16 * TIB)?.unwrap_or(20 * GIB),
+            size: self
+                .size(Key::PackageSize, MIB..=16 * TIB)?
+                .unwrap_or(10 * GIB),
+            store_size: self
+                .size(Key::PackageStoreSize, MIB..=16 * TIB)?
+                .unwrap_or(20 * GIB),
             timeout: self
                 .duration(Key::PackageTimeout, Duration::from_secs(1)..=24 * HOUR)?
                 .unwrap_or(Duration::from_secs(900)),
             // Files there are memory; what is left is for the programs.
-            memory: self.size(Key::PackageMemory, LEAST_MEMORY..=16 * TIB)?.unwrap_or(disk + 2 * GIB),
+            memory: self
+                .size(Key::PackageMemory, LEAST_MEMORY..=16 * TIB)?
+                .unwrap_or(disk + 2 * GIB),
             disk,
         })
     }
 
     fn path(&self, key: Key) -> Result<Option<PathBuf>, ConfigError> {
-        Ok(self.paths(key)?.and_then(|paths| paths.into_iter().next()).map(|(_, path)| path))
+        Ok(self
+            .paths(key)?
+            .and_then(|paths| paths.into_iter().next())
+            .map(|(_, path)| path))
     }
 
     fn paths(&self, key: Key) -> Result<Option<Vec<(String, PathBuf)>>, ConfigError> {
-        let Some((origin, texts)) = self.written.texts(key)? else { return Ok(None) };
-        let paths = texts.into_iter().map(|text| Ok((text.to_owned(), self.absolute(key.name(), origin, text)?)));
+        let Some((origin, texts)) = self.written.texts(key)? else {
+            return Ok(None);
+        };
+        let paths = texts
+            .into_iter()
+            .map(|text| Ok((text.to_owned(), self.absolute(key.name(), origin, text)?)));
         paths.collect::<Result<_, _>>().map(Some)
     }
 
@@ -377,28 +465,39 @@ impl Check<'_> {
     }
 
     fn environment_name(&self) -> Result<EnvironmentName, ConfigError> {
-        let name =
-            self.read(Key::Environment, EnvironmentName::ALLOWED, |text| EnvironmentName::new(text).ok_or(None))?;
+        let name = self.read(Key::Environment, EnvironmentName::ALLOWED, |text| {
+            EnvironmentName::new(text).ok_or(None)
+        })?;
         Ok(name.unwrap_or_else(|| EnvironmentName::new("default").expect("\"default\" is a name")))
     }
 
     fn environments(&self) -> Result<BTreeMap<EnvironmentName, EnvironmentSpec>, ConfigError> {
-        let mut environments: BTreeMap<_, _> =
-            EnvironmentSpec::built_in().into_iter().map(|spec| (spec.name.clone(), spec)).collect();
+        let mut environments: BTreeMap<_, _> = EnvironmentSpec::built_in()
+            .into_iter()
+            .map(|spec| (spec.name.clone(), spec))
+            .collect();
         for (origin, written) in self.written.all(Key::Environments) {
             let members = table(Key::Environments.name(), origin, written)?;
             for member in members {
                 let place = format!("environments.{}", member.name);
                 let origin = origin.at(member.line);
                 let Some(name) = EnvironmentName::new(&member.name) else {
-                    return Err(invalid("environments", &origin, &member.name, EnvironmentName::ALLOWED, None));
+                    return Err(invalid(
+                        "environments",
+                        &origin,
+                        &member.name,
+                        EnvironmentName::ALLOWED,
+                        None,
+                    ));
                 };
-                let entry = environments.entry(name.clone()).or_insert_with(|| EnvironmentSpec {
-                    name,
-                    packages: Vec::new(),
-                    preload: Vec::new(),
-                    python: PythonRequest::Any,
-                });
+                let entry = environments
+                    .entry(name.clone())
+                    .or_insert_with(|| EnvironmentSpec {
+                        name,
+                        packages: Vec::new(),
+                        preload: Vec::new(),
+                        python: PythonRequest::Any,
+                    });
                 self.change_environment(entry, &place, &origin, &member.value)?;
             }
         }
@@ -423,21 +522,38 @@ impl Check<'_> {
                     if !preload_written {
                         spec.preload.clear();
                     }
-                    spec.packages = all(&key, &origin, &texts, spec::REQUIREMENT_ALLOWED, spec::is_requirement)?;
+                    spec.packages = all(
+                        &key,
+                        &origin,
+                        &texts,
+                        spec::REQUIREMENT_ALLOWED,
+                        spec::is_requirement,
+                    )?;
                 }
                 "preload" => {
                     preload_written = true;
-                    spec.preload = all(&key, &origin, &texts, "module names such as numpy", spec::is_module_name)?;
+                    spec.preload = all(
+                        &key,
+                        &origin,
+                        &texts,
+                        "module names such as numpy",
+                        spec::is_module_name,
+                    )?;
                 }
                 "python" => {
-                    let [text] = texts[..] else { return Err(layers::wrong_shape(&key, &origin, "a single value")) };
+                    let [text] = texts[..] else {
+                        return Err(layers::wrong_shape(&key, &origin, "a single value"));
+                    };
                     let expanded = if text.contains('/') {
-                        self.absolute(&key, &origin, text)?.to_string_lossy().into_owned()
+                        self.absolute(&key, &origin, text)?
+                            .to_string_lossy()
+                            .into_owned()
                     } else {
                         text.to_owned()
                     };
-                    spec.python = PythonRequest::parse(&expanded)
-                        .ok_or_else(|| invalid(&key, &origin, text, PythonRequest::ALLOWED, None))?;
+                    spec.python = PythonRequest::parse(&expanded).ok_or_else(|| {
+                        invalid(&key, &origin, text, PythonRequest::ALLOWED, None)
+                    })?;
                 }
                 other => {
                     let known = ["packages", "preload", "python"].into_iter();
@@ -450,20 +566,42 @@ impl Check<'_> {
 
     fn mounts(&self) -> Result<Vec<Mount>, ConfigError> {
         let mut mounts: Vec<Mount> = Vec::new();
-        let Some((origin, texts)) = self.written.texts(Key::Mounts)? else { return Ok(mounts) };
+        let Some((origin, texts)) = self.written.texts(Key::Mounts)? else {
+            return Ok(mounts);
+        };
         for text in texts {
-            let refuse = |why: &str| invalid(Key::Mounts.name(), origin, text, MOUNT_ALLOWED, Some(why.to_owned()));
+            let refuse = |why: &str| {
+                invalid(
+                    Key::Mounts.name(),
+                    origin,
+                    text,
+                    MOUNT_ALLOWED,
+                    Some(why.to_owned()),
+                )
+            };
             let (rest, writable) = match text.strip_suffix(":ro") {
                 Some(rest) => (rest, false),
                 None => (text.strip_suffix(":rw").unwrap_or(text), true),
             };
-            let (host, inside) = rest.rsplit_once(':').ok_or_else(|| refuse("there is no \":\" between two paths"))?;
+            let (host, inside) = rest
+                .rsplit_once(':')
+                .ok_or_else(|| refuse("there is no \":\" between two paths"))?;
             let inside = relative_inside(inside).map_err(refuse)?;
-            if let Some(other) = mounts.iter().find(|other| folders::overlap(&other.inside, &inside)) {
-                return Err(refuse(&format!("it overlaps with the mount at \"{}\"", other.inside.display())));
+            if let Some(other) = mounts
+                .iter()
+                .find(|other| folders::overlap(&other.inside, &inside))
+            {
+                return Err(refuse(&format!(
+                    "it overlaps with the mount at \"{}\"",
+                    other.inside.display()
+                )));
             }
             let host = self.absolute(Key::Mounts.name(), origin, host)?;
-            mounts.push(Mount { host, inside, writable });
+            mounts.push(Mount {
+                host,
+                inside,
+                writable,
+            });
         }
         Ok(mounts)
     }
@@ -478,24 +616,42 @@ impl Check<'_> {
     ) -> Result<Variables, ConfigError> {
         let mut variables = Variables::default();
         let mut pass_on = |name: &str, value: &str| {
-            if let Some(inside) = name.strip_prefix(PASSED_ON).filter(|inside| dotenv::is_variable_name(inside))
+            if let Some(inside) = name
+                .strip_prefix(PASSED_ON)
+                .filter(|inside| dotenv::is_variable_name(inside))
                 && !value.contains('\0')
             {
                 variables.set(inside.to_owned(), value.to_owned());
             }
         };
-        in_workspace.iter().for_each(|(name, value)| pass_on(name, value));
-        surroundings.iter().for_each(|(name, value)| pass_on(name, value));
+        in_workspace
+            .iter()
+            .for_each(|(name, value)| pass_on(name, value));
+        surroundings
+            .iter()
+            .for_each(|(name, value)| pass_on(name, value));
 
-        let origin = self.written.texts(Key::EnvFiles)?.map(|(origin, _)| origin.clone());
+        let origin = self
+            .written
+            .texts(Key::EnvFiles)?
+            .map(|(origin, _)| origin.clone());
         for (_, path) in self.paths(Key::EnvFiles)?.unwrap_or_default() {
             let unreadable = |cause: io::Error| {
-                let origin = origin.clone().expect("a file that is named was named somewhere");
-                ConfigError::NamedFile { origin, path: path.clone(), cause: in_plain_words(cause) }
+                let origin = origin
+                    .clone()
+                    .expect("a file that is named was named somewhere");
+                ConfigError::NamedFile {
+                    origin,
+                    path: path.clone(),
+                    cause: in_plain_words(cause),
+                }
             };
             let text = read(NamedFile::ByOperator(&path)).map_err(unreadable)?;
             let text = text.ok_or_else(|| unreadable(io::ErrorKind::NotFound.into()))?;
-            let entries = dotenv::parse(&text).map_err(|cause| ConfigError::EnvFile { path: path.clone(), cause })?;
+            let entries = dotenv::parse(&text).map_err(|cause| ConfigError::EnvFile {
+                path: path.clone(),
+                cause,
+            })?;
             for (name, value) in entries {
                 if value.contains('\0') {
                     return Err(unreadable(io::Error::other("a value holds a NUL byte")));
@@ -514,19 +670,37 @@ impl Check<'_> {
     fn profile(&self) -> Result<Profile, ConfigError> {
         let names = Profile::ALL.map(Profile::name).join(", ");
         let allowed = format!("one of: {names}");
-        Ok(self.read(Key::Profile, &allowed, |text| Profile::from_name(text).ok_or(None))?.unwrap_or(Profile::Default))
+        Ok(self
+            .read(Key::Profile, &allowed, |text| {
+                Profile::from_name(text).ok_or(None)
+            })?
+            .unwrap_or(Profile::Default))
     }
 
     fn modules(&self, key: Key) -> Result<Vec<String>, ConfigError> {
-        let Some((origin, texts)) = self.written.texts(key)? else { return Ok(Vec::new()) };
-        all(key.name(), origin, &texts, "module names such as math", spec::is_module_name)
+        let Some((origin, texts)) = self.written.texts(key)? else {
+            return Ok(Vec::new());
+        };
+        all(
+            key.name(),
+            origin,
+            &texts,
+            "module names such as math",
+            spec::is_module_name,
+        )
     }
 
     /// Reads where pictures are kept: a folder below the working folder, which may be named as the host knows it.
     fn images_dir(&self, workspace: Option<&Path>) -> Result<PathBuf, ConfigError> {
-        let Some((origin, text)) = self.written.text(Key::ImagesDir)? else { return Ok(PathBuf::from("images")) };
-        let below = workspace
-            .and_then(|workspace| self.at_its_place(origin, text).strip_prefix(workspace).ok().map(Path::to_owned));
+        let Some((origin, text)) = self.written.text(Key::ImagesDir)? else {
+            return Ok(PathBuf::from("images"));
+        };
+        let below = workspace.and_then(|workspace| {
+            self.at_its_place(origin, text)
+                .strip_prefix(workspace)
+                .ok()
+                .map(Path::to_owned)
+        });
         let written = match below {
             Some(below) if Path::new(text).is_absolute() => below.to_string_lossy().into_owned(),
             _ => text.to_owned(),
@@ -534,53 +708,88 @@ impl Check<'_> {
         let allowed = "a folder below the working folder, such as images";
         // Names of pictures come behind it.
         if written.len() > LONGEST_FOLDER {
-            return Err(invalid(Key::ImagesDir.name(), origin, text, allowed, Some("it is too long".to_owned())));
+            return Err(invalid(
+                Key::ImagesDir.name(),
+                origin,
+                text,
+                allowed,
+                Some("it is too long".to_owned()),
+            ));
         }
-        relative_inside(&written)
-            .map_err(|why| invalid(Key::ImagesDir.name(), origin, text, allowed, Some(why.to_owned())))
+        relative_inside(&written).map_err(|why| {
+            invalid(
+                Key::ImagesDir.name(),
+                origin,
+                text,
+                allowed,
+                Some(why.to_owned()),
+            )
+        })
     }
 
     fn package_index(&self) -> Result<PackageIndex, ConfigError> {
         let url = match self.written.text(Key::PackageIndex)? {
             None => None,
-            Some((_, url)) if url.starts_with("https://") || url.starts_with("http://") => Some(url.to_owned()),
+            Some((_, url)) if url.starts_with("https://") || url.starts_with("http://") => {
+                Some(url.to_owned())
+            }
             // It may hold a password, so it is not repeated.
             Some((origin, _)) => {
                 let name = Key::PackageIndex.name();
-                return Err(layers::wrong_shape(name, origin, "an address that begins with https:// or http://"));
+                return Err(layers::wrong_shape(
+                    name,
+                    origin,
+                    "an address that begins with https:// or http://",
+                ));
             }
         };
         let hosts = self.written.texts(Key::PackageTrustedHosts)?;
-        let trusted_hosts = hosts.map(|(_, hosts)| hosts.into_iter().map(str::to_owned).collect()).unwrap_or_default();
+        let trusted_hosts = hosts
+            .map(|(_, hosts)| hosts.into_iter().map(str::to_owned).collect())
+            .unwrap_or_default();
         Ok(PackageIndex { url, trusted_hosts })
     }
 
     fn allow_missing(&self) -> Result<BTreeSet<LayerKind>, ConfigError> {
-        let Some((origin, texts)) = self.written.texts(Key::AllowMissing)? else { return Ok(BTreeSet::new()) };
-        let allowed = format!("layers out of: {}", LayerKind::ALL.map(LayerKind::name).join(", "));
+        let Some((origin, texts)) = self.written.texts(Key::AllowMissing)? else {
+            return Ok(BTreeSet::new());
+        };
+        let allowed = format!(
+            "layers out of: {}",
+            LayerKind::ALL.map(LayerKind::name).join(", ")
+        );
         let parse = |text: &&str| {
-            LayerKind::from_name(text).ok_or_else(|| invalid(Key::AllowMissing.name(), origin, text, &allowed, None))
+            LayerKind::from_name(text)
+                .ok_or_else(|| invalid(Key::AllowMissing.name(), origin, text, &allowed, None))
         };
         texts.iter().map(parse).collect()
     }
 
     fn log_level(&self) -> Result<Option<String>, ConfigError> {
-        self.read(Key::LogLevel, &format!("one of: {}", LOG_LEVELS.join(", ")), |text| {
-            let level = match text.to_ascii_lowercase().as_str() {
-                // As Python's programs call them.
-                "critical" => "error".to_owned(),
-                "warning" => "warn".to_owned(),
-                level => level.to_owned(),
-            };
-            LOG_LEVELS.contains(&level.as_str()).then_some(level).ok_or(None)
-        })
+        self.read(
+            Key::LogLevel,
+            &format!("one of: {}", LOG_LEVELS.join(", ")),
+            |text| {
+                let level = match text.to_ascii_lowercase().as_str() {
+                    // As Python's programs call them.
+                    "critical" => "error".to_owned(),
+                    "warning" => "warn".to_owned(),
+                    level => level.to_owned(),
+                };
+                LOG_LEVELS
+                    .contains(&level.as_str())
+                    .then_some(level)
+                    .ok_or(None)
+            },
+        )
     }
 }
 
 /// Bytes of a folder's path below the working folder.
 const LONGEST_FOLDER: usize = 1000;
 
-const MOUNT_ALLOWED: &str = "HOST:RELATIVE or HOST:RELATIVE:ro, where RELATIVE is a path below the working folder";
+const MOUNT_ALLOWED: &str =
+    "HOST:RELATIVE or HOST:RELATIVE:ro, where RELATIVE is a path below the working folder";
 
 /// Checks the form of a path below the working folder.
 fn relative_inside(text: &str) -> Result<PathBuf, &'static str> {
@@ -591,19 +800,30 @@ fn relative_inside(text: &str) -> Result<PathBuf, &'static str> {
     for component in Path::new(text).components() {
         match component {
             Component::Normal(part) if part.len() <= 255 => path.push(part),
-            Component::Normal(_) => return Err("a part of the inside path is longer than 255 bytes"),
+            Component::Normal(_) => {
+                return Err("a part of the inside path is longer than 255 bytes");
+            }
             Component::CurDir => {}
             Component::ParentDir => return Err("the inside path may not hold \"..\""),
-            Component::RootDir | Component::Prefix(_) => return Err("the inside path must be relative"),
+            Component::RootDir | Component::Prefix(_) => {
+                return Err("the inside path must be relative");
+            }
         }
     }
-    if path.as_os_str().is_empty() { Err("the inside path is empty") } else { Ok(path) }
+    if path.as_os_str().is_empty() {
+        Err("the inside path is empty")
+    } else {
+        Ok(path)
+    }
 }
 
 /// Reads variables written as a table or as `KEY=VALUE` texts. No error holds a value.
 fn pairs(origin: &Origin, written: &Written) -> Result<Vec<(String, String)>, ConfigError> {
-    let refuse =
-        |origin: Origin, name: &str, why: &'static str| ConfigError::Variable { origin, name: name.to_owned(), why };
+    let refuse = |origin: Origin, name: &str, why: &'static str| ConfigError::Variable {
+        origin,
+        name: name.to_owned(),
+        why,
+    };
     let mut pairs: Vec<(Origin, String, String)> = Vec::new();
     match written {
         Written::Nothing => {}
@@ -612,17 +832,28 @@ fn pairs(origin: &Origin, written: &Written) -> Result<Vec<(String, String)>, Co
                 let value = match &member.value {
                     Written::Text(value) => value.clone(),
                     Written::Nothing => String::new(),
-                    _ => return Err(refuse(origin.at(member.line), &member.name, "its value must be a single text")),
+                    _ => {
+                        return Err(refuse(
+                            origin.at(member.line),
+                            &member.name,
+                            "its value must be a single text",
+                        ));
+                    }
                 };
                 pairs.push((origin.at(member.line), member.name.clone(), value));
             }
         }
         written => {
-            for (index, text) in written.texts(Key::Variables.name(), origin)?.into_iter().enumerate() {
+            for (index, text) in written
+                .texts(Key::Variables.name(), origin)?
+                .into_iter()
+                .enumerate()
+            {
                 // The text is not repeated: without "=" it may well be the secret itself.
                 let number = format!("number {}", index + 1);
-                let (name, value) =
-                    text.split_once('=').ok_or_else(|| refuse(origin.clone(), &number, "it must be KEY=VALUE"))?;
+                let (name, value) = text
+                    .split_once('=')
+                    .ok_or_else(|| refuse(origin.clone(), &number, "it must be KEY=VALUE"))?;
                 pairs.push((origin.clone(), name.to_owned(), value.to_owned()));
             }
         }
@@ -636,14 +867,25 @@ fn pairs(origin: &Origin, written: &Written) -> Result<Vec<(String, String)>, Co
             return Err(refuse(origin.clone(), name, "its value holds a NUL byte"));
         }
     }
-    Ok(pairs.into_iter().map(|(_, name, value)| (name, value)).collect())
+    Ok(pairs
+        .into_iter()
+        .map(|(_, name, value)| (name, value))
+        .collect())
 }
 
-fn table<'a>(key: &str, origin: &Origin, written: &'a Written) -> Result<&'a [Member], ConfigError> {
+fn table<'a>(
+    key: &str,
+    origin: &Origin,
+    written: &'a Written,
+) -> Result<&'a [Member], ConfigError> {
     match written {
         Written::Table(members) => Ok(members),
         Written::Nothing => Ok(&[]),
-        Written::Text(_) | Written::List(_) => Err(layers::wrong_shape(key, origin, "a table of \"key: value\" lines")),
+        Written::Text(_) | Written::List(_) => Err(layers::wrong_shape(
+            key,
+            origin,
+            "a table of \"key: value\" lines",
+        )),
     }
 }
 
@@ -660,7 +902,13 @@ fn all(
     }
 }
 
-fn invalid(key: &str, origin: &Origin, given: &str, allowed: &str, why: Option<String>) -> ConfigError {
+fn invalid(
+    key: &str,
+    origin: &Origin,
+    given: &str,
+    allowed: &str,
+    why: Option<String>,
+) -> ConfigError {
     ConfigError::Invalid(Box::new(InvalidValue {
         key: key.to_owned(),
         origin: origin.clone(),
@@ -671,9 +919,16 @@ fn invalid(key: &str, origin: &Origin, given: &str, allowed: &str, why: Option<S
 }
 
 /// Turns a reading into a value inside `range`, or into the reason why it is refused.
-fn within<T: PartialOrd, E: Display>(reading: Result<T, E>, range: &RangeInclusive<T>) -> Result<T, Option<String>> {
+fn within<T: PartialOrd, E: Display>(
+    reading: Result<T, E>,
+    range: &RangeInclusive<T>,
+) -> Result<T, Option<String>> {
     let value = reading.map_err(|error| Some(error.to_string()))?;
-    if range.contains(&value) { Ok(value) } else { Err(None) }
+    if range.contains(&value) {
+        Ok(value)
+    } else {
+        Err(None)
+    }
 }
 
 #[cfg(test)]
@@ -688,9 +943,22 @@ pub(super) mod tests {
     }
 
     pub(in crate::config) fn case() -> Case {
-        let machine = Machine { cores: 4, user_id: 7, current_dir: "/here".into(), temporary_dir: "/tmp".into() };
+        let machine = Machine {
+            cores: 4,
+            user_id: 7,
+            current_dir: "/here".into(),
+            temporary_dir: "/tmp".into(),
+        };
         let variables = BTreeMap::from([("HOME".to_owned(), "/home/me".to_owned())]);
-        Case { sources: Sources { file: None, variables, flags: Flags::default(), machine }, files: BTreeMap::new() }
+        Case {
+            sources: Sources {
+                file: None,
+                variables,
+                flags: Flags::default(),
+                machine,
+            },
+            files: BTreeMap::new(),
+        }
     }
 
     impl Case {
@@ -700,7 +968,9 @@ pub(super) mod tests {
         }
 
         pub(in crate::config) fn variable(mut self, name: &str, value: &str) -> Case {
-            self.sources.variables.insert(name.to_owned(), value.to_owned());
+            self.sources
+                .variables
+                .insert(name.to_owned(), value.to_owned());
             self
         }
 
@@ -773,14 +1043,38 @@ pub(super) mod tests {
         assert_eq!(settings.max_sessions, 64);
         assert_eq!(settings.idle_timeout, Duration::from_secs(3600));
         assert_eq!(settings.pool, 2);
-        assert_eq!(settings.undo, Undo::On { checkpoints: 10, files: 64 << 20 });
+        assert_eq!(
+            settings.undo,
+            Undo::On {
+                checkpoints: 10,
+                files: 64 << 20
+            }
+        );
         assert_eq!((settings.explore_parallel, settings.max_running), (4, 16));
-        let Quotas { sessions, memory, cpu, cpu_window, cells, starts, stored } = settings.quotas;
-        assert_eq!((sessions, memory, cpu, cells, starts, stored), (None, None, None, None, None, None));
+        let Quotas {
+            sessions,
+            memory,
+            cpu,
+            cpu_window,
+            cells,
+            starts,
+            stored,
+        } = settings.quotas;
+        assert_eq!(
+            (sessions, memory, cpu, cells, starts, stored),
+            (None, None, None, None, None, None)
+        );
         assert_eq!(cpu_window, HOUR);
-        assert_eq!(settings.data_dir, Path::new("/home/me/.local/share/cellblock"));
+        assert_eq!(
+            settings.data_dir,
+            Path::new("/home/me/.local/share/cellblock")
+        );
         assert_eq!(settings.runtime_dir, Path::new("/tmp/cellblock-7"));
-        assert!(settings.allow_missing.is_empty() && settings.mounts.is_empty() && settings.notices.is_empty());
+        assert!(
+            settings.allow_missing.is_empty()
+                && settings.mounts.is_empty()
+                && settings.notices.is_empty()
+        );
     }
 
     #[test]
@@ -793,10 +1087,16 @@ pub(super) mod tests {
     #[test]
     fn flags_win_over_variables_and_variables_over_the_file() {
         let yaml = "memory: 1G\ncpus: 1\ntimeout: 10";
-        let settings =
-            case().yaml(yaml).variable("CELLBLOCK_MEMORY", "2G").variable("CELLBLOCK_CPUS", "1.5").flag(Key::Cpus, "3");
+        let settings = case()
+            .yaml(yaml)
+            .variable("CELLBLOCK_MEMORY", "2G")
+            .variable("CELLBLOCK_CPUS", "1.5")
+            .flag(Key::Cpus, "3");
         let settings = settings.settings();
-        assert_eq!((settings.limits.memory, settings.limits.cpus), (2 << 30, 3.0));
+        assert_eq!(
+            (settings.limits.memory, settings.limits.cpus),
+            (2 << 30, 3.0)
+        );
         assert_eq!(settings.timeout, Duration::from_secs(10));
     }
 
@@ -813,35 +1113,95 @@ pub(super) mod tests {
                 .refusal()
                 .starts_with("CELLBLOCK_MEMORY: memory cannot be \"1M\";")
         );
-        assert!(case().flag(Key::Cpus, "5").refusal().contains("from 0.05 to 4"));
-        assert!(case().flag(Key::Cpus, "NaN").refusal().starts_with("--cpus: cpus cannot be \"NaN\""));
-        assert!(case().yaml("max_sessions: 0").refusal().contains("from 1 to 10000"));
+        assert!(
+            case()
+                .flag(Key::Cpus, "5")
+                .refusal()
+                .contains("from 0.05 to 4")
+        );
+        assert!(
+            case()
+                .flag(Key::Cpus, "NaN")
+                .refusal()
+                .starts_with("--cpus: cpus cannot be \"NaN\"")
+        );
+        assert!(
+            case()
+                .yaml("max_sessions: 0")
+                .refusal()
+                .contains("from 1 to 10000")
+        );
         assert!(case().yaml("max_sessions: -1").refusal().contains("-1"));
         assert!(case().yaml("max_sessions: many").refusal().contains("many"));
-        assert!(case().yaml("timeout: 0").refusal().contains("from 1 s to 1 d"));
-        assert!(case().yaml("memory: {a: 1}").refusal().contains("a single value"));
+        assert!(
+            case()
+                .yaml("timeout: 0")
+                .refusal()
+                .contains("from 1 s to 1 d")
+        );
+        assert!(
+            case()
+                .yaml("memory: {a: 1}")
+                .refusal()
+                .contains("a single value")
+        );
     }
 
     #[test]
     fn a_timeout_beyond_the_largest_is_refused_only_when_both_are_written() {
-        assert!(case().yaml("timeout: 2m\nmax_timeout: 1m").refusal().contains("max_timeout"));
-        assert_eq!(case().yaml("timeout: 2h").settings().max_timeout, Duration::from_secs(7200));
-        assert_eq!(case().yaml("max_timeout: 1m").settings().timeout, Duration::from_secs(60));
+        assert!(
+            case()
+                .yaml("timeout: 2m\nmax_timeout: 1m")
+                .refusal()
+                .contains("max_timeout")
+        );
+        assert_eq!(
+            case().yaml("timeout: 2h").settings().max_timeout,
+            Duration::from_secs(7200)
+        );
+        assert_eq!(
+            case().yaml("max_timeout: 1m").settings().timeout,
+            Duration::from_secs(60)
+        );
     }
 
     #[test]
     fn relative_paths_start_at_the_file_or_at_the_folder_we_were_started_in() {
-        assert_eq!(case().yaml("workspace: work").settings().workspace, Some("/etc/cellblock/work".into()));
-        assert_eq!(case().flag(Key::Workspace, "work").settings().workspace, Some("/here/work".into()));
-        assert_eq!(case().variable("CELLBLOCK_WORKSPACE", "../w").settings().workspace, Some("/w".into()));
-        assert_eq!(case().flag(Key::Workspace, "~/w").settings().workspace, Some("/home/me/w".into()));
-        assert_eq!(case().flag(Key::DataDir, "/d").settings().data_dir, Path::new("/d"));
+        assert_eq!(
+            case().yaml("workspace: work").settings().workspace,
+            Some("/etc/cellblock/work".into())
+        );
+        assert_eq!(
+            case().flag(Key::Workspace, "work").settings().workspace,
+            Some("/here/work".into())
+        );
+        assert_eq!(
+            case()
+                .variable("CELLBLOCK_WORKSPACE", "../w")
+                .settings()
+                .workspace,
+            Some("/w".into())
+        );
+        assert_eq!(
+            case().flag(Key::Workspace, "~/w").settings().workspace,
+            Some("/home/me/w".into())
+        );
+        assert_eq!(
+            case().flag(Key::DataDir, "/d").settings().data_dir,
+            Path::new("/d")
+        );
     }
 
     #[test]
     fn the_workspace_is_allowed_unless_others_are_named() {
-        assert_eq!(case().flag(Key::Workspace, "w").settings().allowed_dirs, [Path::new("/here/w")]);
-        let named = case().flag(Key::Workspace, "w").flags(Key::AllowedDirs, &["/a", "b"]).settings();
+        assert_eq!(
+            case().flag(Key::Workspace, "w").settings().allowed_dirs,
+            [Path::new("/here/w")]
+        );
+        let named = case()
+            .flag(Key::Workspace, "w")
+            .flags(Key::AllowedDirs, &["/a", "b"])
+            .settings();
         assert_eq!(named.allowed_dirs, [Path::new("/a"), Path::new("/here/b")]);
     }
 
@@ -854,13 +1214,21 @@ pub(super) mod tests {
         assert_eq!(science.packages, ["scipy", "numpy>=2"]);
         assert_eq!(science.python, PythonRequest::Version("3.12".to_owned()));
         let changed = &settings.environments[&name("default")];
-        assert_eq!((changed.packages.as_slice(), changed.preload.len()), (["polars".to_owned()].as_slice(), 0));
-        assert_eq!(settings.environments[&name("minimal")].packages, ["ipython"]);
+        assert_eq!(
+            (changed.packages.as_slice(), changed.preload.len()),
+            (["polars".to_owned()].as_slice(), 0)
+        );
+        assert_eq!(
+            settings.environments[&name("minimal")].packages,
+            ["ipython"]
+        );
     }
 
     #[test]
     fn changing_only_the_python_keeps_the_packages() {
-        let settings = case().yaml("environments: {default: {python: 3.13}}").settings();
+        let settings = case()
+            .yaml("environments: {default: {python: 3.13}}")
+            .settings();
         let changed = &settings.environments[&name("default")];
         assert_eq!(changed.packages, EnvironmentSpec::built_in()[0].packages);
         assert_eq!(changed.preload.len(), 3);
@@ -875,16 +1243,30 @@ pub(super) mod tests {
                 .contains("line 3: there is no setting \"package\"; did you mean \"packages\"?")
         );
         assert!(refusal("environments: {A: {}}").contains("lower-case"));
-        assert!(refusal("environments: {a: {packages: [--index-url=x]}}").contains("environments.a.packages"));
-        assert!(refusal("environments: {a: {preload: ['os;x']}}").contains("environments.a.preload"));
+        assert!(
+            refusal("environments: {a: {packages: [--index-url=x]}}")
+                .contains("environments.a.packages")
+        );
+        assert!(
+            refusal("environments: {a: {preload: ['os;x']}}").contains("environments.a.preload")
+        );
         assert!(refusal("environments: {a: {python: 3.9}}").contains("from 3.10 on"));
         assert!(refusal("environments: [a]").contains("table"));
     }
 
     #[test]
     fn mounts_are_read_with_their_mode() {
-        let settings = case().flags(Key::Mounts, &["data:in/data:ro", "/x:y", "/p:q:rw", "/a:b:c"]).settings();
-        let mount = |host: &str, inside: &str, writable| Mount { host: host.into(), inside: inside.into(), writable };
+        let settings = case()
+            .flags(
+                Key::Mounts,
+                &["data:in/data:ro", "/x:y", "/p:q:rw", "/a:b:c"],
+            )
+            .settings();
+        let mount = |host: &str, inside: &str, writable| Mount {
+            host: host.into(),
+            inside: inside.into(),
+            writable,
+        };
         let expected = [
             mount("/here/data", "in/data", false),
             mount("/x", "y", true),
@@ -896,7 +1278,17 @@ pub(super) mod tests {
 
     #[test]
     fn a_mount_that_leaves_the_working_folder_is_refused() {
-        for bad in ["/x", "/x:", "/x:/y", "/x:../y", "/x:a/../../y", "/x:.", ":y", "/x:y\n", "/x:ro"] {
+        for bad in [
+            "/x",
+            "/x:",
+            "/x:/y",
+            "/x:../y",
+            "/x:a/../../y",
+            "/x:.",
+            ":y",
+            "/x:y\n",
+            "/x:ro",
+        ] {
             let accepted = case().flags(Key::Mounts, &[bad]).result();
             match bad {
                 // The whole text is HOST:RELATIVE here: a folder called "ro" cannot be told from the mode.
@@ -904,7 +1296,12 @@ pub(super) mod tests {
                 _ => assert!(accepted.is_err(), "{bad:?}"),
             }
         }
-        assert!(case().flags(Key::Mounts, &["/x:a", "/y:a/b"]).refusal().contains("overlaps"));
+        assert!(
+            case()
+                .flags(Key::Mounts, &["/x:a", "/y:a/b"])
+                .refusal()
+                .contains("overlaps")
+        );
     }
 
     #[test]
@@ -914,15 +1311,24 @@ pub(super) mod tests {
             .variable("AWS_SECRET", "s")
             .variable("KERNEL_ENV_", "x")
             .settings();
-        assert_eq!(settings.variables.iter().collect::<Vec<_>>(), [("TOKEN", "t")]);
+        assert_eq!(
+            settings.variables.iter().collect::<Vec<_>>(),
+            [("TOKEN", "t")]
+        );
     }
 
     #[test]
     fn the_env_file_of_a_relative_workspace_is_found_and_never_overrides_the_real_environment() {
         let dotenv = "KERNEL_ENV_A=file\nKERNEL_ENV_B=file\nOTHER=file\n";
-        let settings =
-            case().flag(Key::Workspace, "w").file("/here/w/.env", dotenv).variable("KERNEL_ENV_B", "real").settings();
-        assert_eq!(settings.variables.iter().collect::<Vec<_>>(), [("A", "file"), ("B", "real")]);
+        let settings = case()
+            .flag(Key::Workspace, "w")
+            .file("/here/w/.env", dotenv)
+            .variable("KERNEL_ENV_B", "real")
+            .settings();
+        assert_eq!(
+            settings.variables.iter().collect::<Vec<_>>(),
+            [("A", "file"), ("B", "real")]
+        );
     }
 
     #[test]
@@ -951,12 +1357,27 @@ pub(super) mod tests {
     fn refused_variables_never_show_their_value() {
         for bad in ["hunter2", "1A=hunter2", "=hunter2", "A=hunter2\0"] {
             let refusal = case().flags(Key::Variables, &["OK=1", bad]).refusal();
-            assert!(refusal.starts_with("--env-var: ") && !refusal.contains("hunter2"), "{refusal}");
+            assert!(
+                refusal.starts_with("--env-var: ") && !refusal.contains("hunter2"),
+                "{refusal}"
+            );
         }
-        assert!(!case().yaml("variables: {A: [hunter2]}").refusal().contains("hunter2"));
-        let broken = case().flags(Key::EnvFiles, &["x.env"]).file("/here/x.env", "A='hunter2").result().unwrap_err();
+        assert!(
+            !case()
+                .yaml("variables: {A: [hunter2]}")
+                .refusal()
+                .contains("hunter2")
+        );
+        let broken = case()
+            .flags(Key::EnvFiles, &["x.env"])
+            .file("/here/x.env", "A='hunter2")
+            .result()
+            .unwrap_err();
         let broken = format!("{:#}", anyhow::Error::from(broken));
-        assert!(broken.starts_with("could not read variables from /here/x.env: line 1") && !broken.contains("hunter2"));
+        assert!(
+            broken.starts_with("could not read variables from /here/x.env: line 1")
+                && !broken.contains("hunter2")
+        );
     }
 
     #[test]
@@ -968,26 +1389,69 @@ pub(super) mod tests {
 
     #[test]
     fn a_missing_file_named_by_the_operator_is_refused_and_a_broken_workspace_file_is_a_notice() {
-        assert!(case().flags(Key::EnvFiles, &["gone.env"]).refusal().contains("/here/gone.env"));
-        let settings = case().flag(Key::Workspace, "w").file("/here/w/.env", "nonsense").settings();
-        assert_eq!(settings.notices, ["the workspace's .env is not used: line 1: there is no \"=\""]);
+        assert!(
+            case()
+                .flags(Key::EnvFiles, &["gone.env"])
+                .refusal()
+                .contains("/here/gone.env")
+        );
+        let settings = case()
+            .flag(Key::Workspace, "w")
+            .file("/here/w/.env", "nonsense")
+            .settings();
+        assert_eq!(
+            settings.notices,
+            ["the workspace's .env is not used: line 1: there is no \"=\""]
+        );
     }
 
     #[test]
     fn layers_that_may_be_missing_are_known_by_name() {
-        let settings = case().flags(Key::AllowMissing, &["landlock", "resources"]).settings();
-        assert_eq!(settings.allow_missing, BTreeSet::from([LayerKind::Landlock, LayerKind::Resources]));
-        assert_eq!(case().variable("CELLBLOCK_ALLOW_MISSING", "landlock,network").settings().allow_missing.len(), 2);
-        assert!(case().flags(Key::AllowMissing, &["everything"]).refusal().contains("system-calls"));
+        let settings = case()
+            .flags(Key::AllowMissing, &["landlock", "resources"])
+            .settings();
+        assert_eq!(
+            settings.allow_missing,
+            BTreeSet::from([LayerKind::Landlock, LayerKind::Resources])
+        );
+        assert_eq!(
+            case()
+                .variable("CELLBLOCK_ALLOW_MISSING", "landlock,network")
+                .settings()
+                .allow_missing
+                .len(),
+            2
+        );
+        assert!(
+            case()
+                .flags(Key::AllowMissing, &["everything"])
+                .refusal()
+                .contains("system-calls")
+        );
     }
 
     #[test]
     fn the_log_follows_the_setting_then_rust_log() {
         assert_eq!(case().settings().log_filter, None);
-        assert_eq!(case().variable("RUST_LOG", "hyper=off").settings().log_filter.as_deref(), Some("hyper=off"));
-        let both = case().variable("RUST_LOG", "hyper=off").flag(Key::LogLevel, "DEBUG").settings();
+        assert_eq!(
+            case()
+                .variable("RUST_LOG", "hyper=off")
+                .settings()
+                .log_filter
+                .as_deref(),
+            Some("hyper=off")
+        );
+        let both = case()
+            .variable("RUST_LOG", "hyper=off")
+            .flag(Key::LogLevel, "DEBUG")
+            .settings();
         assert_eq!(both.log_filter.as_deref(), Some("debug"));
-        assert!(case().flag(Key::LogLevel, "loud").refusal().contains("error, warn, info, debug, trace"));
+        assert!(
+            case()
+                .flag(Key::LogLevel, "loud")
+                .refusal()
+                .contains("error, warn, info, debug, trace")
+        );
     }
 
     #[test]
@@ -998,24 +1462,72 @@ pub(super) mod tests {
 
     #[test]
     fn undo_is_written_as_a_word_and_can_be_switched_off_everywhere() {
-        for off in [case().yaml("undo: off"), case().yaml("undo: 'OFF'"), case().yaml("undo: false")] {
+        for off in [
+            case().yaml("undo: off"),
+            case().yaml("undo: 'OFF'"),
+            case().yaml("undo: false"),
+        ] {
             assert_eq!(off.settings().undo, Undo::Off);
         }
-        assert_eq!(case().variable("CELLBLOCK_UNDO", "off").settings().undo, Undo::Off);
+        assert_eq!(
+            case().variable("CELLBLOCK_UNDO", "off").settings().undo,
+            Undo::Off
+        );
         assert_eq!(case().flag(Key::Undo, "off").settings().undo, Undo::Off);
-        let on = case().yaml("undo: off\nundo_checkpoints: 3\nundo_files: 0").flag(Key::Undo, "on").settings();
-        assert_eq!(on.undo, Undo::On { checkpoints: 3, files: 0 });
+        let on = case()
+            .yaml("undo: off\nundo_checkpoints: 3\nundo_files: 0")
+            .flag(Key::Undo, "on")
+            .settings();
+        assert_eq!(
+            on.undo,
+            Undo::On {
+                checkpoints: 3,
+                files: 0
+            }
+        );
         let files = |settings: Settings| match settings.undo {
             Undo::On { files, .. } => Some(files),
             Undo::Off => None,
         };
         assert_eq!(files(case().settings()), Some(64 << 20));
-        assert_eq!(files(case().flag(Key::Workspace, "work").settings()), Some(0), "a workspace is left alone");
-        assert_eq!(files(case().flag(Key::Workspace, "work").flag(Key::UndoFiles, "1M").settings()), Some(1 << 20));
-        assert!(case().flag(Key::Undo, "maybe").refusal().contains("allowed: on or off"));
-        assert!(case().flag(Key::UndoCheckpoints, "0").refusal().contains("from 1 to 100"));
-        assert!(case().flag(Key::UndoCheckpoints, "101").refusal().contains("from 1 to 100"));
-        assert!(case().flag(Key::UndoFiles, "some").refusal().starts_with("--undo-files: undo_files"));
+        assert_eq!(
+            files(case().flag(Key::Workspace, "work").settings()),
+            Some(0),
+            "a workspace is left alone"
+        );
+        assert_eq!(
+            files(
+                case()
+                    .flag(Key::Workspace, "work")
+                    .flag(Key::UndoFiles, "1M")
+                    .settings()
+            ),
+            Some(1 << 20)
+        );
+        assert!(
+            case()
+                .flag(Key::Undo, "maybe")
+                .refusal()
+                .contains("allowed: on or off")
+        );
+        assert!(
+            case()
+                .flag(Key::UndoCheckpoints, "0")
+                .refusal()
+                .contains("from 1 to 100")
+        );
+        assert!(
+            case()
+                .flag(Key::UndoCheckpoints, "101")
+                .refusal()
+                .contains("from 1 to 100")
+        );
+        assert!(
+            case()
+                .flag(Key::UndoFiles, "some")
+                .refusal()
+                .starts_with("--undo-files: undo_files")
+        );
     }
 
     #[test]
@@ -1046,7 +1558,14 @@ pub(super) mod tests {
             let refusal = case().yaml(setting).refusal();
             assert!(refusal.contains(allowed), "{setting}: {refusal}");
         }
-        assert_eq!(case().variable("CELLBLOCK_QUOTA_CELLS", "7").settings().quotas.cells, Some(7));
+        assert_eq!(
+            case()
+                .variable("CELLBLOCK_QUOTA_CELLS", "7")
+                .settings()
+                .quotas
+                .cells,
+            Some(7)
+        );
     }
 
     #[test]
@@ -1057,25 +1576,61 @@ pub(super) mod tests {
             case.settings().explore_parallel
         };
         assert_eq!([0, 1, 3, 64].map(with_cores), [1, 1, 3, 16]);
-        assert_eq!(case().flag(Key::ExploreParallel, "16").settings().explore_parallel, 16);
-        assert!(case().flag(Key::ExploreParallel, "17").refusal().contains("from 1 to 16"));
-        assert!(case().flag(Key::ExploreParallel, "0").refusal().contains("from 1 to 16"));
+        assert_eq!(
+            case()
+                .flag(Key::ExploreParallel, "16")
+                .settings()
+                .explore_parallel,
+            16
+        );
+        assert!(
+            case()
+                .flag(Key::ExploreParallel, "17")
+                .refusal()
+                .contains("from 1 to 16")
+        );
+        assert!(
+            case()
+                .flag(Key::ExploreParallel, "0")
+                .refusal()
+                .contains("from 1 to 16")
+        );
     }
 
     #[test]
     fn a_family_has_twice_the_memory_of_a_session_and_never_less_than_one() {
-        assert_eq!(case().yaml("memory: 1G").settings().limits.family_memory, 2 << 30);
-        assert_eq!(case().yaml("memory: 1G\nfamily_memory: 1G").settings().limits.family_memory, 1 << 30);
+        assert_eq!(
+            case().yaml("memory: 1G").settings().limits.family_memory,
+            2 << 30
+        );
+        assert_eq!(
+            case()
+                .yaml("memory: 1G\nfamily_memory: 1G")
+                .settings()
+                .limits
+                .family_memory,
+            1 << 30
+        );
         let refusal = case().yaml("memory: 1G\nfamily_memory: 1023M").refusal();
         assert!(
-            refusal.contains("family_memory cannot be \"1023M\"; allowed: at least memory, which is 1 GiB"),
+            refusal.contains(
+                "family_memory cannot be \"1023M\"; allowed: at least memory, which is 1 GiB"
+            ),
             "{refusal}"
         );
     }
 
     #[test]
     fn profiles_are_known_by_name() {
-        assert_eq!(case().flag(Key::Profile, "default").settings().profile, Profile::Default);
-        assert!(case().flag(Key::Profile, "other").refusal().contains("one of: default"));
+        assert_eq!(
+            case().flag(Key::Profile, "default").settings().profile,
+            Profile::Default
+        );
+        assert!(
+            case()
+                .flag(Key::Profile, "other")
+                .refusal()
+                .contains("one of: default")
+        );
     }
 }

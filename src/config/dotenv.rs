@@ -23,7 +23,14 @@ pub(super) fn parse(text: &str) -> Result<Vec<(String, String)>, DotenvError> {
     text.trim_start_matches('\u{feff}')
         .lines()
         .enumerate()
-        .filter_map(|(index, line)| entry(line).map_err(|why| DotenvError { line: index + 1, why }).transpose())
+        .filter_map(|(index, line)| {
+            entry(line)
+                .map_err(|why| DotenvError {
+                    line: index + 1,
+                    why,
+                })
+                .transpose()
+        })
         .collect()
 }
 
@@ -36,23 +43,40 @@ fn entry(line: &str) -> Result<Option<(String, String)>, &'static str> {
     let (name, written) = line.split_once('=').ok_or("there is no \"=\"")?;
     let name = name.trim_end();
     if !is_variable_name(name) {
-        return Err("the name before \"=\" must be letters, digits and \"_\", and not start with a digit");
+        return Err(
+            "the name before \"=\" must be letters, digits and \"_\", and not start with a digit",
+        );
     }
     Ok(Some((name.to_owned(), value(written.trim_start())?)))
 }
 
 fn value(written: &str) -> Result<String, &'static str> {
     let (value, rest) = match written.chars().next() {
-        Some('\'') => written[1..].split_once('\'').map(|(value, rest)| (value.to_owned(), rest)).ok_or(UNCLOSED)?,
+        Some('\'') => written[1..]
+            .split_once('\'')
+            .map(|(value, rest)| (value.to_owned(), rest))
+            .ok_or(UNCLOSED)?,
         Some('"') => double_quoted(&written[1..])?,
         _ => {
-            let end =
-                if written.starts_with('#') { Some(0) } else { written.find(" #").or_else(|| written.find("\t#")) };
-            (written[..end.unwrap_or(written.len())].trim_end().to_owned(), "")
+            let end = if written.starts_with('#') {
+                Some(0)
+            } else {
+                written.find(" #").or_else(|| written.find("\t#"))
+            };
+            (
+                written[..end.unwrap_or(written.len())]
+                    .trim_end()
+                    .to_owned(),
+                "",
+            )
         }
     };
     let rest = rest.trim_start();
-    if rest.is_empty() || rest.starts_with('#') { Ok(value) } else { Err("there is text after the closing quote") }
+    if rest.is_empty() || rest.starts_with('#') {
+        Ok(value)
+    } else {
+        Err("there is text after the closing quote")
+    }
 }
 
 const UNCLOSED: &str = "the quote is not closed on the same line";
@@ -79,7 +103,9 @@ fn double_quoted(written: &str) -> Result<(String, &str), &'static str> {
 /// Tells whether `name` may name an environment variable.
 pub(super) fn is_variable_name(name: &str) -> bool {
     name.starts_with(|letter: char| letter.is_ascii_alphabetic() || letter == '_')
-        && name.chars().all(|letter| letter.is_ascii_alphanumeric() || letter == '_')
+        && name
+            .chars()
+            .all(|letter| letter.is_ascii_alphanumeric() || letter == '_')
 }
 
 #[cfg(test)]
@@ -87,7 +113,11 @@ mod tests {
     use super::*;
 
     fn check(line: &str, name: &str, value: &str) {
-        assert_eq!(parse(line), Ok(vec![(name.to_owned(), value.to_owned())]), "{line:?}");
+        assert_eq!(
+            parse(line),
+            Ok(vec![(name.to_owned(), value.to_owned())]),
+            "{line:?}"
+        );
     }
 
     #[test]
@@ -118,16 +148,23 @@ mod tests {
     fn comments_and_empty_lines_are_skipped_and_order_is_kept() {
         let entries = parse("# first\n\nA=1\n   # second\nB=2\nA=3\n").unwrap();
         assert_eq!(
-            entries.iter().map(|(name, value)| format!("{name}{value}")).collect::<Vec<_>>(),
+            entries
+                .iter()
+                .map(|(name, value)| format!("{name}{value}"))
+                .collect::<Vec<_>>(),
             ["A1", "B2", "A3"]
         );
     }
 
     #[test]
     fn broken_lines_are_named_by_number_and_without_their_value() {
-        for (text, line) in
-            [("A=1\nsecret", 2), ("A=\"secret", 1), ("\n\nA='secret", 3), ("1A=secret", 1), ("A='x' secret", 1)]
-        {
+        for (text, line) in [
+            ("A=1\nsecret", 2),
+            ("A=\"secret", 1),
+            ("\n\nA='secret", 3),
+            ("1A=secret", 1),
+            ("A='x' secret", 1),
+        ] {
             let error = parse(text).unwrap_err();
             assert_eq!(error.line, line, "{text:?}");
             assert!(!error.to_string().contains("secret"));

@@ -24,7 +24,8 @@ pub(super) fn default_data_dir(variables: &BTreeMap<String, String>) -> Option<P
         absolute_variable(variables, "XDG_DATA_HOME")
             .or_else(|| absolute_variable(variables, "HOME").map(|home| home.join(".local/share")))
     };
-    given_by_systemd(variables, "STATE_DIRECTORY").or_else(|| base().map(|base| base.join("cellblock")))
+    given_by_systemd(variables, "STATE_DIRECTORY")
+        .or_else(|| base().map(|base| base.join("cellblock")))
 }
 
 /// Chooses where the configuration file is looked for when nobody names one.
@@ -44,7 +45,9 @@ pub(super) fn runtime_dir(variables: &BTreeMap<String, String>, machine: &Machin
     }
     match absolute_variable(variables, "XDG_RUNTIME_DIR") {
         Some(base) => base.join("cellblock"),
-        None => machine.temporary_dir.join(format!("cellblock-{}", machine.user_id)),
+        None => machine
+            .temporary_dir
+            .join(format!("cellblock-{}", machine.user_id)),
     }
 }
 
@@ -88,7 +91,9 @@ pub(super) fn make_private(path: &Path, user_id: u32) -> io::Result<()> {
     }
     let found = std::fs::symlink_metadata(path)?;
     if !found.is_dir() {
-        return Err(io::Error::other("it is not a folder; set XDG_RUNTIME_DIR to a folder that is yours alone"));
+        return Err(io::Error::other(
+            "it is not a folder; set XDG_RUNTIME_DIR to a folder that is yours alone",
+        ));
     }
     if found.uid() != user_id {
         let why = "it belongs to another user; set XDG_RUNTIME_DIR to a folder that is yours alone";
@@ -110,7 +115,10 @@ pub(super) fn make_shared(path: &Path) -> io::Result<PathBuf> {
 pub(super) fn existing_folder(path: &Path) -> io::Result<PathBuf> {
     let real = path.canonicalize()?;
     if !real.is_dir() {
-        return Err(io::Error::new(io::ErrorKind::NotADirectory, "it is not a folder"));
+        return Err(io::Error::new(
+            io::ErrorKind::NotADirectory,
+            "it is not a folder",
+        ));
     }
     Ok(real)
 }
@@ -119,12 +127,17 @@ pub(super) fn existing_folder(path: &Path) -> io::Result<PathBuf> {
 /// `StateDirectory=cellblock`. Another name is that of a unit that is not ours alone.
 fn given_by_systemd(variables: &BTreeMap<String, String>, name: &str) -> Option<PathBuf> {
     let folders = variables.get(name)?.split(':').map(PathBuf::from);
-    folders.filter(|folder| folder.is_absolute()).find(|folder| folder.ends_with("cellblock"))
+    folders
+        .filter(|folder| folder.is_absolute())
+        .find(|folder| folder.ends_with("cellblock"))
 }
 
 fn absolute_variable(variables: &BTreeMap<String, String>, name: &str) -> Option<PathBuf> {
     // The XDG specification says that a relative path is to be ignored.
-    variables.get(name).map(PathBuf::from).filter(|path| path.is_absolute())
+    variables
+        .get(name)
+        .map(PathBuf::from)
+        .filter(|path| path.is_absolute())
 }
 
 #[cfg(test)]
@@ -132,47 +145,87 @@ mod tests {
     use super::*;
 
     fn variables(pairs: &[(&str, &str)]) -> BTreeMap<String, String> {
-        pairs.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect()
+        pairs
+            .iter()
+            .map(|(name, value)| ((*name).to_owned(), (*value).to_owned()))
+            .collect()
     }
 
     fn machine(user_id: u32) -> Machine {
-        Machine { cores: 2, user_id, current_dir: "/here".into(), temporary_dir: "/tmp".into() }
+        Machine {
+            cores: 2,
+            user_id,
+            current_dir: "/here".into(),
+            temporary_dir: "/tmp".into(),
+        }
     }
 
     #[test]
     fn the_data_folder_follows_xdg_then_home() {
         let chosen = |pairs: &[(&str, &str)]| default_data_dir(&variables(pairs));
-        assert_eq!(chosen(&[("XDG_DATA_HOME", "/x"), ("HOME", "/h")]), Some("/x/cellblock".into()));
-        assert_eq!(chosen(&[("XDG_DATA_HOME", "relative"), ("HOME", "/h")]), Some("/h/.local/share/cellblock".into()));
-        assert_eq!(chosen(&[("HOME", "/h")]), Some("/h/.local/share/cellblock".into()));
+        assert_eq!(
+            chosen(&[("XDG_DATA_HOME", "/x"), ("HOME", "/h")]),
+            Some("/x/cellblock".into())
+        );
+        assert_eq!(
+            chosen(&[("XDG_DATA_HOME", "relative"), ("HOME", "/h")]),
+            Some("/h/.local/share/cellblock".into())
+        );
+        assert_eq!(
+            chosen(&[("HOME", "/h")]),
+            Some("/h/.local/share/cellblock".into())
+        );
         assert_eq!(chosen(&[]), None);
     }
 
     #[test]
     fn the_runtime_folder_depends_on_who_runs_us() {
         assert_eq!(
-            runtime_dir(&variables(&[("XDG_RUNTIME_DIR", "/run/user/7")]), &machine(0)),
+            runtime_dir(
+                &variables(&[("XDG_RUNTIME_DIR", "/run/user/7")]),
+                &machine(0)
+            ),
             Path::new("/run/cellblock")
         );
         assert_eq!(
-            runtime_dir(&variables(&[("XDG_RUNTIME_DIR", "/run/user/7")]), &machine(7)),
+            runtime_dir(
+                &variables(&[("XDG_RUNTIME_DIR", "/run/user/7")]),
+                &machine(7)
+            ),
             Path::new("/run/user/7/cellblock")
         );
-        assert_eq!(runtime_dir(&variables(&[]), &machine(7)), Path::new("/tmp/cellblock-7"));
+        assert_eq!(
+            runtime_dir(&variables(&[]), &machine(7)),
+            Path::new("/tmp/cellblock-7")
+        );
     }
 
     #[test]
     fn folders_that_systemd_has_made_for_the_unit_come_first() {
-        let given =
-            variables(&[("RUNTIME_DIRECTORY", "/run/other:/run/cellblock"), ("XDG_RUNTIME_DIR", "/run/user/7")]);
-        assert_eq!(runtime_dir(&given, &machine(7)), Path::new("/run/cellblock"));
+        let given = variables(&[
+            ("RUNTIME_DIRECTORY", "/run/other:/run/cellblock"),
+            ("XDG_RUNTIME_DIR", "/run/user/7"),
+        ]);
+        assert_eq!(
+            runtime_dir(&given, &machine(7)),
+            Path::new("/run/cellblock")
+        );
         let given = variables(&[("STATE_DIRECTORY", "/var/lib/cellblock"), ("HOME", "/h")]);
         assert_eq!(default_data_dir(&given), Some("/var/lib/cellblock".into()));
         // Control: those of a unit that runs something else besides are left alone.
-        let others =
-            variables(&[("RUNTIME_DIRECTORY", "/run/other"), ("STATE_DIRECTORY", "/var/lib/other"), ("HOME", "/h")]);
-        assert_eq!(runtime_dir(&others, &machine(7)), Path::new("/tmp/cellblock-7"));
-        assert_eq!(default_data_dir(&others), Some("/h/.local/share/cellblock".into()));
+        let others = variables(&[
+            ("RUNTIME_DIRECTORY", "/run/other"),
+            ("STATE_DIRECTORY", "/var/lib/other"),
+            ("HOME", "/h"),
+        ]);
+        assert_eq!(
+            runtime_dir(&others, &machine(7)),
+            Path::new("/tmp/cellblock-7")
+        );
+        assert_eq!(
+            default_data_dir(&others),
+            Some("/h/.local/share/cellblock".into())
+        );
     }
 
     #[test]
@@ -187,7 +240,11 @@ mod tests {
             ("~", "/h"),
             ("~other/x", "/here/~other/x"),
         ] {
-            assert_eq!(absolute(written, Path::new("/here"), Some("/h")), Path::new(expected), "{written:?}");
+            assert_eq!(
+                absolute(written, Path::new("/here"), Some("/h")),
+                Path::new(expected),
+                "{written:?}"
+            );
         }
     }
 
@@ -210,7 +267,10 @@ mod tests {
         assert_eq!(std::fs::metadata(&path).unwrap().mode() & 0o777, 0o700);
         let refused = make_private(&path, user_id + 1).unwrap_err();
         assert_eq!(refused.kind(), io::ErrorKind::PermissionDenied);
-        assert!(refused.to_string().contains("set XDG_RUNTIME_DIR"), "{refused}");
+        assert!(
+            refused.to_string().contains("set XDG_RUNTIME_DIR"),
+            "{refused}"
+        );
     }
 
     #[test]

@@ -124,8 +124,18 @@ impl Key {
     /// Every setting: its name in the file, its flag, its shape. `CELLBLOCK_` and the name in capitals is its variable.
     const TABLE: &'static [(Key, &'static str, &'static str, Shape)] = &[
         (Key::Workspace, "workspace", "--workspace", Shape::Single),
-        (Key::AllowedDirs, "allowed_dirs", "--allowed-dir", Shape::List),
-        (Key::Environment, "environment", "--environment", Shape::Single),
+        (
+            Key::AllowedDirs,
+            "allowed_dirs",
+            "--allowed-dir",
+            Shape::List,
+        ),
+        (
+            Key::Environment,
+            "environment",
+            "--environment",
+            Shape::Single,
+        ),
         (Key::Environments, "environments", "", Shape::FileOnly),
         (Key::Mounts, "mounts", "--mount", Shape::List),
         (Key::Variables, "variables", "--env-var", Shape::Pairs),
@@ -137,18 +147,43 @@ impl Key {
         (Key::Files, "files", "", Shape::Single),
         (Key::Timeout, "timeout", "--timeout", Shape::Single),
         (Key::MaxTimeout, "max_timeout", "", Shape::Single),
-        (Key::MaxSessions, "max_sessions", "--max-sessions", Shape::Single),
-        (Key::IdleTimeout, "idle_timeout", "--idle-timeout", Shape::Single),
+        (
+            Key::MaxSessions,
+            "max_sessions",
+            "--max-sessions",
+            Shape::Single,
+        ),
+        (
+            Key::IdleTimeout,
+            "idle_timeout",
+            "--idle-timeout",
+            Shape::Single,
+        ),
         (Key::Pool, "pool", "", Shape::Single),
         (Key::PoolMaxAge, "pool_max_age", "", Shape::Single),
         (Key::PoolCreations, "pool_creations", "", Shape::Single),
         (Key::Backend, "backend", "--backend", Shape::Single),
         (Key::Runtime, "runtime", "--runtime", Shape::Single),
-        (Key::ContainerTag, "container_tag", "--container-tag", Shape::Single),
+        (
+            Key::ContainerTag,
+            "container_tag",
+            "--container-tag",
+            Shape::Single,
+        ),
         (Key::Undo, "undo", "--undo", Shape::Single),
-        (Key::UndoCheckpoints, "undo_checkpoints", "--undo-checkpoints", Shape::Single),
+        (
+            Key::UndoCheckpoints,
+            "undo_checkpoints",
+            "--undo-checkpoints",
+            Shape::Single,
+        ),
         (Key::UndoFiles, "undo_files", "--undo-files", Shape::Single),
-        (Key::ExploreParallel, "explore_parallel", "--explore-parallel", Shape::Single),
+        (
+            Key::ExploreParallel,
+            "explore_parallel",
+            "--explore-parallel",
+            Shape::Single,
+        ),
         (Key::MaxRunning, "max_running", "", Shape::Single),
         (Key::QuotaSessions, "quota_sessions", "", Shape::Single),
         (Key::QuotaMemory, "quota_memory", "", Shape::Single),
@@ -157,57 +192,172 @@ impl Key {
         (Key::QuotaCells, "quota_cells", "", Shape::Single),
         (Key::QuotaStarts, "quota_starts", "", Shape::Single),
         (Key::QuotaStored, "quota_stored", "", Shape::Single),
-        (Key::FamilyMemory, "family_memory", "--family-memory", Shape::Single),
-        (Key::AllowNetwork, "allow_network", "--allow-network", Shape::Single),
-        (Key::AllowedDomains, "allowed_domains", "--allowed-domain", Shape::Phrases),
-        (Key::DeniedDomains, "denied_domains", "--denied-domain", Shape::Phrases),
+        (
+            Key::FamilyMemory,
+            "family_memory",
+            "--family-memory",
+            Shape::Single,
+        ),
+        (
+            Key::AllowNetwork,
+            "allow_network",
+            "--allow-network",
+            Shape::Single,
+        ),
+        (
+            Key::AllowedDomains,
+            "allowed_domains",
+            "--allowed-domain",
+            Shape::Phrases,
+        ),
+        (
+            Key::DeniedDomains,
+            "denied_domains",
+            "--denied-domain",
+            Shape::Phrases,
+        ),
         (Key::Secrets, "secrets", "--secret", Shape::Phrases),
-        (Key::NetworkConnections, "network_connections", "", Shape::Single),
-        (Key::NetworkBandwidth, "network_bandwidth", "", Shape::Single),
-        (Key::NetworkQuestions, "network_questions", "", Shape::Single),
-        (Key::InstallPackages, "install_packages", "--install-packages", Shape::Single),
+        (
+            Key::NetworkConnections,
+            "network_connections",
+            "",
+            Shape::Single,
+        ),
+        (
+            Key::NetworkBandwidth,
+            "network_bandwidth",
+            "",
+            Shape::Single,
+        ),
+        (
+            Key::NetworkQuestions,
+            "network_questions",
+            "",
+            Shape::Single,
+        ),
+        (
+            Key::InstallPackages,
+            "install_packages",
+            "--install-packages",
+            Shape::Single,
+        ),
         (Key::PackageSize, "package_size", "", Shape::Single),
         (Key::PackageDisk, "package_disk", "", Shape::Single),
         (Key::PackageMemory, "package_memory", "", Shape::Single),
-        (Key::PackageStoreSize, "package_store_size", "", Shape::Single),
+        (
+            Key::PackageStoreSize,
+            "package_store_size",
+            "",
+            Shape::Single,
+        ),
         (Key::PackageTimeout, "package_timeout", "", Shape::Single),
         (Key::Approvals, "approvals", "", Shape::FileOnly),
-        (Key::ApproveTools, "approve_tools", "--approve-tools", Shape::Single),
-        (Key::ApproveShell, "approve_shell", "--approve-shell", Shape::Single),
-        (Key::ApprovePackages, "approve_packages", "--approve-packages", Shape::Single),
-        (Key::ApproveDomains, "approve_domains", "--approve-domains", Shape::Single),
+        (
+            Key::ApproveTools,
+            "approve_tools",
+            "--approve-tools",
+            Shape::Single,
+        ),
+        (
+            Key::ApproveShell,
+            "approve_shell",
+            "--approve-shell",
+            Shape::Single,
+        ),
+        (
+            Key::ApprovePackages,
+            "approve_packages",
+            "--approve-packages",
+            Shape::Single,
+        ),
+        (
+            Key::ApproveDomains,
+            "approve_domains",
+            "--approve-domains",
+            Shape::Single,
+        ),
         (Key::ApprovalTimeout, "approval_timeout", "", Shape::Single),
-        (Key::RememberApprovals, "remember_approvals", "--remember-approvals", Shape::Single),
+        (
+            Key::RememberApprovals,
+            "remember_approvals",
+            "--remember-approvals",
+            Shape::Single,
+        ),
         (Key::PackageIndex, "package_index", "", Shape::Single),
-        (Key::PackageTrustedHosts, "package_trusted_hosts", "", Shape::List),
+        (
+            Key::PackageTrustedHosts,
+            "package_trusted_hosts",
+            "",
+            Shape::List,
+        ),
         (Key::Listen, "listen", "--listen", Shape::Single),
         (Key::PublicUrl, "public_url", "--public-url", Shape::Single),
-        (Key::AllowedHosts, "allowed_hosts", "--allowed-host", Shape::List),
-        (Key::AllowedOrigins, "allowed_origins", "--allowed-origin", Shape::List),
+        (
+            Key::AllowedHosts,
+            "allowed_hosts",
+            "--allowed-host",
+            Shape::List,
+        ),
+        (
+            Key::AllowedOrigins,
+            "allowed_origins",
+            "--allowed-origin",
+            Shape::List,
+        ),
         (Key::TlsCert, "tls_cert", "--tls-cert", Shape::Single),
         (Key::TlsKey, "tls_key", "--tls-key", Shape::Single),
-        (Key::MaxConnections, "max_connections", "--max-connections", Shape::Single),
+        (
+            Key::MaxConnections,
+            "max_connections",
+            "--max-connections",
+            Shape::Single,
+        ),
         (Key::MaxWait, "max_wait", "--max-wait", Shape::Single),
-        (Key::KeepSessions, "keep_sessions", "--keep-sessions", Shape::Single),
+        (
+            Key::KeepSessions,
+            "keep_sessions",
+            "--keep-sessions",
+            Shape::Single,
+        ),
         (Key::Keeper, "keeper", "--keeper", Shape::Single),
         (Key::Profile, "profile", "--profile", Shape::Single),
         (Key::AllowedModules, "allowed_modules", "", Shape::List),
         (Key::BlockedModules, "blocked_modules", "", Shape::List),
         (Key::ImagesDir, "images_dir", "--images-dir", Shape::Single),
-        (Key::SandboxConfig, "sandbox_config", "--sandbox-config", Shape::Single),
-        (Key::AllowMissing, "allow_missing", "--allow-missing", Shape::List),
+        (
+            Key::SandboxConfig,
+            "sandbox_config",
+            "--sandbox-config",
+            Shape::Single,
+        ),
+        (
+            Key::AllowMissing,
+            "allow_missing",
+            "--allow-missing",
+            Shape::List,
+        ),
         (Key::Auth, "auth", "--auth", Shape::Single),
         (Key::DataDir, "data_dir", "", Shape::Single),
         (Key::LogLevel, "log_level", "--log-level", Shape::Single),
         (Key::LogFormat, "log_format", "--log-format", Shape::Single),
-        (Key::OtlpEndpoint, "otlp_endpoint", "--otlp-endpoint", Shape::Single),
+        (
+            Key::OtlpEndpoint,
+            "otlp_endpoint",
+            "--otlp-endpoint",
+            Shape::Single,
+        ),
         (Key::AuditFile, "audit_file", "--audit-file", Shape::Single),
         (Key::AuditSync, "audit_sync", "", Shape::Single),
         (Key::AuditFailure, "audit_failure", "", Shape::Single),
         (Key::AuditFileSize, "audit_file_size", "", Shape::Single),
         (Key::AuditRecords, "audit_records", "", Shape::Single),
         (Key::McpServers, "mcp_servers", "", Shape::FileOnly),
-        (Key::McpServersFile, "mcp_servers_file", "--mcp-servers-file", Shape::Single),
+        (
+            Key::McpServersFile,
+            "mcp_servers_file",
+            "--mcp-servers-file",
+            Shape::Single,
+        ),
         (Key::McpAllowedHosts, "mcp_allowed_hosts", "", Shape::List),
     ];
 
@@ -230,7 +380,10 @@ impl Key {
     }
 
     fn row(self) -> &'static (Key, &'static str, &'static str, Shape) {
-        Key::TABLE.iter().find(|row| row.0 == self).expect("the table has a row for every key")
+        Key::TABLE
+            .iter()
+            .find(|row| row.0 == self)
+            .expect("the table has a row for every key")
     }
 
     fn from_name(name: &str) -> Option<Key> {
@@ -240,7 +393,10 @@ impl Key {
 
     /// The flags that settings can be written as.
     pub fn flags() -> impl Iterator<Item = &'static str> {
-        Key::TABLE.iter().map(|row| row.2).filter(|flag| !flag.is_empty())
+        Key::TABLE
+            .iter()
+            .map(|row| row.2)
+            .filter(|flag| !flag.is_empty())
     }
 
     /// Other spellings of flags: the names that they have in servers that profiles stand in for.
@@ -292,7 +448,10 @@ pub enum Origin {
 impl fmt::Display for Origin {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Origin::File { path, line: Some(line) } => write!(formatter, "{} line {line}", path.display()),
+            Origin::File {
+                path,
+                line: Some(line),
+            } => write!(formatter, "{} line {line}", path.display()),
             Origin::File { path, line: None } => write!(formatter, "{}", path.display()),
             Origin::Variable(name) => formatter.write_str(name),
             Origin::Flag(flag) => formatter.write_str(flag),
@@ -304,7 +463,10 @@ impl Origin {
     /// The same place, at another line if it is a file.
     pub(super) fn at(&self, line: Option<u64>) -> Origin {
         match self {
-            Origin::File { path, line: old } => Origin::File { path: path.clone(), line: line.or(*old) },
+            Origin::File { path, line: old } => Origin::File {
+                path: path.clone(),
+                line: line.or(*old),
+            },
             other => other.clone(),
         }
     }
@@ -333,7 +495,9 @@ impl Flags {
     /// Adds a flag that was given at most once.
     pub fn single(mut self, key: Key, value: Option<String>) -> Flags {
         if let Some(value) = value {
-            self.0.0.push((key, Origin::Flag(key.flag()), Written::Text(value)));
+            self.0
+                .0
+                .push((key, Origin::Flag(key.flag()), Written::Text(value)));
         }
         self
     }
@@ -342,7 +506,9 @@ impl Flags {
     pub fn repeated(mut self, key: Key, values: Vec<String>) -> Flags {
         if !values.is_empty() {
             let values = values.into_iter().map(Written::Text).collect();
-            self.0.0.push((key, Origin::Flag(key.flag()), Written::List(values)));
+            self.0
+                .0
+                .push((key, Origin::Flag(key.flag()), Written::List(values)));
         }
         self
     }
@@ -351,7 +517,9 @@ impl Flags {
     /// spellings of a flag were used, the usual one stands for all its values.
     pub fn as_typed(mut self, typed: &BTreeSet<String>) -> Flags {
         for (key, origin, _) in &mut self.0.0 {
-            let alias = Key::ALIASES.iter().find(|(known, alias)| known == key && typed.contains(*alias));
+            let alias = Key::ALIASES
+                .iter()
+                .find(|(known, alias)| known == key && typed.contains(*alias));
             if let Some((_, alias)) = alias
                 && !typed.contains(key.flag())
             {
@@ -375,16 +543,22 @@ impl Flags {
             Written::List(values) => Given::Often(values.iter().map(text).collect()),
             single => Given::Once(text(single)),
         };
-        self.0.0.iter().map(|(key, _, written)| (*key, given(written))).collect()
+        self.0
+            .0
+            .iter()
+            .map(|(key, _, written)| (*key, given(written)))
+            .collect()
     }
 }
 
 impl From<Vec<(Key, Given)>> for Flags {
     fn from(given: Vec<(Key, Given)>) -> Flags {
-        given.into_iter().fold(Flags::default(), |flags, (key, given)| match given {
-            Given::Once(value) => flags.single(key, Some(value)),
-            Given::Often(values) => flags.repeated(key, values),
-        })
+        given
+            .into_iter()
+            .fold(Flags::default(), |flags, (key, given)| match given {
+                Given::Once(value) => flags.single(key, Some(value)),
+                Given::Often(values) => flags.repeated(key, values),
+            })
     }
 }
 
@@ -399,7 +573,10 @@ pub(super) enum Given {
 pub(super) fn from_file(path: &Path, text: &str) -> Result<Layer, ConfigError> {
     let mut layer = Layer::default();
     for member in members_of(path, text)? {
-        let origin = Origin::File { path: path.to_owned(), line: member.line };
+        let origin = Origin::File {
+            path: path.to_owned(),
+            line: member.line,
+        };
         let Some(key) = Key::from_name(&member.name) else {
             return Err(unknown_key(&member.name, origin, Key::names()));
         };
@@ -412,7 +589,10 @@ pub(super) fn from_file(path: &Path, text: &str) -> Result<Layer, ConfigError> {
 pub(super) fn members_of(path: &Path, text: &str) -> Result<Vec<Member>, ConfigError> {
     let whole: Written = serde_saphyr::from_str(text).map_err(|error| ConfigError::Yaml {
         path: path.to_owned(),
-        line: error.location().map(|location| location.line()).filter(|line| *line > 0),
+        line: error
+            .location()
+            .map(|location| location.line())
+            .filter(|line| *line > 0),
         why: with_advice(first_line(&error.to_string())),
     })?;
     match whole {
@@ -420,7 +600,11 @@ pub(super) fn members_of(path: &Path, text: &str) -> Result<Vec<Member>, ConfigE
         Written::Table(members) => Ok(members),
         Written::Text(_) | Written::List(_) => {
             let why = "the file must hold settings as \"key: value\" lines".to_owned();
-            Err(ConfigError::Yaml { path: path.to_owned(), line: Some(1), why })
+            Err(ConfigError::Yaml {
+                path: path.to_owned(),
+                line: Some(1),
+                why,
+            })
         }
     }
 }
@@ -429,24 +613,44 @@ pub(super) fn members_of(path: &Path, text: &str) -> Result<Vec<Member>, ConfigE
 ///
 /// Such a variable is refused only when it looks like a mistyped setting. Others can come from elsewhere: Kubernetes sets
 /// `CELLBLOCK_SERVICE_HOST` in every pod beside a service called "cellblock".
-pub(super) fn from_environment(variables: &BTreeMap<String, String>) -> Result<(Layer, Vec<String>), ConfigError> {
+pub(super) fn from_environment(
+    variables: &BTreeMap<String, String>,
+) -> Result<(Layer, Vec<String>), ConfigError> {
     let mut layer = Layer::default();
     let mut unknown = Vec::new();
-    for (variable, value) in variables.iter().filter(|(name, _)| !OTHER_VARIABLES.contains(&name.as_str())) {
-        let Some(name) = variable.strip_prefix(PREFIX) else { continue };
+    for (variable, value) in variables
+        .iter()
+        .filter(|(name, _)| !OTHER_VARIABLES.contains(&name.as_str()))
+    {
+        let Some(name) = variable.strip_prefix(PREFIX) else {
+            continue;
+        };
         let origin = Origin::Variable(variable.clone());
-        match Key::from_name(&name.to_ascii_lowercase()).filter(|key| key.shape() != Shape::FileOnly) {
+        match Key::from_name(&name.to_ascii_lowercase())
+            .filter(|key| key.shape() != Shape::FileOnly)
+        {
             Some(key) if matches!(key.shape(), Shape::Single | Shape::Phrases) => {
                 layer.0.push((key, origin, Written::Text(value.clone())));
             }
             Some(key) => {
-                let parts = value.split(',').map(str::trim).filter(|part| !part.is_empty());
-                layer.0.push((key, origin, Written::List(parts.map(|part| Written::Text(part.to_owned())).collect())));
+                let parts = value
+                    .split(',')
+                    .map(str::trim)
+                    .filter(|part| !part.is_empty());
+                layer.0.push((
+                    key,
+                    origin,
+                    Written::List(parts.map(|part| Written::Text(part.to_owned())).collect()),
+                ));
             }
             None => match nearest(&name.to_ascii_lowercase(), Key::names()) {
                 Some(near) => {
                     let nearest = Some(format!("{PREFIX}{}", near.to_ascii_uppercase()));
-                    return Err(ConfigError::UnknownKey { key: variable.clone(), origin, nearest });
+                    return Err(ConfigError::UnknownKey {
+                        key: variable.clone(),
+                        origin,
+                        nearest,
+                    });
                 }
                 None => unknown.push(variable.clone()),
             },
@@ -491,7 +695,9 @@ impl Merged {
     pub(super) fn texts(&self, key: Key) -> Result<Option<(&Origin, Vec<&str>)>, ConfigError> {
         match self.all(key) {
             [] | [(_, Written::Nothing), ..] => Ok(None),
-            [(origin, written), ..] => written.texts(key.name(), origin).map(|texts| Some((origin, texts))),
+            [(origin, written), ..] => written
+                .texts(key.name(), origin)
+                .map(|texts| Some((origin, texts))),
         }
     }
 }
@@ -515,9 +721,17 @@ impl Written {
 }
 
 /// Makes the error for a key that does not exist, with the nearest one that does.
-pub(super) fn unknown_key<'a>(key: &str, origin: Origin, known: impl Iterator<Item = &'a str>) -> ConfigError {
+pub(super) fn unknown_key<'a>(
+    key: &str,
+    origin: Origin,
+    known: impl Iterator<Item = &'a str>,
+) -> ConfigError {
     let nearest = nearest(&key.to_ascii_lowercase().replace('-', "_"), known).map(str::to_owned);
-    ConfigError::UnknownKey { key: key.to_owned(), origin, nearest }
+    ConfigError::UnknownKey {
+        key: key.to_owned(),
+        origin,
+        nearest,
+    }
 }
 
 /// Makes the error for a value that is a list or table where it should not be, or the other way round.
@@ -546,7 +760,9 @@ pub(super) fn nearest<'a>(name: &str, known: impl Iterator<Item = &'a str>) -> O
 /// Adds what to do about the one mistake that is easily made here and hard to guess from the parser's words.
 fn with_advice(why: String) -> String {
     if why.contains("unknown anchor") {
-        return format!("{why}; write a text that begins with * in quotes, such as \"*.example.com\"");
+        return format!(
+            "{why}; write a text that begins with * in quotes, such as \"*.example.com\""
+        );
     }
     why
 }
@@ -604,7 +820,11 @@ impl<'de> Visitor<'de> for WrittenVisitor {
         let mut members = Vec::new();
         while let Some((name, value)) = map.next_entry::<Spanned<String>, Written>()? {
             let line = Some(name.referenced.line()).filter(|line| *line > 0);
-            members.push(Member { name: name.value, line, value });
+            members.push(Member {
+                name: name.value,
+                line,
+                value,
+            });
         }
         Ok(Written::Table(members))
     }
@@ -619,7 +839,10 @@ mod tests {
     }
 
     fn variables(pairs: &[(&str, &str)]) -> BTreeMap<String, String> {
-        pairs.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect()
+        pairs
+            .iter()
+            .map(|(name, value)| ((*name).to_owned(), (*value).to_owned()))
+            .collect()
     }
 
     fn refusal<T>(result: Result<T, ConfigError>) -> String {
@@ -630,28 +853,51 @@ mod tests {
     fn the_table_has_one_row_for_every_key() {
         for row in Key::TABLE.iter() {
             assert_eq!(Key::from_name(row.1), Some(row.0));
-            assert_eq!(Key::TABLE.iter().filter(|other| other.0 == row.0 || other.1 == row.1).count(), 1, "{}", row.1);
+            assert_eq!(
+                Key::TABLE
+                    .iter()
+                    .filter(|other| other.0 == row.0 || other.1 == row.1)
+                    .count(),
+                1,
+                "{}",
+                row.1
+            );
         }
     }
 
     #[test]
     fn a_stronger_source_replaces_a_weaker_one() {
         let weak = file("memory: 1G\ncpus: 1\nallowed_dirs: [/a, /b]").unwrap();
-        let (middle, _) =
-            from_environment(&variables(&[("CELLBLOCK_MEMORY", "2G"), ("CELLBLOCK_ALLOWED_DIRS", "/c, /d")])).unwrap();
-        let strong = Flags::default().single(Key::Memory, Some("3G".to_owned())).layer();
+        let (middle, _) = from_environment(&variables(&[
+            ("CELLBLOCK_MEMORY", "2G"),
+            ("CELLBLOCK_ALLOWED_DIRS", "/c, /d"),
+        ]))
+        .unwrap();
+        let strong = Flags::default()
+            .single(Key::Memory, Some("3G".to_owned()))
+            .layer();
         let merged = Merged::from_weakest_to_strongest([weak, middle, strong]);
         assert_eq!(merged.text(Key::Memory).unwrap().unwrap().1, "3G");
         assert_eq!(merged.text(Key::Cpus).unwrap().unwrap().1, "1");
-        assert_eq!(merged.texts(Key::AllowedDirs).unwrap().unwrap().1, ["/c", "/d"]);
+        assert_eq!(
+            merged.texts(Key::AllowedDirs).unwrap().unwrap().1,
+            ["/c", "/d"]
+        );
         assert!(merged.text(Key::Disk).unwrap().is_none());
     }
 
     #[test]
     fn variables_of_several_sources_add_up() {
         let weak = file("variables: {A: 1}").unwrap();
-        let strong = Flags::default().repeated(Key::Variables, vec!["B=2".to_owned()]).layer();
-        assert_eq!(Merged::from_weakest_to_strongest([weak, strong]).all(Key::Variables).len(), 2);
+        let strong = Flags::default()
+            .repeated(Key::Variables, vec!["B=2".to_owned()])
+            .layer();
+        assert_eq!(
+            Merged::from_weakest_to_strongest([weak, strong])
+                .all(Key::Variables)
+                .len(),
+            2
+        );
     }
 
     #[test]
@@ -660,15 +906,31 @@ mod tests {
             refusal(file("cpus: 1\n\nmemroy: 2G\n")),
             "config.yaml line 3: there is no setting \"memroy\"; did you mean \"memory\"?"
         );
-        assert_eq!(refusal(file("zebra: 1")), "config.yaml line 1: there is no setting \"zebra\"");
-        assert!(file("idle-timeout: 5m").is_ok(), "a hyphen is as good as an underscore");
+        assert_eq!(
+            refusal(file("zebra: 1")),
+            "config.yaml line 1: there is no setting \"zebra\""
+        );
+        assert!(
+            file("idle-timeout: 5m").is_ok(),
+            "a hyphen is as good as an underscore"
+        );
     }
 
     #[test]
     fn a_mistyped_variable_is_refused_and_a_foreign_one_is_reported() {
-        assert!(refusal(from_environment(&variables(&[("CELLBLOCK_MEMROY", "1G")]))).contains("CELLBLOCK_MEMORY"));
-        let foreign = variables(&[("CELLBLOCK_SERVICE_HOST", "10.0.0.1"), ("CELLBLOCK_UV", "/bin/uv"), ("HOME", "/")]);
-        assert_eq!(from_environment(&foreign).unwrap().1, ["CELLBLOCK_SERVICE_HOST"]);
+        assert!(
+            refusal(from_environment(&variables(&[("CELLBLOCK_MEMROY", "1G")])))
+                .contains("CELLBLOCK_MEMORY")
+        );
+        let foreign = variables(&[
+            ("CELLBLOCK_SERVICE_HOST", "10.0.0.1"),
+            ("CELLBLOCK_UV", "/bin/uv"),
+            ("HOME", "/"),
+        ]);
+        assert_eq!(
+            from_environment(&foreign).unwrap().1,
+            ["CELLBLOCK_SERVICE_HOST"]
+        );
     }
 
     #[test]
@@ -681,10 +943,14 @@ mod tests {
 
     #[test]
     fn a_star_without_quotes_is_refused_with_advice() {
-        for text in ["cpus: 1\nallowed_domains: [*.example.com]\n", "allowed_domains:\n- **.example.com\n"] {
+        for text in [
+            "cpus: 1\nallowed_domains: [*.example.com]\n",
+            "allowed_domains:\n- **.example.com\n",
+        ] {
             let message = refusal(file(text));
             assert!(
-                message.contains("line 2") && message.ends_with("in quotes, such as \"*.example.com\""),
+                message.contains("line 2")
+                    && message.ends_with("in quotes, such as \"*.example.com\""),
                 "{message}"
             );
         }
@@ -693,10 +959,19 @@ mod tests {
 
     #[test]
     fn a_variable_whose_texts_may_hold_commas_is_kept_whole() {
-        let set = variables(&[("CELLBLOCK_ALLOWED_DOMAINS", "a:1,2,b"), ("CELLBLOCK_MOUNTS", "a:b,c:d")]);
+        let set = variables(&[
+            ("CELLBLOCK_ALLOWED_DOMAINS", "a:1,2,b"),
+            ("CELLBLOCK_MOUNTS", "a:b,c:d"),
+        ]);
         let merged = Merged::from_weakest_to_strongest([from_environment(&set).unwrap().0]);
-        assert_eq!(merged.texts(Key::AllowedDomains).unwrap().unwrap().1, ["a:1,2,b"]);
-        assert_eq!(merged.texts(Key::Mounts).unwrap().unwrap().1, ["a:b", "c:d"]);
+        assert_eq!(
+            merged.texts(Key::AllowedDomains).unwrap().unwrap().1,
+            ["a:1,2,b"]
+        );
+        assert_eq!(
+            merged.texts(Key::Mounts).unwrap().unwrap().1,
+            ["a:b", "c:d"]
+        );
     }
 
     #[test]
@@ -708,7 +983,8 @@ mod tests {
 
     #[test]
     fn a_list_where_one_value_belongs_is_refused() {
-        let merged = Merged::from_weakest_to_strongest([file("memory: [1G]\nmounts: {a: b}").unwrap()]);
+        let merged =
+            Merged::from_weakest_to_strongest([file("memory: [1G]\nmounts: {a: b}").unwrap()]);
         assert!(refusal(merged.text(Key::Memory)).contains("single value"));
         assert!(refusal(merged.texts(Key::Mounts)).contains("a list"));
     }

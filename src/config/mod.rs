@@ -136,7 +136,9 @@ pub struct Settings {
 impl Settings {
     /// Returns what the chosen environment is made of.
     pub fn environment_spec(&self) -> &EnvironmentSpec {
-        self.environments.get(&self.environment).expect("load refuses an environment that nobody has described")
+        self.environments
+            .get(&self.environment)
+            .expect("load refuses an environment that nobody has described")
     }
 }
 
@@ -245,7 +247,12 @@ pub struct Packages {
 impl Packages {
     /// Returns the limits of a sandbox for the server's own work, where sessions have `limits`.
     pub fn sandbox_limits(&self, limits: &SandboxLimits) -> SandboxLimits {
-        SandboxLimits { memory: self.memory, family_memory: self.memory, disk: self.disk, ..limits.clone() }
+        SandboxLimits {
+            memory: self.memory,
+            family_memory: self.memory,
+            disk: self.disk,
+            ..limits.clone()
+        }
     }
 }
 
@@ -278,7 +285,11 @@ pub struct PackageIndex {
 impl std::fmt::Debug for PackageIndex {
     fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let url = self.url.as_ref().map(|_| "[redacted]");
-        formatter.debug_struct("PackageIndex").field("url", &url).field("trusted_hosts", &self.trusted_hosts).finish()
+        formatter
+            .debug_struct("PackageIndex")
+            .field("url", &url)
+            .field("trusted_hosts", &self.trusted_hosts)
+            .finish()
     }
 }
 
@@ -332,8 +343,13 @@ pub enum Profile {
 }
 
 impl Profile {
-    pub const ALL: [Profile; 5] =
-        [Profile::Default, Profile::Ipybox, Profile::PythonDocker, Profile::CodeExecuter, Profile::Pyexec];
+    pub const ALL: [Profile; 5] = [
+        Profile::Default,
+        Profile::Ipybox,
+        Profile::PythonDocker,
+        Profile::CodeExecuter,
+        Profile::Pyexec,
+    ];
 
     pub fn name(self) -> &'static str {
         match self {
@@ -346,7 +362,9 @@ impl Profile {
     }
 
     pub fn from_name(name: &str) -> Option<Profile> {
-        Profile::ALL.into_iter().find(|profile| profile.name() == name)
+        Profile::ALL
+            .into_iter()
+            .find(|profile| profile.name() == name)
     }
 }
 
@@ -367,13 +385,25 @@ pub enum ConfigError {
         cause: io::Error,
     },
     #[error("{}: {why}", Origin::File { path: path.clone(), line: *line })]
-    Yaml { path: PathBuf, line: Option<u64>, why: String },
+    Yaml {
+        path: PathBuf,
+        line: Option<u64>,
+        why: String,
+    },
     #[error("{origin}: there is no setting \"{key}\"{}", did_you_mean(nearest.as_deref()))]
-    UnknownKey { key: String, origin: Origin, nearest: Option<String> },
+    UnknownKey {
+        key: String,
+        origin: Origin,
+        nearest: Option<String>,
+    },
     #[error(transparent)]
     Invalid(Box<InvalidValue>),
     #[error("{origin}: the variable {name} is refused: {why}")]
-    Variable { origin: Origin, name: String, why: &'static str },
+    Variable {
+        origin: Origin,
+        name: String,
+        why: &'static str,
+    },
     #[error("{origin}: number {number} of secrets cannot be used")]
     Secret {
         origin: Origin,
@@ -390,7 +420,10 @@ pub enum ConfigError {
     #[error(
         "there is no environment \"{name}\"; known: {known}. Describe it in the configuration file or build it with \"cellblock env build {name} --packages …\""
     )]
-    UnknownEnvironment { name: EnvironmentName, known: String },
+    UnknownEnvironment {
+        name: EnvironmentName,
+        known: String,
+    },
     #[error("the sandbox configuration protects {}, which {why}", path.display())]
     Mask { path: PathBuf, why: &'static str },
     #[error("the container engine cannot be found")]
@@ -409,17 +442,29 @@ pub enum ConfigError {
          Choose another folder, or add \":ro\" to a mount",
         path.display(), trusted.display()
     )]
-    Overlap { key: &'static str, path: PathBuf, trusted: PathBuf },
+    Overlap {
+        key: &'static str,
+        path: PathBuf,
+        trusted: PathBuf,
+    },
     #[error(
         "the file {} holds a secret, but it lies in {}, which the setting {key} shows to sandboxes. Move it to another folder",
         path.display(), shown.display()
     )]
-    SecretShown { key: &'static str, path: PathBuf, shown: PathBuf },
+    SecretShown {
+        key: &'static str,
+        path: PathBuf,
+        shown: PathBuf,
+    },
     #[error(
         "the audit log {} lies in {}, which the setting {key} shows to sandboxes or to clients. Move it to another folder",
         path.display(), shown.display()
     )]
-    AuditShown { key: &'static str, path: PathBuf, shown: PathBuf },
+    AuditShown {
+        key: &'static str,
+        path: PathBuf,
+        shown: PathBuf,
+    },
 }
 
 /// A value that a setting cannot have.
@@ -434,7 +479,9 @@ pub struct InvalidValue {
 }
 
 fn did_you_mean(nearest: Option<&str>) -> String {
-    nearest.map(|name| format!("; did you mean \"{name}\"?")).unwrap_or_default()
+    nearest
+        .map(|name| format!("; did you mean \"{name}\"?"))
+        .unwrap_or_default()
 }
 
 fn in_brackets(why: Option<&str>) -> String {
@@ -457,16 +504,25 @@ fn in_plain_words(error: io::Error) -> io::Error {
 /// `config_file` is the file named by a flag. It must exist; so must one named by `CELLBLOCK_CONFIG`. The usual place may be empty.
 pub fn load(config_file: Option<&Path>, flags: Flags) -> Result<Settings, ConfigError> {
     let file = config_text(config_file, &own_variables(), &current_dir()?)?;
-    let hand_over = HandOver { file: file.clone(), flags: flags.given() };
+    let hand_over = HandOver {
+        file: file.clone(),
+        flags: flags.given(),
+    };
     let (settings, _) = read(file, flags, Folders::Made)?;
-    Ok(Settings { hand_over, ..settings })
+    Ok(Settings {
+        hand_over,
+        ..settings
+    })
 }
 
 /// Checks what another process of this program was given. The environment and the current folder must be the same as there.
 pub fn load_handed_over(hand_over: HandOver) -> Result<Settings, ConfigError> {
     let HandOver { file, flags } = hand_over.clone();
     let (settings, _) = read(file, Flags::from(flags), Folders::Made)?;
-    Ok(Settings { hand_over, ..settings })
+    Ok(Settings {
+        hand_over,
+        ..settings
+    })
 }
 
 /// What a configuration says, looked at without making anything.
@@ -486,7 +542,11 @@ pub fn inspect(config_file: Option<&Path>, flags: Flags) -> Result<Inspection, C
     let path = file.as_ref().map(|(path, _)| path.clone());
     let (settings, written) = read(file, flags, Folders::LookedAt)?;
     let shown = shown::settings(&settings, &written, &variables);
-    Ok(Inspection { file: path, settings: shown, notices: settings.notices })
+    Ok(Inspection {
+        file: path,
+        settings: shown,
+        notices: settings.notices,
+    })
 }
 
 /// What happens to folders that settings name and that are missing.
@@ -496,7 +556,11 @@ enum Folders {
     LookedAt,
 }
 
-fn read(file: Option<(PathBuf, String)>, flags: Flags, folders: Folders) -> Result<(Settings, Merged), ConfigError> {
+fn read(
+    file: Option<(PathBuf, String)>,
+    flags: Flags,
+    folders: Folders,
+) -> Result<(Settings, Merged), ConfigError> {
     let (variables, current_dir) = (own_variables(), current_dir()?);
     let machine = Machine {
         cores: std::thread::available_parallelism().map_or(1, usize::from),
@@ -505,7 +569,12 @@ fn read(file: Option<(PathBuf, String)>, flags: Flags, folders: Folders) -> Resu
         current_dir,
     };
     let user_id = machine.user_id;
-    let sources = Sources { file, variables, flags, machine };
+    let sources = Sources {
+        file,
+        variables,
+        flags,
+        machine,
+    };
     let (mut settings, written) = checks::settle(sources, &read_named_file)?;
     settle_folders(&mut settings, user_id, folders)?;
     know_built_environments(&mut settings)?;
@@ -527,7 +596,9 @@ impl std::fmt::Debug for HandOver {
 
 /// The environment. A variable whose name or value is not UTF-8 can be none of ours.
 fn own_variables() -> BTreeMap<String, String> {
-    let text = |(name, value): (OsString, OsString)| Some((name.into_string().ok()?, value.into_string().ok()?));
+    let text = |(name, value): (OsString, OsString)| {
+        Some((name.into_string().ok()?, value.into_string().ok()?))
+    };
     std::env::vars_os().filter_map(text).collect()
 }
 
@@ -542,7 +613,10 @@ pub fn engine_address(kind: EngineKind) -> Result<EngineAddress, engine::EngineP
 }
 
 fn current_dir() -> Result<PathBuf, ConfigError> {
-    std::env::current_dir().map_err(|cause| ConfigError::Unreadable { path: PathBuf::from("."), cause })
+    std::env::current_dir().map_err(|cause| ConfigError::Unreadable {
+        path: PathBuf::from("."),
+        cause,
+    })
 }
 
 fn config_text(
@@ -550,9 +624,12 @@ fn config_text(
     variables: &BTreeMap<String, String>,
     current_dir: &Path,
 ) -> Result<Option<(PathBuf, String)>, ConfigError> {
-    let named = flag
-        .map(Path::to_owned)
-        .or_else(|| variables.get("CELLBLOCK_CONFIG").filter(|path| !path.is_empty()).map(PathBuf::from));
+    let named = flag.map(Path::to_owned).or_else(|| {
+        variables
+            .get("CELLBLOCK_CONFIG")
+            .filter(|path| !path.is_empty())
+            .map(PathBuf::from)
+    });
     let (path, may_be_missing) = match (named, folders::default_config_file(variables)) {
         (Some(path), _) => (current_dir.join(path), false),
         (None, Some(path)) => (path, true),
@@ -561,7 +638,10 @@ fn config_text(
     match std::fs::read_to_string(&path) {
         Ok(text) => Ok(Some((path, text))),
         Err(error) if may_be_missing && error.kind() == io::ErrorKind::NotFound => Ok(None),
-        Err(cause) => Err(ConfigError::Unreadable { path, cause: in_plain_words(cause) }),
+        Err(cause) => Err(ConfigError::Unreadable {
+            path,
+            cause: in_plain_words(cause),
+        }),
     }
 }
 
@@ -574,7 +654,12 @@ fn read_named_file(file: NamedFile<'_>) -> io::Result<Option<String>> {
         // Code of an earlier version could have put a link to a host file here, or a pipe that never answers.
         NamedFile::InWorkspace(path) => (path, OFlags::NOFOLLOW | OFlags::NONBLOCK, true),
     };
-    let file = match rustix::fs::openat(CWD, path, OFlags::RDONLY | OFlags::CLOEXEC | extra, Mode::empty()) {
+    let file = match rustix::fs::openat(
+        CWD,
+        path,
+        OFlags::RDONLY | OFlags::CLOEXEC | extra,
+        Mode::empty(),
+    ) {
         Ok(descriptor) => File::from(descriptor),
         Err(rustix::io::Errno::NOENT) => return Ok(None),
         Err(error) => return Err(error.into()),
@@ -596,7 +681,11 @@ fn read_named_file(file: NamedFile<'_>) -> io::Result<Option<String>> {
 }
 
 /// Makes the folders that settings name, or only looks at them, and refuses what must not be shown.
-fn settle_folders(settings: &mut Settings, user_id: u32, folders: Folders) -> Result<(), ConfigError> {
+fn settle_folders(
+    settings: &mut Settings,
+    user_id: u32,
+    folders: Folders,
+) -> Result<(), ConfigError> {
     fn folder_error(key: &'static str, path: &Path) -> impl FnOnce(io::Error) -> ConfigError {
         let path = path.to_owned();
         move |cause| ConfigError::Folder { key, path, cause }
@@ -607,15 +696,19 @@ fn settle_folders(settings: &mut Settings, user_id: u32, folders: Folders) -> Re
         Folders::LookedAt => folders::existing_folder(path),
         Folders::Made => folders::make_shared(path),
     };
-    settings.data_dir = shared(&settings.data_dir).map_err(folder_error("data_dir", &settings.data_dir))?;
+    settings.data_dir =
+        shared(&settings.data_dir).map_err(folder_error("data_dir", &settings.data_dir))?;
     if folders == Folders::Made {
         folders::make_private(&settings.runtime_dir, user_id)
             .map_err(folder_error("runtime_dir", &settings.runtime_dir))?;
     }
-    settings.runtime_dir = shared(&settings.runtime_dir).map_err(folder_error("runtime_dir", &settings.runtime_dir))?;
+    settings.runtime_dir = shared(&settings.runtime_dir)
+        .map_err(folder_error("runtime_dir", &settings.runtime_dir))?;
     // Sessions in containers are never root, and could not work in a folder that root has made for itself.
     let owner = match settings.backend {
-        BackendChoice::Containers(_) if user_id == 0 && folders == Folders::Made => Some(FIRST_USER),
+        BackendChoice::Containers(_) if user_id == 0 && folders == Folders::Made => {
+            Some(FIRST_USER)
+        }
         _ => None,
     };
     let for_sessions = |path: &Path| {
@@ -631,11 +724,19 @@ fn settle_folders(settings: &mut Settings, user_id: u32, folders: Folders) -> Re
     }
     for directory in &mut settings.allowed_dirs {
         let is_workspace = settings.workspace.as_ref() == Some(directory);
-        let real = if is_workspace { shared(directory) } else { folders::existing_folder(directory) };
+        let real = if is_workspace {
+            shared(directory)
+        } else {
+            folders::existing_folder(directory)
+        };
         *directory = real.map_err(folder_error("allowed_dirs", directory))?;
     }
     for mount in &mut settings.mounts {
-        let real = if mount.writable { for_sessions(&mount.host) } else { folders::existing_folder(&mount.host) };
+        let real = if mount.writable {
+            for_sessions(&mount.host)
+        } else {
+            folders::existing_folder(&mount.host)
+        };
         mount.host = real.map_err(folder_error("mounts", &mount.host))?;
     }
     resolve_masks(settings)?;
@@ -648,14 +749,28 @@ fn settle_folders(settings: &mut Settings, user_id: u32, folders: Folders) -> Re
 /// Finds the true paths of what sessions must not read or change, and leaves out what they do not see
 /// in any case. The file `.env` of the workspace is always among them.
 fn resolve_masks(settings: &mut Settings) -> Result<(), ConfigError> {
-    let shown: Vec<PathBuf> =
-        settings.workspace.iter().chain(settings.mounts.iter().map(|mount| &mount.host)).cloned().collect();
+    let shown: Vec<PathBuf> = settings
+        .workspace
+        .iter()
+        .chain(settings.mounts.iter().map(|mount| &mount.host))
+        .cloned()
+        .collect();
     let mut masks = Vec::new();
-    for HostMask { host: written, rule } in std::mem::take(&mut settings.masks) {
+    for HostMask {
+        host: written,
+        rule,
+    } in std::mem::take(&mut settings.masks)
+    {
         let Ok(host) = written.canonicalize() else {
-            let folder = written.parent().and_then(|folder| folder.canonicalize().ok());
-            let host = folder.zip(written.file_name()).map(|(folder, name)| folder.join(name));
-            if let Some(host) = host.filter(|host| shown.iter().any(|folder| host.starts_with(folder))) {
+            let folder = written
+                .parent()
+                .and_then(|folder| folder.canonicalize().ok());
+            let host = folder
+                .zip(written.file_name())
+                .map(|(folder, name)| folder.join(name));
+            if let Some(host) =
+                host.filter(|host| shown.iter().any(|folder| host.starts_with(folder)))
+            {
                 settings.notices.push(format!(
                     "the sandbox configuration protects {}, which does not exist; until it is made on this machine, code can make it",
                     written.display()
@@ -680,7 +795,10 @@ fn resolve_masks(settings: &mut Settings) -> Result<(), ConfigError> {
     let environment_file = settings.workspace.iter().map(|folder| folder.join(".env"));
     for host in environment_file {
         masks.retain(|mask| mask.host != host);
-        masks.push(HostMask { host, rule: MaskRule::EnvironmentFile });
+        masks.push(HostMask {
+            host,
+            rule: MaskRule::EnvironmentFile,
+        });
     }
     settings.masks = masks;
     Ok(())
@@ -689,11 +807,19 @@ fn resolve_masks(settings: &mut Settings) -> Result<(), ConfigError> {
 /// Refuses to let a sandbox write where the host's own tools, environments or sockets are.
 fn refuse_overlaps(settings: &Settings) -> Result<(), ConfigError> {
     let workspace = settings.workspace.iter().map(|path| ("workspace", path));
-    let mounts = settings.mounts.iter().filter(|mount| mount.writable).map(|mount| ("mounts", &mount.host));
+    let mounts = settings
+        .mounts
+        .iter()
+        .filter(|mount| mount.writable)
+        .map(|mount| ("mounts", &mount.host));
     for (key, path) in workspace.chain(mounts) {
         for trusted in [&settings.data_dir, &settings.runtime_dir] {
             if folders::overlap(path, trusted) {
-                return Err(ConfigError::Overlap { key, path: path.clone(), trusted: trusted.clone() });
+                return Err(ConfigError::Overlap {
+                    key,
+                    path: path.clone(),
+                    trusted: trusted.clone(),
+                });
             }
         }
     }
@@ -704,13 +830,24 @@ fn refuse_overlaps(settings: &Settings) -> Result<(), ConfigError> {
 fn refuse_shown_secrets(settings: &Settings) -> Result<(), ConfigError> {
     let folders = shown_folders(settings);
     for written in &settings.secret_files {
-        let unreadable = |cause| ConfigError::Unreadable { path: written.clone(), cause };
+        let unreadable = |cause| ConfigError::Unreadable {
+            path: written.clone(),
+            cause,
+        };
         let real = written.canonicalize().map_err(unreadable)?;
         // A link is as good as the file: code that can replace it makes us send another one.
-        let folder = written.parent().unwrap_or(Path::new("/")).canonicalize().map_err(unreadable)?;
+        let folder = written
+            .parent()
+            .unwrap_or(Path::new("/"))
+            .canonicalize()
+            .map_err(unreadable)?;
         for place in [real.as_path(), folder.as_path()] {
             if let Some((key, shown)) = folders.iter().find(|(_, shown)| place.starts_with(shown)) {
-                return Err(ConfigError::SecretShown { key, path: written.clone(), shown: (*shown).clone() });
+                return Err(ConfigError::SecretShown {
+                    key,
+                    path: written.clone(),
+                    shown: (*shown).clone(),
+                });
             }
         }
     }
@@ -719,12 +856,21 @@ fn refuse_shown_secrets(settings: &Settings) -> Result<(), ConfigError> {
 
 /// Refuses an audit log that those could read, change or replace whom it is about.
 fn refuse_shown_audit(settings: &Settings) -> Result<(), ConfigError> {
-    let Some(audit) = &settings.audit else { return Ok(()) };
+    let Some(audit) = &settings.audit else {
+        return Ok(());
+    };
     // A folder that is not there yet is nobody's; opening the log says what is wrong with it.
     let folder = audit.file.parent().unwrap_or(Path::new("/"));
     let folder = folder.canonicalize().unwrap_or_else(|_| folder.to_owned());
-    match shown_folders(settings).into_iter().find(|(_, shown)| folder.starts_with(shown)) {
-        Some((key, shown)) => Err(ConfigError::AuditShown { key, path: audit.file.clone(), shown: shown.clone() }),
+    match shown_folders(settings)
+        .into_iter()
+        .find(|(_, shown)| folder.starts_with(shown))
+    {
+        Some((key, shown)) => Err(ConfigError::AuditShown {
+            key,
+            path: audit.file.clone(),
+            shown: shown.clone(),
+        }),
         None => Ok(()),
     }
 }
@@ -732,7 +878,10 @@ fn refuse_shown_audit(settings: &Settings) -> Result<(), ConfigError> {
 /// Returns every folder that code inside or a client can see, with the setting that shows it.
 fn shown_folders(settings: &Settings) -> Vec<(&'static str, &PathBuf)> {
     let workspace = settings.workspace.iter().map(|path| ("workspace", path));
-    let allowed_dirs = settings.allowed_dirs.iter().map(|path| ("allowed_dirs", path));
+    let allowed_dirs = settings
+        .allowed_dirs
+        .iter()
+        .map(|path| ("allowed_dirs", path));
     let mounts = settings.mounts.iter().map(|mount| ("mounts", &mount.host));
     workspace.chain(allowed_dirs).chain(mounts).collect()
 }
@@ -740,13 +889,24 @@ fn shown_folders(settings: &Settings) -> Vec<(&'static str, &PathBuf)> {
 /// Adds environments that were built by hand and are described nowhere else.
 fn know_built_environments(settings: &mut Settings) -> Result<(), ConfigError> {
     for spec in environment::built_specs(&settings.data_dir) {
-        settings.environments.entry(spec.name.clone()).or_insert(spec);
+        settings
+            .environments
+            .entry(spec.name.clone())
+            .or_insert(spec);
     }
     if settings.environments.contains_key(&settings.environment) {
         return Ok(());
     }
-    let known = settings.environments.keys().map(EnvironmentName::as_str).collect::<Vec<_>>().join(", ");
-    Err(ConfigError::UnknownEnvironment { name: settings.environment.clone(), known })
+    let known = settings
+        .environments
+        .keys()
+        .map(EnvironmentName::as_str)
+        .collect::<Vec<_>>()
+        .join(", ");
+    Err(ConfigError::UnknownEnvironment {
+        name: settings.environment.clone(),
+        known,
+    })
 }
 
 #[cfg(test)]
@@ -756,11 +916,20 @@ pub(crate) mod tests_support {
     /// Returns default settings whose folders all lie below `base`. It makes none of them.
     pub(crate) fn settings_below(base: &Path) -> Settings {
         let variables = BTreeMap::from([("HOME".to_owned(), base.to_string_lossy().into_owned())]);
-        let machine =
-            Machine { cores: 1, user_id: 1, current_dir: base.to_owned(), temporary_dir: base.join("temporary") };
-        let sources = Sources { file: None, variables, flags: Flags::default(), machine };
-        let (mut settings, _) =
-            checks::settle(sources, &|_| Ok(None)).expect("nothing is written that could be refused");
+        let machine = Machine {
+            cores: 1,
+            user_id: 1,
+            current_dir: base.to_owned(),
+            temporary_dir: base.join("temporary"),
+        };
+        let sources = Sources {
+            file: None,
+            variables,
+            flags: Flags::default(),
+            machine,
+        };
+        let (mut settings, _) = checks::settle(sources, &|_| Ok(None))
+            .expect("nothing is written that could be refused");
         settings.data_dir = base.join("data");
         settings
     }
@@ -771,21 +940,47 @@ mod tests {
     use super::tests_support::settings_below;
     use super::*;
 
-    fn outcome(workspace: Option<&Path>, mounts: Vec<Mount>, base: &Path) -> Result<(), ConfigError> {
+    fn outcome(
+        workspace: Option<&Path>,
+        mounts: Vec<Mount>,
+        base: &Path,
+    ) -> Result<(), ConfigError> {
         let mut settings = settings_below(base);
         settings.workspace = workspace.map(Path::to_owned);
         settings.mounts = mounts;
-        settle_folders(&mut settings, rustix::process::geteuid().as_raw(), Folders::Made)
+        settle_folders(
+            &mut settings,
+            rustix::process::geteuid().as_raw(),
+            Folders::Made,
+        )
     }
 
     #[test]
     fn a_writable_folder_over_our_own_files_is_refused() {
         let base = tempfile::tempdir().unwrap();
         let base = base.path().canonicalize().unwrap();
-        let mount = |writable| vec![Mount { host: base.clone(), inside: "x".into(), writable }];
-        assert!(matches!(outcome(Some(&base), vec![], &base), Err(ConfigError::Overlap { key: "workspace", .. })));
-        assert!(matches!(outcome(Some(&base.join("data/deep")), vec![], &base), Err(ConfigError::Overlap { .. })));
-        assert!(matches!(outcome(None, mount(true), &base), Err(ConfigError::Overlap { key: "mounts", .. })));
+        let mount = |writable| {
+            vec![Mount {
+                host: base.clone(),
+                inside: "x".into(),
+                writable,
+            }]
+        };
+        assert!(matches!(
+            outcome(Some(&base), vec![], &base),
+            Err(ConfigError::Overlap {
+                key: "workspace",
+                ..
+            })
+        ));
+        assert!(matches!(
+            outcome(Some(&base.join("data/deep")), vec![], &base),
+            Err(ConfigError::Overlap { .. })
+        ));
+        assert!(matches!(
+            outcome(None, mount(true), &base),
+            Err(ConfigError::Overlap { key: "mounts", .. })
+        ));
         outcome(None, mount(false), &base).unwrap();
         outcome(Some(&base.join("work")), vec![], &base).unwrap();
         assert!(base.join("work").is_dir(), "a missing workspace is made");
@@ -802,15 +997,30 @@ mod tests {
         let outcome = |file: &str| {
             let mut settings = settings_below(&base);
             settings.workspace = Some(base.join("work"));
-            settings.mounts = vec![Mount { host: base.join("readable"), inside: "x".into(), writable: false }];
-            settings.audit = Some(AuditLog { file: base.join(file), settings: AuditSettings::default() });
-            settle_folders(&mut settings, rustix::process::geteuid().as_raw(), Folders::Made)
+            settings.mounts = vec![Mount {
+                host: base.join("readable"),
+                inside: "x".into(),
+                writable: false,
+            }];
+            settings.audit = Some(AuditLog {
+                file: base.join(file),
+                settings: AuditSettings::default(),
+            });
+            settle_folders(
+                &mut settings,
+                rustix::process::geteuid().as_raw(),
+                Folders::Made,
+            )
         };
         outcome("logs/audit.jsonl").unwrap();
-        for (file, setting) in
-            [("work/audit.jsonl", "workspace"), ("link/audit.jsonl", "workspace"), ("readable/audit.jsonl", "mounts")]
-        {
-            let Err(ConfigError::AuditShown { key, .. }) = outcome(file) else { panic!("{file} was accepted") };
+        for (file, setting) in [
+            ("work/audit.jsonl", "workspace"),
+            ("link/audit.jsonl", "workspace"),
+            ("readable/audit.jsonl", "mounts"),
+        ] {
+            let Err(ConfigError::AuditShown { key, .. }) = outcome(file) else {
+                panic!("{file} was accepted")
+            };
             assert_eq!(key, setting);
         }
     }
@@ -823,13 +1033,32 @@ mod tests {
             let mut settings = settings_below(&base);
             settings.workspace = Some(base.join(workspace));
             settings.allowed_dirs = vec![base.join(workspace)];
-            settle_folders(&mut settings, rustix::process::geteuid().as_raw(), Folders::LookedAt)
+            settle_folders(
+                &mut settings,
+                rustix::process::geteuid().as_raw(),
+                Folders::LookedAt,
+            )
         };
         look("work").unwrap();
-        assert!(matches!(look("data/deep"), Err(ConfigError::Overlap { key: "workspace", .. })));
+        assert!(matches!(
+            look("data/deep"),
+            Err(ConfigError::Overlap {
+                key: "workspace",
+                ..
+            })
+        ));
         std::fs::write(base.join("file"), "").unwrap();
-        assert!(matches!(look("file"), Err(ConfigError::Folder { key: "workspace", .. })));
-        let made: Vec<_> = std::fs::read_dir(&base).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+        assert!(matches!(
+            look("file"),
+            Err(ConfigError::Folder {
+                key: "workspace",
+                ..
+            })
+        ));
+        let made: Vec<_> = std::fs::read_dir(&base)
+            .unwrap()
+            .map(|entry| entry.unwrap().file_name())
+            .collect();
         assert_eq!(made, ["file"]);
     }
 
@@ -839,14 +1068,23 @@ mod tests {
         let base = base.path().canonicalize().unwrap();
         std::fs::create_dir(base.join("data")).unwrap();
         std::os::unix::fs::symlink(base.join("data"), base.join("innocent")).unwrap();
-        assert!(matches!(outcome(Some(&base.join("innocent")), vec![], &base), Err(ConfigError::Overlap { .. })));
+        assert!(matches!(
+            outcome(Some(&base.join("innocent")), vec![], &base),
+            Err(ConfigError::Overlap { .. })
+        ));
     }
 
     #[test]
     fn a_read_only_mount_must_exist_and_a_writable_one_is_made() {
         let base = tempfile::tempdir().unwrap();
         let base = base.path().canonicalize().unwrap();
-        let mount = |name: &str, writable| vec![Mount { host: base.join(name), inside: "x".into(), writable }];
+        let mount = |name: &str, writable| {
+            vec![Mount {
+                host: base.join(name),
+                inside: "x".into(),
+                writable,
+            }]
+        };
         assert!(matches!(
             outcome(None, mount("missing", false), &base),
             Err(ConfigError::Folder { key: "mounts", .. })
@@ -864,25 +1102,42 @@ mod tests {
             std::fs::write(base.join(folder).join("token"), "sk-0123456789-canary").unwrap();
         }
         std::os::unix::fs::symlink(base.join("shown/token"), base.join("hidden/to_shown")).unwrap();
-        std::os::unix::fs::symlink(base.join("hidden/token"), base.join("shown/to_hidden")).unwrap();
+        std::os::unix::fs::symlink(base.join("hidden/token"), base.join("shown/to_hidden"))
+            .unwrap();
         let shown = base.join("shown");
         let key_that_shows = |file: &str, change: &dyn Fn(&mut Settings)| {
             let mut settings = settings_below(&base);
             settings.secret_files = vec![base.join(file)];
             change(&mut settings);
-            match settle_folders(&mut settings, rustix::process::geteuid().as_raw(), Folders::Made) {
+            match settle_folders(
+                &mut settings,
+                rustix::process::geteuid().as_raw(),
+                Folders::Made,
+            ) {
                 Ok(()) => None,
                 Err(ConfigError::SecretShown { key, .. }) => Some(key),
                 Err(other) => panic!("{other}"),
             }
         };
-        let mount = Mount { host: shown.clone(), inside: "x".into(), writable: false };
+        let mount = Mount {
+            host: shown.clone(),
+            inside: "x".into(),
+            writable: false,
+        };
         let in_workspace = |settings: &mut Settings| settings.workspace = Some(shown.clone());
         let in_allowed_dir = |settings: &mut Settings| settings.allowed_dirs = vec![shown.clone()];
         let in_mount = |settings: &mut Settings| settings.mounts = vec![mount.clone()];
         for file in ["shown/token", "shown/to_hidden", "hidden/to_shown"] {
-            assert_eq!(key_that_shows(file, &in_workspace), Some("workspace"), "{file}");
-            assert_eq!(key_that_shows(file, &in_allowed_dir), Some("allowed_dirs"), "{file}");
+            assert_eq!(
+                key_that_shows(file, &in_workspace),
+                Some("workspace"),
+                "{file}"
+            );
+            assert_eq!(
+                key_that_shows(file, &in_allowed_dir),
+                Some("allowed_dirs"),
+                "{file}"
+            );
             assert_eq!(key_that_shows(file, &in_mount), Some("mounts"), "{file}");
             assert_eq!(key_that_shows(file, &|_| {}), None, "{file}"); // control
         }
@@ -892,18 +1147,38 @@ mod tests {
     #[test]
     fn a_link_a_pipe_or_a_file_of_two_names_in_the_workspace_is_not_read_as_variables() {
         let base = tempfile::tempdir().unwrap();
-        let (real, link, pipe) = (base.path().join("real"), base.path().join("link"), base.path().join("pipe"));
+        let (real, link, pipe) = (
+            base.path().join("real"),
+            base.path().join("link"),
+            base.path().join("pipe"),
+        );
         std::fs::write(&real, "A=1").unwrap();
         std::os::unix::fs::symlink(&real, &link).unwrap();
         rustix::fs::mkfifoat(CWD, &pipe, Mode::from_raw_mode(0o600)).unwrap();
-        assert_eq!(read_named_file(NamedFile::InWorkspace(&real)).unwrap().as_deref(), Some("A=1"));
-        assert_eq!(read_named_file(NamedFile::ByOperator(&link)).unwrap().as_deref(), Some("A=1"));
+        assert_eq!(
+            read_named_file(NamedFile::InWorkspace(&real))
+                .unwrap()
+                .as_deref(),
+            Some("A=1")
+        );
+        assert_eq!(
+            read_named_file(NamedFile::ByOperator(&link))
+                .unwrap()
+                .as_deref(),
+            Some("A=1")
+        );
         assert!(read_named_file(NamedFile::InWorkspace(&link)).is_err());
         assert!(read_named_file(NamedFile::InWorkspace(&pipe)).is_err());
         std::fs::hard_link(&real, base.path().join("other")).unwrap();
-        assert!(read_named_file(NamedFile::InWorkspace(&real)).is_err(), "code could write into it by its other name");
+        assert!(
+            read_named_file(NamedFile::InWorkspace(&real)).is_err(),
+            "code could write into it by its other name"
+        );
         assert!(read_named_file(NamedFile::ByOperator(&real)).is_ok()); // control
-        assert_eq!(read_named_file(NamedFile::InWorkspace(&base.path().join("none"))).unwrap(), None);
+        assert_eq!(
+            read_named_file(NamedFile::InWorkspace(&base.path().join("none"))).unwrap(),
+            None
+        );
     }
 
     #[test]
@@ -921,40 +1196,77 @@ mod tests {
         let resolved = |paths: &[&str]| {
             let mut settings = settings_below(&base);
             settings.workspace = Some(base.join("space"));
-            settings.mounts = vec![Mount { host: base.join("data"), inside: "data".into(), writable: false }];
-            let masks = paths.iter().map(|path| HostMask { host: base.join(path), rule: MaskRule::Hidden });
+            settings.mounts = vec![Mount {
+                host: base.join("data"),
+                inside: "data".into(),
+                writable: false,
+            }];
+            let masks = paths.iter().map(|path| HostMask {
+                host: base.join(path),
+                rule: MaskRule::Hidden,
+            });
             settings.masks = masks.collect();
-            let made = settle_folders(&mut settings, rustix::process::geteuid().as_raw(), Folders::Made);
+            let made = settle_folders(
+                &mut settings,
+                rustix::process::geteuid().as_raw(),
+                Folders::Made,
+            );
             made.map(|()| {
-                let below = |mask: &HostMask| mask.host.strip_prefix(&base).unwrap().display().to_string();
-                (settings.masks.iter().map(below).collect::<Vec<_>>(), settings.notices)
+                let below =
+                    |mask: &HostMask| mask.host.strip_prefix(&base).unwrap().display().to_string();
+                (
+                    settings.masks.iter().map(below).collect::<Vec<_>>(),
+                    settings.notices,
+                )
             })
         };
         let masks = |paths: &[&str]| resolved(paths).unwrap().0;
         assert_eq!(masks(&[]), ["space/.env"], "it is always protected");
         assert_eq!(masks(&["space/.env"]), ["space/.env"]);
-        assert_eq!(masks(&["space/link"]), ["space/secrets/key", "space/.env"], "a link stands for its file");
+        assert_eq!(
+            masks(&["space/link"]),
+            ["space/secrets/key", "space/.env"],
+            "a link stands for its file"
+        );
         assert_eq!(masks(&["data/table"]), ["data/table", "space/.env"]);
         for unseen in ["elsewhere", "space/out", "missing"] {
             assert_eq!(masks(&[unseen]), ["space/.env"], "{unseen}");
         }
         let (later, notices) = resolved(&["space/later"]).unwrap();
-        assert_eq!((&later[..], notices.len()), (&["space/later".to_owned(), "space/.env".to_owned()][..], 1));
+        assert_eq!(
+            (&later[..], notices.len()),
+            (&["space/later".to_owned(), "space/.env".to_owned()][..], 1)
+        );
         let (above, notices) = resolved(&[""]).unwrap();
-        assert_eq!((&above[..], notices.len()), (&["space/.env".to_owned()][..], 1));
+        assert_eq!(
+            (&above[..], notices.len()),
+            (&["space/.env".to_owned()][..], 1)
+        );
         for whole in ["space", "data"] {
-            assert!(matches!(resolved(&[whole]), Err(ConfigError::Mask { .. })), "{whole}");
+            assert!(
+                matches!(resolved(&[whole]), Err(ConfigError::Mask { .. })),
+                "{whole}"
+            );
         }
     }
 
     #[test]
     fn a_config_file_that_was_named_must_exist() {
         let base = tempfile::tempdir().unwrap();
-        let home = BTreeMap::from([("HOME".to_owned(), base.path().to_string_lossy().into_owned())]);
+        let home = BTreeMap::from([(
+            "HOME".to_owned(),
+            base.path().to_string_lossy().into_owned(),
+        )]);
         assert!(config_text(Some(Path::new("gone.yaml")), &home, base.path()).is_err());
         assert!(config_text(None, &home, base.path()).unwrap().is_none());
         std::fs::write(base.path().join("here.yaml"), "cpus: 1").unwrap();
-        assert_eq!(config_text(Some(Path::new("here.yaml")), &home, base.path()).unwrap().unwrap().1, "cpus: 1");
+        assert_eq!(
+            config_text(Some(Path::new("here.yaml")), &home, base.path())
+                .unwrap()
+                .unwrap()
+                .1,
+            "cpus: 1"
+        );
         let mut named = home.clone();
         named.insert("CELLBLOCK_CONFIG".to_owned(), "gone.yaml".to_owned());
         assert!(config_text(None, &named, base.path()).is_err());

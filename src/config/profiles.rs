@@ -65,8 +65,17 @@ const BLOCKED_MODULES: [&str; 12] = [
 ];
 
 /// Modules that Containerized Code Executer refuses.
-const DANGEROUS_MODULES: [&str; 9] =
-    ["base64", "multiprocessing", "os", "requests", "shutil", "socket", "subprocess", "sys", "threading"];
+const DANGEROUS_MODULES: [&str; 9] = [
+    "base64",
+    "multiprocessing",
+    "os",
+    "requests",
+    "shutil",
+    "socket",
+    "subprocess",
+    "sys",
+    "threading",
+];
 
 /// Where settings of a profile come from.
 pub(super) struct Surroundings<'a> {
@@ -81,16 +90,25 @@ pub(super) struct Surroundings<'a> {
 
 impl Surroundings<'_> {
     fn variable(&self, name: &str) -> Option<&str> {
-        self.variables.get(name).map(String::as_str).filter(|value| !value.trim().is_empty())
+        self.variables
+            .get(name)
+            .map(String::as_str)
+            .filter(|value| !value.trim().is_empty())
     }
 
     fn absolute(&self, path: &str) -> PathBuf {
-        folders::absolute(path, self.current_dir, self.variables.get("HOME").map(String::as_str))
+        folders::absolute(
+            path,
+            self.current_dir,
+            self.variables.get("HOME").map(String::as_str),
+        )
     }
 
     fn text(&self, path: &Path) -> Result<Option<String>, ConfigError> {
-        (self.read)(NamedFile::ByOperator(path))
-            .map_err(|cause| ConfigError::Unreadable { path: path.to_owned(), cause })
+        (self.read)(NamedFile::ByOperator(path)).map_err(|cause| ConfigError::Unreadable {
+            path: path.to_owned(),
+            cause,
+        })
     }
 }
 
@@ -103,7 +121,11 @@ pub(super) fn layer(
     let mut layer = usual(profile);
     // Whoever names an image to ipybox means a container.
     if profile == Profile::Ipybox && surroundings.image && surroundings.containers.is_none() {
-        layer.push(Key::Backend, Origin::Flag("--profile"), Written::Text("docker".to_owned()));
+        layer.push(
+            Key::Backend,
+            Origin::Flag("--profile"),
+            Written::Text("docker".to_owned()),
+        );
     }
     if profile == Profile::PythonDocker {
         let without_pool = own_file(surroundings, &mut layer, notices)?;
@@ -114,9 +136,18 @@ pub(super) fn layer(
 
 /// The settings that each server has when nobody says otherwise. None of these profiles has a tool that takes cells back.
 fn usual(profile: Profile) -> Layer {
-    let text = |key: Key, value: &str| (key, Origin::Flag("--profile"), Written::Text(value.to_owned()));
+    let text = |key: Key, value: &str| {
+        (
+            key,
+            Origin::Flag("--profile"),
+            Written::Text(value.to_owned()),
+        )
+    };
     let list = |key: Key, values: &[&str]| {
-        let values = values.iter().map(|value| Written::Text((*value).to_owned())).collect();
+        let values = values
+            .iter()
+            .map(|value| Written::Text((*value).to_owned()))
+            .collect();
         (key, Origin::Flag("--profile"), Written::List(values))
     };
     Layer::of(match profile {
@@ -131,11 +162,18 @@ fn usual(profile: Profile) -> Layer {
             text(Key::IdleTimeout, "24h"),
             text(Key::PoolMaxAge, "300s"),
             text(Key::PoolCreations, "5"),
-            list(Key::AllowedModules, &[&LISTED_MODULES[..], &BUNDLED_MODULES].concat()),
+            list(
+                Key::AllowedModules,
+                &[&LISTED_MODULES[..], &BUNDLED_MODULES].concat(),
+            ),
             list(Key::BlockedModules, &BLOCKED_MODULES),
         ],
         Profile::CodeExecuter => {
-            vec![text(Key::Undo, "off"), text(Key::IdleTimeout, "24h"), list(Key::BlockedModules, &DANGEROUS_MODULES)]
+            vec![
+                text(Key::Undo, "off"),
+                text(Key::IdleTimeout, "24h"),
+                list(Key::BlockedModules, &DANGEROUS_MODULES),
+            ]
         }
         Profile::Pyexec => vec![
             text(Key::Undo, "off"),
@@ -153,8 +191,12 @@ fn own_file(
     layer: &mut Layer,
     notices: &mut Vec<String>,
 ) -> Result<Option<Origin>, ConfigError> {
-    let named = surroundings.variable(CONFIG).map(|path| surroundings.absolute(path));
-    let path = named.clone().unwrap_or_else(|| surroundings.absolute("~/.python-docker-mcp/config.yaml"));
+    let named = surroundings
+        .variable(CONFIG)
+        .map(|path| surroundings.absolute(path));
+    let path = named
+        .clone()
+        .unwrap_or_else(|| surroundings.absolute("~/.python-docker-mcp/config.yaml"));
     let text = match surroundings.text(&path)? {
         Some(text) => text,
         None if named.is_none() => return Ok(None),
@@ -166,7 +208,14 @@ fn own_file(
         }
     };
     let containers = surroundings.containers == Some(true);
-    PythonDockerFile { path: &path, layer, notices, without_pool: None, containers }.read(&text)
+    PythonDockerFile {
+        path: &path,
+        layer,
+        notices,
+        without_pool: None,
+        containers,
+    }
+    .read(&text)
 }
 
 struct PythonDockerFile<'a> {
@@ -182,12 +231,19 @@ struct PythonDockerFile<'a> {
 impl PythonDockerFile<'_> {
     fn read(mut self, text: &str) -> Result<Option<Origin>, ConfigError> {
         for member in layers::members_of(self.path, text)? {
-            let origin = Origin::File { path: self.path.to_owned(), line: member.line };
+            let origin = Origin::File {
+                path: self.path.to_owned(),
+                line: member.line,
+            };
             match member.name.as_str() {
                 "docker" | "package" => {
                     for inner in self.table(&member, &origin)? {
                         let origin = origin.at(inner.line);
-                        self.setting(&format!("{}.{}", member.name, inner.name), origin, inner.value)?;
+                        self.setting(
+                            &format!("{}.{}", member.name, inner.name),
+                            origin,
+                            inner.value,
+                        )?;
                     }
                 }
                 _ => self.setting(&member.name.clone(), origin, member.value)?,
@@ -200,11 +256,20 @@ impl PythonDockerFile<'_> {
         match &member.value {
             Written::Table(members) => Ok(members.clone()),
             Written::Nothing => Ok(Vec::new()),
-            _ => Err(layers::wrong_shape(&member.name, origin, "a table of \"key: value\" lines")),
+            _ => Err(layers::wrong_shape(
+                &member.name,
+                origin,
+                "a table of \"key: value\" lines",
+            )),
         }
     }
 
-    fn setting(&mut self, name: &str, origin: Origin, mut value: Written) -> Result<(), ConfigError> {
+    fn setting(
+        &mut self,
+        name: &str,
+        origin: Origin,
+        mut value: Written,
+    ) -> Result<(), ConfigError> {
         let is = |word: bool| matches!(&value, Written::Text(text) if truth(text) == Some(word));
         let key = match name {
             "docker.memory_limit" => Key::Memory,
@@ -231,7 +296,8 @@ impl PythonDockerFile<'_> {
                 return Ok(());
             }
             "docker.network_disabled" if is(false) => {
-                self.layer.push(Key::AllowNetwork, origin, Written::Text("all".to_owned()));
+                self.layer
+                    .push(Key::AllowNetwork, origin, Written::Text("all".to_owned()));
                 return Ok(());
             }
             "docker.pool_enabled" | "docker.network_disabled" if is(true) => return Ok(()),
@@ -239,9 +305,12 @@ impl PythonDockerFile<'_> {
                 return Err(layers::wrong_shape(name, &origin, "true or false"));
             }
             "docker.read_only" if is(true) => return Ok(()),
-            "package.installer" if matches!(&value, Written::Text(text) if text == "uv") => return Ok(()),
+            "package.installer" if matches!(&value, Written::Text(text) if text == "uv") => {
+                return Ok(());
+            }
             _ => {
-                self.notices.push(format!("{origin}: {name} has no effect here{}", why(name)));
+                self.notices
+                    .push(format!("{origin}: {name} has no effect here{}", why(name)));
                 return Ok(());
             }
         };
@@ -257,7 +326,9 @@ fn why(name: &str) -> &'static str {
             ": code runs in the environment that --environment names, and in a container only with --backend docker"
         }
         "docker.working_dir" => ": code works in a folder of its own, which is its current folder",
-        "docker.read_only" => ": the system that code sees is always read-only, its working folder never",
+        "docker.read_only" => {
+            ": the system that code sees is always read-only, its working folder never"
+        }
         "package.installer" => ": packages are installed by uv",
         _ => ", because it is not known",
     }
@@ -274,7 +345,10 @@ const SETTINGS: [(&str, Key); 5] = [
     ("PYTHON_DOCKER_MCP_CPU_LIMIT", Key::Cpus),
     ("PYTHON_DOCKER_MCP_POOL_SIZE", Key::Pool),
     ("PYTHON_DOCKER_MCP_POOL_MAX_AGE", Key::PoolMaxAge),
-    ("PYTHON_DOCKER_MCP_MAX_CONCURRENT_CREATIONS", Key::PoolCreations),
+    (
+        "PYTHON_DOCKER_MCP_MAX_CONCURRENT_CREATIONS",
+        Key::PoolCreations,
+    ),
 ];
 
 /// Reads the variables of python-docker-mcp, which win over its file. `without_pool` is where that one switches the pool off.
@@ -285,30 +359,53 @@ fn own_variables(
     notices: &mut Vec<String>,
 ) -> Result<(), ConfigError> {
     let known = || {
-        let names = [CONFIG, DEBUG, POOL_ENABLED].into_iter().chain(SETTINGS.map(|(name, _)| name));
+        let names = [CONFIG, DEBUG, POOL_ENABLED]
+            .into_iter()
+            .chain(SETTINGS.map(|(name, _)| name));
         names.filter_map(|name| name.strip_prefix(VARIABLES))
     };
-    for (variable, name) in surroundings.variables.keys().filter_map(|all| Some((all, all.strip_prefix(VARIABLES)?))) {
+    for (variable, name) in surroundings
+        .variables
+        .keys()
+        .filter_map(|all| Some((all, all.strip_prefix(VARIABLES)?)))
+    {
         if known().any(|known| known == name) {
             continue;
         }
         let Some(near) = layers::nearest(name, known()) else {
             // Others may have set it for a purpose of their own, as with our own variables.
-            notices.push(format!("the variable {variable} is no setting of python-docker-mcp and is ignored"));
+            notices.push(format!(
+                "the variable {variable} is no setting of python-docker-mcp and is ignored"
+            ));
             continue;
         };
-        let (origin, nearest) = (Origin::Variable(variable.clone()), Some(format!("{VARIABLES}{near}")));
-        return Err(ConfigError::UnknownKey { key: variable.clone(), origin, nearest });
+        let (origin, nearest) = (
+            Origin::Variable(variable.clone()),
+            Some(format!("{VARIABLES}{near}")),
+        );
+        return Err(ConfigError::UnknownKey {
+            key: variable.clone(),
+            origin,
+            nearest,
+        });
     }
     for (name, key) in SETTINGS {
         if let Some(value) = surroundings.variable(name) {
-            layer.push(key, Origin::Variable(name.to_owned()), Written::Text(value.to_owned()));
+            layer.push(
+                key,
+                Origin::Variable(name.to_owned()),
+                Written::Text(value.to_owned()),
+            );
         }
     }
     let switch = |name: &str| match surroundings.variable(name) {
         None => Ok(None),
         Some(value) => truth(value).map(Some).ok_or_else(|| {
-            refused_value(&Origin::Variable(name.to_owned()), value, "1, true, yes or on, or 0, false, no or off")
+            refused_value(
+                &Origin::Variable(name.to_owned()),
+                value,
+                "1, true, yes or on, or 0, false, no or off",
+            )
         }),
     };
     let without_pool = match switch(POOL_ENABLED)? {
@@ -319,7 +416,11 @@ fn own_variables(
         layer.push(Key::Pool, origin, Written::Text("0".to_owned()));
     }
     if switch(DEBUG)? == Some(true) {
-        layer.push(Key::LogLevel, Origin::Variable(DEBUG.to_owned()), Written::Text("debug".to_owned()));
+        layer.push(
+            Key::LogLevel,
+            Origin::Variable(DEBUG.to_owned()),
+            Written::Text("debug".to_owned()),
+        );
     }
     Ok(())
 }
@@ -357,11 +458,19 @@ pub(super) fn sandbox_config(
     let mut layer = Layer::of(Vec::new());
     let mut protected = ProtectedPaths::new();
     let Some(text) = surroundings.text(path)? else {
-        notices.push(format!("the sandbox configuration {} does not exist; code has no network", path.display()));
+        notices.push(format!(
+            "the sandbox configuration {} does not exist; code has no network",
+            path.display()
+        ));
         return Ok((layer, protected));
     };
-    let unreadable = |why: String| ConfigError::Unreadable { path: path.to_owned(), cause: io::Error::other(why) };
-    let Value::Object(sections) = serde_json::from_str(&text).map_err(|error| unreadable(error.to_string()))? else {
+    let unreadable = |why: String| ConfigError::Unreadable {
+        path: path.to_owned(),
+        cause: io::Error::other(why),
+    };
+    let Value::Object(sections) =
+        serde_json::from_str(&text).map_err(|error| unreadable(error.to_string()))?
+    else {
         return Err(unreadable("it must hold an object".to_owned()));
     };
     for (section, value) in &sections {
@@ -371,18 +480,25 @@ pub(super) fn sandbox_config(
         };
         for (name, value) in members {
             let texts = || {
-                let texts = value.as_array().and_then(|texts| texts.iter().map(Value::as_str).collect());
+                let texts = value
+                    .as_array()
+                    .and_then(|texts| texts.iter().map(Value::as_str).collect());
                 texts.ok_or_else(|| unreadable(format!("{section}.{name} must be a list of texts")))
             };
             let key = match (section.as_str(), name.as_str()) {
                 ("network", "allowedDomains") => Key::AllowedDomains,
                 ("network", "deniedDomains") => Key::DeniedDomains,
                 ("filesystem", "denyRead" | "denyWrite") => {
-                    let rule = if name == "denyRead" { MaskRule::Hidden } else { MaskRule::ReadOnly };
+                    let rule = if name == "denyRead" {
+                        MaskRule::Hidden
+                    } else {
+                        MaskRule::ReadOnly
+                    };
                     let written: Vec<&str> = texts()?;
                     for text in written {
-                        let path = protected_path(text, surroundings)
-                            .map_err(|why| unreadable(format!("{section}.{name} holds {text:?}, which {why}")))?;
+                        let path = protected_path(text, surroundings).map_err(|why| {
+                            unreadable(format!("{section}.{name} holds {text:?}, which {why}"))
+                        })?;
                         protected.push((rule, path));
                     }
                     continue;
@@ -397,8 +513,18 @@ pub(super) fn sandbox_config(
                 }
             };
             let written: Vec<&str> = texts()?;
-            let rules = written.into_iter().map(|rule| Written::Text(rule_of_sandbox(rule, key))).collect();
-            layer.push(key, Origin::File { path: path.to_owned(), line: None }, Written::List(rules));
+            let rules = written
+                .into_iter()
+                .map(|rule| Written::Text(rule_of_sandbox(rule, key)))
+                .collect();
+            layer.push(
+                key,
+                Origin::File {
+                    path: path.to_owned(),
+                    line: None,
+                },
+                Written::List(rules),
+            );
         }
     }
     Ok((layer, protected))
@@ -417,13 +543,18 @@ fn protected_path(text: &str, surroundings: &Surroundings<'_>) -> Result<PathBuf
     }
     match text.starts_with(['/', '~']) {
         true => Ok(surroundings.absolute(text)),
-        false => Ok(Path::new(text).components().filter(|part| *part != Component::CurDir).collect()),
+        false => Ok(Path::new(text)
+            .components()
+            .filter(|part| *part != Component::CurDir)
+            .collect()),
     }
 }
 
 /// Writes a rule of that file with the meaning that it has there: a wildcard stands for any number of labels, and a name for all its ports.
 fn rule_of_sandbox(rule: &str, key: Key) -> String {
-    let rule = rule.strip_prefix("*.").map_or_else(|| rule.to_owned(), |base| format!("**.{base}"));
+    let rule = rule
+        .strip_prefix("*.")
+        .map_or_else(|| rule.to_owned(), |base| format!("**.{base}"));
     match key {
         Key::AllowedDomains if !rule.contains(':') => format!("{rule}:*"),
         _ => rule,
@@ -432,7 +563,9 @@ fn rule_of_sandbox(rule: &str, key: Key) -> String {
 
 fn why_not(section: &str, name: &str) -> &'static str {
     match (section, name) {
-        ("filesystem", _) => ": code sees its working folder and what --mount shows, and nothing else of this machine",
+        ("filesystem", _) => {
+            ": code sees its working folder and what --mount shows, and nothing else of this machine"
+        }
         _ => ": code has a network of its own",
     }
 }
@@ -473,13 +606,24 @@ mod tests {
         assert_eq!(limits("python-docker-mcp"), (256, 0.5, 30, 24, true));
         assert_eq!(limits("code-executer"), (2048, 2.0, 120, 24, true));
         assert_eq!(limits("pyexec"), (512, 0.5, 30, 24, true));
-        assert!(case().flag(Key::Profile, "pyexce").refusal().contains("pyexec"));
+        assert!(
+            case()
+                .flag(Key::Profile, "pyexce")
+                .refusal()
+                .contains("pyexec")
+        );
     }
 
     #[test]
     fn what_an_operator_says_is_stronger_than_a_profile() {
-        let settings = python_docker().variable("CELLBLOCK_MEMORY", "1G").flag(Key::Timeout, "5s").settings();
-        assert_eq!((settings.limits.memory, settings.timeout), (1 << 30, Duration::from_secs(5)));
+        let settings = python_docker()
+            .variable("CELLBLOCK_MEMORY", "1G")
+            .flag(Key::Timeout, "5s")
+            .settings();
+        assert_eq!(
+            (settings.limits.memory, settings.timeout),
+            (1 << 30, Duration::from_secs(5))
+        );
     }
 
     #[test]
@@ -489,18 +633,54 @@ mod tests {
                     max_concurrent_creations: 2\npackage:\n  installer: pip\n  index_url: https://user:hush@index.test/simple\n  \
                     trusted_hosts: [index.test]\nallowed_modules: [math]\nblocked_modules: []\nfuture: 1\n";
         let settings = python_docker().file(FILE, text).settings();
-        assert_eq!((settings.limits.memory >> 20, settings.limits.cpus, settings.timeout.as_secs()), (512, 1.5, 60));
-        assert!(settings.network.rules.iter().any(|rule| rule.is_everything()));
+        assert_eq!(
+            (
+                settings.limits.memory >> 20,
+                settings.limits.cpus,
+                settings.timeout.as_secs()
+            ),
+            (512, 1.5, 60)
+        );
+        assert!(
+            settings
+                .network
+                .rules
+                .iter()
+                .any(|rule| rule.is_everything())
+        );
         assert_eq!(settings.pool, 4);
-        assert_eq!(settings.package_index.url.as_deref(), Some("https://user:hush@index.test/simple"));
+        assert_eq!(
+            settings.package_index.url.as_deref(),
+            Some("https://user:hush@index.test/simple")
+        );
         assert_eq!(settings.package_index.trusted_hosts, ["index.test"]);
-        let allowed = ["math", "matplotlib", "numpy", "pandas", "scipy", "sklearn", "sympy"];
-        assert_eq!(settings.allowed_modules, allowed, "what it brings along can be imported under any list");
+        let allowed = [
+            "math",
+            "matplotlib",
+            "numpy",
+            "pandas",
+            "scipy",
+            "sklearn",
+            "sympy",
+        ];
+        assert_eq!(
+            settings.allowed_modules, allowed,
+            "what it brings along can be imported under any list"
+        );
         assert!(settings.blocked_modules.is_empty());
-        for words in ["line 2: docker.image", "working_dir", "read_only", "uv", "future"] {
+        for words in [
+            "line 2: docker.image",
+            "working_dir",
+            "read_only",
+            "uv",
+            "future",
+        ] {
             assert!(told(&settings, words), "{words}: {:?}", settings.notices);
         }
-        assert!(!format!("{settings:?}").contains("hush"), "an index may hold a password");
+        assert!(
+            !format!("{settings:?}").contains("hush"),
+            "an index may hold a password"
+        );
     }
 
     #[test]
@@ -508,9 +688,20 @@ mod tests {
         let settings = python_docker().settings();
         assert!(settings.network.rules.is_empty(), "closed, as documented");
         for module in ["math", "numpy", "sklearn"] {
-            assert!(settings.allowed_modules.iter().any(|listed| listed == module), "{module}");
+            assert!(
+                settings
+                    .allowed_modules
+                    .iter()
+                    .any(|listed| listed == module),
+                "{module}"
+            );
         }
-        assert!(settings.blocked_modules.iter().any(|blocked| blocked == "os"));
+        assert!(
+            settings
+                .blocked_modules
+                .iter()
+                .any(|blocked| blocked == "os")
+        );
         assert!(settings.notices.is_empty(), "{:?}", settings.notices);
     }
 
@@ -519,7 +710,10 @@ mod tests {
         let named = || {
             python_docker()
                 .file(FILE, "docker: {memory_limit: 100m}")
-                .file("/here/mine.yaml", "docker: {memory_limit: 200m, pool_enabled: no, pool_size: 9}")
+                .file(
+                    "/here/mine.yaml",
+                    "docker: {memory_limit: 200m, pool_enabled: no, pool_size: 9}",
+                )
                 .variable("PYTHON_DOCKER_MCP_CONFIG", "mine.yaml")
         };
         let settings = named().settings();
@@ -532,10 +726,23 @@ mod tests {
             .variable("PYTHON_DOCKER_MCP_MAX_CONCURRENT_CREATIONS", "1")
             .variable("PYTHON_DOCKER_MCP_DEBUG", "1")
             .settings();
-        assert_eq!((settings.limits.memory >> 20, settings.limits.cpus, settings.pool), (300, 0.25, 0));
+        assert_eq!(
+            (
+                settings.limits.memory >> 20,
+                settings.limits.cpus,
+                settings.pool
+            ),
+            (300, 0.25, 0)
+        );
         let on = named().variable("PYTHON_DOCKER_MCP_POOL_ENABLED", "1");
-        assert_eq!(on.settings().pool, 9, "a variable wins over the file, and the file has the size");
-        let on = named().variable("PYTHON_DOCKER_MCP_POOL_ENABLED", "1").variable("PYTHON_DOCKER_MCP_POOL_SIZE", "3");
+        assert_eq!(
+            on.settings().pool,
+            9,
+            "a variable wins over the file, and the file has the size"
+        );
+        let on = named()
+            .variable("PYTHON_DOCKER_MCP_POOL_ENABLED", "1")
+            .variable("PYTHON_DOCKER_MCP_POOL_SIZE", "3");
         assert_eq!(on.settings().pool, 3);
         assert_eq!(settings.log_filter.as_deref(), Some("debug"));
         let off = python_docker()
@@ -547,48 +754,90 @@ mod tests {
     #[test]
     fn variables_that_make_no_sense_are_refused_with_what_was_meant() {
         let refusal = |name: &str, value: &str| {
-            let case = python_docker().file(FILE, "docker: {memory_limit: 100m}").variable(name, value);
+            let case = python_docker()
+                .file(FILE, "docker: {memory_limit: 100m}")
+                .variable(name, value);
             let refusal = case.refusal();
             assert!(refusal.contains(name), "{refusal}");
             refusal
         };
         assert!(refusal("PYTHON_DOCKER_MCP_POOL_ENABLED", "maybe").contains("true"));
         assert!(refusal("PYTHON_DOCKER_MCP_DEBUG", "perhaps").contains("true"));
-        assert!(refusal("PYTHON_DOCKER_MCP_POOL_SIZ", "3").contains("\"PYTHON_DOCKER_MCP_POOL_SIZE\""));
+        assert!(
+            refusal("PYTHON_DOCKER_MCP_POOL_SIZ", "3").contains("\"PYTHON_DOCKER_MCP_POOL_SIZE\"")
+        );
         assert!(refusal("PYTHON_DOCKER_MCP_MEMORY", "1g").contains("no setting"));
         assert!(refusal("PYTHON_DOCKER_MCP_CONFIG", "/nope.yaml").contains("/nope.yaml"));
         assert!(refusal("PYTHON_DOCKER_MCP_POOL_SIZE", "x").contains("number"));
         // Controls: values that do make sense, and another profile, which never looks.
-        python_docker().variable("PYTHON_DOCKER_MCP_POOL_ENABLED", "yes").settings();
-        python_docker().file("/nope.yaml", "").variable("PYTHON_DOCKER_MCP_CONFIG", "/nope.yaml").settings();
-        case().variable("PYTHON_DOCKER_MCP_POOL_SIZ", "3").settings();
-        let other = python_docker().variable("PYTHON_DOCKER_MCP_SERVICE_HOST", "10.0.0.1").settings();
-        assert!(told(&other, "PYTHON_DOCKER_MCP_SERVICE_HOST"), "nothing is like it, so it is only told");
+        python_docker()
+            .variable("PYTHON_DOCKER_MCP_POOL_ENABLED", "yes")
+            .settings();
+        python_docker()
+            .file("/nope.yaml", "")
+            .variable("PYTHON_DOCKER_MCP_CONFIG", "/nope.yaml")
+            .settings();
+        case()
+            .variable("PYTHON_DOCKER_MCP_POOL_SIZ", "3")
+            .settings();
+        let other = python_docker()
+            .variable("PYTHON_DOCKER_MCP_SERVICE_HOST", "10.0.0.1")
+            .settings();
+        assert!(
+            told(&other, "PYTHON_DOCKER_MCP_SERVICE_HOST"),
+            "nothing is like it, so it is only told"
+        );
     }
 
     #[test]
     fn an_empty_list_of_modules_stays_empty() {
-        assert!(python_docker().file(FILE, "allowed_modules: []").settings().allowed_modules.is_empty());
+        assert!(
+            python_docker()
+                .file(FILE, "allowed_modules: []")
+                .settings()
+                .allowed_modules
+                .is_empty()
+        );
     }
 
     #[test]
     fn an_image_means_containers() {
         let image = |case: Case| match case.settings().backend {
-            BackendChoice::Containers(containers) => {
-                Some((containers.image, containers.pool_max_age.as_secs(), containers.pool_creations))
-            }
+            BackendChoice::Containers(containers) => Some((
+                containers.image,
+                containers.pool_max_age.as_secs(),
+                containers.pool_creations,
+            )),
             BackendChoice::Native => None,
         };
-        let ipybox = || case().flag(Key::Profile, "ipybox").flag(Key::ContainerTag, "mine:1");
+        let ipybox = || {
+            case()
+                .flag(Key::Profile, "ipybox")
+                .flag(Key::ContainerTag, "mine:1")
+        };
         assert_eq!(image(ipybox()).unwrap().0, "mine:1");
         assert_eq!(image(case().flag(Key::Profile, "ipybox")), None); // control
-        assert!(ipybox().flag(Key::Backend, "native").refusal().contains("--backend docker"));
+        assert!(
+            ipybox()
+                .flag(Key::Backend, "native")
+                .refusal()
+                .contains("--backend docker")
+        );
         let file = "docker: {image: 'python-docker-mcp:latest', pool_max_age: 60, max_concurrent_creations: 7}";
-        let docker = python_docker().file(FILE, file).flag(Key::Backend, "docker");
-        assert_eq!(image(docker), Some(("python-docker-mcp:latest".to_owned(), 60, 7)));
+        let docker = python_docker()
+            .file(FILE, file)
+            .flag(Key::Backend, "docker");
+        assert_eq!(
+            image(docker),
+            Some(("python-docker-mcp:latest".to_owned(), 60, 7))
+        );
         let usual = image(python_docker().flag(Key::Backend, "docker")).unwrap();
         assert_eq!((usual.1, usual.2), (300, 5));
-        assert_eq!(image(python_docker().file(FILE, file)), None, "that server's usual file names an image");
+        assert_eq!(
+            image(python_docker().file(FILE, file)),
+            None,
+            "that server's usual file names an image"
+        );
     }
 
     #[test]
@@ -603,30 +852,54 @@ mod tests {
         ] {
             let refusal = python_docker().file(FILE, text).refusal();
             assert!(refusal.contains(words), "{text}: {refusal}");
-            assert!(case().file(FILE, text).result().is_ok(), "the control: {text}");
+            assert!(
+                case().file(FILE, text).result().is_ok(),
+                "the control: {text}"
+            );
         }
     }
 
     #[test]
     fn a_sandbox_file_says_what_may_be_reached() {
         let ipybox = |text: &str| {
-            let case = case().flag(Key::Profile, "ipybox").flag(Key::SandboxConfig, "sandbox.json");
-            if text.is_empty() { case } else { case.file("/here/sandbox.json", text) }
+            let case = case()
+                .flag(Key::Profile, "ipybox")
+                .flag(Key::SandboxConfig, "sandbox.json");
+            if text.is_empty() {
+                case
+            } else {
+                case.file("/here/sandbox.json", text)
+            }
         };
         let text = r#"{"network": {"allowedDomains": ["example.com", "*.test"], "deniedDomains": ["a.test"], "allowLocalBinding": true},
                        "filesystem": {"denyRead": [".env"], "allowWrite": ["."]}, "allowPty": true}"#;
         let settings = ipybox(text).settings();
-        let rules: Vec<String> = settings.network.rules.iter().map(ToString::to_string).collect();
+        let rules: Vec<String> = settings
+            .network
+            .rules
+            .iter()
+            .map(ToString::to_string)
+            .collect();
         for rule in ["example.com:*", "**.test:*", "!a.test"] {
-            assert!(rules.iter().any(|written| written == rule), "{rule}: {rules:?}");
+            assert!(
+                rules.iter().any(|written| written == rule),
+                "{rule}: {rules:?}"
+            );
         }
         for words in ["allowLocalBinding", "allowWrite", "allowPty"] {
             assert!(told(&settings, words), "{words}: {:?}", settings.notices);
         }
-        assert!(!told(&settings, "denyRead") && settings.masks.is_empty(), "without a workspace nothing can be read");
+        assert!(
+            !told(&settings, "denyRead") && settings.masks.is_empty(),
+            "without a workspace nothing can be read"
+        );
         let missing = ipybox("").settings();
         assert!(missing.network.rules.is_empty() && told(&missing, "does not exist"));
-        for broken in ["[", "[]", r#"{"network": {"allowedDomains": "example.com"}}"#] {
+        for broken in [
+            "[",
+            "[]",
+            r#"{"network": {"allowedDomains": "example.com"}}"#,
+        ] {
             assert!(ipybox(broken).result().is_err(), "{broken}");
         }
     }
@@ -635,12 +908,19 @@ mod tests {
     fn a_sandbox_file_says_what_must_not_be_read_or_changed() {
         let protected = |lists: &str| {
             let text = format!(r#"{{"filesystem": {{{lists}}}}}"#);
-            let case = case().flag(Key::Profile, "ipybox").flag(Key::SandboxConfig, "sandbox.json");
-            case.flag(Key::Workspace, "space").file("/here/sandbox.json", &text)
+            let case = case()
+                .flag(Key::Profile, "ipybox")
+                .flag(Key::SandboxConfig, "sandbox.json");
+            case.flag(Key::Workspace, "space")
+                .file("/here/sandbox.json", &text)
         };
-        let lists = r#""denyRead": [".env", "./secrets/**", "~/.ssh", "/etc/x"], "denyWrite": ["data"]"#;
+        let lists =
+            r#""denyRead": [".env", "./secrets/**", "~/.ssh", "/etc/x"], "denyWrite": ["data"]"#;
         let masks = protected(lists).settings().masks;
-        let written: Vec<(MaskRule, &Path)> = masks.iter().map(|mask| (mask.rule, mask.host.as_path())).collect();
+        let written: Vec<(MaskRule, &Path)> = masks
+            .iter()
+            .map(|mask| (mask.rule, mask.host.as_path()))
+            .collect();
         let expected = [
             (MaskRule::Hidden, "/here/space/.env"),
             (MaskRule::Hidden, "/here/space/secrets"),
@@ -648,7 +928,10 @@ mod tests {
             (MaskRule::Hidden, "/etc/x"),
             (MaskRule::ReadOnly, "/here/space/data"),
         ];
-        assert_eq!(written, expected.map(|(rule, path)| (rule, Path::new(path))));
+        assert_eq!(
+            written,
+            expected.map(|(rule, path)| (rule, Path::new(path)))
+        );
         for (lists, words) in [
             (r#""denyRead": ["**/*.pem"]"#, "is a pattern"),
             (r#""denyWrite": ["a?"]"#, "is a pattern"),
@@ -666,30 +949,60 @@ mod tests {
     fn variables_of_the_workspace_fill_parameters_of_servers_and_the_environment_wins() {
         let settings = case()
             .flag(Key::Workspace, "space")
-            .file("/here/space/.env", "KEY=from_file\nBOTH=from_file\nKERNEL_ENV_SEEN=1\n")
+            .file(
+                "/here/space/.env",
+                "KEY=from_file\nBOTH=from_file\nKERNEL_ENV_SEEN=1\n",
+            )
             .variable("BOTH", "from_environment")
             .settings();
         let known = &settings.upstreams.variables;
-        assert_eq!((known["KEY"].as_str(), known["BOTH"].as_str()), ("from_file", "from_environment"));
+        assert_eq!(
+            (known["KEY"].as_str(), known["BOTH"].as_str()),
+            ("from_file", "from_environment")
+        );
         let inside: Vec<(&str, &str)> = settings.variables.iter().collect();
-        assert_eq!(inside, [("SEEN", "1")], "nothing but what was meant for code goes inside");
+        assert_eq!(
+            inside,
+            [("SEEN", "1")],
+            "nothing but what was meant for code goes inside"
+        );
     }
 
     #[test]
     fn pictures_are_kept_below_the_working_folder() {
-        let folder = |value: &str| case().flag(Key::Workspace, "/space").flag(Key::ImagesDir, value);
+        let folder = |value: &str| {
+            case()
+                .flag(Key::Workspace, "/space")
+                .flag(Key::ImagesDir, value)
+        };
         assert_eq!(case().settings().images_dir, Path::new("images"));
-        assert_eq!(folder("plots/new").settings().images_dir, Path::new("plots/new"));
-        assert_eq!(folder("/space/plots").settings().images_dir, Path::new("plots"));
+        assert_eq!(
+            folder("plots/new").settings().images_dir,
+            Path::new("plots/new")
+        );
+        assert_eq!(
+            folder("/space/plots").settings().images_dir,
+            Path::new("plots")
+        );
         for outside in ["/elsewhere", "../up", "/space", &"x/".repeat(600)] {
-            assert!(folder(outside).refusal().contains("images_dir"), "{outside}");
+            assert!(
+                folder(outside).refusal().contains("images_dir"),
+                "{outside}"
+            );
         }
     }
 
     #[test]
     fn levels_of_the_log_may_have_pythons_names() {
         for (given, level) in [("CRITICAL", "error"), ("WARNING", "warn"), ("INFO", "info")] {
-            assert_eq!(case().flag(Key::LogLevel, given).settings().log_filter.as_deref(), Some(level));
+            assert_eq!(
+                case()
+                    .flag(Key::LogLevel, given)
+                    .settings()
+                    .log_filter
+                    .as_deref(),
+                Some(level)
+            );
         }
     }
 }

@@ -51,7 +51,9 @@ pub fn parse_duration(text: &str) -> Result<Duration, QuantityError> {
     while first || !rest.trim().is_empty() {
         let (number, after_number) = Decimal::split_from(rest)?;
         let after_number = after_number.trim_start();
-        let end = after_number.find(|letter: char| !letter.is_alphabetic()).unwrap_or(after_number.len());
+        let end = after_number
+            .find(|letter: char| !letter.is_alphabetic())
+            .unwrap_or(after_number.len());
         let (unit, remaining) = after_number.split_at(end);
         let unit = match unit.to_ascii_lowercase().as_str() {
             // A bare number is seconds only when it is the whole text: "1h30" could be minutes or seconds.
@@ -63,12 +65,15 @@ pub fn parse_duration(text: &str) -> Result<Duration, QuantityError> {
             "d" | "day" | "days" => 86_400 * SECOND,
             _ => return Err(QuantityError::UnknownUnit(after_number.trim().to_owned())),
         };
-        nanoseconds = nanoseconds.checked_add(number.times(unit)?).ok_or(QuantityError::TooLarge)?;
+        nanoseconds = nanoseconds
+            .checked_add(number.times(unit)?)
+            .ok_or(QuantityError::TooLarge)?;
         rest = remaining;
         first = false;
     }
     let seconds = u64::try_from(nanoseconds / SECOND).map_err(|_| QuantityError::TooLarge)?;
-    let subsecond = u32::try_from(nanoseconds % SECOND).expect("a remainder of a billion fits in 32 bits");
+    let subsecond =
+        u32::try_from(nanoseconds % SECOND).expect("a remainder of a billion fits in 32 bits");
     Ok(Duration::new(seconds, subsecond))
 }
 
@@ -92,9 +97,15 @@ pub fn format_size(bytes: u64) -> String {
 pub fn format_duration(duration: Duration) -> String {
     let seconds = duration.as_secs();
     match (duration.subsec_millis(), seconds) {
-        (0, seconds) if seconds >= 86_400 && seconds.is_multiple_of(86_400) => format!("{} d", seconds / 86_400),
-        (0, seconds) if seconds >= 3600 && seconds.is_multiple_of(3600) => format!("{} h", seconds / 3600),
-        (0, seconds) if seconds >= 120 && seconds.is_multiple_of(60) => format!("{} min", seconds / 60),
+        (0, seconds) if seconds >= 86_400 && seconds.is_multiple_of(86_400) => {
+            format!("{} d", seconds / 86_400)
+        }
+        (0, seconds) if seconds >= 3600 && seconds.is_multiple_of(3600) => {
+            format!("{} h", seconds / 3600)
+        }
+        (0, seconds) if seconds >= 120 && seconds.is_multiple_of(60) => {
+            format!("{} min", seconds / 60)
+        }
         (0, seconds) => format!("{seconds} s"),
         (_, 0) => format!("{} ms", duration.as_millis()),
         _ => format!("{:.1} s", duration.as_secs_f64()),
@@ -133,20 +144,28 @@ impl Decimal {
             return Err(QuantityError::NotANumber);
         }
         let fraction = &fraction[..fraction.len().min(Decimal::MOST_FRACTION_DIGITS)];
-        let digits = format!("{whole}{fraction}").parse().map_err(|_| QuantityError::TooLarge)?;
+        let digits = format!("{whole}{fraction}")
+            .parse()
+            .map_err(|_| QuantityError::TooLarge)?;
         let scale = u32::try_from(fraction.len()).expect("at most twelve digits are kept");
         Ok((Decimal { digits, scale }, rest))
     }
 
     /// Multiplies by a unit and drops what is smaller than one.
     fn times(&self, unit: u128) -> Result<u128, QuantityError> {
-        let product = self.digits.checked_mul(unit).ok_or(QuantityError::TooLarge)?;
+        let product = self
+            .digits
+            .checked_mul(unit)
+            .ok_or(QuantityError::TooLarge)?;
         Ok(product / 10u128.pow(self.scale))
     }
 }
 
 fn split_digits(text: &str) -> (&str, &str) {
-    text.split_at(text.find(|letter: char| !letter.is_ascii_digit()).unwrap_or(text.len()))
+    text.split_at(
+        text.find(|letter: char| !letter.is_ascii_digit())
+            .unwrap_or(text.len()),
+    )
 }
 
 #[cfg(test)]
@@ -200,7 +219,10 @@ mod tests {
             ("1e9", QuantityError::UnknownUnit("e9".to_owned())),
             ("18446744073709551616", QuantityError::TooLarge),
             ("16777216T", QuantityError::TooLarge),
-            ("999999999999999999999999999999999999999999", QuantityError::TooLarge),
+            (
+                "999999999999999999999999999999999999999999",
+                QuantityError::TooLarge,
+            ),
         ] {
             assert_eq!(parse_size(text), Err(why), "{text:?}");
         }
@@ -223,7 +245,11 @@ mod tests {
             ("1d", 86_400_000),
             (" 10 s ", 10_000),
         ] {
-            assert_eq!(parse_duration(text), Ok(Duration::from_millis(milliseconds)), "{text:?}");
+            assert_eq!(
+                parse_duration(text),
+                Ok(Duration::from_millis(milliseconds)),
+                "{text:?}"
+            );
         }
     }
 

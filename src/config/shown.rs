@@ -55,7 +55,11 @@ pub(super) fn settings(
     let show = |key: Key| {
         let value = value(settings, written, key);
         let origins = origins(settings, written, variables, key, &value);
-        ShownSetting { name: key.name(), value, origins }
+        ShownSetting {
+            name: key.name(),
+            value,
+            origins,
+        }
     };
     keys.into_iter().map(show).collect()
 }
@@ -68,20 +72,41 @@ fn origins(
     value: &Value,
 ) -> Vec<String> {
     let place = |origin: &Origin| match origin {
-        Origin::File { path, line: Some(line) } => format!("{}:{line}", path.display()),
+        Origin::File {
+            path,
+            line: Some(line),
+        } => format!("{}:{line}", path.display()),
         // The usual settings of a profile are written under its flag.
-        Origin::Flag("--profile") if key != Key::Profile => format!("profile {}", settings.profile.name()),
+        Origin::Flag("--profile") if key != Key::Profile => {
+            format!("profile {}", settings.profile.name())
+        }
         origin => origin.to_string(),
     };
     let mut origins: Vec<String> = Vec::new();
     if key == Key::Variables {
-        origins.extend(variables.keys().filter(|name| name.starts_with(PASSED_ON)).cloned());
-        origins.extend(written.all(Key::EnvFiles).iter().map(|(origin, _)| place(origin)));
+        origins.extend(
+            variables
+                .keys()
+                .filter(|name| name.starts_with(PASSED_ON))
+                .cloned(),
+        );
+        origins.extend(
+            written
+                .all(Key::EnvFiles)
+                .iter()
+                .map(|(origin, _)| place(origin)),
+        );
     }
     origins.extend(written.all(key).iter().map(|(origin, _)| place(origin)));
     if origins.is_empty() && !value.is_null() {
-        let is_set = |name: &str| variables.get(name).is_some_and(|value| !value.trim().is_empty());
-        let followed = FOLLOWED.iter().find(|(followed, name)| *followed == key && is_set(name));
+        let is_set = |name: &str| {
+            variables
+                .get(name)
+                .is_some_and(|value| !value.trim().is_empty())
+        };
+        let followed = FOLLOWED
+            .iter()
+            .find(|(followed, name)| *followed == key && is_set(name));
         origins.extend(followed.map(|(_, name)| (*name).to_owned()));
     }
     origins
@@ -112,7 +137,12 @@ fn value(settings: &Settings, written: &Merged, key: Key) -> Value {
             let end = if mount.writable { "" } else { ":ro" };
             format!("{}:{}{end}", mount.host.display(), mount.inside.display())
         })),
-        Key::Variables => list(settings.variables.iter().map(|(name, _)| format!("{name}={HIDDEN}"))),
+        Key::Variables => list(
+            settings
+                .variables
+                .iter()
+                .map(|(name, _)| format!("{name}={HIDDEN}")),
+        ),
         Key::Memory => size(limits.memory),
         Key::FamilyMemory => size(limits.family_memory),
         Key::Cpus => text(limits.cpus),
@@ -128,8 +158,14 @@ fn value(settings: &Settings, written: &Merged, key: Key) -> Value {
         Key::PoolCreations => containers(&|choice| text(choice.pool_creations)),
         Key::Backend => text(match &settings.backend {
             BackendChoice::Native => "native",
-            BackendChoice::Containers(Containers { kind: EngineKind::Docker, .. }) => "docker",
-            BackendChoice::Containers(Containers { kind: EngineKind::Podman, .. }) => "podman",
+            BackendChoice::Containers(Containers {
+                kind: EngineKind::Docker,
+                ..
+            }) => "docker",
+            BackendChoice::Containers(Containers {
+                kind: EngineKind::Podman,
+                ..
+            }) => "podman",
         }),
         Key::Runtime => containers(&|choice| optional(&choice.runtime, text)),
         Key::ContainerTag => containers(&|choice| text(&choice.image)),
@@ -165,7 +201,9 @@ fn value(settings: &Settings, written: &Merged, key: Key) -> Value {
         Key::PackageMemory => size(settings.packages.memory),
         Key::PackageStoreSize => size(settings.packages.store_size),
         Key::PackageTimeout => duration(settings.packages.timeout),
-        Key::PackageIndex => optional(&settings.package_index.url, |url| text(without_secrets(url))),
+        Key::PackageIndex => optional(&settings.package_index.url, |url| {
+            text(without_secrets(url))
+        }),
         Key::PackageTrustedHosts => list(&settings.package_index.trusted_hosts),
         Key::Approvals => match settings.approvals.policy.rules() {
             0 => Value::Null,
@@ -216,9 +254,11 @@ fn value(settings: &Settings, written: &Merged, key: Key) -> Value {
         Key::McpServers => list(settings.upstreams.servers.keys()),
         Key::McpAllowedHosts => list(&settings.upstreams.allowed_hosts),
         // Files and lists that were taken apart, and hold no secrets themselves.
-        Key::EnvFiles | Key::DeniedDomains | Key::AllowedHosts | Key::SandboxConfig | Key::McpServersFile => {
-            as_written(written, key)
-        }
+        Key::EnvFiles
+        | Key::DeniedDomains
+        | Key::AllowedHosts
+        | Key::SandboxConfig
+        | Key::McpServersFile => as_written(written, key),
     }
 }
 
@@ -238,14 +278,27 @@ fn auth(settings: &AuthSettings) -> String {
         AuthChoice::Development => return "development".to_owned(),
         AuthChoice::Usual => {}
     }
-    let issuers = settings.issuers.iter().map(|issuer| format!("issuer {}", issuer.name));
-    let keys = settings.api_keys.iter().map(|key| format!("API key of {}", key.name));
+    let issuers = settings
+        .issuers
+        .iter()
+        .map(|issuer| format!("issuer {}", issuer.name));
+    let keys = settings
+        .api_keys
+        .iter()
+        .map(|key| format!("API key of {}", key.name));
     let mut callers: Vec<String> = issuers.chain(keys).collect();
     if settings.variables != IssuerVariables::default() {
         let issuer = settings.variables.issuer.as_deref().map(without_secrets);
-        callers.push(format!("issuer {}", issuer.as_deref().unwrap_or("of the MCP_ variables")));
+        callers.push(format!(
+            "issuer {}",
+            issuer.as_deref().unwrap_or("of the MCP_ variables")
+        ));
     }
-    if callers.is_empty() { "development".to_owned() } else { callers.join(", ") }
+    if callers.is_empty() {
+        "development".to_owned()
+    } else {
+        callers.join(", ")
+    }
 }
 
 /// Leaves out of an address what can hold a secret: user name, password and query.
@@ -254,7 +307,9 @@ fn without_secrets(url: &str) -> String {
         Some((url, _)) => (url, format!("?{HIDDEN}")),
         None => (url, String::new()),
     };
-    let Some((scheme, rest)) = url.split_once("://") else { return HIDDEN.to_owned() };
+    let Some((scheme, rest)) = url.split_once("://") else {
+        return HIDDEN.to_owned();
+    };
     let (host, path) = rest.split_at(rest.find('/').unwrap_or(rest.len()));
     match host.rsplit_once('@') {
         Some((_, host)) => format!("{scheme}://{HIDDEN}@{host}{path}{query}"),
@@ -267,7 +322,10 @@ fn text(value: impl Display) -> Value {
 }
 
 fn list<T: Display>(values: impl IntoIterator<Item = T>) -> Value {
-    values.into_iter().map(|value| json!(value.to_string())).collect()
+    values
+        .into_iter()
+        .map(|value| json!(value.to_string()))
+        .collect()
 }
 
 fn optional<'a, T>(value: &'a Option<T>, show: impl Fn(&'a T) -> Value) -> Value {
@@ -297,7 +355,10 @@ mod tests {
 
     fn shown(case: Case) -> BTreeMap<&'static str, (Value, Vec<String>)> {
         let settings = case.shown();
-        settings.into_iter().map(|setting| (setting.name, (setting.value, setting.origins))).collect()
+        settings
+            .into_iter()
+            .map(|setting| (setting.name, (setting.value, setting.origins)))
+            .collect()
     }
 
     #[test]
@@ -310,7 +371,10 @@ mod tests {
                 .flag(Key::Timeout, "30s"),
         );
         let check = |name: &str, value: Value, origins: &[&str]| {
-            let origins = origins.iter().map(|origin| (*origin).to_owned()).collect::<Vec<_>>();
+            let origins = origins
+                .iter()
+                .map(|origin| (*origin).to_owned())
+                .collect::<Vec<_>>();
             assert_eq!(shown[name], (value, origins), "{name}");
         };
         check("cpus", json!("1"), &["/etc/cellblock/config.yaml:1"]);
@@ -325,7 +389,10 @@ mod tests {
     #[test]
     fn what_a_profile_brings_along_is_told_as_such() {
         let shown = shown(case().yaml("profile: pyexec\ncpus: 1"));
-        assert_eq!(shown["memory"], (json!("512 MiB"), vec!["profile pyexec".to_owned()]));
+        assert_eq!(
+            shown["memory"],
+            (json!("512 MiB"), vec!["profile pyexec".to_owned()])
+        );
         assert_eq!(shown["profile"].1, ["/etc/cellblock/config.yaml:1"]);
         assert_eq!(shown["cpus"].1, ["/etc/cellblock/config.yaml:2"]);
     }
@@ -343,14 +410,29 @@ mod tests {
             // A secret whose value code inside could see would be refused.
             .variable("VALUE", &format!("{SECRET}-of-the-api"))
             .variable("KERNEL_ENV_OTHER", SECRET)
-            .variable("OTEL_EXPORTER_OTLP_ENDPOINT", &format!("https://me:{SECRET}@collector.test"));
+            .variable(
+                "OTEL_EXPORTER_OTLP_ENDPOINT",
+                &format!("https://me:{SECRET}@collector.test"),
+            );
         let shown = shown(case);
         assert!(!format!("{shown:?}").contains(SECRET), "{shown:?}");
-        assert_eq!(shown["variables"].0, json!(["OTHER=[hidden]", "TOKEN=[hidden]"]));
-        assert_eq!(shown["variables"].1, ["KERNEL_ENV_OTHER", "/etc/cellblock/config.yaml:1"]);
+        assert_eq!(
+            shown["variables"].0,
+            json!(["OTHER=[hidden]", "TOKEN=[hidden]"])
+        );
+        assert_eq!(
+            shown["variables"].1,
+            ["KERNEL_ENV_OTHER", "/etc/cellblock/config.yaml:1"]
+        );
         assert_eq!(shown["secrets"].0, json!(["API=[hidden]@api.example.com"]));
-        assert_eq!(shown["package_index"].0, json!("https://[hidden]@index.test/simple?[hidden]"));
+        assert_eq!(
+            shown["package_index"].0,
+            json!("https://[hidden]@index.test/simple?[hidden]")
+        );
         assert_eq!(shown["mcp_servers"].0, json!(["github"]));
-        assert_eq!(shown["otlp_endpoint"].0, json!("https://[hidden]@collector.test/v1/traces"));
+        assert_eq!(
+            shown["otlp_endpoint"].0,
+            json!("https://[hidden]@collector.test/v1/traces")
+        );
     }
 }

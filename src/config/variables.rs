@@ -13,7 +13,9 @@ impl Variables {
     }
 
     pub fn iter(&self) -> impl Iterator<Item = (&str, &str)> {
-        self.0.iter().map(|(name, value)| (name.as_str(), value.as_str()))
+        self.0
+            .iter()
+            .map(|(name, value)| (name.as_str(), value.as_str()))
     }
 
     /// Adds a variable, replacing an earlier one of the same name.
@@ -33,7 +35,10 @@ impl Variables {
 
 impl fmt::Debug for Variables {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        formatter.debug_map().entries(self.0.keys().map(|name| (name, Redacted))).finish()
+        formatter
+            .debug_map()
+            .entries(self.0.keys().map(|name| (name, Redacted)))
+            .finish()
     }
 }
 

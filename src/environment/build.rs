@@ -21,8 +21,8 @@ use super::lockfile::{LOCK_FILE, Lockfile};
 use super::record::{self, FORMAT, Record, Stamp};
 use super::resolve::{self, Audience, Wanted};
 use super::{
-    ENVIRONMENT_INSIDE, EnvironmentError, EnvironmentName, EnvironmentProgress, EnvironmentSpec, IN_USE_FILE, Progress,
-    PythonRequest, TREE, environments_dir, lock, uv, while_doing,
+    ENVIRONMENT_INSIDE, EnvironmentError, EnvironmentName, EnvironmentProgress, EnvironmentSpec,
+    IN_USE_FILE, Progress, PythonRequest, TREE, environments_dir, lock, uv, while_doing,
 };
 
 /// The Python that uv downloads when none is found and no version was asked for.
@@ -50,7 +50,11 @@ pub(super) async fn build(
 
     progress(EnvironmentProgress::step("looking for Python"));
     let (interpreter, uv) = find_tools(&spec.python, data_dir, variables, progress).await?;
-    let kept = if given.is_none() { kept_lock(spec, &interpreter, data_dir) } else { None };
+    let kept = if given.is_none() {
+        kept_lock(spec, &interpreter, data_dir)
+    } else {
+        None
+    };
     let locked = match (given, &kept) {
         (Some(given), _) => Some(given.digest()),
         (None, Some((_, locked))) => locked.clone(),
@@ -61,15 +65,23 @@ pub(super) async fn build(
     if let Some(mut known) = Record::read(&directory) {
         // The same interpreter was installed again: only its file is newer.
         known.executable_stamp = stamp(&interpreter)?;
-        known.write(&directory).map_err(while_doing("renew the record of the environment"))?;
+        known
+            .write(&directory)
+            .map_err(while_doing("renew the record of the environment"))?;
         return Ok(directory);
     }
 
     let lockfile = match given.cloned().or(kept.map(|(lockfile, _)| lockfile)) {
         Some(lockfile) => lockfile.chosen_for(&interpreter.line()),
         None => {
-            let wanted = Wanted { packages: &spec.requirements(), files: None };
-            let audience = Audience { interpreter: &interpreter, elsewhere: None };
+            let wanted = Wanted {
+                packages: &spec.requirements(),
+                files: None,
+            };
+            let audience = Audience {
+                interpreter: &interpreter,
+                elsewhere: None,
+            };
             resolve::resolve(wanted, audience, &uv, variables, progress).await?
         }
     };
@@ -77,10 +89,14 @@ pub(super) async fn build(
     let staging = folder.join(format!(".building-{directory_name}"));
     let tree = staging.join(TREE);
     std::fs::create_dir(&staging).map_err(while_doing("make a folder to build in"))?;
-    let audience = Audience { interpreter: &interpreter, elsewhere: None };
+    let audience = Audience {
+        interpreter: &interpreter,
+        elsewhere: None,
+    };
     install(&lockfile, &tree, audience, &uv, variables, progress).await?;
     progress(EnvironmentProgress::step("compiling bytecode"));
-    turn_to_the_inside(&tree, &interpreter).map_err(while_doing("prepare the environment for the inside"))?;
+    turn_to_the_inside(&tree, &interpreter)
+        .map_err(while_doing("prepare the environment for the inside"))?;
     compile(&interpreter, &tree, ENVIRONMENT_INSIDE).await?;
     progress(EnvironmentProgress::step("checking the environment"));
     check(spec, &staging, &interpreter).await?;
@@ -89,7 +105,9 @@ pub(super) async fn build(
         let tree = tree.clone();
         tokio::task::spawn_blocking(move || make_readable(&tree)).await
     };
-    let size = size.expect("walking a folder does not panic").map_err(while_doing("make the environment readable"))?;
+    let size = size
+        .expect("walking a folder does not panic")
+        .map_err(while_doing("make the environment readable"))?;
     let record = Record {
         format: FORMAT,
         name: spec.name.clone(),
@@ -104,7 +122,9 @@ pub(super) async fn build(
         executable: interpreter.executable,
         base_prefix: interpreter.base_prefix,
         library_dir: interpreter.library_dir,
-        created: SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).map_or(0, |since| since.as_secs()),
+        created: SystemTime::now()
+            .duration_since(SystemTime::UNIX_EPOCH)
+            .map_or(0, |since| since.as_secs()),
         size,
     };
     std::fs::set_permissions(&staging, Permissions::from_mode(0o755))
@@ -112,17 +132,28 @@ pub(super) async fn build(
     File::create(staging.join(IN_USE_FILE)).map_err(while_doing("make the environment's lock"))?;
     std::fs::write(staging.join(LOCK_FILE), lockfile.text())
         .map_err(while_doing("write the lock beside the environment"))?;
-    record.write(&staging).map_err(while_doing("write the record of the environment"))?;
-    std::fs::rename(&staging, &directory).map_err(while_doing("put the environment in its place"))?;
+    record
+        .write(&staging)
+        .map_err(while_doing("write the record of the environment"))?;
+    std::fs::rename(&staging, &directory)
+        .map_err(while_doing("put the environment in its place"))?;
     Ok(directory)
 }
 
 /// Finds the lock of an environment that was built for the same wish and line of Python: an update of the interpreter changes no package.
 ///
 /// Returns with it which lock that environment had to be made from, if any.
-fn kept_lock(spec: &EnvironmentSpec, interpreter: &Interpreter, data_dir: &Path) -> Option<(Lockfile, Option<String>)> {
+fn kept_lock(
+    spec: &EnvironmentSpec,
+    interpreter: &Interpreter,
+    data_dir: &Path,
+) -> Option<(Lockfile, Option<String>)> {
     let mut built = super::list(data_dir).into_iter().filter(|built| {
-        built.record.answers(spec) && built.record.python_version.starts_with(&format!("{}.", interpreter.line()))
+        built.record.answers(spec)
+            && built
+                .record
+                .python_version
+                .starts_with(&format!("{}.", interpreter.line()))
     });
     built.find_map(|built| Some((Lockfile::parse(&built.lock()?).ok()?, built.record.locked)))
 }
@@ -135,11 +166,15 @@ async fn wait_for_turn(
     let path = build_lock(folder, name);
     let mut told = false;
     loop {
-        if let Some(lock) = lock::try_exclusive(&path).map_err(while_doing("lock the environment for building"))? {
+        if let Some(lock) =
+            lock::try_exclusive(&path).map_err(while_doing("lock the environment for building"))?
+        {
             return Ok(lock);
         }
         if !told {
-            progress(EnvironmentProgress::step(&format!("waiting for another process that builds \"{name}\"")));
+            progress(EnvironmentProgress::step(&format!(
+                "waiting for another process that builds \"{name}\""
+            )));
             told = true;
         }
         tokio::time::sleep(LOOK_AGAIN).await;
@@ -165,7 +200,10 @@ pub(super) async fn find_tools(
             Ok((interpreter, uv))
         }
         (Err(tried), uv) => {
-            let no_python = |tried| EnvironmentError::NoPython { request: python.clone(), tried };
+            let no_python = |tried| EnvironmentError::NoPython {
+                request: python.clone(),
+                tried,
+            };
             if matches!(python, PythonRequest::Path(_)) {
                 return Err(no_python(tried));
             }
@@ -185,8 +223,11 @@ pub(super) async fn find_tools(
 
 /// A range is open above more often than not, and the newest Python has the fewest wheels.
 fn version_to_download(python: &PythonRequest) -> &str {
-    let accepts_line =
-        || ["0", "999"].iter().all(|patch| python.accepts_version(&format!("{DOWNLOADED_PYTHON}.{patch}")));
+    let accepts_line = || {
+        ["0", "999"]
+            .iter()
+            .all(|patch| python.accepts_version(&format!("{DOWNLOADED_PYTHON}.{patch}")))
+    };
     match python {
         PythonRequest::Version(version) => version,
         PythonRequest::Range(range) if !accepts_line() => range,
@@ -205,26 +246,52 @@ async fn download_python(
     let version = version_to_download(python);
     let mut variables = uv::installer_variables(variables);
     let mut found = String::new();
-    let find = ["python", "find", "--system", "--no-project", "--no-python-downloads", version];
-    if uv::run(uv, find, &variables, &mut |line| found = line.to_owned()).await.is_ok()
+    let find = [
+        "python",
+        "find",
+        "--system",
+        "--no-project",
+        "--no-python-downloads",
+        version,
+    ];
+    if uv::run(uv, find, &variables, &mut |line| found = line.to_owned())
+        .await
+        .is_ok()
         && let Ok(interpreter) = interpreter::examine(Path::new(&found), python).await
     {
         return Ok(interpreter);
     }
 
-    progress(EnvironmentProgress::step(&format!("downloading Python {version}")));
+    progress(EnvironmentProgress::step(&format!(
+        "downloading Python {version}"
+    )));
     let place = data_dir.join("python").to_string_lossy().into_owned();
     variables.insert("UV_PYTHON_INSTALL_DIR".to_owned(), place);
-    uv::run(uv, ["python", "install", "--no-bin", version], &variables, &mut |_| {})
-        .await
-        .map_err(|failure| failure.during(&format!("download Python {version}")))?;
-    let find = ["python", "find", "--managed-python", "--no-project", "--no-python-downloads", version];
+    uv::run(
+        uv,
+        ["python", "install", "--no-bin", version],
+        &variables,
+        &mut |_| {},
+    )
+    .await
+    .map_err(|failure| failure.during(&format!("download Python {version}")))?;
+    let find = [
+        "python",
+        "find",
+        "--managed-python",
+        "--no-project",
+        "--no-python-downloads",
+        version,
+    ];
     uv::run(uv, find, &variables, &mut |line| found = line.to_owned())
         .await
         .map_err(|failure| failure.during(&format!("find the downloaded Python {version}")))?;
     interpreter::examine(Path::new(&found), python)
         .await
-        .map_err(|why| EnvironmentError::NoPython { request: python.clone(), tried: vec![format!("{found}: {why}")] })
+        .map_err(|why| EnvironmentError::NoPython {
+            request: python.clone(),
+            tried: vec![format!("{found}: {why}")],
+        })
 }
 
 /// Makes a virtual environment and puts into it what the lock lists, and nothing else.
@@ -237,22 +304,46 @@ pub(super) async fn install(
     progress: Progress<'_>,
 ) -> Result<(), EnvironmentError> {
     let variables = uv::installer_variables(variables);
-    let (tree_text, executable) = (tree.to_string_lossy(), audience.interpreter.executable.to_string_lossy());
-    let venv =
-        ["venv", "--relocatable", "--no-project", "--no-python-downloads", "--python", &*executable, &*tree_text];
+    let (tree_text, executable) = (
+        tree.to_string_lossy(),
+        audience.interpreter.executable.to_string_lossy(),
+    );
+    let venv = [
+        "venv",
+        "--relocatable",
+        "--no-project",
+        "--no-python-downloads",
+        "--python",
+        &*executable,
+        &*tree_text,
+    ];
     uv::run(uv, venv, &variables, &mut |_| {})
         .await
         .map_err(|failure| failure.during("make a virtual environment with uv"))?;
 
     // It may name an index with a password, so only we can read it, and it does not stay.
     let beside = tree.parent().unwrap_or(Path::new("/"));
-    let mut list = tempfile::NamedTempFile::new_in(beside).map_err(while_doing("make a list for the installer"))?;
-    list.write_all(lockfile.for_installer().as_bytes()).map_err(while_doing("write a list for the installer"))?;
+    let mut list = tempfile::NamedTempFile::new_in(beside)
+        .map_err(while_doing("make a list for the installer"))?;
+    list.write_all(lockfile.for_installer().as_bytes())
+        .map_err(while_doing("write a list for the installer"))?;
     let (python, list_text) = (tree.join("bin/python"), list.path().to_string_lossy());
     let python = python.to_string_lossy();
     // Copies, not links into uv's cache: what happens to the cache later must not change a finished environment.
-    let mut install = vec!["pip", "install", "--require-hashes", "--no-build", "--link-mode", "copy"];
-    install.extend(audience.elsewhere.iter().flat_map(|elsewhere| elsewhere.arguments()));
+    let mut install = vec![
+        "pip",
+        "install",
+        "--require-hashes",
+        "--no-build",
+        "--link-mode",
+        "copy",
+    ];
+    install.extend(
+        audience
+            .elsewhere
+            .iter()
+            .flat_map(|elsewhere| elsewhere.arguments()),
+    );
     install.extend(["--python", &*python, "--requirements", &*list_text]);
     let mut following = uv::Following::default();
     let mut tell = |line: &str| {
@@ -260,7 +351,9 @@ pub(super) async fn install(
             progress(told);
         }
     };
-    uv::run(uv, install, &variables, &mut tell).await.map_err(|failure| failure.during("install the packages with uv"))
+    uv::run(uv, install, &variables, &mut tell)
+        .await
+        .map_err(|failure| failure.during("install the packages with uv"))
 }
 
 /// Rewrites everything in the tree that names a path of the host.
@@ -268,8 +361,15 @@ fn turn_to_the_inside(tree: &Path, interpreter: &Interpreter) -> io::Result<()> 
     let bin = tree.join("bin");
     for entry in std::fs::read_dir(&bin)? {
         let path = entry?.path();
-        let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
-        if path.is_symlink() && name.starts_with("python") && std::fs::read_link(&path)?.is_absolute() {
+        let name = path
+            .file_name()
+            .unwrap_or_default()
+            .to_string_lossy()
+            .into_owned();
+        if path.is_symlink()
+            && name.starts_with("python")
+            && std::fs::read_link(&path)?.is_absolute()
+        {
             std::fs::remove_file(&path)?;
             symlink(interpreter.inside(&interpreter.executable), &path)?;
         } else if name.starts_with("activate") || name.ends_with(".bat") {
@@ -282,7 +382,10 @@ fn turn_to_the_inside(tree: &Path, interpreter: &Interpreter) -> io::Result<()> 
         Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
         _ => {}
     }
-    std::fs::write(tree.join("pyvenv.cfg"), pyvenv_cfg(&interpreter.inside(home), &interpreter.version))
+    std::fs::write(
+        tree.join("pyvenv.cfg"),
+        pyvenv_cfg(&interpreter.inside(home), &interpreter.version),
+    )
 }
 
 pub(super) fn pyvenv_cfg(home: &Path, version: &str) -> String {
@@ -297,9 +400,23 @@ pub(super) fn pyvenv_cfg(home: &Path, version: &str) -> String {
 const NOT_COMPILED: &str = "/tests/";
 
 /// Compiles the modules below `tree`. The bytecode names files as they are called inside and is never compared with its source.
-pub(super) async fn compile(interpreter: &Interpreter, tree: &Path, inside: &str) -> Result<(), EnvironmentError> {
+pub(super) async fn compile(
+    interpreter: &Interpreter,
+    tree: &Path,
+    inside: &str,
+) -> Result<(), EnvironmentError> {
     let tree = tree.to_string_lossy();
-    let arguments = ["-I", "-S", "-m", "compileall", "-qq", "-j", "0", "--invalidation-mode", "unchecked-hash"];
+    let arguments = [
+        "-I",
+        "-S",
+        "-m",
+        "compileall",
+        "-qq",
+        "-j",
+        "0",
+        "--invalidation-mode",
+        "unchecked-hash",
+    ];
     let status = tokio::process::Command::new("/bin/sh")
         .args(["-c", "umask 022; exec \"$@\"", "sh"])
         .arg(&interpreter.executable)
@@ -315,7 +432,9 @@ pub(super) async fn compile(interpreter: &Interpreter, tree: &Path, inside: &str
     // Some packages carry files that are no valid Python for this version, such as templates; those alone give status 1.
     match status.code() {
         Some(0 | 1) => Ok(()),
-        _ => Err(EnvironmentError::Unusable { why: format!("compiling its bytecode ended with {status}") }),
+        _ => Err(EnvironmentError::Unusable {
+            why: format!("compiling its bytecode ended with {status}"),
+        }),
     }
 }
 
@@ -323,14 +442,20 @@ pub(super) async fn compile(interpreter: &Interpreter, tree: &Path, inside: &str
 ///
 /// A second folder shows the interpreter's prefix through a link, the way it will be mounted, with a `pyvenv.cfg` that leads there.
 /// Python must find its standard library through it. The modules to preload are looked up, not imported.
-async fn check(spec: &EnvironmentSpec, staging: &Path, interpreter: &Interpreter) -> Result<(), EnvironmentError> {
+async fn check(
+    spec: &EnvironmentSpec,
+    staging: &Path,
+    interpreter: &Interpreter,
+) -> Result<(), EnvironmentError> {
     let stand_in = tempfile::Builder::new()
         .prefix("check-")
         .tempdir_in(staging)
         .map_err(while_doing("make a folder to check in"))?;
     let moved_prefix = stand_in.path().join("python");
     let moved = |host: &Path| match host.strip_prefix(&interpreter.base_prefix) {
-        Ok(rest) if !interpreter::is_system(&interpreter.base_prefix) => interpreter::below(&moved_prefix, rest),
+        Ok(rest) if !interpreter::is_system(&interpreter.base_prefix) => {
+            interpreter::below(&moved_prefix, rest)
+        }
         _ => host.to_owned(),
     };
     let environment = stand_in.path().join("env");
@@ -340,22 +465,38 @@ async fn check(spec: &EnvironmentSpec, staging: &Path, interpreter: &Interpreter
         symlink(&interpreter.base_prefix, &moved_prefix)?;
         std::fs::create_dir_all(environment.join("bin"))?;
         symlink(moved(&interpreter.executable), &python)?;
-        std::fs::write(environment.join("pyvenv.cfg"), pyvenv_cfg(&home, &interpreter.version))
+        std::fs::write(
+            environment.join("pyvenv.cfg"),
+            pyvenv_cfg(&home, &interpreter.version),
+        )
     };
     prepare().map_err(while_doing("prepare the check of the environment"))?;
 
     let packages = site_packages(&staging.join(TREE), interpreter);
     let modules = spec.preload.iter().map(String::as_str).chain(["IPython"]);
-    let mut arguments = vec!["-I".to_owned(), "-S".to_owned(), "-B".to_owned(), "-c".to_owned(), CHECK.to_owned()];
-    arguments.extend([moved(&interpreter.base_prefix), packages].map(|path| path.to_string_lossy().into_owned()));
+    let mut arguments = vec![
+        "-I".to_owned(),
+        "-S".to_owned(),
+        "-B".to_owned(),
+        "-c".to_owned(),
+        CHECK.to_owned(),
+    ];
+    arguments.extend(
+        [moved(&interpreter.base_prefix), packages].map(|path| path.to_string_lossy().into_owned()),
+    );
     arguments.extend(modules.map(str::to_owned));
     let mut variables = BTreeMap::from([("PATH".to_owned(), "/usr/bin:/bin".to_owned())]);
     if let Some(libraries) = &interpreter.library_dir {
-        variables.insert("LD_LIBRARY_PATH".to_owned(), moved(libraries).to_string_lossy().into_owned());
+        variables.insert(
+            "LD_LIBRARY_PATH".to_owned(),
+            moved(libraries).to_string_lossy().into_owned(),
+        );
     }
     uv::run(&python, arguments, &variables, &mut |_| {})
         .await
-        .map_err(|failure| EnvironmentError::Unusable { why: failure.output })
+        .map_err(|failure| EnvironmentError::Unusable {
+            why: failure.output,
+        })
 }
 
 const CHECK: &str = r#"
@@ -387,23 +528,33 @@ pub(super) fn make_readable(path: &Path) -> io::Result<u64> {
         return Ok(0);
     }
     let is_program = found.permissions().mode() & 0o100 != 0;
-    let mode = if found.is_dir() || is_program { 0o755 } else { 0o644 };
+    let mode = if found.is_dir() || is_program {
+        0o755
+    } else {
+        0o644
+    };
     if found.permissions().mode() & 0o7777 != mode {
         std::fs::set_permissions(path, Permissions::from_mode(mode))?;
     }
     if !found.is_dir() {
         return Ok(found.len());
     }
-    std::fs::read_dir(path)?.map(|entry| make_readable(&entry?.path())).sum()
+    std::fs::read_dir(path)?
+        .map(|entry| make_readable(&entry?.path()))
+        .sum()
 }
 
 /// Removes what an interrupted build or removal of this name left behind. Only the holder of the build lock may call it.
 pub(super) fn remove_leftovers(folder: &Path, name: &EnvironmentName) {
-    let Ok(entries) = std::fs::read_dir(folder) else { return };
+    let Ok(entries) = std::fs::read_dir(folder) else {
+        return;
+    };
     for entry in entries.flatten() {
         let file_name = entry.file_name();
-        let rest =
-            file_name.to_str().and_then(|text| text.strip_prefix(".building-").or(text.strip_prefix(".removing-")));
+        let rest = file_name.to_str().and_then(|text| {
+            text.strip_prefix(".building-")
+                .or(text.strip_prefix(".removing-"))
+        });
         if rest.and_then(record::name_in).as_ref() == Some(name)
             && let Err(error) = std::fs::remove_dir_all(entry.path())
         {
@@ -436,27 +587,44 @@ mod tests {
             library_dir: None,
         };
         turn_to_the_inside(folder.path(), &interpreter).unwrap();
-        assert_eq!(std::fs::read_link(bin.join("python")).unwrap(), Path::new("/opt/cellblock/python/bin/python3.12"));
-        assert_eq!(std::fs::read_link(bin.join("python3")).unwrap(), Path::new("python"));
+        assert_eq!(
+            std::fs::read_link(bin.join("python")).unwrap(),
+            Path::new("/opt/cellblock/python/bin/python3.12")
+        );
+        assert_eq!(
+            std::fs::read_link(bin.join("python3")).unwrap(),
+            Path::new("python")
+        );
         let written = std::fs::read_to_string(folder.path().join("pyvenv.cfg")).unwrap();
-        assert!(written.starts_with("home = /opt/cellblock/python/bin\n") && !written.contains("/home/me"));
+        assert!(
+            written.starts_with("home = /opt/cellblock/python/bin\n")
+                && !written.contains("/home/me")
+        );
         assert!(!bin.join("activate").exists() && bin.join("ipython").exists());
     }
 
     #[test]
     fn a_range_leads_to_the_usual_python_if_it_may_be_any_of_its_line() {
-        let range = |text: &str| version_to_download(&PythonRequest::range(text).unwrap()).to_owned();
+        let range =
+            |text: &str| version_to_download(&PythonRequest::range(text).unwrap()).to_owned();
         assert_eq!(range(">=3.11"), DOWNLOADED_PYTHON);
         assert_eq!(range(">=3.11,<3.13"), ">=3.11,<3.13");
         assert_eq!(range("<=3.13"), "<=3.13", "3.13.1 would not do");
-        assert_eq!(version_to_download(&PythonRequest::Version("3.11".to_owned())), "3.11");
+        assert_eq!(
+            version_to_download(&PythonRequest::Version("3.11".to_owned())),
+            "3.11"
+        );
         assert_eq!(version_to_download(&PythonRequest::Any), DOWNLOADED_PYTHON);
     }
 
     #[test]
     fn a_tree_becomes_readable_and_its_size_is_counted() {
         let folder = tempfile::tempdir().unwrap();
-        let (closed, file, program) = (folder.path().join("d"), folder.path().join("d/f"), folder.path().join("d/p"));
+        let (closed, file, program) = (
+            folder.path().join("d"),
+            folder.path().join("d/f"),
+            folder.path().join("d/p"),
+        );
         std::fs::create_dir(&closed).unwrap();
         std::fs::write(&file, "12345").unwrap();
         std::fs::write(&program, "123").unwrap();
@@ -466,18 +634,28 @@ mod tests {
         }
         assert_eq!(make_readable(folder.path()).unwrap(), 8);
         let mode = |path: &Path| std::fs::metadata(path).unwrap().permissions().mode() & 0o777;
-        assert_eq!((mode(&closed), mode(&file), mode(&program)), (0o755, 0o644, 0o755));
+        assert_eq!(
+            (mode(&closed), mode(&file), mode(&program)),
+            (0o755, 0o644, 0o755)
+        );
     }
 
     #[test]
     fn leftovers_of_one_name_are_removed_and_nothing_else() {
         let folder = tempfile::tempdir().unwrap();
-        let names =
-            [".building-a-0123456789ab", ".removing-a-0123456789ab", ".building-a-b-0123456789ab", "a-0123456789ab"];
+        let names = [
+            ".building-a-0123456789ab",
+            ".removing-a-0123456789ab",
+            ".building-a-b-0123456789ab",
+            "a-0123456789ab",
+        ];
         for name in names {
             std::fs::create_dir(folder.path().join(name)).unwrap();
         }
         remove_leftovers(folder.path(), &EnvironmentName::new("a").unwrap());
-        assert_eq!(names.map(|name| folder.path().join(name).exists()), [false, false, true, true]);
+        assert_eq!(
+            names.map(|name| folder.path().join(name).exists()),
+            [false, false, true, true]
+        );
     }
 }

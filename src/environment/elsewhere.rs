@@ -11,8 +11,8 @@ use std::path::{Path, PathBuf};
 use super::interpreter::Interpreter;
 use super::resolve::{Audience, Wanted};
 use super::{
-    EnvironmentError, EnvironmentProgress, Input, Lockfile, Progress, PythonRequest, build, own_variables, resolve,
-    spec, while_doing,
+    EnvironmentError, EnvironmentProgress, Input, Lockfile, Progress, PythonRequest, build,
+    own_variables, resolve, spec, while_doing,
 };
 
 /// A Python that is elsewhere.
@@ -28,12 +28,21 @@ pub struct Elsewhere {
 impl Elsewhere {
     /// Returns the line of its version, such as `3.12`.
     pub fn line(&self) -> String {
-        self.version.splitn(3, '.').take(2).collect::<Vec<_>>().join(".")
+        self.version
+            .splitn(3, '.')
+            .take(2)
+            .collect::<Vec<_>>()
+            .join(".")
     }
 
     /// What tells uv to work for it and not for the Python that it was started with.
     pub(super) fn arguments(&self) -> [&str; 4] {
-        ["--python-version", &self.version, "--python-platform", &self.platform.0]
+        [
+            "--python-version",
+            &self.version,
+            "--python-platform",
+            &self.platform.0,
+        ]
     }
 }
 
@@ -56,7 +65,9 @@ impl Platform {
             "aarch64" | "arm64" => "aarch64",
             _ => return None,
         };
-        let Some(glibc) = glibc else { return Some(Platform(format!("{machine}-unknown-linux-musl"))) };
+        let Some(glibc) = glibc else {
+            return Some(Platform(format!("{machine}-unknown-linux-musl")));
+        };
         let minor: u32 = glibc.strip_prefix("2.")?.parse().ok()?;
         let named = match minor {
             0..17 => return None,
@@ -95,8 +106,14 @@ pub async fn lock_elsewhere(
     for needed in spec::RUNNER_NEEDS {
         spec::add_missing(&mut packages, needed);
     }
-    let wanted = Wanted { packages: &packages, files: contents.files };
-    let audience = Audience { interpreter: &interpreter, elsewhere: Some(elsewhere) };
+    let wanted = Wanted {
+        packages: &packages,
+        files: contents.files,
+    };
+    let audience = Audience {
+        interpreter: &interpreter,
+        elsewhere: Some(elsewhere),
+    };
     resolve::resolve(wanted, audience, &uv, &variables, progress).await
 }
 
@@ -113,9 +130,13 @@ pub async fn install_elsewhere(
 ) -> Result<(), EnvironmentError> {
     let variables = own_variables();
     let (interpreter, uv) = tools(data_dir, &variables, progress).await?;
-    let audience = Audience { interpreter: &interpreter, elsewhere: Some(elsewhere) };
+    let audience = Audience {
+        interpreter: &interpreter,
+        elsewhere: Some(elsewhere),
+    };
     build::install(lockfile, tree, audience, &uv, &variables, progress).await?;
-    turn_elsewhere(tree, &interpreter, elsewhere).map_err(while_doing("prepare the packages for the other Python"))
+    turn_elsewhere(tree, &interpreter, elsewhere)
+        .map_err(while_doing("prepare the packages for the other Python"))
 }
 
 /// Any Python will do: it only lends uv its name.
@@ -133,7 +154,11 @@ fn turn_elsewhere(tree: &Path, interpreter: &Interpreter, elsewhere: &Elsewhere)
     let bin = tree.join("bin");
     for entry in std::fs::read_dir(&bin)? {
         let path = entry?.path();
-        let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        let name = path
+            .file_name()
+            .unwrap_or_default()
+            .to_string_lossy()
+            .into_owned();
         let leads_to_python = path.is_symlink() && name.starts_with("python");
         if leads_to_python || name.starts_with("activate") || name.ends_with(".bat") {
             std::fs::remove_file(&path)?;
@@ -145,7 +170,10 @@ fn turn_elsewhere(tree: &Path, interpreter: &Interpreter, elsewhere: &Elsewhere)
     }
     let (here, there) = (interpreter.line(), elsewhere.line());
     if here != there {
-        std::fs::rename(tree.join(format!("lib/python{here}")), tree.join(format!("lib/python{there}")))?;
+        std::fs::rename(
+            tree.join(format!("lib/python{here}")),
+            tree.join(format!("lib/python{there}")),
+        )?;
     }
     // What uv leaves for itself and for tools that make backups.
     for name in [".lock", ".gitignore", "CACHEDIR.TAG"] {
@@ -155,7 +183,10 @@ fn turn_elsewhere(tree: &Path, interpreter: &Interpreter, elsewhere: &Elsewhere)
         }
     }
     let home = elsewhere.executable.parent().unwrap_or(Path::new("/"));
-    std::fs::write(tree.join("pyvenv.cfg"), build::pyvenv_cfg(home, &elsewhere.version))
+    std::fs::write(
+        tree.join("pyvenv.cfg"),
+        build::pyvenv_cfg(home, &elsewhere.version),
+    )
 }
 
 #[cfg(test)]
@@ -164,13 +195,34 @@ mod tests {
 
     #[test]
     fn a_machine_is_named_as_uv_names_it() {
-        let name = |machine: &str, glibc: Option<&str>| Platform::new(machine, glibc).map(|platform| platform.0);
-        assert_eq!(name("x86_64", Some("2.36")).as_deref(), Some("x86_64-manylinux_2_36"));
-        assert_eq!(name("arm64", Some("2.41")).as_deref(), Some("aarch64-manylinux_2_40"));
-        assert_eq!(name("x86_64", Some("2.30")).as_deref(), Some("x86_64-manylinux_2_28"));
-        assert_eq!(name("x86_64", Some("2.17")).as_deref(), Some("x86_64-manylinux_2_17"));
-        assert_eq!(name("x86_64", None).as_deref(), Some("x86_64-unknown-linux-musl"));
-        for (machine, glibc) in [("armv7l", Some("2.36")), ("x86_64", Some("2.12")), ("x86_64", Some("3"))] {
+        let name = |machine: &str, glibc: Option<&str>| {
+            Platform::new(machine, glibc).map(|platform| platform.0)
+        };
+        assert_eq!(
+            name("x86_64", Some("2.36")).as_deref(),
+            Some("x86_64-manylinux_2_36")
+        );
+        assert_eq!(
+            name("arm64", Some("2.41")).as_deref(),
+            Some("aarch64-manylinux_2_40")
+        );
+        assert_eq!(
+            name("x86_64", Some("2.30")).as_deref(),
+            Some("x86_64-manylinux_2_28")
+        );
+        assert_eq!(
+            name("x86_64", Some("2.17")).as_deref(),
+            Some("x86_64-manylinux_2_17")
+        );
+        assert_eq!(
+            name("x86_64", None).as_deref(),
+            Some("x86_64-unknown-linux-musl")
+        );
+        for (machine, glibc) in [
+            ("armv7l", Some("2.36")),
+            ("x86_64", Some("2.12")),
+            ("x86_64", Some("3")),
+        ] {
             assert_eq!(name(machine, glibc), None, "{machine} {glibc:?}");
         }
     }
@@ -182,7 +234,13 @@ mod tests {
         for made in ["bin", "lib/python3.11/site-packages"] {
             std::fs::create_dir_all(tree.join(made)).unwrap();
         }
-        for file in ["bin/activate", "bin/pydoc.bat", "bin/ipython", ".lock", ".gitignore"] {
+        for file in [
+            "bin/activate",
+            "bin/pydoc.bat",
+            "bin/ipython",
+            ".lock",
+            ".gitignore",
+        ] {
             std::fs::write(tree.join(file), "").unwrap();
         }
         symlink("/home/me/bin/python3.11", tree.join("bin/python")).unwrap();
@@ -205,10 +263,19 @@ mod tests {
             .collect();
         programs.sort();
         assert_eq!(programs, ["ipython", "python", "python3", "python3.13"]);
-        assert_eq!(std::fs::read_link(tree.join("bin/python")).unwrap(), Path::new("/usr/local/bin/python3.13"));
-        assert!(tree.join("lib/python3.13/site-packages").is_dir() && !tree.join("lib/python3.11").exists());
+        assert_eq!(
+            std::fs::read_link(tree.join("bin/python")).unwrap(),
+            Path::new("/usr/local/bin/python3.13")
+        );
+        assert!(
+            tree.join("lib/python3.13/site-packages").is_dir()
+                && !tree.join("lib/python3.11").exists()
+        );
         let configuration = std::fs::read_to_string(tree.join("pyvenv.cfg")).unwrap();
-        assert!(configuration.starts_with("home = /usr/local/bin\n"), "{configuration}");
+        assert!(
+            configuration.starts_with("home = /usr/local/bin\n"),
+            "{configuration}"
+        );
         assert!(!tree.join(".lock").exists() && !tree.join(".gitignore").exists());
     }
 }

@@ -47,51 +47,81 @@ impl Input {
     }
 
     /// Decides which Python is wanted: `asked`, or what the project requires.
-    pub(super) fn python(&self, asked: Option<&PythonRequest>) -> Result<PythonRequest, EnvironmentError> {
-        Ok(asked.cloned().or(self.required_python()?).unwrap_or(PythonRequest::Any))
+    pub(super) fn python(
+        &self,
+        asked: Option<&PythonRequest>,
+    ) -> Result<PythonRequest, EnvironmentError> {
+        Ok(asked
+            .cloned()
+            .or(self.required_python()?)
+            .unwrap_or(PythonRequest::Any))
     }
 
     /// Refuses a Python that the project does not support.
     pub(super) fn check_python(&self, version: &str) -> Result<(), EnvironmentError> {
         match self.required_python()? {
-            Some(required) if !required.accepts_version(version) => {
-                Err(refused(&self.files()[0], format!("it requires {required}, and {version} was asked for")))
-            }
+            Some(required) if !required.accepts_version(version) => Err(refused(
+                &self.files()[0],
+                format!("it requires {required}, and {version} was asked for"),
+            )),
             _ => Ok(()),
         }
     }
 
     fn required_python(&self) -> Result<Option<PythonRequest>, EnvironmentError> {
-        let Input::Project { file, .. } = self else { return Ok(None) };
-        let Some(written) = requires_python(&read(file)?) else { return Ok(None) };
+        let Input::Project { file, .. } = self else {
+            return Ok(None);
+        };
+        let Some(written) = requires_python(&read(file)?) else {
+            return Ok(None);
+        };
         let range = PythonRequest::range(&written);
-        range.map(Some).ok_or_else(|| refused(file, format!("requires-python \"{written}\" is not understood")))
+        range.map(Some).ok_or_else(|| {
+            refused(
+                file,
+                format!("requires-python \"{written}\" is not understood"),
+            )
+        })
     }
 }
 
 fn read(file: &Path) -> Result<String, EnvironmentError> {
-    std::fs::read_to_string(file).map_err(|error| refused(file, format!("it cannot be read: {error}")))
+    std::fs::read_to_string(file)
+        .map_err(|error| refused(file, format!("it cannot be read: {error}")))
 }
 
 fn refused(file: &Path, why: String) -> EnvironmentError {
-    EnvironmentError::Input { file: file.to_owned(), why }
+    EnvironmentError::Input {
+        file: file.to_owned(),
+        why,
+    }
 }
 
-fn collect_hashes(file: &Path, seen: &mut BTreeSet<PathBuf>, hashes: &mut Hashes) -> Result<(), EnvironmentError> {
+fn collect_hashes(
+    file: &Path,
+    seen: &mut BTreeSet<PathBuf>,
+    hashes: &mut Hashes,
+) -> Result<(), EnvironmentError> {
     if !seen.insert(file.to_owned()) {
         return Ok(());
     }
     for line in logical_lines(&read(file)?) {
         if let Some(named) = other_file(&line) {
             if named.contains("://") {
-                return Err(refused(file, format!("{named} is not a file; files of requirements must be local")));
+                return Err(refused(
+                    file,
+                    format!("{named} is not a file; files of requirements must be local"),
+                ));
             }
             let other = file.parent().unwrap_or(Path::new("/")).join(named);
             collect_hashes(&other, seen, hashes)?;
         } else if !line.starts_with('-') {
             let (requirement, found) = split_hashes(&line);
             if !found.is_empty() {
-                hashes.entry(project_name(&requirement)).or_default().extend(found);
+                hashes
+                    .entry(project_name(&requirement))
+                    .or_default()
+                    .extend(found);
             }
         }
     }
@@ -100,7 +130,9 @@ fn collect_hashes(file: &Path, seen: &mut BTreeSet<PathBuf>, hashes: &mut Hashes
 
 /// Returns the file that a line of the kind `-r FILE`, `-c FILE`, `--requirement=FILE` names.
 fn other_file(line: &str) -> Option<&str> {
-    let rest = ["--requirement", "--constraint", "-r", "-c"].iter().find_map(|option| line.strip_prefix(option))?;
+    let rest = ["--requirement", "--constraint", "-r", "-c"]
+        .iter()
+        .find_map(|option| line.strip_prefix(option))?;
     Some(rest.trim_start_matches(['=', ' ', '\t']).trim()).filter(|file| !file.is_empty())
 }
 
@@ -113,10 +145,12 @@ fn requires_python(text: &str) -> Option<String> {
             table = name.split(']').next().unwrap_or_default().trim().to_owned();
             continue;
         }
-        let Some((key, value)) = line.split_once('=') else { continue };
+        let Some((key, value)) = line.split_once('=') else {
+            continue;
+        };
         let key = key.replace([' ', '"', '\''], "");
-        let is_it =
-            table == "project" && key == "requires-python" || table.is_empty() && key == "project.requires-python";
+        let is_it = table == "project" && key == "requires-python"
+            || table.is_empty() && key == "project.requires-python";
         let value = value.trim();
         if let (true, Some(quote @ ('"' | '\''))) = (is_it, value.chars().next()) {
             return value[1..].split(quote).next().map(str::to_owned);
@@ -147,18 +181,38 @@ mod tests {
             ("b.txt", "-r a.txt\nidna==3 --hash=sha256:bb"),
             ("c.txt", "pytz==1 --hash=sha256:cc"),
         ]);
-        let found = Input::Requirements(vec![folder.path().join("a.txt")]).hashes().unwrap();
-        let found: Vec<_> = found.iter().map(|(name, hashes)| (name.as_str(), hashes.len())).collect();
+        let found = Input::Requirements(vec![folder.path().join("a.txt")])
+            .hashes()
+            .unwrap();
+        let found: Vec<_> = found
+            .iter()
+            .map(|(name, hashes)| (name.as_str(), hashes.len()))
+            .collect();
         assert_eq!(found, [("idna", 1), ("pytz", 1), ("six", 2)]);
     }
 
     #[test]
     fn a_file_that_cannot_be_read_is_named() {
-        let folder = folder(&[("a.txt", "-r missing.txt"), ("b.txt", "-r https://example.com/r.txt")]);
-        let failure =
-            |name: &str| Input::Requirements(vec![folder.path().join(name)]).hashes().unwrap_err().to_string();
-        assert!(failure("a.txt").contains("missing.txt"), "{}", failure("a.txt"));
-        assert!(failure("b.txt").contains("must be local"), "{}", failure("b.txt"));
+        let folder = folder(&[
+            ("a.txt", "-r missing.txt"),
+            ("b.txt", "-r https://example.com/r.txt"),
+        ]);
+        let failure = |name: &str| {
+            Input::Requirements(vec![folder.path().join(name)])
+                .hashes()
+                .unwrap_err()
+                .to_string()
+        };
+        assert!(
+            failure("a.txt").contains("missing.txt"),
+            "{}",
+            failure("a.txt")
+        );
+        assert!(
+            failure("b.txt").contains("must be local"),
+            "{}",
+            failure("b.txt")
+        );
     }
 
     #[test]
@@ -170,25 +224,49 @@ mod tests {
         ] {
             assert_eq!(requires_python(text).as_deref(), Some(">=3.11"), "{text}");
         }
-        assert_eq!(requires_python("[tool.poetry]\nrequires-python = '>=3.11'"), None);
+        assert_eq!(
+            requires_python("[tool.poetry]\nrequires-python = '>=3.11'"),
+            None
+        );
     }
 
     #[test]
     fn a_project_decides_its_python_unless_asked_and_then_it_is_checked() {
-        let folder = folder(&[("pyproject.toml", "[project]\nrequires-python = '>=3.11, <3.13'")]);
-        let project = Input::Project { file: folder.path().join("pyproject.toml"), extras: Vec::new() };
-        assert_eq!(project.python(None).unwrap(), PythonRequest::Range(">=3.11,<3.13".to_owned()));
+        let folder = folder(&[(
+            "pyproject.toml",
+            "[project]\nrequires-python = '>=3.11, <3.13'",
+        )]);
+        let project = Input::Project {
+            file: folder.path().join("pyproject.toml"),
+            extras: Vec::new(),
+        };
+        assert_eq!(
+            project.python(None).unwrap(),
+            PythonRequest::Range(">=3.11,<3.13".to_owned())
+        );
         let asked = PythonRequest::Version("3.13".to_owned());
         assert_eq!(project.python(Some(&asked)).unwrap(), asked);
         assert!(project.check_python("3.12.1").is_ok());
         let refusal = project.check_python("3.13.0").unwrap_err().to_string();
-        assert!(refusal.contains("it requires Python >=3.11,<3.13, and 3.13.0 was asked for"), "{refusal}");
+        assert!(
+            refusal.contains("it requires Python >=3.11,<3.13, and 3.13.0 was asked for"),
+            "{refusal}"
+        );
     }
 
     #[test]
     fn a_range_that_is_not_understood_is_said() {
         let folder = folder(&[("pyproject.toml", "[project]\nrequires-python = '^3.11'")]);
-        let project = Input::Project { file: folder.path().join("pyproject.toml"), extras: Vec::new() };
-        assert!(project.python(None).unwrap_err().to_string().contains("\"^3.11\" is not understood"));
+        let project = Input::Project {
+            file: folder.path().join("pyproject.toml"),
+            extras: Vec::new(),
+        };
+        assert!(
+            project
+                .python(None)
+                .unwrap_err()
+                .to_string()
+                .contains("\"^3.11\" is not understood")
+        );
     }
 }

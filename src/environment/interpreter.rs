@@ -30,7 +30,11 @@ pub(super) struct Interpreter {
 impl Interpreter {
     /// Returns the line of its version, such as `3.12`. Packages are chosen and installed for a line.
     pub(super) fn line(&self) -> String {
-        self.version.splitn(3, '.').take(2).collect::<Vec<_>>().join(".")
+        self.version
+            .splitn(3, '.')
+            .take(2)
+            .collect::<Vec<_>>()
+            .join(".")
     }
 
     /// Returns the path that a host path below the prefix has inside.
@@ -54,7 +58,9 @@ pub(super) fn below(folder: &Path, rest: &Path) -> PathBuf {
 
 /// Tells whether a path lies in folders that every sandbox shows read-only.
 pub(super) fn is_system(path: &Path) -> bool {
-    ["/usr", "/lib", "/lib32", "/lib64", "/libx32", "/bin"].iter().any(|folder| path.starts_with(folder))
+    ["/usr", "/lib", "/lib32", "/lib64", "/libx32", "/bin"]
+        .iter()
+        .any(|folder| path.starts_with(folder))
 }
 
 /// Looks for an interpreter, preferring one that needs no help to find its libraries. Returns what was wrong with each otherwise.
@@ -76,7 +82,10 @@ pub(super) async fn find(
 }
 
 /// Runs a candidate and decides about it.
-pub(super) async fn examine(candidate: &Path, request: &PythonRequest) -> Result<Interpreter, String> {
+pub(super) async fn examine(
+    candidate: &Path,
+    request: &PythonRequest,
+) -> Result<Interpreter, String> {
     let testimony = question(candidate).await?;
     let finds_own_library = std::fs::read(&testimony.executable)
         .map(|program| contains(&program, b"$ORIGIN"))
@@ -139,32 +148,60 @@ async fn question(candidate: &Path) -> Result<Testimony, String> {
         .map_err(|error| format!("it cannot be run: {error}"))?;
     if !answer.status.success() {
         let said = String::from_utf8_lossy(&answer.stderr);
-        return Err(format!("it does not work: {}", said.lines().next().unwrap_or("it said nothing")));
+        return Err(format!(
+            "it does not work: {}",
+            said.lines().next().unwrap_or("it said nothing")
+        ));
     }
-    serde_json::from_slice(&answer.stdout).map_err(|_| "its answer is not that of a Python from 3.10 on".to_owned())
+    serde_json::from_slice(&answer.stdout)
+        .map_err(|_| "its answer is not that of a Python from 3.10 on".to_owned())
 }
 
-fn assess(testimony: Testimony, request: &PythonRequest, finds_own_library: bool) -> Result<Interpreter, String> {
-    let Testimony { implementation, version, base_prefix, executable, standard_library, libraries, readable } =
-        testimony;
+fn assess(
+    testimony: Testimony,
+    request: &PythonRequest,
+    finds_own_library: bool,
+) -> Result<Interpreter, String> {
+    let Testimony {
+        implementation,
+        version,
+        base_prefix,
+        executable,
+        standard_library,
+        libraries,
+        readable,
+    } = testimony;
     if implementation != "cpython" {
-        return Err(format!("it is {implementation}, and only CPython can be used"));
+        return Err(format!(
+            "it is {implementation}, and only CPython can be used"
+        ));
     }
     if !at_least_3_10(&version) {
-        return Err(format!("it is Python {version}, and 3.10 is the oldest that can be used"));
+        return Err(format!(
+            "it is Python {version}, and 3.10 is the oldest that can be used"
+        ));
     }
     if !request.accepts_version(&version) {
         return Err(format!("it is Python {version}"));
     }
     let shown_inside = |path: &Path| path.starts_with(&base_prefix) || is_system(path);
     if !executable.starts_with(&base_prefix) {
-        return Err(format!("its program lies outside of its prefix {}", base_prefix.display()));
+        return Err(format!(
+            "its program lies outside of its prefix {}",
+            base_prefix.display()
+        ));
     }
     if base_prefix == Path::new("/") || !shown_inside(&standard_library) {
-        return Err(format!("its standard library lies outside of its prefix {}", base_prefix.display()));
+        return Err(format!(
+            "its standard library lies outside of its prefix {}",
+            base_prefix.display()
+        ));
     }
     if let Some(outside) = libraries.iter().find(|library| !shown_inside(library)) {
-        return Err(format!("it needs {}, which lies outside of its prefix and the system", outside.display()));
+        return Err(format!(
+            "it needs {}, which lies outside of its prefix and the system",
+            outside.display()
+        ));
     }
     if !readable {
         return Err("its files cannot be read by other users, and a sandbox is one".to_owned());
@@ -174,23 +211,36 @@ fn assess(testimony: Testimony, request: &PythonRequest, finds_own_library: bool
         .and_then(|library| library.parent())
         .filter(|folder| !finds_own_library && !is_searched_by_the_loader(folder))
         .map(Path::to_owned);
-    Ok(Interpreter { executable, version, base_prefix, library_dir })
+    Ok(Interpreter {
+        executable,
+        version,
+        base_prefix,
+        library_dir,
+    })
 }
 
 fn is_libpython(library: &Path) -> bool {
-    library.file_name().and_then(OsStr::to_str).is_some_and(|name| name.starts_with("libpython"))
+    library
+        .file_name()
+        .and_then(OsStr::to_str)
+        .is_some_and(|name| name.starts_with("libpython"))
 }
 
 /// Tells whether the loader looks into a folder without being told: `/lib`, `/usr/lib`, and the folder of the architecture below.
 fn is_searched_by_the_loader(folder: &Path) -> bool {
-    ["/lib", "/usr/lib", "/lib64", "/usr/lib64"].iter().any(|base| {
-        folder == Path::new(base)
-            || folder.parent() == Some(Path::new(base)) && folder.to_string_lossy().ends_with("-linux-gnu")
-    })
+    ["/lib", "/usr/lib", "/lib64", "/usr/lib64"]
+        .iter()
+        .any(|base| {
+            folder == Path::new(base)
+                || folder.parent() == Some(Path::new(base))
+                    && folder.to_string_lossy().ends_with("-linux-gnu")
+        })
 }
 
 fn at_least_3_10(version: &str) -> bool {
-    let mut parts = version.split('.').map(|part| part.parse::<u32>().unwrap_or(0));
+    let mut parts = version
+        .split('.')
+        .map(|part| part.parse::<u32>().unwrap_or(0));
     (parts.next().unwrap_or(0), parts.next().unwrap_or(0)) >= (3, 10)
 }
 
@@ -198,11 +248,16 @@ fn at_least_3_10(version: &str) -> bool {
 fn candidates(request: &PythonRequest, search_path: &str) -> Vec<PathBuf> {
     let names: Vec<String> = match request {
         PythonRequest::Path(path) => return vec![path.clone()],
-        PythonRequest::Any | PythonRequest::Range(_) => {
-            ["python3", "python3.14", "python3.13", "python3.12", "python3.11", "python3.10"]
-                .map(str::to_owned)
-                .to_vec()
-        }
+        PythonRequest::Any | PythonRequest::Range(_) => [
+            "python3",
+            "python3.14",
+            "python3.13",
+            "python3.12",
+            "python3.11",
+            "python3.10",
+        ]
+        .map(str::to_owned)
+        .to_vec(),
         PythonRequest::Version(version) => {
             let line = version.splitn(3, '.').take(2).collect::<Vec<_>>().join(".");
             vec![format!("python{line}"), "python3".to_owned()]
@@ -210,7 +265,11 @@ fn candidates(request: &PythonRequest, search_path: &str) -> Vec<PathBuf> {
     };
     let mut found: Vec<PathBuf> = Vec::new();
     for name in names {
-        for folder in search_path.split(':').map(Path::new).filter(|folder| folder.is_absolute()) {
+        for folder in search_path
+            .split(':')
+            .map(Path::new)
+            .filter(|folder| folder.is_absolute())
+        {
             let candidate = folder.join(&name);
             if candidate.is_file() && !found.contains(&candidate) {
                 found.push(candidate);
@@ -221,7 +280,9 @@ fn candidates(request: &PythonRequest, search_path: &str) -> Vec<PathBuf> {
 }
 
 fn contains(haystack: &[u8], needle: &[u8]) -> bool {
-    haystack.windows(needle.len()).any(|window| window == needle)
+    haystack
+        .windows(needle.len())
+        .any(|window| window == needle)
 }
 
 #[cfg(test)]
@@ -235,7 +296,10 @@ mod tests {
             base_prefix: "/opt/py".into(),
             executable: "/opt/py/bin/python3.12".into(),
             standard_library: "/opt/py/lib/python3.12".into(),
-            libraries: vec!["/opt/py/lib/python3.12/lib-dynload/_ssl.so".into(), "/usr/lib/libc.so.6".into()],
+            libraries: vec![
+                "/opt/py/lib/python3.12/lib-dynload/_ssl.so".into(),
+                "/usr/lib/libc.so.6".into(),
+            ],
             readable: true,
         }
     }
@@ -249,7 +313,10 @@ mod tests {
     #[test]
     fn a_python_that_has_everything_below_its_prefix_is_taken() {
         let found = assess(testimony(), &PythonRequest::Any, false).unwrap();
-        assert_eq!(found.inside(&found.executable), Path::new("/opt/cellblock/python/bin/python3.12"));
+        assert_eq!(
+            found.inside(&found.executable),
+            Path::new("/opt/cellblock/python/bin/python3.12")
+        );
         assert_eq!(found.library_dir, None);
     }
 
@@ -258,28 +325,56 @@ mod tests {
         assert!(refusal(|said| said.implementation = "pypy".to_owned()).contains("pypy"));
         assert!(refusal(|said| said.version = "3.9.18".to_owned()).contains("3.9.18"));
         assert!(refusal(|said| said.executable = "/elsewhere/python".into()).contains("program"));
-        assert!(refusal(|said| said.standard_library = "/elsewhere/lib".into()).contains("standard library"));
-        assert!(refusal(|said| said.libraries.push("/nix/store/libssl.so".into())).contains("/nix/store/libssl.so"));
+        assert!(
+            refusal(|said| said.standard_library = "/elsewhere/lib".into())
+                .contains("standard library")
+        );
+        assert!(
+            refusal(|said| said.libraries.push("/nix/store/libssl.so".into()))
+                .contains("/nix/store/libssl.so")
+        );
         assert!(refusal(|said| said.readable = false).contains("other users"));
         assert!(refusal(|said| said.base_prefix = "/".into()).contains("prefix"));
         let other = PythonRequest::Version("3.11".to_owned());
-        assert!(assess(testimony(), &other, false).unwrap_err().contains("3.12.4"));
+        assert!(
+            assess(testimony(), &other, false)
+                .unwrap_err()
+                .contains("3.12.4")
+        );
     }
 
     #[test]
     fn a_shared_library_of_its_own_needs_a_path_unless_the_program_finds_it() {
         let mut shared = testimony();
-        shared.libraries.push("/opt/py/lib/libpython3.12.so.1.0".into());
+        shared
+            .libraries
+            .push("/opt/py/lib/libpython3.12.so.1.0".into());
         let helped = assess(shared.clone(), &PythonRequest::Any, false).unwrap();
-        assert_eq!(helped.library_dir.as_deref(), Some(Path::new("/opt/py/lib")));
-        assert_eq!(assess(shared.clone(), &PythonRequest::Any, true).unwrap().library_dir, None);
+        assert_eq!(
+            helped.library_dir.as_deref(),
+            Some(Path::new("/opt/py/lib"))
+        );
+        assert_eq!(
+            assess(shared.clone(), &PythonRequest::Any, true)
+                .unwrap()
+                .library_dir,
+            None
+        );
         shared.libraries = vec!["/usr/lib/x86_64-linux-gnu/libpython3.12.so.1.0".into()];
-        assert_eq!(assess(shared, &PythonRequest::Any, false).unwrap().library_dir, None);
+        assert_eq!(
+            assess(shared, &PythonRequest::Any, false)
+                .unwrap()
+                .library_dir,
+            None
+        );
     }
 
     #[test]
     fn the_prefix_itself_has_no_slash_at_its_end() {
-        assert_eq!(path_inside(Path::new("/opt/py"), Path::new("/opt/py")).to_str(), Some("/opt/cellblock/python"));
+        assert_eq!(
+            path_inside(Path::new("/opt/py"), Path::new("/opt/py")).to_str(),
+            Some("/opt/cellblock/python")
+        );
     }
 
     #[test]
@@ -296,17 +391,34 @@ mod tests {
     fn candidates_are_taken_from_every_folder_of_the_path() {
         let folder = tempfile::tempdir().unwrap();
         let (first, second) = (folder.path().join("a"), folder.path().join("b"));
-        for (place, name) in
-            [(&first, "python3"), (&second, "python3"), (&second, "python3.12"), (&second, "python3.9")]
-        {
+        for (place, name) in [
+            (&first, "python3"),
+            (&second, "python3"),
+            (&second, "python3.12"),
+            (&second, "python3.9"),
+        ] {
             std::fs::create_dir_all(place).unwrap();
             std::fs::write(place.join(name), "").unwrap();
         }
         let path = format!("{}:relative:{}", first.display(), second.display());
         let all = candidates(&PythonRequest::Any, &path);
-        assert_eq!(all, [first.join("python3"), second.join("python3"), second.join("python3.12")]);
+        assert_eq!(
+            all,
+            [
+                first.join("python3"),
+                second.join("python3"),
+                second.join("python3.12")
+            ]
+        );
         let wanted = candidates(&PythonRequest::Version("3.12.1".to_owned()), &path);
-        assert_eq!(wanted, [second.join("python3.12"), first.join("python3"), second.join("python3")]);
+        assert_eq!(
+            wanted,
+            [
+                second.join("python3.12"),
+                first.join("python3"),
+                second.join("python3")
+            ]
+        );
     }
 
     #[tokio::test]
@@ -314,11 +426,21 @@ mod tests {
         use std::os::unix::fs::PermissionsExt;
         let folder = tempfile::tempdir().unwrap();
         let shim = folder.path().join("python3");
-        std::fs::write(&shim, "#!/bin/sh\necho 'shim: no version is set' >&2\nexit 127\n").unwrap();
+        std::fs::write(
+            &shim,
+            "#!/bin/sh\necho 'shim: no version is set' >&2\nexit 127\n",
+        )
+        .unwrap();
         std::fs::set_permissions(&shim, std::fs::Permissions::from_mode(0o755)).unwrap();
-        let variables = BTreeMap::from([("PATH".to_owned(), folder.path().to_string_lossy().into_owned())]);
+        let variables = BTreeMap::from([(
+            "PATH".to_owned(),
+            folder.path().to_string_lossy().into_owned(),
+        )]);
         let refusals = find(&PythonRequest::Any, &variables).await.unwrap_err();
         assert_eq!(refusals.len(), 1);
-        assert!(refusals[0].ends_with("it does not work: shim: no version is set"), "{refusals:?}");
+        assert!(
+            refusals[0].ends_with("it does not work: shim: no version is set"),
+            "{refusals:?}"
+        );
     }
 }

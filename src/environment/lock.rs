@@ -24,7 +24,12 @@ impl Drop for Lock {
 /// Takes the lock for one holder, or returns `None` while somebody has it.
 pub(super) fn try_exclusive(path: &Path) -> io::Result<Option<Lock>> {
     loop {
-        let file = OpenOptions::new().read(true).write(true).create(true).truncate(false).open(path)?;
+        let file = OpenOptions::new()
+            .read(true)
+            .write(true)
+            .create(true)
+            .truncate(false)
+            .open(path)?;
         match flock(&file, FlockOperation::NonBlockingLockExclusive) {
             Ok(()) => {
                 let lock = Lock(file);
@@ -56,7 +61,10 @@ pub(super) fn shared(path: &Path) -> io::Result<Option<Lock>> {
 
 /// Returns the processes that hold the lock. It is for messages: the list may be out of date at once, or empty in a container.
 pub(super) fn holders(path: &Path) -> Vec<u32> {
-    match (std::fs::metadata(path), std::fs::read_to_string("/proc/locks")) {
+    match (
+        std::fs::metadata(path),
+        std::fs::read_to_string("/proc/locks"),
+    ) {
         (Ok(found), Ok(table)) => holders_in(&table, found.ino()),
         _ => Vec::new(),
     }
@@ -66,7 +74,9 @@ fn holders_in(table: &str, inode: u64) -> Vec<u32> {
     let holder = |line: &str| {
         let words: Vec<&str> = line.split_whitespace().collect();
         match words[..] {
-            [_, "FLOCK", _, _, process, place, ..] if place.rsplit(':').next()?.parse() == Ok(inode) => {
+            [_, "FLOCK", _, _, process, place, ..]
+                if place.rsplit(':').next()?.parse() == Ok(inode) =>
+            {
                 process.parse().ok()
             }
             _ => None,
@@ -95,7 +105,10 @@ mod tests {
     fn many_share_a_lock_and_one_excludes_all() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("lock");
-        assert!(shared(&path).unwrap().is_none(), "a missing file cannot be shared");
+        assert!(
+            shared(&path).unwrap().is_none(),
+            "a missing file cannot be shared"
+        );
         let single = try_exclusive(&path).unwrap().unwrap();
         assert!(try_exclusive(&path).unwrap().is_none());
         drop(single);

@@ -44,24 +44,41 @@ pub enum LockfileError {
     Option(String),
     #[error("\"{0}\" is not an exact version, such as numpy==2.4.0")]
     NotExact(String),
-    #[error("\"{0}\" has no hash (\"uv pip compile --generate-hashes\" and \"cellblock env show\" write them)")]
+    #[error(
+        "\"{0}\" has no hash (\"uv pip compile --generate-hashes\" and \"cellblock env show\" write them)"
+    )]
     NoHash(String),
-    #[error("IPython is not among the packages, and Cellblock needs it: add ipython to what is locked")]
+    #[error(
+        "IPython is not among the packages, and Cellblock needs it: add ipython to what is locked"
+    )]
     NoIpython,
     #[error("none of the hashes that are asked for belongs to {0}")]
     OtherHashes(String),
 }
 
 /// Options that say where packages come from, or that hashes are wanted, which they always are.
-const INDEX_OPTIONS: [&str; 6] = ["--index-url", "-i", "--extra-index-url", "--find-links", "-f", "--no-index"];
+const INDEX_OPTIONS: [&str; 6] = [
+    "--index-url",
+    "-i",
+    "--extra-index-url",
+    "--find-links",
+    "-f",
+    "--no-index",
+];
 const IDLE_OPTIONS: [&str; 1] = ["--require-hashes"];
 
 impl Lockfile {
     /// Reads a lock that Cellblock, uv or pip-tools wrote.
     pub fn parse(text: &str) -> Result<Lockfile, LockfileError> {
         let header = text.lines().find_map(|line| line.strip_prefix(HEADER));
-        let python = header.and_then(|rest| rest.split_whitespace().next()).map(str::to_owned);
-        let mut lockfile = Lockfile { python, pins: Vec::new(), options: Vec::new() };
+        let python = header
+            .and_then(|rest| rest.split_whitespace().next())
+            .map(str::to_owned);
+        let mut lockfile = Lockfile {
+            python,
+            pins: Vec::new(),
+            options: Vec::new(),
+        };
         for line in logical_lines(text) {
             if line.starts_with('-') {
                 let name = line.split([' ', '=']).next().unwrap_or_default();
@@ -75,7 +92,11 @@ impl Lockfile {
             }
         }
         lockfile.pins.sort();
-        if !lockfile.pins.iter().any(|pin| project_name(&pin.requirement) == "ipython") {
+        if !lockfile
+            .pins
+            .iter()
+            .any(|pin| project_name(&pin.requirement) == "ipython")
+        {
             return Err(LockfileError::NoIpython);
         }
         Ok(lockfile)
@@ -83,7 +104,10 @@ impl Lockfile {
 
     /// Returns every package with its exact version.
     pub fn requirements(&self) -> Vec<String> {
-        self.pins.iter().map(|pin| pin.requirement.clone()).collect()
+        self.pins
+            .iter()
+            .map(|pin| pin.requirement.clone())
+            .collect()
     }
 
     /// Returns the Python that the versions were chosen for, if the lock says so.
@@ -97,7 +121,9 @@ impl Lockfile {
         if let Some(python) = &self.python {
             let (system, machine) = (std::env::consts::OS, std::env::consts::ARCH);
             text.push_str(&format!("{HEADER}{python} on {system} {machine}.\n"));
-            text.push_str("# \"cellblock env build NAME --locked FILE\" makes the same environment again.\n");
+            text.push_str(
+                "# \"cellblock env build NAME --locked FILE\" makes the same environment again.\n",
+            );
         }
         text + &self.body()
     }
@@ -116,7 +142,11 @@ impl Lockfile {
 
     /// Returns what the installer reads: the lock, and the indexes of this build.
     pub(super) fn for_installer(&self) -> String {
-        self.options.iter().map(|option| format!("{option}\n")).chain([self.body()]).collect()
+        self.options
+            .iter()
+            .map(|option| format!("{option}\n"))
+            .chain([self.body()])
+            .collect()
     }
 
     /// Names the content. Comments and order do not matter, every hash does.
@@ -155,7 +185,10 @@ impl Pin {
         match (is_exact, hashes.is_empty()) {
             (false, _) => Err(LockfileError::NotExact(requirement)),
             (true, true) => Err(LockfileError::NoHash(requirement)),
-            (true, false) => Ok(Pin { requirement, hashes }),
+            (true, false) => Ok(Pin {
+                requirement,
+                hashes,
+            }),
         }
     }
 }
@@ -191,13 +224,25 @@ pub(super) fn logical_lines(text: &str) -> Vec<String> {
         }
     }
     lines.push(current);
-    lines.iter().map(|line| line.trim().to_owned()).filter(|line| !line.is_empty()).collect()
+    lines
+        .iter()
+        .map(|line| line.trim().to_owned())
+        .filter(|line| !line.is_empty())
+        .collect()
 }
 
 /// A number sign begins a comment at the beginning of a line or after a space; elsewhere it belongs to a URL.
 fn without_comment(line: &str) -> &str {
-    let is_comment = |place: &usize| line[..*place].chars().next_back().is_none_or(char::is_whitespace);
-    line.match_indices('#').map(|(place, _)| place).find(is_comment).map_or(line, |place| &line[..place])
+    let is_comment = |place: &usize| {
+        line[..*place]
+            .chars()
+            .next_back()
+            .is_none_or(char::is_whitespace)
+    };
+    line.match_indices('#')
+        .map(|(place, _)| place)
+        .find(is_comment)
+        .map_or(line, |place| &line[..place])
 }
 
 #[cfg(test)]
@@ -215,57 +260,124 @@ mod tests {
     #[test]
     fn the_same_packages_always_give_the_same_text() {
         let read = lockfile(LOCK).unwrap().chosen_for("3.12");
-        let requirements = ["colorama==0.4.6 ; sys_platform == 'win32'", "ipython==9.0", "six==1.17.0"];
+        let requirements = [
+            "colorama==0.4.6 ; sys_platform == 'win32'",
+            "ipython==9.0",
+            "six==1.17.0",
+        ];
         assert_eq!(read.requirements(), requirements);
         let text = read.text();
-        assert!(text.starts_with("# Locked by Cellblock for Python 3.12 on linux"), "{text}");
-        assert!(text.ends_with("six==1.17.0 \\\n    --hash=sha256:aa \\\n    --hash=sha256:bb\n"), "{text}");
+        assert!(
+            text.starts_with("# Locked by Cellblock for Python 3.12 on linux"),
+            "{text}"
+        );
+        assert!(
+            text.ends_with("six==1.17.0 \\\n    --hash=sha256:aa \\\n    --hash=sha256:bb\n"),
+            "{text}"
+        );
         let again = lockfile(&text).unwrap();
         assert_eq!((again.text(), again.digest()), (text, read.digest()));
-        assert_eq!(again.python(), Some(PythonRequest::Version("3.12".to_owned())));
+        assert_eq!(
+            again.python(),
+            Some(PythonRequest::Version("3.12".to_owned()))
+        );
     }
 
     #[test]
     fn an_index_is_used_and_not_written_down() {
         let read = lockfile(LOCK).unwrap();
-        assert!(read.for_installer().starts_with("--index-url https://user:password@example.com/simple\n"));
+        assert!(
+            read.for_installer()
+                .starts_with("--index-url https://user:password@example.com/simple\n")
+        );
         assert!(!read.text().contains("password"));
     }
 
     #[test]
     fn another_hash_is_another_lock() {
         let digest = |text: &str| lockfile(text).unwrap().digest();
-        assert_eq!(digest("ipython==9 --hash=sha256:aa # x"), digest("ipython==9 \\\n  --hash=sha256:aa"));
-        assert_ne!(digest("ipython==9 --hash=sha256:aa"), digest("ipython==9 --hash=sha256:ab"));
+        assert_eq!(
+            digest("ipython==9 --hash=sha256:aa # x"),
+            digest("ipython==9 \\\n  --hash=sha256:aa")
+        );
+        assert_ne!(
+            digest("ipython==9 --hash=sha256:aa"),
+            digest("ipython==9 --hash=sha256:ab")
+        );
     }
 
     #[test]
     fn whatever_is_not_exact_with_a_hash_is_refused() {
         let ipython = "ipython==9.0 --hash=sha256:aa\n";
         assert!(lockfile(ipython).is_ok());
-        assert!(lockfile(&format!("{ipython}x @ https://example.com/x.whl#egg=x --hash=sha256:ab")).is_ok());
+        assert!(
+            lockfile(&format!(
+                "{ipython}x @ https://example.com/x.whl#egg=x --hash=sha256:ab"
+            ))
+            .is_ok()
+        );
         for (line, error) in [
-            ("numpy --hash=sha256:aa", LockfileError::NotExact("numpy".to_owned())),
-            ("numpy>=2 --hash=sha256:aa", LockfileError::NotExact("numpy>=2".to_owned())),
-            ("numpy==2.* --hash=sha256:aa", LockfileError::NotExact("numpy==2.*".to_owned())),
-            ("numpy ; extra == 'x' --hash=sha256:aa", LockfileError::NotExact("numpy ; extra == 'x'".to_owned())),
+            (
+                "numpy --hash=sha256:aa",
+                LockfileError::NotExact("numpy".to_owned()),
+            ),
+            (
+                "numpy>=2 --hash=sha256:aa",
+                LockfileError::NotExact("numpy>=2".to_owned()),
+            ),
+            (
+                "numpy==2.* --hash=sha256:aa",
+                LockfileError::NotExact("numpy==2.*".to_owned()),
+            ),
+            (
+                "numpy ; extra == 'x' --hash=sha256:aa",
+                LockfileError::NotExact("numpy ; extra == 'x'".to_owned()),
+            ),
             ("numpy==2.0", LockfileError::NoHash("numpy==2.0".to_owned())),
             ("-e .", LockfileError::Option("-e .".to_owned())),
-            ("-r other.txt", LockfileError::Option("-r other.txt".to_owned())),
-            ("--no-binary=:all:", LockfileError::Option("--no-binary=:all:".to_owned())),
+            (
+                "-r other.txt",
+                LockfileError::Option("-r other.txt".to_owned()),
+            ),
+            (
+                "--no-binary=:all:",
+                LockfileError::Option("--no-binary=:all:".to_owned()),
+            ),
         ] {
-            assert_eq!(lockfile(&format!("{ipython}{line}\n")), Err(error), "{line}");
+            assert_eq!(
+                lockfile(&format!("{ipython}{line}\n")),
+                Err(error),
+                "{line}"
+            );
         }
-        assert_eq!(lockfile("six==1.17.0 --hash=sha256:aa"), Err(LockfileError::NoIpython));
+        assert_eq!(
+            lockfile("six==1.17.0 --hash=sha256:aa"),
+            Err(LockfileError::NoIpython)
+        );
     }
 
     #[test]
     fn hashes_that_were_asked_for_stay_and_others_go() {
-        let wanted = |hash: &str| Hashes::from([("six".to_owned(), BTreeSet::from([hash.to_owned()]))]);
-        let narrowed = lockfile(LOCK).unwrap().narrowed(&wanted("sha256:aa")).unwrap().text();
-        assert!(narrowed.contains("sha256:aa") && !narrowed.contains("sha256:bb") && narrowed.contains("sha256:cc"));
-        let refusal = lockfile(LOCK).unwrap().narrowed(&wanted("sha256:00")).unwrap_err();
-        assert_eq!(refusal, LockfileError::OtherHashes("six==1.17.0".to_owned()));
+        let wanted =
+            |hash: &str| Hashes::from([("six".to_owned(), BTreeSet::from([hash.to_owned()]))]);
+        let narrowed = lockfile(LOCK)
+            .unwrap()
+            .narrowed(&wanted("sha256:aa"))
+            .unwrap()
+            .text();
+        assert!(
+            narrowed.contains("sha256:aa")
+                && !narrowed.contains("sha256:bb")
+                && narrowed.contains("sha256:cc")
+        );
+        let refusal = lockfile(LOCK)
+            .unwrap()
+            .narrowed(&wanted("sha256:00"))
+            .unwrap_err();
+        assert_eq!(
+            refusal,
+            LockfileError::OtherHashes("six==1.17.0".to_owned())
+        );
     }
 
     #[test]

@@ -29,12 +29,21 @@ pub fn matching<S: AsRef<str>>(requirements: &[S]) -> Result<EnvironmentSpec, De
         let text = text.as_ref();
         normalised(text).ok_or_else(|| DependencyError::NotARequirement(text.to_owned()))
     };
-    let mut packages = requirements.iter().map(normal).collect::<Result<Vec<_>, _>>()?;
+    let mut packages = requirements
+        .iter()
+        .map(normal)
+        .collect::<Result<Vec<_>, _>>()?;
     packages.sort();
     packages.dedup();
     let hash = record::short_hash(packages.join("\n").as_bytes());
-    let name = EnvironmentName::new(&format!("{NAME_BEGINNING}{hash}")).expect("letters and digits are a name");
-    Ok(EnvironmentSpec { name, packages, preload: Vec::new(), python: PythonRequest::Any })
+    let name = EnvironmentName::new(&format!("{NAME_BEGINNING}{hash}"))
+        .expect("letters and digits are a name");
+    Ok(EnvironmentSpec {
+        name,
+        packages,
+        preload: Vec::new(),
+        python: PythonRequest::Any,
+    })
 }
 
 const NAME_BEGINNING: &str = "dependencies-";
@@ -45,24 +54,42 @@ fn normalised(text: &str) -> Option<String> {
         Some((requirement, marker)) => (requirement, Some(normal_marker(marker)?)),
         None => (text, None),
     };
-    let compact: String = requirement.chars().filter(|letter| *letter != ' ').collect();
+    let compact: String = requirement
+        .chars()
+        .filter(|letter| *letter != ' ')
+        .collect();
     // Spaces between two words would vanish and make one word of them.
-    let words_run_together = requirement.trim().split(' ').filter(|word| !word.is_empty()).collect::<Vec<_>>();
-    if words_run_together.windows(2).any(|pair| ends_in_word(pair[0]) && begins_with_word(pair[1])) {
+    let words_run_together = requirement
+        .trim()
+        .split(' ')
+        .filter(|word| !word.is_empty())
+        .collect::<Vec<_>>();
+    if words_run_together
+        .windows(2)
+        .any(|pair| ends_in_word(pair[0]) && begins_with_word(pair[1]))
+    {
         return None;
     }
-    let end = compact.find(|letter: char| !is_name_letter(letter)).unwrap_or(compact.len());
+    let end = compact
+        .find(|letter: char| !is_name_letter(letter))
+        .unwrap_or(compact.len());
     let name = normal_name(&compact[..end])?;
     let rest = &compact[end..];
     let (extras, specifiers) = match rest.strip_prefix('[') {
-        Some(rest) => rest.split_once(']').map(|(extras, specifiers)| (Some(extras), specifiers))?,
+        Some(rest) => rest
+            .split_once(']')
+            .map(|(extras, specifiers)| (Some(extras), specifiers))?,
         None => (None, rest),
     };
     let extras = match extras.filter(|extras| !extras.is_empty()) {
         Some(extras) => format!("[{}]", sorted(extras, normal_name)?),
         None => String::new(),
     };
-    let specifiers = if specifiers.is_empty() { String::new() } else { sorted(specifiers, specifier)? };
+    let specifiers = if specifiers.is_empty() {
+        String::new()
+    } else {
+        sorted(specifiers, specifier)?
+    };
     let marker = marker.map_or_else(String::new, |marker| format!("; {marker}"));
     Some(format!("{name}{extras}{specifiers}{marker}"))
 }
@@ -81,7 +108,10 @@ fn is_name_letter(letter: char) -> bool {
 
 /// Names that differ in case or in the kind of their dashes are one name.
 fn normal_name(name: &str) -> Option<String> {
-    let fits = begins_with_word(name) && ends_in_word(name) && name.chars().all(is_name_letter) && name.len() <= 100;
+    let fits = begins_with_word(name)
+        && ends_in_word(name)
+        && name.chars().all(is_name_letter)
+        && name.len() <= 100;
     let words = name.split(['-', '_', '.']).filter(|word| !word.is_empty());
     fits.then(|| words.collect::<Vec<_>>().join("-").to_ascii_lowercase())
 }
@@ -94,18 +124,27 @@ fn sorted(list: &str, normal: impl Fn(&str) -> Option<String>) -> Option<String>
 }
 
 fn specifier(text: &str) -> Option<String> {
-    let version = ["===", "==", ">=", "<=", "!=", "~=", ">", "<"].iter().find_map(|sign| text.strip_prefix(sign))?;
+    let version = ["===", "==", ">=", "<=", "!=", "~=", ">", "<"]
+        .iter()
+        .find_map(|sign| text.strip_prefix(sign))?;
     let fits = begins_with_word(version)
         && version.len() <= 100
-        && version.chars().all(|letter| is_name_letter(letter) || "*+!".contains(letter));
+        && version
+            .chars()
+            .all(|letter| is_name_letter(letter) || "*+!".contains(letter));
     fits.then(|| text.to_owned())
 }
 
 fn normal_marker(marker: &str) -> Option<String> {
     let fits = marker.len() <= 300
-        && marker.chars().all(|letter| letter.is_ascii_alphanumeric() || " '\"_.-<>=!~()".contains(letter));
-    let words: Vec<String> =
-        marker.split(' ').filter(|word| !word.is_empty()).map(|word| word.replace('"', "'")).collect();
+        && marker
+            .chars()
+            .all(|letter| letter.is_ascii_alphanumeric() || " '\"_.-<>=!~()".contains(letter));
+    let words: Vec<String> = marker
+        .split(' ')
+        .filter(|word| !word.is_empty())
+        .map(|word| word.replace('"', "'"))
+        .collect();
     (fits && !words.is_empty()).then(|| words.join(" "))
 }
 
@@ -115,8 +154,12 @@ mod tests {
 
     #[test]
     fn the_same_list_gives_the_same_environment_whatever_its_order_and_spelling() {
-        let one =
-            matching(&["Typing_Extensions", "pandas[Excel,aws] >=2, <4", "numpy; python_version > \"3.8\""]).unwrap();
+        let one = matching(&[
+            "Typing_Extensions",
+            "pandas[Excel,aws] >=2, <4",
+            "numpy; python_version > \"3.8\"",
+        ])
+        .unwrap();
         let two = matching(&[
             "numpy ;  python_version > '3.8'",
             "pandas[aws, excel]<4,>=2",
@@ -124,7 +167,11 @@ mod tests {
             "typing.extensions",
         ]);
         assert_eq!(one, two.unwrap());
-        let packages = ["numpy; python_version > '3.8'", "pandas[aws,excel]<4,>=2", "typing-extensions"];
+        let packages = [
+            "numpy; python_version > '3.8'",
+            "pandas[aws,excel]<4,>=2",
+            "typing-extensions",
+        ];
         assert_eq!(one.packages, packages);
         assert!(one.name.as_str().starts_with("dependencies-"));
     }
@@ -139,7 +186,16 @@ mod tests {
 
     #[test]
     fn only_names_from_the_index_are_taken() {
-        for good in ["numpy", "7zip", "a==1.0+local", "a~=1!2.0", "zope.interface>=5", "a[b]", "a == 1.*", " a "] {
+        for good in [
+            "numpy",
+            "7zip",
+            "a==1.0+local",
+            "a~=1!2.0",
+            "zope.interface>=5",
+            "a[b]",
+            "a == 1.*",
+            " a ",
+        ] {
             assert!(normalised(good).is_some(), "{good:?}");
         }
         for bad in [
@@ -171,6 +227,9 @@ mod tests {
         }
         let refusal = matching(&["numpy", "./x"]).unwrap_err();
         assert_eq!(refusal, DependencyError::NotARequirement("./x".to_owned()));
-        assert_eq!(matching(&vec!["a"; 101]), Err(DependencyError::TooMany(101)));
+        assert_eq!(
+            matching(&vec!["a"; 101]),
+            Err(DependencyError::TooMany(101))
+        );
     }
 }

@@ -87,10 +87,17 @@ impl Environment {
     /// Returns the variables that every process inside needs to find this environment.
     pub fn variables_inside(&self) -> Vec<(&'static str, String)> {
         let mut variables = vec![
-            ("PATH", format!("{ENVIRONMENT_INSIDE}/bin:/usr/local/bin:/usr/bin:/bin")),
+            (
+                "PATH",
+                format!("{ENVIRONMENT_INSIDE}/bin:/usr/local/bin:/usr/bin:/bin"),
+            ),
             ("VIRTUAL_ENV", ENVIRONMENT_INSIDE.to_owned()),
         ];
-        variables.extend(self.library_path.clone().map(|path| ("LD_LIBRARY_PATH", path)));
+        variables.extend(
+            self.library_path
+                .clone()
+                .map(|path| ("LD_LIBRARY_PATH", path)),
+        );
         variables
     }
 }
@@ -106,7 +113,11 @@ pub struct EnvironmentProgress {
 
 impl EnvironmentProgress {
     fn step(step: &str) -> EnvironmentProgress {
-        EnvironmentProgress { step: step.to_owned(), done: 0, total: None }
+        EnvironmentProgress {
+            step: step.to_owned(),
+            done: 0,
+            total: None,
+        }
     }
 }
 
@@ -121,7 +132,10 @@ pub enum EnvironmentError {
          which can download one",
         each_on_a_line(tried)
     )]
-    NoPython { request: PythonRequest, tried: Vec<String> },
+    NoPython {
+        request: PythonRequest,
+        tried: Vec<String>,
+    },
     #[error(
         "packages cannot be installed: uv was not found, and {} has neither pip nor venv\nDebian, Ubuntu: apt install python3-venv\n\
          Or install uv and put it on the PATH. What Python said:\n{output}", python.display()
@@ -138,12 +152,18 @@ pub enum EnvironmentError {
     #[error("the environment was built but cannot be used inside a sandbox: {why}")]
     Unusable { why: String },
     #[error("there is no environment \"{name}\" to remove; built are: {built}")]
-    NotBuilt { name: EnvironmentName, built: String },
+    NotBuilt {
+        name: EnvironmentName,
+        built: String,
+    },
     #[error(
         "the environment \"{name}\" is in use{}; stop the servers that use it, then try again",
         by_processes(processes)
     )]
-    InUse { name: EnvironmentName, processes: Vec<u32> },
+    InUse {
+        name: EnvironmentName,
+        processes: Vec<u32>,
+    },
     #[error("the environment \"{name}\" is being built right now")]
     BeingBuilt { name: EnvironmentName },
     #[error("could not {attempt}")]
@@ -162,7 +182,13 @@ fn by_processes(processes: &[u32]) -> String {
     match processes {
         [] => String::new(),
         [one] => format!(" by process {one}"),
-        many => format!(" by processes {}", many.iter().map(u32::to_string).collect::<Vec<_>>().join(", ")),
+        many => format!(
+            " by processes {}",
+            many.iter()
+                .map(u32::to_string)
+                .collect::<Vec<_>>()
+                .join(", ")
+        ),
     }
 }
 
@@ -213,9 +239,18 @@ async fn resolve_with(
     progress(EnvironmentProgress::step("looking for Python"));
     let (interpreter, uv) = build::find_tools(&python, data_dir, variables, progress).await?;
     input.check_python(&interpreter.version)?;
-    let wanted = resolve::Wanted { packages: &spec::RUNNER_NEEDS.map(str::to_owned), files: Some(input) };
-    let audience = resolve::Audience { interpreter: &interpreter, elsewhere: None };
-    Ok((resolve::resolve(wanted, audience, &uv, variables, progress).await?, python))
+    let wanted = resolve::Wanted {
+        packages: &spec::RUNNER_NEEDS.map(str::to_owned),
+        files: Some(input),
+    };
+    let audience = resolve::Audience {
+        interpreter: &interpreter,
+        elsewhere: None,
+    };
+    Ok((
+        resolve::resolve(wanted, audience, &uv, variables, progress).await?,
+        python,
+    ))
 }
 
 async fn ensure_with(
@@ -253,14 +288,19 @@ impl InstallerTools {
     pub fn find(data_dir: &Path) -> Result<InstallerTools, EnvironmentError> {
         let variables = own_variables();
         let place = uv::find(&variables, data_dir)?.unwrap_or_else(|| uv::own_uv(data_dir));
-        Ok(InstallerTools { place, variables: uv::installer_variables(&variables) })
+        Ok(InstallerTools {
+            place,
+            variables: uv::installer_variables(&variables),
+        })
     }
 
     /// Returns the host file or folder that shows uv inside, and at which path of the two it is to be shown: as `uv` in `folder`.
     pub fn to_show(&self, data_dir: &Path, folder: &str) -> (PathBuf, PathBuf) {
         match uv::own_uv(data_dir).parent() {
             // It may not be there yet; its folder can be.
-            Some(tools) if self.place.parent() == Some(tools) => (tools.to_owned(), PathBuf::from(folder)),
+            Some(tools) if self.place.parent() == Some(tools) => {
+                (tools.to_owned(), PathBuf::from(folder))
+            }
             _ => (self.place.clone(), Path::new(folder).join("uv")),
         }
     }
@@ -296,8 +336,8 @@ impl InstallerTools {
 ///
 /// A variable that is not UTF-8 could not be shown in an error either; installers do without it.
 fn own_variables() -> BTreeMap<String, String> {
-    let all =
-        std::env::vars_os().filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)));
+    let all = std::env::vars_os()
+        .filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)));
     let mut variables: BTreeMap<String, String> = all.collect();
     for (name, value) in pip_files::read(&variables, Path::new("/")) {
         variables.entry(name.to_owned()).or_insert(value);
@@ -331,8 +371,17 @@ pub fn list(data_dir: &Path) -> Vec<Built> {
             let record = Record::read(&directory)?;
             let lock = directory.join(IN_USE_FILE);
             let in_use = matches!(lock::try_exclusive(&lock), Ok(None));
-            let processes = if in_use { lock::holders(&lock) } else { Vec::new() };
-            Some(Built { record, directory, in_use, processes })
+            let processes = if in_use {
+                lock::holders(&lock)
+            } else {
+                Vec::new()
+            };
+            Some(Built {
+                record,
+                directory,
+                in_use,
+                processes,
+            })
         })
         .collect();
     built.sort_by(|left, right| {
@@ -343,8 +392,10 @@ pub fn list(data_dir: &Path) -> Vec<Built> {
 
 /// Returns what the newest environment of each name was built from.
 pub fn built_specs(data_dir: &Path) -> Vec<EnvironmentSpec> {
-    let mut records: Vec<Record> =
-        directories(data_dir).into_iter().filter_map(|(_, directory)| Record::read(&directory)).collect();
+    let mut records: Vec<Record> = directories(data_dir)
+        .into_iter()
+        .filter_map(|(_, directory)| Record::read(&directory))
+        .collect();
     records.sort_by(|left, right| (&left.name, right.created).cmp(&(&right.name, left.created)));
     records.dedup_by(|later, earlier| later.name == earlier.name);
     records.iter().map(Record::spec).collect()
@@ -353,17 +404,32 @@ pub fn built_specs(data_dir: &Path) -> Vec<EnvironmentSpec> {
 /// Removes every environment of a name, or none while one of them is in use. Returns the bytes that were freed.
 pub fn remove(data_dir: &Path, name: &EnvironmentName) -> Result<u64, EnvironmentError> {
     let folder = environments_dir(data_dir);
-    let wanted: Vec<PathBuf> =
-        directories(data_dir).into_iter().filter(|(found, _)| found == name).map(|(_, directory)| directory).collect();
+    let wanted: Vec<PathBuf> = directories(data_dir)
+        .into_iter()
+        .filter(|(found, _)| found == name)
+        .map(|(_, directory)| directory)
+        .collect();
     if wanted.is_empty() {
-        let mut built: Vec<String> = directories(data_dir).into_iter().map(|(name, _)| name.to_string()).collect();
+        let mut built: Vec<String> = directories(data_dir)
+            .into_iter()
+            .map(|(name, _)| name.to_string())
+            .collect();
         built.sort();
         built.dedup();
-        let built = if built.is_empty() { "none".to_owned() } else { built.join(", ") };
-        return Err(EnvironmentError::NotBuilt { name: name.clone(), built });
+        let built = if built.is_empty() {
+            "none".to_owned()
+        } else {
+            built.join(", ")
+        };
+        return Err(EnvironmentError::NotBuilt {
+            name: name.clone(),
+            built,
+        });
     }
     let lock_path = build::build_lock(&folder, name);
-    let Some(_building) = lock::try_exclusive(&lock_path).map_err(while_doing("lock the environment"))? else {
+    let Some(_building) =
+        lock::try_exclusive(&lock_path).map_err(while_doing("lock the environment"))?
+    else {
         return Err(EnvironmentError::BeingBuilt { name: name.clone() });
     };
     let mut locks = Vec::new();
@@ -371,7 +437,12 @@ pub fn remove(data_dir: &Path, name: &EnvironmentName) -> Result<u64, Environmen
         let path = directory.join(IN_USE_FILE);
         match lock::try_exclusive(&path).map_err(while_doing("lock the environment"))? {
             Some(lock) => locks.push(lock),
-            None => return Err(EnvironmentError::InUse { name: name.clone(), processes: lock::holders(&path) }),
+            None => {
+                return Err(EnvironmentError::InUse {
+                    name: name.clone(),
+                    processes: lock::holders(&path),
+                });
+            }
         }
     }
     let mut freed = 0;
@@ -388,26 +459,47 @@ fn environments_dir(data_dir: &Path) -> PathBuf {
 }
 
 fn directories(data_dir: &Path) -> Vec<(EnvironmentName, PathBuf)> {
-    let Ok(entries) = std::fs::read_dir(environments_dir(data_dir)) else { return Vec::new() };
-    let named = |entry: std::fs::DirEntry| Some((record::name_in(entry.file_name().to_str()?)?, entry.path()));
+    let Ok(entries) = std::fs::read_dir(environments_dir(data_dir)) else {
+        return Vec::new();
+    };
+    let named = |entry: std::fs::DirEntry| {
+        Some((record::name_in(entry.file_name().to_str()?)?, entry.path()))
+    };
     entries.flatten().filter_map(named).collect()
 }
 
 /// Finds a finished environment that answers `spec`, is made from `lockfile` if there is one, and whose interpreter is still the same.
-fn find_built(spec: &EnvironmentSpec, lockfile: Option<&Lockfile>, data_dir: &Path) -> Option<PathBuf> {
+fn find_built(
+    spec: &EnvironmentSpec,
+    lockfile: Option<&Lockfile>,
+    data_dir: &Path,
+) -> Option<PathBuf> {
     let digest = lockfile.map(Lockfile::digest);
     let is_it = |record: Record| {
-        record.answers(spec) && record.interpreter_is_unchanged() && (digest.is_none() || record.locked == digest)
+        record.answers(spec)
+            && record.interpreter_is_unchanged()
+            && (digest.is_none() || record.locked == digest)
     };
-    let of_this_name = directories(data_dir).into_iter().filter(|(name, _)| *name == spec.name);
-    of_this_name.map(|(_, directory)| directory).find(|directory| Record::read(directory).is_some_and(is_it))
+    let of_this_name = directories(data_dir)
+        .into_iter()
+        .filter(|(name, _)| *name == spec.name);
+    of_this_name
+        .map(|(_, directory)| directory)
+        .find(|directory| Record::read(directory).is_some_and(is_it))
 }
 
 /// Opens a finished environment and marks it as used, or returns `None` when it has just been removed.
 fn open(directory: &Path, spec: &EnvironmentSpec) -> Result<Option<Environment>, EnvironmentError> {
-    let lock = lock::shared(&directory.join(IN_USE_FILE)).map_err(while_doing("mark the environment as used"))?;
-    let (Some(in_use), Some(record)) = (lock, Record::read(directory)) else { return Ok(None) };
-    let inside = |host: &Path| interpreter::path_inside(&record.base_prefix, host).to_string_lossy().into_owned();
+    let lock = lock::shared(&directory.join(IN_USE_FILE))
+        .map_err(while_doing("mark the environment as used"))?;
+    let (Some(in_use), Some(record)) = (lock, Record::read(directory)) else {
+        return Ok(None);
+    };
+    let inside = |host: &Path| {
+        interpreter::path_inside(&record.base_prefix, host)
+            .to_string_lossy()
+            .into_owned()
+    };
     Ok(Some(Environment {
         name: record.name.clone(),
         root: directory.join(TREE),
@@ -424,7 +516,10 @@ fn open(directory: &Path, spec: &EnvironmentSpec) -> Result<Option<Environment>,
 
 /// Removes environments of the same name that a newer one has replaced, unless somebody uses them.
 fn remove_older(data_dir: &Path, name: &EnvironmentName, newest: &Path) {
-    for (_, directory) in directories(data_dir).into_iter().filter(|(found, path)| found == name && path != newest) {
+    for (_, directory) in directories(data_dir)
+        .into_iter()
+        .filter(|(found, path)| found == name && path != newest)
+    {
         if let Ok(Some(_lock)) = lock::try_exclusive(&directory.join(IN_USE_FILE))
             && let Err(error) = discard(&directory)
         {

@@ -26,11 +26,17 @@ const READ: [(&str, &str); 5] = [
 const SECTIONS: [&str; 2] = ["global", "install"];
 
 /// Returns what pip's files say, under the names of the variables that would say it. `root` is the folder in which the machine's files are.
-pub(super) fn read(variables: &BTreeMap<String, String>, root: &Path) -> BTreeMap<&'static str, String> {
+pub(super) fn read(
+    variables: &BTreeMap<String, String>,
+    root: &Path,
+) -> BTreeMap<&'static str, String> {
     if has_settings_of_uv(variables, root) {
         return BTreeMap::new();
     }
-    let texts: Vec<String> = files(variables, root).iter().filter_map(|path| fs::read_to_string(path).ok()).collect();
+    let texts: Vec<String> = files(variables, root)
+        .iter()
+        .filter_map(|path| fs::read_to_string(path).ok())
+        .collect();
     let mut found = BTreeMap::new();
     for section in SECTIONS {
         for text in &texts {
@@ -43,7 +49,8 @@ pub(super) fn read(variables: &BTreeMap<String, String>, root: &Path) -> BTreeMa
 fn has_settings_of_uv(variables: &BTreeMap<String, String>, root: &Path) -> bool {
     let user = user_settings(variables).map(|folder| folder.join("uv/uv.toml"));
     let machine = ["etc/xdg/uv/uv.toml", "etc/uv/uv.toml"].map(|path| root.join(path));
-    value(variables, "UV_CONFIG_FILE").is_some() || user.into_iter().chain(machine).any(|path| path.is_file())
+    value(variables, "UV_CONFIG_FILE").is_some()
+        || user.into_iter().chain(machine).any(|path| path.is_file())
 }
 
 fn files(variables: &BTreeMap<String, String>, root: &Path) -> Vec<PathBuf> {
@@ -55,7 +62,12 @@ fn files(variables: &BTreeMap<String, String>, root: &Path) -> Vec<PathBuf> {
     let machine = ["etc/xdg/pip/pip.conf", "etc/pip.conf"].map(|path| root.join(path));
     let legacy = value(variables, "HOME").map(|home| Path::new(home).join(".pip/pip.conf"));
     let user = user_settings(variables).map(|folder| folder.join("pip/pip.conf"));
-    machine.into_iter().chain(legacy).chain(user).chain(named).collect()
+    machine
+        .into_iter()
+        .chain(legacy)
+        .chain(user)
+        .chain(named)
+        .collect()
 }
 
 fn user_settings(variables: &BTreeMap<String, String>) -> Option<PathBuf> {
@@ -64,7 +76,10 @@ fn user_settings(variables: &BTreeMap<String, String>) -> Option<PathBuf> {
 }
 
 fn value<'a>(variables: &'a BTreeMap<String, String>, name: &str) -> Option<&'a str> {
-    variables.get(name).map(String::as_str).filter(|value| !value.is_empty())
+    variables
+        .get(name)
+        .map(String::as_str)
+        .filter(|value| !value.is_empty())
 }
 
 /// Reads one section. A line that begins with a space goes on with the value before; values of several lines become words.
@@ -83,11 +98,18 @@ fn settings_in(text: &str, section: &str) -> BTreeMap<&'static str, String> {
             continue;
         }
         current = None;
-        if let Some(name) = content.strip_prefix('[').and_then(|rest| rest.strip_suffix(']')) {
+        if let Some(name) = content
+            .strip_prefix('[')
+            .and_then(|rest| rest.strip_suffix(']'))
+        {
             is_in_section = name.trim() == section;
-        } else if let Some((key, value)) = content.split_once(['=', ':']).filter(|_| is_in_section) {
+        } else if let Some((key, value)) = content.split_once(['=', ':']).filter(|_| is_in_section)
+        {
             let key = key.trim().to_ascii_lowercase().replace('_', "-");
-            current = READ.iter().find(|(name, _)| *name == key).map(|(_, variable)| *variable);
+            current = READ
+                .iter()
+                .find(|(name, _)| *name == key)
+                .map(|(_, variable)| *variable);
             found.extend(current.map(|name| (name, value.trim().to_owned())));
         }
     }
@@ -115,7 +137,9 @@ mod tests {
         fn read(&self, more: &[(&str, &str)]) -> Vec<(&'static str, String)> {
             let home = self.0.path().join("home").display().to_string();
             let pairs = more.iter().copied().chain([("HOME", home.as_str())]);
-            let variables = pairs.map(|(name, value)| (name.to_owned(), value.to_owned())).collect();
+            let variables = pairs
+                .map(|(name, value)| (name.to_owned(), value.to_owned()))
+                .collect();
             read(&variables, self.0.path()).into_iter().collect()
         }
     }
@@ -132,38 +156,72 @@ mod tests {
         let found = Machine::new(&[("etc/pip.conf", text)]).read(&[]);
         let expected = [
             ("PIP_CERT", "/etc/ca.pem"),
-            ("PIP_EXTRA_INDEX_URL", "https://b.example/x https://c.example/x"),
+            (
+                "PIP_EXTRA_INDEX_URL",
+                "https://b.example/x https://c.example/x",
+            ),
             ("PIP_INDEX_URL", "https://a.example/simple"),
             ("PIP_TRUSTED_HOST", "d.example"),
         ];
-        assert_eq!(found, expected.map(|(name, value)| (name, value.to_owned())));
+        assert_eq!(
+            found,
+            expected.map(|(name, value)| (name, value.to_owned()))
+        );
     }
 
     #[test]
     fn the_users_file_counts_more_than_the_machines_and_a_named_one_more_than_both() {
         let global = |host: &str| format!("[global]\nindex-url = https://{host}.example/\n");
         let (machine, user, named) = (global("machine"), global("user"), global("named"));
-        let files = [("etc/pip.conf", machine.as_str()), ("home/.config/pip/pip.conf", &user), ("named", &named)];
+        let files = [
+            ("etc/pip.conf", machine.as_str()),
+            ("home/.config/pip/pip.conf", &user),
+            ("named", &named),
+        ];
         let machine = Machine::new(&files);
         assert_eq!(machine.read(&[]), index("https://user.example/"));
         let path = machine.0.path().join("named").display().to_string();
-        assert_eq!(machine.read(&[("PIP_CONFIG_FILE", &path)]), index("https://named.example/"));
+        assert_eq!(
+            machine.read(&[("PIP_CONFIG_FILE", &path)]),
+            index("https://named.example/")
+        );
         assert_eq!(machine.read(&[("PIP_CONFIG_FILE", "/dev/null")]), []);
-        assert_eq!(machine.read(&[("XDG_CONFIG_HOME", "/nowhere")]), index("https://machine.example/"));
+        assert_eq!(
+            machine.read(&[("XDG_CONFIG_HOME", "/nowhere")]),
+            index("https://machine.example/")
+        );
     }
 
     #[test]
     fn the_section_for_installing_counts_more_than_the_general_one() {
-        let install = ("etc/pip.conf", "[install]\nindex-url = https://install.example/\n");
-        let global = ("home/.pip/pip.conf", "[global]\nindex-url = https://global.example/\n");
-        assert_eq!(Machine::new(&[install, global]).read(&[]), index("https://install.example/"));
-        assert_eq!(Machine::new(&[global]).read(&[]), index("https://global.example/")); // control
+        let install = (
+            "etc/pip.conf",
+            "[install]\nindex-url = https://install.example/\n",
+        );
+        let global = (
+            "home/.pip/pip.conf",
+            "[global]\nindex-url = https://global.example/\n",
+        );
+        assert_eq!(
+            Machine::new(&[install, global]).read(&[]),
+            index("https://install.example/")
+        );
+        assert_eq!(
+            Machine::new(&[global]).read(&[]),
+            index("https://global.example/")
+        ); // control
     }
 
     #[test]
     fn a_settings_file_of_uv_is_meant_instead() {
-        let pip = ("etc/pip.conf", "[global]\nindex-url = https://pip.example/\n");
-        assert_eq!(Machine::new(&[pip]).read(&[]), index("https://pip.example/")); // control
+        let pip = (
+            "etc/pip.conf",
+            "[global]\nindex-url = https://pip.example/\n",
+        );
+        assert_eq!(
+            Machine::new(&[pip]).read(&[]),
+            index("https://pip.example/")
+        ); // control
         for uv in ["etc/uv/uv.toml", "home/.config/uv/uv.toml"] {
             assert_eq!(Machine::new(&[pip, (uv, "")]).read(&[]), [], "{uv}");
         }

@@ -53,7 +53,11 @@ pub struct Stamp {
 impl Stamp {
     pub(super) fn of(path: &Path) -> io::Result<Stamp> {
         let found = std::fs::metadata(path)?;
-        Ok(Stamp { size: found.len(), seconds: found.mtime(), nanoseconds: found.mtime_nsec() })
+        Ok(Stamp {
+            size: found.len(),
+            seconds: found.mtime(),
+            nanoseconds: found.mtime_nsec(),
+        })
     }
 }
 
@@ -95,7 +99,11 @@ impl Record {
 }
 
 /// Names the folder of an environment after everything that decides what is in it. `locked` is the lock that it must be made from.
-pub(super) fn directory_name(spec: &EnvironmentSpec, interpreter: &Interpreter, locked: Option<&str>) -> String {
+pub(super) fn directory_name(
+    spec: &EnvironmentSpec,
+    interpreter: &Interpreter,
+    locked: Option<&str>,
+) -> String {
     let builder = env!("CARGO_PKG_VERSION");
     let content = (
         FORMAT,
@@ -106,7 +114,8 @@ pub(super) fn directory_name(spec: &EnvironmentSpec, interpreter: &Interpreter, 
         interpreter.executable.to_string_lossy(),
         locked,
     );
-    let content = serde_json::to_vec(&content).expect("texts and numbers can always be written as JSON");
+    let content =
+        serde_json::to_vec(&content).expect("texts and numbers can always be written as JSON");
     format!("{}-{}", spec.name, short_hash(&content))
 }
 
@@ -121,7 +130,11 @@ const HASH_LENGTH: usize = 12;
 
 /// Twelve hexadecimal digits of SHA-256: enough for a name that nobody attacks, short enough to read.
 pub(super) fn short_hash(content: &[u8]) -> String {
-    Sha256::digest(content).iter().take(HASH_LENGTH / 2).map(|byte| format!("{byte:02x}")).collect()
+    Sha256::digest(content)
+        .iter()
+        .take(HASH_LENGTH / 2)
+        .map(|byte| format!("{byte:02x}"))
+        .collect()
 }
 
 /// Lists what is installed in a `site-packages` folder, from the names of the folders that describe each package.
@@ -129,8 +142,10 @@ pub(super) fn installed_packages(site_packages: &Path) -> io::Result<Vec<String>
     let mut installed = Vec::new();
     for entry in std::fs::read_dir(site_packages)? {
         let name = entry?.file_name();
-        if let Some((package, version)) =
-            name.to_str().and_then(|name| name.strip_suffix(".dist-info")).and_then(|name| name.rsplit_once('-'))
+        if let Some((package, version)) = name
+            .to_str()
+            .and_then(|name| name.strip_suffix(".dist-info"))
+            .and_then(|name| name.rsplit_once('-'))
         {
             installed.push(format!("{}=={version}", package.replace('_', "-")));
         }
@@ -167,8 +182,14 @@ mod tests {
         other_preload.preload.clear();
         assert_ne!(name, directory_name(&other_packages, &python, None));
         assert_ne!(name, directory_name(&other_request, &python, None));
-        assert_ne!(name, directory_name(&spec, &interpreter("3.11.3", "/usr/bin/python3.11"), None));
-        assert_ne!(name, directory_name(&spec, &interpreter("3.11.2", "/opt/bin/python3.11"), None));
+        assert_ne!(
+            name,
+            directory_name(&spec, &interpreter("3.11.3", "/usr/bin/python3.11"), None)
+        );
+        assert_ne!(
+            name,
+            directory_name(&spec, &interpreter("3.11.2", "/opt/bin/python3.11"), None)
+        );
         assert_eq!(name, directory_name(&other_preload, &python, None));
         assert_ne!(name, directory_name(&spec, &python, Some("0123456789ab")));
     }
@@ -176,7 +197,14 @@ mod tests {
     #[test]
     fn only_folders_of_environments_have_a_name() {
         assert_eq!(name_in("a-b-0123456789ab").unwrap().as_str(), "a-b");
-        for other in ["a", "a-0123", ".building-a-0123456789ab", "a-0123456789xy", "-0123456789ab", "A-0123456789ab"] {
+        for other in [
+            "a",
+            "a-0123",
+            ".building-a-0123456789ab",
+            "a-0123456789xy",
+            "-0123456789ab",
+            "A-0123456789ab",
+        ] {
             assert_eq!(name_in(other), None, "{other:?}");
         }
     }
@@ -184,9 +212,13 @@ mod tests {
     #[test]
     fn installed_packages_are_read_from_their_descriptions() {
         let folder = tempfile::tempdir().unwrap();
-        for name in
-            ["numpy-2.1.0.dist-info", "numpy", "Jinja2-3.1.dist-info", "matplotlib_inline-0.1.7.dist-info", "six.py"]
-        {
+        for name in [
+            "numpy-2.1.0.dist-info",
+            "numpy",
+            "Jinja2-3.1.dist-info",
+            "matplotlib_inline-0.1.7.dist-info",
+            "six.py",
+        ] {
             std::fs::create_dir(folder.path().join(name)).unwrap();
         }
         assert_eq!(

@@ -29,7 +29,8 @@ pub(super) struct Audience<'a> {
 impl Audience<'_> {
     /// Returns the line of the version that packages are for, such as `3.12`.
     fn line(self) -> String {
-        self.elsewhere.map_or_else(|| self.interpreter.line(), Elsewhere::line)
+        self.elsewhere
+            .map_or_else(|| self.interpreter.line(), Elsewhere::line)
     }
 }
 
@@ -42,22 +43,58 @@ pub(super) async fn resolve(
     progress: Progress<'_>,
 ) -> Result<Lockfile, EnvironmentError> {
     progress(EnvironmentProgress::step("resolving packages"));
-    let hashes = wanted.files.map_or_else(|| Ok(Hashes::new()), Input::hashes)?;
+    let hashes = wanted
+        .files
+        .map_or_else(|| Ok(Hashes::new()), Input::hashes)?;
     let workshop = tempfile::tempdir().map_err(while_doing("make a folder to resolve in"))?;
-    let (list, output) = (workshop.path().join("requirements.in"), workshop.path().join("resolved"));
-    std::fs::write(&list, wanted.packages.join("\n") + "\n").map_err(while_doing("write the requirements"))?;
-    uv::run(uv, arguments(wanted, audience, list, &output), &uv::installer_variables(variables), &mut |_| {})
-        .await
-        .map_err(|failure| failure.during("resolve the packages with uv"))?;
-    let resolved = std::fs::read_to_string(&output).map_err(while_doing("read what uv resolved"))?;
-    Ok(Lockfile::parse(&resolved)?.chosen_for(&audience.line()).narrowed(&hashes)?)
+    let (list, output) = (
+        workshop.path().join("requirements.in"),
+        workshop.path().join("resolved"),
+    );
+    std::fs::write(&list, wanted.packages.join("\n") + "\n")
+        .map_err(while_doing("write the requirements"))?;
+    uv::run(
+        uv,
+        arguments(wanted, audience, list, &output),
+        &uv::installer_variables(variables),
+        &mut |_| {},
+    )
+    .await
+    .map_err(|failure| failure.during("resolve the packages with uv"))?;
+    let resolved =
+        std::fs::read_to_string(&output).map_err(while_doing("read what uv resolved"))?;
+    Ok(Lockfile::parse(&resolved)?
+        .chosen_for(&audience.line())
+        .narrowed(&hashes)?)
 }
 
-fn arguments(wanted: Wanted<'_>, audience: Audience<'_>, list: PathBuf, output: &Path) -> Vec<OsString> {
-    let fixed = ["pip", "compile", "--quiet", "--no-build", "--generate-hashes", "--no-header", "--no-annotate"];
+fn arguments(
+    wanted: Wanted<'_>,
+    audience: Audience<'_>,
+    list: PathBuf,
+    output: &Path,
+) -> Vec<OsString> {
+    let fixed = [
+        "pip",
+        "compile",
+        "--quiet",
+        "--no-build",
+        "--generate-hashes",
+        "--no-header",
+        "--no-annotate",
+    ];
     let mut arguments: Vec<OsString> = fixed.iter().map(OsString::from).collect();
-    arguments.extend(["--python".into(), audience.interpreter.executable.clone().into_os_string()]);
-    arguments.extend(audience.elsewhere.iter().flat_map(|elsewhere| elsewhere.arguments()).map(OsString::from));
+    arguments.extend([
+        "--python".into(),
+        audience.interpreter.executable.clone().into_os_string(),
+    ]);
+    arguments.extend(
+        audience
+            .elsewhere
+            .iter()
+            .flat_map(|elsewhere| elsewhere.arguments())
+            .map(OsString::from),
+    );
     arguments.extend(["--output-file".into(), output.into()]);
     if let Some(input) = wanted.files {
         // A file may name indexes of its own, and the installation needs them as well.

@@ -81,7 +81,10 @@ const SIZES: &str = "sizes.json";
 
 /// Returns the host folder to mount at `RUNNER_INSIDE`, writing it first if need be. One that a full
 /// disk or a sudden end of the machine has torn is written again.
-pub async fn ensure_runner(data_dir: &Path, environment: &Environment) -> Result<PathBuf, EnvironmentError> {
+pub async fn ensure_runner(
+    data_dir: &Path,
+    environment: &Environment,
+) -> Result<PathBuf, EnvironmentError> {
     let folder = data_dir.join("runner");
     let directory = folder.join(content_hash(FILES, &environment.python_version));
     if is_whole(&directory) {
@@ -105,7 +108,8 @@ pub async fn ensure_runner(data_dir: &Path, environment: &Environment) -> Result
     };
     build::compile(&interpreter, staging.path(), RUNNER_INSIDE).await?;
     let sizes = sizes_in(&package).map_err(while_doing("look at the runner"))?;
-    let sizes = serde_json::to_vec(&sizes).expect("names and numbers can always be written as JSON");
+    let sizes =
+        serde_json::to_vec(&sizes).expect("names and numbers can always be written as JSON");
     std::fs::write(staging.path().join(SIZES), sizes).map_err(while_doing("write the runner"))?;
     build::make_readable(staging.path()).map_err(while_doing("make the runner readable"))?;
     if directory.is_dir() && !is_whole(&directory) {
@@ -130,8 +134,11 @@ pub async fn ensure_runner(data_dir: &Path, environment: &Environment) -> Result
 /// Whether all files of a runner are as long as they were when they were written.
 fn is_whole(directory: &Path) -> bool {
     let written = std::fs::read(directory.join(SIZES)).ok();
-    let written = written.and_then(|text| serde_json::from_slice::<BTreeMap<String, u64>>(&text).ok());
-    written.is_some_and(|written| sizes_in(&directory.join(PACKAGE)).is_ok_and(|found| found == written))
+    let written =
+        written.and_then(|text| serde_json::from_slice::<BTreeMap<String, u64>>(&text).ok());
+    written.is_some_and(|written| {
+        sizes_in(&directory.join(PACKAGE)).is_ok_and(|found| found == written)
+    })
 }
 
 /// The sizes of the files of the package and of its compiled ones.
@@ -142,7 +149,10 @@ fn sizes_in(package: &Path) -> std::io::Result<BTreeMap<String, u64>> {
             let entry = entry?;
             let found = entry.metadata()?;
             if found.is_file() {
-                sizes.insert(entry.file_name().to_string_lossy().into_owned(), found.len());
+                sizes.insert(
+                    entry.file_name().to_string_lossy().into_owned(),
+                    found.len(),
+                );
             }
         }
     }
@@ -165,16 +175,28 @@ mod tests {
 
     #[test]
     fn every_file_of_the_runner_is_embedded() {
-        let folder = Path::new(file!()).parent().unwrap().join("../../runner").join(PACKAGE);
-        let folder =
-            if folder.is_dir() { folder } else { Path::new(env!("CARGO_MANIFEST_DIR")).join("runner").join(PACKAGE) };
+        let folder = Path::new(file!())
+            .parent()
+            .unwrap()
+            .join("../../runner")
+            .join(PACKAGE);
+        let folder = if folder.is_dir() {
+            folder
+        } else {
+            Path::new(env!("CARGO_MANIFEST_DIR"))
+                .join("runner")
+                .join(PACKAGE)
+        };
         let mut there: Vec<String> = std::fs::read_dir(folder)
             .unwrap()
             .map(|entry| entry.unwrap().file_name().to_string_lossy().into_owned())
             .filter(|name| name != "__pycache__")
             .collect();
         there.sort();
-        assert_eq!(FILES.iter().map(|(name, _)| *name).collect::<Vec<_>>(), there);
+        assert_eq!(
+            FILES.iter().map(|(name, _)| *name).collect::<Vec<_>>(),
+            there
+        );
     }
 
     #[test]

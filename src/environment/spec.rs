@@ -16,14 +16,15 @@ pub struct EnvironmentName(String);
 
 impl EnvironmentName {
     /// What a name may be, for messages.
-    pub const ALLOWED: &str = "1 to 40 lower-case letters, digits, \"_\" and \"-\", starting with a letter";
+    pub const ALLOWED: &str =
+        "1 to 40 lower-case letters, digits, \"_\" and \"-\", starting with a letter";
 
     pub fn new(name: &str) -> Option<EnvironmentName> {
         let fits = (1..=40).contains(&name.len())
             && name.starts_with(|letter: char| letter.is_ascii_lowercase())
-            && name
-                .chars()
-                .all(|letter| letter.is_ascii_lowercase() || letter.is_ascii_digit() || "_-".contains(letter));
+            && name.chars().all(|letter| {
+                letter.is_ascii_lowercase() || letter.is_ascii_digit() || "_-".contains(letter)
+            });
         fits.then(|| EnvironmentName(name.to_owned()))
     }
 
@@ -42,7 +43,8 @@ impl TryFrom<String> for EnvironmentName {
     type Error = String;
 
     fn try_from(name: String) -> Result<EnvironmentName, String> {
-        EnvironmentName::new(&name).ok_or_else(|| format!("an environment's name is {}", EnvironmentName::ALLOWED))
+        EnvironmentName::new(&name)
+            .ok_or_else(|| format!("an environment's name is {}", EnvironmentName::ALLOWED))
     }
 }
 
@@ -136,21 +138,36 @@ impl EnvironmentSpec {
     /// Returns the names of packages that code may want to import, in the order in which they were
     /// written. What only runs cells, shows results or is held is left out.
     pub fn packages_for_code(&self) -> Vec<String> {
-        let wanted = self.packages.iter().filter(|requirement| !HELD.contains(&requirement.as_str()));
+        let wanted = self
+            .packages
+            .iter()
+            .filter(|requirement| !HELD.contains(&requirement.as_str()));
         let names = wanted.map(|requirement| project_name(requirement));
-        names.filter(|name| !DISPLAY.contains(&name.as_str())).collect()
+        names
+            .filter(|name| !DISPLAY.contains(&name.as_str()))
+            .collect()
     }
 
     /// Tells whether the packages are all that a lock holds. It is complete, and whoever made it may do without Pydantic.
     fn is_locked(&self) -> bool {
-        let has_ipython = self.packages.iter().any(|requirement| project_name(requirement) == "ipython");
-        has_ipython && self.packages.iter().all(|requirement| requirement.contains("=="))
+        let has_ipython = self
+            .packages
+            .iter()
+            .any(|requirement| project_name(requirement) == "ipython");
+        has_ipython
+            && self
+                .packages
+                .iter()
+                .all(|requirement| requirement.contains("=="))
     }
 }
 
 /// Adds a requirement unless another one is for the same project.
 pub(super) fn add_missing(requirements: &mut Vec<String>, needed: &str) {
-    if !requirements.iter().any(|requirement| project_name(requirement) == project_name(needed)) {
+    if !requirements
+        .iter()
+        .any(|requirement| project_name(requirement) == project_name(needed))
+    {
         requirements.push(needed.to_owned());
     }
 }
@@ -171,16 +188,20 @@ pub enum PythonRequest {
 
 impl PythonRequest {
     /// What a request may be, for messages.
-    pub const ALLOWED: &str =
-        "a version from 3.10 on (such as 3.12 or 3.12.4) or the absolute path of a Python interpreter";
+    pub const ALLOWED: &str = "a version from 3.10 on (such as 3.12 or 3.12.4) or the absolute path of a Python interpreter";
 
     pub fn parse(text: &str) -> Option<PythonRequest> {
         if text.starts_with('/') {
             return Some(PythonRequest::Path(PathBuf::from(text)));
         }
-        let parts = text.split('.').map(|part| part.parse::<u32>().ok()).collect::<Option<Vec<_>>>()?;
+        let parts = text
+            .split('.')
+            .map(|part| part.parse::<u32>().ok())
+            .collect::<Option<Vec<_>>>()?;
         match parts[..] {
-            [3, minor] | [3, minor, _] if minor >= 10 => Some(PythonRequest::Version(text.to_owned())),
+            [3, minor] | [3, minor, _] if minor >= 10 => {
+                Some(PythonRequest::Version(text.to_owned()))
+            }
             _ => None,
         }
     }
@@ -194,9 +215,14 @@ impl PythonRequest {
     pub fn accepts_version(&self, full: &str) -> bool {
         match self {
             PythonRequest::Version(wanted) => {
-                full == wanted || full.strip_prefix(wanted.as_str()).is_some_and(|rest| rest.starts_with('.'))
+                full == wanted
+                    || full
+                        .strip_prefix(wanted.as_str())
+                        .is_some_and(|rest| rest.starts_with('.'))
             }
-            PythonRequest::Range(range) => VersionRange::parse(range).is_some_and(|range| range.contains(full)),
+            PythonRequest::Range(range) => {
+                VersionRange::parse(range).is_some_and(|range| range.contains(full))
+            }
             PythonRequest::Any | PythonRequest::Path(_) => true,
         }
     }
@@ -206,7 +232,9 @@ impl fmt::Display for PythonRequest {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             PythonRequest::Any => formatter.write_str("any Python"),
-            PythonRequest::Version(version) | PythonRequest::Range(version) => write!(formatter, "Python {version}"),
+            PythonRequest::Version(version) | PythonRequest::Range(version) => {
+                write!(formatter, "Python {version}")
+            }
             PythonRequest::Path(path) => write!(formatter, "{}", path.display()),
         }
     }
@@ -228,14 +256,19 @@ pub fn is_module_name(text: &str) -> bool {
     !text.is_empty()
         && text.split('.').all(|part| {
             part.starts_with(|letter: char| letter.is_alphabetic() || letter == '_')
-                && part.chars().all(|letter| letter.is_alphanumeric() || letter == '_')
+                && part
+                    .chars()
+                    .all(|letter| letter.is_alphanumeric() || letter == '_')
         })
 }
 
 /// Returns the name at the beginning of a requirement, in lower case and with dashes.
 pub(super) fn project_name(requirement: &str) -> String {
-    let end = requirement.find(|letter: char| !(letter.is_ascii_alphanumeric() || "-_.".contains(letter)));
-    requirement[..end.unwrap_or(requirement.len())].to_ascii_lowercase().replace(['_', '.'], "-")
+    let end = requirement
+        .find(|letter: char| !(letter.is_ascii_alphanumeric() || "-_.".contains(letter)));
+    requirement[..end.unwrap_or(requirement.len())]
+        .to_ascii_lowercase()
+        .replace(['_', '.'], "-")
 }
 
 #[cfg(test)]
@@ -245,7 +278,10 @@ mod tests {
     fn spec(packages: &[&str]) -> EnvironmentSpec {
         EnvironmentSpec {
             name: EnvironmentName::new("x").unwrap(),
-            packages: packages.iter().map(|package| (*package).to_owned()).collect(),
+            packages: packages
+                .iter()
+                .map(|package| (*package).to_owned())
+                .collect(),
             preload: Vec::new(),
             python: PythonRequest::Any,
         }
@@ -254,36 +290,89 @@ mod tests {
     #[test]
     fn a_name_cannot_leave_its_folder() {
         assert!(EnvironmentName::new("data-science_2").is_some());
-        for name in ["", ".", "..", "a/b", "a.b", "A", "1a", "-a", "a b", "ä", &"a".repeat(41)] {
+        for name in [
+            "",
+            ".",
+            "..",
+            "a/b",
+            "a.b",
+            "A",
+            "1a",
+            "-a",
+            "a b",
+            "ä",
+            &"a".repeat(41),
+        ] {
             assert!(EnvironmentName::new(name).is_none(), "{name:?}");
         }
     }
 
     #[test]
     fn what_the_runner_needs_is_added_once_and_only_when_it_is_missing() {
-        assert_eq!(spec(&["numpy"]).requirements(), ["numpy", "ipython", "pydantic>=2.9"]);
-        assert_eq!(spec(&["IPython>=8", "numpy"]).requirements(), ["IPython>=8", "numpy", "pydantic>=2.9"]);
-        assert_eq!(spec(&["ipython", "Pydantic[email]"]).requirements(), ["ipython", "Pydantic[email]"]);
-        assert_eq!(spec(&["ipython==9.0", "six==1.17.0"]).requirements(), ["ipython==9.0", "six==1.17.0"], "a lock");
-        assert_eq!(spec(&["ipython-extra"]).requirements(), ["ipython-extra", "ipython", "pydantic>=2.9"]);
+        assert_eq!(
+            spec(&["numpy"]).requirements(),
+            ["numpy", "ipython", "pydantic>=2.9"]
+        );
+        assert_eq!(
+            spec(&["IPython>=8", "numpy"]).requirements(),
+            ["IPython>=8", "numpy", "pydantic>=2.9"]
+        );
+        assert_eq!(
+            spec(&["ipython", "Pydantic[email]"]).requirements(),
+            ["ipython", "Pydantic[email]"]
+        );
+        assert_eq!(
+            spec(&["ipython==9.0", "six==1.17.0"]).requirements(),
+            ["ipython==9.0", "six==1.17.0"],
+            "a lock"
+        );
+        assert_eq!(
+            spec(&["ipython-extra"]).requirements(),
+            ["ipython-extra", "ipython", "pydantic>=2.9"]
+        );
     }
 
     #[test]
     fn packages_for_code_are_names_without_what_shows_results() {
-        let names = spec(&["IPython>=8", "numpy>=2", "pandas[excel]", "nbformat", "Scikit_Learn"]).packages_for_code();
+        let names = spec(&[
+            "IPython>=8",
+            "numpy>=2",
+            "pandas[excel]",
+            "nbformat",
+            "Scikit_Learn",
+        ])
+        .packages_for_code();
         assert_eq!(names, ["numpy", "pandas", "scikit-learn"]);
         let [default, minimal] = EnvironmentSpec::built_in();
         assert_eq!(default.packages_for_code(), SCIENCE);
-        assert_eq!(default.packages.len(), SCIENCE.len() + DISPLAY.len() + HELD.len());
+        assert_eq!(
+            default.packages.len(),
+            SCIENCE.len() + DISPLAY.len() + HELD.len()
+        );
         assert!(minimal.packages_for_code().is_empty());
     }
 
     #[test]
     fn an_option_does_not_pass_for_a_package() {
-        for good in ["numpy", "numpy>=2,<3", "pandas[excel]==2.2", "x @ https://example.com/x.whl", "7zip"] {
+        for good in [
+            "numpy",
+            "numpy>=2,<3",
+            "pandas[excel]==2.2",
+            "x @ https://example.com/x.whl",
+            "7zip",
+        ] {
             assert!(is_requirement(good), "{good:?}");
         }
-        for bad in ["", "-r file", "--index-url=x", "./local", "/etc", "a\nb", " numpy", "@x"] {
+        for bad in [
+            "",
+            "-r file",
+            "--index-url=x",
+            "./local",
+            "/etc",
+            "a\nb",
+            " numpy",
+            "@x",
+        ] {
             assert!(!is_requirement(bad), "{bad:?}");
         }
     }
@@ -303,7 +392,11 @@ mod tests {
         assert!(request.accepts_version("3.12"));
         assert!(!request.accepts_version("3.1.2"));
         assert!(!request.accepts_version("3.120.0"));
-        assert!(!PythonRequest::parse("3.12.4").unwrap().accepts_version("3.12.40"));
+        assert!(
+            !PythonRequest::parse("3.12.4")
+                .unwrap()
+                .accepts_version("3.12.40")
+        );
         let range = PythonRequest::range(">=3.11, <3.13").unwrap();
         assert_eq!(range.to_string(), "Python >=3.11,<3.13");
         assert!(range.accepts_version("3.12.4") && !range.accepts_version("3.13.0"));
@@ -311,8 +404,13 @@ mod tests {
 
     #[test]
     fn requests_are_versions_or_absolute_paths() {
-        assert_eq!(PythonRequest::parse("/usr/bin/python3"), Some(PythonRequest::Path("/usr/bin/python3".into())));
-        for bad in ["", "3", "3.9", "2.7", "4.0", "python3", "./python", "3.12.1.1", "3.x"] {
+        assert_eq!(
+            PythonRequest::parse("/usr/bin/python3"),
+            Some(PythonRequest::Path("/usr/bin/python3".into()))
+        );
+        for bad in [
+            "", "3", "3.9", "2.7", "4.0", "python3", "./python", "3.12.1.1", "3.x",
+        ] {
             assert_eq!(PythonRequest::parse(bad), None, "{bad:?}");
         }
     }

@@ -40,7 +40,17 @@ const TRANSLATED: [(&str, &[&str]); 5] = [
     ("PIP_EXTRA_INDEX_URL", &["UV_INDEX", "UV_EXTRA_INDEX_URL"]),
     ("PIP_CERT", &["SSL_CERT_FILE"]),
     ("PIP_TRUSTED_HOST", &["UV_INSECURE_HOST"]),
-    ("PIP_PROXY", &["ALL_PROXY", "all_proxy", "HTTPS_PROXY", "https_proxy", "HTTP_PROXY", "http_proxy"]),
+    (
+        "PIP_PROXY",
+        &[
+            "ALL_PROXY",
+            "all_proxy",
+            "HTTPS_PROXY",
+            "https_proxy",
+            "HTTP_PROXY",
+            "http_proxy",
+        ],
+    ),
 ];
 
 /// Returns the surroundings that an installer runs in.
@@ -48,11 +58,17 @@ pub(super) fn installer_variables(own: &BTreeMap<String, String>) -> BTreeMap<St
     let mut variables = own.clone();
     variables.retain(|name, _| !MISLEADING.contains(&name.as_str()));
     for (pip, names) in TRANSLATED {
-        if let Some(value) = own.get(pip).filter(|_| !names.iter().any(|name| own.contains_key(*name))) {
+        if let Some(value) = own
+            .get(pip)
+            .filter(|_| !names.iter().any(|name| own.contains_key(*name)))
+        {
             variables.insert(names[0].to_owned(), value.clone());
         }
     }
-    if !SYSTEM_CERTIFICATES.iter().any(|name| own.contains_key(*name)) {
+    if !SYSTEM_CERTIFICATES
+        .iter()
+        .any(|name| own.contains_key(*name))
+    {
         variables.extend(SYSTEM_CERTIFICATES.map(|name| (name.to_owned(), "true".to_owned())));
     }
     variables
@@ -62,14 +78,32 @@ pub(super) fn installer_variables(own: &BTreeMap<String, String>) -> BTreeMap<St
 const SYSTEM_CERTIFICATES: [&str; 2] = ["UV_SYSTEM_CERTS", "UV_NATIVE_TLS"];
 
 /// Finds uv: named by `CELLBLOCK_UV`, on the path, or installed by us earlier.
-pub(super) fn find(variables: &BTreeMap<String, String>, data_dir: &Path) -> Result<Option<PathBuf>, EnvironmentError> {
-    if let Some(named) = variables.get("CELLBLOCK_UV").filter(|named| !named.is_empty()) {
+pub(super) fn find(
+    variables: &BTreeMap<String, String>,
+    data_dir: &Path,
+) -> Result<Option<PathBuf>, EnvironmentError> {
+    if let Some(named) = variables
+        .get("CELLBLOCK_UV")
+        .filter(|named| !named.is_empty())
+    {
         let named = PathBuf::from(named);
-        return if is_program(&named) { Ok(Some(named)) } else { Err(EnvironmentError::NoSuchInstaller(named)) };
+        return if is_program(&named) {
+            Ok(Some(named))
+        } else {
+            Err(EnvironmentError::NoSuchInstaller(named))
+        };
     }
-    let folders = variables.get("PATH").map_or("", String::as_str).split(':').map(Path::new);
-    let on_path = folders.filter(|folder| folder.is_absolute()).map(|folder| folder.join("uv"));
-    Ok(on_path.chain([own_uv(data_dir)]).find(|candidate| is_program(candidate)))
+    let folders = variables
+        .get("PATH")
+        .map_or("", String::as_str)
+        .split(':')
+        .map(Path::new);
+    let on_path = folders
+        .filter(|folder| folder.is_absolute())
+        .map(|folder| folder.join("uv"));
+    Ok(on_path
+        .chain([own_uv(data_dir)])
+        .find(|candidate| is_program(candidate)))
 }
 
 /// Installs uv below our own folder with pip, or with the pip of a new virtual environment.
@@ -79,7 +113,9 @@ pub(super) async fn install(
     data_dir: &Path,
     progress: Progress<'_>,
 ) -> Result<PathBuf, EnvironmentError> {
-    progress(EnvironmentProgress::step("installing uv, the package installer"));
+    progress(EnvironmentProgress::step(
+        "installing uv, the package installer",
+    ));
     let tools = data_dir.join("tools");
     std::fs::create_dir_all(&tools).map_err(while_doing("make the folder for tools"))?;
     // Everything happens in a folder of its own, so that two processes cannot meet and a crash leaves nothing that looks finished.
@@ -88,35 +124,76 @@ pub(super) async fn install(
         .tempdir_in(&tools)
         .map_err(while_doing("make a folder to install uv in"))?;
     let mut variables = installer_variables(variables);
-    for (name, value) in [("PIP_USER", "0"), ("PIP_REQUIRE_VIRTUALENV", "0"), ("PIP_DISABLE_PIP_VERSION_CHECK", "1")] {
+    for (name, value) in [
+        ("PIP_USER", "0"),
+        ("PIP_REQUIRE_VIRTUALENV", "0"),
+        ("PIP_DISABLE_PIP_VERSION_CHECK", "1"),
+    ] {
         variables.insert(name.to_owned(), value.to_owned());
     }
 
     let mut python = interpreter.executable.clone();
-    if run(&python, ["-m", "pip", "--version"], &variables, &mut |_| {}).await.is_err() {
+    if run(&python, ["-m", "pip", "--version"], &variables, &mut |_| {})
+        .await
+        .is_err()
+    {
         let place = workshop.path().join("venv");
-        let made =
-            run(&python, [OsStr::new("-m"), OsStr::new("venv"), place.as_os_str()], &variables, &mut |_| {}).await;
+        let made = run(
+            &python,
+            [OsStr::new("-m"), OsStr::new("venv"), place.as_os_str()],
+            &variables,
+            &mut |_| {},
+        )
+        .await;
         if let Err(failure) = made {
-            return Err(EnvironmentError::NoInstaller { python, output: failure.output });
+            return Err(EnvironmentError::NoInstaller {
+                python,
+                output: failure.output,
+            });
         }
         python = place.join("bin/python");
     }
     let target = workshop.path().join("target");
-    let arguments = ["-m", "pip", "install", "--quiet", "--no-deps", "--only-binary", ":all:"];
-    let arguments = arguments.map(OsString::from).into_iter().chain(platforms(std::env::consts::ARCH));
-    let arguments = arguments.chain(["--target".into(), target.clone().into_os_string(), "uv".into()]);
-    run(&python, arguments, &variables, &mut |_| {}).await.map_err(|failure| failure.during("install uv with pip"))?;
+    let arguments = [
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--only-binary",
+        ":all:",
+    ];
+    let arguments = arguments
+        .map(OsString::from)
+        .into_iter()
+        .chain(platforms(std::env::consts::ARCH));
+    let arguments = arguments.chain([
+        "--target".into(),
+        target.clone().into_os_string(),
+        "uv".into(),
+    ]);
+    run(&python, arguments, &variables, &mut |_| {})
+        .await
+        .map_err(|failure| failure.during("install uv with pip"))?;
 
     let installed = own_uv(data_dir);
-    std::fs::rename(target.join("bin/uv"), &installed).map_err(while_doing("put uv in its place"))?;
+    std::fs::rename(target.join("bin/uv"), &installed)
+        .map_err(while_doing("put uv in its place"))?;
     Ok(installed)
 }
 
 /// Says to pip which builds of uv will do on this kind of machine, the best first. Those for musl are linked statically, so they run in every image too, whatever C library it has.
 fn platforms(machine: &str) -> impl Iterator<Item = OsString> {
-    let builds = ["musllinux_1_1", "musllinux_1_2", "manylinux2014", "manylinux_2_17", "manylinux_2_28"];
-    builds.into_iter().flat_map(move |build| ["--platform".into(), format!("{build}_{machine}").into()])
+    let builds = [
+        "musllinux_1_1",
+        "musllinux_1_2",
+        "manylinux2014",
+        "manylinux_2_17",
+        "manylinux_2_28",
+    ];
+    builds
+        .into_iter()
+        .flat_map(move |build| ["--platform".into(), format!("{build}_{machine}").into()])
 }
 
 /// A program that ended badly, with the last it said.
@@ -127,7 +204,10 @@ pub(super) struct Failure {
 
 impl Failure {
     pub(super) fn during(self, attempt: &str) -> EnvironmentError {
-        EnvironmentError::Installer { attempt: attempt.to_owned(), output: shortened(&self.output) }
+        EnvironmentError::Installer {
+            attempt: attempt.to_owned(),
+            output: shortened(&self.output),
+        }
     }
 }
 
@@ -143,12 +223,24 @@ fn shortened(output: &str) -> String {
              (UV_DEFAULT_INDEX or PIP_INDEX_URL) and the proxy (HTTPS_PROXY) are right"
         );
     }
-    let is_told = |line: &&str| !CHATTER.iter().any(|start| line.trim_start().starts_with(start));
+    let is_told = |line: &&str| {
+        !CHATTER
+            .iter()
+            .any(|start| line.trim_start().starts_with(start))
+    };
     let told: Vec<&str> = output.lines().filter(is_told).collect();
     // A failure begins where it is called one; what comes before is how it went until then.
     let is_error = |line: &&str| line.to_ascii_lowercase().contains("error") || line.contains('×');
-    let begin = told.iter().position(is_error).unwrap_or(told.len().saturating_sub(MOST_LINES));
-    let text = told[begin..].iter().take(MOST_LINES).copied().collect::<Vec<_>>().join("\n");
+    let begin = told
+        .iter()
+        .position(is_error)
+        .unwrap_or(told.len().saturating_sub(MOST_LINES));
+    let text = told[begin..]
+        .iter()
+        .take(MOST_LINES)
+        .copied()
+        .collect::<Vec<_>>()
+        .join("\n");
     match text.char_indices().nth(MOST_CHARS) {
         Some((end, _)) => format!("{} […]", &text[..end]),
         None => text,
@@ -156,24 +248,45 @@ fn shortened(output: &str) -> String {
 }
 
 /// How lines begin that tell of progress.
-const CHATTER: [&str; 8] =
-    ["Using ", "Resolved ", "Downloading ", "Downloaded ", "Prepared ", "Building ", "WARNING: ", "[notice]"];
+const CHATTER: [&str; 8] = [
+    "Using ",
+    "Resolved ",
+    "Downloading ",
+    "Downloaded ",
+    "Prepared ",
+    "Building ",
+    "WARNING: ",
+    "[notice]",
+];
 
 /// Returns why the index was not reached, if it was not. Both installers name it last in a chain of
 /// causes; pip goes on to say that there is no such package, which it cannot know.
 fn unreachable_index(output: &str) -> Option<String> {
-    let of_pip =
-        output.lines().rev().find_map(|line| line.split_once("after connection broken by ")).map(|(_, error)| {
+    let of_pip = output
+        .lines()
+        .rev()
+        .find_map(|line| line.split_once("after connection broken by "))
+        .map(|(_, error)| {
             // The words of the innermost exception end with its quote.
-            let words = error.rsplit_once(": /").map_or(error, |(error, _)| error).trim_end_matches('\'');
+            let words = error
+                .rsplit_once(": /")
+                .map_or(error, |(error, _)| error)
+                .trim_end_matches('\'');
             let words = &words[..words.rfind(['\'', '"']).unwrap_or(words.len())];
             let reason = words.rsplit(": ").next().unwrap_or(words);
-            reason.strip_prefix("[Errno ").and_then(|rest| rest.split_once("] ")).map_or(reason, |(_, reason)| reason)
+            reason
+                .strip_prefix("[Errno ")
+                .and_then(|rest| rest.split_once("] "))
+                .map_or(reason, |(_, reason)| reason)
         });
     let of_uv = || {
-        let causes = output.lines().filter_map(|line| line.trim_start().split_once("ause").map(|(_, rest)| rest));
+        let causes = output
+            .lines()
+            .filter_map(|line| line.trim_start().split_once("ause").map(|(_, rest)| rest));
         let mut causes = causes.filter_map(|rest| rest.split_once(": ").map(|(_, cause)| cause));
-        causes.next_back().filter(|_| output.contains("error sending request"))
+        causes
+            .next_back()
+            .filter(|_| output.contains("error sending request"))
     };
     of_pip.or_else(of_uv).map(|reason| reason.trim().to_owned())
 }
@@ -205,8 +318,10 @@ pub(super) async fn run<A: AsRef<OsStr>>(
     let (sender, mut lines) = mpsc::channel::<String>(64);
     let standard_output = child.stdout.take().expect("standard output was asked for");
     let standard_error = child.stderr.take().expect("standard error was asked for");
-    let readers =
-        (tokio::spawn(forward(standard_output, sender.clone())), tokio::spawn(forward(standard_error, sender)));
+    let readers = (
+        tokio::spawn(forward(standard_output, sender.clone())),
+        tokio::spawn(forward(standard_error, sender)),
+    );
     let mut last = VecDeque::new();
     while let Some(text) = lines.recv().await {
         line(&text);
@@ -216,7 +331,10 @@ pub(super) async fn run<A: AsRef<OsStr>>(
         }
     }
     let _ = tokio::join!(readers.0, readers.1);
-    let status = child.wait().await.map_err(|error| failed(error.to_string()))?;
+    let status = child
+        .wait()
+        .await
+        .map_err(|error| failed(error.to_string()))?;
     if status.success() {
         return Ok(());
     }
@@ -269,7 +387,11 @@ impl Following {
             }
             _ => return None,
         };
-        Some(EnvironmentProgress { step, done: self.done, total: self.total })
+        Some(EnvironmentProgress {
+            step,
+            done: self.done,
+            total: self.total,
+        })
     }
 }
 
@@ -279,7 +401,8 @@ pub(super) fn own_uv(data_dir: &Path) -> PathBuf {
 
 fn is_program(path: &Path) -> bool {
     use std::os::unix::fs::PermissionsExt;
-    path.metadata().is_ok_and(|found| found.is_file() && found.permissions().mode() & 0o111 != 0)
+    path.metadata()
+        .is_ok_and(|found| found.is_file() && found.permissions().mode() & 0o111 != 0)
 }
 
 #[cfg(test)]
@@ -287,7 +410,10 @@ mod tests {
     use super::*;
 
     fn variables(pairs: &[(&str, &str)]) -> BTreeMap<String, String> {
-        pairs.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect()
+        pairs
+            .iter()
+            .map(|(name, value)| ((*name).to_owned(), (*value).to_owned()))
+            .collect()
     }
 
     fn none() -> BTreeMap<String, String> {
@@ -306,8 +432,10 @@ mod tests {
         assert_eq!(given["UV_DEFAULT_INDEX"], "https://a");
         assert_eq!(given["SSL_CERT_FILE"], "/c");
         assert_eq!(given["UV_INDEX"], "https://mine");
-        let older =
-            installer_variables(&variables(&[("PIP_INDEX_URL", "https://a"), ("UV_INDEX_URL", "https://mine")]));
+        let older = installer_variables(&variables(&[
+            ("PIP_INDEX_URL", "https://a"),
+            ("UV_INDEX_URL", "https://mine"),
+        ]));
         assert!(!older.contains_key("UV_DEFAULT_INDEX"));
     }
 
@@ -319,7 +447,10 @@ mod tests {
             ("HTTPS_PROXY", "http://p"),
         ]));
         let certificates = [("UV_SYSTEM_CERTS", "true"), ("UV_NATIVE_TLS", "true")];
-        assert_eq!(given, variables(&[&[("HTTPS_PROXY", "http://p")], &certificates[..]].concat()));
+        assert_eq!(
+            given,
+            variables(&[&[("HTTPS_PROXY", "http://p")], &certificates[..]].concat())
+        );
         let chosen = variables(&[("UV_NATIVE_TLS", "false")]);
         assert_eq!(installer_variables(&chosen), chosen);
     }
@@ -335,14 +466,24 @@ mod tests {
             std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o755)).unwrap();
             path
         };
-        let (named, on_path, own) = (program("named"), program("bin/uv"), program("data/tools/uv"));
+        let (named, on_path, own) = (
+            program("named"),
+            program("bin/uv"),
+            program("data/tools/uv"),
+        );
         let data_dir = folder.path().join("data");
         let path = folder.path().join("bin").to_string_lossy().into_owned();
         let find = |pairs: &[(&str, &str)]| find(&variables(pairs), &data_dir);
-        assert_eq!(find(&[("CELLBLOCK_UV", named.to_str().unwrap()), ("PATH", &path)]).unwrap(), Some(named.clone()));
+        assert_eq!(
+            find(&[("CELLBLOCK_UV", named.to_str().unwrap()), ("PATH", &path)]).unwrap(),
+            Some(named.clone())
+        );
         assert_eq!(find(&[("PATH", &path)]).unwrap(), Some(on_path));
         assert_eq!(find(&[("PATH", "/nowhere")]).unwrap(), Some(own.clone()));
-        assert!(find(&[("CELLBLOCK_UV", "/nowhere/uv"), ("PATH", &path)]).is_err(), "a wrong name is not passed over");
+        assert!(
+            find(&[("CELLBLOCK_UV", "/nowhere/uv"), ("PATH", &path)]).is_err(),
+            "a wrong name is not passed over"
+        );
         std::fs::remove_file(own).unwrap();
         assert_eq!(find(&[("PATH", "/nowhere")]).unwrap(), None);
     }
@@ -352,13 +493,30 @@ mod tests {
         use std::os::unix::fs::PermissionsExt;
         let folder = tempfile::tempdir().unwrap();
         let executable = folder.path().join("python3");
-        std::fs::write(&executable, "#!/bin/sh\necho \"No module named $2\" >&2\nexit 1\n").unwrap();
+        std::fs::write(
+            &executable,
+            "#!/bin/sh\necho \"No module named $2\" >&2\nexit 1\n",
+        )
+        .unwrap();
         std::fs::set_permissions(&executable, std::fs::Permissions::from_mode(0o755)).unwrap();
         let version = "3.11.2".to_owned();
-        let interpreter = Interpreter { executable, version, base_prefix: folder.path().to_owned(), library_dir: None };
-        let error = install(&interpreter, &none(), &folder.path().join("data"), &|_| {}).await.unwrap_err().to_string();
-        assert!(error.contains("apt install python3-venv") && error.ends_with("No module named venv"), "{error}");
-        let left = std::fs::read_dir(folder.path().join("data/tools")).unwrap().count();
+        let interpreter = Interpreter {
+            executable,
+            version,
+            base_prefix: folder.path().to_owned(),
+            library_dir: None,
+        };
+        let error = install(&interpreter, &none(), &folder.path().join("data"), &|_| {})
+            .await
+            .unwrap_err()
+            .to_string();
+        assert!(
+            error.contains("apt install python3-venv") && error.ends_with("No module named venv"),
+            "{error}"
+        );
+        let left = std::fs::read_dir(folder.path().join("data/tools"))
+            .unwrap()
+            .count();
         assert_eq!(left, 0, "nothing half-installed is left");
     }
 
@@ -367,9 +525,14 @@ mod tests {
         let written = "Using Python 3.12.1 environment at: v\nResolved 28 packages in 405ms\nDownloading numpy (16.0MiB)\n \
                        Downloaded numpy\nPrepared 28 packages in 568ms\nInstalled 28 packages in 457ms\n + numpy==2.5.4\n";
         let mut following = Following::default();
-        let told: Vec<_> = written.lines().filter_map(|line| following.read(line)).collect();
-        let told: Vec<_> =
-            told.iter().map(|progress| (progress.step.as_str(), progress.done, progress.total)).collect();
+        let told: Vec<_> = written
+            .lines()
+            .filter_map(|line| following.read(line))
+            .collect();
+        let told: Vec<_> = told
+            .iter()
+            .map(|progress| (progress.step.as_str(), progress.done, progress.total))
+            .collect();
         let expected = [
             ("downloading packages", 0, Some(28)),
             ("downloading numpy", 0, Some(28)),
@@ -422,13 +585,22 @@ mod tests {
                 ),
                 "self-signed certificate (_ssl.c:1017)",
             ),
-            (uv("failed to lookup address information: Name or service not known"), "Name or service not known"),
+            (
+                uv("failed to lookup address information: Name or service not known"),
+                "Name or service not known",
+            ),
             (older_uv, "Connection refused (os error 111)"),
         ] {
             let told = Failure { output }.during("install uv with pip").to_string();
-            let (first, cure) = told.trim_start_matches("could not install uv with pip:\n").split_once('\n').unwrap();
+            let (first, cure) = told
+                .trim_start_matches("could not install uv with pip:\n")
+                .split_once('\n')
+                .unwrap();
             let expected = first.strip_prefix("the package index cannot be reached: ");
-            assert!(expected.is_some_and(|told| told.ends_with(reason)), "{told}");
+            assert!(
+                expected.is_some_and(|told| told.ends_with(reason)),
+                "{told}"
+            );
             assert!(cure.contains("PIP_INDEX_URL") && told.len() < 300, "{told}");
         }
     }
@@ -439,12 +611,18 @@ mod tests {
                   dependencies\n  cause: Because nosuch was not found in the package registry, no.";
         assert_eq!(shortened(uv), uv.split_once('\n').unwrap().1);
         let missing = "ERROR: No matching distribution found for uv";
-        assert_eq!(shortened(missing), missing, "an index that answers is not called unreachable");
+        assert_eq!(
+            shortened(missing),
+            missing,
+            "an index that answers is not called unreachable"
+        );
         assert_eq!(
             shortened("it ended with exit status: 1 and said nothing"),
             "it ended with exit status: 1 and said nothing"
         );
-        let long: String = (0..500).map(|number| format!("error {number} {}\n", "x".repeat(200))).collect();
+        let long: String = (0..500)
+            .map(|number| format!("error {number} {}\n", "x".repeat(200)))
+            .collect();
         assert!(shortened(&long).chars().count() < MOST_CHARS + 10);
         assert!(shortened(&long).starts_with("error 0 "));
     }
@@ -452,7 +630,9 @@ mod tests {
     #[tokio::test]
     async fn a_failure_keeps_the_last_lines_of_both_outputs() {
         let script = "for i in $(seq 40); do echo line $i; done; echo last >&2; exit 3";
-        let failure = run(Path::new("/bin/sh"), ["-c", script], &none(), &mut |_| {}).await.unwrap_err();
+        let failure = run(Path::new("/bin/sh"), ["-c", script], &none(), &mut |_| {})
+            .await
+            .unwrap_err();
         let lines: Vec<_> = failure.output.lines().collect();
         assert_eq!(lines.len(), LINES_KEPT);
         assert!(lines.contains(&"last") && !lines.contains(&"line 1"));
@@ -461,9 +641,18 @@ mod tests {
     #[tokio::test]
     async fn files_are_made_readable_and_a_missing_program_is_a_failure() {
         let mut said = String::new();
-        run(Path::new("/bin/sh"), ["-c", "umask"], &none(), &mut |line| said.push_str(line)).await.unwrap();
+        run(
+            Path::new("/bin/sh"),
+            ["-c", "umask"],
+            &none(),
+            &mut |line| said.push_str(line),
+        )
+        .await
+        .unwrap();
         assert_eq!(said.trim_start_matches('0'), "22");
-        let failure = run(Path::new("/nowhere/uv"), ["x"], &none(), &mut |_| {}).await.unwrap_err();
+        let failure = run(Path::new("/nowhere/uv"), ["x"], &none(), &mut |_| {})
+            .await
+            .unwrap_err();
         assert!(failure.output.contains("/nowhere/uv"), "{failure:?}");
     }
 }

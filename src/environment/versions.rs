@@ -41,7 +41,10 @@ const SIGNS: [(&str, Comparison); 7] = [
 impl VersionRange {
     /// Reads a range, or returns `None` when it is not one.
     pub(super) fn parse(text: &str) -> Option<VersionRange> {
-        text.split(',').map(|clause| Clause::parse(clause.trim())).collect::<Option<Vec<_>>>().map(VersionRange)
+        text.split(',')
+            .map(|clause| Clause::parse(clause.trim()))
+            .collect::<Option<Vec<_>>>()
+            .map(VersionRange)
     }
 
     /// Tells whether a version such as `3.12.4` lies in the range.
@@ -63,7 +66,11 @@ impl Clause {
         let version = numbers(written)?;
         // "~=3" would say nothing: there must be a last number that may grow.
         let says_enough = comparison != Comparison::Compatible || version.len() >= 2;
-        says_enough.then_some(Clause { comparison, version, is_prefix })
+        says_enough.then_some(Clause {
+            comparison,
+            version,
+            is_prefix,
+        })
     }
 
     fn accepts(&self, version: &[u32]) -> bool {
@@ -76,13 +83,21 @@ impl Clause {
             Comparison::Equal => self.equals(version),
             Comparison::Unequal => !self.equals(version),
             Comparison::Compatible => {
-                order.is_ge() && starts_with(version, &self.version[..self.version.len().saturating_sub(1)])
+                order.is_ge()
+                    && starts_with(
+                        version,
+                        &self.version[..self.version.len().saturating_sub(1)],
+                    )
             }
         }
     }
 
     fn equals(&self, version: &[u32]) -> bool {
-        if self.is_prefix { starts_with(version, &self.version) } else { compare(version, &self.version).is_eq() }
+        if self.is_prefix {
+            starts_with(version, &self.version)
+        } else {
+            compare(version, &self.version).is_eq()
+        }
     }
 }
 
@@ -93,8 +108,11 @@ fn numbers(version: &str) -> Option<Vec<u32>> {
 /// Compares as versions do: what is missing is zero.
 fn compare(left: &[u32], right: &[u32]) -> Ordering {
     let length = left.len().max(right.len());
-    let padded =
-        |numbers: &[u32]| (0..length).map(|place| numbers.get(place).copied().unwrap_or(0)).collect::<Vec<_>>();
+    let padded = |numbers: &[u32]| {
+        (0..length)
+            .map(|place| numbers.get(place).copied().unwrap_or(0))
+            .collect::<Vec<_>>()
+    };
     padded(left).cmp(&padded(right))
 }
 
@@ -127,7 +145,17 @@ mod tests {
 
     #[test]
     fn what_is_not_a_range_is_not_guessed_at() {
-        for bad in ["", "3.12", ">=", ">=3.12rc1", ">=3.*", "=3.12", "~=3", ">=3.10,", "^3.11"] {
+        for bad in [
+            "",
+            "3.12",
+            ">=",
+            ">=3.12rc1",
+            ">=3.*",
+            "=3.12",
+            "~=3",
+            ">=3.10,",
+            "^3.11",
+        ] {
             assert_eq!(VersionRange::parse(bad), None, "{bad:?}");
         }
     }

@@ -33,7 +33,8 @@ pub(super) struct Arrivals {
 impl Arrivals {
     /// Notes that the head of a request has arrived. Only messages have an order.
     pub(super) fn next<B>(&self, request: &Request<B>) -> Option<Arrival> {
-        (request.method() == Method::POST).then(|| self.in_lane(self.lane(request.uri().path(), request.headers())))
+        (request.method() == Method::POST)
+            .then(|| self.in_lane(self.lane(request.uri().path(), request.headers())))
     }
 
     fn in_lane(&self, lane: u64) -> Arrival {
@@ -67,7 +68,9 @@ impl Arrival {
     /// Does `work` after that of the requests before.
     pub(crate) async fn in_order<T>(self, work: impl FnOnce() -> T) -> T {
         let place = self.0.lock().unwrap_or_else(PoisonError::into_inner).take();
-        let Some(mut place) = place else { return work() };
+        let Some(mut place) = place else {
+            return work();
+        };
         place.come().await;
         let done = work();
         drop(place);
@@ -80,7 +83,11 @@ mod tests {
     use super::*;
 
     fn call(session: &str) -> Request<()> {
-        Request::post("/mcp").header("authorization", "ann").header("mcp-param-session-id", session).body(()).unwrap()
+        Request::post("/mcp")
+            .header("authorization", "ann")
+            .header("mcp-param-session-id", session)
+            .body(())
+            .unwrap()
     }
 
     fn next(arrivals: &Arrivals, session: &str) -> Arrival {
@@ -91,24 +98,33 @@ mod tests {
     async fn requests_are_taken_in_the_order_of_their_heads_however_their_tasks_begin() {
         let arrivals = Arrivals::default();
         let taken = Arc::new(Mutex::new(Vec::new()));
-        let mut waiting: Vec<(usize, Arrival)> = (0..100).map(|number| (number, next(&arrivals, "a"))).collect();
+        let mut waiting: Vec<(usize, Arrival)> = (0..100)
+            .map(|number| (number, next(&arrivals, "a")))
+            .collect();
         waiting.reverse();
         let mut tasks = tokio::task::JoinSet::new();
         for (number, arrival) in waiting {
             let taken = Arc::clone(&taken);
-            tasks.spawn(async move { arrival.in_order(|| taken.lock().unwrap().push(number)).await });
+            tasks.spawn(async move {
+                arrival
+                    .in_order(|| taken.lock().unwrap().push(number))
+                    .await
+            });
         }
         tasks.join_all().await;
         assert_eq!(*taken.lock().unwrap(), (0..100).collect::<Vec<_>>());
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_request_whose_body_is_slow_keeps_its_place_and_holds_up_no_other_session_or_caller() {
+    async fn a_request_whose_body_is_slow_keeps_its_place_and_holds_up_no_other_session_or_caller()
+    {
         let arrivals = Arrivals::default();
         let slow = next(&arrivals, "a");
         assert_eq!(next(&arrivals, "b").in_order(|| 7).await, 7);
         let mut of_another = call("a");
-        of_another.headers_mut().insert("authorization", "bob".parse().unwrap());
+        of_another
+            .headers_mut()
+            .insert("authorization", "bob".parse().unwrap());
         assert_eq!(arrivals.next(&of_another).unwrap().in_order(|| 8).await, 8);
         let later = tokio::spawn(next(&arrivals, "a").in_order(|| 9));
         // The clock goes on only when nothing else can happen.
@@ -128,8 +144,17 @@ mod tests {
     #[test]
     fn only_messages_have_an_order() {
         let arrivals = Arrivals::default();
-        assert!(arrivals.next(&Request::get("/mcp").body(()).unwrap()).is_none(), "it may stay open for ever");
-        assert!(arrivals.next(&Request::put("/sessions/a/files/b").body(()).unwrap()).is_none());
+        assert!(
+            arrivals
+                .next(&Request::get("/mcp").body(()).unwrap())
+                .is_none(),
+            "it may stay open for ever"
+        );
+        assert!(
+            arrivals
+                .next(&Request::put("/sessions/a/files/b").body(()).unwrap())
+                .is_none()
+        );
     }
 
     #[test]

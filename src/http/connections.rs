@@ -80,7 +80,8 @@ pub async fn serve(
             tracing::warn!(most, "a connection was closed because too many are open");
             continue;
         };
-        let (reception, watcher, open) = (reception.clone(), ending.watcher(), metrics.connection());
+        let (reception, watcher, open) =
+            (reception.clone(), ending.watcher(), metrics.connection());
         tokio::spawn(async move {
             let served = tokio::select! {
                 served = serve_one(stream, Peer(peer), place.0.clone(), reception, watcher) => served,
@@ -93,7 +94,10 @@ pub async fn serve(
         });
     }
     drop(listener);
-    if tokio::time::timeout(grace, ending.shutdown()).await.is_err() {
+    if tokio::time::timeout(grace, ending.shutdown())
+        .await
+        .is_err()
+    {
         tracing::warn!("requests were still under way when the time to finish them was over");
     }
 }
@@ -115,7 +119,9 @@ async fn serve_one(
     watcher: hyper_util::server::graceful::Watcher,
 ) -> Result<(), String> {
     // An answer is one small write; waiting for more would delay it.
-    stream.set_nodelay(true).map_err(|error| error.to_string())?;
+    stream
+        .set_nodelay(true)
+        .map_err(|error| error.to_string())?;
     let activity = Arc::new(Activity::default());
     let stream = Patient::new(stream, activity.clone());
     let tls = reception.borrow().tls.clone();
@@ -134,16 +140,35 @@ async fn serve_one(
         async move {
             let under_way = under_way.ok_or(ClosedBefore)?;
             let Ok(response) = routes.oneshot(request).await;
-            Ok::<_, ClosedBefore>(response.map(|body| Counted { body, _under_way: under_way }))
+            Ok::<_, ClosedBefore>(response.map(|body| Counted {
+                body,
+                _under_way: under_way,
+            }))
         }
     });
     let builder = builder();
     let served = match tls {
-        None => watcher.watch(builder.serve_connection(TokioIo::new(stream), service).into_owned()).await,
+        None => {
+            watcher
+                .watch(
+                    builder
+                        .serve_connection(TokioIo::new(stream), service)
+                        .into_owned(),
+                )
+                .await
+        }
         Some(tls) => {
             let handshake = tokio::time::timeout(HEAD_TIME, tls.accept(stream)).await;
-            let stream = handshake.map_err(|_| "the handshake took too long")?.map_err(|error| error.to_string())?;
-            watcher.watch(builder.serve_connection(TokioIo::new(stream), service).into_owned()).await
+            let stream = handshake
+                .map_err(|_| "the handshake took too long")?
+                .map_err(|error| error.to_string())?;
+            watcher
+                .watch(
+                    builder
+                        .serve_connection(TokioIo::new(stream), service)
+                        .into_owned(),
+                )
+                .await
         }
     };
     served.map_err(|error| error.to_string())
@@ -151,7 +176,11 @@ async fn serve_one(
 
 fn builder() -> auto::Builder<TokioExecutor> {
     let mut builder = auto::Builder::new(TokioExecutor::new());
-    builder.http1().timer(TokioTimer::new()).header_read_timeout(None).max_buf_size(LARGEST_HEAD);
+    builder
+        .http1()
+        .timer(TokioTimer::new())
+        .header_read_timeout(None)
+        .max_buf_size(LARGEST_HEAD);
     builder
         .http2()
         .timer(TokioTimer::new())
@@ -185,7 +214,10 @@ impl UnderWay {
         if version == Version::HTTP_2 {
             activity.is_http2.store(true, Ordering::Relaxed);
         }
-        UnderWay { activity: activity.clone(), _guard: guard }
+        UnderWay {
+            activity: activity.clone(),
+            _guard: guard,
+        }
     }
 }
 
@@ -208,22 +240,37 @@ struct Patient {
 impl Patient {
     /// A client that says nothing at all is as slow as one that begins.
     fn new(stream: TcpStream, activity: Arc<Activity>) -> Patient {
-        Patient { stream, activity, head: Some(Box::pin(tokio::time::sleep(HEAD_TIME))), stalled: None }
+        Patient {
+            stream,
+            activity,
+            head: Some(Box::pin(tokio::time::sleep(HEAD_TIME))),
+            stalled: None,
+        }
     }
 
     fn reads_a_head(&self) -> bool {
-        self.activity.requests.load(Ordering::Relaxed) == 0 && !self.activity.is_http2.load(Ordering::Relaxed)
+        self.activity.requests.load(Ordering::Relaxed) == 0
+            && !self.activity.is_http2.load(Ordering::Relaxed)
     }
 
     /// Lets a write wait, but not for ever.
-    fn waited<T>(&mut self, context: &mut Context<'_>, written: Poll<io::Result<T>>) -> Poll<io::Result<T>> {
+    fn waited<T>(
+        &mut self,
+        context: &mut Context<'_>,
+        written: Poll<io::Result<T>>,
+    ) -> Poll<io::Result<T>> {
         if written.is_ready() {
             self.stalled = None;
             return written;
         }
-        let stalled = self.stalled.get_or_insert_with(|| Box::pin(tokio::time::sleep(STALL_TIME)));
+        let stalled = self
+            .stalled
+            .get_or_insert_with(|| Box::pin(tokio::time::sleep(STALL_TIME)));
         ready!(stalled.as_mut().poll(context));
-        Poll::Ready(Err(io::Error::new(io::ErrorKind::TimedOut, "the client reads nothing")))
+        Poll::Ready(Err(io::Error::new(
+            io::ErrorKind::TimedOut,
+            "the client reads nothing",
+        )))
     }
 }
 
@@ -239,18 +286,28 @@ impl AsyncRead for Patient {
         let read = Pin::new(&mut self.stream).poll_read(context, buffer);
         if read.is_ready() {
             if self.reads_a_head() {
-                self.head.get_or_insert_with(|| Box::pin(tokio::time::sleep(HEAD_TIME)));
+                self.head
+                    .get_or_insert_with(|| Box::pin(tokio::time::sleep(HEAD_TIME)));
             }
             return read;
         }
-        let Some(head) = &mut self.head else { return Poll::Pending };
+        let Some(head) = &mut self.head else {
+            return Poll::Pending;
+        };
         ready!(head.as_mut().poll(context));
-        Poll::Ready(Err(io::Error::new(io::ErrorKind::TimedOut, "no whole request came")))
+        Poll::Ready(Err(io::Error::new(
+            io::ErrorKind::TimedOut,
+            "no whole request came",
+        )))
     }
 }
 
 impl AsyncWrite for Patient {
-    fn poll_write(mut self: Pin<&mut Self>, context: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+    fn poll_write(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        bytes: &[u8],
+    ) -> Poll<io::Result<usize>> {
         let written = Pin::new(&mut self.stream).poll_write(context, bytes);
         self.waited(context, written)
     }
@@ -313,7 +370,10 @@ struct Moving {
 
 impl Moving {
     fn new(body: Incoming) -> Moving {
-        Moving { body, deadline: Box::pin(tokio::time::sleep(STALL_TIME)) }
+        Moving {
+            body,
+            deadline: Box::pin(tokio::time::sleep(STALL_TIME)),
+        }
     }
 }
 

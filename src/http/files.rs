@@ -30,7 +30,9 @@ use tokio::sync::oneshot;
 
 use super::routes::{forbidden, json};
 use crate::auth::{Caller, Scope, require};
-use crate::session::{FileRange, InsidePath, Principal, Refused, SessionAccess, SessionId, UploadPart, Uploaded};
+use crate::session::{
+    FileRange, InsidePath, Principal, Refused, SessionAccess, SessionId, UploadPart, Uploaded,
+};
 
 /// Bytes that wait for a slow reader.
 const BUFFER: usize = 256 * 1024;
@@ -70,18 +72,31 @@ impl IntoResponse for No {
             No::Denied(response) => *response,
             No::Status(status, text) => said(status, text),
             No::OutOfRange(total) => {
-                let mut response = said(StatusCode::RANGE_NOT_SATISFIABLE, "the file is shorter than that".to_owned());
-                response.headers_mut().insert(header::CONTENT_RANGE, value(format!("bytes */{total}")));
+                let mut response = said(
+                    StatusCode::RANGE_NOT_SATISFIABLE,
+                    "the file is shorter than that".to_owned(),
+                );
+                response
+                    .headers_mut()
+                    .insert(header::CONTENT_RANGE, value(format!("bytes */{total}")));
                 response
             }
             No::Refused(refused) => {
                 let mut response = said(status_of(&refused), refused.to_string());
                 match refused {
                     Refused::UploadOffset { expected } => {
-                        response.headers_mut().insert(UPLOAD_OFFSET, HeaderValue::from(expected));
+                        response
+                            .headers_mut()
+                            .insert(UPLOAD_OFFSET, HeaderValue::from(expected));
                     }
-                    Refused::Quota { retry_after: Some(wait), .. } => {
-                        response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from(wait.as_secs().max(1)));
+                    Refused::Quota {
+                        retry_after: Some(wait),
+                        ..
+                    } => {
+                        response.headers_mut().insert(
+                            header::RETRY_AFTER,
+                            HeaderValue::from(wait.as_secs().max(1)),
+                        );
                     }
                     _ => {}
                 }
@@ -95,11 +110,25 @@ fn status_of(refused: &Refused) -> StatusCode {
     use crate::runner_client::Trouble;
     match refused {
         // An unknown session and somebody else's look the same.
-        Refused::Unknown { .. } | Refused::File { reason: Trouble::Missing, .. } => StatusCode::NOT_FOUND,
+        Refused::Unknown { .. }
+        | Refused::File {
+            reason: Trouble::Missing,
+            ..
+        } => StatusCode::NOT_FOUND,
         Refused::Ended { .. } => StatusCode::GONE,
-        Refused::File { reason: Trouble::Exists, .. } => StatusCode::PRECONDITION_FAILED,
-        Refused::File { reason: Trouble::TooLarge, .. } | Refused::UploadTooLarge => StatusCode::PAYLOAD_TOO_LARGE,
-        Refused::File { reason: Trouble::NoSpace, .. } => StatusCode::INSUFFICIENT_STORAGE,
+        Refused::File {
+            reason: Trouble::Exists,
+            ..
+        } => StatusCode::PRECONDITION_FAILED,
+        Refused::File {
+            reason: Trouble::TooLarge,
+            ..
+        }
+        | Refused::UploadTooLarge => StatusCode::PAYLOAD_TOO_LARGE,
+        Refused::File {
+            reason: Trouble::NoSpace,
+            ..
+        } => StatusCode::INSUFFICIENT_STORAGE,
         Refused::File { .. } | Refused::UploadOffset { .. } => StatusCode::CONFLICT,
         Refused::CellRunning { .. } | Refused::Occupied { .. } => StatusCode::CONFLICT,
         Refused::Quota { .. }
@@ -119,12 +148,20 @@ struct About {
 fn about(request: &Request, scope: Scope) -> Result<About, No> {
     let unknown = |status, text: String| No::Status(status, text);
     let caller = request.extensions().get::<Caller>();
-    let caller = caller
-        .ok_or_else(|| unknown(StatusCode::INTERNAL_SERVER_ERROR, "it is not known who is calling".to_owned()))?;
+    let caller = caller.ok_or_else(|| {
+        unknown(
+            StatusCode::INTERNAL_SERVER_ERROR,
+            "it is not known who is calling".to_owned(),
+        )
+    })?;
     require(caller, scope).map_err(|denied| No::Denied(Box::new(forbidden(denied))))?;
     let written = request.uri().path().split('/').nth(2).unwrap_or_default();
-    let session = SessionId::from_str(written).map_err(|bad| unknown(StatusCode::BAD_REQUEST, bad.to_string()))?;
-    Ok(About { owner: Principal(caller.principal.clone()), session })
+    let session = SessionId::from_str(written)
+        .map_err(|bad| unknown(StatusCode::BAD_REQUEST, bad.to_string()))?;
+    Ok(About {
+        owner: Principal(caller.principal.clone()),
+        session,
+    })
 }
 
 async fn list(State(sessions): State<Sessions>, request: Request) -> Response<Body> {
@@ -139,9 +176,13 @@ async fn list(State(sessions): State<Sessions>, request: Request) -> Response<Bo
     };
     match listed.await {
         Ok((list, session)) => {
-            let file = |note: &crate::session::FileNote| json!({"path": note.path, "size": note.size});
+            let file =
+                |note: &crate::session::FileNote| json!({"path": note.path, "size": note.size});
             let files: Vec<_> = list.files.iter().map(file).collect();
-            json(StatusCode::OK, &json!({"session_id": session.as_str(), "files": files, "omitted": list.omitted}))
+            json(
+                StatusCode::OK,
+                &json!({"session_id": session.as_str(), "files": files, "omitted": list.omitted}),
+            )
         }
         Err(no) => no.into_response(),
     }
@@ -163,8 +204,14 @@ fn not_allowed(methods: &'static str) -> Response<Body> {
 
 fn path_of(request: &Request) -> Result<InsidePath, No> {
     let bad = |text: String| No::Status(StatusCode::BAD_REQUEST, text);
-    let written = request.uri().path().splitn(5, '/').nth(4).unwrap_or_default();
-    let decoded = percent_decoded(written).ok_or_else(|| bad("the path is not percent-encoded UTF-8".to_owned()))?;
+    let written = request
+        .uri()
+        .path()
+        .splitn(5, '/')
+        .nth(4)
+        .unwrap_or_default();
+    let decoded = percent_decoded(written)
+        .ok_or_else(|| bad("the path is not percent-encoded UTF-8".to_owned()))?;
     InsidePath::from_str(&decoded).map_err(|cause| bad(cause.to_string()))
 }
 
@@ -187,9 +234,15 @@ pub(crate) fn percent_decoded(text: &str) -> Option<String> {
 async fn get(sessions: Sessions, request: Request) -> Result<Response<Body>, No> {
     let (About { owner, session }, path) = (about(&request, Scope::Read)?, path_of(&request)?);
     let (request, _) = request.into_parts();
-    let known = sessions.read_file_range(&owner, &session, &path, 0, Some(0), &mut tokio::io::sink()).await?;
+    let known = sessions
+        .read_file_range(&owner, &session, &path, 0, Some(0), &mut tokio::io::sink())
+        .await?;
     let tag = tag_of(&known);
-    if request.headers.get(header::IF_NONE_MATCH).is_some_and(|given| *given == tag) {
+    if request
+        .headers
+        .get(header::IF_NONE_MATCH)
+        .is_some_and(|given| *given == tag)
+    {
         return Ok((StatusCode::NOT_MODIFIED, [(header::ETAG, tag)]).into_response());
     }
     let wanted = wanted_range(&request.headers, &tag, known.total)?;
@@ -197,23 +250,43 @@ async fn get(sessions: Sessions, request: Request) -> Result<Response<Body>, No>
     let (mut sink, source) = tokio::io::duplex(BUFFER);
     let (finish, finished) = oneshot::channel();
     tokio::spawn(async move {
-        let read = sessions.read_file_range(&owner, &session, &path, offset, Some(length), &mut sink).await;
+        let read = sessions
+            .read_file_range(&owner, &session, &path, offset, Some(length), &mut sink)
+            .await;
         // Whoever asked may have gone.
-        let _ = finish.send(read.is_ok_and(|range| range.version == known.version && range.sent == length));
+        let _ = finish
+            .send(read.is_ok_and(|range| range.version == known.version && range.sent == length));
     });
-    let status = if wanted.is_some() { StatusCode::PARTIAL_CONTENT } else { StatusCode::OK };
-    let mut response = Response::new(Body::new(Content { source, finished: Some(finished), left: length }));
+    let status = if wanted.is_some() {
+        StatusCode::PARTIAL_CONTENT
+    } else {
+        StatusCode::OK
+    };
+    let mut response = Response::new(Body::new(Content {
+        source,
+        finished: Some(finished),
+        left: length,
+    }));
     *response.status_mut() = status;
     let headers = response.headers_mut();
     headers.insert(header::CONTENT_LENGTH, HeaderValue::from(length));
-    headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("application/octet-stream"));
+    headers.insert(
+        header::CONTENT_TYPE,
+        HeaderValue::from_static("application/octet-stream"),
+    );
     // What a session made is never shown as a page of this server.
-    headers.insert(header::CONTENT_DISPOSITION, HeaderValue::from_static("attachment"));
+    headers.insert(
+        header::CONTENT_DISPOSITION,
+        HeaderValue::from_static("attachment"),
+    );
     headers.insert(header::ACCEPT_RANGES, HeaderValue::from_static("bytes"));
     headers.insert(header::ETAG, tag);
     if wanted.is_some() {
         let last = offset + length.saturating_sub(1);
-        headers.insert(header::CONTENT_RANGE, value(format!("bytes {offset}-{last}/{}", known.total)));
+        headers.insert(
+            header::CONTENT_RANGE,
+            value(format!("bytes {offset}-{last}/{}", known.total)),
+        );
     }
     Ok(response)
 }
@@ -222,7 +295,9 @@ async fn head(sessions: Sessions, request: Request) -> Result<Response<Body>, No
     let (About { owner, session }, path) = (about(&request, Scope::Read)?, path_of(&request)?);
     drop(request);
     let arrived = sessions.uploaded(&owner, &session, &path).await;
-    let known = sessions.read_file_range(&owner, &session, &path, 0, Some(0), &mut tokio::io::sink()).await;
+    let known = sessions
+        .read_file_range(&owner, &session, &path, 0, Some(0), &mut tokio::io::sink())
+        .await;
     let mut response = match (known, arrived) {
         (Ok(known), _) => {
             let mut response = StatusCode::OK.into_response();
@@ -237,35 +312,71 @@ async fn head(sessions: Sessions, request: Request) -> Result<Response<Body>, No
         (Err(refused), None) => return Err(refused.into()),
     };
     if let Some(arrived) = arrived {
-        response.headers_mut().insert(UPLOAD_OFFSET, HeaderValue::from(arrived));
+        response
+            .headers_mut()
+            .insert(UPLOAD_OFFSET, HeaderValue::from(arrived));
     }
     Ok(response)
 }
 
 async fn put(sessions: Sessions, request: Request) -> Result<Response<Body>, No> {
     let (About { owner, session }, path) = (about(&request, Scope::Execute)?, path_of(&request)?);
-    let overwrite = request.headers().get(header::IF_NONE_MATCH).is_none_or(|given| given != "*");
+    let overwrite = request
+        .headers()
+        .get(header::IF_NONE_MATCH)
+        .is_none_or(|given| given != "*");
     let part = match request.headers().get(header::CONTENT_RANGE) {
-        None => UploadPart { offset: 0, last: true, overwrite },
+        None => UploadPart {
+            offset: 0,
+            last: true,
+            overwrite,
+        },
         Some(written) => {
-            let bad = || No::Status(StatusCode::BAD_REQUEST, "Content-Range must be: bytes FIRST-LAST/SIZE".to_owned());
-            let (first, last, size) = written.to_str().ok().and_then(content_range).ok_or_else(bad)?;
-            UploadPart { offset: first, last: last + 1 == size, overwrite }
+            let bad = || {
+                No::Status(
+                    StatusCode::BAD_REQUEST,
+                    "Content-Range must be: bytes FIRST-LAST/SIZE".to_owned(),
+                )
+            };
+            let (first, last, size) = written
+                .to_str()
+                .ok()
+                .and_then(content_range)
+                .ok_or_else(bad)?;
+            UploadPart {
+                offset: first,
+                last: last + 1 == size,
+                overwrite,
+            }
         }
     };
     let mut source = Incoming::new(request.into_body());
-    let Uploaded { size, finished } = sessions.upload(&owner, &session, &path, part, &mut source).await?;
-    let status = if finished { StatusCode::CREATED } else { StatusCode::ACCEPTED };
-    let mut response = json(status, &json!({"session_id": session.as_str(), "path": path.as_str(), "bytes": size}));
+    let Uploaded { size, finished } = sessions
+        .upload(&owner, &session, &path, part, &mut source)
+        .await?;
+    let status = if finished {
+        StatusCode::CREATED
+    } else {
+        StatusCode::ACCEPTED
+    };
+    let mut response = json(
+        status,
+        &json!({"session_id": session.as_str(), "path": path.as_str(), "bytes": size}),
+    );
     if !finished {
-        response.headers_mut().insert(UPLOAD_OFFSET, HeaderValue::from(size));
+        response
+            .headers_mut()
+            .insert(UPLOAD_OFFSET, HeaderValue::from(size));
     }
     Ok(response)
 }
 
 fn tag_of(known: &FileRange) -> HeaderValue {
-    let plain: String =
-        known.version.chars().filter(|letter| letter.is_ascii_alphanumeric() || "-_.".contains(*letter)).collect();
+    let plain: String = known
+        .version
+        .chars()
+        .filter(|letter| letter.is_ascii_alphanumeric() || "-_.".contains(*letter))
+        .collect();
     value(format!("\"{plain}\""))
 }
 
@@ -275,19 +386,36 @@ fn value(text: String) -> HeaderValue {
 }
 
 /// Reads which part is wanted: one range, or nothing when the whole is meant. A client whose copy is of another version gets the whole.
-fn wanted_range(headers: &HeaderMap, tag: &HeaderValue, total: u64) -> Result<Option<(u64, u64)>, No> {
-    let Some(range) = headers.get(header::RANGE).and_then(|range| range.to_str().ok()) else { return Ok(None) };
-    if headers.get(header::IF_RANGE).is_some_and(|known| known != tag) {
+fn wanted_range(
+    headers: &HeaderMap,
+    tag: &HeaderValue,
+    total: u64,
+) -> Result<Option<(u64, u64)>, No> {
+    let Some(range) = headers
+        .get(header::RANGE)
+        .and_then(|range| range.to_str().ok())
+    else {
+        return Ok(None);
+    };
+    if headers
+        .get(header::IF_RANGE)
+        .is_some_and(|known| known != tag)
+    {
         return Ok(None);
     }
     // Several ranges or another unit may be ignored.
-    let Some((first, last)) = range.strip_prefix("bytes=").and_then(|range| range.split_once('-')) else {
+    let Some((first, last)) = range
+        .strip_prefix("bytes=")
+        .and_then(|range| range.split_once('-'))
+    else {
         return Ok(None);
     };
     let (first, last) = match (first.trim().parse::<u64>(), last.trim().parse::<u64>()) {
         (Ok(first), Ok(last)) if first <= last => (first, last),
         (Ok(first), Err(_)) if last.trim().is_empty() => (first, u64::MAX),
-        (Err(_), Ok(tail)) if first.trim().is_empty() && tail > 0 => (total.saturating_sub(tail), u64::MAX),
+        (Err(_), Ok(tail)) if first.trim().is_empty() && tail > 0 => {
+            (total.saturating_sub(tail), u64::MAX)
+        }
         _ => return Ok(None),
     };
     if first >= total {
@@ -299,7 +427,11 @@ fn wanted_range(headers: &HeaderMap, tag: &HeaderValue, total: u64) -> Result<Op
 fn content_range(text: &str) -> Option<(u64, u64, u64)> {
     let (range, size) = text.strip_prefix("bytes ")?.split_once('/')?;
     let (first, last) = range.split_once('-')?;
-    let (first, last, size) = (first.parse::<u64>().ok()?, last.parse::<u64>().ok()?, size.parse::<u64>().ok()?);
+    let (first, last, size) = (
+        first.parse::<u64>().ok()?,
+        last.parse::<u64>().ok()?,
+        size.parse::<u64>().ok()?,
+    );
     (first <= last && last < size).then_some((first, last, size))
 }
 
@@ -328,7 +460,9 @@ impl HttpBody for Content {
             return match Pin::new(&mut self.source).poll_read(context, &mut buffer) {
                 Poll::Pending => Poll::Pending,
                 Poll::Ready(Err(error)) => Poll::Ready(Some(Err(error.into()))),
-                Poll::Ready(Ok(())) if buffer.filled().is_empty() => Poll::Ready(Some(Err(Changed.into()))),
+                Poll::Ready(Ok(())) if buffer.filled().is_empty() => {
+                    Poll::Ready(Some(Err(Changed.into())))
+                }
                 Poll::Ready(Ok(())) => {
                     let size = buffer.filled().len();
                     bytes.truncate(size);
@@ -337,7 +471,9 @@ impl HttpBody for Content {
                 }
             };
         }
-        let Some(finished) = &mut self.finished else { return Poll::Ready(None) };
+        let Some(finished) = &mut self.finished else {
+            return Poll::Ready(None);
+        };
         let ended = std::task::ready!(Pin::new(finished).poll(context));
         self.finished = None;
         match ended {
@@ -355,7 +491,10 @@ struct Incoming {
 
 impl Incoming {
     fn new(body: Body) -> Incoming {
-        Incoming { body, rest: Bytes::new() }
+        Incoming {
+            body,
+            rest: Bytes::new(),
+        }
     }
 }
 
@@ -427,7 +566,15 @@ mod tests {
     fn parts_of_uploads_are_read_strictly() {
         assert_eq!(content_range("bytes 0-9/100"), Some((0, 9, 100)));
         assert_eq!(content_range("bytes 90-99/100"), Some((90, 99, 100)));
-        for bad in ["bytes 0-100/100", "bytes 9-0/100", "bytes 0-9/*", "0-9/100", "bytes */100", "bytes 0-/100", ""] {
+        for bad in [
+            "bytes 0-100/100",
+            "bytes 9-0/100",
+            "bytes 0-9/*",
+            "0-9/100",
+            "bytes */100",
+            "bytes 0-/100",
+            "",
+        ] {
             assert_eq!(content_range(bad), None, "{bad}");
         }
     }
@@ -453,11 +600,20 @@ mod tests {
 
     async fn sent(bytes: &'static [u8], left: u64, good: bool) -> Result<Bytes, axum::BoxError> {
         let (mut sink, source) = tokio::io::duplex(BUFFER);
-        tokio::io::AsyncWriteExt::write_all(&mut sink, bytes).await.unwrap();
+        tokio::io::AsyncWriteExt::write_all(&mut sink, bytes)
+            .await
+            .unwrap();
         drop(sink);
         let (finish, finished) = oneshot::channel();
         finish.send(good).unwrap();
-        Content { source, finished: Some(finished), left }.collect().await.map(|all| all.to_bytes())
+        Content {
+            source,
+            finished: Some(finished),
+            left,
+        }
+        .collect()
+        .await
+        .map(|all| all.to_bytes())
     }
 
     #[tokio::test]

@@ -39,9 +39,13 @@ pub struct Origin {
 pub enum Refusal {
     #[error("the request must name its host exactly once")]
     NoHost,
-    #[error("this server does not go by the name in the Host header; its operator can add it with --allowed-host")]
+    #[error(
+        "this server does not go by the name in the Host header; its operator can add it with --allowed-host"
+    )]
     ForeignHost,
-    #[error("pages of this origin may not use this server; its operator can allow them with --allowed-origin")]
+    #[error(
+        "pages of this origin may not use this server; its operator can allow them with --allowed-origin"
+    )]
     ForeignOrigin,
 }
 
@@ -60,13 +64,23 @@ impl Allowed {
     pub fn new(address: SocketAddr, hosts: Vec<AllowedHost>, origins: Vec<Origin>) -> Allowed {
         let mut all = hosts;
         if !address.ip().is_unspecified() {
-            all.push(AllowedHost { host: address.ip().to_string(), port: Some(address.port()) });
+            all.push(AllowedHost {
+                host: address.ip().to_string(),
+                port: Some(address.port()),
+            });
         }
         for host in ["localhost", "127.0.0.1", "::1"] {
             // Any port: a tunnel brings requests under another one.
-            all.push(AllowedHost { host: host.to_owned(), port: None });
+            all.push(AllowedHost {
+                host: host.to_owned(),
+                port: None,
+            });
         }
-        Allowed { hosts: all, origins, port: address.port() }
+        Allowed {
+            hosts: all,
+            origins,
+            port: address.port(),
+        }
     }
 
     /// Decides about a request by its head.
@@ -74,7 +88,10 @@ impl Allowed {
         let host = host_of(uri, headers).ok_or(Refusal::NoHost)?;
         let (name, port) = (plain(host.host()), host.port_u16());
         let is_ours = |allowed: &AllowedHost| {
-            allowed.host == name && allowed.port.is_none_or(|allowed| port.is_none_or(|port| port == allowed))
+            allowed.host == name
+                && allowed
+                    .port
+                    .is_none_or(|allowed| port.is_none_or(|port| port == allowed))
         };
         if !self.hosts.iter().any(is_ours) {
             return Err(Refusal::ForeignHost);
@@ -101,12 +118,25 @@ impl Allowed {
         origin.port == usual_port(&origin.scheme) || origin.port == self.port
     }
 
-    fn check_origin(&self, origin: &HeaderValue, host: &str, port: Option<u16>) -> Result<(), Refusal> {
-        let parsed = origin.to_str().ok().and_then(|text| text.parse::<Origin>().ok());
+    fn check_origin(
+        &self,
+        origin: &HeaderValue,
+        host: &str,
+        port: Option<u16>,
+    ) -> Result<(), Refusal> {
+        let parsed = origin
+            .to_str()
+            .ok()
+            .and_then(|text| text.parse::<Origin>().ok());
         let origin = parsed.ok_or(Refusal::ForeignOrigin)?;
         // A page of ours: its origin is the very name that was found good above.
-        let is_own = origin.host == host && port.map_or_else(|| self.is_own_port(&origin), |port| port == origin.port);
-        if is_own || self.origins.contains(&origin) { Ok(()) } else { Err(Refusal::ForeignOrigin) }
+        let is_own = origin.host == host
+            && port.map_or_else(|| self.is_own_port(&origin), |port| port == origin.port);
+        if is_own || self.origins.contains(&origin) {
+            Ok(())
+        } else {
+            Err(Refusal::ForeignOrigin)
+        }
     }
 }
 
@@ -136,10 +166,14 @@ fn host_of(uri: &Uri, headers: &HeaderMap) -> Option<Authority> {
 
 /// A host without brackets, in lower case, without the dot of the root.
 fn plain(host: &str) -> String {
-    let host = host.strip_prefix('[').and_then(|host| host.strip_suffix(']')).unwrap_or(host);
+    let host = host
+        .strip_prefix('[')
+        .and_then(|host| host.strip_suffix(']'))
+        .unwrap_or(host);
     let host = host.strip_suffix('.').unwrap_or(host).to_ascii_lowercase();
     // Addresses have many spellings.
-    host.parse::<IpAddr>().map_or(host, |address| address.to_string())
+    host.parse::<IpAddr>()
+        .map_or(host, |address| address.to_string())
 }
 
 /// Tells whether something follows the host that is no port.
@@ -149,7 +183,9 @@ fn has_odd_port(authority: &Authority) -> bool {
 
 /// A text that names no host.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[error("a name or an address, with a port if it holds only there, such as `cells.example.com` or `10.0.0.7:8000`")]
+#[error(
+    "a name or an address, with a port if it holds only there, such as `cells.example.com` or `10.0.0.7:8000`"
+)]
 pub struct BadHost;
 
 impl FromStr for AllowedHost {
@@ -157,13 +193,22 @@ impl FromStr for AllowedHost {
 
     fn from_str(text: &str) -> Result<AllowedHost, BadHost> {
         if let Ok(address) = text.parse::<IpAddr>() {
-            return Ok(AllowedHost { host: address.to_string(), port: None });
+            return Ok(AllowedHost {
+                host: address.to_string(),
+                port: None,
+            });
         }
         let authority = text.parse::<Authority>().map_err(|_| BadHost)?;
-        if authority.as_str().contains(['@', '*']) || authority.host().is_empty() || has_odd_port(&authority) {
+        if authority.as_str().contains(['@', '*'])
+            || authority.host().is_empty()
+            || has_odd_port(&authority)
+        {
             return Err(BadHost);
         }
-        Ok(AllowedHost { host: plain(authority.host()), port: authority.port_u16() })
+        Ok(AllowedHost {
+            host: plain(authority.host()),
+            port: authority.port_u16(),
+        })
     }
 }
 
@@ -183,12 +228,17 @@ impl FromStr for Origin {
         }
         let usual = usual_port(&scheme);
         let authority = uri.authority().ok_or(BadOrigin)?;
-        let has_more =
-            !matches!(uri.path(), "" | "/") || uri.query().is_some() || authority.as_str().contains(['@', '*']);
+        let has_more = !matches!(uri.path(), "" | "/")
+            || uri.query().is_some()
+            || authority.as_str().contains(['@', '*']);
         if has_more || has_odd_port(authority) {
             return Err(BadOrigin);
         }
-        Ok(Origin { scheme, host: plain(authority.host()), port: authority.port_u16().unwrap_or(usual) })
+        Ok(Origin {
+            scheme,
+            host: plain(authority.host()),
+            port: authority.port_u16().unwrap_or(usual),
+        })
     }
 }
 
@@ -205,7 +255,10 @@ mod tests {
     fn allowed() -> Allowed {
         Allowed::new(
             "10.0.0.7:8000".parse().unwrap(),
-            vec!["cells.example.com".parse().unwrap(), "proxied.example.com:8443".parse().unwrap()],
+            vec![
+                "cells.example.com".parse().unwrap(),
+                "proxied.example.com:8443".parse().unwrap(),
+            ],
             vec!["https://app.example.com".parse().unwrap()],
         )
     }
@@ -213,7 +266,10 @@ mod tests {
     fn verdict(headers: &[(&str, &str)]) -> Result<(), Refusal> {
         let mut map = HeaderMap::new();
         for (name, value) in headers {
-            map.append(header::HeaderName::from_bytes(name.as_bytes()).unwrap(), value.parse().unwrap());
+            map.append(
+                header::HeaderName::from_bytes(name.as_bytes()).unwrap(),
+                value.parse().unwrap(),
+            );
         }
         allowed().check(&"/mcp".parse().unwrap(), &map)
     }
@@ -249,15 +305,29 @@ mod tests {
             "localhost.evil.test",
             "[::2]",
         ] {
-            assert_eq!(verdict(&[("host", host)]), Err(Refusal::ForeignHost), "{host}");
+            assert_eq!(
+                verdict(&[("host", host)]),
+                Err(Refusal::ForeignHost),
+                "{host}"
+            );
         }
     }
 
     #[test]
     fn a_request_names_its_host_exactly_once() {
         assert_eq!(verdict(&[]), Err(Refusal::NoHost));
-        assert_eq!(verdict(&[("host", "localhost"), ("host", "localhost")]), Err(Refusal::NoHost));
-        for host in ["", "a b", "user@localhost", "localhost/path", "localhost:80:80", "localhost:99999"] {
+        assert_eq!(
+            verdict(&[("host", "localhost"), ("host", "localhost")]),
+            Err(Refusal::NoHost)
+        );
+        for host in [
+            "",
+            "a b",
+            "user@localhost",
+            "localhost/path",
+            "localhost:80:80",
+            "localhost:99999",
+        ] {
             assert_eq!(verdict(&[("host", host)]), Err(Refusal::NoHost), "{host}");
         }
     }
@@ -265,12 +335,19 @@ mod tests {
     #[test]
     fn an_address_and_a_header_must_name_the_same_host() {
         let mut headers = HeaderMap::new();
-        let check = |uri: &str, headers: &HeaderMap| allowed().check(&uri.parse().unwrap(), headers);
+        let check =
+            |uri: &str, headers: &HeaderMap| allowed().check(&uri.parse().unwrap(), headers);
         assert_eq!(check("http://localhost:8000/mcp", &headers), Ok(()));
-        assert_eq!(check("http://example.com/mcp", &headers), Err(Refusal::ForeignHost));
+        assert_eq!(
+            check("http://example.com/mcp", &headers),
+            Err(Refusal::ForeignHost)
+        );
         headers.insert(header::HOST, HeaderValue::from_static("localhost:8000"));
         assert_eq!(check("http://localhost:8000/mcp", &headers), Ok(()));
-        assert_eq!(check("http://cells.example.com/mcp", &headers), Err(Refusal::NoHost));
+        assert_eq!(
+            check("http://cells.example.com/mcp", &headers),
+            Err(Refusal::NoHost)
+        );
     }
 
     #[test]
@@ -282,7 +359,11 @@ mod tests {
             ("localhost:8000", "https://app.example.com"),
             ("localhost:8000", "HTTPS://APP.example.com:443"),
         ] {
-            assert_eq!(verdict(&[("host", host), ("origin", origin)]), Ok(()), "{host} {origin}");
+            assert_eq!(
+                verdict(&[("host", host), ("origin", origin)]),
+                Ok(()),
+                "{host} {origin}"
+            );
         }
     }
 
@@ -304,18 +385,34 @@ mod tests {
             let verdict = verdict(&[("host", "localhost:8000"), ("origin", origin)]);
             assert_eq!(verdict, Err(Refusal::ForeignOrigin), "{origin}");
         }
-        let twice = [("host", "localhost"), ("origin", "http://localhost"), ("origin", "http://localhost")];
+        let twice = [
+            ("host", "localhost"),
+            ("origin", "http://localhost"),
+            ("origin", "http://localhost"),
+        ];
         assert_eq!(verdict(&twice), Err(Refusal::ForeignOrigin));
     }
 
     #[test]
     fn a_host_without_a_port_has_pages_at_its_usual_port_and_ours_only() {
-        for origin in ["http://localhost", "https://localhost", "http://localhost:80", "http://localhost:8000"] {
-            assert_eq!(verdict(&[("host", "localhost"), ("origin", origin)]), Ok(()), "control: {origin}");
+        for origin in [
+            "http://localhost",
+            "https://localhost",
+            "http://localhost:80",
+            "http://localhost:8000",
+        ] {
+            assert_eq!(
+                verdict(&[("host", "localhost"), ("origin", origin)]),
+                Ok(()),
+                "control: {origin}"
+            );
         }
-        for origin in
-            ["http://localhost:3000", "https://localhost:80", "http://localhost:443", "https://localhost:8443"]
-        {
+        for origin in [
+            "http://localhost:3000",
+            "https://localhost:80",
+            "http://localhost:443",
+            "https://localhost:8443",
+        ] {
             let verdict = verdict(&[("host", "localhost"), ("origin", origin)]);
             assert_eq!(verdict, Err(Refusal::ForeignOrigin), "{origin}");
         }
@@ -323,27 +420,59 @@ mod tests {
 
     #[test]
     fn headers_of_proxies_change_nothing() {
-        for name in ["x-forwarded-host", "forwarded", "x-original-host", "x-forwarded-for"] {
-            assert_eq!(verdict(&[("host", "example.com"), (name, "localhost")]), Err(Refusal::ForeignHost), "{name}");
+        for name in [
+            "x-forwarded-host",
+            "forwarded",
+            "x-original-host",
+            "x-forwarded-for",
+        ] {
+            assert_eq!(
+                verdict(&[("host", "example.com"), (name, "localhost")]),
+                Err(Refusal::ForeignHost),
+                "{name}"
+            );
         }
     }
 
     #[test]
     fn only_listed_origins_are_told_to_browsers() {
         let mut headers = HeaderMap::new();
-        headers.insert(header::ORIGIN, HeaderValue::from_static("https://app.example.com"));
-        assert_eq!(allowed().listed_origin(&headers).unwrap(), "https://app.example.com");
-        headers.insert(header::ORIGIN, HeaderValue::from_static("https://evil.test"));
+        headers.insert(
+            header::ORIGIN,
+            HeaderValue::from_static("https://app.example.com"),
+        );
+        assert_eq!(
+            allowed().listed_origin(&headers).unwrap(),
+            "https://app.example.com"
+        );
+        headers.insert(
+            header::ORIGIN,
+            HeaderValue::from_static("https://evil.test"),
+        );
         assert_eq!(allowed().listed_origin(&headers), None);
     }
 
     #[test]
     fn what_names_no_host_or_origin_cannot_be_listed() {
-        for bad in ["", "a b", "*.example.com", "https://a.test", "user@a.test", "a.test:99999"] {
+        for bad in [
+            "",
+            "a b",
+            "*.example.com",
+            "https://a.test",
+            "user@a.test",
+            "a.test:99999",
+        ] {
             assert!(bad.parse::<AllowedHost>().is_err(), "{bad}");
         }
-        for bad in ["", "null", "a.test", "https://a.test/path", "https://*.a.test", "ftp://a.test", "https://u@a.test"]
-        {
+        for bad in [
+            "",
+            "null",
+            "a.test",
+            "https://a.test/path",
+            "https://*.a.test",
+            "ftp://a.test",
+            "https://u@a.test",
+        ] {
             assert!(bad.parse::<Origin>().is_err(), "{bad}");
         }
     }

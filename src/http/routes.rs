@@ -66,7 +66,16 @@ struct Doors {
 impl<H: Handler> Routes<H> {
     /// Makes the router.
     pub fn router(self) -> Router {
-        let Routes { endpoint, allowed, authenticator, public_url, sessions, health, metrics, audit } = self;
+        let Routes {
+            endpoint,
+            allowed,
+            authenticator,
+            public_url,
+            sessions,
+            health,
+            metrics,
+            audit,
+        } = self;
         let doors = Doors {
             allowed: Arc::new(allowed),
             authenticator: authenticator.clone(),
@@ -76,19 +85,34 @@ impl<H: Handler> Routes<H> {
         };
         let counted = sessions.clone();
         let closed = Router::new()
-            .route(ENDPOINT, any(move |request: Request| async move { endpoint.answer(request).await }))
-            .route("/metrics", get(move |request: Request| figures(request, metrics, counted)))
+            .route(
+                ENDPOINT,
+                any(move |request: Request| async move { endpoint.answer(request).await }),
+            )
+            .route(
+                "/metrics",
+                get(move |request: Request| figures(request, metrics, counted)),
+            )
             .merge(sessions.map(files::routes).unwrap_or_default())
             .layer(middleware::from_fn_with_state(doors.clone(), identified));
         let resource = format!("{public_url}{ENDPOINT}");
-        let metadata = move || async move { json(StatusCode::OK, &authenticator.metadata(&resource)) };
+        let metadata =
+            move || async move { json(StatusCode::OK, &authenticator.metadata(&resource)) };
         Router::new()
             .route(METADATA, get(metadata.clone()))
             .route(&format!("{METADATA}{ENDPOINT}"), get(metadata))
             .route("/healthz", get(|| async { "ok\n" }))
-            .route("/readyz", get(move || async move { readiness(health.ready()) }))
+            .route(
+                "/readyz",
+                get(move || async move { readiness(health.ready()) }),
+            )
             .merge(closed)
-            .fallback(|| async { (StatusCode::NOT_FOUND, "there is nothing here; MCP is at /mcp\n") })
+            .fallback(|| async {
+                (
+                    StatusCode::NOT_FOUND,
+                    "there is nothing here; MCP is at /mcp\n",
+                )
+            })
             .layer(middleware::from_fn_with_state(doors, guarded))
     }
 }
@@ -99,7 +123,10 @@ impl Doors {
         self.metrics.authenticated("refused");
         let peer = peer.map(|Peer(address)| address.ip().to_string().into());
         let reason = denied.to_string();
-        let details = AuthenticationRefused { reason: reason.clone().into(), peer };
+        let details = AuthenticationRefused {
+            reason: reason.clone().into(),
+            peer,
+        };
         self.audit.note(Event::new(details).denied(reason));
     }
 }
@@ -119,7 +146,10 @@ async fn guarded(State(doors): State<Doors>, request: Request, next: Next) -> Re
     };
     doors.metrics.request(route, response.status().as_u16());
     let headers = response.headers_mut();
-    headers.insert(header::X_CONTENT_TYPE_OPTIONS, HeaderValue::from_static("nosniff"));
+    headers.insert(
+        header::X_CONTENT_TYPE_OPTIONS,
+        HeaderValue::from_static("nosniff"),
+    );
     if let Some(origin) = origin {
         headers.insert(header::ACCESS_CONTROL_ALLOW_ORIGIN, origin);
         headers.insert(
@@ -145,7 +175,10 @@ fn route_of(path: &str) -> &'static str {
 }
 
 fn is_preflight(request: &Request) -> bool {
-    request.method() == Method::OPTIONS && request.headers().contains_key(header::ACCESS_CONTROL_REQUEST_METHOD)
+    request.method() == Method::OPTIONS
+        && request
+            .headers()
+            .contains_key(header::ACCESS_CONTROL_REQUEST_METHOD)
 }
 
 fn preflight() -> Response<Body> {
@@ -154,7 +187,10 @@ fn preflight() -> Response<Body> {
          mcp-param-session-id, content-range, range, if-range, if-none-match",
     );
     let headers: [(HeaderName, HeaderValue); 3] = [
-        (header::ACCESS_CONTROL_ALLOW_METHODS, HeaderValue::from_static("GET, POST, PUT, DELETE")),
+        (
+            header::ACCESS_CONTROL_ALLOW_METHODS,
+            HeaderValue::from_static("GET, POST, PUT, DELETE"),
+        ),
         (header::ACCESS_CONTROL_ALLOW_HEADERS, HEADERS),
         (header::ACCESS_CONTROL_MAX_AGE, PREFLIGHT_AGE),
     ];
@@ -162,14 +198,25 @@ fn preflight() -> Response<Body> {
 }
 
 /// Finds out who is calling, or says where to get a token.
-async fn identified(State(doors): State<Doors>, mut request: Request, next: Next) -> Response<Body> {
+async fn identified(
+    State(doors): State<Doors>,
+    mut request: Request,
+    next: Next,
+) -> Response<Body> {
     let peer = request.extensions().get::<Peer>().copied();
     let caller = match doors.authenticator.authenticate(request.headers()).await {
         Ok(caller) => caller,
         Err(denied) => {
-            tracing::warn!(status = denied.status().as_u16(), "a request without a good token was refused");
+            tracing::warn!(
+                status = denied.status().as_u16(),
+                "a request without a good token was refused"
+            );
             doors.turned_away(&denied, peer);
-            return challenged(json(denied.status(), &denied.body()), &denied, &doors.metadata_url);
+            return challenged(
+                json(denied.status(), &denied.body()),
+                &denied,
+                &doors.metadata_url,
+            );
         }
     };
     doors.metrics.authenticated("accepted");
@@ -191,9 +238,17 @@ async fn identified(State(doors): State<Doors>, mut request: Request, next: Next
 
 fn challenged(mut response: Response<Body>, denied: &Denied, metadata_url: &str) -> Response<Body> {
     match denied.challenge(metadata_url) {
-        Some(challenge) => drop(response.headers_mut().insert(header::WWW_AUTHENTICATE, challenge)),
+        Some(challenge) => drop(
+            response
+                .headers_mut()
+                .insert(header::WWW_AUTHENTICATE, challenge),
+        ),
         // The keys cannot be had at the moment; that is not the caller's fault.
-        None => drop(response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from_static("5"))),
+        None => drop(
+            response
+                .headers_mut()
+                .insert(header::RETRY_AFTER, HeaderValue::from_static("5")),
+        ),
     }
     response
 }
@@ -205,7 +260,11 @@ pub(crate) fn forbidden(denied: Denied) -> Response<Body> {
     response
 }
 
-async fn figures(request: Request, metrics: Metrics, sessions: Option<Arc<dyn SessionAccess>>) -> Response<Body> {
+async fn figures(
+    request: Request,
+    metrics: Metrics,
+    sessions: Option<Arc<dyn SessionAccess>>,
+) -> Response<Body> {
     let Some(caller) = request.extensions().get::<Caller>().cloned() else {
         return StatusCode::INTERNAL_SERVER_ERROR.into_response();
     };
@@ -227,10 +286,17 @@ async fn figures(request: Request, metrics: Metrics, sessions: Option<Arc<dyn Se
 fn readiness(ready: Result<(), Vec<String>>) -> Response<Body> {
     match ready {
         Ok(()) => "ready\n".into_response(),
-        Err(reasons) => (StatusCode::SERVICE_UNAVAILABLE, reasons.join("\n") + "\n").into_response(),
+        Err(reasons) => {
+            (StatusCode::SERVICE_UNAVAILABLE, reasons.join("\n") + "\n").into_response()
+        }
     }
 }
 
 pub(crate) fn json(status: StatusCode, value: &Value) -> Response<Body> {
-    (status, [(header::CONTENT_TYPE, "application/json")], value.to_string()).into_response()
+    (
+        status,
+        [(header::CONTENT_TYPE, "application/json")],
+        value.to_string(),
+    )
+        .into_response()
 }

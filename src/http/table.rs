@@ -58,13 +58,20 @@ impl PeerNetwork {
     }
 
     fn share(self, most: usize) -> usize {
-        if self.0.is_loopback() { most } else { (most.saturating_mul(3) / 4).max(1) }
+        if self.0.is_loopback() {
+            most
+        } else {
+            (most.saturating_mul(3) / 4).max(1)
+        }
     }
 }
 
 impl ConnectionTable {
     pub(super) fn new(most: usize) -> Arc<ConnectionTable> {
-        Arc::new(ConnectionTable { most, state: Mutex::default() })
+        Arc::new(ConnectionTable {
+            most,
+            state: Mutex::default(),
+        })
     }
 
     /// Enters a connection, in the place of another one if need be. Returns nothing when every
@@ -72,7 +79,11 @@ impl ConnectionTable {
     pub(super) fn admit(self: &Arc<ConnectionTable>, peer: IpAddr) -> Option<Place> {
         let peer = PeerNetwork::of(peer);
         let mut state = self.lock();
-        let held = state.connections.values().filter(|connection| connection.peer == peer).count();
+        let held = state
+            .connections
+            .values()
+            .filter(|connection| connection.peer == peer)
+            .count();
         if held >= peer.share(self.most) {
             state.close_one(|connection| connection.peer == peer)?;
         } else if state.connections.len() >= self.most {
@@ -80,10 +91,19 @@ impl ConnectionTable {
         }
         let (id, closed) = (state.next, CancellationToken::new());
         state.next += 1;
-        let connection =
-            Connection { peer, requests: 0, authenticated: false, changed: Instant::now(), closed: closed.clone() };
+        let connection = Connection {
+            peer,
+            requests: 0,
+            authenticated: false,
+            changed: Instant::now(),
+            closed: closed.clone(),
+        };
         state.connections.insert(id, connection);
-        Some(Place(OpenConnection { table: Arc::clone(self), id, closed }))
+        Some(Place(OpenConnection {
+            table: Arc::clone(self),
+            id,
+            closed,
+        }))
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -93,12 +113,16 @@ impl ConnectionTable {
 
 impl State {
     fn close_one(&mut self, competes: impl Fn(&Connection) -> bool) -> Option<()> {
-        let closable = self
-            .connections
-            .iter()
-            .filter(|(_, connection)| competes(connection) && (connection.requests == 0 || !connection.authenticated));
-        let first = closable
-            .min_by_key(|(_, connection)| (connection.requests > 0, connection.authenticated, connection.changed));
+        let closable = self.connections.iter().filter(|(_, connection)| {
+            competes(connection) && (connection.requests == 0 || !connection.authenticated)
+        });
+        let first = closable.min_by_key(|(_, connection)| {
+            (
+                connection.requests > 0,
+                connection.authenticated,
+                connection.changed,
+            )
+        });
         let id = first.map(|(id, _)| *id)?;
         self.connections.remove(&id)?.closed.cancel();
         tracing::warn!("an idle connection was closed because too many are open");
@@ -157,8 +181,16 @@ impl OpenConnection {
     fn idle_until(&self) -> Option<Instant> {
         let state = self.table.lock();
         let connection = state.connections.get(&self.id)?;
-        let time = if connection.authenticated { IDLE_TIME } else { IDLE_TIME_UNAUTHENTICATED };
-        Some(if connection.requests == 0 { connection.changed + time } else { Instant::now() + time })
+        let time = if connection.authenticated {
+            IDLE_TIME
+        } else {
+            IDLE_TIME_UNAUTHENTICATED
+        };
+        Some(if connection.requests == 0 {
+            connection.changed + time
+        } else {
+            Instant::now() + time
+        })
     }
 
     fn change(&self, change: impl FnOnce(&mut Connection)) -> Option<()> {
@@ -206,13 +238,22 @@ mod tests {
             open.push(admit(&table, "127.0.0.1").unwrap());
             second().await;
         }
-        assert!(open.iter().all(|connection| !is_closed(connection)), "control");
+        assert!(
+            open.iter().all(|connection| !is_closed(connection)),
+            "control"
+        );
         // The first is used again, so that the second has been idle the longest.
         drop(open[0].0.begin_request().unwrap());
         second().await;
         let _new = admit(&table, "127.0.0.1").unwrap();
-        assert_eq!(open.iter().map(is_closed).collect::<Vec<_>>(), [false, true, false]);
-        assert!(open[1].0.begin_request().is_none(), "nothing begins on a closed connection");
+        assert_eq!(
+            open.iter().map(is_closed).collect::<Vec<_>>(),
+            [false, true, false]
+        );
+        assert!(
+            open[1].0.begin_request().is_none(),
+            "nothing begins on a closed connection"
+        );
     }
 
     #[tokio::test(start_paused = true)]
@@ -227,7 +268,11 @@ mod tests {
         let unknown = admit(&table, "127.0.0.1").unwrap();
         let closed = || [&unknown, &known, &unknown_at_work].map(is_closed);
         let mut working = Vec::new();
-        for expected in [[true, false, false], [true, true, false], [true, true, true]] {
+        for expected in [
+            [true, false, false],
+            [true, true, false],
+            [true, true, true],
+        ] {
             let new = admit(&table, "127.0.0.1").unwrap();
             new.0.authenticated();
             working.push((new.0.begin_request().unwrap(), new));
@@ -260,13 +305,21 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn connections_of_one_ipv6_network_are_counted_together() {
         let table = ConnectionTable::new(4);
-        let addresses = ["2001:db8::1", "2001:db8::2", "2001:db8::ffff:3", "2001:db8::4"];
+        let addresses = [
+            "2001:db8::1",
+            "2001:db8::2",
+            "2001:db8::ffff:3",
+            "2001:db8::4",
+        ];
         let mut open = Vec::new();
         for address in addresses {
             open.push(admit(&table, address).unwrap());
             second().await;
         }
-        assert_eq!(open.iter().map(is_closed).collect::<Vec<_>>(), [true, false, false, false]);
+        assert_eq!(
+            open.iter().map(is_closed).collect::<Vec<_>>(),
+            [true, false, false, false]
+        );
         let other = admit(&table, "2001:db8:0:1::1").unwrap();
         assert!(!is_closed(&other) && !is_closed(&open[1]), "control");
     }
@@ -285,7 +338,11 @@ mod tests {
         known.0.over().await;
         assert_eq!(start.elapsed(), Duration::from_secs(600));
         // One with a request under way waits for nothing; its time begins when the request ends.
-        assert!(tokio::time::timeout(IDLE_TIME, working.0.over()).await.is_err());
+        assert!(
+            tokio::time::timeout(IDLE_TIME, working.0.over())
+                .await
+                .is_err()
+        );
         drop(request);
         let start = Instant::now();
         working.0.over().await;

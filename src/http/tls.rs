@@ -33,14 +33,22 @@ pub enum TlsError {
 
 /// Reads a chain of certificates and their key, and makes what greets clients with them.
 pub fn acceptor(certificates: &Path, key: &Path) -> Result<TlsAcceptor, TlsError> {
-    let chain = read_certificates(certificates)
-        .map_err(|cause| TlsError::Certificates { path: certificates.to_owned(), cause })?;
-    let unreadable = |cause| TlsError::Key { path: key.to_owned(), cause };
+    let chain = read_certificates(certificates).map_err(|cause| TlsError::Certificates {
+        path: certificates.to_owned(),
+        cause,
+    })?;
+    let unreadable = |cause| TlsError::Key {
+        path: key.to_owned(),
+        cause,
+    };
     let file = File::open(key).map_err(|cause| unreadable(cause.into()))?;
     if is_open(&file).map_err(|cause| unreadable(cause.into()))? {
-        return Err(TlsError::KeyIsOpen { path: key.to_owned() });
+        return Err(TlsError::KeyIsOpen {
+            path: key.to_owned(),
+        });
     }
-    let key = PrivateKeyDer::from_pem_reader(BufReader::new(file)).map_err(|cause| unreadable(cause.into()))?;
+    let key = PrivateKeyDer::from_pem_reader(BufReader::new(file))
+        .map_err(|cause| unreadable(cause.into()))?;
     let provider = Arc::new(rustls::crypto::ring::default_provider());
     let mut config = ServerConfig::builder_with_provider(provider)
         .with_safe_default_protocol_versions()
@@ -52,9 +60,15 @@ pub fn acceptor(certificates: &Path, key: &Path) -> Result<TlsAcceptor, TlsError
     Ok(TlsAcceptor::from(Arc::new(config)))
 }
 
-fn read_certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, Box<dyn std::error::Error + Send + Sync>> {
+fn read_certificates(
+    path: &Path,
+) -> Result<Vec<CertificateDer<'static>>, Box<dyn std::error::Error + Send + Sync>> {
     let chain = CertificateDer::pem_file_iter(path)?.collect::<Result<Vec<_>, _>>()?;
-    if chain.is_empty() { Err("it has no certificate".into()) } else { Ok(chain) }
+    if chain.is_empty() {
+        Err("it has no certificate".into())
+    } else {
+        Ok(chain)
+    }
 }
 
 /// Tells whether anybody but the owner and the group may read a file. Groups are how certificate tools share keys with servers.

@@ -60,7 +60,11 @@ pub(super) async fn look_at(
     cancelled: &CancellationToken,
     progress: Progress<'_>,
 ) -> Result<Base, ImageError> {
-    progress(EnvironmentProgress { step: "looking at the base image".to_owned(), done: 0, total: None });
+    progress(EnvironmentProgress {
+        step: "looking at the base image".to_owned(),
+        done: 0,
+        total: None,
+    });
     let image = match engine.image_facts(base.as_str()).await {
         Err(EngineError::Missing(_)) => {
             fetch(engine, base, cancelled, progress).await?;
@@ -68,23 +72,42 @@ pub(super) async fn look_at(
         }
         found => found?,
     };
-    let unusable = |why: String| ImageError::UnusableBase { base: base.clone(), why };
+    let unusable = |why: String| ImageError::UnusableBase {
+        base: base.clone(),
+        why,
+    };
     if let Some(system) = image.system.as_deref().filter(|system| *system != "linux") {
-        return Err(unusable(format!("it is for {system}, and sessions need linux")));
+        return Err(unusable(format!(
+            "it is for {system}, and sessions need linux"
+        )));
     }
     let mut tried = Vec::new();
     for program in NAMES {
-        let arguments = ["-I", "-S", "-B", "-c", QUESTION].map(str::to_owned).to_vec();
-        let question = Question { image: image.id.clone(), program: program.to_owned(), arguments };
+        let arguments = ["-I", "-S", "-B", "-c", QUESTION]
+            .map(str::to_owned)
+            .to_vec();
+        let question = Question {
+            image: image.id.clone(),
+            program: program.to_owned(),
+            arguments,
+        };
         match engine.ask(&question, cancelled).await {
-            Ok(said) => return Ok(Base { id: image.id, python: understood(&said).map_err(unusable)? }),
+            Ok(said) => {
+                return Ok(Base {
+                    id: image.id,
+                    python: understood(&said).map_err(unusable)?,
+                });
+            }
             Err(QuestionError::NoProgram(_)) => tried.push(program),
             Err(QuestionError::Cancelled) => return Err(ImageError::Cancelled),
             Err(QuestionError::Engine(error)) => return Err(ImageError::Engine(error)),
             Err(other) => return Err(unusable(format!("its Python could not be asked: {other}"))),
         }
     }
-    Err(unusable(format!("it has no program called {}", tried.join(" or "))))
+    Err(unusable(format!(
+        "it has no program called {}",
+        tried.join(" or ")
+    )))
 }
 
 async fn fetch(
@@ -94,7 +117,8 @@ async fn fetch(
     progress: Progress<'_>,
 ) -> Result<(), ImageError> {
     let step = format!("fetching {base} (MiB)");
-    let tell = |done: u64, total: Option<u64>| progress(counted(&step, done, total.unwrap_or(done)));
+    let tell =
+        |done: u64, total: Option<u64>| progress(counted(&step, done, total.unwrap_or(done)));
     tokio::select! {
         fetched = engine.pull(base.as_str(), &tell) => match fetched {
             Ok(()) => Ok(()),
@@ -110,7 +134,10 @@ fn understood(said: &str) -> Result<Elsewhere, String> {
         .map_err(|_| "its Python says something else than what it was asked".to_owned())?;
     let (major, minor, patch) = answer.version;
     if answer.implementation != "cpython" {
-        return Err(format!("its Python is {}, and only CPython can be used", answer.implementation));
+        return Err(format!(
+            "its Python is {}, and only CPython can be used",
+            answer.implementation
+        ));
     }
     if (major, minor) < OLDEST {
         return Err(format!(
@@ -119,16 +146,29 @@ fn understood(said: &str) -> Result<Elsewhere, String> {
         ));
     }
     if answer.free_threaded {
-        return Err("its Python is built without the global lock, for which there are hardly any wheels".to_owned());
+        return Err(
+            "its Python is built without the global lock, for which there are hardly any wheels"
+                .to_owned(),
+        );
     }
     if !answer.executable.is_absolute() {
         return Err("its Python does not know where it is".to_owned());
     }
     let platform = Platform::new(&answer.machine, answer.glibc.as_deref()).ok_or_else(|| {
-        let library = answer.glibc.as_deref().map_or("musl".to_owned(), |version| format!("glibc {version}"));
-        format!("there are no wheels for its kind of machine, {} with {library}", answer.machine)
+        let library = answer
+            .glibc
+            .as_deref()
+            .map_or("musl".to_owned(), |version| format!("glibc {version}"));
+        format!(
+            "there are no wheels for its kind of machine, {} with {library}",
+            answer.machine
+        )
     })?;
-    Ok(Elsewhere { version: format!("{major}.{minor}.{patch}"), platform, executable: answer.executable })
+    Ok(Elsewhere {
+        version: format!("{major}.{minor}.{patch}"),
+        platform,
+        executable: answer.executable,
+    })
 }
 
 #[cfg(test)]
@@ -147,7 +187,10 @@ mod tests {
     #[test]
     fn the_python_of_an_image_is_known_from_its_answer() {
         let python = answer(|_| ()).unwrap();
-        assert_eq!((python.version.as_str(), python.line().as_str()), ("3.13.1", "3.13"));
+        assert_eq!(
+            (python.version.as_str(), python.line().as_str()),
+            ("3.13.1", "3.13")
+        );
         assert_eq!(python.platform.name(), "x86_64-manylinux_2_40");
         let musl = answer(|answer| answer["glibc"] = serde_json::Value::Null).unwrap();
         assert_eq!(musl.platform.name(), "x86_64-unknown-linux-musl");
@@ -155,12 +198,18 @@ mod tests {
 
     #[test]
     fn an_image_that_cannot_be_built_on_is_refused_with_the_reason() {
-        let refusal = |name: &str, value: serde_json::Value| answer(|answer| answer[name] = value).unwrap_err();
+        let refusal = |name: &str, value: serde_json::Value| {
+            answer(|answer| answer[name] = value).unwrap_err()
+        };
         assert!(refusal("implementation", "pypy".into()).contains("pypy"));
         assert!(refusal("version", serde_json::json!([3, 9, 2])).contains("Python 3.9"));
         assert!(refusal("free_threaded", true.into()).contains("global lock"));
         assert!(refusal("machine", "s390x".into()).contains("s390x with glibc 2.41"));
         assert!(refusal("executable", "".into()).contains("where it is"));
-        assert!(understood("Python 3.13").unwrap_err().contains("something else"));
+        assert!(
+            understood("Python 3.13")
+                .unwrap_err()
+                .contains("something else")
+        );
     }
 }

@@ -50,16 +50,27 @@ impl Context {
         self.0.push((name.to_owned(), Entry::Folder));
         for entry in std::fs::read_dir(folder)? {
             let entry = entry?;
-            let inner = entry.file_name().into_string().map_err(|_| io::Error::other("a file's name is not text"))?;
+            let inner = entry
+                .file_name()
+                .into_string()
+                .map_err(|_| io::Error::other("a file's name is not text"))?;
             let inner = format!("{name}/{inner}");
             let found = entry.metadata()?;
             if found.is_dir() {
                 self.add_tree(&inner, &entry.path())?;
             } else if found.is_symlink() {
-                self.0.push((inner, Entry::Link(std::fs::read_link(entry.path())?)));
+                self.0
+                    .push((inner, Entry::Link(std::fs::read_link(entry.path())?)));
             } else {
                 let is_program = found.permissions().mode() & 0o100 != 0;
-                self.0.push((inner, Entry::File { path: entry.path(), size: found.len(), is_program }));
+                self.0.push((
+                    inner,
+                    Entry::File {
+                        path: entry.path(),
+                        size: found.len(),
+                        is_program,
+                    },
+                ));
             }
         }
         Ok(())
@@ -79,14 +90,19 @@ impl Context {
     pub(super) fn archive(self) -> impl Stream<Item = io::Result<Bytes>> + Send + 'static {
         let (sender, receiver) = mpsc::channel(WAITING);
         tokio::task::spawn_blocking(move || {
-            let mut pieces = Pieces { waiting: Vec::with_capacity(PIECE), sender };
+            let mut pieces = Pieces {
+                waiting: Vec::with_capacity(PIECE),
+                sender,
+            };
             let written = self.write(&mut pieces).and_then(|()| pieces.flush());
             if let Err(error) = written {
                 // Whoever reads must not take a half for the whole. If nobody reads, nobody needs to know.
                 let _ = pieces.sender.blocking_send(Err(error));
             }
         });
-        stream::unfold(receiver, async |mut receiver| receiver.recv().await.map(|piece| (piece, receiver)))
+        stream::unfold(receiver, async |mut receiver| {
+            receiver.recv().await.map(|piece| (piece, receiver))
+        })
     }
 
     fn write(mut self, output: &mut dyn Write) -> io::Result<()> {
@@ -102,15 +118,29 @@ fn write_entry(name: &str, entry: &Entry, output: &mut dyn Write) -> io::Result<
     let (kind, mode, size, target) = match entry {
         Entry::Folder => (b'5', 0o755, 0, None),
         Entry::Text(text) => (b'0', 0o644, text.len() as u64, None),
-        Entry::File { size, is_program: true, .. } => (b'0', 0o755, *size, None),
+        Entry::File {
+            size,
+            is_program: true,
+            ..
+        } => (b'0', 0o755, *size, None),
         Entry::File { size, .. } => (b'0', 0o644, *size, None),
         Entry::Link(target) => (b'2', 0o777, 0, Some(target.as_path())),
     };
-    let name = if kind == b'5' { format!("{name}/") } else { name.to_owned() };
+    let name = if kind == b'5' {
+        format!("{name}/")
+    } else {
+        name.to_owned()
+    };
     let target = target.map_or(&b""[..], |target| target.as_os_str().as_bytes());
     let records = long_records(name.as_bytes(), target);
     if !records.is_empty() {
-        output.write_all(&header(b"././@PaxHeader", b"", b'x', 0o644, records.len() as u64))?;
+        output.write_all(&header(
+            b"././@PaxHeader",
+            b"",
+            b'x',
+            0o644,
+            records.len() as u64,
+        ))?;
         output.write_all(&records)?;
         pad(records.len() as u64, output)?;
     }
@@ -185,7 +215,11 @@ fn header(name: &[u8], target: &[u8], kind: u8, mode: u32, size: u64) -> [u8; BL
 
 fn pad(size: u64, output: &mut dyn Write) -> io::Result<()> {
     let over = (size % BLOCK as u64) as usize;
-    if over == 0 { Ok(()) } else { output.write_all(&[0; BLOCK][over..]) }
+    if over == 0 {
+        Ok(())
+    } else {
+        output.write_all(&[0; BLOCK][over..])
+    }
 }
 
 /// Gathers what is written into pieces and hands them on.
@@ -208,7 +242,9 @@ impl Write for Pieces {
             return Ok(());
         }
         let piece = std::mem::replace(&mut self.waiting, Vec::with_capacity(PIECE));
-        self.sender.blocking_send(Ok(piece.into())).map_err(|_| io::ErrorKind::BrokenPipe.into())
+        self.sender
+            .blocking_send(Ok(piece.into()))
+            .map_err(|_| io::ErrorKind::BrokenPipe.into())
     }
 }
 
@@ -227,7 +263,11 @@ mod tests {
         std::fs::create_dir_all(&deep).unwrap();
         std::fs::write(deep.join("ü.txt"), "deep").unwrap();
         std::fs::write(folder.path().join("program"), "x".repeat(700)).unwrap();
-        std::fs::set_permissions(folder.path().join("program"), std::fs::Permissions::from_mode(0o4711)).unwrap();
+        std::fs::set_permissions(
+            folder.path().join("program"),
+            std::fs::Permissions::from_mode(0o4711),
+        )
+        .unwrap();
         symlink("/usr/bin/python3", folder.path().join("link")).unwrap();
         symlink("c".repeat(150), folder.path().join("long-link")).unwrap();
         folder
@@ -258,27 +298,59 @@ mod tests {
             .stdin(Stdio::piped())
             .spawn()
             .unwrap();
-        tar.stdin.take().unwrap().write_all(&archive(folder.path())).unwrap();
+        tar.stdin
+            .take()
+            .unwrap()
+            .write_all(&archive(folder.path()))
+            .unwrap();
         assert!(tar.wait().unwrap().success());
         let packages = target.path().join("packages");
         let read = |path: PathBuf| std::fs::read_to_string(path).unwrap();
-        assert_eq!(read(packages.join("a".repeat(90)).join("b".repeat(90)).join("ü.txt")), "deep");
+        assert_eq!(
+            read(
+                packages
+                    .join("a".repeat(90))
+                    .join("b".repeat(90))
+                    .join("ü.txt")
+            ),
+            "deep"
+        );
         assert_eq!(read(packages.join("program")), "x".repeat(700));
         assert_eq!(read(target.path().join("Dockerfile")), "FROM x\n");
-        assert_eq!(std::fs::read_link(packages.join("link")).unwrap(), Path::new("/usr/bin/python3"));
-        assert_eq!(std::fs::read_link(packages.join("long-link")).unwrap(), PathBuf::from("c".repeat(150)));
+        assert_eq!(
+            std::fs::read_link(packages.join("link")).unwrap(),
+            Path::new("/usr/bin/python3")
+        );
+        assert_eq!(
+            std::fs::read_link(packages.join("long-link")).unwrap(),
+            PathBuf::from("c".repeat(150))
+        );
         let found = std::fs::metadata(packages.join("program")).unwrap();
-        assert_eq!(found.permissions().mode() & 0o7777, 0o755, "no right is lent");
-        let modified = found.modified().unwrap().duration_since(std::time::UNIX_EPOCH).unwrap();
+        assert_eq!(
+            found.permissions().mode() & 0o7777,
+            0o755,
+            "no right is lent"
+        );
+        let modified = found
+            .modified()
+            .unwrap()
+            .duration_since(std::time::UNIX_EPOCH)
+            .unwrap();
         assert_eq!(modified.as_secs(), TIME);
     }
 
     #[test]
     fn the_same_files_give_the_same_bytes() {
         let (first, second) = (folder(), folder());
-        assert!(archive(first.path()) == archive(second.path()), "neither place nor time nor order matters");
+        assert!(
+            archive(first.path()) == archive(second.path()),
+            "neither place nor time nor order matters"
+        );
         std::fs::write(second.path().join("program"), "y".repeat(700)).unwrap();
-        assert!(archive(first.path()) != archive(second.path()), "but the content does");
+        assert!(
+            archive(first.path()) != archive(second.path()),
+            "but the content does"
+        );
     }
 
     #[test]
@@ -295,7 +367,11 @@ mod tests {
     async fn the_archive_comes_in_pieces_and_whole() {
         let folder = folder();
         std::fs::write(folder.path().join("large"), vec![7; 3 * PIECE]).unwrap();
-        let pieces: Vec<Bytes> = context(folder.path()).archive().map(|piece| piece.unwrap()).collect().await;
+        let pieces: Vec<Bytes> = context(folder.path())
+            .archive()
+            .map(|piece| piece.unwrap())
+            .collect()
+            .await;
         assert!(pieces.len() > 3, "{} pieces", pieces.len());
         assert!(pieces.concat() == archive(folder.path()));
     }

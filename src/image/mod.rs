@@ -31,9 +31,12 @@ use self::base::Base;
 use self::context::Context;
 use self::recipe::{LABEL_RECIPE, Recipe};
 use crate::environment::{
-    Contents, EnvironmentError, EnvironmentProgress, Input, Lockfile, Progress, install_elsewhere, lock_elsewhere,
+    Contents, EnvironmentError, EnvironmentProgress, Input, Lockfile, Progress, install_elsewhere,
+    lock_elsewhere,
 };
-use crate::sandbox::container::{BuildFailure, BuildNews, Building, Engine, EngineError, ImageFacts};
+use crate::sandbox::container::{
+    BuildFailure, BuildNews, Building, Engine, EngineError, ImageFacts,
+};
 
 pub use self::recipe::ImageUser;
 pub use self::shelf::{MadeImage, list, remove};
@@ -55,30 +58,38 @@ impl ImageReference {
         };
         let begins_last = name.rfind('/').map_or(0, |slash| slash + 1);
         let (path, tag) = match name[begins_last..].find(':') {
-            Some(colon) => (&name[..begins_last + colon], Some(&name[begins_last + colon + 1..])),
+            Some(colon) => (
+                &name[..begins_last + colon],
+                Some(&name[begins_last + colon + 1..]),
+            ),
             None => (name, None),
         };
         let is_part = |part: &str| {
             part.starts_with(|letter: char| letter.is_ascii_alphanumeric())
-                && part
-                    .chars()
-                    .all(|letter| letter.is_ascii_lowercase() || letter.is_ascii_digit() || "._-".contains(letter))
+                && part.chars().all(|letter| {
+                    letter.is_ascii_lowercase() || letter.is_ascii_digit() || "._-".contains(letter)
+                })
         };
         let mut parts = path.split('/');
         let first = parts.next().unwrap_or_default();
         // The first part may be a host with a port.
-        let host = first.split_once(':').filter(|(_, port)| path.contains('/') && port.parse::<u16>().is_ok());
+        let host = first
+            .split_once(':')
+            .filter(|(_, port)| path.contains('/') && port.parse::<u16>().is_ok());
         let fits = is_part(host.map_or(first, |(host, _)| host))
             && parts.all(is_part)
             && tag.is_none_or(|tag| {
                 (1..=128).contains(&tag.len())
-                    && tag.starts_with(|letter: char| letter.is_ascii_alphanumeric() || letter == '_')
-                    && tag.chars().all(|letter| letter.is_ascii_alphanumeric() || "._-".contains(letter))
+                    && tag
+                        .starts_with(|letter: char| letter.is_ascii_alphanumeric() || letter == '_')
+                    && tag
+                        .chars()
+                        .all(|letter| letter.is_ascii_alphanumeric() || "._-".contains(letter))
             })
             && digest.is_none_or(|digest| {
-                digest
-                    .strip_prefix("sha256:")
-                    .is_some_and(|hex| hex.len() == 64 && hex.chars().all(|digit| digit.is_ascii_hexdigit()))
+                digest.strip_prefix("sha256:").is_some_and(|hex| {
+                    hex.len() == 64 && hex.chars().all(|digit| digit.is_ascii_hexdigit())
+                })
             })
             && text.len() <= 255;
         fits.then(|| ImageReference(text.to_owned()))
@@ -99,7 +110,10 @@ impl fmt::Display for ImageReference {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Filling {
     /// Packages by name, and what files ask for.
-    Packages { packages: Vec<String>, files: Option<Input> },
+    Packages {
+        packages: Vec<String>,
+        files: Option<Input>,
+    },
     /// Exactly what a lock lists.
     Locked(Lockfile),
 }
@@ -137,7 +151,9 @@ pub enum ImageError {
         #[source]
         cause: EngineError,
     },
-    #[error("the base image {base} cannot be used: {why}\nName another one with --base, such as python:3.13-slim")]
+    #[error(
+        "the base image {base} cannot be used: {why}\nName another one with --base, such as python:3.13-slim"
+    )]
     UnusableBase { base: ImageReference, why: String },
     #[error(
         "the packages could not be had for Python {python} of {base} ({platform})\nOnly wheels are taken. If one is missing, name another version of \
@@ -164,7 +180,9 @@ pub enum ImageError {
     },
     #[error("the image {0} was not made by cellblock, so it is not removed; \"docker rmi\" would")]
     NotOurs(ImageReference),
-    #[error("the image {image} is in use ({why})\nRemove the containers that use it, then try again")]
+    #[error(
+        "the image {image} is in use ({why})\nRemove the containers that use it, then try again"
+    )]
     InUse { image: ImageReference, why: String },
     #[error("it was cancelled; no image was made")]
     Cancelled,
@@ -183,10 +201,21 @@ pub async fn build(
     progress: Progress<'_>,
 ) -> Result<Built, ImageError> {
     let (base, lockfile) = plan(wish, engine, data_dir, cancelled, progress).await?;
-    let recipe = Recipe { name: &wish.base, base: &base, lockfile: &lockfile, user: wish.user };
+    let recipe = Recipe {
+        name: &wish.base,
+        base: &base,
+        lockfile: &lockfile,
+        user: wish.user,
+    };
     let before = engine.image_facts(wish.tag.as_str()).await.ok();
-    if let Some(found) = before.as_ref().filter(|found| !wish.afresh && is_made_by(found, &recipe)) {
-        return Ok(Built { image: MadeImage::new(found.clone()), was_there: true });
+    if let Some(found) = before
+        .as_ref()
+        .filter(|found| !wish.afresh && is_made_by(found, &recipe))
+    {
+        return Ok(Built {
+            image: MadeImage::new(found.clone()),
+            was_there: true,
+        });
     }
 
     let workshop = tempfile::tempdir().map_err(while_doing("make a folder to build in"))?;
@@ -194,14 +223,19 @@ pub async fn build(
     std::fs::create_dir_all(tree.parent().unwrap_or(workshop.path()))
         .map_err(while_doing("make a folder to build in"))?;
     let installed = install_elsewhere(&lockfile, &base.python, &tree, data_dir, progress);
-    unless_cancelled(cancelled, installed).await?.map_err(packages_missing(wish, &base))?;
+    unless_cancelled(cancelled, installed)
+        .await?
+        .map_err(packages_missing(wish, &base))?;
     let context = pack(&recipe, workshop.path().to_owned()).await?;
     unless_cancelled(cancelled, send(engine, wish, context, progress)).await??;
     let made = engine.image_facts(wish.tag.as_str()).await?;
     if let Some(replaced) = before.filter(|before| before.id != made.id) {
         shelf::put_away(engine, &replaced).await;
     }
-    Ok(Built { image: MadeImage::new(made), was_there: false })
+    Ok(Built {
+        image: MadeImage::new(made),
+        was_there: false,
+    })
 }
 
 /// Returns the Dockerfile of an image without making it. Exact versions are chosen, nothing is fetched but the base.
@@ -213,7 +247,13 @@ pub async fn dockerfile(
     progress: Progress<'_>,
 ) -> Result<String, ImageError> {
     let (base, lockfile) = plan(wish, engine, data_dir, cancelled, progress).await?;
-    Ok(Recipe { name: &wish.base, base: &base, lockfile: &lockfile, user: wish.user }.dockerfile())
+    Ok(Recipe {
+        name: &wish.base,
+        base: &base,
+        lockfile: &lockfile,
+        user: wish.user,
+    }
+    .dockerfile())
 }
 
 /// Finds out what exactly the image will be made of.
@@ -229,8 +269,15 @@ async fn plan(
         Filling::Locked(lockfile) => return Ok((base, lockfile.clone())),
         Filling::Packages { packages, files } => (packages, files.as_ref()),
     };
-    let locked = lock_elsewhere(Contents { packages, files }, &base.python, data_dir, progress);
-    let lockfile = unless_cancelled(cancelled, locked).await?.map_err(packages_missing(wish, &base))?;
+    let locked = lock_elsewhere(
+        Contents { packages, files },
+        &base.python,
+        data_dir,
+        progress,
+    );
+    let lockfile = unless_cancelled(cancelled, locked)
+        .await?
+        .map_err(packages_missing(wish, &base))?;
     Ok((base, lockfile))
 }
 
@@ -248,8 +295,14 @@ fn is_made_by(image: &ImageFacts, recipe: &Recipe<'_>) -> bool {
     image.labels.get(LABEL_RECIPE) == Some(&recipe.digest())
 }
 
-async fn unless_cancelled<T>(cancelled: &CancellationToken, work: impl Future<Output = T>) -> Result<T, ImageError> {
-    cancelled.run_until_cancelled(work).await.ok_or(ImageError::Cancelled)
+async fn unless_cancelled<T>(
+    cancelled: &CancellationToken,
+    work: impl Future<Output = T>,
+) -> Result<T, ImageError> {
+    cancelled
+        .run_until_cancelled(work)
+        .await
+        .ok_or(ImageError::Cancelled)
 }
 
 /// Puts the files of the build together.
@@ -262,11 +315,19 @@ async fn pack(recipe: &Recipe<'_>, root: PathBuf) -> Result<Context, ImageError>
         std::fs::write(program, recipe::PREPARE)?;
         context.add_tree(recipe::FILES, &root).map(|()| context)
     });
-    packed.await.expect("walking a folder does not panic").map_err(while_doing("read the packages"))
+    packed
+        .await
+        .expect("walking a folder does not panic")
+        .map_err(while_doing("read the packages"))
 }
 
 /// Sends the files to the engine and follows what it does with them.
-async fn send(engine: &Engine, wish: &ImageWish, context: Context, progress: Progress<'_>) -> Result<(), ImageError> {
+async fn send(
+    engine: &Engine,
+    wish: &ImageWish,
+    context: Context,
+    progress: Progress<'_>,
+) -> Result<(), ImageError> {
     let total = context.size();
     let sent = std::sync::Arc::new(AtomicU64::new(0));
     let (counter, (told, mut heard)) = (sent.clone(), tokio::sync::watch::channel(0));
@@ -275,12 +336,24 @@ async fn send(engine: &Engine, wish: &ImageWish, context: Context, progress: Pro
         told.send_replace(counter.fetch_add(length, Ordering::Relaxed) + length);
     });
     let tell = |news: BuildNews| {
-        if let BuildNews::Step { number, of, instruction } = news {
+        if let BuildNews::Step {
+            number,
+            of,
+            instruction,
+        } = news
+        {
             let word = instruction.split_whitespace().next().unwrap_or_default();
-            progress(EnvironmentProgress { step: format!("building ({word})"), done: number, total: Some(of) });
+            progress(EnvironmentProgress {
+                step: format!("building ({word})"),
+                done: number,
+                total: Some(of),
+            });
         }
     };
-    let building = Building { tag: wish.tag.as_str(), afresh: wish.afresh };
+    let building = Building {
+        tag: wish.tag.as_str(),
+        afresh: wish.afresh,
+    };
     let mut build = std::pin::pin!(engine.build(building, files, &tell));
     let built = loop {
         tokio::select! {
@@ -299,7 +372,11 @@ async fn send(engine: &Engine, wish: &ImageWish, context: Context, progress: Pro
 
 /// Progress in mebibytes.
 fn counted(step: &str, done: u64, total: u64) -> EnvironmentProgress {
-    EnvironmentProgress { step: step.to_owned(), done: done >> 20, total: Some((total >> 20).max(1)) }
+    EnvironmentProgress {
+        step: step.to_owned(),
+        done: done >> 20,
+        total: Some((total >> 20).max(1)),
+    }
 }
 
 /// Turns a failure of the file system into an error that names the attempt.

@@ -62,7 +62,11 @@ impl Recipe<'_> {
             hash.update((part.len() as u64).to_be_bytes());
             hash.update(part);
         }
-        hash.finalize().iter().take(16).map(|byte| format!("{byte:02x}")).collect()
+        hash.finalize()
+            .iter()
+            .take(16)
+            .map(|byte| format!("{byte:02x}"))
+            .collect()
     }
 
     /// Returns the Dockerfile.
@@ -71,7 +75,12 @@ impl Recipe<'_> {
     }
 
     fn text(&self, digest: Option<&str>) -> String {
-        let Recipe { name, base, lockfile, user } = self;
+        let Recipe {
+            name,
+            base,
+            lockfile,
+            user,
+        } = self;
         let mut labels = vec![
             (LABEL_IMAGE, LABEL_IMAGE_VALUE.to_owned()),
             (LABEL_VERSION, env!("CARGO_PKG_VERSION").to_owned()),
@@ -82,15 +91,29 @@ impl Recipe<'_> {
             (LABEL_PACKAGES, packages(lockfile)),
         ];
         labels.extend(digest.map(|digest| (LABEL_RECIPE, digest.to_owned())));
-        let labels: Vec<String> = labels.iter().map(|(name, value)| format!("{name}={}", quoted(value))).collect();
+        let labels: Vec<String> = labels
+            .iter()
+            .map(|(name, value)| format!("{name}={}", quoted(value)))
+            .collect();
         let labels = labels.join(" \\\n      ");
         let (uid, gid, home) = match user {
             ImageUser::Ordinary { uid, gid } => (*uid, *gid, HOME),
             ImageUser::Root => (0, 0, "/root"),
         };
         let python = base.python.executable.to_string_lossy();
-        let run =
-            [&*python, "-s", "-S", "-B", PREPARE_PLACE, PLACE, &uid.to_string(), &gid.to_string(), USER, home, WORK];
+        let run = [
+            &*python,
+            "-s",
+            "-S",
+            "-B",
+            PREPARE_PLACE,
+            PLACE,
+            &uid.to_string(),
+            &gid.to_string(),
+            USER,
+            home,
+            WORK,
+        ];
         let run = serde_json::to_string(&run).expect("texts can be written as JSON");
         // Labels come last: they cost nothing, and a new one leaves what was built before them as it was.
         format!(
@@ -114,9 +137,19 @@ impl Recipe<'_> {
 fn packages(lockfile: &Lockfile) -> String {
     let plain = |requirement: &String| {
         let requirement = requirement.split(';').next().unwrap_or_default();
-        requirement.split(" @ ").next().unwrap_or_default().trim().to_owned()
+        requirement
+            .split(" @ ")
+            .next()
+            .unwrap_or_default()
+            .trim()
+            .to_owned()
     };
-    lockfile.requirements().iter().map(plain).collect::<Vec<_>>().join(" ")
+    lockfile
+        .requirements()
+        .iter()
+        .map(plain)
+        .collect::<Vec<_>>()
+        .join(" ")
 }
 
 /// Writes a text so that the engine reads exactly this text: no variable in it is filled in, no quote ends it.
@@ -140,7 +173,14 @@ mod tests {
     fn base() -> Base {
         let platform = Platform::new("x86_64", Some("2.36")).unwrap();
         let executable = "/usr/local/bin/python3.13".into();
-        Base { id: "sha256:0a1b".to_owned(), python: Elsewhere { version: "3.13.1".to_owned(), platform, executable } }
+        Base {
+            id: "sha256:0a1b".to_owned(),
+            python: Elsewhere {
+                version: "3.13.1".to_owned(),
+                platform,
+                executable,
+            },
+        }
     }
 
     fn lockfile(lines: &str) -> Lockfile {
@@ -149,11 +189,19 @@ mod tests {
 
     fn recipe(base: &Base, lockfile: &Lockfile, user: ImageUser) -> (String, String) {
         let name = ImageReference::new("python:3.13-slim").unwrap();
-        let recipe = Recipe { name: &name, base, lockfile, user };
+        let recipe = Recipe {
+            name: &name,
+            base,
+            lockfile,
+            user,
+        };
         (recipe.dockerfile(), recipe.digest())
     }
 
-    const ME: ImageUser = ImageUser::Ordinary { uid: 1234, gid: 2345 };
+    const ME: ImageUser = ImageUser::Ordinary {
+        uid: 1234,
+        gid: 2345,
+    };
 
     #[test]
     fn the_text_says_everything_and_in_this_order() {
@@ -190,10 +238,20 @@ LABEL cellblock.image="1" \
         let lock = lockfile("");
         let (_, digest) = recipe(&base(), &lock, ME);
         assert_eq!(recipe(&base(), &lock, ME).1, digest);
-        assert_ne!(recipe(&base(), &lockfile("six==1.17.0 --hash=sha256:bb"), ME).1, digest);
+        assert_ne!(
+            recipe(&base(), &lockfile("six==1.17.0 --hash=sha256:bb"), ME).1,
+            digest
+        );
         assert_ne!(recipe(&base(), &lock, ImageUser::Root).1, digest);
-        let moved = Base { id: "sha256:ffff".to_owned(), ..base() };
-        assert_ne!(recipe(&moved, &lock, ME).1, digest, "the name of the base leads to another image now");
+        let moved = Base {
+            id: "sha256:ffff".to_owned(),
+            ..base()
+        };
+        assert_ne!(
+            recipe(&moved, &lock, ME).1,
+            digest,
+            "the name of the base leads to another image now"
+        );
     }
 
     #[test]
@@ -212,6 +270,9 @@ LABEL cellblock.image="1" \
     #[test]
     fn root_keeps_its_own_folder() {
         let (text, _) = recipe(&base(), &lockfile(""), ImageUser::Root);
-        assert!(text.contains("USER 0:0\nENTRYPOINT") && text.contains("HOME=/root "), "{text}");
+        assert!(
+            text.contains("USER 0:0\nENTRYPOINT") && text.contains("HOME=/root "),
+            "{text}"
+        );
     }
 }

@@ -24,7 +24,10 @@ impl MadeImage {
         let label = |name: &str| facts.labels.get(name).cloned().unwrap_or_default();
         MadeImage {
             python: label(LABEL_PYTHON),
-            packages: label(LABEL_PACKAGES).split_whitespace().map(str::to_owned).collect(),
+            packages: label(LABEL_PACKAGES)
+                .split_whitespace()
+                .map(str::to_owned)
+                .collect(),
             id: facts.id,
             tags: facts.tags,
             size: facts.size,
@@ -44,22 +47,33 @@ pub async fn remove(engine: &Engine, image: &ImageReference) -> Result<(), Image
     if !is_ours(&engine.image_facts(image.as_str()).await?) {
         return Err(ImageError::NotOurs(image.clone()));
     }
-    engine.remove_image(image.as_str()).await.map_err(|error| match error {
-        EngineError::InUse(why) => ImageError::InUse { image: image.clone(), why },
-        other => ImageError::Engine(other),
-    })
+    engine
+        .remove_image(image.as_str())
+        .await
+        .map_err(|error| match error {
+            EngineError::InUse(why) => ImageError::InUse {
+                image: image.clone(),
+                why,
+            },
+            other => ImageError::Engine(other),
+        })
 }
 
 /// Removes an image that a newer one took the last name of. If somebody uses it, it stays, and `list` shows it.
 pub(super) async fn put_away(engine: &Engine, replaced: &ImageFacts) {
-    let Ok(found) = engine.image_facts(&replaced.id).await else { return };
+    let Ok(found) = engine.image_facts(&replaced.id).await else {
+        return;
+    };
     if is_ours(&found) && found.tags.is_empty() {
         let _ = engine.remove_image(&found.id).await;
     }
 }
 
 fn is_ours(image: &ImageFacts) -> bool {
-    image.labels.get(LABEL_IMAGE).is_some_and(|value| value == LABEL_IMAGE_VALUE)
+    image
+        .labels
+        .get(LABEL_IMAGE)
+        .is_some_and(|value| value == LABEL_IMAGE_VALUE)
 }
 
 #[cfg(test)]
@@ -70,7 +84,10 @@ mod tests {
         ImageFacts {
             id: "sha256:00".to_owned(),
             tags: vec!["cells:latest".to_owned()],
-            labels: labels.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect(),
+            labels: labels
+                .iter()
+                .map(|(name, value)| ((*name).to_owned(), (*value).to_owned()))
+                .collect(),
             system: None,
             architecture: None,
             size: 7,
@@ -80,8 +97,14 @@ mod tests {
 
     #[test]
     fn an_image_tells_by_its_labels_what_it_is() {
-        let made = MadeImage::new(facts(&[(LABEL_PYTHON, "3.13.1"), (LABEL_PACKAGES, "ipython==9.0 six==1.17.0")]));
-        assert_eq!((made.python.as_str(), made.packages.len(), made.size), ("3.13.1", 2, 7));
+        let made = MadeImage::new(facts(&[
+            (LABEL_PYTHON, "3.13.1"),
+            (LABEL_PACKAGES, "ipython==9.0 six==1.17.0"),
+        ]));
+        assert_eq!(
+            (made.python.as_str(), made.packages.len(), made.size),
+            ("3.13.1", 2, 7)
+        );
         assert!(is_ours(&facts(&[(LABEL_IMAGE, LABEL_IMAGE_VALUE)])));
         assert!(!is_ours(&facts(&[])) && !is_ours(&facts(&[(LABEL_IMAGE, "2")])));
     }

@@ -25,56 +25,146 @@ pub(super) async fn carry_out(
     call: Call,
     hands: Hands<impl AsyncRead + Send + Unpin, impl AsyncWrite + Send + Unpin>,
 ) -> Vec<Written> {
-    let Hands { cancel, news, mut source, mut sink } = hands;
+    let Hands {
+        cancel,
+        news,
+        mut source,
+        mut sink,
+    } = hands;
     match call {
-        Call::Execute { owner, id, request, wait } => {
-            written(number, &sessions.execute(&owner, &id, request, wait, cancel, news).await)
-        }
-        Call::Check { owner, which, wait, max_chars } => {
-            written(number, &sessions.check(&owner, &which, wait, max_chars, news).await)
-        }
-        Call::Decide { owner, handle, decisions } => {
-            written(number, &sessions.decide(&owner, &handle, decisions, "").await)
-        }
+        Call::Execute {
+            owner,
+            id,
+            request,
+            wait,
+        } => written(
+            number,
+            &sessions
+                .execute(&owner, &id, request, wait, cancel, news)
+                .await,
+        ),
+        Call::Check {
+            owner,
+            which,
+            wait,
+            max_chars,
+        } => written(
+            number,
+            &sessions.check(&owner, &which, wait, max_chars, news).await,
+        ),
+        Call::Decide {
+            owner,
+            handle,
+            decisions,
+        } => written(
+            number,
+            &sessions.decide(&owner, &handle, decisions, "").await,
+        ),
         Call::Stop { owner, which } => written(number, &sessions.stop(&owner, &which).await),
         Call::Reset { owner, id } => written(number, &sessions.reset(&owner, &id).await),
-        Call::Undo { owner, id, cells } => written(number, &sessions.undo(&owner, &id, cells).await),
-        Call::Checkpoints { owner, id } => written(number, &sessions.checkpoints(&owner, &id).await),
-        Call::Fork { owner, id, request } => written(number, &sessions.fork(&owner, &id, request).await),
-        Call::Explore { owner, id, request } => {
-            written(number, &sessions.explore(&owner, &id, request, cancel, news).await)
+        Call::Undo { owner, id, cells } => {
+            written(number, &sessions.undo(&owner, &id, cells).await)
         }
-        Call::Install { owner, id, requirements, leave } => {
-            written(number, &sessions.install(&owner, &id, requirements, leave, cancel, news).await)
+        Call::Checkpoints { owner, id } => {
+            written(number, &sessions.checkpoints(&owner, &id).await)
         }
-        Call::RegisterServer { owner, request } => written(number, &sessions.register_server(&owner, request).await),
+        Call::Fork { owner, id, request } => {
+            written(number, &sessions.fork(&owner, &id, request).await)
+        }
+        Call::Explore { owner, id, request } => written(
+            number,
+            &sessions.explore(&owner, &id, request, cancel, news).await,
+        ),
+        Call::Install {
+            owner,
+            id,
+            requirements,
+            leave,
+        } => written(
+            number,
+            &sessions
+                .install(&owner, &id, requirements, leave, cancel, news)
+                .await,
+        ),
+        Call::RegisterServer { owner, request } => {
+            written(number, &sessions.register_server(&owner, request).await)
+        }
         Call::SetUpServers { setup } => written(number, &sessions.set_up_servers(setup).await),
         Call::SetUpApprovals { setup } => written(number, &sessions.set_up_approvals(setup).await),
         Call::SetUpLimits { setup } => written(number, &sessions.set_up_limits(setup).await),
-        Call::UnregisterServer { owner, name } => written(number, &sessions.unregister_server(&owner, &name).await),
+        Call::UnregisterServer { owner, name } => {
+            written(number, &sessions.unregister_server(&owner, &name).await)
+        }
         Call::Servers { owner } => written(number, &sessions.servers(&owner).await),
-        Call::WriteFile { owner, id, path, overwrite } => {
-            written(number, &sessions.write_file(&owner, &id, &path, &mut source, overwrite).await)
-        }
-        Call::ReadFile { owner, id, path, limit } => {
-            written(number, &sessions.read_file(&owner, &id, &path, limit, &mut sink).await)
-        }
-        Call::ReadFileRange { owner, id, path, offset, length } => {
-            written(number, &sessions.read_file_range(&owner, &id, &path, offset, length, &mut sink).await)
-        }
+        Call::WriteFile {
+            owner,
+            id,
+            path,
+            overwrite,
+        } => written(
+            number,
+            &sessions
+                .write_file(&owner, &id, &path, &mut source, overwrite)
+                .await,
+        ),
+        Call::ReadFile {
+            owner,
+            id,
+            path,
+            limit,
+        } => written(
+            number,
+            &sessions
+                .read_file(&owner, &id, &path, limit, &mut sink)
+                .await,
+        ),
+        Call::ReadFileRange {
+            owner,
+            id,
+            path,
+            offset,
+            length,
+        } => written(
+            number,
+            &sessions
+                .read_file_range(&owner, &id, &path, offset, length, &mut sink)
+                .await,
+        ),
         Call::ListFiles { owner, id } => written(number, &sessions.list_files(&owner, &id).await),
-        Call::Upload { owner, id, path, part } => {
-            written(number, &sessions.upload(&owner, &id, &path, part, &mut source).await)
-        }
-        Call::Uploaded { owner, id, path } => written(number, &Answer::Ok(sessions.uploaded(&owner, &id, &path).await)),
+        Call::Upload {
+            owner,
+            id,
+            path,
+            part,
+        } => written(
+            number,
+            &sessions.upload(&owner, &id, &path, part, &mut source).await,
+        ),
+        Call::Uploaded { owner, id, path } => written(
+            number,
+            &Answer::Ok(sessions.uploaded(&owner, &id, &path).await),
+        ),
         Call::Load => written(number, &Answer::Ok(sessions.load().await)),
         Call::List { owner } => written(number, &sessions.list(&owner).await),
         Call::Close { owner, id } => written(number, &sessions.close(&owner, &id).await),
-        Call::OutputSize { owner, id, execution } => {
-            written(number, &Answer::Ok(sessions.output_size(&owner, &id, execution).await))
-        }
-        Call::ReadOutput { owner, id, execution, offset, length } => {
-            let read = sessions.read_output(&owner, &id, execution, offset, length).await;
+        Call::OutputSize {
+            owner,
+            id,
+            execution,
+        } => written(
+            number,
+            &Answer::Ok(sessions.output_size(&owner, &id, execution).await),
+        ),
+        Call::ReadOutput {
+            owner,
+            id,
+            execution,
+            offset,
+            length,
+        } => {
+            let read = sessions
+                .read_output(&owner, &id, execution, offset, length)
+                .await;
             // The kind only: it is all that is told of it.
             let read = read.map(|read| read.map_err(|error| error.kind().to_string()));
             written(number, &Answer::Ok(read))

@@ -24,10 +24,10 @@ use crate::sandbox::{LaunchError, Preparation, Rules};
 use crate::session::install::{InstallReport, Leave};
 use crate::session::servers::{ServerReport, ServerRequest, ServerSetup};
 use crate::session::{
-    ApprovalSetup, Checked, CheckpointInfo, Decided, Decision, ExecuteRequest, Executed, ExecutionHandle, ExecutionId,
-    ExploreReport, ExploreRequest, FileList, FileRange, ForkReport, ForkRequest, InsidePath, LimitSetup, Load, News,
-    Principal, RecordEnding, Refused, ResetReport, SessionAccess, SessionId, SessionInfo, Slice, UndoReport,
-    UploadPart, Uploaded, Which, Word,
+    ApprovalSetup, Checked, CheckpointInfo, Decided, Decision, ExecuteRequest, Executed,
+    ExecutionHandle, ExecutionId, ExploreReport, ExploreRequest, FileList, FileRange, ForkReport,
+    ForkRequest, InsidePath, LimitSetup, Load, News, Principal, RecordEnding, Refused, ResetReport,
+    SessionAccess, SessionId, SessionInfo, Slice, UndoReport, UploadPart, Uploaded, Which, Word,
 };
 
 /// The first wait after a keeper could not be started. Each further failure doubles it.
@@ -63,7 +63,9 @@ struct Attempts {
 impl Attempts {
     /// Notes that no keeper could be started. Each failure doubles the wait.
     fn failed(&mut self, now: Instant) {
-        let rest = FIRST_REST.saturating_mul(1 << self.failures.min(10)).min(LONGEST_REST);
+        let rest = FIRST_REST
+            .saturating_mul(1 << self.failures.min(10))
+            .min(LONGEST_REST);
         self.failures += 1;
         self.rest = Some(now + rest);
     }
@@ -79,12 +81,19 @@ type About<'a> = Option<(&'a Principal, &'a SessionId)>;
 impl Client {
     pub(super) async fn attach(settings: KeeperSettings) -> Result<Client, AttachError> {
         let (stream, welcome) = start::connect(&settings).await?;
-        let waiting = Preparation::Working { step: "preparing Python".to_owned(), done: 0, total: None };
+        let waiting = Preparation::Working {
+            step: "preparing Python".to_owned(),
+            done: 0,
+            total: None,
+        };
         let shared = Arc::new(Shared {
             settings: Mutex::new(Arc::new(settings)),
             link: Mutex::new(None),
             connecting: tokio::sync::Mutex::default(),
-            listeners: Listeners { preparation: watch::Sender::new(waiting), recording: Arc::default() },
+            listeners: Listeners {
+                preparation: watch::Sender::new(waiting),
+                recording: Arc::default(),
+            },
             seen: Mutex::default(),
         });
         shared.welcomed(&welcome, &mut *shared.connecting.lock().await);
@@ -94,7 +103,11 @@ impl Client {
 
     /// Uses these settings for the next keeper that has to be started.
     pub fn renew(&self, settings: KeeperSettings) {
-        *self.shared.settings.lock().expect("nothing panics while it holds the settings") = Arc::new(settings);
+        *self
+            .shared
+            .settings
+            .lock()
+            .expect("nothing panics while it holds the settings") = Arc::new(settings);
     }
 
     /// Cuts the connection, as a failure would. What runs goes on.
@@ -107,7 +120,13 @@ impl Client {
     /// Waits until the end of the connection has been noticed.
     #[cfg(test)]
     pub(super) async fn closed(&self) {
-        let closed = self.shared.current().as_ref().expect("there is a connection").closed.clone();
+        let closed = self
+            .shared
+            .current()
+            .as_ref()
+            .expect("there is a connection")
+            .closed
+            .clone();
         closed.cancelled().await;
     }
 
@@ -119,7 +138,8 @@ impl Client {
     /// Tells why the keeper cannot take work, if it cannot.
     pub fn trouble(&self) -> Option<String> {
         let link = self.shared.open_link()?;
-        link.is_silent().then(|| "the process that keeps the sessions does not answer".to_owned())
+        link.is_silent()
+            .then(|| "the process that keeps the sessions does not answer".to_owned())
     }
 
     /// Returns the connection, making a new one if the keeper is gone. Later calls wait until the
@@ -149,7 +169,12 @@ impl Client {
         }
     }
 
-    async fn ask<T: DeserializeOwned>(&self, about: About<'_>, call: Call, wishes: Wishes) -> Result<T, Refused> {
+    async fn ask<T: DeserializeOwned>(
+        &self,
+        about: About<'_>,
+        call: Call,
+        wishes: Wishes,
+    ) -> Result<T, Refused> {
         loop {
             let (link, order) = self.link().await?;
             self.refuse_lost(about)?;
@@ -160,9 +185,12 @@ impl Client {
                 Err(NoAnswer::NotSent) => continue,
                 Err(other) => return self.heard(about, Err(other)),
                 Ok(asked) => {
-                    let answer = self.heard(about, asked.answered(wishes.cancel, wishes.wait).await);
+                    let answer =
+                        self.heard(about, asked.answered(wishes.cancel, wishes.wait).await);
                     return match about {
-                        Some((owner, id)) if !wishes.proves_nothing => self.noted(owner, id, answer),
+                        Some((owner, id)) if !wishes.proves_nothing => {
+                            self.noted(owner, id, answer)
+                        }
                         _ => answer,
                     };
                 }
@@ -170,7 +198,11 @@ impl Client {
         }
     }
 
-    async fn ask_plainly<T: DeserializeOwned>(&self, about: About<'_>, call: Call) -> Result<T, Refused> {
+    async fn ask_plainly<T: DeserializeOwned>(
+        &self,
+        about: About<'_>,
+        call: Call,
+    ) -> Result<T, Refused> {
         self.ask(about, call, Wishes::default()).await
     }
 
@@ -182,12 +214,20 @@ impl Client {
     }
 
     /// Turns what came back into the answer of a call.
-    fn heard<T>(&self, about: About<'_>, answer: Result<Answer<T>, NoAnswer>) -> Result<T, Refused> {
+    fn heard<T>(
+        &self,
+        about: About<'_>,
+        answer: Result<Answer<T>, NoAnswer>,
+    ) -> Result<T, Refused> {
         match answer {
             Ok(answer) => answer,
             Err(NoAnswer::Silent { sent }) => Err(Refused::Unresponsive { sent }),
-            Err(NoAnswer::TooLarge) => Err(Refused::Transfer { why: "the request is too large".to_owned() }),
-            Err(NoAnswer::Nonsense) => Err(Refused::Transfer { why: "the answer could not be understood".to_owned() }),
+            Err(NoAnswer::TooLarge) => Err(Refused::Transfer {
+                why: "the request is too large".to_owned(),
+            }),
+            Err(NoAnswer::Nonsense) => Err(Refused::Transfer {
+                why: "the answer could not be understood".to_owned(),
+            }),
             Err(NoAnswer::NotSent | NoAnswer::Lost) => Err(match about {
                 Some((owner, id)) => {
                     self.shared.seen().lose(owner, id);
@@ -199,7 +239,12 @@ impl Client {
     }
 
     /// Remembers that a session exists, if what was asked of it succeeded.
-    fn noted<T>(&self, owner: &Principal, id: &SessionId, answer: Result<T, Refused>) -> Result<T, Refused> {
+    fn noted<T>(
+        &self,
+        owner: &Principal,
+        id: &SessionId,
+        answer: Result<T, Refused>,
+    ) -> Result<T, Refused> {
         if answer.is_ok() {
             self.shared.seen().note(owner, id);
         }
@@ -214,16 +259,26 @@ impl Client {
             "its variables and files are lost"
         };
         let why = format!("the process that kept the sessions ended, and {what}");
-        Refused::Ended { id: id.clone(), why, undo: false }
+        Refused::Ended {
+            id: id.clone(),
+            why,
+            undo: false,
+        }
     }
 
     /// Forgets sessions of an owner that have ended unnoticed, when many are remembered.
     async fn check_seen(&self, owner: &Principal) {
-        let Some(asked) = self.shared.seen().must_check(owner) else { return };
-        let call = Call::List { owner: owner.clone() };
+        let Some(asked) = self.shared.seen().must_check(owner) else {
+            return;
+        };
+        let call = Call::List {
+            owner: owner.clone(),
+        };
         // What is not known now is found out after a later call.
         if let Ok(all) = self.ask_plainly::<Vec<SessionInfo>>(None, call).await {
-            self.shared.seen().check(owner, &all.iter().map(|info| &info.id).collect(), asked);
+            self.shared
+                .seen()
+                .check(owner, &all.iter().map(|info| &info.id).collect(), asked);
         }
     }
 
@@ -238,27 +293,44 @@ impl Client {
 
 impl Shared {
     fn settings(&self) -> Arc<KeeperSettings> {
-        Arc::clone(&self.settings.lock().expect("nothing panics while it holds the settings"))
+        Arc::clone(
+            &self
+                .settings
+                .lock()
+                .expect("nothing panics while it holds the settings"),
+        )
     }
 
     fn current(&self) -> MutexGuard<'_, Option<Arc<Link>>> {
-        self.link.lock().expect("nothing panics while it holds the connection")
+        self.link
+            .lock()
+            .expect("nothing panics while it holds the connection")
     }
 
     fn open_link(&self) -> Option<Arc<Link>> {
-        self.current().as_ref().filter(|link| !link.is_closed()).map(Arc::clone)
+        self.current()
+            .as_ref()
+            .filter(|link| !link.is_closed())
+            .map(Arc::clone)
     }
 
     fn use_link(&self, link: Arc<Link>) {
         *self.current() = Some(Arc::clone(&link));
-        let recording = self.listeners.recording.lock().expect("nothing panics while it holds the recorder").clone();
+        let recording = self
+            .listeners
+            .recording
+            .lock()
+            .expect("nothing panics while it holds the recorder")
+            .clone();
         if let Some(Recording { takes_over, .. }) = recording {
             link.begin_recording(takes_over);
         }
     }
 
     fn seen(&self) -> MutexGuard<'_, Seen> {
-        self.seen.lock().expect("nothing panics while it holds what was seen")
+        self.seen
+            .lock()
+            .expect("nothing panics while it holds what was seen")
     }
 
     /// Notes which keeper this is and whose sessions it has. Another one than before means that those are lost.
@@ -270,12 +342,17 @@ impl Shared {
         for resident in &welcome.residents {
             seen.note(&resident.owner, &resident.id);
         }
-        *attempts = Attempts { keeper: welcome.keeper.clone(), ..Attempts::default() };
+        *attempts = Attempts {
+            keeper: welcome.keeper.clone(),
+            ..Attempts::default()
+        };
     }
 }
 
 fn no_keeper(why: &str) -> Refused {
-    Refused::Launch(LaunchError::Start { why: why.to_owned() })
+    Refused::Launch(LaunchError::Start {
+        why: why.to_owned(),
+    })
 }
 
 fn with_causes(error: &dyn std::error::Error) -> String {
@@ -289,7 +366,9 @@ fn with_causes(error: &dyn std::error::Error) -> String {
 }
 
 fn transfer(error: &io::Error) -> Refused {
-    Refused::Transfer { why: error.kind().to_string() }
+    Refused::Transfer {
+        why: error.kind().to_string(),
+    }
 }
 
 #[async_trait]
@@ -300,7 +379,10 @@ impl SessionAccess for Client {
 
     fn record_endings(&self, takes_over: bool, record: RecordEnding) {
         let recording = &self.shared.listeners.recording;
-        *recording.lock().expect("nothing panics while it holds the recorder") = Some(Recording { takes_over, record });
+        *recording
+            .lock()
+            .expect("nothing panics while it holds the recorder") =
+            Some(Recording { takes_over, record });
         if let Some(link) = self.shared.open_link() {
             link.begin_recording(takes_over);
         }
@@ -315,11 +397,23 @@ impl SessionAccess for Client {
         cancel: CancellationToken,
         news: News,
     ) -> Result<Executed, Refused> {
-        let call = Call::Execute { owner: owner.clone(), id: id.clone(), request, wait };
-        let wishes = Wishes { news: Some(news), cancel: Some(cancel), wait, ..Wishes::default() };
+        let call = Call::Execute {
+            owner: owner.clone(),
+            id: id.clone(),
+            request,
+            wait,
+        };
+        let wishes = Wishes {
+            news: Some(news),
+            cancel: Some(cancel),
+            wait,
+            ..Wishes::default()
+        };
         let executed = self.ask(Some((owner, id)), call, wishes).await?;
         if let Executed::Underway(underway) = &executed {
-            self.shared.seen().note_execution(owner, &underway.handle, &underway.session);
+            self.shared
+                .seen()
+                .note_execution(owner, &underway.handle, &underway.session);
         }
         self.check_seen(owner).await;
         Ok(executed)
@@ -333,10 +427,24 @@ impl SessionAccess for Client {
         max_chars: usize,
         news: News,
     ) -> Result<Checked, Refused> {
-        let call = Call::Check { owner: owner.clone(), which: which.clone(), wait, max_chars };
+        let call = Call::Check {
+            owner: owner.clone(),
+            which: which.clone(),
+            wait,
+            max_chars,
+        };
         let session = self.session_of(owner, which);
         let about = session.as_ref().map(|id| (owner, id));
-        self.ask(about, call, Wishes { news: Some(news), wait: Some(wait), ..Wishes::default() }).await
+        self.ask(
+            about,
+            call,
+            Wishes {
+                news: Some(news),
+                wait: Some(wait),
+                ..Wishes::default()
+            },
+        )
+        .await
     }
 
     async fn decide(
@@ -348,35 +456,98 @@ impl SessionAccess for Client {
     ) -> Result<Decided, Refused> {
         let session = self.session_of(owner, &Which::This(handle.clone()));
         let about = session.as_ref().map(|id| (owner, id));
-        self.ask_plainly(about, Call::Decide { owner: owner.clone(), handle: handle.clone(), decisions }).await
+        self.ask_plainly(
+            about,
+            Call::Decide {
+                owner: owner.clone(),
+                handle: handle.clone(),
+                decisions,
+            },
+        )
+        .await
     }
 
     async fn stop(&self, owner: &Principal, which: &Which) -> Result<(), Refused> {
         let session = self.session_of(owner, which);
         let about = session.as_ref().map(|id| (owner, id));
-        self.ask_plainly(about, Call::Stop { owner: owner.clone(), which: which.clone() }).await
+        self.ask_plainly(
+            about,
+            Call::Stop {
+                owner: owner.clone(),
+                which: which.clone(),
+            },
+        )
+        .await
     }
 
     async fn reset(&self, owner: &Principal, id: &SessionId) -> Result<ResetReport, Refused> {
         drop(self.link().await?);
         if self.shared.seen().forgive(owner, id) {
             let files_kept = self.shared.settings().files_outlive_sessions;
-            return Ok(ResetReport { interrupted_running_cell: false, files_kept, had_no_session: true });
+            return Ok(ResetReport {
+                interrupted_running_cell: false,
+                files_kept,
+                had_no_session: true,
+            });
         }
-        let call = Call::Reset { owner: owner.clone(), id: id.clone() };
-        self.ask(Some((owner, id)), call, Wishes { proves_nothing: true, ..Wishes::default() }).await
+        let call = Call::Reset {
+            owner: owner.clone(),
+            id: id.clone(),
+        };
+        self.ask(
+            Some((owner, id)),
+            call,
+            Wishes {
+                proves_nothing: true,
+                ..Wishes::default()
+            },
+        )
+        .await
     }
 
-    async fn undo(&self, owner: &Principal, id: &SessionId, cells: u32) -> Result<UndoReport, Refused> {
-        self.ask_plainly(Some((owner, id)), Call::Undo { owner: owner.clone(), id: id.clone(), cells }).await
+    async fn undo(
+        &self,
+        owner: &Principal,
+        id: &SessionId,
+        cells: u32,
+    ) -> Result<UndoReport, Refused> {
+        self.ask_plainly(
+            Some((owner, id)),
+            Call::Undo {
+                owner: owner.clone(),
+                id: id.clone(),
+                cells,
+            },
+        )
+        .await
     }
 
-    async fn checkpoints(&self, owner: &Principal, id: &SessionId) -> Result<Vec<CheckpointInfo>, Refused> {
-        self.ask_plainly(Some((owner, id)), Call::Checkpoints { owner: owner.clone(), id: id.clone() }).await
+    async fn checkpoints(
+        &self,
+        owner: &Principal,
+        id: &SessionId,
+    ) -> Result<Vec<CheckpointInfo>, Refused> {
+        self.ask_plainly(
+            Some((owner, id)),
+            Call::Checkpoints {
+                owner: owner.clone(),
+                id: id.clone(),
+            },
+        )
+        .await
     }
 
-    async fn fork(&self, owner: &Principal, id: &SessionId, request: ForkRequest) -> Result<ForkReport, Refused> {
-        let call = Call::Fork { owner: owner.clone(), id: id.clone(), request };
+    async fn fork(
+        &self,
+        owner: &Principal,
+        id: &SessionId,
+        request: ForkRequest,
+    ) -> Result<ForkReport, Refused> {
+        let call = Call::Fork {
+            owner: owner.clone(),
+            id: id.clone(),
+            request,
+        };
         let report: ForkReport = self.ask_plainly(Some((owner, id)), call).await?;
         let mut seen = self.shared.seen();
         report.forks.iter().for_each(|fork| seen.note(owner, fork));
@@ -392,11 +563,22 @@ impl SessionAccess for Client {
         cancel: CancellationToken,
         news: News,
     ) -> Result<ExploreReport, Refused> {
-        let call = Call::Explore { owner: owner.clone(), id: id.clone(), request };
-        let wishes = Wishes { news: Some(news), cancel: Some(cancel), ..Wishes::default() };
+        let call = Call::Explore {
+            owner: owner.clone(),
+            id: id.clone(),
+            request,
+        };
+        let wishes = Wishes {
+            news: Some(news),
+            cancel: Some(cancel),
+            ..Wishes::default()
+        };
         let report: ExploreReport = self.ask(Some((owner, id)), call, wishes).await?;
         let mut seen = self.shared.seen();
-        report.kept.iter().for_each(|(_, session)| seen.note(owner, session));
+        report
+            .kept
+            .iter()
+            .for_each(|(_, session)| seen.note(owner, session));
         drop(seen);
         Ok(report)
     }
@@ -410,12 +592,37 @@ impl SessionAccess for Client {
         cancel: CancellationToken,
         news: News,
     ) -> Result<InstallReport, Refused> {
-        let call = Call::Install { owner: owner.clone(), id: id.clone(), requirements, leave };
-        self.ask(Some((owner, id)), call, Wishes { news: Some(news), cancel: Some(cancel), ..Wishes::default() }).await
+        let call = Call::Install {
+            owner: owner.clone(),
+            id: id.clone(),
+            requirements,
+            leave,
+        };
+        self.ask(
+            Some((owner, id)),
+            call,
+            Wishes {
+                news: Some(news),
+                cancel: Some(cancel),
+                ..Wishes::default()
+            },
+        )
+        .await
     }
 
-    async fn register_server(&self, owner: &Principal, request: ServerRequest) -> Result<ServerReport, Refused> {
-        self.ask_plainly(None, Call::RegisterServer { owner: owner.clone(), request }).await
+    async fn register_server(
+        &self,
+        owner: &Principal,
+        request: ServerRequest,
+    ) -> Result<ServerReport, Refused> {
+        self.ask_plainly(
+            None,
+            Call::RegisterServer {
+                owner: owner.clone(),
+                request,
+            },
+        )
+        .await
     }
 
     async fn set_up_servers(&self, setup: ServerSetup) -> Result<(), Refused> {
@@ -431,12 +638,21 @@ impl SessionAccess for Client {
     }
 
     async fn unregister_server(&self, owner: &Principal, name: &str) -> Result<(), Refused> {
-        let call = Call::UnregisterServer { owner: owner.clone(), name: name.to_owned() };
+        let call = Call::UnregisterServer {
+            owner: owner.clone(),
+            name: name.to_owned(),
+        };
         self.ask_plainly(None, call).await
     }
 
     async fn servers(&self, owner: &Principal) -> Result<Vec<ServerReport>, Refused> {
-        self.ask_plainly(None, Call::Servers { owner: owner.clone() }).await
+        self.ask_plainly(
+            None,
+            Call::Servers {
+                owner: owner.clone(),
+            },
+        )
+        .await
     }
 
     async fn write_file(
@@ -449,7 +665,12 @@ impl SessionAccess for Client {
     ) -> Result<u64, Refused> {
         let (link, _) = self.link().await?;
         self.refuse_lost(Some((owner, id)))?;
-        let call = Call::WriteFile { owner: owner.clone(), id: id.clone(), path: path.clone(), overwrite };
+        let call = Call::WriteFile {
+            owner: owner.clone(),
+            id: id.clone(),
+            path: path.clone(),
+            overwrite,
+        };
         let (answer, trouble) = link.send_file(&call, source).await;
         let answer = self.noted(owner, id, self.heard(Some((owner, id)), answer));
         match trouble {
@@ -469,7 +690,12 @@ impl SessionAccess for Client {
     ) -> Result<u64, Refused> {
         let (link, _) = self.link().await?;
         self.refuse_lost(Some((owner, id)))?;
-        let call = Call::ReadFile { owner: owner.clone(), id: id.clone(), path: path.clone(), limit };
+        let call = Call::ReadFile {
+            owner: owner.clone(),
+            id: id.clone(),
+            path: path.clone(),
+            limit,
+        };
         match link.receive_file(&call, sink).await {
             (_, Some(error)) => Err(transfer(&error)),
             (answer, None) => self.noted(owner, id, self.heard(Some((owner, id)), answer)),
@@ -487,7 +713,13 @@ impl SessionAccess for Client {
     ) -> Result<FileRange, Refused> {
         let (link, _) = self.link().await?;
         self.refuse_lost(Some((owner, id)))?;
-        let call = Call::ReadFileRange { owner: owner.clone(), id: id.clone(), path: path.clone(), offset, length };
+        let call = Call::ReadFileRange {
+            owner: owner.clone(),
+            id: id.clone(),
+            path: path.clone(),
+            offset,
+            length,
+        };
         match link.receive_file(&call, sink).await {
             (_, Some(error)) => Err(transfer(&error)),
             (answer, None) => self.noted(owner, id, self.heard(Some((owner, id)), answer)),
@@ -495,7 +727,14 @@ impl SessionAccess for Client {
     }
 
     async fn list_files(&self, owner: &Principal, id: &SessionId) -> Result<FileList, Refused> {
-        self.ask_plainly(Some((owner, id)), Call::ListFiles { owner: owner.clone(), id: id.clone() }).await
+        self.ask_plainly(
+            Some((owner, id)),
+            Call::ListFiles {
+                owner: owner.clone(),
+                id: id.clone(),
+            },
+        )
+        .await
     }
 
     async fn upload(
@@ -508,7 +747,12 @@ impl SessionAccess for Client {
     ) -> Result<Uploaded, Refused> {
         let (link, _) = self.link().await?;
         self.refuse_lost(Some((owner, id)))?;
-        let call = Call::Upload { owner: owner.clone(), id: id.clone(), path: path.clone(), part };
+        let call = Call::Upload {
+            owner: owner.clone(),
+            id: id.clone(),
+            path: path.clone(),
+            part,
+        };
         let (answer, trouble) = link.send_file(&call, source).await;
         // The session need not exist before the file is complete.
         let finished = matches!(answer, Ok(Ok(Uploaded { finished: true, .. })));
@@ -523,9 +767,16 @@ impl SessionAccess for Client {
     }
 
     async fn uploaded(&self, owner: &Principal, id: &SessionId, path: &InsidePath) -> Option<u64> {
-        let call = Call::Uploaded { owner: owner.clone(), id: id.clone(), path: path.clone() };
+        let call = Call::Uploaded {
+            owner: owner.clone(),
+            id: id.clone(),
+            path: path.clone(),
+        };
         // About nothing: the session need not exist.
-        self.ask_plainly::<Option<u64>>(None, call).await.ok().flatten()
+        self.ask_plainly::<Option<u64>>(None, call)
+            .await
+            .ok()
+            .flatten()
     }
 
     async fn load(&self) -> Load {
@@ -533,12 +784,22 @@ impl SessionAccess for Client {
     }
 
     async fn list(&self, owner: &Principal) -> Result<Vec<SessionInfo>, Refused> {
-        let mut all: Vec<SessionInfo> = self.ask_plainly(None, Call::List { owner: owner.clone() }).await?;
+        let mut all: Vec<SessionInfo> = self
+            .ask_plainly(
+                None,
+                Call::List {
+                    owner: owner.clone(),
+                },
+            )
+            .await?;
         let lost = self.shared.seen().lost_by(owner);
         for info in &all {
             self.shared.seen().note(owner, &info.id);
         }
-        all.extend(lost.into_iter().map(|id| lost_info(id, "the process that kept the sessions ended")));
+        all.extend(
+            lost.into_iter()
+                .map(|id| lost_info(id, "the process that kept the sessions ended")),
+        );
         all.sort_by(|one, other| one.id.cmp(&other.id));
         Ok(all)
     }
@@ -548,15 +809,34 @@ impl SessionAccess for Client {
         if self.shared.seen().forgive(owner, id) {
             return Ok(());
         }
-        self.ask_plainly::<()>(Some((owner, id)), Call::Close { owner: owner.clone(), id: id.clone() }).await?;
+        self.ask_plainly::<()>(
+            Some((owner, id)),
+            Call::Close {
+                owner: owner.clone(),
+                id: id.clone(),
+            },
+        )
+        .await?;
         self.shared.seen().forget(owner, id);
         Ok(())
     }
 
-    async fn output_size(&self, owner: &Principal, id: &SessionId, execution: ExecutionId) -> Option<u64> {
-        let call = Call::OutputSize { owner: owner.clone(), id: id.clone(), execution };
+    async fn output_size(
+        &self,
+        owner: &Principal,
+        id: &SessionId,
+        execution: ExecutionId,
+    ) -> Option<u64> {
+        let call = Call::OutputSize {
+            owner: owner.clone(),
+            id: id.clone(),
+            execution,
+        };
         // About nothing: a session that has no output need not exist.
-        self.ask_plainly::<Option<u64>>(None, call).await.ok().flatten()
+        self.ask_plainly::<Option<u64>>(None, call)
+            .await
+            .ok()
+            .flatten()
     }
 
     async fn read_output(
@@ -567,7 +847,13 @@ impl SessionAccess for Client {
         offset: u64,
         length: usize,
     ) -> Option<io::Result<Slice>> {
-        let call = Call::ReadOutput { owner: owner.clone(), id: id.clone(), execution, offset, length };
+        let call = Call::ReadOutput {
+            owner: owner.clone(),
+            id: id.clone(),
+            execution,
+            offset,
+            length,
+        };
         let read: Option<Result<Slice, String>> = self.ask_plainly(None, call).await.ok().flatten();
         read.map(|read| read.map_err(io::Error::other))
     }

@@ -59,8 +59,17 @@ impl Desk {
         underway: watch::Sender<usize>,
         recorder: RecorderId,
     ) -> Arc<Desk> {
-        let (requests, gone, attached) = (Mutex::default(), CancellationToken::new(), Mutex::default());
-        Arc::new(Desk { kept, frames, underway, requests, gone, recorder, attached })
+        let (requests, gone, attached) =
+            (Mutex::default(), CancellationToken::new(), Mutex::default());
+        Arc::new(Desk {
+            kept,
+            frames,
+            underway,
+            requests,
+            gone,
+            recorder,
+            attached,
+        })
     }
 
     /// Lets go of every request. What the front has not recorded goes to another.
@@ -77,24 +86,41 @@ impl Desk {
         }
         let frames = self.frames.clone();
         let hand_over = move |number, ended: ExecutionEnded| {
-            let message = FromKeeper::Ended { number, ended: Box::new(ended) };
+            let message = FromKeeper::Ended {
+                number,
+                ended: Box::new(ended),
+            };
             // A front that is gone confirms nothing, so the ledger keeps the entry.
-            for frame in frame::write(0, Kind::Message, &message).into_iter().flatten() {
+            for frame in frame::write(0, Kind::Message, &message)
+                .into_iter()
+                .flatten()
+            {
                 let _ = frames.push(frame);
             }
         };
-        *attached = Some(self.kept.ledger().attach(self.recorder, takes_over, Arc::new(hand_over)));
+        *attached = Some(
+            self.kept
+                .ledger()
+                .attach(self.recorder, takes_over, Arc::new(hand_over)),
+        );
     }
 
     fn attached(&self) -> MutexGuard<'_, Option<Attached>> {
-        self.attached.lock().expect("nothing panics while it holds the place")
+        self.attached
+            .lock()
+            .expect("nothing panics while it holds the place")
     }
 
     /// Answers requests until the front leaves or says what makes no sense.
-    pub(super) async fn serve(self: &Arc<Desk>, reader: &mut (impl AsyncRead + Unpin)) -> Result<(), FrameError> {
+    pub(super) async fn serve(
+        self: &Arc<Desk>,
+        reader: &mut (impl AsyncRead + Unpin),
+    ) -> Result<(), FrameError> {
         let mut assembly = Assembly::default();
         while let Some(frame) = frame::read(reader).await? {
-            let Some(Frame { id, kind, payload }) = assembly.add(frame)? else { continue };
+            let Some(Frame { id, kind, payload }) = assembly.add(frame)? else {
+                continue;
+            };
             match kind {
                 Kind::Chunk => self.arrived(id, Arrival::Chunk(payload))?,
                 Kind::Message => match frame::content(&payload)? {
@@ -105,7 +131,9 @@ impl Desk {
                     }
                     other => self.hear(id, other)?,
                 },
-                Kind::Part | Kind::Answer => return Err(FrameError::OutOfTurn("a front answers nothing")),
+                Kind::Part | Kind::Answer => {
+                    return Err(FrameError::OutOfTurn("a front answers nothing"));
+                }
             }
         }
         Ok(())
@@ -149,8 +177,14 @@ impl Desk {
 
     /// Hands a part of a file on. A request that is over needs none.
     fn arrived(&self, id: u64, arrival: Arrival) -> Result<(), FrameError> {
-        match self.requests().get(&id).map(|request| request.upload.try_send(arrival)) {
-            Some(Err(mpsc::error::TrySendError::Full(_))) => Err(FrameError::OutOfTurn("more chunks than credits")),
+        match self
+            .requests()
+            .get(&id)
+            .map(|request| request.upload.try_send(arrival))
+        {
+            Some(Err(mpsc::error::TrySendError::Full(_))) => {
+                Err(FrameError::OutOfTurn("more chunks than credits"))
+            }
             _ => Ok(()),
         }
     }
@@ -170,26 +204,38 @@ impl Desk {
         let (upload, arrivals) = stream::arrivals();
         let (cancel, forgotten) = (CancellationToken::new(), self.gone.child_token());
         let credit = Arc::new(Semaphore::new(WINDOW));
-        let request =
-            Request { cancel: cancel.clone(), forgotten: forgotten.clone(), upload, credit: Arc::clone(&credit) };
+        let request = Request {
+            cancel: cancel.clone(),
+            forgotten: forgotten.clone(),
+            upload,
+            credit: Arc::clone(&credit),
+        };
         {
             let mut requests = self.requests();
             if requests.len() < MOST_REQUESTS {
                 requests.insert(number, request);
             } else {
-                let busy: Answer<()> = Err(Refused::Busy { waiting: MOST_REQUESTS });
+                let busy: Answer<()> = Err(Refused::Busy {
+                    waiting: MOST_REQUESTS,
+                });
                 tokio::spawn(Arc::clone(self).send(calls::written(number, &busy)));
                 return;
             }
         }
-        let give_back =
-            frame::write(number, Kind::Message, &FromKeeper::Credit(1)).expect("a credit is short").remove(0);
+        let give_back = frame::write(number, Kind::Message, &FromKeeper::Credit(1))
+            .expect("a credit is short")
+            .remove(0);
         let news = News::new(String::new());
         let heard = news.subscribe();
         let hands = Hands {
             cancel,
             news,
-            source: Arriving::new(arrivals, give_back, self.frames.clone(), Silence::IsAFailure),
+            source: Arriving::new(
+                arrivals,
+                give_back,
+                self.frames.clone(),
+                Silence::IsAFailure,
+            ),
             sink: Leaving::new(number, credit, self.frames.clone()),
         };
         let ticket = Ticket::new(&self.underway);
@@ -242,7 +288,9 @@ impl Desk {
     }
 
     fn requests(&self) -> MutexGuard<'_, HashMap<u64, Request>> {
-        self.requests.lock().expect("nothing panics while it holds the requests")
+        self.requests
+            .lock()
+            .expect("nothing panics while it holds the requests")
     }
 }
 

@@ -71,9 +71,14 @@ pub(super) enum FrameError {
 }
 
 /// Writes a value as frames: one, or several when it is large.
-pub(super) fn write<T: Serialize>(id: u64, kind: Kind, value: &T) -> Result<Vec<Written>, FrameError> {
+pub(super) fn write<T: Serialize>(
+    id: u64,
+    kind: Kind,
+    value: &T,
+) -> Result<Vec<Written>, FrameError> {
     let mut whole = vec![0; HEADER];
-    rmp_serde::encode::write_named(&mut whole, value).expect("values of this room can be written to memory");
+    rmp_serde::encode::write_named(&mut whole, value)
+        .expect("values of this room can be written to memory");
     let size = whole.len() - HEADER;
     if size > LARGEST_MESSAGE {
         return Err(FrameError::MessageTooLarge);
@@ -84,7 +89,10 @@ pub(super) fn write<T: Serialize>(id: u64, kind: Kind, value: &T) -> Result<Vec<
     }
     let parts = whole[HEADER..].chunks(LARGEST_FRAME);
     let last = parts.len() - 1;
-    Ok(parts.enumerate().map(|(at, part)| raw(id, if at == last { kind } else { Kind::Part }, part)).collect())
+    Ok(parts
+        .enumerate()
+        .map(|(at, part)| raw(id, if at == last { kind } else { Kind::Part }, part))
+        .collect())
 }
 
 /// Writes a frame whose payload is as it is. It fits into a frame.
@@ -110,11 +118,17 @@ pub(super) fn content<T: DeserializeOwned>(payload: &[u8]) -> Result<T, FrameErr
 }
 
 /// Reads the next frame, or nothing when the other side has closed the connection between two of them.
-pub(super) async fn read(source: &mut (impl AsyncRead + Unpin)) -> Result<Option<Frame>, FrameError> {
+pub(super) async fn read(
+    source: &mut (impl AsyncRead + Unpin),
+) -> Result<Option<Frame>, FrameError> {
     let mut header = [0; HEADER];
     let mut got = 0;
     while got < HEADER {
-        match source.read(&mut header[got..]).await.map_err(FrameError::Connection)? {
+        match source
+            .read(&mut header[got..])
+            .await
+            .map_err(FrameError::Connection)?
+        {
             0 if got == 0 => return Ok(None),
             0 => return Err(FrameError::Truncated),
             more => got += more,
@@ -127,10 +141,13 @@ pub(super) async fn read(source: &mut (impl AsyncRead + Unpin)) -> Result<Option
     let kind = Kind::from_byte(header[4]).ok_or(FrameError::UnknownKind(header[4]))?;
     let id = u64::from_be_bytes(header[5..].try_into().expect("eight bytes are left"));
     let mut payload = vec![0; size];
-    source.read_exact(&mut payload).await.map_err(|error| match error.kind() {
-        io::ErrorKind::UnexpectedEof => FrameError::Truncated,
-        _ => FrameError::Connection(error),
-    })?;
+    source
+        .read_exact(&mut payload)
+        .await
+        .map_err(|error| match error.kind() {
+            io::ErrorKind::UnexpectedEof => FrameError::Truncated,
+            _ => FrameError::Connection(error),
+        })?;
     Ok(Some(Frame { id, kind, payload }))
 }
 

@@ -97,7 +97,11 @@ struct Pulse {
 impl Pulse {
     /// Counts a beat. Returns whether one is to be sent.
     fn beat(&mut self) -> bool {
-        self.missed = if self.was_heard || !self.is_awaited { 0 } else { self.missed.saturating_add(1) };
+        self.missed = if self.was_heard || !self.is_awaited {
+            0
+        } else {
+            self.missed.saturating_add(1)
+        };
         self.was_heard = false;
         !std::mem::replace(&mut self.is_awaited, true)
     }
@@ -190,7 +194,10 @@ impl Link {
 
     /// Sends a short message at once. A connection that is closed needs none.
     fn push(&self, number: u64, message: &FromFront) {
-        for frame in frame::write(number, Kind::Message, message).into_iter().flatten() {
+        for frame in frame::write(number, Kind::Message, message)
+            .into_iter()
+            .flatten()
+        {
             let _ = self.frames.push(frame);
         }
     }
@@ -206,7 +213,11 @@ impl Link {
                 None => std::future::pending().await,
             }
             let mut pulse = self.pulse.subscribe();
-            drop(pulse.wait_for(|pulse| pulse.missed >= MAX_MISSED_OVERDUE).await);
+            drop(
+                pulse
+                    .wait_for(|pulse| pulse.missed >= MAX_MISSED_OVERDUE)
+                    .await,
+            );
         };
         tokio::select! {
             () = lost => {}
@@ -228,7 +239,11 @@ impl Link {
     }
 
     /// Sends a call. It is on its way when this returns.
-    pub(super) fn ask(self: &Arc<Link>, call: &Call, news: Option<News>) -> Result<Asked, NoAnswer> {
+    pub(super) fn ask(
+        self: &Arc<Link>,
+        call: &Call,
+        news: Option<News>,
+    ) -> Result<Asked, NoAnswer> {
         self.begin(call, news, None, None)
     }
 
@@ -273,7 +288,9 @@ impl Link {
             Ok(asked) => asked,
             Err(error) => return (Err(error), None),
         };
-        let credit = frame::write(asked.number, Kind::Message, &FromFront::Credit(1)).expect("it is short").remove(0);
+        let credit = frame::write(asked.number, Kind::Message, &FromFront::Credit(1))
+            .expect("it is short")
+            .remove(0);
         let mut arriving = Arriving::new(chunks, credit, self.frames.clone(), Silence::IsTheEnd);
         let written = async {
             copy(&mut arriving, sink).await?;
@@ -297,19 +314,36 @@ impl Link {
             return Err(NoAnswer::Silent { sent: false });
         }
         let number = self.next.fetch_add(1, Ordering::Relaxed);
-        let frames = frame::write(number, Kind::Message, &Asking::Request(call)).map_err(|_| NoAnswer::TooLarge)?;
+        let frames = frame::write(number, Kind::Message, &Asking::Request(call))
+            .map_err(|_| NoAnswer::TooLarge)?;
         let (sender, answer) = oneshot::channel();
         {
             let mut waiting = self.waiting();
             if waiting.closed {
                 return Err(NoAnswer::NotSent);
             }
-            waiting.calls.insert(number, Pending { answer: sender, news, chunks, credit });
+            waiting.calls.insert(
+                number,
+                Pending {
+                    answer: sender,
+                    news,
+                    chunks,
+                    credit,
+                },
+            );
         }
-        let asked = Asked { link: Arc::clone(self), number, answer };
+        let asked = Asked {
+            link: Arc::clone(self),
+            number,
+            answer,
+        };
         for (at, frame) in frames.into_iter().enumerate() {
             if self.frames.push(frame).is_err() {
-                return Err(if at == 0 { NoAnswer::NotSent } else { NoAnswer::Lost });
+                return Err(if at == 0 {
+                    NoAnswer::NotSent
+                } else {
+                    NoAnswer::Lost
+                });
             }
         }
         Ok(asked)
@@ -330,7 +364,9 @@ impl Link {
     }
 
     fn waiting(&self) -> MutexGuard<'_, Waiting> {
-        self.waiting.lock().expect("nothing panics while it holds the calls")
+        self.waiting
+            .lock()
+            .expect("nothing panics while it holds the calls")
     }
 
     fn hear(&self, id: u64, message: FromKeeper, listeners: &Listeners) -> Result<(), FrameError> {
@@ -338,7 +374,11 @@ impl Link {
             FromKeeper::Preparation(told) => drop(listeners.preparation.send_replace(told)),
             FromKeeper::Beat => self.heard(true),
             FromKeeper::Ended { number, ended } => {
-                let recording = listeners.recording.lock().expect("nothing panics while it holds the recorder").clone();
+                let recording = listeners
+                    .recording
+                    .lock()
+                    .expect("nothing panics while it holds the recorder")
+                    .clone();
                 // Without a recorder nothing was asked for.
                 if let Some(Recording { record, .. }) = recording {
                     record(&ended);
@@ -346,12 +386,22 @@ impl Link {
                 }
             }
             FromKeeper::News(text) => {
-                if let Some(news) = self.waiting().calls.get(&id).and_then(|call| call.news.as_ref()) {
+                if let Some(news) = self
+                    .waiting()
+                    .calls
+                    .get(&id)
+                    .and_then(|call| call.news.as_ref())
+                {
                     news.send_replace(text);
                 }
             }
             FromKeeper::Credit(amount) => {
-                if let Some(credit) = self.waiting().calls.get(&id).and_then(|call| call.credit.as_ref()) {
+                if let Some(credit) = self
+                    .waiting()
+                    .calls
+                    .get(&id)
+                    .and_then(|call| call.credit.as_ref())
+                {
                     stream::give_credit(credit, amount);
                 }
             }
@@ -364,9 +414,13 @@ impl Link {
 
     fn arrived(&self, id: u64, chunk: Vec<u8>) -> Result<(), FrameError> {
         let waiting = self.waiting();
-        let Some(chunks) = waiting.calls.get(&id).and_then(|call| call.chunks.as_ref()) else { return Ok(()) };
+        let Some(chunks) = waiting.calls.get(&id).and_then(|call| call.chunks.as_ref()) else {
+            return Ok(());
+        };
         match chunks.try_send(Arrival::Chunk(chunk)) {
-            Err(mpsc::error::TrySendError::Full(_)) => Err(FrameError::OutOfTurn("more chunks than credits")),
+            Err(mpsc::error::TrySendError::Full(_)) => {
+                Err(FrameError::OutOfTurn("more chunks than credits"))
+            }
             _ => Ok(()),
         }
     }
@@ -410,7 +464,9 @@ async fn keep_time(link: Weak<Link>, closed: CancellationToken) {
             is_new = pulse.is_lost() && !was_lost;
         });
         if is_new {
-            error!("the keeper does not answer; its sessions are lost if it is ended, and go on if it recovers");
+            error!(
+                "the keeper does not answer; its sessions are lost if it is ended, and go on if it recovers"
+            );
         }
         if must_send {
             link.push(0, &FromFront::Beat);
@@ -426,9 +482,13 @@ async fn listen(
 ) -> Result<(), FrameError> {
     let mut assembly = Assembly::default();
     while let Some(frame) = frame::read(reader).await? {
-        let Some(link) = link.upgrade() else { return Ok(()) };
+        let Some(link) = link.upgrade() else {
+            return Ok(());
+        };
         link.heard(false);
-        let Some(Frame { id, kind, payload }) = assembly.add(frame)? else { continue };
+        let Some(Frame { id, kind, payload }) = assembly.add(frame)? else {
+            continue;
+        };
         match kind {
             Kind::Chunk => link.arrived(id, payload)?,
             Kind::Message => link.hear(id, frame::content(&payload)?, listeners)?,
@@ -539,7 +599,10 @@ mod tests {
         pulse.beat();
         assert!(pulse.is_lost());
         pulse.hear(true);
-        assert!(!pulse.is_lost() && pulse.beat(), "it is well again, and asked again");
+        assert!(
+            !pulse.is_lost() && pulse.beat(),
+            "it is well again, and asked again"
+        );
     }
 
     #[test]

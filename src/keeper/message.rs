@@ -11,8 +11,9 @@ use crate::sandbox::Preparation;
 use crate::session::install::Leave;
 use crate::session::servers::{ServerRequest, ServerSetup};
 use crate::session::{
-    ApprovalSetup, Decision, ExecuteRequest, ExecutionEnded, ExecutionHandle, ExecutionId, ExploreRequest, ForkRequest,
-    InsidePath, LimitSetup, Principal, Refused, Resident, SessionId, UploadPart, Which,
+    ApprovalSetup, Decision, ExecuteRequest, ExecutionEnded, ExecutionHandle, ExecutionId,
+    ExploreRequest, ForkRequest, InsidePath, LimitSetup, Principal, Refused, Resident, SessionId,
+    UploadPart, Which,
 };
 
 /// Counts changes that an older peer would not understand.
@@ -133,33 +134,130 @@ pub(super) enum FromKeeper {
 /// One method of `SessionAccess`, with what it is given.
 #[derive(Serialize, Deserialize)]
 pub(super) enum Call {
-    Execute { owner: Principal, id: SessionId, request: ExecuteRequest, wait: Option<Duration> },
-    Check { owner: Principal, which: Which, wait: Duration, max_chars: usize },
-    Decide { owner: Principal, handle: ExecutionHandle, decisions: Vec<Decision> },
-    Stop { owner: Principal, which: Which },
-    Reset { owner: Principal, id: SessionId },
-    Undo { owner: Principal, id: SessionId, cells: u32 },
-    Checkpoints { owner: Principal, id: SessionId },
-    Fork { owner: Principal, id: SessionId, request: ForkRequest },
-    Explore { owner: Principal, id: SessionId, request: ExploreRequest },
-    Install { owner: Principal, id: SessionId, requirements: Vec<String>, leave: Leave },
-    RegisterServer { owner: Principal, request: ServerRequest },
-    SetUpServers { setup: ServerSetup },
-    SetUpApprovals { setup: ApprovalSetup },
-    SetUpLimits { setup: LimitSetup },
-    UnregisterServer { owner: Principal, name: String },
-    Servers { owner: Principal },
-    WriteFile { owner: Principal, id: SessionId, path: InsidePath, overwrite: bool },
-    ReadFile { owner: Principal, id: SessionId, path: InsidePath, limit: u64 },
-    ReadFileRange { owner: Principal, id: SessionId, path: InsidePath, offset: u64, length: Option<u64> },
-    ListFiles { owner: Principal, id: SessionId },
-    Upload { owner: Principal, id: SessionId, path: InsidePath, part: UploadPart },
-    Uploaded { owner: Principal, id: SessionId, path: InsidePath },
+    Execute {
+        owner: Principal,
+        id: SessionId,
+        request: ExecuteRequest,
+        wait: Option<Duration>,
+    },
+    Check {
+        owner: Principal,
+        which: Which,
+        wait: Duration,
+        max_chars: usize,
+    },
+    Decide {
+        owner: Principal,
+        handle: ExecutionHandle,
+        decisions: Vec<Decision>,
+    },
+    Stop {
+        owner: Principal,
+        which: Which,
+    },
+    Reset {
+        owner: Principal,
+        id: SessionId,
+    },
+    Undo {
+        owner: Principal,
+        id: SessionId,
+        cells: u32,
+    },
+    Checkpoints {
+        owner: Principal,
+        id: SessionId,
+    },
+    Fork {
+        owner: Principal,
+        id: SessionId,
+        request: ForkRequest,
+    },
+    Explore {
+        owner: Principal,
+        id: SessionId,
+        request: ExploreRequest,
+    },
+    Install {
+        owner: Principal,
+        id: SessionId,
+        requirements: Vec<String>,
+        leave: Leave,
+    },
+    RegisterServer {
+        owner: Principal,
+        request: ServerRequest,
+    },
+    SetUpServers {
+        setup: ServerSetup,
+    },
+    SetUpApprovals {
+        setup: ApprovalSetup,
+    },
+    SetUpLimits {
+        setup: LimitSetup,
+    },
+    UnregisterServer {
+        owner: Principal,
+        name: String,
+    },
+    Servers {
+        owner: Principal,
+    },
+    WriteFile {
+        owner: Principal,
+        id: SessionId,
+        path: InsidePath,
+        overwrite: bool,
+    },
+    ReadFile {
+        owner: Principal,
+        id: SessionId,
+        path: InsidePath,
+        limit: u64,
+    },
+    ReadFileRange {
+        owner: Principal,
+        id: SessionId,
+        path: InsidePath,
+        offset: u64,
+        length: Option<u64>,
+    },
+    ListFiles {
+        owner: Principal,
+        id: SessionId,
+    },
+    Upload {
+        owner: Principal,
+        id: SessionId,
+        path: InsidePath,
+        part: UploadPart,
+    },
+    Uploaded {
+        owner: Principal,
+        id: SessionId,
+        path: InsidePath,
+    },
     Load,
-    List { owner: Principal },
-    Close { owner: Principal, id: SessionId },
-    OutputSize { owner: Principal, id: SessionId, execution: ExecutionId },
-    ReadOutput { owner: Principal, id: SessionId, execution: ExecutionId, offset: u64, length: usize },
+    List {
+        owner: Principal,
+    },
+    Close {
+        owner: Principal,
+        id: SessionId,
+    },
+    OutputSize {
+        owner: Principal,
+        id: SessionId,
+        execution: ExecutionId,
+    },
+    ReadOutput {
+        owner: Principal,
+        id: SessionId,
+        execution: ExecutionId,
+        offset: u64,
+        length: usize,
+    },
 }
 
 impl Call {

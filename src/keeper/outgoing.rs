@@ -85,7 +85,10 @@ pub(super) struct Writer {
 /// Makes the way out of a connection, and what must run for it.
 pub(super) fn outgoing(socket: OwnedWriteHalf) -> (Outgoing, Writer) {
     let (socket, waiting) = (Arc::new(socket), Arc::<Mutex<Waiting>>::default());
-    let (room, news) = (Arc::new(Semaphore::new(MOST_FRAMES)), Arc::<Wake>::default());
+    let (room, news) = (
+        Arc::new(Semaphore::new(MOST_FRAMES)),
+        Arc::<Wake>::default(),
+    );
     let writer = Writer {
         socket: Arc::clone(&socket),
         room: room.clone(),
@@ -93,7 +96,15 @@ pub(super) fn outgoing(socket: OwnedWriteHalf) -> (Outgoing, Writer) {
         notify: Arc::clone(&news.0),
         senders: Arc::downgrade(&news),
     };
-    (Outgoing { socket, room, waiting, news }, writer)
+    (
+        Outgoing {
+            socket,
+            room,
+            waiting,
+            news,
+        },
+        writer,
+    )
 }
 
 impl Outgoing {
@@ -137,7 +148,10 @@ impl Outgoing {
                 Err(_) => {}
             }
         }
-        waiting.queue.push_back(Queued { frame, _place: place });
+        waiting.queue.push_back(Queued {
+            frame,
+            _place: place,
+        });
         drop(waiting);
         self.news.0.notify_one();
         Ok(())
@@ -172,7 +186,9 @@ impl Writer {
         while !rest.is_empty() {
             match self.socket.try_write(rest) {
                 Ok(size) => rest = &rest[size..],
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => self.socket.writable().await?,
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                    self.socket.writable().await?
+                }
                 Err(error) => return Err(error),
             }
         }
@@ -191,7 +207,9 @@ impl Drop for Writer {
 }
 
 fn locked(waiting: &Mutex<Waiting>) -> MutexGuard<'_, Waiting> {
-    waiting.lock().expect("nothing panics while it holds the queue")
+    waiting
+        .lock()
+        .expect("nothing panics while it holds the queue")
 }
 
 #[cfg(test)]
@@ -203,7 +221,9 @@ mod tests {
 
     /// Frames of very different sizes, each of one letter.
     fn frames() -> Vec<Written> {
-        (0..500).map(|number| vec![b'a' + (number % 26) as u8; 1 + (number * 7_919) % 60_000]).collect()
+        (0..500)
+            .map(|number| vec![b'a' + (number % 26) as u8; 1 + (number * 7_919) % 60_000])
+            .collect()
     }
 
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -243,9 +263,16 @@ mod tests {
             assert!(taken < 1_000, "somebody keeps everything");
         }
         assert!(matches!(outgoing.try_send(frame()), Err(NotSent::Full(_))));
-        assert_eq!(outgoing.push(frame()), Ok(()), "what is pushed needs no place");
+        assert_eq!(
+            outgoing.push(frame()),
+            Ok(()),
+            "what is pushed needs no place"
+        );
         drop(theirs);
-        assert!(writing.await.unwrap().is_err(), "the writer notices the end");
+        assert!(
+            writing.await.unwrap().is_err(),
+            "the writer notices the end"
+        );
         assert_eq!(outgoing.send(frame()).await, Err(Gone));
     }
 }

@@ -73,7 +73,12 @@ impl Place {
     pub(super) async fn connect(&self) -> io::Result<Option<UnixStream>> {
         match UnixStream::connect(&self.socket).await {
             Ok(stream) => Ok(Some(stream)),
-            Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused) => {
+            Err(error)
+                if matches!(
+                    error.kind(),
+                    io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused
+                ) =>
+            {
                 Ok(None)
             }
             Err(error) => Err(error),
@@ -84,12 +89,17 @@ impl Place {
     pub(super) async fn turn(&self) -> io::Result<File> {
         let folder = self.folder.clone();
         let wait = move || {
-            DirBuilder::new().recursive(true).mode(0o700).create(&folder)?;
+            DirBuilder::new()
+                .recursive(true)
+                .mode(0o700)
+                .create(&folder)?;
             let turn = File::open(&folder)?;
             rustix::fs::flock(&turn, FlockOperation::LockExclusive)?;
             Ok(turn)
         };
-        tokio::task::spawn_blocking(wait).await.unwrap_or_else(|error| Err(io::Error::other(error)))
+        tokio::task::spawn_blocking(wait)
+            .await
+            .unwrap_or_else(|error| Err(io::Error::other(error)))
     }
 
     /// Takes the place. Whoever calls this has the turn and has found that nobody listens.
@@ -106,12 +116,20 @@ impl Place {
 
 /// Names the keepers that have a socket, alive or not.
 pub fn keepers_in(runtime_dir: &Path) -> Vec<KeeperName> {
-    let Ok(entries) = fs::read_dir(runtime_dir.join(FOLDER)) else { return Vec::new() };
-    let name = |path: PathBuf| -> Option<KeeperName> {
-        let is_socket = path.extension().is_some_and(|extension| extension == EXTENSION);
-        is_socket.then(|| path.file_stem()?.to_str()?.parse().ok()).flatten()
+    let Ok(entries) = fs::read_dir(runtime_dir.join(FOLDER)) else {
+        return Vec::new();
     };
-    let mut names = entries.filter_map(|entry| name(entry.ok()?.path())).collect::<Vec<_>>();
+    let name = |path: PathBuf| -> Option<KeeperName> {
+        let is_socket = path
+            .extension()
+            .is_some_and(|extension| extension == EXTENSION);
+        is_socket
+            .then(|| path.file_stem()?.to_str()?.parse().ok())
+            .flatten()
+    };
+    let mut names = entries
+        .filter_map(|entry| name(entry.ok()?.path()))
+        .collect::<Vec<_>>();
     names.sort();
     names
 }
@@ -131,11 +149,15 @@ pub struct NotHandedOver;
 impl Post {
     /// Takes over the socket that the front has put in the place of standard output, and leaves nothing there.
     pub fn handed_over() -> Result<net::UnixListener, NotHandedOver> {
-        let listener = rustix::io::fcntl_dupfd_cloexec(rustix::stdio::stdout(), 3).map_err(|_| NotHandedOver)?;
+        let listener = rustix::io::fcntl_dupfd_cloexec(rustix::stdio::stdout(), 3)
+            .map_err(|_| NotHandedOver)?;
         if !rustix::net::sockopt::socket_acceptconn(&listener).unwrap_or(false) {
             return Err(NotHandedOver);
         }
-        let nothing = File::options().write(true).open("/dev/null").map_err(|_| NotHandedOver)?;
+        let nothing = File::options()
+            .write(true)
+            .open("/dev/null")
+            .map_err(|_| NotHandedOver)?;
         rustix::stdio::dup2_stdout(&nothing).map_err(|_| NotHandedOver)?;
         Ok(net::UnixListener::from(listener))
     }
@@ -147,9 +169,16 @@ impl Post {
         // now on it is this one.
         rustix::net::listen(&listener, BACKLOG)?;
         let address = listener.local_addr()?;
-        let socket = address.as_pathname().ok_or_else(|| io::Error::other("the socket has no name"))?.to_owned();
+        let socket = address
+            .as_pathname()
+            .ok_or_else(|| io::Error::other("the socket has no name"))?
+            .to_owned();
         let inode = fs::symlink_metadata(&socket)?.ino();
-        Ok(Post { listener: UnixListener::from_std(listener)?, socket, inode })
+        Ok(Post {
+            listener: UnixListener::from_std(listener)?,
+            socket,
+            inode,
+        })
     }
 
     pub(super) async fn accept(&self) -> io::Result<UnixStream> {
@@ -160,7 +189,9 @@ impl Post {
     /// connections only after a while.
     pub(super) fn waiting(&self) -> Option<UnixStream> {
         use rustix::net::SocketFlags;
-        let stream = rustix::net::accept_with(&self.listener, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK).ok()?;
+        let stream =
+            rustix::net::accept_with(&self.listener, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK)
+                .ok()?;
         UnixStream::from_std(net::UnixStream::from(stream)).ok()
     }
 }
@@ -176,5 +207,7 @@ impl Drop for Post {
 
 /// Tells whether a process of the same user is at the other end.
 pub(super) fn is_ours(stream: &UnixStream) -> bool {
-    stream.peer_cred().is_ok_and(|peer| peer.uid() == rustix::process::geteuid().as_raw())
+    stream
+        .peer_cred()
+        .is_ok_and(|peer| peer.uid() == rustix::process::geteuid().as_raw())
 }

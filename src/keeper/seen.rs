@@ -42,7 +42,12 @@ struct OfOwner {
 impl Default for OfOwner {
     fn default() -> OfOwner {
         let (present, lost, executions) = (HashMap::new(), Bounded::default(), Bounded::default());
-        OfOwner { present, unchecked: MAX_UNCHECKED, lost, executions }
+        OfOwner {
+            present,
+            unchecked: MAX_UNCHECKED,
+            lost,
+            executions,
+        }
     }
 }
 
@@ -71,19 +76,29 @@ impl Seen {
     /// until `asked`.
     pub(super) fn check(&mut self, owner: &Principal, known: &HashSet<&SessionId>, asked: Noted) {
         let of = self.of(owner);
-        of.present.retain(|id, noted| *noted > asked.0 || known.contains(id));
+        of.present
+            .retain(|id, noted| *noted > asked.0 || known.contains(id));
         of.unchecked = MAX_UNCHECKED.max(2 * of.present.len());
         self.tidy(owner);
     }
 
     /// Remembers which session an execution belongs to.
-    pub(super) fn note_execution(&mut self, owner: &Principal, handle: &ExecutionHandle, id: &SessionId) {
+    pub(super) fn note_execution(
+        &mut self,
+        owner: &Principal,
+        handle: &ExecutionHandle,
+        id: &SessionId,
+    ) {
         let executions = &mut self.of(owner).executions;
         executions.add(handle.clone(), id.clone());
         executions.shrink_to(MAX_PER_OWNER);
     }
 
-    pub(super) fn session_of(&self, owner: &Principal, handle: &ExecutionHandle) -> Option<SessionId> {
+    pub(super) fn session_of(
+        &self,
+        owner: &Principal,
+        handle: &ExecutionHandle,
+    ) -> Option<SessionId> {
         self.owners.get(owner)?.executions.get(handle).cloned()
     }
 
@@ -110,12 +125,17 @@ impl Seen {
     }
 
     pub(super) fn is_lost(&self, owner: &Principal, id: &SessionId) -> bool {
-        self.owners.get(owner).is_some_and(|of| of.lost.get(id).is_some())
+        self.owners
+            .get(owner)
+            .is_some_and(|of| of.lost.get(id).is_some())
     }
 
     /// Returns whether the session was lost, and lets its id be used anew.
     pub(super) fn forgive(&mut self, owner: &Principal, id: &SessionId) -> bool {
-        let was_lost = self.owners.get_mut(owner).is_some_and(|of| of.lost.remove(id));
+        let was_lost = self
+            .owners
+            .get_mut(owner)
+            .is_some_and(|of| of.lost.remove(id));
         self.tidy(owner);
         was_lost
     }
@@ -130,7 +150,10 @@ impl Seen {
 
     /// Names what an owner has lost.
     pub(super) fn lost_by(&self, owner: &Principal) -> Vec<SessionId> {
-        self.owners.get(owner).map(|of| of.lost.items.keys().cloned().collect()).unwrap_or_default()
+        self.owners
+            .get(owner)
+            .map(|of| of.lost.items.keys().cloned().collect())
+            .unwrap_or_default()
     }
 
     fn of(&mut self, owner: &Principal) -> &mut OfOwner {
@@ -154,7 +177,11 @@ struct Bounded<K, V> {
 
 impl<K, V> Default for Bounded<K, V> {
     fn default() -> Bounded<K, V> {
-        Bounded { items: HashMap::new(), order: BTreeMap::new(), next: 0 }
+        Bounded {
+            items: HashMap::new(),
+            order: BTreeMap::new(),
+            next: 0,
+        }
     }
 }
 
@@ -173,7 +200,9 @@ impl<K: Clone + Eq + Hash, V> Bounded<K, V> {
 
     fn remove(&mut self, key: &K) -> bool {
         let removed = self.items.remove(key);
-        removed.map(|(place, _)| self.order.remove(&place)).is_some()
+        removed
+            .map(|(place, _)| self.order.remove(&place))
+            .is_some()
     }
 
     fn shrink_to(&mut self, most: usize) {
@@ -206,11 +235,20 @@ mod tests {
         assert!(!seen.is_lost(&owner("ann"), &id("a")));
         seen.lose_all();
         assert!(seen.is_lost(&owner("ann"), &id("a")));
-        assert!(!seen.is_lost(&owner("ann"), &id("closed")), "what was closed is not missed");
-        assert!(!seen.is_lost(&owner("bob"), &id("a")), "another owner's id is another session");
+        assert!(
+            !seen.is_lost(&owner("ann"), &id("closed")),
+            "what was closed is not missed"
+        );
+        assert!(
+            !seen.is_lost(&owner("bob"), &id("a")),
+            "another owner's id is another session"
+        );
         assert_eq!(seen.lost_by(&owner("ann")), [id("a")]);
         assert!(seen.forgive(&owner("ann"), &id("a")) && !seen.forgive(&owner("ann"), &id("a")));
-        assert!(seen.owners.is_empty(), "an owner without a session leaves nothing");
+        assert!(
+            seen.owners.is_empty(),
+            "an owner without a session leaves nothing"
+        );
     }
 
     #[test]
@@ -222,14 +260,26 @@ mod tests {
         for number in 0..20 * MAX_PER_OWNER {
             let session = id(&format!("s{number}"));
             seen.note(&owner("bob"), &session);
-            seen.note_execution(&owner("bob"), &format!("{number:032x}").parse().unwrap(), &session);
+            seen.note_execution(
+                &owner("bob"),
+                &format!("{number:032x}").parse().unwrap(),
+                &session,
+            );
             seen.lose(&owner("bob"), &session);
         }
         seen.lose_all();
         assert!(seen.is_lost(&owner("ann"), &id("a")));
         assert_eq!(seen.session_of(&owner("ann"), &handle), Some(id("a")));
-        assert_eq!(seen.session_of(&owner("bob"), &handle), None, "a handle is its owner's");
-        assert_eq!(seen.lost_by(&owner("bob")).len(), MAX_PER_OWNER, "the control: a caller's own are bounded");
+        assert_eq!(
+            seen.session_of(&owner("bob"), &handle),
+            None,
+            "a handle is its owner's"
+        );
+        assert_eq!(
+            seen.lost_by(&owner("bob")).len(),
+            MAX_PER_OWNER,
+            "the control: a caller's own are bounded"
+        );
     }
 
     #[test]
@@ -241,7 +291,11 @@ mod tests {
             seen.note(&owner("ann"), &session);
             seen.forget(&owner("ann"), &session);
         }
-        assert_eq!(seen.owners[&owner("ann")].present.len(), 1, "what was removed leaves");
+        assert_eq!(
+            seen.owners[&owner("ann")].present.len(),
+            1,
+            "what was removed leaves"
+        );
         seen.lose_all();
         assert_eq!(seen.lost_by(&owner("ann")), [id("lives")]);
     }
@@ -255,7 +309,10 @@ mod tests {
         }
         seen.lose_all();
         assert!(!seen.is_lost(&owner("ann"), &id("before")));
-        assert!((0..=MAX_PER_OWNER).all(|number| seen.is_lost(&owner("ann"), &id(&format!("s{number}")))));
+        assert!(
+            (0..=MAX_PER_OWNER)
+                .all(|number| seen.is_lost(&owner("ann"), &id(&format!("s{number}"))))
+        );
     }
 
     #[test]

@@ -18,7 +18,9 @@ use tracing::{debug, info, warn};
 
 use super::desk::Desk;
 use super::frame::{self, FrameError, Kind};
-use super::message::{FromFront, FromKeeper, Hello, PROTOCOL, Purpose, Status, StopAnswer, Welcome};
+use super::message::{
+    FromFront, FromKeeper, Hello, PROTOCOL, Purpose, Status, StopAnswer, Welcome,
+};
 use super::outgoing::{Outgoing, outgoing};
 use super::post::{self, Post};
 use super::{Kept, start::HELLO_LIMIT};
@@ -50,7 +52,12 @@ pub enum Ended {
 }
 
 /// Keeps sessions until nobody needs them, an operator stops it, or `signal` comes. Everything has ended when it returns.
-pub async fn keep(post: Post, kept: Arc<dyn Kept>, terms: Terms, signal: impl Future<Output = &'static str>) -> Ended {
+pub async fn keep(
+    post: Post,
+    kept: Arc<dyn Kept>,
+    terms: Terms,
+    signal: impl Future<Output = &'static str>,
+) -> Ended {
     let keeper = Arc::new(Keeper {
         kept,
         terms,
@@ -69,7 +76,10 @@ pub async fn keep(post: Post, kept: Arc<dyn Kept>, terms: Terms, signal: impl Fu
     let mut underway = keeper.underway.subscribe();
     let _ = tokio::time::timeout(FAREWELL, underway.wait_for(|count| *count == 0)).await;
     keeper.closing.cancel();
-    let _ = tokio::time::timeout(FAREWELL, async { while connections.join_next().await.is_some() {} }).await;
+    let _ = tokio::time::timeout(FAREWELL, async {
+        while connections.join_next().await.is_some() {}
+    })
+    .await;
     ended
 }
 
@@ -170,7 +180,12 @@ impl Keeper {
         let (frames, writer) = outgoing(writer);
         let writing = tokio::spawn(writer.run());
         let recorder = RecorderId(self.next_front.fetch_add(1, Ordering::Relaxed));
-        let desk = Desk::new(Arc::clone(&self.kept), frames.clone(), self.underway.clone(), recorder);
+        let desk = Desk::new(
+            Arc::clone(&self.kept),
+            frames.clone(),
+            self.underway.clone(),
+            recorder,
+        );
         let _leave = desk.gone.clone().drop_guard();
         self.fronts.send_modify(|count| *count += 1);
         info!("a front has come");
@@ -210,7 +225,12 @@ impl Keeper {
     }
 
     async fn end(&self, stream: UnixStream, now: bool) -> Result<(), FrameError> {
-        let running = self.kept.residents().iter().filter(|resident| resident.running).count();
+        let running = self
+            .kept
+            .residents()
+            .iter()
+            .filter(|resident| resident.running)
+            .count();
         if running > 0 && !now {
             return say(stream, &FromKeeper::Stop(StopAnswer::Busy { running })).await;
         }
@@ -228,7 +248,11 @@ impl Keeper {
             settings: self.terms.settings.clone(),
             keeper: self.name.clone(),
             process: std::process::id(),
-            residents: if with_residents { self.kept.residents() } else { Vec::new() },
+            residents: if with_residents {
+                self.kept.residents()
+            } else {
+                Vec::new()
+            },
             unfit: None,
         }
     }
@@ -277,6 +301,7 @@ async fn tell(stream: &UnixStream, message: &FromKeeper) -> Result<(), FrameErro
 
 fn random_name() -> String {
     let mut bytes = [0; 16];
-    rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty()).expect("the kernel has random bytes");
+    rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty())
+        .expect("the kernel has random bytes");
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }

@@ -11,7 +11,9 @@ use tokio::net::UnixStream;
 use tracing::{info, warn};
 
 use super::frame::{self, FrameError, Kind};
-use super::message::{FromFront, FromKeeper, Hello, PROTOCOL, Purpose, Status, StopAnswer, Welcome};
+use super::message::{
+    FromFront, FromKeeper, Hello, PROTOCOL, Purpose, Status, StopAnswer, Welcome,
+};
 use super::post::{self, KeeperName, Place};
 use super::{Client, KeeperSettings};
 
@@ -41,7 +43,11 @@ pub enum AttachError {
         "the keeper `{name}` is of version {theirs} (protocol {protocol}), which this program cannot speak with. Stop it, and its \
          sessions, with `cellblock keeper stop {name}`; then start this server again"
     )]
-    Protocol { name: KeeperName, theirs: String, protocol: u32 },
+    Protocol {
+        name: KeeperName,
+        theirs: String,
+        protocol: u32,
+    },
     #[error("the keeper said what makes no sense")]
     Nonsense,
 }
@@ -52,7 +58,10 @@ pub async fn attach(settings: &KeeperSettings) -> Result<Client, AttachError> {
 }
 
 /// Asks a keeper how it is; `None` when there is none.
-pub async fn ask_status(runtime_dir: &std::path::Path, name: &KeeperName) -> Result<Option<Status>, AttachError> {
+pub async fn ask_status(
+    runtime_dir: &std::path::Path,
+    name: &KeeperName,
+) -> Result<Option<Status>, AttachError> {
     match ask(runtime_dir, name, Purpose::Status).await? {
         Some((FromKeeper::Status(status), _)) => Ok(Some(status)),
         Some(_) => Err(AttachError::Nonsense),
@@ -85,7 +94,9 @@ async fn ask(
     purpose: Purpose,
 ) -> Result<Option<(FromKeeper, UnixStream)>, AttachError> {
     let place = Place::new(runtime_dir, name);
-    let Some(stream) = place.connect().await.map_err(AttachError::Socket)? else { return Ok(None) };
+    let Some(stream) = place.connect().await.map_err(AttachError::Socket)? else {
+        return Ok(None);
+    };
     let hello = hello(String::new(), purpose);
     match greet(stream, name, hello).await? {
         Some(answer) => Ok(Some(answer)),
@@ -94,7 +105,9 @@ async fn ask(
 }
 
 /// Returns a connection to a keeper that has said welcome. Starts a keeper if need be.
-pub(super) async fn connect(settings: &KeeperSettings) -> Result<(UnixStream, Welcome), AttachError> {
+pub(super) async fn connect(
+    settings: &KeeperSettings,
+) -> Result<(UnixStream, Welcome), AttachError> {
     let place = Place::new(&settings.runtime_dir, &settings.name);
     if let Some(found) = find(&place, settings).await? {
         return Ok(found);
@@ -104,29 +117,51 @@ pub(super) async fn connect(settings: &KeeperSettings) -> Result<(UnixStream, We
         if let Some(found) = find(&place, settings).await? {
             return Ok(found);
         }
-        if place.connect().await.map_err(AttachError::Socket)?.is_some() {
+        if place
+            .connect()
+            .await
+            .map_err(AttachError::Socket)?
+            .is_some()
+        {
             // It was about to leave when we came, and somebody is there again.
             continue;
         }
         let listener = place.bind(&turn).map_err(AttachError::Socket)?;
-        start(settings, listener).await.map_err(AttachError::Start)?;
-        return find(&place, settings).await?.ok_or(AttachError::EndedAtOnce);
+        start(settings, listener)
+            .await
+            .map_err(AttachError::Start)?;
+        return find(&place, settings)
+            .await?
+            .ok_or(AttachError::EndedAtOnce);
     }
     Err(AttachError::EndedAtOnce)
 }
 
 /// Connects to the keeper that is there, if one is and has something to say.
-async fn find(place: &Place, settings: &KeeperSettings) -> Result<Option<(UnixStream, Welcome)>, AttachError> {
-    let Some(stream) = place.connect().await.map_err(AttachError::Socket)? else { return Ok(None) };
+async fn find(
+    place: &Place,
+    settings: &KeeperSettings,
+) -> Result<Option<(UnixStream, Welcome)>, AttachError> {
+    let Some(stream) = place.connect().await.map_err(AttachError::Socket)? else {
+        return Ok(None);
+    };
     let hello = hello(settings.digest.clone(), Purpose::Serve);
-    let Some((answer, stream)) = greet(stream, &settings.name, hello).await? else { return Ok(None) };
-    let FromKeeper::Welcome(welcome) = answer else { return Err(AttachError::Nonsense) };
+    let Some((answer, stream)) = greet(stream, &settings.name, hello).await? else {
+        return Ok(None);
+    };
+    let FromKeeper::Welcome(welcome) = answer else {
+        return Err(AttachError::Nonsense);
+    };
     if let Some(why) = welcome.unfit {
         return Err(AttachError::Unfit(why));
     }
     if welcome.protocol != PROTOCOL {
         let (name, theirs, protocol) = (settings.name.clone(), welcome.build, welcome.protocol);
-        return Err(AttachError::Protocol { name, theirs, protocol });
+        return Err(AttachError::Protocol {
+            name,
+            theirs,
+            protocol,
+        });
     }
     let different = different_settings(&welcome.settings, &settings.digest);
     if !different.is_empty() {
@@ -137,7 +172,12 @@ async fn find(place: &Place, settings: &KeeperSettings) -> Result<Option<(UnixSt
             settings.name
         );
     }
-    info!(keeper = settings.name.as_str(), process = welcome.process, sessions = welcome.residents.len(), "attached");
+    info!(
+        keeper = settings.name.as_str(),
+        process = welcome.process,
+        sessions = welcome.residents.len(),
+        "attached"
+    );
     Ok(Some((stream, welcome)))
 }
 
@@ -145,16 +185,28 @@ async fn find(place: &Place, settings: &KeeperSettings) -> Result<Option<(UnixSt
 /// digest.
 pub fn different_settings(theirs: &str, ours: &str) -> Vec<String> {
     let lines = |text: &str| -> BTreeMap<String, String> {
-        let line = |line: &str| line.split_once('=').map(|(name, digest)| (name.to_owned(), digest.to_owned()));
+        let line = |line: &str| {
+            line.split_once('=')
+                .map(|(name, digest)| (name.to_owned(), digest.to_owned()))
+        };
         text.lines().filter_map(line).collect()
     };
     let (theirs, ours) = (lines(theirs), lines(ours));
     let names: BTreeSet<&String> = theirs.keys().chain(ours.keys()).collect();
-    names.into_iter().filter(|name| theirs.get(*name) != ours.get(*name)).cloned().collect()
+    names
+        .into_iter()
+        .filter(|name| theirs.get(*name) != ours.get(*name))
+        .cloned()
+        .collect()
 }
 
 fn hello(settings: String, purpose: Purpose) -> Hello {
-    Hello { protocol: PROTOCOL, build: env!("CARGO_PKG_VERSION").to_owned(), settings, purpose }
+    Hello {
+        protocol: PROTOCOL,
+        build: env!("CARGO_PKG_VERSION").to_owned(),
+        settings,
+        purpose,
+    }
 }
 
 /// Says hello and returns the answer; `None` when the other side closes the connection instead.
@@ -166,10 +218,17 @@ async fn greet(
     if !post::is_ours(&stream) {
         return Err(AttachError::Stranger { name: name.clone() });
     }
-    let process = stream.peer_cred().ok().and_then(|peer| peer.pid()).unwrap_or_default();
+    let process = stream
+        .peer_cred()
+        .ok()
+        .and_then(|peer| peer.pid())
+        .unwrap_or_default();
     let exchange = async {
         for frame in frame::write(0, Kind::Message, &FromFront::Hello(hello))? {
-            stream.write_all(&frame).await.map_err(FrameError::Connection)?;
+            stream
+                .write_all(&frame)
+                .await
+                .map_err(FrameError::Connection)?;
         }
         let mut assembly = frame::Assembly::default();
         while let Some(frame) = frame::read(&mut stream).await? {
@@ -184,12 +243,18 @@ async fn greet(
         // It was there and is not any more.
         Ok(Ok(None) | Err(FrameError::Connection(_) | FrameError::Truncated)) => Ok(None),
         Ok(Err(_)) => Err(AttachError::Nonsense),
-        Err(_) => Err(AttachError::Silent { name: name.clone(), process }),
+        Err(_) => Err(AttachError::Silent {
+            name: name.clone(),
+            process,
+        }),
     }
 }
 
 /// Starts a keeper: its standard output is the socket, its standard input what it must know, its log goes where ours goes.
-async fn start(settings: &KeeperSettings, listener: std::os::unix::net::UnixListener) -> io::Result<()> {
+async fn start(
+    settings: &KeeperSettings,
+    listener: std::os::unix::net::UnixListener,
+) -> io::Result<()> {
     let mut child = tokio::process::Command::new(&settings.program)
         .args(&settings.arguments)
         .stdin(Stdio::piped())
@@ -199,7 +264,11 @@ async fn start(settings: &KeeperSettings, listener: std::os::unix::net::UnixList
     let handed = input.write_all(&settings.hand_over).await;
     drop(input);
     let name = settings.name.clone();
-    info!(keeper = name.as_str(), process = child.id(), "a keeper was started");
+    info!(
+        keeper = name.as_str(),
+        process = child.id(),
+        "a keeper was started"
+    );
     // It must not stay a zombie as long as this server lives.
     tokio::spawn(async move {
         if let Ok(status) = child.wait().await {

@@ -67,12 +67,25 @@ impl Arriving {
         silence: Silence,
     ) -> Arriving {
         let room = PollSemaphore::new(outgoing.room());
-        Arriving { chunks, credit, outgoing, room, silence, current: Vec::new(), at: 0, owes: false }
+        Arriving {
+            chunks,
+            credit,
+            outgoing,
+            room,
+            silence,
+            current: Vec::new(),
+            at: 0,
+            owes: false,
+        }
     }
 }
 
 impl AsyncRead for Arriving {
-    fn poll_read(self: Pin<&mut Self>, context: &mut Context<'_>, buffer: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+    fn poll_read(
+        self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        buffer: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
         let this = self.get_mut();
         while this.at == this.current.len() {
             if this.owes {
@@ -83,10 +96,14 @@ impl AsyncRead for Arriving {
                 this.owes = false;
             }
             match ready!(this.chunks.poll_recv(context)) {
-                Some(Arrival::Chunk(chunk)) => (this.current, this.at, this.owes) = (chunk, 0, true),
+                Some(Arrival::Chunk(chunk)) => {
+                    (this.current, this.at, this.owes) = (chunk, 0, true)
+                }
                 Some(Arrival::End) => return Poll::Ready(Ok(())),
                 None if this.silence == Silence::IsTheEnd => return Poll::Ready(Ok(())),
-                Some(Arrival::Failed) | None => return Poll::Ready(Err(io::ErrorKind::ConnectionAborted.into())),
+                Some(Arrival::Failed) | None => {
+                    return Poll::Ready(Err(io::ErrorKind::ConnectionAborted.into()));
+                }
             }
         }
         let size = buffer.remaining().min(this.current.len() - this.at);
@@ -108,12 +125,22 @@ pub(super) struct Leaving {
 impl Leaving {
     pub(super) fn new(id: u64, credit: Arc<Semaphore>, outgoing: Outgoing) -> Leaving {
         let room = PollSemaphore::new(outgoing.room());
-        Leaving { id, credit: PollSemaphore::new(credit), permit: None, outgoing, room }
+        Leaving {
+            id,
+            credit: PollSemaphore::new(credit),
+            permit: None,
+            outgoing,
+            room,
+        }
     }
 }
 
 impl AsyncWrite for Leaving {
-    fn poll_write(self: Pin<&mut Self>, context: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+    fn poll_write(
+        self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        bytes: &[u8],
+    ) -> Poll<io::Result<usize>> {
         let this = self.get_mut();
         let gone = || io::Error::from(io::ErrorKind::BrokenPipe);
         if this.permit.is_none() {

@@ -17,7 +17,8 @@ use tokio_util::sync::CancellationToken;
 
 use super::frame::{self, Assembly, Frame, FrameError, Kind, LARGEST_FRAME};
 use super::message::{
-    Answer, Asking, Call, FromFront, FromKeeper, Hello, PROTOCOL, Purpose, Status, StopAnswer, Welcome,
+    Answer, Asking, Call, FromFront, FromKeeper, Hello, PROTOCOL, Purpose, Status, StopAnswer,
+    Welcome,
 };
 use super::post::Place;
 use super::serve::Ended;
@@ -27,12 +28,15 @@ use super::{Client, KeeperSettings, Kept, Post, Terms, attach, keep};
 use crate::approval::{Answer as PersonAnswer, Defaults, Effect, Policy, Rule};
 use crate::sandbox::{Preparation, Rules};
 use crate::session::install::{InstallReport, Leave};
-use crate::session::servers::{Registrar, ServerReport, ServerRequest, ServerSetup, ServerState, ServerTool, Trust};
+use crate::session::servers::{
+    Registrar, ServerReport, ServerRequest, ServerSetup, ServerState, ServerTool, Trust,
+};
 use crate::session::{
-    ApprovalSetup, AskId, Checked, CheckpointInfo, Decided, DecidedBy, Decision, ExecuteRequest, Executed,
-    ExecutionEnded, ExecutionHandle, ExecutionId, ExploreReport, ExploreRequest, FileList, FileNote, FileRange,
-    ForkNames, ForkReport, ForkRequest, InsidePath, Ledger, LimitSetup, Load, News, Outcome, Output, Principal, Quotas,
-    RecordEnding, RecorderId, Refused, ResetReport, Resident, Ruling, SessionAccess, SessionId, SessionInfo, Slice,
+    ApprovalSetup, AskId, Checked, CheckpointInfo, Decided, DecidedBy, Decision, ExecuteRequest,
+    Executed, ExecutionEnded, ExecutionHandle, ExecutionId, ExploreReport, ExploreRequest,
+    FileList, FileNote, FileRange, ForkNames, ForkReport, ForkRequest, InsidePath, Ledger,
+    LimitSetup, Load, News, Outcome, Output, Principal, Quotas, RecordEnding, RecorderId, Refused,
+    ResetReport, Resident, Ruling, SessionAccess, SessionId, SessionInfo, Slice,
     Status as CellStatus, UndoReport, UploadPart, Uploaded, Variant, Which,
 };
 
@@ -70,8 +74,14 @@ fn request(code: &str) -> ExecuteRequest {
     }
 }
 
-const DECISION: Decision = Decision { id: AskId(5), answer: PersonAnswer::Session };
-const LEAVE: Leave = Leave { asking: crate::session::Asking::Person, answer: Some(DECISION) };
+const DECISION: Decision = Decision {
+    id: AskId(5),
+    answer: PersonAnswer::Session,
+};
+const LEAVE: Leave = Leave {
+    asking: crate::session::Asking::Person,
+    answer: Some(DECISION),
+};
 
 fn handle() -> ExecutionHandle {
     "0123456789abcdef0123456789abcdef".parse().unwrap()
@@ -80,56 +90,180 @@ fn handle() -> ExecutionHandle {
 fn every_call() -> Vec<Call> {
     let (owner, id) = (owner(), id("a"));
     let which = || Which::Of(id.clone());
-    let variants = vec![Variant { name: "v".to_owned(), code: "1".to_owned() }];
+    let variants = vec![Variant {
+        name: "v".to_owned(),
+        code: "1".to_owned(),
+    }];
     let (timeout, keep) = (Duration::from_secs(1), crate::session::Keep::Nothing);
-    let exploration =
-        ExploreRequest { variants, timeout, max_output_chars: 10, keep, replace: false, recorder: Default::default() };
+    let exploration = ExploreRequest {
+        variants,
+        timeout,
+        max_output_chars: 10,
+        keep,
+        replace: false,
+        recorder: Default::default(),
+    };
     vec![
-        Call::Execute { owner: owner.clone(), id: id.clone(), request: request("1"), wait: None },
-        Call::Check { owner: owner.clone(), which: which(), wait: Duration::from_millis(5), max_chars: 7 },
-        Call::Decide { owner: owner.clone(), handle: handle(), decisions: vec![DECISION] },
-        Call::Stop { owner: owner.clone(), which: which() },
-        Call::Reset { owner: owner.clone(), id: id.clone() },
-        Call::Undo { owner: owner.clone(), id: id.clone(), cells: 2 },
-        Call::Checkpoints { owner: owner.clone(), id: id.clone() },
-        Call::Fork { owner: owner.clone(), id: id.clone(), request: ForkNames::Count(2).into() },
-        Call::Explore { owner: owner.clone(), id: id.clone(), request: exploration },
-        Call::Install { owner: owner.clone(), id: id.clone(), requirements: vec!["x".to_owned()], leave: LEAVE },
-        Call::RegisterServer { owner: owner.clone(), request: server_request("n", json!({"command": "x"})) },
-        Call::SetUpServers { setup: ServerSetup::default() },
-        Call::UnregisterServer { owner: owner.clone(), name: "n".to_owned() },
-        Call::Servers { owner: owner.clone() },
-        Call::WriteFile { owner: owner.clone(), id: id.clone(), path: path("f"), overwrite: true },
-        Call::ReadFile { owner: owner.clone(), id: id.clone(), path: path("f"), limit: 1 << 40 },
-        Call::ReadFileRange { owner: owner.clone(), id: id.clone(), path: path("f"), offset: 3, length: Some(4) },
-        Call::ListFiles { owner: owner.clone(), id: id.clone() },
-        Call::Upload { owner: owner.clone(), id: id.clone(), path: path("f"), part: PART },
-        Call::Uploaded { owner: owner.clone(), id: id.clone(), path: path("f") },
-        Call::List { owner: owner.clone() },
-        Call::Close { owner: owner.clone(), id: id.clone() },
-        Call::OutputSize { owner: owner.clone(), id: id.clone(), execution: ExecutionId(3) },
-        Call::ReadOutput { owner, id, execution: ExecutionId(3), offset: 1, length: 2 },
+        Call::Execute {
+            owner: owner.clone(),
+            id: id.clone(),
+            request: request("1"),
+            wait: None,
+        },
+        Call::Check {
+            owner: owner.clone(),
+            which: which(),
+            wait: Duration::from_millis(5),
+            max_chars: 7,
+        },
+        Call::Decide {
+            owner: owner.clone(),
+            handle: handle(),
+            decisions: vec![DECISION],
+        },
+        Call::Stop {
+            owner: owner.clone(),
+            which: which(),
+        },
+        Call::Reset {
+            owner: owner.clone(),
+            id: id.clone(),
+        },
+        Call::Undo {
+            owner: owner.clone(),
+            id: id.clone(),
+            cells: 2,
+        },
+        Call::Checkpoints {
+            owner: owner.clone(),
+            id: id.clone(),
+        },
+        Call::Fork {
+            owner: owner.clone(),
+            id: id.clone(),
+            request: ForkNames::Count(2).into(),
+        },
+        Call::Explore {
+            owner: owner.clone(),
+            id: id.clone(),
+            request: exploration,
+        },
+        Call::Install {
+            owner: owner.clone(),
+            id: id.clone(),
+            requirements: vec!["x".to_owned()],
+            leave: LEAVE,
+        },
+        Call::RegisterServer {
+            owner: owner.clone(),
+            request: server_request("n", json!({"command": "x"})),
+        },
+        Call::SetUpServers {
+            setup: ServerSetup::default(),
+        },
+        Call::UnregisterServer {
+            owner: owner.clone(),
+            name: "n".to_owned(),
+        },
+        Call::Servers {
+            owner: owner.clone(),
+        },
+        Call::WriteFile {
+            owner: owner.clone(),
+            id: id.clone(),
+            path: path("f"),
+            overwrite: true,
+        },
+        Call::ReadFile {
+            owner: owner.clone(),
+            id: id.clone(),
+            path: path("f"),
+            limit: 1 << 40,
+        },
+        Call::ReadFileRange {
+            owner: owner.clone(),
+            id: id.clone(),
+            path: path("f"),
+            offset: 3,
+            length: Some(4),
+        },
+        Call::ListFiles {
+            owner: owner.clone(),
+            id: id.clone(),
+        },
+        Call::Upload {
+            owner: owner.clone(),
+            id: id.clone(),
+            path: path("f"),
+            part: PART,
+        },
+        Call::Uploaded {
+            owner: owner.clone(),
+            id: id.clone(),
+            path: path("f"),
+        },
+        Call::List {
+            owner: owner.clone(),
+        },
+        Call::Close {
+            owner: owner.clone(),
+            id: id.clone(),
+        },
+        Call::OutputSize {
+            owner: owner.clone(),
+            id: id.clone(),
+            execution: ExecutionId(3),
+        },
+        Call::ReadOutput {
+            owner,
+            id,
+            execution: ExecutionId(3),
+            offset: 1,
+            length: 2,
+        },
     ]
 }
 
 fn hello(protocol: u32, purpose: Purpose) -> Hello {
-    Hello { protocol, build: "test".to_owned(), settings: "s".to_owned(), purpose }
+    Hello {
+        protocol,
+        build: "test".to_owned(),
+        settings: "s".to_owned(),
+        purpose,
+    }
 }
 
 fn welcome(protocol: u32) -> Welcome {
-    let residents = vec![Resident { owner: owner(), id: id("a"), running: true }];
+    let residents = vec![Resident {
+        owner: owner(),
+        id: id("a"),
+        running: true,
+    }];
     let (build, settings, keeper) = ("test".to_owned(), "s".to_owned(), "k".to_owned());
-    Welcome { protocol, build, settings, keeper, process: 1, residents, unfit: None }
+    Welcome {
+        protocol,
+        build,
+        settings,
+        keeper,
+        process: 1,
+        residents,
+        unfit: None,
+    }
 }
 
 /// Writes a value, reads it back and writes it again: both writings must be the same.
 async fn survives<T: Serialize + serde::de::DeserializeOwned>(value: &T) {
     let first = frame::write(7, Kind::Message, value).unwrap().concat();
     let frames = read_all(&first).await.unwrap();
-    let [frame] = frames.as_slice() else { panic!("it is one frame") };
+    let [frame] = frames.as_slice() else {
+        panic!("it is one frame")
+    };
     assert_eq!((frame.id, frame.kind), (7, Kind::Message));
     let back: T = frame::content(&frame.payload).unwrap();
-    assert_eq!(frame::write(7, Kind::Message, &back).unwrap().concat(), first);
+    assert_eq!(
+        frame::write(7, Kind::Message, &back).unwrap().concat(),
+        first
+    );
 }
 
 #[tokio::test]
@@ -137,7 +271,8 @@ async fn every_message_arrives_as_it_was_sent() {
     for call in every_call() {
         let asked = frame::write(1, Kind::Message, &Asking::Request(&call)).unwrap();
         survives(&FromFront::Request(Box::new(call))).await;
-        let FromFront::Request(back) = frame::content(&read_all(&asked.concat()).await.unwrap()[0].payload).unwrap()
+        let FromFront::Request(back) =
+            frame::content(&read_all(&asked.concat()).await.unwrap()[0].payload).unwrap()
         else {
             panic!("a borrowed call is written like an owned one");
         };
@@ -166,7 +301,9 @@ async fn every_message_arrives_as_it_was_sent() {
         FromKeeper::Welcome(welcome(PROTOCOL)),
         FromKeeper::Status(status),
         FromKeeper::Stop(StopAnswer::Busy { running: 2 }),
-        FromKeeper::Preparation(Preparation::Failed { why: "no".to_owned() }),
+        FromKeeper::Preparation(Preparation::Failed {
+            why: "no".to_owned(),
+        }),
         FromKeeper::News("a line".to_owned()),
         FromKeeper::Credit(1),
     ] {
@@ -176,9 +313,18 @@ async fn every_message_arrives_as_it_was_sent() {
 
 #[tokio::test]
 async fn a_connection_that_ends_within_a_frame_is_an_error_and_between_frames_none() {
-    let whole = frame::write(1, Kind::Message, &FromFront::Hello(hello(1, Purpose::Serve))).unwrap().concat();
+    let whole = frame::write(
+        1,
+        Kind::Message,
+        &FromFront::Hello(hello(1, Purpose::Serve)),
+    )
+    .unwrap()
+    .concat();
     for size in 1..whole.len() {
-        assert!(matches!(read_all(&whole[..size]).await, Err(FrameError::Truncated)), "{size}");
+        assert!(
+            matches!(read_all(&whole[..size]).await, Err(FrameError::Truncated)),
+            "{size}"
+        );
     }
     assert_eq!(read_all(&[]).await.unwrap(), []);
     assert_eq!(read_all(&whole).await.unwrap().len(), 1); // control
@@ -189,10 +335,16 @@ async fn a_frame_that_is_too_large_or_of_no_kind_is_refused_before_it_is_read() 
     let mut whole = frame::raw(1, Kind::Chunk, &vec![0; LARGEST_FRAME]);
     assert_eq!(read_all(&whole).await.unwrap().len(), 1); // control
     whole[..4].copy_from_slice(&(LARGEST_FRAME as u32 + 1).to_be_bytes());
-    assert!(matches!(read_all(&whole[..13]).await, Err(FrameError::FrameTooLarge(_))));
+    assert!(matches!(
+        read_all(&whole[..13]).await,
+        Err(FrameError::FrameTooLarge(_))
+    ));
     let mut unknown = frame::raw(1, Kind::Chunk, b"x");
     unknown[4] = 9;
-    assert!(matches!(read_all(&unknown).await, Err(FrameError::UnknownKind(9))));
+    assert!(matches!(
+        read_all(&unknown).await,
+        Err(FrameError::UnknownKind(9))
+    ));
 }
 
 #[tokio::test]
@@ -216,7 +368,10 @@ async fn a_newer_peer_may_say_more_and_an_older_one_less() {
     };
     let bytes = rmp_serde::to_vec_named(&newer).unwrap();
     let read: Welcome = frame::content(&bytes).unwrap();
-    assert_eq!((read.protocol, read.residents.len(), read.unfit), (9, 0, None));
+    assert_eq!(
+        (read.protocol, read.residents.len(), read.unfit),
+        (9, 0, None)
+    );
     assert!(frame::content::<Welcome>(&rmp_serde::to_vec_named("nonsense").unwrap()).is_err()); // control
 }
 
@@ -234,7 +389,10 @@ async fn a_large_message_comes_in_parts_and_lets_others_through() {
         whole.extend(assembly.add(frame).unwrap());
     }
     assert_eq!(
-        whole.iter().map(|frame| (frame.id, frame.kind)).collect::<Vec<_>>(),
+        whole
+            .iter()
+            .map(|frame| (frame.id, frame.kind))
+            .collect::<Vec<_>>(),
         [(2, Kind::Answer), (1, Kind::Answer)]
     );
     assert_eq!(frame::content::<String>(&whole[1].payload).unwrap(), text);
@@ -285,7 +443,13 @@ impl Puppet {
 
 async fn reaches(watched: &watch::Sender<usize>, count: usize) {
     let mut watched = watched.subscribe();
-    tokio::time::timeout(Duration::from_secs(60), watched.wait_for(|now| *now >= count)).await.unwrap().unwrap();
+    tokio::time::timeout(
+        Duration::from_secs(60),
+        watched.wait_for(|now| *now >= count),
+    )
+    .await
+    .unwrap()
+    .unwrap();
 }
 
 /// Notices a future that is dropped before its end.
@@ -328,14 +492,28 @@ fn note(executed: Executed) -> String {
 }
 
 fn server_request(name: &str, params: Value) -> ServerRequest {
-    ServerRequest { name: name.to_owned(), params, trust: Trust::Local }
+    ServerRequest {
+        name: name.to_owned(),
+        params,
+        trust: Trust::Local,
+    }
 }
 
 /// Approvals of every kind.
 fn approval_setup() -> ApprovalSetup {
-    let mut policy = Policy::new(Defaults { tools: Effect::Ask, ..Defaults::default() });
-    policy.add(Rule::parse(&json!({"deny": {"server": "files", "tool": "a*\\*"}})).unwrap(), "line 3");
-    ApprovalSetup { policy, book: Some("/data/approvals.yaml".into()), patience: Duration::from_secs(7) }
+    let mut policy = Policy::new(Defaults {
+        tools: Effect::Ask,
+        ..Defaults::default()
+    });
+    policy.add(
+        Rule::parse(&json!({"deny": {"server": "files", "tool": "a*\\*"}})).unwrap(),
+        "line 3",
+    );
+    ApprovalSetup {
+        policy,
+        book: Some("/data/approvals.yaml".into()),
+        patience: Duration::from_secs(7),
+    }
 }
 
 /// A server with one tool, and one that was left out.
@@ -394,16 +572,30 @@ impl SessionAccess for Puppet {
                 self.population.send_modify(|count| *count += 1);
                 Ok(finished("opened"))
             }
-            "rules" => Ok(finished(&request.rules.map_or("none".to_owned(), |rules| {
-                rules.iter().map(ToString::to_string).collect::<Vec<_>>().join(" ")
-            }))),
+            "rules" => Ok(finished(&request.rules.map_or(
+                "none".to_owned(),
+                |rules| {
+                    rules
+                        .iter()
+                        .map(ToString::to_string)
+                        .collect::<Vec<_>>()
+                        .join(" ")
+                },
+            ))),
             code => Ok(finished(code)),
         };
         watched.1 = true;
         answer
     }
 
-    async fn check(&self, _: &Principal, _: &Which, _: Duration, _: usize, _: News) -> Result<Checked, Refused> {
+    async fn check(
+        &self,
+        _: &Principal,
+        _: &Which,
+        _: Duration,
+        _: usize,
+        _: News,
+    ) -> Result<Checked, Refused> {
         Ok(Checked::Nothing)
     }
 
@@ -420,7 +612,10 @@ impl SessionAccess for Puppet {
             line: "line".to_owned(),
             by: DecidedBy::Person(decision.answer),
         };
-        Ok(Decided { session: id("a"), rulings: decisions.into_iter().map(ruling).collect() })
+        Ok(Decided {
+            session: id("a"),
+            rulings: decisions.into_iter().map(ruling).collect(),
+        })
     }
 
     async fn stop(&self, _: &Principal, _: &Which) -> Result<(), Refused> {
@@ -428,7 +623,11 @@ impl SessionAccess for Puppet {
     }
 
     async fn reset(&self, _: &Principal, _: &SessionId) -> Result<ResetReport, Refused> {
-        Ok(ResetReport { interrupted_running_cell: true, files_kept: true, had_no_session: false })
+        Ok(ResetReport {
+            interrupted_running_cell: true,
+            files_kept: true,
+            had_no_session: false,
+        })
     }
 
     async fn undo(&self, _: &Principal, id: &SessionId, _: u32) -> Result<UndoReport, Refused> {
@@ -436,19 +635,39 @@ impl SessionAccess for Puppet {
     }
 
     async fn set_up_limits(&self, setup: LimitSetup) -> Result<(), Refused> {
-        if setup.max_running == 3 { Ok(()) } else { Err(Refused::ShuttingDown) }
+        if setup.max_running == 3 {
+            Ok(())
+        } else {
+            Err(Refused::ShuttingDown)
+        }
     }
 
     fn record_endings(&self, _: bool, _: RecordEnding) {
         unreachable!("a keeper's sessions report to its ledger")
     }
 
-    async fn checkpoints(&self, _: &Principal, _: &SessionId) -> Result<Vec<CheckpointInfo>, Refused> {
-        Ok(vec![CheckpointInfo { cells_back: 1, before: "x = 1".to_owned(), age: Duration::from_secs(2) }])
+    async fn checkpoints(
+        &self,
+        _: &Principal,
+        _: &SessionId,
+    ) -> Result<Vec<CheckpointInfo>, Refused> {
+        Ok(vec![CheckpointInfo {
+            cells_back: 1,
+            before: "x = 1".to_owned(),
+            age: Duration::from_secs(2),
+        }])
     }
 
-    async fn fork(&self, _: &Principal, id: &SessionId, _: ForkRequest) -> Result<ForkReport, Refused> {
-        Err(Refused::CannotCopy { id: id.clone(), why: "it is a puppet".to_owned() })
+    async fn fork(
+        &self,
+        _: &Principal,
+        id: &SessionId,
+        _: ForkRequest,
+    ) -> Result<ForkReport, Refused> {
+        Err(Refused::CannotCopy {
+            id: id.clone(),
+            why: "it is a puppet".to_owned(),
+        })
     }
 
     async fn explore(
@@ -459,7 +678,9 @@ impl SessionAccess for Puppet {
         _: CancellationToken,
         _: News,
     ) -> Result<ExploreReport, Refused> {
-        Err(Refused::Explore { why: "it is a puppet".to_owned() })
+        Err(Refused::Explore {
+            why: "it is a puppet".to_owned(),
+        })
     }
 
     async fn install(
@@ -472,12 +693,23 @@ impl SessionAccess for Puppet {
         _: News,
     ) -> Result<InstallReport, Refused> {
         assert_eq!(leave, LEAVE);
-        Ok(InstallReport { text: requirements.join(" "), loaded: Vec::new(), preloaded: Vec::new(), ruling: None })
+        Ok(InstallReport {
+            text: requirements.join(" "),
+            loaded: Vec::new(),
+            preloaded: Vec::new(),
+            ruling: None,
+        })
     }
 
-    async fn register_server(&self, _: &Principal, request: ServerRequest) -> Result<ServerReport, Refused> {
+    async fn register_server(
+        &self,
+        _: &Principal,
+        request: ServerRequest,
+    ) -> Result<ServerReport, Refused> {
         if request.params.get("command").is_none() || request.trust == Trust::Remote {
-            return Err(Refused::Server { why: "it has no command".to_owned() });
+            return Err(Refused::Server {
+                why: "it has no command".to_owned(),
+            });
         }
         Ok(server_report(&request.name))
     }
@@ -490,11 +722,23 @@ impl SessionAccess for Puppet {
     }
 
     async fn set_up_approvals(&self, setup: ApprovalSetup) -> Result<(), Refused> {
-        if setup == approval_setup() { Ok(()) } else { Err(Refused::Approvals { why: "others".to_owned() }) }
+        if setup == approval_setup() {
+            Ok(())
+        } else {
+            Err(Refused::Approvals {
+                why: "others".to_owned(),
+            })
+        }
     }
 
     async fn unregister_server(&self, _: &Principal, name: &str) -> Result<(), Refused> {
-        if name == "notes" { Ok(()) } else { Err(Refused::Server { why: format!("there is no server {name:?}") }) }
+        if name == "notes" {
+            Ok(())
+        } else {
+            Err(Refused::Server {
+                why: format!("there is no server {name:?}"),
+            })
+        }
     }
 
     async fn servers(&self, _: &Principal) -> Result<Vec<ServerReport>, Refused> {
@@ -518,7 +762,9 @@ impl SessionAccess for Puppet {
         let mut bytes = Vec::new();
         let read = source.read_to_end(&mut bytes).await;
         watched.1 = true;
-        read.map_err(|error| Refused::Transfer { why: error.kind().to_string() })?;
+        read.map_err(|error| Refused::Transfer {
+            why: error.kind().to_string(),
+        })?;
         let size = bytes.len() as u64;
         self.files.lock().unwrap().insert(path.to_string(), bytes);
         Ok(size)
@@ -533,10 +779,16 @@ impl SessionAccess for Puppet {
         sink: &mut (dyn AsyncWrite + Send + Unpin),
     ) -> Result<u64, Refused> {
         let mut watched = Watched(self, false);
-        let bytes = self.file(path.as_str()).ok_or_else(|| Refused::Unknown { id: id.clone() });
+        let bytes = self
+            .file(path.as_str())
+            .ok_or_else(|| Refused::Unknown { id: id.clone() });
         let bytes = bytes.inspect_err(|_| watched.1 = true)?;
         for piece in bytes.chunks(CHUNK) {
-            sink.write_all(piece).await.map_err(|error| Refused::Transfer { why: error.kind().to_string() })?;
+            sink.write_all(piece)
+                .await
+                .map_err(|error| Refused::Transfer {
+                    why: error.kind().to_string(),
+                })?;
             self.given.send_modify(|given| *given += piece.len());
         }
         watched.1 = true;
@@ -552,16 +804,32 @@ impl SessionAccess for Puppet {
         length: Option<u64>,
         sink: &mut (dyn AsyncWrite + Send + Unpin),
     ) -> Result<FileRange, Refused> {
-        let bytes = self.file(path.as_str()).ok_or_else(|| Refused::Unknown { id: id.clone() })?;
+        let bytes = self
+            .file(path.as_str())
+            .ok_or_else(|| Refused::Unknown { id: id.clone() })?;
         let part = &bytes[offset as usize..][..length.unwrap() as usize];
-        sink.write_all(part).await.map_err(|error| Refused::Transfer { why: error.kind().to_string() })?;
-        Ok(FileRange { total: bytes.len() as u64, sent: part.len() as u64, version: "1".to_owned() })
+        sink.write_all(part)
+            .await
+            .map_err(|error| Refused::Transfer {
+                why: error.kind().to_string(),
+            })?;
+        Ok(FileRange {
+            total: bytes.len() as u64,
+            sent: part.len() as u64,
+            version: "1".to_owned(),
+        })
     }
 
     async fn list_files(&self, _: &Principal, _: &SessionId) -> Result<FileList, Refused> {
         let files = self.files.lock().unwrap();
-        let note = |(path, bytes): (&String, &Vec<u8>)| FileNote { path: path.clone(), size: bytes.len() as u64 };
-        Ok(FileList { files: files.iter().map(note).collect(), omitted: 0 })
+        let note = |(path, bytes): (&String, &Vec<u8>)| FileNote {
+            path: path.clone(),
+            size: bytes.len() as u64,
+        };
+        Ok(FileList {
+            files: files.iter().map(note).collect(),
+            omitted: 0,
+        })
     }
 
     async fn upload(
@@ -577,8 +845,13 @@ impl SessionAccess for Puppet {
         let mut files = self.files.lock().unwrap();
         let file = files.entry(path.to_string()).or_default();
         file.append(&mut bytes);
-        read.map_err(|error| Refused::Transfer { why: error.kind().to_string() })?;
-        Ok(Uploaded { size: file.len() as u64, finished: part.last })
+        read.map_err(|error| Refused::Transfer {
+            why: error.kind().to_string(),
+        })?;
+        Ok(Uploaded {
+            size: file.len() as u64,
+            finished: part.last,
+        })
     }
 
     async fn uploaded(&self, _: &Principal, _: &SessionId, path: &InsidePath) -> Option<u64> {
@@ -586,7 +859,11 @@ impl SessionAccess for Puppet {
     }
 
     async fn load(&self) -> Load {
-        Load { sessions: *self.population.borrow(), running: 0, waiting: 0 }
+        Load {
+            sessions: *self.population.borrow(),
+            running: 0,
+            waiting: 0,
+        }
     }
 
     async fn list(&self, _: &Principal) -> Result<Vec<SessionInfo>, Refused> {
@@ -597,7 +874,12 @@ impl SessionAccess for Puppet {
         Err(Refused::Unknown { id: id.clone() })
     }
 
-    async fn output_size(&self, _: &Principal, _: &SessionId, execution: ExecutionId) -> Option<u64> {
+    async fn output_size(
+        &self,
+        _: &Principal,
+        _: &SessionId,
+        execution: ExecutionId,
+    ) -> Option<u64> {
         (execution == ExecutionId(1)).then_some(5)
     }
 
@@ -609,7 +891,11 @@ impl SessionAccess for Puppet {
         offset: u64,
         length: usize,
     ) -> Option<io::Result<Slice>> {
-        let slice = || Slice { bytes: b"hello"[offset as usize..][..length].to_vec(), total: 5, kept_in_part: false };
+        let slice = || Slice {
+            bytes: b"hello"[offset as usize..][..length].to_vec(),
+            total: 5,
+            kept_in_part: false,
+        };
         match execution {
             ExecutionId(1) => Some(Ok(slice())),
             ExecutionId(2) => Some(Err(io::ErrorKind::NotFound.into())),
@@ -622,7 +908,11 @@ impl SessionAccess for Puppet {
 impl Kept for Puppet {
     fn residents(&self) -> Vec<Resident> {
         let running = self.running.load(Ordering::Relaxed) > 0;
-        let resident = |number| Resident { owner: owner(), id: id(&format!("resident-{number}")), running };
+        let resident = |number| Resident {
+            owner: owner(),
+            id: id(&format!("resident-{number}")),
+            running,
+        };
         (0..*self.population.borrow()).map(resident).collect()
     }
 
@@ -640,7 +930,11 @@ impl Kept for Puppet {
     }
 }
 
-const PART: UploadPart = UploadPart { offset: 0, last: false, overwrite: true };
+const PART: UploadPart = UploadPart {
+    offset: 0,
+    last: false,
+    overwrite: true,
+};
 
 /// A keeper in this process.
 struct Scene {
@@ -661,7 +955,10 @@ impl Scene {
         let post = Post::new(place.bind(&turn).unwrap()).unwrap();
         let puppet = Puppet::new();
         let (signal, signalled) = oneshot::channel();
-        let terms = Terms { settings: "s".to_owned(), build: "test".to_owned() };
+        let terms = Terms {
+            settings: "s".to_owned(),
+            build: "test".to_owned(),
+        };
         let kept: Arc<dyn Kept> = puppet.clone();
         let keeping = tokio::spawn(keep(post, kept, terms, async move {
             match signalled.await {
@@ -669,7 +966,12 @@ impl Scene {
                 Err(_) => std::future::pending().await,
             }
         }));
-        Scene { folder, puppet, signal: Some(signal), keeping }
+        Scene {
+            folder,
+            puppet,
+            signal: Some(signal),
+            keeping,
+        }
     }
 
     fn settings(&self) -> KeeperSettings {
@@ -688,7 +990,10 @@ impl Scene {
     }
 
     async fn ended(self) -> Ended {
-        tokio::time::timeout(Duration::from_secs(60), self.keeping).await.unwrap().unwrap()
+        tokio::time::timeout(Duration::from_secs(60), self.keeping)
+            .await
+            .unwrap()
+            .unwrap()
     }
 }
 
@@ -706,7 +1011,14 @@ fn settings(folder: &std::path::Path) -> KeeperSettings {
 }
 
 async fn execute(client: &Client, session: &str, code: &str) -> Result<Executed, Refused> {
-    execute_with(client, session, code, CancellationToken::new(), News::default()).await
+    execute_with(
+        client,
+        session,
+        code,
+        CancellationToken::new(),
+        News::default(),
+    )
+    .await
 }
 
 async fn execute_with(
@@ -716,7 +1028,9 @@ async fn execute_with(
     cancel: CancellationToken,
     news: News,
 ) -> Result<Executed, Refused> {
-    client.execute(&owner(), &id(session), request(code), None, cancel, news).await
+    client
+        .execute(&owner(), &id(session), request(code), None, cancel, news)
+        .await
 }
 
 #[tokio::test]
@@ -725,49 +1039,169 @@ async fn every_kind_of_answer_comes_back() {
     let client = scene.client().await;
     let (owner, session) = (owner(), id("a"));
     assert_eq!(note(execute(&client, "a", "hello").await.unwrap()), "hello");
-    assert!(matches!(execute(&client, "a", "refuse").await, Err(Refused::ClosedWhileWaiting)));
-    assert!(client.reset(&owner, &session).await.unwrap().interrupted_running_cell);
-    assert!(matches!(client.undo(&owner, &session, 1).await, Err(Refused::UndoOff { .. })));
-    assert_eq!(client.checkpoints(&owner, &session).await.unwrap()[0].before, "x = 1");
+    assert!(matches!(
+        execute(&client, "a", "refuse").await,
+        Err(Refused::ClosedWhileWaiting)
+    ));
+    assert!(
+        client
+            .reset(&owner, &session)
+            .await
+            .unwrap()
+            .interrupted_running_cell
+    );
+    assert!(matches!(
+        client.undo(&owner, &session, 1).await,
+        Err(Refused::UndoOff { .. })
+    ));
+    assert_eq!(
+        client.checkpoints(&owner, &session).await.unwrap()[0].before,
+        "x = 1"
+    );
     let rules = Rules::parse(&["example.com", "!ads.example.com"]).unwrap();
-    let narrowed = ExecuteRequest { rules: Some(rules), ..request("rules") };
-    let told = client.execute(&owner, &session, narrowed, None, CancellationToken::new(), News::default()).await;
+    let narrowed = ExecuteRequest {
+        rules: Some(rules),
+        ..request("rules")
+    };
+    let told = client
+        .execute(
+            &owner,
+            &session,
+            narrowed,
+            None,
+            CancellationToken::new(),
+            News::default(),
+        )
+        .await;
     assert_eq!(note(told.unwrap()), "example.com !ads.example.com");
     assert_eq!(note(execute(&client, "a", "rules").await.unwrap()), "none"); // control
     let names = ForkNames::Named(vec![id("b")]);
-    assert!(matches!(client.fork(&owner, &session, names.into()).await, Err(Refused::CannotCopy { .. })));
+    assert!(matches!(
+        client.fork(&owner, &session, names.into()).await,
+        Err(Refused::CannotCopy { .. })
+    ));
     let requirements = vec!["one".to_owned(), "two".to_owned()];
-    let installed =
-        client.install(&owner, &session, requirements, LEAVE, CancellationToken::new(), News::default()).await;
+    let installed = client
+        .install(
+            &owner,
+            &session,
+            requirements,
+            LEAVE,
+            CancellationToken::new(),
+            News::default(),
+        )
+        .await;
     assert_eq!(installed.unwrap().text, "one two");
-    let decided = client.decide(&owner, &handle(), vec![DECISION], "").await.unwrap();
-    assert_eq!((decided.session, decided.rulings[0].by), (id("a"), DecidedBy::Person(PersonAnswer::Session)));
+    let decided = client
+        .decide(&owner, &handle(), vec![DECISION], "")
+        .await
+        .unwrap();
+    assert_eq!(
+        (decided.session, decided.rulings[0].by),
+        (id("a"), DecidedBy::Person(PersonAnswer::Session))
+    );
     let request = server_request("notes", json!({"command": "x", "env": {"A": "b"}}));
-    assert_eq!(client.register_server(&owner, request).await.unwrap(), server_report("notes"));
+    assert_eq!(
+        client.register_server(&owner, request).await.unwrap(),
+        server_report("notes")
+    );
     let request = server_request("notes", json!({}));
-    assert!(matches!(client.register_server(&owner, request).await, Err(Refused::Server { .. })));
-    assert!(matches!(client.set_up_servers(ServerSetup::default()).await, Err(Refused::NoServers)));
+    assert!(matches!(
+        client.register_server(&owner, request).await,
+        Err(Refused::Server { .. })
+    ));
+    assert!(matches!(
+        client.set_up_servers(ServerSetup::default()).await,
+        Err(Refused::NoServers)
+    ));
     let servers = [("notes".to_owned(), json!({"command": "x"}))].into();
-    client.set_up_servers(ServerSetup { servers, ..ServerSetup::default() }).await.unwrap();
+    client
+        .set_up_servers(ServerSetup {
+            servers,
+            ..ServerSetup::default()
+        })
+        .await
+        .unwrap();
     client.set_up_approvals(approval_setup()).await.unwrap();
-    let quotas = Quotas { cells_per_minute: Some(7), ..Quotas::default() };
-    client.set_up_limits(LimitSetup { quotas, max_running: 3 }).await.unwrap();
-    assert!(client.set_up_limits(LimitSetup { quotas, max_running: 4 }).await.is_err()); // control
-    let other = ApprovalSetup { book: None, ..approval_setup() };
-    assert!(matches!(client.set_up_approvals(other).await, Err(Refused::Approvals { .. })));
-    assert_eq!(client.servers(&owner).await.unwrap(), [server_report("notes")]);
+    let quotas = Quotas {
+        cells_per_minute: Some(7),
+        ..Quotas::default()
+    };
+    client
+        .set_up_limits(LimitSetup {
+            quotas,
+            max_running: 3,
+        })
+        .await
+        .unwrap();
+    assert!(
+        client
+            .set_up_limits(LimitSetup {
+                quotas,
+                max_running: 4
+            })
+            .await
+            .is_err()
+    ); // control
+    let other = ApprovalSetup {
+        book: None,
+        ..approval_setup()
+    };
+    assert!(matches!(
+        client.set_up_approvals(other).await,
+        Err(Refused::Approvals { .. })
+    ));
+    assert_eq!(
+        client.servers(&owner).await.unwrap(),
+        [server_report("notes")]
+    );
     client.unregister_server(&owner, "notes").await.unwrap();
     assert!(client.unregister_server(&owner, "other").await.is_err());
-    assert!(matches!(client.close(&owner, &session).await, Err(Refused::Unknown { .. })));
-    assert_eq!(client.output_size(&owner, &session, ExecutionId(1)).await, Some(5));
-    assert_eq!(client.output_size(&owner, &session, ExecutionId(9)).await, None);
-    let slice = client.read_output(&owner, &session, ExecutionId(1), 1, 3).await.unwrap().unwrap();
+    assert!(matches!(
+        client.close(&owner, &session).await,
+        Err(Refused::Unknown { .. })
+    ));
+    assert_eq!(
+        client.output_size(&owner, &session, ExecutionId(1)).await,
+        Some(5)
+    );
+    assert_eq!(
+        client.output_size(&owner, &session, ExecutionId(9)).await,
+        None
+    );
+    let slice = client
+        .read_output(&owner, &session, ExecutionId(1), 1, 3)
+        .await
+        .unwrap()
+        .unwrap();
     assert_eq!((slice.bytes.as_slice(), slice.total), (&b"ell"[..], 5));
-    assert!(client.read_output(&owner, &session, ExecutionId(2), 0, 1).await.unwrap().is_err());
-    assert!(client.read_output(&owner, &session, ExecutionId(9), 0, 1).await.is_none());
+    assert!(
+        client
+            .read_output(&owner, &session, ExecutionId(2), 0, 1)
+            .await
+            .unwrap()
+            .is_err()
+    );
+    assert!(
+        client
+            .read_output(&owner, &session, ExecutionId(9), 0, 1)
+            .await
+            .is_none()
+    );
     let mut preparation = client.preparation();
-    preparation.wait_for(|told| *told == Preparation::Ready).await.unwrap();
-    let check = client.check(&owner, &Which::Of(session), Duration::ZERO, 1, News::default()).await;
+    preparation
+        .wait_for(|told| *told == Preparation::Ready)
+        .await
+        .unwrap();
+    let check = client
+        .check(
+            &owner,
+            &Which::Of(session),
+            Duration::ZERO,
+            1,
+            News::default(),
+        )
+        .await;
     assert!(matches!(check, Ok(Checked::Nothing)));
 }
 
@@ -775,12 +1209,16 @@ async fn every_kind_of_answer_comes_back() {
 async fn many_calls_run_at_once_and_a_slow_one_holds_nobody_up() {
     let scene = Scene::new().await;
     let client = scene.client().await;
-    let slow =
-        (0..50).map(|_| client.clone()).map(|client| tokio::spawn(async move { execute(&client, "a", "wait").await }));
+    let slow = (0..50)
+        .map(|_| client.clone())
+        .map(|client| tokio::spawn(async move { execute(&client, "a", "wait").await }));
     let slow = slow.collect::<Vec<_>>();
     reaches(&scene.puppet.begun, 50).await;
     for number in 0..100 {
-        assert_eq!(note(execute(&client, "a", &number.to_string()).await.unwrap()), number.to_string());
+        assert_eq!(
+            note(execute(&client, "a", &number.to_string()).await.unwrap()),
+            number.to_string()
+        );
     }
     scene.puppet.gate.add_permits(50);
     for call in slow {
@@ -798,7 +1236,10 @@ async fn a_cancelled_call_is_interrupted_and_its_news_are_heard() {
         let (client, cancel) = (client.clone(), cancel.clone());
         async move { execute_with(&client, "a", "wait", cancel, news).await }
     });
-    assert_eq!(*heard.wait_for(|text| !text.is_empty()).await.unwrap(), "waiting");
+    assert_eq!(
+        *heard.wait_for(|text| !text.is_empty()).await.unwrap(),
+        "waiting"
+    );
     cancel.cancel();
     assert_eq!(note(call.await.unwrap().unwrap()), "cancelled");
     assert_eq!(scene.puppet.cancelled.load(Ordering::Relaxed), 1);
@@ -837,16 +1278,39 @@ async fn when_a_front_dies_its_calls_are_dropped_and_the_next_front_finds_everyt
 async fn files_travel_in_chunks_both_ways() {
     let scene = Scene::new().await;
     let client = scene.client().await;
-    let content = (0..5_000_001_u32).map(|number| (number % 251) as u8).collect::<Vec<_>>();
-    let written = client.write_file(&owner(), &id("a"), &path("big"), &mut content.as_slice(), true).await;
+    let content = (0..5_000_001_u32)
+        .map(|number| (number % 251) as u8)
+        .collect::<Vec<_>>();
+    let written = client
+        .write_file(
+            &owner(),
+            &id("a"),
+            &path("big"),
+            &mut content.as_slice(),
+            true,
+        )
+        .await;
     assert_eq!(written.unwrap(), content.len() as u64);
     assert_eq!(scene.puppet.file("big"), Some(content.clone()));
     let mut back = Vec::new();
-    assert_eq!(client.read_file(&owner(), &id("a"), &path("big"), 1 << 40, &mut back).await.unwrap(), 5_000_001);
+    assert_eq!(
+        client
+            .read_file(&owner(), &id("a"), &path("big"), 1 << 40, &mut back)
+            .await
+            .unwrap(),
+        5_000_001
+    );
     assert!(back == content);
-    let empty = client.write_file(&owner(), &id("a"), &path("empty"), &mut &b""[..], true).await;
-    assert_eq!((empty.unwrap(), scene.puppet.file("empty")), (0, Some(Vec::new())));
-    let missing = client.read_file(&owner(), &id("a"), &path("none"), 1, &mut Vec::new()).await;
+    let empty = client
+        .write_file(&owner(), &id("a"), &path("empty"), &mut &b""[..], true)
+        .await;
+    assert_eq!(
+        (empty.unwrap(), scene.puppet.file("empty")),
+        (0, Some(Vec::new()))
+    );
+    let missing = client
+        .read_file(&owner(), &id("a"), &path("none"), 1, &mut Vec::new())
+        .await;
     assert!(matches!(missing, Err(Refused::Unknown { .. })));
 }
 
@@ -856,7 +1320,9 @@ async fn a_refused_upload_is_answered_before_its_end() {
     let client = scene.client().await;
     let (mut source, mut feed) = tokio::io::duplex(1024);
     feed.write_all(b"the rest never comes").await.unwrap();
-    let refused = client.write_file(&owner(), &id("a"), &path("refused"), &mut source, true).await;
+    let refused = client
+        .write_file(&owner(), &id("a"), &path("refused"), &mut source, true)
+        .await;
     assert!(matches!(refused, Err(Refused::ClosedWhileWaiting)));
 }
 
@@ -866,17 +1332,46 @@ async fn files_travel_in_parts_and_what_arrived_before_a_failure_is_kept() {
     let client = scene.client().await;
     let (owner, session, name) = (owner(), id("a"), path("f"));
     assert_eq!(client.uploaded(&owner, &session, &name).await, None);
-    let broken = client.upload(&owner, &session, &name, PART, &mut Breaks(false)).await;
-    assert!(matches!(broken, Err(Refused::Transfer { why }) if why == io::ErrorKind::TimedOut.to_string()));
+    let broken = client
+        .upload(&owner, &session, &name, PART, &mut Breaks(false))
+        .await;
+    assert!(
+        matches!(broken, Err(Refused::Transfer { why }) if why == io::ErrorKind::TimedOut.to_string())
+    );
     assert_eq!(client.uploaded(&owner, &session, &name).await, Some(4));
-    let last = UploadPart { offset: 4, last: true, overwrite: true };
-    let done = client.upload(&owner, &session, &name, last, &mut &b" and half"[..]).await.unwrap();
-    assert_eq!(done, Uploaded { size: 13, finished: true });
+    let last = UploadPart {
+        offset: 4,
+        last: true,
+        overwrite: true,
+    };
+    let done = client
+        .upload(&owner, &session, &name, last, &mut &b" and half"[..])
+        .await
+        .unwrap();
+    assert_eq!(
+        done,
+        Uploaded {
+            size: 13,
+            finished: true
+        }
+    );
     let listed = client.list_files(&owner, &session).await.unwrap();
-    assert_eq!(listed.files, [FileNote { path: "f".to_owned(), size: 13 }]);
+    assert_eq!(
+        listed.files,
+        [FileNote {
+            path: "f".to_owned(),
+            size: 13
+        }]
+    );
     let mut read = Vec::new();
-    let range = client.read_file_range(&owner, &session, &name, 5, Some(3), &mut read).await.unwrap();
-    assert_eq!((read.as_slice(), range.total, range.sent), (&b"and"[..], 13, 3));
+    let range = client
+        .read_file_range(&owner, &session, &name, 5, Some(3), &mut read)
+        .await
+        .unwrap();
+    assert_eq!(
+        (read.as_slice(), range.total, range.sent),
+        (&b"and"[..], 13, 3)
+    );
 }
 
 /// A source that breaks after its beginning.
@@ -900,13 +1395,20 @@ impl AsyncRead for Breaks {
 async fn half_a_file_is_no_file() {
     let scene = Scene::new().await;
     let client = scene.client().await;
-    let broken = client.write_file(&owner(), &id("a"), &path("f"), &mut Breaks(false), true).await;
-    assert!(matches!(broken, Err(Refused::Transfer { why }) if why == io::ErrorKind::TimedOut.to_string()));
+    let broken = client
+        .write_file(&owner(), &id("a"), &path("f"), &mut Breaks(false), true)
+        .await;
+    assert!(
+        matches!(broken, Err(Refused::Transfer { why }) if why == io::ErrorKind::TimedOut.to_string())
+    );
     assert_eq!(scene.puppet.file("f"), None, "a source that broke");
 
     let (mut source, mut feed) = tokio::io::duplex(1024);
-    let upload =
-        tokio::spawn(async move { client.write_file(&owner(), &id("a"), &path("f"), &mut source, true).await });
+    let upload = tokio::spawn(async move {
+        client
+            .write_file(&owner(), &id("a"), &path("f"), &mut source, true)
+            .await
+    });
     feed.write_all(b"half").await.unwrap();
     reaches(&scene.puppet.begun, 2).await;
     upload.abort();
@@ -919,11 +1421,20 @@ async fn a_slow_reader_slows_its_sender_and_nobody_else() {
     let scene = Scene::new().await;
     let client = scene.client().await;
     let size = 100 * CHUNK;
-    scene.puppet.files.lock().unwrap().insert("big".to_owned(), vec![7; size]);
+    scene
+        .puppet
+        .files
+        .lock()
+        .unwrap()
+        .insert("big".to_owned(), vec![7; size]);
     let (mut sink, mut end) = tokio::io::duplex(CHUNK);
     let download = tokio::spawn({
         let client = client.clone();
-        async move { client.read_file(&owner(), &id("a"), &path("big"), 1 << 40, &mut sink).await }
+        async move {
+            client
+                .read_file(&owner(), &id("a"), &path("big"), 1 << 40, &mut sink)
+                .await
+        }
     });
     // The window, the pipe of this test, and the chunk in the copier's hand.
     reaches(&scene.puppet.given, WINDOW * CHUNK).await;
@@ -934,7 +1445,10 @@ async fn a_slow_reader_slows_its_sender_and_nobody_else() {
     assert!(given <= (WINDOW + 3) * CHUNK, "{given} bytes are under way");
     let mut read = Vec::new();
     end.read_to_end(&mut read).await.unwrap();
-    assert_eq!((read.len(), download.await.unwrap().unwrap()), (size, size as u64));
+    assert_eq!(
+        (read.len(), download.await.unwrap().unwrap()),
+        (size, size as u64)
+    );
 }
 
 #[tokio::test]
@@ -950,23 +1464,49 @@ async fn sessions_of_a_keeper_that_died_are_lost_by_name_until_they_are_reset() 
     reaches(&scene.puppet.begun, 3).await;
     let folder = scene.kill().await;
     let refused = underway.await.unwrap().unwrap_err().to_string();
-    assert!(refused.contains("variables and files are lost"), "{refused}");
+    assert!(
+        refused.contains("variables and files are lost"),
+        "{refused}"
+    );
 
     let next = Scene::in_folder(folder).await;
     for lost in ["seen", "fresh"] {
         let refused = execute(&client, lost, "1").await.unwrap_err();
-        assert!(matches!(&refused, Refused::Ended { id: named, .. } if *named == id(lost)), "{refused}");
+        assert!(
+            matches!(&refused, Refused::Ended { id: named, .. } if *named == id(lost)),
+            "{refused}"
+        );
     }
     assert_eq!(note(execute(&client, "other", "1").await.unwrap()), "1"); // control
     let listed = client.list(&owner()).await.unwrap();
-    assert_eq!(listed.iter().map(|info| info.id.as_str()).collect::<Vec<_>>(), ["closing", "fresh", "seen"]);
+    assert_eq!(
+        listed
+            .iter()
+            .map(|info| info.id.as_str())
+            .collect::<Vec<_>>(),
+        ["closing", "fresh", "seen"]
+    );
     assert!(listed.iter().all(|info| info.state == "ended"));
     client.close(&owner(), &id("closing")).await.unwrap();
-    assert!(!client.reset(&owner(), &id("seen")).await.unwrap().files_kept);
+    assert!(
+        !client
+            .reset(&owner(), &id("seen"))
+            .await
+            .unwrap()
+            .files_kept
+    );
     assert_eq!(note(execute(&client, "seen", "1").await.unwrap()), "1");
     let bob = Principal("bob".to_owned());
-    let others =
-        client.execute(&bob, &id("fresh"), request("1"), None, CancellationToken::new(), News::default()).await;
+    let others = client
+        .execute(
+            &bob,
+            &id("fresh"),
+            request("1"),
+            None,
+            CancellationToken::new(),
+            News::default(),
+        )
+        .await;
     assert_eq!(note(others.unwrap()), "1", "another owner has lost nothing");
     assert_eq!(next.puppet.shut.load(Ordering::Relaxed), 0);
 }
@@ -977,7 +1517,10 @@ async fn a_lost_connection_to_the_same_keeper_loses_no_session() {
     let client = scene.client().await;
     execute(&client, "a", "open").await.unwrap();
     client.leave();
-    assert_eq!(note(execute(&client, "a", "still there").await.unwrap()), "still there");
+    assert_eq!(
+        note(execute(&client, "a", "still there").await.unwrap()),
+        "still there"
+    );
 }
 
 #[tokio::test]
@@ -995,7 +1538,10 @@ async fn a_keeper_that_cannot_be_started_is_told_without_names_of_this_machine()
 #[tokio::test]
 async fn a_program_that_is_no_keeper_is_told_at_once() {
     let folder = tempfile::tempdir().unwrap();
-    assert!(matches!(attach(&settings(folder.path())).await, Err(AttachError::EndedAtOnce)));
+    assert!(matches!(
+        attach(&settings(folder.path())).await,
+        Err(AttachError::EndedAtOnce)
+    ));
 }
 
 /// Answers one connection with `message`, whatever is asked.
@@ -1020,9 +1566,18 @@ async fn impostor(folder: &std::path::Path, message: Option<FromKeeper>) -> Join
 #[tokio::test]
 async fn a_keeper_of_another_protocol_is_refused_with_the_cure() {
     let folder = tempfile::tempdir().unwrap();
-    let _impostor = impostor(folder.path(), Some(FromKeeper::Welcome(welcome(PROTOCOL + 1)))).await;
-    let Err(refused) = attach(&settings(folder.path())).await else { panic!("it is refused") };
-    assert!(refused.to_string().contains("cellblock keeper stop test"), "{refused}");
+    let _impostor = impostor(
+        folder.path(),
+        Some(FromKeeper::Welcome(welcome(PROTOCOL + 1))),
+    )
+    .await;
+    let Err(refused) = attach(&settings(folder.path())).await else {
+        panic!("it is refused")
+    };
+    assert!(
+        refused.to_string().contains("cellblock keeper stop test"),
+        "{refused}"
+    );
 }
 
 #[tokio::test]
@@ -1031,19 +1586,32 @@ async fn a_front_of_another_protocol_is_told_ours_and_nothing_else() {
     let _front = scene.client().await;
     let place = Place::new(scene.folder.path(), &"test".parse().unwrap());
     let mut stream = place.connect().await.unwrap().unwrap();
-    let hello = frame::write(0, Kind::Message, &FromFront::Hello(hello(PROTOCOL + 1, Purpose::Serve))).unwrap();
+    let hello = frame::write(
+        0,
+        Kind::Message,
+        &FromFront::Hello(hello(PROTOCOL + 1, Purpose::Serve)),
+    )
+    .unwrap();
     stream.write_all(&hello.concat()).await.unwrap();
     let answer = frame::read(&mut stream).await.unwrap().unwrap();
-    let FromKeeper::Welcome(welcome) = frame::content(&answer.payload).unwrap() else { panic!("it is a welcome") };
+    let FromKeeper::Welcome(welcome) = frame::content(&answer.payload).unwrap() else {
+        panic!("it is a welcome")
+    };
     assert_eq!((welcome.protocol, welcome.residents.len()), (PROTOCOL, 0));
-    assert_eq!(frame::read(&mut stream).await.unwrap(), None, "the connection is closed");
+    assert_eq!(
+        frame::read(&mut stream).await.unwrap(),
+        None,
+        "the connection is closed"
+    );
 }
 
 #[tokio::test(start_paused = true)]
 async fn a_keeper_that_says_nothing_is_not_waited_for() {
     let folder = tempfile::tempdir().unwrap();
     let _impostor = impostor(folder.path(), None).await;
-    let Err(refused) = attach(&settings(folder.path())).await else { panic!("it is refused") };
+    let Err(refused) = attach(&settings(folder.path())).await else {
+        panic!("it is refused")
+    };
     assert!(matches!(refused, AttachError::Silent { .. }), "{refused}");
 }
 
@@ -1053,7 +1621,9 @@ async fn a_keeper_that_is_unfit_says_why() {
     let place = Place::new(folder.path(), &"test".parse().unwrap());
     let post = Post::new(place.bind(&place.turn().await.unwrap()).unwrap()).unwrap();
     tokio::spawn(super::apologise(post, "there is no uv".to_owned()));
-    let Err(refused) = attach(&settings(folder.path())).await else { panic!("it is refused") };
+    let Err(refused) = attach(&settings(folder.path())).await else {
+        panic!("it is refused")
+    };
     assert!(refused.to_string().contains("there is no uv"), "{refused}");
 }
 
@@ -1082,9 +1652,19 @@ async fn an_operator_sees_and_stops_a_keeper() {
     assert_eq!((status.sessions, status.running, status.fronts), (1, 1, 1));
     let busy = ask_to_stop(runtime.path(), &name, false).await.unwrap();
     assert_eq!(busy, Some(StopAnswer::Busy { running: 1 }));
-    assert_eq!(note(execute(&client, "a", "goes on").await.unwrap()), "goes on");
-    assert_eq!(ask_to_stop(runtime.path(), &name, true).await.unwrap(), Some(StopAnswer::Stopping));
-    assert_eq!(scene.puppet.shut.load(Ordering::Relaxed), 1, "everything has ended when the operator is told");
+    assert_eq!(
+        note(execute(&client, "a", "goes on").await.unwrap()),
+        "goes on"
+    );
+    assert_eq!(
+        ask_to_stop(runtime.path(), &name, true).await.unwrap(),
+        Some(StopAnswer::Stopping)
+    );
+    assert_eq!(
+        scene.puppet.shut.load(Ordering::Relaxed),
+        1,
+        "everything has ended when the operator is told"
+    );
     assert_eq!(scene.ended().await, Ended::Stopped);
     assert_eq!(super::keepers_in(runtime.path()), [], "the socket is gone");
     assert_eq!(ask_status(runtime.path(), &name).await.unwrap(), None);
@@ -1100,7 +1680,11 @@ async fn a_keeper_ends_when_it_has_neither_a_front_nor_a_session() {
     let client = scene.client().await;
     assert_eq!(note(execute(&client, "a", "1").await.unwrap()), "1");
     scene.puppet.population.send_replace(0);
-    assert_eq!(note(execute(&client, "a", "1").await.unwrap()), "1", "it stays for its front");
+    assert_eq!(
+        note(execute(&client, "a", "1").await.unwrap()),
+        "1",
+        "it stays for its front"
+    );
     drop(client);
     assert_eq!(scene.ended().await, Ended::Unneeded);
 }
@@ -1110,7 +1694,10 @@ async fn a_keeper_waits_for_the_front_that_started_it_also_when_its_status_is_as
     let scene = Scene::new().await;
     let (folder, name) = (scene.folder.clone(), "test".parse().unwrap());
     for _ in 0..3 {
-        assert!(ask_status(folder.path(), &name).await.unwrap().is_some(), "it stays for its front");
+        assert!(
+            ask_status(folder.path(), &name).await.unwrap().is_some(),
+            "it stays for its front"
+        );
     }
     let client = scene.client().await;
     assert_eq!(note(execute(&client, "a", "1").await.unwrap()), "1");
@@ -1166,12 +1753,19 @@ async fn only_the_owner_can_reach_the_socket_and_a_stale_one_is_replaced() {
     std::os::unix::net::UnixListener::bind(folder.path().join("keeper/test.socket")).unwrap();
     assert_eq!(super::keepers_in(folder.path()).len(), 1);
     let next = Scene::in_folder(folder).await;
-    assert_eq!(note(execute(&next.client().await, "a", "1").await.unwrap()), "1");
+    assert_eq!(
+        note(execute(&next.client().await, "a", "1").await.unwrap()),
+        "1"
+    );
 }
 
 #[test]
 fn an_answer_that_is_too_large_becomes_a_refusal() {
-    let huge: Answer<serde_bytes::ByteBuf> = Ok(serde_bytes::ByteBuf::from(vec![0; frame::LARGEST_MESSAGE + 1]));
+    let huge: Answer<serde_bytes::ByteBuf> = Ok(serde_bytes::ByteBuf::from(vec![
+        0;
+        frame::LARGEST_MESSAGE
+            + 1
+    ]));
     let written = super::calls::written(1, &huge).concat();
     let answer: Answer<()> = frame::content(&written[13..]).unwrap();
     assert!(matches!(answer, Err(Refused::Transfer { .. })));
@@ -1193,8 +1787,14 @@ async fn calls_reach_the_sessions_in_the_order_in_which_they_were_sent() {
     let client = scene.client().await;
     // Some are larger than a frame, and must not be overtaken by small ones.
     let large = "x".repeat(3 * LARGEST_FRAME);
-    let codes: Vec<String> =
-        (0..200).map(|number| format!("{number} {}", if number % 10 == 0 { large.as_str() } else { "" })).collect();
+    let codes: Vec<String> = (0..200)
+        .map(|number| {
+            format!(
+                "{number} {}",
+                if number % 10 == 0 { large.as_str() } else { "" }
+            )
+        })
+        .collect();
     let mut context = std::task::Context::from_waker(std::task::Waker::noop());
     let mut calls = Vec::new();
     for code in codes.clone() {
@@ -1233,7 +1833,9 @@ fn ending(name: &str) -> ExecutionEnded {
 fn recorded_by(client: &Client) -> watch::Receiver<Vec<(String, bool)>> {
     let (sender, recorded) = watch::channel(Vec::new());
     let record = move |ended: &ExecutionEnded| {
-        sender.send_modify(|all: &mut Vec<(String, bool)>| all.push((ended.name.clone(), ended.taken_over)));
+        sender.send_modify(|all: &mut Vec<(String, bool)>| {
+            all.push((ended.name.clone(), ended.taken_over))
+        });
     };
     client.record_endings(true, Arc::new(record));
     recorded
@@ -1246,7 +1848,10 @@ async fn executions_that_end_are_recorded_by_their_front_and_later_by_the_next_o
     let mut recorded = recorded_by(&client);
     let ledger = &scene.puppet.ledger;
     ledger.enter(RecorderId(1), ending("one"));
-    recorded.wait_for(|all| *all == [("one".to_owned(), false)]).await.unwrap();
+    recorded
+        .wait_for(|all| *all == [("one".to_owned(), false)])
+        .await
+        .unwrap();
     // An answer that is sent after the end is heard after it: the call knows that its execution is
     // recorded.
     assert_eq!(note(execute(&client, "a", "hello").await.unwrap()), "hello");
@@ -1255,7 +1860,10 @@ async fn executions_that_end_are_recorded_by_their_front_and_later_by_the_next_o
     // The first front may still be leaving; either way the second has it in the end.
     ledger.enter(RecorderId(1), ending("two"));
     let mut recorded = recorded_by(&second);
-    recorded.wait_for(|all| *all == [("two".to_owned(), true)]).await.unwrap();
+    recorded
+        .wait_for(|all| *all == [("two".to_owned(), true)])
+        .await
+        .unwrap();
     ledger.enter(RecorderId(2), ending("three"));
     recorded.wait_for(|all| all.len() == 2).await.unwrap();
     assert_eq!(recorded.borrow()[1], ("three".to_owned(), false));
@@ -1265,8 +1873,14 @@ async fn executions_that_end_are_recorded_by_their_front_and_later_by_the_next_o
 async fn a_question_about_a_session_that_does_not_exist_makes_none_known() {
     let scene = Scene::new().await;
     let client = scene.client().await;
-    assert_eq!(client.uploaded(&owner(), &id("ghost"), &path("f")).await, None);
-    let part = client.upload(&owner(), &id("ghost"), &path("f"), PART, &mut &b"half"[..]).await.unwrap();
+    assert_eq!(
+        client.uploaded(&owner(), &id("ghost"), &path("f")).await,
+        None
+    );
+    let part = client
+        .upload(&owner(), &id("ghost"), &path("f"), PART, &mut &b"half"[..])
+        .await
+        .unwrap();
     assert!(!part.finished);
     client.reset(&owner(), &id("ghost")).await.unwrap();
     execute(&client, "real", "1").await.unwrap();
@@ -1274,7 +1888,10 @@ async fn a_question_about_a_session_that_does_not_exist_makes_none_known() {
     client.closed().await;
     let _next = Scene::in_folder(folder).await;
     assert_eq!(note(execute(&client, "ghost", "1").await.unwrap()), "1");
-    assert!(matches!(execute(&client, "real", "1").await, Err(Refused::Ended { .. }))); // control
+    assert!(matches!(
+        execute(&client, "real", "1").await,
+        Err(Refused::Ended { .. })
+    )); // control
 }
 
 /// A keeper that says welcome, and then does what the test does with its connection.
@@ -1307,15 +1924,39 @@ async fn a_keeper_that_hangs_is_noticed_and_is_well_again_when_it_answers() {
     let (client, mut stream) = silent_keeper(folder.path()).await;
     let started = tokio::time::Instant::now();
     let wait = Some(Duration::from_secs(1));
-    let refused =
-        client.execute(&owner(), &id("a"), request("1"), wait, CancellationToken::new(), News::default()).await;
-    assert!(matches!(refused, Err(Refused::Unresponsive { sent: true })), "{refused:?}");
-    assert!(started.elapsed() <= Duration::from_secs(3), "a call is answered soon after it should have been");
-    assert_eq!(client.trouble(), None, "the keeper is not given up after a few missed beats");
-    assert!(matches!(execute(&client, "a", "1").await, Err(Refused::Unresponsive { sent: true })));
+    let refused = client
+        .execute(
+            &owner(),
+            &id("a"),
+            request("1"),
+            wait,
+            CancellationToken::new(),
+            News::default(),
+        )
+        .await;
+    assert!(
+        matches!(refused, Err(Refused::Unresponsive { sent: true })),
+        "{refused:?}"
+    );
+    assert!(
+        started.elapsed() <= Duration::from_secs(3),
+        "a call is answered soon after it should have been"
+    );
+    assert_eq!(
+        client.trouble(),
+        None,
+        "the keeper is not given up after a few missed beats"
+    );
+    assert!(matches!(
+        execute(&client, "a", "1").await,
+        Err(Refused::Unresponsive { sent: true })
+    ));
     assert!(started.elapsed() <= Duration::from_secs(15));
     assert!(client.trouble().is_some());
-    assert!(matches!(client.list(&owner()).await, Err(Refused::Unresponsive { sent: false })));
+    assert!(matches!(
+        client.list(&owner()).await,
+        Err(Refused::Unresponsive { sent: false })
+    ));
     for frame in frame::write(0, Kind::Message, &FromKeeper::Beat).unwrap() {
         stream.write_all(&frame).await.unwrap();
     }

@@ -18,9 +18,9 @@ use std::time::Duration;
 
 use rmcp::RoleServer;
 use rmcp::model::{
-    CallToolResponse, ElicitRequest, ElicitRequestParams, ElicitResult, ElicitationAction, ElicitationSchema,
-    InputRequest, InputRequests, InputRequiredResult, InputResponses, JsonObject, ProtocolVersion, RequestStateCodec,
-    SealOptions,
+    CallToolResponse, ElicitRequest, ElicitRequestParams, ElicitResult, ElicitationAction,
+    ElicitationSchema, InputRequest, InputRequests, InputRequiredResult, InputResponses,
+    JsonObject, ProtocolVersion, RequestStateCodec, SealOptions,
 };
 use rmcp::service::RequestContext;
 use serde::{Deserialize, Serialize};
@@ -53,7 +53,9 @@ impl Way {
             .is_some_and(|elicitation| elicitation.form.is_some() || elicitation.url.is_none());
         match context.protocol_version() {
             _ if !knows_forms => Way::Nobody,
-            Some(version) if version.as_str() >= ProtocolVersion::V_2026_07_28.as_str() => Way::InputRequired,
+            Some(version) if version.as_str() >= ProtocolVersion::V_2026_07_28.as_str() => {
+                Way::InputRequired
+            }
             _ => Way::Elicitation,
         }
     }
@@ -77,8 +79,16 @@ impl Way {
 /// What a sealed state says: where the call goes on when it comes again.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) enum Resumption {
-    Execution { handle: ExecutionHandle, session: SessionId, asks: Vec<AskId> },
-    Install { session: SessionId, requirements: Vec<String>, ask: AskId },
+    Execution {
+        handle: ExecutionHandle,
+        session: SessionId,
+        asks: Vec<AskId>,
+    },
+    Install {
+        session: SessionId,
+        requirements: Vec<String>,
+        ask: AskId,
+    },
 }
 
 impl Resumption {
@@ -152,16 +162,28 @@ pub(super) struct BadState;
 
 impl Seals {
     pub(super) fn new(key: &StateKey) -> Seals {
-        Seals { codec: RequestStateCodec::try_new(key.0.to_vec()).expect("the key has the length that is asked for") }
+        Seals {
+            codec: RequestStateCodec::try_new(key.0.to_vec())
+                .expect("the key has the length that is asked for"),
+        }
     }
 
-    pub(super) fn seal(&self, resumption: &Resumption, binding: &Binding, life: Duration) -> String {
+    pub(super) fn seal(
+        &self,
+        resumption: &Resumption,
+        binding: &Binding,
+        life: Duration,
+    ) -> String {
         let options = SealOptions::new().associated_data(&binding.0).ttl(life);
-        self.codec.seal_json_with(resumption, &options).expect("plain values can be written")
+        self.codec
+            .seal_json_with(resumption, &options)
+            .expect("plain values can be written")
     }
 
     pub(super) fn open(&self, state: &str, binding: &Binding) -> Result<Resumption, BadState> {
-        self.codec.open_json_with(state, &binding.0).map_err(|_| BadState)
+        self.codec
+            .open_json_with(state, &binding.0)
+            .map_err(|_| BadState)
     }
 
     /// Answers a call of a newer client with the form.
@@ -172,7 +194,11 @@ impl Seals {
         binding: &Binding,
         session: &SessionId,
     ) -> CallToolResponse {
-        let life = asked.iter().map(|asked| asked.patience).max().unwrap_or_default();
+        let life = asked
+            .iter()
+            .map(|asked| asked.patience)
+            .max()
+            .unwrap_or_default();
         let state = self.seal(resumption, binding, life);
         let mut result = InputRequiredResult::from_request_state(state);
         result.input_requests = Some(input_requests(session, asked));
@@ -188,22 +214,37 @@ pub(super) fn input_requests(session: &SessionId, asked: &[Asked]) -> InputReque
 }
 
 fn key_of(ids: &[AskId]) -> String {
-    let ids = ids.iter().map(|AskId(number)| number.to_string()).collect::<Vec<_>>();
+    let ids = ids
+        .iter()
+        .map(|AskId(number)| number.to_string())
+        .collect::<Vec<_>>();
     format!("{FORM}{}", ids.join("."))
 }
 
 /// Finds the answer to the form that showed these questions. `None` when it has not come.
-pub(super) fn decisions_for(ids: &[AskId], responses: Option<&InputResponses>) -> Option<Vec<Decision>> {
+pub(super) fn decisions_for(
+    ids: &[AskId],
+    responses: Option<&InputResponses>,
+) -> Option<Vec<Decision>> {
     let response = responses?.get(&key_of(ids))?;
-    Some(decisions(ids, serde_json::from_value(response.clone()).ok().as_ref()))
+    Some(decisions(
+        ids,
+        serde_json::from_value(response.clone()).ok().as_ref(),
+    ))
 }
 
 /// Finds all answers to forms, whatever questions those showed.
 pub(super) fn all_decisions(responses: &InputResponses) -> Vec<Decision> {
     let forms = responses.iter().filter_map(|(key, response)| {
-        let ids =
-            key.strip_prefix(FORM)?.split('.').map(|id| id.parse().map(AskId).ok()).collect::<Option<Vec<_>>>()?;
-        Some(decisions(&ids, serde_json::from_value(response.clone()).ok().as_ref()))
+        let ids = key
+            .strip_prefix(FORM)?
+            .split('.')
+            .map(|id| id.parse().map(AskId).ok())
+            .collect::<Option<Vec<_>>>()?;
+        Some(decisions(
+            &ids,
+            serde_json::from_value(response.clone()).ok().as_ref(),
+        ))
     });
     forms.flatten().collect()
 }
@@ -219,7 +260,9 @@ pub(super) enum Titles {
 impl Titles {
     pub(super) fn known_to(context: &RequestContext<RoleServer>) -> Titles {
         match context.protocol_version() {
-            Some(version) if version.as_str() >= ProtocolVersion::V_2025_11_25.as_str() => Titles::OneOf,
+            Some(version) if version.as_str() >= ProtocolVersion::V_2025_11_25.as_str() => {
+                Titles::OneOf
+            }
             _ => Titles::EnumNames,
         }
     }
@@ -236,14 +279,26 @@ pub(super) fn form(session: &SessionId, asked: &[Asked], titles: Titles) -> Elic
 
 fn message(session: &SessionId, asked: &[Asked]) -> String {
     let mut text = match asked.len() {
-        1 => format!("Code in the session `{session}` wants to do this, and needs your permission:\n"),
+        1 => format!(
+            "Code in the session `{session}` wants to do this, and needs your permission:\n"
+        ),
         count => {
-            format!("Code in the session `{session}` wants to do these {count} things, and needs your permission:\n")
+            format!(
+                "Code in the session `{session}` wants to do these {count} things, and needs your permission:\n"
+            )
         }
     };
     for (number, asked) in (1..).zip(asked) {
-        let _ = write!(text, "\n{number}. {}\n   Asked because of {}\n", asked.text, asked.line);
-        let _ = writeln!(text, "   \"For this session\" would cover {}.", asked.covers);
+        let _ = write!(
+            text,
+            "\n{number}. {}\n   Asked because of {}\n",
+            asked.text, asked.line
+        );
+        let _ = writeln!(
+            text,
+            "   \"For this session\" would cover {}.",
+            asked.covers
+        );
     }
     if asked.iter().any(|asked| asked.can_last) {
         text.push_str("\n\"Always\" covers the same in every later session of yours.\n");
@@ -254,13 +309,20 @@ fn message(session: &SessionId, asked: &[Asked]) -> String {
 fn schema(asked: &[Asked], titles: Titles) -> ElicitationSchema {
     let can_last = asked.iter().all(|asked| asked.can_last);
     let choices = choices(can_last);
-    let question = if asked.len() == 1 { "Your decision" } else { "Your decision for all of them" };
+    let question = if asked.len() == 1 {
+        "Your decision"
+    } else {
+        "Your decision for all of them"
+    };
     let mut properties = JsonObject::new();
     properties.insert(DECISION.to_owned(), choice(question, &choices, titles));
     if asked.len() > 1 {
         for number in 1..=asked.len() {
             let title = format!("Only for number {number} (if it differs)");
-            properties.insert(field_of(number, asked.len()), choice(&title, &choices, titles));
+            properties.insert(
+                field_of(number, asked.len()),
+                choice(&title, &choices, titles),
+            );
         }
     }
     let schema = json!({"type": "object", "properties": properties, "required": [DECISION]});
@@ -280,18 +342,24 @@ fn choices(can_last: bool) -> Vec<(Answer, &'static str)> {
         (Answer::Always, "Always allow"),
         (Answer::Deny, "Deny"),
     ];
-    all.into_iter().filter(|(answer, _)| can_last || *answer != Answer::Always).collect()
+    all.into_iter()
+        .filter(|(answer, _)| can_last || *answer != Answer::Always)
+        .collect()
 }
 
 fn choice(title: &str, choices: &[(Answer, &'static str)], titles: Titles) -> Value {
     match titles {
         Titles::OneOf => {
-            let one_of = choices.iter().map(|(answer, title)| json!({"const": answer.name(), "title": title}));
+            let one_of = choices
+                .iter()
+                .map(|(answer, title)| json!({"const": answer.name(), "title": title}));
             json!({"type": "string", "title": title, "oneOf": one_of.collect::<Vec<_>>()})
         }
         Titles::EnumNames => {
-            let (names, words): (Vec<_>, Vec<_>) =
-                choices.iter().map(|(answer, title)| (answer.name(), *title)).unzip();
+            let (names, words): (Vec<_>, Vec<_>) = choices
+                .iter()
+                .map(|(answer, title)| (answer.name(), *title))
+                .unzip();
             json!({"type": "string", "title": title, "enum": names, "enumNames": words})
         }
     }
@@ -300,18 +368,29 @@ fn choice(title: &str, choices: &[(Answer, &'static str)], titles: Titles) -> Va
 /// Reads what a person has answered to a form that showed these questions.
 pub(super) fn decisions(ids: &[AskId], result: Option<&ElicitResult>) -> Vec<Decision> {
     let accepted = result.filter(|result| result.action == ElicitationAction::Accept);
-    let content = accepted.and_then(|result| result.content.as_ref()).and_then(Value::as_object);
+    let content = accepted
+        .and_then(|result| result.content.as_ref())
+        .and_then(Value::as_object);
     let answer = |field: &str| match content.and_then(|content| content.get(field)) {
         // A field that was left empty says nothing.
         None | Some(Value::Null) => None,
         Some(Value::String(word)) if word.is_empty() => None,
-        Some(word) => Some(word.as_str().and_then(Answer::from_name).unwrap_or(Answer::Deny)),
+        Some(word) => Some(
+            word.as_str()
+                .and_then(Answer::from_name)
+                .unwrap_or(Answer::Deny),
+        ),
     };
     let all = answer(DECISION).unwrap_or(Answer::Deny);
     let several = ids.len() > 1;
     let decision = |(number, id): (usize, &AskId)| {
-        let own = several.then(|| answer(&field_of(number, ids.len()))).flatten();
-        Decision { id: *id, answer: own.unwrap_or(all) }
+        let own = several
+            .then(|| answer(&field_of(number, ids.len())))
+            .flatten();
+        Decision {
+            id: *id,
+            answer: own.unwrap_or(all),
+        }
     };
     (1..).zip(ids).map(decision).collect()
 }
@@ -338,7 +417,10 @@ mod tests {
 
     fn answers(count: u64, result: Option<&ElicitResult>) -> Vec<Answer> {
         let ids = (1..=count).map(AskId).collect::<Vec<_>>();
-        decisions(&ids, result).into_iter().map(|decision| decision.answer).collect()
+        decisions(&ids, result)
+            .into_iter()
+            .map(|decision| decision.answer)
+            .collect()
     }
 
     #[test]
@@ -347,7 +429,13 @@ mod tests {
         let both = [asked(7, "s.t(a=1)"), asked(9, "s.u(b=2)")];
         let shown = serde_json::to_value(form(&session, &both, Titles::OneOf)).unwrap();
         let message = shown["message"].as_str().unwrap();
-        for words in ["1. s.t(a=1)", "2. s.u(b=2)", "approve_tools: ask", "every call of it", "`default`"] {
+        for words in [
+            "1. s.t(a=1)",
+            "2. s.u(b=2)",
+            "approve_tools: ask",
+            "every call of it",
+            "`default`",
+        ] {
             assert!(message.contains(words), "{message}");
         }
         assert!(!message.contains("Always"), "{message}");
@@ -355,7 +443,10 @@ mod tests {
         assert_eq!(schema["required"], json!(["decision"]));
         let offered = |field: &str| {
             let one_of = schema["properties"][field]["oneOf"].as_array().unwrap();
-            one_of.iter().map(|choice| choice["const"].as_str().unwrap().to_owned()).collect::<Vec<_>>()
+            one_of
+                .iter()
+                .map(|choice| choice["const"].as_str().unwrap().to_owned())
+                .collect::<Vec<_>>()
         };
         for field in ["decision", "request_1", "request_2"] {
             assert_eq!(offered(field), ["once", "session", "deny"], "{field}");
@@ -363,15 +454,29 @@ mod tests {
         let one = serde_json::to_value(form(&session, &both[..1], Titles::EnumNames)).unwrap();
         let properties = one["requestedSchema"]["properties"].as_object().unwrap();
         assert_eq!(properties.keys().collect::<Vec<_>>(), ["decision"]);
-        assert_eq!(properties["decision"]["enum"], json!(["once", "session", "deny"]));
-        assert_eq!(properties["decision"]["enumNames"].as_array().unwrap().len(), 3);
+        assert_eq!(
+            properties["decision"]["enum"],
+            json!(["once", "session", "deny"])
+        );
+        assert_eq!(
+            properties["decision"]["enumNames"]
+                .as_array()
+                .unwrap()
+                .len(),
+            3
+        );
     }
 
     #[test]
     fn always_is_offered_when_every_question_can_last() {
-        let lasting = Asked { can_last: true, ..asked(1, "x") };
+        let lasting = Asked {
+            can_last: true,
+            ..asked(1, "x")
+        };
         let offers = |asked: &[Asked]| {
-            let shown = serde_json::to_string(&form(&SessionId::default_session(), asked, Titles::OneOf)).unwrap();
+            let shown =
+                serde_json::to_string(&form(&SessionId::default_session(), asked, Titles::OneOf))
+                    .unwrap();
             shown.contains("\"always\"")
         };
         assert!(offers(std::slice::from_ref(&lasting)));
@@ -380,7 +485,11 @@ mod tests {
 
     #[test]
     fn only_a_clear_yes_is_one() {
-        assert_eq!(answers(1, Some(&accept(json!({"decision": "once"})))), [Answer::Once], "the control");
+        assert_eq!(
+            answers(1, Some(&accept(json!({"decision": "once"})))),
+            [Answer::Once],
+            "the control"
+        );
         for odd in [
             accept(json!({})),
             accept(json!({"decision": "yes"})),
@@ -399,10 +508,21 @@ mod tests {
 
     #[test]
     fn one_of_several_can_be_answered_otherwise() {
-        let result = accept(json!({"decision": "session", "request_2": "deny", "request_3": "", "request_4": 5}));
-        assert_eq!(answers(4, Some(&result)), [Answer::Session, Answer::Deny, Answer::Session, Answer::Deny]);
+        let result = accept(
+            json!({"decision": "session", "request_2": "deny", "request_3": "", "request_4": 5}),
+        );
+        assert_eq!(
+            answers(4, Some(&result)),
+            [Answer::Session, Answer::Deny, Answer::Session, Answer::Deny]
+        );
         let many = accept(json!({"decision": "deny", "request_02": "once"}));
-        assert_eq!(answers(12, Some(&many)).iter().filter(|answer| **answer == Answer::Once).count(), 1);
+        assert_eq!(
+            answers(12, Some(&many))
+                .iter()
+                .filter(|answer| **answer == Answer::Once)
+                .count(),
+            1
+        );
     }
 
     #[test]
@@ -413,27 +533,51 @@ mod tests {
         let yes = json!({"action": "accept", "content": {"decision": "once"}});
         let ids = [AskId(7), AskId(9)];
         let responses = BTreeMap::from([(key, yes.clone())]);
-        let expected = ids.map(|id| Decision { id, answer: Answer::Once });
+        let expected = ids.map(|id| Decision {
+            id,
+            answer: Answer::Once,
+        });
         assert_eq!(decisions_for(&ids, Some(&responses)).unwrap(), expected);
         assert_eq!(all_decisions(&responses), expected);
-        assert_eq!(decisions_for(&ids[..1], Some(&responses)), None, "the answer to another form");
+        assert_eq!(
+            decisions_for(&ids[..1], Some(&responses)),
+            None,
+            "the answer to another form"
+        );
         assert_eq!(decisions_for(&ids, None), None);
         for key in ["approval-", "approval-x", "approval-1.", "other"] {
-            assert_eq!(all_decisions(&BTreeMap::from([(key.to_owned(), yes.clone())])), [], "{key}");
+            assert_eq!(
+                all_decisions(&BTreeMap::from([(key.to_owned(), yes.clone())])),
+                [],
+                "{key}"
+            );
         }
     }
 
     #[test]
     fn a_state_is_good_for_its_own_call_and_nothing_else() {
         let seals = Seals::new(&StateKey::random());
-        let arguments = |code: &str| json!({"code": code, "session_id": "a"}).as_object().unwrap().clone();
+        let arguments = |code: &str| {
+            json!({"code": code, "session_id": "a"})
+                .as_object()
+                .unwrap()
+                .clone()
+        };
         let owner = |name: &str| Principal(name.to_owned());
-        let binding = |name: &str, tool: &str, code: &str| Binding::new(&owner(name), tool, &arguments(code));
-        let resumption =
-            Resumption::Install { session: SessionId::default_session(), requirements: vec![], ask: AskId(5) };
+        let binding =
+            |name: &str, tool: &str, code: &str| Binding::new(&owner(name), tool, &arguments(code));
+        let resumption = Resumption::Install {
+            session: SessionId::default_session(),
+            requirements: vec![],
+            ask: AskId(5),
+        };
         let ours = binding("ann", "install_package", "x");
         let state = seals.seal(&resumption, &ours, Duration::from_secs(60));
-        assert_eq!(seals.open(&state, &ours).unwrap(), resumption, "the control");
+        assert_eq!(
+            seals.open(&state, &ours).unwrap(),
+            resumption,
+            "the control"
+        );
         for other in [
             binding("ben", "install_package", "x"),
             binding("ann", "execute", "x"),
@@ -441,7 +585,10 @@ mod tests {
         ] {
             assert!(seals.open(&state, &other).is_err());
         }
-        assert!(Seals::new(&StateKey::random()).open(&state, &ours).is_err(), "the seal of another server");
+        assert!(
+            Seals::new(&StateKey::random()).open(&state, &ours).is_err(),
+            "the seal of another server"
+        );
         for place in 0..state.len() {
             let mut bytes = state.clone().into_bytes();
             bytes[place] ^= 1;

@@ -35,12 +35,19 @@ pub(super) enum Crowded {
 
 impl Bodies {
     pub(super) fn new(most: usize) -> Arc<Bodies> {
-        Arc::new(Bodies { most, held: Mutex::default() })
+        Arc::new(Bodies {
+            most,
+            held: Mutex::default(),
+        })
     }
 
     /// Begins a body, of which nothing is held yet.
     pub(super) fn begin(self: &Arc<Bodies>, principal: &str) -> BodyBytes {
-        BodyBytes { bodies: self.clone(), principal: principal.to_owned(), size: 0 }
+        BodyBytes {
+            bodies: self.clone(),
+            principal: principal.to_owned(),
+            size: 0,
+        }
     }
 
     fn held(&self) -> MutexGuard<'_, Held> {
@@ -84,7 +91,8 @@ impl Drop for BodyBytes {
     fn drop(&mut self) {
         let mut held = self.bodies.held();
         held.all -= self.size;
-        if let Entry::Occupied(mut own) = held.by_caller.entry(std::mem::take(&mut self.principal)) {
+        if let Entry::Occupied(mut own) = held.by_caller.entry(std::mem::take(&mut self.principal))
+        {
             *own.get_mut() -= self.size;
             if *own.get() == 0 {
                 own.remove();
@@ -105,9 +113,14 @@ mod tests {
     #[test]
     fn one_caller_has_a_third_and_it_comes_back() {
         let bodies = Bodies::new(300 * OWN);
-        let held = (0..10).map(|_| take(&bodies, "a", 10 * OWN).unwrap()).collect::<Vec<_>>();
+        let held = (0..10)
+            .map(|_| take(&bodies, "a", 10 * OWN).unwrap())
+            .collect::<Vec<_>>();
         assert_eq!(take(&bodies, "a", 1).err(), Some(Crowded::ByCaller));
-        assert!(take(&bodies, "b", 50 * OWN).is_ok(), "the control: another caller");
+        assert!(
+            take(&bodies, "b", 50 * OWN).is_ok(),
+            "the control: another caller"
+        );
         drop(held);
         assert!(take(&bodies, "a", 100 * OWN).is_ok());
         assert!(bodies.held().by_caller.is_empty());
@@ -124,7 +137,10 @@ mod tests {
             }
         }
         assert!(bodies.held().all <= 200 * OWN);
-        assert_eq!(take(&bodies, "newcomer", OWN + 1).err(), Some(Crowded::ByOthers));
+        assert_eq!(
+            take(&bodies, "newcomer", OWN + 1).err(),
+            Some(Crowded::ByOthers)
+        );
         let own = take(&bodies, "newcomer", OWN).unwrap();
         assert_eq!(take(&bodies, "newcomer", 1).err(), Some(Crowded::ByOthers));
         drop((held, own));

@@ -26,8 +26,8 @@ use super::{Front, Server, Shared, compare, render, servers, tasks};
 use crate::session::install::{InstallReport, Leave};
 use crate::session::servers::ServerRequest;
 use crate::session::{
-    Checked, Decision, ExecuteRequest, Executed, ExploreRequest, InsidePath, News, Outcome, Principal, RecorderId,
-    Refused, SessionId, Which,
+    Checked, Decision, ExecuteRequest, Executed, ExploreRequest, InsidePath, News, Outcome,
+    Principal, RecorderId, Refused, SessionId, Which,
 };
 
 /// Calls of one owner carried out at once. Each may hold an output in memory; a client with more than this under way has lost count.
@@ -56,7 +56,9 @@ pub(super) enum GivenUp {
 
 /// Somebody else closed it, it ended, or it never was.
 #[derive(Debug, thiserror::Error)]
-#[error("there is no session `{0}`, so there was nothing to close. `list_sessions` shows the existing ones")]
+#[error(
+    "there is no session `{0}`, so there was nothing to close. `list_sessions` shows the existing ones"
+)]
 struct NothingToClose(SessionId);
 
 /// A copy between host and sandbox that failed outside the session.
@@ -78,14 +80,36 @@ impl Server {
         };
         match call {
             // Execution listens for cancellation itself, because it has an outcome to tell.
-            Call::Execute { session, code, timeout, max_output_chars, rules } => {
+            Call::Execute {
+                session,
+                code,
+                timeout,
+                max_output_chars,
+                rules,
+            } => {
                 let asking = Way::of(context).asking();
-                let request =
-                    ExecuteRequest { code, timeout, max_output_chars, asking, rules, recorder: RecorderId::default() };
+                let request = ExecuteRequest {
+                    code,
+                    timeout,
+                    max_output_chars,
+                    asking,
+                    rules,
+                    recorder: RecorderId::default(),
+                };
                 self.execute(owner, &session, request, context).await
             }
-            Call::Check { session, wait, interrupt } => self.check(owner, &session, wait, interrupt, context).await,
-            Call::Install { session, requirements } => self.install(owner, session, requirements, None, context).await,
+            Call::Check {
+                session,
+                wait,
+                interrupt,
+            } => self.check(owner, &session, wait, interrupt, context).await,
+            Call::Install {
+                session,
+                requirements,
+            } => {
+                self.install(owner, session, requirements, None, context)
+                    .await
+            }
             other => self.carry_out_short(owner, other, context).await.into(),
         }
     }
@@ -99,13 +123,15 @@ impl Server {
     ) -> CallToolResult {
         let sessions = &self.shared.sessions;
         match call {
-            Call::Execute { .. } | Call::Check { .. } | Call::Install { .. } => unreachable!("it is carried out above"),
+            Call::Execute { .. } | Call::Check { .. } | Call::Install { .. } => {
+                unreachable!("it is carried out above")
+            }
             Call::Reset { session } => {
                 let reset = or_cancelled(context, sessions.reset(owner, &session));
                 match tokio::time::timeout(self.shared.max_wait, reset).await {
-                    Ok(done) => {
-                        answer(done, |report| render::reset(&session, &report, &sessions.preparation().borrow()))
-                    }
+                    Ok(done) => answer(done, |report| {
+                        render::reset(&session, &report, &sessions.preparation().borrow())
+                    }),
                     // The session itself goes on with it.
                     Err(_) => render::resetting(&session, self.being_prepared()),
                 }
@@ -122,7 +148,13 @@ impl Server {
                 let done = or_cancelled(context, sessions.fork(owner, &session, request)).await;
                 answer(done, |report| render::forked(&session, &report))
             }
-            Call::Explore { session, variants, timeout, keep, replace } => {
+            Call::Explore {
+                session,
+                variants,
+                timeout,
+                keep,
+                replace,
+            } => {
                 let max_output_chars = self.shared.most_compared_chars;
                 let request = ExploreRequest {
                     variants,
@@ -134,20 +166,49 @@ impl Server {
                 };
                 self.explore(owner, session, request, context).await
             }
-            Call::Upload { session, relpath, source, overwrite } => {
-                let done = or_cancelled(context, self.upload(owner, &session, &relpath, source, overwrite)).await;
-                answer(done, |bytes| render::transfer(&session, relpath.as_str(), bytes, render::Direction::In))
+            Call::Upload {
+                session,
+                relpath,
+                source,
+                overwrite,
+            } => {
+                let done = or_cancelled(
+                    context,
+                    self.upload(owner, &session, &relpath, source, overwrite),
+                )
+                .await;
+                answer(done, |bytes| {
+                    render::transfer(&session, relpath.as_str(), bytes, render::Direction::In)
+                })
             }
-            Call::Download { session, relpath, target: Target::Local { path, overwrite } } => {
-                let overwrite = if overwrite { Overwrite::Allowed } else { Overwrite::Refused };
-                let done =
-                    or_cancelled(context, self.download(owner, &session, &relpath, path.clone(), overwrite)).await;
+            Call::Download {
+                session,
+                relpath,
+                target: Target::Local { path, overwrite },
+            } => {
+                let overwrite = if overwrite {
+                    Overwrite::Allowed
+                } else {
+                    Overwrite::Refused
+                };
+                let done = or_cancelled(
+                    context,
+                    self.download(owner, &session, &relpath, path.clone(), overwrite),
+                )
+                .await;
                 let direction = render::Direction::Out { local_path: &path };
-                answer(done, |bytes| render::transfer(&session, relpath.as_str(), bytes, direction))
+                answer(done, |bytes| {
+                    render::transfer(&session, relpath.as_str(), bytes, direction)
+                })
             }
-            Call::Download { session, relpath, target: Target::Inline } => {
+            Call::Download {
+                session,
+                relpath,
+                target: Target::Inline,
+            } => {
                 let mut bytes = Vec::new();
-                let read = sessions.read_file(owner, &session, &relpath, LARGEST_INLINE, &mut bytes);
+                let read =
+                    sessions.read_file(owner, &session, &relpath, LARGEST_INLINE, &mut bytes);
                 let done = or_cancelled(context, read).await;
                 answer(done, |_| render::inline_file(&session, &relpath, &bytes))
             }
@@ -157,16 +218,23 @@ impl Server {
             },
             Call::Close { session } => {
                 let closing = async {
-                    sessions.close(owner, &session).await.map_err(|refused| match refused {
-                        Refused::Unknown { id } => NothingToClose(id).into(),
-                        other => Box::<dyn Error + Send + Sync>::from(other),
-                    })
+                    sessions
+                        .close(owner, &session)
+                        .await
+                        .map_err(|refused| match refused {
+                            Refused::Unknown { id } => NothingToClose(id).into(),
+                            other => Box::<dyn Error + Send + Sync>::from(other),
+                        })
                 };
                 let done = or_cancelled(context, closing).await;
                 answer(done, |()| render::closed(&session, self.shared.work_folder))
             }
             Call::Register { name, params } => {
-                let request = ServerRequest { name, params, trust: self.shared.front.trust() };
+                let request = ServerRequest {
+                    name,
+                    params,
+                    trust: self.shared.front.trust(),
+                };
                 let done = or_cancelled(context, sessions.register_server(owner, request)).await;
                 answer(done, |server| servers::registered(&server))
             }
@@ -200,7 +268,11 @@ impl Server {
                 sessions.iter().any(|known| known.id == *session)
             }
         };
-        if exists { render::naming(session, result).into() } else { result.into() }
+        if exists {
+            render::naming(session, result).into()
+        } else {
+            result.into()
+        }
     }
 
     async fn execute(
@@ -212,14 +284,31 @@ impl Server {
     ) -> CallToolResponse {
         let max_wait = self.shared.max_wait;
         let knows_tasks = tasks::are_known_to(context);
-        let wait = if knows_tasks { tasks::PATIENCE.min(max_wait) } else { max_wait };
+        let wait = if knows_tasks {
+            tasks::PATIENCE.min(max_wait)
+        } else {
+            max_wait
+        };
         let max_chars = request.max_output_chars;
-        let told = self.begin(owner, session, request, Some(wait), context).await.map(|executed| match executed {
-            Executed::Finished(outcome) => Checked::Finished { session: session.clone(), outcome, again: false },
-            Executed::Underway(underway) => Checked::Underway(underway),
-        });
-        let manner = Manner { wait, max_chars, as_task: knows_tasks, is_check: false };
-        self.answer_or_ask(owner, session, told, manner, context).await
+        let told = self
+            .begin(owner, session, request, Some(wait), context)
+            .await
+            .map(|executed| match executed {
+                Executed::Finished(outcome) => Checked::Finished {
+                    session: session.clone(),
+                    outcome,
+                    again: false,
+                },
+                Executed::Underway(underway) => Checked::Underway(underway),
+            });
+        let manner = Manner {
+            wait,
+            max_chars,
+            as_task: knows_tasks,
+            is_check: false,
+        };
+        self.answer_or_ask(owner, session, told, manner, context)
+            .await
     }
 
     /// Runs code until it has finished, the caller's patience has ended or the server is about to.
@@ -231,7 +320,9 @@ impl Server {
         wait: Option<Duration>,
         context: &RequestContext<RoleServer>,
     ) -> Result<Executed, Refused> {
-        let Shared { sessions, draining, .. } = &*self.shared;
+        let Shared {
+            sessions, draining, ..
+        } = &*self.shared;
         let (news, max_chars) = (News::default(), request.max_output_chars);
         let reporter = Reporter::new(sessions.preparation(), request.timeout, &news);
         let execution = sessions.execute(owner, session, request, wait, context.ct.clone(), news);
@@ -255,8 +346,12 @@ impl Server {
         request: ExecuteRequest,
         context: &RequestContext<RoleServer>,
     ) -> Result<Outcome, Refused> {
-        let manner =
-            Manner { wait: Duration::MAX, max_chars: request.max_output_chars, as_task: false, is_check: false };
+        let manner = Manner {
+            wait: Duration::MAX,
+            max_chars: request.max_output_chars,
+            as_task: false,
+            is_check: false,
+        };
         let told = match self.begin(owner, session, request, None, context).await? {
             Executed::Finished(outcome) => return Ok(*outcome),
             Executed::Underway(underway) => Ok(Checked::Underway(underway)),
@@ -276,16 +371,29 @@ impl Server {
         context: &RequestContext<RoleServer>,
     ) -> Result<InstallReport, Refused> {
         let sessions = &self.shared.sessions;
-        let mut leave = Leave { asking: Way::of(context).asking_meanwhile(), answer: None };
+        let mut leave = Leave {
+            asking: Way::of(context).asking_meanwhile(),
+            answer: None,
+        };
         loop {
             let news = News::default();
             let reporter = Reporter::new(sessions.preparation(), INSTALL_TIME, &news);
-            let work = sessions.install(owner, session, requirements.clone(), leave, context.ct.clone(), news);
+            let work = sessions.install(
+                owner,
+                session,
+                requirements.clone(),
+                leave,
+                context.ct.clone(),
+                news,
+            );
             let asked = match with_progress(work, reporter, context).await {
                 Err(Refused::Ask { asked, .. }) => asked,
                 done => return done,
             };
-            leave = match self.ask_to_install(session, &requirements, *asked, context).await {
+            leave = match self
+                .ask_to_install(session, &requirements, *asked, context)
+                .await
+            {
                 Ok(leave) => leave,
                 Err(_) => return Err(Refused::CancelledWhileWaiting),
             };
@@ -300,7 +408,9 @@ impl Server {
 
     /// Says what a piece of work is at.
     fn at_work(&self, session: &SessionId, job: &Job) -> CallToolResult {
-        let news = self.being_prepared().unwrap_or_else(|| job.news.borrow().clone());
+        let news = self
+            .being_prepared()
+            .unwrap_or_else(|| job.news.borrow().clone());
         render::at_work(session, job.begun.elapsed(), &news)
     }
 
@@ -310,9 +420,19 @@ impl Server {
     }
 
     /// Looks at what a session runs, without waiting.
-    async fn look(&self, owner: &Principal, session: &SessionId, max_chars: usize) -> Option<Executed> {
+    async fn look(
+        &self,
+        owner: &Principal,
+        session: &SessionId,
+        max_chars: usize,
+    ) -> Option<Executed> {
         let which = Which::Of(session.clone());
-        match self.shared.sessions.check(owner, &which, Duration::ZERO, max_chars, News::default()).await {
+        match self
+            .shared
+            .sessions
+            .check(owner, &which, Duration::ZERO, max_chars, News::default())
+            .await
+        {
             Ok(Checked::Underway(underway)) => Some(Executed::Underway(underway)),
             Ok(Checked::Finished { outcome, .. }) => Some(Executed::Finished(outcome)),
             Ok(Checked::Nothing) | Err(_) => None,
@@ -328,7 +448,11 @@ impl Server {
         occasion: Occasion,
     ) -> CallToolResult {
         if outcome.output.cut_chars > 0 {
-            let mut outputs = self.shared.cut_outputs.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut outputs = self
+                .shared
+                .cut_outputs
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner);
             outputs.remember(owner, session, outcome.execution);
         }
         let mut result = render::execution(session, outcome, occasion);
@@ -342,12 +466,24 @@ impl Server {
     }
 
     /// Says which package has the module that code did not find, where packages can be installed.
-    async fn import_hint(&self, owner: &Principal, session: &SessionId, outcome: &Outcome) -> Option<String> {
-        let Shared { sessions, can_install, .. } = &*self.shared;
+    async fn import_hint(
+        &self,
+        owner: &Principal,
+        session: &SessionId,
+        outcome: &Outcome,
+    ) -> Option<String> {
+        let Shared {
+            sessions,
+            can_install,
+            ..
+        } = &*self.shared;
         let module = missing_module(&outcome.status).filter(|_| *can_install)?;
         let distribution = missing_modules::distribution(module)?;
         // A session that is busy again has no list of files.
-        let own = sessions.list_files(owner, session).await.map(|list| missing_modules::is_among(module, &list.files));
+        let own = sessions
+            .list_files(owner, session)
+            .await
+            .map(|list| missing_modules::is_among(module, &list.files));
         (!own.unwrap_or(false)).then(|| missing_modules::hint(module, distribution))
     }
 
@@ -359,7 +495,12 @@ impl Server {
         interrupt: bool,
         context: &RequestContext<RoleServer>,
     ) -> CallToolResponse {
-        let Shared { sessions, desk, most_compared_chars, .. } = &*self.shared;
+        let Shared {
+            sessions,
+            desk,
+            most_compared_chars,
+            ..
+        } = &*self.shared;
         if let Some(mut job) = desk.get(owner, session) {
             if interrupt {
                 job.cancel.cancel();
@@ -380,8 +521,14 @@ impl Server {
         let reporter = Reporter::new(sessions.preparation(), wait, &news);
         let checking = sessions.check(owner, &which, wait, *most_compared_chars, news);
         let told = with_progress(checking, reporter, context).await;
-        let manner = Manner { wait, max_chars: *most_compared_chars, as_task: false, is_check: true };
-        self.answer_or_ask(owner, session, told, manner, context).await
+        let manner = Manner {
+            wait,
+            max_chars: *most_compared_chars,
+            as_task: false,
+            is_check: true,
+        };
+        self.answer_or_ask(owner, session, told, manner, context)
+            .await
     }
 
     /// Installs packages. `answer` is a person's, when they were asked before.
@@ -393,13 +540,26 @@ impl Server {
         answer: Option<Decision>,
         context: &RequestContext<RoleServer>,
     ) -> CallToolResponse {
-        let mut leave = Leave { asking: Way::of(context).asking(), answer };
+        let mut leave = Leave {
+            asking: Way::of(context).asking(),
+            answer,
+        };
         loop {
             let question = Question::default();
-            let done = self.install_or_ask(owner, &session, &requirements, leave, &question, context).await;
-            let asked = question.lock().unwrap_or_else(PoisonError::into_inner).take();
-            let Some(asked) = asked else { return done.into() };
-            leave = match self.ask_to_install(&session, &requirements, asked, context).await {
+            let done = self
+                .install_or_ask(owner, &session, &requirements, leave, &question, context)
+                .await;
+            let asked = question
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner)
+                .take();
+            let Some(asked) = asked else {
+                return done.into();
+            };
+            leave = match self
+                .ask_to_install(&session, &requirements, asked, context)
+                .await
+            {
                 Ok(leave) => leave,
                 Err(response) => return response,
             };
@@ -423,7 +583,9 @@ impl Server {
         let reporter = Reporter::new(sessions.preparation(), INSTALL_TIME, &news);
         let (whose, which, told) = (owner.clone(), session.clone(), news.clone());
         let job = Job::begin(&news, |cancel| async move {
-            let done = sessions.install(&whose, &which, requirements, leave, cancel, told).await;
+            let done = sessions
+                .install(&whose, &which, requirements, leave, cancel, told)
+                .await;
             installed_or_asked(&which, done, &question)
         })
         .await;
@@ -443,7 +605,10 @@ impl Server {
         let reporter = Reporter::new(sessions.preparation(), request.timeout, &news);
         let (whose, which, told) = (owner.clone(), session.clone(), news.clone());
         let job = Job::begin(&news, |cancel| async move {
-            match sessions.explore(&whose, &which, request, cancel, told).await {
+            match sessions
+                .explore(&whose, &which, request, cancel, told)
+                .await
+            {
                 Ok(report) => compare::comparison(&which, &report, most_chars),
                 Err(refused) => render::refused(&refused),
             }
@@ -491,16 +656,20 @@ impl Server {
         source: Source,
         overwrite: bool,
     ) -> Result<u64, Box<dyn Error + Send + Sync>> {
-        let Shared { sessions, files, .. } = &*self.shared;
+        let Shared {
+            sessions, files, ..
+        } = &*self.shared;
         match source {
             Source::Local(path) => {
                 let file = on_a_thread(files, move |files| files.open(&path)).await?;
                 let mut source = Capped::new(tokio::fs::File::from_std(file), files.largest());
-                Ok(sessions.write_file(owner, session, relpath, &mut source, overwrite).await?)
+                Ok(sessions
+                    .write_file(owner, session, relpath, &mut source, overwrite)
+                    .await?)
             }
-            Source::Content(bytes) => {
-                Ok(sessions.write_file(owner, session, relpath, &mut bytes.as_slice(), overwrite).await?)
-            }
+            Source::Content(bytes) => Ok(sessions
+                .write_file(owner, session, relpath, &mut bytes.as_slice(), overwrite)
+                .await?),
         }
     }
 
@@ -513,10 +682,15 @@ impl Server {
         local_path: String,
         overwrite: Overwrite,
     ) -> Result<u64, Box<dyn Error + Send + Sync>> {
-        let Shared { sessions, files, .. } = &*self.shared;
-        let mut destination = on_a_thread(files, move |files| files.create(&local_path, overwrite)).await?;
+        let Shared {
+            sessions, files, ..
+        } = &*self.shared;
+        let mut destination =
+            on_a_thread(files, move |files| files.create(&local_path, overwrite)).await?;
         let mut sink = tokio::fs::File::from_std(destination.take_file());
-        let bytes = sessions.read_file(owner, session, relpath, files.largest(), &mut sink).await?;
+        let bytes = sessions
+            .read_file(owner, session, relpath, files.largest(), &mut sink)
+            .await?;
         // The file's writes happen on another thread; only the flush tells whether they all succeeded.
         sink.flush().await.map_err(WriteFailed)?;
         drop(sink);
@@ -531,14 +705,17 @@ pub(super) async fn with_progress<T>(
     mut reporter: Reporter,
     context: &RequestContext<RoleServer>,
 ) -> T {
-    let Some(token) = context.meta.get_progress_token() else { return call.await };
+    let Some(token) = context.meta.get_progress_token() else {
+        return call.await;
+    };
     loop {
         let report = tokio::select! {
             biased;
             done = &mut call => return done,
             report = reporter.next() => report,
         };
-        let parameters = ProgressNotificationParam::new(token.clone(), report.progress).with_message(report.message);
+        let parameters = ProgressNotificationParam::new(token.clone(), report.progress)
+            .with_message(report.message);
         // A report is sent to its end before the call is looked at again, so that none can follow the answer.
         tokio::select! {
             sent = context.peer.notify_progress(parameters) => {

@@ -15,7 +15,8 @@ use super::render::{self, Page, bytes_text, exit_text, image_mark, summary, vari
 use super::tools::Seconds;
 use crate::sandbox::Exit;
 use crate::session::{
-    ExploreReport, Image, Outcome, Part, Refused, SessionId, StateAfter, Status, Stream, VariableChanges, VariantReport,
+    ExploreReport, Image, Outcome, Part, Refused, SessionId, StateAfter, Status, Stream,
+    VariableChanges, VariantReport,
 };
 
 /// Pictures in one answer, and their bytes together: as many as a single cell may show.
@@ -32,13 +33,25 @@ const LONGEST_VALUE: usize = 500;
 const TABLE_NAMES: usize = 6;
 
 /// Variants differ by their code only.
-const SAME_DRAWS: &str = "All variants drew the same random numbers from `random`, numpy and torch.";
+const SAME_DRAWS: &str =
+    "All variants drew the same random numbers from `random`, numpy and torch.";
 
 /// Renders an exploration. Variants that failed are part of the comparison and no failure of the call.
-pub(super) fn comparison(source: &SessionId, report: &ExploreReport, most_chars: usize) -> CallToolResult {
+pub(super) fn comparison(
+    source: &SessionId,
+    report: &ExploreReport,
+    most_chars: usize,
+) -> CallToolResult {
     let mut album = Album::default();
-    let told: Vec<Told> = report.variants.iter().map(|variant| told(variant, &mut album)).collect();
-    let most = fair_share(&told.iter().map(Told::chars).collect::<Vec<_>>(), most_chars);
+    let told: Vec<Told> = report
+        .variants
+        .iter()
+        .map(|variant| told(variant, &mut album))
+        .collect();
+    let most = fair_share(
+        &told.iter().map(Told::chars).collect::<Vec<_>>(),
+        most_chars,
+    );
     let texts: Vec<String> = told.into_iter().map(|told| told.within(most)).collect();
 
     let mut page = Page::default();
@@ -52,12 +65,17 @@ pub(super) fn comparison(source: &SessionId, report: &ExploreReport, most_chars:
     }
     for (variant, text) in report.variants.iter().zip(&texts) {
         // The table has said it all about a variant that gave nothing but a short value.
-        if text != render::NO_OUTPUT && variant.ended.as_ref().ok().map(gist).as_ref() != Some(text) {
+        if text != render::NO_OUTPUT && variant.ended.as_ref().ok().map(gist).as_ref() != Some(text)
+        {
             page.line(&format!("\n--- {} ---\n{text}", variant.name));
         }
     }
 
-    let fields = report.variants.iter().zip(&texts).map(|(variant, text)| variant_fields(variant, text));
+    let fields = report
+        .variants
+        .iter()
+        .zip(&texts)
+        .map(|(variant, text)| variant_fields(variant, text));
     let structured = json!({
         "session_id": source.as_str(),
         "variants": fields.collect::<Vec<_>>(),
@@ -79,8 +97,14 @@ pub(super) fn comparison(source: &SessionId, report: &ExploreReport, most_chars:
     });
     let mut content = vec![ContentBlock::text(page.finish())];
     for (number, (variant, image)) in album.shown.iter().enumerate() {
-        content.push(ContentBlock::text(format!("[image {}, of {variant}]", number + 1)));
-        content.push(ContentBlock::image(STANDARD.encode(&image.bytes), image.mime));
+        content.push(ContentBlock::text(format!(
+            "[image {}, of {variant}]",
+            number + 1
+        )));
+        content.push(ContentBlock::image(
+            STANDARD.encode(&image.bytes),
+            image.mime,
+        ));
     }
     render::finished(content, structured, false)
 }
@@ -126,7 +150,11 @@ impl Told {
         let excess = (head_chars + tail_chars).saturating_sub(most);
         if excess == 0 {
             return match self.cut {
-                Some((chars, lines)) => joined(&self.head, &render::cut_mark(chars, lines, None), &self.tail),
+                Some((chars, lines)) => joined(
+                    &self.head,
+                    &render::cut_mark(chars, lines, None),
+                    &self.tail,
+                ),
                 None => self.head,
             };
         }
@@ -139,22 +167,33 @@ impl Told {
                 (head.to_owned(), tail.to_owned())
             }
         };
-        let tail_kept = tail.chars().count().min(most - head.chars().count().min(most / 2));
+        let tail_kept = tail
+            .chars()
+            .count()
+            .min(most - head.chars().count().min(most / 2));
         let head_end = byte_at(&head, most - tail_kept);
         let tail_start = byte_at(&tail, tail.chars().count() - tail_kept);
-        joined(&head[..head_end], &render::cut_mark(hidden, 1, None), &tail[tail_start..])
+        joined(
+            &head[..head_end],
+            &render::cut_mark(hidden, 1, None),
+            &tail[tail_start..],
+        )
     }
 }
 
 fn joined(head: &str, mark: &str, tail: &str) -> String {
-    let mut page = Page { text: head.to_owned() };
+    let mut page = Page {
+        text: head.to_owned(),
+    };
     page.line(mark);
     page.text.push_str(tail);
     page.finish()
 }
 
 fn byte_at(text: &str, index: usize) -> usize {
-    text.char_indices().nth(index).map_or(text.len(), |(at, _)| at)
+    text.char_indices()
+        .nth(index)
+        .map_or(text.len(), |(at, _)| at)
 }
 
 /// Returns the length to which all texts may grow so that together they stay within `most`. What a short one does not need goes to the
@@ -176,7 +215,12 @@ fn fair_share(lengths: &[usize], most: usize) -> usize {
 fn told<'a>(variant: &'a VariantReport, album: &mut Album<'a>) -> Told {
     let outcome = match &variant.ended {
         Ok(outcome) => outcome,
-        Err(refused) => return Told { head: format!("It has not run: {refused}"), ..Told::default() },
+        Err(refused) => {
+            return Told {
+                head: format!("It has not run: {refused}"),
+                ..Told::default()
+            };
+        }
     };
     let (mut head, mut cut) = (Page::default(), None);
     let mut page = Page::default();
@@ -198,8 +242,15 @@ fn told<'a>(variant: &'a VariantReport, album: &mut Album<'a>) -> Told {
         page.line(&ending);
     }
     match cut {
-        Some(_) => Told { head: head.text, cut, tail: page.text },
-        None => Told { head: page.finish(), ..Told::default() },
+        Some(_) => Told {
+            head: head.text,
+            cut,
+            tail: page.text,
+        },
+        None => Told {
+            head: page.finish(),
+            ..Told::default()
+        },
     }
 }
 
@@ -213,24 +264,34 @@ fn why_not_ok(outcome: &Outcome) -> Option<String> {
             None => summary(error),
         },
         Status::TimedOut { limit, state } => {
-            let how = if *state == StateAfter::Lost { "; it ignored the interrupt and was killed" } else { "" };
+            let how = if *state == StateAfter::Lost {
+                "; it ignored the interrupt and was killed"
+            } else {
+                ""
+            };
             format!("stopped at its time-out of {}{how}", Seconds(*limit))
         }
         Status::Cancelled { .. } => "cancelled".to_owned(),
-        Status::Died { exit: Exit::OutOfMemory { limit, .. } } => {
+        Status::Died {
+            exit: Exit::OutOfMemory { limit, .. },
+        } => {
             format!("used more than its {} of memory", bytes_text(*limit))
         }
         Status::Died { exit } => format!("Python ended: {}", exit_text(*exit)),
         Status::Nonsense { what } => format!("Python broke the connection to the server ({what})"),
         Status::Reset => "stopped by a reset".to_owned(),
-        Status::Closed => "stopped because its session was closed or the server is ending".to_owned(),
+        Status::Closed => {
+            "stopped because its session was closed or the server is ending".to_owned()
+        }
     })
 }
 
 fn table(variants: &[VariantReport]) -> String {
     let scored = variants.iter().any(|variant| variant.score.is_some());
     let mut lines = vec![match scored {
-        true => "variant | status | score | value | time | peak memory | changed variables".to_owned(),
+        true => {
+            "variant | status | score | value | time | peak memory | changed variables".to_owned()
+        }
         false => "variant | status | value | time | peak memory | changed variables".to_owned(),
     }];
     lines.extend(variants.iter().map(|variant| {
@@ -247,7 +308,12 @@ fn table(variants: &[VariantReport]) -> String {
                 cells.push(gist(outcome));
                 cells.push(time_text(outcome.duration));
                 cells.push(bytes_text(peak(outcome)));
-                cells.push(outcome.variables.as_ref().map_or("–".to_owned(), changed_names));
+                cells.push(
+                    outcome
+                        .variables
+                        .as_ref()
+                        .map_or("–".to_owned(), changed_names),
+                );
             }
             Err(_) => cells.extend(["–"; 4].map(str::to_owned)),
         }
@@ -259,11 +325,18 @@ fn table(variants: &[VariantReport]) -> String {
 fn what_was_kept(source: &SessionId, report: &ExploreReport) -> String {
     match (report.kept.as_slice(), report.replaced) {
         ([], _) => format!("No copy was kept; session \"{source}\" is as it was."),
-        ([(variant, session)], true) => format!("Kept {variant} in the place of session \"{session}\"."),
+        ([(variant, session)], true) => {
+            format!("Kept {variant} in the place of session \"{session}\".")
+        }
         (kept, _) => {
-            let names: Vec<String> =
-                kept.iter().map(|(variant, session)| format!("{variant} as session \"{session}\"")).collect();
-            format!("Kept {}; session \"{source}\" is as it was.", names.join(", "))
+            let names: Vec<String> = kept
+                .iter()
+                .map(|(variant, session)| format!("{variant} as session \"{session}\""))
+                .collect();
+            format!(
+                "Kept {}; session \"{source}\" is as it was.",
+                names.join(", ")
+            )
         }
     }
 }
@@ -310,7 +383,10 @@ fn gist(outcome: &Outcome) -> String {
 /// The text of the last expression's value, when there is one.
 fn value(outcome: &Outcome) -> Option<String> {
     let values = outcome.output.parts.iter().filter_map(|part| match part {
-        Part::Text { stream: Stream::Value, text } => Some(text.as_str()),
+        Part::Text {
+            stream: Stream::Value,
+            text,
+        } => Some(text.as_str()),
         _ => None,
     });
     Some(values.collect::<String>().trim_end().to_owned()).filter(|value| !value.is_empty())
@@ -318,7 +394,11 @@ fn value(outcome: &Outcome) -> Option<String> {
 
 /// The most memory a variant held, or what it held at its end where the kernel does not tell the peak.
 fn peak(outcome: &Outcome) -> u64 {
-    if outcome.memory.peak > 0 { outcome.memory.peak } else { outcome.memory.now }
+    if outcome.memory.peak > 0 {
+        outcome.memory.peak
+    } else {
+        outcome.memory.now
+    }
 }
 
 /// A number as Python would show it: with an exponent where there would be many zeros.
@@ -333,11 +413,19 @@ fn number_text(number: f64) -> String {
 
 fn time_text(duration: Duration) -> String {
     let seconds = duration.as_secs_f64();
-    if seconds < 1.0 { format!("{:.1} ms", seconds * 1000.0) } else { format!("{seconds:.1} s") }
+    if seconds < 1.0 {
+        format!("{:.1} ms", seconds * 1000.0)
+    } else {
+        format!("{seconds:.1} s")
+    }
 }
 
 fn changed_names(changes: &VariableChanges) -> String {
-    let written = changes.created.iter().chain(&changes.changed).map(|variable| variable.name.clone());
+    let written = changes
+        .created
+        .iter()
+        .chain(&changes.changed)
+        .map(|variable| variable.name.clone());
     let deleted = changes.deleted.iter().map(|name| format!("-{name}"));
     let mut names: Vec<String> = written.chain(deleted).collect();
     let more = names.len().saturating_sub(TABLE_NAMES) as u64 + changes.omitted;
@@ -352,7 +440,11 @@ fn changed_names(changes: &VariableChanges) -> String {
 fn first_line(text: &str, most: usize) -> String {
     let mut lines = text.lines();
     let first = shortened(lines.next().unwrap_or_default(), most);
-    if lines.next().is_some() && !first.ends_with('…') { format!("{first} …") } else { first }
+    if lines.next().is_some() && !first.ends_with('…') {
+        format!("{first} …")
+    } else {
+        first
+    }
 }
 
 fn shortened(text: &str, most: usize) -> String {
@@ -371,7 +463,10 @@ mod tests {
     use crate::session::{ExecutionId, Output, PythonError, Variable};
 
     fn said(stream: Stream, text: &str) -> Part {
-        Part::Text { stream, text: text.to_owned() }
+        Part::Text {
+            stream,
+            text: text.to_owned(),
+        }
     }
 
     fn picture(bytes: usize) -> Part {
@@ -389,12 +484,23 @@ mod tests {
         Outcome {
             execution: ExecutionId(1),
             status,
-            output: Output { parts, ..Output::default() },
+            output: Output {
+                parts,
+                ..Output::default()
+            },
             duration: Duration::from_micros(1500),
-            memory: MemoryUse { now: 1 << 20, peak: 3 << 20 },
+            memory: MemoryUse {
+                now: 1 << 20,
+                peak: 3 << 20,
+            },
             processor_time: Duration::from_millis(3),
             variables: Some(VariableChanges {
-                created: vec![Variable { name: "x".to_owned(), kind: "int".to_owned(), shape: None, size: Some(28) }],
+                created: vec![Variable {
+                    name: "x".to_owned(),
+                    kind: "int".to_owned(),
+                    shape: None,
+                    size: Some(28),
+                }],
                 deleted: vec!["y".to_owned()],
                 ..VariableChanges::default()
             }),
@@ -411,17 +517,28 @@ mod tests {
     }
 
     fn variant(name: &str, ended: Result<Outcome, Refused>) -> VariantReport {
-        VariantReport { name: name.to_owned(), ended, score: None }
+        VariantReport {
+            name: name.to_owned(),
+            ended,
+            score: None,
+        }
     }
 
     fn report(variants: Vec<VariantReport>) -> ExploreReport {
-        ExploreReport { variants, kept: Vec::new(), replaced: false, notes: Vec::new(), lost: Vec::new() }
+        ExploreReport {
+            variants,
+            kept: Vec::new(),
+            replaced: false,
+            notes: Vec::new(),
+            lost: Vec::new(),
+        }
     }
 
     /// Renders a comparison, checks it against the output schema, and returns it as it goes over the wire.
     #[track_caller]
     fn rendered(report: &ExploreReport, most_chars: usize) -> Value {
-        let result = serde_json::to_value(comparison(&"s".parse().unwrap(), report, most_chars)).unwrap();
+        let result =
+            serde_json::to_value(comparison(&"s".parse().unwrap(), report, most_chars)).unwrap();
         assert_valid_output(ToolName::Explore, &result["structuredContent"]);
         assert_eq!(result["isError"], false);
         result
@@ -429,7 +546,10 @@ mod tests {
 
     #[track_caller]
     fn text(report: &ExploreReport, most_chars: usize) -> String {
-        rendered(report, most_chars)["content"][0]["text"].as_str().unwrap().to_owned()
+        rendered(report, most_chars)["content"][0]["text"]
+            .as_str()
+            .unwrap()
+            .to_owned()
     }
 
     #[test]
@@ -441,9 +561,21 @@ mod tests {
             line: Some(3),
         };
         let report = report(vec![
-            variant("fast", Ok(outcome(Status::Completed, vec![said(Stream::Value, "0.91\n")]))),
+            variant(
+                "fast",
+                Ok(outcome(
+                    Status::Completed,
+                    vec![said(Stream::Value, "0.91\n")],
+                )),
+            ),
             variant("quiet", Ok(outcome(Status::Completed, vec![]))),
-            variant("broken", Ok(outcome(Status::Raised(error), vec![said(Stream::Stdout, "before\n")]))),
+            variant(
+                "broken",
+                Ok(outcome(
+                    Status::Raised(error),
+                    vec![said(Stream::Stdout, "before\n")],
+                )),
+            ),
             variant("absent", Err(Refused::CancelledWhileWaiting)),
         ]);
         assert_eq!(
@@ -464,29 +596,70 @@ mod tests {
         assert_eq!(variants[0]["memory_bytes"], 3 << 20);
         assert_eq!(variants[0]["variables"]["created"][0]["name"], "x");
         assert_eq!(variants[2]["error"], "ValueError: bad (line 3)");
-        assert_eq!((&variants[3]["status"], &variants[3]["duration_ms"]), (&json!("refused"), &Value::Null));
+        assert_eq!(
+            (&variants[3]["status"], &variants[3]["duration_ms"]),
+            (&json!("refused"), &Value::Null)
+        );
     }
 
     #[test]
     fn every_end_but_a_good_one_is_named_without_advice_for_a_session_that_is_gone() {
         let limit = Duration::from_secs(60);
         let ends = [
-            (Status::TimedOut { limit, state: StateAfter::Kept }, "stopped at its time-out of 60 s"),
-            (Status::TimedOut { limit, state: StateAfter::Lost }, "was killed"),
-            (Status::Cancelled { state: StateAfter::Kept }, "cancelled"),
             (
-                Status::Died { exit: Exit::OutOfMemory { limit: 512 << 20, files_kept: true } },
+                Status::TimedOut {
+                    limit,
+                    state: StateAfter::Kept,
+                },
+                "stopped at its time-out of 60 s",
+            ),
+            (
+                Status::TimedOut {
+                    limit,
+                    state: StateAfter::Lost,
+                },
+                "was killed",
+            ),
+            (
+                Status::Cancelled {
+                    state: StateAfter::Kept,
+                },
+                "cancelled",
+            ),
+            (
+                Status::Died {
+                    exit: Exit::OutOfMemory {
+                        limit: 512 << 20,
+                        files_kept: true,
+                    },
+                },
                 "used more than its 512 MiB of memory",
             ),
-            (Status::Died { exit: Exit::Signal(11) }, "SIGSEGV"),
-            (Status::Nonsense { what: "a frame of 9 GiB".to_owned() }, "a frame of 9 GiB"),
+            (
+                Status::Died {
+                    exit: Exit::Signal(11),
+                },
+                "SIGSEGV",
+            ),
+            (
+                Status::Nonsense {
+                    what: "a frame of 9 GiB".to_owned(),
+                },
+                "a frame of 9 GiB",
+            ),
             (Status::Reset, "reset"),
             (Status::Closed, "closed"),
         ];
         for (status, words) in ends {
             let name = status.name();
-            let told = text(&report(vec![variant("v", Ok(outcome(status, vec![])))]), 5000);
-            assert!(told.contains(name) && told.contains(words), "{words:?} is not in {told:?}");
+            let told = text(
+                &report(vec![variant("v", Ok(outcome(status, vec![])))]),
+                5000,
+            );
+            assert!(
+                told.contains(name) && told.contains(words),
+                "{words:?} is not in {told:?}"
+            );
             assert!(!told.contains("Call `"), "{told}");
         }
     }
@@ -494,24 +667,45 @@ mod tests {
     #[test]
     fn scores_decide_and_a_variant_without_one_says_why() {
         let done = || Ok(outcome(Status::Completed, vec![]));
-        let scored = |name: &str, score| VariantReport { score: Some(score), ..variant(name, done()) };
+        let scored = |name: &str, score| VariantReport {
+            score: Some(score),
+            ..variant(name, done())
+        };
         let mut report = report(vec![
             scored("a", Ok(0.5)),
             scored("b", Ok(2.0)),
-            scored("c", Err("NameError: name 'score' is not defined".to_owned())),
+            scored(
+                "c",
+                Err("NameError: name 'score' is not defined".to_owned()),
+            ),
             scored("d", Ok(f64::INFINITY)),
         ]);
         report.kept = vec![("b".to_owned(), "s-b".parse().unwrap())];
         let told = text(&report, 5000);
-        assert!(told.starts_with("variant | status | score | value"), "{told}");
-        assert!(told.contains("\na | ok | 0.5 |") && told.contains("\nc | ok | none (NameError"), "{told}");
-        assert!(told.contains("Kept b as session \"s-b\"; session \"s\" is as it was."), "{told}");
+        assert!(
+            told.starts_with("variant | status | score | value"),
+            "{told}"
+        );
+        assert!(
+            told.contains("\na | ok | 0.5 |") && told.contains("\nc | ok | none (NameError"),
+            "{told}"
+        );
+        assert!(
+            told.contains("Kept b as session \"s-b\"; session \"s\" is as it was."),
+            "{told}"
+        );
         let structured = rendered(&report, 5000)["structuredContent"].take();
         assert_eq!(structured["variants"][1]["score"], 2.0);
-        assert_eq!(structured["variants"][2]["score_error"], "NameError: name 'score' is not defined");
+        assert_eq!(
+            structured["variants"][2]["score_error"],
+            "NameError: name 'score' is not defined"
+        );
         assert_eq!(structured["variants"][3]["score"], Value::Null);
         assert_eq!(structured["variants"][3]["score_error"], "it is inf");
-        assert_eq!(structured["kept"], json!([{"variant": "b", "session_id": "s-b"}]));
+        assert_eq!(
+            structured["kept"],
+            json!([{"variant": "b", "session_id": "s-b"}])
+        );
         report.kept = vec![("b".to_owned(), "s".parse().unwrap())];
         report.replaced = true;
         assert!(text(&report, 5000).contains("Kept b in the place of session \"s\"."));
@@ -545,29 +739,70 @@ mod tests {
     #[test]
     fn long_outputs_keep_their_head_and_their_tail() {
         let long = format!("begin{}end", "ä".repeat(10_000));
-        let told =
-            |name: &str, text: &str| variant(name, Ok(outcome(Status::Completed, vec![said(Stream::Stdout, text)])));
-        let result = rendered(&report(vec![told("long", &long), told("short", "brief"), told("other", &long)]), 1000);
+        let told = |name: &str, text: &str| {
+            variant(
+                name,
+                Ok(outcome(Status::Completed, vec![said(Stream::Stdout, text)])),
+            )
+        };
+        let result = rendered(
+            &report(vec![
+                told("long", &long),
+                told("short", "brief"),
+                told("other", &long),
+            ]),
+            1000,
+        );
         let variants = &result["structuredContent"]["variants"];
         assert_eq!(variants[1]["text"], "brief");
         for cut in [0, 2] {
             let text = variants[cut]["text"].as_str().unwrap();
-            assert!(text.starts_with("beginä") && text.ends_with("äend"), "{text}");
-            assert!((497..600).contains(&text.chars().count()), "{}", text.chars().count());
+            assert!(
+                text.starts_with("beginä") && text.ends_with("äend"),
+                "{text}"
+            );
+            assert!(
+                (497..600).contains(&text.chars().count()),
+                "{}",
+                text.chars().count()
+            );
             assert!(text.contains("[… 9511 characters cut here …]"), "{text}");
         }
-        assert!(result["content"][0]["text"].as_str().unwrap().chars().count() < 1500);
+        assert!(
+            result["content"][0]["text"]
+                .as_str()
+                .unwrap()
+                .chars()
+                .count()
+                < 1500
+        );
     }
 
     #[test]
     fn what_was_cut_already_is_cut_in_the_same_place() {
-        let told = Told { head: "h".repeat(60), cut: Some((900, 12)), tail: "t".repeat(40) };
-        let whole = format!("{}\n[… 900 characters, 12 lines cut here …]\n{}", "h".repeat(60), "t".repeat(40));
+        let told = Told {
+            head: "h".repeat(60),
+            cut: Some((900, 12)),
+            tail: "t".repeat(40),
+        };
+        let whole = format!(
+            "{}\n[… 900 characters, 12 lines cut here …]\n{}",
+            "h".repeat(60),
+            "t".repeat(40)
+        );
         assert_eq!(told.clone().within(100), whole);
-        let less = format!("{}\n[… 980 characters cut here …]\n{}", "h".repeat(10), "t".repeat(10));
+        let less = format!(
+            "{}\n[… 980 characters cut here …]\n{}",
+            "h".repeat(10),
+            "t".repeat(10)
+        );
         assert_eq!(told.clone().within(20), less);
         // A tail that needs less than its half leaves the rest to the head.
-        let more = format!("{}\n[… 910 characters cut here …]\n{}", "h".repeat(50), "t".repeat(40));
+        let more = format!(
+            "{}\n[… 910 characters cut here …]\n{}",
+            "h".repeat(50),
+            "t".repeat(40)
+        );
         assert_eq!(told.within(90), more);
     }
 
@@ -580,33 +815,68 @@ mod tests {
         let result = rendered(&report(vec![shows("a", 1, 3), shows("b", 2, 3)]), 5000);
         let content = result["content"].as_array().unwrap();
         assert_eq!(content.len(), 7);
-        assert!(content[0]["text"].as_str().unwrap().contains("--- b ---\n[image 2: 8×6 png]\n[image 3: 8×6 png]"));
+        assert!(
+            content[0]["text"]
+                .as_str()
+                .unwrap()
+                .contains("--- b ---\n[image 2: 8×6 png]\n[image 3: 8×6 png]")
+        );
         assert_eq!(content[1]["text"], "[image 1, of a]");
         assert_eq!(content[2]["type"], "image");
         assert_eq!(content[5]["text"], "[image 3, of b]");
         let described = json!({"variant": "b", "mime_type": "image/png", "width": 8, "height": 6});
         assert_eq!(result["structuredContent"]["images"][2], described);
         // More than one cell may show are left out, and their places say so.
-        for many in [report(vec![shows("a", 15, 3), shows("b", 15, 3)]), report(vec![shows("a", 3, 9_000_000)])] {
+        for many in [
+            report(vec![shows("a", 15, 3), shows("b", 15, 3)]),
+            report(vec![shows("a", 3, 9_000_000)]),
+        ] {
             let result = rendered(&many, 5000);
-            let images = result["content"].as_array().unwrap().iter().filter(|block| block["type"] == "image").count();
-            assert_eq!(images, result["structuredContent"]["images"].as_array().unwrap().len());
+            let images = result["content"]
+                .as_array()
+                .unwrap()
+                .iter()
+                .filter(|block| block["type"] == "image")
+                .count();
+            assert_eq!(
+                images,
+                result["structuredContent"]["images"]
+                    .as_array()
+                    .unwrap()
+                    .len()
+            );
             assert!(images == 20 || images == 2, "{images}");
-            assert!(result["content"][0]["text"].as_str().unwrap().contains("[image not shown"));
+            assert!(
+                result["content"][0]["text"]
+                    .as_str()
+                    .unwrap()
+                    .contains("[image not shown")
+            );
         }
     }
 
     #[test]
     fn a_line_of_the_table_stays_one_line() {
         let value = "a\nb\nc";
-        let report = report(vec![variant("v", Ok(outcome(Status::Completed, vec![said(Stream::Value, value)])))]);
+        let report = report(vec![variant(
+            "v",
+            Ok(outcome(Status::Completed, vec![said(Stream::Value, value)])),
+        )]);
         let told = text(&report, 5000);
-        assert_eq!(told.lines().nth(1), Some("v | ok | a … | 1.5 ms | 3 MiB | x, -y"));
+        assert_eq!(
+            told.lines().nth(1),
+            Some("v | ok | a … | 1.5 ms | 3 MiB | x, -y")
+        );
         assert!(told.ends_with("--- v ---\na\nb\nc"), "{told}");
         assert_eq!(first_line(&"x".repeat(100), 60).chars().count(), 61);
         let many = |count: usize| VariableChanges {
             created: (0..count)
-                .map(|number| Variable { name: format!("v{number}"), kind: "int".to_owned(), shape: None, size: None })
+                .map(|number| Variable {
+                    name: format!("v{number}"),
+                    kind: "int".to_owned(),
+                    shape: None,
+                    size: None,
+                })
                 .collect(),
             omitted: 2,
             ..VariableChanges::default()

@@ -13,7 +13,9 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use async_trait::async_trait;
-use rmcp::transport::streamable_http_server::session::{SessionState, SessionStore, SessionStoreError};
+use rmcp::transport::streamable_http_server::session::{
+    SessionState, SessionStore, SessionStoreError,
+};
 use serde::{Deserialize, Serialize};
 
 /// Connections that may be open at once, in all and for one caller. Each holds a task and some buffers.
@@ -46,7 +48,10 @@ impl Connections {
         {
             tracing::warn!(%error, "connections of an earlier server are not known");
         }
-        Connections { folder, known: Mutex::new(known) }
+        Connections {
+            folder,
+            known: Mutex::new(known),
+        }
     }
 
     fn known(&self) -> MutexGuard<'_, HashMap<String, Connection>> {
@@ -64,7 +69,9 @@ impl Connections {
     pub(super) fn give(&self, id: &str, principal: &str) {
         let connection = {
             let mut known = self.known();
-            let Some(connection) = known.get_mut(id) else { return };
+            let Some(connection) = known.get_mut(id) else {
+                return;
+            };
             connection.principal = Some(principal.to_owned());
             connection.clone()
         };
@@ -78,13 +85,21 @@ impl Connections {
     /// Tells whether the caller may open another one.
     pub(super) fn has_room(&self, principal: &str) -> bool {
         let known = self.known();
-        let own = known.values().filter(|connection| connection.principal.as_deref() == Some(principal)).count();
+        let own = known
+            .values()
+            .filter(|connection| connection.principal.as_deref() == Some(principal))
+            .count();
         known.len() < MOST && own < MOST_OF_ONE
     }
 
     /// Forgets those that `is_alive` does not know.
     pub(super) fn forget_all_but(&self, is_alive: impl Fn(&str) -> bool) {
-        let gone: Vec<String> = self.known().keys().filter(|id| !is_alive(id)).cloned().collect();
+        let gone: Vec<String> = self
+            .known()
+            .keys()
+            .filter(|id| !is_alive(id))
+            .cloned()
+            .collect();
         gone.iter().for_each(|id| self.forget(id));
     }
 
@@ -101,11 +116,18 @@ impl Connections {
 #[async_trait]
 impl SessionStore for Connections {
     async fn load(&self, id: &str) -> Result<Option<SessionState>, SessionStoreError> {
-        Ok(self.known().get(id).map(|connection| connection.state.clone()))
+        Ok(self
+            .known()
+            .get(id)
+            .map(|connection| connection.state.clone()))
     }
 
     async fn store(&self, id: &str, state: &SessionState) -> Result<(), SessionStoreError> {
-        let connection = Connection { id: id.to_owned(), principal: None, state: state.clone() };
+        let connection = Connection {
+            id: id.to_owned(),
+            principal: None,
+            state: state.clone(),
+        };
         // One that goes on keeps its owner.
         self.known().entry(id.to_owned()).or_insert(connection);
         Ok(())
@@ -120,7 +142,11 @@ impl SessionStore for Connections {
 /// The name of a connection's file. The id is the library's and has only hexadecimal digits and dashes; whatever else it held would
 /// not become a path.
 fn file(folder: &Path, id: &str) -> PathBuf {
-    let plain: String = id.chars().filter(|letter| letter.is_ascii_alphanumeric() || *letter == '-').take(64).collect();
+    let plain: String = id
+        .chars()
+        .filter(|letter| letter.is_ascii_alphanumeric() || *letter == '-')
+        .take(64)
+        .collect();
     folder.join(plain + ".json")
 }
 
@@ -135,7 +161,11 @@ fn write_down(folder: &Path, connection: &Connection) -> std::io::Result<()> {
     file.write_all(&serde_json::to_vec(connection)?)
 }
 
-fn read_back(folder: &Path, idle: Duration, known: &mut HashMap<String, Connection>) -> std::io::Result<()> {
+fn read_back(
+    folder: &Path,
+    idle: Duration,
+    known: &mut HashMap<String, Connection>,
+) -> std::io::Result<()> {
     let entries = match fs::read_dir(folder) {
         Ok(entries) => entries,
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(()),
@@ -143,11 +173,15 @@ fn read_back(folder: &Path, idle: Duration, known: &mut HashMap<String, Connecti
     };
     for entry in entries.flatten() {
         let connection = entry.metadata().ok().filter(|data| {
-            let age = data.modified().ok().and_then(|time| time.elapsed().ok()).unwrap_or_default();
+            let age = data
+                .modified()
+                .ok()
+                .and_then(|time| time.elapsed().ok())
+                .unwrap_or_default();
             data.is_file() && data.len() <= LARGEST_FILE && age <= idle
         });
-        let connection =
-            connection.and_then(|_| serde_json::from_slice::<Connection>(&fs::read(entry.path()).ok()?).ok());
+        let connection = connection
+            .and_then(|_| serde_json::from_slice::<Connection>(&fs::read(entry.path()).ok()?).ok());
         match connection {
             Some(connection) if connection.principal.is_some() && known.len() < MOST => {
                 known.insert(connection.id.clone(), connection);
@@ -185,7 +219,10 @@ mod tests {
         assert!(connections.belongs_to(b"1", "alice"));
         assert!(!connections.belongs_to(b"1", "bob") && !connections.belongs_to(b"2", "alice"));
         connections.store("1", &state()).await.unwrap();
-        assert!(connections.belongs_to(b"1", "alice"), "going on with it changes nothing");
+        assert!(
+            connections.belongs_to(b"1", "alice"),
+            "going on with it changes nothing"
+        );
         connections.delete("1").await.unwrap();
         assert!(!connections.belongs_to(b"1", "alice"));
     }
@@ -201,10 +238,20 @@ mod tests {
         fs::write(folder.path().join("connections/broken.json"), "{").unwrap();
         let second = Connections::new(place(), HOUR);
         assert!(second.belongs_to(b"a-1", "alice") && !second.belongs_to(b"a-1", "bob"));
-        assert!(second.load("a-1").await.unwrap().is_some() && second.load("a-2").await.unwrap().is_none());
-        assert_eq!(fs::read_dir(place().unwrap()).unwrap().count(), 1, "what is no use is removed");
+        assert!(
+            second.load("a-1").await.unwrap().is_some()
+                && second.load("a-2").await.unwrap().is_none()
+        );
+        assert_eq!(
+            fs::read_dir(place().unwrap()).unwrap().count(),
+            1,
+            "what is no use is removed"
+        );
         let third = Connections::new(place(), Duration::ZERO);
-        assert!(third.load("a-1").await.unwrap().is_none(), "it was not used for too long");
+        assert!(
+            third.load("a-1").await.unwrap().is_none(),
+            "it was not used for too long"
+        );
     }
 
     #[tokio::test]
@@ -222,7 +269,11 @@ mod tests {
     #[test]
     fn no_name_leads_out_of_the_folder() {
         for id in ["../../etc/passwd", "/etc/passwd", "a/b", "..", ""] {
-            assert_eq!(file(Path::new("/f"), id).parent(), Some(Path::new("/f")), "{id}");
+            assert_eq!(
+                file(Path::new("/f"), id).parent(),
+                Some(Path::new("/f")),
+                "{id}"
+            );
         }
     }
 }

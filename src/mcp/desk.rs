@@ -55,7 +55,12 @@ impl Job {
                 let _ = sender.send(Some(done));
             })),
         }
-        Job { result, news: news.subscribe(), cancel, begun: Instant::now() }
+        Job {
+            result,
+            news: news.subscribe(),
+            cancel,
+            begun: Instant::now(),
+        }
     }
 
     /// Waits for the result, at most so long.
@@ -79,7 +84,9 @@ impl Desk {
     pub(super) fn put(&self, owner: &Principal, session: &SessionId, job: Job) -> Result<(), Job> {
         let mut jobs = self.jobs();
         let key = (owner.clone(), session.clone());
-        let is_taken = jobs.get(&key).is_some_and(|job| job.result.borrow().is_none());
+        let is_taken = jobs
+            .get(&key)
+            .is_some_and(|job| job.result.borrow().is_none());
         if is_taken || jobs.len() >= MOST_JOBS {
             return Err(job);
         }
@@ -93,7 +100,8 @@ impl Desk {
 
     /// Tells whether work of a session has ended and nobody has asked for its result.
     pub(super) fn has_result(&self, owner: &Principal, session: &SessionId) -> bool {
-        self.get(owner, session).is_some_and(|job| job.result.borrow().is_some())
+        self.get(owner, session)
+            .is_some_and(|job| job.result.borrow().is_some())
     }
 
     /// Takes finished work off the desk.
@@ -114,7 +122,10 @@ pub(super) struct Places {
 
 impl Places {
     pub(super) fn new(most: usize) -> Places {
-        Places { most, taken: Arc::default() }
+        Places {
+            most,
+            taken: Arc::default(),
+        }
     }
 
     /// Takes a place until the guard is dropped, if one is free.
@@ -125,7 +136,10 @@ impl Places {
             return None;
         }
         *count += 1;
-        Some(Place { owner: owner.clone(), taken: self.taken.clone() })
+        Some(Place {
+            owner: owner.clone(),
+            taken: self.taken.clone(),
+        })
     }
 }
 
@@ -167,16 +181,29 @@ mod tests {
     async fn work_goes_on_until_somebody_asks_for_it() {
         let desk = Desk::default();
         let (finish, finished) = oneshot::channel();
-        let mut job = Job::begin(&News::default(), |_| async move { finished.await.unwrap() }).await;
+        let mut job =
+            Job::begin(&News::default(), |_| async move { finished.await.unwrap() }).await;
         assert_eq!(job.result(Duration::from_secs(50)).await, None);
         assert!(desk.put(&owner("a"), &session(), job).is_ok());
         assert!(!desk.has_result(&owner("a"), &session()));
         finish.send(said("done")).unwrap();
-        assert!(desk.get(&owner("b"), &session()).is_none(), "it belongs to another");
+        assert!(
+            desk.get(&owner("b"), &session()).is_none(),
+            "it belongs to another"
+        );
         let mut found = desk.get(&owner("a"), &session()).unwrap();
-        assert_eq!(found.result(Duration::ZERO).await, None, "it has not been polled yet");
-        assert_eq!(found.result(Duration::from_secs(1)).await, Some(said("done")));
-        assert!(desk.has_result(&owner("a"), &session()) && !desk.has_result(&owner("b"), &session()));
+        assert_eq!(
+            found.result(Duration::ZERO).await,
+            None,
+            "it has not been polled yet"
+        );
+        assert_eq!(
+            found.result(Duration::from_secs(1)).await,
+            Some(said("done"))
+        );
+        assert!(
+            desk.has_result(&owner("a"), &session()) && !desk.has_result(&owner("b"), &session())
+        );
         desk.clear(&owner("a"), &session());
         assert!(desk.get(&owner("a"), &session()).is_none());
     }
@@ -198,7 +225,10 @@ mod tests {
         })
         .await;
         job.cancel.cancel();
-        assert_eq!(job.result(Duration::from_secs(5)).await, Some(said("interrupted")));
+        assert_eq!(
+            job.result(Duration::from_secs(5)).await,
+            Some(said("interrupted"))
+        );
     }
 
     #[tokio::test(start_paused = true)]
@@ -208,7 +238,10 @@ mod tests {
             panic!("as it must")
         })
         .await;
-        assert_eq!(job.result(Duration::from_secs(5)).await.unwrap().is_error, Some(true));
+        assert_eq!(
+            job.result(Duration::from_secs(5)).await.unwrap().is_error,
+            Some(true)
+        );
     }
 
     #[test]
@@ -220,6 +253,10 @@ mod tests {
         assert!(places.take(&owner("b")).is_some());
         drop(first);
         assert!(places.take(&owner("a")).is_some());
-        assert_eq!(places.taken.lock().unwrap().len(), 1, "owners without calls are forgotten");
+        assert_eq!(
+            places.taken.lock().unwrap().len(),
+            1,
+            "owners without calls are forgotten"
+        );
     }
 }

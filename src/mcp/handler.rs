@@ -7,9 +7,9 @@ use rmcp::model::{
     CacheScope, CallToolRequestParams, CallToolResponse, CancelTaskParams, CompleteRequestMethod,
     CompleteRequestParams, CompleteResult, CustomRequest, CustomResult, DiscoverResult, ErrorData,
     GetPromptRequestParams, GetPromptResponse, GetTaskParams, GetTaskResult, ListPromptsResult,
-    ListResourceTemplatesResult, ListResourcesResult, ListToolsResult, MetaObject, PaginatedRequestParams,
-    ProtocolVersion, ReadResourceRequestParams, ReadResourceResponse, ServerCapabilities, ServerConfig, Tool,
-    UpdateTaskParams,
+    ListResourceTemplatesResult, ListResourcesResult, ListToolsResult, MetaObject,
+    PaginatedRequestParams, ProtocolVersion, ReadResourceRequestParams, ReadResourceResponse,
+    ServerCapabilities, ServerConfig, Tool, UpdateTaskParams,
 };
 use rmcp::service::RequestContext;
 use rmcp::{RoleServer, ServerHandler};
@@ -33,7 +33,11 @@ impl ServerHandler for Server {
         if let Some(introduction) = self.shared.toolbox.introduction() {
             return self.introduced(introduction);
         }
-        let undo = if self.shared.can_undo { "undo brings the state before the last cell back, " } else { "" };
+        let undo = if self.shared.can_undo {
+            "undo brings the state before the last cell back, "
+        } else {
+            ""
+        };
         ServerConfig::new(ServerCapabilities::builder().enable_tools().enable_resources().enable_tasks().build())
             .with_server_info(self.implementation())
             .with_instructions(format!(
@@ -45,7 +49,10 @@ impl ServerHandler for Server {
             ))
     }
 
-    async fn discover(&self, _context: RequestContext<RoleServer>) -> Result<DiscoverResult, ErrorData> {
+    async fn discover(
+        &self,
+        _context: RequestContext<RoleServer>,
+    ) -> Result<DiscoverResult, ErrorData> {
         let versions = self.supported_protocol_versions().into_owned();
         Ok(DiscoverResult::from_server_info(versions, self.get_info())
             .with_ttl_ms(FIXED_FOR.as_millis() as u64)
@@ -60,14 +67,21 @@ impl ServerHandler for Server {
         refuse_cursor(request)?;
         let mut result = ListToolsResult::with_all_items(self.shared.toolbox.tools().to_vec());
         if let Some(meta) = self.modern_meta(&context) {
-            result = result.with_ttl_ms(FIXED_FOR.as_millis() as u64).with_cache_scope(CacheScope::Private);
+            result = result
+                .with_ttl_ms(FIXED_FOR.as_millis() as u64)
+                .with_cache_scope(CacheScope::Private);
             result.meta = Some(meta);
         }
         Ok(result)
     }
 
     fn get_tool(&self, name: &str) -> Option<Tool> {
-        self.shared.toolbox.tools().iter().find(|tool| tool.name == name).cloned()
+        self.shared
+            .toolbox
+            .tools()
+            .iter()
+            .find(|tool| tool.name == name)
+            .cloned()
     }
 
     async fn call_tool(
@@ -76,7 +90,9 @@ impl ServerHandler for Server {
         mut context: RequestContext<RoleServer>,
     ) -> Result<CallToolResponse, ErrorData> {
         let toolbox = &self.shared.toolbox;
-        let Some(tool) = toolbox.find(&request.name) else { return toolbox.unknown(&request.name) };
+        let Some(tool) = toolbox.find(&request.name) else {
+            return toolbox.unknown(&request.name);
+        };
         let started = Instant::now();
         let owner = &Principal(self.caller(&context)?.principal);
         let span = tracing::info_span!("tool_call", tool = tool.name);
@@ -87,21 +103,47 @@ impl ServerHandler for Server {
         let binding = Binding::new(owner, tool.name, &arguments);
         // What went out with a form comes back with its answer. Whoever sends something else gets nothing done.
         let resumption = match &request.request_state {
-            Some(state) => Some(self.shared.seals.open(state, &binding).map_err(|bad| bad_state(&bad))?),
+            Some(state) => Some(
+                self.shared
+                    .seals
+                    .open(state, &binding)
+                    .map_err(|bad| bad_state(&bad))?,
+            ),
             None => None,
         };
         context.extensions.insert(binding);
         let call = async {
             match resumption {
                 Some(resumption) => {
-                    let unnamed = session_as_written(Some(&arguments)).is_none().then(|| resumption.session().clone());
-                    let response = self.resume(owner, resumption, request.input_responses.as_ref(), &context).await;
+                    let unnamed = session_as_written(Some(&arguments))
+                        .is_none()
+                        .then(|| resumption.session().clone());
+                    let response = self
+                        .resume(
+                            owner,
+                            resumption,
+                            request.input_responses.as_ref(),
+                            &context,
+                        )
+                        .await;
                     match unnamed {
                         Some(session) => self.naming(owner, &session, response).await,
                         None => response,
                     }
                 }
-                None => toolbox.call(Visit { server: self, owner, context: &context }, tool, arguments).await,
+                None => {
+                    toolbox
+                        .call(
+                            Visit {
+                                server: self,
+                                owner,
+                                context: &context,
+                            },
+                            tool,
+                            arguments,
+                        )
+                        .await
+                }
             }
         };
         let call = call.instrument(span);
@@ -110,9 +152,16 @@ impl ServerHandler for Server {
             None => call.await,
         };
         let failed = matches!(&response, CallToolResponse::Complete(result) if result.is_error == Some(true));
-        tracing::info!(tool = tool.name, failed, elapsed_ms = started.elapsed().as_millis(), "tool call answered");
+        tracing::info!(
+            tool = tool.name,
+            failed,
+            elapsed_ms = started.elapsed().as_millis(),
+            "tool call answered"
+        );
         Ok(match response {
-            CallToolResponse::Complete(result) => result.with_meta(self.modern_meta(&context)).into(),
+            CallToolResponse::Complete(result) => {
+                result.with_meta(self.modern_meta(&context)).into()
+            }
             other => other,
         })
     }
@@ -124,8 +173,15 @@ impl ServerHandler for Server {
     ) -> Result<ListResourcesResult, ErrorData> {
         refuse_cursor(request)?;
         let owner = &Principal(self.caller(&context)?.principal);
-        let Shared { sessions, cut_outputs, .. } = &*self.shared;
-        let cut = cut_outputs.lock().unwrap_or_else(PoisonError::into_inner).of(owner);
+        let Shared {
+            sessions,
+            cut_outputs,
+            ..
+        } = &*self.shared;
+        let cut = cut_outputs
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .of(owner);
         let mut listed = Vec::new();
         for (session, execution) in cut {
             if let Some(size) = sessions.output_size(owner, &session, execution).await {
@@ -150,7 +206,9 @@ impl ServerHandler for Server {
         refuse_cursor(request)?;
         let mut result = ListResourceTemplatesResult::with_all_items(resources::templates());
         if let Some(meta) = self.modern_meta(&context) {
-            result = result.with_ttl_ms(FIXED_FOR.as_millis() as u64).with_cache_scope(CacheScope::Private);
+            result = result
+                .with_ttl_ms(FIXED_FOR.as_millis() as u64)
+                .with_cache_scope(CacheScope::Private);
             result.meta = Some(meta);
         }
         Ok(result)
@@ -164,14 +222,18 @@ impl ServerHandler for Server {
         let owner = &Principal(self.caller(&context)?.principal);
         let (mut result, fresh_for) = match resources::file_at(&request.uri) {
             // A file can change at any time.
-            Some((session, path)) => {
-                (self.read_session_file(owner, &request.uri, &session, &path).await?, Duration::ZERO)
-            }
+            Some((session, path)) => (
+                self.read_session_file(owner, &request.uri, &session, &path)
+                    .await?,
+                Duration::ZERO,
+            ),
             // The output of a finished execution never changes, but it can go.
             None => (self.read_output(owner, &request.uri).await?, FIXED_FOR),
         };
         if let Some(meta) = self.modern_meta(&context) {
-            result = result.with_ttl_ms(fresh_for.as_millis() as u64).with_cache_scope(CacheScope::Private);
+            result = result
+                .with_ttl_ms(fresh_for.as_millis() as u64)
+                .with_cache_scope(CacheScope::Private);
             result.meta = Some(meta);
         }
         Ok(result.into())
@@ -194,7 +256,8 @@ impl ServerHandler for Server {
         context: RequestContext<RoleServer>,
     ) -> Result<(), ErrorData> {
         let owner = &Principal(self.caller(&context)?.principal);
-        self.answer_task(owner, &request.task_id, &request.input_responses).await
+        self.answer_task(owner, &request.task_id, &request.input_responses)
+            .await
     }
 
     async fn cancel_task(
@@ -216,7 +279,9 @@ impl ServerHandler for Server {
         refuse_cursor(request)?;
         let mut result = ListPromptsResult::with_all_items(self.shared.toolbox.prompts());
         if let Some(meta) = self.modern_meta(&context) {
-            result = result.with_ttl_ms(FIXED_FOR.as_millis() as u64).with_cache_scope(CacheScope::Private);
+            result = result
+                .with_ttl_ms(FIXED_FOR.as_millis() as u64)
+                .with_cache_scope(CacheScope::Private);
             result.meta = Some(meta);
         }
         Ok(result)
@@ -227,7 +292,10 @@ impl ServerHandler for Server {
         request: GetPromptRequestParams,
         context: RequestContext<RoleServer>,
     ) -> Result<GetPromptResponse, ErrorData> {
-        let mut result = self.shared.toolbox.prompt(&request.name, request.arguments.as_ref())?;
+        let mut result = self
+            .shared
+            .toolbox
+            .prompt(&request.name, request.arguments.as_ref())?;
         result.meta = self.modern_meta(&context);
         Ok(result.into())
     }
@@ -256,20 +324,41 @@ fn trace_of(context: &RequestContext<RoleServer>) -> Option<Parent> {
         return parent_from(parent, said("tracestate").unwrap_or_default());
     }
     let request = context.extensions.get::<axum::http::request::Parts>()?;
-    let written = |name: &str| request.headers.get(name).and_then(|value| value.to_str().ok());
-    parent_from(written("traceparent")?, written("tracestate").unwrap_or_default())
+    let written = |name: &str| {
+        request
+            .headers
+            .get(name)
+            .and_then(|value| value.to_str().ok())
+    };
+    parent_from(
+        written("traceparent")?,
+        written("tracestate").unwrap_or_default(),
+    )
 }
 
 /// Returns the turn that the transport gave to a call, by its message or by its HTTP request.
 fn turn_of(context: &RequestContext<RoleServer>) -> Option<Turn> {
-    let of_request = || context.extensions.get::<axum::http::request::Parts>()?.extensions.get::<Turn>();
-    context.extensions.get::<Turn>().or_else(of_request).cloned()
+    let of_request = || {
+        context
+            .extensions
+            .get::<axum::http::request::Parts>()?
+            .extensions
+            .get::<Turn>()
+    };
+    context
+        .extensions
+        .get::<Turn>()
+        .or_else(of_request)
+        .cloned()
 }
 
 /// All lists fit on one page, so no cursor of ours exists.
 fn refuse_cursor(request: Option<PaginatedRequestParams>) -> Result<(), ErrorData> {
     match request.and_then(|request| request.cursor) {
-        Some(_) => Err(ErrorData::invalid_params("there is no such page: every list here has one page", None)),
+        Some(_) => Err(ErrorData::invalid_params(
+            "there is no such page: every list here has one page",
+            None,
+        )),
         None => Ok(()),
     }
 }
@@ -277,7 +366,9 @@ fn refuse_cursor(request: Option<PaginatedRequestParams>) -> Result<(), ErrorDat
 impl Server {
     /// Presents the server as the one that its profile stands in for. Cells become tasks in the default profile only.
     fn introduced(&self, introduction: Introduction) -> ServerConfig {
-        let capabilities = ServerCapabilities::builder().enable_tools().enable_resources();
+        let capabilities = ServerCapabilities::builder()
+            .enable_tools()
+            .enable_resources();
         let capabilities = match self.shared.toolbox.prompts().is_empty() {
             true => capabilities.build(),
             false => capabilities.enable_prompts().build(),
@@ -294,7 +385,10 @@ impl Server {
         let version = context.protocol_version()?;
         (version.as_str() >= ProtocolVersion::V_2026_07_28.as_str()).then(|| {
             let mut meta = MetaObject::new();
-            meta.insert("io.modelcontextprotocol/serverInfo".to_owned(), json!(self.implementation()));
+            meta.insert(
+                "io.modelcontextprotocol/serverInfo".to_owned(),
+                json!(self.implementation()),
+            );
             meta
         })
     }

@@ -110,7 +110,9 @@ const CONFIGURATION_NAMES: &[&str] = &[
 ];
 
 /// Regular files under these rules only, however a path is written.
-const RESOLVE: ResolveFlags = ResolveFlags::BENEATH.union(ResolveFlags::NO_SYMLINKS).union(ResolveFlags::NO_MAGICLINKS);
+const RESOLVE: ResolveFlags = ResolveFlags::BENEATH
+    .union(ResolveFlags::NO_SYMLINKS)
+    .union(ResolveFlags::NO_MAGICLINKS);
 
 /// The host's files as far as the operator has allowed them.
 #[derive(Clone)]
@@ -138,24 +140,38 @@ pub struct RootError {
 /// Why a file of the host was not touched. The text is written for a model.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum HostFileError {
-    #[error("this server may not use any files of the computer it runs on; its operator can allow directories")]
+    #[error(
+        "this server may not use any files of the computer it runs on; its operator can allow directories"
+    )]
     NoDirectories,
     #[error("\"{path}\" is not within the directories this server may use: {allowed}")]
     NotAllowed { path: String, allowed: String },
     #[error("\"{path}\" is not a usable path: {why}")]
     Malformed { path: String, why: &'static str },
     #[error("\"{path}\" is protected: this server never {verb} \"{name}\"")]
-    Protected { path: String, name: String, verb: &'static str },
+    Protected {
+        path: String,
+        name: String,
+        verb: &'static str,
+    },
     #[error("\"{path}\" does not exist{}", about_home(path))]
     NotFound { path: String },
     #[error("\"{path}\" is {what}, not a regular file")]
     NotAFile { path: String, what: &'static str },
-    #[error("\"{path}\" leads through a link or out of the allowed directories ({allowed}); links are not followed")]
+    #[error(
+        "\"{path}\" leads through a link or out of the allowed directories ({allowed}); links are not followed"
+    )]
     Link { path: String, allowed: String },
-    #[error("\"{path}\" exists already; set overwrite to true to replace it, or choose another name")]
+    #[error(
+        "\"{path}\" exists already; set overwrite to true to replace it, or choose another name"
+    )]
     Exists { path: String },
     #[error("\"{path}\" has {size} bytes; this server copies at most {largest}")]
-    TooLarge { path: String, size: u64, largest: u64 },
+    TooLarge {
+        path: String,
+        size: u64,
+        largest: u64,
+    },
     #[error("\"{path}\" could not be {action}")]
     Failed {
         path: String,
@@ -185,7 +201,10 @@ impl HostFiles {
 
     /// Allows nothing.
     pub fn none() -> HostFiles {
-        HostFiles { roots: Arc::default(), largest: HostFiles::DEFAULT_LARGEST }
+        HostFiles {
+            roots: Arc::default(),
+            largest: HostFiles::DEFAULT_LARGEST,
+        }
     }
 
     /// Opens the allowed directories. Relative paths of callers are taken below the first.
@@ -194,13 +213,25 @@ impl HostFiles {
             let given = std::path::absolute(path)?;
             let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
             let handle = rustix::fs::open(&given, flags, Mode::empty())?;
-            Ok(Root { handle, canonical: given.canonicalize()?, given })
+            Ok(Root {
+                handle,
+                canonical: given.canonicalize()?,
+                given,
+            })
         };
         let roots = directories
             .iter()
-            .map(|path| open(path).map_err(|cause| RootError { path: path.clone(), cause }))
+            .map(|path| {
+                open(path).map_err(|cause| RootError {
+                    path: path.clone(),
+                    cause,
+                })
+            })
             .collect::<Result<Vec<_>, _>>()?;
-        Ok(HostFiles { roots: Arc::new(roots), largest })
+        Ok(HostFiles {
+            roots: Arc::new(roots),
+            largest,
+        })
     }
 
     /// The most bytes one file may have.
@@ -215,56 +246,92 @@ impl HostFiles {
         let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
         let handle = rustix::fs::openat2(&root.handle, &rest, flags, Mode::empty(), RESOLVE)
             .map_err(|errno| self.explain(path, errno, "opened"))?;
-        let status = rustix::fs::fstat(&handle).map_err(|errno| self.explain(path, errno, "examined"))?;
+        let status =
+            rustix::fs::fstat(&handle).map_err(|errno| self.explain(path, errno, "examined"))?;
         match FileType::from_raw_mode(status.st_mode) {
             FileType::RegularFile => {}
-            other => return Err(HostFileError::NotAFile { path: path.to_owned(), what: kind_text(other) }),
+            other => {
+                return Err(HostFileError::NotAFile {
+                    path: path.to_owned(),
+                    what: kind_text(other),
+                });
+            }
         }
         let size = status.st_size as u64;
         if size > self.largest {
-            return Err(HostFileError::TooLarge { path: path.to_owned(), size, largest: self.largest });
+            return Err(HostFileError::TooLarge {
+                path: path.to_owned(),
+                size,
+                largest: self.largest,
+            });
         }
         Ok(File::from(handle))
     }
 
     /// Prepares a new file: makes the folders on the way and opens a temporary file beside the destination. Nothing is
     /// at the destination until `Destination::keep`.
-    pub(super) fn create(&self, path: &str, overwrite: Overwrite) -> Result<Destination, HostFileError> {
+    pub(super) fn create(
+        &self,
+        path: &str,
+        overwrite: Overwrite,
+    ) -> Result<Destination, HostFileError> {
         let (root, rest) = self.locate(path)?;
         refuse_protected(path, &rest, SECRET_NAMES, "writes")?;
         refuse_protected(path, &rest, CONFIGURATION_NAMES, "writes")?;
-        let name = rest.file_name().expect("locate returns at least one name").to_owned();
+        let name = rest
+            .file_name()
+            .expect("locate returns at least one name")
+            .to_owned();
         let parents = rest.parent().unwrap_or(Path::new(""));
         let folder = self.make_folders(root, parents, path)?;
         match rustix::fs::statat(&folder, &name, AtFlags::SYMLINK_NOFOLLOW) {
             Ok(status) => match (FileType::from_raw_mode(status.st_mode), overwrite) {
                 (FileType::RegularFile, Overwrite::Allowed) => {}
                 (FileType::RegularFile, Overwrite::Refused) => {
-                    return Err(HostFileError::Exists { path: path.to_owned() });
+                    return Err(HostFileError::Exists {
+                        path: path.to_owned(),
+                    });
                 }
-                (other, _) => return Err(HostFileError::NotAFile { path: path.to_owned(), what: kind_text(other) }),
+                (other, _) => {
+                    return Err(HostFileError::NotAFile {
+                        path: path.to_owned(),
+                        what: kind_text(other),
+                    });
+                }
             },
             Err(Errno::NOENT) => {}
             Err(errno) => return Err(self.explain(path, errno, "examined")),
         }
-        let (temporary, file) = open_temporary(&folder).map_err(|errno| self.explain(path, errno, "created"))?;
+        let (temporary, file) =
+            open_temporary(&folder).map_err(|errno| self.explain(path, errno, "created"))?;
         Ok(Destination {
             path: path.to_owned(),
             overwrite,
             file: Some(file),
-            place: Place { folder, name, temporary, renamed: false },
+            place: Place {
+                folder,
+                name,
+                temporary,
+                renamed: false,
+            },
         })
     }
 
     /// Splits a caller's path into an allowed directory and what lies beneath it: one name or more, none of them `..`.
     fn locate(&self, path: &str) -> Result<(&Root, PathBuf), HostFileError> {
         let first = self.roots.first().ok_or(HostFileError::NoDirectories)?;
-        let malformed = |why| HostFileError::Malformed { path: path.to_owned(), why };
+        let malformed = |why| HostFileError::Malformed {
+            path: path.to_owned(),
+            why,
+        };
         if path.chars().any(char::is_control) {
             return Err(malformed("it has control characters"));
         }
         let given = Path::new(path);
-        if given.components().any(|component| component == Component::ParentDir) {
+        if given
+            .components()
+            .any(|component| component == Component::ParentDir)
+        {
             return Err(malformed("it has \"..\" in it"));
         }
         let (root, rest) = if given.is_absolute() {
@@ -272,17 +339,29 @@ impl HostFiles {
             self.roots
                 .iter()
                 .find_map(beneath)
-                .ok_or_else(|| HostFileError::NotAllowed { path: path.to_owned(), allowed: self.allowed() })?
+                .ok_or_else(|| HostFileError::NotAllowed {
+                    path: path.to_owned(),
+                    allowed: self.allowed(),
+                })?
         } else {
             (first, given.to_owned())
         };
         // Collecting the names drops `.` and doubled slashes, which the kernel would accept but our rules about names
         // would not see.
-        let rest: PathBuf = rest.components().filter(|component| matches!(component, Component::Normal(_))).collect();
+        let rest: PathBuf = rest
+            .components()
+            .filter(|component| matches!(component, Component::Normal(_)))
+            .collect();
         if rest.as_os_str().is_empty() {
-            return Err(HostFileError::NotAFile { path: path.to_owned(), what: "a directory" });
+            return Err(HostFileError::NotAFile {
+                path: path.to_owned(),
+                what: "a directory",
+            });
         }
-        if rest.components().any(|component| component.as_os_str().len() > 255) {
+        if rest
+            .components()
+            .any(|component| component.as_os_str().len() > 255)
+        {
             return Err(malformed("a part of it is longer than 255 bytes"));
         }
         Ok((root, rest))
@@ -290,18 +369,28 @@ impl HostFiles {
 
     /// Walks to a folder, one name at a time, making what is missing. Each step refuses links, so the walk cannot leave
     /// the root.
-    fn make_folders(&self, root: &Root, parents: &Path, path: &str) -> Result<OwnedFd, HostFileError> {
+    fn make_folders(
+        &self,
+        root: &Root,
+        parents: &Path,
+        path: &str,
+    ) -> Result<OwnedFd, HostFileError> {
         let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
-        let step = |folder: &OwnedFd, name: &OsStr| rustix::fs::openat2(folder, name, flags, Mode::empty(), RESOLVE);
-        let mut folder = step(&root.handle, OsStr::new(".")).map_err(|errno| self.explain(path, errno, "reached"))?;
+        let step = |folder: &OwnedFd, name: &OsStr| {
+            rustix::fs::openat2(folder, name, flags, Mode::empty(), RESOLVE)
+        };
+        let mut folder = step(&root.handle, OsStr::new("."))
+            .map_err(|errno| self.explain(path, errno, "reached"))?;
         for name in parents.components() {
             let name = name.as_os_str();
             let next = match step(&folder, name) {
-                Err(Errno::NOENT) => match rustix::fs::mkdirat(&folder, name, Mode::from_raw_mode(0o777)) {
-                    // Somebody else may have made it in between; the next step finds out what it is.
-                    Ok(()) | Err(Errno::EXIST) => step(&folder, name),
-                    Err(errno) => Err(errno),
-                },
+                Err(Errno::NOENT) => {
+                    match rustix::fs::mkdirat(&folder, name, Mode::from_raw_mode(0o777)) {
+                        // Somebody else may have made it in between; the next step finds out what it is.
+                        Ok(()) | Err(Errno::EXIST) => step(&folder, name),
+                        Err(errno) => Err(errno),
+                    }
+                }
                 other => other,
             };
             folder = next.map_err(|errno| self.explain(path, errno, "reached"))?;
@@ -313,16 +402,36 @@ impl HostFiles {
         let path = path.to_owned();
         match errno {
             Errno::NOENT => HostFileError::NotFound { path },
-            Errno::LOOP | Errno::XDEV => HostFileError::Link { path, allowed: self.allowed() },
-            Errno::NXIO => HostFileError::NotAFile { path, what: "a socket or a device" },
-            Errno::ISDIR => HostFileError::NotAFile { path, what: "a directory" },
-            Errno::NOTDIR => HostFileError::Malformed { path, why: "a part of it is not a directory" },
-            errno => HostFileError::Failed { path, action, cause: errno.into() },
+            Errno::LOOP | Errno::XDEV => HostFileError::Link {
+                path,
+                allowed: self.allowed(),
+            },
+            Errno::NXIO => HostFileError::NotAFile {
+                path,
+                what: "a socket or a device",
+            },
+            Errno::ISDIR => HostFileError::NotAFile {
+                path,
+                what: "a directory",
+            },
+            Errno::NOTDIR => HostFileError::Malformed {
+                path,
+                why: "a part of it is not a directory",
+            },
+            errno => HostFileError::Failed {
+                path,
+                action,
+                cause: errno.into(),
+            },
         }
     }
 
     fn allowed(&self) -> String {
-        let names: Vec<String> = self.roots.iter().map(|root| root.given.display().to_string()).collect();
+        let names: Vec<String> = self
+            .roots
+            .iter()
+            .map(|root| root.given.display().to_string())
+            .collect();
         names.join(", ")
     }
 }
@@ -354,14 +463,21 @@ struct Place {
 impl Destination {
     /// Hands out the temporary file for writing. It can be taken once.
     pub(super) fn take_file(&mut self) -> File {
-        self.file.take().expect("the file of a destination is taken once")
+        self.file
+            .take()
+            .expect("the file of a destination is taken once")
     }
 
     /// Puts the file into place. The caller has written all of it.
     pub(super) fn keep(mut self) -> Result<(), HostFileError> {
         let renamed = match self.overwrite {
             Overwrite::Allowed => {
-                let Place { folder, name, temporary, .. } = &self.place;
+                let Place {
+                    folder,
+                    name,
+                    temporary,
+                    ..
+                } = &self.place;
                 rustix::fs::renameat(folder, temporary, folder, name)
             }
             Overwrite::Refused => self.place.rename_without_replacing(),
@@ -371,17 +487,26 @@ impl Destination {
                 self.place.renamed = true;
                 Ok(())
             }
-            Err(Errno::EXIST) => Err(HostFileError::Exists { path: self.path.clone() }),
-            Err(errno) => {
-                Err(HostFileError::Failed { path: self.path.clone(), action: "put into place", cause: errno.into() })
-            }
+            Err(Errno::EXIST) => Err(HostFileError::Exists {
+                path: self.path.clone(),
+            }),
+            Err(errno) => Err(HostFileError::Failed {
+                path: self.path.clone(),
+                action: "put into place",
+                cause: errno.into(),
+            }),
         }
     }
 }
 
 impl Place {
     fn rename_without_replacing(&self) -> rustix::io::Result<()> {
-        let Place { folder, name, temporary, .. } = self;
+        let Place {
+            folder,
+            name,
+            temporary,
+            ..
+        } = self;
         match rustix::fs::renameat_with(folder, temporary, folder, name, RenameFlags::NOREPLACE) {
             // Some file systems cannot rename this way. A hard link also refuses to replace, in one step.
             Err(Errno::INVAL | Errno::NOSYS) => {
@@ -396,7 +521,8 @@ impl Place {
 impl Drop for Place {
     fn drop(&mut self) {
         if !self.renamed
-            && let Err(errno) = rustix::fs::unlinkat(&self.folder, &self.temporary, AtFlags::empty())
+            && let Err(errno) =
+                rustix::fs::unlinkat(&self.folder, &self.temporary, AtFlags::empty())
             && errno != Errno::NOENT
         {
             tracing::warn!(error = %errno, "a temporary file of an unfinished download could not be removed");
@@ -443,15 +569,29 @@ impl<R: AsyncRead + Unpin> AsyncRead for Capped<R> {
 }
 
 fn beneath(root: &Root, path: &Path) -> Option<PathBuf> {
-    let rest = path.strip_prefix(&root.given).or_else(|_| path.strip_prefix(&root.canonical));
+    let rest = path
+        .strip_prefix(&root.given)
+        .or_else(|_| path.strip_prefix(&root.canonical));
     rest.ok().map(Path::to_owned)
 }
 
-fn refuse_protected(path: &str, rest: &Path, names: &[&str], verb: &'static str) -> Result<(), HostFileError> {
-    match rest.components().find(|component| names.contains(&plain_name(component.as_os_str()).as_str())) {
+fn refuse_protected(
+    path: &str,
+    rest: &Path,
+    names: &[&str],
+    verb: &'static str,
+) -> Result<(), HostFileError> {
+    match rest
+        .components()
+        .find(|component| names.contains(&plain_name(component.as_os_str()).as_str()))
+    {
         Some(component) => {
             let name = component.as_os_str().to_string_lossy().into_owned();
-            Err(HostFileError::Protected { path: path.to_owned(), name, verb })
+            Err(HostFileError::Protected {
+                path: path.to_owned(),
+                name,
+                verb,
+            })
         }
         None => Ok(()),
     }
@@ -461,7 +601,10 @@ fn refuse_protected(path: &str, rest: &Path, names: &[&str], verb: &'static str)
 /// and spaces at the end.
 fn plain_name(name: &OsStr) -> String {
     let text = String::from_utf8_lossy(name.as_bytes());
-    let visible: String = text.chars().filter(|character| !is_unseen(*character)).collect();
+    let visible: String = text
+        .chars()
+        .filter(|character| !is_unseen(*character))
+        .collect();
     visible.trim_end_matches(['.', ' ']).to_lowercase()
 }
 
@@ -547,7 +690,9 @@ mod tests {
         /// All names in the allowed directory, to show that nothing is left behind.
         fn names(&self, folder: &str) -> Vec<String> {
             let entries = std::fs::read_dir(self.path(folder)).unwrap();
-            let mut names: Vec<_> = entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+            let mut names: Vec<_> = entries
+                .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+                .collect();
             names.sort();
             names
         }
@@ -571,7 +716,10 @@ mod tests {
         let path = case.text("outside/secret");
         let error = case.read(&path).unwrap_err();
         assert!(matches!(error, HostFileError::NotAllowed { .. }), "{error}");
-        assert!(error.to_string().contains(&path) && error.to_string().contains(&case.text("allowed")), "{error}");
+        assert!(
+            error.to_string().contains(&path) && error.to_string().contains(&case.text("allowed")),
+            "{error}"
+        );
         let beside = format!("{}-more/a.txt", case.text("allowed"));
         assert!(
             matches!(case.read(&beside), Err(HostFileError::NotAllowed { .. })),
@@ -582,9 +730,22 @@ mod tests {
     #[test]
     fn climbing_out_is_refused() {
         let case = Case::new();
-        for path in ["../outside/secret", "sub/../../outside/secret", &case.text("allowed/../outside/secret")] {
-            assert!(matches!(case.read(path), Err(HostFileError::Malformed { .. })), "{path}");
-            assert!(matches!(case.write(path, Overwrite::Allowed), Err(HostFileError::Malformed { .. })), "{path}");
+        for path in [
+            "../outside/secret",
+            "sub/../../outside/secret",
+            &case.text("allowed/../outside/secret"),
+        ] {
+            assert!(
+                matches!(case.read(path), Err(HostFileError::Malformed { .. })),
+                "{path}"
+            );
+            assert!(
+                matches!(
+                    case.write(path, Overwrite::Allowed),
+                    Err(HostFileError::Malformed { .. })
+                ),
+                "{path}"
+            );
         }
     }
 
@@ -595,16 +756,25 @@ mod tests {
         symlink(case.path("outside"), case.path("allowed/folder-link")).unwrap();
         symlink("a.txt", case.path("allowed/inner-link")).unwrap();
         for path in ["file-link", "folder-link/secret", "inner-link"] {
-            assert!(matches!(case.read(path), Err(HostFileError::Link { .. })), "{path}");
+            assert!(
+                matches!(case.read(path), Err(HostFileError::Link { .. })),
+                "{path}"
+            );
         }
         assert!(case.write("folder-link/new", Overwrite::Allowed).is_err());
-        assert!(case.write("folder-link/deeper/new", Overwrite::Allowed).is_err());
+        assert!(
+            case.write("folder-link/deeper/new", Overwrite::Allowed)
+                .is_err()
+        );
         assert!(matches!(
             case.write("file-link", Overwrite::Allowed),
             Err(HostFileError::NotAFile { what: "a link", .. })
         ));
         assert_eq!(case.names("outside"), ["secret"]);
-        assert_eq!(std::fs::read_to_string(case.path("outside/secret")).unwrap(), "outside");
+        assert_eq!(
+            std::fs::read_to_string(case.path("outside/secret")).unwrap(),
+            "outside"
+        );
     }
 
     #[test]
@@ -622,8 +792,14 @@ mod tests {
         std::thread::scope(|scope| {
             scope.spawn(|| {
                 while !over.load(Ordering::Relaxed) {
-                    rustix::fs::renameat_with(rustix::fs::CWD, &folder, rustix::fs::CWD, &link, RenameFlags::EXCHANGE)
-                        .unwrap();
+                    rustix::fs::renameat_with(
+                        rustix::fs::CWD,
+                        &folder,
+                        rustix::fs::CWD,
+                        &link,
+                        RenameFlags::EXCHANGE,
+                    )
+                    .unwrap();
                 }
             });
             let read = (0..ATTEMPTS).filter_map(|_| case.read("real/file").ok());
@@ -654,51 +830,91 @@ mod tests {
         let case = Case::new();
         std::fs::rename(case.path("allowed"), case.path("moved")).unwrap();
         symlink(case.path("outside"), case.path("allowed")).unwrap();
-        assert!(matches!(case.read(&case.text("allowed/secret")), Err(HostFileError::NotFound { .. })));
+        assert!(matches!(
+            case.read(&case.text("allowed/secret")),
+            Err(HostFileError::NotFound { .. })
+        ));
         assert_eq!(case.read(&case.text("allowed/a.txt")).unwrap(), "inside");
     }
 
     #[test]
     fn only_regular_files_are_read_and_nothing_blocks() {
         let case = Case::new();
-        rustix::fs::mknodat(rustix::fs::CWD, case.path("allowed/fifo"), FileType::Fifo, Mode::from_raw_mode(0o600), 0)
-            .unwrap();
-        let _listener = std::os::unix::net::UnixListener::bind(case.path("allowed/socket")).unwrap();
+        rustix::fs::mknodat(
+            rustix::fs::CWD,
+            case.path("allowed/fifo"),
+            FileType::Fifo,
+            Mode::from_raw_mode(0o600),
+            0,
+        )
+        .unwrap();
+        let _listener =
+            std::os::unix::net::UnixListener::bind(case.path("allowed/socket")).unwrap();
         for path in ["fifo", "socket", "sub", ".", &case.text("allowed")] {
             let error = case.read(path).unwrap_err();
-            assert!(matches!(error, HostFileError::NotAFile { .. }), "{path}: {error}");
+            assert!(
+                matches!(error, HostFileError::NotAFile { .. }),
+                "{path}: {error}"
+            );
         }
     }
 
     #[test]
     fn devices_are_refused() {
         let files = HostFiles::new(&[PathBuf::from("/dev")], 1000).unwrap();
-        assert!(matches!(files.open("null"), Err(HostFileError::NotAFile { what: "a device", .. })));
+        assert!(matches!(
+            files.open("null"),
+            Err(HostFileError::NotAFile {
+                what: "a device",
+                ..
+            })
+        ));
     }
 
     #[test]
     fn a_missing_file_is_named() {
         let case = Case::new();
-        assert_eq!(case.read("none.txt").unwrap_err().to_string(), "\"none.txt\" does not exist");
+        assert_eq!(
+            case.read("none.txt").unwrap_err().to_string(),
+            "\"none.txt\" does not exist"
+        );
         let home = case.read("~/none.txt").unwrap_err().to_string();
-        assert!(home.starts_with("\"~/none.txt\" does not exist; `~` does not mean the home"), "{home}");
+        assert!(
+            home.starts_with("\"~/none.txt\" does not exist; `~` does not mean the home"),
+            "{home}"
+        );
     }
 
     #[test]
     fn a_file_over_the_cap_is_refused_at_once_even_when_it_is_sparse() {
         let case = Case::new();
-        File::create(case.path("allowed/exact")).unwrap().set_len(1000).unwrap();
-        File::create(case.path("allowed/huge")).unwrap().set_len(1 << 40).unwrap();
+        File::create(case.path("allowed/exact"))
+            .unwrap()
+            .set_len(1000)
+            .unwrap();
+        File::create(case.path("allowed/huge"))
+            .unwrap()
+            .set_len(1 << 40)
+            .unwrap();
         case.files.open("exact").unwrap();
-        assert!(matches!(case.files.open("huge"), Err(HostFileError::TooLarge { largest: 1000, .. })));
+        assert!(matches!(
+            case.files.open("huge"),
+            Err(HostFileError::TooLarge { largest: 1000, .. })
+        ));
     }
 
     #[tokio::test]
     async fn a_file_that_grows_past_the_cap_ends_in_an_error() {
         let mut text = Vec::new();
-        Capped::new(&b"12345"[..], 5).read_to_end(&mut text).await.unwrap();
+        Capped::new(&b"12345"[..], 5)
+            .read_to_end(&mut text)
+            .await
+            .unwrap();
         assert_eq!(text, b"12345");
-        let error = Capped::new(&b"123456"[..], 5).read_to_end(&mut Vec::new()).await.unwrap_err();
+        let error = Capped::new(&b"123456"[..], 5)
+            .read_to_end(&mut Vec::new())
+            .await
+            .unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::FileTooLarge);
     }
 
@@ -706,20 +922,29 @@ mod tests {
     fn a_download_makes_the_folders_on_the_way() {
         let case = Case::new();
         case.write("x/y/z.txt", Overwrite::Refused).unwrap();
-        assert_eq!(std::fs::read_to_string(case.path("allowed/x/y/z.txt")).unwrap(), "new");
+        assert_eq!(
+            std::fs::read_to_string(case.path("allowed/x/y/z.txt")).unwrap(),
+            "new"
+        );
         assert_eq!(case.names("allowed/x/y"), ["z.txt"]);
     }
 
     #[test]
     fn a_file_is_replaced_only_when_asked() {
         let case = Case::new();
-        assert!(matches!(case.write("a.txt", Overwrite::Refused), Err(HostFileError::Exists { .. })));
+        assert!(matches!(
+            case.write("a.txt", Overwrite::Refused),
+            Err(HostFileError::Exists { .. })
+        ));
         assert_eq!(case.read("a.txt").unwrap(), "inside");
         case.write("a.txt", Overwrite::Allowed).unwrap();
         assert_eq!(case.read("a.txt").unwrap(), "new");
         assert!(matches!(
             case.write("sub", Overwrite::Allowed),
-            Err(HostFileError::NotAFile { what: "a directory", .. })
+            Err(HostFileError::NotAFile {
+                what: "a directory",
+                ..
+            })
         ));
     }
 
@@ -728,7 +953,10 @@ mod tests {
         let case = Case::new();
         let destination = case.files.create("late.txt", Overwrite::Refused).unwrap();
         std::fs::write(case.path("allowed/late.txt"), "theirs").unwrap();
-        assert!(matches!(destination.keep(), Err(HostFileError::Exists { .. })));
+        assert!(matches!(
+            destination.keep(),
+            Err(HostFileError::Exists { .. })
+        ));
         assert_eq!(case.read("late.txt").unwrap(), "theirs");
         assert_eq!(case.names("allowed"), ["a.txt", "late.txt", "sub"]);
     }
@@ -738,7 +966,11 @@ mod tests {
         let case = Case::new();
         let mut destination = case.files.create("part.txt", Overwrite::Refused).unwrap();
         destination.take_file().write_all(b"half").unwrap();
-        assert_eq!(case.names("allowed").len(), 3, "the temporary file is beside the destination");
+        assert_eq!(
+            case.names("allowed").len(),
+            3,
+            "the temporary file is beside the destination"
+        );
         drop(destination);
         assert_eq!(case.names("allowed"), ["a.txt", "sub"]);
     }
@@ -764,7 +996,10 @@ mod tests {
             &case.text("allowed/.profile"),
         ] {
             let error = case.write(path, Overwrite::Allowed).unwrap_err();
-            assert!(matches!(error, HostFileError::Protected { .. }), "{path}: {error}");
+            assert!(
+                matches!(error, HostFileError::Protected { .. }),
+                "{path}: {error}"
+            );
         }
         assert_eq!(case.names("allowed"), ["a.txt", "sub"]);
         for path in ["bashrc", "git/config", "environment", "my.env", "notes.git"] {
@@ -777,21 +1012,36 @@ mod tests {
         let case = Case::new();
         std::fs::write(case.path("allowed/.env"), "KEY=1").unwrap();
         std::fs::write(case.path("allowed/.gitconfig"), "[user]").unwrap();
-        assert!(matches!(case.read(".env"), Err(HostFileError::Protected { verb: "reads", .. })));
+        assert!(matches!(
+            case.read(".env"),
+            Err(HostFileError::Protected { verb: "reads", .. })
+        ));
         assert_eq!(case.read(".gitconfig").unwrap(), "[user]");
     }
 
     #[test]
     fn without_allowed_directories_nothing_is_reachable() {
-        assert!(matches!(HostFiles::none().open("/etc/hostname"), Err(HostFileError::NoDirectories)));
-        assert!(matches!(HostFiles::none().create("a", Overwrite::Allowed), Err(HostFileError::NoDirectories)));
+        assert!(matches!(
+            HostFiles::none().open("/etc/hostname"),
+            Err(HostFileError::NoDirectories)
+        ));
+        assert!(matches!(
+            HostFiles::none().create("a", Overwrite::Allowed),
+            Err(HostFileError::NoDirectories)
+        ));
     }
 
     #[test]
     fn control_characters_and_over_long_names_are_refused() {
         let case = Case::new();
         for path in ["a\0b", "a\nb", "\u{7f}", &"x".repeat(256)] {
-            assert!(matches!(case.write(path, Overwrite::Allowed), Err(HostFileError::Malformed { .. })), "{path:?}");
+            assert!(
+                matches!(
+                    case.write(path, Overwrite::Allowed),
+                    Err(HostFileError::Malformed { .. })
+                ),
+                "{path:?}"
+            );
         }
         case.write(&"x".repeat(255), Overwrite::Refused).unwrap();
     }

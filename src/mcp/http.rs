@@ -26,7 +26,9 @@ use bytes::Bytes;
 use http_body_util::BodyExt;
 use hyper::body::{Body as HttpBody, Frame, SizeHint};
 use rmcp::ServerHandler;
-use rmcp::model::{ClientJsonRpcMessage, ClientRequest, ErrorCode, JsonRpcMessage, ProtocolVersion};
+use rmcp::model::{
+    ClientJsonRpcMessage, ClientRequest, ErrorCode, JsonRpcMessage, ProtocolVersion,
+};
 use rmcp::transport::streamable_http_server::session::local::LocalSessionManager;
 use rmcp::transport::streamable_http_server::{StreamableHttpServerConfig, StreamableHttpService};
 use serde_json::{Value, json};
@@ -91,7 +93,14 @@ pub struct Endpoint<H> {
 
 impl<H> Clone for Endpoint<H> {
     fn clone(&self) -> Endpoint<H> {
-        let Endpoint { service, library, connections, bodies, scope_of, turns } = self;
+        let Endpoint {
+            service,
+            library,
+            connections,
+            bodies,
+            scope_of,
+            turns,
+        } = self;
         Endpoint {
             service: service.clone(),
             library: library.clone(),
@@ -107,7 +116,12 @@ impl Endpoint<Server> {
     /// Makes the endpoint of our own tools.
     pub fn of(server: Server, keeping: Keeping, end: CancellationToken) -> Endpoint<Server> {
         let toolbox = server.shared.toolbox.clone();
-        Endpoint::new(server, move |message| scope_of(&*toolbox, message), keeping, end)
+        Endpoint::new(
+            server,
+            move |message| scope_of(&*toolbox, message),
+            keeping,
+            end,
+        )
     }
 }
 
@@ -132,9 +146,17 @@ impl<H: Handler> Endpoint<H> {
             .disable_allowed_hosts()
             .disable_allowed_origins();
         config.session_store = Some(connections.clone());
-        let service = StreamableHttpService::new(move || Ok(handler.clone()), library.clone(), config);
+        let service =
+            StreamableHttpService::new(move || Ok(handler.clone()), library.clone(), config);
         let (bodies, scope_of) = (Bodies::new(ALL_BODIES), Arc::new(scope_of) as ScopeOf);
-        Endpoint { service, library, connections, bodies, scope_of, turns: Arc::default() }
+        Endpoint {
+            service,
+            library,
+            connections,
+            bodies,
+            scope_of,
+            turns: Arc::default(),
+        }
     }
 
     /// Answers one request. Its extensions hold the caller.
@@ -146,22 +168,34 @@ impl<H: Handler> Endpoint<H> {
             // Such a request belongs to no connection, whatever it says.
             request.headers_mut().remove(CONNECTION);
         } else if let Some(id) = request.headers().get(CONNECTION)
-            && !self.connections.belongs_to(id.as_bytes(), &caller.principal)
+            && !self
+                .connections
+                .belongs_to(id.as_bytes(), &caller.principal)
         {
             // The same words that the library has for an unknown one.
             return (StatusCode::NOT_FOUND, "Not Found: Session not found").into_response();
         }
-        let Admitted { request, opens, bytes } = match self.admit(request, &caller).await {
+        let Admitted {
+            request,
+            opens,
+            bytes,
+        } = match self.admit(request, &caller).await {
             Ok(admitted) => admitted,
             Err(refused) => return refused,
         };
-        let closes = request.headers().get(CONNECTION).filter(|_| request.method() == Method::DELETE).cloned();
+        let closes = request
+            .headers()
+            .get(CONNECTION)
+            .filter(|_| request.method() == Method::DELETE)
+            .cloned();
         let mut response = self.service.handle(request).await;
         if let Some(id) = response.headers().get(CONNECTION).filter(|_| opens) {
-            self.connections.give(&String::from_utf8_lossy(id.as_bytes()), &caller.principal);
+            self.connections
+                .give(&String::from_utf8_lossy(id.as_bytes()), &caller.principal);
         }
         if let Some(id) = closes {
-            self.connections.forget(&String::from_utf8_lossy(id.as_bytes()));
+            self.connections
+                .forget(&String::from_utf8_lossy(id.as_bytes()));
             if response.status() == StatusCode::ACCEPTED {
                 // Some clients take any other success for a failure.
                 *response.status_mut() = StatusCode::NO_CONTENT;
@@ -171,10 +205,18 @@ impl<H: Handler> Endpoint<H> {
     }
 
     /// Reads the message of a request and decides whether it may go on.
-    async fn admit(&self, request: Request<Body>, caller: &Caller) -> Result<Admitted, Response<Body>> {
+    async fn admit(
+        &self,
+        request: Request<Body>,
+        caller: &Caller,
+    ) -> Result<Admitted, Response<Body>> {
         if request.method() != Method::POST {
             return match require(caller, Scope::Read) {
-                Ok(()) => Ok(Admitted { request, opens: false, bytes: None }),
+                Ok(()) => Ok(Admitted {
+                    request,
+                    opens: false,
+                    bytes: None,
+                }),
                 Err(denied) => Err(forbidden(denied)),
             };
         }
@@ -184,14 +226,27 @@ impl<H: Handler> Endpoint<H> {
         let (body, bytes) = self.whole(body, caller).await?;
         let rejected = |rejection: Rejection| {
             let is_unknown = rejection.code == ErrorCode::METHOD_NOT_FOUND.0;
-            let status = if is_unknown { StatusCode::NOT_FOUND } else { StatusCode::BAD_REQUEST };
-            (status, [(header::CONTENT_TYPE, "application/json")], rejection.line()).into_response()
+            let status = if is_unknown {
+                StatusCode::NOT_FOUND
+            } else {
+                StatusCode::BAD_REQUEST
+            };
+            (
+                status,
+                [(header::CONTENT_TYPE, "application/json")],
+                rejection.line(),
+            )
+                .into_response()
         };
         let message = match wire::reading(body.clone()).await {
             Ok(Some(message)) => message,
             Ok(None) => {
                 let text = "the body holds no message that can be answered";
-                return Err(rejected(Rejection::new(Value::Null, ErrorCode::INVALID_REQUEST, text)));
+                return Err(rejected(Rejection::new(
+                    Value::Null,
+                    ErrorCode::INVALID_REQUEST,
+                    text,
+                )));
             }
             Err(rejection) => return Err(rejected(rejection)),
         };
@@ -210,12 +265,20 @@ impl<H: Handler> Endpoint<H> {
             }
             self.has_room(caller).await?;
         }
-        Ok(Admitted { request: Request::from_parts(parts, Body::from(body)), opens, bytes: Some(bytes) })
+        Ok(Admitted {
+            request: Request::from_parts(parts, Body::from(body)),
+            opens,
+            bytes: Some(bytes),
+        })
     }
 
     /// Reads a body. What is left of one that is refused is thrown away while the answer is on its
     /// way: a client that still writes would not see an answer on a connection that was closed.
-    async fn whole(&self, mut body: Body, caller: &Caller) -> Result<(Bytes, BodyBytes), Response<Body>> {
+    async fn whole(
+        &self,
+        mut body: Body,
+        caller: &Caller,
+    ) -> Result<(Bytes, BodyBytes), Response<Body>> {
         let read = self.gather(&mut body, caller).await;
         if read.is_err() {
             tokio::spawn(tokio::time::timeout(DISCARDING, discard(body)));
@@ -224,20 +287,40 @@ impl<H: Handler> Endpoint<H> {
     }
 
     /// Reads a body within the caller's share of all bytes under way.
-    async fn gather(&self, body: &mut Body, caller: &Caller) -> Result<(Bytes, BodyBytes), Response<Body>> {
-        let announced = body.size_hint().exact().map_or(0, |size| usize::try_from(size).unwrap_or(usize::MAX));
+    async fn gather(
+        &self,
+        body: &mut Body,
+        caller: &Caller,
+    ) -> Result<(Bytes, BodyBytes), Response<Body>> {
+        let announced = body
+            .size_hint()
+            .exact()
+            .map_or(0, |size| usize::try_from(size).unwrap_or(usize::MAX));
         if announced > LARGEST_BODY {
             return Err(too_large(LARGEST_BODY));
         }
-        let only_looks =
-            ![Scope::Execute, Scope::Install, Scope::Register].iter().any(|scope| caller.scopes.allow(*scope));
-        let expected = if only_looks { announced.min(SMALL_BODY) } else { announced };
+        let only_looks = ![Scope::Execute, Scope::Install, Scope::Register]
+            .iter()
+            .any(|scope| caller.scopes.allow(*scope));
+        let expected = if only_looks {
+            announced.min(SMALL_BODY)
+        } else {
+            announced
+        };
         let mut bytes = self.bodies.begin(&caller.principal);
         bytes.grow(expected).map_err(crowded)?;
         let mut whole = Vec::with_capacity(expected);
         while let Some(frame) = body.frame().await {
-            let unread = |_| (StatusCode::BAD_REQUEST, "the body could not be read to its end").into_response();
-            let Ok(data) = frame.map_err(unread)?.into_data() else { continue };
+            let unread = |_| {
+                (
+                    StatusCode::BAD_REQUEST,
+                    "the body could not be read to its end",
+                )
+                    .into_response()
+            };
+            let Ok(data) = frame.map_err(unread)?.into_data() else {
+                continue;
+            };
             if whole.len() + data.len() > LARGEST_BODY {
                 return Err(too_large(LARGEST_BODY));
             }
@@ -260,21 +343,36 @@ impl<H: Handler> Endpoint<H> {
     /// is looked at again when all of it is there.
     fn scope_of_beginning(&self, beginning: &[u8]) -> Option<Scope> {
         let cellblock_json::Peeked { method, name } = cellblock_json::peek(beginning);
-        let message = json!({"jsonrpc": "2.0", "id": 0, "method": method?, "params": {"name": name?}}).to_string();
+        let message =
+            json!({"jsonrpc": "2.0", "id": 0, "method": method?, "params": {"name": name?}})
+                .to_string();
         (self.scope_of)(&read_message(message.as_bytes()).ok()??)
     }
 
     /// Gives a call its turn at the session that it names: on one connection in the order in which
     /// requests were sent, otherwise in the order in which they were complete. A call that names
     /// none means a new session, or the only one that its tool knows.
-    async fn turn(&self, arrival: Option<Arrival>, caller: &Caller, message: &ClientJsonRpcMessage) -> Option<Turn> {
-        let JsonRpcMessage::Request(request) = message else { return None };
-        let ClientRequest::CallToolRequest(call) = &request.request else { return None };
+    async fn turn(
+        &self,
+        arrival: Option<Arrival>,
+        caller: &Caller,
+        message: &ClientJsonRpcMessage,
+    ) -> Option<Turn> {
+        let JsonRpcMessage::Request(request) = message else {
+            return None;
+        };
+        let ClientRequest::CallToolRequest(call) = &request.request else {
+            return None;
+        };
         let session = session_as_written(call.params.arguments.as_ref());
         let next = || {
             let mut turns = self.turns.lock().unwrap_or_else(PoisonError::into_inner);
             let turn = turns.next(&caller.principal, session.unwrap_or_default());
-            if session.is_none() { turn.brief() } else { turn }
+            if session.is_none() {
+                turn.brief()
+            } else {
+                turn
+            }
         };
         Some(match arrival {
             Some(arrival) => arrival.in_order(next).await,
@@ -288,36 +386,51 @@ impl<H: Handler> Endpoint<H> {
         }
         // The library ends connections by itself when they have not been used for long.
         let living = self.library.sessions.read().await;
-        self.connections.forget_all_but(|id| living.contains_key(id));
+        self.connections
+            .forget_all_but(|id| living.contains_key(id));
         if self.connections.has_room(&caller.principal) {
             return Ok(());
         }
         let text = "too many connections are open; close one or try again later";
-        Err((StatusCode::TOO_MANY_REQUESTS, [(header::RETRY_AFTER, "60")], text).into_response())
+        Err((
+            StatusCode::TOO_MANY_REQUESTS,
+            [(header::RETRY_AFTER, "60")],
+            text,
+        )
+            .into_response())
     }
 }
 
 /// Tells whether a request is of the revision without connections.
 fn stands_alone(request: &Request<Body>) -> bool {
-    let version = request.headers().get("mcp-protocol-version").and_then(|version| version.to_str().ok());
+    let version = request
+        .headers()
+        .get("mcp-protocol-version")
+        .and_then(|version| version.to_str().ok());
     version.is_some_and(|version| version >= ProtocolVersion::V_2026_07_28.as_str())
 }
 
 /// The one table of what messages need. What only asks how to go on is open to every known caller.
 fn scope_of(toolbox: &dyn Toolbox, message: &ClientJsonRpcMessage) -> Option<Scope> {
-    let JsonRpcMessage::Request(request) = message else { return None };
+    let JsonRpcMessage::Request(request) = message else {
+        return None;
+    };
     match &request.request {
         // An unknown tool is answered as such to whoever may see anything.
-        ClientRequest::CallToolRequest(call) => {
-            Some(toolbox.find(&call.params.name).map_or(Scope::Read, |tool| tool.scope))
-        }
+        ClientRequest::CallToolRequest(call) => Some(
+            toolbox
+                .find(&call.params.name)
+                .map_or(Scope::Read, |tool| tool.scope),
+        ),
         ClientRequest::InitializeRequest(_)
         | ClientRequest::PingRequest(_)
         | ClientRequest::DiscoverRequest(_)
         | ClientRequest::ListToolsRequest(_)
         | ClientRequest::ListPromptsRequest(_)
         | ClientRequest::GetPromptRequest(_) => None,
-        ClientRequest::UpdateTaskRequest(_) | ClientRequest::CancelTaskRequest(_) => Some(Scope::Execute),
+        ClientRequest::UpdateTaskRequest(_) | ClientRequest::CancelTaskRequest(_) => {
+            Some(Scope::Execute)
+        }
         _ => Some(Scope::Read),
     }
 }
@@ -335,14 +448,18 @@ struct Admitted {
 async fn discard(mut body: Body) {
     let mut left = LARGEST_BODY;
     while left > 0 {
-        let Some(Ok(frame)) = body.frame().await else { return };
+        let Some(Ok(frame)) = body.frame().await else {
+            return;
+        };
         left = left.saturating_sub(frame.data_ref().map_or(1, |data| data.len().max(1)));
     }
 }
 
 fn too_large(most: usize) -> Response<Body> {
     let text = match most {
-        SMALL_BODY => format!("such a message may have {most} bytes; only one that runs something may have more"),
+        SMALL_BODY => format!(
+            "such a message may have {most} bytes; only one that runs something may have more"
+        ),
         _ => format!("a message may have {most} bytes"),
     };
     (StatusCode::PAYLOAD_TOO_LARGE, text).into_response()
@@ -354,9 +471,10 @@ fn crowded(by: Crowded) -> Response<Body> {
             StatusCode::TOO_MANY_REQUESTS,
             "too many bytes of your messages are under way; wait for some to be answered",
         ),
-        Crowded::ByOthers => {
-            (StatusCode::SERVICE_UNAVAILABLE, "too many bytes of messages are under way; try again in a moment")
-        }
+        Crowded::ByOthers => (
+            StatusCode::SERVICE_UNAVAILABLE,
+            "too many bytes of messages are under way; try again in a moment",
+        ),
     };
     (status, [(header::RETRY_AFTER, "1")], text).into_response()
 }
@@ -369,12 +487,23 @@ where
     B::Error: Into<axum::BoxError>,
 {
     // What is whole already is only being written.
-    if body.is_end_stream() || body.size_hint().exact().is_some() || (expires.is_none() && bytes.is_none()) {
+    if body.is_end_stream()
+        || body.size_hint().exact().is_some()
+        || (expires.is_none() && bytes.is_none())
+    {
         return Body::new(body);
     }
-    let left = |expires: SystemTime| expires.duration_since(SystemTime::now()).unwrap_or_default();
+    let left = |expires: SystemTime| {
+        expires
+            .duration_since(SystemTime::now())
+            .unwrap_or_default()
+    };
     let end = expires.map(|expires| Box::pin(tokio::time::sleep(left(expires))));
-    Body::new(Until { body: Box::pin(body), end, _bytes: bytes })
+    Body::new(Until {
+        body: Box::pin(body),
+        end,
+        _bytes: bytes,
+    })
 }
 
 struct Until<B> {
@@ -387,8 +516,15 @@ impl<B: HttpBody<Data = Bytes>> HttpBody for Until<B> {
     type Data = Bytes;
     type Error = B::Error;
 
-    fn poll_frame(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, B::Error>>> {
-        if self.end.as_mut().is_some_and(|end| end.as_mut().poll(context).is_ready()) {
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, B::Error>>> {
+        if self
+            .end
+            .as_mut()
+            .is_some_and(|end| end.as_mut().poll(context).is_ready())
+        {
             return Poll::Ready(None);
         }
         self.body.as_mut().poll_frame(context)
@@ -428,33 +564,64 @@ mod tests {
     async fn a_stream_ends_when_the_token_that_opened_it_does() {
         let expires = SystemTime::now() + Duration::from_secs(60);
         let started = tokio::time::Instant::now();
-        let said = until(Talks(true), Some(expires), None).collect().await.unwrap().to_bytes();
+        let said = until(Talks(true), Some(expires), None)
+            .collect()
+            .await
+            .unwrap()
+            .to_bytes();
         assert_eq!(said, "data: 1\n\n");
-        assert!((59..=61).contains(&started.elapsed().as_secs()), "{:?}", started.elapsed());
-        let endless = tokio::time::timeout(Duration::from_secs(3600), until(Talks(true), None, None).collect()).await;
+        assert!(
+            (59..=61).contains(&started.elapsed().as_secs()),
+            "{:?}",
+            started.elapsed()
+        );
+        let endless = tokio::time::timeout(
+            Duration::from_secs(3600),
+            until(Talks(true), None, None).collect(),
+        )
+        .await;
         assert!(endless.is_err(), "the control: without an end it goes on");
     }
 
     #[tokio::test]
     async fn an_answer_that_is_whole_is_written_to_its_end() {
         let long_ago = SystemTime::now() - Duration::from_secs(60);
-        assert_eq!(until(Body::from("whole"), Some(long_ago), None).collect().await.unwrap().to_bytes(), "whole");
+        assert_eq!(
+            until(Body::from("whole"), Some(long_ago), None)
+                .collect()
+                .await
+                .unwrap()
+                .to_bytes(),
+            "whole"
+        );
     }
 
     #[test]
     fn every_tool_names_its_scope_and_looking_needs_less_than_doing() {
         let catalogue = Catalogue::new(&McpSettings::default());
-        let needs = |text: &str| scope_of(&catalogue, &read_message(text.as_bytes()).unwrap().unwrap());
+        let needs =
+            |text: &str| scope_of(&catalogue, &read_message(text.as_bytes()).unwrap().unwrap());
         let call = |tool: &str| {
-            needs(&format!(r#"{{"jsonrpc":"2.0","id":1,"method":"tools/call","params":{{"name":"{tool}"}}}}"#))
+            needs(&format!(
+                r#"{{"jsonrpc":"2.0","id":1,"method":"tools/call","params":{{"name":"{tool}"}}}}"#
+            ))
         };
         for tool in ToolName::ALL {
             assert_eq!(call(tool.as_str()), Some(tool.scope()));
         }
         assert_eq!(call("no_such_tool"), Some(Scope::Read));
-        assert_eq!(needs(r#"{"jsonrpc":"2.0","id":1,"method":"tools/list"}"#), None);
-        assert_eq!(needs(r#"{"jsonrpc":"2.0","id":1,"method":"resources/list"}"#), Some(Scope::Read));
-        assert_eq!(needs(r#"{"jsonrpc":"2.0","id":1,"method":"what/ever"}"#), Some(Scope::Read));
+        assert_eq!(
+            needs(r#"{"jsonrpc":"2.0","id":1,"method":"tools/list"}"#),
+            None
+        );
+        assert_eq!(
+            needs(r#"{"jsonrpc":"2.0","id":1,"method":"resources/list"}"#),
+            Some(Scope::Read)
+        );
+        assert_eq!(
+            needs(r#"{"jsonrpc":"2.0","id":1,"method":"what/ever"}"#),
+            Some(Scope::Read)
+        );
     }
 
     #[derive(Clone)]
@@ -464,12 +631,24 @@ mod tests {
 
     fn endpoint() -> Endpoint<Silent> {
         let catalogue = Catalogue::new(&McpSettings::default());
-        let keeping = Keeping { idle: Duration::from_secs(60), folder: None };
-        Endpoint::new(Silent, move |message| scope_of(&catalogue, message), keeping, CancellationToken::new())
+        let keeping = Keeping {
+            idle: Duration::from_secs(60),
+            folder: None,
+        };
+        Endpoint::new(
+            Silent,
+            move |message| scope_of(&catalogue, message),
+            keeping,
+            CancellationToken::new(),
+        )
     }
 
     fn caller(principal: &str, scopes: &[Scope]) -> Caller {
-        Caller { principal: principal.to_owned(), scopes: scopes.iter().copied().collect(), expires: None }
+        Caller {
+            principal: principal.to_owned(),
+            scopes: scopes.iter().copied().collect(),
+            expires: None,
+        }
     }
 
     /// A body that comes in pieces of 32 KiB, and counts how many were taken.
@@ -490,7 +669,11 @@ mod tests {
     }
 
     /// Posts a message and returns the answer and how many bytes of the message were taken.
-    async fn post(endpoint: &Endpoint<Silent>, caller: &Caller, message: String) -> (Response<Body>, usize) {
+    async fn post(
+        endpoint: &Endpoint<Silent>,
+        caller: &Caller,
+        message: String,
+    ) -> (Response<Body>, usize) {
         let taken = Arc::default();
         let body = Body::new(Pieces(message.into(), Arc::clone(&taken)));
         let mut request = Request::new(body);
@@ -526,16 +709,23 @@ mod tests {
         let size = named.len();
         let (ran, taken) = post(&endpoint, &runs, named).await;
         assert_eq!(taken, size);
-        assert!(![StatusCode::FORBIDDEN, StatusCode::PAYLOAD_TOO_LARGE].contains(&ran.status()), "{ran:?}");
+        assert!(
+            ![StatusCode::FORBIDDEN, StatusCode::PAYLOAD_TOO_LARGE].contains(&ran.status()),
+            "{ran:?}"
+        );
     }
 
     #[tokio::test]
     async fn bodies_under_way_are_bounded_for_each_caller() {
         let endpoint = endpoint();
-        let (greedy, other) = (caller("a", &[Scope::Execute]), caller("b", &[Scope::Execute]));
+        let (greedy, other) = (
+            caller("a", &[Scope::Execute]),
+            caller("b", &[Scope::Execute]),
+        );
         let unfinished = || {
-            let announced =
-                http_body_util::StreamBody::new(futures_util::stream::pending::<Result<Frame<Bytes>, axum::Error>>());
+            let announced = http_body_util::StreamBody::new(futures_util::stream::pending::<
+                Result<Frame<Bytes>, axum::Error>,
+            >());
             let mut request = Request::new(Body::new(Announced(announced, 8 << 20)));
             *request.method_mut() = Method::POST;
             request.extensions_mut().insert(greedy.clone());
@@ -544,22 +734,35 @@ mod tests {
         };
         let mut waiting = (0..200).map(|_| unfinished()).collect::<Vec<_>>();
         let mut refused = Vec::new();
-        waiting.retain_mut(|answer| match futures_util::FutureExt::now_or_never(answer) {
-            Some(response) => {
-                refused.push(response);
-                false
-            }
-            None => true,
-        });
-        assert_eq!(waiting.len(), 5, "as many as have room in a third of 128 MiB");
+        waiting.retain_mut(
+            |answer| match futures_util::FutureExt::now_or_never(answer) {
+                Some(response) => {
+                    refused.push(response);
+                    false
+                }
+                None => true,
+            },
+        );
+        assert_eq!(
+            waiting.len(),
+            5,
+            "as many as have room in a third of 128 MiB"
+        );
         for response in &refused {
             assert_eq!(response.status(), StatusCode::TOO_MANY_REQUESTS);
             assert_eq!(response.headers()[header::RETRY_AFTER], "1");
         }
         let (served, _) = post(&endpoint, &other, cell(r#""name":"reset","#, 1 << 20)).await;
-        assert_ne!(served.status(), StatusCode::SERVICE_UNAVAILABLE, "the control: another caller");
+        assert_ne!(
+            served.status(),
+            StatusCode::SERVICE_UNAVAILABLE,
+            "the control: another caller"
+        );
         drop(waiting);
-        assert!(futures_util::FutureExt::now_or_never(unfinished()).is_none(), "what was given up is given back");
+        assert!(
+            futures_util::FutureExt::now_or_never(unfinished()).is_none(),
+            "what was given up is given back"
+        );
     }
 
     /// A body with a `Content-Length`.
@@ -586,11 +789,18 @@ mod tests {
         let endpoint = endpoint();
         let greeting = |name: usize| {
             let info = json!({"name": "n".repeat(name), "version": "1"});
-            let params = json!({"protocolVersion": "2025-11-25", "capabilities": {}, "clientInfo": info});
+            let params =
+                json!({"protocolVersion": "2025-11-25", "capabilities": {}, "clientInfo": info});
             json!({"jsonrpc": "2.0", "id": 1, "method": "initialize", "params": params}).to_string()
         };
         let runs = caller("x", &[Scope::Execute]);
-        assert_eq!(post(&endpoint, &runs, greeting(100_000)).await.0.status(), StatusCode::PAYLOAD_TOO_LARGE);
-        assert_ne!(post(&endpoint, &runs, greeting(10)).await.0.status(), StatusCode::PAYLOAD_TOO_LARGE);
+        assert_eq!(
+            post(&endpoint, &runs, greeting(100_000)).await.0.status(),
+            StatusCode::PAYLOAD_TOO_LARGE
+        );
+        assert_ne!(
+            post(&endpoint, &runs, greeting(10)).await.0.status(),
+            StatusCode::PAYLOAD_TOO_LARGE
+        );
     }
 }

@@ -87,18 +87,27 @@ const SAME_NAME: &[&str] = &[
 ///
 /// A missing submodule of a module that exists (`No module named 'a.b'`) is not a missing package.
 pub(super) fn missing_module(status: &Status) -> Option<&str> {
-    let Status::Raised(PythonError { name, message, .. }) = status else { return None };
+    let Status::Raised(PythonError { name, message, .. }) = status else {
+        return None;
+    };
     if name != "ModuleNotFoundError" {
         return None;
     }
-    let (module, rest) = message.strip_prefix("No module named '")?.split_once('\'')?;
-    let is_module = module.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'_');
+    let (module, rest) = message
+        .strip_prefix("No module named '")?
+        .split_once('\'')?;
+    let is_module = module
+        .bytes()
+        .all(|byte| byte.is_ascii_alphanumeric() || byte == b'_');
     (rest.is_empty() && is_module && !module.is_empty()).then_some(module)
 }
 
 /// Returns the distribution that has a module, if it is known.
 pub(super) fn distribution(module: &str) -> Option<&'static str> {
-    let renamed = RENAMED.iter().find(|(known, _)| *known == module).map(|(_, distribution)| *distribution);
+    let renamed = RENAMED
+        .iter()
+        .find(|(known, _)| *known == module)
+        .map(|(_, distribution)| *distribution);
     renamed.or_else(|| SAME_NAME.iter().find(|known| **known == module).copied())
 }
 
@@ -121,14 +130,23 @@ mod tests {
 
     fn raised(name: &str, message: &str) -> Status {
         let (name, message) = (name.to_owned(), message.to_owned());
-        Status::Raised(PythonError { name, message, traceback: String::new(), line: None })
+        Status::Raised(PythonError {
+            name,
+            message,
+            traceback: String::new(),
+            line: None,
+        })
     }
 
     #[test]
     fn the_module_that_was_not_found_is_read_from_the_error() {
-        let missing = |name: &str, message: &str| missing_module(&raised(name, message)).map(str::to_owned);
+        let missing =
+            |name: &str, message: &str| missing_module(&raised(name, message)).map(str::to_owned);
         let not_found = "ModuleNotFoundError";
-        assert_eq!(missing(not_found, "No module named 'cv2'").as_deref(), Some("cv2"));
+        assert_eq!(
+            missing(not_found, "No module named 'cv2'").as_deref(),
+            Some("cv2")
+        );
         for (name, message) in [
             (not_found, "No module named 'sklearn.nothing'"),
             (not_found, "No module named 'x.y'; 'x' is not a package"),
@@ -164,8 +182,18 @@ mod tests {
 
     #[test]
     fn a_module_of_the_users_own_is_known_by_its_file_or_folder() {
-        let files = |path: &str| [FileNote { path: path.to_owned(), size: 1 }];
-        for own in ["regex.py", "lib/regex.py", "regex/__init__.py", "src/regex/core.py"] {
+        let files = |path: &str| {
+            [FileNote {
+                path: path.to_owned(),
+                size: 1,
+            }]
+        };
+        for own in [
+            "regex.py",
+            "lib/regex.py",
+            "regex/__init__.py",
+            "src/regex/core.py",
+        ] {
             assert!(is_among("regex", &files(own)), "{own}");
         }
         for other in ["regex.csv", "my_regex.py", "regex.pyc", "data/notes.txt"] {
@@ -175,8 +203,11 @@ mod tests {
 
     #[test]
     fn each_module_is_listed_once() {
-        let mut modules =
-            RENAMED.iter().map(|(module, _)| *module).chain(SAME_NAME.iter().copied()).collect::<Vec<_>>();
+        let mut modules = RENAMED
+            .iter()
+            .map(|(module, _)| *module)
+            .chain(SAME_NAME.iter().copied())
+            .collect::<Vec<_>>();
         let all = modules.len();
         modules.sort_unstable();
         modules.dedup();

@@ -52,7 +52,10 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use rmcp::RoleServer;
-use rmcp::model::{ClientRequest, CustomRequest, ErrorCode, ErrorData, Implementation, ReadResourceResult, Resource};
+use rmcp::model::{
+    ClientRequest, CustomRequest, ErrorCode, ErrorData, Implementation, ReadResourceResult,
+    Resource,
+};
 use rmcp::service::RequestContext;
 use serde_json::json;
 use tokio_util::sync::CancellationToken;
@@ -132,35 +135,62 @@ pub struct McpSettings {
 impl McpSettings {
     /// Says what sessions can reach, as the end of a sentence.
     fn reach(&self) -> String {
-        let (denied, allowed): (Vec<_>, Vec<_>) = self.network.iter().partition(|rule| rule.is_denial());
-        let texts = |rules: &[&Rule]| rules.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
+        let (denied, allowed): (Vec<_>, Vec<_>) =
+            self.network.iter().partition(|rule| rule.is_denial());
+        let texts = |rules: &[&Rule]| {
+            rules
+                .iter()
+                .map(ToString::to_string)
+                .collect::<Vec<_>>()
+                .join(", ")
+        };
         let others = match self.other_hosts {
             OtherHosts::Closed => "",
             OtherHosts::AskedAbout => " (other hosts need a permission)",
         };
         let reached = match (allowed.len(), self.other_hosts) {
             (0, OtherHosts::Closed) => return "without network".to_owned(),
-            (0, OtherHosts::AskedAbout) => "whose network needs a permission for every host".to_owned(),
+            (0, OtherHosts::AskedAbout) => {
+                "whose network needs a permission for every host".to_owned()
+            }
             _ if allowed.iter().any(|rule| rule.is_everything()) => "with network".to_owned(),
-            (few, _) if few <= MOST_RULES_TOLD => format!("whose network reaches only {}{others}", texts(&allowed)),
+            (few, _) if few <= MOST_RULES_TOLD => {
+                format!("whose network reaches only {}{others}", texts(&allowed))
+            }
             (more, _) => format!("whose network reaches only {more} listed places{others}"),
         };
         match denied.len() {
             0 => reached,
-            few if few <= MOST_RULES_TOLD => format!("{reached}, but not {}", texts(&denied).replace('!', "")),
+            few if few <= MOST_RULES_TOLD => {
+                format!("{reached}, but not {}", texts(&denied).replace('!', ""))
+            }
             more => format!("{reached}, but not {more} others"),
         }
     }
 
     /// Says which packages sessions have, as a sentence with a space before it, or nothing.
     fn packages_told(&self) -> String {
-        let told = self.packages.iter().take(MOST_PACKAGES_TOLD).map(String::as_str).collect::<Vec<_>>().join(", ");
+        let told = self
+            .packages
+            .iter()
+            .take(MOST_PACKAGES_TOLD)
+            .map(String::as_str)
+            .collect::<Vec<_>>()
+            .join(", ");
         let more = match self.packages.len().saturating_sub(MOST_PACKAGES_TOLD) {
             0 => String::new(),
             more => format!(" and {more} more"),
         };
-        let others = if self.can_install { "; install_package adds others" } else { "" };
-        if told.is_empty() { String::new() } else { format!(" Installed: {told}{more}{others}.") }
+        let others = if self.can_install {
+            "; install_package adds others"
+        } else {
+            ""
+        };
+        if told.is_empty() {
+            String::new()
+        } else {
+            format!(" Installed: {told}{more}{others}.")
+        }
     }
 }
 
@@ -244,7 +274,11 @@ impl Front {
 
 impl Server {
     /// Makes the server. `files` are used by callers on stdio only.
-    pub fn new(sessions: Arc<dyn SessionAccess>, files: HostFiles, settings: McpSettings) -> Server {
+    pub fn new(
+        sessions: Arc<dyn SessionAccess>,
+        files: HostFiles,
+        settings: McpSettings,
+    ) -> Server {
         Server {
             shared: Arc::new(Shared {
                 sessions,
@@ -278,7 +312,9 @@ impl Server {
         if self.shared.sessions_outlive_server {
             return Ok(());
         }
-        Err(Refused::EndsWithServer { files_kept: self.shared.work_folder == WorkFolder::Shared })
+        Err(Refused::EndsWithServer {
+            files_kept: self.shared.work_folder == WorkFolder::Shared,
+        })
     }
 
     /// Tells who sent a request.
@@ -288,17 +324,33 @@ impl Server {
             Front::Http => {
                 let request = context.extensions.get::<axum::http::request::Parts>();
                 let caller = request.and_then(|request| request.extensions.get::<Caller>());
-                caller.cloned().ok_or_else(|| ErrorData::internal_error("it is not known who is calling", None))
+                caller.cloned().ok_or_else(|| {
+                    ErrorData::internal_error("it is not known who is calling", None)
+                })
             }
         }
     }
 
-    async fn read_output(&self, owner: &Principal, uri: &str) -> Result<ReadResourceResult, ErrorData> {
+    async fn read_output(
+        &self,
+        owner: &Principal,
+        uri: &str,
+    ) -> Result<ReadResourceResult, ErrorData> {
         let sessions = &self.shared.sessions;
         let not_found = |text: String| ErrorData::invalid_params(text, Some(json!({"uri": uri})));
-        let address: Address = uri.parse().map_err(|bad: resources::BadAddress| not_found(bad.to_string()))?;
+        let address: Address = uri
+            .parse()
+            .map_err(|bad: resources::BadAddress| not_found(bad.to_string()))?;
         let length = address.limit + resources::CHARACTER_MARGIN;
-        let read = sessions.read_output(owner, &address.session, address.execution, address.offset, length).await;
+        let read = sessions
+            .read_output(
+                owner,
+                &address.session,
+                address.execution,
+                address.offset,
+                length,
+            )
+            .await;
         match read {
             Some(Ok(slice)) => Ok(ReadResourceResult::new(vec![resources::contents(uri, &address, &slice)])),
             Some(Err(error)) => {
@@ -323,9 +375,15 @@ impl Server {
         let all = sessions.list(owner).await.unwrap_or_default();
         for session in all.into_iter().filter(|session| session.state == "idle") {
             // One that has begun something meanwhile is left out.
-            let Ok(list) = sessions.list_files(owner, &session.id).await else { continue };
-            let files = list.files.iter().filter_map(|file| Some((file.path.parse().ok()?, file.size)));
-            listed.extend(files.map(|(path, size)| resources::listed_file(&session.id, &path, size)));
+            let Ok(list) = sessions.list_files(owner, &session.id).await else {
+                continue;
+            };
+            let files = list
+                .files
+                .iter()
+                .filter_map(|file| Some((file.path.parse().ok()?, file.size)));
+            listed
+                .extend(files.map(|(path, size)| resources::listed_file(&session.id, &path, size)));
             if listed.len() >= MOST_FILES_LISTED {
                 listed.truncate(MOST_FILES_LISTED);
                 break;
@@ -342,13 +400,25 @@ impl Server {
         path: &InsidePath,
     ) -> Result<ReadResourceResult, ErrorData> {
         let mut bytes = Vec::new();
-        let read = self.shared.sessions.read_file(owner, session, path, LARGEST_INLINE, &mut bytes).await;
-        read.map_err(|refused| ErrorData::invalid_params(refused.to_string(), Some(json!({"uri": uri}))))?;
-        Ok(ReadResourceResult::new(vec![resources::file_contents(uri, &bytes)]))
+        let read = self
+            .shared
+            .sessions
+            .read_file(owner, session, path, LARGEST_INLINE, &mut bytes)
+            .await;
+        read.map_err(|refused| {
+            ErrorData::invalid_params(refused.to_string(), Some(json!({"uri": uri})))
+        })?;
+        Ok(ReadResourceResult::new(vec![resources::file_contents(
+            uri, &bytes,
+        )]))
     }
 
     fn implementation(&self) -> Implementation {
-        let name = self.shared.toolbox.introduction().map_or("cellblock", |introduction| introduction.name);
+        let name = self
+            .shared
+            .toolbox
+            .introduction()
+            .map_or("cellblock", |introduction| introduction.name);
         Implementation::new(name, env!("CARGO_PKG_VERSION"))
             .with_title("Cellblock")
             .with_description("Runs Python in private Linux sandboxes")
@@ -359,7 +429,9 @@ impl Server {
 /// know.
 fn has_wrong_params(request: &ClientRequest) -> Option<ErrorData> {
     match request {
-        ClientRequest::CustomRequest(custom) if ANSWERED_METHODS.contains(&custom.method.as_str()) => {
+        ClientRequest::CustomRequest(custom)
+            if ANSWERED_METHODS.contains(&custom.method.as_str()) =>
+        {
             Some(custom_request_error(custom))
         }
         _ => None,
@@ -368,10 +440,17 @@ fn has_wrong_params(request: &ClientRequest) -> Option<ErrorData> {
 
 fn custom_request_error(request: &CustomRequest) -> ErrorData {
     if ANSWERED_METHODS.contains(&request.method.as_str()) {
-        let text = format!("the params of {} are missing or of the wrong type", request.method);
+        let text = format!(
+            "the params of {} are missing or of the wrong type",
+            request.method
+        );
         ErrorData::invalid_params(text, None)
     } else {
-        ErrorData::new(ErrorCode::METHOD_NOT_FOUND, Cow::Owned(request.method.clone()), None)
+        ErrorData::new(
+            ErrorCode::METHOD_NOT_FOUND,
+            Cow::Owned(request.method.clone()),
+            None,
+        )
     }
 }
 

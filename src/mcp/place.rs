@@ -35,7 +35,13 @@ impl Place {
         // Places that were given up are passed over now, so that they never become a long chain.
         let before = before.and_then(|mut end| (!end.is_over()).then_some(end));
         let (over, end) = oneshot::channel();
-        (Place { before, over: Some(over) }, End(end))
+        (
+            Place {
+                before,
+                over: Some(over),
+            },
+            End(end),
+        )
     }
 
     /// Waits until all places before are over.

@@ -38,9 +38,20 @@ pub(super) struct Reporter {
 
 impl Reporter {
     /// Reports the news of a call that may take so long.
-    pub(super) fn new(preparation: watch::Receiver<Preparation>, timeout: Duration, news: &News) -> Reporter {
+    pub(super) fn new(
+        preparation: watch::Receiver<Preparation>,
+        timeout: Duration,
+        news: &News,
+    ) -> Reporter {
         let started = Instant::now();
-        Reporter { preparation, news: news.subscribe(), timeout, started, last: None, last_progress: 0.0 }
+        Reporter {
+            preparation,
+            news: news.subscribe(),
+            timeout,
+            started,
+            last: None,
+            last_progress: 0.0,
+        }
     }
 
     /// Waits for the next thing worth reporting. Never ends by itself.
@@ -77,14 +88,22 @@ impl Reporter {
         };
         self.last = Some((Instant::now(), message.clone()));
         // The clock's grain must not make two reports equal: the protocol wants each greater than the last.
-        self.last_progress = self.started.elapsed().as_secs_f64().max(self.last_progress + 0.001);
-        Report { progress: self.last_progress, message }
+        self.last_progress = self
+            .started
+            .elapsed()
+            .as_secs_f64()
+            .max(self.last_progress + 0.001);
+        Report {
+            progress: self.last_progress,
+            message,
+        }
     }
 
     /// Says what the call is at, if there is more to say than that it runs.
     fn step(&mut self) -> Option<String> {
         let prepared = step_text(&self.preparation.borrow_and_update());
-        prepared.or_else(|| Some(self.news.borrow_and_update().clone()).filter(|news| !news.is_empty()))
+        prepared
+            .or_else(|| Some(self.news.borrow_and_update().clone()).filter(|news| !news.is_empty()))
     }
 }
 
@@ -97,9 +116,11 @@ async fn news<T>(receiver: &mut watch::Receiver<T>) {
 
 fn step_text(preparation: &Preparation) -> Option<String> {
     match preparation {
-        Preparation::Working { step, done, total: Some(total) } => {
-            Some(format!("preparing: {step} ({done} of {total})"))
-        }
+        Preparation::Working {
+            step,
+            done,
+            total: Some(total),
+        } => Some(format!("preparing: {step} ({done} of {total})")),
         Preparation::Working { step, .. } => Some(format!("preparing: {step}")),
         Preparation::Ready | Preparation::Failed { .. } => None,
     }
@@ -110,14 +131,20 @@ mod tests {
     use super::*;
 
     fn working(step: &str) -> Preparation {
-        Preparation::Working { step: step.to_owned(), done: 1, total: Some(3) }
+        Preparation::Working {
+            step: step.to_owned(),
+            done: 1,
+            total: Some(3),
+        }
     }
 
     #[tokio::test(start_paused = true)]
     async fn a_step_under_way_is_reported_at_once() {
         let (_sender, preparation) = watch::channel(working("installing numpy"));
         let started = Instant::now();
-        let report = Reporter::new(preparation, Duration::from_secs(120), &News::default()).next().await;
+        let report = Reporter::new(preparation, Duration::from_secs(120), &News::default())
+            .next()
+            .await;
         assert_eq!(report.message, "preparing: installing numpy (1 of 3)");
         assert_eq!(started.elapsed(), Duration::ZERO);
     }
@@ -144,9 +171,15 @@ mod tests {
         let (_sender, preparation) = watch::channel(Preparation::Ready);
         let mut reporter = Reporter::new(preparation, Duration::from_secs(120), &News::default());
         let started = Instant::now();
-        assert_eq!(reporter.next().await.message, "running for 5 s (time-out 2 min)");
+        assert_eq!(
+            reporter.next().await.message,
+            "running for 5 s (time-out 2 min)"
+        );
         assert_eq!(started.elapsed(), Duration::from_secs(5));
-        assert_eq!(reporter.next().await.message, "running for 10 s (time-out 2 min)");
+        assert_eq!(
+            reporter.next().await.message,
+            "running for 10 s (time-out 2 min)"
+        );
         assert_eq!(started.elapsed(), Duration::from_secs(10));
     }
 
@@ -172,7 +205,10 @@ mod tests {
         let (sender, preparation) = watch::channel(Preparation::Ready);
         drop(sender);
         let mut reporter = Reporter::new(preparation, Duration::from_secs(9), &News::default());
-        assert_eq!(reporter.next().await.message, "running for 5 s (time-out 9 s)");
+        assert_eq!(
+            reporter.next().await.message,
+            "running for 5 s (time-out 9 s)"
+        );
     }
 
     #[tokio::test(start_paused = true)]

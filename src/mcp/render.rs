@@ -22,9 +22,10 @@ use crate::sandbox::{Exit, Isolation, Layer, Preparation};
 use crate::session::install::InstallReport;
 use crate::session::tools::{CallEnd, ToolCalls};
 use crate::session::{
-    CheckpointInfo, ExecutionId, FileChanges, FileNote, FilesCarried, ForkReport, Image, InsidePath, LateOutput,
-    Others, Outcome, Output, Part, PythonError, ResetReport, SessionId, SessionInfo, StateAfter, Status, Stream,
-    Uncollected, Underway, UndoReport, Variable, VariableChanges, WorkFolder, most_undone,
+    CheckpointInfo, ExecutionId, FileChanges, FileNote, FilesCarried, ForkReport, Image,
+    InsidePath, LateOutput, Others, Outcome, Output, Part, PythonError, ResetReport, SessionId,
+    SessionInfo, StateAfter, Status, Stream, Uncollected, Underway, UndoReport, Variable,
+    VariableChanges, WorkFolder, most_undone,
 };
 
 /// What an execution without output reads.
@@ -52,13 +53,19 @@ pub(super) enum Occasion {
 }
 
 /// Renders a finished execution. Every status but `Completed` sets `isError`.
-pub(super) fn execution(session: &SessionId, outcome: &Outcome, occasion: Occasion) -> CallToolResult {
-    let resource = (outcome.output.cut_chars > 0).then(|| resources::output_uri(session, outcome.execution));
+pub(super) fn execution(
+    session: &SessionId,
+    outcome: &Outcome,
+    occasion: Occasion,
+) -> CallToolResult {
+    let resource =
+        (outcome.output.cut_chars > 0).then(|| resources::output_uri(session, outcome.execution));
     let mut page = Page::default();
     if let Occasion::Check { .. } = occasion {
         page.line(&heading(outcome.execution, &outcome.first_line));
     }
-    page.text.push_str(&execution_text(outcome, resource.as_deref()));
+    page.text
+        .push_str(&execution_text(outcome, resource.as_deref()));
     let mut notes = outcome.notes.clone();
     if occasion == (Occasion::Check { again: true }) {
         page.line(told_before(&outcome.others));
@@ -103,8 +110,16 @@ pub(super) fn execution(session: &SessionId, outcome: &Outcome, occasion: Occasi
         "notes": notes,
     });
     let mut content = vec![ContentBlock::text(text)];
-    content.extend(images.iter().map(|image| ContentBlock::image(STANDARD.encode(&image.bytes), image.mime)));
-    finished(content, structured, !matches!(outcome.status, Status::Completed))
+    content.extend(
+        images
+            .iter()
+            .map(|image| ContentBlock::image(STANDARD.encode(&image.bytes), image.mime)),
+    );
+    finished(
+        content,
+        structured,
+        !matches!(outcome.status, Status::Completed),
+    )
 }
 
 /// Renders a cell that goes on. Its fields are those of a finished one, without what is not known yet.
@@ -117,23 +132,43 @@ pub(super) fn underway(underway: &Underway, occasion: Occasion) -> CallToolResul
         ahead => format!(" {ahead} others are before it."),
     };
     let (status, state) = match (underway.ahead, &underway.waits_for) {
-        (0, None) => ("running", format!("The cell is still running after {elapsed}.")),
-        (_, Some(why)) => ("waiting", format!("The cell has not begun after {elapsed}: {why}.{others}")),
-        (_, None) => ("waiting", format!("The cell has not begun after {elapsed}.{others}")),
+        (0, None) => (
+            "running",
+            format!("The cell is still running after {elapsed}."),
+        ),
+        (_, Some(why)) => (
+            "waiting",
+            format!("The cell has not begun after {elapsed}: {why}.{others}"),
+        ),
+        (_, None) => (
+            "waiting",
+            format!("The cell has not begun after {elapsed}.{others}"),
+        ),
     };
     let mut page = Page::default();
     if let Occasion::Check { .. } = occasion {
         page.line(&heading(underway.execution, &underway.first_line));
     }
     if underway.omitted > 0 {
-        page.line(&format!("[… {} characters of output before this …]", underway.omitted));
+        page.line(&format!(
+            "[… {} characters of output before this …]",
+            underway.omitted
+        ));
     }
     page.text.push_str(&underway.text);
     for asked in &underway.asks {
-        page.line(&format!("It waits until a person has allowed this: {}", asked.text));
+        page.line(&format!(
+            "It waits until a person has allowed this: {}",
+            asked.text
+        ));
     }
-    page.line(&format!("{state} It goes on; call check_execution with session_id \"{session}\" to hear more."));
-    let asked = underway.asks.iter().map(|asked| format!("waits for approval: {}", asked.text));
+    page.line(&format!(
+        "{state} It goes on; call check_execution with session_id \"{session}\" to hear more."
+    ));
+    let asked = underway
+        .asks
+        .iter()
+        .map(|asked| format!("waits for approval: {}", asked.text));
     let mut notes = asked.collect::<Vec<_>>();
     for line in other_results(&underway.session, &underway.others) {
         page.line(&line);
@@ -169,7 +204,11 @@ pub(super) fn work_has_ended(session: &SessionId) -> String {
 /// Renders work other than a cell that goes on.
 pub(super) fn at_work(session: &SessionId, elapsed: Duration, news: &str) -> CallToolResult {
     let session = session.as_str();
-    let news = if news.is_empty() { String::new() } else { format!(" ({news})") };
+    let news = if news.is_empty() {
+        String::new()
+    } else {
+        format!(" ({news})")
+    };
     let text = format!(
         "Still at work after {}{news}. It goes on; call check_execution with session_id \"{session}\" to hear more.",
         Seconds(whole(elapsed))
@@ -180,17 +219,30 @@ pub(super) fn at_work(session: &SessionId, elapsed: Duration, news: &str) -> Cal
 
 /// Adds the name of the session to a result whose caller does not know it. Some clients show a model the text only.
 pub(super) fn naming(session: &SessionId, result: CallToolResult) -> CallToolResult {
-    with_line(result, &format!("Session: {session} (give it as session_id to go on in this session)"))
+    with_line(
+        result,
+        &format!("Session: {session} (give it as session_id to go on in this session)"),
+    )
 }
 
 /// Adds a line to the text of a result, in both places.
 pub(super) fn with_line(mut result: CallToolResult, line: &str) -> CallToolResult {
-    let extended = |text: &str| if text.is_empty() { line.to_owned() } else { format!("{text}\n{line}") };
+    let extended = |text: &str| {
+        if text.is_empty() {
+            line.to_owned()
+        } else {
+            format!("{text}\n{line}")
+        }
+    };
     match result.content.first_mut() {
         Some(ContentBlock::Text(block)) => block.text = extended(&block.text),
         _ => result.content.push(ContentBlock::text(line)),
     }
-    if let Some(Value::String(text)) = result.structured_content.as_mut().and_then(|fields| fields.get_mut("text")) {
+    if let Some(Value::String(text)) = result
+        .structured_content
+        .as_mut()
+        .and_then(|fields| fields.get_mut("text"))
+    {
         *text = extended(text);
     }
     result
@@ -206,7 +258,9 @@ fn heading(execution: ExecutionId, first_line: &str) -> String {
 
 fn told_before(others: &Others) -> &'static str {
     match (others.under_way, &others.uncollected[..]) {
-        (0, []) => "Nothing runs and no other result waits; this is the result that was told last, again.",
+        (0, []) => {
+            "Nothing runs and no other result waits; this is the result that was told last, again."
+        }
         _ => "This result was told before.",
     }
 }
@@ -217,8 +271,14 @@ fn other_results(session: &SessionId, others: &Others) -> Vec<String> {
     let mut waiting = others.uncollected.iter().collect::<Vec<_>>();
     waiting.sort_by_key(|result| result.failure.is_none());
     let described = waiting.iter().take(MOST_UNCOLLECTED_TOLD).map(|result| {
-        let Uncollected { execution, first_line, failure } = result;
-        let ended = failure.as_ref().map_or("ok".to_owned(), |why| format!("failed ({why})"));
+        let Uncollected {
+            execution,
+            first_line,
+            failure,
+        } = result;
+        let ended = failure
+            .as_ref()
+            .map_or("ok".to_owned(), |why| format!("failed ({why})"));
         format!("execution {} `{first_line}`: {ended}", execution.0)
     });
     let more = waiting.len().saturating_sub(MOST_UNCOLLECTED_TOLD);
@@ -245,21 +305,33 @@ fn other_results(session: &SessionId, others: &Others) -> Vec<String> {
 
 /// Renders that a session has nothing to tell.
 pub(super) fn nothing_to_check(session: &SessionId) -> CallToolResult {
-    let text = format!("Session \"{}\" has run nothing that could be told.", session.as_str());
+    let text = format!(
+        "Session \"{}\" has run nothing that could be told.",
+        session.as_str()
+    );
     let structured = json!({"session_id": session.as_str(), "status": "idle", "text": text});
     finished(vec![ContentBlock::text(text)], structured, false)
 }
 
 /// Renders a file as content: pictures as such, text as text, the rest as bytes.
-pub(super) fn inline_file(session: &SessionId, relpath: &InsidePath, bytes: &[u8]) -> CallToolResult {
+pub(super) fn inline_file(
+    session: &SessionId,
+    relpath: &InsidePath,
+    bytes: &[u8],
+) -> CallToolResult {
     let uri = resources::file_uri(session, relpath);
     let content = match (image::guess_format(bytes), std::str::from_utf8(bytes)) {
-        (Ok(image::ImageFormat::Png), _) => ContentBlock::image(STANDARD.encode(bytes), "image/png"),
-        (Ok(image::ImageFormat::Jpeg), _) => ContentBlock::image(STANDARD.encode(bytes), "image/jpeg"),
+        (Ok(image::ImageFormat::Png), _) => {
+            ContentBlock::image(STANDARD.encode(bytes), "image/png")
+        }
+        (Ok(image::ImageFormat::Jpeg), _) => {
+            ContentBlock::image(STANDARD.encode(bytes), "image/jpeg")
+        }
         (_, Ok(text)) => ContentBlock::embedded_text(uri, text),
         (_, Err(_)) => ContentBlock::resource(ResourceContents::blob(STANDARD.encode(bytes), uri)),
     };
-    let structured = json!({"session_id": session.as_str(), "relpath": relpath.as_str(), "bytes": bytes.len()});
+    let structured =
+        json!({"session_id": session.as_str(), "relpath": relpath.as_str(), "bytes": bytes.len()});
     finished(vec![content], structured, false)
 }
 
@@ -272,7 +344,12 @@ fn whole(duration: Duration) -> Duration {
 pub(super) fn installed(session: &SessionId, report: &InstallReport) -> CallToolResult {
     let mut lines = vec![report.text.trim_end().to_owned()];
     let needs_reset = |module: &&String| !report.preloaded.contains(module);
-    let imported = report.loaded.iter().filter(needs_reset).map(String::as_str).collect::<Vec<_>>();
+    let imported = report
+        .loaded
+        .iter()
+        .filter(needs_reset)
+        .map(String::as_str)
+        .collect::<Vec<_>>();
     if !imported.is_empty() {
         lines.push(format!(
             "Imported before, from elsewhere: {}. After a reset the new version is used; a new process (`!python`) uses \
@@ -281,7 +358,11 @@ pub(super) fn installed(session: &SessionId, report: &InstallReport) -> CallTool
         ));
     }
     if !report.preloaded.is_empty() {
-        let verb = if report.preloaded.len() == 1 { "is" } else { "are" };
+        let verb = if report.preloaded.len() == 1 {
+            "is"
+        } else {
+            "are"
+        };
         lines.push(format!(
             "{} {verb} preloaded here; a reset does not change that. Only a new process (`!python`) uses the new \
              version; for the session itself the server needs an environment that has it.",
@@ -298,9 +379,21 @@ pub(super) fn installed(session: &SessionId, report: &InstallReport) -> CallTool
 }
 
 /// Renders a reset.
-pub(super) fn reset(session: &SessionId, report: &ResetReport, preparation: &Preparation) -> CallToolResult {
-    let running = if report.interrupted_running_cell { " The cell that was running was stopped." } else { "" };
-    let files = if report.files_kept { "files in the working folder are kept" } else { "files are gone too" };
+pub(super) fn reset(
+    session: &SessionId,
+    report: &ResetReport,
+    preparation: &Preparation,
+) -> CallToolResult {
+    let running = if report.interrupted_running_cell {
+        " The cell that was running was stopped."
+    } else {
+        ""
+    };
+    let files = if report.files_kept {
+        "files in the working folder are kept"
+    } else {
+        "files are gone too"
+    };
     let begun = match report.had_no_session {
         true => format!("Session \"{session}\" has no Python now; the next cell starts one anew."),
         false => format!("Python was started anew in session \"{session}\"."),
@@ -314,7 +407,9 @@ pub(super) fn reset(session: &SessionId, report: &ResetReport, preparation: &Pre
             ));
         }
         other if report.had_no_session => {
-            let step = other.step_text().map(|step| format!(" Python is being prepared ({step})."));
+            let step = other
+                .step_text()
+                .map(|step| format!(" Python is being prepared ({step})."));
             text.push_str(&step.unwrap_or_default());
         }
         _ => {}
@@ -340,11 +435,19 @@ pub(super) fn resetting(session: &SessionId, waits_for: Option<String>) -> CallT
 
 /// Renders new sessions that are copies of another.
 pub(super) fn forked(source: &SessionId, report: &ForkReport) -> CallToolResult {
-    let names: Vec<String> = report.forks.iter().map(|fork| format!("\"{fork}\"")).collect();
+    let names: Vec<String> = report
+        .forks
+        .iter()
+        .map(|fork| format!("\"{fork}\""))
+        .collect();
     let what = match &report.files {
         FilesCarried::Copied | FilesCarried::Restored => "variables, imports and files".to_owned(),
-        FilesCarried::Shared => "variables and imports; the working folder is the same for all sessions".to_owned(),
-        FilesCarried::LeftAlone { why } => format!("variables and imports, but not its files ({why})"),
+        FilesCarried::Shared => {
+            "variables and imports; the working folder is the same for all sessions".to_owned()
+        }
+        FilesCarried::LeftAlone { why } => {
+            format!("variables and imports, but not its files ({why})")
+        }
     };
     let mut lines = vec![format!(
         "Session \"{source}\" was copied to {}. A copy starts with the source's {what}. From now on \
@@ -360,7 +463,11 @@ pub(super) fn forked(source: &SessionId, report: &ForkReport) -> CallToolResult 
         "files": carried_fields(&report.files),
         "notes": report.notes,
     });
-    finished(vec![ContentBlock::text(lines.join("\n"))], structured, false)
+    finished(
+        vec![ContentBlock::text(lines.join("\n"))],
+        structured,
+        false,
+    )
 }
 
 /// Renders a session that is back where it was.
@@ -374,15 +481,23 @@ pub(super) fn undone(session: &SessionId, report: &UndoReport) -> CallToolResult
         FilesCarried::Restored | FilesCarried::Copied => {
             "Variables and files of the working folder are as they were before.".to_owned()
         }
-        FilesCarried::Shared => "Variables are as they were before. The working folder is shared by all sessions, and \
+        FilesCarried::Shared => {
+            "Variables are as they were before. The working folder is shared by all sessions, and \
                                  its files were left as they are."
-            .to_owned(),
+                .to_owned()
+        }
         FilesCarried::LeftAlone { why } => {
             format!("Variables are as they were before. Files were left as they are: {why}.")
         }
     };
-    let revived = if report.revived { " Python had ended and is back." } else { "" };
-    let mut lines = vec![format!("{cells} of session \"{session}\" {verb} undone.{revived} {files}")];
+    let revived = if report.revived {
+        " Python had ended and is back."
+    } else {
+        ""
+    };
+    let mut lines = vec![format!(
+        "{cells} of session \"{session}\" {verb} undone.{revived} {files}"
+    )];
     lines.extend(not_carried_over(&report.lost));
     lines.extend(report.notes.iter().cloned());
     lines.push(match most_undone(&report.left) {
@@ -399,13 +514,21 @@ pub(super) fn undone(session: &SessionId, report: &UndoReport) -> CallToolResult
         "can_undo": checkpoint_fields(&report.left),
         "notes": report.notes,
     });
-    finished(vec![ContentBlock::text(lines.join("\n"))], structured, false)
+    finished(
+        vec![ContentBlock::text(lines.join("\n"))],
+        structured,
+        false,
+    )
 }
 
 /// Renders what can be undone.
 pub(super) fn checkpoints(session: &SessionId, checkpoints: &[CheckpointInfo]) -> CallToolResult {
     let line = |checkpoint: &CheckpointInfo| {
-        let CheckpointInfo { cells_back, before, age } = checkpoint;
+        let CheckpointInfo {
+            cells_back,
+            before,
+            age,
+        } = checkpoint;
         let seconds = age.as_secs();
         format!("cells={cells_back}: as it was before `{before}`, {seconds} s ago")
     };
@@ -414,7 +537,8 @@ pub(super) fn checkpoints(session: &SessionId, checkpoints: &[CheckpointInfo]) -
     } else {
         checkpoints.iter().map(line).collect::<Vec<_>>().join("\n")
     };
-    let structured = json!({"session_id": session.as_str(), "can_undo": checkpoint_fields(checkpoints)});
+    let structured =
+        json!({"session_id": session.as_str(), "can_undo": checkpoint_fields(checkpoints)});
     finished(vec![ContentBlock::text(text)], structured, false)
 }
 
@@ -424,13 +548,24 @@ pub(super) fn not_carried_over(lost: &[String]) -> Option<String> {
 }
 
 /// Renders a finished transfer. The host's path is the caller's own words and is not repeated in the structured part.
-pub(super) fn transfer(session: &SessionId, relpath: &str, bytes: u64, direction: Direction<'_>) -> CallToolResult {
+pub(super) fn transfer(
+    session: &SessionId,
+    relpath: &str,
+    bytes: u64,
+    direction: Direction<'_>,
+) -> CallToolResult {
     let text = match direction {
         Direction::In => {
-            format!("Copied {bytes} bytes to \"{relpath}\" in the working folder of session \"{}\".", session.as_str())
+            format!(
+                "Copied {bytes} bytes to \"{relpath}\" in the working folder of session \"{}\".",
+                session.as_str()
+            )
         }
         Direction::Out { local_path } => {
-            format!("Copied {bytes} bytes from \"{relpath}\" of session \"{}\" to \"{local_path}\".", session.as_str())
+            format!(
+                "Copied {bytes} bytes from \"{relpath}\" of session \"{}\" to \"{local_path}\".",
+                session.as_str()
+            )
         }
     };
     let structured = json!({"session_id": session.as_str(), "relpath": relpath, "bytes": bytes});
@@ -446,7 +581,11 @@ pub(super) enum Direction<'a> {
 /// Renders the list of sessions.
 pub(super) fn sessions(sessions: &[SessionInfo]) -> CallToolResult {
     let lines: Vec<String> = sessions.iter().map(session_line).collect();
-    let text = if lines.is_empty() { "There are no sessions.".to_owned() } else { lines.join("\n") };
+    let text = if lines.is_empty() {
+        "There are no sessions.".to_owned()
+    } else {
+        lines.join("\n")
+    };
     let structured = json!({
         "sessions": sessions
             .iter()
@@ -474,7 +613,11 @@ pub(super) fn closed(session: &SessionId, work_folder: WorkFolder) -> CallToolRe
         WorkFolder::Shared => "its variables are gone, files in the working folder are kept",
     };
     let text = format!("Session \"{}\" is closed; {lost}.", session.as_str());
-    finished(vec![ContentBlock::text(text)], json!({"session_id": session.as_str()}), false)
+    finished(
+        vec![ContentBlock::text(text)],
+        json!({"session_id": session.as_str()}),
+        false,
+    )
 }
 
 /// Renders a call that was not carried out, with the chain of reasons in one sentence.
@@ -493,8 +636,16 @@ pub(super) fn refused(error: &dyn std::error::Error) -> CallToolResult {
     CallToolResult::error(vec![ContentBlock::text(text)])
 }
 
-pub(super) fn finished(content: Vec<ContentBlock>, structured: Value, failed: bool) -> CallToolResult {
-    let mut result = if failed { CallToolResult::error(content) } else { CallToolResult::success(content) };
+pub(super) fn finished(
+    content: Vec<ContentBlock>,
+    structured: Value,
+    failed: bool,
+) -> CallToolResult {
+    let mut result = if failed {
+        CallToolResult::error(content)
+    } else {
+        CallToolResult::success(content)
+    };
     result.structured_content = Some(structured);
     result
 }
@@ -543,7 +694,11 @@ fn failed_calls(calls: &ToolCalls) -> Option<String> {
         return None;
     }
     let mut kinds: Vec<(String, u64)> = Vec::new();
-    for call in calls.noted.iter().filter(|call| call.ended != CallEnd::Answered) {
+    for call in calls
+        .noted
+        .iter()
+        .filter(|call| call.ended != CallEnd::Answered)
+    {
         let kind = format!("{}.{} ({})", call.server, call.tool, call.ended.word());
         match kinds.iter_mut().find(|(known, _)| *known == kind) {
             Some((_, count)) => *count += 1,
@@ -553,12 +708,21 @@ fn failed_calls(calls: &ToolCalls) -> Option<String> {
     // Those behind the first hundred calls are counted only.
     let known: u64 = kinds.iter().map(|(_, count)| count).sum();
     let is_more = kinds.len() > MOST_FAILURES || known < calls.failed;
-    let told = kinds.into_iter().take(MOST_FAILURES).map(|(kind, count)| match count {
-        1 => kind,
-        count => format!("{kind} {count} times"),
-    });
-    let told = told.chain(is_more.then(|| "…".to_owned())).collect::<Vec<_>>().join(", ");
-    Some(format!("[{} of {} calls of MCP tools failed: {told}]", calls.failed, calls.total))
+    let told = kinds
+        .into_iter()
+        .take(MOST_FAILURES)
+        .map(|(kind, count)| match count {
+            1 => kind,
+            count => format!("{kind} {count} times"),
+        });
+    let told = told
+        .chain(is_more.then(|| "…".to_owned()))
+        .collect::<Vec<_>>()
+        .join(", ");
+    Some(format!(
+        "[{} of {} calls of MCP tools failed: {told}]",
+        calls.failed, calls.total
+    ))
 }
 
 /// Text under way. A line of our own never shares a line with the code's output.
@@ -598,7 +762,9 @@ pub(super) fn cut_mark(chars: u64, lines: u64, resource: Option<&str>) -> String
     };
     match resource {
         Some(uri) => {
-            format!("[… {size} cut here; print less, raise max_output_chars, or read the resource {uri} …]")
+            format!(
+                "[… {size} cut here; print less, raise max_output_chars, or read the resource {uri} …]"
+            )
         }
         None => format!("[… {size} cut here …]"),
     }
@@ -607,9 +773,17 @@ pub(super) fn cut_mark(chars: u64, lines: u64, resource: Option<&str>) -> String
 pub(super) fn image_mark(number: usize, image: &Image) -> String {
     let kind = image.mime.strip_prefix("image/").unwrap_or(image.mime);
     let size = format!("{}×{} {kind}", image.width, image.height);
-    let scaled = image.scaled_from.map(|(width, height)| format!(", scaled down from {width}×{height}"));
-    let frames = image.frames.map(|frames| format!(", the first of {frames} frames of an animation"));
-    format!("[image {number}: {size}{}{}]", scaled.unwrap_or_default(), frames.unwrap_or_default())
+    let scaled = image
+        .scaled_from
+        .map(|(width, height)| format!(", scaled down from {width}×{height}"));
+    let frames = image
+        .frames
+        .map(|frames| format!(", the first of {frames} frames of an animation"));
+    format!(
+        "[image {number}: {size}{}{}]",
+        scaled.unwrap_or_default(),
+        frames.unwrap_or_default()
+    )
 }
 
 /// Says how an execution ended, what is lost and what to do; nothing when all went well.
@@ -663,7 +837,10 @@ fn ending(outcome: &Outcome) -> Option<String> {
 /// message that was cut once is not told at length again: one limit holds for all of the text.
 pub(super) fn untold(error: &PythonError, output: &Output) -> Option<String> {
     let mut tracebacks = output.parts.iter().filter_map(|part| match part {
-        Part::Text { stream: Stream::Traceback, text } => Some(text),
+        Part::Text {
+            stream: Stream::Traceback,
+            text,
+        } => Some(text),
         _ => None,
     });
     let traceback = error.traceback.clone();
@@ -684,7 +861,8 @@ fn brief_summary(error: &PythonError) -> String {
 }
 
 /// What a sandbox that is gone took with it: nothing is left that could be undone.
-const LOST_WITH_FILES: &str = "Its variables, imports and files are gone. Call `reset` to begin anew.";
+const LOST_WITH_FILES: &str =
+    "Its variables, imports and files are gone. Call `reset` to begin anew.";
 
 /// Says what a dead interpreter took with it, and the ways out.
 fn lost(can_undo: u32) -> &'static str {
@@ -702,8 +880,13 @@ fn lost(can_undo: u32) -> &'static str {
 
 fn kept_or_lost(state: StateAfter, can_undo: u32) -> String {
     match state {
-        StateAfter::Kept => "Variables and files are kept, with what the code had done until then.".to_owned(),
-        StateAfter::Lost => format!("The code ignored the interrupt, so Python was killed. {}", lost(can_undo)),
+        StateAfter::Kept => {
+            "Variables and files are kept, with what the code had done until then.".to_owned()
+        }
+        StateAfter::Lost => format!(
+            "The code ignored the interrupt, so Python was killed. {}",
+            lost(can_undo)
+        ),
     }
 }
 
@@ -715,10 +898,13 @@ pub(super) fn exit_text(exit: Exit) -> String {
             Some(meaning) => format!("signal {signal}, {meaning}"),
             None => format!("signal {signal}"),
         },
-        Exit::OutOfMemory { limit, .. } => format!("it used more than {} of memory", bytes_text(limit)),
+        Exit::OutOfMemory { limit, .. } => {
+            format!("it used more than {} of memory", bytes_text(limit))
+        }
         Exit::OutOfMemoryOutside { whose, .. } => whose.to_string(),
         Exit::SandboxGone { .. } => {
-            "its sandbox was ended from outside, or the jail or the container engine went away".to_owned()
+            "its sandbox was ended from outside, or the jail or the container engine went away"
+                .to_owned()
         }
         Exit::Unknown => "the reason is not known".to_owned(),
     }
@@ -744,14 +930,20 @@ pub(super) fn bytes_text(bytes: u64) -> String {
     const MEBIBYTE: u64 = 1024 * 1024;
     const GIBIBYTE: u64 = 1024 * MEBIBYTE;
     match bytes {
-        _ if bytes >= GIBIBYTE && bytes.is_multiple_of(GIBIBYTE) => format!("{} GiB", bytes / GIBIBYTE),
+        _ if bytes >= GIBIBYTE && bytes.is_multiple_of(GIBIBYTE) => {
+            format!("{} GiB", bytes / GIBIBYTE)
+        }
         _ if bytes >= MEBIBYTE => format!("{} MiB", bytes / MEBIBYTE),
         _ => format!("{bytes} bytes"),
     }
 }
 
 pub(super) fn summary(error: &PythonError) -> String {
-    if error.message.is_empty() { error.name.clone() } else { format!("{}: {}", error.name, error.message) }
+    if error.message.is_empty() {
+        error.name.clone()
+    } else {
+        format!("{}: {}", error.name, error.message)
+    }
 }
 
 fn images(output: &Output) -> impl Iterator<Item = &Image> {
@@ -772,7 +964,12 @@ fn error_fields(error: &PythonError) -> Value {
 
 pub(super) fn variable_fields(changes: &VariableChanges) -> Value {
     let fields = |variable: &Variable| {
-        let Variable { name, kind, shape, size } = variable;
+        let Variable {
+            name,
+            kind,
+            shape,
+            size,
+        } = variable;
         json!({"name": name, "type": kind, "shape": shape, "bytes": size})
     };
     json!({
@@ -805,7 +1002,11 @@ fn carried_fields(files: &FilesCarried) -> Value {
 
 fn checkpoint_fields(checkpoints: &[CheckpointInfo]) -> Vec<Value> {
     let fields = |checkpoint: &CheckpointInfo| {
-        let CheckpointInfo { cells_back, before, age } = checkpoint;
+        let CheckpointInfo {
+            cells_back,
+            before,
+            age,
+        } = checkpoint;
         json!({"cells": cells_back, "before": before, "age_seconds": age.as_secs_f64()})
     };
     checkpoints.iter().map(fields).collect()
@@ -817,11 +1018,20 @@ fn isolation_fields(isolation: &Isolation) -> Map<String, Value> {
         Layer::Reduced { .. } => "reduced",
         Layer::Missing { .. } => "missing",
     };
-    isolation.layers.iter().map(|(kind, layer)| (kind.name().to_owned(), Value::from(state(layer)))).collect()
+    isolation
+        .layers
+        .iter()
+        .map(|(kind, layer)| (kind.name().to_owned(), Value::from(state(layer))))
+        .collect()
 }
 
 fn session_line(session: &SessionInfo) -> String {
-    let mut line = format!("{}: {}, {} executions", session.id.as_str(), session.state, session.executions);
+    let mut line = format!(
+        "{}: {}, {} executions",
+        session.id.as_str(),
+        session.state,
+        session.executions
+    );
     if let Some(memory) = session.memory {
         line.push_str(&format!(", {}", bytes_text(memory)));
     }
@@ -857,7 +1067,16 @@ mod tests {
             output: Output {
                 total_chars: parts.iter().map(chars).sum(),
                 total_lines: 1,
-                cut_chars: parts.iter().map(|part| if let Part::Cut { chars, .. } = part { *chars } else { 0 }).sum(),
+                cut_chars: parts
+                    .iter()
+                    .map(|part| {
+                        if let Part::Cut { chars, .. } = part {
+                            *chars
+                        } else {
+                            0
+                        }
+                    })
+                    .sum(),
                 parts,
                 late: None,
             },
@@ -878,21 +1097,29 @@ mod tests {
     }
 
     fn text(stream: Stream, text: &str) -> Part {
-        Part::Text { stream, text: text.to_owned() }
+        Part::Text {
+            stream,
+            text: text.to_owned(),
+        }
     }
 
     #[test]
     fn late_output_follows_the_rest_and_is_marked() {
         let mut outcome = outcome(Status::Completed, vec![text(Stream::Stdout, "mine")]);
-        outcome.output.late = Some(LateOutput { text: "theirs\n".to_owned(), omitted: 0 });
+        outcome.output.late = Some(LateOutput {
+            text: "theirs\n".to_owned(),
+            omitted: 0,
+        });
         let told = rendered(&outcome);
         let marked = "mine\n[Late output, printed by code of earlier cells:]\ntheirs";
         assert_eq!(told["content"][0]["text"], marked);
         assert_eq!(told["structuredContent"]["output"]["late_chars"], 7);
-        outcome.output.late = Some(LateOutput { text: "end".to_owned(), omitted: 12 });
+        outcome.output.late = Some(LateOutput {
+            text: "end".to_owned(),
+            omitted: 12,
+        });
         let told = rendered(&outcome)["structuredContent"].clone();
-        let marked =
-            "mine\n[Late output, printed by code of earlier cells; 12 older characters of it were dropped:]\nend";
+        let marked = "mine\n[Late output, printed by code of earlier cells; 12 older characters of it were dropped:]\nend";
         assert_eq!(told["text"], marked);
         assert_eq!(told["output"]["late_omitted_chars"], 12);
     }
@@ -920,9 +1147,17 @@ mod tests {
     /// Renders an outcome, checks it against the output schema, and returns it as it goes over the wire.
     #[track_caller]
     fn rendered(outcome: &Outcome) -> Value {
-        let result = serde_json::to_value(execution(&"default".parse().unwrap(), outcome, Occasion::Answer)).unwrap();
+        let result = serde_json::to_value(execution(
+            &"default".parse().unwrap(),
+            outcome,
+            Occasion::Answer,
+        ))
+        .unwrap();
         assert_valid_output(ToolName::Execute, &result["structuredContent"]);
-        assert_eq!(result["structuredContent"]["text"], result["content"][0]["text"]);
+        assert_eq!(
+            result["structuredContent"]["text"],
+            result["content"][0]["text"]
+        );
         result
     }
 
@@ -944,13 +1179,20 @@ mod tests {
 
     #[test]
     fn streams_stay_in_their_order_and_are_not_separated() {
-        let parts = vec![text(Stream::Stdout, "a\n"), text(Stream::Stderr, "b\n"), text(Stream::Value, "c")];
+        let parts = vec![
+            text(Stream::Stdout, "a\n"),
+            text(Stream::Stderr, "b\n"),
+            text(Stream::Value, "c"),
+        ];
         check_text(&outcome(Status::Completed, parts), "a\nb\nc");
     }
 
     #[test]
     fn a_completed_execution_is_no_error_and_carries_its_figures() {
-        let result = rendered(&outcome(Status::Completed, vec![text(Stream::Stdout, "1\n")]));
+        let result = rendered(&outcome(
+            Status::Completed,
+            vec![text(Stream::Stdout, "1\n")],
+        ));
         assert_eq!(result["isError"], false);
         let structured = &result["structuredContent"];
         assert_eq!(structured["session_id"], "default");
@@ -970,23 +1212,42 @@ mod tests {
     #[test]
     fn an_execution_without_output_says_so() {
         check_text(&outcome(Status::Completed, vec![]), "(no output)");
-        check_text(&outcome(Status::Completed, vec![text(Stream::Stdout, "\n\n")]), "(no output)");
-        assert_eq!(rendered(&outcome(Status::Completed, vec![]))["structuredContent"]["output"]["chars"], 0);
+        check_text(
+            &outcome(Status::Completed, vec![text(Stream::Stdout, "\n\n")]),
+            "(no output)",
+        );
+        assert_eq!(
+            rendered(&outcome(Status::Completed, vec![]))["structuredContent"]["output"]["chars"],
+            0
+        );
     }
 
     #[test]
     fn indentation_at_the_start_is_kept() {
-        check_text(&outcome(Status::Completed, vec![text(Stream::Stdout, "   a\n  b\n")]), "   a\n  b");
+        check_text(
+            &outcome(Status::Completed, vec![text(Stream::Stdout, "   a\n  b\n")]),
+            "   a\n  b",
+        );
     }
 
     #[test]
     fn refused_connections_are_listed_after_what_the_code_printed() {
-        let blocked = |target: &str, reason, times| Blocked { target: target.to_owned(), reason, times };
+        let blocked = |target: &str, reason, times| Blocked {
+            target: target.to_owned(),
+            reason,
+            times,
+        };
         let mut refused = outcome(Status::Completed, vec![text(Stream::Stdout, "tried")]);
         refused.blocked = vec![blocked("example.org:443", Reason::NotListed, 1)];
-        check_text(&refused, "tried\nblocked: example.org:443 (not in the allowed list)");
+        check_text(
+            &refused,
+            "tried\nblocked: example.org:443 (not in the allowed list)",
+        );
         let structured = rendered(&refused)["structuredContent"]["blocked"].clone();
-        assert_eq!(structured, json!(["blocked: example.org:443 (not in the allowed list)"]));
+        assert_eq!(
+            structured,
+            json!(["blocked: example.org:443 (not in the allowed list)"])
+        );
     }
 
     #[test]
@@ -994,7 +1255,10 @@ mod tests {
         let mut with_note = outcome(Status::Completed, vec![text(Stream::Stdout, "1")]);
         with_note.notes = vec!["this is a new session".to_owned()];
         check_text(&with_note, "1");
-        assert_eq!(rendered(&with_note)["structuredContent"]["notes"][0], "this is a new session");
+        assert_eq!(
+            rendered(&with_note)["structuredContent"]["notes"][0],
+            "this is a new session"
+        );
     }
 
     #[test]
@@ -1012,24 +1276,42 @@ mod tests {
             "a\n[image 1: 640×480 png]\n<Figure>\n[image 2: 640×480 png, scaled down from 4000×3000]\nb"
         );
         assert_eq!(result["content"].as_array().unwrap().len(), 3);
-        assert_eq!(result["content"][1], json!({"type": "image", "data": "AQID", "mimeType": "image/png"}));
+        assert_eq!(
+            result["content"][1],
+            json!({"type": "image", "data": "AQID", "mimeType": "image/png"})
+        );
         let described = json!({"mime_type": "image/png", "width": 640, "height": 480});
-        assert_eq!(result["structuredContent"]["images"], json!([described, described]));
+        assert_eq!(
+            result["structuredContent"]["images"],
+            json!([described, described])
+        );
     }
 
     #[test]
     fn an_image_alone_is_output() {
-        check_text(&outcome(Status::Completed, vec![image(None)]), "[image 1: 640×480 png]");
+        check_text(
+            &outcome(Status::Completed, vec![image(None)]),
+            "[image 1: 640×480 png]",
+        );
     }
 
     #[test]
     fn a_cut_says_how_much_and_where_the_rest_is() {
-        let parts =
-            vec![text(Stream::Stdout, "head"), Part::Cut { chars: 9000, lines: 40 }, text(Stream::Stdout, "tail")];
+        let parts = vec![
+            text(Stream::Stdout, "head"),
+            Part::Cut {
+                chars: 9000,
+                lines: 40,
+            },
+            text(Stream::Stdout, "tail"),
+        ];
         let result = rendered(&outcome(Status::Completed, parts));
         let uri = "cellblock://sessions/default/executions/3/output";
         let text = result["content"][0]["text"].as_str().unwrap();
-        assert!(text.starts_with("head\n[… 9000 characters, 40 lines cut here;"), "{text}");
+        assert!(
+            text.starts_with("head\n[… 9000 characters, 40 lines cut here;"),
+            "{text}"
+        );
         assert!(text.contains(uri) && text.ends_with("…]\ntail"), "{text}");
         assert_eq!(result["structuredContent"]["output"]["resource"], uri);
         assert_eq!(result["structuredContent"]["output"]["cut_chars"], 9000);
@@ -1037,10 +1319,19 @@ mod tests {
 
     #[test]
     fn a_traceback_in_the_output_is_not_told_twice() {
-        let parts = vec![text(Stream::Stdout, "before\n"), text(Stream::Traceback, "Traceback …\nValueError: bad\n")];
-        let result = rendered(&outcome(Status::Raised(error("Traceback …\nValueError: bad")), parts));
+        let parts = vec![
+            text(Stream::Stdout, "before\n"),
+            text(Stream::Traceback, "Traceback …\nValueError: bad\n"),
+        ];
+        let result = rendered(&outcome(
+            Status::Raised(error("Traceback …\nValueError: bad")),
+            parts,
+        ));
         assert_eq!(result["isError"], true);
-        assert_eq!(result["content"][0]["text"], "before\nTraceback …\nValueError: bad");
+        assert_eq!(
+            result["content"][0]["text"],
+            "before\nTraceback …\nValueError: bad"
+        );
         assert_eq!(
             result["structuredContent"]["error"],
             json!({"name": "ValueError", "message": "bad", "traceback": "Traceback …\nValueError: bad", "line": 2})
@@ -1054,45 +1345,86 @@ mod tests {
             &outcome(Status::Raised(error("Traceback\nValueError: bad")), parts()),
             "before\nTraceback\nValueError: bad",
         );
-        check_text(&outcome(Status::Raised(error("")), parts()), "before\nValueError: bad");
+        check_text(
+            &outcome(Status::Raised(error("")), parts()),
+            "before\nValueError: bad",
+        );
     }
 
     #[test]
     fn an_error_whose_traceback_was_cut_away_is_still_named() {
-        let parts = vec![Part::Cut { chars: 900, lines: 9 }, text(Stream::Traceback, "d")];
-        let result = rendered(&outcome(Status::Raised(error("Traceback\nValueError: bad")), parts));
+        let parts = vec![
+            Part::Cut {
+                chars: 900,
+                lines: 9,
+            },
+            text(Stream::Traceback, "d"),
+        ];
+        let result = rendered(&outcome(
+            Status::Raised(error("Traceback\nValueError: bad")),
+            parts,
+        ));
         let text = result["content"][0]["text"].as_str().unwrap();
         assert!(text.ends_with("d\nValueError: bad"), "{text}");
     }
 
     #[test]
     fn a_long_message_is_told_within_the_limit_of_the_text() {
-        let long = PythonError { message: "x".repeat(5000), ..error("Traceback\nValueError: xxx") };
+        let long = PythonError {
+            message: "x".repeat(5000),
+            ..error("Traceback\nValueError: xxx")
+        };
         let cut = |head: &str| {
-            vec![text(Stream::Traceback, head), Part::Cut { chars: 900, lines: 9 }, text(Stream::Traceback, "xx")]
+            vec![
+                text(Stream::Traceback, head),
+                Part::Cut {
+                    chars: 900,
+                    lines: 9,
+                },
+                text(Stream::Traceback, "xx"),
+            ]
         };
         let mut named = outcome(Status::Raised(long.clone()), cut("ValueError   Traceback"));
         named.output.cut_chars = 900;
         let result = rendered(&named);
-        assert!(result["content"][0]["text"].as_str().unwrap().ends_with("…]\nxx"), "the head has named it: {result}");
+        assert!(
+            result["content"][0]["text"]
+                .as_str()
+                .unwrap()
+                .ends_with("…]\nxx"),
+            "the head has named it: {result}"
+        );
         let mut unnamed = outcome(Status::Raised(long), cut("printed"));
         unnamed.output.cut_chars = 900;
         let result = rendered(&unnamed);
         let text = result["content"][0]["text"].as_str().unwrap();
         let last = text.lines().next_back().unwrap();
         assert!(last.starts_with("ValueError: xxx"), "{text}");
-        assert!(last.ends_with("[… the rest of the message is cut …]") && last.len() < 300, "{text}");
+        assert!(
+            last.ends_with("[… the rest of the message is cut …]") && last.len() < 300,
+            "{text}"
+        );
     }
 
     #[test]
     fn a_time_out_says_what_is_kept_or_lost() {
         let limit = Duration::from_secs(120);
         check_failure(
-            Status::TimedOut { limit, state: StateAfter::Kept },
-            &["time-out of 2 min", "Variables and files are kept", "larger `timeout`"],
+            Status::TimedOut {
+                limit,
+                state: StateAfter::Kept,
+            },
+            &[
+                "time-out of 2 min",
+                "Variables and files are kept",
+                "larger `timeout`",
+            ],
         );
         check_failure(
-            Status::TimedOut { limit, state: StateAfter::Lost },
+            Status::TimedOut {
+                limit,
+                state: StateAfter::Lost,
+            },
             &[
                 "time-out of 2 min",
                 "ignored the interrupt",
@@ -1105,61 +1437,155 @@ mod tests {
 
     #[test]
     fn what_died_can_be_brought_back_when_there_is_a_checkpoint() {
-        let dead = outcome(Status::Died { exit: Exit::Code(1) }, vec![]);
+        let dead = outcome(
+            Status::Died {
+                exit: Exit::Code(1),
+            },
+            vec![],
+        );
         let told = |can_undo| {
-            let dead = Outcome { can_undo, ..dead.clone() };
-            let result = serde_json::to_value(execution(&"default".parse().unwrap(), &dead, Occasion::Answer)).unwrap();
+            let dead = Outcome {
+                can_undo,
+                ..dead.clone()
+            };
+            let result = serde_json::to_value(execution(
+                &"default".parse().unwrap(),
+                &dead,
+                Occasion::Answer,
+            ))
+            .unwrap();
             assert_valid_output(ToolName::Execute, &result["structuredContent"]);
             assert_eq!(result["structuredContent"]["can_undo"], can_undo);
             result["content"][0]["text"].as_str().unwrap().to_owned()
         };
-        assert!(told(2).contains("Call `undo`") && told(2).contains("`reset`"), "{}", told(2));
-        assert!(!told(0).contains("undo") && told(0).contains("`reset`"), "{}", told(0));
+        assert!(
+            told(2).contains("Call `undo`") && told(2).contains("`reset`"),
+            "{}",
+            told(2)
+        );
+        assert!(
+            !told(0).contains("undo") && told(0).contains("`reset`"),
+            "{}",
+            told(0)
+        );
     }
 
     #[test]
     fn a_cancelled_execution_says_what_is_kept_or_lost() {
-        check_failure(Status::Cancelled { state: StateAfter::Kept }, &["cancelled", "are kept"]);
-        check_failure(Status::Cancelled { state: StateAfter::Lost }, &["cancelled", "are gone", "`reset`"]);
+        check_failure(
+            Status::Cancelled {
+                state: StateAfter::Kept,
+            },
+            &["cancelled", "are kept"],
+        );
+        check_failure(
+            Status::Cancelled {
+                state: StateAfter::Lost,
+            },
+            &["cancelled", "are gone", "`reset`"],
+        );
     }
 
     #[test]
     fn an_execution_whose_session_was_reset_or_closed_says_so() {
-        check_failure(Status::Reset, &["was reset", "Variables and imports are gone", "are kept", "ready"]);
-        check_failure(Status::Closed, &["was closed", "variables and files are gone"]);
+        check_failure(
+            Status::Reset,
+            &[
+                "was reset",
+                "Variables and imports are gone",
+                "are kept",
+                "ready",
+            ],
+        );
+        check_failure(
+            Status::Closed,
+            &["was closed", "variables and files are gone"],
+        );
     }
 
     #[test]
     fn a_dead_interpreter_says_why_and_what_to_do() {
         let died = |exit| Status::Died { exit };
-        let out_of_memory = |files_kept| died(Exit::OutOfMemory { limit: 512 << 20, files_kept });
+        let out_of_memory = |files_kept| {
+            died(Exit::OutOfMemory {
+                limit: 512 << 20,
+                files_kept,
+            })
+        };
         check_failure(
             out_of_memory(true),
-            &["more than this session's 512 MiB of memory", "are gone; files", "are kept", "`reset`", "smaller parts"],
+            &[
+                "more than this session's 512 MiB of memory",
+                "are gone; files",
+                "are kept",
+                "`reset`",
+                "smaller parts",
+            ],
         );
         check_failure(
             out_of_memory(false),
-            &["more than this session's 512 MiB of memory", "files are gone", "`reset`", "smaller parts"],
+            &[
+                "more than this session's 512 MiB of memory",
+                "files are gone",
+                "`reset`",
+                "smaller parts",
+            ],
         );
         let outside = |whose, files_kept| died(Exit::OutOfMemoryOutside { whose, files_kept });
         check_failure(
             outside(OuterMemory::Machine, true),
-            &["memory of the machine, or of the control group", "ran out", "are kept", "`reset`", "smaller parts"],
+            &[
+                "memory of the machine, or of the control group",
+                "ran out",
+                "are kept",
+                "`reset`",
+                "smaller parts",
+            ],
         );
         check_failure(
             outside(OuterMemory::Family { limit: 1 << 30 }, false),
-            &["its checkpoints and its forks together used more than 1024 MiB", "files are gone", "`reset`"],
+            &[
+                "its checkpoints and its forks together used more than 1024 MiB",
+                "files are gone",
+                "`reset`",
+            ],
         );
-        check_failure(died(Exit::Signal(11)), &["signal 11, SIGSEGV", "are gone", "`reset`"]);
-        check_failure(died(Exit::Signal(31)), &["a system call that the sandbox forbids"]);
+        check_failure(
+            died(Exit::Signal(11)),
+            &["signal 11, SIGSEGV", "are gone", "`reset`"],
+        );
+        check_failure(
+            died(Exit::Signal(31)),
+            &["a system call that the sandbox forbids"],
+        );
         check_failure(died(Exit::Signal(63)), &["signal 63."]);
         check_failure(died(Exit::Code(0)), &["exit code 0"]);
         check_failure(died(Exit::Code(3)), &["exit code 3"]);
         check_failure(died(Exit::Unknown), &["not known"]);
         let gone = |files_kept| died(Exit::SandboxGone { files_kept });
-        check_failure(gone(false), &["session is lost", "engine went away", "files are gone", "`reset`"]);
-        check_failure(gone(true), &["engine went away", "files in the working folder are kept", "`reset`"]);
-        check_failure(Status::Nonsense { what: "a frame of 9 GiB".to_owned() }, &["a frame of 9 GiB", "are gone"]);
+        check_failure(
+            gone(false),
+            &[
+                "session is lost",
+                "engine went away",
+                "files are gone",
+                "`reset`",
+            ],
+        );
+        check_failure(
+            gone(true),
+            &[
+                "engine went away",
+                "files in the working folder are kept",
+                "`reset`",
+            ],
+        );
+        check_failure(
+            Status::Nonsense {
+                what: "a frame of 9 GiB".to_owned(),
+            },
+            &["a frame of 9 GiB", "are gone"],
+        );
     }
 
     #[test]
@@ -1172,14 +1598,34 @@ mod tests {
                 shape: Some("(2, 3)".to_owned()),
                 size: Some(48),
             }],
-            changed: vec![Variable { name: "y".to_owned(), kind: "int".to_owned(), shape: None, size: None }],
+            changed: vec![Variable {
+                name: "y".to_owned(),
+                kind: "int".to_owned(),
+                shape: None,
+                size: None,
+            }],
             deleted: vec!["z".to_owned()],
             omitted: 4,
         });
-        full.files =
-            Some(FileChanges { created: vec![FileNote { path: "a".to_owned(), size: 1 }], ..FileChanges::default() });
-        full.isolation.record(LayerKind::Network, Layer::Enforced { how: "namespace".to_owned() });
-        full.isolation.record(LayerKind::Landlock, Layer::Missing { why: "old kernel".to_owned() });
+        full.files = Some(FileChanges {
+            created: vec![FileNote {
+                path: "a".to_owned(),
+                size: 1,
+            }],
+            ..FileChanges::default()
+        });
+        full.isolation.record(
+            LayerKind::Network,
+            Layer::Enforced {
+                how: "namespace".to_owned(),
+            },
+        );
+        full.isolation.record(
+            LayerKind::Landlock,
+            Layer::Missing {
+                why: "old kernel".to_owned(),
+            },
+        );
         let structured = &rendered(&full)["structuredContent"];
         assert_eq!(
             structured["variables"],
@@ -1190,8 +1636,14 @@ mod tests {
                 "omitted": 4,
             })
         );
-        assert_eq!(structured["files"]["created"], json!([{"path": "a", "bytes": 1}]));
-        assert_eq!(structured["isolation"], json!({"network": "enforced", "landlock": "missing"}));
+        assert_eq!(
+            structured["files"]["created"],
+            json!([{"path": "a", "bytes": 1}])
+        );
+        assert_eq!(
+            structured["isolation"],
+            json!({"network": "enforced", "landlock": "missing"})
+        );
     }
 
     #[test]
@@ -1208,20 +1660,42 @@ mod tests {
             rules: Rules::parse(&["example.com"]).unwrap(),
             requested: Vec::new(),
         };
-        let report = ResetReport { interrupted_running_cell: true, files_kept: true, had_no_session: false };
+        let report = ResetReport {
+            interrupted_running_cell: true,
+            files_kept: true,
+            had_no_session: false,
+        };
         let results = [
-            (ToolName::Reset, reset(&session, &report, &Preparation::Ready)),
-            (ToolName::Reset, resetting(&session, Some("Python is being prepared".to_owned()))),
+            (
+                ToolName::Reset,
+                reset(&session, &report, &Preparation::Ready),
+            ),
+            (
+                ToolName::Reset,
+                resetting(&session, Some("Python is being prepared".to_owned())),
+            ),
             (ToolName::Upload, transfer(&session, "a", 5, Direction::In)),
-            (ToolName::Download, transfer(&session, "a", 5, Direction::Out { local_path: "b" })),
+            (
+                ToolName::Download,
+                transfer(&session, "a", 5, Direction::Out { local_path: "b" }),
+            ),
             (ToolName::List, sessions(&[info])),
             (ToolName::List, sessions(&[])),
             (ToolName::Close, closed(&session, WorkFolder::Private)),
         ];
         let branched = [
-            (ToolName::Fork, forked(&session, &fork_report(FilesCarried::Copied, &["2 threads"]))),
-            (ToolName::Undo, undone(&session, &undo_report(FilesCarried::Restored, &[]))),
-            (ToolName::Checkpoints, checkpoints(&session, &undo_report(FilesCarried::Restored, &[]).left)),
+            (
+                ToolName::Fork,
+                forked(&session, &fork_report(FilesCarried::Copied, &["2 threads"])),
+            ),
+            (
+                ToolName::Undo,
+                undone(&session, &undo_report(FilesCarried::Restored, &[])),
+            ),
+            (
+                ToolName::Checkpoints,
+                checkpoints(&session, &undo_report(FilesCarried::Restored, &[]).left),
+            ),
             (ToolName::Checkpoints, checkpoints(&session, &[])),
         ];
         for (tool, result) in results.into_iter().chain(branched) {
@@ -1232,11 +1706,16 @@ mod tests {
 
     fn uncollected(number: u64, first_line: &str, failure: Option<&str>) -> Uncollected {
         let (first_line, failure) = (first_line.to_owned(), failure.map(str::to_owned));
-        Uncollected { execution: ExecutionId(number), first_line, failure }
+        Uncollected {
+            execution: ExecutionId(number),
+            first_line,
+            failure,
+        }
     }
 
     fn told(outcome: &Outcome, occasion: Occasion) -> String {
-        let result = serde_json::to_value(execution(&"s".parse().unwrap(), outcome, occasion)).unwrap();
+        let result =
+            serde_json::to_value(execution(&"s".parse().unwrap(), outcome, occasion)).unwrap();
         assert_valid_output(ToolName::Execute, &result["structuredContent"]);
         result["content"][0]["text"].as_str().unwrap().to_owned()
     }
@@ -1245,22 +1724,43 @@ mod tests {
     fn results_that_wait_are_told_with_the_next_one_failed_ones_first() {
         let mut done = outcome(Status::Completed, vec![text(Stream::Stdout, "D\n")]);
         assert_eq!(told(&done, Occasion::Answer), "D");
-        done.others.uncollected =
-            vec![uncollected(3, "time.sleep(6); 1/0", Some("ZeroDivisionError: division by zero"))];
+        done.others.uncollected = vec![uncollected(
+            3,
+            "time.sleep(6); 1/0",
+            Some("ZeroDivisionError: division by zero"),
+        )];
         assert_eq!(
             told(&done, Occasion::Answer),
             "D\n1 other result waits to be collected with check_execution (session_id \"s\"): execution 3 \
              `time.sleep(6); 1/0`: failed (ZeroDivisionError: division by zero)."
         );
-        done.others.uncollected.splice(0..0, (10..16).map(|number| uncollected(number, "x", None)));
+        done.others
+            .uncollected
+            .splice(0..0, (10..16).map(|number| uncollected(number, "x", None)));
         let text = told(&done, Occasion::Answer);
         assert!(text.contains("7 other results wait"), "{text}");
-        assert!(text.contains("the oldest first: execution 3 `time.sleep(6); 1/0`: failed"), "{text}");
+        assert!(
+            text.contains("the oldest first: execution 3 `time.sleep(6); 1/0`: failed"),
+            "{text}"
+        );
         assert!(text.ends_with("execution 13 `x`: ok; 2 more."), "{text}");
-        done.others = Others { discarded: 2, ..Others::default() };
-        assert!(told(&done, Occasion::Answer).contains("2 earlier results of this session were discarded"));
-        let notes = serde_json::to_value(execution(&"s".parse().unwrap(), &done, Occasion::Answer)).unwrap();
-        assert_eq!(notes["structuredContent"]["notes"].as_array().unwrap().len(), 1);
+        done.others = Others {
+            discarded: 2,
+            ..Others::default()
+        };
+        assert!(
+            told(&done, Occasion::Answer)
+                .contains("2 earlier results of this session were discarded")
+        );
+        let notes = serde_json::to_value(execution(&"s".parse().unwrap(), &done, Occasion::Answer))
+            .unwrap();
+        assert_eq!(
+            notes["structuredContent"]["notes"]
+                .as_array()
+                .unwrap()
+                .len(),
+            1
+        );
     }
 
     #[test]
@@ -1270,13 +1770,26 @@ mod tests {
         let heading = "Execution 3 (`train()`):\nout";
         assert_eq!(told(&done, Occasion::Check { again: false }), heading);
         let again = told(&done, Occasion::Check { again: true });
-        assert!(again.starts_with(heading) && again.ends_with("the result that was told last, again."), "{again}");
+        assert!(
+            again.starts_with(heading) && again.ends_with("the result that was told last, again."),
+            "{again}"
+        );
         done.others.under_way = 1;
         let again = told(&done, Occasion::Check { again: true });
-        assert_eq!(again, format!("{heading}\nThis result was told before."), "something runs");
-        done.others = Others { uncollected: vec![uncollected(4, "x", None)], ..Others::default() };
+        assert_eq!(
+            again,
+            format!("{heading}\nThis result was told before."),
+            "something runs"
+        );
+        done.others = Others {
+            uncollected: vec![uncollected(4, "x", None)],
+            ..Others::default()
+        };
         let again = told(&done, Occasion::Check { again: true });
-        assert!(again.contains("told before") && !again.contains("told last"), "something waits: {again}");
+        assert!(
+            again.contains("told before") && !again.contains("told last"),
+            "something waits: {again}"
+        );
         assert!(again.contains("1 other result waits"), "{again}");
     }
 
@@ -1285,13 +1798,28 @@ mod tests {
         let session: SessionId = "s-1".parse().unwrap();
         let named = |result| serde_json::to_value(naming(&session, result)).unwrap();
         let line = "Session: s-1 (give it as session_id to go on in this session)";
-        let outcome = outcome(Status::Completed, vec![text(Stream::Stdout, "hi\n"), image(None)]);
+        let outcome = outcome(
+            Status::Completed,
+            vec![text(Stream::Stdout, "hi\n"), image(None)],
+        );
         let result = named(execution(&session, &outcome, Occasion::Answer));
-        assert_eq!(result["content"][0]["text"], format!("hi\n[image 1: 640×480 png]\n{line}"));
+        assert_eq!(
+            result["content"][0]["text"],
+            format!("hi\n[image 1: 640×480 png]\n{line}")
+        );
         assert_eq!(result["content"][1]["type"], "image");
-        assert_eq!(result["structuredContent"]["text"], result["content"][0]["text"]);
+        assert_eq!(
+            result["structuredContent"]["text"],
+            result["content"][0]["text"]
+        );
         let result = named(transfer(&session, "a", 5, Direction::In));
-        assert!(result["content"][0]["text"].as_str().unwrap().ends_with(&format!(".\n{line}")), "{result}");
+        assert!(
+            result["content"][0]["text"]
+                .as_str()
+                .unwrap()
+                .ends_with(&format!(".\n{line}")),
+            "{result}"
+        );
         assert_eq!(result["structuredContent"].get("text"), None);
         let result = named(refused(&std::io::Error::other("x")));
         assert_eq!(result["content"][0]["text"], format!("x\n{line}"));
@@ -1301,24 +1829,47 @@ mod tests {
     fn a_reset_tells_what_it_stopped_and_kept() {
         let session: SessionId = "s".parse().unwrap();
         let told = |interrupted_running_cell, files_kept| {
-            let report = ResetReport { interrupted_running_cell, files_kept, had_no_session: false };
+            let report = ResetReport {
+                interrupted_running_cell,
+                files_kept,
+                had_no_session: false,
+            };
             parts(reset(&session, &report, &Preparation::Ready)).0
         };
         assert!(told(true, true).contains("was stopped") && told(true, true).contains("are kept"));
-        assert!(!told(false, false).contains("was stopped") && told(false, false).contains("files are gone too"));
+        assert!(
+            !told(false, false).contains("was stopped")
+                && told(false, false).contains("files are gone too")
+        );
     }
 
     #[test]
     fn an_installation_says_for_which_modules_a_reset_helps() {
         let told = |loaded: &[&str], preloaded: &[&str]| {
-            let texts = |names: &[&str]| names.iter().map(|name| (*name).to_owned()).collect::<Vec<_>>();
+            let texts = |names: &[&str]| {
+                names
+                    .iter()
+                    .map(|name| (*name).to_owned())
+                    .collect::<Vec<_>>()
+            };
             let text = "Successfully installed numpy-1.26.4\n".to_owned();
-            let report = InstallReport { text, loaded: texts(loaded), preloaded: texts(preloaded), ruling: None };
+            let report = InstallReport {
+                text,
+                loaded: texts(loaded),
+                preloaded: texts(preloaded),
+                ruling: None,
+            };
             parts(installed(&"s".parse().unwrap(), &report))
         };
         let (text, structured) = told(&["numpy", "yaml"], &["numpy"]);
-        assert!(text.contains("\nnumpy is preloaded here; a reset does not change that."), "{text}");
-        assert!(text.contains("\nImported before, from elsewhere: yaml. After a reset"), "{text}");
+        assert!(
+            text.contains("\nnumpy is preloaded here; a reset does not change that."),
+            "{text}"
+        );
+        assert!(
+            text.contains("\nImported before, from elsewhere: yaml. After a reset"),
+            "{text}"
+        );
         assert_eq!(structured["reset_needed_for"], json!(["yaml"]));
         let (text, structured) = told(&["numpy"], &["numpy"]);
         assert!(!text.contains("After a reset"), "{text}");
@@ -1328,14 +1879,33 @@ mod tests {
 
     #[test]
     fn a_reset_of_nothing_does_not_claim_that_python_was_started() {
-        let report = ResetReport { interrupted_running_cell: false, files_kept: true, had_no_session: true };
-        let told = |preparation: &Preparation| parts(reset(&"s".parse().unwrap(), &report, preparation)).0;
+        let report = ResetReport {
+            interrupted_running_cell: false,
+            files_kept: true,
+            had_no_session: true,
+        };
+        let told =
+            |preparation: &Preparation| parts(reset(&"s".parse().unwrap(), &report, preparation)).0;
         let ready = told(&Preparation::Ready);
-        assert!(!ready.contains("was started") && ready.contains("the next cell starts one"), "{ready}");
-        let working = Preparation::Working { step: "downloading packages".to_owned(), done: 3, total: Some(54) };
-        assert!(told(&working).ends_with("Python is being prepared (downloading packages, 3 of 54)."));
-        let failed = told(&Preparation::Failed { why: "no network".to_owned() });
-        assert!(failed.contains("could not be started") && failed.contains("no network"), "{failed}");
+        assert!(
+            !ready.contains("was started") && ready.contains("the next cell starts one"),
+            "{ready}"
+        );
+        let working = Preparation::Working {
+            step: "downloading packages".to_owned(),
+            done: 3,
+            total: Some(54),
+        };
+        assert!(
+            told(&working).ends_with("Python is being prepared (downloading packages, 3 of 54).")
+        );
+        let failed = told(&Preparation::Failed {
+            why: "no network".to_owned(),
+        });
+        assert!(
+            failed.contains("could not be started") && failed.contains("no network"),
+            "{failed}"
+        );
         assert!(failed.contains("tries it again"), "{failed}");
     }
 
@@ -1367,14 +1937,25 @@ mod tests {
     /// The text and the structured content of a result.
     fn parts(result: CallToolResult) -> (String, Value) {
         let result = serde_json::to_value(result).unwrap();
-        (result["content"][0]["text"].as_str().unwrap().to_owned(), result["structuredContent"].clone())
+        (
+            result["content"][0]["text"].as_str().unwrap().to_owned(),
+            result["structuredContent"].clone(),
+        )
     }
 
     #[test]
     fn a_fork_names_the_copies_and_what_they_lack() {
         let session: SessionId = "s".parse().unwrap();
-        let (text, structured) = parts(forked(&session, &fork_report(FilesCarried::Copied, &["2 threads", "1 pipe"])));
-        for words in ["\"s-1\", \"s-2\"", "imports and files.", "Not carried over: 2 threads, 1 pipe.", "A note."] {
+        let (text, structured) = parts(forked(
+            &session,
+            &fork_report(FilesCarried::Copied, &["2 threads", "1 pipe"]),
+        ));
+        for words in [
+            "\"s-1\", \"s-2\"",
+            "imports and files.",
+            "Not carried over: 2 threads, 1 pipe.",
+            "A note.",
+        ] {
             assert!(text.contains(words), "{words:?} is not in {text:?}");
         }
         assert_eq!(
@@ -1388,7 +1969,10 @@ mod tests {
             })
         );
         let (text, structured) = parts(forked(&session, &fork_report(FilesCarried::Shared, &[])));
-        assert!(text.contains("the same for all sessions") && !text.contains("Not carried over"), "{text}");
+        assert!(
+            text.contains("the same for all sessions") && !text.contains("Not carried over"),
+            "{text}"
+        );
         assert_eq!(structured["files"]["state"], "shared");
     }
 
@@ -1396,12 +1980,28 @@ mod tests {
     fn an_undo_tells_what_is_back_and_what_more_could_be() {
         let session: SessionId = "s".parse().unwrap();
         let (text, structured) = parts(undone(&session, &undo_report(FilesCarried::Restored, &[])));
-        assert!(text.starts_with("The last cell of session \"s\" is undone. Variables and files"), "{text}");
+        assert!(
+            text.starts_with("The last cell of session \"s\" is undone. Variables and files"),
+            "{text}"
+        );
         assert!(text.ends_with("3 more cells can be undone."), "{text}");
-        assert_eq!(structured["can_undo"][1], json!({"cells": 3, "before": "x = 1", "age_seconds": 2.5}));
-        assert_eq!(structured["files"], json!({"state": "restored", "why": null}));
-        let why = FilesCarried::LeftAlone { why: "the folder holds more than 64 MiB".to_owned() };
-        let crashed = UndoReport { undone: 2, revived: true, left: vec![], ..undo_report(why, &["1 connection"]) };
+        assert_eq!(
+            structured["can_undo"][1],
+            json!({"cells": 3, "before": "x = 1", "age_seconds": 2.5})
+        );
+        assert_eq!(
+            structured["files"],
+            json!({"state": "restored", "why": null})
+        );
+        let why = FilesCarried::LeftAlone {
+            why: "the folder holds more than 64 MiB".to_owned(),
+        };
+        let crashed = UndoReport {
+            undone: 2,
+            revived: true,
+            left: vec![],
+            ..undo_report(why, &["1 connection"])
+        };
         let (text, structured) = parts(undone(&session, &crashed));
         for words in [
             "The last 2 cells",
@@ -1414,16 +2014,29 @@ mod tests {
             assert!(text.contains(words), "{words:?} is not in {text:?}");
         }
         assert_eq!(structured["revived"], true);
-        assert_eq!(structured["files"]["why"], "the folder holds more than 64 MiB");
+        assert_eq!(
+            structured["files"]["why"],
+            "the folder holds more than 64 MiB"
+        );
     }
 
     #[test]
     fn what_can_be_undone_is_listed_with_the_argument_that_does_it() {
         let session: SessionId = "s".parse().unwrap();
-        let (text, structured) = parts(checkpoints(&session, &undo_report(FilesCarried::Restored, &[]).left));
-        assert!(text.starts_with("cells=1: as it was before `x = 2`, 2 s ago\ncells=3"), "{text}");
+        let (text, structured) = parts(checkpoints(
+            &session,
+            &undo_report(FilesCarried::Restored, &[]).left,
+        ));
+        assert!(
+            text.starts_with("cells=1: as it was before `x = 2`, 2 s ago\ncells=3"),
+            "{text}"
+        );
         assert_eq!(structured["can_undo"][0]["cells"], 1);
-        assert!(parts(checkpoints(&session, &[])).0.contains("Nothing can be undone"));
+        assert!(
+            parts(checkpoints(&session, &[]))
+                .0
+                .contains("Nothing can be undone")
+        );
     }
 
     #[test]
@@ -1432,9 +2045,15 @@ mod tests {
         #[error("the file could not be read")]
         struct Outer(#[source] std::io::Error);
         let text = |error: &dyn std::error::Error| {
-            serde_json::to_value(refused(error)).unwrap()["content"][0]["text"].as_str().unwrap().to_owned()
+            serde_json::to_value(refused(error)).unwrap()["content"][0]["text"]
+                .as_str()
+                .unwrap()
+                .to_owned()
         };
-        assert_eq!(text(&Outer(std::io::Error::other("disk full"))), "the file could not be read: disk full");
+        assert_eq!(
+            text(&Outer(std::io::Error::other("disk full"))),
+            "the file could not be read: disk full"
+        );
         assert_eq!(text(&std::io::Error::other("disk full")), "disk full");
         assert_eq!(refused(&std::io::Error::other("x")).is_error, Some(true));
     }

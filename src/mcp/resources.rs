@@ -54,7 +54,11 @@ pub(super) enum BadAddress {
     #[error("\"{0}\" is not a parameter of this resource; it takes offset and limit")]
     Parameter(String),
     #[error("{name} must be a whole number of bytes from {least} to {most}")]
-    Number { name: &'static str, least: u64, most: u64 },
+    Number {
+        name: &'static str,
+        least: u64,
+        most: u64,
+    },
 }
 
 /// The file of a session that an address leads to, if it is one of a file.
@@ -73,14 +77,24 @@ pub(super) fn file_contents(uri: &str, bytes: &[u8]) -> ResourceContents {
 
 /// A file of a session as it is listed.
 pub(super) fn listed_file(session: &SessionId, path: &InsidePath, size: u64) -> Resource {
-    Resource::new(file_uri(session, path), format!("{}/{path}", session.as_str()))
-        .with_title(format!("File \"{path}\" of session \"{}\"", session.as_str()))
-        .with_size(size)
+    Resource::new(
+        file_uri(session, path),
+        format!("{}/{path}", session.as_str()),
+    )
+    .with_title(format!(
+        "File \"{path}\" of session \"{}\"",
+        session.as_str()
+    ))
+    .with_size(size)
 }
 
 /// The address of an execution's whole output.
 pub(super) fn output_uri(session: &SessionId, execution: ExecutionId) -> String {
-    format!("{PREFIX}{}/executions/{}/output", session.as_str(), execution.0)
+    format!(
+        "{PREFIX}{}/executions/{}/output",
+        session.as_str(),
+        execution.0
+    )
 }
 
 impl FromStr for Address {
@@ -93,7 +107,9 @@ impl FromStr for Address {
         };
         let rest = path.strip_prefix(PREFIX).ok_or(BadAddress::Unknown)?;
         let parts: Vec<&str> = rest.split('/').collect();
-        let [session, "executions", execution, "output"] = parts[..] else { return Err(BadAddress::Unknown) };
+        let [session, "executions", execution, "output"] = parts[..] else {
+            return Err(BadAddress::Unknown);
+        };
         let mut address = Address {
             session: session.parse().map_err(|_| BadAddress::Unknown)?,
             execution: ExecutionId(execution.parse().map_err(|_| BadAddress::Unknown)?),
@@ -102,8 +118,12 @@ impl FromStr for Address {
         };
         for pair in query.split('&').filter(|pair| !pair.is_empty()) {
             match pair.split_once('=').unwrap_or((pair, "")) {
-                ("offset", number) => address.offset = within("offset", number, 0, i64::MAX as u64)?,
-                ("limit", number) => address.limit = within("limit", number, 1, LARGEST_LIMIT as u64)? as usize,
+                ("offset", number) => {
+                    address.offset = within("offset", number, 0, i64::MAX as u64)?
+                }
+                ("limit", number) => {
+                    address.limit = within("limit", number, 1, LARGEST_LIMIT as u64)? as usize
+                }
                 (other, _) => return Err(BadAddress::Parameter(other.chars().take(40).collect())),
             }
         }
@@ -112,7 +132,10 @@ impl FromStr for Address {
 }
 
 fn within(name: &'static str, number: &str, least: u64, most: u64) -> Result<u64, BadAddress> {
-    let parsed = number.parse().ok().filter(|number| (least..=most).contains(number));
+    let parsed = number
+        .parse()
+        .ok()
+        .filter(|number| (least..=most).contains(number));
     parsed.ok_or(BadAddress::Number { name, least, most })
 }
 
@@ -121,7 +144,9 @@ pub(super) fn file_uri(session: &SessionId, path: &InsidePath) -> String {
     let mut uri = format!("{PREFIX}{}/files/", session.as_str());
     for byte in path.as_str().bytes() {
         match byte {
-            b'a'..=b'z' | b'A'..=b'Z' | b'0'..=b'9' | b'-' | b'_' | b'.' | b'~' | b'/' => uri.push(byte as char),
+            b'a'..=b'z' | b'A'..=b'Z' | b'0'..=b'9' | b'-' | b'_' | b'.' | b'~' | b'/' => {
+                uri.push(byte as char)
+            }
             other => uri.push_str(&format!("%{other:02X}")),
         }
     }
@@ -137,14 +162,23 @@ pub(super) fn contents(uri: &str, address: &Address, slice: &Slice) -> ResourceC
     if more {
         let path = uri.split('?').next().unwrap_or(uri);
         let left = slice.total - next;
-        text.push_str(&format!("\n[… {left} bytes follow; read {path}?offset={next}&limit={} …]", address.limit));
+        text.push_str(&format!(
+            "\n[… {left} bytes follow; read {path}?offset={next}&limit={} …]",
+            address.limit
+        ));
     } else if slice.kept_in_part {
         text.push_str("\n[… the output was longer; the rest was not kept …]");
     }
     let mut meta = MetaObject::new();
-    meta.insert("cellblock/offset".to_owned(), Value::from(address.offset + start as u64));
+    meta.insert(
+        "cellblock/offset".to_owned(),
+        Value::from(address.offset + start as u64),
+    );
     meta.insert("cellblock/totalBytes".to_owned(), Value::from(slice.total));
-    meta.insert("cellblock/nextOffset".to_owned(), if more { Value::from(next) } else { Value::Null });
+    meta.insert(
+        "cellblock/nextOffset".to_owned(),
+        if more { Value::from(next) } else { Value::Null },
+    );
     ResourceContents::TextResourceContents {
         uri: uri.to_owned(),
         mime_type: Some("text/plain".to_owned()),
@@ -156,10 +190,17 @@ pub(super) fn contents(uri: &str, address: &Address, slice: &Slice) -> ResourceC
 /// Finds the characters that begin within the first `limit` bytes. A reader that follows `nextOffset` misses none and
 /// sees none twice.
 fn borders(bytes: &[u8], offset: u64, limit: usize) -> (usize, usize) {
-    let continues = |index: usize| bytes.get(index).is_some_and(|byte| byte & 0b1100_0000 == 0b1000_0000);
+    let continues = |index: usize| {
+        bytes
+            .get(index)
+            .is_some_and(|byte| byte & 0b1100_0000 == 0b1000_0000)
+    };
     let forward = |from: usize| {
         let from = from.min(bytes.len());
-        (from..=bytes.len()).take(CHARACTER_MARGIN).find(|&index| !continues(index)).unwrap_or(from)
+        (from..=bytes.len())
+            .take(CHARACTER_MARGIN)
+            .find(|&index| !continues(index))
+            .unwrap_or(from)
     };
     let start = if offset == 0 { 0 } else { forward(0) };
     (start, forward(limit).max(start))
@@ -173,11 +214,16 @@ pub(super) fn templates() -> Vec<ResourceTemplate> {
             "execution-output",
         )
         .with_title("The whole output of an execution")
-        .with_description("Text of an execution with what was cut from its result. offset and limit are bytes.")
+        .with_description(
+            "Text of an execution with what was cut from its result. offset and limit are bytes.",
+        )
         .with_mime_type("text/plain"),
-        ResourceTemplate::new("cellblock://sessions/{session_id}/files/{+path}", "session-file")
-            .with_title("A file of a session")
-            .with_description("A file in the working folder of a session, as text or bytes."),
+        ResourceTemplate::new(
+            "cellblock://sessions/{session_id}/files/{+path}",
+            "session-file",
+        )
+        .with_title("A file of a session")
+        .with_description("A file in the working folder of a session, as text or bytes."),
     ]
 }
 
@@ -189,26 +235,44 @@ pub(super) struct CutOutputs {
 }
 
 impl CutOutputs {
-    pub(super) fn remember(&mut self, owner: &Principal, session: &SessionId, execution: ExecutionId) {
+    pub(super) fn remember(
+        &mut self,
+        owner: &Principal,
+        session: &SessionId,
+        execution: ExecutionId,
+    ) {
         if self.kept.len() == MOST_LISTED {
             self.kept.pop_front();
         }
-        self.kept.push_back((owner.clone(), session.clone(), execution));
+        self.kept
+            .push_back((owner.clone(), session.clone(), execution));
     }
 
     /// Returns those of one owner, the newest first.
     pub(super) fn of(&self, owner: &Principal) -> Vec<(SessionId, ExecutionId)> {
-        let own = self.kept.iter().rev().filter(|(whose, _, _)| whose == owner);
-        own.map(|(_, session, execution)| (session.clone(), *execution)).collect()
+        let own = self
+            .kept
+            .iter()
+            .rev()
+            .filter(|(whose, _, _)| whose == owner);
+        own.map(|(_, session, execution)| (session.clone(), *execution))
+            .collect()
     }
 }
 
 /// Describes one listed output.
 pub(super) fn listed(session: &SessionId, execution: ExecutionId, total: u64) -> Resource {
-    Resource::new(output_uri(session, execution), format!("output-{}-{}", session.as_str(), execution.0))
-        .with_title(format!("Output of execution {} in session \"{}\"", execution.0, session.as_str()))
-        .with_mime_type("text/plain")
-        .with_size(total)
+    Resource::new(
+        output_uri(session, execution),
+        format!("output-{}-{}", session.as_str(), execution.0),
+    )
+    .with_title(format!(
+        "Output of execution {} in session \"{}\"",
+        execution.0,
+        session.as_str()
+    ))
+    .with_mime_type("text/plain")
+    .with_size(total)
 }
 
 #[cfg(test)]
@@ -216,7 +280,12 @@ mod tests {
     use super::*;
 
     fn address(offset: u64, limit: usize) -> Address {
-        Address { session: "a".parse().unwrap(), execution: ExecutionId(7), offset, limit }
+        Address {
+            session: "a".parse().unwrap(),
+            execution: ExecutionId(7),
+            offset,
+            limit,
+        }
     }
 
     /// Reads `whole` as a reader would, slice after slice, and returns the pieces without the lines that say how to go
@@ -227,7 +296,11 @@ mod tests {
         loop {
             let rest = &whole.as_bytes()[offset as usize..];
             let bytes = rest[..rest.len().min(limit + CHARACTER_MARGIN)].to_vec();
-            let slice = Slice { bytes, total: whole.len() as u64, kept_in_part: false };
+            let slice = Slice {
+                bytes,
+                total: whole.len() as u64,
+                kept_in_part: false,
+            };
             let ResourceContents::TextResourceContents { text, meta, .. } =
                 contents("u", &address(offset, limit), &slice)
             else {
@@ -275,10 +348,26 @@ mod tests {
 
     #[test]
     fn bad_parameters_are_named() {
-        let parse = |query: &str| format!("cellblock://sessions/a/executions/7/output?{query}").parse::<Address>();
-        assert_eq!(parse("page=1"), Err(BadAddress::Parameter("page".to_owned())));
-        assert_eq!(parse("offset=-1"), Err(BadAddress::Number { name: "offset", least: 0, most: i64::MAX as u64 }));
-        let limit = BadAddress::Number { name: "limit", least: 1, most: LARGEST_LIMIT as u64 };
+        let parse = |query: &str| {
+            format!("cellblock://sessions/a/executions/7/output?{query}").parse::<Address>()
+        };
+        assert_eq!(
+            parse("page=1"),
+            Err(BadAddress::Parameter("page".to_owned()))
+        );
+        assert_eq!(
+            parse("offset=-1"),
+            Err(BadAddress::Number {
+                name: "offset",
+                least: 0,
+                most: i64::MAX as u64
+            })
+        );
+        let limit = BadAddress::Number {
+            name: "limit",
+            least: 1,
+            most: LARGEST_LIMIT as u64,
+        };
         assert_eq!(parse("limit=0").unwrap_err(), limit);
         assert_eq!(parse("limit=4194305").unwrap_err(), limit);
         assert_eq!(parse("limit=4194304"), Ok(address(0, LARGEST_LIMIT)));
@@ -296,8 +385,14 @@ mod tests {
 
     #[test]
     fn a_slice_says_how_to_go_on() {
-        let slice = Slice { bytes: b"abcdef".to_vec(), total: 100, kept_in_part: false };
-        let ResourceContents::TextResourceContents { text, .. } = contents("u?limit=4", &address(0, 4), &slice) else {
+        let slice = Slice {
+            bytes: b"abcdef".to_vec(),
+            total: 100,
+            kept_in_part: false,
+        };
+        let ResourceContents::TextResourceContents { text, .. } =
+            contents("u?limit=4", &address(0, 4), &slice)
+        else {
             panic!("outputs are text");
         };
         assert_eq!(text, "abcd\n[… 96 bytes follow; read u?offset=4&limit=4 …]");
@@ -305,7 +400,11 @@ mod tests {
 
     #[test]
     fn an_output_that_was_kept_in_part_says_so_at_its_end() {
-        let slice = |kept_in_part| Slice { bytes: b"abc".to_vec(), total: 3, kept_in_part };
+        let slice = |kept_in_part| Slice {
+            bytes: b"abc".to_vec(),
+            total: 3,
+            kept_in_part,
+        };
         let text = |kept_in_part| match contents("u", &address(0, 10), &slice(kept_in_part)) {
             ResourceContents::TextResourceContents { text, .. } => text,
             _ => panic!("outputs are text"),
@@ -316,8 +415,14 @@ mod tests {
 
     #[test]
     fn an_offset_beyond_the_end_gives_nothing() {
-        let slice = Slice { bytes: Vec::new(), total: 3, kept_in_part: false };
-        let ResourceContents::TextResourceContents { text, .. } = contents("u", &address(50, 10), &slice) else {
+        let slice = Slice {
+            bytes: Vec::new(),
+            total: 3,
+            kept_in_part: false,
+        };
+        let ResourceContents::TextResourceContents { text, .. } =
+            contents("u", &address(50, 10), &slice)
+        else {
             panic!("outputs are text");
         };
         assert_eq!(text, "");

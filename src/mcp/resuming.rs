@@ -7,7 +7,8 @@ use std::time::Duration;
 
 use rmcp::RoleServer;
 use rmcp::model::{
-    CallToolResponse, CallToolResult, ClientResult, ElicitRequest, ErrorData, InputResponses, ServerRequest,
+    CallToolResponse, CallToolResult, ClientResult, ElicitRequest, ErrorData, InputResponses,
+    ServerRequest,
 };
 use rmcp::service::{PeerRequestOptions, RequestContext, RequestHandle, ServiceError};
 use tokio::time::sleep;
@@ -18,7 +19,9 @@ use super::progress::Reporter;
 use super::render::Occasion;
 use super::{Server, Shared, render, tasks};
 use crate::session::install::Leave;
-use crate::session::{Asked, Checked, Decision, ExecutionHandle, News, Principal, Refused, SessionId, Underway, Which};
+use crate::session::{
+    Asked, Checked, Decision, ExecutionHandle, News, Principal, Refused, SessionId, Underway, Which,
+};
 
 /// How often it is looked whether a question is still open while a person thinks about it.
 const BETWEEN_LOOKS: Duration = Duration::from_secs(1);
@@ -61,7 +64,9 @@ impl Server {
             told = self.ask_meanwhile(owner, told, manner, context).await;
         }
         match (&told, Way::of(context), context.extensions.get::<Binding>()) {
-            (Ok(Checked::Underway(underway)), Way::InputRequired, Some(binding)) if !underway.asks.is_empty() => {
+            (Ok(Checked::Underway(underway)), Way::InputRequired, Some(binding))
+                if !underway.asks.is_empty() =>
+            {
                 self.input_required(underway, binding)
             }
             _ => self.rendered(owner, session, told, manner).await,
@@ -84,10 +89,16 @@ impl Server {
             let news = News::new("waiting for a person's decision".to_owned());
             let reporter = Reporter::new(self.shared.sessions.preparation(), manner.wait, &news);
             let handle = underway.handle.clone();
-            let said = with_progress(Box::pin(self.elicit(owner, &underway, manner, context)), reporter, context).await;
+            let said = with_progress(
+                Box::pin(self.elicit(owner, &underway, manner, context)),
+                reporter,
+                context,
+            )
+            .await;
             told = match said {
                 Said::Decided(decisions) => {
-                    self.decide(owner, &handle, decisions, "elicitation", manner, context).await
+                    self.decide(owner, &handle, decisions, "elicitation", manner, context)
+                        .await
                 }
                 Said::Over => self.go_on(owner, &handle, manner, context).await,
                 Said::Left(told) => return told,
@@ -106,28 +117,52 @@ impl Server {
         let shown = resumption.asks();
         let decisions = asking::decisions_for(&shown, responses);
         match resumption {
-            Resumption::Execution { handle, session, .. } => {
+            Resumption::Execution {
+                handle, session, ..
+            } => {
                 let manner = self.manner(context);
                 let told = match decisions {
-                    Some(decisions) => self.decide(owner, &handle, decisions, "input_required", manner, context).await,
+                    Some(decisions) => {
+                        self.decide(owner, &handle, decisions, "input_required", manner, context)
+                            .await
+                    }
                     // Without an answer it is asked again, at once.
                     None => self.go_on(owner, &handle, manner, context).await,
                 };
-                self.answer_or_ask(owner, &session, told, manner, context).await
+                self.answer_or_ask(owner, &session, told, manner, context)
+                    .await
             }
-            Resumption::Install { session, requirements, .. } => {
+            Resumption::Install {
+                session,
+                requirements,
+                ..
+            } => {
                 let answer = decisions.and_then(|decisions| decisions.first().copied());
-                self.install(owner, session, requirements, answer, context).await
+                self.install(owner, session, requirements, answer, context)
+                    .await
             }
         }
     }
 
     /// How a call is answered that says nothing else about it.
     pub(super) fn manner(&self, context: &RequestContext<RoleServer>) -> Manner {
-        let Shared { max_wait, most_compared_chars, .. } = &*self.shared;
+        let Shared {
+            max_wait,
+            most_compared_chars,
+            ..
+        } = &*self.shared;
         let as_task = tasks::are_known_to(context);
-        let wait = if as_task { tasks::PATIENCE.min(*max_wait) } else { *max_wait };
-        Manner { wait, max_chars: *most_compared_chars, as_task, is_check: false }
+        let wait = if as_task {
+            tasks::PATIENCE.min(*max_wait)
+        } else {
+            *max_wait
+        };
+        Manner {
+            wait,
+            max_chars: *most_compared_chars,
+            as_task,
+            is_check: false,
+        }
     }
 
     /// Asks for leave to install, by a form. `Ok` has the answer; otherwise the call is answered.
@@ -142,8 +177,15 @@ impl Server {
         match (Way::of(context), context.extensions.get::<Binding>()) {
             (Way::InputRequired, Some(binding)) => {
                 let (session, requirements) = (session.clone(), requirements.to_vec());
-                let resumption = Resumption::Install { session: session.clone(), requirements, ask: asked.id };
-                Err(self.shared.seals.input_required(&resumption, &[asked], binding, &session))
+                let resumption = Resumption::Install {
+                    session: session.clone(),
+                    requirements,
+                    ask: asked.id,
+                };
+                Err(self
+                    .shared
+                    .seals
+                    .input_required(&resumption, &[asked], binding, &session))
             }
             (Way::Elicitation, _) => {
                 let ids = [asked.id];
@@ -155,7 +197,10 @@ impl Server {
                     () = context.ct.cancelled() => None,
                 };
                 match decisions.as_deref() {
-                    Some([decision]) => Ok(Leave { asking, answer: Some(*decision) }),
+                    Some([decision]) => Ok(Leave {
+                        asking,
+                        answer: Some(*decision),
+                    }),
                     _ => {
                         withdraw(form).await;
                         Err(render::refused(&NotAsked).into())
@@ -167,10 +212,21 @@ impl Server {
     }
 
     fn input_required(&self, underway: &Underway, binding: &Binding) -> CallToolResponse {
-        let Underway { handle, session, asks, .. } = underway;
+        let Underway {
+            handle,
+            session,
+            asks,
+            ..
+        } = underway;
         let ids = asks.iter().map(|asked| asked.id).collect();
-        let resumption = Resumption::Execution { handle: handle.clone(), session: session.clone(), asks: ids };
-        self.shared.seals.input_required(&resumption, asks, binding, session)
+        let resumption = Resumption::Execution {
+            handle: handle.clone(),
+            session: session.clone(),
+            asks: ids,
+        };
+        self.shared
+            .seals
+            .input_required(&resumption, asks, binding, session)
     }
 
     /// Shows the questions of an execution to a person, and waits for their answer as long as it is wanted.
@@ -181,7 +237,12 @@ impl Server {
         manner: Manner,
         context: &RequestContext<RoleServer>,
     ) -> Said {
-        let Underway { handle, session, asks, .. } = underway;
+        let Underway {
+            handle,
+            session,
+            asks,
+            ..
+        } = underway;
         let ids = asks.iter().map(|asked| asked.id).collect::<Vec<_>>();
         let Ok(mut form) = send_form(session, asks, context).await else {
             return Said::Left(Ok(Checked::Underway(underway.clone())));
@@ -205,10 +266,18 @@ impl Server {
                 () = sleep(BETWEEN_LOOKS) => {}
             }
             let which = Which::This(handle.clone());
-            let told =
-                self.shared.sessions.check(owner, &which, Duration::ZERO, manner.max_chars, News::default()).await;
-            let is_open =
-                matches!(&told, Ok(Checked::Underway(now)) if now.asks.iter().any(|asked| ids.contains(&asked.id)));
+            let told = self
+                .shared
+                .sessions
+                .check(
+                    owner,
+                    &which,
+                    Duration::ZERO,
+                    manner.max_chars,
+                    News::default(),
+                )
+                .await;
+            let is_open = matches!(&told, Ok(Checked::Underway(now)) if now.asks.iter().any(|asked| ids.contains(&asked.id)));
             if !is_open {
                 withdraw(form).await;
                 return Said::Over;
@@ -226,7 +295,10 @@ impl Server {
         manner: Manner,
         context: &RequestContext<RoleServer>,
     ) -> Result<Checked, Refused> {
-        self.shared.sessions.decide(owner, handle, decisions, how).await?;
+        self.shared
+            .sessions
+            .decide(owner, handle, decisions, how)
+            .await?;
         self.go_on(owner, handle, manner, context).await
     }
 
@@ -238,7 +310,9 @@ impl Server {
         manner: Manner,
         context: &RequestContext<RoleServer>,
     ) -> Result<Checked, Refused> {
-        let Shared { sessions, draining, .. } = &*self.shared;
+        let Shared {
+            sessions, draining, ..
+        } = &*self.shared;
         let which = Which::This(handle.clone());
         let news = News::default();
         let reporter = Reporter::new(sessions.preparation(), manner.wait, &news);
@@ -256,10 +330,24 @@ impl Server {
     }
 
     /// Stops an execution and waits for its end.
-    async fn stopped(&self, owner: &Principal, handle: &ExecutionHandle, manner: Manner) -> Result<Checked, Refused> {
+    async fn stopped(
+        &self,
+        owner: &Principal,
+        handle: &ExecutionHandle,
+        manner: Manner,
+    ) -> Result<Checked, Refused> {
         let which = Which::This(handle.clone());
         self.shared.sessions.stop(owner, &which).await?;
-        self.shared.sessions.check(owner, &which, UNTIL_STOPPED, manner.max_chars, News::default()).await
+        self.shared
+            .sessions
+            .check(
+                owner,
+                &which,
+                UNTIL_STOPPED,
+                manner.max_chars,
+                News::default(),
+            )
+            .await
     }
 
     async fn rendered(
@@ -269,11 +357,22 @@ impl Server {
         told: Result<Checked, Refused>,
         manner: Manner,
     ) -> CallToolResponse {
-        let occasion = |again| if manner.is_check { Occasion::Check { again } } else { Occasion::Answer };
-        match told {
-            Ok(Checked::Finished { session, outcome, again }) => {
-                self.told(owner, &session, &outcome, occasion(again)).await.into()
+        let occasion = |again| {
+            if manner.is_check {
+                Occasion::Check { again }
+            } else {
+                Occasion::Answer
             }
+        };
+        match told {
+            Ok(Checked::Finished {
+                session,
+                outcome,
+                again,
+            }) => self
+                .told(owner, &session, &outcome, occasion(again))
+                .await
+                .into(),
             Ok(Checked::Underway(underway)) if manner.as_task => tasks::created(&underway),
             Ok(Checked::Underway(underway)) => render::underway(&underway, occasion(false)).into(),
             Ok(Checked::Nothing) => render::nothing_to_check(session).into(),
@@ -296,14 +395,23 @@ async fn send_form(
     asked: &[Asked],
     context: &RequestContext<RoleServer>,
 ) -> Result<RequestHandle<RoleServer>, ServiceError> {
-    let request =
-        ServerRequest::ElicitRequest(ElicitRequest::new(asking::form(session, asked, Titles::known_to(context))));
-    context.peer.send_cancellable_request(request, PeerRequestOptions::no_options()).await
+    let request = ServerRequest::ElicitRequest(ElicitRequest::new(asking::form(
+        session,
+        asked,
+        Titles::known_to(context),
+    )));
+    context
+        .peer
+        .send_cancellable_request(request, PeerRequestOptions::no_options())
+        .await
 }
 
 /// Tells the client that the form is not needed any more.
 async fn withdraw(form: RequestHandle<RoleServer>) {
-    if let Err(error) = form.cancel(Some("there is nothing left to decide".to_owned())).await {
+    if let Err(error) = form
+        .cancel(Some("there is nothing left to decide".to_owned()))
+        .await
+    {
         tracing::debug!(%error, "a form was not withdrawn");
     }
 }
@@ -335,7 +443,9 @@ pub(super) fn installed_or_asked(
         Err(refused) => {
             let result = render::refused(&refused);
             if let Refused::Ask { asked, .. } = refused {
-                *question.lock().unwrap_or_else(std::sync::PoisonError::into_inner) = Some(*asked);
+                *question
+                    .lock()
+                    .unwrap_or_else(std::sync::PoisonError::into_inner) = Some(*asked);
             }
             result
         }

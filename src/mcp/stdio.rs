@@ -26,8 +26,8 @@ use std::time::Duration;
 use cellblock_json::Decoding;
 use rmcp::RoleServer;
 use rmcp::model::{
-    ClientJsonRpcMessage, ClientNotification, ClientRequest, ErrorCode, GetMeta, JsonRpcMessage, ProtocolVersion,
-    RequestId, ServerJsonRpcMessage,
+    ClientJsonRpcMessage, ClientNotification, ClientRequest, ErrorCode, GetMeta, JsonRpcMessage,
+    ProtocolVersion, RequestId, ServerJsonRpcMessage,
 };
 use rmcp::service::{ServerInitializeError, serve_server_with_ct};
 use rmcp::transport::Transport;
@@ -86,7 +86,11 @@ pub async fn serve_stdio(server: Server) -> Result<(), ServeError> {
 }
 
 /// Serves one client on any pair of byte streams.
-pub(super) async fn serve(server: Server, reader: Reader, writer: Writer) -> Result<(), ServeError> {
+pub(super) async fn serve(
+    server: Server,
+    reader: Reader,
+    writer: Writer,
+) -> Result<(), ServeError> {
     let connection = CancellationToken::new();
     let (outgoing, lines) = mpsc::channel(WAITING_LINES);
     let mut writing = tokio::spawn(write_lines(writer, lines, connection.clone()));
@@ -100,7 +104,10 @@ pub(super) async fn serve(server: Server, reader: Reader, writer: Writer) -> Res
         unanswered: Arc::default(),
         turns: Turns::default(),
     };
-    let (draining, unanswered) = (server.shared.draining.clone(), Arc::clone(&transport.unanswered));
+    let (draining, unanswered) = (
+        server.shared.draining.clone(),
+        Arc::clone(&transport.unanswered),
+    );
     let opened = tokio::select! {
         opened = serve_server_with_ct(server, transport, connection.clone()) => opened,
         () = draining.cancelled() => Err(ServerInitializeError::Cancelled),
@@ -112,7 +119,9 @@ pub(super) async fn serve(server: Server, reader: Reader, writer: Writer) -> Res
             () = drained(&draining, &unanswered) => Ok(()),
         },
         // The client left before it said anything we had to answer.
-        Err(ServerInitializeError::ConnectionClosed(_) | ServerInitializeError::Cancelled) => Ok(()),
+        Err(ServerInitializeError::ConnectionClosed(_) | ServerInitializeError::Cancelled) => {
+            Ok(())
+        }
         Err(_) if connection.is_cancelled() => Ok(()),
         Err(error) => Err(ServeError::Open(Box::new(error))),
     };
@@ -142,7 +151,11 @@ async fn lingered(connection: &CancellationToken) {
 async fn drained(draining: &CancellationToken, unanswered: &Mutex<HashSet<RequestId>>) {
     draining.cancelled().await;
     let answered = async {
-        while !unanswered.lock().unwrap_or_else(PoisonError::into_inner).is_empty() {
+        while !unanswered
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .is_empty()
+        {
             tokio::time::sleep(BETWEEN_LOOKS).await;
         }
     };
@@ -159,7 +172,11 @@ async fn write_lines(
     while let Some(line) = lines.recv().await {
         written = async {
             writer.write_all(&line).await?;
-            if lines.is_empty() { writer.flush().await } else { Ok(()) }
+            if lines.is_empty() {
+                writer.flush().await
+            } else {
+                Ok(())
+            }
         }
         .await;
         if written.is_err() {
@@ -195,14 +212,27 @@ struct LineTransport {
 
 impl LineTransport {
     /// Decides about one message: pass it on, drop it, or answer it ourselves.
-    fn admit(&mut self, mut message: ClientJsonRpcMessage) -> Result<Option<ClientJsonRpcMessage>, Rejection> {
-        let mut unanswered = self.unanswered.lock().unwrap_or_else(PoisonError::into_inner);
+    fn admit(
+        &mut self,
+        mut message: ClientJsonRpcMessage,
+    ) -> Result<Option<ClientJsonRpcMessage>, Rejection> {
+        let mut unanswered = self
+            .unanswered
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
         match &mut message {
             JsonRpcMessage::Request(request) => {
                 if !unanswered.insert(request.id.clone()) {
                     // Answering with that id would end the first request in the client's eyes.
-                    let text = format!("a request with the id {} is still being answered", request.id);
-                    return Err(Rejection::new(Value::Null, ErrorCode::INVALID_REQUEST, text));
+                    let text = format!(
+                        "a request with the id {} is still being answered",
+                        request.id
+                    );
+                    return Err(Rejection::new(
+                        Value::Null,
+                        ErrorCode::INVALID_REQUEST,
+                        text,
+                    ));
                 }
                 if chooses_era(&request.request) {
                     self.era = Era::Chosen;
@@ -219,7 +249,8 @@ impl LineTransport {
                 Ok(None)
             }
             JsonRpcMessage::Notification(notification) => {
-                if let ClientNotification::CancelledNotification(cancelled) = &notification.notification
+                if let ClientNotification::CancelledNotification(cancelled) =
+                    &notification.notification
                     && let Some(id) = &cancelled.params.request_id
                 {
                     unanswered.remove(id);
@@ -234,23 +265,35 @@ impl LineTransport {
 impl Transport<RoleServer> for LineTransport {
     type Error = io::Error;
 
-    fn send(&mut self, message: ServerJsonRpcMessage) -> impl Future<Output = io::Result<()>> + Send + 'static {
+    fn send(
+        &mut self,
+        message: ServerJsonRpcMessage,
+    ) -> impl Future<Output = io::Result<()>> + Send + 'static {
         let answered = match &message {
             JsonRpcMessage::Response(response) => Some(&response.id),
             JsonRpcMessage::Error(error) => error.id.as_ref(),
             _ => None,
         };
         if let Some(id) = answered {
-            self.unanswered.lock().unwrap_or_else(PoisonError::into_inner).remove(id);
+            self.unanswered
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner)
+                .remove(id);
         }
-        let line = serde_json::to_vec(&message).map_err(io::Error::other).map(|mut line| {
-            line.push(b'\n');
-            line
-        });
+        let line = serde_json::to_vec(&message)
+            .map_err(io::Error::other)
+            .map(|mut line| {
+                line.push(b'\n');
+                line
+            });
         let outgoing = self.outgoing.clone();
         async move {
             let gone = || io::Error::new(io::ErrorKind::BrokenPipe, "the connection is closed");
-            outgoing.ok_or_else(gone)?.send(line?).await.map_err(|_| gone())
+            outgoing
+                .ok_or_else(gone)?
+                .send(line?)
+                .await
+                .map_err(|_| gone())
         }
     }
 
@@ -262,12 +305,18 @@ impl Transport<RoleServer> for LineTransport {
                     self.connection.cancel();
                     return None;
                 };
-                place.send(self.rejection.take().expect("checked above, and nothing else takes it"));
+                place.send(
+                    self.rejection
+                        .take()
+                        .expect("checked above, and nothing else takes it"),
+                );
             }
             if let Some(reading) = &mut self.reading {
                 let read = reading.await;
                 self.reading = None;
-                match read.and_then(|message| message.map_or(Ok(None), |message| self.admit(message))) {
+                match read
+                    .and_then(|message| message.map_or(Ok(None), |message| self.admit(message)))
+                {
                     Ok(Some(message)) => return Some(message),
                     Ok(None) => {}
                     Err(rejection) => self.rejection = Some(rejection.line()),
@@ -277,8 +326,10 @@ impl Transport<RoleServer> for LineTransport {
             match self.lines.next().await {
                 Ok(Some(Line::Whole(line))) => self.reading = Some(wire::reading(line)),
                 Ok(Some(Line::TooLong)) => {
-                    let text = format!("the message is longer than {LONGEST_LINE} bytes and was skipped");
-                    self.rejection = Some(Rejection::new(Value::Null, ErrorCode::INVALID_REQUEST, text).line());
+                    let text =
+                        format!("the message is longer than {LONGEST_LINE} bytes and was skipped");
+                    self.rejection =
+                        Some(Rejection::new(Value::Null, ErrorCode::INVALID_REQUEST, text).line());
                 }
                 ended => {
                     if let Err(error) = ended {
@@ -305,8 +356,11 @@ fn chooses_era(request: &ClientRequest) -> bool {
         ClientRequest::PingRequest(_) | ClientRequest::DiscoverRequest(_) => false,
         other => {
             let meta = other.get_meta();
-            meta.missing_required_keys(&ProtocolVersion::V_2026_07_28).is_empty()
-                && meta.protocol_version().is_some_and(|version| ProtocolVersion::KNOWN_VERSIONS.contains(&version))
+            meta.missing_required_keys(&ProtocolVersion::V_2026_07_28)
+                .is_empty()
+                && meta
+                    .protocol_version()
+                    .is_some_and(|version| ProtocolVersion::KNOWN_VERSIONS.contains(&version))
         }
     }
 }
@@ -329,7 +383,12 @@ struct Lines {
 
 impl Lines {
     fn new(reader: Reader, longest: usize) -> Lines {
-        Lines { reader: BufReader::with_capacity(64 * 1024, reader), line: Vec::new(), longest, skipping: false }
+        Lines {
+            reader: BufReader::with_capacity(64 * 1024, reader),
+            line: Vec::new(),
+            longest,
+            skipping: false,
+        }
     }
 
     /// Returns the next line, or nothing at the end; a last line needs no line break. Safe to drop while waiting:
@@ -400,7 +459,9 @@ fn writer_of(output: OwnedFd) -> io::Result<Writer> {
 }
 
 fn kind_of(descriptor: &OwnedFd) -> io::Result<FileType> {
-    Ok(FileType::from_raw_mode(rustix::fs::fstat(descriptor)?.st_mode))
+    Ok(FileType::from_raw_mode(
+        rustix::fs::fstat(descriptor)?.st_mode,
+    ))
 }
 
 /// Opens a pipe once more, without blocking. The flag belongs to the open file, which the parent may share; a file of
@@ -408,7 +469,12 @@ fn kind_of(descriptor: &OwnedFd) -> io::Result<FileType> {
 /// user.
 fn reopened(pipe: &OwnedFd, access: OFlags) -> Option<OwnedFd> {
     let path = format!("/proc/self/fd/{}", pipe.as_raw_fd());
-    rustix::fs::open(path, access | OFlags::NONBLOCK | OFlags::CLOEXEC, Mode::empty()).ok()
+    rustix::fs::open(
+        path,
+        access | OFlags::NONBLOCK | OFlags::CLOEXEC,
+        Mode::empty(),
+    )
+    .ok()
 }
 
 /// Some clients connect a child by socket pairs. Our end of such a pair is ours alone.
@@ -445,13 +511,19 @@ mod tests {
 
     #[tokio::test]
     async fn input_is_cut_at_line_breaks_and_the_last_needs_none() {
-        assert_eq!(all(lines(b"a\n\nbc\nd", 10)).await, [whole("a"), whole(""), whole("bc"), whole("d")]);
+        assert_eq!(
+            all(lines(b"a\n\nbc\nd", 10)).await,
+            [whole("a"), whole(""), whole("bc"), whole("d")]
+        );
         assert_eq!(all(lines(b"", 10)).await, []);
     }
 
     #[tokio::test]
     async fn a_line_over_the_cap_is_reported_once_and_skipped() {
-        assert_eq!(all(lines(b"12345\n123456\n1\n", 5)).await, [whole("12345"), Line::TooLong, whole("1")]);
+        assert_eq!(
+            all(lines(b"12345\n123456\n1\n", 5)).await,
+            [whole("12345"), Line::TooLong, whole("1")]
+        );
         assert_eq!(all(lines(b"123456", 5)).await, [Line::TooLong]);
     }
 
@@ -467,7 +539,11 @@ mod tests {
         let mut lines = Lines::new(Box::new(receiver), 2000);
         assert_eq!(lines.next().await.unwrap(), Some(Line::TooLong));
         assert_eq!(lines.next().await.unwrap(), Some(whole("ok")));
-        assert!(lines.line.capacity() <= 4000, "{} bytes were kept", lines.line.capacity());
+        assert!(
+            lines.line.capacity() <= 4000,
+            "{} bytes were kept",
+            lines.line.capacity()
+        );
         sending.await.unwrap();
     }
 
@@ -487,7 +563,8 @@ mod tests {
 
     #[tokio::test]
     async fn pipes_sockets_and_files_can_all_carry_the_protocol() {
-        let (read_end, write_end) = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC).unwrap();
+        let (read_end, write_end) =
+            rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC).unwrap();
         let (left, right) = std::os::unix::net::UnixStream::pair().unwrap();
         let file = tempfile::NamedTempFile::new().unwrap();
         let pairs: [(OwnedFd, OwnedFd); 3] = [

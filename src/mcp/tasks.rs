@@ -8,8 +8,8 @@ use std::time::{Duration, SystemTime};
 use chrono::{DateTime, SecondsFormat, Utc};
 use rmcp::RoleServer;
 use rmcp::model::{
-    CallToolResponse, CreateTaskResult, DetailedTask, ErrorData, GetTaskResult, InputResponses, JsonObject,
-    ProtocolVersion, Task, TaskPayload, TaskStatus,
+    CallToolResponse, CreateTaskResult, DetailedTask, ErrorData, GetTaskResult, InputResponses,
+    JsonObject, ProtocolVersion, Task, TaskPayload, TaskStatus,
 };
 use rmcp::service::RequestContext;
 use serde_json::{Value, json};
@@ -27,14 +27,22 @@ const POLL_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Tells whether a caller can be answered with a task: the request itself says so, and in the revision that has them.
 pub(super) fn are_known_to(context: &RequestContext<RoleServer>) -> bool {
-    let is_modern =
-        context.protocol_version().is_some_and(|version| version.as_str() >= ProtocolVersion::V_2026_07_28.as_str());
-    is_modern && context.client_capabilities().is_some_and(|capabilities| capabilities.supports_tasks())
+    let is_modern = context
+        .protocol_version()
+        .is_some_and(|version| version.as_str() >= ProtocolVersion::V_2026_07_28.as_str());
+    is_modern
+        && context
+            .client_capabilities()
+            .is_some_and(|capabilities| capabilities.supports_tasks())
 }
 
 /// Answers a call with the task that it has become.
 pub(super) fn created(underway: &Underway) -> CallToolResponse {
-    CallToolResponse::Task(CreateTaskResult::new(task(&underway.handle, TaskStatus::Working, Some(underway))))
+    CallToolResponse::Task(CreateTaskResult::new(task(
+        &underway.handle,
+        TaskStatus::Working,
+        Some(underway),
+    )))
 }
 
 impl Server {
@@ -48,17 +56,30 @@ impl Server {
         let handle = known(id)?;
         let which = Which::This(handle.clone());
         let max_chars = self.shared.most_compared_chars;
-        let checked = self.shared.sessions.check(owner, &which, Duration::ZERO, max_chars, News::default()).await;
+        let checked = self
+            .shared
+            .sessions
+            .check(owner, &which, Duration::ZERO, max_chars, News::default())
+            .await;
         let (underway, payload) = match checked {
-            Ok(Checked::Underway(underway)) if Way::of(context) != Way::Nobody && !underway.asks.is_empty() => {
+            Ok(Checked::Underway(underway))
+                if Way::of(context) != Way::Nobody && !underway.asks.is_empty() =>
+            {
                 let input_requests = input_requests(&underway.session, &underway.asks);
-                (Some(underway), TaskPayload::InputRequired { input_requests })
+                (
+                    Some(underway),
+                    TaskPayload::InputRequired { input_requests },
+                )
             }
             Ok(Checked::Underway(underway)) => (Some(underway), TaskPayload::Working),
-            Ok(Checked::Finished { outcome, .. }) if matches!(outcome.status, Status::Cancelled { .. }) => {
+            Ok(Checked::Finished { outcome, .. })
+                if matches!(outcome.status, Status::Cancelled { .. }) =>
+            {
                 (None, TaskPayload::Cancelled)
             }
-            Ok(Checked::Finished { session, outcome, .. }) => {
+            Ok(Checked::Finished {
+                session, outcome, ..
+            }) => {
                 let mut result = self.told(owner, &session, &outcome, Occasion::Answer).await;
                 // Nobody gave it this name, and the call that became a task could not tell it.
                 if session.looks_generated() {
@@ -83,24 +104,38 @@ impl Server {
         id: &str,
         responses: &InputResponses,
     ) -> Result<(), ErrorData> {
-        let decided = self.shared.sessions.decide(owner, &known(id)?, all_decisions(responses), "task").await;
+        let decided = self
+            .shared
+            .sessions
+            .decide(owner, &known(id)?, all_decisions(responses), "task")
+            .await;
         decided.map(drop).map_err(|_| unknown())
     }
 
     /// Interrupts a task. It ends by itself soon after.
     pub(super) async fn stop_task(&self, owner: &Principal, id: &str) -> Result<(), ErrorData> {
         let which = Which::This(known(id)?);
-        self.shared.sessions.stop(owner, &which).await.map_err(|_| unknown())
+        self.shared
+            .sessions
+            .stop(owner, &which)
+            .await
+            .map_err(|_| unknown())
     }
 }
 
 fn task(handle: &ExecutionHandle, status: TaskStatus, underway: Option<&Underway>) -> Task {
     let now = SystemTime::now();
-    let created = underway.and_then(|underway| now.checked_sub(underway.elapsed)).unwrap_or(now);
+    let created = underway
+        .and_then(|underway| now.checked_sub(underway.elapsed))
+        .unwrap_or(now);
     let task = Task::new(handle.as_str(), status, stamp(created), stamp(now))
         .with_poll_interval_ms(POLL_INTERVAL.as_millis() as u64);
     let latest = underway.and_then(|underway| {
-        let printed = underway.text.lines().next_back().filter(|line| !line.is_empty());
+        let printed = underway
+            .text
+            .lines()
+            .next_back()
+            .filter(|line| !line.is_empty());
         printed.or(underway.waits_for.as_deref())
     });
     match latest {

@@ -7,8 +7,8 @@ use async_trait::async_trait;
 use serde_json::{Value, json};
 use tempfile::TempDir;
 use tokio::io::{
-    AsyncBufReadExt, AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, BufReader, DuplexStream, Lines, ReadHalf,
-    WriteHalf,
+    AsyncBufReadExt, AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, BufReader, DuplexStream,
+    Lines, ReadHalf, WriteHalf,
 };
 use tokio::sync::{mpsc, watch};
 use tokio::task::JoinHandle;
@@ -20,13 +20,16 @@ use super::*;
 use crate::sandbox::fake::FakeBackend;
 use crate::sandbox::{Isolation, LaunchError, MemoryUse, Preparation};
 use crate::session::install::{InstallError, InstallReport, Leave};
-use crate::session::servers::{Registrar, ServerReport, ServerRequest, ServerSetup, ServerState, ServerTool, Trust};
+use crate::session::servers::{
+    Registrar, ServerReport, ServerRequest, ServerSetup, ServerState, ServerTool, Trust,
+};
 use crate::session::{
-    ApprovalSetup, Asking, Checked, CheckpointInfo, Decided, Decision, ExecuteRequest, Executed, ExecutionHandle,
-    ExecutionId, ExploreReport, ExploreRequest, FileList, FileNote, FileRange, FilesCarried, ForkNames, ForkReport,
-    ForkRequest, InsidePath, LimitSetup, Load, News, Outcome, Output, Part, PythonError, RecordEnding, Refused,
-    ResetReport, SessionId, SessionInfo, SessionSettings, Sessions, Slice, StateAfter, Status, Stream, UndoReport,
-    UploadPart, Uploaded, VariantReport, Which,
+    ApprovalSetup, Asking, Checked, CheckpointInfo, Decided, Decision, ExecuteRequest, Executed,
+    ExecutionHandle, ExecutionId, ExploreReport, ExploreRequest, FileList, FileNote, FileRange,
+    FilesCarried, ForkNames, ForkReport, ForkRequest, InsidePath, LimitSetup, Load, News, Outcome,
+    Output, Part, PythonError, RecordEnding, Refused, ResetReport, SessionId, SessionInfo,
+    SessionSettings, Sessions, Slice, StateAfter, Status, Stream, UndoReport, UploadPart, Uploaded,
+    VariantReport, Which,
 };
 
 mod approvals;
@@ -79,12 +82,23 @@ impl SessionAccess for FakeSessions {
         _news: News,
     ) -> Result<Executed, Refused> {
         self.started.try_send(request.code.clone()).unwrap();
-        let said = |text: &str| Part::Text { stream: Stream::Stdout, text: text.to_owned() };
+        let said = |text: &str| Part::Text {
+            stream: Stream::Stdout,
+            text: text.to_owned(),
+        };
         let (status, parts, cut_chars) = match request.code.as_str() {
             "wait" => {
                 cancel.cancelled().await;
-                self.started.try_send("wait was cancelled".to_owned()).unwrap();
-                (Status::Cancelled { state: StateAfter::Kept }, vec![], 0)
+                self.started
+                    .try_send("wait was cancelled".to_owned())
+                    .unwrap();
+                (
+                    Status::Cancelled {
+                        state: StateAfter::Kept,
+                    },
+                    vec![],
+                    0,
+                )
             }
             "stubborn" => std::future::pending().await,
             "slow" => {
@@ -93,24 +107,63 @@ impl SessionAccess for FakeSessions {
             }
             "long" => {
                 let cut = LONG_OUTPUT as u64 - 2;
-                (Status::Completed, vec![said("a"), Part::Cut { chars: cut, lines: 1 }, said("z")], cut)
+                (
+                    Status::Completed,
+                    vec![
+                        said("a"),
+                        Part::Cut {
+                            chars: cut,
+                            lines: 1,
+                        },
+                        said("z"),
+                    ],
+                    cut,
+                )
             }
             import if import.starts_with("import ") => {
                 let message = format!("No module named '{}'", import.trim_start_matches("import "));
-                let (name, traceback) = ("ModuleNotFoundError".to_owned(), format!("ModuleNotFoundError: {message}"));
-                let parts = vec![Part::Text { stream: Stream::Traceback, text: traceback.clone() }];
-                (Status::Raised(PythonError { name, message, traceback, line: Some(1) }), parts, 0)
+                let (name, traceback) = (
+                    "ModuleNotFoundError".to_owned(),
+                    format!("ModuleNotFoundError: {message}"),
+                );
+                let parts = vec![Part::Text {
+                    stream: Stream::Traceback,
+                    text: traceback.clone(),
+                }];
+                (
+                    Status::Raised(PythonError {
+                        name,
+                        message,
+                        traceback,
+                        line: Some(1),
+                    }),
+                    parts,
+                    0,
+                )
             }
-            "refuse" => return Err(Refused::Launch(LaunchError::Start { why: "no room".to_owned() })),
+            "refuse" => {
+                return Err(Refused::Launch(LaunchError::Start {
+                    why: "no room".to_owned(),
+                }));
+            }
             _ => (Status::Completed, vec![said("hello\n")], 0),
         };
         let mut preparation = self.preparation.subscribe();
         let settled = |state: &Preparation| !matches!(state, Preparation::Working { .. });
-        preparation.wait_for(settled).await.expect("the sender is ours");
+        preparation
+            .wait_for(settled)
+            .await
+            .expect("the sender is ours");
         Ok(Executed::Finished(Box::new(Outcome {
             execution: ExecutionId(1),
             status,
-            output: Output { parts, total_chars: 6, total_lines: 1, cut_chars, late: None },
+            output: Output {
+                parts,
+                total_chars: 6,
+                total_lines: 1,
+                cut_chars,
+                late: None,
+            },
             duration: Duration::from_millis(1),
             memory: MemoryUse::default(),
             processor_time: Duration::from_millis(3),
@@ -153,10 +206,19 @@ impl SessionAccess for FakeSessions {
     }
 
     async fn reset(&self, _owner: &Principal, _id: &SessionId) -> Result<ResetReport, Refused> {
-        Ok(ResetReport { interrupted_running_cell: false, files_kept: true, had_no_session: false })
+        Ok(ResetReport {
+            interrupted_running_cell: false,
+            files_kept: true,
+            had_no_session: false,
+        })
     }
 
-    async fn undo(&self, owner: &Principal, id: &SessionId, cells: u32) -> Result<UndoReport, Refused> {
+    async fn undo(
+        &self,
+        owner: &Principal,
+        id: &SessionId,
+        cells: u32,
+    ) -> Result<UndoReport, Refused> {
         self.started.try_send("undo".to_owned()).unwrap();
         if id.as_str() == "stuck" {
             std::future::pending::<()>().await;
@@ -171,20 +233,40 @@ impl SessionAccess for FakeSessions {
         })
     }
 
-    async fn checkpoints(&self, _owner: &Principal, _id: &SessionId) -> Result<Vec<CheckpointInfo>, Refused> {
-        Ok(vec![CheckpointInfo { cells_back: 3, before: "x = 1".to_owned(), age: Duration::from_secs(1) }])
+    async fn checkpoints(
+        &self,
+        _owner: &Principal,
+        _id: &SessionId,
+    ) -> Result<Vec<CheckpointInfo>, Refused> {
+        Ok(vec![CheckpointInfo {
+            cells_back: 3,
+            before: "x = 1".to_owned(),
+            age: Duration::from_secs(1),
+        }])
     }
 
-    async fn fork(&self, _owner: &Principal, id: &SessionId, request: ForkRequest) -> Result<ForkReport, Refused> {
+    async fn fork(
+        &self,
+        _owner: &Principal,
+        id: &SessionId,
+        request: ForkRequest,
+    ) -> Result<ForkReport, Refused> {
         self.started.try_send("fork".to_owned()).unwrap();
         if id.as_str() == "stuck" {
             std::future::pending::<()>().await;
         }
         let forks = match request.names {
-            ForkNames::Count(count) => (1..=count).map(|number| format!("{id}-{number}").parse().unwrap()).collect(),
+            ForkNames::Count(count) => (1..=count)
+                .map(|number| format!("{id}-{number}").parse().unwrap())
+                .collect(),
             ForkNames::Named(names) => names,
         };
-        Ok(ForkReport { forks, lost: vec![], files: FilesCarried::Copied, notes: vec![] })
+        Ok(ForkReport {
+            forks,
+            lost: vec![],
+            files: FilesCarried::Copied,
+            notes: vec![],
+        })
     }
 
     async fn explore(
@@ -207,11 +289,24 @@ impl SessionAccess for FakeSessions {
                 rules: None,
                 recorder: Default::default(),
             };
-            let ended = self.execute(owner, id, cell, None, cancel.clone(), News::default()).await.map(finished);
-            variants.push(VariantReport { name: variant.name, ended, score: None });
+            let ended = self
+                .execute(owner, id, cell, None, cancel.clone(), News::default())
+                .await
+                .map(finished);
+            variants.push(VariantReport {
+                name: variant.name,
+                ended,
+                score: None,
+            });
             news.send_replace(format!("{} of {total} variants finished", number + 1));
         }
-        Ok(ExploreReport { variants, kept: vec![], replaced: false, notes: vec![], lost: vec![] })
+        Ok(ExploreReport {
+            variants,
+            kept: vec![],
+            replaced: false,
+            notes: vec![],
+            lost: vec![],
+        })
     }
 
     async fn install(
@@ -225,7 +320,9 @@ impl SessionAccess for FakeSessions {
     ) -> Result<InstallReport, Refused> {
         news.send_replace("resolving packages".to_owned());
         match requirements[0].as_str() {
-            "nothing" => Err(Refused::Install(InstallError::Failed("No solution found".to_owned()))),
+            "nothing" => Err(Refused::Install(InstallError::Failed(
+                "No solution found".to_owned(),
+            ))),
             _ => Ok(InstallReport {
                 text: format!("Installed {}", requirements.join(" ")),
                 loaded: vec!["numpy".to_owned()],
@@ -235,9 +332,15 @@ impl SessionAccess for FakeSessions {
         }
     }
 
-    async fn register_server(&self, _: &Principal, request: ServerRequest) -> Result<ServerReport, Refused> {
+    async fn register_server(
+        &self,
+        _: &Principal,
+        request: ServerRequest,
+    ) -> Result<ServerReport, Refused> {
         if request.params.get("command").is_none() || request.trust == Trust::Remote {
-            return Err(Refused::Server { why: "it has no command".to_owned() });
+            return Err(Refused::Server {
+                why: "it has no command".to_owned(),
+            });
         }
         Ok(server_report(&request.name))
     }
@@ -254,7 +357,13 @@ impl SessionAccess for FakeSessions {
     }
 
     async fn unregister_server(&self, _: &Principal, name: &str) -> Result<(), Refused> {
-        if name == "notes" { Ok(()) } else { Err(Refused::Server { why: format!("there is no server {name:?}") }) }
+        if name == "notes" {
+            Ok(())
+        } else {
+            Err(Refused::Server {
+                why: format!("there is no server {name:?}"),
+            })
+        }
     }
 
     async fn servers(&self, _: &Principal) -> Result<Vec<ServerReport>, Refused> {
@@ -271,7 +380,11 @@ impl SessionAccess for FakeSessions {
     ) -> Result<u64, Refused> {
         let mut bytes = Vec::new();
         let read = source.read_to_end(&mut bytes).await;
-        read.map(|size| size as u64).map_err(|error| Refused::Launch(LaunchError::Start { why: error.to_string() }))
+        read.map(|size| size as u64).map_err(|error| {
+            Refused::Launch(LaunchError::Start {
+                why: error.to_string(),
+            })
+        })
     }
 
     async fn read_file(
@@ -284,7 +397,9 @@ impl SessionAccess for FakeSessions {
     ) -> Result<u64, Refused> {
         sink.write_all(b"half").await.unwrap();
         if path.as_str() == "broken" {
-            return Err(Refused::Launch(LaunchError::Start { why: "the file went away".to_owned() }));
+            return Err(Refused::Launch(LaunchError::Start {
+                why: "the file went away".to_owned(),
+            }));
         }
         sink.write_all(b"whole").await.unwrap();
         Ok(9)
@@ -299,12 +414,26 @@ impl SessionAccess for FakeSessions {
         _length: Option<u64>,
         _sink: &mut (dyn AsyncWrite + Send + Unpin),
     ) -> Result<FileRange, Refused> {
-        Ok(FileRange { total: 0, sent: 0, version: String::new() })
+        Ok(FileRange {
+            total: 0,
+            sent: 0,
+            version: String::new(),
+        })
     }
 
     async fn list_files(&self, _owner: &Principal, id: &SessionId) -> Result<FileList, Refused> {
-        let path = if id.as_str() == "own" { "lib/regex.py" } else { "data/ä.csv" };
-        Ok(FileList { files: vec![FileNote { path: path.to_owned(), size: 9 }], omitted: 0 })
+        let path = if id.as_str() == "own" {
+            "lib/regex.py"
+        } else {
+            "data/ä.csv"
+        };
+        Ok(FileList {
+            files: vec![FileNote {
+                path: path.to_owned(),
+                size: 9,
+            }],
+            omitted: 0,
+        })
     }
 
     async fn upload(
@@ -315,10 +444,18 @@ impl SessionAccess for FakeSessions {
         part: UploadPart,
         _source: &mut (dyn AsyncRead + Send + Unpin),
     ) -> Result<Uploaded, Refused> {
-        Ok(Uploaded { size: part.offset, finished: part.last })
+        Ok(Uploaded {
+            size: part.offset,
+            finished: part.last,
+        })
     }
 
-    async fn uploaded(&self, _owner: &Principal, _id: &SessionId, _path: &InsidePath) -> Option<u64> {
+    async fn uploaded(
+        &self,
+        _owner: &Principal,
+        _id: &SessionId,
+        _path: &InsidePath,
+    ) -> Option<u64> {
         None
     }
 
@@ -340,7 +477,12 @@ impl SessionAccess for FakeSessions {
         Ok(())
     }
 
-    async fn output_size(&self, _owner: &Principal, _id: &SessionId, execution: ExecutionId) -> Option<u64> {
+    async fn output_size(
+        &self,
+        _owner: &Principal,
+        _id: &SessionId,
+        execution: ExecutionId,
+    ) -> Option<u64> {
         (execution == ExecutionId(1)).then_some(LONG_OUTPUT as u64)
     }
 
@@ -354,7 +496,13 @@ impl SessionAccess for FakeSessions {
     ) -> Option<io::Result<Slice>> {
         let total = LONG_OUTPUT as u64;
         let left = total.saturating_sub(offset).min(length as u64) as usize;
-        (execution == ExecutionId(1)).then(|| Ok(Slice { bytes: vec![b'x'; left], total, kept_in_part: false }))
+        (execution == ExecutionId(1)).then(|| {
+            Ok(Slice {
+                bytes: vec![b'x'; left],
+                total,
+                kept_in_part: false,
+            })
+        })
     }
 }
 
@@ -380,7 +528,10 @@ impl Client {
     fn new() -> Client {
         let (started_sender, started) = mpsc::channel(64);
         let preparation = watch::Sender::new(Preparation::Ready);
-        let sessions = FakeSessions { preparation: preparation.clone(), started: started_sender };
+        let sessions = FakeSessions {
+            preparation: preparation.clone(),
+            started: started_sender,
+        };
         Client::of(Arc::new(sessions), started, preparation)
     }
 
@@ -388,7 +539,11 @@ impl Client {
     async fn of_real_sessions() -> Client {
         let sessions = Sessions::new(Arc::new(FakeBackend::new()), SessionSettings::default());
         let (_, never) = mpsc::channel(64);
-        let mut client = Client::of(Arc::new(sessions), never, watch::Sender::new(Preparation::Ready));
+        let mut client = Client::of(
+            Arc::new(sessions),
+            never,
+            watch::Sender::new(Preparation::Ready),
+        );
         client.ask(initialize("2025-11-25")).await;
         client
     }
@@ -406,7 +561,14 @@ impl Client {
         let serving = tokio::spawn(stdio::serve(server, Box::new(reader), Box::new(writer)));
         let (from_server, to_server) = tokio::io::split(near);
         let from_server = BufReader::new(from_server).lines();
-        Client { to_server: Some(to_server), from_server, serving, started, preparation, folder }
+        Client {
+            to_server: Some(to_server),
+            from_server,
+            serving,
+            started,
+            preparation,
+            folder,
+        }
     }
 
     /// A client that has opened the connection with `initialize`.
@@ -414,7 +576,9 @@ impl Client {
         let mut client = Client::new();
         let answer = client.ask(initialize(version)).await;
         assert_eq!(answer["result"]["protocolVersion"], version);
-        client.send(json!({"jsonrpc": "2.0", "method": "notifications/initialized"})).await;
+        client
+            .send(json!({"jsonrpc": "2.0", "method": "notifications/initialized"}))
+            .await;
         client
     }
 
@@ -429,7 +593,12 @@ impl Client {
     }
 
     async fn next(&mut self) -> Value {
-        let line = self.from_server.next_line().await.unwrap().expect("the server is still there");
+        let line = self
+            .from_server
+            .next_line()
+            .await
+            .unwrap()
+            .expect("the server is still there");
         serde_json::from_str(&line).expect("every line is JSON")
     }
 
@@ -463,8 +632,7 @@ impl Client {
 }
 
 fn initialize(version: &str) -> Value {
-    let params =
-        json!({"protocolVersion": version, "capabilities": {}, "clientInfo": {"name": "test", "version": "1"}});
+    let params = json!({"protocolVersion": version, "capabilities": {}, "clientInfo": {"name": "test", "version": "1"}});
     request(0, "initialize", params)
 }
 
@@ -479,7 +647,11 @@ fn modern(id: i64, method: &str, mut params: Value) -> Value {
 }
 
 fn execute(id: i64, code: &str) -> Value {
-    request(id, "tools/call", json!({"name": "execute_ipython_cell", "arguments": {"code": code}}))
+    request(
+        id,
+        "tools/call",
+        json!({"name": "execute_ipython_cell", "arguments": {"code": code}}),
+    )
 }
 
 fn cancel(id: i64) -> Value {
@@ -487,11 +659,17 @@ fn cancel(id: i64) -> Value {
 }
 
 fn call(tool: &str, arguments: Value) -> Value {
-    request(1, "tools/call", json!({"name": tool, "arguments": arguments}))
+    request(
+        1,
+        "tools/call",
+        json!({"name": tool, "arguments": arguments}),
+    )
 }
 
 fn text(answer: &Value) -> &str {
-    answer["result"]["content"][0]["text"].as_str().unwrap_or_else(|| panic!("no text in {answer}"))
+    answer["result"]["content"][0]["text"]
+        .as_str()
+        .unwrap_or_else(|| panic!("no text in {answer}"))
 }
 
 #[tokio::test]
@@ -502,10 +680,18 @@ async fn older_clients_are_served_in_their_own_version() {
         assert_eq!(text(&answer), "hello");
         assert_eq!(answer["result"]["isError"], false);
         assert!(answer["result"]["structuredContent"].is_object());
-        assert_eq!(answer["result"].get("resultType"), None, "older protocols have no result type");
+        assert_eq!(
+            answer["result"].get("resultType"),
+            None,
+            "older protocols have no result type"
+        );
         assert_eq!(answer["result"].get("_meta"), None);
         let tools = client.ask(request(2, "tools/list", json!({}))).await;
-        assert_eq!(tools["result"].get("ttlMs"), None, "older protocols have no cache hints");
+        assert_eq!(
+            tools["result"].get("ttlMs"),
+            None,
+            "older protocols have no cache hints"
+        );
         assert!(client.leave().await.0.is_ok());
     }
 }
@@ -518,7 +704,10 @@ async fn initialize_tells_who_we_are_and_what_we_can() {
     assert_eq!(result["serverInfo"]["title"], "Cellblock");
     assert_eq!(result["serverInfo"]["version"], env!("CARGO_PKG_VERSION"));
     let tasks = json!({"io.modelcontextprotocol/tasks": {}});
-    assert_eq!(result["capabilities"], json!({"tools": {}, "resources": {}, "extensions": tasks}));
+    assert_eq!(
+        result["capabilities"],
+        json!({"tools": {}, "resources": {}, "extensions": tasks})
+    );
     assert!(result["instructions"].as_str().unwrap().len() < 600);
 }
 
@@ -528,40 +717,78 @@ async fn a_failed_import_names_the_package_unless_the_module_is_the_users_own() 
     let told = client.run("import cv2").await;
     let expected = "ModuleNotFoundError: No module named 'cv2'\n`cv2` is not installed here; call install_package with \
                     package_name \"opencv-python-headless\" and run the cell again.";
-    assert_eq!((&told["content"][0]["text"], &told["structuredContent"]["text"]), (&json!(expected), &json!(expected)));
-    for (session, code, is_offered) in
-        [("a", "import helpers", false), ("a", "import regex", true), ("own", "import regex", false)]
-    {
-        let told = client.ask(call("execute_ipython_cell", json!({"code": code, "session_id": session}))).await;
-        assert_eq!(text(&told).contains("install_package"), is_offered, "{session}: {told}");
+    assert_eq!(
+        (
+            &told["content"][0]["text"],
+            &told["structuredContent"]["text"]
+        ),
+        (&json!(expected), &json!(expected))
+    );
+    for (session, code, is_offered) in [
+        ("a", "import helpers", false),
+        ("a", "import regex", true),
+        ("own", "import regex", false),
+    ] {
+        let told = client
+            .ask(call(
+                "execute_ipython_cell",
+                json!({"code": code, "session_id": session}),
+            ))
+            .await;
+        assert_eq!(
+            text(&told).contains("install_package"),
+            is_offered,
+            "{session}: {told}"
+        );
     }
 }
 
 #[tokio::test]
 async fn a_version_nobody_knows_is_answered_with_one_we_speak() {
     let mut client = Client::new();
-    assert_eq!(client.ask(initialize("1999-01-01")).await["result"]["protocolVersion"], "2025-11-25");
+    assert_eq!(
+        client.ask(initialize("1999-01-01")).await["result"]["protocolVersion"],
+        "2025-11-25"
+    );
 }
 
 #[tokio::test]
 async fn a_modern_client_needs_no_opening_and_every_result_names_the_server() {
     let mut client = Client::new();
     let discovered = client.ask(modern(1, "server/discover", json!({}))).await;
-    let versions = discovered["result"]["supportedVersions"].as_array().unwrap().clone();
+    let versions = discovered["result"]["supportedVersions"]
+        .as_array()
+        .unwrap()
+        .clone();
     assert!(versions.contains(&json!("2026-07-28")) && versions.contains(&json!("2025-11-25")));
     let requests = [
         modern(2, "tools/list", json!({})),
-        modern(3, "tools/call", json!({"name": "execute_ipython_cell", "arguments": {"code": "hello"}})),
-        modern(4, "tools/call", json!({"name": "execute_ipython_cell", "arguments": {"cod": "hello"}})),
+        modern(
+            3,
+            "tools/call",
+            json!({"name": "execute_ipython_cell", "arguments": {"code": "hello"}}),
+        ),
+        modern(
+            4,
+            "tools/call",
+            json!({"name": "execute_ipython_cell", "arguments": {"cod": "hello"}}),
+        ),
         modern(5, "resources/list", json!({})),
         modern(6, "resources/templates/list", json!({})),
-        modern(7, "resources/read", json!({"uri": "cellblock://sessions/default/executions/1/output"})),
+        modern(
+            7,
+            "resources/read",
+            json!({"uri": "cellblock://sessions/default/executions/1/output"}),
+        ),
     ];
     for request in requests {
         let method = request["method"].clone();
         let result = client.ask(request).await["result"].clone();
         assert_eq!(result["resultType"], "complete", "{method}");
-        assert_eq!(result["_meta"]["io.modelcontextprotocol/serverInfo"]["name"], "cellblock", "{method}");
+        assert_eq!(
+            result["_meta"]["io.modelcontextprotocol/serverInfo"]["name"], "cellblock",
+            "{method}"
+        );
         if method != "tools/call" {
             assert_eq!(result["cacheScope"], "private", "{method}");
             assert!(result["ttlMs"].is_u64(), "{method}");
@@ -574,26 +801,46 @@ async fn a_modern_request_without_its_metadata_is_refused_by_name() {
     let mut client = Client::new();
     let answer = client.ask(request(1, "tools/list", json!({}))).await;
     assert_eq!(answer["error"]["code"], -32602);
-    assert!(answer["error"]["message"].as_str().unwrap().contains("protocolVersion"), "{answer}");
+    assert!(
+        answer["error"]["message"]
+            .as_str()
+            .unwrap()
+            .contains("protocolVersion"),
+        "{answer}"
+    );
     let mut wrong_version = modern(2, "tools/list", json!({}));
-    wrong_version["params"]["_meta"]["io.modelcontextprotocol/protocolVersion"] = json!("2031-01-01");
+    wrong_version["params"]["_meta"]["io.modelcontextprotocol/protocolVersion"] =
+        json!("2031-01-01");
     assert_eq!(client.ask(wrong_version).await["error"]["code"], -32022);
-    assert!(client.ask(modern(3, "tools/list", json!({}))).await["result"].is_object(), "the connection goes on");
+    assert!(
+        client.ask(modern(3, "tools/list", json!({}))).await["result"].is_object(),
+        "the connection goes on"
+    );
 }
 
 #[tokio::test]
 async fn a_client_may_probe_cancel_its_probe_and_then_open_the_old_way() {
     let mut client = Client::new();
-    client.send(json!({"jsonrpc": "2.0", "method": "notifications/initialized"})).await;
+    client
+        .send(json!({"jsonrpc": "2.0", "method": "notifications/initialized"}))
+        .await;
     assert!(client.ask(modern(7, "server/discover", json!({}))).await["result"].is_object());
     client.send(cancel(7)).await;
-    assert_eq!(client.ask(request(8, "ping", json!({}))).await["result"], json!({}));
-    client.send(json!({"jsonrpc": "2.0", "id": 99, "result": {}})).await;
+    assert_eq!(
+        client.ask(request(8, "ping", json!({}))).await["result"],
+        json!({})
+    );
+    client
+        .send(json!({"jsonrpc": "2.0", "id": 99, "result": {}}))
+        .await;
     let mut refused = modern(9, "tools/list", json!({}));
     refused["params"]["_meta"]["io.modelcontextprotocol/protocolVersion"] = json!("2031-01-01");
     assert_eq!(client.ask(refused).await["error"]["code"], -32022);
     client.send(cancel(9)).await;
-    assert_eq!(client.ask(initialize("2025-06-18")).await["result"]["protocolVersion"], "2025-06-18");
+    assert_eq!(
+        client.ask(initialize("2025-06-18")).await["result"]["protocolVersion"],
+        "2025-06-18"
+    );
     assert_eq!(text(&client.ask(execute(1, "hello")).await), "hello");
 }
 
@@ -602,16 +849,44 @@ async fn bad_lines_are_answered_and_the_connection_goes_on() {
     let mut client = Client::legacy("2025-11-25").await;
     for (line, id, code) in [
         ("this is not JSON", Value::Null, -32700),
-        (r#"[{"jsonrpc":"2.0","id":5,"method":"ping"}]"#, Value::Null, -32600),
-        (r#"{"jsonrpc":"2.0","id":1.5,"method":"ping"}"#, Value::Null, -32600),
-        (r#"{"jsonrpc":"2.0","id":6,"method":"tools/call","params":{"name":7}}"#, json!(6), -32602),
-        (r#"{"jsonrpc":"2.0","id":7,"method":"no/such/method"}"#, json!(7), -32601),
-        (r#"{"jsonrpc":"2.0","id":8,"method":"tools/call","params":{"name":"nothing"}}"#, json!(8), -32602),
-        (r#"{"jsonrpc":"2.0","id":9,"method":"tools/list","params":{"cursor":"x"}}"#, json!(9), -32602),
+        (
+            r#"[{"jsonrpc":"2.0","id":5,"method":"ping"}]"#,
+            Value::Null,
+            -32600,
+        ),
+        (
+            r#"{"jsonrpc":"2.0","id":1.5,"method":"ping"}"#,
+            Value::Null,
+            -32600,
+        ),
+        (
+            r#"{"jsonrpc":"2.0","id":6,"method":"tools/call","params":{"name":7}}"#,
+            json!(6),
+            -32602,
+        ),
+        (
+            r#"{"jsonrpc":"2.0","id":7,"method":"no/such/method"}"#,
+            json!(7),
+            -32601,
+        ),
+        (
+            r#"{"jsonrpc":"2.0","id":8,"method":"tools/call","params":{"name":"nothing"}}"#,
+            json!(8),
+            -32602,
+        ),
+        (
+            r#"{"jsonrpc":"2.0","id":9,"method":"tools/list","params":{"cursor":"x"}}"#,
+            json!(9),
+            -32602,
+        ),
     ] {
         client.send_line(line.as_bytes()).await;
         let answer = client.next().await;
-        assert_eq!((answer["id"].clone(), answer["error"]["code"].clone()), (id, json!(code)), "{line}");
+        assert_eq!(
+            (answer["id"].clone(), answer["error"]["code"].clone()),
+            (id, json!(code)),
+            "{line}"
+        );
     }
     assert_eq!(text(&client.ask(execute(10, "hello")).await), "hello");
 }
@@ -627,7 +902,10 @@ async fn an_over_long_line_is_answered_and_skipped() {
         to_server
     });
     let answer = client.next().await;
-    assert_eq!((answer["id"].clone(), answer["error"]["code"].clone()), (Value::Null, json!(-32600)));
+    assert_eq!(
+        (answer["id"].clone(), answer["error"]["code"].clone()),
+        (Value::Null, json!(-32600))
+    );
     client.to_server = Some(sending.await.unwrap());
     assert_eq!(text(&client.ask(execute(1, "hello")).await), "hello");
 }
@@ -640,14 +918,30 @@ async fn what_is_not_declared_does_not_answer() {
         ("prompts/get", json!({"name": "a"})),
         ("completion/complete", completion),
         ("logging/setLevel", json!({"level": "info"})),
-        ("resources/subscribe", json!({"uri": "cellblock://sessions/a/executions/1/output"})),
+        (
+            "resources/subscribe",
+            json!({"uri": "cellblock://sessions/a/executions/1/output"}),
+        ),
     ] {
-        assert_eq!(client.ask(request(1, method, params)).await["error"]["code"], -32601, "{method}");
+        assert_eq!(
+            client.ask(request(1, method, params)).await["error"]["code"],
+            -32601,
+            "{method}"
+        );
     }
     let prompts = client.ask(request(1, "prompts/list", json!({}))).await;
-    assert_eq!(prompts["result"], json!({"prompts": []}), "some clients ask without a declaration");
-    let task = client.ask(request(1, "tasks/get", json!({"taskId": "a"}))).await;
-    assert_eq!(task["error"]["code"], -32021, "this client did not say that it knows tasks");
+    assert_eq!(
+        prompts["result"],
+        json!({"prompts": []}),
+        "some clients ask without a declaration"
+    );
+    let task = client
+        .ask(request(1, "tasks/get", json!({"taskId": "a"})))
+        .await;
+    assert_eq!(
+        task["error"]["code"], -32021,
+        "this client did not say that it knows tasks"
+    );
 }
 
 #[tokio::test]
@@ -657,7 +951,10 @@ async fn two_requests_with_one_id_do_not_lose_an_answer() {
     client.started.recv().await.unwrap();
     client.send(request(5, "tools/list", json!({}))).await;
     let answer = client.next().await;
-    assert_eq!((answer["id"].clone(), answer["error"]["code"].clone()), (Value::Null, json!(-32600)));
+    assert_eq!(
+        (answer["id"].clone(), answer["error"]["code"].clone()),
+        (Value::Null, json!(-32600))
+    );
     client.send(cancel(5)).await;
     assert!(client.ask(request(6, "tools/list", json!({}))).await["result"].is_object());
 }
@@ -665,11 +962,27 @@ async fn two_requests_with_one_id_do_not_lose_an_answer() {
 #[tokio::test]
 async fn bad_arguments_are_a_tool_result_and_nothing_is_executed() {
     let mut client = Client::legacy("2025-11-25").await;
-    let answer = client.ask(call("execute_ipython_cell", json!({"code": "hello", "time_out": 1}))).await;
+    let answer = client
+        .ask(call(
+            "execute_ipython_cell",
+            json!({"code": "hello", "time_out": 1}),
+        ))
+        .await;
     assert_eq!(answer["result"]["isError"], true);
-    assert!(text(&answer).contains("Did you mean \"timeout\"?"), "{answer}");
-    assert!(client.started.try_recv().is_err(), "nothing may be executed");
-    client.ask(call("execute_ipython_cell", json!({"code": "hello", "timeout": 1}))).await;
+    assert!(
+        text(&answer).contains("Did you mean \"timeout\"?"),
+        "{answer}"
+    );
+    assert!(
+        client.started.try_recv().is_err(),
+        "nothing may be executed"
+    );
+    client
+        .ask(call(
+            "execute_ipython_cell",
+            json!({"code": "hello", "timeout": 1}),
+        ))
+        .await;
     assert_eq!(client.started.try_recv().unwrap(), "hello");
 }
 
@@ -678,14 +991,23 @@ async fn a_refusal_of_the_session_is_a_tool_result_with_its_reason() {
     let mut client = Client::legacy("2025-11-25").await;
     let answer = client.ask(execute(1, "refuse")).await;
     assert_eq!(answer["result"]["isError"], true);
-    assert!(text(&answer).ends_with("the sandbox could not be started: no room"), "{answer}");
+    assert!(
+        text(&answer).ends_with("the sandbox could not be started: no room"),
+        "{answer}"
+    );
 }
 
 #[tokio::test]
 async fn an_unknown_tool_is_answered_with_the_nearest_name() {
     let mut client = Client::legacy("2025-11-25").await;
     let answer = client.ask(call("execute_python_cell", json!({}))).await;
-    assert!(answer["error"]["message"].as_str().unwrap().contains("\"execute_ipython_cell\"?"), "{answer}");
+    assert!(
+        answer["error"]["message"]
+            .as_str()
+            .unwrap()
+            .contains("\"execute_ipython_cell\"?"),
+        "{answer}"
+    );
 }
 
 #[tokio::test]
@@ -700,11 +1022,13 @@ async fn the_other_tools_answer_in_their_schemas() {
 
 #[tokio::test]
 async fn sessions_branch_in_both_eras_and_answer_in_their_schemas() {
-    let variants =
-        json!([{"name": "a", "code": "hello"}, {"name": "b", "code": "long"}, {"name": "c", "code": "refuse"}]);
+    let variants = json!([{"name": "a", "code": "hello"}, {"name": "b", "code": "long"}, {"name": "c", "code": "refuse"}]);
     let calls = [
         (ToolName::Fork, json!({"count": 2})),
-        (ToolName::Fork, json!({"session_id": "s", "names": ["left", "right"]})),
+        (
+            ToolName::Fork,
+            json!({"session_id": "s", "names": ["left", "right"]}),
+        ),
         (ToolName::Undo, json!({"cells": 2})),
         (ToolName::Checkpoints, json!({})),
         (ToolName::Explore, json!({"variants": variants})),
@@ -712,52 +1036,102 @@ async fn sessions_branch_in_both_eras_and_answer_in_their_schemas() {
     let (mut older, mut newer) = (Client::legacy("2025-11-25").await, Client::new());
     for (tool, arguments) in calls {
         let parameters = json!({"name": tool.as_str(), "arguments": arguments});
-        let old = older.ask(request(1, "tools/call", parameters.clone())).await;
+        let old = older
+            .ask(request(1, "tools/call", parameters.clone()))
+            .await;
         let new = newer.ask(modern(1, "tools/call", parameters)).await;
         assert_eq!(old["result"]["isError"], false, "{old}");
         assert_eq!(new["result"]["resultType"], "complete", "{new}");
         assert_valid_output(tool, &old["result"]["structuredContent"]);
-        assert_eq!(old["result"]["structuredContent"], new["result"]["structuredContent"]);
+        assert_eq!(
+            old["result"]["structuredContent"],
+            new["result"]["structuredContent"]
+        );
     }
 }
 
 #[tokio::test]
 async fn forks_undone_cells_and_variants_are_told() {
     let mut client = Client::legacy("2025-11-25").await;
-    let forked = client.ask(call("fork_session", json!({"session_id": "s", "names": ["left", "right"]}))).await;
-    assert_eq!(forked["result"]["structuredContent"]["forks"], json!(["left", "right"]));
+    let forked = client
+        .ask(call(
+            "fork_session",
+            json!({"session_id": "s", "names": ["left", "right"]}),
+        ))
+        .await;
+    assert_eq!(
+        forked["result"]["structuredContent"]["forks"],
+        json!(["left", "right"])
+    );
     assert_eq!(forked["result"]["structuredContent"]["source"], "s");
-    let undone = client.ask(call("undo", json!({"cells": 2}))).await["result"]["structuredContent"].take();
-    assert_eq!((&undone["undone"], &undone["not_carried_over"]), (&json!(2), &json!(["1 connection"])));
-    assert_eq!(undone["can_undo"], json!([{"cells": 3, "before": "x = 1", "age_seconds": 1.0}]));
-    assert_eq!(client.run("hello").await["structuredContent"]["can_undo"], 3);
+    let undone =
+        client.ask(call("undo", json!({"cells": 2}))).await["result"]["structuredContent"].take();
+    assert_eq!(
+        (&undone["undone"], &undone["not_carried_over"]),
+        (&json!(2), &json!(["1 connection"]))
+    );
+    assert_eq!(
+        undone["can_undo"],
+        json!([{"cells": 3, "before": "x = 1", "age_seconds": 1.0}])
+    );
+    assert_eq!(
+        client.run("hello").await["structuredContent"]["can_undo"],
+        3
+    );
     let variants = json!([{"name": "a", "code": "hello"}, {"name": "b", "code": "refuse"}]);
-    let explored = client.ask(call("explore", json!({"variants": variants}))).await;
+    let explored = client
+        .ask(call("explore", json!({"variants": variants})))
+        .await;
     let compared = &explored["result"]["structuredContent"]["variants"];
-    assert_eq!((&compared[0]["status"], &compared[1]["status"]), (&json!("ok"), &json!("refused")));
-    assert!(text(&explored).contains("--- b ---") && text(&explored).contains("no room"), "{explored}");
+    assert_eq!(
+        (&compared[0]["status"], &compared[1]["status"]),
+        (&json!("ok"), &json!("refused"))
+    );
+    assert!(
+        text(&explored).contains("--- b ---") && text(&explored).contains("no room"),
+        "{explored}"
+    );
 }
 
 #[tokio::test]
 async fn bad_arguments_of_a_branch_are_results_that_say_what_to_do() {
     let mut client = Client::legacy("2025-11-25").await;
     for (tool, arguments, words) in [
-        ("fork_session", json!({"count": 2, "names": ["a"]}), "leave one of them out"),
+        (
+            "fork_session",
+            json!({"count": 2, "names": ["a"]}),
+            "leave one of them out",
+        ),
         ("undo", json!({"cells": 0}), "1 to 100"),
-        ("list_checkpoints", json!({"sesion_id": "a"}), "\"session_id\"?"),
+        (
+            "list_checkpoints",
+            json!({"sesion_id": "a"}),
+            "\"session_id\"?",
+        ),
         ("explore", json!({"variants": []}), "1 to 16"),
     ] {
         let answer = client.ask(call(tool, arguments)).await;
         assert_eq!(answer["result"]["isError"], true, "{answer}");
-        assert!(text(&answer).contains(words) && text(&answer).contains("Nothing was executed"), "{answer}");
+        assert!(
+            text(&answer).contains(words) && text(&answer).contains("Nothing was executed"),
+            "{answer}"
+        );
     }
-    assert!(client.started.try_recv().is_err(), "nothing reached a session");
+    assert!(
+        client.started.try_recv().is_err(),
+        "nothing reached a session"
+    );
 }
 
 #[tokio::test]
 async fn a_cancelled_exploration_ends_its_variants_and_is_not_answered() {
     let mut client = Client::legacy("2025-11-25").await;
-    client.send(call("explore", json!({"variants": [{"name": "a", "code": "wait"}]}))).await;
+    client
+        .send(call(
+            "explore",
+            json!({"variants": [{"name": "a", "code": "wait"}]}),
+        ))
+        .await;
     assert_eq!(client.started.recv().await.unwrap(), "wait");
     client.send(cancel(1)).await;
     assert_eq!(client.started.recv().await.unwrap(), "wait was cancelled");
@@ -769,11 +1143,16 @@ async fn a_cancelled_exploration_ends_its_variants_and_is_not_answered() {
 async fn a_fork_or_an_undo_that_is_cancelled_lets_the_next_call_go() {
     for tool in ["fork_session", "undo"] {
         let mut client = Client::legacy("2025-11-25").await;
-        client.send(call(tool, json!({"session_id": "stuck"}))).await;
+        client
+            .send(call(tool, json!({"session_id": "stuck"})))
+            .await;
         client.started.recv().await.unwrap();
         client.send(cancel(1)).await;
         assert_eq!(text(&client.ask(execute(2, "hello")).await), "hello");
-        assert!(client.leave().await.1.is_empty(), "nothing follows for a cancelled request");
+        assert!(
+            client.leave().await.1.is_empty(),
+            "nothing follows for a cancelled request"
+        );
     }
 }
 
@@ -788,9 +1167,15 @@ async fn calls_that_branch_a_session_keep_their_place_among_the_others() {
             call
         };
         client.send(execute(number(1), "cell")).await;
-        client.send(with_id(number(2), call("fork_session", json!({})))).await;
-        client.send(with_id(number(3), call("undo", json!({})))).await;
-        client.send(with_id(number(4), call("explore", explore.clone()))).await;
+        client
+            .send(with_id(number(2), call("fork_session", json!({}))))
+            .await;
+        client
+            .send(with_id(number(3), call("undo", json!({}))))
+            .await;
+        client
+            .send(with_id(number(4), call("explore", explore.clone())))
+            .await;
         client.send(execute(number(5), "last")).await;
         for expected in ["cell", "fork", "undo", "explored", "last"] {
             assert_eq!(client.started.recv().await.unwrap(), expected);
@@ -804,7 +1189,9 @@ async fn calls_that_branch_a_session_keep_their_place_among_the_others() {
 #[tokio::test(start_paused = true)]
 async fn an_exploration_with_a_token_counts_its_variants() {
     let mut client = Client::legacy("2025-11-25").await;
-    let variants: Vec<Value> = (0..3).map(|number| json!({"name": format!("v{number}"), "code": "slow"})).collect();
+    let variants: Vec<Value> = (0..3)
+        .map(|number| json!({"name": format!("v{number}"), "code": "slow"}))
+        .collect();
     let mut explore = call("explore", json!({"variants": variants}));
     explore["params"]["_meta"] = json!({"progressToken": "p"});
     client.send(explore).await;
@@ -833,10 +1220,17 @@ async fn a_cancelled_call_ends_and_is_not_answered() {
     client.started.recv().await.unwrap();
     client.send(cancel(1)).await;
     assert_eq!(client.started.recv().await.unwrap(), "wait was cancelled");
-    assert_eq!(client.ask(request(2, "ping", json!({}))).await["result"], json!({}));
+    assert_eq!(
+        client.ask(request(2, "ping", json!({}))).await["result"],
+        json!({})
+    );
     let (ended, rest) = client.leave().await;
     assert!(ended.is_ok());
-    assert_eq!(rest, Vec::<Value>::new(), "nothing follows for a cancelled request");
+    assert_eq!(
+        rest,
+        Vec::<Value>::new(),
+        "nothing follows for a cancelled request"
+    );
 }
 
 #[tokio::test]
@@ -867,9 +1261,20 @@ async fn the_end_of_the_input_cancels_running_calls_and_serving_ends_well() {
     let left_at = tokio::time::Instant::now();
     let (ended, rest) = client.leave().await;
     assert!(ended.is_ok());
-    assert!(left_at.elapsed() < Duration::from_millis(100), "{:?}", left_at.elapsed());
-    assert_eq!(rest.len(), 1, "the cancelled call is still answered: {rest:?}");
-    assert_eq!(rest[0]["result"]["structuredContent"]["status"], "cancelled");
+    assert!(
+        left_at.elapsed() < Duration::from_millis(100),
+        "{:?}",
+        left_at.elapsed()
+    );
+    assert_eq!(
+        rest.len(),
+        1,
+        "the cancelled call is still answered: {rest:?}"
+    );
+    assert_eq!(
+        rest[0]["result"]["structuredContent"]["status"],
+        "cancelled"
+    );
 }
 
 #[tokio::test(start_paused = true)]
@@ -880,7 +1285,11 @@ async fn a_call_that_does_not_end_cannot_hold_the_server() {
     let left_at = tokio::time::Instant::now();
     client.to_server.take().unwrap().shutdown().await.unwrap();
     client.serving.await.unwrap().unwrap();
-    assert!(left_at.elapsed() <= Duration::from_millis(600), "{:?}", left_at.elapsed());
+    assert!(
+        left_at.elapsed() <= Duration::from_millis(600),
+        "{:?}",
+        left_at.elapsed()
+    );
 }
 
 #[tokio::test]
@@ -921,7 +1330,13 @@ async fn a_long_call_with_a_token_reports_progress_that_stops_with_the_answer() 
         last = progress;
         messages.push(message["params"]["message"].as_str().unwrap().to_owned());
     }
-    assert_eq!(messages, ["running for 5 s (time-out 2 min)", "running for 10 s (time-out 2 min)"]);
+    assert_eq!(
+        messages,
+        [
+            "running for 5 s (time-out 2 min)",
+            "running for 10 s (time-out 2 min)"
+        ]
+    );
     assert_eq!(client.leave().await.1, Vec::<Value>::new());
 }
 
@@ -934,14 +1349,24 @@ async fn a_call_without_a_token_reports_nothing() {
 #[tokio::test(start_paused = true)]
 async fn the_steps_of_the_preparation_are_reported() {
     let mut client = Client::legacy("2025-11-25").await;
-    let step = |step: &str, done| Preparation::Working { step: step.to_owned(), done, total: Some(2) };
+    let step = |step: &str, done| Preparation::Working {
+        step: step.to_owned(),
+        done,
+        total: Some(2),
+    };
     client.preparation.send_replace(step("installing numpy", 1));
     let mut call = execute(1, "hello");
     call["params"]["_meta"] = json!({"progressToken": 4});
     client.send(call).await;
-    assert_eq!(client.next().await["params"]["message"], "preparing: installing numpy (1 of 2)");
+    assert_eq!(
+        client.next().await["params"]["message"],
+        "preparing: installing numpy (1 of 2)"
+    );
     client.preparation.send_replace(step("starting Python", 2));
-    assert_eq!(client.next().await["params"]["message"], "preparing: starting Python (2 of 2)");
+    assert_eq!(
+        client.next().await["params"]["message"],
+        "preparing: starting Python (2 of 2)"
+    );
     client.preparation.send_replace(Preparation::Ready);
     let answer = client.next().await;
     assert_eq!((answer["id"].clone(), text(&answer)), (json!(1), "hello"));
@@ -950,9 +1375,15 @@ async fn the_steps_of_the_preparation_are_reported() {
 #[tokio::test]
 async fn cut_output_is_listed_and_can_be_read_to_its_end() {
     let mut client = Client::legacy("2025-11-25").await;
-    assert_eq!(client.ask(request(1, "resources/list", json!({}))).await["result"]["resources"], json!([]));
+    assert_eq!(
+        client.ask(request(1, "resources/list", json!({}))).await["result"]["resources"],
+        json!([])
+    );
     let answer = client.ask(execute(2, "long")).await;
-    let uri = answer["result"]["structuredContent"]["output"]["resource"].as_str().unwrap().to_owned();
+    let uri = answer["result"]["structuredContent"]["output"]["resource"]
+        .as_str()
+        .unwrap()
+        .to_owned();
     assert!(text(&answer).contains(&uri));
     let listed = client.ask(request(3, "resources/list", json!({}))).await;
     assert_eq!(listed["result"]["resources"][0]["uri"], uri);
@@ -960,7 +1391,9 @@ async fn cut_output_is_listed_and_can_be_read_to_its_end() {
     let mut read = 0;
     let mut next = uri.clone();
     loop {
-        let answer = client.ask(request(4, "resources/read", json!({"uri": next}))).await;
+        let answer = client
+            .ask(request(4, "resources/read", json!({"uri": next})))
+            .await;
         let content = &answer["result"]["contents"][0];
         assert_eq!(content["mimeType"], "text/plain");
         let text = content["text"].as_str().unwrap();
@@ -982,26 +1415,54 @@ async fn a_resource_that_does_not_exist_is_an_invalid_parameter() {
         "cellblock://sessions/default/executions/1/output?limit=0",
     ] {
         assert_eq!(
-            client.ask(request(1, "resources/read", json!({"uri": uri}))).await["error"]["code"],
+            client
+                .ask(request(1, "resources/read", json!({"uri": uri})))
+                .await["error"]["code"],
             -32602,
             "{uri}"
         );
     }
-    let templates = client.ask(request(2, "resources/templates/list", json!({}))).await;
-    assert_eq!(templates["result"]["resourceTemplates"].as_array().unwrap().len(), 2);
+    let templates = client
+        .ask(request(2, "resources/templates/list", json!({})))
+        .await;
+    assert_eq!(
+        templates["result"]["resourceTemplates"]
+            .as_array()
+            .unwrap()
+            .len(),
+        2
+    );
 }
 
 #[tokio::test]
 async fn files_are_copied_both_ways_within_the_allowed_directory() {
     let mut client = Client::legacy("2025-11-25").await;
     std::fs::write(client.folder.path().join("in.txt"), "twelve bytes").unwrap();
-    let up = client.ask(call("upload_file", json!({"relpath": "a.txt", "local_path": "in.txt"}))).await;
+    let up = client
+        .ask(call(
+            "upload_file",
+            json!({"relpath": "a.txt", "local_path": "in.txt"}),
+        ))
+        .await;
     assert_valid_output(ToolName::Upload, &up["result"]["structuredContent"]);
     assert_eq!(up["result"]["structuredContent"]["bytes"], 12);
-    let down = client.ask(call("download_file", json!({"relpath": "b.txt", "local_path": "new/out.txt"}))).await;
+    let down = client
+        .ask(call(
+            "download_file",
+            json!({"relpath": "b.txt", "local_path": "new/out.txt"}),
+        ))
+        .await;
     assert_valid_output(ToolName::Download, &down["result"]["structuredContent"]);
-    assert_eq!(std::fs::read_to_string(client.folder.path().join("new/out.txt")).unwrap(), "halfwhole");
-    let again = client.ask(call("download_file", json!({"relpath": "b.txt", "local_path": "new/out.txt"}))).await;
+    assert_eq!(
+        std::fs::read_to_string(client.folder.path().join("new/out.txt")).unwrap(),
+        "halfwhole"
+    );
+    let again = client
+        .ask(call(
+            "download_file",
+            json!({"relpath": "b.txt", "local_path": "new/out.txt"}),
+        ))
+        .await;
     assert_eq!(again["result"]["isError"], true);
     assert!(text(&again).contains("overwrite"), "{again}");
 }
@@ -1009,15 +1470,28 @@ async fn files_are_copied_both_ways_within_the_allowed_directory() {
 #[tokio::test]
 async fn a_path_that_is_not_allowed_is_refused_with_what_is() {
     let mut client = Client::legacy("2025-11-25").await;
-    let answer = client.ask(call("upload_file", json!({"relpath": "a", "local_path": "/etc/hostname"}))).await;
+    let answer = client
+        .ask(call(
+            "upload_file",
+            json!({"relpath": "a", "local_path": "/etc/hostname"}),
+        ))
+        .await;
     assert_eq!(answer["result"]["isError"], true);
-    assert!(text(&answer).contains("/etc/hostname") && text(&answer).contains(client.folder.path().to_str().unwrap()));
+    assert!(
+        text(&answer).contains("/etc/hostname")
+            && text(&answer).contains(client.folder.path().to_str().unwrap())
+    );
 }
 
 #[tokio::test]
 async fn a_download_that_fails_halfway_leaves_nothing_on_the_host() {
     let mut client = Client::legacy("2025-11-25").await;
-    let answer = client.ask(call("download_file", json!({"relpath": "broken", "local_path": "out.txt"}))).await;
+    let answer = client
+        .ask(call(
+            "download_file",
+            json!({"relpath": "broken", "local_path": "out.txt"}),
+        ))
+        .await;
     assert_eq!(answer["result"]["isError"], true);
     assert_eq!(std::fs::read_dir(client.folder.path()).unwrap().count(), 0);
 }
@@ -1028,7 +1502,10 @@ async fn a_download_that_fails_halfway_leaves_nothing_on_the_host() {
 async fn variables_stay_between_calls_and_go_at_a_reset() {
     let mut client = Client::of_real_sessions().await;
     client.run("set x 5").await;
-    assert_eq!(client.run("get x").await["structuredContent"]["status"], "ok");
+    assert_eq!(
+        client.run("get x").await["structuredContent"]["status"],
+        "ok"
+    );
     client.ask(call("reset", json!({}))).await;
     let after = client.run("get x").await;
     assert_eq!(after["isError"], true);
@@ -1040,9 +1517,13 @@ async fn what_was_printed_before_an_error_is_kept_and_the_error_is_last() {
     let mut client = Client::of_real_sessions().await;
     let result = client.run("print before\nerr between\nraise broken").await;
     let text = result["content"][0]["text"].as_str().unwrap();
-    let positions = ["before", "between", "broken"].map(|word| text.find(word).unwrap_or_else(|| panic!("{text}")));
+    let positions = ["before", "between", "broken"]
+        .map(|word| text.find(word).unwrap_or_else(|| panic!("{text}")));
     assert!(positions.is_sorted(), "{text}");
-    assert!(text.lines().next_back().unwrap().contains("ValueError"), "{text}");
+    assert!(
+        text.lines().next_back().unwrap().contains("ValueError"),
+        "{text}"
+    );
     assert_eq!(result["structuredContent"]["status"], "error");
 }
 
@@ -1054,8 +1535,16 @@ async fn a_dead_interpreter_is_told_and_a_reset_helps() {
     let refused = client.ask(execute(2, "print 1")).await;
     assert_eq!(refused["result"]["isError"], true);
     assert!(text(&refused).contains("reset"), "{refused}");
-    assert_eq!(client.ask(call("reset", json!({}))).await["result"]["isError"], false);
-    assert!(client.run("print 1").await["content"][0]["text"].as_str().unwrap().ends_with('1'));
+    assert_eq!(
+        client.ask(call("reset", json!({}))).await["result"]["isError"],
+        false
+    );
+    assert!(
+        client.run("print 1").await["content"][0]["text"]
+            .as_str()
+            .unwrap()
+            .ends_with('1')
+    );
 }
 
 #[tokio::test]
@@ -1064,11 +1553,23 @@ async fn a_flood_is_cut_and_can_be_read_whole() {
     let result = client.run("flood 20000").await;
     let output = &result["structuredContent"]["output"];
     assert!(output["cut_chars"].as_u64().unwrap() > 0, "{output}");
-    assert!(result["content"][0]["text"].as_str().unwrap().chars().count() < 5500);
+    assert!(
+        result["content"][0]["text"]
+            .as_str()
+            .unwrap()
+            .chars()
+            .count()
+            < 5500
+    );
     let uri = output["resource"].as_str().unwrap();
-    let answer = client.ask(request(2, "resources/read", json!({"uri": uri}))).await;
+    let answer = client
+        .ask(request(2, "resources/read", json!({"uri": uri})))
+        .await;
     let content = &answer["result"]["contents"][0];
-    assert!(content["_meta"]["cellblock/totalBytes"].as_u64().unwrap() >= output["chars"].as_u64().unwrap());
+    assert!(
+        content["_meta"]["cellblock/totalBytes"].as_u64().unwrap()
+            >= output["chars"].as_u64().unwrap()
+    );
     assert!(content["text"].as_str().unwrap().lines().count() > 10_000);
 }
 
@@ -1079,7 +1580,10 @@ async fn a_sleeping_cell_ends_at_its_time_out_and_keeps_its_variables() {
     let arguments = json!({"code": "sleep 60", "timeout": 0.05});
     let answer = client.ask(call("execute_ipython_cell", arguments)).await;
     assert_eq!(answer["result"]["structuredContent"]["status"], "timeout");
-    assert!(text(&answer).contains("Variables and files are kept"), "{answer}");
+    assert!(
+        text(&answer).contains("Variables and files are kept"),
+        "{answer}"
+    );
     assert_eq!(client.run("get x").await["isError"], false);
 }
 
@@ -1092,7 +1596,11 @@ async fn a_cancelled_cell_makes_room_for_the_next() {
     client.send(cancel(2)).await;
     // The second cell waits for the first, so its answer shows that the first has ended; the first itself gets none.
     let answer = client.next().await;
-    assert_eq!((answer["id"].clone(), answer["result"]["isError"].clone()), (json!(3), json!(false)), "{answer}");
+    assert_eq!(
+        (answer["id"].clone(), answer["result"]["isError"].clone()),
+        (json!(3), json!(false)),
+        "{answer}"
+    );
 }
 
 #[tokio::test]
@@ -1100,12 +1608,30 @@ async fn a_file_travels_into_a_session_and_back() {
     let mut client = Client::of_real_sessions().await;
     client.run("print 1").await;
     std::fs::write(client.folder.path().join("in.txt"), "some bytes").unwrap();
-    let up = client.ask(call("upload_file", json!({"relpath": "d/a.txt", "local_path": "in.txt"}))).await;
+    let up = client
+        .ask(call(
+            "upload_file",
+            json!({"relpath": "d/a.txt", "local_path": "in.txt"}),
+        ))
+        .await;
     assert_eq!(up["result"]["isError"], false, "{up}");
-    let down = client.ask(call("download_file", json!({"relpath": "d/a.txt", "local_path": "out.txt"}))).await;
+    let down = client
+        .ask(call(
+            "download_file",
+            json!({"relpath": "d/a.txt", "local_path": "out.txt"}),
+        ))
+        .await;
     assert_eq!(down["result"]["isError"], false, "{down}");
-    assert_eq!(std::fs::read_to_string(client.folder.path().join("out.txt")).unwrap(), "some bytes");
-    let missing = client.ask(call("download_file", json!({"relpath": "none", "local_path": "none.txt"}))).await;
+    assert_eq!(
+        std::fs::read_to_string(client.folder.path().join("out.txt")).unwrap(),
+        "some bytes"
+    );
+    let missing = client
+        .ask(call(
+            "download_file",
+            json!({"relpath": "none", "local_path": "none.txt"}),
+        ))
+        .await;
     assert_eq!(missing["result"]["isError"], true);
     assert!(!client.folder.path().join("none.txt").exists());
 }
@@ -1114,12 +1640,18 @@ async fn a_file_travels_into_a_session_and_back() {
 async fn a_closed_session_is_no_longer_listed_as_alive() {
     let mut client = Client::of_real_sessions().await;
     client.run("print 1").await;
-    let listed = client.ask(call("list_sessions", json!({}))).await["result"]["structuredContent"].take();
+    let listed =
+        client.ask(call("list_sessions", json!({}))).await["result"]["structuredContent"].take();
     assert_eq!(listed["sessions"][0]["session_id"], "default");
     assert_valid_output(ToolName::List, &listed);
     client.ask(call("close_session", json!({}))).await;
-    let listed = client.ask(call("list_sessions", json!({}))).await["result"]["structuredContent"].take();
-    let alive = listed["sessions"].as_array().unwrap().iter().filter(|session| session["state"] != "ended");
+    let listed =
+        client.ask(call("list_sessions", json!({}))).await["result"]["structuredContent"].take();
+    let alive = listed["sessions"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .filter(|session| session["state"] != "ended");
     assert_eq!(alive.count(), 0, "{listed}");
 }
 
@@ -1127,11 +1659,28 @@ async fn a_closed_session_is_no_longer_listed_as_alive() {
 async fn a_fork_is_a_session_of_its_own() {
     let mut client = Client::of_real_sessions().await;
     client.run("set x 5\nlose 2 threads").await;
-    let forked = client.ask(call("fork_session", json!({"names": ["copy"]}))).await;
-    assert_eq!(forked["result"]["structuredContent"]["forks"], json!(["copy"]), "{forked}");
-    assert_eq!(forked["result"]["structuredContent"]["not_carried_over"], json!(["2 threads"]));
-    let in_the_copy = |code: &str| call("execute_ipython_cell", json!({"code": code, "session_id": "copy"}));
-    assert_eq!(client.ask(in_the_copy("set x 6")).await["result"]["isError"], false);
+    let forked = client
+        .ask(call("fork_session", json!({"names": ["copy"]})))
+        .await;
+    assert_eq!(
+        forked["result"]["structuredContent"]["forks"],
+        json!(["copy"]),
+        "{forked}"
+    );
+    assert_eq!(
+        forked["result"]["structuredContent"]["not_carried_over"],
+        json!(["2 threads"])
+    );
+    let in_the_copy = |code: &str| {
+        call(
+            "execute_ipython_cell",
+            json!({"code": code, "session_id": "copy"}),
+        )
+    };
+    assert_eq!(
+        client.ask(in_the_copy("set x 6")).await["result"]["isError"],
+        false
+    );
     assert_eq!(text(&client.ask(in_the_copy("get x")).await), "6");
     assert_eq!(client.run("get x").await["structuredContent"]["text"], "5");
 }
@@ -1140,16 +1689,41 @@ async fn a_fork_is_a_session_of_its_own() {
 async fn cells_are_undone_also_after_python_has_died() {
     let mut client = Client::of_real_sessions().await;
     client.run("set x 1\nkeep file one").await;
-    assert_eq!(client.run("set x 2\nkeep file two").await["structuredContent"]["can_undo"], 2);
+    assert_eq!(
+        client.run("set x 2\nkeep file two").await["structuredContent"]["can_undo"],
+        2
+    );
     let undone = client.ask(call("undo", json!({}))).await;
-    assert_eq!(undone["result"]["structuredContent"]["undone"], 1, "{undone}");
-    assert_eq!(client.run("get x\nfile file").await["structuredContent"]["text"], "1\none");
+    assert_eq!(
+        undone["result"]["structuredContent"]["undone"], 1,
+        "{undone}"
+    );
+    assert_eq!(
+        client.run("get x\nfile file").await["structuredContent"]["text"],
+        "1\none"
+    );
     let died = client.run("crash").await;
-    assert!(died["content"][0]["text"].as_str().unwrap().contains("`undo`"), "{died}");
-    let listed = client.ask(call("list_checkpoints", json!({}))).await["result"]["structuredContent"].take();
-    assert_eq!((&listed["can_undo"][0]["cells"], &listed["can_undo"][0]["before"]), (&json!(1), &json!("crash")));
+    assert!(
+        died["content"][0]["text"]
+            .as_str()
+            .unwrap()
+            .contains("`undo`"),
+        "{died}"
+    );
+    let listed =
+        client.ask(call("list_checkpoints", json!({}))).await["result"]["structuredContent"].take();
+    assert_eq!(
+        (
+            &listed["can_undo"][0]["cells"],
+            &listed["can_undo"][0]["before"]
+        ),
+        (&json!(1), &json!("crash"))
+    );
     let undone = client.ask(call("undo", json!({}))).await;
-    assert_eq!(undone["result"]["structuredContent"]["revived"], true, "{undone}");
+    assert_eq!(
+        undone["result"]["structuredContent"]["revived"], true,
+        "{undone}"
+    );
     assert_eq!(client.run("get x").await["structuredContent"]["text"], "1");
     let refused = client.ask(call("undo", json!({"cells": 50}))).await;
     assert_eq!(refused["result"]["isError"], true);
@@ -1162,13 +1736,24 @@ async fn the_best_variant_can_take_the_place_of_the_session() {
     let variants = json!([
         {"name": "low", "code": "set x 2"}, {"name": "high", "code": "set x 3"}, {"name": "broken", "code": "raise no"}
     ]);
-    let untouched = client.ask(call("explore", json!({"variants": variants}))).await;
-    assert_eq!(untouched["result"]["structuredContent"]["kept"], json!([]), "{untouched}");
+    let untouched = client
+        .ask(call("explore", json!({"variants": variants})))
+        .await;
+    assert_eq!(
+        untouched["result"]["structuredContent"]["kept"],
+        json!([]),
+        "{untouched}"
+    );
     assert_eq!(client.run("get x").await["structuredContent"]["text"], "1");
     let arguments = json!({"variants": variants, "keep": "best", "best_by": "x", "replace": true});
-    let explored = client.ask(call("explore", arguments)).await["result"]["structuredContent"].take();
+    let explored =
+        client.ask(call("explore", arguments)).await["result"]["structuredContent"].take();
     assert_valid_output(ToolName::Explore, &explored);
-    assert_eq!((&explored["replaced"], &explored["kept"][0]["variant"]), (&json!(true), &json!("high")), "{explored}");
+    assert_eq!(
+        (&explored["replaced"], &explored["kept"][0]["variant"]),
+        (&json!(true), &json!("high")),
+        "{explored}"
+    );
     assert_eq!(explored["variants"][1]["score"], 3.0);
     assert_eq!(client.run("get x").await["structuredContent"]["text"], "3");
 }

@@ -5,7 +5,9 @@
 
 use async_trait::async_trait;
 use rmcp::RoleServer;
-use rmcp::model::{CallToolResponse, ErrorData, GetPromptRequestMethod, GetPromptResult, JsonObject, Prompt, Tool};
+use rmcp::model::{
+    CallToolResponse, ErrorData, GetPromptRequestMethod, GetPromptResult, JsonObject, Prompt, Tool,
+};
 use rmcp::service::RequestContext;
 
 use super::arguments::nearest;
@@ -71,7 +73,11 @@ pub(super) trait Toolbox: Send + Sync {
         Vec::new()
     }
 
-    fn prompt(&self, _name: &str, _arguments: Option<&JsonObject>) -> Result<GetPromptResult, ErrorData> {
+    fn prompt(
+        &self,
+        _name: &str,
+        _arguments: Option<&JsonObject>,
+    ) -> Result<GetPromptResult, ErrorData> {
         Err(ErrorData::method_not_found::<GetPromptRequestMethod>())
     }
 }
@@ -84,11 +90,19 @@ impl Toolbox for Catalogue {
 
     fn find(&self, name: &str) -> Option<Entry> {
         let tool = ToolName::from_name(name)?;
-        Some(Entry { name: tool.as_str(), scope: tool.scope(), extent: tool.extent() })
+        Some(Entry {
+            name: tool.as_str(),
+            scope: tool.scope(),
+            extent: tool.extent(),
+        })
     }
 
     async fn call(&self, visit: Visit<'_>, tool: Entry, arguments: JsonObject) -> CallToolResponse {
-        let Visit { server, owner, context } = visit;
+        let Visit {
+            server,
+            owner,
+            context,
+        } = visit;
         let tool = ToolName::from_name(tool.name).expect("find has found it");
         let is_named = session_as_written(Some(&arguments)).is_some();
         let call = match self.parse(tool, arguments) {

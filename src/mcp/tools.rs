@@ -14,8 +14,8 @@ use rmcp::model::{JsonObject, Tool, ToolAnnotations};
 use serde_json::{Value, json};
 
 use super::arguments::{
-    self, BadArgument, Call, Given, LARGEST_CODE, LONGEST_PATH, LONGEST_SERVER_NAME, LONGEST_VARIANT, MOST_CELLS,
-    MOST_OUTPUT_CHARS, Source, Target, Unnamed, nearest, shortened,
+    self, BadArgument, Call, Given, LARGEST_CODE, LONGEST_PATH, LONGEST_SERVER_NAME,
+    LONGEST_VARIANT, MOST_CELLS, MOST_OUTPUT_CHARS, Source, Target, Unnamed, nearest, shortened,
 };
 use super::turns::Extent;
 use super::{Front, McpSettings, OtherHosts};
@@ -89,7 +89,9 @@ impl ToolName {
     /// The right that a call needs.
     pub(super) fn scope(self) -> Scope {
         match self {
-            ToolName::Checkpoints | ToolName::Download | ToolName::List | ToolName::Servers => Scope::Read,
+            ToolName::Checkpoints | ToolName::Download | ToolName::List | ToolName::Servers => {
+                Scope::Read
+            }
             ToolName::Register | ToolName::Unregister => Scope::Register,
             ToolName::Install => Scope::Install,
             ToolName::Execute
@@ -138,7 +140,12 @@ pub(super) struct Catalogue {
 impl Catalogue {
     pub(super) fn new(settings: &McpSettings) -> Catalogue {
         Catalogue {
-            tools: Arc::new(ToolName::ALL.into_iter().map(|tool| describe(tool, settings)).collect()),
+            tools: Arc::new(
+                ToolName::ALL
+                    .into_iter()
+                    .map(|tool| describe(tool, settings))
+                    .collect(),
+            ),
             default_timeout: settings.default_timeout,
             max_timeout: settings.max_timeout,
             default_max_output_chars: settings.default_max_output_chars,
@@ -157,7 +164,11 @@ impl Catalogue {
 
     /// Checks the arguments of a call. Refuses names that are not in the schema, and everything the schema would
     /// refuse.
-    pub(super) fn parse(&self, tool: ToolName, mut arguments: JsonObject) -> Result<Call, BadArgument> {
+    pub(super) fn parse(
+        &self,
+        tool: ToolName,
+        mut arguments: JsonObject,
+    ) -> Result<Call, BadArgument> {
         let allowed: Vec<String> = properties(self.get(tool)).keys().cloned().collect();
         if let Some(given) = arguments.keys().find(|name| !allowed.contains(name)) {
             return Err(BadArgument::Unknown {
@@ -173,7 +184,11 @@ impl Catalogue {
             (Front::Http, ToolName::Execute | ToolName::Install | ToolName::Upload) => Unnamed::New,
             (Front::Http, _) => Unnamed::Refused,
         };
-        let mut take = |name| Given { tool: tool.as_str(), name, value: arguments.remove(name) };
+        let mut take = |name| Given {
+            tool: tool.as_str(),
+            name,
+            value: arguments.remove(name),
+        };
         Ok(match tool {
             ToolName::Execute => Call::Execute {
                 session: take("session_id").session(unnamed)?,
@@ -193,31 +208,49 @@ impl Catalogue {
                 session: take("session_id").session(unnamed)?,
                 requirements: arguments::requirements(take("package_name"))?,
             },
-            ToolName::Reset => Call::Reset { session: take("session_id").session(unnamed)? },
+            ToolName::Reset => Call::Reset {
+                session: take("session_id").session(unnamed)?,
+            },
             ToolName::Undo => Call::Undo {
                 session: take("session_id").session(unnamed)?,
                 cells: take("cells").count(1..=MOST_CELLS, 1)? as u32,
             },
-            ToolName::Checkpoints => Call::Checkpoints { session: take("session_id").session(unnamed)? },
+            ToolName::Checkpoints => Call::Checkpoints {
+                session: take("session_id").session(unnamed)?,
+            },
             ToolName::Fork => {
                 let session = take("session_id").session(unnamed)?;
                 let names = arguments::fork_names(&session, take("count"), take("names"))?;
                 let servers = arguments::server_names(take("mcp_servers"))?;
-                Call::Fork { session, request: ForkRequest { names, servers } }
+                Call::Fork {
+                    session,
+                    request: ForkRequest { names, servers },
+                }
             }
             ToolName::Explore => {
                 let session = take("session_id").session(unnamed)?;
                 let variants = arguments::variants(take("variants"))?;
                 let timeout = take("timeout").timeout(self.default_timeout, self.max_timeout)?;
-                let (keep, replace) = arguments::keep(&variants, take("keep"), take("best_by"), take("replace"))?;
-                Call::Explore { session, variants, timeout, keep, replace }
+                let (keep, replace) =
+                    arguments::keep(&variants, take("keep"), take("best_by"), take("replace"))?;
+                Call::Explore {
+                    session,
+                    variants,
+                    timeout,
+                    keep,
+                    replace,
+                }
             }
             ToolName::Upload => Call::Upload {
                 session: take("session_id").session(unnamed)?,
                 relpath: take("relpath").inside_path()?,
                 source: match self.front {
                     Front::Stdio => Source::Local(take("local_path").text(LONGEST_PATH, 1)?),
-                    Front::Http => Source::Content(arguments::content(take("text"), take("base64"), take("resource"))?),
+                    Front::Http => Source::Content(arguments::content(
+                        take("text"),
+                        take("base64"),
+                        take("resource"),
+                    )?),
                 },
                 overwrite: take("overwrite").flag()?,
             },
@@ -233,24 +266,33 @@ impl Catalogue {
                 },
             },
             ToolName::List => Call::List,
-            ToolName::Close => Call::Close { session: take("session_id").session(unnamed)? },
+            ToolName::Close => Call::Close {
+                session: take("session_id").session(unnamed)?,
+            },
             ToolName::Register => Call::Register {
                 name: take("server_name").text(LONGEST_SERVER_NAME, 1)?,
                 params: take("server_params").object()?,
             },
             ToolName::Servers => Call::Servers,
-            ToolName::Unregister => Call::Unregister { name: take("server_name").text(LONGEST_SERVER_NAME, 1)? },
+            ToolName::Unregister => Call::Unregister {
+                name: take("server_name").text(LONGEST_SERVER_NAME, 1)?,
+            },
         })
     }
 }
 
 /// Returns the session that a call names, unchecked: calls with the same words keep their order.
 pub(super) fn session_as_written(arguments: Option<&JsonObject>) -> Option<&str> {
-    arguments.and_then(|arguments| arguments.get("session_id")).and_then(Value::as_str)
+    arguments
+        .and_then(|arguments| arguments.get("session_id"))
+        .and_then(Value::as_str)
 }
 
 fn properties(tool: &Tool) -> &JsonObject {
-    tool.input_schema.get("properties").and_then(Value::as_object).expect("every input schema here has properties")
+    tool.input_schema
+        .get("properties")
+        .and_then(Value::as_object)
+        .expect("every input schema here has properties")
 }
 
 fn describe(tool: ToolName, settings: &McpSettings) -> Tool {
@@ -618,7 +660,11 @@ fn describe(tool: ToolName, settings: &McpSettings) -> Tool {
     let is_open = !settings.network.is_empty() || settings.other_hosts == OtherHosts::AskedAbout;
     let reaches_out = tool == ToolName::Register || (runs_code && is_open);
     let annotations = annotations.open_world(reaches_out);
-    let input = if needs_session(tool, settings.front) { requiring_session(input) } else { input };
+    let input = if needs_session(tool, settings.front) {
+        requiring_session(input)
+    } else {
+        input
+    };
     Tool::new(tool.as_str(), description, map(input))
         .with_title(title)
         .with_raw_output_schema(Arc::new(map(output)))
@@ -627,8 +673,14 @@ fn describe(tool: ToolName, settings: &McpSettings) -> Tool {
 
 /// On HTTP no session goes without saying, except for what may begin one.
 fn needs_session(tool: ToolName, front: Front) -> bool {
-    let begins = matches!(tool, ToolName::Execute | ToolName::Install | ToolName::Upload);
-    let has_none = matches!(tool, ToolName::List | ToolName::Register | ToolName::Servers | ToolName::Unregister);
+    let begins = matches!(
+        tool,
+        ToolName::Execute | ToolName::Install | ToolName::Upload
+    );
+    let has_none = matches!(
+        tool,
+        ToolName::List | ToolName::Register | ToolName::Servers | ToolName::Unregister
+    );
     front == Front::Http && !begins && !has_none
 }
 
@@ -658,7 +710,11 @@ fn what_lasts(settings: &McpSettings) -> String {
 
 /// What the descriptions of undo's tools add when the operator does not want it.
 fn switched_off(settings: &McpSettings) -> &'static str {
-    if settings.can_undo { "" } else { " Switched off on this server." }
+    if settings.can_undo {
+        ""
+    } else {
+        " Switched off on this server."
+    }
 }
 
 /// What a tool does to the world, as far as the protocol can say it.
@@ -672,9 +728,20 @@ fn hints(effect: Effect) -> ToolAnnotations {
     let hints = ToolAnnotations::new();
     match effect {
         Effect::ReadsOnly => hints.read_only(true),
-        Effect::Changes { destructive, idempotent } => {
-            let hints = if destructive { hints } else { hints.destructive(false) };
-            if idempotent { hints.idempotent(true) } else { hints }
+        Effect::Changes {
+            destructive,
+            idempotent,
+        } => {
+            let hints = if destructive {
+                hints
+            } else {
+                hints.destructive(false)
+            };
+            if idempotent {
+                hints.idempotent(true)
+            } else {
+                hints
+            }
         }
     }
 }
@@ -769,7 +836,11 @@ impl fmt::Display for Seconds {
         let seconds = self.0.as_secs();
         if self.0.subsec_nanos() > 0 && seconds < 60 {
             let text = format!("{:.3}", self.0.as_secs_f64());
-            write!(formatter, "{} s", text.trim_end_matches('0').trim_end_matches('.'))
+            write!(
+                formatter,
+                "{} s",
+                text.trim_end_matches('0').trim_end_matches('.')
+            )
         } else if seconds >= 3600 && seconds.is_multiple_of(3600) {
             write!(formatter, "{} h", seconds / 3600)
         } else if seconds >= 120 && seconds.is_multiple_of(60) {
@@ -797,7 +868,9 @@ pub(super) mod tests {
 
     #[track_caller]
     fn check_refused(tool: ToolName, arguments: Value, words: &[&str]) {
-        let text = parse(tool, arguments).expect_err("the call should be refused").to_string();
+        let text = parse(tool, arguments)
+            .expect_err("the call should be refused")
+            .to_string();
         for word in words {
             assert!(text.contains(word), "{word:?} is not in {text:?}");
         }
@@ -822,14 +895,32 @@ pub(super) mod tests {
                     "integer" => value.is_u64() || value.is_i64(),
                     other => panic!("unknown type {other}"),
                 },
-                "minimum" => value.as_f64().is_none_or(|number| number >= rule.as_f64().unwrap()),
-                "maximum" => value.as_f64().is_none_or(|number| number <= rule.as_f64().unwrap()),
-                "exclusiveMinimum" => value.as_f64().is_none_or(|number| number > rule.as_f64().unwrap()),
-                "minLength" => value.as_str().is_none_or(|text| text.chars().count() as u64 >= rule.as_u64().unwrap()),
-                "maxLength" => value.as_str().is_none_or(|text| text.chars().count() as u64 <= rule.as_u64().unwrap()),
-                "minItems" => value.as_array().is_none_or(|items| items.len() as u64 >= rule.as_u64().unwrap()),
-                "maxItems" => value.as_array().is_none_or(|items| items.len() as u64 <= rule.as_u64().unwrap()),
-                "required" => rule.as_array().unwrap().iter().all(|name| value.get(name.as_str().unwrap()).is_some()),
+                "minimum" => value
+                    .as_f64()
+                    .is_none_or(|number| number >= rule.as_f64().unwrap()),
+                "maximum" => value
+                    .as_f64()
+                    .is_none_or(|number| number <= rule.as_f64().unwrap()),
+                "exclusiveMinimum" => value
+                    .as_f64()
+                    .is_none_or(|number| number > rule.as_f64().unwrap()),
+                "minLength" => value
+                    .as_str()
+                    .is_none_or(|text| text.chars().count() as u64 >= rule.as_u64().unwrap()),
+                "maxLength" => value
+                    .as_str()
+                    .is_none_or(|text| text.chars().count() as u64 <= rule.as_u64().unwrap()),
+                "minItems" => value
+                    .as_array()
+                    .is_none_or(|items| items.len() as u64 >= rule.as_u64().unwrap()),
+                "maxItems" => value
+                    .as_array()
+                    .is_none_or(|items| items.len() as u64 <= rule.as_u64().unwrap()),
+                "required" => rule
+                    .as_array()
+                    .unwrap()
+                    .iter()
+                    .all(|name| value.get(name.as_str().unwrap()).is_some()),
                 "properties" => {
                     for (name, inner) in rule.as_object().unwrap() {
                         if let Some(field) = value.get(name) {
@@ -841,13 +932,14 @@ pub(super) mod tests {
                 "additionalProperties" => {
                     let known = schema.get("properties").and_then(Value::as_object);
                     let extra = value.as_object().into_iter().flatten();
-                    let mut extra = extra.filter(|(name, _)| known.is_none_or(|known| !known.contains_key(*name)));
+                    let mut extra = extra
+                        .filter(|(name, _)| known.is_none_or(|known| !known.contains_key(*name)));
                     match rule {
                         Value::Bool(false) => extra.next().is_none(),
                         inner => {
-                            found.extend(
-                                extra.flat_map(|(name, field)| violations(inner, field, &format!("{at}/{name}"))),
-                            );
+                            found.extend(extra.flat_map(|(name, field)| {
+                                violations(inner, field, &format!("{at}/{name}"))
+                            }));
                             true
                         }
                     }
@@ -858,7 +950,11 @@ pub(super) mod tests {
                     }
                     true
                 }
-                "anyOf" => rule.as_array().unwrap().iter().any(|inner| violations(inner, value, at).is_empty()),
+                "anyOf" => rule
+                    .as_array()
+                    .unwrap()
+                    .iter()
+                    .any(|inner| violations(inner, value, at).is_empty()),
                 other => panic!("the validator does not know the keyword {other}"),
             };
             if !holds {
@@ -872,22 +968,47 @@ pub(super) mod tests {
     #[track_caller]
     pub(in crate::mcp) fn assert_valid_output(tool: ToolName, value: &Value) {
         let catalogue = catalogue();
-        let schema = catalogue.get(tool).output_schema.as_deref().expect("every tool has an output schema");
-        assert_eq!(violations(&Value::Object(schema.clone()), value, ""), Vec::<String>::new());
+        let schema = catalogue
+            .get(tool)
+            .output_schema
+            .as_deref()
+            .expect("every tool has an output schema");
+        assert_eq!(
+            violations(&Value::Object(schema.clone()), value, ""),
+            Vec::<String>::new()
+        );
         let named = schema["properties"].as_object().unwrap().keys();
-        let missing: Vec<&String> = named.filter(|name| value.get(name.as_str()).is_none()).collect();
-        assert_eq!(missing, Vec::<&String>::new(), "every field is always there");
+        let missing: Vec<&String> = named
+            .filter(|name| value.get(name.as_str()).is_none())
+            .collect();
+        assert_eq!(
+            missing,
+            Vec::<&String>::new(),
+            "every field is always there"
+        );
     }
 
     #[test]
     fn a_list_of_requirements_may_be_written_as_text() {
-        let requirements = |written: &str| match parse(ToolName::Install, json!({"package_name": written})) {
-            Ok(Call::Install { requirements, .. }) => requirements,
-            other => panic!("{other:?}"),
-        };
-        assert_eq!(requirements(r#" ["tabulate", "httpx>=1"]"#), ["tabulate", "httpx>=1"]);
-        assert_eq!(requirements("[broken"), ["[broken"], "whoever installs it says what is wrong");
-        check_refused(ToolName::Install, json!({"package_name": "[]"}), &["must be"]);
+        let requirements =
+            |written: &str| match parse(ToolName::Install, json!({"package_name": written})) {
+                Ok(Call::Install { requirements, .. }) => requirements,
+                other => panic!("{other:?}"),
+            };
+        assert_eq!(
+            requirements(r#" ["tabulate", "httpx>=1"]"#),
+            ["tabulate", "httpx>=1"]
+        );
+        assert_eq!(
+            requirements("[broken"),
+            ["[broken"],
+            "whoever installs it says what is wrong"
+        );
+        check_refused(
+            ToolName::Install,
+            json!({"package_name": "[]"}),
+            &["must be"],
+        );
     }
 
     #[test]
@@ -895,7 +1016,11 @@ pub(super) mod tests {
         // 3,000 tokens: a tokenizer (o200k) makes 2,759 of the 11,791 bytes on stdio, 4.27 bytes each.
         let packages = crate::environment::EnvironmentSpec::built_in()[0].packages_for_code();
         for front in [Front::Stdio, Front::Http] {
-            let settings = McpSettings { front, packages: packages.clone(), ..McpSettings::default() };
+            let settings = McpSettings {
+                front,
+                packages: packages.clone(),
+                ..McpSettings::default()
+            };
             let catalogue = Catalogue::new(&settings);
             let bytes = serde_json::to_vec(catalogue.all()).unwrap().len();
             assert!(bytes < 12_500, "{bytes} bytes on {front:?}");
@@ -917,25 +1042,50 @@ pub(super) mod tests {
             asks: Vec::new(),
             others: Box::default(),
         };
-        let told = super::super::render::underway(&underway, Occasion::Answer).structured_content.unwrap();
+        let told = super::super::render::underway(&underway, Occasion::Answer)
+            .structured_content
+            .unwrap();
         let catalogue = catalogue();
-        let schema = catalogue.get(ToolName::Execute).output_schema.as_deref().unwrap();
-        assert_eq!(violations(&Value::Object(schema.clone()), &told, ""), Vec::<String>::new());
+        let schema = catalogue
+            .get(ToolName::Execute)
+            .output_schema
+            .as_deref()
+            .unwrap();
+        assert_eq!(
+            violations(&Value::Object(schema.clone()), &told, ""),
+            Vec::<String>::new()
+        );
         assert_eq!(told["status"], "running");
 
         let waits_for = Some("its session is still starting".to_owned());
-        let told = super::super::render::underway(&Underway { waits_for, ..underway }, Occasion::Answer);
+        let told = super::super::render::underway(
+            &Underway {
+                waits_for,
+                ..underway
+            },
+            Occasion::Answer,
+        );
         let told = told.structured_content.unwrap();
-        assert_eq!(violations(&Value::Object(schema.clone()), &told, ""), Vec::<String>::new());
+        assert_eq!(
+            violations(&Value::Object(schema.clone()), &told, ""),
+            Vec::<String>::new()
+        );
         assert_eq!(told["status"], "waiting");
         let text = told["text"].as_str().unwrap();
-        assert!(text.contains("has not begun after 50 s: its session is still starting."), "{text}");
+        assert!(
+            text.contains("has not begun after 50 s: its session is still starting."),
+            "{text}"
+        );
         assert!(!text.contains("still running"), "{text}");
     }
 
     #[test]
     fn tools_are_listed_in_one_fixed_order() {
-        let names: Vec<_> = catalogue().all().iter().map(|tool| tool.name.to_string()).collect();
+        let names: Vec<_> = catalogue()
+            .all()
+            .iter()
+            .map(|tool| tool.name.to_string())
+            .collect();
         let expected = [
             "execute_ipython_cell",
             "check_execution",
@@ -977,7 +1127,9 @@ pub(super) mod tests {
                 assert_eq!(schema["type"], "object");
                 walk(&Value::Object(schema.as_ref().clone()));
             }
-            assert!(tool.title.is_some() && tool.description.is_some() && tool.annotations.is_some());
+            assert!(
+                tool.title.is_some() && tool.description.is_some() && tool.annotations.is_some()
+            );
         }
     }
 
@@ -989,13 +1141,20 @@ pub(super) mod tests {
             (listed, OtherHosts::Closed, true),
             (Rules::none(), OtherHosts::AskedAbout, true),
         ] {
-            let settings = McpSettings { network, other_hosts, ..McpSettings::default() };
+            let settings = McpSettings {
+                network,
+                other_hosts,
+                ..McpSettings::default()
+            };
             for tool in ToolName::ALL {
                 let annotations = describe(tool, &settings).annotations.unwrap();
                 let runs_code = matches!(tool, ToolName::Execute | ToolName::Explore);
                 let reaches_out = tool == ToolName::Register || (runs_code && is_open);
                 assert_eq!(annotations.open_world_hint, Some(reaches_out));
-                let lists = matches!(tool, ToolName::List | ToolName::Checkpoints | ToolName::Servers);
+                let lists = matches!(
+                    tool,
+                    ToolName::List | ToolName::Checkpoints | ToolName::Servers
+                );
                 assert_eq!(annotations.read_only_hint, lists.then_some(true));
             }
         }
@@ -1004,58 +1163,115 @@ pub(super) mod tests {
     #[test]
     fn the_network_is_described_as_it_is() {
         let described = |network| {
-            let settings = McpSettings { network, ..McpSettings::default() };
-            describe(ToolName::Execute, &settings).description.unwrap_or_default().into_owned()
+            let settings = McpSettings {
+                network,
+                ..McpSettings::default()
+            };
+            describe(ToolName::Execute, &settings)
+                .description
+                .unwrap_or_default()
+                .into_owned()
         };
         assert!(described(Rules::none()).contains("without network"));
         assert!(described(Rules::everything()).contains("with network"));
-        let few = described(Rules::parse(&["example.com", "10.0.0.0/8:5432", "!b.example.com"]).unwrap());
-        assert!(few.contains("only example.com, 10.0.0.0/8:5432, but not b.example.com"), "{few}");
-        let many: Vec<String> = (0..100).map(|number| format!("host{number}.example.com")).collect();
+        let few =
+            described(Rules::parse(&["example.com", "10.0.0.0/8:5432", "!b.example.com"]).unwrap());
+        assert!(
+            few.contains("only example.com, 10.0.0.0/8:5432, but not b.example.com"),
+            "{few}"
+        );
+        let many: Vec<String> = (0..100)
+            .map(|number| format!("host{number}.example.com"))
+            .collect();
         assert!(described(Rules::parse(&many).unwrap()).contains("only 100 listed places"));
     }
 
     #[test]
     fn hosts_that_can_be_asked_about_are_not_called_out_of_reach() {
         let described = |network| {
-            let settings = McpSettings { network, other_hosts: OtherHosts::AskedAbout, ..McpSettings::default() };
-            describe(ToolName::Execute, &settings).description.unwrap_or_default().into_owned()
+            let settings = McpSettings {
+                network,
+                other_hosts: OtherHosts::AskedAbout,
+                ..McpSettings::default()
+            };
+            describe(ToolName::Execute, &settings)
+                .description
+                .unwrap_or_default()
+                .into_owned()
         };
         let nothing = described(Rules::none());
         assert!(
-            nothing.contains("needs a permission for every host") && !nothing.contains("without network"),
+            nothing.contains("needs a permission for every host")
+                && !nothing.contains("without network"),
             "{nothing}"
         );
         let some = described(Rules::parse(&["example.com", "!b.example.com"]).unwrap());
-        assert!(some.contains("only example.com (other hosts need a permission), but not b.example.com"), "{some}");
+        assert!(
+            some.contains(
+                "only example.com (other hosts need a permission), but not b.example.com"
+            ),
+            "{some}"
+        );
     }
 
     #[test]
     fn a_shared_working_folder_is_described_as_one() {
         let described = |work_folder| {
-            let settings = McpSettings { work_folder, ..McpSettings::default() };
-            ToolName::ALL.map(|tool| describe(tool, &settings).description.unwrap_or_default().into_owned()).join("\n")
+            let settings = McpSettings {
+                work_folder,
+                ..McpSettings::default()
+            };
+            ToolName::ALL
+                .map(|tool| {
+                    describe(tool, &settings)
+                        .description
+                        .unwrap_or_default()
+                        .into_owned()
+                })
+                .join("\n")
         };
-        let (private, shared) = (described(WorkFolder::Private), described(WorkFolder::Shared));
-        assert!(private.contains("private to the session") && private.contains("deletes its variables and files"));
+        let (private, shared) = (
+            described(WorkFolder::Private),
+            described(WorkFolder::Shared),
+        );
+        assert!(
+            private.contains("private to the session")
+                && private.contains("deletes its variables and files")
+        );
         assert!(
             shared.contains("all sessions share it and its files stay")
                 && shared.contains("Files in the current folder stay")
         );
         assert!(!shared.contains("private to the session"));
-        assert!(private.contains("variables and files. Also after") && private.contains("imports and files into"));
-        assert!(shared.contains("files if the folder is small enough") && shared.contains("files stay shared"));
+        assert!(
+            private.contains("variables and files. Also after")
+                && private.contains("imports and files into")
+        );
+        assert!(
+            shared.contains("files if the folder is small enough")
+                && shared.contains("files stay shared")
+        );
     }
 
     #[test]
     fn a_server_that_cannot_undo_says_so() {
         let described = |can_undo| {
-            let settings = McpSettings { can_undo, ..McpSettings::default() };
-            [ToolName::Execute, ToolName::Undo, ToolName::Checkpoints]
-                .map(|tool| describe(tool, &settings).description.unwrap_or_default().into_owned())
+            let settings = McpSettings {
+                can_undo,
+                ..McpSettings::default()
+            };
+            [ToolName::Execute, ToolName::Undo, ToolName::Checkpoints].map(|tool| {
+                describe(tool, &settings)
+                    .description
+                    .unwrap_or_default()
+                    .into_owned()
+            })
         };
         for (tool, words) in described(true).iter().zip(["see undo", "brings", "lists"]) {
-            assert!(tool.to_lowercase().contains(words) && !tool.contains("Switched off"), "{tool}");
+            assert!(
+                tool.to_lowercase().contains(words) && !tool.contains("Switched off"),
+                "{tool}"
+            );
         }
         let [execute, undo, checkpoints] = described(false);
         assert!(!execute.contains("undo"));
@@ -1064,23 +1280,45 @@ pub(super) mod tests {
 
     #[test]
     fn the_description_names_the_configured_idle_time() {
-        let settings = McpSettings { idle_timeout: Duration::from_secs(5400), ..McpSettings::default() };
-        let text = Catalogue::new(&settings).get(ToolName::Execute).description.clone().unwrap();
+        let settings = McpSettings {
+            idle_timeout: Duration::from_secs(5400),
+            ..McpSettings::default()
+        };
+        let text = Catalogue::new(&settings)
+            .get(ToolName::Execute)
+            .description
+            .clone()
+            .unwrap();
         assert!(text.contains("not used for 90 min"), "{text}");
     }
 
     #[test]
     fn the_description_names_packages_that_are_there() {
         let described = |packages: &[String], can_install| {
-            let settings = McpSettings { packages: packages.to_vec(), can_install, ..McpSettings::default() };
-            Catalogue::new(&settings).get(ToolName::Execute).description.clone().unwrap().to_string()
+            let settings = McpSettings {
+                packages: packages.to_vec(),
+                can_install,
+                ..McpSettings::default()
+            };
+            Catalogue::new(&settings)
+                .get(ToolName::Execute)
+                .description
+                .clone()
+                .unwrap()
+                .to_string()
         };
         let two = ["numpy".to_owned(), "pandas".to_owned()];
-        assert!(described(&two, true).ends_with(" Installed: numpy, pandas; install_package adds others."));
+        assert!(
+            described(&two, true)
+                .ends_with(" Installed: numpy, pandas; install_package adds others.")
+        );
         assert!(described(&two, false).ends_with(" Installed: numpy, pandas."));
         let many: Vec<String> = (0..50).map(|number| format!("p{number}")).collect();
         assert!(described(&many, false).ends_with("p29 and 20 more."));
-        assert!(!described(&[], true).contains("Installed"), "nothing is known of an image");
+        assert!(
+            !described(&[], true).contains("Installed"),
+            "nothing is known of an image"
+        );
     }
 
     #[test]
@@ -1110,7 +1348,8 @@ pub(super) mod tests {
                 rules: Some(Rules::parse(&["a.test"]).unwrap()),
             }
         );
-        let arguments = json!({"relpath": "a/b", "local_path": "c", "session_id": "s", "overwrite": true});
+        let arguments =
+            json!({"relpath": "a/b", "local_path": "c", "session_id": "s", "overwrite": true});
         assert_eq!(
             parse(ToolName::Upload, arguments).unwrap(),
             Call::Upload {
@@ -1124,9 +1363,21 @@ pub(super) mod tests {
 
     #[test]
     fn a_misspelt_argument_is_answered_with_the_nearest_name() {
-        check_refused(ToolName::Execute, json!({"code": "1", "time_out": 3}), &["\"time_out\"", "\"timeout\"?"]);
-        check_refused(ToolName::Execute, json!({"code": "1", "sessionId": "a"}), &["\"sessionId\"", "\"session_id\"?"]);
-        check_refused(ToolName::List, json!({"x": 1}), &["\"x\"", "takes no arguments"]);
+        check_refused(
+            ToolName::Execute,
+            json!({"code": "1", "time_out": 3}),
+            &["\"time_out\"", "\"timeout\"?"],
+        );
+        check_refused(
+            ToolName::Execute,
+            json!({"code": "1", "sessionId": "a"}),
+            &["\"sessionId\"", "\"session_id\"?"],
+        );
+        check_refused(
+            ToolName::List,
+            json!({"x": 1}),
+            &["\"x\"", "takes no arguments"],
+        );
     }
 
     #[test]
@@ -1134,27 +1385,50 @@ pub(super) mod tests {
         check_refused(
             ToolName::Execute,
             json!({"code": "1", "zzz": 3}),
-            &["\"zzz\"", "It takes: allowed_domains, code, max_output_chars"],
+            &[
+                "\"zzz\"",
+                "It takes: allowed_domains, code, max_output_chars",
+            ],
         );
     }
 
     #[test]
     fn missing_code_is_named() {
-        check_refused(ToolName::Execute, json!({}), &["needs the argument \"code\""]);
+        check_refused(
+            ToolName::Execute,
+            json!({}),
+            &["needs the argument \"code\""],
+        );
     }
 
     #[test]
     fn wrong_types_are_named_with_what_was_given() {
-        check_refused(ToolName::Execute, json!({"code": 5}), &["\"code\"", "but it was 5"]);
-        check_refused(ToolName::Execute, json!({"code": "1", "timeout": "9"}), &["\"timeout\"", "the string \"9\""]);
+        check_refused(
+            ToolName::Execute,
+            json!({"code": 5}),
+            &["\"code\"", "but it was 5"],
+        );
+        check_refused(
+            ToolName::Execute,
+            json!({"code": "1", "timeout": "9"}),
+            &["\"timeout\"", "the string \"9\""],
+        );
         check_refused(
             ToolName::Execute,
             json!({"code": "1", "session_id": null}),
             &["\"session_id\"", "null", "default"],
         );
-        check_refused(ToolName::Execute, json!({"code": ["a"]}), &["\"code\"", "a list"]);
+        check_refused(
+            ToolName::Execute,
+            json!({"code": ["a"]}),
+            &["\"code\"", "a list"],
+        );
         let arguments = json!({"relpath": "a", "local_path": "b", "overwrite": "yes"});
-        check_refused(ToolName::Download, arguments, &["\"overwrite\"", "true or false"]);
+        check_refused(
+            ToolName::Download,
+            arguments,
+            &["\"overwrite\"", "true or false"],
+        );
     }
 
     #[test]
@@ -1168,59 +1442,112 @@ pub(super) mod tests {
         }
         for chars in [json!(0), json!(-5), json!(1.5), json!(1_000_001)] {
             let arguments = json!({"code": "1", "max_output_chars": chars});
-            check_refused(ToolName::Execute, arguments, &["\"max_output_chars\"", "1 to 1000000"]);
+            check_refused(
+                ToolName::Execute,
+                arguments,
+                &["\"max_output_chars\"", "1 to 1000000"],
+            );
         }
         for (timeout, chars) in [(3_600, 1), (1, 1_000_000)] {
-            parse(ToolName::Execute, json!({"code": "1", "timeout": timeout, "max_output_chars": chars})).unwrap();
+            parse(
+                ToolName::Execute,
+                json!({"code": "1", "timeout": timeout, "max_output_chars": chars}),
+            )
+            .unwrap();
         }
     }
 
     #[test]
     fn the_longest_time_out_is_the_operators() {
-        let settings = McpSettings { max_timeout: Duration::from_secs(10), ..McpSettings::default() };
+        let settings = McpSettings {
+            max_timeout: Duration::from_secs(10),
+            ..McpSettings::default()
+        };
         let catalogue = Catalogue::new(&settings);
-        let parse = |timeout: u64| catalogue.parse(ToolName::Execute, map(json!({"code": "1", "timeout": timeout})));
+        let parse = |timeout: u64| {
+            catalogue.parse(
+                ToolName::Execute,
+                map(json!({"code": "1", "timeout": timeout})),
+            )
+        };
         parse(10).unwrap();
         assert!(parse(11).unwrap_err().to_string().contains("at most 10"));
-        assert_eq!(properties(catalogue.get(ToolName::Execute))["timeout"]["maximum"], json!(10.0));
+        assert_eq!(
+            properties(catalogue.get(ToolName::Execute))["timeout"]["maximum"],
+            json!(10.0)
+        );
     }
 
     #[test]
     fn code_over_four_mebibytes_is_refused_and_exactly_that_is_not() {
         parse(ToolName::Execute, json!({"code": "a".repeat(LARGEST_CODE)})).unwrap();
-        check_refused(ToolName::Execute, json!({"code": "a".repeat(LARGEST_CODE + 1)}), &["4194305 bytes"]);
+        check_refused(
+            ToolName::Execute,
+            json!({"code": "a".repeat(LARGEST_CODE + 1)}),
+            &["4194305 bytes"],
+        );
     }
 
     #[test]
     fn bad_names_of_sessions_and_paths_are_refused() {
-        check_refused(ToolName::Reset, json!({"session_id": "a/b"}), &["\"session_id\"", "\"a/b\""]);
-        check_refused(ToolName::Reset, json!({"session_id": ".."}), &["\"session_id\""]);
-        check_refused(ToolName::Upload, json!({"relpath": "../a", "local_path": "b"}), &["\"relpath\"", "\"../a\""]);
-        check_refused(ToolName::Upload, json!({"relpath": "a", "local_path": ""}), &["\"local_path\"", "0 bytes"]);
+        check_refused(
+            ToolName::Reset,
+            json!({"session_id": "a/b"}),
+            &["\"session_id\"", "\"a/b\""],
+        );
+        check_refused(
+            ToolName::Reset,
+            json!({"session_id": ".."}),
+            &["\"session_id\""],
+        );
+        check_refused(
+            ToolName::Upload,
+            json!({"relpath": "../a", "local_path": "b"}),
+            &["\"relpath\"", "\"../a\""],
+        );
+        check_refused(
+            ToolName::Upload,
+            json!({"relpath": "a", "local_path": ""}),
+            &["\"local_path\"", "0 bytes"],
+        );
     }
 
     #[test]
     fn a_long_refused_value_is_not_sent_back_whole() {
-        let text = parse(ToolName::Reset, json!({"session_id": "x".repeat(100_000)})).unwrap_err().to_string();
+        let text = parse(ToolName::Reset, json!({"session_id": "x".repeat(100_000)}))
+            .unwrap_err()
+            .to_string();
         assert!(text.len() < 400, "{} bytes", text.len());
     }
 
     #[test]
     fn whatever_the_parser_takes_the_schema_takes_too() {
         let samples = [
-            (ToolName::Execute, json!({"code": "", "session_id": "a", "timeout": 0.001, "max_output_chars": 1})),
-            (ToolName::Execute, json!({"code": "x", "timeout": 3_600, "max_output_chars": 1_000_000})),
+            (
+                ToolName::Execute,
+                json!({"code": "", "session_id": "a", "timeout": 0.001, "max_output_chars": 1}),
+            ),
+            (
+                ToolName::Execute,
+                json!({"code": "x", "timeout": 3_600, "max_output_chars": 1_000_000}),
+            ),
             (ToolName::Reset, json!({"session_id": "a".repeat(64)})),
             (ToolName::Undo, json!({"session_id": "a", "cells": 100})),
             (ToolName::Checkpoints, json!({"session_id": "a"})),
             (ToolName::Fork, json!({"count": 16})),
             (ToolName::Fork, json!({"count": 2, "names": ["a", "b"]})),
-            (ToolName::Explore, json!({"variants": [{"name": "a".repeat(40), "code": ""}], "timeout": 3_600})),
+            (
+                ToolName::Explore,
+                json!({"variants": [{"name": "a".repeat(40), "code": ""}], "timeout": 3_600}),
+            ),
             (
                 ToolName::Explore,
                 json!({"variants": [{"name": "a", "code": "1"}], "keep": "best", "best_by": "x", "replace": true}),
             ),
-            (ToolName::Download, json!({"relpath": "a", "local_path": "b", "overwrite": true})),
+            (
+                ToolName::Download,
+                json!({"relpath": "a", "local_path": "b", "overwrite": true}),
+            ),
             (ToolName::List, json!({})),
         ];
         for (tool, arguments) in samples {
@@ -1232,16 +1559,41 @@ pub(super) mod tests {
 
     #[test]
     fn the_validator_of_these_tests_finds_violations() {
-        let schema = Value::Object(catalogue().get(ToolName::Execute).input_schema.as_ref().clone());
-        for arguments in [json!({}), json!({"code": 1}), json!({"code": "", "timeout": 0})] {
-            assert!(!violations(&schema, &arguments, "").is_empty(), "{arguments}");
+        let schema = Value::Object(
+            catalogue()
+                .get(ToolName::Execute)
+                .input_schema
+                .as_ref()
+                .clone(),
+        );
+        for arguments in [
+            json!({}),
+            json!({"code": 1}),
+            json!({"code": "", "timeout": 0}),
+        ] {
+            assert!(
+                !violations(&schema, &arguments, "").is_empty(),
+                "{arguments}"
+            );
         }
-        let schema = Value::Object(catalogue().get(ToolName::Explore).input_schema.as_ref().clone());
+        let schema = Value::Object(
+            catalogue()
+                .get(ToolName::Explore)
+                .input_schema
+                .as_ref()
+                .clone(),
+        );
         let variant = |name: &str| json!({"name": name, "code": ""});
-        for variants in
-            [json!([]), json!(vec![variant("a"); 17]), json!([{"name": "a"}]), json!([variant(&"a".repeat(41))])]
-        {
-            assert!(!violations(&schema, &json!({"variants": variants}), "").is_empty(), "{variants}");
+        for variants in [
+            json!([]),
+            json!(vec![variant("a"); 17]),
+            json!([{"name": "a"}]),
+            json!([variant(&"a".repeat(41))]),
+        ] {
+            assert!(
+                !violations(&schema, &json!({"variants": variants}), "").is_empty(),
+                "{variants}"
+            );
         }
     }
 

@@ -33,7 +33,10 @@ impl Turns {
         let line = (caller.to_owned(), session.to_owned());
         let (place, end) = Place::after(self.last.remove(&line));
         self.last.insert(line, end);
-        Turn { place: Arc::new(Mutex::new(Some(place))), is_brief: false }
+        Turn {
+            place: Arc::new(Mutex::new(Some(place))),
+            is_brief: false,
+        }
     }
 }
 
@@ -63,15 +66,26 @@ impl Turn {
     /// For a call that may mean another session than the next one does: it holds up nobody for
     /// longer than its first step.
     pub(super) fn brief(self) -> Turn {
-        Turn { is_brief: true, ..self }
+        Turn {
+            is_brief: true,
+            ..self
+        }
     }
 
     /// Runs a call when its turn has come.
     pub(super) async fn run<F: Future>(&self, extent: Extent, call: F) -> F::Output {
-        let mut place = self.place.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let mut place = self
+            .place
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .take();
         if let Some(place) = &mut place {
             match extent {
-                Extent::FirstStepSoon if tokio::time::timeout(SOON, place.come()).await.is_err() => place.pass(),
+                Extent::FirstStepSoon
+                    if tokio::time::timeout(SOON, place.come()).await.is_err() =>
+                {
+                    place.pass()
+                }
                 Extent::FirstStepSoon => {}
                 Extent::FirstStep | Extent::Whole => place.come().await,
             }
@@ -79,8 +93,10 @@ impl Turn {
         let mut call = pin!(call);
         if extent != Extent::Whole || self.is_brief {
             // Constrained, the step might end before the call is on its way.
-            let first_step =
-                poll_fn(|context| Poll::Ready(pin!(tokio::task::unconstrained(call.as_mut())).poll(context))).await;
+            let first_step = poll_fn(|context| {
+                Poll::Ready(pin!(tokio::task::unconstrained(call.as_mut())).poll(context))
+            })
+            .await;
             drop(place);
             return match first_step {
                 Poll::Ready(output) => output,
@@ -139,8 +155,20 @@ mod tests {
     async fn sessions_do_not_wait_for_one_another() {
         let mut turns = Turns::default();
         let held = turns.next("ann", "a");
-        assert_eq!(turns.next("ann", "b").run(Extent::FirstStep, async { 7 }).await, 7);
-        assert_eq!(turns.next("bob", "a").run(Extent::FirstStep, async { 7 }).await, 7);
+        assert_eq!(
+            turns
+                .next("ann", "b")
+                .run(Extent::FirstStep, async { 7 })
+                .await,
+            7
+        );
+        assert_eq!(
+            turns
+                .next("bob", "a")
+                .run(Extent::FirstStep, async { 7 })
+                .await,
+            7
+        );
         drop(held);
     }
 
@@ -148,18 +176,35 @@ mod tests {
     async fn a_call_that_never_runs_lets_the_next_one_go() {
         let mut turns = Turns::default();
         drop(turns.next("ann", "a"));
-        assert_eq!(turns.next("ann", "a").run(Extent::FirstStep, async { 7 }).await, 7);
+        assert_eq!(
+            turns
+                .next("ann", "a")
+                .run(Extent::FirstStep, async { 7 })
+                .await,
+            7
+        );
     }
 
     #[tokio::test(start_paused = true)]
     async fn a_call_that_is_given_up_while_it_waits_lets_nobody_pass_those_before_it() {
         let mut turns = Turns::default();
-        let (transfer, given_up, next) = (turns.next("ann", "a"), turns.next("ann", "a"), turns.next("ann", "a"));
-        let transfer = tokio::spawn(async move { transfer.run(Extent::Whole, tokio::time::sleep(2 * SOON)).await });
+        let (transfer, given_up, next) = (
+            turns.next("ann", "a"),
+            turns.next("ann", "a"),
+            turns.next("ann", "a"),
+        );
+        let transfer = tokio::spawn(async move {
+            transfer
+                .run(Extent::Whole, tokio::time::sleep(2 * SOON))
+                .await
+        });
         let given_up = tokio::spawn(async move { given_up.run(Extent::FirstStep, async {}).await });
         tokio::task::yield_now().await;
         given_up.abort();
-        next.run(Extent::FirstStep, async { assert!(transfer.is_finished(), "the transfer was first") }).await;
+        next.run(Extent::FirstStep, async {
+            assert!(transfer.is_finished(), "the transfer was first")
+        })
+        .await;
     }
 
     #[tokio::test(start_paused = true)]
@@ -167,7 +212,11 @@ mod tests {
         let mut turns = Turns::default();
         let transfer = turns.next("ann", "a");
         let reset = turns.next("ann", "a");
-        let stuck = tokio::spawn(async move { transfer.run(Extent::Whole, std::future::pending::<()>()).await });
+        let stuck = tokio::spawn(async move {
+            transfer
+                .run(Extent::Whole, std::future::pending::<()>())
+                .await
+        });
         reset.run(Extent::FirstStepSoon, async {}).await;
         stuck.abort();
     }
@@ -177,7 +226,11 @@ mod tests {
         let mut turns = Turns::default();
         let transfer = turns.next("ann", "").brief();
         let next = turns.next("ann", "");
-        let stuck = tokio::spawn(async move { transfer.run(Extent::Whole, std::future::pending::<()>()).await });
+        let stuck = tokio::spawn(async move {
+            transfer
+                .run(Extent::Whole, std::future::pending::<()>())
+                .await
+        });
         assert_eq!(next.run(Extent::Whole, async { 7 }).await, 7);
         stuck.abort();
     }
@@ -190,6 +243,10 @@ mod tests {
             drop(turns.next("ann", &number.to_string()));
         }
         assert!(turns.last.len() <= MOST_REMEMBERED);
-        assert!(turns.last.contains_key(&("ann".to_owned(), "held".to_owned())));
+        assert!(
+            turns
+                .last
+                .contains_key(&("ann".to_owned(), "held".to_owned()))
+        );
     }
 }

@@ -11,7 +11,10 @@ use super::has_wrong_params;
 
 /// What a message may hold. Long texts are code; no tool takes long lists. The library decodes each
 /// message once more, so this bounds what it does too.
-pub(super) const MESSAGE: Budget = Budget { depth: 64, memory: 4 * 1024 * 1024 };
+pub(super) const MESSAGE: Budget = Budget {
+    depth: 64,
+    memory: 4 * 1024 * 1024,
+};
 
 /// Where a request that stands alone says which revision of the protocol it speaks.
 const PROTOCOL_VERSION: &str = "io.modelcontextprotocol/protocolVersion";
@@ -27,7 +30,11 @@ pub(super) struct Rejection {
 
 impl Rejection {
     pub(super) fn new(id: Value, code: ErrorCode, text: impl Into<String>) -> Rejection {
-        Rejection { id, code: code.0, text: text.into() }
+        Rejection {
+            id,
+            code: code.0,
+            text: text.into(),
+        }
     }
 
     /// The answer, as one line of JSON.
@@ -50,7 +57,10 @@ pub(super) fn reading(line: impl AsRef<[u8]> + Send + 'static) -> Decoding<Read>
 /// shape: JSON-RPC allows no answer.
 pub(super) fn read_message(line: &[u8]) -> Read {
     const BYTE_ORDER_MARK: &[u8] = b"\xef\xbb\xbf";
-    let line = line.strip_prefix(BYTE_ORDER_MARK).unwrap_or(line).trim_ascii();
+    let line = line
+        .strip_prefix(BYTE_ORDER_MARK)
+        .unwrap_or(line)
+        .trim_ascii();
     if line.is_empty() {
         return Ok(None);
     }
@@ -64,7 +74,12 @@ pub(super) fn read_message(line: &[u8]) -> Read {
     let invalid = |id: Value, text: &str| Err(Rejection::new(id, ErrorCode::INVALID_REQUEST, text));
     let message = match &value {
         Value::Object(message) => message,
-        Value::Array(_) => return invalid(Value::Null, "batches are not supported; send one message at a time"),
+        Value::Array(_) => {
+            return invalid(
+                Value::Null,
+                "batches are not supported; send one message at a time",
+            );
+        }
         _ => return invalid(Value::Null, "a message is a JSON object"),
     };
     let is_answer = message.contains_key("result") || message.contains_key("error");
@@ -75,7 +90,10 @@ pub(super) fn read_message(line: &[u8]) -> Read {
         Some(_) => return invalid(Value::Null, "an id is a string or a whole number"),
     };
     let known_id = || id.clone().unwrap_or(Value::Null);
-    if message.get("jsonrpc").is_none_or(|version| version != "2.0") {
+    if message
+        .get("jsonrpc")
+        .is_none_or(|version| version != "2.0")
+    {
         return invalid(known_id(), "\"jsonrpc\" must be \"2.0\"");
     }
     match message.get("method") {
@@ -84,27 +102,40 @@ pub(super) fn read_message(line: &[u8]) -> Read {
         None if is_answer => {}
         None => return invalid(known_id(), "\"method\" is missing"),
     }
-    if message.get("params").is_some_and(|params| !params.is_object()) {
+    if message
+        .get("params")
+        .is_some_and(|params| !params.is_object())
+    {
         return match id {
-            Some(id) => Err(Rejection::new(id, ErrorCode::INVALID_PARAMS, "\"params\" must be an object")),
+            Some(id) => Err(Rejection::new(
+                id,
+                ErrorCode::INVALID_PARAMS,
+                "\"params\" must be an object",
+            )),
             None => Ok(None),
         };
     }
     // The library takes a cursor it cannot read for none at all, and would answer with the first page.
-    let cursor = message.get("params").and_then(|params| params.get("cursor"));
+    let cursor = message
+        .get("params")
+        .and_then(|params| params.get("cursor"));
     if let (Some(id), Some(cursor)) = (&id, cursor)
         && is_list(message)
         && !cursor.is_string()
     {
-        return Err(Rejection::new(id.clone(), ErrorCode::INVALID_PARAMS, "the cursor in params must be a string"));
+        return Err(Rejection::new(
+            id.clone(),
+            ErrorCode::INVALID_PARAMS,
+            "the cursor in params must be a string",
+        ));
     }
     let stands_alone = stands_alone(message);
     match serde_json::from_value::<ClientJsonRpcMessage>(value) {
         Ok(JsonRpcMessage::Request(request)) => match has_wrong_params(&request.request) {
             // In the new era nothing begins a connection, and a request that lacks what that takes does not mean to.
-            Some(_) if stands_alone && request.request.method() == "initialize" => {
-                Err(Rejection::new(known_id(), ErrorCode::METHOD_NOT_FOUND, "initialize"))
-            }
+            Some(_) if stands_alone && request.request.method() == "initialize" => Err(
+                Rejection::new(known_id(), ErrorCode::METHOD_NOT_FOUND, "initialize"),
+            ),
             Some(error) => Err(Rejection::new(known_id(), error.code, error.message)),
             None => Ok(Some(JsonRpcMessage::Request(request))),
         },
@@ -116,12 +147,17 @@ pub(super) fn read_message(line: &[u8]) -> Read {
 
 /// Tells whether a request says by itself that it is of the era in which each one does.
 fn stands_alone(message: &Map<String, Value>) -> bool {
-    let version = message.get("params").and_then(|params| params.get("_meta")?.get(PROTOCOL_VERSION)?.as_str());
+    let version = message
+        .get("params")
+        .and_then(|params| params.get("_meta")?.get(PROTOCOL_VERSION)?.as_str());
     version.is_some_and(|version| version >= "2026-07-28")
 }
 
 fn is_list(message: &serde_json::Map<String, Value>) -> bool {
-    message.get("method").and_then(Value::as_str).is_some_and(|method| method.ends_with("/list"))
+    message
+        .get("method")
+        .and_then(Value::as_str)
+        .is_some_and(|method| method.ends_with("/list"))
 }
 
 #[cfg(test)]
@@ -131,13 +167,27 @@ mod tests {
     #[track_caller]
     fn check_rejected(line: &str, id: Value, code: i32, words: &str) {
         let rejection = read_message(line.as_bytes()).expect_err("the line should be rejected");
-        assert_eq!((rejection.id, rejection.code), (id, code), "{}", rejection.text);
-        assert!(rejection.text.contains(words), "{words:?} is not in {:?}", rejection.text);
+        assert_eq!(
+            (rejection.id, rejection.code),
+            (id, code),
+            "{}",
+            rejection.text
+        );
+        assert!(
+            rejection.text.contains(words),
+            "{words:?} is not in {:?}",
+            rejection.text
+        );
     }
 
     #[test]
     fn empty_lines_and_answers_of_no_use_are_passed_over() {
-        for line in ["", "  \r", "\u{feff}", r#"{"jsonrpc":"2.0","id":null,"error":{"code":-32700,"message":"x"}}"#] {
+        for line in [
+            "",
+            "  \r",
+            "\u{feff}",
+            r#"{"jsonrpc":"2.0","id":null,"error":{"code":-32700,"message":"x"}}"#,
+        ] {
             assert!(matches!(read_message(line.as_bytes()), Ok(None)), "{line}");
         }
         let notification = r#"{"jsonrpc":"2.0","method":"notifications/initialized","params":[]}"#;
@@ -150,7 +200,13 @@ mod tests {
             "{\"jsonrpc\":\"2.0\",\"id\":1,\"method\":\"ping\"}\r",
             "\u{feff}{\"jsonrpc\":\"2.0\",\"id\":\"a\",\"method\":\"tools/list\",\"params\":{}}",
         ] {
-            assert!(matches!(read_message(line.as_bytes()), Ok(Some(JsonRpcMessage::Request(_)))), "{line}");
+            assert!(
+                matches!(
+                    read_message(line.as_bytes()),
+                    Ok(Some(JsonRpcMessage::Request(_)))
+                ),
+                "{line}"
+            );
         }
     }
 
@@ -164,7 +220,12 @@ mod tests {
 
     #[test]
     fn deeply_nested_json_is_refused_without_harm() {
-        check_rejected(&"[".repeat(100_000), Value::Null, -32700, "nested deeper than 64");
+        check_rejected(
+            &"[".repeat(100_000),
+            Value::Null,
+            -32700,
+            "nested deeper than 64",
+        );
     }
 
     #[test]
@@ -182,8 +243,18 @@ mod tests {
     fn messages_of_the_wrong_shape_are_invalid_requests() {
         check_rejected("5", Value::Null, -32600, "a JSON object");
         check_rejected("{}", Value::Null, -32600, "jsonrpc");
-        check_rejected(r#"{"jsonrpc":"1.0","id":4,"method":"ping"}"#, json!(4), -32600, "jsonrpc");
-        check_rejected(r#"{"jsonrpc":"2.0","id":4,"method":7}"#, json!(4), -32600, "method");
+        check_rejected(
+            r#"{"jsonrpc":"1.0","id":4,"method":"ping"}"#,
+            json!(4),
+            -32600,
+            "jsonrpc",
+        );
+        check_rejected(
+            r#"{"jsonrpc":"2.0","id":4,"method":7}"#,
+            json!(4),
+            -32600,
+            "method",
+        );
         check_rejected(r#"{"jsonrpc":"2.0","id":4}"#, json!(4), -32600, "method");
     }
 
@@ -206,7 +277,8 @@ mod tests {
             ("resources/read", r#"{"uri":5}"#),
             ("initialize", "{}"),
         ] {
-            let line = format!(r#"{{"jsonrpc":"2.0","id":"x","method":"{method}","params":{params}}}"#);
+            let line =
+                format!(r#"{{"jsonrpc":"2.0","id":"x","method":"{method}","params":{params}}}"#);
             check_rejected(&line, json!("x"), -32602, "params");
         }
     }
@@ -224,7 +296,10 @@ mod tests {
     #[test]
     fn unknown_methods_are_left_to_the_handler() {
         let line = br#"{"jsonrpc":"2.0","id":1,"method":"what/ever","params":{"a":1}}"#;
-        assert!(matches!(read_message(line), Ok(Some(JsonRpcMessage::Request(_)))));
+        assert!(matches!(
+            read_message(line),
+            Ok(Some(JsonRpcMessage::Request(_)))
+        ));
     }
 
     #[test]
@@ -232,7 +307,10 @@ mod tests {
         let line = Rejection::new(Value::Null, ErrorCode::PARSE_ERROR, "a\nb").line();
         assert_eq!(line.iter().filter(|byte| **byte == b'\n').count(), 1);
         let value: Value = serde_json::from_slice(&line).unwrap();
-        assert_eq!(value, json!({"jsonrpc": "2.0", "id": null, "error": {"code": -32700, "message": "a\nb"}}));
+        assert_eq!(
+            value,
+            json!({"jsonrpc": "2.0", "id": null, "error": {"code": -32700, "message": "a\nb"}})
+        );
     }
 
     #[test]
@@ -254,10 +332,20 @@ mod tests {
             let many = r#"{"":0},"#.repeat(count);
             format!(r#"{{"jsonrpc":"2.0","id":1,"method":"ping","params":{{"x":[{many}0]}}}}"#)
         };
-        check_rejected(&call(1_000_000), Value::Null, -32700, "more than 4096 KiB of memory");
+        check_rejected(
+            &call(1_000_000),
+            Value::Null,
+            -32700,
+            "more than 4096 KiB of memory",
+        );
         assert!(read_message(call(1000).as_bytes()).is_ok(), "the control");
-        let long = json!({"jsonrpc": "2.0", "id": 1, "method": "ping", "params": {"x": call(1_000_000)}}).to_string();
-        assert!(read_message(long.as_bytes()).is_ok(), "the control: as text it is no structure");
+        let long =
+            json!({"jsonrpc": "2.0", "id": 1, "method": "ping", "params": {"x": call(1_000_000)}})
+                .to_string();
+        assert!(
+            read_message(long.as_bytes()).is_ok(),
+            "the control: as text it is no structure"
+        );
     }
 
     #[test]

@@ -145,7 +145,10 @@ impl Resolved {
             let is_package = |name: &str, versions: [&str; 2]| {
                 is_name(name) && name.len() <= 200 && versions.into_iter().all(is_version)
             };
-            let all_are = held.replaced.iter().all(|one| is_package(&one.name, [&one.version, &one.wanted]));
+            let all_are = held
+                .replaced
+                .iter()
+                .all(|one| is_package(&one.name, [&one.version, &one.wanted]));
             if !is_package(&held.name, [&held.version, &held.newer]) || !all_are {
                 return Err("a remark is about no proper package");
             }
@@ -180,7 +183,9 @@ impl Pin {
 fn is_plain_address(url: &str) -> bool {
     url.starts_with("https://")
         && url.len() <= 2_000
-        && url.chars().all(|letter| ('!'..='~').contains(&letter) && !"\\$".contains(letter))
+        && url
+            .chars()
+            .all(|letter| ('!'..='~').contains(&letter) && !"\\$".contains(letter))
 }
 
 /// Checks what was packed, and brings names into one spelling.
@@ -203,15 +208,27 @@ mod tests {
 
     fn pin(name: &str, version: Option<&str>, url: Option<&str>, hash: &str) -> Pin {
         let owned = |text: &str| text.to_owned();
-        Pin { name: owned(name), version: version.map(owned), url: url.map(owned), hashes: vec![owned(hash)] }
+        Pin {
+            name: owned(name),
+            version: version.map(owned),
+            url: url.map(owned),
+            hashes: vec![owned(hash)],
+        }
     }
 
     #[test]
     fn an_answer_has_names_versions_and_hashes_or_is_refused() {
         let hash = format!("sha256:{}", "0".repeat(64));
-        let resolved = |tag: &str, pins| Resolved { tag: tag.to_owned(), pins, held_back: Vec::new() };
+        let resolved = |tag: &str, pins| Resolved {
+            tag: tag.to_owned(),
+            pins,
+            held_back: Vec::new(),
+        };
         let check = |pin: Pin| resolved("cpython-311", vec![pin]).checked();
-        assert_eq!(check(pin("A_b", Some("1.0"), None, &hash)).unwrap().pins[0].name, "a-b"); // control
+        assert_eq!(
+            check(pin("A_b", Some("1.0"), None, &hash)).unwrap().pins[0].name,
+            "a-b"
+        ); // control
         check(pin("a", None, Some("https://example.com/a.whl"), &hash)).unwrap(); // control
         for bad in [
             pin("-r", Some("1.0"), None, &hash),
@@ -233,10 +250,18 @@ mod tests {
 
     #[test]
     fn a_request_is_flat_json() {
-        let wanted =
-            Wanted { requirements: vec!["a>1"], present: [("b", "1")].into(), named: vec!["a"], upgrade: false };
-        let request =
-            Request { step: Errand::Resolve(wanted), uv: "/uv", variables: &BTreeMap::new(), certificates: None };
+        let wanted = Wanted {
+            requirements: vec!["a>1"],
+            present: [("b", "1")].into(),
+            named: vec!["a"],
+            upgrade: false,
+        };
+        let request = Request {
+            step: Errand::Resolve(wanted),
+            uv: "/uv",
+            variables: &BTreeMap::new(),
+            certificates: None,
+        };
         let expected = serde_json::json!({
             "step": "resolve", "requirements": ["a>1"], "present": {"b": "1"}, "named": ["a"], "upgrade": false,
             "uv": "/uv", "variables": {}, "certificates": null,
@@ -248,11 +273,24 @@ mod tests {
     fn a_failure_is_told_from_an_answer() {
         let read = |text: &str| serde_json::from_str::<Answer<Resolved>>(text).unwrap();
         let failed = |text: &str| match read(text) {
-            Answer::Failed { failed, no_wheel, no_room } => (failed, no_wheel, no_room),
+            Answer::Failed {
+                failed,
+                no_wheel,
+                no_room,
+            } => (failed, no_wheel, no_room),
             Answer::Done(done) => panic!("{done:?}"),
         };
-        assert_eq!(failed(r#"{"failed": "no", "no_wheel": true}"#), ("no".to_owned(), true, false));
-        assert_eq!(failed(r#"{"failed": "no", "no_room": true}"#), ("no".to_owned(), false, true));
-        assert!(matches!(read(r#"{"tag": "x", "pins": []}"#), Answer::Done(_)));
+        assert_eq!(
+            failed(r#"{"failed": "no", "no_wheel": true}"#),
+            ("no".to_owned(), true, false)
+        );
+        assert_eq!(
+            failed(r#"{"failed": "no", "no_room": true}"#),
+            ("no".to_owned(), false, true)
+        );
+        assert!(matches!(
+            read(r#"{"tag": "x", "pins": []}"#),
+            Answer::Done(_)
+        ));
     }
 }

@@ -64,7 +64,9 @@ pub enum FileHosts {
 /// Why the index is not known.
 #[derive(Debug, thiserror::Error)]
 pub enum IndexError {
-    #[error("\"{0}\" is not the address of a package index; it must begin with https:// or http:// and name a host")]
+    #[error(
+        "\"{0}\" is not the address of a package index; it must begin with https:// or http:// and name a host"
+    )]
     Address(IndexUrl),
     #[error("could not ask uv which package index it uses: {why}")]
     NoAnswer { why: String },
@@ -80,23 +82,38 @@ impl IndexSettings {
         python: &Path,
         variables: &BTreeMap<String, String>,
     ) -> Result<IndexSettings, IndexError> {
-        let told = ask(uv, python, variables, "", &["--offline", "--emit-index-url"])
-            .await
-            .map_err(|why| IndexError::NoAnswer { why })?;
+        let told = ask(
+            uv,
+            python,
+            variables,
+            "",
+            &["--offline", "--emit-index-url"],
+        )
+        .await
+        .map_err(|why| IndexError::NoAnswer { why })?;
         let (index, extra) = urls_in(&told);
-        let index_url = index.ok_or_else(|| IndexError::NoAnswer { why: "it named none".to_owned() })?;
+        let index_url = index.ok_or_else(|| IndexError::NoAnswer {
+            why: "it named none".to_owned(),
+        })?;
         let passwords = netrc::read(variables);
         let address = |text: &str| Ok(IndexUrl::parse(text)?.with_password_of(&passwords));
         let words = |name: &str| {
             let value = variables.get(name).map_or("", String::as_str);
-            value.split([' ', ',']).filter(|word| !word.is_empty()).map(str::to_owned).collect::<Vec<_>>()
+            value
+                .split([' ', ','])
+                .filter(|word| !word.is_empty())
+                .map(str::to_owned)
+                .collect::<Vec<_>>()
         };
         Ok(IndexSettings {
             index_url: address(index_url)?,
             extra_index_urls: extra.into_iter().map(address).collect::<Result<_, _>>()?,
             file_hosts: Vec::new(),
             trusted_hosts: words("UV_INSECURE_HOST"),
-            ca_file: variables.get("SSL_CERT_FILE").filter(|path| !path.is_empty()).map(PathBuf::from),
+            ca_file: variables
+                .get("SSL_CERT_FILE")
+                .filter(|path| !path.is_empty())
+                .map(PathBuf::from),
             proxies: Proxies::of(variables),
         })
     }
@@ -142,7 +159,10 @@ impl IndexSettings {
     ///
     /// A rule for a name does not open private addresses. An index that lives on one is the operator's own, so its address is listed as well.
     pub fn rules(&self) -> Vec<String> {
-        self.places().iter().flat_map(|(host, port)| rules_for(host, *port, addresses_of)).collect()
+        self.places()
+            .iter()
+            .flat_map(|(host, port)| rules_for(host, *port, addresses_of))
+            .collect()
     }
 
     /// Tells whether an address holds a password.
@@ -154,10 +174,18 @@ impl IndexSettings {
     pub fn mask(&self, text: &str) -> String {
         let mut text = text.to_owned();
         let proxies = self.proxies.urls();
-        for credentials in self.urls().chain(&proxies).filter_map(IndexUrl::credentials) {
+        for credentials in self
+            .urls()
+            .chain(&proxies)
+            .filter_map(IndexUrl::credentials)
+        {
             let (user, password) = credentials.split_once(':').unwrap_or((credentials, ""));
             // A token may be a user name without a password. Short user names are ordinary words and no secret.
-            let parts = [credentials, password, if password.is_empty() { user } else { "" }];
+            let parts = [
+                credentials,
+                password,
+                if password.is_empty() { user } else { "" },
+            ];
             for part in parts.into_iter().filter(|part| !part.is_empty()) {
                 text = text.replace(part, "****").replace(&decoded(part), "****");
             }
@@ -168,12 +196,19 @@ impl IndexSettings {
     /// Names these indexes for the store. Credentials do not count: they open a door and do not choose one.
     pub(super) fn identity(&self) -> String {
         let urls: Vec<String> = self.urls().map(IndexUrl::without_credentials).collect();
-        Sha256::digest(urls.join("\n")).iter().map(|byte| format!("{byte:02x}")).collect()
+        Sha256::digest(urls.join("\n"))
+            .iter()
+            .map(|byte| format!("{byte:02x}"))
+            .collect()
     }
 
     /// Returns the variables that tell uv of these settings. They hold passwords.
     pub(super) fn variables(&self) -> BTreeMap<&'static str, String> {
-        let extra: Vec<&str> = self.extra_index_urls.iter().map(|url| url.0.as_str()).collect();
+        let extra: Vec<&str> = self
+            .extra_index_urls
+            .iter()
+            .map(|url| url.0.as_str())
+            .collect();
         let settings = [
             ("UV_DEFAULT_INDEX", self.index_url.0.clone()),
             ("UV_INDEX", extra.join(" ")),
@@ -184,10 +219,18 @@ impl IndexSettings {
     }
 
     fn places(&self) -> BTreeSet<(String, u16)> {
-        let of_files = self.file_hosts.iter().filter_map(|place| place.rsplit_once(':'));
-        let of_files = of_files.filter_map(|(host, port)| Some((host.to_owned(), port.parse().ok()?)));
+        let of_files = self
+            .file_hosts
+            .iter()
+            .filter_map(|place| place.rsplit_once(':'));
+        let of_files =
+            of_files.filter_map(|(host, port)| Some((host.to_owned(), port.parse().ok()?)));
         let proxies = self.proxies.urls();
-        self.urls().chain(&proxies).map(IndexUrl::place).chain(of_files).collect()
+        self.urls()
+            .chain(&proxies)
+            .map(IndexUrl::place)
+            .chain(of_files)
+            .collect()
     }
 
     fn urls(&self) -> impl Iterator<Item = &IndexUrl> {
@@ -198,13 +241,21 @@ impl IndexSettings {
 impl Proxies {
     /// Finds them among `variables`. The name in small letters counts more, as with most programs.
     fn of(variables: &BTreeMap<String, String>) -> Proxies {
-        let value = |name: &str| variables.get(name).or_else(|| variables.get(&name.to_ascii_uppercase()));
-        let named = |name: &'static str| Some((name, value(name).filter(|value| !value.is_empty())?.clone()));
+        let value = |name: &str| {
+            variables
+                .get(name)
+                .or_else(|| variables.get(&name.to_ascii_uppercase()))
+        };
+        let named = |name: &'static str| {
+            Some((name, value(name).filter(|value| !value.is_empty())?.clone()))
+        };
         let variables: BTreeMap<_, _> = PROXIES.into_iter().filter_map(named).collect();
         if variables.is_empty() {
             return Proxies::default();
         }
-        Proxies { variables: variables.into_iter().chain(named(NO_PROXY)).collect() }
+        Proxies {
+            variables: variables.into_iter().chain(named(NO_PROXY)).collect(),
+        }
     }
 
     /// Tells whether there is none.
@@ -215,8 +266,16 @@ impl Proxies {
     /// Their addresses. One without a scheme is meant as plain HTTP; what is no address at all is uv's to complain about.
     fn urls(&self) -> Vec<IndexUrl> {
         let values = PROXIES.iter().filter_map(|name| self.variables.get(name));
-        let whole = |value: &String| if value.contains("://") { value.clone() } else { format!("http://{value}") };
-        values.filter_map(|value| IndexUrl::parse(&whole(value)).ok()).collect()
+        let whole = |value: &String| {
+            if value.contains("://") {
+                value.clone()
+            } else {
+                format!("http://{value}")
+            }
+        };
+        values
+            .filter_map(|value| IndexUrl::parse(&whole(value)).ok())
+            .collect()
     }
 }
 
@@ -236,8 +295,16 @@ impl IndexUrl {
         let url = IndexUrl(text.trim().to_owned());
         let is_plain = url.0.chars().all(|letter| ('!'..='~').contains(&letter));
         let has_scheme = url.0.starts_with("https://") || url.0.starts_with("http://");
-        let (host, port) = if is_plain && has_scheme { url.place() } else { (String::new(), 0) };
-        if host.is_empty() || port == 0 { Err(IndexError::Address(url)) } else { Ok(url) }
+        let (host, port) = if is_plain && has_scheme {
+            url.place()
+        } else {
+            (String::new(), 0)
+        };
+        if host.is_empty() || port == 0 {
+            Err(IndexError::Address(url))
+        } else {
+            Ok(url)
+        }
     }
 
     /// Splits into scheme, what stands before the `@`, host with port, and the rest.
@@ -245,27 +312,37 @@ impl IndexUrl {
         let (scheme, rest) = self.0.split_once("://").unwrap_or(("https", &self.0));
         let end = rest.find(['/', '?', '#']).unwrap_or(rest.len());
         let (authority, path) = rest.split_at(end);
-        let (credentials, authority) =
-            authority.rsplit_once('@').map_or((None, authority), |(before, after)| (Some(before), after));
+        let (credentials, authority) = authority
+            .rsplit_once('@')
+            .map_or((None, authority), |(before, after)| (Some(before), after));
         (scheme, credentials, authority, path)
     }
 
     /// Adds user name and password of the host, if this address has none.
     fn with_password_of(self, passwords: &netrc::Passwords) -> IndexUrl {
         let (scheme, credentials, authority, path) = self.pieces();
-        match passwords.get(&self.place().0).filter(|_| credentials.is_none()) {
+        match passwords
+            .get(&self.place().0)
+            .filter(|_| credentials.is_none())
+        {
             Some(known) => IndexUrl(format!("{scheme}://{known}@{authority}{path}")),
             None => self,
         }
     }
 
     fn credentials(&self) -> Option<&str> {
-        self.pieces().1.filter(|credentials| !credentials.is_empty())
+        self.pieces()
+            .1
+            .filter(|credentials| !credentials.is_empty())
     }
 
     fn without_credentials(&self) -> String {
         let (scheme, _, authority, path) = self.pieces();
-        format!("{scheme}://{}{}", authority.to_ascii_lowercase(), path.trim_end_matches('/'))
+        format!(
+            "{scheme}://{}{}",
+            authority.to_ascii_lowercase(),
+            path.trim_end_matches('/')
+        )
     }
 
     /// Returns host and port. The port is 0 when it is none.
@@ -276,7 +353,12 @@ impl IndexUrl {
             Some((host, port)) if !port.ends_with(']') => (host, port.parse().unwrap_or(0)),
             _ => (authority, usual),
         };
-        (host.trim_start_matches('[').trim_end_matches(']').to_ascii_lowercase(), port)
+        (
+            host.trim_start_matches('[')
+                .trim_end_matches(']')
+                .to_ascii_lowercase(),
+            port,
+        )
     }
 }
 
@@ -301,7 +383,14 @@ async fn ask(
     options: &[&str],
 ) -> Result<String, String> {
     let mut child = Command::new(uv)
-        .args(["pip", "compile", "--quiet", "--no-header", "--no-build", "--python"])
+        .args([
+            "pip",
+            "compile",
+            "--quiet",
+            "--no-header",
+            "--no-build",
+            "--python",
+        ])
         .arg(python)
         .args(options)
         .arg("-")
@@ -323,7 +412,9 @@ async fn ask(
         child.wait_with_output().await
     };
     let answer = tokio::time::timeout(LONGEST_ANSWER, conversation).await;
-    let answer = answer.map_err(|_| "it did not answer".to_owned())?.map_err(|error| error.to_string())?;
+    let answer = answer
+        .map_err(|_| "it did not answer".to_owned())?
+        .map_err(|error| error.to_string())?;
     if answer.status.success() {
         Ok(String::from_utf8_lossy(&answer.stdout).into_owned())
     } else {
@@ -333,8 +424,16 @@ async fn ask(
 
 /// Finds the indexes in a compiled file: the default one and the others, in order.
 fn urls_in(compiled: &str) -> (Option<&str>, Vec<&str>) {
-    let index = compiled.lines().find_map(|line| line.strip_prefix("--index-url "));
-    (index, compiled.lines().filter_map(|line| line.strip_prefix("--extra-index-url ")).collect())
+    let index = compiled
+        .lines()
+        .find_map(|line| line.strip_prefix("--index-url "));
+    (
+        index,
+        compiled
+            .lines()
+            .filter_map(|line| line.strip_prefix("--extra-index-url "))
+            .collect(),
+    )
 }
 
 fn rules_for(host: &str, port: u16, addresses: impl Fn(&str, u16) -> Vec<IpAddr>) -> Vec<String> {
@@ -345,12 +444,20 @@ fn rules_for(host: &str, port: u16, addresses: impl Fn(&str, u16) -> Vec<IpAddr>
     if let Ok(address) = host.parse::<IpAddr>() {
         return vec![listed(address)];
     }
-    let private: BTreeSet<IpAddr> = addresses(host, port).into_iter().filter(|address| is_own(*address)).collect();
-    std::iter::once(format!("{host}:{port}")).chain(private.into_iter().map(listed)).collect()
+    let private: BTreeSet<IpAddr> = addresses(host, port)
+        .into_iter()
+        .filter(|address| is_own(*address))
+        .collect();
+    std::iter::once(format!("{host}:{port}"))
+        .chain(private.into_iter().map(listed))
+        .collect()
 }
 
 fn addresses_of(host: &str, port: u16) -> Vec<IpAddr> {
-    (host, port).to_socket_addrs().map_or_else(|_| Vec::new(), |found| found.map(|place| place.ip()).collect())
+    (host, port).to_socket_addrs().map_or_else(
+        |_| Vec::new(),
+        |found| found.map(|place| place.ip()).collect(),
+    )
 }
 
 /// Addresses that are no public ones, at which an operator's machine has its index all the same. Link-local ones are not among them: there
@@ -391,7 +498,10 @@ mod tests {
     fn settings(index: &str, extra: &[&str]) -> IndexSettings {
         IndexSettings {
             index_url: IndexUrl::parse(index).unwrap(),
-            extra_index_urls: extra.iter().map(|url| IndexUrl::parse(url).unwrap()).collect(),
+            extra_index_urls: extra
+                .iter()
+                .map(|url| IndexUrl::parse(url).unwrap())
+                .collect(),
             file_hosts: Vec::new(),
             trusted_hosts: Vec::new(),
             ca_file: None,
@@ -401,8 +511,15 @@ mod tests {
 
     #[test]
     fn what_uv_tells_is_read() {
-        let told = "--index-url https://a.example/simple\n--extra-index-url https://b.example/x\n\nx==1\n";
-        assert_eq!(urls_in(told), (Some("https://a.example/simple"), vec!["https://b.example/x"]));
+        let told =
+            "--index-url https://a.example/simple\n--extra-index-url https://b.example/x\n\nx==1\n";
+        assert_eq!(
+            urls_in(told),
+            (
+                Some("https://a.example/simple"),
+                vec!["https://b.example/x"]
+            )
+        );
     }
 
     #[test]
@@ -428,7 +545,11 @@ mod tests {
             ("https://[::1]/x", ("::1", 443)),
         ];
         for (text, (host, port)) in places {
-            assert_eq!(IndexUrl::parse(text).unwrap().place(), (host.to_owned(), port), "{text}");
+            assert_eq!(
+                IndexUrl::parse(text).unwrap().place(),
+                (host.to_owned(), port),
+                "{text}"
+            );
         }
     }
 
@@ -440,66 +561,120 @@ mod tests {
                 "metadata.example" => &["169.254.169.254", "fe80::1"],
                 _ => &["93.184.216.34"],
             };
-            addresses.iter().map(|address| address.parse().unwrap()).collect()
+            addresses
+                .iter()
+                .map(|address| address.parse().unwrap())
+                .collect()
         };
-        assert_eq!(rules_for("public.example", 443, look_up), ["public.example:443"]);
+        assert_eq!(
+            rules_for("public.example", 443, look_up),
+            ["public.example:443"]
+        );
         let private = ["private.example:8443", "10.0.0.7:8443", "[fd00::7]:8443"];
         assert_eq!(rules_for("private.example", 8443, look_up), private);
-        assert_eq!(rules_for("metadata.example", 80, look_up), ["metadata.example:80"]);
+        assert_eq!(
+            rules_for("metadata.example", 80, look_up),
+            ["metadata.example:80"]
+        );
         assert_eq!(rules_for("127.0.0.1", 8080, look_up), ["127.0.0.1:8080"]);
         assert_eq!(rules_for("::1", 8080, look_up), ["[::1]:8080"]);
     }
 
     #[test]
     fn all_hosts_of_all_indexes_are_in_the_rules_once() {
-        let mut settings =
-            settings("http://127.0.0.1:81/simple", &["http://u:p@127.0.0.1:82/x", "http://127.0.0.1:82/y"]);
+        let mut settings = settings(
+            "http://127.0.0.1:81/simple",
+            &["http://u:p@127.0.0.1:82/x", "http://127.0.0.1:82/y"],
+        );
         settings.file_hosts = vec!["127.0.0.2:80".to_owned()];
-        assert_eq!(settings.rules(), ["127.0.0.1:81", "127.0.0.1:82", "127.0.0.2:80"]);
+        assert_eq!(
+            settings.rules(),
+            ["127.0.0.1:81", "127.0.0.1:82", "127.0.0.2:80"]
+        );
     }
 
     #[test]
     fn a_password_is_shown_nowhere() {
-        let settings = settings("https://me:s3cr%40t@a.example/simple", &["https://tok3n@b.example/"]);
+        let settings = settings(
+            "https://me:s3cr%40t@a.example/simple",
+            &["https://tok3n@b.example/"],
+        );
         assert!(settings.has_credentials());
         let shown = format!("{settings:?} {}", settings.index_url);
-        assert!(!shown.contains("s3cr") && !shown.contains("tok3n"), "{shown}");
+        assert!(
+            !shown.contains("s3cr") && !shown.contains("tok3n"),
+            "{shown}"
+        );
         let said = "could not fetch https://me:s3cr%40t@a.example/x (s3cr@t) with tok3n";
-        assert_eq!(settings.mask(said), "could not fetch https://****@a.example/x (****) with ****");
-        assert!(settings.variables()["UV_DEFAULT_INDEX"].contains("s3cr%40t"), "the installer gets it"); // control
+        assert_eq!(
+            settings.mask(said),
+            "could not fetch https://****@a.example/x (****) with ****"
+        );
+        assert!(
+            settings.variables()["UV_DEFAULT_INDEX"].contains("s3cr%40t"),
+            "the installer gets it"
+        ); // control
     }
 
     #[test]
     fn an_index_is_known_by_its_address_and_not_by_its_password() {
         let one = settings("https://me:a@a.example/simple/", &[]);
-        assert_eq!(one.identity(), settings("https://A.example/simple", &[]).identity());
-        assert_ne!(one.identity(), settings("https://a.example/other", &[]).identity());
-        assert_ne!(one.identity(), settings("https://a.example/simple", &["https://b.example/"]).identity());
+        assert_eq!(
+            one.identity(),
+            settings("https://A.example/simple", &[]).identity()
+        );
+        assert_ne!(
+            one.identity(),
+            settings("https://a.example/other", &[]).identity()
+        );
+        assert_ne!(
+            one.identity(),
+            settings("https://a.example/simple", &["https://b.example/"]).identity()
+        );
     }
 
     fn variables(pairs: &[(&str, &str)]) -> BTreeMap<String, String> {
-        pairs.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect()
+        pairs
+            .iter()
+            .map(|(name, value)| ((*name).to_owned(), (*value).to_owned()))
+            .collect()
     }
 
     #[test]
     fn a_proxy_is_reached_and_told_to_uv_and_its_password_is_shown_nowhere() {
         let mut settings = settings("https://127.0.0.1/simple", &[]);
         assert_eq!(settings.ports(), BTreeSet::from([443]));
-        let pairs = [("HTTPS_PROXY", "http://me:s3cr3t@127.0.0.2:3128"), ("NO_PROXY", "a.example"), ("http_proxy", "")];
+        let pairs = [
+            ("HTTPS_PROXY", "http://me:s3cr3t@127.0.0.2:3128"),
+            ("NO_PROXY", "a.example"),
+            ("http_proxy", ""),
+        ];
         settings.proxies = Proxies::of(&variables(&pairs));
         assert_eq!(settings.rules(), ["127.0.0.1:443", "127.0.0.2:3128"]);
         assert_eq!(settings.ports(), BTreeSet::from([443, 3128]));
         let told = settings.variables();
-        assert_eq!((told["https_proxy"].as_str(), told["no_proxy"].as_str()), (pairs[0].1, "a.example"));
+        assert_eq!(
+            (told["https_proxy"].as_str(), told["no_proxy"].as_str()),
+            (pairs[0].1, "a.example")
+        );
         assert!(!told.contains_key("http_proxy"));
         assert!(!format!("{settings:?}").contains("s3cr3t"));
-        assert_eq!(settings.mask("no answer from me:s3cr3t@127.0.0.2"), "no answer from ****@127.0.0.2");
+        assert_eq!(
+            settings.mask("no answer from me:s3cr3t@127.0.0.2"),
+            "no answer from ****@127.0.0.2"
+        );
     }
 
     #[test]
     fn a_proxy_needs_no_scheme_and_the_name_in_small_letters_counts() {
-        let proxies = Proxies::of(&variables(&[("all_proxy", "proxy.example:8080"), ("ALL_PROXY", "http://other:1")]));
-        assert_eq!(proxies.urls(), [IndexUrl::parse("http://proxy.example:8080").unwrap()]);
+        let proxies = Proxies::of(&variables(&[
+            ("all_proxy", "proxy.example:8080"),
+            ("ALL_PROXY", "http://other:1"),
+        ]));
+        assert_eq!(
+            proxies.urls(),
+            [IndexUrl::parse("http://proxy.example:8080").unwrap()]
+        );
         assert!(Proxies::of(&variables(&[("NO_PROXY", "a.example")])).is_empty());
     }
 
@@ -507,8 +682,14 @@ mod tests {
     fn a_password_from_elsewhere_is_added_to_addresses_without_one() {
         let passwords = netrc::Passwords::from([("a.example".to_owned(), "me:p%40ss".to_owned())]);
         let with = |url: &str| IndexUrl::parse(url).unwrap().with_password_of(&passwords).0;
-        assert_eq!(with("https://A.example:8443/simple"), "https://me:p%40ss@A.example:8443/simple");
-        assert_eq!(with("https://you:x@a.example/simple"), "https://you:x@a.example/simple");
+        assert_eq!(
+            with("https://A.example:8443/simple"),
+            "https://me:p%40ss@A.example:8443/simple"
+        );
+        assert_eq!(
+            with("https://you:x@a.example/simple"),
+            "https://you:x@a.example/simple"
+        );
         assert_eq!(with("https://b.example/simple"), "https://b.example/simple");
     }
 }

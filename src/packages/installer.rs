@@ -13,13 +13,15 @@ use cellblock_json::{Budget, MAX_DEPTH};
 use serde::de::DeserializeOwned;
 
 use super::answers::{
-    ANSWER_FILE, Answer, CERTIFICATES_FILE, Errand, HeldBack, LARGEST_ANSWER, Packed, Pin, REQUEST_FILE, Request,
-    Resolved, Wanted, checked_packages, stream_file,
+    ANSWER_FILE, Answer, CERTIFICATES_FILE, Errand, HeldBack, LARGEST_ANSWER, Packed, Pin,
+    REQUEST_FILE, Request, Resolved, Wanted, checked_packages, stream_file,
 };
 use super::requirement::{Requirement, Source};
 use super::store::{Key, Sharing, Store, StoreError, Tree};
 use super::stream::{Bounds, StreamError};
-use super::{Builds, IndexSettings, InstallError, Installed, Limits, PACKAGES_INSIDE, Package, Step, Tell};
+use super::{
+    Builds, IndexSettings, InstallError, Installed, Limits, PACKAGES_INSIDE, Package, Step, Tell,
+};
 use super::{Workshop, Workshops};
 
 /// The code that runs inside.
@@ -35,7 +37,10 @@ const ROOM_FOR_HEADERS: u64 = 64 << 20;
 /// The largest file of certificates. A machine's whole collection has a fifth of it.
 const LARGEST_CERTIFICATES: u64 = 1 << 20;
 /// What an answer of the installer may hold, besides its bytes.
-const ANSWER: Budget = Budget { depth: MAX_DEPTH, memory: 16 << 20 };
+const ANSWER: Budget = Budget {
+    depth: MAX_DEPTH,
+    memory: 16 << 20,
+};
 
 /// How much of what the installer said an error repeats.
 const LINES_KEPT: usize = 40;
@@ -77,7 +82,12 @@ struct Chosen {
 impl Installer {
     /// Makes an installer for one environment. Sessions of another environment need an installer of their own; the store can be the same.
     pub fn new(store: Arc<Store>, index: IndexSettings, limits: Limits) -> Installer {
-        Installer { store, index, limits, answers: Mutex::default() }
+        Installer {
+            store,
+            index,
+            limits,
+            answers: Mutex::default(),
+        }
     }
 
     /// Returns where packages come from.
@@ -99,10 +109,16 @@ impl Installer {
     ) -> Result<Installed, InstallError> {
         let time = self.limits.time;
         let installing = self.install_in_time(wish, workshops, tell);
-        let result = tokio::time::timeout(time, installing).await.unwrap_or(Err(InstallError::TimedOut { time }));
+        let result = tokio::time::timeout(time, installing)
+            .await
+            .unwrap_or(Err(InstallError::TimedOut { time }));
         result.map_err(|error| match error {
-            InstallError::Refused { words } => InstallError::Refused { words: shortened(&self.index.mask(&words)) },
-            InstallError::Workshop { why } => InstallError::Workshop { why: shortened(&self.index.mask(&why)) },
+            InstallError::Refused { words } => InstallError::Refused {
+                words: shortened(&self.index.mask(&words)),
+            },
+            InstallError::Workshop { why } => InstallError::Workshop {
+                why: shortened(&self.index.mask(&why)),
+            },
             other => other,
         })
     }
@@ -113,18 +129,37 @@ impl Installer {
         workshops: &dyn Workshops,
         tell: Tell<'_>,
     ) -> Result<Installed, InstallError> {
-        let present: BTreeMap<&str, &str> =
-            wish.present.iter().map(|package| (package.name.as_str(), package.version.as_str())).collect();
+        let present: BTreeMap<&str, &str> = wish
+            .present
+            .iter()
+            .map(|package| (package.name.as_str(), package.version.as_str()))
+            .collect();
         let is_satisfied = |requirement: &&Requirement| {
-            let is_there = requirement.name().is_some_and(|name| present.contains_key(name));
+            let is_there = requirement
+                .name()
+                .is_some_and(|name| present.contains_key(name));
             requirement.is_plain() && is_there && !wish.upgrade
         };
         let (satisfied, open): (Vec<&Requirement>, Vec<&Requirement>) =
             wish.requirements.iter().partition(is_satisfied);
         let mut chosen = if open.is_empty() {
-            Chosen { trees: Vec::new(), already: Vec::new(), held_back: Vec::new() }
+            Chosen {
+                trees: Vec::new(),
+                already: Vec::new(),
+                held_back: Vec::new(),
+            }
         } else {
-            Job { installer: self, wish, open, present: &present, workshops, tell, begun: Instant::now() }.run().await?
+            Job {
+                installer: self,
+                wish,
+                open,
+                present: &present,
+                workshops,
+                tell,
+                begun: Instant::now(),
+            }
+            .run()
+            .await?
         };
         for name in satisfied.into_iter().filter_map(Requirement::name) {
             let package = Package::new(name, present[name]);
@@ -164,17 +199,26 @@ struct Job<'a> {
 
 impl Job<'_> {
     async fn run(&self) -> Result<Chosen, InstallError> {
-        if self.open.iter().any(|requirement| matches!(requirement.source(), Source::Code(_))) {
+        if self
+            .open
+            .iter()
+            .any(|requirement| matches!(requirement.source(), Source::Code(_)))
+        {
             return self.build(None).await;
         }
         let question = self.question();
-        let known = question.as_ref().and_then(|question| self.installer.known_answer(question));
+        let known = question
+            .as_ref()
+            .and_then(|question| self.installer.known_answer(question));
         let (resolved, mut workshop) = match known {
             Some(known) => (known, None),
             None => {
                 (self.tell)(Step::Resolving);
                 let mut workshop = self.open_workshop().await?;
-                match self.ask(workshop.as_mut(), Errand::Resolve(self.wanted())).await? {
+                match self
+                    .ask(workshop.as_mut(), Errand::Resolve(self.wanted()))
+                    .await?
+                {
                     Answer::Done::<Resolved>(answer) => {
                         let answer = answer.checked().map_err(InstallError::Unfitting)?;
                         if let Some(question) = question {
@@ -182,7 +226,11 @@ impl Job<'_> {
                         }
                         (answer, Some(workshop))
                     }
-                    Answer::Failed { failed, no_wheel: true, .. } => {
+                    Answer::Failed {
+                        failed,
+                        no_wheel: true,
+                        ..
+                    } => {
                         drop(workshop);
                         return self.build(Some(failed)).await;
                     }
@@ -190,11 +238,20 @@ impl Job<'_> {
                 }
             }
         };
-        let (already, needed): (Vec<Pin>, Vec<Pin>) = resolved.pins.into_iter().partition(|pin| self.has(pin));
-        let already =
-            already.iter().map(|pin| Package::new(&pin.name, pin.version.as_deref().unwrap_or_default())).collect();
-        let trees = self.trees_for(&needed, &resolved.tag, &mut workshop).await?;
-        Ok(Chosen { trees, already, held_back: resolved.held_back })
+        let (already, needed): (Vec<Pin>, Vec<Pin>) =
+            resolved.pins.into_iter().partition(|pin| self.has(pin));
+        let already = already
+            .iter()
+            .map(|pin| Package::new(&pin.name, pin.version.as_deref().unwrap_or_default()))
+            .collect();
+        let trees = self
+            .trees_for(&needed, &resolved.tag, &mut workshop)
+            .await?;
+        Ok(Chosen {
+            trees,
+            already,
+            held_back: resolved.held_back,
+        })
     }
 
     /// Returns the trees of all pins, in order, fetching those that the store does not have.
@@ -206,23 +263,35 @@ impl Job<'_> {
     ) -> Result<Vec<Tree>, InstallError> {
         let keys: Vec<Key> = needed.iter().map(|pin| self.key(pin, tag)).collect();
         let mut found = self.find(&keys).await?;
-        let missing: Vec<usize> = (0..needed.len()).filter(|number| found[*number].is_none()).collect();
+        let missing: Vec<usize> = (0..needed.len())
+            .filter(|number| found[*number].is_none())
+            .collect();
         if !missing.is_empty() {
             self.make_room().await?;
-            (self.tell)(Step::Downloading { packages: missing.len() });
+            (self.tell)(Step::Downloading {
+                packages: missing.len(),
+            });
             let workshop = match workshop {
                 Some(open) => open,
                 closed => closed.insert(self.open_workshop().await?),
             };
             let mut left = self.installer.limits.bytes;
-            let pins: Vec<Pin> = missing.iter().map(|number| needed[*number].clone()).collect();
+            let pins: Vec<Pin> = missing
+                .iter()
+                .map(|number| needed[*number].clone())
+                .collect();
             let added = match self.fetch(workshop.as_mut(), &pins, &mut left).await {
                 // Together they are too large for the sandbox; one after the other they may not be.
                 Err(InstallError::NoRoom { .. }) if pins.len() > 1 => {
                     let mut added = Vec::new();
                     for (number, pin) in pins.iter().enumerate() {
-                        (self.tell)(Step::Downloading { packages: pins.len() - number });
-                        added.extend(self.fetch(workshop.as_mut(), std::slice::from_ref(pin), &mut left).await?);
+                        (self.tell)(Step::Downloading {
+                            packages: pins.len() - number,
+                        });
+                        added.extend(
+                            self.fetch(workshop.as_mut(), std::slice::from_ref(pin), &mut left)
+                                .await?,
+                        );
                     }
                     added
                 }
@@ -244,11 +313,19 @@ impl Job<'_> {
         left: &mut u64,
     ) -> Result<Vec<Tree>, InstallError> {
         let packed = match self.ask(workshop, Errand::Install { pins }).await? {
-            Answer::Done::<Vec<Packed>>(packed) => checked_packages(packed).map_err(InstallError::Unfitting)?,
+            Answer::Done::<Vec<Packed>>(packed) => {
+                checked_packages(packed).map_err(InstallError::Unfitting)?
+            }
             failed => return Err(self.failure(failed)),
         };
-        if !packed.iter().map(|package| &package.name).eq(pins.iter().map(|pin| &pin.name)) {
-            return Err(InstallError::Unfitting("other packages came than were asked for"));
+        if !packed
+            .iter()
+            .map(|package| &package.name)
+            .eq(pins.iter().map(|pin| &pin.name))
+        {
+            return Err(InstallError::Unfitting(
+                "other packages came than were asked for",
+            ));
         }
         self.add_all(workshop, &packed, Sharing::Shared, left).await
     }
@@ -256,38 +333,65 @@ impl Job<'_> {
     /// Builds what has no wheel, in a sandbox of its own. `why` is what the resolver said when it looked for wheels.
     async fn build(&self, why: Option<String>) -> Result<Chosen, InstallError> {
         let because = |reason: &str| {
-            let words = why.clone().unwrap_or_else(|| "this is source code and must be built.".to_owned());
+            let words = why
+                .clone()
+                .unwrap_or_else(|| "this is source code and must be built.".to_owned());
             self.refused(format!("{words}\n{reason}"))
         };
         if self.installer.limits.builds == Builds::Refused {
-            return Err(because("Packages are not built from source here; ask for one that has a wheel."));
+            return Err(because(
+                "Packages are not built from source here; ask for one that has a wheel.",
+            ));
         }
         if self.installer.index.has_credentials() {
             // The package's code could read the password while it is built and carry it out.
-            return Err(because("Packages are not built from source where the index needs a password."));
+            return Err(because(
+                "Packages are not built from source where the index needs a password.",
+            ));
         }
         if !self.installer.index.proxies.is_empty() {
             // It could reach through the proxy whatever the proxy reaches.
-            return Err(because("Packages are not built from source where the index is reached through a proxy."));
+            return Err(because(
+                "Packages are not built from source where the index is reached through a proxy.",
+            ));
         }
         self.make_room().await?;
         (self.tell)(Step::Building);
         let mut workshop = self.open_workshop().await?;
-        let packed = match self.ask(workshop.as_mut(), Errand::Build(self.wanted())).await? {
-            Answer::Done::<Vec<Packed>>(packed) => checked_packages(packed).map_err(InstallError::Unfitting)?,
+        let packed = match self
+            .ask(workshop.as_mut(), Errand::Build(self.wanted()))
+            .await?
+        {
+            Answer::Done::<Vec<Packed>>(packed) => {
+                checked_packages(packed).map_err(InstallError::Unfitting)?
+            }
             failed => return Err(self.failure(failed)),
         };
         let mut left = self.installer.limits.bytes;
-        let trees = self.add_all(workshop.as_mut(), &packed, Sharing::Private, &mut left).await?;
-        let named = self.open.iter().filter_map(|requirement| requirement.name());
+        let trees = self
+            .add_all(workshop.as_mut(), &packed, Sharing::Private, &mut left)
+            .await?;
+        let named = self
+            .open
+            .iter()
+            .filter_map(|requirement| requirement.name());
         let unchanged = named.filter(|name| packed.iter().all(|package| package.name != **name));
-        let already = unchanged.filter_map(|name| Some(Package::new(name, self.present.get(name)?))).collect();
-        Ok(Chosen { trees, already, held_back: Vec::new() })
+        let already = unchanged
+            .filter_map(|name| Some(Package::new(name, self.present.get(name)?)))
+            .collect();
+        Ok(Chosen {
+            trees,
+            already,
+            held_back: Vec::new(),
+        })
     }
 
     /// Has packages removed that nobody uses, if the store is full.
     async fn make_room(&self) -> Result<(), InstallError> {
-        let (store, limit) = (Arc::clone(&self.installer.store), self.installer.limits.store);
+        let (store, limit) = (
+            Arc::clone(&self.installer.store),
+            self.installer.limits.store,
+        );
         let room = blocking(move || store.make_room(limit)).await?;
         if room.removed > 0 {
             tracing::info!(
@@ -311,14 +415,21 @@ impl Job<'_> {
         let limit = self.installer.limits.bytes;
         for (number, package) in packed.iter().enumerate() {
             let told = Package::new(&package.name, &package.version);
-            (self.tell)(Step::Adding { package: told, done: number, total: packed.len() });
+            (self.tell)(Step::Adding {
+                package: told,
+                done: number,
+                total: packed.len(),
+            });
             match self.add(workshop, number, package, *left, sharing).await {
                 Ok(tree) => {
                     *left = left.saturating_sub(tree.record.bytes);
                     trees.push(tree);
                 }
                 Err(error) => {
-                    for tree in trees.iter().filter(|tree| tree.record.sharing == Sharing::Private) {
+                    for tree in trees
+                        .iter()
+                        .filter(|tree| tree.record.sharing == Sharing::Private)
+                    {
                         let _ = self.installer.store.remove(&tree.name);
                     }
                     return Err(match error {
@@ -342,9 +453,14 @@ impl Job<'_> {
         bytes: u64,
         sharing: Sharing,
     ) -> Result<Tree, InstallError> {
-        let stream = workshop.take(&stream_file(number), bytes.saturating_add(ROOM_FOR_HEADERS)).await?;
+        let stream = workshop
+            .take(&stream_file(number), bytes.saturating_add(ROOM_FOR_HEADERS))
+            .await?;
         let store = Arc::clone(&self.installer.store);
-        let bounds = Bounds { files: self.installer.limits.files, bytes };
+        let bounds = Bounds {
+            files: self.installer.limits.files,
+            bytes,
+        };
         let tree = blocking(move || store.add(stream, bounds, sharing)).await?;
         if tree.record.package == package.name {
             return Ok(tree);
@@ -353,21 +469,32 @@ impl Job<'_> {
         if sharing == Sharing::Private {
             let _ = self.installer.store.remove(&tree.name);
         }
-        Err(InstallError::Unfitting("a package is not what it was said to be"))
+        Err(InstallError::Unfitting(
+            "a package is not what it was said to be",
+        ))
     }
 
     async fn find(&self, keys: &[Key]) -> Result<Vec<Option<Tree>>, InstallError> {
         let (store, keys) = (Arc::clone(&self.installer.store), keys.to_vec());
-        Ok(blocking(move || keys.iter().map(|key| store.find(key)).collect::<Result<Vec<_>, _>>()).await?)
+        Ok(blocking(move || {
+            keys.iter()
+                .map(|key| store.find(key))
+                .collect::<Result<Vec<_>, _>>()
+        })
+        .await?)
     }
 
     async fn open_workshop(&self) -> Result<Box<dyn Workshop>, InstallError> {
         let index = self.installer.index.clone();
         let mut rules = blocking(move || index.rules()).await;
-        rules.extend(self.open.iter().filter_map(|requirement| match requirement.source() {
-            Source::Wheel(location) | Source::Code(location) => Some(location.to_string()),
-            Source::Index => None,
-        }));
+        rules.extend(
+            self.open
+                .iter()
+                .filter_map(|requirement| match requirement.source() {
+                    Source::Wheel(location) | Source::Code(location) => Some(location.to_string()),
+                    Source::Index => None,
+                }),
+        );
         rules.dedup();
         self.workshops.open(&rules).await
     }
@@ -380,44 +507,87 @@ impl Job<'_> {
     ) -> Result<Answer<T>, InstallError> {
         let certificates = match &self.installer.index.ca_file {
             Some(path) => {
-                workshop.put(CERTIFICATES_FILE, read_certificates(path).map_err(InstallError::Certificates)?).await?;
+                workshop
+                    .put(
+                        CERTIFICATES_FILE,
+                        read_certificates(path).map_err(InstallError::Certificates)?,
+                    )
+                    .await?;
                 Some(CERTIFICATES_FILE)
             }
             None => None,
         };
         let uv = workshop.uv();
-        let request = Request { step, uv: &uv, variables: &self.installer.index.variables(), certificates };
+        let request = Request {
+            step,
+            uv: &uv,
+            variables: &self.installer.index.variables(),
+            certificates,
+        };
         let request = serde_json::to_vec(&request).expect("texts can always be written as JSON");
         workshop.put(REQUEST_FILE, request).await?;
-        let left = self.installer.limits.time.saturating_sub(self.begun.elapsed());
+        let left = self
+            .installer
+            .limits
+            .time
+            .saturating_sub(self.begun.elapsed());
         let printed = workshop.run(INSTALLER, left).await?;
         let mut answer = Vec::new();
-        let file = workshop.take(ANSWER_FILE, LARGEST_ANSWER).await.map_err(|error| match error {
-            // It ended without an answer; what it printed is the only trace of why.
-            InstallError::Workshop { why } => InstallError::Workshop { why: format!("{why}\n{printed}") },
-            other => other,
-        })?;
+        let file =
+            workshop
+                .take(ANSWER_FILE, LARGEST_ANSWER)
+                .await
+                .map_err(|error| match error {
+                    // It ended without an answer; what it printed is the only trace of why.
+                    InstallError::Workshop { why } => InstallError::Workshop {
+                        why: format!("{why}\n{printed}"),
+                    },
+                    other => other,
+                })?;
         let read = file.take(LARGEST_ANSWER).read_to_end(&mut answer);
         read.map_err(|_| InstallError::Unfitting("it cannot be read"))?;
-        cellblock_json::read(&answer, ANSWER).map_err(|_| InstallError::Unfitting("it is not of the agreed form"))
+        cellblock_json::read(&answer, ANSWER)
+            .map_err(|_| InstallError::Unfitting("it is not of the agreed form"))
     }
 
     fn wanted(&self) -> Wanted<'_> {
         Wanted {
-            requirements: self.open.iter().map(|requirement| requirement.text()).collect(),
+            requirements: self
+                .open
+                .iter()
+                .map(|requirement| requirement.text())
+                .collect(),
             present: self.present.clone(),
-            named: self.open.iter().filter_map(|requirement| requirement.name()).collect(),
+            named: self
+                .open
+                .iter()
+                .filter_map(|requirement| requirement.name())
+                .collect(),
             upgrade: self.wish.upgrade,
         }
     }
 
     /// Returns what to remember an answer by, or nothing when it must be asked again: addresses may lead to something else next time.
     fn question(&self) -> Option<Question> {
-        let from_index = self.open.iter().all(|requirement| *requirement.source() == Source::Index);
-        let mut requirements: Vec<String> = self.open.iter().map(|requirement| requirement.text().to_owned()).collect();
+        let from_index = self
+            .open
+            .iter()
+            .all(|requirement| *requirement.source() == Source::Index);
+        let mut requirements: Vec<String> = self
+            .open
+            .iter()
+            .map(|requirement| requirement.text().to_owned())
+            .collect();
         requirements.sort();
-        let present = self.present.iter().map(|(name, version)| ((*name).to_owned(), (*version).to_owned())).collect();
-        (from_index && !self.wish.upgrade).then_some(Question { requirements, present })
+        let present = self
+            .present
+            .iter()
+            .map(|(name, version)| ((*name).to_owned(), (*version).to_owned()))
+            .collect();
+        (from_index && !self.wish.upgrade).then_some(Question {
+            requirements,
+            present,
+        })
     }
 
     fn has(&self, pin: &Pin) -> bool {
@@ -437,7 +607,9 @@ impl Job<'_> {
     /// Returns why there is no answer.
     fn failure<T>(&self, answer: Answer<T>) -> InstallError {
         match answer {
-            Answer::Failed { no_room: true, .. } => InstallError::NoRoom { disk: self.installer.limits.disk },
+            Answer::Failed { no_room: true, .. } => InstallError::NoRoom {
+                disk: self.installer.limits.disk,
+            },
             Answer::Failed { failed, .. } => self.refused(failed),
             Answer::Done(_) => InstallError::Unfitting("an answer that was understood is none"),
         }
@@ -445,11 +617,20 @@ impl Job<'_> {
 
     /// Adds what the caller can do when a version that the session has is in the way.
     fn refused(&self, mut words: String) -> InstallError {
-        let named: Vec<&str> = self.open.iter().filter_map(|requirement| requirement.name()).collect();
-        let is_fixed =
-            |(name, version): &(&&str, &&str)| !named.contains(*name) && words.contains(&format!("{name}=={version}"));
-        let fixed: Vec<String> =
-            self.present.iter().filter(is_fixed).map(|(name, version)| format!("{name} {version}")).collect();
+        let named: Vec<&str> = self
+            .open
+            .iter()
+            .filter_map(|requirement| requirement.name())
+            .collect();
+        let is_fixed = |(name, version): &(&&str, &&str)| {
+            !named.contains(*name) && words.contains(&format!("{name}=={version}"))
+        };
+        let fixed: Vec<String> = self
+            .present
+            .iter()
+            .filter(is_fixed)
+            .map(|(name, version)| format!("{name} {version}"))
+            .collect();
         if !fixed.is_empty() {
             words.push_str(&format!(
                 "\nThe session has {} already; name it in the request too if it may be replaced.",
@@ -461,13 +642,22 @@ impl Job<'_> {
 }
 
 fn report(wish: &Wish, chosen: Chosen) -> Installed {
-    let Chosen { trees, already, held_back } = chosen;
-    let added: Vec<Package> =
-        trees.iter().map(|tree| Package::new(&tree.record.package, &tree.record.version)).collect();
+    let Chosen {
+        trees,
+        already,
+        held_back,
+    } = chosen;
+    let added: Vec<Package> = trees
+        .iter()
+        .map(|tree| Package::new(&tree.record.package, &tree.record.version))
+        .collect();
     let mut lines = Vec::new();
     for name in wish.requirements.iter().filter_map(Requirement::name) {
         if let Some(package) = already.iter().find(|package| package.name == name) {
-            lines.push(format!("Requirement already satisfied: {name} ({})", package.version));
+            lines.push(format!(
+                "Requirement already satisfied: {name} ({})",
+                package.version
+            ));
         }
     }
     lines.dedup();
@@ -477,12 +667,20 @@ fn report(wish: &Wish, chosen: Chosen) -> Installed {
     }
     lines.extend(held_back.iter().map(remark));
     if lines.is_empty() {
-        lines.push("Nothing had to be installed: no requirement applies to this Python.".to_owned());
+        lines
+            .push("Nothing had to be installed: no requirement applies to this Python.".to_owned());
     }
     let is_private = |tree: &&Tree| tree.record.sharing == Sharing::Private;
     Installed {
-        paths: trees.iter().map(|tree| Path::new(PACKAGES_INSIDE).join(tree.name.as_str())).collect(),
-        private: trees.iter().filter(is_private).map(|tree| tree.name.clone()).collect(),
+        paths: trees
+            .iter()
+            .map(|tree| Path::new(PACKAGES_INSIDE).join(tree.name.as_str()))
+            .collect(),
+        private: trees
+            .iter()
+            .filter(is_private)
+            .map(|tree| tree.name.clone())
+            .collect(),
         added,
         already,
         text: lines.join("\n"),
@@ -491,11 +689,23 @@ fn report(wish: &Wish, chosen: Chosen) -> Installed {
 
 /// Says that a newer version exists, what is in its way, and how to get it all the same.
 fn remark(held: &HeldBack) -> String {
-    let HeldBack { name, version, newer, replaced } = held;
-    let has = replaced.iter().map(|one| format!("{} {}", one.name, one.version)).collect::<Vec<_>>().join(", ");
+    let HeldBack {
+        name,
+        version,
+        newer,
+        replaced,
+    } = held;
+    let has = replaced
+        .iter()
+        .map(|one| format!("{} {}", one.name, one.version))
+        .collect::<Vec<_>>()
+        .join(", ");
     let exactly = |name: &str, version: &str| format!("\"{name}=={version}\"");
     let wanted = replaced.iter().map(|one| exactly(&one.name, &one.wanted));
-    let request = std::iter::once(exactly(name, newer)).chain(wanted).collect::<Vec<_>>().join(", ");
+    let request = std::iter::once(exactly(name, newer))
+        .chain(wanted)
+        .collect::<Vec<_>>()
+        .join(", ");
     format!(
         "{name} {version} is not the newest version: {newer} cannot be used with {has}, which the session has. To get it and \
          replace what is in its way, install {request} together."
@@ -503,12 +713,16 @@ fn remark(held: &HeldBack) -> String {
 }
 
 async fn blocking<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> T {
-    tokio::task::spawn_blocking(work).await.expect("work on files does not panic")
+    tokio::task::spawn_blocking(work)
+        .await
+        .expect("work on files does not panic")
 }
 
 fn read_certificates(path: &Path) -> io::Result<Vec<u8>> {
     let mut content = Vec::new();
-    std::fs::File::open(path)?.take(LARGEST_CERTIFICATES + 1).read_to_end(&mut content)?;
+    std::fs::File::open(path)?
+        .take(LARGEST_CERTIFICATES + 1)
+        .read_to_end(&mut content)?;
     if content.len() as u64 > LARGEST_CERTIFICATES {
         return Err(io::Error::other("the file is too large"));
     }
@@ -519,7 +733,11 @@ fn read_certificates(path: &Path) -> io::Result<Vec<u8>> {
 fn shortened(words: &str) -> String {
     let line = |line: &str| -> String {
         let shown = |letter: char| if letter.is_control() { ' ' } else { letter };
-        line.trim_end().chars().take(LONGEST_LINE).map(shown).collect()
+        line.trim_end()
+            .chars()
+            .take(LONGEST_LINE)
+            .map(shown)
+            .collect()
     };
     let lines: Vec<String> = words.lines().map(line).collect();
     if lines.len() <= LINES_KEPT {
@@ -527,7 +745,9 @@ fn shortened(words: &str) -> String {
     }
     let (head, tail) = (LINES_KEPT * 3 / 4, LINES_KEPT / 4);
     let left_out = format!("… {} lines are left out …", lines.len() - head - tail);
-    [&lines[..head], &[left_out], &lines[lines.len() - tail..]].concat().join("\n")
+    [&lines[..head], &[left_out], &lines[lines.len() - tail..]]
+        .concat()
+        .join("\n")
 }
 
 #[cfg(test)]

@@ -35,7 +35,8 @@ use async_trait::async_trait;
 pub use index::{FileHosts, IndexError, IndexSettings, IndexUrl, Proxies};
 pub use installer::{Installer, Wish};
 pub use requirement::{
-    LONGEST_REQUIREMENT, Location, MOST_REQUIREMENTS, Requirement, RequirementError, Source, normalised,
+    LONGEST_REQUIREMENT, Location, MOST_REQUIREMENTS, Requirement, RequirementError, Source,
+    normalised,
 };
 pub use store::{Key, Record, Room, Sharing, Store, StoreError, Tree, TreeName};
 pub use stream::{Bounds, StreamError};
@@ -53,13 +54,17 @@ pub struct Package {
 
 impl Package {
     pub fn new(name: &str, version: &str) -> Package {
-        Package { name: normalised(name), version: version.to_owned() }
+        Package {
+            name: normalised(name),
+            version: version.to_owned(),
+        }
     }
 
     /// Reads `name==version`, the form in which environments record what they hold.
     pub fn parse(text: &str) -> Option<Package> {
         let (name, version) = text.split_once("==")?;
-        (requirement::is_name(name) && requirement::is_version(version)).then(|| Package::new(name, version))
+        (requirement::is_name(name) && requirement::is_version(version))
+            .then(|| Package::new(name, version))
     }
 }
 
@@ -123,9 +128,15 @@ pub enum Builds {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Step {
     Resolving,
-    Downloading { packages: usize },
+    Downloading {
+        packages: usize,
+    },
     Building,
-    Adding { package: Package, done: usize, total: usize },
+    Adding {
+        package: Package,
+        done: usize,
+        total: usize,
+    },
 }
 
 impl fmt::Display for Step {
@@ -135,8 +146,18 @@ impl fmt::Display for Step {
             Step::Downloading { packages: 1 } => formatter.write_str("downloading 1 package"),
             Step::Downloading { packages } => write!(formatter, "downloading {packages} packages"),
             Step::Building => formatter.write_str("building packages from source"),
-            Step::Adding { package, done, total } => {
-                write!(formatter, "adding {} {} ({} of {total})", package.name, package.version, done + 1)
+            Step::Adding {
+                package,
+                done,
+                total,
+            } => {
+                write!(
+                    formatter,
+                    "adding {} {} ({} of {total})",
+                    package.name,
+                    package.version,
+                    done + 1
+                )
             }
         }
     }
@@ -168,7 +189,9 @@ pub enum InstallError {
         stream::mebibytes(*.disk)
     )]
     NoRoom { disk: u64 },
-    #[error("the installer needed more memory than its sandbox has. The server's setting package_memory allows more")]
+    #[error(
+        "the installer needed more memory than its sandbox has. The server's setting package_memory allows more"
+    )]
     NoMemory,
     /// The sandbox could not be made, or broke.
     #[error("the installer could not do its work: {why}")]

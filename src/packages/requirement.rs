@@ -48,7 +48,11 @@ pub struct Location {
 impl Location {
     /// Returns the rule that allows it. One without a port is about the usual ports.
     fn rule(&self) -> String {
-        if self.port == 443 { self.host.clone() } else { self.to_string() }
+        if self.port == 443 {
+            self.host.clone()
+        } else {
+            self.to_string()
+        }
     }
 }
 
@@ -79,7 +83,10 @@ pub enum RequirementError {
 
 impl Requirement {
     /// Reads one requirement. `allows_host` says whether the policy lets the asking session reach a host at a port.
-    pub fn parse(text: &str, allows_host: &impl Fn(&str, u16) -> bool) -> Result<Requirement, RequirementError> {
+    pub fn parse(
+        text: &str,
+        allows_host: &impl Fn(&str, u16) -> bool,
+    ) -> Result<Requirement, RequirementError> {
         let text = text.trim_matches([' ', '\t']);
         if text.is_empty() {
             return Err(RequirementError::Nothing);
@@ -87,10 +94,18 @@ impl Requirement {
         if text.len() > LONGEST_REQUIREMENT {
             return Err(RequirementError::TooLong(text.len()));
         }
-        let read = read(text).map_err(|why| RequirementError::Malformed { text: text.to_owned(), why })?;
+        let read = read(text).map_err(|why| RequirementError::Malformed {
+            text: text.to_owned(),
+            why,
+        })?;
         match &read.source {
-            Source::Wheel(location) | Source::Code(location) if !allows_host(&location.host, location.port) => {
-                Err(RequirementError::HostNotAllowed { text: text.to_owned(), location: location.clone() })
+            Source::Wheel(location) | Source::Code(location)
+                if !allows_host(&location.host, location.port) =>
+            {
+                Err(RequirementError::HostNotAllowed {
+                    text: text.to_owned(),
+                    location: location.clone(),
+                })
             }
             _ => Ok(read),
         }
@@ -103,7 +118,10 @@ impl Requirement {
     ) -> Result<Vec<Requirement>, RequirementError> {
         match texts.len() {
             0 => Err(RequirementError::Nothing),
-            1..=MOST_REQUIREMENTS => texts.iter().map(|text| Requirement::parse(text.as_ref(), &allows_host)).collect(),
+            1..=MOST_REQUIREMENTS => texts
+                .iter()
+                .map(|text| Requirement::parse(text.as_ref(), &allows_host))
+                .collect(),
             many => Err(RequirementError::TooMany(many)),
         }
     }
@@ -138,7 +156,9 @@ pub fn normalised(name: &str) -> String {
 /// Tells whether `text` is a project's name: ASCII letters, digits, and `.`, `_`, `-` between them.
 pub(super) fn is_name(text: &str) -> bool {
     let alphanumeric = |letter: char| letter.is_ascii_alphanumeric();
-    text.starts_with(alphanumeric) && text.ends_with(alphanumeric) && text.chars().all(is_name_letter)
+    text.starts_with(alphanumeric)
+        && text.ends_with(alphanumeric)
+        && text.chars().all(is_name_letter)
 }
 
 fn is_name_letter(letter: char) -> bool {
@@ -159,19 +179,28 @@ fn read(text: &str) -> Result<Requirement, &'static str> {
         return Err("options are not accepted, only packages");
     }
     if text.starts_with(['.', '/', '~']) {
-        return Err("files cannot be installed; upload a package's modules instead, or name a package of the index");
+        return Err(
+            "files cannot be installed; upload a package's modules instead, or name a package of the index",
+        );
     }
-    if looks_like_an_address(text) { read_address(text, None, text) } else { read_named(text) }
+    if looks_like_an_address(text) {
+        read_address(text, None, text)
+    } else {
+        read_named(text)
+    }
 }
 
 /// A scheme before anything else. `name @ https://…` is not meant.
 fn looks_like_an_address(text: &str) -> bool {
-    let scheme_end = text.find(|letter: char| !(letter.is_ascii_alphanumeric() || "+.-".contains(letter)));
+    let scheme_end =
+        text.find(|letter: char| !(letter.is_ascii_alphanumeric() || "+.-".contains(letter)));
     scheme_end.is_some_and(|end| text[end..].starts_with(':'))
 }
 
 fn read_named(text: &str) -> Result<Requirement, &'static str> {
-    let name_end = text.find(|letter| !is_name_letter(letter)).unwrap_or(text.len());
+    let name_end = text
+        .find(|letter| !is_name_letter(letter))
+        .unwrap_or(text.len());
     let (name, rest) = text.split_at(name_end);
     if rest.starts_with('/') {
         return Err("files cannot be installed; name a package of the index");
@@ -180,7 +209,10 @@ fn read_named(text: &str) -> Result<Requirement, &'static str> {
         return Err("it does not begin with the name of a package");
     }
     let lower = name.to_ascii_lowercase();
-    if [".whl", ".gz", ".zip", ".bz2", ".tgz", ".txt", ".toml"].iter().any(|end| lower.ends_with(end)) {
+    if [".whl", ".gz", ".zip", ".bz2", ".tgz", ".txt", ".toml"]
+        .iter()
+        .any(|end| lower.ends_with(end))
+    {
         return Err("files cannot be installed; name a package of the index");
     }
     let rest = rest.trim_start();
@@ -192,7 +224,9 @@ fn read_named(text: &str) -> Result<Requirement, &'static str> {
     if let Some(address) = rest.strip_prefix('@') {
         return read_address(address.trim_start(), Some(normalised(name)), text);
     }
-    let (versions, marker) = rest.split_once(';').map_or((rest, None), |(before, after)| (before, Some(after)));
+    let (versions, marker) = rest
+        .split_once(';')
+        .map_or((rest, None), |(before, after)| (before, Some(after)));
     check_versions(versions.trim())?;
     marker.map_or(Ok(()), check_marker)?;
     Ok(Requirement {
@@ -204,14 +238,19 @@ fn read_named(text: &str) -> Result<Requirement, &'static str> {
 }
 
 fn without_extras(inner: &str) -> Result<&str, &'static str> {
-    let (extras, rest) = inner.split_once(']').ok_or("the list of extras has no end")?;
+    let (extras, rest) = inner
+        .split_once(']')
+        .ok_or("the list of extras has no end")?;
     let fits = extras.trim().is_empty() || extras.split(',').all(|extra| is_name(extra.trim()));
-    if fits { Ok(rest) } else { Err("an extra is a name, such as excel in pandas[excel]") }
+    if fits {
+        Ok(rest)
+    } else {
+        Err("an extra is a name, such as excel in pandas[excel]")
+    }
 }
 
 fn check_versions(versions: &str) -> Result<(), &'static str> {
-    const ADVICE: &str =
-        "what follows the name is not a version, such as >=2,<3; to install several packages give a list";
+    const ADVICE: &str = "what follows the name is not a version, such as >=2,<3; to install several packages give a list";
     let inner = match versions.strip_prefix('(') {
         Some(inner) => inner.strip_suffix(')').ok_or(ADVICE)?,
         None => versions,
@@ -219,20 +258,29 @@ fn check_versions(versions: &str) -> Result<(), &'static str> {
     let fits = |clause: &str| {
         let version = clause.trim().trim_start_matches(['=', '<', '>', '!', '~']);
         let operator = &clause.trim()[..clause.trim().len() - version.len()];
-        ["==", "===", "!=", "~=", "<", "<=", ">", ">="].contains(&operator) && is_version(version.trim())
+        ["==", "===", "!=", "~=", "<", "<=", ">", ">="].contains(&operator)
+            && is_version(version.trim())
     };
-    if versions.is_empty() || inner.split(',').all(fits) { Ok(()) } else { Err(ADVICE) }
+    if versions.is_empty() || inner.split(',').all(fits) {
+        Ok(())
+    } else {
+        Err(ADVICE)
+    }
 }
 
 /// Tells whether `text` has the letters of a version, such as `1.0`, `2!1.0.post1`, `1.0+cpu` or `1.*`.
 pub(super) fn is_version(text: &str) -> bool {
     (1..=100).contains(&text.len())
         && text.starts_with(|letter: char| letter.is_ascii_alphanumeric())
-        && text.chars().all(|letter| letter.is_ascii_alphanumeric() || "._-+!*".contains(letter))
+        && text
+            .chars()
+            .all(|letter| letter.is_ascii_alphanumeric() || "._-+!*".contains(letter))
 }
 
 fn check_marker(marker: &str) -> Result<(), &'static str> {
-    let fits = marker.chars().all(|letter| letter.is_ascii_alphanumeric() || " _.-+*<>=!~()'\",".contains(letter));
+    let fits = marker
+        .chars()
+        .all(|letter| letter.is_ascii_alphanumeric() || " _.-+*<>=!~()'\",".contains(letter));
     if fits && !marker.trim().is_empty() {
         Ok(())
     } else {
@@ -241,21 +289,32 @@ fn check_marker(marker: &str) -> Result<(), &'static str> {
 }
 
 /// Reads an address, with a marker behind it if there is one. `whole` is the requirement it belongs to.
-fn read_address(address: &str, name: Option<String>, whole: &str) -> Result<Requirement, &'static str> {
-    let (address, marker) = address.split_once(" ;").map_or((address, None), |(before, after)| (before, Some(after)));
+fn read_address(
+    address: &str,
+    name: Option<String>,
+    whole: &str,
+) -> Result<Requirement, &'static str> {
+    let (address, marker) = address
+        .split_once(" ;")
+        .map_or((address, None), |(before, after)| (before, Some(after)));
     marker.map_or(Ok(()), check_marker)?;
     let address = address.trim_end();
     if address.contains([' ', ';', '"', '\'', '<', '>', '^']) {
         return Err("an address holds no spaces or quotation marks");
     }
-    let (is_git, rest) = match (address.strip_prefix("git+https://"), address.strip_prefix("https://")) {
+    let (is_git, rest) = match (
+        address.strip_prefix("git+https://"),
+        address.strip_prefix("https://"),
+    ) {
         (Some(rest), _) => (true, rest),
         (_, Some(rest)) => (false, rest),
         _ => return Err("only https:// and git+https:// addresses can be installed"),
     };
     let (authority, path) = rest.split_once('/').ok_or("the address names no file")?;
     let location = read_authority(authority)?;
-    let (path, fragment) = path.split_once('#').map_or((path, None), |(before, after)| (before, Some(after)));
+    let (path, fragment) = path
+        .split_once('#')
+        .map_or((path, None), |(before, after)| (before, Some(after)));
     fragment.map_or(Ok(()), check_fragment)?;
     let source = if is_git {
         check_repository(path)?;
@@ -268,7 +327,12 @@ fn read_address(address: &str, name: Option<String>, whole: &str) -> Result<Requ
             _ => return Err("an https:// address must lead to a .whl or .tar.gz file"),
         }
     };
-    Ok(Requirement { text: whole.to_owned(), name, source, is_plain: false })
+    Ok(Requirement {
+        text: whole.to_owned(),
+        name,
+        source,
+        is_plain: false,
+    })
 }
 
 fn read_authority(authority: &str) -> Result<Location, &'static str> {
@@ -279,30 +343,44 @@ fn read_authority(authority: &str) -> Result<Location, &'static str> {
         Some((host, port)) => {
             let is_number = !port.is_empty() && port.chars().all(|digit| digit.is_ascii_digit());
             let port = port.parse().ok().filter(|port| is_number && *port > 0);
-            (host, port.ok_or("the port in the address is not a number from 1 to 65535")?)
+            (
+                host,
+                port.ok_or("the port in the address is not a number from 1 to 65535")?,
+            )
         }
         None => (authority, 443),
     };
     let is_label = |label: &str| {
         (1..=63).contains(&label.len())
-            && label.chars().all(|letter| letter.is_ascii_alphanumeric() || letter == '-' || letter == '_')
+            && label
+                .chars()
+                .all(|letter| letter.is_ascii_alphanumeric() || letter == '-' || letter == '_')
     };
     if host.len() > 253 || !host.split('.').all(is_label) {
         return Err("the address has no valid host name");
     }
-    Ok(Location { host: host.to_ascii_lowercase(), port })
+    Ok(Location {
+        host: host.to_ascii_lowercase(),
+        port,
+    })
 }
 
 fn check_fragment(fragment: &str) -> Result<(), &'static str> {
     let fits = fragment.split('&').all(|part| match part.split_once('=') {
         Some(("egg", name)) => is_name(name),
-        Some(("sha256", hash)) => hash.len() == 64 && hash.chars().all(|digit| digit.is_ascii_hexdigit()),
-        Some(("subdirectory", folder)) => {
-            folder.split('/').all(|part| is_name_like(part) && !part.starts_with('.') && !part.starts_with('-'))
+        Some(("sha256", hash)) => {
+            hash.len() == 64 && hash.chars().all(|digit| digit.is_ascii_hexdigit())
         }
+        Some(("subdirectory", folder)) => folder
+            .split('/')
+            .all(|part| is_name_like(part) && !part.starts_with('.') && !part.starts_with('-')),
         _ => false,
     });
-    if fits { Ok(()) } else { Err("after # an address can have egg=, sha256= or subdirectory= only") }
+    if fits {
+        Ok(())
+    } else {
+        Err("after # an address can have egg=, sha256= or subdirectory= only")
+    }
 }
 
 fn is_name_like(part: &str) -> bool {
@@ -311,16 +389,23 @@ fn is_name_like(part: &str) -> bool {
 
 /// A revision that began with a dash would be an option of git.
 fn check_repository(path: &str) -> Result<(), &'static str> {
-    let (repository, revision) = path.rsplit_once('@').map_or((path, None), |(before, after)| (before, Some(after)));
+    let (repository, revision) = path
+        .rsplit_once('@')
+        .map_or((path, None), |(before, after)| (before, Some(after)));
     let fits = |text: &str, more: &str| {
         let letters = |letter: char| is_name_letter(letter) || more.contains(letter);
-        !text.is_empty() && !text.starts_with('-') && !text.contains("..") && text.chars().all(letters)
+        !text.is_empty()
+            && !text.starts_with('-')
+            && !text.contains("..")
+            && text.chars().all(letters)
     };
     if !fits(repository, "/~+%") {
         return Err("the address names no repository");
     }
     match revision {
-        Some(revision) if !fits(revision, "/+") => Err("what follows @ is not a branch, tag or commit"),
+        Some(revision) if !fits(revision, "/+") => {
+            Err("what follows @ is not a branch, tag or commit")
+        }
         _ => Ok(()),
     }
 }
@@ -353,19 +438,30 @@ mod tests {
             ("x===1!2.0-rc1", "x"),
             ("pandas[excel, parquet]~=2.2", "pandas"),
             ("pandas[]", "pandas"),
-            ("tomli ; python_version < '3.11' and (sys_platform == \"linux\" or extra == 'a-b')", "tomli"),
+            (
+                "tomli ; python_version < '3.11' and (sys_platform == \"linux\" or extra == 'a-b')",
+                "tomli",
+            ),
             ("tomli>=1;python_version<'3.11'", "tomli"),
         ];
         for (text, name) in good {
             let read = parse(text).unwrap_or_else(|why| panic!("{text:?}: {why}"));
-            assert_eq!((read.name(), read.source(), read.text()), (Some(name), &Source::Index, text.trim()));
+            assert_eq!(
+                (read.name(), read.source(), read.text()),
+                (Some(name), &Source::Index, text.trim())
+            );
         }
     }
 
     #[test]
     fn only_a_bare_name_is_satisfied_by_any_version() {
         assert!(parse("numpy").unwrap().is_plain());
-        for more in ["numpy>=1", "numpy[a]", "numpy; python_version>'3'", "numpy @ https://example.com/numpy-1.whl"] {
+        for more in [
+            "numpy>=1",
+            "numpy[a]",
+            "numpy; python_version>'3'",
+            "numpy @ https://example.com/numpy-1.whl",
+        ] {
             assert!(!parse(more).unwrap().is_plain(), "{more:?}");
         }
     }
@@ -381,7 +477,11 @@ mod tests {
             "numpy ; python_version > '3' --hash=sha256:00",
             "x @ https://example.com/x.whl --no-deps",
         ] {
-            assert!(refusal(text).contains("options are not accepted"), "{text:?}: {}", refusal(text));
+            assert!(
+                refusal(text).contains("options are not accepted"),
+                "{text:?}: {}",
+                refusal(text)
+            );
         }
         assert!(refusal("numpy\t--pre").contains("control character"));
         parse("numpy ; python_version > '3'").unwrap(); // control
@@ -422,7 +522,10 @@ mod tests {
             "pyproject.toml",
         ] {
             let said = refusal(text);
-            assert!(said.contains("files cannot be installed") || said.contains("does not begin"), "{text:?}: {said}");
+            assert!(
+                said.contains("files cannot be installed") || said.contains("does not begin"),
+                "{text:?}: {said}"
+            );
         }
         for text in [
             "file:///etc/passwd",
@@ -437,21 +540,42 @@ mod tests {
             "x @ ./x.whl",
             "x @ http://example.com/x.whl",
         ] {
-            assert!(refusal(text).contains("https://"), "{text:?}: {}", refusal(text));
+            assert!(
+                refusal(text).contains("https://"),
+                "{text:?}: {}",
+                refusal(text)
+            );
         }
     }
 
     #[test]
     fn addresses_are_taken_from_allowed_hosts_only() {
         let wheel = parse("https://example.com/a/x-1.0-py3-none-any.whl").unwrap();
-        assert_eq!((wheel.name(), wheel.source()), (None, &Source::Wheel(here())));
-        let named = parse("X_y[fast] @ https://EXAMPLE.com:443/x.tar.gz#sha256=".to_owned().as_str());
+        assert_eq!(
+            (wheel.name(), wheel.source()),
+            (None, &Source::Wheel(here()))
+        );
+        let named = parse(
+            "X_y[fast] @ https://EXAMPLE.com:443/x.tar.gz#sha256="
+                .to_owned()
+                .as_str(),
+        );
         assert!(named.is_err(), "a hash has 64 digits");
-        let named = parse("X_y[fast] @ https://EXAMPLE.com:443/x.tar.gz ; python_version > '3'").unwrap();
-        assert_eq!((named.name(), named.source()), (Some("x-y"), &Source::Code(here())));
-        for good in ["git+https://example.com/a/b.git@v1.0#subdirectory=py/x&egg=b", "b @ git+https://example.com/a/b"]
-        {
-            assert_eq!(parse(good).unwrap().source(), &Source::Code(here()), "{good:?}");
+        let named =
+            parse("X_y[fast] @ https://EXAMPLE.com:443/x.tar.gz ; python_version > '3'").unwrap();
+        assert_eq!(
+            (named.name(), named.source()),
+            (Some("x-y"), &Source::Code(here()))
+        );
+        for good in [
+            "git+https://example.com/a/b.git@v1.0#subdirectory=py/x&egg=b",
+            "b @ git+https://example.com/a/b",
+        ] {
+            assert_eq!(
+                parse(good).unwrap().source(),
+                &Source::Code(here()),
+                "{good:?}"
+            );
         }
         for elsewhere in [
             "https://example.org/x.whl",
@@ -459,15 +583,27 @@ mod tests {
             "git+https://example.org/x",
             "x @ https://sub.example.com/x.whl",
         ] {
-            assert!(refusal(elsewhere).contains("not in the allowed list"), "{elsewhere:?}");
+            assert!(
+                refusal(elsewhere).contains("not in the allowed list"),
+                "{elsewhere:?}"
+            );
         }
         let cure = |text: &str| refusal(text).split('`').nth(1).unwrap().to_owned();
-        assert_eq!(cure("git+https://example.org/x"), "--allowed-domain example.org");
-        assert_eq!(cure("https://example.com:8443/x.whl"), "--allowed-domain example.com:8443");
+        assert_eq!(
+            cure("git+https://example.org/x"),
+            "--allowed-domain example.org"
+        );
+        assert_eq!(
+            cure("https://example.com:8443/x.whl"),
+            "--allowed-domain example.com:8443"
+        );
     }
 
     fn here() -> Location {
-        Location { host: "example.com".to_owned(), port: 443 }
+        Location {
+            host: "example.com".to_owned(),
+            port: 443,
+        }
     }
 
     #[test]
@@ -501,9 +637,16 @@ mod tests {
 
     #[test]
     fn several_packages_in_one_text_are_refused_with_advice() {
-        for text in
-            ["numpy pandas", "numpy,pandas", "numpy==", "numpy>=1 2", "numpy=1", "numpy[", "numpy[-x]", "numpy;"]
-        {
+        for text in [
+            "numpy pandas",
+            "numpy,pandas",
+            "numpy==",
+            "numpy>=1 2",
+            "numpy=1",
+            "numpy[",
+            "numpy[-x]",
+            "numpy;",
+        ] {
             refusal(text);
         }
         assert!(refusal("numpy pandas").contains("give a list"));

@@ -102,7 +102,11 @@ pub enum StoreError {
     #[error("the package holds no description of itself, or more than one")]
     NoDescription,
     #[error("a stored package was changed on disk: {package} {version} ({name})")]
-    Damaged { name: TreeName, package: String, version: String },
+    Damaged {
+        name: TreeName,
+        package: String,
+        version: String,
+    },
     #[error(
         "the package store is full: sessions use all of its {}; close sessions that are not needed, or have the operator raise package_store_size",
         stream::mebibytes(*.limit)
@@ -122,14 +126,19 @@ fn while_doing(attempt: &'static str) -> impl FnOnce(io::Error) -> StoreError {
 
 impl TreeName {
     fn new(text: &str) -> Option<TreeName> {
-        let fits = text.len() == 64 && text.chars().all(|digit| matches!(digit, '0'..='9' | 'a'..='f'));
+        let fits = text.len() == 64
+            && text
+                .chars()
+                .all(|digit| matches!(digit, '0'..='9' | 'a'..='f'));
         fits.then(|| TreeName(text.to_owned()))
     }
 
     fn random() -> io::Result<TreeName> {
         let mut bytes = [0; 32];
         File::open("/dev/urandom")?.read_exact(&mut bytes)?;
-        Ok(TreeName(bytes.iter().map(|byte| format!("{byte:02x}")).collect()))
+        Ok(TreeName(
+            bytes.iter().map(|byte| format!("{byte:02x}")).collect(),
+        ))
     }
 
     /// Returns the digits, which are the name of the folder.
@@ -162,7 +171,10 @@ impl Key {
     /// Makes a key of parts. Different parts give different keys, also where their texts joined would be the same.
     pub fn new(parts: &[&str]) -> Key {
         let text = serde_json::to_vec(parts).expect("texts can always be written as JSON");
-        Key(Sha256::digest(text).iter().map(|byte| format!("{byte:02x}")).collect())
+        Key(Sha256::digest(text)
+            .iter()
+            .map(|byte| format!("{byte:02x}"))
+            .collect())
     }
 }
 
@@ -180,21 +192,35 @@ impl Store {
             }
             // The owner may not list it either: without root's rights, sessions have the owner's user id.
             folder(&root.join(TREES), 0o311)?;
-            OpenOptions::new().read(true).write(true).create(true).truncate(false).open(root.join(LOCK))
+            OpenOptions::new()
+                .read(true)
+                .write(true)
+                .create(true)
+                .truncate(false)
+                .open(root.join(LOCK))
         };
         let lock = prepare().map_err(while_doing("make the package store"))?;
         let alone = match lock.try_lock() {
             Ok(()) => true,
             Err(TryLockError::WouldBlock) => false,
-            Err(TryLockError::Error(cause)) => return Err(while_doing("lock the package store")(cause)),
+            Err(TryLockError::Error(cause)) => {
+                return Err(while_doing("lock the package store")(cause));
+            }
         };
         let uses = Uses::open(root).map_err(while_doing("note who uses the package store"))?;
-        let store = Store { root: root.to_owned(), uses, _in_use: lock };
+        let store = Store {
+            root: root.to_owned(),
+            uses,
+            _in_use: lock,
+        };
         if alone {
             store.clean_up();
         }
         // The lock changes its kind; nobody can have come in between who would mind.
-        store._in_use.lock_shared().map_err(while_doing("lock the package store"))?;
+        store
+            ._in_use
+            .lock_shared()
+            .map_err(while_doing("lock the package store"))?;
         Ok(store)
     }
 
@@ -205,14 +231,32 @@ impl Store {
 
     /// Finds the tree for a key, unless it was changed on disk. It is in use from then on.
     pub fn find(&self, key: &Key) -> Result<Option<Tree>, StoreError> {
-        let Ok(text) = fs::read_to_string(self.root.join(INDEX).join(&key.0)) else { return Ok(None) };
-        let Some(name) = TreeName::new(text.trim()) else { return Ok(None) };
-        let marking = self.uses.marking().map_err(while_doing("note which packages are used"))?;
+        let Ok(text) = fs::read_to_string(self.root.join(INDEX).join(&key.0)) else {
+            return Ok(None);
+        };
+        let Some(name) = TreeName::new(text.trim()) else {
+            return Ok(None);
+        };
+        let marking = self
+            .uses
+            .marking()
+            .map_err(while_doing("note which packages are used"))?;
         // Only now: until then it could still go.
-        let Some(tree) = self.tree(&name).filter(|tree| self.path(&tree.name).is_dir()) else { return Ok(None) };
+        let Some(tree) = self
+            .tree(&name)
+            .filter(|tree| self.path(&tree.name).is_dir())
+        else {
+            return Ok(None);
+        };
         if self.check(&tree).is_err() {
-            let Record { package, version, .. } = &tree.record;
-            tracing::warn!(package, version, "a stored package was changed on disk, and will be replaced");
+            let Record {
+                package, version, ..
+            } = &tree.record;
+            tracing::warn!(
+                package,
+                version,
+                "a stored package was changed on disk, and will be replaced"
+            );
             return Ok(None);
         }
         self.mark(&marking, &tree.name)?;
@@ -220,7 +264,12 @@ impl Store {
     }
 
     /// Reads a stream that came out of a sandbox and keeps what it holds.
-    pub fn add(&self, stream: impl Read, bounds: Bounds, sharing: Sharing) -> Result<Tree, StoreError> {
+    pub fn add(
+        &self,
+        stream: impl Read,
+        bounds: Bounds,
+        sharing: Sharing,
+    ) -> Result<Tree, StoreError> {
         let incoming = tempfile::Builder::new()
             .prefix("tree-")
             .tempdir_in(self.root.join(INCOMING))
@@ -232,7 +281,9 @@ impl Store {
         let content = hash_of(&listing);
         let name = match sharing {
             Sharing::Shared => TreeName(content.clone()),
-            Sharing::Private => TreeName::random().map_err(while_doing("choose a name for the package"))?,
+            Sharing::Private => {
+                TreeName::random().map_err(while_doing("choose a name for the package"))?
+            }
         };
         let record = Record {
             package,
@@ -240,7 +291,9 @@ impl Store {
             files: listing.len() as u64,
             bytes: listing.values().map(|entry| entry.size).sum(),
             sharing,
-            created: SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).map_or(0, |since| since.as_secs()),
+            created: SystemTime::now()
+                .duration_since(SystemTime::UNIX_EPOCH)
+                .map_or(0, |since| since.as_secs()),
             listing: hash_of(&without_contents(listing)),
             content,
             stamp: String::new(),
@@ -253,7 +306,8 @@ impl Store {
         if tree.record.sharing == Sharing::Private {
             return Ok(());
         }
-        self.write(INDEX, &key.0, tree.name.as_str().as_bytes()).map_err(while_doing("remember the package"))
+        self.write(INDEX, &key.0, tree.name.as_str().as_bytes())
+            .map_err(while_doing("remember the package"))
     }
 
     /// Looks whether a tree is what it was. Its bytes are read only if a file has been changed since, be it back to what it was.
@@ -265,9 +319,15 @@ impl Store {
             return Ok(());
         }
         self.verify(tree)?;
-        let record = Record { stamp, ..tree.record.clone() };
+        let record = Record {
+            stamp,
+            ..tree.record.clone()
+        };
         // Without it, the bytes are read again next time.
-        let _ = self.write_record(&Tree { name: tree.name.clone(), record });
+        let _ = self.write_record(&Tree {
+            name: tree.name.clone(),
+            record,
+        });
         Ok(())
     }
 
@@ -279,11 +339,22 @@ impl Store {
 
     /// Lists all trees by package and version.
     pub fn list(&self) -> Result<Vec<Tree>, StoreError> {
-        let entries = fs::read_dir(self.root.join(RECORDS)).map_err(while_doing("list the package store"))?;
-        let names = entries.flatten().filter_map(|entry| TreeName::new(entry.file_name().to_str()?));
-        let mut trees: Vec<Tree> =
-            names.filter_map(|name| self.tree(&name)).filter(|tree| self.path(&tree.name).is_dir()).collect();
-        let order = |tree: &Tree| (tree.record.package.clone(), tree.record.version.clone(), tree.name.clone());
+        let entries =
+            fs::read_dir(self.root.join(RECORDS)).map_err(while_doing("list the package store"))?;
+        let names = entries
+            .flatten()
+            .filter_map(|entry| TreeName::new(entry.file_name().to_str()?));
+        let mut trees: Vec<Tree> = names
+            .filter_map(|name| self.tree(&name))
+            .filter(|tree| self.path(&tree.name).is_dir())
+            .collect();
+        let order = |tree: &Tree| {
+            (
+                tree.record.package.clone(),
+                tree.record.version.clone(),
+                tree.name.clone(),
+            )
+        };
         trees.sort_by_key(order);
         Ok(trees)
     }
@@ -306,7 +377,9 @@ impl Store {
         let moved = fs::set_permissions(&path, Permissions::from_mode(0o755))
             .and_then(|()| fs::rename(&path, doomed.path().join("tree")));
         match moved {
-            Err(error) if error.kind() != io::ErrorKind::NotFound => Err(while_doing("remove a package")(error)),
+            Err(error) if error.kind() != io::ErrorKind::NotFound => {
+                Err(while_doing("remove a package")(error))
+            }
             _ => Ok(doomed),
         }
     }
@@ -314,9 +387,13 @@ impl Store {
     /// Gives a finished tree its place and its record. It is in use from then on.
     fn keep(&self, place: &Path, mut tree: Tree) -> Result<Tree, StoreError> {
         make_read_only(place).map_err(while_doing("make the package read-only"))?;
-        let listing = stream::list(place, false).map_err(while_doing("make the package read-only"))?;
+        let listing =
+            stream::list(place, false).map_err(while_doing("make the package read-only"))?;
         tree.record.stamp = stamp_of(&listing);
-        let marking = self.uses.marking().map_err(while_doing("note which packages are used"))?;
+        let marking = self
+            .uses
+            .marking()
+            .map_err(while_doing("note which packages are used"))?;
         self.mark(&marking, &tree.name)?;
         let path = self.path(&tree.name);
         if let Some(there) = self.tree(&tree.name).filter(|_| path.is_dir()) {
@@ -329,12 +406,18 @@ impl Store {
             remove_tree(damaged.path()).map_err(while_doing("remove a package"))?;
         }
         // The record comes first: a tree without one could not be checked, a record without a tree is not found.
-        self.write_record(&tree).map_err(while_doing("write down the package"))?;
+        self.write_record(&tree)
+            .map_err(while_doing("write down the package"))?;
         match fs::rename(place, &path) {
             Ok(()) => fs::set_permissions(&path, Permissions::from_mode(0o555))
                 .map_err(while_doing("make the package read-only"))?,
             // Somebody else put the same content there first.
-            Err(error) if matches!(error.kind(), io::ErrorKind::AlreadyExists | io::ErrorKind::DirectoryNotEmpty) => {
+            Err(error)
+                if matches!(
+                    error.kind(),
+                    io::ErrorKind::AlreadyExists | io::ErrorKind::DirectoryNotEmpty
+                ) =>
+            {
                 let _ = remove_tree(place);
                 self.check(&tree)?;
             }
@@ -348,19 +431,29 @@ impl Store {
 
     /// Notes that a tree is used, now and from now on.
     fn mark(&self, marking: &Marking, name: &TreeName) -> Result<(), StoreError> {
-        self.uses.mark(marking, name).map_err(while_doing("note which packages are used"))?;
-        let record = OpenOptions::new().write(true).open(self.root.join(RECORDS).join(name.as_str()));
+        self.uses
+            .mark(marking, name)
+            .map_err(while_doing("note which packages are used"))?;
+        let record = OpenOptions::new()
+            .write(true)
+            .open(self.root.join(RECORDS).join(name.as_str()));
         // It says when the tree was used last. A tree that is being added has no record yet.
         let _ = record.and_then(|record| record.set_modified(SystemTime::now()));
         Ok(())
     }
 
     fn write_record(&self, tree: &Tree) -> io::Result<()> {
-        let record = serde_json::to_vec(&tree.record).expect("a record can always be written as JSON");
+        let record =
+            serde_json::to_vec(&tree.record).expect("a record can always be written as JSON");
         self.write(RECORDS, tree.name.as_str(), &record)
     }
 
-    fn compare(&self, tree: &Tree, found: io::Result<stream::Listing>, expected: &str) -> Result<(), StoreError> {
+    fn compare(
+        &self,
+        tree: &Tree,
+        found: io::Result<stream::Listing>,
+        expected: &str,
+    ) -> Result<(), StoreError> {
         match found {
             Ok(listing) if hash_of(&listing) == expected => Ok(()),
             _ => Err(StoreError::Damaged {
@@ -378,7 +471,10 @@ impl Store {
     /// Returns what is known of a tree, if there is one of this name.
     pub fn tree(&self, name: &TreeName) -> Option<Tree> {
         let text = fs::read(self.root.join(RECORDS).join(name.as_str())).ok()?;
-        Some(Tree { name: name.clone(), record: serde_json::from_slice(&text).ok()? })
+        Some(Tree {
+            name: name.clone(),
+            record: serde_json::from_slice(&text).ok()?,
+        })
     }
 
     /// Writes a small file in one step.
@@ -393,21 +489,35 @@ impl Store {
     fn clean_up(&self) {
         // Reading the marks of others removes those of servers that are gone.
         let _ = self.in_use();
-        let leftovers = fs::read_dir(self.root.join(INCOMING)).into_iter().flatten().flatten();
-        let unfinished: Vec<io::Result<()>> = leftovers.map(|entry| remove_tree(&entry.path())).collect();
-        let private =
-            self.list().unwrap_or_default().into_iter().filter(|tree| tree.record.sharing == Sharing::Private);
-        let failures = private.filter_map(|tree| self.remove(&tree.name).err()).count()
+        let leftovers = fs::read_dir(self.root.join(INCOMING))
+            .into_iter()
+            .flatten()
+            .flatten();
+        let unfinished: Vec<io::Result<()>> =
+            leftovers.map(|entry| remove_tree(&entry.path())).collect();
+        let private = self
+            .list()
+            .unwrap_or_default()
+            .into_iter()
+            .filter(|tree| tree.record.sharing == Sharing::Private);
+        let failures = private
+            .filter_map(|tree| self.remove(&tree.name).err())
+            .count()
             + unfinished.into_iter().filter(Result::is_err).count();
         if failures > 0 {
-            tracing::warn!(failures, "could not remove everything that earlier servers left in the package store");
+            tracing::warn!(
+                failures,
+                "could not remove everything that earlier servers left in the package store"
+            );
         }
     }
 }
 
 /// Finds which distribution a tree is, by the name of the one folder that describes it.
 fn described(listing: &stream::Listing) -> Option<(String, String)> {
-    let folders = listing.keys().filter_map(|path| path.split_once('/')?.0.strip_suffix(".dist-info"));
+    let folders = listing
+        .keys()
+        .filter_map(|path| path.split_once('/')?.0.strip_suffix(".dist-info"));
     let mut folders: Vec<&str> = folders.collect();
     folders.dedup();
     let [folder] = folders[..] else { return None };

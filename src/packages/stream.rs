@@ -76,19 +76,32 @@ pub(super) fn hash_of(listing: &Listing) -> String {
         hash.update(entry.size.to_be_bytes());
         hash.update(entry.content.unwrap_or_default());
     }
-    hash.finalize().iter().map(|byte| format!("{byte:02x}")).collect()
+    hash.finalize()
+        .iter()
+        .map(|byte| format!("{byte:02x}"))
+        .collect()
 }
 
 /// Names a listing by when its files were changed.
 pub(super) fn stamp_of(listing: &Listing) -> String {
     let mut hash = Sha256::new();
-    for (path, Entry { changed: (seconds, nanoseconds), .. }) in listing {
+    for (
+        path,
+        Entry {
+            changed: (seconds, nanoseconds),
+            ..
+        },
+    ) in listing
+    {
         hash.update(path.as_bytes());
         hash.update([0]);
         hash.update(seconds.to_be_bytes());
         hash.update(nanoseconds.to_be_bytes());
     }
-    hash.finalize().iter().map(|byte| format!("{byte:02x}")).collect()
+    hash.finalize()
+        .iter()
+        .map(|byte| format!("{byte:02x}"))
+        .collect()
 }
 
 #[derive(Deserialize)]
@@ -108,7 +121,11 @@ struct End {
 /// Writes the files of a stream below `folder`, which must be empty and which nobody else may enter, and returns what was written.
 ///
 /// Every file ends up readable by all and writable by none.
-pub(super) fn unpack(stream: impl Read, folder: &Path, bounds: Bounds) -> Result<Listing, StreamError> {
+pub(super) fn unpack(
+    stream: impl Read,
+    folder: &Path,
+    bounds: Bounds,
+) -> Result<Listing, StreamError> {
     let mut stream = BufReader::with_capacity(1 << 16, stream);
     let mut listing = Listing::new();
     let mut left = bounds.bytes;
@@ -117,33 +134,50 @@ pub(super) fn unpack(stream: impl Read, folder: &Path, bounds: Bounds) -> Result
         if let Ok(End { end }) = serde_json::from_slice(&line) {
             return finish(stream, listing, end);
         }
-        let header: Header =
-            serde_json::from_slice(&line).map_err(|_| StreamError::Malformed("a header cannot be read"))?;
-        let refused = |why| StreamError::Path { path: header.path.clone(), why };
+        let header: Header = serde_json::from_slice(&line)
+            .map_err(|_| StreamError::Malformed("a header cannot be read"))?;
+        let refused = |why| StreamError::Path {
+            path: header.path.clone(),
+            why,
+        };
         check_path(&header.path).map_err(refused)?;
         if listing.len() as u64 >= bounds.files {
             return Err(StreamError::TooManyFiles(bounds.files));
         }
-        left = left.checked_sub(header.size).ok_or(StreamError::TooLarge(bounds.bytes))?;
+        left = left
+            .checked_sub(header.size)
+            .ok_or(StreamError::TooLarge(bounds.bytes))?;
         let content = write_file(&mut stream, &folder.join(&header.path), &header)?;
-        let entry = Entry { size: header.size, program: header.program, content: Some(content), changed: (0, 0) };
+        let entry = Entry {
+            size: header.size,
+            program: header.program,
+            content: Some(content),
+            changed: (0, 0),
+        };
         listing.insert(header.path, entry);
     }
 }
 
 fn header_line(stream: &mut impl BufRead) -> Result<Vec<u8>, StreamError> {
     let mut line = Vec::new();
-    stream.by_ref().take(LONGEST_HEADER).read_until(b'\n', &mut line)?;
+    stream
+        .by_ref()
+        .take(LONGEST_HEADER)
+        .read_until(b'\n', &mut line)?;
     match line.pop() {
         Some(b'\n') => Ok(line),
-        Some(_) if line.len() as u64 + 1 == LONGEST_HEADER => Err(StreamError::Malformed("a header is too long")),
+        Some(_) if line.len() as u64 + 1 == LONGEST_HEADER => {
+            Err(StreamError::Malformed("a header is too long"))
+        }
         _ => Err(StreamError::Malformed("it ends in the middle")),
     }
 }
 
 fn finish(mut stream: impl Read, listing: Listing, count: u64) -> Result<Listing, StreamError> {
     if count != listing.len() as u64 {
-        return Err(StreamError::Malformed("the number of files is not what it says"));
+        return Err(StreamError::Malformed(
+            "the number of files is not what it says",
+        ));
     }
     if listing.is_empty() {
         return Err(StreamError::Malformed("it holds no files"));
@@ -172,26 +206,44 @@ fn check_path(path: &str) -> Result<(), &'static str> {
             _ => depth += 1,
         }
     }
-    if depth > DEEPEST_PATH { Err("lies too deep") } else { Ok(()) }
+    if depth > DEEPEST_PATH {
+        Err("lies too deep")
+    } else {
+        Ok(())
+    }
 }
 
 /// Makes one file, which must not exist, from the next bytes of the stream. Returns the hash of its content.
-fn write_file(stream: &mut impl Read, path: &Path, header: &Header) -> Result<[u8; 32], StreamError> {
+fn write_file(
+    stream: &mut impl Read,
+    path: &Path,
+    header: &Header,
+) -> Result<[u8; 32], StreamError> {
     let twice = |error: io::Error| match error.kind() {
-        io::ErrorKind::AlreadyExists | io::ErrorKind::NotADirectory | io::ErrorKind::IsADirectory => {
-            StreamError::Path { path: header.path.clone(), why: "comes twice, or once as a file and once as a folder" }
-        }
+        io::ErrorKind::AlreadyExists
+        | io::ErrorKind::NotADirectory
+        | io::ErrorKind::IsADirectory => StreamError::Path {
+            path: header.path.clone(),
+            why: "comes twice, or once as a file and once as a folder",
+        },
         _ => StreamError::Files(error),
     };
     if let Some(parent) = path.parent() {
         fs::create_dir_all(parent).map_err(twice)?;
     }
-    let mut file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(path).map_err(twice)?;
+    let mut file = OpenOptions::new()
+        .write(true)
+        .create_new(true)
+        .mode(0o600)
+        .open(path)
+        .map_err(twice)?;
     let mut hash = Sha256::new();
     let mut left = header.size;
     let mut buffer = [0; 1 << 14];
     while left > 0 {
-        let wanted = usize::try_from(left).unwrap_or(usize::MAX).min(buffer.len());
+        let wanted = usize::try_from(left)
+            .unwrap_or(usize::MAX)
+            .min(buffer.len());
         let count = stream.read(&mut buffer[..wanted])?;
         if count == 0 {
             return Err(StreamError::Malformed("it ends in the middle"));
@@ -200,7 +252,11 @@ fn write_file(stream: &mut impl Read, path: &Path, header: &Header) -> Result<[u
         file.write_all(&buffer[..count])?;
         left -= count as u64;
     }
-    file.set_permissions(Permissions::from_mode(if header.program { 0o555 } else { 0o444 }))?;
+    file.set_permissions(Permissions::from_mode(if header.program {
+        0o555
+    } else {
+        0o444
+    }))?;
     Ok(hash.finalize().into())
 }
 
@@ -211,18 +267,39 @@ pub(super) fn list(folder: &Path, with_contents: bool) -> io::Result<Listing> {
     while let Some(prefix) = folders.pop() {
         for entry in fs::read_dir(folder.join(&prefix))? {
             let entry = entry?;
-            let name = entry.file_name().into_string().map_err(|_| io::Error::other("a name is not UTF-8"))?;
-            let path = if prefix.is_empty() { name } else { format!("{prefix}/{name}") };
+            let name = entry
+                .file_name()
+                .into_string()
+                .map_err(|_| io::Error::other("a name is not UTF-8"))?;
+            let path = if prefix.is_empty() {
+                name
+            } else {
+                format!("{prefix}/{name}")
+            };
             let found = entry.metadata()?;
             if found.is_dir() {
                 folders.push(path);
             } else if found.is_file() {
-                let content = if with_contents { Some(hash_file(&entry.path())?) } else { None };
+                let content = if with_contents {
+                    Some(hash_file(&entry.path())?)
+                } else {
+                    None
+                };
                 let program = found.permissions().mode() & 0o111 != 0;
                 let changed = (found.ctime(), found.ctime_nsec());
-                listing.insert(path, Entry { size: found.len(), program, content, changed });
+                listing.insert(
+                    path,
+                    Entry {
+                        size: found.len(),
+                        program,
+                        content,
+                        changed,
+                    },
+                );
             } else {
-                return Err(io::Error::other("it holds something that is neither a file nor a folder"));
+                return Err(io::Error::other(
+                    "it holds something that is neither a file nor a folder",
+                ));
             }
         }
     }
@@ -245,7 +322,10 @@ fn hash_file(path: &Path) -> io::Result<[u8; 32]> {
 pub(super) mod tests {
     use super::*;
 
-    const ROOMY: Bounds = Bounds { files: 100, bytes: 1 << 20 };
+    const ROOMY: Bounds = Bounds {
+        files: 100,
+        bytes: 1 << 20,
+    };
 
     /// The stream that an honest installer writes for these files.
     pub(crate) fn stream(files: &[(&str, &str)]) -> Vec<u8> {
@@ -258,7 +338,10 @@ pub(super) mod tests {
         bytes
     }
 
-    fn unpack_into(bytes: &[u8], bounds: Bounds) -> (tempfile::TempDir, Result<Listing, StreamError>) {
+    fn unpack_into(
+        bytes: &[u8],
+        bounds: Bounds,
+    ) -> (tempfile::TempDir, Result<Listing, StreamError>) {
         let folder = tempfile::tempdir().unwrap();
         let place = folder.path().join("deep/tree");
         fs::create_dir_all(&place).unwrap();
@@ -270,7 +353,10 @@ pub(super) mod tests {
     fn refusal(bytes: &[u8]) -> String {
         let (folder, result) = unpack_into(bytes, ROOMY);
         let said = result.expect_err("it should be refused").to_string();
-        let outside: Vec<_> = fs::read_dir(folder.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+        let outside: Vec<_> = fs::read_dir(folder.path())
+            .unwrap()
+            .map(|entry| entry.unwrap().file_name())
+            .collect();
         assert_eq!(outside, ["deep"], "nothing was written elsewhere");
         assert_eq!(fs::read_dir(folder.path().join("deep")).unwrap().count(), 1);
         said
@@ -278,14 +364,25 @@ pub(super) mod tests {
 
     #[test]
     fn files_arrive_with_their_bytes_and_without_the_right_to_change_them() {
-        let (folder, result) = unpack_into(&stream(&[("a/b.py", "x = 1\n"), ("bin/run", "#!x"), ("empty", "")]), ROOMY);
+        let (folder, result) = unpack_into(
+            &stream(&[("a/b.py", "x = 1\n"), ("bin/run", "#!x"), ("empty", "")]),
+            ROOMY,
+        );
         let listing = result.unwrap();
         let place = folder.path().join("deep/tree");
         assert_eq!(fs::read_to_string(place.join("a/b.py")).unwrap(), "x = 1\n");
-        let mode = |path: &str| fs::metadata(place.join(path)).unwrap().permissions().mode() & 0o7777;
-        assert_eq!([mode("a/b.py"), mode("bin/run"), mode("empty")], [0o444, 0o555, 0o444]);
+        let mode =
+            |path: &str| fs::metadata(place.join(path)).unwrap().permissions().mode() & 0o7777;
+        assert_eq!(
+            [mode("a/b.py"), mode("bin/run"), mode("empty")],
+            [0o444, 0o555, 0o444]
+        );
         let found = list(&place, true).unwrap();
-        assert_eq!(hash_of(&found), hash_of(&listing), "what was read back is what was written");
+        assert_eq!(
+            hash_of(&found),
+            hash_of(&listing),
+            "what was read back is what was written"
+        );
         let before = stamp_of(&found);
         fs::set_permissions(place.join("empty"), Permissions::from_mode(0o444)).unwrap();
         assert_ne!(
@@ -297,36 +394,73 @@ pub(super) mod tests {
 
     #[test]
     fn a_path_cannot_leave_the_tree() {
-        for path in
-            ["/etc/passwd", "../x", "../../x", "a/../../x", "a/..", ".", "./x", "a//b", "a/", "", "a\0b", "a\nb"]
-        {
-            assert!(refusal(&stream(&[(path, "x")])).contains("cannot be kept"), "{path:?}");
+        for path in [
+            "/etc/passwd",
+            "../x",
+            "../../x",
+            "a/../../x",
+            "a/..",
+            ".",
+            "./x",
+            "a//b",
+            "a/",
+            "",
+            "a\0b",
+            "a\nb",
+        ] {
+            assert!(
+                refusal(&stream(&[(path, "x")])).contains("cannot be kept"),
+                "{path:?}"
+            );
         }
-        refusal(&stream(&[("a/".repeat(100).as_str().trim_end_matches('/'), "x")]));
+        refusal(&stream(&[(
+            "a/".repeat(100).as_str().trim_end_matches('/'),
+            "x",
+        )]));
         refusal(&stream(&[("x".repeat(256).as_str(), "x")]));
         refusal(&stream(&[("x/".repeat(600).as_str(), "x")]));
         for path in ["..a/b..", "a/...", ".hidden", "a\\b", "ä/ö"] {
-            unpack_into(&stream(&[(path, "x")]), ROOMY).1.unwrap_or_else(|why| panic!("{path:?}: {why}")); // control
+            unpack_into(&stream(&[(path, "x")]), ROOMY)
+                .1
+                .unwrap_or_else(|why| panic!("{path:?}: {why}")); // control
         }
     }
 
     #[test]
     fn a_file_comes_once_and_is_no_folder() {
-        for files in [[("a", "1"), ("a", "2")], [("a", "1"), ("a/b", "2")], [("a/b", "1"), ("a", "2")]] {
+        for files in [
+            [("a", "1"), ("a", "2")],
+            [("a", "1"), ("a/b", "2")],
+            [("a/b", "1"), ("a", "2")],
+        ] {
             assert!(refusal(&stream(&files)).contains("twice"), "{files:?}");
         }
-        unpack_into(&stream(&[("a/b", "1"), ("a/c", "2")]), ROOMY).1.unwrap(); // control
+        unpack_into(&stream(&[("a/b", "1"), ("a/c", "2")]), ROOMY)
+            .1
+            .unwrap(); // control
     }
 
     #[test]
     fn count_and_size_are_bounded_before_anything_is_read() {
-        let bounds = Bounds { files: 2, bytes: 10 };
+        let bounds = Bounds {
+            files: 2,
+            bytes: 10,
+        };
         let check = |files: &[(&str, &str)]| unpack_into(&stream(files), bounds).1;
         assert!(check(&[("a", "12345"), ("b", "12345")]).is_ok()); // control
-        assert!(matches!(check(&[("a", ""), ("b", ""), ("c", "")]), Err(StreamError::TooManyFiles(2))));
-        assert!(matches!(check(&[("a", "12345"), ("b", "123456")]), Err(StreamError::TooLarge(10))));
+        assert!(matches!(
+            check(&[("a", ""), ("b", ""), ("c", "")]),
+            Err(StreamError::TooManyFiles(2))
+        ));
+        assert!(matches!(
+            check(&[("a", "12345"), ("b", "123456")]),
+            Err(StreamError::TooLarge(10))
+        ));
         let boast = b"{\"path\":\"a\",\"size\":18446744073709551615,\"program\":false}\nx";
-        assert!(matches!(unpack_into(boast, bounds).1, Err(StreamError::TooLarge(10))));
+        assert!(matches!(
+            unpack_into(boast, bounds).1,
+            Err(StreamError::TooLarge(10))
+        ));
     }
 
     #[test]
@@ -344,7 +478,9 @@ pub(super) mod tests {
 
     #[test]
     fn a_header_says_nothing_but_path_size_and_kind() {
-        let with = |members: &str| format!("{{\"path\":\"a\",\"size\":1{members}}}\nx{{\"end\":1}}\n").into_bytes();
+        let with = |members: &str| {
+            format!("{{\"path\":\"a\",\"size\":1{members}}}\nx{{\"end\":1}}\n").into_bytes()
+        };
         unpack_into(&with(",\"program\":false"), ROOMY).1.unwrap(); // control
         for more in [
             "",
@@ -354,13 +490,21 @@ pub(super) mod tests {
             ",\"program\":false,\"size\":2",
             ",\"program\":false,\"path\":\"../b\"",
         ] {
-            assert!(refusal(&with(more)).contains("a header cannot be read"), "{more}");
+            assert!(
+                refusal(&with(more)).contains("a header cannot be read"),
+                "{more}"
+            );
         }
     }
 
     #[test]
     fn a_listing_that_differs_in_anything_has_another_name() {
-        let entry = |size, program, content| Entry { size, program, content, changed: (0, 0) };
+        let entry = |size, program, content| Entry {
+            size,
+            program,
+            content,
+            changed: (0, 0),
+        };
         let one = |path: &str, entry| hash_of(&Listing::from([(path.to_owned(), entry)]));
         let base = one("a", entry(1, false, Some([1; 32])));
         assert_eq!(base, one("a", entry(1, false, Some([1; 32]))));

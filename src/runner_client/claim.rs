@@ -36,7 +36,10 @@ const MOST_LOSSES: usize = 50;
 const LONGEST_LOSS: usize = 200;
 /// What a header may hold. The lists that a runner makes are short; only arguments of tools may be
 /// long.
-const HEADER: Budget = Budget { depth: MAX_DEPTH, memory: 16 * 1024 * 1024 };
+const HEADER: Budget = Budget {
+    depth: MAX_DEPTH,
+    memory: 16 * 1024 * 1024,
+};
 
 /// One thing the runner says. Any of it may be a lie.
 #[derive(Debug, Clone, PartialEq)]
@@ -392,7 +395,10 @@ struct BlobHeader {
 /// Reads a frame as a claim, with its `seq` if it has a place among the pipes' bytes.
 pub(super) fn read(frame: Frame) -> Result<(Claim, Option<u32>), FrameError> {
     let header = parse_header(&frame.header)?;
-    let kind = header.kind.as_deref().ok_or_else(|| wrong("it has no type"))?;
+    let kind = header
+        .kind
+        .as_deref()
+        .ok_or_else(|| wrong("it has no type"))?;
     let id = || header.id.ok_or_else(|| wrong("it has no id"));
     let seq = header.seq;
     let claim = match kind {
@@ -402,27 +408,42 @@ pub(super) fn read(frame: Frame) -> Result<(Claim, Option<u32>), FrameError> {
                 _ => 0,
             },
             python: shortened(header.python, LONGEST_NAME),
-            marker: read_marker(&header.marker).ok_or_else(|| wrong("its marker is not 32 hexadecimal digits"))?,
+            marker: read_marker(&header.marker)
+                .ok_or_else(|| wrong("its marker is not 32 hexadecimal digits"))?,
             carried: Carried {
                 lost: bounded_losses(header.lost),
                 files: match header.files {
                     Some(Files::Word(word)) => CarriedFiles::from_word(&word),
                     _ => None,
                 },
-                why: header.why.map(|why| shortened(without_controls(why), LONGEST_LOSS)),
+                why: header
+                    .why
+                    .map(|why| shortened(without_controls(why), LONGEST_LOSS)),
                 mapped: header.mapped,
-                seeded: GENERATORS.into_iter().filter(|name| header.seeded.iter().any(|said| said == name)).collect(),
+                seeded: GENERATORS
+                    .into_iter()
+                    .filter(|name| header.seeded.iter().any(|said| said == name))
+                    .collect(),
             },
         },
-        "started" => Claim::Started { id: id()?, rotated: header.rotated },
+        "started" => Claim::Started {
+            id: id()?,
+            rotated: header.rotated,
+        },
         "display" => Claim::Display {
             id: id()?,
             display_id: header.display_id.map(|id| shortened(id, LONGEST_NAME)),
             update: header.update,
             bundle: bundle(header.data, header.blobs, &frame.payload)?,
         },
-        "value" => Claim::Value { id: id()?, bundle: bundle(header.data, header.blobs, &frame.payload)? },
-        "clear" => Claim::Clear { id: id()?, wait: header.wait },
+        "value" => Claim::Value {
+            id: id()?,
+            bundle: bundle(header.data, header.blobs, &frame.payload)?,
+        },
+        "clear" => Claim::Clear {
+            id: id()?,
+            wait: header.wait,
+        },
         "done" => Claim::Done(Box::new(DoneClaim {
             id: id()?,
             error: match header.status.as_str() {
@@ -439,13 +460,18 @@ pub(super) fn read(frame: Frame) -> Result<(Claim, Option<u32>), FrameError> {
             unchanged: header.unchanged,
             late: header.late,
         })),
-        "file_data" => Claim::FileData { id: id()?, bytes: frame.payload.into() },
+        "file_data" => Claim::FileData {
+            id: id()?,
+            bytes: frame.payload.into(),
+        },
         "file_end" => Claim::FileEnd {
             id: id()?,
             size: header.size,
             total: header.total,
             version: match header.spoken {
-                Some(Spoken::Text(version)) => shortened(without_controls(version), LONGEST_VERSION),
+                Some(Spoken::Text(version)) => {
+                    shortened(without_controls(version), LONGEST_VERSION)
+                }
                 _ => String::new(),
             },
         },
@@ -453,9 +479,16 @@ pub(super) fn read(frame: Frame) -> Result<(Claim, Option<u32>), FrameError> {
             let mut entries = header.entries;
             let left_out = entries.len().saturating_sub(MOST_LISTED) as u64;
             entries.truncate(MOST_LISTED);
-            Claim::FileList { id: id()?, entries, omitted: header.omitted.saturating_add(left_out) }
+            Claim::FileList {
+                id: id()?,
+                entries,
+                omitted: header.omitted.saturating_add(left_out),
+            }
         }
-        "written" => Claim::Written { id: id()?, size: header.size },
+        "written" => Claim::Written {
+            id: id()?,
+            size: header.size,
+        },
         "failed" => Claim::Failed {
             id: id()?,
             reason: Trouble::from_word(&header.reason),
@@ -471,8 +504,15 @@ pub(super) fn read(frame: Frame) -> Result<(Claim, Option<u32>), FrameError> {
             let ask = header.ask.ok_or_else(|| wrong("it has no number"))?;
             let question = match header.what.as_str() {
                 "install" => {
-                    let upgrade = header.options.get("upgrade").and_then(Value::as_bool).unwrap_or(false);
-                    Question::Install { requirements: header.requirements, upgrade }
+                    let upgrade = header
+                        .options
+                        .get("upgrade")
+                        .and_then(Value::as_bool)
+                        .unwrap_or(false);
+                    Question::Install {
+                        requirements: header.requirements,
+                        upgrade,
+                    }
                 }
                 "call_tool" => match header.cut {
                     Some(excess) => Question::TooMuch(excess),
@@ -492,14 +532,26 @@ pub(super) fn read(frame: Frame) -> Result<(Claim, Option<u32>), FrameError> {
                     timeout: header.timeout,
                     outlets: None,
                 })),
-                "withdraw" => Question::Withdraw { of: header.of.ok_or_else(|| wrong("it withdraws nothing"))? },
+                "withdraw" => Question::Withdraw {
+                    of: header.of.ok_or_else(|| wrong("it withdraws nothing"))?,
+                },
                 _ => Question::Unknown,
             };
-            Claim::Ask { id: id()?, ask, question }
+            Claim::Ask {
+                id: id()?,
+                ask,
+                question,
+            }
         }
         "branched" => {
-            let branched = Branched { lost: bounded_losses(header.lost), whole: header.whole };
-            Claim::Branched { id: id()?, branched }
+            let branched = Branched {
+                lost: bounded_losses(header.lost),
+                whole: header.whole,
+            };
+            Claim::Branched {
+                id: id()?,
+                branched,
+            }
         }
         _ => Claim::Unknown,
     };
@@ -507,7 +559,9 @@ pub(super) fn read(frame: Frame) -> Result<(Claim, Option<u32>), FrameError> {
 }
 
 fn wrong(why: &str) -> FrameError {
-    FrameError::Header { why: why.to_owned() }
+    FrameError::Header {
+        why: why.to_owned(),
+    }
 }
 
 fn parse_header(bytes: &[u8]) -> Result<Header, FrameError> {
@@ -518,10 +572,16 @@ fn parse_header(bytes: &[u8]) -> Result<Header, FrameError> {
     if let Err(excess) = HEADER.check(bytes) {
         // Arguments that are too deep or too many are the user's values and no breach of the
         // protocol.
-        let cut: Result<Header, _> = serde_json::from_slice(&without_lone_surrogates(&without_insides(bytes)));
+        let cut: Result<Header, _> =
+            serde_json::from_slice(&without_lone_surrogates(&without_insides(bytes)));
         return match cut {
-            Ok(header) if header.what == "call_tool" => Ok(Header { cut: Some(excess), ..header }),
-            _ => Err(FrameError::Header { why: excess.to_string() }),
+            Ok(header) if header.what == "call_tool" => Ok(Header {
+                cut: Some(excess),
+                ..header
+            }),
+            _ => Err(FrameError::Header {
+                why: excess.to_string(),
+            }),
         };
     }
     let first = match serde_json::from_slice(bytes) {
@@ -536,7 +596,9 @@ fn parse_header(bytes: &[u8]) -> Result<Header, FrameError> {
         return Ok(header);
     }
     // Only the place is told: the parser's text may quote the header, which is the user's.
-    Err(FrameError::Header { why: format!("not readable at byte {}", first.column()) })
+    Err(FrameError::Header {
+        why: format!("not readable at byte {}", first.column()),
+    })
 }
 
 /// Empties every list and object inside of a header. Whatever says what kind of frame it is lies
@@ -574,7 +636,10 @@ fn without_lone_surrogates(bytes: &[u8]) -> Cow<'_, [u8]> {
     };
     let mut repaired = Cow::Borrowed(bytes);
     let mut at = 0;
-    while let Some(offset) = bytes.get(at..).and_then(|rest| rest.iter().position(|byte| *byte == b'\\')) {
+    while let Some(offset) = bytes
+        .get(at..)
+        .and_then(|rest| rest.iter().position(|byte| *byte == b'\\'))
+    {
         at += offset;
         at += match unit(at) {
             Some(0xd800..=0xdbff) if matches!(unit(at + 6), Some(0xdc00..=0xdfff)) => 12,
@@ -598,7 +663,11 @@ fn read_marker(text: &str) -> Option<[u8; 16]> {
     Some(u128::from_str_radix(text, 16).ok()?.to_be_bytes())
 }
 
-fn bundle(data: BTreeMap<String, Value>, blobs: Vec<BlobHeader>, payload: &[u8]) -> Result<Bundle, FrameError> {
+fn bundle(
+    data: BTreeMap<String, Value>,
+    blobs: Vec<BlobHeader>,
+    payload: &[u8],
+) -> Result<Bundle, FrameError> {
     let mut bundle = Bundle::default();
     for (mime, value) in data.into_iter().take(MOST_KINDS) {
         let text = match value {
@@ -612,7 +681,9 @@ fn bundle(data: BTreeMap<String, Value>, blobs: Vec<BlobHeader>, payload: &[u8])
     for blob in blobs.into_iter().take(MOST_KINDS) {
         let size = usize::try_from(blob.size).map_err(|_| FrameError::Payload)?;
         let (bytes, later) = rest.split_at_checked(size).ok_or(FrameError::Payload)?;
-        bundle.blobs.push((shortened(blob.mime, LONGEST_NAME), bytes.to_vec()));
+        bundle
+            .blobs
+            .push((shortened(blob.mime, LONGEST_NAME), bytes.to_vec()));
         rest = later;
     }
     if !rest.is_empty() && !many {
@@ -640,7 +711,10 @@ fn bounded_variables(changes: Changes<ClaimedVariable>) -> Changes<ClaimedVariab
 }
 
 fn bounded_files(changes: Changes<ClaimedFile>) -> Changes<ClaimedFile> {
-    bounded(changes, |file| ClaimedFile { path: shortened(file.path, LONGEST_PATH), size: file.size })
+    bounded(changes, |file| ClaimedFile {
+        path: shortened(file.path, LONGEST_PATH),
+        size: file.size,
+    })
 }
 
 fn bounded<T>(mut changes: Changes<T>, entry: impl Fn(T) -> T) -> Changes<T> {
@@ -652,14 +726,21 @@ fn bounded<T>(mut changes: Changes<T>, entry: impl Fn(T) -> T) -> Changes<T> {
     Changes {
         created: changes.created.into_iter().map(&entry).collect(),
         changed: changes.changed.into_iter().map(&entry).collect(),
-        deleted: changes.deleted.into_iter().map(|name| shortened(name, LONGEST_PATH)).collect(),
+        deleted: changes
+            .deleted
+            .into_iter()
+            .map(|name| shortened(name, LONGEST_PATH))
+            .collect(),
         omitted: changes.omitted.saturating_add((all - kept) as u64),
     }
 }
 
 fn bounded_losses(mut losses: Vec<String>) -> Vec<String> {
     losses.truncate(MOST_LOSSES);
-    losses.into_iter().map(|loss| shortened(without_controls(loss), LONGEST_LOSS)).collect()
+    losses
+        .into_iter()
+        .map(|loss| shortened(without_controls(loss), LONGEST_LOSS))
+        .collect()
 }
 
 fn without_controls(text: String) -> String {
@@ -692,7 +773,11 @@ fn shortened_in_the_middle(text: String, most: usize) -> String {
     let head = text.floor_char_boundary(most / 2);
     let tail = text.ceil_char_boundary(text.len() - most / 2);
     let cut = text[head..tail].chars().count();
-    format!("{}\n[… {cut} characters cut here …]\n{}", &text[..head], &text[tail..])
+    format!(
+        "{}\n[… {cut} characters cut here …]\n{}",
+        &text[..head],
+        &text[tail..]
+    )
 }
 
 #[cfg(test)]
@@ -706,7 +791,10 @@ mod tests {
     use crate::runner_client::frame::Decoder;
 
     fn claim(header: Value, payload: &[u8]) -> Result<Claim, FrameError> {
-        let frame = Frame { header: header.to_string().into(), payload: payload.to_vec().into() };
+        let frame = Frame {
+            header: header.to_string().into(),
+            payload: payload.to_vec().into(),
+        };
         read(frame).map(|(claim, _)| claim)
     }
 
@@ -720,12 +808,32 @@ mod tests {
     #[test]
     fn a_hello_needs_a_whole_marker() {
         let marker = "000102030405060708090a0b0c0d0e0f";
-        let hello = claim(json!({"type": "hello", "version": 2, "python": "3.12", "marker": marker}), b"").unwrap();
+        let hello = claim(
+            json!({"type": "hello", "version": 2, "python": "3.12", "marker": marker}),
+            b"",
+        )
+        .unwrap();
         let bytes = std::array::from_fn(|index| index as u8);
         let carried = Carried::default();
-        assert_eq!(hello, Claim::Hello { version: 2, python: "3.12".to_owned(), marker: bytes, carried });
-        for wrong in ["", "00", "+00102030405060708090a0b0c0d0e0f", "zz0102030405060708090a0b0c0d0e0f"] {
-            assert!(claim(json!({"type": "hello", "marker": wrong}), b"").is_err(), "{wrong}");
+        assert_eq!(
+            hello,
+            Claim::Hello {
+                version: 2,
+                python: "3.12".to_owned(),
+                marker: bytes,
+                carried
+            }
+        );
+        for wrong in [
+            "",
+            "00",
+            "+00102030405060708090a0b0c0d0e0f",
+            "zz0102030405060708090a0b0c0d0e0f",
+        ] {
+            assert!(
+                claim(json!({"type": "hello", "marker": wrong}), b"").is_err(),
+                "{wrong}"
+            );
         }
     }
 
@@ -733,70 +841,141 @@ mod tests {
     fn a_copy_tells_what_it_lacks_within_bounds() {
         let marker = "000102030405060708090a0b0c0d0e0f";
         let carried = |members: Value| {
-            let mut header = json!({"type": "hello", "version": 2, "python": "3.12", "marker": marker});
-            header.as_object_mut().unwrap().extend(members.as_object().unwrap().clone());
+            let mut header =
+                json!({"type": "hello", "version": 2, "python": "3.12", "marker": marker});
+            header
+                .as_object_mut()
+                .unwrap()
+                .extend(members.as_object().unwrap().clone());
             match claim(header, b"").unwrap() {
                 Claim::Hello { carried, .. } => carried,
                 other => panic!("{other:?}"),
             }
         };
-        let told = carried(json!({"lost": ["2 threads", "1\nconnection"], "files": "left alone", "why": "too large"}));
+        let told = carried(
+            json!({"lost": ["2 threads", "1\nconnection"], "files": "left alone", "why": "too large"}),
+        );
         assert_eq!(told.lost, ["2 threads", "1 connection"]);
         assert_eq!(told.seeded, [""; 0]);
-        assert_eq!(carried(json!({"seeded": ["random", "x\n", "random"]})).seeded, ["random"]);
-        assert_eq!((told.files, told.why.as_deref()), (Some(CarriedFiles::LeftAlone), Some("too large")));
-        assert_eq!(carried(json!({"files": "restored", "why": null})).files, Some(CarriedFiles::Restored));
-        assert_eq!(carried(json!({"files": "shared"})).files, Some(CarriedFiles::Shared));
+        assert_eq!(
+            carried(json!({"seeded": ["random", "x\n", "random"]})).seeded,
+            ["random"]
+        );
+        assert_eq!(
+            (told.files, told.why.as_deref()),
+            (Some(CarriedFiles::LeftAlone), Some("too large"))
+        );
+        assert_eq!(
+            carried(json!({"files": "restored", "why": null})).files,
+            Some(CarriedFiles::Restored)
+        );
+        assert_eq!(
+            carried(json!({"files": "shared"})).files,
+            Some(CarriedFiles::Shared)
+        );
         assert_eq!(carried(json!({"files": "eaten"})).files, None);
         let many = carried(json!({"lost": vec!["x".repeat(1000); 80]})).lost;
         assert!(many.len() == 50 && many.iter().all(|text| text.len() < 210));
         for whole in [false, true] {
-            let told = claim(json!({"type": "branched", "id": 3, "lost": ["1 pipe"], "whole": whole}), b"");
-            let branched = Branched { lost: vec!["1 pipe".to_owned()], whole };
+            let told = claim(
+                json!({"type": "branched", "id": 3, "lost": ["1 pipe"], "whole": whole}),
+                b"",
+            );
+            let branched = Branched {
+                lost: vec!["1 pipe".to_owned()],
+                whole,
+            };
             assert_eq!(told, Ok(Claim::Branched { id: 3, branched }));
         }
-        assert!(claim(json!({"type": "branched", "lost": []}), b"").is_err(), "it must say what it answers");
+        assert!(
+            claim(json!({"type": "branched", "lost": []}), b"").is_err(),
+            "it must say what it answers"
+        );
     }
 
     #[test]
     fn a_cell_has_changed_something_unless_the_runner_says_otherwise() {
         assert!(!done(json!({"type": "done", "id": 1, "status": "ok"})).unchanged);
-        assert!(done(json!({"type": "done", "id": 1, "status": "ok", "unchanged": true})).unchanged);
+        assert!(
+            done(json!({"type": "done", "id": 1, "status": "ok", "unchanged": true})).unchanged
+        );
     }
 
     #[test]
     fn a_cell_may_bring_late_text_of_earlier_code() {
-        assert_eq!(done(json!({"type": "done", "id": 1, "status": "ok"})).late, None);
+        assert_eq!(
+            done(json!({"type": "done", "id": 1, "status": "ok"})).late,
+            None
+        );
         let late = json!({"text": "late", "omitted": 3});
         let late = done(json!({"type": "done", "id": 1, "status": "ok", "late": late})).late;
-        assert_eq!(late, Some(ClaimedLate { text: "late".to_owned(), omitted: 3 }));
-        assert!(claim(json!({"type": "done", "id": 1, "status": "ok", "files": "shared"}), b"").is_err());
+        assert_eq!(
+            late,
+            Some(ClaimedLate {
+                text: "late".to_owned(),
+                omitted: 3
+            })
+        );
+        assert!(
+            claim(
+                json!({"type": "done", "id": 1, "status": "ok", "files": "shared"}),
+                b""
+            )
+            .is_err()
+        );
     }
 
     #[test]
     fn unknown_types_and_members_are_passed_over() {
-        assert_eq!(claim(json!({"type": "later", "x": [1]}), b"zzz"), Ok(Claim::Unknown));
-        let clear = claim(json!({"type": "clear", "id": 4, "wait": true, "novel": {}}), b"");
+        assert_eq!(
+            claim(json!({"type": "later", "x": [1]}), b"zzz"),
+            Ok(Claim::Unknown)
+        );
+        let clear = claim(
+            json!({"type": "clear", "id": 4, "wait": true, "novel": {}}),
+            b"",
+        );
         assert_eq!(clear, Ok(Claim::Clear { id: 4, wait: true }));
     }
 
     #[test]
     fn a_header_that_is_not_as_described_is_refused() {
-        for header in
-            [json!([]), json!({}), json!({"type": 5}), json!({"type": "done", "id": -1}), json!({"type": "clear"})]
-        {
-            assert!(matches!(claim(header.clone(), b""), Err(FrameError::Header { .. })), "{header}");
+        for header in [
+            json!([]),
+            json!({}),
+            json!({"type": 5}),
+            json!({"type": "done", "id": -1}),
+            json!({"type": "clear"}),
+        ] {
+            assert!(
+                matches!(claim(header.clone(), b""), Err(FrameError::Header { .. })),
+                "{header}"
+            );
         }
         assert!(claim(json!({"type": "done", "id": 1, "status": "great"}), b"").is_err());
-        let not_json = Frame { header: "{\"type\":".into(), payload: Bytes::new() };
+        let not_json = Frame {
+            header: "{\"type\":".into(),
+            payload: Bytes::new(),
+        };
         assert!(read(not_json).is_err());
     }
 
     #[test]
     fn the_place_of_a_frame_is_read() {
-        let frame = |header: Value| Frame { header: header.to_string().into(), payload: Bytes::new() };
-        assert_eq!(read(frame(json!({"type": "clear", "id": 1, "seq": 9}))).unwrap().1, Some(9));
-        assert_eq!(read(frame(json!({"type": "clear", "id": 1}))).unwrap().1, None);
+        let frame = |header: Value| Frame {
+            header: header.to_string().into(),
+            payload: Bytes::new(),
+        };
+        assert_eq!(
+            read(frame(json!({"type": "clear", "id": 1, "seq": 9})))
+                .unwrap()
+                .1,
+            Some(9)
+        );
+        assert_eq!(
+            read(frame(json!({"type": "clear", "id": 1}))).unwrap().1,
+            None
+        );
     }
 
     #[test]
@@ -805,7 +984,9 @@ mod tests {
             json!({"type": "value", "id": 1, "data": {"text/plain": "x", "application/json": {"a": 1}},
                 "blobs": [{"mime": "image/png", "size": 2}, {"mime": "image/jpeg", "size": size}]})
         };
-        let Ok(Claim::Value { bundle, .. }) = claim(header(3), b"aabbb") else { panic!("a value was sent") };
+        let Ok(Claim::Value { bundle, .. }) = claim(header(3), b"aabbb") else {
+            panic!("a value was sent")
+        };
         assert_eq!(bundle.blobs[1], ("image/jpeg".to_owned(), b"bbb".to_vec()));
         assert_eq!(bundle.texts["application/json"], "{\"a\":1}");
         assert_eq!(claim(header(2), b"aabbb"), Err(FrameError::Payload));
@@ -815,9 +996,13 @@ mod tests {
 
     #[test]
     fn long_lists_are_cut_and_counted() {
-        let many = (0..80).map(|number| json!({"name": format!("v{number}"), "type": "int"})).collect::<Vec<_>>();
-        let done = done(json!({"type": "done", "id": 1, "status": "ok", "files": null,
-            "variables": {"created": many, "changed": [], "deleted": [], "omitted": 5}}));
+        let many = (0..80)
+            .map(|number| json!({"name": format!("v{number}"), "type": "int"}))
+            .collect::<Vec<_>>();
+        let done = done(
+            json!({"type": "done", "id": 1, "status": "ok", "files": null,
+            "variables": {"created": many, "changed": [], "deleted": [], "omitted": 5}}),
+        );
         let variables = done.variables.unwrap();
         assert_eq!((variables.created.len(), variables.omitted), (50, 35));
         assert_eq!(done.files, None);
@@ -829,8 +1014,16 @@ mod tests {
             {"name": "ä".repeat(1000), "message": "m".repeat(100_000), "traceback": "t".repeat(3_000_000), "line": 3}}));
         let error = done.error.unwrap();
         assert!(error.name.len() < 300 && error.name.ends_with('…'));
-        assert!(error.message.len() < 20_000 && error.message.ends_with("[… 83616 characters cut here …]"));
-        assert!(error.traceback.len() < 1_100_000 && error.traceback.contains("\n[… 1951424 characters cut here …]\n"));
+        assert!(
+            error.message.len() < 20_000
+                && error.message.ends_with("[… 83616 characters cut here …]")
+        );
+        assert!(
+            error.traceback.len() < 1_100_000
+                && error
+                    .traceback
+                    .contains("\n[… 1951424 characters cut here …]\n")
+        );
         assert_eq!(error.line, Some(3));
     }
 
@@ -841,12 +1034,32 @@ mod tests {
             let header = format!(
                 r#"{{"type":"ask","id":1,"ask":2,"what":"{what}","server":"s","arguments":{{"a":{value},"b":1}},"tool":"t"}}"#
             );
-            read(Frame { header: header.into(), payload: Bytes::new() })
+            read(Frame {
+                header: header.into(),
+                payload: Bytes::new(),
+            })
         };
-        assert!(matches!(claimed(100, "call_tool"), Ok((Claim::Ask { question: Question::CallTool { .. }, .. }, _))));
+        assert!(matches!(
+            claimed(100, "call_tool"),
+            Ok((
+                Claim::Ask {
+                    question: Question::CallTool { .. },
+                    ..
+                },
+                _
+            ))
+        ));
         for levels in [127, 1000, 100_000] {
-            let ask = Claim::Ask { id: 1, ask: 2, question: Question::TooMuch(Excess::Depth(MAX_DEPTH)) };
-            assert_eq!(claimed(levels, "call_tool").map(|(claim, _)| claim), Ok(ask), "{levels}");
+            let ask = Claim::Ask {
+                id: 1,
+                ask: 2,
+                question: Question::TooMuch(Excess::Depth(MAX_DEPTH)),
+            };
+            assert_eq!(
+                claimed(levels, "call_tool").map(|(claim, _)| claim),
+                Ok(ask),
+                "{levels}"
+            );
             assert!(claimed(levels, "install").is_err(), "{levels}");
         }
     }
@@ -854,29 +1067,63 @@ mod tests {
     #[test]
     fn a_header_that_would_take_much_memory_is_refused_and_a_long_text_is_not() {
         let many = format!("[{}0]", r#"{"":0},"#.repeat(100_000));
-        let claimed = |header: String| read(Frame { header: header.into(), payload: Bytes::new() });
+        let claimed = |header: String| {
+            read(Frame {
+                header: header.into(),
+                payload: Bytes::new(),
+            })
+        };
         for member in ["data", "options", "novel"] {
-            let header = format!(r#"{{"type":"value","id":1,"{member}":{{"application/json":{many}}}}}"#);
-            let Err(FrameError::Header { why }) = claimed(header) else { panic!("{member} was read") };
+            let header =
+                format!(r#"{{"type":"value","id":1,"{member}":{{"application/json":{many}}}}}"#);
+            let Err(FrameError::Header { why }) = claimed(header) else {
+                panic!("{member} was read")
+            };
             assert!(why.contains("16384 KiB"), "{why}");
         }
-        let header = json!({"type": "value", "id": 1, "data": {"application/json": many.repeat(10)}}).to_string();
-        assert!(matches!(claimed(header), Ok((Claim::Value { .. }, None))), "the control: as text it is no structure");
+        let header =
+            json!({"type": "value", "id": 1, "data": {"application/json": many.repeat(10)}})
+                .to_string();
+        assert!(
+            matches!(claimed(header), Ok((Claim::Value { .. }, None))),
+            "the control: as text it is no structure"
+        );
         // Arguments are the user's. They are refused alone, also with half a surrogate pair beside
         // them.
         let header = format!(
             r#"{{"type":"ask","id":1,"ask":2,"what":"call_tool","arguments":{{"a":{many}}},"tool":"\ud800","seq":3}}"#
         );
         let question = Question::TooMuch(Excess::Memory(HEADER.memory));
-        assert_eq!(claimed(header), Ok((Claim::Ask { id: 1, ask: 2, question }, Some(3))));
+        assert_eq!(
+            claimed(header),
+            Ok((
+                Claim::Ask {
+                    id: 1,
+                    ask: 2,
+                    question
+                },
+                Some(3)
+            ))
+        );
     }
 
     #[test]
     fn half_a_surrogate_pair_is_replaced() {
         let text = |escaped: &str| {
-            let header = format!(r#"{{"type":"failed","id":1,"reason":"missing","message":"{escaped}"}}"#);
-            match read(Frame { header: header.into(), payload: Bytes::new() }) {
-                Ok((Claim::Failed { message, reason: Trouble::Missing, .. }, _)) => message,
+            let header =
+                format!(r#"{{"type":"failed","id":1,"reason":"missing","message":"{escaped}"}}"#);
+            match read(Frame {
+                header: header.into(),
+                payload: Bytes::new(),
+            }) {
+                Ok((
+                    Claim::Failed {
+                        message,
+                        reason: Trouble::Missing,
+                        ..
+                    },
+                    _,
+                )) => message,
                 other => panic!("{other:?}"),
             }
         };
@@ -887,7 +1134,9 @@ mod tests {
     }
 
     fn golden(name: &str) -> Vec<u8> {
-        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("runner/frames").join(name);
+        let path = Path::new(env!("CARGO_MANIFEST_DIR"))
+            .join("runner/frames")
+            .join(name);
         std::fs::read(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
     }
 
@@ -907,13 +1156,25 @@ mod tests {
         for entry in frames {
             let name = entry["name"].as_str().unwrap();
             let frame = decoded(&golden(&format!("{name}.bin"))).unwrap();
-            assert_eq!(serde_json::from_slice::<Value>(&frame.header).unwrap(), entry["header"], "{name}");
-            let payload = frame.payload.iter().map(|byte| format!("{byte:02x}")).collect::<String>();
+            assert_eq!(
+                serde_json::from_slice::<Value>(&frame.header).unwrap(),
+                entry["header"],
+                "{name}"
+            );
+            let payload = frame
+                .payload
+                .iter()
+                .map(|byte| format!("{byte:02x}"))
+                .collect::<String>();
             assert_eq!(payload, entry["payload"], "{name}");
             let mut written = Vec::new();
             crate::runner_client::encode(&entry["header"], &frame.payload, &mut written);
             let again = decoded(&written).unwrap();
-            assert_eq!(serde_json::from_slice::<Value>(&again.header).unwrap(), entry["header"], "{name}");
+            assert_eq!(
+                serde_json::from_slice::<Value>(&again.header).unwrap(),
+                entry["header"],
+                "{name}"
+            );
             let from_host = [
                 "execute",
                 "read_file",
@@ -929,14 +1190,27 @@ mod tests {
             let question = match name {
                 "ask_call_tool" => {
                     let arguments = entry["header"]["arguments"].as_object().unwrap().clone();
-                    let (server, tool, size) = ("filesystem".to_owned(), "read-file".to_owned(), frame.header.len());
-                    Some(Question::CallTool { server, tool, arguments, size })
+                    let (server, tool, size) = (
+                        "filesystem".to_owned(),
+                        "read-file".to_owned(),
+                        frame.header.len(),
+                    );
+                    Some(Question::CallTool {
+                        server,
+                        tool,
+                        arguments,
+                        size,
+                    })
                 }
                 "ask_withdraw" => Some(Question::Withdraw { of: 3 }),
                 "ask_shell" => Some(Question::Shell(Box::new(ClaimedCommand {
                     line: Some("ls -l $HOME | żółw".to_owned()),
                     folder: "/work".to_owned(),
-                    environment: [("A".to_owned(), Some("1".to_owned())), ("LANG".to_owned(), None)].into(),
+                    environment: [
+                        ("A".to_owned(), Some("1".to_owned())),
+                        ("LANG".to_owned(), None),
+                    ]
+                    .into(),
                     ..ClaimedCommand::default()
                 }))),
                 "ask_shell_words" => Some(Question::Shell(Box::new(ClaimedCommand {
@@ -949,11 +1223,17 @@ mod tests {
                 _ => None,
             };
             if let Some(expected) = question {
-                let Claim::Ask { question, .. } = read(frame.clone()).unwrap().0 else { panic!("{name}") };
+                let Claim::Ask { question, .. } = read(frame.clone()).unwrap().0 else {
+                    panic!("{name}")
+                };
                 assert_eq!(question, expected, "{name}");
             }
             let known = !matches!(read(frame).unwrap().0, Claim::Unknown);
-            assert_eq!(known, !from_host.contains(&entry["header"]["type"].as_str().unwrap()), "{name}");
+            assert_eq!(
+                known,
+                !from_host.contains(&entry["header"]["type"].as_str().unwrap()),
+                "{name}"
+            );
         }
     }
 

@@ -181,13 +181,20 @@ impl Connection {
             late: Late::No,
         };
         match connection.next().await? {
-            Event::Claim(Claim::Hello { version: VERSION, marker, carried, .. }) => {
+            Event::Claim(Claim::Hello {
+                version: VERSION,
+                marker,
+                carried,
+                ..
+            }) => {
                 connection.merger = Merger::new(marker);
                 connection.carried = carried;
                 connection.adopt_pipes()?;
                 Ok(connection)
             }
-            Event::Claim(Claim::Hello { version, .. }) => Err(ConnectionError::Version { found: version }),
+            Event::Claim(Claim::Hello { version, .. }) => {
+                Err(ConnectionError::Version { found: version })
+            }
             Event::Closed => Err(ConnectionError::Gone),
             _ => Err(ConnectionError::NoGreeting),
         }
@@ -249,7 +256,12 @@ impl Connection {
     /// Returns what processes of earlier cells have written by now, at most one piece of each pipe.
     pub fn strays_now(&mut self) -> Vec<(Pipe, Vec<u8>)> {
         let mut strays = Vec::from_iter(self.stray.take());
-        let Connection { retired, buffer, merger, .. } = self;
+        let Connection {
+            retired,
+            buffer,
+            merger,
+            ..
+        } = self;
         retired.retain_mut(|(pipe, end)| match end.read(buffer) {
             Ok(0) => false,
             Ok(size) => {
@@ -280,7 +292,9 @@ impl Connection {
 
     fn end(&mut self) {
         if self.ending == Ending::Open {
-            self.ending = Ending::LastWords { left: [LAST_WORDS; 2] };
+            self.ending = Ending::LastWords {
+                left: [LAST_WORDS; 2],
+            };
         }
         self.outgoing.clear();
         self.sent = 0;
@@ -341,8 +355,13 @@ impl Connection {
             return Poll::Pending;
         }
         // On a busy machine the runner may not be scheduled in the middle of a frame.
-        let patience = self.patience.get_or_insert_with(|| Box::pin(within(FRAME_PATIENCE, std::future::pending())));
-        patience.as_mut().poll(context).map(|_| Err(ConnectionError::HalfFrame))
+        let patience = self
+            .patience
+            .get_or_insert_with(|| Box::pin(within(FRAME_PATIENCE, std::future::pending())));
+        patience
+            .as_mut()
+            .poll(context)
+            .map(|_| Err(ConnectionError::HalfFrame))
     }
 
     /// Does everything that needs no waiting, until there is an event or enough was read.
@@ -430,7 +449,9 @@ impl Connection {
     ///
     /// One with a large header is given away to be decoded.
     fn take_frame(&mut self) -> Result<Option<Event>, ConnectionError> {
-        let Some(frame) = self.decoder.next()? else { return Ok(None) };
+        let Some(frame) = self.decoder.next()? else {
+            return Ok(None);
+        };
         self.left = self.left.saturating_sub(FRAME_COST);
         if cellblock_json::is_small(&frame.header) {
             return self.take_claim(claim::read(frame));
@@ -460,7 +481,10 @@ impl Connection {
             claim,
             Claim::Hello { .. }
                 | Claim::Started { rotated: true, .. }
-                | Claim::Ask { question: Question::Shell(_), .. }
+                | Claim::Ask {
+                    question: Question::Shell(_),
+                    ..
+                }
         );
         // Descriptors arrive together with the first bytes of their frame, so those of a later frame leave bytes in the decoder.
         if !takes_descriptors && !self.descriptors.is_empty() && self.decoder.is_empty() {
@@ -472,8 +496,13 @@ impl Connection {
     fn told(&mut self, mut claim: Claim) -> Result<Event, ConnectionError> {
         match &mut claim {
             Claim::Started { rotated: true, .. } => self.adopt_pipes()?,
-            Claim::Ask { question: Question::Shell(command), .. } => {
-                if let (Some(output), Some(errors)) = (self.descriptors.pop_front(), self.descriptors.pop_front()) {
+            Claim::Ask {
+                question: Question::Shell(command),
+                ..
+            } => {
+                if let (Some(output), Some(errors)) =
+                    (self.descriptors.pop_front(), self.descriptors.pop_front())
+                {
                     command.outlets = Some(Outlets(Arc::new([output, errors])));
                 }
             }
@@ -484,13 +513,19 @@ impl Connection {
 
     /// Puts the two descriptors that came with a frame in the place of the pipes.
     fn adopt_pipes(&mut self) -> Result<(), ConnectionError> {
-        let (Some(out), Some(err)) = (self.descriptors.pop_front(), self.descriptors.pop_front()) else {
+        let (Some(out), Some(err)) = (self.descriptors.pop_front(), self.descriptors.pop_front())
+        else {
             return Err(ConnectionError::Descriptors);
         };
         let new = [Some(PipeEnd::new(out)?), Some(PipeEnd::new(err)?)];
         self.merger.rotate();
         let old = std::mem::replace(&mut self.pipes, new);
-        self.retired.extend(Pipe::BOTH.into_iter().zip(old).filter_map(|(pipe, end)| Some((pipe, end?))));
+        self.retired.extend(
+            Pipe::BOTH
+                .into_iter()
+                .zip(old)
+                .filter_map(|(pipe, end)| Some((pipe, end?))),
+        );
         while self.retired.len() > MOST_RETIRED {
             self.retired.pop_front();
         }
@@ -503,7 +538,9 @@ impl Connection {
         if matches!(self.ending, Ending::LastWords { left } if left[pipe as usize] == 0) {
             return 0;
         }
-        let Some(end) = &mut self.pipes[pipe as usize] else { return 0 };
+        let Some(end) = &mut self.pipes[pipe as usize] else {
+            return 0;
+        };
         let size = match end.read(&mut self.buffer) {
             Ok(0) => {
                 self.pipes[pipe as usize] = None;
@@ -516,7 +553,11 @@ impl Connection {
             Err(_) => 0,
         };
         if let Ending::LastWords { left } = &mut self.ending {
-            left[pipe as usize] = if size == 0 { 0 } else { left[pipe as usize].saturating_sub(size) };
+            left[pipe as usize] = if size == 0 {
+                0
+            } else {
+                left[pipe as usize].saturating_sub(size)
+            };
         }
         size
     }
@@ -575,7 +616,9 @@ impl Connection {
                     self.feed_decoder(size);
                     self.patience = None;
                 }
-                Ok(Received::WrongDescriptors) => return Poll::Ready(Err(ConnectionError::Descriptors)),
+                Ok(Received::WrongDescriptors) => {
+                    return Poll::Ready(Err(ConnectionError::Descriptors));
+                }
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => continue,
                 Err(error) => return Poll::Ready(Err(error.into())),
             }
@@ -584,7 +627,9 @@ impl Connection {
     }
 
     fn poll_pipe(&mut self, pipe: Pipe, context: &mut Context<'_>) -> Poll<()> {
-        let Some(end) = &mut self.pipes[pipe as usize] else { return Poll::Pending };
+        let Some(end) = &mut self.pipes[pipe as usize] else {
+            return Poll::Pending;
+        };
         match end.poll_read(context, &mut self.buffer) {
             Poll::Pending => Poll::Pending,
             Poll::Ready(0) => {
@@ -620,7 +665,11 @@ impl Connection {
 /// Writes what the socket takes now. A peer that is gone takes everything: its end is noticed by reading.
 fn write_some(channel: &UnixStream, outgoing: &mut Vec<u8>, sent: &mut usize) -> io::Result<()> {
     while *sent < outgoing.len() {
-        match rustix::net::send(channel, &outgoing[*sent..], SendFlags::DONTWAIT | SendFlags::NOSIGNAL) {
+        match rustix::net::send(
+            channel,
+            &outgoing[*sent..],
+            SendFlags::DONTWAIT | SendFlags::NOSIGNAL,
+        ) {
             Ok(size) => *sent += size,
             Err(Errno::INTR) => {}
             Err(Errno::PIPE | Errno::CONNRESET) => *sent = outgoing.len(),
@@ -640,7 +689,11 @@ enum Received {
 }
 
 /// Reads bytes and descriptors from the channel.
-fn receive(channel: &UnixStream, buffer: &mut [u8], descriptors: &mut VecDeque<OwnedFd>) -> io::Result<Received> {
+fn receive(
+    channel: &UnixStream,
+    buffer: &mut [u8],
+    descriptors: &mut VecDeque<OwnedFd>,
+) -> io::Result<Received> {
     // Room for one more than any frame brings: too many are noticed, and none is lost unseen.
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(3))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
@@ -683,8 +736,12 @@ struct PipeEnd {
 impl PipeEnd {
     /// Takes a descriptor that must be a pipe's read end.
     fn new(descriptor: OwnedFd) -> Result<PipeEnd, ConnectionError> {
-        let receiver = Receiver::from_owned_fd(descriptor).map_err(|_| ConnectionError::Descriptors)?;
-        Ok(PipeEnd { receiver, waits_never: true })
+        let receiver =
+            Receiver::from_owned_fd(descriptor).map_err(|_| ConnectionError::Descriptors)?;
+        Ok(PipeEnd {
+            receiver,
+            waits_never: true,
+        })
     }
 
     /// Reads what is there. Zero bytes are the end.
@@ -702,7 +759,8 @@ impl PipeEnd {
     fn use_own_flags(&mut self) {
         self.waits_never = false;
         let path = format!("/proc/self/fd/{}", self.receiver.as_raw_fd());
-        let flags = rustix::fs::OFlags::RDONLY | rustix::fs::OFlags::NONBLOCK | rustix::fs::OFlags::CLOEXEC;
+        let flags =
+            rustix::fs::OFlags::RDONLY | rustix::fs::OFlags::NONBLOCK | rustix::fs::OFlags::CLOEXEC;
         if let Ok(own) = rustix::fs::open(path, flags, rustix::fs::Mode::empty())
             && let Ok(own) = Receiver::from_owned_fd(own)
         {
@@ -721,7 +779,9 @@ impl PipeEnd {
             match self.receiver.try_io(read) {
                 Ok(size) => return Poll::Ready(size),
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
-                Err(error) if Errno::from_io_error(&error) == Some(Errno::OPNOTSUPP) && waits_never => {
+                Err(error)
+                    if Errno::from_io_error(&error) == Some(Errno::OPNOTSUPP) && waits_never =>
+                {
                     self.use_own_flags()
                 }
                 Err(_) => return Poll::Ready(0),
@@ -734,7 +794,12 @@ fn read_once(receiver: &Receiver, waits_never: bool, buffer: &mut [u8]) -> Resul
     loop {
         let read = if waits_never {
             // The largest offset means "where the pipe is".
-            rustix::io::preadv2(receiver, &mut [IoSliceMut::new(buffer)], u64::MAX, ReadWriteFlags::NOWAIT)
+            rustix::io::preadv2(
+                receiver,
+                &mut [IoSliceMut::new(buffer)],
+                u64::MAX,
+                ReadWriteFlags::NOWAIT,
+            )
         } else {
             rustix::io::read(receiver, &mut *buffer)
         };
@@ -762,20 +827,34 @@ mod tests {
         pipes: [io::PipeWriter; 2],
     }
 
-    fn send_with(channel: &UnixStream, header: serde_json::Value, descriptors: &[std::os::fd::BorrowedFd<'_>]) {
+    fn send_with(
+        channel: &UnixStream,
+        header: serde_json::Value,
+        descriptors: &[std::os::fd::BorrowedFd<'_>],
+    ) {
         use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage};
         let mut bytes = Vec::new();
         frame::encode(&header, b"", &mut bytes);
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(8))];
         let mut control = SendAncillaryBuffer::new(&mut space);
         assert!(control.push(SendAncillaryMessage::ScmRights(descriptors)));
-        let sent =
-            rustix::net::sendmsg(channel, &[io::IoSlice::new(&bytes)], &mut control, SendFlags::empty()).unwrap();
+        let sent = rustix::net::sendmsg(
+            channel,
+            &[io::IoSlice::new(&bytes)],
+            &mut control,
+            SendFlags::empty(),
+        )
+        .unwrap();
         assert_eq!(sent, bytes.len());
     }
 
     fn marker(seq: u32, kind: u8) -> Vec<u8> {
-        [b"\0\x1bCB0123456789abcdef", &seq.to_be_bytes()[..], &[kind, b'\n']].concat()
+        [
+            b"\0\x1bCB0123456789abcdef",
+            &seq.to_be_bytes()[..],
+            &[kind, b'\n'],
+        ]
+        .concat()
     }
 
     impl Inside {
@@ -805,12 +884,25 @@ mod tests {
         let (host, channel) = UnixStream::pair().unwrap();
         let (out, out_writer) = io::pipe().unwrap();
         let (err, err_writer) = io::pipe().unwrap();
-        send_with(&channel, json!({"type": "hello", "version": 2, "marker": SECRET}), &[out.as_fd(), err.as_fd()]);
-        (Connection::open(host, skew).await.unwrap(), Inside { channel, pipes: [out_writer, err_writer] })
+        send_with(
+            &channel,
+            json!({"type": "hello", "version": 2, "marker": SECRET}),
+            &[out.as_fd(), err.as_fd()],
+        );
+        (
+            Connection::open(host, skew).await.unwrap(),
+            Inside {
+                channel,
+                pipes: [out_writer, err_writer],
+            },
+        )
     }
 
     fn text(pipe: Pipe, text: &str) -> Event {
-        Event::Text { pipe, bytes: text.as_bytes().to_vec() }
+        Event::Text {
+            pipe,
+            bytes: text.as_bytes().to_vec(),
+        }
     }
 
     #[tokio::test]
@@ -820,11 +912,16 @@ mod tests {
         inside.mark(1, b'P');
         inside.write(Pipe::Out, b"second");
         inside.mark(2, b'F');
-        inside.say(json!({"type": "clear", "id": 1, "seq": 2, "wait": false})).await;
+        inside
+            .say(json!({"type": "clear", "id": 1, "seq": 2, "wait": false}))
+            .await;
         inside.write(Pipe::Out, b"third");
         assert_eq!(connection.next().await.unwrap(), text(Pipe::Err, "first"));
         assert_eq!(connection.next().await.unwrap(), text(Pipe::Out, "second"));
-        assert_eq!(connection.next().await.unwrap(), Event::Claim(Claim::Clear { id: 1, wait: false }));
+        assert_eq!(
+            connection.next().await.unwrap(),
+            Event::Claim(Claim::Clear { id: 1, wait: false })
+        );
         assert_eq!(connection.next().await.unwrap(), text(Pipe::Out, "third"));
     }
 
@@ -838,14 +935,22 @@ mod tests {
             inside.write(Pipe::Err, b"first");
             inside.write(Pipe::Err, &marker(1, b'P'));
         };
-        let heard = async { [connection.next().await.unwrap(), connection.next().await.unwrap()] };
+        let heard = async {
+            [
+                connection.next().await.unwrap(),
+                connection.next().await.unwrap(),
+            ]
+        };
         tokio::join!(later, heard).1
     }
 
     #[tokio::test(start_paused = true)]
     async fn a_lane_that_is_out_of_step_is_waited_for_and_one_that_cannot_be_is_not() {
         let (first, second) = (text(Pipe::Err, "first"), text(Pipe::Out, "second"));
-        assert_eq!(told_out_of_step(Duration::from_secs(1)).await, [first, second]);
+        assert_eq!(
+            told_out_of_step(Duration::from_secs(1)).await,
+            [first, second]
+        );
         let (first, second) = (text(Pipe::Err, "first"), text(Pipe::Out, "second"));
         assert_eq!(told_out_of_step(Duration::ZERO).await, [second, first]); // control
     }
@@ -857,7 +962,11 @@ mod tests {
         inside.write(Pipe::Out, b"text");
         let begun = tokio::time::Instant::now();
         assert_eq!(connection.next().await.unwrap(), text(Pipe::Out, "text"));
-        assert!(begun.elapsed() <= Duration::from_millis(1100), "{:?}", begun.elapsed());
+        assert!(
+            begun.elapsed() <= Duration::from_millis(1100),
+            "{:?}",
+            begun.elapsed()
+        );
     }
 
     #[tokio::test(start_paused = true)]
@@ -866,7 +975,9 @@ mod tests {
         for skew in [Duration::from_secs(1), Duration::ZERO] {
             let (mut connection, mut inside) = connect_with(skew).await;
             // Its markers never come.
-            inside.say(json!({"type": "clear", "id": 1, "seq": 77, "wait": false})).await;
+            inside
+                .say(json!({"type": "clear", "id": 1, "seq": 77, "wait": false}))
+                .await;
             let mut sent = 0;
             let flood = async {
                 while sent < 16 << 20 {
@@ -888,7 +999,11 @@ mod tests {
     async fn half_a_frame_ends_the_conversation_and_a_slow_one_does_not() {
         let (mut connection, mut inside) = connect().await;
         let mut frame = Vec::new();
-        frame::encode(&json!({"type": "written", "id": 1, "size": 3, "replaced": false}), b"", &mut frame);
+        frame::encode(
+            &json!({"type": "written", "id": 1, "size": 3, "replaced": false}),
+            b"",
+            &mut frame,
+        );
         let slowly = async {
             for piece in frame.chunks(20) {
                 inside.channel.write_all(piece).await.unwrap();
@@ -896,9 +1011,15 @@ mod tests {
             }
         };
         let (_, heard) = tokio::join!(slowly, connection.next());
-        assert!(matches!(heard.unwrap(), Event::Claim(Claim::Written { id: 1, .. })));
+        assert!(matches!(
+            heard.unwrap(),
+            Event::Claim(Claim::Written { id: 1, .. })
+        ));
         inside.channel.write_all(&frame[..5]).await.unwrap();
-        assert!(matches!(connection.next().await, Err(ConnectionError::HalfFrame)));
+        assert!(matches!(
+            connection.next().await,
+            Err(ConnectionError::HalfFrame)
+        ));
     }
 
     #[tokio::test]
@@ -911,15 +1032,33 @@ mod tests {
             json!({"type": "started", "id": 2, "seq": 1, "rotated": true}),
             &[out.as_fd(), err.as_fd()],
         );
-        assert_eq!(connection.next().await.unwrap(), Event::Claim(Claim::Started { id: 2, rotated: true }));
+        assert_eq!(
+            connection.next().await.unwrap(),
+            Event::Claim(Claim::Started {
+                id: 2,
+                rotated: true
+            })
+        );
         new_out.write_all(&marker(1, b'F')).unwrap();
         new_out.write_all(b"of this cell").unwrap();
-        assert_eq!(connection.next().await.unwrap(), text(Pipe::Out, "of this cell"));
-        inside.write(Pipe::Err, &[&marker(9, b'P')[..], b"of an earlier cell"].concat());
-        let stray = Event::Stray { pipe: Pipe::Err, bytes: b"of an earlier cell".to_vec() };
+        assert_eq!(
+            connection.next().await.unwrap(),
+            text(Pipe::Out, "of this cell")
+        );
+        inside.write(
+            Pipe::Err,
+            &[&marker(9, b'P')[..], b"of an earlier cell"].concat(),
+        );
+        let stray = Event::Stray {
+            pipe: Pipe::Err,
+            bytes: b"of an earlier cell".to_vec(),
+        };
         assert_eq!(connection.next().await.unwrap(), stray);
         inside.write(Pipe::Out, b"more of it");
-        assert_eq!(connection.strays_now(), [(Pipe::Out, b"more of it".to_vec())]);
+        assert_eq!(
+            connection.strays_now(),
+            [(Pipe::Out, b"more of it".to_vec())]
+        );
         assert_eq!(connection.strays_now(), []);
         assert_eq!(connection.retired.len(), 2);
         drop(inside.pipes);
@@ -932,7 +1071,8 @@ mod tests {
         let file = tempfile::tempfile().unwrap();
         let (reader, _writer) = io::pipe().unwrap();
         let pipe = reader.as_fd();
-        let started = |rotated: bool| json!({"type": "started", "id": 2, "seq": 1, "rotated": rotated});
+        let started =
+            |rotated: bool| json!({"type": "started", "id": 2, "seq": 1, "rotated": rotated});
         let cases = [
             (started(true), vec![file.as_fd(), file.as_fd()]),
             (started(true), vec![pipe, pipe, pipe]),
@@ -943,11 +1083,18 @@ mod tests {
         for (header, descriptors) in cases {
             let (mut connection, inside) = connect().await;
             send_with(&inside.channel, header, &descriptors);
-            assert!(matches!(connection.next().await, Err(ConnectionError::Descriptors)), "{}", descriptors.len());
+            assert!(
+                matches!(connection.next().await, Err(ConnectionError::Descriptors)),
+                "{}",
+                descriptors.len()
+            );
         }
         let (mut connection, inside) = connect().await;
         send_with(&inside.channel, started(true), &[pipe, pipe]);
-        assert!(connection.next().await.is_ok(), "the control: two pipes are what the frame brings");
+        assert!(
+            connection.next().await.is_ok(),
+            "the control: two pipes are what the frame brings"
+        );
     }
 
     #[tokio::test]
@@ -955,7 +1102,11 @@ mod tests {
         let (host, channel) = UnixStream::pair().unwrap();
         let (out, _out_writer) = io::pipe().unwrap();
         let (err, _err_writer) = io::pipe().unwrap();
-        send_with(&channel, json!({"type": "hello", "version": 2, "marker": SECRET}), &[out.as_fd(), err.as_fd()]);
+        send_with(
+            &channel,
+            json!({"type": "hello", "version": 2, "marker": SECRET}),
+            &[out.as_fd(), err.as_fd()],
+        );
         let mut connection = Connection::open(host, Duration::ZERO).await.unwrap();
         rustix::fs::fcntl_setfl(&out, rustix::fs::OFlags::empty()).unwrap();
         // On older kernels the pipe would have to be opened again first, which happens at the first read.
@@ -988,7 +1139,9 @@ mod tests {
         inside.mark(2, b'F');
         let says = async {
             inside.say(large_value(1)).await;
-            inside.say(json!({"type": "clear", "id": 1, "seq": 2})).await;
+            inside
+                .say(json!({"type": "clear", "id": 1, "seq": 2}))
+                .await;
         };
         let hears = async {
             let mut heard = Vec::new();
@@ -998,7 +1151,10 @@ mod tests {
             heard
         };
         let heard = tokio::join!(says, hears).1;
-        assert_eq!(heard.iter().map(kind).collect::<Vec<_>>(), ["text", "value", "text", "clear"]);
+        assert_eq!(
+            heard.iter().map(kind).collect::<Vec<_>>(),
+            ["text", "value", "text", "clear"]
+        );
     }
 
     #[tokio::test]
@@ -1019,8 +1175,16 @@ mod tests {
         });
         tokio::join!(says, hears);
         connection.hang_up().unwrap();
-        let told = std::iter::from_fn(|| connection.next_now().unwrap().filter(|event| *event != Event::Closed));
-        assert_eq!(told.map(|event| kind(&event)).collect::<Vec<_>>(), ["value", "text"]);
+        let told = std::iter::from_fn(|| {
+            connection
+                .next_now()
+                .unwrap()
+                .filter(|event| *event != Event::Closed)
+        });
+        assert_eq!(
+            told.map(|event| kind(&event)).collect::<Vec<_>>(),
+            ["value", "text"]
+        );
     }
 
     /// Markers that contradict each other: reading them gives no text, however many there are.
@@ -1038,7 +1202,9 @@ mod tests {
             let end = end.clone();
             std::thread::spawn(move || {
                 let markers = contradictions(pipe);
-                while !end.load(std::sync::atomic::Ordering::Relaxed) && writer.write_all(&markers).is_ok() {}
+                while !end.load(std::sync::atomic::Ordering::Relaxed)
+                    && writer.write_all(&markers).is_ok()
+                {}
             })
         });
         let writers = writers.collect::<Vec<_>>();
@@ -1058,7 +1224,9 @@ mod tests {
         while connection.next_now().unwrap() != Some(Event::Closed) {}
         end.store(true, std::sync::atomic::Ordering::Relaxed);
         drop(connection);
-        writers.into_iter().for_each(|writer| writer.join().unwrap());
+        writers
+            .into_iter()
+            .for_each(|writer| writer.join().unwrap());
     }
 
     #[tokio::test]
@@ -1067,14 +1235,18 @@ mod tests {
         // Text of both pipes in turn, so that one is always needed before the other may go on.
         let flood = |from: u32, pipe: Pipe| {
             let pieces = (from..from + 100).map(|seq| match (seq % 2 == 0, pipe) {
-                (true, Pipe::Out) | (false, Pipe::Err) => [&[b'x'; 500][..], &marker(seq, b'P')].concat(),
+                (true, Pipe::Out) | (false, Pipe::Err) => {
+                    [&[b'x'; 500][..], &marker(seq, b'P')].concat()
+                }
                 _ => marker(seq, b'P'),
             });
             pieces.collect::<Vec<_>>().concat()
         };
         let mut seq = 1;
         let mut write_100 = |inside: &mut Inside| {
-            Pipe::BOTH.into_iter().for_each(|pipe| inside.write(pipe, &flood(seq, pipe)));
+            Pipe::BOTH
+                .into_iter()
+                .for_each(|pipe| inside.write(pipe, &flood(seq, pipe)));
             seq += 100;
         };
         write_100(&mut inside);
@@ -1094,7 +1266,10 @@ mod tests {
             () = reads => {}
             () = tokio::task::yield_now() => {}
         }
-        assert!((1..=4 * MAX_READ).contains(&told), "{told} bytes were told in one turn");
+        assert!(
+            (1..=4 * MAX_READ).contains(&told),
+            "{told} bytes were told in one turn"
+        );
     }
 
     #[tokio::test]
@@ -1102,7 +1277,10 @@ mod tests {
         let (mut connection, mut inside) = connect().await;
         inside.write(Pipe::Out, b"last words");
         drop(inside);
-        assert_eq!(connection.next().await.unwrap(), text(Pipe::Out, "last words"));
+        assert_eq!(
+            connection.next().await.unwrap(),
+            text(Pipe::Out, "last words")
+        );
         assert_eq!(connection.next().await.unwrap(), Event::Closed);
     }
 
@@ -1112,7 +1290,10 @@ mod tests {
         inside.write(Pipe::Out, b"a");
         inside.say(json!({"type": "later"})).await;
         connection.hang_up().unwrap();
-        assert_eq!(connection.next().await.unwrap(), Event::Claim(Claim::Unknown));
+        assert_eq!(
+            connection.next().await.unwrap(),
+            Event::Claim(Claim::Unknown)
+        );
         assert_eq!(connection.next().await.unwrap(), text(Pipe::Out, "a"));
         assert_eq!(connection.next().await.unwrap(), Event::Closed);
     }
@@ -1120,11 +1301,15 @@ mod tests {
     #[tokio::test]
     async fn a_large_frame_leaves_while_the_other_side_reads() {
         let (mut connection, mut inside) = connect().await;
-        connection.send(&json!({"type": "execute", "id": 1}), &vec![b'x'; 4_000_000]).unwrap();
+        connection
+            .send(&json!({"type": "execute", "id": 1}), &vec![b'x'; 4_000_000])
+            .unwrap();
         assert!(connection.is_sending());
         let reader = tokio::spawn(async move {
             let mut bytes = vec![0; 4_000_000];
-            tokio::io::AsyncReadExt::read_exact(&mut inside.channel, &mut bytes).await.unwrap();
+            tokio::io::AsyncReadExt::read_exact(&mut inside.channel, &mut bytes)
+                .await
+                .unwrap();
             inside
         });
         assert_eq!(connection.next().await.unwrap(), Event::Sent);
@@ -1136,14 +1321,19 @@ mod tests {
     #[tokio::test]
     async fn a_greeting_of_another_version_or_another_frame_is_refused() {
         for (header, expected) in [
-            (json!({"type": "hello", "version": 3, "marker": SECRET}), "version 3"),
+            (
+                json!({"type": "hello", "version": 3, "marker": SECRET}),
+                "version 3",
+            ),
             (json!({"type": "clear", "id": 1}), "not a greeting"),
         ] {
             let (host, mut channel) = UnixStream::pair().unwrap();
             let mut bytes = Vec::new();
             frame::encode(&header, b"", &mut bytes);
             channel.write_all(&bytes).await.unwrap();
-            let Err(error) = Connection::open(host, Duration::ZERO).await else { panic!("{header} was accepted") };
+            let Err(error) = Connection::open(host, Duration::ZERO).await else {
+                panic!("{header} was accepted")
+            };
             assert!(error.to_string().contains(expected), "{error}");
         }
     }

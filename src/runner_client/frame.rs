@@ -61,18 +61,24 @@ impl Decoder {
     /// Returns the next whole frame, or `None` when more bytes are needed.
     pub(super) fn next(&mut self) -> Result<Option<Frame>, FrameError> {
         let bytes = &self.held[self.from..];
-        let Some((length, rest)) = take_length(bytes) else { return Ok(None) };
+        let Some((length, rest)) = take_length(bytes) else {
+            return Ok(None);
+        };
         if length > LARGEST_FRAME {
             return Err(FrameError::TooLarge { length });
         }
         if length < 4 {
             return Err(FrameError::TooShort { length });
         }
-        let Some((header, _)) = take_length(rest) else { return Ok(None) };
+        let Some((header, _)) = take_length(rest) else {
+            return Ok(None);
+        };
         if header > length - 4 {
             return Err(FrameError::HeaderTooLong { header, length });
         }
-        let Some(body) = rest.get(4..length) else { return Ok(None) };
+        let Some(body) = rest.get(4..length) else {
+            return Ok(None);
+        };
         let end = self.from + 4 + length;
         let mut body = if length > KEPT_CAPACITY && end == self.held.len() {
             // A large frame keeps the memory in which it arrived, so that it is never held twice.
@@ -90,7 +96,10 @@ impl Decoder {
             body
         };
         let header = body.split_to(header);
-        Ok(Some(Frame { header, payload: body }))
+        Ok(Some(Frame {
+            header,
+            payload: body,
+        }))
     }
 }
 
@@ -105,11 +114,15 @@ fn take_length(bytes: &[u8]) -> Option<(usize, &[u8])> {
 pub fn encode(header: &impl Serialize, payload: &[u8], buffer: &mut Vec<u8>) {
     let start = buffer.len();
     buffer.extend_from_slice(&[0; 8]);
-    serde_json::to_writer(&mut *buffer, header).expect("headers are plain structures with text keys");
+    serde_json::to_writer(&mut *buffer, header)
+        .expect("headers are plain structures with text keys");
     let header_length = buffer.len() - start - 8;
     buffer.extend_from_slice(payload);
     let length = buffer.len() - start - 4;
-    debug_assert!(length <= LARGEST_FRAME, "the host's own frames are bounded by their makers");
+    debug_assert!(
+        length <= LARGEST_FRAME,
+        "the host's own frames are bounded by their makers"
+    );
     buffer[start..start + 4].copy_from_slice(&(length as u32).to_be_bytes());
     buffer[start + 4..start + 8].copy_from_slice(&(header_length as u32).to_be_bytes());
 }
@@ -138,27 +151,53 @@ mod tests {
         assert_eq!(bytes, b"\0\0\0\x10\0\0\0\x08{\"id\":7}code");
         assert_eq!(
             decode_all(&bytes).unwrap(),
-            [Frame { header: Bytes::from_static(b"{\"id\":7}"), payload: Bytes::from_static(b"code") }]
+            [Frame {
+                header: Bytes::from_static(b"{\"id\":7}"),
+                payload: Bytes::from_static(b"code")
+            }]
         );
     }
 
     #[test]
     fn a_frame_that_is_too_large_is_refused_before_its_bytes_arrive() {
         let announced = (LARGEST_FRAME as u32 + 1).to_be_bytes();
-        assert_eq!(decode_all(&announced), Err(FrameError::TooLarge { length: LARGEST_FRAME + 1 }));
-        assert_eq!(decode_all(&(LARGEST_FRAME as u32).to_be_bytes()), Ok(vec![]));
+        assert_eq!(
+            decode_all(&announced),
+            Err(FrameError::TooLarge {
+                length: LARGEST_FRAME + 1
+            })
+        );
+        assert_eq!(
+            decode_all(&(LARGEST_FRAME as u32).to_be_bytes()),
+            Ok(vec![])
+        );
     }
 
     #[test]
     fn lengths_that_contradict_each_other_are_refused() {
-        assert_eq!(decode_all(b"\0\0\0\x03abc"), Err(FrameError::TooShort { length: 3 }));
-        assert_eq!(decode_all(b"\0\0\0\x05\0\0\0\x02ab"), Err(FrameError::HeaderTooLong { header: 2, length: 5 }));
+        assert_eq!(
+            decode_all(b"\0\0\0\x03abc"),
+            Err(FrameError::TooShort { length: 3 })
+        );
+        assert_eq!(
+            decode_all(b"\0\0\0\x05\0\0\0\x02ab"),
+            Err(FrameError::HeaderTooLong {
+                header: 2,
+                length: 5
+            })
+        );
         assert!(decode_all(b"\0\0\0\x06\0\0\0\x02ab").is_ok());
     }
 
     #[test]
     fn an_empty_header_and_payload_make_a_frame() {
-        assert_eq!(decode_all(b"\0\0\0\x04\0\0\0\0").unwrap(), [Frame { header: Bytes::new(), payload: Bytes::new() }]);
+        assert_eq!(
+            decode_all(b"\0\0\0\x04\0\0\0\0").unwrap(),
+            [Frame {
+                header: Bytes::new(),
+                payload: Bytes::new()
+            }]
+        );
     }
 
     #[test]

@@ -82,7 +82,13 @@ impl Merger {
         let mut prefix = [0; PREFIX];
         prefix[..4].copy_from_slice(b"\0\x1bCB");
         prefix[4..].copy_from_slice(&marker);
-        Merger { prefix, lanes: Default::default(), expected: None, passed: None, ready: VecDeque::new() }
+        Merger {
+            prefix,
+            lanes: Default::default(),
+            expected: None,
+            passed: None,
+            ready: VecDeque::new(),
+        }
     }
 
     /// Takes what was read from a pipe.
@@ -125,10 +131,17 @@ impl Merger {
 
     /// Lets the expected frame pass; what was held behind its marker follows.
     pub(super) fn pass(&mut self) {
-        let Some(seq) = self.expected.take() else { return };
+        let Some(seq) = self.expected.take() else {
+            return;
+        };
         self.passed = Some(seq);
         for lane in &mut self.lanes {
-            if lane.stop == Some(Stop { seq, frame_follows: true }) {
+            if lane.stop
+                == Some(Stop {
+                    seq,
+                    frame_follows: true,
+                })
+            {
                 lane.stop = None;
             }
         }
@@ -180,17 +193,26 @@ impl Merger {
     /// Names what must be looked at before held bytes or the expected frame can go on.
     pub(super) fn need(&self) -> Option<Need> {
         for pipe in Pipe::BOTH {
-            let (lane, other) = (&self.lanes[pipe as usize], &self.lanes[pipe.other() as usize]);
+            let (lane, other) = (
+                &self.lanes[pipe as usize],
+                &self.lanes[pipe.other() as usize],
+            );
             match lane.stop {
-                Some(Stop { frame_follows: true, .. }) if self.expected.is_none() && lane.has_bytes() => {
+                Some(Stop {
+                    frame_follows: true,
+                    ..
+                }) if self.expected.is_none() && lane.has_bytes() => {
                     return Some(Need::Channel);
                 }
-                Some(Stop { frame_follows: false, .. })
-                    if lane.has_bytes() && other.stop.is_none() && !other.exhausted() =>
-                {
+                Some(Stop {
+                    frame_follows: false,
+                    ..
+                }) if lane.has_bytes() && other.stop.is_none() && !other.exhausted() => {
                     return Some(Need::Pipe(pipe.other()));
                 }
-                None if self.expected.is_some() && !lane.exhausted() => return Some(Need::Pipe(pipe)),
+                None if self.expected.is_some() && !lane.exhausted() => {
+                    return Some(Need::Pipe(pipe));
+                }
                 _ => {}
             }
         }
@@ -215,7 +237,8 @@ impl Merger {
             for pipe in Pipe::BOTH {
                 self.advance(pipe);
             }
-            let released = self.release_twins() || Pipe::BOTH.into_iter().any(|pipe| self.release_alone(pipe));
+            let released =
+                self.release_twins() || Pipe::BOTH.into_iter().any(|pipe| self.release_alone(pipe));
             if !released {
                 return;
             }
@@ -224,7 +247,17 @@ impl Merger {
 
     /// Lets go of two stops that explain each other, or of the earlier one of two that contradict each other.
     fn release_twins(&mut self) -> bool {
-        let [Lane { stop: Some(out), .. }, Lane { stop: Some(err), .. }] = &self.lanes else { return false };
+        let [
+            Lane {
+                stop: Some(out), ..
+            },
+            Lane {
+                stop: Some(err), ..
+            },
+        ] = &self.lanes
+        else {
+            return false;
+        };
         let (out, err) = (*out, *err);
         if out.frame_follows && err.frame_follows {
             return false;
@@ -342,15 +375,23 @@ fn next_marker(prefix: &[u8; PREFIX], bytes: &[u8]) -> (usize, Option<Stop>) {
         if candidate[..known] == prefix[..known] {
             let Some(marker) = candidate.get(..MARKER) else {
                 // Of the bytes after the prefix only the last two have a fixed form.
-                if candidate.get(PREFIX + 4).is_none_or(|kind| matches!(kind, b'F' | b'P')) {
+                if candidate
+                    .get(PREFIX + 4)
+                    .is_none_or(|kind| matches!(kind, b'F' | b'P'))
+                {
                     return (at, None);
                 }
                 from = at + 1;
                 continue;
             };
             if matches!(marker[PREFIX + 4], b'F' | b'P') && marker[PREFIX + 5] == b'\n' {
-                let seq = marker[PREFIX..].first_chunk::<4>().expect("a marker has room for its seq");
-                let stop = Stop { seq: u32::from_be_bytes(*seq), frame_follows: marker[PREFIX + 4] == b'F' };
+                let seq = marker[PREFIX..]
+                    .first_chunk::<4>()
+                    .expect("a marker has room for its seq");
+                let stop = Stop {
+                    seq: u32::from_be_bytes(*seq),
+                    frame_follows: marker[PREFIX + 4] == b'F',
+                };
                 return (at, Some(stop));
             }
         }
@@ -460,7 +501,8 @@ mod tests {
     fn check(out: &[&[u8]], err: &[&[u8]], frames: &[u32], expected: &[Seen]) {
         for choice in 0..3 {
             for size in [1, 7, 26, 4096] {
-                let (seen, _) = Lanes::new(&out.concat(), &err.concat(), frames).run(&[(choice, size)]);
+                let (seen, _) =
+                    Lanes::new(&out.concat(), &err.concat(), frames).run(&[(choice, size)]);
                 assert_eq!(seen, expected, "choice {choice}, size {size}");
             }
         }
@@ -477,7 +519,12 @@ mod tests {
     #[test]
     fn text_before_a_marker_comes_before_its_frame_and_text_after_it_after() {
         let mark = marker(1, b'F');
-        check(&[b"before", &mark, b"after"], &[&mark], &[1], &[out("before"), Seen::Frame(1), out("after")]);
+        check(
+            &[b"before", &mark, b"after"],
+            &[&mark],
+            &[1],
+            &[out("before"), Seen::Frame(1), out("after")],
+        );
     }
 
     #[test]
@@ -498,7 +545,14 @@ mod tests {
             &[&marks[0], b"a", &marks[1], b"b", &marks[2], b"late"],
             &[&marks[0], &marks[1], &marks[2]],
             &[1, 2, 3],
-            &[Seen::Frame(1), out("a"), Seen::Frame(2), out("b"), Seen::Frame(3), out("late")],
+            &[
+                Seen::Frame(1),
+                out("a"),
+                Seen::Frame(2),
+                out("b"),
+                Seen::Frame(3),
+                out("late"),
+            ],
         );
     }
 
@@ -509,7 +563,8 @@ mod tests {
 
     #[test]
     fn a_forged_marker_that_no_frame_follows_loses_nothing() {
-        let (seen, _) = Lanes::new(&[b"a", &marker(7, b'F')[..], b"b"].concat(), b"", &[]).run(&[(0, 4096)]);
+        let (seen, _) =
+            Lanes::new(&[b"a", &marker(7, b'F')[..], b"b"].concat(), b"", &[]).run(&[(0, 4096)]);
         assert_eq!(seen, [out("ab")]);
     }
 
@@ -517,7 +572,8 @@ mod tests {
     fn a_forged_marker_from_the_future_does_not_move_text_behind_the_end_of_its_cell() {
         let real = marker(5, b'F');
         let forged = marker(u32::MAX, b'F');
-        let (seen, _) = Lanes::new(&[&forged, &b"text"[..], &real].concat(), &real, &[5]).run(&[(2, 4096)]);
+        let (seen, _) =
+            Lanes::new(&[&forged, &b"text"[..], &real].concat(), &real, &[5]).run(&[(2, 4096)]);
         assert_eq!(seen, [out("text"), Seen::Frame(5)]);
     }
 
@@ -525,9 +581,24 @@ mod tests {
     fn bytes_that_only_begin_like_a_marker_are_text() {
         let mark = marker(1, b'F');
         let almost = [&mark[..24], b"X\n"].concat();
-        check(&[&mark[..9]], &[], &[], &[Seen::Text(Pipe::Out, mark[..9].to_vec())]);
-        check(&[&almost], &[], &[], &[Seen::Text(Pipe::Out, almost.clone())]);
-        check(&[b"\0\0\0\x1bC"], &[], &[], &[Seen::Text(Pipe::Out, b"\0\0\0\x1bC".to_vec())]);
+        check(
+            &[&mark[..9]],
+            &[],
+            &[],
+            &[Seen::Text(Pipe::Out, mark[..9].to_vec())],
+        );
+        check(
+            &[&almost],
+            &[],
+            &[],
+            &[Seen::Text(Pipe::Out, almost.clone())],
+        );
+        check(
+            &[b"\0\0\0\x1bC"],
+            &[],
+            &[],
+            &[Seen::Text(Pipe::Out, b"\0\0\0\x1bC".to_vec())],
+        );
     }
 
     #[test]
@@ -566,7 +637,10 @@ mod tests {
     fn a_search_that_was_given_up_does_not_begin_anew_at_every_marker() {
         let mut merger = Merger::new(SECRET);
         let fed = fed_with_contradictions(&mut merger, 64 * SEARCH);
-        assert!(fed <= 2 * SEARCH, "{fed} bytes were read for markers without twins");
+        assert!(
+            fed <= 2 * SEARCH,
+            "{fed} bytes were read for markers without twins"
+        );
         // Markers that have their twins put the text in order again.
         while merger.pop().is_some() {}
         merger.dry(Need::Pipe(Pipe::Out));
@@ -590,19 +664,33 @@ mod tests {
         let mut kept = 0;
         for _ in 0..100 {
             merger.feed(Pipe::Out, &[b'x'; 65536]);
-            kept += std::iter::from_fn(|| merger.pop()).map(|(_, bytes)| bytes.len()).sum::<usize>();
+            kept += std::iter::from_fn(|| merger.pop())
+                .map(|(_, bytes)| bytes.len())
+                .sum::<usize>();
             assert!(merger.lanes[0].held.len() <= MOST_HELD + 65536);
         }
         merger.finish();
-        kept += std::iter::from_fn(|| merger.pop()).map(|(_, bytes)| bytes.len()).sum::<usize>();
+        kept += std::iter::from_fn(|| merger.pop())
+            .map(|(_, bytes)| bytes.len())
+            .sum::<usize>();
         assert_eq!(kept, 100 * 65536);
     }
 
     #[test]
     fn markers_are_taken_out_of_text_that_has_no_place() {
         let merger = Merger::new(SECRET);
-        let bytes = [b"a", &marker(1, b'P')[..], &marker(2, b'F'), b"b\0", &marker(3, b'P')[..9]].concat();
-        assert_eq!(merger.without_markers(&bytes), [b"ab\0", &marker(3, b'P')[..9]].concat());
+        let bytes = [
+            b"a",
+            &marker(1, b'P')[..],
+            &marker(2, b'F'),
+            b"b\0",
+            &marker(3, b'P')[..9],
+        ]
+        .concat();
+        assert_eq!(
+            merger.without_markers(&bytes),
+            [b"ab\0", &marker(3, b'P')[..9]].concat()
+        );
         assert_eq!(merger.without_markers(b""), b"");
     }
 
@@ -623,9 +711,13 @@ mod tests {
     }
 
     fn steps() -> impl Strategy<Value = Vec<Step>> {
-        let text = prop::collection::vec(prop_oneof![Just(0u8), Just(0x1b), Just(b'C'), any::<u8>()], 1..40);
+        let text = prop::collection::vec(
+            prop_oneof![Just(0u8), Just(0x1b), Just(b'C'), any::<u8>()],
+            1..40,
+        );
         let step = prop_oneof![
-            (prop_oneof![Just(Pipe::Out), Just(Pipe::Err)], text).prop_map(|(pipe, text)| Step::Print(pipe, text)),
+            (prop_oneof![Just(Pipe::Out), Just(Pipe::Err)], text)
+                .prop_map(|(pipe, text)| Step::Print(pipe, text)),
             Just(Step::Frame),
         ];
         prop::collection::vec(step, 0..30)
@@ -633,11 +725,14 @@ mod tests {
 
     /// Writes the steps as the runner would.
     fn write(steps: &[Step]) -> (Vec<u8>, Vec<u8>, Vec<u32>, Vec<Seen>) {
-        let (mut lanes, mut frames, mut expected) = ([Vec::new(), Vec::new()], Vec::new(), Vec::<Seen>::new());
+        let (mut lanes, mut frames, mut expected) =
+            ([Vec::new(), Vec::new()], Vec::new(), Vec::<Seen>::new());
         let (mut seq, mut last) = (0, None);
         let mut mark = |lanes: &mut [Vec<u8>; 2], kind| {
             seq += 1;
-            lanes.iter_mut().for_each(|lane| lane.extend(marker(seq, kind)));
+            lanes
+                .iter_mut()
+                .for_each(|lane| lane.extend(marker(seq, kind)));
             seq
         };
         for step in steps {

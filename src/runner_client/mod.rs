@@ -12,8 +12,8 @@ mod frame;
 mod merge;
 
 pub use claim::{
-    Branched, Bundle, Carried, CarriedFiles, Changes, Claim, ClaimedCommand, ClaimedError, ClaimedFile,
-    ClaimedVariable, DoneClaim, MOST_LISTED, Outlets, Question, Trouble,
+    Branched, Bundle, Carried, CarriedFiles, Changes, Claim, ClaimedCommand, ClaimedError,
+    ClaimedFile, ClaimedVariable, DoneClaim, MOST_LISTED, Outlets, Question, Trouble,
 };
 pub use connection::{Connection, ConnectionError, Event};
 pub use frame::{FrameError, LARGEST_FRAME, encode};

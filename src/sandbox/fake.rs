@@ -60,8 +60,8 @@ use tokio::sync::{Notify, mpsc, oneshot, watch};
 
 use self::programs::Launched;
 use super::{
-    Asker, Backend, CheckpointError, CheckpointId, Exit, ForkTerms, Gauge, Interpreter, Isolation, LaunchError,
-    Launcher, Layer, LayerKind, MemoryUse, OuterMemory, Preparation, Process, Sandbox,
+    Asker, Backend, CheckpointError, CheckpointId, Exit, ForkTerms, Gauge, Interpreter, Isolation,
+    LaunchError, Launcher, Layer, LayerKind, MemoryUse, OuterMemory, Preparation, Process, Sandbox,
 };
 use crate::reaction::CpuWaits;
 
@@ -132,13 +132,23 @@ struct Snapshot {
 impl FakeBackend {
     /// A backend that is ready.
     pub fn new() -> FakeBackend {
-        FakeBackend { preparation: watch::Sender::new(Preparation::Ready), world: Arc::default() }
+        FakeBackend {
+            preparation: watch::Sender::new(Preparation::Ready),
+            world: Arc::default(),
+        }
     }
 
     /// A backend whose preparation stands still until `prepare` is called.
     pub fn unprepared() -> FakeBackend {
-        let working = Preparation::Working { step: "preparing".to_owned(), done: 0, total: None };
-        FakeBackend { preparation: watch::Sender::new(working), world: Arc::default() }
+        let working = Preparation::Working {
+            step: "preparing".to_owned(),
+            done: 0,
+            total: None,
+        };
+        FakeBackend {
+            preparation: watch::Sender::new(working),
+            world: Arc::default(),
+        }
     }
 
     /// Ends the preparation.
@@ -163,7 +173,11 @@ impl FakeBackend {
 
     /// Says how copying goes from now on.
     pub fn set_copying(&self, copying: FakeCopying) {
-        *self.world.copying.lock().expect("nothing panics while it holds the switch") = copying;
+        *self
+            .world
+            .copying
+            .lock()
+            .expect("nothing panics while it holds the switch") = copying;
     }
 
     /// Has fresh sessions come with a copy of their beginning.
@@ -173,12 +187,21 @@ impl FakeBackend {
 
     /// Says what fresh sandboxes can reach from now on.
     pub fn set_rules(&self, rules: Rules) {
-        *self.world.rules.lock().expect("nothing panics while it holds the rules") = rules;
+        *self
+            .world
+            .rules
+            .lock()
+            .expect("nothing panics while it holds the rules") = rules;
     }
 
     /// Has the newest sandbox connect to a name that no rule lists. Returns whether somebody allowed it.
     pub async fn connect(&self, name: &str, port: u16) -> bool {
-        let asker = self.world.asker.lock().expect("nothing panics while it holds the asker").clone();
+        let asker = self
+            .world
+            .asker
+            .lock()
+            .expect("nothing panics while it holds the asker")
+            .clone();
         let name = HostName::parse(name).expect("a test knows names");
         match asker.filter(|asker| asker.may_allow(&name)) {
             Some(asker) => asker.ask(&name, port, ([127, 0, 0, 1], 1024).into()).await,
@@ -189,12 +212,20 @@ impl FakeBackend {
     /// Lets interpreters wait for a processor, for so many milliseconds of each second from now on.
     pub fn starve(&self, milliseconds: u32) {
         let since = tokio::time::Instant::now();
-        *self.world.starved.lock().expect("nothing panics while it holds the waits") = Some((milliseconds, since));
+        *self
+            .world
+            .starved
+            .lock()
+            .expect("nothing panics while it holds the waits") = Some((milliseconds, since));
     }
 
     /// Has the sandbox that is asked next say that it refused a connection.
     pub fn block(&self, blocked: Blocked) {
-        self.world.blocked.lock().expect("nothing panics while it holds the refusals").push(blocked);
+        self.world
+            .blocked
+            .lock()
+            .expect("nothing panics while it holds the refusals")
+            .push(blocked);
     }
 
     /// Counts the copies that exist.
@@ -217,12 +248,16 @@ impl FakeBackend {
 
     /// Says how much memory each interpreter holds, beside its files and copies.
     pub fn set_memory_of_interpreter(&self, bytes: u64) {
-        self.world.memory_of_interpreter.store(bytes, Ordering::SeqCst);
+        self.world
+            .memory_of_interpreter
+            .store(bytes, Ordering::SeqCst);
     }
 
     /// Says how much memory each copy holds.
     pub fn set_memory_of_checkpoint(&self, bytes: u64) {
-        self.world.memory_of_checkpoint.store(bytes, Ordering::SeqCst);
+        self.world
+            .memory_of_checkpoint
+            .store(bytes, Ordering::SeqCst);
     }
 }
 
@@ -240,7 +275,9 @@ impl Backend for FakeBackend {
 
     async fn launch(&self) -> Result<(Box<dyn Sandbox>, Interpreter), LaunchError> {
         let mut preparation = self.preparation.subscribe();
-        let done = preparation.wait_for(|state| !matches!(state, Preparation::Working { .. })).await;
+        let done = preparation
+            .wait_for(|state| !matches!(state, Preparation::Working { .. }))
+            .await;
         if let Ok(Preparation::Failed { why }) = done.as_deref() {
             return Err(LaunchError::Preparation { why: why.clone() });
         }
@@ -258,7 +295,9 @@ impl Backend for FakeBackend {
 
 impl World {
     fn checkpoints(&self) -> MutexGuard<'_, BTreeMap<(u64, CheckpointId), Snapshot>> {
-        self.checkpoints.lock().expect("nothing panics while it holds the copies")
+        self.checkpoints
+            .lock()
+            .expect("nothing panics while it holds the copies")
     }
 
     /// Makes a sandbox with a fresh interpreter, or with one that has what a copy has.
@@ -270,7 +309,12 @@ impl World {
         let files = tempfile::tempdir().map_err(start_failed)?;
         let mut isolation = Isolation::default();
         for kind in LayerKind::ALL {
-            isolation.record(kind, Layer::Missing { why: "the fake backend isolates nothing".to_owned() });
+            isolation.record(
+                kind,
+                Layer::Missing {
+                    why: "the fake backend isolates nothing".to_owned(),
+                },
+            );
         }
         let birth = match copy {
             Some(copy) => copy.carry_to(files.path()).map_err(start_failed)?,
@@ -280,7 +324,11 @@ impl World {
         let (mut interpreter, process) = start(files.path(), birth, used.clone())?;
         world.alive.fetch_add(1, Ordering::SeqCst);
         let number = world.numbers.fetch_add(1, Ordering::SeqCst);
-        let rules = world.rules.lock().expect("nothing panics while it holds the rules").clone();
+        let rules = world
+            .rules
+            .lock()
+            .expect("nothing panics while it holds the rules")
+            .clone();
         let sandbox = FakeSandbox {
             number,
             files: Some(files),
@@ -300,7 +348,11 @@ impl World {
 
     /// Tells whether one more fork can be made.
     fn may_fork(&self) -> bool {
-        match &mut *self.copying.lock().expect("nothing panics while it holds the switch") {
+        match &mut *self
+            .copying
+            .lock()
+            .expect("nothing panics while it holds the switch")
+        {
             FakeCopying::Forks(0) => false,
             FakeCopying::Forks(left) => {
                 *left -= 1;
@@ -312,7 +364,9 @@ impl World {
 }
 
 fn start_failed(error: io::Error) -> LaunchError {
-    LaunchError::Start { why: error.to_string() }
+    LaunchError::Start {
+        why: error.to_string(),
+    }
 }
 
 /// What an interpreter begins with.
@@ -336,11 +390,18 @@ impl Snapshot {
 
     /// Puts the folder it was taken from back.
     fn put_back(&self, folder: &Path) -> io::Result<Birth> {
-        let size = self.files.values().map(|bytes| bytes.len() as u64).sum::<u64>();
+        let size = self
+            .files
+            .values()
+            .map(|bytes| bytes.len() as u64)
+            .sum::<u64>();
         if size > self.asked["undo_files"].as_u64().unwrap_or(0) {
             return Ok(self.birth("left alone", Some("the working folder holds too much")));
         }
-        for path in read_files(folder)?.into_keys().filter(|path| !self.files.contains_key(path)) {
+        for path in read_files(folder)?
+            .into_keys()
+            .filter(|path| !self.files.contains_key(path))
+        {
             fs::remove_file(folder.join(path))?;
         }
         self.write(folder)?;
@@ -357,7 +418,11 @@ impl Snapshot {
     }
 
     fn birth(&self, files: &'static str, why: Option<&'static str>) -> Birth {
-        Birth { variables: self.variables.clone(), lost: self.lost.clone(), greeting: Some((files, why)) }
+        Birth {
+            variables: self.variables.clone(),
+            lost: self.lost.clone(),
+            greeting: Some((files, why)),
+        }
     }
 }
 
@@ -399,7 +464,10 @@ struct FakeGauge {
 
 impl Gauge for FakeGauge {
     fn processor_time(&self) -> Duration {
-        *self.used.lock().expect("nothing panics while it holds the time")
+        *self
+            .used
+            .lock()
+            .expect("nothing panics while it holds the time")
     }
 
     fn memory(&self) -> u64 {
@@ -407,14 +475,26 @@ impl Gauge for FakeGauge {
     }
 
     fn stored(&self) -> u64 {
-        let files = self.files.as_deref().and_then(|folder| read_files(folder).ok()).unwrap_or_default();
+        let files = self
+            .files
+            .as_deref()
+            .and_then(|folder| read_files(folder).ok())
+            .unwrap_or_default();
         files.values().map(|bytes| bytes.len() as u64).sum()
     }
 
     fn cpu_waits(&self) -> CpuWaits {
-        let starved = *self.world.starved.lock().expect("nothing panics while it holds the waits");
-        let waited = |(milliseconds, since): (u32, tokio::time::Instant)| since.elapsed() * milliseconds / 1000;
-        starved.map(waited).map_or_else(CpuWaits::default, CpuWaits::of_one)
+        let starved = *self
+            .world
+            .starved
+            .lock()
+            .expect("nothing panics while it holds the waits");
+        let waited = |(milliseconds, since): (u32, tokio::time::Instant)| {
+            since.elapsed() * milliseconds / 1000
+        };
+        starved
+            .map(waited)
+            .map_or_else(CpuWaits::default, CpuWaits::of_one)
     }
 }
 
@@ -423,13 +503,21 @@ impl FakeSandbox {
     async fn end_interpreter(&mut self) -> Result<&Path, LaunchError> {
         self.process.kill();
         self.process.exited().await;
-        let files = self.files.as_ref().ok_or(LaunchError::Start { why: "the sandbox is destroyed".to_owned() })?;
+        let files = self.files.as_ref().ok_or(LaunchError::Start {
+            why: "the sandbox is destroyed".to_owned(),
+        })?;
         Ok(files.path())
     }
 
     fn copy_of(&self, checkpoint: CheckpointId) -> Result<Snapshot, LaunchError> {
-        let copy = self.world.checkpoints().get(&(self.number, checkpoint)).cloned();
-        copy.ok_or(LaunchError::Start { why: "there is no such copy".to_owned() })
+        let copy = self
+            .world
+            .checkpoints()
+            .get(&(self.number, checkpoint))
+            .cloned();
+        copy.ok_or(LaunchError::Start {
+            why: "there is no such copy".to_owned(),
+        })
     }
 }
 
@@ -447,25 +535,48 @@ impl Sandbox for FakeSandbox {
     }
 
     fn memory(&self) -> MemoryUse {
-        let copies = self.world.checkpoints().keys().filter(|(sandbox, _)| *sandbox == self.number).count() as u64;
+        let copies = self
+            .world
+            .checkpoints()
+            .keys()
+            .filter(|(sandbox, _)| *sandbox == self.number)
+            .count() as u64;
         let now = 1024 + copies * self.world.memory_of_checkpoint.load(Ordering::SeqCst);
-        MemoryUse { now, peak: now + 1024 }
+        MemoryUse {
+            now,
+            peak: now + 1024,
+        }
     }
 
     fn forget_peak(&self) {}
 
     fn gauge(&self) -> Arc<dyn Gauge> {
         let files = self.files.as_ref().map(|folder| folder.path().to_owned());
-        Arc::new(FakeGauge { used: self.used.clone(), world: self.world.clone(), files })
+        Arc::new(FakeGauge {
+            used: self.used.clone(),
+            world: self.world.clone(),
+            files,
+        })
     }
 
-    async fn checkpoint(&mut self, told: oneshot::Sender<()>) -> Result<CheckpointId, CheckpointError> {
-        let failed = |why: &str| CheckpointError::Failed { why: why.to_owned() };
-        let copying = *self.world.copying.lock().expect("nothing panics while it holds the switch");
+    async fn checkpoint(
+        &mut self,
+        told: oneshot::Sender<()>,
+    ) -> Result<CheckpointId, CheckpointError> {
+        let failed = |why: &str| CheckpointError::Failed {
+            why: why.to_owned(),
+        };
+        let copying = *self
+            .world
+            .copying
+            .lock()
+            .expect("nothing panics while it holds the switch");
         match copying {
             FakeCopying::Works | FakeCopying::Forks(_) | FakeCopying::NoReturn => {}
             FakeCopying::Unsupported => {
-                return Err(CheckpointError::Unsupported { why: "the switch says so".to_owned() });
+                return Err(CheckpointError::Unsupported {
+                    why: "the switch says so".to_owned(),
+                });
             }
             FakeCopying::Fails => return Err(failed("the switch says so")),
         }
@@ -480,17 +591,25 @@ impl Sandbox for FakeSandbox {
         let checkpoint = CheckpointId(self.next_checkpoint);
         self.next_checkpoint += 1;
         self.world.made.fetch_add(1, Ordering::SeqCst);
-        self.world.checkpoints().insert((self.number, checkpoint), snapshot);
+        self.world
+            .checkpoints()
+            .insert((self.number, checkpoint), snapshot);
         Ok(checkpoint)
     }
 
     async fn restore(&mut self, checkpoint: CheckpointId) -> Result<Interpreter, LaunchError> {
         let copy = self.copy_of(checkpoint)?;
-        let returns = *self.world.copying.lock().expect("nothing panics while it holds the switch");
+        let returns = *self
+            .world
+            .copying
+            .lock()
+            .expect("nothing panics while it holds the switch");
         let used = self.used.clone();
         let folder = self.end_interpreter().await?;
         if returns == FakeCopying::NoReturn {
-            return Err(LaunchError::Start { why: "the switch says so".to_owned() });
+            return Err(LaunchError::Start {
+                why: "the switch says so".to_owned(),
+            });
         }
         let birth = copy.put_back(folder).map_err(start_failed)?;
         let (interpreter, process) = start(folder, birth, used)?;
@@ -508,15 +627,23 @@ impl Sandbox for FakeSandbox {
             self.forget(checkpoint);
         }
         if !self.world.may_fork() {
-            return Err(LaunchError::Start { why: "there is no room for one more".to_owned() });
+            return Err(LaunchError::Start {
+                why: "there is no room for one more".to_owned(),
+            });
         }
-        let (fork, interpreter) = World::sandbox(&self.world, Some(&copy), terms.keep_beginning.then(|| copy.clone()))?;
+        let (fork, interpreter) = World::sandbox(
+            &self.world,
+            Some(&copy),
+            terms.keep_beginning.then(|| copy.clone()),
+        )?;
         fork.set_rules(self.rules());
         Ok((fork, interpreter))
     }
 
     fn has(&self, checkpoint: CheckpointId) -> bool {
-        self.world.checkpoints().contains_key(&(self.number, checkpoint))
+        self.world
+            .checkpoints()
+            .contains_key(&(self.number, checkpoint))
     }
 
     fn forget(&self, checkpoint: CheckpointId) {
@@ -528,25 +655,43 @@ impl Sandbox for FakeSandbox {
     }
 
     fn rules(&self) -> Rules {
-        self.rules.lock().expect("nothing panics while it holds the rules").clone()
+        self.rules
+            .lock()
+            .expect("nothing panics while it holds the rules")
+            .clone()
     }
 
     fn set_rules(&self, rules: Rules) {
-        *self.rules.lock().expect("nothing panics while it holds the rules") = rules;
+        *self
+            .rules
+            .lock()
+            .expect("nothing panics while it holds the rules") = rules;
     }
 
     fn set_asker(&self, asker: Option<Arc<dyn Asker>>) {
-        *self.world.asker.lock().expect("nothing panics while it holds the asker") = asker;
+        *self
+            .world
+            .asker
+            .lock()
+            .expect("nothing panics while it holds the asker") = asker;
     }
 
     fn take_blocked(&self) -> Vec<Blocked> {
-        std::mem::take(&mut *self.world.blocked.lock().expect("nothing panics while it holds the refusals"))
+        std::mem::take(
+            &mut *self
+                .world
+                .blocked
+                .lock()
+                .expect("nothing panics while it holds the refusals"),
+        )
     }
 
     async fn destroy(&mut self) {
         self.process.kill();
         self.process.exited().await;
-        self.world.checkpoints().retain(|(sandbox, _), _| *sandbox != self.number);
+        self.world
+            .checkpoints()
+            .retain(|(sandbox, _), _| *sandbox != self.number);
         if self.files.take().is_some() {
             self.world.alive.fetch_sub(1, Ordering::SeqCst);
         }
@@ -574,12 +719,21 @@ impl Process for FakeProcess {
     }
 
     async fn exited(&mut self) -> Exit {
-        self.exit.wait_for(Option::is_some).await.ok().and_then(|exit| *exit).unwrap_or(Exit::Unknown)
+        self.exit
+            .wait_for(Option::is_some)
+            .await
+            .ok()
+            .and_then(|exit| *exit)
+            .unwrap_or(Exit::Unknown)
     }
 }
 
 /// Starts a task that plays an interpreter.
-fn start(files: &Path, birth: Birth, used: Arc<Mutex<Duration>>) -> Result<(Interpreter, FakeProcess), LaunchError> {
+fn start(
+    files: &Path,
+    birth: Birth,
+    used: Arc<Mutex<Duration>>,
+) -> Result<(Interpreter, FakeProcess), LaunchError> {
     let (host, channel) = UnixStream::pair().map_err(start_failed)?;
     let (out, out_writer) = io::pipe().map_err(start_failed)?;
     let (err, err_writer) = io::pipe().map_err(start_failed)?;
@@ -593,13 +747,23 @@ fn start(files: &Path, birth: Birth, used: Arc<Mutex<Duration>>) -> Result<(Inte
     let mut control = SendAncillaryBuffer::new(&mut space);
     let descriptors = [out.as_fd(), err.as_fd()];
     control.push(SendAncillaryMessage::ScmRights(&descriptors));
-    rustix::net::sendmsg(&channel, &[io::IoSlice::new(&frame(&hello, b""))], &mut control, SendFlags::empty())
-        .map_err(|error| start_failed(error.into()))?;
+    rustix::net::sendmsg(
+        &channel,
+        &[io::IoSlice::new(&frame(&hello, b""))],
+        &mut control,
+        SendFlags::empty(),
+    )
+    .map_err(|error| start_failed(error.into()))?;
 
     let (exit_sender, exit) = watch::channel(None);
     let (branch_point, arrivals) = mpsc::channel(1);
     let arrivals = Arc::new(tokio::sync::Mutex::new(arrivals));
-    let process = FakeProcess { interrupt: Arc::default(), kill: Arc::default(), exit, arrivals };
+    let process = FakeProcess {
+        interrupt: Arc::default(),
+        kill: Arc::default(),
+        exit,
+        arrivals,
+    };
     let mut script = Script {
         channel,
         pipes: [
@@ -645,7 +809,13 @@ fn start(files: &Path, birth: Birth, used: Arc<Mutex<Duration>>) -> Result<(Inte
 fn frame(header: &Value, payload: &[u8]) -> Vec<u8> {
     let header = header.to_string();
     let length = 4 + header.len() + payload.len();
-    [&(length as u32).to_be_bytes(), &(header.len() as u32).to_be_bytes(), header.as_bytes(), payload].concat()
+    [
+        &(length as u32).to_be_bytes(),
+        &(header.len() as u32).to_be_bytes(),
+        header.as_bytes(),
+        payload,
+    ]
+    .concat()
 }
 
 /// Returns the question that `SERVER TOOL JSON` is.
@@ -716,16 +886,25 @@ impl Script {
         match header["type"].as_str() {
             _ if self.muted => Ok(()),
             Some("execute") => {
-                let seed = header.get("seed").map_or("none".to_owned(), Value::to_string);
+                let seed = header
+                    .get("seed")
+                    .map_or("none".to_owned(), Value::to_string);
                 self.variables.insert("seed".to_owned(), seed);
                 self.execute(id, &String::from_utf8_lossy(&payload)).await
             }
-            Some("list_files") => self.list_files(id, header["limit"].as_u64().unwrap_or(0) as usize).await,
+            Some("list_files") => {
+                self.list_files(id, header["limit"].as_u64().unwrap_or(0) as usize)
+                    .await
+            }
             Some("read_file") if header.get("offset").is_some() => {
                 let number = |name: &str| header[name].as_u64().unwrap_or(0) as usize;
-                self.read_part(id, path(), number("offset"), number("length")).await
+                self.read_part(id, path(), number("offset"), number("length"))
+                    .await
             }
-            Some("read_file") => self.read_file(id, path(), header["limit"].as_u64().unwrap_or(0)).await,
+            Some("read_file") => {
+                self.read_file(id, path(), header["limit"].as_u64().unwrap_or(0))
+                    .await
+            }
             Some("write_begin") => {
                 self.upload = Some((path(), header["overwrite"] == true, Vec::new()));
                 Ok(())
@@ -739,7 +918,13 @@ impl Script {
             Some("write_end") => self.write_file(id).await,
             Some("branch") => self.branch(&header).await,
             Some("tools") => self.take_tools(&header, &payload).await,
-            Some("packages") => self.say(json!({"type": "packages_added", "id": id, "loaded": []}), b"").await,
+            Some("packages") => {
+                self.say(
+                    json!({"type": "packages_added", "id": id, "loaded": []}),
+                    b"",
+                )
+                .await
+            }
             _ => Ok(()),
         }
     }
@@ -750,14 +935,20 @@ impl Script {
         let mut body = vec![0; length - 4];
         self.channel.read_exact(&mut body).await?;
         let payload = body.split_off(header_length);
-        Ok((serde_json::from_slice(&body).map_err(io::Error::from)?, payload))
+        Ok((
+            serde_json::from_slice(&body).map_err(io::Error::from)?,
+            payload,
+        ))
     }
 
     /// Asks the host something. Returns the number of the question.
     async fn ask(&mut self, id: &Value, members: Value) -> Result<u64, Interruption> {
         self.asked += 1;
         let mut header = json!({"type": "ask", "id": id, "ask": self.asked});
-        header.as_object_mut().expect("it is one").extend(members.as_object().cloned().unwrap_or_default());
+        header
+            .as_object_mut()
+            .expect("it is one")
+            .extend(members.as_object().cloned().unwrap_or_default());
         if header["with_pipes"] == true {
             self.say_with_pipes(header).await?;
         } else {
@@ -771,7 +962,10 @@ impl Script {
         loop {
             let (mut header, _) = self.read_frame().await?;
             if header["type"] == "answer" {
-                header.as_object_mut().expect("it has members").remove("type");
+                header
+                    .as_object_mut()
+                    .expect("it has members")
+                    .remove("type");
                 return Ok(header);
             }
         }
@@ -788,12 +982,20 @@ impl Script {
             Some(answer) => self.write(0, &format!("{answer}\n")).await,
             None => {
                 self.ask(id, json!({"what": "withdraw", "of": ask})).await?;
-                Err(Interruption::Raised { name: "KeyboardInterrupt", message: String::new() })
+                Err(Interruption::Raised {
+                    name: "KeyboardInterrupt",
+                    message: String::new(),
+                })
             }
         }
     }
 
-    async fn call_many(&mut self, id: &Value, count: usize, members: &Value) -> Result<(), Interruption> {
+    async fn call_many(
+        &mut self,
+        id: &Value,
+        count: usize,
+        members: &Value,
+    ) -> Result<(), Interruption> {
         let mut kinds = BTreeMap::<String, usize>::new();
         for _ in 0..count {
             self.ask(id, members.clone()).await?;
@@ -822,7 +1024,9 @@ impl Script {
         let Some(server) = header["server"].as_str() else {
             if let Some(servers) = header["servers"].as_array() {
                 for entry in fs::read_dir(&folder).into_iter().flatten().flatten() {
-                    let is_named = servers.iter().any(|server| entry.file_name().to_str() == server.as_str());
+                    let is_named = servers
+                        .iter()
+                        .any(|server| entry.file_name().to_str() == server.as_str());
                     if entry.path().is_dir() && !is_named {
                         fs::remove_dir_all(entry.path())?;
                     }
@@ -855,7 +1059,10 @@ impl Script {
         if header["last"] == true {
             let known = std::mem::take(&mut self.modules);
             for entry in fs::read_dir(folder.join(server))?.flatten() {
-                if !known.iter().any(|name| entry.file_name().to_str() == Some(name)) {
+                if !known
+                    .iter()
+                    .any(|name| entry.file_name().to_str() == Some(name))
+                {
                     fs::remove_file(entry.path())?;
                 }
             }
@@ -874,11 +1081,20 @@ impl Script {
         }
         let files = read_files(&self.files)?;
         let lost = self.lost.clone();
-        let snapshot = Snapshot { variables: self.variables.clone(), files, lost: lost.clone(), asked: asked.clone() };
+        let snapshot = Snapshot {
+            variables: self.variables.clone(),
+            files,
+            lost: lost.clone(),
+            asked: asked.clone(),
+        };
         // Nobody waits for it when the attempt was given up.
         let _ = self.branch_point.try_send(snapshot);
         let whole = lost.is_empty();
-        self.say(json!({"type": "branched", "id": asked["id"], "lost": lost, "whole": whole}), b"").await
+        self.say(
+            json!({"type": "branched", "id": asked["id"], "lost": lost, "whole": whole}),
+            b"",
+        )
+        .await
     }
 
     async fn say(&mut self, header: Value, payload: &[u8]) -> Result<(), Interruption> {
@@ -920,14 +1136,20 @@ impl Script {
             let mut control = SendAncillaryBuffer::new(&mut space);
             control.push(SendAncillaryMessage::ScmRights(&pipes));
             let bytes = [io::IoSlice::new(&bytes)];
-            Ok(rustix::net::sendmsg(&self.channel, &bytes, &mut control, SendFlags::empty())?)
+            Ok(rustix::net::sendmsg(
+                &self.channel,
+                &bytes,
+                &mut control,
+                SendFlags::empty(),
+            )?)
         });
         let sent = sent.await?;
         Ok(self.channel.write_all(&bytes[sent..]).await?)
     }
 
     async fn execute(&mut self, id: &Value, code: &str) -> Result<(), Interruption> {
-        self.say_in_order(json!({"type": "started", "id": id, "rotated": false})).await?;
+        self.say_in_order(json!({"type": "started", "id": id, "rotated": false}))
+            .await?;
         let (mut late, mut twice, mut exit) = (None, false, None);
         let (mut error, mut claimed_late) = (Value::Null, Value::Null);
         let mut unchanged = true;
@@ -952,8 +1174,7 @@ impl Script {
         }
         let status = if error.is_null() { "ok" } else { "error" };
         let none = json!({"created": [], "changed": [], "deleted": [], "omitted": 0});
-        let mut done =
-            json!({"type": "done", "id": id, "status": status, "error": error, "variables": none, "files": none});
+        let mut done = json!({"type": "done", "id": id, "status": status, "error": error, "variables": none, "files": none});
         if unchanged {
             done["unchanged"] = json!(true);
         }
@@ -983,14 +1204,23 @@ impl Script {
             "print" => self.write(0, &format!("{rest}\n")).await,
             "err" => self.write(1, &format!("{rest}\n")).await,
             "value" => {
-                self.say_in_order(json!({"type": "value", "id": id, "data": {"text/plain": rest}, "blobs": []})).await
+                self.say_in_order(
+                    json!({"type": "value", "id": id, "data": {"text/plain": rest}, "blobs": []}),
+                )
+                .await
             }
             "display" => self.say_in_order(display(false)).await,
             "update" => self.say_in_order(display(true)).await,
             "picture" => {
-                self.say_in_order(json!({"type": "display", "id": id, "data": {"image/png": rest}, "blobs": []})).await
+                self.say_in_order(
+                    json!({"type": "display", "id": id, "data": {"image/png": rest}, "blobs": []}),
+                )
+                .await
             }
-            "clear" => self.say_in_order(json!({"type": "clear", "id": id, "wait": false})).await,
+            "clear" => {
+                self.say_in_order(json!({"type": "clear", "id": id, "wait": false}))
+                    .await
+            }
             "set" => {
                 let (name, text) = rest.split_once(' ').unwrap_or((rest, ""));
                 self.variables.insert(name.to_owned(), text.to_owned());
@@ -998,9 +1228,10 @@ impl Script {
             }
             "get" => match self.variables.get(rest).cloned() {
                 Some(text) => self.write(0, &format!("{text}\n")).await,
-                None => {
-                    Err(Interruption::Raised { name: "NameError", message: format!("name '{rest}' is not defined") })
-                }
+                None => Err(Interruption::Raised {
+                    name: "NameError",
+                    message: format!("name '{rest}' is not defined"),
+                }),
             },
             "keep" => {
                 let (name, text) = rest.split_once(' ').unwrap_or((rest, ""));
@@ -1008,7 +1239,10 @@ impl Script {
             }
             "file" => match fs::read_to_string(self.files.join(rest)) {
                 Ok(text) => self.write(0, &format!("{text}\n")).await,
-                Err(_) => Err(Interruption::Raised { name: "FileNotFoundError", message: rest.to_owned() }),
+                Err(_) => Err(Interruption::Raised {
+                    name: "FileNotFoundError",
+                    message: rest.to_owned(),
+                }),
             },
             "lose" => {
                 self.lost.push(rest.to_owned());
@@ -1025,13 +1259,20 @@ impl Script {
             "call" => self.call(id, tool_call(rest)).await,
             "calls" => {
                 let (count, rest) = rest.split_once(' ').unwrap_or((rest, ""));
-                self.call_many(id, count.parse().unwrap_or(0), &tool_call(rest)).await
+                self.call_many(id, count.parse().unwrap_or(0), &tool_call(rest))
+                    .await
             }
             "forget" => self.forget(id, tool_call(rest)).await,
-            "ask" => self.call(id, serde_json::from_str(rest).unwrap_or_default()).await,
+            "ask" => {
+                self.call(id, serde_json::from_str(rest).unwrap_or_default())
+                    .await
+            }
             "run" => self.call(id, shell_command(rest)).await,
             "run-on" => self.ask(id, shell_command(rest)).await.map(drop),
-            "ask-on" => self.ask(id, serde_json::from_str(rest).unwrap_or_default()).await.map(drop),
+            "ask-on" => self
+                .ask(id, serde_json::from_str(rest).unwrap_or_default())
+                .await
+                .map(drop),
             // The end of `float(` on the line before.
             ")" => Ok(()),
             _ if command.starts_with("float(") => {
@@ -1040,13 +1281,21 @@ impl Script {
                 match self.variables.get(name).map(|text| text.parse::<f64>()) {
                     Some(Ok(number)) => {
                         let data = json!({"text/plain": format!("{number:?}")});
-                        self.say_in_order(json!({"type": "value", "id": id, "data": data, "blobs": []})).await
+                        self.say_in_order(
+                            json!({"type": "value", "id": id, "data": data, "blobs": []}),
+                        )
+                        .await
                     }
-                    Some(Err(_)) => raised("ValueError", format!("could not convert '{name}' to float")),
+                    Some(Err(_)) => {
+                        raised("ValueError", format!("could not convert '{name}' to float"))
+                    }
                     None => raised("NameError", format!("name '{name}' is not defined")),
                 }
             }
-            "raise" => Err(Interruption::Raised { name: "ValueError", message: rest.to_owned() }),
+            "raise" => Err(Interruption::Raised {
+                name: "ValueError",
+                message: rest.to_owned(),
+            }),
             "sleep" => {
                 let interrupt = self.interrupt.clone();
                 tokio::select! {
@@ -1056,7 +1305,10 @@ impl Script {
             }
             "burn" => {
                 let time = Duration::from_secs_f64(rest.parse().unwrap_or(0.0));
-                *self.used.lock().expect("nothing panics while it holds the time") += time;
+                *self
+                    .used
+                    .lock()
+                    .expect("nothing panics while it holds the time") += time;
                 Ok(())
             }
             "ignore-interrupt" => std::future::pending().await,
@@ -1064,12 +1316,18 @@ impl Script {
                 let interrupt = self.interrupt.clone();
                 interrupt.notified().await;
                 interrupt.notified().await;
-                Err(Interruption::Raised { name: "KeyboardInterrupt", message: String::new() })
+                Err(Interruption::Raised {
+                    name: "KeyboardInterrupt",
+                    message: String::new(),
+                })
             }
             "stop-after" => {
                 self.interrupt.clone().notified().await;
                 tokio::time::sleep(Duration::from_secs_f64(rest.parse().unwrap_or(0.0))).await;
-                Err(Interruption::Raised { name: "KeyboardInterrupt", message: String::new() })
+                Err(Interruption::Raised {
+                    name: "KeyboardInterrupt",
+                    message: String::new(),
+                })
             }
             "mute" => {
                 self.muted = true;
@@ -1085,35 +1343,73 @@ impl Script {
             "crash" => Err(Interruption::Exit(Exit::Signal(11))),
             "oom" if rest == "outside" => {
                 let whose = OuterMemory::Machine;
-                Err(Interruption::Exit(Exit::OutOfMemoryOutside { whose, files_kept: true }))
+                Err(Interruption::Exit(Exit::OutOfMemoryOutside {
+                    whose,
+                    files_kept: true,
+                }))
             }
             "oom" => {
                 let files_kept = rest != "everywhere";
-                Err(Interruption::Exit(Exit::OutOfMemory { limit: 512 * 1024 * 1024, files_kept }))
+                Err(Interruption::Exit(Exit::OutOfMemory {
+                    limit: 512 * 1024 * 1024,
+                    files_kept,
+                }))
             }
             "garbage" => Ok(self.channel.write_all(b"\xff\xff\xff\xffgarbage").await?),
             "unknown" => self.say(json!({"type": "from-the-future"}), b"?").await,
-            "other-done" => self.say_in_order(json!({"type": "done", "id": 0, "status": "ok"})).await,
+            "other-done" => {
+                self.say_in_order(json!({"type": "done", "id": 0, "status": "ok"}))
+                    .await
+            }
             "forge" => self.write_marker(0, rest.parse().unwrap_or(0), b'F').await,
-            _ => Err(Interruption::Raised { name: "SyntaxError", message: format!("unknown command {command}") }),
+            _ => Err(Interruption::Raised {
+                name: "SyntaxError",
+                message: format!("unknown command {command}"),
+            }),
         }
     }
 
-    async fn read_file(&mut self, id: &Value, path: PathBuf, limit: u64) -> Result<(), Interruption> {
-        let failed = |reason: &str| json!({"type": "failed", "id": id, "reason": reason, "message": ""});
+    async fn read_file(
+        &mut self,
+        id: &Value,
+        path: PathBuf,
+        limit: u64,
+    ) -> Result<(), Interruption> {
+        let failed =
+            |reason: &str| json!({"type": "failed", "id": id, "reason": reason, "message": ""});
         let Ok(bytes) = std::fs::read(&path) else {
-            return self.say(failed(if path.exists() { "not_a_file" } else { "missing" }), b"").await;
+            return self
+                .say(
+                    failed(if path.exists() {
+                        "not_a_file"
+                    } else {
+                        "missing"
+                    }),
+                    b"",
+                )
+                .await;
         };
         if bytes.len() as u64 > limit {
             return self.say(failed("too_large"), b"").await;
         }
         for chunk in bytes.chunks(256 * 1024) {
-            self.say(json!({"type": "file_data", "id": id}), chunk).await?;
+            self.say(json!({"type": "file_data", "id": id}), chunk)
+                .await?;
         }
-        self.say(json!({"type": "file_end", "id": id, "size": bytes.len()}), b"").await
+        self.say(
+            json!({"type": "file_end", "id": id, "size": bytes.len()}),
+            b"",
+        )
+        .await
     }
 
-    async fn read_part(&mut self, id: &Value, path: PathBuf, offset: usize, length: usize) -> Result<(), Interruption> {
+    async fn read_part(
+        &mut self,
+        id: &Value,
+        path: PathBuf,
+        offset: usize,
+        length: usize,
+    ) -> Result<(), Interruption> {
         let Ok(bytes) = std::fs::read(&path) else {
             let failed = json!({"type": "failed", "id": id, "reason": "missing", "message": ""});
             return self.say(failed, b"").await;
@@ -1121,31 +1417,51 @@ impl Script {
         let start = offset.min(bytes.len());
         let part = &bytes[start..bytes.len().min(start.saturating_add(length))];
         for chunk in part.chunks(256 * 1024) {
-            self.say(json!({"type": "file_data", "id": id}), chunk).await?;
+            self.say(json!({"type": "file_data", "id": id}), chunk)
+                .await?;
         }
-        let version = bytes.iter().fold(bytes.len() as u64, |sum, byte| sum.wrapping_mul(31) + u64::from(*byte));
+        let version = bytes.iter().fold(bytes.len() as u64, |sum, byte| {
+            sum.wrapping_mul(31) + u64::from(*byte)
+        });
         let end = json!({"type": "file_end", "id": id, "size": part.len(), "total": bytes.len(), "version": version.to_string()});
         self.say(end, b"").await
     }
 
     async fn list_files(&mut self, id: &Value, limit: usize) -> Result<(), Interruption> {
         let files = read_files(&self.files)?;
-        let entries = files.iter().map(|(path, bytes)| json!({"path": path.to_string_lossy(), "size": bytes.len()}));
+        let entries = files
+            .iter()
+            .map(|(path, bytes)| json!({"path": path.to_string_lossy(), "size": bytes.len()}));
         let entries = entries.take(limit).collect::<Vec<_>>();
         let omitted = files.len() - entries.len();
-        self.say(json!({"type": "file_list", "id": id, "entries": entries, "omitted": omitted}), b"").await
+        self.say(
+            json!({"type": "file_list", "id": id, "entries": entries, "omitted": omitted}),
+            b"",
+        )
+        .await
     }
 
     async fn write_file(&mut self, id: &Value) -> Result<(), Interruption> {
-        let Some((path, overwrite, bytes)) = self.upload.take() else { return Ok(()) };
+        let Some((path, overwrite, bytes)) = self.upload.take() else {
+            return Ok(());
+        };
         if path.exists() && !overwrite {
-            return self.say(json!({"type": "failed", "id": id, "reason": "exists", "message": ""}), b"").await;
+            return self
+                .say(
+                    json!({"type": "failed", "id": id, "reason": "exists", "message": ""}),
+                    b"",
+                )
+                .await;
         }
         if let Some(folder) = path.parent() {
             std::fs::create_dir_all(folder)?;
         }
         let replaced = path.exists();
         std::fs::write(&path, &bytes)?;
-        self.say(json!({"type": "written", "id": id, "size": bytes.len(), "replaced": replaced}), b"").await
+        self.say(
+            json!({"type": "written", "id": id, "size": bytes.len(), "replaced": replaced}),
+            b"",
+        )
+        .await
     }
 }

@@ -85,12 +85,19 @@ impl Isolation {
     }
 
     /// Returns the first layer that is missing without the operator's leave.
-    pub fn first_unallowed(&self, allowed_missing: &BTreeSet<LayerKind>) -> Option<(LayerKind, &str)> {
-        LayerKind::ALL.into_iter().find_map(|kind| match self.layers.get(&kind) {
-            Some(Layer::Missing { why }) if !allowed_missing.contains(&kind) => Some((kind, why.as_str())),
-            None if !allowed_missing.contains(&kind) => Some((kind, "it was never set up")),
-            _ => None,
-        })
+    pub fn first_unallowed(
+        &self,
+        allowed_missing: &BTreeSet<LayerKind>,
+    ) -> Option<(LayerKind, &str)> {
+        LayerKind::ALL
+            .into_iter()
+            .find_map(|kind| match self.layers.get(&kind) {
+                Some(Layer::Missing { why }) if !allowed_missing.contains(&kind) => {
+                    Some((kind, why.as_str()))
+                }
+                None if !allowed_missing.contains(&kind) => Some((kind, "it was never set up")),
+                _ => None,
+            })
     }
 }
 
@@ -101,7 +108,12 @@ mod tests {
     fn all_enforced() -> Isolation {
         let mut isolation = Isolation::default();
         for kind in LayerKind::ALL {
-            isolation.record(kind, Layer::Enforced { how: "somehow".to_owned() });
+            isolation.record(
+                kind,
+                Layer::Enforced {
+                    how: "somehow".to_owned(),
+                },
+            );
         }
         isolation
     }
@@ -111,19 +123,39 @@ mod tests {
         for kind in LayerKind::ALL {
             let mut isolation = all_enforced();
             assert_eq!(isolation.first_unallowed(&BTreeSet::new()), None);
-            isolation.record(kind, Layer::Missing { why: "the kernel is old".to_owned() });
-            assert_eq!(isolation.first_unallowed(&BTreeSet::new()), Some((kind, "the kernel is old")));
+            isolation.record(
+                kind,
+                Layer::Missing {
+                    why: "the kernel is old".to_owned(),
+                },
+            );
+            assert_eq!(
+                isolation.first_unallowed(&BTreeSet::new()),
+                Some((kind, "the kernel is old"))
+            );
             assert_eq!(isolation.first_unallowed(&BTreeSet::from([kind])), None);
-            let another = LayerKind::ALL.into_iter().find(|other| *other != kind).unwrap();
-            assert!(isolation.first_unallowed(&BTreeSet::from([another])).is_some());
+            let another = LayerKind::ALL
+                .into_iter()
+                .find(|other| *other != kind)
+                .unwrap();
+            assert!(
+                isolation
+                    .first_unallowed(&BTreeSet::from([another]))
+                    .is_some()
+            );
         }
     }
 
     #[test]
     fn a_reduced_layer_is_told_and_not_refused() {
         let mut isolation = all_enforced();
-        isolation
-            .record(LayerKind::Resources, Layer::Reduced { how: "rlimits".to_owned(), why: "no cgroup".to_owned() });
+        isolation.record(
+            LayerKind::Resources,
+            Layer::Reduced {
+                how: "rlimits".to_owned(),
+                why: "no cgroup".to_owned(),
+            },
+        );
         assert_eq!(isolation.first_unallowed(&BTreeSet::new()), None);
     }
 
@@ -131,7 +163,10 @@ mod tests {
     fn a_layer_that_nobody_set_up_is_missing() {
         let mut isolation = all_enforced();
         isolation.layers.remove(&LayerKind::Landlock);
-        assert_eq!(isolation.first_unallowed(&BTreeSet::new()), Some((LayerKind::Landlock, "it was never set up")));
+        assert_eq!(
+            isolation.first_unallowed(&BTreeSet::new()),
+            Some((LayerKind::Landlock, "it was never set up"))
+        );
     }
 
     #[test]

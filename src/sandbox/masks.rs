@@ -32,14 +32,20 @@ pub fn inside(masks: &[HostMask], shown: &[(&Path, &Path)]) -> Vec<Mask> {
     let mut places = Vec::new();
     for HostMask { host, rule } in masks {
         for (folder, place) in shown {
-            let Ok(rest) = host.strip_prefix(folder) else { continue };
+            let Ok(rest) = host.strip_prefix(folder) else {
+                continue;
+            };
             let seen = place.join(rest);
-            let is_covered =
-                shown.iter().any(|(_, other)| other != place && other.starts_with(place) && seen.starts_with(other));
+            let is_covered = shown.iter().any(|(_, other)| {
+                other != place && other.starts_with(place) && seen.starts_with(other)
+            });
             if rest.as_os_str().is_empty() || is_covered {
                 continue;
             }
-            places.push(Mask { inside: seen, rule: *rule });
+            places.push(Mask {
+                inside: seen,
+                rule: *rule,
+            });
         }
     }
     places
@@ -56,16 +62,27 @@ impl Replacements {
     /// Watches the folders of the masked paths.
     pub fn watch(masks: &[HostMask]) -> io::Result<Replacements> {
         let descriptor = inotify::init(CreateFlags::CLOEXEC | CreateFlags::NONBLOCK)?;
-        let changes = WatchFlags::CREATE | WatchFlags::DELETE | WatchFlags::MOVED_FROM | WatchFlags::MOVED_TO;
-        for folder in masks.iter().filter_map(|mask| mask.host.parent()).collect::<BTreeSet<_>>() {
+        let changes =
+            WatchFlags::CREATE | WatchFlags::DELETE | WatchFlags::MOVED_FROM | WatchFlags::MOVED_TO;
+        for folder in masks
+            .iter()
+            .filter_map(|mask| mask.host.parent())
+            .collect::<BTreeSet<_>>()
+        {
             match inotify::add_watch(&descriptor, folder, changes | WatchFlags::ONLYDIR) {
                 // There is nothing to protect.
                 Ok(_) | Err(Errno::NOENT) => {}
                 Err(error) => return Err(error.into()),
             }
         }
-        let names = masks.iter().filter_map(|mask| Some(mask.host.file_name()?.to_owned())).collect();
-        Ok(Replacements { events: Receiver::from_owned_fd_unchecked(descriptor)?, names })
+        let names = masks
+            .iter()
+            .filter_map(|mask| Some(mask.host.file_name()?.to_owned()))
+            .collect();
+        Ok(Replacements {
+            events: Receiver::from_owned_fd_unchecked(descriptor)?,
+            names,
+        })
     }
 
     /// Returns when one of them was replaced, made or removed.
@@ -78,9 +95,13 @@ impl Replacements {
             loop {
                 match reader.next() {
                     Ok(event) => {
-                        let name = event.file_name().map(|name| std::ffi::OsStr::from_bytes(name.to_bytes()));
+                        let name = event
+                            .file_name()
+                            .map(|name| std::ffi::OsStr::from_bytes(name.to_bytes()));
                         // When events were lost, or a folder is gone, any of them may have been ours.
-                        is_ours |= event.events().intersects(ReadFlags::QUEUE_OVERFLOW | ReadFlags::IGNORED)
+                        is_ours |= event
+                            .events()
+                            .intersects(ReadFlags::QUEUE_OVERFLOW | ReadFlags::IGNORED)
                             || name.is_some_and(|name| self.names.contains(name));
                     }
                     Err(Errno::AGAIN) => break,
@@ -101,19 +122,36 @@ mod tests {
     use super::*;
 
     fn seen(host: &str, shown: &[(&str, &str)]) -> Vec<String> {
-        let masks = [HostMask { host: host.into(), rule: MaskRule::Hidden }];
-        let shown: Vec<(&Path, &Path)> =
-            shown.iter().map(|(host, inside)| (Path::new(*host), Path::new(*inside))).collect();
-        inside(&masks, &shown).iter().map(|mask| mask.inside.display().to_string()).collect()
+        let masks = [HostMask {
+            host: host.into(),
+            rule: MaskRule::Hidden,
+        }];
+        let shown: Vec<(&Path, &Path)> = shown
+            .iter()
+            .map(|(host, inside)| (Path::new(*host), Path::new(*inside)))
+            .collect();
+        inside(&masks, &shown)
+            .iter()
+            .map(|mask| mask.inside.display().to_string())
+            .collect()
     }
 
     #[test]
     fn a_path_is_masked_wherever_it_is_seen() {
         assert_eq!(seen("/space/.env", &[("/space", "/work")]), ["/work/.env"]);
         let parent = [("/home/me/space", "/work"), ("/home/me", "/work/home")];
-        assert_eq!(seen("/home/me/space/.env", &parent), ["/work/.env", "/work/home/space/.env"]);
-        assert_eq!(seen("/elsewhere/.env", &[("/space", "/work")]), Vec::<String>::new());
-        assert_eq!(seen("/space-2/.env", &[("/space", "/work")]), Vec::<String>::new());
+        assert_eq!(
+            seen("/home/me/space/.env", &parent),
+            ["/work/.env", "/work/home/space/.env"]
+        );
+        assert_eq!(
+            seen("/elsewhere/.env", &[("/space", "/work")]),
+            Vec::<String>::new()
+        );
+        assert_eq!(
+            seen("/space-2/.env", &[("/space", "/work")]),
+            Vec::<String>::new()
+        );
     }
 
     #[test]
@@ -121,14 +159,21 @@ mod tests {
         let shown = [("/space", "/work"), ("/data", "/work/sub")];
         assert_eq!(seen("/space/sub/key", &shown), Vec::<String>::new());
         assert_eq!(seen("/data/key", &shown), ["/work/sub/key"]); // control
-        assert_eq!(seen("/space", &shown), Vec::<String>::new(), "a shown folder itself is never masked");
+        assert_eq!(
+            seen("/space", &shown),
+            Vec::<String>::new(),
+            "a shown folder itself is never masked"
+        );
     }
 
     #[tokio::test]
     async fn every_way_to_put_another_file_in_place_is_told() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join(".env");
-        let masks = [HostMask { host: path.clone(), rule: MaskRule::EnvironmentFile }];
+        let masks = [HostMask {
+            host: path.clone(),
+            rule: MaskRule::EnvironmentFile,
+        }];
         let mut replacements = Replacements::watch(&masks).unwrap();
         std::fs::write(folder.path().join("other"), "").unwrap();
         std::fs::write(&path, "A=1").unwrap();

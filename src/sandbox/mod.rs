@@ -67,7 +67,11 @@ impl Preparation {
     /// Says which step it is at, with its count if it has one; nothing when it is not at work.
     pub fn step_text(&self) -> Option<String> {
         match self {
-            Preparation::Working { step, done, total: Some(total) } => Some(format!("{step}, {done} of {total}")),
+            Preparation::Working {
+                step,
+                done,
+                total: Some(total),
+            } => Some(format!("{step}, {done} of {total}")),
             Preparation::Working { step, .. } => Some(step.clone()),
             Preparation::Ready | Preparation::Failed { .. } => None,
         }
@@ -98,7 +102,10 @@ pub trait Sandbox: Send + Sync {
     ///
     /// When `told` fires, the interpreter is watched and must be asked on its channel to come to its branch point; the copy is made there. An
     /// interpreter that does not come there in time is left alone, and the attempt fails.
-    async fn checkpoint(&mut self, told: oneshot::Sender<()>) -> Result<CheckpointId, CheckpointError>;
+    async fn checkpoint(
+        &mut self,
+        told: oneshot::Sender<()>,
+    ) -> Result<CheckpointId, CheckpointError>;
 
     /// Ends the current interpreter, if any, and every process it left behind, and puts a copy of the checkpoint in its place. The checkpoint
     /// stays.
@@ -211,7 +218,9 @@ struct NoLauncher;
 #[async_trait]
 impl Launcher for NoLauncher {
     async fn launch(&self, _program: Program) -> Result<Box<dyn Process>, ProgramError> {
-        Err(ProgramError::Unsupported { why: "this kind of sandbox starts none beside a session".to_owned() })
+        Err(ProgramError::Unsupported {
+            why: "this kind of sandbox starts none beside a session".to_owned(),
+        })
     }
 }
 
@@ -262,9 +271,9 @@ impl std::fmt::Display for OuterMemory {
                 "the session, its checkpoints and its forks together used more than {} MiB of memory",
                 limit >> 20
             ),
-            OuterMemory::Machine => {
-                formatter.write_str("the memory of the machine, or of the control group that the server is in, ran out")
-            }
+            OuterMemory::Machine => formatter.write_str(
+                "the memory of the machine, or of the control group that the server is in, ran out",
+            ),
         }
     }
 }

@@ -92,10 +92,16 @@ pub(super) mod tests {
 
     #[test]
     fn doors_are_made_for_listed_ports_and_for_those_that_may_be_listed_later() {
-        let network =
-            Network { rules: Rules::parse(&["a.test:8080"]).unwrap(), ports: BTreeSet::from([443]), ..closed() };
+        let network = Network {
+            rules: Rules::parse(&["a.test:8080"]).unwrap(),
+            ports: BTreeSet::from([443]),
+            ..closed()
+        };
         assert_eq!(network.doors(), Doors::Ports(vec![443, 8080]));
-        let network = Network { rules: Rules::parse(&["a.test:*"]).unwrap(), ..closed() };
+        let network = Network {
+            rules: Rules::parse(&["a.test:*"]).unwrap(),
+            ..closed()
+        };
         assert_eq!(network.doors(), Doors::All);
     }
 }

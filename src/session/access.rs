@@ -16,10 +16,11 @@ use tokio_util::sync::CancellationToken;
 use super::install::{InstallReport, Leave};
 use super::servers::{ServerReport, ServerRequest, ServerSetup};
 use super::{
-    ApprovalSetup, Checked, CheckpointInfo, Decided, Decision, ExecuteRequest, Executed, ExecutionEnded,
-    ExecutionHandle, ExecutionId, ExploreReport, ExploreRequest, FileList, FileRange, ForkReport, ForkRequest,
-    InsidePath, LimitSetup, Principal, RecordEnding, RecorderId, Refused, ResetReport, SessionId, SessionInfo,
-    Sessions, UndoReport, UploadPart, Uploaded, Which, Word,
+    ApprovalSetup, Checked, CheckpointInfo, Decided, Decision, ExecuteRequest, Executed,
+    ExecutionEnded, ExecutionHandle, ExecutionId, ExploreReport, ExploreRequest, FileList,
+    FileRange, ForkReport, ForkRequest, InsidePath, LimitSetup, Principal, RecordEnding,
+    RecorderId, Refused, ResetReport, SessionId, SessionInfo, Sessions, UndoReport, UploadPart,
+    Uploaded, Which, Word,
 };
 use crate::sandbox::Preparation;
 
@@ -88,11 +89,25 @@ pub trait SessionAccess: Send + Sync {
 
     async fn reset(&self, owner: &Principal, id: &SessionId) -> Result<ResetReport, Refused>;
 
-    async fn undo(&self, owner: &Principal, id: &SessionId, cells: u32) -> Result<UndoReport, Refused>;
+    async fn undo(
+        &self,
+        owner: &Principal,
+        id: &SessionId,
+        cells: u32,
+    ) -> Result<UndoReport, Refused>;
 
-    async fn checkpoints(&self, owner: &Principal, id: &SessionId) -> Result<Vec<CheckpointInfo>, Refused>;
+    async fn checkpoints(
+        &self,
+        owner: &Principal,
+        id: &SessionId,
+    ) -> Result<Vec<CheckpointInfo>, Refused>;
 
-    async fn fork(&self, owner: &Principal, id: &SessionId, request: ForkRequest) -> Result<ForkReport, Refused>;
+    async fn fork(
+        &self,
+        owner: &Principal,
+        id: &SessionId,
+        request: ForkRequest,
+    ) -> Result<ForkReport, Refused>;
 
     async fn explore(
         &self,
@@ -167,7 +182,11 @@ pub trait SessionAccess: Send + Sync {
     fn record_endings(&self, takes_over: bool, record: RecordEnding);
 
     /// Connects to another MCP server and makes its tools known to the owner's sessions.
-    async fn register_server(&self, owner: &Principal, request: ServerRequest) -> Result<ServerReport, Refused>;
+    async fn register_server(
+        &self,
+        owner: &Principal,
+        request: ServerRequest,
+    ) -> Result<ServerReport, Refused>;
 
     async fn unregister_server(&self, owner: &Principal, name: &str) -> Result<(), Refused>;
 
@@ -191,7 +210,12 @@ pub trait SessionAccess: Send + Sync {
     async fn close(&self, owner: &Principal, id: &SessionId) -> Result<(), Refused>;
 
     /// Returns how many bytes of an execution's output are kept, or nothing when it is not kept.
-    async fn output_size(&self, owner: &Principal, id: &SessionId, execution: ExecutionId) -> Option<u64>;
+    async fn output_size(
+        &self,
+        owner: &Principal,
+        id: &SessionId,
+        execution: ExecutionId,
+    ) -> Option<u64>;
 
     /// Reads a part of an execution's output, or nothing when it is not kept.
     async fn read_output(
@@ -251,15 +275,29 @@ impl SessionAccess for Sessions {
         self.reset(owner, id).await
     }
 
-    async fn undo(&self, owner: &Principal, id: &SessionId, cells: u32) -> Result<UndoReport, Refused> {
+    async fn undo(
+        &self,
+        owner: &Principal,
+        id: &SessionId,
+        cells: u32,
+    ) -> Result<UndoReport, Refused> {
         self.undo(owner, id, cells).await
     }
 
-    async fn checkpoints(&self, owner: &Principal, id: &SessionId) -> Result<Vec<CheckpointInfo>, Refused> {
+    async fn checkpoints(
+        &self,
+        owner: &Principal,
+        id: &SessionId,
+    ) -> Result<Vec<CheckpointInfo>, Refused> {
         Sessions::checkpoints(self, owner, id)
     }
 
-    async fn fork(&self, owner: &Principal, id: &SessionId, request: ForkRequest) -> Result<ForkReport, Refused> {
+    async fn fork(
+        &self,
+        owner: &Principal,
+        id: &SessionId,
+        request: ForkRequest,
+    ) -> Result<ForkReport, Refused> {
         self.fork(owner, id, request).await
     }
 
@@ -283,7 +321,10 @@ impl SessionAccess for Sessions {
         cancel: CancellationToken,
         news: News,
     ) -> Result<InstallReport, Refused> {
-        self.install(owner, id, requirements, leave, cancel, &|step| drop(news.send_replace(step))).await
+        self.install(owner, id, requirements, leave, cancel, &|step| {
+            drop(news.send_replace(step))
+        })
+        .await
     }
 
     async fn write_file(
@@ -317,7 +358,8 @@ impl SessionAccess for Sessions {
         length: Option<u64>,
         sink: &mut (dyn AsyncWrite + Send + Unpin),
     ) -> Result<FileRange, Refused> {
-        self.read_file_range(owner, id, path, offset, length, sink).await
+        self.read_file_range(owner, id, path, offset, length, sink)
+            .await
     }
 
     async fn list_files(&self, owner: &Principal, id: &SessionId) -> Result<FileList, Refused> {
@@ -348,10 +390,16 @@ impl SessionAccess for Sessions {
                 ledger.confirm(number);
             }
         };
-        ledger.attach(RecorderId::default(), takes_over, Arc::new(hand_over)).forever();
+        ledger
+            .attach(RecorderId::default(), takes_over, Arc::new(hand_over))
+            .forever();
     }
 
-    async fn register_server(&self, owner: &Principal, request: ServerRequest) -> Result<ServerReport, Refused> {
+    async fn register_server(
+        &self,
+        owner: &Principal,
+        request: ServerRequest,
+    ) -> Result<ServerReport, Refused> {
         Sessions::register_server(self, owner, request).await
     }
 
@@ -388,8 +436,14 @@ impl SessionAccess for Sessions {
         self.close(owner, id).await
     }
 
-    async fn output_size(&self, owner: &Principal, id: &SessionId, execution: ExecutionId) -> Option<u64> {
-        self.full_output(owner, id, execution).map(|output| output.total_bytes())
+    async fn output_size(
+        &self,
+        owner: &Principal,
+        id: &SessionId,
+        execution: ExecutionId,
+    ) -> Option<u64> {
+        self.full_output(owner, id, execution)
+            .map(|output| output.total_bytes())
     }
 
     async fn read_output(
@@ -403,7 +457,13 @@ impl SessionAccess for Sessions {
         let output = self.full_output(owner, id, execution)?;
         let (total, kept_in_part) = (output.total_bytes(), output.is_cut());
         let reading = tokio::task::spawn_blocking(move || output.read_range(offset, length));
-        let bytes = reading.await.unwrap_or_else(|error| Err(io::Error::other(error)));
-        Some(bytes.map(|bytes| Slice { bytes, total, kept_in_part }))
+        let bytes = reading
+            .await
+            .unwrap_or_else(|error| Err(io::Error::other(error)));
+        Some(bytes.map(|bytes| Slice {
+            bytes,
+            total,
+            kept_in_part,
+        }))
     }
 }

@@ -132,32 +132,61 @@ struct Reading {
 
 impl Accounts {
     pub(super) fn new(quotas: Quotas) -> Accounts {
-        Accounts { quotas: Mutex::new(quotas), epoch: Instant::now(), accounts: Mutex::default() }
+        Accounts {
+            quotas: Mutex::new(quotas),
+            epoch: Instant::now(),
+            accounts: Mutex::default(),
+        }
     }
 
     /// Uses other quotas from now on. What was used before counts against them.
     pub(super) fn set_quotas(&self, quotas: Quotas) {
-        *self.quotas.lock().expect("nothing panics while it holds the quotas") = quotas;
+        *self
+            .quotas
+            .lock()
+            .expect("nothing panics while it holds the quotas") = quotas;
         for account in self.accounts().values_mut() {
             account.processor_time.set_width(quotas.processor_window);
         }
     }
 
     fn quotas(&self) -> Quotas {
-        *self.quotas.lock().expect("nothing panics while it holds the quotas")
+        *self
+            .quotas
+            .lock()
+            .expect("nothing panics while it holds the quotas")
     }
 
     /// Counts a sandbox against its owner from now on, until the guard is dropped.
-    pub(super) fn follow(self: &Arc<Accounts>, owner: &Principal, number: u64, gauge: Arc<dyn Gauge>) -> Metered {
+    pub(super) fn follow(
+        self: &Arc<Accounts>,
+        owner: &Principal,
+        number: u64,
+        gauge: Arc<dyn Gauge>,
+    ) -> Metered {
         // What was used before it was this owner's does not count.
-        let reading = Reading { processor_time: gauge.processor_time(), memory: 0, stored: 0, gauge };
+        let reading = Reading {
+            processor_time: gauge.processor_time(),
+            memory: 0,
+            stored: 0,
+            gauge,
+        };
         self.with(owner, |account, _| account.gauges.insert(number, reading));
-        Metered { accounts: self.clone(), owner: owner.clone(), number }
+        Metered {
+            accounts: self.clone(),
+            owner: owner.clone(),
+            number,
+        }
     }
 
     /// Reads the gauges of an owner, if a quota needs it and the last reading is old.
     pub(super) fn refresh(&self, owner: &Principal) {
-        let Quotas { memory, processor_time, stored, .. } = &self.quotas();
+        let Quotas {
+            memory,
+            processor_time,
+            stored,
+            ..
+        } = &self.quotas();
         if memory.is_some() || processor_time.is_some() || stored.is_some() {
             self.read(owner);
         }
@@ -171,12 +200,19 @@ impl Accounts {
                 return Vec::new();
             }
             account.read = Some(now);
-            account.gauges.iter().map(|(number, reading)| (*number, reading.gauge.clone())).collect()
+            account
+                .gauges
+                .iter()
+                .map(|(number, reading)| (*number, reading.gauge.clone()))
+                .collect()
         });
         // The kernel is asked without holding anybody up.
         for (number, gauge) in gauges {
-            let (processor_time, memory, stored) = (gauge.processor_time(), gauge.memory(), gauge.stored());
-            self.with(owner, |account, at| account.take_reading(number, processor_time, memory, stored, at));
+            let (processor_time, memory, stored) =
+                (gauge.processor_time(), gauge.memory(), gauge.stored());
+            self.with(owner, |account, at| {
+                account.take_reading(number, processor_time, memory, stored, at)
+            });
         }
     }
 
@@ -209,14 +245,23 @@ impl Accounts {
     }
 
     /// Checks that so many bytes may be added to those that are kept outside of sandboxes.
-    pub(super) fn check_stored(&self, owner: &Principal, kept: u64, more: u64) -> Result<(), Refused> {
+    pub(super) fn check_stored(
+        &self,
+        owner: &Principal,
+        kept: u64,
+        more: u64,
+    ) -> Result<(), Refused> {
         self.with(owner, |account, _| self.may_store(account, kept, more))
     }
 
     /// Returns how many more bytes an owner may store.
     pub(super) fn room_to_store(&self, owner: &Principal, kept: u64) -> u64 {
-        let Some(limit) = self.quotas().stored else { return u64::MAX };
-        self.with(owner, |account, _| limit.saturating_sub(account.stored() + kept))
+        let Some(limit) = self.quotas().stored else {
+            return u64::MAX;
+        };
+        self.with(owner, |account, _| {
+            limit.saturating_sub(account.stored() + kept)
+        })
     }
 
     /// Tells what an owner uses. What the caller knows better is left empty.
@@ -232,14 +277,26 @@ impl Accounts {
         })
     }
 
-    fn may_start(&self, account: &mut Account, at: Duration, terms: &Starts) -> Result<(), Refused> {
+    fn may_start(
+        &self,
+        account: &mut Account,
+        at: Duration,
+        terms: &Starts,
+    ) -> Result<(), Refused> {
         if let Some(limit) = self.quotas().sessions
             && terms.live + terms.lasting > limit
         {
-            return Err(refused(Quota::Sessions, limit as u64, terms.live as u64, None));
+            return Err(refused(
+                Quota::Sessions,
+                limit as u64,
+                terms.live as u64,
+                None,
+            ));
         }
         if let Some(limit) = self.quotas().starts_per_minute {
-            let room = account.starts.room(at, terms.sandboxes as u64, u64::from(limit));
+            let room = account
+                .starts
+                .room(at, terms.sandboxes as u64, u64::from(limit));
             room.map_err(|full| full.refused(Quota::StartsPerMinute))?;
         }
         self.may_use_processor(account, at)?;
@@ -250,22 +307,36 @@ impl Accounts {
     fn may_run(&self, account: &mut Account, at: Duration, cells: u64) -> Result<(), Refused> {
         self.may_use_processor(account, at)?;
         self.may_use_memory(account)?;
-        let Some(limit) = self.quotas().cells_per_minute else { return Ok(()) };
-        account.cells.room(at, cells, u64::from(limit)).map_err(|full| full.refused(Quota::CellsPerMinute))
+        let Some(limit) = self.quotas().cells_per_minute else {
+            return Ok(());
+        };
+        account
+            .cells
+            .room(at, cells, u64::from(limit))
+            .map_err(|full| full.refused(Quota::CellsPerMinute))
     }
 
     fn may_use_processor(&self, account: &mut Account, at: Duration) -> Result<(), Refused> {
-        let Some(limit) = self.quotas().processor_time else { return Ok(()) };
+        let Some(limit) = self.quotas().processor_time else {
+            return Ok(());
+        };
         let room = account.processor_time.room(at, 1, micros(limit));
         room.map_err(|full| {
             let used = Duration::from_micros(full.used).as_secs();
-            refused(Quota::ProcessorTime, limit.as_secs(), used, full.retry_after)
+            refused(
+                Quota::ProcessorTime,
+                limit.as_secs(),
+                used,
+                full.retry_after,
+            )
         })
     }
 
     fn may_use_memory(&self, account: &Account) -> Result<(), Refused> {
         match self.quotas().memory {
-            Some(limit) if account.memory() >= limit => Err(refused(Quota::Memory, limit, account.memory(), None)),
+            Some(limit) if account.memory() >= limit => {
+                Err(refused(Quota::Memory, limit, account.memory(), None))
+            }
             _ => Ok(()),
         }
     }
@@ -273,7 +344,9 @@ impl Accounts {
     fn may_store(&self, account: &Account, kept: u64, more: u64) -> Result<(), Refused> {
         let used = account.stored() + kept;
         match self.quotas().stored {
-            Some(limit) if used.saturating_add(more) > limit => Err(refused(Quota::Stored, limit, used, None)),
+            Some(limit) if used.saturating_add(more) > limit => {
+                Err(refused(Quota::Stored, limit, used, None))
+            }
             _ => Ok(()),
         }
     }
@@ -296,7 +369,9 @@ impl Accounts {
     }
 
     fn accounts(&self) -> MutexGuard<'_, HashMap<Principal, Account>> {
-        self.accounts.lock().expect("nothing panics while it holds the accounts")
+        self.accounts
+            .lock()
+            .expect("nothing panics while it holds the accounts")
     }
 }
 
@@ -313,9 +388,21 @@ pub(super) struct Starts {
 }
 
 impl Account {
-    fn take_reading(&mut self, number: u64, processor_time: Duration, memory: u64, stored: u64, at: Duration) {
-        let Some(reading) = self.gauges.get_mut(&number) else { return };
-        self.processor_time.add(at, micros(processor_time.saturating_sub(reading.processor_time)));
+    fn take_reading(
+        &mut self,
+        number: u64,
+        processor_time: Duration,
+        memory: u64,
+        stored: u64,
+        at: Duration,
+    ) {
+        let Some(reading) = self.gauges.get_mut(&number) else {
+            return;
+        };
+        self.processor_time.add(
+            at,
+            micros(processor_time.saturating_sub(reading.processor_time)),
+        );
         reading.processor_time = reading.processor_time.max(processor_time);
         (reading.memory, reading.stored) = (memory, stored);
     }
@@ -343,8 +430,17 @@ pub(super) struct Metered {
 
 impl Drop for Metered {
     fn drop(&mut self) {
-        let Metered { accounts, owner, number } = self;
-        let gauge = accounts.with(owner, |account, _| account.gauges.get(number).map(|reading| reading.gauge.clone()));
+        let Metered {
+            accounts,
+            owner,
+            number,
+        } = self;
+        let gauge = accounts.with(owner, |account, _| {
+            account
+                .gauges
+                .get(number)
+                .map(|reading| reading.gauge.clone())
+        });
         let Some(gauge) = gauge else { return };
         let last = gauge.processor_time();
         accounts.with(owner, |account, at| {
@@ -378,7 +474,10 @@ impl Full {
 
 impl Window {
     fn new(width: Duration) -> Window {
-        Window { width, slots: VecDeque::new() }
+        Window {
+            width,
+            slots: VecDeque::new(),
+        }
     }
 
     /// Changes how far back it looks. What was counted stays where it was in time.
@@ -386,7 +485,10 @@ impl Window {
         let slot_width = self.slot_width();
         self.width = width;
         for (number, amount) in std::mem::take(&mut self.slots) {
-            self.add(slot_width.saturating_mul(u32::try_from(number).unwrap_or(u32::MAX)), amount);
+            self.add(
+                slot_width.saturating_mul(u32::try_from(number).unwrap_or(u32::MAX)),
+                amount,
+            );
         }
     }
 
@@ -411,7 +513,11 @@ impl Window {
     }
 
     fn sum(&mut self, at: Duration) -> u64 {
-        while self.slots.front().is_some_and(|(number, _)| self.leaves(*number) <= at) {
+        while self
+            .slots
+            .front()
+            .is_some_and(|(number, _)| self.leaves(*number) <= at)
+        {
             self.slots.pop_front();
         }
         self.slots.iter().map(|(_, sum)| sum).sum()
@@ -428,7 +534,11 @@ impl Window {
             left -= sum;
             (left.saturating_add(more) <= limit).then(|| self.leaves(*number).saturating_sub(at))
         });
-        Err(Full { limit, used, retry_after: when })
+        Err(Full {
+            limit,
+            used,
+            retry_after: when,
+        })
     }
 }
 
@@ -437,7 +547,12 @@ fn micros(duration: Duration) -> u64 {
 }
 
 fn refused(which: Quota, limit: u64, used: u64, retry_after: Option<Duration>) -> Refused {
-    Refused::Quota { which, limit, used, retry_after }
+    Refused::Quota {
+        which,
+        limit,
+        used,
+        retry_after,
+    }
 }
 
 /// Says which quota is used up and what helps.
@@ -450,7 +565,12 @@ pub(super) struct Told<'a> {
 
 impl fmt::Display for Told<'_> {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Told { which, limit, used, retry_after } = self;
+        let Told {
+            which,
+            limit,
+            used,
+            retry_after,
+        } = self;
         let mebibytes = |bytes: u64| bytes.div_ceil(1024 * 1024);
         let what = match which {
             Quota::Sessions => format!("you have {used} sessions, and {limit} are allowed"),
@@ -462,11 +582,17 @@ impl fmt::Display for Told<'_> {
                 )
             }
             Quota::ProcessorTime => {
-                format!("your cells have used {used} s of processor time, and {limit} s are allowed")
+                format!(
+                    "your cells have used {used} s of processor time, and {limit} s are allowed"
+                )
             }
-            Quota::CellsPerMinute => format!("you have run {used} cells in the last minute, and {limit} are allowed"),
+            Quota::CellsPerMinute => {
+                format!("you have run {used} cells in the last minute, and {limit} are allowed")
+            }
             Quota::StartsPerMinute => {
-                format!("you have started {used} sandboxes in the last minute, and {limit} are allowed")
+                format!(
+                    "you have started {used} sandboxes in the last minute, and {limit} are allowed"
+                )
             }
             Quota::Stored => {
                 format!(
@@ -476,18 +602,20 @@ impl fmt::Display for Told<'_> {
                 )
             }
         };
-        write!(formatter, "nothing was done, because a quota is used up: {what}. ")?;
+        write!(
+            formatter,
+            "nothing was done, because a quota is used up: {what}. "
+        )?;
         match (which, retry_after) {
             (_, Some(wait)) => write!(formatter, "Try again in {} s", wait.as_secs() + 1),
-            (Quota::Sessions, None) => {
-                formatter.write_str("Close a session with `close_session`, or go on in an existing one")
-            }
-            (Quota::Memory, None) => {
-                formatter.write_str("Close a session with `close_session`, or free the memory of one with `reset`")
-            }
-            (Quota::Stored, None) => {
-                formatter.write_str("Delete files in your sessions, or close a session with `close_session`")
-            }
+            (Quota::Sessions, None) => formatter
+                .write_str("Close a session with `close_session`, or go on in an existing one"),
+            (Quota::Memory, None) => formatter.write_str(
+                "Close a session with `close_session`, or free the memory of one with `reset`",
+            ),
+            (Quota::Stored, None) => formatter.write_str(
+                "Delete files in your sessions, or close a session with `close_session`",
+            ),
             (_, None) => formatter.write_str("Ask for fewer at once"),
         }
     }
@@ -508,10 +636,23 @@ mod tests {
         window.add(10 * SECOND, 1);
         assert_eq!(window.sum(11 * SECOND), 3);
         assert_eq!(window.room(11 * SECOND, 1, 4), Ok(()));
-        let full = |used, seconds: u32| Err(Full { limit: 3, used, retry_after: Some(seconds * SECOND) });
+        let full = |used, seconds: u32| {
+            Err(Full {
+                limit: 3,
+                used,
+                retry_after: Some(seconds * SECOND),
+            })
+        };
         assert_eq!(window.room(11 * SECOND, 1, 3), full(3, 51));
         assert_eq!(window.room(11 * SECOND, 3, 3), full(3, 60));
-        assert_eq!(window.room(11 * SECOND, 4, 3), Err(Full { limit: 3, used: 3, retry_after: None }));
+        assert_eq!(
+            window.room(11 * SECOND, 4, 3),
+            Err(Full {
+                limit: 3,
+                used: 3,
+                retry_after: None
+            })
+        );
         assert_eq!((window.sum(62 * SECOND), window.sum(71 * SECOND)), (1, 0));
     }
 
@@ -562,8 +703,14 @@ mod tests {
         for _ in 0..5 {
             accounts.count_cells(&ann, 1).unwrap();
         }
-        accounts.set_quotas(Quotas { cells_per_minute: Some(5), ..Quotas::default() });
-        assert!(matches!(accounts.count_cells(&ann, 1), Err(Refused::Quota { .. })));
+        accounts.set_quotas(Quotas {
+            cells_per_minute: Some(5),
+            ..Quotas::default()
+        });
+        assert!(matches!(
+            accounts.count_cells(&ann, 1),
+            Err(Refused::Quota { .. })
+        ));
         accounts.set_quotas(Quotas::default());
         accounts.count_cells(&ann, 1).unwrap();
     }

@@ -35,7 +35,11 @@ pub struct Approvals {
 
 impl Default for Approvals {
     fn default() -> Approvals {
-        Approvals { policy: Arc::default(), book: Arc::default(), patience: Duration::from_secs(600) }
+        Approvals {
+            policy: Arc::default(),
+            book: Arc::default(),
+            patience: Duration::from_secs(600),
+        }
     }
 }
 
@@ -57,7 +61,10 @@ impl From<Approvals> for InForce {
     /// Sandboxes are made for what holds at first.
     fn from(approvals: Approvals) -> InForce {
         let programs_are_refused = !approvals.policy.shell_is_open();
-        InForce { now: Arc::new(Mutex::new(approvals)), programs_are_refused }
+        InForce {
+            now: Arc::new(Mutex::new(approvals)),
+            programs_are_refused,
+        }
     }
 }
 
@@ -73,9 +80,20 @@ pub struct ApprovalSetup {
 impl ApprovalSetup {
     /// Opens the book.
     pub fn open(self) -> Result<Approvals, BookError> {
-        let ApprovalSetup { policy, book, patience } = self;
-        let book = book.map(|path| Book::open(&path)).transpose()?.unwrap_or_default();
-        Ok(Approvals { policy: Arc::new(policy), book: Arc::new(book), patience })
+        let ApprovalSetup {
+            policy,
+            book,
+            patience,
+        } = self;
+        let book = book
+            .map(|path| Book::open(&path))
+            .transpose()?
+            .unwrap_or_default();
+        Ok(Approvals {
+            policy: Arc::new(policy),
+            book: Arc::new(book),
+            patience,
+        })
     }
 }
 
@@ -95,12 +113,24 @@ impl InForce {
             ));
         }
         let before = self.now().book;
-        let ApprovalSetup { policy, book, patience } = setup;
+        let ApprovalSetup {
+            policy,
+            book,
+            patience,
+        } = setup;
         // One book for one file: two would write over each other.
         let approvals = if book.as_deref() == before.path() {
-            Approvals { policy: Arc::new(policy), book: before, patience }
+            Approvals {
+                policy: Arc::new(policy),
+                book: before,
+                patience,
+            }
         } else {
-            let setup = ApprovalSetup { policy, book, patience };
+            let setup = ApprovalSetup {
+                policy,
+                book,
+                patience,
+            };
             setup.open().map_err(|error| refused(error.to_string()))?
         };
         *self.lock() = approvals;
@@ -165,7 +195,13 @@ impl Wording {
     }
 
     /// Describes the question, as one of so many that are asked together.
-    pub(super) fn asked(&self, id: AskId, together: usize, approvals: &Approvals, patience: Duration) -> Asked {
+    pub(super) fn asked(
+        &self,
+        id: AskId,
+        together: usize,
+        approvals: &Approvals,
+        patience: Duration,
+    ) -> Asked {
         let most = (MOST_SHOWN_TOGETHER / together.max(1)).min(MOST_SHOWN);
         Asked {
             id,
@@ -206,7 +242,12 @@ pub struct Ruling {
 
 impl Ruling {
     pub(super) fn new(subject: &Subject, line: &str, by: DecidedBy) -> Ruling {
-        Ruling { kind: subject.kind().to_owned(), digest: approval::digest(subject), line: line.to_owned(), by }
+        Ruling {
+            kind: subject.kind().to_owned(),
+            digest: approval::digest(subject),
+            line: line.to_owned(),
+            by,
+        }
     }
 }
 
@@ -306,10 +347,22 @@ impl Sessions {
         decisions: Vec<Decision>,
     ) -> Result<Decided, Refused> {
         let (session, entry) = self.locate(owner, &Which::This(handle.clone()))?;
-        let execution = entry.shared.docket.find(handle).ok_or(Refused::UnknownExecution)?;
+        let execution = entry
+            .shared
+            .docket
+            .find(handle)
+            .ok_or(Refused::UnknownExecution)?;
         let (reply, answer) = oneshot::channel();
-        let command = Command::Decide { request: execution.request, decisions, reply };
-        entry.commands.send(command).await.map_err(|_| Refused::UnknownExecution)?;
+        let command = Command::Decide {
+            request: execution.request,
+            decisions,
+            reply,
+        };
+        entry
+            .commands
+            .send(command)
+            .await
+            .map_err(|_| Refused::UnknownExecution)?;
         let rulings = answer.await.map_err(|_| Refused::UnknownExecution)?;
         Ok(Decided { session, rulings })
     }
@@ -324,10 +377,15 @@ impl Sessions {
         answer: Option<Decision>,
     ) -> Result<Option<Ruling>, Refused> {
         let approvals = self.settings().approvals.now();
-        let subject = Subject::Install { requirements: requirements.to_vec() };
+        let subject = Subject::Install {
+            requirements: requirements.to_vec(),
+        };
         let refuse = |line: &str, why: Why, by: DecidedBy| {
             let text = format!("nothing was installed: {}", refusal(&subject, line, why));
-            Err(Refused::NotApproved { text, ruling: Box::new(Ruling::new(&subject, line, by)) })
+            Err(Refused::NotApproved {
+                text,
+                ruling: Box::new(Ruling::new(&subject, line, by)),
+            })
         };
         let line = match approvals.policy.verdict(&subject) {
             Verdict::Allow => return Ok(None),
@@ -345,17 +403,33 @@ impl Sessions {
                 return refuse(&line, Why::Person, DecidedBy::Person(answer));
             }
             keep(shared, &approvals, owner, &subject, answer);
-            return Ok(Some(Ruling::new(&subject, &line, DecidedBy::Person(answer))));
+            return Ok(Some(Ruling::new(
+                &subject,
+                &line,
+                DecidedBy::Person(answer),
+            )));
         }
         match asking {
             Asking::Nobody => refuse(&line, Why::NoClient, DecidedBy::NobodyToAsk),
             Asking::Exploration => refuse(&line, Why::Exploration, DecidedBy::NobodyToAsk),
             Asking::Person => {
                 let ask = AskId(self.next_number());
-                let asked = Wording::new(&subject, &line).asked(ask, 1, &approvals, approvals.patience);
+                let asked =
+                    Wording::new(&subject, &line).asked(ask, 1, &approvals, approvals.patience);
                 let (requirements, until) = (requirements.to_vec(), now + approvals.patience);
-                shared.wait_with_install(WaitingInstall { id: ask, requirements, line, until }, now);
-                Err(Refused::Ask { session: id.clone(), asked: Box::new(asked) })
+                shared.wait_with_install(
+                    WaitingInstall {
+                        id: ask,
+                        requirements,
+                        line,
+                        until,
+                    },
+                    now,
+                );
+                Err(Refused::Ask {
+                    session: id.clone(),
+                    asked: Box::new(asked),
+                })
             }
         }
     }
@@ -374,14 +448,24 @@ impl Shared {
     /// Takes the question with this id, if it was about exactly this and is still open.
     fn take_install(&self, id: AskId, requirements: &[String], now: Instant) -> bool {
         let mut waiting = self.installs();
-        let fits = |known: &WaitingInstall| known.id == id && known.requirements == requirements && known.until > now;
+        let fits = |known: &WaitingInstall| {
+            known.id == id && known.requirements == requirements && known.until > now
+        };
         let place = waiting.iter().position(fits);
-        place.map(|place| waiting.remove(place)).is_some_and(|install| !install.line.is_empty())
+        place
+            .map(|place| waiting.remove(place))
+            .is_some_and(|install| !install.line.is_empty())
     }
 }
 
 /// Keeps a permission as long as the person said.
-pub(super) fn keep(shared: &Shared, approvals: &Approvals, owner: &Principal, subject: &Subject, answer: Answer) {
+pub(super) fn keep(
+    shared: &Shared,
+    approvals: &Approvals,
+    owner: &Principal,
+    subject: &Subject,
+    answer: Answer,
+) {
     if matches!(answer, Answer::Session | Answer::Always) {
         shared.facts().granted.allow(subject);
     }

@@ -26,7 +26,10 @@ pub enum Undo {
 
 impl Default for Undo {
     fn default() -> Undo {
-        Undo::On { checkpoints: 10, files: 64 * 1024 * 1024 }
+        Undo::On {
+            checkpoints: 10,
+            files: 64 * 1024 * 1024,
+        }
     }
 }
 
@@ -48,7 +51,10 @@ pub struct ForkRequest {
 
 impl From<ForkNames> for ForkRequest {
     fn from(names: ForkNames) -> ForkRequest {
-        ForkRequest { names, servers: None }
+        ForkRequest {
+            names,
+            servers: None,
+        }
     }
 }
 
@@ -106,7 +112,11 @@ pub struct CheckpointInfo {
 
 /// How many cells can be taken back in all.
 pub fn most_undone(checkpoints: &[CheckpointInfo]) -> u32 {
-    checkpoints.iter().map(|checkpoint| checkpoint.cells_back).max().unwrap_or(0)
+    checkpoints
+        .iter()
+        .map(|checkpoint| checkpoint.cells_back)
+        .max()
+        .unwrap_or(0)
 }
 
 /// Several cells to be tried, each in a fork of its own.

@@ -16,7 +16,9 @@ use tokio::time::Instant;
 use super::history::first_line;
 use super::output::bounded_text;
 use super::state::RequestId;
-use super::{Asked, ExecutionHandle, ExecutionId, Others, Outcome, Part, Refused, Status, Uncollected};
+use super::{
+    Asked, ExecutionHandle, ExecutionId, Others, Outcome, Part, Refused, Status, Uncollected,
+};
 
 /// Endings that are kept for somebody to collect.
 const MOST_UNCOLLECTED: usize = 16;
@@ -78,7 +80,9 @@ impl Execution {
     /// Waits for its end.
     pub(super) async fn ended(&self) -> Arc<Ending> {
         let mut stage = self.follow();
-        let ended = stage.wait_for(|stage| matches!(stage, Stage::Ended(_))).await;
+        let ended = stage
+            .wait_for(|stage| matches!(stage, Stage::Ended(_)))
+            .await;
         match ended.as_deref() {
             Ok(Stage::Ended(ending)) => ending.clone(),
             // Whoever waits holds the sender.
@@ -106,9 +110,15 @@ impl Execution {
             return None;
         }
         let stage = self.stage.borrow();
-        let Stage::Ended(ending) = &*stage else { return None };
+        let Stage::Ended(ending) = &*stage else {
+            return None;
+        };
         let (execution, first_line) = (ExecutionId(self.request), self.first_line.clone());
-        Some(Uncollected { execution, first_line, failure: failure(ending) })
+        Some(Uncollected {
+            execution,
+            first_line,
+            failure: failure(ending),
+        })
     }
 
     fn is_over(&self) -> bool {
@@ -149,9 +159,17 @@ pub(super) struct Collected {
 
 impl Docket {
     /// Enters an execution. Its teller goes to the driver.
-    pub(super) fn enter(self: &Arc<Docket>, request: RequestId, first_line: String) -> (Arc<Execution>, Teller) {
+    pub(super) fn enter(
+        self: &Arc<Docket>,
+        request: RequestId,
+        first_line: String,
+    ) -> (Arc<Execution>, Teller) {
         let mut lists = self.lists();
-        let ahead = lists.open.iter().filter(|execution| !execution.is_over()).count();
+        let ahead = lists
+            .open
+            .iter()
+            .filter(|execution| !execution.is_over())
+            .count();
         let execution = Arc::new(Execution {
             handle: ExecutionHandle::random(),
             request,
@@ -163,12 +181,20 @@ impl Docket {
         });
         lists.open.push_back(execution.clone());
         drop(lists);
-        (execution.clone(), Teller { docket: self.clone(), execution })
+        (
+            execution.clone(),
+            Teller {
+                docket: self.clone(),
+                execution,
+            },
+        )
     }
 
     /// Forgets an execution whose caller was refused at once.
     pub(super) fn withdraw(&self, execution: &Arc<Execution>) {
-        self.lists().open.retain(|known| !Arc::ptr_eq(known, execution));
+        self.lists()
+            .open
+            .retain(|known| !Arc::ptr_eq(known, execution));
     }
 
     /// Returns the first execution that nobody has heard the end of, or else the last one.
@@ -179,12 +205,21 @@ impl Docket {
 
     /// Returns the first execution that is not over.
     pub(super) fn first_under_way(&self) -> Option<Arc<Execution>> {
-        self.lists().open.iter().find(|execution| !execution.is_over()).cloned()
+        self.lists()
+            .open
+            .iter()
+            .find(|execution| !execution.is_over())
+            .cloned()
     }
 
     pub(super) fn find(&self, handle: &ExecutionHandle) -> Option<Arc<Execution>> {
         let lists = self.lists();
-        lists.open.iter().chain(&lists.last).find(|execution| execution.handle == *handle).cloned()
+        lists
+            .open
+            .iter()
+            .chain(&lists.last)
+            .find(|execution| execution.handle == *handle)
+            .cloned()
     }
 
     /// Tells what the session has beside an execution.
@@ -195,16 +230,25 @@ impl Docket {
     /// Hands out how an execution ended. Tells with it what else there is, and how many endings were discarded.
     pub(super) fn collect(&self, execution: &Arc<Execution>, ending: &Ending) -> Collected {
         let mut lists = self.lists();
-        let place = lists.open.iter().position(|known| Arc::ptr_eq(known, execution));
+        let place = lists
+            .open
+            .iter()
+            .position(|known| Arc::ptr_eq(known, execution));
         if let Some(place) = place {
             lists.last = lists.open.remove(place);
         }
         let mut ending = ending.clone();
         if let Ok(outcome) = &mut ending {
             outcome.first_line = execution.first_line.clone();
-            outcome.others = Others { discarded: std::mem::take(&mut lists.discarded), ..lists.others(execution) };
+            outcome.others = Others {
+                discarded: std::mem::take(&mut lists.discarded),
+                ..lists.others(execution)
+            };
         }
-        Collected { ending, again: place.is_none() }
+        Collected {
+            ending,
+            again: place.is_none(),
+        }
     }
 
     /// Tells whether there is something that nobody has heard of.
@@ -215,7 +259,12 @@ impl Docket {
     /// Returns the bytes that are kept.
     pub(super) fn kept_bytes(&self) -> u64 {
         let lists = self.lists();
-        lists.open.iter().chain(&lists.last).map(|execution| execution.weight() as u64).sum()
+        lists
+            .open
+            .iter()
+            .chain(&lists.last)
+            .map(|execution| execution.weight() as u64)
+            .sum()
     }
 
     /// Tells those that wait how many are ahead of them, and discards what is too much.
@@ -236,13 +285,19 @@ impl Docket {
     }
 
     fn lists(&self) -> MutexGuard<'_, Lists> {
-        self.lists.lock().expect("nothing panics while it holds the docket")
+        self.lists
+            .lock()
+            .expect("nothing panics while it holds the docket")
     }
 }
 
 impl Lists {
     fn others(&self, told: &Execution) -> Others {
-        let others = || self.open.iter().filter(|other| other.request != told.request);
+        let others = || {
+            self.open
+                .iter()
+                .filter(|other| other.request != told.request)
+        };
         Others {
             uncollected: others().filter_map(|other| other.uncollected()).collect(),
             under_way: others().filter(|other| !other.is_over()).count(),
@@ -256,7 +311,11 @@ impl Lists {
             let over = self.open.iter().filter(|execution| execution.is_over());
             let count = over.clone().count();
             let bytes = over.map(|execution| execution.weight()).sum::<usize>();
-            if self.last.as_ref().is_some_and(|last| count > 0 && bytes + last.weight() > MOST_KEPT_BYTES) {
+            if self
+                .last
+                .as_ref()
+                .is_some_and(|last| count > 0 && bytes + last.weight() > MOST_KEPT_BYTES)
+            {
                 self.last = None;
             }
             if count <= 1 || (count <= MOST_UNCOLLECTED && bytes <= MOST_KEPT_BYTES) {
@@ -338,7 +397,10 @@ pub(super) struct Crier(Arc<Execution>);
 
 impl Crier {
     pub(super) fn say(&self, news: String) {
-        self.0.tell(bounded_text(&news.replace(char::is_control, " "), LONGEST_NEWS));
+        self.0.tell(bounded_text(
+            &news.replace(char::is_control, " "),
+            LONGEST_NEWS,
+        ));
     }
 }
 
@@ -351,8 +413,14 @@ impl Drop for Teller {
 /// Says in a few words why an ending is not a good one; nothing when it is.
 fn failure(ending: &Ending) -> Option<String> {
     let words = match ending {
-        Ok(Outcome { status: Status::Completed, .. }) => return None,
-        Ok(Outcome { status: Status::Raised(error), .. }) => {
+        Ok(Outcome {
+            status: Status::Completed,
+            ..
+        }) => return None,
+        Ok(Outcome {
+            status: Status::Raised(error),
+            ..
+        }) => {
             let name = error.name.as_str();
             match error.message.lines().next() {
                 Some(message) if !message.is_empty() => format!("{name}: {message}"),

@@ -48,17 +48,20 @@ use super::state::{Action, Answer, Event, Kind, Machine, Refusal, RequestId, Sta
 use super::tools::{Grants, ToolCalls};
 use super::turns::{Crowded, Turn, Turns};
 use super::{
-    Decision, ExecuteRequest, ExecutionEnded, ExecutionId, FileChanges, FileList, FileNote, InsidePath, Ledger, Others,
-    Outcome, Output, Principal, PythonError, RecorderId, Refused, ResetReport, Ruling, SessionId, SessionSettings,
-    StateAfter, Status, Undo, UndoReport, Variable, VariableChanges, WorkFolder,
+    Decision, ExecuteRequest, ExecutionEnded, ExecutionId, FileChanges, FileList, FileNote,
+    InsidePath, Ledger, Others, Outcome, Output, Principal, PythonError, RecorderId, Refused,
+    ResetReport, Ruling, SessionId, SessionSettings, StateAfter, Status, Undo, UndoReport,
+    Variable, VariableChanges, WorkFolder,
 };
 use crate::approval::Memory;
 use crate::reaction::{CpuAccount, ReactionLimit, within};
 use crate::runner_client::{
-    self, Carried, Changes, Claim, ClaimedError, ClaimedFile, ClaimedVariable, Connection, DoneClaim, MOST_LISTED,
-    Trouble,
+    self, Carried, Changes, Claim, ClaimedError, ClaimedFile, ClaimedVariable, Connection,
+    DoneClaim, MOST_LISTED, Trouble,
 };
-use crate::sandbox::{Backend, CheckpointError, CheckpointId, Exit, Interpreter, LaunchError, Process, Rules, Sandbox};
+use crate::sandbox::{
+    Backend, CheckpointError, CheckpointId, Exit, Interpreter, LaunchError, Process, Rules, Sandbox,
+};
 
 /// Bytes of a file that travel in one frame.
 const CHUNK: usize = 256 * 1024;
@@ -173,7 +176,9 @@ impl Job {
     fn kind(&self) -> Kind {
         match self {
             Job::Execute { .. } => Kind::Cell,
-            Job::Write { .. } | Job::Read { .. } | Job::List { .. } | Job::Packages { .. } => Kind::File,
+            Job::Write { .. } | Job::Read { .. } | Job::List { .. } | Job::Packages { .. } => {
+                Kind::File
+            }
             Job::Fork { .. } => Kind::Fork,
         }
     }
@@ -248,15 +253,25 @@ impl Shared {
             granted: Memory::default(),
             grants: Grants::default(),
         };
-        Shared { facts: Mutex::new(facts), outputs, installs: Mutex::default(), docket: Arc::default(), created: now }
+        Shared {
+            facts: Mutex::new(facts),
+            outputs,
+            installs: Mutex::default(),
+            docket: Arc::default(),
+            created: now,
+        }
     }
 
     pub(super) fn facts(&self) -> MutexGuard<'_, Facts> {
-        self.facts.lock().expect("nothing panics while it holds the facts")
+        self.facts
+            .lock()
+            .expect("nothing panics while it holds the facts")
     }
 
     pub(super) fn installs(&self) -> MutexGuard<'_, Vec<WaitingInstall>> {
-        self.installs.lock().expect("nothing panics while it holds the installations")
+        self.installs
+            .lock()
+            .expect("nothing panics while it holds the installations")
     }
 
     /// Notes that somebody has asked for something.
@@ -296,13 +311,33 @@ pub(super) struct Beginning {
 }
 
 /// Runs a session until it is gone.
-pub(super) async fn drive(beginning: Beginning, commands: mpsc::Receiver<Command>, on_gone: OnGone) {
-    let Beginning { id, customer, origin, settings, numbers, shared } = beginning;
-    let seed = if let Origin::Variant { seed, .. } = origin { Some(seed) } else { None };
-    let (future, note): (Pin<Box<dyn Future<Output = Finished> + Send>>, Option<String>) = match origin {
+pub(super) async fn drive(
+    beginning: Beginning,
+    commands: mpsc::Receiver<Command>,
+    on_gone: OnGone,
+) {
+    let Beginning {
+        id,
+        customer,
+        origin,
+        settings,
+        numbers,
+        shared,
+    } = beginning;
+    let seed = if let Origin::Variant { seed, .. } = origin {
+        Some(seed)
+    } else {
+        None
+    };
+    let (future, note): (
+        Pin<Box<dyn Future<Output = Finished> + Send>>,
+        Option<String>,
+    ) = match origin {
         Origin::Launch(backend) => {
             let note = match settings.work_folder {
-                WorkFolder::Private => "This is a new session: no variables or files from before exist.",
+                WorkFolder::Private => {
+                    "This is a new session: no variables or files from before exist."
+                }
                 WorkFolder::Shared => "This is a new session: no variables from before exist.",
             };
             (Box::pin(launch(backend)), Some(note.to_owned()))
@@ -332,7 +367,10 @@ pub(super) async fn drive(beginning: Beginning, commands: mpsc::Receiver<Command
         running: None,
         live: None,
         sandbox: None,
-        work: Some(Work { starts_first: true, future }),
+        work: Some(Work {
+            starts_first: true,
+            future,
+        }),
         history: History::default(),
         copying: None,
         no_copies: None,
@@ -363,12 +401,20 @@ pub(super) async fn drive(beginning: Beginning, commands: mpsc::Receiver<Command
 
 fn cpu_account(sandbox: Option<&dyn Sandbox>) -> CpuAccount {
     let gauge = sandbox.map(|sandbox| sandbox.gauge());
-    gauge.map(|gauge| CpuAccount { waits: gauge.cpu_waits(), used: gauge.processor_time() }).unwrap_or_default()
+    gauge
+        .map(|gauge| CpuAccount {
+            waits: gauge.cpu_waits(),
+            used: gauge.processor_time(),
+        })
+        .unwrap_or_default()
 }
 
 /// Runs futures side by side until each is over.
 pub(super) async fn all<F: Future>(futures: Vec<F>) -> Vec<F::Output> {
-    let mut running = futures.into_iter().map(|future| (Box::pin(future), None)).collect::<Vec<_>>();
+    let mut running = futures
+        .into_iter()
+        .map(|future| (Box::pin(future), None))
+        .collect::<Vec<_>>();
     std::future::poll_fn(|context| {
         let mut waiting = false;
         for (future, result) in running.iter_mut().filter(|(_, result)| result.is_none()) {
@@ -377,10 +423,17 @@ pub(super) async fn all<F: Future>(futures: Vec<F>) -> Vec<F::Output> {
                 Poll::Pending => waiting = true,
             }
         }
-        if waiting { Poll::Pending } else { Poll::Ready(()) }
+        if waiting {
+            Poll::Pending
+        } else {
+            Poll::Ready(())
+        }
     })
     .await;
-    running.into_iter().filter_map(|(_, result)| result).collect()
+    running
+        .into_iter()
+        .filter_map(|(_, result)| result)
+        .collect()
 }
 
 /// Work on the sandbox that the loop does not wait for. It holds the sandbox and gives it back.
@@ -470,7 +523,12 @@ async fn restart(mut sandbox: Box<dyn Sandbox>) -> Finished {
 }
 
 async fn greet(interpreter: Interpreter) -> Result<Box<Live>, LaunchError> {
-    match within(GREETING_PATIENCE, Connection::open(interpreter.channel, interpreter.skew)).await {
+    match within(
+        GREETING_PATIENCE,
+        Connection::open(interpreter.channel, interpreter.skew),
+    )
+    .await
+    {
         Some(Ok(connection)) => Ok(Box::new(Live {
             process: interpreter.process,
             connection: Ok(connection),
@@ -480,7 +538,9 @@ async fn greet(interpreter: Interpreter) -> Result<Box<Live>, LaunchError> {
         })),
         Some(Err(error)) => {
             interpreter.process.kill();
-            Err(LaunchError::Start { why: error.to_string() })
+            Err(LaunchError::Start {
+                why: error.to_string(),
+            })
         }
         None => {
             interpreter.process.kill();
@@ -659,9 +719,14 @@ impl Driver {
             None => (None, None),
         };
         let is_idle = self.machine.state() == State::Idle && connection.is_some();
-        let can_answer = connection.as_ref().is_some_and(|connection| !connection.is_sending());
+        let can_answer = connection
+            .as_ref()
+            .is_some_and(|connection| !connection.is_sending());
         let work = self.work.as_mut();
-        let told = self.copying.as_mut().and_then(|copying| copying.told.as_mut());
+        let told = self
+            .copying
+            .as_mut()
+            .and_then(|copying| copying.told.as_mut());
         let turn = self.turn.as_mut().filter(|turn| !turn.is_here());
         tokio::select! {
             command = self.commands.recv() => Wake::Command(command),
@@ -684,11 +749,14 @@ impl Driver {
             true => self.parking.due(),
             false => self.running.as_ref().map(|running| running.deadline),
         };
-        let exit = self.live.as_ref().and_then(|live| live.connection.as_ref().err().copied());
+        let exit = self
+            .live
+            .as_ref()
+            .and_then(|live| live.connection.as_ref().err().copied());
         let expiry = match self.machine.state() {
-            State::Idle | State::Ended => {
-                Some(self.shared.facts().last_used + self.settings.idle_timeout.min(LONGEST_TIMEOUT))
-            }
+            State::Idle | State::Ended => Some(
+                self.shared.facts().last_used + self.settings.idle_timeout.min(LONGEST_TIMEOUT),
+            ),
             _ => None,
         };
         [running, exit, expiry, self.answer_due()]
@@ -700,7 +768,10 @@ impl Driver {
 
     fn time(&mut self) {
         let now = Instant::now();
-        if let Some(Live { connection: Err(until), .. }) = &self.live
+        if let Some(Live {
+            connection: Err(until),
+            ..
+        }) = &self.live
             && *until <= now
         {
             self.exited(Exit::Unknown);
@@ -720,16 +791,31 @@ impl Driver {
                 return;
             }
             match (&running.task, self.machine.state()) {
-                (Task::Cell { .. }, State::Running { stopping: None, .. }) => self.happen(Event::TimeIsUp),
-                (_, State::Running { stopping: Some(_), .. }) => {
+                (Task::Cell { .. }, State::Running { stopping: None, .. }) => {
+                    self.happen(Event::TimeIsUp)
+                }
+                (
+                    _,
+                    State::Running {
+                        stopping: Some(_), ..
+                    },
+                ) => {
                     self.hear_what_has_come();
-                    let (Some(running), State::Running { stopping: Some(_), .. }) =
-                        (&mut self.running, self.machine.state())
+                    let (
+                        Some(running),
+                        State::Running {
+                            stopping: Some(_), ..
+                        },
+                    ) = (&mut self.running, self.machine.state())
                     else {
                         return;
                     };
                     let account = cpu_account(self.sandbox.as_deref());
-                    if let Some(left) = running.reaction.as_ref().and_then(|reaction| reaction.left(&account)) {
+                    if let Some(left) = running
+                        .reaction
+                        .as_ref()
+                        .and_then(|reaction| reaction.left(&account))
+                    {
                         running.deadline = now + left;
                         return;
                     }
@@ -749,7 +835,10 @@ impl Driver {
                     );
                     self.happen(Event::GraceIsOver);
                 }
-                _ => self.broken(format!("no progress with a file for {} s", FILE_PATIENCE.as_secs())),
+                _ => self.broken(format!(
+                    "no progress with a file for {} s",
+                    FILE_PATIENCE.as_secs()
+                )),
             }
             return;
         }
@@ -764,7 +853,10 @@ impl Driver {
         match command {
             // A list is for looking around; nobody wants to wait for a cell with it.
             Command::Submit(_, Job::List { reply }) if self.machine.has_cell() => {
-                let running = Refused::CellRunning { id: self.id.clone(), then: "list its files" };
+                let running = Refused::CellRunning {
+                    id: self.id.clone(),
+                    then: "list its files",
+                };
                 let _ = reply.send(Err(running));
             }
             Command::Submit(id, job) => {
@@ -773,13 +865,27 @@ impl Driver {
                 self.happen(Event::Submitted(id, kind));
             }
             Command::Cancel(id) => self.happen(Event::CancelAsked(id)),
-            Command::Look { request, max_chars, reply } => self.look(request, max_chars, reply),
-            Command::Decide { request, decisions, reply } => {
+            Command::Look {
+                request,
+                max_chars,
+                reply,
+            } => self.look(request, max_chars, reply),
+            Command::Decide {
+                request,
+                decisions,
+                reply,
+            } => {
                 let rulings = self.decide(request, decisions);
                 let _ = reply.send(rulings);
             }
             Command::Reset(reply) => {
-                let interrupted = matches!(self.running, Some(Running { task: Task::Cell { .. }, .. }));
+                let interrupted = matches!(
+                    self.running,
+                    Some(Running {
+                        task: Task::Cell { .. },
+                        ..
+                    })
+                );
                 self.resets.push((reply, interrupted));
                 self.hear_the_rest();
                 self.happen(Event::ResetAsked);
@@ -820,9 +926,13 @@ impl Driver {
         }
         // Whatever else happened, a place is held for a cell only.
         match self.machine.state() {
-            State::Running { kind: Kind::Cell, .. } => {}
+            State::Running {
+                kind: Kind::Cell, ..
+            } => {}
             State::Waiting => {
-                if let Some(Job::Execute { teller, .. }) = self.machine.first().and_then(|id| self.waiting.get(&id)) {
+                if let Some(Job::Execute { teller, .. }) =
+                    self.machine.first().and_then(|id| self.waiting.get(&id))
+                {
                     teller.hold();
                 }
             }
@@ -834,7 +944,10 @@ impl Driver {
     fn ask_turn(&mut self) {
         // The place of the cell before goes to whoever is next; that may be this session.
         self.turn = None;
-        let asked = self.customer.as_ref().map(|customer| customer.turns.ask(&customer.owner));
+        let asked = self
+            .customer
+            .as_ref()
+            .map(|customer| customer.turns.ask(&customer.owner));
         match asked.transpose() {
             Ok(turn) => {
                 let is_here = turn.as_ref().is_none_or(Turn::is_here);
@@ -855,14 +968,23 @@ impl Driver {
         let state = self.machine.state();
         let mut facts = self.shared.facts();
         facts.state = state.name();
-        facts.ended = if state == State::Ended { self.ended.clone() } else { None };
+        facts.ended = if state == State::Ended {
+            self.ended.clone()
+        } else {
+            None
+        };
     }
 
     fn start(&mut self, id: RequestId) {
-        let Some(job) = self.waiting.remove(&id) else { return };
+        let Some(job) = self.waiting.remove(&id) else {
+            return;
+        };
         let begun = Instant::now();
         let (task, deadline, header, payload) = match job {
-            Job::Execute { mut request, teller } => {
+            Job::Execute {
+                mut request,
+                teller,
+            } => {
                 if let Some(Err(refused)) = request.rules.take().map(|rules| self.narrow(rules)) {
                     teller.end(Err(refused));
                     return self.happen(Event::Declined(id));
@@ -880,60 +1002,117 @@ impl Driver {
                 teller.begin(begun);
                 self.questions.begin_cell();
                 let seen = Seen::default();
-                let task =
-                    Task::Cell { gatherer, begun_inside: false, request, code: digest, done: None, teller, seen };
+                let task = Task::Cell {
+                    gatherer,
+                    begun_inside: false,
+                    request,
+                    code: digest,
+                    done: None,
+                    teller,
+                    seen,
+                };
                 let mut header = json!({"type": "execute", "id": id});
                 if let Some(seed) = self.seed {
                     header["seed"] = seed.into();
                 }
                 (task, deadline, header, code.into_bytes())
             }
-            Job::Write { path, overwrite, source, reply } => {
+            Job::Write {
+                path,
+                overwrite,
+                source,
+                reply,
+            } => {
                 let header = json!({"type": "write_begin", "id": id, "path": path.as_str(), "overwrite": overwrite});
-                let task = Task::Write { path, source, all_sent: false, result: None, reply };
+                let task = Task::Write {
+                    path,
+                    source,
+                    all_sent: false,
+                    result: None,
+                    reply,
+                };
                 (task, begun + FILE_PATIENCE, header, Vec::new())
             }
             Job::Packages { paths, reply } => {
                 let header = json!({"type": "packages", "id": id, "paths": paths});
-                let task = Task::Packages { paths, result: None, reply };
+                let task = Task::Packages {
+                    paths,
+                    result: None,
+                    reply,
+                };
                 (task, begun + FILE_PATIENCE, header, Vec::new())
             }
             // The machine starts it by another action.
             Job::Fork { .. } => return,
             Job::Read { path, what, reply } => {
                 let (header, limit) = match what {
-                    Extent::Whole { limit } => {
-                        (json!({"type": "read_file", "id": id, "path": path.as_str(), "limit": limit}), limit)
-                    }
+                    Extent::Whole { limit } => (
+                        json!({"type": "read_file", "id": id, "path": path.as_str(), "limit": limit}),
+                        limit,
+                    ),
                     Extent::Part { offset, length } => {
                         let (path, kind) = (path.as_str(), "read_file");
-                        (json!({"type": kind, "id": id, "path": path, "offset": offset, "length": length}), length)
+                        (
+                            json!({"type": kind, "id": id, "path": path, "offset": offset, "length": length}),
+                            length,
+                        )
                     }
                 };
                 let bytes = SpooledTempFile::new(STAGED_IN_MEMORY);
-                let received = Received { bytes, sent: 0, total: 0, version: String::new() };
-                let task = Task::Read { path, limit, received, result: None, reply };
+                let received = Received {
+                    bytes,
+                    sent: 0,
+                    total: 0,
+                    version: String::new(),
+                };
+                let task = Task::Read {
+                    path,
+                    limit,
+                    received,
+                    result: None,
+                    reply,
+                };
                 (task, begun + FILE_PATIENCE, header, Vec::new())
             }
             Job::List { reply } => {
                 let header = json!({"type": "list_files", "id": id, "limit": MOST_LISTED});
-                (Task::List { result: None, reply }, begun + FILE_PATIENCE, header, Vec::new())
+                (
+                    Task::List {
+                        result: None,
+                        reply,
+                    },
+                    begun + FILE_PATIENCE,
+                    header,
+                    Vec::new(),
+                )
             }
         };
-        self.running = Some(Running { id, task, begun, deadline, reaction: None, has_last_chance: false });
+        self.running = Some(Running {
+            id,
+            task,
+            begun,
+            deadline,
+            reaction: None,
+            has_last_chance: false,
+        });
         self.give_tools();
         self.send(&header, &payload);
         self.send_file();
     }
 
     /// Tells what the running cell has printed. Who went away meanwhile has not seen it.
-    fn look(&mut self, request: RequestId, max_chars: usize, reply: oneshot::Sender<Option<Glance>>) {
+    fn look(
+        &mut self,
+        request: RequestId,
+        max_chars: usize,
+        reply: oneshot::Sender<Option<Glance>>,
+    ) {
         let glance = match &mut self.running {
-            Some(Running { id, task: Task::Cell { gatherer, seen, .. }, .. })
-                if *id == request && !reply.is_closed() =>
-            {
-                Some(gatherer.glance(seen, max_chars))
-            }
+            Some(Running {
+                id,
+                task: Task::Cell { gatherer, seen, .. },
+                ..
+            }) if *id == request && !reply.is_closed() => Some(gatherer.glance(seen, max_chars)),
             _ => None,
         };
         let _ = reply.send(glance);
@@ -941,7 +1120,9 @@ impl Driver {
 
     /// Puts a cell that begins into the history.
     fn remember(&mut self, code: &str) {
-        let Undo::On { checkpoints, .. } = self.settings.undo else { return };
+        let Undo::On { checkpoints, .. } = self.settings.undo else {
+            return;
+        };
         self.look_after_copies();
         self.give_up_for_memory();
         let forgotten = self.history.began(code, checkpoints);
@@ -950,14 +1131,19 @@ impl Driver {
     }
 
     fn fork(&mut self, id: RequestId) {
-        let Some(Job::Fork { wanted, reply }) = self.waiting.remove(&id) else { return };
+        let Some(Job::Fork { wanted, reply }) = self.waiting.remove(&id) else {
+            return;
+        };
         self.forking = Some((id, reply));
         self.copy(Some(wanted));
     }
 
     /// Sends a frame. A channel that is closed takes nothing; the exit is noticed elsewhere.
     fn send(&mut self, header: &serde_json::Value, payload: &[u8]) {
-        if let Some(Live { connection: Ok(connection), .. }) = &mut self.live
+        if let Some(Live {
+            connection: Ok(connection),
+            ..
+        }) = &mut self.live
             && let Err(error) = connection.send(header, payload)
         {
             debug!(session = self.id.as_str(), %error, "a frame could not be sent");
@@ -967,13 +1153,22 @@ impl Driver {
     /// Sends the next chunks of an upload as long as the socket takes them at once.
     fn send_file(&mut self) {
         loop {
-            let Some(Running { id, task: Task::Write { source, all_sent, result, .. }, deadline, .. }) =
-                &mut self.running
+            let Some(Running {
+                id,
+                task:
+                    Task::Write {
+                        source,
+                        all_sent,
+                        result,
+                        ..
+                    },
+                deadline,
+                ..
+            }) = &mut self.running
             else {
                 return;
             };
-            let sending =
-                matches!(&self.live, Some(Live { connection: Ok(connection), .. }) if connection.is_sending());
+            let sending = matches!(&self.live, Some(Live { connection: Ok(connection), .. }) if connection.is_sending());
             if *all_sent || result.is_some() || sending {
                 return;
             }
@@ -987,7 +1182,12 @@ impl Driver {
                 }
                 Ok(_) => self.send(&json!({"type": "write_data", "id": id}), &chunk),
                 // Our own staging file cannot be read. Without `write_end` the runner keeps nothing, and cannot be asked anything else.
-                Err(error) => return self.broken(format!("an upload could not be continued: {}", error.kind())),
+                Err(error) => {
+                    return self.broken(format!(
+                        "an upload could not be continued: {}",
+                        error.kind()
+                    ));
+                }
             }
         }
     }
@@ -995,11 +1195,22 @@ impl Driver {
     /// Asks the running code to stop. Before the code has begun inside, a signal would be lost; then `take` sends it when the code begins.
     fn interrupt(&mut self) {
         self.give_up_questions();
-        let Some(running) = &mut self.running else { return };
+        let Some(running) = &mut self.running else {
+            return;
+        };
         running.deadline = Instant::now() + self.settings.grace;
-        running.reaction = Some(ReactionLimit::begin(self.settings.grace, cpu_account(self.sandbox.as_deref())));
+        running.reaction = Some(ReactionLimit::begin(
+            self.settings.grace,
+            cpu_account(self.sandbox.as_deref()),
+        ));
         if let Some(live) = &self.live
-            && !matches!(running.task, Task::Cell { begun_inside: false, .. })
+            && !matches!(
+                running.task,
+                Task::Cell {
+                    begun_inside: false,
+                    ..
+                }
+            )
         {
             live.process.interrupt();
         }
@@ -1007,7 +1218,9 @@ impl Driver {
 
     /// Ends the interpreter and takes what it has written until now.
     fn kill(&mut self) {
-        let Some(mut live) = self.live.take() else { return };
+        let Some(mut live) = self.live.take() else {
+            return;
+        };
         live.process.kill();
         if let Ok(connection) = &mut live.connection {
             self.last_words(connection);
@@ -1027,13 +1240,23 @@ impl Driver {
             };
             match sandbox {
                 Some(sandbox) => {
-                    copies.into_iter().for_each(|checkpoint| sandbox.forget(checkpoint));
+                    copies
+                        .into_iter()
+                        .for_each(|checkpoint| sandbox.forget(checkpoint));
                     restart(sandbox).await
                 }
-                None => Finished::Started(None, Err(LaunchError::Start { why: "its sandbox is gone".to_owned() })),
+                None => Finished::Started(
+                    None,
+                    Err(LaunchError::Start {
+                        why: "its sandbox is gone".to_owned(),
+                    }),
+                ),
             }
         };
-        self.work = Some(Work { starts_first: false, future: Box::pin(future) });
+        self.work = Some(Work {
+            starts_first: false,
+            future: Box::pin(future),
+        });
     }
 
     fn finished_work(&mut self, finished: Finished) {
@@ -1055,9 +1278,21 @@ impl Driver {
                     Ok(connection) => connection.carried().clone(),
                     Err(_) => Carried::default(),
                 };
-                let Live { process, connection, beginning, files_lost, .. } = *live;
+                let Live {
+                    process,
+                    connection,
+                    beginning,
+                    files_lost,
+                    ..
+                } = *live;
                 let inheritance = Inheritance::default();
-                self.live = Some(Live { process, connection, beginning: None, inheritance, files_lost: false });
+                self.live = Some(Live {
+                    process,
+                    connection,
+                    beginning: None,
+                    inheritance,
+                    files_lost: false,
+                });
                 (self.ended, self.exit) = (None, Exit::Unknown);
                 self.failure = None;
                 self.shared.facts().failure = None;
@@ -1072,9 +1307,14 @@ impl Driver {
                         files_kept: !files_lost,
                         had_no_session: false,
                     }));
-                    let files = if files_lost { "and so are files" } else { "files are kept" };
-                    self.notes =
-                        vec![format!("Python was started anew: variables from before the reset are gone, {files}.")];
+                    let files = if files_lost {
+                        "and so are files"
+                    } else {
+                        "files are kept"
+                    };
+                    self.notes = vec![format!(
+                        "Python was started anew: variables from before the reset are gone, {files}."
+                    )];
                 }
                 self.happen(Event::Started { copied });
             }
@@ -1084,7 +1324,9 @@ impl Driver {
                     true => "files in the working folder are kept",
                     false => "variables and files are gone",
                 };
-                self.ended = Some(format!("Python could not be started again ({error}); {left}"));
+                self.ended = Some(format!(
+                    "Python could not be started again ({error}); {left}"
+                ));
                 self.replacement_failed(&error);
                 for (reply, _) in self.resets.drain(..) {
                     let _ = reply.send(Err(Refused::Launch(error.clone())));
@@ -1103,13 +1345,16 @@ impl Driver {
         self.metered = None;
         self.metered = self.customer.as_ref().map(|customer| {
             let number = self.numbers.fetch_add(1, Ordering::Relaxed);
-            customer.accounts.follow(&customer.owner, number, sandbox.gauge())
+            customer
+                .accounts
+                .follow(&customer.owner, number, sandbox.gauge())
         });
         if !inheritance.packages.is_empty() {
             self.shared.facts().packages = inheritance.packages.clone();
         }
         self.shared.facts().granted.inherit(&inheritance.granted);
-        self.deliveries.inherit(inheritance.grants.clone(), inheritance.tools);
+        self.deliveries
+            .inherit(inheritance.grants.clone(), inheritance.tools);
         self.shared.facts().grants = self.deliveries.grants.clone();
         // A fresh sandbox has what the operator allows, no more and no less.
         let allowed = inheritance.ceiling.clone().or(self.ceiling.take());
@@ -1141,11 +1386,15 @@ impl Driver {
     /// what the operator allows.
     fn narrow(&mut self, rules: Rules) -> Result<(), Refused> {
         let (Some(sandbox), Some(ceiling)) = (&self.sandbox, &self.ceiling) else {
-            return Err(Refused::Launch(LaunchError::Start { why: "its sandbox is gone".to_owned() }));
+            return Err(Refused::Launch(LaunchError::Start {
+                why: "its sandbox is gone".to_owned(),
+            }));
         };
         let rules = rules.under_denials_of(ceiling);
         if let Some(rule) = rules.beyond(ceiling) {
-            return Err(Refused::BeyondRules { rule: rule.to_string() });
+            return Err(Refused::BeyondRules {
+                rule: rule.to_string(),
+            });
         }
         sandbox.set_rules(rules.clone());
         self.shared.facts().rules = sandbox.rules();
@@ -1154,7 +1403,9 @@ impl Driver {
     }
 
     fn exited(&mut self, exit: Exit) {
-        let Some(mut live) = self.live.take() else { return };
+        let Some(mut live) = self.live.take() else {
+            return;
+        };
         // The main process is gone; whatever it started goes with it.
         live.process.kill();
         if let Ok(connection) = &mut live.connection {
@@ -1180,7 +1431,9 @@ impl Driver {
         if self.running.is_none() {
             return;
         }
-        let Some(mut live) = self.live.take() else { return };
+        let Some(mut live) = self.live.take() else {
+            return;
+        };
         if let Ok(connection) = &mut live.connection {
             self.last_words(connection);
         }
@@ -1191,7 +1444,13 @@ impl Driver {
     /// time together, and the answer came first.
     fn hear_what_has_come(&mut self) {
         for _ in 0..MOST_HEARD_AT_ONCE {
-            let Some(Live { connection: Ok(connection), .. }) = &mut self.live else { return };
+            let Some(Live {
+                connection: Ok(connection),
+                ..
+            }) = &mut self.live
+            else {
+                return;
+            };
             let mut context = Context::from_waker(Waker::noop());
             let next = std::pin::pin!(connection.next()).poll(&mut context);
             match next {
@@ -1219,7 +1478,10 @@ impl Driver {
     }
 
     fn broken(&mut self, what: String) {
-        warn!(session = self.id.as_str(), what, "the runner broke the protocol");
+        warn!(
+            session = self.id.as_str(),
+            what, "the runner broke the protocol"
+        );
         self.ended = Some(format!(
             "its Python process did not keep to the protocol ({what}) and was stopped; variables are gone, files in the \
              working folder are kept"
@@ -1258,7 +1520,11 @@ impl Driver {
             return self.asked(id, ask, question);
         }
         match &event {
-            runner_client::Event::Claim(Claim::ToolsWritten { id }) if self.delivered(*id, None) => return,
+            runner_client::Event::Claim(Claim::ToolsWritten { id })
+                if self.delivered(*id, None) =>
+            {
+                return;
+            }
             runner_client::Event::Claim(Claim::Failed { id, message, .. })
                 if self.declined(*id, message) || self.delivered(*id, Some(message)) =>
             {
@@ -1268,13 +1534,22 @@ impl Driver {
         }
         let event = match event {
             runner_client::Event::Stray { pipe, bytes } => return self.late.write(pipe, &bytes),
-            runner_client::Event::Text { pipe, bytes } if !self.runs_inside() => return self.late.write(pipe, &bytes),
+            runner_client::Event::Text { pipe, bytes } if !self.runs_inside() => {
+                return self.late.write(pipe, &bytes);
+            }
             event => event,
         };
-        let Some(running) = &mut self.running else { return };
+        let Some(running) = &mut self.running else {
+            return;
+        };
         let id = running.id;
         match (&mut running.task, event) {
-            (Task::Cell { gatherer, teller, .. }, runner_client::Event::Text { pipe, bytes }) => {
+            (
+                Task::Cell {
+                    gatherer, teller, ..
+                },
+                runner_client::Event::Text { pipe, bytes },
+            ) => {
                 gatherer.text(pipe, &bytes);
                 if teller.is_heard()
                     && let Some(line) = gatherer.latest_line()
@@ -1282,20 +1557,38 @@ impl Driver {
                     teller.print(line);
                 }
             }
-            (Task::Cell { gatherer, begun_inside, done, .. }, runner_client::Event::Claim(claim)) if done.is_none() => {
+            (
+                Task::Cell {
+                    gatherer,
+                    begun_inside,
+                    done,
+                    ..
+                },
+                runner_client::Event::Claim(claim),
+            ) if done.is_none() => {
                 match claim {
                     Claim::Started { id: claimed, .. } if claimed == id => {
                         *begun_inside = true;
-                        if let (State::Running { stopping: Some(_), .. }, Some(live)) =
-                            (self.machine.state(), &self.live)
+                        if let (
+                            State::Running {
+                                stopping: Some(_), ..
+                            },
+                            Some(live),
+                        ) = (self.machine.state(), &self.live)
                         {
                             live.process.interrupt();
                         }
                     }
-                    Claim::Display { id: claimed, bundle, display_id, update } if claimed == id => {
-                        gatherer.display(bundle, display_id, update)
-                    }
-                    Claim::Value { id: claimed, bundle } if claimed == id => gatherer.value(bundle),
+                    Claim::Display {
+                        id: claimed,
+                        bundle,
+                        display_id,
+                        update,
+                    } if claimed == id => gatherer.display(bundle, display_id, update),
+                    Claim::Value {
+                        id: claimed,
+                        bundle,
+                    } if claimed == id => gatherer.value(bundle),
                     Claim::Clear { id: claimed, wait } if claimed == id => gatherer.clear(wait),
                     // An end without a beginning was said by code of an earlier cell.
                     Claim::Done(claim) if claim.id == id && *begun_inside => *done = Some(claim),
@@ -1304,50 +1597,98 @@ impl Driver {
             }
             (Task::Write { path, result, .. }, runner_client::Event::Claim(claim)) => match claim {
                 Claim::Written { id: claimed, size } if claimed == id => *result = Some(Ok(size)),
-                Claim::Failed { id: claimed, reason, message } if claimed == id => {
-                    *result = Some(Err(file_failed(path, reason, message)))
-                }
+                Claim::Failed {
+                    id: claimed,
+                    reason,
+                    message,
+                } if claimed == id => *result = Some(Err(file_failed(path, reason, message))),
                 _ => {}
             },
             (Task::Packages { result, .. }, runner_client::Event::Claim(claim)) => match claim {
-                Claim::PackagesAdded { id: claimed, loaded, preloaded } if claimed == id => {
-                    *result = Some(Ok(LoadedModules { all: loaded, preloaded }));
+                Claim::PackagesAdded {
+                    id: claimed,
+                    loaded,
+                    preloaded,
+                } if claimed == id => {
+                    *result = Some(Ok(LoadedModules {
+                        all: loaded,
+                        preloaded,
+                    }));
                 }
-                Claim::Failed { id: claimed, message, .. } if claimed == id => {
+                Claim::Failed {
+                    id: claimed,
+                    message,
+                    ..
+                } if claimed == id => {
                     *result = Some(Err(Refused::NotAdded { why: message }));
                 }
                 _ => {}
             },
             (Task::List { result, .. }, runner_client::Event::Claim(claim)) => match claim {
-                Claim::FileList { id: claimed, entries, omitted } if claimed == id => {
+                Claim::FileList {
+                    id: claimed,
+                    entries,
+                    omitted,
+                } if claimed == id => {
                     *result = Some(Ok(file_list(entries, omitted)));
                 }
-                Claim::Failed { id: claimed, message, .. } if claimed == id => {
-                    *result = Some(Err(Refused::Transfer { why: bounded_text(&message, 500) }));
+                Claim::Failed {
+                    id: claimed,
+                    message,
+                    ..
+                } if claimed == id => {
+                    *result = Some(Err(Refused::Transfer {
+                        why: bounded_text(&message, 500),
+                    }));
                 }
                 _ => {}
             },
-            (Task::Read { path, limit, received, result, .. }, runner_client::Event::Claim(claim)) => match claim {
+            (
+                Task::Read {
+                    path,
+                    limit,
+                    received,
+                    result,
+                    ..
+                },
+                runner_client::Event::Claim(claim),
+            ) => match claim {
                 Claim::FileData { id: claimed, bytes } if claimed == id => {
                     running.deadline = Instant::now() + FILE_PATIENCE;
                     received.sent += bytes.len() as u64;
                     if received.sent > *limit {
-                        return self.broken("more bytes of a file were sent than asked for".to_owned());
+                        return self
+                            .broken("more bytes of a file were sent than asked for".to_owned());
                     }
                     if let Err(error) = received.bytes.write_all(&bytes) {
-                        *result = Some(Err(Refused::Transfer { why: error.kind().to_string() }));
+                        *result = Some(Err(Refused::Transfer {
+                            why: error.kind().to_string(),
+                        }));
                     }
                 }
-                Claim::FileEnd { id: claimed, size: told, total, version } if claimed == id => {
+                Claim::FileEnd {
+                    id: claimed,
+                    size: told,
+                    total,
+                    version,
+                } if claimed == id => {
                     (received.total, received.version) = (total, version);
                     // What was read counts. A different claim means that the file is not whole.
                     let whole = told == received.sent;
-                    let short = || file_failed(path, Trouble::Other, "it changed while it was read".to_owned());
+                    let short = || {
+                        file_failed(
+                            path,
+                            Trouble::Other,
+                            "it changed while it was read".to_owned(),
+                        )
+                    };
                     result.get_or_insert_with(|| if whole { Ok(()) } else { Err(short()) });
                 }
-                Claim::Failed { id: claimed, reason, message } if claimed == id => {
-                    *result = Some(Err(file_failed(path, reason, message)))
-                }
+                Claim::Failed {
+                    id: claimed,
+                    reason,
+                    message,
+                } if claimed == id => *result = Some(Err(file_failed(path, reason, message))),
                 _ => {}
             },
             _ => {}
@@ -1357,7 +1698,14 @@ impl Driver {
     /// Tells whether a cell has begun inside and has not claimed its end.
     fn runs_inside(&self) -> bool {
         let task = self.running.as_ref().map(|running| &running.task);
-        matches!(task, Some(Task::Cell { begun_inside: true, done: None, .. }))
+        matches!(
+            task,
+            Some(Task::Cell {
+                begun_inside: true,
+                done: None,
+                ..
+            })
+        )
     }
 
     /// Returns the running request when the runner has claimed its end.
@@ -1376,7 +1724,9 @@ impl Driver {
     /// Tells whether the request that has just ended may have changed the session's state.
     fn has_changed(&self) -> bool {
         match self.running.as_ref().map(|running| &running.task) {
-            Some(Task::Cell { done: Some(done), .. }) => !done.unchanged,
+            Some(Task::Cell {
+                done: Some(done), ..
+            }) => !done.unchanged,
             Some(Task::Write { result, .. }) => matches!(result, Some(Ok(_))),
             Some(Task::Packages { result, .. }) => matches!(result, Some(Ok(_))),
             Some(Task::Read { .. } | Task::List { .. }) | None => false,
@@ -1393,48 +1743,93 @@ impl Driver {
             refuse(job, self.refusal(answer));
             return;
         }
-        let Some(running) = self.running.take_if(|running| running.id == id) else { return };
+        let Some(running) = self.running.take_if(|running| running.id == id) else {
+            return;
+        };
         let tool_calls = self.questions.clear();
         let rulings = self.parking.clear();
         match running.task {
-            Task::Cell { gatherer, request, code, done, teller, .. } => {
+            Task::Cell {
+                gatherer,
+                request,
+                code,
+                done,
+                teller,
+                ..
+            } => {
                 let Ok(status) = self.status(answer, &request, done.as_deref()) else {
                     teller.end(Err(self.refusal(answer)));
                     return;
                 };
-                let ExecuteRequest { recorder, max_output_chars, .. } = request;
+                let ExecuteRequest {
+                    recorder,
+                    max_output_chars,
+                    ..
+                } = request;
                 let begun = running.begun;
-                let ended = EndedCell { code, recorder, begun, status, done, tool_calls, rulings, max_output_chars };
+                let ended = EndedCell {
+                    code,
+                    recorder,
+                    begun,
+                    status,
+                    done,
+                    tool_calls,
+                    rulings,
+                    max_output_chars,
+                };
                 self.report(running.id, ended, *gatherer, teller);
             }
             Task::Write { result, reply, .. } => {
                 let _ = reply.send(match (answer, result) {
-                    (Answer::Finished | Answer::Stopped(_, StateAfter::Kept), Some(result)) => result,
+                    (Answer::Finished | Answer::Stopped(_, StateAfter::Kept), Some(result)) => {
+                        result
+                    }
                     _ => Err(self.transfer_refusal(answer)),
                 });
             }
-            Task::Packages { paths, result, reply } => {
-                let added = matches!(answer, Answer::Finished | Answer::Stopped(_, StateAfter::Kept));
-                let result = result.filter(|_| added).unwrap_or_else(|| Err(self.transfer_refusal(answer)));
+            Task::Packages {
+                paths,
+                result,
+                reply,
+            } => {
+                let added = matches!(
+                    answer,
+                    Answer::Finished | Answer::Stopped(_, StateAfter::Kept)
+                );
+                let result = result
+                    .filter(|_| added)
+                    .unwrap_or_else(|| Err(self.transfer_refusal(answer)));
                 if result.is_ok() {
                     self.have(&paths);
                 }
                 let _ = reply.send(result);
             }
-            Task::Read { mut received, result, reply, .. } => {
+            Task::Read {
+                mut received,
+                result,
+                reply,
+                ..
+            } => {
                 let _ = reply.send(match (answer, result) {
-                    (Answer::Finished | Answer::Stopped(_, StateAfter::Kept), Some(Ok(()))) => received
-                        .bytes
-                        .rewind()
-                        .map(|()| received)
-                        .map_err(|error| Refused::Transfer { why: error.kind().to_string() }),
-                    (Answer::Finished | Answer::Stopped(_, StateAfter::Kept), Some(Err(refused))) => Err(refused),
+                    (Answer::Finished | Answer::Stopped(_, StateAfter::Kept), Some(Ok(()))) => {
+                        received.bytes.rewind().map(|()| received).map_err(|error| {
+                            Refused::Transfer {
+                                why: error.kind().to_string(),
+                            }
+                        })
+                    }
+                    (
+                        Answer::Finished | Answer::Stopped(_, StateAfter::Kept),
+                        Some(Err(refused)),
+                    ) => Err(refused),
                     _ => Err(self.transfer_refusal(answer)),
                 });
             }
             Task::List { result, reply } => {
                 let _ = reply.send(match (answer, result) {
-                    (Answer::Finished | Answer::Stopped(_, StateAfter::Kept), Some(result)) => result,
+                    (Answer::Finished | Answer::Stopped(_, StateAfter::Kept), Some(result)) => {
+                        result
+                    }
                     _ => Err(self.transfer_refusal(answer)),
                 });
             }
@@ -1442,16 +1837,26 @@ impl Driver {
     }
 
     /// Returns how an execution ended. `Err` when it never began.
-    fn status(&self, answer: Answer, request: &ExecuteRequest, done: Option<&DoneClaim>) -> Result<Status, Refusal> {
+    fn status(
+        &self,
+        answer: Answer,
+        request: &ExecuteRequest,
+        done: Option<&DoneClaim>,
+    ) -> Result<Status, Refusal> {
         Ok(match answer {
             Answer::Finished => match done.and_then(|done| done.error.as_ref()) {
                 Some(error) => Status::Raised(python_error(error, request.max_output_chars)),
                 None => Status::Completed,
             },
-            Answer::Stopped(Stop::TimedOut, state) => Status::TimedOut { limit: request.timeout, state },
+            Answer::Stopped(Stop::TimedOut, state) => Status::TimedOut {
+                limit: request.timeout,
+                state,
+            },
             Answer::Stopped(Stop::Cancelled, state) => Status::Cancelled { state },
             Answer::InterpreterGone => Status::Died { exit: self.exit },
-            Answer::ProtocolBroken => Status::Nonsense { what: self.nonsense.clone() },
+            Answer::ProtocolBroken => Status::Nonsense {
+                what: self.nonsense.clone(),
+            },
             Answer::Reset => Status::Reset,
             Answer::Closed => Status::Closed,
             Answer::Refused(refusal) => return Err(refusal),
@@ -1460,9 +1865,25 @@ impl Driver {
 
     /// Sends the outcome. Pictures are developed on another thread, and the session goes on meanwhile.
     fn report(&mut self, id: RequestId, ended: EndedCell, mut gatherer: Gatherer, teller: Teller) {
-        let EndedCell { code, recorder, begun, status, mut done, tool_calls, rulings, max_output_chars } = ended;
-        if let Some(Live { connection: Ok(connection), .. }) = &mut self.live {
-            connection.strays_now().into_iter().for_each(|(pipe, bytes)| self.late.write(pipe, &bytes));
+        let EndedCell {
+            code,
+            recorder,
+            begun,
+            status,
+            mut done,
+            tool_calls,
+            rulings,
+            max_output_chars,
+        } = ended;
+        if let Some(Live {
+            connection: Ok(connection),
+            ..
+        }) = &mut self.live
+        {
+            connection
+                .strays_now()
+                .into_iter()
+                .for_each(|(pipe, bytes)| self.late.write(pipe, &bytes));
         }
         if let Some(late) = done.as_mut().and_then(|done| done.late.take()) {
             self.late.add(&late.text, late.omitted);
@@ -1471,7 +1892,11 @@ impl Driver {
         let duration = begun.elapsed();
         let execution = ExecutionId(id);
         let (error, variables, files) = match done {
-            Some(done) => (done.error, done.variables.map(variable_changes), done.files.map(file_changes)),
+            Some(done) => (
+                done.error,
+                done.variables.map(variable_changes),
+                done.files.map(file_changes),
+            ),
             None => (None, None, None),
         };
         if let Some(error) = error {
@@ -1480,18 +1905,42 @@ impl Driver {
         let (mut draft, full) = gatherer.finish();
         match full {
             Ok(full) => self.shared.outputs.keep(execution, full),
-            Err(error) => warn!(session = self.id.as_str(), %error, "the whole output could not be kept"),
+            Err(error) => {
+                warn!(session = self.id.as_str(), %error, "the whole output could not be kept")
+            }
         }
-        let memory = self.sandbox.as_ref().map(|sandbox| sandbox.memory()).unwrap_or_default();
+        let memory = self
+            .sandbox
+            .as_ref()
+            .map(|sandbox| sandbox.memory())
+            .unwrap_or_default();
         self.shared.facts().memory = Some(memory.now);
-        let spent = self.sandbox.as_ref().map(|sandbox| sandbox.gauge().processor_time()).unwrap_or_default();
+        let spent = self
+            .sandbox
+            .as_ref()
+            .map(|sandbox| sandbox.gauge().processor_time())
+            .unwrap_or_default();
         // A sandbox that is gone, or another one, has nothing to compare.
         let processor_time = spent.saturating_sub(self.spent_before);
-        let isolation = self.sandbox.as_ref().map(|sandbox| sandbox.isolation().clone()).unwrap_or_default();
-        let blocked = self.sandbox.as_ref().map(|sandbox| sandbox.take_blocked()).unwrap_or_default();
+        let isolation = self
+            .sandbox
+            .as_ref()
+            .map(|sandbox| sandbox.isolation().clone())
+            .unwrap_or_default();
+        let blocked = self
+            .sandbox
+            .as_ref()
+            .map(|sandbox| sandbox.take_blocked())
+            .unwrap_or_default();
         let notes = self.notes_for(&status);
         // Before the caller hears of it, and whether or not anybody ever asks for the outcome.
-        if let Some(Customer { owner, session, ledger, .. }) = &self.customer {
+        if let Some(Customer {
+            owner,
+            session,
+            ledger,
+            ..
+        }) = &self.customer
+        {
             let ended = ExecutionEnded {
                 name: ledger.name_of(id),
                 owner: owner.clone(),
@@ -1549,8 +1998,13 @@ impl Driver {
             status,
             Status::Died { .. }
                 | Status::Nonsense { .. }
-                | Status::TimedOut { state: StateAfter::Lost, .. }
-                | Status::Cancelled { state: StateAfter::Lost }
+                | Status::TimedOut {
+                    state: StateAfter::Lost,
+                    ..
+                }
+                | Status::Cancelled {
+                    state: StateAfter::Lost
+                }
         );
         if state_is_lost {
             self.history.changed();
@@ -1566,9 +2020,18 @@ impl Driver {
     fn refusal(&self, answer: Answer) -> Refused {
         let ended = || {
             // Also a sandbox without an interpreter may end, which nobody has told.
-            let gone = self.sandbox.as_ref().is_some_and(|sandbox| sandbox.is_gone());
-            let exit = Exit::SandboxGone { files_kept: self.settings.work_folder == WorkFolder::Shared };
-            let why = if gone { Some(ended_by(exit)) } else { self.ended.clone() };
+            let gone = self
+                .sandbox
+                .as_ref()
+                .is_some_and(|sandbox| sandbox.is_gone());
+            let exit = Exit::SandboxGone {
+                files_kept: self.settings.work_folder == WorkFolder::Shared,
+            };
+            let why = if gone {
+                Some(ended_by(exit))
+            } else {
+                self.ended.clone()
+            };
             Refused::Ended {
                 id: self.id.clone(),
                 why: why.unwrap_or_else(|| "it was closed".to_owned()),
@@ -1576,14 +2039,27 @@ impl Driver {
             }
         };
         match answer {
-            Answer::Refused(Refusal::Busy) => Refused::Busy { waiting: super::state::MOST_WAITING },
+            Answer::Refused(Refusal::Busy) => Refused::Busy {
+                waiting: super::state::MOST_WAITING,
+            },
             Answer::Refused(Refusal::Crowded) => {
-                let Crowded { waiting, retry_after } = self.crowded.expect("it is noted before it is told");
-                Refused::Crowded { waiting, retry_after }
+                let Crowded {
+                    waiting,
+                    retry_after,
+                } = self.crowded.expect("it is noted before it is told");
+                Refused::Crowded {
+                    waiting,
+                    retry_after,
+                }
             }
-            Answer::Refused(Refusal::CellRunning) => Refused::CellRunning { id: self.id.clone(), then: "fork" },
+            Answer::Refused(Refusal::CellRunning) => Refused::CellRunning {
+                id: self.id.clone(),
+                then: "fork",
+            },
             Answer::Refused(Refusal::Cancelled) => Refused::CancelledWhileWaiting,
-            Answer::Refused(Refusal::StartFailed) => self.failure.clone().map_or_else(ended, Refused::Launch),
+            Answer::Refused(Refusal::StartFailed) => {
+                self.failure.clone().map_or_else(ended, Refused::Launch)
+            }
             Answer::Refused(Refusal::Reset) => Refused::ResetWhileWaiting,
             Answer::Refused(Refusal::Closed) => Refused::ClosedWhileWaiting,
             _ => ended(),
@@ -1604,7 +2080,9 @@ impl Driver {
             let idle = self.settings.idle_timeout.as_secs();
             let lost = match self.settings.work_folder {
                 WorkFolder::Private => "its variables and files are gone",
-                WorkFolder::Shared => "its variables are gone, files in the working folder are kept",
+                WorkFolder::Shared => {
+                    "its variables are gone, files in the working folder are kept"
+                }
             };
             self.ended = Some(format!("it was not used for {idle} s; {lost}"));
             self.ended.clone()
@@ -1618,7 +2096,11 @@ impl Driver {
         while let Some(command) = self.commands.recv().await {
             match command {
                 Command::Submit(_, job) => {
-                    let answer = if self.failure.is_some() { Refusal::StartFailed } else { Refusal::Ended };
+                    let answer = if self.failure.is_some() {
+                        Refusal::StartFailed
+                    } else {
+                        Refusal::Ended
+                    };
                     refuse(job, self.refusal(Answer::Refused(answer)));
                 }
                 // Their senders learn from the silence that the session is gone; a fork is destroyed or comes back.
@@ -1633,7 +2115,9 @@ impl Driver {
             }
         }
         for (reply, _) in self.resets.drain(..) {
-            let _ = reply.send(Err(Refused::Unknown { id: self.id.clone() }));
+            let _ = reply.send(Err(Refused::Unknown {
+                id: self.id.clone(),
+            }));
         }
         self.postponed.clear();
         self.replacement = None;
@@ -1658,7 +2142,11 @@ impl Driver {
         for closer in self.closers.drain(..) {
             let _ = closer.send(());
         }
-        info!(session = self.id.as_str(), expired = self.expired, "session gone");
+        info!(
+            session = self.id.as_str(),
+            expired = self.expired,
+            "session gone"
+        );
     }
 }
 
@@ -1676,14 +2164,28 @@ fn refuse(job: Job, refused: Refused) {
 /// Names the files that can be asked for. A name that cannot is counted like one that was left out.
 fn file_list(claimed: Vec<ClaimedFile>, omitted: u64) -> FileList {
     let all = claimed.len();
-    let files = claimed.into_iter().filter(|file| InsidePath::from_str(&file.path).is_ok());
-    let mut files = files.map(|file| FileNote { path: file.path, size: file.size }).collect::<Vec<_>>();
+    let files = claimed
+        .into_iter()
+        .filter(|file| InsidePath::from_str(&file.path).is_ok());
+    let mut files = files
+        .map(|file| FileNote {
+            path: file.path,
+            size: file.size,
+        })
+        .collect::<Vec<_>>();
     files.sort_by(|one, other| one.path.cmp(&other.path));
-    FileList { omitted: omitted.saturating_add((all - files.len()) as u64), files }
+    FileList {
+        omitted: omitted.saturating_add((all - files.len()) as u64),
+        files,
+    }
 }
 
 fn file_failed(path: &InsidePath, reason: Trouble, message: String) -> Refused {
-    Refused::File { path: path.clone(), reason, detail: bounded_text(&message, 500) }
+    Refused::File {
+        path: path.clone(),
+        reason,
+        detail: bounded_text(&message, 500),
+    }
 }
 
 /// Says how an interpreter ended and what is left, as the end of "this session ended because …".
@@ -1700,12 +2202,20 @@ fn describe(exit: Exit) -> String {
     match exit {
         Exit::Code(code) => format!("its Python process ended with exit code {code}"),
         Exit::Signal(9) => "its Python process was killed (signal 9)".to_owned(),
-        Exit::Signal(11) => "its Python process crashed (signal 11, a fault in native code)".to_owned(),
+        Exit::Signal(11) => {
+            "its Python process crashed (signal 11, a fault in native code)".to_owned()
+        }
         Exit::Signal(signal) => format!("its Python process was ended by signal {signal}"),
-        Exit::OutOfMemory { limit, .. } => format!("it used more than its {} MiB of memory", limit / (1024 * 1024)),
-        Exit::OutOfMemoryOutside { whose, .. } => format!("its Python process was killed because {whose}"),
+        Exit::OutOfMemory { limit, .. } => format!(
+            "it used more than its {} MiB of memory",
+            limit / (1024 * 1024)
+        ),
+        Exit::OutOfMemoryOutside { whose, .. } => {
+            format!("its Python process was killed because {whose}")
+        }
         Exit::SandboxGone { .. } => {
-            "its sandbox was ended from outside, or the jail or the container engine went away".to_owned()
+            "its sandbox was ended from outside, or the jail or the container engine went away"
+                .to_owned()
         }
         Exit::Unknown => "its Python process ended".to_owned(),
     }
@@ -1736,7 +2246,10 @@ fn variable_changes(claimed: Changes<ClaimedVariable>) -> VariableChanges {
 }
 
 fn file_changes(claimed: Changes<ClaimedFile>) -> FileChanges {
-    let note = |claimed: ClaimedFile| FileNote { path: claimed.path, size: claimed.size };
+    let note = |claimed: ClaimedFile| FileNote {
+        path: claimed.path,
+        size: claimed.size,
+    };
     FileChanges {
         created: claimed.created.into_iter().map(note).collect(),
         changed: claimed.changed.into_iter().map(note).collect(),

@@ -13,8 +13,8 @@ use tokio_util::sync::CancellationToken;
 use super::driver::{Command, Fork, Forked, ForksWanted, all};
 use super::manager::{Entry, leave};
 use super::{
-    Asking, ExecuteRequest, ExploreReport, ExploreRequest, Keep, LARGEST_CODE, MOST_VARIANTS, News, Outcome, Part,
-    Principal, Refused, SessionId, Sessions, Status, Stream, Variant, VariantReport,
+    Asking, ExecuteRequest, ExploreReport, ExploreRequest, Keep, LARGEST_CODE, MOST_VARIANTS, News,
+    Outcome, Part, Principal, Refused, SessionId, Sessions, Status, Stream, Variant, VariantReport,
 };
 
 /// Characters of a score's text, and of the reason why there is none.
@@ -39,11 +39,16 @@ impl Sessions {
         let source = self.find(owner, id)?;
         self.take_room_for_variants(owner, request.variants.len(), sessions_made(&request))?;
         let total = request.variants.len();
-        let wanted = ForksWanted { count: total, undoable: false };
+        let wanted = ForksWanted {
+            count: total,
+            undoable: false,
+        };
         let Forked { forks, lost, .. } = self.fork_of(owner, id, &source, wanted, &cancel).await?;
         let named = request.variants.iter().map(|variant| variant.name.as_str());
         let seed = random_seed();
-        let hidden = named.zip(forks).map(|(name, fork)| self.hide(owner, id, name, fork, seed));
+        let hidden = named
+            .zip(forks)
+            .map(|(name, fork)| self.hide(owner, id, name, fork, seed));
         let entries = hidden.collect::<Result<Vec<_>, _>>()?;
 
         let exploration = Exploration {
@@ -58,14 +63,27 @@ impl Sessions {
             news,
         };
         let runs = request.variants.iter().zip(&entries);
-        let variants = all(runs.map(|(variant, entry)| exploration.run(variant, entry)).collect()).await;
+        let variants = all(runs
+            .map(|(variant, entry)| exploration.run(variant, entry))
+            .collect())
+        .await;
 
-        let mut report = ExploreReport { variants, kept: Vec::new(), replaced: false, notes: Vec::new(), lost };
+        let mut report = ExploreReport {
+            variants,
+            kept: Vec::new(),
+            replaced: false,
+            notes: Vec::new(),
+            lost,
+        };
         if cancel.is_cancelled() {
-            report.notes.push("The exploration was cancelled; nothing is kept.".to_owned());
+            report
+                .notes
+                .push("The exploration was cancelled; nothing is kept.".to_owned());
         } else {
             for place in chosen(&request.keep, &mut report) {
-                exploration.keep(&request.variants[place].name, &entries[place], &mut report).await;
+                exploration
+                    .keep(&request.variants[place].name, &entries[place], &mut report)
+                    .await;
             }
         }
         all(entries.iter().map(leave).collect()).await;
@@ -94,12 +112,18 @@ impl Exploration<'_> {
             () = self.cancel.cancelled() => None,
         };
         let ended = match &turn {
-            Some(_) => self.execute(entry, variant.code.clone(), self.request.max_output_chars).await,
+            Some(_) => {
+                self.execute(entry, variant.code.clone(), self.request.max_output_chars)
+                    .await
+            }
             None => Err(Refused::CancelledWhileWaiting),
         };
         let score = match &self.request.keep {
             Keep::Best { by } => Some(match &ended {
-                Ok(Outcome { status: Status::Completed, .. }) => self.score(entry, by).await,
+                Ok(Outcome {
+                    status: Status::Completed,
+                    ..
+                }) => self.score(entry, by).await,
                 _ => Err("the variant did not complete".to_owned()),
             }),
             _ => None,
@@ -109,21 +133,43 @@ impl Exploration<'_> {
             leave(entry).await;
         }
         let finished = self.finished.fetch_add(1, Ordering::Relaxed) + 1;
-        self.news.send_replace(format!("{finished} of {} variants finished", self.request.variants.len()));
-        VariantReport { name: variant.name.clone(), ended, score }
+        self.news.send_replace(format!(
+            "{finished} of {} variants finished",
+            self.request.variants.len()
+        ));
+        VariantReport {
+            name: variant.name.clone(),
+            ended,
+            score,
+        }
     }
 
-    async fn execute(&self, entry: &Entry, code: String, max_output_chars: usize) -> Result<Outcome, Refused> {
-        let ExploreRequest { timeout, recorder, .. } = *self.request;
-        let request =
-            ExecuteRequest { code, timeout, max_output_chars, asking: Asking::Exploration, rules: None, recorder };
+    async fn execute(
+        &self,
+        entry: &Entry,
+        code: String,
+        max_output_chars: usize,
+    ) -> Result<Outcome, Refused> {
+        let ExploreRequest {
+            timeout, recorder, ..
+        } = *self.request;
+        let request = ExecuteRequest {
+            code,
+            timeout,
+            max_output_chars,
+            asking: Asking::Exploration,
+            rules: None,
+            recorder,
+        };
         self.sessions.execute_in(entry, request, self.cancel).await
     }
 
     /// Evaluates the expression that variants are compared by.
     async fn score(&self, entry: &Entry, by: &str) -> Result<f64, String> {
         // The line's end also ends a comment.
-        let outcome = self.execute(entry, format!("float({by}\n)"), LONGEST_SCORE).await;
+        let outcome = self
+            .execute(entry, format!("float({by}\n)"), LONGEST_SCORE)
+            .await;
         score_of(&outcome.map_err(|refused| refused.to_string())?)
     }
 
@@ -131,7 +177,9 @@ impl Exploration<'_> {
     async fn keep(&self, name: &str, entry: &Entry, report: &mut ExploreReport) {
         let id = self.id;
         let Some(mut fork) = surrendered(entry).await else {
-            report.notes.push(format!("Variant `{name}` is not kept, because its Python has ended."));
+            report.notes.push(format!(
+                "Variant `{name}` is not kept, because its Python has ended."
+            ));
             return;
         };
         if self.request.replace {
@@ -152,22 +200,34 @@ impl Exploration<'_> {
                     fork = back;
                 }
                 Err(None) => {
-                    report.notes.push(format!("`{id}` ended while variant `{name}` took its place; neither is left."));
+                    report.notes.push(format!(
+                        "`{id}` ended while variant `{name}` took its place; neither is left."
+                    ));
                     return;
                 }
             }
         }
         let note = format!("This session is the variant `{name}` of a cell explored in `{id}`.");
-        match self.sessions.seat_for(self.owner, id, name, note, entry.shared.clone()) {
+        match self
+            .sessions
+            .seat_for(self.owner, id, name, note, entry.shared.clone())
+        {
             Ok(seat) => report.kept.push((name.to_owned(), seat.take(fork))),
-            Err(refused) => report.notes.push(format!("Variant `{name}` is not kept: {refused}.")),
+            Err(refused) => report
+                .notes
+                .push(format!("Variant `{name}` is not kept: {refused}.")),
         }
     }
 }
 
 fn check(request: &ExploreRequest) -> Result<(), Refused> {
     let wrong = |why: String| Err(Refused::Explore { why });
-    let ExploreRequest { variants, keep, replace, .. } = request;
+    let ExploreRequest {
+        variants,
+        keep,
+        replace,
+        ..
+    } = request;
     if variants.is_empty() || variants.len() > MOST_VARIANTS {
         return wrong(format!(
             "{} variants were given, and between 1 and {MOST_VARIANTS} can be tried",
@@ -176,22 +236,31 @@ fn check(request: &ExploreRequest) -> Result<(), Refused> {
     }
     for (place, variant) in variants.iter().enumerate() {
         if variant.code.len() > LARGEST_CODE {
-            return Err(Refused::CodeTooLarge { size: variant.code.len() });
+            return Err(Refused::CodeTooLarge {
+                size: variant.code.len(),
+            });
         }
-        if variants[..place].iter().any(|earlier| earlier.name == variant.name) {
-            return wrong(format!("two variants are called `{}`; give each a name of its own", variant.name));
+        if variants[..place]
+            .iter()
+            .any(|earlier| earlier.name == variant.name)
+        {
+            return wrong(format!(
+                "two variants are called `{}`; give each a name of its own",
+                variant.name
+            ));
         }
     }
     match keep {
-        Keep::Named(name) if !variants.iter().any(|variant| variant.name == *name) => {
-            wrong(format!("`{name}` is to be kept, and no variant is called so"))
-        }
+        Keep::Named(name) if !variants.iter().any(|variant| variant.name == *name) => wrong(
+            format!("`{name}` is to be kept, and no variant is called so"),
+        ),
         Keep::Best { by } if by.trim().is_empty() => {
             wrong("the expression that variants are compared by is empty".to_owned())
         }
-        Keep::Nothing | Keep::All if *replace => {
-            wrong("only one variant can take the place of the session; keep the best one or a named one".to_owned())
-        }
+        Keep::Nothing | Keep::All if *replace => wrong(
+            "only one variant can take the place of the session; keep the best one or a named one"
+                .to_owned(),
+        ),
         _ => Ok(()),
     }
 }
@@ -199,7 +268,8 @@ fn check(request: &ExploreRequest) -> Result<(), Refused> {
 /// Returns what all variants of one exploration draw their random numbers from.
 fn random_seed() -> u64 {
     let mut bytes = [0; 8];
-    rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty()).expect("the kernel has random bytes");
+    rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty())
+        .expect("the kernel has random bytes");
     u64::from_le_bytes(bytes)
 }
 
@@ -226,7 +296,10 @@ fn chosen(keep: &Keep, report: &mut ExploreReport) -> Vec<usize> {
     match keep {
         Keep::Nothing => Vec::new(),
         Keep::All => (0..report.variants.len()).collect(),
-        Keep::Named(name) => variants.filter(|(_, variant)| variant.name == *name).map(|(place, _)| place).collect(),
+        Keep::Named(name) => variants
+            .filter(|(_, variant)| variant.name == *name)
+            .map(|(place, _)| place)
+            .collect(),
         Keep::Best { .. } => {
             let scores = variants.filter_map(|(place, variant)| match variant.score {
                 Some(Ok(score)) => Some((place, score)),
@@ -235,7 +308,9 @@ fn chosen(keep: &Keep, report: &mut ExploreReport) -> Vec<usize> {
             // Of equals, the one that was named first.
             let best = scores.reduce(|best, next| if next.1 > best.1 { next } else { best });
             if best.is_none() {
-                report.notes.push("No variant has a score, so none is kept.".to_owned());
+                report
+                    .notes
+                    .push("No variant has a score, so none is kept.".to_owned());
             }
             best.map(|(place, _)| place).into_iter().collect()
         }
@@ -250,12 +325,25 @@ fn score_of(outcome: &Outcome) -> Result<f64, String> {
             let text = format!("the expression raised {}: {}", error.name, error.message);
             return Err(text.chars().take(LONGEST_SCORE).collect());
         }
-        other => return Err(format!("the expression did not complete ({})", other.name())),
+        other => {
+            return Err(format!(
+                "the expression did not complete ({})",
+                other.name()
+            ));
+        }
     }
-    let value = outcome.output.parts.iter().rev().find_map(|part| match part {
-        Part::Text { stream: Stream::Value, text } => text.trim().parse::<f64>().ok(),
-        _ => None,
-    });
+    let value = outcome
+        .output
+        .parts
+        .iter()
+        .rev()
+        .find_map(|part| match part {
+            Part::Text {
+                stream: Stream::Value,
+                text,
+            } => text.trim().parse::<f64>().ok(),
+            _ => None,
+        });
     match value {
         Some(value) if value.is_nan() => Err("the expression is not a number (nan)".to_owned()),
         Some(value) => Ok(value),
@@ -272,9 +360,14 @@ async fn surrendered(entry: &Entry) -> Option<Box<Fork>> {
 /// Puts a fork in the source's place. It comes back when that cannot be done; nothing comes back when it is lost with the source.
 async fn adopted(source: &Entry, fork: Box<Fork>, name: &str) -> Result<(), Option<Box<Fork>>> {
     let (reply, answer) = oneshot::channel();
-    let note =
-        format!("This session goes on as the variant `{name}` that was explored; cells before that cannot be undone.");
-    if let Err(back) = source.commands.send(Command::Adopt { fork, note, reply }).await {
+    let note = format!(
+        "This session goes on as the variant `{name}` that was explored; cells before that cannot be undone."
+    );
+    if let Err(back) = source
+        .commands
+        .send(Command::Adopt { fork, note, reply })
+        .await
+    {
         return match back.0 {
             Command::Adopt { fork, .. } => Err(Some(fork)),
             _ => Err(None),

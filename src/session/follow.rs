@@ -17,8 +17,8 @@ use super::history::first_line;
 use super::manager::{Entry, Silence};
 use super::output::Glance;
 use super::{
-    Checked, ExecuteRequest, Executed, ExecutionId, LARGEST_CODE, News, Outcome, Principal, Refused, SessionId,
-    Sessions, Underway, Which, most_undone,
+    Checked, ExecuteRequest, Executed, ExecutionId, LARGEST_CODE, News, Outcome, Principal,
+    Refused, SessionId, Sessions, Underway, Which, most_undone,
 };
 use crate::sandbox::Preparation;
 
@@ -63,7 +63,9 @@ impl Sessions {
                 let outcome = answer_at_once(&entry, &execution, &ending)?;
                 Ok(Executed::Finished(self.told(owner, id, outcome)))
             }
-            None => Ok(Executed::Underway(self.underway(id, &entry, &execution, max_chars).await)),
+            None => Ok(Executed::Underway(
+                self.underway(id, &entry, &execution, max_chars).await,
+            )),
         }
     }
 
@@ -81,21 +83,34 @@ impl Sessions {
             Which::Of(_) => entry.shared.docket.first(),
             Which::This(handle) => entry.shared.docket.find(handle),
         };
-        let Some(execution) = execution else { return Ok(Checked::Nothing) };
+        let Some(execution) = execution else {
+            return Ok(Checked::Nothing);
+        };
         entry.shared.touch();
         let _waits_for_it = execution.follow();
         let Some(ending) = ended(&entry, &execution, Some(wait), None, &news).await else {
-            return Ok(Checked::Underway(self.underway(&id, &entry, &execution, max_chars).await));
+            return Ok(Checked::Underway(
+                self.underway(&id, &entry, &execution, max_chars).await,
+            ));
         };
         let Collected { ending, again } = entry.shared.docket.collect(&execution, &ending);
         let outcome = self.told(owner, &id, ending?);
-        Ok(Checked::Finished { session: id, outcome, again })
+        Ok(Checked::Finished {
+            session: id,
+            outcome,
+            again,
+        })
     }
 
     /// Adds to an outcome what is true when it is told. A session that was closed meanwhile has nothing to undo.
     fn told(&self, owner: &Principal, id: &SessionId, outcome: Outcome) -> Box<Outcome> {
-        let can_undo = self.checkpoints(owner, id).map_or(0, |left| most_undone(&left));
-        Box::new(Outcome { can_undo, ..outcome })
+        let can_undo = self
+            .checkpoints(owner, id)
+            .map_or(0, |left| most_undone(&left));
+        Box::new(Outcome {
+            can_undo,
+            ..outcome
+        })
     }
 
     /// Interrupts an execution that runs, or takes it out of the queue. One that is over stays as it is.
@@ -107,7 +122,10 @@ impl Sessions {
         };
         if let Some(execution) = execution {
             // A driver that is gone has ended it already.
-            let _ = entry.commands.send(Command::Cancel(execution.request)).await;
+            let _ = entry
+                .commands
+                .send(Command::Cancel(execution.request))
+                .await;
         }
         Ok(())
     }
@@ -120,7 +138,9 @@ impl Sessions {
         cancel: &CancellationToken,
     ) -> Result<(Entry, Arc<Execution>), Refused> {
         if request.code.len() > LARGEST_CODE {
-            return Err(Refused::CodeTooLarge { size: request.code.len() });
+            return Err(Refused::CodeTooLarge {
+                size: request.code.len(),
+            });
         }
         if cancel.is_cancelled() {
             return Err(Refused::CancelledWhileWaiting);
@@ -128,14 +148,26 @@ impl Sessions {
         self.check_cell(owner)?;
         let entry = self.find_or_create(owner, id)?;
         self.count_cell(owner)?;
-        let execution = self.enter(&entry, request).map_err(|silence| self.explained(owner, id, silence))?;
+        let execution = self
+            .enter(&entry, request)
+            .map_err(|silence| self.explained(owner, id, silence))?;
         Ok((entry, execution))
     }
 
     /// Describes an execution that goes on, with what it printed since it was last described.
-    async fn underway(&self, id: &SessionId, entry: &Entry, execution: &Execution, max_chars: usize) -> Underway {
+    async fn underway(
+        &self,
+        id: &SessionId,
+        entry: &Entry,
+        execution: &Execution,
+        max_chars: usize,
+    ) -> Underway {
         let (reply, answer) = oneshot::channel();
-        let look = Command::Look { request: execution.request, max_chars, reply };
+        let look = Command::Look {
+            request: execution.request,
+            max_chars,
+            reply,
+        };
         let glance = match entry.commands.send(look).await {
             Ok(()) => answer.await.ok().flatten().unwrap_or_default(),
             Err(_) => Glance::default(),
@@ -186,7 +218,9 @@ impl Sessions {
         request: ExecuteRequest,
         cancel: &CancellationToken,
     ) -> Result<Outcome, Refused> {
-        let execution = self.enter(entry, request).map_err(|_| Refused::ClosedWhileWaiting)?;
+        let execution = self
+            .enter(entry, request)
+            .map_err(|_| Refused::ClosedWhileWaiting)?;
         let ending = to_the_end(entry, &execution, cancel).await;
         answer_at_once(entry, &execution, &ending)
     }
@@ -230,7 +264,9 @@ async fn asked(execution: &Execution) {
         let latest = Instant::now() + LONGEST_TOGETHER;
         let mut is_quiet = false;
         while !is_quiet && Instant::now() < latest {
-            is_quiet = tokio::time::timeout(TOGETHER, questions.changed()).await.is_err();
+            is_quiet = tokio::time::timeout(TOGETHER, questions.changed())
+                .await
+                .is_err();
         }
         if !questions.borrow_and_update().is_empty() {
             return;
@@ -239,7 +275,11 @@ async fn asked(execution: &Execution) {
 }
 
 /// Waits for the end of an execution however long it takes.
-async fn to_the_end(entry: &Entry, execution: &Execution, cancel: &CancellationToken) -> Arc<Ending> {
+async fn to_the_end(
+    entry: &Entry,
+    execution: &Execution,
+    cancel: &CancellationToken,
+) -> Arc<Ending> {
     tokio::select! {
         biased;
         ending = execution.ended() => ending,
@@ -251,7 +291,10 @@ async fn to_the_end(entry: &Entry, execution: &Execution, cancel: &CancellationT
 async fn pass_on(entry: &Entry, execution: &Execution, cancel: &CancellationToken) -> Infallible {
     cancel.cancelled().await;
     // A driver that is gone has ended it already.
-    let _ = entry.commands.send(Command::Cancel(execution.request)).await;
+    let _ = entry
+        .commands
+        .send(Command::Cancel(execution.request))
+        .await;
     std::future::pending().await
 }
 
@@ -280,7 +323,12 @@ async fn heard_out(execution: &Execution, news: &News) -> Arc<Ending> {
 }
 
 /// Says why an execution has not begun, unless others before it are the only reason.
-fn waiting_reason(ahead: usize, held: bool, is_starting: bool, preparation: &Preparation) -> Option<String> {
+fn waiting_reason(
+    ahead: usize,
+    held: bool,
+    is_starting: bool,
+    preparation: &Preparation,
+) -> Option<String> {
     let step = preparation.step_text().filter(|_| is_starting);
     Some(match (ahead, held, step) {
         (_, _, Some(step)) => format!("Python is being prepared ({step})"),
@@ -301,7 +349,11 @@ fn waiting_news(ahead: usize, held: bool) -> String {
 }
 
 /// Gives the end to the call that began the execution. One that never ran is not worth remembering then.
-fn answer_at_once(entry: &Entry, execution: &Arc<Execution>, ending: &Ending) -> Result<Outcome, Refused> {
+fn answer_at_once(
+    entry: &Entry,
+    execution: &Arc<Execution>,
+    ending: &Ending,
+) -> Result<Outcome, Refused> {
     if let Err(refused) = ending {
         entry.shared.docket.withdraw(execution);
         return Err(refused.clone());

@@ -22,15 +22,26 @@ pub struct Hidden {
 impl Sessions {
     /// Makes a fresh session that nobody sees and that can reach what `rules` list.
     pub fn hidden(&self, rules: Rules) -> Result<Hidden, Refused> {
-        let origin = Origin::Hidden { backend: self.backend(), rules };
+        let origin = Origin::Hidden {
+            backend: self.backend(),
+            rules,
+        };
         let entry = self.hide_as(SessionId::hidden(), None, origin)?;
-        Ok(Hidden { sessions: self.clone(), entry })
+        Ok(Hidden {
+            sessions: self.clone(),
+            entry,
+        })
     }
 }
 
 impl Hidden {
     /// Runs a cell.
-    pub async fn execute(&self, code: &str, timeout: Duration, max_output_chars: usize) -> Result<Outcome, Refused> {
+    pub async fn execute(
+        &self,
+        code: &str,
+        timeout: Duration,
+        max_output_chars: usize,
+    ) -> Result<Outcome, Refused> {
         let request = ExecuteRequest {
             code: code.to_owned(),
             timeout,
@@ -39,32 +50,63 @@ impl Hidden {
             rules: None,
             recorder: Default::default(),
         };
-        self.sessions.execute_in(&self.entry, request, &CancellationToken::new()).await
+        self.sessions
+            .execute_in(&self.entry, request, &CancellationToken::new())
+            .await
     }
 
     /// Writes a file into the working folder.
     pub async fn write(&self, path: &InsidePath, content: &[u8]) -> Result<u64, Refused> {
         let staged = super::manager::stage(&mut &content[..]).await;
-        let (source, _) = staged.map_err(|error| Refused::Transfer { why: error.kind().to_string() })?;
+        let (source, _) = staged.map_err(|error| Refused::Transfer {
+            why: error.kind().to_string(),
+        })?;
         let (reply, answer) = oneshot::channel();
-        self.ask(Job::Write { path: path.clone(), overwrite: true, source, reply }, answer).await
+        self.ask(
+            Job::Write {
+                path: path.clone(),
+                overwrite: true,
+                source,
+                reply,
+            },
+            answer,
+        )
+        .await
     }
 
     /// Copies a file of the working folder, of at most `limit` bytes.
     pub async fn read(&self, path: &InsidePath, limit: u64) -> Result<File, Refused> {
         let (reply, answer) = oneshot::channel();
         let what = Extent::Whole { limit };
-        let received = self.ask(Job::Read { path: path.clone(), what, reply }, answer).await?;
+        let received = self
+            .ask(
+                Job::Read {
+                    path: path.clone(),
+                    what,
+                    reply,
+                },
+                answer,
+            )
+            .await?;
         let file = tokio::task::spawn_blocking(move || received.bytes.into_file()).await;
         match file {
             Ok(Ok(file)) => Ok(file),
-            Ok(Err(error)) => Err(Refused::Transfer { why: error.to_string() }),
+            Ok(Err(error)) => Err(Refused::Transfer {
+                why: error.to_string(),
+            }),
             Err(_) => Err(Refused::ShuttingDown),
         }
     }
 
-    async fn ask<T>(&self, job: Job, answer: oneshot::Receiver<Result<T, Refused>>) -> Result<T, Refused> {
-        let asked = self.sessions.ask(&self.entry, job, answer, &CancellationToken::new()).await;
+    async fn ask<T>(
+        &self,
+        job: Job,
+        answer: oneshot::Receiver<Result<T, Refused>>,
+    ) -> Result<T, Refused> {
+        let asked = self
+            .sessions
+            .ask(&self.entry, job, answer, &CancellationToken::new())
+            .await;
         asked.unwrap_or(Err(Refused::ClosedWhileWaiting))
     }
 }

@@ -70,7 +70,10 @@ impl History {
 
     /// Takes a cell that begins: the copy of the present state is now one that can be gone back to, and at most `most` of these are kept.
     pub(super) fn began(&mut self, code: &str, most: usize) -> Vec<CheckpointId> {
-        self.cells.push_back(Cell { line: first_line(code), before: self.present });
+        self.cells.push_back(Cell {
+            line: first_line(code),
+            before: self.present,
+        });
         if self.cells.len() > MOST_CELLS {
             self.cells.pop_front();
         }
@@ -86,12 +89,16 @@ impl History {
     pub(super) fn before(&self, cells: u32) -> Option<&Copy> {
         let place = self.cells.len().checked_sub(usize::try_from(cells).ok()?)?;
         let checkpoint = self.cells.get(place)?.before?;
-        self.copies.iter().find(|copy| copy.checkpoint == checkpoint)
+        self.copies
+            .iter()
+            .find(|copy| copy.checkpoint == checkpoint)
     }
 
     /// Returns the copy of the present state, if forks can be made of it.
     pub(super) fn whole(&self) -> Option<&Copy> {
-        self.copies.iter().find(|copy| Some(copy.checkpoint) == self.present && copy.whole)
+        self.copies
+            .iter()
+            .find(|copy| Some(copy.checkpoint) == self.present && copy.whole)
     }
 
     /// Goes back to the state before the last `cells` cells. Returns the copies that nobody needs any more.
@@ -104,7 +111,11 @@ impl History {
 
     /// Gives up the oldest copy, unless it is the only one.
     pub(super) fn give_up_oldest(&mut self) -> Option<CheckpointId> {
-        if self.copies.len() > 1 { self.forget_oldest() } else { None }
+        if self.copies.len() > 1 {
+            self.forget_oldest()
+        } else {
+            None
+        }
     }
 
     /// Forgets the copies that are no longer there. Returns how many they were.
@@ -139,7 +150,11 @@ impl History {
         cells
             .filter_map(|(cell, cells_back)| {
                 let made = self.before(cells_back)?.made;
-                Some(Undoable { cells_back, before: cell.line.clone(), made })
+                Some(Undoable {
+                    cells_back,
+                    before: cell.line.clone(),
+                    made,
+                })
             })
             .collect()
     }
@@ -160,7 +175,11 @@ impl History {
 
     /// Makes cells and the present forget copies that are gone, and forgets the cells that cannot be undone any more.
     fn drop_references(&mut self) {
-        let is_kept = |checkpoint: &CheckpointId| self.copies.iter().any(|copy| copy.checkpoint == *checkpoint);
+        let is_kept = |checkpoint: &CheckpointId| {
+            self.copies
+                .iter()
+                .any(|copy| copy.checkpoint == *checkpoint)
+        };
         self.present = self.present.filter(is_kept);
         for cell in &mut self.cells {
             cell.before = cell.before.filter(is_kept);
@@ -176,7 +195,8 @@ impl History {
         let (cells, present) = (&self.cells, self.present);
         self.copies.retain(|copy| {
             let checkpoint = Some(copy.checkpoint);
-            let needed = present == checkpoint || cells.iter().any(|cell| cell.before == checkpoint);
+            let needed =
+                present == checkpoint || cells.iter().any(|cell| cell.before == checkpoint);
             if !needed {
                 forgotten.push(copy.checkpoint);
             }
@@ -196,14 +216,28 @@ pub(super) struct Undoable {
 
 impl Undoable {
     pub(super) fn info(self, now: Instant) -> CheckpointInfo {
-        CheckpointInfo { cells_back: self.cells_back, before: self.before, age: now - self.made }
+        CheckpointInfo {
+            cells_back: self.cells_back,
+            before: self.before,
+            age: now - self.made,
+        }
     }
 }
 
 /// Returns the first line of a cell that says something, shortened.
 pub(super) fn first_line(code: &str) -> String {
-    let line = code.lines().map(str::trim).find(|line| !line.is_empty()).unwrap_or_default();
-    let clean = line.chars().map(|character| if character.is_control() { ' ' } else { character });
+    let line = code
+        .lines()
+        .map(str::trim)
+        .find(|line| !line.is_empty())
+        .unwrap_or_default();
+    let clean = line.chars().map(|character| {
+        if character.is_control() {
+            ' '
+        } else {
+            character
+        }
+    });
     if line.chars().count() <= LONGEST_LINE {
         return clean.collect();
     }
@@ -250,9 +284,15 @@ mod tests {
 
     #[test]
     fn each_cell_can_be_undone_to_the_copy_before_it() {
-        let (history, forgotten) = history(10, &["copy 1", "cell a", "changed", "copy 2", "cell b", "changed"]);
+        let (history, forgotten) = history(
+            10,
+            &["copy 1", "cell a", "changed", "copy 2", "cell b", "changed"],
+        );
         assert_eq!(shown(&history), [entry(1, "b", 2), entry(2, "a", 1)]);
-        assert_eq!((forgotten, history.before(3), history.has_present()), (vec![], None, false));
+        assert_eq!(
+            (forgotten, history.before(3), history.has_present()),
+            (vec![], None, false)
+        );
     }
 
     #[test]
@@ -263,7 +303,10 @@ mod tests {
 
     #[test]
     fn the_oldest_copies_go_first_with_their_cells() {
-        let steps = ["copy 1", "cell a", "changed", "copy 2", "cell b", "changed", "copy 3", "cell c", "changed"];
+        let steps = [
+            "copy 1", "cell a", "changed", "copy 2", "cell b", "changed", "copy 3", "cell c",
+            "changed",
+        ];
         let (history, forgotten) = history(2, &steps);
         assert_eq!(forgotten, [1]);
         assert_eq!(shown(&history), [entry(1, "c", 3), entry(2, "b", 2)]);
@@ -272,19 +315,30 @@ mod tests {
     #[test]
     fn a_copy_that_precedes_no_cell_is_replaced_by_the_next() {
         let (history, forgotten) = history(10, &["copy 1", "changed", "copy 2", "cell a"]);
-        assert_eq!((shown(&history), forgotten), (vec![entry(1, "a", 2)], vec![1]));
+        assert_eq!(
+            (shown(&history), forgotten),
+            (vec![entry(1, "a", 2)], vec![1])
+        );
     }
 
     #[test]
     fn a_cell_without_a_copy_can_only_be_undone_with_an_older_one() {
-        let (history, _) = history(10, &["copy 1", "cell a", "changed", "cell b", "changed", "copy 3", "cell c"]);
+        let (history, _) = history(
+            10,
+            &[
+                "copy 1", "cell a", "changed", "cell b", "changed", "copy 3", "cell c",
+            ],
+        );
         assert_eq!(shown(&history), [entry(1, "c", 3), entry(3, "a", 1)]);
         assert_eq!(history.before(2), None);
     }
 
     #[test]
     fn undoing_step_by_step_is_the_same_as_undoing_at_once() {
-        let steps = ["copy 1", "cell a", "changed", "copy 2", "cell b", "cell c", "changed", "copy 3", "cell d"];
+        let steps = [
+            "copy 1", "cell a", "changed", "copy 2", "cell b", "cell c", "changed", "copy 3",
+            "cell d",
+        ];
         let (mut once, _) = history(10, &steps);
         let (mut stepwise, _) = history(10, &steps);
         let mut forgotten = (0..3).flat_map(|_| stepwise.undone(1)).collect::<Vec<_>>();
@@ -292,15 +346,29 @@ mod tests {
         forgotten.sort();
         forgotten_at_once.sort();
         assert_eq!(forgotten, forgotten_at_once);
-        assert_eq!((shown(&once), shown(&once)), (vec![entry(1, "a", 1)], shown(&stepwise)));
-        assert!(once.has_present(), "the copy that was restored is the present");
+        assert_eq!(
+            (shown(&once), shown(&once)),
+            (vec![entry(1, "a", 1)], shown(&stepwise))
+        );
+        assert!(
+            once.has_present(),
+            "the copy that was restored is the present"
+        );
     }
 
     #[test]
     fn copies_that_the_kernel_took_are_forgotten() {
-        let (mut history, _) = history(10, &["copy 1", "cell a", "changed", "copy 2", "cell b", "changed", "copy 3"]);
+        let (mut history, _) = history(
+            10,
+            &[
+                "copy 1", "cell a", "changed", "copy 2", "cell b", "changed", "copy 3",
+            ],
+        );
         assert_eq!(history.retain(|checkpoint| checkpoint.0 == 2), 2);
-        assert_eq!((shown(&history), history.has_present()), (vec![entry(1, "b", 2)], false));
+        assert_eq!(
+            (shown(&history), history.has_present()),
+            (vec![entry(1, "b", 2)], false)
+        );
         assert_eq!(history.give_up_oldest(), None, "the last one stays");
     }
 
@@ -308,8 +376,13 @@ mod tests {
     fn many_cells_that_change_nothing_are_remembered_in_a_bounded_number() {
         let steps = ["copy 1", "cell a", "changed", "copy 2"];
         let (mut history, _) = history(10, &steps);
-        let forgotten = (0..MOST_CELLS).flat_map(|_| history.began("b", 10)).collect::<Vec<_>>();
-        assert_eq!((history.undoable().len(), forgotten), (MOST_CELLS, vec![CheckpointId(1)]));
+        let forgotten = (0..MOST_CELLS)
+            .flat_map(|_| history.began("b", 10))
+            .collect::<Vec<_>>();
+        assert_eq!(
+            (history.undoable().len(), forgotten),
+            (MOST_CELLS, vec![CheckpointId(1)])
+        );
     }
 
     #[test]

@@ -36,28 +36,33 @@ pub(super) fn text_of(html: &str) -> String {
         let mut end = tag.find('>').map_or(tag.len(), |at| at + 1);
         if matches!(name.as_str(), "script" | "style") && !closes {
             let closing = format!("</{name}");
-            end = lower[html.len() - tag.len()..].find(&closing).unwrap_or(tag.len());
+            end = lower[html.len() - tag.len()..]
+                .find(&closing)
+                .unwrap_or(tag.len());
         } else if tag.starts_with("<!--") {
             end = tag.find("-->").map_or(tag.len(), |at| at + 3);
         }
         if matches!(name.as_str(), "td" | "th" | "tr" | "table") {
             // A heading over several columns stands over the first of them.
-            text.extend(std::iter::repeat_n(CELL, std::mem::take(&mut further_columns)));
+            text.extend(std::iter::repeat_n(
+                CELL,
+                std::mem::take(&mut further_columns),
+            ));
         }
         if name == "pre" {
             preformatted = !closes;
         }
         match name.as_str() {
-            "br" | "p" | "div" | "tr" | "li" | "ul" | "ol" | "table" | "h1" | "h2" | "h3" | "h4" | "pre" => {
-                text.push('\n')
-            }
+            "br" | "p" | "div" | "tr" | "li" | "ul" | "ol" | "table" | "h1" | "h2" | "h3"
+            | "h4" | "pre" => text.push('\n'),
             "td" | "th" if !closes => {
                 text.push(CELL);
                 if name == "td" {
                     text.push(DATA);
                 }
                 let further = |name: &str| {
-                    let span = attribute(&tag[..end], name).and_then(|span| span.parse::<usize>().ok());
+                    let span =
+                        attribute(&tag[..end], name).and_then(|span| span.parse::<usize>().ok());
                     span.unwrap_or(1).clamp(1, WIDEST_SPAN) - 1
                 };
                 text.extend(std::iter::repeat_n(FURTHER_ROW, further("rowspan")));
@@ -68,7 +73,11 @@ pub(super) fn text_of(html: &str) -> String {
         rest = &tag[end..];
     }
     push(&mut text, rest, preformatted);
-    let lines: Vec<String> = decoded(&text).lines().map(in_one_line).filter(|line| !line.is_empty()).collect();
+    let lines: Vec<String> = decoded(&text)
+        .lines()
+        .map(in_one_line)
+        .filter(|line| !line.is_empty())
+        .collect();
     let mut written = Vec::new();
     for part in lines.chunk_by(|one, next| one.contains(CELL) == next.contains(CELL)) {
         if part[0].contains(CELL) {
@@ -109,7 +118,12 @@ pub(super) fn attribute<'a>(tag: &'a str, name: &str) -> Option<&'a str> {
         let before = rest[..at].chars().next_back();
         rest = &rest[at + name.len()..];
         let value = rest.trim_start().strip_prefix('=').map(str::trim_start);
-        let quoted = value.and_then(|value| Some((value, value.chars().next().filter(|mark| "\"'".contains(*mark))?)));
+        let quoted = value.and_then(|value| {
+            Some((
+                value,
+                value.chars().next().filter(|mark| "\"'".contains(*mark))?,
+            ))
+        });
         if let (Some((value, mark)), true) = (quoted, before.is_some_and(char::is_whitespace)) {
             return value[1..].split(mark).next();
         }
@@ -117,14 +131,25 @@ pub(super) fn attribute<'a>(tag: &'a str, name: &str) -> Option<&'a str> {
 }
 
 fn tag_name(tag: &str) -> String {
-    let name = tag[1..].trim_start_matches('/').split(|c: char| !c.is_ascii_alphanumeric()).next();
+    let name = tag[1..]
+        .trim_start_matches('/')
+        .split(|c: char| !c.is_ascii_alphanumeric())
+        .next();
     name.unwrap_or_default().to_ascii_lowercase()
 }
 
 /// Adds text between tags. A newline there is a space, unless the text is `preformatted`.
 fn push(text: &mut String, inner: &str, preformatted: bool) {
-    let kept = inner.chars().filter(|character| !matches!(*character, CELL | DATA | FURTHER_ROW));
-    text.extend(kept.map(|character| if character == '\n' && !preformatted { ' ' } else { character }));
+    let kept = inner
+        .chars()
+        .filter(|character| !matches!(*character, CELL | DATA | FURTHER_ROW));
+    text.extend(kept.map(|character| {
+        if character == '\n' && !preformatted {
+            ' '
+        } else {
+            character
+        }
+    }));
 }
 
 fn in_one_line(line: &str) -> String {
@@ -149,11 +174,16 @@ fn columns(rows: &[String]) -> Vec<String> {
         .map(|row| {
             let mut cells = Vec::new();
             for text in row.split(CELL).skip(1) {
-                while let Some(rows_left) = taken.get_mut(cells.len()).filter(|rows_left| **rows_left > 0) {
+                while let Some(rows_left) = taken
+                    .get_mut(cells.len())
+                    .filter(|rows_left| **rows_left > 0)
+                {
                     *rows_left -= 1;
                     cells.push((String::new(), false));
                 }
-                let (text, is_data) = text.strip_prefix(DATA).map_or((text, false), |text| (text, true));
+                let (text, is_data) = text
+                    .strip_prefix(DATA)
+                    .map_or((text, false), |text| (text, true));
                 let inner = text.trim_start_matches(FURTHER_ROW);
                 taken.resize(taken.len().max(cells.len() + 1), 0);
                 taken[cells.len()] = text.len() - inner.len();
@@ -172,7 +202,12 @@ fn columns(rows: &[String]) -> Vec<String> {
     for row in &rows {
         for (column, (text, is_data)) in row.iter().enumerate() {
             widths[column] = widths[column].max(text.chars().count());
-            let is_number = || text.trim_end_matches('%').replace(',', "").parse::<f64>().is_ok();
+            let is_number = || {
+                text.trim_end_matches('%')
+                    .replace(',', "")
+                    .parse::<f64>()
+                    .is_ok()
+            };
             numeric[column] &= !is_data || text.is_empty() || is_number();
         }
     }
@@ -184,12 +219,19 @@ fn columns(rows: &[String]) -> Vec<String> {
         let mut line = String::new();
         for (column, (text, _)) in row.iter().enumerate() {
             let room = " ".repeat(widths[column].saturating_sub(text.chars().count()));
-            let (before, behind) = if numeric[column] { (room.as_str(), "") } else { ("", room.as_str()) };
+            let (before, behind) = if numeric[column] {
+                (room.as_str(), "")
+            } else {
+                ("", room.as_str())
+            };
             line.push_str(&format!("{before}{text}{behind}  "));
         }
         line.trim_end().to_owned()
     };
-    rows.iter().map(line).filter(|line| !line.is_empty()).collect()
+    rows.iter()
+        .map(line)
+        .filter(|line| !line.is_empty())
+        .collect()
 }
 
 /// Replaces character references.
@@ -221,7 +263,10 @@ fn character(name: &str) -> Option<char> {
             Some(digits) => u32::from_str_radix(digits, 16),
             None => number.parse(),
         };
-        return code.ok().and_then(char::from_u32).filter(|character| !character.is_control());
+        return code
+            .ok()
+            .and_then(char::from_u32)
+            .filter(|character| !character.is_control());
     }
     const NAMES: [(&str, char); 18] = [
         ("nbsp", ' '),
@@ -243,7 +288,10 @@ fn character(name: &str) -> Option<char> {
         ("larr", '←'),
         ("rarr", '→'),
     ];
-    NAMES.into_iter().find(|(known, _)| *known == name).map(|(_, character)| character)
+    NAMES
+        .into_iter()
+        .find(|(known, _)| *known == name)
+        .map(|(_, character)| character)
 }
 
 #[cfg(test)]
@@ -254,9 +302,15 @@ mod tests {
     fn html_becomes_its_text() {
         let html = "<style>b{}</style><h1>A &amp; B</h1><p>one<br>two</p><script>x<y</script><!-- <p>no --> three <b";
         assert_eq!(text_of(html), "A & B\none\ntwo\nthree");
-        assert_eq!(text_of("&#8364;&#x41;&hellip;&nope;&#0;&&lt;"), "€A…&nope;&#0;&<");
+        assert_eq!(
+            text_of("&#8364;&#x41;&hellip;&nope;&#0;&&lt;"),
+            "€A…&nope;&#0;&<"
+        );
         assert_eq!(text_of("<img src=x>"), "");
-        assert_eq!(text_of("one\nline<pre>two\nlines</pre>of\ntext"), "one line\ntwo\nlines\nof text");
+        assert_eq!(
+            text_of("one\nline<pre>two\nlines</pre>of\ntext"),
+            "one line\ntwo\nlines\nof text"
+        );
     }
 
     #[test]
@@ -269,13 +323,15 @@ mod tests {
             <tbody><tr>
               <th>0</th><td id="x" class="data" >north east</td><td>1.50</td></tr>
             <tr><th>1</th><td>south</td><td>-20.25%</td></tr></tbody></table><p>end</p>"#;
-        assert_eq!(text_of(styled), "   name          share\n0  north east     1.50\n1  south       -20.25%\nend");
+        assert_eq!(
+            text_of(styled),
+            "   name          share\n0  north east     1.50\n1  south       -20.25%\nend"
+        );
     }
 
     #[test]
     fn headings_over_several_columns_stand_over_the_first() {
-        let table =
-            "<table><tr><th colspan='2'>both</th><th>c</th></tr><tr><td>1</td><td>2</td><td>3</td></tr></table>";
+        let table = "<table><tr><th colspan='2'>both</th><th>c</th></tr><tr><td>1</td><td>2</td><td>3</td></tr></table>";
         assert_eq!(text_of(table), "both     c\n   1  2  3");
     }
 
@@ -300,10 +356,16 @@ mod tests {
 
     #[test]
     fn attributes_and_inner_texts_are_found() {
-        assert_eq!(attribute("<svg data-width='1' width = \"12pt\"", "width"), Some("12pt"));
+        assert_eq!(
+            attribute("<svg data-width='1' width = \"12pt\"", "width"),
+            Some("12pt")
+        );
         assert_eq!(attribute("<svg stroke-width='1' width=3", "width"), None);
         assert_eq!(
-            texts_in("<text>a</text><textPath>no</textPath><text x='1'>b<c/>d</text><text>", "text"),
+            texts_in(
+                "<text>a</text><textPath>no</textPath><text x='1'>b<c/>d</text><text>",
+                "text"
+            ),
             ["a", "bd"]
         );
     }

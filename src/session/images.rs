@@ -47,7 +47,9 @@ pub(super) enum BadImage {
         MOST_PIXELS / 1_000_000
     )]
     TooLarge { width: u32, height: u32 },
-    #[error("it has too many scans for its size. Save it as a PNG or as a JPEG that is not progressive")]
+    #[error(
+        "it has too many scans for its size. Save it as a PNG or as a JPEG that is not progressive"
+    )]
     TooManyScans,
     #[error("the images before it took more than {} s of processor time. Show fewer or smaller ones in one cell", BUDGET.as_secs())]
     OutOfTime,
@@ -93,7 +95,10 @@ async fn develop_within(
 
 fn thread_time() -> Duration {
     let time = clock_gettime(ClockId::ThreadCPUTime);
-    Duration::new(time.tv_sec.unsigned_abs(), u32::try_from(time.tv_nsec).unwrap_or_default())
+    Duration::new(
+        time.tv_sec.unsigned_abs(),
+        u32::try_from(time.tv_nsec).unwrap_or_default(),
+    )
 }
 
 /// Checks an image and scales it down if need be. This is work for the processor; call it where
@@ -129,17 +134,32 @@ pub(super) fn develop(bytes: Vec<u8>) -> Result<Image, BadImage> {
     };
     let fits = width <= LONGEST_SIDE && height <= LONGEST_SIDE;
     if fits && matches!(format, ImageFormat::Png | ImageFormat::Jpeg) && bytes.len() <= MOST_BYTES {
-        return Ok(Image { mime, bytes, width, height, scaled_from: None, frames });
+        return Ok(Image {
+            mime,
+            bytes,
+            width,
+            height,
+            scaled_from: None,
+            frames,
+        });
     }
     let mut image = scale_down(decoded, format, mime)?;
     image.frames = frames;
-    image.scaled_from = image.scaled_from.filter(|from| *from != (image.width, image.height));
+    image.scaled_from = image
+        .scaled_from
+        .filter(|from| *from != (image.width, image.height));
     Ok(image)
 }
 
 /// Counts the pictures of a GIF, of which only the structure is read. Nothing when there is one.
 fn gif_frames(gif: &[u8]) -> Option<u32> {
-    let table = |flags: u8| if flags & 0x80 == 0 { 0 } else { 3 << ((flags & 7) + 1) };
+    let table = |flags: u8| {
+        if flags & 0x80 == 0 {
+            0
+        } else {
+            3 << ((flags & 7) + 1)
+        }
+    };
     let mut frames = 0u32;
     let mut at = 13 + table(*gif.get(10)?);
     loop {
@@ -147,7 +167,10 @@ fn gif_frames(gif: &[u8]) -> Option<u32> {
             Some(0x2c) => {
                 frames += 1;
                 // The descriptor, its table of colours, and a byte before the data.
-                after_blocks(gif, at + 10 + table(gif.get(at + 9).copied().unwrap_or(0)) + 1)
+                after_blocks(
+                    gif,
+                    at + 10 + table(gif.get(at + 9).copied().unwrap_or(0)) + 1,
+                )
             }
             Some(0x21) => after_blocks(gif, at + 2),
             _ => return (frames > 1).then_some(frames),
@@ -167,11 +190,15 @@ fn after_blocks(gif: &[u8], mut at: usize) -> usize {
 fn webp_frames(webp: &[u8]) -> Option<u32> {
     let mut frames = 0u32;
     let mut at = 12;
-    while let (Some(kind), Some(Ok(length))) = (webp.get(at..at + 4), webp.get(at + 4..at + 8).map(<[u8; 4]>::try_from))
-    {
+    while let (Some(kind), Some(Ok(length))) = (
+        webp.get(at..at + 4),
+        webp.get(at + 4..at + 8).map(<[u8; 4]>::try_from),
+    ) {
         frames += u32::from(kind == b"ANMF");
         // Chunks have an even length.
-        at = at.saturating_add(8).saturating_add((u32::from_le_bytes(length) as usize).next_multiple_of(2));
+        at = at
+            .saturating_add(8)
+            .saturating_add((u32::from_le_bytes(length) as usize).next_multiple_of(2));
     }
     (frames > 1).then_some(frames)
 }
@@ -182,24 +209,40 @@ fn scans(jpeg: &[u8]) -> u64 {
     jpeg.windows(2).filter(|pair| *pair == [0xff, 0xda]).count() as u64
 }
 
-fn scale_down(original: DynamicImage, format: ImageFormat, mime: &'static str) -> Result<Image, BadImage> {
+fn scale_down(
+    original: DynamicImage,
+    format: ImageFormat,
+    mime: &'static str,
+) -> Result<Image, BadImage> {
     let scaled_from = Some((original.width(), original.height()));
     let mut side = LONGEST_SIDE.min(original.width().max(original.height()));
     // Filtering needs 16 bytes for each pixel of one side; averaging first needs none.
     let first = 2 * LONGEST_SIDE;
-    let original =
-        if original.width().max(original.height()) > first { original.thumbnail(first, first) } else { original };
+    let original = if original.width().max(original.height()) > first {
+        original.thumbnail(first, first)
+    } else {
+        original
+    };
     loop {
         let scaled = original.resize(side, side, FilterType::Triangle);
         let mut bytes = Vec::new();
         match format {
-            ImageFormat::Jpeg => scaled.write_with_encoder(JpegEncoder::new_with_quality(&mut bytes, 85)),
+            ImageFormat::Jpeg => {
+                scaled.write_with_encoder(JpegEncoder::new_with_quality(&mut bytes, 85))
+            }
             _ => scaled.write_to(&mut Cursor::new(&mut bytes), ImageFormat::Png),
         }
         .map_err(|_| BadImage::Corrupt)?;
         if bytes.len() <= MOST_BYTES || side < 64 {
             let (width, height) = (scaled.width(), scaled.height());
-            return Ok(Image { mime, bytes, width, height, scaled_from, frames: None });
+            return Ok(Image {
+                mime,
+                bytes,
+                width,
+                height,
+                scaled_from,
+                frames: None,
+            });
         }
         side = side * 3 / 4;
     }
@@ -221,7 +264,9 @@ pub(super) mod tests {
             }
         });
         let mut bytes = Vec::new();
-        picture.write_to(&mut Cursor::new(&mut bytes), ImageFormat::Png).unwrap();
+        picture
+            .write_to(&mut Cursor::new(&mut bytes), ImageFormat::Png)
+            .unwrap();
         bytes
     }
 
@@ -229,14 +274,20 @@ pub(super) mod tests {
     fn a_small_image_passes_unchanged() {
         let bytes = png(64, 48, false);
         let image = develop(bytes.clone()).unwrap();
-        assert_eq!((image.mime, image.width, image.height, image.scaled_from), ("image/png", 64, 48, None));
+        assert_eq!(
+            (image.mime, image.width, image.height, image.scaled_from),
+            ("image/png", 64, 48, None)
+        );
         assert_eq!(image.bytes, bytes);
     }
 
     #[test]
     fn a_large_image_is_scaled_and_keeps_its_shape() {
         let image = develop(png(3136, 784, false)).unwrap();
-        assert_eq!((image.width, image.height, image.scaled_from), (1568, 392, Some((3136, 784))));
+        assert_eq!(
+            (image.width, image.height, image.scaled_from),
+            (1568, 392, Some((3136, 784)))
+        );
     }
 
     #[test]
@@ -253,7 +304,11 @@ pub(super) mod tests {
         let mut bytes = Vec::new();
         let mut encoder = image::codecs::gif::GifEncoder::new(&mut bytes);
         for number in 0..frames {
-            let colour = if number == 0 { [255, 0, 0, 255] } else { [0, 0, 255, 255] };
+            let colour = if number == 0 {
+                [255, 0, 0, 255]
+            } else {
+                [0, 0, 255, 255]
+            };
             let picture = image::RgbaImage::from_pixel(width, height, image::Rgba(colour));
             encoder.encode_frame(image::Frame::new(picture)).unwrap();
         }
@@ -265,7 +320,9 @@ pub(super) mod tests {
     fn animated_webp(width: u32, height: u32, frames: usize) -> Vec<u8> {
         let mut still = Vec::new();
         let picture = image::RgbaImage::from_pixel(width, height, image::Rgba([255, 0, 0, 255]));
-        picture.write_to(&mut Cursor::new(&mut still), ImageFormat::WebP).unwrap();
+        picture
+            .write_to(&mut Cursor::new(&mut still), ImageFormat::WebP)
+            .unwrap();
         let size = |length: u32| length.to_le_bytes()[..3].to_vec();
         let chunk = |kind: &[u8], data: &[u8]| {
             let length = u32::try_from(data.len()).unwrap().to_le_bytes();
@@ -274,7 +331,12 @@ pub(super) mod tests {
         let sides = [size(width - 1), size(height - 1)].concat();
         let frame = [&[0; 6][..], &sides, &size(100), &[0], &still[12..]].concat();
         let header = [&[0x12, 0, 0, 0][..], &sides].concat();
-        let mut all = [b"WEBP".to_vec(), chunk(b"VP8X", &header), chunk(b"ANIM", &[0; 6])].concat();
+        let mut all = [
+            b"WEBP".to_vec(),
+            chunk(b"VP8X", &header),
+            chunk(b"ANIM", &[0; 6]),
+        ]
+        .concat();
         all.extend(std::iter::repeat_n(chunk(b"ANMF", &frame), frames).flatten());
         chunk(b"RIFF", &all)
     }
@@ -288,29 +350,53 @@ pub(super) mod tests {
             (animated_webp(6, 4, 1), None),
         ] {
             let image = develop(bytes).unwrap();
-            assert_eq!((image.mime, image.width, image.height, image.scaled_from), ("image/png", 6, 4, None));
+            assert_eq!(
+                (image.mime, image.width, image.height, image.scaled_from),
+                ("image/png", 6, 4, None)
+            );
             assert_eq!(image.frames, frames);
-            let shown = image::load_from_memory_with_format(&image.bytes, ImageFormat::Png).unwrap().into_rgb8();
+            let shown = image::load_from_memory_with_format(&image.bytes, ImageFormat::Png)
+                .unwrap()
+                .into_rgb8();
             let [red, green, blue] = shown.get_pixel(5, 3).0;
-            assert!(red > 250 && green == 0 && blue == 0, "a GIF has a palette, which need not be exact");
+            assert!(
+                red > 250 && green == 0 && blue == 0,
+                "a GIF has a palette, which need not be exact"
+            );
         }
         let large = develop(gif(1600, 8, 2)).unwrap();
-        assert_eq!((large.width, large.scaled_from, large.frames), (1568, Some((1600, 8)), Some(2)));
+        assert_eq!(
+            (large.width, large.scaled_from, large.frames),
+            (1568, Some((1600, 8)), Some(2))
+        );
     }
 
     #[test]
     fn animations_that_are_cut_or_lie_about_their_size_are_refused() {
         for whole in [gif(6, 4, 2), animated_webp(6, 4, 2)] {
             for length in [7, 14, 20, 30] {
-                assert_eq!(develop(whole[..length].to_vec()), Err(BadImage::Corrupt), "{length} bytes");
+                assert_eq!(
+                    develop(whole[..length].to_vec()),
+                    Err(BadImage::Corrupt),
+                    "{length} bytes"
+                );
             }
         }
         let mut screen = gif(6, 4, 1);
         screen[6..10].copy_from_slice(&[0xff; 4]);
-        assert_eq!(develop(screen), Err(BadImage::TooLarge { width: 65535, height: 65535 }));
+        assert_eq!(
+            develop(screen),
+            Err(BadImage::TooLarge {
+                width: 65535,
+                height: 65535
+            })
+        );
         // The screen is small, and the picture on it is not.
         let mut picture = gif(6, 4, 1);
-        let descriptor = picture.windows(9).position(|part| part == [0x2c, 0, 0, 0, 0, 6, 0, 4, 0]).unwrap();
+        let descriptor = picture
+            .windows(9)
+            .position(|part| part == [0x2c, 0, 0, 0, 0, 6, 0, 4, 0])
+            .unwrap();
         picture[descriptor + 5..descriptor + 9].copy_from_slice(&[0xff; 4]);
         assert!(develop(picture).is_err());
         // Structures that lead back, or nowhere, end the counting.
@@ -325,7 +411,13 @@ pub(super) mod tests {
         let mut cut = png(64, 48, true);
         cut.truncate(cut.len() / 2);
         assert_eq!(develop(cut), Err(BadImage::Corrupt));
-        assert_eq!(develop(png_that_claims(65_536, 65_536)), Err(BadImage::TooLarge { width: 65536, height: 65536 }));
+        assert_eq!(
+            develop(png_that_claims(65_536, 65_536)),
+            Err(BadImage::TooLarge {
+                width: 65536,
+                height: 65536
+            })
+        );
     }
 
     /// A PNG whose header says this size, and whose pixels are those of a small one.
@@ -341,20 +433,44 @@ pub(super) mod tests {
     #[test]
     fn more_than_32_megapixels_are_refused_in_words_before_decoding() {
         let refused = develop(png_that_claims(16_000, 16_000)).unwrap_err();
-        assert_eq!(refused, BadImage::TooLarge { width: 16_000, height: 16_000 });
-        assert!(refused.to_string().contains("16000 × 16000 pixels, and the limit is 32 million"), "{refused}");
-        assert!(matches!(develop(png_that_claims(8_000, 4_001)), Err(BadImage::TooLarge { .. })));
+        assert_eq!(
+            refused,
+            BadImage::TooLarge {
+                width: 16_000,
+                height: 16_000
+            }
+        );
+        assert!(
+            refused
+                .to_string()
+                .contains("16000 × 16000 pixels, and the limit is 32 million"),
+            "{refused}"
+        );
+        assert!(matches!(
+            develop(png_that_claims(8_000, 4_001)),
+            Err(BadImage::TooLarge { .. })
+        ));
         // One pixel row less passes the check of the header; its pixels are missing.
-        assert_eq!(develop(png_that_claims(8_000, 4_000)), Err(BadImage::Corrupt), "control");
+        assert_eq!(
+            develop(png_that_claims(8_000, 4_000)),
+            Err(BadImage::Corrupt),
+            "control"
+        );
     }
 
     #[test]
     fn a_jpeg_of_many_scans_is_refused() {
         let mut bytes = Vec::new();
         let picture = DynamicImage::from(image::RgbImage::new(4_000, 4_000));
-        picture.write_with_encoder(JpegEncoder::new_with_quality(&mut bytes, 85)).unwrap();
+        picture
+            .write_with_encoder(JpegEncoder::new_with_quality(&mut bytes, 85))
+            .unwrap();
         assert_eq!(scans(&bytes), 1);
-        assert_eq!(develop(bytes.clone()).unwrap().width, LONGEST_SIDE, "control");
+        assert_eq!(
+            develop(bytes.clone()).unwrap().width,
+            LONGEST_SIDE,
+            "control"
+        );
         bytes.extend([0xff, 0xda].repeat(24));
         assert_eq!(develop(bytes), Err(BadImage::TooManyScans));
     }
@@ -363,9 +479,15 @@ pub(super) mod tests {
     async fn images_wait_for_a_decoder_and_say_when_there_is_none() {
         let decoders: &'static Semaphore = Box::leak(Box::new(Semaphore::new(0)));
         let one = || vec![png(64, 48, false)];
-        assert_eq!(develop_within(one(), decoders, BUDGET).await, [Err(BadImage::Busy)]);
+        assert_eq!(
+            develop_within(one(), decoders, BUDGET).await,
+            [Err(BadImage::Busy)]
+        );
         decoders.add_permits(1);
-        assert!(develop_within(one(), decoders, BUDGET).await[0].is_ok(), "control");
+        assert!(
+            develop_within(one(), decoders, BUDGET).await[0].is_ok(),
+            "control"
+        );
         assert_eq!(decoders.available_permits(), 1);
     }
 
@@ -377,12 +499,21 @@ pub(super) mod tests {
         assert!(all.iter().all(Result::is_ok), "control");
         let some = develop_within(three(), decoders, Duration::from_nanos(1)).await;
         assert!(some[0].is_ok());
-        assert_eq!(some[1..], [Err(BadImage::OutOfTime), Err(BadImage::OutOfTime)]);
+        assert_eq!(
+            some[1..],
+            [Err(BadImage::OutOfTime), Err(BadImage::OutOfTime)]
+        );
     }
 
     fn crc32(bytes: &[u8]) -> u32 {
         !bytes.iter().fold(!0u32, |sum, byte| {
-            (0..8).fold(sum ^ u32::from(*byte), |sum, _| if sum & 1 == 1 { sum >> 1 ^ 0xedb8_8320 } else { sum >> 1 })
+            (0..8).fold(sum ^ u32::from(*byte), |sum, _| {
+                if sum & 1 == 1 {
+                    sum >> 1 ^ 0xedb8_8320
+                } else {
+                    sum >> 1
+                }
+            })
         })
     }
 }

@@ -82,7 +82,11 @@ pub struct Source(pub Option<Arc<dyn Installer>>);
 
 impl fmt::Debug for Source {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        formatter.write_str(if self.0.is_some() { "Source(an installer)" } else { "Source(nothing)" })
+        formatter.write_str(if self.0.is_some() {
+            "Source(an installer)"
+        } else {
+            "Source(nothing)"
+        })
     }
 }
 
@@ -132,15 +136,30 @@ impl Sessions {
         check_bounds(&requirements).map_err(Refused::Install)?;
         let entry = self.find_or_create(owner, id)?;
         let Leave { asking, answer } = leave;
-        let ruling = self.leave_to_install((owner, id), &entry.shared, &requirements, asking, answer)?;
+        let ruling =
+            self.leave_to_install((owner, id), &entry.shared, &requirements, asking, answer)?;
         // What cannot start has no use for packages, and says why.
         if entry.shared.facts().state == "starting" {
             let (reply, answer) = oneshot::channel();
-            let started = self.ask(&entry, Job::Packages { paths: Vec::new(), reply }, answer, &cancel).await;
+            let started = self
+                .ask(
+                    &entry,
+                    Job::Packages {
+                        paths: Vec::new(),
+                        reply,
+                    },
+                    answer,
+                    &cancel,
+                )
+                .await;
             started.unwrap_or_else(|silence| Err(self.explained(owner, id, silence)))?;
         }
         let has = entry.shared.facts().packages.clone();
-        let request = InstallRequest { requirements: requirements.clone(), upgrade: false, has };
+        let request = InstallRequest {
+            requirements: requirements.clone(),
+            upgrade: false,
+            has,
+        };
         let installed = tokio::select! {
             installed = installer.install(request, tell) => installed.map_err(Refused::Install)?,
             () = cancel.cancelled() => return Err(Refused::CancelledWhileWaiting),
@@ -148,14 +167,28 @@ impl Sessions {
         let Installed { paths, text } = installed;
         if paths.is_empty() {
             note_requested(&mut entry.shared.facts().requested, requirements);
-            return Ok(InstallReport { text, loaded: Vec::new(), preloaded: Vec::new(), ruling });
+            return Ok(InstallReport {
+                text,
+                loaded: Vec::new(),
+                preloaded: Vec::new(),
+                ruling,
+            });
         }
         let (reply, answer) = oneshot::channel();
-        let added = self.ask(&entry, Job::Packages { paths, reply }, answer, &cancel).await;
-        let LoadedModules { all: loaded, preloaded } =
-            added.unwrap_or_else(|silence| Err(self.explained(owner, id, silence)))?;
+        let added = self
+            .ask(&entry, Job::Packages { paths, reply }, answer, &cancel)
+            .await;
+        let LoadedModules {
+            all: loaded,
+            preloaded,
+        } = added.unwrap_or_else(|silence| Err(self.explained(owner, id, silence)))?;
         note_requested(&mut entry.shared.facts().requested, requirements);
-        Ok(InstallReport { text, loaded, preloaded, ruling })
+        Ok(InstallReport {
+            text,
+            loaded,
+            preloaded,
+            ruling,
+        })
     }
 }
 

@@ -39,29 +39,42 @@ impl Own {
     }
 
     fn bytes(&self) -> u64 {
-        self.lock().iter().map(|(_, output)| output.total_bytes()).sum()
+        self.lock()
+            .iter()
+            .map(|(_, output)| output.total_bytes())
+            .sum()
     }
 }
 
 impl KeptOutputs {
     fn bounded(most_of_session: u64, most_of_server: u64) -> KeptOutputs {
-        KeptOutputs { most_of_session, most_of_server, sessions: Mutex::default() }
+        KeptOutputs {
+            most_of_session,
+            most_of_server,
+            sessions: Mutex::default(),
+        }
     }
 
     /// Makes the place where one session keeps its outputs.
     pub(super) fn of_session(self: &Arc<KeptOutputs>) -> SessionOutputs {
         let own = Arc::new(Own::default());
         self.lock().push(Arc::downgrade(&own));
-        SessionOutputs { all: Arc::clone(self), own }
+        SessionOutputs {
+            all: Arc::clone(self),
+            own,
+        }
     }
 
     fn make_room(&self) {
         let mut sessions = self.lock();
         sessions.retain(|session| session.strong_count() > 0);
         let live: Vec<Arc<Own>> = sessions.iter().filter_map(Weak::upgrade).collect();
-        let mut kept: Vec<(u64, Arc<Own>)> = live.into_iter().map(|own| (own.bytes(), own)).collect();
+        let mut kept: Vec<(u64, Arc<Own>)> =
+            live.into_iter().map(|own| (own.bytes(), own)).collect();
         while kept.iter().map(|(bytes, _)| bytes).sum::<u64>() > self.most_of_server {
-            let Some((bytes, largest)) = kept.iter_mut().max_by_key(|(bytes, _)| *bytes) else { return };
+            let Some((bytes, largest)) = kept.iter_mut().max_by_key(|(bytes, _)| *bytes) else {
+                return;
+            };
             largest.lock().pop_front();
             *bytes = largest.bytes();
         }
@@ -89,7 +102,11 @@ impl SessionOutputs {
     }
 
     pub(super) fn find(&self, execution: ExecutionId) -> Option<FullOutput> {
-        self.own.lock().iter().find(|(id, _)| *id == execution).map(|(_, output)| output.clone())
+        self.own
+            .lock()
+            .iter()
+            .find(|(id, _)| *id == execution)
+            .map(|(_, output)| output.clone())
     }
 
     pub(super) fn bytes(&self) -> u64 {
@@ -118,7 +135,9 @@ mod tests {
 
     /// Numbers of the outputs that are kept, of the first so many.
     fn kept(session: &SessionOutputs, count: u64) -> Vec<u64> {
-        (0..count).filter(|number| session.find(ExecutionId(*number)).is_some()).collect()
+        (0..count)
+            .filter(|number| session.find(ExecutionId(*number)).is_some())
+            .collect()
     }
 
     #[test]
@@ -128,7 +147,11 @@ mod tests {
         for number in 0..3 {
             session.keep(ExecutionId(number), output(33));
         }
-        assert_eq!((kept(&session, 3), session.bytes()), (vec![0, 1, 2], 99), "control");
+        assert_eq!(
+            (kept(&session, 3), session.bytes()),
+            (vec![0, 1, 2], 99),
+            "control"
+        );
         session.keep(ExecutionId(3), output(34));
         assert_eq!((kept(&session, 4), session.bytes()), (vec![1, 2, 3], 100));
         session.keep(ExecutionId(4), output(101));
@@ -147,7 +170,11 @@ mod tests {
         for number in 0..2 {
             large.keep(ExecutionId(number), output(50));
         }
-        assert_eq!((kept(&small, 1), kept(&large, 2)), (vec![0], vec![0, 1]), "control");
+        assert_eq!(
+            (kept(&small, 1), kept(&large, 2)),
+            (vec![0], vec![0, 1]),
+            "control"
+        );
         small.keep(ExecutionId(1), output(11));
         assert_eq!((kept(&small, 2), kept(&large, 2)), (vec![0, 1], vec![1]));
         // What a session kept is given back when the session is gone.
@@ -164,6 +191,13 @@ mod tests {
         one.keep(ExecutionId(7), output(3));
         other.take_over(&one);
         assert_eq!((one.bytes(), other.bytes()), (0, 3));
-        assert_eq!(other.find(ExecutionId(7)).unwrap().read_range(0, 9).unwrap(), b"xxx");
+        assert_eq!(
+            other
+                .find(ExecutionId(7))
+                .unwrap()
+                .read_range(0, 9)
+                .unwrap(),
+            b"xxx"
+        );
     }
 }

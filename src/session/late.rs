@@ -25,7 +25,12 @@ pub(super) struct LateText {
 impl LateText {
     /// Takes bytes that a process has written.
     pub(super) fn write(&mut self, pipe: Pipe, bytes: &[u8]) {
-        let LateText { terminals, text, omitted, returned } = self;
+        let LateText {
+            terminals,
+            text,
+            omitted,
+            returned,
+        } = self;
         terminals[pipe as usize].read(bytes, |piece| {
             match piece {
                 Piece::CarriageReturn => *returned = true,
@@ -55,9 +60,16 @@ impl LateText {
 
     /// Returns the newest part, at most so many characters, and begins anew. `None` when nothing was printed.
     pub(super) fn take(&mut self, max_chars: usize) -> Option<LateOutput> {
-        let LateText { mut text, mut omitted, .. } = std::mem::take(self);
+        let LateText {
+            mut text,
+            mut omitted,
+            ..
+        } = std::mem::take(self);
         let excess = text.chars().count().saturating_sub(max_chars);
-        let at = text.char_indices().nth(excess).map_or(text.len(), |(at, _)| at);
+        let at = text
+            .char_indices()
+            .nth(excess)
+            .map_or(text.len(), |(at, _)| at);
         text.drain(..at);
         omitted = omitted.saturating_add(excess as u64);
         (!text.is_empty() || omitted > 0).then_some(LateOutput { text, omitted })
@@ -75,7 +87,10 @@ mod tests {
     use super::*;
 
     fn late(text: &str, omitted: u64) -> Option<LateOutput> {
-        Some(LateOutput { text: text.to_owned(), omitted })
+        Some(LateOutput {
+            text: text.to_owned(),
+            omitted,
+        })
     }
 
     #[test]
@@ -105,7 +120,10 @@ mod tests {
         }
         text.add("end", 7);
         let told = text.take(5).unwrap();
-        assert_eq!((told.text.as_str(), told.omitted), ("żżend", 1_000_000 + 3 + 7 - 5));
+        assert_eq!(
+            (told.text.as_str(), told.omitted),
+            ("żżend", 1_000_000 + 3 + 7 - 5)
+        );
     }
 
     #[test]

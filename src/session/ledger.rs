@@ -104,7 +104,10 @@ impl Ledger {
         let mut bytes = [0; 8];
         rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty())
             .expect("the kernel has random bytes");
-        Ledger { name: format!("{:016x}", u64::from_ne_bytes(bytes)), lists: Mutex::default() }
+        Ledger {
+            name: format!("{:016x}", u64::from_ne_bytes(bytes)),
+            lists: Mutex::default(),
+        }
     }
 
     /// Returns the name of an execution, for ever and among all processes.
@@ -119,7 +122,14 @@ impl Ledger {
             let mut lists = self.lists();
             lists.next += 1;
             let number = lists.next;
-            lists.entries.insert(number, Entry { submitted_by, handed_to: None, ended });
+            lists.entries.insert(
+                number,
+                Entry {
+                    submitted_by,
+                    handed_to: None,
+                    ended,
+                },
+            );
             if lists.entries.len() > MAX_UNRECORDED {
                 lists.entries.pop_first();
                 warn!("an execution was not recorded: no server with an audit log has come back");
@@ -131,14 +141,28 @@ impl Ledger {
 
     /// Attaches a recorder. It is handed what it submits; with `takes_over`, also what recorders
     /// have left that are gone.
-    pub(crate) fn attach(self: &Arc<Ledger>, id: RecorderId, takes_over: bool, hand_over: HandOver) -> Attached {
+    pub(crate) fn attach(
+        self: &Arc<Ledger>,
+        id: RecorderId,
+        takes_over: bool,
+        hand_over: HandOver,
+    ) -> Attached {
         let handed = {
             let mut lists = self.lists();
-            lists.recorders.insert(id, Recorder { takes_over, hand_over });
+            lists.recorders.insert(
+                id,
+                Recorder {
+                    takes_over,
+                    hand_over,
+                },
+            );
             lists.hand_out()
         };
         call(handed);
-        Attached { ledger: Arc::downgrade(self), id }
+        Attached {
+            ledger: Arc::downgrade(self),
+            id,
+        }
     }
 
     /// Forgets an entry that is recorded.
@@ -147,17 +171,24 @@ impl Ledger {
     }
 
     fn lists(&self) -> MutexGuard<'_, Lists> {
-        self.lists.lock().expect("nothing panics while it holds the ledger")
+        self.lists
+            .lock()
+            .expect("nothing panics while it holds the ledger")
     }
 }
 
 impl Drop for Attached {
     fn drop(&mut self) {
-        let Some(ledger) = self.ledger.upgrade() else { return };
+        let Some(ledger) = self.ledger.upgrade() else {
+            return;
+        };
         let handed = {
             let mut lists = ledger.lists();
             lists.recorders.remove(&self.id);
-            let left = lists.entries.values_mut().filter(|entry| entry.handed_to == Some(self.id));
+            let left = lists
+                .entries
+                .values_mut()
+                .filter(|entry| entry.handed_to == Some(self.id));
             left.for_each(|entry| entry.handed_to = None);
             lists.hand_out()
         };
@@ -171,15 +202,35 @@ impl Lists {
     fn hand_out(&mut self) -> Vec<(HandOver, u64, ExecutionEnded)> {
         // The newest one: if several take over, a server that has just started replaces one that is
         // about to end.
-        let successor = self.recorders.iter().filter(|(_, recorder)| recorder.takes_over).max_by_key(|(id, _)| **id);
+        let successor = self
+            .recorders
+            .iter()
+            .filter(|(_, recorder)| recorder.takes_over)
+            .max_by_key(|(id, _)| **id);
         let successor = successor.map(|(id, recorder)| (*id, recorder.clone()));
         let mut handed = Vec::new();
-        for (number, entry) in self.entries.iter_mut().filter(|(_, entry)| entry.handed_to.is_none()) {
-            let own = self.recorders.get(&entry.submitted_by).map(|recorder| (entry.submitted_by, recorder.clone()));
+        for (number, entry) in self
+            .entries
+            .iter_mut()
+            .filter(|(_, entry)| entry.handed_to.is_none())
+        {
+            let own = self
+                .recorders
+                .get(&entry.submitted_by)
+                .map(|recorder| (entry.submitted_by, recorder.clone()));
             let taken_over = own.is_none();
-            let Some((id, recorder)) = own.or_else(|| successor.clone()) else { continue };
+            let Some((id, recorder)) = own.or_else(|| successor.clone()) else {
+                continue;
+            };
             entry.handed_to = Some(id);
-            handed.push((recorder.hand_over, *number, ExecutionEnded { taken_over, ..entry.ended.clone() }));
+            handed.push((
+                recorder.hand_over,
+                *number,
+                ExecutionEnded {
+                    taken_over,
+                    ..entry.ended.clone()
+                },
+            ));
         }
         handed
     }
@@ -221,13 +272,21 @@ mod tests {
         let noted = Arc::clone(&handed);
         let hand_over: HandOver = Arc::new(move |number, ended| {
             let execution = ended.name.rsplit('-').next().unwrap().to_owned();
-            noted.lock().unwrap().push((number, execution, ended.taken_over));
+            noted
+                .lock()
+                .unwrap()
+                .push((number, execution, ended.taken_over));
         });
         (ledger.attach(RecorderId(id), takes_over, hand_over), handed)
     }
 
     fn executions(handed: &Handed) -> Vec<(String, bool)> {
-        handed.lock().unwrap().iter().map(|(_, execution, taken_over)| (execution.clone(), *taken_over)).collect()
+        handed
+            .lock()
+            .unwrap()
+            .iter()
+            .map(|(_, execution, taken_over)| (execution.clone(), *taken_over))
+            .collect()
     }
 
     fn own(execution: &str) -> (String, bool) {
@@ -241,7 +300,10 @@ mod tests {
         let (_second, at_second) = attach(&ledger, 2, true);
         ledger.enter(RecorderId(1), ended(&ledger, 10));
         ledger.enter(RecorderId(2), ended(&ledger, 20));
-        assert_eq!((executions(&at_first), executions(&at_second)), (vec![own("10")], vec![own("20")]));
+        assert_eq!(
+            (executions(&at_first), executions(&at_second)),
+            (vec![own("10")], vec![own("20")])
+        );
     }
 
     #[test]
@@ -254,11 +316,22 @@ mod tests {
         drop(first);
         ledger.enter(RecorderId(1), ended(&ledger, 12));
         let (_without_a_log, at_second) = attach(&ledger, 2, false);
-        assert_eq!(executions(&at_second), [], "a recorder that keeps no log takes nothing over");
+        assert_eq!(
+            executions(&at_second),
+            [],
+            "a recorder that keeps no log takes nothing over"
+        );
         let (_third, at_third) = attach(&ledger, 3, true);
-        assert_eq!(executions(&at_third), [("11".to_owned(), true), ("12".to_owned(), true)]);
+        assert_eq!(
+            executions(&at_third),
+            [("11".to_owned(), true), ("12".to_owned(), true)]
+        );
         ledger.enter(RecorderId(2), ended(&ledger, 20));
-        assert_eq!(executions(&at_second), [own("20")], "the control: its own it does get");
+        assert_eq!(
+            executions(&at_second),
+            [own("20")],
+            "the control: its own it does get"
+        );
     }
 
     #[test]

@@ -16,8 +16,8 @@ use tokio_util::sync::CancellationToken;
 
 use super::accounts::{Accounts, Starts};
 use super::driver::{
-    self, Beginning, Command, Customer, Extent, Fork, Forked, ForksWanted, Job, Origin, Received, STAGED_IN_MEMORY,
-    Shared,
+    self, Beginning, Command, Customer, Extent, Fork, Forked, ForksWanted, Job, Origin, Received,
+    STAGED_IN_MEMORY, Shared,
 };
 use super::install::Source;
 use super::kept_outputs::KeptOutputs;
@@ -25,9 +25,9 @@ use super::tools::Grant;
 use super::turns::Turns;
 use super::uploads::{UploadPart, Uploaded, Uploads};
 use super::{
-    CheckpointInfo, ExecutionId, FileList, FileRange, ForkNames, ForkReport, ForkRequest, FullOutput, InsidePath,
-    Ledger, LimitSetup, Load, MOST_FORKS, Principal, Refused, ResetReport, Resident, SessionId, SessionInfo,
-    SessionSettings, Undo, UndoReport, Usage, Which, WorkFolder,
+    CheckpointInfo, ExecutionId, FileList, FileRange, ForkNames, ForkReport, ForkRequest,
+    FullOutput, InsidePath, Ledger, LimitSetup, Load, MOST_FORKS, Principal, Refused, ResetReport,
+    Resident, SessionId, SessionInfo, SessionSettings, Undo, UndoReport, Usage, Which, WorkFolder,
 };
 use crate::sandbox::{Backend, LaunchError, Preparation, Rules};
 
@@ -119,9 +119,21 @@ impl Sessions {
         let turns = Turns::new(settings.max_running);
         let (table, uploads, outputs) = (Mutex::default(), Arc::default(), Arc::default());
         let (population, ledger) = (watch::Sender::new(0), Arc::new(Ledger::new()));
-        let house =
-            House { backend, settings, table, population, next_number, accounts, turns, uploads, outputs, ledger };
-        Sessions { house: Arc::new(house) }
+        let house = House {
+            backend,
+            settings,
+            table,
+            population,
+            next_number,
+            accounts,
+            turns,
+            uploads,
+            outputs,
+            ledger,
+        };
+        Sessions {
+            house: Arc::new(house),
+        }
     }
 
     /// Uses other limits of callers from now on.
@@ -162,7 +174,9 @@ impl Sessions {
     ) -> Result<ForkReport, Refused> {
         let ForkRequest { names, servers } = request.into();
         let source = self.find(owner, id)?;
-        let granted = servers.map(|entries| self.grants_named(owner, id, &source, &entries)).transpose()?;
+        let granted = servers
+            .map(|entries| self.grants_named(owner, id, &source, &entries))
+            .transpose()?;
         let count = match &names {
             ForkNames::Count(count) => *count as usize,
             ForkNames::Named(names) => names.len(),
@@ -171,8 +185,14 @@ impl Sessions {
             return Err(Refused::ForkCount { count });
         }
         let seats = self.seats(owner, id, names)?;
-        let wanted = ForksWanted { count, undoable: self.house.settings.undo != Undo::Off };
-        let forked = match self.fork_of(owner, id, &source, wanted, &CancellationToken::new()).await {
+        let wanted = ForksWanted {
+            count,
+            undoable: self.house.settings.undo != Undo::Off,
+        };
+        let forked = match self
+            .fork_of(owner, id, &source, wanted, &CancellationToken::new())
+            .await
+        {
             Ok(forked) => forked,
             Err(refused) => {
                 for Seat { entry, fork, .. } in seats {
@@ -184,10 +204,22 @@ impl Sessions {
         };
         let mut forked = forked;
         if let Some(granted) = &granted {
-            forked.forks.iter_mut().for_each(|fork| fork.grant_only(granted));
+            forked
+                .forks
+                .iter_mut()
+                .for_each(|fork| fork.grant_only(granted));
         }
-        let forks = seats.into_iter().zip(forked.forks).map(|(seat, fork)| seat.take(Box::new(fork))).collect();
-        Ok(ForkReport { forks, lost: forked.lost, files: forked.files, notes: vec![forked.draws] })
+        let forks = seats
+            .into_iter()
+            .zip(forked.forks)
+            .map(|(seat, fork)| seat.take(Box::new(fork)))
+            .collect();
+        Ok(ForkReport {
+            forks,
+            lost: forked.lost,
+            files: forked.files,
+            notes: vec![forked.draws],
+        })
     }
 
     /// Reads which tools forks may use, each entry a server or some of its tools. What the source may not use looks like what is not there.
@@ -198,40 +230,75 @@ impl Sessions {
         source: &Entry,
         entries: &[String],
     ) -> Result<Vec<Grant>, Refused> {
-        let packages = self.house.settings.tools.0.as_ref().map(|broker| broker.packages(owner)).unwrap_or_default();
+        let packages = self
+            .house
+            .settings
+            .tools
+            .0
+            .as_ref()
+            .map(|broker| broker.packages(owner))
+            .unwrap_or_default();
         let held = source.shared.facts().grants.clone();
         let has = |server: &str, fits: &dyn Fn(&str) -> bool| {
-            let package = packages.iter().find(|package| package.server.as_str() == server);
+            let package = packages
+                .iter()
+                .find(|package| package.server.as_str() == server);
             package.is_some_and(|package| {
-                package.tools.iter().any(|tool| fits(&tool.original) && held.allow(server, &tool.original))
+                package
+                    .tools
+                    .iter()
+                    .any(|tool| fits(&tool.original) && held.allow(server, &tool.original))
             })
         };
         let read = |entry: &String| {
             let known = packages.iter().map(|package| package.server.as_str());
             let known = known.filter(|server| has(server, &|_| true) || held.allow_all_of(server));
             let grant = Grant::parse(entry, known);
-            let grant =
-                grant.filter(|grant| grant.tool.is_anything() || has(&grant.server, &|tool| grant.tool.fits(tool)));
-            grant.ok_or_else(|| Refused::NoServer { name: entry.clone() })
+            let grant = grant.filter(|grant| {
+                grant.tool.is_anything() || has(&grant.server, &|tool| grant.tool.fits(tool))
+            });
+            grant.ok_or_else(|| Refused::NoServer {
+                name: entry.clone(),
+            })
         };
-        let list = entries.iter().map(read).collect::<Result<Vec<Grant>, Refused>>()?;
+        let list = entries
+            .iter()
+            .map(read)
+            .collect::<Result<Vec<Grant>, Refused>>()?;
         if held.narrowed(&list).is_none() {
-            let why = "its tools were narrowed too many times already; name them without stars".to_owned();
-            return Err(Refused::CannotCopy { id: id.clone(), why });
+            let why = "its tools were narrowed too many times already; name them without stars"
+                .to_owned();
+            return Err(Refused::CannotCopy {
+                id: id.clone(),
+                why,
+            });
         }
         Ok(list)
     }
 
     /// Brings back the state before the last `cells` cells, also after the interpreter has ended.
-    pub async fn undo(&self, owner: &Principal, id: &SessionId, cells: u32) -> Result<UndoReport, Refused> {
+    pub async fn undo(
+        &self,
+        owner: &Principal,
+        id: &SessionId,
+        cells: u32,
+    ) -> Result<UndoReport, Refused> {
         let entry = self.find(owner, id)?;
         let (reply, answer) = oneshot::channel();
-        entry.commands.send(Command::Undo { cells, reply }).await.map_err(|_| self.gone(owner, id))?;
+        entry
+            .commands
+            .send(Command::Undo { cells, reply })
+            .await
+            .map_err(|_| self.gone(owner, id))?;
         answer.await.unwrap_or_else(|_| Err(self.gone(owner, id)))
     }
 
     /// Tells what can be undone, the nearest first.
-    pub fn checkpoints(&self, owner: &Principal, id: &SessionId) -> Result<Vec<CheckpointInfo>, Refused> {
+    pub fn checkpoints(
+        &self,
+        owner: &Principal,
+        id: &SessionId,
+    ) -> Result<Vec<CheckpointInfo>, Refused> {
         let entry = self.find(owner, id)?;
         if self.house.settings.undo == Undo::Off {
             return Err(Refused::UndoOff { id: id.clone() });
@@ -255,17 +322,29 @@ impl Sessions {
                 Some(entry) => entry,
                 None if table.tombstones.remove(&key).is_some() => {
                     let files_kept = self.house.settings.work_folder == WorkFolder::Shared;
-                    return Ok(ResetReport { interrupted_running_cell: false, files_kept, had_no_session: true });
+                    return Ok(ResetReport {
+                        interrupted_running_cell: false,
+                        files_kept,
+                        had_no_session: true,
+                    });
                 }
                 // A client that begins with a reset means "from a clean state", and that is what it has.
                 None if *id == SessionId::default_session() => {
-                    return Ok(ResetReport { interrupted_running_cell: false, files_kept: true, had_no_session: true });
+                    return Ok(ResetReport {
+                        interrupted_running_cell: false,
+                        files_kept: true,
+                        had_no_session: true,
+                    });
                 }
                 None => return Err(Refused::Unknown { id: id.clone() }),
             }
         };
         let (reply, answer) = oneshot::channel();
-        entry.commands.send(Command::Reset(reply)).await.map_err(|_| self.gone(owner, id))?;
+        entry
+            .commands
+            .send(Command::Reset(reply))
+            .await
+            .map_err(|_| self.gone(owner, id))?;
         answer.await.unwrap_or_else(|_| Err(self.gone(owner, id)))
     }
 
@@ -280,8 +359,9 @@ impl Sessions {
         source: &mut (dyn AsyncRead + Send + Unpin),
         overwrite: bool,
     ) -> Result<u64, Refused> {
-        let (source, size) =
-            stage(source).await.map_err(|error| Refused::Transfer { why: error.kind().to_string() })?;
+        let (source, size) = stage(source).await.map_err(|error| Refused::Transfer {
+            why: error.kind().to_string(),
+        })?;
         self.check_stored(owner, size)?;
         self.write_staged(owner, id, path, source, overwrite).await
     }
@@ -296,8 +376,16 @@ impl Sessions {
     ) -> Result<u64, Refused> {
         let entry = self.find_or_create(owner, id)?;
         let (reply, answer) = oneshot::channel();
-        self.submit(&entry, Job::Write { path: path.clone(), overwrite, source, reply })
-            .map_err(|silence| self.explained(owner, id, silence))?;
+        self.submit(
+            &entry,
+            Job::Write {
+                path: path.clone(),
+                overwrite,
+                source,
+                reply,
+            },
+        )
+        .map_err(|silence| self.explained(owner, id, silence))?;
         answer.await.unwrap_or_else(|_| Err(self.gone(owner, id)))
     }
 
@@ -311,7 +399,11 @@ impl Sessions {
         sink: &mut (dyn AsyncWrite + Send + Unpin),
     ) -> Result<u64, Refused> {
         let received = self.read(owner, id, path, Extent::Whole { limit }).await?;
-        unstage(received.bytes, sink).await.map_err(|error| Refused::Transfer { why: error.kind().to_string() })
+        unstage(received.bytes, sink)
+            .await
+            .map_err(|error| Refused::Transfer {
+                why: error.kind().to_string(),
+            })
     }
 
     /// Copies a part of a file to `sink`: from `offset` on, to the end or at most `length` bytes, and not more than 1 GiB at once. Beyond the
@@ -328,10 +420,24 @@ impl Sessions {
         let length = length.unwrap_or(LARGEST_PART).min(LARGEST_PART);
         // The runner counts with signed numbers.
         let offset = offset.min(i64::MAX as u64);
-        let Received { bytes, sent, total, version } =
-            self.read(owner, id, path, Extent::Part { offset, length }).await?;
-        unstage(bytes, sink).await.map_err(|error| Refused::Transfer { why: error.kind().to_string() })?;
-        Ok(FileRange { total, sent, version })
+        let Received {
+            bytes,
+            sent,
+            total,
+            version,
+        } = self
+            .read(owner, id, path, Extent::Part { offset, length })
+            .await?;
+        unstage(bytes, sink)
+            .await
+            .map_err(|error| Refused::Transfer {
+                why: error.kind().to_string(),
+            })?;
+        Ok(FileRange {
+            total,
+            sent,
+            version,
+        })
     }
 
     async fn read(
@@ -343,8 +449,15 @@ impl Sessions {
     ) -> Result<Received, Refused> {
         let entry = self.find(owner, id)?;
         let (reply, answer) = oneshot::channel();
-        self.submit(&entry, Job::Read { path: path.clone(), what, reply })
-            .map_err(|silence| self.explained(owner, id, silence))?;
+        self.submit(
+            &entry,
+            Job::Read {
+                path: path.clone(),
+                what,
+                reply,
+            },
+        )
+        .map_err(|silence| self.explained(owner, id, silence))?;
         answer.await.unwrap_or_else(|_| Err(self.gone(owner, id)))
     }
 
@@ -352,7 +465,8 @@ impl Sessions {
     pub async fn list_files(&self, owner: &Principal, id: &SessionId) -> Result<FileList, Refused> {
         let entry = self.find(owner, id)?;
         let (reply, answer) = oneshot::channel();
-        self.submit(&entry, Job::List { reply }).map_err(|silence| self.explained(owner, id, silence))?;
+        self.submit(&entry, Job::List { reply })
+            .map_err(|silence| self.explained(owner, id, silence))?;
         answer.await.unwrap_or_else(|_| Err(self.gone(owner, id)))
     }
 
@@ -369,15 +483,29 @@ impl Sessions {
     ) -> Result<Uploaded, Refused> {
         self.check_stored(owner, 1)?;
         let room = self.room_to_store(owner);
-        let taken = self.house.uploads.take(owner, id, path, part, room, source).await;
+        let taken = self
+            .house
+            .uploads
+            .take(owner, id, path, part, room, source)
+            .await;
         if let Err(Refused::UploadTooLarge) = taken {
             // The quota is named when it was in the way.
             self.check_stored(owner, part.offset.saturating_add(room).saturating_add(1))?;
         }
         let (size, file) = taken?;
-        let Some(source) = file else { return Ok(Uploaded { size, finished: false }) };
-        let size = self.write_staged(owner, id, path, source, part.overwrite).await?;
-        Ok(Uploaded { size, finished: true })
+        let Some(source) = file else {
+            return Ok(Uploaded {
+                size,
+                finished: false,
+            });
+        };
+        let size = self
+            .write_staged(owner, id, path, source, part.overwrite)
+            .await?;
+        Ok(Uploaded {
+            size,
+            finished: true,
+        })
     }
 
     /// Returns how many bytes of an unfinished upload have arrived.
@@ -389,22 +517,33 @@ impl Sessions {
     pub fn list(&self, owner: &Principal) -> Vec<SessionInfo> {
         let table = self.table();
         let now = Instant::now();
-        let alive = table.sessions.iter().filter(|((of, _), _)| of == owner).map(|((_, id), entry)| {
-            let facts = entry.shared.facts().clone();
-            SessionInfo {
-                id: id.clone(),
-                state: facts.state,
-                ended: facts.ended,
-                executions: facts.executions,
-                age: now - entry.shared.created,
-                idle: if matches!(facts.state, "running" | "waiting") { Duration::ZERO } else { now - facts.last_used },
-                memory: facts.memory,
-                rules: facts.rules,
-                requested: facts.requested,
-            }
-        });
-        let ended =
-            table.tombstones.iter().filter(|((of, _), _)| of == owner).map(|((_, id), tombstone)| SessionInfo {
+        let alive = table
+            .sessions
+            .iter()
+            .filter(|((of, _), _)| of == owner)
+            .map(|((_, id), entry)| {
+                let facts = entry.shared.facts().clone();
+                SessionInfo {
+                    id: id.clone(),
+                    state: facts.state,
+                    ended: facts.ended,
+                    executions: facts.executions,
+                    age: now - entry.shared.created,
+                    idle: if matches!(facts.state, "running" | "waiting") {
+                        Duration::ZERO
+                    } else {
+                        now - facts.last_used
+                    },
+                    memory: facts.memory,
+                    rules: facts.rules,
+                    requested: facts.requested,
+                }
+            });
+        let ended = table
+            .tombstones
+            .iter()
+            .filter(|((of, _), _)| of == owner)
+            .map(|((_, id), tombstone)| SessionInfo {
                 id: id.clone(),
                 state: "ended",
                 ended: Some(tombstone.why.clone()),
@@ -437,7 +576,12 @@ impl Sessions {
     }
 
     /// The whole text of an execution, as long as it is kept: the last ones of a session that lives.
-    pub fn full_output(&self, owner: &Principal, id: &SessionId, execution: ExecutionId) -> Option<FullOutput> {
+    pub fn full_output(
+        &self,
+        owner: &Principal,
+        id: &SessionId,
+        execution: ExecutionId,
+    ) -> Option<FullOutput> {
         self.find(owner, id).ok()?.shared.outputs.find(execution)
     }
 
@@ -446,12 +590,22 @@ impl Sessions {
         let entries = {
             let mut table = self.table();
             table.closing = true;
-            let Table { sessions, hidden, .. } = &*table;
+            let Table {
+                sessions, hidden, ..
+            } = &*table;
             let visible = sessions.values().map(|entry| entry.commands.clone());
-            visible.chain(hidden.values().filter_map(|(commands, _)| commands.upgrade())).collect::<Vec<_>>()
+            visible
+                .chain(
+                    hidden
+                        .values()
+                        .filter_map(|(commands, _)| commands.upgrade()),
+                )
+                .collect::<Vec<_>>()
         };
-        let leaving =
-            entries.into_iter().map(|entry| tokio::spawn(async move { leave_by(&entry).await })).collect::<Vec<_>>();
+        let leaving = entries
+            .into_iter()
+            .map(|entry| tokio::spawn(async move { leave_by(&entry).await }))
+            .collect::<Vec<_>>();
         for left in leaving {
             let _ = left.await;
         }
@@ -464,30 +618,53 @@ impl Sessions {
 
     pub(super) fn find(&self, owner: &Principal, id: &SessionId) -> Result<Entry, Refused> {
         let key = (owner.clone(), id.clone());
-        self.table().look_up(&key)?.ok_or_else(|| Refused::Unknown { id: id.clone() })
+        self.table()
+            .look_up(&key)?
+            .ok_or_else(|| Refused::Unknown { id: id.clone() })
     }
 
     /// Returns the session of an execution. Of one that never came to life, what became of its executions is known for a while.
-    pub(super) fn locate(&self, owner: &Principal, which: &Which) -> Result<(SessionId, Entry), Refused> {
+    pub(super) fn locate(
+        &self,
+        owner: &Principal,
+        which: &Which,
+    ) -> Result<(SessionId, Entry), Refused> {
         let table = self.table();
         match which {
             Which::Of(id) => {
                 let key = (owner.clone(), id.clone());
-                let unborn =
-                    || table.unborn.iter().rev().find(|(known, _)| *known == key).map(|(_, entry)| entry.clone());
+                let unborn = || {
+                    table
+                        .unborn
+                        .iter()
+                        .rev()
+                        .find(|(known, _)| *known == key)
+                        .map(|(_, entry)| entry.clone())
+                };
                 let found = table.look_up(&key)?.or_else(unborn);
-                found.map(|entry| (id.clone(), entry)).ok_or_else(|| Refused::Unknown { id: id.clone() })
+                found
+                    .map(|entry| (id.clone(), entry))
+                    .ok_or_else(|| Refused::Unknown { id: id.clone() })
             }
             Which::This(handle) => {
-                let alive = table.sessions.iter().chain(table.unborn.iter().map(|(key, entry)| (key, entry)));
+                let alive = table
+                    .sessions
+                    .iter()
+                    .chain(table.unborn.iter().map(|(key, entry)| (key, entry)));
                 let mut of_owner = alive.filter(|((of, _), _)| of == owner);
                 let found = of_owner.find(|(_, entry)| entry.shared.docket.find(handle).is_some());
-                found.map(|((_, id), entry)| (id.clone(), entry.clone())).ok_or(Refused::UnknownExecution)
+                found
+                    .map(|((_, id), entry)| (id.clone(), entry.clone()))
+                    .ok_or(Refused::UnknownExecution)
             }
         }
     }
 
-    pub(super) fn find_or_create(&self, owner: &Principal, id: &SessionId) -> Result<Entry, Refused> {
+    pub(super) fn find_or_create(
+        &self,
+        owner: &Principal,
+        id: &SessionId,
+    ) -> Result<Entry, Refused> {
         let key = (owner.clone(), id.clone());
         self.house.accounts.refresh(owner);
         let mut table = self.table();
@@ -495,7 +672,12 @@ impl Sessions {
             return Ok(entry);
         }
         self.take_room(&table, owner, 1)?;
-        Ok(self.open(&mut table, key, Origin::Launch(self.house.backend.clone()), self.new_shared()))
+        Ok(self.open(
+            &mut table,
+            key,
+            Origin::Launch(self.house.backend.clone()),
+            self.new_shared(),
+        ))
     }
 
     pub(super) fn backend(&self) -> Arc<dyn Backend> {
@@ -516,7 +698,11 @@ impl Sessions {
         let limit = self.house.settings.max_sessions;
         if table.sessions.len() + more > limit {
             let (own, oldest_idle) = (table.starts(owner, 0, 0).live, table.oldest_idle(owner));
-            return Err(Refused::TooManySessions { limit, own, oldest_idle });
+            return Err(Refused::TooManySessions {
+                limit,
+                own,
+                oldest_idle,
+            });
         }
         Ok(())
     }
@@ -524,7 +710,9 @@ impl Sessions {
     /// Checks that so many more sessions may exist, and counts them as begun.
     fn take_room(&self, table: &Table, owner: &Principal, more: usize) -> Result<(), Refused> {
         self.check_room(table, owner, more)?;
-        self.house.accounts.count_starts(owner, table.starts(owner, more, more))
+        self.house
+            .accounts
+            .count_starts(owner, table.starts(owner, more, more))
     }
 
     /// Checks that variants may begin of which so many become sessions, and counts the variants and their cells. What is to become a session may be
@@ -558,7 +746,9 @@ impl Sessions {
     /// Checks that so many bytes may be stored.
     fn check_stored(&self, owner: &Principal, more: u64) -> Result<(), Refused> {
         self.house.accounts.refresh(owner);
-        self.house.accounts.check_stored(owner, self.kept(owner), more)
+        self.house
+            .accounts
+            .check_stored(owner, self.kept(owner), more)
     }
 
     /// Returns how many more bytes an owner may store.
@@ -574,20 +764,35 @@ impl Sessions {
     /// Tells how many sessions there are, how many cells run in the whole server, and how many wait for a place.
     pub fn load(&self) -> Load {
         let (running, waiting) = self.house.turns.load();
-        Load { sessions: *self.house.population.borrow(), running, waiting }
+        Load {
+            sessions: *self.house.population.borrow(),
+            running,
+            waiting,
+        }
     }
 
     /// Names the folders of packages that sessions have, copies that nobody sees included.
     pub fn package_folders(&self) -> BTreeSet<String> {
         let table = self.table();
         let visible = table.sessions.values().map(|entry| entry.shared.clone());
-        let hidden = table.hidden.values().filter_map(|(_, shared)| shared.upgrade());
-        visible.chain(hidden).flat_map(|shared| shared.facts().packages.clone()).collect()
+        let hidden = table
+            .hidden
+            .values()
+            .filter_map(|(_, shared)| shared.upgrade());
+        visible
+            .chain(hidden)
+            .flat_map(|shared| shared.facts().packages.clone())
+            .collect()
     }
 
     /// Forgets, in all sessions of an owner, what a person has allowed about the tools of a server: under its name is another one from now on, or none.
     pub(super) fn forget_approvals_of(&self, owner: &Principal, server: &str) {
-        for (_, entry) in self.table().sessions.iter().filter(|((of, _), _)| of == owner) {
+        for (_, entry) in self
+            .table()
+            .sessions
+            .iter()
+            .filter(|((of, _), _)| of == owner)
+        {
             entry.shared.facts().granted.forget_server(server);
         }
     }
@@ -596,13 +801,26 @@ impl Sessions {
     pub fn usage(&self, owner: &Principal) -> Usage {
         let usage = self.house.accounts.usage(owner);
         let sessions = self.table().starts(owner, 0, 0).live;
-        Usage { sessions, stored: usage.stored + self.kept(owner), ..usage }
+        Usage {
+            sessions,
+            stored: usage.stored + self.kept(owner),
+            ..usage
+        }
     }
 
     /// Puts a session into the table, with its driver.
-    fn open(&self, table: &mut Table, key: Key, origin: Origin, shared: impl Into<Arc<Shared>>) -> Entry {
+    fn open(
+        &self,
+        table: &mut Table,
+        key: Key,
+        origin: Origin,
+        shared: impl Into<Arc<Shared>>,
+    ) -> Entry {
         let (commands, receiver) = mpsc::channel(MOST_COMMANDS);
-        let entry = Entry { commands, shared: shared.into() };
+        let entry = Entry {
+            commands,
+            shared: shared.into(),
+        };
         table.sessions.insert(key.clone(), entry.clone());
         self.house.population.send_replace(table.sessions.len());
         let (owner, id) = key.clone();
@@ -615,22 +833,39 @@ impl Sessions {
         });
         let (settings, numbers) = (self.house.settings.clone(), self.house.next_number.clone());
         let (customer, shared) = (Some(self.customer(&owner, &id)), entry.shared.clone());
-        let beginning = Beginning { id, customer, origin, settings, numbers, shared };
+        let beginning = Beginning {
+            id,
+            customer,
+            origin,
+            settings,
+            numbers,
+            shared,
+        };
         tokio::spawn(driver::drive(beginning, receiver, on_gone));
         entry
     }
 
     /// Makes sessions that wait for their forks, so that their names and their place are taken.
-    fn seats(&self, owner: &Principal, source: &SessionId, names: ForkNames) -> Result<Vec<Seat>, Refused> {
+    fn seats(
+        &self,
+        owner: &Principal,
+        source: &SessionId,
+        names: ForkNames,
+    ) -> Result<Vec<Seat>, Refused> {
         let mut table = self.table();
         let names = match names {
             ForkNames::Count(count) => {
                 let free = (1..).map(|number| named_after(source, &number.to_string()));
-                free.filter(|id| !table.knows(owner, id)).take(count as usize).collect()
+                free.filter(|id| !table.knows(owner, id))
+                    .take(count as usize)
+                    .collect()
             }
             ForkNames::Named(names) => {
                 let mut seen = HashSet::new();
-                if let Some(taken) = names.iter().find(|id| table.knows(owner, id) || !seen.insert(*id)) {
+                if let Some(taken) = names
+                    .iter()
+                    .find(|id| table.knows(owner, id) || !seen.insert(*id))
+                {
                     return Err(Refused::NameTaken { id: taken.clone() });
                 }
                 names
@@ -641,13 +876,31 @@ impl Sessions {
         }
         self.take_room(&table, owner, names.len())?;
         let note = format!("This session is a fork of `{source}`.");
-        let seat = |id| self.seat(&mut table, owner, id, note.clone(), Arc::new(self.new_shared()));
+        let seat = |id| {
+            self.seat(
+                &mut table,
+                owner,
+                id,
+                note.clone(),
+                Arc::new(self.new_shared()),
+            )
+        };
         Ok(names.into_iter().map(seat).collect())
     }
 
-    fn seat(&self, table: &mut Table, owner: &Principal, id: SessionId, note: String, shared: Arc<Shared>) -> Seat {
+    fn seat(
+        &self,
+        table: &mut Table,
+        owner: &Principal,
+        id: SessionId,
+        note: String,
+        shared: Arc<Shared>,
+    ) -> Seat {
         let (fork, arrival) = oneshot::channel();
-        let origin = Origin::Fork { fork: arrival, note: Some(note) };
+        let origin = Origin::Fork {
+            fork: arrival,
+            note: Some(note),
+        };
         let entry = self.open(table, (owner.clone(), id.clone()), origin, shared);
         Seat { id, entry, fork }
     }
@@ -667,7 +920,9 @@ impl Sessions {
         }
         self.check_room(&table, owner, 1)?;
         // The sandbox was counted when the variant began.
-        self.house.accounts.check_starts(owner, table.starts(owner, 0, 1))?;
+        self.house
+            .accounts
+            .check_starts(owner, table.starts(owner, 0, 1))?;
         let others = (2..).map(|number| named_after(source, &format!("{name}-{number}")));
         let id = std::iter::once(named_after(source, name))
             .chain(others)
@@ -687,12 +942,24 @@ impl Sessions {
     ) -> Result<Entry, Refused> {
         let (hand, arrival) = oneshot::channel();
         let _ = hand.send(Box::new(fork));
-        let origin = Origin::Variant { fork: arrival, seed };
-        self.hide_as(named_after(source, name), Some(self.customer(owner, source)), origin)
+        let origin = Origin::Variant {
+            fork: arrival,
+            seed,
+        };
+        self.hide_as(
+            named_after(source, name),
+            Some(self.customer(owner, source)),
+            origin,
+        )
     }
 
     fn customer(&self, owner: &Principal, session: &SessionId) -> Customer {
-        let House { accounts, turns, ledger, .. } = &*self.house;
+        let House {
+            accounts,
+            turns,
+            ledger,
+            ..
+        } = &*self.house;
         Customer {
             owner: owner.clone(),
             session: session.clone(),
@@ -708,22 +975,44 @@ impl Sessions {
     }
 
     /// Starts a driver that only the caller sees.
-    pub(super) fn hide_as(&self, id: SessionId, customer: Option<Customer>, origin: Origin) -> Result<Entry, Refused> {
+    pub(super) fn hide_as(
+        &self,
+        id: SessionId,
+        customer: Option<Customer>,
+        origin: Origin,
+    ) -> Result<Entry, Refused> {
         let (commands, receiver) = mpsc::channel(MOST_COMMANDS);
-        let entry = Entry { commands, shared: Arc::new(self.new_shared()) };
+        let entry = Entry {
+            commands,
+            shared: Arc::new(self.new_shared()),
+        };
         let number = self.house.next_number.fetch_add(1, Ordering::Relaxed);
         {
             let mut table = self.table();
             if table.closing {
                 return Err(Refused::ShuttingDown);
             }
-            table.hidden.insert(number, (entry.commands.downgrade(), Arc::downgrade(&entry.shared)));
+            table.hidden.insert(
+                number,
+                (entry.commands.downgrade(), Arc::downgrade(&entry.shared)),
+            );
         }
         let house = self.house.clone();
         let on_gone = Box::new(move |_| drop(house.table().hidden.remove(&number)));
-        let settings = SessionSettings { undo: Undo::Off, idle_timeout: Duration::MAX, ..self.house.settings.clone() };
+        let settings = SessionSettings {
+            undo: Undo::Off,
+            idle_timeout: Duration::MAX,
+            ..self.house.settings.clone()
+        };
         let (numbers, shared) = (self.house.next_number.clone(), entry.shared.clone());
-        let beginning = Beginning { id, customer, origin, settings, numbers, shared };
+        let beginning = Beginning {
+            id,
+            customer,
+            origin,
+            settings,
+            numbers,
+            shared,
+        };
         tokio::spawn(driver::drive(beginning, receiver, on_gone));
         Ok(entry)
     }
@@ -738,7 +1027,9 @@ impl Sessions {
         cancel: &CancellationToken,
     ) -> Result<Forked, Refused> {
         let (reply, answer) = oneshot::channel();
-        let forked = self.ask(source, Job::Fork { wanted, reply }, answer, cancel).await;
+        let forked = self
+            .ask(source, Job::Fork { wanted, reply }, answer, cancel)
+            .await;
         forked.unwrap_or_else(|silence| Err(self.explained(owner, id, silence)))
     }
 
@@ -776,13 +1067,17 @@ impl Sessions {
         match entry.commands.try_send(Command::Submit(number, job)) {
             Ok(()) => Ok(()),
             Err(mpsc::error::TrySendError::Full(_)) => Err(Silence::Flooded),
-            Err(mpsc::error::TrySendError::Closed(_)) => Err(Silence::Gone(entry.shared.facts().failure.clone())),
+            Err(mpsc::error::TrySendError::Closed(_)) => {
+                Err(Silence::Gone(entry.shared.facts().failure.clone()))
+            }
         }
     }
 
     pub(super) fn explained(&self, owner: &Principal, id: &SessionId, silence: Silence) -> Refused {
         match silence {
-            Silence::Flooded => Refused::Busy { waiting: MOST_COMMANDS },
+            Silence::Flooded => Refused::Busy {
+                waiting: MOST_COMMANDS,
+            },
             Silence::Gone(Some(failure)) => Refused::Launch(failure),
             Silence::Gone(None) => self.gone(owner, id),
         }
@@ -803,7 +1098,9 @@ impl Sessions {
 
 impl House {
     fn table(&self) -> MutexGuard<'_, Table> {
-        self.table.lock().expect("nothing panics while it holds the table")
+        self.table
+            .lock()
+            .expect("nothing panics while it holds the table")
     }
 }
 
@@ -813,7 +1110,11 @@ impl Table {
             return Err(Refused::ShuttingDown);
         }
         if let Some(tombstone) = self.tombstones.get(key) {
-            return Err(Refused::Ended { id: key.1.clone(), why: tombstone.why.clone(), undo: false });
+            return Err(Refused::Ended {
+                id: key.1.clone(),
+                why: tombstone.why.clone(),
+                undo: false,
+            });
         }
         Ok(self.sessions.get(key).cloned())
     }
@@ -826,7 +1127,12 @@ impl Table {
 
     /// Describes what an owner is about to begin, beside what it has.
     fn starts(&self, owner: &Principal, sandboxes: usize, lasting: usize) -> Starts {
-        let mut starts = Starts { sandboxes, lasting, live: 0, kept: 0 };
+        let mut starts = Starts {
+            sandboxes,
+            lasting,
+            live: 0,
+            kept: 0,
+        };
         for (_, entry) in self.sessions.iter().filter(|((of, _), _)| of == owner) {
             starts.live += 1;
             starts.kept += entry.shared.kept_bytes();
@@ -846,31 +1152,50 @@ impl Table {
             })
             .collect::<Vec<_>>();
         idle.sort();
-        idle.into_iter().take(IDLE_NAMED).map(|(_, id)| id).collect()
+        idle.into_iter()
+            .take(IDLE_NAMED)
+            .map(|(_, id)| id)
+            .collect()
     }
 
     /// Forgets a session; with a reason, remembers that it was there.
     fn bury(&mut self, key: Key, why: Option<String>) {
-        let Some(entry) = self.sessions.remove(&key) else { return };
+        let Some(entry) = self.sessions.remove(&key) else {
+            return;
+        };
         let Some(why) = why else {
             if entry.shared.docket.has_uncollected() {
                 let of_owner = |((of, _), _): &(Key, Entry)| *of == key.0;
                 if self.unborn.iter().filter(|unborn| of_owner(unborn)).count() >= MOST_UNBORN {
-                    self.unborn.iter().position(of_owner).map(|oldest| self.unborn.remove(oldest));
+                    self.unborn
+                        .iter()
+                        .position(of_owner)
+                        .map(|oldest| self.unborn.remove(oldest));
                 }
                 self.unborn.push_back((key, entry));
             }
             return;
         };
         let now = Instant::now();
-        self.tombstones.retain(|_, tombstone| now - tombstone.at < TOMBSTONE_AGE);
+        self.tombstones
+            .retain(|_, tombstone| now - tombstone.at < TOMBSTONE_AGE);
         let of_owner = || self.tombstones.iter().filter(|((of, _), _)| *of == key.0);
         if of_owner().count() >= MOST_TOMBSTONES {
-            let oldest = of_owner().min_by_key(|(_, tombstone)| tombstone.at).map(|(key, _)| key.clone());
+            let oldest = of_owner()
+                .min_by_key(|(_, tombstone)| tombstone.at)
+                .map(|(key, _)| key.clone());
             oldest.and_then(|key| self.tombstones.remove(&key));
         }
         let executions = entry.shared.facts().executions;
-        self.tombstones.insert(key, Tombstone { why, at: now, age: now - entry.shared.created, executions });
+        self.tombstones.insert(
+            key,
+            Tombstone {
+                why,
+                at: now,
+                age: now - entry.shared.created,
+                executions,
+            },
+        );
     }
 }
 
@@ -898,16 +1223,25 @@ async fn leave_by(commands: &mpsc::Sender<Command>) {
 /// Returns the name of a session that comes from another one: `<source>-<suffix>`, the source's name shortened if need be. What a name
 /// may not contain becomes `-`.
 fn named_after(source: &SessionId, suffix: &str) -> SessionId {
-    let allowed = |character: char| character.is_ascii_alphanumeric() || matches!(character, '_' | '.' | '-');
+    let allowed =
+        |character: char| character.is_ascii_alphanumeric() || matches!(character, '_' | '.' | '-');
     let safe = |character: char| if allowed(character) { character } else { '-' };
-    let suffix = suffix.chars().map(safe).take(LONGEST_SUFFIX).collect::<String>();
+    let suffix = suffix
+        .chars()
+        .map(safe)
+        .take(LONGEST_SUFFIX)
+        .collect::<String>();
     let room = 64 - 1 - suffix.len();
     let base = source.as_str().get(..room).unwrap_or(source.as_str());
-    format!("{base}-{suffix}").parse().expect("its characters are allowed and its length is bounded")
+    format!("{base}-{suffix}")
+        .parse()
+        .expect("its characters are allowed and its length is bounded")
 }
 
 /// Reads a source to its end. Returns what it gave, and how many bytes that were.
-pub(super) async fn stage(source: &mut (dyn AsyncRead + Send + Unpin)) -> std::io::Result<(SpooledTempFile, u64)> {
+pub(super) async fn stage(
+    source: &mut (dyn AsyncRead + Send + Unpin),
+) -> std::io::Result<(SpooledTempFile, u64)> {
     use std::io::{Seek, Write};
     let mut staged = SpooledTempFile::new(STAGED_IN_MEMORY);
     let mut buffer = vec![0; CHUNK];
@@ -923,7 +1257,10 @@ pub(super) async fn stage(source: &mut (dyn AsyncRead + Send + Unpin)) -> std::i
     }
 }
 
-async fn unstage(mut staged: SpooledTempFile, sink: &mut (dyn AsyncWrite + Send + Unpin)) -> std::io::Result<u64> {
+async fn unstage(
+    mut staged: SpooledTempFile,
+    sink: &mut (dyn AsyncWrite + Send + Unpin),
+) -> std::io::Result<u64> {
     use std::io::Read;
     let mut buffer = vec![0; CHUNK];
     let mut total = 0;

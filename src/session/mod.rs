@@ -75,7 +75,9 @@ use crate::runner_client::Trouble;
 use crate::sandbox::{LaunchError, Rules};
 pub use access::{Load, News, SessionAccess, Slice};
 pub use accounts::{LimitSetup, Quota, Quotas, Usage};
-pub use approvals::{ApprovalSetup, Approvals, AskId, Asked, Asking, Decided, DecidedBy, Decision, InForce, Ruling};
+pub use approvals::{
+    ApprovalSetup, Approvals, AskId, Asked, Asking, Decided, DecidedBy, Decision, InForce, Ruling,
+};
 pub use branch::*;
 pub use hidden::Hidden;
 pub(crate) use ledger::Attached;
@@ -124,8 +126,14 @@ impl SessionId {
         let mut bytes = [0; SessionId::RANDOM_LETTERS];
         rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty())
             .expect("the kernel has random bytes");
-        let letters = bytes.iter().map(|byte| char::from(SessionId::ALPHABET[usize::from(byte % 32)]));
-        SessionId(std::iter::once("s-".to_owned()).chain(letters.map(String::from)).collect())
+        let letters = bytes
+            .iter()
+            .map(|byte| char::from(SessionId::ALPHABET[usize::from(byte % 32)]));
+        SessionId(
+            std::iter::once("s-".to_owned())
+                .chain(letters.map(String::from))
+                .collect(),
+        )
     }
 
     /// Tells whether a name has the form of those that `random` makes.
@@ -133,7 +141,8 @@ impl SessionId {
         let is_of_alphabet = |byte: u8| SessionId::ALPHABET.contains(&byte);
         let letters = self.0.strip_prefix("s-").map(str::as_bytes);
         letters.is_some_and(|letters| {
-            letters.len() == SessionId::RANDOM_LETTERS && letters.iter().copied().all(is_of_alphabet)
+            letters.len() == SessionId::RANDOM_LETTERS
+                && letters.iter().copied().all(is_of_alphabet)
         })
     }
 
@@ -152,7 +161,12 @@ impl FromStr for SessionId {
 
     fn from_str(text: &str) -> Result<SessionId, BadSessionId> {
         let allowed = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'_' | b'.' | b'-');
-        if text.is_empty() || text.len() > 64 || text == "." || text == ".." || !text.bytes().all(allowed) {
+        if text.is_empty()
+            || text.len() > 64
+            || text == "."
+            || text == ".."
+            || !text.bytes().all(allowed)
+        {
             return Err(BadSessionId);
         }
         Ok(SessionId(text.to_owned()))
@@ -221,7 +235,9 @@ impl fmt::Display for InsidePath {
 pub enum BadInsidePath {
     #[error("the path is empty; name a file below the working folder, such as `data/table.csv`")]
     Empty,
-    #[error("the path is absolute; give it relative to the working folder, such as `data/table.csv`")]
+    #[error(
+        "the path is absolute; give it relative to the working folder, such as `data/table.csv`"
+    )]
     Absolute,
     #[error("the path contains `..`; only files below the working folder can be reached")]
     Parent,
@@ -388,7 +404,10 @@ pub enum Refused {
         "the server is too busy: {waiting} cells already wait for a place to run. This one has not run; try again in {} s",
         .retry_after.as_secs().max(1)
     )]
-    Crowded { waiting: usize, retry_after: Duration },
+    Crowded {
+        waiting: usize,
+        retry_after: Duration,
+    },
     #[error(
         "the code has {size} bytes and at most {LARGEST_CODE} are accepted. Upload the data as a file and read it from a short cell"
     )]
@@ -408,7 +427,11 @@ pub enum Refused {
     )]
     ResetDuringTransfer,
     #[error("`{path}`: {}", file_trouble(*.reason, .detail))]
-    File { path: InsidePath, reason: Trouble, detail: String },
+    File {
+        path: InsidePath,
+        reason: Trouble,
+        detail: String,
+    },
     #[error("the file could not be read or stored on the server's side: {why}")]
     Transfer { why: String },
     #[error(
@@ -417,7 +440,9 @@ pub enum Refused {
     UploadOffset { expected: u64 },
     #[error("the upload is larger than may be stored, and was given up")]
     UploadTooLarge,
-    #[error("{limit} uploads are unfinished already. Finish one, or wait an hour until they are forgotten")]
+    #[error(
+        "{limit} uploads are unfinished already. Finish one, or wait an hour until they are forgotten"
+    )]
     TooManyUploads { limit: usize },
     #[error("a cell is running in `{id}`; wait for it or interrupt it, then {then}")]
     CellRunning {
@@ -453,12 +478,17 @@ pub enum Refused {
     },
     #[error("nothing was explored: {why}")]
     Explore { why: String },
-    #[error("packages cannot be installed on this server; sessions have what its environment holds")]
+    #[error(
+        "packages cannot be installed on this server; sessions have what its environment holds"
+    )]
     NoPackages,
     #[error("{0}")]
     Install(install::InstallError),
     #[error("nothing was done yet: a person must allow it first, because of {}", .asked.line)]
-    Ask { session: SessionId, asked: Box<Asked> },
+    Ask {
+        session: SessionId,
+        asked: Box<Asked>,
+    },
     #[error("{text}")]
     NotApproved { text: String, ruling: Box<Ruling> },
     #[error("the packages could not be added to the session: {why}")]
@@ -521,30 +551,59 @@ fn unanswered(sent: bool) -> &'static str {
 /// Says how to go on with a session that ended.
 fn way_back(id: &SessionId, undo: bool) -> String {
     if undo {
-        format!("Call `undo` with session_id `{id}` to bring back its last kept state, or `reset` to start it anew")
+        format!(
+            "Call `undo` with session_id `{id}` to bring back its last kept state, or `reset` to start it anew"
+        )
     } else {
         format!("Call `reset` with session_id `{id}` to start it anew")
     }
 }
 
 fn nothing_to_undo(id: &SessionId, cells: u32, possible: &[u32], why: &Option<String>) -> String {
-    let why = why.as_ref().map(|why| format!(" ({why})")).unwrap_or_default();
-    let plural = |cells: u32| if cells == 1 { "1 cell".to_owned() } else { format!("{cells} cells") };
-    let gapless = possible.iter().zip(1..).all(|(number, place)| *number == place);
+    let why = why
+        .as_ref()
+        .map(|why| format!(" ({why})"))
+        .unwrap_or_default();
+    let plural = |cells: u32| {
+        if cells == 1 {
+            "1 cell".to_owned()
+        } else {
+            format!("{cells} cells")
+        }
+    };
+    let gapless = possible
+        .iter()
+        .zip(1..)
+        .all(|(number, place)| *number == place);
     match possible.last() {
         None => format!("nothing in `{id}` can be undone: no earlier state of it is kept{why}"),
         Some(most) if gapless => {
-            format!("{} of `{id}` cannot be undone; at most {} can{why}", plural(cells), plural(*most))
+            format!(
+                "{} of `{id}` cannot be undone; at most {} can{why}",
+                plural(cells),
+                plural(*most)
+            )
         }
         Some(_) => {
-            let numbers = possible.iter().map(u32::to_string).collect::<Vec<_>>().join(", ");
-            format!("{} of `{id}` cannot be undone{why}. These numbers of cells can: {numbers}", plural(cells))
+            let numbers = possible
+                .iter()
+                .map(u32::to_string)
+                .collect::<Vec<_>>()
+                .join(", ");
+            format!(
+                "{} of `{id}` cannot be undone{why}. These numbers of cells can: {numbers}",
+                plural(cells)
+            )
         }
     }
 }
 
 fn too_many(limit: usize, own: usize, oldest_idle: &[SessionId]) -> String {
-    let names = oldest_idle.iter().map(|id| format!("`{id}`")).collect::<Vec<_>>().join(", ");
+    let names = oldest_idle
+        .iter()
+        .map(|id| format!("`{id}`"))
+        .collect::<Vec<_>>()
+        .join(", ");
     let cure = match own {
         0 => "None of them is yours: try again later, or ask the server's operator to raise `max_sessions`".to_owned(),
         _ if names.is_empty() => format!(
@@ -552,7 +611,9 @@ fn too_many(limit: usize, own: usize, oldest_idle: &[SessionId]) -> String {
         ),
         _ => format!("Close one with `close_session` (idle the longest: {names}), or go on in an existing session"),
     };
-    format!("no new session was created, because {limit} sessions exist on this server and no more are allowed. {cure}")
+    format!(
+        "no new session was created, because {limit} sessions exist on this server and no more are allowed. {cure}"
+    )
 }
 
 fn file_trouble(reason: Trouble, detail: &str) -> String {
@@ -560,14 +621,20 @@ fn file_trouble(reason: Trouble, detail: &str) -> String {
         Trouble::Missing => "there is no such file in the working folder",
         Trouble::NotAFile => "it is not a regular file, and only regular files can be copied",
         // The detail says the same.
-        Trouble::Exists => return "it exists already. Choose another name, or give `overwrite: true`".to_owned(),
+        Trouble::Exists => {
+            return "it exists already. Choose another name, or give `overwrite: true`".to_owned();
+        }
         Trouble::Outside => "the path leads out of the working folder, and links are not followed",
         Trouble::TooLarge => "the file is larger than may be copied",
         Trouble::NoSpace => "the working folder has no space left. Delete some files and try again",
         Trouble::Denied => "the session may not access this file",
         Trouble::Other => "the file could not be copied",
     };
-    if detail.is_empty() { what.to_owned() } else { format!("{what} ({detail})") }
+    if detail.is_empty() {
+        what.to_owned()
+    } else {
+        format!("{what} ({detail})")
+    }
 }
 
 #[cfg(test)]
@@ -579,21 +646,45 @@ mod tests {
         for good in ["a", "default", "A-1_b.c", "...", &"x".repeat(64)] {
             assert!(SessionId::from_str(good).is_ok(), "{good:?}");
         }
-        for bad in ["", ".", "..", "a/b", "../a", "a b", "a\n", "a\0", "ä", &"x".repeat(65)] {
+        for bad in [
+            "",
+            ".",
+            "..",
+            "a/b",
+            "../a",
+            "a b",
+            "a\n",
+            "a\0",
+            "ä",
+            &"x".repeat(65),
+        ] {
             assert_eq!(SessionId::from_str(bad), Err(BadSessionId), "{bad:?}");
         }
     }
 
     #[test]
     fn a_random_session_id_is_a_name_like_any_other_and_comes_once() {
-        let ids = (0..1000).map(|_| SessionId::random()).collect::<std::collections::HashSet<_>>();
+        let ids = (0..1000)
+            .map(|_| SessionId::random())
+            .collect::<std::collections::HashSet<_>>();
         assert_eq!(ids.len(), 1000);
         for id in ids {
             assert!(id.looks_generated());
-            assert_eq!((id.as_str().len(), SessionId::from_str(id.as_str()).unwrap()), (28, id));
+            assert_eq!(
+                (id.as_str().len(), SessionId::from_str(id.as_str()).unwrap()),
+                (28, id)
+            );
         }
-        for chosen in ["default", "s-1", "s-0000000000000000000000000", "s-OOOOOOOOOOOOOOOOOOOOOOOOOO"] {
-            assert!(!SessionId::from_str(chosen).unwrap().looks_generated(), "{chosen}");
+        for chosen in [
+            "default",
+            "s-1",
+            "s-0000000000000000000000000",
+            "s-OOOOOOOOOOOOOOOOOOOOOOOOOO",
+        ] {
+            assert!(
+                !SessionId::from_str(chosen).unwrap().looks_generated(),
+                "{chosen}"
+            );
         }
     }
 
@@ -616,8 +707,14 @@ mod tests {
         for (bad, why) in cases {
             assert_eq!(InsidePath::from_str(bad), Err(why), "{bad:?}");
         }
-        assert_eq!(InsidePath::from_str(&"x".repeat(256)), Err(BadInsidePath::TooLong));
-        assert_eq!(InsidePath::from_str(&"x/".repeat(2100)), Err(BadInsidePath::TooLong));
+        assert_eq!(
+            InsidePath::from_str(&"x".repeat(256)),
+            Err(BadInsidePath::TooLong)
+        );
+        assert_eq!(
+            InsidePath::from_str(&"x/".repeat(2100)),
+            Err(BadInsidePath::TooLong)
+        );
     }
 
     #[test]
@@ -625,17 +722,37 @@ mod tests {
         let id = SessionId::from_str("a").unwrap();
         let text = |possible: &[u32]| {
             let why = None;
-            Refused::NothingToUndo { id: id.clone(), cells: 5, possible: possible.to_vec(), why }.to_string()
+            Refused::NothingToUndo {
+                id: id.clone(),
+                cells: 5,
+                possible: possible.to_vec(),
+                why,
+            }
+            .to_string()
         };
-        assert_eq!(text(&[]), "nothing in `a` can be undone: no earlier state of it is kept");
-        assert_eq!(text(&[1, 2]), "5 cells of `a` cannot be undone; at most 2 cells can");
-        assert_eq!(text(&[1, 3]), "5 cells of `a` cannot be undone. These numbers of cells can: 1, 3");
+        assert_eq!(
+            text(&[]),
+            "nothing in `a` can be undone: no earlier state of it is kept"
+        );
+        assert_eq!(
+            text(&[1, 2]),
+            "5 cells of `a` cannot be undone; at most 2 cells can"
+        );
+        assert_eq!(
+            text(&[1, 3]),
+            "5 cells of `a` cannot be undone. These numbers of cells can: 1, 3"
+        );
     }
 
     #[test]
     fn an_ended_session_offers_undo_only_when_there_is_something_to_go_back_to() {
         let text = |undo: bool| {
-            Refused::Ended { id: SessionId::from_str("a").unwrap(), why: "it crashed".to_owned(), undo }.to_string()
+            Refused::Ended {
+                id: SessionId::from_str("a").unwrap(),
+                why: "it crashed".to_owned(),
+                undo,
+            }
+            .to_string()
         };
         assert!(text(true).contains("`undo`") && text(true).contains("`reset`"));
         assert!(!text(false).contains("`undo`") && text(false).contains("`reset`"));
@@ -644,10 +761,20 @@ mod tests {
     #[test]
     fn a_refusal_for_too_many_sessions_names_what_to_close() {
         let idle = vec![SessionId::from_str("old").unwrap()];
-        let text = |own, oldest_idle| Refused::TooManySessions { limit: 3, own, oldest_idle }.to_string();
+        let text = |own, oldest_idle| {
+            Refused::TooManySessions {
+                limit: 3,
+                own,
+                oldest_idle,
+            }
+            .to_string()
+        };
         assert!(text(3, idle).contains("`old`"));
         assert!(text(2, vec![]).contains("2 of them are yours, and none of yours is idle"));
         let others = text(0, vec![]);
-        assert!(others.contains("None of them is yours") && !others.contains("close_session"), "{others}");
+        assert!(
+            others.contains("None of them is yours") && !others.contains("close_session"),
+            "{others}"
+        );
     }
 }

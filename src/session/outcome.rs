@@ -45,7 +45,9 @@ pub struct Outcome {
     pub others: Others,
 }
 
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[derive(
+    Debug, Clone, Copy, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize,
+)]
 pub struct ExecutionId(pub u64);
 
 /// How an execution ended.
@@ -83,7 +85,9 @@ impl Status {
             Status::Raised(_) => "error",
             Status::TimedOut { .. } => "timeout",
             Status::Cancelled { .. } => "cancelled",
-            Status::Died { exit: Exit::OutOfMemory { .. } | Exit::OutOfMemoryOutside { .. } } => "out_of_memory",
+            Status::Died {
+                exit: Exit::OutOfMemory { .. } | Exit::OutOfMemoryOutside { .. },
+            } => "out_of_memory",
             Status::Died { .. } => "died",
             Status::Nonsense { .. } => "protocol_error",
             Status::Reset => "reset",

@@ -52,7 +52,10 @@ pub(super) struct Gatherer {
 
 impl Gatherer {
     pub(super) fn new(max_chars: usize) -> Gatherer {
-        Gatherer { terminals: Default::default(), page: Page::new(max_chars) }
+        Gatherer {
+            terminals: Default::default(),
+            page: Page::new(max_chars),
+        }
     }
 
     /// Takes bytes of standard output or standard error.
@@ -98,14 +101,22 @@ impl Gatherer {
     pub(super) fn latest_line(&self) -> Option<String> {
         let line = self.page.latest_line()?;
         // What is far behind the beginning is not shown, so that the length of a line does not matter.
-        let shown = line.trim_start().chars().filter(|character| !character.is_control());
-        Some(shown.take(LONGEST_TOLD_LINE).collect::<String>()).filter(|line| !line.trim().is_empty())
+        let shown = line
+            .trim_start()
+            .chars()
+            .filter(|character| !character.is_control());
+        Some(shown.take(LONGEST_TOLD_LINE).collect::<String>())
+            .filter(|line| !line.trim().is_empty())
     }
 
     /// Ends the gathering. The draft's pictures are not developed yet.
     pub(super) fn finish(mut self) -> (Draft, std::io::Result<FullOutput>) {
         for pipe in Pipe::BOTH {
-            let stream = if pipe == Pipe::Out { Stream::Stdout } else { Stream::Stderr };
+            let stream = if pipe == Pipe::Out {
+                Stream::Stdout
+            } else {
+                Stream::Stderr
+            };
             let page = &mut self.page;
             self.terminals[pipe as usize].finish(|piece| page.type_on(stream, piece));
         }
@@ -124,7 +135,9 @@ impl Gatherer {
             return;
         }
         match item {
-            Item::Text { text, display_id, .. } => self.page.append(stream, &text, display_id),
+            Item::Text {
+                text, display_id, ..
+            } => self.page.append(stream, &text, display_id),
             Item::Image { bytes, display_id } => self.page.append_image(bytes, display_id),
             Item::Gap => {}
         }
@@ -139,8 +152,17 @@ pub(super) fn bounded_text(text: &str, most: usize) -> String {
         return text;
     }
     let head = most * 3 / 5;
-    let at = |index: usize| text.char_indices().nth(index).map_or(text.len(), |(at, _)| at);
-    format!("{}\n… {} characters cut …\n{}", &text[..at(head)], all - most, &text[at(all - (most - head))..])
+    let at = |index: usize| {
+        text.char_indices()
+            .nth(index)
+            .map_or(text.len(), |(at, _)| at)
+    };
+    format!(
+        "{}\n… {} characters cut …\n{}",
+        &text[..at(head)],
+        all - most,
+        &text[at(all - (most - head))..]
+    )
 }
 
 fn without_escapes(text: &str) -> String {
@@ -173,7 +195,12 @@ enum Item {
 
 impl Item {
     fn text(stream: Stream, text: String, display_id: Option<String>) -> Item {
-        Item::Text { stream, chars: text.chars().count(), text, display_id }
+        Item::Text {
+            stream,
+            chars: text.chars().count(),
+            text,
+            display_id,
+        }
     }
 
     fn display_id(&self) -> Option<&str> {
@@ -315,13 +342,21 @@ impl Page {
         self.spool.write(text);
         self.kept += chars;
         match self.items.last_mut() {
-            Some(Item::Text { stream: last, text: known, chars: count, display_id: None })
-                if *last == stream && display_id.is_none() =>
-            {
+            Some(Item::Text {
+                stream: last,
+                text: known,
+                chars: count,
+                display_id: None,
+            }) if *last == stream && display_id.is_none() => {
                 known.push_str(text);
                 *count += chars;
             }
-            _ => self.items.push(Item::Text { stream, text: text.to_owned(), chars, display_id }),
+            _ => self.items.push(Item::Text {
+                stream,
+                text: text.to_owned(),
+                chars,
+                display_id,
+            }),
         }
         self.cut(self.limit.max(SLACK));
     }
@@ -330,9 +365,12 @@ impl Page {
     fn separate(&mut self, next: Stream) {
         let is_thing = |stream: Stream| !matches!(stream, Stream::Stdout | Stream::Stderr);
         match self.items.last_mut() {
-            Some(Item::Text { stream, text, chars, .. })
-                if self.ends_in_line && (is_thing(next) || is_thing(*stream)) =>
-            {
+            Some(Item::Text {
+                stream,
+                text,
+                chars,
+                ..
+            }) if self.ends_in_line && (is_thing(next) || is_thing(*stream)) => {
                 text.push('\n');
                 *chars += 1;
             }
@@ -346,10 +384,20 @@ impl Page {
 
     /// Puts `item` in the place of the one with its display id. Returns false when there is none on the page.
     fn replace(&mut self, item: &Item) -> bool {
-        let Some(id) = item.display_id() else { return false };
-        let Some(place) = self.items.iter().rposition(|known| known.display_id() == Some(id)) else { return false };
+        let Some(id) = item.display_id() else {
+            return false;
+        };
+        let Some(place) = self
+            .items
+            .iter()
+            .rposition(|known| known.display_id() == Some(id))
+        else {
+            return false;
+        };
         let is_last = place + 1 == self.items.len();
-        if let (Item::Text { text: new, .. }, Item::Text { text, chars, .. }) = (item, &mut self.items[place]) {
+        if let (Item::Text { text: new, .. }, Item::Text { text, chars, .. }) =
+            (item, &mut self.items[place])
+        {
             let mut new = new.clone();
             if !is_last && !new.ends_with('\n') {
                 new.push('\n');
@@ -370,7 +418,8 @@ impl Page {
             self.cut(self.limit.max(SLACK));
             return true;
         }
-        if let (Item::Image { bytes: new, .. }, Item::Image { bytes, .. }) = (item, &mut self.items[place])
+        if let (Item::Image { bytes: new, .. }, Item::Image { bytes, .. }) =
+            (item, &mut self.items[place])
             && self.image_bytes - bytes.len() + new.len() <= MOST_IMAGE_BYTES
         {
             self.image_bytes = self.image_bytes - bytes.len() + new.len();
@@ -385,7 +434,11 @@ impl Page {
     /// was written anew.
     fn glance(&self, seen: &mut Seen, max_chars: usize) -> Glance {
         let line = self.line.text.as_str();
-        let old = if self.goes_on_with(seen) { seen.line.as_str() } else { "" };
+        let old = if self.goes_on_with(seen) {
+            seen.line.as_str()
+        } else {
+            ""
+        };
         let old_in_spool = (old.len() as u64).min(self.spool.size() - seen.bytes);
         let from = seen.bytes + old_in_spool;
         let line_from = old.len() - usize::try_from(old_in_spool).expect("it is a part of `old`");
@@ -397,18 +450,31 @@ impl Page {
         // A spool that cannot be read has no text to show, and says so by what is left out.
         let mut bytes = self.spool.read_range(start, wanted).unwrap_or_default();
         bytes.extend_from_slice(line.get(line_from..).unwrap_or_default().as_bytes());
-        let inside_character = bytes.iter().take_while(|byte| **byte & 0xC0 == 0x80).count();
+        let inside_character = bytes
+            .iter()
+            .take_while(|byte| **byte & 0xC0 == 0x80)
+            .count();
         let text = String::from_utf8_lossy(&bytes[inside_character..]);
         let chars = text.chars().count();
         let text = text[byte_of(&text, chars.saturating_sub(max_chars))..].to_owned();
 
-        *seen = Seen { bytes: self.spool.size(), chars: self.spool.chars(), line: line.to_owned() };
-        Glance { omitted: fresh.saturating_sub(text.chars().count() as u64), text }
+        *seen = Seen {
+            bytes: self.spool.size(),
+            chars: self.spool.chars(),
+            line: line.to_owned(),
+        };
+        Glance {
+            omitted: fresh.saturating_sub(text.chars().count() as u64),
+            text,
+        }
     }
 
     /// Tells whether what follows in the spool, and then in the open line, begins with the line that was seen.
     fn goes_on_with(&self, seen: &Seen) -> bool {
-        let mut next = self.spool.read_range(seen.bytes, seen.line.len()).unwrap_or_default();
+        let mut next = self
+            .spool
+            .read_range(seen.bytes, seen.line.len())
+            .unwrap_or_default();
         let missing = seen.line.len() - next.len();
         next.extend_from_slice(&self.line.text.as_bytes()[..missing.min(self.line.text.len())]);
         next == seen.line.as_bytes()
@@ -418,7 +484,9 @@ impl Page {
         if !self.line.text.trim().is_empty() {
             return Some(&self.line.text);
         }
-        let Some(Item::Text { text, .. }) = self.items.last() else { return None };
+        let Some(Item::Text { text, .. }) = self.items.last() else {
+            return None;
+        };
         text.trim_end().rsplit('\n').next()
     }
 
@@ -431,7 +499,10 @@ impl Page {
     /// Forgets everything but the spool, which keeps what was printed.
     fn clear(&mut self) {
         let spool = std::mem::take(&mut self.spool);
-        *self = Page { spool, ..Page::new(self.limit) };
+        *self = Page {
+            spool,
+            ..Page::new(self.limit)
+        };
     }
 
     /// Cuts the middle when the page holds more than the limit and `slack`.
@@ -462,7 +533,13 @@ impl Page {
         let mut left = head;
         let mut place = 0;
         for item in &mut self.items {
-            if let Item::Text { text, chars, stream, display_id } = item {
+            if let Item::Text {
+                text,
+                chars,
+                stream,
+                display_id,
+            } = item
+            {
                 if *chars > left {
                     let at = byte_of(text, left);
                     // Both halves lose their display id: an update could not replace both.
@@ -493,7 +570,12 @@ impl Page {
             }
             consumed += 1;
             match item {
-                Item::Text { text, chars, display_id, .. } if *chars > left => {
+                Item::Text {
+                    text,
+                    chars,
+                    display_id,
+                    ..
+                } if *chars > left => {
                     let at = byte_of(text, left);
                     self.gap_newlines += newlines(&text[..at]);
                     text.drain(..at);
@@ -519,7 +601,13 @@ impl Page {
     fn remove_last(&mut self, place: usize, excess: usize) -> usize {
         let mut left = excess;
         for item in self.items[..place].iter_mut().rev() {
-            if let Item::Text { text, chars, display_id, .. } = item {
+            if let Item::Text {
+                text,
+                chars,
+                display_id,
+                ..
+            } = item
+            {
                 let taken = left.min(*chars);
                 let at = byte_of(text, *chars - taken);
                 self.gap_newlines += newlines(&text[at..]);
@@ -561,7 +649,9 @@ fn newlines(text: &str) -> u64 {
 }
 
 fn byte_of(text: &str, chars: usize) -> usize {
-    text.char_indices().nth(chars).map_or(text.len(), |(at, _)| at)
+    text.char_indices()
+        .nth(chars)
+        .map_or(text.len(), |(at, _)| at)
 }
 
 /// Output whose pictures are not developed yet.
@@ -589,12 +679,16 @@ impl Draft {
         let part = |item| match item {
             Item::Text { text, .. } if text.is_empty() => None,
             Item::Text { stream, text, .. } => Some(Part::Text { stream, text }),
-            Item::Gap => Some(Part::Cut { chars: self.cut_chars, lines: self.cut_lines }),
+            Item::Gap => Some(Part::Cut {
+                chars: self.cut_chars,
+                lines: self.cut_lines,
+            }),
             Item::Image { .. } => Some(match developed.next().unwrap_or(Err(BadImage::Corrupt)) {
                 Ok(image) => Part::Image(image),
-                Err(why) => {
-                    Part::Text { stream: Stream::Display, text: format!("[an image is not shown because {why}]") }
-                }
+                Err(why) => Part::Text {
+                    stream: Stream::Display,
+                    text: format!("[an image is not shown because {why}]"),
+                },
             }),
         };
         Output {
@@ -619,16 +713,26 @@ mod tests {
         gather(&mut gatherer);
         let (mut draft, full) = gatherer.finish();
         let full = full.unwrap().read_range(0, usize::MAX).unwrap();
-        let developed = draft.take_images().into_iter().map(crate::session::images::develop).collect();
+        let developed = draft
+            .take_images()
+            .into_iter()
+            .map(crate::session::images::develop)
+            .collect();
         (draft.finish(developed), String::from_utf8(full).unwrap())
     }
 
     fn plain(text: &str) -> Bundle {
-        Bundle { texts: [("text/plain".to_owned(), text.to_owned())].into(), blobs: vec![] }
+        Bundle {
+            texts: [("text/plain".to_owned(), text.to_owned())].into(),
+            blobs: vec![],
+        }
     }
 
     fn picture(bytes: Vec<u8>) -> Bundle {
-        Bundle { texts: Default::default(), blobs: vec![("image/png".to_owned(), bytes)] }
+        Bundle {
+            texts: Default::default(),
+            blobs: vec![("image/png".to_owned(), bytes)],
+        }
     }
 
     fn text_of(output: &Output) -> String {
@@ -640,11 +744,19 @@ mod tests {
     }
 
     fn printed(max: usize, chunks: &[&str]) -> Output {
-        gathered(max, |gatherer| chunks.iter().for_each(|chunk| gatherer.text(Pipe::Out, chunk.as_bytes()))).0
+        gathered(max, |gatherer| {
+            chunks
+                .iter()
+                .for_each(|chunk| gatherer.text(Pipe::Out, chunk.as_bytes()))
+        })
+        .0
     }
 
     fn part(stream: Stream, text: &str) -> Part {
-        Part::Text { stream, text: text.to_owned() }
+        Part::Text {
+            stream,
+            text: text.to_owned(),
+        }
     }
 
     #[test]
@@ -670,7 +782,10 @@ mod tests {
 
     #[test]
     fn a_progress_bar_leaves_its_last_state() {
-        assert_eq!(text_of(&printed(100, &["10%\r50%\r", "100%\ndone\n"])), "100%\ndone\n");
+        assert_eq!(
+            text_of(&printed(100, &["10%\r50%\r", "100%\ndone\n"])),
+            "100%\ndone\n"
+        );
         assert_eq!(text_of(&printed(100, &["a\r\nb\r", "\nc\r"])), "a\nb\nc");
         assert_eq!(text_of(&printed(100, &["abc\x08\x08x\n"])), "ax\n");
         assert_eq!(text_of(&printed(100, &["\rone\r\r\rtwo"])), "two");
@@ -682,23 +797,61 @@ mod tests {
         let mut seen = Seen::default();
         for (piece, text, omitted) in pieces {
             gatherer.text(Pipe::Out, piece.as_bytes());
-            let expected = Glance { text: (*text).to_owned(), omitted: *omitted };
-            assert_eq!(gatherer.glance(&mut seen, max_chars), expected, "after {piece:?}");
+            let expected = Glance {
+                text: (*text).to_owned(),
+                omitted: *omitted,
+            };
+            assert_eq!(
+                gatherer.glance(&mut seen, max_chars),
+                expected,
+                "after {piece:?}"
+            );
         }
     }
 
     #[test]
     fn each_look_shows_what_was_printed_since_the_last() {
-        check_glances(100, &[("one\n", "one\n", 0), ("", "", 0), ("two\nthree\n", "two\nthree\n", 0)]);
-        check_glances(5, &[("one\ntwo\n", "\ntwo\n", 3), ("äöüß\n", "äöüß\n", 0), ("äöüßé\n", "öüßé\n", 1)]);
+        check_glances(
+            100,
+            &[
+                ("one\n", "one\n", 0),
+                ("", "", 0),
+                ("two\nthree\n", "two\nthree\n", 0),
+            ],
+        );
+        check_glances(
+            5,
+            &[
+                ("one\ntwo\n", "\ntwo\n", 3),
+                ("äöüß\n", "äöüß\n", 0),
+                ("äöüßé\n", "öüßé\n", 1),
+            ],
+        );
         check_glances(0, &[("one\n", "", 4), ("two", "", 3), ("\n", "", 1)]);
     }
 
     #[test]
     fn of_a_line_that_goes_on_only_the_new_part_is_shown() {
-        check_glances(100, &[("..", "..", 0), ("...", "...", 0), ("\nend\n", "\nend\n", 0)]);
-        check_glances(3, &[("..", "..", 0), (".....", "...", 2), ("..\n", "..\n", 0)]);
-        check_glances(100, &[("10 %", "10 %", 0), ("\r20 %", "20 %", 0), ("\r100 %\n", "100 %\n", 0)]);
+        check_glances(
+            100,
+            &[
+                ("..", "..", 0),
+                ("...", "...", 0),
+                ("\nend\n", "\nend\n", 0),
+            ],
+        );
+        check_glances(
+            3,
+            &[("..", "..", 0), (".....", "...", 2), ("..\n", "..\n", 0)],
+        );
+        check_glances(
+            100,
+            &[
+                ("10 %", "10 %", 0),
+                ("\r20 %", "20 %", 0),
+                ("\r100 %\n", "100 %\n", 0),
+            ],
+        );
     }
 
     #[test]
@@ -714,7 +867,10 @@ mod tests {
         assert_eq!(latest("one\n  two").as_deref(), Some("two"));
         assert_eq!(latest("10 %\r20 %").as_deref(), Some("20 %"));
         assert_eq!(latest("a\tb\u{7}c\u{85}d\n").as_deref(), Some("abcd"));
-        assert_eq!(latest(&"x".repeat(300)).map(|line| line.len()), Some(LONGEST_TOLD_LINE));
+        assert_eq!(
+            latest(&"x".repeat(300)).map(|line| line.len()),
+            Some(LONGEST_TOLD_LINE)
+        );
     }
 
     #[test]
@@ -730,10 +886,20 @@ mod tests {
     #[test]
     fn exactly_at_the_limit_nothing_is_cut_and_one_more_is() {
         let output = printed(10, &["0123456789"]);
-        assert_eq!((output.parts, output.cut_chars), (vec![part(Stream::Stdout, "0123456789")], 0));
+        assert_eq!(
+            (output.parts, output.cut_chars),
+            (vec![part(Stream::Stdout, "0123456789")], 0)
+        );
         let output = printed(10, &["01234", "56789x"]);
-        let expected = [part(Stream::Stdout, "012345"), Part::Cut { chars: 1, lines: 0 }, part(Stream::Stdout, "789x")];
-        assert_eq!((&output.parts[..], output.cut_chars, output.total_chars), (&expected[..], 1, 11));
+        let expected = [
+            part(Stream::Stdout, "012345"),
+            Part::Cut { chars: 1, lines: 0 },
+            part(Stream::Stdout, "789x"),
+        ];
+        assert_eq!(
+            (&output.parts[..], output.cut_chars, output.total_chars),
+            (&expected[..], 1, 11)
+        );
     }
 
     #[test]
@@ -758,11 +924,19 @@ mod tests {
         }
         let (draft, full) = gatherer.finish();
         let output = draft.finish(Vec::new());
-        assert_eq!((output.total_lines, output.total_chars), (500_000, full.unwrap().total_bytes()));
+        assert_eq!(
+            (output.total_lines, output.total_chars),
+            (500_000, full.unwrap().total_bytes())
+        );
         let text = text_of(&output);
         assert_eq!(text.chars().count(), 100);
-        assert!(text.starts_with("line 0\nline 1\n") && text.ends_with("line 499999\n"), "{text}");
-        let Part::Cut { chars, lines } = output.parts[1] else { panic!("the middle is cut") };
+        assert!(
+            text.starts_with("line 0\nline 1\n") && text.ends_with("line 499999\n"),
+            "{text}"
+        );
+        let Part::Cut { chars, lines } = output.parts[1] else {
+            panic!("the middle is cut")
+        };
         assert_eq!(chars + 100, output.total_chars);
         assert_eq!(lines + newlines(&text), 500_000);
     }
@@ -790,8 +964,11 @@ mod tests {
             gatherer.display(plain("second"), Some("a".to_owned()), true);
             gatherer.display(plain("other"), Some("unknown".to_owned()), true);
         });
-        let expected =
-            [part(Stream::Display, "second\n"), part(Stream::Stdout, "between\n"), part(Stream::Display, "other")];
+        let expected = [
+            part(Stream::Display, "second\n"),
+            part(Stream::Stdout, "between\n"),
+            part(Stream::Display, "other"),
+        ];
         assert_eq!(output.parts, expected);
         assert_eq!(output.total_chars, 20);
     }
@@ -804,9 +981,19 @@ mod tests {
             gatherer.text(Pipe::Out, &[b'b'; 200_000]);
             gatherer.display(picture(b"broken".to_vec()), None, false);
         });
-        assert_eq!(output.parts.iter().filter(|part| matches!(part, Part::Image(_))).count(), 1);
+        assert_eq!(
+            output
+                .parts
+                .iter()
+                .filter(|part| matches!(part, Part::Image(_)))
+                .count(),
+            1
+        );
         let text = text_of(&output);
-        assert!(text.starts_with("aaaaaabbbb[an image is not shown because"), "{text}");
+        assert!(
+            text.starts_with("aaaaaabbbb[an image is not shown because"),
+            "{text}"
+        );
     }
 
     #[test]
@@ -823,7 +1010,10 @@ mod tests {
     #[test]
     fn a_bounded_text_keeps_both_ends() {
         assert_eq!(bounded_text("0123456789", 10), "0123456789");
-        assert_eq!(bounded_text("0123456789x", 10), "012345\n… 1 characters cut …\n789x");
+        assert_eq!(
+            bounded_text("0123456789x", 10),
+            "012345\n… 1 characters cut …\n789x"
+        );
     }
 
     proptest! {

@@ -20,7 +20,10 @@ const DRAWN_TEXTS: usize = 20;
 
 /// What data and figures may hold to be looked into; this takes some milliseconds. Of larger ones
 /// the source is shown.
-const LOOKED_INTO: Budget = Budget { depth: MAX_DEPTH, memory: 4 * 1024 * 1024 };
+const LOOKED_INTO: Budget = Budget {
+    depth: MAX_DEPTH,
+    memory: 4 * 1024 * 1024,
+};
 
 /// What is shown of a bundle.
 #[derive(Debug, PartialEq, Eq)]
@@ -38,7 +41,10 @@ pub(super) fn choose(mut bundle: Bundle) -> Shown {
             return Shown::Image(bundle.blobs.swap_remove(place).1);
         }
         if let Some(text) = bundle.texts.get(mime) {
-            let compact = text.bytes().filter(|byte| !byte.is_ascii_whitespace()).collect::<Vec<_>>();
+            let compact = text
+                .bytes()
+                .filter(|byte| !byte.is_ascii_whitespace())
+                .collect::<Vec<_>>();
             // Bytes that cannot be read become an image that is said to be corrupt.
             return Shown::Image(STANDARD.decode(compact).unwrap_or_default());
         }
@@ -59,7 +65,9 @@ pub(super) fn choose(mut bundle: Bundle) -> Shown {
         .or_else(|| take("application/vnd.plotly.v1+json").map(|figure| plotly(&figure)))
         .or_else(|| take("application/json").map(|json| pretty(&json)))
         .or_else(|| {
-            let page = take("text/html").filter(|_| says_little).map(|html| html::text_of(&html));
+            let page = take("text/html")
+                .filter(|_| says_little)
+                .map(|html| html::text_of(&html));
             page.filter(|text| !text.is_empty())
         })
         .or(plain);
@@ -91,13 +99,27 @@ fn drawing(source: &str) -> String {
         (Some(width), Some(height)) => format!(", {width} × {height}"),
         _ => String::new(),
     };
-    let elements = read.split('<').skip(1).filter(|tag| tag.starts_with(|c: char| c.is_ascii_alphabetic())).count();
+    let elements = read
+        .split('<')
+        .skip(1)
+        .filter(|tag| tag.starts_with(|c: char| c.is_ascii_alphabetic()))
+        .count();
     let plural = if elements == 1 { "" } else { "s" };
-    let mut summary = format!("[SVG drawing{size}: {elements} element{plural}, {} characters", source.chars().count());
-    let texts: Vec<String> = ["title", "text"].into_iter().flat_map(|name| html::texts_in(read, name)).collect();
+    let mut summary = format!(
+        "[SVG drawing{size}: {elements} element{plural}, {} characters",
+        source.chars().count()
+    );
+    let texts: Vec<String> = ["title", "text"]
+        .into_iter()
+        .flat_map(|name| html::texts_in(read, name))
+        .collect();
     if !texts.is_empty() {
         let told: Vec<&str> = texts.iter().take(DRAWN_TEXTS).map(String::as_str).collect();
-        let more = if texts.len() > DRAWN_TEXTS { ", …" } else { "" };
+        let more = if texts.len() > DRAWN_TEXTS {
+            ", …"
+        } else {
+            ""
+        };
         summary.push_str(&format!("; texts: {}{more}", told.join(", ")));
     }
     summary + "]"
@@ -105,7 +127,11 @@ fn drawing(source: &str) -> String {
 
 fn shortened(text: &str) -> String {
     match text.char_indices().nth(SOURCE_SHOWN) {
-        Some((at, _)) => format!("{}… ({} more characters)", &text[..at], text[at..].chars().count()),
+        Some((at, _)) => format!(
+            "{}… ({} more characters)",
+            &text[..at],
+            text[at..].chars().count()
+        ),
         None => text.to_owned(),
     }
 }
@@ -122,10 +148,15 @@ fn plotly(figure: &str) -> String {
     let Ok(value) = cellblock_json::read::<Value>(figure.as_bytes(), LOOKED_INTO) else {
         return format!("[Plotly figure, {} bytes of JSON]", figure.len());
     };
-    let traces = value["data"].as_array().map(Vec::as_slice).unwrap_or_default();
+    let traces = value["data"]
+        .as_array()
+        .map(Vec::as_slice)
+        .unwrap_or_default();
     let shown = traces.iter().take(20).map(|trace| {
         let kind = trace["type"].as_str().unwrap_or("scatter");
-        let length = ["x", "y", "values", "z", "lat"].into_iter().find_map(|axis| Some(trace[axis].as_array()?.len()));
+        let length = ["x", "y", "values", "z", "lat"]
+            .into_iter()
+            .find_map(|axis| Some(trace[axis].as_array()?.len()));
         let name = trace["name"].as_str().filter(|name| !name.is_empty());
         let name = name.map(|name| format!(" \"{name}\"")).unwrap_or_default();
         match length {
@@ -153,8 +184,14 @@ mod tests {
 
     fn shown(texts: &[(&str, &str)], blobs: &[(&str, &[u8])]) -> Shown {
         choose(Bundle {
-            texts: texts.iter().map(|(mime, text)| (mime.to_string(), text.to_string())).collect(),
-            blobs: blobs.iter().map(|(mime, bytes)| (mime.to_string(), bytes.to_vec())).collect(),
+            texts: texts
+                .iter()
+                .map(|(mime, text)| (mime.to_string(), text.to_string()))
+                .collect(),
+            blobs: blobs
+                .iter()
+                .map(|(mime, bytes)| (mime.to_string(), bytes.to_vec()))
+                .collect(),
         })
     }
 
@@ -165,72 +202,159 @@ mod tests {
     #[test]
     fn a_picture_is_shown_instead_of_the_text_beside_it() {
         assert_eq!(
-            shown(&[("text/plain", "<Figure size 640x480>")], &[("image/png", b"p")]),
+            shown(
+                &[("text/plain", "<Figure size 640x480>")],
+                &[("image/png", b"p")]
+            ),
             Shown::Image(b"p".to_vec())
         );
-        assert_eq!(shown(&[("text/plain", "x"), ("image/png", "cG\nk=")], &[]), Shown::Image(b"pi".to_vec()));
+        assert_eq!(
+            shown(&[("text/plain", "x"), ("image/png", "cG\nk=")], &[]),
+            Shown::Image(b"pi".to_vec())
+        );
     }
 
     #[test]
     fn a_data_frame_is_shown_as_plain_text() {
-        assert_eq!(shown(&[("text/plain", "  a\n0 1"), ("text/html", "<table>")], &[]), text("  a\n0 1"));
+        assert_eq!(
+            shown(&[("text/plain", "  a\n0 1"), ("text/html", "<table>")], &[]),
+            text("  a\n0 1")
+        );
     }
 
     #[test]
     fn what_says_more_is_preferred() {
         assert_eq!(
-            shown(&[("text/plain", "x"), ("text/markdown", "**x**"), ("text/latex", "$x$")], &[]),
+            shown(
+                &[
+                    ("text/plain", "x"),
+                    ("text/markdown", "**x**"),
+                    ("text/latex", "$x$")
+                ],
+                &[]
+            ),
             text("**x**")
         );
-        assert_eq!(shown(&[("text/plain", "x"), ("text/latex", "$x$")], &[]), text("$x$"));
-        assert_eq!(shown(&[("text/plain", "x"), ("application/json", "{\"a\":1}")], &[]), text("{\n  \"a\": 1\n}"));
-        for name in ["<HTML object>", "<pandas.io.formats.style.Styler at 0x7f01>"] {
-            assert_eq!(shown(&[("text/plain", name), ("text/html", "<b>x</b>")], &[]), text("x"));
-            assert_eq!(shown(&[("text/plain", name), ("text/html", "<iframe></iframe>")], &[]), text(name));
+        assert_eq!(
+            shown(&[("text/plain", "x"), ("text/latex", "$x$")], &[]),
+            text("$x$")
+        );
+        assert_eq!(
+            shown(
+                &[("text/plain", "x"), ("application/json", "{\"a\":1}")],
+                &[]
+            ),
+            text("{\n  \"a\": 1\n}")
+        );
+        for name in [
+            "<HTML object>",
+            "<pandas.io.formats.style.Styler at 0x7f01>",
+        ] {
+            assert_eq!(
+                shown(&[("text/plain", name), ("text/html", "<b>x</b>")], &[]),
+                text("x")
+            );
+            assert_eq!(
+                shown(
+                    &[("text/plain", name), ("text/html", "<iframe></iframe>")],
+                    &[]
+                ),
+                text(name)
+            );
         }
-        assert_eq!(shown(&[("text/plain", "a  b"), ("text/html", "<table></table>")], &[]), text("a  b"));
-        assert_eq!(shown(&[], &[("application/pdf", b"1234")]), text("[application/pdf, 4 bytes]"));
+        assert_eq!(
+            shown(
+                &[("text/plain", "a  b"), ("text/html", "<table></table>")],
+                &[]
+            ),
+            text("a  b")
+        );
+        assert_eq!(
+            shown(&[], &[("application/pdf", b"1234")]),
+            text("[application/pdf, 4 bytes]")
+        );
         assert_eq!(shown(&[], &[]), Shown::Nothing);
     }
 
     #[test]
     fn long_sources_are_cut() {
         let long = format!("\"{}\"", "s".repeat(5000));
-        let Shown::Text(cut) = shown(&[("application/json", &long)], &[]) else { panic!("data is text") };
-        assert!(cut.ends_with("… (1002 more characters)"), "{}", &cut[cut.len() - 40..]);
+        let Shown::Text(cut) = shown(&[("application/json", &long)], &[]) else {
+            panic!("data is text")
+        };
+        assert!(
+            cut.ends_with("… (1002 more characters)"),
+            "{}",
+            &cut[cut.len() - 40..]
+        );
     }
 
     #[test]
     fn a_drawing_is_named_and_its_source_is_not_shown() {
         let source = "<?xml version='1.0'?><svg width=\"12pt\" height='9pt'><title>T</title><g><text x='1'>a <tspan>b</tspan></text>\
                       </g><!-- no --></svg>";
-        let summary = format!("[SVG drawing, 12pt × 9pt: 5 elements, {} characters; texts: T, a b]", source.len());
-        assert_eq!(shown(&[("text/plain", "<x object>"), ("image/svg+xml", source)], &[]), text(&summary));
+        let summary = format!(
+            "[SVG drawing, 12pt × 9pt: 5 elements, {} characters; texts: T, a b]",
+            source.len()
+        );
+        assert_eq!(
+            shown(
+                &[("text/plain", "<x object>"), ("image/svg+xml", source)],
+                &[]
+            ),
+            text(&summary)
+        );
         let both = format!("<POINT (0 1)>\n{summary}");
-        assert_eq!(shown(&[("text/plain", "<POINT (0 1)>"), ("image/svg+xml", source)], &[]), text(&both));
+        assert_eq!(
+            shown(
+                &[("text/plain", "<POINT (0 1)>"), ("image/svg+xml", source)],
+                &[]
+            ),
+            text(&both)
+        );
         let drawn = shown(&[("image/svg+xml", source)], &[("image/png", b"p")]);
-        assert_eq!(drawn, Shown::Image(b"p".to_vec()), "a picture of it is preferred");
-        let Shown::Text(long) = shown(&[("image/svg+xml", &"<text>long</text>".repeat(10_000))], &[]) else {
+        assert_eq!(
+            drawn,
+            Shown::Image(b"p".to_vec()),
+            "a picture of it is preferred"
+        );
+        let Shown::Text(long) = shown(
+            &[("image/svg+xml", &"<text>long</text>".repeat(10_000))],
+            &[],
+        ) else {
             panic!("a drawing is text")
         };
-        assert!(long.len() < 400 && long.contains("10000 elements"), "{long}");
+        assert!(
+            long.len() < 400 && long.contains("10000 elements"),
+            "{long}"
+        );
     }
 
     #[test]
     fn animations_are_pictures_too() {
         for mime in ["image/gif", "image/webp"] {
-            let both = shown(&[("text/plain", "<IPython.core.display.Image object>")], &[(mime, b"g")]);
+            let both = shown(
+                &[("text/plain", "<IPython.core.display.Image object>")],
+                &[(mime, b"g")],
+            );
             assert_eq!(both, Shown::Image(b"g".to_vec()));
         }
-        assert_eq!(shown(&[], &[("image/gif", b"g"), ("image/png", b"p")]), Shown::Image(b"p".to_vec()));
+        assert_eq!(
+            shown(&[], &[("image/gif", b"g"), ("image/png", b"p")]),
+            Shown::Image(b"p".to_vec())
+        );
     }
 
     #[test]
     fn data_that_would_take_much_memory_is_not_looked_into() {
         let many = |count: usize| format!("[{}0]", r#"{"":0},"#.repeat(count));
-        let Shown::Text(cut) = shown(&[("application/json", &many(100_000))], &[]) else { panic!("data is text") };
+        let Shown::Text(cut) = shown(&[("application/json", &many(100_000))], &[]) else {
+            panic!("data is text")
+        };
         assert!(cut.starts_with(r#"[{"":0},{"#), "{}", &cut[..40]);
-        let Shown::Text(laid_out) = shown(&[("application/json", &many(1000))], &[]) else { panic!("data is text") };
+        let Shown::Text(laid_out) = shown(&[("application/json", &many(1000))], &[]) else {
+            panic!("data is text")
+        };
         assert!(laid_out.starts_with("[\n"), "the control: less is laid out");
         let figure = shown(&[("application/vnd.plotly.v1+json", &many(100_000))], &[]);
         assert_eq!(figure, text("[Plotly figure, 700003 bytes of JSON]"));
@@ -240,7 +364,13 @@ mod tests {
     fn a_plotly_figure_is_summed_up_without_its_source() {
         let figure = r#"{"data":[{"type":"bar","x":[1,2,3]},{"name":"","y":[1]}],"layout":{"title":{"text":"T"},"xaxis":{"title":"time"}}}"#;
         assert_eq!(
-            shown(&[("text/plain", "Figure({…})"), ("application/vnd.plotly.v1+json", figure)], &[]),
+            shown(
+                &[
+                    ("text/plain", "Figure({…})"),
+                    ("application/vnd.plotly.v1+json", figure)
+                ],
+                &[]
+            ),
             text("Plotly figure: bar with 3 points, scatter with 1 point; title: T; x axis: time")
         );
     }

@@ -46,11 +46,16 @@ impl TryFrom<String> for ExecutionHandle {
 pub(super) mod word {
     use super::*;
 
-    pub(in crate::session) fn serialize<S: Serializer>(word: &Word, serializer: S) -> Result<S::Ok, S::Error> {
+    pub(in crate::session) fn serialize<S: Serializer>(
+        word: &Word,
+        serializer: S,
+    ) -> Result<S::Ok, S::Error> {
         serializer.serialize_str(word)
     }
 
-    pub(in crate::session) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Word, D::Error> {
+    pub(in crate::session) fn deserialize<'de, D: Deserializer<'de>>(
+        deserializer: D,
+    ) -> Result<Word, D::Error> {
         let text = String::deserialize(deserializer)?;
         kept(text).ok_or_else(|| de::Error::custom("too many words, or too long a word"))
     }
@@ -75,11 +80,16 @@ fn kept(text: String) -> Option<Word> {
 pub(super) mod rules {
     use super::*;
 
-    pub(in crate::session) fn serialize<S: Serializer>(rules: &Rules, serializer: S) -> Result<S::Ok, S::Error> {
+    pub(in crate::session) fn serialize<S: Serializer>(
+        rules: &Rules,
+        serializer: S,
+    ) -> Result<S::Ok, S::Error> {
         serializer.collect_seq(rules.iter().map(ToString::to_string))
     }
 
-    pub(in crate::session) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Rules, D::Error> {
+    pub(in crate::session) fn deserialize<'de, D: Deserializer<'de>>(
+        deserializer: D,
+    ) -> Result<Rules, D::Error> {
         Rules::from_texts(&Vec::<String>::deserialize(deserializer)?).map_err(de::Error::custom)
     }
 }
@@ -92,7 +102,9 @@ pub(super) mod optional_rules {
         rules: &Option<Rules>,
         serializer: S,
     ) -> Result<S::Ok, S::Error> {
-        let texts = rules.as_ref().map(|rules| rules.iter().map(ToString::to_string).collect::<Vec<_>>());
+        let texts = rules
+            .as_ref()
+            .map(|rules| rules.iter().map(ToString::to_string).collect::<Vec<_>>());
         texts.serialize(serializer)
     }
 
@@ -100,7 +112,9 @@ pub(super) mod optional_rules {
         deserializer: D,
     ) -> Result<Option<Rules>, D::Error> {
         let texts = Option::<Vec<String>>::deserialize(deserializer)?;
-        texts.map(|texts| Rules::from_texts(&texts).map_err(de::Error::custom)).transpose()
+        texts
+            .map(|texts| Rules::from_texts(&texts).map_err(de::Error::custom))
+            .transpose()
     }
 }
 
@@ -115,7 +129,10 @@ pub(super) mod blocked {
         times: u32,
     }
 
-    pub(in crate::session) fn serialize<S: Serializer>(blocked: &[Blocked], serializer: S) -> Result<S::Ok, S::Error> {
+    pub(in crate::session) fn serialize<S: Serializer>(
+        blocked: &[Blocked],
+        serializer: S,
+    ) -> Result<S::Ok, S::Error> {
         serializer.collect_seq(blocked.iter().map(|blocked| Told {
             target: blocked.target.clone(),
             reason: blocked.reason.to_string(),
@@ -127,7 +144,15 @@ pub(super) mod blocked {
         deserializer: D,
     ) -> Result<Vec<Blocked>, D::Error> {
         let told = Vec::<Told>::deserialize(deserializer)?;
-        let blocked = |Told { target, reason, times }| Blocked { target, reason: Reason::Told(reason), times };
+        let blocked = |Told {
+                           target,
+                           reason,
+                           times,
+                       }| Blocked {
+            target,
+            reason: Reason::Told(reason),
+            times,
+        };
         Ok(told.into_iter().map(blocked).collect())
     }
 }
@@ -135,7 +160,9 @@ pub(super) mod blocked {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::session::{ExecutionId, Image, Outcome, Output, Part, Refused, SessionInfo, Status, Which};
+    use crate::session::{
+        ExecutionId, Image, Outcome, Output, Part, Refused, SessionInfo, Status, Which,
+    };
 
     fn there_and_back<T: Serialize + for<'de> Deserialize<'de>>(value: &T) -> Result<T, String> {
         let bytes = rmp_serde::to_vec_named(value).unwrap();
@@ -152,7 +179,11 @@ mod tests {
             scaled_from: Some((4, 2)),
             frames: Some(2),
         };
-        let refused = Blocked { target: "example.org:443".to_owned(), reason: Reason::NotListed, times: 2 };
+        let refused = Blocked {
+            target: "example.org:443".to_owned(),
+            reason: Reason::NotListed,
+            times: 2,
+        };
         let outcome = Outcome {
             execution: ExecutionId(7),
             status: Status::Completed,
@@ -179,13 +210,25 @@ mod tests {
         };
         let back = there_and_back(&outcome).unwrap();
         assert_eq!(back.output.parts, outcome.output.parts);
-        assert_eq!((back.execution, back.status, back.duration), (ExecutionId(7), Status::Completed, outcome.duration));
-        assert_eq!(back.blocked[0].to_string(), refused.to_string(), "a reason keeps its words");
+        assert_eq!(
+            (back.execution, back.status, back.duration),
+            (ExecutionId(7), Status::Completed, outcome.duration)
+        );
+        assert_eq!(
+            back.blocked[0].to_string(),
+            refused.to_string(),
+            "a reason keeps its words"
+        );
     }
 
     #[test]
     fn rules_keep_their_meaning_also_the_choice_of_everything() {
-        let listed = Rules::parse(&["*.example.com:8000-8010", "192.0.2.0/24", "!ads.example.com"]).unwrap();
+        let listed = Rules::parse(&[
+            "*.example.com:8000-8010",
+            "192.0.2.0/24",
+            "!ads.example.com",
+        ])
+        .unwrap();
         let everything = Rules::everything().deny(&["ads.example.com"]).unwrap();
         for rules in [Rules::none(), listed, Rules::everything(), everything] {
             let info = SessionInfo {
@@ -207,11 +250,19 @@ mod tests {
     fn every_refusal_keeps_its_words() {
         let id = SessionId::default_session();
         for refused in [
-            Refused::CellRunning { id: id.clone(), then: "undo" },
+            Refused::CellRunning {
+                id: id.clone(),
+                then: "undo",
+            },
             Refused::Unknown { id: id.clone() },
-            Refused::Launch(crate::sandbox::LaunchError::TimedOut(std::time::Duration::from_secs(3))),
+            Refused::Launch(crate::sandbox::LaunchError::TimedOut(
+                std::time::Duration::from_secs(3),
+            )),
         ] {
-            assert_eq!(there_and_back(&refused).unwrap().to_string(), refused.to_string());
+            assert_eq!(
+                there_and_back(&refused).unwrap().to_string(),
+                refused.to_string()
+            );
         }
     }
 
@@ -221,10 +272,17 @@ mod tests {
             let bytes = rmp_serde::to_vec_named(text).unwrap();
             let id = rmp_serde::from_slice::<SessionId>(&bytes).is_ok();
             let path = rmp_serde::from_slice::<InsidePath>(&bytes).is_ok();
-            (id, path, rmp_serde::from_slice::<ExecutionHandle>(&bytes).is_ok())
+            (
+                id,
+                path,
+                rmp_serde::from_slice::<ExecutionHandle>(&bytes).is_ok(),
+            )
         };
         assert_eq!(arrives("../x"), (false, false, false));
-        assert_eq!(arrives("0123456789abcdef0123456789abcdef"), (true, true, true)); // control
+        assert_eq!(
+            arrives("0123456789abcdef0123456789abcdef"),
+            (true, true, true)
+        ); // control
         let which = Which::Of(SessionId::default_session());
         assert_eq!(there_and_back(&which).unwrap(), which);
     }

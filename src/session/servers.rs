@@ -25,7 +25,11 @@ pub struct ServerRequest {
 // Parameters hold secrets.
 impl fmt::Debug for ServerRequest {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        formatter.debug_struct("ServerRequest").field("name", &self.name).field("trust", &self.trust).finish()
+        formatter
+            .debug_struct("ServerRequest")
+            .field("name", &self.name)
+            .field("trust", &self.trust)
+            .finish()
     }
 }
 
@@ -112,16 +116,27 @@ pub struct ServerTool {
 
 impl Sessions {
     /// Connects to a server and makes its tools known to the owner's sessions, in the place of one of the same name.
-    pub async fn register_server(&self, owner: &Principal, request: ServerRequest) -> Result<ServerReport, Refused> {
+    pub async fn register_server(
+        &self,
+        owner: &Principal,
+        request: ServerRequest,
+    ) -> Result<ServerReport, Refused> {
         let name = request.name.clone();
-        let report = self.broker()?.register(owner, request).await.map_err(|why| Refused::Server { why })?;
+        let report = self
+            .broker()?
+            .register(owner, request)
+            .await
+            .map_err(|why| Refused::Server { why })?;
         self.forget_approvals_of(owner, &name);
         Ok(report)
     }
 
     /// Takes a server away from the owner's sessions.
     pub async fn unregister_server(&self, owner: &Principal, name: &str) -> Result<(), Refused> {
-        self.broker()?.unregister(owner, name).await.map_err(|why| Refused::Server { why })?;
+        self.broker()?
+            .unregister(owner, name)
+            .await
+            .map_err(|why| Refused::Server { why })?;
         self.forget_approvals_of(owner, name);
         Ok(())
     }

@@ -59,7 +59,15 @@ pub enum UnfitCommand {
 impl ShellCommand {
     /// Takes what the code said, if it is within bounds. `usual_folder` is where commands of its session usually begin.
     pub fn new(claimed: ClaimedCommand, usual_folder: &str) -> Result<ShellCommand, UnfitCommand> {
-        let ClaimedCommand { line, words, input, folder, environment, timeout, .. } = claimed;
+        let ClaimedCommand {
+            line,
+            words,
+            input,
+            folder,
+            environment,
+            timeout,
+            ..
+        } = claimed;
         let form = match line {
             Some(line) => Form::Line(line),
             None => Form::Words(words),
@@ -74,19 +82,36 @@ impl ShellCommand {
         check("text", texts.into_iter(), LONGEST_COMMAND)?;
         check("input", input.as_deref().into_iter(), LONGEST_INPUT)?;
         check("folder", std::iter::once(folder.as_str()), LONGEST_FOLDER)?;
-        let variables = || environment.iter().flat_map(|(name, value)| [name.as_str(), value.as_deref().unwrap_or("")]);
+        let variables = || {
+            environment
+                .iter()
+                .flat_map(|(name, value)| [name.as_str(), value.as_deref().unwrap_or("")])
+        };
         check("environment", variables(), LONGEST_VARIABLES)?;
         if environment.len() > MOST_VARIABLES {
-            return Err(UnfitCommand::TooLong { what: "environment", most: LONGEST_VARIABLES });
+            return Err(UnfitCommand::TooLong {
+                what: "environment",
+                most: LONGEST_VARIABLES,
+            });
         }
-        if environment.keys().any(|name| name.is_empty() || name.contains('=')) {
+        if environment
+            .keys()
+            .any(|name| name.is_empty() || name.contains('='))
+        {
             return Err(UnfitCommand::VariableName);
         }
         let timeout = timeout.filter(|seconds| seconds.is_finite() && *seconds < LONGEST_TIMEOUT);
         let timeout = timeout.map(|seconds| Duration::from_secs_f64(seconds.max(0.0)));
         let is_usual_folder = folder == usual_folder;
         let environment = environment.into_iter().collect();
-        Ok(ShellCommand { form, input, folder, is_usual_folder, environment, timeout })
+        Ok(ShellCommand {
+            form,
+            input,
+            folder,
+            is_usual_folder,
+            environment,
+            timeout,
+        })
     }
 
     /// Names the way in which the code asks, for rules: `!`, `%%bash`, `%%perl -w`, `subprocess`.
@@ -111,12 +136,20 @@ impl ShellCommand {
             (form, input) => {
                 let mut text = self.circumstances();
                 match form {
-                    Form::Line(line) => text.push_str(&quoted(&[SHELLS[0].to_owned(), "-c".to_owned(), line.clone()])),
+                    Form::Line(line) => text.push_str(&quoted(&[
+                        SHELLS[0].to_owned(),
+                        "-c".to_owned(),
+                        line.clone(),
+                    ])),
                     Form::Words(words) => text.push_str(&quoted(words)),
                 }
                 if let Some(input) = input {
                     let end = unused_word(input);
-                    let _ = write!(text, " <<'{end}'\n{input}{}{end}", if input.ends_with('\n') { "" } else { "\n" });
+                    let _ = write!(
+                        text,
+                        " <<'{end}'\n{input}{}{end}",
+                        if input.ends_with('\n') { "" } else { "\n" }
+                    );
                 }
                 text
             }
@@ -129,16 +162,30 @@ impl ShellCommand {
         if !self.is_usual_folder {
             words.extend(["-C".to_owned(), self.folder.clone()]);
         }
-        words.extend(self.environment.iter().filter(|(_, value)| value.is_none()).map(|(name, _)| format!("-u{name}")));
-        let set = self.environment.iter().filter_map(|(name, value)| Some((name, value.as_ref()?)));
+        words.extend(
+            self.environment
+                .iter()
+                .filter(|(_, value)| value.is_none())
+                .map(|(name, _)| format!("-u{name}")),
+        );
+        let set = self
+            .environment
+            .iter()
+            .filter_map(|(name, value)| Some((name, value.as_ref()?)));
         words.extend(set.map(|(name, value)| format!("{name}={value}")));
-        if words.len() == 1 { String::new() } else { quoted(&words) + " " }
+        if words.len() == 1 {
+            String::new()
+        } else {
+            quoted(&words) + " "
+        }
     }
 
     /// Returns the programs to try, one after another, until one exists.
     pub(super) fn programs(&self) -> Vec<Vec<String>> {
         match &self.form {
-            Form::Line(line) => SHELLS.map(|shell| vec![shell.to_owned(), "-c".to_owned(), line.clone()]).into(),
+            Form::Line(line) => SHELLS
+                .map(|shell| vec![shell.to_owned(), "-c".to_owned(), line.clone()])
+                .into(),
             Form::Words(words) => vec![words.clone()],
         }
     }
@@ -156,7 +203,11 @@ impl ShellCommand {
     }
 }
 
-fn check<'a>(what: &'static str, texts: impl Iterator<Item = &'a str>, most: usize) -> Result<(), UnfitCommand> {
+fn check<'a>(
+    what: &'static str,
+    texts: impl Iterator<Item = &'a str>,
+    most: usize,
+) -> Result<(), UnfitCommand> {
     let mut total = 0;
     for text in texts {
         total += text.len() + 1;
@@ -173,7 +224,10 @@ fn check<'a>(what: &'static str, texts: impl Iterator<Item = &'a str>, most: usi
 /// Returns words as a shell takes them.
 fn quoted(words: &[String]) -> String {
     let plain = |text: &str| {
-        !text.is_empty() && text.chars().all(|sign| sign.is_ascii_alphanumeric() || "_-./=:,@%+".contains(sign))
+        !text.is_empty()
+            && text
+                .chars()
+                .all(|sign| sign.is_ascii_alphanumeric() || "_-./=:,@%+".contains(sign))
     };
     let words = words.iter().map(|word| match word.as_str() {
         word if plain(word) => word.to_owned(),
@@ -190,7 +244,9 @@ fn unused_word(text: &str) -> String {
         rest.bytes().all(|byte| byte == b'_').then_some(rest.len())
     };
     let used: HashSet<usize> = text.lines().filter_map(underscores).collect();
-    let unused = (0..).find(|count| !used.contains(count)).expect("a text has fewer lines than there are numbers");
+    let unused = (0..)
+        .find(|count| !used.contains(count))
+        .expect("a text has fewer lines than there are numbers");
     format!("END{}", "_".repeat(unused))
 }
 
@@ -207,7 +263,11 @@ mod tests {
     }
 
     fn line(text: &str) -> ClaimedCommand {
-        ClaimedCommand { line: Some(text.to_owned()), folder: USUAL_FOLDER.to_owned(), ..ClaimedCommand::default() }
+        ClaimedCommand {
+            line: Some(text.to_owned()),
+            folder: USUAL_FOLDER.to_owned(),
+            ..ClaimedCommand::default()
+        }
     }
 
     fn script(words: &[&str], body: &str) -> ClaimedCommand {
@@ -220,9 +280,15 @@ mod tests {
         }
     }
 
-    fn with(mut claimed: ClaimedCommand, folder: &str, variables: &[(&str, Option<&str>)]) -> ClaimedCommand {
+    fn with(
+        mut claimed: ClaimedCommand,
+        folder: &str,
+        variables: &[(&str, Option<&str>)],
+    ) -> ClaimedCommand {
         claimed.folder = folder.to_owned();
-        let variables = variables.iter().map(|(name, value)| ((*name).to_owned(), value.map(str::to_owned)));
+        let variables = variables
+            .iter()
+            .map(|(name, value)| ((*name).to_owned(), value.map(str::to_owned)));
         claimed.environment = variables.collect::<BTreeMap<_, _>>();
         claimed
     }
@@ -234,22 +300,47 @@ mod tests {
 
     #[test]
     fn a_command_is_shown_as_it_was_written() {
-        assert_eq!(shown(line("ls -l | wc")), ("!".to_owned(), "ls -l | wc".to_owned()));
-        assert_eq!(shown(script(&["bash"], "ls\n")), ("%%bash".to_owned(), "ls\n".to_owned()));
-        assert_eq!(shown(script(&["perl", "-w"], "1;\n")), ("%%perl -w".to_owned(), "1;\n".to_owned()));
-        let list = ClaimedCommand { input: None, ..script(&["git", "log", "-n 1"], "") };
-        assert_eq!(shown(list), ("subprocess".to_owned(), "git log '-n 1'".to_owned()));
+        assert_eq!(
+            shown(line("ls -l | wc")),
+            ("!".to_owned(), "ls -l | wc".to_owned())
+        );
+        assert_eq!(
+            shown(script(&["bash"], "ls\n")),
+            ("%%bash".to_owned(), "ls\n".to_owned())
+        );
+        assert_eq!(
+            shown(script(&["perl", "-w"], "1;\n")),
+            ("%%perl -w".to_owned(), "1;\n".to_owned())
+        );
+        let list = ClaimedCommand {
+            input: None,
+            ..script(&["git", "log", "-n 1"], "")
+        };
+        assert_eq!(
+            shown(list),
+            ("subprocess".to_owned(), "git log '-n 1'".to_owned())
+        );
     }
 
     #[test]
     fn another_folder_and_other_variables_are_part_of_what_is_shown() {
         let changed = &[("PATH", Some("/tmp/my bin")), ("HOME", None)];
         let (kind, text) = shown(with(line("ls"), "/tmp", changed));
-        assert_eq!((kind.as_str(), text.as_str()), ("!", "env -C /tmp -uHOME 'PATH=/tmp/my bin' /bin/bash -c ls"));
+        assert_eq!(
+            (kind.as_str(), text.as_str()),
+            ("!", "env -C /tmp -uHOME 'PATH=/tmp/my bin' /bin/bash -c ls")
+        );
         let (_, text) = shown(with(line("it's"), "/tmp", &[]));
         assert_eq!(text, r"env -C /tmp /bin/bash -c 'it'\''s'");
-        let (kind, text) = shown(with(script(&["bash"], "ls\nEND\n"), USUAL_FOLDER, &[("A", Some("1"))]));
-        assert_eq!((kind.as_str(), text.as_str()), ("%%bash", "env A=1 bash <<'END_'\nls\nEND\nEND_"));
+        let (kind, text) = shown(with(
+            script(&["bash"], "ls\nEND\n"),
+            USUAL_FOLDER,
+            &[("A", Some("1"))],
+        ));
+        assert_eq!(
+            (kind.as_str(), text.as_str()),
+            ("%%bash", "env A=1 bash <<'END_'\nls\nEND\nEND_")
+        );
     }
 
     #[test]
@@ -265,7 +356,11 @@ mod tests {
         }
         // As many as fit into the largest input. One pass finds the word; a pass for each word
         // would take a second.
-        let all = |count: usize| (0..count).map(|count| format!("END{}\n", "_".repeat(count))).collect::<String>();
+        let all = |count: usize| {
+            (0..count)
+                .map(|count| format!("END{}\n", "_".repeat(count)))
+                .collect::<String>()
+        };
         let text = all(1400);
         assert!(text.len() < LONGEST_INPUT);
         assert_eq!(unused_word(&text), format!("END{}", "_".repeat(1400)));
@@ -273,7 +368,11 @@ mod tests {
 
     #[test]
     fn the_usual_folder_is_that_of_the_session() {
-        let shown = |usual: &str| ShellCommand::new(with(line("ls"), "/forks/2", &[]), usual).unwrap().text();
+        let shown = |usual: &str| {
+            ShellCommand::new(with(line("ls"), "/forks/2", &[]), usual)
+                .unwrap()
+                .text()
+        };
         assert_eq!(shown("/forks/2"), "ls");
         assert_eq!(shown(USUAL_FOLDER), "env -C /forks/2 /bin/bash -c ls");
     }
@@ -284,17 +383,26 @@ mod tests {
         let shells = [["/bin/bash", "-c", "ls"], ["/bin/sh", "-c", "ls"]];
         assert_eq!(command.programs(), shells);
         assert_eq!((command.folder(), command.input()), ("/tmp", None));
-        let variables = [("A".to_owned(), Some("1".to_owned())), ("B".to_owned(), None)];
+        let variables = [
+            ("A".to_owned(), Some("1".to_owned())),
+            ("B".to_owned(), None),
+        ];
         assert_eq!(command.environment(), variables);
         let command = made(script(&["perl", "-w"], "1;")).unwrap();
-        assert_eq!((command.programs(), command.input()), (vec![vec!["perl".into(), "-w".into()]], Some(&b"1;"[..])));
+        assert_eq!(
+            (command.programs(), command.input()),
+            (vec![vec!["perl".into(), "-w".into()]], Some(&b"1;"[..]))
+        );
     }
 
     #[test]
     fn what_is_too_long_or_cannot_be_run_is_refused_whole() {
         let refused = |claimed| made(claimed).unwrap_err();
         let long = "x".repeat(LONGEST_COMMAND);
-        assert!(matches!(refused(line(&long)), UnfitCommand::TooLong { what: "text", .. }));
+        assert!(matches!(
+            refused(line(&long)),
+            UnfitCommand::TooLong { what: "text", .. }
+        ));
         assert!(made(line(&long[1..])).is_ok(), "control");
         assert_eq!(refused(line("a\0b")), UnfitCommand::Nul { what: "text" });
         assert_eq!(refused(line(" ")), UnfitCommand::Empty);
@@ -303,18 +411,42 @@ mod tests {
             refused(script(&["sh"], &"x".repeat(LONGEST_INPUT))),
             UnfitCommand::TooLong { what: "input", .. }
         ));
-        assert_eq!(refused(with(line("ls"), "/a\0", &[])), UnfitCommand::Nul { what: "folder" });
-        assert_eq!(refused(with(line("ls"), "/", &[("A=B", Some("1"))])), UnfitCommand::VariableName);
-        assert_eq!(refused(with(line("ls"), "/", &[("", None)])), UnfitCommand::VariableName);
-        let names: Vec<String> = (0..=MOST_VARIABLES).map(|number| format!("V{number}")).collect();
+        assert_eq!(
+            refused(with(line("ls"), "/a\0", &[])),
+            UnfitCommand::Nul { what: "folder" }
+        );
+        assert_eq!(
+            refused(with(line("ls"), "/", &[("A=B", Some("1"))])),
+            UnfitCommand::VariableName
+        );
+        assert_eq!(
+            refused(with(line("ls"), "/", &[("", None)])),
+            UnfitCommand::VariableName
+        );
+        let names: Vec<String> = (0..=MOST_VARIABLES)
+            .map(|number| format!("V{number}"))
+            .collect();
         let many: Vec<_> = names.iter().map(|name| (name.as_str(), None)).collect();
-        assert!(matches!(refused(with(line("ls"), "/", &many)), UnfitCommand::TooLong { what: "environment", .. }));
+        assert!(matches!(
+            refused(with(line("ls"), "/", &many)),
+            UnfitCommand::TooLong {
+                what: "environment",
+                ..
+            }
+        ));
         assert!(made(with(line("ls"), "/", &many[1..])).is_ok(), "control");
     }
 
     #[test]
     fn a_senseless_time_limit_is_none() {
-        let limit = |timeout| made(ClaimedCommand { timeout: Some(timeout), ..line("ls") }).unwrap().timeout;
+        let limit = |timeout| {
+            made(ClaimedCommand {
+                timeout: Some(timeout),
+                ..line("ls")
+            })
+            .unwrap()
+            .timeout
+        };
         assert_eq!(limit(1.5), Some(Duration::from_millis(1500)));
         assert_eq!(limit(-1.0), Some(Duration::ZERO));
         for senseless in [f64::NAN, f64::INFINITY, 1e300] {

@@ -55,13 +55,19 @@ impl Spool {
 
     /// Reads what is kept from `offset` on, at most `limit` bytes. It may begin or end inside a character.
     pub(super) fn read_range(&self, offset: u64, limit: usize) -> io::Result<Vec<u8>> {
-        let left = usize::try_from(self.size.saturating_sub(offset)).unwrap_or(usize::MAX).min(limit);
-        let from_file = usize::try_from(self.filed.saturating_sub(offset)).unwrap_or(usize::MAX).min(left);
+        let left = usize::try_from(self.size.saturating_sub(offset))
+            .unwrap_or(usize::MAX)
+            .min(limit);
+        let from_file = usize::try_from(self.filed.saturating_sub(offset))
+            .unwrap_or(usize::MAX)
+            .min(left);
         let mut bytes = vec![0; from_file];
         if let (Some(file), 1..) = (&self.file, from_file) {
             file.read_exact_at(&mut bytes, offset)?;
         }
-        let start = usize::try_from(offset.saturating_sub(self.filed)).unwrap_or(usize::MAX).min(self.memory.len());
+        let start = usize::try_from(offset.saturating_sub(self.filed))
+            .unwrap_or(usize::MAX)
+            .min(self.memory.len());
         bytes.extend_from_slice(&self.memory[start..start + (left - from_file)]);
         Ok(bytes)
     }
@@ -74,7 +80,11 @@ impl Spool {
             Some(file) => Kept::File(file),
             None => Kept::Memory(self.memory),
         };
-        Ok(FullOutput { text: Arc::new(text), total_bytes: self.size, cut: self.cut })
+        Ok(FullOutput {
+            text: Arc::new(text),
+            total_bytes: self.size,
+            cut: self.cut,
+        })
     }
 
     fn store(&mut self, bytes: &[u8]) -> io::Result<()> {
@@ -129,7 +139,9 @@ impl FullOutput {
         let size = usize::try_from(left).unwrap_or(usize::MAX).min(limit);
         match &*self.text {
             Kept::Memory(bytes) => {
-                let from = usize::try_from(offset).unwrap_or(usize::MAX).min(bytes.len());
+                let from = usize::try_from(offset)
+                    .unwrap_or(usize::MAX)
+                    .min(bytes.len());
                 Ok(bytes[from..from + size].to_vec())
             }
             Kept::File(file) => {
@@ -172,18 +184,33 @@ mod tests {
         let mut spool = Spool::default();
         let mut all = String::new();
         for (written, offset) in [(10, 4), (20_000, 15_000), (100, 19_990), (20_000, 20_050)] {
-            let text = (0..written).map(|number| char::from(b'a' + (number % 26) as u8)).collect::<String>();
+            let text = (0..written)
+                .map(|number| char::from(b'a' + (number % 26) as u8))
+                .collect::<String>();
             spool.write(&text);
             all.push_str(&text);
             assert_eq!(spool.size(), all.len() as u64);
-            for (offset, limit) in
-                [(0, usize::MAX), (offset, 100), (all.len() - 1, 5), (all.len(), 5), (all.len() + 9, 5)]
-            {
-                let expected = all.get(offset..all.len().min(offset.saturating_add(limit))).unwrap_or("");
-                assert_eq!(spool.read_range(offset as u64, limit).unwrap(), expected.as_bytes(), "{offset} {limit}");
+            for (offset, limit) in [
+                (0, usize::MAX),
+                (offset, 100),
+                (all.len() - 1, 5),
+                (all.len(), 5),
+                (all.len() + 9, 5),
+            ] {
+                let expected = all
+                    .get(offset..all.len().min(offset.saturating_add(limit)))
+                    .unwrap_or("");
+                assert_eq!(
+                    spool.read_range(offset as u64, limit).unwrap(),
+                    expected.as_bytes(),
+                    "{offset} {limit}"
+                );
             }
         }
-        assert_eq!(spool.finish().unwrap().read_range(0, usize::MAX).unwrap(), all.as_bytes());
+        assert_eq!(
+            spool.finish().unwrap().read_range(0, usize::MAX).unwrap(),
+            all.as_bytes()
+        );
     }
 
     #[test]

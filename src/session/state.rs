@@ -170,7 +170,11 @@ impl Machine {
     /// A machine whose first interpreter is being started. With `undo`, the state is copied before each cell.
     pub(super) fn new(undo: bool) -> Machine {
         let copies = if undo { Copies::Wanted } else { Copies::Off };
-        Machine { state: State::Starting { first: true }, queue: VecDeque::new(), copies }
+        Machine {
+            state: State::Starting { first: true },
+            queue: VecDeque::new(),
+            copies,
+        }
     }
 
     pub(super) fn state(&self) -> State {
@@ -184,8 +188,13 @@ impl Machine {
 
     /// Tells whether a cell runs or waits for its turn.
     pub(super) fn has_cell(&self) -> bool {
-        matches!(self.state, State::Running { kind: Kind::Cell, .. })
-            || self.queue.iter().any(|(_, kind)| *kind == Kind::Cell)
+        matches!(
+            self.state,
+            State::Running {
+                kind: Kind::Cell,
+                ..
+            }
+        ) || self.queue.iter().any(|(_, kind)| *kind == Kind::Cell)
     }
 
     /// Decides what to do about `event`.
@@ -196,7 +205,10 @@ impl Machine {
                 actions.push(Action::Answer(request, Answer::Refused(Refusal::Ended)));
             }
             (_, Event::Submitted(request, Kind::Fork)) if self.has_cell() => {
-                actions.push(Action::Answer(request, Answer::Refused(Refusal::CellRunning)));
+                actions.push(Action::Answer(
+                    request,
+                    Answer::Refused(Refusal::CellRunning),
+                ));
             }
             (State::Idle, Event::Submitted(request, kind)) => {
                 self.queue.push_back((request, kind));
@@ -210,23 +222,46 @@ impl Machine {
                 }
             }
 
-            (State::Running { request, kind, stopping: None }, Event::CancelAsked(cancelled))
-                if request == cancelled =>
-            {
-                self.state = State::Running { request, kind, stopping: Some(Stop::Cancelled) };
+            (
+                State::Running {
+                    request,
+                    kind,
+                    stopping: None,
+                },
+                Event::CancelAsked(cancelled),
+            ) if request == cancelled => {
+                self.state = State::Running {
+                    request,
+                    kind,
+                    stopping: Some(Stop::Cancelled),
+                };
                 actions.push(Action::Interrupt);
             }
             // The copy cannot be called back; what comes of it is thrown away.
-            (State::Copying { fork: Some(request) }, Event::CancelAsked(cancelled)) if request == cancelled => {
+            (
+                State::Copying {
+                    fork: Some(request),
+                },
+                Event::CancelAsked(cancelled),
+            ) if request == cancelled => {
                 self.state = State::Copying { fork: None };
                 actions.push(Action::Answer(request, Answer::Refused(Refusal::Cancelled)));
             }
             (state, Event::CancelAsked(cancelled)) => {
-                if let Some(place) = self.queue.iter().position(|(waiting, _)| *waiting == cancelled) {
+                if let Some(place) = self
+                    .queue
+                    .iter()
+                    .position(|(waiting, _)| *waiting == cancelled)
+                {
                     self.queue.remove(place);
-                    actions.push(Action::Answer(cancelled, Answer::Refused(Refusal::Cancelled)));
+                    actions.push(Action::Answer(
+                        cancelled,
+                        Answer::Refused(Refusal::Cancelled),
+                    ));
                     // Another cell that is first now has the same turn.
-                    if state == State::Waiting && !matches!(self.queue.front(), Some((_, Kind::Cell))) {
+                    if state == State::Waiting
+                        && !matches!(self.queue.front(), Some((_, Kind::Cell)))
+                    {
                         self.begin_next(&mut actions);
                     }
                 }
@@ -234,13 +269,19 @@ impl Machine {
 
             (State::Waiting, Event::TurnCame) => {
                 if let Some((request, kind)) = self.queue.pop_front() {
-                    self.state = State::Running { request, kind, stopping: None };
+                    self.state = State::Running {
+                        request,
+                        kind,
+                        stopping: None,
+                    };
                     actions.push(Action::Start(request));
                 }
             }
             (State::Waiting, Event::TurnRefused) => {
                 let refused = self.queue.pop_front();
-                actions.extend(refused.map(|(request, _)| Action::Answer(request, Answer::Refused(Refusal::Crowded))));
+                actions.extend(refused.map(|(request, _)| {
+                    Action::Answer(request, Answer::Refused(Refusal::Crowded))
+                }));
                 self.begin_next(&mut actions);
             }
 
@@ -261,7 +302,14 @@ impl Machine {
                 self.refuse_waiting(Refusal::StartFailed, &mut actions);
             }
 
-            (State::Running { request, kind, stopping }, Event::Finished(finished)) if request == finished => {
+            (
+                State::Running {
+                    request,
+                    kind,
+                    stopping,
+                },
+                Event::Finished(finished),
+            ) if request == finished => {
                 let answer = match stopping {
                     Some(stop) => Answer::Stopped(stop, StateAfter::Kept),
                     None => Answer::Finished,
@@ -276,13 +324,34 @@ impl Machine {
             (State::Running { request, .. }, Event::Declined(declined)) if request == declined => {
                 self.begin_next(&mut actions);
             }
-            (State::Running { request, kind, stopping: None }, Event::TimeIsUp) => {
-                self.state = State::Running { request, kind, stopping: Some(Stop::TimedOut) };
+            (
+                State::Running {
+                    request,
+                    kind,
+                    stopping: None,
+                },
+                Event::TimeIsUp,
+            ) => {
+                self.state = State::Running {
+                    request,
+                    kind,
+                    stopping: Some(Stop::TimedOut),
+                };
                 actions.push(Action::Interrupt);
             }
-            (State::Running { request, stopping: Some(stop), .. }, Event::GraceIsOver) => {
+            (
+                State::Running {
+                    request,
+                    stopping: Some(stop),
+                    ..
+                },
+                Event::GraceIsOver,
+            ) => {
                 actions.push(Action::Kill);
-                self.end(Some((request, Answer::Stopped(stop, StateAfter::Lost))), &mut actions);
+                self.end(
+                    Some((request, Answer::Stopped(stop, StateAfter::Lost))),
+                    &mut actions,
+                );
             }
 
             (_, Event::Changed) => self.want_copy(),
@@ -300,7 +369,12 @@ impl Machine {
             }
             (_, Event::ReplaceAsked) => actions.push(Action::RefuseReplacement),
 
-            (State::Running { request, stopping, .. }, Event::InterpreterGone) => {
+            (
+                State::Running {
+                    request, stopping, ..
+                },
+                Event::InterpreterGone,
+            ) => {
                 let answer = match stopping {
                     Some(stop) => Answer::Stopped(stop, StateAfter::Lost),
                     None => Answer::InterpreterGone,
@@ -309,7 +383,10 @@ impl Machine {
             }
             (State::Idle | State::Waiting, Event::InterpreterGone) => self.end(None, &mut actions),
             (State::Copying { fork }, Event::InterpreterGone) => {
-                self.end(fork.map(|request| (request, Answer::InterpreterGone)), &mut actions);
+                self.end(
+                    fork.map(|request| (request, Answer::InterpreterGone)),
+                    &mut actions,
+                );
             }
             (State::Running { request, .. }, Event::ProtocolBroken) => {
                 actions.push(Action::Kill);
@@ -321,10 +398,15 @@ impl Machine {
             }
             (State::Copying { fork }, Event::ProtocolBroken) => {
                 actions.push(Action::Kill);
-                self.end(fork.map(|request| (request, Answer::ProtocolBroken)), &mut actions);
+                self.end(
+                    fork.map(|request| (request, Answer::ProtocolBroken)),
+                    &mut actions,
+                );
             }
 
-            (State::Starting { .. }, Event::ResetAsked) => self.refuse_waiting(Refusal::Reset, &mut actions),
+            (State::Starting { .. }, Event::ResetAsked) => {
+                self.refuse_waiting(Refusal::Reset, &mut actions)
+            }
             (
                 State::Idle
                 | State::Waiting
@@ -334,14 +416,20 @@ impl Machine {
                 | State::Ended,
                 Event::ResetAsked,
             ) => {
-                actions.extend(self.under_way().map(|request| Action::Answer(request, Answer::Reset)));
+                actions.extend(
+                    self.under_way()
+                        .map(|request| Action::Answer(request, Answer::Reset)),
+                );
                 self.refuse_waiting(Refusal::Reset, &mut actions);
                 self.state = State::Starting { first: false };
                 actions.push(Action::Restart);
             }
 
             (_, Event::LeaveAsked) => {
-                actions.extend(self.under_way().map(|request| Action::Answer(request, Answer::Closed)));
+                actions.extend(
+                    self.under_way()
+                        .map(|request| Action::Answer(request, Answer::Closed)),
+                );
                 self.refuse_waiting(Refusal::Closed, &mut actions);
                 self.state = State::Gone;
             }
@@ -400,11 +488,17 @@ impl Machine {
         self.state = match self.queue.pop_front() {
             Some((request, Kind::Fork)) => {
                 actions.push(Action::Fork(request));
-                State::Copying { fork: Some(request) }
+                State::Copying {
+                    fork: Some(request),
+                }
             }
             Some((request, kind)) => {
                 actions.push(Action::Start(request));
-                State::Running { request, kind, stopping: None }
+                State::Running {
+                    request,
+                    kind,
+                    stopping: None,
+                }
             }
             None => State::Idle,
         };
@@ -419,7 +513,11 @@ impl Machine {
     }
 
     fn refuse_waiting(&mut self, refusal: Refusal, actions: &mut Vec<Action>) {
-        actions.extend(self.queue.drain(..).map(|(request, _)| Action::Answer(request, Answer::Refused(refusal))));
+        actions.extend(
+            self.queue
+                .drain(..)
+                .map(|(request, _)| Action::Answer(request, Answer::Refused(refusal))),
+        );
     }
 }
 
@@ -431,9 +529,21 @@ mod tests {
 
     use super::*;
 
-    const RUNNING: State = State::Running { request: 1, kind: Kind::File, stopping: None };
-    const CELL: State = State::Running { request: 1, kind: Kind::Cell, stopping: None };
-    const STOPPING: State = State::Running { request: 1, kind: Kind::Cell, stopping: Some(Stop::TimedOut) };
+    const RUNNING: State = State::Running {
+        request: 1,
+        kind: Kind::File,
+        stopping: None,
+    };
+    const CELL: State = State::Running {
+        request: 1,
+        kind: Kind::Cell,
+        stopping: None,
+    };
+    const STOPPING: State = State::Running {
+        request: 1,
+        kind: Kind::Cell,
+        stopping: Some(Stop::TimedOut),
+    };
     const STARTING: State = State::Starting { first: true };
     const RESTARTING: State = State::Starting { first: false };
     const COPYING: State = State::Copying { fork: None };
@@ -459,21 +569,53 @@ mod tests {
 
     /// Puts a machine that makes no copies into `state`, with request 2 waiting where requests can wait: a file, or the cell that waits for its turn.
     fn machine(state: State) -> Machine {
-        let kind = if state == State::Waiting { Kind::Cell } else { Kind::File };
-        let queue = if waits(state) { VecDeque::from([(2, kind)]) } else { VecDeque::new() };
-        Machine { state, queue, copies: Copies::Off }
+        let kind = if state == State::Waiting {
+            Kind::Cell
+        } else {
+            Kind::File
+        };
+        let queue = if waits(state) {
+            VecDeque::from([(2, kind)])
+        } else {
+            VecDeque::new()
+        };
+        Machine {
+            state,
+            queue,
+            copies: Copies::Off,
+        }
     }
 
     fn check(state: State, event: Event, expected: State, actions: &[Action]) {
         let mut machine = machine(state);
-        assert_eq!((machine.next(event), machine.state), (actions.to_vec(), expected), "{state:?} and {event:?}");
+        assert_eq!(
+            (machine.next(event), machine.state),
+            (actions.to_vec(), expected),
+            "{state:?} and {event:?}"
+        );
     }
 
     /// Puts a machine that makes copies into `state`, lets `events` happen, and checks what it does about them.
-    fn check_copies(state: State, copies: Copies, queue: &[(RequestId, Kind)], events: &[Event], expected: &[Action]) {
-        let mut machine = Machine { state, queue: queue.iter().copied().collect(), copies };
-        let actions = events.iter().flat_map(|event| machine.next(*event)).collect::<Vec<_>>();
-        assert_eq!(actions, expected, "{state:?}, {copies:?}, {queue:?} and {events:?}");
+    fn check_copies(
+        state: State,
+        copies: Copies,
+        queue: &[(RequestId, Kind)],
+        events: &[Event],
+        expected: &[Action],
+    ) {
+        let mut machine = Machine {
+            state,
+            queue: queue.iter().copied().collect(),
+            copies,
+        };
+        let actions = events
+            .iter()
+            .flat_map(|event| machine.next(*event))
+            .collect::<Vec<_>>();
+        assert_eq!(
+            actions, expected,
+            "{state:?}, {copies:?}, {queue:?} and {events:?}"
+        );
     }
 
     fn refused(refusal: Refusal) -> Action {
@@ -485,7 +627,11 @@ mod tests {
     }
 
     fn running(request: RequestId, kind: Kind) -> State {
-        State::Running { request, kind, stopping: None }
+        State::Running {
+            request,
+            kind,
+            stopping: None,
+        }
     }
 
     #[test]
@@ -495,7 +641,9 @@ mod tests {
             let submitted = Event::Submitted(3, kind);
             for state in STATES {
                 match state {
-                    State::Idle if kind == Kind::Cell => check(state, submitted, State::Waiting, &[Action::AskTurn]),
+                    State::Idle if kind == Kind::Cell => {
+                        check(state, submitted, State::Waiting, &[Action::AskTurn])
+                    }
                     State::Idle => check(state, submitted, running(3, kind), &[Action::Start(3)]),
                     State::Ended | State::Gone => check(state, submitted, state, &ended),
                     _ => check(state, submitted, state, &[]),
@@ -510,8 +658,15 @@ mod tests {
         let refusal = |refusal| [Action::Answer(3, Answer::Refused(refusal))];
         for state in STATES {
             match state {
-                State::Idle => check(state, submitted, State::Copying { fork: Some(3) }, &[Action::Fork(3)]),
-                State::Ended | State::Gone => check(state, submitted, state, &refusal(Refusal::Ended)),
+                State::Idle => check(
+                    state,
+                    submitted,
+                    State::Copying { fork: Some(3) },
+                    &[Action::Fork(3)],
+                ),
+                State::Ended | State::Gone => {
+                    check(state, submitted, state, &refusal(Refusal::Ended))
+                }
                 CELL | STOPPING | State::Waiting => {
                     check(state, submitted, state, &refusal(Refusal::CellRunning));
                 }
@@ -519,8 +674,20 @@ mod tests {
             }
         }
         let waiting = [(2, Kind::Cell)];
-        check_copies(COPYING, Copies::Tried, &waiting, &[submitted], &refusal(Refusal::CellRunning));
-        check_copies(STARTING, Copies::Tried, &[], &[submitted, Event::Started { copied: false }], &[Action::Fork(3)]);
+        check_copies(
+            COPYING,
+            Copies::Tried,
+            &waiting,
+            &[submitted],
+            &refusal(Refusal::CellRunning),
+        );
+        check_copies(
+            STARTING,
+            Copies::Tried,
+            &[],
+            &[submitted, Event::Started { copied: false }],
+            &[Action::Fork(3)],
+        );
     }
 
     #[test]
@@ -530,7 +697,10 @@ mod tests {
             assert_eq!(machine.next(Event::Submitted(request, Kind::Cell)), []);
         }
         let one_more = Event::Submitted(99, Kind::Cell);
-        assert_eq!(machine.next(one_more), [Action::Answer(99, Answer::Refused(Refusal::Busy))]);
+        assert_eq!(
+            machine.next(one_more),
+            [Action::Answer(99, Answer::Refused(Refusal::Busy))]
+        );
     }
 
     #[test]
@@ -538,9 +708,19 @@ mod tests {
         for state in STATES {
             match waits(state) {
                 true if state == State::Waiting => {
-                    check(state, Event::CancelAsked(2), State::Idle, &[refused(Refusal::Cancelled)]);
+                    check(
+                        state,
+                        Event::CancelAsked(2),
+                        State::Idle,
+                        &[refused(Refusal::Cancelled)],
+                    );
                 }
-                true => check(state, Event::CancelAsked(2), state, &[refused(Refusal::Cancelled)]),
+                true => check(
+                    state,
+                    Event::CancelAsked(2),
+                    state,
+                    &[refused(Refusal::Cancelled)],
+                ),
                 false => check(state, Event::CancelAsked(2), state, &[]),
             }
             check(state, Event::CancelAsked(77), state, &[]);
@@ -552,8 +732,18 @@ mod tests {
         for state in STATES {
             match state {
                 State::Waiting => {
-                    check(state, Event::TurnCame, running(2, Kind::Cell), &[Action::Start(2)]);
-                    check(state, Event::TurnRefused, State::Idle, &[refused(Refusal::Crowded)]);
+                    check(
+                        state,
+                        Event::TurnCame,
+                        running(2, Kind::Cell),
+                        &[Action::Start(2)],
+                    );
+                    check(
+                        state,
+                        Event::TurnRefused,
+                        State::Idle,
+                        &[refused(Refusal::Crowded)],
+                    );
                 }
                 _ => {
                     check(state, Event::TurnCame, state, &[]);
@@ -564,32 +754,65 @@ mod tests {
     }
 
     #[test]
-    fn when_the_cell_that_waits_for_its_turn_is_cancelled_the_next_cell_has_its_turn_and_a_file_needs_none() {
+    fn when_the_cell_that_waits_for_its_turn_is_cancelled_the_next_cell_has_its_turn_and_a_file_needs_none()
+     {
         let cancelled = refused(Refusal::Cancelled);
         let cancel = Event::CancelAsked(2);
         let cells = [(2, Kind::Cell), (3, Kind::Cell)];
-        check_copies(State::Waiting, Copies::Off, &cells, &[cancel, Event::TurnCame], &[cancelled, Action::Start(3)]);
+        check_copies(
+            State::Waiting,
+            Copies::Off,
+            &cells,
+            &[cancel, Event::TurnCame],
+            &[cancelled, Action::Start(3)],
+        );
         check_copies(
             State::Waiting,
             Copies::Off,
             &cells,
             &[Event::CancelAsked(3), cancel],
-            &[Action::Answer(3, Answer::Refused(Refusal::Cancelled)), cancelled],
+            &[
+                Action::Answer(3, Answer::Refused(Refusal::Cancelled)),
+                cancelled,
+            ],
         );
         let file = [(2, Kind::Cell), (3, Kind::File)];
-        check_copies(State::Waiting, Copies::Off, &file, &[cancel], &[cancelled, Action::Start(3)]);
+        check_copies(
+            State::Waiting,
+            Copies::Off,
+            &file,
+            &[cancel],
+            &[cancelled, Action::Start(3)],
+        );
     }
 
     #[test]
     fn a_running_request_is_interrupted_once() {
         for kind in [Kind::Cell, Kind::File] {
-            let stopping = |stop| State::Running { request: 1, kind, stopping: Some(stop) };
-            check(running(1, kind), Event::CancelAsked(1), stopping(Stop::Cancelled), &[Action::Interrupt]);
-            check(running(1, kind), Event::TimeIsUp, stopping(Stop::TimedOut), &[Action::Interrupt]);
+            let stopping = |stop| State::Running {
+                request: 1,
+                kind,
+                stopping: Some(stop),
+            };
+            check(
+                running(1, kind),
+                Event::CancelAsked(1),
+                stopping(Stop::Cancelled),
+                &[Action::Interrupt],
+            );
+            check(
+                running(1, kind),
+                Event::TimeIsUp,
+                stopping(Stop::TimedOut),
+                &[Action::Interrupt],
+            );
         }
         check(STOPPING, Event::CancelAsked(1), STOPPING, &[]);
         check(STOPPING, Event::TimeIsUp, STOPPING, &[]);
-        for state in STATES.into_iter().filter(|state| !matches!(state, State::Running { .. })) {
+        for state in STATES
+            .into_iter()
+            .filter(|state| !matches!(state, State::Running { .. }))
+        {
             check(state, Event::TimeIsUp, state, &[]);
         }
     }
@@ -606,7 +829,12 @@ mod tests {
         for state in STATES {
             match state {
                 State::Starting { .. } | State::Replacing => {
-                    check(state, Event::Started { copied: false }, running(2, Kind::File), &[Action::Start(2)]);
+                    check(
+                        state,
+                        Event::Started { copied: false },
+                        running(2, Kind::File),
+                        &[Action::Start(2)],
+                    );
                 }
                 _ => check(state, Event::Started { copied: false }, state, &[]),
             }
@@ -619,7 +847,9 @@ mod tests {
             let failed = [refused(Refusal::StartFailed)];
             match state {
                 STARTING => check(state, Event::StartFailed, State::Gone, &failed),
-                RESTARTING | State::Replacing => check(state, Event::StartFailed, State::Ended, &failed),
+                RESTARTING | State::Replacing => {
+                    check(state, Event::StartFailed, State::Ended, &failed)
+                }
                 _ => check(state, Event::StartFailed, state, &[]),
             }
         }
@@ -632,7 +862,12 @@ mod tests {
             check(state, Event::Finished(1), running(2, Kind::File), &actions);
         }
         let kept = answer(Answer::Stopped(Stop::TimedOut, StateAfter::Kept));
-        check(STOPPING, Event::Finished(1), running(2, Kind::File), &[kept, Action::Start(2)]);
+        check(
+            STOPPING,
+            Event::Finished(1),
+            running(2, Kind::File),
+            &[kept, Action::Start(2)],
+        );
         check(FORKING, Event::Finished(1), FORKING, &[]);
         for state in STATES {
             check(state, Event::Finished(77), state, &[]);
@@ -644,7 +879,12 @@ mod tests {
     fn when_the_copying_is_over_its_forks_are_handed_out_and_the_next_request_begins() {
         for state in STATES {
             match state {
-                COPYING => check(state, Event::Copied, running(2, Kind::File), &[Action::Start(2)]),
+                COPYING => check(
+                    state,
+                    Event::Copied,
+                    running(2, Kind::File),
+                    &[Action::Start(2)],
+                ),
                 FORKING => {
                     let actions = [answer(Answer::Finished), Action::Start(2)];
                     check(state, Event::Copied, running(2, Kind::File), &actions);
@@ -658,9 +898,27 @@ mod tests {
     fn the_state_is_copied_before_a_cell_and_not_before_a_file_or_a_fork() {
         let cell = [Event::Submitted(3, Kind::Cell), Event::Copied];
         let file = [Event::Submitted(3, Kind::File)];
-        check_copies(State::Idle, Copies::Wanted, &[], &cell, &[Action::Copy, Action::AskTurn]);
-        check_copies(State::Idle, Copies::Tried, &[], &cell[..1], &[Action::AskTurn]);
-        check_copies(State::Idle, Copies::Off, &[], &cell[..1], &[Action::AskTurn]);
+        check_copies(
+            State::Idle,
+            Copies::Wanted,
+            &[],
+            &cell,
+            &[Action::Copy, Action::AskTurn],
+        );
+        check_copies(
+            State::Idle,
+            Copies::Tried,
+            &[],
+            &cell[..1],
+            &[Action::AskTurn],
+        );
+        check_copies(
+            State::Idle,
+            Copies::Off,
+            &[],
+            &cell[..1],
+            &[Action::AskTurn],
+        );
         check_copies(State::Idle, Copies::Wanted, &[], &file, &[Action::Start(3)]);
         let fork = [Event::Submitted(3, Kind::Fork)];
         check_copies(State::Idle, Copies::Wanted, &[], &fork, &[Action::Fork(3)]);
@@ -670,11 +928,29 @@ mod tests {
     fn the_state_is_copied_after_a_cell_that_changed_it_when_nobody_waits() {
         let finished = answer(Answer::Finished);
         let changed = [Event::Changed, Event::Finished(1)];
-        check_copies(CELL, Copies::Tried, &[], &changed, &[finished, Action::Copy]);
+        check_copies(
+            CELL,
+            Copies::Tried,
+            &[],
+            &changed,
+            &[finished, Action::Copy],
+        );
         check_copies(CELL, Copies::Tried, &[], &changed[1..], &[finished]);
         check_copies(CELL, Copies::Off, &[], &changed, &[finished]);
-        check_copies(CELL, Copies::Tried, &[(2, Kind::File)], &changed, &[finished, Action::Start(2)]);
-        check_copies(CELL, Copies::Tried, &[(2, Kind::Cell)], &changed, &[finished, Action::Copy]);
+        check_copies(
+            CELL,
+            Copies::Tried,
+            &[(2, Kind::File)],
+            &changed,
+            &[finished, Action::Start(2)],
+        );
+        check_copies(
+            CELL,
+            Copies::Tried,
+            &[(2, Kind::Cell)],
+            &changed,
+            &[finished, Action::Copy],
+        );
         check_copies(RUNNING, Copies::Tried, &[], &changed, &[finished]);
     }
 
@@ -688,7 +964,13 @@ mod tests {
             Event::Submitted(4, Kind::Cell),
         ];
         let finished = Action::Answer(3, Answer::Finished);
-        let actions = [Action::Copy, Action::AskTurn, Action::Start(3), finished, Action::AskTurn];
+        let actions = [
+            Action::Copy,
+            Action::AskTurn,
+            Action::Start(3),
+            finished,
+            Action::AskTurn,
+        ];
         check_copies(State::Idle, Copies::Wanted, &[], &twice, &actions);
     }
 
@@ -696,21 +978,69 @@ mod tests {
     fn a_fresh_interpreter_is_copied_before_its_first_cell_and_a_restored_one_is_not() {
         let cell = [(2, Kind::Cell)];
         for state in [STARTING, RESTARTING] {
-            check_copies(state, Copies::Tried, &cell, &[Event::Started { copied: false }], &[Action::Copy]);
-            check_copies(state, Copies::Tried, &[], &[Event::Started { copied: false }], &[]);
+            check_copies(
+                state,
+                Copies::Tried,
+                &cell,
+                &[Event::Started { copied: false }],
+                &[Action::Copy],
+            );
+            check_copies(
+                state,
+                Copies::Tried,
+                &[],
+                &[Event::Started { copied: false }],
+                &[],
+            );
         }
-        let restored = [Event::ReplaceAsked, Event::Started { copied: false }, Event::Submitted(3, Kind::Cell)];
-        check_copies(State::Ended, Copies::Wanted, &[], &restored, &[Action::Replace, Action::AskTurn]);
-        let adopted =
-            [Event::ReplaceAsked, Event::Changed, Event::Started { copied: false }, Event::Submitted(3, Kind::Cell)];
-        check_copies(State::Idle, Copies::Tried, &[], &adopted, &[Action::Replace, Action::Copy]);
+        let restored = [
+            Event::ReplaceAsked,
+            Event::Started { copied: false },
+            Event::Submitted(3, Kind::Cell),
+        ];
+        check_copies(
+            State::Ended,
+            Copies::Wanted,
+            &[],
+            &restored,
+            &[Action::Replace, Action::AskTurn],
+        );
+        let adopted = [
+            Event::ReplaceAsked,
+            Event::Changed,
+            Event::Started { copied: false },
+            Event::Submitted(3, Kind::Cell),
+        ];
+        check_copies(
+            State::Idle,
+            Copies::Tried,
+            &[],
+            &adopted,
+            &[Action::Replace, Action::Copy],
+        );
     }
 
     #[test]
     fn where_nothing_can_be_copied_it_is_not_tried_again() {
-        let events = [Event::CopiesImpossible, Event::Copied, Event::TurnCame, Event::Changed, Event::Finished(2)];
-        let actions = [Action::AskTurn, Action::Start(2), Action::Answer(2, Answer::Finished)];
-        check_copies(COPYING, Copies::Tried, &[(2, Kind::Cell)], &events, &actions);
+        let events = [
+            Event::CopiesImpossible,
+            Event::Copied,
+            Event::TurnCame,
+            Event::Changed,
+            Event::Finished(2),
+        ];
+        let actions = [
+            Action::AskTurn,
+            Action::Start(2),
+            Action::Answer(2, Answer::Finished),
+        ];
+        check_copies(
+            COPYING,
+            Copies::Tried,
+            &[(2, Kind::Cell)],
+            &events,
+            &actions,
+        );
     }
 
     #[test]
@@ -718,9 +1048,19 @@ mod tests {
         for state in STATES {
             match state {
                 State::Idle | COPYING | State::Ended => {
-                    check(state, Event::ReplaceAsked, State::Replacing, &[Action::Replace]);
+                    check(
+                        state,
+                        Event::ReplaceAsked,
+                        State::Replacing,
+                        &[Action::Replace],
+                    );
                 }
-                _ => check(state, Event::ReplaceAsked, state, &[Action::RefuseReplacement]),
+                _ => check(
+                    state,
+                    Event::ReplaceAsked,
+                    state,
+                    &[Action::RefuseReplacement],
+                ),
             }
         }
     }
@@ -728,8 +1068,18 @@ mod tests {
     #[test]
     fn code_that_ignores_the_interrupt_loses_its_state() {
         let lost = answer(Answer::Stopped(Stop::TimedOut, StateAfter::Lost));
-        check(STOPPING, Event::GraceIsOver, State::Ended, &[Action::Kill, lost, refused(Refusal::Ended)]);
-        check(STOPPING, Event::InterpreterGone, State::Ended, &[lost, refused(Refusal::Ended)]);
+        check(
+            STOPPING,
+            Event::GraceIsOver,
+            State::Ended,
+            &[Action::Kill, lost, refused(Refusal::Ended)],
+        );
+        check(
+            STOPPING,
+            Event::InterpreterGone,
+            State::Ended,
+            &[lost, refused(Refusal::Ended)],
+        );
         for state in STATES.into_iter().filter(|state| *state != STOPPING) {
             check(state, Event::GraceIsOver, state, &[]);
         }
@@ -740,7 +1090,9 @@ mod tests {
         let gone = [answer(Answer::InterpreterGone), refused(Refusal::Ended)];
         for state in STATES {
             match state {
-                RUNNING | CELL | FORKING => check(state, Event::InterpreterGone, State::Ended, &gone),
+                RUNNING | CELL | FORKING => {
+                    check(state, Event::InterpreterGone, State::Ended, &gone)
+                }
                 COPYING => check(state, Event::InterpreterGone, State::Ended, &gone[1..]),
                 State::Waiting => check(state, Event::InterpreterGone, State::Ended, &gone[1..]),
                 State::Idle => check(state, Event::InterpreterGone, State::Ended, &[]),
@@ -753,11 +1105,22 @@ mod tests {
     #[test]
     fn a_broken_protocol_kills_the_interpreter() {
         for state in STATES {
-            let broken = [Action::Kill, answer(Answer::ProtocolBroken), refused(Refusal::Ended)];
+            let broken = [
+                Action::Kill,
+                answer(Answer::ProtocolBroken),
+                refused(Refusal::Ended),
+            ];
             match state {
-                State::Running { .. } | FORKING => check(state, Event::ProtocolBroken, State::Ended, &broken),
+                State::Running { .. } | FORKING => {
+                    check(state, Event::ProtocolBroken, State::Ended, &broken)
+                }
                 COPYING | State::Waiting => {
-                    check(state, Event::ProtocolBroken, State::Ended, &[Action::Kill, broken[2]]);
+                    check(
+                        state,
+                        Event::ProtocolBroken,
+                        State::Ended,
+                        &[Action::Kill, broken[2]],
+                    );
                 }
                 State::Idle => check(state, Event::ProtocolBroken, State::Ended, &[Action::Kill]),
                 _ => check(state, Event::ProtocolBroken, state, &[]),
@@ -768,14 +1131,24 @@ mod tests {
     #[test]
     fn a_reset_acts_at_once_in_every_state() {
         for state in STATES {
-            let actions = [answer(Answer::Reset), refused(Refusal::Reset), Action::Restart];
+            let actions = [
+                answer(Answer::Reset),
+                refused(Refusal::Reset),
+                Action::Restart,
+            ];
             match state {
-                State::Running { .. } | FORKING => check(state, Event::ResetAsked, RESTARTING, &actions),
+                State::Running { .. } | FORKING => {
+                    check(state, Event::ResetAsked, RESTARTING, &actions)
+                }
                 COPYING | State::Replacing | State::Waiting => {
                     check(state, Event::ResetAsked, RESTARTING, &actions[1..]);
                 }
-                State::Idle | State::Ended => check(state, Event::ResetAsked, RESTARTING, &[Action::Restart]),
-                State::Starting { .. } => check(state, Event::ResetAsked, state, &[refused(Refusal::Reset)]),
+                State::Idle | State::Ended => {
+                    check(state, Event::ResetAsked, RESTARTING, &[Action::Restart])
+                }
+                State::Starting { .. } => {
+                    check(state, Event::ResetAsked, state, &[refused(Refusal::Reset)])
+                }
                 _ => check(state, Event::ResetAsked, state, &[]),
             }
         }
@@ -786,8 +1159,12 @@ mod tests {
         for state in STATES {
             let actions = [answer(Answer::Closed), refused(Refusal::Closed)];
             match state {
-                State::Running { .. } | FORKING => check(state, Event::LeaveAsked, State::Gone, &actions),
-                state if waits(state) => check(state, Event::LeaveAsked, State::Gone, &actions[1..]),
+                State::Running { .. } | FORKING => {
+                    check(state, Event::LeaveAsked, State::Gone, &actions)
+                }
+                state if waits(state) => {
+                    check(state, Event::LeaveAsked, State::Gone, &actions[1..])
+                }
                 _ => check(state, Event::LeaveAsked, State::Gone, &[]),
             }
         }

@@ -56,7 +56,8 @@ impl Terminal {
             if chunk.invalid().is_empty() {
                 continue;
             }
-            let may_go_on = str::from_utf8(chunk.invalid()).is_err_and(|error| error.error_len().is_none());
+            let may_go_on =
+                str::from_utf8(chunk.invalid()).is_err_and(|error| error.error_len().is_none());
             if position == bytes.len() && may_go_on {
                 self.unfinished.extend_from_slice(chunk.invalid());
             } else {
@@ -109,7 +110,10 @@ impl Terminal {
         let character = characters.next().unwrap_or_default();
         self.escape = match (self.escape, character) {
             (Escape::String | Escape::StringEnding, '\n')
-            | (Escape::Begun | Escape::Control, '\0'..='\x1a' | '\x1c'..='\x1f' | '\u{80}'..='\u{9f}') => {
+            | (
+                Escape::Begun | Escape::Control,
+                '\0'..='\x1a' | '\x1c'..='\x1f' | '\u{80}'..='\u{9f}',
+            ) => {
                 self.escape = Escape::None;
                 return text;
             }
@@ -121,7 +125,9 @@ impl Terminal {
             (Escape::String, '\x07' | '\u{9c}') => Escape::None,
             (Escape::String, '\x1b') => Escape::StringEnding,
             (Escape::String, _) => Escape::String,
-            (Escape::StringEnding, _) | (Escape::Begun | Escape::Control | Escape::None, _) => Escape::None,
+            (Escape::StringEnding, _) | (Escape::Begun | Escape::Control | Escape::None, _) => {
+                Escape::None
+            }
         };
         characters.as_str()
     }
@@ -131,8 +137,10 @@ impl Terminal {
 fn plain_length(text: &str) -> usize {
     // Nearly all text has none of these bytes: controls, and the first bytes of what is looked at
     // below.
-    let suspicious =
-        |byte: &u8| (*byte < 0x20 && *byte != b'\n' && *byte != b'\t') || matches!(*byte, 0x7f | 0xc2 | 0xd8 | 0xe2);
+    let suspicious = |byte: &u8| {
+        (*byte < 0x20 && *byte != b'\n' && *byte != b'\t')
+            || matches!(*byte, 0x7f | 0xc2 | 0xd8 | 0xe2)
+    };
     let mut from = 0;
     while let Some(at) = text.as_bytes()[from..].iter().position(suspicious) {
         let at = from + at;
@@ -207,14 +215,20 @@ mod tests {
 
     #[test]
     fn characters_that_turn_the_direction_are_shown_by_number() {
-        assert_eq!(read(&["admin\u{202e}txt.exe\u{2066}\u{200f}".as_bytes()]), r"admin\u{202e}txt.exe\u{2066}\u{200f}");
+        assert_eq!(
+            read(&["admin\u{202e}txt.exe\u{2066}\u{200f}".as_bytes()]),
+            r"admin\u{202e}txt.exe\u{2066}\u{200f}"
+        );
         assert_eq!(read(&["\u{61c}a".as_bytes()]), r"\u{61c}a");
         // Control: letters that are written from the right, and joiners that words and emoji need.
         for text in ["שלום", "سلام", "می\u{200c}خواهم", "👩\u{200d}💻"] {
             assert_eq!(read(&[text.as_bytes()]), text);
         }
         for unseen in "\u{61c}\u{200e}\u{200f}\u{202a}\u{202e}\u{2066}\u{2069}".chars() {
-            assert!(turns_direction(unseen) && cellblock_typed::is_unseen(unseen), "{unseen:?} is in the list of all");
+            assert!(
+                turns_direction(unseen) && cellblock_typed::is_unseen(unseen),
+                "{unseen:?} is in the list of all"
+            );
         }
     }
 
@@ -228,7 +242,11 @@ mod tests {
     fn split_code_points_are_joined_and_invalid_ones_replaced() {
         let bytes = "aä€😀".as_bytes();
         for cut in 0..bytes.len() {
-            assert_eq!(read(&[&bytes[..cut], &bytes[cut..]]), "aä€😀", "cut at {cut}");
+            assert_eq!(
+                read(&[&bytes[..cut], &bytes[cut..]]),
+                "aä€😀",
+                "cut at {cut}"
+            );
         }
         assert_eq!(read(&[b"a\xffb"]), "a\u{fffd}b");
         assert_eq!(read(&[b"a\xe2\x82", b"b"]), "a\u{fffd}b");

@@ -55,7 +55,10 @@ pub struct ToolRefused {
 
 impl ToolRefused {
     pub fn new(reason: ToolReason, text: impl Into<String>) -> ToolRefused {
-        ToolRefused { reason, text: text.into() }
+        ToolRefused {
+            reason,
+            text: text.into(),
+        }
     }
 
     /// The answer for a server that is not there and for one that the session was not granted. They must be the same to the letter.
@@ -74,7 +77,10 @@ impl ToolRefused {
     /// The answer for a tool that is not there and for one that the session was not granted. They must be the same to the letter.
     pub fn no_tool(server: &str, tool: &str) -> ToolRefused {
         let (server, tool) = (shortened(server), shortened(tool));
-        ToolRefused::new(ToolReason::Unknown, format!("the server {server} has no tool {tool:?}"))
+        ToolRefused::new(
+            ToolReason::Unknown,
+            format!("the server {server} has no tool {tool:?}"),
+        )
     }
 
     /// The answer for a tool that is not any more what it was when the call was looked at.
@@ -133,7 +139,12 @@ pub trait Broker: Send + Sync {
     ) -> Result<ToolReply, ToolRefused>;
 
     /// Returns what a tool is at this moment, if that can be told; permissions are bound to it. Refuses what is not there, about which nobody is asked.
-    fn fingerprint(&self, _owner: &Principal, _server: &str, _tool: &str) -> Result<Option<Fingerprint>, ToolRefused> {
+    fn fingerprint(
+        &self,
+        _owner: &Principal,
+        _server: &str,
+        _tool: &str,
+    ) -> Result<Option<Fingerprint>, ToolRefused> {
         Ok(None)
     }
 
@@ -149,7 +160,11 @@ pub trait Broker: Send + Sync {
     fn changes(&self) -> watch::Receiver<u64>;
 
     /// Connects to a server and keeps it for this owner. What it refuses, it refuses in a sentence without secrets.
-    async fn register(&self, owner: &Principal, request: ServerRequest) -> Result<ServerReport, String>;
+    async fn register(
+        &self,
+        owner: &Principal,
+        request: ServerRequest,
+    ) -> Result<ServerReport, String>;
 
     /// Forgets a server of this owner.
     async fn unregister(&self, owner: &Principal, name: &str) -> Result<(), String>;
@@ -180,11 +195,19 @@ impl Grant {
     pub fn parse<'a>(text: &str, known: impl Iterator<Item = &'a str>) -> Option<Grant> {
         let rest_of = |server: &'a str| {
             let rest = text.strip_prefix(server)?;
-            let pattern =
-                if rest.is_empty() { Some(Pattern::anything()) } else { Pattern::parse(rest.strip_prefix('.')?).ok() };
-            pattern.map(|tool| Grant { server: server.to_owned(), tool })
+            let pattern = if rest.is_empty() {
+                Some(Pattern::anything())
+            } else {
+                Pattern::parse(rest.strip_prefix('.')?).ok()
+            };
+            pattern.map(|tool| Grant {
+                server: server.to_owned(),
+                tool,
+            })
         };
-        known.filter_map(rest_of).max_by_key(|grant| grant.server.len())
+        known
+            .filter_map(rest_of)
+            .max_by_key(|grant| grant.server.len())
     }
 
     pub fn allows(&self, server: &str, tool: &str) -> bool {
@@ -199,12 +222,17 @@ impl Grants {
     }
 
     pub fn allow(&self, server: &str, tool: &str) -> bool {
-        self.0.iter().all(|list| list.iter().any(|grant| grant.allows(server, tool)))
+        self.0
+            .iter()
+            .all(|list| list.iter().any(|grant| grant.allows(server, tool)))
     }
 
     /// Tells whether every tool of a server is granted, whichever it has.
     pub fn allow_all_of(&self, server: &str) -> bool {
-        self.0.iter().all(|list| list.iter().any(|grant| grant.server == server && grant.tool.is_anything()))
+        self.0.iter().all(|list| {
+            list.iter()
+                .any(|grant| grant.server == server && grant.tool.is_anything())
+        })
     }
 
     /// Returns what is left of these grants for somebody who is to have no more than `list`. `None` when that cannot be held any more.
@@ -230,7 +258,11 @@ pub struct Tools(pub Option<Arc<dyn Broker>>);
 
 impl fmt::Debug for Tools {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        formatter.write_str(if self.0.is_some() { "Tools(a broker)" } else { "Tools(nothing)" })
+        formatter.write_str(if self.0.is_some() {
+            "Tools(a broker)"
+        } else {
+            "Tools(nothing)"
+        })
     }
 }
 
@@ -297,7 +329,9 @@ impl CallEnd {
 
     pub(super) fn of(result: &Result<ToolReply, ToolRefused>) -> CallEnd {
         match result {
-            Ok(ToolReply { is_error: false, .. }) => CallEnd::Answered,
+            Ok(ToolReply {
+                is_error: false, ..
+            }) => CallEnd::Answered,
             Ok(_) => CallEnd::ToolError,
             Err(refused) => CallEnd::Refused(refused.reason),
         }
@@ -309,8 +343,19 @@ impl ToolCalls {
         self.total += 1;
         self.failed += u64::from(ended != CallEnd::Answered);
         if self.noted.len() < MOST_NOTED {
-            let Begun { server, tool, arguments, since } = call;
-            self.noted.push(NotedCall { server, tool, arguments, ended, duration: since.elapsed() });
+            let Begun {
+                server,
+                tool,
+                arguments,
+                since,
+            } = call;
+            self.noted.push(NotedCall {
+                server,
+                tool,
+                arguments,
+                ended,
+                duration: since.elapsed(),
+            });
         }
     }
 }
@@ -326,13 +371,18 @@ mod tests {
 
     fn grants(texts: &[&str]) -> Vec<Grant> {
         let known = ["git", "git.hub", "files"];
-        texts.iter().map(|text| Grant::parse(text, known.into_iter()).unwrap()).collect()
+        texts
+            .iter()
+            .map(|text| Grant::parse(text, known.into_iter()).unwrap())
+            .collect()
     }
 
     #[test]
     fn a_grant_names_a_server_or_some_of_its_tools() {
         let known = || ["git", "git.hub"].into_iter();
-        let parsed = |text: &str| Grant::parse(text, known()).map(|grant| (grant.server, grant.tool.to_string()));
+        let parsed = |text: &str| {
+            Grant::parse(text, known()).map(|grant| (grant.server, grant.tool.to_string()))
+        };
         let pair = |server: &str, tool: &str| Some((server.to_owned(), tool.to_owned()));
         assert_eq!(parsed("git"), pair("git", "*"));
         assert_eq!(parsed("git.list_*"), pair("git", "list_*"));
@@ -351,12 +401,27 @@ mod tests {
         assert!(some.allow("git", "list_issues") && some.allow("files", "read"));
         assert!(!some.allow("git", "create_issue") && !some.allow("git.hub", "list_issues"));
         assert!(!some.allow_all_of("git") && some.allow_all_of("files"));
-        for wider in [&["git"][..], &["git.*", "git.hub"], &["git.create_*", "git.list_*"]] {
+        for wider in [
+            &["git"][..],
+            &["git.*", "git.hub"],
+            &["git.create_*", "git.list_*"],
+        ] {
             let again = some.narrowed(&grants(wider)).unwrap();
-            assert!(again.allow("git", "list_issues") && !again.allow("git", "create_issue"), "{wider:?}");
-            assert!(!again.allow("files", "read") && !again.allow("git.hub", "x"), "{wider:?}");
+            assert!(
+                again.allow("git", "list_issues") && !again.allow("git", "create_issue"),
+                "{wider:?}"
+            );
+            assert!(
+                !again.allow("files", "read") && !again.allow("git.hub", "x"),
+                "{wider:?}"
+            );
         }
-        assert!(!some.narrowed(&grants(&["git.create_issue"])).unwrap().allow("git", "create_issue"));
+        assert!(
+            !some
+                .narrowed(&grants(&["git.create_issue"]))
+                .unwrap()
+                .allow("git", "create_issue")
+        );
         assert!(!some.narrowed(&[]).unwrap().allow("git", "list_issues"));
     }
 
@@ -364,7 +429,9 @@ mod tests {
     fn lists_that_say_less_and_less_are_bounded_and_plain_ones_replace_all_others() {
         let mut narrower = Grants::default().narrowed(&grants(&["git.*a*"])).unwrap();
         for number in 2..=MOST_LISTS {
-            narrower = narrower.narrowed(&grants(&[&format!("git.*a{number}*")])).unwrap();
+            narrower = narrower
+                .narrowed(&grants(&[&format!("git.*a{number}*")]))
+                .unwrap();
         }
         assert_eq!(narrower.narrowed(&grants(&["git.b*"])), None);
         assert_eq!(
@@ -372,8 +439,12 @@ mod tests {
             Some(narrower.clone()),
             "what is there already costs nothing"
         );
-        let name = (0..=MOST_LISTS).map(|number| format!("a{number}")).collect::<String>();
-        let exact = narrower.narrowed(&grants(&[&format!("git.{name}")])).unwrap();
+        let name = (0..=MOST_LISTS)
+            .map(|number| format!("a{number}"))
+            .collect::<String>();
+        let exact = narrower
+            .narrowed(&grants(&[&format!("git.{name}")]))
+            .unwrap();
         assert!(exact.allow("git", &name) && exact.0.len() == 1);
     }
 }

@@ -60,14 +60,22 @@ impl Turns {
     /// So many cells run at once; with zero there is no limit.
     pub(super) fn new(places: usize) -> Turns {
         let line = Line::new(if places == 0 { usize::MAX } else { places });
-        Turns(Arc::new(Mutex::new(Hall { line, next_ticket: 0, waiting: HashMap::new(), usual: Duration::ZERO })))
+        Turns(Arc::new(Mutex::new(Hall {
+            line,
+            next_ticket: 0,
+            waiting: HashMap::new(),
+            usual: Duration::ZERO,
+        })))
     }
 
     /// Changes how many cells run at once. Those that run go on; with fewer places, the next ones
     /// wait until so many have ended.
     pub(super) fn set_places(&self, places: usize) {
         let mut hall = self.hall();
-        for next in hall.line.set_places(if places == 0 { usize::MAX } else { places }) {
+        for next in hall
+            .line
+            .set_places(if places == 0 { usize::MAX } else { places })
+        {
             if let Some(call) = hall.waiting.remove(&next) {
                 // One that has gone meanwhile gives the place back when it is dropped.
                 let _ = call.send(());
@@ -91,7 +99,13 @@ impl Turns {
             Some(came)
         };
         drop(hall);
-        Ok(Turn { turns: self.clone(), owner: owner.clone(), ticket, came, since: Instant::now() })
+        Ok(Turn {
+            turns: self.clone(),
+            owner: owner.clone(),
+            ticket,
+            came,
+            since: Instant::now(),
+        })
     }
 
     /// Tells how many cells run and how many wait for a place.
@@ -101,7 +115,9 @@ impl Turns {
     }
 
     fn hall(&self) -> MutexGuard<'_, Hall> {
-        self.0.lock().expect("nothing panics while it holds the line")
+        self.0
+            .lock()
+            .expect("nothing panics while it holds the line")
     }
 }
 
@@ -146,8 +162,14 @@ impl Hall {
     fn crowded(&self) -> Crowded {
         let waiting = self.line.waiting;
         let rounds = u32::try_from(waiting / self.line.places.max(1) + 1).unwrap_or(u32::MAX);
-        let hint = self.usual.saturating_mul(rounds).clamp(Duration::from_secs(1), LONGEST_HINT);
-        Crowded { waiting, retry_after: hint }
+        let hint = self
+            .usual
+            .saturating_mul(rounds)
+            .clamp(Duration::from_secs(1), LONGEST_HINT);
+        Crowded {
+            waiting,
+            retry_after: hint,
+        }
     }
 }
 
@@ -182,7 +204,11 @@ impl Line {
     }
 
     fn has_place_for(&self, owner: &Principal) -> bool {
-        let places = if self.runs_of(owner) == 0 { self.places.saturating_mul(2) } else { self.places };
+        let places = if self.runs_of(owner) == 0 {
+            self.places.saturating_mul(2)
+        } else {
+            self.places
+        };
         self.running < places
     }
 
@@ -212,7 +238,9 @@ impl Line {
 
     /// Leaves the line.
     fn leave(&mut self, owner: &Principal, ticket: u64) {
-        let Some(tickets) = self.tickets.get_mut(owner) else { return };
+        let Some(tickets) = self.tickets.get_mut(owner) else {
+            return;
+        };
         let before = tickets.len();
         tickets.retain(|known| *known != ticket);
         self.waiting -= before - tickets.len();
@@ -249,8 +277,13 @@ impl Line {
             return None;
         }
         let owner = self.order.remove(next)?;
-        let tickets = self.tickets.get_mut(&owner).expect("whoever is in line has a ticket");
-        let ticket = tickets.pop_front().expect("whoever is in line has a ticket");
+        let tickets = self
+            .tickets
+            .get_mut(&owner)
+            .expect("whoever is in line has a ticket");
+        let ticket = tickets
+            .pop_front()
+            .expect("whoever is in line has a ticket");
         let has_more = !tickets.is_empty();
         self.begin(&owner);
         self.waiting -= 1;
@@ -281,11 +314,25 @@ mod tests {
         let mut line = Line::new(1);
         assert!(line.arrive(&flood, 0));
         assert!(!line.arrive(&flood, 1) && !line.arrive(&flood, 2));
-        assert!(line.arrive(&other, 10), "as many places again for those that run nothing");
+        assert!(
+            line.arrive(&other, 10),
+            "as many places again for those that run nothing"
+        );
         assert!(!line.arrive(&other, 11), "a second cell waits");
-        assert!(!line.arrive(&third, 20), "there are twice as many places, and no more");
-        assert_eq!(line.free(&flood), Some(1), "both run nothing now, and the flood waited first");
-        assert_eq!(line.free(&flood), Some(20), "then it is the turn of the third");
+        assert!(
+            !line.arrive(&third, 20),
+            "there are twice as many places, and no more"
+        );
+        assert_eq!(
+            line.free(&flood),
+            Some(1),
+            "both run nothing now, and the flood waited first"
+        );
+        assert_eq!(
+            line.free(&flood),
+            Some(20),
+            "then it is the turn of the third"
+        );
     }
 
     #[test]
@@ -313,7 +360,14 @@ mod tests {
         line.leave(&principal(2), 2);
         line.leave(&principal(2), 2);
         assert_eq!(line.free(&principal(0)), Some(3));
-        assert_eq!((line.free(&principal(1)), line.free(&principal(3)), line.running), (None, None, 0));
+        assert_eq!(
+            (
+                line.free(&principal(1)),
+                line.free(&principal(3)),
+                line.running
+            ),
+            (None, None, 0)
+        );
     }
 
     #[test]
@@ -327,10 +381,20 @@ mod tests {
         assert_eq!(line.set_places(3), [1, 2]);
         assert_eq!((line.running, line.waiting), (3, 2));
         assert!(line.set_places(1).is_empty());
-        assert!(!line.arrive(&other, 10), "three run, which is more than two");
-        assert_eq!(line.free(&one), None, "three ran, and two are still more than one");
+        assert!(
+            !line.arrive(&other, 10),
+            "three run, which is more than two"
+        );
+        assert_eq!(
+            line.free(&one),
+            None,
+            "three ran, and two are still more than one"
+        );
         assert_eq!(line.free(&one), Some(10), "it runs nothing");
-        assert_eq!((line.free(&one), line.free(&other), line.running), (Some(3), None, 1));
+        assert_eq!(
+            (line.free(&one), line.free(&other), line.running),
+            (Some(3), None, 1)
+        );
     }
 
     #[tokio::test(start_paused = true)]
@@ -360,9 +424,17 @@ mod tests {
         tokio::time::sleep(Duration::from_secs(8)).await;
         drop(place);
         let _place = turns.ask(&principal(0)).unwrap();
-        let waiting = (0..MOST_WAITING_OF_ONE).map(|_| turns.ask(&principal(0)).unwrap()).collect::<Vec<_>>();
+        let waiting = (0..MOST_WAITING_OF_ONE)
+            .map(|_| turns.ask(&principal(0)).unwrap())
+            .collect::<Vec<_>>();
         let crowded = turns.ask(&principal(0)).err().unwrap();
-        assert_eq!(crowded, Crowded { waiting: MOST_WAITING_OF_ONE, retry_after: LONGEST_HINT });
+        assert_eq!(
+            crowded,
+            Crowded {
+                waiting: MOST_WAITING_OF_ONE,
+                retry_after: LONGEST_HINT
+            }
+        );
         // Somebody else still finds room.
         let other = turns.ask(&principal(1)).unwrap();
         drop((waiting, other));
@@ -372,7 +444,9 @@ mod tests {
     #[test]
     fn without_a_limit_nobody_waits() {
         let turns = Turns::new(0);
-        let all = (0..1000).map(|_| turns.ask(&principal(0)).unwrap()).collect::<Vec<_>>();
+        let all = (0..1000)
+            .map(|_| turns.ask(&principal(0)).unwrap())
+            .collect::<Vec<_>>();
         assert!(all.iter().all(Turn::is_here));
         assert_eq!(turns.load(), (1000, 0));
     }

@@ -110,8 +110,15 @@ impl FromStr for ExecutionHandle {
     type Err = BadHandle;
 
     fn from_str(text: &str) -> Result<ExecutionHandle, BadHandle> {
-        let sound = text.len() == 32 && text.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'));
-        if sound { Ok(ExecutionHandle(text.to_owned())) } else { Err(BadHandle) }
+        let sound = text.len() == 32
+            && text
+                .bytes()
+                .all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'));
+        if sound {
+            Ok(ExecutionHandle(text.to_owned()))
+        } else {
+            Err(BadHandle)
+        }
     }
 }
 

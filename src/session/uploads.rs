@@ -85,10 +85,14 @@ impl Uploads {
     /// Returns the bytes that wait of one principal.
     pub(super) fn bytes_of(&self, owner: &Principal) -> u64 {
         let shelf = self.shelf();
-        let sizes = shelf.places.iter().filter(|((of, ..), _)| of == owner).map(|(_, place)| match place {
-            Place::Here(staged) => staged.size,
-            Place::Lent { size } => *size,
-        });
+        let sizes = shelf
+            .places
+            .iter()
+            .filter(|((of, ..), _)| of == owner)
+            .map(|(_, place)| match place {
+                Place::Here(staged) => staged.size,
+                Place::Lent { size } => *size,
+            });
         sizes.sum()
     }
 
@@ -104,11 +108,17 @@ impl Uploads {
     ) -> Result<(u64, Option<SpooledTempFile>), Refused> {
         let mut lent = self.lend(key(owner, id, path), id, part.offset)?;
         let taken = lent.fill(source, room).await;
-        let Some(staged) = &mut lent.staged else { return Err(Refused::UploadTooLarge) };
+        let Some(staged) = &mut lent.staged else {
+            return Err(Refused::UploadTooLarge);
+        };
         staged.touched = Instant::now();
         let size = staged.size;
         match taken {
-            Err(error) => return Err(Refused::Transfer { why: error.kind().to_string() }),
+            Err(error) => {
+                return Err(Refused::Transfer {
+                    why: error.kind().to_string(),
+                });
+            }
             Ok(Filled::TooMuch) => {
                 lent.staged = None;
                 return Err(Refused::UploadTooLarge);
@@ -118,15 +128,23 @@ impl Uploads {
         if !part.last {
             return Ok((size, None));
         }
-        let mut file = lent.staged.take().map(|staged| staged.file).ok_or(Refused::UploadTooLarge)?;
-        file.rewind().map_err(|error| Refused::Transfer { why: error.kind().to_string() })?;
+        let mut file = lent
+            .staged
+            .take()
+            .map(|staged| staged.file)
+            .ok_or(Refused::UploadTooLarge)?;
+        file.rewind().map_err(|error| Refused::Transfer {
+            why: error.kind().to_string(),
+        })?;
         Ok((size, Some(file)))
     }
 
     /// Forgets the uploads to a session that is gone.
     pub(super) fn forget(&self, owner: &Principal, id: &SessionId) {
         let is_other = |(of, session, _): &Key| of != owner || session != id;
-        self.shelf().places.retain(|key, place| is_other(key) || matches!(place, Place::Lent { .. }));
+        self.shelf()
+            .places
+            .retain(|key, place| is_other(key) || matches!(place, Place::Lent { .. }));
     }
 
     /// Takes an upload out of its place, if it stands at `offset`.
@@ -135,7 +153,10 @@ impl Uploads {
         let places = &mut shelf.places;
         let stands = match places.get(&key) {
             Some(Place::Lent { .. }) => {
-                return Err(Refused::Occupied { id: id.clone(), then: "send this part again" });
+                return Err(Refused::Occupied {
+                    id: id.clone(),
+                    then: "send this part again",
+                });
             }
             Some(Place::Here(staged)) => staged.size,
             None => 0,
@@ -145,18 +166,30 @@ impl Uploads {
             (0, _) => {
                 let waiting = places.keys().filter(|(of, ..)| *of == key.0).count();
                 if !known && waiting >= MOST_UPLOADS {
-                    return Err(Refused::TooManyUploads { limit: MOST_UPLOADS });
+                    return Err(Refused::TooManyUploads {
+                        limit: MOST_UPLOADS,
+                    });
                 }
-                Staged { file: SpooledTempFile::new(STAGED_IN_MEMORY), size: 0, touched: Instant::now() }
+                Staged {
+                    file: SpooledTempFile::new(STAGED_IN_MEMORY),
+                    size: 0,
+                    touched: Instant::now(),
+                }
             }
             (offset, Some(Place::Here(staged))) if staged.size == offset => staged,
             (_, other) => {
-                other.into_iter().for_each(|place| drop(places.insert(key.clone(), place)));
+                other
+                    .into_iter()
+                    .for_each(|place| drop(places.insert(key.clone(), place)));
                 return Err(Refused::UploadOffset { expected: stands });
             }
         };
         places.insert(key.clone(), Place::Lent { size: staged.size });
-        Ok(Lent { uploads: self.clone(), key, staged: Some(staged) })
+        Ok(Lent {
+            uploads: self.clone(),
+            key,
+            staged: Some(staged),
+        })
     }
 
     /// Forgets uploads that nobody goes on with, as long as there are any.
@@ -164,7 +197,9 @@ impl Uploads {
         let mut next = Instant::now() + PATIENCE;
         loop {
             tokio::time::sleep_until(next).await;
-            let Some(uploads) = uploads.upgrade() else { return };
+            let Some(uploads) = uploads.upgrade() else {
+                return;
+            };
             let mut shelf = uploads.shelf();
             let now = Instant::now();
             shelf.places.retain(|_, place| !matches!(place, Place::Here(staged) if staged.touched + PATIENCE <= now));
@@ -183,7 +218,9 @@ impl Uploads {
     }
 
     fn shelf(&self) -> MutexGuard<'_, Shelf> {
-        self.shelf.lock().expect("nothing panics while it holds the uploads")
+        self.shelf
+            .lock()
+            .expect("nothing panics while it holds the uploads")
     }
 }
 
@@ -201,8 +238,14 @@ enum Filled {
 
 impl Lent {
     /// Adds what the source gives, as far as there is room.
-    async fn fill(&mut self, source: &mut (dyn AsyncRead + Send + Unpin), room: u64) -> io::Result<Filled> {
-        let Some(staged) = &mut self.staged else { return Ok(Filled::TooMuch) };
+    async fn fill(
+        &mut self,
+        source: &mut (dyn AsyncRead + Send + Unpin),
+        room: u64,
+    ) -> io::Result<Filled> {
+        let Some(staged) = &mut self.staged else {
+            return Ok(Filled::TooMuch);
+        };
         let most = staged.size.saturating_add(room).min(LARGEST_UPLOAD);
         let mut buffer = vec![0; CHUNK];
         loop {

@@ -33,12 +33,18 @@ pub(super) struct CollectorClient {
 
 impl CollectorClient {
     pub(super) fn new() -> CollectorClient {
-        CollectorClient { is_failing: AtomicBool::new(false), trust: OnceLock::new() }
+        CollectorClient {
+            is_failing: AtomicBool::new(false),
+            trust: OnceLock::new(),
+        }
     }
 
     fn send_and_wait(&self, request: Request<Bytes>) -> Result<Response<Bytes>, HttpError> {
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-        let answer = runtime.block_on(async { tokio::time::timeout(LONGEST_EXPORT, self.send(request)).await });
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .build()?;
+        let answer = runtime
+            .block_on(async { tokio::time::timeout(LONGEST_EXPORT, self.send(request)).await });
         // Looking up a name may still wait in a thread; nobody waits for it.
         runtime.shutdown_background();
         answer.map_err(|_| "it did not answer in time")?
@@ -57,17 +63,26 @@ impl CollectorClient {
         }
         let name = ServerName::try_from(name.to_owned())?;
         let trust = self.trust.get_or_init(|| trust(machine_roots())).clone();
-        exchange(TlsConnector::from(trust).connect(name, stream).await?, request).await
+        exchange(
+            TlsConnector::from(trust).connect(name, stream).await?,
+            request,
+        )
+        .await
     }
 
     fn tell(&self, sent: &Result<Response<Bytes>, HttpError>) {
         let problem = match sent {
             Ok(response) if response.status().is_success() => None,
-            Ok(response) => Some(format!("it answered with status {}", response.status().as_u16())),
+            Ok(response) => Some(format!(
+                "it answered with status {}",
+                response.status().as_u16()
+            )),
             Err(error) => Some(error.to_string()),
         };
         match (problem, self.is_failing.load(Ordering::Relaxed)) {
-            (Some(problem), false) => tracing::warn!(problem, "the collector takes no spans; they are dropped"),
+            (Some(problem), false) => {
+                tracing::warn!(problem, "the collector takes no spans; they are dropped")
+            }
             (None, true) => tracing::info!("the collector takes spans again"),
             _ => return,
         }
@@ -88,16 +103,31 @@ async fn exchange<S>(stream: S, request: Request<Bytes>) -> Result<Response<Byte
 where
     S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
 {
-    let (mut sender, connection) = hyper::client::conn::http1::handshake(TokioIo::new(stream)).await?;
+    let (mut sender, connection) =
+        hyper::client::conn::http1::handshake(TokioIo::new(stream)).await?;
     // It ends with the runtime; what went wrong in it shows in the answer.
     tokio::spawn(connection);
     let (mut parts, body) = request.into_parts();
-    let host = parts.uri.authority().ok_or("its address has no host")?.as_str().parse()?;
+    let host = parts
+        .uri
+        .authority()
+        .ok_or("its address has no host")?
+        .as_str()
+        .parse()?;
     parts.headers.insert("host", host);
-    parts.uri = parts.uri.path_and_query().map_or("/", |path| path.as_str()).parse()?;
-    let answer = sender.send_request(Request::from_parts(parts, Full::new(body))).await?;
+    parts.uri = parts
+        .uri
+        .path_and_query()
+        .map_or("/", |path| path.as_str())
+        .parse()?;
+    let answer = sender
+        .send_request(Request::from_parts(parts, Full::new(body)))
+        .await?;
     let (parts, body) = answer.into_parts();
-    let body = Limited::new(body, LARGEST_ANSWER).collect().await?.to_bytes();
+    let body = Limited::new(body, LARGEST_ANSWER)
+        .collect()
+        .await?
+        .to_bytes();
     Ok(Response::from_parts(parts, body))
 }
 
@@ -110,7 +140,8 @@ fn machine_roots() -> RootCertStore {
 
 fn trust(roots: RootCertStore) -> Arc<ClientConfig> {
     let provider = Arc::new(rustls::crypto::ring::default_provider());
-    let config = ClientConfig::builder_with_provider(provider).with_safe_default_protocol_versions();
+    let config =
+        ClientConfig::builder_with_provider(provider).with_safe_default_protocol_versions();
     let config = config.expect("the provider has the usual versions");
     Arc::new(config.with_root_certificates(roots).with_no_client_auth())
 }
@@ -131,11 +162,19 @@ mod tests {
         let certificate = made.cert.der().clone();
         let key = PrivateKeyDer::try_from(made.signing_key.serialize_der()).unwrap();
         let provider = Arc::new(rustls::crypto::ring::default_provider());
-        let config = ServerConfig::builder_with_provider(provider).with_safe_default_protocol_versions().unwrap();
-        let config = config.with_no_client_auth().with_single_cert(vec![certificate.clone()], key).unwrap();
+        let config = ServerConfig::builder_with_provider(provider)
+            .with_safe_default_protocol_versions()
+            .unwrap();
+        let config = config
+            .with_no_client_auth()
+            .with_single_cert(vec![certificate.clone()], key)
+            .unwrap();
         let config = Arc::new(config);
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        let address = format!("https://localhost:{}/v1/traces", listener.local_addr().unwrap().port());
+        let address = format!(
+            "https://localhost:{}/v1/traces",
+            listener.local_addr().unwrap().port()
+        );
         std::thread::spawn(move || {
             for stream in listener.incoming() {
                 let connection = ServerConnection::new(config.clone()).unwrap();
@@ -143,8 +182,11 @@ mod tests {
                 let mut line = String::new();
                 // A client that does not trust us goes away here.
                 if reader.read_line(&mut line).is_ok_and(|read| read > 0) {
-                    let answer =
-                        format!("HTTP/1.1 200 OK\r\ncontent-length: {}\r\n\r\n{}", line.trim().len(), line.trim());
+                    let answer = format!(
+                        "HTTP/1.1 200 OK\r\ncontent-length: {}\r\n\r\n{}",
+                        line.trim().len(),
+                        line.trim()
+                    );
                     reader.get_mut().write_all(answer.as_bytes()).unwrap();
                 }
             }
@@ -153,7 +195,11 @@ mod tests {
     }
 
     fn send(client: &CollectorClient, address: &str) -> Result<Response<Bytes>, HttpError> {
-        client.send_and_wait(Request::post(address).body(Bytes::from_static(b"spans")).unwrap())
+        client.send_and_wait(
+            Request::post(address)
+                .body(Bytes::from_static(b"spans"))
+                .unwrap(),
+        )
     }
 
     #[test]
@@ -165,7 +211,9 @@ mod tests {
         trusting.trust.set(trust(roots)).unwrap();
         let answer = send(&trusting, &address).unwrap();
         assert_eq!(answer.body().as_ref(), b"POST /v1/traces HTTP/1.1");
-        let refused = send(&CollectorClient::new(), &address).unwrap_err().to_string();
+        let refused = send(&CollectorClient::new(), &address)
+            .unwrap_err()
+            .to_string();
         assert!(refused.contains("certificate"), "{refused}");
     }
 

@@ -47,7 +47,10 @@ struct Inner {
 
 impl std::fmt::Debug for Health {
     fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        formatter.debug_tuple("Health").field(&self.ready()).finish()
+        formatter
+            .debug_tuple("Health")
+            .field(&self.ready())
+            .finish()
     }
 }
 
@@ -69,7 +72,11 @@ impl Health {
 
     /// Has a part asked whenever somebody wants to know. It answers why it is not ready, quickly and without waiting.
     pub fn ask(&self, part: Part, question: impl Fn() -> Option<String> + Send + Sync + 'static) {
-        self.0.asked.lock().expect("nobody panics while holding the questions").insert(part, Box::new(question));
+        self.0
+            .asked
+            .lock()
+            .expect("nobody panics while holding the questions")
+            .insert(part, Box::new(question));
     }
 
     /// Says that the server takes no new work because it is ending. It does not become ready again.
@@ -80,7 +87,13 @@ impl Health {
     /// Tells whether the server can take work, or everything that keeps it from that, each as `part: reason`.
     pub fn ready(&self) -> Result<(), Vec<String>> {
         let mut reasons = self.said().clone();
-        for (part, question) in self.0.asked.lock().expect("nobody panics while holding the questions").iter() {
+        for (part, question) in self
+            .0
+            .asked
+            .lock()
+            .expect("nobody panics while holding the questions")
+            .iter()
+        {
             if let Some(why) = question() {
                 reasons.insert(*part, why);
             }
@@ -88,11 +101,17 @@ impl Health {
         if reasons.is_empty() {
             return Ok(());
         }
-        Err(reasons.into_iter().map(|(part, why)| format!("{}: {why}", part.name())).collect())
+        Err(reasons
+            .into_iter()
+            .map(|(part, why)| format!("{}: {why}", part.name()))
+            .collect())
     }
 
     fn said(&self) -> MutexGuard<'_, BTreeMap<Part, String>> {
-        self.0.said.lock().expect("nobody panics while holding the reasons")
+        self.0
+            .said
+            .lock()
+            .expect("nobody panics while holding the reasons")
     }
 }
 
@@ -108,13 +127,20 @@ mod tests {
         assert_eq!(health.ready(), Ok(()));
         health.not_ready(Part::Python, "preparing Python, step 2 of 5");
         health.clone().not_ready(Part::Keeper, "it does not answer");
-        let reasons = ["python: preparing Python, step 2 of 5", "keeper: it does not answer"].map(str::to_owned);
+        let reasons = [
+            "python: preparing Python, step 2 of 5",
+            "keeper: it does not answer",
+        ]
+        .map(str::to_owned);
         assert_eq!(health.ready(), Err(reasons.to_vec()));
         health.ready_again(Part::Python);
         health.ready_again(Part::Keeper);
         assert_eq!(health.ready(), Ok(()));
         health.drain();
-        assert_eq!(health.ready(), Err(vec!["draining: the server is ending".to_owned()]));
+        assert_eq!(
+            health.ready(),
+            Err(vec!["draining: the server is ending".to_owned()])
+        );
     }
 
     #[test]
@@ -122,7 +148,11 @@ mod tests {
         let health = Health::new();
         let failing = Arc::new(AtomicBool::new(true));
         let state = failing.clone();
-        health.ask(Part::Audit, move || state.load(Ordering::SeqCst).then(|| "no space left".to_owned()));
+        health.ask(Part::Audit, move || {
+            state
+                .load(Ordering::SeqCst)
+                .then(|| "no space left".to_owned())
+        });
         assert_eq!(health.ready(), Err(vec!["audit: no space left".to_owned()]));
         failing.store(false, Ordering::SeqCst);
         assert_eq!(health.ready(), Ok(()));

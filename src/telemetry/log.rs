@@ -32,13 +32,17 @@ impl LogFormat {
     }
 
     pub fn from_name(name: &str) -> Option<LogFormat> {
-        LogFormat::ALL.into_iter().find(|format| format.name() == name)
+        LogFormat::ALL
+            .into_iter()
+            .find(|format| format.name() == name)
     }
 }
 
 pub(super) fn parse_filter(filter: &str) -> Result<EnvFilter, TelemetryError> {
-    let parsed =
-        EnvFilter::try_new(filter).map_err(|cause| TelemetryError::Filter { filter: filter.to_owned(), cause })?;
+    let parsed = EnvFilter::try_new(filter).map_err(|cause| TelemetryError::Filter {
+        filter: filter.to_owned(),
+        cause,
+    })?;
     // The MCP library logs whole requests, and with them users' code, from level info on.
     Ok(parsed.add_directive(QUIET_LIBRARY.parse().expect("a constant directive parses")))
 }
@@ -51,7 +55,12 @@ where
     let layer = fmt::layer().with_ansi(false).with_writer(writer);
     match format {
         LogFormat::Text => layer.boxed(),
-        LogFormat::Json => layer.json().flatten_event(true).with_current_span(false).with_span_list(true).boxed(),
+        LogFormat::Json => layer
+            .json()
+            .flatten_event(true)
+            .with_current_span(false)
+            .with_span_list(true)
+            .boxed(),
     }
 }
 
@@ -83,7 +92,9 @@ mod tests {
         let kept = Kept::default();
         let writer = kept.clone();
         let lines = layer(format, move || writer.clone());
-        let subscriber = Registry::default().with(lines).with(parse_filter(filter).unwrap());
+        let subscriber = Registry::default()
+            .with(lines)
+            .with(parse_filter(filter).unwrap());
         tracing::subscriber::with_default(subscriber, tell);
         String::from_utf8(kept.0.lock().unwrap().clone()).unwrap()
     }
@@ -96,7 +107,10 @@ mod tests {
     #[test]
     fn the_filter_decides_what_is_written() {
         let quiet = written("warn", LogFormat::Text, a_step_and_a_warning);
-        assert!(quiet.contains("a warning count=3") && !quiet.contains("a step"), "{quiet}");
+        assert!(
+            quiet.contains("a warning count=3") && !quiet.contains("a step"),
+            "{quiet}"
+        );
         assert!(!quiet.contains('\u{1b}'), "there are no colour codes");
         assert!(written("debug", LogFormat::Text, a_step_and_a_warning).contains("a step"));
         assert_eq!(written("off", LogFormat::Text, a_step_and_a_warning), "");
@@ -104,23 +118,35 @@ mod tests {
 
     #[test]
     fn a_filter_that_is_none_is_refused() {
-        assert!(parse_filter("cellblock=loud").unwrap_err().to_string().contains("cellblock=loud"));
+        assert!(
+            parse_filter("cellblock=loud")
+                .unwrap_err()
+                .to_string()
+                .contains("cellblock=loud")
+        );
     }
 
     #[test]
     fn a_line_of_json_has_the_fields_of_the_event_and_of_the_spans_around_it() {
         let lines = written("info", LogFormat::Json, || {
-            let span = tracing::info_span!("request", method = "POST", status = tracing::field::Empty);
+            let span =
+                tracing::info_span!("request", method = "POST", status = tracing::field::Empty);
             let _entered = span.enter();
             span.record("status", 200);
             tracing::info!(hostile = "two\nlines \"quoted\"", count = 3, "done");
         });
         assert_eq!(lines.lines().count(), 1, "{lines}");
         let line: Value = serde_json::from_str(&lines).unwrap();
-        assert_eq!((&line["level"], &line["message"], &line["count"]), (&"INFO".into(), &"done".into(), &3.into()));
+        assert_eq!(
+            (&line["level"], &line["message"], &line["count"]),
+            (&"INFO".into(), &"done".into(), &3.into())
+        );
         assert_eq!(line["hostile"], "two\nlines \"quoted\"");
         let span = &line["spans"][0];
-        assert_eq!((&span["name"], &span["method"], &span["status"]), (&"request".into(), &"POST".into(), &200.into()));
+        assert_eq!(
+            (&span["name"], &span["method"], &span["status"]),
+            (&"request".into(), &"POST".into(), &200.into())
+        );
     }
 
     #[test]

@@ -25,8 +25,9 @@ use super::process::Process;
 pub const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 
 /// Upper bounds in seconds: from a cell that only prints to one that runs for its whole time.
-const SECONDS: [f64; 15] =
-    [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 60.0, 300.0, 3600.0];
+const SECONDS: [f64; 15] = [
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 60.0, 300.0, 3600.0,
+];
 
 /// All figures. Clones are the same ones.
 #[derive(Clone)]
@@ -91,7 +92,10 @@ impl Metrics {
 
     /// A request was answered. `route` is its pattern, never its path.
     pub fn request(&self, route: &'static str, status: u16) {
-        self.0.requests.get_or_create(&RequestLabels { route, status }).inc();
+        self.0
+            .requests
+            .get_or_create(&RequestLabels { route, status })
+            .inc();
     }
 
     /// A connection was opened. It counts as open until what is returned is dropped.
@@ -103,13 +107,22 @@ impl Metrics {
 
     /// A caller was known or refused: `accepted`, or the reason in a word.
     pub fn authenticated(&self, outcome: &'static str) {
-        self.0.authentications.get_or_create(&[("outcome", outcome)]).inc();
+        self.0
+            .authentications
+            .get_or_create(&[("outcome", outcome)])
+            .inc();
     }
 
     /// A tool was called. `tool` is a name from the list of tools, not one that a caller made up.
     pub fn tool_called(&self, tool: &'static str, outcome: &'static str, elapsed: Duration) {
-        self.0.tool_calls.get_or_create(&[("tool", tool), ("outcome", outcome)]).inc();
-        self.0.tool_seconds.get_or_create(&[("tool", tool)]).observe(elapsed.as_secs_f64());
+        self.0
+            .tool_calls
+            .get_or_create(&[("tool", tool), ("outcome", outcome)])
+            .inc();
+        self.0
+            .tool_seconds
+            .get_or_create(&[("tool", tool)])
+            .observe(elapsed.as_secs_f64());
     }
 
     /// An execution ended.
@@ -128,7 +141,10 @@ impl Metrics {
     }
 
     pub fn session_ended(&self, reason: &'static str) {
-        self.0.sessions_ended.get_or_create(&[("reason", reason)]).inc();
+        self.0
+            .sessions_ended
+            .get_or_create(&[("reason", reason)])
+            .inc();
     }
 
     /// So many executions wait now.
@@ -137,7 +153,10 @@ impl Metrics {
     }
 
     pub fn quota_refused(&self, quota: &'static str) {
-        self.0.quota_refusals.get_or_create(&[("quota", quota)]).inc();
+        self.0
+            .quota_refusals
+            .get_or_create(&[("quota", quota)])
+            .inc();
     }
 
     /// Something that needed an approval was decided: `granted`, `refused` or `expired`.
@@ -150,7 +169,10 @@ impl Metrics {
             Direction::Into => "into",
             Direction::OutOf => "out_of",
         };
-        self.0.file_bytes.get_or_create(&[("direction", direction)]).inc_by(bytes);
+        self.0
+            .file_bytes
+            .get_or_create(&[("direction", direction)])
+            .inc_by(bytes);
     }
 
     /// Writes all figures as text.
@@ -170,19 +192,59 @@ impl Figures {
         let version = [("version", env!("CARGO_PKG_VERSION"))];
         registry.register("build", "The version that runs", Info::new(version));
         registry.register("http_requests", "Requests answered", self.requests.clone());
-        registry.register("http_connections", "Connections open", self.connections.clone());
-        registry.register("authentications", "Callers known or refused", self.authentications.clone());
+        registry.register(
+            "http_connections",
+            "Connections open",
+            self.connections.clone(),
+        );
+        registry.register(
+            "authentications",
+            "Callers known or refused",
+            self.authentications.clone(),
+        );
         registry.register("tool_calls", "Calls of tools", self.tool_calls.clone());
-        registry.register("tool_call_seconds", "Time that calls of tools took", self.tool_seconds.clone());
-        registry.register("executions", "Executions that ended", self.executions.clone());
-        registry.register("execution_seconds", "Time that executions took", self.execution_seconds.clone());
+        registry.register(
+            "tool_call_seconds",
+            "Time that calls of tools took",
+            self.tool_seconds.clone(),
+        );
+        registry.register(
+            "executions",
+            "Executions that ended",
+            self.executions.clone(),
+        );
+        registry.register(
+            "execution_seconds",
+            "Time that executions took",
+            self.execution_seconds.clone(),
+        );
         registry.register("sessions", "Sessions that exist", self.sessions.clone());
-        registry.register("sessions_created", "Sessions that began", self.sessions_created.clone());
-        registry.register("sessions_ended", "Sessions that ended", self.sessions_ended.clone());
+        registry.register(
+            "sessions_created",
+            "Sessions that began",
+            self.sessions_created.clone(),
+        );
+        registry.register(
+            "sessions_ended",
+            "Sessions that ended",
+            self.sessions_ended.clone(),
+        );
         registry.register("queue_length", "Executions that wait", self.queue.clone());
-        registry.register("approvals", "Decisions about what code may do", self.approvals.clone());
-        registry.register("quota_refusals", "Calls refused by a quota", self.quota_refusals.clone());
-        registry.register("file_bytes", "Bytes of files moved into and out of sessions", self.file_bytes.clone());
+        registry.register(
+            "approvals",
+            "Decisions about what code may do",
+            self.approvals.clone(),
+        );
+        registry.register(
+            "quota_refusals",
+            "Calls refused by a quota",
+            self.quota_refusals.clone(),
+        );
+        registry.register(
+            "file_bytes",
+            "Bytes of files moved into and out of sessions",
+            self.file_bytes.clone(),
+        );
         registry.register_collector(Box::new(Ready(health.clone())));
         self.registry = whole;
         self
@@ -220,7 +282,10 @@ mod tests {
 
     #[track_caller]
     fn assert_has(text: &str, line: &str) {
-        assert!(text.lines().any(|known| known == line), "{line} is not in\n{text}");
+        assert!(
+            text.lines().any(|known| known == line),
+            "{line} is not in\n{text}"
+        );
     }
 
     #[test]
@@ -229,7 +294,11 @@ mod tests {
         metrics.request("/mcp", 200);
         metrics.clone().request("/mcp", 200);
         metrics.authenticated("expired");
-        metrics.tool_called("execute_ipython_cell", "succeeded", Duration::from_millis(2));
+        metrics.tool_called(
+            "execute_ipython_cell",
+            "succeeded",
+            Duration::from_millis(2),
+        );
         metrics.executed("ok", Duration::from_millis(20));
         metrics.sessions_live(3);
         metrics.session_created();
@@ -262,10 +331,16 @@ mod tests {
             assert_has(&text, line);
         }
         assert!(text.contains("cellblock_build_info{version="), "{text}");
-        for name in
-            ["process_resident_memory_bytes ", "process_open_fds ", "process_max_fds ", "process_cpu_seconds_total "]
-        {
-            let line = text.lines().find(|line| line.starts_with(name)).unwrap_or_else(|| panic!("{name}\n{text}"));
+        for name in [
+            "process_resident_memory_bytes ",
+            "process_open_fds ",
+            "process_max_fds ",
+            "process_cpu_seconds_total ",
+        ] {
+            let line = text
+                .lines()
+                .find(|line| line.starts_with(name))
+                .unwrap_or_else(|| panic!("{name}\n{text}"));
             assert!(line[name.len()..].parse::<f64>().is_ok(), "{line}");
         }
     }

@@ -39,7 +39,9 @@ pub struct TelemetrySettings {
 /// Why there is no log.
 #[derive(Debug, thiserror::Error)]
 pub enum TelemetryError {
-    #[error("\"{filter}\" is not a log filter; write a level such as info, or a list such as warn,cellblock=debug")]
+    #[error(
+        "\"{filter}\" is not a log filter; write a level such as info, or a list such as warn,cellblock=debug"
+    )]
     Filter {
         filter: String,
         #[source]
@@ -75,11 +77,19 @@ impl Telemetry {
 pub fn start(settings: &TelemetrySettings) -> Result<Telemetry, TelemetryError> {
     let filter = log::parse_filter(settings.filter.as_deref().unwrap_or(settings.fallback))?;
     let lines = log::layer(settings.format, std::io::stderr);
-    let provider = settings.traces.as_deref().map(traces::provider).transpose()?;
+    let provider = settings
+        .traces
+        .as_deref()
+        .map(traces::provider)
+        .transpose()?;
     let set = match &provider {
-        None => tracing::subscriber::set_global_default(Registry::default().with(lines).with(filter)),
+        None => {
+            tracing::subscriber::set_global_default(Registry::default().with(lines).with(filter))
+        }
         Some(provider) => {
-            let layers = Registry::default().with(lines.with_filter(filter)).with(traces::layer(provider));
+            let layers = Registry::default()
+                .with(lines.with_filter(filter))
+                .with(traces::layer(provider));
             tracing::subscriber::set_global_default(layers)
         }
     };

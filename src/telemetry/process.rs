@@ -21,12 +21,25 @@ impl Collector for Process {
         let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
         let stat = fs::read_to_string("/proc/self/stat").unwrap_or_default();
         // One of them is the folder that is being read.
-        let descriptors = fs::read_dir("/proc/self/fd").map(|open| open.count().saturating_sub(1) as u64);
+        let descriptors =
+            fs::read_dir("/proc/self/fd").map(|open| open.count().saturating_sub(1) as u64);
         let gauges = [
-            ("process_resident_memory_bytes", "Memory in use", number(&status, "VmRSS:").map(|kib| kib * 1024)),
+            (
+                "process_resident_memory_bytes",
+                "Memory in use",
+                number(&status, "VmRSS:").map(|kib| kib * 1024),
+            ),
             ("process_threads", "Threads", number(&status, "Threads:")),
-            ("process_open_fds", "Open file descriptors", descriptors.ok()),
-            ("process_max_fds", "File descriptors that may be open at once", getrlimit(Resource::Nofile).current),
+            (
+                "process_open_fds",
+                "Open file descriptors",
+                descriptors.ok(),
+            ),
+            (
+                "process_max_fds",
+                "File descriptors that may be open at once",
+                getrlimit(Resource::Nofile).current,
+            ),
         ];
         for (name, help, value) in gauges {
             if let Some(value) = value {
@@ -34,13 +47,23 @@ impl Collector for Process {
             }
         }
         if let Some(seconds) = processor_seconds(&stat) {
-            write(&mut encoder, "process_cpu_seconds", "Processor time used", &ConstCounter::new(seconds))?;
+            write(
+                &mut encoder,
+                "process_cpu_seconds",
+                "Processor time used",
+                &ConstCounter::new(seconds),
+            )?;
         }
         Ok(())
     }
 }
 
-fn write(encoder: &mut DescriptorEncoder, name: &str, help: &str, metric: &impl EncodeMetric) -> fmt::Result {
+fn write(
+    encoder: &mut DescriptorEncoder,
+    name: &str,
+    help: &str,
+    metric: &impl EncodeMetric,
+) -> fmt::Result {
     metric.encode(encoder.encode_descriptor(name, help, None, metric.metric_type())?)
 }
 
@@ -65,7 +88,10 @@ mod tests {
     #[test]
     fn figures_are_found_in_what_the_kernel_writes() {
         let status = "Name:\tcellblock\nVmPeak:\t   99 kB\nVmRSS:\t   5124 kB\nThreads:\t7\n";
-        assert_eq!((number(status, "VmRSS:"), number(status, "Threads:")), (Some(5124), Some(7)));
+        assert_eq!(
+            (number(status, "VmRSS:"), number(status, "Threads:")),
+            (Some(5124), Some(7))
+        );
         assert_eq!(number(status, "VmSwap:"), None);
         let stat = "42 (a ) b) S 1 42 42 0 -1 4194304 500 0 0 0 150 50 0 0 20 0 9 0 1234 1000 200";
         assert_eq!(processor_seconds(stat), Some(2.0));

@@ -36,7 +36,8 @@ const LONGEST_STATE: usize = 512;
 /// wrong is left out.
 pub fn parent_from(traceparent: &str, tracestate: &str) -> Option<Parent> {
     let mut parts = traceparent.trim().split('-');
-    let (version, trace, span, flags) = (parts.next()?, parts.next()?, parts.next()?, parts.next()?);
+    let (version, trace, span, flags) =
+        (parts.next()?, parts.next()?, parts.next()?, parts.next()?);
     let version = lower_hex(version, 2)?;
     // Later versions may add parts; the present one has none, and the last one is forbidden.
     if version == 0xff || (version == 0 && parts.next().is_some()) {
@@ -45,21 +46,30 @@ pub fn parent_from(traceparent: &str, tracestate: &str) -> Option<Parent> {
     let trace = TraceId::from(lower_hex(trace, 32)?);
     let span = SpanId::from(lower_hex(span, 16)? as u64);
     let flags = TraceFlags::new(lower_hex(flags, 2)? as u8) & TraceFlags::SAMPLED;
-    let state = if tracestate.len() <= LONGEST_STATE { TraceState::from_str(tracestate).ok() } else { None };
+    let state = if tracestate.len() <= LONGEST_STATE {
+        TraceState::from_str(tracestate).ok()
+    } else {
+        None
+    };
     let context = SpanContext::new(trace, span, flags, true, state.unwrap_or_default());
     context.is_valid().then_some(Parent(context))
 }
 
 fn lower_hex(text: &str, digits: usize) -> Option<u128> {
-    let is_lower = text.bytes().all(|digit| matches!(digit, b'0'..=b'9' | b'a'..=b'f'));
-    (text.len() == digits && is_lower).then(|| u128::from_str_radix(text, 16).ok()).flatten()
+    let is_lower = text
+        .bytes()
+        .all(|digit| matches!(digit, b'0'..=b'9' | b'a'..=b'f'));
+    (text.len() == digits && is_lower)
+        .then(|| u128::from_str_radix(text, 16).ok())
+        .flatten()
 }
 
 impl Parent {
     /// Makes `span` a part of the caller's trace. It must not have been entered yet. Without a collector this does nothing.
     pub fn adopt(&self, span: &Span) {
         // Nobody traces, or the span began too early; either way the request goes on without it.
-        if let Err(error) = span.set_parent(Context::new().with_remote_span_context(self.0.clone())) {
+        if let Err(error) = span.set_parent(Context::new().with_remote_span_context(self.0.clone()))
+        {
             tracing::trace!(%error, "a span is not part of its caller's trace");
         }
     }
@@ -79,7 +89,11 @@ pub fn trace_id_of(span: &Span) -> Option<String> {
 pub fn traceparent_of(span: &Span) -> Option<String> {
     let context = valid_context(span)?;
     let flags = context.trace_flags().to_u8();
-    Some(format!("00-{}-{}-{flags:02x}", context.trace_id(), context.span_id()))
+    Some(format!(
+        "00-{}-{}-{flags:02x}",
+        context.trace_id(),
+        context.span_id()
+    ))
 }
 
 fn valid_context(span: &Span) -> Option<SpanContext> {
@@ -98,13 +112,20 @@ pub(super) fn provider(endpoint: &str) -> Result<SdkTracerProvider, TelemetryErr
         .build()
         .map_err(|cause| TelemetryError::Traces { cause })?;
     // Named first, so that OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES can say otherwise.
-    let ours =
-        [KeyValue::new("service.name", "cellblock"), KeyValue::new("service.version", env!("CARGO_PKG_VERSION"))];
+    let ours = [
+        KeyValue::new("service.name", "cellblock"),
+        KeyValue::new("service.version", env!("CARGO_PKG_VERSION")),
+    ];
     let resource = Resource::builder_empty()
         .with_attributes(ours)
-        .with_detector(Box::new(opentelemetry_sdk::resource::EnvResourceDetector::new()))
+        .with_detector(Box::new(
+            opentelemetry_sdk::resource::EnvResourceDetector::new(),
+        ))
         .build();
-    Ok(SdkTracerProvider::builder().with_batch_exporter(exporter).with_resource(resource).build())
+    Ok(SdkTracerProvider::builder()
+        .with_batch_exporter(exporter)
+        .with_resource(resource)
+        .build())
 }
 
 /// Makes the layer that turns our spans into spans of a trace.
@@ -141,8 +162,16 @@ mod tests {
         assert_eq!(parent.trace_id(), TRACE);
         assert!(parent.0.is_remote() && parent.0.is_sampled());
         assert_eq!(parent.0.trace_state().get("vendor"), Some("value"));
-        assert!(!parent_from(&PARENT.replace("-01", "-00"), "").unwrap().0.is_sampled());
-        assert!(parent_from(&PARENT.replacen("00-", "42-", 1), "").is_some(), "a later version");
+        assert!(
+            !parent_from(&PARENT.replace("-01", "-00"), "")
+                .unwrap()
+                .0
+                .is_sampled()
+        );
+        assert!(
+            parent_from(&PARENT.replacen("00-", "42-", 1), "").is_some(),
+            "a later version"
+        );
         assert!(parent_from(&format!("{}-more", PARENT.replacen("00-", "42-", 1)), "").is_some());
         for wrong in [
             String::new(),
@@ -162,7 +191,10 @@ mod tests {
 
     #[test]
     fn a_state_that_is_wrong_or_too_long_is_left_out() {
-        for state in ["no equals sign", &format!("a={}", "x".repeat(LONGEST_STATE))] {
+        for state in [
+            "no equals sign",
+            &format!("a={}", "x".repeat(LONGEST_STATE)),
+        ] {
             let parent = parent_from(PARENT, state).unwrap();
             assert_eq!(parent.0.trace_state(), &TraceState::default(), "{state}");
         }
@@ -189,12 +221,19 @@ mod tests {
                 while reader.read_line(&mut line).unwrap() > 2 {
                     head.push_str(&std::mem::take(&mut line));
                 }
-                let length = head
-                    .lines()
-                    .find_map(|line| line.to_ascii_lowercase().strip_prefix("content-length: ")?.parse().ok());
+                let length = head.lines().find_map(|line| {
+                    line.to_ascii_lowercase()
+                        .strip_prefix("content-length: ")?
+                        .parse()
+                        .ok()
+                });
                 let mut body = vec![0; length.unwrap_or(0)];
                 reader.read_exact(&mut body).unwrap();
-                write!(reader.get_mut(), "HTTP/1.1 {status}\r\ncontent-length: 0\r\n\r\n").unwrap();
+                write!(
+                    reader.get_mut(),
+                    "HTTP/1.1 {status}\r\ncontent-length: 0\r\n\r\n"
+                )
+                .unwrap();
                 if sender.send((head, body)).is_err() {
                     return;
                 }
@@ -217,21 +256,40 @@ mod tests {
             let _entered = span.enter();
             assert_eq!(trace_id_of(&span).as_deref(), Some(TRACE));
             let handed_on = traceparent_of(&span).unwrap();
-            assert!(handed_on.starts_with(&format!("00-{TRACE}-")) && handed_on.ends_with("-01"), "{handed_on}");
+            assert!(
+                handed_on.starts_with(&format!("00-{TRACE}-")) && handed_on.ends_with("-01"),
+                "{handed_on}"
+            );
             assert_ne!(handed_on, PARENT, "the span is our own");
             tracing::info_span!("a_part_of_it").in_scope(|| ());
             tracing::info_span!(target: "some_library", "whole_request").in_scope(|| ());
         });
-        provider.shutdown_with_timeout(Duration::from_secs(10)).unwrap();
+        provider
+            .shutdown_with_timeout(Duration::from_secs(10))
+            .unwrap();
         let (head, body) = received.recv_timeout(Duration::from_secs(10)).unwrap();
         assert!(head.starts_with("POST /v1/traces HTTP/1.1"), "{head}");
-        assert!(head.to_ascii_lowercase().contains("content-type: application/x-protobuf"), "{head}");
+        assert!(
+            head.to_ascii_lowercase()
+                .contains("content-type: application/x-protobuf"),
+            "{head}"
+        );
         let trace = u128::from_str_radix(TRACE, 16).unwrap().to_be_bytes();
         let caller = 0x00f0_67aa_0ba9_02b7_u64.to_be_bytes();
-        for wanted in [trace.as_slice(), &caller, b"the_request", b"a_part_of_it", b"service.name", b"cellblock"] {
+        for wanted in [
+            trace.as_slice(),
+            &caller,
+            b"the_request",
+            b"a_part_of_it",
+            b"service.name",
+            b"cellblock",
+        ] {
             assert!(contains(&body, wanted), "{wanted:?}");
         }
-        assert!(!contains(&body, b"whole_request"), "a span of a library was sent");
+        assert!(
+            !contains(&body, b"whole_request"),
+            "a span of a library was sent"
+        );
     }
 
     #[test]
@@ -241,11 +299,15 @@ mod tests {
         tracing::subscriber::with_default(Registry::default().with(layer(&provider)), || {
             for (name, flags) in [("unsampled", "-00"), ("sampled", "-01")] {
                 let span = tracing::info_span!("request", otel.name = name);
-                parent_from(&PARENT.replace("-01", flags), "").unwrap().adopt(&span);
+                parent_from(&PARENT.replace("-01", flags), "")
+                    .unwrap()
+                    .adopt(&span);
                 span.in_scope(|| ());
             }
         });
-        provider.shutdown_with_timeout(Duration::from_secs(10)).unwrap();
+        provider
+            .shutdown_with_timeout(Duration::from_secs(10))
+            .unwrap();
         let (_, body) = received.recv_timeout(Duration::from_secs(10)).unwrap();
         assert!(contains(&body, b"sampled") && !contains(&body, b"unsampled"));
     }
@@ -261,6 +323,10 @@ mod tests {
         });
         let began = std::time::Instant::now();
         let _ = provider.shutdown_with_timeout(Duration::from_millis(500));
-        assert!(began.elapsed() < Duration::from_secs(5), "{:?}", began.elapsed());
+        assert!(
+            began.elapsed() < Duration::from_secs(5),
+            "{:?}",
+            began.elapsed()
+        );
     }
 }

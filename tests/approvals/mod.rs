@@ -23,7 +23,9 @@ pub(crate) struct Scene {
 
 impl Scene {
     pub(crate) fn new() -> Scene {
-        Scene { folder: tempfile::tempdir().unwrap() }
+        Scene {
+            folder: tempfile::tempdir().unwrap(),
+        }
     }
 
     pub(crate) fn notes(&self, edition: &str) -> Value {
@@ -70,7 +72,10 @@ fn started(command: &mut Command) -> Server {
 }
 
 pub(crate) fn register(server: &Server, params: Value) {
-    let result = server.call("register_mcp_server", json!({"server_name": "notes", "server_params": params}));
+    let result = server.call(
+        "register_mcp_server",
+        json!({"server_name": "notes", "server_params": params}),
+    );
     assert!(!result.is_error(), "{}", result.text());
 }
 
@@ -85,7 +90,11 @@ fn what_is_always_allowed_is_asked_again_when_the_server_or_the_tool_is_another_
     let session = server.session();
     let pending = session.begin(ECHO, json!({}));
     let form = server.form();
-    assert!(form.text().contains("notes.echo(text=\"x\")"), "{}", form.text());
+    assert!(
+        form.text().contains("notes.echo(text=\"x\")"),
+        "{}",
+        form.text()
+    );
     form.decide("always");
     assert_eq!(pending.result().text(), "first: x");
     drop(session);
@@ -96,7 +105,10 @@ fn what_is_always_allowed_is_asked_again_when_the_server_or_the_tool_is_another_
     let server = scene.server(&flags);
     register(&server, scene.notes("first"));
     let session = server.session();
-    assert_eq!((session.text(ECHO).as_str(), server.forms()), ("first: x", 0));
+    assert_eq!(
+        (session.text(ECHO).as_str(), server.forms()),
+        ("first: x", 0)
+    );
     // Another command under the same name is another server, whose tools look alike here.
     let mut elsewhere = scene.notes("first");
     elsewhere["env"] = json!({"A": "b"});
@@ -138,8 +150,15 @@ print([number for number, text in enumerate(told) if text == 'denied'], {text fo
     // Which number is which call is written in the form.
     let numbered = |call: usize| {
         let line = format!("notes.echo(text=\"n{call:02}\")");
-        let line = form.text().lines().find(|found| found.contains(&line)).unwrap_or_else(|| panic!("{}", form.text()));
-        line.split('.').next().and_then(|number| number.parse::<usize>().ok()).unwrap()
+        let line = form
+            .text()
+            .lines()
+            .find(|found| found.contains(&line))
+            .unwrap_or_else(|| panic!("{}", form.text()));
+        line.split('.')
+            .next()
+            .and_then(|number| number.parse::<usize>().ok())
+            .unwrap()
     };
     let mut content = json!({"decision": "once"});
     for denied in [7, 21, 42] {
@@ -157,11 +176,18 @@ fn a_fork_can_be_given_some_tools_of_a_server() {
     register(&server, scene.notes("first"));
     let session = server.session();
     session.text("from mcptools.notes import echo, fail");
-    let forked = session.call("fork_session", json!({"names": ["some"], "mcp_servers": ["notes.e*", "notes.add-up"]}));
+    let forked = session.call(
+        "fork_session",
+        json!({"names": ["some"], "mcp_servers": ["notes.e*", "notes.add-up"]}),
+    );
     assert!(!forked.is_error(), "{}", forked.text());
-    let some = Session { server: &server, id: "some".to_owned() };
+    let some = Session {
+        server: &server,
+        id: "some".to_owned(),
+    };
     assert_eq!(some.text(ECHO), "first: x");
-    let listed = "import os\nsorted(name for name in os.listdir('mcptools/notes') if name.endswith('.py'))";
+    let listed =
+        "import os\nsorted(name for name in os.listdir('mcptools/notes') if name.endswith('.py'))";
     assert_eq!(some.text(listed), "['__init__.py', 'add_up.py', 'echo.py']");
     let refused = |tool: &str| {
         let code = format!(
@@ -169,9 +195,23 @@ fn a_fork_can_be_given_some_tools_of_a_server() {
         );
         some.text(&code).replace(tool, "?")
     };
-    assert_eq!(refused("picture"), refused("absent"), "what is not granted looks like what is not there");
-    assert!(refused("picture").starts_with("unknown "), "{}", refused("picture"));
-    assert!(session.text("import mcptools\nlen(mcptools.call('notes', 'picture', {}).content)") == "1", "the control");
-    some.call("fork_session", json!({"names": ["more"], "mcp_servers": ["notes.picture"]}))
-        .assert_refused(&["`notes.picture`"]);
+    assert_eq!(
+        refused("picture"),
+        refused("absent"),
+        "what is not granted looks like what is not there"
+    );
+    assert!(
+        refused("picture").starts_with("unknown "),
+        "{}",
+        refused("picture")
+    );
+    assert!(
+        session.text("import mcptools\nlen(mcptools.call('notes', 'picture', {}).content)") == "1",
+        "the control"
+    );
+    some.call(
+        "fork_session",
+        json!({"names": ["more"], "mcp_servers": ["notes.picture"]}),
+    )
+    .assert_refused(&["`notes.picture`"]);
 }

@@ -23,29 +23,48 @@ impl Scene {
     fn new(keep_sessions: bool) -> Scene {
         let folder = tempfile::tempdir().unwrap();
         let start = || {
-            Service::with_keys(folder.path(), &[("alice", &["python:execute"])], keep_sessions, &["--max-wait", "20s"])
+            Service::with_keys(
+                folder.path(),
+                &[("alice", &["python:execute"])],
+                keep_sessions,
+                &["--max-wait", "20s"],
+            )
         };
         // The first one makes the file.
         drop(start());
         stop_keeper(folder.path(), keep_sessions);
         let file = folder.path().join("config.yaml");
         let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/tools/notes_server.py");
-        let notes = json!({"command": host_python("minimal"), "args": [script, folder.path().join("log")]});
-        let plain = format!("{}\nmcp_servers: {{notes: {notes}}}\n", fs::read_to_string(&file).unwrap());
+        let notes =
+            json!({"command": host_python("minimal"), "args": [script, folder.path().join("log")]});
+        let plain = format!(
+            "{}\nmcp_servers: {{notes: {notes}}}\n",
+            fs::read_to_string(&file).unwrap()
+        );
         fs::write(&file, &plain).unwrap();
         let service = start();
-        Scene { folder, service, plain }
+        Scene {
+            folder,
+            service,
+            plain,
+        }
     }
 
     /// Writes another policy and has it read. Returns what the log says.
     fn policy(&self, lines: &str) -> String {
-        fs::write(self.folder.path().join("config.yaml"), format!("{}{lines}\n", self.plain)).unwrap();
+        fs::write(
+            self.folder.path().join("config.yaml"),
+            format!("{}{lines}\n", self.plain),
+        )
+        .unwrap();
         self.service.read_again()
     }
 
     async fn run(&self, client: &mut Raw, code: &str, more: Value) -> Value {
         let arguments = json!({"code": code, "session_id": "a"});
-        client.result_with_a_person("execute_ipython_cell", arguments, more).await
+        client
+            .result_with_a_person("execute_ipython_cell", arguments, more)
+            .await
     }
 }
 
@@ -61,7 +80,13 @@ fn text(result: &Value) -> &str {
 
 fn answer_to(asked: &Value, decision: &str) -> Value {
     assert_eq!(asked["resultType"], "input_required", "{asked}");
-    let key = asked["inputRequests"].as_object().unwrap().keys().next().unwrap().clone();
+    let key = asked["inputRequests"]
+        .as_object()
+        .unwrap()
+        .keys()
+        .next()
+        .unwrap()
+        .clone();
     let answer = json!({"action": "accept", "content": {"decision": decision}});
     json!({"inputResponses": {key: answer}, "requestState": asked["requestState"]})
 }
@@ -72,33 +97,63 @@ async fn a_policy_is_read_again(keep_sessions: bool) {
     // A call connects to the server first; the module comes with the next cell.
     let first = "from cellblock_runner import asking\nprint(asking.ask('call_tool', server='notes', tool='echo', arguments={'text': 'x'})['ok'])";
     assert_eq!(text(&scene.run(&mut alice, first, json!({})).await), "True");
-    assert_eq!(text(&scene.run(&mut alice, ECHO, json!({})).await), "first: x", "nothing is asked at first");
+    assert_eq!(
+        text(&scene.run(&mut alice, ECHO, json!({})).await),
+        "first: x",
+        "nothing is asked at first"
+    );
 
-    assert!(scene.policy("approve_tools: ask").contains("the settings were read again"));
+    assert!(
+        scene
+            .policy("approve_tools: ask")
+            .contains("the settings were read again")
+    );
     let asked = scene.run(&mut alice, ECHO, json!({})).await;
     let answer = answer_to(&asked, "once");
 
     // Settings that make no sense change nothing, and what was asked stays asked.
     let said = scene.policy("approve_tools: perhaps");
-    assert!(said.contains("the settings were not read again; the old ones hold"), "{said}");
-    assert!(scene.policy("approve_tools: allow").contains("the settings were read again"));
+    assert!(
+        said.contains("the settings were not read again; the old ones hold"),
+        "{said}"
+    );
+    assert!(
+        scene
+            .policy("approve_tools: allow")
+            .contains("the settings were read again")
+    );
     let mut later = Raw::with_key(&scene.service, "alice").await;
     let arguments = json!({"code": ECHO, "session_id": "b"});
-    let told = later.result_with_a_person("execute_ipython_cell", arguments.clone(), json!({})).await;
-    assert!(told["resultType"] != "input_required", "what is new is not asked about: {told}");
+    let told = later
+        .result_with_a_person("execute_ipython_cell", arguments.clone(), json!({}))
+        .await;
+    assert!(
+        told["resultType"] != "input_required",
+        "what is new is not asked about: {told}"
+    );
     assert_eq!(text(&scene.run(&mut alice, ECHO, answer).await), "first: x");
 
     assert!(
-        scene.policy("approvals:\n  - deny: {server: notes, tool: \"e*\"}").contains("the settings were read again")
+        scene
+            .policy("approvals:\n  - deny: {server: notes, tool: \"e*\"}")
+            .contains("the settings were read again")
     );
     let denied = scene.run(&mut alice, ECHO, json!({})).await;
-    assert!(text(&denied).contains("`deny: {server: \"notes\", tool: \"e*\"}` (line"), "{denied}");
+    assert!(
+        text(&denied).contains("`deny: {server: \"notes\", tool: \"e*\"}` (line"),
+        "{denied}"
+    );
 
     // Sandboxes that start programs freely cannot have commands looked at; the rest of such a policy is not taken over either.
     let said = scene.policy("approve_shell: ask");
-    assert!(said.contains("the approvals were not read again; the old ones hold"), "{said}");
+    assert!(
+        said.contains("the approvals were not read again; the old ones hold"),
+        "{said}"
+    );
     assert!(text(&scene.run(&mut alice, ECHO, json!({})).await).contains("ToolCallDenied"));
-    let Scene { folder, service, .. } = scene;
+    let Scene {
+        folder, service, ..
+    } = scene;
     drop(service);
     stop_keeper(folder.path(), keep_sessions);
 }

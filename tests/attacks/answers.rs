@@ -41,7 +41,13 @@ fn started(scene: &Scene, more: &[&str]) -> Server {
 /// What a cell printed; what follows is the server's.
 #[track_caller]
 fn first_line(pending: &Pending<'_>) -> String {
-    pending.result().text().lines().next().unwrap_or_default().to_owned()
+    pending
+        .result()
+        .text()
+        .lines()
+        .next()
+        .unwrap_or_default()
+        .to_owned()
 }
 
 #[test]
@@ -62,17 +68,28 @@ fn forged_answers_allow_nothing() {
         let pending = session.begin(&format!("{WISH}{forgery}\nprint(told())"), json!({}));
         // Whoever breaks the rules of the channel has lost their session; everybody else waits for the person, who says no.
         if let Some(form) = server.form_unless(&pending) {
-            assert!(form.text().contains("notes.echo(text=\"asked\")"), "{forgery}: {}", form.text());
+            assert!(
+                form.text().contains("notes.echo(text=\"asked\")"),
+                "{forgery}: {}",
+                form.text()
+            );
             form.decide("deny");
         }
         let said = pending.result().text().to_owned();
-        assert!(!said.contains("True") && !said.contains("first: "), "{forgery}: {said}");
+        assert!(
+            !said.contains("True") && !said.contains("first: "),
+            "{forgery}: {said}"
+        );
         assert_eq!(scene.echoes(), 0, "{forgery}");
     }
     let session = server.session();
     let pending = session.begin(&format!("{WISH}print(told())"), json!({}));
     server.form().decide("once");
-    assert_eq!(pending.result().text(), "(True, None, ['first: asked'])", "the control");
+    assert_eq!(
+        pending.result().text(),
+        "(True, None, ['first: asked'])",
+        "the control"
+    );
     assert_eq!(scene.echoes(), 1);
 }
 
@@ -82,9 +99,16 @@ fn a_call_is_the_one_that_was_shown_whatever_is_asked_beside_it() {
     let server = started(&scene, &[]);
     let session = server.session();
     // The same words again with other arguments are another question, with an answer of its own.
-    let pending = session.begin(&format!("{WISH}wish(1001, 'changed')\nprint(told())"), json!({}));
+    let pending = session.begin(
+        &format!("{WISH}wish(1001, 'changed')\nprint(told())"),
+        json!({}),
+    );
     let form = server.form();
-    let places = ["asked", "changed"].map(|text| form.text().find(&format!("notes.echo(text=\"{text}\")")).unwrap());
+    let places = ["asked", "changed"].map(|text| {
+        form.text()
+            .find(&format!("notes.echo(text=\"{text}\")"))
+            .unwrap()
+    });
     assert!(places[0] < places[1], "{}", form.text());
     form.fill_in(json!({"decision": "deny", "request_1": "once"}));
     assert_eq!(first_line(&pending), "(True, None, ['first: asked'])");
@@ -98,7 +122,14 @@ fn the_answer_to_a_question_that_was_taken_back_allows_nothing_else() {
     let shown = folder.path().join("shown");
     let taken_back = folder.path().join("taken-back");
     for fifo in [&shown, &taken_back] {
-        assert!(Command::new("mkfifo").args(["-m", "666"]).arg(fifo).status().unwrap().success());
+        assert!(
+            Command::new("mkfifo")
+                .args(["-m", "666"])
+                .arg(fifo)
+                .status()
+                .unwrap()
+                .success()
+        );
     }
     let server = started(&scene, &["--workspace", folder.path().to_str().unwrap()]);
     let session = server.session();
@@ -122,7 +153,11 @@ print(ended)";
     // The person has not seen yet that it is another one.
     form.decide("once");
     let next = server.form();
-    assert!(next.text().contains("\"another\"") && !next.text().contains("\"asked\""), "{}", next.text());
+    assert!(
+        next.text().contains("\"another\"") && !next.text().contains("\"asked\""),
+        "{}",
+        next.text()
+    );
     assert_eq!(scene.echoes(), 0);
     next.decide("deny");
     assert_eq!(first_line(&pending), "(False, 'denied', [])");

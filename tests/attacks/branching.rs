@@ -44,8 +44,17 @@ impl Scene {
     async fn beside(place: Place, neighbour: Arc<Mutex<Session>>) -> Scene {
         let hostile = attacked(place).session();
         hostile.ok("x = 'carried'").await;
-        let groups = if place.is_native() { native::control_groups(hostile.host_pid().await) } else { Vec::new() };
-        Scene { place, hostile, neighbour, groups }
+        let groups = if place.is_native() {
+            native::control_groups(hostile.host_pid().await)
+        } else {
+            Vec::new()
+        };
+        Scene {
+            place,
+            hostile,
+            neighbour,
+            groups,
+        }
     }
 
     /// Runs the attack and asks for a fork. What comes of it is a fork that works, or a refusal.
@@ -82,7 +91,10 @@ impl Scene {
         let deadline = Instant::now() + Duration::from_secs(2);
         for twin in native::twins_of(&self.groups) {
             let mut now = Some(twin);
-            while let Some(twin) = now.as_ref().filter(|twin| !twin.is_stopped() && twin.state != 'Z') {
+            while let Some(twin) = now
+                .as_ref()
+                .filter(|twin| !twin.is_stopped() && twin.state != 'Z')
+            {
                 assert!(Instant::now() < deadline, "a twin runs: {twin:?}");
                 std::thread::yield_now();
                 now = Twin::read(twin.pid);
@@ -93,13 +105,21 @@ impl Scene {
     /// The hostile session either goes on, locked down, or has ended and says so.
     async fn assert_alive_or_ended(&self) -> bool {
         let limit = Duration::from_secs(1);
-        match self.hostile.execute_with("print(x)", limit, CancellationToken::new()).await {
+        match self
+            .hostile
+            .execute_with("print(x)", limit, CancellationToken::new())
+            .await
+        {
             Ok(outcome) if outcome.status == Status::Completed => {
                 assert_eq!(native::printed(&outcome), "carried\n");
                 true
             }
             Ok(outcome) => {
-                assert!(!matches!(outcome.status, Status::Raised(_)), "{}", native::everything(&outcome));
+                assert!(
+                    !matches!(outcome.status, Status::Raised(_)),
+                    "{}",
+                    native::everything(&outcome)
+                );
                 false
             }
             Err(Refused::Ended { .. }) => false,
@@ -125,9 +145,21 @@ async fn peaceful(place: Place) -> Arc<Mutex<Session>> {
 }
 
 /// Runs cases side by side, because most of them wait for a time limit.
-async fn side_by_side(place: Place, expected: Expected, cases: &'static [(&'static str, &'static str)]) {
+async fn side_by_side(
+    place: Place,
+    expected: Expected,
+    cases: &'static [(&'static str, &'static str)],
+) {
     let neighbour = peaceful(place).await;
-    let run = |(name, attack)| tokio::spawn(forks_as_expected(place, neighbour.clone(), expected, name, attack));
+    let run = |(name, attack)| {
+        tokio::spawn(forks_as_expected(
+            place,
+            neighbour.clone(),
+            expected,
+            name,
+            attack,
+        ))
+    };
     let tasks: Vec<_> = cases.iter().map(|case| (case.0, run(*case))).collect();
     for (name, task) in tasks {
         task.await.unwrap_or_else(|error| panic!("{name}: {error}"));
@@ -149,7 +181,10 @@ async fn forks_as_expected(
         }
         Err(refused) => {
             assert!(expected != Expected::Fork, "{name}: {refused}");
-            assert!(matches!(refused, Refused::CannotCopy { .. } | Refused::Ended { .. }), "{name}: {refused:?}");
+            assert!(
+                matches!(refused, Refused::CannotCopy { .. } | Refused::Ended { .. }),
+                "{name}: {refused:?}"
+            );
         }
     }
     let goes_on = scene.assert_alive_or_ended().await;
@@ -159,7 +194,10 @@ async fn forks_as_expected(
     }
     scene.assert_unharmed().await;
     scene.hostile.close().await;
-    assert!(native::twins_of(&scene.groups).is_empty(), "{name}: nothing is left");
+    assert!(
+        native::twins_of(&scene.groups).is_empty(),
+        "{name}: nothing is left"
+    );
 }
 
 in_every_place! {
@@ -328,8 +366,15 @@ def pack(*arguments):
     return true_pack(*arguments)
 luggage.pack = pack";
         scene.hostile.ok(slow).await;
-        assert_eq!(scene.hostile.ok("print(x)").await, "carried\n", "it does not stand still with nobody looking");
-        let (fork, _) = scene.forked().await.unwrap_or_else(|refused| panic!("{refused}"));
+        assert_eq!(
+            scene.hostile.ok("print(x)").await,
+            "carried\n",
+            "it does not stand still with nobody looking"
+        );
+        let (fork, _) = scene
+            .forked()
+            .await
+            .unwrap_or_else(|refused| panic!("{refused}"));
         assert_eq!(fork.ok("print(delays)").await, "[]\n");
         scene.assert_unharmed().await;
     });
@@ -421,7 +466,10 @@ fn instructions_that_a_session_writes_over_make_no_twin_run() {
         for shared in ["False", "True"] {
             let scene = Scene::new(Place::Native).await;
             let attack = format!("{OWN_CLONE}\nwhere = own_clone({shared})");
-            let (fork, _) = scene.forked_after(&attack).await.unwrap_or_else(|refused| panic!("{shared}: {refused}"));
+            let (fork, _) = scene
+                .forked_after(&attack)
+                .await
+                .unwrap_or_else(|refused| panic!("{shared}: {refused}"));
             let again = fork.fork().await;
             assert_eq!(again.ok("print(x)").await, "carried\n");
             assert!(scene.assert_alive_or_ended().await);
@@ -437,7 +485,12 @@ fn instructions_that_a_session_writes_over_make_no_twin_run() {
             scene.refused(name).await;
             // The one that copies of its next checkpoint use, which is shared by mapping and changes when the checkpoint is made.
             let scene = Scene::new(Place::Native).await;
-            scene.hostile.ok(&format!("{OWN_CLONE}\nwhere = own_clone(True, 'itself', {word})")).await;
+            scene
+                .hostile
+                .ok(&format!(
+                    "{OWN_CLONE}\nwhere = own_clone(True, 'itself', {word})"
+                ))
+                .await;
             scene.refused(name).await;
         }
     });
@@ -469,7 +522,10 @@ impl Scene {
         }
         self.assert_unharmed().await;
         self.hostile.close().await;
-        assert!(native::twins_of(&self.groups).is_empty(), "{name}: nothing is left");
+        assert!(
+            native::twins_of(&self.groups).is_empty(),
+            "{name}: nothing is left"
+        );
     }
 }
 
@@ -498,7 +554,11 @@ for racer in racers: racer.start()"
             for _ in 0..5 {
                 match scene.hostile.try_forks(1).await {
                     Ok((forks, _)) => {
-                        forks[0].execute("stop.value = 1").await.map(drop).unwrap_or_default();
+                        forks[0]
+                            .execute("stop.value = 1")
+                            .await
+                            .map(drop)
+                            .unwrap_or_default();
                         forks[0].close().await;
                     }
                     Err(refused) => assert!(
@@ -515,7 +575,10 @@ for racer in racers: racer.start()"
             }
             scene.assert_unharmed().await;
             scene.hostile.close().await;
-            assert!(native::twins_of(&scene.groups).is_empty(), "{name}: nothing is left");
+            assert!(
+                native::twins_of(&scene.groups).is_empty(),
+                "{name}: nothing is left"
+            );
         }
     });
 }
@@ -562,7 +625,13 @@ fn calls_that_copies_are_made_with_are_refused_to_sessions_at_all_times() {
         let fork = scene.hostile.fork().await;
         const ENOSYS: i64 = 38;
         const EPERM: i64 = 1;
-        let refused = json!([[101, ENOSYS], [272, ENOSYS], [308, EPERM], [310, ENOSYS], [438, EPERM]]);
+        let refused = json!([
+            [101, ENOSYS],
+            [272, ENOSYS],
+            [308, EPERM],
+            [310, ENOSYS],
+            [438, EPERM]
+        ]);
         for session in [&scene.hostile, &fork] {
             assert_eq!(session.json(ANSWERS).await, refused);
             // And in the copies themselves.
@@ -572,13 +641,23 @@ fn calls_that_copies_are_made_with_are_refused_to_sessions_at_all_times() {
         scene.assert_unharmed().await;
 
         // Control: without the filter the kernel has other answers.
-        let backend = Builder::new("minimal").leave_out(&[LeftOut::Seccomp]).start();
+        let backend = Builder::new("minimal")
+            .leave_out(&[LeftOut::Seccomp])
+            .start();
         let open = backend.session();
         open.ok(CALLER).await;
         let answers = open.json(ANSWERS).await;
-        let same =
-            answers.as_array().unwrap().iter().filter(|answer| refused.as_array().unwrap().contains(answer)).count();
-        assert_eq!((same, answers.as_array().unwrap().len()), (0, 5), "{answers}");
+        let same = answers
+            .as_array()
+            .unwrap()
+            .iter()
+            .filter(|answer| refused.as_array().unwrap().contains(answer))
+            .count();
+        assert_eq!(
+            (same, answers.as_array().unwrap().len()),
+            (0, 5),
+            "{answers}"
+        );
         backend.end().await;
     });
 }
@@ -615,11 +694,21 @@ os.close(os.open('work/through the root of {who}', os.O_CREAT | os.O_WRONLY, dir
             )
         };
         fork.ok(&write("fork")).await;
-        assert_eq!(fork.ok("print(os.stat('/work').st_dev == inode[1])").await, "False\n");
-        let look = "import json; print(json.dumps([open('mine').read(), sorted(os.listdir('/work'))]))";
+        assert_eq!(
+            fork.ok("print(os.stat('/work').st_dev == inode[1])").await,
+            "False\n"
+        );
+        let look =
+            "import json; print(json.dumps([open('mine').read(), sorted(os.listdir('/work'))]))";
         assert_eq!(scene.hostile.json(look).await, json!(["source", ["mine"]]));
         scene.hostile.ok(&write("source")).await;
-        assert_eq!(fork.json(look).await, json!(["fork  ", ["mine", "new of fork", "through the root of fork"]]));
+        assert_eq!(
+            fork.json(look).await,
+            json!([
+                "fork  ",
+                ["mine", "new of fork", "through the root of fork"]
+            ])
+        );
         let dead = "
 import errno, json
 def tried(work):
@@ -630,10 +719,17 @@ print(json.dumps(tried(lambda: left.send(b'x'))))";
         assert!(answer.is_string(), "{answer}");
         // The fork has a pipe and a pair of sockets of its own.
         let through = "os.write(writer, b', of the fork'); print(os.read(reader, 99), one.send(b'of the fork'))";
-        assert_eq!(fork.ok(through).await, "b'from the source, of the fork' 11\n");
+        assert_eq!(
+            fork.ok(through).await,
+            "b'from the source, of the fork' 11\n"
+        );
         // Control: in the source they live, and nothing has come from the fork.
-        let control = "print(os.read(reader, 99), left.send(b'x'), one.send(b'own'), other.recv(99))";
-        assert_eq!(scene.hostile.ok(control).await, "b'from the source' 1 3 b'own'\n");
+        let control =
+            "print(os.read(reader, 99), left.send(b'x'), one.send(b'own'), other.recv(99))";
+        assert_eq!(
+            scene.hostile.ok(control).await,
+            "b'from the source' 1 3 b'own'\n"
+        );
         let sockets = "
 import json, os
 def leads_to(name):
@@ -662,7 +758,10 @@ fn twins_stand_still_are_not_seen_from_inside_and_get_no_signal_from_there() {
         session.ok("x = 1").await;
         session.ok("x = 2").await;
         let before = session.twins().await;
-        assert!(before.len() >= 3, "the twin of the interpreter and a checkpoint for each cell: {before:?}");
+        assert!(
+            before.len() >= 3,
+            "the twin of the interpreter and a checkpoint for each cell: {before:?}"
+        );
         assert!(before.iter().all(Twin::is_stopped), "{before:?}");
         let look = "
 import json, os
@@ -683,8 +782,15 @@ print(json.dumps([[reached(number) for number in {:?}], reached(os.getpid())]))"
         let answer = session.json(&reach).await;
         assert_eq!(answer, json!([vec![false; before.len()], true]));
         // A signal to everybody from a child ends the session, and reaches no twin.
-        let outcome = session.execute("import os\nif os.fork() == 0: os.kill(-1, 9)\nos.wait()").await.unwrap();
-        assert!(matches!(outcome.status, Status::Died { .. }), "{:?}", outcome.status);
+        let outcome = session
+            .execute("import os\nif os.fork() == 0: os.kill(-1, 9)\nos.wait()")
+            .await
+            .unwrap();
+        assert!(
+            matches!(outcome.status, Status::Died { .. }),
+            "{:?}",
+            outcome.status
+        );
         let report = session.undo(1).await;
         assert!(report.revived);
         assert_eq!(session.ok("print(x)").await, "2\n");
@@ -694,13 +800,23 @@ print(json.dumps([[reached(number) for number in {:?}], reached(os.getpid())]))"
                 "import os, subprocess\nx = 3\nchild = subprocess.Popen(['sleep', '1000'])\nos.kill(-1, {signal})\nos.kill(os.getpid(), 9)"
             );
             let outcome = session.execute(&code).await.unwrap();
-            assert!(matches!(outcome.status, Status::Died { .. }), "{:?}", outcome.status);
+            assert!(
+                matches!(outcome.status, Status::Died { .. }),
+                "{:?}",
+                outcome.status
+            );
             assert!(session.undo(1).await.revived);
             assert_eq!(session.ok("print(x)").await, "2\n");
         }
         let after = session.twins().await;
         assert!(after.iter().all(Twin::is_stopped), "{after:?}");
         session.close().await;
-        assert!(after.iter().chain(&before).all(|twin| Twin::read(twin.pid).is_none()), "twins end with their session");
+        assert!(
+            after
+                .iter()
+                .chain(&before)
+                .all(|twin| Twin::read(twin.pid).is_none()),
+            "twins end with their session"
+        );
     });
 }

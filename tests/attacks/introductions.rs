@@ -33,14 +33,24 @@ struct Scene {
 impl Scene {
     async fn new(place: Place) -> Scene {
         let hostile = place.session();
-        hostile.ok("x = 'carried'; open('file', 'w').write('kept')").await;
+        hostile
+            .ok("x = 'carried'; open('file', 'w').write('kept')")
+            .await;
         Scene { hostile }
     }
 
     /// Begins anew in the same container.
     async fn again(&self) {
-        assert!(self.hostile.reset().await.files_kept, "the supervisor has ended");
-        assert_eq!(self.hostile.ok("x = 'carried'; print(open('file').read())").await, "kept\n");
+        assert!(
+            self.hostile.reset().await.files_kept,
+            "the supervisor has ended"
+        );
+        assert_eq!(
+            self.hostile
+                .ok("x = 'carried'; print(open('file').read())")
+                .await,
+            "kept\n"
+        );
     }
 
     /// There is one session, which answers each cell once and at once.
@@ -48,9 +58,17 @@ impl Scene {
         for number in 0..4 {
             let cell = format!("print({number}, x)");
             let limit = Duration::from_secs(20);
-            let outcome = self.hostile.execute_with(&cell, limit, CancellationToken::new()).await.unwrap();
+            let outcome = self
+                .hostile
+                .execute_with(&cell, limit, CancellationToken::new())
+                .await
+                .unwrap();
             assert_eq!(outcome.status, Status::Completed, "{attack}");
-            assert_eq!(crate::support::native::printed(&outcome), format!("{number} carried\n"), "{attack}");
+            assert_eq!(
+                crate::support::native::printed(&outcome),
+                format!("{number} carried\n"),
+                "{attack}"
+            );
         }
     }
 }

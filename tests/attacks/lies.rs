@@ -43,9 +43,20 @@ impl Scene {
 
     async fn lie_for(&self, limit: Duration, words: &str) -> Status {
         let begun = Instant::now();
-        let outcome = self.liar.execute_with(&format!("{CHANNEL}\n{words}"), limit, CancellationToken::new()).await;
+        let outcome = self
+            .liar
+            .execute_with(
+                &format!("{CHANNEL}\n{words}"),
+                limit,
+                CancellationToken::new(),
+            )
+            .await;
         // Three seconds on a machine that is not busy with other things.
-        assert!(begun.elapsed() < limit + Duration::from_secs(10), "{words}: {:?}", begun.elapsed());
+        assert!(
+            begun.elapsed() < limit + Duration::from_secs(10),
+            "{words}: {:?}",
+            begun.elapsed()
+        );
         let outcome = outcome.expect("an answer");
         assert_eq!(self.neighbour.ok("print(x)").await, "unharmed\n");
         outcome.status
@@ -54,9 +65,18 @@ impl Scene {
     /// After a lie the session works, or says that it ended; then a reset makes it work.
     async fn usable_or_plainly_gone(&self) {
         match self.liar.execute("print(1)").await {
-            Ok(outcome) if outcome.status == Status::Completed => assert_eq!(native::printed(&outcome), "1\n"),
+            Ok(outcome) if outcome.status == Status::Completed => {
+                assert_eq!(native::printed(&outcome), "1\n")
+            }
             Ok(outcome) => {
-                assert!(matches!(outcome.status, Status::Nonsense { .. } | Status::Died { .. }), "{:?}", outcome.status)
+                assert!(
+                    matches!(
+                        outcome.status,
+                        Status::Nonsense { .. } | Status::Died { .. }
+                    ),
+                    "{:?}",
+                    outcome.status
+                )
             }
             Err(refused) => assert!(matches!(refused, Refused::Ended { .. }), "{refused}"),
         }
@@ -67,7 +87,11 @@ impl Scene {
     /// answer all the same, and a reset makes the session whole.
     async fn answered_and_whole_after_a_reset(&self) {
         match self.liar.execute("print(1)").await {
-            Ok(outcome) => assert!(!matches!(outcome.status, Status::Raised(_)), "{:?}", outcome.status),
+            Ok(outcome) => assert!(
+                !matches!(outcome.status, Status::Raised(_)),
+                "{:?}",
+                outcome.status
+            ),
             Err(refused) => assert!(matches!(refused, Refused::Ended { .. }), "{refused}"),
         }
         self.whole_after_a_reset().await;
@@ -82,8 +106,16 @@ impl Scene {
 /// Bytes of memory that this process, and so the server in it, holds.
 fn resident() -> u64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap();
-    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).unwrap();
-    line.trim().trim_end_matches("kB").trim().parse::<u64>().unwrap() * 1024
+    let line = status
+        .lines()
+        .find_map(|line| line.strip_prefix("VmRSS:"))
+        .unwrap();
+    line.trim()
+        .trim_end_matches("kB")
+        .trim()
+        .parse::<u64>()
+        .unwrap()
+        * 1024
 }
 
 in_every_place! {

@@ -14,8 +14,14 @@ use crate::support::places::{Ground, PerPlace, Place, in_every_place};
 use crate::support::{has_control_groups, skipped};
 
 /// Enough for what a container has beside its session, and too little for eight greedy children.
-const TIGHT: SandboxLimits =
-    SandboxLimits { memory: 160 << 20, family_memory: 320 << 20, cpus: 1.0, processes: 24, disk: 8 << 20, files: 200 };
+const TIGHT: SandboxLimits = SandboxLimits {
+    memory: 160 << 20,
+    family_memory: 320 << 20,
+    cpus: 1.0,
+    processes: 24,
+    disk: 8 << 20,
+    files: 200,
+};
 
 /// A backend with small limits.
 fn tight(place: Place) -> &'static Ground {
@@ -26,11 +32,21 @@ fn tight(place: Place) -> &'static Ground {
 /// The same with folders that are larger than the memory.
 fn wide(place: Place) -> &'static Ground {
     static GROUNDS: PerPlace<Ground> = PerPlace::new();
-    GROUNDS.get(place, || place.limited(SandboxLimits { disk: 512 << 20, ..TIGHT }))
+    GROUNDS.get(place, || {
+        place.limited(SandboxLimits {
+            disk: 512 << 20,
+            ..TIGHT
+        })
+    })
 }
 
 /// The kernel chose the interpreter, and nothing else.
-const OUT_OF_MEMORY: Status = Status::Died { exit: Exit::OutOfMemory { limit: TIGHT.memory, files_kept: true } };
+const OUT_OF_MEMORY: Status = Status::Died {
+    exit: Exit::OutOfMemory {
+        limit: TIGHT.memory,
+        files_kept: true,
+    },
+};
 
 /// The most processes that a session may have. In a container there are some of ours beside it, for which the limit is raised; how far, the engine tells.
 async fn most_processes(place: Place, session: &Session) -> u64 {
@@ -38,7 +54,12 @@ async fn most_processes(place: Place, session: &Session) -> u64 {
         Place::Native => u64::from(TIGHT.processes),
         Place::Containers(engine) => {
             let container = engine.container_of(session).await;
-            let limit = engine.command(&["inspect", "--format", "{{.HostConfig.PidsLimit}}", &container]);
+            let limit = engine.command(&[
+                "inspect",
+                "--format",
+                "{{.HostConfig.PidsLimit}}",
+                &container,
+            ]);
             limit.trim().parse().expect("a number")
         }
     }

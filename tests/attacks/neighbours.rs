@@ -63,7 +63,10 @@ const SEED: &str = "print(hash('cellblock'))";
 #[track_caller]
 fn assert_all_differ(drawn: &[Value]) {
     for source in drawn[0].as_object().unwrap().keys() {
-        let values: BTreeSet<String> = drawn.iter().map(|values| values[source].to_string()).collect();
+        let values: BTreeSet<String> = drawn
+            .iter()
+            .map(|values| values[source].to_string())
+            .collect();
         assert_eq!(values.len(), drawn.len(), "{source} repeats itself");
     }
 }
@@ -219,7 +222,13 @@ import json, os
 print(json.dumps([os.path.join(folder, name) for folder, _, names in os.walk('/opt') for name in names if name == 'in-use.lock']))";
         assert_eq!(native::shared().session().json(code).await, json!([]));
         // Control: the environment has one, beside what is shown.
-        let environments = fs::read_dir(data_folder().join("environments")).unwrap().flatten();
-        assert!(environments.into_iter().any(|entry| entry.path().join("in-use.lock").exists()));
+        let environments = fs::read_dir(data_folder().join("environments"))
+            .unwrap()
+            .flatten();
+        assert!(
+            environments
+                .into_iter()
+                .any(|entry| entry.path().join("in-use.lock").exists())
+        );
     });
 }

@@ -26,10 +26,20 @@ fn closed() -> &'static Native {
 /// The same, with a policy that lets none run.
 fn denying() -> &'static Native {
     static BACKEND: OnceLock<Native> = OnceLock::new();
-    let policy = Policy::new(Defaults { shell: Effect::Deny, ..Defaults::default() });
-    let approvals = Approvals { policy: Arc::new(policy), ..Approvals::default() }.into();
+    let policy = Policy::new(Defaults {
+        shell: Effect::Deny,
+        ..Defaults::default()
+    });
+    let approvals = Approvals {
+        policy: Arc::new(policy),
+        ..Approvals::default()
+    }
+    .into();
     BACKEND.get_or_init(|| {
-        Builder::new("minimal").refuse_programs().sessions(|sessions| sessions.approvals = approvals).start()
+        Builder::new("minimal")
+            .refuse_programs()
+            .sessions(|sessions| sessions.approvals = approvals)
+            .start()
     })
 }
 
@@ -138,7 +148,11 @@ fn the_kernel_refuses_to_start_programs_on_every_road_and_in_every_copy() {
         assert_eq!(attempts(&session).await, refused, "after undo");
         let fork = session.fork().await;
         assert_eq!(attempts(&fork).await, refused, "in a fork");
-        assert_eq!(attempts(&fork.fork().await).await, refused, "in a fork of a fork");
+        assert_eq!(
+            attempts(&fork.fork().await).await,
+            refused,
+            "in a fork of a fork"
+        );
         session.reset().await;
         assert_eq!(attempts(&session).await, refused, "after a reset");
         session.execute("import os; os._exit(3)").await.unwrap();
@@ -146,7 +160,11 @@ fn the_kernel_refuses_to_start_programs_on_every_road_and_in_every_copy() {
         assert_eq!(attempts(&session).await, refused, "after undo of a crash");
 
         let pooled = Builder::new("minimal").refuse_programs().pool(1).start();
-        assert_eq!(attempts(&pooled.session()).await, refused, "in a member of the pool");
+        assert_eq!(
+            attempts(&pooled.session()).await,
+            refused,
+            "in a member of the pool"
+        );
         pooled.end().await;
     });
 }
@@ -158,9 +176,18 @@ pub(crate) fn libc_eperm() -> i32 {
 #[test]
 fn every_interpreter_is_seen_to_have_the_filter_before_it_runs() {
     run(async {
-        let backend = Builder::new("minimal").refuse_programs().skip_step("refuse programs").start();
-        let failure = backend.failure().await.expect("a session that may start programs was started");
-        assert!(failure.contains("it has 3 of 4 seccomp filters"), "{failure}");
+        let backend = Builder::new("minimal")
+            .refuse_programs()
+            .skip_step("refuse programs")
+            .start();
+        let failure = backend
+            .failure()
+            .await
+            .expect("a session that may start programs was started");
+        assert!(
+            failure.contains("it has 3 of 4 seccomp filters"),
+            "{failure}"
+        );
         backend.end().await;
         // Control: where programs are free, the step does not exist and nothing is missed.
         let backend = Builder::new("minimal").skip_step("refuse programs").start();
@@ -172,9 +199,20 @@ fn every_interpreter_is_seen_to_have_the_filter_before_it_runs() {
 #[test]
 fn without_filters_there_is_no_approval_of_programs() {
     run(async {
-        let backend = Builder::new("minimal").refuse_programs().leave_out(&[LeftOut::Seccomp]).start();
-        let error = backend.backend.launch().await.err().expect("nothing would refuse programs");
-        assert!(matches!(&error, LaunchError::Preparation { why } if why.contains("approval")), "{error}");
+        let backend = Builder::new("minimal")
+            .refuse_programs()
+            .leave_out(&[LeftOut::Seccomp])
+            .start();
+        let error = backend
+            .backend
+            .launch()
+            .await
+            .err()
+            .expect("nothing would refuse programs");
+        assert!(
+            matches!(&error, LaunchError::Preparation { why } if why.contains("approval")),
+            "{error}"
+        );
         backend.end().await;
     });
 }
@@ -182,11 +220,17 @@ fn without_filters_there_is_no_approval_of_programs() {
 #[test]
 fn without_landlock_programs_are_refused_and_none_is_launched() {
     run(async {
-        let backend = Builder::new("minimal").refuse_programs().leave_out(&[LeftOut::Landlock]).start();
+        let backend = Builder::new("minimal")
+            .refuse_programs()
+            .leave_out(&[LeftOut::Landlock])
+            .start();
         let session = backend.session();
         assert_eq!(attempts(&session).await, all(libc_eperm(), 127));
         let refused = session.execute("!echo x").await.unwrap();
-        assert!(matches!(&refused.status, Status::Raised(error) if error.message.contains("landlock")), "{refused:?}");
+        assert!(
+            matches!(&refused.status, Status::Raised(error) if error.message.contains("landlock")),
+            "{refused:?}"
+        );
         // Control.
         assert_eq!(closed().session().ok("!echo x").await, "x\n");
         backend.end().await;
@@ -197,21 +241,55 @@ fn without_landlock_programs_are_refused_and_none_is_launched() {
 fn commands_run_in_all_their_forms() {
     run(async {
         let session = closed().session();
-        assert_eq!(session.ok("print('before')\n!echo out; exit 3\nprint(_exit_code)").await, "before\nout\n3\n");
         assert_eq!(
-            session.ok("name = 'X'\nx = !echo $name {name.lower()}; echo err >&2\nprint(list(x))").await,
+            session
+                .ok("print('before')\n!echo out; exit 3\nprint(_exit_code)")
+                .await,
+            "before\nout\n3\n"
+        );
+        assert_eq!(
+            session
+                .ok("name = 'X'\nx = !echo $name {name.lower()}; echo err >&2\nprint(list(x))")
+                .await,
             "['X x', 'err']\n"
         );
-        assert_eq!(session.ok("%%bash --out o\nread line; echo got $line\nignored\necho two").await, "");
+        assert_eq!(
+            session
+                .ok("%%bash --out o\nread line; echo got $line\nignored\necho two")
+                .await,
+            ""
+        );
         assert_eq!(session.ok("print(o)").await, "got ignored\ntwo\n\n");
-        assert_eq!(session.ok("%%python\nimport sys; print(sys.stdin.read(), 1 + 1)").await, " 2\n");
+        assert_eq!(
+            session
+                .ok("%%python\nimport sys; print(sys.stdin.read(), 1 + 1)")
+                .await,
+            " 2\n"
+        );
         assert_eq!(session.ok("%%script sh -e\ntrue\necho $0").await, "sh\n");
-        assert_eq!(session.ok("%%script no-such-thing\nx").await, "Couldn't find program: 'no-such-thing'\n");
-        assert_eq!(session.ok("import os; print(os.system('exit 4') >> 8)").await, "4\n");
+        assert_eq!(
+            session.ok("%%script no-such-thing\nx").await,
+            "Couldn't find program: 'no-such-thing'\n"
+        );
+        assert_eq!(
+            session
+                .ok("import os; print(os.system('exit 4') >> 8)")
+                .await,
+            "4\n"
+        );
         let called = "import subprocess; print(subprocess.run(['wc', '-c'], input='four', capture_output=True, text=True).stdout)";
         assert_eq!(session.ok(called).await, "4\n\n");
-        assert_eq!(session.ok("!yes | head -n 2").await, "y\ny\n", "a broken pipe ends a program");
-        assert_eq!(session.ok("os.makedirs('sub'); os.chdir('sub')\n!pwd; touch here; ls").await, "/work/sub\nhere\n");
+        assert_eq!(
+            session.ok("!yes | head -n 2").await,
+            "y\ny\n",
+            "a broken pipe ends a program"
+        );
+        assert_eq!(
+            session
+                .ok("os.makedirs('sub'); os.chdir('sub')\n!pwd; touch here; ls")
+                .await,
+            "/work/sub\nhere\n"
+        );
         assert_eq!(session.ok("!seq 200000 | tail -n 1").await, "200000\n");
         let large = session.ok("!seq 200000").await;
         assert!(large.ends_with("\n199999\n200000\n") && large.starts_with("1\n2\n"));
@@ -231,10 +309,13 @@ text = subprocess.run(['/usr/bin/env', '-0'], capture_output=True).stdout.decode
 of_command = dict(line.split('=', 1) for line in text.split('\\0') if line)
 print(sorted(set(of_command.items()) ^ set(os.environ.items())))";
         assert_eq!(session.ok(compare).await, "[]\n");
-        session.ok("os.environ['NEW'] = 'x y'; del os.environ['LANG']").await;
+        session
+            .ok("os.environ['NEW'] = 'x y'; del os.environ['LANG']")
+            .await;
         assert_eq!(session.ok(compare).await, "[]\n");
         // Control: the runner has told the difference, and nothing else.
-        let told = "from cellblock_runner import commands; print(commands._differences(os.environ))";
+        let told =
+            "from cellblock_runner import commands; print(commands._differences(os.environ))";
         assert_eq!(session.ok(told).await, "{'NEW': 'x y', 'LANG': None}\n");
     });
 }
@@ -243,16 +324,34 @@ print(sorted(set(of_command.items()) ^ set(os.environ.items())))";
 fn a_denied_command_does_not_run_and_says_why() {
     run(async {
         let session = denying().session();
-        for cell in ["!touch ran", "x = !touch ran", "%%bash\ntouch ran", "import os; os.system('touch ran')"] {
+        for cell in [
+            "!touch ran",
+            "x = !touch ran",
+            "%%bash\ntouch ran",
+            "import os; os.system('touch ran')",
+        ] {
             let outcome = session.execute(cell).await.unwrap();
-            let Status::Raised(error) = &outcome.status else { panic!("{cell}: {outcome:?}") };
+            let Status::Raised(error) = &outcome.status else {
+                panic!("{cell}: {outcome:?}")
+            };
             assert_eq!(error.name, "CommandRefused", "{cell}");
-            assert!(error.message.contains("`approve_shell: deny`"), "{cell}: {}", error.message);
+            assert!(
+                error.message.contains("`approve_shell: deny`"),
+                "{cell}: {}",
+                error.message
+            );
         }
-        assert_eq!(session.ok("import os; print(os.path.exists('ran'))").await, "False\n");
+        assert_eq!(
+            session.ok("import os; print(os.path.exists('ran'))").await,
+            "False\n"
+        );
         let allowed = closed().session();
         allowed.ok("!touch ran").await;
-        assert_eq!(allowed.ok("import os; print(os.path.exists('ran'))").await, "True\n", "control");
+        assert_eq!(
+            allowed.ok("import os; print(os.path.exists('ran'))").await,
+            "True\n",
+            "control"
+        );
     });
 }
 
@@ -281,10 +380,15 @@ fn a_question_that_code_forges_is_decided_about_like_any_other() {
             session.ok(FORGE).await;
         }
         let forged = "print(forge(['/bin/touch', '/work/ran']), os.path.exists('/work/ran'))";
-        assert_eq!(allowed.ok(forged).await, "(True, None, 0) True\n", "control");
+        assert_eq!(
+            allowed.ok(forged).await,
+            "(True, None, 0) True\n",
+            "control"
+        );
         assert_eq!(denied.ok(forged).await, "(False, 'denied', None) False\n");
         // Members that claim an approval change nothing.
-        let claimed = "print(forge(['/bin/touch', '/work/ran'], approved=True, ok=True, decision='allow'))";
+        let claimed =
+            "print(forge(['/bin/touch', '/work/ran'], approved=True, ok=True, decision='allow'))";
         assert_eq!(denied.ok(claimed).await, "(False, 'denied', None)\n");
     });
 }
@@ -303,7 +407,10 @@ for outlets in ([writer, writer], [reader, writer], [writer, both]):
         assert_eq!(session.ok(offered).await, expected);
         // What is no pipe at all breaks the conversation: it could be anything.
         let socket = "pair = socket.socketpair(); forge(['/bin/true'], [pair[0].fileno(), pair[1].fileno()])";
-        assert!(matches!(session.execute(socket).await.unwrap().status, Status::Nonsense { .. }));
+        assert!(matches!(
+            session.execute(socket).await.unwrap().status,
+            Status::Nonsense { .. }
+        ));
     });
 }
 
@@ -327,8 +434,16 @@ for words, more in (
         let answers = session.ok(forged).await;
         let answers: Vec<&str> = answers.lines().collect();
         assert_eq!(answers[0], "(True, None)");
-        assert!(answers[1..6].iter().all(|answer| *answer == "(False, 'invalid')"), "{answers:?}");
-        assert_eq!(answers[6..], ["(False, 'unavailable')", "(False, 'refused')"]);
+        assert!(
+            answers[1..6]
+                .iter()
+                .all(|answer| *answer == "(False, 'invalid')"),
+            "{answers:?}"
+        );
+        assert_eq!(
+            answers[6..],
+            ["(False, 'unavailable')", "(False, 'refused')"]
+        );
     });
 }
 
@@ -373,7 +488,12 @@ print(attempts(own))
 os.kill(own, signal.SIGKILL)
 threading.Thread(target=lambda: subprocess.run(['sleep', '1000'])).start()
 print(attempts(find('sleep')))"#;
-    let expected = format!("{:?}\n{:?}\n", vec!["done"; roads], vec!["PermissionError"; roads]).replace('"', "'");
+    let expected = format!(
+        "{:?}\n{:?}\n",
+        vec!["done"; roads],
+        vec!["PermissionError"; roads]
+    )
+    .replace('"', "'");
     assert_eq!(session.ok(code).await, expected);
 }
 
@@ -396,7 +516,10 @@ for attempt in (lambda: open('/proc/{os.getpid()}/mem', 'rb'), lambda: os.kill({
 import sys
 x = subprocess.run([sys.executable, '-I', '-c', reach], capture_output=True, text=True)
 print(x.stdout)";
-        assert_eq!(session.ok(code).await, "PermissionError\nPermissionError\n\n");
+        assert_eq!(
+            session.ok(code).await,
+            "PermissionError\nPermissionError\n\n"
+        );
     });
 }
 
@@ -418,7 +541,8 @@ print(find('sleep'))";
             let command = loop {
                 let inside = std::fs::read_link(format!("/proc/{interpreter}/ns/pid")).unwrap();
                 let found = native::processes().into_iter().find(|process| {
-                    let namespace = std::fs::read_link(format!("/proc/{}/ns/pid", process.pid)).ok();
+                    let namespace =
+                        std::fs::read_link(format!("/proc/{}/ns/pid", process.pid)).ok();
                     process.name == "sleep" && namespace.as_ref() == Some(&inside)
                 });
                 match found {
@@ -426,8 +550,14 @@ print(find('sleep'))";
                     None => tokio::task::yield_now().await,
                 }
             };
-            let (of_command, of_session) = (Posture::read(command).unwrap(), Posture::read(interpreter).unwrap());
-            assert_eq!((of_command.seccomp_filters, of_session.seccomp_filters), (3, 4));
+            let (of_command, of_session) = (
+                Posture::read(command).unwrap(),
+                Posture::read(interpreter).unwrap(),
+            );
+            assert_eq!(
+                (of_command.seccomp_filters, of_session.seccomp_filters),
+                (3, 4)
+            );
             let alike = |mut posture: Posture| {
                 posture.seccomp_filters = 0;
                 // Each makes one of its own, with the same group as its root.
@@ -436,7 +566,10 @@ print(find('sleep'))";
             };
             assert_eq!(alike(of_command), alike(of_session));
             if is_root() {
-                assert_eq!(native::control_groups(command), native::control_groups(interpreter));
+                assert_eq!(
+                    native::control_groups(command),
+                    native::control_groups(interpreter)
+                );
             } else {
                 skipped("root (control groups of a session)");
             }
@@ -447,7 +580,12 @@ print(find('sleep'))";
             command
         };
         let (outcome, command) = tokio::join!(running, looked);
-        assert_eq!(outcome.unwrap().status, Status::Cancelled { state: StateAfter::Kept });
+        assert_eq!(
+            outcome.unwrap().status,
+            Status::Cancelled {
+                state: StateAfter::Kept
+            }
+        );
         gone(command).await;
         assert_eq!(session.ok("!echo again").await, "again\n");
     });
@@ -460,7 +598,9 @@ async fn gone(process: u32) {
             tokio::task::yield_now().await;
         }
     };
-    tokio::time::timeout(Duration::from_secs(20), ended).await.expect("a program outlived its time");
+    tokio::time::timeout(Duration::from_secs(20), ended)
+        .await
+        .expect("a program outlived its time");
 }
 
 #[test]
@@ -472,7 +612,10 @@ fn a_command_sees_no_more_than_the_session() {
         let mut of_session = session.json(probe).await;
         let command = "import subprocess, sys; print(subprocess.run([sys.executable, '-I', 'probe.py'], capture_output=True, text=True).stdout)";
         let mut of_command = session.json(command).await;
-        assert_eq!(of_command["descriptors"], json!([["/dev/null", "pipe", "pipe"], []]));
+        assert_eq!(
+            of_command["descriptors"],
+            json!([["/dev/null", "pipe", "pipe"], []])
+        );
         for facts in [&mut of_session, &mut of_command] {
             facts["descriptors"] = Value::Null;
             for thread in facts["threads"].as_array_mut().unwrap() {
@@ -489,21 +632,43 @@ fn a_command_sees_no_more_than_the_session() {
 #[test]
 fn nothing_of_a_command_is_left_after_a_time_limit_a_reset_and_the_end_of_the_session() {
     run(async {
-        let mark = tempfile::Builder::new().prefix("cellblock-mark-").tempdir().unwrap();
-        let bind = Bind { host: mark.path().to_owned(), inside: "/opt/mark".into() };
+        let mark = tempfile::Builder::new()
+            .prefix("cellblock-mark-")
+            .tempdir()
+            .unwrap();
+        let bind = Bind {
+            host: mark.path().to_owned(),
+            inside: "/opt/mark".into(),
+        };
         let backend = Builder::new("minimal").refuse_programs().bind(bind).start();
-        let sleeping = || native::marked_processes(mark.path()).into_iter().filter(|process| process.name == "sleep");
+        let sleeping = || {
+            native::marked_processes(mark.path())
+                .into_iter()
+                .filter(|process| process.name == "sleep")
+        };
         let session = backend.session();
         let limit = Duration::from_secs(1);
-        let outcome = session.execute_with("!sleep 1000", limit, CancellationToken::new()).await.unwrap();
-        assert_eq!(outcome.status, Status::TimedOut { limit, state: StateAfter::Kept });
+        let outcome = session
+            .execute_with("!sleep 1000", limit, CancellationToken::new())
+            .await
+            .unwrap();
+        assert_eq!(
+            outcome.status,
+            Status::TimedOut {
+                limit,
+                state: StateAfter::Kept
+            }
+        );
         for process in sleeping() {
             gone(process.pid).await;
         }
 
         // One that does not listen, and its children.
         let deaf = "!trap '' INT; sleep 1000 & sleep 1000";
-        session.execute_with(deaf, limit, CancellationToken::new()).await.unwrap();
+        session
+            .execute_with(deaf, limit, CancellationToken::new())
+            .await
+            .unwrap();
         for process in sleeping() {
             gone(process.pid).await;
         }
@@ -514,11 +679,16 @@ fn nothing_of_a_command_is_left_after_a_time_limit_a_reset_and_the_end_of_the_se
         session.reset().await;
         gone(left[0]).await;
 
-        session.ok("!setsid sleep 1000 > /dev/null 2>&1 &\nimport time").await;
+        session
+            .ok("!setsid sleep 1000 > /dev/null 2>&1 &\nimport time")
+            .await;
         session.close().await;
         assert_eq!(sleeping().count(), 0);
         backend.end().await;
-        assert!(native::marked_processes(mark.path()).is_empty(), "nothing is left when the backend has ended");
+        assert!(
+            native::marked_processes(mark.path()).is_empty(),
+            "nothing is left when the backend has ended"
+        );
     });
 }
 
@@ -527,14 +697,32 @@ fn a_command_that_prints_for_ever_fills_nothing() {
     run(async {
         let session = closed().session();
         let limit = Duration::from_secs(1);
-        let outcome = session.execute_with("!yes", limit, CancellationToken::new()).await.unwrap();
-        assert_eq!(outcome.status, Status::TimedOut { limit, state: StateAfter::Kept });
+        let outcome = session
+            .execute_with("!yes", limit, CancellationToken::new())
+            .await
+            .unwrap();
+        assert_eq!(
+            outcome.status,
+            Status::TimedOut {
+                limit,
+                state: StateAfter::Kept
+            }
+        );
         assert!(native::printed(&outcome).starts_with("y\ny\n"));
         // Nobody reads this pipe; the command waits, and the cell can be ended.
         session.ok(FORGE).await;
         let unread = "reader, writer = os.pipe(); forge(['/usr/bin/yes'], [writer, writer])";
-        let outcome = session.execute_with(unread, limit, CancellationToken::new()).await.unwrap();
-        assert_eq!(outcome.status, Status::TimedOut { limit, state: StateAfter::Kept });
+        let outcome = session
+            .execute_with(unread, limit, CancellationToken::new())
+            .await
+            .unwrap();
+        assert_eq!(
+            outcome.status,
+            Status::TimedOut {
+                limit,
+                state: StateAfter::Kept
+            }
+        );
         assert_eq!(session.ok("!echo again").await, "again\n");
     });
 }
@@ -542,22 +730,35 @@ fn a_command_that_prints_for_ever_fills_nothing() {
 #[test]
 fn work_of_the_servers_own_may_start_programs() {
     run(async {
-        let mark = tempfile::Builder::new().prefix("cellblock-mark-").tempdir().unwrap();
-        let bind = Bind { host: mark.path().to_owned(), inside: "/opt/mark".into() };
+        let mark = tempfile::Builder::new()
+            .prefix("cellblock-mark-")
+            .tempdir()
+            .unwrap();
+        let bind = Bind {
+            host: mark.path().to_owned(),
+            inside: "/opt/mark".into(),
+        };
         let backend = Builder::new("minimal").refuse_programs().bind(bind).start();
         let filters = || {
             let sessions = native::marked_processes(mark.path()).into_iter();
-            let sessions =
-                sessions.filter(|process| process.depth == native::own_depth() + 3 && process.name != "cb-init");
-            sessions.map(|process| Posture::read(process.pid).unwrap().seccomp_filters).collect::<Vec<_>>()
+            let sessions = sessions.filter(|process| {
+                process.depth == native::own_depth() + 3 && process.name != "cb-init"
+            });
+            sessions
+                .map(|process| Posture::read(process.pid).unwrap().seccomp_filters)
+                .collect::<Vec<_>>()
         };
         let (mut own, _own) = backend.backend.launch_apart().await.unwrap();
         assert_eq!(filters(), [3]);
         own.destroy().await;
         // Nobody is asked either, although there is a policy that denies everything.
         let hidden = denying().sessions.hidden(Rules::none()).unwrap();
-        let code = "import subprocess; print(subprocess.Popen(['sh', '-c', 'exit 42']).wait())\n!echo x";
-        let outcome = hidden.execute(code, Duration::from_secs(60), 1000).await.unwrap();
+        let code =
+            "import subprocess; print(subprocess.Popen(['sh', '-c', 'exit 42']).wait())\n!echo x";
+        let outcome = hidden
+            .execute(code, Duration::from_secs(60), 1000)
+            .await
+            .unwrap();
         assert_eq!(native::everything(&outcome), "42\nx\n");
         let (mut of_session, _of_session) = backend.backend.launch().await.unwrap();
         assert_eq!(filters(), [4], "control");

@@ -55,15 +55,21 @@ fn numbers() -> Option<BTreeMap<&'static str, i64>> {
         skipped("x86-64 (the table of calls is of that architecture)");
         return None;
     }
-    let pair =
-        |line: &'static str| line.split_once(' ').map(|(number, name)| (name, number.parse().expect("a number")));
+    let pair = |line: &'static str| {
+        line.split_once(' ')
+            .map(|(number, name)| (name, number.parse().expect("a number")))
+    };
     Some(CALLS.lines().filter_map(pair).collect())
 }
 
 /// A backend whose sessions have every layer but the filter: the control. The kernel is the same in every place.
 fn without_filter() -> &'static Native {
     static BACKEND: OnceLock<Native> = OnceLock::new();
-    BACKEND.get_or_init(|| Builder::new("minimal").leave_out(&[LeftOut::Seccomp]).start())
+    BACKEND.get_or_init(|| {
+        Builder::new("minimal")
+            .leave_out(&[LeftOut::Seccomp])
+            .start()
+    })
 }
 
 fn is_refused(answer: &Value) -> bool {
@@ -73,7 +79,11 @@ fn is_refused(answer: &Value) -> bool {
 /// Whether the list gives an answer of its own to a call.
 fn is_answered(name: &str) -> bool {
     let rules = seccomp::rules();
-    rules.answers.iter().chain(&rules.answers_x86_64).any(|answer| answer.syscall == name)
+    rules
+        .answers
+        .iter()
+        .chain(&rules.answers_x86_64)
+        .any(|answer| answer.syscall == name)
 }
 
 /// Calls that must be refused, with arguments that do no harm where they are not.
@@ -162,7 +172,11 @@ const REFUSED: &[(&str, &str)] = &[
 ];
 
 /// What an engine's filter lets through, because it is loaded before the supervisor is there: with these a process can only take rights from itself.
-const OPEN_IN_CONTAINERS: [&str; 3] = ["landlock_create_ruleset", "landlock_add_rule", "landlock_restrict_self"];
+const OPEN_IN_CONTAINERS: [&str; 3] = [
+    "landlock_create_ruleset",
+    "landlock_add_rule",
+    "landlock_restrict_self",
+];
 
 fn is_open(place: Place, name: &str) -> bool {
     !place.is_native() && OPEN_IN_CONTAINERS.contains(&name)
@@ -174,13 +188,25 @@ const KERNEL_TRAMPOLINES: [i64; 2] = [335, 336];
 
 /// Name, allowed arguments, altered arguments.
 const CONDITIONS: &[(&str, &str, &str)] = &[
-    ("openat", "-100, 'room', 0o101, 0o644", "-100, 'room', 0o101, 0o4755"),
-    ("openat", "-100, 'room', 0o101, 0o644", "-100, 'room', 0o101, 0o2755"),
+    (
+        "openat",
+        "-100, 'room', 0o101, 0o644",
+        "-100, 'room', 0o101, 0o4755",
+    ),
+    (
+        "openat",
+        "-100, 'room', 0o101, 0o644",
+        "-100, 'room', 0o101, 0o2755",
+    ),
     ("open", "'room', 0o101, 0o644", "'room', 0o101, 0o4755"),
     ("creat", "'room', 0o644", "'room', 0o4755"),
     ("chmod", "'room', 0o755", "'room', 0o4755"),
     ("fchmodat", "-100, 'room', 0o755", "-100, 'room', 0o2755"),
-    ("fchmodat2", "-100, 'room', 0o755, 0", "-100, 'room', 0o4755, 0"),
+    (
+        "fchmodat2",
+        "-100, 'room', 0o755, 0",
+        "-100, 'room', 0o4755, 0",
+    ),
     ("prlimit64", "0, 4, 0, 'room'", "0, 4, 'room', 'room'"),
     ("personality", "0xffffffff", "8"),
     ("socket", "1, 1, 0", "17, 3, 0"),
@@ -191,8 +217,10 @@ const CONDITIONS: &[(&str, &str, &str)] = &[
 ];
 
 /// Who may look into one's memory, and that no privilege is gained: the processes of a container say these about themselves, so its filter lets them through.
-const NATIVE_CONDITIONS: &[(&str, &str, &str)] =
-    &[("prctl", "3, 0, 0, 0, 0", "4, 0, 0, 0, 0"), ("prctl", "39, 0, 0, 0, 0", "38, 1, 0, 0, 0")];
+const NATIVE_CONDITIONS: &[(&str, &str, &str)] = &[
+    ("prctl", "3, 0, 0, 0, 0", "4, 0, 0, 0, 0"),
+    ("prctl", "39, 0, 0, 0, 0", "38, 1, 0, 0, 0"),
+];
 
 /// Every flag of `clone` and `unshare` that asks for a namespace.
 const NAMESPACE_FLAGS: [u64; 8] = [
@@ -539,7 +567,16 @@ fn no_namespace_can_be_made_inside_without_the_filter_either() {
         let answers = without_filter().session().json(&namespaces(&numbers)).await;
         // The second guard: no right to make any, and a count of zero user namespaces.
         let answers = answers.as_array().unwrap();
-        assert!(answers.iter().all(|answer| [json!(EPERM), json!(ENOSPC)].contains(answer)), "{answers:?}");
-        assert_eq!(answers[5], json!(ENOSPC), "the kernel itself counts no user namespace");
+        assert!(
+            answers
+                .iter()
+                .all(|answer| [json!(EPERM), json!(ENOSPC)].contains(answer)),
+            "{answers:?}"
+        );
+        assert_eq!(
+            answers[5],
+            json!(ENOSPC),
+            "the kernel itself counts no user namespace"
+        );
     });
 }

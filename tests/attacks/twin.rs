@@ -22,7 +22,10 @@ fn attack(server: &Server, hostile: &Session<'_>) {
     hostile.text(DRIVER);
     hostile.text("prepare()");
     // Copying the session lets the twin go. With undo, that has happened after the last cell.
-    hostile.call("fork_session", json!({"names": [format!("{}-copy", hostile.id)]}));
+    hostile.call(
+        "fork_session",
+        json!({"names": [format!("{}-copy", hostile.id)]}),
+    );
 
     // Control: it is the twin that makes these calls, not this interpreter, and it has rights that
     // this one lacks.
@@ -42,8 +45,15 @@ for pid in pids:
         if isinstance(found, str): print('FOUND', pid, path, found)
 ";
     let seen = hostile.text(visible);
-    let count: usize = seen.lines().next().and_then(|line| line.parse().ok()).unwrap_or_else(|| panic!("{seen}"));
-    assert!(count > 3, "control: the family's first process, an init, an interpreter, the twin: {seen}");
+    let count: usize = seen
+        .lines()
+        .next()
+        .and_then(|line| line.parse().ok())
+        .unwrap_or_else(|| panic!("{seen}"));
+    assert!(
+        count > 3,
+        "control: the family's first process, an init, an interpreter, the twin: {seen}"
+    );
     assert!(!seen.contains("FOUND"), "{seen}");
 
     // The first process of the family cannot be opened, ended or robbed of a descriptor.
@@ -66,8 +76,14 @@ print(twin(101, 16, 1, 0, 0), twin(310, 1, 0, 0, 0, 0, 0), twin(165, 0, 0, 0, 0,
 
     // It ends everybody whom it can reach. That is its own family.
     hostile.run("for pid in range(2, 3000): twin(62, pid, 9)");
-    assert_eq!(neighbour.text("print(x, open('secret.txt').read())").trim(), "alive the-secret-of-another");
-    let copied = neighbour.call("fork_session", json!({"names": [format!("{}-copy", neighbour.id)]}));
+    assert_eq!(
+        neighbour.text("print(x, open('secret.txt').read())").trim(),
+        "alive the-secret-of-another"
+    );
+    let copied = neighbour.call(
+        "fork_session",
+        json!({"names": [format!("{}-copy", neighbour.id)]}),
+    );
     assert!(!copied.is_error(), "{}", copied.text());
     assert_eq!(server.session().text("print(1)").trim(), "1");
 }
@@ -81,12 +97,28 @@ fn attack_as(server: Server) {
     // A fork of a fork has no more, and its source does not get more by it.
     let source = server.session();
     source.text("x = 1");
-    assert!(!source.call("fork_session", json!({"names": ["child"]})).is_error());
+    assert!(
+        !source
+            .call("fork_session", json!({"names": ["child"]}))
+            .is_error()
+    );
     let fork = |session: &str, name: &str| {
-        server.call("fork_session", json!({"session_id": session, "names": [name]})).text().to_owned()
+        server
+            .call(
+                "fork_session",
+                json!({"session_id": session, "names": [name]}),
+            )
+            .text()
+            .to_owned()
     };
     fork("child", "grandchild");
-    attack(&server, &Session { server: &server, id: "grandchild".to_owned() });
+    attack(
+        &server,
+        &Session {
+            server: &server,
+            id: "grandchild".to_owned(),
+        },
+    );
     drop(source);
     server.finish();
 }
@@ -108,7 +140,12 @@ fn a_session_that_has_its_twin_reaches_nothing_beyond_its_family() {
 #[test]
 fn a_session_that_has_its_twin_reaches_nothing_beyond_its_family_without_undo() {
     if is_built_for_this() {
-        attack_as(Server::start(&["--environment", "minimal", "--undo", "off"]));
+        attack_as(Server::start(&[
+            "--environment",
+            "minimal",
+            "--undo",
+            "off",
+        ]));
     }
 }
 
@@ -117,6 +154,8 @@ fn a_session_that_has_its_twin_reaches_nothing_beyond_its_family_as_an_ordinary_
     if !is_built_for_this() {
         return;
     }
-    let Some(ordinary) = Ordinary::new() else { return };
+    let Some(ordinary) = Ordinary::new() else {
+        return;
+    };
     attack_as(Server::spawn(&mut ordinary.command("mcp"), Era::Initialize));
 }

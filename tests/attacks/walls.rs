@@ -33,13 +33,22 @@ fn hidden(place: Place) -> Vec<String> {
             "/dev/pts/0",
         ],
         // Those are of the image, and `/sys` is the kernel's, which cannot be written to. What must not be there is the engine.
-        Place::Containers(_) => vec!["/var/run/docker.sock", "/run/docker.sock", "/run/podman/podman.sock"],
+        Place::Containers(_) => vec![
+            "/var/run/docker.sock",
+            "/run/docker.sock",
+            "/run/podman/podman.sock",
+        ],
     };
     let engine = match place {
         Place::Native => None,
         Place::Containers(engine) => Some(engine.address.to_string().replace("unix://", "")),
     };
-    everywhere.into_iter().chain(of_place).map(str::to_owned).chain(engine).collect()
+    everywhere
+        .into_iter()
+        .chain(of_place)
+        .map(str::to_owned)
+        .chain(engine)
+        .collect()
 }
 
 /// Parts of `/proc` that are not about one's own processes.
@@ -427,9 +436,15 @@ def attack():
 
 /// A folder of the host that anybody may write to, shown inside like the environment: read-only.
 fn open_folder() -> (TempDir, Bind) {
-    let folder = tempfile::Builder::new().prefix("cellblock-open-").tempdir().unwrap();
+    let folder = tempfile::Builder::new()
+        .prefix("cellblock-open-")
+        .tempdir()
+        .unwrap();
     std::fs::set_permissions(folder.path(), std::fs::Permissions::from_mode(0o777)).unwrap();
-    let bind = Bind { host: folder.path().to_owned(), inside: PathBuf::from("/opt/open") };
+    let bind = Bind {
+        host: folder.path().to_owned(),
+        inside: PathBuf::from("/opt/open"),
+    };
     (folder, bind)
 }
 
@@ -449,10 +464,21 @@ print(json.dumps([attempt('/opt/open/file', os.O_CREAT | os.O_WRONLY), attempt('
 #[test]
 fn no_process_shows_from_where_on_the_host_folders_were_mounted() {
     run(async {
-        let folder = tempfile::Builder::new().prefix("cellblock-canary-").tempdir().unwrap();
-        let name = folder.path().file_name().unwrap().to_string_lossy().into_owned();
-        let mount =
-            OperatorMount { host: folder.path().to_owned(), inside: PathBuf::from("/work/shown"), writable: false };
+        let folder = tempfile::Builder::new()
+            .prefix("cellblock-canary-")
+            .tempdir()
+            .unwrap();
+        let name = folder
+            .path()
+            .file_name()
+            .unwrap()
+            .to_string_lossy()
+            .into_owned();
+        let mount = OperatorMount {
+            host: folder.path().to_owned(),
+            inside: PathBuf::from("/work/shown"),
+            writable: false,
+        };
         let code = "
 import glob, json, subprocess
 def told(path):
@@ -469,14 +495,29 @@ print(json.dumps([len(places) >= 12, text, os.path.isdir('/work/shown')]))";
         let backend = Builder::new("minimal").mount(mount.clone()).start();
         let session = backend.session();
         assert_eq!(session.json(code).await, json!([true, "", true]));
-        assert_eq!(session.fork().await.json(code).await, json!([true, "", true]), "in a fork");
+        assert_eq!(
+            session.fork().await.json(code).await,
+            json!([true, "", true]),
+            "in a fork"
+        );
         session.undo(1).await;
-        assert_eq!(session.json(code).await, json!([true, "", true]), "after undo");
+        assert_eq!(
+            session.json(code).await,
+            json!([true, "", true]),
+            "after undo"
+        );
         session.reset().await;
-        assert_eq!(session.json(code).await, json!([true, "", true]), "after a reset");
+        assert_eq!(
+            session.json(code).await,
+            json!([true, "", true]),
+            "after a reset"
+        );
         backend.end().await;
         // Control: in the copy of its mount namespace, an interpreter sees the table.
-        let backend = Builder::new("minimal").mount(mount).skip_step("chroot").start();
+        let backend = Builder::new("minimal")
+            .mount(mount)
+            .skip_step("chroot")
+            .start();
         let told = backend.session().json(code).await;
         assert!(told[1].as_str().unwrap().contains(&name), "{told}");
         backend.end().await;
@@ -494,12 +535,22 @@ fn read_only_mounts_and_landlock_each_hold_alone() {
             // Mounts alone.
             (&[LeftOut::Landlock], ["EROFS", "ENOENT", "done"]),
             // Control: with neither, the folder is open. The settings are closed all the same, because no session is the host's root.
-            (&[LeftOut::ReadOnlyMounts, LeftOut::Landlock], ["done", "EACCES", "done"]),
+            (
+                &[LeftOut::ReadOnlyMounts, LeftOut::Landlock],
+                ["done", "EACCES", "done"],
+            ),
         ];
         for (left_out, expected) in cases {
             let (folder, bind) = open_folder();
-            let backend = Builder::new("minimal").leave_out(left_out).bind(bind).start();
-            assert_eq!(backend.session().json(WRITE).await, json!(expected), "without {left_out:?}");
+            let backend = Builder::new("minimal")
+                .leave_out(left_out)
+                .bind(bind)
+                .start();
+            assert_eq!(
+                backend.session().json(WRITE).await,
+                json!(expected),
+                "without {left_out:?}"
+            );
             assert_eq!(folder.path().join("file").exists(), expected[0] == "done");
             backend.end().await;
         }
@@ -516,7 +567,9 @@ fn read_only_mounts_and_landlock_each_hold_alone() {
 #[test]
 fn a_layer_that_is_left_out_is_told_as_missing() {
     run(async {
-        let backend = Builder::new("minimal").leave_out(&[LeftOut::Landlock]).start();
+        let backend = Builder::new("minimal")
+            .leave_out(&[LeftOut::Landlock])
+            .start();
         let outcome = backend.session().execute("1").await.unwrap();
         assert_eq!(missing_layers(&outcome), ["landlock"]);
         backend.end().await;
@@ -528,5 +581,8 @@ fn a_layer_that_is_left_out_is_told_as_missing() {
 
 fn missing_layers(outcome: &Outcome) -> Vec<&'static str> {
     let layers = outcome.isolation.layers.iter();
-    layers.filter(|(_, layer)| matches!(layer, Layer::Missing { .. })).map(|(kind, _)| kind.name()).collect()
+    layers
+        .filter(|(_, layer)| matches!(layer, Layer::Missing { .. }))
+        .map(|(kind, _)| kind.name())
+        .collect()
 }

@@ -14,16 +14,26 @@ use crate::support::{is_root, skipped};
 
 /// A backend of its own, whose processes can be found by a folder that only they see.
 fn marked() -> (TempDir, Native) {
-    let mark = tempfile::Builder::new().prefix("cellblock-mark-").tempdir().unwrap();
-    let bind = Bind { host: mark.path().to_owned(), inside: PathBuf::from("/opt/mark") };
+    let mark = tempfile::Builder::new()
+        .prefix("cellblock-mark-")
+        .tempdir()
+        .unwrap();
+    let bind = Bind {
+        host: mark.path().to_owned(),
+        inside: PathBuf::from("/opt/mark"),
+    };
     let backend = Builder::new("minimal").bind(bind).start();
     (mark, backend)
 }
 
 fn zygote(mark: &TempDir) -> Pid {
-    let zygotes: Vec<HostProcess> =
-        native::marked_processes(mark.path()).into_iter().filter(HostProcess::is_zygote).collect();
-    let [zygote] = &zygotes[..] else { panic!("one warm interpreter: {zygotes:?}") };
+    let zygotes: Vec<HostProcess> = native::marked_processes(mark.path())
+        .into_iter()
+        .filter(HostProcess::is_zygote)
+        .collect();
+    let [zygote] = &zygotes[..] else {
+        panic!("one warm interpreter: {zygotes:?}")
+    };
     Pid::from_raw(zygote.pid as i32).unwrap()
 }
 
@@ -34,18 +44,31 @@ fn a_killed_warm_interpreter_harms_no_session_and_is_replaced() {
         let session = backend.session();
         session.ok("x = 'alive'").await;
         let running = session.clone();
-        let cell = tokio::spawn(async move { running.ok("import sys\nfor line in sys.stdin: pass\nprint(x)").await });
+        let cell = tokio::spawn(async move {
+            running
+                .ok("import sys\nfor line in sys.stdin: pass\nprint(x)")
+                .await
+        });
         let first = zygote(&mark);
         kill_process(first, Signal::KILL).unwrap();
         assert_eq!(cell.await.unwrap(), "alive\n");
         let begun = Instant::now();
         assert_eq!(backend.session().ok("print(1)").await, "1\n");
-        assert!(begun.elapsed() < Duration::from_secs(10), "{:?}", begun.elapsed());
+        assert!(
+            begun.elapsed() < Duration::from_secs(10),
+            "{:?}",
+            begun.elapsed()
+        );
         assert_ne!(zygote(&mark), first);
         // The old session is an orphan now, and still gets resets and a true account of its end.
         assert_eq!(session.ok("print(x)").await, "alive\n");
         let outcome = session.execute("import os; os._exit(3)").await.unwrap();
-        assert_eq!(outcome.status, Status::Died { exit: Exit::Code(3) });
+        assert_eq!(
+            outcome.status,
+            Status::Died {
+                exit: Exit::Code(3)
+            }
+        );
         session.reset().await;
         assert_eq!(session.ok("print(2)").await, "2\n");
         backend.end().await;
@@ -60,7 +83,11 @@ fn signals_neither_wake_the_warm_interpreter_nor_stop_sessions_from_being_made()
         session.ok("x = 'alive'").await;
         for signal in [Signal::STOP, Signal::CONT, Signal::USR1, Signal::TERM] {
             kill_process(zygote(&mark), signal).unwrap();
-            assert_eq!(backend.session().ok("print(1)").await, "1\n", "after {signal:?}");
+            assert_eq!(
+                backend.session().ok("print(1)").await,
+                "1\n",
+                "after {signal:?}"
+            );
         }
         assert_eq!(session.ok("print(x)").await, "alive\n");
         backend.end().await;
@@ -95,9 +122,13 @@ fn an_interpreter_that_misses_one_step_of_its_lock_down_never_gets_a_cell() {
                 continue;
             }
             let backend = Builder::new("minimal").skip_step(step).start();
-            let failure = backend.failure().await.unwrap_or_else(|| panic!("a session without `{step}` was started"));
+            let failure = backend
+                .failure()
+                .await
+                .unwrap_or_else(|| panic!("a session without `{step}` was started"));
             assert!(
-                failure.contains("isolation is not as it must be") || failure.contains("could not enter its sandbox"),
+                failure.contains("isolation is not as it must be")
+                    || failure.contains("could not enter its sandbox"),
                 "{step}: {failure}"
             );
             backend.end().await;

@@ -6,7 +6,9 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use base64::Engine;
 use base64::engine::general_purpose::URL_SAFE_NO_PAD;
-use cellblock::auth::{Algorithm, AuthSettings, Authenticator, Denied, Issuer, KeySetUrl, KeySource};
+use cellblock::auth::{
+    Algorithm, AuthSettings, Authenticator, Denied, Issuer, KeySetUrl, KeySource,
+};
 use ring::rand::SystemRandom;
 use ring::signature::{ECDSA_P256_SHA256_FIXED_SIGNING, EcdsaKeyPair, KeyPair};
 use serde_json::{Value, json};
@@ -25,8 +27,12 @@ struct Signer(EcdsaKeyPair);
 impl Signer {
     fn new() -> Signer {
         let random = SystemRandom::new();
-        let document = EcdsaKeyPair::generate_pkcs8(&ECDSA_P256_SHA256_FIXED_SIGNING, &random).unwrap();
-        Signer(EcdsaKeyPair::from_pkcs8(&ECDSA_P256_SHA256_FIXED_SIGNING, document.as_ref(), &random).unwrap())
+        let document =
+            EcdsaKeyPair::generate_pkcs8(&ECDSA_P256_SHA256_FIXED_SIGNING, &random).unwrap();
+        Signer(
+            EcdsaKeyPair::from_pkcs8(&ECDSA_P256_SHA256_FIXED_SIGNING, document.as_ref(), &random)
+                .unwrap(),
+        )
     }
 
     fn key_set(&self) -> String {
@@ -38,11 +44,22 @@ impl Signer {
 
     /// A token that names a key and is good otherwise.
     fn token(&self, key_id: &str) -> String {
-        let end = SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_secs() + 600;
+        let end = SystemTime::now()
+            .duration_since(UNIX_EPOCH)
+            .unwrap()
+            .as_secs()
+            + 600;
         let claims = json!({"iss": ISSUER, "aud": AUDIENCE, "sub": "alice", "exp": end});
         let encode = |value: &Value| URL_SAFE_NO_PAD.encode(value.to_string());
-        let message = format!("{}.{}", encode(&json!({"alg": "ES256", "kid": key_id})), encode(&claims));
-        let signature = self.0.sign(&SystemRandom::new(), message.as_bytes()).unwrap();
+        let message = format!(
+            "{}.{}",
+            encode(&json!({"alg": "ES256", "kid": key_id})),
+            encode(&claims)
+        );
+        let signature = self
+            .0
+            .sign(&SystemRandom::new(), message.as_bytes())
+            .unwrap();
         format!("{message}.{}", URL_SAFE_NO_PAD.encode(signature))
     }
 }
@@ -75,12 +92,18 @@ impl KeyServer {
         let url = KeySetUrl::parse(&format!("http://127.0.0.1:{}/keys", self.port)).unwrap();
         let issuer = Issuer {
             name: ISSUER.to_owned(),
-            keys: KeySource::Server { url, is_private: false },
+            keys: KeySource::Server {
+                url,
+                is_private: false,
+            },
             audiences: vec![AUDIENCE.to_owned()],
             algorithms: vec![Algorithm::Es256],
             principal: None,
         };
-        let settings = AuthSettings { issuers: vec![issuer], ..AuthSettings::default() };
+        let settings = AuthSettings {
+            issuers: vec![issuer],
+            ..AuthSettings::default()
+        };
         Authenticator::from_settings(&settings).await.unwrap()
     }
 }
@@ -92,14 +115,24 @@ async fn answer(mut stream: TcpStream, body: String) {
     }
     let head = format!("HTTP/1.1 200 OK\r\nContent-Length: {}\r\n\r\n", body.len());
     // Whoever has read enough may be gone.
-    let _ = stream.write_all(&[head.into_bytes(), body.into_bytes()].concat()).await;
+    let _ = stream
+        .write_all(&[head.into_bytes(), body.into_bytes()].concat())
+        .await;
 }
 
-async fn all_at_once(authenticator: &Authenticator, tokens: Vec<String>) -> Vec<Result<(), Denied>> {
+async fn all_at_once(
+    authenticator: &Authenticator,
+    tokens: Vec<String>,
+) -> Vec<Result<(), Denied>> {
     let mut calls = JoinSet::new();
     for token in tokens {
         let authenticator = authenticator.clone();
-        calls.spawn(async move { authenticator.authenticate(&bearer(&token)).await.map(|_| ()) });
+        calls.spawn(async move {
+            authenticator
+                .authenticate(&bearer(&token))
+                .await
+                .map(|_| ())
+        });
     }
     calls.join_all().await
 }
@@ -109,7 +142,11 @@ async fn callers_who_come_at_once_cost_the_key_server_one_request() {
     let signer = Signer::new();
     let server = KeyServer::answering(signer.key_set()).await;
     let authenticator = server.authenticator().await;
-    assert_eq!(server.requests(), 0, "keys are fetched when they are needed");
+    assert_eq!(
+        server.requests(),
+        0,
+        "keys are fetched when they are needed"
+    );
     let outcomes = all_at_once(&authenticator, vec![signer.token("known"); 200]).await;
     assert!(outcomes.iter().all(Result::is_ok), "{outcomes:?}");
     assert_eq!(server.requests(), 1);
@@ -120,10 +157,22 @@ async fn a_flood_of_tokens_that_name_unknown_keys_does_not_reach_the_key_server(
     let signer = Signer::new();
     let server = KeyServer::answering(signer.key_set()).await;
     let authenticator = server.authenticator().await;
-    assert!(authenticator.authenticate(&bearer(&signer.token("known"))).await.is_ok()); // control
-    let flood = (0..500).map(|number| signer.token(&format!("unknown-{number}"))).collect();
+    assert!(
+        authenticator
+            .authenticate(&bearer(&signer.token("known")))
+            .await
+            .is_ok()
+    ); // control
+    let flood = (0..500)
+        .map(|number| signer.token(&format!("unknown-{number}")))
+        .collect();
     let outcomes = all_at_once(&authenticator, flood).await;
-    assert!(outcomes.iter().all(|outcome| *outcome == Err(Denied::BadToken)), "{outcomes:?}");
+    assert!(
+        outcomes
+            .iter()
+            .all(|outcome| *outcome == Err(Denied::BadToken)),
+        "{outcomes:?}"
+    );
     assert_eq!(server.requests(), 1);
 }
 
@@ -132,13 +181,31 @@ async fn a_token_of_somebody_else_does_not_reach_the_key_server() {
     let signer = Signer::new();
     let server = KeyServer::answering(signer.key_set()).await;
     let authenticator = server.authenticator().await;
-    for token in ["nonsense", "a.b.c", "cellblock_nonsense", "eyJhbGciOiJub25lIn0.e30."] {
-        assert_eq!(authenticator.authenticate(&bearer(token)).await, Err(Denied::BadToken));
+    for token in [
+        "nonsense",
+        "a.b.c",
+        "cellblock_nonsense",
+        "eyJhbGciOiJub25lIn0.e30.",
+    ] {
+        assert_eq!(
+            authenticator.authenticate(&bearer(token)).await,
+            Err(Denied::BadToken)
+        );
     }
     assert_eq!(server.requests(), 0);
     let stranger = Signer::new();
-    assert_eq!(authenticator.authenticate(&bearer(&stranger.token("known"))).await, Err(Denied::BadToken));
-    assert!(authenticator.authenticate(&bearer(&signer.token("known"))).await.is_ok()); // control
+    assert_eq!(
+        authenticator
+            .authenticate(&bearer(&stranger.token("known")))
+            .await,
+        Err(Denied::BadToken)
+    );
+    assert!(
+        authenticator
+            .authenticate(&bearer(&signer.token("known")))
+            .await
+            .is_ok()
+    ); // control
 }
 
 #[tokio::test]
@@ -149,7 +216,12 @@ async fn keys_that_cannot_be_had_let_nobody_in() {
         let server = KeyServer::answering(body).await;
         let authenticator = server.authenticator().await;
         let outcomes = all_at_once(&authenticator, vec![signer.token("known"); 50]).await;
-        assert!(outcomes.iter().all(|outcome| *outcome == Err(Denied::Unavailable)), "{outcomes:?}");
+        assert!(
+            outcomes
+                .iter()
+                .all(|outcome| *outcome == Err(Denied::Unavailable)),
+            "{outcomes:?}"
+        );
         assert_eq!(server.requests(), 1);
     }
 }

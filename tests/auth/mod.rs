@@ -10,11 +10,18 @@ use hyper::HeaderMap;
 use hyper::header::{AUTHORIZATION, HeaderValue};
 
 fn bearer(token: &str) -> HeaderMap {
-    HeaderMap::from_iter([(AUTHORIZATION, HeaderValue::from_str(&format!("Bearer {token}")).unwrap())])
+    HeaderMap::from_iter([(
+        AUTHORIZATION,
+        HeaderValue::from_str(&format!("Bearer {token}")).unwrap(),
+    )])
 }
 
 async fn authenticate(settings: &AuthSettings, token: &str) -> Result<Caller, Denied> {
-    Authenticator::from_settings(settings).await.unwrap().authenticate(&bearer(token)).await
+    Authenticator::from_settings(settings)
+        .await
+        .unwrap()
+        .authenticate(&bearer(token))
+        .await
 }
 
 #[tokio::test]
@@ -24,10 +31,15 @@ async fn what_key_new_prints_lets_its_owner_in() {
         finished(program_below(folder.path()).args(["key", "new", "ci", "--scope", "admin"]));
     assert_eq!(status, Some(0), "{errors}");
     let (words, yaml) = output.split_at(output.find("auth:\n").unwrap());
-    let key = words.lines().find(|line| line.starts_with("cellblock_")).unwrap();
+    let key = words
+        .lines()
+        .find(|line| line.starts_with("cellblock_"))
+        .unwrap();
     let file = folder.path().join("config.yaml");
     std::fs::write(&file, format!("data_dir: data\n{yaml}")).unwrap();
-    let settings = cellblock::config::load(Some(&file), cellblock::config::Flags::default()).unwrap().auth;
+    let settings = cellblock::config::load(Some(&file), cellblock::config::Flags::default())
+        .unwrap()
+        .auth;
     let caller = authenticate(&settings, key).await.unwrap();
     assert_eq!(caller.principal, "key:ci");
     assert!(caller.scopes.allow(cellblock::auth::Scope::Admin));

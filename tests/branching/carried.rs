@@ -56,7 +56,8 @@ for thread in threads: thread.start()";
             session.assert_locked_down().await;
         }
         // A fork starts its own.
-        fork.ok("thread = threading.Thread(target=lambda: None); thread.start(); thread.join()").await;
+        fork.ok("thread = threading.Thread(target=lambda: None); thread.start(); thread.join()")
+            .await;
         let (session, lost) = undone(prepare, "over.set()").await;
         assert_eq!(lost, NOTHING);
         assert_eq!(session.ok(alive).await, "2 3\n");
@@ -142,8 +143,11 @@ print(reading.read(2), open('log').read(), deleted.read(), temporary.read(), ope
         assert_eq!(source.ok(look).await, "one, scratch 7 4\n");
         assert_eq!(source.ok(use_them).await, used);
 
-        let (session, lost) =
-            undone(prepare, "reading.read(); appending.write('x'); appending.flush(); deleted.write('x')").await;
+        let (session, lost) = undone(
+            prepare,
+            "reading.read(); appending.write('x'); appending.flush(); deleted.write('x')",
+        )
+        .await;
         assert_eq!(lost, NOTHING);
         assert_eq!(session.ok(use_them).await, used);
     });
@@ -158,8 +162,12 @@ base = sqlite3.connect(':memory:'); base.execute('create table t (x)'); base.exe
     run(async {
         let (source, fork, lost) = forked(prepare).await;
         assert_eq!(lost, NOTHING);
-        fork.ok("base.execute('insert into t values (2)'); base.commit()").await;
-        assert_eq!((fork.ok(count).await, source.ok(count).await), ("2\n".to_owned(), "1\n".to_owned()));
+        fork.ok("base.execute('insert into t values (2)'); base.commit()")
+            .await;
+        assert_eq!(
+            (fork.ok(count).await, source.ok(count).await),
+            ("2\n".to_owned(), "1\n".to_owned())
+        );
         let (session, lost) = undone(prepare, "base.execute('delete from t'); base.commit()").await;
         assert_eq!(lost, NOTHING);
         assert_eq!(session.ok(count).await, "1\n");
@@ -177,10 +185,23 @@ base = sqlite3.connect('base.db'); base.execute('create table t (x)'); base.exec
         let (source, fork, lost) = forked(prepare).await;
         assert_eq!(lost, ["writing to 1 sqlite connection"]);
         // It fails because sqlite notices that the file is another one, unless both happen to have the same number.
-        let told = fork.ok(&format!("{TRY}\ndef insert(): {insert}\nprint(tried(insert))")).await;
-        assert!(["OperationalError\n", "None\n"].contains(&told.as_str()), "{told}");
-        fork.ok(&format!("base = sqlite3.connect('base.db'); base.execute('delete from t')\n{insert}\n{insert}")).await;
-        assert_eq!((fork.ok(count).await, source.ok(count).await), ("2\n".to_owned(), "1\n".to_owned()));
+        let told = fork
+            .ok(&format!(
+                "{TRY}\ndef insert(): {insert}\nprint(tried(insert))"
+            ))
+            .await;
+        assert!(
+            ["OperationalError\n", "None\n"].contains(&told.as_str()),
+            "{told}"
+        );
+        fork.ok(&format!(
+            "base = sqlite3.connect('base.db'); base.execute('delete from t')\n{insert}\n{insert}"
+        ))
+        .await;
+        assert_eq!(
+            (fork.ok(count).await, source.ok(count).await),
+            ("2\n".to_owned(), "1\n".to_owned())
+        );
         source.ok(insert).await;
 
         let (session, lost) = undone(prepare, insert).await;
@@ -199,14 +220,23 @@ fn subprocesses_stay_with_the_source_of_a_fork_and_end_with_an_undo() {
         let (source, fork, lost) = forked(prepare).await;
         assert_eq!(lost, ["1 subprocess"]);
         assert_eq!(source.ok(alive).await, "None True\n");
-        assert_eq!(fork.ok("import os; print(os.path.exists(f'/proc/{child.pid}'))").await, "False\n");
+        assert_eq!(
+            fork.ok("import os; print(os.path.exists(f'/proc/{child.pid}'))")
+                .await,
+            "False\n"
+        );
         assert_eq!(
             fork.ok("print(subprocess.run(['echo', 'own'], capture_output=True, text=True).stdout.strip())").await,
             "own\n"
         );
         let (session, lost) = undone(prepare, "x = 1").await;
         assert_eq!(lost, ["1 subprocess"]);
-        assert_eq!(session.ok("import os; print(os.path.exists(f'/proc/{child.pid}'))").await, "False\n");
+        assert_eq!(
+            session
+                .ok("import os; print(os.path.exists(f'/proc/{child.pid}'))")
+                .await,
+            "False\n"
+        );
     });
 }
 
@@ -220,7 +250,12 @@ numbers = counting(); next(numbers); text = iter('abc'); next(text)";
         let (source, fork, lost) = forked(prepare).await;
         assert_eq!(lost, NOTHING);
         for session in [&fork, &source] {
-            assert_eq!(session.ok("print(next(numbers), next(text), next(numbers))").await, "1 b 2\n");
+            assert_eq!(
+                session
+                    .ok("print(next(numbers), next(text), next(numbers))")
+                    .await,
+                "1 b 2\n"
+            );
         }
         let (session, lost) = undone(prepare, "list(numbers)").await;
         assert_eq!(lost, NOTHING);
@@ -250,8 +285,15 @@ later = asyncio.ensure_future(answer())";
         // A loop of the user's own goes on too.
         let (_, fork, lost) = forked("import asyncio; own = asyncio.new_event_loop()").await;
         assert_eq!(lost, NOTHING);
-        assert_eq!(fork.ok("print(await asyncio.sleep(0, 'works'))").await, "works\n");
-        assert_eq!(fork.ok("print(own.run_until_complete(asyncio.sleep(0.001, 'too')))").await, "too\n");
+        assert_eq!(
+            fork.ok("print(await asyncio.sleep(0, 'works'))").await,
+            "works\n"
+        );
+        assert_eq!(
+            fork.ok("print(own.run_until_complete(asyncio.sleep(0.001, 'too')))")
+                .await,
+            "too\n"
+        );
     });
 }
 
@@ -267,7 +309,8 @@ pyplot.close('all')";
     run(async {
         let (source, fork, lost) = forked(prepare).await;
         assert_eq!(lost, NOTHING);
-        fork.ok("axes.plot([3, 2, 1]); axes.set_title('fork')").await;
+        fork.ok("axes.plot([3, 2, 1]); axes.set_title('fork')")
+            .await;
         assert_eq!(fork.ok("print(lines())").await, "(2, 'fork', True)\n");
         assert_eq!(source.ok("print(lines())").await, "(1, 'before', True)\n");
         let (session, lost) = undone(prepare, "axes.clear()").await;
@@ -312,7 +355,10 @@ print(json.dumps([tried(lambda: client.send(b'x')), tried(lambda: accepted.recv(
         let (source, fork, lost) = forked(prepare).await;
         assert_eq!(lost, lacks);
         assert_eq!(fork.json(&use_them).await, json!(vec!["OSError"; 5]));
-        assert_eq!(source.json(&use_them).await, json!([1, "x", "127.0.0.1", "BrokenPipeError", ""])); // control
+        assert_eq!(
+            source.json(&use_them).await,
+            json!([1, "x", "127.0.0.1", "BrokenPipeError", ""])
+        ); // control
         // The fork's own network is free: the same port can be listened on, and what it opens gets no old number.
         let port = "print(server.getsockname()[1])";
         let port = source.ok(port).await;
@@ -335,8 +381,10 @@ from multiprocessing import shared_memory
 anonymous = mmap.mmap(-1, 4096); anonymous[:6] = b'before'
 named = shared_memory.SharedMemory(create=True, size=4096); named.buf[:6] = b'before'
 open('mapped', 'wb').write(b'before' + bytes(4090)); file = open('mapped', 'r+b'); mapped = mmap.mmap(file.fileno(), 4096)";
-    let write = |what: &str| format!("for area in (anonymous, named.buf, mapped): area[:6] = b'{what:6}'");
-    let read = "print(*[bytes(area[:6]).decode().strip() for area in (anonymous, named.buf, mapped)])";
+    let write =
+        |what: &str| format!("for area in (anonymous, named.buf, mapped): area[:6] = b'{what:6}'");
+    let read =
+        "print(*[bytes(area[:6]).decode().strip() for area in (anonymous, named.buf, mapped)])";
     run(async {
         let (source, fork, lost) = forked(prepare).await;
         assert_eq!(lost, NOTHING);
@@ -404,7 +452,11 @@ _ = signal.signal(signal.SIGUSR1, lambda *_: caught.append(1))";
         for session in [&source, &fork] {
             assert_eq!(session.ok(look).await, "/work/folder 0o77 kept [1]\n");
         }
-        let (session, lost) = undone(prepare, "os.chdir('/'); os.umask(0); del os.environ['WORD']").await;
+        let (session, lost) = undone(
+            prepare,
+            "os.chdir('/'); os.umask(0); del os.environ['WORD']",
+        )
+        .await;
         assert_eq!(lost, NOTHING);
         assert_eq!(session.ok(look).await, "/work/folder 0o77 kept [1]\n");
         let (_, lost) = undone(

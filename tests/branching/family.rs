@@ -42,10 +42,18 @@ fn any_member_of_a_family_can_end_and_the_others_live() {
                     None => family[ends].close().await,
                     Some(code) => {
                         let outcome = family[ends].execute(code).await.unwrap();
-                        assert!(matches!(outcome.status, Status::Died { .. }), "{how}: {:?}", outcome.status);
+                        assert!(
+                            matches!(outcome.status, Status::Died { .. }),
+                            "{how}: {:?}",
+                            outcome.status
+                        );
                     }
                 }
-                for (place, member) in family.iter().enumerate().filter(|(place, _)| *place != ends) {
+                for (place, member) in family
+                    .iter()
+                    .enumerate()
+                    .filter(|(place, _)| *place != ends)
+                {
                     assert_eq!(x_of(member).await, (place + 1).to_string(), "{how}: {ends}");
                     // It can still be copied and taken back.
                     let copy = member.fork().await;
@@ -72,12 +80,20 @@ fn a_fork_goes_on_with_its_cell_while_its_source_ends() {
         let busy = fork.clone();
         let stop = CancellationToken::new();
         let token = stop.clone();
-        let cell = tokio::spawn(async move { busy.execute_with("while True: pass", PATIENCE, token).await });
+        let cell =
+            tokio::spawn(
+                async move { busy.execute_with("while True: pass", PATIENCE, token).await },
+            );
         fork.runs().await;
         source.close().await;
         stop.cancel();
         let outcome = cell.await.unwrap().unwrap();
-        assert_eq!(outcome.status, Status::Cancelled { state: StateAfter::Kept });
+        assert_eq!(
+            outcome.status,
+            Status::Cancelled {
+                state: StateAfter::Kept
+            }
+        );
         assert_eq!(x_of(&fork).await, "1");
     });
 }
@@ -107,11 +123,20 @@ fn a_session_that_runs_a_cell_is_not_copied() {
         let busy = session.clone();
         let stop = CancellationToken::new();
         let token = stop.clone();
-        let cell = tokio::spawn(async move { busy.execute_with("while True: pass", PATIENCE, token).await });
+        let cell =
+            tokio::spawn(
+                async move { busy.execute_with("while True: pass", PATIENCE, token).await },
+            );
         session.runs().await;
         let refused = session.try_forks(1).await.map(|_| ()).unwrap_err();
-        assert!(matches!(refused, Refused::CellRunning { .. }), "{refused:?}");
-        assert!(matches!(session.try_undo(1).await, Err(Refused::CellRunning { .. })));
+        assert!(
+            matches!(refused, Refused::CellRunning { .. }),
+            "{refused:?}"
+        );
+        assert!(matches!(
+            session.try_undo(1).await,
+            Err(Refused::CellRunning { .. })
+        ));
         stop.cancel();
         cell.await.unwrap().unwrap();
         // Control: afterwards it is.
@@ -122,12 +147,22 @@ fn a_session_that_runs_a_cell_is_not_copied() {
 /// The control group of a whole family, where there is one.
 fn family_group(groups: &[PathBuf]) -> PathBuf {
     let parents = groups.iter().filter_map(|group| group.parent());
-    let is_family = |path: &&Path| path.file_name().is_some_and(|name| name.to_string_lossy().starts_with("family-"));
-    parents.into_iter().find(is_family).expect("a family has a group").to_owned()
+    let is_family = |path: &&Path| {
+        path.file_name()
+            .is_some_and(|name| name.to_string_lossy().starts_with("family-"))
+    };
+    parents
+        .into_iter()
+        .find(is_family)
+        .expect("a family has a group")
+        .to_owned()
 }
 
 fn number_in(group: &Path, names: [&str; 2]) -> u64 {
-    let text = names.iter().find_map(|name| fs::read_to_string(group.join(name)).ok()).expect("the kernel counts");
+    let text = names
+        .iter()
+        .find_map(|name| fs::read_to_string(group.join(name)).ok())
+        .expect("the kernel counts");
     text.trim().parse().expect("a number")
 }
 
@@ -137,8 +172,16 @@ fn a_family_has_one_limit_of_memory() {
         return;
     }
     run(async {
-        for (family_memory, fits) in [(TIGHT.family_memory, false), (TIGHT.family_memory * 4, true)] {
-            let backend = Builder::new("minimal").limits(SandboxLimits { family_memory, ..TIGHT }).start();
+        for (family_memory, fits) in [
+            (TIGHT.family_memory, false),
+            (TIGHT.family_memory * 4, true),
+        ] {
+            let backend = Builder::new("minimal")
+                .limits(SandboxLimits {
+                    family_memory,
+                    ..TIGHT
+                })
+                .start();
             let (source, neighbour) = (backend.session(), backend.session());
             neighbour.ok("x = 'alive'").await;
             source.ok("x = 1").await;
@@ -150,7 +193,11 @@ fn a_family_has_one_limit_of_memory() {
                 match fork.execute("kept = bytearray(90 << 20)").await {
                     Ok(outcome) if outcome.status == Status::Completed => {}
                     Ok(outcome) => {
-                        assert!(matches!(outcome.status, Status::Died { .. }), "{:?}", outcome.status);
+                        assert!(
+                            matches!(outcome.status, Status::Died { .. }),
+                            "{:?}",
+                            outcome.status
+                        );
                         died += 1;
                     }
                     Err(refused) => panic!("{refused}"),
@@ -158,7 +205,10 @@ fn a_family_has_one_limit_of_memory() {
             }
             // The kernel chooses whom it ends; somebody of this family.
             for member in forks.iter().chain([&source]) {
-                died += usize::from(matches!(member.execute("pass").await, Err(Refused::Ended { .. })));
+                died += usize::from(matches!(
+                    member.execute("pass").await,
+                    Err(Refused::Ended { .. })
+                ));
             }
             assert_eq!(died == 0, fits, "{died} with {family_memory}");
             let peak = number_in(&group, ["memory.max_usage_in_bytes", "memory.peak"]);
@@ -178,7 +228,10 @@ fn what_a_source_leaves_to_its_forks_still_counts_when_it_is_gone() {
     }
     run(async {
         for (family_memory, fits) in [(160 << 20, false), (400 << 20, true)] {
-            let limits = SandboxLimits { family_memory, ..TIGHT };
+            let limits = SandboxLimits {
+                family_memory,
+                ..TIGHT
+            };
             let backend = Builder::new("minimal").limits(limits).start();
             let source = backend.session();
             source.ok("kept = bytearray(80 << 20)").await;
@@ -190,7 +243,12 @@ fn what_a_source_leaves_to_its_forks_still_counts_when_it_is_gone() {
             let held = number_in(&group, ["memory.usage_in_bytes", "memory.current"]);
             assert!(held >= 80 << 20, "{held}");
             let outcome = fork.execute("more = bytearray(100 << 20)").await.unwrap();
-            assert_eq!(outcome.status == Status::Completed, fits, "{:?}", outcome.status);
+            assert_eq!(
+                outcome.status == Status::Completed,
+                fits,
+                "{:?}",
+                outcome.status
+            );
             backend.end().await;
             assert!(!group.exists());
         }
@@ -200,18 +258,32 @@ fn what_a_source_leaves_to_its_forks_still_counts_when_it_is_gone() {
 #[test]
 fn forks_count_as_sessions_and_come_all_or_none() {
     run(async {
-        let backend = Builder::new("minimal").sessions(|settings| settings.max_sessions = 3).start();
+        let backend = Builder::new("minimal")
+            .sessions(|settings| settings.max_sessions = 3)
+            .start();
         let source = backend.session();
         source.ok("x = 1").await;
         let refused = source.try_forks(3).await.map(|_| ()).unwrap_err();
-        assert!(matches!(refused, Refused::TooManySessions { limit: 3, .. }), "{refused:?}");
+        assert!(
+            matches!(refused, Refused::TooManySessions { limit: 3, .. }),
+            "{refused:?}"
+        );
         // Control: two are room for.
         let (forks, _) = source.forks(2).await;
-        assert!(matches!(source.try_forks(1).await.map(|_| ()), Err(Refused::TooManySessions { .. })));
+        assert!(matches!(
+            source.try_forks(1).await.map(|_| ()),
+            Err(Refused::TooManySessions { .. })
+        ));
         forks[0].close().await;
         assert_eq!(x_of(&source.fork().await).await, "1");
         for count in [0, 17] {
-            assert!(matches!(source.try_forks(count).await.map(|_| ()), Err(Refused::ForkCount { .. })), "{count}");
+            assert!(
+                matches!(
+                    source.try_forks(count).await.map(|_| ()),
+                    Err(Refused::ForkCount { .. })
+                ),
+                "{count}"
+            );
         }
         backend.end().await;
     });
@@ -220,8 +292,14 @@ fn forks_count_as_sessions_and_come_all_or_none() {
 #[test]
 fn nothing_stays_of_a_family_when_everything_is_closed() {
     run(async {
-        let mark = tempfile::Builder::new().prefix("cellblock-mark-").tempdir().unwrap();
-        let bind = Bind { host: mark.path().to_owned(), inside: PathBuf::from("/opt/mark") };
+        let mark = tempfile::Builder::new()
+            .prefix("cellblock-mark-")
+            .tempdir()
+            .unwrap();
+        let bind = Bind {
+            host: mark.path().to_owned(),
+            inside: PathBuf::from("/opt/mark"),
+        };
         let backend = Builder::new("minimal").bind(bind).start();
         let source = backend.session();
         source.ok("x = 1").await;
@@ -238,13 +316,20 @@ fn nothing_stays_of_a_family_when_everything_is_closed() {
             member.undo(1).await;
             let own = native::control_groups(member.host_pid().await);
             groups.extend(
-                own.iter().filter_map(|group| group.parent().map(Path::to_owned)).filter(|parent| {
-                    parent.file_name().is_some_and(|name| name.to_string_lossy().starts_with("family-"))
-                }),
+                own.iter()
+                    .filter_map(|group| group.parent().map(Path::to_owned))
+                    .filter(|parent| {
+                        parent
+                            .file_name()
+                            .is_some_and(|name| name.to_string_lossy().starts_with("family-"))
+                    }),
             );
             groups.extend(own);
         }
-        assert!(native::marked_processes(mark.path()).len() > quiet + 6, "there is something to be left");
+        assert!(
+            native::marked_processes(mark.path()).len() > quiet + 6,
+            "there is something to be left"
+        );
         for member in &family {
             member.close().await;
         }
@@ -271,15 +356,24 @@ struct Holdings {
 impl Holdings {
     fn of(server: u32) -> Holdings {
         let family = descendants(server);
-        let descriptors = family.iter().chain([&server]).map(|pid| entries(&format!("/proc/{pid}/fd")).len());
+        let descriptors = family
+            .iter()
+            .chain([&server])
+            .map(|pid| entries(&format!("/proc/{pid}/fd")).len());
         // Mounts of the machine come and go with other tests.
         let namespace = |pid: &str| fs::read_link(format!("/proc/{pid}/ns/mnt")).ok();
-        let apart = family.iter().filter(|pid| namespace(&pid.to_string()) != namespace("self"));
-        let mounts = apart.map(|pid| fs::read_to_string(format!("/proc/{pid}/mountinfo")).unwrap_or_default());
+        let apart = family
+            .iter()
+            .filter(|pid| namespace(&pid.to_string()) != namespace("self"));
+        let mounts = apart
+            .map(|pid| fs::read_to_string(format!("/proc/{pid}/mountinfo")).unwrap_or_default());
         Holdings {
             processes: family.len(),
             descriptors: descriptors.sum(),
-            groups: entries("/sys/fs/cgroup").iter().map(|place| groups_below(place, server)).sum(),
+            groups: entries("/sys/fs/cgroup")
+                .iter()
+                .map(|place| groups_below(place, server))
+                .sum(),
             mounts: mounts.map(|text| text.lines().count()).sum(),
         }
     }
@@ -311,14 +405,22 @@ impl Holdings {
 }
 
 fn entries(folder: &str) -> Vec<PathBuf> {
-    fs::read_dir(folder).map(|all| all.flatten().map(|entry| entry.path()).collect()).unwrap_or_default()
+    fs::read_dir(folder)
+        .map(|all| all.flatten().map(|entry| entry.path()).collect())
+        .unwrap_or_default()
 }
 
 /// The groups of a server, below the place where it made its own.
 fn groups_below(place: &Path, server: u32) -> usize {
     let mut count = 0;
-    for folder in entries(&place.to_string_lossy()).into_iter().filter(|path| path.is_dir()) {
-        if folder.file_name().is_some_and(|name| name.to_string_lossy().starts_with(&format!("cellblock-{server}-"))) {
+    for folder in entries(&place.to_string_lossy())
+        .into_iter()
+        .filter(|path| path.is_dir())
+    {
+        if folder.file_name().is_some_and(|name| {
+            name.to_string_lossy()
+                .starts_with(&format!("cellblock-{server}-"))
+        }) {
             count += folders_below(&folder);
         }
     }
@@ -326,17 +428,27 @@ fn groups_below(place: &Path, server: u32) -> usize {
 }
 
 fn folders_below(folder: &Path) -> usize {
-    let below = entries(&folder.to_string_lossy()).into_iter().filter(|path| path.is_dir());
+    let below = entries(&folder.to_string_lossy())
+        .into_iter()
+        .filter(|path| path.is_dir());
     below.map(|each| 1 + folders_below(&each)).sum()
 }
 
 fn descendants(of: u32) -> BTreeSet<u32> {
     let parent = |pid: u32| {
         let status = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-        status.rsplit_once(')')?.1.split_whitespace().nth(1)?.parse::<u32>().ok()
+        status
+            .rsplit_once(')')?
+            .1
+            .split_whitespace()
+            .nth(1)?
+            .parse::<u32>()
+            .ok()
     };
-    let pairs: Vec<(u32, u32)> =
-        native::processes().iter().filter_map(|process| Some((process.pid, parent(process.pid)?))).collect();
+    let pairs: Vec<(u32, u32)> = native::processes()
+        .iter()
+        .filter_map(|process| Some((process.pid, parent(process.pid)?)))
+        .collect();
     let mut family = BTreeSet::new();
     loop {
         let size = family.len();
@@ -356,14 +468,23 @@ fn descendants(of: u32) -> BTreeSet<u32> {
 #[test]
 fn hundreds_of_forks_and_of_cells_that_can_be_undone_leak_nothing() {
     // Sandboxes that wait for their first session would be counted while they come and go.
-    let server = Server::spawn(program().env("CELLBLOCK_POOL", "0").arg("mcp").args(MINIMAL), Era::Initialize);
+    let server = Server::spawn(
+        program()
+            .env("CELLBLOCK_POOL", "0")
+            .arg("mcp")
+            .args(MINIMAL),
+        Era::Initialize,
+    );
     server.greet();
     let session = server.session();
     session.text("x = bytearray(1 << 20)");
     let fork = |name: &str| {
         let forked = session.call("fork_session", json!({"names": [name]}));
         assert!(!forked.is_error(), "{}", forked.text());
-        let ran = server.call("execute_ipython_cell", json!({"session_id": name, "code": "x[0] = 1; len(x)"}));
+        let ran = server.call(
+            "execute_ipython_cell",
+            json!({"session_id": name, "code": "x[0] = 1; len(x)"}),
+        );
         assert_eq!(ran.text().lines().next(), Some("1048576"));
         server.call("close_session", json!({"session_id": name}));
     };

@@ -65,7 +65,9 @@ fn python_with(environment: &str, script: &str, requirement: &str, flags: &[&str
 }
 
 fn typescript(script: &str) {
-    let Some(folder) = npm::folder() else { return skipped("npm") };
+    let Some(folder) = npm::folder() else {
+        return skipped("npm");
+    };
     // A script finds packages beside itself.
     let copies = tempfile::tempdir_in(folder).unwrap();
     for name in ["story.mjs", script] {
@@ -85,11 +87,19 @@ fn tell(client: impl Fn() -> Command) {
 
 fn tell_with(flags: &[&str], client: impl Fn() -> Command) {
     let mut over_pipes = client();
-    over_pipes.envs(folders(data_dir())).env_remove("CELLBLOCK_CONFIG").args(["stdio", PROGRAM, "mcp"]).args(flags);
+    over_pipes
+        .envs(folders(data_dir()))
+        .env_remove("CELLBLOCK_CONFIG")
+        .args(["stdio", PROGRAM, "mcp"])
+        .args(flags);
     check_told(&mut over_pipes);
     let service = Service::start(flags);
     let mut over_http = client();
-    check_told(over_http.env("CELLBLOCK_TOKEN", &service.token).args(["http", &service.url()]));
+    check_told(
+        over_http
+            .env("CELLBLOCK_TOKEN", &service.token)
+            .args(["http", &service.url()]),
+    );
 }
 
 fn check_told(client: &mut Command) {
@@ -111,11 +121,20 @@ pub(crate) fn installed(name: &str, requirements: &[&str]) -> Option<PathBuf> {
     let uv = real_uv();
     let run = |arguments: &[&str]| {
         let mut command = Command::new(&uv);
-        command.args(arguments).env_remove("VIRTUAL_ENV").current_dir("/");
+        command
+            .args(arguments)
+            .env_remove("VIRTUAL_ENV")
+            .current_dir("/");
         finished(&mut command)
     };
-    let (status, _, errors) =
-        run(&["venv", "--quiet", "--clear", "--python", host_python("minimal").to_str()?, folder.to_str()?]);
+    let (status, _, errors) = run(&[
+        "venv",
+        "--quiet",
+        "--clear",
+        "--python",
+        host_python("minimal").to_str()?,
+        folder.to_str()?,
+    ]);
     assert_eq!(status, Some(0), "{errors}");
     let install = ["pip", "install", "--quiet", "--python", python.to_str()?];
     let (status, _, _) = run(&[&install[..], requirements].concat());

@@ -2,7 +2,9 @@
 //!
 //! Names are the suite's. Contents are written as JSON, as its requirements are.
 
-use rmcp::model::{CallToolResult, GetPromptResult, Prompt, ReadResourceResult, Resource, ResourceTemplate, Tool};
+use rmcp::model::{
+    CallToolResult, GetPromptResult, Prompt, ReadResourceResult, Resource, ResourceTemplate, Tool,
+};
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 
@@ -10,8 +12,7 @@ use super::fixture::from_json;
 use super::questions;
 
 /// A picture of one red dot.
-const PICTURE: &str =
-    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mP8z8DwHwAFBQIAX8jx0gAAAABJRU5ErkJggg==";
+const PICTURE: &str = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mP8z8DwHwAFBQIAX8jx0gAAAABJRU5ErkJggg==";
 
 /// A recording without a single sample.
 const SOUND: &str = "UklGRiQAAABXQVZFZm10IBAAAAABAAEAQB8AAIA+AAACABAAZGF0YQAAAAA=";
@@ -42,24 +43,36 @@ const WITHOUT_ARGUMENTS: [&str; 18] = [
 pub(super) fn tools() -> Vec<Tool> {
     let plain = WITHOUT_ARGUMENTS.into_iter().chain(questions::tools());
     let plain = plain.map(|name| listed(name, json!({"type": "object", "properties": {}})));
-    let given = with_arguments().into_iter().map(|(name, schema)| listed(name, schema));
+    let given = with_arguments()
+        .into_iter()
+        .map(|(name, schema)| listed(name, schema));
     plain.chain(given).collect()
 }
 
 fn listed(name: &str, schema: Value) -> Tool {
-    from_json(json!({"name": name, "description": format!("Plays the part of {name}"), "inputSchema": schema}))
+    from_json(
+        json!({"name": name, "description": format!("Plays the part of {name}"), "inputSchema": schema}),
+    )
 }
 
 fn with_arguments() -> Vec<(&'static str, Value)> {
     let texts = |names: &[&str]| {
-        let properties = names.iter().map(|name| ((*name).to_owned(), json!({"type": "string"})));
+        let properties = names
+            .iter()
+            .map(|name| ((*name).to_owned(), json!({"type": "string"})));
         json!({"type": "object", "properties": serde_json::Map::from_iter(properties), "required": names})
     };
     let seconds = json!({"type": "number", "minimum": 0});
     vec![
         ("confirm_delete", texts(&["filename"])),
-        ("greet", json!({"type": "object", "properties": {"name": {"type": "string"}}})),
-        ("slow_compute", json!({"type": "object", "properties": {"seconds": seconds, "label": {"type": "string"}}})),
+        (
+            "greet",
+            json!({"type": "object", "properties": {"name": {"type": "string"}}}),
+        ),
+        (
+            "slow_compute",
+            json!({"type": "object", "properties": {"seconds": seconds, "label": {"type": "string"}}}),
+        ),
         ("test_elicitation", texts(&["message"])),
         ("test_sampling", texts(&["prompt"])),
         (
@@ -114,8 +127,12 @@ pub(super) fn fixed_result(name: &str) -> Option<CallToolResult> {
         "test_image_content" => json!([picture]),
         "test_audio_content" => json!([{"type": "audio", "data": SOUND, "mimeType": "audio/wav"}]),
         "test_embedded_resource" => json!([embedded("test://embedded-resource")]),
-        "test_multiple_content_types" => json!([words, picture, embedded("test://mixed-content-resource")]),
-        "test_error_handling" => return Some(complete(json!({"content": [words], "isError": true}))),
+        "test_multiple_content_types" => {
+            json!([words, picture, embedded("test://mixed-content-resource")])
+        }
+        "test_error_handling" => {
+            return Some(complete(json!({"content": [words], "isError": true})));
+        }
         _ => return None,
     };
     Some(complete(json!({"content": content})))
@@ -129,10 +146,13 @@ fn complete<T: DeserializeOwned>(mut value: Value) -> T {
 
 /// All prompts.
 pub(super) fn prompts() -> Vec<Prompt> {
-    let argument = |name: &str| json!({"name": name, "description": "What to put in", "required": true});
+    let argument =
+        |name: &str| json!({"name": name, "description": "What to put in", "required": true});
     let prompt = |name: &str, arguments: &[&str]| {
         let arguments: Vec<_> = arguments.iter().map(|name| argument(name)).collect();
-        from_json(json!({"name": name, "description": format!("Plays the part of {name}"), "arguments": arguments}))
+        from_json(
+            json!({"name": name, "description": format!("Plays the part of {name}"), "arguments": arguments}),
+        )
     };
     vec![
         prompt("test_simple_prompt", &[]),
@@ -152,20 +172,28 @@ pub(super) fn prompt_of(text: &str) -> GetPromptResult {
 pub(super) fn prompt(name: &str, arguments: &Value) -> Option<GetPromptResult> {
     let given = |argument: &str| arguments[argument].as_str().unwrap_or_default().to_owned();
     let with_text = |first: Value, text: &str| {
-        let messages =
-            [first, json!({"type": "text", "text": text})].map(|content| json!({"role": "user", "content": content}));
+        let messages = [first, json!({"type": "text", "text": text})]
+            .map(|content| json!({"role": "user", "content": content}));
         complete(json!({"messages": messages}))
     };
     Some(match name {
         "test_simple_prompt" => prompt_of("a prompt without anything to put in"),
-        "test_prompt_with_arguments" => prompt_of(&format!("arg1='{}', arg2='{}'", given("arg1"), given("arg2"))),
+        "test_prompt_with_arguments" => prompt_of(&format!(
+            "arg1='{}', arg2='{}'",
+            given("arg1"),
+            given("arg2")
+        )),
         "test_prompt_with_embedded_resource" => {
             let resource = json!({"uri": given("resourceUri"), "mimeType": "text/plain", "text": "what is embedded"});
-            with_text(json!({"type": "resource", "resource": resource}), "What does the resource say?")
+            with_text(
+                json!({"type": "resource", "resource": resource}),
+                "What does the resource say?",
+            )
         }
-        "test_prompt_with_image" => {
-            with_text(json!({"type": "image", "data": PICTURE, "mimeType": "image/png"}), "What is in the picture?")
-        }
+        "test_prompt_with_image" => with_text(
+            json!({"type": "image", "data": PICTURE, "mimeType": "image/png"}),
+            "What is in the picture?",
+        ),
         _ => return None,
     })
 }
@@ -173,7 +201,9 @@ pub(super) fn prompt(name: &str, arguments: &Value) -> Option<GetPromptResult> {
 /// All resources that have an address of their own.
 pub(super) fn resources() -> Vec<Resource> {
     let resource = |uri: &str, kind: &str| {
-        from_json(json!({"uri": uri, "name": uri, "description": "A resource that never changes", "mimeType": kind}))
+        from_json(
+            json!({"uri": uri, "name": uri, "description": "A resource that never changes", "mimeType": kind}),
+        )
     };
     vec![
         resource("test://static-text", "text/plain"),
@@ -197,7 +227,9 @@ pub(super) fn contents(uri: &str) -> Option<ReadResourceResult> {
         }
         "test://static-binary" => json!({"uri": uri, "mimeType": "image/png", "blob": PICTURE}),
         _ => {
-            let id = uri.strip_prefix("test://template/")?.strip_suffix("/data")?;
+            let id = uri
+                .strip_prefix("test://template/")?
+                .strip_suffix("/data")?;
             json!({"uri": uri, "mimeType": "application/json", "text": json!({"id": id}).to_string()})
         }
     };

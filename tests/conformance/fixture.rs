@@ -7,12 +7,13 @@ use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use rmcp::model::{
-    CacheScope, CallToolRequestParams, CallToolResponse, CallToolResult, CancelTaskParams, ClientCapabilities,
-    CompleteRequestParams, CompleteResult, CompletionInfo, DiscoverResult, ErrorData, GetPromptRequestParams,
-    GetPromptResponse, GetTaskParams, GetTaskResult, Implementation, ListPromptsResult, ListResourceTemplatesResult,
-    ListResourcesResult, ListToolsResult, PaginatedRequestParams, ProgressNotificationParam, ProtocolVersion,
-    ReadResourceRequestParams, ReadResourceResponse, ServerConfig, SubscribeRequestParams, SubscriptionFilter, Tool,
-    UnsubscribeRequestParams, UpdateTaskParams,
+    CacheScope, CallToolRequestParams, CallToolResponse, CallToolResult, CancelTaskParams,
+    ClientCapabilities, CompleteRequestParams, CompleteResult, CompletionInfo, DiscoverResult,
+    ErrorData, GetPromptRequestParams, GetPromptResponse, GetTaskParams, GetTaskResult,
+    Implementation, ListPromptsResult, ListResourceTemplatesResult, ListResourcesResult,
+    ListToolsResult, PaginatedRequestParams, ProgressNotificationParam, ProtocolVersion,
+    ReadResourceRequestParams, ReadResourceResponse, ServerConfig, SubscribeRequestParams,
+    SubscriptionFilter, Tool, UnsubscribeRequestParams, UpdateTaskParams,
 };
 use rmcp::service::{RequestContext, SubscriptionContext};
 use rmcp::task_manager::TaskManager;
@@ -54,7 +55,14 @@ impl Fixture {
     pub(super) fn new() -> Fixture {
         let changes = broadcast::channel(CHANGES_KEPT).0;
         let (watched, chatty) = (Mutex::default(), Mutex::new(true));
-        Fixture { shared: Arc::new(Shared { tasks: TaskManager::new(), changes, watched, chatty }) }
+        Fixture {
+            shared: Arc::new(Shared {
+                tasks: TaskManager::new(),
+                changes,
+                watched,
+                chatty,
+            }),
+        }
     }
 
     async fn answer(
@@ -66,7 +74,11 @@ impl Fixture {
             return Ok(fixed.into());
         }
         if let Some(form) = questions::of_tool(&request.name) {
-            return match form.next(request.input_responses.as_ref(), request.request_state.as_deref(), context)? {
+            return match form.next(
+                request.input_responses.as_ref(),
+                request.request_state.as_deref(),
+                context,
+            )? {
                 Step::Ask(questions) => Ok(questions.into()),
                 Step::Answered(text) if request.name == long::AFTER_QUESTIONS => {
                     long::after_questions(&self.shared.tasks, text, context)
@@ -90,7 +102,8 @@ impl Fixture {
             "test_tool_with_progress" => {
                 if let Some(token) = context.meta.get_progress_token() {
                     for done in [0.0, 50.0, 100.0] {
-                        let report = ProgressNotificationParam::new(token.clone(), done).with_total(100.0);
+                        let report =
+                            ProgressNotificationParam::new(token.clone(), done).with_total(100.0);
                         sent(context.peer.notify_progress(report).await)?;
                     }
                 }
@@ -100,7 +113,9 @@ impl Fixture {
                 for step in ["the tool begins", "the tool works", "the tool has finished"] {
                     self.log(step, context).await?;
                 }
-                Ok(catalogue::text("what was done has been logged, for who wanted it"))
+                Ok(catalogue::text(
+                    "what was done has been logged, for who wanted it",
+                ))
             }
             "test_missing_capability" => {
                 let declared = context.client_capabilities().unwrap_or_default();
@@ -115,13 +130,25 @@ impl Fixture {
             | "test_elicitation"
             | "test_elicitation_sep1034_defaults"
             | "test_elicitation_sep1330_enums" => {
-                let question = questions::of_the_older_era(&request.name, argument(request, &["prompt", "message"]));
+                let question = questions::of_the_older_era(
+                    &request.name,
+                    argument(request, &["prompt", "message"]),
+                );
                 let answer = questions::put(question, context).await?;
                 Ok(catalogue::text(&format!("the client answered {answer}")))
             }
-            "greet" => Ok(catalogue::text(&format!("Hello, {}!", argument(request, &["name"])))),
-            "test_routed" => Ok(catalogue::text(&format!("sent to {}", argument(request, &["region"])))),
-            other => Err(ErrorData::invalid_params(format!("there is no tool {other:?}"), None)),
+            "greet" => Ok(catalogue::text(&format!(
+                "Hello, {}!",
+                argument(request, &["name"])
+            ))),
+            "test_routed" => Ok(catalogue::text(&format!(
+                "sent to {}",
+                argument(request, &["region"])
+            ))),
+            other => Err(ErrorData::invalid_params(
+                format!("there is no tool {other:?}"),
+                None,
+            )),
         }
     }
 
@@ -132,10 +159,17 @@ impl Fixture {
     }
 
     /// Sends a message to the client's log: in the new era only if this very request asks for it, in the older one as agreed before.
-    #[expect(deprecated, reason = "the suite tests logging for as long as the protocol has it")]
+    #[expect(
+        deprecated,
+        reason = "the suite tests logging for as long as the protocol has it"
+    )]
     async fn log(&self, text: &str, context: &RequestContext<RoleServer>) -> Result<(), ErrorData> {
         use rmcp::model::{LoggingLevel, LoggingMessageNotificationParam};
-        let wanted = if is_modern(context) { context.meta.log_level().is_some() } else { *lock(&self.shared.chatty) };
+        let wanted = if is_modern(context) {
+            context.meta.log_level().is_some()
+        } else {
+            *lock(&self.shared.chatty)
+        };
         if wanted {
             let message = LoggingMessageNotificationParam::new(LoggingLevel::Info, json!(text));
             sent(context.peer.notify_logging_message(message).await)?;
@@ -154,13 +188,19 @@ impl ServerHandler for Fixture {
             "logging": {},
             "extensions": {"io.modelcontextprotocol/tasks": {}},
         }));
-        ServerConfig::new(capabilities).with_server_info(Implementation::new("cellblock-fixture", "1"))
+        ServerConfig::new(capabilities)
+            .with_server_info(Implementation::new("cellblock-fixture", "1"))
     }
 
-    async fn discover(&self, _context: RequestContext<RoleServer>) -> Result<DiscoverResult, ErrorData> {
+    async fn discover(
+        &self,
+        _context: RequestContext<RoleServer>,
+    ) -> Result<DiscoverResult, ErrorData> {
         let versions = self.supported_protocol_versions().into_owned();
         let result = DiscoverResult::from_server_info(versions, self.get_info());
-        Ok(result.with_ttl_ms(FIXED_FOR).with_cache_scope(CacheScope::Public))
+        Ok(result
+            .with_ttl_ms(FIXED_FOR)
+            .with_cache_scope(CacheScope::Public))
     }
 
     async fn list_tools(
@@ -169,11 +209,15 @@ impl ServerHandler for Fixture {
         _context: RequestContext<RoleServer>,
     ) -> Result<ListToolsResult, ErrorData> {
         let result = ListToolsResult::with_all_items(catalogue::tools());
-        Ok(result.with_ttl_ms(FIXED_FOR).with_cache_scope(CacheScope::Public))
+        Ok(result
+            .with_ttl_ms(FIXED_FOR)
+            .with_cache_scope(CacheScope::Public))
     }
 
     fn get_tool(&self, name: &str) -> Option<Tool> {
-        catalogue::tools().into_iter().find(|tool| tool.name == name)
+        catalogue::tools()
+            .into_iter()
+            .find(|tool| tool.name == name)
     }
 
     async fn call_tool(
@@ -190,7 +234,9 @@ impl ServerHandler for Fixture {
         _context: RequestContext<RoleServer>,
     ) -> Result<ListPromptsResult, ErrorData> {
         let result = ListPromptsResult::with_all_items(catalogue::prompts());
-        Ok(result.with_ttl_ms(FIXED_FOR).with_cache_scope(CacheScope::Public))
+        Ok(result
+            .with_ttl_ms(FIXED_FOR)
+            .with_cache_scope(CacheScope::Public))
     }
 
     async fn get_prompt(
@@ -199,16 +245,20 @@ impl ServerHandler for Fixture {
         context: RequestContext<RoleServer>,
     ) -> Result<GetPromptResponse, ErrorData> {
         if let Some(form) = questions::of_prompt(&request.name) {
-            return match form.next(request.input_responses.as_ref(), request.request_state.as_deref(), &context)? {
+            return match form.next(
+                request.input_responses.as_ref(),
+                request.request_state.as_deref(),
+                &context,
+            )? {
                 Step::Ask(questions) => Ok(questions.into()),
                 Step::Answered(text) => Ok(catalogue::prompt_of(&text).into()),
             };
         }
         let arguments = request.arguments.unwrap_or_default();
         let prompt = catalogue::prompt(&request.name, &Value::Object(arguments));
-        prompt
-            .map(GetPromptResponse::from)
-            .ok_or_else(|| ErrorData::invalid_params(format!("there is no prompt {:?}", request.name), None))
+        prompt.map(GetPromptResponse::from).ok_or_else(|| {
+            ErrorData::invalid_params(format!("there is no prompt {:?}", request.name), None)
+        })
     }
 
     async fn complete(
@@ -217,8 +267,12 @@ impl ServerHandler for Fixture {
         _context: RequestContext<RoleServer>,
     ) -> Result<CompleteResult, ErrorData> {
         let known = ["test", "testing", "tested"].map(str::to_owned);
-        let begun = known.into_iter().filter(|word| word.starts_with(&request.argument.value)).collect();
-        let values = CompletionInfo::new(begun).map_err(|error| ErrorData::internal_error(error, None))?;
+        let begun = known
+            .into_iter()
+            .filter(|word| word.starts_with(&request.argument.value))
+            .collect();
+        let values =
+            CompletionInfo::new(begun).map_err(|error| ErrorData::internal_error(error, None))?;
         Ok(CompleteResult::new(values))
     }
 
@@ -228,7 +282,9 @@ impl ServerHandler for Fixture {
         _context: RequestContext<RoleServer>,
     ) -> Result<ListResourcesResult, ErrorData> {
         let result = ListResourcesResult::with_all_items(catalogue::resources());
-        Ok(result.with_ttl_ms(FIXED_FOR).with_cache_scope(CacheScope::Public))
+        Ok(result
+            .with_ttl_ms(FIXED_FOR)
+            .with_cache_scope(CacheScope::Public))
     }
 
     async fn list_resource_templates(
@@ -237,7 +293,9 @@ impl ServerHandler for Fixture {
         _context: RequestContext<RoleServer>,
     ) -> Result<ListResourceTemplatesResult, ErrorData> {
         let result = ListResourceTemplatesResult::with_all_items(catalogue::templates());
-        Ok(result.with_ttl_ms(FIXED_FOR).with_cache_scope(CacheScope::Public))
+        Ok(result
+            .with_ttl_ms(FIXED_FOR)
+            .with_cache_scope(CacheScope::Public))
     }
 
     async fn read_resource(
@@ -246,9 +304,15 @@ impl ServerHandler for Fixture {
         _context: RequestContext<RoleServer>,
     ) -> Result<ReadResourceResponse, ErrorData> {
         let contents = catalogue::contents(&request.uri).ok_or_else(|| {
-            ErrorData::resource_not_found("there is no such resource", Some(json!({"uri": request.uri})))
+            ErrorData::resource_not_found(
+                "there is no such resource",
+                Some(json!({"uri": request.uri})),
+            )
         })?;
-        Ok(contents.with_ttl_ms(FIXED_FOR).with_cache_scope(CacheScope::Public).into())
+        Ok(contents
+            .with_ttl_ms(FIXED_FOR)
+            .with_cache_scope(CacheScope::Public)
+            .into())
     }
 
     async fn subscribe(
@@ -269,19 +333,27 @@ impl ServerHandler for Fixture {
         Ok(())
     }
 
-    #[expect(deprecated, reason = "the suite tests logging for as long as the protocol has it")]
+    #[expect(
+        deprecated,
+        reason = "the suite tests logging for as long as the protocol has it"
+    )]
     async fn set_level(
         &self,
         request: rmcp::model::SetLevelRequestParams,
         _context: RequestContext<RoleServer>,
     ) -> Result<(), ErrorData> {
         use rmcp::model::LoggingLevel;
-        *lock(&self.shared.chatty) =
-            matches!(request.level, LoggingLevel::Debug | LoggingLevel::Info | LoggingLevel::Notice);
+        *lock(&self.shared.chatty) = matches!(
+            request.level,
+            LoggingLevel::Debug | LoggingLevel::Info | LoggingLevel::Notice
+        );
         Ok(())
     }
 
-    fn accepted_subscription_filter(&self, requested: &SubscriptionFilter) -> Option<SubscriptionFilter> {
+    fn accepted_subscription_filter(
+        &self,
+        requested: &SubscriptionFilter,
+    ) -> Option<SubscriptionFilter> {
         Some(requested.clone())
     }
 
@@ -306,7 +378,10 @@ impl ServerHandler for Fixture {
         request: GetTaskParams,
         _context: RequestContext<RoleServer>,
     ) -> Result<GetTaskResult, ErrorData> {
-        self.shared.tasks.get_task(&request.task_id).map(GetTaskResult::new)
+        self.shared
+            .tasks
+            .get_task(&request.task_id)
+            .map(GetTaskResult::new)
     }
 
     async fn update_task(
@@ -314,7 +389,9 @@ impl ServerHandler for Fixture {
         request: UpdateTaskParams,
         _context: RequestContext<RoleServer>,
     ) -> Result<(), ErrorData> {
-        self.shared.tasks.update_task(&request.task_id, request.input_responses)
+        self.shared
+            .tasks
+            .update_task(&request.task_id, request.input_responses)
     }
 
     async fn cancel_task(
@@ -328,7 +405,9 @@ impl ServerHandler for Fixture {
 
 /// Tells whether a request belongs to the era in which every request stands alone.
 pub(super) fn is_modern(context: &RequestContext<RoleServer>) -> bool {
-    context.protocol_version().is_some_and(|version| version.as_str() >= ProtocolVersion::V_2026_07_28.as_str())
+    context
+        .protocol_version()
+        .is_some_and(|version| version.as_str() >= ProtocolVersion::V_2026_07_28.as_str())
 }
 
 /// The error of a request that needs something its client did not declare.
@@ -344,7 +423,10 @@ pub(super) fn from_json<T: serde::de::DeserializeOwned>(value: Value) -> T {
 /// The first of these arguments that was given as text.
 fn argument<'a>(request: &'a CallToolRequestParams, names: &[&str]) -> &'a str {
     let arguments = request.arguments.as_ref();
-    names.iter().find_map(|name| arguments?.get(*name)?.as_str()).unwrap_or("nobody")
+    names
+        .iter()
+        .find_map(|name| arguments?.get(*name)?.as_str())
+        .unwrap_or("nobody")
 }
 
 fn sent(result: Result<(), rmcp::ServiceError>) -> Result<(), ErrorData> {

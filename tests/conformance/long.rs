@@ -3,7 +3,9 @@
 use std::time::Duration;
 
 use rmcp::RoleServer;
-use rmcp::model::{CallToolRequestParams, CallToolResponse, CallToolResult, CreateTaskResult, ErrorData};
+use rmcp::model::{
+    CallToolRequestParams, CallToolResponse, CallToolResult, CreateTaskResult, ErrorData,
+};
 use rmcp::service::RequestContext;
 use rmcp::task_manager::{TaskContext, TaskExit, TaskFuture, TaskManager, TaskOptions};
 use serde_json::json;
@@ -24,7 +26,11 @@ pub(super) async fn call(
     request: &CallToolRequestParams,
     context: &RequestContext<RoleServer>,
 ) -> Option<Result<CallToolResponse, ErrorData>> {
-    let seconds = request.arguments.as_ref().and_then(|all| all.get("seconds")?.as_f64()).unwrap_or_default();
+    let seconds = request
+        .arguments
+        .as_ref()
+        .and_then(|all| all.get("seconds")?.as_f64())
+        .unwrap_or_default();
     let lasting = Duration::from_secs_f64(seconds.max(0.0));
     let operation: fn(TaskContext) -> TaskFuture = match &*request.name {
         "slow_compute" if !allows_tasks(context) => {
@@ -32,17 +38,29 @@ pub(super) async fn call(
             return Some(Ok(catalogue::text("computed while you waited").into()));
         }
         "slow_compute" => {
-            return Some(Ok(begin(tasks, move |task| Box::pin(compute(task, lasting)))));
+            return Some(Ok(begin(tasks, move |task| {
+                Box::pin(compute(task, lasting))
+            })));
         }
-        "failing_job" => |_| Box::pin(async { Ok(CallToolResult::error(catalogue::text("the job failed").content)) }),
-        "protocol_error_job" => |_| Box::pin(async { Err(ErrorData::internal_error("the job broke", None).into()) }),
+        "failing_job" => |_| {
+            Box::pin(async {
+                Ok(CallToolResult::error(
+                    catalogue::text("the job failed").content,
+                ))
+            })
+        },
+        "protocol_error_job" => {
+            |_| Box::pin(async { Err(ErrorData::internal_error("the job broke", None).into()) })
+        }
         "confirm_delete" => |task| Box::pin(ask_once(task)),
         "multi_input" => |task| Box::pin(ask_twice(task)),
         _ => return None,
     };
     Some(match allows_tasks(context) {
         true => Ok(begin(tasks, operation)),
-        false => Err(missing(json!({"extensions": {"io.modelcontextprotocol/tasks": {}}}))),
+        false => Err(missing(
+            json!({"extensions": {"io.modelcontextprotocol/tasks": {}}}),
+        )),
     })
 }
 
@@ -53,16 +71,26 @@ pub(super) fn after_questions(
     context: &RequestContext<RoleServer>,
 ) -> Result<CallToolResponse, ErrorData> {
     match allows_tasks(context) {
-        true => Ok(begin(tasks, |_| Box::pin(async move { Ok(catalogue::text(&answered)) }))),
-        false => Err(missing(json!({"extensions": {"io.modelcontextprotocol/tasks": {}}}))),
+        true => Ok(begin(tasks, |_| {
+            Box::pin(async move { Ok(catalogue::text(&answered)) })
+        })),
+        false => Err(missing(
+            json!({"extensions": {"io.modelcontextprotocol/tasks": {}}}),
+        )),
     }
 }
 
 fn allows_tasks(context: &RequestContext<RoleServer>) -> bool {
-    is_modern(context) && context.client_capabilities().is_some_and(|declared| declared.supports_tasks())
+    is_modern(context)
+        && context
+            .client_capabilities()
+            .is_some_and(|declared| declared.supports_tasks())
 }
 
-fn begin(tasks: &TaskManager, operation: impl FnOnce(TaskContext) -> TaskFuture) -> CallToolResponse {
+fn begin(
+    tasks: &TaskManager,
+    operation: impl FnOnce(TaskContext) -> TaskFuture,
+) -> CallToolResponse {
     let options = TaskOptions::new().with_poll_interval_ms(LOOK_EVERY_MS);
     CreateTaskResult::new(tasks.spawn(options, operation)).into()
 }
@@ -82,8 +110,16 @@ async fn ask_once(task: TaskContext) -> Result<CallToolResult, TaskExit> {
 
 async fn ask_twice(task: TaskContext) -> Result<CallToolResult, TaskExit> {
     let (first, second) = tokio::try_join!(
-        task.request_input("first", from_json(form_of_one("Who are you?", "name", "string"))),
-        task.request_input("second", from_json(form_of_one("Who else is there?", "name", "string"))),
+        task.request_input(
+            "first",
+            from_json(form_of_one("Who are you?", "name", "string"))
+        ),
+        task.request_input(
+            "second",
+            from_json(form_of_one("Who else is there?", "name", "string"))
+        ),
     )?;
-    Ok(catalogue::text(&format!("the client answered {first} and {second}")))
+    Ok(catalogue::text(&format!(
+        "the client answered {first} and {second}"
+    )))
 }

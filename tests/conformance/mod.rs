@@ -33,9 +33,16 @@ fn every_scenario_of_2025_11_25_passes() {
 
 #[test]
 fn our_own_tools_pass_every_scenario_that_asks_for_nothing_special() {
-    let Some(folder) = npm::folder() else { return skipped(SUITE) };
+    let Some(folder) = npm::folder() else {
+        return skipped(SUITE);
+    };
     let service = Service::without_tokens(MINIMAL);
-    let both = ["dns-rebinding-protection", "resources-list", "server-sse-multiple-streams", "tools-list"];
+    let both = [
+        "dns-rebinding-protection",
+        "resources-list",
+        "server-sse-multiple-streams",
+        "tools-list",
+    ];
     let initialize = ["ping", "server-initialize", "server-session-lifecycle"];
     let stateless = [
         "http-custom-header-server-validation",
@@ -52,8 +59,14 @@ fn our_own_tools_pass_every_scenario_that_asks_for_nothing_special() {
 }
 
 fn check(revision: Revision) {
-    let Some(folder) = npm::folder() else { return skipped(SUITE) };
-    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
+    let Some(folder) = npm::folder() else {
+        return skipped(SUITE);
+    };
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(2)
+        .enable_all()
+        .build()
+        .unwrap();
     let stack = runtime.block_on(Stack::serve(Fixture::new(), MOST_CONNECTIONS));
     check_all(folder, &format!("http://{}/mcp", stack.address), revision);
 }

@@ -46,25 +46,61 @@ pub(super) enum Step {
     Answered(String),
 }
 
-const NAME: Question = Question::Field { message: "What is your name?", name: "name", kind: "string" };
-const COLOUR: Question = Question::Field { message: "Which colour do you like?", name: "color", kind: "string" };
-const CONSENT: Question = Question::Field { message: "Shall it be done?", name: "ok", kind: "boolean" };
-const CONTEXT: Question = Question::Field { message: "Which context is meant?", name: "context", kind: "string" };
+const NAME: Question = Question::Field {
+    message: "What is your name?",
+    name: "name",
+    kind: "string",
+};
+const COLOUR: Question = Question::Field {
+    message: "Which colour do you like?",
+    name: "color",
+    kind: "string",
+};
+const CONSENT: Question = Question::Field {
+    message: "Shall it be done?",
+    name: "ok",
+    kind: "boolean",
+};
+const CONTEXT: Question = Question::Field {
+    message: "Which context is meant?",
+    name: "context",
+    kind: "string",
+};
 const CAPITAL: Question = Question::Sample("What is the capital of France?");
 
 const TOOLS: &[Form] = &[
-    Form { name: "test_input_required_result_elicitation", rounds: &[&[("user_name", NAME)]], sealed: false },
-    Form { name: "test_input_required_result_sampling", rounds: &[&[("capital_question", CAPITAL)]], sealed: false },
+    Form {
+        name: "test_input_required_result_elicitation",
+        rounds: &[&[("user_name", NAME)]],
+        sealed: false,
+    },
+    Form {
+        name: "test_input_required_result_sampling",
+        rounds: &[&[("capital_question", CAPITAL)]],
+        sealed: false,
+    },
     Form {
         name: "test_input_required_result_list_roots",
         rounds: &[&[("client_roots", Question::Roots)]],
         sealed: false,
     },
-    Form { name: "test_input_required_result_request_state", rounds: &[&[("confirm", CONSENT)]], sealed: true },
-    Form { name: "test_input_required_result_tampered_state", rounds: &[&[("confirm", CONSENT)]], sealed: true },
+    Form {
+        name: "test_input_required_result_request_state",
+        rounds: &[&[("confirm", CONSENT)]],
+        sealed: true,
+    },
+    Form {
+        name: "test_input_required_result_tampered_state",
+        rounds: &[&[("confirm", CONSENT)]],
+        sealed: true,
+    },
     Form {
         name: "test_input_required_result_multiple_inputs",
-        rounds: &[&[("user_name", NAME), ("greeting", CAPITAL), ("client_roots", Question::Roots)]],
+        rounds: &[&[
+            ("user_name", NAME),
+            ("greeting", CAPITAL),
+            ("client_roots", Question::Roots),
+        ]],
         sealed: true,
     },
     Form {
@@ -77,12 +113,23 @@ const TOOLS: &[Form] = &[
         rounds: &[&[("user_name", NAME), ("greeting", CAPITAL)]],
         sealed: false,
     },
-    Form { name: "test_streaming_elicitation", rounds: &[&[("user_name", NAME)]], sealed: false },
-    Form { name: "test_tool_with_task", rounds: &[&[("user_name", NAME)]], sealed: false },
+    Form {
+        name: "test_streaming_elicitation",
+        rounds: &[&[("user_name", NAME)]],
+        sealed: false,
+    },
+    Form {
+        name: "test_tool_with_task",
+        rounds: &[&[("user_name", NAME)]],
+        sealed: false,
+    },
 ];
 
-const PROMPTS: &[Form] =
-    &[Form { name: "test_input_required_result_prompt", rounds: &[&[("user_context", CONTEXT)]], sealed: false }];
+const PROMPTS: &[Form] = &[Form {
+    name: "test_input_required_result_prompt",
+    rounds: &[&[("user_context", CONTEXT)]],
+    sealed: false,
+}];
 
 /// Returns the form of a tool that has one.
 pub(super) fn of_tool(name: &str) -> Option<&'static Form> {
@@ -113,19 +160,32 @@ impl Form {
         };
         let questions = self.askable(round, context)?;
         let answer_to = |key: &str, question: Question| {
-            answers?.get(key).filter(|answer| question.accepts(answer)).map(|answer| format!("{key}: {answer}"))
+            answers?
+                .get(key)
+                .filter(|answer| question.accepts(answer))
+                .map(|answer| format!("{key}: {answer}"))
         };
-        let given: Vec<_> = questions.iter().filter_map(|(key, question)| answer_to(key, *question)).collect();
+        let given: Vec<_> = questions
+            .iter()
+            .filter_map(|(key, question)| answer_to(key, *question))
+            .collect();
         let may_count = !self.sealed || state.is_some();
         let next = match given.len() == questions.len() && may_count {
-            true if round + 1 == self.rounds.len() => return Ok(Step::Answered(format!("state-ok, {given:?}"))),
+            true if round + 1 == self.rounds.len() => {
+                return Ok(Step::Answered(format!("state-ok, {given:?}")));
+            }
             true => round + 1,
             false => round,
         };
         let questions = self.askable(next, context)?;
-        let requests = questions.iter().map(|(key, question)| ((*key).to_owned(), from_json(question.request())));
+        let requests = questions
+            .iter()
+            .map(|(key, question)| ((*key).to_owned(), from_json(question.request())));
         let state = self.sealed.then(|| self.seal(next));
-        Ok(Step::Ask(InputRequiredResult::new(Some(requests.collect()), state)))
+        Ok(Step::Ask(InputRequiredResult::new(
+            Some(requests.collect()),
+            state,
+        )))
     }
 
     /// The questions of a round that this client can be asked.
@@ -136,11 +196,14 @@ impl Form {
     ) -> Result<Vec<(&'static str, Question)>, ErrorData> {
         let declared = json!(context.client_capabilities().unwrap_or_default());
         let all = self.rounds[round].iter().copied();
-        let can: Vec<_> = all.filter(|(_, question)| declared.get(question.capability()).is_some()).collect();
+        let can: Vec<_> = all
+            .filter(|(_, question)| declared.get(question.capability()).is_some())
+            .collect();
         match can.is_empty() {
-            true => {
-                Err(missing(Value::Object(Map::from_iter([(self.rounds[round][0].1.capability().into(), json!({}))]))))
-            }
+            true => Err(missing(Value::Object(Map::from_iter([(
+                self.rounds[round][0].1.capability().into(),
+                json!({}),
+            )])))),
             false => Ok(can),
         }
     }
@@ -153,14 +216,20 @@ impl Form {
     fn unsealed(&self, state: &str) -> Result<usize, ErrorData> {
         (0..self.rounds.len())
             .find(|round| self.seal(*round) == state)
-            .ok_or_else(|| ErrorData::invalid_params("this requestState is not one that was handed out", None))
+            .ok_or_else(|| {
+                ErrorData::invalid_params("this requestState is not one that was handed out", None)
+            })
     }
 }
 
 impl Question {
     fn request(self) -> Value {
         match self {
-            Question::Field { message, name, kind } => json!({
+            Question::Field {
+                message,
+                name,
+                kind,
+            } => json!({
                 "method": "elicitation/create",
                 "params": {"mode": "form", "message": message, "requestedSchema": {
                     "type": "object", "properties": {name: {"type": kind}}, "required": [name],
@@ -181,7 +250,9 @@ impl Question {
 
     fn accepts(self, answer: &Value) -> bool {
         match self {
-            Question::Field { name, .. } => answer["action"] == "accept" && answer["content"].get(name).is_some(),
+            Question::Field { name, .. } => {
+                answer["action"] == "accept" && answer["content"].get(name).is_some()
+            }
             Question::Sample(_) => answer["content"].is_object(),
             Question::Roots => answer["roots"].is_array(),
         }
@@ -220,14 +291,24 @@ pub(super) fn of_the_older_era(tool: &str, text: &str) -> Value {
             "titledMulti": {"type": "array", "items": {"anyOf": titled(&["value1", "value2", "value3"])}},
         }),
     };
-    let required: Vec<_> = if tool == "test_elicitation" { vec!["username", "email"] } else { vec![] };
+    let required: Vec<_> = if tool == "test_elicitation" {
+        vec!["username", "email"]
+    } else {
+        vec![]
+    };
     let schema = json!({"type": "object", "properties": fields, "required": required});
     json!({"method": "elicitation/create", "params": {"mode": "form", "message": text, "requestedSchema": schema}})
 }
 
 /// Puts a question of the older era to the client and waits for the answer.
-pub(super) async fn put(question: Value, context: &RequestContext<RoleServer>) -> Result<Value, ErrorData> {
-    let answer = context.peer.send_request(from_json::<ServerRequest>(question)).await;
+pub(super) async fn put(
+    question: Value,
+    context: &RequestContext<RoleServer>,
+) -> Result<Value, ErrorData> {
+    let answer = context
+        .peer
+        .send_request(from_json::<ServerRequest>(question))
+        .await;
     let answer = answer.map_err(|error| ErrorData::internal_error(error.to_string(), None))?;
     Ok(json!(answer))
 }
@@ -238,5 +319,8 @@ fn sampling(prompt: &str) -> Value {
 }
 
 fn titled(values: &[&str]) -> Vec<Value> {
-    values.iter().map(|value| json!({"const": value, "title": format!("The choice {value}")})).collect()
+    values
+        .iter()
+        .map(|value| json!({"const": value, "title": format!("The choice {value}")}))
+        .collect()
 }

@@ -42,10 +42,22 @@ impl Revision {
 /// Runs all server scenarios of a revision, scored or not, and panics with every check that did not succeed.
 pub(super) fn check_all(folder: &Path, url: &str, revision: Revision) {
     let wanted = scenarios(folder, revision);
-    assert!(wanted.len() > 25, "the suite lists its scenarios: {wanted:?}"); // control
+    assert!(
+        wanted.len() > 25,
+        "the suite lists its scenarios: {wanted:?}"
+    ); // control
     let results = tempfile::tempdir().unwrap();
     let mut command = conformance(folder);
-    command.args(["server", "--url", url, "--requirements", revision.name(), "-o"]).arg(results.path());
+    command
+        .args([
+            "server",
+            "--url",
+            url,
+            "--requirements",
+            revision.name(),
+            "-o",
+        ])
+        .arg(results.path());
     let (status, output, errors) = finished(&mut command);
     let (seen, complaints) = read(results.path(), &wanted, revision);
     assert!(complaints.is_empty(), "{}", complaints.join("\n"));
@@ -57,7 +69,16 @@ pub(super) fn check_all(folder: &Path, url: &str, revision: Revision) {
 pub(super) fn check_one(folder: &Path, url: &str, revision: Revision, scenario: &str) {
     let results = tempfile::tempdir().unwrap();
     let mut command = conformance(folder);
-    command.args(["server", "--url", url, "--spec-version", revision.name(), "--scenario", scenario, "-o"]);
+    command.args([
+        "server",
+        "--url",
+        url,
+        "--spec-version",
+        revision.name(),
+        "--scenario",
+        scenario,
+        "-o",
+    ]);
     let (status, output, errors) = finished(command.arg(results.path()));
     let wanted = BTreeSet::from([scenario.to_owned()]);
     let (seen, complaints) = read(results.path(), &wanted, revision);
@@ -73,26 +94,39 @@ fn conformance(folder: &Path) -> std::process::Command {
 
 /// The server scenarios that the suite names for a revision.
 fn scenarios(folder: &Path, revision: Revision) -> BTreeSet<String> {
-    let (status, output, errors) = finished(conformance(folder).args(["list", "--requirements", revision.name()]));
+    let (status, output, errors) =
+        finished(conformance(folder).args(["list", "--requirements", revision.name()]));
     assert_eq!(status, Some(0), "{errors}");
     let mut found = BTreeSet::new();
     let mut about_servers = false;
     for line in output.lines() {
         match line.trim().strip_prefix("- ") {
-            None => about_servers = line.starts_with("Server scenarios") || (about_servers && line.trim().is_empty()),
+            None => {
+                about_servers = line.starts_with("Server scenarios")
+                    || (about_servers && line.trim().is_empty())
+            }
             Some(name) if about_servers => drop(found.insert(name.to_owned())),
-            Some(name) => drop(name.strip_suffix(" [server]").map(|name| found.insert(name.to_owned()))),
+            Some(name) => drop(
+                name.strip_suffix(" [server]")
+                    .map(|name| found.insert(name.to_owned())),
+            ),
         }
     }
     found
 }
 
 /// Reads the results: which scenarios ran, and each check that a reader must know of.
-fn read(results: &Path, wanted: &BTreeSet<String>, revision: Revision) -> (BTreeSet<String>, Vec<String>) {
+fn read(
+    results: &Path,
+    wanted: &BTreeSet<String>,
+    revision: Revision,
+) -> (BTreeSet<String>, Vec<String>) {
     let (mut seen, mut complaints) = (BTreeSet::new(), Vec::new());
     for entry in fs::read_dir(results).unwrap() {
         let entry = entry.unwrap();
-        let Ok(text) = fs::read_to_string(entry.path().join("checks.json")) else { continue };
+        let Ok(text) = fs::read_to_string(entry.path().join("checks.json")) else {
+            continue;
+        };
         let checks: Vec<Value> = serde_json::from_str(&text).unwrap();
         let scenario = scenario_of(&entry.file_name().into_string().unwrap(), wanted);
         let mut succeeded = revision.hollow().contains(&scenario.as_str());
@@ -100,7 +134,10 @@ fn read(results: &Path, wanted: &BTreeSet<String>, revision: Revision) -> (BTree
             match check["status"].as_str() {
                 Some("SUCCESS") => succeeded = true,
                 Some("INFO" | "SKIPPED") => {}
-                _ => complaints.push(format!("{scenario}, {}: {}", check["id"], check["errorMessage"])),
+                _ => complaints.push(format!(
+                    "{scenario}, {}: {}",
+                    check["id"], check["errorMessage"]
+                )),
             }
         }
         if !succeeded {
@@ -114,8 +151,12 @@ fn read(results: &Path, wanted: &BTreeSet<String>, revision: Revision) -> (BTree
 /// A folder of results is named after the kind, the scenario and the time. One scenario's name can begin with another's.
 fn scenario_of(folder: &str, wanted: &BTreeSet<String>) -> String {
     let name = folder.strip_prefix("server-").unwrap_or(folder);
-    let known = wanted
-        .iter()
-        .filter(|scenario| name.strip_prefix(scenario.as_str()).is_some_and(|rest| rest.starts_with("-20")));
-    known.max_by_key(|scenario| scenario.len()).map_or(name, String::as_str).to_owned()
+    let known = wanted.iter().filter(|scenario| {
+        name.strip_prefix(scenario.as_str())
+            .is_some_and(|rest| rest.starts_with("-20"))
+    });
+    known
+        .max_by_key(|scenario| scenario.len())
+        .map_or(name, String::as_str)
+        .to_owned()
 }

@@ -11,7 +11,9 @@ fn undo_brings_variables_and_files_back() {
     on_docker(async |engine| {
         let session = engine.shared().session();
         session.ok("x = [1]; open('a', 'w').write('one')").await;
-        session.ok("x.append(2); open('a', 'w').write('two'); open('b', 'w').write('new')").await;
+        session
+            .ok("x.append(2); open('a', 'w').write('two'); open('b', 'w').write('new')")
+            .await;
         session.undo(1).await;
         let state = "import os; print(x, open('a').read(), sorted(os.listdir()))";
         assert_eq!(session.ok(state).await, "[1] one ['a']\n");
@@ -36,16 +38,27 @@ fn undo_brings_a_session_back_that_has_died() {
 fn a_fork_has_everything_and_changes_nothing_of_its_source() {
     on_docker(async |engine| {
         let session = engine.shared().session();
-        session.ok("x = [1]; open('a', 'w').write('one'); file = open('a')").await;
+        session
+            .ok("x = [1]; open('a', 'w').write('one'); file = open('a')")
+            .await;
         let (forks, report) = session.forks(2).await;
-        assert!(report.lost.iter().any(|text| text.contains("work folder")), "{report:?}");
+        assert!(
+            report.lost.iter().any(|text| text.contains("work folder")),
+            "{report:?}"
+        );
         for fork in &forks {
-            assert_eq!(fork.ok("print(x, open('a').read(), file.read())").await, "[1] one one\n");
+            assert_eq!(
+                fork.ok("print(x, open('a').read(), file.read())").await,
+                "[1] one one\n"
+            );
             fork.ok("x.append(2); open('a', 'w').write('other')").await;
         }
         assert_eq!(session.ok("print(x, open('a').read())").await, "[1] one\n");
         assert_eq!(forks[0].ok("print(open('a').read())").await, "other\n"); // control
-        assert_eq!(engine.container_of(&session).await, engine.container_of(&forks[0]).await);
+        assert_eq!(
+            engine.container_of(&session).await,
+            engine.container_of(&forks[0]).await
+        );
     });
 }
 
@@ -68,7 +81,10 @@ print(may(lambda: open('mine', 'w')), may(lambda: open('/work/theirs', 'w')), ma
             source.trim()
         );
         let told = engine.shared().isolation().await;
-        let expected = match (told.contains("landlock for files"), told.contains("signals")) {
+        let expected = match (
+            told.contains("landlock for files"),
+            told.contains("signals"),
+        ) {
             (true, true) => "True False False\n",
             (true, false) => "True False True\n",
             _ => "True True True\n",
@@ -81,7 +97,9 @@ print(may(lambda: open('mine', 'w')), may(lambda: open('/work/theirs', 'w')), ma
 fn forks_live_on_without_their_source_and_the_container_goes_with_the_last() {
     on_docker(async |engine| {
         let session = engine.shared().session();
-        session.ok("x = 'kept'; import subprocess; p = subprocess.Popen(['sleep', '600'])").await;
+        session
+            .ok("x = 'kept'; import subprocess; p = subprocess.Popen(['sleep', '600'])")
+            .await;
         let fork = session.fork().await;
         let container = engine.container_of(&session).await;
         session.close().await;
@@ -99,16 +117,27 @@ fn variants_are_explored_and_the_best_takes_the_place_of_its_source() {
     on_docker(async |engine| {
         let session = engine.shared().session();
         session.ok("data = list(range(10))").await;
-        let variant = |name: &str, code: &str| Variant { name: name.to_owned(), code: code.to_owned() };
+        let variant = |name: &str, code: &str| Variant {
+            name: name.to_owned(),
+            code: code.to_owned(),
+        };
         let request = ExploreRequest {
-            variants: vec![variant("sum", "score = sum(data)"), variant("largest", "score = max(data)")],
+            variants: vec![
+                variant("sum", "score = sum(data)"),
+                variant("largest", "score = max(data)"),
+            ],
             timeout: Duration::from_secs(20),
             max_output_chars: 1000,
-            keep: Keep::Best { by: "score".to_owned() },
+            keep: Keep::Best {
+                by: "score".to_owned(),
+            },
             replace: true,
             recorder: Default::default(),
         };
         session.explore(request).await.unwrap();
-        assert_eq!(session.ok("print(score, data == list(range(10)))").await, "45 True\n");
+        assert_eq!(
+            session.ok("print(score, data == list(range(10)))").await,
+            "45 True\n"
+        );
     });
 }

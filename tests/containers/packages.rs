@@ -65,7 +65,11 @@ fn a_session_can_read_packages_but_neither_list_nor_change_them_and_reaches_no_i
         let server = server(engine, &index, &[]).await;
         tokio::task::block_in_place(|| {
             let session = server.session();
-            assert!(session.text("%pip install pure").contains("Successfully installed pure-2.0"));
+            assert!(
+                session
+                    .text("%pip install pure")
+                    .contains("Successfully installed pure-2.0")
+            );
             index.forget_requests();
             let attempt = format!(
                 "
@@ -86,7 +90,10 @@ print(may(lambda: urllib.request.urlopen('{}')))",
                 index.url_without_password()
             );
             // The first line is the control.
-            assert_eq!(session.text(&attempt), "True True\nFalse False False\nFalse False False\nFalse");
+            assert_eq!(
+                session.text(&attempt),
+                "True True\nFalse False False\nFalse False False\nFalse"
+            );
             assert_eq!(index.requests(), Vec::<String>::new());
         });
     });
@@ -116,12 +123,23 @@ fn an_engine_that_does_not_see_the_servers_folders_serves_sessions_without_packa
                 ports: Arc::default(),
             });
             let containers = builder.start();
-            let shown = containers.session().ok("import os; print(os.path.isdir('/opt/cellblock/packages'))").await;
+            let shown = containers
+                .session()
+                .ok("import os; print(os.path.isdir('/opt/cellblock/packages'))")
+                .await;
             assert_eq!(shown, if is_seen { "True\n" } else { "False\n" });
-            let why = containers.backend.launch_apart().await.map(drop).map_err(|error| error.to_string());
+            let why = containers
+                .backend
+                .launch_apart()
+                .await
+                .map(drop)
+                .map_err(|error| error.to_string());
             match is_seen {
                 true => why.unwrap(), // control
-                false => assert!(why.unwrap_err().contains("the engine cannot show folders of this server")),
+                false => assert!(
+                    why.unwrap_err()
+                        .contains("the engine cannot show folders of this server")
+                ),
             }
             containers.end().await;
         }
@@ -136,9 +154,17 @@ fn what_the_image_has_is_kept_and_what_cannot_be_installed_says_why() {
         tokio::task::block_in_place(|| {
             let session = server.session();
             // IPython was put beside the image; a bare name is satisfied with what is there.
-            assert!(install(&session, json!("ipython")).text().contains("already satisfied: ipython"));
+            assert!(
+                install(&session, json!("ipython"))
+                    .text()
+                    .contains("already satisfied: ipython")
+            );
             let unknown = install(&session, json!("there-is-no-such-package"));
-            assert!(unknown.is_error() && unknown.text().contains("not found"), "{}", unknown.text());
+            assert!(
+                unknown.is_error() && unknown.text().contains("not found"),
+                "{}",
+                unknown.text()
+            );
             assert!(!install(&session, json!("pure")).is_error()); // control
         });
     });

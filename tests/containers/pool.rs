@@ -13,7 +13,11 @@ const LONG: Duration = Duration::from_secs(600);
 
 /// A backend with one container that waits. Its containers are known by how much memory they may use.
 fn pool_of_one(engine: &TestEngine, memory: u64, max_age: Duration) -> Containers {
-    let limits = SandboxLimits { memory, family_memory: memory, ..ROOMY };
+    let limits = SandboxLimits {
+        memory,
+        family_memory: memory,
+        ..ROOMY
+    };
     engine.build().limits(limits).pool(1, max_age).start()
 }
 

@@ -19,13 +19,21 @@ use crate::support::{data_folder, skipped};
 fn closed(engine: &'static TestEngine) -> &'static Containers {
     static DOCKER: OnceLock<Containers> = OnceLock::new();
     static PODMAN: OnceLock<Containers> = OnceLock::new();
-    let place = if engine.kind == EngineKind::Docker { &DOCKER } else { &PODMAN };
+    let place = if engine.kind == EngineKind::Docker {
+        &DOCKER
+    } else {
+        &PODMAN
+    };
     place.get_or_init(|| engine.build().refuse_programs(Approvals::default()).start())
 }
 
 /// Says that a test is skipped where containers have no landlock: programs are refused there, and none is launched.
 async fn has_landlock(engine: &'static TestEngine) -> bool {
-    let has = engine.shared().isolation().await.contains("landlock for files");
+    let has = engine
+        .shared()
+        .isolation()
+        .await
+        .contains("landlock for files");
     if !has {
         skipped("landlock");
     }
@@ -44,14 +52,26 @@ fn the_kernel_refuses_to_start_programs_on_every_road_and_in_every_copy() {
         assert_eq!(attempts(&session).await, refused, "after undo");
         let fork = session.fork().await;
         assert_eq!(attempts(&fork).await, refused, "in a fork");
-        assert_eq!(attempts(&fork.fork().await).await, refused, "in a fork of a fork");
+        assert_eq!(
+            attempts(&fork.fork().await).await,
+            refused,
+            "in a fork of a fork"
+        );
         session.reset().await;
         assert_eq!(attempts(&session).await, refused, "after a reset");
         session.execute("import os; os._exit(3)").await.unwrap();
         session.undo(1).await;
         assert_eq!(attempts(&session).await, refused, "after undo of a crash");
-        let pooled = engine.build().refuse_programs(Approvals::default()).pool(1, Duration::from_secs(600)).start();
-        assert_eq!(attempts(&pooled.session()).await, refused, "in a member of the pool");
+        let pooled = engine
+            .build()
+            .refuse_programs(Approvals::default())
+            .pool(1, Duration::from_secs(600))
+            .start();
+        assert_eq!(
+            attempts(&pooled.session()).await,
+            refused,
+            "in a member of the pool"
+        );
         pooled.end().await;
     });
 }
@@ -62,7 +82,10 @@ fn programs_are_refused_and_launched_on_podman_too() {
         let session = closed(engine).session();
         assert_eq!(attempts(&session).await, all(libc_eperm(), 127));
         if has_landlock(engine).await {
-            assert_eq!(session.ok("!echo one; exit 3\nprint(_exit_code)").await, "one\n3\n");
+            assert_eq!(
+                session.ok("!echo one; exit 3\nprint(_exit_code)").await,
+                "one\n3\n"
+            );
         }
     });
 }
@@ -92,26 +115,56 @@ fn commands_run_in_all_their_forms() {
             return;
         }
         let session = closed(engine).session();
-        assert_eq!(session.ok("print('before')\n!echo out; exit 3\nprint(_exit_code)").await, "before\nout\n3\n");
         assert_eq!(
-            session.ok("name = 'X'\nx = !echo $name {name.lower()}; echo err >&2\nprint(list(x))").await,
+            session
+                .ok("print('before')\n!echo out; exit 3\nprint(_exit_code)")
+                .await,
+            "before\nout\n3\n"
+        );
+        assert_eq!(
+            session
+                .ok("name = 'X'\nx = !echo $name {name.lower()}; echo err >&2\nprint(list(x))")
+                .await,
             "['X x', 'err']\n"
         );
-        assert_eq!(session.ok("%%bash --out o\nread line; echo got $line\nignored\necho two").await, "");
+        assert_eq!(
+            session
+                .ok("%%bash --out o\nread line; echo got $line\nignored\necho two")
+                .await,
+            ""
+        );
         assert_eq!(session.ok("print(o)").await, "got ignored\ntwo\n\n");
-        assert_eq!(session.ok("%%script no-such-thing\nx").await, "Couldn't find program: 'no-such-thing'\n");
-        assert_eq!(session.ok("import os; print(os.system('exit 4') >> 8)").await, "4\n");
+        assert_eq!(
+            session.ok("%%script no-such-thing\nx").await,
+            "Couldn't find program: 'no-such-thing'\n"
+        );
+        assert_eq!(
+            session
+                .ok("import os; print(os.system('exit 4') >> 8)")
+                .await,
+            "4\n"
+        );
         let called = "import subprocess; print(subprocess.run(['wc', '-c'], input='x' * 500_000, capture_output=True, text=True).stdout)";
         assert_eq!(session.ok(called).await, "500000\n\n");
-        assert_eq!(session.ok("!yes | head -n 2").await, "y\ny\n", "a broken pipe ends a program");
-        assert_eq!(session.ok("os.makedirs('sub'); os.chdir('sub')\n!pwd; touch here; ls").await, "/work/sub\nhere\n");
+        assert_eq!(
+            session.ok("!yes | head -n 2").await,
+            "y\ny\n",
+            "a broken pipe ends a program"
+        );
+        assert_eq!(
+            session
+                .ok("os.makedirs('sub'); os.chdir('sub')\n!pwd; touch here; ls")
+                .await,
+            "/work/sub\nhere\n"
+        );
         let large = session.ok("!seq 200000").await;
         assert!(large.ends_with("\n199999\n200000\n") && large.starts_with("1\n2\n"));
         session.execute("!kill -9 $$").await.unwrap();
         assert_eq!(session.ok("print(_exit_code)").await, "-9\n");
         let fork = session.fork().await;
         assert_eq!(
-            fork.ok("!touch mine && echo made; touch /work/theirs 2> /dev/null || echo refused").await,
+            fork.ok("!touch mine && echo made; touch /work/theirs 2> /dev/null || echo refused")
+                .await,
             "made\nrefused\n"
         );
     });
@@ -130,7 +183,9 @@ text = subprocess.run(['/usr/bin/env', '-0'], capture_output=True).stdout.decode
 of_command = dict(line.split('=', 1) for line in text.split('\\0') if line)
 print(sorted(set(of_command.items()) ^ set(os.environ.items())), 'GIVEN' in of_command)";
         assert_eq!(session.ok(compare).await, "[] True\n");
-        session.ok("os.environ['NEW'] = 'x y'; del os.environ['LANG']").await;
+        session
+            .ok("os.environ['NEW'] = 'x y'; del os.environ['LANG']")
+            .await;
         assert_eq!(session.ok(compare).await, "[] True\n");
     });
 }
@@ -138,18 +193,36 @@ print(sorted(set(of_command.items()) ^ set(os.environ.items())), 'GIVEN' in of_c
 #[test]
 fn a_denied_command_does_not_run_and_says_why() {
     on_docker(async |engine| {
-        let policy = Policy::new(Defaults { shell: Effect::Deny, ..Defaults::default() });
-        let approvals = Approvals { policy: Arc::new(policy), ..Approvals::default() };
+        let policy = Policy::new(Defaults {
+            shell: Effect::Deny,
+            ..Defaults::default()
+        });
+        let approvals = Approvals {
+            policy: Arc::new(policy),
+            ..Approvals::default()
+        };
         let denying = engine.build().refuse_programs(approvals).start();
         let session = denying.session();
-        for cell in ["!touch ran", "x = !touch ran", "%%bash\ntouch ran", "import os; os.system('touch ran')"] {
+        for cell in [
+            "!touch ran",
+            "x = !touch ran",
+            "%%bash\ntouch ran",
+            "import os; os.system('touch ran')",
+        ] {
             let outcome = session.execute(cell).await.unwrap();
-            let Status::Raised(error) = &outcome.status else { panic!("{cell}: {outcome:?}") };
+            let Status::Raised(error) = &outcome.status else {
+                panic!("{cell}: {outcome:?}")
+            };
             assert_eq!(error.name, "CommandRefused", "{cell}");
-            assert!(error.message.contains("`approve_shell: deny`"), "{cell}: {}", error.message);
+            assert!(
+                error.message.contains("`approve_shell: deny`"),
+                "{cell}: {}",
+                error.message
+            );
         }
         session.ok(FORGE).await;
-        let forged = "print(forge(['/bin/touch', '/work/ran'], approved=True), os.path.exists('/work/ran'))";
+        let forged =
+            "print(forge(['/bin/touch', '/work/ran'], approved=True), os.path.exists('/work/ran'))";
         assert_eq!(session.ok(forged).await, "(False, 'denied', None) False\n");
         // Pipes that were handed over for nothing are let go of: there are never more than 64 pairs.
         let many = "print({forge(['/bin/true'])[1] for _ in range(200)})";
@@ -157,7 +230,11 @@ fn a_denied_command_does_not_run_and_says_why() {
         if has_landlock(engine).await {
             let allowed = closed(engine).session();
             allowed.ok(FORGE).await;
-            assert_eq!(allowed.ok(forged).await, "(True, None, 0) True\n", "control");
+            assert_eq!(
+                allowed.ok(forged).await,
+                "(True, None, 0) True\n",
+                "control"
+            );
         }
         denying.end().await;
     });
@@ -192,16 +269,31 @@ fn a_rule_about_a_command_holds_in_forks_too_whatever_their_folder_is_called() {
         if !has_landlock(engine).await {
             return;
         }
-        let mut policy = Policy::new(Defaults { shell: Effect::Deny, ..Defaults::default() });
-        policy.add(Rule::parse(&json!({"allow": {"command": "pwd"}})).unwrap(), "the test");
-        let approvals = Approvals { policy: Arc::new(policy), ..Approvals::default() };
+        let mut policy = Policy::new(Defaults {
+            shell: Effect::Deny,
+            ..Defaults::default()
+        });
+        policy.add(
+            Rule::parse(&json!({"allow": {"command": "pwd"}})).unwrap(),
+            "the test",
+        );
+        let approvals = Approvals {
+            policy: Arc::new(policy),
+            ..Approvals::default()
+        };
         let backend = engine.build().refuse_programs(approvals).start();
         let session = backend.session();
         assert_eq!(session.ok("!pwd").await, "/work\n");
         let fork = session.fork().await;
         assert!(fork.ok("!pwd").await.starts_with("/forks/"));
-        let elsewhere = fork.execute("import os; os.chdir('/tmp')\n!pwd").await.unwrap();
-        assert!(matches!(elsewhere.status, Status::Raised(_)), "{elsewhere:?}");
+        let elsewhere = fork
+            .execute("import os; os.chdir('/tmp')\n!pwd")
+            .await
+            .unwrap();
+        assert!(
+            matches!(elsewhere.status, Status::Raised(_)),
+            "{elsewhere:?}"
+        );
         backend.end().await;
     });
 }
@@ -212,14 +304,26 @@ fn the_program_denies_commands_in_containers() {
         tokio::task::block_in_place(|| {
             let mut command = program_below(&data_folder());
             command
-                .args(["mcp", "--backend", "docker", "--container-tag", IMAGE, "--keep-sessions", "off"])
+                .args([
+                    "mcp",
+                    "--backend",
+                    "docker",
+                    "--container-tag",
+                    IMAGE,
+                    "--keep-sessions",
+                    "off",
+                ])
                 .args(["--approve-shell", "deny", "--approve-domains", "ask"])
                 .env("DOCKER_HOST", engine.address.to_string());
             let server = Server::spawn(&mut command, Era::Initialize);
             server.greet();
             let session = server.session();
             let refused = session.call("execute_ipython_cell", json!({"code": "!echo ran"}));
-            assert!(refused.text().contains("`approve_shell: deny`"), "{}", refused.text());
+            assert!(
+                refused.text().contains("`approve_shell: deny`"),
+                "{}",
+                refused.text()
+            );
             let started = "
 import posix
 try:
@@ -236,8 +340,16 @@ try:
 except OSError as error:
     print(type(error).__name__)";
             let tried = session.call("execute_ipython_cell", json!({"code": connect}));
-            assert!(tried.text().starts_with("True\nConnectionResetError"), "{}", tried.text());
-            assert!(tried.text().contains("blocked: api.example.com:443"), "{}", tried.text());
+            assert!(
+                tried.text().starts_with("True\nConnectionResetError"),
+                "{}",
+                tried.text()
+            );
+            assert!(
+                tried.text().contains("blocked: api.example.com:443"),
+                "{}",
+                tried.text()
+            );
         });
     });
 }
@@ -273,20 +385,45 @@ while count('sleep') and time.monotonic() < deadline:
 print(count('sleep'))";
         let limit = Duration::from_secs(1);
         for cell in ["!sleep 1000", "!trap '' INT; sleep 1000 & sleep 1000"] {
-            let outcome = session.execute_with(cell, limit, CancellationToken::new()).await.unwrap();
-            assert_eq!(outcome.status, Status::TimedOut { limit, state: StateAfter::Kept }, "{cell}");
+            let outcome = session
+                .execute_with(cell, limit, CancellationToken::new())
+                .await
+                .unwrap();
+            assert_eq!(
+                outcome.status,
+                Status::TimedOut {
+                    limit,
+                    state: StateAfter::Kept
+                },
+                "{cell}"
+            );
             assert_eq!(watcher.ok(wait).await, "0\n", "{cell}");
         }
-        session.ok("!sleep 1000 > /dev/null 2>&1 &\n!setsid sleep 1000 > /dev/null 2>&1 &").await;
+        session
+            .ok("!sleep 1000 > /dev/null 2>&1 &\n!setsid sleep 1000 > /dev/null 2>&1 &")
+            .await;
         // A shell that has ended may not have become what it starts in the background yet.
         let begun = wait.replace("while count('sleep') and", "while count('sleep') < 2 and");
-        assert_eq!(watcher.ok(&begun).await, "2\n", "control: they go on in the background");
+        assert_eq!(
+            watcher.ok(&begun).await,
+            "2\n",
+            "control: they go on in the background"
+        );
         session.reset().await;
         assert_eq!(watcher.ok(wait).await, "0\n");
         let unread = "reader, writer = os.pipe(); forge(['/usr/bin/yes'], [writer, writer])";
         session.ok(FORGE).await;
-        let outcome = session.execute_with(unread, limit, CancellationToken::new()).await.unwrap();
-        assert_eq!(outcome.status, Status::TimedOut { limit, state: StateAfter::Kept });
+        let outcome = session
+            .execute_with(unread, limit, CancellationToken::new())
+            .await
+            .unwrap();
+        assert_eq!(
+            outcome.status,
+            Status::TimedOut {
+                limit,
+                state: StateAfter::Kept
+            }
+        );
         assert_eq!(session.ok("!echo again").await, "again\n");
     });
 }

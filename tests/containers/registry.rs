@@ -49,14 +49,22 @@ impl Registry {
         let file = folder.path().join("config.yml");
         fs::write(&file, settings.to_string()).unwrap();
         let mut command = Command::new("docker-registry");
-        command.arg("serve").arg(&file).stdout(Stdio::null()).stderr(Stdio::null());
+        command
+            .arg("serve")
+            .arg(&file)
+            .stdout(Stdio::null())
+            .stderr(Stdio::null());
         let process = command.spawn().ok()?;
         let deadline = Instant::now() + Duration::from_secs(20);
         while TcpStream::connect(("127.0.0.1", port)).is_err() {
             assert!(Instant::now() < deadline, "the registry does not listen");
             std::thread::yield_now();
         }
-        Some(Registry { port, process, folder })
+        Some(Registry {
+            port,
+            process,
+            folder,
+        })
     }
 
     /// Puts an image of nothing into the registry, and nowhere else. `config` has the credentials for that.
@@ -64,9 +72,21 @@ impl Registry {
         let image = format!("127.0.0.1:{}/nothing:1", self.port);
         engine.import(&image);
         let mut push = Command::new("docker");
-        push.args(config.map(|config| ["--config", config]).into_iter().flatten());
-        let pushed = push.args(["-H", &engine.address.to_string(), "push", &image]).output().unwrap();
-        assert!(pushed.status.success(), "{}", String::from_utf8_lossy(&pushed.stderr));
+        push.args(
+            config
+                .map(|config| ["--config", config])
+                .into_iter()
+                .flatten(),
+        );
+        let pushed = push
+            .args(["-H", &engine.address.to_string(), "push", &image])
+            .output()
+            .unwrap();
+        assert!(
+            pushed.status.success(),
+            "{}",
+            String::from_utf8_lossy(&pushed.stderr)
+        );
         engine.command(&["rmi", &image]);
         image
     }
@@ -82,8 +102,18 @@ impl Drop for Registry {
 /// Runs a cell in a container of this image, with these settings of Docker's command line.
 fn run(engine: &TestEngine, image: &str, variables: &[(&str, &str)]) -> String {
     let mut command = program_below(&data_folder());
-    command.args(["run", "-c", "1", "--backend", "docker", "--container-tag", image]);
-    command.env("DOCKER_HOST", engine.address.to_string()).envs(variables.iter().copied());
+    command.args([
+        "run",
+        "-c",
+        "1",
+        "--backend",
+        "docker",
+        "--container-tag",
+        image,
+    ]);
+    command
+        .env("DOCKER_HOST", engine.address.to_string())
+        .envs(variables.iter().copied());
     let (status, output, errors) = finished(&mut command);
     assert_ne!(status, Some(0), "{output}");
     errors
@@ -91,9 +121,20 @@ fn run(engine: &TestEngine, image: &str, variables: &[(&str, &str)]) -> String {
 
 #[test]
 fn a_registry_that_asks_gets_the_credentials_of_a_login() {
-    let Some(engine) = containers::docker() else { return };
-    let Some(registry) = Registry::start(true) else { return skipped("docker-registry") };
-    let below = |name: &str| registry.folder.path().join(name).to_string_lossy().into_owned();
+    let Some(engine) = containers::docker() else {
+        return;
+    };
+    let Some(registry) = Registry::start(true) else {
+        return skipped("docker-registry");
+    };
+    let below = |name: &str| {
+        registry
+            .folder
+            .path()
+            .join(name)
+            .to_string_lossy()
+            .into_owned()
+    };
     let config = |name: &str, text: Value| {
         let folder = below(name);
         fs::create_dir_all(&folder).unwrap();
@@ -107,10 +148,16 @@ fn a_registry_that_asks_gets_the_credentials_of_a_login() {
 
     let nobody = config("nobody", json!({}));
     let said = run(engine, &image, &[("DOCKER_CONFIG", &nobody)]);
-    assert!(said.contains("could not be fetched") && said.contains("no basic auth credentials"), "{said}");
+    assert!(
+        said.contains("could not be fetched") && said.contains("no basic auth credentials"),
+        "{said}"
+    );
     let wrong = config("wrong", json!({"auths": {&key: pair("something else")}}));
     let said = run(engine, &image, &[("DOCKER_CONFIG", &wrong)]);
-    assert!(said.contains("could not be fetched") && said.contains("unauthorized"), "{said}");
+    assert!(
+        said.contains("could not be fetched") && said.contains("unauthorized"),
+        "{said}"
+    );
     let said = run(engine, &image, &[("DOCKER_CONFIG", &right)]);
     assert!(said.contains(FETCHED), "{said}");
     engine.command(&["rmi", &image]);
@@ -118,18 +165,30 @@ fn a_registry_that_asks_gets_the_credentials_of_a_login() {
     // A program that keeps them is asked for this registry, by its standard input.
     let answer = json!({"ServerURL": key, "Username": USER, "Secret": PASSWORD}).to_string();
     let program = below("docker-credential-test");
-    let script = format!("#!/bin/sh\n[ \"$1\" = get ] && [ \"$(cat)\" = {key} ] && printf %s '{answer}'\n");
+    let script =
+        format!("#!/bin/sh\n[ \"$1\" = get ] && [ \"$(cat)\" = {key} ] && printf %s '{answer}'\n");
     fs::write(&program, script).unwrap();
     fs::set_permissions(&program, fs::Permissions::from_mode(0o755)).unwrap();
-    let path = format!("{}:{}", registry.folder.path().display(), std::env::var("PATH").unwrap());
+    let path = format!(
+        "{}:{}",
+        registry.folder.path().display(),
+        std::env::var("PATH").unwrap()
+    );
     let kept = config("kept", json!({"credHelpers": {&key: "test"}}));
     let said = run(engine, &image, &[("DOCKER_CONFIG", &kept)]);
-    assert!(said.contains("docker-credential-test could not be asked"), "{said}"); // control: it is not in the path
+    assert!(
+        said.contains("docker-credential-test could not be asked"),
+        "{said}"
+    ); // control: it is not in the path
     let said = run(engine, &image, &[("DOCKER_CONFIG", &kept), ("PATH", &path)]);
     assert!(said.contains(FETCHED), "{said}");
     engine.command(&["rmi", &image]);
     let store = config("store", json!({"credsStore": "test"}));
-    let said = run(engine, &image, &[("DOCKER_CONFIG", &store), ("PATH", &path)]);
+    let said = run(
+        engine,
+        &image,
+        &[("DOCKER_CONFIG", &store), ("PATH", &path)],
+    );
     assert!(said.contains(FETCHED), "{said}");
     engine.command(&["rmi", &image]);
 }
@@ -157,24 +216,45 @@ fn held_back(port: u16) -> (u16, mpsc::Sender<()>) {
 
 #[test]
 fn a_client_is_told_that_an_image_is_being_fetched() {
-    let Some(engine) = containers::docker() else { return };
-    let Some(registry) = Registry::start(false) else { return skipped("docker-registry") };
+    let Some(engine) = containers::docker() else {
+        return;
+    };
+    let Some(registry) = Registry::start(false) else {
+        return skipped("docker-registry");
+    };
     let image = registry.fill(engine, None);
     let (port, open) = held_back(registry.port);
     let image = image.replace(&registry.port.to_string(), &port.to_string());
     let mut command = program_below(&data_folder());
-    command.args(["mcp", "--backend", "docker", "--container-tag", &image, "--keep-sessions", "off"]);
-    let server = Server::spawn(command.env("DOCKER_HOST", engine.address.to_string()), Era::Initialize);
+    command.args([
+        "mcp",
+        "--backend",
+        "docker",
+        "--container-tag",
+        &image,
+        "--keep-sessions",
+        "off",
+    ]);
+    let server = Server::spawn(
+        command.env("DOCKER_HOST", engine.address.to_string()),
+        Era::Initialize,
+    );
     server.greet();
     let cell = server.begin("execute_ipython_cell", json!({"code": "1"}));
     let step = format!("fetching the image {image}");
     let told = server.notification(|message| {
         message["params"]["progressToken"] == cell.id()
-            && message["params"]["message"].as_str().is_some_and(|text| text.contains(&step))
+            && message["params"]["message"]
+                .as_str()
+                .is_some_and(|text| text.contains(&step))
     });
     assert_eq!(told["method"], "notifications/progress");
     open.send(()).unwrap();
     let result = cell.result();
-    assert!(result.is_error() && result.text().contains(FETCHED), "{}", result.text());
+    assert!(
+        result.is_error() && result.text().contains(FETCHED),
+        "{}",
+        result.text()
+    );
     engine.command(&["rmi", &image]);
 }

@@ -13,14 +13,18 @@ use crate::support::native::{self, Session};
 /// How soon a cell is told that its engine is gone. It takes far less; a cell that waits for its own end would take ten minutes.
 const SOON: Duration = Duration::from_secs(30);
 
-const LOST: Status = Status::Died { exit: Exit::SandboxGone { files_kept: false } };
+const LOST: Status = Status::Died {
+    exit: Exit::SandboxGone { files_kept: false },
+};
 
 /// Begins a cell that would run for ten minutes.
 async fn begin(session: &Session) -> tokio::task::JoinHandle<Result<Outcome, Refused>> {
     let running = session.clone();
     let cell = tokio::spawn(async move {
         let code = "open('kept', 'w').write('x'); print('begun'); import time; time.sleep(600)";
-        running.execute_with(code, Duration::from_secs(900), Default::default()).await
+        running
+            .execute_with(code, Duration::from_secs(900), Default::default())
+            .await
     });
     session.runs().await;
     cell
@@ -28,7 +32,9 @@ async fn begin(session: &Session) -> tokio::task::JoinHandle<Result<Outcome, Ref
 
 /// The end of a cell whose engine ends now.
 async fn told(cell: tokio::task::JoinHandle<Result<Outcome, Refused>>) -> Outcome {
-    let ended = tokio::time::timeout(SOON, cell).await.expect("the cell is told soon");
+    let ended = tokio::time::timeout(SOON, cell)
+        .await
+        .expect("the cell is told soon");
     ended.unwrap().unwrap()
 }
 
@@ -48,8 +54,15 @@ async fn is_empty(daemon: &Daemon) {
 
 /// The containers that are there, and what the engine says when it is to remove them.
 fn left_over(daemon: &Daemon) -> String {
-    let there = daemon.engine.command(&["ps", "--all", "--format", "{{.ID}} {{.Status}} {{.Names}}"]);
-    let removed = daemon.engine.containers().into_iter().map(|id| daemon.engine.run(&["rm", "--force", &id]));
+    let there =
+        daemon
+            .engine
+            .command(&["ps", "--all", "--format", "{{.ID}} {{.Status}} {{.Names}}"]);
+    let removed = daemon
+        .engine
+        .containers()
+        .into_iter()
+        .map(|id| daemon.engine.run(&["rm", "--force", &id]));
     format!("{there}{:?}", removed.collect::<Vec<_>>())
 }
 
@@ -61,26 +74,51 @@ async fn loses_and_begins_anew(daemon: &mut Daemon, containers: &Containers, sig
     daemon.end(signal);
     assert_eq!(told(cell).await.status, LOST);
     let why = refusal(&session).await;
-    assert!(why.contains("the container engine went away") && why.contains("files are gone"), "{why}");
+    assert!(
+        why.contains("the container engine went away") && why.contains("files are gone"),
+        "{why}"
+    );
 
     // As long as the engine is away, everybody is told so, soon.
     let asked = Instant::now();
-    let why = containers.session().execute("1").await.unwrap_err().to_string();
-    assert!(why.contains("cannot be reached at") && asked.elapsed() < SOON, "{why}");
-    assert!(session.try_reset().await.unwrap_err().to_string().contains("cannot be reached at"));
+    let why = containers
+        .session()
+        .execute("1")
+        .await
+        .unwrap_err()
+        .to_string();
+    assert!(
+        why.contains("cannot be reached at") && asked.elapsed() < SOON,
+        "{why}"
+    );
+    assert!(
+        session
+            .try_reset()
+            .await
+            .unwrap_err()
+            .to_string()
+            .contains("cannot be reached at")
+    );
     let why = refusal(&session).await;
     assert!(why.contains("files are gone"), "{why}");
 
     daemon.begin();
     assert_eq!(containers.session().ok("print('there')").await, "there\n");
     assert!(!session.reset().await.files_kept);
-    assert_eq!(session.ok("import os; print('x' in globals(), os.listdir())").await, "False []\n");
+    assert_eq!(
+        session
+            .ok("import os; print('x' in globals(), os.listdir())")
+            .await,
+        "False []\n"
+    );
     session.close().await;
 }
 
 #[test]
 fn a_docker_daemon_that_restarts_takes_sessions_along_and_new_ones_work_once_it_is_back() {
-    let Some(mut daemon) = Daemon::docker(&[]) else { return };
+    let Some(mut daemon) = Daemon::docker(&[]) else {
+        return;
+    };
     native::run(async {
         let containers = daemon.engine.build().start();
         loses_and_begins_anew(&mut daemon, &containers, Signal::TERM).await;
@@ -92,7 +130,10 @@ fn a_docker_daemon_that_restarts_takes_sessions_along_and_new_ones_work_once_it_
         for volume in volumes.lines() {
             daemon.engine.command(&["volume", "rm", volume]);
         }
-        assert_eq!(containers.session().ok("print('filled again')").await, "filled again\n");
+        assert_eq!(
+            containers.session().ok("print('filled again')").await,
+            "filled again\n"
+        );
         containers.end().await;
         is_empty(&daemon).await;
     });
@@ -100,7 +141,9 @@ fn a_docker_daemon_that_restarts_takes_sessions_along_and_new_ones_work_once_it_
 
 #[test]
 fn containers_that_outlive_their_daemon_are_removed_when_it_is_back() {
-    let Some(mut daemon) = Daemon::docker(&["--live-restore"]) else { return };
+    let Some(mut daemon) = Daemon::docker(&["--live-restore"]) else {
+        return;
+    };
     native::run(async {
         let containers = daemon.engine.build().start();
         let session = containers.session();
@@ -115,7 +158,11 @@ fn containers_that_outlive_their_daemon_are_removed_when_it_is_back() {
         let kept = daemon.engine.container_of(&session).await;
         let deadline = Instant::now() + Duration::from_secs(30);
         while daemon.engine.containers() != [kept.as_str()] {
-            assert!(Instant::now() < deadline, "{:?}", daemon.engine.containers());
+            assert!(
+                Instant::now() < deadline,
+                "{:?}",
+                daemon.engine.containers()
+            );
             tokio::task::yield_now().await;
         }
         assert!(!std::path::Path::new(&format!("/proc/{host_pid}/root/opt/cellblock")).exists());
@@ -125,7 +172,9 @@ fn containers_that_outlive_their_daemon_are_removed_when_it_is_back() {
 
 #[test]
 fn a_podman_service_that_restarts_takes_sessions_along_and_new_ones_work_once_it_is_back() {
-    let Some(mut daemon) = Daemon::podman() else { return };
+    let Some(mut daemon) = Daemon::podman() else {
+        return;
+    };
     native::run(async {
         let containers = daemon.engine.build().start();
         loses_and_begins_anew(&mut daemon, &containers, Signal::TERM).await;

@@ -11,7 +11,13 @@ const SPOIL: &str = "open(stock.PLACE, 'rb')\ntry:\n    open(stock.PLACE, 'ab')\
 /// An image like that of the tests, whose volume nobody else uses.
 fn image_of_its_own(engine: &TestEngine, name: &str) {
     let container = engine.command(&["create", "--network=none", IMAGE, "true"]);
-    engine.command(&["commit", "--change", "LABEL for=stock", container.trim(), name]);
+    engine.command(&[
+        "commit",
+        "--change",
+        "LABEL for=stock",
+        container.trim(),
+        name,
+    ]);
     engine.command(&["rm", container.trim()]);
 }
 
@@ -38,10 +44,25 @@ fn every_container_of_an_image_takes_its_modules_from_one_stock() {
         assert_eq!(first.ok(SPOIL).await, "refused\n");
 
         // One that is damaged is not used, and sessions do without it.
-        let volume = engine.command(&["inspect", "--format", "{{ (index .Mounts 0).Name }}", &container]);
+        let volume = engine.command(&[
+            "inspect",
+            "--format",
+            "{{ (index .Mounts 0).Name }}",
+            &container,
+        ]);
         let mount = format!("--volume={}:/x", volume.trim());
-        let inside =
-            |command: &str| engine.command(&["run", "--rm", "--network=none", &mount, IMAGE, "sh", "-c", command]);
+        let inside = |command: &str| {
+            engine.command(&[
+                "run",
+                "--rm",
+                "--network=none",
+                &mount,
+                IMAGE,
+                "sh",
+                "-c",
+                command,
+            ])
+        };
         inside("printf x >> /x/ready/stock");
         let third = containers.session();
         assert_eq!(third.ok(TAKEN).await, "0\n");

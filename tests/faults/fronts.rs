@@ -17,14 +17,18 @@ use crate::support::server::{Era, Pending, Server, finished, program};
 use crate::support::service::{Service, stop_keeper_of};
 
 /// A cell that computes for three seconds.
-const CELL: &str = "import time; begun = time.time()\nwhile time.time() < begun + 3: pass\nx += 1\n'the result'";
+const CELL: &str =
+    "import time; begun = time.time()\nwhile time.time() < begun + 3: pass\nx += 1\n'the result'";
 
 /// Makes a session with `x = 41` and begins a cell in it, if that is the moment. The cell adds 1.
 fn begin(scene: &Scene, moment: Moment) -> (Process, Option<Pending<'_>>) {
     assert_eq!(scene.text("a", "x = 41; x"), "41");
     let interpreter = scene.interpreter_of("a");
     let pending = (moment == Moment::MidCell).then(|| {
-        let pending = scene.server().begin("execute_ipython_cell", json!({"code": CELL, "session_id": "a"}));
+        let pending = scene.server().begin(
+            "execute_ipython_cell",
+            json!({"code": CELL, "session_id": "a"}),
+        );
         interpreter.wait_until_busy();
         pending
     });
@@ -33,7 +37,10 @@ fn begin(scene: &Scene, moment: Moment) -> (Process, Option<Pending<'_>>) {
 
 /// The text of the execution that runs in a session or ran last.
 fn outcome(server: &Server, session: &str) -> String {
-    let told = server.call("check_execution", json!({"session_id": session, "wait": 30}));
+    let told = server.call(
+        "check_execution",
+        json!({"session_id": session, "wait": 30}),
+    );
     assert!(!told.is_error(), "{}", told.text());
     told.text().to_owned()
 }
@@ -54,7 +61,14 @@ fn check_taken_over(signal: Signal, moment: Moment) {
     if moment == Moment::MidCell {
         assert!(outcome(scene.server(), "a").contains("the result"));
     }
-    assert_eq!(scene.text("a", "x"), if moment == Moment::MidCell { "42" } else { "41" });
+    assert_eq!(
+        scene.text("a", "x"),
+        if moment == Moment::MidCell {
+            "42"
+        } else {
+            "41"
+        }
+    );
     scene.assert_new_session_works("new");
     scene.finish();
 }
@@ -82,7 +96,10 @@ fn a_front_takes_its_own_sessions_along() {
         let (_, pending) = begin(&scene, moment);
         let (family, entries) = (processes::below(scene.holder), entries_of(scene.holder));
         let groups = groups_of(&entries);
-        assert!(family.len() > 4 && entries.len() == 1, "the control: {family:?} {entries:?}");
+        assert!(
+            family.len() > 4 && entries.len() == 1,
+            "the control: {family:?} {entries:?}"
+        );
         send(scene.holder, signal);
         let asked = Instant::now();
         if let Some(pending) = pending.filter(|_| signal == Signal::TERM) {
@@ -93,15 +110,26 @@ fn a_front_takes_its_own_sessions_along() {
         }
         let front = scene.server.take().expect("the scene is not over");
         assert_eq!(front.ended().success(), signal == Signal::TERM);
-        assert!(asked.elapsed() < Duration::from_secs(20), "{:?}", asked.elapsed());
+        assert!(
+            asked.elapsed() < Duration::from_secs(20),
+            "{:?}",
+            asked.elapsed()
+        );
         for process in family.values() {
-            wait_for("the end of every process", || process.state().is_none().then_some(()));
+            wait_for("the end of every process", || {
+                process.state().is_none().then_some(())
+            });
         }
         // After a kill the next server sweeps groups and entry.
         let next = scene.another();
-        let told = next.call("execute_ipython_cell", json!({"code": "'x' in globals()", "session_id": "a"}));
+        let told = next.call(
+            "execute_ipython_cell",
+            json!({"code": "'x' in globals()", "session_id": "a"}),
+        );
         assert_eq!((told.is_error(), told.text()), (false, "False"));
-        wait_for("the end of every control group", || groups.iter().all(|group| !group.exists()).then_some(()));
+        wait_for("the end of every control group", || {
+            groups.iter().all(|group| !group.exists()).then_some(())
+        });
         assert_eq!(entries_of(scene.holder), Vec::<PathBuf>::new());
         next.finish();
     }
@@ -117,27 +145,50 @@ fn check_lost(signal: Signal, moment: Moment) {
     if let Some(pending) = pending {
         let told = pending.result();
         assert!(told.is_error(), "{}", told.text());
-        let why = ["the process that kept the sessions ended", "shutting down", "is ending"];
-        assert!(why.iter().any(|why| told.text().contains(why)), "{}", told.text());
+        let why = [
+            "the process that kept the sessions ended",
+            "shutting down",
+            "is ending",
+        ];
+        assert!(
+            why.iter().any(|why| told.text().contains(why)),
+            "{}",
+            told.text()
+        );
     }
     for process in family.values() {
-        wait_for("the end of every process", || process.state().is_none().then_some(()));
+        wait_for("the end of every process", || {
+            process.state().is_none().then_some(())
+        });
     }
     // A keeper that is about to end says that, and one that has ended is told about.
     let told = wait_for("a session that has ended", || {
         let told = scene.run("a", "x");
-        assert!(told.is_error(), "it is never replaced in silence: {}", told.text());
+        assert!(
+            told.is_error(),
+            "it is never replaced in silence: {}",
+            told.text()
+        );
         let text = told.text().to_owned();
         (!text.contains("shutting down")).then_some(text)
     });
-    assert!(told.contains("the process that kept the sessions ended"), "{told}");
+    assert!(
+        told.contains("the process that kept the sessions ended"),
+        "{told}"
+    );
     assert!(!scene.call("reset", "a").is_error());
     assert_eq!(scene.text("a", "'x' in globals()"), "False");
     scene.assert_new_session_works("new");
     // The next keeper sweeps what a killed one left.
-    wait_for("the end of its entry", || entries.iter().all(|entry| !entry.exists()).then_some(()));
+    wait_for("the end of its entry", || {
+        entries.iter().all(|entry| !entry.exists()).then_some(())
+    });
     let next = scene.keeper_process();
-    assert_ne!(std::mem::replace(&mut scene.holder, next), next, "another keeper was started");
+    assert_ne!(
+        std::mem::replace(&mut scene.holder, next),
+        next,
+        "another keeper was started"
+    );
     scene.finish();
 }
 
@@ -161,18 +212,41 @@ fn a_keeper_that_hangs_mid_cell_has_the_result_when_it_goes_on() {
     // Another server is told which keeper it is, and how to end it.
     let (status, _, errors) = finished(&mut command(Home::Keeper, &scene.keeper));
     assert_eq!(status, Some(2), "{errors}");
-    let named = format!("the keeper `{}` (process {}) does not answer", scene.keeper, scene.holder);
-    assert!(errors.contains(&named) && errors.contains("cellblock keeper stop"), "{errors}");
+    let named = format!(
+        "the keeper `{}` (process {}) does not answer",
+        scene.keeper, scene.holder
+    );
+    assert!(
+        errors.contains(&named) && errors.contains("cellblock keeper stop"),
+        "{errors}"
+    );
     let list = scene.server().call("list_sessions", json!({}));
-    assert!(list.is_error() && list.text().contains("does not answer"), "{}", list.text());
-    assert!(begun.elapsed() < Duration::from_secs(50), "{:?}", begun.elapsed());
+    assert!(
+        list.is_error() && list.text().contains("does not answer"),
+        "{}",
+        list.text()
+    );
+    assert!(
+        begun.elapsed() < Duration::from_secs(50),
+        "{:?}",
+        begun.elapsed()
+    );
     interpreter.wait_until_asleep();
     send(scene.holder, Signal::CONT);
     let told = pending.expect("a cell runs").result();
     // It was given up while the keeper hung, unless it came a moment before.
     let is_known = told.text().contains("the result");
-    assert!(is_known || told.text().contains("Whether this was carried out is not known"), "{}", told.text());
-    wait_for("a keeper that answers", || (!scene.server().call("list_sessions", json!({})).is_error()).then_some(()));
+    assert!(
+        is_known
+            || told
+                .text()
+                .contains("Whether this was carried out is not known"),
+        "{}",
+        told.text()
+    );
+    wait_for("a keeper that answers", || {
+        (!scene.server().call("list_sessions", json!({})).is_error()).then_some(())
+    });
     if !is_known {
         assert!(outcome(scene.server(), "a").contains("the result"));
     }
@@ -191,13 +265,22 @@ fn a_front_or_keeper_that_stands_still_for_a_moment_loses_nothing() {
         let scene = Scene::new(home);
         let (interpreter, pending) = begin(&scene, Moment::MidCell);
         let front = stop_front.then(|| scene.server().process_id());
-        let stopped: Vec<u32> = front.into_iter().chain(stop_keeper.then_some(scene.holder)).collect();
+        let stopped: Vec<u32> = front
+            .into_iter()
+            .chain(stop_keeper.then_some(scene.holder))
+            .collect();
         stopped.iter().for_each(|process| processes::stop(*process));
         // The cell ends meanwhile, and nobody hears it.
         interpreter.wait_until_asleep();
-        stopped.iter().for_each(|process| send(*process, Signal::CONT));
+        stopped
+            .iter()
+            .for_each(|process| send(*process, Signal::CONT));
         let told = pending.expect("a cell runs").result();
-        assert_eq!((told.is_error(), told.text()), (false, "'the result'"), "{home:?} {stop_front} {stop_keeper}");
+        assert_eq!(
+            (told.is_error(), told.text()),
+            (false, "'the result'"),
+            "{home:?} {stop_front} {stop_keeper}"
+        );
         assert_eq!(scene.text("a", "x"), "42");
         scene.finish();
     }
@@ -209,13 +292,20 @@ fn of_two_fronts_of_one_keeper_one_is_killed_and_the_other_goes_on() {
     let (_, pending) = begin(&scene, Moment::MidCell);
     let other = scene.another();
     assert!(other.call("list_sessions", json!({})).text().contains('a'));
-    other.call("execute_ipython_cell", json!({"code": "y = 2", "session_id": "b"}));
+    other.call(
+        "execute_ipython_cell",
+        json!({"code": "y = 2", "session_id": "b"}),
+    );
     send(other.process_id(), Signal::KILL);
     other.ended();
     let told = pending.expect("a cell runs").result();
     assert_eq!((told.is_error(), told.text()), (false, "'the result'"));
     assert_eq!(scene.text("a", "x"), "42");
-    assert_eq!(scene.text("b", "y"), "2", "sessions of the other one are kept too");
+    assert_eq!(
+        scene.text("b", "y"),
+        "2",
+        "sessions of the other one are kept too"
+    );
     scene.finish();
 }
 
@@ -233,7 +323,10 @@ fn a_service_is_not_ready_while_its_keeper_hangs_and_says_why() {
         let (status, text) = readiness(service.address);
         (status == 503).then_some(text)
     });
-    assert!(why.contains("the process that keeps the sessions does not answer"), "{why}");
+    assert!(
+        why.contains("the process that keeps the sessions does not answer"),
+        "{why}"
+    );
     send(keeper, Signal::CONT);
     wait_for("a service that is ready again", is_ready);
     service.kill();
@@ -255,17 +348,38 @@ async fn signals_to_read_settings_again_disturb_no_cell_and_a_broken_file_change
         }
         (0..10).for_each(|_| send(process, Signal::HUP));
         let code = format!("x = globals().get('x', 0) + 1; print(x == {number})");
-        let told = alice.result("execute_ipython_cell", json!({"code": code, "session_id": "a"})).await;
-        assert!(told["structuredContent"]["text"].as_str().unwrap_or_default().contains("True"), "{told}");
+        let told = alice
+            .result(
+                "execute_ipython_cell",
+                json!({"code": code, "session_id": "a"}),
+            )
+            .await;
+        assert!(
+            told["structuredContent"]["text"]
+                .as_str()
+                .unwrap_or_default()
+                .contains("True"),
+            "{told}"
+        );
     }
     // Whoever could call before can still call, and nobody else can.
     let mut again = Raw::with_key(&service, "alice").await;
-    let told = again.result("execute_ipython_cell", json!({"code": "x", "session_id": "a"})).await;
+    let told = again
+        .result(
+            "execute_ipython_cell",
+            json!({"code": "x", "session_id": "a"}),
+        )
+        .await;
     assert_eq!(told["structuredContent"]["text"], "30", "{told}");
     fs::write(&file, whole).unwrap();
-    let log = tokio::task::spawn_blocking(move || service.finish()).await.unwrap();
+    let log = tokio::task::spawn_blocking(move || service.finish())
+        .await
+        .unwrap();
     assert!(log.contains("the settings were read again"), "{log}");
-    assert!(log.contains("the settings were not read again; the old ones hold"), "{log}");
+    assert!(
+        log.contains("the settings were not read again; the old ones hold"),
+        "{log}"
+    );
 }
 
 /// The place of a keeper's socket.
@@ -277,7 +391,10 @@ fn socket_of(name: &str) -> PathBuf {
 
 #[test]
 fn whatever_is_in_the_place_of_a_socket_is_replaced() {
-    for (number, leave) in [fs_socket as fn(&std::path::Path), plain_file].into_iter().enumerate() {
+    for (number, leave) in [fs_socket as fn(&std::path::Path), plain_file]
+        .into_iter()
+        .enumerate()
+    {
         let name = format!("place{number}-{}", std::process::id());
         let socket = socket_of(&name);
         leave(&socket);
@@ -304,7 +421,9 @@ fn plain_file(path: &std::path::Path) {
 #[test]
 fn an_entry_of_rubbish_that_names_a_folder_of_the_machine_is_swept_and_the_folder_stays() {
     // No process has this number: it is above what any kernel gives out.
-    let entry = runtime_folder().join("instances").join(format!("cellblock-{}-7", 1 << 23));
+    let entry = runtime_folder()
+        .join("instances")
+        .join(format!("cellblock-{}-7", 1 << 23));
     fs::create_dir_all(entry.parent().unwrap()).unwrap();
     let folder = tempfile::tempdir().unwrap();
     fs::write(&entry, format!("/etc\n{}\n", folder.path().display())).unwrap();
@@ -316,7 +435,10 @@ fn an_entry_of_rubbish_that_names_a_folder_of_the_machine_is_swept_and_the_folde
 }
 
 /// Answers the connections of one test in the place of a keeper.
-fn impostor(name: &str, answer: impl Fn(std::os::unix::net::UnixStream) + Send + 'static) -> PathBuf {
+fn impostor(
+    name: &str,
+    answer: impl Fn(std::os::unix::net::UnixStream) + Send + 'static,
+) -> PathBuf {
     let socket = socket_of(name);
     let listener = UnixListener::bind(&socket).unwrap();
     std::thread::spawn(move || listener.incoming().flatten().for_each(answer));
@@ -324,14 +446,20 @@ fn impostor(name: &str, answer: impl Fn(std::os::unix::net::UnixStream) + Send +
 }
 
 /// Starts a server whose keeper is an impostor: what it says, and how long that took.
-fn refused_by(kind: &str, answer: impl Fn(std::os::unix::net::UnixStream) + Send + 'static) -> (String, Duration) {
+fn refused_by(
+    kind: &str,
+    answer: impl Fn(std::os::unix::net::UnixStream) + Send + 'static,
+) -> (String, Duration) {
     let name = format!("{kind}-{}", std::process::id());
     let socket = impostor(&name, answer);
     let begun = Instant::now();
     let (status, printed, errors) = finished(&mut command(Home::Keeper, &name));
     assert_eq!((status, printed.as_str()), (Some(2), ""), "{errors}");
     fs::remove_file(socket).unwrap();
-    assert!(errors.contains("--keep-sessions off does without"), "the cure: {errors}");
+    assert!(
+        errors.contains("--keep-sessions off does without"),
+        "the cure: {errors}"
+    );
     (errors, begun.elapsed())
 }
 

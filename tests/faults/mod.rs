@@ -73,12 +73,21 @@ impl Scene {
     /// Starts a server whose command is changed first.
     fn of(home: Home, more: &[&str], change: impl Fn(Command) -> Command) -> Scene {
         static NEXT: AtomicU32 = AtomicU32::new(0);
-        let keeper = format!("f{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
+        let keeper = format!(
+            "f{}-{}",
+            std::process::id(),
+            NEXT.fetch_add(1, Ordering::Relaxed)
+        );
         let mut command = command(home, &keeper);
         command.args(more);
         let server = Server::spawn(&mut change(command), Era::Initialize);
         server.greet();
-        let mut scene = Scene { server: Some(server), home, keeper, holder: 0 };
+        let mut scene = Scene {
+            server: Some(server),
+            home,
+            keeper,
+            holder: 0,
+        };
         scene.holder = match home {
             Home::Inside => scene.server().process_id(),
             Home::Keeper => scene.keeper_process(),
@@ -110,7 +119,10 @@ impl Scene {
     }
 
     fn run(&self, session: &str, code: &str) -> ToolResult {
-        self.server().call("execute_ipython_cell", json!({"code": code, "session_id": session}))
+        self.server().call(
+            "execute_ipython_cell",
+            json!({"code": code, "session_id": session}),
+        )
     }
 
     #[track_caller]
@@ -151,9 +163,13 @@ impl Scene {
             }
         };
         for process in family.values() {
-            wait_for("the end of every process", || process.state().is_none().then_some(()));
+            wait_for("the end of every process", || {
+                process.state().is_none().then_some(())
+            });
         }
-        wait_for("the end of every control group", || groups.iter().all(|group| !group.exists()).then_some(()));
+        wait_for("the end of every control group", || {
+            groups.iter().all(|group| !group.exists()).then_some(())
+        });
         assert_eq!(entries_of(holder), Vec::<PathBuf>::new());
         log
     }
@@ -170,7 +186,8 @@ impl Drop for Scene {
         if self.server.is_some() {
             if self.home == Home::Keeper {
                 // A test that failed may have stopped it; then it would not hear anything.
-                let _ = Pid::from_raw(self.holder as i32).map(|keeper| kill_process(keeper, Signal::CONT));
+                let _ = Pid::from_raw(self.holder as i32)
+                    .map(|keeper| kill_process(keeper, Signal::CONT));
             }
             self.stop_keeper();
         }
@@ -193,7 +210,12 @@ fn runtime_folder() -> PathBuf {
     match is_root() {
         true => PathBuf::from("/run/cellblock"),
         false => std::env::var_os("XDG_RUNTIME_DIR").map_or_else(
-            || PathBuf::from(format!("/tmp/cellblock-{}", rustix::process::geteuid().as_raw())),
+            || {
+                PathBuf::from(format!(
+                    "/tmp/cellblock-{}",
+                    rustix::process::geteuid().as_raw()
+                ))
+            },
             |folder| Path::new(&folder).join("cellblock"),
         ),
     }
@@ -202,29 +224,60 @@ fn runtime_folder() -> PathBuf {
 /// Asks whether a service is ready: the status and the text.
 fn readiness(address: SocketAddr) -> (u16, String) {
     let mut stream = TcpStream::connect(address).unwrap();
-    write!(stream, "GET /readyz HTTP/1.1\r\nhost: {address}\r\nconnection: close\r\n\r\n").unwrap();
+    write!(
+        stream,
+        "GET /readyz HTTP/1.1\r\nhost: {address}\r\nconnection: close\r\n\r\n"
+    )
+    .unwrap();
     let mut text = String::new();
     stream.read_to_string(&mut text).unwrap();
-    (text.split_whitespace().nth(1).unwrap().parse().unwrap(), text)
+    (
+        text.split_whitespace().nth(1).unwrap().parse().unwrap(),
+        text,
+    )
 }
 
 /// The entries of one server in the runtime folder.
 fn entries_of(server: u32) -> Vec<PathBuf> {
     let own = format!("cellblock-{server}-");
-    let entries = fs::read_dir(runtime_folder().join("instances")).into_iter().flatten().flatten();
-    entries.filter(|entry| entry.file_name().to_string_lossy().starts_with(&own)).map(|entry| entry.path()).collect()
+    let entries = fs::read_dir(runtime_folder().join("instances"))
+        .into_iter()
+        .flatten()
+        .flatten();
+    entries
+        .filter(|entry| entry.file_name().to_string_lossy().starts_with(&own))
+        .map(|entry| entry.path())
+        .collect()
 }
 
 fn groups_of(entries: &[PathBuf]) -> Vec<PathBuf> {
-    let lists = entries.iter().map(|entry| fs::read_to_string(entry).unwrap_or_default());
-    lists.flat_map(|list| list.lines().map(PathBuf::from).collect::<Vec<_>>()).collect()
+    let lists = entries
+        .iter()
+        .map(|entry| fs::read_to_string(entry).unwrap_or_default());
+    lists
+        .flat_map(|list| list.lines().map(PathBuf::from).collect::<Vec<_>>())
+        .collect()
 }
 
 /// The rows of `table.md`: fault, told, recovers, test.
 fn table() -> Vec<[&'static str; 4]> {
-    let lines = include_str!("table.md").lines().filter(|line| line.starts_with("| ")).skip(1);
-    let cells = |line: &'static str| line.trim_matches('|').split('|').map(str::trim).collect::<Vec<_>>();
-    lines.map(|line| cells(line).try_into().unwrap_or_else(|cells| panic!("four cells: {cells:?}"))).collect()
+    let lines = include_str!("table.md")
+        .lines()
+        .filter(|line| line.starts_with("| "))
+        .skip(1);
+    let cells = |line: &'static str| {
+        line.trim_matches('|')
+            .split('|')
+            .map(str::trim)
+            .collect::<Vec<_>>()
+    };
+    lines
+        .map(|line| {
+            cells(line)
+                .try_into()
+                .unwrap_or_else(|cells| panic!("four cells: {cells:?}"))
+        })
+        .collect()
 }
 
 #[test]
@@ -232,14 +285,28 @@ fn there_are_at_least_seventy_rows_and_each_has_its_test() {
     let tests = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests");
     let table = table();
     for [fault, told, recovers, test] in &table {
-        assert!(![fault, told, recovers].iter().any(|cell| cell.is_empty()), "{fault}");
-        let (file, name) = test.trim_matches('`').rsplit_once("::").expect("a module and a name");
+        assert!(
+            ![fault, told, recovers].iter().any(|cell| cell.is_empty()),
+            "{fault}"
+        );
+        let (file, name) = test
+            .trim_matches('`')
+            .rsplit_once("::")
+            .expect("a module and a name");
         let file = tests.join(file.replace("::", "/"));
-        let text = fs::read_to_string(file.with_extension("rs")).or_else(|_| fs::read_to_string(file.join("mod.rs")));
+        let text = fs::read_to_string(file.with_extension("rs"))
+            .or_else(|_| fs::read_to_string(file.join("mod.rs")));
         let text = text.unwrap_or_else(|error| panic!("{test}: {error}"));
-        assert!(text.contains(&format!("fn {name}()")), "there is no test {test}");
+        assert!(
+            text.contains(&format!("fn {name}()")),
+            "there is no test {test}"
+        );
     }
     let faults: std::collections::BTreeSet<&str> = table.iter().map(|[fault, ..]| *fault).collect();
     assert_eq!(faults.len(), table.len(), "each row is another fault");
-    assert!(2 * signals::ROWS.len() + table.len() >= 70 && table.len() >= 40, "{}", table.len());
+    assert!(
+        2 * signals::ROWS.len() + table.len() >= 70 && table.len() >= 40,
+        "{}",
+        table.len()
+    );
 }

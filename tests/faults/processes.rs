@@ -46,7 +46,12 @@ pub(super) struct Process {
 impl Process {
     fn read(pid: u32) -> Option<Process> {
         let status = fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
-        let field = |name: &str| status.lines().find_map(|line| line.strip_prefix(name)).map(str::trim);
+        let field = |name: &str| {
+            status
+                .lines()
+                .find_map(|line| line.strip_prefix(name))
+                .map(str::trim)
+        };
         if field("State:")?.starts_with('Z') {
             return None;
         }
@@ -55,7 +60,10 @@ impl Process {
             role: Role::Other,
             parent: field("PPid:")?.parse().ok()?,
             name: field("Name:")?.to_owned(),
-            numbers: field("NSpid:")?.split_whitespace().map(|number| number.parse().ok()).collect::<Option<_>>()?,
+            numbers: field("NSpid:")?
+                .split_whitespace()
+                .map(|number| number.parse().ok())
+                .collect::<Option<_>>()?,
         })
     }
 
@@ -74,28 +82,43 @@ impl Process {
         let namespace = |pid: u32| fs::read_link(format!("/proc/{pid}/ns/pid")).ok();
         let own = namespace(self.pid);
         let mut all = below(server).into_values();
-        all.find(|found| found.role == Role::Init && namespace(found.pid) == own).expect("every sandbox has an init")
+        all.find(|found| found.role == Role::Init && namespace(found.pid) == own)
+            .expect("every sandbox has an init")
     }
 
     /// The first process of the family of an init: its parent.
     pub(super) fn family(&self, server: u32) -> Process {
-        below(server).remove(&self.parent).filter(|found| found.role == Role::Family).expect("it has a family")
+        below(server)
+            .remove(&self.parent)
+            .filter(|found| found.role == Role::Family)
+            .expect("it has a family")
     }
 
     /// The twin of an interpreter: its parent.
     pub(super) fn twin(&self, server: u32) -> Process {
-        below(server).remove(&self.parent).filter(|found| found.role == Role::Twin).expect("it has a twin")
+        below(server)
+            .remove(&self.parent)
+            .filter(|found| found.role == Role::Twin)
+            .expect("it has a twin")
     }
 
     /// Waits until it computes: a cell that loops has begun.
     pub(super) fn wait_until_busy(&self) {
         let before = stat(self.pid).map_or(0, |(_, ticks)| ticks);
-        wait_for("a cell that computes", || stat(self.pid).is_none_or(|(_, ticks)| ticks > before + 5).then_some(()));
+        wait_for("a cell that computes", || {
+            stat(self.pid)
+                .is_none_or(|(_, ticks)| ticks > before + 5)
+                .then_some(())
+        });
     }
 
     /// Waits until it waits for something: a cell that loops has ended.
     pub(super) fn wait_until_asleep(&self) {
-        wait_for("the end of a cell", || stat(self.pid).is_none_or(|(state, _)| state == 'S').then_some(()));
+        wait_for("the end of a cell", || {
+            stat(self.pid)
+                .is_none_or(|(state, _)| state == 'S')
+                .then_some(())
+        });
     }
 }
 
@@ -108,7 +131,9 @@ pub(super) fn send(process: u32, signal: Signal) {
 /// Stops a process, and waits until all its threads stand still.
 pub(super) fn stop(process: u32) {
     send(process, Signal::STOP);
-    wait_for("a stopped process", || (stat(process)?.0 == 'T').then_some(()));
+    wait_for("a stopped process", || {
+        (stat(process)?.0 == 'T').then_some(())
+    });
 }
 
 /// The state of a process and the processor time that it has used, in hundredths of a second.
@@ -117,14 +142,19 @@ fn stat(pid: u32) -> Option<(char, u64)> {
     let fields: Vec<&str> = text.rsplit_once(')')?.1.split_whitespace().collect();
     let state = fields.first()?.chars().next()?;
     (state != 'Z').then_some(())?;
-    Some((state, fields.get(11)?.parse::<u64>().ok()? + fields.get(12)?.parse::<u64>().ok()?))
+    Some((
+        state,
+        fields.get(11)?.parse::<u64>().ok()? + fields.get(12)?.parse::<u64>().ok()?,
+    ))
 }
 
 /// All processes below `server`, by process id.
 pub(super) fn below(server: u32) -> BTreeMap<u32, Process> {
     let pids = fs::read_dir("/proc").expect("there is /proc").flatten();
     let pids = pids.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
-    let all: BTreeMap<u32, Process> = pids.filter_map(|pid| Some((pid, Process::read(pid)?))).collect();
+    let all: BTreeMap<u32, Process> = pids
+        .filter_map(|pid| Some((pid, Process::read(pid)?)))
+        .collect();
     let is_below = |process: &Process| {
         let mut parent = process.parent;
         while let Some(next) = all.get(&parent).filter(|_| parent != server) {
@@ -134,8 +164,9 @@ pub(super) fn below(server: u32) -> BTreeMap<u32, Process> {
     };
     // What they fork has their names for a moment.
     let is_guardian = |process: &Process| process.name == "cb-guardian" && process.parent == server;
-    let is_warden =
-        |process: &Process| process.name == "cb-warden" && all.get(&process.parent).is_some_and(is_guardian);
+    let is_warden = |process: &Process| {
+        process.name == "cb-warden" && all.get(&process.parent).is_some_and(is_guardian)
+    };
     let warden = all.values().find(|found| is_warden(found));
     let warden_depth = warden.map(|found| found.numbers.len());
     let role = |process: &Process| match (process.name.as_str(), warden_depth) {
@@ -151,17 +182,33 @@ pub(super) fn below(server: u32) -> BTreeMap<u32, Process> {
         _ => Role::Other,
     };
     let found = all.values().filter(|process| is_below(process));
-    found.map(|process| (process.pid, Process { role: role(process), ..process.clone() })).collect()
+    found
+        .map(|process| {
+            (
+                process.pid,
+                Process {
+                    role: role(process),
+                    ..process.clone()
+                },
+            )
+        })
+        .collect()
 }
 
 /// The keeper that a front has started. Not asked for on the command line: that would wait for
 /// every keeper that another test has stopped.
 pub(super) fn keeper_of(front: u32) -> u32 {
     wait_for("a keeper", || {
-        let mut all = below(front).into_values().filter(|process| process.parent == front);
+        let mut all = below(front)
+            .into_values()
+            .filter(|process| process.parent == front);
         let is_keeper = |process: &Process| {
             let arguments = fs::read(format!("/proc/{}/cmdline", process.pid)).unwrap_or_default();
-            arguments.split(|byte| *byte == 0).skip(1).take(2).eq([b"keeper".as_slice(), b"hold"])
+            arguments
+                .split(|byte| *byte == 0)
+                .skip(1)
+                .take(2)
+                .eq([b"keeper".as_slice(), b"hold"])
         };
         all.find(is_keeper).map(|process| process.pid)
     })
@@ -170,15 +217,20 @@ pub(super) fn keeper_of(front: u32) -> u32 {
 /// Waits until a process of this role is there.
 pub(super) fn one(server: u32, role: Role) -> Process {
     wait_for(&format!("the process that is {role:?}"), || {
-        below(server).into_values().find(|process| process.role == role)
+        below(server)
+            .into_values()
+            .find(|process| process.role == role)
     })
 }
 
 /// The interpreter that has this process id inside. Sandboxes of one server count from different
 /// numbers.
 pub(super) fn inside(server: u32, number: u32) -> Process {
-    let mut all = below(server).into_values().filter(|process| process.role == Role::Interpreter);
-    all.find(|process| process.numbers.last() == Some(&number)).expect("there is such an interpreter")
+    let mut all = below(server)
+        .into_values()
+        .filter(|process| process.role == Role::Interpreter);
+    all.find(|process| process.numbers.last() == Some(&number))
+        .expect("there is such an interpreter")
 }
 
 /// Looks again and again until there is an answer; fails when that takes too long.
@@ -189,7 +241,10 @@ pub(super) fn wait_for<T>(what: &str, mut look: impl FnMut() -> Option<T>) -> T 
         if let Some(found) = look() {
             return found;
         }
-        assert!(Instant::now() < deadline, "{what} did not come within {PATIENCE:?}");
+        assert!(
+            Instant::now() < deadline,
+            "{what} did not come within {PATIENCE:?}"
+        );
         std::thread::sleep(Duration::from_millis(20));
     }
 }

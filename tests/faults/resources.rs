@@ -30,15 +30,18 @@ fn after(script: &str, command: Command) -> Command {
 #[test]
 fn a_limit_of_open_files_that_is_too_low_is_refused_at_the_start() {
     for limit in [32, 64, 128, 256, 512, 1023] {
-        for command in
-            [vec!["mcp", "--keep-sessions", "off"], vec!["mcp", "--keep-sessions", "on"], vec!["run", "-c", "1"]]
-        {
+        for command in [
+            vec!["mcp", "--keep-sessions", "off"],
+            vec!["mcp", "--keep-sessions", "on"],
+            vec!["run", "-c", "1"],
+        ] {
             let mut program = program();
             program.args(command).args(MINIMAL);
             let (status, _, errors) = finished(&mut after(&format!("ulimit -n {limit}"), program));
             assert_eq!(status, Some(2), "{limit}: {errors}");
             assert!(
-                errors.contains(&format!("only {limit} files may be open")) && errors.contains("ulimit -Hn"),
+                errors.contains(&format!("only {limit} files may be open"))
+                    && errors.contains("ulimit -Hn"),
                 "{errors}"
             );
         }
@@ -51,16 +54,29 @@ fn a_limit_of_open_files_that_is_too_low_is_refused_at_the_start() {
 
 #[test]
 fn fewer_sessions_are_allowed_where_fewer_files_may_be_open() {
-    let scene = Scene::of(Home::Inside, &["--max-sessions", "250"], |command| after("ulimit -n 1024", command));
+    let scene = Scene::of(Home::Inside, &["--max-sessions", "250"], |command| {
+        after("ulimit -n 1024", command)
+    });
     assert_eq!(scene.text("a", "6 * 7"), "42");
     let log = scene.finish();
-    assert!(log.contains("fewer sessions than max_sessions are allowed"), "{log}");
+    assert!(
+        log.contains("fewer sessions than max_sessions are allowed"),
+        "{log}"
+    );
 }
 
 /// Sets how many files a process may have open, and returns the limit that it had.
 fn limit_files(process: u32, current: Option<u64>, limit: &Rlimit) -> Rlimit {
     let pid = Pid::from_raw(process as i32).expect("a process id is positive");
-    prlimit(Some(pid), Resource::Nofile, Rlimit { current, maximum: limit.maximum }).unwrap()
+    prlimit(
+        Some(pid),
+        Resource::Nofile,
+        Rlimit {
+            current,
+            maximum: limit.maximum,
+        },
+    )
+    .unwrap()
 }
 
 fn open_files(process: u32) -> u64 {
@@ -80,16 +96,28 @@ fn a_session_for_which_the_warden_has_no_descriptors_is_refused_alone() {
             // Sandboxes that waited are used up first.
             let told = scene.run(name, "1");
             if told.is_error() {
-                assert!(told.text().contains("Too many open files"), "{}", told.text());
+                assert!(
+                    told.text().contains("Too many open files"),
+                    "{}",
+                    told.text()
+                );
             }
         }
         let refused = scene.run("sixth", "1");
-        assert!(refused.is_error() && refused.text().contains("Too many open files"), "{}", refused.text());
+        assert!(
+            refused.is_error() && refused.text().contains("Too many open files"),
+            "{}",
+            refused.text()
+        );
         assert_eq!(scene.text("first", "x"), "1", "the others go on");
         limit_files(warden.pid, usual.current, &usual);
         scene.assert_new_session_works("new");
     }
-    assert_eq!(processes::one(scene.holder, Role::Warden).pid, warden.pid, "the warden is the same");
+    assert_eq!(
+        processes::one(scene.holder, Role::Warden).pid,
+        warden.pid,
+        "the warden is the same"
+    );
     assert!(!scene.call("reset", "first").is_error());
     scene.finish();
 }
@@ -134,8 +162,14 @@ struct Crowd(PathBuf);
 impl Crowd {
     fn new() -> Option<Crowd> {
         let membership = fs::read_to_string("/proc/self/cgroup").ok()?;
-        let own = membership.lines().find_map(|line| line.split_once(":pids:"))?.1.trim_start_matches('/');
-        let folder = Path::new("/sys/fs/cgroup/pids").join(own).join(format!("faults-{}", std::process::id()));
+        let own = membership
+            .lines()
+            .find_map(|line| line.split_once(":pids:"))?
+            .1
+            .trim_start_matches('/');
+        let folder = Path::new("/sys/fs/cgroup/pids")
+            .join(own)
+            .join(format!("faults-{}", std::process::id()));
         fs::create_dir(&folder).ok()?;
         Some(Crowd(folder))
     }
@@ -146,7 +180,11 @@ impl Crowd {
 
     /// Lets nothing more begin.
     fn close(&self) {
-        self.limit(fs::read_to_string(self.0.join("pids.current")).unwrap().trim());
+        self.limit(
+            fs::read_to_string(self.0.join("pids.current"))
+                .unwrap()
+                .trim(),
+        );
     }
 }
 
@@ -165,7 +203,9 @@ fn a_server_that_may_start_no_process_recovers_when_it_may() {
     let scene = Scene::without_pool(|command| after(&enter, command));
     assert_eq!(scene.text("first", "x = 1; x"), "1");
     wait_for("empty sandboxes", || {
-        let inits = processes::below(scene.holder).into_values().filter(|process| process.role == Role::Init);
+        let inits = processes::below(scene.holder)
+            .into_values()
+            .filter(|process| process.role == Role::Init);
         (inits.count() >= 3).then_some(())
     });
     for kill_zygote in [false, true] {
@@ -174,7 +214,11 @@ fn a_server_that_may_start_no_process_recovers_when_it_may() {
             processes::one(scene.holder, Role::Zygote).send(Signal::KILL);
         }
         let refused = scene.run("second", "1");
-        assert!(refused.is_error() && refused.text().contains("no Python could be started"), "{}", refused.text());
+        assert!(
+            refused.is_error() && refused.text().contains("no Python could be started"),
+            "{}",
+            refused.text()
+        );
         assert_eq!(scene.text("first", "x"), "1", "the others go on");
         crowd.limit("max");
         scene.assert_new_session_works("new");
@@ -187,7 +231,11 @@ fn a_server_that_may_start_no_process_recovers_when_it_may() {
 /// The control groups of a server, wherever they are.
 fn groups_named_after(server: u32) -> Vec<PathBuf> {
     let name = format!("cellblock-{server}-");
-    let (_, found, _) = finished(Command::new("find").args(["/sys/fs/cgroup", "-type", "d", "-name"]).arg(name + "*"));
+    let (_, found, _) = finished(
+        Command::new("find")
+            .args(["/sys/fs/cgroup", "-type", "d", "-name"])
+            .arg(name + "*"),
+    );
     found.lines().map(PathBuf::from).collect()
 }
 
@@ -198,27 +246,48 @@ fn a_full_runtime_folder_leaves_no_groups_and_is_tried_again() {
     }
     fs::create_dir_all("/run/cellblock").unwrap();
     // A file system of one page that is full: files can be made in it, but not written.
-    let fill =
-        "mount -t tmpfs -o size=4k,mode=700 none /run/cellblock && head -c 4096 /dev/zero > /run/cellblock/filler";
+    let fill = "mount -t tmpfs -o size=4k,mode=700 none /run/cellblock && head -c 4096 /dev/zero > /run/cellblock/filler";
     let mut command = program();
-    command.args(["mcp", "--keep-sessions", "off"]).args(MINIMAL);
+    command
+        .args(["mcp", "--keep-sessions", "off"])
+        .args(MINIMAL);
     let mut inner = Command::new("unshare");
-    inner.arg("-m").args(["sh", "-c", &format!("{fill}; exec \"$0\" \"$@\"")]);
+    inner
+        .arg("-m")
+        .args(["sh", "-c", &format!("{fill}; exec \"$0\" \"$@\"")]);
     inner.arg(command.get_program()).args(command.get_args());
-    for (name, value) in command.get_envs().filter_map(|(name, value)| Some((name, value?))) {
+    for (name, value) in command
+        .get_envs()
+        .filter_map(|(name, value)| Some((name, value?)))
+    {
         inner.env(name, value);
     }
-    let server = crate::support::server::Server::spawn(&mut inner, crate::support::server::Era::Initialize);
+    let server =
+        crate::support::server::Server::spawn(&mut inner, crate::support::server::Era::Initialize);
     server.greet();
     let run = || server.call("execute_ipython_cell", json!({"code": "6 * 7"}));
     let refused = run();
-    assert!(refused.is_error() && refused.text().contains("No space left on device"), "{}", refused.text());
-    assert_eq!(groups_named_after(server.process_id()), Vec::<PathBuf>::new());
+    assert!(
+        refused.is_error() && refused.text().contains("No space left on device"),
+        "{}",
+        refused.text()
+    );
+    assert_eq!(
+        groups_named_after(server.process_id()),
+        Vec::<PathBuf>::new()
+    );
     let inside = format!("/proc/{}/root/run/cellblock/filler", server.process_id());
     fs::remove_file(inside).unwrap();
     let again = run();
-    assert_eq!((again.is_error(), again.text()), (false, "42"), "a preparation that failed is tried again");
-    assert!(!groups_named_after(server.process_id()).is_empty(), "the control: it has groups now");
+    assert_eq!(
+        (again.is_error(), again.text()),
+        (false, "42"),
+        "a preparation that failed is tried again"
+    );
+    assert!(
+        !groups_named_after(server.process_id()).is_empty(),
+        "the control: it has groups now"
+    );
     let process = server.process_id();
     server.finish();
     assert_eq!(groups_named_after(process), Vec::<PathBuf>::new());
@@ -242,23 +311,36 @@ fn a_service_is_not_ready_while_its_jail_is_gone_and_says_why() {
     let log = service.finish();
     let errors: Vec<&str> = log.lines().filter(|line| line.contains("ERROR")).collect();
     assert_eq!(errors.len(), 2, "{log}");
-    assert!(errors[0].contains("the jail ended") && errors[1].contains("guardian was stopped"), "{errors:?}");
+    assert!(
+        errors[0].contains("the jail ended") && errors[1].contains("guardian was stopped"),
+        "{errors:?}"
+    );
 }
 
 #[test]
 fn of_a_hundred_cells_for_one_session_those_that_find_no_place_are_refused() {
     let scene = Scene::new(Home::Inside);
     assert_eq!(scene.text("a", "count = 0; count"), "0");
-    let cell = |code: &str| scene.server().begin("execute_ipython_cell", json!({"code": code, "session_id": "a"}));
+    let cell = |code: &str| {
+        scene.server().begin(
+            "execute_ipython_cell",
+            json!({"code": code, "session_id": "a"}),
+        )
+    };
     let interpreter = scene.interpreter_of("a");
-    let first = cell("import time; begun = time.time()\nwhile time.time() < begun + 3: pass\ncount += 1");
+    let first =
+        cell("import time; begun = time.time()\nwhile time.time() < begun + 3: pass\ncount += 1");
     interpreter.wait_until_busy();
     let others: Vec<_> = (0..99).map(|_| cell("count += 1")).collect();
     assert!(!first.result().is_error());
     let told: Vec<_> = others.iter().map(|pending| pending.result()).collect();
     let (refused, ran): (Vec<_>, Vec<_>) = told.iter().partition(|told| told.is_error());
     assert_eq!((ran.len(), refused.len()), (64, 35));
-    assert!(refused.iter().all(|told| told.text().contains("64 requests are already waiting")));
+    assert!(
+        refused
+            .iter()
+            .all(|told| told.text().contains("64 requests are already waiting"))
+    );
     assert_eq!(scene.text("a", "count"), "65");
     scene.finish();
 }
@@ -270,7 +352,8 @@ fn twenty_cells_that_ignore_the_interrupt_are_ended_and_undone() {
     for name in &names {
         assert_eq!(scene.text(name, "x = 1; x"), "1");
     }
-    let deaf = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); x = 2\nwhile True: pass";
+    let deaf =
+        "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); x = 2\nwhile True: pass";
     let begin = |name: &String| {
         let arguments = json!({"code": deaf, "session_id": name, "timeout": 2});
         scene.server().begin("execute_ipython_cell", arguments)
@@ -282,11 +365,17 @@ fn twenty_cells_that_ignore_the_interrupt_are_ended_and_undone() {
         wait_for("the end of a cell", || {
             let ended = !told.text().contains("still running");
             if !ended {
-                told = scene.server().call("check_execution", json!({"session_id": name, "wait": 10}));
+                told = scene
+                    .server()
+                    .call("check_execution", json!({"session_id": name, "wait": 10}));
             }
             ended.then_some(())
         });
-        assert!(told.is_error() && told.text().contains("ignored the interrupt"), "{}", told.text());
+        assert!(
+            told.is_error() && told.text().contains("ignored the interrupt"),
+            "{}",
+            told.text()
+        );
     }
     for name in &names {
         let undone = scene.call("undo", name);
@@ -302,8 +391,14 @@ struct Tight(PathBuf);
 impl Tight {
     fn new(bytes: u64) -> Option<Tight> {
         let membership = fs::read_to_string("/proc/self/cgroup").ok()?;
-        let own = membership.lines().find_map(|line| line.split_once(":memory:"))?.1.trim_start_matches('/');
-        let folder = Path::new("/sys/fs/cgroup/memory").join(own).join(format!("faults-{}", std::process::id()));
+        let own = membership
+            .lines()
+            .find_map(|line| line.split_once(":memory:"))?
+            .1
+            .trim_start_matches('/');
+        let folder = Path::new("/sys/fs/cgroup/memory")
+            .join(own)
+            .join(format!("faults-{}", std::process::id()));
         fs::create_dir(&folder).ok()?;
         let tight = Tight(folder);
         fs::write(tight.0.join("memory.limit_in_bytes"), bytes.to_string()).ok()?;
@@ -322,18 +417,27 @@ impl Drop for Tight {
 
 #[test]
 fn a_server_with_little_memory_lives_and_undo_brings_a_neighbour_back() {
-    let Some(tight) = Some(()).filter(|()| is_root()).and_then(|()| Tight::new(400 << 20)) else {
+    let Some(tight) = Some(())
+        .filter(|()| is_root())
+        .and_then(|()| Tight::new(400 << 20))
+    else {
         return skipped("root and a memory controller of version 1");
     };
     let enter = format!("echo $$ > {}/tasks", tight.0.display());
     for home in [Home::Inside, Home::Keeper] {
-        let scene = Scene::of(home, &["--memory", "4GiB"], |command| after(&enter, command));
+        let scene = Scene::of(home, &["--memory", "4GiB"], |command| {
+            after(&enter, command)
+        });
         assert_eq!(scene.text("neighbour", "x = 1; x"), "1");
         assert_eq!(scene.text("victim", "x = 1; x"), "1");
         let warden = processes::one(scene.holder, Role::Warden);
         let told = scene.run("victim", "y = b'x' * (1500 << 20)");
         let why = "of the control group that the server is in, ran out";
-        assert!(told.is_error() && told.text().contains(why), "{}", told.text());
+        assert!(
+            told.is_error() && told.text().contains(why),
+            "{}",
+            told.text()
+        );
         // Before the first process has given its memory back, the kernel may choose another one.
         let neighbour = scene.run("neighbour", "x");
         if neighbour.is_error() {
@@ -341,7 +445,11 @@ fn a_server_with_little_memory_lives_and_undo_brings_a_neighbour_back() {
             assert!(!scene.call("undo", "neighbour").is_error());
         }
         assert_eq!(scene.text("neighbour", "x").lines().next(), Some("1"));
-        assert_eq!(processes::one(scene.holder, Role::Warden).pid, warden.pid, "the warden is the same");
+        assert_eq!(
+            processes::one(scene.holder, Role::Warden).pid,
+            warden.pid,
+            "the warden is the same"
+        );
         assert!(!scene.call("reset", "victim").is_error());
         assert_eq!(scene.text("victim", "6 * 7"), "42");
         scene.finish();
@@ -362,13 +470,22 @@ impl Frozen {
     fn new(process: u32) -> Option<Frozen> {
         let root = Path::new("/sys/fs/cgroup/freezer");
         let membership = fs::read_to_string(format!("/proc/{process}/cgroup")).unwrap();
-        let path = membership.lines().find_map(|line| line.split_once(":freezer:/"))?.1;
-        let frozen = Frozen { group: root.join(format!("cellblock-test-{process}")), before: root.join(path), process };
+        let path = membership
+            .lines()
+            .find_map(|line| line.split_once(":freezer:/"))?
+            .1;
+        let frozen = Frozen {
+            group: root.join(format!("cellblock-test-{process}")),
+            before: root.join(path),
+            process,
+        };
         fs::create_dir(&frozen.group).ok()?;
         fs::write(frozen.group.join("cgroup.procs"), process.to_string()).unwrap();
         fs::write(frozen.group.join("freezer.state"), "FROZEN").unwrap();
         let state = || fs::read_to_string(frozen.group.join("freezer.state")).unwrap();
-        wait_for("a frozen process", || (state().trim() == "FROZEN").then_some(()));
+        wait_for("a frozen process", || {
+            (state().trim() == "FROZEN").then_some(())
+        });
         Some(frozen)
     }
 }
@@ -389,12 +506,18 @@ fn a_fork_whose_sandbox_is_late_delays_nobody_and_is_made_once_it_is_ready() {
     let scene = Scene::new(Home::Inside);
     assert_eq!(scene.text("neighbour", "x = 1; x"), "1");
     assert_eq!(scene.text("victim", "x = 2; x"), "2");
-    let family = scene.interpreter_of("victim").init(scene.holder).family(scene.holder);
+    let family = scene
+        .interpreter_of("victim")
+        .init(scene.holder)
+        .family(scene.holder);
     let Some(frozen) = Frozen::new(family.pid) else {
         skipped("a freezer of control groups version 1, and the right to use it");
         return;
     };
-    let forked = scene.server().begin("fork_session", json!({"session_id": "victim", "names": ["fork"]}));
+    let forked = scene.server().begin(
+        "fork_session",
+        json!({"session_id": "victim", "names": ["fork"]}),
+    );
     assert_eq!(scene.text("neighbour", "x"), "1");
     for name in ["second", "third", "fourth"] {
         scene.assert_new_session_works(name);

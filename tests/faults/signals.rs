@@ -33,7 +33,13 @@ pub(super) struct Row {
 }
 
 const fn row(role: Role, signal: Signal, moment: Moment, victim: Fate, neighbour: Fate) -> Row {
-    Row { role, signal, moment, victim, neighbour }
+    Row {
+        role,
+        signal,
+        moment,
+        victim,
+        neighbour,
+    }
 }
 
 pub(super) const ROWS: [Row; 28] = {
@@ -86,8 +92,14 @@ fn check_rows(role: Role, home: Home) {
 #[track_caller]
 fn check(row: &Row, home: Home) {
     let scene = Scene::new(home);
-    assert_eq!(scene.text("neighbour", "x = 1; open('kept', 'w').write('kept'); x"), "1");
-    assert_eq!(scene.text("victim", "x = 1; open('kept', 'w').write('kept'); x"), "1");
+    assert_eq!(
+        scene.text("neighbour", "x = 1; open('kept', 'w').write('kept'); x"),
+        "1"
+    );
+    assert_eq!(
+        scene.text("victim", "x = 1; open('kept', 'w').write('kept'); x"),
+        "1"
+    );
     let interpreter = scene.interpreter_of("victim");
     let target = match row.role {
         Role::Guardian | Role::Warden | Role::Zygote => processes::one(scene.holder, row.role),
@@ -101,7 +113,9 @@ fn check(row: &Row, home: Home) {
     let pending = (row.moment == Moment::MidCell).then(|| {
         // One that is to end must not end by itself before the fault is noticed.
         let length = if row.victim == Fate::Unharmed { 2 } else { 40 };
-        let code = format!("import time; begun = time.time()\nwhile time.time() < begun + {length}: pass\nx");
+        let code = format!(
+            "import time; begun = time.time()\nwhile time.time() < begun + {length}: pass\nx"
+        );
         let timeout = if row.role == Role::Interpreter { 3 } else { 50 };
         let arguments = json!({"code": code, "session_id": "victim", "timeout": timeout});
         let pending = scene.server().begin("execute_ipython_cell", arguments);
@@ -120,11 +134,15 @@ fn check(row: &Row, home: Home) {
     }
     let ends = row.signal == Signal::KILL || matches!(row.role, Role::Guardian | Role::Warden);
     if ends {
-        wait_for("the end of the process", || target.state().is_none().then_some(()));
+        wait_for("the end of the process", || {
+            target.state().is_none().then_some(())
+        });
     }
     if row.victim == Fate::SandboxEnded {
         // The kernel ends what was below the process a moment later.
-        wait_for("the end of the interpreter", || interpreter.state().is_none().then_some(()));
+        wait_for("the end of the interpreter", || {
+            interpreter.state().is_none().then_some(())
+        });
     }
     if let Some(pending) = pending {
         let told = pending.result();
@@ -143,7 +161,12 @@ fn check(row: &Row, home: Home) {
     if row.role == Role::Init && row.signal == Signal::STOP {
         // Nothing of it can be reached any more, so that the session gets a new sandbox.
         let reset = scene.call("reset", "victim");
-        assert_eq!((reset.is_error(), &reset.structured()["files_kept"]), (false, &json!(false)), "{}", reset.text());
+        assert_eq!(
+            (reset.is_error(), &reset.structured()["files_kept"]),
+            (false, &json!(false)),
+            "{}",
+            reset.text()
+        );
         assert_eq!(scene.text("victim", "2"), "2");
     }
     let log = scene.finish();
@@ -167,10 +190,23 @@ fn check_stopped_family(scene: &Scene, first: &processes::Process, moment: Momen
     assert_eq!(scene.text("neighbour", "x"), "1", "others do not wait");
     scene.assert_new_session_works("meanwhile");
     let refused = forked.result();
-    assert!(refused.is_error() && refused.text().contains("was stopped"), "{}", refused.text());
-    assert!(begun.elapsed() < Duration::from_secs(20), "{:?}", begun.elapsed());
+    assert!(
+        refused.is_error() && refused.text().contains("was stopped"),
+        "{}",
+        refused.text()
+    );
+    assert!(
+        begun.elapsed() < Duration::from_secs(20),
+        "{:?}",
+        begun.elapsed()
+    );
     let reset = scene.call("reset", "victim");
-    assert_eq!((reset.is_error(), &reset.structured()["files_kept"]), (false, &json!(true)), "{}", reset.text());
+    assert_eq!(
+        (reset.is_error(), &reset.structured()["files_kept"]),
+        (false, &json!(true)),
+        "{}",
+        reset.text()
+    );
     assert_eq!(scene.text("victim", "x = 2; open('kept').read()"), "'kept'");
     match moment {
         Moment::Idle => {
@@ -182,7 +218,9 @@ fn check_stopped_family(scene: &Scene, first: &processes::Process, moment: Momen
         // It ends with its last session, also without having been continued.
         Moment::MidCell => {
             assert!(!scene.call("close_session", "victim").is_error());
-            wait_for("the end of the family", || first.state().is_none().then_some(()));
+            wait_for("the end of the family", || {
+                first.state().is_none().then_some(())
+            });
         }
     }
 }
@@ -208,7 +246,11 @@ fn check_fate(scene: &Scene, session: &str, fate: Fate, moment: Moment, signal: 
             if undone.is_error() {
                 // The fault came before the state after the last cell was copied, and the answer
                 // says which ones are kept.
-                assert!(undone.text().contains("These numbers of cells can"), "{}", undone.text());
+                assert!(
+                    undone.text().contains("These numbers of cells can"),
+                    "{}",
+                    undone.text()
+                );
                 assert!(!scene.call("reset", session).is_error());
                 assert_eq!(scene.text(session, "open('kept').read()"), "'kept'");
                 return;
@@ -217,24 +259,42 @@ fn check_fate(scene: &Scene, session: &str, fate: Fate, moment: Moment, signal: 
         }
         Fate::SandboxEnded => {
             assert_sandbox_ended(&scene.run(session, "x"));
-            assert!(scene.call("undo", session).is_error(), "nothing is left to undo");
+            assert!(
+                scene.call("undo", session).is_error(),
+                "nothing is left to undo"
+            );
             let reset = scene.call("reset", session);
             assert!(!reset.is_error(), "{}", reset.text());
-            assert_eq!(reset.structured()["files_kept"], json!(false), "{}", reset.text());
-            assert_eq!(scene.text(session, "import os; os.listdir(), 'x' in globals()"), "([], False)");
+            assert_eq!(
+                reset.structured()["files_kept"],
+                json!(false),
+                "{}",
+                reset.text()
+            );
+            assert_eq!(
+                scene.text(session, "import os; os.listdir(), 'x' in globals()"),
+                "([], False)"
+            );
         }
     }
 }
 
 #[track_caller]
 fn assert_python_ended(told: &ToolResult) {
-    assert!(told.is_error() && told.text().contains("files in the working folder are kept"), "{}", told.text());
+    assert!(
+        told.is_error() && told.text().contains("files in the working folder are kept"),
+        "{}",
+        told.text()
+    );
 }
 
 #[track_caller]
 fn assert_sandbox_ended(told: &ToolResult) {
     let text = told.text();
-    assert!(told.is_error() && text.contains("files are gone") && !text.contains("are kept"), "{text}");
+    assert!(
+        told.is_error() && text.contains("files are gone") && !text.contains("are kept"),
+        "{text}"
+    );
 }
 
 #[test]

@@ -26,13 +26,19 @@ pub(crate) struct Answer {
 
 impl Raw {
     pub(crate) async fn connect(address: SocketAddr) -> Raw {
-        Raw { stream: TcpStream::connect(address).await.unwrap(), authorization: String::new() }
+        Raw {
+            stream: TcpStream::connect(address).await.unwrap(),
+            authorization: String::new(),
+        }
     }
 
     /// Connects to a service whose callers need a token.
     pub(crate) async fn with_token(service: &Service) -> Raw {
         let authorization = format!("authorization: Bearer {}\r\n", service.token);
-        Raw { authorization, ..Raw::connect(service.address).await }
+        Raw {
+            authorization,
+            ..Raw::connect(service.address).await
+        }
     }
 
     pub(crate) async fn write(&mut self, bytes: impl AsRef<[u8]>) {
@@ -46,29 +52,53 @@ impl Raw {
 
     /// Calls a tool as clients do since 2026-07-28.
     pub(crate) async fn call(&mut self, tool: &str, arguments: Value) {
-        let session = arguments["session_id"].as_str().map(|id| format!("mcp-param-session-id: {id}\r\n"));
+        let session = arguments["session_id"]
+            .as_str()
+            .map(|id| format!("mcp-param-session-id: {id}\r\n"));
         let body = call(tool, arguments);
-        let more = format!("content-length: {}\r\n{}", body.len(), self.authorization) + &session.unwrap_or_default();
+        let more = format!("content-length: {}\r\n{}", body.len(), self.authorization)
+            + &session.unwrap_or_default();
         self.write(head(tool, &more) + &body).await;
     }
 
     /// Connects with a key.
     pub(crate) async fn with_key(service: &Service, caller: &str) -> Raw {
         let authorization = format!("authorization: Bearer {}\r\n", service.key(caller));
-        Raw { authorization, ..Raw::connect(service.address).await }
+        Raw {
+            authorization,
+            ..Raw::connect(service.address).await
+        }
     }
 
     /// Sends a request of any kind and waits for its answer.
-    pub(crate) async fn ask(&mut self, method: &str, path: &str, more: &str, body: &[u8]) -> Answer {
-        let host = if more.contains("host:") { "" } else { "host: localhost\r\n" };
+    pub(crate) async fn ask(
+        &mut self,
+        method: &str,
+        path: &str,
+        more: &str,
+        body: &[u8],
+    ) -> Answer {
+        let host = if more.contains("host:") {
+            ""
+        } else {
+            "host: localhost\r\n"
+        };
         let length = if body.is_empty() && method != "PUT" {
             String::new()
         } else {
             format!("content-length: {}\r\n", body.len())
         };
-        self.write(format!("{method} {path} HTTP/1.1\r\n{host}{}{length}{more}\r\n", self.authorization)).await;
+        self.write(format!(
+            "{method} {path} HTTP/1.1\r\n{host}{}{length}{more}\r\n",
+            self.authorization
+        ))
+        .await;
         self.write(body).await;
-        if method == "HEAD" { self.head_only().await } else { self.answer().await }
+        if method == "HEAD" {
+            self.head_only().await
+        } else {
+            self.answer().await
+        }
     }
 
     /// Calls a tool and returns its result.
@@ -80,13 +110,26 @@ impl Raw {
     }
 
     /// Calls a tool for a person who can be shown forms, and returns the result. `more` is what a call has that goes on.
-    pub(crate) async fn result_with_a_person(&mut self, tool: &str, arguments: Value, more: Value) -> Value {
-        let session = arguments["session_id"].as_str().map(|id| format!("mcp-param-session-id: {id}\r\n"));
+    pub(crate) async fn result_with_a_person(
+        &mut self,
+        tool: &str,
+        arguments: Value,
+        more: Value,
+    ) -> Value {
+        let session = arguments["session_id"]
+            .as_str()
+            .map(|id| format!("mcp-param-session-id: {id}\r\n"));
         let mut params = json!({"name": tool, "arguments": arguments, "_meta": meta()});
-        params["_meta"]["io.modelcontextprotocol/clientCapabilities"] = json!({"elicitation": {"form": {}}});
-        params.as_object_mut().unwrap().extend(more.as_object().cloned().unwrap_or_default());
-        let body = json!({"jsonrpc": "2.0", "id": 1, "method": "tools/call", "params": params}).to_string();
-        let lines = format!("content-length: {}\r\n{}", body.len(), self.authorization) + &session.unwrap_or_default();
+        params["_meta"]["io.modelcontextprotocol/clientCapabilities"] =
+            json!({"elicitation": {"form": {}}});
+        params
+            .as_object_mut()
+            .unwrap()
+            .extend(more.as_object().cloned().unwrap_or_default());
+        let body = json!({"jsonrpc": "2.0", "id": 1, "method": "tools/call", "params": params})
+            .to_string();
+        let lines = format!("content-length: {}\r\n{}", body.len(), self.authorization)
+            + &session.unwrap_or_default();
         self.write(head(tool, &lines) + &body).await;
         let answer = self.answer().await;
         assert_eq!(answer.status, 200, "{answer:?}");
@@ -95,9 +138,13 @@ impl Raw {
 
     /// Sends a message of any kind and returns its result.
     pub(super) async fn rpc(&mut self, method: &str, mut params: Value) -> Value {
-        let name = params["uri"].as_str().map(|uri| format!("mcp-name: {uri}\r\n")).unwrap_or_default();
+        let name = params["uri"]
+            .as_str()
+            .map(|uri| format!("mcp-name: {uri}\r\n"))
+            .unwrap_or_default();
         params["_meta"] = meta();
-        let body = json!({"jsonrpc": "2.0", "id": 1, "method": method, "params": params}).to_string();
+        let body =
+            json!({"jsonrpc": "2.0", "id": 1, "method": method, "params": params}).to_string();
         let head = format!(
             "content-type: application/json\r\naccept: application/json, text/event-stream\r\n\
              mcp-protocol-version: 2026-07-28\r\nmcp-method: {method}\r\n{name}"
@@ -109,11 +156,23 @@ impl Raw {
     async fn head_only(&mut self) -> Answer {
         let mut read = Vec::new();
         while !read.ends_with(b"\r\n\r\n") {
-            assert_ne!(self.stream.read_buf(&mut read).await.unwrap(), 0, "the answer was cut");
+            assert_ne!(
+                self.stream.read_buf(&mut read).await.unwrap(),
+                0,
+                "the answer was cut"
+            );
         }
         let head = String::from_utf8_lossy(&read).to_ascii_lowercase();
-        let status = head.split(' ').nth(1).and_then(|word| word.parse().ok()).expect("an answer has a status");
-        Answer { status, head, body: String::new() }
+        let status = head
+            .split(' ')
+            .nth(1)
+            .and_then(|word| word.parse().ok())
+            .expect("an answer has a status");
+        Answer {
+            status,
+            head,
+            body: String::new(),
+        }
     }
 
     /// Waits for one answer with a known length.
@@ -123,20 +182,40 @@ impl Raw {
             match read.windows(4).position(|window| window == b"\r\n\r\n") {
                 Some(end) => break end + 4,
                 None => {
-                    assert_ne!(self.stream.read_buf(&mut read).await.unwrap(), 0, "{}", String::from_utf8_lossy(&read))
+                    assert_ne!(
+                        self.stream.read_buf(&mut read).await.unwrap(),
+                        0,
+                        "{}",
+                        String::from_utf8_lossy(&read)
+                    )
                 }
             }
         };
         let head = String::from_utf8_lossy(&read[..end]).to_ascii_lowercase();
-        let length = head.lines().find_map(|line| line.strip_prefix("content-length: ")?.parse().ok());
+        let length = head
+            .lines()
+            .find_map(|line| line.strip_prefix("content-length: ")?.parse().ok());
         let is_bare = head.contains(" 304 ") || head.contains(" 204 ");
-        let length: usize =
-            length.or(is_bare.then_some(0)).unwrap_or_else(|| panic!("an answer without a length: {head}"));
+        let length: usize = length
+            .or(is_bare.then_some(0))
+            .unwrap_or_else(|| panic!("an answer without a length: {head}"));
         while read.len() < end + length {
-            assert_ne!(self.stream.read_buf(&mut read).await.unwrap(), 0, "the answer was cut");
+            assert_ne!(
+                self.stream.read_buf(&mut read).await.unwrap(),
+                0,
+                "the answer was cut"
+            );
         }
-        let status = head.split(' ').nth(1).and_then(|word| word.parse().ok()).expect("an answer has a status");
-        Answer { status, head, body: String::from_utf8_lossy(&read[end..]).into_owned() }
+        let status = head
+            .split(' ')
+            .nth(1)
+            .and_then(|word| word.parse().ok())
+            .expect("an answer has a status");
+        Answer {
+            status,
+            head,
+            body: String::from_utf8_lossy(&read[end..]).into_owned(),
+        }
     }
 
     /// Waits until the other side closes the connection; returns what it said before.

@@ -12,9 +12,19 @@ async fn a_server_that_takes_its_sessions_along_promises_nothing() {
     let folder = tempfile::tempdir().unwrap();
     let service = Service::with_keys(folder.path(), CALLERS, false, &[]);
     let mut alice = Raw::with_key(&service, "alice").await;
-    alice.result("execute_ipython_cell", json!({"code": "x = 1", "session_id": "a"})).await;
+    alice
+        .result(
+            "execute_ipython_cell",
+            json!({"code": "x = 1", "session_id": "a"}),
+        )
+        .await;
     let cell = "print('begun', flush=True)\nimport time\ntime.sleep(60)";
-    alice.call("execute_ipython_cell", json!({"code": cell, "session_id": "a"})).await;
+    alice
+        .call(
+            "execute_ipython_cell",
+            json!({"code": cell, "session_id": "a"}),
+        )
+        .await;
     // It runs when another call is told so.
     let mut other = Raw::with_key(&service, "alice").await;
     loop {
@@ -25,7 +35,12 @@ async fn a_server_that_takes_its_sessions_along_promises_nothing() {
     }
     let ending = tokio::task::spawn_blocking(move || service.finish());
     let answer = alice.answer().await;
-    assert!(answer.body.contains("the server is ending, and this session with it"), "{answer:?}");
+    assert!(
+        answer
+            .body
+            .contains("the server is ending, and this session with it"),
+        "{answer:?}"
+    );
     assert!(!answer.body.contains("goes on"), "{answer:?}");
     ending.await.unwrap();
 }

@@ -7,7 +7,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use cellblock::mcp::http::LARGEST_BODY;
-use rmcp::model::{CallToolRequestParams, CallToolResponse, CallToolResult, ContentBlock, ErrorData};
+use rmcp::model::{
+    CallToolRequestParams, CallToolResponse, CallToolResult, ContentBlock, ErrorData,
+};
 use rmcp::service::RequestContext;
 use rmcp::{RoleServer, ServerHandler};
 use serde_json::json;
@@ -35,7 +37,10 @@ struct Handler {
 
 impl Handler {
     fn new() -> Handler {
-        Handler { begun: Arc::new(Semaphore::new(0)), cancelled: Arc::new(Semaphore::new(0)) }
+        Handler {
+            begun: Arc::new(Semaphore::new(0)),
+            cancelled: Arc::new(Semaphore::new(0)),
+        }
     }
 }
 
@@ -65,7 +70,10 @@ async fn check_served(stack: &Stack) {
     for _ in 0..2 {
         client.call("short", json!({})).await;
         let answer = client.answer().await;
-        assert!(answer.status == 200 && answer.body.contains("short"), "{answer:?}");
+        assert!(
+            answer.status == 200 && answer.body.contains("short"),
+            "{answer:?}"
+        );
     }
 }
 
@@ -86,7 +94,12 @@ async fn a_client_that_says_nothing_is_let_go() {
 #[tokio::test(start_paused = true)]
 async fn a_client_that_stops_within_a_head_is_let_go() {
     let stack = Stack::serve(Handler::new(), MOST).await;
-    check_let_go(&stack, "POST /mcp HTTP/1.1\r\nhost: local", Duration::from_secs(10)).await;
+    check_let_go(
+        &stack,
+        "POST /mcp HTTP/1.1\r\nhost: local",
+        Duration::from_secs(10),
+    )
+    .await;
     check_served(&stack).await;
 }
 
@@ -130,17 +143,31 @@ async fn a_body_that_is_too_large_is_refused_as_soon_as_it_is_known() {
     let stack = Stack::serve(Handler::new(), MOST).await;
     // One byte less is only a call of the wrong shape.
     let mut fitting = Raw::connect(stack.address).await;
-    fitting.write(head("short", &format!("content-length: {LARGEST_BODY}\r\n"))).await;
+    fitting
+        .write(head(
+            "short",
+            &format!("content-length: {LARGEST_BODY}\r\n"),
+        ))
+        .await;
     fitting.write(" ".repeat(LARGEST_BODY)).await;
     assert_eq!(fitting.answer().await.status, 400); // control
 
     let mut announced = Raw::connect(stack.address).await;
-    announced.write(head("short", &format!("content-length: {}\r\n", LARGEST_BODY + 1))).await;
-    announced.write_if_it_can(" ".repeat(LARGEST_BODY + 1)).await;
+    announced
+        .write(head(
+            "short",
+            &format!("content-length: {}\r\n", LARGEST_BODY + 1),
+        ))
+        .await;
+    announced
+        .write_if_it_can(" ".repeat(LARGEST_BODY + 1))
+        .await;
     assert_eq!(announced.answer().await.status, 413);
 
     let mut endless = Raw::connect(stack.address).await;
-    endless.write(head("short", "transfer-encoding: chunked\r\n")).await;
+    endless
+        .write(head("short", "transfer-encoding: chunked\r\n"))
+        .await;
     let chunk = format!("{:x}\r\n{}\r\n", 65536, " ".repeat(65536));
     let mut chunks = 0;
     while chunks * 65536 <= LARGEST_BODY && endless.write_if_it_can(&chunk).await {
@@ -154,14 +181,21 @@ async fn a_body_that_is_too_large_is_refused_as_soon_as_it_is_known() {
 async fn a_client_that_vanishes_cancels_what_it_asked_for() {
     let handler = Handler::new();
     let stack = Stack::serve(handler.clone(), MOST).await;
-    let (mut stays, mut leaves) = (Raw::connect(stack.address).await, Raw::connect(stack.address).await);
+    let (mut stays, mut leaves) = (
+        Raw::connect(stack.address).await,
+        Raw::connect(stack.address).await,
+    );
     stays.call("endless", json!({})).await;
     leaves.call("endless", json!({})).await;
     let _both = handler.begun.acquire_many(2).await.unwrap();
     drop(leaves);
     handler.cancelled.acquire().await.unwrap().forget();
     check_served(&stack).await;
-    assert_eq!(handler.cancelled.available_permits(), 0, "only the call of the client that left is cancelled"); // control
+    assert_eq!(
+        handler.cancelled.available_permits(),
+        0,
+        "only the call of the client that left is cancelled"
+    ); // control
     drop(stays);
     handler.cancelled.acquire().await.unwrap().forget();
     check_all_gone(&stack).await;
@@ -170,7 +204,9 @@ async fn a_client_that_vanishes_cancels_what_it_asked_for() {
 /// Opens a connection that asks for nothing that needs a token.
 async fn idle_connection(stack: &Stack) -> Raw {
     let mut client = Raw::connect(stack.address).await;
-    client.write("GET /healthz HTTP/1.1\r\nhost: localhost\r\n\r\n").await;
+    client
+        .write("GET /healthz HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        .await;
     assert_eq!(client.answer().await.status, 200);
     client
 }
@@ -185,8 +221,14 @@ async fn idle_connections_give_way_and_cannot_keep_callers_out() {
     }
     assert_eq!(stack.open(), MOST); // control
     check_served(&stack).await;
-    assert_eq!(idle[0].end().await, "", "the longest idle one has given way");
-    idle[1].write("GET /healthz HTTP/1.1\r\nhost: localhost\r\n\r\n").await;
+    assert_eq!(
+        idle[0].end().await,
+        "",
+        "the longest idle one has given way"
+    );
+    idle[1]
+        .write("GET /healthz HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        .await;
     assert_eq!(idle[1].answer().await.status, 200, "the others stay");
 }
 
@@ -200,7 +242,10 @@ async fn a_connection_is_idle_for_half_a_minute_before_a_token_and_for_ten_after
         let start = Instant::now();
         client.end().await;
         let waited = start.elapsed().as_secs();
-        assert!(waited > seconds / 2 && waited <= seconds + 1, "{waited} s of {seconds} s");
+        assert!(
+            waited > seconds / 2 && waited <= seconds + 1,
+            "{waited} s of {seconds} s"
+        );
     }
     check_all_gone(&stack).await;
 }
@@ -229,8 +274,18 @@ async fn nonsense_ends_its_own_connection_only() {
     let long_line = format!("GET /{} HTTP/1.1\r\n\r\n", "a".repeat(100_000));
     let many_lines = format!("GET / HTTP/1.1\r\n{}\r\n", "a: b\r\n".repeat(10_000));
     let twice = head("short", "content-length: 5\r\ncontent-length: 6\r\n");
-    let both = head("short", "content-length: 5\r\ntransfer-encoding: chunked\r\n") + "zz\r\n\r\n";
-    for nonsense in ["\0\0\0\0\r\n\r\n", "HELO example.com\r\n\r\n", &long_line, &many_lines, &twice, &both] {
+    let both = head(
+        "short",
+        "content-length: 5\r\ntransfer-encoding: chunked\r\n",
+    ) + "zz\r\n\r\n";
+    for nonsense in [
+        "\0\0\0\0\r\n\r\n",
+        "HELO example.com\r\n\r\n",
+        &long_line,
+        &many_lines,
+        &twice,
+        &both,
+    ] {
         let mut client = Raw::connect(stack.address).await;
         client.write_if_it_can(nonsense).await;
         let said = client.end().await;
@@ -247,7 +302,15 @@ async fn requests_sent_ahead_are_answered_one_by_one() {
     let request = head("short", &format!("content-length: {}\r\n", body.len())) + &body;
     let mut client = Raw::connect(stack.address).await;
     client.write(request.repeat(20)).await;
-    client.write(head("short", "connection: close\r\ncontent-length: 2\r\n") + "{}").await;
+    client
+        .write(head("short", "connection: close\r\ncontent-length: 2\r\n") + "{}")
+        .await;
     let answers = client.end().await;
-    assert_eq!((answers.matches("HTTP/1.1 200").count(), answers.matches("HTTP/1.1 400").count()), (20, 1));
+    assert_eq!(
+        (
+            answers.matches("HTTP/1.1 200").count(),
+            answers.matches("HTTP/1.1 400").count()
+        ),
+        (20, 1)
+    );
 }

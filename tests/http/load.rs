@@ -24,9 +24,17 @@ const PROMPT: Duration = Duration::from_secs(20);
 async fn check_served(service: &Service) {
     let start = Instant::now();
     let mut client = Raw::with_token(service).await;
-    client.call("execute_ipython_cell", json!({"code": "print(6 * 7)", "session_id": "bystander"})).await;
+    client
+        .call(
+            "execute_ipython_cell",
+            json!({"code": "print(6 * 7)", "session_id": "bystander"}),
+        )
+        .await;
     let answer = client.answer().await;
-    assert!(answer.status == 200 && answer.body.contains("42"), "{answer:?}");
+    assert!(
+        answer.status == 200 && answer.body.contains("42"),
+        "{answer:?}"
+    );
     assert!(start.elapsed() < PROMPT, "it took {:?}", start.elapsed());
 }
 
@@ -34,7 +42,12 @@ async fn check_served(service: &Service) {
 async fn warm_service() -> Service {
     let service = Service::start(&[MINIMAL, &["--max-connections", "2000"]].concat());
     let mut client = Raw::with_token(&service).await;
-    client.call("execute_ipython_cell", json!({"code": "pass", "session_id": "bystander"})).await;
+    client
+        .call(
+            "execute_ipython_cell",
+            json!({"code": "pass", "session_id": "bystander"}),
+        )
+        .await;
     assert_eq!(client.answer().await.status, 200);
     drop(client);
     check_served(&service).await;
@@ -45,7 +58,11 @@ async fn warm_service() -> Service {
 async fn check_descriptors(service: &Service, most: usize) {
     let deadline = Instant::now() + PATIENCE;
     while service.descriptors() > most {
-        assert!(Instant::now() < deadline, "{} descriptors are open", service.descriptors());
+        assert!(
+            Instant::now() < deadline,
+            "{} descriptors are open",
+            service.descriptors()
+        );
         tokio::task::yield_now().await;
     }
 }
@@ -57,14 +74,20 @@ async fn a_thousand_idle_connections_cost_little_and_leave_nothing() {
     let mut clients = Vec::new();
     for _ in 0..CONNECTIONS {
         let mut client = Raw::connect(service.address).await;
-        client.write("GET /healthz HTTP/1.1\r\nhost: localhost\r\n\r\n").await;
+        client
+            .write("GET /healthz HTTP/1.1\r\nhost: localhost\r\n\r\n")
+            .await;
         assert_eq!(client.answer().await.status, 200);
         clients.push(client);
     }
     // Of the others some may have been closed meanwhile: the server still prepares sandboxes.
     assert!(service.descriptors() > CONNECTIONS, "all are open"); // control
     let cost = service.resident_bytes().saturating_sub(memory);
-    assert!(cost < CONNECTIONS as u64 * COST_OF_ONE, "they cost {} KiB", cost / 1024);
+    assert!(
+        cost < CONNECTIONS as u64 * COST_OF_ONE,
+        "they cost {} KiB",
+        cost / 1024
+    );
     check_served(&service).await;
     drop(clients);
     check_descriptors(&service, descriptors + FEW).await;
@@ -78,7 +101,11 @@ async fn a_flood_of_large_bodies_is_refused_within_bounded_memory() {
     let service = warm_service().await;
     let (memory, descriptors) = (service.resident_bytes(), service.descriptors());
     let body = " ".repeat(7 * MIB as usize);
-    let more = format!("authorization: Bearer {}\r\ncontent-length: {}\r\n", service.token, body.len());
+    let more = format!(
+        "authorization: Bearer {}\r\ncontent-length: {}\r\n",
+        service.token,
+        body.len()
+    );
     let request = std::sync::Arc::new(head("execute_ipython_cell", &more) + &body);
     let floods = (0..FLOODERS).map(|_| {
         let (request, address) = (request.clone(), service.address);
@@ -99,7 +126,12 @@ async fn a_flood_of_large_bodies_is_refused_within_bounded_memory() {
     }
     let most = FLOODERS as u64 * 2 * 8 * MIB;
     let grown = service.resident_bytes().saturating_sub(memory);
-    assert!(grown < most, "{} MiB stay of {} MiB", grown / MIB, FLOODERS * BODIES * 7);
+    assert!(
+        grown < most,
+        "{} MiB stay of {} MiB",
+        grown / MIB,
+        FLOODERS * BODIES * 7
+    );
     check_descriptors(&service, descriptors + FEW).await;
     check_served(&service).await;
 }
@@ -112,9 +144,19 @@ async fn cells_of_clients_that_vanish_are_stopped_and_their_sessions_are_free() 
     for number in 0..CLIENTS {
         let session = format!("v{number}");
         let mut client = Raw::with_token(&service).await;
-        client.call("execute_ipython_cell", json!({"code": "x = 1", "session_id": session})).await;
+        client
+            .call(
+                "execute_ipython_cell",
+                json!({"code": "x = 1", "session_id": session}),
+            )
+            .await;
         assert_eq!(client.answer().await.status, 200);
-        client.call("execute_ipython_cell", json!({"code": "while True: x += 1", "session_id": session})).await;
+        client
+            .call(
+                "execute_ipython_cell",
+                json!({"code": "while True: x += 1", "session_id": session}),
+            )
+            .await;
         // Dropping it closes the connection, whether or not the cell has begun by then.
         drop(client);
     }
@@ -122,13 +164,23 @@ async fn cells_of_clients_that_vanish_are_stopped_and_their_sessions_are_free() 
     for number in 0..CLIENTS {
         let session = format!("v{number}");
         let mut client = Raw::with_token(&service).await;
-        client.call("execute_ipython_cell", json!({"code": "print(x > 0)", "session_id": session})).await;
+        client
+            .call(
+                "execute_ipython_cell",
+                json!({"code": "print(x > 0)", "session_id": session}),
+            )
+            .await;
         let answer = client.answer().await;
         assert!(answer.body.contains("True"), "{answer:?}");
-        client.call("close_session", json!({"session_id": session})).await;
+        client
+            .call("close_session", json!({"session_id": session}))
+            .await;
         assert_eq!(client.answer().await.status, 200);
     }
     check_descriptors(&service, descriptors + FEW).await;
     let log = service.finish();
-    assert!(!log.contains("while True") && !log.contains("Bearer"), "nothing of it is in the log"); // it tells no code and no token
+    assert!(
+        !log.contains("while True") && !log.contains("Bearer"),
+        "nothing of it is in the log"
+    ); // it tells no code and no token
 }

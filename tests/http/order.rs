@@ -39,9 +39,15 @@ struct Caller {
 impl Caller {
     async fn connect(service: &Service) -> Caller {
         let stream = TcpStream::connect(service.address).await.unwrap();
-        let (connection, driver) = handshake(TokioExecutor::new(), TokioIo::new(stream)).await.unwrap();
+        let (connection, driver) = handshake(TokioExecutor::new(), TokioIo::new(stream))
+            .await
+            .unwrap();
         tokio::spawn(driver);
-        Caller { connection, address: service.address.to_string(), key: service.key("alice").to_owned() }
+        Caller {
+            connection,
+            address: service.address.to_string(),
+            key: service.key("alice").to_owned(),
+        }
     }
 
     /// Sends a call, and returns before it is answered.
@@ -64,7 +70,10 @@ impl Caller {
     async fn run(&mut self, session: &str, code: &str) -> String {
         let body = whole(cell(session, code, false));
         let answer = self.send(session, body).await.await;
-        answer["structuredContent"]["text"].as_str().unwrap_or_else(|| panic!("{answer}")).to_owned()
+        answer["structuredContent"]["text"]
+            .as_str()
+            .unwrap_or_else(|| panic!("{answer}"))
+            .to_owned()
     }
 }
 
@@ -106,13 +115,19 @@ async fn check_order_over_http2(service: &Service) {
         if under_way.len() == UNDER_WAY {
             check_ran(under_way.pop_front().unwrap().await);
         }
-        let body = whole(cell("a", &format!("order.append({number})"), number % 2 == 1));
+        let body = whole(cell(
+            "a",
+            &format!("order.append({number})"),
+            number % 2 == 1,
+        ));
         under_way.push_back(Box::pin(caller.send("a", body).await));
     }
     for answer in under_way {
         check_ran(answer.await);
     }
-    let order = caller.run("a", &format!("order == list(range({CALLS})) or order")).await;
+    let order = caller
+        .run("a", &format!("order == list(range({CALLS})) or order"))
+        .await;
     assert_eq!(order, "True");
 }
 
@@ -131,8 +146,12 @@ async fn calls_on_one_http2_connection_run_in_the_order_in_which_they_were_sent(
 async fn calls_on_one_http2_connection_run_in_order_with_a_keeper_and_an_audit_log() {
     let folder = tempfile::tempdir().unwrap();
     let audit_file = folder.path().join("audit.jsonl");
-    let service =
-        Service::with_keys(folder.path(), CALLERS, true, &["--audit-file", &audit_file.display().to_string()]);
+    let service = Service::with_keys(
+        folder.path(),
+        CALLERS,
+        true,
+        &["--audit-file", &audit_file.display().to_string()],
+    );
     check_order_over_http2(&service).await;
     drop(service);
     stop_keeper_of(folder.path());
@@ -152,13 +171,19 @@ async fn a_call_whose_body_is_late_keeps_its_place_and_delays_no_other_session()
     }
     // Those have been read by now, because these came later on the same connection.
     for number in 0..20 {
-        assert_eq!(caller.run("b", &number.to_string()).await, number.to_string());
+        assert_eq!(
+            caller.run("b", &number.to_string()).await,
+            number.to_string()
+        );
     }
     go.send(()).unwrap();
     for answer in under_way {
         check_ran(answer.await);
     }
-    assert_eq!(caller.run("a", "order == list(range(10)) or order").await, "True");
+    assert_eq!(
+        caller.run("a", "order == list(range(10)) or order").await,
+        "True"
+    );
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -191,7 +216,10 @@ async fn calls_pipelined_on_one_http1_connection_run_in_the_order_in_which_they_
     for number in 0..CALLS {
         requests += &request(&format!("order.append({number})"), "");
     }
-    requests += &request(&format!("print('in order:', order == list(range({CALLS})))"), "connection: close\r\n");
+    requests += &request(
+        &format!("print('in order:', order == list(range({CALLS})))"),
+        "connection: close\r\n",
+    );
     let mut client = Raw::connect(service.address).await;
     client.write(requests).await;
     let answers = client.end().await;

@@ -73,7 +73,11 @@ impl Inside {
             .spawn()
             .unwrap();
         let (input, output) = (child.stdin.take().unwrap(), child.stdout.take().unwrap());
-        let mut inside = Inside { child, input, output: BufReader::new(output).lines() };
+        let mut inside = Inside {
+            child,
+            input,
+            output: BufReader::new(output).lines(),
+        };
         if inside.try_say("print('here')").await.as_deref() != Some("here\n") {
             skipped("unshare, setpriv and python3, and namespaces of an ordinary user");
             return None;
@@ -84,9 +88,18 @@ impl Inside {
     }
 
     async fn try_say(&mut self, code: &str) -> Option<String> {
-        self.input.write_all(format!("{}\n", json!(code)).as_bytes()).await.ok()?;
-        let line = tokio::time::timeout(LIMIT, self.output.next_line()).await.expect("it answers").ok()??;
-        serde_json::from_str::<Value>(&line).ok()?.as_str().map(str::to_owned)
+        self.input
+            .write_all(format!("{}\n", json!(code)).as_bytes())
+            .await
+            .ok()?;
+        let line = tokio::time::timeout(LIMIT, self.output.next_line())
+            .await
+            .expect("it answers")
+            .ok()??;
+        serde_json::from_str::<Value>(&line)
+            .ok()?
+            .as_str()
+            .map(str::to_owned)
     }
 
     /// Runs code inside and returns what it printed.
@@ -106,12 +119,18 @@ impl Inside {
 
     /// Opens a way out to a server as `web.test`, at its own port.
     async fn open(&mut self, web: &Web, resolver: &Arc<Names>) -> Gateway {
-        let rules = listed(&[format!("web.test:{}", web.port()), format!("{HERE}:{}", web.port())]);
+        let rules = listed(&[
+            format!("web.test:{}", web.port()),
+            format!("{HERE}:{}", web.port()),
+        ]);
         self.open_to(&network(rules, Arc::clone(resolver))).await
     }
 
     async fn open_to(&mut self, network: &cellblock::sandbox::Network) -> Gateway {
-        let unproven = network.enter(PROGRAM.as_ref(), self.namespace()).await.unwrap();
+        let unproven = network
+            .enter(PROGRAM.as_ref(), self.namespace())
+            .await
+            .unwrap();
         self.knock(unproven.word()).await;
         unproven.heard(LIMIT).await.unwrap()
     }
@@ -128,7 +147,9 @@ impl Inside {
 /// Code that says a word at a door.
 fn knock_with(word: &str) -> String {
     let (address, port) = (KNOCK_AT.ip(), KNOCK_AT.port());
-    format!("socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'{word}', ('{address}', {port}))")
+    format!(
+        "socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'{word}', ('{address}', {port}))"
+    )
 }
 
 /// The address in the answer about a name. Not from the system's library: the list of name servers is a file of the host here.
@@ -142,20 +163,36 @@ def address_of(name):
         return socket.inet_ntoa(answer[-4:]) if code_of(answer) == 'found' else None
 ";
 
-const REFUSED: [&str; 3] = ["ConnectionRefusedError\n", "ConnectionResetError\n", "closed\n"];
+const REFUSED: [&str; 3] = [
+    "ConnectionRefusedError\n",
+    "ConnectionResetError\n",
+    "closed\n",
+];
 
 #[test]
 fn from_a_network_that_was_opened_from_outside_listed_names_are_reached_and_nothing_else() {
     run(async {
         for owner in [Owner::Machine, Owner::UserNamespace] {
-            let Some(mut inside) = Inside::start(owner).await else { continue };
+            let Some(mut inside) = Inside::start(owner).await else {
+                continue;
+            };
             let (web, names) = (Web::start(), names());
             let port = web.port();
             // Control: before, there is nothing at all.
-            assert_eq!(inside.say(&format!("print(connect('192.0.2.1', {port}))")).await, "OSError\n", "{owner:?}");
+            assert_eq!(
+                inside
+                    .say(&format!("print(connect('192.0.2.1', {port}))"))
+                    .await,
+                "OSError\n",
+                "{owner:?}"
+            );
             let gateway = inside.open(&web, &names).await;
             inside.say(ADDRESS_OF).await;
-            assert_eq!(inside.connect("web.test", port).await, "HTTP/1.1 200 OK\n", "{owner:?}"); // control
+            assert_eq!(
+                inside.connect("web.test", port).await,
+                "HTTP/1.1 200 OK\n",
+                "{owner:?}"
+            ); // control
             assert_eq!((web.asked(), names.asked()), (1, 1));
 
             assert_eq!(inside.connect("other.test", port).await, "no such name\n");
@@ -168,12 +205,27 @@ fn from_a_network_that_was_opened_from_outside_listed_names_are_reached_and_noth
                 "'2001:db8::1', 22".to_owned(),
             ] {
                 let answer = inside.say(&format!("print(connect({target}))")).await;
-                assert!(REFUSED.contains(&answer.as_str()), "{owner:?} {target}: {answer}");
+                assert!(
+                    REFUSED.contains(&answer.as_str()),
+                    "{owner:?} {target}: {answer}"
+                );
             }
             assert_eq!((web.asked(), names.asked()), (1, 1));
-            let told: Vec<_> = gateway.take_blocked().iter().map(ToString::to_string).collect();
-            assert!(told.iter().any(|line| line.starts_with("blocked: other.test ")), "{told:?}");
-            assert!(told.iter().any(|line| line.starts_with(&format!("blocked: 192.0.2.1:{port} "))), "{told:?}");
+            let told: Vec<_> = gateway
+                .take_blocked()
+                .iter()
+                .map(ToString::to_string)
+                .collect();
+            assert!(
+                told.iter()
+                    .any(|line| line.starts_with("blocked: other.test ")),
+                "{told:?}"
+            );
+            assert!(
+                told.iter()
+                    .any(|line| line.starts_with(&format!("blocked: 192.0.2.1:{port} "))),
+                "{told:?}"
+            );
         }
     });
 }
@@ -181,13 +233,25 @@ fn from_a_network_that_was_opened_from_outside_listed_names_are_reached_and_noth
 #[test]
 fn every_port_of_a_listed_name_is_reached_where_all_are_listed() {
     run(async {
-        let Some(mut inside) = Inside::start(Owner::UserNamespace).await else { return };
+        let Some(mut inside) = Inside::start(Owner::UserNamespace).await else {
+            return;
+        };
         let servers = [Web::start(), Web::start()];
-        let _gateway = inside.open_to(&network(listed(&["web.test:*".to_owned(), format!("{HERE}:*")]), names())).await;
+        let _gateway = inside
+            .open_to(&network(
+                listed(&["web.test:*".to_owned(), format!("{HERE}:*")]),
+                names(),
+            ))
+            .await;
         inside.say(ADDRESS_OF).await;
         for web in &servers {
-            assert_eq!(inside.connect("web.test", web.port()).await, "HTTP/1.1 200 OK\n");
-            let raw = inside.say(&format!("print(connect('192.0.2.1', {}))", web.port())).await;
+            assert_eq!(
+                inside.connect("web.test", web.port()).await,
+                "HTTP/1.1 200 OK\n"
+            );
+            let raw = inside
+                .say(&format!("print(connect('192.0.2.1', {}))", web.port()))
+                .await;
             assert!(REFUSED.contains(&raw.as_str()), "{raw}");
             assert_eq!(web.asked(), 1);
         }
@@ -197,20 +261,32 @@ fn every_port_of_a_listed_name_is_reached_where_all_are_listed() {
 #[test]
 fn doors_are_not_relied_on_before_the_right_word_came_through_them() {
     run(async {
-        let (Some(mut inside), Some(mut stranger)) =
-            (Inside::start(Owner::UserNamespace).await, Inside::start(Owner::UserNamespace).await)
-        else {
+        let (Some(mut inside), Some(mut stranger)) = (
+            Inside::start(Owner::UserNamespace).await,
+            Inside::start(Owner::UserNamespace).await,
+        ) else {
             return;
         };
         let enter = async |inside: &Inside| {
-            network(listed(&["web.test"]), names()).enter(PROGRAM.as_ref(), inside.namespace()).await.unwrap()
+            network(listed(&["web.test"]), names())
+                .enter(PROGRAM.as_ref(), inside.namespace())
+                .await
+                .unwrap()
         };
         let moment = Duration::from_millis(300);
         // The inside of a runtime with a network of its own is as far from these doors as another namespace.
         let unproven = enter(&inside).await;
-        assert!(stranger.say(&attempt(&knock_with(unproven.word()))).await.contains("unreachable"));
+        assert!(
+            stranger
+                .say(&attempt(&knock_with(unproven.word())))
+                .await
+                .contains("unreachable")
+        );
         inside.knock("another-word").await;
-        assert!(matches!(unproven.heard(moment).await, Err(WayOutError::Unheard)));
+        assert!(matches!(
+            unproven.heard(moment).await,
+            Err(WayOutError::Unheard)
+        ));
         // Control.
         let unproven = enter(&stranger).await;
         stranger.knock("another-word").await;
@@ -222,14 +298,24 @@ fn doors_are_not_relied_on_before_the_right_word_came_through_them() {
 #[test]
 fn a_network_that_leads_elsewhere_is_refused_and_left_as_it_is() {
     run(async {
-        let Some(mut inside) = Inside::start_with(Owner::UserNamespace, "--bounding-set=+all").await else { return };
+        let Some(mut inside) =
+            Inside::start_with(Owner::UserNamespace, "--bounding-set=+all").await
+        else {
+            return;
+        };
         let interface = "import subprocess\nprint(subprocess.run('ip link add other type dummy || ip link add other type bridge', shell=True).returncode)";
         if inside.say(interface).await != "0\n" {
             return skipped("ip, and a kernel with dummy interfaces or bridges");
         }
         let wanted = network(listed(&["web.test"]), names());
-        inside.say("subprocess.run(['ip', 'link', 'set', 'other', 'up'], check=True)").await;
-        let refused = wanted.enter(PROGRAM.as_ref(), inside.namespace()).await.err().unwrap();
+        inside
+            .say("subprocess.run(['ip', 'link', 'set', 'other', 'up'], check=True)")
+            .await;
+        let refused = wanted
+            .enter(PROGRAM.as_ref(), inside.namespace())
+            .await
+            .err()
+            .unwrap();
         assert!(
             matches!(&refused, WayOutError::Doors(DoorsError::Interfaces(names)) if names == &["other"]),
             "{refused:?}"
@@ -237,8 +323,15 @@ fn a_network_that_leads_elsewhere_is_refused_and_left_as_it_is() {
         let routes = "print(subprocess.run(['ip', 'route', 'show', 'table', 'local'], capture_output=True, text=True).stdout.count('local default'))";
         assert_eq!(inside.say(routes).await, "0\n");
         // Control: the same with the interface down.
-        inside.say("subprocess.run(['ip', 'link', 'set', 'other', 'down'], check=True)").await;
-        assert!(wanted.enter(PROGRAM.as_ref(), inside.namespace()).await.is_ok());
+        inside
+            .say("subprocess.run(['ip', 'link', 'set', 'other', 'down'], check=True)")
+            .await;
+        assert!(
+            wanted
+                .enter(PROGRAM.as_ref(), inside.namespace())
+                .await
+                .is_ok()
+        );
         assert_eq!(inside.say(routes).await, "1\n");
     });
 }
@@ -246,16 +339,36 @@ fn a_network_that_leads_elsewhere_is_refused_and_left_as_it_is() {
 #[test]
 fn who_has_no_right_to_a_network_is_told_so() {
     run(async {
-        let Some(inside) = Inside::start(Owner::Machine).await else { return };
+        let Some(inside) = Inside::start(Owner::Machine).await else {
+            return;
+        };
         let folder = tempfile::tempdir().unwrap();
         let program = folder.path().join("without-rights");
-        let script = format!("#!/bin/sh\nexec setpriv --no-new-privs --bounding-set=-all {PROGRAM} \"$@\"\n");
+        let script = format!(
+            "#!/bin/sh\nexec setpriv --no-new-privs --bounding-set=-all {PROGRAM} \"$@\"\n"
+        );
         std::fs::write(&program, script).unwrap();
-        std::fs::set_permissions(&program, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
+        std::fs::set_permissions(
+            &program,
+            std::os::unix::fs::PermissionsExt::from_mode(0o755),
+        )
+        .unwrap();
         let wanted = network(listed(&["web.test"]), names());
-        let refused = wanted.enter(&program, inside.namespace()).await.err().unwrap();
-        assert!(matches!(refused, WayOutError::Doors(DoorsError::Forbidden(_))), "{refused:?}");
-        assert!(wanted.enter(PROGRAM.as_ref(), inside.namespace()).await.is_ok()); // control
+        let refused = wanted
+            .enter(&program, inside.namespace())
+            .await
+            .err()
+            .unwrap();
+        assert!(
+            matches!(refused, WayOutError::Doors(DoorsError::Forbidden(_))),
+            "{refused:?}"
+        );
+        assert!(
+            wanted
+                .enter(PROGRAM.as_ref(), inside.namespace())
+                .await
+                .is_ok()
+        ); // control
     });
 }
 
@@ -270,26 +383,43 @@ fn code_that_is_root_inside_changes_neither_routes_nor_doors() {
     ];
     run(async {
         for owner in [Owner::Machine, Owner::UserNamespace] {
-            let Some(mut inside) = Inside::start(owner).await else { continue };
+            let Some(mut inside) = Inside::start(owner).await else {
+                continue;
+            };
             let web = Web::start();
             let gateway = inside.open(&web, &names()).await;
             inside.say(ADDRESS_OF).await;
             inside.say("import os, subprocess").await;
             assert_eq!(inside.say("print(os.getuid())").await, "0\n");
             for code in ATTEMPTS {
-                assert_ne!(inside.say(&attempt(code)).await, "done\n", "{owner:?} {code}");
+                assert_ne!(
+                    inside.say(&attempt(code)).await,
+                    "done\n",
+                    "{owner:?} {code}"
+                );
             }
             // The doors are taken, with every option that shares an address.
             let taken = format!(
                 "thief = socket.socket()\nfor option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):\n    thief.setsockopt(socket.SOL_SOCKET, option, 1)\nthief.bind((address_of('web.test'), {}))\nthief.listen()",
                 web.port()
             );
-            assert!(inside.say(&attempt(&taken)).await.contains("in use"), "{owner:?}");
-            assert_eq!(inside.connect("web.test", web.port()).await, "HTTP/1.1 200 OK\n", "{owner:?}");
+            assert!(
+                inside.say(&attempt(&taken)).await.contains("in use"),
+                "{owner:?}"
+            );
+            assert_eq!(
+                inside.connect("web.test", web.port()).await,
+                "HTTP/1.1 200 OK\n",
+                "{owner:?}"
+            );
             drop(gateway);
         }
         // Control: with capabilities, all of it can be done.
-        let Some(mut inside) = Inside::start_with(Owner::UserNamespace, "--bounding-set=+all").await else { return };
+        let Some(mut inside) =
+            Inside::start_with(Owner::UserNamespace, "--bounding-set=+all").await
+        else {
+            return;
+        };
         let _gateway = inside.open(&Web::start(), &names()).await;
         inside.say("import os, subprocess").await;
         for code in ATTEMPTS {
@@ -305,19 +435,31 @@ fn code_that_is_root_inside_changes_neither_routes_nor_doors() {
 #[test]
 fn what_is_open_in_one_network_is_closed_in_another() {
     run(async {
-        let (Some(mut one), Some(mut other)) =
-            (Inside::start(Owner::UserNamespace).await, Inside::start(Owner::UserNamespace).await)
-        else {
+        let (Some(mut one), Some(mut other)) = (
+            Inside::start(Owner::UserNamespace).await,
+            Inside::start(Owner::UserNamespace).await,
+        ) else {
             return;
         };
         let (web, names) = (Web::start(), names());
         let port = web.port();
         let _gateway = one.open(&web, &names).await;
-        let _closed = other.open_to(&network(listed(&[format!("nowhere.test:{port}")]), Arc::clone(&names))).await;
+        let _closed = other
+            .open_to(&network(
+                listed(&[format!("nowhere.test:{port}")]),
+                Arc::clone(&names),
+            ))
+            .await;
         one.say(ADDRESS_OF).await;
         let address = one.say("print(address_of('web.test'), end='')").await;
-        assert_eq!(one.say(&format!("print(connect('{address}', {port}))")).await, "HTTP/1.1 200 OK\n"); // control
-        let answer = other.say(&format!("print(connect('{address}', {port}))")).await;
+        assert_eq!(
+            one.say(&format!("print(connect('{address}', {port}))"))
+                .await,
+            "HTTP/1.1 200 OK\n"
+        ); // control
+        let answer = other
+            .say(&format!("print(connect('{address}', {port}))"))
+            .await;
         assert!(REFUSED.contains(&answer.as_str()), "{answer}");
         assert_eq!(other.say("print(ask('web.test'))").await, "no such name\n");
         assert_eq!(web.asked(), 1);

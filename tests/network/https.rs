@@ -6,8 +6,8 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 
 use rcgen::{
-    BasicConstraints, CertificateParams, CertifiedIssuer, DnType, ExtendedKeyUsagePurpose, IsCa, KeyPair,
-    KeyUsagePurpose,
+    BasicConstraints, CertificateParams, CertifiedIssuer, DnType, ExtendedKeyUsagePurpose, IsCa,
+    KeyPair, KeyUsagePurpose,
 };
 use rustls::pki_types::PrivateKeyDer;
 use rustls::{ServerConfig, ServerConnection, StreamOwned};
@@ -20,10 +20,14 @@ pub(crate) struct Signer {
 impl Signer {
     pub(crate) fn new() -> Signer {
         let mut params = CertificateParams::default();
-        params.distinguished_name.push(DnType::CommonName, "an authority of tests");
+        params
+            .distinguished_name
+            .push(DnType::CommonName, "an authority of tests");
         params.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
         params.key_usages = vec![KeyUsagePurpose::KeyCertSign];
-        Signer { issuer: CertifiedIssuer::self_signed(params, KeyPair::generate().unwrap()).unwrap() }
+        Signer {
+            issuer: CertifiedIssuer::self_signed(params, KeyPair::generate().unwrap()).unwrap(),
+        }
     }
 
     /// What whoever is to trust this authority needs.
@@ -66,7 +70,10 @@ impl Heard {
 
     /// The value of a header.
     pub(crate) fn header(&self, name: &str) -> Option<&str> {
-        let is_named = |line: &&str| line.to_lowercase().starts_with(&format!("{}:", name.to_lowercase()));
+        let is_named = |line: &&str| {
+            line.to_lowercase()
+                .starts_with(&format!("{}:", name.to_lowercase()))
+        };
         let line = self.head.lines().find(is_named)?;
         line.split_once(':').map(|(_, value)| value.trim())
     }
@@ -89,14 +96,19 @@ impl Https {
     ) -> Https {
         let address = listener.local_addr().unwrap();
         let config = Arc::new(signer.server(names));
-        let https = Https { address, connections: Arc::default(), heard: Arc::default() };
+        let https = Https {
+            address,
+            connections: Arc::default(),
+            heard: Arc::default(),
+        };
         let (connections, heard) = (Arc::clone(&https.connections), Arc::clone(&https.heard));
         let answer = Arc::new(answer);
         // The threads end with the test process.
         thread::spawn(move || {
             for stream in listener.incoming().flatten() {
                 *connections.lock().unwrap() += 1;
-                let (config, heard, answer) = (Arc::clone(&config), Arc::clone(&heard), Arc::clone(&answer));
+                let (config, heard, answer) =
+                    (Arc::clone(&config), Arc::clone(&heard), Arc::clone(&answer));
                 thread::spawn(move || exchange(stream, config, &heard, answer.as_ref()));
             }
         });
@@ -135,9 +147,13 @@ fn exchange(
     heard: &Mutex<Vec<Heard>>,
     answer: &dyn Fn(&Heard) -> String,
 ) {
-    let Ok(tls) = ServerConnection::new(config) else { return };
+    let Ok(tls) = ServerConnection::new(config) else {
+        return;
+    };
     let mut stream = BufReader::new(StreamOwned::new(tls, stream));
-    let Some(request) = read_request(&mut stream) else { return };
+    let Some(request) = read_request(&mut stream) else {
+        return;
+    };
     let body = answer(&request);
     heard.lock().unwrap().push(request);
     let head = format!(
@@ -145,7 +161,9 @@ fn exchange(
         body.len()
     );
     let mut stream = stream.into_inner();
-    let _ = stream.write_all(head.as_bytes()).and_then(|()| stream.write_all(body.as_bytes()));
+    let _ = stream
+        .write_all(head.as_bytes())
+        .and_then(|()| stream.write_all(body.as_bytes()));
     stream.conn.send_close_notify();
     let _ = stream.flush();
 }
@@ -158,7 +176,10 @@ pub(crate) fn read_request(stream: &mut impl BufRead) -> Option<Heard> {
             return None;
         }
     }
-    let length = request.header("content-length").and_then(|length| length.parse().ok()).unwrap_or(0);
+    let length = request
+        .header("content-length")
+        .and_then(|length| length.parse().ok())
+        .unwrap_or(0);
     stream.take(length).read_to_string(&mut request.body).ok()?;
     Some(request)
 }

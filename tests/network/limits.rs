@@ -40,7 +40,10 @@ impl Keeper {
     }
 
     fn rules(&self) -> Rules {
-        listed(&[format!("web.test:{}", self.port), format!("{HERE}:{}", self.port)])
+        listed(&[
+            format!("web.test:{}", self.port),
+            format!("{HERE}:{}", self.port),
+        ])
     }
 }
 
@@ -55,12 +58,20 @@ struct Bare {
 impl Bare {
     async fn launch(native: &Native) -> Bare {
         let (sandbox, interpreter) = native.backend.launch().await.unwrap();
-        let connection = Connection::open(interpreter.channel, interpreter.skew).await.unwrap();
-        Bare { sandbox, _process: interpreter.process, connection }
+        let connection = Connection::open(interpreter.channel, interpreter.skew)
+            .await
+            .unwrap();
+        Bare {
+            sandbox,
+            _process: interpreter.process,
+            connection,
+        }
     }
 
     fn begin(&mut self, code: &str) {
-        self.connection.send(&json!({"type": "execute", "id": 1}), code.as_bytes()).unwrap();
+        self.connection
+            .send(&json!({"type": "execute", "id": 1}), code.as_bytes())
+            .unwrap();
     }
 
     /// Waits until the cell prints something, and returns it.
@@ -68,7 +79,9 @@ impl Bare {
         loop {
             match self.connection.next().await.unwrap() {
                 Event::Text { bytes, .. } => return String::from_utf8(bytes).unwrap(),
-                Event::Claim(Claim::Done(done)) => panic!("it ended without a word: {:?}", done.error),
+                Event::Claim(Claim::Done(done)) => {
+                    panic!("it ended without a word: {:?}", done.error)
+                }
                 Event::Closed => panic!("the interpreter is gone"),
                 Event::Claim(_) | Event::Stray { .. } | Event::Sent => {}
             }
@@ -92,7 +105,9 @@ except OSError as error:
 fn new_rules_end_an_open_connection_that_they_do_not_list_and_no_other() {
     run(async {
         let keeper = Keeper::start();
-        let native = Builder::new("minimal").network(network(keeper.rules(), names())).start();
+        let native = Builder::new("minimal")
+            .network(network(keeper.rules(), names()))
+            .start();
         let stay = STAY.replace("PORT", &keeper.port.to_string());
         let (mut changed, mut other) = (Bare::launch(&native).await, Bare::launch(&native).await);
         for bare in [&mut changed, &mut other] {
@@ -100,14 +115,29 @@ fn new_rules_end_an_open_connection_that_they_do_not_list_and_no_other() {
             assert_eq!(bare.printed().await, "welcome\n");
         }
         // Rules that still list it end nothing.
-        let wider = [keeper.rules().iter().map(ToString::to_string).collect(), vec!["example.org".to_owned()]].concat();
+        let wider = [
+            keeper.rules().iter().map(ToString::to_string).collect(),
+            vec!["example.org".to_owned()],
+        ]
+        .concat();
         changed.sandbox.set_rules(listed(&wider));
         assert!(keeper.ended.try_recv().is_err()); // control
         changed.sandbox.set_rules(listed(&["example.org"]));
         assert_eq!(changed.printed().await, "ConnectionResetError\n");
         keeper.ended.recv().unwrap();
-        let told: Vec<String> = changed.sandbox.take_blocked().iter().map(ToString::to_string).collect();
-        assert_eq!(told, [format!("blocked: web.test:{} (no longer in the allowed list)", keeper.port)]);
+        let told: Vec<String> = changed
+            .sandbox
+            .take_blocked()
+            .iter()
+            .map(ToString::to_string)
+            .collect();
+        assert_eq!(
+            told,
+            [format!(
+                "blocked: web.test:{} (no longer in the allowed list)",
+                keeper.port
+            )]
+        );
         // The other sandbox has the same server, the same port and its own rules: its connection stands.
         assert!(keeper.ended.try_recv().is_err());
         assert!(other.sandbox.take_blocked().is_empty());
@@ -125,7 +155,10 @@ fn new_rules_hold_for_the_next_connection() {
         let native = opened(&web, names());
         let mut bare = Bare::launch(&native).await;
         let rules = bare.sandbox.rules();
-        let reach = format!("{CONNECT}\nprint(connect('web.test', {}), flush=True)", web.port());
+        let reach = format!(
+            "{CONNECT}\nprint(connect('web.test', {}), flush=True)",
+            web.port()
+        );
         for (rules, expected) in [
             (rules.clone(), "HTTP/1.1 200 OK\n"),
             (Rules::none(), "gaierror\n"),
@@ -134,7 +167,10 @@ fn new_rules_hold_for_the_next_connection() {
             bare.sandbox.set_rules(rules);
             bare.begin(&reach);
             assert_eq!(bare.printed().await, expected);
-            while !matches!(bare.connection.next().await.unwrap(), Event::Claim(Claim::Done(_))) {}
+            while !matches!(
+                bare.connection.next().await.unwrap(),
+                Event::Claim(Claim::Done(_))
+            ) {}
         }
         bare.sandbox.destroy().await;
         native.end().await;
@@ -147,7 +183,9 @@ fn a_server_that_ends_a_connection_fails_that_one_and_the_next_one_works() {
         let listener = TcpListener::bind((HERE, 0)).unwrap();
         let port = listener.local_addr().unwrap().port();
         let rules = listed(&[format!("web.test:{port}"), format!("{HERE}:{port}")]);
-        let native = Builder::new("minimal").network(network(rules, names())).start();
+        let native = Builder::new("minimal")
+            .network(network(rules, names()))
+            .start();
         let session = native.session();
         session.ok(CONNECT).await;
         // It ends within the request.
@@ -158,7 +196,10 @@ fn a_server_that_ends_a_connection_fails_that_one_and_the_next_one_works() {
         });
         let reach = format!("print(connect('web.test', {port}))");
         let answer = session.ok(&reach).await;
-        assert!(["closed\n", "ConnectionResetError\n"].contains(&answer.as_str()), "{answer}");
+        assert!(
+            ["closed\n", "ConnectionResetError\n"].contains(&answer.as_str()),
+            "{answer}"
+        );
         let _web = Web::serve(ends.join().unwrap());
         assert_eq!(session.ok(&reach).await, "HTTP/1.1 200 OK\n");
         native.end().await;
@@ -169,8 +210,16 @@ fn a_server_that_ends_a_connection_fails_that_one_and_the_next_one_works() {
 fn connections_beyond_the_limit_are_reset_until_one_ends() {
     run(async {
         let keeper = Keeper::start();
-        let limits = Limits { connections: 3, ..Limits::default() };
-        let native = Builder::new("minimal").network(Network { limits, ..network(keeper.rules(), names()) }).start();
+        let limits = Limits {
+            connections: 3,
+            ..Limits::default()
+        };
+        let native = Builder::new("minimal")
+            .network(Network {
+                limits,
+                ..network(keeper.rules(), names())
+            })
+            .start();
         let session = native.session();
         let code = format!(
             "
@@ -188,13 +237,24 @@ print(*[greeting() for _ in range(5)])",
             keeper.port
         );
         let outcome = session.execute(&code).await.unwrap();
-        assert_eq!(everything(&outcome), "welcome welcome welcome reset reset\n");
-        let line = format!("blocked: web.test:{} (more than 3 connections at a time), 2 times", keeper.port);
+        assert_eq!(
+            everything(&outcome),
+            "welcome welcome welcome reset reset\n"
+        );
+        let line = format!(
+            "blocked: web.test:{} (more than 3 connections at a time), 2 times",
+            keeper.port
+        );
         assert_eq!(blocked(&outcome), [line]);
         // Control: the place of one that ended is free.
         session.ok("connections.pop().close()").await;
         keeper.ended.recv().unwrap();
-        assert_eq!(session.ok("while (answer := greeting()) == 'reset': pass\nprint(answer)").await, "welcome\n");
+        assert_eq!(
+            session
+                .ok("while (answer := greeting()) == 'reset': pass\nprint(answer)")
+                .await,
+            "welcome\n"
+        );
         native.end().await;
     });
 }
@@ -217,7 +277,10 @@ fn a_target_that_was_refused_often_is_told_once_with_its_count() {
             format!("blocked: 192.0.2.2:{port} (not in the allowed list)"),
         ];
         assert_eq!(blocked(&outcome), expected);
-        let reached = session.execute(&format!("connect('web.test', {port})")).await.unwrap();
+        let reached = session
+            .execute(&format!("connect('web.test', {port})"))
+            .await
+            .unwrap();
         assert!(blocked(&reached).is_empty()); // control
         native.end().await;
     });
@@ -231,18 +294,30 @@ fn two_backends_keep_two_lists_at_the_same_moment() {
         let names = names();
         let backend = |name: &str, port: u16| {
             let rules = listed(&[format!("{name}:{port}"), format!("{HERE}:{port}")]);
-            Builder::new("minimal").network(network(rules, Arc::clone(&names))).start()
+            Builder::new("minimal")
+                .network(network(rules, Arc::clone(&names)))
+                .start()
         };
-        let natives = [backend("web.test", ports[0]), backend("other.test", ports[1])];
+        let natives = [
+            backend("web.test", ports[0]),
+            backend("other.test", ports[1]),
+        ];
         let sessions = natives.each_ref().map(Native::session);
         let attempts = async |number: usize| {
             sessions[number].ok(CONNECT).await;
             let [one, two] = ports;
-            sessions[number].ok(&format!("print(connect('web.test', {one}), connect('other.test', {two}))")).await
+            sessions[number]
+                .ok(&format!(
+                    "print(connect('web.test', {one}), connect('other.test', {two}))"
+                ))
+                .await
         };
         for _ in 0..3 {
             let (first, second) = tokio::join!(attempts(0), attempts(1));
-            assert_eq!((first.as_str(), second.as_str()), ("HTTP/1.1 200 OK gaierror\n", "gaierror HTTP/1.1 200 OK\n"));
+            assert_eq!(
+                (first.as_str(), second.as_str()),
+                ("HTTP/1.1 200 OK gaierror\n", "gaierror HTTP/1.1 200 OK\n")
+            );
         }
         assert_eq!(webs.each_ref().map(Web::asked), [3, 3]);
         for native in &natives {

@@ -56,8 +56,15 @@ impl Web {
                 let mut buffer = [0; 4096];
                 let length = connection.read(&mut buffer).unwrap_or(0);
                 let text = String::from_utf8_lossy(&buffer[..length]);
-                hears.lock().unwrap().last_mut().expect("it was just begun").push_str(&text);
-                let _ = connection.write_all(b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\nConnection: close\r\n\r\nhello");
+                hears
+                    .lock()
+                    .unwrap()
+                    .last_mut()
+                    .expect("it was just begun")
+                    .push_str(&text);
+                let _ = connection.write_all(
+                    b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\nConnection: close\r\n\r\nhello",
+                );
             }
         });
         Web { address, heard }
@@ -118,20 +125,27 @@ impl Names {
 }
 
 impl Resolver for Names {
-    fn resolve<'a>(&'a self, name: &'a HostName) -> Pin<Box<dyn Future<Output = io::Result<Vec<IpAddr>>> + Send + 'a>> {
+    fn resolve<'a>(
+        &'a self,
+        name: &'a HostName,
+    ) -> Pin<Box<dyn Future<Output = io::Result<Vec<IpAddr>>> + Send + 'a>> {
         self.asked.fetch_add(1, Ordering::SeqCst);
         let mut known = self.known.lock().unwrap();
-        let found = known.get_mut(name.as_str()).and_then(|answers| match answers.len() {
-            0 | 1 => answers.front().cloned(),
-            _ => answers.pop_front(),
-        });
+        let found = known
+            .get_mut(name.as_str())
+            .and_then(|answers| match answers.len() {
+                0 | 1 => answers.front().cloned(),
+                _ => answers.pop_front(),
+            });
         Box::pin(async move { found.ok_or_else(|| io::ErrorKind::NotFound.into()) })
     }
 }
 
 /// Knows `web.test` and `other.test`.
 pub(crate) fn names() -> Arc<Names> {
-    Arc::new(Names::default()).and("web.test", &[&[HERE]]).and("other.test", &[&[HERE]])
+    Arc::new(Names::default())
+        .and("web.test", &[&[HERE]])
+        .and("other.test", &[&[HERE]])
 }
 
 pub(crate) fn network(rules: Rules, resolver: Arc<Names>) -> Network {
@@ -153,7 +167,9 @@ pub(crate) fn listed<S: AsRef<str>>(rules: &[S]) -> Rules {
 fn opened(web: &Web, resolver: Arc<Names>) -> Native {
     let port = web.port();
     let rules = listed(&[format!("web.test:{port}"), format!("{HERE}:{port}")]);
-    Builder::new("minimal").network(network(rules, resolver)).start()
+    Builder::new("minimal")
+        .network(network(rules, resolver))
+        .start()
 }
 
 /// What was refused while a cell ran, as its result tells it.

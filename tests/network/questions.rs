@@ -13,7 +13,9 @@ use crate::support::native::{Builder, Native, printed, run};
 /// A backend in which `*.test` is listed at one port, and the server's address.
 fn wild(port: u16, names: &Arc<Names>) -> Native {
     let rules = listed(&[format!("*.test:{port}"), format!("{HERE}:{port}")]);
-    Builder::new("minimal").network(network(rules, Arc::clone(names))).start()
+    Builder::new("minimal")
+        .network(network(rules, Arc::clone(names)))
+        .start()
 }
 
 /// Asks questions as bytes, so that no library decides what may be asked.
@@ -37,9 +39,17 @@ fn ten_thousand_names_that_are_not_listed_are_asked_of_nobody_in_no_time() {
     run(async {
         let (web, names) = (Web::start(), names());
         let port = web.port();
-        let limits = Limits { questions_per_second: 1_000_000, ..Limits::default() };
+        let limits = Limits {
+            questions_per_second: 1_000_000,
+            ..Limits::default()
+        };
         let rules = listed(&[format!("web.test:{port}"), format!("{HERE}:{port}")]);
-        let native = Builder::new("minimal").network(Network { limits, ..network(rules, Arc::clone(&names)) }).start();
+        let native = Builder::new("minimal")
+            .network(Network {
+                limits,
+                ..network(rules, Arc::clone(&names))
+            })
+            .start();
         let session = native.session();
         session.ok(CONNECT).await;
         let code = "
@@ -53,15 +63,30 @@ print(found)";
         let begun = Instant::now();
         let outcome = session.execute(code).await.unwrap();
         assert_eq!(printed(&outcome), "0\n");
-        assert!(begun.elapsed() < Duration::from_secs(30), "{:?}", begun.elapsed());
+        assert!(
+            begun.elapsed() < Duration::from_secs(30),
+            "{:?}",
+            begun.elapsed()
+        );
         assert_eq!(names.asked(), 0);
         // Fifty of them are told, and how many there were.
         let told = blocked(&outcome);
         assert_eq!(told.len(), 51);
-        assert_eq!(told[0], "blocked: data-0.example.org (not in the allowed list)");
-        assert_eq!(told[50], "blocked: other targets (too many to list), 9950 times");
+        assert_eq!(
+            told[0],
+            "blocked: data-0.example.org (not in the allowed list)"
+        );
+        assert_eq!(
+            told[50],
+            "blocked: other targets (too many to list), 9950 times"
+        );
         // Control: a listed name is looked up when it is connected to.
-        assert_eq!(session.ok(&format!("print(connect('web.test', {port}))")).await, "HTTP/1.1 200 OK\n");
+        assert_eq!(
+            session
+                .ok(&format!("print(connect('web.test', {port}))"))
+                .await,
+            "HTTP/1.1 200 OK\n"
+        );
         assert_eq!(names.asked(), 1);
         native.end().await;
     });
@@ -75,12 +100,26 @@ fn a_name_that_spells_a_message_reaches_nobody() {
         let session = native.session();
         session.ok(CONNECT).await;
         session.ok(ASK).await;
-        let long = ["a".repeat(63), "b".repeat(63), "c".repeat(63), "d".repeat(40)].join(".");
+        let long = [
+            "a".repeat(63),
+            "b".repeat(63),
+            "c".repeat(63),
+            "d".repeat(40),
+        ]
+        .join(".");
         for (name, kinds, expected) in [
-            (format!("{long}.example.org"), &[1, 28, 16, 255, 10, 65][..], "no such name"),
+            (
+                format!("{long}.example.org"),
+                &[1, 28, 16, 255, 10, 65][..],
+                "no such name",
+            ),
             // Deeper than the rule, and a name that is a message even to whoever looks at it.
             ("data.web.test".to_owned(), &[1, 16], "no such name"),
-            ("_secret._udp.web.test".to_owned(), &[33, 16], "no such name"),
+            (
+                "_secret._udp.web.test".to_owned(),
+                &[33, 16],
+                "no such name",
+            ),
             // A listed name: only its address is answered, and that without a look-up.
             ("web.test".to_owned(), &[28, 16, 255, 10, 65], "none"),
             ("message.test".to_owned(), &[1], "found"),
@@ -91,9 +130,19 @@ fn a_name_that_spells_a_message_reaches_nobody() {
             }
         }
         // Whichever server a program asks, it is the same one.
-        assert_eq!(session.ok("print(ask('message.example.org', server='192.0.2.53'))").await, "no such name\n");
+        assert_eq!(
+            session
+                .ok("print(ask('message.example.org', server='192.0.2.53'))")
+                .await,
+            "no such name\n"
+        );
         assert_eq!(names.asked(), 0);
-        assert_eq!(session.ok(&format!("print(connect('web.test', {}))", web.port())).await, "HTTP/1.1 200 OK\n"); // control
+        assert_eq!(
+            session
+                .ok(&format!("print(connect('web.test', {}))", web.port()))
+                .await,
+            "HTTP/1.1 200 OK\n"
+        ); // control
         assert_eq!(names.asked(), 1);
         native.end().await;
     });
@@ -102,9 +151,17 @@ fn a_name_that_spells_a_message_reaches_nobody() {
 #[test]
 fn questions_beyond_the_rate_are_refused_and_those_of_the_next_second_answered() {
     run(async {
-        let limits = Limits { questions_per_second: 10, ..Limits::default() };
+        let limits = Limits {
+            questions_per_second: 10,
+            ..Limits::default()
+        };
         let rules = listed(&["web.test"]);
-        let native = Builder::new("minimal").network(Network { limits, ..network(rules, names()) }).start();
+        let native = Builder::new("minimal")
+            .network(Network {
+                limits,
+                ..network(rules, names())
+            })
+            .start();
         let session = native.session();
         session.ok(ASK).await;
         // All at once, then answers until there is one refusal: by then the rate was exceeded.
@@ -152,21 +209,32 @@ fn a_name_server_that_changes_its_mind_gains_nothing() {
         let session = native.session();
         session.ok(CONNECT).await;
         let reach = |name: &str| format!("print(connect('{name}', {port}))");
-        assert_eq!(session.ok(&reach("rebinding.test")).await, "HTTP/1.1 200 OK\n"); // control: the first answer
+        assert_eq!(
+            session.ok(&reach("rebinding.test")).await,
+            "HTTP/1.1 200 OK\n"
+        ); // control: the first answer
         for name in ["rebinding.test", "rebinding.test", "both.test"] {
             let outcome = session.execute(&reach(name)).await.unwrap();
             assert_eq!(printed(&outcome), "ConnectionResetError\n", "{name}");
             let told = blocked(&outcome);
-            assert!(told.len() == 1 && told[0].contains("must be in the allowed list as an address"), "{told:?}");
+            assert!(
+                told.len() == 1 && told[0].contains("must be in the allowed list as an address"),
+                "{told:?}"
+            );
         }
         assert_eq!((web.asked(), private.asked()), (1, 0));
         native.end().await;
         // Control: who lists the other address reaches it.
         let rules = listed(&[format!("*.test:{port}"), format!("127.0.0.0/8:{port}")]);
-        let native = Builder::new("minimal").network(network(rules, names)).start();
+        let native = Builder::new("minimal")
+            .network(network(rules, names))
+            .start();
         let session = native.session();
         session.ok(CONNECT).await;
-        assert_eq!(session.ok(&reach("rebinding.test")).await, "HTTP/1.1 200 OK\n");
+        assert_eq!(
+            session.ok(&reach("rebinding.test")).await,
+            "HTTP/1.1 200 OK\n"
+        );
         assert_eq!(private.asked(), 1);
         native.end().await;
     });
@@ -180,11 +248,19 @@ fn a_name_that_moves_is_followed_and_two_names_may_have_one_address() {
         let moved = Web::serve(std::net::TcpListener::bind(("127.0.0.2", port)).unwrap());
         let names = names().and("moving.test", &[&[HERE], &[address("127.0.0.2")]]);
         let rules = listed(&[format!("*.test:{port}"), format!("127.0.0.0/8:{port}")]);
-        let native = Builder::new("minimal").network(network(rules, names)).start();
+        let native = Builder::new("minimal")
+            .network(network(rules, names))
+            .start();
         let session = native.session();
         session.ok(CONNECT).await;
         for name in ["moving.test", "moving.test", "web.test", "other.test"] {
-            assert_eq!(session.ok(&format!("print(connect('{name}', {port}))")).await, "HTTP/1.1 200 OK\n", "{name}");
+            assert_eq!(
+                session
+                    .ok(&format!("print(connect('{name}', {port}))"))
+                    .await,
+                "HTTP/1.1 200 OK\n",
+                "{name}"
+            );
         }
         assert_eq!((web.asked(), moved.asked()), (3, 1));
         native.end().await;
@@ -227,15 +303,26 @@ fn a_listed_name_that_leads_to_a_special_address_is_refused_in_every_spelling() 
         let native = wild(port, &names);
         let session = native.session();
         session.ok(CONNECT).await;
-        assert_eq!(session.ok(&format!("print(connect('web.test', {port}))")).await, "HTTP/1.1 200 OK\n"); // control
+        assert_eq!(
+            session
+                .ok(&format!("print(connect('web.test', {port}))"))
+                .await,
+            "HTTP/1.1 200 OK\n"
+        ); // control
         for (number, spelling) in spellings.iter().enumerate() {
             let code = format!("print(connect('special-{number}.test', {port}))");
             let outcome = session.execute(&code).await.unwrap();
             assert_eq!(printed(&outcome), "ConnectionResetError\n", "{spelling}");
             let told = blocked(&outcome);
             let start = format!("blocked: special-{number}.test:{port} (it leads to ");
-            assert!(told.len() == 1 && told[0].starts_with(&start), "{spelling}: {told:?}");
-            assert!(!told[0].contains(spelling), "the address is no business of the inside: {told:?}");
+            assert!(
+                told.len() == 1 && told[0].starts_with(&start),
+                "{spelling}: {told:?}"
+            );
+            assert!(
+                !told[0].contains(spelling),
+                "the address is no business of the inside: {told:?}"
+            );
         }
         assert_eq!((web.asked(), hidden.asked()), (1, 0));
         native.end().await;

@@ -21,10 +21,16 @@ fn a_listed_name_is_reached_by_every_program_and_others_by_none() {
         let port = web.port();
         session.ok(CONNECT).await;
         let ways = [
-            ("a socket", format!("print(connect('web.test', {port}))"), "HTTP/1.1 200 OK\n"),
+            (
+                "a socket",
+                format!("print(connect('web.test', {port}))"),
+                "HTTP/1.1 200 OK\n",
+            ),
             (
                 "urllib",
-                format!("import urllib.request\nprint(urllib.request.urlopen('http://web.test:{port}/').read())"),
+                format!(
+                    "import urllib.request\nprint(urllib.request.urlopen('http://web.test:{port}/').read())"
+                ),
                 "b'hello'\n",
             ),
             (
@@ -49,7 +55,10 @@ fn a_listed_name_is_reached_by_every_program_and_others_by_none() {
         let asked = names.asked();
 
         // A name that exists and is not listed is not even looked up.
-        let refused = session.execute(&format!("print(connect('other.test', {port}))")).await.unwrap();
+        let refused = session
+            .execute(&format!("print(connect('other.test', {port}))"))
+            .await
+            .unwrap();
         assert_eq!(native::printed(&refused), "gaierror\n");
         assert_eq!(names.asked(), asked);
         let told = blocked(&refused);
@@ -73,7 +82,12 @@ fn addresses_ports_and_protocols_that_are_not_listed_are_refused_at_once() {
         let session = backend.session();
         let port = web.port();
         session.ok(CONNECT).await;
-        assert_eq!(session.ok(&format!("print(connect('web.test', {port}))")).await, "HTTP/1.1 200 OK\n"); // control
+        assert_eq!(
+            session
+                .ok(&format!("print(connect('web.test', {port}))"))
+                .await,
+            "HTTP/1.1 200 OK\n"
+        ); // control
         let other = if port == 9 { 10 } else { 9 };
         for target in [
             format!("'web.test', {other}"),
@@ -86,7 +100,12 @@ fn addresses_ports_and_protocols_that_are_not_listed_are_refused_at_once() {
         ] {
             let answer = session.ok(&format!("print(connect({target}))")).await;
             assert!(
-                ["ConnectionRefusedError\n", "ConnectionResetError\n", "closed\n"].contains(&answer.as_str()),
+                [
+                    "ConnectionRefusedError\n",
+                    "ConnectionResetError\n",
+                    "closed\n"
+                ]
+                .contains(&answer.as_str()),
                 "{target}: {answer}"
             );
         }
@@ -105,9 +124,11 @@ fn a_session_that_may_reach_nothing_has_the_same_dead_end() {
         let session = native::shared().session();
         session.ok(CONNECT).await;
         let web = Web::start();
-        for target in
-            [format!("'127.0.0.1', {}", web.port()), "'192.0.2.1', 80".to_owned(), "'web.test', 80".to_owned()]
-        {
+        for target in [
+            format!("'127.0.0.1', {}", web.port()),
+            "'192.0.2.1', 80".to_owned(),
+            "'web.test', 80".to_owned(),
+        ] {
             let answer = session.ok(&format!("print(connect({target}))")).await;
             assert!(
                 ["ConnectionRefusedError\n", "OSError\n", "gaierror\n"].contains(&answer.as_str()),
@@ -163,18 +184,28 @@ fn with_every_port_open_any_port_of_a_name_is_reached() {
         let web = Web::start();
         // Listing this machine's loopback by its address is what opens it: no name and no choice of everything does.
         let rules = Rules::parse(&["*.test:*", "127.0.0.1:*"]).unwrap();
-        let backend = Builder::new("minimal").network(network(rules, names())).start();
+        let backend = Builder::new("minimal")
+            .network(network(rules, names()))
+            .start();
         let session = backend.session();
         session.ok(CONNECT).await;
         for target in ["web.test", "other.test"] {
-            assert_eq!(session.ok(&format!("print(connect('{target}', {}))", web.port())).await, "HTTP/1.1 200 OK\n");
+            assert_eq!(
+                session
+                    .ok(&format!("print(connect('{target}', {}))", web.port()))
+                    .await,
+                "HTTP/1.1 200 OK\n"
+            );
         }
         // A server of the session's own is its own all the same.
         let own = session
             .ok("listener = socket.create_server(('127.0.0.1', 0))\nprint(socket.create_connection(listener.getsockname()).getpeername() == listener.getsockname())")
             .await;
         assert_eq!(own, "True\n");
-        let nowhere = session.execute("print(connect('nowhere.test', 80))").await.unwrap();
+        let nowhere = session
+            .execute("print(connect('nowhere.test', 80))")
+            .await
+            .unwrap();
         assert_ne!(native::printed(&nowhere), "HTTP/1.1 200 OK\n");
         assert!(!nowhere.blocked.is_empty());
         backend.end().await;
@@ -214,17 +245,26 @@ fn datagrams_do_not_leave_whatever_is_listed() {
             Rules::everything(),
         ] {
             let everything = rules.is_everything();
-            let backend = Builder::new("minimal").network(network(rules, names())).start();
+            let backend = Builder::new("minimal")
+                .network(network(rules, names()))
+                .start();
             let session = backend.session();
             session.ok(CONNECT).await;
             session.ok(DATAGRAM).await;
             if !everything {
                 // Control. This machine's loopback is not part of everything.
-                assert_eq!(session.ok(&format!("print(connect('web.test', {port}))")).await, "HTTP/1.1 200 OK\n");
+                assert_eq!(
+                    session
+                        .ok(&format!("print(connect('web.test', {port}))"))
+                        .await,
+                    "HTTP/1.1 200 OK\n"
+                );
             }
             for target in ["web.test", "127.0.0.1", "192.0.2.1"] {
                 assert_eq!(
-                    session.ok(&format!("print(datagram('{target}', {port}))")).await,
+                    session
+                        .ok(&format!("print(datagram('{target}', {port}))"))
+                        .await,
                     "ECONNREFUSED\n",
                     "{target}"
                 );
@@ -238,7 +278,8 @@ fn datagrams_do_not_leave_whatever_is_listed() {
             "import socket\nsocket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'hello', ('127.0.0.1', {port}))"
         ));
         echo.set_nonblocking(false).unwrap();
-        echo.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+        echo.set_read_timeout(Some(Duration::from_secs(20)))
+            .unwrap();
         assert_eq!(echo.recv(&mut [0; 100]).unwrap(), 5);
     });
 }
@@ -246,7 +287,9 @@ fn datagrams_do_not_leave_whatever_is_listed() {
 #[test]
 fn no_socket_below_tcp_and_udp_can_be_made_even_where_everything_is_open() {
     run(async {
-        let backend = Builder::new("minimal").network(network(Rules::everything(), names())).start();
+        let backend = Builder::new("minimal")
+            .network(network(Rules::everything(), names()))
+            .start();
         let session = backend.session();
         session.ok(DATAGRAM).await;
         assert_eq!(
@@ -269,7 +312,14 @@ fn no_socket_below_tcp_and_udp_can_be_made_even_where_everything_is_open() {
         for kind in kinds {
             let answer = session.ok(&format!("print(make({kind}))")).await;
             assert!(
-                ["ENOSYS\n", "EPERM\n", "EACCES\n", "EAFNOSUPPORT\n", "EPROTONOSUPPORT\n"].contains(&answer.as_str()),
+                [
+                    "ENOSYS\n",
+                    "EPERM\n",
+                    "EACCES\n",
+                    "EAFNOSUPPORT\n",
+                    "EPROTONOSUPPORT\n"
+                ]
+                .contains(&answer.as_str()),
                 "{kind}: {answer}"
             );
         }
@@ -277,7 +327,10 @@ fn no_socket_below_tcp_and_udp_can_be_made_even_where_everything_is_open() {
         if !is_root() {
             return skipped("root (the control that raw sockets can be made)");
         }
-        let outside = native::outside(&format!("{DATAGRAM}\nprint(make({}), make({}))", kinds[0], kinds[4]));
+        let outside = native::outside(&format!(
+            "{DATAGRAM}\nprint(make({}), make({}))",
+            kinds[0], kinds[4]
+        ));
         assert_eq!(outside, "made made\n"); // control
     });
 }
@@ -286,7 +339,8 @@ fn no_socket_below_tcp_and_udp_can_be_made_even_where_everything_is_open() {
 fn nameless_unix_sockets_of_the_host_are_not_there() {
     run(async {
         let name = format!("cellblock-test-{}", std::process::id());
-        let _listener = UnixListener::bind_addr(&UnixAddress::from_abstract_name(&name).unwrap()).unwrap();
+        let _listener =
+            UnixListener::bind_addr(&UnixAddress::from_abstract_name(&name).unwrap()).unwrap();
         let code = format!(
             "
 import socket
@@ -297,8 +351,13 @@ try:
 except OSError as error:
     print(type(error).__name__)"
         );
-        let backend = Builder::new("minimal").network(network(Rules::everything(), names())).start();
-        assert_eq!(backend.session().ok(&code).await, "ConnectionRefusedError\n");
+        let backend = Builder::new("minimal")
+            .network(network(Rules::everything(), names()))
+            .start();
+        assert_eq!(
+            backend.session().ok(&code).await,
+            "ConnectionRefusedError\n"
+        );
         assert_eq!(native::outside(&code), "connected\n"); // control
         backend.end().await;
     });

@@ -26,23 +26,36 @@ impl Place {
         let signer = Signer::new();
         // As good as git's simplest server: it has one branch.
         let answer = |request: &Heard| match request.path() {
-            path if path.starts_with("/repository/info/refs") => format!("{}\trefs/heads/main\n", "5".repeat(40)),
+            path if path.starts_with("/repository/info/refs") => {
+                format!("{}\trefs/heads/main\n", "5".repeat(40))
+            }
             path if path.starts_with("/repository/HEAD") => "ref: refs/heads/main\n".to_owned(),
             _ => "hello".to_owned(),
         };
         let https = Https::serve(listener, &signer, &["web.test", "other.test"], answer);
         let address = https.address();
-        let names = names().and("web.test", &[&[address]]).and("other.test", &[&[address]]);
+        let names = names()
+            .and("web.test", &[&[address]])
+            .and("other.test", &[&[address]]);
         let rules = listed(&["web.test".to_owned(), address.to_string()]);
-        let native = Builder::new("minimal").network(network(rules, names)).start();
-        Some(Place { https, native, signer })
+        let native = Builder::new("minimal")
+            .network(network(rules, names))
+            .start();
+        Some(Place {
+            https,
+            native,
+            signer,
+        })
     }
 
     /// A session with the authority's certificate in its working folder.
     async fn session(&self) -> Session {
         let session = self.native.session();
         session.ok(TLS).await;
-        session.upload("authority.pem", self.signer.pem().as_bytes()).await.unwrap();
+        session
+            .upload("authority.pem", self.signer.pem().as_bytes())
+            .await
+            .unwrap();
         session
     }
 }
@@ -91,9 +104,18 @@ fn https_to_a_listed_name_passes_and_a_client_that_asks_for_another_is_reset() {
         assert_eq!(place.https.connections(), 2);
         // The server would answer each of these, and its certificate is even good for the first.
         for (code, reason) in [
-            ("ask('web.test', 'other.test', 'other.test')", "the TLS client asks for other.test"),
-            ("ask('web.test', 'WEB.TEST.example.org', 'web.test')", "the TLS client asks for web.test.example.org"),
-            ("ask('web.test', None, 'web.test')", "the TLS client does not say which name it wants"),
+            (
+                "ask('web.test', 'other.test', 'other.test')",
+                "the TLS client asks for other.test",
+            ),
+            (
+                "ask('web.test', 'WEB.TEST.example.org', 'web.test')",
+                "the TLS client asks for web.test.example.org",
+            ),
+            (
+                "ask('web.test', None, 'web.test')",
+                "the TLS client does not say which name it wants",
+            ),
             (
                 "ask('web.test', '', '', b'GET / HTTP/1.1\\r\\nHost: web.test\\r\\n\\r\\n')",
                 "only TLS may pass at this port",
@@ -101,7 +123,11 @@ fn https_to_a_listed_name_passes_and_a_client_that_asks_for_another_is_reset() {
         ] {
             let (answer, told) = tried(&session, &format!("print({code})")).await;
             assert_eq!(answer, "ConnectionResetError", "{code}");
-            assert_eq!(told, [format!("blocked: web.test:443 ({reason})")], "{code}");
+            assert_eq!(
+                told,
+                [format!("blocked: web.test:443 ({reason})")],
+                "{code}"
+            );
         }
         assert_eq!(place.https.connections(), 2);
         place.native.end().await;
@@ -116,17 +142,32 @@ fn a_name_that_shares_its_address_with_a_listed_one_is_not_reached_through_it() 
         // By its own name, by the address of the other, and by the address that both have.
         let address = place.https.address();
         let fronts = [
-            ("other.test", "gaierror", "blocked: other.test (not in the allowed list)"),
-            ("web.test", "ConnectionResetError", "blocked: web.test:443 (the TLS client asks for other.test)"),
+            (
+                "other.test",
+                "gaierror",
+                "blocked: other.test (not in the allowed list)",
+            ),
+            (
+                "web.test",
+                "ConnectionResetError",
+                "blocked: web.test:443 (the TLS client asks for other.test)",
+            ),
         ];
         for (front, expected, line) in fronts {
             let code = format!("print(ask('{front}', 'other.test', 'other.test'))");
-            assert_eq!(tried(&session, &code).await, (expected.to_owned(), vec![line.to_owned()]), "{front}");
+            assert_eq!(
+                tried(&session, &code).await,
+                (expected.to_owned(), vec![line.to_owned()]),
+                "{front}"
+            );
         }
         assert_eq!(place.https.connections(), 0);
         // Control: the address itself is listed, and whoever lists an address lists all that is there.
         let code = format!("print(ask('{address}', 'other.test', 'other.test'))");
-        assert_eq!(tried(&session, &code).await, ("HTTP/1.1 200 OK".to_owned(), vec![]));
+        assert_eq!(
+            tried(&session, &code).await,
+            ("HTTP/1.1 200 OK".to_owned(), vec![])
+        );
         place.native.end().await;
     });
 }
@@ -196,22 +237,47 @@ int main(int count, char **words) {
 fn a_static_program_is_held_by_the_same_rules() {
     run(async {
         let folder = tempfile::tempdir().unwrap();
-        let (source, program) = (folder.path().join("connect.c"), folder.path().join("connect"));
+        let (source, program) = (
+            folder.path().join("connect.c"),
+            folder.path().join("connect"),
+        );
         std::fs::write(&source, STATIC_PROGRAM).unwrap();
-        let built = Command::new("cc").arg("-static").arg(&source).arg("-o").arg(&program).status();
+        let built = Command::new("cc")
+            .arg("-static")
+            .arg(&source)
+            .arg("-o")
+            .arg(&program)
+            .status();
         if !built.is_ok_and(|status| status.success()) {
             return skipped("a C compiler that makes static programs");
         }
         let web = Web::start();
         let native = super::opened(&web, names());
         let session = native.session();
-        session.upload("connect", &std::fs::read(&program).unwrap()).await.unwrap();
+        session
+            .upload("connect", &std::fs::read(&program).unwrap())
+            .await
+            .unwrap();
         session.ok(TLS).await;
-        session.ok("os.chmod('connect', 0o755)\naddress = socket.gethostbyname('web.test')").await;
+        session
+            .ok("os.chmod('connect', 0o755)\naddress = socket.gethostbyname('web.test')")
+            .await;
         let port = web.port();
-        let reached = tried(&session, &format!("print(call('./connect', address, '{port}'))")).await;
-        assert_eq!(reached, ("HTTP/1.1 200 OK".to_owned(), vec![]), "by the address that stands for the name");
-        let refused = tried(&session, &format!("print(call('./connect', '192.0.2.1', '{port}'))")).await;
+        let reached = tried(
+            &session,
+            &format!("print(call('./connect', address, '{port}'))"),
+        )
+        .await;
+        assert_eq!(
+            reached,
+            ("HTTP/1.1 200 OK".to_owned(), vec![]),
+            "by the address that stands for the name"
+        );
+        let refused = tried(
+            &session,
+            &format!("print(call('./connect', '192.0.2.1', '{port}'))"),
+        )
+        .await;
         let line = format!("blocked: 192.0.2.1:{port} (not in the allowed list)");
         assert_eq!(refused, ("Connection reset by peer".to_owned(), vec![line]));
         let closed = tried(&session, "print(call('./connect', address, '9'))").await;
@@ -224,22 +290,38 @@ fn a_static_program_is_held_by_the_same_rules() {
 #[test]
 fn plain_http_is_for_the_host_of_the_connection_in_every_request() {
     run(async {
-        let Some(listener) = listen_at(80) else { return skipped("the right to listen on port 80") };
+        let Some(listener) = listen_at(80) else {
+            return skipped("the right to listen on port 80");
+        };
         let web = Web::serve(listener);
         let names = names().and("web.test", &[&[web.address()]]);
         let rules = listed(&["web.test".to_owned(), web.address().to_string()]);
-        let native = Builder::new("minimal").network(network(rules, names)).start();
+        let native = Builder::new("minimal")
+            .network(network(rules, names))
+            .start();
         let session = native.session();
         let ask = |host: &str| {
             format!(
                 "import http.client\nconnection = http.client.HTTPConnection('web.test', timeout=20)\nconnection.request('GET', '/', headers={{'Host': '{host}'}})\nprint(connection.getresponse().status)"
             )
         };
-        assert_eq!(tried(&session, &ask("web.test")).await, ("200".to_owned(), vec![])); // control
+        assert_eq!(
+            tried(&session, &ask("web.test")).await,
+            ("200".to_owned(), vec![])
+        ); // control
         let (answer, told) = tried(&session, &ask("other.test")).await;
         assert_eq!(answer, "403");
-        assert!(told.len() == 1 && told[0].starts_with("blocked: web.test:80 ("), "{told:?}");
-        assert!(web.heard().iter().all(|request| !request.contains("other.test")), "{:?}", web.heard());
+        assert!(
+            told.len() == 1 && told[0].starts_with("blocked: web.test:80 ("),
+            "{told:?}"
+        );
+        assert!(
+            web.heard()
+                .iter()
+                .all(|request| !request.contains("other.test")),
+            "{:?}",
+            web.heard()
+        );
         native.end().await;
     });
 }

@@ -45,8 +45,10 @@ server.serve_forever()
 "#;
 
 fn has_http_backend() -> bool {
-    let place =
-        Command::new("git").arg("--exec-path").output().map(|told| String::from_utf8_lossy(&told.stdout).into_owned());
+    let place = Command::new("git")
+        .arg("--exec-path")
+        .output()
+        .map(|told| String::from_utf8_lossy(&told.stdout).into_owned());
     place.is_ok_and(|place| Path::new(place.trim()).join("git-http-backend").is_file())
 }
 
@@ -58,8 +60,15 @@ fn repository(python: &Path) -> tempfile::TempDir {
                   && cd .. && git clone --quiet --bare project project.git && rm -r project";
     let archive = sources.path().join("from-source/from_source-1.0.tar.gz");
     let mut command = Command::new("sh");
-    command.args(["-c", script, "sh"]).arg(archive).current_dir(folder.path()).stdin(Stdio::null());
-    assert!(command.status().unwrap().success(), "the repository was made");
+    command
+        .args(["-c", script, "sh"])
+        .arg(archive)
+        .current_dir(folder.path())
+        .stdin(Stdio::null());
+    assert!(
+        command.status().unwrap().success(),
+        "the repository was made"
+    );
     folder
 }
 
@@ -69,13 +78,20 @@ fn a_package_comes_from_a_repository_on_a_host_that_sessions_may_reach() {
         return skipped("git with its http-backend");
     }
     let python = host_python("minimal");
-    let Some(host) = Tls::serve(&python, repository(&python), SERVE) else { return skipped("openssl (a certificate)") };
+    let Some(host) = Tls::serve(&python, repository(&python), SERVE) else {
+        return skipped("openssl (a certificate)");
+    };
     let index = Index::start(&python, Manner::Open);
     let wish = json!({"package_name": format!("git+{}@v1.0", host.url("project.git"))});
     for is_allowed in [true, false] {
         let mut command = program();
-        command.arg("mcp").args(MINIMAL).env_remove("PIP_FIND_LINKS");
-        command.env("UV_DEFAULT_INDEX", index.url_without_password()).env("SSL_CERT_FILE", host.certificate());
+        command
+            .arg("mcp")
+            .args(MINIMAL)
+            .env_remove("PIP_FIND_LINKS");
+        command
+            .env("UV_DEFAULT_INDEX", index.url_without_password())
+            .env("SSL_CERT_FILE", host.certificate());
         if is_allowed {
             command.args(["--allowed-domain", &host.place()]);
         }
@@ -85,7 +101,10 @@ fn a_package_comes_from_a_repository_on_a_host_that_sessions_may_reach() {
         let installed = session.call("install_package", wish.clone());
         if is_allowed {
             assert_eq!(installed.text(), "Successfully installed from-source-1.0");
-            assert_eq!(session.text("import from_source; print(from_source.value)"), "7");
+            assert_eq!(
+                session.text("import from_source; print(from_source.value)"),
+                "7"
+            );
         } else {
             assert!(
                 installed.is_error() && installed.text().contains("not in the allowed list"),

@@ -44,7 +44,11 @@ impl Index {
                 std::thread::spawn(move || serve(connection, folder.path(), manner, &seen));
             }
         });
-        Index { port, manner, requests }
+        Index {
+            port,
+            manner,
+            requests,
+        }
     }
 
     pub(crate) fn settings(&self) -> IndexSettings {
@@ -85,18 +89,31 @@ impl Index {
 pub(super) fn packages(python: &Path) -> tempfile::TempDir {
     let folder = tempfile::tempdir().unwrap();
     let script = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/packages/make_index.py");
-    let made = Command::new(python).args(["-I", script]).arg(folder.path()).status().unwrap();
+    let made = Command::new(python)
+        .args(["-I", script])
+        .arg(folder.path())
+        .status()
+        .unwrap();
     assert!(made.success(), "the packages were made");
     folder
 }
 
 fn serve(mut connection: TcpStream, folder: &Path, manner: Manner, seen: &Mutex<Vec<String>>) {
-    let mut lines = BufReader::new(connection.try_clone().unwrap()).lines().map_while(Result::ok);
-    let Some(path) = lines.next().and_then(|line| Some(line.split(' ').nth(1)?.to_owned())) else { return };
+    let mut lines = BufReader::new(connection.try_clone().unwrap())
+        .lines()
+        .map_while(Result::ok);
+    let Some(path) = lines
+        .next()
+        .and_then(|line| Some(line.split(' ').nth(1)?.to_owned()))
+    else {
+        return;
+    };
     let headers: Vec<String> = lines.take_while(|line| !line.is_empty()).collect();
     seen.lock().unwrap().push(path.clone());
     let pass = base64::engine::general_purpose::STANDARD.encode(format!("{USER}:{PASSWORD}"));
-    let knows = headers.iter().any(|line| line.to_lowercase().starts_with("authorization:") && line.ends_with(&pass));
+    let knows = headers
+        .iter()
+        .any(|line| line.to_lowercase().starts_with("authorization:") && line.ends_with(&pass));
     let (status, kind, body) = match answer(folder, &path) {
         _ if manner == Manner::Password && !knows => ("401 Unauthorized", "text/plain", Vec::new()),
         Some((kind, body)) => ("200 OK", kind, body),
@@ -107,7 +124,9 @@ fn serve(mut connection: TcpStream, folder: &Path, manner: Manner, seen: &Mutex<
          Connection: close\r\n\r\n",
         body.len()
     );
-    let _ = connection.write_all(head.as_bytes()).and_then(|()| connection.write_all(&body));
+    let _ = connection
+        .write_all(head.as_bytes())
+        .and_then(|()| connection.write_all(&body));
 }
 
 /// A project's page, or a file.
@@ -120,10 +139,18 @@ fn answer(folder: &Path, path: &str) -> Option<(&'static str, Vec<u8>)> {
     let mut page = String::new();
     for entry in fs::read_dir(place).ok()?.flatten() {
         let name = entry.file_name().into_string().ok()?;
-        let content =
-            if name.starts_with("exchanged") { b"another file".to_vec() } else { fs::read(entry.path()).ok()? };
-        let hash: String = Sha256::digest(content).iter().map(|byte| format!("{byte:02x}")).collect();
-        page.push_str(&format!("<a href=\"/simple/{path}{name}#sha256={hash}\">{name}</a>\n"));
+        let content = if name.starts_with("exchanged") {
+            b"another file".to_vec()
+        } else {
+            fs::read(entry.path()).ok()?
+        };
+        let hash: String = Sha256::digest(content)
+            .iter()
+            .map(|byte| format!("{byte:02x}"))
+            .collect();
+        page.push_str(&format!(
+            "<a href=\"/simple/{path}{name}#sha256={hash}\">{name}</a>\n"
+        ));
     }
     Some(("text/html", page.into_bytes()))
 }
@@ -155,8 +182,17 @@ impl Tls {
 
     /// Serves a folder by a program that prints its port, with `certificate.pem` and `key.pem` in there.
     pub(crate) fn serve(python: &Path, folder: tempfile::TempDir, program: &str) -> Option<Tls> {
-        let options =
-            ["req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2"];
+        let options = [
+            "req",
+            "-x509",
+            "-newkey",
+            "ec",
+            "-pkeyopt",
+            "ec_paramgen_curve:prime256v1",
+            "-nodes",
+            "-days",
+            "2",
+        ];
         let names = [
             "-subj",
             "/CN=test",
@@ -183,8 +219,14 @@ impl Tls {
             .spawn()
             .unwrap();
         let mut line = String::new();
-        BufReader::new(server.stdout.take().unwrap().take(20)).read_line(&mut line).unwrap();
-        Some(Tls { server, folder, port: line.trim().parse().expect("the server names its port") })
+        BufReader::new(server.stdout.take().unwrap().take(20))
+            .read_line(&mut line)
+            .unwrap();
+        Some(Tls {
+            server,
+            folder,
+            port: line.trim().parse().expect("the server names its port"),
+        })
     }
 
     /// Address and port.

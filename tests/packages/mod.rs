@@ -17,8 +17,8 @@ use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 use cellblock::packages::{
-    FileHosts, IndexSettings, IndexUrl, InstallError, Installed, Installer, Limits, PACKAGES_INSIDE, Package,
-    Requirement, Store, Wish,
+    FileHosts, IndexSettings, IndexUrl, InstallError, Installed, Installer, Limits,
+    PACKAGES_INSIDE, Package, Requirement, Store, Wish,
 };
 
 use crate::support::native::{host_python, run};
@@ -48,7 +48,13 @@ impl Bench {
         let folder = tempfile::tempdir().unwrap();
         let installer = installer(folder.path(), &index, limits);
         let workshops = Plain::new(&uv(), &host_python("minimal"));
-        Bench { index, workshops, installer, folder, told: Mutex::default() }
+        Bench {
+            index,
+            workshops,
+            installer,
+            folder,
+            told: Mutex::default(),
+        }
     }
 
     /// What a server that is started later on the same store has.
@@ -56,7 +62,11 @@ impl Bench {
         installer(self.folder.path(), &self.index, Limits::default())
     }
 
-    fn install(&self, requirements: &[&str], present: &[(&str, &str)]) -> Result<Installed, InstallError> {
+    fn install(
+        &self,
+        requirements: &[&str],
+        present: &[(&str, &str)],
+    ) -> Result<Installed, InstallError> {
         self.install_with(&self.installer, requirements, present)
     }
 
@@ -67,30 +77,47 @@ impl Bench {
         present: &[(&str, &str)],
     ) -> Result<Installed, InstallError> {
         let wish = Wish {
-            requirements: Requirement::parse_all(requirements, |host, _| host == "127.0.0.1").unwrap(),
+            requirements: Requirement::parse_all(requirements, |host, _| host == "127.0.0.1")
+                .unwrap(),
             upgrade: false,
-            present: present.iter().map(|(name, version)| Package::new(name, version)).collect(),
+            present: present
+                .iter()
+                .map(|(name, version)| Package::new(name, version))
+                .collect(),
         };
-        let tell = |step: cellblock::packages::Step| self.told.lock().unwrap().push(step.to_string());
+        let tell =
+            |step: cellblock::packages::Step| self.told.lock().unwrap().push(step.to_string());
         run(installer.install(&wish, &self.workshops, &tell))
     }
 
     #[track_caller]
     fn refusal(&self, requirements: &[&str], present: &[(&str, &str)]) -> String {
-        self.install(requirements, present).expect_err("it should be refused").to_string()
+        self.install(requirements, present)
+            .expect_err("it should be refused")
+            .to_string()
     }
 
     /// The folders of an installation as the host sees them.
     fn folders(&self, installed: &Installed) -> Vec<PathBuf> {
         let trees = self.installer.store().trees();
-        installed.paths.iter().map(|path| trees.join(path.strip_prefix(PACKAGES_INSIDE).unwrap())).collect()
+        installed
+            .paths
+            .iter()
+            .map(|path| trees.join(path.strip_prefix(PACKAGES_INSIDE).unwrap()))
+            .collect()
     }
 
     /// Runs Python with the folders of an installation, the way a session would have them.
     fn python(&self, installed: &Installed, code: &str) -> String {
-        let folders: Vec<_> = self.folders(installed).iter().map(|path| path.display().to_string()).collect();
+        let folders: Vec<_> = self
+            .folders(installed)
+            .iter()
+            .map(|path| path.display().to_string())
+            .collect();
         let mut command = Command::new(host_python("minimal"));
-        command.args(["-S", "-B", "-c", code]).env("PYTHONPATH", folders.join(":"));
+        command
+            .args(["-S", "-B", "-c", code])
+            .env("PYTHONPATH", folders.join(":"));
         let (status, output, errors) = finished(&mut command);
         assert_eq!(status, Some(0), "{errors}");
         output.trim().to_owned()
@@ -100,7 +127,11 @@ impl Bench {
 impl Drop for Bench {
     fn drop(&mut self) {
         // Stored folders are read-only; without root's rights nothing could be removed from them.
-        let _ = Command::new("chmod").arg("-R").arg("u+rwX").arg(self.folder.path()).status();
+        let _ = Command::new("chmod")
+            .arg("-R")
+            .arg("u+rwX")
+            .arg(self.folder.path())
+            .status();
     }
 }
 
@@ -113,8 +144,11 @@ fn installer(folder: &Path, index: &Index, limits: Limits) -> Installer {
 fn uv() -> PathBuf {
     let _ = host_python("minimal");
     let named = std::env::var_os("CELLBLOCK_UV").map(PathBuf::from);
-    let on_path = std::env::var_os("PATH")
-        .map_or(Vec::new(), |path| std::env::split_paths(&path).map(|folder| folder.join("uv")).collect::<Vec<_>>());
+    let on_path = std::env::var_os("PATH").map_or(Vec::new(), |path| {
+        std::env::split_paths(&path)
+            .map(|folder| folder.join("uv"))
+            .collect::<Vec<_>>()
+    });
     let own = data_folder().join("tools/uv");
     named
         .into_iter()
@@ -131,17 +165,32 @@ fn packages(listed: &[Package]) -> Vec<String> {
 #[test]
 fn a_wheel_and_what_it_needs_are_installed_each_into_a_folder_of_its_own() {
     let bench = Bench::new();
-    let installed = bench.install(&["Tool.Kit>=1", "missing; python_version < '3'"], &[]).unwrap();
+    let installed = bench
+        .install(&["Tool.Kit>=1", "missing; python_version < '3'"], &[])
+        .unwrap();
     assert_eq!(packages(&installed.added), ["pure-2.0", "tool-kit-1.5"]);
-    assert_eq!(installed.text, "Successfully installed pure-2.0 tool-kit-1.5");
-    assert_eq!(bench.python(&installed, "import tool_kit; tool_kit.main()"), "tool 2");
-    let versions = "from importlib.metadata import version; print(version('tool-kit'), version('pure'))";
+    assert_eq!(
+        installed.text,
+        "Successfully installed pure-2.0 tool-kit-1.5"
+    );
+    assert_eq!(
+        bench.python(&installed, "import tool_kit; tool_kit.main()"),
+        "tool 2"
+    );
+    let versions =
+        "from importlib.metadata import version; print(version('tool-kit'), version('pure'))";
     assert_eq!(bench.python(&installed, versions), "1.5 2.0");
     let folders = bench.folders(&installed);
-    assert!(folders[0].join("pure/__init__.py").is_file() && !folders[0].join("tool_kit.py").exists());
+    assert!(
+        folders[0].join("pure/__init__.py").is_file() && !folders[0].join("tool_kit.py").exists()
+    );
     assert!(folders[1].join("tool_kit.py").is_file() && !folders[1].join("pure").exists());
-    let steps =
-        ["resolving packages", "downloading 2 packages", "adding pure 2.0 (1 of 2)", "adding tool-kit 1.5 (2 of 2)"];
+    let steps = [
+        "resolving packages",
+        "downloading 2 packages",
+        "adding pure 2.0 (1 of 2)",
+        "adding tool-kit 1.5 (2 of 2)",
+    ];
     assert_eq!(*bench.told.lock().unwrap(), steps);
 }
 
@@ -150,7 +199,10 @@ fn a_uv_that_does_not_run_where_it_is_needed_says_so() {
     let mut bench = Bench::new();
     bench.workshops = Plain::new(Path::new("/no/such/uv"), &host_python("minimal"));
     let said = bench.refusal(&["pure"], &[]);
-    assert!(said.contains("does not run here") && said.contains("GNU C library"), "{said}");
+    assert!(
+        said.contains("does not run here") && said.contains("GNU C library"),
+        "{said}"
+    );
 }
 
 #[test]
@@ -158,22 +210,53 @@ fn bytecode_comes_along_and_is_used_although_files_were_moved() {
     let bench = Bench::new();
     let installed = bench.install(&["pure==1.0"], &[]).unwrap();
     let folder = &bench.folders(&installed)[0];
-    assert_eq!(std::fs::read_to_string(folder.join("pure/data/table.txt")).unwrap(), "data\n");
-    let compiled: Vec<_> = std::fs::read_dir(folder.join("pure/__pycache__")).unwrap().flatten().collect();
+    assert_eq!(
+        std::fs::read_to_string(folder.join("pure/data/table.txt")).unwrap(),
+        "data\n"
+    );
+    let compiled: Vec<_> = std::fs::read_dir(folder.join("pure/__pycache__"))
+        .unwrap()
+        .flatten()
+        .collect();
     let bytecode = std::fs::read(compiled[0].path()).unwrap();
-    assert_eq!((compiled.len(), bytecode[4]), (1, 1), "the source is never looked at again");
-    let shown = bench.python(&installed, "import pure; print(pure.__cached__, pure.__file__)");
-    assert_eq!(shown, format!("{} {}", compiled[0].path().display(), folder.join("pure/__init__.py").display()));
+    assert_eq!(
+        (compiled.len(), bytecode[4]),
+        (1, 1),
+        "the source is never looked at again"
+    );
+    let shown = bench.python(
+        &installed,
+        "import pure; print(pure.__cached__, pure.__file__)",
+    );
+    assert_eq!(
+        shown,
+        format!(
+            "{} {}",
+            compiled[0].path().display(),
+            folder.join("pure/__init__.py").display()
+        )
+    );
 }
 
 #[test]
 fn a_script_is_a_program_that_names_the_python_inside() {
     let bench = Bench::new();
-    let installed = bench.install(&["tool-kit[more]", "pure==1.0"], &[]).unwrap();
-    assert_eq!(packages(&installed.added), ["leaf-0.1", "pure-1.0", "tool-kit-1.5"], "extras and versions count");
+    let installed = bench
+        .install(&["tool-kit[more]", "pure==1.0"], &[])
+        .unwrap();
+    assert_eq!(
+        packages(&installed.added),
+        ["leaf-0.1", "pure-1.0", "tool-kit-1.5"],
+        "extras and versions count"
+    );
     let script = bench.folders(&installed)[2].join("bin/tool-kit");
-    let paths: Vec<_> = bench.folders(&installed).iter().map(|path| path.display().to_string()).collect();
-    let (status, output, errors) = finished(Command::new(&script).env("PYTHONPATH", paths.join(":")));
+    let paths: Vec<_> = bench
+        .folders(&installed)
+        .iter()
+        .map(|path| path.display().to_string())
+        .collect();
+    let (status, output, errors) =
+        finished(Command::new(&script).env("PYTHONPATH", paths.join(":")));
     assert_eq!((status, output.trim()), (Some(0), "tool 1"), "{errors}");
 }
 
@@ -187,14 +270,25 @@ fn the_second_installation_downloads_nothing() {
         (installed, started.elapsed(), bench.index.requests())
     };
     let (first, cold, seen) = timed(&bench.installer);
-    assert!(seen.iter().any(|path| path.ends_with("tool_kit-1.5-py3-none-any.whl")), "{seen:?}"); // control
+    assert!(
+        seen.iter()
+            .any(|path| path.ends_with("tool_kit-1.5-py3-none-any.whl")),
+        "{seen:?}"
+    ); // control
     let (again, warm, seen) = timed(&bench.installer);
-    assert_eq!((&again, seen.len()), (&first, 0), "the answer is known and the trees are there");
+    assert_eq!(
+        (&again, seen.len()),
+        (&first, 0),
+        "the answer is known and the trees are there"
+    );
     let other_server = bench.another_server();
     let (elsewhere, resolved, seen) = timed(&other_server);
     assert_eq!(elsewhere, first);
     let workshops = bench.workshops.opened();
-    assert_eq!(workshops, 2, "the first server needed one sandbox, the other one only to resolve; {seen:?}");
+    assert_eq!(
+        workshops, 2,
+        "the first server needed one sandbox, the other one only to resolve; {seen:?}"
+    );
     println!("first {cold:?}; again {warm:?}; in another server, which must resolve, {resolved:?}");
 }
 
@@ -212,8 +306,14 @@ fn what_the_session_has_stays_as_it_is_unless_it_is_named() {
     let replaced = bench.install(&["pure==2.0"], &has).unwrap();
     assert_eq!(packages(&replaced.added), ["pure-2.0"]);
     let said = bench.refusal(&["modern"], &has);
-    assert!(said.contains("modern") && said.contains("pure==1.0"), "{said}");
-    assert!(said.contains("The session has pure 1.0 already; name it in the request too"), "{said}");
+    assert!(
+        said.contains("modern") && said.contains("pure==1.0"),
+        "{said}"
+    );
+    assert!(
+        said.contains("The session has pure 1.0 already; name it in the request too"),
+        "{said}"
+    );
     let both = bench.install(&["modern", "pure>=1.5"], &has).unwrap(); // control: the advice helps
     assert_eq!(packages(&both.added), ["modern-1.0", "pure-2.0"]);
 }
@@ -222,24 +322,46 @@ fn what_the_session_has_stays_as_it_is_unless_it_is_named() {
 fn a_source_package_is_built_with_a_backend_of_the_index_and_belongs_to_its_session() {
     let bench = Bench::new();
     let one = bench.install(&["from-source"], &[]).unwrap();
-    assert_eq!((one.text.as_str(), one.private.len()), ("Successfully installed from-source-1.0", 1));
-    assert_eq!(bench.python(&one, "import from_source; print(from_source.value)"), "7");
+    assert_eq!(
+        (one.text.as_str(), one.private.len()),
+        ("Successfully installed from-source-1.0", 1)
+    );
+    assert_eq!(
+        bench.python(&one, "import from_source; print(from_source.value)"),
+        "7"
+    );
     assert!(
-        bench.index.requests().iter().any(|path| path.contains("small_backend-1.0")),
+        bench
+            .index
+            .requests()
+            .iter()
+            .any(|path| path.contains("small_backend-1.0")),
         "the backend came from there"
     );
     let two = bench.install(&["from-source"], &[]).unwrap();
     assert_ne!(one.paths, two.paths);
-    assert_eq!(bench.workshops.opened(), 4, "each build has a sandbox of its own");
+    assert_eq!(
+        bench.workshops.opened(),
+        4,
+        "each build has a sandbox of its own"
+    );
     let said = bench.refusal(&["failing"], &[]);
-    assert!(said.contains("failing") && said.contains("not enough values to unpack"), "{said}");
+    assert!(
+        said.contains("failing") && said.contains("not enough values to unpack"),
+        "{said}"
+    );
 }
 
 #[test]
 fn where_builds_are_refused_the_resolver_says_what_is_missing() {
-    let bench = Bench::with(Manner::Open, |limits| limits.builds = cellblock::packages::Builds::Refused);
+    let bench = Bench::with(Manner::Open, |limits| {
+        limits.builds = cellblock::packages::Builds::Refused
+    });
     let said = bench.refusal(&["from-source"], &[]);
-    assert!(said.contains("no usable wheels") && said.contains("not built from source here"), "{said}");
+    assert!(
+        said.contains("no usable wheels") && said.contains("not built from source here"),
+        "{said}"
+    );
     bench.install(&["leaf"], &[]).unwrap(); // control
 }
 
@@ -247,10 +369,19 @@ fn where_builds_are_refused_the_resolver_says_what_is_missing() {
 fn the_resolvers_words_are_kept() {
     let bench = Bench::new();
     let said = bench.refusal(&["there-is-no-such-package"], &[]);
-    assert!(said.contains("there-is-no-such-package was not found"), "{said}");
+    assert!(
+        said.contains("there-is-no-such-package was not found"),
+        "{said}"
+    );
     let said = bench.refusal(&["pure>=3"], &[]);
-    assert!(said.contains("pure<=2.0") || said.contains("pure>=3"), "{said}");
-    assert!(!said.contains("/tmp") && !said.contains("cell.py"), "no path of the sandbox: {said}");
+    assert!(
+        said.contains("pure<=2.0") || said.contains("pure>=3"),
+        "{said}"
+    );
+    assert!(
+        !said.contains("/tmp") && !said.contains("cell.py"),
+        "no path of the sandbox: {said}"
+    );
 }
 
 #[test]
@@ -268,12 +399,24 @@ fn a_wheel_cannot_write_outside_and_nothing_in_it_runs() {
     let bench = Bench::new();
     let installed = bench.install(&["escaping"], &[]).unwrap();
     let folder = &bench.folders(&installed)[0];
-    let found = Command::new("find").arg(bench.folder.path()).args(["-name", "escap*.py"]).output().unwrap();
+    let found = Command::new("find")
+        .arg(bench.folder.path())
+        .args(["-name", "escap*.py"])
+        .output()
+        .unwrap();
     let found = String::from_utf8(found.stdout).unwrap();
-    assert_eq!(found.trim(), folder.join("escaping.py").display().to_string(), "and nothing else anywhere");
+    assert_eq!(
+        found.trim(),
+        folder.join("escaping.py").display().to_string(),
+        "and nothing else anywhere"
+    );
     assert!(!bench.workshops.left_behind("escaped.py"));
     let installed = bench.install(&["startup"], &[]).unwrap();
-    assert_eq!(bench.python(&installed, "import startup; print('fine')"), "fine", "a .pth file is only a file");
+    assert_eq!(
+        bench.python(&installed, "import startup; print('fine')"),
+        "fine",
+        "a .pth file is only a file"
+    );
 }
 
 #[test]
@@ -293,41 +436,84 @@ fn a_password_of_the_index_opens_it_and_is_found_nowhere_afterwards() {
     let everything = format!("{installed:?} {said} {:?}", bench.installer.index());
     assert!(!everything.contains(PASSWORD), "{everything}");
     let store = bench.installer.store().trees();
-    let found = Command::new("grep").args(["-rl", PASSWORD]).arg(store.parent().unwrap()).output().unwrap();
-    assert!(found.stdout.is_empty(), "{}", String::from_utf8_lossy(&found.stdout));
-    assert!(bench.refusal(&["from-source"], &[]).contains("where the index needs a password"));
+    let found = Command::new("grep")
+        .args(["-rl", PASSWORD])
+        .arg(store.parent().unwrap())
+        .output()
+        .unwrap();
+    assert!(
+        found.stdout.is_empty(),
+        "{}",
+        String::from_utf8_lossy(&found.stdout)
+    );
+    assert!(
+        bench
+            .refusal(&["from-source"], &[])
+            .contains("where the index needs a password")
+    );
     let mut without = bench.index.settings();
     without.index_url = IndexUrl::parse(&bench.index.url_without_password()).unwrap();
     let store = Arc::clone(bench.installer.store());
-    let refused = bench.install_with(&Installer::new(store, without, Limits::default()), &["leaf"], &[]);
+    let refused = bench.install_with(
+        &Installer::new(store, without, Limits::default()),
+        &["leaf"],
+        &[],
+    );
     assert!(refused.is_err(), "the index asks for it"); // control
 }
 
 #[test]
 fn a_wheel_is_installed_from_its_address_over_tls_with_the_operators_certificates() {
-    let Some(tls) = index::Tls::start(&host_python("minimal")) else { return skipped("openssl") };
+    let Some(tls) = index::Tls::start(&host_python("minimal")) else {
+        return skipped("openssl");
+    };
     let bench = Bench::new();
     let mut settings = bench.index.settings();
     settings.ca_file = Some(tls.certificate());
     let store = Arc::clone(bench.installer.store());
     let trusting = Installer::new(store, settings, Limits::default());
     let wheel = tls.url("pure/pure-1.0-py3-none-any.whl");
-    let installed = bench.install_with(&trusting, &[&format!("pure @ {wheel}")], &[("pure", "1.0")]).unwrap();
-    assert_eq!(packages(&installed.added), ["pure-1.0"], "an address is not satisfied by a version");
+    let installed = bench
+        .install_with(&trusting, &[&format!("pure @ {wheel}")], &[("pure", "1.0")])
+        .unwrap();
+    assert_eq!(
+        packages(&installed.added),
+        ["pure-1.0"],
+        "an address is not satisfied by a version"
+    );
     assert!(installed.private.is_empty());
     let origin = bench.folders(&installed)[0].join("pure-1.0.dist-info/direct_url.json");
-    assert!(!origin.exists(), "who gets the same file does not learn where somebody else found it");
+    assert!(
+        !origin.exists(),
+        "who gets the same file does not learn where somebody else found it"
+    );
     assert!(origin.with_file_name("METADATA").is_file()); // control
     let again = bench.install_with(&trusting, &[&wheel], &[]).unwrap();
-    assert_eq!(again.paths, installed.paths, "the same file is the same tree");
+    assert_eq!(
+        again.paths, installed.paths,
+        "the same file is the same tree"
+    );
     let by_name = bench.install(&["pure==1.0"], &[]).unwrap();
-    assert!(bench.index.requests().iter().any(|path| path.ends_with(".whl")), "for a name the index is asked");
+    assert!(
+        bench
+            .index
+            .requests()
+            .iter()
+            .any(|path| path.ends_with(".whl")),
+        "for a name the index is asked"
+    );
     assert_eq!(packages(&by_name.added), ["pure-1.0"]);
     let archive = tls.url("from-source/from_source-1.0.tar.gz");
     let built = bench.install_with(&trusting, &[&archive], &[]).unwrap();
-    assert_eq!((built.text.as_str(), built.private.len()), ("Successfully installed from-source-1.0", 1));
+    assert_eq!(
+        (built.text.as_str(), built.private.len()),
+        ("Successfully installed from-source-1.0", 1)
+    );
     let said = bench.refusal(&[&wheel], &[]);
-    assert!(said.to_lowercase().contains("certificate"), "without the file nobody trusts the host: {said}"); // control
+    assert!(
+        said.to_lowercase().contains("certificate"),
+        "without the file nobody trusts the host: {said}"
+    ); // control
 }
 
 #[test]
@@ -335,29 +521,63 @@ fn a_version_of_long_ago_is_not_built_because_a_package_is_in_the_way_of_the_new
     let bench = Bench::new();
     let present = [("pure", "2.0")];
     let said = bench.refusal(&["outgrown"], &present);
-    assert!(said.contains("can be used with pure 2.0, which the session has"), "{said}");
-    assert!(said.contains("install \"outgrown==3.0\", \"pure==1.0\" together"), "{said}");
-    let together = bench.install(&["outgrown==3.0", "pure==1.0"], &present).unwrap();
-    assert_eq!(packages(&together.added), ["outgrown-3.0", "pure-1.0"], "the way out leads there");
+    assert!(
+        said.contains("can be used with pure 2.0, which the session has"),
+        "{said}"
+    );
+    assert!(
+        said.contains("install \"outgrown==3.0\", \"pure==1.0\" together"),
+        "{said}"
+    );
+    let together = bench
+        .install(&["outgrown==3.0", "pure==1.0"], &present)
+        .unwrap();
+    assert_eq!(
+        packages(&together.added),
+        ["outgrown-3.0", "pure-1.0"],
+        "the way out leads there"
+    );
     // Controls: nothing is in the way; the old one is asked for.
-    assert_eq!(packages(&bench.install(&["outgrown"], &[]).unwrap().added), ["outgrown-3.0", "pure-1.0"]);
+    assert_eq!(
+        packages(&bench.install(&["outgrown"], &[]).unwrap().added),
+        ["outgrown-3.0", "pure-1.0"]
+    );
     let old = bench.install(&["outgrown<1"], &present).unwrap();
-    assert_eq!((packages(&old.added), old.private.len()), (vec!["outgrown-0.1".to_owned()], 1));
+    assert_eq!(
+        (packages(&old.added), old.private.len()),
+        (vec!["outgrown-0.1".to_owned()], 1)
+    );
 }
 
 #[test]
 fn a_trusted_host_needs_no_certificate_that_anybody_knows() {
-    let Some(tls) = index::Tls::start(&host_python("minimal")) else { return skipped("openssl") };
+    let Some(tls) = index::Tls::start(&host_python("minimal")) else {
+        return skipped("openssl");
+    };
     let bench = Bench::new();
     let wheel = tls.url("pure/pure-1.0-py3-none-any.whl");
     let trusting = |host: &str| {
-        let settings = IndexSettings { trusted_hosts: vec![host.to_owned()], ..bench.index.settings() };
-        Installer::new(Arc::clone(bench.installer.store()), settings, Limits::default())
+        let settings = IndexSettings {
+            trusted_hosts: vec![host.to_owned()],
+            ..bench.index.settings()
+        };
+        Installer::new(
+            Arc::clone(bench.installer.store()),
+            settings,
+            Limits::default(),
+        )
     };
     // Control: trust in another host is none in this one.
-    let refused = bench.install_with(&trusting("127.0.0.2"), &[&wheel], &[]).unwrap_err();
-    assert!(refused.to_string().to_lowercase().contains("certificate"), "{refused}");
-    let installed = bench.install_with(&trusting("127.0.0.1"), &[&wheel], &[]).unwrap();
+    let refused = bench
+        .install_with(&trusting("127.0.0.2"), &[&wheel], &[])
+        .unwrap_err();
+    assert!(
+        refused.to_string().to_lowercase().contains("certificate"),
+        "{refused}"
+    );
+    let installed = bench
+        .install_with(&trusting("127.0.0.1"), &[&wheel], &[])
+        .unwrap();
     assert_eq!(packages(&installed.added), ["pure-1.0"]);
 }
 
@@ -366,14 +586,28 @@ fn uv_itself_says_which_index_it_uses() {
     let bench = Bench::new();
     let home = tempfile::tempdir().unwrap();
     let variables = |more: &[(&str, &str)]| -> BTreeMap<String, String> {
-        let own = [("PATH", "/usr/bin:/bin"), ("HOME", home.path().to_str().unwrap())];
-        own.iter().chain(more).map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect()
+        let own = [
+            ("PATH", "/usr/bin:/bin"),
+            ("HOME", home.path().to_str().unwrap()),
+        ];
+        own.iter()
+            .chain(more)
+            .map(|(name, value)| ((*name).to_owned(), (*value).to_owned()))
+            .collect()
     };
-    let read = |more: &[(&str, &str)]| run(IndexSettings::read(&uv(), &host_python("minimal"), &variables(more)));
+    let read = |more: &[(&str, &str)]| {
+        run(IndexSettings::read(
+            &uv(),
+            &host_python("minimal"),
+            &variables(more),
+        ))
+    };
     let url = bench.index.url_without_password();
     let settings = read(&[("UV_DEFAULT_INDEX", &url)]).unwrap();
     assert_eq!(settings.index_url, IndexUrl::parse(&url).unwrap());
-    let place = url.trim_start_matches("http://").trim_end_matches("/simple");
+    let place = url
+        .trim_start_matches("http://")
+        .trim_end_matches("/simple");
     assert_eq!(settings.rules(), [place]);
     let settings = read(&[
         ("UV_DEFAULT_INDEX", &url),
@@ -384,13 +618,24 @@ fn uv_itself_says_which_index_it_uses() {
     ]);
     // The other index cannot be reached, but nothing has to be fetched to know this much.
     let settings = settings.unwrap();
-    assert_eq!(settings.extra_index_urls, [IndexUrl::parse("http://me:pw@127.0.0.1:1/simple").unwrap()]);
+    assert_eq!(
+        settings.extra_index_urls,
+        [IndexUrl::parse("http://me:pw@127.0.0.1:1/simple").unwrap()]
+    );
     assert_eq!(settings.trusted_hosts, ["a.example", "b.example"]);
     assert_eq!(settings.ca_file.as_deref(), Some(Path::new("/etc/ca.pem")));
     let folder = home.path().join(".config/uv");
     std::fs::create_dir_all(&folder).unwrap();
-    std::fs::write(folder.join("uv.toml"), format!("[[index]]\nurl = \"{url}\"\ndefault = true\n")).unwrap();
-    assert_eq!(read(&[]).unwrap().index_url, IndexUrl::parse(&url).unwrap(), "its settings file counts too");
+    std::fs::write(
+        folder.join("uv.toml"),
+        format!("[[index]]\nurl = \"{url}\"\ndefault = true\n"),
+    )
+    .unwrap();
+    assert_eq!(
+        read(&[]).unwrap().index_url,
+        IndexUrl::parse(&url).unwrap(),
+        "its settings file counts too"
+    );
 }
 
 #[test]
@@ -406,12 +651,24 @@ fn where_an_index_keeps_its_files_is_asked_once_and_remembered() {
         let how = run(settings.find_file_hosts(&uv(), &python, &variables, memory.path()));
         (how, bench.index.requests().len(), settings)
     };
-    let place = url.trim_start_matches("http://").trim_end_matches("/simple");
+    let place = url
+        .trim_start_matches("http://")
+        .trim_end_matches("/simple");
     let (how, requests, settings) = find();
-    assert_eq!(settings.file_hosts, [place], "its pages say where its files are");
-    assert!(how == FileHosts::Asked && requests > 0, "{how:?}, {requests} requests");
+    assert_eq!(
+        settings.file_hosts,
+        [place],
+        "its pages say where its files are"
+    );
+    assert!(
+        how == FileHosts::Asked && requests > 0,
+        "{how:?}, {requests} requests"
+    );
     let (how, requests, settings) = find();
-    assert_eq!((how, requests, settings.file_hosts.len()), (FileHosts::Remembered, 0, 1));
+    assert_eq!(
+        (how, requests, settings.file_hosts.len()),
+        (FileHosts::Remembered, 0, 1)
+    );
     settings.forget_file_hosts(memory.path());
     assert_eq!(find().0, FileHosts::Asked);
 }
@@ -420,14 +677,29 @@ fn where_an_index_keeps_its_files_is_asked_once_and_remembered() {
 fn a_password_in_netrc_opens_the_index_and_stays_out_of_addresses_and_of_the_disk() {
     let bench = Bench::with(Manner::Password, |_| {});
     let home = tempfile::tempdir().unwrap();
-    std::fs::write(home.path().join(".netrc"), format!("machine 127.0.0.1 login someone password {PASSWORD}\n"))
-        .unwrap();
-    let mut variables = BTreeMap::from([("UV_DEFAULT_INDEX".to_owned(), bench.index.url_without_password())]);
+    std::fs::write(
+        home.path().join(".netrc"),
+        format!("machine 127.0.0.1 login someone password {PASSWORD}\n"),
+    )
+    .unwrap();
+    let mut variables = BTreeMap::from([(
+        "UV_DEFAULT_INDEX".to_owned(),
+        bench.index.url_without_password(),
+    )]);
     let install = |variables: &BTreeMap<String, String>| {
-        let settings = run(IndexSettings::read(&uv(), &host_python("minimal"), variables)).unwrap();
+        let settings = run(IndexSettings::read(
+            &uv(),
+            &host_python("minimal"),
+            variables,
+        ))
+        .unwrap();
         assert!(!format!("{settings:?}").contains(PASSWORD));
         let store = Arc::new(Store::open(&bench.folder.path().join("other")).unwrap());
-        bench.install_with(&Installer::new(store, settings, Limits::default()), &["pure"], &[])
+        bench.install_with(
+            &Installer::new(store, settings, Limits::default()),
+            &["pure"],
+            &[],
+        )
     };
     install(&variables).expect_err("without a password it stays closed"); // control
     variables.insert("HOME".to_owned(), home.path().display().to_string());

@@ -38,14 +38,25 @@ impl Proxy {
 
 /// Passes one request on; the index ends each connection after its answer.
 fn pass_on(mut connection: TcpStream, upstream: &str, seen: &Mutex<Vec<String>>) -> Option<()> {
-    let mut lines = BufReader::new(connection.try_clone().ok()?).lines().map_while(Result::ok);
+    let mut lines = BufReader::new(connection.try_clone().ok()?)
+        .lines()
+        .map_while(Result::ok);
     let request = lines.next()?;
-    let address = request.split(' ').nth(1)?.strip_prefix("http://")?.to_owned();
+    let address = request
+        .split(' ')
+        .nth(1)?
+        .strip_prefix("http://")?
+        .to_owned();
     let (host, path) = address.split_once('/')?;
     seen.lock().unwrap().push(host.to_owned());
     let head: Vec<String> = lines.take_while(|line| !line.is_empty()).collect();
     let mut server = TcpStream::connect(upstream).ok()?;
-    write!(server, "GET /{path} HTTP/1.1\r\n{}\r\n\r\n", head.join("\r\n")).ok()?;
+    write!(
+        server,
+        "GET /{path} HTTP/1.1\r\n{}\r\n\r\n",
+        head.join("\r\n")
+    )
+    .ok()?;
     std::io::copy(&mut server, &mut connection).ok()?;
     Some(())
 }

@@ -10,7 +10,9 @@ use crate::support::server::{Era, MINIMAL, Server, Session, ToolResult, program}
 fn server(index: &Index, arguments: &[&str]) -> Server {
     let mut command = program();
     command.arg("mcp").args(MINIMAL).args(arguments);
-    command.env_remove("PIP_FIND_LINKS").env("UV_DEFAULT_INDEX", index.url_without_password());
+    command
+        .env_remove("PIP_FIND_LINKS")
+        .env("UV_DEFAULT_INDEX", index.url_without_password());
     let server = Server::spawn(&mut command, Era::Initialize);
     server.greet();
     server
@@ -21,7 +23,9 @@ pub(crate) fn install(session: &Session<'_>, packages: serde_json::Value) -> Too
 }
 
 fn lacks(session: &Session<'_>, module: &str) -> bool {
-    session.text(&format!("from importlib.util import find_spec; print(find_spec('{module}') is None)")) == "True"
+    session.text(&format!(
+        "from importlib.util import find_spec; print(find_spec('{module}') is None)"
+    )) == "True"
 }
 
 /// Follows a package through the life of sessions: it is there at once, after a reset and in a fork, and goes with an undo. `python` is what the sandbox calls its Python.
@@ -30,7 +34,10 @@ pub(crate) fn goes_the_way_of_its_session(server: &Server, python: &str) {
     assert!(lacks(&session, "tool_kit")); // control
     let installed = install(&session, json!("tool-kit"));
     assert!(!installed.is_error(), "{}", installed.text());
-    assert_eq!(installed.text(), "Successfully installed pure-2.0 tool-kit-1.5");
+    assert_eq!(
+        installed.text(),
+        "Successfully installed pure-2.0 tool-kit-1.5"
+    );
     assert_eq!(installed.structured()["reset_needed_for"], json!([]));
     assert_eq!(session.text("import tool_kit; tool_kit.main()"), "tool 2");
     let programs = format!("!{python} -c 'import tool_kit; tool_kit.main()'; tool-kit");
@@ -38,17 +45,29 @@ pub(crate) fn goes_the_way_of_its_session(server: &Server, python: &str) {
 
     let fork = session.call("fork_session", json!({"names": ["copy"]}));
     assert!(!fork.is_error(), "{}", fork.text());
-    let fork = Session { server, id: "copy".to_owned() };
+    let fork = Session {
+        server,
+        id: "copy".to_owned(),
+    };
     assert_eq!(fork.text("tool_kit.main()"), "tool 2");
     for each in [&session, &fork] {
         assert!(!each.call("reset", json!({})).is_error());
-        assert_eq!(each.text("import tool_kit; tool_kit.main()"), "tool 2", "{}", each.id);
+        assert_eq!(
+            each.text("import tool_kit; tool_kit.main()"),
+            "tool 2",
+            "{}",
+            each.id
+        );
     }
 
     // Back before the installation: the package is gone, and a reset does not bring it back.
     let by_tool = |session: &Session<'_>| assert!(!install(session, json!(["pure"])).is_error());
     let by_pip = |session: &Session<'_>| {
-        assert!(session.text("!pip install pure").contains("Successfully installed pure-2.0"));
+        assert!(
+            session
+                .text("!pip install pure")
+                .contains("Successfully installed pure-2.0")
+        );
     };
     for installs in [&by_tool as &dyn Fn(&Session<'_>), &by_pip] {
         let other = server.session();
@@ -74,8 +93,14 @@ fn the_installer_has_a_disk_of_its_own_and_fetches_what_does_not_fit_at_once_one
     let index = Index::start(&host_python("minimal"), Manner::Open);
     let with_disk = |disk: &str| {
         let mut command = program();
-        command.arg("mcp").args(MINIMAL).env("CELLBLOCK_DISK", "8M").env("CELLBLOCK_PACKAGE_DISK", disk);
-        command.env_remove("PIP_FIND_LINKS").env("UV_DEFAULT_INDEX", index.url_without_password());
+        command
+            .arg("mcp")
+            .args(MINIMAL)
+            .env("CELLBLOCK_DISK", "8M")
+            .env("CELLBLOCK_PACKAGE_DISK", disk);
+        command
+            .env_remove("PIP_FIND_LINKS")
+            .env("UV_DEFAULT_INDEX", index.url_without_password());
         let server = Server::spawn(&mut command, Era::Initialize);
         server.greet();
         server
@@ -85,16 +110,26 @@ fn the_installer_has_a_disk_of_its_own_and_fetches_what_does_not_fit_at_once_one
     let refused = install(&server.session(), json!("large"));
     assert!(refused.is_error(), "{}", refused.text());
     let said = refused.text();
-    assert!(said.contains("more than 16 MiB of disk") && said.contains("package_disk"), "{said}");
+    assert!(
+        said.contains("more than 16 MiB of disk") && said.contains("package_disk"),
+        "{said}"
+    );
     drop(server);
 
     let server = with_disk("30M");
     let session = server.session();
     let installed = install(&session, json!("large"));
-    assert_eq!(installed.text(), "Successfully installed large-1.0 larger-1.0");
+    assert_eq!(
+        installed.text(),
+        "Successfully installed large-1.0 larger-1.0"
+    );
     let full = "try:\n    for name in 'ab':\n        open(name, 'wb').write(bytes(6 << 20))\n\
                 except OSError as error:\n    print(name, error.strerror)";
-    assert_eq!(session.text(full), "b No space left on device", "the session keeps its own limit");
+    assert_eq!(
+        session.text(full),
+        "b No space left on device",
+        "the session keeps its own limit"
+    );
 }
 
 #[test]
@@ -110,14 +145,27 @@ fn pip_in_a_cell_does_the_same_and_says_what_pip_says() {
     for way in ways {
         let session = server.session();
         let said = session.text(way);
-        assert!(said.contains("Successfully installed pure-2.0"), "{way}: {said}");
-        assert_eq!(session.text("import pure; print('imported')"), "imported", "{way}");
+        assert!(
+            said.contains("Successfully installed pure-2.0"),
+            "{way}: {said}"
+        );
+        assert_eq!(
+            session.text("import pure; print('imported')"),
+            "imported",
+            "{way}"
+        );
         assert!(session.text("!pip list").contains("pure"), "{way}");
     }
     let session = server.session();
     let unknown = session.text("!pip install there-is-no-such-package");
-    assert!(unknown.contains("there-is-no-such-package") && unknown.contains("not found"), "{unknown}");
-    for refused in ["!pip install --index-url http://192.0.2.1/simple pure", "!pip install ./pure.whl"] {
+    assert!(
+        unknown.contains("there-is-no-such-package") && unknown.contains("not found"),
+        "{unknown}"
+    );
+    for refused in [
+        "!pip install --index-url http://192.0.2.1/simple pure",
+        "!pip install ./pure.whl",
+    ] {
         assert!(!session.text(refused).contains("Successfully"), "{refused}");
     }
     assert!(lacks(&session, "pure"));
@@ -131,15 +179,25 @@ fn what_cannot_be_installed_is_an_error_with_the_resolvers_words() {
     for (wish, words) in [
         (json!("there-is-no-such-package"), "not found"),
         (json!("pure>99"), "pure"),
-        (json!("--index-url=http://192.0.2.1"), "options are not accepted"),
+        (
+            json!("--index-url=http://192.0.2.1"),
+            "options are not accepted",
+        ),
         (json!(["pure", "-e ."]), "cannot be installed"),
         (json!("pure @ file:///etc/passwd"), "cannot be installed"),
-        (json!("https://192.0.2.1/pure-1.0-py3-none-any.whl"), "not in the allowed list"),
+        (
+            json!("https://192.0.2.1/pure-1.0-py3-none-any.whl"),
+            "not in the allowed list",
+        ),
         (json!([]), "must be"),
         (json!(7), "must be"),
     ] {
         let refused = install(&session, wish.clone());
-        assert!(refused.is_error() && refused.text().contains(words), "{wish}: {}", refused.text());
+        assert!(
+            refused.is_error() && refused.text().contains(words),
+            "{wish}: {}",
+            refused.text()
+        );
     }
     assert!(!install(&session, json!("pure")).is_error()); // control
 }
@@ -149,7 +207,11 @@ fn an_answer_says_what_a_reader_must_know_about_versions() {
     let index = Index::start(&host_python("minimal"), Manner::Open);
     let server = server(&index, &[]);
     let session = server.session();
-    assert_eq!(install(&session, json!("[\"pure\"]")).text(), "Successfully installed pure-2.0", "a list as text");
+    assert_eq!(
+        install(&session, json!("[\"pure\"]")).text(),
+        "Successfully installed pure-2.0",
+        "a list as text"
+    );
     let older = install(&session, json!("modest"));
     assert_eq!(
         older.text(),
@@ -158,12 +220,22 @@ fn an_answer_says_what_a_reader_must_know_about_versions() {
          together."
     );
     let together = install(&session, json!(["modest==2.0", "pure==1.0"]));
-    assert_eq!(together.text(), "Successfully installed modest-2.0 pure-1.0", "the way out leads there");
+    assert_eq!(
+        together.text(),
+        "Successfully installed modest-2.0 pure-1.0",
+        "the way out leads there"
+    );
     let newest = install(&server.session(), json!("modest"));
-    assert_eq!(newest.text(), "Successfully installed modest-2.0 pure-1.0", "nothing was in the way");
+    assert_eq!(
+        newest.text(),
+        "Successfully installed modest-2.0 pure-1.0",
+        "nothing was in the way"
+    );
     let preloaded = install(&session, json!("ipython==0.0"));
     assert!(
-        preloaded.text().contains("IPython is preloaded here; a reset does not change that."),
+        preloaded
+            .text()
+            .contains("IPython is preloaded here; a reset does not change that."),
         "{}",
         preloaded.text()
     );
@@ -201,7 +273,10 @@ open('control', 'w').close()",
     );
     assert!(!install(&session, json!("tool-kit")).is_error());
     assert_eq!(session.text("import tool_kit; tool_kit.main()"), "tool 2");
-    assert_eq!(watcher.text("over.set(); watching.join(); print(sorted(seen))"), "['.env', 'control']");
+    assert_eq!(
+        watcher.text("over.set(); watching.join(); print(sorted(seen))"),
+        "['.env', 'control']"
+    );
 }
 
 #[test]
@@ -210,6 +285,17 @@ fn where_installing_is_switched_off_it_says_so() {
     let server = server(&index, &["--install-packages", "off"]);
     let session = server.session();
     let refused = install(&session, json!("pure"));
-    assert!(refused.is_error() && refused.text().contains("cannot be installed on this server"), "{}", refused.text());
-    assert!(session.text("!pip install pure").contains("cannot be installed on this server"));
+    assert!(
+        refused.is_error()
+            && refused
+                .text()
+                .contains("cannot be installed on this server"),
+        "{}",
+        refused.text()
+    );
+    assert!(
+        session
+            .text("!pip install pure")
+            .contains("cannot be installed on this server")
+    );
 }

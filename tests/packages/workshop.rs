@@ -24,7 +24,11 @@ struct PlainWorkshop {
 
 impl Plain {
     pub(crate) fn new(uv: &Path, python: &Path) -> Plain {
-        Plain { uv: uv.to_owned(), python: python.to_owned(), folders: Arc::default() }
+        Plain {
+            uv: uv.to_owned(),
+            python: python.to_owned(),
+            folders: Arc::default(),
+        }
     }
 
     /// How many were opened so far.
@@ -36,7 +40,9 @@ impl Plain {
     pub(crate) fn left_behind(&self, name: &str) -> bool {
         let folders = self.folders.lock().unwrap();
         folders.iter().any(|folder| {
-            [folder.path(), folder.path().parent().unwrap()].iter().any(|place| place.join(name).exists())
+            [folder.path(), folder.path().parent().unwrap()]
+                .iter()
+                .any(|place| place.join(name).exists())
         })
     }
 }
@@ -46,7 +52,11 @@ impl Workshops for Plain {
     async fn open(&self, _: &[String]) -> Result<Box<dyn Workshop>, InstallError> {
         let folder = Arc::new(tempfile::tempdir().unwrap());
         self.folders.lock().unwrap().push(Arc::clone(&folder));
-        Ok(Box::new(PlainWorkshop { uv: self.uv.clone(), python: self.python.clone(), folder }))
+        Ok(Box::new(PlainWorkshop {
+            uv: self.uv.clone(),
+            python: self.python.clone(),
+            folder,
+        }))
     }
 }
 
@@ -69,7 +79,9 @@ impl Workshop for PlainWorkshop {
             .env("PATH", "/usr/bin:/bin")
             .kill_on_drop(true)
             .output();
-        let done = tokio::time::timeout(time, running).await.map_err(|_| InstallError::TimedOut { time })?;
+        let done = tokio::time::timeout(time, running)
+            .await
+            .map_err(|_| InstallError::TimedOut { time })?;
         let done = done.map_err(broken)?;
         Ok(String::from_utf8_lossy(&[done.stdout, done.stderr].concat()).into_owned())
     }
@@ -84,5 +96,7 @@ impl Workshop for PlainWorkshop {
 }
 
 fn broken(error: std::io::Error) -> InstallError {
-    InstallError::Workshop { why: error.to_string() }
+    InstallError::Workshop {
+        why: error.to_string(),
+    }
 }

@@ -9,13 +9,17 @@ use crate::support::server::{data_dir, finished, folders};
 use crate::support::{PROGRAM, skipped};
 
 fn script(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/profiles").join(name)
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("tests/profiles")
+        .join(name)
 }
 
 /// Runs a script to its good end and returns what it said.
 #[track_caller]
 fn said(command: &mut Command) -> String {
-    command.envs(folders(data_dir())).env_remove("CELLBLOCK_CONFIG");
+    command
+        .envs(folders(data_dir()))
+        .env_remove("CELLBLOCK_CONFIG");
     let (status, output, errors) = finished(command);
     assert_eq!(status, Some(0), "{errors}");
     output.trim().to_owned()
@@ -23,7 +27,9 @@ fn said(command: &mut Command) -> String {
 
 #[test]
 fn the_official_client_goes_through_every_profile() {
-    let Some(python) = installed("python_v1", &["mcp>=1.26,<2"]) else { return skipped("a package index") };
+    let Some(python) = installed("python_v1", &["mcp>=1.26,<2"]) else {
+        return skipped("a package index");
+    };
     for profile in ["ipybox", "python-docker-mcp", "code-executer", "pyexec"] {
         let mut command = Command::new(&python);
         command.arg(script("client.py")).arg(profile).args([
@@ -41,13 +47,27 @@ fn the_official_client_goes_through_every_profile() {
 #[test]
 fn ipybox_and_its_profile_agree_where_they_should() {
     // Without an upper bound that server is installed with a client library that it cannot be started with.
-    let Some(python) = installed("ipybox", &["ipybox==0.9.2", "mcp<2"]) else { return skipped("a package index") };
+    let Some(python) = installed("ipybox", &["ipybox==0.9.2", "mcp<2"]) else {
+        return skipped("a package index");
+    };
     let (theirs, ours) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     let mut command = Command::new(&python);
     command.arg(script("beside.py"));
-    command.arg(python.with_file_name("ipybox")).arg("--workspace").arg(theirs.path());
     command
-        .args(["--", PROGRAM, "mcp", "--profile", "ipybox", "--environment", "minimal", "--workspace"])
+        .arg(python.with_file_name("ipybox"))
+        .arg("--workspace")
+        .arg(theirs.path());
+    command
+        .args([
+            "--",
+            PROGRAM,
+            "mcp",
+            "--profile",
+            "ipybox",
+            "--environment",
+            "minimal",
+            "--workspace",
+        ])
         .arg(ours.path());
     match said(&mut command).as_str() {
         "it does not start" => skipped("a machine on which ipybox starts"),
@@ -61,25 +81,38 @@ fn beside_python_docker(engine: &str) -> Option<Command> {
     let requirements = ["python-docker-mcp==0.2.5", "mcp<2", "setuptools<80"];
     let python = installed("python-docker-mcp", &requirements)?;
     let mut command = Command::new(&python);
-    command.arg(script("beside_python_docker.py")).arg(engine).arg(python.with_file_name("python-docker-mcp"));
+    command
+        .arg(script("beside_python_docker.py"))
+        .arg(engine)
+        .arg(python.with_file_name("python-docker-mcp"));
     command.args(["--", PROGRAM, "mcp", "--profile", "python-docker-mcp"]);
     Some(command)
 }
 
 #[test]
 fn python_docker_mcp_and_its_profile_agree_without_an_engine() {
-    let Some(mut command) = beside_python_docker("none") else { return skipped("a package index") };
+    let Some(mut command) = beside_python_docker("none") else {
+        return skipped("a package index");
+    };
     // Neither reads a configuration of whoever runs the tests, nor fills an engine with containers.
     let home = tempfile::tempdir().unwrap();
-    command.env("HOME", home.path()).env("DOCKER_HOST", "unix:///nonexistent/docker.sock");
-    assert_eq!(said(command.args(["--environment", "minimal"])), "all passed");
+    command
+        .env("HOME", home.path())
+        .env("DOCKER_HOST", "unix:///nonexistent/docker.sock");
+    assert_eq!(
+        said(command.args(["--environment", "minimal"])),
+        "all passed"
+    );
 }
 
 /// An image as python-docker-mcp wants it: with `python`, a user of its own and a folder for it.
 const THEIR_IMAGE: &str = "cellblock-beside";
 
 fn make_their_image(engine: &TestEngine) {
-    if !engine.command(&["images", "--quiet", THEIR_IMAGE]).is_empty() {
+    if !engine
+        .command(&["images", "--quiet", THEIR_IMAGE])
+        .is_empty()
+    {
         return;
     }
     let change = "ln -s python3 /usr/bin/python && useradd -m -u 1000 appuser && mkdir /app && chown appuser /app";
@@ -87,7 +120,15 @@ fn make_their_image(engine: &TestEngine) {
     let made = made.trim();
     engine.command(&["start", "--attach", made]);
     let latest = format!("{THEIR_IMAGE}:latest");
-    engine.command(&["commit", "--change", "USER appuser", "--change", "WORKDIR /app", made, &latest]);
+    engine.command(&[
+        "commit",
+        "--change",
+        "USER appuser",
+        "--change",
+        "WORKDIR /app",
+        made,
+        &latest,
+    ]);
     // The tag that it looks for first. Without it, it builds another.
     engine.command(&["tag", &latest, &format!("{THEIR_IMAGE}:0.2.3")]);
     engine.command(&["rm", made]);
@@ -96,15 +137,23 @@ fn make_their_image(engine: &TestEngine) {
 #[test]
 fn python_docker_mcp_and_its_profile_agree_on_docker() {
     let Some(engine) = docker() else { return };
-    let Some(mut command) = beside_python_docker("engine") else { return skipped("a package index") };
+    let Some(mut command) = beside_python_docker("engine") else {
+        return skipped("a package index");
+    };
     make_their_image(engine);
     // One file for both. That server's pool would be 32 containers.
     let home = tempfile::tempdir().unwrap();
     let file = home.path().join("config.yaml");
-    let settings = format!("docker: {{image: '{THEIR_IMAGE}:latest', network_disabled: true, pool_size: 2}}\n");
+    let settings = format!(
+        "docker: {{image: '{THEIR_IMAGE}:latest', network_disabled: true, pool_size: 2}}\n"
+    );
     std::fs::write(&file, settings).unwrap();
-    command.env("HOME", home.path()).env("PYTHON_DOCKER_MCP_CONFIG", &file);
-    command.env("DOCKER_HOST", engine.address.to_string()).args(["--backend", "docker"]);
+    command
+        .env("HOME", home.path())
+        .env("PYTHON_DOCKER_MCP_CONFIG", &file);
+    command
+        .env("DOCKER_HOST", engine.address.to_string())
+        .args(["--backend", "docker"]);
     let _leftovers = Leftovers(engine);
     assert_eq!(said(&mut command), "all passed");
 }
@@ -114,7 +163,13 @@ struct Leftovers(&'static TestEngine);
 
 impl Drop for Leftovers {
     fn drop(&mut self) {
-        let left = self.0.command(&["ps", "--all", "--quiet", "--filter", &format!("ancestor={THEIR_IMAGE}:latest")]);
+        let left = self.0.command(&[
+            "ps",
+            "--all",
+            "--quiet",
+            "--filter",
+            &format!("ancestor={THEIR_IMAGE}:latest"),
+        ]);
         for container in left.lines() {
             self.0.try_command(&["rm", "--force", container]);
         }

@@ -2,7 +2,9 @@
 
 use serde_json::{Value, json};
 
-use super::{Case, exactly, fails, go_through, listed, local_index, start, start_with_index, text, words};
+use super::{
+    Case, exactly, fails, go_through, listed, local_index, start, start_with_index, text, words,
+};
 use crate::support::server::{MINIMAL, Server};
 
 const START: &str = "start_code_executer";
@@ -17,11 +19,17 @@ fn code(code: &str) -> Value {
 #[track_caller]
 fn started(server: &Server, arguments: Value) -> String {
     let told = text(server, START, arguments);
-    told.strip_prefix("Code execution service started with the name: ").unwrap_or_else(|| panic!("{told}")).to_owned()
+    told.strip_prefix("Code execution service started with the name: ")
+        .unwrap_or_else(|| panic!("{told}"))
+        .to_owned()
 }
 
 fn no_service() -> Case {
-    fails(EXECUTE, code("1"), &["Failed to connect to the code execution service."])
+    fails(
+        EXECUTE,
+        code("1"),
+        &["Failed to connect to the code execution service."],
+    )
 }
 
 #[test]
@@ -46,33 +54,76 @@ pub(super) fn life_of_a_service(server: &Server) {
     go_through(server, vec![no_service()]);
     let name = started(server, json!({}));
     let digits = name.strip_prefix("code_executer-").unwrap();
-    assert!(digits.len() == 14 && digits.chars().all(|digit| digit.is_ascii_digit()), "{name}");
+    assert!(
+        digits.len() == 14 && digits.chars().all(|digit| digit.is_ascii_digit()),
+        "{name}"
+    );
     go_through(
         server,
         vec![
             exactly(EXECUTE, code("a = 5"), &[""]),
             exactly(EXECUTE, code("a + 1"), &["6"]),
-            exactly(EXECUTE, code("import math\nprint('printed')\nmath.sqrt(4)"), &["printed\n2.0"]),
+            exactly(
+                EXECUTE,
+                code("import math\nprint('printed')\nmath.sqrt(4)"),
+                &["printed\n2.0"],
+            ),
             fails(
                 EXECUTE,
                 code("print('before'); 1 / 0"),
-                &["Error: ZeroDivisionError: division by zero\n", "Traceback", "before"],
+                &[
+                    "Error: ZeroDivisionError: division by zero\n",
+                    "Traceback",
+                    "before",
+                ],
             ),
             words(EXECUTE, code("print('x' * 9000)"), &["xxxx"]),
             exactly(EXECUTE, code("clear"), &["Globals cleared"]),
             fails(EXECUTE, code("a"), &["NameError"]),
             exactly(EXECUTE, code("exit"), &["Goodbye!"]),
-            exactly(EXECUTE, code("with open('kept', 'w') as file: file.write('content')"), &[""]),
-            exactly(STOP, json!({"name": name, "delete_service": false}), &["Code execution service stopped."]),
+            exactly(
+                EXECUTE,
+                code("with open('kept', 'w') as file: file.write('content')"),
+                &[""],
+            ),
+            exactly(
+                STOP,
+                json!({"name": name, "delete_service": false}),
+                &["Code execution service stopped."],
+            ),
             no_service(),
-            fails(STOP, json!({"name": name, "delete_service": false}), &["is not running."]),
-            exactly(REUSE, json!({"name": name}), &["Code execution service restarted."]),
+            fails(
+                STOP,
+                json!({"name": name, "delete_service": false}),
+                &["is not running."],
+            ),
+            exactly(
+                REUSE,
+                json!({"name": name}),
+                &["Code execution service restarted."],
+            ),
             exactly(EXECUTE, code("open('kept').read()"), &["'content'"]),
-            exactly(STOP, json!({"name": name}), &["Code execution service stopped."]),
+            exactly(
+                STOP,
+                json!({"name": name}),
+                &["Code execution service stopped."],
+            ),
             no_service(),
-            fails(REUSE, json!({"name": name}), &["Code execution service is not running."]),
-            fails(STOP, json!({"name": name}), &["Code execution service is not running."]),
-            fails(STOP, json!({"name": "default"}), &["Code execution service is not running."]),
+            fails(
+                REUSE,
+                json!({"name": name}),
+                &["Code execution service is not running."],
+            ),
+            fails(
+                STOP,
+                json!({"name": name}),
+                &["Code execution service is not running."],
+            ),
+            fails(
+                STOP,
+                json!({"name": "default"}),
+                &["Code execution service is not running."],
+            ),
             fails(STOP, json!({}), &["Code execution service is not running."]),
         ],
     );
@@ -99,12 +150,18 @@ fn several_services_can_be_started_and_the_last_one_is_meant() {
         &server,
         vec![
             fails(EXECUTE, code("where"), &["NameError"]),
-            exactly(REUSE, json!({"name": first}), &["Code execution service restarted."]),
+            exactly(
+                REUSE,
+                json!({"name": first}),
+                &["Code execution service restarted."],
+            ),
             exactly(EXECUTE, code("where"), &["'first'"]),
             exactly(
                 STOP,
                 json!({"name": first, "delete_service": "true"}),
-                &[&format!("Code execution service stopped. Code runs in the service {second} now.")],
+                &[&format!(
+                    "Code execution service stopped. Code runs in the service {second} now."
+                )],
             ),
             fails(EXECUTE, code("where"), &["NameError"]),
             exactly(EXECUTE, code("where = 'second'"), &[""]),
@@ -115,16 +172,30 @@ fn several_services_can_be_started_and_the_last_one_is_meant() {
         &server,
         vec![
             // Another one than that in which code runs.
-            exactly(STOP, json!({"name": second, "delete_service": false}), &["Code execution service stopped."]),
-            exactly(REUSE, json!({"name": second}), &["Code execution service restarted."]),
+            exactly(
+                STOP,
+                json!({"name": second, "delete_service": false}),
+                &["Code execution service stopped."],
+            ),
+            exactly(
+                REUSE,
+                json!({"name": second}),
+                &["Code execution service restarted."],
+            ),
             // Without a name the one is meant in which code runs.
             exactly(
                 STOP,
                 json!({}),
-                &[&format!("Code execution service stopped. Code runs in the service {third} now.")],
+                &[&format!(
+                    "Code execution service stopped. Code runs in the service {third} now."
+                )],
             ),
             fails(REUSE, json!({"name": second}), &["is not running."]),
-            exactly(STOP, json!({"name": null}), &["Code execution service stopped."]),
+            exactly(
+                STOP,
+                json!({"name": null}),
+                &["Code execution service stopped."],
+            ),
             no_service(),
         ],
     );
@@ -138,15 +209,27 @@ fn dependencies_are_there_from_the_start_or_there_is_no_service() {
 
 /// Starts services with packages of the index on this machine, on any backend.
 pub(super) fn dependencies(server: &Server) {
-    server.call(START, json!({"dependencies": ["no-such-package"]})).assert_refused(&["Error: "]);
-    server.call(START, json!({"dependencies": ["pure; touch x"]})).assert_refused(&["Error: "]);
+    server
+        .call(START, json!({"dependencies": ["no-such-package"]}))
+        .assert_refused(&["Error: "]);
+    server
+        .call(START, json!({"dependencies": ["pure; touch x"]}))
+        .assert_refused(&["Error: "]);
     go_through(server, vec![no_service()]);
     started(server, json!({"dependencies": ["pure", "leaf"]}));
     go_through(
         server,
         vec![
-            exactly(EXECUTE, code("import pure, leaf; (pure.value, leaf.name)"), &["(2, 'leaf')"]),
-            fails(EXECUTE, code("import requests"), &["dangerous operations", "Import 'requests' is blocked"]),
+            exactly(
+                EXECUTE,
+                code("import pure, leaf; (pure.value, leaf.name)"),
+                &["(2, 'leaf')"],
+            ),
+            fails(
+                EXECUTE,
+                code("import requests"),
+                &["dangerous operations", "Import 'requests' is blocked"],
+            ),
         ],
     );
     // A dependency can be imported although the list of that server blocks it; what Python itself has cannot.
@@ -182,16 +265,36 @@ fn dangerous_code_is_refused_by_what_it_means() {
             fails(
                 EXECUTE,
                 code("import os"),
-                &["Error: The code contains dangerous operations and cannot be executed.", "'os'"],
+                &[
+                    "Error: The code contains dangerous operations and cannot be executed.",
+                    "'os'",
+                ],
             ),
-            fails(EXECUTE, code("from  subprocess import run"), &["'subprocess'"]),
+            fails(
+                EXECUTE,
+                code("from  subprocess import run"),
+                &["'subprocess'"],
+            ),
             fails(EXECUTE, code("eval('1')"), &["'eval'"]),
             fails(EXECUTE, code("!ls"), &["Shell commands"]),
-            exactly(EXECUTE, code("print('import os; eval(1)')"), &["import os; eval(1)"]),
-            exactly(EXECUTE, code("model = lambda: 1\nmodel.eval = lambda: 'method'\nmodel.eval()"), &["'method'"]),
+            exactly(
+                EXECUTE,
+                code("print('import os; eval(1)')"),
+                &["import os; eval(1)"],
+            ),
+            exactly(
+                EXECUTE,
+                code("model = lambda: 1\nmodel.eval = lambda: 'method'\nmodel.eval()"),
+                &["'method'"],
+            ),
         ],
     );
-    assert!(server.call(EXECUTE, code("import sys")).text().starts_with(refused));
+    assert!(
+        server
+            .call(EXECUTE, code("import sys"))
+            .text()
+            .starts_with(refused)
+    );
 }
 
 #[test]
@@ -206,10 +309,26 @@ fn a_service_whose_python_ended_goes_on_with_a_new_one_and_says_so() {
                 code("import signal; signal.raise_signal(9)"),
                 &["Error: Python ended", "starts Python anew"],
             ),
-            words(EXECUTE, code("1 + 1"), &["(Python was started anew, because ", "\n2"]),
-            fails(EXECUTE, code("import signal; signal.raise_signal(9)"), &["Error: Python ended"]),
+            words(
+                EXECUTE,
+                code("1 + 1"),
+                &["(Python was started anew, because ", "\n2"],
+            ),
+            fails(
+                EXECUTE,
+                code("import signal; signal.raise_signal(9)"),
+                &["Error: Python ended"],
+            ),
             // The first call after that is looked at too.
-            fails(EXECUTE, code("import os"), &["dangerous operations", "'os'", "(Python was started anew, because "]),
+            fails(
+                EXECUTE,
+                code("import os"),
+                &[
+                    "dangerous operations",
+                    "'os'",
+                    "(Python was started anew, because ",
+                ],
+            ),
             exactly(EXECUTE, code("1 + 1"), &["2"]),
         ],
     );
@@ -219,12 +338,28 @@ fn a_service_whose_python_ended_goes_on_with_a_new_one_and_says_so() {
 fn the_prompt_is_listed_and_holds_the_expression() {
     let server = start("code-executer", MINIMAL);
     let prompts = server.request("prompts/list", json!({}))["result"]["prompts"].clone();
-    assert_eq!((&prompts[0]["name"], &prompts[0]["title"]), (&json!("math_evaluation"), &json!("Mathematics Solver")));
+    assert_eq!(
+        (&prompts[0]["name"], &prompts[0]["title"]),
+        (&json!("math_evaluation"), &json!("Mathematics Solver"))
+    );
     assert_eq!(prompts[0]["arguments"][0]["name"], "expression");
-    let answer =
-        server.request("prompts/get", json!({"name": "math_evaluation", "arguments": {"expression": "2 ** 0.5"}}));
-    let said = answer["result"]["messages"][0]["content"]["text"].as_str().unwrap();
-    assert!(said.contains("2 ** 0.5") && said.contains("SymPy"), "{said}");
+    let answer = server.request(
+        "prompts/get",
+        json!({"name": "math_evaluation", "arguments": {"expression": "2 ** 0.5"}}),
+    );
+    let said = answer["result"]["messages"][0]["content"]["text"]
+        .as_str()
+        .unwrap();
+    assert!(
+        said.contains("2 ** 0.5") && said.contains("SymPy"),
+        "{said}"
+    );
     let refused = server.request("prompts/get", json!({"name": "math_evaluation"}));
-    assert!(refused["error"]["message"].as_str().unwrap().contains("expression"), "{refused}");
+    assert!(
+        refused["error"]["message"]
+            .as_str()
+            .unwrap()
+            .contains("expression"),
+        "{refused}"
+    );
 }

@@ -28,7 +28,10 @@ fn workspace(files: &[(&str, &str)]) -> tempfile::TempDir {
 }
 
 fn start_in(space: &Path, more: &[&str]) -> Server {
-    start("ipybox", &[MINIMAL, &["--workspace", space.to_str().unwrap()], more].concat())
+    start(
+        "ipybox",
+        &[MINIMAL, &["--workspace", space.to_str().unwrap()], more].concat(),
+    )
 }
 
 /// Every way that code has to a file of its folder. `NAME` is that file; each line prints what came of it.
@@ -87,21 +90,35 @@ fn the_file_of_variables_can_neither_be_read_nor_replaced_by_code() {
         let told = attempts(&server, ".env");
         assert_eq!(told.len(), 17, "{told:?}");
         for line in &told {
-            assert!(line.contains(" failed ") && !line.contains(CANARY), "{told:?}");
+            assert!(
+                line.contains(" failed ") && !line.contains(CANARY),
+                "{told:?}"
+            );
         }
         assert_eq!(fs::read_to_string(space.path().join(".env")).unwrap(), line);
         go_through(
             &server,
-            vec![exactly(CELL, cell("import os; os.environ['SEEN'], 'KEY' in os.environ"), &["('1', False)"])],
+            vec![exactly(
+                CELL,
+                cell("import os; os.environ['SEEN'], 'KEY' in os.environ"),
+                &["('1', False)"],
+            )],
         );
         // Another interpreter and another sandbox are no way around.
         text_of_reset(&server);
-        assert!(attempts(&server, ".env").iter().all(|line| line.contains(" failed ")));
+        assert!(
+            attempts(&server, ".env")
+                .iter()
+                .all(|line| line.contains(" failed "))
+        );
     }
     // The control: each attempt succeeds with another file.
     let server = start_in(space.path(), &[]);
     let told = attempts(&server, "plain");
-    assert!(told.len() == 17 && told.iter().all(|line| line.contains(" succeeded ")), "{told:?}");
+    assert!(
+        told.len() == 17 && told.iter().all(|line| line.contains(" succeeded ")),
+        "{told:?}"
+    );
     assert!(told[0].contains(CANARY), "{told:?}");
 }
 
@@ -117,12 +134,24 @@ fn a_name_that_is_free_is_taken_before_code_can_take_it() {
     go_through(
         &server,
         vec![
-            fails(CELL, cell("open('.env', 'w').write('KEY=mine')"), &["Error"]),
-            fails(CELL, cell("import os; os.symlink('/etc/passwd', '.env')"), &["FileExistsError"]),
+            fails(
+                CELL,
+                cell("open('.env', 'w').write('KEY=mine')"),
+                &["Error"],
+            ),
+            fails(
+                CELL,
+                cell("import os; os.symlink('/etc/passwd', '.env')"),
+                &["FileExistsError"],
+            ),
             exactly(CELL, cell("open('other', 'w').write('x')"), &["1"]), // control
         ],
     );
-    assert_eq!(fs::read(space.path().join(".env")).unwrap(), b"", "an empty file holds the name");
+    assert_eq!(
+        fs::read(space.path().join(".env")).unwrap(),
+        b"",
+        "an empty file holds the name"
+    );
 }
 
 #[test]
@@ -134,7 +163,11 @@ fn a_folder_of_that_name_is_used_and_keeps_its_name() {
         vec![
             exactly(CELL, cell("open('.env/bin/activate').read()"), &["'x'"]),
             exactly(CELL, cell("open('.env/new', 'w').write('x')"), &["1"]),
-            fails(CELL, cell("import os; os.rename('.env', 'moved')"), &["busy"]),
+            fails(
+                CELL,
+                cell("import os; os.rename('.env', 'moved')"),
+                &["busy"],
+            ),
             exactly(CELL, cell("import os; os.rename('venv', 'moved')"), &[""]), // control
         ],
     );
@@ -144,13 +177,21 @@ fn a_folder_of_that_name_is_used_and_keeps_its_name() {
 fn a_file_of_variables_that_is_replaced_outside_is_hidden_again() {
     let space = workspace(&[(".env", "KEY=old\n")]);
     let server = start_in(space.path(), &[]);
-    go_through(&server, vec![fails(CELL, cell("open('.env').read()"), &["PermissionError"])]);
+    go_through(
+        &server,
+        vec![fails(
+            CELL,
+            cell("open('.env').read()"),
+            &["PermissionError"],
+        )],
+    );
     for content in [CANARY, "KEY=another\n"] {
         // As editors do it.
         fs::write(space.path().join(".env.new"), content).unwrap();
         fs::rename(space.path().join(".env.new"), space.path().join(".env")).unwrap();
         // Ends as soon as the new file is hidden.
-        let until_hidden = "while True:\n    try: open('.env').read()\n    except PermissionError: break";
+        let until_hidden =
+            "while True:\n    try: open('.env').read()\n    except PermissionError: break";
         go_through(
             &server,
             vec![
@@ -159,11 +200,21 @@ fn a_file_of_variables_that_is_replaced_outside_is_hidden_again() {
                 fails(CELL, cell("import os; os.unlink('.env')"), &["busy"]),
             ],
         );
-        assert_eq!(fs::read_to_string(space.path().join(".env")).unwrap(), content);
+        assert_eq!(
+            fs::read_to_string(space.path().join(".env")).unwrap(),
+            content
+        );
     }
     // A new session, which may have waited since before, sees it no more than the first.
     text_of_reset(&server);
-    go_through(&server, vec![fails(CELL, cell("open('.env').read()"), &["PermissionError"])]);
+    go_through(
+        &server,
+        vec![fails(
+            CELL,
+            cell("open('.env').read()"),
+            &["PermissionError"],
+        )],
+    );
 }
 
 #[test]
@@ -172,8 +223,10 @@ fn variables_of_the_file_fill_parameters_of_servers() {
     let server = start_in(space.path(), &[]);
     let register = |variable: &str| {
         let folders = crate::support::server::folders(crate::support::server::data_dir());
-        let variables: serde_json::Map<String, Value> =
-            folders.into_iter().map(|(name, path)| (name.to_owned(), json!(path.to_str().unwrap()))).collect();
+        let variables: serde_json::Map<String, Value> = folders
+            .into_iter()
+            .map(|(name, path)| (name.to_owned(), json!(path.to_str().unwrap())))
+            .collect();
         let mode = format!("${{{variable}}}");
         let params = json!({
             "command": crate::support::PROGRAM,
@@ -185,11 +238,18 @@ fn variables_of_the_file_fill_parameters_of_servers() {
     go_through(
         &server,
         vec![
-            fails("register_mcp_server", register("NO_SUCH_MODE"), &["NO_SUCH_MODE", "file .env of the workspace"]),
+            fails(
+                "register_mcp_server",
+                register("NO_SUCH_MODE"),
+                &["NO_SUCH_MODE", "file .env of the workspace"],
+            ),
             exactly(
                 "register_mcp_server",
                 register("FIXTURE_MODE"),
-                &["execute_python", "(\"in-ner\" is no name of a Python package: import from mcptools.in_ner.)"],
+                &[
+                    "execute_python",
+                    "(\"in-ner\" is no name of a Python package: import from mcptools.in_ner.)",
+                ],
             ),
         ],
     );
@@ -213,27 +273,53 @@ fn the_lists_of_the_sandbox_file_hold() {
     )
     .unwrap();
     for _ in 0..2 {
-        let server = start_in(space.path(), &["--sandbox", "--sandbox-config", file.to_str().unwrap()]);
+        let server = start_in(
+            space.path(),
+            &["--sandbox", "--sandbox-config", file.to_str().unwrap()],
+        );
         go_through(
             &server,
             vec![
-                fails(CELL, cell("open('secrets/key').read()"), &["PermissionError"]),
-                fails(CELL, cell("import os; os.rename('secrets', 'moved')"), &["busy"]),
-                fails(CELL, cell("import os; os.link('secrets/key', 'second')"), &["Error"]),
+                fails(
+                    CELL,
+                    cell("open('secrets/key').read()"),
+                    &["PermissionError"],
+                ),
+                fails(
+                    CELL,
+                    cell("import os; os.rename('secrets', 'moved')"),
+                    &["busy"],
+                ),
+                fails(
+                    CELL,
+                    cell("import os; os.link('secrets/key', 'second')"),
+                    &["Error"],
+                ),
                 exactly(CELL, cell("open('secrets/open').read()"), &["'seen'"]),
                 exactly(CELL, cell("import os; os.listdir('hidden')"), &["[]"]),
                 exactly(CELL, cell("open('data/table').read()"), &["'rows'"]),
                 fails(CELL, cell("open('data/table', 'w')"), &["Read-only"]),
                 fails(CELL, cell("open('data/new', 'w')"), &["Read-only"]),
                 fails(CELL, cell("open('free', 'w')"), &["Read-only"]),
-                fails(CELL, cell("import os; os.rename('data', 'moved')"), &["busy"]),
+                fails(
+                    CELL,
+                    cell("import os; os.rename('data', 'moved')"),
+                    &["busy"],
+                ),
                 fails(CELL, cell("import os; os.unlink('free')"), &["busy"]),
                 exactly(CELL, cell("open('elsewhere', 'w').write('x')"), &["1"]), // control
             ],
         );
         // A new session after whatever code did in the one before.
         text_of_reset(&server);
-        go_through(&server, vec![fails(CELL, cell("open('secrets/key').read()"), &["PermissionError"])]);
+        go_through(
+            &server,
+            vec![fails(
+                CELL,
+                cell("open('secrets/key').read()"),
+                &["PermissionError"],
+            )],
+        );
     }
     // The control: without the file everything is free.
     let server = start_in(space.path(), &[]);
@@ -248,10 +334,18 @@ fn the_lists_of_the_sandbox_file_hold() {
 
 #[test]
 fn a_pattern_that_cannot_be_held_ends_the_start_with_a_sentence() {
-    let space = workspace(&[("sandbox.json", r#"{"filesystem": {"denyRead": ["**/*.pem"]}}"#)]);
+    let space = workspace(&[(
+        "sandbox.json",
+        r#"{"filesystem": {"denyRead": ["**/*.pem"]}}"#,
+    )]);
     let mut command = crate::support::server::program();
-    command.args(["mcp", "--profile", "ipybox", "--sandbox-config"]).arg(space.path().join("sandbox.json"));
+    command
+        .args(["mcp", "--profile", "ipybox", "--sandbox-config"])
+        .arg(space.path().join("sandbox.json"));
     let (status, output, errors) = crate::support::server::finished(&mut command);
-    assert!(status != Some(0) && output.is_empty(), "{status:?} {output}");
+    assert!(
+        status != Some(0) && output.is_empty(),
+        "{status:?} {output}"
+    );
     assert!(errors.contains("is a pattern"), "{errors}");
 }

@@ -39,15 +39,27 @@ struct Case {
 }
 
 fn exactly(tool: &'static str, arguments: Value, texts: &[&str]) -> Case {
-    Case { tool, arguments, says: Says::Exactly(texts.iter().map(|text| (*text).to_owned()).collect()) }
+    Case {
+        tool,
+        arguments,
+        says: Says::Exactly(texts.iter().map(|text| (*text).to_owned()).collect()),
+    }
 }
 
 fn words(tool: &'static str, arguments: Value, words: &'static [&'static str]) -> Case {
-    Case { tool, arguments, says: Says::Words(words) }
+    Case {
+        tool,
+        arguments,
+        says: Says::Words(words),
+    }
 }
 
 fn fails(tool: &'static str, arguments: Value, words: &'static [&'static str]) -> Case {
-    Case { tool, arguments, says: Says::Fails(words) }
+    Case {
+        tool,
+        arguments,
+        says: Says::Fails(words),
+    }
 }
 
 /// Starts a server with a profile, in the environment of the caller's choice.
@@ -59,7 +71,9 @@ fn start(profile: &str, arguments: &[&str]) -> Server {
 fn start_with_index(profile: &str, index: &Index, change: impl FnOnce(&mut Command)) -> Server {
     let mut command = program();
     command.args(["mcp", "--profile", profile, "--environment", "minimal"]);
-    command.env("CELLBLOCK_PACKAGE_INDEX", index.url_without_password()).env_remove("PIP_FIND_LINKS");
+    command
+        .env("CELLBLOCK_PACKAGE_INDEX", index.url_without_password())
+        .env_remove("PIP_FIND_LINKS");
     change(&mut command);
     let server = Server::spawn(&mut command, Era::Initialize);
     server.greet();
@@ -74,9 +88,16 @@ fn local_index() -> Index {
 #[track_caller]
 fn call(server: &Server, tool: &str, arguments: Value) -> (Vec<String>, bool) {
     let result = server.call(tool, arguments);
-    let blocks = result.0["content"].as_array().expect("a result has content").clone();
-    let text =
-        |block: &Value| block["text"].as_str().map_or(format!("<{}>", block["type"].as_str().unwrap()), str::to_owned);
+    let blocks = result.0["content"]
+        .as_array()
+        .expect("a result has content")
+        .clone();
+    let text = |block: &Value| {
+        block["text"].as_str().map_or(
+            format!("<{}>", block["type"].as_str().unwrap()),
+            str::to_owned,
+        )
+    };
     (blocks.iter().map(text).collect(), result.is_error())
 }
 
@@ -89,17 +110,30 @@ fn text(server: &Server, tool: &str, arguments: Value) -> String {
 }
 
 fn go_through(server: &Server, cases: Vec<Case>) {
-    for Case { tool, arguments, says } in cases {
+    for Case {
+        tool,
+        arguments,
+        says,
+    } in cases
+    {
         let (blocks, failed) = call(server, tool, arguments.clone());
         let shown = format!("{tool} {arguments}: {blocks:?}");
         let first = blocks.first().map_or("", String::as_str);
         match says {
-            Says::Exactly(texts) => assert!(!failed && blocks == texts, "{shown} instead of {texts:?}"),
+            Says::Exactly(texts) => {
+                assert!(!failed && blocks == texts, "{shown} instead of {texts:?}")
+            }
             Says::Words(words) => {
-                assert!(!failed && words.iter().all(|word| first.contains(word)), "{shown} without {words:?}");
+                assert!(
+                    !failed && words.iter().all(|word| first.contains(word)),
+                    "{shown} without {words:?}"
+                );
             }
             Says::Fails(words) => {
-                assert!(failed && words.iter().all(|word| first.contains(word)), "{shown} without {words:?}");
+                assert!(
+                    failed && words.iter().all(|word| first.contains(word)),
+                    "{shown} without {words:?}"
+                );
             }
         }
     }
@@ -112,7 +146,11 @@ fn listed(server: &Server) -> Value {
         let schema = &tool["inputSchema"];
         let mut names: Vec<&String> = schema["properties"].as_object().unwrap().keys().collect();
         names.sort();
-        json!([tool["name"], names, schema.get("required").cloned().unwrap_or(json!([]))])
+        json!([
+            tool["name"],
+            names,
+            schema.get("required").cloned().unwrap_or(json!([]))
+        ])
     };
     tools.as_array().unwrap().iter().map(row).collect()
 }
@@ -133,7 +171,9 @@ fn a_server_of_a_profile_has_the_name_of_the_server_it_stands_in_for_and_its_own
             assert_eq!(prompts, profile == "code-executer", "{greeting}");
             let info = match era {
                 Era::Initialize => greeting["result"]["serverInfo"].clone(),
-                Era::Stateless => greeting["result"]["_meta"]["io.modelcontextprotocol/serverInfo"].clone(),
+                Era::Stateless => {
+                    greeting["result"]["_meta"]["io.modelcontextprotocol/serverInfo"].clone()
+                }
             };
             assert_eq!(
                 (&info["name"], &info["version"]),
@@ -146,10 +186,23 @@ fn a_server_of_a_profile_has_the_name_of_the_server_it_stands_in_for_and_its_own
 
 #[test]
 fn flags_of_other_servers_are_taken_and_those_without_effect_are_told() {
-    let arguments =
-        ["--tool-server-port", "8900", "--kernel-gateway-host", "localhost", "--sandbox", "--log-level", "WARNING"];
-    let server = start("ipybox", &[&arguments[..], &["--environment", "minimal"]].concat());
-    assert_eq!(text(&server, "execute_ipython_cell", json!({"code": "1"})), "1");
+    let arguments = [
+        "--tool-server-port",
+        "8900",
+        "--kernel-gateway-host",
+        "localhost",
+        "--sandbox",
+        "--log-level",
+        "WARNING",
+    ];
+    let server = start(
+        "ipybox",
+        &[&arguments[..], &["--environment", "minimal"]].concat(),
+    );
+    assert_eq!(
+        text(&server, "execute_ipython_cell", json!({"code": "1"})),
+        "1"
+    );
     let log = server.finish();
     for flag in ["--tool-server-port", "--kernel-gateway-host"] {
         assert!(log.contains(&format!("{flag} has no effect here")), "{log}");

@@ -16,9 +16,15 @@ fn code(code: &str) -> Value {
 #[test]
 fn the_tool_has_its_name_and_arguments() {
     let server = start("pyexec", MINIMAL);
-    assert_eq!(listed(&server), json!([[EXECUTE, ["code", "session_id"], ["code"]]]));
+    assert_eq!(
+        listed(&server),
+        json!([[EXECUTE, ["code", "session_id"], ["code"]]])
+    );
     let all = server.request("tools/list", json!({}));
-    assert_eq!(all["result"]["tools"][0]["inputSchema"]["properties"]["session_id"]["default"], "default");
+    assert_eq!(
+        all["result"]["tools"][0]["inputSchema"]["properties"]["session_id"]["default"],
+        "default"
+    );
 }
 
 #[test]
@@ -32,10 +38,22 @@ pub(super) fn calls(server: &Server) {
         server,
         vec![
             exactly(EXECUTE, code("2 + 2"), &["4"]),
-            exactly(EXECUTE, code("x = 1"), &["✓ Execution successful (no output)"]),
+            exactly(
+                EXECUTE,
+                code("x = 1"),
+                &["✓ Execution successful (no output)"],
+            ),
             exactly(EXECUTE, code("print('printed'); x"), &["printed\n1"]),
-            exactly(EXECUTE, json!({"code": "x", "session_id": "default"}), &["1"]),
-            fails(EXECUTE, json!({"code": "x", "session_id": "other"}), &["NameError", "\nERROR: NameError: "]),
+            exactly(
+                EXECUTE,
+                json!({"code": "x", "session_id": "default"}),
+                &["1"],
+            ),
+            fails(
+                EXECUTE,
+                json!({"code": "x", "session_id": "other"}),
+                &["NameError", "\nERROR: NameError: "],
+            ),
             exactly(
                 EXECUTE,
                 code("import sys; print('o'); print('e', file=sys.stderr); print('o')"),
@@ -47,14 +65,34 @@ pub(super) fn calls(server: &Server) {
                 &["before\n", "\nERROR: ZeroDivisionError: division by zero"],
             ),
             fails(EXECUTE, code("  "), &["Error: No Python code provided"]),
-            fails(EXECUTE, code("while True: pass"), &["✗ Execution timed out after 2 seconds", "are kept"]),
+            fails(
+                EXECUTE,
+                code("while True: pass"),
+                &["✗ Execution timed out after 2 seconds", "are kept"],
+            ),
             exactly(EXECUTE, code("x"), &["1"]),
-            words(EXECUTE, code("print('x' * 3_000_000)"), &["xxx", "characters cut here"]),
-            fails(EXECUTE, json!({"code": "1", "session_id": "../../etc"}), &["✗ Error: ", "session"]),
+            words(
+                EXECUTE,
+                code("print('x' * 3_000_000)"),
+                &["xxx", "characters cut here"],
+            ),
+            fails(
+                EXECUTE,
+                json!({"code": "1", "session_id": "../../etc"}),
+                &["✗ Error: ", "session"],
+            ),
             fails(EXECUTE, json!({}), &["✗ Error: ", "\"code\""]),
             fails("other", json!({}), &["Unknown tool: other"]),
-            fails(EXECUTE, code("import os; os._exit(1)"), &["✗ Error: Python ended while the code ran"]),
-            words(EXECUTE, code("print('x' in globals())"), &["(Python was started anew, because ", "\nFalse"]),
+            fails(
+                EXECUTE,
+                code("import os; os._exit(1)"),
+                &["✗ Error: Python ended while the code ran"],
+            ),
+            words(
+                EXECUTE,
+                code("print('x' in globals())"),
+                &["(Python was started anew, because ", "\nFalse"],
+            ),
         ],
     );
 }
@@ -73,21 +111,37 @@ fn its_usual_limits_hold() {
     let server = start("pyexec", MINIMAL);
     let limit = "int(open('/sys/fs/cgroup/memory.max').read())";
     let (blocks, failed) = call(&server, EXECUTE, code("x = bytearray(700 << 20)"));
-    assert!(failed && (blocks[0].contains("512 MiB") || blocks[0].contains("MemoryError")), "{limit}: {blocks:?}");
-    let (blocks, failed) = call(&server, EXECUTE, code("x = bytearray(100 << 20); len(x) >> 20"));
-    assert!(!failed && blocks[0].ends_with("100"), "the control: {blocks:?}");
+    assert!(
+        failed && (blocks[0].contains("512 MiB") || blocks[0].contains("MemoryError")),
+        "{limit}: {blocks:?}"
+    );
+    let (blocks, failed) = call(
+        &server,
+        EXECUTE,
+        code("x = bytearray(100 << 20); len(x) >> 20"),
+    );
+    assert!(
+        !failed && blocks[0].ends_with("100"),
+        "the control: {blocks:?}"
+    );
 }
 
 #[tokio::test]
 async fn over_http_a_token_is_needed_and_sessions_belong_to_callers() {
     let folder = tempfile::tempdir().unwrap();
-    let callers: [(&str, &[&str]); 3] =
-        [("anna", &["python:execute"]), ("ben", &["python:execute"]), ("cara", &["sessions:read"])];
+    let callers: [(&str, &[&str]); 3] = [
+        ("anna", &["python:execute"]),
+        ("ben", &["python:execute"]),
+        ("cara", &["sessions:read"]),
+    ];
     let service = Service::with_keys(folder.path(), &callers, false, &["--profile", "pyexec"]);
     let mut anna = Raw::with_key(&service, "anna").await;
     let told = anna.result(EXECUTE, code("mine = 'secret'; mine")).await;
     assert_eq!(told["content"][0]["text"], "'secret'");
-    assert_eq!(anna.result(EXECUTE, code("mine")).await["content"][0]["text"], "'secret'"); // control
+    assert_eq!(
+        anna.result(EXECUTE, code("mine")).await["content"][0]["text"],
+        "'secret'"
+    ); // control
     let mut ben = Raw::with_key(&service, "ben").await;
     assert_eq!(ben.result(EXECUTE, code("mine")).await["isError"], true);
     let mut cara = Raw::with_key(&service, "cara").await;

@@ -18,8 +18,18 @@ pub(super) struct Flag {
 impl Flag {
     pub(super) fn new(workspace: &Path, name: &str) -> Flag {
         let path = workspace.join(name);
-        assert!(Command::new("mkfifo").args(["-m", "666"]).arg(&path).status().unwrap().success());
-        Flag { path, name: name.to_owned() }
+        assert!(
+            Command::new("mkfifo")
+                .args(["-m", "666"])
+                .arg(&path)
+                .status()
+                .unwrap()
+                .success()
+        );
+        Flag {
+            path,
+            name: name.to_owned(),
+        }
     }
 
     /// The line of Python that raises it.
@@ -60,8 +70,15 @@ fn shared_workspace(era: Era, more: &[&str]) -> Shared {
 fn a_time_out_names_its_value_and_keeps_the_state() {
     let session = Server::shared().session();
     session.text("kept = 1");
-    let result = session.run_with("kept = 2\nprint('before')\nwhile True: pass", json!({"timeout": 1.5}));
-    result.assert_refused(&["before", "time-out of 1.5 s", "Variables and files are kept"]);
+    let result = session.run_with(
+        "kept = 2\nprint('before')\nwhile True: pass",
+        json!({"timeout": 1.5}),
+    );
+    result.assert_refused(&[
+        "before",
+        "time-out of 1.5 s",
+        "Variables and files are kept",
+    ]);
     assert_eq!(result.status(), "timeout");
     assert_eq!(session.text("kept"), "2");
     // The same for code that waits in a system call, and the default limit is said in seconds too.
@@ -86,7 +103,9 @@ fn code_that_ignores_the_interrupt_is_killed_and_the_reply_says_what_is_gone() {
         "reset",
     ]);
     assert!(started.elapsed() < PATIENCE, "{:?}", started.elapsed());
-    session.run("1").assert_refused(&["this session ended because", "reset"]);
+    session
+        .run("1")
+        .assert_refused(&["this session ended because", "reset"]);
     assert!(!session.call("reset", json!({})).is_error());
     assert_eq!(session.text("open('file').read()"), "'here'");
     session.run("kept").assert_refused(&["NameError"]);
@@ -108,12 +127,18 @@ fn a_cancelled_request_stops_the_code_and_the_session_goes_on() {
         let Shared { folder, server } = shared_workspace(era, &[]);
         let session = server.session();
         let begun = Flag::new(folder.path(), "begun");
-        let running = session.begin(&format!("state = 'begun'\n{}\nwhile True: pass", begun.raise()), json!({}));
+        let running = session.begin(
+            &format!("state = 'begun'\n{}\nwhile True: pass", begun.raise()),
+            json!({}),
+        );
         begun.wait();
         running.cancel();
         // The next cell of the session is served only when the cancelled one has ended.
         assert_eq!(session.text("state"), "'begun'");
-        assert!(!running.is_answered(), "nothing is sent for a cancelled request");
+        assert!(
+            !running.is_answered(),
+            "nothing is sent for a cancelled request"
+        );
     }
 }
 
@@ -122,11 +147,19 @@ fn reset_works_in_the_middle_of_a_cell() {
     let Shared { folder, server } = shared_workspace(Era::Initialize, &[]);
     let session = server.session();
     let begun = Flag::new(folder.path(), "begun");
-    let running = session.begin(&format!("kept = 1\nprint('so far')\n{}\nwhile True: pass", begun.raise()), json!({}));
+    let running = session.begin(
+        &format!(
+            "kept = 1\nprint('so far')\n{}\nwhile True: pass",
+            begun.raise()
+        ),
+        json!({}),
+    );
     begun.wait();
     let reset = session.call("reset", json!({}));
     assert_eq!(reset.structured()["interrupted_running_cell"], true);
-    running.result().assert_refused(&["so far", "the session was reset"]);
+    running
+        .result()
+        .assert_refused(&["so far", "the session was reset"]);
     session.run("kept").assert_refused(&["NameError"]);
 }
 
@@ -135,7 +168,10 @@ fn closing_a_session_ends_its_running_cell_with_an_answer() {
     let Shared { folder, server } = shared_workspace(Era::Initialize, &[]);
     let session = server.session();
     let begun = Flag::new(folder.path(), "begun");
-    let running = session.begin(&format!("print('so far')\n{}\nwhile True: pass", begun.raise()), json!({}));
+    let running = session.begin(
+        &format!("print('so far')\n{}\nwhile True: pass", begun.raise()),
+        json!({}),
+    );
     begun.wait();
     assert!(!session.call("close_session", json!({})).is_error());
     running.result().assert_refused(&["so far", "closed"]);
@@ -144,11 +180,20 @@ fn closing_a_session_ends_its_running_cell_with_an_answer() {
 #[test]
 fn two_sessions_run_at_the_same_time() {
     let Shared { folder, server } = shared_workspace(Era::Initialize, &[]);
-    let (there, back) = (Flag::new(folder.path(), "there"), Flag::new(folder.path(), "back"));
+    let (there, back) = (
+        Flag::new(folder.path(), "there"),
+        Flag::new(folder.path(), "back"),
+    );
     let (one, other) = (server.session(), server.session());
     // Each waits for the other, so neither could end if they took turns.
-    let first = one.begin(&format!("{}; {}; 1", there.raise(), back.await_inside()), json!({}));
-    let second = other.begin(&format!("{}; {}; 2", there.await_inside(), back.raise()), json!({}));
+    let first = one.begin(
+        &format!("{}; {}; 1", there.raise(), back.await_inside()),
+        json!({}),
+    );
+    let second = other.begin(
+        &format!("{}; {}; 2", there.await_inside(), back.raise()),
+        json!({}),
+    );
     assert_eq!((first.result().text(), second.result().text()), ("1", "2"));
 }
 
@@ -157,7 +202,10 @@ fn one_session_takes_its_cells_in_turn() {
     let Shared { folder, server } = shared_workspace(Era::Initialize, &[]);
     let go = Flag::new(folder.path(), "go");
     let session = server.session();
-    let first = session.begin(&format!("order = []; {}; order.append(1)", go.await_inside()), json!({}));
+    let first = session.begin(
+        &format!("order = []; {}; order.append(1)", go.await_inside()),
+        json!({}),
+    );
     let second = session.begin("order.append(2)", json!({}));
     let third = session.begin("order.append(3); order", json!({}));
     // Another session is served meanwhile, so the queue is the session's own.
@@ -174,7 +222,10 @@ fn every_way_to_die_is_answered_at_once_and_by_name() {
         ("import os; os._exit(3)", "exit code 3"),
         ("import os; os._exit(0)", "exit code 0"),
         ("import ctypes; ctypes.string_at(0)", "SIGSEGV"),
-        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "SIGKILL"),
+        (
+            "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
+            "SIGKILL",
+        ),
         ("import os; os.abort()", "SIGABRT"),
     ];
     let server = Server::shared();
@@ -185,13 +236,33 @@ fn every_way_to_die_is_answered_at_once_and_by_name() {
         session.text("kept = 1; open('file', 'w').write('here'); None");
         let started = Instant::now();
         let result = session.run(&format!("print('before', flush=True)\n{code}"));
-        result.assert_refused(&["before", word, "Variables and imports of this session are gone", "files", "reset"]);
-        assert!(started.elapsed() < PATIENCE, "{code} took {:?}", started.elapsed());
-        session.run("kept").assert_refused(&["this session ended because", "reset", &session.id]);
+        result.assert_refused(&[
+            "before",
+            word,
+            "Variables and imports of this session are gone",
+            "files",
+            "reset",
+        ]);
+        assert!(
+            started.elapsed() < PATIENCE,
+            "{code} took {:?}",
+            started.elapsed()
+        );
+        session
+            .run("kept")
+            .assert_refused(&["this session ended because", "reset", &session.id]);
         let listed = server.call("list_sessions", json!({}));
-        assert!(listed.text().contains(&format!("{}: ended", session.id)), "{}", listed.text());
+        assert!(
+            listed.text().contains(&format!("{}: ended", session.id)),
+            "{}",
+            listed.text()
+        );
         assert!(!session.call("reset", json!({})).is_error());
-        assert_eq!(session.text("open('file').read()"), "'here'", "files outlive the interpreter");
+        assert_eq!(
+            session.text("open('file').read()"),
+            "'here'",
+            "files outlive the interpreter"
+        );
         session.run("kept").assert_refused(&["NameError"]);
     }
     assert_eq!(neighbour.text("alive"), "True");
@@ -202,11 +273,19 @@ fn memory_beyond_the_limit_is_answered_by_name_and_neighbours_live() {
     let server = Server::start(&[MINIMAL, &["--memory", "256M"]].concat());
     let (greedy, neighbour) = (server.session(), server.session());
     neighbour.text("alive = True");
-    let result = greedy.run("print('before', flush=True)\nblocks = []\nwhile True: blocks.append(bytearray(16 << 20))");
+    let result = greedy.run(
+        "print('before', flush=True)\nblocks = []\nwhile True: blocks.append(bytearray(16 << 20))",
+    );
     result.assert_refused(&["before"]);
     if result.status() == "out_of_memory" {
-        result.assert_refused(&["more than this session's 256 MiB of memory", "smaller parts", "reset"]);
-        greedy.run("1").assert_refused(&["ended because", "256 MiB"]);
+        result.assert_refused(&[
+            "more than this session's 256 MiB of memory",
+            "smaller parts",
+            "reset",
+        ]);
+        greedy
+            .run("1")
+            .assert_refused(&["ended because", "256 MiB"]);
         assert!(!greedy.call("reset", json!({})).is_error());
     } else {
         // Without control groups the limit is one of the process, and Python itself can say it.
@@ -219,7 +298,10 @@ fn memory_beyond_the_limit_is_answered_by_name_and_neighbours_live() {
 #[test]
 fn a_full_disk_is_an_error_of_the_code_and_space_returns() {
     let mut command = program();
-    command.env("CELLBLOCK_DISK", "64M").arg("mcp").args(MINIMAL);
+    command
+        .env("CELLBLOCK_DISK", "64M")
+        .arg("mcp")
+        .args(MINIMAL);
     let server = Server::spawn(&mut command, Era::Initialize);
     server.greet();
     let session = server.session();
@@ -236,7 +318,10 @@ except OSError as error:
     session
         .run("open('other', 'wb', buffering=0).write(b'x' * (8 << 20)) == 8 << 20 or 1 / 0")
         .assert_refused(&["Error"]);
-    assert_eq!(session.text("for name in os.listdir(): os.remove(name)\nopen('small', 'w').write('fits')"), "4");
+    assert_eq!(
+        session.text("for name in os.listdir(): os.remove(name)\nopen('small', 'w').write('fits')"),
+        "4"
+    );
 }
 
 #[test]
@@ -254,10 +339,17 @@ except OSError as error:
     print(error.strerror)
 ";
     let result = bomb.run_with(code, json!({"timeout": 20}));
-    assert!(result.text().contains("Resource temporarily unavailable"), "{}", result.text());
+    assert!(
+        result.text().contains("Resource temporarily unavailable"),
+        "{}",
+        result.text()
+    );
     assert_eq!(neighbour.text("alive"), "True");
     assert!(!bomb.call("reset", json!({})).is_error());
-    assert_eq!(bomb.text("import subprocess; subprocess.run(['true']).returncode"), "0");
+    assert_eq!(
+        bomb.text("import subprocess; subprocess.run(['true']).returncode"),
+        "0"
+    );
 }
 
 #[test]
@@ -279,7 +371,10 @@ while True: pass
     let session = server.session();
     let before = server.resident_bytes();
     let result = session.run_with(code, json!({"timeout": 20}));
-    result.assert_refused(&["broke the connection", "Variables and imports of this session are gone"]);
+    result.assert_refused(&[
+        "broke the connection",
+        "Variables and imports of this session are gone",
+    ]);
     assert!(server.resident_bytes() < before + (64 << 20));
     assert!(!session.call("reset", json!({})).is_error());
     assert_eq!(session.text("1"), "1");
@@ -292,7 +387,9 @@ fn sessions_beyond_the_limit_are_refused_until_one_is_closed() {
     let (one, two, three) = (server.session(), server.session(), server.session());
     one.text("1");
     two.text("1");
-    three.run("1").assert_refused(&["2 sessions exist", "close_session", &one.id]);
+    three
+        .run("1")
+        .assert_refused(&["2 sessions exist", "close_session", &one.id]);
     assert!(!one.call("close_session", json!({})).is_error());
     assert_eq!(three.text("1"), "1");
 }
@@ -304,10 +401,19 @@ fn an_unused_session_ends_and_says_why_until_it_is_reset() {
     session.text("kept = 1");
     // The list is the only place where the end of a session can be seen without using it.
     let deadline = Instant::now() + PATIENCE;
-    while !server.call("list_sessions", json!({})).text().contains("ended") {
+    while !server
+        .call("list_sessions", json!({}))
+        .text()
+        .contains("ended")
+    {
         assert!(Instant::now() < deadline, "the session did not end");
     }
-    session.run("kept").assert_refused(&["this session ended because", "not used for 1 s", "reset", &session.id]);
+    session.run("kept").assert_refused(&[
+        "this session ended because",
+        "not used for 1 s",
+        "reset",
+        &session.id,
+    ]);
     assert!(!session.call("reset", json!({})).is_error());
     session.run("kept").assert_refused(&["NameError"]);
 }
@@ -318,11 +424,21 @@ fn cells_sent_without_waiting_run_in_the_order_in_which_they_were_sent() {
     let session = server.session();
     session.text("order = []");
     // Rules belong to their cell and cost it nothing of its place.
-    let rules = |number: u32| if number.is_multiple_of(2) { json!({}) } else { json!({"allowed_domains": []}) };
-    let sent: Vec<_> =
-        (0..200).map(|number| session.begin(&format!("order.append({number})"), rules(number))).collect();
+    let rules = |number: u32| {
+        if number.is_multiple_of(2) {
+            json!({})
+        } else {
+            json!({"allowed_domains": []})
+        }
+    };
+    let sent: Vec<_> = (0..200)
+        .map(|number| session.begin(&format!("order.append({number})"), rules(number)))
+        .collect();
     // Those beyond what may wait are refused.
-    let ran = sent.iter().filter(|pending| !pending.result().is_error()).count();
+    let ran = sent
+        .iter()
+        .filter(|pending| !pending.result().is_error())
+        .count();
     assert!(ran >= 64, "{ran}");
     assert_eq!(session.text("order == sorted(order) or order"), "True");
     assert_eq!(session.text("len(order)"), ran.to_string());

@@ -22,7 +22,8 @@ impl Desk {
         fs::create_dir(folder.path().join("other")).unwrap();
         fs::write(folder.path().join("other/secret"), "secret").unwrap();
         let allowed = folder.path().join("allowed");
-        let server = Server::start(&[MINIMAL, &["--allowed-dir", allowed.to_str().unwrap()]].concat());
+        let server =
+            Server::start(&[MINIMAL, &["--allowed-dir", allowed.to_str().unwrap()]].concat());
         Desk { folder, server }
     }
 
@@ -32,29 +33,58 @@ impl Desk {
 }
 
 #[track_caller]
-fn upload(session: &Session<'_>, local: impl AsRef<Path>, relpath: &str) -> crate::support::server::ToolResult {
-    session.call("upload_file", json!({"relpath": relpath, "local_path": local.as_ref().to_str().unwrap()}))
+fn upload(
+    session: &Session<'_>,
+    local: impl AsRef<Path>,
+    relpath: &str,
+) -> crate::support::server::ToolResult {
+    session.call(
+        "upload_file",
+        json!({"relpath": relpath, "local_path": local.as_ref().to_str().unwrap()}),
+    )
 }
 
 #[track_caller]
-fn download(session: &Session<'_>, relpath: &str, local: impl AsRef<Path>) -> crate::support::server::ToolResult {
-    session.call("download_file", json!({"relpath": relpath, "local_path": local.as_ref().to_str().unwrap()}))
+fn download(
+    session: &Session<'_>,
+    relpath: &str,
+    local: impl AsRef<Path>,
+) -> crate::support::server::ToolResult {
+    session.call(
+        "download_file",
+        json!({"relpath": relpath, "local_path": local.as_ref().to_str().unwrap()}),
+    )
 }
 
 #[test]
 fn files_of_every_size_arrive_unchanged_in_both_directions() {
     let desk = Desk::new();
     let session = desk.server.session();
-    for (name, size) in [("empty", 0), ("small", 1), ("page", 4096), ("chunk", 262_145), ("large", 9_000_001)] {
-        let bytes: Vec<u8> = (0..size).map(|number: usize| (number % 251) as u8).collect();
+    for (name, size) in [
+        ("empty", 0),
+        ("small", 1),
+        ("page", 4096),
+        ("chunk", 262_145),
+        ("large", 9_000_001),
+    ] {
+        let bytes: Vec<u8> = (0..size)
+            .map(|number: usize| (number % 251) as u8)
+            .collect();
         fs::write(desk.allowed().join(name), &bytes).unwrap();
         let relpath = format!("deep/er/{name}");
         let result = upload(&session, desk.allowed().join(name), &relpath);
         assert_eq!(result.structured()["bytes"], size, "{}", result.text());
-        assert_eq!(session.text(&format!("import os; os.path.getsize('{relpath}')")), size.to_string());
+        assert_eq!(
+            session.text(&format!("import os; os.path.getsize('{relpath}')")),
+            size.to_string()
+        );
         let back = format!("back/{name}");
         assert!(!download(&session, &relpath, &back).is_error());
-        assert_eq!(fs::read(desk.allowed().join(back)).unwrap(), bytes, "{name}");
+        assert_eq!(
+            fs::read(desk.allowed().join(back)).unwrap(),
+            bytes,
+            "{name}"
+        );
     }
 }
 
@@ -71,7 +101,10 @@ fn host_paths_outside_the_allowed_directories_are_refused_whatever_their_form() 
         (other.join("secret").to_str().unwrap(), vec!["not within"]),
         ("/etc/passwd", vec!["not within"]),
         ("../other/secret", vec![".."]),
-        (desk.allowed().join("../other/secret").to_str().unwrap(), vec![".."]),
+        (
+            desk.allowed().join("../other/secret").to_str().unwrap(),
+            vec![".."],
+        ),
         ("link", vec!["links are not followed"]),
         ("folder-link/secret", vec!["links are not followed"]),
         ("missing", vec!["does not exist"]),
@@ -82,7 +115,10 @@ fn host_paths_outside_the_allowed_directories_are_refused_whatever_their_form() 
         result.assert_refused(&words);
         assert!(!result.text().contains("secret\n"));
     }
-    assert_eq!(session.text("import os; sorted(os.listdir())"), "['control']");
+    assert_eq!(
+        session.text("import os; sorted(os.listdir())"),
+        "['control']"
+    );
 
     session.text("open('out', 'w').write('new'); None");
     for (local, words) in [
@@ -96,12 +132,24 @@ fn host_paths_outside_the_allowed_directories_are_refused_whatever_their_form() 
     ] {
         download(&session, "out", local).assert_refused(&words);
     }
-    assert_eq!(fs::read_to_string(desk.allowed().join("fine")).unwrap(), "fine");
+    assert_eq!(
+        fs::read_to_string(desk.allowed().join("fine")).unwrap(),
+        "fine"
+    );
     assert_eq!(fs::read_dir(&other).unwrap().count(), 1);
-    let replaced = session.call("download_file", json!({"relpath": "out", "local_path": "fine", "overwrite": true}));
+    let replaced = session.call(
+        "download_file",
+        json!({"relpath": "out", "local_path": "fine", "overwrite": true}),
+    );
     assert!(!replaced.is_error(), "{}", replaced.text());
-    assert_eq!(fs::read_to_string(desk.allowed().join("fine")).unwrap(), "new");
-    let names: Vec<_> = fs::read_dir(desk.allowed()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    assert_eq!(
+        fs::read_to_string(desk.allowed().join("fine")).unwrap(),
+        "new"
+    );
+    let names: Vec<_> = fs::read_dir(desk.allowed())
+        .unwrap()
+        .map(|entry| entry.unwrap().file_name())
+        .collect();
     assert_eq!(names.len(), 3, "no temporary file stays: {names:?}");
 }
 
@@ -134,7 +182,10 @@ fn paths_inside_that_leave_the_working_folder_or_are_no_files_are_refused() {
     ] {
         upload(&session, "file", relpath).assert_refused(&words);
     }
-    let replaced = session.call("upload_file", json!({"relpath": "real", "local_path": "file", "overwrite": true}));
+    let replaced = session.call(
+        "upload_file",
+        json!({"relpath": "real", "local_path": "file", "overwrite": true}),
+    );
     assert!(!replaced.is_error(), "{}", replaced.text());
     assert_eq!(session.text("open('real').read()"), "'file'");
 }
@@ -143,7 +194,13 @@ fn paths_inside_that_leave_the_working_folder_or_are_no_files_are_refused() {
 fn a_host_fifo_or_directory_is_refused_without_waiting() {
     let desk = Desk::new();
     let session = desk.server.session();
-    assert!(Command::new("mkfifo").arg(desk.allowed().join("fifo")).status().unwrap().success());
+    assert!(
+        Command::new("mkfifo")
+            .arg(desk.allowed().join("fifo"))
+            .status()
+            .unwrap()
+            .success()
+    );
     upload(&session, "fifo", "a").assert_refused(&["not a regular file"]);
     upload(&session, "/dev/null", "a").assert_refused(&["not within"]);
 }
@@ -163,7 +220,14 @@ fn uploaded_modes_are_plain_whatever_they_were() {
     let desk = Desk::new();
     let session = desk.server.session();
     fs::write(desk.allowed().join("tool"), "x").unwrap();
-    fs::set_permissions(desk.allowed().join("tool"), fs::Permissions::from_mode(0o6755)).unwrap();
+    fs::set_permissions(
+        desk.allowed().join("tool"),
+        fs::Permissions::from_mode(0o6755),
+    )
+    .unwrap();
     assert!(!upload(&session, "tool", "tool").is_error());
-    assert_eq!(session.text("import os; oct(os.stat('tool').st_mode & 0o7000)"), "'0o0'");
+    assert_eq!(
+        session.text("import os; oct(os.stat('tool').st_mode & 0o7000)"),
+        "'0o0'"
+    );
 }

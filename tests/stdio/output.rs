@@ -38,7 +38,10 @@ fn functions_imports_and_variables_live_from_call_to_call() {
     assert_eq!(variables["changed"][0]["name"], "r");
     assert_eq!(variables["deleted"], json!(["area"]));
     let result = session.run("open('made.txt', 'w').write('12345')");
-    assert_eq!(result.structured()["files"]["created"], json!([{"path": "made.txt", "bytes": 5}]));
+    assert_eq!(
+        result.structured()["files"]["created"],
+        json!([{"path": "made.txt", "bytes": 5}])
+    );
 }
 
 #[test]
@@ -54,7 +57,8 @@ os.system('echo 5 shell; echo 6 shell err >&2')
 print('7 out')
 '8 value'
 ";
-    let expected = "1 out\n2 err\n'3 display'\n4 descriptor\n5 shell\n6 shell err\n7 out\n'8 value'";
+    let expected =
+        "1 out\n2 err\n'3 display'\n4 descriptor\n5 shell\n6 shell err\n7 out\n'8 value'";
     check(code, expected);
 }
 
@@ -75,43 +79,80 @@ fn a_thousand_short_cells_each_get_exactly_their_own_output() {
 #[test]
 fn python_errors_keep_what_was_printed_and_show_the_failing_line() {
     let result = session().run("print('before')\nx = 1\ny = x / 0\nprint('after')");
-    result.assert_refused(&["before", "ZeroDivisionError", "division by zero", "y = x / 0"]);
-    assert!(!result.text().contains("after\n") && !result.text().contains('\u{1b}'), "{}", result.text());
+    result.assert_refused(&[
+        "before",
+        "ZeroDivisionError",
+        "division by zero",
+        "y = x / 0",
+    ]);
+    assert!(
+        !result.text().contains("after\n") && !result.text().contains('\u{1b}'),
+        "{}",
+        result.text()
+    );
     let error = &result.structured()["error"];
-    assert_eq!((&error["name"], &error["line"]), (&json!("ZeroDivisionError"), &json!(3)));
+    assert_eq!(
+        (&error["name"], &error["line"]),
+        (&json!("ZeroDivisionError"), &json!(3))
+    );
     assert!(error["traceback"].as_str().unwrap().contains("y = x / 0"));
     assert_eq!(result.status(), "error");
 
     let result = session().run("print('never')\nif True print(1)");
     result.assert_refused(&["SyntaxError", "if True print(1)"]);
     assert!(!result.text().contains("never\n"), "{}", result.text());
-    session().run("raise SystemExit(3)").assert_refused(&["SystemExit"]);
-    session().run("raise KeyboardInterrupt").assert_refused(&["KeyboardInterrupt"]);
+    session()
+        .run("raise SystemExit(3)")
+        .assert_refused(&["SystemExit"]);
+    session()
+        .run("raise KeyboardInterrupt")
+        .assert_refused(&["KeyboardInterrupt"]);
 }
 
 #[test]
 fn input_fails_at_once_instead_of_waiting() {
-    session().run_with("name = input('who? ')", json!({"timeout": 30})).assert_refused(&["Error", "input"]);
+    session()
+        .run_with("name = input('who? ')", json!({"timeout": 30}))
+        .assert_refused(&["Error", "input"]);
     session().run_with("import sys; repr(sys.stdin.read())", json!({"timeout": 30}));
 }
 
 #[test]
 fn await_magics_and_shell_commands_work_as_in_a_notebook() {
-    check("import asyncio\nawait asyncio.sleep(0, 'awaited')", "'awaited'");
+    check(
+        "import asyncio\nawait asyncio.sleep(0, 'awaited')",
+        "'awaited'",
+    );
     check("!echo from the shell", "from the shell");
     check("lines = !echo one; echo two\nlist(lines)", "['one', 'two']");
     check("%%bash\necho one\necho two >&2", "one\ntwo");
-    check("%pwd", "'/work'".replace("/work", &session().text("import os; print(os.getcwd())")).as_str());
+    check(
+        "%pwd",
+        "'/work'"
+            .replace("/work", &session().text("import os; print(os.getcwd())"))
+            .as_str(),
+    );
     let timed = session().text("%timeit -n 1 -r 1 pass");
     assert!(timed.contains("per loop"), "{timed}");
-    session().run("%no_such_magic").assert_refused(&["no_such_magic"]);
+    session()
+        .run("%no_such_magic")
+        .assert_refused(&["no_such_magic"]);
 }
 
 #[test]
 fn colours_are_removed_and_redrawn_lines_are_folded() {
-    check("print('\\x1b[31mred\\x1b[0m \\x1b]0;title\\x07plain')", "red plain");
-    check("for n in range(101): print(f'\\r{n}%', end='')\nprint()", "100%");
-    check("from IPython.display import clear_output\nprint('gone')\nclear_output()\nprint('stays')", "stays");
+    check(
+        "print('\\x1b[31mred\\x1b[0m \\x1b]0;title\\x07plain')",
+        "red plain",
+    );
+    check(
+        "for n in range(101): print(f'\\r{n}%', end='')\nprint()",
+        "100%",
+    );
+    check(
+        "from IPython.display import clear_output\nprint('gone')\nclear_output()\nprint('stays')",
+        "stays",
+    );
     check(
         "from IPython.display import display\nh = display('first', display_id=True)\nprint('middle')\nh.update('second')",
         "'second'\nmiddle",
@@ -123,7 +164,10 @@ fn late_text_of_a_thread_or_process_is_told_apart_from_the_cells_own() {
     let session = session();
     let mark = "[Late output, printed by code of earlier cells:]";
     session.text("import threading\ngo = threading.Event()\ndef late():\n    go.wait()\n    print('late thread')\nt = threading.Thread(target=late); t.start()");
-    assert_eq!(session.text("go.set(); t.join(); print('mine')"), format!("mine\n{mark}\nlate thread"));
+    assert_eq!(
+        session.text("go.set(); t.join(); print('mine')"),
+        format!("mine\n{mark}\nlate thread")
+    );
     session.text(
         "import os\nos.mkfifo('go')\nimport subprocess\np = subprocess.Popen('read line < go; echo late process', shell=True)",
     );
@@ -135,9 +179,14 @@ fn late_text_of_a_thread_or_process_is_told_apart_from_the_cells_own() {
 #[test]
 fn tasks_go_on_between_cells_and_what_they_print_is_told_by_the_next() {
     let session = session();
-    session.text("import asyncio\nasync def speak(): print('task')\ntask = asyncio.create_task(speak())");
+    session.text(
+        "import asyncio\nasync def speak(): print('task')\ntask = asyncio.create_task(speak())",
+    );
     let told = session.text("task.done()");
-    assert_eq!(told, "True\n[Late output, printed by code of earlier cells:]\ntask");
+    assert_eq!(
+        told,
+        "True\n[Late output, printed by code of earlier cells:]\ntask"
+    );
 }
 
 #[test]
@@ -147,11 +196,20 @@ fn half_a_million_lines_keep_head_and_tail_and_all_of_them_can_be_read() {
     let result = session.run("for n in range(500_000): print('line', n)");
     assert!(!result.is_error());
     let text = result.text();
-    assert!(text.starts_with("line 0\nline 1\n") && text.ends_with("line 499999"), "{text}");
-    assert!(text.chars().count() < 6000, "{} characters", text.chars().count());
+    assert!(
+        text.starts_with("line 0\nline 1\n") && text.ends_with("line 499999"),
+        "{text}"
+    );
+    assert!(
+        text.chars().count() < 6000,
+        "{} characters",
+        text.chars().count()
+    );
     let output = &result.structured()["output"];
     assert_eq!(output["lines"], 500_000);
-    let whole = (0..500_000).map(|number| format!("line {number}\n")).collect::<String>();
+    let whole = (0..500_000)
+        .map(|number| format!("line {number}\n"))
+        .collect::<String>();
     assert_eq!(output["chars"], whole.len());
     assert_eq!(read_pages(&result, &session), whole);
     let grown = session.server.resident_bytes().saturating_sub(before);
@@ -163,7 +221,9 @@ fn a_hundred_megabytes_leave_the_servers_memory_bounded() {
     let session = session();
     session.text("print('warm')");
     let before = session.server.resident_bytes();
-    let result = session.run("import sys\nfor n in range(100): sys.stdout.write(chr(97 + n % 26) * 1_000_000 + '\\n')");
+    let result = session.run(
+        "import sys\nfor n in range(100): sys.stdout.write(chr(97 + n % 26) * 1_000_000 + '\\n')",
+    );
     let text = result.text();
     assert!(text.starts_with("aaaa") && text.ends_with("vvvv"), "{text}");
     assert_eq!(result.structured()["output"]["chars"], 100 * 1_000_001);
@@ -178,17 +238,36 @@ fn output_is_cut_exactly_beyond_the_limit_and_never_below() {
     assert_eq!(fits.text(), "x".repeat(100));
     assert_eq!(fits.structured()["output"]["resource"], json!(null));
     let cut = session.run_with("print('x' * 101, end='')", json!({"max_output_chars": 100}));
-    assert!(cut.text().contains("cut here") && cut.text().contains("cellblock://sessions/"), "{}", cut.text());
+    assert!(
+        cut.text().contains("cut here") && cut.text().contains("cellblock://sessions/"),
+        "{}",
+        cut.text()
+    );
     assert_eq!(read_pages(&cut, &session), "x".repeat(101));
     let listed = session.server.request("resources/list", json!({}));
-    assert!(listed.to_string().contains(cut.structured()["output"]["resource"].as_str().unwrap()));
-    let failed = session.run_with("raise ValueError('x' * 10_000)", json!({"max_output_chars": 200}));
-    assert!(failed.text().chars().count() < 1000 && failed.text().contains("ValueError"), "{}", failed.text());
+    assert!(
+        listed
+            .to_string()
+            .contains(cut.structured()["output"]["resource"].as_str().unwrap())
+    );
+    let failed = session.run_with(
+        "raise ValueError('x' * 10_000)",
+        json!({"max_output_chars": 200}),
+    );
+    assert!(
+        failed.text().chars().count() < 1000 && failed.text().contains("ValueError"),
+        "{}",
+        failed.text()
+    );
 }
 
 #[test]
 fn resources_that_do_not_exist_are_invalid_parameters() {
-    for uri in ["cellblock://sessions/none/executions/1/output", "file:///etc/passwd", "cellblock://sessions/../x"] {
+    for uri in [
+        "cellblock://sessions/none/executions/1/output",
+        "file:///etc/passwd",
+        "cellblock://sessions/../x",
+    ] {
         let answer = Server::shared().request("resources/read", json!({"uri": uri}));
         assert_eq!(answer["error"]["code"], -32602, "{uri}: {answer}");
     }
@@ -196,10 +275,16 @@ fn resources_that_do_not_exist_are_invalid_parameters() {
 
 #[test]
 fn a_cell_of_ten_thousand_lines_and_a_hundred_slow_pieces_work() {
-    let code = (0..10_000).map(|number| format!("x{number} = {number}\n")).collect::<String>() + "print(x9999)";
+    let code = (0..10_000)
+        .map(|number| format!("x{number} = {number}\n"))
+        .collect::<String>()
+        + "print(x9999)";
     check(&code, "9999");
     let code = "import time\nfor n in range(100):\n    print(n, end=' ', flush=True)\n    time.sleep(0.001)";
-    let expected = (0..100).map(|number| number.to_string()).collect::<Vec<_>>().join(" ");
+    let expected = (0..100)
+        .map(|number| number.to_string())
+        .collect::<Vec<_>>()
+        .join(" ");
     assert_eq!(session().text(code).trim_end(), expected);
 }
 
@@ -207,7 +292,11 @@ fn a_cell_of_ten_thousand_lines_and_a_hundred_slow_pieces_work() {
 fn invalid_utf8_and_binary_rubbish_do_no_harm() {
     let session = session();
     let result = session.run("import os\nn = os.write(1, bytes(range(256)) * 100)\nprint('after')");
-    assert!(!result.is_error() && result.text().ends_with("after"), "{}", result.text());
+    assert!(
+        !result.is_error() && result.text().ends_with("after"),
+        "{}",
+        result.text()
+    );
     assert_eq!(session.text("1"), "1");
 }
 
@@ -220,9 +309,16 @@ fn a_plot_is_an_image_block_of_the_right_size() {
     assert_eq!(images[0].0, "image/png");
     let (width, height) = (images[0].1.width(), images[0].1.height());
     // Inline plots are trimmed to what is drawn, so the size is near to what was asked for.
-    assert!((300..=450).contains(&width) && (220..=350).contains(&height), "{width}×{height}");
+    assert!(
+        (300..=450).contains(&width) && (220..=350).contains(&height),
+        "{width}×{height}"
+    );
     assert_eq!(result.structured()["images"][0]["width"], width);
-    assert!(result.text().contains("[image 1: ") && result.text().ends_with("done"), "{}", result.text());
+    assert!(
+        result.text().contains("[image 1: ") && result.text().ends_with("done"),
+        "{}",
+        result.text()
+    );
 }
 
 #[test]
@@ -238,18 +334,35 @@ Image.new('RGB', (6000, 3000), 'green')
 ";
     let result = session.run(code);
     let images = result.images();
-    let sizes: Vec<(u32, u32)> = images.iter().map(|(_, image)| (image.width(), image.height())).collect();
+    let sizes: Vec<(u32, u32)> = images
+        .iter()
+        .map(|(_, image)| (image.width(), image.height()))
+        .collect();
     assert_eq!(sizes[..2], [(10, 20), (30, 40)]);
     assert_eq!(images[0].1.to_rgb8().get_pixel(0, 0).0, [255, 0, 0]);
     assert_eq!(images[1].1.to_rgb8().get_pixel(0, 0).0, [0, 0, 255]);
     let (width, height) = sizes[2];
     assert!(width <= 2048 && width == height * 2, "{width}×{height}");
-    let marks: Vec<usize> = ["[image 1: 10×20", "between", "[image 2: 30×40", "[image 3: "]
-        .iter()
-        .map(|mark| result.text().find(mark).unwrap_or_else(|| panic!("{mark} is not in {}", result.text())))
-        .collect();
+    let marks: Vec<usize> = [
+        "[image 1: 10×20",
+        "between",
+        "[image 2: 30×40",
+        "[image 3: ",
+    ]
+    .iter()
+    .map(|mark| {
+        result
+            .text()
+            .find(mark)
+            .unwrap_or_else(|| panic!("{mark} is not in {}", result.text()))
+    })
+    .collect();
     assert!(marks.is_sorted(), "{}", result.text());
-    assert!(result.text().contains("scaled down from 6000×3000"), "{}", result.text());
+    assert!(
+        result.text().contains("scaled down from 6000×3000"),
+        "{}",
+        result.text()
+    );
 }
 
 #[test]
@@ -260,8 +373,14 @@ fn other_rich_output_arrives_as_text_that_a_model_can_use() {
         ("Markdown('# Title')", vec!["# Title"]),
         ("Latex('$x^2$')", vec!["x^2"]),
         ("JSON({'key': [1, 2]})", vec!["key"]),
-        ("import pandas as pd; pd.DataFrame({'column': [1, 2]})", vec!["column", "1", "2"]),
-        ("HTML('<table><tr><td>cell</td></tr></table>')", vec!["cell"]),
+        (
+            "import pandas as pd; pd.DataFrame({'column': [1, 2]})",
+            vec!["column", "1", "2"],
+        ),
+        (
+            "HTML('<table><tr><td>cell</td></tr></table>')",
+            vec!["cell"],
+        ),
         (
             "SVG('<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"5\" height=\"5\"></svg>')",
             vec!["[image 1: 5×5 png]"],
@@ -270,14 +389,23 @@ fn other_rich_output_arrives_as_text_that_a_model_can_use() {
             "SVG('<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"1\" height=\"5000\"></svg>')",
             vec!["[SVG drawing, 1 × 5000"],
         ),
-        ("Audio([0.0] * 800, rate=400)", vec!["Audio: audio/wav, 2.0 s"]),
+        (
+            "Audio([0.0] * 800, rate=400)",
+            vec!["Audio: audio/wav, 2.0 s"],
+        ),
         ("Code('x = 1', language='python')", vec!["x = 1"]),
-        ("pd.DataFrame({'share': [0.5, 12]}).style.format('{:.1%}')", vec!["     share\n0    50.0%\n1  1200.0%"]),
+        (
+            "pd.DataFrame({'share': [0.5, 12]}).style.format('{:.1%}')",
+            vec!["     share\n0    50.0%\n1  1200.0%"],
+        ),
         (
             "import plotly.express as px; px.line(x=[1, 2], y=[3, 4], title='Sales')",
             vec!["Plotly figure: Sales\n", "y: 3 to 4"],
         ),
-        ("px.line(x=[1, 2], y=[3, 4], title='Sales').show()", vec!["Plotly figure: Sales\n", "y: 3 to 4"]),
+        (
+            "px.line(x=[1, 2], y=[3, 4], title='Sales').show()",
+            vec!["Plotly figure: Sales\n", "y: 3 to 4"],
+        ),
         (
             "import io, PIL.Image as pil\nfile = io.BytesIO()\n\
              pil.new('RGB', (6, 4)).save(file, 'GIF', save_all=True, append_images=[pil.new('RGB', (6, 4), 'red')])\n\
@@ -291,7 +419,10 @@ fn other_rich_output_arrives_as_text_that_a_model_can_use() {
     ] {
         let text = session.text(code);
         for word in words {
-            assert!(text.to_lowercase().contains(&word.to_lowercase()), "{code} gave {text:?}");
+            assert!(
+                text.to_lowercase().contains(&word.to_lowercase()),
+                "{code} gave {text:?}"
+            );
         }
         assert!(text.len() < 2000, "{code} gave {} bytes", text.len());
     }
@@ -309,22 +440,34 @@ fn a_result_tells_duration_memory_and_isolation() {
     let result = session().run("import time; data = bytearray(50_000_000)");
     let structured = result.structured();
     assert!(structured["duration_ms"].as_f64().unwrap() > 0.0);
-    assert!(structured["memory_bytes"].as_u64().unwrap() > 50_000_000, "{structured}");
+    assert!(
+        structured["memory_bytes"].as_u64().unwrap() > 50_000_000,
+        "{structured}"
+    );
     let layers = structured["isolation"].as_object().unwrap();
     assert!(layers.len() >= 5, "{structured}");
-    assert!(!layers.values().any(|state| state == "missing"), "{structured}");
+    assert!(
+        !layers.values().any(|state| state == "missing"),
+        "{structured}"
+    );
 }
 
 /// Reads the whole output of an execution, page by page.
 #[track_caller]
 fn read_pages(result: &ToolResult, session: &Session<'_>) -> String {
-    let resource = result.structured()["output"]["resource"].as_str().expect("the output was cut");
+    let resource = result.structured()["output"]["resource"]
+        .as_str()
+        .expect("the output was cut");
     let mut whole = String::new();
     let mut offset = 0;
     loop {
-        let page = session.server.read_resource(&format!("{resource}?offset={offset}&limit=1000003"));
+        let page = session
+            .server
+            .read_resource(&format!("{resource}?offset={offset}&limit=1000003"));
         let next = &page["_meta"]["cellblock/nextOffset"];
-        let text = page["text"].as_str().unwrap_or_else(|| panic!("no page at {offset}: {page}"));
+        let text = page["text"]
+            .as_str()
+            .unwrap_or_else(|| panic!("no page at {offset}: {page}"));
         match next.as_u64() {
             Some(next) => {
                 // The last line of a page that has a successor is ours.

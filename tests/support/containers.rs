@@ -10,7 +10,8 @@ use std::time::Duration;
 
 use cellblock::app::OwnSupplies;
 use cellblock::sandbox::container::{
-    ContainerBackend, ContainerBind, ContainerNetwork, ContainerSettings, EngineAddress, EngineKind, PoolSettings,
+    ContainerBackend, ContainerBind, ContainerNetwork, ContainerSettings, EngineAddress,
+    EngineKind, PoolSettings,
 };
 use cellblock::sandbox::{Backend, Network, Preparation, SandboxLimits};
 use cellblock::session::{Approvals, SessionSettings, Sessions};
@@ -71,19 +72,34 @@ fn start(kind: EngineKind, word: &str) -> Result<TestEngine, String> {
     std::fs::create_dir_all(folder()).map_err(|error| error.to_string())?;
     let in_use = File::create(folder().join("users")).map_err(|error| error.to_string())?;
     rustix::fs::flock(&in_use, FlockOperation::LockShared).map_err(|error| error.to_string())?;
-    let run = Command::new(script()).arg(word).arg(folder()).output().map_err(|error| format!("bash ({error})"))?;
+    let run = Command::new(script())
+        .arg(word)
+        .arg(folder())
+        .output()
+        .map_err(|error| format!("bash ({error})"))?;
     let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).trim().to_owned();
-    let Some(socket) = text(&run.stdout).strip_prefix("unix://").map(PathBuf::from).filter(|_| run.status.success())
+    let Some(socket) = text(&run.stdout)
+        .strip_prefix("unix://")
+        .map(PathBuf::from)
+        .filter(|_| run.status.success())
     else {
         return Err(text(&run.stderr));
     };
-    Ok(TestEngine { kind, address: EngineAddress::Unix(socket), _in_use: Some(in_use) })
+    Ok(TestEngine {
+        kind,
+        address: EngineAddress::Unix(socket),
+        _in_use: Some(in_use),
+    })
 }
 
 impl TestEngine {
     /// An engine that the test itself keeps running.
     pub(crate) fn new(kind: EngineKind, address: EngineAddress) -> TestEngine {
-        TestEngine { kind, address, _in_use: None }
+        TestEngine {
+            kind,
+            address,
+            _in_use: None,
+        }
     }
 
     pub(crate) fn is_podman(&self) -> bool {
@@ -93,7 +109,8 @@ impl TestEngine {
     /// Runs the engine's own command line against it: another witness than ours.
     #[track_caller]
     pub(crate) fn command(&self, arguments: &[&str]) -> String {
-        self.run(arguments).unwrap_or_else(|errors| panic!("{arguments:?} failed: {errors}"))
+        self.run(arguments)
+            .unwrap_or_else(|errors| panic!("{arguments:?} failed: {errors}"))
     }
 
     /// The same, for what may be gone by now.
@@ -103,7 +120,11 @@ impl TestEngine {
 
     /// Returns what the command printed, or its errors.
     pub(crate) fn run(&self, arguments: &[&str]) -> Result<String, String> {
-        let output = Command::new("docker").arg("-H").arg(self.address.to_string()).args(arguments).output();
+        let output = Command::new("docker")
+            .arg("-H")
+            .arg(self.address.to_string())
+            .args(arguments)
+            .output();
         let output = output.expect("the engine's command line runs");
         if output.status.success() {
             Ok(String::from_utf8(output.stdout).expect("text"))
@@ -119,7 +140,10 @@ impl TestEngine {
 
     /// The identities of all containers that the engine knows.
     pub(crate) fn containers(&self) -> Vec<String> {
-        self.command(&["ps", "--all", "--no-trunc", "--quiet"]).lines().map(str::to_owned).collect()
+        self.command(&["ps", "--all", "--no-trunc", "--quiet"])
+            .lines()
+            .map(str::to_owned)
+            .collect()
     }
 
     /// The running containers that may use exactly so much memory.
@@ -128,7 +152,8 @@ impl TestEngine {
         let has = |id: &&str| {
             // It may end while we look.
             let arguments = ["inspect", "--format", "{{.HostConfig.Memory}}", id];
-            self.try_command(&arguments).is_some_and(|found| found.trim() == memory.to_string())
+            self.try_command(&arguments)
+                .is_some_and(|found| found.trim() == memory.to_string())
         };
         running.lines().filter(has).map(str::to_owned).collect()
     }
@@ -141,7 +166,11 @@ impl TestEngine {
         std::fs::set_permissions(file.path(), everybody).expect("it is ours");
         let container = self.command(&["create", "--network", "none", IMAGE, "true"]);
         let container = container.trim();
-        self.command(&["cp", &file.path().to_string_lossy(), &format!("{container}:/usr/local/bin/python3")]);
+        self.command(&[
+            "cp",
+            &file.path().to_string_lossy(),
+            &format!("{container}:/usr/local/bin/python3"),
+        ]);
         self.command(&["commit", container, name]);
         self.command(&["rm", container]);
     }
@@ -159,36 +188,57 @@ impl TestEngine {
         let write = |file: &str, bytes: &[u8]| {
             std::fs::write(folder.path().join(file), bytes).expect("the folder can be written to");
         };
-        let digest: String = Sha256::digest(NOTHING).iter().map(|byte| format!("{byte:02x}")).collect();
+        let digest: String = Sha256::digest(NOTHING)
+            .iter()
+            .map(|byte| format!("{byte:02x}"))
+            .collect();
         let layers = json!({"type": "layers", "diff_ids": [format!("sha256:{digest}")]});
-        let config = json!({"architecture": architecture, "os": "linux", "config": {}, "rootfs": layers});
-        let manifest = json!([{"Config": "config.json", "RepoTags": [name], "Layers": ["layer.tar"]}]);
+        let config =
+            json!({"architecture": architecture, "os": "linux", "config": {}, "rootfs": layers});
+        let manifest =
+            json!([{"Config": "config.json", "RepoTags": [name], "Layers": ["layer.tar"]}]);
         write("layer.tar", &NOTHING);
         write("config.json", config.to_string().as_bytes());
         write("manifest.json", manifest.to_string().as_bytes());
         let archive = folder.path().join("image.tar");
         let mut tar = Command::new("tar");
         tar.arg("-cf").arg(&archive).arg("-C").arg(folder.path());
-        assert!(tar.args(["manifest.json", "config.json", "layer.tar"]).status().expect("tar runs").success());
+        assert!(
+            tar.args(["manifest.json", "config.json", "layer.tar"])
+                .status()
+                .expect("tar runs")
+                .success()
+        );
         self.command(&["load", "--input", &archive.to_string_lossy()]);
     }
 
     /// The container that a session is in: the one whose first process has the session's pid namespace.
     pub(crate) async fn container_of(&self, session: &Session) -> String {
-        let namespace = session.ok("import os; print(os.readlink('/proc/self/ns/pid'))").await;
+        let namespace = session
+            .ok("import os; print(os.readlink('/proc/self/ns/pid'))")
+            .await;
         let is_it = |id: &String| {
-            let Some(pid) = self.try_command(&["inspect", "--format", "{{.State.Pid}}", id]) else { return false };
+            let Some(pid) = self.try_command(&["inspect", "--format", "{{.State.Pid}}", id]) else {
+                return false;
+            };
             let found = std::fs::read_link(format!("/proc/{}/ns/pid", pid.trim()));
             found.is_ok_and(|found| found.to_string_lossy() == namespace.trim())
         };
-        self.containers().into_iter().find(is_it).expect("the session is in a container of this engine")
+        self.containers()
+            .into_iter()
+            .find(is_it)
+            .expect("the session is in a container of this engine")
     }
 
     /// Like `native::shared`: the backend that most tests share.
     pub(crate) fn shared(&'static self) -> &'static Containers {
         static DOCKER: OnceLock<Containers> = OnceLock::new();
         static PODMAN: OnceLock<Containers> = OnceLock::new();
-        let place = if self.kind == EngineKind::Docker { &DOCKER } else { &PODMAN };
+        let place = if self.kind == EngineKind::Docker {
+            &DOCKER
+        } else {
+            &PODMAN
+        };
         place.get_or_init(|| self.build().start())
     }
 
@@ -207,13 +257,20 @@ impl TestEngine {
                 limits_apart: ROOMY,
                 binds: Vec::new(),
                 variables: vec![("GIVEN".to_owned(), "by the operator".to_owned())],
-                pool: PoolSettings { size: 0, max_age: Duration::from_secs(600), creations: 2 },
+                pool: PoolSettings {
+                    size: 0,
+                    max_age: Duration::from_secs(600),
+                    creations: 2,
+                },
                 network: None,
                 packages: None,
                 programs: Programs::Free,
                 preload: Vec::new(),
             },
-            sessions: SessionSettings { max_sessions: 500, ..SessionSettings::default() },
+            sessions: SessionSettings {
+                max_sessions: 500,
+                ..SessionSettings::default()
+            },
         }
     }
 }
@@ -232,7 +289,11 @@ impl Builder {
     }
 
     pub(crate) fn pool(mut self, size: usize, max_age: Duration) -> Builder {
-        self.settings.pool = PoolSettings { size, max_age, creations: 2 };
+        self.settings.pool = PoolSettings {
+            size,
+            max_age,
+            creations: 2,
+        };
         self
     }
 
@@ -244,7 +305,12 @@ impl Builder {
     /// Lets sessions reach what this lists, and shows them these files.
     pub(crate) fn network(mut self, network: Network, files: &[ContainerBind]) -> Builder {
         let program = PathBuf::from(super::PROGRAM);
-        self.settings.network = Some(ContainerNetwork { network, program, files: files.to_vec(), held: None });
+        self.settings.network = Some(ContainerNetwork {
+            network,
+            program,
+            files: files.to_vec(),
+            held: None,
+        });
         self
     }
 
@@ -287,13 +353,22 @@ impl Builder {
 
     /// Starts it. Sessions wait until it is ready.
     pub(crate) fn start(self) -> Containers {
-        let working = Preparation::Working { step: "preparing".to_owned(), done: 0, total: None };
-        let supplies = Arc::new(OwnSupplies { data_dir: super::data_folder() });
+        let working = Preparation::Working {
+            step: "preparing".to_owned(),
+            done: 0,
+            total: None,
+        };
+        let supplies = Arc::new(OwnSupplies {
+            data_dir: super::data_folder(),
+        });
         // Also outside of an async test the backend's tasks find the runtime.
         let _entered = super::native::runtime().enter();
         let backend = ContainerBackend::start(self.settings, supplies, watch::Sender::new(working));
         let backend = Arc::new(backend.expect("the runtime folder can be used"));
-        Containers { sessions: Sessions::new(Arc::clone(&backend) as Arc<dyn Backend>, self.sessions), backend }
+        Containers {
+            sessions: Sessions::new(Arc::clone(&backend) as Arc<dyn Backend>, self.sessions),
+            backend,
+        }
     }
 }
 

@@ -14,12 +14,19 @@ const PATIENCE: Duration = Duration::from_secs(60);
 
 /// A free port of this machine. Somebody else could take it before it is used; nobody here does.
 pub(crate) fn free_port() -> u16 {
-    std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
+    std::net::TcpListener::bind("127.0.0.1:0")
+        .unwrap()
+        .local_addr()
+        .unwrap()
+        .port()
 }
 
 /// Paths of sockets are short by nature.
 fn new_folder() -> tempfile::TempDir {
-    tempfile::Builder::new().prefix("cb-").tempdir_in("/tmp").unwrap()
+    tempfile::Builder::new()
+        .prefix("cb-")
+        .tempdir_in("/tmp")
+        .unwrap()
 }
 
 /// An engine of one test. It ends with the test, also if that one is killed.
@@ -44,17 +51,26 @@ impl Daemon {
         containers::docker()?;
         // A user and a group that every system has; their numbers inside are in two files that the engine alone sees.
         let folder = new_folder();
-        std::fs::set_permissions(folder.path(), std::os::unix::fs::PermissionsExt::from_mode(0o711)).unwrap();
+        std::fs::set_permissions(
+            folder.path(),
+            std::os::unix::fs::PermissionsExt::from_mode(0o711),
+        )
+        .unwrap();
         let numbers = folder.path().join("numbers");
         std::fs::write(&numbers, "daemon:1610612736:65536\n").unwrap();
         let numbers = numbers.to_string_lossy().into_owned();
-        let shown = "mount --bind \"$0\" /etc/subuid && mount --bind \"$0\" /etc/subgid && exec \"$@\"";
+        let shown =
+            "mount --bind \"$0\" /etc/subuid && mount --bind \"$0\" /etc/subgid && exec \"$@\"";
         let program = ["unshare", "--mount", "sh", "-c", shown, &numbers, "dockerd"];
         if !Path::new("/etc/subuid").exists() || !Path::new("/etc/subgid").exists() {
             super::skipped("/etc/subuid and /etc/subgid");
             return None;
         }
-        Some(Daemon::docker_in(folder, &program, &["--userns-remap=daemon"]))
+        Some(Daemon::docker_in(
+            folder,
+            &program,
+            &["--userns-remap=daemon"],
+        ))
     }
 
     /// The same, with all its data on a disk of so many bytes.
@@ -64,7 +80,9 @@ impl Daemon {
         let disk = folder.path().join("data");
         std::fs::create_dir(&disk).unwrap();
         let mut mount = Command::new("mount");
-        mount.args(["-t", "tmpfs", "-o", &format!("size={bytes}"), "tmpfs"]).arg(&disk);
+        mount
+            .args(["-t", "tmpfs", "-o", &format!("size={bytes}"), "tmpfs"])
+            .arg(&disk);
         assert!(mount.status().unwrap().success());
         Some(Daemon::docker_in(folder, &["dockerd"], &[]))
     }
@@ -73,7 +91,12 @@ impl Daemon {
         let below = |name: &str| folder.path().join(name).to_string_lossy().into_owned();
         std::fs::write(below("daemon.json"), "{}").unwrap();
         let host = format!("unix://{}", below("docker.sock"));
-        let (data, exec, pid, config) = (below("data"), below("exec"), below("pid"), below("daemon.json"));
+        let (data, exec, pid, config) = (
+            below("data"),
+            below("exec"),
+            below("pid"),
+            below("daemon.json"),
+        );
         let own = [
             ["--data-root", &data],
             ["--exec-root", &exec],
@@ -83,11 +106,16 @@ impl Daemon {
         ];
         let quiet = ["--iptables=false", "--ip6tables=false", "--bridge=none"];
         let program = program.iter().copied();
-        let words = program.chain(own.into_iter().flatten()).chain(quiet).chain(more.iter().copied());
+        let words = program
+            .chain(own.into_iter().flatten())
+            .chain(quiet)
+            .chain(more.iter().copied());
         let words = words.map(str::to_owned).collect();
         let daemon = Daemon::start(EngineKind::Docker, words, folder, "docker.sock");
         let archive = containers::archive();
-        daemon.engine.command(&["import", &archive.to_string_lossy(), IMAGE]);
+        daemon
+            .engine
+            .command(&["import", &archive.to_string_lossy(), IMAGE]);
         daemon
     }
 
@@ -105,14 +133,30 @@ impl Daemon {
             .map(|path| path.to_string_lossy().into_owned());
         let [script, shared, socket] = words;
         let words = vec![script, "podman-service".to_owned(), shared, socket];
-        Some(Daemon::start(EngineKind::Podman, words, folder, "podman.sock"))
+        Some(Daemon::start(
+            EngineKind::Podman,
+            words,
+            folder,
+            "podman.sock",
+        ))
     }
 
-    fn start(kind: EngineKind, words: Vec<String>, folder: tempfile::TempDir, socket: &str) -> Daemon {
+    fn start(
+        kind: EngineKind,
+        words: Vec<String>,
+        folder: tempfile::TempDir,
+        socket: &str,
+    ) -> Daemon {
         let address = EngineAddress::Unix(folder.path().join(socket));
         let log = folder.path().join("log");
         let engine = TestEngine::new(kind, address);
-        let mut daemon = Daemon { engine, words, log, process: None, folder };
+        let mut daemon = Daemon {
+            engine,
+            words,
+            log,
+            process: None,
+            folder,
+        };
         daemon.begin();
         daemon
     }
@@ -120,28 +164,50 @@ impl Daemon {
     /// Starts it, and waits until it answers.
     pub(crate) fn begin(&mut self) {
         assert!(self.process.is_none(), "it runs already");
-        let log = std::fs::File::options().create(true).append(true).open(&self.log).unwrap();
+        let log = std::fs::File::options()
+            .create(true)
+            .append(true)
+            .open(&self.log)
+            .unwrap();
         let mut command = Command::new("setpriv");
-        command.args(["--pdeathsig", "TERM", "--"]).args(&self.words);
-        command.stdin(Stdio::null()).stdout(log.try_clone().unwrap()).stderr(log);
+        command
+            .args(["--pdeathsig", "TERM", "--"])
+            .args(&self.words);
+        command
+            .stdin(Stdio::null())
+            .stdout(log.try_clone().unwrap())
+            .stderr(log);
         self.process = Some(command.spawn().unwrap());
         let deadline = Instant::now() + PATIENCE;
         while self.engine.try_command(&["version"]).is_none() {
-            assert!(Instant::now() < deadline, "{}", std::fs::read_to_string(&self.log).unwrap_or_default());
+            assert!(
+                Instant::now() < deadline,
+                "{}",
+                std::fs::read_to_string(&self.log).unwrap_or_default()
+            );
         }
     }
 
     /// Ends it as a service manager does, or at once, and waits until it has ended.
     pub(crate) fn end(&mut self, signal: Signal) {
-        let Some(mut process) = self.process.take() else { return };
+        let Some(mut process) = self.process.take() else {
+            return;
+        };
         let pid = Pid::from_raw(process.id() as i32).unwrap();
         kill_process(pid, signal).unwrap();
         process.wait().unwrap();
         // One that starts while the helper of its predecessor is ending would rely on that one.
-        let helper = std::fs::read_to_string(self.folder.path().join("exec/containerd/containerd.pid"));
-        let helper = helper.ok().and_then(|pid| pid.trim().parse::<u32>().ok()).map(|pid| format!("/proc/{pid}"));
+        let helper =
+            std::fs::read_to_string(self.folder.path().join("exec/containerd/containerd.pid"));
+        let helper = helper
+            .ok()
+            .and_then(|pid| pid.trim().parse::<u32>().ok())
+            .map(|pid| format!("/proc/{pid}"));
         let deadline = Instant::now() + PATIENCE;
-        while helper.as_ref().is_some_and(|helper| Path::new(helper).exists()) {
+        while helper
+            .as_ref()
+            .is_some_and(|helper| Path::new(helper).exists())
+        {
             assert!(Instant::now() < deadline, "containerd outlives dockerd");
             std::thread::yield_now();
         }

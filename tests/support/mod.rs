@@ -30,22 +30,39 @@ pub(crate) fn data_folder() -> PathBuf {
 }
 
 /// What tests have instead of the packages of the environment `default`: those that they use. It is less than half of the size.
-const PACKAGES: [&str; 8] = ["ipython", "numpy", "pandas", "matplotlib", "pillow", "jinja2", "plotly", "resvg-py"];
+const PACKAGES: [&str; 8] = [
+    "ipython",
+    "numpy",
+    "pandas",
+    "matplotlib",
+    "pillow",
+    "jinja2",
+    "plotly",
+    "resvg-py",
+];
 
 /// Describes an environment of the tests: a built-in one, of which `default` has fewer packages.
 pub(crate) fn environment_spec(name: &str) -> EnvironmentSpec {
     let mut built_in = EnvironmentSpec::built_in().into_iter();
-    let spec = built_in.find(|spec| spec.name.as_str() == name).expect("a built-in environment");
+    let spec = built_in
+        .find(|spec| spec.name.as_str() == name)
+        .expect("a built-in environment");
     match name {
-        "default" => EnvironmentSpec { packages: PACKAGES.map(str::to_owned).to_vec(), ..spec },
+        "default" => EnvironmentSpec {
+            packages: PACKAGES.map(str::to_owned).to_vec(),
+            ..spec
+        },
         _ => spec,
     }
 }
 
 /// Says the same in a configuration file.
 fn configuration() -> String {
-    let EnvironmentSpec { packages, preload, .. } = environment_spec("default");
-    serde_json::json!({"environments": {"default": {"packages": packages, "preload": preload}}}).to_string()
+    let EnvironmentSpec {
+        packages, preload, ..
+    } = environment_spec("default");
+    serde_json::json!({"environments": {"default": {"packages": packages, "preload": preload}}})
+        .to_string()
 }
 
 /// Says aloud that a case cannot run here; continuous integration counts these lines.
@@ -59,7 +76,10 @@ pub(crate) fn ends_within(process: &OwnedFd, patience: Duration) -> bool {
     let deadline = Instant::now() + patience;
     loop {
         let left = deadline.saturating_duration_since(Instant::now());
-        let left = Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() };
+        let left = Timespec {
+            tv_sec: left.as_secs() as i64,
+            tv_nsec: left.subsec_nanos().into(),
+        };
         match rustix::event::poll(&mut [PollFd::new(process, PollFlags::IN)], Some(&left)) {
             Err(rustix::io::Errno::INTR) => {}
             ended => return ended.expect("a process can be waited for") == 1,
@@ -91,13 +111,23 @@ impl SmallDisk {
     /// The same in a folder that exists.
     pub(crate) fn on(folder: &Path, options: &str) -> Option<SmallDisk> {
         let options = std::ffi::CString::new(options).unwrap();
-        let mounted =
-            is_root() && mount("tmpfs", folder, "tmpfs", MountFlags::empty(), Some(options.as_c_str())).is_ok();
+        let mounted = is_root()
+            && mount(
+                "tmpfs",
+                folder,
+                "tmpfs",
+                MountFlags::empty(),
+                Some(options.as_c_str()),
+            )
+            .is_ok();
         if !mounted {
             skipped("root (a small file system)");
             return None;
         }
-        Some(SmallDisk { path: folder.to_owned(), folder: None })
+        Some(SmallDisk {
+            path: folder.to_owned(),
+            folder: None,
+        })
     }
 
     pub(crate) fn path(&self) -> &Path {

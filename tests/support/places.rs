@@ -55,7 +55,12 @@ impl Place {
     /// A backend of its own, with these limits.
     pub(crate) fn limited(self, limits: SandboxLimits) -> Ground {
         let sessions = match self {
-            Place::Native => native::Builder::new("minimal").limits(limits).start().sessions,
+            Place::Native => {
+                native::Builder::new("minimal")
+                    .limits(limits)
+                    .start()
+                    .sessions
+            }
             Place::Containers(engine) => engine.build().limits(limits).start().sessions,
         };
         Ground { sessions }
@@ -66,7 +71,12 @@ impl Place {
         let sessions = match self {
             Place::Native => {
                 let start = native::Builder::new("minimal");
-                mounts.iter().cloned().fold(start, native::Builder::mount).start().sessions
+                mounts
+                    .iter()
+                    .cloned()
+                    .fold(start, native::Builder::mount)
+                    .start()
+                    .sessions
             }
             Place::Containers(engine) => {
                 let bind = |mount: &OperatorMount| ContainerBind {
@@ -74,7 +84,12 @@ impl Place {
                     inside: mount.inside.clone(),
                     writable: mount.writable,
                 };
-                mounts.iter().map(bind).fold(engine.build(), containers::Builder::bind).start().sessions
+                mounts
+                    .iter()
+                    .map(bind)
+                    .fold(engine.build(), containers::Builder::bind)
+                    .start()
+                    .sessions
             }
         };
         Ground { sessions }
@@ -89,7 +104,13 @@ impl Place {
             }
             Place::Containers(engine) => {
                 let container = engine.container_of(session).await;
-                Box::new(move || engine.containers().iter().filter(|id| **id == container).count())
+                Box::new(move || {
+                    engine
+                        .containers()
+                        .iter()
+                        .filter(|id| **id == container)
+                        .count()
+                })
             }
         }
     }
@@ -99,7 +120,11 @@ impl Place {
         match self {
             Place::Native => session.assert_locked_down().await,
             Place::Containers(engine) => {
-                let expected = if engine.is_podman() { &OF_PODMAN } else { &OF_DOCKER };
+                let expected = if engine.is_podman() {
+                    &OF_PODMAN
+                } else {
+                    &OF_DOCKER
+                };
                 native::assert_locked_down(session.host_pid().await, expected);
             }
         }
@@ -110,15 +135,23 @@ impl Place {
         let process = session.host_pid().await;
         match self {
             Place::Native => native::control_groups(process),
-            Place::Containers(engine) => native::control_groups_of(process, &engine.container_of(session).await),
+            Place::Containers(engine) => {
+                native::control_groups_of(process, &engine.container_of(session).await)
+            }
         }
     }
 }
 
 /// What all have in a container: the engine's one filter, and no user namespace, because another user is in each.
-const OF_DOCKER: LockDown = LockDown { namespaces: &["cgroup", "ipc", "mnt", "net", "pid", "uts"], filters: 1 };
+const OF_DOCKER: LockDown = LockDown {
+    namespaces: &["cgroup", "ipc", "mnt", "net", "pid", "uts"],
+    filters: 1,
+};
 /// Podman passes over the wish for a namespace of control groups where these are of the first version: their names can be read, and nothing else.
-const OF_PODMAN: LockDown = LockDown { namespaces: &["ipc", "mnt", "net", "pid", "uts"], filters: 1 };
+const OF_PODMAN: LockDown = LockDown {
+    namespaces: &["ipc", "mnt", "net", "pid", "uts"],
+    filters: 1,
+};
 
 /// A backend of one test. Its sessions hold it.
 pub(crate) struct Ground {

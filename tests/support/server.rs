@@ -33,13 +33,23 @@ pub(crate) fn data_dir() -> &'static Path {
     static FOLDER: LazyLock<PathBuf> = LazyLock::new(|| {
         let folder = data_folder();
         let file = folder.join(CONFIGURATION).join("cellblock/config.yaml");
-        fs::create_dir_all(file.parent().expect("a file is in a folder")).expect("a folder can be made");
+        fs::create_dir_all(file.parent().expect("a file is in a folder"))
+            .expect("a folder can be made");
         // In one step: another process of tests may be reading it.
         let written = folder.join(format!("configuration-{}", std::process::id()));
-        fs::write(&written, configuration()).and_then(|()| fs::rename(&written, &file)).expect("a file can be written");
+        fs::write(&written, configuration())
+            .and_then(|()| fs::rename(&written, &file))
+            .expect("a file can be written");
         for name in ["default", "minimal"] {
-            let built = program_below(&folder).args(["env", "build", name]).output().expect("the program can be run");
-            assert!(built.status.success(), "the environment {name} could not be built: {}", text_of(&built.stderr));
+            let built = program_below(&folder)
+                .args(["env", "build", name])
+                .output()
+                .expect("the program can be run");
+            assert!(
+                built.status.success(),
+                "the environment {name} could not be built: {}",
+                text_of(&built.stderr)
+            );
         }
         folder
     });
@@ -56,7 +66,10 @@ pub(crate) fn program_below(data_dir: &Path) -> Command {
     let mut command = Command::new(PROGRAM);
     for (name, _) in std::env::vars_os() {
         let name_text = name.to_string_lossy();
-        if name_text.starts_with("CELLBLOCK_") || name_text.starts_with("KERNEL_ENV_") || name_text == "RUST_LOG" {
+        if name_text.starts_with("CELLBLOCK_")
+            || name_text.starts_with("KERNEL_ENV_")
+            || name_text == "RUST_LOG"
+        {
             command.env_remove(&name);
         }
     }
@@ -66,7 +79,10 @@ pub(crate) fn program_below(data_dir: &Path) -> Command {
 
 /// Returns the variables by which the program finds a data folder, and the configuration in there: only the shared folder has one.
 pub(crate) fn folders(data_dir: &Path) -> [(&'static str, PathBuf); 2] {
-    [("CELLBLOCK_DATA_DIR", data_dir.to_owned()), ("XDG_CONFIG_HOME", data_dir.join(CONFIGURATION))]
+    [
+        ("CELLBLOCK_DATA_DIR", data_dir.to_owned()),
+        ("XDG_CONFIG_HOME", data_dir.join(CONFIGURATION)),
+    ]
 }
 
 /// Does work that waits for somebody else, such as opening a FIFO, and fails when it takes too long.
@@ -74,13 +90,19 @@ pub(crate) fn folders(data_dir: &Path) -> [(&'static str, PathBuf); 2] {
 pub(crate) fn patiently<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> T {
     let (sender, receiver) = std::sync::mpsc::sync_channel(1);
     std::thread::spawn(move || sender.send(work()));
-    receiver.recv_timeout(PATIENCE).expect("what was waited for happens")
+    receiver
+        .recv_timeout(PATIENCE)
+        .expect("what was waited for happens")
 }
 
 /// Runs a command to its end and returns its exit status, standard output and standard error.
 #[track_caller]
 pub(crate) fn finished(command: &mut Command) -> (Option<i32>, String, String) {
-    let Output { status, stdout, stderr } = command.output().expect("the program can be run");
+    let Output {
+        status,
+        stdout,
+        stderr,
+    } = command.output().expect("the program can be run");
     (status.code(), text_of(&stdout), text_of(&stderr))
 }
 
@@ -182,8 +204,7 @@ impl Server {
         let info = match self.era {
             Era::Initialize => {
                 let client = json!({"name": "tests", "version": "1"});
-                let parameters =
-                    json!({"protocolVersion": "2025-11-25", "capabilities": capabilities, "clientInfo": client});
+                let parameters = json!({"protocolVersion": "2025-11-25", "capabilities": capabilities, "clientInfo": client});
                 let info = self.request("initialize", parameters);
                 self.notify("notifications/initialized", json!({}));
                 info
@@ -192,7 +213,10 @@ impl Server {
         };
         let tools = self.request("tools/list", json!({}));
         let mut schemas = lock(&self.schemas);
-        for tool in tools["result"]["tools"].as_array().expect("there is a list of tools") {
+        for tool in tools["result"]["tools"]
+            .as_array()
+            .expect("there is a list of tools")
+        {
             let name = tool["name"].as_str().expect("a tool has a name");
             schemas.insert(name.to_owned(), tool["outputSchema"].clone());
         }
@@ -207,7 +231,10 @@ impl Server {
     /// Returns a new session of this server.
     pub(crate) fn session(&self) -> Session<'_> {
         let number = self.next_session.fetch_add(1, Ordering::Relaxed);
-        Session { server: self, id: format!("session-{number}") }
+        Session {
+            server: self,
+            id: format!("session-{number}"),
+        }
     }
 
     /// Sends one line as it is.
@@ -215,11 +242,14 @@ impl Server {
         let mut input = lock(&self.input);
         let pipe = input.as_mut().expect("the input is open");
         // A server that has ended cannot be written to; whoever waits for its answer will say so.
-        let _ = pipe.write_all(format!("{line}\n").as_bytes()).and_then(|()| pipe.flush());
+        let _ = pipe
+            .write_all(format!("{line}\n").as_bytes())
+            .and_then(|()| pipe.flush());
     }
 
     pub(crate) fn notify(&self, method: &str, parameters: Value) {
-        let message = json!({"jsonrpc": "2.0", "method": method, "params": self.in_era(parameters)});
+        let message =
+            json!({"jsonrpc": "2.0", "method": method, "params": self.in_era(parameters)});
         self.send_line(&message.to_string());
     }
 
@@ -233,7 +263,11 @@ impl Server {
         let id = self.next_id.fetch_add(1, Ordering::Relaxed);
         let message = json!({"jsonrpc": "2.0", "id": id, "method": method, "params": self.in_era(parameters)});
         self.send_line(&message.to_string());
-        Pending { server: self, id, tool: None }
+        Pending {
+            server: self,
+            id,
+            tool: None,
+        }
     }
 
     /// Calls a tool and waits for its result.
@@ -245,8 +279,12 @@ impl Server {
     /// Calls a tool. Progress notifications carry the request's id as their token.
     pub(crate) fn begin(&self, tool: &str, arguments: Value) -> Pending<'_> {
         let token = self.next_id.load(Ordering::Relaxed);
-        let parameters = json!({"name": tool, "arguments": arguments, "_meta": {"progressToken": token}});
-        Pending { tool: Some(tool.to_owned()), ..self.begin_request("tools/call", parameters) }
+        let parameters =
+            json!({"name": tool, "arguments": arguments, "_meta": {"progressToken": token}});
+        Pending {
+            tool: Some(tool.to_owned()),
+            ..self.begin_request("tools/call", parameters)
+        }
     }
 
     /// Reads a resource and returns its only contents.
@@ -259,7 +297,13 @@ impl Server {
     /// Waits for a notification that `wanted` accepts.
     #[track_caller]
     pub(crate) fn notification(&self, wanted: impl Fn(&Value) -> bool) -> Value {
-        self.wait("a notification", |heard| heard.notifications.iter().find(|message| wanted(message)).cloned())
+        self.wait("a notification", |heard| {
+            heard
+                .notifications
+                .iter()
+                .find(|message| wanted(message))
+                .cloned()
+        })
     }
 
     /// Waits for a form that a person is to fill in.
@@ -270,23 +314,35 @@ impl Server {
             let place = heard.notifications.iter().position(is_form)?;
             Some(heard.notifications.remove(place))
         });
-        Form { server: self, message }
+        Form {
+            server: self,
+            message,
+        }
     }
 
     /// Waits for a form, or for the answer to a request without one.
     #[track_caller]
     pub(crate) fn form_unless(&self, pending: &Pending<'_>) -> Option<Form<'_>> {
         let is_form = |message: &Value| message["method"] == "elicitation/create";
-        let message = self.wait("a form or an answer", |heard| match heard.notifications.iter().position(is_form) {
-            Some(place) => Some(Some(heard.notifications.remove(place))),
-            None => heard.replies.contains_key(&pending.id).then_some(None),
+        let message = self.wait("a form or an answer", |heard| {
+            match heard.notifications.iter().position(is_form) {
+                Some(place) => Some(Some(heard.notifications.remove(place))),
+                None => heard.replies.contains_key(&pending.id).then_some(None),
+            }
         });
-        message.map(|message| Form { server: self, message })
+        message.map(|message| Form {
+            server: self,
+            message,
+        })
     }
 
     /// Counts the forms that nobody has looked at.
     pub(crate) fn forms(&self) -> usize {
-        lock(&self.heard.0).notifications.iter().filter(|message| message["method"] == "elicitation/create").count()
+        lock(&self.heard.0)
+            .notifications
+            .iter()
+            .filter(|message| message["method"] == "elicitation/create")
+            .count()
     }
 
     /// Waits for the answer to a request that was sent as a line.
@@ -309,24 +365,39 @@ impl Server {
     /// Waits for the end of the process and of everything that it wrote.
     #[track_caller]
     pub(crate) fn ended(&self) -> ExitStatus {
-        self.wait("the end of standard output", |heard| heard.ended.then_some(()));
-        lock(&self.child).wait().expect("the program was started by us")
+        self.wait("the end of standard output", |heard| {
+            heard.ended.then_some(())
+        });
+        lock(&self.child)
+            .wait()
+            .expect("the program was started by us")
     }
 
     /// Closes the input, waits for the end and returns what was written to standard error.
     #[track_caller]
     pub(crate) fn finish(self) -> String {
         self.close_input();
-        assert!(self.ended().success(), "a server whose client leaves ends well");
+        assert!(
+            self.ended().success(),
+            "a server whose client leaves ends well"
+        );
         let errors = lock(&self.errors).take().expect("it is taken once");
         errors.all()
     }
 
     /// The server's own memory, as the kernel counts it.
     pub(crate) fn resident_bytes(&self) -> u64 {
-        let status = fs::read_to_string(format!("/proc/{}/status", self.process_id)).expect("the server runs");
-        let line = status.lines().find(|line| line.starts_with("VmRSS:")).expect("a process has memory");
-        line.split_whitespace().nth(1).and_then(|number| number.parse::<u64>().ok()).expect("it is a number") * 1024
+        let status = fs::read_to_string(format!("/proc/{}/status", self.process_id))
+            .expect("the server runs");
+        let line = status
+            .lines()
+            .find(|line| line.starts_with("VmRSS:"))
+            .expect("a process has memory");
+        line.split_whitespace()
+            .nth(1)
+            .and_then(|number| number.parse::<u64>().ok())
+            .expect("it is a number")
+            * 1024
     }
 
     #[track_caller]
@@ -344,19 +415,34 @@ impl Server {
             if heard.ended || left.is_zero() {
                 let ended = heard.ended;
                 drop(heard);
-                let written = lock(&self.errors).as_ref().map(|errors| errors.last(ended)).unwrap_or_default();
+                let written = lock(&self.errors)
+                    .as_ref()
+                    .map(|errors| errors.last(ended))
+                    .unwrap_or_default();
                 match ended {
-                    true => panic!("the server ended before {what} came; its log ends with\n{written}"),
-                    false => panic!("{what} did not come within {PATIENCE:?}; the log ends with\n{written}"),
+                    true => {
+                        panic!("the server ended before {what} came; its log ends with\n{written}")
+                    }
+                    false => panic!(
+                        "{what} did not come within {PATIENCE:?}; the log ends with\n{written}"
+                    ),
                 }
             }
-            heard = self.heard.1.wait_timeout(heard, left).unwrap_or_else(PoisonError::into_inner).0;
+            heard = self
+                .heard
+                .1
+                .wait_timeout(heard, left)
+                .unwrap_or_else(PoisonError::into_inner)
+                .0;
         }
     }
 
     fn in_era(&self, mut parameters: Value) -> Value {
         if self.era == Era::Stateless {
-            let meta = parameters.as_object_mut().expect("parameters are an object").entry("_meta");
+            let meta = parameters
+                .as_object_mut()
+                .expect("parameters are an object")
+                .entry("_meta");
             let meta = meta.or_insert_with(|| Value::Object(Map::new()));
             meta["io.modelcontextprotocol/protocolVersion"] = json!("2026-07-28");
             meta["io.modelcontextprotocol/clientCapabilities"] = json!({});
@@ -369,13 +455,19 @@ impl Drop for Server {
     fn drop(&mut self) {
         // A test that failed may leave a server that no longer listens; it is ours to end.
         let child = self.child.get_mut().unwrap_or_else(PoisonError::into_inner);
-        self.input.get_mut().unwrap_or_else(PoisonError::into_inner).take();
+        self.input
+            .get_mut()
+            .unwrap_or_else(PoisonError::into_inner)
+            .take();
         if std::thread::panicking() {
             let _ = child.kill();
         }
         let _ = child.wait();
         let nonsense = lock(&self.heard.0).nonsense.take();
-        assert!(nonsense.is_none() || std::thread::panicking(), "standard output held {nonsense:?}");
+        assert!(
+            nonsense.is_none() || std::thread::panicking(),
+            "standard output held {nonsense:?}"
+        );
     }
 }
 
@@ -394,7 +486,10 @@ impl Errors {
     }
 
     /// Has somebody hear each line.
-    pub(crate) fn heard(pipe: impl Read + Send + 'static, mut hear: impl FnMut(&str) + Send + 'static) -> Errors {
+    pub(crate) fn heard(
+        pipe: impl Read + Send + 'static,
+        mut hear: impl FnMut(&str) + Send + 'static,
+    ) -> Errors {
         let written = Arc::<Mutex<Vec<u8>>>::default();
         let writer = written.clone();
         let reader = std::thread::spawn(move || {
@@ -430,10 +525,14 @@ impl Errors {
 fn listen(mut output: impl BufRead, heard: &(Mutex<Heard>, Condvar)) {
     let mut line = Vec::new();
     while let Ok(1..) = output.read_until(b'\n', &mut line) {
-        let message = serde_json::from_slice::<Value>(&line).ok().filter(|message| message["jsonrpc"] == "2.0");
+        let message = serde_json::from_slice::<Value>(&line)
+            .ok()
+            .filter(|message| message["jsonrpc"] == "2.0");
         let mut heard_now = lock(&heard.0);
         match message {
-            Some(message) if message.get("method").is_some() => heard_now.notifications.push(message),
+            Some(message) if message.get("method").is_some() => {
+                heard_now.notifications.push(message)
+            }
             Some(message) => match message["id"].as_u64() {
                 Some(id) => drop(heard_now.replies.insert(id, message)),
                 None => heard_now.without_id.push(message),
@@ -467,7 +566,8 @@ impl Pending<'_> {
     /// Waits for the whole answer.
     #[track_caller]
     pub(crate) fn answer(&self) -> Value {
-        self.server.wait("the answer", |heard| heard.replies.remove(&self.id))
+        self.server
+            .wait("the answer", |heard| heard.replies.remove(&self.id))
     }
 
     /// Waits for the result of a tool and checks its structured part against the schema that the server has published.
@@ -475,12 +575,19 @@ impl Pending<'_> {
     pub(crate) fn result(&self) -> ToolResult {
         let answer = self.answer();
         let result = ToolResult(answer["result"].clone());
-        assert!(result.0.is_object(), "the call was answered with a protocol error: {answer}");
+        assert!(
+            result.0.is_object(),
+            "the call was answered with a protocol error: {answer}"
+        );
         let tool = self.tool.as_deref().expect("only tools have results");
         let schemas = lock(&self.server.schemas);
         if let Some(structured) = result.0.get("structuredContent") {
             let schema = schemas.get(tool).expect("the tool was listed");
-            assert_eq!(violations(schema, structured, ""), Vec::<String>::new(), "in the result of {tool}");
+            assert_eq!(
+                violations(schema, structured, ""),
+                Vec::<String>::new(),
+                "in the result of {tool}"
+            );
         } else {
             let promised = schemas.get(tool).is_some_and(|schema| !schema.is_null());
             assert!(
@@ -493,7 +600,10 @@ impl Pending<'_> {
 
     /// Tells the server that the answer is no longer wanted.
     pub(crate) fn cancel(&self) {
-        self.server.notify("notifications/cancelled", json!({"requestId": self.id, "reason": "a test"}));
+        self.server.notify(
+            "notifications/cancelled",
+            json!({"requestId": self.id, "reason": "a test"}),
+        );
     }
 }
 
@@ -505,12 +615,16 @@ pub(crate) struct Form<'a> {
 
 impl Form<'_> {
     pub(crate) fn text(&self) -> &str {
-        self.message["params"]["message"].as_str().expect("a form has words")
+        self.message["params"]["message"]
+            .as_str()
+            .expect("a form has words")
     }
 
     /// The names of its fields.
     pub(crate) fn fields(&self) -> Vec<String> {
-        let fields = self.message["params"]["requestedSchema"]["properties"].as_object().expect("a form has fields");
+        let fields = self.message["params"]["requestedSchema"]["properties"]
+            .as_object()
+            .expect("a form has fields");
         fields.keys().cloned().collect()
     }
 
@@ -574,7 +688,10 @@ impl Drop for Session<'_> {
     fn drop(&mut self) {
         if !std::thread::panicking() && lock(&self.server.input).is_some() {
             // The answer may be that there is no such session; that is as good.
-            drop(self.server.begin("close_session", json!({"session_id": self.id})));
+            drop(
+                self.server
+                    .begin("close_session", json!({"session_id": self.id})),
+            );
         }
     }
 }
@@ -590,7 +707,9 @@ impl ToolResult {
     /// The text block.
     #[track_caller]
     pub(crate) fn text(&self) -> &str {
-        self.0["content"][0]["text"].as_str().expect("the first block is text")
+        self.0["content"][0]["text"]
+            .as_str()
+            .expect("the first block is text")
     }
 
     pub(crate) fn structured(&self) -> &Value {
@@ -600,28 +719,49 @@ impl ToolResult {
     /// The status of an execution.
     #[track_caller]
     pub(crate) fn status(&self) -> &str {
-        self.structured()["status"].as_str().unwrap_or_else(|| panic!("it is no execution: {}", self.0))
+        self.structured()["status"]
+            .as_str()
+            .unwrap_or_else(|| panic!("it is no execution: {}", self.0))
     }
 
     /// The image blocks: MIME type and decoded picture.
     #[track_caller]
     pub(crate) fn images(&self) -> Vec<(String, image::DynamicImage)> {
         let blocks = self.0["content"].as_array().expect("content is a list");
-        let images = blocks.iter().filter(|block| block["type"] == "image").map(|block| {
-            let data = block["data"].as_str().expect("an image has data");
-            let bytes = base64::engine::general_purpose::STANDARD.decode(data).expect("the data is base64");
-            let picture = image::load_from_memory(&bytes).expect("the image can be decoded");
-            (block["mimeType"].as_str().expect("an image has a type").to_owned(), picture)
-        });
+        let images = blocks
+            .iter()
+            .filter(|block| block["type"] == "image")
+            .map(|block| {
+                let data = block["data"].as_str().expect("an image has data");
+                let bytes = base64::engine::general_purpose::STANDARD
+                    .decode(data)
+                    .expect("the data is base64");
+                let picture = image::load_from_memory(&bytes).expect("the image can be decoded");
+                (
+                    block["mimeType"]
+                        .as_str()
+                        .expect("an image has a type")
+                        .to_owned(),
+                    picture,
+                )
+            });
         images.collect()
     }
 
     /// Checks that the call failed with a text that holds all these words.
     #[track_caller]
     pub(crate) fn assert_refused(&self, words: &[&str]) {
-        assert!(self.is_error(), "the call should have been refused: {}", self.0);
+        assert!(
+            self.is_error(),
+            "the call should have been refused: {}",
+            self.0
+        );
         for word in words {
-            assert!(self.text().contains(word), "{word:?} is not in {:?}", self.text());
+            assert!(
+                self.text().contains(word),
+                "{word:?} is not in {:?}",
+                self.text()
+            );
         }
     }
 }
@@ -632,11 +772,15 @@ pub(crate) fn violations(schema: &Value, value: &Value, at: &str) -> Vec<String>
     let rules = schema.as_object().expect("a schema is an object");
     for (keyword, rule) in rules {
         let number = |compare: fn(f64, f64) -> bool| {
-            value.as_f64().is_none_or(|number| compare(number, rule.as_f64().expect("a bound is a number")))
+            value
+                .as_f64()
+                .is_none_or(|number| compare(number, rule.as_f64().expect("a bound is a number")))
         };
         let length = |compare: fn(u64, u64) -> bool| {
             let bound = rule.as_u64().expect("a length is a number");
-            value.as_str().is_none_or(|text| compare(text.chars().count() as u64, bound))
+            value
+                .as_str()
+                .is_none_or(|text| compare(text.chars().count() as u64, bound))
         };
         let holds = match keyword.as_str() {
             "description" | "default" | "title" | "$schema" | "pattern" => true,
@@ -655,9 +799,13 @@ pub(crate) fn violations(schema: &Value, value: &Value, at: &str) -> Vec<String>
             "exclusiveMinimum" => number(|number, bound| number > bound),
             "minLength" => length(|length, bound| length >= bound),
             "maxLength" => length(|length, bound| length <= bound),
-            "enum" => rule.as_array().is_some_and(|allowed| allowed.contains(value)),
+            "enum" => rule
+                .as_array()
+                .is_some_and(|allowed| allowed.contains(value)),
             "required" => rule.as_array().is_some_and(|names| {
-                names.iter().all(|name| value.get(name.as_str().expect("a name is text")).is_some())
+                names
+                    .iter()
+                    .all(|name| value.get(name.as_str().expect("a name is text")).is_some())
             }),
             "properties" => {
                 for (name, inner) in rule.as_object().expect("properties are an object") {
@@ -670,12 +818,15 @@ pub(crate) fn violations(schema: &Value, value: &Value, at: &str) -> Vec<String>
             "additionalProperties" => {
                 let known = rules.get("properties").and_then(Value::as_object);
                 let fields = value.as_object().into_iter().flatten();
-                let mut extra = fields.filter(|(name, _)| known.is_none_or(|known| !known.contains_key(*name)));
+                let mut extra =
+                    fields.filter(|(name, _)| known.is_none_or(|known| !known.contains_key(*name)));
                 match rule {
                     Value::Bool(false) => extra.next().is_none(),
                     Value::Bool(true) => true,
                     inner => {
-                        found.extend(extra.flat_map(|(name, field)| violations(inner, field, &format!("{at}/{name}"))));
+                        found.extend(extra.flat_map(|(name, field)| {
+                            violations(inner, field, &format!("{at}/{name}"))
+                        }));
                         true
                     }
                 }
@@ -686,9 +837,11 @@ pub(crate) fn violations(schema: &Value, value: &Value, at: &str) -> Vec<String>
                 }
                 true
             }
-            "anyOf" => rule
-                .as_array()
-                .is_some_and(|choices| choices.iter().any(|inner| violations(inner, value, at).is_empty())),
+            "anyOf" => rule.as_array().is_some_and(|choices| {
+                choices
+                    .iter()
+                    .any(|inner| violations(inner, value, at).is_empty())
+            }),
             other => panic!("the checker does not know the keyword {other}"),
         };
         if !holds {
@@ -707,7 +860,13 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 fn the_checker_of_schemas_finds_violations() {
     let schema = json!({"type": "object", "properties": {"a": {"type": "integer", "minimum": 1}}, "required": ["a"], "additionalProperties": false});
     assert!(violations(&schema, &json!({"a": 1}), "").is_empty());
-    for wrong in [json!({}), json!({"a": 0}), json!({"a": "1"}), json!({"a": 1, "b": 2}), json!([])] {
+    for wrong in [
+        json!({}),
+        json!({"a": 0}),
+        json!({"a": "1"}),
+        json!({"a": 1, "b": 2}),
+        json!([]),
+    ] {
         assert!(!violations(&schema, &wrong, "").is_empty(), "{wrong}");
     }
 }

@@ -12,8 +12,12 @@ use rustix::process::{Pid, Signal, kill_process};
 use super::server::{Errors, PATIENCE, finished, program};
 
 /// What is waited for in the log.
-const NEWS: [&str; 4] =
-    ["serving MCP over HTTP", "development mode, with a token", "the settings were", "the approvals were not"];
+const NEWS: [&str; 4] = [
+    "serving MCP over HTTP",
+    "development mode, with a token",
+    "the settings were",
+    "the approvals were not",
+];
 
 /// A running service. Dropping it asks it to end and waits.
 pub(crate) struct Service {
@@ -30,12 +34,17 @@ impl Service {
     /// Starts a service on a free port of this machine, in development mode, with sessions that end with it.
     pub(crate) fn start(more: &[&str]) -> Service {
         let mut command = program();
-        command.args(["serve", "--listen", "127.0.0.1:0", "--keep-sessions", "off"]).args(more);
+        command
+            .args(["serve", "--listen", "127.0.0.1:0", "--keep-sessions", "off"])
+            .args(more);
         let mut service = Service::run(command);
         let file = service.told.recv_timeout(PATIENCE).ok();
-        let file = file.as_deref().and_then(|line| line.split("file=").nth(1)?.split_whitespace().next());
-        let token =
-            file.map(|file| fs::read_to_string(file.trim_matches('"')).expect("the token is where the log says"));
+        let file = file
+            .as_deref()
+            .and_then(|line| line.split("file=").nth(1)?.split_whitespace().next());
+        let token = file.map(|file| {
+            fs::read_to_string(file.trim_matches('"')).expect("the token is where the log says")
+        });
         service.token = token.expect("it says where its token is").trim().to_owned();
         service
     }
@@ -44,12 +53,19 @@ impl Service {
     pub(crate) fn without_tokens(more: &[&str]) -> Service {
         let mut command = program();
         command.env("CELLBLOCK_AUTH", "off");
-        command.args(["serve", "--listen", "127.0.0.1:0", "--keep-sessions", "off"]).args(more);
+        command
+            .args(["serve", "--listen", "127.0.0.1:0", "--keep-sessions", "off"])
+            .args(more);
         Service::run(command)
     }
 
     /// Starts a service whose callers have keys, one for each name with the scopes beside it. `folder` holds its configuration.
-    pub(crate) fn with_keys(folder: &Path, callers: &[(&str, &[&str])], keep_sessions: bool, more: &[&str]) -> Service {
+    pub(crate) fn with_keys(
+        folder: &Path,
+        callers: &[(&str, &[&str])],
+        keep_sessions: bool,
+        more: &[&str],
+    ) -> Service {
         Service::with_keys_and(folder, callers, keep_sessions, more, &[])
     }
 
@@ -73,12 +89,27 @@ impl Service {
             fs::write(&configuration, text).unwrap();
         }
         for (name, _) in callers {
-            keys.insert((*name).to_owned(), fs::read_to_string(folder.join(name)).unwrap());
+            keys.insert(
+                (*name).to_owned(),
+                fs::read_to_string(folder.join(name)).unwrap(),
+            );
         }
         let mut command = program();
-        command.env("CELLBLOCK_CONFIG", configuration).env("XDG_RUNTIME_DIR", folder).envs(variables.iter().copied());
-        command.args(["serve", "--listen", "127.0.0.1:0", "--environment", "minimal", "--keep-sessions"]);
-        command.arg(if keep_sessions { "on" } else { "off" }).args(more);
+        command
+            .env("CELLBLOCK_CONFIG", configuration)
+            .env("XDG_RUNTIME_DIR", folder)
+            .envs(variables.iter().copied());
+        command.args([
+            "serve",
+            "--listen",
+            "127.0.0.1:0",
+            "--environment",
+            "minimal",
+            "--keep-sessions",
+        ]);
+        command
+            .arg(if keep_sessions { "on" } else { "off" })
+            .args(more);
         // Whoever runs as root shares a runtime folder with all others.
         command.args(["--keeper", &keeper_name(folder)]);
         let mut service = Service::run(command);
@@ -87,7 +118,11 @@ impl Service {
     }
 
     fn run(mut command: Command) -> Service {
-        let mut child = command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().expect("the program can be run");
+        let mut child = command
+            .stdout(Stdio::null())
+            .stderr(Stdio::piped())
+            .spawn()
+            .expect("the program can be run");
         let (sender, told) = sync_channel(8);
         let log = Errors::heard(child.stderr.take().expect("it is a pipe"), move |line| {
             if NEWS.iter().any(|news| line.contains(news)) {
@@ -96,11 +131,19 @@ impl Service {
             }
         });
         let line = told.recv_timeout(PATIENCE).unwrap_or_default();
-        let address = line.split("http://").nth(1).and_then(|rest| rest.split('/').next()?.parse().ok());
+        let address = line
+            .split("http://")
+            .nth(1)
+            .and_then(|rest| rest.split('/').next()?.parse().ok());
         match address {
-            Some(address) => {
-                Service { child, address, token: String::new(), keys: HashMap::new(), told, log: Some(log) }
-            }
+            Some(address) => Service {
+                child,
+                address,
+                token: String::new(),
+                keys: HashMap::new(),
+                told,
+                log: Some(log),
+            },
             None => {
                 let _ = child.kill();
                 panic!("the service did not say where it is: {}", log.last(true))
@@ -111,7 +154,9 @@ impl Service {
     /// Tells the service to read its settings again, and waits for what it says about them.
     pub(crate) fn read_again(&self) -> String {
         let _ = kill_process(Pid::from_child(&self.child), Signal::HUP);
-        self.told.recv_timeout(PATIENCE).expect("it says what came of it")
+        self.told
+            .recv_timeout(PATIENCE)
+            .expect("it says what came of it")
     }
 
     pub(crate) fn process_id(&self) -> u32 {
@@ -137,20 +182,33 @@ impl Service {
 
     /// The server's own memory, as the kernel counts it.
     pub(crate) fn resident_bytes(&self) -> u64 {
-        let status = fs::read_to_string(format!("/proc/{}/status", self.child.id())).expect("the server runs");
-        let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).expect("a process has memory");
-        line.split_whitespace().next().and_then(|number| number.parse::<u64>().ok()).expect("it is a number") * 1024
+        let status = fs::read_to_string(format!("/proc/{}/status", self.child.id()))
+            .expect("the server runs");
+        let line = status
+            .lines()
+            .find_map(|line| line.strip_prefix("VmRSS:"))
+            .expect("a process has memory");
+        line.split_whitespace()
+            .next()
+            .and_then(|number| number.parse::<u64>().ok())
+            .expect("it is a number")
+            * 1024
     }
 
     /// The descriptors that the server has open.
     pub(crate) fn descriptors(&self) -> usize {
-        fs::read_dir(format!("/proc/{}/fd", self.child.id())).expect("the server runs").count()
+        fs::read_dir(format!("/proc/{}/fd", self.child.id()))
+            .expect("the server runs")
+            .count()
     }
 
     /// Asks the service to end, waits, and returns what it wrote to its log.
     pub(crate) fn finish(mut self) -> String {
         self.ask_to_end();
-        assert!(self.child.wait().expect("it was started by us").success(), "a service that is asked to end ends well");
+        assert!(
+            self.child.wait().expect("it was started by us").success(),
+            "a service that is asked to end ends well"
+        );
         self.log.take().expect("it is taken once").all()
     }
 
@@ -170,16 +228,24 @@ impl Drop for Service {
 
 /// The name of the keeper of a test's services.
 pub(crate) fn keeper_name(folder: &Path) -> String {
-    let name = folder.file_name().expect("a folder has a name").to_string_lossy().into_owned();
+    let name = folder
+        .file_name()
+        .expect("a folder has a name")
+        .to_string_lossy()
+        .into_owned();
     name.chars().filter(char::is_ascii_alphanumeric).collect()
 }
 
 /// Ends the keeper of a test's services, if it has not ended by itself: one without sessions does.
 pub(crate) fn stop_keeper_of(folder: &Path) {
     let mut stop = program();
-    stop.env("XDG_RUNTIME_DIR", folder).args(["keeper", "stop", "--now", &keeper_name(folder)]);
+    stop.env("XDG_RUNTIME_DIR", folder)
+        .args(["keeper", "stop", "--now", &keeper_name(folder)]);
     let (ended, _, errors) = finished(&mut stop);
-    assert!(ended == Some(0) || errors.contains("there is no keeper"), "{ended:?}: {errors}");
+    assert!(
+        ended == Some(0) || errors.contains("there is no keeper"),
+        "{ended:?}: {errors}"
+    );
 }
 
 /// Returns a new key and the lines about it for the configuration file.
@@ -191,7 +257,15 @@ fn new_key(name: &str, scopes: &[&str]) -> (String, String) {
     }
     let (status, text, errors) = finished(&mut command);
     assert_eq!(status, Some(0), "{errors}");
-    let key = text.lines().find(|line| line.starts_with("cellblock_")).expect("the key is shown").to_owned();
-    let lines = text.split_once("api_keys:\n").expect("and the lines about it").1.to_owned();
+    let key = text
+        .lines()
+        .find(|line| line.starts_with("cellblock_"))
+        .expect("the key is shown")
+        .to_owned();
+    let lines = text
+        .split_once("api_keys:\n")
+        .expect("and the lines about it")
+        .1
+        .to_owned();
     (key, lines)
 }

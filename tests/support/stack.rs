@@ -34,10 +34,21 @@ impl Stack {
         let address = listener.local_addr().unwrap();
         let (end, health) = (CancellationToken::new(), Health::new());
         let metrics = Metrics::new(&health);
-        let off = AuthSettings { choice: AuthChoice::Off, ..AuthSettings::default() };
+        let off = AuthSettings {
+            choice: AuthChoice::Off,
+            ..AuthSettings::default()
+        };
         let authenticator = Authenticator::from_settings(&off).await.unwrap();
         let routes = Routes {
-            endpoint: Endpoint::new(handler, |_| None, Keeping { idle: IDLE, folder: None }, end.clone()),
+            endpoint: Endpoint::new(
+                handler,
+                |_| None,
+                Keeping {
+                    idle: IDLE,
+                    folder: None,
+                },
+                end.clone(),
+            ),
             allowed: Allowed::new(address, Vec::new(), Vec::new()),
             authenticator,
             public_url: format!("http://{address}"),
@@ -46,15 +57,28 @@ impl Stack {
             metrics: metrics.clone(),
             audit: Audit::off(),
         };
-        let (_, reception) = watch::channel(Reception { routes: routes.router(), tls: None });
-        tokio::spawn(connections::serve(listener, reception, most, metrics.clone(), end, IDLE));
+        let (_, reception) = watch::channel(Reception {
+            routes: routes.router(),
+            tls: None,
+        });
+        tokio::spawn(connections::serve(
+            listener,
+            reception,
+            most,
+            metrics.clone(),
+            end,
+            IDLE,
+        ));
         Stack { address, metrics }
     }
 
     /// How many connections are open.
     pub(crate) fn open(&self) -> usize {
         let figures = self.metrics.render();
-        let line = figures.lines().find_map(|line| line.strip_prefix("cellblock_http_connections "));
-        line.and_then(|count| count.parse().ok()).unwrap_or_else(|| panic!("it is not in {figures}"))
+        let line = figures
+            .lines()
+            .find_map(|line| line.strip_prefix("cellblock_http_connections "));
+        line.and_then(|count| count.parse().ok())
+            .unwrap_or_else(|| panic!("it is not in {figures}"))
     }
 }

@@ -24,14 +24,23 @@ impl Elsewhere {
         answer: impl Fn(&Heard) -> String + Send + Sync + 'static,
     ) -> Elsewhere {
         let listener = TcpListener::bind((HERE, 0)).unwrap();
-        let elsewhere = Elsewhere { address: listener.local_addr().unwrap(), heard: Arc::default() };
-        let (heard, tls, answer) = (Arc::clone(&elsewhere.heard), tls.map(Arc::new), Arc::new(answer));
+        let elsewhere = Elsewhere {
+            address: listener.local_addr().unwrap(),
+            heard: Arc::default(),
+        };
+        let (heard, tls, answer) = (
+            Arc::clone(&elsewhere.heard),
+            tls.map(Arc::new),
+            Arc::new(answer),
+        );
         thread::spawn(move || {
             for stream in listener.incoming().flatten() {
                 let (heard, tls, answer) = (Arc::clone(&heard), tls.clone(), Arc::clone(&answer));
                 thread::spawn(move || match tls {
                     None => drop(exchange(stream, &heard, answer.as_ref())),
-                    Some(config) => drop(exchange_with_tls(stream, config, &heard, answer.as_ref())),
+                    Some(config) => {
+                        drop(exchange_with_tls(stream, config, &heard, answer.as_ref()))
+                    }
                 });
             }
         });
@@ -53,7 +62,10 @@ impl Elsewhere {
 
     /// How often a method was called.
     pub(super) fn count(&self, method: &str) -> usize {
-        self.heard().iter().filter(|request| method_of(request).1 == method).count()
+        self.heard()
+            .iter()
+            .filter(|request| method_of(request).1 == method)
+            .count()
     }
 }
 
@@ -78,19 +90,31 @@ pub(super) fn mcp(request: &Heard) -> String {
             json!({"tools": [{"name": "echo", "description": "Says it back.", "inputSchema": schema}]})
         }
         "tools/call" => {
-            let text = message["params"]["arguments"]["text"].as_str().unwrap_or_default();
+            let text = message["params"]["arguments"]["text"]
+                .as_str()
+                .unwrap_or_default();
             json!({"content": [{"type": "text", "text": format!("elsewhere: {text}")}]})
         }
         _ if message["id"].is_null() => {
-            let status = if request.head.starts_with("POST") { "202 Accepted" } else { "405 Method Not Allowed" };
+            let status = if request.head.starts_with("POST") {
+                "202 Accepted"
+            } else {
+                "405 Method Not Allowed"
+            };
             return answer(status, "");
         }
         _ => {
             let error = json!({"code": -32601, "message": "there is no such method"});
-            return answer("200 OK", &json!({"jsonrpc": "2.0", "id": message["id"], "error": error}).to_string());
+            return answer(
+                "200 OK",
+                &json!({"jsonrpc": "2.0", "id": message["id"], "error": error}).to_string(),
+            );
         }
     };
-    answer("200 OK", &json!({"jsonrpc": "2.0", "id": message["id"], "result": result}).to_string())
+    answer(
+        "200 OK",
+        &json!({"jsonrpc": "2.0", "id": message["id"], "result": result}).to_string(),
+    )
 }
 
 /// Returns the message of a request, if there is one, and its method.
@@ -106,17 +130,28 @@ fn exchange_with_tls(
     heard: &Mutex<Vec<Heard>>,
     answer: &dyn Fn(&Heard) -> String,
 ) -> Option<()> {
-    let mut stream = exchange(StreamOwned::new(ServerConnection::new(config).ok()?, stream), heard, answer)?;
+    let mut stream = exchange(
+        StreamOwned::new(ServerConnection::new(config).ok()?, stream),
+        heard,
+        answer,
+    )?;
     stream.conn.send_close_notify();
     stream.flush().ok()
 }
 
-fn exchange<S: Read + Write>(stream: S, heard: &Mutex<Vec<Heard>>, answer: &dyn Fn(&Heard) -> String) -> Option<S> {
+fn exchange<S: Read + Write>(
+    stream: S,
+    heard: &Mutex<Vec<Heard>>,
+    answer: &dyn Fn(&Heard) -> String,
+) -> Option<S> {
     let mut stream = BufReader::new(stream);
     let request = read_request(&mut stream)?;
     let text = answer(&request);
     heard.lock().unwrap().push(request);
     let mut stream = stream.into_inner();
-    stream.write_all(text.as_bytes()).and_then(|()| stream.flush()).ok()?;
+    stream
+        .write_all(text.as_bytes())
+        .and_then(|()| stream.flush())
+        .ok()?;
     Some(stream)
 }

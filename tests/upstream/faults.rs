@@ -51,7 +51,11 @@ fn an_answer_that_is_too_large_or_cut_off_or_never_comes_fails_alone() {
     let said = "ToolCallError too_large hostile: x\nTrue\nToolCallTimeout timeout hostile: y\nToolCallError unavailable hostile: z\n\
                 [3 of 7 calls of MCP tools failed: notes.huge (too_large), slow.wait (timeout), notes.half (unavailable)]";
     assert_eq!(session.text(code), said);
-    assert_eq!(notes.count("call half"), 1, "it may have been carried out, so it is not repeated");
+    assert_eq!(
+        notes.count("call half"),
+        1,
+        "it may have been carried out, so it is not repeated"
+    );
 }
 
 #[test]
@@ -61,11 +65,26 @@ fn a_tool_that_changes_is_not_called_until_its_server_is_registered_again() {
     let session = with_call(&server);
     assert_eq!(session.text("call('echo', {'text': 'x'})"), "'hostile: x'"); // control
     assert_eq!(session.text("call('change')"), "'changed'");
-    let refused = raised(&session, "mcptools.call('notes', 'echo', {'text': 'x'})", "ToolCallError");
-    assert!(refused.contains("has changed since it was registered"), "{refused}");
-    assert_eq!(session.text("call('variable', {'name': 'PATH'})[:1]"), "'/'", "the others are as they were");
+    let refused = raised(
+        &session,
+        "mcptools.call('notes', 'echo', {'text': 'x'})",
+        "ToolCallError",
+    );
+    assert!(
+        refused.contains("has changed since it was registered"),
+        "{refused}"
+    );
+    assert_eq!(
+        session.text("call('variable', {'name': 'PATH'})[:1]"),
+        "'/'",
+        "the others are as they were"
+    );
     let listed = server.call("list_mcp_servers", json!({}));
-    assert!(listed.text().contains("register the server again"), "{}", listed.text());
+    assert!(
+        listed.text().contains("register the server again"),
+        "{}",
+        listed.text()
+    );
     register(&server, "notes", notes.params());
     assert_eq!(session.text("call('echo', {'text': 'x'})"), "'first: x'");
 }
@@ -81,7 +100,10 @@ fn arguments_that_are_nested_too_deeply_are_an_error_of_the_call_on_both_sides()
     for levels in [100, 129, 300, 100_000] {
         let code = format!("mcptools.call('notes', 'nested', nested({levels}))");
         let error = raised(&session, &code, "ValueError");
-        assert!(error.contains("nested more than 100 levels deep"), "{error}");
+        assert!(
+            error.contains("nested more than 100 levels deep"),
+            "{error}"
+        );
     }
     // Around what the module checks, and around Python's own limit.
     let around = "from cellblock_runner import asking\n\
@@ -90,8 +112,14 @@ fn arguments_that_are_nested_too_deeply_are_an_error_of_the_call_on_both_sides()
     session.text(around);
     assert_eq!(session.text("attempt(110)[0]"), "True"); // control
     let said = session.text("print(*attempt(200))");
-    assert!(said.starts_with("False ") && said.contains("nested more than 100 levels deep"), "{said}");
-    assert_eq!(session.text("call('echo', {'text': 'still here'})"), "'hostile: still here'");
+    assert!(
+        said.starts_with("False ") && said.contains("nested more than 100 levels deep"),
+        "{said}"
+    );
+    assert_eq!(
+        session.text("call('echo', {'text': 'still here'})"),
+        "'hostile: still here'"
+    );
     assert_eq!(notes.count("call nested"), 2);
 }
 
@@ -105,37 +133,56 @@ fn results_say_which_calls_failed_also_when_code_keeps_it_to_itself() {
     let result = session.run(code);
     let line = "[6 of 7 calls of MCP tools failed: notes.fail (tool_error) 3 times, notes.echo (invalid), notes.absent (unknown), nobody.echo (unknown)]";
     assert_eq!(result.text(), line);
-    assert_eq!(result.structured()["tool_calls"], json!({"total": 7, "failed": 6}));
+    assert_eq!(
+        result.structured()["tool_calls"],
+        json!({"total": 7, "failed": 6})
+    );
     // Only the first hundred are known by their names.
     let late = "for n in range(120): call('echo', {'text': str(n)})\ncall('absent'); None";
-    assert_eq!(session.text(late), "[1 of 121 calls of MCP tools failed: …]");
+    assert_eq!(
+        session.text(late),
+        "[1 of 121 calls of MCP tools failed: …]"
+    );
 }
 
 #[test]
 fn a_server_that_sends_us_elsewhere_or_breaks_off_is_not_followed() {
     let other = Elsewhere::with_echo(None);
     let target = other.url("http");
-    let moved = move |_: &_| format!("HTTP/1.1 307 Moved\r\nLocation: {target}\r\nContent-Length: 0\r\n\r\n");
+    let moved = move |_: &_| {
+        format!("HTTP/1.1 307 Moved\r\nLocation: {target}\r\nContent-Length: 0\r\n\r\n")
+    };
     let moved = Elsewhere::serve(None, moved);
     // Calls are sent away and broken off; everything else is as it should be.
     let target = other.url("http");
     let later = Elsewhere::serve(None, move |request| match method_of(request) {
-        (message, method) if method == "tools/call" => match message["params"]["arguments"]["text"].as_str() {
-            Some("away") => format!("HTTP/1.1 302 Found\r\nLocation: {target}\r\nContent-Length: 0\r\n\r\n"),
-            Some("half") => {
-                let whole = mcp(request);
-                whole[..whole.len() - 10].to_owned()
+        (message, method) if method == "tools/call" => {
+            match message["params"]["arguments"]["text"].as_str() {
+                Some("away") => {
+                    format!("HTTP/1.1 302 Found\r\nLocation: {target}\r\nContent-Length: 0\r\n\r\n")
+                }
+                Some("half") => {
+                    let whole = mcp(request);
+                    whole[..whole.len() - 10].to_owned()
+                }
+                Some("page") => answer("200 OK", "<html>").replace("application/json", "text/html"),
+                _ => mcp(request),
             }
-            Some("page") => answer("200 OK", "<html>").replace("application/json", "text/html"),
-            _ => mcp(request),
-        },
+        }
         _ => mcp(request),
     });
     let server = Server::start(MINIMAL);
     let params = json!({"url": moved.url("http"), "headers": {"authorization": "Bearer canary"}});
-    let refused = server.call("register_mcp_server", json!({"server_name": "moved", "server_params": params}));
+    let refused = server.call(
+        "register_mcp_server",
+        json!({"server_name": "moved", "server_params": params}),
+    );
     refused.assert_refused(&["it wants to be asked elsewhere (status 307)"]);
-    register(&server, "later", json!({"url": later.url("http"), "headers": {"authorization": "Bearer canary"}}));
+    register(
+        &server,
+        "later",
+        json!({"url": later.url("http"), "headers": {"authorization": "Bearer canary"}}),
+    );
     let session = with_call(&server);
     let code = "print([call('echo', {'text': text}, 'later') for text in ('x', 'away', 'half', 'page', 'y')])";
     let said = session.text(code);
@@ -143,10 +190,17 @@ fn a_server_that_sends_us_elsewhere_or_breaks_off_is_not_followed() {
     assert!(said.starts_with(expected), "{said}");
     assert_eq!(other.heard().len(), 0, "nothing follows");
     let sent = later.heard();
-    assert!(sent.iter().all(|request| request.header("authorization") == Some("Bearer canary")), "the control");
+    assert!(
+        sent.iter()
+            .all(|request| request.header("authorization") == Some("Bearer canary")),
+        "the control"
+    );
     // The control: the other one can be used when it is registered.
     register(&server, "other", json!({"url": other.url("http")}));
-    assert_eq!(session.text("call('echo', {'text': 'x'}, 'other')"), "'elsewhere: x'");
+    assert_eq!(
+        session.text("call('echo', {'text': 'x'}, 'other')"),
+        "'elsewhere: x'"
+    );
 }
 
 #[test]
@@ -158,7 +212,11 @@ fn a_server_with_tls_is_used_when_its_authority_is_trusted() {
     fs::write(&authority, signer.pem()).unwrap();
     let start = |trusted: bool| {
         let mut command = program();
-        command.arg("mcp").args(MINIMAL).env_remove("SSL_CERT_FILE").env_remove("SSL_CERT_DIR");
+        command
+            .arg("mcp")
+            .args(MINIMAL)
+            .env_remove("SSL_CERT_FILE")
+            .env_remove("SSL_CERT_DIR");
         if trusted {
             command.env("SSL_CERT_FILE", &authority);
         }
@@ -166,17 +224,24 @@ fn a_server_with_tls_is_used_when_its_authority_is_trusted() {
         server.greet();
         server
     };
-    let params = json!({"server_name": "elsewhere", "server_params": {"url": elsewhere.url("https")}});
+    let params =
+        json!({"server_name": "elsewhere", "server_params": {"url": elsewhere.url("https")}});
     let refused = start(false).call("register_mcp_server", params.clone());
     refused.assert_refused(&["no connection could be made", "certificate"]);
     assert_eq!(elsewhere.heard().len(), 0);
     let server = start(true);
     let registered = server.call("register_mcp_server", params);
     assert!(!registered.is_error(), "{}", registered.text());
-    assert_eq!(with_call(&server).text("call('echo', {'text': 'x'}, 'elsewhere')"), "'elsewhere: x'");
+    assert_eq!(
+        with_call(&server).text("call('echo', {'text': 'x'}, 'elsewhere')"),
+        "'elsewhere: x'"
+    );
     // Not under a name that is not its own.
     let url = format!("https://127.0.0.1:{}/mcp", elsewhere.address.port());
-    let refused = server.call("register_mcp_server", json!({"server_name": "ip", "server_params": {"url": url}}));
+    let refused = server.call(
+        "register_mcp_server",
+        json!({"server_name": "ip", "server_params": {"url": url}}),
+    );
     refused.assert_refused(&["no connection could be made"]);
 }
 
@@ -191,20 +256,40 @@ async fn callers_over_http_may_name_private_hosts_that_the_operator_lists() {
         flags.extend(["--config", file.to_str().unwrap()]);
         let service = Service::without_tokens(&flags);
         let mut client = Raw::connect(service.address).await;
-        let params = json!({"server_name": "mine", "server_params": {"url": elsewhere.url("http")}});
+        let params =
+            json!({"server_name": "mine", "server_params": {"url": elsewhere.url("http")}});
         let registered = client.result("register_mcp_server", params).await;
         let code = "from cellblock_runner import mcptools\nprint(mcptools.call('mine', 'echo', {'text': 'x'}))";
-        let called = client.result("execute_ipython_cell", json!({"code": code, "session_id": "a"})).await;
-        [registered, called].map(|result| result["content"][0]["text"].as_str().unwrap_or_default().to_owned())
+        let called = client
+            .result(
+                "execute_ipython_cell",
+                json!({"code": code, "session_id": "a"}),
+            )
+            .await;
+        [registered, called].map(|result| {
+            result["content"][0]["text"]
+                .as_str()
+                .unwrap_or_default()
+                .to_owned()
+        })
     };
     for setting in ["", "mcp_allowed_hosts: [tools.internal]\n"] {
         let [registered, called] = attempt(setting).await;
-        assert!(registered.contains("only public addresses may be used"), "{registered}");
-        assert!(called.contains("there is no MCP server \"mine\""), "{called}");
+        assert!(
+            registered.contains("only public addresses may be used"),
+            "{registered}"
+        );
+        assert!(
+            called.contains("there is no MCP server \"mine\""),
+            "{called}"
+        );
         assert_eq!(elsewhere.heard().len(), 0);
     }
     let [registered, called] = attempt("mcp_allowed_hosts: [localhost]\n").await;
-    assert!(registered.contains("is registered: 1 tool in mcptools.mine"), "{registered}");
+    assert!(
+        registered.contains("is registered: 1 tool in mcptools.mine"),
+        "{registered}"
+    );
     assert_eq!(called, "elsewhere: x");
     assert_eq!(elsewhere.count("tools/call"), 1);
 }

@@ -20,8 +20,12 @@ use crate::support::server::{Era, MINIMAL, PATIENCE, Server, Session, finished, 
 use crate::support::{npm, skipped};
 
 /// What the servers from the Python index are. The second needs an older generation of the library.
-const PYTHON_SERVERS: [&str; 4] =
-    ["mcp-server-time==2026.10.19", "mcp-server-git==2026.10.19", "mcp-server-fetch==2026.10.24", "mcp==2.3.0"];
+const PYTHON_SERVERS: [&str; 4] = [
+    "mcp-server-time==2026.10.19",
+    "mcp-server-git==2026.10.19",
+    "mcp-server-fetch==2026.10.24",
+    "mcp==2.3.0",
+];
 const OLDER_PYTHON_SERVERS: [&str; 2] = ["mcp-server-sqlite==2025.4.25", "mcp==1.30.0"];
 
 /// Servers have twice the time that they usually have: Node and Python take long to start on a busy machine.
@@ -56,10 +60,20 @@ fn register_and_import(session: &Session<'_>, name: &str, params: Value) {
     let text = session.text(&code);
     let found: BTreeMap<String, Vec<String>> =
         serde_json::from_str(&text).unwrap_or_else(|_| panic!("{name} has no list: {text}"));
-    let found: BTreeMap<&str, &Vec<String>> =
-        tools.iter().map(|tool| (tool["name"].as_str().unwrap(), &found[tool["module"].as_str().unwrap()])).collect();
+    let found: BTreeMap<&str, &Vec<String>> = tools
+        .iter()
+        .map(|tool| {
+            (
+                tool["name"].as_str().unwrap(),
+                &found[tool["module"].as_str().unwrap()],
+            )
+        })
+        .collect();
     let kept = kept_list(name);
-    let expected: BTreeMap<&str, &Vec<String>> = kept.iter().map(|(tool, takes)| (tool.as_str(), takes)).collect();
+    let expected: BTreeMap<&str, &Vec<String>> = kept
+        .iter()
+        .map(|(tool, takes)| (tool.as_str(), takes))
+        .collect();
     assert_eq!(found, expected, "{name}");
 }
 
@@ -68,28 +82,48 @@ fn kept_list(name: &str) -> BTreeMap<String, Vec<String>> {
     let file = Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("typed/tests/real/{name}.json"));
     let tools: Vec<Value> = serde_json::from_str(&fs::read_to_string(file).unwrap()).unwrap();
     let takes = |tool: &Value| {
-        let mut names: Vec<String> =
-            tool["inputSchema"]["properties"].as_object().into_iter().flat_map(|all| all.keys().cloned()).collect();
+        let mut names: Vec<String> = tool["inputSchema"]["properties"]
+            .as_object()
+            .into_iter()
+            .flat_map(|all| all.keys().cloned())
+            .collect();
         names.sort();
         names
     };
-    tools.iter().map(|tool| (tool["name"].as_str().unwrap().to_owned(), takes(tool))).collect()
+    tools
+        .iter()
+        .map(|tool| (tool["name"].as_str().unwrap().to_owned(), takes(tool)))
+        .collect()
 }
 
 #[test]
 fn servers_from_npm_are_imported_whole_and_called() {
-    let Some(folder) = npm::servers() else { return skipped("npm") };
+    let Some(folder) = npm::servers() else {
+        return skipped("npm");
+    };
     let place = tempfile::tempdir().unwrap();
     let path = |name: &str| place.path().join(name).to_str().unwrap().to_owned();
     fs::create_dir(path("files")).unwrap();
     let server = Server::start(MINIMAL);
     let session = server.session();
     let node = |name: &str, args: &[&str], env: Value| node_server(folder, name, args, env);
-    register_and_import(&session, "everything", node("mcp-server-everything", &[], json!({})));
-    register_and_import(&session, "filesystem", node("mcp-server-filesystem", &[&path("files")], json!({})));
+    register_and_import(
+        &session,
+        "everything",
+        node("mcp-server-everything", &[], json!({})),
+    );
+    register_and_import(
+        &session,
+        "filesystem",
+        node("mcp-server-filesystem", &[&path("files")], json!({})),
+    );
     let memory = json!({"MEMORY_FILE_PATH": path("memory.jsonl")});
     register_and_import(&session, "memory", node("mcp-server-memory", &[], memory));
-    register_and_import(&session, "sequential_thinking", node("mcp-server-sequential-thinking", &[], json!({})));
+    register_and_import(
+        &session,
+        "sequential_thinking",
+        node("mcp-server-sequential-thinking", &[], json!({})),
+    );
 
     let everything = "from mcptools.everything import get_sum, get_structured_content, get_tiny_image, get_resource_links, get_annotated_message\n\
                       print(get_sum.run(get_sum.Params(a=2, b=3)))\n\
@@ -100,14 +134,24 @@ fn servers_from_npm_are_imported_whole_and_called() {
                       [type(each).__name__ for each in get_tiny_image.run().content]";
     let said = "The sum of 2 and 3 is 5.\nTrue float str\n['Text', 'Link', 'Link']\n['Text', 'Image', 'Text']";
     assert_eq!(session.text(everything), said);
-    super::raised(&session, "get_structured_content.Params(location='Paris')", "ValidationError");
+    super::raised(
+        &session,
+        "get_structured_content.Params(location='Paris')",
+        "ValidationError",
+    );
     let slow = "from mcptools.everything import trigger_long_running_operation as slow\nprint(slow.run(slow.Params(duration=1, steps=2)))";
     let pending = session.begin(slow, json!({}));
     server.notification(|message| {
         let told = message["params"]["message"].as_str().unwrap_or_default();
-        message["params"]["progressToken"] == pending.id() && told.contains("everything.trigger-long-running-operation")
+        message["params"]["progressToken"] == pending.id()
+            && told.contains("everything.trigger-long-running-operation")
     });
-    assert!(pending.result().text().contains("Long running operation completed"));
+    assert!(
+        pending
+            .result()
+            .text()
+            .contains("Long running operation completed")
+    );
 
     let filesystem = format!(
         "import mcptools\nfrom mcptools.filesystem import write_file, read_text_file, edit_file, list_directory, get_file_info\n\
@@ -122,8 +166,14 @@ fn servers_from_npm_are_imported_whole_and_called() {
         path("files"),
     );
     let said = session.text(&filesystem);
-    assert!(said.starts_with("'zażółć\\njaźń'\n[FILE] note.txt\nAccess denied"), "{said}");
-    assert_eq!(fs::read_to_string(path("files/note.txt")).unwrap(), "zażółć\njaźń");
+    assert!(
+        said.starts_with("'zażółć\\njaźń'\n[FILE] note.txt\nAccess denied"),
+        "{said}"
+    );
+    assert_eq!(
+        fs::read_to_string(path("files/note.txt")).unwrap(),
+        "zażółć\njaźń"
+    );
 
     let memory = "from mcptools.memory import create_entities, create_relations, read_graph\n\
                   create_entities.run(create_entities.Params(entities=[{'name': n, 'entityType': 'animal', 'observations': ['small']} for n in ('cat', 'mouse')]))\n\
@@ -141,7 +191,9 @@ fn servers_from_npm_are_imported_whole_and_called() {
 
 #[test]
 fn servers_of_services_and_browsers_from_npm_are_imported_whole() {
-    let Some(folder) = npm::servers() else { return skipped("npm") };
+    let Some(folder) = npm::servers() else {
+        return skipped("npm");
+    };
     // The service says back what it was sent, as careless ones do.
     let service = Elsewhere::serve(None, |request| {
         let sent = request.header("authorization").unwrap_or_default();
@@ -149,18 +201,28 @@ fn servers_of_services_and_browsers_from_npm_are_imported_whole() {
         answer("401 Unauthorized", &error.to_string())
     });
     let mut command = program();
-    command.arg("mcp").args(MINIMAL).env("NOTION_TOKEN", "ntn_canary4711");
+    command
+        .arg("mcp")
+        .args(MINIMAL)
+        .env("NOTION_TOKEN", "ntn_canary4711");
     let server = Server::spawn(&mut command, Era::Initialize);
     server.greet();
     let session = server.session();
     let node = |name: &str, args: &[&str], env: Value| node_server(folder, name, args, env);
-    let notion =
-        json!({"NOTION_TOKEN": "${NOTION_TOKEN}", "BASE_URL": format!("http://127.0.0.1:{}", service.address.port())});
+    let notion = json!({"NOTION_TOKEN": "${NOTION_TOKEN}", "BASE_URL": format!("http://127.0.0.1:{}", service.address.port())});
     register_and_import(&session, "notion", node("notion-mcp-server", &[], notion));
     register_and_import(&session, "context7", node("context7-mcp", &[], json!({})));
-    register_and_import(&session, "playwright", node("playwright-mcp", &["--headless", "--isolated"], json!({})));
+    register_and_import(
+        &session,
+        "playwright",
+        node("playwright-mcp", &["--headless", "--isolated"], json!({})),
+    );
     let quiet = json!({"CHROME_DEVTOOLS_MCP_NO_UPDATE_CHECKS": "1"});
-    let chrome = node("chrome-devtools-mcp", &["--headless", "--no-usage-statistics"], quiet);
+    let chrome = node(
+        "chrome-devtools-mcp",
+        &["--headless", "--no-usage-statistics"],
+        quiet,
+    );
     register_and_import(&session, "chrome_devtools", chrome);
 
     let code = "import mcptools\n\
@@ -168,9 +230,16 @@ fn servers_of_services_and_browsers_from_npm_are_imported_whole() {
                 except mcptools.ToolError as error: said = str(error)\n\
                 print(said)";
     let said = session.text(code);
-    assert!(said.contains("unauthorized") && said.contains("Bearer [hidden] is not valid"), "{said}");
+    assert!(
+        said.contains("unauthorized") && said.contains("Bearer [hidden] is not valid"),
+        "{said}"
+    );
     let heard = service.heard();
-    assert_eq!(heard[0].header("authorization"), Some("Bearer ntn_canary4711"), "what was filled in was used");
+    assert_eq!(
+        heard[0].header("authorization"),
+        Some("Bearer ntn_canary4711"),
+        "what was filled in was used"
+    );
     assert!(!said.contains("canary"), "{said}");
 }
 
@@ -178,7 +247,9 @@ fn servers_of_services_and_browsers_from_npm_are_imported_whole() {
 fn servers_from_the_python_index_are_imported_whole_and_called() {
     let newer = installed("servers-2026.10.24", &PYTHON_SERVERS);
     let older = installed("servers-2025.4.25", &OLDER_PYTHON_SERVERS);
-    let (Some(newer), Some(older)) = (newer, older) else { return skipped("a package index") };
+    let (Some(newer), Some(older)) = (newer, older) else {
+        return skipped("a package index");
+    };
     let place = tempfile::tempdir().unwrap();
     let path = |name: &str| place.path().join(name).to_str().unwrap().to_owned();
     let repository = repository(&place);
@@ -188,12 +259,24 @@ fn servers_from_the_python_index_are_imported_whole_and_called() {
     });
     let server = Server::start(MINIMAL);
     let session = server.session();
-    register_and_import(&session, "time", python_server(&newer, "mcp-server-time", &["--local-timezone", "UTC"]));
+    register_and_import(
+        &session,
+        "time",
+        python_server(&newer, "mcp-server-time", &["--local-timezone", "UTC"]),
+    );
     let git = python_server(&newer, "mcp-server-git", &["--repository", &repository]);
     register_and_import(&session, "git", git);
-    let fetch = python_server(&newer, "mcp-server-fetch", &["--ignore-robots-txt", "--allow-private-ips"]);
+    let fetch = python_server(
+        &newer,
+        "mcp-server-fetch",
+        &["--ignore-robots-txt", "--allow-private-ips"],
+    );
     register_and_import(&session, "fetch", fetch);
-    let sqlite = python_server(&older, "mcp-server-sqlite", &["--db-path", &path("data.sqlite")]);
+    let sqlite = python_server(
+        &older,
+        "mcp-server-sqlite",
+        &["--db-path", &path("data.sqlite")],
+    );
     register_and_import(&session, "sqlite", sqlite);
 
     let time = "from mcptools.time import convert_time, get_current_time\n\
@@ -227,9 +310,20 @@ fn repository(place: &TempDir) -> String {
     fs::create_dir(&folder).unwrap();
     for arguments in [
         &["init", "--quiet"][..],
-        &["-c", "user.name=a", "-c", "user.email=a@b.c", "commit", "--quiet", "--allow-empty", "-m", "first words"],
+        &[
+            "-c",
+            "user.name=a",
+            "-c",
+            "user.email=a@b.c",
+            "commit",
+            "--quiet",
+            "--allow-empty",
+            "-m",
+            "first words",
+        ],
     ] {
-        let (status, _, errors) = finished(Command::new("git").args(arguments).current_dir(&folder));
+        let (status, _, errors) =
+            finished(Command::new("git").args(arguments).current_dir(&folder));
         assert_eq!(status, Some(0), "{errors}");
     }
     fs::write(folder.join("new.txt"), "").unwrap();
@@ -238,13 +332,22 @@ fn repository(place: &TempDir) -> String {
 
 #[test]
 fn one_server_is_the_same_over_every_transport() {
-    let Some(folder) = npm::servers() else { return skipped("npm") };
-    let (streamable, sse) = (Listening::start(folder, "streamableHttp"), Listening::start(folder, "sse"));
+    let Some(folder) = npm::servers() else {
+        return skipped("npm");
+    };
+    let (streamable, sse) = (
+        Listening::start(folder, "streamableHttp"),
+        Listening::start(folder, "sse"),
+    );
     let server = Server::start(MINIMAL);
     let session = server.session();
     let pipes = node_server(folder, "mcp-server-everything", &["stdio"], json!({}));
     let at = |port: u16, path: &str| json!({"url": format!("http://127.0.0.1:{port}/{path}")});
-    for (name, params) in [("pipes", pipes), ("web", at(streamable.port, "mcp")), ("events", at(sse.port, "sse"))] {
+    for (name, params) in [
+        ("pipes", pipes),
+        ("web", at(streamable.port, "mcp")),
+        ("events", at(sse.port, "sse")),
+    ] {
         register(&server, name, params);
         let code = format!(
             "from mcptools.{name} import echo, get_sum, get_tiny_image\nimport asyncio\n\
@@ -254,14 +357,22 @@ fn one_server_is_the_same_over_every_transport() {
         );
         assert_eq!(session.text(&code), "Echo: żółw True\nTrue", "{name}");
     }
-    assert!(server.call("list_mcp_servers", json!({})).text().contains("web (http), connected"));
+    assert!(
+        server
+            .call("list_mcp_servers", json!({}))
+            .text()
+            .contains("web (http), connected")
+    );
     // A server that is started anew has forgotten its sessions, and listens elsewhere.
     drop(streamable);
     let lost = "from mcptools.web import echo\necho.run(echo.Params(message='x'))";
     super::raised(&session, lost, "ToolCallError");
     let again = Listening::start(folder, "streamableHttp");
     register(&server, "web", at(again.port, "mcp"));
-    assert_eq!(session.text("from mcptools.web import echo\nprint(echo.run(echo.Params(message='x')))"), "Echo: x");
+    assert_eq!(
+        session.text("from mcptools.web import echo\nprint(echo.run(echo.Params(message='x')))"),
+        "Echo: x"
+    );
 }
 
 /// A server of npm that listens at a port of its own choice.
@@ -273,17 +384,29 @@ struct Listening {
 impl Listening {
     fn start(folder: &Path, transport: &str) -> Listening {
         let mut command = npm::node(folder);
-        command.arg(folder.join("node_modules/.bin/mcp-server-everything")).arg(transport).env("PORT", "0");
-        let mut child = command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().expect("Node can be run");
+        command
+            .arg(folder.join("node_modules/.bin/mcp-server-everything"))
+            .arg(transport)
+            .env("PORT", "0");
+        let mut child = command
+            .stdout(Stdio::null())
+            .stderr(Stdio::piped())
+            .spawn()
+            .expect("Node can be run");
         let errors = BufReader::new(child.stderr.take().expect("it is a pipe"));
         let (sender, told) = sync_channel(1);
         std::thread::spawn(move || {
             // Reads on to the end, so that the server never waits for us.
-            for line in errors.lines().map_while(Result::ok).filter(|line| line.contains(" on port ")) {
+            for line in errors
+                .lines()
+                .map_while(Result::ok)
+                .filter(|line| line.contains(" on port "))
+            {
                 let _ = sender.try_send(line);
             }
         });
-        told.recv_timeout(PATIENCE).expect("the server says that it listens");
+        told.recv_timeout(PATIENCE)
+            .expect("the server says that it listens");
         // It says the port that it was given, which is none.
         let port = listening_port(child.id()).expect("it listens");
         Listening { child, port }
@@ -300,25 +423,41 @@ impl Drop for Listening {
 /// Finds the port at which a process listens, in what the kernel tells of its sockets.
 fn listening_port(process: u32) -> Option<u16> {
     let links = fs::read_dir(format!("/proc/{process}/fd")).ok()?.flatten();
-    let sockets: Vec<PathBuf> = links.filter_map(|link| fs::read_link(link.path()).ok()).collect();
-    let is_its = |inode: &str| sockets.iter().any(|socket| socket.to_str() == Some(&format!("socket:[{inode}]")));
-    let tables =
-        ["tcp", "tcp6"].map(|table| fs::read_to_string(format!("/proc/{process}/net/{table}")).unwrap_or_default());
+    let sockets: Vec<PathBuf> = links
+        .filter_map(|link| fs::read_link(link.path()).ok())
+        .collect();
+    let is_its = |inode: &str| {
+        sockets
+            .iter()
+            .any(|socket| socket.to_str() == Some(&format!("socket:[{inode}]")))
+    };
+    let tables = ["tcp", "tcp6"].map(|table| {
+        fs::read_to_string(format!("/proc/{process}/net/{table}")).unwrap_or_default()
+    });
     // Local address, state and inode are the second, fourth and tenth column; 0A is a socket that listens.
-    tables.iter().flat_map(|table| table.lines()).find_map(|line| {
-        let columns: Vec<&str> = line.split_whitespace().collect();
-        let listens = columns.get(3) == Some(&"0A") && columns.get(9).is_some_and(|inode| is_its(inode));
-        let (_, port) = columns.get(1).filter(|_| listens)?.rsplit_once(':')?;
-        u16::from_str_radix(port, 16).ok()
-    })
+    tables
+        .iter()
+        .flat_map(|table| table.lines())
+        .find_map(|line| {
+            let columns: Vec<&str> = line.split_whitespace().collect();
+            let listens =
+                columns.get(3) == Some(&"0A") && columns.get(9).is_some_and(|inode| is_its(inode));
+            let (_, port) = columns.get(1).filter(|_| listens)?.rsplit_once(':')?;
+            u16::from_str_radix(port, 16).ok()
+        })
 }
 
 #[test]
 fn a_person_decides_about_a_call_of_a_real_server() {
-    let Some(folder) = npm::servers() else { return skipped("npm") };
+    let Some(folder) = npm::servers() else {
+        return skipped("npm");
+    };
     let place = tempfile::tempdir().unwrap();
     let mut command = program();
-    command.arg("mcp").args(MINIMAL).args(["--approve-tools", "ask"]);
+    command
+        .arg("mcp")
+        .args(MINIMAL)
+        .args(["--approve-tools", "ask"]);
     let server = Server::spawn(&mut command, Era::Initialize);
     let client = json!({"name": "tests", "version": "1"});
     let capabilities = json!({"elicitation": {}});
@@ -330,8 +469,17 @@ fn a_person_decides_about_a_call_of_a_real_server() {
     let call = |tool: &str, arguments: Value| {
         server.begin_request("tools/call", json!({"name": tool, "arguments": arguments}))
     };
-    let params = node_server(folder, "mcp-server-filesystem", &[place.path().to_str().unwrap()], json!({}));
-    let registered = call("register_mcp_server", json!({"server_name": "files", "server_params": params})).answer();
+    let params = node_server(
+        folder,
+        "mcp-server-filesystem",
+        &[place.path().to_str().unwrap()],
+        json!({}),
+    );
+    let registered = call(
+        "register_mcp_server",
+        json!({"server_name": "files", "server_params": params}),
+    )
+    .answer();
     assert_ne!(registered["result"]["isError"], true, "{registered}");
     let write = |name: &str, form: usize, decided: Value| {
         let path = place.path().join(name);
@@ -343,15 +491,39 @@ fn a_person_decides_about_a_call_of_a_real_server() {
         let pending = call("execute_ipython_cell", json!({"code": code}));
         let asked = server.notification(|message| {
             message["method"] == "elicitation/create"
-                && message["params"]["message"].as_str().is_some_and(|text| text.contains(name))
+                && message["params"]["message"]
+                    .as_str()
+                    .is_some_and(|text| text.contains(name))
         });
-        assert!(!path.exists() && !pending.is_answered(), "nothing happens before the answer to form {form}");
-        server.send_line(&json!({"jsonrpc": "2.0", "id": asked["id"], "result": decided}).to_string());
-        let answered = pending.answer()["result"]["content"][0]["text"].as_str().unwrap_or_default().to_owned();
-        (asked["params"]["message"].as_str().unwrap_or_default().to_owned(), answered, fs::read_to_string(path).ok())
+        assert!(
+            !path.exists() && !pending.is_answered(),
+            "nothing happens before the answer to form {form}"
+        );
+        server.send_line(
+            &json!({"jsonrpc": "2.0", "id": asked["id"], "result": decided}).to_string(),
+        );
+        let answered = pending.answer()["result"]["content"][0]["text"]
+            .as_str()
+            .unwrap_or_default()
+            .to_owned();
+        (
+            asked["params"]["message"]
+                .as_str()
+                .unwrap_or_default()
+                .to_owned(),
+            answered,
+            fs::read_to_string(path).ok(),
+        )
     };
-    let (form, said, written) = write("yes.txt", 1, json!({"action": "accept", "content": {"decision": "once"}}));
-    assert!(form.contains("files.write_file(") && form.contains("approve_tools: ask"), "{form}");
+    let (form, said, written) = write(
+        "yes.txt",
+        1,
+        json!({"action": "accept", "content": {"decision": "once"}}),
+    );
+    assert!(
+        form.contains("files.write_file(") && form.contains("approve_tools: ask"),
+        "{form}"
+    );
     assert_eq!(written.as_deref(), Some("written"), "{said}");
     let (_, said, written) = write("no.txt", 2, json!({"action": "decline"}));
     assert!(said.starts_with("denied:") && written.is_none(), "{said}");

@@ -25,7 +25,12 @@ fn main() -> Result<(), Box<dyn Error>> {
     let tools: Vec<ToolSchema> = listed.iter().map(tool).collect();
     let begun = Instant::now();
     let package = generate(&ServerName::new(name)?, &tools)?;
-    eprintln!("{name}: {} of {} tools in {:?}", package.tools.len(), tools.len(), begun.elapsed());
+    eprintln!(
+        "{name}: {} of {} tools in {:?}",
+        package.tools.len(),
+        tools.len(),
+        begun.elapsed()
+    );
     for file in package.files.iter().chain([&index(&[&package])]) {
         let path = Path::new(folder).join(&file.path);
         std::fs::create_dir_all(path.parent().expect("it is in a folder"))?;

@@ -10,7 +10,9 @@ use serde_json::Value;
 use crate::layout::Code;
 use crate::literal;
 use crate::name::{self, Names};
-use crate::shape::{Bounds, Format, Lengths, Member, Others, Record, Schema, Shape, TextRules, union};
+use crate::shape::{
+    Bounds, Format, Lengths, Member, Others, Record, Schema, Shape, TextRules, union,
+};
 
 /// A choice that is longer than this on one line gets a name.
 const LONGEST_INLINE_CHOICE: usize = 60;
@@ -32,7 +34,10 @@ pub(crate) struct Class {
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) enum Body {
     /// A model with fields. `extra` is Pydantic's word for how it takes members that it does not know.
-    Fields { fields: Vec<Field>, extra: &'static str },
+    Fields {
+        fields: Vec<Field>,
+        extra: &'static str,
+    },
     /// A model that is one value.
     Root(Code),
 }
@@ -87,37 +92,58 @@ pub(crate) enum ResultKind {
 impl Plan {
     pub(crate) fn new() -> Plan {
         let used = name::USED_NAMES.iter().map(|name| (*name).to_owned());
-        Plan { names: Names::without(used), ..Plan::default() }
+        Plan {
+            names: Names::without(used),
+            ..Plan::default()
+        }
     }
 
     /// Plans `Params`, which is always a class.
-    pub(crate) fn add_params(&mut self, schema: &Schema, others_of_a_map: Others, description: String) {
+    pub(crate) fn add_params(
+        &mut self,
+        schema: &Schema,
+        others_of_a_map: Others,
+        description: String,
+    ) {
         let mut planner = Planner::new(self, schema, Direction::In);
         let body = match schema.meant(schema.root()) {
             Shape::Record(record) => planner.fields(record, "Params"),
-            Shape::Map { .. } | Shape::Any | Shape::Null => {
-                Body::Fields { fields: Vec::new(), extra: Direction::In.extra(others_of_a_map) }
-            }
+            Shape::Map { .. } | Shape::Any | Shape::Null => Body::Fields {
+                fields: Vec::new(),
+                extra: Direction::In.extra(others_of_a_map),
+            },
             shape => {
                 planner.root_is_a_class = false;
                 Body::Root(planner.kind(shape, "Params"))
             }
         };
-        let class = Class { name: "Params".to_owned(), description: Some(description), body };
+        let class = Class {
+            name: "Params".to_owned(),
+            description: Some(description),
+            body,
+        };
         let late = std::mem::take(&mut planner.late);
         let is_root = matches!(class.body, Body::Root(_));
-        self.uses.insert(if is_root { "RootModel" } else { "Model" });
+        self.uses
+            .insert(if is_root { "RootModel" } else { "Model" });
         self.finish(Item::Class(class), late, is_root);
     }
 
     /// Plans `Result`: a class for an object, otherwise another name for what it is. With `member`, it is that member of the object.
-    pub(crate) fn add_result(&mut self, schema: &Schema, member: Option<&str>, description: String) -> ResultKind {
+    pub(crate) fn add_result(
+        &mut self,
+        schema: &Schema,
+        member: Option<&str>,
+        description: String,
+    ) -> ResultKind {
         let mut planner = Planner::new(self, schema, Direction::Out);
         let root = schema.meant(schema.root());
         let inner = match (root, member) {
-            (Shape::Record(record), Some(name)) => {
-                record.members.iter().find(|member| member.name == name).map_or(root, |member| &member.shape)
-            }
+            (Shape::Record(record), Some(name)) => record
+                .members
+                .iter()
+                .find(|member| member.name == name)
+                .map_or(root, |member| &member.shape),
             _ => root,
         };
         planner.root_is_a_class = matches!(inner, Shape::Record(_)) && std::ptr::eq(root, inner);
@@ -125,9 +151,16 @@ impl Plan {
             Shape::Record(record) => {
                 let description = Some(record.description.clone().unwrap_or(description));
                 let body = planner.fields(record, "Result");
-                Item::Class(Class { name: "Result".to_owned(), description, body })
+                Item::Class(Class {
+                    name: "Result".to_owned(),
+                    description,
+                    body,
+                })
             }
-            shape => Item::Alias { name: "Result".to_owned(), code: planner.kind(shape, "Result") },
+            shape => Item::Alias {
+                name: "Result".to_owned(),
+                code: planner.kind(shape, "Result"),
+            },
         };
         let late = std::mem::take(&mut planner.late);
         let is_class = matches!(item, Item::Class(_));
@@ -135,7 +168,11 @@ impl Plan {
             self.uses.insert("Model");
         }
         self.finish(item, late, !is_class);
-        if is_class { ResultKind::Class } else { ResultKind::Alias }
+        if is_class {
+            ResultKind::Class
+        } else {
+            ResultKind::Alias
+        }
     }
 
     /// Puts the last item behind the others. One that is evaluated where it stands comes after everything that it may use.
@@ -184,7 +221,15 @@ struct Planner<'p> {
 impl<'p> Planner<'p> {
     fn new(plan: &'p mut Plan, schema: &'p Schema, direction: Direction) -> Planner<'p> {
         let progress = vec![Progress::Untouched; schema.definitions.len()];
-        Planner { plan, schema, direction, progress, root_is_a_class: true, late: Vec::new(), used_unfinished: false }
+        Planner {
+            plan,
+            schema,
+            direction,
+            progress,
+            root_is_a_class: true,
+            late: Vec::new(),
+            used_unfinished: false,
+        }
     }
 
     fn uses(&mut self, name: &'static str) -> &'static str {
@@ -207,7 +252,10 @@ impl<'p> Planner<'p> {
                 self.restricted(Code::subscript("list", vec![items]), lengths(allowed))
             }
             Shape::Tuple(items) => {
-                let items = items.iter().map(|item| self.kind(item, &format!("{hint}Item"))).collect();
+                let items = items
+                    .iter()
+                    .map(|item| self.kind(item, &format!("{hint}Item")))
+                    .collect();
                 Code::subscript("tuple", items)
             }
             Shape::Map { keys, values } => {
@@ -226,7 +274,10 @@ impl<'p> Planner<'p> {
             return kind;
         }
         self.uses("Field");
-        Code::subscript(self.uses("Annotated"), vec![kind, Code::call("Field", rules)])
+        Code::subscript(
+            self.uses("Annotated"),
+            vec![kind, Code::call("Field", rules)],
+        )
     }
 
     fn text(&mut self, rules: &TextRules) -> Code {
@@ -253,7 +304,10 @@ impl<'p> Planner<'p> {
             metadata.push(Code::call(self.uses("Field"), lengths));
         }
         if let Some(pattern) = &rules.pattern {
-            metadata.push(Code::call(self.uses("Pattern"), vec![Code::text(literal::string(pattern))]));
+            metadata.push(Code::call(
+                self.uses("Pattern"),
+                vec![Code::text(literal::string(pattern))],
+            ));
         }
         if metadata.is_empty() {
             return kind;
@@ -269,9 +323,16 @@ impl<'p> Planner<'p> {
             _ => true,
         };
         let code = if values.iter().all(is_literal) {
-            Code::subscript(self.uses("Literal"), values.iter().map(literal::value).collect())
+            Code::subscript(
+                self.uses("Literal"),
+                values.iter().map(literal::value).collect(),
+            )
         } else {
-            let kind = if values.iter().all(Value::is_number) { "float" } else { self.uses("Any") };
+            let kind = if values.iter().all(Value::is_number) {
+                "float"
+            } else {
+                self.uses("Any")
+            };
             let values = Code::list("[", values.iter().map(literal::value).collect(), "]");
             let one_of = Code::call(self.uses("OneOf"), vec![values]);
             Code::subscript(self.uses("Annotated"), vec![Code::text(kind), one_of])
@@ -285,14 +346,21 @@ impl<'p> Planner<'p> {
         }
         let name = self.take_name(hint);
         self.plan.known.insert(key, name.clone());
-        self.plan.items.push(Item::Alias { name: name.clone(), code });
+        self.plan.items.push(Item::Alias {
+            name: name.clone(),
+            code,
+        });
         Code::text(name)
     }
 
     fn union(&mut self, members: &[Shape], hint: &str) -> Code {
         let discriminator = discriminator(self.schema, members);
-        let (nulls, others): (Vec<&Shape>, Vec<&Shape>) = members.iter().partition(|member| **member == Shape::Null);
-        let kinds: Vec<Code> = others.iter().map(|member| self.kind(member, &branch_hint(member, hint))).collect();
+        let (nulls, others): (Vec<&Shape>, Vec<&Shape>) =
+            members.iter().partition(|member| **member == Shape::Null);
+        let kinds: Vec<Code> = others
+            .iter()
+            .map(|member| self.kind(member, &branch_hint(member, hint)))
+            .collect();
         let mut distinct: Vec<Code> = Vec::new();
         for kind in kinds {
             if !distinct.contains(&kind) {
@@ -303,12 +371,19 @@ impl<'p> Planner<'p> {
             (Some(name), 2..) => {
                 self.uses("Field");
                 let key = Code::after("discriminator=", Code::text(literal::string(name)));
-                Code::subscript(self.uses("Annotated"), vec![Code::Union(distinct), Code::call("Field", vec![key])])
+                Code::subscript(
+                    self.uses("Annotated"),
+                    vec![Code::Union(distinct), Code::call("Field", vec![key])],
+                )
             }
             (_, 1) => distinct.swap_remove(0),
             _ => Code::Union(distinct),
         };
-        if nulls.is_empty() { code } else { either(code, Code::text("None")) }
+        if nulls.is_empty() {
+            code
+        } else {
+            either(code, Code::text("None"))
+        }
     }
 
     fn definition(&mut self, place: usize) -> Code {
@@ -338,7 +413,11 @@ impl<'p> Planner<'p> {
             return Code::text(self.uses("Any"));
         }
         self.used_unfinished = true;
-        Code::text(if self.direction == Direction::In { "Params" } else { "Result" })
+        Code::text(if self.direction == Direction::In {
+            "Params"
+        } else {
+            "Result"
+        })
     }
 
     fn plan_definition(&mut self, place: usize) -> Code {
@@ -357,7 +436,10 @@ impl<'p> Planner<'p> {
             return code;
         }
         let name = self.take_name(&definition.name);
-        let alias = Item::Alias { name: name.clone(), code };
+        let alias = Item::Alias {
+            name: name.clone(),
+            code,
+        };
         if is_late {
             self.late.push(alias)
         } else {
@@ -381,7 +463,11 @@ impl<'p> Planner<'p> {
     fn add_class(&mut self, record: &Record, name: String) -> String {
         self.uses("Model");
         let body = self.fields(record, &name);
-        let class = Class { name: name.clone(), description: record.description.clone(), body };
+        let class = Class {
+            name: name.clone(),
+            description: record.description.clone(),
+            body,
+        };
         self.plan.items.push(Item::Class(class));
         name
     }
@@ -391,7 +477,11 @@ impl<'p> Planner<'p> {
         let is_unfit = name::USED_NAMES.contains(&name.as_str()) || name::is_builtin(&name);
         let name = if is_unfit { name + "Model" } else { name };
         let is_like_an_input = self.direction == Direction::Out && self.plan.names.holds(&name);
-        let name = if is_like_an_input && !name.starts_with("Result") { format!("Result{name}") } else { name };
+        let name = if is_like_an_input && !name.starts_with("Result") {
+            format!("Result{name}")
+        } else {
+            name
+        };
         self.plan.names.take_class(&name)
     }
 
@@ -402,8 +492,15 @@ impl<'p> Planner<'p> {
             _ if name::class(&member.name).len() < 4 => format!("{class}_{}", member.name),
             _ => member.name.clone(),
         };
-        let fields = record.members.iter().map(|member| self.field(member, &hint(member))).collect();
-        Body::Fields { fields, extra: self.direction.extra(record.others) }
+        let fields = record
+            .members
+            .iter()
+            .map(|member| self.field(member, &hint(member)))
+            .collect();
+        Body::Fields {
+            fields,
+            extra: self.direction.extra(record.others),
+        }
     }
 
     fn field(&mut self, member: &Member, hint: &str) -> Field {
@@ -417,10 +514,14 @@ impl<'p> Planner<'p> {
         };
         let mut description = member.description.clone();
         if let Some(value) = unspoken_default(member, default.as_ref()) {
-            let text = description.map_or_else(String::new, |text| text.trim_end().to_owned() + "\n\n");
+            let text =
+                description.map_or_else(String::new, |text| text.trim_end().to_owned() + "\n\n");
             description = Some(format!("{text}Default: `{value}`"));
         }
-        let title = member.title.clone().filter(|title| !only_repeats(title, &member.name));
+        let title = member
+            .title
+            .clone()
+            .filter(|title| !only_repeats(title, &member.name));
         Field {
             original: member.name.clone(),
             kind,
@@ -436,11 +537,16 @@ impl<'p> Planner<'p> {
     fn required(&mut self, member: &Member, hint: &str) -> (Code, Option<Preset>) {
         let kind = self.kind(&member.shape, hint);
         let fits = |value: &&Value| {
-            !value.is_null() && self.schema.accepts(&member.shape, value) && self.schema.is_plain(&member.shape, value)
+            !value.is_null()
+                && self.schema.accepts(&member.shape, value)
+                && self.schema.is_plain(&member.shape, value)
         };
         match member.default.as_ref().filter(fits) {
             Some(value) if self.direction == Direction::In => {
-                let kind = Code::subscript(self.uses("Annotated"), vec![kind, Code::text(self.uses("Sent"))]);
+                let kind = Code::subscript(
+                    self.uses("Annotated"),
+                    vec![kind, Code::text(self.uses("Sent"))],
+                );
                 (kind, Some(Preset::Value(literal::value(value))))
             }
             _ => (kind, None),
@@ -452,7 +558,11 @@ impl<'p> Planner<'p> {
         if self.schema.meant(shape) == &Shape::Any {
             return self.kind(shape, hint);
         }
-        let null = if self.schema.admits_null(shape) { self.uses("Null") } else { "None" };
+        let null = if self.schema.admits_null(shape) {
+            self.uses("Null")
+        } else {
+            "None"
+        };
         match without_null(shape) {
             Some(shape) => either(self.kind(&shape, hint), Code::text(null)),
             None => Code::text(null),
@@ -461,7 +571,11 @@ impl<'p> Planner<'p> {
 
     fn preset(&mut self, member: &Member, kind: &Code) -> Preset {
         let nothing = Preset::Value(Code::text("None"));
-        let Some(value) = member.default.as_ref().filter(|value| self.schema.accepts(&member.shape, value)) else {
+        let Some(value) = member
+            .default
+            .as_ref()
+            .filter(|value| self.schema.accepts(&member.shape, value))
+        else {
             return nothing;
         };
         if self.schema.is_plain(&member.shape, value) {
@@ -470,7 +584,10 @@ impl<'p> Planner<'p> {
         // The class is the first word of the annotation, before ` | None`.
         match (self.schema.meant(&member.shape), kind) {
             (Shape::Record(_), Code::Union(kinds)) => {
-                let make = Code::call(&format!("{}.model_validate", kinds[0].flat()), vec![literal::value(value)]);
+                let make = Code::call(
+                    &format!("{}.model_validate", kinds[0].flat()),
+                    vec![literal::value(value)],
+                );
                 Preset::Made(Code::after("lambda: ", make))
             }
             _ => nothing,
@@ -488,7 +605,10 @@ fn unspoken_default<'a>(member: &'a Member, preset: Option<&Preset>) -> Option<&
 /// Tells whether a title is the name again, as generators of schemas write it.
 fn only_repeats(title: &str, name: &str) -> bool {
     let letters = |text: &str| {
-        text.chars().filter(|letter| letter.is_alphanumeric()).flat_map(char::to_lowercase).collect::<String>()
+        text.chars()
+            .filter(|letter| letter.is_alphanumeric())
+            .flat_map(char::to_lowercase)
+            .collect::<String>()
     };
     letters(title) == letters(name)
 }
@@ -511,7 +631,11 @@ fn without_null(shape: &Shape) -> Option<Shape> {
     match shape {
         Shape::Null => None,
         Shape::Choice(values) => {
-            let rest: Vec<Value> = values.iter().filter(|value| !value.is_null()).cloned().collect();
+            let rest: Vec<Value> = values
+                .iter()
+                .filter(|value| !value.is_null())
+                .cloned()
+                .collect();
             (!rest.is_empty()).then_some(Shape::Choice(rest))
         }
         Shape::Union(members) => {
@@ -527,24 +651,37 @@ fn is_named(item: &Item, code: &Code) -> bool {
 }
 
 fn limits(bounds: &Bounds) -> Vec<Code> {
-    bounds.limits.iter().map(|(word, limit)| Code::after(format!("{word}="), literal::value(limit))).collect()
+    bounds
+        .limits
+        .iter()
+        .map(|(word, limit)| Code::after(format!("{word}="), literal::value(limit)))
+        .collect()
 }
 
 fn lengths(lengths: &Lengths) -> Vec<Code> {
-    let limit = |word: &str, limit: Option<u64>| limit.map(|limit| Code::text(format!("{word}={limit}")));
-    limit("min_length", lengths.least).into_iter().chain(limit("max_length", lengths.most)).collect()
+    let limit =
+        |word: &str, limit: Option<u64>| limit.map(|limit| Code::text(format!("{word}={limit}")));
+    limit("min_length", lengths.least)
+        .into_iter()
+        .chain(limit("max_length", lengths.most))
+        .collect()
 }
 
 /// What a class for one of several objects is called: after what tells it apart, if something does.
 fn branch_hint(shape: &Shape, hint: &str) -> String {
-    let Shape::Record(record) = shape else { return hint.to_owned() };
-    let constant = record.members.iter().find_map(|member| match &member.shape {
-        Shape::Choice(values) if member.is_required => match values.as_slice() {
-            [Value::String(text)] if text.is_ascii() && text.len() <= 40 => Some(text.clone()),
+    let Shape::Record(record) = shape else {
+        return hint.to_owned();
+    };
+    let constant = record
+        .members
+        .iter()
+        .find_map(|member| match &member.shape {
+            Shape::Choice(values) if member.is_required => match values.as_slice() {
+                [Value::String(text)] if text.is_ascii() && text.len() <= 40 => Some(text.clone()),
+                _ => None,
+            },
             _ => None,
-        },
-        _ => None,
-    });
+        });
     match (constant, &record.title) {
         (Some(constant), _) => format!("{hint}_{constant}"),
         (None, Some(title)) => title.clone(),
@@ -567,20 +704,29 @@ fn discriminator<'a>(schema: &'a Schema, members: &'a [Shape]) -> Option<&'a str
     let tells_apart = |name: &str| {
         let mut seen: Vec<&Value> = Vec::new();
         name::is_plain_field(name)
-            && records.iter().all(|record| match texts_of(schema, record, name) {
-                Some(values) if !values.iter().any(|value| seen.contains(&value)) => {
-                    seen.extend(values);
-                    true
-                }
-                _ => false,
-            })
+            && records
+                .iter()
+                .all(|record| match texts_of(schema, record, name) {
+                    Some(values) if !values.iter().any(|value| seen.contains(&value)) => {
+                        seen.extend(values);
+                        true
+                    }
+                    _ => false,
+                })
     };
-    first.members.iter().map(|member| member.name.as_str()).find(|name| tells_apart(name))
+    first
+        .members
+        .iter()
+        .map(|member| member.name.as_str())
+        .find(|name| tells_apart(name))
 }
 
 /// The texts that a required member may be, when it is a choice of texts.
 fn texts_of<'a>(schema: &'a Schema, record: &'a Record, name: &str) -> Option<&'a [Value]> {
-    let member = record.members.iter().find(|member| member.name == name && member.is_required)?;
+    let member = record
+        .members
+        .iter()
+        .find(|member| member.name == name && member.is_required)?;
     match schema.meant(&member.shape) {
         Shape::Choice(values) if values.iter().all(Value::is_string) => Some(values),
         _ => None,

@@ -78,20 +78,33 @@ impl Package {
     /// Returns what is left when only these tools may be known, by the names that the server knows. `None` when nothing is.
     pub fn only(&self, is_known: impl Fn(&str) -> bool) -> Option<Package> {
         let (index, modules) = self.files.split_first()?;
-        let kept = self.tools.iter().zip(modules).filter(|(tool, _)| is_known(&tool.original));
-        let (tools, modules): (Vec<GeneratedTool>, Vec<GeneratedFile>) =
-            kept.map(|(tool, file)| (tool.clone(), file.clone())).unzip();
+        let kept = self
+            .tools
+            .iter()
+            .zip(modules)
+            .filter(|(tool, _)| is_known(&tool.original));
+        let (tools, modules): (Vec<GeneratedTool>, Vec<GeneratedFile>) = kept
+            .map(|(tool, file)| (tool.clone(), file.clone()))
+            .unzip();
         if tools.is_empty() {
             return None;
         }
-        let index = GeneratedFile { path: index.path.clone(), text: server_index(&self.server, &tools) };
+        let index = GeneratedFile {
+            path: index.path.clone(),
+            text: server_index(&self.server, &tools),
+        };
         let files = std::iter::once(index).chain(modules).collect();
         let named = |note: &&Note| {
             let (Note::LeftOut { tool, .. } | Note::Untyped { tool, .. }) = note;
             is_known(tool)
         };
         let notes = self.notes.iter().filter(named).cloned().collect();
-        Some(Package { server: self.server.clone(), files, tools, notes })
+        Some(Package {
+            server: self.server.clone(),
+            files,
+            tools,
+            notes,
+        })
     }
 }
 
@@ -137,7 +150,9 @@ pub enum LeftOut {
 impl fmt::Display for Note {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Note::LeftOut { tool, why } => write!(formatter, "the tool {tool:?} is left out: {why}"),
+            Note::LeftOut { tool, why } => {
+                write!(formatter, "the tool {tool:?} is left out: {why}")
+            }
             Note::Untyped { tool, why } => {
                 write!(
                     formatter,
@@ -177,40 +192,82 @@ pub fn generate(server: &ServerName, tools: &[ToolSchema]) -> Result<Package, Ge
             Ok(text) => {
                 let path = format!("mcptools/{}/{python}.py", server.python());
                 let summary = literal::summary(description(tool), 200);
-                let tool = GeneratedTool { original: tool.name.clone(), python: python.clone(), summary };
+                let tool = GeneratedTool {
+                    original: tool.name.clone(),
+                    python: python.clone(),
+                    summary,
+                };
                 made.push((tool, GeneratedFile { path, text }));
             }
-            Err(cause) => notes.push(Note::LeftOut { tool: tool.name.clone(), why: LeftOut::Schema(cause) }),
+            Err(cause) => notes.push(Note::LeftOut {
+                tool: tool.name.clone(),
+                why: LeftOut::Schema(cause),
+            }),
         }
     }
     made.sort_by(|(first, _), (second, _)| first.python.cmp(&second.python));
     let (tools, mut files): (Vec<GeneratedTool>, Vec<GeneratedFile>) = made.into_iter().unzip();
     let text = server_index(server, &tools);
-    files.insert(0, GeneratedFile { path: format!("mcptools/{}/__init__.py", server.python()), text });
-    Ok(Package { server: server.clone(), files, tools, notes })
+    files.insert(
+        0,
+        GeneratedFile {
+            path: format!("mcptools/{}/__init__.py", server.python()),
+            text,
+        },
+    );
+    Ok(Package {
+        server: server.clone(),
+        files,
+        tools,
+        notes,
+    })
 }
 
 fn server_index(server: &ServerName, tools: &[GeneratedTool]) -> String {
-    let entries: Vec<Entry<'_>> =
-        tools.iter().map(|tool| Entry { name: &tool.python, description: &tool.summary }).collect();
+    let entries: Vec<Entry<'_>> = tools
+        .iter()
+        .map(|tool| Entry {
+            name: &tool.python,
+            description: &tool.summary,
+        })
+        .collect();
     package::server(server.as_str(), server.python(), &entries)
 }
 
 /// Makes the index of all servers, `mcptools/__init__.py`.
 pub fn index(packages: &[&Package]) -> GeneratedFile {
     let described = packages.iter().map(|package| {
-        let names: Vec<&str> = package.tools.iter().map(|tool| tool.python.as_str()).collect();
-        let count = if names.len() == 1 { "1 tool".to_owned() } else { format!("{} tools", names.len()) };
-        (package.server.python(), format!("{count}: {}", names.join(", ")))
+        let names: Vec<&str> = package
+            .tools
+            .iter()
+            .map(|tool| tool.python.as_str())
+            .collect();
+        let count = if names.len() == 1 {
+            "1 tool".to_owned()
+        } else {
+            format!("{} tools", names.len())
+        };
+        (
+            package.server.python(),
+            format!("{count}: {}", names.join(", ")),
+        )
     });
     let mut described: Vec<(&str, String)> = described.collect();
     described.sort();
-    let entries: Vec<Entry<'_>> = described.iter().map(|(name, description)| Entry { name, description }).collect();
-    GeneratedFile { path: "mcptools/__init__.py".to_owned(), text: package::index(&entries) }
+    let entries: Vec<Entry<'_>> = described
+        .iter()
+        .map(|(name, description)| Entry { name, description })
+        .collect();
+    GeneratedFile {
+        path: "mcptools/__init__.py".to_owned(),
+        text: package::index(&entries),
+    }
 }
 
 fn size(tool: &ToolSchema) -> usize {
-    let schemas = std::iter::once(&tool.input).chain(&tool.output).map(|schema| schema.to_string().len());
+    let schemas = std::iter::once(&tool.input)
+        .chain(&tool.output)
+        .map(|schema| schema.to_string().len());
     tool.name.len() + description(tool).len() + schemas.sum::<usize>()
 }
 
@@ -228,13 +285,19 @@ fn usable<'a>(tools: &'a [ToolSchema], notes: &mut Vec<Note>) -> Vec<&'a ToolSch
                 continue;
             }
         };
-        notes.push(Note::LeftOut { tool: tool.name.clone(), why });
+        notes.push(Note::LeftOut {
+            tool: tool.name.clone(),
+            why,
+        });
     }
     usable
 }
 
 fn description(tool: &ToolSchema) -> &str {
-    tool.description.as_deref().or(tool.title.as_deref()).unwrap_or_default()
+    tool.description
+        .as_deref()
+        .or(tool.title.as_deref())
+        .unwrap_or_default()
 }
 
 fn tool_module(
@@ -245,18 +308,32 @@ fn tool_module(
 ) -> Result<String, SchemaError> {
     let mut plan = Plan::new();
     let input = schema::read(&tool.input, "Params")?;
-    plan.add_params(&input, others_at_the_top(&tool.input), format!("Arguments of `{}`.", tool.name));
-    let output = tool.output.as_ref().map(|output| schema::read(output, "Result"));
+    plan.add_params(
+        &input,
+        others_at_the_top(&tool.input),
+        format!("Arguments of `{}`.", tool.name),
+    );
+    let output = tool
+        .output
+        .as_ref()
+        .map(|output| schema::read(output, "Result"));
     let output = match output.transpose() {
         Ok(output) => output,
         Err(why) => {
-            notes.push(Note::Untyped { tool: tool.name.clone(), why });
+            notes.push(Note::Untyped {
+                tool: tool.name.clone(),
+                why,
+            });
             None
         }
     };
     let is_wrapped = output.as_ref().is_some_and(is_wrapped);
     let result: Option<ResultKind> = output.map(|schema| {
-        plan.add_result(&schema, is_wrapped.then_some(WRAPPER), format!("What `{}` returns.", tool.name))
+        plan.add_result(
+            &schema,
+            is_wrapped.then_some(WRAPPER),
+            format!("What `{}` returns.", tool.name),
+        )
     });
     let subject = Subject {
         server: server.as_str(),
@@ -272,8 +349,14 @@ fn tool_module(
 
 /// Whether a tool without known arguments takes others: only if its schema says so.
 fn others_at_the_top(schema: &Value) -> Others {
-    let speaks = ["additionalProperties", "patternProperties"].iter().any(|key| schema.get(key).is_some());
-    if speaks { Others::Allowed } else { Others::Unsaid }
+    let speaks = ["additionalProperties", "patternProperties"]
+        .iter()
+        .any(|key| schema.get(key).is_some());
+    if speaks {
+        Others::Allowed
+    } else {
+        Others::Unsaid
+    }
 }
 
 /// Tells whether an output schema is an object around the result proper, as Python servers make it for results that are no objects.
@@ -304,7 +387,10 @@ mod tests {
         let server = ServerName::new("notes").unwrap();
         let all = generate(&server, &[tool("read-note"), tool("write"), tool("list")]).unwrap();
         let some = all.only(|name| name != "write").unwrap();
-        assert_eq!(some, generate(&server, &[tool("read-note"), tool("list")]).unwrap());
+        assert_eq!(
+            some,
+            generate(&server, &[tool("read-note"), tool("list")]).unwrap()
+        );
         assert_eq!(all.only(|_| true), Some(all.clone()));
         assert_eq!(all.only(|_| false), None);
     }

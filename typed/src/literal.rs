@@ -37,8 +37,9 @@ pub(crate) fn value(value: &Value) -> Code {
         Value::String(text) => Code::text(string(text)),
         Value::Array(items) => Code::list("[", items.iter().map(self::value).collect(), "]"),
         Value::Object(members) => {
-            let member =
-                |(key, member): (&String, &Value)| Code::after(format!("{}: ", string(key)), self::value(member));
+            let member = |(key, member): (&String, &Value)| {
+                Code::after(format!("{}: ", string(key)), self::value(member))
+            };
             Code::list("{", members.iter().map(member).collect(), "}")
         }
     }
@@ -59,11 +60,17 @@ pub(crate) fn docstring(text: &str, indent: usize, width: usize) -> String {
     let body: Vec<String> = lines.iter().map(|line| escaped_line(line)).collect();
     match body.as_slice() {
         [] => format!("{margin}\"\"\"\"\"\"\n"),
-        [only] if indent + only.chars().count() + 6 <= width => format!("{margin}\"\"\"{only}\"\"\"\n"),
+        [only] if indent + only.chars().count() + 6 <= width => {
+            format!("{margin}\"\"\"{only}\"\"\"\n")
+        }
         [first, rest @ ..] => {
             let mut text = format!("{margin}\"\"\"{first}\n");
             for line in rest {
-                text += &if line.is_empty() { "\n".to_owned() } else { format!("{margin}{line}\n") };
+                text += &if line.is_empty() {
+                    "\n".to_owned()
+                } else {
+                    format!("{margin}{line}\n")
+                };
             }
             text + &format!("{margin}\"\"\"\n")
         }
@@ -73,24 +80,43 @@ pub(crate) fn docstring(text: &str, indent: usize, width: usize) -> String {
 /// Returns a description as people write docstrings: without margins, trailing spaces, and blank lines at its ends, and not too long.
 pub(crate) fn cleaned(text: &str) -> String {
     let cut: String = text.chars().take(LONGEST_DESCRIPTION).collect();
-    let cut = if cut.len() < text.len() { cut + " …" } else { cut };
+    let cut = if cut.len() < text.len() {
+        cut + " …"
+    } else {
+        cut
+    };
     let cut = cut.replace("\r\n", "\n").replace('\t', "    ");
     let lines: Vec<&str> = cut.split('\n').map(str::trim_end).collect();
     let margin_of = |line: &&str| line.len() - line.trim_start_matches(' ').len();
-    let margin = lines.iter().skip(1).filter(|line| !line.is_empty()).map(margin_of).min().unwrap_or(0);
+    let margin = lines
+        .iter()
+        .skip(1)
+        .filter(|line| !line.is_empty())
+        .map(margin_of)
+        .min()
+        .unwrap_or(0);
     let without_margin = |(at, line): (usize, &&str)| match at {
         0 => line.trim_start().to_owned(),
         _ => line.get(margin..).unwrap_or_default().to_owned(),
     };
     let lines: Vec<String> = lines.iter().enumerate().map(without_margin).collect();
-    lines.join("\n").trim_matches('\n').trim_start().trim_end().to_owned()
+    lines
+        .join("\n")
+        .trim_matches('\n')
+        .trim_start()
+        .trim_end()
+        .to_owned()
 }
 
 /// Returns the beginning of a description that says what a thing is: its first sentence or line, within `most` characters.
 pub(crate) fn summary(text: &str, most: usize) -> String {
     let cleaned = cleaned(text);
     let line = cleaned.lines().next().unwrap_or_default();
-    let sentence = line.split_inclusive(". ").next().unwrap_or_default().trim_end();
+    let sentence = line
+        .split_inclusive(". ")
+        .next()
+        .unwrap_or_default()
+        .trim_end();
     if sentence.chars().count() <= most {
         return sentence.to_owned();
     }
@@ -108,7 +134,11 @@ fn wrapped(text: &str, width: usize) -> Vec<String> {
             continue;
         }
         let words = line.trim_start_matches(' ');
-        let item = if words.starts_with("- ") || words.starts_with("* ") { 2 } else { 0 };
+        let item = if words.starts_with("- ") || words.starts_with("* ") {
+            2
+        } else {
+            0
+        };
         let margin = " ".repeat((line.len() - words.len() + item).min(width / 2));
         let mut current = line[..line.len() - words.len()].to_owned();
         let mut is_empty = true;
@@ -132,8 +162,11 @@ fn wrapped(text: &str, width: usize) -> Vec<String> {
 /// Escapes one line of a docstring. A quotation mark stays one only where it has other letters on both sides.
 fn escaped_line(line: &str) -> String {
     let letters: Vec<char> = line.chars().collect();
-    let is_other =
-        |place: Option<usize>| place.and_then(|place| letters.get(place)).is_some_and(|letter| *letter != '"');
+    let is_other = |place: Option<usize>| {
+        place
+            .and_then(|place| letters.get(place))
+            .is_some_and(|letter| *letter != '"')
+    };
     let mut text = String::with_capacity(line.len());
     for (place, letter) in letters.iter().enumerate() {
         if *letter == '"' && !(is_other(place.checked_sub(1)) && is_other(Some(place + 1))) {
@@ -172,7 +205,10 @@ mod tests {
 
     #[test]
     fn what_cannot_be_seen_is_written_as_an_escape() {
-        assert_eq!(string("a\u{202e}b\u{200b}\u{feff}\u{e0041}"), r#""a\u202eb\u200b\ufeff\U000e0041""#);
+        assert_eq!(
+            string("a\u{202e}b\u{200b}\u{feff}\u{e0041}"),
+            r#""a\u202eb\u200b\ufeff\U000e0041""#
+        );
     }
 
     #[test]
@@ -180,9 +216,15 @@ mod tests {
         for (text, expected) in [
             ("plain", "\"\"\"plain\"\"\"\n"),
             ("a \"word\" here", "\"\"\"a \"word\" here\"\"\"\n"),
-            ("ends with a \"quote\"", "\"\"\"ends with a \"quote\\\"\"\"\"\n"),
+            (
+                "ends with a \"quote\"",
+                "\"\"\"ends with a \"quote\\\"\"\"\"\n",
+            ),
             ("\"begins", "\"\"\"\\\"begins\"\"\"\n"),
-            ("x\"\"\"\nimport os", "\"\"\"x\\\"\\\"\\\"\nimport os\n\"\"\"\n"),
+            (
+                "x\"\"\"\nimport os",
+                "\"\"\"x\\\"\\\"\\\"\nimport os\n\"\"\"\n",
+            ),
             ("back\\", "\"\"\"back\\\\\"\"\"\n"),
             ("\"", "\"\"\"\\\"\"\"\"\n"),
             ("\\\"", "\"\"\"\\\\\\\"\"\"\"\n"),
@@ -194,17 +236,33 @@ mod tests {
     #[test]
     fn long_lines_are_broken_at_spaces_and_short_ones_stay() {
         let text = "one two three four\n- five six seven eight\nnine";
-        assert_eq!(wrapped(text, 12), ["one two", "three four", "- five six", "  seven", "  eight", "nine"]);
+        assert_eq!(
+            wrapped(text, 12),
+            [
+                "one two",
+                "three four",
+                "- five six",
+                "  seven",
+                "  eight",
+                "nine"
+            ]
+        );
     }
 
     #[test]
     fn a_description_loses_its_margin_and_blank_ends() {
-        assert_eq!(cleaned("\n  First.\n\n    Args:\n      x: one  \n  \n"), "First.\n\n  Args:\n    x: one");
+        assert_eq!(
+            cleaned("\n  First.\n\n    Args:\n      x: one  \n  \n"),
+            "First.\n\n  Args:\n    x: one"
+        );
     }
 
     #[test]
     fn a_summary_is_the_first_sentence() {
         assert_eq!(summary("Reads a file. It must exist.", 60), "Reads a file.");
-        assert_eq!(summary("Reads a file of any size whatsoever", 20), "Reads a file of…");
+        assert_eq!(
+            summary("Reads a file of any size whatsoever", 20),
+            "Reads a file of…"
+        );
     }
 }

@@ -27,7 +27,19 @@ const HOMES: [(&str, &[&str]); 4] = [
     ("uuid", &["UUID"]),
     (
         "cellblock_runner.mcptools",
-        &["Base64", "Email", "Model", "Null", "OneOf", "Pattern", "Reply", "Sent", "Url", "call", "call_async"],
+        &[
+            "Base64",
+            "Email",
+            "Model",
+            "Null",
+            "OneOf",
+            "Pattern",
+            "Reply",
+            "Sent",
+            "Url",
+            "call",
+            "call_async",
+        ],
     ),
     ("pydantic", &["AwareDatetime", "Field", "RootModel"]),
 ];
@@ -36,7 +48,11 @@ const HOMES: [(&str, &[&str]); 4] = [
 pub(crate) fn text(subject: &Subject<'_>, plan: &Plan) -> String {
     let names = plan.names.clone().into_set();
     let needs_nothing = needs_nothing(plan);
-    let items: Vec<String> = plan.items.iter().map(|item| item_text(item, &names)).collect();
+    let items: Vec<String> = plan
+        .items
+        .iter()
+        .map(|item| item_text(item, &names))
+        .collect();
     let body = items.join("\n\n") + "\n\n" + &functions(subject, needs_nothing);
     let body = body.trim_start_matches('\n');
     let mut uses = plan.uses.clone();
@@ -53,7 +69,10 @@ pub(crate) fn text(subject: &Subject<'_>, plan: &Plan) -> String {
     } else {
         r#""Params", "run", "run_async""#
     };
-    format!("{}\n{imports}\n__all__ = [{exports}]\n\n\n{body}", front_page(subject, plan, &names))
+    format!(
+        "{}\n{imports}\n__all__ = [{exports}]\n\n\n{body}",
+        front_page(subject, plan, &names)
+    )
 }
 
 /// Tells whether the tool can be called without arguments.
@@ -63,22 +82,36 @@ fn needs_nothing(plan: &Plan) -> bool {
 
 fn params(plan: &Plan) -> Option<&[Field]> {
     plan.items.iter().find_map(|item| match item {
-        Item::Class(Class { name, body: Body::Fields { fields, .. }, .. }) if name == "Params" => {
-            Some(fields.as_slice())
-        }
+        Item::Class(Class {
+            name,
+            body: Body::Fields { fields, .. },
+            ..
+        }) if name == "Params" => Some(fields.as_slice()),
         _ => None,
     })
 }
 
 fn front_page(subject: &Subject<'_>, plan: &Plan, names: &BTreeSet<String>) -> String {
-    let Subject { server, package, tool, module, .. } = subject;
+    let Subject {
+        server,
+        package,
+        tool,
+        module,
+        ..
+    } = subject;
     let arguments = params(plan).map_or_else(
         || "...".to_owned(),
         |fields| {
             let originals: Vec<&str> = fields.iter().map(|field| field.original.as_str()).collect();
             let python = name::fields(&originals, names);
-            let required = fields.iter().zip(python).filter(|(field, _)| field.default.is_none());
-            required.map(|(_, name)| name + "=...").collect::<Vec<_>>().join(", ")
+            let required = fields
+                .iter()
+                .zip(python)
+                .filter(|(field, _)| field.default.is_none());
+            required
+                .map(|(_, name)| name + "=...")
+                .collect::<Vec<_>>()
+                .join(", ")
         },
     );
     let text = format!(
@@ -91,8 +124,11 @@ fn imports(uses: &BTreeSet<&'static str>) -> String {
     let lines = |modules: &[&str]| {
         let homes = HOMES.iter().filter(|(module, _)| modules.contains(module));
         let line = |(module, names): &(&str, &[&str])| {
-            let used: Vec<Code> =
-                names.iter().filter(|name| uses.contains(*name)).map(|name| Code::text(*name)).collect();
+            let used: Vec<Code> = names
+                .iter()
+                .filter(|name| uses.contains(*name))
+                .map(|name| Code::text(*name))
+                .collect();
             match used.is_empty() {
                 true => String::new(),
                 false => import(module, used),
@@ -100,7 +136,11 @@ fn imports(uses: &BTreeSet<&'static str>) -> String {
         };
         homes.map(line).collect::<String>()
     };
-    let dates = if uses.contains("dt") { "import datetime as dt\n" } else { "" };
+    let dates = if uses.contains("dt") {
+        "import datetime as dt\n"
+    } else {
+        ""
+    };
     let standard = format!("{dates}{}", lines(&["typing", "uuid"]));
     let separator = if standard.is_empty() { "" } else { "\n" };
     let others = lines(&["cellblock_runner.mcptools", "pydantic"]);
@@ -114,7 +154,10 @@ pub(crate) fn import(module: &str, names: Vec<Code>) -> String {
     if line.chars().count() <= WIDTH {
         return line + "\n";
     }
-    let lines: String = names.iter().map(|name| format!("    {},\n", name.flat())).collect();
+    let lines: String = names
+        .iter()
+        .map(|name| format!("    {},\n", name.flat()))
+        .collect();
     format!("from {module} import (\n{lines})\n")
 }
 
@@ -126,20 +169,38 @@ fn item_text(item: &Item, names: &BTreeSet<String>) -> String {
 }
 
 fn class_text(class: &Class, names: &BTreeSet<String>) -> String {
-    let description = class.description.as_deref().map(str::trim).filter(|text| !text.is_empty());
+    let description = class
+        .description
+        .as_deref()
+        .map(str::trim)
+        .filter(|text| !text.is_empty());
     let (head, body) = match &class.body {
         Body::Root(code) => (
-            Code::subscript("RootModel", vec![code.clone()]).broken(0, &format!("class {}(", class.name), "):\n"),
+            Code::subscript("RootModel", vec![code.clone()]).broken(
+                0,
+                &format!("class {}(", class.name),
+                "):\n",
+            ),
             String::new(),
         ),
-        Body::Fields { fields, extra } => {
-            (format!("class {}(Model, extra=\"{extra}\"):\n", class.name), fields_text(fields, names))
-        }
+        Body::Fields { fields, extra } => (
+            format!("class {}(Model, extra=\"{extra}\"):\n", class.name),
+            fields_text(fields, names),
+        ),
     };
-    let description = description.or(body.is_empty().then_some("An object without members of its own."));
+    let description = description.or(body
+        .is_empty()
+        .then_some("An object without members of its own."));
     let documentation = description.map(|text| literal::described(text, 4, WIDTH));
-    let separator = if documentation.is_some() && !body.is_empty() { "\n" } else { "" };
-    format!("{head}{}{separator}{body}", documentation.unwrap_or_default())
+    let separator = if documentation.is_some() && !body.is_empty() {
+        "\n"
+    } else {
+        ""
+    };
+    format!(
+        "{head}{}{separator}{body}",
+        documentation.unwrap_or_default()
+    )
 }
 
 fn fields_text(fields: &[Field], names: &BTreeSet<String>) -> String {
@@ -152,8 +213,13 @@ fn fields_text(fields: &[Field], names: &BTreeSet<String>) -> String {
             text.push('\n');
         }
         text += &annotated(4, &name, &field.kind, field_value(field, &name).as_ref());
-        let description = field.description.as_deref().filter(|description| !description.trim().is_empty());
-        text += &description.map(|text| literal::described(text, 4, WIDTH)).unwrap_or_default();
+        let description = field
+            .description
+            .as_deref()
+            .filter(|description| !description.trim().is_empty());
+        text += &description
+            .map(|text| literal::described(text, 4, WIDTH))
+            .unwrap_or_default();
         was_documented = description.is_some();
     }
     text
@@ -172,7 +238,10 @@ fn field_value(field: &Field, name: &str) -> Option<Code> {
         fact("title", text(title));
     }
     if !field.examples.is_empty() {
-        fact("examples", literal::value(&Value::Array(field.examples.clone())));
+        fact(
+            "examples",
+            literal::value(&Value::Array(field.examples.clone())),
+        );
     }
     if field.is_deprecated {
         fact("deprecated", Code::text("True"));
@@ -190,10 +259,22 @@ fn field_value(field: &Field, name: &str) -> Option<Code> {
 }
 
 fn functions(subject: &Subject<'_>, needs_nothing: bool) -> String {
-    let params = if needs_nothing { "params: Params | None = None" } else { "params: Params" };
-    let returned = if subject.result.is_some() { "Result" } else { "Reply" };
+    let params = if needs_nothing {
+        "params: Params | None = None"
+    } else {
+        "params: Params"
+    };
+    let returned = if subject.result.is_some() {
+        "Result"
+    } else {
+        "Reply"
+    };
     let run = documentation(subject);
-    let run_async = literal::docstring("Does what `run` does, and lets other tasks go on meanwhile.", 4, WIDTH);
+    let run_async = literal::docstring(
+        "Does what `run` does, and lets other tasks go on meanwhile.",
+        4,
+        WIDTH,
+    );
     format!(
         "def run({params}) -> {returned}:\n{run}{}\n\nasync def run_async({params}) -> {returned}:\n{run_async}{}",
         call(subject, "call"),
@@ -209,14 +290,20 @@ fn documentation(subject: &Subject<'_>) -> String {
     let what = literal::cleaned(&what);
     let text = match subject.result {
         Some(_) => what,
-        None => format!("{what}\n\nReturns its text; `.content` has pictures, sounds, resources and links too."),
+        None => format!(
+            "{what}\n\nReturns its text; `.content` has pictures, sounds, resources and links too."
+        ),
     };
     literal::docstring(&text, 4, WIDTH)
 }
 
 fn call(subject: &Subject<'_>, function: &str) -> String {
     let text = |text: &str| Code::text(literal::string(text));
-    let mut arguments = vec![text(subject.server), text(subject.tool), Code::text("params")];
+    let mut arguments = vec![
+        text(subject.server),
+        text(subject.tool),
+        Code::text("params"),
+    ];
     if subject.result.is_some() {
         arguments.push(Code::text("Result"));
     }
@@ -226,7 +313,10 @@ fn call(subject: &Subject<'_>, function: &str) -> String {
     let call = Code::call(function, arguments);
     match subject.result {
         Some(ResultKind::Alias) => {
-            format!("    {}\n    return result\n", call.broken(4, "result: Result = ", ""))
+            format!(
+                "    {}\n    return result\n",
+                call.broken(4, "result: Result = ", "")
+            )
         }
         _ => format!("    {}\n", call.broken(4, "return ", "")),
     }

@@ -27,7 +27,9 @@ pub enum ServerNameError {
     Empty,
     #[error("the name of a server has {length} characters, and may have {LONGEST_SERVER_NAME}")]
     TooLong { length: usize },
-    #[error("the name of a server holds {character:?}; letters, digits, `-`, `_` and `.` are allowed")]
+    #[error(
+        "the name of a server holds {character:?}; letters, digits, `-`, `_` and `.` are allowed"
+    )]
     Character { character: char },
     #[error("the name of a server begins with {character:?}; a letter or a digit must come first")]
     Beginning { character: char },
@@ -41,7 +43,9 @@ impl ServerName {
         if length > LONGEST_SERVER_NAME {
             return Err(ServerNameError::TooLong { length });
         }
-        let is_allowed = |character: &char| character.is_ascii_alphanumeric() || matches!(character, '-' | '_' | '.');
+        let is_allowed = |character: &char| {
+            character.is_ascii_alphanumeric() || matches!(character, '-' | '_' | '.')
+        };
         if let Some(character) = name.chars().find(|character| !is_allowed(character)) {
             return Err(ServerNameError::Character { character });
         }
@@ -49,8 +53,15 @@ impl ServerName {
             return Err(ServerNameError::Beginning { character: first });
         }
         let python = identifier(name, "server");
-        let python = if INDEX_NAMES.contains(&python.as_str()) { python + "_" } else { python };
-        Ok(ServerName { original: name.to_owned(), python })
+        let python = if INDEX_NAMES.contains(&python.as_str()) {
+            python + "_"
+        } else {
+            python
+        };
+        Ok(ServerName {
+            original: name.to_owned(),
+            python,
+        })
     }
 
     /// The name as it was given.
@@ -158,20 +169,31 @@ const MODEL_NAMES: [&str; 29] = [
 
 /// Python's keywords, those that are keywords only sometimes included.
 const KEYWORDS: [&str; 39] = [
-    "False", "None", "True", "and", "as", "assert", "async", "await", "break", "case", "class", "continue", "def",
-    "del", "elif", "else", "except", "finally", "for", "from", "global", "if", "import", "in", "is", "lambda", "match",
-    "nonlocal", "not", "or", "pass", "raise", "return", "try", "while", "with", "yield", "print", "exec",
+    "False", "None", "True", "and", "as", "assert", "async", "await", "break", "case", "class",
+    "continue", "def", "del", "elif", "else", "except", "finally", "for", "from", "global", "if",
+    "import", "in", "is", "lambda", "match", "nonlocal", "not", "or", "pass", "raise", "return",
+    "try", "while", "with", "yield", "print", "exec",
 ];
 
 /// Returns an identifier like `name`: every other character becomes `_`, a keyword gets one at its end, and what begins with a digit or an
 /// underscore begins with `kind` instead.
 fn identifier(name: &str, kind: &str) -> String {
     let is_allowed = |character: char| character.is_ascii_alphanumeric() || character == '_';
-    let mapped = name.chars().map(|character| if is_allowed(character) { character } else { '_' });
+    let mapped = name.chars().map(|character| {
+        if is_allowed(character) {
+            character
+        } else {
+            '_'
+        }
+    });
     let mut text: String = mapped.take(LONGEST_IDENTIFIER).collect();
     if !text.starts_with(|character: char| character.is_ascii_alphabetic()) {
         let rest = text.trim_matches('_');
-        text = if rest.is_empty() { kind.to_owned() } else { format!("{kind}_{rest}") };
+        text = if rest.is_empty() {
+            kind.to_owned()
+        } else {
+            format!("{kind}_{rest}")
+        };
     }
     if KEYWORDS.contains(&text.as_str()) {
         text.push('_');
@@ -182,8 +204,10 @@ fn identifier(name: &str, kind: &str) -> String {
 /// Returns the names of modules for tools, in the order of the tools. Which of several tools with like names has the plain one does not depend
 /// on their order: the one that is called exactly so, otherwise the first in the alphabet.
 pub(crate) fn modules<'a>(tools: &[&'a str]) -> HashMap<&'a str, String> {
-    let mut wanted: Vec<(String, &str)> =
-        tools.iter().map(|tool| (identifier(tool, "tool").to_ascii_lowercase(), *tool)).collect();
+    let mut wanted: Vec<(String, &str)> = tools
+        .iter()
+        .map(|tool| (identifier(tool, "tool").to_ascii_lowercase(), *tool))
+        .collect();
     // A keyword in capitals is one in small letters.
     for (module, _) in &mut wanted {
         if KEYWORDS.contains(&module.as_str()) {
@@ -192,10 +216,17 @@ pub(crate) fn modules<'a>(tools: &[&'a str]) -> HashMap<&'a str, String> {
     }
     wanted.sort_by_key(|(module, tool)| (module.clone(), module != tool, *tool));
     wanted.dedup();
-    let exact = wanted.iter().filter(|(module, tool)| module == tool).map(|(module, _)| module.clone());
+    let exact = wanted
+        .iter()
+        .filter(|(module, tool)| module == tool)
+        .map(|(module, _)| module.clone());
     let mut names = Names::without(exact);
     let take = |(module, tool): (String, &'a str)| {
-        let name = if module == tool { module } else { names.take(&module) };
+        let name = if module == tool {
+            module
+        } else {
+            names.take(&module)
+        };
         (tool, name)
     };
     wanted.into_iter().map(take).collect()
@@ -203,16 +234,27 @@ pub(crate) fn modules<'a>(tools: &[&'a str]) -> HashMap<&'a str, String> {
 
 /// Returns the names of fields, in the order of the properties. `others` are names that mean something else in the same module.
 pub(crate) fn fields(properties: &[&str], others: &BTreeSet<String>) -> Vec<String> {
-    let is_reserved = |name: &str| MODEL_NAMES.contains(&name) || USED_NAMES.contains(&name) || others.contains(name);
+    let is_reserved = |name: &str| {
+        MODEL_NAMES.contains(&name) || USED_NAMES.contains(&name) || others.contains(name)
+    };
     let wanted = properties.iter().map(|property| {
         let name = identifier(property, "field");
         if is_reserved(&name) { name + "_" } else { name }
     });
     let wanted: Vec<String> = wanted.collect();
-    let exact =
-        wanted.iter().zip(properties).filter(|(name, property)| name == *property).map(|(name, _)| name.clone());
+    let exact = wanted
+        .iter()
+        .zip(properties)
+        .filter(|(name, property)| name == *property)
+        .map(|(name, _)| name.clone());
     let mut names = Names::without(exact);
-    let name = |(name, property): (String, &&str)| if name == **property { name } else { names.take(&name) };
+    let name = |(name, property): (String, &&str)| {
+        if name == **property {
+            name
+        } else {
+            names.take(&name)
+        }
+    };
     wanted.into_iter().zip(properties).map(name).collect()
 }
 
@@ -244,7 +286,10 @@ pub(crate) struct Names {
 
 impl Names {
     pub(crate) fn without(taken: impl IntoIterator<Item = String>) -> Names {
-        Names { taken: taken.into_iter().collect(), numbers: HashMap::new() }
+        Names {
+            taken: taken.into_iter().collect(),
+            numbers: HashMap::new(),
+        }
     }
 
     pub(crate) fn holds(&self, name: &str) -> bool {
@@ -406,7 +451,10 @@ mod tests {
 
     #[test]
     fn tools_with_like_names_have_modules_of_their_own_whatever_their_order() {
-        let names = ["Get-User", "get.user", "get_user", "CLASS", "class", "1tool", "__init__", "", "-", "ﬁle", "None"];
+        let names = [
+            "Get-User", "get.user", "get_user", "CLASS", "class", "1tool", "__init__", "", "-",
+            "ﬁle", "None",
+        ];
         let modules = modules(&names);
         let expected = [
             ("get_user", "get_user"),
@@ -431,10 +479,31 @@ mod tests {
 
     #[test]
     fn fields_keep_the_names_that_they_can_keep() {
-        let names = ["a-b", "a_b", "from", "_id", "list", "type", "date", "model_config", "model_name", "Row"];
+        let names = [
+            "a-b",
+            "a_b",
+            "from",
+            "_id",
+            "list",
+            "type",
+            "date",
+            "model_config",
+            "model_name",
+            "Row",
+        ];
         let others = BTreeSet::from(["Row".to_owned()]);
-        let expected =
-            ["a_b_2", "a_b", "from_", "field_id", "list_", "type", "date", "model_config_", "model_name", "Row_"];
+        let expected = [
+            "a_b_2",
+            "a_b",
+            "from_",
+            "field_id",
+            "list_",
+            "type",
+            "date",
+            "model_config_",
+            "model_name",
+            "Row_",
+        ];
         assert_eq!(fields(&names, &others), expected);
     }
 

@@ -36,8 +36,15 @@ pub(crate) fn index(servers: &[Entry<'_>]) -> String {
     );
     let names: Vec<Code> = INDEX_NAMES.iter().map(|name| Code::text(*name)).collect();
     let names = import("cellblock_runner.mcptools", names);
-    let exports = INDEX_NAMES.iter().copied().chain(servers.iter().map(|server| server.name));
-    format!("{}\n{}", page_text(&page), lazy_with(&names, exports.collect(), servers))
+    let exports = INDEX_NAMES
+        .iter()
+        .copied()
+        .chain(servers.iter().map(|server| server.name));
+    format!(
+        "{}\n{}",
+        page_text(&page),
+        lazy_with(&names, exports.collect(), servers)
+    )
 }
 
 /// Descriptions in lists are one line each, so the page as a whole is not wrapped.
@@ -46,37 +53,64 @@ fn page_text(page: &str) -> String {
 }
 
 fn listed(entries: &[Entry<'_>]) -> String {
-    let longest = entries.iter().map(|entry| entry.name.len()).max().unwrap_or(0).min(40);
+    let longest = entries
+        .iter()
+        .map(|entry| entry.name.len())
+        .max()
+        .unwrap_or(0)
+        .min(40);
     // Two spaces between the columns; docstrings leave room for quotation marks.
     let room = WIDTH.saturating_sub(longest + 2 + 3).max(SHORTEST_SUMMARY);
     let line = |entry: &Entry<'_>| {
         let summary = literal::summary(entry.description, room);
-        format!("{:longest$}  {summary}", entry.name).trim_end().to_owned()
+        format!("{:longest$}  {summary}", entry.name)
+            .trim_end()
+            .to_owned()
     };
     entries.iter().map(line).collect::<Vec<_>>().join("\n")
 }
 
 fn lazy(entries: &[Entry<'_>]) -> String {
-    lazy_with("", entries.iter().map(|entry| entry.name).collect(), entries)
+    lazy_with(
+        "",
+        entries.iter().map(|entry| entry.name).collect(),
+        entries,
+    )
 }
 
 /// Makes modules attributes that are imported when they are used, and lets type checkers see them.
 fn lazy_with(imports: &str, mut exports: Vec<&str>, entries: &[Entry<'_>]) -> String {
     exports.sort_unstable();
-    let exports = exports.iter().map(|name| Code::text(literal::string(name))).collect();
+    let exports = exports
+        .iter()
+        .map(|name| Code::text(literal::string(name)))
+        .collect();
     let exports = Code::list("[", exports, "]").broken(0, "__all__ = ", "");
     let mut modules: Vec<&str> = entries.iter().map(|entry| entry.name).collect();
     modules.sort_unstable();
     let checked = match modules.as_slice() {
         [] => String::new(),
         modules => {
-            let names = modules.iter().map(|name| format!("    from . import {name} as {name}\n")).collect::<String>();
+            let names = modules
+                .iter()
+                .map(|name| format!("    from . import {name} as {name}\n"))
+                .collect::<String>();
             format!("if TYPE_CHECKING:\n{names}\n")
         }
     };
-    let typing = if checked.is_empty() { "" } else { "from typing import TYPE_CHECKING\n\n" };
-    let listed = modules.iter().map(|name| Code::text(literal::string(name))).collect();
-    let lazy = Code::call("_modules_when_used", vec![Code::text("__name__"), Code::list("[", listed, "]")]);
+    let typing = if checked.is_empty() {
+        ""
+    } else {
+        "from typing import TYPE_CHECKING\n\n"
+    };
+    let listed = modules
+        .iter()
+        .map(|name| Code::text(literal::string(name)))
+        .collect();
+    let lazy = Code::call(
+        "_modules_when_used",
+        vec![Code::text("__name__"), Code::list("[", listed, "]")],
+    );
     let lazy = lazy.broken(0, "__getattr__, __dir__ = ", "");
     format!(
         "{typing}{imports}from cellblock_runner.mcptools import modules_when_used as _modules_when_used\n\n{checked}{exports}\n\n{lazy}\n"

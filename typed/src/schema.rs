@@ -7,7 +7,9 @@ use std::collections::HashMap;
 
 use serde_json::{Map, Value, json};
 
-use crate::shape::{Bounds, Definition, Format, Lengths, Member, Others, Record, Schema, Shape, TextRules, union};
+use crate::shape::{
+    Bounds, Definition, Format, Lengths, Member, Others, Record, Schema, Shape, TextRules, union,
+};
 
 /// Shapes nest at most so deep. Python's own parser gives up at 200 brackets, of which a shape needs up to three.
 const DEEPEST: usize = 40;
@@ -47,8 +49,13 @@ pub(crate) fn read(schema: &Value, name: &str) -> Read<Schema> {
     reader.begin("", name);
     let shape = reader.shape(schema, 0)?;
     reader.finish(0, shape);
-    let definitions = reader.definitions.into_iter().map(|definition| definition.expect("each was read to its end"));
-    let schema = Schema { definitions: definitions.collect() };
+    let definitions = reader
+        .definitions
+        .into_iter()
+        .map(|definition| definition.expect("each was read to its end"));
+    let schema = Schema {
+        definitions: definitions.collect(),
+    };
     refuse_circles(&schema)?;
     Ok(schema)
 }
@@ -57,19 +64,31 @@ pub(crate) fn read(schema: &Value, name: &str) -> Read<Schema> {
 fn refuse_circles(schema: &Schema) -> Read<()> {
     // What each definition is without anything around it: other definitions.
     let bare = |shape: &Shape| -> Vec<usize> {
-        let place = |shape: &Shape| if let Shape::Named(place) = shape { Some(*place) } else { None };
+        let place = |shape: &Shape| {
+            if let Shape::Named(place) = shape {
+                Some(*place)
+            } else {
+                None
+            }
+        };
         match shape {
             Shape::Union(members) => members.iter().filter_map(place).collect(),
             shape => place(shape).into_iter().collect(),
         }
     };
-    let next: Vec<Vec<usize>> = schema.definitions.iter().map(|definition| bare(&definition.shape)).collect();
+    let next: Vec<Vec<usize>> = schema
+        .definitions
+        .iter()
+        .map(|definition| bare(&definition.shape))
+        .collect();
     for (start, definition) in schema.definitions.iter().enumerate() {
         let mut reached = vec![false; next.len()];
         let mut waiting = next[start].clone();
         while let Some(place) = waiting.pop() {
             if place == start {
-                return Err(SchemaError::CircularReference { reference: definition.name.clone() });
+                return Err(SchemaError::CircularReference {
+                    reference: definition.name.clone(),
+                });
             }
             if !std::mem::replace(&mut reached[place], true) {
                 waiting.extend(&next[place]);
@@ -94,10 +113,19 @@ struct Reader<'a> {
 impl<'a> Reader<'a> {
     fn new(root: &'a Value) -> Reader<'a> {
         let text = |key: &str| root.get(key).and_then(Value::as_str).unwrap_or_default();
-        let ignores_siblings =
-            ["draft-03", "draft-04", "draft-06", "draft-07"].iter().any(|draft| text("$schema").contains(draft));
+        let ignores_siblings = ["draft-03", "draft-04", "draft-06", "draft-07"]
+            .iter()
+            .any(|draft| text("$schema").contains(draft));
         let (definitions, names, places) = (Vec::new(), Vec::new(), HashMap::new());
-        Reader { root, id: text("$id").trim_end_matches('#'), ignores_siblings, definitions, names, places, work: 0 }
+        Reader {
+            root,
+            id: text("$id").trim_end_matches('#'),
+            ignores_siblings,
+            definitions,
+            names,
+            places,
+            work: 0,
+        }
     }
 
     fn begin(&mut self, pointer: &str, name: &str) -> usize {
@@ -109,7 +137,10 @@ impl<'a> Reader<'a> {
     }
 
     fn finish(&mut self, place: usize, shape: Shape) {
-        self.definitions[place] = Some(Definition { name: self.names[place].clone(), shape });
+        self.definitions[place] = Some(Definition {
+            name: self.names[place].clone(),
+            shape,
+        });
     }
 
     fn shape(&mut self, schema: &Value, depth: usize) -> Read<Shape> {
@@ -137,7 +168,11 @@ impl<'a> Reader<'a> {
         }
         let shape = self.one_kind(object, depth)?;
         let is_nullable = object.get("nullable") == Some(&Value::Bool(true));
-        Ok(if is_nullable { union(vec![shape, Shape::Null]) } else { shape })
+        Ok(if is_nullable {
+            union(vec![shape, Shape::Null])
+        } else {
+            shape
+        })
     }
 
     fn count(&mut self, depth: usize, parts: usize) -> Read<()> {
@@ -150,7 +185,11 @@ impl<'a> Reader<'a> {
     }
 
     fn refuse_wide(count: usize) -> Read<()> {
-        if count > WIDEST { Err(SchemaError::TooWide { count }) } else { Ok(()) }
+        if count > WIDEST {
+            Err(SchemaError::TooWide { count })
+        } else {
+            Ok(())
+        }
     }
 
     /// Reads what a reference refers to, once.
@@ -160,7 +199,12 @@ impl<'a> Reader<'a> {
             return Ok(Shape::Named(*place));
         }
         let target = self.target(&pointer, reference)?;
-        let name = pointer.rsplit('/').next().unwrap_or_default().replace("~1", "/").replace("~0", "~");
+        let name = pointer
+            .rsplit('/')
+            .next()
+            .unwrap_or_default()
+            .replace("~1", "/")
+            .replace("~0", "~");
         let place = self.begin(&pointer, &name);
         let shape = self.shape(target, depth + 1)?;
         self.finish(place, shape);
@@ -169,7 +213,9 @@ impl<'a> Reader<'a> {
 
     /// Returns the place in this document that a reference means.
     fn pointer(&self, reference: &str) -> Read<String> {
-        let remote = || SchemaError::RemoteReference { reference: reference.to_owned() };
+        let remote = || SchemaError::RemoteReference {
+            reference: reference.to_owned(),
+        };
         let (document, fragment) = reference.split_once('#').unwrap_or((reference, ""));
         if !document.is_empty() && document != self.id {
             return Err(remote());
@@ -183,7 +229,9 @@ impl<'a> Reader<'a> {
             pointer if pointer.starts_with('/') => self.root.pointer(pointer),
             anchor => self.anchored(anchor),
         };
-        found.ok_or_else(|| SchemaError::MissingReference { reference: reference.to_owned() })
+        found.ok_or_else(|| SchemaError::MissingReference {
+            reference: reference.to_owned(),
+        })
     }
 
     /// Finds a definition by the name it gives itself.
@@ -193,8 +241,12 @@ impl<'a> Reader<'a> {
             text("$anchor").or_else(|| text("$dynamicAnchor")) == Some(anchor)
                 || text("$id").and_then(|id| id.strip_prefix('#')) == Some(anchor)
         };
-        let definitions = ["$defs", "definitions"].iter().filter_map(|key| self.root.get(key)?.as_object());
-        std::iter::once(self.root).chain(definitions.flat_map(Map::values)).find(|definition| bare(definition))
+        let definitions = ["$defs", "definitions"]
+            .iter()
+            .filter_map(|key| self.root.get(key)?.as_object());
+        std::iter::once(self.root)
+            .chain(definitions.flat_map(Map::values))
+            .find(|definition| bare(definition))
     }
 
     /// Puts a schema and all that it must also be (`allOf`, a reference with siblings) into one.
@@ -203,7 +255,10 @@ impl<'a> Reader<'a> {
         let mut merged = object.clone();
         drop_references(&mut merged);
         let parts = merged.remove("allOf");
-        let parts = parts.as_ref().and_then(Value::as_array).map_or(&[][..], Vec::as_slice);
+        let parts = parts
+            .as_ref()
+            .and_then(Value::as_array)
+            .map_or(&[][..], Vec::as_slice);
         let own = reference(object).map(|reference| json!({"$ref": reference}));
         // One reference and nothing else is the thing itself, and keeps its name.
         let all: Vec<&Value> = own.iter().chain(parts).collect();
@@ -220,7 +275,9 @@ impl<'a> Reader<'a> {
             if let Some(reference) = reference(&part) {
                 let target = self.target(&self.pointer(reference)?, reference)?;
                 let siblings = constraints_beside(&part, "$ref");
-                let Value::Object(target) = target else { continue };
+                let Value::Object(target) = target else {
+                    continue;
+                };
                 let target = self.merged(target, depth + 1)?;
                 part = siblings;
                 merge(&mut part, &target);
@@ -241,7 +298,12 @@ impl<'a> Reader<'a> {
         Ok(merged)
     }
 
-    fn alternatives(&mut self, object: &Object, (key, branches): (&str, &[Value]), depth: usize) -> Read<Shape> {
+    fn alternatives(
+        &mut self,
+        object: &Object,
+        (key, branches): (&str, &[Value]),
+        depth: usize,
+    ) -> Read<Shape> {
         Self::refuse_wide(branches.len())?;
         self.count(depth, parts(object))?;
         let mut base = object.clone();
@@ -254,7 +316,10 @@ impl<'a> Reader<'a> {
         let constraints = constraints_beside(&base, "");
         let says_only_its_type = constraints.keys().all(|key| key == "type");
         let mut shapes = Vec::new();
-        for branch in branches.iter().filter(|branch| **branch != Value::Bool(false)) {
+        for branch in branches
+            .iter()
+            .filter(|branch| **branch != Value::Bool(false))
+        {
             let shape = match branch {
                 Value::Object(branch) if !says_only_its_type || !says_its_type(branch) => {
                     self.count(depth, parts(&constraints) + parts(branch))?;
@@ -292,7 +357,9 @@ impl<'a> Reader<'a> {
             Some(Value::String(kind)) => self.of_type(kind, object, depth),
             Some(Value::Array(kinds)) => {
                 let kinds = kinds.iter().filter_map(Value::as_str);
-                let shapes = kinds.map(|kind| self.of_type(kind, object, depth)).collect::<Read<Vec<_>>>()?;
+                let shapes = kinds
+                    .map(|kind| self.of_type(kind, object, depth))
+                    .collect::<Read<Vec<_>>>()?;
                 Ok(union(shapes))
             }
             _ => match implied_type(object) {
@@ -322,9 +389,13 @@ impl<'a> Reader<'a> {
             (_, Some(Value::Array(first))) => (first.as_slice(), object.get("additionalItems")),
             (_, rest) => (&[][..], rest),
         };
-        let shapes = first.iter().map(|item| self.shape(item, depth + 1)).collect::<Read<Vec<_>>>()?;
+        let shapes = first
+            .iter()
+            .map(|item| self.shape(item, depth + 1))
+            .collect::<Read<Vec<_>>>()?;
         let count = first.len() as u64;
-        let is_closed = matches!(rest, None | Some(Value::Bool(false))) || lengths.most == Some(count);
+        let is_closed =
+            matches!(rest, None | Some(Value::Bool(false))) || lengths.most == Some(count);
         let is_tuple = is_closed
             && lengths.least.is_none_or(|least| least == count)
             && lengths.most.is_none_or(|most| most == count);
@@ -336,7 +407,10 @@ impl<'a> Reader<'a> {
             Some(rest) => Some(self.shape(rest, depth + 1)?),
             None => Some(Shape::Any),
         };
-        Ok(Shape::List(Box::new(union(shapes.into_iter().chain(rest).collect())), lengths))
+        Ok(Shape::List(
+            Box::new(union(shapes.into_iter().chain(rest).collect())),
+            lengths,
+        ))
     }
 
     fn object(&mut self, object: &Object, depth: usize) -> Read<Shape> {
@@ -345,8 +419,12 @@ impl<'a> Reader<'a> {
             Some(Value::Array(names)) => names.iter().filter_map(Value::as_str).collect(),
             _ => Vec::new(),
         };
-        let has_members = properties.is_some_and(|properties| !properties.is_empty()) || !required.is_empty();
-        let others = match object.get("additionalProperties").or(object.get("unevaluatedProperties")) {
+        let has_members =
+            properties.is_some_and(|properties| !properties.is_empty()) || !required.is_empty();
+        let others = match object
+            .get("additionalProperties")
+            .or(object.get("unevaluatedProperties"))
+        {
             None => Others::Unsaid,
             Some(Value::Bool(false)) if object.contains_key("patternProperties") => Others::Allowed,
             Some(Value::Bool(false)) => Others::Forbidden,
@@ -357,16 +435,30 @@ impl<'a> Reader<'a> {
         }
         let members = self.members(properties, &required, depth)?;
         let text = |key: &str| object.get(key).and_then(Value::as_str).map(str::to_owned);
-        Ok(Shape::Record(Record { title: text("title"), description: text("description"), members, others }))
+        Ok(Shape::Record(Record {
+            title: text("title"),
+            description: text("description"),
+            members,
+            others,
+        }))
     }
 
     /// Reads members, those that must be there first, in the order in which that is said.
-    fn members(&mut self, properties: Option<&Object>, required: &[&str], depth: usize) -> Read<Vec<Member>> {
+    fn members(
+        &mut self,
+        properties: Option<&Object>,
+        required: &[&str],
+        depth: usize,
+    ) -> Read<Vec<Member>> {
         let nothing = Map::new();
         let properties = properties.unwrap_or(&nothing);
         Self::refuse_wide(properties.len().max(required.len()))?;
         let mut names: Vec<&str> = Vec::new();
-        for name in required.iter().copied().chain(properties.keys().map(String::as_str)) {
+        for name in required
+            .iter()
+            .copied()
+            .chain(properties.keys().map(String::as_str))
+        {
             if !names.contains(&name) && properties.get(name) != Some(&Value::Bool(false)) {
                 names.push(name);
             }
@@ -379,11 +471,25 @@ impl<'a> Reader<'a> {
         Ok(members)
     }
 
-    fn member(&mut self, name: &str, schema: &Value, is_required: bool, depth: usize) -> Read<Member> {
+    fn member(
+        &mut self,
+        name: &str,
+        schema: &Value,
+        is_required: bool,
+        depth: usize,
+    ) -> Read<Member> {
         let text = |key: &str| {
-            schema.get(key).and_then(Value::as_str).filter(|text| !text.trim().is_empty()).map(str::to_owned)
+            schema
+                .get(key)
+                .and_then(Value::as_str)
+                .filter(|text| !text.trim().is_empty())
+                .map(str::to_owned)
         };
-        let examples = schema.get("examples").and_then(Value::as_array).cloned().unwrap_or_default();
+        let examples = schema
+            .get("examples")
+            .and_then(Value::as_array)
+            .cloned()
+            .unwrap_or_default();
         Ok(Member {
             name: name.to_owned(),
             shape: self.shape(schema, depth + 1)?,
@@ -419,7 +525,10 @@ impl<'a> Reader<'a> {
             Shape::Choice(choices) if choices.iter().all(is_text) => Shape::Choice(choices),
             _ => Shape::Text(TextRules::default()),
         };
-        Ok(Shape::Map { keys: Box::new(keys), values: Box::new(union(values)) })
+        Ok(Shape::Map {
+            keys: Box::new(keys),
+            values: Box::new(union(values)),
+        })
     }
 }
 
@@ -427,7 +536,9 @@ impl<'a> Reader<'a> {
 const REFERENCES: [&str; 3] = ["$ref", "$recursiveRef", "$dynamicRef"];
 
 fn reference(object: &Object) -> Option<&str> {
-    REFERENCES.iter().find_map(|key| object.get(*key).and_then(Value::as_str))
+    REFERENCES
+        .iter()
+        .find_map(|key| object.get(*key).and_then(Value::as_str))
 }
 
 fn drop_references(object: &mut Object) {
@@ -464,8 +575,13 @@ const ANNOTATIONS: [&str; 18] = [
 /// Returns what a schema demands, without `word`, descriptions and definitions.
 fn constraints_beside(object: &Object, word: &str) -> Object {
     let is_meant = |key: &str| key == word || word == "$ref" && REFERENCES.contains(&key);
-    let is_constraint = |key: &str| !is_meant(key) && !ANNOTATIONS.contains(&key) && !key.starts_with("x-");
-    object.iter().filter(|(key, _)| is_constraint(key)).map(|(key, value)| (key.clone(), value.clone())).collect()
+    let is_constraint =
+        |key: &str| !is_meant(key) && !ANNOTATIONS.contains(&key) && !key.starts_with("x-");
+    object
+        .iter()
+        .filter(|(key, _)| is_constraint(key))
+        .map(|(key, value)| (key.clone(), value.clone()))
+        .collect()
 }
 
 fn alternatives(object: &Object) -> Option<(&'static str, &[Value])> {
@@ -478,7 +594,10 @@ fn alternatives(object: &Object) -> Option<(&'static str, &[Value])> {
 
 /// Tells whether a branch has a type of its own, so that one that is said outside adds nothing.
 fn says_its_type(branch: &Object) -> bool {
-    has_type(branch) || ["$ref", "anyOf", "oneOf", "allOf"].iter().any(|key| branch.contains_key(*key))
+    has_type(branch)
+        || ["$ref", "anyOf", "oneOf", "allOf"]
+            .iter()
+            .any(|key| branch.contains_key(*key))
 }
 
 /// The number of parts of a schema: what it costs to copy it.
@@ -494,7 +613,16 @@ fn parts(object: &Object) -> usize {
 }
 
 fn has_type(object: &Object) -> bool {
-    ["type", "properties", "enum", "const", "items", "prefixItems"].iter().any(|key| object.contains_key(*key))
+    [
+        "type",
+        "properties",
+        "enum",
+        "const",
+        "items",
+        "prefixItems",
+    ]
+    .iter()
+    .any(|key| object.contains_key(*key))
 }
 
 /// Tells whether a branch restricts a value without giving it a type.
@@ -511,24 +639,58 @@ fn only_demands(branch: &Value) -> bool {
         "maxProperties",
         "type",
     ];
-    let Value::Object(branch) = branch else { return false };
+    let Value::Object(branch) = branch else {
+        return false;
+    };
     let constraints = constraints_beside(branch, "");
     let is_object = branch.get("type").is_none_or(|kind| kind == "object");
     is_object
         && !constraints.is_empty()
-        && constraints.keys().all(|key| DEMANDS.contains(&key.as_str()))
+        && constraints
+            .keys()
+            .all(|key| DEMANDS.contains(&key.as_str()))
         && constraints.keys().any(|key| key != "type")
 }
 
 /// The type that the words of a schema make sense for.
 fn implied_type(object: &Object) -> Option<&'static str> {
     const WORDS: [(&str, &[&str]); 4] = [
-        ("object", &["properties", "required", "additionalProperties", "patternProperties", "propertyNames"]),
-        ("array", &["items", "prefixItems", "minItems", "maxItems", "uniqueItems"]),
+        (
+            "object",
+            &[
+                "properties",
+                "required",
+                "additionalProperties",
+                "patternProperties",
+                "propertyNames",
+            ],
+        ),
+        (
+            "array",
+            &[
+                "items",
+                "prefixItems",
+                "minItems",
+                "maxItems",
+                "uniqueItems",
+            ],
+        ),
         ("string", &["pattern", "minLength", "maxLength"]),
-        ("number", &["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"]),
+        (
+            "number",
+            &[
+                "minimum",
+                "maximum",
+                "exclusiveMinimum",
+                "exclusiveMaximum",
+                "multipleOf",
+            ],
+        ),
     ];
-    WORDS.iter().find(|(_, words)| words.iter().any(|word| object.contains_key(*word))).map(|(kind, _)| *kind)
+    WORDS
+        .iter()
+        .find(|(_, words)| words.iter().any(|word| object.contains_key(*word)))
+        .map(|(kind, _)| *kind)
 }
 
 /// Puts the demands of `other` into `object`. Where both speak, both hold if that can be said, otherwise the first does.
@@ -539,16 +701,21 @@ fn merge(object: &mut Object, other: &Object) {
             continue;
         };
         let both = match (key.as_str(), ours, theirs) {
-            ("properties" | "$defs" | "definitions", Value::Object(ours), Value::Object(theirs)) => {
-                merged_members(ours, theirs)
-            }
+            (
+                "properties" | "$defs" | "definitions",
+                Value::Object(ours),
+                Value::Object(theirs),
+            ) => merged_members(ours, theirs),
             ("required", Value::Array(ours), Value::Array(theirs)) => {
                 let more = theirs.iter().filter(|name| !ours.contains(name));
                 Value::Array(ours.iter().chain(more).cloned().collect())
             }
-            ("enum", Value::Array(ours), Value::Array(theirs)) => {
-                Value::Array(ours.iter().filter(|value| theirs.contains(value)).cloned().collect())
-            }
+            ("enum", Value::Array(ours), Value::Array(theirs)) => Value::Array(
+                ours.iter()
+                    .filter(|value| theirs.contains(value))
+                    .cloned()
+                    .collect(),
+            ),
             ("type", ours, theirs) => common_type(ours, theirs),
             ("additionalProperties", Value::Bool(true), theirs) => theirs.clone(),
             ("minimum" | "exclusiveMinimum" | "minLength" | "minItems", ours, theirs)
@@ -576,7 +743,10 @@ fn merged_members(ours: &Object, theirs: &Object) -> Value {
                 let mut both = own.clone();
                 // The description stays outside, where the field finds it.
                 both.retain(|key, _| {
-                    matches!(key.as_str(), "description" | "title" | "default" | "examples" | "deprecated")
+                    matches!(
+                        key.as_str(),
+                        "description" | "title" | "default" | "examples" | "deprecated"
+                    )
                 });
                 both.insert("allOf".to_owned(), json!([own, schema]));
                 Value::Object(both)
@@ -615,12 +785,30 @@ enum Whole {
 }
 
 fn bounds(object: &Object, whole: Whole) -> Bounds {
-    let number = |key: &str| object.get(key).and_then(Value::as_f64).filter(|number| number.abs() < LARGEST_SAFE);
+    let number = |key: &str| {
+        object
+            .get(key)
+            .and_then(Value::as_f64)
+            .filter(|number| number.abs() < LARGEST_SAFE)
+    };
     // Before draft-06 these two were truth values that changed the meaning of the limit.
     let is_exclusive = |key: &str| object.get(key) == Some(&Value::Bool(true));
-    let lowest = if is_exclusive("exclusiveMinimum") { "gt" } else { "ge" };
-    let highest = if is_exclusive("exclusiveMaximum") { "lt" } else { "le" };
-    let words = [(lowest, "minimum"), ("gt", "exclusiveMinimum"), (highest, "maximum"), ("lt", "exclusiveMaximum")];
+    let lowest = if is_exclusive("exclusiveMinimum") {
+        "gt"
+    } else {
+        "ge"
+    };
+    let highest = if is_exclusive("exclusiveMaximum") {
+        "lt"
+    } else {
+        "le"
+    };
+    let words = [
+        (lowest, "minimum"),
+        ("gt", "exclusiveMinimum"),
+        (highest, "maximum"),
+        ("lt", "exclusiveMaximum"),
+    ];
     let mut limits: Vec<(&'static str, Value)> = Vec::new();
     for (word, key) in words {
         if let Some(limit) = number(key) {
@@ -629,7 +817,10 @@ fn bounds(object: &Object, whole: Whole) -> Bounds {
         }
     }
     if whole == Whole::Yes
-        && let Some(step) = object.get("multipleOf").and_then(Value::as_u64).filter(|step| *step > 1)
+        && let Some(step) = object
+            .get("multipleOf")
+            .and_then(Value::as_u64)
+            .filter(|step| *step > 1)
     {
         limits.push(("multiple_of", json!(step)));
     }
@@ -641,7 +832,11 @@ fn rounded(limit: f64, word: &str, whole: Whole, as_written: &Value) -> Value {
     if whole == Whole::No {
         return as_written.clone();
     }
-    let rounded = if matches!(word, "ge" | "lt") { limit.ceil() } else { limit.floor() };
+    let rounded = if matches!(word, "ge" | "lt") {
+        limit.ceil()
+    } else {
+        limit.floor()
+    };
     json!(rounded as i64)
 }
 
@@ -669,9 +864,14 @@ fn lengths(object: &Object, least: &str, most: &str) -> Lengths {
     // Some generators write 1.0.
     let number = |key: &str| {
         let number = object.get(key)?.as_f64()?;
-        (0.0..LARGEST_SAFE).contains(&number).then_some(number as u64)
+        (0.0..LARGEST_SAFE)
+            .contains(&number)
+            .then_some(number as u64)
     };
-    Lengths { least: number(least).filter(|least| *least > 0), most: number(most) }
+    Lengths {
+        least: number(least).filter(|least| *least > 0),
+        most: number(most),
+    }
 }
 
 fn percent_decoded(fragment: &str) -> String {
@@ -679,7 +879,9 @@ fn percent_decoded(fragment: &str) -> String {
     let mut decoded = Vec::with_capacity(bytes.len());
     let mut at = 0;
     while at < bytes.len() {
-        let digits = (bytes[at] == b'%').then(|| fragment.get(at + 1..at + 3)).flatten();
+        let digits = (bytes[at] == b'%')
+            .then(|| fragment.get(at + 1..at + 3))
+            .flatten();
         match digits.and_then(|digits| u8::from_str_radix(digits, 16).ok()) {
             Some(byte) => {
                 decoded.push(byte);
@@ -708,31 +910,59 @@ mod tests {
 
     #[test]
     fn a_reference_to_another_document_is_refused_and_one_to_this_is_followed() {
-        for reference in ["https://example.com/x.json", "file:///etc/passwd", "other.json#/A", "//host/x", "./x"] {
-            let expected = SchemaError::RemoteReference { reference: reference.to_owned() };
+        for reference in [
+            "https://example.com/x.json",
+            "file:///etc/passwd",
+            "other.json#/A",
+            "//host/x",
+            "./x",
+        ] {
+            let expected = SchemaError::RemoteReference {
+                reference: reference.to_owned(),
+            };
             assert_eq!(failure(in_a_member(json!({"$ref": reference}))), expected);
-            assert_eq!(failure(in_a_member(json!({"allOf": [{"$ref": reference}, {"type": "string"}]}))), expected);
+            assert_eq!(
+                failure(in_a_member(
+                    json!({"allOf": [{"$ref": reference}, {"type": "string"}]})
+                )),
+                expected
+            );
         }
         assert!(read(&in_a_member(json!({"$ref": "#/$defs/A"})), "Params").is_ok()); // Control.
     }
 
     #[test]
     fn a_reference_to_nowhere_or_to_itself_is_refused() {
-        let missing = SchemaError::MissingReference { reference: "#/$defs/B".to_owned() };
+        let missing = SchemaError::MissingReference {
+            reference: "#/$defs/B".to_owned(),
+        };
         assert_eq!(failure(in_a_member(json!({"$ref": "#/$defs/B"}))), missing);
         let circle = json!({"$ref": "#/$defs/A", "$defs": {"A": {"$ref": "#/$defs/B"}, "B": {"$ref": "#/$defs/A"}}});
-        assert!(matches!(failure(circle), SchemaError::CircularReference { .. }));
-        assert!(matches!(failure(json!({"$ref": "#"})), SchemaError::CircularReference { .. }));
+        assert!(matches!(
+            failure(circle),
+            SchemaError::CircularReference { .. }
+        ));
+        assert!(matches!(
+            failure(json!({"$ref": "#"})),
+            SchemaError::CircularReference { .. }
+        ));
         let own_branch = json!({"anyOf": [{"$ref": "#"}, {"type": "string"}]});
-        assert!(matches!(failure(own_branch), SchemaError::CircularReference { .. }));
-        let member = json!({"anyOf": [{"type": "array", "items": {"$ref": "#"}}, {"type": "string"}]});
+        assert!(matches!(
+            failure(own_branch),
+            SchemaError::CircularReference { .. }
+        ));
+        let member =
+            json!({"anyOf": [{"type": "array", "items": {"$ref": "#"}}, {"type": "string"}]});
         assert!(read(&member, "Params").is_ok()); // Control.
     }
 
     #[test]
     fn depth_has_a_limit() {
         let nested = |depth: usize| {
-            (0..depth).fold(json!({"type": "string"}), |inner, _| json!({"type": "array", "items": inner}))
+            (0..depth).fold(
+                json!({"type": "string"}),
+                |inner, _| json!({"type": "array", "items": inner}),
+            )
         };
         assert!(read(&nested(DEEPEST - 1), "Params").is_ok()); // Control.
         assert_eq!(failure(nested(DEEPEST + 1)), SchemaError::TooDeep);
@@ -744,37 +974,64 @@ mod tests {
             let mut definitions = Map::new();
             for level in 0..levels {
                 let next = json!({"$ref": format!("#/$defs/d{}", level + 1)});
-                let both =
-                    json!({"allOf": [{"properties": {"a": next}}, {"properties": {"a": {"allOf": [next, next]}}}]});
+                let both = json!({"allOf": [{"properties": {"a": next}}, {"properties": {"a": {"allOf": [next, next]}}}]});
                 definitions.insert(format!("d{level}"), both);
             }
-            definitions
-                .insert(format!("d{levels}"), json!({"type": "object", "properties": {"z": {"type": "integer"}}}));
+            definitions.insert(
+                format!("d{levels}"),
+                json!({"type": "object", "properties": {"z": {"type": "integer"}}}),
+            );
             json!({"allOf": [{"$ref": "#/$defs/d0"}], "$defs": definitions, "type": "object"})
         };
         assert!(read(&doubling(2), "Params").is_ok()); // Control.
-        assert!(matches!(failure(doubling(30)), SchemaError::TooMuch | SchemaError::TooDeep));
+        assert!(matches!(
+            failure(doubling(30)),
+            SchemaError::TooMuch | SchemaError::TooDeep
+        ));
         let itself = json!({"allOf": [{"$ref": "#"}], "type": "object"});
-        assert!(matches!(failure(itself), SchemaError::TooDeep | SchemaError::TooMuch));
+        assert!(matches!(
+            failure(itself),
+            SchemaError::TooDeep | SchemaError::TooMuch
+        ));
     }
 
     #[test]
     fn width_has_a_limit() {
-        let values = |count: usize| (0..count).map(|number| json!(number.to_string())).collect::<Vec<_>>();
-        let members = |count: usize| (0..count).map(|number| (number.to_string(), json!({}))).collect::<Map<_, _>>();
+        let values = |count: usize| {
+            (0..count)
+                .map(|number| json!(number.to_string()))
+                .collect::<Vec<_>>()
+        };
+        let members = |count: usize| {
+            (0..count)
+                .map(|number| (number.to_string(), json!({})))
+                .collect::<Map<_, _>>()
+        };
         let wide = |count: usize| {
             let branches = vec![json!({"type": "string"}); count];
-            [json!({"enum": values(count)}), json!({"properties": members(count)}), json!({"anyOf": branches})]
+            [
+                json!({"enum": values(count)}),
+                json!({"properties": members(count)}),
+                json!({"anyOf": branches}),
+            ]
         };
         for (fits, does_not) in wide(WIDEST).into_iter().zip(wide(WIDEST + 1)) {
             assert!(read(&fits, "Params").is_ok()); // Control.
-            assert_eq!(failure(does_not), SchemaError::TooWide { count: WIDEST + 1 });
+            assert_eq!(
+                failure(does_not),
+                SchemaError::TooWide { count: WIDEST + 1 }
+            );
         }
     }
 
     #[test]
     fn what_is_no_schema_is_refused() {
-        for wrong in [json!(null), json!("string"), json!([]), json!({"properties": {"x": 1}})] {
+        for wrong in [
+            json!(null),
+            json!("string"),
+            json!([]),
+            json!({"properties": {"x": 1}}),
+        ] {
             assert_eq!(failure(wrong), SchemaError::NotASchema);
         }
     }

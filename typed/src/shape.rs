@@ -88,7 +88,8 @@ pub(crate) struct Lengths {
 impl Lengths {
     fn allow(&self, length: usize) -> bool {
         let length = length as u64;
-        self.least.is_none_or(|least| length >= least) && self.most.is_none_or(|most| length <= most)
+        self.least.is_none_or(|least| length >= least)
+            && self.most.is_none_or(|most| length <= most)
     }
 }
 
@@ -145,12 +146,20 @@ impl Schema {
 
     /// Tells whether a value fits, as far as shapes know. A default that does not fit is no default.
     pub(crate) fn accepts(&self, shape: &Shape, value: &Value) -> bool {
-        Check { schema: self, left: MOST_COMPARISONS }.accepts(shape, value)
+        Check {
+            schema: self,
+            left: MOST_COMPARISONS,
+        }
+        .accepts(shape, value)
     }
 
     /// Tells whether a value of this shape is in Python what it is in JSON: no class, and no type of another format.
     pub(crate) fn is_plain(&self, shape: &Shape, value: &Value) -> bool {
-        Check { schema: self, left: MOST_COMPARISONS }.is_plain(shape, value)
+        Check {
+            schema: self,
+            left: MOST_COMPARISONS,
+        }
+        .is_plain(shape, value)
     }
 }
 
@@ -172,20 +181,28 @@ impl Check<'_> {
         }
         match (self.schema.meant(shape), value) {
             (Shape::Any, _) | (Shape::Null, Value::Null) | (Shape::Boolean, Value::Bool(_)) => true,
-            (Shape::Integer(bounds), Value::Number(number)) => !number.is_f64() && bounds.allow(number.as_f64()),
+            (Shape::Integer(bounds), Value::Number(number)) => {
+                !number.is_f64() && bounds.allow(number.as_f64())
+            }
             (Shape::Number(bounds), Value::Number(number)) => bounds.allow(number.as_f64()),
             // Whether a text fits a pattern or a format is known only to whoever checks it.
             (Shape::Text(rules), Value::String(text)) => {
-                rules.format.is_none() && rules.pattern.is_none() && rules.lengths.allow(text.chars().count())
+                rules.format.is_none()
+                    && rules.pattern.is_none()
+                    && rules.lengths.allow(text.chars().count())
             }
             (Shape::Choice(values), value) => values.contains(value),
             (Shape::List(items, lengths), Value::Array(values)) => {
                 lengths.allow(values.len()) && values.iter().all(|value| self.accepts(items, value))
             }
-            (Shape::Map { keys, values }, Value::Object(members)) => members
-                .iter()
-                .all(|(key, value)| self.accepts(keys, &Value::String(key.clone())) && self.accepts(values, value)),
-            (Shape::Record(record), Value::Object(members)) => self.accepts_members(record, members),
+            (Shape::Map { keys, values }, Value::Object(members)) => {
+                members.iter().all(|(key, value)| {
+                    self.accepts(keys, &Value::String(key.clone())) && self.accepts(values, value)
+                })
+            }
+            (Shape::Record(record), Value::Object(members)) => {
+                self.accepts_members(record, members)
+            }
             (Shape::Union(shapes), value) => shapes.iter().any(|shape| self.accepts(shape, value)),
             _ => false,
         }
@@ -197,7 +214,10 @@ impl Check<'_> {
             Some(member) => self.accepts(&member.shape, value),
             None => record.others == Others::Allowed,
         });
-        fits && record.members.iter().all(|member| !member.is_required || members.contains_key(&member.name))
+        fits && record
+            .members
+            .iter()
+            .all(|member| !member.is_required || members.contains_key(&member.name))
     }
 
     fn is_plain(&mut self, shape: &Shape, value: &Value) -> bool {
@@ -206,13 +226,15 @@ impl Check<'_> {
         }
         match (self.schema.meant(shape), value) {
             (Shape::Record(_) | Shape::Tuple(_), _) => false,
-            (Shape::List(items, _), Value::Array(values)) => values.iter().all(|value| self.is_plain(items, value)),
+            (Shape::List(items, _), Value::Array(values)) => {
+                values.iter().all(|value| self.is_plain(items, value))
+            }
             (Shape::Map { values: shape, .. }, Value::Object(members)) => {
                 members.values().all(|value| self.is_plain(shape, value))
             }
-            (Shape::Union(shapes), value) => {
-                shapes.iter().any(|shape| self.accepts(shape, value) && self.is_plain(shape, value))
-            }
+            (Shape::Union(shapes), value) => shapes
+                .iter()
+                .any(|shape| self.accepts(shape, value) && self.is_plain(shape, value)),
             _ => true,
         }
     }
@@ -245,7 +267,9 @@ pub(crate) fn union(shapes: Vec<Shape>) -> Shape {
         if shape == Shape::Any {
             return Shape::Any;
         }
-        let earlier = members.iter().position(|member| matches!(member, Shape::Choice(_)));
+        let earlier = members
+            .iter()
+            .position(|member| matches!(member, Shape::Choice(_)));
         match (shape, earlier.map(|place| &mut members[place])) {
             (Shape::Choice(more), Some(Shape::Choice(values))) => {
                 for value in more {

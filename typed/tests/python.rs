@@ -15,11 +15,14 @@ use oracle::{Oracle, files};
 use serde_json::{Value, json};
 
 fn folder(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests").join(name)
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("tests")
+        .join(name)
 }
 
 fn read(path: &Path) -> Value {
-    let text = fs::read_to_string(path).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
+    let text =
+        fs::read_to_string(path).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
     serde_json::from_str(&text).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
 }
 
@@ -41,18 +44,26 @@ fn package(server: &str, tools: &[ToolSchema]) -> Package {
 
 /// The servers whose lists are kept, by name.
 fn real_servers() -> Vec<(String, Vec<ToolSchema>)> {
-    let mut paths: Vec<PathBuf> = fs::read_dir(folder("real")).unwrap().map(|entry| entry.unwrap().path()).collect();
+    let mut paths: Vec<PathBuf> = fs::read_dir(folder("real"))
+        .unwrap()
+        .map(|entry| entry.unwrap().path())
+        .collect();
     paths.sort();
     let server = |path: &PathBuf| {
         let tools = read(path).as_array().unwrap().iter().map(listed).collect();
-        (path.file_stem().unwrap().to_string_lossy().into_owned(), tools)
+        (
+            path.file_stem().unwrap().to_string_lossy().into_owned(),
+            tools,
+        )
     };
     paths.iter().map(server).collect()
 }
 
 #[test]
 fn every_row_of_the_mapping_does_what_it_says() {
-    let Some(mut python) = Oracle::with_pydantic() else { return };
+    let Some(mut python) = Oracle::with_pydantic() else {
+        return;
+    };
     let rows = read(&folder("rows.json"));
     let rows = rows.as_array().unwrap();
     let tool = |(number, row): (usize, &Value)| ToolSchema {
@@ -66,26 +77,37 @@ fn every_row_of_the_mapping_does_what_it_says() {
     let package = package("rows", &tools);
     assert_eq!(package.notes, []);
     let files = files(&package);
-    assert_eq!(python.ask(json!({"do": "parse", "files": files})), json!([]));
+    assert_eq!(
+        python.ask(json!({"do": "parse", "files": files})),
+        json!([])
+    );
     assert_eq!(python.ask(json!({"do": "load", "files": files})), json!([]));
     for (number, row) in rows.iter().enumerate() {
         let module = format!("mcptools.rows.row_{number}");
-        let request =
-            json!({"do": "row", "files": files, "module": module, "tool": format!("row-{number}"), "row": row});
+        let request = json!({"do": "row", "files": files, "module": module, "tool": format!("row-{number}"), "row": row});
         assert_eq!(python.ask(request), json!([]), "{}", row["row"]);
     }
 }
 
 #[test]
 fn a_row_that_is_wrong_is_noticed() {
-    let Some(mut python) = Oracle::with_pydantic() else { return };
+    let Some(mut python) = Oracle::with_pydantic() else {
+        return;
+    };
     let input = json!({"type": "object", "properties": {"a-b": {"type": "integer"}}});
-    let tool = ToolSchema { name: "row-0".to_owned(), title: None, description: None, input, output: None };
+    let tool = ToolSchema {
+        name: "row-0".to_owned(),
+        title: None,
+        description: None,
+        input,
+        output: None,
+    };
     let files = files(&package("rows", &[tool]));
     let mut check = |row: Value| {
         python.ask(json!({"do": "row", "files": files, "module": "mcptools.rows.row_0", "tool": "row-0", "row": row}))
     };
-    let right = json!({"accepts": [{"set": {"a_b": 1}, "sends": {"a-b": 1}}], "refuses": [{"a_b": "x"}]});
+    let right =
+        json!({"accepts": [{"set": {"a_b": 1}, "sends": {"a-b": 1}}], "refuses": [{"a_b": "x"}]});
     assert_eq!(check(right), json!([])); // Control.
     for wrong in [
         json!({"accepts": [{"set": {"a_b": 1}, "sends": {"a_b": 1}}], "refuses": []}),
@@ -93,20 +115,38 @@ fn a_row_that_is_wrong_is_noticed() {
         json!({"accepts": [], "refuses": [{"a_b": 1}]}),
         json!({"accepts": [], "refuses": [], "classes": ["Missing"]}),
     ] {
-        assert_eq!(check(wrong.clone()).as_array().map(Vec::len), Some(1), "{wrong}");
+        assert_eq!(
+            check(wrong.clone()).as_array().map(Vec::len),
+            Some(1),
+            "{wrong}"
+        );
     }
 }
 
 #[test]
 fn every_tool_of_real_servers_has_a_module_that_loads() {
-    let Some(mut python) = Oracle::with_pydantic() else { return };
+    let Some(mut python) = Oracle::with_pydantic() else {
+        return;
+    };
     let mut count = 0;
     for (server, tools) in real_servers() {
         let package = package(&server, &tools);
-        assert_eq!((package.tools.len(), &package.notes[..]), (tools.len(), &[][..]), "{server}");
+        assert_eq!(
+            (package.tools.len(), &package.notes[..]),
+            (tools.len(), &[][..]),
+            "{server}"
+        );
         let files = files(&package);
-        assert_eq!(python.ask(json!({"do": "parse", "files": files})), json!([]), "{server}");
-        assert_eq!(python.ask(json!({"do": "load", "files": files})), json!([]), "{server}");
+        assert_eq!(
+            python.ask(json!({"do": "parse", "files": files})),
+            json!([]),
+            "{server}"
+        );
+        assert_eq!(
+            python.ask(json!({"do": "load", "files": files})),
+            json!([]),
+            "{server}"
+        );
         count += tools.len();
     }
     assert!(count > 100, "the lists were read");
@@ -114,11 +154,20 @@ fn every_tool_of_real_servers_has_a_module_that_loads() {
 
 #[test]
 fn type_checkers_find_nothing_in_modules_of_real_servers() {
-    let Some(python) = oracle::python_with("mypy") else { return };
+    let Some(python) = oracle::python_with("mypy") else {
+        return;
+    };
     let folder = tempfile::tempdir().unwrap();
-    let packages: Vec<Package> = real_servers().iter().map(|(server, tools)| package(server, tools)).collect();
+    let packages: Vec<Package> = real_servers()
+        .iter()
+        .map(|(server, tools)| package(server, tools))
+        .collect();
     let index = index(&packages.iter().collect::<Vec<_>>());
-    for file in packages.iter().flat_map(|package| &package.files).chain([&index]) {
+    for file in packages
+        .iter()
+        .flat_map(|package| &package.files)
+        .chain([&index])
+    {
         let path = folder.path().join(&file.path);
         fs::create_dir_all(path.parent().unwrap()).unwrap();
         fs::write(path, &file.text).unwrap();
@@ -138,65 +187,123 @@ fn type_checkers_find_nothing_in_modules_of_real_servers() {
             "user",
         ]);
         let paths = std::env::join_paths([folder.path(), &oracle::runner()]).unwrap();
-        let output = command.env("MYPYPATH", paths).current_dir(folder.path()).output().unwrap();
+        let output = command
+            .env("MYPYPATH", paths)
+            .current_dir(folder.path())
+            .output()
+            .unwrap();
         String::from_utf8_lossy(&output.stdout).into_owned()
     };
     let right = "from mcptools.memory import create_relations as tool\n\n\
                  tool.run(tool.Params(relations=[tool.RelationsItem(from_=\"a\", to=\"b\", relationType=\"c\")]))\n";
     assert!(checked(right).starts_with("Success"), "{}", checked(right));
     let wrong = "from mcptools.memory.search_nodes import Params, run\n\nrun(Params(query=1))\n";
-    assert!(checked(wrong).contains("user.py:3: error"), "{}", checked(wrong)); // Control.
+    assert!(
+        checked(wrong).contains("user.py:3: error"),
+        "{}",
+        checked(wrong)
+    ); // Control.
 }
 
 #[test]
 fn modules_are_the_text_that_was_reviewed() {
     let mut python = Oracle::plain();
-    let mut paths: Vec<PathBuf> =
-        fs::read_dir(folder("snapshots")).unwrap().map(|entry| entry.unwrap().path()).collect();
-    paths.retain(|path| path.extension().is_some_and(|extension| extension == "json"));
+    let mut paths: Vec<PathBuf> = fs::read_dir(folder("snapshots"))
+        .unwrap()
+        .map(|entry| entry.unwrap().path())
+        .collect();
+    paths.retain(|path| {
+        path.extension()
+            .is_some_and(|extension| extension == "json")
+    });
     paths.sort();
     assert!(paths.len() >= 4, "the snapshots were found");
     for path in paths {
         let tools: Vec<ToolSchema> = read(&path).as_array().unwrap().iter().map(listed).collect();
         let package = package("example", &tools);
-        assert_eq!(python.ask(json!({"do": "parse", "files": files(&package)})), json!([]), "{}", path.display());
-        let made = |file: &cellblock_typed::GeneratedFile| format!("# {}\n{}", file.path, file.text);
-        let text = package.files.iter().chain([&index(&[&package])]).map(made).collect::<Vec<_>>().join("\n\n");
+        assert_eq!(
+            python.ask(json!({"do": "parse", "files": files(&package)})),
+            json!([]),
+            "{}",
+            path.display()
+        );
+        let made =
+            |file: &cellblock_typed::GeneratedFile| format!("# {}\n{}", file.path, file.text);
+        let text = package
+            .files
+            .iter()
+            .chain([&index(&[&package])])
+            .map(made)
+            .collect::<Vec<_>>()
+            .join("\n\n");
         let expected = path.with_extension("txt");
         if std::env::var_os("UPDATE_SNAPSHOTS").is_some() {
             fs::write(&expected, &text).unwrap();
         }
         let reviewed = fs::read_to_string(&expected).unwrap_or_default();
-        assert!(text == reviewed, "{} is not what is generated now:\n{text}", expected.display());
+        assert!(
+            text == reviewed,
+            "{} is not what is generated now:\n{text}",
+            expected.display()
+        );
     }
 }
 
 #[test]
 fn names_that_python_and_pydantic_use_are_not_given_away() {
-    let Some(mut python) = Oracle::with_pydantic() else { return };
+    let Some(mut python) = Oracle::with_pydantic() else {
+        return;
+    };
     let facts = python.ask(json!({"do": "facts"}));
     let names = |key: &str| -> BTreeSet<String> {
-        facts[key].as_array().unwrap().iter().map(|name| name.as_str().unwrap().to_owned()).collect()
+        facts[key]
+            .as_array()
+            .unwrap()
+            .iter()
+            .map(|name| name.as_str().unwrap().to_owned())
+            .collect()
     };
-    let properties: serde_json::Map<String, Value> =
-        names("model").union(&names("keywords")).map(|name| (name.clone(), json!({"type": "string"}))).collect();
+    let properties: serde_json::Map<String, Value> = names("model")
+        .union(&names("keywords"))
+        .map(|name| (name.clone(), json!({"type": "string"})))
+        .collect();
     let definitions: serde_json::Map<String, Value> = names("builtins")
         .into_iter()
-        .map(|name| (name, json!({"type": "object", "properties": {"x": {"type": "integer"}}})))
+        .map(|name| {
+            (
+                name,
+                json!({"type": "object", "properties": {"x": {"type": "integer"}}}),
+            )
+        })
         .collect();
-    let uses: Vec<Value> = definitions.keys().map(|name| json!({"$ref": format!("#/$defs/{name}")})).collect();
+    let uses: Vec<Value> = definitions
+        .keys()
+        .map(|name| json!({"$ref": format!("#/$defs/{name}")}))
+        .collect();
     let mut properties = properties;
     properties.insert("all_of_them".to_owned(), json!({"anyOf": uses}));
     let input = json!({"type": "object", "properties": properties, "$defs": definitions});
-    let tool = ToolSchema { name: "t".to_owned(), title: None, description: None, input, output: None };
+    let tool = ToolSchema {
+        name: "t".to_owned(),
+        title: None,
+        description: None,
+        input,
+        output: None,
+    };
     let package = package("s", &[tool]);
     let files = files(&package);
     assert_eq!(python.ask(json!({"do": "load", "files": files})), json!([]));
     let text = &package.files[1].text;
     for name in names("model").union(&names("keywords")) {
-        assert!(!text.contains(&format!("\n    {name}:")), "{name} is a field");
+        assert!(
+            !text.contains(&format!("\n    {name}:")),
+            "{name} is a field"
+        );
     }
     for name in names("builtins") {
-        assert!(!text.contains(&format!("class {name}(")), "{name} is a class");
+        assert!(
+            !text.contains(&format!("class {name}(")),
+            "{name} is a class"
+        );
     }
 }

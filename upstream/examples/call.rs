@@ -22,9 +22,12 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     };
     let params = ServerParams::parse(&serde_json::from_str(params)?)?;
     let begun = Instant::now();
-    let upstream =
-        Upstream::connect(&ServerName::new("example")?, &params, &Settings::new(Variables::new(std::env::vars())))
-            .await?;
+    let upstream = Upstream::connect(
+        &ServerName::new("example")?,
+        &params,
+        &Settings::new(Variables::new(std::env::vars())),
+    )
+    .await?;
     let info = upstream.info();
     println!(
         "{} · {:?} · {:?} · {} tools · {:?}",
@@ -42,10 +45,13 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
             std::fs::write(path, &file.text)?;
         }
     } else if call.is_empty() {
-        info.tools.iter().for_each(|tool| println!("  {}: {}", tool.name, tool.summary));
+        info.tools
+            .iter()
+            .for_each(|tool| println!("  {}: {}", tool.name, tool.summary));
     }
     for pair in call.chunks(2) {
-        let arguments: Map<String, Value> = serde_json::from_str(pair.get(1).map_or("{}", String::as_str))?;
+        let arguments: Map<String, Value> =
+            serde_json::from_str(pair.get(1).map_or("{}", String::as_str))?;
         let begun = Instant::now();
         let options = CallOptions {
             progress: Some(std::sync::Arc::new(|step| println!("  {step:?}"))),
@@ -53,7 +59,10 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
         };
         match upstream.call(&pair[0], arguments, options).await {
             Ok(reply) => {
-                let text: String = serde_json::to_string(&reply.content)?.chars().take(300).collect();
+                let text: String = serde_json::to_string(&reply.content)?
+                    .chars()
+                    .take(300)
+                    .collect();
                 println!(
                     "{}: error {} · structured {:?} · {text} · {:?}",
                     pair[0],

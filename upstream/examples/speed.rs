@@ -18,7 +18,10 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     if std::env::args().nth(1).as_deref() == Some("serve") {
         return serve();
     }
-    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(2)
+        .enable_all()
+        .build()?;
     runtime.block_on(measure())
 }
 
@@ -37,11 +40,14 @@ fn serve() -> Result<(), Box<dyn std::error::Error>> {
             _ => continue,
         };
         let mut answer = match result {
-            Value::Null => json!({"jsonrpc": "2.0", "id": message["id"], "error": {"code": -32601, "message": "no"}}),
+            Value::Null => {
+                json!({"jsonrpc": "2.0", "id": message["id"], "error": {"code": -32601, "message": "no"}})
+            }
             result => json!({"jsonrpc": "2.0", "id": message["id"], "result": result}),
         };
         if message["method"] == "tools/call" {
-            answer["result"]["structuredContent"]["nanoseconds"] = json!(begun.elapsed().as_nanos() as u64);
+            answer["result"]["structuredContent"]["nanoseconds"] =
+                json!(begun.elapsed().as_nanos() as u64);
         }
         writeln!(output, "{answer}")?;
         output.flush()?;
@@ -50,8 +56,7 @@ fn serve() -> Result<(), Box<dyn std::error::Error>> {
 }
 
 fn tool(number: usize) -> Value {
-    let member =
-        |kind: &str| json!({"type": kind, "description": "What this is, in one or two sentences that a model reads."});
+    let member = |kind: &str| json!({"type": kind, "description": "What this is, in one or two sentences that a model reads."});
     json!({
         "name": format!("tool_{number}"),
         "description": "Does something, and says so in a sentence.\n\nAnd in another one.",
@@ -70,7 +75,8 @@ fn tool(number: usize) -> Value {
 }
 
 async fn measure() -> Result<(), Box<dyn std::error::Error>> {
-    let params = ServerParams::parse(&json!({"command": std::env::current_exe()?, "args": ["serve"]}))?;
+    let params =
+        ServerParams::parse(&json!({"command": std::env::current_exe()?, "args": ["serve"]}))?;
     let settings = Settings::new(Variables::new(std::env::vars()));
     let name = ServerName::new("speed")?;
     let mut registrations = Vec::new();
@@ -83,16 +89,27 @@ async fn measure() -> Result<(), Box<dyn std::error::Error>> {
         upstream.close().await;
     }
     tell("start of the server alone", &mut starts);
-    tell("start, greeting, list and Python of 30 tools", &mut registrations);
+    tell(
+        "start, greeting, list and Python of 30 tools",
+        &mut registrations,
+    );
 
     let upstream = Upstream::connect(&name, &params, &settings).await?;
     let mut calls = Vec::new();
     for number in 0..CALLS {
-        let arguments = json!({"text": "hello", "count": number}).as_object().cloned().unwrap_or_default();
+        let arguments = json!({"text": "hello", "count": number})
+            .as_object()
+            .cloned()
+            .unwrap_or_default();
         let begun = Instant::now();
-        let reply = upstream.call("tool_7", arguments, CallOptions::default()).await?;
+        let reply = upstream
+            .call("tool_7", arguments, CallOptions::default())
+            .await?;
         let whole = begun.elapsed();
-        let own = reply.structured.and_then(|value| value["nanoseconds"].as_u64()).unwrap_or_default();
+        let own = reply
+            .structured
+            .and_then(|value| value["nanoseconds"].as_u64())
+            .unwrap_or_default();
         calls.push(whole.saturating_sub(Duration::from_nanos(own)));
     }
     tell("one call, over the server's own time", &mut calls);
@@ -100,14 +117,24 @@ async fn measure() -> Result<(), Box<dyn std::error::Error>> {
     let many: Vec<_> = (0..CALLS)
         .map(|_| {
             let upstream = upstream.clone();
-            let arguments = json!({"text": "hello"}).as_object().cloned().unwrap_or_default();
-            tokio::spawn(async move { upstream.call("tool_7", arguments, CallOptions::default()).await })
+            let arguments = json!({"text": "hello"})
+                .as_object()
+                .cloned()
+                .unwrap_or_default();
+            tokio::spawn(async move {
+                upstream
+                    .call("tool_7", arguments, CallOptions::default())
+                    .await
+            })
         })
         .collect();
     for call in many {
         call.await??;
     }
-    println!("{CALLS} calls at a time: {:.0} calls/s", CALLS as f64 / begun.elapsed().as_secs_f64());
+    println!(
+        "{CALLS} calls at a time: {:.0} calls/s",
+        CALLS as f64 / begun.elapsed().as_secs_f64()
+    );
     upstream.close().await;
     Ok(())
 }
@@ -120,7 +147,10 @@ fn start() -> Result<Duration, Box<dyn std::error::Error>> {
         .stdin(std::process::Stdio::piped())
         .stdout(std::process::Stdio::piped())
         .spawn()?;
-    let (mut input, output) = (child.stdin.take().ok_or("no input")?, child.stdout.take().ok_or("no output")?);
+    let (mut input, output) = (
+        child.stdin.take().ok_or("no input")?,
+        child.stdout.take().ok_or("no output")?,
+    );
     input.write_all(b"{\"jsonrpc\":\"2.0\",\"id\":1,\"method\":\"server/discover\"}\n")?;
     let mut line = String::new();
     std::io::BufReader::new(output).read_line(&mut line)?;

@@ -37,7 +37,9 @@ pub enum AddressError {
 impl AddressPolicy {
     /// Checks what can be known about a URL before its name is resolved.
     pub(crate) fn check(&self, url: &Url) -> Result<(), AddressError> {
-        let AddressPolicy::PublicOnly { .. } = self else { return Ok(()) };
+        let AddressPolicy::PublicOnly { .. } = self else {
+            return Ok(());
+        };
         let text = url.host_str().unwrap_or_default();
         if self.lists(text) {
             return Ok(());
@@ -45,7 +47,9 @@ impl AddressPolicy {
         match literal(text).map(special) {
             Some(Some(kind)) => Err(AddressError::Special { kind }),
             Some(None) => Ok(()),
-            None => HostName::parse(text).map(drop).map_err(|_| AddressError::Name),
+            None => HostName::parse(text)
+                .map(drop)
+                .map_err(|_| AddressError::Name),
         }
     }
 
@@ -53,7 +57,11 @@ impl AddressPolicy {
         match self {
             AddressPolicy::Any => true,
             AddressPolicy::PublicOnly { allowed } => {
-                let bare = |name: &str| name.trim_end_matches('.').trim_matches(['[', ']']).to_ascii_lowercase();
+                let bare = |name: &str| {
+                    name.trim_end_matches('.')
+                        .trim_matches(['[', ']'])
+                        .to_ascii_lowercase()
+                };
                 allowed.iter().any(|name| bare(name) == bare(host))
             }
         }
@@ -80,7 +88,11 @@ impl Resolve for CheckedNames {
     }
 }
 
-async fn checked(policy: &AddressPolicy, resolver: &dyn Resolver, name: &str) -> io::Result<Vec<SocketAddr>> {
+async fn checked(
+    policy: &AddressPolicy,
+    resolver: &dyn Resolver,
+    name: &str,
+) -> io::Result<Vec<SocketAddr>> {
     let refuse = |error: AddressError| io::Error::new(io::ErrorKind::PermissionDenied, error);
     let host = HostName::parse(name).map_err(|_| refuse(AddressError::Name))?;
     let addresses = resolver.resolve(&host).await?;
@@ -90,7 +102,10 @@ async fn checked(policy: &AddressPolicy, resolver: &dyn Resolver, name: &str) ->
         return Err(refuse(AddressError::LeadsToSpecial { kind }));
     }
     // The port of the URL replaces this one.
-    Ok(addresses.into_iter().map(|address| SocketAddr::new(address, 0)).collect())
+    Ok(addresses
+        .into_iter()
+        .map(|address| SocketAddr::new(address, 0))
+        .collect())
 }
 
 #[cfg(test)]
@@ -108,7 +123,9 @@ mod tests {
     }
 
     fn public_only(allowed: &[&str]) -> AddressPolicy {
-        AddressPolicy::PublicOnly { allowed: allowed.iter().map(|name| (*name).to_owned()).collect() }
+        AddressPolicy::PublicOnly {
+            allowed: allowed.iter().map(|name| (*name).to_owned()).collect(),
+        }
     }
 
     #[test]
@@ -125,27 +142,61 @@ mod tests {
             "http://0.0.0.0/mcp",
         ] {
             let url = Url::parse(url).unwrap();
-            assert!(matches!(public_only(&[]).check(&url), Err(AddressError::Special { .. })), "{url}");
+            assert!(
+                matches!(
+                    public_only(&[]).check(&url),
+                    Err(AddressError::Special { .. })
+                ),
+                "{url}"
+            );
             // The controls: the same address, listed; and no policy.
             let host = url.host_str().unwrap().to_owned();
             assert_eq!(public_only(&[&host]).check(&url), Ok(()), "{url}");
             assert_eq!(AddressPolicy::Any.check(&url), Ok(()), "{url}");
         }
-        for url in ["https://93.184.216.34/mcp", "https://example.com/mcp", "https://[2606:4700:4700::1111]/mcp"] {
-            assert_eq!(public_only(&[]).check(&Url::parse(url).unwrap()), Ok(()), "{url}");
+        for url in [
+            "https://93.184.216.34/mcp",
+            "https://example.com/mcp",
+            "https://[2606:4700:4700::1111]/mcp",
+        ] {
+            assert_eq!(
+                public_only(&[]).check(&Url::parse(url).unwrap()),
+                Ok(()),
+                "{url}"
+            );
         }
     }
 
     #[tokio::test]
     async fn a_name_must_lead_to_public_addresses_only() {
         let public: IpAddr = "93.184.216.34".parse().unwrap();
-        for private in ["10.1.2.3", "127.0.0.1", "169.254.169.254", "fd00::1", "::ffff:192.168.0.1"] {
+        for private in [
+            "10.1.2.3",
+            "127.0.0.1",
+            "169.254.169.254",
+            "fd00::1",
+            "::ffff:192.168.0.1",
+        ] {
             let mixed = Fixed(vec![public, private.parse().unwrap()]);
-            let error = checked(&public_only(&["other.example"]), &mixed, "a.example").await.unwrap_err();
+            let error = checked(&public_only(&["other.example"]), &mixed, "a.example")
+                .await
+                .unwrap_err();
             assert_eq!(error.kind(), io::ErrorKind::PermissionDenied, "{private}");
             // The control: listed by its name.
-            assert_eq!(checked(&public_only(&["A.example"]), &mixed, "a.example").await.unwrap().len(), 2);
+            assert_eq!(
+                checked(&public_only(&["A.example"]), &mixed, "a.example")
+                    .await
+                    .unwrap()
+                    .len(),
+                2
+            );
         }
-        assert_eq!(checked(&public_only(&[]), &Fixed(vec![public]), "a.example").await.unwrap().len(), 1);
+        assert_eq!(
+            checked(&public_only(&[]), &Fixed(vec![public]), "a.example")
+                .await
+                .unwrap()
+                .len(),
+            1
+        );
     }
 }

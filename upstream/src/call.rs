@@ -46,35 +46,58 @@ pub enum CallError {
     #[error("the server {server} did not answer within {} s", .time.as_secs_f64())]
     Timeout { server: String, time: Duration },
     #[error("the server {server} has no tool {tool:?}{}", suggestion(.nearest))]
-    Unknown { server: String, tool: String, nearest: Option<String> },
+    Unknown {
+        server: String,
+        tool: String,
+        nearest: Option<String>,
+    },
     #[error(
         "the tool {tool:?} of the server {server} {how} since it was registered, so it is not called; register the server again to use it"
     )]
-    ToolChanged { server: String, tool: String, how: &'static str },
+    ToolChanged {
+        server: String,
+        tool: String,
+        how: &'static str,
+    },
     #[error("the arguments do not fit the schema of the tool {tool:?}: {why}")]
     Invalid { tool: String, why: String },
     #[error("the server {server} cannot be reached: {why}")]
     Unavailable { server: String, why: String },
     #[error("the connection to the server {server} was lost during the call, which may have been carried out and is not repeated{}", last(.last_words))]
-    Interrupted { server: String, last_words: Option<String> },
+    Interrupted {
+        server: String,
+        last_words: Option<String>,
+    },
     #[error("the server {server} answered with an error of the protocol: {message} (code {code})")]
-    Refused { server: String, code: i32, message: String },
+    Refused {
+        server: String,
+        code: i32,
+        message: String,
+    },
     #[error("the server {server} answered with something that is no result of a tool: {why}")]
     Protocol { server: String, why: &'static str },
     #[error("the answer of the server {server} is larger than {largest} bytes")]
     TooLarge { server: String, largest: usize },
-    #[error("the answer of the server {server} holds too many values; ask for fewer at a time, or for text")]
+    #[error(
+        "the answer of the server {server} holds too many values; ask for fewer at a time, or for text"
+    )]
     TooManyValues { server: String },
     #[error("the call was cancelled")]
     Cancelled,
 }
 
 fn suggestion(nearest: &Option<String>) -> String {
-    nearest.as_ref().map(|nearest| format!("; did you mean {nearest:?}?")).unwrap_or_default()
+    nearest
+        .as_ref()
+        .map(|nearest| format!("; did you mean {nearest:?}?"))
+        .unwrap_or_default()
 }
 
 fn last(words: &Option<String>) -> String {
-    words.as_ref().map(|words| format!("; the last that it said: {words}")).unwrap_or_default()
+    words
+        .as_ref()
+        .map(|words| format!("; the last that it said: {words}"))
+        .unwrap_or_default()
 }
 
 /// The word for an error in the protocol of the runner.
@@ -95,9 +118,9 @@ impl CallError {
             CallError::Timeout { .. } => Reason::Timeout,
             CallError::Unknown { .. } => Reason::Unknown,
             CallError::Invalid { .. } => Reason::Invalid,
-            CallError::ToolChanged { .. } | CallError::Unavailable { .. } | CallError::Interrupted { .. } => {
-                Reason::Unavailable
-            }
+            CallError::ToolChanged { .. }
+            | CallError::Unavailable { .. }
+            | CallError::Interrupted { .. } => Reason::Unavailable,
             CallError::Refused { .. } | CallError::Protocol { .. } => Reason::Protocol,
             CallError::TooLarge { .. } | CallError::TooManyValues { .. } => Reason::TooLarge,
             CallError::Cancelled => Reason::Cancelled,
@@ -122,7 +145,9 @@ impl Reason {
 impl CallReply {
     /// Reads the result of `tools/call`.
     pub(crate) fn read(result: Value) -> Result<CallReply, &'static str> {
-        let Value::Object(mut result) = result else { return Err("it is no object") };
+        let Value::Object(mut result) = result else {
+            return Err("it is no object");
+        };
         match result.get("resultType").and_then(Value::as_str) {
             None | Some("complete") => {}
             Some("input_required") => return Err("it asks for input, and nobody here gives any"),
@@ -132,7 +157,9 @@ impl CallReply {
         let structured = result.remove("structuredContent");
         let content = match result.remove("content") {
             Some(Value::Array(blocks))
-                if blocks.iter().all(|block| block.get("type").is_some_and(Value::is_string)) =>
+                if blocks
+                    .iter()
+                    .all(|block| block.get("type").is_some_and(Value::is_string)) =>
             {
                 blocks
             }
@@ -145,13 +172,20 @@ impl CallReply {
             Some(Value::Bool(is_error)) => is_error,
             Some(_) => return Err("its `isError` is neither true nor false"),
         };
-        Ok(CallReply { content, structured, is_error })
+        Ok(CallReply {
+            content,
+            structured,
+            is_error,
+        })
     }
 }
 
 impl fmt::Debug for CallOptions {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        formatter.debug_struct("CallOptions").field("time", &self.time).finish_non_exhaustive()
+        formatter
+            .debug_struct("CallOptions")
+            .field("time", &self.time)
+            .finish_non_exhaustive()
     }
 }
 
@@ -166,12 +200,22 @@ mod tests {
         let reply = CallReply::read(
             json!({"content": [{"type": "new"}], "structuredContent": null, "isError": true, "_meta": {}}),
         );
-        let expected =
-            CallReply { content: vec![json!({"type": "new"})], structured: Some(Value::Null), is_error: true };
+        let expected = CallReply {
+            content: vec![json!({"type": "new"})],
+            structured: Some(Value::Null),
+            is_error: true,
+        };
         assert_eq!(reply, Ok(expected));
-        let reply = CallReply::read(json!({"structuredContent": [1], "resultType": "complete"})).unwrap();
-        assert_eq!((reply.content.len(), reply.structured, reply.is_error), (0, Some(json!([1])), false));
-        assert_eq!(CallReply::read(json!({"content": []})).unwrap().structured, None);
+        let reply =
+            CallReply::read(json!({"structuredContent": [1], "resultType": "complete"})).unwrap();
+        assert_eq!(
+            (reply.content.len(), reply.structured, reply.is_error),
+            (0, Some(json!([1])), false)
+        );
+        assert_eq!(
+            CallReply::read(json!({"content": []})).unwrap().structured,
+            None
+        );
     }
 
     #[test]

@@ -27,7 +27,8 @@ use tokio_util::sync::CancellationToken;
 use crate::variables::{Mask, Variables};
 
 /// What MCP clients pass on to the servers they start.
-pub(crate) const INHERITED: [&str; 7] = ["HOME", "LOGNAME", "PATH", "SHELL", "TERM", "USER", "LANG"];
+pub(crate) const INHERITED: [&str; 7] =
+    ["HOME", "LOGNAME", "PATH", "SHELL", "TERM", "USER", "LANG"];
 /// Where programs are looked for when nobody says.
 const USUAL_PATH: &str = "/usr/local/bin:/usr/bin:/bin";
 /// How long a server has to end by itself once its input has ended. Interpreters take that long on a busy machine.
@@ -56,9 +57,15 @@ pub struct WrapperCommand {
 /// The arguments are those that are behind the arguments of the wrapper: the process that must be the parent, the program, its arguments.
 pub fn exec_with_parent(arguments: impl IntoIterator<Item = OsString>) -> io::Error {
     let mut arguments = arguments.into_iter();
-    let parent = arguments.next().and_then(|text| text.to_str()?.parse().ok()).and_then(Pid::from_raw);
+    let parent = arguments
+        .next()
+        .and_then(|text| text.to_str()?.parse().ok())
+        .and_then(Pid::from_raw);
     let (Some(parent), Some(program)) = (parent, arguments.next()) else {
-        return io::Error::new(io::ErrorKind::InvalidInput, "expected a process and a program");
+        return io::Error::new(
+            io::ErrorKind::InvalidInput,
+            "expected a process and a program",
+        );
     };
     if let Err(error) = set_parent_process_death_signal(Some(Signal::KILL)) {
         return error.into();
@@ -81,7 +88,9 @@ pub(crate) struct Program<'a> {
 /// Why a program could not be started.
 #[derive(Debug, thiserror::Error)]
 pub enum StartError {
-    #[error("there is no program of that name; one without a `/` is looked for on the PATH of the server")]
+    #[error(
+        "there is no program of that name; one without a `/` is looked for on the PATH of the server"
+    )]
     NoProgram,
     #[error("the folder it should start in does not exist")]
     NoFolder,
@@ -112,7 +121,10 @@ pub(crate) async fn start(
     wrapper: Option<&WrapperCommand>,
     mask: Mask,
 ) -> Result<Started, StartError> {
-    if program.folder.is_some_and(|folder| !Path::new(folder).is_dir()) {
+    if program
+        .folder
+        .is_some_and(|folder| !Path::new(folder).is_dir())
+    {
         return Err(StartError::NoFolder);
     }
     let environment = environment(host, program.environment);
@@ -121,25 +133,48 @@ pub(crate) async fn start(
     let mut command = match wrapper {
         Some(wrapper) => {
             let mut command = Command::new(&wrapper.program);
-            command.args(&wrapper.arguments).arg(std::process::id().to_string()).arg(&found);
+            command
+                .args(&wrapper.arguments)
+                .arg(std::process::id().to_string())
+                .arg(&found);
             command
         }
         None => Command::new(&found),
     };
-    command.args(program.arguments).env_clear().envs(&environment).process_group(0).kill_on_drop(true);
-    command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    command
+        .args(program.arguments)
+        .env_clear()
+        .envs(&environment)
+        .process_group(0)
+        .kill_on_drop(true);
+    command
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped());
     if let Some(folder) = program.folder {
         command.current_dir(folder);
     }
     let mut process = spawn(command).await.map_err(StartError::Spawn)?;
     let group = process.id().and_then(|id| Pid::from_raw(id.cast_signed()));
     let missing = || StartError::Spawn(io::Error::other("a pipe is missing"));
-    let (input, output) = (process.stdin.take().ok_or_else(missing)?, process.stdout.take().ok_or_else(missing)?);
+    let (input, output) = (
+        process.stdin.take().ok_or_else(missing)?,
+        process.stdout.take().ok_or_else(missing)?,
+    );
     let errors = process.stderr.take().ok_or_else(missing)?;
     let last_words = LastWords::default();
     let over = CancellationToken::new();
     tokio::spawn(listen(errors, last_words.clone(), mask, over.clone()));
-    Ok(Started { child: Child { process, group, over }, input, output, last_words })
+    Ok(Started {
+        child: Child {
+            process,
+            group,
+            over,
+        },
+        input,
+        output,
+        last_words,
+    })
 }
 
 /// Programs that install packages before they run one. Cut off, they can leave a cache that is broken for everybody.
@@ -164,7 +199,10 @@ impl Child {
     async fn end_within(&mut self, patience: Duration) {
         if timeout(patience, self.process.wait()).await.is_err() {
             self.signal(Signal::TERM);
-            if timeout(PATIENCE_AFTER_TERM, self.process.wait()).await.is_err() {
+            if timeout(PATIENCE_AFTER_TERM, self.process.wait())
+                .await
+                .is_err()
+            {
                 self.signal(Signal::KILL);
                 // A killed process ends, except while it is stuck in the kernel, and nobody can wait for that.
                 let _ = timeout(PATIENCE_AFTER_TERM, self.process.wait()).await;
@@ -203,14 +241,22 @@ impl LastWords {
     pub(crate) async fn last(&self) -> Option<String> {
         let _ = timeout(PATIENCE_FOR_WORDS, self.ended.cancelled()).await;
         let lines = self.lines();
-        let told: Vec<&str> = lines.iter().skip(lines.len().saturating_sub(TOLD_LINES)).map(String::as_str).collect();
+        let told: Vec<&str> = lines
+            .iter()
+            .skip(lines.len().saturating_sub(TOLD_LINES))
+            .map(String::as_str)
+            .collect();
         (!told.is_empty()).then(|| told.join("\n"))
     }
 
     fn add(&self, line: &[u8], mask: &Mask) {
         let line = mask.hide(&String::from_utf8_lossy(line));
-        let line: String =
-            line.trim().chars().filter(|character| !character.is_control()).take(LONGEST_KEPT_LINE).collect();
+        let line: String = line
+            .trim()
+            .chars()
+            .filter(|character| !character.is_control())
+            .take(LONGEST_KEPT_LINE)
+            .collect();
         if line.is_empty() {
             return;
         }
@@ -229,7 +275,12 @@ impl LastWords {
 
 /// Reads standard error until it ends, so that the program never waits for us; and not much longer than the program is held, in case that somebody
 /// else has it open.
-async fn listen(errors: impl AsyncRead + Unpin, last_words: LastWords, mask: Mask, over: CancellationToken) {
+async fn listen(
+    errors: impl AsyncRead + Unpin,
+    last_words: LastWords,
+    mask: Mask,
+    over: CancellationToken,
+) {
     let given_up = async {
         over.cancelled().await;
         sleep(PATIENCE_FOR_WORDS).await;
@@ -259,7 +310,9 @@ async fn read(mut errors: impl AsyncRead + Unpin, last_words: &LastWords, mask: 
 }
 
 fn environment(host: &Variables, given: &BTreeMap<String, String>) -> BTreeMap<String, String> {
-    let inherited = INHERITED.iter().filter_map(|name| Some(((*name).to_owned(), host.get(name)?.to_owned())));
+    let inherited = INHERITED
+        .iter()
+        .filter_map(|name| Some(((*name).to_owned(), host.get(name)?.to_owned())));
     let mut environment: BTreeMap<String, String> = inherited.collect();
     environment.extend(given.clone());
     environment
@@ -268,10 +321,14 @@ fn environment(host: &Variables, given: &BTreeMap<String, String>) -> BTreeMap<S
 /// Finds a program as a shell would, so that a missing one is a plain error and not one of the wrapper.
 fn find(command: &str, path: &str, folder: Option<&str>) -> Option<PathBuf> {
     let is_program = |path: &Path| {
-        std::fs::metadata(path).is_ok_and(|file| file.is_file() && file.permissions().mode() & 0o111 != 0)
+        std::fs::metadata(path)
+            .is_ok_and(|file| file.is_file() && file.permissions().mode() & 0o111 != 0)
     };
     if command.contains('/') {
-        let found = folder.map_or_else(|| PathBuf::from(command), |folder| Path::new(folder).join(command));
+        let found = folder.map_or_else(
+            || PathBuf::from(command),
+            |folder| Path::new(folder).join(command),
+        );
         return is_program(&found).then(|| std::path::absolute(&found).unwrap_or(found));
     }
     std::env::split_paths(path)
@@ -297,13 +354,24 @@ async fn spawn(command: Command) -> io::Result<tokio::process::Child> {
                 let _ = job.answer.send(job.command.spawn());
             }
         };
-        std::thread::Builder::new().name("cb-upstreams".to_owned()).spawn(work).expect("a thread can be started");
+        std::thread::Builder::new()
+            .name("cb-upstreams".to_owned())
+            .spawn(work)
+            .expect("a thread can be started");
         sender
     });
     let (answer, started) = oneshot::channel();
-    let job = Job { command, runtime: tokio::runtime::Handle::current(), answer };
-    spawner.send(job).map_err(|_| io::Error::other("the thread that starts programs is gone"))?;
-    started.await.map_err(|_| io::Error::other("the thread that starts programs is gone"))?
+    let job = Job {
+        command,
+        runtime: tokio::runtime::Handle::current(),
+        answer,
+    };
+    spawner
+        .send(job)
+        .map_err(|_| io::Error::other("the thread that starts programs is gone"))?;
+    started
+        .await
+        .map_err(|_| io::Error::other("the thread that starts programs is gone"))?
 }
 
 #[cfg(test)]
@@ -314,14 +382,27 @@ mod tests {
 
     fn host() -> Variables {
         let path = std::env::var("PATH").unwrap();
-        Variables::new([("PATH".to_owned(), path), ("SECRET_OF_HOST".to_owned(), "never".to_owned())])
+        Variables::new([
+            ("PATH".to_owned(), path),
+            ("SECRET_OF_HOST".to_owned(), "never".to_owned()),
+        ])
     }
 
     async fn shell(script: &str, environment: &[(&str, &str)]) -> Started {
-        let environment = environment.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect();
+        let environment = environment
+            .iter()
+            .map(|(name, value)| ((*name).to_owned(), (*value).to_owned()))
+            .collect();
         let arguments = ["-c".to_owned(), script.to_owned()];
-        let program = Program { command: "sh", arguments: &arguments, environment: &environment, folder: None };
-        start(program, &host(), None, Mask::default()).await.unwrap()
+        let program = Program {
+            command: "sh",
+            arguments: &arguments,
+            environment: &environment,
+            folder: None,
+        };
+        start(program, &host(), None, Mask::default())
+            .await
+            .unwrap()
     }
 
     async fn output(started: &mut Started) -> String {
@@ -333,33 +414,62 @@ mod tests {
     fn is_alive(process: &str) -> bool {
         let stat = std::fs::read_to_string(format!("/proc/{process}/stat")).unwrap_or_default();
         // A zombie waits for whoever adopted it, and is dead.
-        stat.rsplit(") ").next().is_some_and(|rest| !rest.is_empty() && !rest.starts_with('Z'))
+        stat.rsplit(") ")
+            .next()
+            .is_some_and(|rest| !rest.is_empty() && !rest.starts_with('Z'))
     }
 
     #[tokio::test]
     async fn the_environment_is_clean_but_for_what_was_given() {
         let mut started = shell("env", &[("GIVEN", "yes")]).await;
         let text = output(&mut started).await;
-        assert!(text.contains("GIVEN=yes") && text.contains("PATH="), "{text}");
-        assert!(!text.contains("SECRET_OF_HOST") && !text.contains("CARGO"), "{text}");
+        assert!(
+            text.contains("GIVEN=yes") && text.contains("PATH="),
+            "{text}"
+        );
+        assert!(
+            !text.contains("SECRET_OF_HOST") && !text.contains("CARGO"),
+            "{text}"
+        );
     }
 
     #[tokio::test]
     async fn a_missing_program_or_folder_is_a_plain_error() {
         let environment = BTreeMap::new();
-        let program = |command, folder| Program { command, arguments: &[], environment: &environment, folder };
-        let attempt =
-            async |command, folder| start(program(command, folder), &host(), None, Mask::default()).await.err();
-        assert!(matches!(attempt("no-such-program", None).await, Some(StartError::NoProgram)));
-        assert!(matches!(attempt("./sh", None).await, Some(StartError::NoProgram)));
-        assert!(matches!(attempt("true", Some("/no/such/folder")).await, Some(StartError::NoFolder)));
+        let program = |command, folder| Program {
+            command,
+            arguments: &[],
+            environment: &environment,
+            folder,
+        };
+        let attempt = async |command, folder| {
+            start(program(command, folder), &host(), None, Mask::default())
+                .await
+                .err()
+        };
+        assert!(matches!(
+            attempt("no-such-program", None).await,
+            Some(StartError::NoProgram)
+        ));
+        assert!(matches!(
+            attempt("./sh", None).await,
+            Some(StartError::NoProgram)
+        ));
+        assert!(matches!(
+            attempt("true", Some("/no/such/folder")).await,
+            Some(StartError::NoFolder)
+        ));
         // The control.
         assert!(attempt("true", Some("/")).await.is_none());
     }
 
     #[tokio::test]
     async fn a_program_that_ignores_everything_is_killed_with_what_it_started() {
-        let mut started = shell("trap '' TERM; sleep 1000 & echo $!; while :; do sleep 1000; done", &[]).await;
+        let mut started = shell(
+            "trap '' TERM; sleep 1000 & echo $!; while :; do sleep 1000; done",
+            &[],
+        )
+        .await;
         let mut lines = tokio::io::BufReader::new(&mut started.output).lines();
         let grandchild = lines.next_line().await.unwrap().unwrap();
         assert!(is_alive(&grandchild));
@@ -393,25 +503,51 @@ mod tests {
 
     #[tokio::test]
     async fn last_words_are_kept_within_bounds_and_without_secrets() {
-        let filled =
-            crate::variables::fill(&Variables::new([("K".to_owned(), "hunter2".to_owned())]), |fill| fill.text("${K}"));
+        let filled = crate::variables::fill(
+            &Variables::new([("K".to_owned(), "hunter2".to_owned())]),
+            |fill| fill.text("${K}"),
+        );
         let words = LastWords::default();
         let many: String = (0..100).map(|number| format!("line {number}\n")).collect();
-        listen(many.as_bytes(), words.clone(), Mask::default(), CancellationToken::new()).await;
+        listen(
+            many.as_bytes(),
+            words.clone(),
+            Mask::default(),
+            CancellationToken::new(),
+        )
+        .await;
         assert_eq!(words.lines().len(), KEPT_LINES);
         let text = format!("{}\nthe key hunter2 is wrong\r\n\n", "x".repeat(100_000));
-        listen(text.as_bytes(), words.clone(), filled.unwrap().mask, CancellationToken::new()).await;
-        assert_eq!(words.last().await.unwrap().lines().last(), Some("the key [hidden] is wrong"));
+        listen(
+            text.as_bytes(),
+            words.clone(),
+            filled.unwrap().mask,
+            CancellationToken::new(),
+        )
+        .await;
+        assert_eq!(
+            words.last().await.unwrap().lines().last(),
+            Some("the key [hidden] is wrong")
+        );
         assert_eq!(words.last().await.unwrap().lines().count(), TOLD_LINES);
-        assert!(words.lines().iter().all(|line| line.len() <= LONGEST_KEPT_LINE));
+        assert!(
+            words
+                .lines()
+                .iter()
+                .all(|line| line.len() <= LONGEST_KEPT_LINE)
+        );
     }
 
     #[test]
     fn the_wrapper_refuses_a_parent_that_is_not_there() {
-        let refused = |arguments: &[&str]| exec_with_parent(arguments.iter().map(OsString::from)).to_string();
+        let refused =
+            |arguments: &[&str]| exec_with_parent(arguments.iter().map(OsString::from)).to_string();
         assert_eq!(refused(&[]), "expected a process and a program");
         assert_eq!(refused(&["x", "true"]), "expected a process and a program");
         // This changes the death signal of the test's own thread, which ends with the test.
-        assert_eq!(refused(&["1073741823", "true"]), "the process that started this has ended");
+        assert_eq!(
+            refused(&["1073741823", "true"]),
+            "the process that started this has ended"
+        );
     }
 }

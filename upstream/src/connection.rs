@@ -9,8 +9,8 @@ use std::time::Duration;
 
 use rmcp::RoleClient;
 use rmcp::model::{
-    CallToolRequest, CallToolRequestParams, CancelledNotificationParam, ClientRequest, JsonObject, ListToolsRequest,
-    PaginatedRequestParams, RequestId, ServerResult, SubscriptionFilter,
+    CallToolRequest, CallToolRequestParams, CancelledNotificationParam, ClientRequest, JsonObject,
+    ListToolsRequest, PaginatedRequestParams, RequestId, ServerResult, SubscriptionFilter,
 };
 use rmcp::service::{Peer, PeerRequestOptions, RunningService, ServiceError};
 use rmcp::transport::streamable_http_client::StreamableHttpError;
@@ -73,7 +73,14 @@ impl Connection {
         last_words: Option<LastWords>,
         watch: Watch,
     ) -> Connection {
-        let connection = Connection { service, era, server, mask, last_words, watch };
+        let connection = Connection {
+            service,
+            era,
+            server,
+            mask,
+            last_words,
+            watch,
+        };
         connection.listen();
         connection
     }
@@ -129,7 +136,10 @@ impl Connection {
     /// Starts to listen to changes, where that has to be asked for.
     fn listen(&self) {
         let lists_changes = self.service.peer().peer_info().is_some_and(|info| {
-            info.capabilities.tools.as_ref().is_some_and(|tools| tools.list_changed.unwrap_or(false))
+            info.capabilities
+                .tools
+                .as_ref()
+                .is_some_and(|tools| tools.list_changed.unwrap_or(false))
         });
         if self.era == Era::Modern && lists_changes {
             let (peer, broken) = (self.service.peer().clone(), self.watch.broken.clone());
@@ -147,7 +157,10 @@ impl Connection {
         let listed = timeout(limits.connect, self.pages(limits)).await;
         match listed {
             Ok(listed) => listed,
-            Err(_) => Err(ConnectError::Timeout { limit: limits.connect, last_words: self.last_words().await }),
+            Err(_) => Err(ConnectError::Timeout {
+                limit: limits.connect,
+                last_words: self.last_words().await,
+            }),
         }
     }
 
@@ -157,23 +170,35 @@ impl Connection {
         let mut cursor = None;
         let mut bytes = 0;
         for _ in 0..limits.most_pages {
-            let Some((listed, next)) = self.page(cursor).await? else { return Ok(tools) };
-            bytes += listed.iter().map(|tool| tool.to_string().len()).sum::<usize>();
+            let Some((listed, next)) = self.page(cursor).await? else {
+                return Ok(tools);
+            };
+            bytes += listed
+                .iter()
+                .map(|tool| tool.to_string().len())
+                .sum::<usize>();
             tools.extend(listed);
             if bytes > limits.largest_list || tools.len() > limits.most_tools {
                 return Err(ConnectError::List { why: "is too long" });
             }
             let Some(next) = next else { return Ok(tools) };
             if next.len() > LONGEST_CURSOR || !cursors.insert(next.clone()) {
-                return Err(ConnectError::List { why: "never ends: it leads to a page that has been read" });
+                return Err(ConnectError::List {
+                    why: "never ends: it leads to a page that has been read",
+                });
             }
             cursor = Some(next);
         }
-        Err(ConnectError::List { why: "has too many pages" })
+        Err(ConnectError::List {
+            why: "has too many pages",
+        })
     }
 
     /// Returns one page and the cursor of the next. `None` if the server knows no tools at all.
-    async fn page(&self, cursor: Option<String>) -> Result<Option<(Vec<Value>, Option<String>)>, ConnectError> {
+    async fn page(
+        &self,
+        cursor: Option<String>,
+    ) -> Result<Option<(Vec<Value>, Option<String>)>, ConnectError> {
         let params = PaginatedRequestParams::default().with_cursor(cursor);
         let request = ClientRequest::ListToolsRequest(ListToolsRequest {
             method: Default::default(),
@@ -183,20 +208,32 @@ impl Connection {
         let no_list = || ConnectError::List { why: "is none" };
         match self.ask(request, &CallOptions::default(), None).await {
             Ok(Value::Object(mut page)) => {
-                let Some(Value::Array(mut tools)) = page.remove("tools") else { return Err(no_list()) };
+                let Some(Value::Array(mut tools)) = page.remove("tools") else {
+                    return Err(no_list());
+                };
                 // Sessions read descriptions as they read results.
-                tools.iter_mut().for_each(|tool| self.mask.hide_within(tool));
+                tools
+                    .iter_mut()
+                    .for_each(|tool| self.mask.hide_within(tool));
                 let next = page.remove("nextCursor").filter(|next| !next.is_null());
-                let next = next.map(|next| next.as_str().map(str::to_owned).ok_or_else(no_list)).transpose()?;
+                let next = next
+                    .map(|next| next.as_str().map(str::to_owned).ok_or_else(no_list))
+                    .transpose()?;
                 Ok(Some((tools, next)))
             }
             Ok(_) => Err(no_list()),
             // Servers that have no tools need not know the question.
             Err(Failure::Refused { code: -32601, .. }) => Ok(None),
-            Err(Failure::Refused { message, .. }) => Err(ConnectError::ListRefused { why: message }),
-            Err(Failure::TooLarge | Failure::TooManyValues) => Err(ConnectError::List { why: "is too long" }),
+            Err(Failure::Refused { message, .. }) => {
+                Err(ConnectError::ListRefused { why: message })
+            }
+            Err(Failure::TooLarge | Failure::TooManyValues) => {
+                Err(ConnectError::List { why: "is too long" })
+            }
             Err(Failure::NotSent { why }) => Err(ConnectError::Greeting { why }),
-            Err(_) => Err(ConnectError::Ended { last_words: self.last_words().await }),
+            Err(_) => Err(ConnectError::Ended {
+                last_words: self.last_words().await,
+            }),
         }
     }
 
@@ -210,7 +247,9 @@ impl Connection {
     ) -> Result<Value, Failure> {
         let params = CallToolRequestParams::new(tool.to_owned()).with_arguments(arguments);
         let request = CallToolRequest::new(params);
-        let mut result = self.ask(ClientRequest::CallToolRequest(request), options, Some(time)).await?;
+        let mut result = self
+            .ask(ClientRequest::CallToolRequest(request), options, Some(time))
+            .await?;
         self.mask.hide_within(&mut result);
         Ok(result)
     }
@@ -222,12 +261,19 @@ impl Connection {
         time: Option<(Duration, Duration)>,
     ) -> Result<Value, Failure> {
         let peer = self.service.peer();
-        let not_sent = || Failure::NotSent { why: "the connection is closed".to_owned() };
-        let handle =
-            peer.send_request_with_option(request, PeerRequestOptions::no_options()).await.map_err(|_| not_sent())?;
+        let not_sent = || Failure::NotSent {
+            why: "the connection is closed".to_owned(),
+        };
+        let handle = peer
+            .send_request_with_option(request, PeerRequestOptions::no_options())
+            .await
+            .map_err(|_| not_sent())?;
         // Whatever ends this before there is an answer, the server is told. That includes being dropped.
-        let mut told =
-            Abandoned { peer: Some(peer.clone()), request: handle.id.clone(), sent: Arc::clone(&self.watch.sent) };
+        let mut told = Abandoned {
+            peer: Some(peer.clone()),
+            request: handle.id.clone(),
+            sent: Arc::clone(&self.watch.sent),
+        };
         let mut progress = self.watch.progress.follow(&handle.progress_token);
         let mut answer = handle.rx;
         let begun = Instant::now();
@@ -235,7 +281,10 @@ impl Connection {
             Some((silence, most)) => (Some(begun + silence.min(most)), Some(begun + most)),
             None => (None, None),
         };
-        let mut further = Further { furthest: f64::NEG_INFINITY, sink: options.progress.as_ref() };
+        let mut further = Further {
+            furthest: f64::NEG_INFINITY,
+            sink: options.progress.as_ref(),
+        };
         loop {
             tokio::select! {
                 biased;
@@ -269,22 +318,31 @@ impl Connection {
     async fn lost(&self, request: &RequestId) -> Failure {
         match self.watch.sent.may_have_arrived(request).await {
             true => Failure::Lost,
-            false => Failure::NotSent { why: "the connection is closed".to_owned() },
+            false => Failure::NotSent {
+                why: "the connection is closed".to_owned(),
+            },
         }
     }
 
     fn understand(&self, answered: Result<ServerResult, ServiceError>) -> Result<Value, Failure> {
         match answered {
             Ok(ServerResult::CustomResult(result)) => Ok(result.0),
-            Ok(result) => serde_json::to_value(result).map_err(|_| Failure::NotAResult("it cannot be read")),
-            Err(ServiceError::McpError(error)) if wire::is_too_large(&error) => Err(Failure::TooLarge),
-            Err(ServiceError::McpError(error)) if wire::has_too_many_values(&error) => Err(Failure::TooManyValues),
+            Ok(result) => {
+                serde_json::to_value(result).map_err(|_| Failure::NotAResult("it cannot be read"))
+            }
+            Err(ServiceError::McpError(error)) if wire::is_too_large(&error) => {
+                Err(Failure::TooLarge)
+            }
+            Err(ServiceError::McpError(error)) if wire::has_too_many_values(&error) => {
+                Err(Failure::TooManyValues)
+            }
             Err(ServiceError::McpError(error)) if wire::is_unreadable(&error) => {
                 Err(Failure::NotAResult("it is no JSON, or nested too deeply"))
             }
-            Err(ServiceError::McpError(error)) => {
-                Err(Failure::Refused { code: error.code.0, message: said(&error.message, &self.mask) })
-            }
+            Err(ServiceError::McpError(error)) => Err(Failure::Refused {
+                code: error.code.0,
+                message: said(&error.message, &self.mask),
+            }),
             Err(ServiceError::TransportSend(error)) => Err(self.not_sent(error.error.as_ref())),
             Err(ServiceError::Cancelled { .. }) => Err(Failure::Cancelled),
             Err(_) => Err(Failure::NotAResult("it is not what was asked for")),
@@ -296,26 +354,40 @@ impl Connection {
         // A line that was not written to its end is no message.
         if error.is::<std::io::Error>() {
             self.give_up();
-            return Failure::NotSent { why: "it ended".to_owned() };
+            return Failure::NotSent {
+                why: "it ended".to_owned(),
+            };
         }
-        if let Some(StreamableHttpError::SessionExpired) = error.downcast_ref::<StreamableHttpError<WebError>>() {
+        if let Some(StreamableHttpError::SessionExpired) =
+            error.downcast_ref::<StreamableHttpError<WebError>>()
+        {
             self.give_up();
-            return Failure::NotSent { why: "it has ended the session".to_owned() };
+            return Failure::NotSent {
+                why: "it has ended the session".to_owned(),
+            };
         }
         match web_error(error) {
-            Some(error) if error.is_before_the_server() => {
-                Failure::NotSent { why: said(&error.to_string(), &self.mask) }
-            }
+            Some(error) if error.is_before_the_server() => Failure::NotSent {
+                why: said(&error.to_string(), &self.mask),
+            },
             Some(WebError::TooLarge(_)) => Failure::TooLarge,
-            Some(WebError::ContentType) => Failure::NotAResult("its answer is of a type that is not known"),
-            Some(error @ (WebError::Status(status) | WebError::Moved(status) | WebError::Refused(status))) => {
-                Failure::Refused { code: i32::from(*status), message: error.to_string() }
+            Some(WebError::ContentType) => {
+                Failure::NotAResult("its answer is of a type that is not known")
             }
+            Some(
+                error @ (WebError::Status(status)
+                | WebError::Moved(status)
+                | WebError::Refused(status)),
+            ) => Failure::Refused {
+                code: i32::from(*status),
+                message: error.to_string(),
+            },
             Some(_) => Failure::Lost,
             None => match error.downcast_ref::<StreamableHttpError<WebError>>() {
-                Some(StreamableHttpError::UnexpectedServerResponse(_) | StreamableHttpError::Deserialize(_)) => {
-                    Failure::NotAResult("it is no message")
-                }
+                Some(
+                    StreamableHttpError::UnexpectedServerResponse(_)
+                    | StreamableHttpError::Deserialize(_),
+                ) => Failure::NotAResult("it is no message"),
                 _ => Failure::Lost,
             },
         }
@@ -325,7 +397,16 @@ impl Connection {
 /// Returns a sentence of a server, bounded, on one line and without secrets.
 pub(crate) fn said(text: &str, mask: &Mask) -> String {
     let text = mask.hide(text);
-    text.chars().map(|character| if character.is_control() { ' ' } else { character }).take(LONGEST_TEXT).collect()
+    text.chars()
+        .map(|character| {
+            if character.is_control() {
+                ' '
+            } else {
+                character
+            }
+        })
+        .take(LONGEST_TEXT)
+        .collect()
 }
 
 fn web_error<'a>(error: &'a (dyn Error + 'static)) -> Option<&'a WebError> {
@@ -362,9 +443,14 @@ struct Abandoned {
 impl Drop for Abandoned {
     fn drop(&mut self) {
         self.sent.forget(&self.request);
-        let (Some(peer), Ok(runtime)) = (self.peer.take(), tokio::runtime::Handle::try_current()) else { return };
-        let params =
-            CancelledNotificationParam::new(Some(self.request.clone()), Some("nobody waits for the answer".to_owned()));
+        let (Some(peer), Ok(runtime)) = (self.peer.take(), tokio::runtime::Handle::try_current())
+        else {
+            return;
+        };
+        let params = CancelledNotificationParam::new(
+            Some(self.request.clone()),
+            Some("nobody waits for the answer".to_owned()),
+        );
         runtime.spawn(async move {
             // Whoever is gone needs not be told.
             let _ = peer.notify_cancelled(params).await;
@@ -374,7 +460,10 @@ impl Drop for Abandoned {
 
 /// Keeps the stream of changes open. What comes on it is heard where everything is heard that comes beside answers.
 async fn keep_listening(peer: &Peer<RoleClient>) {
-    if let Ok(mut subscription) = peer.listen(SubscriptionFilter::builder().tools_list_changed().build()).await {
+    if let Ok(mut subscription) = peer
+        .listen(SubscriptionFilter::builder().tools_list_changed().build())
+        .await
+    {
         while let Ok(Some(_)) = subscription.next().await {}
     }
 }

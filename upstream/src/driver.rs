@@ -33,26 +33,39 @@ pub(crate) struct Link {
 impl Link {
     pub(crate) fn new(connection: Connection) -> Link {
         let facts = (connection.era, connection.server.clone());
-        Link { current: RwLock::new(Some(Arc::new(connection))), facts: RwLock::new(facts) }
+        Link {
+            current: RwLock::new(Some(Arc::new(connection))),
+            facts: RwLock::new(facts),
+        }
     }
 
     /// Returns the era of the last connection, and what the server called itself.
     pub(crate) fn facts(&self) -> (Era, Option<String>) {
-        self.facts.read().unwrap_or_else(PoisonError::into_inner).clone()
+        self.facts
+            .read()
+            .unwrap_or_else(PoisonError::into_inner)
+            .clone()
     }
 
     pub(crate) fn usable(&self) -> Option<Arc<Connection>> {
         let current = self.current.read().unwrap_or_else(PoisonError::into_inner);
-        current.as_ref().filter(|connection| connection.is_usable()).cloned()
+        current
+            .as_ref()
+            .filter(|connection| connection.is_usable())
+            .cloned()
     }
 
     fn set(&self, connection: Arc<Connection>) {
-        *self.facts.write().unwrap_or_else(PoisonError::into_inner) = (connection.era, connection.server.clone());
+        *self.facts.write().unwrap_or_else(PoisonError::into_inner) =
+            (connection.era, connection.server.clone());
         *self.current.write().unwrap_or_else(PoisonError::into_inner) = Some(connection);
     }
 
     fn take(&self) -> Option<Arc<Connection>> {
-        self.current.write().unwrap_or_else(PoisonError::into_inner).take()
+        self.current
+            .write()
+            .unwrap_or_else(PoisonError::into_inner)
+            .take()
     }
 }
 
@@ -124,9 +137,14 @@ impl Driver {
             return Ok(connection);
         }
         if let Some((time, why)) = &failures.not_before
-            && let Some(wait) = time.checked_duration_since(Instant::now()).filter(|wait| !wait.is_zero())
+            && let Some(wait) = time
+                .checked_duration_since(Instant::now())
+                .filter(|wait| !wait.is_zero())
         {
-            return Err(ConnectError::Waiting { wait, why: why.clone() });
+            return Err(ConnectError::Waiting {
+                wait,
+                why: why.clone(),
+            });
         }
         match self.open_again().await {
             Ok(opened) => {
@@ -137,7 +155,9 @@ impl Driver {
                 Ok(connection)
             }
             Err(error) => {
-                let wait = SHORTEST_WAIT.saturating_mul(1 << failures.count.min(16)).min(LONGEST_WAIT);
+                let wait = SHORTEST_WAIT
+                    .saturating_mul(1 << failures.count.min(16))
+                    .min(LONGEST_WAIT);
                 failures.count += 1;
                 failures.not_before = Some((Instant::now() + wait, told(&error)));
                 Err(error)
@@ -200,5 +220,9 @@ pub(crate) async fn open(
     // Nobody uses this connection before its tools are pinned, or compared with those that are.
     connection.seen(look);
     let tools::Readable { tools, notes } = tools::read(listed);
-    Ok(Opened { connection, tools, notes })
+    Ok(Opened {
+        connection,
+        tools,
+        notes,
+    })
 }

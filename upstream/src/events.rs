@@ -12,7 +12,10 @@ use crate::web::WebError;
 use crate::wire::{self, IdFinder};
 
 /// Turns the body of an answer into events.
-pub(crate) fn of(response: reqwest::Response, largest: usize) -> BoxStream<'static, Result<Sse, WebError>> {
+pub(crate) fn of(
+    response: reqwest::Response,
+    largest: usize,
+) -> BoxStream<'static, Result<Sse, WebError>> {
     let state = (response, Decoder::new(largest), VecDeque::new());
     let events = stream::unfold(Some(state), |state| async move {
         let (mut response, mut decoder, mut ready) = state?;
@@ -44,7 +47,14 @@ struct Decoder {
 
 impl Decoder {
     fn new(largest: usize) -> Decoder {
-        Decoder { largest, line: Vec::new(), is_after_return: false, event: Sse::default(), size: 0, discarded: None }
+        Decoder {
+            largest,
+            line: Vec::new(),
+            is_after_return: false,
+            event: Sse::default(),
+            size: 0,
+            discarded: None,
+        }
     }
 
     fn feed(&mut self, bytes: &[u8], ready: &mut VecDeque<Sse>) {
@@ -92,13 +102,26 @@ impl Decoder {
         self.size = 0;
         let event = std::mem::take(&mut self.event);
         if let Some(finder) = self.discarded.take() {
-            tracing::warn!(largest = self.largest, "an MCP server sent a message that is too large");
-            let message = finder.found().and_then(|id| serde_json::to_string(&wire::too_large(id, self.largest)).ok());
+            tracing::warn!(
+                largest = self.largest,
+                "an MCP server sent a message that is too large"
+            );
+            let message = finder
+                .found()
+                .and_then(|id| serde_json::to_string(&wire::too_large(id, self.largest)).ok());
             ready.extend(message.map(|message| Sse::default().data(message)));
-        } else if let Some(refused) = event.data.as_ref().and_then(|data| wire::excess(data.as_bytes())) {
+        } else if let Some(refused) = event
+            .data
+            .as_ref()
+            .and_then(|data| wire::excess(data.as_bytes()))
+        {
             let message = refused.and_then(|message| serde_json::to_string(&message).ok());
             ready.extend(message.map(|message| Sse::default().data(message)));
-        } else if event.data.is_some() || event.event.is_some() || event.id.is_some() || event.retry.is_some() {
+        } else if event.data.is_some()
+            || event.event.is_some()
+            || event.id.is_some()
+            || event.retry.is_some()
+        {
             ready.push_back(event);
         }
     }
@@ -131,7 +154,11 @@ mod tests {
         let whole = decode_in_pieces(text, largest, text.len().max(1));
         for size in [1, 2, 7] {
             let pieces = decode_in_pieces(text, largest, size);
-            assert_eq!(format!("{pieces:?}"), format!("{whole:?}"), "in pieces of {size}");
+            assert_eq!(
+                format!("{pieces:?}"),
+                format!("{whole:?}"),
+                "in pieces of {size}"
+            );
         }
         whole
     }
@@ -139,7 +166,9 @@ mod tests {
     fn decode_in_pieces(text: &str, largest: usize, size: usize) -> Vec<Sse> {
         let mut decoder = Decoder::new(largest);
         let mut ready = VecDeque::new();
-        text.as_bytes().chunks(size).for_each(|piece| decoder.feed(piece, &mut ready));
+        text.as_bytes()
+            .chunks(size)
+            .for_each(|piece| decoder.feed(piece, &mut ready));
         assert!(decoder.line.capacity() <= 2 * largest + 8);
         ready.into()
     }
@@ -162,8 +191,14 @@ mod tests {
             ];
             let events = decode(&text.join(end), 100);
             assert_eq!(events.len(), 2, "{end:?}");
-            assert_eq!((events[0].event.as_deref(), events[0].data.as_deref()), (Some("endpoint"), Some("/post")));
-            assert_eq!((events[1].data.as_deref(), events[1].id.as_deref()), (Some("a\nb"), Some("7")));
+            assert_eq!(
+                (events[0].event.as_deref(), events[0].data.as_deref()),
+                (Some("endpoint"), Some("/post"))
+            );
+            assert_eq!(
+                (events[1].data.as_deref(), events[1].id.as_deref()),
+                (Some("a\nb"), Some("7"))
+            );
             assert_eq!(events[1].retry, Some(10));
         }
     }
@@ -174,21 +209,54 @@ mod tests {
         let text = format!("data: {data}\n\ndata: next\n\n");
         let events = decode(&text, 100);
         assert_eq!(events.len(), 2);
-        assert!(events[0].data.as_ref().unwrap().contains("more than 100 bytes"), "{events:?}");
+        assert!(
+            events[0]
+                .data
+                .as_ref()
+                .unwrap()
+                .contains("more than 100 bytes"),
+            "{events:?}"
+        );
         assert!(events[0].data.as_ref().unwrap().contains("\"id\":3"));
         assert_eq!(events[1].data.as_deref(), Some("next"));
         // The control.
         assert_eq!(decode(&text, 1000)[0].data.as_ref(), Some(&data));
         // Depth is as bad as size.
-        let deep = |levels: usize| format!("{{\"id\":3,\"result\":{}1{}}}", "[".repeat(levels), "]".repeat(levels));
+        let deep = |levels: usize| {
+            format!(
+                "{{\"id\":3,\"result\":{}1{}}}",
+                "[".repeat(levels),
+                "]".repeat(levels)
+            )
+        };
         let deep_event = decode(&format!("data: {}\n\n", deep(127)), 1000);
-        assert!(deep_event[0].data.as_ref().unwrap().contains("cannot be read"), "{deep_event:?}");
-        assert_eq!(decode(&format!("data: {}\n\n", deep(126)), 1000)[0].data, Some(deep(126)));
+        assert!(
+            deep_event[0]
+                .data
+                .as_ref()
+                .unwrap()
+                .contains("cannot be read"),
+            "{deep_event:?}"
+        );
+        assert_eq!(
+            decode(&format!("data: {}\n\n", deep(126)), 1000)[0].data,
+            Some(deep(126))
+        );
         // So is what would take much memory.
         let many = format!("{{\"id\":3,\"result\":[{}0]}}", "{},".repeat(100_000));
         let many_event = decode_in_pieces(&format!("data: {many}\n\n"), 1_000_000, 10_000);
-        assert!(many_event[0].data.as_ref().unwrap().contains("the answer is refused"), "{many_event:?}");
+        assert!(
+            many_event[0]
+                .data
+                .as_ref()
+                .unwrap()
+                .contains("the answer is refused"),
+            "{many_event:?}"
+        );
         // Many small lines of one event are as large as one large line.
-        assert_eq!(decode(&format!("{}\n", "data: x\n".repeat(100)), 100).len(), 0);
+        assert_eq!(
+            decode(&format!("{}\n", "data: x\n".repeat(100)), 100).len(),
+            0
+        );
     }
 }

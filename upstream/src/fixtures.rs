@@ -9,7 +9,8 @@ use std::path::PathBuf;
 use serde_json::{Value, json};
 
 use crate::{
-    CallOptions, CallReply, ServerName, ServerParams, Settings, Upstream, Variables, WrapperCommand, exec_with_parent,
+    CallOptions, CallReply, ServerName, ServerParams, Settings, Upstream, Variables,
+    WrapperCommand, exec_with_parent,
 };
 
 /// Where a child finds its script.
@@ -32,7 +33,11 @@ impl Script {
             std::fs::write(&path, &text).unwrap();
             text.len()
         });
-        Script { settings, starts, is_changed: false }
+        Script {
+            settings,
+            starts,
+            is_changed: false,
+        }
     }
 
     fn is(&self, name: &str) -> bool {
@@ -45,10 +50,14 @@ impl Script {
 
     /// Answers a message with any number of messages.
     pub(crate) fn answer(&mut self, message: &Value) -> Vec<Value> {
-        let (method, id) = (message["method"].as_str().unwrap_or_default(), &message["id"]);
+        let (method, id) = (
+            message["method"].as_str().unwrap_or_default(),
+            &message["id"],
+        );
         let reply = |result: Value| vec![json!({"jsonrpc": "2.0", "id": id, "result": result})];
-        let refuse =
-            |code: i64, text: &str| vec![json!({"jsonrpc": "2.0", "id": id, "error": {"code": code, "message": text}})];
+        let refuse = |code: i64, text: &str| {
+            vec![json!({"jsonrpc": "2.0", "id": id, "error": {"code": code, "message": text}})]
+        };
         match method {
             "server/discover" if self.is_modern() => reply(json!({
                 "resultType": "complete", "supportedVersions": ["2026-07-28"], "capabilities": {"tools": {"listChanged": true}},
@@ -130,10 +139,17 @@ impl Script {
             "leaks",
             "deep",
         ];
-        tools.extend(names.iter().filter(|name| !(is_changed && **name == "pid")).map(|name| tool(name, &object)));
+        tools.extend(
+            names
+                .iter()
+                .filter(|name| !(is_changed && **name == "pid"))
+                .map(|name| tool(name, &object)),
+        );
         let more = self.settings["more"].as_u64().unwrap_or(0);
         tools.extend((0..more).map(|number| tool(&format!("more_{number}"), &echo)));
-        reply(json!({"tools": tools, "resultType": "complete", "ttlMs": 60_000, "cacheScope": "private"}))
+        reply(
+            json!({"tools": tools, "resultType": "complete", "ttlMs": 60_000, "cacheScope": "private"}),
+        )
     }
 
     fn call(
@@ -143,8 +159,9 @@ impl Script {
         refuse: &dyn Fn(i64, &str) -> Vec<Value>,
     ) -> Vec<Value> {
         let arguments = &message["params"]["arguments"];
-        let structured =
-            |value: Value| reply(json!({"content": [], "structuredContent": value, "resultType": "complete"}));
+        let structured = |value: Value| {
+            reply(json!({"content": [], "structuredContent": value, "resultType": "complete"}))
+        };
         match message["params"]["name"].as_str().unwrap() {
             "slow" => {
                 self.note("slow", &message["id"].to_string());
@@ -155,7 +172,8 @@ impl Script {
                 std::process::exit(3);
             }
             "big" => {
-                let text = "x".repeat(usize::try_from(arguments["bytes"].as_u64().unwrap()).unwrap());
+                let text =
+                    "x".repeat(usize::try_from(arguments["bytes"].as_u64().unwrap()).unwrap());
                 reply(json!({"content": [{"type": "text", "text": text}]}))
             }
             "progress" => {
@@ -175,7 +193,9 @@ impl Script {
                 structured(value)
             }
             "wrong" => reply(json!({"content": "not a list"})),
-            "fails" => reply(json!({"content": [{"type": "text", "text": "no such file"}], "isError": true})),
+            "fails" => reply(
+                json!({"content": [{"type": "text", "text": "no such file"}], "isError": true}),
+            ),
             "refuses" => refuse(-32000, &format!("the key {} is wrong\nreally", key())),
             "leaks" => reply(json!({
                 "content": [
@@ -184,33 +204,45 @@ impl Script {
                 ],
                 "structuredContent": {"headers": [key()]}, "isError": true,
             })),
-            "environment" => structured(json!(std::env::vars().collect::<std::collections::BTreeMap<_, _>>())),
+            "environment" => structured(json!(
+                std::env::vars().collect::<std::collections::BTreeMap<_, _>>()
+            )),
             "change" => {
                 self.is_changed = true;
-                let mut messages = vec![json!({"jsonrpc": "2.0", "method": "notifications/tools/list_changed"})];
+                let mut messages =
+                    vec![json!({"jsonrpc": "2.0", "method": "notifications/tools/list_changed"})];
                 messages.extend(reply(json!({"content": []})));
                 messages
             }
             "ask" => {
                 let id = message["id"].as_i64().unwrap() + 1000;
-                vec![json!({"jsonrpc": "2.0", "id": id, "method": arguments["method"], "params": arguments["params"]})]
+                vec![
+                    json!({"jsonrpc": "2.0", "id": id, "method": arguments["method"], "params": arguments["params"]}),
+                ]
             }
             "ticks" => {
                 let token = message["params"]["_meta"]["progressToken"].clone();
                 std::thread::spawn(move || {
                     for step in 1.. {
                         let params = json!({"progressToken": token, "progress": step});
-                        println!("{}", json!({"jsonrpc": "2.0", "method": "notifications/progress", "params": params}));
+                        println!(
+                            "{}",
+                            json!({"jsonrpc": "2.0", "method": "notifications/progress", "params": params})
+                        );
                         std::thread::sleep(std::time::Duration::from_millis(20));
                     }
                 });
                 Vec::new()
             }
             "pid" => structured(json!(std::process::id())),
-            "input" => reply(json!({"resultType": "input_required", "inputRequests": {}, "requestState": "x"})),
+            "input" => reply(
+                json!({"resultType": "input_required", "inputRequests": {}, "requestState": "x"}),
+            ),
             "notes" => structured(json!(self.settings["folder"].as_str().map(|folder| {
-                std::fs::read_to_string(PathBuf::from(folder).join(arguments["name"].as_str().unwrap()))
-                    .unwrap_or_default()
+                std::fs::read_to_string(
+                    PathBuf::from(folder).join(arguments["name"].as_str().unwrap()),
+                )
+                .unwrap_or_default()
             }))),
             _ => structured(arguments.clone()),
         }
@@ -254,7 +286,9 @@ pub(crate) fn settings() -> Settings {
         ("TOKEN", "hunter2-token".to_owned()),
         ("OTHER", "never-given".to_owned()),
     ];
-    Settings::new(Variables::new(variables.map(|(name, value)| (name.to_owned(), value))))
+    Settings::new(Variables::new(
+        variables.map(|(name, value)| (name.to_owned(), value)),
+    ))
 }
 
 pub(crate) fn name(name: &str) -> ServerName {
@@ -262,10 +296,16 @@ pub(crate) fn name(name: &str) -> ServerName {
 }
 
 pub(crate) async fn connect(params: &ServerParams) -> Upstream {
-    Upstream::connect(&name("fixture"), params, &settings()).await.unwrap()
+    Upstream::connect(&name("fixture"), params, &settings())
+        .await
+        .unwrap()
 }
 
-pub(crate) async fn call(upstream: &Upstream, tool: &str, arguments: Value) -> Result<CallReply, crate::CallError> {
+pub(crate) async fn call(
+    upstream: &Upstream,
+    tool: &str,
+    arguments: Value,
+) -> Result<CallReply, crate::CallError> {
     call_with(upstream, tool, arguments, CallOptions::default()).await
 }
 
@@ -275,19 +315,30 @@ pub(crate) async fn call_with(
     arguments: Value,
     options: CallOptions,
 ) -> Result<CallReply, crate::CallError> {
-    let Value::Object(arguments) = arguments else { panic!("arguments are an object") };
+    let Value::Object(arguments) = arguments else {
+        panic!("arguments are an object")
+    };
     upstream.call(tool, arguments, options).await
 }
 
 /// Calls `pid`, and so learns which process answers.
 pub(crate) async fn process(upstream: &Upstream) -> u64 {
-    call(upstream, "pid", json!({})).await.unwrap().structured.unwrap().as_u64().unwrap()
+    call(upstream, "pid", json!({}))
+        .await
+        .unwrap()
+        .structured
+        .unwrap()
+        .as_u64()
+        .unwrap()
 }
 
 pub(crate) fn is_alive(process: u64) -> bool {
     let stat = std::fs::read_to_string(format!("/proc/{process}/stat")).unwrap_or_default();
     // A zombie waits for whoever adopted it, and is dead when the last of its threads is.
-    let is_zombie = stat.rsplit(") ").next().is_none_or(|rest| rest.is_empty() || rest.starts_with('Z'));
+    let is_zombie = stat
+        .rsplit(") ")
+        .next()
+        .is_none_or(|rest| rest.is_empty() || rest.starts_with('Z'));
     let threads = std::fs::read_dir(format!("/proc/{process}/task")).map_or(0, Iterator::count);
     !is_zombie || threads > 1
 }
@@ -301,7 +352,9 @@ pub(crate) async fn until_dead(process: u64) {
 /// Not a test: the server, when this program is started as one.
 #[test]
 fn child_server() {
-    let Ok(text) = std::env::var(SCRIPT) else { return };
+    let Ok(text) = std::env::var(SCRIPT) else {
+        return;
+    };
     // In the wrapper, this name is an argument for later.
     if std::env::args().any(|argument| argument == "--") {
         return;
@@ -315,7 +368,9 @@ fn child_server() {
         std::thread::sleep(std::time::Duration::from_millis(time));
     }
     if script.is("garbage") {
-        output.write_all(b"Listening on stdio\n{\"half\": \n[]\n\xff\xfe\n").unwrap();
+        output
+            .write_all(b"Listening on stdio\n{\"half\": \n[]\n\xff\xfe\n")
+            .unwrap();
     }
     if script.is("ends_at_once") {
         eprintln!("cannot find the module `left-pad`");
@@ -345,7 +400,10 @@ fn child_server() {
 /// Not a test: the wrapper through which a program is started.
 #[test]
 fn wrapper() {
-    let mut arguments = std::env::args_os().skip_while(|argument| argument != "--").skip(1).peekable();
+    let mut arguments = std::env::args_os()
+        .skip_while(|argument| argument != "--")
+        .skip(1)
+        .peekable();
     if arguments.peek().is_none() {
         return;
     }
@@ -354,19 +412,29 @@ fn wrapper() {
 
 pub(crate) fn wrapper_command() -> WrapperCommand {
     let arguments = ["--exact", "fixtures::wrapper", "--nocapture", "--"];
-    WrapperCommand { program: std::env::current_exe().unwrap(), arguments: arguments.map(Into::into).to_vec() }
+    WrapperCommand {
+        program: std::env::current_exe().unwrap(),
+        arguments: arguments.map(Into::into).to_vec(),
+    }
 }
 
 /// Not a test: a process that has a server, and is killed.
 #[test]
 fn host() {
-    let Ok(wrapped) = std::env::var("CELLBLOCK_FIXTURE_HOST") else { return };
+    let Ok(wrapped) = std::env::var("CELLBLOCK_FIXTURE_HOST") else {
+        return;
+    };
     let runtime = tokio::runtime::Runtime::new().unwrap();
     runtime.block_on(async {
         let mut settings = settings();
         settings.wrapper = (wrapped == "wrapped").then(wrapper_command);
-        let upstream =
-            Upstream::connect(&name("fixture"), &child(json!({"ignores_the_end": true})), &settings).await.unwrap();
+        let upstream = Upstream::connect(
+            &name("fixture"),
+            &child(json!({"ignores_the_end": true})),
+            &settings,
+        )
+        .await
+        .unwrap();
         println!("\nserver {}", process(&upstream).await);
         std::future::pending::<()>().await;
     });

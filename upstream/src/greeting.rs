@@ -55,7 +55,10 @@ pub enum ConnectError {
         "the server did not answer within {} s; a larger \"connect_timeout\" among its parameters gives it more time{}",
         .limit.as_secs_f64(), last(.last_words)
     )]
-    Timeout { limit: Duration, last_words: Option<String> },
+    Timeout {
+        limit: Duration,
+        last_words: Option<String>,
+    },
     #[error("the server ended or closed the connection before it could be used{}", last(.last_words))]
     Ended { last_words: Option<String> },
     #[error("the server did not greet as MCP servers do: {why}")]
@@ -79,7 +82,10 @@ pub(crate) fn told(error: &dyn std::error::Error) -> String {
 }
 
 fn last(words: &Option<String>) -> String {
-    words.as_ref().map(|words| format!("; the last that it said: {words}")).unwrap_or_default()
+    words
+        .as_ref()
+        .map(|words| format!("; the last that it said: {words}"))
+        .unwrap_or_default()
 }
 
 /// Connects, within the time that is given for that. An era that is known is not asked for.
@@ -89,17 +95,40 @@ pub(crate) async fn open(
     known: Option<Era>,
 ) -> Result<Connection, ConnectError> {
     let limit = settings.limits.connect;
-    let opening = Opening { mask: filled.mask.clone(), settings, limit, deadline: Instant::now() + limit };
+    let opening = Opening {
+        mask: filled.mask.clone(),
+        settings,
+        limit,
+        deadline: Instant::now() + limit,
+    };
     match &filled.value {
-        Target::Command { command, arguments, environment, folder } => {
-            let program = || Program { command, arguments, environment, folder: folder.as_deref() };
+        Target::Command {
+            command,
+            arguments,
+            environment,
+            folder,
+        } => {
+            let program = || Program {
+                command,
+                arguments,
+                environment,
+                folder: folder.as_deref(),
+            };
             opening.program(program, known).await
         }
-        Target::Url { url, headers, transport } => {
+        Target::Url {
+            url,
+            headers,
+            transport,
+        } => {
             let url = params::parse_url(url)?;
             settings.addresses.check(&url)?;
-            let web =
-                Web::new(headers.clone(), &settings.addresses, &settings.resolver, settings.limits.largest_message)?;
+            let web = Web::new(
+                headers.clone(),
+                &settings.addresses,
+                &settings.resolver,
+                settings.limits.largest_message,
+            )?;
             match transport.unwrap_or_else(|| params::transport_of(&url)) {
                 HttpTransport::Streamable => opening.streamable(web, url.as_str(), known).await,
                 HttpTransport::Sse => opening.sse(web, &url).await,
@@ -128,16 +157,25 @@ impl Opening<'_> {
             None => {
                 let (mut lines, words, watch) = self.start(program()).await?;
                 // The rest of the time is for starting once more. What installs packages first is slow and is started once.
-                let patience = if installs { self.deadline } else { self.deadline - self.limit * 2 / 5 };
+                let patience = if installs {
+                    self.deadline
+                } else {
+                    self.deadline - self.limit * 2 / 5
+                };
                 match timeout_at(patience, lines.probe(&question())).await {
                     Ok(Some(true)) => return self.greet(lines, modern(), Some(words), watch).await,
                     Ok(Some(false)) => {
-                        return self.greet(lines, ClientLifecycleMode::Initialize, Some(words), watch).await;
+                        return self
+                            .greet(lines, ClientLifecycleMode::Initialize, Some(words), watch)
+                            .await;
                     }
                     Err(_) if installs => {
                         let last_words = words.last().await;
                         tokio::spawn(lines.let_finish());
-                        return Err(ConnectError::Timeout { limit: self.limit, last_words });
+                        return Err(ConnectError::Timeout {
+                            limit: self.limit,
+                            last_words,
+                        });
                     }
                     // It ended, or it does not answer what it does not know. It is dropped, and so killed, before it is started again.
                     Ok(None) | Err(_) => Era::Legacy,
@@ -148,22 +186,52 @@ impl Opening<'_> {
         self.greet(lines, lifecycle(era), Some(words), watch).await
     }
 
-    async fn start(&self, program: Program<'_>) -> Result<(ChildLines, LastWords, Watch), ConnectError> {
-        let started =
-            child::start(program, &self.settings.variables, self.settings.wrapper.as_ref(), self.mask.clone()).await?;
-        let lines =
-            Lines::new(started.output, started.input, self.settings.limits.largest_message).with_child(started.child);
+    async fn start(
+        &self,
+        program: Program<'_>,
+    ) -> Result<(ChildLines, LastWords, Watch), ConnectError> {
+        let started = child::start(
+            program,
+            &self.settings.variables,
+            self.settings.wrapper.as_ref(),
+            self.mask.clone(),
+        )
+        .await?;
+        let lines = Lines::new(
+            started.output,
+            started.input,
+            self.settings.limits.largest_message,
+        )
+        .with_child(started.child);
         Ok((lines, started.last_words, Watch::new(&self.mask)))
     }
 
-    async fn streamable(&self, web: Web, url: &str, known: Option<Era>) -> Result<Connection, ConnectError> {
+    async fn streamable(
+        &self,
+        web: Web,
+        url: &str,
+        known: Option<Era>,
+    ) -> Result<Connection, ConnectError> {
         let first = known.map_or_else(either, lifecycle);
-        let opened = self.greet(streamable_transport(web.clone(), url), first, None, Watch::new(&self.mask)).await;
+        let opened = self
+            .greet(
+                streamable_transport(web.clone(), url),
+                first,
+                None,
+                Watch::new(&self.mask),
+            )
+            .await;
         match opened {
             // The answer to the first question came late, or was none. What is left of the time is for the other era.
             Err(ConnectError::Greeting { .. } | ConnectError::Ended { .. }) if known.is_none() => {
                 let legacy = ClientLifecycleMode::Initialize;
-                self.greet(streamable_transport(web, url), legacy, None, Watch::new(&self.mask)).await
+                self.greet(
+                    streamable_transport(web, url),
+                    legacy,
+                    None,
+                    Watch::new(&self.mask),
+                )
+                .await
             }
             opened => opened,
         }
@@ -171,9 +239,18 @@ impl Opening<'_> {
 
     async fn sse(&self, web: Web, url: &reqwest::Url) -> Result<Connection, ConnectError> {
         let opened = timeout_at(self.deadline, SseTransport::open(web, url)).await;
-        let transport = opened.map_err(|_| ConnectError::Timeout { limit: self.limit, last_words: None })??;
+        let transport = opened.map_err(|_| ConnectError::Timeout {
+            limit: self.limit,
+            last_words: None,
+        })??;
         // This transport is older than the newer era.
-        self.greet(transport, ClientLifecycleMode::Initialize, None, Watch::new(&self.mask)).await
+        self.greet(
+            transport,
+            ClientLifecycleMode::Initialize,
+            None,
+            Watch::new(&self.mask),
+        )
+        .await
     }
 
     async fn greet<T: Transport<RoleClient> + 'static>(
@@ -184,7 +261,11 @@ impl Opening<'_> {
         watch: Watch,
     ) -> Result<Connection, ConnectError> {
         let watched = Watched::new(transport, &watch);
-        let greeted = timeout_at(self.deadline, serve_client_with_lifecycle(Handler, watched, lifecycle)).await;
+        let greeted = timeout_at(
+            self.deadline,
+            serve_client_with_lifecycle(Handler, watched, lifecycle),
+        )
+        .await;
         let words = async || match &last_words {
             Some(words) => words.last().await,
             None => None,
@@ -192,14 +273,29 @@ impl Opening<'_> {
         let service = match greeted {
             Ok(Ok(service)) => service,
             Ok(Err(error)) => return Err(self.ungreeted(error, words().await)),
-            Err(_) => return Err(ConnectError::Timeout { limit: self.limit, last_words: words().await }),
+            Err(_) => {
+                return Err(ConnectError::Timeout {
+                    limit: self.limit,
+                    last_words: words().await,
+                });
+            }
         };
         let info = service.peer().peer_info();
-        let is_modern = info.as_ref().is_some_and(|info| info.protocol_version >= ProtocolVersion::V_2026_07_28);
+        let is_modern = info
+            .as_ref()
+            .is_some_and(|info| info.protocol_version >= ProtocolVersion::V_2026_07_28);
         let server = info.and_then(|info| info.server_info.clone());
-        let server = server.map(|server| said(&format!("{} {}", server.name, server.version), &self.mask));
+        let server =
+            server.map(|server| said(&format!("{} {}", server.name, server.version), &self.mask));
         let era = if is_modern { Era::Modern } else { Era::Legacy };
-        Ok(Connection::new(service, era, server, self.mask.clone(), last_words, watch))
+        Ok(Connection::new(
+            service,
+            era,
+            server,
+            self.mask.clone(),
+            last_words,
+            watch,
+        ))
     }
 
     fn ungreeted(&self, error: ClientInitializeError, last_words: Option<String>) -> ConnectError {
@@ -209,7 +305,9 @@ impl Opening<'_> {
                 match error.error.downcast::<StreamableHttpError<WebError>>() {
                     Ok(error) => match *error {
                         StreamableHttpError::Client(error) => ConnectError::Web(error),
-                        _ => ConnectError::Greeting { why: "its answer is no message".to_owned() },
+                        _ => ConnectError::Greeting {
+                            why: "its answer is no message".to_owned(),
+                        },
                     },
                     Err(error) => match error.downcast::<WebError>() {
                         Ok(error) => ConnectError::Web(*error),
@@ -217,15 +315,19 @@ impl Opening<'_> {
                     },
                 }
             }
-            ClientInitializeError::LegacyFallbackFailed { fallback, .. } => self.ungreeted(*fallback, last_words),
-            ClientInitializeError::JsonRpcError(error) => {
-                ConnectError::Greeting { why: said(&error.message, &self.mask) }
+            ClientInitializeError::LegacyFallbackFailed { fallback, .. } => {
+                self.ungreeted(*fallback, last_words)
             }
-            ClientInitializeError::NoCompatibleProtocolVersion { .. } => {
-                ConnectError::Greeting { why: "it speaks no version of the protocol that is known here".to_owned() }
-            }
+            ClientInitializeError::JsonRpcError(error) => ConnectError::Greeting {
+                why: said(&error.message, &self.mask),
+            },
+            ClientInitializeError::NoCompatibleProtocolVersion { .. } => ConnectError::Greeting {
+                why: "it speaks no version of the protocol that is known here".to_owned(),
+            },
             // The text of the others holds whole messages.
-            _ => ConnectError::Greeting { why: "its answer is not the one to the greeting".to_owned() },
+            _ => ConnectError::Greeting {
+                why: "its answer is not the one to the greeting".to_owned(),
+            },
         }
     }
 }
@@ -244,7 +346,9 @@ fn streamable_transport(web: Web, url: &str) -> StreamableHttpClientTransport<We
 }
 
 fn modern() -> ClientLifecycleMode {
-    ClientLifecycleMode::Discover { preferred_versions: vec![ProtocolVersion::V_2026_07_28] }
+    ClientLifecycleMode::Discover {
+        preferred_versions: vec![ProtocolVersion::V_2026_07_28],
+    }
 }
 
 fn either() -> ClientLifecycleMode {

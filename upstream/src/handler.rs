@@ -8,7 +8,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use rmcp::ClientHandler;
 use rmcp::model::{
-    ClientCapabilities, ClientConfig, Implementation, ProgressNotificationParam, ProgressToken, ProtocolVersion,
+    ClientCapabilities, ClientConfig, Implementation, ProgressNotificationParam, ProgressToken,
+    ProtocolVersion,
 };
 use tokio::sync::{Notify, mpsc};
 
@@ -83,7 +84,10 @@ pub(crate) struct Follower {
 
 impl ProgressTokens {
     pub(crate) fn new(mask: Mask) -> ProgressTokens {
-        ProgressTokens { mask, ..ProgressTokens::default() }
+        ProgressTokens {
+            mask,
+            ..ProgressTokens::default()
+        }
     }
 
     pub(crate) fn follow(self: &Arc<Self>, token: &ProgressToken) -> Follower {
@@ -97,13 +101,23 @@ impl ProgressTokens {
             !is_ours
         });
         followed.calls.insert(token.clone(), sender);
-        Follower { tokens: Arc::clone(self), token: token.clone(), receiver }
+        Follower {
+            tokens: Arc::clone(self),
+            token: token.clone(),
+            receiver,
+        }
     }
 
     pub(crate) fn hear(&self, params: ProgressNotificationParam) {
         let message = params.message.map(|message| said(&message, &self.mask));
-        let (token, progress) =
-            (params.progress_token, Progress { progress: params.progress, total: params.total, message });
+        let (token, progress) = (
+            params.progress_token,
+            Progress {
+                progress: params.progress,
+                total: params.total,
+                message,
+            },
+        );
         let mut followed = self.lock();
         if let Some(sender) = followed.calls.get(&token) {
             // Who is slow to listen misses some of it.

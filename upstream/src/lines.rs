@@ -22,7 +22,10 @@ use crate::wire::{self, IdFinder, Message};
 const PROBE: &str = "cellblock-probe";
 
 /// What an answer to that question may hold.
-const PROBED: Budget = Budget { depth: MAX_DEPTH, memory: 512 * 1024 };
+const PROBED: Budget = Budget {
+    depth: MAX_DEPTH,
+    memory: 512 * 1024,
+};
 
 /// Both directions of a program's pipes.
 pub(crate) struct Lines<R, W> {
@@ -79,7 +82,9 @@ impl<R: AsyncRead + Send + Unpin, W: AsyncWrite + Send + Unpin + 'static> Lines<
     /// then taken for another one.
     pub(crate) async fn probe(&mut self, question: &Value) -> Option<bool> {
         let line = json!({"jsonrpc": "2.0", "id": PROBE, "method": "server/discover", "params": {"_meta": question}});
-        write(&self.writer, line.to_string().into_bytes()).await.ok()?;
+        write(&self.writer, line.to_string().into_bytes())
+            .await
+            .ok()?;
         loop {
             match self.read_line().await {
                 Line::End => return None,
@@ -89,7 +94,11 @@ impl<R: AsyncRead + Send + Unpin, W: AsyncWrite + Send + Unpin + 'static> Lines<
                     self.line.clear();
                     let Some(value) = value else { continue };
                     // Some servers cannot say which question an error is about, as they have not understood it.
-                    if value.get("id").is_some_and(|id| id == PROBE || id.is_null()) || value.get("error").is_some() {
+                    if value
+                        .get("id")
+                        .is_some_and(|id| id == PROBE || id.is_null())
+                        || value.get("error").is_some()
+                    {
                         return Some(value.pointer("/result/supportedVersions").is_some());
                     }
                 }
@@ -119,16 +128,24 @@ impl<R: AsyncRead + Send + Unpin, W: AsyncWrite + Send + Unpin + 'static> Lines<
             }
             self.reader.consume(taken);
             if end.is_some() {
-                return self.discarded.take().map_or(Line::Whole, |finder| Line::TooLong(finder.found()));
+                return self
+                    .discarded
+                    .take()
+                    .map_or(Line::Whole, |finder| Line::TooLong(finder.found()));
             }
         }
     }
 }
 
-impl<R: AsyncRead + Send + Unpin, W: AsyncWrite + Send + Unpin + 'static> Transport<RoleClient> for Lines<R, W> {
+impl<R: AsyncRead + Send + Unpin, W: AsyncWrite + Send + Unpin + 'static> Transport<RoleClient>
+    for Lines<R, W>
+{
     type Error = io::Error;
 
-    fn send(&mut self, message: TxJsonRpcMessage<RoleClient>) -> impl Future<Output = io::Result<()>> + Send + 'static {
+    fn send(
+        &mut self,
+        message: TxJsonRpcMessage<RoleClient>,
+    ) -> impl Future<Output = io::Result<()>> + Send + 'static {
         let writer = Arc::clone(&self.writer);
         let bytes = serde_json::to_vec(&message).map_err(io::Error::other);
         async move { write(&writer, bytes?).await }
@@ -147,7 +164,10 @@ impl<R: AsyncRead + Send + Unpin, W: AsyncWrite + Send + Unpin + 'static> Transp
             match self.read_line().await {
                 Line::End => return None,
                 Line::TooLong(id) => {
-                    tracing::warn!(largest = self.largest, "an MCP server sent a message that is too large");
+                    tracing::warn!(
+                        largest = self.largest,
+                        "an MCP server sent a message that is too large"
+                    );
                     if let Some(id) = id {
                         return Some(wire::too_large(id, self.largest));
                     }
@@ -167,7 +187,10 @@ impl<R: AsyncRead + Send + Unpin, W: AsyncWrite + Send + Unpin + 'static> Transp
 }
 
 /// Writes a line. The lock is what keeps two lines apart; it is held while one is written.
-async fn write<W: AsyncWrite + Unpin>(writer: &Mutex<Option<W>>, mut line: Vec<u8>) -> io::Result<()> {
+async fn write<W: AsyncWrite + Unpin>(
+    writer: &Mutex<Option<W>>,
+    mut line: Vec<u8>,
+) -> io::Result<()> {
     line.push(b'\n');
     let mut writer = writer.lock().await;
     let writer = writer.as_mut().ok_or(io::ErrorKind::NotConnected)?;
@@ -187,9 +210,15 @@ mod tests {
 
     #[tokio::test]
     async fn garbage_is_passed_over() {
-        let mut lines = lines("hello\n\n{\"a\":\n[]\r\n{\"id\":1,\"result\":{}}\r\nlast", 1000);
+        let mut lines = lines(
+            "hello\n\n{\"a\":\n[]\r\n{\"id\":1,\"result\":{}}\r\nlast",
+            1000,
+        );
         let message = lines.receive().await.unwrap();
-        assert!(matches!(message, JsonRpcMessage::Response(_)), "{message:?}");
+        assert!(
+            matches!(message, JsonRpcMessage::Response(_)),
+            "{message:?}"
+        );
         assert!(lines.receive().await.is_none());
     }
 
@@ -198,27 +227,51 @@ mod tests {
         let long = format!("{{\"result\":\"{}\",\"id\":5}}", "x".repeat(50_000));
         let text = format!("{long}\n{{\"id\":6,\"result\":{{}}}}\n");
         let mut small = lines(&text, 10_000);
-        let JsonRpcMessage::Error(error) = small.receive().await.unwrap() else { panic!("no error") };
+        let JsonRpcMessage::Error(error) = small.receive().await.unwrap() else {
+            panic!("no error")
+        };
         assert!(wire::is_too_large(&error.error));
         assert_eq!(error.id, Some(RequestId::Number(5)));
         assert!(small.line.capacity() <= 16_384);
-        assert!(matches!(small.receive().await.unwrap(), JsonRpcMessage::Response(_)));
+        assert!(matches!(
+            small.receive().await.unwrap(),
+            JsonRpcMessage::Response(_)
+        ));
         // The control: within the limit it is an answer.
-        assert!(matches!(lines(&text, 60_000).receive().await.unwrap(), JsonRpcMessage::Response(_)));
+        assert!(matches!(
+            lines(&text, 60_000).receive().await.unwrap(),
+            JsonRpcMessage::Response(_)
+        ));
     }
 
     #[tokio::test]
     async fn a_probe_tells_the_eras_apart() {
         for (answer, expected) in [
-            (r#"{"id":"cellblock-probe","result":{"supportedVersions":["2026-07-28"]}}"#, Some(true)),
-            (r#"{"id":"cellblock-probe","error":{"code":-32601,"message":"no"}}"#, Some(false)),
-            (r#"{"id":"cellblock-probe","error":{"code":-32602,"message":"no"}}"#, Some(false)),
-            (r#"{"id":null,"error":{"code":-32600,"message":"no"}}"#, Some(false)),
+            (
+                r#"{"id":"cellblock-probe","result":{"supportedVersions":["2026-07-28"]}}"#,
+                Some(true),
+            ),
+            (
+                r#"{"id":"cellblock-probe","error":{"code":-32601,"message":"no"}}"#,
+                Some(false),
+            ),
+            (
+                r#"{"id":"cellblock-probe","error":{"code":-32602,"message":"no"}}"#,
+                Some(false),
+            ),
+            (
+                r#"{"id":null,"error":{"code":-32600,"message":"no"}}"#,
+                Some(false),
+            ),
             (r#"{"id":"cellblock-probe","result":{}}"#, Some(false)),
             (r#"{"id":"other","result":{}}"#, None),
         ] {
             let text = format!("starting\n{{\"method\":\"notifications/message\"}}\n{answer}\n");
-            assert_eq!(lines(&text, 1000).probe(&json!({})).await, expected, "{answer}");
+            assert_eq!(
+                lines(&text, 1000).probe(&json!({})).await,
+                expected,
+                "{answer}"
+            );
         }
     }
 }

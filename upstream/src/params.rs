@@ -22,9 +22,24 @@ const LARGEST_PARAMS: usize = 256 * 1024;
 /// A longer limit is no limit.
 const LONGEST_TIMEOUT: f64 = 3600.0;
 
-const COMMAND_KEYS: [&str; 7] = ["command", "args", "env", "cwd", "type", "connect_timeout", "call_timeout"];
-const URL_KEYS: [&str; 7] =
-    ["url", "headers", "type", "timeout", "sse_read_timeout", "connect_timeout", "call_timeout"];
+const COMMAND_KEYS: [&str; 7] = [
+    "command",
+    "args",
+    "env",
+    "cwd",
+    "type",
+    "connect_timeout",
+    "call_timeout",
+];
+const URL_KEYS: [&str; 7] = [
+    "url",
+    "headers",
+    "type",
+    "timeout",
+    "sse_read_timeout",
+    "connect_timeout",
+    "call_timeout",
+];
 
 /// Headers that belong to the connection or to the protocol.
 const OWN_HEADERS: [&str; 12] = [
@@ -59,8 +74,17 @@ pub enum ServerKind {
 
 #[derive(Clone, PartialEq)]
 pub(crate) enum Target<Text> {
-    Command { command: Text, arguments: Vec<Text>, environment: BTreeMap<String, Text>, folder: Option<Text> },
-    Url { url: Text, headers: BTreeMap<String, Text>, transport: Option<HttpTransport> },
+    Command {
+        command: Text,
+        arguments: Vec<Text>,
+        environment: BTreeMap<String, Text>,
+        folder: Option<Text>,
+    },
+    Url {
+        url: Text,
+        headers: BTreeMap<String, Text>,
+        transport: Option<HttpTransport>,
+    },
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -82,7 +106,10 @@ pub enum BadParams {
     #[error("the parameters of a server have {bytes} bytes, and may have {LARGEST_PARAMS}")]
     TooLarge { bytes: usize },
     #[error("the parameter {key:?} is not known{}", suggestion(.nearest))]
-    UnknownKey { key: String, nearest: Option<String> },
+    UnknownKey {
+        key: String,
+        nearest: Option<String>,
+    },
     #[error("the parameter `{key}` is {expected}")]
     Form { key: String, expected: &'static str },
     #[error("the header {name:?} cannot be given, because the connection sets it")]
@@ -92,7 +119,10 @@ pub enum BadParams {
 }
 
 fn suggestion(nearest: &Option<String>) -> String {
-    nearest.as_ref().map(|nearest| format!("; did you mean `{nearest}`?")).unwrap_or_default()
+    nearest
+        .as_ref()
+        .map(|nearest| format!("; did you mean `{nearest}`?"))
+        .unwrap_or_default()
 }
 
 impl ServerParams {
@@ -122,10 +152,19 @@ impl ServerParams {
     /// Returns the digest of what was written, with its `${VAR}` as they are: two servers that are reached differently have two. How long is waited does not count.
     pub fn digest(&self) -> [u8; 32] {
         let written = match &self.target {
-            Target::Command { command, arguments, environment, folder } => {
+            Target::Command {
+                command,
+                arguments,
+                environment,
+                folder,
+            } => {
                 serde_json::json!(["command", command, arguments, environment, folder])
             }
-            Target::Url { url, headers, transport } => {
+            Target::Url {
+                url,
+                headers,
+                transport,
+            } => {
                 let transport = transport.map(|transport| match transport {
                     HttpTransport::Streamable => "streamable_http",
                     HttpTransport::Sse => "sse",
@@ -151,17 +190,38 @@ impl ServerParams {
     }
 
     /// Fills in all `${VAR}`.
-    pub(crate) fn fill(&self, host: &Variables) -> Result<Filled<Target<String>>, MissingVariables> {
+    pub(crate) fn fill(
+        &self,
+        host: &Variables,
+    ) -> Result<Filled<Target<String>>, MissingVariables> {
         variables::fill(host, |fill| match &self.target {
-            Target::Command { command, arguments, environment, folder } => Target::Command {
+            Target::Command {
+                command,
+                arguments,
+                environment,
+                folder,
+            } => Target::Command {
                 command: fill.text(command),
-                arguments: arguments.iter().map(|argument| fill.text(argument)).collect(),
-                environment: environment.iter().map(|(name, text)| (name.clone(), fill.secret(text))).collect(),
+                arguments: arguments
+                    .iter()
+                    .map(|argument| fill.text(argument))
+                    .collect(),
+                environment: environment
+                    .iter()
+                    .map(|(name, text)| (name.clone(), fill.secret(text)))
+                    .collect(),
                 folder: folder.as_ref().map(|folder| fill.text(folder)),
             },
-            Target::Url { url, headers, transport } => Target::Url {
+            Target::Url {
+                url,
+                headers,
+                transport,
+            } => Target::Url {
                 url: fill.text(url),
-                headers: headers.iter().map(|(name, text)| (name.clone(), fill.secret(text))).collect(),
+                headers: headers
+                    .iter()
+                    .map(|(name, text)| (name.clone(), fill.secret(text)))
+                    .collect(),
                 transport: *transport,
             },
         })
@@ -172,11 +232,17 @@ impl fmt::Debug for ServerParams {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut form = formatter.debug_struct("ServerParams");
         match &self.target {
-            Target::Command { arguments, environment, .. } => form
+            Target::Command {
+                arguments,
+                environment,
+                ..
+            } => form
                 .field("target", &self.summary())
                 .field("arguments", &arguments.len())
                 .field("environment", &environment.keys().collect::<Vec<_>>()),
-            Target::Url { headers, transport, .. } => form
+            Target::Url {
+                headers, transport, ..
+            } => form
                 .field("target", &self.summary())
                 .field("headers", &headers.keys().collect::<Vec<_>>())
                 .field("transport", transport),
@@ -187,29 +253,40 @@ impl fmt::Debug for ServerParams {
 
 /// Checks the address that a URL is, when nothing is left to fill in.
 pub(crate) fn parse_url(text: &str) -> Result<Url, BadParams> {
-    let url = Url::parse(text)
-        .map_err(|_| BadParams::Url { why: "it is not a whole URL, such as https://example.com/mcp" })?;
+    let url = Url::parse(text).map_err(|_| BadParams::Url {
+        why: "it is not a whole URL, such as https://example.com/mcp",
+    })?;
     match () {
-        () if !matches!(url.scheme(), "http" | "https") => {
-            Err(BadParams::Url { why: "it must begin with https:// or http://" })
-        }
-        () if url.host().is_none() => Err(BadParams::Url { why: "it names no host" }),
-        () if !url.username().is_empty() || url.password().is_some() => {
-            Err(BadParams::Url { why: "it holds a user name or a password; use `headers`" })
-        }
+        () if !matches!(url.scheme(), "http" | "https") => Err(BadParams::Url {
+            why: "it must begin with https:// or http://",
+        }),
+        () if url.host().is_none() => Err(BadParams::Url {
+            why: "it names no host",
+        }),
+        () if !url.username().is_empty() || url.password().is_some() => Err(BadParams::Url {
+            why: "it holds a user name or a password; use `headers`",
+        }),
         () => Ok(url),
     }
 }
 
 /// The rule for URLs without `type`.
 pub(crate) fn transport_of(url: &Url) -> HttpTransport {
-    let has_sse = url.path_segments().is_some_and(|mut segments| segments.any(|segment| segment == "sse"));
-    if has_sse { HttpTransport::Sse } else { HttpTransport::Streamable }
+    let has_sse = url
+        .path_segments()
+        .is_some_and(|mut segments| segments.any(|segment| segment == "sse"));
+    if has_sse {
+        HttpTransport::Sse
+    } else {
+        HttpTransport::Streamable
+    }
 }
 
 fn neither(object: &Map<String, Value>) -> BadParams {
     let all: Vec<&str> = COMMAND_KEYS.into_iter().chain(URL_KEYS).collect();
-    known_keys(object, &all).err().unwrap_or(BadParams::NoTarget)
+    known_keys(object, &all)
+        .err()
+        .unwrap_or(BadParams::NoTarget)
 }
 
 fn command(object: &Map<String, Value>) -> Result<ServerParams, BadParams> {
@@ -219,7 +296,10 @@ fn command(object: &Map<String, Value>) -> Result<ServerParams, BadParams> {
     }
     let command = text(object, "command")?.filter(|command| !command.is_empty());
     let environment = texts(object, "env")?;
-    if environment.keys().any(|name| name.is_empty() || name.contains(['=', '\0'])) {
+    if environment
+        .keys()
+        .any(|name| name.is_empty() || name.contains(['=', '\0']))
+    {
         return Err(form("env", "an object from names of variables to texts"));
     }
     Ok(ServerParams {
@@ -259,7 +339,11 @@ fn url(object: &Map<String, Value>) -> Result<ServerParams, BadParams> {
         }
     }
     Ok(ServerParams {
-        target: Target::Url { url, headers, transport },
+        target: Target::Url {
+            url,
+            headers,
+            transport,
+        },
         // The second name of each is what the Python client calls it.
         connect_timeout: seconds(object, &["connect_timeout", "timeout"])?,
         call_timeout: seconds(object, &["call_timeout", "sse_read_timeout"])?,
@@ -267,16 +351,25 @@ fn url(object: &Map<String, Value>) -> Result<ServerParams, BadParams> {
 }
 
 fn known_keys(object: &Map<String, Value>, known: &[&str]) -> Result<(), BadParams> {
-    let Some(unknown) = object.keys().find(|key| !known.contains(&key.as_str())) else { return Ok(()) };
+    let Some(unknown) = object.keys().find(|key| !known.contains(&key.as_str())) else {
+        return Ok(());
+    };
     let likeness = |name: &&&str| strsim::jaro_winkler(&unknown.to_lowercase(), name);
-    let nearest = known.iter().max_by(|one, other| likeness(one).total_cmp(&likeness(other)));
-    let nearest = nearest.filter(|name| likeness(name) > 0.75).map(|name| (*name).to_owned());
+    let nearest = known
+        .iter()
+        .max_by(|one, other| likeness(one).total_cmp(&likeness(other)));
+    let nearest = nearest
+        .filter(|name| likeness(name) > 0.75)
+        .map(|name| (*name).to_owned());
     let key: String = unknown.chars().take(64).collect();
     Err(BadParams::UnknownKey { key, nearest })
 }
 
 fn form(key: &str, expected: &'static str) -> BadParams {
-    BadParams::Form { key: key.to_owned(), expected }
+    BadParams::Form {
+        key: key.to_owned(),
+        expected,
+    }
 }
 
 fn text(object: &Map<String, Value>, key: &str) -> Result<Option<String>, BadParams> {
@@ -293,7 +386,13 @@ fn list(object: &Map<String, Value>, key: &str) -> Result<Vec<String>, BadParams
         None | Some(Value::Null) => return Ok(Vec::new()),
         Some(value) => value.as_array().ok_or_else(wrong)?,
     };
-    let text = |value: &Value| value.as_str().filter(|text| !text.contains('\0')).map(str::to_owned).ok_or_else(wrong);
+    let text = |value: &Value| {
+        value
+            .as_str()
+            .filter(|text| !text.contains('\0'))
+            .map(str::to_owned)
+            .ok_or_else(wrong)
+    };
     values.iter().map(text).collect()
 }
 
@@ -304,19 +403,30 @@ fn texts(object: &Map<String, Value>, key: &str) -> Result<BTreeMap<String, Stri
         Some(value) => value.as_object().ok_or_else(wrong)?,
     };
     let pair = |(name, value): (&String, &Value)| {
-        let text = value.as_str().filter(|text| !text.contains('\0')).ok_or_else(wrong)?;
+        let text = value
+            .as_str()
+            .filter(|text| !text.contains('\0'))
+            .ok_or_else(wrong)?;
         Ok((name.clone(), text.to_owned()))
     };
     values.iter().map(pair).collect()
 }
 
 fn seconds(object: &Map<String, Value>, keys: &[&str]) -> Result<Option<Duration>, BadParams> {
-    let Some((key, value)) = keys.iter().find_map(|key| object.get(*key).map(|value| (*key, value))) else {
+    let Some((key, value)) = keys
+        .iter()
+        .find_map(|key| object.get(*key).map(|value| (*key, value)))
+    else {
         return Ok(None);
     };
     match value.as_f64() {
-        Some(seconds) if seconds > 0.0 && seconds <= LONGEST_TIMEOUT => Ok(Some(Duration::from_secs_f64(seconds))),
-        _ => Err(form(key, "a number of seconds, more than 0 and at most 3600")),
+        Some(seconds) if seconds > 0.0 && seconds <= LONGEST_TIMEOUT => {
+            Ok(Some(Duration::from_secs_f64(seconds)))
+        }
+        _ => Err(form(
+            key,
+            "a number of seconds, more than 0 and at most 3600",
+        )),
     }
 }
 
@@ -332,11 +442,20 @@ mod tests {
 
     #[test]
     fn a_command_is_read_whole() {
-        let params =
-            parse(json!({"command": "uvx", "args": ["a", "b"], "env": {"K": "v"}, "cwd": "/srv", "type": "stdio"}));
+        let params = parse(
+            json!({"command": "uvx", "args": ["a", "b"], "env": {"K": "v"}, "cwd": "/srv", "type": "stdio"}),
+        );
         let params = params.unwrap();
         assert_eq!(params.kind(), ServerKind::Command);
-        let Target::Command { command, arguments, environment, folder } = params.target else { panic!("a URL") };
+        let Target::Command {
+            command,
+            arguments,
+            environment,
+            folder,
+        } = params.target
+        else {
+            panic!("a URL")
+        };
         assert_eq!((command.as_str(), folder.as_deref()), ("uvx", Some("/srv")));
         assert_eq!(arguments, ["a", "b"]);
         assert_eq!(environment["K"], "v");
@@ -358,7 +477,8 @@ mod tests {
         ] {
             assert_ne!(digest(other.clone()), one, "{other}");
         }
-        let patient = json!({"command": "uvx", "args": ["a", "b"], "env": {"K": "${T}"}, "call_timeout": 5});
+        let patient =
+            json!({"command": "uvx", "args": ["a", "b"], "env": {"K": "${T}"}, "call_timeout": 5});
         assert_eq!(digest(patient), one);
     }
 
@@ -366,12 +486,26 @@ mod tests {
     fn the_transport_is_what_the_type_says_and_otherwise_follows_from_the_path() {
         for (value, expected) in [
             (json!({"url": "https://a.example/mcp"}), None),
-            (json!({"url": "https://a.example/x", "type": "sse"}), Some(HttpTransport::Sse)),
-            (json!({"url": "https://a.example/sse", "type": "http"}), Some(HttpTransport::Streamable)),
-            (json!({"url": "https://a.example/x", "type": "streamable_http"}), Some(HttpTransport::Streamable)),
-            (json!({"url": "https://a.example/x", "type": "streamable-http"}), Some(HttpTransport::Streamable)),
+            (
+                json!({"url": "https://a.example/x", "type": "sse"}),
+                Some(HttpTransport::Sse),
+            ),
+            (
+                json!({"url": "https://a.example/sse", "type": "http"}),
+                Some(HttpTransport::Streamable),
+            ),
+            (
+                json!({"url": "https://a.example/x", "type": "streamable_http"}),
+                Some(HttpTransport::Streamable),
+            ),
+            (
+                json!({"url": "https://a.example/x", "type": "streamable-http"}),
+                Some(HttpTransport::Streamable),
+            ),
         ] {
-            let Target::Url { transport, .. } = parse(value).unwrap().target else { panic!("a command") };
+            let Target::Url { transport, .. } = parse(value).unwrap().target else {
+                panic!("a command")
+            };
             assert_eq!(transport, expected);
         }
         for (url, expected) in [
@@ -390,13 +524,27 @@ mod tests {
     fn an_unknown_key_is_refused_with_the_nearest() {
         for (value, key, nearest) in [
             (json!({"command": "x", "arg": []}), "arg", Some("args")),
-            (json!({"command": "x", "environment": {}}), "environment", Some("env")),
-            (json!({"url": "https://a.example", "header": {}}), "header", Some("headers")),
+            (
+                json!({"command": "x", "environment": {}}),
+                "environment",
+                Some("env"),
+            ),
+            (
+                json!({"url": "https://a.example", "header": {}}),
+                "header",
+                Some("headers"),
+            ),
             (json!({"comand": "x"}), "comand", Some("command")),
             (json!({"command": "x", "zzz": 1}), "zzz", None),
         ] {
             let error = parse(value).unwrap_err();
-            let BadParams::UnknownKey { key: found, nearest: suggested } = error else { panic!("{error}") };
+            let BadParams::UnknownKey {
+                key: found,
+                nearest: suggested,
+            } = error
+            else {
+                panic!("{error}")
+            };
             assert_eq!((found.as_str(), suggested.as_deref()), (key, nearest));
         }
     }
@@ -431,7 +579,9 @@ mod tests {
 
     #[test]
     fn times_have_our_names_and_those_of_the_python_client() {
-        let params = parse(json!({"url": "https://a.example", "timeout": 2.5, "sse_read_timeout": 9})).unwrap();
+        let params =
+            parse(json!({"url": "https://a.example", "timeout": 2.5, "sse_read_timeout": 9}))
+                .unwrap();
         assert_eq!(params.connect_timeout, Some(Duration::from_millis(2500)));
         assert_eq!(params.call_timeout, Some(Duration::from_secs(9)));
     }

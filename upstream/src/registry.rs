@@ -30,9 +30,17 @@ pub enum Owner {
 /// Why a server is not registered.
 #[derive(Debug, thiserror::Error)]
 pub enum RegisterError {
-    #[error("the server {name} would have the Python name {python} of the server {other}; choose another name")]
-    SameName { name: ServerName, python: String, other: ServerName },
-    #[error("there is a server {name} of the operator, which cannot be replaced; choose another name")]
+    #[error(
+        "the server {name} would have the Python name {python} of the server {other}; choose another name"
+    )]
+    SameName {
+        name: ServerName,
+        python: String,
+        other: ServerName,
+    },
+    #[error(
+        "there is a server {name} of the operator, which cannot be replaced; choose another name"
+    )]
     Operators { name: ServerName },
     #[error("there are {MOST_SERVERS} servers already; unregister one first")]
     TooMany,
@@ -55,7 +63,10 @@ struct Inner {
 
 impl Default for Registry {
     fn default() -> Registry {
-        Registry(Arc::new(Inner { servers: Mutex::default(), version: watch::Sender::new(0) }))
+        Registry(Arc::new(Inner {
+            servers: Mutex::default(),
+            version: watch::Sender::new(0),
+        }))
     }
 }
 
@@ -77,7 +88,10 @@ impl Registry {
         // Before a program is started that nobody may keep.
         may_join(&self.servers(), owner, name)?;
         let connected = Upstream::connect(name, params, settings).await;
-        let upstream = connected.map_err(|cause| RegisterError::Connect { name: name.clone(), cause })?;
+        let upstream = connected.map_err(|cause| RegisterError::Connect {
+            name: name.clone(),
+            cause,
+        })?;
         let replaced = {
             let mut servers = self.servers();
             // Meanwhile another one may have come.
@@ -91,7 +105,11 @@ impl Registry {
 
     /// Forgets a server. Returns whether there was one.
     pub fn unregister(&self, owner: &Owner, name: &str) -> bool {
-        let key = self.servers().keys().find(|(found, server)| found == owner && server.as_str() == name).cloned();
+        let key = self
+            .servers()
+            .keys()
+            .find(|(found, server)| found == owner && server.as_str() == name)
+            .cloned();
         let removed = key.and_then(|key| self.servers().remove(&key));
         let was_there = removed.is_some();
         if was_there {
@@ -103,8 +121,11 @@ impl Registry {
 
     /// Forgets all servers of an owner.
     pub fn unregister_all(&self, owner: &Owner) {
-        let removed: Vec<Upstream> =
-            self.servers().extract_if(.., |(found, _), _| found == owner).map(|(_, server)| server).collect();
+        let removed: Vec<Upstream> = self
+            .servers()
+            .extract_if(.., |(found, _), _| found == owner)
+            .map(|(_, server)| server)
+            .collect();
         if !removed.is_empty() {
             self.tell();
         }
@@ -118,12 +139,17 @@ impl Registry {
 
     /// Returns the server that `owner` means by a name.
     pub fn find(&self, owner: &str, name: &str) -> Option<Upstream> {
-        self.of(owner).into_iter().find(|server| server.name().as_str() == name)
+        self.of(owner)
+            .into_iter()
+            .find(|server| server.name().as_str() == name)
     }
 
     /// Returns the Python of all servers that `owner` can use, in the order of their names.
     pub fn packages_of(&self, owner: &str) -> Vec<Arc<Package>> {
-        self.of(owner).iter().map(|server| Arc::clone(server.package())).collect()
+        self.of(owner)
+            .iter()
+            .map(|server| Arc::clone(server.package()))
+            .collect()
     }
 
     /// Returns a number that is another one after every change.
@@ -135,8 +161,10 @@ impl Registry {
     pub async fn close(&self) {
         let servers: Vec<Upstream> = std::mem::take(&mut *self.servers()).into_values().collect();
         self.tell();
-        let closing: Vec<_> =
-            servers.into_iter().map(|server| tokio::spawn(async move { server.close().await })).collect();
+        let closing: Vec<_> = servers
+            .into_iter()
+            .map(|server| tokio::spawn(async move { server.close().await }))
+            .collect();
         for task in closing {
             // A task that panicked has closed nothing more.
             let _ = task.await;
@@ -160,7 +188,10 @@ impl Registry {
     }
 
     fn servers(&self) -> MutexGuard<'_, BTreeMap<(Owner, ServerName), Upstream>> {
-        self.0.servers.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0
+            .servers
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
     }
 
     fn tell(&self) {
@@ -173,10 +204,14 @@ fn may_join(
     owner: &Owner,
     name: &ServerName,
 ) -> Result<(), RegisterError> {
-    let visible = servers.keys().filter(|(found, _)| found == owner || *found == Owner::Everyone);
+    let visible = servers
+        .keys()
+        .filter(|(found, _)| found == owner || *found == Owner::Everyone);
     for (found, other) in visible.filter(|(_, other)| other.python() == name.python()) {
         if found != owner {
-            return Err(RegisterError::Operators { name: other.clone() });
+            return Err(RegisterError::Operators {
+                name: other.clone(),
+            });
         }
         if other != name {
             return Err(RegisterError::SameName {
@@ -188,7 +223,11 @@ fn may_join(
     }
     let is_new = !servers.contains_key(&(owner.clone(), name.clone()));
     let count = servers.keys().filter(|(found, _)| found == owner).count();
-    if is_new && count >= MOST_SERVERS { Err(RegisterError::TooMany) } else { Ok(()) }
+    if is_new && count >= MOST_SERVERS {
+        Err(RegisterError::TooMany)
+    } else {
+        Ok(())
+    }
 }
 
 fn retire(server: Option<Upstream>) {

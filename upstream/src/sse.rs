@@ -28,7 +28,9 @@ pub(crate) struct SseTransport {
 impl SseTransport {
     /// Opens the stream and waits until it names the address to post to.
     pub(crate) async fn open(web: Web, url: &Url) -> Result<SseTransport, WebError> {
-        let request = web.request(Method::GET, url.as_str()).header(http::header::ACCEPT, "text/event-stream");
+        let request = web
+            .request(Method::GET, url.as_str())
+            .header(http::header::ACCEPT, "text/event-stream");
         let response = web::send(request).await?;
         if !response.status().is_success() {
             return Err(WebError::Status(response.status().as_u16()));
@@ -41,7 +43,12 @@ impl SseTransport {
             let event = event?;
             if event.event.as_deref() == Some("endpoint") {
                 let endpoint = endpoint(url, event.data.as_deref().unwrap_or_default())?;
-                return Ok(SseTransport { web, endpoint: Arc::new(endpoint), events: Some(events), reading: None });
+                return Ok(SseTransport {
+                    web,
+                    endpoint: Arc::new(endpoint),
+                    events: Some(events),
+                    reading: None,
+                });
             }
         }
         Err(WebError::NoEndpoint)
@@ -49,8 +56,13 @@ impl SseTransport {
 }
 
 fn endpoint(stream: &Url, named: &str) -> Result<Url, WebError> {
-    let endpoint = stream.join(named.trim()).map_err(|_| WebError::NoEndpoint)?;
-    if endpoint.origin() != stream.origin() || !endpoint.username().is_empty() || endpoint.password().is_some() {
+    let endpoint = stream
+        .join(named.trim())
+        .map_err(|_| WebError::NoEndpoint)?;
+    if endpoint.origin() != stream.origin()
+        || !endpoint.username().is_empty()
+        || endpoint.password().is_some()
+    {
         return Err(WebError::ForeignEndpoint);
     }
     Ok(endpoint)
@@ -66,8 +78,9 @@ impl Transport<RoleClient> for SseTransport {
         let (web, endpoint) = (self.web.clone(), Arc::clone(&self.endpoint));
         async move {
             let body = serde_json::to_vec(&message).unwrap_or_default();
-            let request =
-                web.request(Method::POST, endpoint.as_str()).header(http::header::CONTENT_TYPE, "application/json");
+            let request = web
+                .request(Method::POST, endpoint.as_str())
+                .header(http::header::CONTENT_TYPE, "application/json");
             let response = web::send(request.body(body)).await?;
             match response.status() {
                 status if status.is_success() => Ok(()),
@@ -86,7 +99,9 @@ impl Transport<RoleClient> for SseTransport {
                     return message;
                 }
             }
-            let Some(Ok(event)) = self.events.as_mut()?.next().await else { return None };
+            let Some(Ok(event)) = self.events.as_mut()?.next().await else {
+                return None;
+            };
             let is_message = event.event.as_deref().is_none_or(|kind| kind == "message");
             self.reading = event.data.filter(|_| is_message).map(wire::reading);
         }
@@ -106,7 +121,10 @@ mod tests {
     fn the_address_to_post_to_has_the_origin_of_the_stream() {
         let stream = Url::parse("https://a.example:8443/v1/sse").unwrap();
         for (named, expected) in [
-            ("/messages?session=1", "https://a.example:8443/messages?session=1"),
+            (
+                "/messages?session=1",
+                "https://a.example:8443/messages?session=1",
+            ),
             ("messages", "https://a.example:8443/v1/messages"),
             ("https://a.example:8443/x", "https://a.example:8443/x"),
         ] {
@@ -121,7 +139,10 @@ mod tests {
             "https://u:p@a.example:8443/x",
             "file:///etc/passwd",
         ] {
-            assert!(matches!(endpoint(&stream, named), Err(WebError::ForeignEndpoint)), "{named}");
+            assert!(
+                matches!(endpoint(&stream, named), Err(WebError::ForeignEndpoint)),
+                "{named}"
+            );
         }
     }
 }

@@ -7,7 +7,9 @@ use std::sync::Arc;
 
 use futures_util::stream::{BoxStream, StreamExt};
 use http::{HeaderName, HeaderValue, Method, StatusCode};
-use rmcp::model::{ClientJsonRpcMessage, ClientRequest, ErrorData, RequestId, ServerJsonRpcMessage};
+use rmcp::model::{
+    ClientJsonRpcMessage, ClientRequest, ErrorData, RequestId, ServerJsonRpcMessage,
+};
 use rmcp::transport::streamable_http_client::{
     SseError, StreamableHttpClient, StreamableHttpError, StreamableHttpPostResponse,
 };
@@ -45,13 +47,18 @@ impl StreamableHttpClient for Web {
             () if status == StatusCode::ACCEPTED || status == StatusCode::NO_CONTENT => {
                 Ok(StreamableHttpPostResponse::Accepted)
             }
-            () if status == StatusCode::NOT_FOUND && session.is_some() => Err(Failure::SessionExpired),
+            () if status == StatusCode::NOT_FOUND && session.is_some() => {
+                Err(Failure::SessionExpired)
+            }
             () if !status.is_success() => self.failed(response, &message, session.is_some()).await,
             // Nobody waits for an answer to a notification, whatever the server makes of it.
             () if asked.is_none() => Ok(StreamableHttpPostResponse::Accepted),
             () if web::is_type(&response, EVENTS) => {
                 let session = session_of(&response);
-                Ok(StreamableHttpPostResponse::Sse(self.events(response), session))
+                Ok(StreamableHttpPostResponse::Sse(
+                    self.events(response),
+                    session,
+                ))
             }
             () if web::is_type(&response, JSON) => self.answered(response, asked).await,
             () => Err(Failure::Client(WebError::ContentType)),
@@ -83,9 +90,13 @@ impl StreamableHttpClient for Web {
         }
         let response = web::send(request).await.map_err(Failure::Client)?;
         match response.status() {
-            status if status.is_success() && web::is_type(&response, EVENTS) => Ok(self.events(response)),
+            status if status.is_success() && web::is_type(&response, EVENTS) => {
+                Ok(self.events(response))
+            }
             // All of these mean that there is no such stream; only this error keeps rmcp from asking again and again.
-            status if status.is_client_error() || status.is_success() => Err(Failure::ServerDoesNotSupportSse),
+            status if status.is_client_error() || status.is_success() => {
+                Err(Failure::ServerDoesNotSupportSse)
+            }
             status => Err(Failure::Client(WebError::Status(status.as_u16()))),
         }
     }
@@ -99,8 +110,14 @@ impl Web {
         session: Option<&str>,
         headers: Headers,
     ) -> reqwest::RequestBuilder {
-        let accept = if method == Method::GET { EVENTS.to_owned() } else { format!("{JSON}, {EVENTS}") };
-        let mut request = self.request(method, uri).header(http::header::ACCEPT, accept);
+        let accept = if method == Method::GET {
+            EVENTS.to_owned()
+        } else {
+            format!("{JSON}, {EVENTS}")
+        };
+        let mut request = self
+            .request(method, uri)
+            .header(http::header::ACCEPT, accept);
         for (name, value) in headers {
             request = request.header(name, value);
         }
@@ -111,7 +128,9 @@ impl Web {
     }
 
     fn events(&self, response: reqwest::Response) -> BoxStream<'static, Result<Sse, SseError>> {
-        events::of(response, self.largest).map(|event| event.map_err(|error| SseError::Body(Box::new(error)))).boxed()
+        events::of(response, self.largest)
+            .map(|event| event.map_err(|error| SseError::Body(Box::new(error))))
+            .boxed()
     }
 
     async fn answered(
@@ -125,7 +144,8 @@ impl Web {
             (Err(WebError::TooLarge(largest)), Some(id)) => Some(wire::too_large(id, largest)),
             (Err(error), _) => return Err(Failure::Client(error)),
         };
-        let message = message.ok_or_else(|| Failure::UnexpectedServerResponse("the answer is no message".into()))?;
+        let message = message
+            .ok_or_else(|| Failure::UnexpectedServerResponse("the answer is no message".into()))?;
         Ok(StreamableHttpPostResponse::Json(message, session))
     }
 
@@ -138,7 +158,9 @@ impl Web {
     ) -> Result<StreamableHttpPostResponse, Failure> {
         let status = response.status();
         let is_json = web::is_type(&response, JSON);
-        let body = web::body(response, LARGEST_REFUSAL).await.unwrap_or_default();
+        let body = web::body(response, LARGEST_REFUSAL)
+            .await
+            .unwrap_or_default();
         let said = match wire::read(&body) {
             Some(ServerJsonRpcMessage::Error(error)) if is_json => Some(error.error),
             _ => None,
@@ -147,10 +169,15 @@ impl Web {
         let is_probe = matches!(message, ClientJsonRpcMessage::Request(request) if matches!(request.request, ClientRequest::DiscoverRequest(_)));
         let error = match said {
             Some(error) => error,
-            None if is_probe && !has_session && status.is_client_error() => ErrorData::invalid_request("refused", None),
+            None if is_probe && !has_session && status.is_client_error() => {
+                ErrorData::invalid_request("refused", None)
+            }
             None => return Err(Failure::Client(WebError::Status(status.as_u16()))),
         };
-        Ok(StreamableHttpPostResponse::Json(ServerJsonRpcMessage::error(error, asked(message)), None))
+        Ok(StreamableHttpPostResponse::Json(
+            ServerJsonRpcMessage::error(error, asked(message)),
+            None,
+        ))
     }
 }
 
@@ -166,5 +193,9 @@ fn asked(message: &ClientJsonRpcMessage) -> Option<RequestId> {
 }
 
 fn session_of(response: &reqwest::Response) -> Option<String> {
-    response.headers().get(SESSION).and_then(|value| value.to_str().ok()).map(str::to_owned)
+    response
+        .headers()
+        .get(SESSION)
+        .and_then(|value| value.to_str().ok())
+        .map(str::to_owned)
 }

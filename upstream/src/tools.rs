@@ -38,12 +38,21 @@ pub(crate) struct Readable {
 
 /// Reads the tools of a list. One that cannot be read spoils no other.
 pub(crate) fn read(listed: Vec<Value>) -> Readable {
-    let mut readable = Readable { tools: Vec::new(), notes: Vec::new() };
+    let mut readable = Readable {
+        tools: Vec::new(),
+        notes: Vec::new(),
+    };
     for value in listed {
-        let name = value.get("name").and_then(Value::as_str).unwrap_or_default().to_owned();
+        let name = value
+            .get("name")
+            .and_then(Value::as_str)
+            .unwrap_or_default()
+            .to_owned();
         match tool(value) {
             Ok(tool) => readable.tools.push(tool),
-            Err(why) => readable.notes.push(format!("the tool {} is left out: {why}", shown(&name))),
+            Err(why) => readable
+                .notes
+                .push(format!("the tool {} is left out: {why}", shown(&name))),
         }
     }
     readable
@@ -51,7 +60,10 @@ pub(crate) fn read(listed: Vec<Value>) -> Readable {
 
 /// A name in quotes, with everything escaped that could mislead.
 pub(crate) fn shown(name: &str) -> String {
-    format!("{:?}", name.chars().take(LONGEST_SHOWN_NAME).collect::<String>())
+    format!(
+        "{:?}",
+        name.chars().take(LONGEST_SHOWN_NAME).collect::<String>()
+    )
 }
 
 fn tool(mut value: Value) -> Result<ToolSchema, &'static str> {
@@ -61,16 +73,35 @@ fn tool(mut value: Value) -> Result<ToolSchema, &'static str> {
         _ => None,
     };
     let (name, title, description) = (text("name"), text("title"), text("description"));
-    let name = name.filter(|name| !name.is_empty()).ok_or("it has no name")?;
-    let input = object.remove("inputSchema").filter(Value::is_object).ok_or("it has no input schema")?;
+    let name = name
+        .filter(|name| !name.is_empty())
+        .ok_or("it has no name")?;
+    let input = object
+        .remove("inputSchema")
+        .filter(Value::is_object)
+        .ok_or("it has no input schema")?;
     let output = object.remove("outputSchema").filter(Value::is_object);
-    let tool = ToolSchema { name, title, description, input, output };
+    let tool = ToolSchema {
+        name,
+        title,
+        description,
+        input,
+        output,
+    };
     let schemas = std::iter::once(&tool.input).chain(&tool.output);
     match () {
-        () if tool.name.chars().any(|character| character.is_control() || is_unseen(character)) => {
+        () if tool
+            .name
+            .chars()
+            .any(|character| character.is_control() || is_unseen(character)) =>
+        {
             Err("its name holds characters that are not seen")
         }
-        () if [&tool.title, &tool.description].into_iter().flatten().any(|text| misleads(text)) => {
+        () if [&tool.title, &tool.description]
+            .into_iter()
+            .flatten()
+            .any(|text| misleads(text)) =>
+        {
             Err("its description holds characters that are not seen")
         }
         () if schemas.into_iter().any(schema_misleads) => {
@@ -85,7 +116,9 @@ fn schema_misleads(schema: &Value) -> bool {
     match schema {
         Value::Object(members) => members.iter().any(|(key, value)| {
             let is_prose = matches!(key.as_str(), "description" | "title");
-            misleads(key) || (is_prose && value.as_str().is_some_and(misleads)) || schema_misleads(value)
+            misleads(key)
+                || (is_prose && value.as_str().is_some_and(misleads))
+                || schema_misleads(value)
         }),
         Value::Array(items) => items.iter().any(schema_misleads),
         _ => false,
@@ -102,9 +135,10 @@ fn misleads(text: &str) -> bool {
 
 /// A zero-width joiner between two pictures makes one picture of them, and hides nothing.
 fn joins_pictures(characters: &[char], place: usize) -> bool {
-    let is_picture =
-        |character: &char| matches!(character, '\u{2190}'..='\u{2bff}' | '\u{fe0f}' | '\u{1f000}'..='\u{1faff}');
-    let before = place.checked_sub(1).and_then(|before| characters.get(before));
+    let is_picture = |character: &char| matches!(character, '\u{2190}'..='\u{2bff}' | '\u{fe0f}' | '\u{1f000}'..='\u{1faff}');
+    let before = place
+        .checked_sub(1)
+        .and_then(|before| characters.get(before));
     characters[place] == '\u{200d}'
         && before.is_some_and(is_picture)
         && characters.get(place + 1).is_some_and(is_picture)
@@ -131,13 +165,23 @@ struct PinnedTool {
 
 impl PinnedTools {
     /// Pins the tools. One whose schema cannot be checked is left out, with a note.
-    pub(crate) fn new<'a>(tools: impl IntoIterator<Item = &'a ToolSchema>, notes: &mut Vec<String>) -> PinnedTools {
+    pub(crate) fn new<'a>(
+        tools: impl IntoIterator<Item = &'a ToolSchema>,
+        notes: &mut Vec<String>,
+    ) -> PinnedTools {
         let mut pinned = BTreeMap::new();
         for tool in tools {
             match validator(&tool.input) {
                 Ok(arguments) => {
                     let state = Mutex::new(ToolState::Ready);
-                    pinned.insert(tool.name.clone(), PinnedTool { digest: digest(tool), arguments, state });
+                    pinned.insert(
+                        tool.name.clone(),
+                        PinnedTool {
+                            digest: digest(tool),
+                            arguments,
+                            state,
+                        },
+                    );
                 }
                 Err(why) => {
                     let why: String = why.chars().take(LONGEST_OBJECTION).collect();
@@ -176,8 +220,15 @@ impl PinnedTools {
             .take(MOST_OBJECTIONS)
             .map(|error| {
                 let place = error.instance_path().to_string();
-                let place = if place.is_empty() { String::new() } else { format!("at {place}: ") };
-                format!("{place}{error}").chars().take(LONGEST_OBJECTION).collect()
+                let place = if place.is_empty() {
+                    String::new()
+                } else {
+                    format!("at {place}: ")
+                };
+                format!("{place}{error}")
+                    .chars()
+                    .take(LONGEST_OBJECTION)
+                    .collect()
             })
             .collect();
         (!said.is_empty()).then(|| said.join("; "))
@@ -187,7 +238,10 @@ impl PinnedTools {
     ///
     /// Returns the names of those that went out of use just now.
     pub(crate) fn compare(&self, now: &[ToolSchema]) -> Vec<String> {
-        let now: BTreeMap<&str, [u8; 32]> = now.iter().map(|tool| (tool.name.as_str(), digest(tool))).collect();
+        let now: BTreeMap<&str, [u8; 32]> = now
+            .iter()
+            .map(|tool| (tool.name.as_str(), digest(tool)))
+            .collect();
         let mut lost = Vec::new();
         for (name, tool) in &self.0 {
             let state = match now.get(name.as_str()) {
@@ -210,18 +264,29 @@ fn lock(state: &Mutex<ToolState>) -> std::sync::MutexGuard<'_, ToolState> {
 }
 
 fn validator(schema: &Value) -> Result<Validator, String> {
-    let patterns = PatternOptions::fancy_regex().backtrack_limit(MOST_BACKTRACKS).size_limit(LARGEST_PATTERN);
-    let options = jsonschema::options().offline().with_pattern_options(patterns);
+    let patterns = PatternOptions::fancy_regex()
+        .backtrack_limit(MOST_BACKTRACKS)
+        .size_limit(LARGEST_PATTERN);
+    let options = jsonschema::options()
+        .offline()
+        .with_pattern_options(patterns);
     options.build(schema).map_err(|error| error.to_string())
 }
 
 /// Hashes what a tool is. Two descriptions that differ only in the order of members are the same.
 fn digest(tool: &ToolSchema) -> [u8; 32] {
     let mut hash = Sha256::new();
-    let texts = [Some(&tool.name), tool.title.as_ref(), tool.description.as_ref()];
-    texts
-        .into_iter()
-        .for_each(|text| hash_value(&text.map_or(Value::Null, |text| Value::String(text.clone())), &mut hash));
+    let texts = [
+        Some(&tool.name),
+        tool.title.as_ref(),
+        tool.description.as_ref(),
+    ];
+    texts.into_iter().for_each(|text| {
+        hash_value(
+            &text.map_or(Value::Null, |text| Value::String(text.clone())),
+            &mut hash,
+        )
+    });
     hash_value(&tool.input, &mut hash);
     hash_value(tool.output.as_ref().unwrap_or(&Value::Null), &mut hash);
     hash.finalize().into()
@@ -265,7 +330,13 @@ mod tests {
     }
 
     fn schema(input: Value) -> ToolSchema {
-        ToolSchema { name: "t".to_owned(), title: None, description: None, input, output: None }
+        ToolSchema {
+            name: "t".to_owned(),
+            title: None,
+            description: None,
+            input,
+            output: None,
+        }
     }
 
     fn pin(tool: &ToolSchema) -> PinnedTools {
@@ -294,15 +365,26 @@ mod tests {
         ];
         let count = hostile.len();
         let fine = [
-            listed("fine", "two\nlines\tand ünïcode 中文 👩\u{200d}💻 ❤\u{fe0f}\u{200d}🔥"),
+            listed(
+                "fine",
+                "two\nlines\tand ünïcode 中文 👩\u{200d}💻 ❤\u{fe0f}\u{200d}🔥",
+            ),
             json!({"name": "pattern", "inputSchema": {"properties": {"x": {"pattern": "[\u{200b}]", "default": "\u{1b}"}}}}),
         ];
         let readable = read(hostile.into_iter().chain(fine).collect());
-        let names: Vec<&str> = readable.tools.iter().map(|tool| tool.name.as_str()).collect();
+        let names: Vec<&str> = readable
+            .tools
+            .iter()
+            .map(|tool| tool.name.as_str())
+            .collect();
         assert_eq!(names, ["fine", "pattern"]);
         assert_eq!(readable.notes.len(), count);
         assert!(
-            !readable.notes.concat().chars().any(|character| character.is_control() || is_unseen(character)),
+            !readable
+                .notes
+                .concat()
+                .chars()
+                .any(|character| character.is_control() || is_unseen(character)),
             "{:?}",
             readable.notes
         );
@@ -331,20 +413,28 @@ mod tests {
                 json!({"x": 1.5}),
                 json!({"x": []}),
             ),
-            (json!({"additionalProperties": false}), json!({}), json!({"x": 1})),
+            (
+                json!({"additionalProperties": false}),
+                json!({}),
+                json!({"x": 1}),
+            ),
         ] {
             let pinned = pin(&schema(schema_of.clone()));
             assert_eq!(pinned.objection("t", &good), None, "{schema_of}");
             assert!(pinned.objection("t", &bad).is_some(), "{schema_of}");
         }
         let pinned = pin(&schema(json!({"properties": {"n": {"type": "integer"}}})));
-        assert_eq!(pinned.objection("t", &json!({"n": "x"})).unwrap(), "at /n: \"x\" is not of type \"integer\"");
+        assert_eq!(
+            pinned.objection("t", &json!({"n": "x"})).unwrap(),
+            "at /n: \"x\" is not of type \"integer\""
+        );
     }
 
     #[test]
     fn nothing_is_fetched_for_a_schema() {
         let mut notes = Vec::new();
-        let remote = schema(json!({"properties": {"x": {"$ref": "http://127.0.0.1:1/schema.json"}}}));
+        let remote =
+            schema(json!({"properties": {"x": {"$ref": "http://127.0.0.1:1/schema.json"}}}));
         let pinned = PinnedTools::new([&remote], &mut notes);
         assert!(!pinned.has("t"));
         assert_eq!(notes.len(), 1);
@@ -352,19 +442,33 @@ mod tests {
 
     #[test]
     fn a_pattern_that_never_ends_is_given_up() {
-        let pinned =
-            pin(&schema(json!({"properties": {"x": {"type": "string", "pattern": "^(?=(a+)+$)(a|aa)+\\1$"}}})));
-        assert!(pinned.objection("t", &json!({"x": "a".repeat(40) + "!"})).is_some());
+        let pinned = pin(&schema(
+            json!({"properties": {"x": {"type": "string", "pattern": "^(?=(a+)+$)(a|aa)+\\1$"}}}),
+        ));
+        assert!(
+            pinned
+                .objection("t", &json!({"x": "a".repeat(40) + "!"}))
+                .is_some()
+        );
     }
 
     #[test]
     fn a_tool_that_changed_or_vanished_stays_out_of_use() {
         let before = schema(json!({"properties": {"a": {"type": "string"}}, "type": "object"}));
-        let same =
-            schema(serde_json::from_str(r#"{"type": "object", "properties": {"a": {"type": "string"}}}"#).unwrap());
-        let other_description = ToolSchema { description: Some("new".to_owned()), ..before.clone() };
-        let other_schema = schema(json!({"properties": {"a": {"type": "number"}}, "type": "object"}));
-        let other_output = ToolSchema { output: Some(json!({})), ..before.clone() };
+        let same = schema(
+            serde_json::from_str(r#"{"type": "object", "properties": {"a": {"type": "string"}}}"#)
+                .unwrap(),
+        );
+        let other_description = ToolSchema {
+            description: Some("new".to_owned()),
+            ..before.clone()
+        };
+        let other_schema =
+            schema(json!({"properties": {"a": {"type": "number"}}, "type": "object"}));
+        let other_output = ToolSchema {
+            output: Some(json!({})),
+            ..before.clone()
+        };
         for (now, expected) in [
             (vec![same.clone()], ToolState::Ready),
             (vec![other_description], ToolState::Changed),
@@ -373,7 +477,10 @@ mod tests {
             (vec![], ToolState::Gone),
         ] {
             let pinned = pin(&before);
-            assert_eq!(pinned.compare(&now).len(), usize::from(expected != ToolState::Ready));
+            assert_eq!(
+                pinned.compare(&now).len(),
+                usize::from(expected != ToolState::Ready)
+            );
             assert_eq!(pinned.state("t"), Some(expected), "{now:?}");
             // Back again, it is still not what was allowed all the time.
             assert_eq!(pinned.compare(std::slice::from_ref(&same)).len(), 0);

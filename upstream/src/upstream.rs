@@ -165,7 +165,9 @@ impl Upstream {
         let mut notes = opened.notes;
         notes.extend(registered.notes);
         notes.truncate(MOST_NOTES);
-        let Registered { package, pinned, .. } = registered;
+        let Registered {
+            package, pinned, ..
+        } = registered;
         let (name, params, running) = (name.clone(), params.clone(), watch::Sender::new(0));
         Ok(Upstream(Arc::new(Shared {
             name,
@@ -200,7 +202,11 @@ impl Upstream {
             name: tool.original.clone(),
             python: tool.python.clone(),
             summary: tool.summary.clone(),
-            state: self.0.pinned.state(&tool.original).unwrap_or(ToolState::Gone),
+            state: self
+                .0
+                .pinned
+                .state(&tool.original)
+                .unwrap_or(ToolState::Gone),
         });
         let (era, server) = self.0.link.facts();
         UpstreamInfo {
@@ -239,11 +245,18 @@ impl Upstream {
                 connection = self.connection() => connection?,
             };
             self.is_what_it_was(tool)?;
-            let time = (options.time.unwrap_or(self.0.limits.call), self.0.limits.longest_call);
-            match connection.call(tool, arguments.clone(), &options, time).await {
+            let time = (
+                options.time.unwrap_or(self.0.limits.call),
+                self.0.limits.longest_call,
+            );
+            match connection
+                .call(tool, arguments.clone(), &options, time)
+                .await
+            {
                 Ok(result) => {
                     let server = self.0.name.to_string();
-                    return CallReply::read(result).map_err(|why| CallError::Protocol { server, why });
+                    return CallReply::read(result)
+                        .map_err(|why| CallError::Protocol { server, why });
                 }
                 Err(Failure::NotSent { .. }) if attempts == 1 => {}
                 Err(failure) => return Err(self.failed(failure, &connection).await),
@@ -265,7 +278,11 @@ impl Upstream {
         self.close().await;
     }
 
-    async fn checked(&self, tool: &str, arguments: Map<String, Value>) -> Result<Map<String, Value>, CallError> {
+    async fn checked(
+        &self,
+        tool: &str,
+        arguments: Map<String, Value>,
+    ) -> Result<Map<String, Value>, CallError> {
         if !self.0.pinned.has(tool) {
             return Err(self.unknown(tool));
         }
@@ -277,19 +294,34 @@ impl Upstream {
         let (objection, arguments) = if is_small {
             check()
         } else {
-            tokio::task::spawn_blocking(check).await.expect("checking arguments does not panic")
+            tokio::task::spawn_blocking(check)
+                .await
+                .expect("checking arguments does not panic")
         };
         match (objection, arguments) {
             (None, Value::Object(arguments)) => Ok(arguments),
-            (why, _) => Err(CallError::Invalid { tool: tool.to_owned(), why: why.unwrap_or_default() }),
+            (why, _) => Err(CallError::Invalid {
+                tool: tool.to_owned(),
+                why: why.unwrap_or_default(),
+            }),
         }
     }
 
     fn unknown(&self, tool: &str) -> CallError {
         let likeness = |name: &&str| strsim::jaro_winkler(tool, name);
-        let nearest = self.0.pinned.names().max_by(|one, other| likeness(one).total_cmp(&likeness(other)));
-        let nearest = nearest.filter(|name| likeness(name) > 0.75).map(str::to_owned);
-        CallError::Unknown { server: self.0.name.to_string(), tool: tool.chars().take(128).collect(), nearest }
+        let nearest = self
+            .0
+            .pinned
+            .names()
+            .max_by(|one, other| likeness(one).total_cmp(&likeness(other)));
+        let nearest = nearest
+            .filter(|name| likeness(name) > 0.75)
+            .map(str::to_owned);
+        CallError::Unknown {
+            server: self.0.name.to_string(),
+            tool: tool.chars().take(128).collect(),
+            nearest,
+        }
     }
 
     fn is_what_it_was(&self, tool: &str) -> Result<(), CallError> {
@@ -298,15 +330,27 @@ impl Upstream {
             Some(ToolState::Changed) => "has changed",
             Some(ToolState::Gone) | None => "is gone",
         };
-        Err(CallError::ToolChanged { server: self.0.name.to_string(), tool: tool.to_owned(), how })
+        Err(CallError::ToolChanged {
+            server: self.0.name.to_string(),
+            tool: tool.to_owned(),
+            how,
+        })
     }
 
     /// Returns a connection on which what the server has is known.
     async fn connection(&self) -> Result<Arc<Connection>, CallError> {
-        if let Some(connection) = self.0.link.usable().filter(|connection| !connection.is_stale()) {
+        if let Some(connection) = self
+            .0
+            .link
+            .usable()
+            .filter(|connection| !connection.is_stale())
+        {
             return Ok(connection);
         }
-        let unavailable = |why: String| CallError::Unavailable { server: self.0.name.to_string(), why };
+        let unavailable = |why: String| CallError::Unavailable {
+            server: self.0.name.to_string(),
+            why,
+        };
         let closed = || unavailable(ConnectError::Closed.to_string());
         let (answer, connection) = oneshot::channel();
         self.0.driver.send(answer).await.map_err(|_| closed())?;
@@ -317,10 +361,20 @@ impl Upstream {
         let server = self.0.name.to_string();
         match failure {
             Failure::NotSent { why } => CallError::Unavailable { server, why },
-            Failure::Lost => CallError::Interrupted { server, last_words: connection.last_words().await },
-            Failure::Refused { code, message } => CallError::Refused { server, code, message },
+            Failure::Lost => CallError::Interrupted {
+                server,
+                last_words: connection.last_words().await,
+            },
+            Failure::Refused { code, message } => CallError::Refused {
+                server,
+                code,
+                message,
+            },
             Failure::NotAResult(why) => CallError::Protocol { server, why },
-            Failure::TooLarge => CallError::TooLarge { server, largest: self.0.limits.largest_message },
+            Failure::TooLarge => CallError::TooLarge {
+                server,
+                largest: self.0.limits.largest_message,
+            },
             Failure::TooManyValues => CallError::TooManyValues { server },
             Failure::Timeout(time) => CallError::Timeout { server, time },
             Failure::Cancelled => CallError::Cancelled,
@@ -378,13 +432,28 @@ async fn register(name: ServerName, tools: Vec<ToolSchema>) -> Result<Registered
         let mut notes = Vec::new();
         // What cannot be checked gets no module.
         let pinned = PinnedTools::new(&tools, &mut notes);
-        let usable: Vec<ToolSchema> = tools.into_iter().filter(|tool| pinned.has(&tool.name)).collect();
+        let usable: Vec<ToolSchema> = tools
+            .into_iter()
+            .filter(|tool| pinned.has(&tool.name))
+            .collect();
         let package = cellblock_typed::generate(&name, &usable)?;
         // And what has no module is not called.
-        let made = usable.iter().filter(|tool| package.tools.iter().any(|made| made.original == tool.name));
-        let pinned = if package.tools.len() == usable.len() { pinned } else { PinnedTools::new(made, &mut Vec::new()) };
+        let made = usable
+            .iter()
+            .filter(|tool| package.tools.iter().any(|made| made.original == tool.name));
+        let pinned = if package.tools.len() == usable.len() {
+            pinned
+        } else {
+            PinnedTools::new(made, &mut Vec::new())
+        };
         notes.extend(package.notes.iter().map(ToString::to_string));
-        Ok(Registered { package: Arc::new(package), pinned: Arc::new(pinned), notes })
+        Ok(Registered {
+            package: Arc::new(package),
+            pinned: Arc::new(pinned),
+            notes,
+        })
     };
-    tokio::task::spawn_blocking(work).await.expect("making Python of schemas does not panic")
+    tokio::task::spawn_blocking(work)
+        .await
+        .expect("making Python of schemas does not panic")
 }

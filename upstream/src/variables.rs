@@ -59,13 +59,26 @@ pub struct MissingVariables {
 }
 
 /// Fills in whatever `write` asks for, and then tells whether all of it was there.
-pub(crate) fn fill<T>(host: &Variables, write: impl FnOnce(&mut Fill<'_>) -> T) -> Result<Filled<T>, MissingVariables> {
-    let mut fill = Fill { host, missing: BTreeSet::new(), secrets: BTreeSet::new(), values: BTreeSet::new() };
+pub(crate) fn fill<T>(
+    host: &Variables,
+    write: impl FnOnce(&mut Fill<'_>) -> T,
+) -> Result<Filled<T>, MissingVariables> {
+    let mut fill = Fill {
+        host,
+        missing: BTreeSet::new(),
+        secrets: BTreeSet::new(),
+        values: BTreeSet::new(),
+    };
     let value = write(&mut fill);
     if !fill.missing.is_empty() {
-        return Err(MissingVariables { names: fill.missing.into_iter().collect() });
+        return Err(MissingVariables {
+            names: fill.missing.into_iter().collect(),
+        });
     }
-    Ok(Filled { value, mask: Mask::new(fill.secrets, &fill.values) })
+    Ok(Filled {
+        value,
+        mask: Mask::new(fill.secrets, &fill.values),
+    })
 }
 
 /// Texts on their way to being filled in.
@@ -121,7 +134,10 @@ fn next_variable(text: &str) -> Option<(&str, &str, &str)> {
     while let Some(found) = text[from..].find("${") {
         let start = from + found;
         let name = &text[start + 2..];
-        let length = name.bytes().take_while(|byte| byte.is_ascii_alphanumeric() || *byte == b'_').count();
+        let length = name
+            .bytes()
+            .take_while(|byte| byte.is_ascii_alphanumeric() || *byte == b'_')
+            .count();
         if length > 0 && name[length..].starts_with('}') {
             return Some((&text[..start], &name[..length], &name[length + 1..]));
         }
@@ -139,16 +155,26 @@ pub(crate) struct Mask {
 
 impl Mask {
     fn new(secrets: BTreeSet<String>, values: &BTreeSet<String>) -> Mask {
-        let mut secrets: Vec<String> = secrets.into_iter().filter(|value| value.len() >= SHORTEST_MASKED).collect();
+        let mut secrets: Vec<String> = secrets
+            .into_iter()
+            .filter(|value| value.len() >= SHORTEST_MASKED)
+            .collect();
         // The longest first, so that of two that overlap nothing is left.
         secrets.sort_by_key(|value| std::cmp::Reverse(value.len()));
-        Mask { secrets: secrets.into(), values: Hidden::new(values.iter().map(String::as_str), HIDDEN) }
+        Mask {
+            secrets: secrets.into(),
+            values: Hidden::new(values.iter().map(String::as_str), HIDDEN),
+        }
     }
 
     /// Returns a sentence for errors and logs without secrets.
     pub(crate) fn hide(&self, text: &str) -> String {
         let text = self.secrets.iter().fold(text.to_owned(), |text, secret| {
-            if text.contains(secret.as_str()) { text.replace(secret.as_str(), HIDDEN) } else { text }
+            if text.contains(secret.as_str()) {
+                text.replace(secret.as_str(), HIDDEN)
+            } else {
+                text
+            }
         });
         self.values.hide(&text).unwrap_or(text)
     }
@@ -163,9 +189,13 @@ impl Mask {
             }
             Value::Array(items) => items.iter_mut().for_each(|item| self.hide_within(item)),
             Value::Object(members) => {
-                members.values_mut().for_each(|member| self.hide_within(member));
-                let names: Vec<(String, String)> =
-                    members.keys().filter_map(|name| Some((name.clone(), self.values.hide(name)?))).collect();
+                members
+                    .values_mut()
+                    .for_each(|member| self.hide_within(member));
+                let names: Vec<(String, String)> = members
+                    .keys()
+                    .filter_map(|name| Some((name.clone(), self.values.hide(name)?)))
+                    .collect();
                 for (name, hidden) in names {
                     if let Some(member) = members.remove(&name) {
                         members.insert(hidden, member);
@@ -191,7 +221,8 @@ mod tests {
 
     fn host() -> Variables {
         Variables::new(
-            [("A", "alpha"), ("B_2", "beta"), ("EMPTY", "")].map(|(name, value)| (name.to_owned(), value.to_owned())),
+            [("A", "alpha"), ("B_2", "beta"), ("EMPTY", "")]
+                .map(|(name, value)| (name.to_owned(), value.to_owned())),
         )
     }
 
@@ -216,7 +247,10 @@ mod tests {
 
     #[test]
     fn a_value_is_not_filled_again() {
-        let host = Variables::new([("A".to_owned(), "${B}".to_owned()), ("B".to_owned(), "b".to_owned())]);
+        let host = Variables::new([
+            ("A".to_owned(), "${B}".to_owned()),
+            ("B".to_owned(), "b".to_owned()),
+        ]);
         assert_eq!(fill(&host, |fill| fill.text("${A}")).unwrap().value, "${B}");
     }
 
@@ -229,8 +263,14 @@ mod tests {
 
     #[test]
     fn what_was_filled_in_is_taken_out_of_texts() {
-        let Filled { mask, .. } = fill(&host(), |fill| (fill.text("key=${A}"), fill.secret("Bearer ${B_2}"))).unwrap();
-        assert_eq!(mask.hide("alpha, beta, Bearer beta, gamma"), "[hidden], [hidden], [hidden], gamma");
+        let Filled { mask, .. } = fill(&host(), |fill| {
+            (fill.text("key=${A}"), fill.secret("Bearer ${B_2}"))
+        })
+        .unwrap();
+        assert_eq!(
+            mask.hide("alpha, beta, Bearer beta, gamma"),
+            "[hidden], [hidden], [hidden], gamma"
+        );
         // The control: without a mask all of it is there.
         assert_eq!(Mask::default().hide("alpha"), "alpha");
         assert!(!format!("{mask:?} {:?}", host()).contains("alpha"));
@@ -238,10 +278,19 @@ mod tests {
 
     #[test]
     fn values_of_variables_are_taken_out_of_results_and_nothing_else_is() {
-        let variables = [("KEY", "k-12345678\n"), ("SHORT", "seven77"), ("HOME", "/home/somebody")];
-        let host = Variables::new(variables.map(|(name, value)| (name.to_owned(), value.to_owned())));
+        let variables = [
+            ("KEY", "k-12345678\n"),
+            ("SHORT", "seven77"),
+            ("HOME", "/home/somebody"),
+        ];
+        let host =
+            Variables::new(variables.map(|(name, value)| (name.to_owned(), value.to_owned())));
         let write = |fill: &mut Fill<'_>| {
-            (fill.secret("Bearer ${KEY}"), fill.text("${SHORT} ${HOME}"), fill.secret("written out"))
+            (
+                fill.secret("Bearer ${KEY}"),
+                fill.text("${SHORT} ${HOME}"),
+                fill.secret("written out"),
+            )
         };
         let mask = fill(&host, write).unwrap().mask;
         let mut result = json!({
@@ -255,6 +304,9 @@ mod tests {
         });
         assert_eq!(result, expected);
         // Errors lose more.
-        assert_eq!(mask.hide("/home/somebody, seven77, written out"), "[hidden], [hidden], [hidden]");
+        assert_eq!(
+            mask.hide("/home/somebody, seven77, written out"),
+            "[hidden], [hidden], [hidden]"
+        );
     }
 }

@@ -36,7 +36,10 @@ pub(crate) struct Watch {
 impl Watch {
     /// Watches a transport on which a server may say what `mask` hides.
     pub(crate) fn new(mask: &Mask) -> Watch {
-        Watch { progress: Arc::new(ProgressTokens::new(mask.clone())), ..Watch::default() }
+        Watch {
+            progress: Arc::new(ProgressTokens::new(mask.clone())),
+            ..Watch::default()
+        }
     }
 }
 
@@ -69,7 +72,11 @@ struct OnItsWay {
 impl OnItsWay {
     fn new(sent: &Arc<Sent>, request: RequestId) -> OnItsWay {
         sent.set(&request, Sending::Waiting);
-        OnItsWay { sent: Arc::clone(sent), request, state: Sending::Waiting }
+        OnItsWay {
+            sent: Arc::clone(sent),
+            request,
+            state: Sending::Waiting,
+        }
     }
 
     fn begin(&mut self) {
@@ -77,7 +84,11 @@ impl OnItsWay {
     }
 
     fn end(&mut self, is_sent: bool) {
-        self.change(if is_sent { Sending::Done } else { Sending::Failed });
+        self.change(if is_sent {
+            Sending::Done
+        } else {
+            Sending::Failed
+        });
     }
 
     fn change(&mut self, state: Sending) {
@@ -102,7 +113,9 @@ impl Sent {
         let mut requests = self.lock();
         match (requests.get(request), sending) {
             (Some(Sending::Forgotten), _) => drop(requests.remove(request)),
-            (None, Sending::Waiting) | (Some(_), _) => drop(requests.insert(request.clone(), sending)),
+            (None, Sending::Waiting) | (Some(_), _) => {
+                drop(requests.insert(request.clone(), sending))
+            }
             (None, _) => {}
         }
         drop(requests);
@@ -150,12 +163,20 @@ pub(crate) struct Watched<T> {
 
 impl<T> Watched<T> {
     pub(crate) fn new(inner: T, watch: &Watch) -> Watched<T> {
-        Watched { inner, watch: watch.clone(), asked: (Instant::now(), 0), _ended: watch.ended.clone().drop_guard() }
+        Watched {
+            inner,
+            watch: watch.clone(),
+            asked: (Instant::now(), 0),
+            _ended: watch.ended.clone().drop_guard(),
+        }
     }
 
     /// Returns what rmcp has a use for. The rest is told to whoever waits for it, here and in order: rmcp would start a task for each, and an
     /// answer would overtake the progress before it.
-    fn pass(&mut self, message: RxJsonRpcMessage<RoleClient>) -> Option<RxJsonRpcMessage<RoleClient>> {
+    fn pass(
+        &mut self,
+        message: RxJsonRpcMessage<RoleClient>,
+    ) -> Option<RxJsonRpcMessage<RoleClient>> {
         match message {
             JsonRpcMessage::Notification(notification) => match notification.notification {
                 ServerNotification::ProgressNotification(progress) => {
@@ -192,7 +213,9 @@ impl<T: Transport<RoleClient>> Transport<RoleClient> for Watched<T> {
         message: TxJsonRpcMessage<RoleClient>,
     ) -> impl Future<Output = Result<(), T::Error>> + Send + 'static {
         let request = match &message {
-            JsonRpcMessage::Request(request) => Some(OnItsWay::new(&self.watch.sent, request.id.clone())),
+            JsonRpcMessage::Request(request) => {
+                Some(OnItsWay::new(&self.watch.sent, request.id.clone()))
+            }
             _ => None,
         };
         let sending = self.inner.send(message);
@@ -200,7 +223,9 @@ impl<T: Transport<RoleClient>> Transport<RoleClient> for Watched<T> {
             let mut request = request;
             request.iter_mut().for_each(OnItsWay::begin);
             let result = sending.await;
-            request.iter_mut().for_each(|request| request.end(result.is_ok()));
+            request
+                .iter_mut()
+                .for_each(|request| request.end(result.is_ok()));
             result
         }
     }
@@ -255,12 +280,16 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn a_server_that_only_asks_is_answered_now_and_then() {
-        let mut watched = Watched::new(Parrot(r#"{"jsonrpc":"2.0","id":1,"method":"ping"}"#), &Watch::default());
+        let mut watched = Watched::new(
+            Parrot(r#"{"jsonrpc":"2.0","id":1,"method":"ping"}"#),
+            &Watch::default(),
+        );
         for _ in 0..MOST_QUESTIONS {
             assert!(watched.receive().await.is_some());
         }
-        let more: Vec<_> =
-            (0..1000).filter_map(|_| watched.pass(wire::read(watched.inner.0.as_bytes()).unwrap())).collect();
+        let more: Vec<_> = (0..1000)
+            .filter_map(|_| watched.pass(wire::read(watched.inner.0.as_bytes()).unwrap()))
+            .collect();
         assert!(more.is_empty());
         // The control: later it may ask again.
         tokio::time::advance(COUNTED_TIME + Duration::from_secs(1)).await;
@@ -277,7 +306,11 @@ mod tests {
 
     #[tokio::test]
     async fn only_what_was_begun_and_did_not_fail_may_have_arrived() {
-        assert!(!Sent::default().may_have_arrived(&RequestId::Number(1)).await);
+        assert!(
+            !Sent::default()
+                .may_have_arrived(&RequestId::Number(1))
+                .await
+        );
         assert!(!fate(|_| {}).await);
         assert!(fate(OnItsWay::begin).await);
         assert!(fate(|request| request.end(true)).await);
@@ -307,7 +340,8 @@ mod tests {
             request.end(true);
             drop(request);
             // Once it was on its way nothing is left of it; before that, a mark that it takes away.
-            sent.lock().retain(|_, sending| *sending != Sending::Forgotten);
+            sent.lock()
+                .retain(|_, sending| *sending != Sending::Forgotten);
             assert!(sent.lock().is_empty(), "{is_early}");
         }
     }

@@ -97,7 +97,10 @@ impl Web {
             .user_agent(concat!("cellblock/", env!("CARGO_PKG_VERSION")));
         if let AddressPolicy::PublicOnly { .. } = policy {
             // A proxy would resolve the name once more, by itself.
-            let names = CheckedNames { policy: policy.clone(), resolver: Arc::clone(resolver) };
+            let names = CheckedNames {
+                policy: policy.clone(),
+                resolver: Arc::clone(resolver),
+            };
             builder = builder.no_proxy().dns_resolver(names);
         }
         let client = builder.build().map_err(ClientError::Http)?;
@@ -120,7 +123,10 @@ pub(crate) async fn send(request: reqwest::RequestBuilder) -> Result<reqwest::Re
 }
 
 /// Reads a body, if it is small enough.
-pub(crate) async fn body(mut response: reqwest::Response, largest: usize) -> Result<Vec<u8>, WebError> {
+pub(crate) async fn body(
+    mut response: reqwest::Response,
+    largest: usize,
+) -> Result<Vec<u8>, WebError> {
     let mut body = Vec::new();
     while let Some(chunk) = response.chunk().await.map_err(WebError::request)? {
         if body.len() + chunk.len() > largest {
@@ -132,16 +138,31 @@ pub(crate) async fn body(mut response: reqwest::Response, largest: usize) -> Res
 }
 
 pub(crate) fn is_type(response: &reqwest::Response, kind: &str) -> bool {
-    let found =
-        response.headers().get(http::header::CONTENT_TYPE).and_then(|value| value.to_str().ok()).unwrap_or_default();
-    found.split(';').next().unwrap_or_default().trim().eq_ignore_ascii_case(kind)
+    let found = response
+        .headers()
+        .get(http::header::CONTENT_TYPE)
+        .and_then(|value| value.to_str().ok())
+        .unwrap_or_default();
+    found
+        .split(';')
+        .next()
+        .unwrap_or_default()
+        .trim()
+        .eq_ignore_ascii_case(kind)
 }
 
-fn header_map(headers: impl IntoIterator<Item = (String, String)>) -> Result<HeaderMap, ClientError> {
+fn header_map(
+    headers: impl IntoIterator<Item = (String, String)>,
+) -> Result<HeaderMap, ClientError> {
     let mut map = HeaderMap::new();
     for (name, value) in headers {
-        let pair = (HeaderName::from_bytes(name.as_bytes()), HeaderValue::from_str(&value));
-        let (Ok(header), Ok(mut value)) = pair else { return Err(ClientError::Header { name }) };
+        let pair = (
+            HeaderName::from_bytes(name.as_bytes()),
+            HeaderValue::from_str(&value),
+        );
+        let (Ok(header), Ok(mut value)) = pair else {
+            return Err(ClientError::Header { name });
+        };
         value.set_sensitive(true);
         map.append(header, value);
     }
@@ -161,10 +182,13 @@ fn tls() -> Result<ClientConfig, ClientError> {
         }
         Arc::new(roots)
     });
-    let config = ClientConfig::builder_with_provider(Arc::new(rustls::crypto::ring::default_provider()))
-        .with_safe_default_protocol_versions()
-        .map_err(ClientError::Tls)?;
-    Ok(config.with_root_certificates(Arc::clone(roots)).with_no_client_auth())
+    let config =
+        ClientConfig::builder_with_provider(Arc::new(rustls::crypto::ring::default_provider()))
+            .with_safe_default_protocol_versions()
+            .map_err(ClientError::Tls)?;
+    Ok(config
+        .with_root_certificates(Arc::clone(roots))
+        .with_no_client_auth())
 }
 
 #[cfg(test)]
@@ -173,8 +197,12 @@ mod tests {
 
     #[test]
     fn a_header_that_cannot_be_sent_is_named_without_its_value() {
-        let error = header_map([("X-Key".to_owned(), "secret\nInjected: 1".to_owned())]).unwrap_err();
-        assert_eq!(error.to_string(), "the value of the header \"X-Key\" cannot be sent");
+        let error =
+            header_map([("X-Key".to_owned(), "secret\nInjected: 1".to_owned())]).unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            "the value of the header \"X-Key\" cannot be sent"
+        );
         // The control.
         let map = header_map([("X-Key".to_owned(), "secret".to_owned())]).unwrap();
         assert_eq!(map["x-key"], "secret");

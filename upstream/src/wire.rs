@@ -6,7 +6,9 @@
 
 use cellblock_json::{Budget, Decoding, Excess, MAX_DEPTH};
 use rmcp::RoleClient;
-use rmcp::model::{CustomResult, ErrorCode, ErrorData, JsonRpcMessage, NumberOrString, RequestId, ServerResult};
+use rmcp::model::{
+    CustomResult, ErrorCode, ErrorData, JsonRpcMessage, NumberOrString, RequestId, ServerResult,
+};
 use rmcp::service::RxJsonRpcMessage;
 use serde_json::Value;
 
@@ -22,7 +24,10 @@ const UNREADABLE: ErrorCode = ErrorCode(-31_951);
 
 /// What a message may hold, besides its bytes. rmcp tries several types on what it reads itself,
 /// and keeps copies meanwhile.
-const MESSAGE: Budget = Budget { depth: MAX_DEPTH, memory: 24 * 1024 * 1024 };
+const MESSAGE: Budget = Budget {
+    depth: MAX_DEPTH,
+    memory: 24 * 1024 * 1024,
+};
 
 /// Notifications that somebody here reads.
 const WANTED: [&str; 4] = [
@@ -46,15 +51,25 @@ pub(crate) fn read(bytes: &[u8]) -> Option<Message> {
     if let Some(refused) = excess(bytes) {
         return refused;
     }
-    let Ok(mut value) = serde_json::from_slice::<Value>(bytes) else { return unreadable(bytes) };
+    let Ok(mut value) = serde_json::from_slice::<Value>(bytes) else {
+        return unreadable(bytes);
+    };
     let object = value.as_object_mut()?;
     if let Some(method) = object.get("method").and_then(Value::as_str) {
         let is_request = object.contains_key("id");
-        return if is_request || WANTED.contains(&method) { serde_json::from_value(value).ok() } else { None };
+        return if is_request || WANTED.contains(&method) {
+            serde_json::from_value(value).ok()
+        } else {
+            None
+        };
     }
     let is_for_rmcp = object.get("result").is_some_and(|result| {
-        ["capabilities", "supportedVersions", "tools"].iter().any(|key| result.get(key).is_some())
-            || result.pointer("/_meta/io.modelcontextprotocol~1subscriptionId").is_some()
+        ["capabilities", "supportedVersions", "tools"]
+            .iter()
+            .any(|key| result.get(key).is_some())
+            || result
+                .pointer("/_meta/io.modelcontextprotocol~1subscriptionId")
+                .is_some()
     });
     if is_for_rmcp && let Ok(message) = serde_json::from_value::<Message>(value.clone()) {
         return Some(message);
@@ -62,13 +77,27 @@ pub(crate) fn read(bytes: &[u8]) -> Option<Message> {
     let object = value.as_object_mut()?;
     let id = object.get("id").and_then(id_of);
     if let Some(result) = object.remove("result") {
-        return Some(JsonRpcMessage::response(ServerResult::CustomResult(CustomResult(result)), id?));
+        return Some(JsonRpcMessage::response(
+            ServerResult::CustomResult(CustomResult(result)),
+            id?,
+        ));
     }
     let error = object.remove("error")?;
-    let code = error.get("code").and_then(Value::as_i64).and_then(|code| i32::try_from(code).ok()).unwrap_or_default();
-    let message = error.get("message").and_then(Value::as_str).unwrap_or("an error without a message").to_owned();
+    let code = error
+        .get("code")
+        .and_then(Value::as_i64)
+        .and_then(|code| i32::try_from(code).ok())
+        .unwrap_or_default();
+    let message = error
+        .get("message")
+        .and_then(Value::as_str)
+        .unwrap_or("an error without a message")
+        .to_owned();
     let data = error.get("data").cloned();
-    Some(JsonRpcMessage::error(ErrorData::new(ErrorCode(code), message, data), id))
+    Some(JsonRpcMessage::error(
+        ErrorData::new(ErrorCode(code), message, data),
+        id,
+    ))
 }
 
 /// Returns what stands for an answer that is nested too deeply or holds too many values, if it is
@@ -79,14 +108,24 @@ pub(crate) fn excess(bytes: &[u8]) -> Option<Option<Message>> {
         Err(Excess::Depth(_)) => Some(unreadable(bytes)),
         Err(excess @ Excess::Memory(_)) => {
             tracing::warn!(%excess, "an MCP server sent a message that holds too much");
-            Some(id_in(bytes).map(|id| refusal(id, TOO_MANY_VALUES, format!("the answer is refused: {excess}"))))
+            Some(id_in(bytes).map(|id| {
+                refusal(
+                    id,
+                    TOO_MANY_VALUES,
+                    format!("the answer is refused: {excess}"),
+                )
+            }))
         }
     }
 }
 
 /// Returns what stands for an answer that was too large.
 pub(crate) fn too_large(id: RequestId, largest: usize) -> Message {
-    refusal(id, TOO_LARGE, format!("the answer has more than {largest} bytes"))
+    refusal(
+        id,
+        TOO_LARGE,
+        format!("the answer has more than {largest} bytes"),
+    )
 }
 
 fn refusal(id: RequestId, code: ErrorCode, text: String) -> Message {
@@ -196,7 +235,11 @@ impl IdFinder {
         match self.place {
             Place::Key if ends => {
                 self.expects_key = false;
-                self.place = if self.text == b"id" { Place::Id } else { Place::Elsewhere };
+                self.place = if self.text == b"id" {
+                    Place::Id
+                } else {
+                    Place::Elsewhere
+                };
                 self.text.clear();
             }
             Place::Key | Place::Id => self.keep(byte),
@@ -216,7 +259,10 @@ impl IdFinder {
             return;
         }
         if self.place == Place::Id {
-            self.found = serde_json::from_slice(&self.text).ok().as_ref().and_then(id_of);
+            self.found = serde_json::from_slice(&self.text)
+                .ok()
+                .as_ref()
+                .and_then(id_of);
             self.place = Place::Elsewhere;
         }
         self.expects_key = true;
@@ -232,14 +278,21 @@ mod tests {
     #[test]
     fn an_answer_that_nobody_can_read_is_an_error_and_the_depth_is_that_of_the_parser() {
         let deep = |levels: usize| {
-            format!(r#"{{"text":"]\"[","result":{}1{},"id":"a"}}"#, "[".repeat(levels), "]".repeat(levels))
+            format!(
+                r#"{{"text":"]\"[","result":{}1{},"id":"a"}}"#,
+                "[".repeat(levels),
+                "]".repeat(levels)
+            )
         };
         for (levels, is_too_deep) in [(1, false), (126, false), (127, true), (100_000, true)] {
             let text = deep(levels);
-            assert_eq!(serde_json::from_str::<Value>(&text).is_err(), is_too_deep, "{levels}");
+            assert_eq!(
+                serde_json::from_str::<Value>(&text).is_err(),
+                is_too_deep,
+                "{levels}"
+            );
             assert_eq!(excess(text.as_bytes()).is_some(), is_too_deep, "{levels}");
-            let is_error =
-                matches!(read(text.as_bytes()), Some(JsonRpcMessage::Error(error)) if is_unreadable(&error.error));
+            let is_error = matches!(read(text.as_bytes()), Some(JsonRpcMessage::Error(error)) if is_unreadable(&error.error));
             assert_eq!(is_error, is_too_deep, "{levels}");
         }
         assert!(read(b"no JSON at all").is_none());
@@ -249,48 +302,80 @@ mod tests {
     fn an_answer_that_would_take_much_memory_is_an_error_and_spoils_no_other() {
         let answer = |count: usize| {
             let many = r#"{"":0},"#.repeat(count);
-            format!(r#"{{"jsonrpc":"2.0","id":7,"result":{{"content":[],"structuredContent":[{many}0]}}}}"#)
+            format!(
+                r#"{{"jsonrpc":"2.0","id":7,"result":{{"content":[],"structuredContent":[{many}0]}}}}"#
+            )
         };
-        let Some(JsonRpcMessage::Error(error)) = read(answer(2_000_000).as_bytes()) else { panic!("it was read") };
+        let Some(JsonRpcMessage::Error(error)) = read(answer(2_000_000).as_bytes()) else {
+            panic!("it was read")
+        };
         assert!(has_too_many_values(&error.error), "{:?}", error.error);
         assert_eq!(error.id, Some(NumberOrString::Number(7)));
-        assert!(matches!(read(answer(10_000).as_bytes()), Some(JsonRpcMessage::Response(_))), "the control");
+        assert!(
+            matches!(
+                read(answer(10_000).as_bytes()),
+                Some(JsonRpcMessage::Response(_))
+            ),
+            "the control"
+        );
         let long = format!(r#"{{"id":7,"result":{}}}"#, Value::from(answer(1_000_000)));
-        assert!(matches!(read(long.as_bytes()), Some(JsonRpcMessage::Response(_))), "the control: a text of that size");
+        assert!(
+            matches!(read(long.as_bytes()), Some(JsonRpcMessage::Response(_))),
+            "the control: a text of that size"
+        );
         // What is no answer is dropped.
         let many = r#"{"":0},"#.repeat(100_000);
-        assert!(read(format!(r#"{{"method":"notifications/progress","params":[{many}0]}}"#).as_bytes()).is_none());
+        assert!(
+            read(format!(r#"{{"method":"notifications/progress","params":[{many}0]}}"#).as_bytes())
+                .is_none()
+        );
     }
 
     #[test]
     fn results_of_tools_are_handed_on_as_they_are() {
-        let result = r#"{"content":[{"type":"hologram","x":1}],"structuredContent":null,"action":"accept"}"#;
-        let message = read(format!(r#"{{"jsonrpc":"2.0","id":7,"result":{result}}}"#).as_bytes()).unwrap();
-        let JsonRpcMessage::Response(response) = message else { panic!("{message:?}") };
+        let result =
+            r#"{"content":[{"type":"hologram","x":1}],"structuredContent":null,"action":"accept"}"#;
+        let message =
+            read(format!(r#"{{"jsonrpc":"2.0","id":7,"result":{result}}}"#).as_bytes()).unwrap();
+        let JsonRpcMessage::Response(response) = message else {
+            panic!("{message:?}")
+        };
         assert_eq!(response.id, NumberOrString::Number(7));
-        let ServerResult::CustomResult(found) = response.result else { panic!("{:?}", response.result) };
+        let ServerResult::CustomResult(found) = response.result else {
+            panic!("{:?}", response.result)
+        };
         assert_eq!(found.0, serde_json::from_str::<Value>(result).unwrap());
     }
 
     #[test]
     fn what_rmcp_needs_is_read_by_it() {
         let list = r#"{"jsonrpc":"2.0","id":1,"result":{"tools":[{"name":"a","inputSchema":{"type":"object"}}]}}"#;
-        let JsonRpcMessage::Response(response) = read(list.as_bytes()).unwrap() else { panic!("no response") };
+        let JsonRpcMessage::Response(response) = read(list.as_bytes()).unwrap() else {
+            panic!("no response")
+        };
         assert!(matches!(response.result, ServerResult::ListToolsResult(_)));
         // One tool without a schema: not what rmcp takes, and still not lost.
         let list = r#"{"jsonrpc":"2.0","id":1,"result":{"tools":[{"name":"a"}]}}"#;
-        let JsonRpcMessage::Response(response) = read(list.as_bytes()).unwrap() else { panic!("no response") };
+        let JsonRpcMessage::Response(response) = read(list.as_bytes()).unwrap() else {
+            panic!("no response")
+        };
         assert!(matches!(response.result, ServerResult::CustomResult(_)));
     }
 
     #[test]
     fn what_nobody_reads_is_dropped() {
-        let progress =
-            r#"{"jsonrpc":"2.0","method":"notifications/progress","params":{"progressToken":1,"progress":2}}"#;
-        let Some(JsonRpcMessage::Notification(kept)) = read(progress.as_bytes()) else { panic!("dropped") };
-        assert!(matches!(kept.notification, ServerNotification::ProgressNotification(_)));
+        let progress = r#"{"jsonrpc":"2.0","method":"notifications/progress","params":{"progressToken":1,"progress":2}}"#;
+        let Some(JsonRpcMessage::Notification(kept)) = read(progress.as_bytes()) else {
+            panic!("dropped")
+        };
+        assert!(matches!(
+            kept.notification,
+            ServerNotification::ProgressNotification(_)
+        ));
         let ping = r#"{"jsonrpc":"2.0","id":"a","method":"ping"}"#;
-        let Some(JsonRpcMessage::Request(kept)) = read(ping.as_bytes()) else { panic!("dropped") };
+        let Some(JsonRpcMessage::Request(kept)) = read(ping.as_bytes()) else {
+            panic!("dropped")
+        };
         assert!(matches!(kept.request, ServerRequest::PingRequest(_)));
         for line in [
             r#"{"jsonrpc":"2.0","method":"notifications/message","params":{"level":"info","data":"x"}}"#,
@@ -314,7 +399,9 @@ mod tests {
             (r#""broken""#, 0, "an error without a message"),
         ] {
             let message = read(format!(r#"{{"id":"x","error":{error}}}"#).as_bytes()).unwrap();
-            let JsonRpcMessage::Error(found) = message else { panic!("{message:?}") };
+            let JsonRpcMessage::Error(found) = message else {
+                panic!("{message:?}")
+            };
             assert_eq!((found.error.code.0, &*found.error.message), (code, text));
             assert_eq!(found.id, Some(NumberOrString::String("x".into())));
         }
@@ -325,16 +412,24 @@ mod tests {
         let number = |number| Some(NumberOrString::Number(number));
         for (text, expected) in [
             (r#"{"jsonrpc":"2.0","id":7,"result":{"id":8}}"#, number(7)),
-            (r#"{"result":{"id":8,"a":["id",9]},"jsonrpc":"2.0","id" : 12 }"#, number(12)),
+            (
+                r#"{"result":{"id":8,"a":["id",9]},"jsonrpc":"2.0","id" : 12 }"#,
+                number(12),
+            ),
             (r#"{"result":"\"id\":3,\\","id":4}"#, number(4)),
-            (r#"{"x":"id","id":"a\"b"}"#, Some(NumberOrString::String("a\"b".into()))),
+            (
+                r#"{"x":"id","id":"a\"b"}"#,
+                Some(NumberOrString::String("a\"b".into())),
+            ),
             (r#"{"result":[{"id":1}]}"#, None),
             (r#"{"id":null}"#, None),
             (r#"["id",5]"#, None),
             (r#"{"id":7"#, None),
         ] {
             let mut finder = IdFinder::default();
-            text.as_bytes().chunks(3).for_each(|chunk| finder.feed(chunk));
+            text.as_bytes()
+                .chunks(3)
+                .for_each(|chunk| finder.feed(chunk));
             assert_eq!(finder.found(), expected, "{text}");
         }
     }

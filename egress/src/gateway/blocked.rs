@@ -60,7 +60,11 @@ pub enum Reason {
 impl fmt::Display for Blocked {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(formatter, "blocked: {} ({})", self.target, self.reason)?;
-        if self.times > 1 { write!(formatter, ", {} times", self.times) } else { Ok(()) }
+        if self.times > 1 {
+            write!(formatter, ", {} times", self.times)
+        } else {
+            Ok(())
+        }
     }
 }
 
@@ -107,7 +111,11 @@ impl Notes {
         let Ledger { mut lines, others } =
             std::mem::take(&mut *self.ledger.lock().unwrap_or_else(PoisonError::into_inner));
         if others > 0 {
-            lines.push(Blocked { target: "other targets".to_owned(), reason: Reason::TooManyToList, times: others });
+            lines.push(Blocked {
+                target: "other targets".to_owned(),
+                reason: Reason::TooManyToList,
+                times: others,
+            });
         }
         lines
     }
@@ -115,11 +123,18 @@ impl Notes {
     fn note(&self, target: String, reason: Reason, times: u32) {
         tracing::debug!(target, %reason, "blocked");
         let mut ledger = self.ledger.lock().unwrap_or_else(PoisonError::into_inner);
-        let known = ledger.lines.iter_mut().find(|line| line.target == target && line.reason == reason);
+        let known = ledger
+            .lines
+            .iter_mut()
+            .find(|line| line.target == target && line.reason == reason);
         if let Some(line) = known {
             line.times = line.times.saturating_add(times);
         } else if ledger.lines.len() < MOST_LINES {
-            ledger.lines.push(Blocked { target, reason, times: times.max(1) });
+            ledger.lines.push(Blocked {
+                target,
+                reason,
+                times: times.max(1),
+            });
         } else {
             ledger.others = ledger.others.saturating_add(times);
         }
@@ -138,7 +153,10 @@ mod tests {
     fn a_note_reads_as_a_line_of_the_result() {
         let notes = Notes::default();
         notes.add("example.org:443".to_owned(), Reason::NotListed);
-        assert_eq!(texts(&notes), ["blocked: example.org:443 (not in the allowed list)"]);
+        assert_eq!(
+            texts(&notes),
+            ["blocked: example.org:443 (not in the allowed list)"]
+        );
         assert!(texts(&notes).is_empty());
     }
 
@@ -165,6 +183,9 @@ mod tests {
         }
         let lines = texts(&notes);
         assert_eq!(lines.len(), MOST_LINES + 1);
-        assert_eq!(lines[MOST_LINES], "blocked: other targets (too many to list), 7 times");
+        assert_eq!(
+            lines[MOST_LINES],
+            "blocked: other targets (too many to list), 7 times"
+        );
     }
 }

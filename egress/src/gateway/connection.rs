@@ -44,7 +44,10 @@ pub(crate) async fn serve(shared: Arc<Shared>, stream: TcpStream, target: Socket
     let fate = Fate::default();
     // From before the first decision on, so that no change is missed.
     let cut_off = pin!(peer.cut_off());
-    let work = pin!(carry(&peer, Inside::new(stream, peer.shared.meter.clone(), fate.clone())));
+    let work = pin!(carry(
+        &peer,
+        Inside::new(stream, peer.shared.meter.clone(), fate.clone())
+    ));
     // Dropped before `work` if this whole future is: then the connection was cut off and did not end.
     let unfinished = ResetOnDrop(Some(fate));
     tokio::select! {
@@ -90,27 +93,49 @@ impl Peer {
     fn of(shared: Arc<Shared>, target: SocketAddr, from: Option<SocketAddr>) -> Peer {
         let address = target.ip().to_canonical();
         let name = shared.names.name_at(address);
-        let host = name.as_ref().map_or(Host::Address(address), |name| Host::Name(name.name().clone()));
-        let is_unseen = matches!((target.port(), &name), (HTTP | HTTPS, Some(_))) && shared.rules().is_everything();
+        let host = name.as_ref().map_or(Host::Address(address), |name| {
+            Host::Name(name.name().clone())
+        });
+        let is_unseen = matches!((target.port(), &name), (HTTP | HTTPS, Some(_)))
+            && shared.rules().is_everything();
         let (is_granted, dialled) = (AtomicBool::new(false), Mutex::default());
-        Peer { shared, host, port: target.port(), from, is_unseen, is_granted, dialled, _name: name }
+        Peer {
+            shared,
+            host,
+            port: target.port(),
+            from,
+            is_unseen,
+            is_granted,
+            dialled,
+            _name: name,
+        }
     }
 
     /// The rules of this moment, with what was allowed for this connection alone.
     fn rules(&self) -> Rules {
         let rules = self.shared.rules();
         match &self.host {
-            Host::Name(name) if self.is_granted.load(Ordering::Relaxed) => rules.with_name(name, self.port),
+            Host::Name(name) if self.is_granted.load(Ordering::Relaxed) => {
+                rules.with_name(name, self.port)
+            }
             _ => rules,
         }
     }
 
     /// Holds the connection until somebody has decided about it, if anybody can be asked.
     async fn is_granted(&self) -> bool {
-        let (Host::Name(name), Some(asker)) = (&self.host, self.shared.asker()) else { return false };
+        let (Host::Name(name), Some(asker)) = (&self.host, self.shared.asker()) else {
+            return false;
+        };
         let Some(from) = self.from else { return false };
-        let could_be = self.shared.rules().with_name(name, self.port).allows_name(name, self.port);
-        let Ok(_held) = self.shared.held.try_acquire() else { return false };
+        let could_be = self
+            .shared
+            .rules()
+            .with_name(name, self.port)
+            .allows_name(name, self.port);
+        let Ok(_held) = self.shared.held.try_acquire() else {
+            return false;
+        };
         if !could_be || !asker.may_allow(name) || !asker.ask(name, self.port, from).await {
             return false;
         }
@@ -119,7 +144,9 @@ impl Peer {
     }
 
     fn note(&self, reason: Reason) {
-        self.shared.notes.add(format!("{}:{}", self.host, self.port), reason);
+        self.shared
+            .notes
+            .add(format!("{}:{}", self.host, self.port), reason);
     }
 
     fn refuse(&self, reason: Reason) -> Refused {
@@ -129,9 +156,17 @@ impl Peer {
 
     /// Tells whether the rules of this moment allow everything about this connection.
     fn is_allowed(&self) -> bool {
-        let dialled = self.dialled.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let dialled = self
+            .dialled
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .clone();
         let rules = self.rules();
-        (!self.is_unseen || rules.is_everything()) && self.shared.dialer.allows(&self.host, self.port, &dialled, &rules)
+        (!self.is_unseen || rules.is_everything())
+            && self
+                .shared
+                .dialer
+                .allows(&self.host, self.port, &dialled, &rules)
     }
 
     /// Waits until the rules do not allow this connection any more.
@@ -153,10 +188,21 @@ impl Peer {
     /// Opens a connection to the host, by the rules of this moment.
     async fn try_dial(&self) -> Result<TcpStream, Reason> {
         let rules = self.rules();
-        let (stream, address) = self.shared.dialer.dial(&self.host, self.port, &rules).await?;
-        self.dialled.lock().unwrap_or_else(PoisonError::into_inner).insert(address);
+        let (stream, address) = self
+            .shared
+            .dialer
+            .dial(&self.host, self.port, &rules)
+            .await?;
+        self.dialled
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .insert(address);
         // The rules may have changed since we looked. If they change from now on, `cut_off` sees this address.
-        if self.rules() == rules || self.is_allowed() { Ok(stream) } else { Err(Reason::NoLongerListed) }
+        if self.rules() == rules || self.is_allowed() {
+            Ok(stream)
+        } else {
+            Err(Reason::NoLongerListed)
+        }
     }
 
     /// Opens a connection for a part of this crate that knows nothing of notes.
@@ -178,7 +224,9 @@ enum Traffic<'a> {
 }
 
 fn traffic(peer: &Peer) -> Traffic<'_> {
-    let Host::Name(name) = &peer.host else { return Traffic::Copied };
+    let Host::Name(name) = &peer.host else {
+        return Traffic::Copied;
+    };
     match peer.port {
         HTTP if !peer.is_unseen => Traffic::Http(name),
         HTTPS if !peer.is_unseen => Traffic::Tls(name),
@@ -197,18 +245,23 @@ async fn carry(peer: &Arc<Peer>, mut inside: Inside) -> Result<(), Refused> {
         Traffic::Http(name) => {
             let upstream = peer.dial().await?;
             inside.fate().let_through();
-            let refused = |mismatch: http::Mismatch| peer.note(Reason::Request(mismatch.to_string()));
+            let refused =
+                |mismatch: http::Mismatch| peer.note(Reason::Request(mismatch.to_string()));
             if let Err(error) = http::serve(inside, upstream, name, peer.port, &refused).await {
                 tracing::debug!(error, "a connection for HTTP ended early");
             }
         }
         Traffic::Tls(name) => {
-            let Some(hello) = read_hello(&mut inside, LONGEST_HELLO).await else { return Ok(()) };
+            let Some(hello) = read_hello(&mut inside, LONGEST_HELLO).await else {
+                return Ok(());
+            };
             check_hello(&hello, name).map_err(|reason| peer.refuse(reason))?;
             carry_tls(peer, inside, name).await?;
         }
         Traffic::Perhaps(name) => match read_hello(&mut inside, LONGEST_GUESS).await {
-            Some(hello) if check_hello(&hello, name).is_ok() => carry_tls(peer, inside, name).await?,
+            Some(hello) if check_hello(&hello, name).is_ok() => {
+                carry_tls(peer, inside, name).await?
+            }
             _ => copy(inside, peer.dial().await?).await,
         },
     }
@@ -239,7 +292,13 @@ async fn read_hello(inside: &mut Inside, patience: Duration) -> Option<Hello> {
 }
 
 fn check_hello(hello: &Hello, name: &HostName) -> Result<(), Reason> {
-    let Hello::Client(ClientHello { server_name, has_encrypted_hello }) = hello else { return Err(Reason::NotTls) };
+    let Hello::Client(ClientHello {
+        server_name,
+        has_encrypted_hello,
+    }) = hello
+    else {
+        return Err(Reason::NotTls);
+    };
     if *has_encrypted_hello {
         return Err(Reason::EncryptedHello);
     }
@@ -263,8 +322,16 @@ async fn carry_tls(peer: &Arc<Peer>, inside: Inside, name: &HostName) -> Result<
     let dial = move || -> BoxFuture<'static, _> { Box::pin(Arc::clone(&dialling).dial_and_note()) };
     let noting = Arc::clone(peer);
     let notes = move |note: Note| noting.note(Reason::Request(note.to_string()));
-    let served =
-        terminate::serve(inside, name, peer.port, &shared.vault, authority, Arc::new(dial), Arc::new(notes)).await;
+    let served = terminate::serve(
+        inside,
+        name,
+        peer.port,
+        &shared.vault,
+        authority,
+        Arc::new(dial),
+        Arc::new(notes),
+    )
+    .await;
     if let Err(error) = served {
         tracing::debug!(%error, "a connection for HTTPS ended early");
     }
@@ -274,7 +341,10 @@ async fn carry_tls(peer: &Arc<Peer>, inside: Inside, name: &HostName) -> Result<
 /// Copies both ways until both are done. Half of a connection may end before the other; if one side breaks, the other is reset.
 async fn copy(mut inside: Inside, mut upstream: TcpStream) {
     inside.fate().let_through();
-    if copy_bidirectional_with_sizes(&mut inside, &mut upstream, BUFFER, BUFFER).await.is_err() {
+    if copy_bidirectional_with_sizes(&mut inside, &mut upstream, BUFFER, BUFFER)
+        .await
+        .is_err()
+    {
         inside.fate().reset();
         let _ = upstream.set_zero_linger();
     }

@@ -44,7 +44,13 @@ pub(crate) struct Inside {
 
 impl Inside {
     pub(crate) fn new(stream: TcpStream, meter: Meter, fate: Fate) -> Inside {
-        Inside { stream, read_ahead: Bytes::new(), meter, waiting: None, fate }
+        Inside {
+            stream,
+            read_ahead: Bytes::new(),
+            meter,
+            waiting: None,
+            fate,
+        }
     }
 
     /// Gives bytes back that were read, to be read again.
@@ -81,7 +87,11 @@ impl Drop for Inside {
 }
 
 impl AsyncRead for Inside {
-    fn poll_read(self: Pin<&mut Self>, context: &mut Context<'_>, buffer: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+    fn poll_read(
+        self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        buffer: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
         let inside = self.get_mut();
         if inside.read_ahead.has_remaining() {
             let length = inside.read_ahead.len().min(buffer.remaining());
@@ -102,9 +112,15 @@ impl AsyncRead for Inside {
 }
 
 impl AsyncWrite for Inside {
-    fn poll_write(self: Pin<&mut Self>, context: &mut Context<'_>, buffer: &[u8]) -> Poll<io::Result<usize>> {
+    fn poll_write(
+        self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        buffer: &[u8],
+    ) -> Poll<io::Result<usize>> {
         let inside = self.get_mut();
-        let piece = ready!(inside.poll_turn(context)).unwrap_or(usize::MAX).min(buffer.len());
+        let piece = ready!(inside.poll_turn(context))
+            .unwrap_or(usize::MAX)
+            .min(buffer.len());
         let written = ready!(Pin::new(&mut inside.stream).poll_write(context, &buffer[..piece]))?;
         inside.meter.count(written);
         Poll::Ready(Ok(written))
@@ -118,7 +134,10 @@ impl AsyncWrite for Inside {
         if self.is_write_vectored() {
             return Pin::new(&mut self.get_mut().stream).poll_write_vectored(context, buffers);
         }
-        let first = buffers.iter().find(|buffer| !buffer.is_empty()).map_or(&[][..], |buffer| buffer);
+        let first = buffers
+            .iter()
+            .find(|buffer| !buffer.is_empty())
+            .map_or(&[][..], |buffer| buffer);
         self.poll_write(context, first)
     }
 

@@ -27,7 +27,12 @@ const LARGEST_PIECE: u64 = 64 * 1024;
 impl Meter {
     /// Returns a meter that lets so many bytes pass per second; zero means all.
     pub(crate) fn new(bytes_per_second: u64) -> Meter {
-        let account = || Arc::new(Account { bytes_per_second, paid_until: Mutex::new(Instant::now()) });
+        let account = || {
+            Arc::new(Account {
+                bytes_per_second,
+                paid_until: Mutex::new(Instant::now()),
+            })
+        };
         Meter((bytes_per_second > 0).then(account))
     }
 
@@ -41,7 +46,10 @@ impl Meter {
     /// Returns until when nothing may pass, if that is not now.
     pub(crate) fn closed_until(&self) -> Option<Instant> {
         let account = self.0.as_ref()?;
-        let paid_until = *account.paid_until.lock().unwrap_or_else(PoisonError::into_inner);
+        let paid_until = *account
+            .paid_until
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
         (paid_until > Instant::now()).then_some(paid_until)
     }
 
@@ -49,7 +57,10 @@ impl Meter {
     pub(crate) fn count(&self, bytes: usize) {
         let Some(account) = &self.0 else { return };
         let price = Duration::from_secs_f64(bytes as f64 / account.bytes_per_second as f64);
-        let mut paid_until = account.paid_until.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut paid_until = account
+            .paid_until
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
         let earliest = Instant::now().checked_sub(CREDIT).unwrap_or(*paid_until);
         *paid_until = (*paid_until).max(earliest) + price;
     }
@@ -65,7 +76,10 @@ mod tests {
         assert!(meter.closed_until().is_none());
         let start = Instant::now();
         meter.count(500);
-        assert_eq!(meter.closed_until(), Some(start + Duration::from_millis(500)));
+        assert_eq!(
+            meter.closed_until(),
+            Some(start + Duration::from_millis(500))
+        );
         tokio::time::advance(Duration::from_millis(500)).await;
         assert!(meter.closed_until().is_none()); // control
     }
@@ -77,7 +91,10 @@ mod tests {
         meter.count(100);
         assert!(meter.closed_until().is_none());
         meter.count(100);
-        assert_eq!(meter.closed_until(), Some(Instant::now() + Duration::from_millis(100)));
+        assert_eq!(
+            meter.closed_until(),
+            Some(Instant::now() + Duration::from_millis(100))
+        );
     }
 
     #[tokio::test(start_paused = true)]

@@ -20,11 +20,15 @@ pub enum Problem {
     Page(String),
     #[error("a rule has no user name or password: write {0}")]
     UserInfo(String),
-    #[error("it would be everything, which is not a rule but a choice of its own: allow the network `all`")]
+    #[error(
+        "it would be everything, which is not a rule but a choice of its own: allow the network `all`"
+    )]
     Everything,
     #[error("it names several hosts; write one rule for each")]
     Several,
-    #[error("a name does not begin with a dot: write **.{0} for all names below it, and {0} for itself")]
+    #[error(
+        "a name does not begin with a dot: write **.{0} for all names below it, and {0} for itself"
+    )]
     LeadingDot(String),
     #[error(
         "`*` stands for whole labels and only at the start: write *.example.com for one more label, **.example.com for one or more"
@@ -32,9 +36,13 @@ pub enum Problem {
     Star,
     #[error("addresses have no `*`: write a range such as {0}")]
     AddressStar(String),
-    #[error("an IPv4 address has four decimal numbers without leading zeros: write it like 192.0.2.7 or 192.0.2.0/24")]
+    #[error(
+        "an IPv4 address has four decimal numbers without leading zeros: write it like 192.0.2.7 or 192.0.2.0/24"
+    )]
     ShortAddress,
-    #[error("it is not an IPv6 address: write it like 2001:db8::1, and with a port like [2001:db8::1]:443")]
+    #[error(
+        "it is not an IPv6 address: write it like 2001:db8::1, and with a port like [2001:db8::1]:443"
+    )]
     Address,
     #[error("a zone such as %eth0 has no meaning in a rule: write the address without it")]
     Zone,
@@ -77,14 +85,17 @@ pub(super) fn parse_target(text: &str) -> Result<(Target, Option<&str>), Problem
         return Err(page(text));
     }
     if let Some((_, host)) = text.split_once('@') {
-        return Err(parse_target(host).map_or_else(|problem| problem, |_| Problem::UserInfo(shortened(host))));
+        return Err(parse_target(host)
+            .map_or_else(|problem| problem, |_| Problem::UserInfo(shortened(host))));
     }
     if let Some(rest) = text.strip_prefix('[') {
         let (address, rest) = rest.split_once(']').ok_or(Problem::Address)?;
         return parse_bracketed(address, rest);
     }
     if let Some((address, rest)) = text.split_once('/') {
-        let Ok(address) = parse_address(address) else { return Err(not_a_range(text, address)) };
+        let Ok(address) = parse_address(address) else {
+            return Err(not_a_range(text, address));
+        };
         let (prefix, ports) = split_ports(rest);
         return Ok((network(address, prefix)?, ports));
     }
@@ -99,11 +110,15 @@ pub(super) fn parse_target(text: &str) -> Result<(Target, Option<&str>), Problem
 }
 
 fn split_ports(text: &str) -> (&str, Option<&str>) {
-    text.split_once(':').map_or((text, None), |(before, ports)| (before, Some(ports)))
+    text.split_once(':')
+        .map_or((text, None), |(before, ports)| (before, Some(ports)))
 }
 
 /// Parses `[address]:ports`, `[address/prefix]:ports` and `[address]/prefix:ports`.
-fn parse_bracketed<'a>(inside: &str, behind: &'a str) -> Result<(Target, Option<&'a str>), Problem> {
+fn parse_bracketed<'a>(
+    inside: &str,
+    behind: &'a str,
+) -> Result<(Target, Option<&'a str>), Problem> {
     let (before_ports, ports) = split_ports(behind);
     let (address, prefix) = match (inside.split_once('/'), before_ports.strip_prefix('/')) {
         (Some((address, prefix)), None) => (address, Some(prefix)),
@@ -139,8 +154,11 @@ fn network(address: IpAddr, prefix: &str) -> Result<Target, Problem> {
     let most = if address.is_ipv4() { 32 } else { 128 };
     let Some(bits) = prefix_length(prefix).filter(|bits| *bits <= most) else {
         // A mask in the old spelling has a right one; for anything else, that of the single address is an example.
-        let bits =
-            prefix.parse().ok().and_then(|mask| ipnet::ip_mask_to_prefix(mask).ok()).filter(|bits| *bits <= most);
+        let bits = prefix
+            .parse()
+            .ok()
+            .and_then(|mask| ipnet::ip_mask_to_prefix(mask).ok())
+            .filter(|bits| *bits <= most);
         let example = IpNet::new(address, bits.unwrap_or(most))
             .map_or_else(|_| address.to_string(), |net| net.trunc().to_string());
         return Err(Problem::Prefix { most, example });
@@ -151,21 +169,31 @@ fn network(address: IpAddr, prefix: &str) -> Result<Target, Problem> {
         return Err(Problem::Mapped(mapped.to_string()));
     }
     if network != written {
-        return Err(Problem::HostBits { network: network.to_string(), address: address.to_string() });
+        return Err(Problem::HostBits {
+            network: network.to_string(),
+            address: address.to_string(),
+        });
     }
     Ok(Target::Addresses(network))
 }
 
 fn prefix_length(text: &str) -> Option<u8> {
-    let is_plain = text == "0" || (!text.starts_with('0') && text.bytes().all(|byte| byte.is_ascii_digit()));
+    let is_plain =
+        text == "0" || (!text.starts_with('0') && text.bytes().all(|byte| byte.is_ascii_digit()));
     text.parse().ok().filter(|_| is_plain)
 }
 
 /// Returns the IPv4 range for a range of IPv4-mapped addresses.
 fn unmapped(network: &IpNet) -> Option<Ipv4Net> {
-    let IpNet::V6(network) = network else { return None };
-    let mapped = Ipv6Net::new(Ipv4Addr::UNSPECIFIED.to_ipv6_mapped(), 96).expect("96 is a prefix length of IPv6");
-    let address = network.addr().to_ipv4_mapped().filter(|_| mapped.contains(network))?;
+    let IpNet::V6(network) = network else {
+        return None;
+    };
+    let mapped = Ipv6Net::new(Ipv4Addr::UNSPECIFIED.to_ipv6_mapped(), 96)
+        .expect("96 is a prefix length of IPv6");
+    let address = network
+        .addr()
+        .to_ipv4_mapped()
+        .filter(|_| mapped.contains(network))?;
     Ipv4Net::new(address, network.prefix_len() - 96).ok()
 }
 
@@ -187,7 +215,10 @@ fn parse_pattern(text: &str) -> Result<Pattern, Problem> {
     if base.contains('*') {
         return Err(Problem::Star);
     }
-    if let Some(name) = base.strip_prefix('.').and_then(|name| HostName::parse(name).ok()) {
+    if let Some(name) = base
+        .strip_prefix('.')
+        .and_then(|name| HostName::parse(name).ok())
+    {
         return Err(Problem::LeadingDot(name.to_string()));
     }
     match HostName::parse(base) {
@@ -201,9 +232,15 @@ fn parse_pattern(text: &str) -> Result<Pattern, Problem> {
 /// Returns the range for an address with stars at its end, such as `192.168.*` or `192.168.1.*`.
 fn starred_range(text: &str) -> Option<String> {
     let numbers: Vec<&str> = text.split('.').collect();
-    let stars = numbers.iter().rev().take_while(|part| **part == "*").count();
-    let known: Vec<u8> =
-        numbers[..numbers.len() - stars].iter().map(|part| part.parse().ok()).collect::<Option<_>>()?;
+    let stars = numbers
+        .iter()
+        .rev()
+        .take_while(|part| **part == "*")
+        .count();
+    let known: Vec<u8> = numbers[..numbers.len() - stars]
+        .iter()
+        .map(|part| part.parse().ok())
+        .collect::<Option<_>>()?;
     if stars == 0 || known.is_empty() || known.len() > 3 {
         return None;
     }
@@ -234,7 +271,11 @@ fn page(text: &str) -> Problem {
 
 /// Returns what was written with at most 100 characters, all of them visible.
 pub(super) fn shortened(text: &str) -> String {
-    let mut shown: String = text.chars().take(100).flat_map(char::escape_debug).collect();
+    let mut shown: String = text
+        .chars()
+        .take(100)
+        .flat_map(char::escape_debug)
+        .collect();
     if text.chars().nth(100).is_some() {
         shown.push('…');
     }
@@ -249,7 +290,9 @@ mod tests {
     use crate::rules::{Rule, Rules};
 
     fn problem(text: &str) -> String {
-        let error = Rules::parse(&[text]).err().unwrap_or_else(|| panic!("{text:?} was taken for a rule"));
+        let error = Rules::parse(&[text])
+            .err()
+            .unwrap_or_else(|| panic!("{text:?} was taken for a rule"));
         assert_eq!(error.rule, shortened(text));
         error.problem.to_string()
     }
@@ -260,29 +303,86 @@ mod tests {
             ("", "it is empty; leave it out"),
             ("  ", "it is empty; leave it out"),
             ("!", "it is empty; leave it out"),
-            ("http://example.com/", "a rule is a name, not an address of a page: write example.com"),
-            ("https://example.com:8443/a?b#c", "a rule is a name, not an address of a page: write example.com:8443"),
-            ("https://user:word@example.com", "a rule is a name, not an address of a page: write example.com"),
-            ("https://[2001:db8::1]:8443/", "a rule is a name, not an address of a page: write [2001:db8::1]:8443"),
-            ("example.com/path", "a rule is a name, not an address of a page: write example.com"),
-            ("example.com/24", "a rule is a name, not an address of a page: write example.com"),
-            ("user@example.com", "a rule has no user name or password: write example.com"),
-            ("*", "it would be everything, which is not a rule but a choice of its own: allow the network `all`"),
-            ("**:443", "it would be everything, which is not a rule but a choice of its own: allow the network `all`"),
-            ("all", "it would be everything, which is not a rule but a choice of its own: allow the network `all`"),
-            ("a.com,b.com", "it names several hosts; write one rule for each"),
-            ("a.com:443,b.com", "it names several hosts; write one rule for each"),
+            (
+                "http://example.com/",
+                "a rule is a name, not an address of a page: write example.com",
+            ),
+            (
+                "https://example.com:8443/a?b#c",
+                "a rule is a name, not an address of a page: write example.com:8443",
+            ),
+            (
+                "https://user:word@example.com",
+                "a rule is a name, not an address of a page: write example.com",
+            ),
+            (
+                "https://[2001:db8::1]:8443/",
+                "a rule is a name, not an address of a page: write [2001:db8::1]:8443",
+            ),
+            (
+                "example.com/path",
+                "a rule is a name, not an address of a page: write example.com",
+            ),
+            (
+                "example.com/24",
+                "a rule is a name, not an address of a page: write example.com",
+            ),
+            (
+                "user@example.com",
+                "a rule has no user name or password: write example.com",
+            ),
+            (
+                "*",
+                "it would be everything, which is not a rule but a choice of its own: allow the network `all`",
+            ),
+            (
+                "**:443",
+                "it would be everything, which is not a rule but a choice of its own: allow the network `all`",
+            ),
+            (
+                "all",
+                "it would be everything, which is not a rule but a choice of its own: allow the network `all`",
+            ),
+            (
+                "a.com,b.com",
+                "it names several hosts; write one rule for each",
+            ),
+            (
+                "a.com:443,b.com",
+                "it names several hosts; write one rule for each",
+            ),
             (
                 ".example.com",
                 "a name does not begin with a dot: write **.example.com for all names below it, and example.com for itself",
             ),
-            ("192.168.*", "addresses have no `*`: write a range such as 192.168.0.0/16"),
-            ("192.168.1.*:443", "addresses have no `*`: write a range such as 192.168.1.0/24"),
-            ("fe80::1%eth0", "a zone such as %eth0 has no meaning in a rule: write the address without it"),
-            ("[fe80::1%eth0]:80", "a zone such as %eth0 has no meaning in a rule: write the address without it"),
-            ("fe80::%eth0/64", "a zone such as %eth0 has no meaning in a rule: write the address without it"),
-            ("::ffff:10.0.0.1", "it is an IPv4 address in IPv6 form: write 10.0.0.1"),
-            ("::ffff:10.0.0.0/104", "it is an IPv4 address in IPv6 form: write 10.0.0.0/8"),
+            (
+                "192.168.*",
+                "addresses have no `*`: write a range such as 192.168.0.0/16",
+            ),
+            (
+                "192.168.1.*:443",
+                "addresses have no `*`: write a range such as 192.168.1.0/24",
+            ),
+            (
+                "fe80::1%eth0",
+                "a zone such as %eth0 has no meaning in a rule: write the address without it",
+            ),
+            (
+                "[fe80::1%eth0]:80",
+                "a zone such as %eth0 has no meaning in a rule: write the address without it",
+            ),
+            (
+                "fe80::%eth0/64",
+                "a zone such as %eth0 has no meaning in a rule: write the address without it",
+            ),
+            (
+                "::ffff:10.0.0.1",
+                "it is an IPv4 address in IPv6 form: write 10.0.0.1",
+            ),
+            (
+                "::ffff:10.0.0.0/104",
+                "it is an IPv4 address in IPv6 form: write 10.0.0.0/8",
+            ),
             (
                 "192.168.1.5/24",
                 "the address does not fit its prefix length: write 192.168.1.0/24 for the range, or 192.168.1.5 for the one address",
@@ -291,25 +391,61 @@ mod tests {
                 "2001:db8::1/32",
                 "the address does not fit its prefix length: write 2001:db8::/32 for the range, or 2001:db8::1 for the one address",
             ),
-            ("192.168.1.0/33", "a prefix length is a number from 0 to 32: write 192.168.1.0/32"),
-            ("192.168.1.0/", "a prefix length is a number from 0 to 32: write 192.168.1.0/32"),
-            ("192.168.1.0/024", "a prefix length is a number from 0 to 32: write 192.168.1.0/32"),
-            ("192.168.1.0/255.255.255.0", "a prefix length is a number from 0 to 32: write 192.168.1.0/24"),
-            ("2001:db8::/129", "a prefix length is a number from 0 to 128: write 2001:db8::/128"),
-            ("example.com:9000-8000", "a range of ports begins with the lower one: write 8000-9000"),
+            (
+                "192.168.1.0/33",
+                "a prefix length is a number from 0 to 32: write 192.168.1.0/32",
+            ),
+            (
+                "192.168.1.0/",
+                "a prefix length is a number from 0 to 32: write 192.168.1.0/32",
+            ),
+            (
+                "192.168.1.0/024",
+                "a prefix length is a number from 0 to 32: write 192.168.1.0/32",
+            ),
+            (
+                "192.168.1.0/255.255.255.0",
+                "a prefix length is a number from 0 to 32: write 192.168.1.0/24",
+            ),
+            (
+                "2001:db8::/129",
+                "a prefix length is a number from 0 to 128: write 2001:db8::/128",
+            ),
+            (
+                "example.com:9000-8000",
+                "a range of ports begins with the lower one: write 8000-9000",
+            ),
             ("my_host.example.com", "a name cannot contain '_'"),
-            ("example..com", "the name has two dots in a row, or a dot at its start"),
+            (
+                "example..com",
+                "the name has two dots in a row, or a dot at its start",
+            ),
             ("example com", "a name cannot contain ' '"),
             ("ex%61mple.com", "a name cannot contain '%'"),
         ] {
             assert_eq!(problem(text), says, "{text:?}");
         }
-        for text in ["*.*.example.com", "ex*mple.com", "*example.com", "www.*.com", "***.example.com", "example.*"] {
+        for text in [
+            "*.*.example.com",
+            "ex*mple.com",
+            "*example.com",
+            "www.*.com",
+            "***.example.com",
+            "example.*",
+        ] {
             assert_eq!(problem(text), Problem::Star.to_string(), "{text:?}");
         }
-        for text in
-            ["127.1", "0x7f.1", "017700000001", "127.0.0.01", "10/8", "10.0/16", "010.0.0.0/8", "256.1.1.1", "*.0.0.1"]
-        {
+        for text in [
+            "127.1",
+            "0x7f.1",
+            "017700000001",
+            "127.0.0.01",
+            "10/8",
+            "10.0/16",
+            "010.0.0.0/8",
+            "256.1.1.1",
+            "*.0.0.1",
+        ] {
             assert_eq!(problem(text), Problem::ShortAddress.to_string(), "{text:?}");
         }
         for text in [
@@ -336,7 +472,11 @@ mod tests {
             ("10.0.0.0/8:x", "x"),
             ("[::1]:", ""),
         ] {
-            assert_eq!(problem(text), Problem::Port(port.to_owned()).to_string(), "{text:?}");
+            assert_eq!(
+                problem(text),
+                Problem::Port(port.to_owned()).to_string(),
+                "{text:?}"
+            );
         }
     }
 
@@ -364,7 +504,13 @@ mod tests {
             assert_eq!(Rule::parse(written).unwrap().to_string(), text);
             assert_eq!(Rule::parse(text), Rule::parse(written));
         }
-        assert_eq!(Rules::parse(&["example.com", "Example.com:80,443"]).unwrap().iter().count(), 1);
+        assert_eq!(
+            Rules::parse(&["example.com", "Example.com:80,443"])
+                .unwrap()
+                .iter()
+                .count(),
+            1
+        );
     }
 
     proptest! {

@@ -29,7 +29,10 @@ impl Ports {
         if text == "*" {
             return Ok(Ports::all());
         }
-        text.split(',').map(parse_range).collect::<Result<Vec<_>, _>>().map(Ports::of)
+        text.split(',')
+            .map(parse_range)
+            .collect::<Result<Vec<_>, _>>()
+            .map(Ports::of)
     }
 
     fn of(mut ranges: Vec<(u16, u16)>) -> Ports {
@@ -37,7 +40,9 @@ impl Ports {
         let mut joined: Vec<(u16, u16)> = Vec::with_capacity(ranges.len());
         for (first, last) in ranges {
             match joined.last_mut() {
-                Some(before) if first <= before.1.saturating_add(1) => before.1 = before.1.max(last),
+                Some(before) if first <= before.1.saturating_add(1) => {
+                    before.1 = before.1.max(last)
+                }
                 _ => joined.push((first, last)),
             }
         }
@@ -53,7 +58,11 @@ impl Ports {
         for &(first, last) in &self.0 {
             // Wider than a port, so that what follows the last one can be said.
             let mut next = u32::from(first);
-            for &(taken, until) in other.0.iter().filter(|(taken, until)| *until >= first && *taken <= last) {
+            for &(taken, until) in other
+                .0
+                .iter()
+                .filter(|(taken, until)| *until >= first && *taken <= last)
+            {
                 if u32::from(taken) > next {
                     left.push((next as u16, taken - 1));
                 }
@@ -71,7 +80,9 @@ impl Ports {
     }
 
     pub(super) fn contains(&self, port: u16) -> bool {
-        self.0.iter().any(|(first, last)| (*first..=*last).contains(&port))
+        self.0
+            .iter()
+            .any(|(first, last)| (*first..=*last).contains(&port))
     }
 
     pub(super) fn is_empty(&self) -> bool {
@@ -79,7 +90,10 @@ impl Ports {
     }
 
     pub(super) fn count(&self) -> usize {
-        self.0.iter().map(|(first, last)| usize::from(last - first) + 1).sum()
+        self.0
+            .iter()
+            .map(|(first, last)| usize::from(last - first) + 1)
+            .sum()
     }
 
     pub(super) fn iter(&self) -> impl Iterator<Item = u16> {
@@ -108,7 +122,9 @@ fn parse_range(text: &str) -> Result<(u16, u16), Problem> {
     if text.contains('.') {
         return Err(Problem::Several);
     }
-    let Some((first, last)) = text.split_once('-') else { return port(text).map(|port| (port, port)) };
+    let Some((first, last)) = text.split_once('-') else {
+        return port(text).map(|port| (port, port));
+    };
     match (port(first)?, port(last)?) {
         (first, last) if first > last => Err(Problem::PortOrder(format!("{last}-{first}"))),
         range => Ok(range),
@@ -126,8 +142,13 @@ mod tests {
 
     fn some_ports() -> impl Strategy<Value = Vec<(u16, u16)>> {
         let edge = select(vec![1, 2, 3, 4, 5, 6, 7, 8, 65530, 65533, 65534, 65535]);
-        proptest::collection::vec((edge.clone(), edge).prop_map(|(one, two)| (one.min(two), one.max(two))), 0..4)
-            .prop_filter("a full set is slow", |ranges| ranges.iter().all(|(first, last)| last - first < 100))
+        proptest::collection::vec(
+            (edge.clone(), edge).prop_map(|(one, two)| (one.min(two), one.max(two))),
+            0..4,
+        )
+        .prop_filter("a full set is slow", |ranges| {
+            ranges.iter().all(|(first, last)| last - first < 100)
+        })
     }
 
     proptest! {

@@ -19,7 +19,11 @@ const LENIENT: GeneralPurpose = GeneralPurpose::new(
 
 /// Returns `byte` as a percent sign and two digits.
 pub(super) fn percent_byte(byte: u8) -> [u8; 3] {
-    [b'%', HEXADECIMAL[usize::from(byte >> 4)], HEXADECIMAL[usize::from(byte & 15)]]
+    [
+        b'%',
+        HEXADECIMAL[usize::from(byte >> 4)],
+        HEXADECIMAL[usize::from(byte & 15)],
+    ]
 }
 
 /// Returns `byte` as JSON's `\u00…`. It means the byte only if that is ASCII.
@@ -87,13 +91,18 @@ pub(super) fn base64(bytes: &[u8]) -> Vec<u8> {
 /// Decodes base64 of either alphabet, with or without padding.
 pub(super) fn base64_decoded(text: &[u8]) -> Option<Vec<u8>> {
     let digits = text.trim_ascii_end();
-    let digits = digits.strip_suffix(b"==").or_else(|| digits.strip_suffix(b"=")).unwrap_or(digits);
+    let digits = digits
+        .strip_suffix(b"==")
+        .or_else(|| digits.strip_suffix(b"="))
+        .unwrap_or(digits);
     let standard = |digit: &u8| match digit {
         b'-' => b'+',
         b'_' => b'/',
         other => *other,
     };
-    LENIENT.decode(digits.iter().map(standard).collect::<Vec<u8>>()).ok()
+    LENIENT
+        .decode(digits.iter().map(standard).collect::<Vec<u8>>())
+        .ok()
 }
 
 /// Returns what `value` looks like somewhere in the middle of longer text in base64: one form for each place it can have in a group of three
@@ -132,10 +141,22 @@ mod tests {
 
     #[test]
     fn base64_is_that_of_the_standard() {
-        for (plain, encoded) in [("", ""), ("f", "Zg=="), ("fo", "Zm8="), ("foo", "Zm9v"), ("foobar", "Zm9vYmFy")] {
+        for (plain, encoded) in [
+            ("", ""),
+            ("f", "Zg=="),
+            ("fo", "Zm8="),
+            ("foo", "Zm9v"),
+            ("foobar", "Zm9vYmFy"),
+        ] {
             assert_eq!(base64(plain.as_bytes()), encoded.as_bytes());
-            assert_eq!(base64_decoded(encoded.as_bytes()).unwrap(), plain.as_bytes());
-            assert_eq!(base64_decoded(encoded.trim_end_matches('=').as_bytes()).unwrap(), plain.as_bytes());
+            assert_eq!(
+                base64_decoded(encoded.as_bytes()).unwrap(),
+                plain.as_bytes()
+            );
+            assert_eq!(
+                base64_decoded(encoded.trim_end_matches('=').as_bytes()).unwrap(),
+                plain.as_bytes()
+            );
         }
         assert_eq!(base64(&[0xfb, 0xff]), b"+/8=");
         assert_eq!(base64_decoded(b"-_8").unwrap(), [0xfb, 0xff]);

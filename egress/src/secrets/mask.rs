@@ -40,12 +40,16 @@ impl Patterns {
         for (value, placeholder) in pairs {
             let mut forms = base64_forms(value.as_bytes());
             forms.push(value.as_bytes().to_vec());
-            patterns.extend(
-                forms.into_iter().map(|form| Pattern { bytes: Zeroizing::new(form), placeholder: placeholder.clone() }),
-            );
+            patterns.extend(forms.into_iter().map(|form| Pattern {
+                bytes: Zeroizing::new(form),
+                placeholder: placeholder.clone(),
+            }));
         }
         let beginnings = Beginnings::new(&patterns);
-        Patterns { patterns, beginnings }
+        Patterns {
+            patterns,
+            beginnings,
+        }
     }
 
     /// Tells whether a value is in `text`.
@@ -75,7 +79,10 @@ impl Patterns {
 
 impl Beginnings {
     fn new(patterns: &[Pattern]) -> Beginnings {
-        let mut beginnings = Beginnings { bytes: vec![false; 256], pairs: vec![0; 1024] };
+        let mut beginnings = Beginnings {
+            bytes: vec![false; 256],
+            pairs: vec![0; 1024],
+        };
         for pattern in patterns {
             let (first, second) = (pattern.bytes[0], pattern.bytes[1]);
             for next in [second].iter().chain(&ESCAPES) {
@@ -107,7 +114,9 @@ impl Beginnings {
             }
             at += 1;
         }
-        let is_beginning = text.get(at).is_some_and(|last| self.bytes[usize::from(*last)]);
+        let is_beginning = text
+            .get(at)
+            .is_some_and(|last| self.bytes[usize::from(*last)]);
         if is_beginning { at } else { text.len() }
     }
 }
@@ -121,7 +130,10 @@ pub(crate) struct Masker {
 
 impl Masker {
     pub(super) fn new(patterns: Arc<Patterns>) -> Masker {
-        Masker { patterns, held: Vec::new() }
+        Masker {
+            patterns,
+            held: Vec::new(),
+        }
     }
 
     /// Takes the next bytes and returns those that can be passed on.
@@ -187,7 +199,11 @@ fn find_at<'a>(patterns: &'a [Pattern], text: &[u8], at: usize, is_last: bool) -
         if spelled.is_open && !is_last {
             return Found::Beginning;
         }
-        let longest = if let Found::Value(end, _) = found { end } else { at };
+        let longest = if let Found::Value(end, _) = found {
+            end
+        } else {
+            at
+        };
         if let Some(end) = spelled.end.filter(|end| *end > longest) {
             found = Found::Value(end, &pattern.placeholder);
         }
@@ -206,11 +222,30 @@ struct Spelled {
 fn spelled_at(pattern: &[u8], text: &[u8], at: usize) -> Spelled {
     // Almost always the first characters decide, and without an escape there is only one place.
     let text_here = &text[at..];
-    let plain = pattern.iter().zip(text_here).take_while(|(byte, found)| byte == found && !is_escape(**found)).count();
+    let plain = pattern
+        .iter()
+        .zip(text_here)
+        .take_while(|(byte, found)| byte == found && !is_escape(**found))
+        .count();
     match text_here.get(plain) {
-        _ if plain == pattern.len() => return Spelled { end: Some(at + plain), is_open: false },
-        None => return Spelled { end: None, is_open: true },
-        Some(found) if *found != pattern[plain] && !is_escape(*found) => return Spelled { end: None, is_open: false },
+        _ if plain == pattern.len() => {
+            return Spelled {
+                end: Some(at + plain),
+                is_open: false,
+            };
+        }
+        None => {
+            return Spelled {
+                end: None,
+                is_open: true,
+            };
+        }
+        Some(found) if *found != pattern[plain] && !is_escape(*found) => {
+            return Spelled {
+                end: None,
+                is_open: false,
+            };
+        }
         Some(_) => {}
     }
     let mut is_open = false;
@@ -230,7 +265,10 @@ fn spelled_at(pattern: &[u8], text: &[u8], at: usize) -> Spelled {
             return Spelled { end: None, is_open };
         }
     }
-    Spelled { end: places.into_iter().max(), is_open }
+    Spelled {
+        end: places.into_iter().max(),
+        is_open,
+    }
 }
 
 /// The bytes with which a spelling begins that is not the byte itself.
@@ -254,7 +292,9 @@ fn spellings(byte: u8, mut with: impl FnMut(&[u8])) {
 
 /// Calls `accept` with the length of each spelling of `byte` that `text` begins with, and says whether the text is too short for another one.
 fn step(byte: u8, text: &[u8], mut accept: impl FnMut(usize)) -> bool {
-    let Some(&first) = text.first() else { return true };
+    let Some(&first) = text.first() else {
+        return true;
+    };
     if first == byte || (first == b'+' && byte == b' ') {
         accept(1);
     }
@@ -282,7 +322,9 @@ mod tests {
     const VALUE: &str = r#"sk/9+a "b"\c%25&d<e"#;
 
     fn patterns(values: &[&str]) -> Arc<Patterns> {
-        let placeholders: Vec<Arc<str>> = (0..values.len()).map(|number| Arc::from(format!("<{number}>"))).collect();
+        let placeholders: Vec<Arc<str>> = (0..values.len())
+            .map(|number| Arc::from(format!("<{number}>")))
+            .collect();
         Arc::new(Patterns::new(values.iter().copied().zip(&placeholders)))
     }
 
@@ -303,9 +345,15 @@ mod tests {
         for spelling in spellings {
             let text = [b"x=", &spelling[..], b"; y"].concat();
             let masked = masked(&[VALUE], &text);
-            assert!(masked.starts_with("x=<0>") && masked.ends_with("; y"), "{masked}");
+            assert!(
+                masked.starts_with("x=<0>") && masked.ends_with("; y"),
+                "{masked}"
+            );
         }
-        let lower_case = String::from_utf8(for_query(VALUE)).unwrap().replace("%2F", "%2f").replace("%20", "+");
+        let lower_case = String::from_utf8(for_query(VALUE))
+            .unwrap()
+            .replace("%2F", "%2f")
+            .replace("%20", "+");
         assert_eq!(masked(&[VALUE], lower_case.as_bytes()), "<0>");
         assert_eq!(masked(&["abcdefgh"], br"\u0061bcd%65fgh"), "<0>");
     }
@@ -319,13 +367,19 @@ mod tests {
 
     #[test]
     fn the_longer_of_two_values_counts() {
-        assert_eq!(masked(&["abcdefgh", "abcdefghijkl"], b"abcdefghijkl abcdefghij"), "<1> <0>ij");
+        assert_eq!(
+            masked(&["abcdefgh", "abcdefghijkl"], b"abcdefghijkl abcdefghij"),
+            "<1> <0>ij"
+        );
     }
 
     #[test]
     fn only_what_may_become_a_value_is_held_back() {
         let mut masker = Masker::new(patterns(&["abcdefgh"]));
-        assert_eq!(masker.push(Bytes::from_static(b"data: 1\n\n")), "data: 1\n\n");
+        assert_eq!(
+            masker.push(Bytes::from_static(b"data: 1\n\n")),
+            "data: 1\n\n"
+        );
         assert_eq!(masker.push(Bytes::from_static(b"xabcd")), "x");
         assert_eq!(masker.push(Bytes::from_static(b"e")), "");
         assert_eq!(masker.push(Bytes::from_static(b"fgh!")), "<0>!");

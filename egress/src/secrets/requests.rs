@@ -47,9 +47,14 @@ pub(crate) enum BodyKind {
 impl fmt::Display for Note {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Note::OtherHost { secret } => write!(formatter, "secret {secret} does not belong to this host"),
+            Note::OtherHost { secret } => {
+                write!(formatter, "secret {secret} does not belong to this host")
+            }
             Note::OtherPlace { secret, header } => {
-                write!(formatter, "secret {secret} may only stand in the header {header}")
+                write!(
+                    formatter,
+                    "secret {secret} may only stand in the header {header}"
+                )
             }
         }
     }
@@ -58,7 +63,12 @@ impl fmt::Display for Note {
 impl BodyKind {
     /// Reads a `Content-Type`. Other types than text are left alone.
     pub(crate) fn of(content_type: &str) -> Option<BodyKind> {
-        let media_type = content_type.split(';').next().unwrap_or_default().trim().to_ascii_lowercase();
+        let media_type = content_type
+            .split(';')
+            .next()
+            .unwrap_or_default()
+            .trim()
+            .to_ascii_lowercase();
         let (kind, subtype) = media_type.split_once('/')?;
         match (kind, subtype) {
             ("application", "x-www-form-urlencoded") => Some(BodyKind::Form),
@@ -66,7 +76,9 @@ impl BodyKind {
             (_, subtype) if subtype.ends_with("+json") => Some(BodyKind::Json),
             ("application" | "text", "xml") => Some(BodyKind::Xml),
             (_, subtype) if subtype.ends_with("+xml") => Some(BodyKind::Xml),
-            ("text", _) | ("multipart", "form-data") | ("application", "graphql") => Some(BodyKind::Text),
+            ("text", _) | ("multipart", "form-data") | ("application", "graphql") => {
+                Some(BodyKind::Text)
+            }
             _ => None,
         }
     }
@@ -85,10 +97,15 @@ impl HostSecrets {
             true => Belongs::Here,
             false => Belongs::Elsewhere,
         };
-        let here = entries.iter().filter(|entry| belongs(entry) == Belongs::Here);
+        let here = entries
+            .iter()
+            .filter(|entry| belongs(entry) == Belongs::Here);
         HostSecrets {
             patterns: Arc::new(patterns(here)),
-            entries: entries.iter().map(|entry| (entry.clone(), belongs(entry))).collect(),
+            entries: entries
+                .iter()
+                .map(|entry| (entry.clone(), belongs(entry)))
+                .collect(),
         }
     }
 
@@ -124,7 +141,12 @@ impl HostSecrets {
     }
 
     /// Returns the body with values in place, or `None` if it stays as it is.
-    pub(crate) fn fill_body(&self, kind: BodyKind, body: &[u8], notes: &mut BTreeSet<Note>) -> Option<Vec<u8>> {
+    pub(crate) fn fill_body(
+        &self,
+        kind: BodyKind,
+        body: &[u8],
+        notes: &mut BTreeSet<Note>,
+    ) -> Option<Vec<u8>> {
         let spell = match kind {
             BodyKind::Form => for_query,
             BodyKind::Json => for_json,
@@ -139,7 +161,8 @@ impl HostSecrets {
         for value in headers.values_mut() {
             let masked = self.patterns.mask(value.as_bytes());
             if masked != value.as_bytes() {
-                *value = HeaderValue::from_bytes(&masked).expect("a placeholder has only visible characters");
+                *value = HeaderValue::from_bytes(&masked)
+                    .expect("a placeholder has only visible characters");
             }
         }
     }
@@ -161,7 +184,9 @@ impl HostSecrets {
         let mut at = 0;
         while let Some(start) = find(text, PLACEHOLDER_START.as_bytes(), at) {
             at = start + PLACEHOLDER_START.len();
-            let Some((entry, belongs)) = self.entry_at(&text[start..]) else { continue };
+            let Some((entry, belongs)) = self.entry_at(&text[start..]) else {
+                continue;
+            };
             match wrong_place(entry, *belongs, place) {
                 Some(note) => {
                     notes.insert(note);
@@ -182,7 +207,9 @@ impl HostSecrets {
     }
 
     fn entry_at(&self, text: &[u8]) -> Option<&(Arc<Entry>, Belongs)> {
-        self.entries.iter().find(|(entry, _)| text.starts_with(entry.placeholder.as_bytes()))
+        self.entries
+            .iter()
+            .find(|(entry, _)| text.starts_with(entry.placeholder.as_bytes()))
     }
 }
 
@@ -192,17 +219,26 @@ fn wrong_place(entry: &Entry, belongs: Belongs, place: Place<'_>) -> Option<Note
         (Belongs::Elsewhere, ..) => Some(Note::OtherHost { secret }),
         (Belongs::Here, None, _) => None,
         (Belongs::Here, Some(only), Place::Header(header)) if only == header => None,
-        (Belongs::Here, Some(only), _) => Some(Note::OtherPlace { secret, header: Arc::from(only.as_str()) }),
+        (Belongs::Here, Some(only), _) => Some(Note::OtherPlace {
+            secret,
+            header: Arc::from(only.as_str()),
+        }),
     }
 }
 
 fn basic_credentials(header: &[u8]) -> Option<Vec<u8>> {
     let (scheme, credentials) = header.split_at_checked("Basic ".len())?;
-    scheme.eq_ignore_ascii_case(b"Basic ").then(|| base64_decoded(credentials.trim_ascii_start())).flatten()
+    scheme
+        .eq_ignore_ascii_case(b"Basic ")
+        .then(|| base64_decoded(credentials.trim_ascii_start()))
+        .flatten()
 }
 
 fn find(text: &[u8], wanted: &[u8], from: usize) -> Option<usize> {
-    text[from..].windows(wanted.len()).position(|part| part == wanted).map(|position| from + position)
+    text[from..]
+        .windows(wanted.len())
+        .position(|part| part == wanted)
+        .map(|position| from + position)
 }
 
 #[cfg(test)]
@@ -223,8 +259,14 @@ mod tests {
         fn new(secrets: &[&str]) -> Case {
             let parse = |text: &&str| Secret::parse(text, |_| Some(VALUE.to_owned())).unwrap();
             let vault = Vault::new(secrets.iter().map(parse).collect()).unwrap();
-            let here = vault.for_host(&HostName::parse("here.example.com").unwrap()).unwrap();
-            Case { vault, here, notes: BTreeSet::new() }
+            let here = vault
+                .for_host(&HostName::parse("here.example.com").unwrap())
+                .unwrap();
+            Case {
+                vault,
+                here,
+                notes: BTreeSet::new(),
+            }
         }
 
         fn placeholder(&self, index: usize) -> String {
@@ -238,13 +280,15 @@ mod tests {
         }
 
         fn body(&mut self, content_type: &str, body: &str) -> String {
-            let filled =
-                BodyKind::of(content_type).and_then(|kind| self.here.fill_body(kind, body.as_bytes(), &mut self.notes));
+            let filled = BodyKind::of(content_type)
+                .and_then(|kind| self.here.fill_body(kind, body.as_bytes(), &mut self.notes));
             String::from_utf8(filled.unwrap_or_else(|| body.into())).unwrap()
         }
 
         fn target(&mut self, target: &str) -> Option<String> {
-            self.here.fill_target(target, &mut self.notes).map(|filled| String::from_utf8(filled).unwrap())
+            self.here
+                .fill_target(target, &mut self.notes)
+                .map(|filled| String::from_utf8(filled).unwrap())
         }
     }
 
@@ -252,15 +296,30 @@ mod tests {
     fn a_value_is_spelled_for_its_place() {
         let mut case = Case::new(&["ONE=env:X@here.example.com"]);
         let one = case.placeholder(0);
-        assert_eq!(case.header(header::AUTHORIZATION, &format!("Bearer {one}")), format!("Bearer {VALUE}").as_bytes());
+        assert_eq!(
+            case.header(header::AUTHORIZATION, &format!("Bearer {one}")),
+            format!("Bearer {VALUE}").as_bytes()
+        );
         assert_eq!(
             case.target(&format!("/a/{one}/b?key={one}&x=1")).unwrap(),
             "/a/va%2Flue%20%221%22+/b?key=va%2Flue%20%221%22%2B&x=1"
         );
-        assert_eq!(case.body("application/x-www-form-urlencoded", &format!("k={one}&x")), "k=va%2Flue%20%221%22%2B&x");
-        assert_eq!(case.body("application/json; charset=utf-8", &format!(r#"["{one}"]"#)), r#"["va/lue \"1\"+"]"#);
-        assert_eq!(case.body("text/plain", &format!("{one}{one}")), format!("{VALUE}{VALUE}"));
-        assert_eq!(case.body("text/xml", &format!("<a>{one}</a>")), "<a>va/lue &quot;1&quot;+</a>");
+        assert_eq!(
+            case.body("application/x-www-form-urlencoded", &format!("k={one}&x")),
+            "k=va%2Flue%20%221%22%2B&x"
+        );
+        assert_eq!(
+            case.body("application/json; charset=utf-8", &format!(r#"["{one}"]"#)),
+            r#"["va/lue \"1\"+"]"#
+        );
+        assert_eq!(
+            case.body("text/plain", &format!("{one}{one}")),
+            format!("{VALUE}{VALUE}")
+        );
+        assert_eq!(
+            case.body("text/xml", &format!("<a>{one}</a>")),
+            "<a>va/lue &quot;1&quot;+</a>"
+        );
         assert_eq!(case.body("application/octet-stream", &one), one);
         assert!(case.notes.is_empty());
     }
@@ -269,25 +328,43 @@ mod tests {
     fn what_has_no_placeholder_stays_as_it_is() {
         let mut case = Case::new(&["ONE=env:X@here.example.com"]);
         let almost = &case.placeholder(0)[..case.placeholder(0).len() - 1].to_owned();
-        assert_eq!(case.header(header::AUTHORIZATION, almost), almost.as_bytes());
+        assert_eq!(
+            case.header(header::AUTHORIZATION, almost),
+            almost.as_bytes()
+        );
         assert_eq!(case.target(&format!("/a?{almost}")), None);
-        assert_eq!(case.header(header::AUTHORIZATION, "Basic not base64!"), b"Basic not base64!");
+        assert_eq!(
+            case.header(header::AUTHORIZATION, "Basic not base64!"),
+            b"Basic not base64!"
+        );
     }
 
     #[test]
     fn basic_credentials_are_decoded_and_encoded() {
         let mut case = Case::new(&["ONE=env:X@here.example.com:Authorization"]);
         let inside = base64(format!("user:{}", case.placeholder(0)).as_bytes());
-        let filled = case.header(header::AUTHORIZATION, &format!("basic {}", String::from_utf8(inside).unwrap()));
-        assert_eq!(filled, [b"Basic ", &base64(format!("user:{VALUE}").as_bytes())[..]].concat());
+        let filled = case.header(
+            header::AUTHORIZATION,
+            &format!("basic {}", String::from_utf8(inside).unwrap()),
+        );
+        assert_eq!(
+            filled,
+            [b"Basic ", &base64(format!("user:{VALUE}").as_bytes())[..]].concat()
+        );
     }
 
     #[test]
     fn a_placeholder_of_another_host_stays_and_is_noted() {
         let mut case = Case::new(&["ONE=env:X@here.example.com", "TWO=env:X@there.example.com"]);
         let (one, two) = (case.placeholder(0), case.placeholder(1));
-        assert_eq!(case.header(header::COOKIE, &format!("{two};{one}")), format!("{two};{VALUE}").as_bytes());
-        assert_eq!(case.notes.pop_first().unwrap().to_string(), "secret TWO does not belong to this host");
+        assert_eq!(
+            case.header(header::COOKIE, &format!("{two};{one}")),
+            format!("{two};{VALUE}").as_bytes()
+        );
+        assert_eq!(
+            case.notes.pop_first().unwrap().to_string(),
+            "secret TWO does not belong to this host"
+        );
         assert_eq!(case.notes.len(), 0);
     }
 
@@ -295,11 +372,17 @@ mod tests {
     fn a_value_that_belongs_into_one_header_stands_only_there() {
         let mut case = Case::new(&["ONE=env:X@here.example.com:X-Key"]);
         let one = case.placeholder(0);
-        assert_eq!(case.header(HeaderName::from_static("x-key"), &one), VALUE.as_bytes());
+        assert_eq!(
+            case.header(HeaderName::from_static("x-key"), &one),
+            VALUE.as_bytes()
+        );
         assert!(case.notes.is_empty());
         assert_eq!(case.header(header::COOKIE, &one), one.as_bytes());
         assert_eq!(case.target(&format!("/?{one}")), None);
         assert_eq!(case.body("text/plain", &one), one);
-        assert_eq!(case.notes.pop_first().unwrap().to_string(), "secret ONE may only stand in the header x-key");
+        assert_eq!(
+            case.notes.pop_first().unwrap().to_string(),
+            "secret ONE may only stand in the header x-key"
+        );
     }
 }

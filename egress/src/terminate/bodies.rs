@@ -21,7 +21,11 @@ pub(super) struct Masked {
 
 impl Masked {
     pub(super) fn new(body: Incoming, masker: Masker) -> Masked {
-        Masked { is_finished: body.is_end_stream(), body, masker }
+        Masked {
+            is_finished: body.is_end_stream(),
+            body,
+            masker,
+        }
     }
 }
 
@@ -62,7 +66,11 @@ impl Body for Masked {
 
     /// Nothing is known of a masked body's length, unless it is over.
     fn size_hint(&self) -> SizeHint {
-        if self.is_finished { SizeHint::with_exact(0) } else { SizeHint::default() }
+        if self.is_finished {
+            SizeHint::with_exact(0)
+        } else {
+            SizeHint::default()
+        }
     }
 }
 
@@ -74,7 +82,10 @@ pub(super) struct Prefixed {
 
 impl Prefixed {
     pub(super) fn new(beginning: Bytes, rest: Incoming) -> Prefixed {
-        Prefixed { beginning: Some(beginning), rest }
+        Prefixed {
+            beginning: Some(beginning),
+            rest,
+        }
     }
 }
 

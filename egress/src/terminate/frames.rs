@@ -33,7 +33,9 @@ pub(super) async fn copy(
     loop {
         match from.read_buf(&mut buffer).await {
             Ok(0) => return to.shutdown().await,
-            Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return to.shutdown().await,
+            Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => {
+                return to.shutdown().await;
+            }
             Err(error) => return Err(error),
             Ok(_) => {}
         }
@@ -68,7 +70,12 @@ struct Head {
 
 impl Frames {
     fn new(masker: Masker) -> Frames {
-        Frames { masker, unread: BytesMut::new(), current: None, operation: CONTINUATION }
+        Frames {
+            masker,
+            unread: BytesMut::new(),
+            current: None,
+            operation: CONTINUATION,
+        }
     }
 
     /// Takes bytes of frames and returns bytes of masked frames.
@@ -88,13 +95,18 @@ impl Frames {
 
     /// Reads a head, or a whole control frame. Returns whether there was enough for that.
     fn push_head(&mut self, masked: &mut Vec<u8>) -> io::Result<bool> {
-        let Some(head) = read_head(&self.unread)? else { return Ok(false) };
+        let Some(head) = read_head(&self.unread)? else {
+            return Ok(false);
+        };
         if head.operation & CONTROL == 0 {
             self.unread.advance(head.size);
             if head.operation != CONTINUATION {
                 self.operation = head.operation;
             }
-            self.current = Some(Current { is_final: head.is_final, remaining: head.length });
+            self.current = Some(Current {
+                is_final: head.is_final,
+                remaining: head.length,
+            });
             return Ok(true);
         }
         let end = head.size + head.length as usize;
@@ -113,7 +125,9 @@ impl Frames {
         let length = current.remaining.min(self.unread.len() as u64);
         current.remaining -= length;
         let is_end = current.remaining == 0;
-        let mut payload = self.masker.push(self.unread.split_to(length as usize).freeze());
+        let mut payload = self
+            .masker
+            .push(self.unread.split_to(length as usize).freeze());
         if is_end && current.is_final {
             payload = Bytes::from([payload, self.masker.finish()].concat());
             write_frame(masked, true, self.operation, &payload);
@@ -132,7 +146,9 @@ impl Frames {
 /// Reads the head of a frame, or returns `None` if there is too little of it.
 fn read_head(bytes: &[u8]) -> io::Result<Option<Head>> {
     let broken = |what| Err(io::Error::new(io::ErrorKind::InvalidData, what));
-    let [first, second, rest @ ..] = bytes else { return Ok(None) };
+    let [first, second, rest @ ..] = bytes else {
+        return Ok(None);
+    };
     let (length, size) = match (second & !ENCRYPTED, rest) {
         (126, [high, low, ..]) => (u64::from(u16::from_be_bytes([*high, *low])), 4),
         (127, _) => match rest.first_chunk::<8>() {
@@ -142,7 +158,12 @@ fn read_head(bytes: &[u8]) -> io::Result<Option<Head>> {
         (126, _) => return Ok(None),
         (length, _) => (u64::from(length), 2),
     };
-    let head = Head { is_final: first & FINAL != 0, operation: first & OPERATION, length, size };
+    let head = Head {
+        is_final: first & FINAL != 0,
+        operation: first & OPERATION,
+        length,
+        size,
+    };
     let is_control = head.operation & CONTROL != 0;
     if first & RESERVED != 0 || second & ENCRYPTED != 0 {
         return broken("a frame uses an extension that was not asked for");
@@ -154,7 +175,11 @@ fn read_head(bytes: &[u8]) -> io::Result<Option<Head>> {
 }
 
 fn write_frame(frames: &mut Vec<u8>, is_final: bool, operation: u8, payload: &[u8]) {
-    frames.push(if is_final { FINAL | operation } else { operation });
+    frames.push(if is_final {
+        FINAL | operation
+    } else {
+        operation
+    });
     match payload.len() {
         length @ ..126 => frames.push(length as u8),
         length @ 126..=0xffff => {
@@ -184,19 +209,28 @@ mod tests {
 
     /// Returns the frames that come out, and the placeholder.
     fn masked(chunks: &[&[u8]]) -> (io::Result<Vec<Frame>>, String) {
-        let secret = Secret::parse("KEY=env:X@api.example.com", |_| Some(VALUE.to_owned())).unwrap();
+        let secret =
+            Secret::parse("KEY=env:X@api.example.com", |_| Some(VALUE.to_owned())).unwrap();
         let vault = Vault::new(vec![secret]).unwrap();
         let host = HostName::parse("api.example.com").unwrap();
         let mut frames = Frames::new(vault.for_host(&host).unwrap().masker());
-        let bytes: io::Result<Vec<Vec<u8>>> = chunks.iter().map(|chunk| frames.push(chunk)).collect();
-        (bytes.map(|bytes| parsed(&bytes.concat())), vault.variables()[0].1.clone())
+        let bytes: io::Result<Vec<Vec<u8>>> =
+            chunks.iter().map(|chunk| frames.push(chunk)).collect();
+        (
+            bytes.map(|bytes| parsed(&bytes.concat())),
+            vault.variables()[0].1.clone(),
+        )
     }
 
     fn parsed(mut bytes: &[u8]) -> Vec<Frame> {
         let mut frames = Vec::new();
         while let Some(head) = read_head(bytes).unwrap() {
             let end = head.size + head.length as usize;
-            frames.push((head.is_final, head.operation, String::from_utf8(bytes[head.size..end].to_vec()).unwrap()));
+            frames.push((
+                head.is_final,
+                head.operation,
+                String::from_utf8(bytes[head.size..end].to_vec()).unwrap(),
+            ));
             bytes = &bytes[end..];
         }
         frames
@@ -211,7 +245,10 @@ mod tests {
     #[test]
     fn a_message_is_masked_and_complete_at_its_end() {
         let (frames, placeholder) = masked(&[&frame(true, TEXT, &format!("<{VALUE}> can"))]);
-        assert_eq!(frames.unwrap(), [(true, TEXT, format!("<{placeholder}> can"))]);
+        assert_eq!(
+            frames.unwrap(),
+            [(true, TEXT, format!("<{placeholder}> can"))]
+        );
         let (frames, _) = masked(&[&frame(true, TEXT, "")]);
         assert_eq!(frames.unwrap(), [(true, TEXT, String::new())]);
     }
@@ -225,16 +262,26 @@ mod tests {
             frame(true, 0, &format!("{second}b")),
         ];
         let (frames, placeholder) = masked(&[&bytes.concat()]);
-        let expected =
-            [(false, TEXT, "a".to_owned()), (true, PING, "ping".to_owned()), (true, 0, format!("{placeholder}b"))];
+        let expected = [
+            (false, TEXT, "a".to_owned()),
+            (true, PING, "ping".to_owned()),
+            (true, 0, format!("{placeholder}b")),
+        ];
         assert_eq!(frames.unwrap(), expected);
 
         let one_by_one = bytes.concat();
         let (frames, placeholder) = masked(&one_by_one.chunks(1).collect::<Vec<_>>());
         let frames = frames.unwrap();
-        let message: String = frames.iter().filter(|frame| frame.1 != PING).map(|frame| frame.2.as_str()).collect();
+        let message: String = frames
+            .iter()
+            .filter(|frame| frame.1 != PING)
+            .map(|frame| frame.2.as_str())
+            .collect();
         assert_eq!(message, format!("a{placeholder}b"));
-        assert_eq!(frames.iter().map(|frame| frame.0).collect::<Vec<_>>(), [false, true, false, true]);
+        assert_eq!(
+            frames.iter().map(|frame| frame.0).collect::<Vec<_>>(),
+            [false, true, false, true]
+        );
     }
 
     #[test]
@@ -248,9 +295,12 @@ mod tests {
 
     #[test]
     fn frames_that_nobody_asked_for_end_the_connection() {
-        for broken in
-            [&[FINAL | 0x40 | TEXT, 0][..], &[FINAL | TEXT, ENCRYPTED], &[PING, 0], &[FINAL | PING, 126, 0, 126]]
-        {
+        for broken in [
+            &[FINAL | 0x40 | TEXT, 0][..],
+            &[FINAL | TEXT, ENCRYPTED],
+            &[PING, 0],
+            &[FINAL | PING, 126, 0, 126],
+        ] {
             assert!(masked(&[broken]).0.is_err(), "{broken:?}");
         }
         assert!(masked(&[&[FINAL | TEXT, 0]]).0.is_ok());

@@ -10,7 +10,10 @@ use super::*;
 fn log(records: usize) -> Vec<Vec<u8>> {
     let mut head = Head::beginning();
     let line = |number: usize| {
-        let event = Event::new(SessionEnded { reason: "idle".into() }).in_session(format!("s{number}"));
+        let event = Event::new(SessionEnded {
+            reason: "idle".into(),
+        })
+        .in_session(format!("s{number}"));
         let (line, next) = seal(&head, Moment::now(), &event);
         head = next;
         line
@@ -28,7 +31,13 @@ fn report(bytes: &[u8]) -> Report {
 #[track_caller]
 fn assert_found(lines: &[&[u8]], line: u64, why: &str) {
     let report = report(&lines.concat());
-    assert!(report.findings.iter().any(|found| found.line == line && found.why.contains(why)), "{report:#?}");
+    assert!(
+        report
+            .findings
+            .iter()
+            .any(|found| found.line == line && found.why.contains(why)),
+        "{report:#?}"
+    );
 }
 
 #[test]
@@ -39,7 +48,10 @@ fn no_byte_can_be_changed() {
         for mask in [0x01, 0x20, 0x80] {
             let mut harmed = whole.clone();
             harmed[at] ^= mask;
-            assert!(report(&harmed).found > 0, "byte {at} was changed with {mask:#x}");
+            assert!(
+                report(&harmed).found > 0,
+                "byte {at} was changed with {mask:#x}"
+            );
         }
     }
 }
@@ -78,7 +90,9 @@ fn lines_that_were_taken_out_moved_copied_or_put_in_are_named() {
 fn a_record_that_was_rewritten_with_a_hash_of_its_own_is_found_by_the_next() {
     let lines = log(3);
     let first = check(lines[0].strip_suffix(b"\n").unwrap()).unwrap().head;
-    let event = Event::new(SessionEnded { reason: "a lie".into() });
+    let event = Event::new(SessionEnded {
+        reason: "a lie".into(),
+    });
     let (forged, _) = seal(&first, Moment::now(), &event);
     assert_found(&[&lines[0], &forged, &lines[2]], 3, "replaced");
 }
@@ -107,20 +121,39 @@ fn files_may_be_given_in_any_order() {
         .collect();
     let shuffled = [2, 0, 3, 1].map(|index: usize| paths[index].clone());
     let report = verify(&shuffled, &Known::default()).unwrap();
-    assert_eq!((report.findings.len(), report.records), (0, 4), "{report:?}");
+    assert_eq!(
+        (report.findings.len(), report.records),
+        (0, 4),
+        "{report:?}"
+    );
 }
 
 #[test]
 fn many_findings_are_counted_and_the_first_are_kept() {
     let report = report(&b"x\n".repeat(1_000));
-    assert_eq!((report.found, report.findings.len()), (1_000, MOST_FINDINGS));
+    assert_eq!(
+        (report.found, report.findings.len()),
+        (1_000, MOST_FINDINGS)
+    );
 }
 
 #[test]
 fn a_record_is_noted_as_number_or_as_number_and_hash() {
     let hash = "ab".repeat(32);
-    assert_eq!("7".parse::<Noted>().unwrap(), Noted { sequence: 7, hash: None });
-    assert_eq!(format!("7:{hash}").parse::<Noted>().unwrap(), Noted { sequence: 7, hash: Some(hash) });
+    assert_eq!(
+        "7".parse::<Noted>().unwrap(),
+        Noted {
+            sequence: 7,
+            hash: None
+        }
+    );
+    assert_eq!(
+        format!("7:{hash}").parse::<Noted>().unwrap(),
+        Noted {
+            sequence: 7,
+            hash: Some(hash)
+        }
+    );
     for wrong in ["", "x", "7:", "7:abc", ":ab", "-1"] {
         assert!(wrong.parse::<Noted>().is_err(), "{wrong}");
     }

@@ -36,20 +36,31 @@ impl Check<'_> {
     }
 
     fn effect(&self, key: Key) -> Result<Option<Effect>, ConfigError> {
-        self.read(key, WORDS, |text| Effect::from_name(text.trim()).ok_or(None))
+        self.read(key, WORDS, |text| {
+            Effect::from_name(text.trim()).ok_or(None)
+        })
     }
 
     /// To allow every name is what `allow_network` is for, which says so by its name.
     fn domains(&self) -> Result<Option<Effect>, ConfigError> {
         let all = "allow_network: all opens the network".to_owned();
-        self.read(Key::ApproveDomains, "ask or deny", |text| match Effect::from_name(text.trim()) {
-            Some(Effect::Allow) => Err(Some(all.clone())),
-            Some(effect) => Ok(effect),
-            None => Err(None),
-        })
+        self.read(
+            Key::ApproveDomains,
+            "ask or deny",
+            |text| match Effect::from_name(text.trim()) {
+                Some(Effect::Allow) => Err(Some(all.clone())),
+                Some(effect) => Ok(effect),
+                None => Err(None),
+            },
+        )
     }
 
-    fn add_rules(&self, policy: &mut Policy, origin: &Origin, written: &Written) -> Result<(), ConfigError> {
+    fn add_rules(
+        &self,
+        policy: &mut Policy,
+        origin: &Origin,
+        written: &Written,
+    ) -> Result<(), ConfigError> {
         let key = Key::Approvals.name();
         let rules = match written {
             Written::Nothing => return Ok(()),
@@ -59,12 +70,24 @@ impl Check<'_> {
             }
         };
         if rules.len() > MOST_RULES {
-            return Err(invalid(key, origin, &format!("{} rules", rules.len()), &format!("up to {MOST_RULES}"), None));
+            return Err(invalid(
+                key,
+                origin,
+                &format!("{} rules", rules.len()),
+                &format!("up to {MOST_RULES}"),
+                None,
+            ));
         }
         for (number, written) in (1..).zip(rules) {
             let line = first_line(written);
             let rule = Rule::parse(&value(written)).map_err(|bad| {
-                invalid(key, &origin.at(line), &format!("rule {number}"), RULES, Some(bad.to_string()))
+                invalid(
+                    key,
+                    &origin.at(line),
+                    &format!("rule {number}"),
+                    RULES,
+                    Some(bad.to_string()),
+                )
             })?;
             // Whoever reads it need not know where the file lies.
             let place = match line {
@@ -90,7 +113,9 @@ fn value(written: &Written) -> Value {
         Written::Text(text) => Value::String(text.clone()),
         Written::List(items) => Value::Array(items.iter().map(value).collect()),
         Written::Table(members) => {
-            let members = members.iter().map(|member| (member.name.clone(), value(&member.value)));
+            let members = members
+                .iter()
+                .map(|member| (member.name.clone(), value(&member.value)));
             Value::Object(members.collect::<Map<_, _>>())
         }
     }
@@ -103,40 +128,75 @@ mod tests {
     use crate::approval::{Subject, Verdict};
 
     fn tool(server: &str, name: &str) -> Subject {
-        Subject::Tool { server: server.to_owned(), tool: name.to_owned(), arguments: Map::new(), fingerprint: None }
+        Subject::Tool {
+            server: server.to_owned(),
+            tool: name.to_owned(),
+            arguments: Map::new(),
+            fingerprint: None,
+        }
     }
 
     #[test]
     fn without_a_word_nothing_is_asked() {
         let approvals = case().settings().approvals;
-        assert_eq!((approvals.policy, approvals.remember), (Policy::default(), false));
+        assert_eq!(
+            (approvals.policy, approvals.remember),
+            (Policy::default(), false)
+        );
         assert_eq!(approvals.timeout, Duration::from_secs(600));
     }
 
     #[test]
     fn rules_are_named_by_the_line_on_which_they_were_written() {
-        let yaml =
-            "approve_tools: ask\napprovals:\n  - allow: {server: time, tool: '*'}\n  - deny:\n      tool: delete_*\n";
+        let yaml = "approve_tools: ask\napprovals:\n  - allow: {server: time, tool: '*'}\n  - deny:\n      tool: delete_*\n";
         let policy = case().yaml(yaml).settings().approvals.policy;
         assert_eq!(policy.verdict(&tool("time", "now")), Verdict::Allow);
         let line = "`deny: {tool: \"delete_*\"}` (line 4 of the configuration file)".to_owned();
-        assert_eq!(policy.verdict(&tool("github", "delete_all")), Verdict::Deny { line });
+        assert_eq!(
+            policy.verdict(&tool("github", "delete_all")),
+            Verdict::Deny { line }
+        );
         let line = "`approve_tools: ask`".to_owned();
-        assert_eq!(policy.verdict(&tool("github", "get")), Verdict::Ask { line });
+        assert_eq!(
+            policy.verdict(&tool("github", "get")),
+            Verdict::Ask { line }
+        );
     }
 
     #[test]
     fn the_simple_cases_are_flags_and_variables_too() {
         let asks = |case: super::super::tests::Case, subject: Subject| {
-            matches!(case.settings().approvals.policy.verdict(&subject), Verdict::Ask { .. })
+            matches!(
+                case.settings().approvals.policy.verdict(&subject),
+                Verdict::Ask { .. }
+            )
         };
-        let shell = || Subject::Shell { command: "ls".to_owned(), kind: "!".to_owned() };
-        let domain = || Subject::Domain { name: "example.com".to_owned(), port: 443 };
+        let shell = || Subject::Shell {
+            command: "ls".to_owned(),
+            kind: "!".to_owned(),
+        };
+        let domain = || Subject::Domain {
+            name: "example.com".to_owned(),
+            port: 443,
+        };
         assert!(asks(case().flag(Key::ApproveTools, "ask"), tool("s", "t")));
-        assert!(asks(case().variable("CELLBLOCK_APPROVE_SHELL", "ask"), shell()));
-        assert!(asks(case().yaml("approve_packages: ask"), Subject::Install { requirements: vec!["x".to_owned()] }));
+        assert!(asks(
+            case().variable("CELLBLOCK_APPROVE_SHELL", "ask"),
+            shell()
+        ));
+        assert!(asks(
+            case().yaml("approve_packages: ask"),
+            Subject::Install {
+                requirements: vec!["x".to_owned()]
+            }
+        ));
         assert!(asks(case().flag(Key::ApproveDomains, "ask"), domain()));
-        assert!(!asks(case().yaml("approve_shell: ask").flag(Key::ApproveShell, "allow"), shell()));
+        assert!(!asks(
+            case()
+                .yaml("approve_shell: ask")
+                .flag(Key::ApproveShell, "allow"),
+            shell()
+        ));
     }
 
     #[test]
@@ -146,8 +206,14 @@ mod tests {
             ("approve_tools: maybe", "allow, ask or deny"),
             ("approve_domains: allow", "allow_network"),
             ("approvals: ask", "a list of rules"),
-            ("approvals:\n  - ask: {tool: x}\n  - ask: {tol: x}\n", "line 3"),
-            ("approvals:\n  - ask: {tool: x, command: y}\n", "not about several"),
+            (
+                "approvals:\n  - ask: {tool: x}\n  - ask: {tol: x}\n",
+                "line 3",
+            ),
+            (
+                "approvals:\n  - ask: {tool: x, command: y}\n",
+                "not about several",
+            ),
             ("approval_timeout: 1s", "5"),
             ("remember_approvals: perhaps", "on or off"),
         ] {
@@ -157,7 +223,13 @@ mod tests {
 
     #[test]
     fn how_long_somebody_may_think_and_what_is_remembered_can_be_chosen() {
-        let approvals = case().yaml("approval_timeout: 2m\nremember_approvals: on").settings().approvals;
-        assert_eq!((approvals.timeout, approvals.remember), (Duration::from_secs(120), true));
+        let approvals = case()
+            .yaml("approval_timeout: 2m\nremember_approvals: on")
+            .settings()
+            .approvals;
+        assert_eq!(
+            (approvals.timeout, approvals.remember),
+            (Duration::from_secs(120), true)
+        );
     }
 }

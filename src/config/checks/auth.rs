@@ -8,7 +8,8 @@ use std::path::{Path, PathBuf};
 
 use super::{Check, invalid, table};
 use crate::auth::{
-    Algorithm, ApiKey, AuthChoice, AuthSettings, Issuer, IssuerVariables, KeyHash, KeySetUrl, KeySource, Scope,
+    Algorithm, ApiKey, AuthChoice, AuthSettings, Issuer, IssuerVariables, KeyHash, KeySetUrl,
+    KeySource, Scope,
 };
 use crate::config::layers::{self, Key, Member, Origin, Written};
 use crate::config::{ConfigError, folders};
@@ -29,7 +30,9 @@ impl Check<'_> {
         };
         match self.written.all(Key::Auth) {
             [] | [(_, Written::Nothing), ..] => {}
-            [(origin, Written::Table(members)), ..] => self.auth_table(origin, members, &mut auth)?,
+            [(origin, Written::Table(members)), ..] => {
+                self.auth_table(origin, members, &mut auth)?
+            }
             [(origin, Written::Text(text)), ..] => {
                 auth.choice = match text.trim().to_ascii_lowercase().as_str() {
                     // YAML has its own opinion about the bare word, so that it may arrive as false.
@@ -38,13 +41,20 @@ impl Check<'_> {
                     _ => return Err(invalid(Key::Auth.name(), origin, text, CHOICES, None)),
                 };
             }
-            [(origin, Written::List(_)), ..] => return Err(layers::wrong_shape(Key::Auth.name(), origin, CHOICES)),
+            [(origin, Written::List(_)), ..] => {
+                return Err(layers::wrong_shape(Key::Auth.name(), origin, CHOICES));
+            }
         }
         Ok(auth)
     }
 
     fn issuer_variables(&self, surroundings: &BTreeMap<String, String>) -> IssuerVariables {
-        let variable = |name: &str| surroundings.get(name).filter(|value| !value.trim().is_empty()).cloned();
+        let variable = |name: &str| {
+            surroundings
+                .get(name)
+                .filter(|value| !value.trim().is_empty())
+                .cloned()
+        };
         IssuerVariables {
             jwks_uri: variable("MCP_JWKS_URI"),
             issuer: variable("MCP_ISSUER"),
@@ -55,7 +65,12 @@ impl Check<'_> {
         }
     }
 
-    fn auth_table(&self, origin: &Origin, members: &[Member], auth: &mut AuthSettings) -> Result<(), ConfigError> {
+    fn auth_table(
+        &self,
+        origin: &Origin,
+        members: &[Member],
+        auth: &mut AuthSettings,
+    ) -> Result<(), ConfigError> {
         for member in members {
             let origin = origin.at(member.line);
             let key = format!("auth.{}", member.name);
@@ -84,9 +99,21 @@ impl Check<'_> {
     }
 
     /// Reads `{issuer, jwks_uri or public_key, audience, algorithms, principal, private_network}`.
-    fn issuer(&self, place: &str, origin: &Origin, members: &[Member]) -> Result<Issuer, ConfigError> {
-        const KNOWN: [&str; 7] =
-            ["issuer", "jwks_uri", "public_key", "audience", "algorithms", "principal", "private_network"];
+    fn issuer(
+        &self,
+        place: &str,
+        origin: &Origin,
+        members: &[Member],
+    ) -> Result<Issuer, ConfigError> {
+        const KNOWN: [&str; 7] = [
+            "issuer",
+            "jwks_uri",
+            "public_key",
+            "audience",
+            "algorithms",
+            "principal",
+            "private_network",
+        ];
         let written = Entry::read(place, origin, members, &KNOWN)?;
         let name = written.needed("issuer")?;
         if !Issuer::is_name(name) {
@@ -94,7 +121,11 @@ impl Check<'_> {
         }
         let audiences = written.texts("audience")?;
         if audiences.is_empty() || audiences.iter().any(|audience| audience.trim().is_empty()) {
-            return Err(written.refuse("audience", "", "the name of this server in tokens, or a list of names"));
+            return Err(written.refuse(
+                "audience",
+                "",
+                "the name of this server in tokens, or a list of names",
+            ));
         }
         Ok(Issuer {
             name: name.to_owned(),
@@ -106,7 +137,11 @@ impl Check<'_> {
     }
 
     fn key_source(&self, written: &Entry<'_>) -> Result<KeySource, ConfigError> {
-        let is_private = match written.single("private_network")?.map(str::to_ascii_lowercase).as_deref() {
+        let is_private = match written
+            .single("private_network")?
+            .map(str::to_ascii_lowercase)
+            .as_deref()
+        {
             None | Some("off" | "false") => false,
             Some("on" | "true") => true,
             Some(other) => return Err(written.refuse("private_network", other, "on or off")),
@@ -118,9 +153,15 @@ impl Check<'_> {
             },
             (None, Some(path)) => {
                 let key = format!("{}.public_key", written.place);
-                Ok(KeySource::File(self.absolute(&key, &written.origin("public_key"), path)?))
+                Ok(KeySource::File(self.absolute(
+                    &key,
+                    &written.origin("public_key"),
+                    path,
+                )?))
             }
-            (Some(_), Some(path)) => Err(written.refuse("public_key", path, "nothing beside jwks_uri")),
+            (Some(_), Some(path)) => {
+                Err(written.refuse("public_key", path, "nothing beside jwks_uri"))
+            }
             (None, None) => Err(written.refuse(
                 "jwks_uri",
                 "",
@@ -135,19 +176,26 @@ fn algorithms(written: &Entry<'_>) -> Result<Vec<Algorithm>, ConfigError> {
     if names.is_empty() {
         return Ok(vec![Algorithm::Rs256]);
     }
-    let parse =
-        |name: &str| Algorithm::from_name(name).ok_or_else(|| written.refuse("algorithms", name, Algorithm::ALLOWED));
+    let parse = |name: &str| {
+        Algorithm::from_name(name)
+            .ok_or_else(|| written.refuse("algorithms", name, Algorithm::ALLOWED))
+    };
     names.into_iter().map(parse).collect()
 }
 
 fn principal(written: &Entry<'_>) -> Result<Option<String>, ConfigError> {
     let is_claim = |name: &str| {
-        (1..=128).contains(&name.len()) && name.bytes().all(|byte| byte.is_ascii_graphic() && byte != b':')
+        (1..=128).contains(&name.len())
+            && name
+                .bytes()
+                .all(|byte| byte.is_ascii_graphic() && byte != b':')
     };
     match written.single("principal")? {
-        Some(name) if !is_claim(name) => {
-            Err(written.refuse("principal", name, "the name of a claim such as sub, without spaces and colons"))
-        }
+        Some(name) if !is_claim(name) => Err(written.refuse(
+            "principal",
+            name,
+            "the name of a claim such as sub, without spaces and colons",
+        )),
         name => Ok(name.map(str::to_owned)),
     }
 }
@@ -160,15 +208,21 @@ fn api_key(place: &str, origin: &Origin, members: &[Member]) -> Result<ApiKey, C
         return Err(written.refuse("name", name, ApiKey::NAME_ALLOWED));
     }
     // What was written is not repeated: it may be the key itself, put in the wrong place.
-    let hash = KeyHash::parse(written.needed("hash")?).ok_or_else(|| written.refuse("hash", "…", KeyHash::ALLOWED))?;
+    let hash = KeyHash::parse(written.needed("hash")?)
+        .ok_or_else(|| written.refuse("hash", "…", KeyHash::ALLOWED))?;
     let allowed = format!("one or more of {}", Scope::ALL.map(Scope::name).join(", "));
     let names = written.texts("scopes")?;
     if names.is_empty() {
         return Err(written.refuse("scopes", "", &allowed));
     }
-    let parse = |name: &str| Scope::from_name(name).ok_or_else(|| written.refuse("scopes", name, &allowed));
+    let parse =
+        |name: &str| Scope::from_name(name).ok_or_else(|| written.refuse("scopes", name, &allowed));
     let scopes: Vec<Scope> = names.into_iter().map(parse).collect::<Result<_, _>>()?;
-    Ok(ApiKey { name: name.to_owned(), hash, scopes: scopes.into_iter().collect() })
+    Ok(ApiKey {
+        name: name.to_owned(),
+        hash,
+        scopes: scopes.into_iter().collect(),
+    })
 }
 
 /// The members of one table of a list, each known and at most once.
@@ -185,9 +239,20 @@ impl<'a> Entry<'a> {
         members: &'a [Member],
         known: &[&'static str],
     ) -> Result<Entry<'a>, ConfigError> {
-        match members.iter().find(|member| !known.contains(&member.name.as_str())) {
-            Some(other) => Err(layers::unknown_key(&other.name, origin.at(other.line), known.iter().copied())),
-            None => Ok(Entry { place, origin: origin.clone(), members }),
+        match members
+            .iter()
+            .find(|member| !known.contains(&member.name.as_str()))
+        {
+            Some(other) => Err(layers::unknown_key(
+                &other.name,
+                origin.at(other.line),
+                known.iter().copied(),
+            )),
+            None => Ok(Entry {
+                place,
+                origin: origin.clone(),
+                members,
+            }),
         }
     }
 
@@ -196,37 +261,65 @@ impl<'a> Entry<'a> {
     }
 
     fn origin(&self, name: &str) -> Origin {
-        self.origin.at(self.member(name).and_then(|member| member.line))
+        self.origin
+            .at(self.member(name).and_then(|member| member.line))
     }
 
     fn single(&self, name: &str) -> Result<Option<&'a str>, ConfigError> {
-        let Some(member) = self.member(name) else { return Ok(None) };
-        single(&format!("{}.{name}", self.place), &self.origin(name), &member.value).map(Some)
+        let Some(member) = self.member(name) else {
+            return Ok(None);
+        };
+        single(
+            &format!("{}.{name}", self.place),
+            &self.origin(name),
+            &member.value,
+        )
+        .map(Some)
     }
 
     fn needed(&self, name: &str) -> Result<&'a str, ConfigError> {
-        self.single(name)?.ok_or_else(|| self.refuse(name, "", "a text; it must be there"))
+        self.single(name)?
+            .ok_or_else(|| self.refuse(name, "", "a text; it must be there"))
     }
 
     fn texts(&self, name: &str) -> Result<Vec<&'a str>, ConfigError> {
-        let Some(member) = self.member(name) else { return Ok(Vec::new()) };
-        member.value.texts(&format!("{}.{name}", self.place), &self.origin(name))
+        let Some(member) = self.member(name) else {
+            return Ok(Vec::new());
+        };
+        member
+            .value
+            .texts(&format!("{}.{name}", self.place), &self.origin(name))
     }
 
     fn refuse(&self, name: &str, given: &str, allowed: &str) -> ConfigError {
-        invalid(&format!("{}.{name}", self.place), &self.origin(name), given, allowed, None)
+        invalid(
+            &format!("{}.{name}", self.place),
+            &self.origin(name),
+            given,
+            allowed,
+            None,
+        )
     }
 }
 
-fn tables<'a>(key: &str, origin: &Origin, written: &'a Written) -> Result<Vec<(Origin, &'a [Member])>, ConfigError> {
+fn tables<'a>(
+    key: &str,
+    origin: &Origin,
+    written: &'a Written,
+) -> Result<Vec<(Origin, &'a [Member])>, ConfigError> {
     let items = match written {
         Written::Nothing => return Ok(Vec::new()),
         Written::List(items) => items,
-        Written::Text(_) | Written::Table(_) => return Err(layers::wrong_shape(key, origin, "a list of tables")),
+        Written::Text(_) | Written::Table(_) => {
+            return Err(layers::wrong_shape(key, origin, "a list of tables"));
+        }
     };
     let entry = |item: &'a Written| {
         let members = table(key, origin, item)?;
-        Ok((origin.at(members.first().and_then(|member| member.line)), members))
+        Ok((
+            origin.at(members.first().and_then(|member| member.line)),
+            members,
+        ))
     };
     items.iter().map(entry).collect()
 }
@@ -243,7 +336,13 @@ fn single<'a>(key: &str, origin: &Origin, written: &'a Written) -> Result<&'a st
 /// Returns the folders that code inside or clients can reach, which no key may come from.
 pub(in crate::config) fn shown_folders(settings: &crate::config::Settings) -> Vec<PathBuf> {
     let mounts = settings.mounts.iter().map(|mount| &mount.host);
-    settings.workspace.iter().chain(&settings.allowed_dirs).chain(mounts).cloned().collect()
+    settings
+        .workspace
+        .iter()
+        .chain(&settings.allowed_dirs)
+        .chain(mounts)
+        .cloned()
+        .collect()
 }
 
 #[cfg(test)]
@@ -267,7 +366,10 @@ mod tests {
         assert_eq!(auth.choice, AuthChoice::Usual);
         assert_eq!((auth.issuers.len(), auth.api_keys.len()), (0, 0));
         assert_eq!(auth.variables, IssuerVariables::default());
-        assert_eq!(auth.development_dir, Path::new("/home/me/.local/share/cellblock/auth"));
+        assert_eq!(
+            auth.development_dir,
+            Path::new("/home/me/.local/share/cellblock/auth")
+        );
     }
 
     #[test]
@@ -280,10 +382,21 @@ mod tests {
             assert_eq!(auth(text).choice, choice, "{text}");
         }
         for text in ["auth: on", "auth: none", "auth: [off]"] {
-            assert!(refusal(text).contains("development, off, or a table"), "{text}");
+            assert!(
+                refusal(text).contains("development, off, or a table"),
+                "{text}"
+            );
         }
-        let off = case().yaml("auth: development").variable("CELLBLOCK_AUTH", "off").settings().auth;
-        assert_eq!(off.choice, AuthChoice::Off, "a variable is stronger than the file");
+        let off = case()
+            .yaml("auth: development")
+            .variable("CELLBLOCK_AUTH", "off")
+            .settings()
+            .auth;
+        assert_eq!(
+            off.choice,
+            AuthChoice::Off,
+            "a variable is stronger than the file"
+        );
     }
 
     #[test]
@@ -293,7 +406,9 @@ mod tests {
              audience: https://cellblock.example.com/mcp\n  - issuer: partner\n    public_key: partner.pem\n    audience: [a, b]\n    \
              algorithms: [ES256, EdDSA]\n    principal: email\n  api_keys:\n  - name: ci\n    hash: {HASH}\n    scopes: [python:execute, admin]\n"
         ));
-        let [first, second] = &auth.issuers[..] else { panic!("there are two issuers") };
+        let [first, second] = &auth.issuers[..] else {
+            panic!("there are two issuers")
+        };
         assert_eq!(
             *first,
             Issuer {
@@ -307,28 +422,49 @@ mod tests {
                 principal: None,
             }
         );
-        assert_eq!(second.keys, KeySource::File("/etc/cellblock/partner.pem".into()));
+        assert_eq!(
+            second.keys,
+            KeySource::File("/etc/cellblock/partner.pem".into())
+        );
         assert_eq!(second.audiences, ["a", "b"]);
         assert_eq!(second.algorithms, [Algorithm::Es256, Algorithm::EdDsa]);
         assert_eq!(second.principal.as_deref(), Some("email"));
         assert_eq!(auth.development_dir, Path::new("/etc/cellblock/dev"));
-        let [key] = &auth.api_keys[..] else { panic!("there is one key") };
-        assert_eq!((key.name.as_str(), key.hash), ("ci", KeyHash::parse(HASH).unwrap()));
-        assert_eq!(key.scopes, [Scope::Execute, Scope::Admin].into_iter().collect());
+        let [key] = &auth.api_keys[..] else {
+            panic!("there is one key")
+        };
+        assert_eq!(
+            (key.name.as_str(), key.hash),
+            ("ci", KeyHash::parse(HASH).unwrap())
+        );
+        assert_eq!(
+            key.scopes,
+            [Scope::Execute, Scope::Admin].into_iter().collect()
+        );
     }
 
     /// An issuer as it is written in one line, with one member replaced or, if nothing is given, left out.
     fn issuer(member: &str, value: Option<&str>) -> String {
-        let mut members = vec![("issuer", "https://id"), ("jwks_uri", "https://id/keys"), ("audience", "us")];
+        let mut members = vec![
+            ("issuer", "https://id"),
+            ("jwks_uri", "https://id/keys"),
+            ("audience", "us"),
+        ];
         members.retain(|(name, _)| *name != member);
         members.extend(value.map(|value| (member, value)));
-        let members: Vec<String> = members.iter().map(|(name, value)| format!("{name}: {value}")).collect();
+        let members: Vec<String> = members
+            .iter()
+            .map(|(name, value)| format!("{name}: {value}"))
+            .collect();
         format!("auth: {{issuers: [{{{}}}]}}", members.join(", "))
     }
 
     #[test]
     fn an_issuer_is_whole_or_refused() {
-        assert_eq!(auth(&issuer("algorithms", Some("PS256"))).issuers[0].algorithms, [Algorithm::Ps256]); // control
+        assert_eq!(
+            auth(&issuer("algorithms", Some("PS256"))).issuers[0].algorithms,
+            [Algorithm::Ps256]
+        ); // control
         for (member, value, words) in [
             ("issuer", None, "auth.issuers.issuer"),
             ("issuer", Some("'a b'"), "without spaces"),
@@ -336,8 +472,16 @@ mod tests {
             ("audience", Some("[]"), "auth.issuers.audience"),
             ("audience", Some("['']"), "auth.issuers.audience"),
             ("jwks_uri", None, "or public_key"),
-            ("jwks_uri", Some("http://id.example.com/keys"), "http:// only with"),
-            ("jwks_uri", Some("ftp://id.example.com/keys"), "an address such as"),
+            (
+                "jwks_uri",
+                Some("http://id.example.com/keys"),
+                "http:// only with",
+            ),
+            (
+                "jwks_uri",
+                Some("ftp://id.example.com/keys"),
+                "an address such as",
+            ),
             ("public_key", Some("key.pem"), "nothing beside jwks_uri"),
             ("algorithms", Some("[RS256, HS256]"), "cannot be \"HS256\""),
             ("algorithms", Some("none"), "cannot be \"none\""),
@@ -348,7 +492,10 @@ mod tests {
         ] {
             let message = refusal(&issuer(member, value));
             assert!(message.contains(words), "{member}: {message}");
-            assert!(message.starts_with("/etc/cellblock/config.yaml line 1"), "{message}");
+            assert!(
+                message.starts_with("/etc/cellblock/config.yaml line 1"),
+                "{message}"
+            );
         }
     }
 
@@ -358,7 +505,14 @@ mod tests {
             KeySource::Server { is_private, .. } => *is_private,
             KeySource::File(_) => panic!("it is a server"),
         };
-        assert_eq!((is_private(None), is_private(Some("on")), is_private(Some("off"))), (false, true, false));
+        assert_eq!(
+            (
+                is_private(None),
+                is_private(Some("on")),
+                is_private(Some("off"))
+            ),
+            (false, true, false)
+        );
     }
 
     #[test]
@@ -371,7 +525,10 @@ mod tests {
         assert!(refusal(&yaml("ci", HASH, "[]")).contains("one or more of python:execute"));
         assert!(refusal(&yaml("ci", HASH, "[root]")).contains("cannot be \"root\""));
         let message = refusal(&yaml("ci", "cellblock_canary", "admin"));
-        assert!(message.contains("cellblock key new") && !message.contains("canary"), "{message}");
+        assert!(
+            message.contains("cellblock key new") && !message.contains("canary"),
+            "{message}"
+        );
         assert!(refusal("auth: {api_keys: {name: ci}}").contains("a list of tables"));
         assert!(refusal("auth: {keys: []}").contains("there is no setting \"keys\""));
     }

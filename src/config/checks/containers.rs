@@ -23,22 +23,39 @@ impl Check<'_> {
         surroundings: &BTreeMap<String, String>,
         read: ReadFile<'_>,
     ) -> Result<BackendChoice, ConfigError> {
-        let kind = self.read(Key::Backend, "native, docker or podman", |text| match text {
-            NATIVE => Ok(None),
-            DOCKER => Ok(Some(EngineKind::Docker)),
-            PODMAN => Ok(Some(EngineKind::Podman)),
-            _ => Err(None),
-        })?;
-        let image = self.read(Key::ContainerTag, "the name of an image, such as python:3.13-slim", image_name)?;
-        let runtime = self.read(Key::Runtime, "a runtime that the engine knows, such as runsc", runtime_name)?;
+        let kind = self.read(
+            Key::Backend,
+            "native, docker or podman",
+            |text| match text {
+                NATIVE => Ok(None),
+                DOCKER => Ok(Some(EngineKind::Docker)),
+                PODMAN => Ok(Some(EngineKind::Podman)),
+                _ => Err(None),
+            },
+        )?;
+        let image = self.read(
+            Key::ContainerTag,
+            "the name of an image, such as python:3.13-slim",
+            image_name,
+        )?;
+        let runtime = self.read(
+            Key::Runtime,
+            "a runtime that the engine knows, such as runsc",
+            runtime_name,
+        )?;
         let pool_max_age = self.duration(Key::PoolMaxAge, Duration::from_secs(1)..=24 * HOUR)?;
         let pool_creations = self.number(Key::PoolCreations, 1..=64)?;
         let Some(kind) = kind.flatten() else {
             // Somebody who names an image and gets no container should know it.
             return match (image, runtime) {
                 (None, None) => Ok(BackendChoice::Native),
-                (Some(_), _) => Err(self.invalid(Key::ContainerTag, "nothing without --backend docker or podman")),
-                (None, Some(_)) => Err(self.invalid(Key::Runtime, "nothing without --backend docker or podman")),
+                (Some(_), _) => Err(self.invalid(
+                    Key::ContainerTag,
+                    "nothing without --backend docker or podman",
+                )),
+                (None, Some(_)) => {
+                    Err(self.invalid(Key::Runtime, "nothing without --backend docker or podman"))
+                }
             };
         };
         Ok(BackendChoice::Containers(Containers {
@@ -58,7 +75,11 @@ fn image_name(text: &str) -> Result<String, Option<String>> {
     let is_plain = |letter: char| letter.is_ascii_alphanumeric() || "._-/:@+".contains(letter);
     let fits = !text.is_empty() && text.len() <= 512 && text.chars().all(is_plain);
     let begins = text.starts_with(|letter: char| letter.is_ascii_alphanumeric());
-    if fits && begins && !text.contains("..") { Ok(text.to_owned()) } else { Err(None) }
+    if fits && begins && !text.contains("..") {
+        Ok(text.to_owned())
+    } else {
+        Err(None)
+    }
 }
 
 fn runtime_name(text: &str) -> Result<String, Option<String>> {
@@ -77,7 +98,13 @@ mod tests {
 
     #[test]
     fn names_of_images_are_what_registries_allow() {
-        for good in ["python", "python:3.13-slim", "localhost:5000/a/b_c:tag", "a@sha256:0123", "GHCR.io/x"] {
+        for good in [
+            "python",
+            "python:3.13-slim",
+            "localhost:5000/a/b_c:tag",
+            "a@sha256:0123",
+            "GHCR.io/x",
+        ] {
             assert!(image_name(good).is_ok(), "{good}");
         }
         for bad in ["", "-x", "/x", "a b", "a\nb", "a/../b", "a?b=c", "a&b"] {

@@ -12,8 +12,8 @@ use std::time::{Duration, SystemTime};
 use async_trait::async_trait;
 use chrono::{DateTime, Utc};
 use rmcp::model::{
-    CallToolResponse, CallToolResult, ErrorData, GetPromptResult, JsonObject, Prompt, PromptArgument, PromptMessage,
-    Role, Tool,
+    CallToolResponse, CallToolResult, ErrorData, GetPromptResult, JsonObject, Prompt,
+    PromptArgument, PromptMessage, Role, Tool,
 };
 use serde_json::{Value, json};
 
@@ -41,16 +41,31 @@ const LONGEST_EXPRESSION: usize = 10_000;
 
 const WAY_BACK: &str = "The next call starts Python anew.";
 
-const START: Entry = Entry { name: "start_code_executer", scope: Scope::Install, extent: Extent::Whole };
-const EXECUTE: Entry = Entry { name: "execute_code", scope: Scope::Execute, extent: Extent::FirstStep };
-const STOP: Entry = Entry { name: "stop_code_executer", scope: Scope::Execute, extent: Extent::Whole };
-const REUSE: Entry = Entry { name: "reuse_code_executer", scope: Scope::Execute, extent: Extent::Whole };
+const START: Entry = Entry {
+    name: "start_code_executer",
+    scope: Scope::Install,
+    extent: Extent::Whole,
+};
+const EXECUTE: Entry = Entry {
+    name: "execute_code",
+    scope: Scope::Execute,
+    extent: Extent::FirstStep,
+};
+const STOP: Entry = Entry {
+    name: "stop_code_executer",
+    scope: Scope::Execute,
+    extent: Extent::Whole,
+};
+const REUSE: Entry = Entry {
+    name: "reuse_code_executer",
+    scope: Scope::Execute,
+    extent: Extent::Whole,
+};
 
 const STOPPED: &str = "Code execution service stopped.";
 const RESTARTED: &str = "Code execution service restarted.";
 const NOT_RUNNING: &str = "Code execution service is not running.";
-const NO_SERVICE: &str =
-    "Failed to connect to the code execution service. There is none; start one with start_code_executer.";
+const NO_SERVICE: &str = "Failed to connect to the code execution service. There is none; start one with start_code_executer.";
 
 pub(super) struct CodeExecuter {
     tools: Vec<Tool>,
@@ -76,27 +91,53 @@ struct Current {
 impl CodeExecuter {
     pub(super) fn new(settings: &McpSettings, modules: Modules) -> CodeExecuter {
         // Whoever blocks nothing wants nothing to be blocked.
-        let calls = if modules.blocked.is_empty() { &[][..] } else { &DANGEROUS_CALLS };
+        let calls = if modules.blocked.is_empty() {
+            &[][..]
+        } else {
+            &DANGEROUS_CALLS
+        };
         let calls = calls.iter().map(|call| (*call).to_owned()).collect();
-        let modules = Modules { calls, requested_wins: true, ..modules };
-        CodeExecuter { tools: tools(), modules, timeout: settings.default_timeout, services: Mutex::default() }
+        let modules = Modules {
+            calls,
+            requested_wins: true,
+            ..modules
+        };
+        CodeExecuter {
+            tools: tools(),
+            modules,
+            timeout: settings.default_timeout,
+            services: Mutex::default(),
+        }
     }
 
-    async fn carry_out(&self, visit: Visit<'_>, tool: Entry, arguments: JsonObject) -> Result<CallToolResult, String> {
-        let _place = visit.server.place(visit.owner).map_err(|busy| format!("Error: {busy}"))?;
-        let mut written = Written::new(tool.name, &self.tools, arguments).map_err(|bad| format!("Error: {bad}"))?;
+    async fn carry_out(
+        &self,
+        visit: Visit<'_>,
+        tool: Entry,
+        arguments: JsonObject,
+    ) -> Result<CallToolResult, String> {
+        let _place = visit
+            .server
+            .place(visit.owner)
+            .map_err(|busy| format!("Error: {busy}"))?;
+        let mut written = Written::new(tool.name, &self.tools, arguments)
+            .map_err(|bad| format!("Error: {bad}"))?;
         match tool.name {
             "start_code_executer" => {
                 let dependencies = written.take_leniently("dependencies");
                 let dependencies = match &dependencies.value {
                     None => Vec::new(),
                     Some(Value::Array(items)) if items.is_empty() => Vec::new(),
-                    Some(_) => arguments::requirements(dependencies).map_err(|bad| format!("Error: {bad}"))?,
+                    Some(_) => arguments::requirements(dependencies)
+                        .map_err(|bad| format!("Error: {bad}"))?,
                 };
                 self.start(visit, dependencies).await
             }
             "execute_code" => {
-                let code = written.take("code").text(LARGEST_CODE, 0).map_err(|bad| format!("Error: {bad}"))?;
+                let code = written
+                    .take("code")
+                    .text(LARGEST_CODE, 0)
+                    .map_err(|bad| format!("Error: {bad}"))?;
                 self.execute(visit, &code).await
             }
             "stop_code_executer" => {
@@ -107,10 +148,17 @@ impl CodeExecuter {
                 // The document calls it without a name: the service in which code runs is meant.
                 let name = match named {
                     Some(name) => name,
-                    None => self.current(visit).await.map_err(refusal)?.ok_or(NOT_RUNNING)?.name,
+                    None => {
+                        self.current(visit)
+                            .await
+                            .map_err(refusal)?
+                            .ok_or(NOT_RUNNING)?
+                            .name
+                    }
                 };
                 let delete = written.take_leniently("delete_service");
-                let delete = delete.value.is_none() || delete.flag().map_err(|bad| format!("Error: {bad}"))?;
+                let delete = delete.value.is_none()
+                    || delete.flag().map_err(|bad| format!("Error: {bad}"))?;
                 self.stop(visit, &name, delete).await
             }
             _ => {
@@ -120,49 +168,101 @@ impl CodeExecuter {
         }
     }
 
-    async fn start(&self, visit: Visit<'_>, dependencies: Vec<String>) -> Result<CallToolResult, String> {
+    async fn start(
+        &self,
+        visit: Visit<'_>,
+        dependencies: Vec<String>,
+    ) -> Result<CallToolResult, String> {
         let name = self.free_name(visit).await.map_err(refusal)?;
-        visit.run(&name, String::new(), START_TIME, MOST_OUTPUT).await.map_err(refusal)?;
+        visit
+            .run(&name, String::new(), START_TIME, MOST_OUTPUT)
+            .await
+            .map_err(refusal)?;
         if !dependencies.is_empty() {
-            let installed = visit.server.install_to_end(visit.owner, &name, dependencies, visit.context).await;
+            let installed = visit
+                .server
+                .install_to_end(visit.owner, &name, dependencies, visit.context)
+                .await;
             if let Err(refused) = installed {
                 // Half a service is none.
                 let _ = visit.server.shared.sessions.close(visit.owner, &name).await;
                 return Err(refusal(refused));
             }
         }
-        self.change(visit.owner, |services| services.current = Some(name.clone()));
-        Ok(said(format!("Code execution service started with the name: {name}")))
+        self.change(visit.owner, |services| {
+            services.current = Some(name.clone())
+        });
+        Ok(said(format!(
+            "Code execution service started with the name: {name}"
+        )))
     }
 
     async fn execute(&self, visit: Visit<'_>, code: &str) -> Result<CallToolResult, String> {
-        let Current { name: session, is_new } = self.current(visit).await.map_err(refusal)?.ok_or(NO_SERVICE)?;
+        let Current {
+            name: session,
+            is_new,
+        } = self
+            .current(visit)
+            .await
+            .map_err(refusal)?
+            .ok_or(NO_SERVICE)?;
         let place = is_new.then(|| format!("({})", code_runs_in(&session)));
-        self.change(visit.owner, |services| services.current = Some(session.clone()));
+        self.change(visit.owner, |services| {
+            services.current = Some(session.clone())
+        });
         match code.trim() {
             "clear" => {
-                visit.server.shared.sessions.reset(visit.owner, &session).await.map_err(refusal)?;
+                visit
+                    .server
+                    .shared
+                    .sessions
+                    .reset(visit.owner, &session)
+                    .await
+                    .map_err(refusal)?;
                 return Ok(said("Globals cleared"));
             }
             "exit" => return Ok(said("Goodbye!")),
             _ => {}
         }
-        let (problem, anew) = self.modules.check_anew(visit, &session, code).await.map_err(refusal)?;
+        let (problem, anew) = self
+            .modules
+            .check_anew(visit, &session, code)
+            .await
+            .map_err(refusal)?;
         if let Some(problem) = problem {
-            let notes: String = place.into_iter().chain(anew).map(|note| format!(" {note}")).collect();
+            let notes: String = place
+                .into_iter()
+                .chain(anew)
+                .map(|note| format!(" {note}"))
+                .collect();
             return Err(format!(
                 "Error: The code contains dangerous operations and cannot be executed. ({problem}.){notes}"
             ));
         }
-        let Ran { outcome, anew: later } =
-            visit.run_anew(&session, code, self.timeout, MOST_OUTPUT).await.map_err(refusal)?;
+        let Ran {
+            outcome,
+            anew: later,
+        } = visit
+            .run_anew(&session, code, self.timeout, MOST_OUTPUT)
+            .await
+            .map_err(refusal)?;
         let notes: Vec<String> = place.into_iter().chain(anew.or(later)).collect();
         Ok(result(&outcome, &notes))
     }
 
-    async fn stop(&self, visit: Visit<'_>, name: &SessionId, delete: bool) -> Result<CallToolResult, String> {
+    async fn stop(
+        &self,
+        visit: Visit<'_>,
+        name: &SessionId,
+        delete: bool,
+    ) -> Result<CallToolResult, String> {
         let sessions = &visit.server.shared.sessions;
-        let is_there = self.all(visit).await.map_err(refusal)?.iter().any(|service| service.id == *name);
+        let is_there = self
+            .all(visit)
+            .await
+            .map_err(refusal)?
+            .iter()
+            .any(|service| service.id == *name);
         let is_stopped = self.is_stopped(visit.owner, name);
         if !is_there || (is_stopped && !delete) {
             return Err(NOT_RUNNING.to_owned());
@@ -180,18 +280,33 @@ impl CodeExecuter {
                 false => services.stopped.insert(name.clone()),
             };
         });
-        let Some(Current { name: next, is_new: true }) = self.current(visit).await.map_err(refusal)? else {
+        let Some(Current {
+            name: next,
+            is_new: true,
+        }) = self.current(visit).await.map_err(refusal)?
+        else {
             return Ok(said(STOPPED));
         };
-        self.change(visit.owner, |services| services.current = Some(next.clone()));
+        self.change(visit.owner, |services| {
+            services.current = Some(next.clone())
+        });
         Ok(said(format!("{STOPPED} {}", code_runs_in(&next))))
     }
 
     async fn reuse(&self, visit: Visit<'_>, name: &SessionId) -> Result<CallToolResult, String> {
         let services = self.all(visit).await.map_err(refusal)?;
-        let service = services.iter().find(|service| service.id == *name).ok_or(NOT_RUNNING)?;
+        let service = services
+            .iter()
+            .find(|service| service.id == *name)
+            .ok_or(NOT_RUNNING)?;
         if service.ended.is_some() {
-            visit.server.shared.sessions.reset(visit.owner, name).await.map_err(refusal)?;
+            visit
+                .server
+                .shared
+                .sessions
+                .reset(visit.owner, name)
+                .await
+                .map_err(refusal)?;
         }
         self.change(visit.owner, |services| {
             services.stopped.remove(name);
@@ -204,34 +319,60 @@ impl CodeExecuter {
     /// the youngest one that runs.
     async fn current(&self, visit: Visit<'_>) -> Result<Option<Current>, Refused> {
         let services = self.all(visit).await?;
-        let remembered = self.services().get(visit.owner).and_then(|services| services.current.clone());
-        if let Some(name) = remembered.filter(|current| services.iter().any(|service| service.id == *current)) {
-            return Ok(Some(Current { name, is_new: false }));
+        let remembered = self
+            .services()
+            .get(visit.owner)
+            .and_then(|services| services.current.clone());
+        if let Some(name) =
+            remembered.filter(|current| services.iter().any(|service| service.id == *current))
+        {
+            return Ok(Some(Current {
+                name,
+                is_new: false,
+            }));
         }
-        let running = services.into_iter().filter(|service| !self.is_stopped(visit.owner, &service.id));
+        let running = services
+            .into_iter()
+            .filter(|service| !self.is_stopped(visit.owner, &service.id));
         let youngest = running.min_by_key(|service| service.age);
-        Ok(youngest.map(|service| Current { name: service.id, is_new: true }))
+        Ok(youngest.map(|service| Current {
+            name: service.id,
+            is_new: true,
+        }))
     }
 
     async fn all(&self, visit: Visit<'_>) -> Result<Vec<SessionInfo>, Refused> {
         let sessions = visit.server.shared.sessions.list(visit.owner).await?;
-        Ok(sessions.into_iter().filter(|session| session.id.as_str().starts_with(PREFIX)).collect())
+        Ok(sessions
+            .into_iter()
+            .filter(|session| session.id.as_str().starts_with(PREFIX))
+            .collect())
     }
 
     /// Returns the time as a name, or with a number behind it when two services are started within a second.
     async fn free_name(&self, visit: Visit<'_>) -> Result<SessionId, Refused> {
-        let taken: HashSet<String> = self.all(visit).await?.iter().map(|service| service.id.to_string()).collect();
+        let taken: HashSet<String> = self
+            .all(visit)
+            .await?
+            .iter()
+            .map(|service| service.id.to_string())
+            .collect();
         let now = DateTime::<Utc>::from(SystemTime::now()).format("%Y%m%d%H%M%S");
         let names = (1..).map(|number| match number {
             1 => format!("{PREFIX}{now}"),
             number => format!("{PREFIX}{now}-{number}"),
         });
-        let free = names.into_iter().find(|name| !taken.contains(name)).expect("there are more numbers than services");
+        let free = names
+            .into_iter()
+            .find(|name| !taken.contains(name))
+            .expect("there are more numbers than services");
         Ok(free.parse().expect("letters, digits and dashes are a name"))
     }
 
     fn is_stopped(&self, owner: &Principal, name: &SessionId) -> bool {
-        self.services().get(owner).is_some_and(|services| services.stopped.contains(name))
+        self.services()
+            .get(owner)
+            .is_some_and(|services| services.stopped.contains(name))
     }
 
     fn change(&self, owner: &Principal, change: impl FnOnce(&mut Services)) {
@@ -255,11 +396,16 @@ impl Toolbox for CodeExecuter {
     }
 
     fn find(&self, name: &str) -> Option<Entry> {
-        [START, EXECUTE, STOP, REUSE].into_iter().find(|entry| entry.name == name)
+        [START, EXECUTE, STOP, REUSE]
+            .into_iter()
+            .find(|entry| entry.name == name)
     }
 
     async fn call(&self, visit: Visit<'_>, tool: Entry, arguments: JsonObject) -> CallToolResponse {
-        self.carry_out(visit, tool, arguments).await.unwrap_or_else(failed).into()
+        self.carry_out(visit, tool, arguments)
+            .await
+            .unwrap_or_else(failed)
+            .into()
     }
 
     fn unknown(&self, name: &str) -> Result<CallToolResponse, ErrorData> {
@@ -267,20 +413,37 @@ impl Toolbox for CodeExecuter {
     }
 
     fn introduction(&self) -> Option<Introduction> {
-        Some(Introduction { name: "Code Execution Service", instructions: None })
+        Some(Introduction {
+            name: "Code Execution Service",
+            instructions: None,
+        })
     }
 
     fn prompts(&self) -> Vec<Prompt> {
-        let expression = PromptArgument::new("expression").with_description("What to evaluate.").with_required(true);
+        let expression = PromptArgument::new("expression")
+            .with_description("What to evaluate.")
+            .with_required(true);
         let description = "Evaluates a mathematical expression with code";
-        vec![Prompt::new("math_evaluation", Some(description), Some(vec![expression])).with_title("Mathematics Solver")]
+        vec![
+            Prompt::new("math_evaluation", Some(description), Some(vec![expression]))
+                .with_title("Mathematics Solver"),
+        ]
     }
 
-    fn prompt(&self, name: &str, arguments: Option<&JsonObject>) -> Result<GetPromptResult, ErrorData> {
+    fn prompt(
+        &self,
+        name: &str,
+        arguments: Option<&JsonObject>,
+    ) -> Result<GetPromptResult, ErrorData> {
         if name != "math_evaluation" {
-            return Err(ErrorData::invalid_params("there is no such prompt; there is math_evaluation", None));
+            return Err(ErrorData::invalid_params(
+                "there is no such prompt; there is math_evaluation",
+                None,
+            ));
         }
-        let expression = arguments.and_then(|arguments| arguments.get("expression")).and_then(Value::as_str);
+        let expression = arguments
+            .and_then(|arguments| arguments.get("expression"))
+            .and_then(Value::as_str);
         let expression = expression.filter(|text| text.chars().count() <= LONGEST_EXPRESSION).ok_or_else(|| {
             let text =
                 format!("math_evaluation needs \"expression\", a text of at most {LONGEST_EXPRESSION} characters");
@@ -290,7 +453,10 @@ impl Toolbox for CodeExecuter {
             "Evaluate this mathematical expression by running Python code, with SymPy where an exact result is possible, and say \
              what the result is: {expression}"
         );
-        Ok(GetPromptResult::new(vec![PromptMessage::new_text(Role::User, text)]))
+        Ok(GetPromptResult::new(vec![PromptMessage::new_text(
+            Role::User,
+            text,
+        )]))
     }
 }
 
@@ -301,7 +467,10 @@ fn code_runs_in(name: &SessionId) -> String {
 fn name(given: Given) -> Result<SessionId, String> {
     let text = given.text(64, 1).map_err(|bad| format!("Error: {bad}"))?;
     // Whatever else the text is, no service has such a name.
-    text.parse().ok().filter(|name: &SessionId| name.as_str().starts_with(PREFIX)).ok_or(NOT_RUNNING.to_owned())
+    text.parse()
+        .ok()
+        .filter(|name: &SessionId| name.as_str().starts_with(PREFIX))
+        .ok_or(NOT_RUNNING.to_owned())
 }
 
 fn refusal(refused: Refused) -> String {
@@ -315,16 +484,25 @@ fn result(outcome: &Outcome, notes: &[String]) -> CallToolResult {
         Status::Completed => None,
         Status::Raised(error) => {
             let traceback = telling::text_of(outcome, |stream| stream == Stream::Traceback);
-            Some(format!("{}\n{}", render::summary(error), traceback.trim_end()).trim_end().to_owned())
+            Some(
+                format!("{}\n{}", render::summary(error), traceback.trim_end())
+                    .trim_end()
+                    .to_owned(),
+            )
         }
         other => telling::ending(other, WAY_BACK),
     };
     let printed = telling::printed(outcome);
     let mut result = match why {
         None => said(format!("{note}{}", printed.trim_end_matches('\n'))),
-        Some(why) => failed(format!("Error: {note}{why}{}", telling::before_the_error(outcome, str::to_owned))),
+        Some(why) => failed(format!(
+            "Error: {note}{why}{}",
+            telling::before_the_error(outcome, str::to_owned)
+        )),
     };
-    result.content.extend(telling::images(outcome).map(telling::image_block));
+    result
+        .content
+        .extend(telling::images(outcome).map(telling::image_block));
     result
 }
 
@@ -346,7 +524,10 @@ fn tools() -> Vec<Tool> {
             EXECUTE.name,
             "Runs Python code in the service that was started or reused last, and returns what it printed and the value of its last \
              expression. Variables stay for the next call.",
-            schema(json!({"code": {"type": "string", "description": "Python code."}}), &["code"]),
+            schema(
+                json!({"code": {"type": "string", "description": "Python code."}}),
+                &["code"],
+            ),
         ),
         Tool::new(
             STOP.name,
@@ -377,19 +558,36 @@ mod tests {
 
     #[test]
     fn code_that_ends_well_is_told_by_its_output() {
-        let parts = vec![text(Stream::Stdout, "a\n"), text(Stream::Stderr, "b\n"), text(Stream::Value, "3"), picture()];
+        let parts = vec![
+            text(Stream::Stdout, "a\n"),
+            text(Stream::Stderr, "b\n"),
+            text(Stream::Value, "3"),
+            picture(),
+        ];
         let (failed, blocks) = told(&result(&outcome(Status::Completed, parts), &[]));
-        assert_eq!((failed, blocks), (false, vec!["a\nb\n3".to_owned(), "<picture>".to_owned()]));
+        assert_eq!(
+            (failed, blocks),
+            (false, vec!["a\nb\n3".to_owned(), "<picture>".to_owned()])
+        );
         let (failed, blocks) = told(&result(&outcome(Status::Completed, vec![]), &[]));
         assert_eq!((failed, blocks), (false, vec![String::new()]));
     }
 
     #[test]
     fn code_that_fails_is_told_by_the_error_and_then_its_output() {
-        let parts = vec![text(Stream::Stdout, "a\n"), text(Stream::Traceback, "trace\n")];
-        let (failed, blocks) = told(&result(&outcome(Status::Raised(raised()), parts), &["(anew)".to_owned()]));
+        let parts = vec![
+            text(Stream::Stdout, "a\n"),
+            text(Stream::Traceback, "trace\n"),
+        ];
+        let (failed, blocks) = told(&result(
+            &outcome(Status::Raised(raised()), parts),
+            &["(anew)".to_owned()],
+        ));
         assert!(failed);
-        assert_eq!(blocks, ["Error: (anew)\nValueError: bad\ntrace\n\nOutput before the error:\na"]);
+        assert_eq!(
+            blocks,
+            ["Error: (anew)\nValueError: bad\ntrace\n\nOutput before the error:\na"]
+        );
     }
 
     #[test]
@@ -398,17 +596,38 @@ mod tests {
         let arguments = |value: Value| value.as_object().cloned().unwrap();
         let given = arguments(json!({"expression": "2 ** 10"}));
         let prompt = json!(toolbox.prompt("math_evaluation", Some(&given)).unwrap());
-        assert!(prompt["messages"][0]["content"]["text"].as_str().unwrap().contains("2 ** 10"));
+        assert!(
+            prompt["messages"][0]["content"]["text"]
+                .as_str()
+                .unwrap()
+                .contains("2 ** 10")
+        );
         let long = arguments(json!({"expression": "1".repeat(10_001)}));
-        for (name, given) in [("math_evaluation", None), ("math_evaluation", Some(&long)), ("other", Some(&given))] {
+        for (name, given) in [
+            ("math_evaluation", None),
+            ("math_evaluation", Some(&long)),
+            ("other", Some(&given)),
+        ] {
             assert!(toolbox.prompt(name, given).is_err());
         }
     }
 
     #[test]
     fn calls_are_dangerous_only_where_modules_are() {
-        let blocked = Modules { blocked: vec!["os".to_owned()], ..Modules::default() };
-        assert_eq!(CodeExecuter::new(&McpSettings::default(), blocked).modules.calls, ["eval", "exec"]);
-        assert!(CodeExecuter::new(&McpSettings::default(), Modules::default()).modules.is_empty());
+        let blocked = Modules {
+            blocked: vec!["os".to_owned()],
+            ..Modules::default()
+        };
+        assert_eq!(
+            CodeExecuter::new(&McpSettings::default(), blocked)
+                .modules
+                .calls,
+            ["eval", "exec"]
+        );
+        assert!(
+            CodeExecuter::new(&McpSettings::default(), Modules::default())
+                .modules
+                .is_empty()
+        );
     }
 }

@@ -12,7 +12,10 @@ pub(super) fn outcome(status: Status, parts: Vec<Part>) -> Outcome {
     Outcome {
         execution: ExecutionId(1),
         status,
-        output: Output { parts, ..Output::default() },
+        output: Output {
+            parts,
+            ..Output::default()
+        },
         duration: Duration::from_millis(1),
         memory: MemoryUse::default(),
         processor_time: Duration::from_millis(1),
@@ -30,11 +33,21 @@ pub(super) fn outcome(status: Status, parts: Vec<Part>) -> Outcome {
 }
 
 pub(super) fn text(stream: Stream, text: &str) -> Part {
-    Part::Text { stream, text: text.to_owned() }
+    Part::Text {
+        stream,
+        text: text.to_owned(),
+    }
 }
 
 pub(super) fn picture() -> Part {
-    Part::Image(Image { mime: "image/png", bytes: vec![1, 2, 3], width: 1, height: 1, scaled_from: None, frames: None })
+    Part::Image(Image {
+        mime: "image/png",
+        bytes: vec![1, 2, 3],
+        width: 1,
+        height: 1,
+        scaled_from: None,
+        frames: None,
+    })
 }
 
 pub(super) fn raised() -> PythonError {
@@ -50,6 +63,13 @@ pub(super) fn raised() -> PythonError {
 pub(super) fn told(result: &CallToolResult) -> (bool, Vec<String>) {
     let blocks = json!(result.content);
     let blocks = blocks.as_array().cloned().unwrap_or_default();
-    let block = |block: &Value| block["text"].as_str().map_or("<picture>".to_owned(), str::to_owned);
-    (result.is_error == Some(true), blocks.iter().map(block).collect())
+    let block = |block: &Value| {
+        block["text"]
+            .as_str()
+            .map_or("<picture>".to_owned(), str::to_owned)
+    };
+    (
+        result.is_error == Some(true),
+        blocks.iter().map(block).collect(),
+    )
 }

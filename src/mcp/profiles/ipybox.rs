@@ -12,7 +12,9 @@ use async_trait::async_trait;
 use rmcp::model::{CallToolResponse, CallToolResult, ContentBlock, ErrorData, JsonObject, Tool};
 use serde_json::{Value, json};
 
-use super::super::arguments::{LARGEST_CODE, LONGEST_PATH, LONGEST_SERVER_NAME, MOST_OUTPUT_CHARS, Source};
+use super::super::arguments::{
+    LARGEST_CODE, LONGEST_PATH, LONGEST_SERVER_NAME, MOST_OUTPUT_CHARS, Source,
+};
 use super::super::calls::or_cancelled;
 use super::super::host_files::{HostFileError, Overwrite};
 use super::super::toolbox::{Entry, Introduction, Toolbox, Visit};
@@ -26,12 +28,36 @@ use crate::session::{InsidePath, Outcome, Refused, SessionId, Status};
 
 const WAY_BACK: &str = "Call `reset` to start Python anew.";
 
-const EXECUTE: Entry = Entry { name: "execute_ipython_cell", scope: Scope::Execute, extent: Extent::FirstStep };
-const INSTALL: Entry = Entry { name: "install_package", scope: Scope::Install, extent: Extent::FirstStep };
-const REGISTER: Entry = Entry { name: "register_mcp_server", scope: Scope::Register, extent: Extent::Whole };
-const RESET: Entry = Entry { name: "reset", scope: Scope::Execute, extent: Extent::FirstStepSoon };
-const UPLOAD: Entry = Entry { name: "upload_file", scope: Scope::Execute, extent: Extent::Whole };
-const DOWNLOAD: Entry = Entry { name: "download_file", scope: Scope::Read, extent: Extent::Whole };
+const EXECUTE: Entry = Entry {
+    name: "execute_ipython_cell",
+    scope: Scope::Execute,
+    extent: Extent::FirstStep,
+};
+const INSTALL: Entry = Entry {
+    name: "install_package",
+    scope: Scope::Install,
+    extent: Extent::FirstStep,
+};
+const REGISTER: Entry = Entry {
+    name: "register_mcp_server",
+    scope: Scope::Register,
+    extent: Extent::Whole,
+};
+const RESET: Entry = Entry {
+    name: "reset",
+    scope: Scope::Execute,
+    extent: Extent::FirstStepSoon,
+};
+const UPLOAD: Entry = Entry {
+    name: "upload_file",
+    scope: Scope::Execute,
+    extent: Extent::Whole,
+};
+const DOWNLOAD: Entry = Entry {
+    name: "download_file",
+    scope: Scope::Read,
+    extent: Extent::Whole,
+};
 
 pub(super) struct Ipybox {
     tools: Vec<Tool>,
@@ -43,7 +69,11 @@ pub(super) struct Ipybox {
 }
 
 impl Ipybox {
-    pub(super) fn new(settings: &McpSettings, images: InsidePath, workspace: Option<PathBuf>) -> Ipybox {
+    pub(super) fn new(
+        settings: &McpSettings,
+        images: InsidePath,
+        workspace: Option<PathBuf>,
+    ) -> Ipybox {
         Ipybox {
             tools: tools(settings),
             default_timeout: settings.default_timeout,
@@ -54,15 +84,29 @@ impl Ipybox {
         }
     }
 
-    async fn carry_out(&self, visit: Visit<'_>, tool: Entry, arguments: JsonObject) -> Result<CallToolResult, Failure> {
-        let _place = visit.server.place(visit.owner).map_err(|busy| Failure(busy.to_string()))?;
+    async fn carry_out(
+        &self,
+        visit: Visit<'_>,
+        tool: Entry,
+        arguments: JsonObject,
+    ) -> Result<CallToolResult, Failure> {
+        let _place = visit
+            .server
+            .place(visit.owner)
+            .map_err(|busy| Failure(busy.to_string()))?;
         let mut written = Written::new(tool.name, &self.tools, arguments).map_err(Failure::of)?;
         match tool.name {
             "execute_ipython_cell" => self.execute(visit, written).await,
             "install_package" => {
-                let name = written.take("package_name").text(LONGEST_PATH, 1).map_err(Failure::of)?;
+                let name = written
+                    .take("package_name")
+                    .text(LONGEST_PATH, 1)
+                    .map_err(Failure::of)?;
                 let session = SessionId::default_session();
-                let report = visit.server.install_to_end(visit.owner, &session, vec![name], visit.context).await?;
+                let report = visit
+                    .server
+                    .install_to_end(visit.owner, &session, vec![name], visit.context)
+                    .await?;
                 Ok(said(report.text.trim_end()))
             }
             "reset" => {
@@ -83,13 +127,23 @@ impl Ipybox {
         }
     }
 
-    async fn execute(&self, visit: Visit<'_>, mut written: Written) -> Result<CallToolResult, Failure> {
-        let code = written.take("code").text(LARGEST_CODE, 0).map_err(Failure::of)?;
+    async fn execute(
+        &self,
+        visit: Visit<'_>,
+        mut written: Written,
+    ) -> Result<CallToolResult, Failure> {
+        let code = written
+            .take("code")
+            .text(LARGEST_CODE, 0)
+            .map_err(Failure::of)?;
         let timeout = written.take_leniently("timeout");
-        let timeout = timeout.timeout(self.default_timeout, self.max_timeout).map_err(Failure::of)?;
+        let timeout = timeout
+            .timeout(self.default_timeout, self.max_timeout)
+            .map_err(Failure::of)?;
         let most = written.take_leniently("max_output_chars");
-        let most =
-            most.count(1..=MOST_OUTPUT_CHARS, self.default_max_output_chars as u64).map_err(Failure::of)? as usize;
+        let most = most
+            .count(1..=MOST_OUTPUT_CHARS, self.default_max_output_chars as u64)
+            .map_err(Failure::of)? as usize;
         let session = SessionId::default_session();
         // A page that is cut keeps three fifths of its characters at its head, so that twice as many hold all that is shown.
         let outcome = visit.run(&session, code, timeout, 2 * most).await?;
@@ -103,12 +157,19 @@ impl Ipybox {
             text.push_str(&format!("{gap}Generated images:\n\n{}", links.join("\n")));
         }
         let mut result = said(text);
-        result.content.extend(telling::images(&outcome).map(telling::image_block));
+        result
+            .content
+            .extend(telling::images(&outcome).map(telling::image_block));
         Ok(result)
     }
 
     /// Puts the pictures of a cell into the session's folder, and returns the lines that say where.
-    async fn keep_images(&self, visit: Visit<'_>, session: &SessionId, outcome: &Outcome) -> Vec<String> {
+    async fn keep_images(
+        &self,
+        visit: Visit<'_>,
+        session: &SessionId,
+        outcome: &Outcome,
+    ) -> Vec<String> {
         let mut lines = Vec::new();
         for image in telling::images(outcome) {
             let name = random_name();
@@ -116,11 +177,24 @@ impl Ipybox {
             let path: Result<InsidePath, _> = format!("{}/{name}.{ending}", self.images).parse();
             let path = path.expect("a folder and a short name are a path");
             let sessions = &visit.server.shared.sessions;
-            let kept = sessions.write_file(visit.owner, session, &path, &mut image.bytes.as_slice(), true).await;
+            let kept = sessions
+                .write_file(
+                    visit.owner,
+                    session,
+                    &path,
+                    &mut image.bytes.as_slice(),
+                    true,
+                )
+                .await;
             lines.push(match (kept, &self.workspace) {
-                (Ok(_), Some(workspace)) => format!("- [{name}]({})", workspace.join(path.as_str()).display()),
+                (Ok(_), Some(workspace)) => {
+                    format!("- [{name}]({})", workspace.join(path.as_str()).display())
+                }
                 (Ok(_), None) => format!("- [{name}]({path})"),
-                (Err(refused), _) => format!("- {name} was not saved: {}", telling::refusal(&refused, WAY_BACK)),
+                (Err(refused), _) => format!(
+                    "- {name} was not saved: {}",
+                    telling::refusal(&refused, WAY_BACK)
+                ),
             });
         }
         lines
@@ -135,12 +209,17 @@ impl Toolbox for Ipybox {
 
     fn find(&self, name: &str) -> Option<Entry> {
         let listed = self.tools.iter().any(|tool| tool.name == name);
-        [REGISTER, INSTALL, EXECUTE, RESET, UPLOAD, DOWNLOAD].into_iter().find(|entry| listed && entry.name == name)
+        [REGISTER, INSTALL, EXECUTE, RESET, UPLOAD, DOWNLOAD]
+            .into_iter()
+            .find(|entry| listed && entry.name == name)
     }
 
     async fn call(&self, visit: Visit<'_>, tool: Entry, arguments: JsonObject) -> CallToolResponse {
         let done = self.carry_out(visit, tool, arguments).await;
-        done.unwrap_or_else(|Failure(why)| failed(format!("Error executing tool {}: {why}", tool.name))).into()
+        done.unwrap_or_else(|Failure(why)| {
+            failed(format!("Error executing tool {}: {why}", tool.name))
+        })
+        .into()
     }
 
     fn unknown(&self, name: &str) -> Result<CallToolResponse, ErrorData> {
@@ -148,7 +227,10 @@ impl Toolbox for Ipybox {
     }
 
     fn introduction(&self) -> Option<Introduction> {
-        Some(Introduction { name: "ipybox", instructions: None })
+        Some(Introduction {
+            name: "ipybox",
+            instructions: None,
+        })
     }
 }
 
@@ -176,11 +258,16 @@ fn failure(outcome: &Outcome, most: usize) -> Option<Failure> {
         }
         Status::TimedOut { limit, state } => {
             let after = telling::kept_or_lost(*state, WAY_BACK);
-            format!("Code execution exceeded timeout of {:.2}s. {after}", limit.as_secs_f64())
+            format!(
+                "Code execution exceeded timeout of {:.2}s. {after}",
+                limit.as_secs_f64()
+            )
         }
         other => telling::ending(other, WAY_BACK)?,
     };
-    Some(Failure(why + &telling::before_the_error(outcome, |printed| cut(printed, most))))
+    Some(Failure(
+        why + &telling::before_the_error(outcome, |printed| cut(printed, most)),
+    ))
 }
 
 /// Cuts a text that is longer than a caller wants, and says so.
@@ -194,26 +281,47 @@ fn cut(text: &str, most: usize) -> String {
 /// Eight hexadecimal digits, as pictures were always called.
 fn random_name() -> String {
     let mut bytes = [0; 4];
-    rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty()).expect("the kernel has random bytes");
+    rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty())
+        .expect("the kernel has random bytes");
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 /// Registers another MCP server and names its tools, as modules below `mcptools`, one block each.
 async fn register(visit: Visit<'_>, mut written: Written) -> Result<CallToolResult, Failure> {
-    let name = written.take("server_name").text(LONGEST_SERVER_NAME, 1).map_err(Failure::of)?;
+    let name = written
+        .take("server_name")
+        .text(LONGEST_SERVER_NAME, 1)
+        .map_err(Failure::of)?;
     let params = match written.take_leniently("server_params").value {
         Some(params @ Value::Object(_)) => params,
-        _ => return Err(Failure("server_params must be an object with a \"command\" or a \"url\"".to_owned())),
+        _ => {
+            return Err(Failure(
+                "server_params must be an object with a \"command\" or a \"url\"".to_owned(),
+            ));
+        }
     };
     let given = name.clone();
-    let request = ServerRequest { name, params, trust: visit.server.shared.front.trust() };
-    let registered = visit.server.shared.sessions.register_server(visit.owner, request);
-    let report = or_cancelled(visit.context, registered).await.map_err(|error| match error.downcast::<Refused>() {
-        Ok(refused) => Failure::from(*refused),
-        Err(error) => Failure(telling::with_causes(&*error)),
-    })?;
-    let mut told: Vec<ContentBlock> =
-        report.tools.iter().map(|tool| ContentBlock::text(tool.module.as_str())).collect();
+    let request = ServerRequest {
+        name,
+        params,
+        trust: visit.server.shared.front.trust(),
+    };
+    let registered = visit
+        .server
+        .shared
+        .sessions
+        .register_server(visit.owner, request);
+    let report = or_cancelled(visit.context, registered)
+        .await
+        .map_err(|error| match error.downcast::<Refused>() {
+            Ok(refused) => Failure::from(*refused),
+            Err(error) => Failure(telling::with_causes(&*error)),
+        })?;
+    let mut told: Vec<ContentBlock> = report
+        .tools
+        .iter()
+        .map(|tool| ContentBlock::text(tool.module.as_str()))
+        .collect();
     // Otherwise the package is called what the server is called, and one block for each tool is all that was ever said.
     if report.package != given {
         told.push(ContentBlock::text(format!(
@@ -230,22 +338,47 @@ enum Direction {
     Download,
 }
 
-async fn transfer(visit: Visit<'_>, mut written: Written, direction: Direction) -> Result<CallToolResult, Failure> {
-    let relpath = written.take("relpath").text(LONGEST_PATH, 1).map_err(Failure::of)?;
-    let local_path = written.take("local_path").text(LONGEST_PATH, 1).map_err(Failure::of)?;
-    let inside: InsidePath = tidied(&relpath).parse().map_err(|cause: crate::session::BadInsidePath| {
-        Failure(format!("Invalid path: escapes root directory ({cause})"))
-    })?;
+async fn transfer(
+    visit: Visit<'_>,
+    mut written: Written,
+    direction: Direction,
+) -> Result<CallToolResult, Failure> {
+    let relpath = written
+        .take("relpath")
+        .text(LONGEST_PATH, 1)
+        .map_err(Failure::of)?;
+    let local_path = written
+        .take("local_path")
+        .text(LONGEST_PATH, 1)
+        .map_err(Failure::of)?;
+    let inside: InsidePath =
+        tidied(&relpath)
+            .parse()
+            .map_err(|cause: crate::session::BadInsidePath| {
+                Failure(format!("Invalid path: escapes root directory ({cause})"))
+            })?;
     let session = SessionId::default_session();
-    let Visit { server, owner, context } = visit;
+    let Visit {
+        server,
+        owner,
+        context,
+    } = visit;
     let done = match direction {
         Direction::Upload => {
             let source = Source::Local(local_path.clone());
-            or_cancelled(context, server.upload(owner, &session, &inside, source, true)).await
+            or_cancelled(
+                context,
+                server.upload(owner, &session, &inside, source, true),
+            )
+            .await
         }
         Direction::Download => {
             let path = local_path.clone();
-            or_cancelled(context, server.download(owner, &session, &inside, path, Overwrite::Allowed)).await
+            or_cancelled(
+                context,
+                server.download(owner, &session, &inside, path, Overwrite::Allowed),
+            )
+            .await
         }
     };
     match done {
@@ -257,8 +390,15 @@ async fn transfer(visit: Visit<'_>, mut written: Written, direction: Direction) 
 /// Drops what a path may hold without meaning anything: `./a//b` is `a/b`.
 fn tidied(relpath: &str) -> String {
     let is_absolute = relpath.starts_with('/');
-    let parts: Vec<&str> = relpath.split('/').filter(|part| !matches!(*part, "" | ".")).collect();
-    if is_absolute { relpath.to_owned() } else { parts.join("/") }
+    let parts: Vec<&str> = relpath
+        .split('/')
+        .filter(|part| !matches!(*part, "" | "."))
+        .collect();
+    if is_absolute {
+        relpath.to_owned()
+    } else {
+        parts.join("/")
+    }
 }
 
 fn trouble(
@@ -267,8 +407,14 @@ fn trouble(
     local_path: &str,
     relpath: &str,
 ) -> String {
-    let verb = if direction == Direction::Upload { "upload" } else { "download" };
-    let outside = |more: &str| format!("Path '{local_path}' is not within allowed directories for {verb}{more}");
+    let verb = if direction == Direction::Upload {
+        "upload"
+    } else {
+        "download"
+    };
+    let outside = |more: &str| {
+        format!("Path '{local_path}' is not within allowed directories for {verb}{more}")
+    };
     match error.downcast_ref::<HostFileError>() {
         Some(HostFileError::NoDirectories) => {
             return outside(": this server was given none; name some with --allowed-dir");
@@ -280,8 +426,14 @@ fn trouble(
         _ => {}
     }
     match error.downcast_ref::<Refused>() {
-        Some(Refused::File { reason: Trouble::Missing, .. }) => format!("File not found: {relpath}"),
-        Some(Refused::File { reason: Trouble::NotAFile, .. }) => format!("Not a file: {relpath}"),
+        Some(Refused::File {
+            reason: Trouble::Missing,
+            ..
+        }) => format!("File not found: {relpath}"),
+        Some(Refused::File {
+            reason: Trouble::NotAFile,
+            ..
+        }) => format!("Not a file: {relpath}"),
         // Nothing has run yet, so the folder is empty.
         Some(Refused::Unknown { .. }) => format!("File not found: {relpath}"),
         Some(refused) => telling::refusal(refused, WAY_BACK),
@@ -377,14 +529,20 @@ mod tests {
     use crate::session::{StateAfter, Stream};
 
     fn failure_of(status: Status, printed: &str, most: usize) -> String {
-        let parts = vec![text(Stream::Stdout, printed), text(Stream::Traceback, "not this one")];
+        let parts = vec![
+            text(Stream::Stdout, printed),
+            text(Stream::Traceback, "not this one"),
+        ];
         failure(&outcome(status, parts), most).unwrap().0
     }
 
     #[test]
     fn a_text_is_cut_after_exactly_so_many_characters() {
         assert_eq!(cut("äöü", 3), "äöü");
-        assert_eq!(cut("äöü", 2), "äö\n\n[Output truncated: exceeded 2 character limit]");
+        assert_eq!(
+            cut("äöü", 2),
+            "äö\n\n[Output truncated: exceeded 2 character limit]"
+        );
     }
 
     #[test]
@@ -398,14 +556,27 @@ mod tests {
     #[test]
     fn errors_are_limited_too() {
         let told = failure_of(Status::Raised(raised()), &"x".repeat(50), 10);
-        assert_eq!(told.matches("[Output truncated: exceeded 10 character limit]").count(), 2, "{told}");
+        assert_eq!(
+            told.matches("[Output truncated: exceeded 10 character limit]")
+                .count(),
+            2,
+            "{told}"
+        );
     }
 
     #[test]
     fn a_time_out_tells_its_value() {
-        let status = Status::TimedOut { limit: Duration::from_millis(1500), state: StateAfter::Kept };
+        let status = Status::TimedOut {
+            limit: Duration::from_millis(1500),
+            state: StateAfter::Kept,
+        };
         let told = failure_of(status, "", 100);
-        assert!(told.starts_with("Code execution exceeded timeout of 1.50s. Variables and files are kept"), "{told}");
+        assert!(
+            told.starts_with(
+                "Code execution exceeded timeout of 1.50s. Variables and files are kept"
+            ),
+            "{told}"
+        );
     }
 
     #[test]
@@ -419,16 +590,34 @@ mod tests {
     #[test]
     fn whoever_calls_over_a_network_has_no_tools_for_local_files() {
         let names = |front| {
-            let settings = McpSettings { front, ..McpSettings::default() };
+            let settings = McpSettings {
+                front,
+                ..McpSettings::default()
+            };
             let toolbox = Ipybox::new(&settings, "images".parse().unwrap(), None);
             let found = toolbox.find("upload_file").is_some();
-            (toolbox.tools().iter().map(|tool| tool.name.to_string()).collect::<Vec<_>>(), found)
+            (
+                toolbox
+                    .tools()
+                    .iter()
+                    .map(|tool| tool.name.to_string())
+                    .collect::<Vec<_>>(),
+                found,
+            )
         };
         let (all, found) = names(Front::Stdio);
-        let before = ["register_mcp_server", "install_package", "execute_ipython_cell", "reset"];
+        let before = [
+            "register_mcp_server",
+            "install_package",
+            "execute_ipython_cell",
+            "reset",
+        ];
         assert_eq!(
             (&all[..4], &all[4..]),
-            (&before.map(str::to_owned)[..], &["upload_file", "download_file"].map(str::to_owned)[..])
+            (
+                &before.map(str::to_owned)[..],
+                &["upload_file", "download_file"].map(str::to_owned)[..]
+            )
         );
         assert!(found);
         assert_eq!(names(Front::Http), (all[..4].to_vec(), false));
@@ -438,6 +627,10 @@ mod tests {
     fn names_of_pictures_are_eight_digits_and_come_once() {
         let names: std::collections::HashSet<String> = (0..100).map(|_| random_name()).collect();
         assert_eq!(names.len(), 100);
-        assert!(names.iter().all(|name| name.len() == 8 && name.chars().all(|letter| letter.is_ascii_hexdigit())));
+        assert!(
+            names.iter().all(
+                |name| name.len() == 8 && name.chars().all(|letter| letter.is_ascii_hexdigit())
+            )
+        );
     }
 }

@@ -63,11 +63,17 @@ pub enum Profile {
 pub(super) fn toolbox(settings: &McpSettings) -> Arc<dyn Toolbox> {
     match &settings.profile {
         Profile::Default => Arc::new(Catalogue::new(settings)),
-        Profile::Ipybox { images, workspace } => {
-            Arc::new(ipybox::Ipybox::new(settings, images.clone(), workspace.clone()))
+        Profile::Ipybox { images, workspace } => Arc::new(ipybox::Ipybox::new(
+            settings,
+            images.clone(),
+            workspace.clone(),
+        )),
+        Profile::PythonDocker { modules } => {
+            Arc::new(python_docker::PythonDocker::new(settings, modules.clone()))
         }
-        Profile::PythonDocker { modules } => Arc::new(python_docker::PythonDocker::new(settings, modules.clone())),
-        Profile::CodeExecuter { modules } => Arc::new(code_executer::CodeExecuter::new(settings, modules.clone())),
+        Profile::CodeExecuter { modules } => {
+            Arc::new(code_executer::CodeExecuter::new(settings, modules.clone()))
+        }
         Profile::Pyexec => Arc::new(pyexec::Pyexec::new(settings)),
     }
 }
@@ -82,10 +88,22 @@ struct Written {
 }
 
 impl Written {
-    fn new(tool: &'static str, tools: &[Tool], arguments: JsonObject) -> Result<Written, BadArgument> {
-        let schema = tools.iter().find(|listed| listed.name == tool).expect("every tool that is found is listed");
-        let properties = schema.input_schema.get("properties").and_then(Value::as_object);
-        let allowed: Vec<String> = properties.map(|names| names.keys().cloned().collect()).unwrap_or_default();
+    fn new(
+        tool: &'static str,
+        tools: &[Tool],
+        arguments: JsonObject,
+    ) -> Result<Written, BadArgument> {
+        let schema = tools
+            .iter()
+            .find(|listed| listed.name == tool)
+            .expect("every tool that is found is listed");
+        let properties = schema
+            .input_schema
+            .get("properties")
+            .and_then(Value::as_object);
+        let allowed: Vec<String> = properties
+            .map(|names| names.keys().cloned().collect())
+            .unwrap_or_default();
         match arguments.keys().find(|name| !allowed.contains(name)) {
             Some(given) => Err(BadArgument::Unknown {
                 tool,
@@ -98,7 +116,11 @@ impl Written {
     }
 
     fn take(&mut self, name: &'static str) -> Given {
-        Given { tool: self.tool, name, value: self.arguments.remove(name) }
+        Given {
+            tool: self.tool,
+            name,
+            value: self.arguments.remove(name),
+        }
     }
 
     /// Takes an argument that is no text. Some models write numbers, lists and flags as text, and these servers took that.
@@ -135,9 +157,17 @@ impl Visit<'_> {
         max_output_chars: usize,
     ) -> Result<Outcome, Refused> {
         let asking = Way::of(self.context).asking_meanwhile();
-        let request =
-            ExecuteRequest { code, timeout, max_output_chars, asking, rules: None, recorder: RecorderId::default() };
-        self.server.run_to_end(self.owner, session, request, self.context).await
+        let request = ExecuteRequest {
+            code,
+            timeout,
+            max_output_chars,
+            asking,
+            rules: None,
+            recorder: RecorderId::default(),
+        };
+        self.server
+            .run_to_end(self.owner, session, request, self.context)
+            .await
     }
 
     /// Runs a cell to its end, in a new Python if the session has lost its own. For profiles without a tool that starts it anew: the
@@ -149,13 +179,28 @@ impl Visit<'_> {
         timeout: Duration,
         max_output_chars: usize,
     ) -> Result<Ran, Refused> {
-        match self.run(session, code.to_owned(), timeout, max_output_chars).await {
+        match self
+            .run(session, code.to_owned(), timeout, max_output_chars)
+            .await
+        {
             Err(Refused::Ended { why, .. }) => {
-                self.server.shared.sessions.reset(self.owner, session).await?;
-                let outcome = self.run(session, code.to_owned(), timeout, max_output_chars).await?;
-                Ok(Ran { outcome, anew: Some(started_anew(&why)) })
+                self.server
+                    .shared
+                    .sessions
+                    .reset(self.owner, session)
+                    .await?;
+                let outcome = self
+                    .run(session, code.to_owned(), timeout, max_output_chars)
+                    .await?;
+                Ok(Ran {
+                    outcome,
+                    anew: Some(started_anew(&why)),
+                })
             }
-            ran => ran.map(|outcome| Ran { outcome, anew: None }),
+            ran => ran.map(|outcome| Ran {
+                outcome,
+                anew: None,
+            }),
         }
     }
 }
@@ -172,7 +217,11 @@ fn failed(text: impl Into<String>) -> CallToolResult {
 
 /// Answers a call of a tool that there is not, as most of these servers do.
 fn unknown_tool(name: &str) -> CallToolResponse {
-    failed(format!("Unknown tool: {}", telling::head(name, LONGEST_NAME).0)).into()
+    failed(format!(
+        "Unknown tool: {}",
+        telling::head(name, LONGEST_NAME).0
+    ))
+    .into()
 }
 
 /// A table of arguments as JSON Schema.

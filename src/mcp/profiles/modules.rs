@@ -62,8 +62,14 @@ impl Modules {
     ) -> Result<Option<Problem>, Refused> {
         let word = SessionId::random();
         let sessions = visit.server.shared.sessions.list(visit.owner).await?;
-        let requested = sessions.into_iter().find(|known| known.id == *session).map(|known| known.requested);
-        let cell = format!("{first}\n{}", self.cell(code, &requested.unwrap_or_default(), word.as_str()));
+        let requested = sessions
+            .into_iter()
+            .find(|known| known.id == *session)
+            .map(|known| known.requested);
+        let cell = format!(
+            "{first}\n{}",
+            self.cell(code, &requested.unwrap_or_default(), word.as_str())
+        );
         let outcome = visit.run(session, cell, CHECK_TIME, CHECK_CHARS).await?;
         Ok(verdict(&outcome, word.as_str()))
     }
@@ -80,15 +86,29 @@ impl Modules {
         }
         match self.check(visit, session, code, "").await {
             Err(Refused::Ended { why, .. }) => {
-                visit.server.shared.sessions.reset(visit.owner, session).await?;
-                Ok((self.check(visit, session, code, "").await?, Some(started_anew(&why))))
+                visit
+                    .server
+                    .shared
+                    .sessions
+                    .reset(visit.owner, session)
+                    .await?;
+                Ok((
+                    self.check(visit, session, code, "").await?,
+                    Some(started_anew(&why)),
+                ))
             }
             checked => Ok((checked?, None)),
         }
     }
 
     fn cell(&self, code: &str, requested: &[String], word: &str) -> String {
-        let Modules { allowed, blocked, calls, installed, requested_wins } = self;
+        let Modules {
+            allowed,
+            blocked,
+            calls,
+            installed,
+            requested_wins,
+        } = self;
         let request = json!({
             "code": code, "allowed": allowed, "blocked": blocked, "calls": calls, "packages": installed,
             "requested": requested, "requested_wins": requested_wins, "word": word,
@@ -98,17 +118,32 @@ impl Modules {
 }
 
 /// Returns a cell that calls a function of the runner with a request. No name of the session is used on the way.
-pub(super) fn runners_own(module: &str, function: &str, arguments: &[&str], request: &Value) -> String {
+pub(super) fn runners_own(
+    module: &str,
+    function: &str,
+    arguments: &[&str],
+    request: &Value,
+) -> String {
     // A text in JSON is a text in Python too.
     let request = Value::from(request.to_string()).to_string();
-    let arguments = arguments.iter().map(|argument| (*argument).to_owned()).chain([request]).collect::<Vec<_>>();
-    format!("__import__('cellblock_runner.{module}', fromlist=['']).{function}({})", arguments.join(", "))
+    let arguments = arguments
+        .iter()
+        .map(|argument| (*argument).to_owned())
+        .chain([request])
+        .collect::<Vec<_>>();
+    format!(
+        "__import__('cellblock_runner.{module}', fromlist=['']).{function}({})",
+        arguments.join(", ")
+    )
 }
 
 /// Finds the answer of a function of the runner: the line that begins with the word that only it was told.
 pub(super) fn answer(outcome: &Outcome, word: &str) -> Option<Value> {
     let told = outcome.output.parts.iter().filter_map(|part| match part {
-        Part::Text { stream: Stream::Stdout, text } => Some(text.as_str()),
+        Part::Text {
+            stream: Stream::Stdout,
+            text,
+        } => Some(text.as_str()),
         _ => None,
     });
     let told: String = told.collect();
@@ -120,14 +155,22 @@ fn verdict(outcome: &Outcome, word: &str) -> Option<Problem> {
     let unchecked = |why: &str| Some(Problem::Unchecked(why.to_owned()));
     match (answer(outcome, word), &outcome.status) {
         (Some(Value::Null), _) => None,
-        (Some(Value::Array(parts)), _) => match (parts.first().and_then(Value::as_str), parts.get(1)) {
-            (Some("blocked"), Some(Value::String(name))) => Some(Problem::Blocked(name.clone())),
-            (Some("not listed"), Some(Value::String(name))) => Some(Problem::NotListed(name.clone())),
-            (Some("call"), Some(Value::String(name))) => Some(Problem::Call(name.clone())),
-            (Some("command"), _) => Some(Problem::Command),
-            _ => unchecked("the answer makes no sense"),
-        },
-        (_, Status::Raised(error)) => Some(Problem::Unchecked(super::super::render::summary(error))),
+        (Some(Value::Array(parts)), _) => {
+            match (parts.first().and_then(Value::as_str), parts.get(1)) {
+                (Some("blocked"), Some(Value::String(name))) => {
+                    Some(Problem::Blocked(name.clone()))
+                }
+                (Some("not listed"), Some(Value::String(name))) => {
+                    Some(Problem::NotListed(name.clone()))
+                }
+                (Some("call"), Some(Value::String(name))) => Some(Problem::Call(name.clone())),
+                (Some("command"), _) => Some(Problem::Command),
+                _ => unchecked("the answer makes no sense"),
+            }
+        }
+        (_, Status::Raised(error)) => {
+            Some(Problem::Unchecked(super::super::render::summary(error)))
+        }
         (_, Status::TimedOut { .. }) => unchecked("that took too long"),
         _ => unchecked("Python gave no answer"),
     }
@@ -139,18 +182,37 @@ mod tests {
     use super::*;
 
     fn judged(status: Status, printed: &str) -> Option<Problem> {
-        verdict(&outcome(status, vec![text(Stream::Stdout, printed)]), "word")
+        verdict(
+            &outcome(status, vec![text(Stream::Stdout, printed)]),
+            "word",
+        )
     }
 
     #[test]
     fn an_answer_is_the_line_that_begins_with_the_word() {
         assert_eq!(judged(Status::Completed, "noise\nwordnull\n"), None);
-        let blocked = judged(Status::Completed, "noise[\"blocked\", \"x\"]\nword[\"blocked\", \"os\"]\n");
+        let blocked = judged(
+            Status::Completed,
+            "noise[\"blocked\", \"x\"]\nword[\"blocked\", \"os\"]\n",
+        );
         assert_eq!(blocked, Some(Problem::Blocked("os".to_owned())));
-        let problem = |answer: &str| judged(Status::Completed, &format!("word{answer}\n")).unwrap().to_string();
-        assert_eq!(problem("[\"blocked\", \"os\"]"), "Import 'os' is blocked for security reasons");
-        assert_eq!(problem("[\"not listed\", \"abc\"]"), "Import 'abc' is not in the allowed list");
-        assert_eq!(problem("[\"call\", \"eval\"]"), "Calling 'eval' is blocked for security reasons");
+        let problem = |answer: &str| {
+            judged(Status::Completed, &format!("word{answer}\n"))
+                .unwrap()
+                .to_string()
+        };
+        assert_eq!(
+            problem("[\"blocked\", \"os\"]"),
+            "Import 'os' is blocked for security reasons"
+        );
+        assert_eq!(
+            problem("[\"not listed\", \"abc\"]"),
+            "Import 'abc' is not in the allowed list"
+        );
+        assert_eq!(
+            problem("[\"call\", \"eval\"]"),
+            "Calling 'eval' is blocked for security reasons"
+        );
         assert!(problem("[\"command\", \"\"]").starts_with("Shell commands"));
     }
 
@@ -162,17 +224,25 @@ mod tests {
             (Status::Completed, "word[\"what\"]"),
             (Status::Completed, "word{broken"),
             (Status::Raised(raised()), ""),
-            (Status::TimedOut { limit, state: crate::session::StateAfter::Kept }, ""),
+            (
+                Status::TimedOut {
+                    limit,
+                    state: crate::session::StateAfter::Kept,
+                },
+                "",
+            ),
         ] {
-            assert!(matches!(judged(status, printed), Some(Problem::Unchecked(_))), "{printed}");
+            assert!(
+                matches!(judged(status, printed), Some(Problem::Unchecked(_))),
+                "{printed}"
+            );
         }
     }
 
     #[test]
     fn a_request_is_one_line_of_python() {
         let cell = runners_own("state", "tell", &["names"], &json!({"code": "\"x\"\n"}));
-        let expected =
-            r#"__import__('cellblock_runner.state', fromlist=['']).tell(names, "{\"code\":\"\\\"x\\\"\\n\"}")"#;
+        let expected = r#"__import__('cellblock_runner.state', fromlist=['']).tell(names, "{\"code\":\"\\\"x\\\"\\n\"}")"#;
         assert_eq!(cell, expected);
     }
 }

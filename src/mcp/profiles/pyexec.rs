@@ -22,7 +22,11 @@ const MOST_OUTPUT: usize = 1_000_000;
 
 const WAY_BACK: &str = "The next call starts Python anew.";
 
-const EXECUTE: Entry = Entry { name: "execute_python", scope: Scope::Execute, extent: Extent::FirstStep };
+const EXECUTE: Entry = Entry {
+    name: "execute_python",
+    scope: Scope::Execute,
+    extent: Extent::FirstStep,
+};
 
 pub(super) struct Pyexec {
     tools: Vec<Tool>,
@@ -31,21 +35,43 @@ pub(super) struct Pyexec {
 
 impl Pyexec {
     pub(super) fn new(settings: &McpSettings) -> Pyexec {
-        Pyexec { tools: vec![tool()], timeout: settings.default_timeout }
+        Pyexec {
+            tools: vec![tool()],
+            timeout: settings.default_timeout,
+        }
     }
 
-    async fn execute(&self, visit: Visit<'_>, arguments: JsonObject) -> Result<CallToolResult, String> {
-        let _place = visit.server.place(visit.owner).map_err(|busy| format!("✗ Error: {busy}"))?;
-        let mut written =
-            Written::new(EXECUTE.name, &self.tools, arguments).map_err(|bad| format!("✗ Error: {bad}"))?;
-        let code = written.take("code").text(LARGEST_CODE, 0).map_err(|bad| format!("✗ Error: {bad}"))?;
-        let session = written.take("session_id").session(Unnamed::Default).map_err(|bad| format!("✗ Error: {bad}"))?;
+    async fn execute(
+        &self,
+        visit: Visit<'_>,
+        arguments: JsonObject,
+    ) -> Result<CallToolResult, String> {
+        let _place = visit
+            .server
+            .place(visit.owner)
+            .map_err(|busy| format!("✗ Error: {busy}"))?;
+        let mut written = Written::new(EXECUTE.name, &self.tools, arguments)
+            .map_err(|bad| format!("✗ Error: {bad}"))?;
+        let code = written
+            .take("code")
+            .text(LARGEST_CODE, 0)
+            .map_err(|bad| format!("✗ Error: {bad}"))?;
+        let session = written
+            .take("session_id")
+            .session(Unnamed::Default)
+            .map_err(|bad| format!("✗ Error: {bad}"))?;
         if code.trim().is_empty() {
             return Err("Error: No Python code provided".to_owned());
         }
-        let ran = visit.run_anew(&session, &code, self.timeout, MOST_OUTPUT).await;
-        let Ran { outcome, anew } =
-            ran.map_err(|refused| format!("✗ Error executing code: {}", telling::refusal(&refused, WAY_BACK)))?;
+        let ran = visit
+            .run_anew(&session, &code, self.timeout, MOST_OUTPUT)
+            .await;
+        let Ran { outcome, anew } = ran.map_err(|refused| {
+            format!(
+                "✗ Error executing code: {}",
+                telling::refusal(&refused, WAY_BACK)
+            )
+        })?;
         Ok(result(&outcome, anew.as_deref()))
     }
 }
@@ -60,8 +86,16 @@ impl Toolbox for Pyexec {
         Some(EXECUTE).filter(|entry| entry.name == name)
     }
 
-    async fn call(&self, visit: Visit<'_>, _tool: Entry, arguments: JsonObject) -> CallToolResponse {
-        self.execute(visit, arguments).await.unwrap_or_else(failed).into()
+    async fn call(
+        &self,
+        visit: Visit<'_>,
+        _tool: Entry,
+        arguments: JsonObject,
+    ) -> CallToolResponse {
+        self.execute(visit, arguments)
+            .await
+            .unwrap_or_else(failed)
+            .into()
     }
 
     fn unknown(&self, name: &str) -> Result<CallToolResponse, ErrorData> {
@@ -69,7 +103,10 @@ impl Toolbox for Pyexec {
     }
 
     fn introduction(&self) -> Option<Introduction> {
-        Some(Introduction { name: "ipython-executor", instructions: None })
+        Some(Introduction {
+            name: "ipython-executor",
+            instructions: None,
+        })
     }
 }
 
@@ -94,9 +131,15 @@ fn result(outcome: &Outcome, anew: Option<&str>) -> CallToolResult {
         Status::Raised(error) => blocks.line(&format!("ERROR: {}", render::summary(error))),
         Status::TimedOut { limit, state } => {
             let after = telling::kept_or_lost(*state, WAY_BACK);
-            blocks.line(&format!("✗ Execution timed out after {} seconds. {after}", limit.as_secs_f64()));
+            blocks.line(&format!(
+                "✗ Execution timed out after {} seconds. {after}",
+                limit.as_secs_f64()
+            ));
         }
-        other => blocks.line(&format!("✗ Error: {}", telling::ending(other, WAY_BACK).unwrap_or_default())),
+        other => blocks.line(&format!(
+            "✗ Error: {}",
+            telling::ending(other, WAY_BACK).unwrap_or_default()
+        )),
     }
     let content = blocks.finish();
     match outcome.status {
@@ -148,7 +191,8 @@ impl Blocks {
     fn finish(mut self) -> Vec<ContentBlock> {
         self.flush();
         if self.done.is_empty() {
-            self.done.push(ContentBlock::text("✓ Execution successful (no output)"));
+            self.done
+                .push(ContentBlock::text("✓ Execution successful (no output)"));
         }
         self.done
     }
@@ -187,7 +231,10 @@ mod tests {
         ];
         let (failed, blocks) = told(&result(&outcome(Status::Completed, parts), None));
         assert!(!failed);
-        assert_eq!(blocks, ["one", "<picture>", "two", "<picture>", "<picture>", "3"]);
+        assert_eq!(
+            blocks,
+            ["one", "<picture>", "two", "<picture>", "<picture>", "3"]
+        );
     }
 
     #[test]
@@ -205,17 +252,37 @@ mod tests {
     #[test]
     fn nothing_at_all_reads_as_success() {
         let (failed, blocks) = told(&result(&outcome(Status::Completed, vec![]), None));
-        assert_eq!((failed, &blocks[..]), (false, &["✓ Execution successful (no output)".to_owned()][..]));
+        assert_eq!(
+            (failed, &blocks[..]),
+            (
+                false,
+                &["✓ Execution successful (no output)".to_owned()][..]
+            )
+        );
     }
 
     #[test]
     fn failures_end_with_their_reason_and_are_errors() {
-        let parts = || vec![text(Stream::Stdout, "before\n"), text(Stream::Traceback, "trace\n")];
+        let parts = || {
+            vec![
+                text(Stream::Stdout, "before\n"),
+                text(Stream::Traceback, "trace\n"),
+            ]
+        };
         let (failed, blocks) = told(&result(&outcome(Status::Raised(raised()), parts()), None));
-        assert_eq!((failed, &blocks[0][..]), (true, "before\ntrace\nERROR: ValueError: bad"));
-        let status = Status::TimedOut { limit: Duration::from_secs(30), state: StateAfter::Kept };
+        assert_eq!(
+            (failed, &blocks[0][..]),
+            (true, "before\ntrace\nERROR: ValueError: bad")
+        );
+        let status = Status::TimedOut {
+            limit: Duration::from_secs(30),
+            state: StateAfter::Kept,
+        };
         let (failed, blocks) = told(&result(&outcome(status, vec![]), None));
-        assert!(failed && blocks[0].starts_with("✗ Execution timed out after 30 seconds. Variables"), "{blocks:?}");
+        assert!(
+            failed && blocks[0].starts_with("✗ Execution timed out after 30 seconds. Variables"),
+            "{blocks:?}"
+        );
     }
 
     #[test]

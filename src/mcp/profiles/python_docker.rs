@@ -23,7 +23,9 @@ use super::super::{McpSettings, render};
 use super::modules::{Modules, Problem, answer, runners_own};
 use super::{LONGEST_NAME, Ran, Written, failed, said, schema, telling};
 use crate::auth::Scope;
-use crate::session::{Outcome, Principal, Refused, SessionAccess, SessionId, StateAfter, Status, Stream};
+use crate::session::{
+    Outcome, Principal, Refused, SessionAccess, SessionId, StateAfter, Status, Stream,
+};
 
 /// How long the names of a run may take to be told. Their own `__str__` may be asked.
 const STATE_TIME: Duration = Duration::from_secs(10);
@@ -39,10 +41,26 @@ const MOST_OUTPUT: usize = 100_000;
 
 const WAY_BACK: &str = "The next call with this session_id starts Python anew.";
 
-const TRANSIENT: Entry = Entry { name: "execute-transient", scope: Scope::Execute, extent: Extent::FirstStep };
-const PERSISTENT: Entry = Entry { name: "execute-persistent", scope: Scope::Execute, extent: Extent::FirstStep };
-const INSTALL: Entry = Entry { name: "install-package", scope: Scope::Install, extent: Extent::FirstStep };
-const CLEANUP: Entry = Entry { name: "cleanup-session", scope: Scope::Execute, extent: Extent::FirstStepSoon };
+const TRANSIENT: Entry = Entry {
+    name: "execute-transient",
+    scope: Scope::Execute,
+    extent: Extent::FirstStep,
+};
+const PERSISTENT: Entry = Entry {
+    name: "execute-persistent",
+    scope: Scope::Execute,
+    extent: Extent::FirstStep,
+};
+const INSTALL: Entry = Entry {
+    name: "install-package",
+    scope: Scope::Install,
+    extent: Extent::FirstStep,
+};
+const CLEANUP: Entry = Entry {
+    name: "cleanup-session",
+    scope: Scope::Execute,
+    extent: Extent::FirstStepSoon,
+};
 
 pub(super) struct PythonDocker {
     tools: Vec<Tool>,
@@ -52,11 +70,23 @@ pub(super) struct PythonDocker {
 
 impl PythonDocker {
     pub(super) fn new(settings: &McpSettings, modules: Modules) -> PythonDocker {
-        PythonDocker { tools: tools(), modules, timeout: settings.default_timeout }
+        PythonDocker {
+            tools: tools(),
+            modules,
+            timeout: settings.default_timeout,
+        }
     }
 
-    async fn carry_out(&self, visit: Visit<'_>, tool: Entry, arguments: JsonObject) -> Result<CallToolResult, Failure> {
-        let _place = visit.server.place(visit.owner).map_err(|busy| Failure(busy.to_string()))?;
+    async fn carry_out(
+        &self,
+        visit: Visit<'_>,
+        tool: Entry,
+        arguments: JsonObject,
+    ) -> Result<CallToolResult, Failure> {
+        let _place = visit
+            .server
+            .place(visit.owner)
+            .map_err(|busy| Failure(busy.to_string()))?;
         if arguments.is_empty() {
             return Err(Failure("Missing arguments".to_owned()));
         }
@@ -67,7 +97,11 @@ impl PythonDocker {
                 let state = match written.take_leniently("state").value {
                     None | Some(Value::Null) => json!({}),
                     Some(state @ Value::Object(_)) => state,
-                    Some(_) => return Err(Failure("The argument \"state\" must be an object".to_owned())),
+                    Some(_) => {
+                        return Err(Failure(
+                            "The argument \"state\" must be an object".to_owned(),
+                        ));
+                    }
                 };
                 self.transient(visit, &code, &state).await
             }
@@ -82,29 +116,53 @@ impl PythonDocker {
                 self.install(visit, name, session).await
             }
             _ => {
-                let session = session(&mut written)?.ok_or_else(|| Failure("Missing session ID".to_owned()))?;
-                match visit.server.shared.sessions.close(visit.owner, &session).await {
+                let session = session(&mut written)?
+                    .ok_or_else(|| Failure("Missing session ID".to_owned()))?;
+                match visit
+                    .server
+                    .shared
+                    .sessions
+                    .close(visit.owner, &session)
+                    .await
+                {
                     Ok(()) => Ok(said(format!("Session {session} cleaned up successfully"))),
-                    Err(Refused::Unknown { .. }) => Err(Failure(format!("Session {session} does not exist"))),
+                    Err(Refused::Unknown { .. }) => {
+                        Err(Failure(format!("Session {session} does not exist")))
+                    }
                     Err(refused) => Err(refused.into()),
                 }
             }
         }
     }
 
-    async fn transient(&self, visit: Visit<'_>, code: &str, state: &Value) -> Result<CallToolResult, Failure> {
+    async fn transient(
+        &self,
+        visit: Visit<'_>,
+        code: &str,
+        state: &Value,
+    ) -> Result<CallToolResult, Failure> {
         let fresh = Fresh::new(visit);
-        let given = format!("state = __import__('json').loads({})", Value::from(state.to_string()));
+        let given = format!(
+            "state = __import__('json').loads({})",
+            Value::from(state.to_string())
+        );
         if let Some(problem) = self.check(visit, &fresh.id, code, &given).await? {
             let state = state.as_object().cloned().unwrap_or_default();
             return Ok(refused_code(&problem, "", state));
         }
-        let outcome = visit.run(&fresh.id, code.to_owned(), self.timeout, MOST_OUTPUT).await?;
+        let outcome = visit
+            .run(&fresh.id, code.to_owned(), self.timeout, MOST_OUTPUT)
+            .await?;
         let told = self.state_of(visit, &fresh.id, &outcome, true).await;
         Ok(result(&outcome, None, "", &told, ""))
     }
 
-    async fn persistent(&self, visit: Visit<'_>, session: &SessionId, code: &str) -> Result<CallToolResult, Failure> {
+    async fn persistent(
+        &self,
+        visit: Visit<'_>,
+        session: &SessionId,
+        code: &str,
+    ) -> Result<CallToolResult, Failure> {
         let before = format!("Session ID: {session}\n\n");
         let (problem, anew) = self.modules.check_anew(visit, session, code).await?;
         if let Some(problem) = problem {
@@ -112,7 +170,12 @@ impl PythonDocker {
             let state = self.names_of(visit, session, false).await;
             return Ok(refused_code(&problem, &format!("{before}{anew}"), state));
         }
-        let Ran { outcome, anew: later } = visit.run_anew(session, code, self.timeout, MOST_OUTPUT).await?;
+        let Ran {
+            outcome,
+            anew: later,
+        } = visit
+            .run_anew(session, code, self.timeout, MOST_OUTPUT)
+            .await?;
         let told = self.state_of(visit, session, &outcome, false).await;
         Ok(result(&outcome, anew.or(later), &before, &told, WAY_BACK))
     }
@@ -123,10 +186,17 @@ impl PythonDocker {
         name: String,
         session: Option<SessionId>,
     ) -> Result<CallToolResult, Failure> {
-        let Visit { server, owner, context } = visit;
+        let Visit {
+            server,
+            owner,
+            context,
+        } = visit;
         let Some(session) = session else {
             let fresh = Fresh::new(visit);
-            let report = server.install_to_end(owner, &fresh.id, vec![name], context).await.map_err(not_installed)?;
+            let report = server
+                .install_to_end(owner, &fresh.id, vec![name], context)
+                .await
+                .map_err(not_installed)?;
             return Ok(said(format!(
                 "Package installation result:\n\n{}\n\nNo session was named, so that nothing lasts; give the session_id in which \
                  the package is needed.",
@@ -134,8 +204,14 @@ impl PythonDocker {
             )));
         };
         // A session that is not there yet is made, as the example of that server's document has it.
-        let report = server.install_to_end(owner, &session, vec![name], context).await.map_err(not_installed)?;
-        Ok(said(format!("Package installation result:\n\n{}", report.text.trim_end())))
+        let report = server
+            .install_to_end(owner, &session, vec![name], context)
+            .await
+            .map_err(not_installed)?;
+        Ok(said(format!(
+            "Package installation result:\n\n{}",
+            report.text.trim_end()
+        )))
     }
 
     /// Looks at code before it runs. Without a policy only `first` is run, if there is something to run.
@@ -148,7 +224,9 @@ impl PythonDocker {
     ) -> Result<Option<Problem>, Refused> {
         if self.modules.is_empty() {
             if !first.is_empty() {
-                visit.run(session, first.to_owned(), STATE_TIME, LONGEST_TEXT).await?;
+                visit
+                    .run(session, first.to_owned(), STATE_TIME, LONGEST_TEXT)
+                    .await?;
             }
             return Ok(None);
         }
@@ -156,15 +234,32 @@ impl PythonDocker {
     }
 
     /// Asks a session what its names hold now. `given` says that a dictionary called `state` went in.
-    async fn state_of(&self, visit: Visit<'_>, session: &SessionId, outcome: &Outcome, given: bool) -> JsonObject {
+    async fn state_of(
+        &self,
+        visit: Visit<'_>,
+        session: &SessionId,
+        outcome: &Outcome,
+        given: bool,
+    ) -> JsonObject {
         let is_alive = match &outcome.status {
             Status::Completed | Status::Raised(_) => true,
-            Status::TimedOut { state, .. } | Status::Cancelled { state } => *state == StateAfter::Kept,
+            Status::TimedOut { state, .. } | Status::Cancelled { state } => {
+                *state == StateAfter::Kept
+            }
             Status::Died { .. } | Status::Nonsense { .. } | Status::Reset | Status::Closed => false,
         };
-        let mut told = if is_alive { self.names_of(visit, session, given).await } else { JsonObject::new() };
+        let mut told = if is_alive {
+            self.names_of(visit, session, given).await
+        } else {
+            JsonObject::new()
+        };
         let of = |wanted: Stream| telling::text_of(outcome, |stream| stream == wanted);
-        tell_run(&mut told, of(Stream::Stdout), of(Stream::Stderr), error_of(outcome, ""));
+        tell_run(
+            &mut told,
+            of(Stream::Stdout),
+            of(Stream::Stderr),
+            error_of(outcome, ""),
+        );
         told
     }
 
@@ -175,7 +270,12 @@ impl PythonDocker {
             "given": given, "longest_text": LONGEST_TEXT, "most_characters": MOST_STATE, "word": word.as_str(),
         });
         // Twice the size leaves room for what threads of the cell still print.
-        let cell = runners_own("state", "tell", &["__import__('builtins').globals()"], &request);
+        let cell = runners_own(
+            "state",
+            "tell",
+            &["__import__('builtins').globals()"],
+            &request,
+        );
         let asked = visit.run(session, cell, STATE_TIME, 2 * MOST_STATE).await;
         match asked.ok().and_then(|asked| answer(&asked, word.as_str())) {
             Some(Value::Object(state)) => state,
@@ -188,7 +288,10 @@ impl PythonDocker {
 fn tell_run(state: &mut JsonObject, stdout: String, stderr: String, error: Option<String>) {
     state.insert("__stdout__".to_owned(), Value::from(stdout));
     state.insert("__stderr__".to_owned(), Value::from(stderr));
-    state.insert("__error__".to_owned(), error.map_or(Value::Null, Value::from));
+    state.insert(
+        "__error__".to_owned(),
+        error.map_or(Value::Null, Value::from),
+    );
 }
 
 #[async_trait]
@@ -198,12 +301,15 @@ impl Toolbox for PythonDocker {
     }
 
     fn find(&self, name: &str) -> Option<Entry> {
-        [TRANSIENT, PERSISTENT, INSTALL, CLEANUP].into_iter().find(|entry| entry.name == name)
+        [TRANSIENT, PERSISTENT, INSTALL, CLEANUP]
+            .into_iter()
+            .find(|entry| entry.name == name)
     }
 
     async fn call(&self, visit: Visit<'_>, tool: Entry, arguments: JsonObject) -> CallToolResponse {
         let done = self.carry_out(visit, tool, arguments).await;
-        done.unwrap_or_else(|Failure(why)| failed(format!("Error executing {}: {why}", tool.name))).into()
+        done.unwrap_or_else(|Failure(why)| failed(format!("Error executing {}: {why}", tool.name)))
+            .into()
     }
 
     fn unknown(&self, name: &str) -> Result<CallToolResponse, ErrorData> {
@@ -212,7 +318,10 @@ impl Toolbox for PythonDocker {
     }
 
     fn introduction(&self) -> Option<Introduction> {
-        Some(Introduction { name: "python-docker-mcp", instructions: None })
+        Some(Introduction {
+            name: "python-docker-mcp",
+            instructions: None,
+        })
     }
 }
 
@@ -226,13 +335,21 @@ struct Fresh {
 impl Fresh {
     fn new(visit: Visit<'_>) -> Fresh {
         let sessions = Arc::clone(&visit.server.shared.sessions);
-        Fresh { sessions, owner: visit.owner.clone(), id: SessionId::random() }
+        Fresh {
+            sessions,
+            owner: visit.owner.clone(),
+            id: SessionId::random(),
+        }
     }
 }
 
 impl Drop for Fresh {
     fn drop(&mut self) {
-        let (sessions, owner, id) = (Arc::clone(&self.sessions), self.owner.clone(), self.id.clone());
+        let (sessions, owner, id) = (
+            Arc::clone(&self.sessions),
+            self.owner.clone(),
+            self.id.clone(),
+        );
         tokio::spawn(async move {
             // It may never have begun.
             let _ = sessions.close(&owner, &id).await;
@@ -259,7 +376,10 @@ impl From<Refused> for Failure {
 }
 
 fn not_installed(refused: Refused) -> Failure {
-    Failure(format!("Error installing package: {}", Failure::from(refused).0))
+    Failure(format!(
+        "Error installing package: {}",
+        Failure::from(refused).0
+    ))
 }
 
 fn needed(written: &mut Written, name: &'static str, missing: &str) -> Result<String, Failure> {
@@ -267,7 +387,16 @@ fn needed(written: &mut Written, name: &'static str, missing: &str) -> Result<St
     match &given.value {
         None | Some(Value::Null) => Err(Failure(missing.to_owned())),
         Some(Value::String(text)) if text.is_empty() => Err(Failure(missing.to_owned())),
-        Some(_) => given.text(if name == "code" { LARGEST_CODE } else { LONGEST_PATH }, 1).map_err(Failure::of),
+        Some(_) => given
+            .text(
+                if name == "code" {
+                    LARGEST_CODE
+                } else {
+                    LONGEST_PATH
+                },
+                1,
+            )
+            .map_err(Failure::of),
     }
 }
 
@@ -275,30 +404,46 @@ fn session(written: &mut Written) -> Result<Option<SessionId>, Failure> {
     match written.take("session_id").value {
         None | Some(Value::Null) => Ok(None),
         Some(Value::String(text)) if text.is_empty() => Ok(None),
-        Some(Value::String(text)) => {
-            text.parse().map(Some).map_err(|bad: crate::session::BadSessionId| Failure(bad.to_string()))
-        }
-        Some(_) => Err(Failure("The argument \"session_id\" must be a string".to_owned())),
+        Some(Value::String(text)) => text
+            .parse()
+            .map(Some)
+            .map_err(|bad: crate::session::BadSessionId| Failure(bad.to_string())),
+        Some(_) => Err(Failure(
+            "The argument \"session_id\" must be a string".to_owned(),
+        )),
     }
 }
 
 /// Says that code was not run. The state comes back as it was, so that a chain of runs does not lose it.
 fn refused_code(problem: &Problem, before: &str, mut state: JsonObject) -> CallToolResult {
     let error = format!("Validation error: {problem}");
-    tell_run(&mut state, String::new(), String::new(), Some(error.clone()));
-    failed(format!("{before}Execution Result:\n\n\n\nError: {error}\n\nState: {}", Value::Object(state)))
+    tell_run(
+        &mut state,
+        String::new(),
+        String::new(),
+        Some(error.clone()),
+    );
+    failed(format!(
+        "{before}Execution Result:\n\n\n\nError: {error}\n\nState: {}",
+        Value::Object(state)
+    ))
 }
 
 /// Says how code failed, if it did.
 fn error_of(outcome: &Outcome, way_back: &str) -> Option<String> {
     match &outcome.status {
         Status::Completed => None,
-        Status::Raised(error) => Some(format!("Python execution error: {}", render::summary(error))),
+        Status::Raised(error) => Some(format!(
+            "Python execution error: {}",
+            render::summary(error)
+        )),
         Status::TimedOut { limit, state } => {
             let seconds = limit.as_secs_f64();
             let lost = match state {
                 StateAfter::Kept => String::new(),
-                StateAfter::Lost => format!(". Variables are gone; files are kept. {way_back}").trim_end().to_owned(),
+                StateAfter::Lost => format!(". Variables are gone; files are kept. {way_back}")
+                    .trim_end()
+                    .to_owned(),
             };
             Some(format!("Execution timed out after {seconds} seconds{lost}"))
         }
@@ -306,7 +451,13 @@ fn error_of(outcome: &Outcome, way_back: &str) -> Option<String> {
     }
 }
 
-fn result(outcome: &Outcome, anew: Option<String>, before: &str, state: &JsonObject, way_back: &str) -> CallToolResult {
+fn result(
+    outcome: &Outcome,
+    anew: Option<String>,
+    before: &str,
+    state: &JsonObject,
+    way_back: &str,
+) -> CallToolResult {
     let output = telling::text_of(outcome, |stream| stream != Stream::Value);
     let mut text = format!("{before}Execution Result:\n\n");
     if let Some(anew) = anew {
@@ -382,13 +533,34 @@ mod tests {
 
     #[test]
     fn a_result_is_output_then_error_then_state() {
-        let parts = vec![text(Stream::Stdout, "a\n"), text(Stream::Value, "hidden"), picture()];
-        let (failed, blocks) = told(&result(&outcome(Status::Completed, parts), None, "", &state(), ""));
+        let parts = vec![
+            text(Stream::Stdout, "a\n"),
+            text(Stream::Value, "hidden"),
+            picture(),
+        ];
+        let (failed, blocks) = told(&result(
+            &outcome(Status::Completed, parts),
+            None,
+            "",
+            &state(),
+            "",
+        ));
         assert!(!failed);
-        assert_eq!(blocks, ["Execution Result:\n\na\n\nState: {\"x\":1}", "<picture>"]);
-        let parts = vec![text(Stream::Stdout, "error: none\n"), text(Stream::Traceback, "trace\n")];
-        let (failed, blocks) =
-            told(&result(&outcome(Status::Raised(raised()), parts), None, "Session ID: s\n\n", &state(), ""));
+        assert_eq!(
+            blocks,
+            ["Execution Result:\n\na\n\nState: {\"x\":1}", "<picture>"]
+        );
+        let parts = vec![
+            text(Stream::Stdout, "error: none\n"),
+            text(Stream::Traceback, "trace\n"),
+        ];
+        let (failed, blocks) = told(&result(
+            &outcome(Status::Raised(raised()), parts),
+            None,
+            "Session ID: s\n\n",
+            &state(),
+            "",
+        ));
         let expected = "Session ID: s\n\nExecution Result:\n\nerror: none\ntrace\n\n\
                         Error: Python execution error: ValueError: bad\n\nState: {\"x\":1}";
         assert_eq!((failed, &blocks[0][..]), (true, expected));
@@ -397,8 +569,17 @@ mod tests {
     #[test]
     fn a_time_out_tells_its_value_and_what_is_lost() {
         let limit = Duration::from_secs(30);
-        let error = |state| error_of(&outcome(Status::TimedOut { limit, state }, vec![]), "Begin again.").unwrap();
-        assert_eq!(error(StateAfter::Kept), "Execution timed out after 30 seconds");
+        let error = |state| {
+            error_of(
+                &outcome(Status::TimedOut { limit, state }, vec![]),
+                "Begin again.",
+            )
+            .unwrap()
+        };
+        assert_eq!(
+            error(StateAfter::Kept),
+            "Execution timed out after 30 seconds"
+        );
         let lost = "Execution timed out after 30 seconds. Variables are gone; files are kept. Begin again.";
         assert_eq!(error(StateAfter::Lost), lost);
     }
@@ -407,12 +588,28 @@ mod tests {
     fn missing_arguments_are_told_in_the_words_of_that_server() {
         let tools = tools();
         let written = |arguments: Value| {
-            Written::new("execute-transient", &tools, arguments.as_object().cloned().unwrap()).unwrap()
+            Written::new(
+                "execute-transient",
+                &tools,
+                arguments.as_object().cloned().unwrap(),
+            )
+            .unwrap()
         };
         for missing in [json!({}), json!({"code": null}), json!({"code": ""})] {
-            assert_eq!(needed(&mut written(missing), "code", "Missing code").err().unwrap().0, "Missing code");
+            assert_eq!(
+                needed(&mut written(missing), "code", "Missing code")
+                    .err()
+                    .unwrap()
+                    .0,
+                "Missing code"
+            );
         }
-        assert_eq!(needed(&mut written(json!({"code": "1"})), "code", "Missing code").ok().unwrap(), "1"); // control
+        assert_eq!(
+            needed(&mut written(json!({"code": "1"})), "code", "Missing code")
+                .ok()
+                .unwrap(),
+            "1"
+        ); // control
     }
 
     #[test]
@@ -420,11 +617,18 @@ mod tests {
         let tools = tools();
         let read = |id: Value| {
             let arguments = json!({"session_id": id}).as_object().cloned().unwrap();
-            session(&mut Written::new("cleanup-session", &tools, arguments).unwrap()).map_err(|failure| failure.0)
+            session(&mut Written::new("cleanup-session", &tools, arguments).unwrap())
+                .map_err(|failure| failure.0)
         };
         assert_eq!(read(json!("a-1")).unwrap().unwrap().as_str(), "a-1");
         assert_eq!(read(json!("")), Ok(None));
-        for bad in [json!("../x"), json!("a/b"), json!("a\n"), json!(5), json!("x".repeat(65))] {
+        for bad in [
+            json!("../x"),
+            json!("a/b"),
+            json!("a\n"),
+            json!(5),
+            json!("x".repeat(65)),
+        ] {
             assert!(read(bad.clone()).is_err(), "{bad}");
         }
     }

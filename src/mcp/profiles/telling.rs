@@ -80,32 +80,45 @@ pub(super) fn ending(status: &Status, way_back: &str) -> Option<String> {
 /// Says what became of the variables after code was stopped.
 pub(super) fn kept_or_lost(state: StateAfter, way_back: &str) -> String {
     match state {
-        StateAfter::Kept => "Variables and files are kept, with what the code had done until then.".to_owned(),
-        StateAfter::Lost => format!("The code ignored the interrupt, so Python was killed. {}", lost(way_back)),
+        StateAfter::Kept => {
+            "Variables and files are kept, with what the code had done until then.".to_owned()
+        }
+        StateAfter::Lost => format!(
+            "The code ignored the interrupt, so Python was killed. {}",
+            lost(way_back)
+        ),
     }
 }
 
 fn lost(way_back: &str) -> String {
-    format!("Variables and imports are gone; files in the working folder are kept. {way_back}").trim_end().to_owned()
+    format!("Variables and imports are gone; files in the working folder are kept. {way_back}")
+        .trim_end()
+        .to_owned()
 }
 
 /// Says why a session refuses, without naming tools that a profile does not have.
 pub(super) fn refusal(refused: &Refused, way_back: &str) -> String {
     match refused {
         Refused::Unknown { id } => format!("there is no session `{id}`"),
-        Refused::Ended { why, .. } => format!("the session ended because {why}. {way_back}").trim_end().to_owned(),
+        Refused::Ended { why, .. } => format!("the session ended because {why}. {way_back}")
+            .trim_end()
+            .to_owned(),
         Refused::TooManySessions { limit, own: 0, .. } => {
             format!(
                 "no new session was created, because {limit} exist and no more are allowed. None of them is yours: try again later"
             )
         }
-        Refused::TooManySessions { limit, oldest_idle, .. } => {
+        Refused::TooManySessions {
+            limit, oldest_idle, ..
+        } => {
             let names: Vec<&str> = oldest_idle.iter().map(|id| id.as_str()).collect();
             let idle = match &names[..] {
                 [] => "none of yours is idle".to_owned(),
                 names => format!("idle the longest: {}", names.join(", ")),
             };
-            format!("no new session was created, because {limit} exist and no more are allowed; end one ({idle})")
+            format!(
+                "no new session was created, because {limit} exist and no more are allowed; end one ({idle})"
+            )
         }
         other => with_causes(other),
     }
@@ -168,36 +181,90 @@ mod tests {
         ];
         let outcome = outcome(Status::Raised(raised()), parts);
         assert_eq!(printed(&outcome), "a\n[… 7 characters cut here …]\nb\n");
-        assert_eq!(text_of(&outcome, |stream| stream == Stream::Traceback), "[… 7 characters cut here …]\nc\n");
+        assert_eq!(
+            text_of(&outcome, |stream| stream == Stream::Traceback),
+            "[… 7 characters cut here …]\nc\n"
+        );
     }
 
     #[test]
     fn refused_connections_are_not_output_before_the_error() {
         let printed = vec![text(Stream::Stdout, "a\n"), text(Stream::Traceback, "c\n")];
-        let blocked = Blocked { target: "example.org:443".to_owned(), reason: Reason::NotListed, times: 1 };
+        let blocked = Blocked {
+            target: "example.org:443".to_owned(),
+            reason: Reason::NotListed,
+            times: 1,
+        };
         let mut failed = outcome(Status::Raised(raised()), printed);
-        assert_eq!(before_the_error(&failed, str::to_uppercase), "\n\nOutput before the error:\nA");
+        assert_eq!(
+            before_the_error(&failed, str::to_uppercase),
+            "\n\nOutput before the error:\nA"
+        );
         failed.blocked = vec![blocked.clone()];
         let told = before_the_error(&failed, str::to_owned);
-        assert_eq!(told, format!("\n\nOutput before the error:\na\n\n{blocked}"));
+        assert_eq!(
+            told,
+            format!("\n\nOutput before the error:\na\n\n{blocked}")
+        );
         failed.output.parts.clear();
-        assert_eq!(before_the_error(&failed, str::to_owned), format!("\n\n{blocked}"));
+        assert_eq!(
+            before_the_error(&failed, str::to_owned),
+            format!("\n\n{blocked}")
+        );
     }
 
     #[test]
     fn an_ending_says_what_is_lost_and_what_to_do() {
         let limit = Duration::from_secs(2);
-        let out_of_memory = |files_kept| Status::Died { exit: Exit::OutOfMemory { limit: 1 << 28, files_kept } };
+        let out_of_memory = |files_kept| Status::Died {
+            exit: Exit::OutOfMemory {
+                limit: 1 << 28,
+                files_kept,
+            },
+        };
         for (status, words) in [
-            (Status::TimedOut { limit, state: StateAfter::Kept }, &["longer than 2 s", "are kept"][..]),
-            (Status::TimedOut { limit, state: StateAfter::Lost }, &["ignored", "gone", "Begin again."]),
-            (Status::Died { exit: Exit::Code(3) }, &["exit code 3", "gone", "Begin again."]),
-            (out_of_memory(true), &["256 MiB", "are kept", "Begin again."]),
-            (out_of_memory(false), &["256 MiB", "files are gone", "Begin again."]),
-            (Status::Nonsense { what: "noise".to_owned() }, &["noise", "Begin again."]),
+            (
+                Status::TimedOut {
+                    limit,
+                    state: StateAfter::Kept,
+                },
+                &["longer than 2 s", "are kept"][..],
+            ),
+            (
+                Status::TimedOut {
+                    limit,
+                    state: StateAfter::Lost,
+                },
+                &["ignored", "gone", "Begin again."],
+            ),
+            (
+                Status::Died {
+                    exit: Exit::Code(3),
+                },
+                &["exit code 3", "gone", "Begin again."],
+            ),
+            (
+                out_of_memory(true),
+                &["256 MiB", "are kept", "Begin again."],
+            ),
+            (
+                out_of_memory(false),
+                &["256 MiB", "files are gone", "Begin again."],
+            ),
+            (
+                Status::Nonsense {
+                    what: "noise".to_owned(),
+                },
+                &["noise", "Begin again."],
+            ),
             (Status::Closed, &["closed", "gone"]),
             (Status::Reset, &["reset", "gone"]),
-            (Status::Cancelled { state: StateAfter::Kept }, &["cancelled", "kept"]),
+            (
+                Status::Cancelled {
+                    state: StateAfter::Kept,
+                },
+                &["cancelled", "kept"],
+            ),
         ] {
             let text = ending(&status, "Begin again.").unwrap();
             assert!(words.iter().all(|word| text.contains(word)), "{text}");
@@ -211,17 +278,37 @@ mod tests {
         let id: crate::session::SessionId = "a".parse().unwrap();
         for refused in [
             Refused::Unknown { id: id.clone() },
-            Refused::Ended { id: id.clone(), why: "it expired".to_owned(), undo: true },
-            Refused::TooManySessions { limit: 3, own: 1, oldest_idle: vec![id.clone()] },
-            Refused::TooManySessions { limit: 3, own: 1, oldest_idle: vec![] },
-            Refused::TooManySessions { limit: 3, own: 0, oldest_idle: vec![] },
+            Refused::Ended {
+                id: id.clone(),
+                why: "it expired".to_owned(),
+                undo: true,
+            },
+            Refused::TooManySessions {
+                limit: 3,
+                own: 1,
+                oldest_idle: vec![id.clone()],
+            },
+            Refused::TooManySessions {
+                limit: 3,
+                own: 1,
+                oldest_idle: vec![],
+            },
+            Refused::TooManySessions {
+                limit: 3,
+                own: 0,
+                oldest_idle: vec![],
+            },
         ] {
             let text = refusal(&refused, "");
             for tool in ["list_sessions", "close_session", "undo", "`reset`"] {
                 assert!(!text.contains(tool), "{text}");
             }
         }
-        let full = Refused::TooManySessions { limit: 3, own: 1, oldest_idle: vec![id] };
+        let full = Refused::TooManySessions {
+            limit: 3,
+            own: 1,
+            oldest_idle: vec![id],
+        };
         assert!(refusal(&full, "").ends_with("end one (idle the longest: a)"));
     }
 

@@ -19,20 +19,40 @@ impl Installer for Unpacker {
         _tell: &'a (dyn Fn(String) + Send + Sync),
     ) -> Pin<Box<dyn Future<Output = Result<Installed, InstallError>> + Send + 'a>> {
         let text = format!("has {}", request.requirements.join(" "));
-        Box::pin(async { Ok(Installed { paths: Vec::new(), text }) })
+        Box::pin(async {
+            Ok(Installed {
+                paths: Vec::new(),
+                text,
+            })
+        })
     }
 }
 
 const ASK: &str = r#"ask {"what": "install", "requirements": ["numpy"]}"#;
 
 fn connected() -> Client {
-    let policy = Policy::new(Defaults { packages: Effect::Ask, ..Defaults::default() });
-    let approvals = Approvals { policy: Arc::new(policy), ..Approvals::default() }.into();
+    let policy = Policy::new(Defaults {
+        packages: Effect::Ask,
+        ..Defaults::default()
+    });
+    let approvals = Approvals {
+        policy: Arc::new(policy),
+        ..Approvals::default()
+    }
+    .into();
     let packages = Packages(Some(Arc::new(Unpacker)));
-    let settings = SessionSettings { approvals, packages, ..SessionSettings::default() };
+    let settings = SessionSettings {
+        approvals,
+        packages,
+        ..SessionSettings::default()
+    };
     let sessions = Sessions::new(Arc::new(FakeBackend::new()), settings);
     let (_, never) = mpsc::channel(64);
-    Client::of(Arc::new(sessions), never, watch::Sender::new(Preparation::Ready))
+    Client::of(
+        Arc::new(sessions),
+        never,
+        watch::Sender::new(Preparation::Ready),
+    )
 }
 
 async fn older(version: &str, capabilities: Value) -> Client {
@@ -40,7 +60,9 @@ async fn older(version: &str, capabilities: Value) -> Client {
     let mut opening = initialize(version);
     opening["params"]["capabilities"] = capabilities;
     client.ask(opening).await;
-    client.send(json!({"jsonrpc": "2.0", "method": "notifications/initialized"})).await;
+    client
+        .send(json!({"jsonrpc": "2.0", "method": "notifications/initialized"}))
+        .await;
     client
 }
 
@@ -53,7 +75,8 @@ impl Client {
     }
 
     async fn fill_in(&mut self, form: &Value, result: Value) {
-        self.send(json!({"jsonrpc": "2.0", "id": form["id"], "result": result})).await;
+        self.send(json!({"jsonrpc": "2.0", "id": form["id"], "result": result}))
+            .await;
     }
 }
 
@@ -64,8 +87,14 @@ fn accept(decision: &str) -> Value {
 /// A call of a newer client that can be asked.
 fn newer(tool: &str, arguments: &Value, more: Value) -> Value {
     let mut params = json!({"name": tool, "arguments": arguments});
-    params.as_object_mut().unwrap().extend(more.as_object().cloned().unwrap_or_default());
-    with_capabilities(modern(1, "tools/call", params), json!({"elicitation": {"form": {}}}))
+    params
+        .as_object_mut()
+        .unwrap()
+        .extend(more.as_object().cloned().unwrap_or_default());
+    with_capabilities(
+        modern(1, "tools/call", params),
+        json!({"elicitation": {"form": {}}}),
+    )
 }
 
 fn with_capabilities(mut request: Value, capabilities: Value) -> Value {
@@ -75,7 +104,13 @@ fn with_capabilities(mut request: Value, capabilities: Value) -> Value {
 
 /// The answer to the one form of a result.
 fn answer_to(asked: &Value, result: Value) -> Value {
-    let key = asked["inputRequests"].as_object().unwrap().keys().next().unwrap().clone();
+    let key = asked["inputRequests"]
+        .as_object()
+        .unwrap()
+        .keys()
+        .next()
+        .unwrap()
+        .clone();
     json!({"inputResponses": {key: result}, "requestState": asked["requestState"]})
 }
 
@@ -85,19 +120,41 @@ async fn an_older_client_shows_a_form_and_the_code_goes_on() {
     client.send(execute(1, &format!("print once\n{ASK}"))).await;
     let form = client.form().await;
     let message = form["params"]["message"].as_str().unwrap();
-    for words in [r#"1. install "numpy""#, "`approve_packages: ask`", "every version of numpy", "`default`"] {
+    for words in [
+        r#"1. install "numpy""#,
+        "`approve_packages: ask`",
+        "every version of numpy",
+        "`default`",
+    ] {
         assert!(message.contains(words), "{message}");
     }
-    assert_eq!(form["params"]["requestedSchema"]["properties"]["decision"]["oneOf"][0]["const"], "once");
+    assert_eq!(
+        form["params"]["requestedSchema"]["properties"]["decision"]["oneOf"][0]["const"],
+        "once"
+    );
     client.fill_in(&form, accept("session")).await;
     let answer = client.next().await;
-    assert!(text(&answer).starts_with("once\n") && text(&answer).contains("has numpy"), "{answer}");
+    assert!(
+        text(&answer).starts_with("once\n") && text(&answer).contains("has numpy"),
+        "{answer}"
+    );
     let again = client.ask(execute(2, ASK)).await;
-    assert!(text(&again).contains("has numpy"), "it was allowed for the session: {again}");
+    assert!(
+        text(&again).contains("has numpy"),
+        "it was allowed for the session: {again}"
+    );
     // The tool asks about what the session has no permission for.
-    client.send(call("install_package", json!({"package_name": "polars"}))).await;
+    client
+        .send(call("install_package", json!({"package_name": "polars"})))
+        .await;
     let form = client.form().await;
-    assert!(form["params"]["message"].as_str().unwrap().contains(r#"install "polars""#), "{form}");
+    assert!(
+        form["params"]["message"]
+            .as_str()
+            .unwrap()
+            .contains(r#"install "polars""#),
+        "{form}"
+    );
     client.fill_in(&form, accept("once")).await;
     assert!(text(&client.next().await).contains("has polars"));
 }
@@ -116,14 +173,20 @@ async fn whatever_is_not_a_yes_is_a_no() {
         let form = client.form().await;
         client.fill_in(&form, result.clone()).await;
         let answer = client.next().await;
-        assert!(text(&answer).contains("did not allow"), "{result}: {answer}");
+        assert!(
+            text(&answer).contains("did not allow"),
+            "{result}: {answer}"
+        );
     }
     client.send(execute(9, ASK)).await;
     let form = client.form().await;
-    let error = json!({"jsonrpc": "2.0", "id": form["id"], "error": {"code": -1, "message": "no window"}});
+    let error =
+        json!({"jsonrpc": "2.0", "id": form["id"], "error": {"code": -1, "message": "no window"}});
     client.send(error).await;
     assert!(text(&client.next().await).contains("did not allow"));
-    client.send(call("install_package", json!({"package_name": "polars"}))).await;
+    client
+        .send(call("install_package", json!({"package_name": "polars"})))
+        .await;
     let form = client.form().await;
     client.fill_in(&form, json!({"action": "decline"})).await;
     let answer = client.next().await;
@@ -147,19 +210,29 @@ async fn revisions_before_titles_get_the_names_that_they_know() {
 async fn a_client_that_cannot_ask_is_told_so_at_once() {
     let refused = |answer: &Value| {
         let said = text(answer).to_owned();
-        assert!(said.contains("`approve_packages: ask`") && said.contains("does not support elicitation"), "{said}");
+        assert!(
+            said.contains("`approve_packages: ask`")
+                && said.contains("does not support elicitation"),
+            "{said}"
+        );
     };
     for capabilities in [json!({}), json!({"elicitation": {"url": {}}})] {
         let mut client = older("2025-11-25", capabilities).await;
         refused(&client.ask(execute(1, ASK)).await);
-        refused(&client.ask(call("install_package", json!({"package_name": "numpy"}))).await);
+        refused(
+            &client
+                .ask(call("install_package", json!({"package_name": "numpy"})))
+                .await,
+        );
     }
     let mut client = connected();
     let arguments = json!({"code": ASK});
     let params = json!({"name": "execute_ipython_cell", "arguments": arguments});
     refused(&client.ask(modern(1, "tools/call", params)).await);
     // Control: the same client, when the request itself says that it can.
-    let asked = client.ask(newer("execute_ipython_cell", &arguments, json!({}))).await;
+    let asked = client
+        .ask(newer("execute_ipython_cell", &arguments, json!({})))
+        .await;
     assert_eq!(asked["result"]["resultType"], "input_required", "{asked}");
 }
 
@@ -170,11 +243,23 @@ async fn a_call_that_is_cancelled_takes_its_form_away() {
     let form = client.form().await;
     client.send(cancel(1)).await;
     let withdrawn = client.next().await;
-    assert_eq!(withdrawn["method"], "notifications/cancelled", "{withdrawn}");
+    assert_eq!(
+        withdrawn["method"], "notifications/cancelled",
+        "{withdrawn}"
+    );
     assert_eq!(withdrawn["params"]["requestId"], form["id"]);
     client.fill_in(&form, accept("session")).await;
-    let checked = client.ask(request(2, "tools/call", json!({"name": "check_execution", "arguments": {}}))).await;
-    assert_eq!(checked["result"]["structuredContent"]["status"], "cancelled", "{checked}");
+    let checked = client
+        .ask(request(
+            2,
+            "tools/call",
+            json!({"name": "check_execution", "arguments": {}}),
+        ))
+        .await;
+    assert_eq!(
+        checked["result"]["structuredContent"]["status"], "cancelled",
+        "{checked}"
+    );
     // Control: the late answer has allowed nothing.
     client.send(execute(3, ASK)).await;
     client.form().await;
@@ -187,18 +272,37 @@ async fn a_newer_client_sends_the_call_again_with_the_answer_and_the_code_runs_o
     let tool = "execute_ipython_cell";
     let asked = client.ask(newer(tool, &arguments, json!({}))).await["result"].take();
     assert_eq!(asked["resultType"], "input_required", "{asked}");
-    let form = asked["inputRequests"].as_object().unwrap().values().next().unwrap().clone();
+    let form = asked["inputRequests"]
+        .as_object()
+        .unwrap()
+        .values()
+        .next()
+        .unwrap()
+        .clone();
     assert_eq!(form["method"], "elicitation/create");
-    assert!(form["params"]["message"].as_str().unwrap().contains(r#"install "numpy""#), "{form}");
-    let answered = client.ask(newer(tool, &arguments, answer_to(&asked, accept("once")))).await;
+    assert!(
+        form["params"]["message"]
+            .as_str()
+            .unwrap()
+            .contains(r#"install "numpy""#),
+        "{form}"
+    );
+    let answered = client
+        .ask(newer(tool, &arguments, answer_to(&asked, accept("once"))))
+        .await;
     assert_eq!(answered["result"]["resultType"], "complete");
     assert_eq!(text(&answered).matches("once").count(), 1, "{answered}");
     assert!(text(&answered).contains("has numpy"));
     // The same message again finds the same execution, and decides nothing.
-    let replayed = client.ask(newer(tool, &arguments, answer_to(&asked, accept("deny")))).await;
+    let replayed = client
+        .ask(newer(tool, &arguments, answer_to(&asked, accept("deny"))))
+        .await;
     assert!(text(&replayed).contains("has numpy"), "{replayed}");
     let next = client.ask(newer(tool, &arguments, json!({}))).await;
-    assert_eq!(next["result"]["resultType"], "input_required", "once is once");
+    assert_eq!(
+        next["result"]["resultType"], "input_required",
+        "once is once"
+    );
 }
 
 #[tokio::test]
@@ -212,8 +316,17 @@ async fn an_answer_that_is_missing_is_asked_for_again() {
     assert_eq!(second["resultType"], "input_required", "{second}");
     let stray = json!({"requestState": second["requestState"], "inputResponses": {"something": accept("once")}});
     let third = client.ask(newer(tool, &arguments, stray)).await["result"].take();
-    assert_eq!(third["inputRequests"], first["inputRequests"], "the same question");
-    let denied = client.ask(newer(tool, &arguments, answer_to(&third, json!({"action": "decline"})))).await;
+    assert_eq!(
+        third["inputRequests"], first["inputRequests"],
+        "the same question"
+    );
+    let denied = client
+        .ask(newer(
+            tool,
+            &arguments,
+            answer_to(&third, json!({"action": "decline"})),
+        ))
+        .await;
     assert!(text(&denied).contains("did not allow"), "{denied}");
     assert_eq!(text(&denied).matches("once").count(), 1, "{denied}");
 }
@@ -238,37 +351,73 @@ async fn a_state_that_is_not_for_this_call_gets_nothing_done() {
     for attempt in attempts {
         let refused = client.ask(attempt).await;
         assert_eq!(refused["error"]["code"], -32602, "{refused}");
-        assert!(refused["error"]["message"].as_str().unwrap().contains("Nothing was executed"), "{refused}");
+        assert!(
+            refused["error"]["message"]
+                .as_str()
+                .unwrap()
+                .contains("Nothing was executed"),
+            "{refused}"
+        );
     }
     let answered = client.ask(newer(tool, &arguments, yes)).await;
-    assert!(text(&answered).contains("has numpy"), "the control: {answered}");
+    assert!(
+        text(&answered).contains("has numpy"),
+        "the control: {answered}"
+    );
 }
 
 #[tokio::test]
 async fn a_check_asks_too_and_so_does_an_installation() {
     let mut client = connected();
     let arguments = json!({"code": ASK});
-    client.ask(newer("execute_ipython_cell", &arguments, json!({}))).await;
-    let asked = client.ask(newer("check_execution", &json!({}), json!({}))).await["result"].take();
+    client
+        .ask(newer("execute_ipython_cell", &arguments, json!({})))
+        .await;
+    let asked = client
+        .ask(newer("check_execution", &json!({}), json!({})))
+        .await["result"]
+        .take();
     assert_eq!(asked["resultType"], "input_required", "{asked}");
-    let answered = client.ask(newer("check_execution", &json!({}), answer_to(&asked, accept("once")))).await;
+    let answered = client
+        .ask(newer(
+            "check_execution",
+            &json!({}),
+            answer_to(&asked, accept("once")),
+        ))
+        .await;
     assert!(text(&answered).contains("has numpy"), "{answered}");
     let arguments = json!({"package_name": "polars"});
-    let asked = client.ask(newer("install_package", &arguments, json!({}))).await["result"].take();
+    let asked = client
+        .ask(newer("install_package", &arguments, json!({})))
+        .await["result"]
+        .take();
     assert_eq!(asked["resultType"], "input_required", "{asked}");
     let yes = answer_to(&asked, accept("once"));
-    assert!(text(&client.ask(newer("install_package", &arguments, yes.clone())).await).contains("has polars"));
+    assert!(
+        text(
+            &client
+                .ask(newer("install_package", &arguments, yes.clone()))
+                .await
+        )
+        .contains("has polars")
+    );
     let again = client.ask(newer("install_package", &arguments, yes)).await;
-    assert_eq!(again["result"]["resultType"], "input_required", "an answer counts once: {again}");
+    assert_eq!(
+        again["result"]["resultType"], "input_required",
+        "an answer counts once: {again}"
+    );
 }
 
 #[tokio::test(start_paused = true)]
 async fn a_task_shows_its_form_and_takes_the_answer() {
     let mut client = connected();
-    let capabilities = json!({"elicitation": {}, "extensions": {"io.modelcontextprotocol/tasks": {}}});
+    let capabilities =
+        json!({"elicitation": {}, "extensions": {"io.modelcontextprotocol/tasks": {}}});
     let arguments = json!({"code": format!("sleep 5\n{ASK}")});
     let params = json!({"name": "execute_ipython_cell", "arguments": arguments});
-    let of_task = |method: &str, params: Value| with_capabilities(modern(1, method, params), capabilities.clone());
+    let of_task = |method: &str, params: Value| {
+        with_capabilities(modern(1, method, params), capabilities.clone())
+    };
     let created = client.ask(of_task("tools/call", params)).await["result"].take();
     assert_eq!(created["resultType"], "task", "{created}");
     let task = json!({"taskId": created["taskId"]});
@@ -286,5 +435,11 @@ async fn a_task_shows_its_form_and_takes_the_answer() {
     tokio::time::sleep(Duration::from_secs(1)).await;
     let told = client.ask(of_task("tasks/get", task)).await["result"].take();
     assert_eq!(told["status"], "completed", "{told}");
-    assert!(told["result"]["content"][0]["text"].as_str().unwrap().contains("has numpy"), "{told}");
+    assert!(
+        told["result"]["content"][0]["text"]
+            .as_str()
+            .unwrap()
+            .contains("has numpy"),
+        "{told}"
+    );
 }

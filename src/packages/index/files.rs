@@ -21,9 +21,16 @@ const KEPT_FOR: Duration = Duration::from_secs(24 * 60 * 60);
 
 /// Finds the hosts of all files in a lock file, as `host:port`.
 pub(super) fn hosts_in(lock: &str) -> Vec<String> {
-    let urls = lock.split("url = \"").skip(1).filter_map(|rest| rest.split('"').next());
-    let places = urls.filter_map(|url| IndexUrl::parse(url).ok()).map(|url| url.place());
-    let hosts: BTreeSet<String> = places.map(|(host, port)| format!("{host}:{port}")).collect();
+    let urls = lock
+        .split("url = \"")
+        .skip(1)
+        .filter_map(|rest| rest.split('"').next());
+    let places = urls
+        .filter_map(|url| IndexUrl::parse(url).ok())
+        .map(|url| url.place());
+    let hosts: BTreeSet<String> = places
+        .map(|(host, port)| format!("{host}:{port}"))
+        .collect();
     hosts.into_iter().collect()
 }
 
@@ -34,7 +41,9 @@ pub(super) fn recall(memory: &Path, identity: &str) -> Option<Vec<String>> {
 
 fn recall_at(memory: &Path, identity: &str, now: SystemTime) -> Option<Vec<String>> {
     let path = place(memory, identity);
-    let written = fs::metadata(&path).and_then(|found| found.modified()).ok()?;
+    let written = fs::metadata(&path)
+        .and_then(|found| found.modified())
+        .ok()?;
     // A time in the future says nothing.
     let is_fresh = now.duration_since(written).is_ok_and(|age| age < KEPT_FOR);
     let text = fs::read_to_string(path).ok().filter(|_| is_fresh)?;
@@ -70,8 +79,7 @@ mod tests {
 
     #[test]
     fn the_hosts_of_all_files_of_a_lock_are_found() {
-        let lock =
-            "sdist = { url = \"https://files.example/x.tar.gz\" }\nwheels = [{ url = \"http://f.example:81/x.whl\" }]";
+        let lock = "sdist = { url = \"https://files.example/x.tar.gz\" }\nwheels = [{ url = \"http://f.example:81/x.whl\" }]";
         assert_eq!(hosts_in(lock), ["f.example:81", "files.example:443"]);
     }
 
@@ -86,8 +94,15 @@ mod tests {
         assert_eq!(recall(&memory, "one"), Some(hosts));
         assert_eq!(recall(&memory, "none"), Some(Vec::new()));
         assert_eq!(recall(&memory, "two"), None);
-        assert_eq!(recall_at(&memory, "one", SystemTime::now() + KEPT_FOR), None);
-        assert_eq!(recall_at(&memory, "one", SystemTime::now() - KEPT_FOR), None, "a clock was wrong");
+        assert_eq!(
+            recall_at(&memory, "one", SystemTime::now() + KEPT_FOR),
+            None
+        );
+        assert_eq!(
+            recall_at(&memory, "one", SystemTime::now() - KEPT_FOR),
+            None,
+            "a clock was wrong"
+        );
         forget(&memory, "one");
         assert_eq!(recall(&memory, "one"), None);
     }

@@ -20,11 +20,16 @@ const LARGEST: u64 = 1 << 20;
 pub(super) fn read(variables: &BTreeMap<String, String>) -> Passwords {
     let value = |name: &str| variables.get(name).filter(|value| !value.is_empty());
     let named = value("NETRC").map(PathBuf::from);
-    let Some(path) = named.or_else(|| value("HOME").map(|home| PathBuf::from(home).join(".netrc"))) else {
+    let Some(path) = named.or_else(|| value("HOME").map(|home| PathBuf::from(home).join(".netrc")))
+    else {
         return Passwords::new();
     };
     let is_small = fs::metadata(&path).is_ok_and(|found| found.is_file() && found.len() <= LARGEST);
-    fs::read_to_string(path).ok().filter(|_| is_small).map(|text| passwords_in(&text)).unwrap_or_default()
+    fs::read_to_string(path)
+        .ok()
+        .filter(|_| is_small)
+        .map(|text| passwords_in(&text))
+        .unwrap_or_default()
 }
 
 fn passwords_in(text: &str) -> Passwords {
@@ -34,7 +39,9 @@ fn passwords_in(text: &str) -> Passwords {
     let mut entry = Entry::default();
     while let Some(word) = words.next() {
         match word {
-            "machine" => std::mem::replace(&mut entry, Entry::of(words.next())).put_into(&mut found),
+            "machine" => {
+                std::mem::replace(&mut entry, Entry::of(words.next())).put_into(&mut found)
+            }
             "default" => std::mem::take(&mut entry).put_into(&mut found),
             "login" => entry.login = words.next(),
             "password" => entry.password = words.next(),
@@ -55,14 +62,23 @@ struct Entry<'a> {
 
 impl<'a> Entry<'a> {
     fn of(host: Option<&'a str>) -> Entry<'a> {
-        Entry { host, ..Entry::default() }
+        Entry {
+            host,
+            ..Entry::default()
+        }
     }
 
     /// The first entry of a host counts, and only one that has a password.
     fn put_into(self, found: &mut Passwords) {
         if let (Some(host), Some(password)) = (self.host, self.password) {
-            let credentials = format!("{}:{}", encoded(self.login.unwrap_or_default()), encoded(password));
-            found.entry(host.to_ascii_lowercase()).or_insert(credentials);
+            let credentials = format!(
+                "{}:{}",
+                encoded(self.login.unwrap_or_default()),
+                encoded(password)
+            );
+            found
+                .entry(host.to_ascii_lowercase())
+                .or_insert(credentials);
         }
     }
 }
@@ -73,7 +89,11 @@ fn without_macros(text: &str) -> String {
     let mut kept = Vec::new();
     for line in text.lines() {
         let line = line.trim();
-        in_macro = if in_macro { !line.is_empty() } else { line.split_whitespace().next() == Some("macdef") };
+        in_macro = if in_macro {
+            !line.is_empty()
+        } else {
+            line.split_whitespace().next() == Some("macdef")
+        };
         if !in_macro && !line.starts_with('#') {
             kept.push(line);
         }
@@ -84,7 +104,15 @@ fn without_macros(text: &str) -> String {
 /// Percent-encodes everything that has a meaning in an address.
 fn encoded(text: &str) -> String {
     let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-._~".contains(&byte);
-    text.bytes().map(|byte| if plain(byte) { char::from(byte).to_string() } else { format!("%{byte:02X}") }).collect()
+    text.bytes()
+        .map(|byte| {
+            if plain(byte) {
+                char::from(byte).to_string()
+            } else {
+                format!("%{byte:02X}")
+            }
+        })
+        .collect()
 }
 
 #[cfg(test)]
@@ -97,8 +125,13 @@ mod tests {
                     machine c.example login nobody\nmachine a.example login other password other\n\
                     macdef init\nmachine d.example login x password x\n\nmachine e.example password only\n\
                     default login anyone password anything";
-        let expected = [("a.example", "me:p%40ss"), ("b.example", "you:y"), ("e.example", ":only")];
-        let expected = expected.map(|(host, credentials)| (host.to_owned(), credentials.to_owned()));
+        let expected = [
+            ("a.example", "me:p%40ss"),
+            ("b.example", "you:y"),
+            ("e.example", ":only"),
+        ];
+        let expected =
+            expected.map(|(host, credentials)| (host.to_owned(), credentials.to_owned()));
         assert_eq!(passwords_in(text), Passwords::from(expected));
     }
 
@@ -106,12 +139,19 @@ mod tests {
     fn the_file_is_the_one_that_is_named_or_the_one_at_home() {
         let folder = tempfile::tempdir().unwrap();
         let named = folder.path().join("named");
-        fs::write(folder.path().join(".netrc"), "machine home.example password a").unwrap();
+        fs::write(
+            folder.path().join(".netrc"),
+            "machine home.example password a",
+        )
+        .unwrap();
         fs::write(&named, "machine named.example password a").unwrap();
         let home = ("HOME".to_owned(), folder.path().display().to_string());
         let named = ("NETRC".to_owned(), named.display().to_string());
-        let hosts =
-            |variables: Vec<(String, String)>| read(&variables.into_iter().collect()).into_keys().collect::<Vec<_>>();
+        let hosts = |variables: Vec<(String, String)>| {
+            read(&variables.into_iter().collect())
+                .into_keys()
+                .collect::<Vec<_>>()
+        };
         assert_eq!(hosts(vec![home.clone()]), ["home.example"]);
         assert_eq!(hosts(vec![home, named]), ["named.example"]);
         assert!(hosts(Vec::new()).is_empty());

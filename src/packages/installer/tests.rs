@@ -30,7 +30,10 @@ struct FakeWorkshop {
 impl Workshops for Fake {
     async fn open(&self, rules: &[String]) -> Result<Box<dyn Workshop>, InstallError> {
         self.rules.lock().unwrap().push(rules.to_vec());
-        Ok(Box::new(FakeWorkshop { fake: self.clone(), files: HashMap::new() }))
+        Ok(Box::new(FakeWorkshop {
+            fake: self.clone(),
+            files: HashMap::new(),
+        }))
     }
 }
 
@@ -47,8 +50,18 @@ impl Workshop for FakeWorkshop {
 
     async fn run(&mut self, code: &str, _: Duration) -> Result<String, InstallError> {
         assert_eq!(code, INSTALLER);
-        self.fake.requests.lock().unwrap().push(serde_json::from_slice(&self.files[REQUEST_FILE]).unwrap());
-        let files = self.fake.script.lock().unwrap().pop_front().expect("nothing more should run");
+        self.fake
+            .requests
+            .lock()
+            .unwrap()
+            .push(serde_json::from_slice(&self.files[REQUEST_FILE]).unwrap());
+        let files = self
+            .fake
+            .script
+            .lock()
+            .unwrap()
+            .pop_front()
+            .expect("nothing more should run");
         match files {
             Some(files) => self.files.extend(files),
             None => std::future::pending().await,
@@ -57,7 +70,9 @@ impl Workshop for FakeWorkshop {
     }
 
     async fn take(&mut self, name: &str, limit: u64) -> Result<std::fs::File, InstallError> {
-        let missing = || InstallError::Workshop { why: format!("there is no {name}") };
+        let missing = || InstallError::Workshop {
+            why: format!("there is no {name}"),
+        };
         let content = self.files.get(name).ok_or_else(missing)?;
         if content.len() as u64 > limit {
             return Err(InstallError::TooLarge { limit });
@@ -71,8 +86,13 @@ impl Workshop for FakeWorkshop {
 
 impl Fake {
     fn answers(&self, answer: Value, streams: &[Vec<u8>]) {
-        let streams = streams.iter().enumerate().map(|(number, stream)| (stream_file(number), stream.clone()));
-        let files = streams.chain([(ANSWER_FILE.to_owned(), answer.to_string().into_bytes())]).collect();
+        let streams = streams
+            .iter()
+            .enumerate()
+            .map(|(number, stream)| (stream_file(number), stream.clone()));
+        let files = streams
+            .chain([(ANSWER_FILE.to_owned(), answer.to_string().into_bytes())])
+            .collect();
         self.script.lock().unwrap().push_back(Some(files));
     }
 
@@ -83,9 +103,14 @@ impl Fake {
     }
 
     fn installs(&self, packages: &[(&str, &str)]) {
-        let packed: Vec<Value> =
-            packages.iter().map(|(name, version)| json!({"name": name, "version": version})).collect();
-        let streams: Vec<_> = packages.iter().map(|(name, version)| package(name, version)).collect();
+        let packed: Vec<Value> = packages
+            .iter()
+            .map(|(name, version)| json!({"name": name, "version": version}))
+            .collect();
+        let streams: Vec<_> = packages
+            .iter()
+            .map(|(name, version)| package(name, version))
+            .collect();
         self.answers(json!(packed), &streams);
     }
 
@@ -104,11 +129,19 @@ fn resolved(packages: &[(&str, &str)]) -> Value {
 
 /// Any 64 digits will do.
 fn digits(key: &Key) -> String {
-    format!("{key:?}").chars().filter(char::is_ascii_hexdigit).chain("0".repeat(64).chars()).take(64).collect()
+    format!("{key:?}")
+        .chars()
+        .filter(char::is_ascii_hexdigit)
+        .chain("0".repeat(64).chars())
+        .take(64)
+        .collect()
 }
 
 fn package(name: &str, version: &str) -> Vec<u8> {
-    let (module, description) = (format!("{name}.py"), format!("{name}-{version}.dist-info/METADATA"));
+    let (module, description) = (
+        format!("{name}.py"),
+        format!("{name}-{version}.dist-info/METADATA"),
+    );
     stream(&[(&module, version), (&description, name)])
 }
 
@@ -135,16 +168,28 @@ impl Bench {
             proxies: Proxies::default(),
         };
         let installer = Installer::new(Arc::new(store.open()), index, limits);
-        Bench { store, fake: Fake::default(), installer, told: Arc::default() }
+        Bench {
+            store,
+            fake: Fake::default(),
+            installer,
+            told: Arc::default(),
+        }
     }
 
     async fn install(&self, wish: &Wish) -> Result<Installed, InstallError> {
         let told = Arc::clone(&self.told);
-        self.installer.install(wish, &self.fake, &move |step| told.lock().unwrap().push(step.to_string())).await
+        self.installer
+            .install(wish, &self.fake, &move |step| {
+                told.lock().unwrap().push(step.to_string())
+            })
+            .await
     }
 
     async fn refusal(&self, wish: &Wish) -> String {
-        self.install(wish).await.expect_err("it should be refused").to_string()
+        self.install(wish)
+            .await
+            .expect_err("it should be refused")
+            .to_string()
     }
 
     fn kept(&self) -> usize {
@@ -153,8 +198,13 @@ impl Bench {
 }
 
 fn wish(requirements: &[&str]) -> Wish {
-    let requirements = Requirement::parse_all(requirements, |host, _| host == "example.com").unwrap();
-    Wish { requirements, upgrade: false, present: vec![Package::new("numpy", "2.1.0")] }
+    let requirements =
+        Requirement::parse_all(requirements, |host, _| host == "example.com").unwrap();
+    Wish {
+        requirements,
+        upgrade: false,
+        present: vec![Package::new("numpy", "2.1.0")],
+    }
 }
 
 #[tokio::test]
@@ -162,11 +212,28 @@ async fn a_package_is_resolved_fetched_and_added() {
     let bench = Bench::new();
     bench.fake.has(&[("polars", "1.2.3"), ("narwhals", "2.0")]);
     let installed = bench.install(&wish(&["polars>1"])).await.unwrap();
-    assert_eq!(installed.text, "Successfully installed polars-1.2.3 narwhals-2.0");
-    assert_eq!(installed.added, [Package::new("polars", "1.2.3"), Package::new("narwhals", "2.0")]);
+    assert_eq!(
+        installed.text,
+        "Successfully installed polars-1.2.3 narwhals-2.0"
+    );
+    assert_eq!(
+        installed.added,
+        [
+            Package::new("polars", "1.2.3"),
+            Package::new("narwhals", "2.0")
+        ]
+    );
     assert!(installed.private.is_empty() && installed.already.is_empty());
     let folder = installed.paths[0].strip_prefix(PACKAGES_INSIDE).unwrap();
-    assert!(bench.installer.store.trees().join(folder).join("polars.py").is_file());
+    assert!(
+        bench
+            .installer
+            .store
+            .trees()
+            .join(folder)
+            .join("polars.py")
+            .is_file()
+    );
     let told = [
         "resolving packages",
         "downloading 2 packages",
@@ -174,7 +241,11 @@ async fn a_package_is_resolved_fetched_and_added() {
         "adding narwhals 2.0 (2 of 2)",
     ];
     assert_eq!(*bench.told.lock().unwrap(), told);
-    assert_eq!(*bench.fake.rules.lock().unwrap(), [["127.0.0.1:8080"]], "one sandbox, which reaches the index only");
+    assert_eq!(
+        *bench.fake.rules.lock().unwrap(),
+        [["127.0.0.1:8080"]],
+        "one sandbox, which reaches the index only"
+    );
 }
 
 #[tokio::test]
@@ -185,10 +256,16 @@ async fn the_second_installation_needs_no_sandbox_and_a_restarted_server_only_a_
     let second = bench.install(&wish(&["polars"])).await.unwrap();
     assert_eq!((first, bench.fake.opened()), (second.clone(), 1));
     let restarted = Bench {
-        installer: Installer::new(Arc::new(bench.store.open()), bench.installer.index.clone(), Limits::default()),
+        installer: Installer::new(
+            Arc::new(bench.store.open()),
+            bench.installer.index.clone(),
+            Limits::default(),
+        ),
         ..bench
     };
-    restarted.fake.answers(resolved(&[("polars", "1.2.3")]), &[]);
+    restarted
+        .fake
+        .answers(resolved(&[("polars", "1.2.3")]), &[]);
     assert_eq!(restarted.install(&wish(&["polars"])).await.unwrap(), second);
     assert_eq!(restarted.fake.opened(), 2);
 }
@@ -197,12 +274,20 @@ async fn the_second_installation_needs_no_sandbox_and_a_restarted_server_only_a_
 async fn what_the_session_has_is_not_installed_again() {
     let bench = Bench::new();
     let installed = bench.install(&wish(&["NumPy"])).await.unwrap();
-    assert_eq!(installed.text, "Requirement already satisfied: numpy (2.1.0)");
+    assert_eq!(
+        installed.text,
+        "Requirement already satisfied: numpy (2.1.0)"
+    );
     assert_eq!((installed.paths.len(), bench.fake.opened()), (0, 0));
-    bench.fake.answers(resolved(&[("numpy", "2.1.0"), ("polars", "1.2.3")]), &[]);
+    bench
+        .fake
+        .answers(resolved(&[("numpy", "2.1.0"), ("polars", "1.2.3")]), &[]);
     bench.fake.installs(&[("polars", "1.2.3")]);
     let installed = bench.install(&wish(&["numpy>=2", "polars"])).await.unwrap();
-    assert_eq!(installed.text, "Requirement already satisfied: numpy (2.1.0)\nSuccessfully installed polars-1.2.3");
+    assert_eq!(
+        installed.text,
+        "Requirement already satisfied: numpy (2.1.0)\nSuccessfully installed polars-1.2.3"
+    );
     let requests = bench.fake.requests.lock().unwrap();
     assert_eq!(requests[0]["present"], json!({"numpy": "2.1.0"}));
     assert_eq!(requests[0]["requirements"], json!(["numpy>=2", "polars"]));
@@ -223,9 +308,15 @@ async fn an_older_version_that_was_chosen_because_of_the_session_is_told_with_th
     let text = bench.install(&wish(&["moviepy"])).await.unwrap().text;
     let remark = "moviepy 0.2 is not the newest version: 2.2.1 cannot be used with numpy 2.1.0, which the session has. To get \
                   it and replace what is in its way, install \"moviepy==2.2.1\", \"numpy==1.26.4\" together.";
-    assert_eq!(text, format!("Successfully installed moviepy-0.2\n{remark}"));
+    assert_eq!(
+        text,
+        format!("Successfully installed moviepy-0.2\n{remark}")
+    );
     let again = bench.install(&wish(&["moviepy"])).await.unwrap().text;
-    assert!(again.ends_with(remark), "an answer that is remembered says it too: {again}");
+    assert!(
+        again.ends_with(remark),
+        "an answer that is remembered says it too: {again}"
+    );
     answer["held_back"] = held("2\nrm -rf");
     bench.fake.answers(answer, &[]);
     let nonsense = bench.refusal(&wish(&["moviepy>0"])).await;
@@ -236,8 +327,14 @@ async fn an_older_version_that_was_chosen_because_of_the_session_is_told_with_th
 async fn an_upgrade_asks_the_index_even_for_what_is_there() {
     let bench = Bench::new();
     bench.fake.has(&[("numpy", "2.2.0")]);
-    let upgrade = Wish { upgrade: true, ..wish(&["numpy"]) };
-    assert_eq!(bench.install(&upgrade).await.unwrap().text, "Successfully installed numpy-2.2.0");
+    let upgrade = Wish {
+        upgrade: true,
+        ..wish(&["numpy"])
+    };
+    assert_eq!(
+        bench.install(&upgrade).await.unwrap().text,
+        "Successfully installed numpy-2.2.0"
+    );
     bench.fake.answers(resolved(&[("numpy", "2.2.0")]), &[]);
     bench.install(&upgrade).await.unwrap();
     assert_eq!(bench.fake.opened(), 2, "an old answer does not count");
@@ -249,47 +346,88 @@ async fn the_resolvers_words_come_back_without_passwords_and_with_what_can_be_do
     let words = "Because x depends on numpy>=3 and you require numpy==2.1.0 (http://me:hunter2@127.0.0.1:8080/simple)";
     bench.fake.answers(json!({"failed": words}), &[]);
     let said = bench.refusal(&wish(&["x"])).await;
-    assert!(said.starts_with("Because x depends on numpy>=3") && said.contains("//****@127.0.0.1"), "{said}");
-    assert!(said.contains("The session has numpy 2.1.0 already; name it in the request too"), "{said}");
+    assert!(
+        said.starts_with("Because x depends on numpy>=3") && said.contains("//****@127.0.0.1"),
+        "{said}"
+    );
+    assert!(
+        said.contains("The session has numpy 2.1.0 already; name it in the request too"),
+        "{said}"
+    );
     let variables = &bench.fake.requests.lock().unwrap()[0]["variables"];
-    assert_eq!(variables["UV_DEFAULT_INDEX"], "http://me:hunter2@127.0.0.1:8080/simple"); // control
+    assert_eq!(
+        variables["UV_DEFAULT_INDEX"],
+        "http://me:hunter2@127.0.0.1:8080/simple"
+    ); // control
 }
 
 #[tokio::test]
 async fn what_has_no_wheel_is_built_in_another_sandbox_and_shared_with_nobody() {
     let bench = Bench::new();
     for _ in 0..2 {
-        bench.fake.answers(json!({"failed": "x has no usable wheels", "no_wheel": true}), &[]);
+        bench.fake.answers(
+            json!({"failed": "x has no usable wheels", "no_wheel": true}),
+            &[],
+        );
         bench.fake.installs(&[("x", "1.0"), ("y", "1.0")]);
     }
     let first = bench.install(&wish(&["x"])).await.unwrap();
     let second = bench.install(&wish(&["x"])).await.unwrap();
     assert_eq!((first.private.len(), bench.fake.opened()), (2, 4));
-    assert!(first.paths.iter().all(|path| !second.paths.contains(path)), "each has its own");
+    assert!(
+        first.paths.iter().all(|path| !second.paths.contains(path)),
+        "each has its own"
+    );
     bench.fake.has(&[("y", "1.0")]);
     let shared = bench.install(&wish(&["y"])).await.unwrap();
-    assert!(shared.private.is_empty() && !first.paths.contains(&shared.paths[0]), "nothing built is found by others");
+    assert!(
+        shared.private.is_empty() && !first.paths.contains(&shared.paths[0]),
+        "nothing built is found by others"
+    );
 }
 
 #[tokio::test]
 async fn source_code_is_built_at_once_and_its_host_is_reachable() {
     let bench = Bench::new();
     bench.fake.installs(&[("x", "1.0")]);
-    let installed = bench.install(&wish(&["git+https://example.com/x@main"])).await.unwrap();
+    let installed = bench
+        .install(&wish(&["git+https://example.com/x@main"]))
+        .await
+        .unwrap();
     assert_eq!(installed.text, "Successfully installed x-1.0");
-    assert_eq!(*bench.fake.rules.lock().unwrap(), [["127.0.0.1:8080", "example.com:443"]]);
+    assert_eq!(
+        *bench.fake.rules.lock().unwrap(),
+        [["127.0.0.1:8080", "example.com:443"]]
+    );
     assert_eq!(bench.fake.requests.lock().unwrap()[0]["step"], "build");
 }
 
 #[tokio::test]
 async fn nothing_is_built_where_that_is_refused_or_a_password_could_be_read() {
-    let refusing = Bench::with("http://127.0.0.1:8080/", Limits { builds: Builds::Refused, ..Limits::default() });
+    let refusing = Bench::with(
+        "http://127.0.0.1:8080/",
+        Limits {
+            builds: Builds::Refused,
+            ..Limits::default()
+        },
+    );
     let secret = Bench::with("http://me:hunter2@127.0.0.1:8080/", Limits::default());
     for bench in [refusing, secret] {
-        bench.fake.answers(json!({"failed": "x has no usable wheels", "no_wheel": true}), &[]);
+        bench.fake.answers(
+            json!({"failed": "x has no usable wheels", "no_wheel": true}),
+            &[],
+        );
         let said = bench.refusal(&wish(&["x"])).await;
-        assert!(said.starts_with("x has no usable wheels\nPackages are not built from source"), "{said}");
-        assert!(bench.refusal(&wish(&["https://example.com/x.tar.gz"])).await.contains("must be built"));
+        assert!(
+            said.starts_with("x has no usable wheels\nPackages are not built from source"),
+            "{said}"
+        );
+        assert!(
+            bench
+                .refusal(&wish(&["https://example.com/x.tar.gz"]))
+                .await
+                .contains("must be built")
+        );
         assert_eq!(bench.fake.opened(), 1);
     }
 }
@@ -301,7 +439,10 @@ async fn an_answer_that_does_not_fit_the_question_adds_nothing() {
     let lies = [
         (json!([claim("numpy")]), package("numpy", "1.2.3")),
         (json!([claim("polars")]), package("numpy", "1.2.3")),
-        (json!([claim("polars"), claim("numpy")]), package("polars", "1.2.3")),
+        (
+            json!([claim("polars"), claim("numpy")]),
+            package("polars", "1.2.3"),
+        ),
         (json!([]), package("polars", "1.2.3")),
     ];
     for (claimed, bytes) in lies {
@@ -313,23 +454,42 @@ async fn an_answer_that_does_not_fit_the_question_adds_nothing() {
         bench.fake.installs(&asked);
         let installed = bench.install(&wish(&["polars"])).await.unwrap(); // control: the honest answer is taken afterwards
         assert_eq!(installed.text, "Successfully installed polars-1.2.3");
-        assert!(bench.fake.script.lock().unwrap().is_empty(), "no earlier lie was found in the store");
+        assert!(
+            bench.fake.script.lock().unwrap().is_empty(),
+            "no earlier lie was found in the store"
+        );
     }
 }
 
 #[tokio::test]
 async fn nonsense_from_inside_is_refused() {
-    for answer in
-        [json!(null), json!([]), json!({"tag": "x", "pins": [{"name": "--x"}]}), json!({"tag": "\n", "pins": []})]
-    {
+    for answer in [
+        json!(null),
+        json!([]),
+        json!({"tag": "x", "pins": [{"name": "--x"}]}),
+        json!({"tag": "\n", "pins": []}),
+    ] {
         let bench = Bench::new();
         bench.fake.answers(answer, &[]);
-        assert!(bench.refusal(&wish(&["polars"])).await.contains("does not fit"));
+        assert!(
+            bench
+                .refusal(&wish(&["polars"]))
+                .await
+                .contains("does not fit")
+        );
     }
     let bench = Bench::new();
-    bench.fake.script.lock().unwrap().push_back(Some(Vec::new()));
+    bench
+        .fake
+        .script
+        .lock()
+        .unwrap()
+        .push_back(Some(Vec::new()));
     let said = bench.refusal(&wish(&["polars"])).await;
-    assert!(said.contains("there is no answer.json") && said.contains("what was printed"), "{said}");
+    assert!(
+        said.contains("there is no answer.json") && said.contains("what was printed"),
+        "{said}"
+    );
 }
 
 #[tokio::test]
@@ -338,12 +498,26 @@ async fn size_is_bounded_over_all_packages_and_a_refused_build_leaves_nothing() 
     let other = stream(&[("b.py", &"x".repeat(700)), ("b-1.0.dist-info/METADATA", "")]);
     let packed = json!([{"name": "a", "version": "1.0"}, {"name": "b", "version": "1.0"}]);
     for (bytes, fits) in [(1_400, true), (1_399, false)] {
-        let bench = Bench::with("http://127.0.0.1:8080/", Limits { bytes, ..Limits::default() });
-        bench.fake.answers(packed.clone(), &[large.clone(), other.clone()]);
+        let bench = Bench::with(
+            "http://127.0.0.1:8080/",
+            Limits {
+                bytes,
+                ..Limits::default()
+            },
+        );
+        bench
+            .fake
+            .answers(packed.clone(), &[large.clone(), other.clone()]);
         let result = bench.install(&wish(&["git+https://example.com/a"])).await;
-        assert_eq!((result.is_ok(), bench.kept()), if fits { (true, 2) } else { (false, 0) });
+        assert_eq!(
+            (result.is_ok(), bench.kept()),
+            if fits { (true, 2) } else { (false, 0) }
+        );
         if let Err(error) = result {
-            assert!(matches!(error, InstallError::TooLarge { limit: 1_399 }), "{error}");
+            assert!(
+                matches!(error, InstallError::TooLarge { limit: 1_399 }),
+                "{error}"
+            );
         }
     }
 }
@@ -352,7 +526,9 @@ async fn size_is_bounded_over_all_packages_and_a_refused_build_leaves_nothing() 
 async fn what_does_not_fit_at_once_is_fetched_one_by_one() {
     let bench = Bench::new();
     let full = json!({"failed": "No space left on device (os error 28)", "no_room": true});
-    bench.fake.answers(resolved(&[("a", "1.0"), ("b", "2.0")]), &[]);
+    bench
+        .fake
+        .answers(resolved(&[("a", "1.0"), ("b", "2.0")]), &[]);
     bench.fake.answers(full.clone(), &[]);
     bench.fake.installs(&[("a", "1.0")]);
     bench.fake.installs(&[("b", "2.0")]);
@@ -372,15 +548,28 @@ async fn what_does_not_fit_at_once_is_fetched_one_by_one() {
     bench.fake.answers(resolved(&[("a", "1.0")]), &[]);
     bench.fake.answers(full, &[]);
     let said = bench.refusal(&wish(&["a"])).await;
-    assert!(said.contains("more than 4096 MiB of disk") && said.contains("package_disk"), "{said}");
+    assert!(
+        said.contains("more than 4096 MiB of disk") && said.contains("package_disk"),
+        "{said}"
+    );
 }
 
 #[tokio::test]
 async fn size_is_bounded_over_packages_that_are_fetched_one_by_one() {
     for (bytes, fits) in [(8, true), (7, false)] {
-        let bench = Bench::with("http://127.0.0.1:8080/", Limits { bytes, ..Limits::default() });
-        bench.fake.answers(resolved(&[("a", "1.0"), ("b", "2.0")]), &[]);
-        bench.fake.answers(json!({"failed": "full", "no_room": true}), &[]);
+        let bench = Bench::with(
+            "http://127.0.0.1:8080/",
+            Limits {
+                bytes,
+                ..Limits::default()
+            },
+        );
+        bench
+            .fake
+            .answers(resolved(&[("a", "1.0"), ("b", "2.0")]), &[]);
+        bench
+            .fake
+            .answers(json!({"failed": "full", "no_room": true}), &[]);
         bench.fake.installs(&[("a", "1.0")]);
         bench.fake.installs(&[("b", "2.0")]);
         let result = bench.install(&wish(&["a", "b"])).await;
@@ -407,16 +596,28 @@ async fn certificates_of_the_index_go_inside() {
     bench.installer.index.ca_file = Some(file.path().to_owned());
     bench.fake.has(&[("polars", "1.2.3")]);
     bench.install(&wish(&["polars"])).await.unwrap();
-    assert_eq!(bench.fake.requests.lock().unwrap()[0]["certificates"], CERTIFICATES_FILE);
+    assert_eq!(
+        bench.fake.requests.lock().unwrap()[0]["certificates"],
+        CERTIFICATES_FILE
+    );
     bench.installer.index.ca_file = Some("/nowhere/ca.pem".into());
-    assert!(bench.refusal(&wish(&["other"])).await.contains("certificates cannot be read"));
+    assert!(
+        bench
+            .refusal(&wish(&["other"]))
+            .await
+            .contains("certificates cannot be read")
+    );
 }
 
 #[test]
 fn long_words_are_shortened_in_the_middle_and_control_characters_are_gone() {
     let words: Vec<String> = (0..100).map(|number| format!("line {number}")).collect();
     let short = shortened(&words.join("\n"));
-    assert!(short.starts_with("line 0\n") && short.ends_with("line 99") && short.contains("60 lines are left out"));
+    assert!(
+        short.starts_with("line 0\n")
+            && short.ends_with("line 99")
+            && short.contains("60 lines are left out")
+    );
     assert_eq!(short.lines().count(), LINES_KEPT + 1);
     assert_eq!(shortened("a\u{1b}[2Jb\nc"), "a [2Jb\nc");
     assert_eq!(shortened(&"x".repeat(5_000)).len(), LONGEST_LINE);
@@ -424,7 +625,15 @@ fn long_words_are_shortened_in_the_middle_and_control_characters_are_gone() {
 
 #[test]
 fn a_requirement_that_does_not_apply_is_said_to_need_nothing() {
-    let nothing = Chosen { trees: Vec::new(), already: Vec::new(), held_back: Vec::new() };
+    let nothing = Chosen {
+        trees: Vec::new(),
+        already: Vec::new(),
+        held_back: Vec::new(),
+    };
     let report = report(&wish(&["tomli; python_version < '3'"]), nothing);
-    assert!(report.text.starts_with("Nothing had to be installed"), "{}", report.text);
+    assert!(
+        report.text.starts_with("Nothing had to be installed"),
+        "{}",
+        report.text
+    );
 }

@@ -26,7 +26,11 @@ impl Store {
     /// if that is not enough.
     pub fn make_room(&self, limit: u64) -> Result<Room, StoreError> {
         let room = self.remove_unused(|total| total > limit, limit - limit / FREE_AFTERWARDS)?;
-        if room.left > limit { Err(StoreError::Full { limit }) } else { Ok(room) }
+        if room.left > limit {
+            Err(StoreError::Full { limit })
+        } else {
+            Ok(room)
+        }
     }
 
     /// Removes every tree that nobody uses.
@@ -36,16 +40,28 @@ impl Store {
 
     /// Tells that this server's sessions use only these trees. Those that were given out within `grace` may be on their way to one. What was
     /// private to a session that has ended is removed.
-    pub fn release_all_but(&self, used: &BTreeSet<TreeName>, grace: Duration) -> Result<(), StoreError> {
+    pub fn release_all_but(
+        &self,
+        used: &BTreeSet<TreeName>,
+        grace: Duration,
+    ) -> Result<(), StoreError> {
         if !self.uses.can_release(used, grace) {
             return Ok(());
         }
         let removing = self.removing()?;
-        let released =
-            self.uses.release(&removing, used, grace).map_err(while_doing("note which packages are used"))?;
+        let released = self
+            .uses
+            .release(&removing, used, grace)
+            .map_err(while_doing("note which packages are used"))?;
         drop(removing);
-        let is_private = |name: &&TreeName| self.tree(name).is_some_and(|tree| tree.record.sharing == Sharing::Private);
-        released.iter().filter(is_private).try_for_each(|name| self.remove(name))
+        let is_private = |name: &&TreeName| {
+            self.tree(name)
+                .is_some_and(|tree| tree.record.sharing == Sharing::Private)
+        };
+        released
+            .iter()
+            .filter(is_private)
+            .try_for_each(|name| self.remove(name))
     }
 
     /// Returns the trees that some session of some server may be using.
@@ -55,14 +71,23 @@ impl Store {
 
     /// Returns when a tree was given to a session last.
     pub fn last_use(&self, name: &TreeName) -> Option<SystemTime> {
-        fs::metadata(self.root.join(RECORDS).join(name.as_str())).and_then(|record| record.modified()).ok()
+        fs::metadata(self.root.join(RECORDS).join(name.as_str()))
+            .and_then(|record| record.modified())
+            .ok()
     }
 
     /// If all trees together are `too_much`, removes unused ones until at most `enough` bytes are left.
-    fn remove_unused(&self, too_much: impl FnOnce(u64) -> bool, enough: u64) -> Result<Room, StoreError> {
+    fn remove_unused(
+        &self,
+        too_much: impl FnOnce(u64) -> bool,
+        enough: u64,
+    ) -> Result<Room, StoreError> {
         let removing = self.removing()?;
         let trees = self.list()?;
-        let mut room = Room { left: trees.iter().map(|tree| tree.record.bytes).sum(), ..Room::default() };
+        let mut room = Room {
+            left: trees.iter().map(|tree| tree.record.bytes).sum(),
+            ..Room::default()
+        };
         if !too_much(room.left) {
             return Ok(room);
         }
@@ -89,14 +114,28 @@ impl Store {
     /// The trees that nobody uses: private ones first, which nobody can find any more, then by the time of their last use.
     fn unused(&self, removing: &Removing, trees: Vec<Tree>) -> Result<Vec<Tree>, StoreError> {
         let in_use = self.marked(removing)?;
-        let mut unused: Vec<Tree> = trees.into_iter().filter(|tree| !in_use.contains(&tree.name)).collect();
-        unused.sort_by_cached_key(|tree| (tree.record.sharing == Sharing::Shared, self.last_use(&tree.name)));
+        let mut unused: Vec<Tree> = trees
+            .into_iter()
+            .filter(|tree| !in_use.contains(&tree.name))
+            .collect();
+        unused.sort_by_cached_key(|tree| {
+            (
+                tree.record.sharing == Sharing::Shared,
+                self.last_use(&tree.name),
+            )
+        });
         Ok(unused)
     }
 
     fn forget_keys_without_trees(&self) {
-        for entry in fs::read_dir(self.root.join(INDEX)).into_iter().flatten().flatten() {
-            let name = fs::read_to_string(entry.path()).ok().and_then(|text| TreeName::new(text.trim()));
+        for entry in fs::read_dir(self.root.join(INDEX))
+            .into_iter()
+            .flatten()
+            .flatten()
+        {
+            let name = fs::read_to_string(entry.path())
+                .ok()
+                .and_then(|text| TreeName::new(text.trim()));
             if name.is_none_or(|name| !self.root.join(RECORDS).join(name.as_str()).exists()) {
                 let _ = fs::remove_file(entry.path());
             }
@@ -104,10 +143,14 @@ impl Store {
     }
 
     fn removing(&self) -> Result<Removing, StoreError> {
-        self.uses.removing().map_err(while_doing("wait for others who use the package store"))
+        self.uses
+            .removing()
+            .map_err(while_doing("wait for others who use the package store"))
     }
 
     fn marked(&self, removing: &Removing) -> Result<BTreeSet<TreeName>, StoreError> {
-        self.uses.in_use(removing).map_err(while_doing("see which packages are used"))
+        self.uses
+            .in_use(removing)
+            .map_err(while_doing("see which packages are used"))
     }
 }

@@ -62,10 +62,21 @@ impl Uses {
         fs::create_dir_all(&folder)?;
         // Nobody may take the new file for one of a server that is gone before it is locked.
         let marking = shared(&lock)?;
-        let (file, path) = tempfile::Builder::new().prefix("server-").tempfile_in(&folder)?.keep()?;
+        let (file, path) = tempfile::Builder::new()
+            .prefix("server-")
+            .tempfile_in(&folder)?
+            .keep()?;
         file.lock()?;
         drop(marking);
-        Ok(Uses { folder, lock, own: Mutex::new(Own { path, file, names: HashMap::new() }) })
+        Ok(Uses {
+            folder,
+            lock,
+            own: Mutex::new(Own {
+                path,
+                file,
+                names: HashMap::new(),
+            }),
+        })
     }
 
     /// Waits until nobody removes trees.
@@ -140,8 +151,14 @@ impl Uses {
 
 impl Own {
     fn released(&self, used: &BTreeSet<TreeName>, grace: Duration) -> Vec<TreeName> {
-        let is_old = |(name, marked): &(&TreeName, &Instant)| !used.contains(*name) && marked.elapsed() >= grace;
-        self.names.iter().filter(is_old).map(|(name, _)| name.clone()).collect()
+        let is_old = |(name, marked): &(&TreeName, &Instant)| {
+            !used.contains(*name) && marked.elapsed() >= grace
+        };
+        self.names
+            .iter()
+            .filter(is_old)
+            .map(|(name, _)| name.clone())
+            .collect()
     }
 }
 
@@ -159,5 +176,10 @@ fn shared(lock: &Path) -> io::Result<Held> {
 }
 
 fn opened(lock: &Path) -> io::Result<File> {
-    OpenOptions::new().read(true).write(true).create(true).truncate(false).open(lock)
+    OpenOptions::new()
+        .read(true)
+        .write(true)
+        .create(true)
+        .truncate(false)
+        .open(lock)
 }

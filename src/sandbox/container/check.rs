@@ -44,12 +44,24 @@ pub enum Found {
 
 impl Finding {
     fn fine(name: &'static str, what: impl Into<String>) -> Finding {
-        Finding { name, state: Found::Fine, what: what.into(), why: None, cure: None }
+        Finding {
+            name,
+            state: Found::Fine,
+            what: what.into(),
+            why: None,
+            cure: None,
+        }
     }
 
     fn missing(name: &'static str, why: impl Into<String>, cure: impl Into<String>) -> Finding {
         let (why, cure) = (Some(why.into()), Some(cure.into()));
-        Finding { name, state: Found::Missing, what: String::new(), why, cure }
+        Finding {
+            name,
+            state: Found::Missing,
+            what: String::new(),
+            why,
+            cure,
+        }
     }
 }
 
@@ -66,7 +78,11 @@ pub async fn examine(examined: &Examined<'_>) -> Vec<Finding> {
             findings.push(about_image(&engine, &info, examined).await);
             findings
         }
-        Err(error) => vec![Finding::missing("engine", reason(&error), start_cure(examined, &error))],
+        Err(error) => vec![Finding::missing(
+            "engine",
+            reason(&error),
+            start_cure(examined, &error),
+        )],
     }
 }
 
@@ -81,7 +97,8 @@ fn reason(error: &EngineError) -> String {
 }
 
 fn start_cure(examined: &Examined<'_>, error: &EngineError) -> String {
-    let is_forbidden = matches!(error, EngineError::Unreachable { why, .. } if why.contains("ermission denied"));
+    let is_forbidden =
+        matches!(error, EngineError::Unreachable { why, .. } if why.contains("ermission denied"));
     let variable = examined.kind.variable();
     match (examined.address, examined.kind) {
         (EngineAddress::Unix(_), EngineKind::Docker) if is_forbidden => {
@@ -106,7 +123,10 @@ fn start_cure(examined: &Examined<'_>, error: &EngineError) -> String {
 }
 
 fn about_engine(info: &SystemInfo, examined: &Examined<'_>) -> Vec<Finding> {
-    let version = info.server_version.as_deref().unwrap_or("of an unknown version");
+    let version = info
+        .server_version
+        .as_deref()
+        .unwrap_or("of an unknown version");
     let engine = format!("{} {version} at {}", examined.kind.name(), examined.address);
     let mut findings = vec![
         Finding::fine("engine", engine),
@@ -128,14 +148,24 @@ fn about_engine(info: &SystemInfo, examined: &Examined<'_>) -> Vec<Finding> {
 fn runtime(info: &SystemInfo, examined: &Examined<'_>) -> Finding {
     let name = "runtime";
     let usual = usual_runtime(info);
-    match examined.runtime.map(|wanted| (wanted, missing_runtime(examined.kind, info, wanted))) {
+    match examined
+        .runtime
+        .map(|wanted| (wanted, missing_runtime(examined.kind, info, wanted)))
+    {
         Some((_, Some(MissingRuntime { why, cure }))) => Finding::missing(name, why, cure),
-        Some((wanted, None)) => {
-            Finding::fine(name, format!("{wanted}{}", other_runtimes(info, &[Some(wanted), usual])))
-        }
+        Some((wanted, None)) => Finding::fine(
+            name,
+            format!("{wanted}{}", other_runtimes(info, &[Some(wanted), usual])),
+        ),
         None => {
             let others = other_runtimes(info, &[usual]);
-            Finding::fine(name, format!("{}, the engine's usual one{others}", usual.unwrap_or("not told")))
+            Finding::fine(
+                name,
+                format!(
+                    "{}, the engine's usual one{others}",
+                    usual.unwrap_or("not told")
+                ),
+            )
         }
     }
 }
@@ -147,14 +177,21 @@ pub(super) struct MissingRuntime {
 }
 
 /// Tells whether an engine would not make containers with this runtime, as far as that can be known before it is asked to.
-pub(super) fn missing_runtime(kind: EngineKind, info: &SystemInfo, wanted: &str) -> Option<MissingRuntime> {
+pub(super) fn missing_runtime(
+    kind: EngineKind,
+    info: &SystemInfo,
+    wanted: &str,
+) -> Option<MissingRuntime> {
     let known = known_runtimes(info);
     match kind {
         // One that lists none may know it all the same, and refuses the container if it does not.
         EngineKind::Docker if known.is_empty() || known.contains(&wanted) => None,
         EngineKind::Docker => Some(MissingRuntime {
             why: format!("the engine does not know the runtime {wanted}"),
-            cure: format!("name one that it knows ({}), or add {wanted} to the engine's settings", known.join(", ")),
+            cure: format!(
+                "name one that it knows ({}), or add {wanted} to the engine's settings",
+                known.join(", ")
+            ),
         }),
         // Its API takes any name and makes every container with the runtime that the service has.
         EngineKind::Podman if usual_runtime(info).is_some_and(|usual| usual == wanted) => None,
@@ -171,7 +208,12 @@ pub(super) fn missing_runtime(kind: EngineKind, info: &SystemInfo, wanted: &str)
 }
 
 fn known_runtimes(info: &SystemInfo) -> Vec<&str> {
-    let mut known: Vec<&str> = info.runtimes.iter().flat_map(|known| known.keys()).map(String::as_str).collect();
+    let mut known: Vec<&str> = info
+        .runtimes
+        .iter()
+        .flat_map(|known| known.keys())
+        .map(String::as_str)
+        .collect();
     known.sort_unstable();
     known
 }
@@ -183,19 +225,30 @@ fn usual_runtime(info: &SystemInfo) -> Option<&str> {
 }
 
 fn other_runtimes(info: &SystemInfo, told: &[Option<&str>]) -> String {
-    let others: Vec<&str> = known_runtimes(info).into_iter().filter(|name| !told.contains(&Some(name))).collect();
-    if others.is_empty() { String::new() } else { format!("; it also knows {}", others.join(", ")) }
+    let others: Vec<&str> = known_runtimes(info)
+        .into_iter()
+        .filter(|name| !told.contains(&Some(name)))
+        .collect();
+    if others.is_empty() {
+        String::new()
+    } else {
+        format!("; it also knows {}", others.join(", "))
+    }
 }
 
 /// Tells whether the users of an engine's containers are other users on its machine, because it has a user namespace.
 pub(super) fn has_user_namespace(info: &SystemInfo) -> bool {
-    ["userns", "rootless"].into_iter().any(|name| has_option(info, name))
+    ["userns", "rootless"]
+        .into_iter()
+        .any(|name| has_option(info, name))
 }
 
 fn has_option(info: &SystemInfo, name: &str) -> bool {
     let options = info.security_options.iter().flatten();
     // Docker and Podman write `name=seccomp,profile=builtin`, older engines the bare name.
-    options.flat_map(|option| option.split(',')).any(|part| part.strip_prefix("name=").unwrap_or(part) == name)
+    options
+        .flat_map(|option| option.split(','))
+        .any(|part| part.strip_prefix("name=").unwrap_or(part) == name)
 }
 
 fn system_calls(info: &SystemInfo, examined: &Examined<'_>) -> Finding {
@@ -229,25 +282,45 @@ fn users(info: &SystemInfo) -> Finding {
 }
 
 fn resources(info: &SystemInfo) -> Finding {
-    let version = info.cgroup_version.as_ref().map(ToString::to_string).unwrap_or_default();
+    let version = info
+        .cgroup_version
+        .as_ref()
+        .map(ToString::to_string)
+        .unwrap_or_default();
     let is_rootless = has_option(info, "rootless");
     // What an engine does not tell is tried when a container is made.
-    let lacks: Vec<&str> =
-        [("memory", info.memory_limit), ("processes", info.pids_limit), ("CPU time", info.cpu_cfs_quota)]
-            .into_iter()
-            .filter_map(|(what, can)| (can == Some(false)).then_some(what))
-            .collect();
+    let lacks: Vec<&str> = [
+        ("memory", info.memory_limit),
+        ("processes", info.pids_limit),
+        ("CPU time", info.cpu_cfs_quota),
+    ]
+    .into_iter()
+    .filter_map(|(what, can)| (can == Some(false)).then_some(what))
+    .collect();
     if lacks.is_empty() {
-        let version = if version.is_empty() { String::new() } else { format!(" (version {version})") };
-        return Finding::fine("resources", format!("control groups{version} for memory, processes and CPU time"));
+        let version = if version.is_empty() {
+            String::new()
+        } else {
+            format!(" (version {version})")
+        };
+        return Finding::fine(
+            "resources",
+            format!("control groups{version} for memory, processes and CPU time"),
+        );
     }
     let cure = match is_rootless {
         true => {
             "let systemd delegate the controllers to the user of the engine: Delegate=cpu cpuset memory pids for user@.service"
         }
-        false => "boot with the controllers switched on (cgroup_enable=memory), or use control groups version 2",
+        false => {
+            "boot with the controllers switched on (cgroup_enable=memory), or use control groups version 2"
+        }
     };
-    Finding::missing("resources", format!("the engine cannot limit {}", lacks.join(", ")), cure)
+    Finding::missing(
+        "resources",
+        format!("the engine cannot limit {}", lacks.join(", ")),
+        cure,
+    )
 }
 
 /// What Python in an image says about itself.
@@ -270,7 +343,10 @@ async fn about_image(engine: &Engine, info: &SystemInfo, examined: &Examined<'_>
         }
         Err(error) => return Finding::missing(seen, reason(&error), another),
     };
-    let (system, architecture) = (facts.system.unwrap_or_default(), facts.architecture.unwrap_or_default());
+    let (system, architecture) = (
+        facts.system.unwrap_or_default(),
+        facts.architecture.unwrap_or_default(),
+    );
     let machine = info.architecture.as_deref().unwrap_or_default();
     if let Some(why) = wrong_platform(name, &system, &architecture, machine) {
         return Finding::missing(seen, why, another);
@@ -292,21 +368,35 @@ fn about_python(image: &str, platform: &str, said: &Said) -> Finding {
     if (major, minor) < OLDEST {
         return Finding::missing(
             "image",
-            format!("{image} has Python {major}.{minor}; sessions need {oldest}.{oldest_minor} or newer"),
+            format!(
+                "{image} has Python {major}.{minor}; sessions need {oldest}.{oldest_minor} or newer"
+            ),
             "name another image with --container-tag",
         );
     }
-    let ipython = if said.ipython { "with IPython" } else { "IPython is added beside it" };
-    Finding::fine("image", format!("{image} ({platform}), Python {major}.{minor}.{patch}, {ipython}"))
+    let ipython = if said.ipython {
+        "with IPython"
+    } else {
+        "IPython is added beside it"
+    };
+    Finding::fine(
+        "image",
+        format!("{image} ({platform}), Python {major}.{minor}.{patch}, {ipython}"),
+    )
 }
 
 async fn python_of(engine: &Engine, image: &str) -> Result<Said, String> {
     for program in NAMES {
         let arguments = ["-I", "-c", ASKED].map(str::to_owned).to_vec();
-        let question = Question { image: image.to_owned(), program: program.to_owned(), arguments };
+        let question = Question {
+            image: image.to_owned(),
+            program: program.to_owned(),
+            arguments,
+        };
         match engine.ask(&question, &CancellationToken::new()).await {
             Ok(said) => {
-                return serde_json::from_str(said.trim()).map_err(|_| "its Python is not understood".to_owned());
+                return serde_json::from_str(said.trim())
+                    .map_err(|_| "its Python is not understood".to_owned());
             }
             Err(QuestionError::NoProgram(_)) => {}
             Err(error) => return Err(error.to_string()),
@@ -322,7 +412,13 @@ mod tests {
     use super::*;
 
     fn examined(kind: EngineKind, address: &EngineAddress) -> Examined<'_> {
-        Examined { kind, address, image: "python", runtime: None, has_network: false }
+        Examined {
+            kind,
+            address,
+            image: "python",
+            runtime: None,
+            has_network: false,
+        }
     }
 
     fn unix() -> EngineAddress {
@@ -350,16 +446,29 @@ mod tests {
     }
 
     fn of(findings: &[Finding], name: &str) -> Finding {
-        findings.iter().find(|finding| finding.name == name).expect("it was looked at").clone()
+        findings
+            .iter()
+            .find(|finding| finding.name == name)
+            .expect("it was looked at")
+            .clone()
     }
 
     #[test]
     fn a_usual_engine_is_fine_and_says_what_it_has() {
         let address = unix();
         let findings = about_engine(&usual(), &examined(EngineKind::Docker, &address));
-        assert!(findings.iter().all(|finding| finding.state == Found::Fine), "{findings:?}");
-        assert_eq!(of(&findings, "engine").what, "Docker 28.2 at unix:///x.sock");
-        assert_eq!(of(&findings, "runtime").what, "runc, the engine's usual one; it also knows runsc");
+        assert!(
+            findings.iter().all(|finding| finding.state == Found::Fine),
+            "{findings:?}"
+        );
+        assert_eq!(
+            of(&findings, "engine").what,
+            "Docker 28.2 at unix:///x.sock"
+        );
+        assert_eq!(
+            of(&findings, "runtime").what,
+            "runc, the engine's usual one; it also knows runsc"
+        );
         assert!(of(&findings, "resources").what.contains("version 2"));
         assert!(of(&findings, "identity").what.contains("another host user"));
     }
@@ -370,24 +479,51 @@ mod tests {
         let check = |change: fn(&mut SystemInfo), name: &str, words: [&str; 2]| {
             let mut info = usual();
             change(&mut info);
-            let finding = of(&about_engine(&info, &examined(EngineKind::Docker, &address)), name);
+            let finding = of(
+                &about_engine(&info, &examined(EngineKind::Docker, &address)),
+                name,
+            );
             assert_eq!(finding.state, Found::Missing, "{finding:?}");
             let (why, cure) = (finding.why.unwrap(), finding.cure.unwrap());
-            assert!(why.contains(words[0]) && cure.contains(words[1]), "{why}\n{cure}");
+            assert!(
+                why.contains(words[0]) && cure.contains(words[1]),
+                "{why}\n{cure}"
+            );
         };
-        check(|info| info.security_options = None, "system-calls", ["no seccomp", "CONFIG_SECCOMP_FILTER"]);
-        check(|info| info.memory_limit = Some(false), "resources", ["cannot limit memory", "cgroup_enable=memory"]);
+        check(
+            |info| info.security_options = None,
+            "system-calls",
+            ["no seccomp", "CONFIG_SECCOMP_FILTER"],
+        );
+        check(
+            |info| info.memory_limit = Some(false),
+            "resources",
+            ["cannot limit memory", "cgroup_enable=memory"],
+        );
         let rootless: fn(&mut SystemInfo) = |info| {
             info.pids_limit = Some(false);
-            info.security_options = Some(vec!["name=seccomp".to_owned(), "name=rootless".to_owned()]);
+            info.security_options =
+                Some(vec!["name=seccomp".to_owned(), "name=rootless".to_owned()]);
         };
-        check(rootless, "resources", ["cannot limit processes", "Delegate="]);
+        check(
+            rootless,
+            "resources",
+            ["cannot limit processes", "Delegate="],
+        );
     }
 
     #[test]
     fn an_unknown_runtime_is_answered_with_the_known_ones() {
         let address = unix();
-        let asked = |runtime| about_engine(&usual(), &Examined { runtime, ..examined(EngineKind::Docker, &address) });
+        let asked = |runtime| {
+            about_engine(
+                &usual(),
+                &Examined {
+                    runtime,
+                    ..examined(EngineKind::Docker, &address)
+                },
+            )
+        };
         assert_eq!(of(&asked(Some("runsc")), "runtime").what, "runsc"); // control
         let finding = of(&asked(Some("kata")), "runtime");
         assert!(finding.cure.unwrap().contains("runc, runsc"));
@@ -395,11 +531,17 @@ mod tests {
 
     #[test]
     fn podman_has_one_runtime_whatever_it_lists() {
-        let info = |usual: &str| SystemInfo { default_runtime: Some(usual.to_owned()), ..usual_podman() };
+        let info = |usual: &str| SystemInfo {
+            default_runtime: Some(usual.to_owned()),
+            ..usual_podman()
+        };
         let missing = |usual: &str| missing_runtime(EngineKind::Podman, &info(usual), "runsc");
         assert!(missing("/usr/bin/runsc").is_none() && missing("runsc").is_none()); // control
         for usual in ["/usr/sbin/runc", "crun", "/usr/bin/runsc-old", ""] {
-            assert!(missing(usual).is_some_and(|missing| missing.cure.contains("containers.conf")), "{usual}");
+            assert!(
+                missing(usual).is_some_and(|missing| missing.cure.contains("containers.conf")),
+                "{usual}"
+            );
         }
     }
 
@@ -407,22 +549,43 @@ mod tests {
     fn a_user_namespace_is_known_by_the_whole_name_of_an_option() {
         let told = |options: &[&str]| {
             let options = options.iter().map(|option| (*option).to_owned()).collect();
-            has_user_namespace(&SystemInfo { security_options: Some(options), ..usual() })
+            has_user_namespace(&SystemInfo {
+                security_options: Some(options),
+                ..usual()
+            })
         };
         let seccomp = "name=seccomp,profile=builtin";
-        for option in ["name=userns", "name=rootless", "userns", "rootless", "name=userns,mode=auto"] {
+        for option in [
+            "name=userns",
+            "name=rootless",
+            "userns",
+            "rootless",
+            "name=userns,mode=auto",
+        ] {
             assert!(told(&[seccomp, option]), "{option}");
         }
-        for option in ["name=cgroupns", "name=userns-remapped", "name=notrootless", "name=seccomp,profile=userns", ""] {
+        for option in [
+            "name=cgroupns",
+            "name=userns-remapped",
+            "name=notrootless",
+            "name=seccomp,profile=userns",
+            "",
+        ] {
             assert!(!told(&[seccomp, option]), "{option}");
         }
-        assert!(!has_user_namespace(&SystemInfo { security_options: None, ..usual() }));
+        assert!(!has_user_namespace(&SystemInfo {
+            security_options: None,
+            ..usual()
+        }));
     }
 
     #[test]
     fn engines_elsewhere_cannot_do_everything() {
         let there = EngineAddress::Tcp("tcp://there:2375".to_owned());
-        let docker = Examined { has_network: true, ..examined(EngineKind::Docker, &there) };
+        let docker = Examined {
+            has_network: true,
+            ..examined(EngineKind::Docker, &there)
+        };
         let findings = about_engine(&usual(), &docker);
         assert_eq!(of(&findings, "network").state, Found::Missing);
         assert_eq!(of(&findings, "system-calls").state, Found::Fine); // control
@@ -432,10 +595,21 @@ mod tests {
 
     #[test]
     fn an_old_python_is_named_with_what_is_needed() {
-        let said = |version| Said { version, ipython: false };
-        assert_eq!(about_python("x", "linux/amd64", &said((3, 11, 2))).state, Found::Fine); // control
+        let said = |version| Said {
+            version,
+            ipython: false,
+        };
+        assert_eq!(
+            about_python("x", "linux/amd64", &said((3, 11, 2))).state,
+            Found::Fine
+        ); // control
         let finding = about_python("x", "linux/amd64", &said((3, 9, 1)));
-        assert!(finding.why.unwrap().contains("has Python 3.9; sessions need 3.10"));
+        assert!(
+            finding
+                .why
+                .unwrap()
+                .contains("has Python 3.9; sessions need 3.10")
+        );
     }
 
     #[test]
@@ -445,10 +619,15 @@ mod tests {
             address: "there".to_owned(),
             why: why.to_owned(),
         };
-        let cure = |address: &EngineAddress, why: &str| start_cure(&examined(EngineKind::Docker, address), &error(why));
+        let cure = |address: &EngineAddress, why: &str| {
+            start_cure(&examined(EngineKind::Docker, address), &error(why))
+        };
         assert!(cure(&unix(), "No such file").contains("systemctl start docker"));
         assert!(cure(&unix(), "Permission denied (os error 13)").contains("group docker"));
-        let tls = EngineAddress::Tls { address: "tcp://there".to_owned(), certificates: PathBuf::new() };
+        let tls = EngineAddress::Tls {
+            address: "tcp://there".to_owned(),
+            certificates: PathBuf::new(),
+        };
         assert!(cure(&tls, "unknown issuer").contains("ca.pem"));
         assert!(cure(&EngineAddress::Ssh("ssh://there".to_owned()), "x").contains("ssh"));
     }

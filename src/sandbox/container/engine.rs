@@ -17,13 +17,14 @@ use std::time::Duration;
 use bollard::container::LogOutput;
 use bollard::errors::Error;
 use bollard::models::{
-    ContainerCreateBody, ContainerInspectResponse, ContainerUpdateBody, EventMessage, ImageInspect, SystemInfo,
-    VolumeCreateRequest,
+    ContainerCreateBody, ContainerInspectResponse, ContainerUpdateBody, EventMessage, ImageInspect,
+    SystemInfo, VolumeCreateRequest,
 };
 use bollard::query_parameters::{
-    AttachContainerOptionsBuilder, CreateContainerOptionsBuilder, EventsOptionsBuilder, InspectContainerOptions,
-    KillContainerOptionsBuilder, ListContainersOptionsBuilder, ListVolumesOptionsBuilder,
-    RemoveContainerOptionsBuilder, RemoveVolumeOptions, StartContainerOptions, StatsOptionsBuilder,
+    AttachContainerOptionsBuilder, CreateContainerOptionsBuilder, EventsOptionsBuilder,
+    InspectContainerOptions, KillContainerOptionsBuilder, ListContainersOptionsBuilder,
+    ListVolumesOptionsBuilder, RemoveContainerOptionsBuilder, RemoveVolumeOptions,
+    StartContainerOptions, StatsOptionsBuilder,
 };
 use bollard::{API_DEFAULT_VERSION, Docker};
 use futures_util::stream::{Stream, StreamExt};
@@ -92,9 +93,9 @@ impl fmt::Display for EngineAddress {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             EngineAddress::Unix(path) => write!(formatter, "unix://{}", path.display()),
-            EngineAddress::Tcp(address) | EngineAddress::Tls { address, .. } | EngineAddress::Ssh(address) => {
-                formatter.write_str(address)
-            }
+            EngineAddress::Tcp(address)
+            | EngineAddress::Tls { address, .. }
+            | EngineAddress::Ssh(address) => formatter.write_str(address),
         }
     }
 }
@@ -103,10 +104,16 @@ impl fmt::Display for EngineAddress {
 #[derive(Debug, Clone, thiserror::Error)]
 pub enum EngineError {
     #[error("{} cannot be reached at {address}: {why}; start it, or name another one with {}", kind.name(), kind.variable())]
-    Unreachable { kind: EngineKind, address: String, why: String },
+    Unreachable {
+        kind: EngineKind,
+        address: String,
+        why: String,
+    },
     #[error("there is no {0}")]
     Missing(String),
-    #[error("the engine has no room left on its disk; remove images or containers there that nobody needs")]
+    #[error(
+        "the engine has no room left on its disk; remove images or containers there that nobody needs"
+    )]
     DiskFull,
     #[error("the engine refused: {0}")]
     Refused(String),
@@ -147,17 +154,25 @@ pub struct Engine {
 impl Engine {
     /// Connects and finds out which version of the API both know.
     pub async fn connect(kind: EngineKind, address: &EngineAddress) -> Result<Engine, EngineError> {
-        let unreachable = |why: String| EngineError::Unreachable { kind, address: address.to_string(), why };
+        let unreachable = |why: String| EngineError::Unreachable {
+            kind,
+            address: address.to_string(),
+            why,
+        };
         let seconds = PATIENCE.as_secs();
         let mut complaints = None;
         let docker = match address {
             EngineAddress::Unix(path) => {
                 Docker::connect_with_unix(&path.to_string_lossy(), seconds, API_DEFAULT_VERSION)
             }
-            EngineAddress::Tcp(address) => Docker::connect_with_http(address, seconds, API_DEFAULT_VERSION),
-            EngineAddress::Tls { address, certificates } => {
-                Ok(tls::client(address, certificates, seconds).map_err(|problem| unreachable(told(&problem)))?)
+            EngineAddress::Tcp(address) => {
+                Docker::connect_with_http(address, seconds, API_DEFAULT_VERSION)
             }
+            EngineAddress::Tls {
+                address,
+                certificates,
+            } => Ok(tls::client(address, certificates, seconds)
+                .map_err(|problem| unreachable(told(&problem)))?),
             EngineAddress::Ssh(address) => {
                 let (docker, heard) = ssh::client(address, seconds).map_err(unreachable)?;
                 complaints = Some(heard);
@@ -166,7 +181,12 @@ impl Engine {
         }
         .map_err(|error| unreachable(told(&error)))?;
         match docker.negotiate_version().await {
-            Ok(docker) => Ok(Engine { kind, address: address.clone(), docker, credentials: Vec::new() }),
+            Ok(docker) => Ok(Engine {
+                kind,
+                address: address.clone(),
+                docker,
+                credentials: Vec::new(),
+            }),
             Err(error) => Err(unreachable(reason(&error, complaints.as_ref()).await)),
         }
     }
@@ -174,7 +194,10 @@ impl Engine {
     /// Images are fetched with the credentials that the first of these files has for their registry.
     #[must_use]
     pub fn with_credentials(self, files: &[PathBuf]) -> Engine {
-        Engine { credentials: files.to_vec(), ..self }
+        Engine {
+            credentials: files.to_vec(),
+            ..self
+        }
     }
 
     pub(super) fn is_local(&self) -> bool {
@@ -182,41 +205,71 @@ impl Engine {
     }
 
     pub(super) async fn info(&self) -> Result<SystemInfo, EngineError> {
-        self.docker.info().await.map_err(|error| self.failure(error, "such question"))
+        self.docker
+            .info()
+            .await
+            .map_err(|error| self.failure(error, "such question"))
     }
 
     pub(super) async fn image(&self, name: &str) -> Result<ImageInspect, EngineError> {
-        self.docker.inspect_image(name).await.map_err(|error| self.failure(error, &format!("image {name}")))
+        self.docker
+            .inspect_image(name)
+            .await
+            .map_err(|error| self.failure(error, &format!("image {name}")))
     }
 
-    pub(super) async fn create(&self, name: &str, body: &ContainerCreateBody) -> Result<String, EngineError> {
+    pub(super) async fn create(
+        &self,
+        name: &str,
+        body: &ContainerCreateBody,
+    ) -> Result<String, EngineError> {
         let options = CreateContainerOptionsBuilder::default().name(name).build();
         let image = body.image.clone().unwrap_or_default();
-        let made = self.docker.create_container(Some(options), body.clone()).await;
-        Ok(made.map_err(|error| self.failure(error, &format!("image {image}")))?.id)
+        let made = self
+            .docker
+            .create_container(Some(options), body.clone())
+            .await;
+        Ok(made
+            .map_err(|error| self.failure(error, &format!("image {image}")))?
+            .id)
     }
 
     pub(super) async fn attach(&self, id: &str) -> Result<Attached, EngineError> {
-        let options =
-            AttachContainerOptionsBuilder::default().stdin(true).stdout(true).stderr(true).stream(true).build();
+        let options = AttachContainerOptionsBuilder::default()
+            .stdin(true)
+            .stdout(true)
+            .stderr(true)
+            .stream(true)
+            .build();
         let attached = self.docker.attach_container(id, Some(options)).await;
         let attached = attached.map_err(|error| self.failure(error, "such container"))?;
-        Ok(Attached { output: attached.output, input: attached.input })
+        Ok(Attached {
+            output: attached.output,
+            input: attached.input,
+        })
     }
 
     pub(super) async fn start(&self, id: &str) -> Result<(), EngineError> {
-        let started = self.docker.start_container(id, None::<StartContainerOptions>).await;
+        let started = self
+            .docker
+            .start_container(id, None::<StartContainerOptions>)
+            .await;
         started.map_err(|error| self.failure(error, "such container"))
     }
 
     pub(super) async fn inspect(&self, id: &str) -> Result<ContainerInspectResponse, EngineError> {
-        let inspected = self.docker.inspect_container(id, None::<InspectContainerOptions>).await;
+        let inspected = self
+            .docker
+            .inspect_container(id, None::<InspectContainerOptions>)
+            .await;
         inspected.map_err(|error| self.failure(error, "such container"))
     }
 
     /// Ends a container at once. One that has ended is no error.
     pub(super) async fn kill(&self, id: &str) {
-        let options = KillContainerOptionsBuilder::default().signal("SIGKILL").build();
+        let options = KillContainerOptionsBuilder::default()
+            .signal("SIGKILL")
+            .build();
         let _ = self.docker.kill_container(id, Some(options)).await;
     }
 
@@ -224,9 +277,16 @@ impl Engine {
     /// that has just begun again may still be busy with it, and is asked again.
     pub(super) async fn remove(&self, id: &str) {
         for pause in REMOVAL_PAUSES {
-            let options = RemoveContainerOptionsBuilder::default().force(true).v(true).build();
+            let options = RemoveContainerOptionsBuilder::default()
+                .force(true)
+                .v(true)
+                .build();
             match self.docker.remove_container(id, Some(options)).await {
-                Ok(()) | Err(Error::DockerResponseServerError { status_code: 404 | 409, .. }) => return,
+                Ok(())
+                | Err(Error::DockerResponseServerError {
+                    status_code: 404 | 409,
+                    ..
+                }) => return,
                 Err(error) => debug!(container = id, %error, "the container could not be removed"),
             }
             tokio::time::sleep(Duration::from_millis(pause)).await;
@@ -243,17 +303,28 @@ impl Engine {
 
     /// Tells whether the engine still knows a container. One that cannot be reached knows nothing.
     async fn knows(&self, id: &str) -> bool {
-        !matches!(self.inspect(id).await, Err(EngineError::Missing(_) | EngineError::Unreachable { .. }))
+        !matches!(
+            self.inspect(id).await,
+            Err(EngineError::Missing(_) | EngineError::Unreachable { .. })
+        )
     }
 
     pub(super) async fn set_memory(&self, id: &str, bytes: i64) -> Result<(), EngineError> {
-        let update = ContainerUpdateBody { memory: Some(bytes), memory_swap: Some(bytes), ..Default::default() };
-        self.docker.update_container(id, update).await.map_err(|error| self.failure(error, "such container"))
+        let update = ContainerUpdateBody {
+            memory: Some(bytes),
+            memory_swap: Some(bytes),
+            ..Default::default()
+        };
+        self.docker
+            .update_container(id, update)
+            .await
+            .map_err(|error| self.failure(error, "such container"))
     }
 
     /// Lists containers that have this label with this value.
     pub(super) async fn list(&self, label: &str, value: &str) -> Result<Vec<Listed>, EngineError> {
-        self.list_of(HashMap::from([("label", vec![format!("{label}={value}")])])).await
+        self.list_of(HashMap::from([("label", vec![format!("{label}={value}")])]))
+            .await
     }
 
     /// Lists containers of an image that have this label with this value.
@@ -264,40 +335,82 @@ impl Engine {
         image: &str,
     ) -> Result<Vec<Listed>, EngineError> {
         let label = ("label", vec![format!("{label}={value}")]);
-        self.list_of(HashMap::from([label, ("ancestor", vec![image.to_owned()])])).await
+        self.list_of(HashMap::from([label, ("ancestor", vec![image.to_owned()])]))
+            .await
     }
 
-    async fn list_of(&self, filters: HashMap<&str, Vec<String>>) -> Result<Vec<Listed>, EngineError> {
-        let options = ListContainersOptionsBuilder::default().all(true).filters(&filters).build();
-        let listed = self.docker.list_containers(Some(options)).await.map_err(|error| self.failure(error, "list"))?;
-        let known = listed
-            .into_iter()
-            .filter_map(|each| Some(Listed { id: each.id?, labels: each.labels.unwrap_or_default() }));
+    async fn list_of(
+        &self,
+        filters: HashMap<&str, Vec<String>>,
+    ) -> Result<Vec<Listed>, EngineError> {
+        let options = ListContainersOptionsBuilder::default()
+            .all(true)
+            .filters(&filters)
+            .build();
+        let listed = self
+            .docker
+            .list_containers(Some(options))
+            .await
+            .map_err(|error| self.failure(error, "list"))?;
+        let known = listed.into_iter().filter_map(|each| {
+            Some(Listed {
+                id: each.id?,
+                labels: each.labels.unwrap_or_default(),
+            })
+        });
         Ok(known.collect())
     }
 
     /// Makes a volume, or finds the one of this name.
-    pub(super) async fn volume(&self, name: &str, labels: HashMap<String, String>) -> Result<(), EngineError> {
-        let request = VolumeCreateRequest { name: Some(name.to_owned()), labels: Some(labels), ..Default::default() };
+    pub(super) async fn volume(
+        &self,
+        name: &str,
+        labels: HashMap<String, String>,
+    ) -> Result<(), EngineError> {
+        let request = VolumeCreateRequest {
+            name: Some(name.to_owned()),
+            labels: Some(labels),
+            ..Default::default()
+        };
         match self.docker.create_volume(request).await {
             // Podman refuses all but one of those who make it at the same moment.
             Err(_) if self.docker.inspect_volume(name).await.is_ok() => Ok(()),
-            made => made.map(drop).map_err(|error| self.failure(error, "such volume")),
+            made => made
+                .map(drop)
+                .map_err(|error| self.failure(error, "such volume")),
         }
     }
 
     /// Lists volumes that have this label with this value.
-    pub(super) async fn volumes(&self, label: &str, value: &str) -> Result<Vec<ListedVolume>, EngineError> {
+    pub(super) async fn volumes(
+        &self,
+        label: &str,
+        value: &str,
+    ) -> Result<Vec<ListedVolume>, EngineError> {
         let filters = HashMap::from([("label", vec![format!("{label}={value}")])]);
-        let options = ListVolumesOptionsBuilder::default().filters(&filters).build();
-        let listed = self.docker.list_volumes(Some(options)).await.map_err(|error| self.failure(error, "list"))?;
+        let options = ListVolumesOptionsBuilder::default()
+            .filters(&filters)
+            .build();
+        let listed = self
+            .docker
+            .list_volumes(Some(options))
+            .await
+            .map_err(|error| self.failure(error, "list"))?;
         let volumes = listed.volumes.unwrap_or_default().into_iter();
-        Ok(volumes.map(|each| ListedVolume { name: each.name, labels: each.labels }).collect())
+        Ok(volumes
+            .map(|each| ListedVolume {
+                name: each.name,
+                labels: each.labels,
+            })
+            .collect())
     }
 
     /// Removes a volume, unless a container uses it. Tells whether it did.
     pub(super) async fn remove_volume(&self, name: &str) -> bool {
-        self.docker.remove_volume(name, None::<RemoveVolumeOptions>).await.is_ok()
+        self.docker
+            .remove_volume(name, None::<RemoveVolumeOptions>)
+            .await
+            .is_ok()
     }
 
     /// Follows what happens to containers that have this label with this value.
@@ -306,36 +419,65 @@ impl Engine {
         label: &str,
         value: &str,
     ) -> Pin<Box<dyn Stream<Item = Result<EventMessage, Error>> + Send>> {
-        let filters =
-            HashMap::from([("type", vec!["container".to_owned()]), ("label", vec![format!("{label}={value}")])]);
-        Box::pin(self.docker.events(Some(EventsOptionsBuilder::default().filters(&filters).build())))
+        let filters = HashMap::from([
+            ("type", vec!["container".to_owned()]),
+            ("label", vec![format!("{label}={value}")]),
+        ]);
+        Box::pin(self.docker.events(Some(
+            EventsOptionsBuilder::default().filters(&filters).build(),
+        )))
     }
 
     /// Follows what a container uses: memory, bytes of files in memory, processor time in nanoseconds; about once a second.
     pub(super) fn usage(&self, id: &str) -> Pin<Box<dyn Stream<Item = (u64, u64, u64)> + Send>> {
         let options = StatsOptionsBuilder::default().stream(true).build();
-        Box::pin(self.docker.stats(id, Some(options)).filter_map(async |stats| {
-            let stats = stats.ok()?;
-            let memory = stats.memory_stats?;
-            let detail = |name: &str| memory.stats.as_ref().and_then(|all| all.get(name)).copied().unwrap_or(0);
-            let cached = detail("inactive_file") + detail("active_file");
-            let used = memory.usage.unwrap_or(0).saturating_sub(cached);
-            let time = stats.cpu_stats.and_then(|cpu| cpu.cpu_usage).and_then(|usage| usage.total_usage).unwrap_or(0);
-            Some((used, detail("shmem"), time))
-        }))
+        Box::pin(
+            self.docker
+                .stats(id, Some(options))
+                .filter_map(async |stats| {
+                    let stats = stats.ok()?;
+                    let memory = stats.memory_stats?;
+                    let detail = |name: &str| {
+                        memory
+                            .stats
+                            .as_ref()
+                            .and_then(|all| all.get(name))
+                            .copied()
+                            .unwrap_or(0)
+                    };
+                    let cached = detail("inactive_file") + detail("active_file");
+                    let used = memory.usage.unwrap_or(0).saturating_sub(cached);
+                    let time = stats
+                        .cpu_stats
+                        .and_then(|cpu| cpu.cpu_usage)
+                        .and_then(|usage| usage.total_usage)
+                        .unwrap_or(0);
+                    Some((used, detail("shmem"), time))
+                }),
+        )
     }
 
     fn failure(&self, error: Error, thing: &str) -> EngineError {
         match error {
-            Error::DockerResponseServerError { status_code: 404, message } if !message.contains("runtime") => {
-                EngineError::Missing(thing.to_owned())
-            }
-            Error::DockerResponseServerError { message, .. } | Error::DockerStreamError { error: message } => {
+            Error::DockerResponseServerError {
+                status_code: 404,
+                message,
+            } if !message.contains("runtime") => EngineError::Missing(thing.to_owned()),
+            Error::DockerResponseServerError { message, .. }
+            | Error::DockerStreamError { error: message } => {
                 let short = message.chars().take(LONGEST_REFUSAL).collect();
-                if message.contains("no space left") { EngineError::DiskFull } else { EngineError::Refused(short) }
+                if message.contains("no space left") {
+                    EngineError::DiskFull
+                } else {
+                    EngineError::Refused(short)
+                }
             }
             Error::RequestTimeoutError => EngineError::Silent,
-            other => EngineError::Unreachable { kind: self.kind, address: self.address.to_string(), why: told(&other) },
+            other => EngineError::Unreachable {
+                kind: self.kind,
+                address: self.address.to_string(),
+                why: told(&other),
+            },
         }
     }
 }
@@ -354,7 +496,10 @@ async fn reason(error: &Error, complaints: Option<&Complaints>) -> String {
 fn told(error: &(dyn std::error::Error + 'static)) -> String {
     let causes = std::iter::successors(Some(error), |error| error.source());
     let texts: Vec<String> = causes.map(ToString::to_string).collect();
-    let is_http = matches!(error.downcast_ref::<Error>(), Some(Error::HyperLegacyError { .. }));
+    let is_http = matches!(
+        error.downcast_ref::<Error>(),
+        Some(Error::HyperLegacyError { .. })
+    );
     match texts.last() {
         Some(innermost) if is_http => innermost.clone(),
         _ => texts.join(": "),
@@ -372,7 +517,9 @@ mod tests {
         // Nobody listens there any more.
         drop(std::os::unix::net::UnixListener::bind(&socket).unwrap());
         let refused = Engine::connect(EngineKind::Docker, &EngineAddress::Unix(socket)).await;
-        let Err(EngineError::Unreachable { why, .. }) = refused else { panic!("there is no engine") };
+        let Err(EngineError::Unreachable { why, .. }) = refused else {
+            panic!("there is no engine")
+        };
         assert_eq!(why, "Connection refused (os error 111)");
     }
 
@@ -382,6 +529,9 @@ mod tests {
         #[error("ca.pem cannot be used")]
         struct Outer(#[source] std::io::Error);
         let inner = std::io::Error::other("it holds no certificate");
-        assert_eq!(told(&Outer(inner)), "ca.pem cannot be used: it holds no certificate");
+        assert_eq!(
+            told(&Outer(inner)),
+            "ca.pem cannot be used: it holds no certificate"
+        );
     }
 }

@@ -37,7 +37,10 @@ enum Source {
     /// Its control group on this machine.
     Kernel(Group),
     /// What the engine told last.
-    Engine { latest: Arc<Latest>, follower: JoinHandle<()> },
+    Engine {
+        latest: Arc<Latest>,
+        follower: JoinHandle<()>,
+    },
 }
 
 #[derive(Default)]
@@ -57,7 +60,12 @@ pub(super) struct Mark {
 
 impl Meter {
     /// Begins to follow a container. `process` is its first process, if that is one of this machine.
-    pub(super) fn new(engine: &Engine, id: &str, process: Option<u32>, fate: watch::Receiver<Fate>) -> Meter {
+    pub(super) fn new(
+        engine: &Engine,
+        id: &str,
+        process: Option<u32>,
+        fate: watch::Receiver<Fate>,
+    ) -> Meter {
         let source = match process.and_then(|process| Group::of_process(process).ok()) {
             Some(group) => Source::Kernel(group),
             None => {
@@ -74,7 +82,12 @@ impl Meter {
                 Source::Engine { latest, follower }
             }
         };
-        Meter { source, fate, gone: AtomicBool::new(false), spent: Mutex::default() }
+        Meter {
+            source,
+            fate,
+            gone: AtomicBool::new(false),
+            spent: Mutex::default(),
+        }
     }
 
     pub(super) fn use_of_memory(&self) -> MemoryUse {
@@ -83,9 +96,10 @@ impl Meter {
                 let (now, peak) = group.memory();
                 MemoryUse { now, peak }
             }
-            Source::Engine { latest, .. } => {
-                MemoryUse { now: latest.memory.load(Ordering::Relaxed), peak: latest.peak.load(Ordering::Relaxed) }
-            }
+            Source::Engine { latest, .. } => MemoryUse {
+                now: latest.memory.load(Ordering::Relaxed),
+                peak: latest.peak.load(Ordering::Relaxed),
+            },
         }
     }
 
@@ -93,7 +107,9 @@ impl Meter {
         match &self.source {
             Source::Kernel(group) => group.forget_peak(),
             Source::Engine { latest, .. } => {
-                latest.peak.store(latest.memory.load(Ordering::Relaxed), Ordering::Relaxed);
+                latest
+                    .peak
+                    .store(latest.memory.load(Ordering::Relaxed), Ordering::Relaxed);
             }
         }
     }
@@ -104,7 +120,10 @@ impl Meter {
             Source::Kernel(group) => Some(group.out_of_memory()),
             Source::Engine { .. } => None,
         };
-        Mark { kernel, events: self.fate.borrow().out_of_memory }
+        Mark {
+            kernel,
+            events: self.fate.borrow().out_of_memory,
+        }
     }
 
     /// Tells whether memory has run out since then. Where only the engine knows, its news are waited for a moment.
@@ -116,7 +135,9 @@ impl Meter {
         }
         let mut fate = self.fate.clone();
         let news = fate.wait_for(|fate| fate.out_of_memory > mark.events);
-        tokio::time::timeout(ENGINE_PATIENCE, news).await.is_ok_and(|news| news.is_ok())
+        tokio::time::timeout(ENGINE_PATIENCE, news)
+            .await
+            .is_ok_and(|news| news.is_ok())
     }
 
     /// From now on nothing is used.
@@ -138,15 +159,24 @@ impl Gauge for Meter {
         }
         let now = match &self.source {
             Source::Kernel(group) => group.processor_time().unwrap_or_default(),
-            Source::Engine { latest, .. } => Duration::from_nanos(latest.nanoseconds.load(Ordering::Relaxed)),
+            Source::Engine { latest, .. } => {
+                Duration::from_nanos(latest.nanoseconds.load(Ordering::Relaxed))
+            }
         };
-        let mut spent = self.spent.lock().expect("nothing panics while it holds the time");
+        let mut spent = self
+            .spent
+            .lock()
+            .expect("nothing panics while it holds the time");
         *spent = now.max(*spent);
         *spent
     }
 
     fn memory(&self) -> u64 {
-        if self.gone.load(Ordering::Relaxed) { 0 } else { self.use_of_memory().now }
+        if self.gone.load(Ordering::Relaxed) {
+            0
+        } else {
+            self.use_of_memory().now
+        }
     }
 
     fn stored(&self) -> u64 {
@@ -168,7 +198,9 @@ impl Gauge for Meter {
 
 /// Returns the first process of a container if it is one of this machine: the kernel names the container in its control group.
 pub(super) fn local_process(id: &str, process: Option<i64>) -> Option<u32> {
-    let process = u32::try_from(process?).ok().filter(|process| *process > 1)?;
+    let process = u32::try_from(process?)
+        .ok()
+        .filter(|process| *process > 1)?;
     let membership = std::fs::read_to_string(format!("/proc/{process}/cgroup")).ok()?;
     membership.contains(id).then_some(process)
 }
@@ -176,16 +208,25 @@ pub(super) fn local_process(id: &str, process: Option<i64>) -> Option<u32> {
 /// Returns the first thing about a process of this machine that is not as it must be. None also where the kernel does not let us look; the engine's own
 /// word stands then.
 pub(super) fn fault_of(process: u32, user: User, has_user_namespace: bool) -> Option<&'static str> {
-    let (posture, host) = (Posture::read(process).ok()?, Posture::read(std::process::id()).ok()?);
+    let (posture, host) = (
+        Posture::read(process).ok()?,
+        Posture::read(std::process::id()).ok()?,
+    );
     let is_user = |id: &u32| *id != 0 && (has_user_namespace || *id == user.uid);
     let facts = [
         (posture.uids.iter().all(is_user), "it runs as another user"),
-        (posture.gids.iter().all(|id| *id != 0), "it is in the group of root"),
+        (
+            posture.gids.iter().all(|id| *id != 0),
+            "it is in the group of root",
+        ),
         (posture.capabilities == [0; 5], "it has capabilities"),
         (posture.no_new_privileges, "it could gain privileges"),
         (posture.seccomp == 2, "it has no filter of system calls"),
     ];
-    let fault = facts.into_iter().find(|(holds, _)| !holds).map(|(_, what)| what);
+    let fault = facts
+        .into_iter()
+        .find(|(holds, _)| !holds)
+        .map(|(_, what)| what);
     let apart = ["ipc", "mnt", "net", "pid", "uts"].into_iter();
     fault.or_else(|| {
         apart

@@ -84,27 +84,54 @@ pub(super) async fn prepare(look: &Look<'_>, name: &str) -> Result<Prepared, Str
             let step = format!("fetching the image {name} (MiB)");
             tell(&step, 0, None);
             engine
-                .pull(name, &|done, total| tell(&step, done >> 20, total.map(|total| total >> 20)))
+                .pull(name, &|done, total| {
+                    tell(&step, done >> 20, total.map(|total| total >> 20))
+                })
                 .await
-                .map_err(|error| format!("the image {name} is not here and could not be fetched: {error}"))?;
-            engine.image(name).await.map_err(|error| error.to_string())?
+                .map_err(|error| {
+                    format!("the image {name} is not here and could not be fetched: {error}")
+                })?;
+            engine
+                .image(name)
+                .await
+                .map_err(|error| error.to_string())?
         }
         found => found.map_err(|error| error.to_string())?,
     };
-    let machine = engine.info().await.map_err(|error| error.to_string())?.architecture.unwrap_or_default();
-    let (os, architecture) = (image.os.unwrap_or_default(), image.architecture.unwrap_or_default());
+    let machine = engine
+        .info()
+        .await
+        .map_err(|error| error.to_string())?
+        .architecture
+        .unwrap_or_default();
+    let (os, architecture) = (
+        image.os.unwrap_or_default(),
+        image.architecture.unwrap_or_default(),
+    );
     if let Some(why) = wrong_platform(name, &os, &architecture, &machine) {
         return Err(why);
     }
-    let identity = image.id.ok_or("the engine does not tell the identity of the image")?;
+    let identity = image
+        .id
+        .ok_or("the engine does not tell the identity of the image")?;
     let runner = look.supplies.runner();
     let digest = runner_digest(&runner);
     let volume = volume_name(&identity, &digest);
     let mut volume_labels = look.labels.clone();
-    let about = [(LABEL_ROLE, ROLE_RUNNER), (LABEL_RUNNER, &digest), (LABEL_IMAGE, &identity)];
+    let about = [
+        (LABEL_ROLE, ROLE_RUNNER),
+        (LABEL_RUNNER, &digest),
+        (LABEL_IMAGE, &identity),
+    ];
     volume_labels.extend(about.map(|(label, value)| (label.to_owned(), value.to_owned())));
-    look.tenancy.claim(&volume).await.map_err(|error| format!("the runtime folder cannot be written to: {error}"))?;
-    engine.volume(&volume, volume_labels).await.map_err(|error| error.to_string())?;
+    look.tenancy
+        .claim(&volume)
+        .await
+        .map_err(|error| format!("the runtime folder cannot be written to: {error}"))?;
+    engine
+        .volume(&volume, volume_labels)
+        .await
+        .map_err(|error| error.to_string())?;
     tell("looking at the image", 0, None);
     let mut failures = Vec::new();
     for python in NAMES {
@@ -112,15 +139,31 @@ pub(super) async fn prepare(look: &Look<'_>, name: &str) -> Result<Prepared, Str
         match tokio::time::timeout(PATIENCE, work).await {
             Ok(Ok(found)) => {
                 let command = command(python, &found, SUPERVISOR);
-                return Ok(Prepared { image: identity, volume, runner: digest, command });
+                return Ok(Prepared {
+                    image: identity,
+                    volume,
+                    runner: digest,
+                    command,
+                });
             }
             Ok(Err(Failure::NoPython(why))) => failures.push(why),
             Ok(Err(Failure::Other(why))) => return Err(why),
-            Err(_) => return Err(format!("looking at the image {name} took longer than {} s", PATIENCE.as_secs())),
+            Err(_) => {
+                return Err(format!(
+                    "looking at the image {name} took longer than {} s",
+                    PATIENCE.as_secs()
+                ));
+            }
         }
     }
-    debug!(image = name, failures = failures.join("; "), "no Python in the image");
-    Err(format!("the image {name} has no Python that could be started"))
+    debug!(
+        image = name,
+        failures = failures.join("; "),
+        "no Python in the image"
+    );
+    Err(format!(
+        "the image {name} has no Python that could be started"
+    ))
 }
 
 enum Failure {
@@ -132,7 +175,9 @@ enum Failure {
 impl From<EngineError> for Failure {
     fn from(error: EngineError) -> Failure {
         match error {
-            EngineError::Refused(why) if why.contains("executable file not found") || why.contains("no such file") => {
+            EngineError::Refused(why)
+                if why.contains("executable file not found") || why.contains("no such file") =>
+            {
                 Failure::NoPython(why)
             }
             other => Failure::Other(other.to_string()),
@@ -141,7 +186,12 @@ impl From<EngineError> for Failure {
 }
 
 /// Returns why an image cannot run on the engine's machine, if it cannot.
-pub(super) fn wrong_platform(name: &str, os: &str, architecture: &str, machine: &str) -> Option<String> {
+pub(super) fn wrong_platform(
+    name: &str,
+    os: &str,
+    architecture: &str,
+    machine: &str,
+) -> Option<String> {
     let machine = match machine {
         "x86_64" => "amd64",
         "aarch64" => "arm64",
@@ -149,7 +199,9 @@ pub(super) fn wrong_platform(name: &str, os: &str, architecture: &str, machine: 
     };
     // Images that were made from an archive may say nothing.
     if !os.is_empty() && os != "linux" {
-        return Some(format!("the image {name} is for {os}; sessions need one for linux"));
+        return Some(format!(
+            "the image {name} is for {os}; sessions need one for linux"
+        ));
     }
     let is_other = ![architecture, machine].contains(&"") && architecture != machine;
     is_other.then(|| {
@@ -178,14 +230,22 @@ fn volume_name(image: &str, runner: &str) -> String {
 }
 
 fn shortened(hash: Sha256) -> String {
-    hash.finalize().iter().take(10).map(|byte| format!("{byte:02x}")).collect()
+    hash.finalize()
+        .iter()
+        .take(10)
+        .map(|byte| format!("{byte:02x}"))
+        .collect()
 }
 
 /// Starts a file of the runner, as every Python of ours is started in containers of this image.
 fn command(python: &str, found: &Found, file: &str) -> Vec<String> {
     let ready = format!("{}/ready", spec::RUNNER);
     // The image's own packages come first; ours are the last resort.
-    let ipython = if found.ipython { String::new() } else { format!("sys.path.append('{ready}/ipython'); ") };
+    let ipython = if found.ipython {
+        String::new()
+    } else {
+        format!("sys.path.append('{ready}/ipython'); ")
+    };
     let start = format!(
         "import sys; sys.path.insert(0, '{ready}/runner'); {ipython}from cellblock_runner.{file} import main; main()"
     );
@@ -237,7 +297,13 @@ async fn fill(
     python: &str,
     runner: &[(String, Vec<u8>)],
 ) -> Result<Found, Failure> {
-    let command = vec![python.to_owned(), "-I".to_owned(), "-c".to_owned(), HELPER.to_owned(), spec::RUNNER.to_owned()];
+    let command = vec![
+        python.to_owned(),
+        "-I".to_owned(),
+        "-c".to_owned(),
+        HELPER.to_owned(),
+        spec::RUNNER.to_owned(),
+    ];
     let mut labels = look.labels.clone();
     labels.insert(LABEL_ROLE.to_owned(), "helper".to_owned());
     let name = format!("cellblock-helper-{:016x}", fresh_number());
@@ -248,35 +314,62 @@ async fn fill(
     done
 }
 
-async fn converse(look: &Look<'_>, id: &str, python: &str, runner: &[(String, Vec<u8>)]) -> Result<Found, Failure> {
-    let Look { engine, supplies, tell, .. } = look;
+async fn converse(
+    look: &Look<'_>,
+    id: &str,
+    python: &str,
+    runner: &[(String, Vec<u8>)],
+) -> Result<Found, Failure> {
+    let Look {
+        engine,
+        supplies,
+        tell,
+        ..
+    } = look;
     let Attached { output, mut input } = engine.attach(id).await?;
-    let mut lines = Lines { output, text: String::new(), complaints: String::new() };
+    let mut lines = Lines {
+        output,
+        text: String::new(),
+        complaints: String::new(),
+    };
     engine.start(id).await?;
     let first = lines.next().await.map_err(Failure::Other)?;
-    let found: Found = serde_json::from_str(&first)
-        .map_err(|_| Failure::Other("Python in the image says something else than what it was asked".to_owned()))?;
+    let found: Found = serde_json::from_str(&first).map_err(|_| {
+        Failure::Other("Python in the image says something else than what it was asked".to_owned())
+    })?;
     if found.version < OLDEST {
         let ((major, minor), (oldest, oldest_minor)) = (found.version, OLDEST);
         return Err(Failure::Other(format!(
             "the image has Python {major}.{minor}; sessions need {oldest}.{oldest_minor} or newer"
         )));
     }
-    let broken = |error: std::io::Error| Failure::Other(format!("the helper container does not listen: {error}"));
+    let broken = |error: std::io::Error| {
+        Failure::Other(format!("the helper container does not listen: {error}"))
+    };
     if found.ready {
         input.write_all(b"\n").await.map_err(broken)?;
     } else {
-        let mut files: Vec<(String, Vec<u8>)> =
-            runner.iter().map(|(path, text)| (format!("runner/{path}"), text.clone())).collect();
+        let mut files: Vec<(String, Vec<u8>)> = runner
+            .iter()
+            .map(|(path, text)| (format!("runner/{path}"), text.clone()))
+            .collect();
         if !found.ipython {
             tell("getting IPython for the image", 0, None);
             let version = format!("{}.{}", found.version.0, found.version.1);
             let folder = supplies.ipython(&version).await.map_err(Failure::Other)?;
-            read_tree(&folder, "ipython", &mut files)
-                .map_err(|error| Failure::Other(format!("the files of IPython cannot be read: {error}")))?;
+            read_tree(&folder, "ipython", &mut files).map_err(|error| {
+                Failure::Other(format!("the files of IPython cannot be read: {error}"))
+            })?;
         }
-        tell("filling the volume of the runner", 0, Some(files.len() as u64));
-        let list: Vec<(&str, usize)> = files.iter().map(|(path, bytes)| (path.as_str(), bytes.len())).collect();
+        tell(
+            "filling the volume of the runner",
+            0,
+            Some(files.len() as u64),
+        );
+        let list: Vec<(&str, usize)> = files
+            .iter()
+            .map(|(path, bytes)| (path.as_str(), bytes.len()))
+            .collect();
         let list = serde_json::to_vec(&list).expect("texts and numbers can be written as JSON");
         input.write_all(&list).await.map_err(broken)?;
         input.write_all(b"\n").await.map_err(broken)?;
@@ -284,13 +377,16 @@ async fn converse(look: &Look<'_>, id: &str, python: &str, runner: &[(String, Ve
             input.write_all(bytes).await.map_err(broken)?;
         }
     }
-    let stock = serde_json::to_vec(&command(python, &found, STOCK)).expect("texts can be written as JSON");
+    let stock =
+        serde_json::to_vec(&command(python, &found, STOCK)).expect("texts can be written as JSON");
     input.write_all(&stock).await.map_err(broken)?;
     input.write_all(b"\n").await.map_err(broken)?;
     input.flush().await.map_err(broken)?;
     match lines.next().await.map_err(Failure::Other)?.as_str() {
         "filled" => Ok(found),
-        other => Err(Failure::Other(format!("the volume of the runner could not be filled: {other}"))),
+        other => Err(Failure::Other(format!(
+            "the volume of the runner could not be filled: {other}"
+        ))),
     }
 }
 
@@ -328,14 +424,24 @@ impl Lines {
                 return Ok(line);
             }
             match self.output.next().await {
-                Some(Ok(LogOutput::StdErr { message })) => self.complaints.push_str(&String::from_utf8_lossy(&message)),
+                Some(Ok(LogOutput::StdErr { message })) => {
+                    self.complaints.push_str(&String::from_utf8_lossy(&message))
+                }
                 Some(Ok(LogOutput::StdOut { message } | LogOutput::Console { message })) => {
                     self.text.push_str(&String::from_utf8_lossy(&message));
                 }
                 Some(Ok(LogOutput::StdIn { .. })) => {}
-                Some(Err(error)) => return Err(format!("the helper container cannot be heard: {error}")),
+                Some(Err(error)) => {
+                    return Err(format!("the helper container cannot be heard: {error}"));
+                }
                 None => {
-                    let last = self.complaints.trim().lines().last().unwrap_or("it said nothing").to_owned();
+                    let last = self
+                        .complaints
+                        .trim()
+                        .lines()
+                        .last()
+                        .unwrap_or("it said nothing")
+                        .to_owned();
                     if last.contains("No space left on device") {
                         return Err(EngineError::DiskFull.to_string());
                     }
@@ -366,8 +472,15 @@ mod tests {
         assert_eq!(wrong_platform("x", "", "", "x86_64"), None);
         assert_eq!(wrong_platform("x", "linux", "riscv64", "riscv64"), None);
         let why = wrong_platform("x", "linux", "s390x", "aarch64").unwrap();
-        assert!(why.contains("is for s390x") && why.contains("for arm64"), "{why}");
-        assert!(wrong_platform("x", "windows", "amd64", "x86_64").unwrap().contains("for windows"));
+        assert!(
+            why.contains("is for s390x") && why.contains("for arm64"),
+            "{why}"
+        );
+        assert!(
+            wrong_platform("x", "windows", "amd64", "x86_64")
+                .unwrap()
+                .contains("for windows")
+        );
     }
 
     #[test]
@@ -382,8 +495,18 @@ mod tests {
 
     #[test]
     fn the_packages_of_the_image_come_before_ours() {
-        let command =
-            |ipython| command("python3", &Found { version: (3, 12), ipython, ready: true }, SUPERVISOR).concat();
+        let command = |ipython| {
+            command(
+                "python3",
+                &Found {
+                    version: (3, 12),
+                    ipython,
+                    ready: true,
+                },
+                SUPERVISOR,
+            )
+            .concat()
+        };
         assert!(command(false).contains("sys.path.append('/opt/cellblock/runner/ready/ipython')"));
         assert!(!command(true).contains("ipython"));
     }

@@ -39,7 +39,10 @@ const COMPLAINTS: usize = 4 * 1024;
 /// Messages that wait to be taken by a container. One that lets so many wait does not listen.
 const MOST_OUTGOING: usize = 4096;
 /// What an order or an answer of the supervisor may hold. They are a few words.
-const WORDS: Budget = Budget { depth: 8, memory: 64 * 1024 };
+const WORDS: Budget = Budget {
+    depth: 8,
+    memory: 64 * 1024,
+};
 
 /// The line to one container.
 #[derive(Clone)]
@@ -177,7 +180,10 @@ impl Line {
     }
 
     pub(super) fn has_lost(&self, member: u32, checkpoint: u32) -> bool {
-        self.shared.state().lost_checkpoints.contains(&(member, checkpoint))
+        self.shared
+            .state()
+            .lost_checkpoints
+            .contains(&(member, checkpoint))
     }
 
     /// Makes the two ends of an interpreter that is about to be made.
@@ -188,13 +194,33 @@ impl Line {
         let (strand, to_write, credit) = Strand::new(number, CHANNEL_CREDIT);
         let allowance = Arc::new(Semaphore::new(CHANNEL_CREDIT));
         let exit = watch::Sender::new(None);
-        let writer = fill_channel(number, to_session, to_write, credit, self.shared.outgoing.clone());
-        let reader = empty_channel(number, from_session, allowance.clone(), self.shared.outgoing.clone());
+        let writer = fill_channel(
+            number,
+            to_session,
+            to_write,
+            credit,
+            self.shared.outgoing.clone(),
+        );
+        let reader = empty_channel(
+            number,
+            from_session,
+            allowance.clone(),
+            self.shared.outgoing.clone(),
+        );
         let receiver = exit.subscribe();
-        let pump =
-            Pump { channel: strand, allowance, tasks: vec![tokio::spawn(writer)], reader: tokio::spawn(reader), exit };
+        let pump = Pump {
+            channel: strand,
+            allowance,
+            tasks: vec![tokio::spawn(writer)],
+            reader: tokio::spawn(reader),
+            exit,
+        };
         self.shared.state().interpreters.insert(number, pump);
-        Ok(Ends { number, channel, exit: receiver })
+        Ok(Ends {
+            number,
+            channel,
+            exit: receiver,
+        })
     }
 
     /// Gives up an interpreter that was never made.
@@ -206,12 +232,23 @@ impl Line {
 
     /// Sends an order and waits for its answer.
     pub(super) async fn ask(&self, kind: u8, number: u32, order: Value) -> Result<(), String> {
-        self.carry_out(kind, number, order).await.map(drop).map_err(|fault| fault.why)
+        self.carry_out(kind, number, order)
+            .await
+            .map(drop)
+            .map_err(|fault| fault.why)
     }
 
     /// Sends an order and waits for what is answered, or for the kind of its failure.
-    pub(super) async fn carry_out(&self, kind: u8, number: u32, mut order: Value) -> Result<Value, Fault> {
-        let ended = || Fault { why: "the container has ended".to_owned(), kind: FaultKind::Other };
+    pub(super) async fn carry_out(
+        &self,
+        kind: u8,
+        number: u32,
+        mut order: Value,
+    ) -> Result<Value, Fault> {
+        let ended = || Fault {
+            why: "the container has ended".to_owned(),
+            kind: FaultKind::Other,
+        };
         let ask = self.shared.next_number.fetch_add(1, Ordering::Relaxed);
         let (tell, told) = oneshot::channel();
         order["ask"] = json!(ask);
@@ -237,7 +274,11 @@ impl Line {
     pub(super) async fn feed(&self, program: u32, input: &[u8]) {
         // An empty input is one too.
         for piece in std::iter::once(&input[..0]).chain(input.chunks(PIECE)) {
-            let _ = self.shared.outgoing.send(strands::encode(b't', program, piece)).await;
+            let _ = self
+                .shared
+                .outgoing
+                .send(strands::encode(b't', program, piece))
+                .await;
         }
     }
 
@@ -255,7 +296,11 @@ impl Line {
 
     /// Sends an order that has no answer. A line on which so much waits that it does not fit is dead; whoever must be sure asks the engine then.
     pub(super) fn say(&self, kind: u8, number: u32, rest: &[u8]) {
-        if let Err(TrySendError::Full(_)) = self.shared.outgoing.try_send(strands::encode(kind, number, rest)) {
+        if let Err(TrySendError::Full(_)) = self
+            .shared
+            .outgoing
+            .try_send(strands::encode(kind, number, rest))
+        {
             self.shared.end("it takes no orders any more");
         }
     }
@@ -274,9 +319,10 @@ impl Shared {
             b'p' => self.receive_pipes(number, &rest),
             b'q' => self.receive_outlets(number, &rest),
             b'w' => {
-                if let (Some(pump), Some(amount)) =
-                    (self.state().interpreters.get(&number), strands::number_at(&rest, 0))
-                {
+                if let (Some(pump), Some(amount)) = (
+                    self.state().interpreters.get(&number),
+                    strands::number_at(&rest, 0),
+                ) {
                     let most = CHANNEL_CREDIT.saturating_sub(pump.allowance.available_permits());
                     pump.allowance.add_permits((amount as usize).min(most));
                 }
@@ -291,8 +337,8 @@ impl Shared {
     }
 
     fn receive_words(self: &Arc<Shared>, kind: u8, number: u32, rest: &[u8]) -> Result<(), String> {
-        let words: Value =
-            cellblock_json::read(rest, WORDS).map_err(|_| "it sent words that are no JSON, or too many".to_owned())?;
+        let words: Value = cellblock_json::read(rest, WORDS)
+            .map_err(|_| "it sent words that are no JSON, or too many".to_owned())?;
         match kind {
             b'r' => {
                 let landlock = words["landlock"].as_i64().unwrap_or(0);
@@ -300,13 +346,24 @@ impl Shared {
             }
             b'a' => {
                 if let Some(answer) = self.state().answers.remove(&number) {
-                    let why = words["why"].as_str().unwrap_or("it did not say why").to_owned();
+                    let why = words["why"]
+                        .as_str()
+                        .unwrap_or("it did not say why")
+                        .to_owned();
                     let kind = FaultKind::of(words["kind"].as_str().unwrap_or_default());
-                    let _ = answer.send(if words["ok"] == true { Ok(words) } else { Err(Fault { why, kind }) });
+                    let _ = answer.send(if words["ok"] == true {
+                        Ok(words)
+                    } else {
+                        Err(Fault { why, kind })
+                    });
                 }
             }
             b'e' => {
-                let part = |name: &str| words[name].as_i64().and_then(|value| i32::try_from(value).ok());
+                let part = |name: &str| {
+                    words[name]
+                        .as_i64()
+                        .and_then(|value| i32::try_from(value).ok())
+                };
                 let exit = match (part("code"), part("signal")) {
                     (Some(code), _) => Exit::Code(code),
                     (None, Some(signal)) => Exit::Signal(signal),
@@ -315,8 +372,12 @@ impl Shared {
                 self.finish(number, exit);
             }
             b'l' => {
-                let checkpoint = words["checkpoint"].as_u64().and_then(|value| u32::try_from(value).ok());
-                self.state().lost_checkpoints.extend(checkpoint.map(|checkpoint| (number, checkpoint)));
+                let checkpoint = words["checkpoint"]
+                    .as_u64()
+                    .and_then(|value| u32::try_from(value).ok());
+                self.state()
+                    .lost_checkpoints
+                    .extend(checkpoint.map(|checkpoint| (number, checkpoint)));
             }
             // A newer supervisor may say more.
             _ => {}
@@ -338,20 +399,34 @@ impl Shared {
 
     /// Makes real pipes for two new strands and hands their reading ends on with the bytes they came with.
     fn receive_pipes(&self, number: u32, rest: &[u8]) -> Result<(), String> {
-        let (Some(out), Some(err)) = (strands::number_at(rest, 0), strands::number_at(rest, 4)) else {
+        let (Some(out), Some(err)) = (strands::number_at(rest, 0), strands::number_at(rest, 4))
+        else {
             return Err("it announced pipes without numbers".to_owned());
         };
         let bytes = rest[8..].to_vec();
         let mut state = self.state();
-        let State { interpreters, pipes, .. } = &mut *state;
-        let Some(pump) = interpreters.get_mut(&number) else { return Ok(()) };
+        let State {
+            interpreters,
+            pipes,
+            ..
+        } = &mut *state;
+        let Some(pump) = interpreters.get_mut(&number) else {
+            return Ok(());
+        };
         pump.channel.credit.take(bytes.len())?;
         let mut read_ends = Vec::with_capacity(2);
         for strand in [out, err] {
-            let (sender, read_end) = make_pipe().map_err(|error| format!("a pipe could not be made: {error}"))?;
+            let (sender, read_end) =
+                make_pipe().map_err(|error| format!("a pipe could not be made: {error}"))?;
             let (sending, to_write, credit) = Strand::new(number, PIPE_CREDIT);
             pump.tasks.retain(|task| !task.is_finished());
-            pump.tasks.push(tokio::spawn(fill_pipe(strand, sender, to_write, credit, self.outgoing.clone())));
+            pump.tasks.push(tokio::spawn(fill_pipe(
+                strand,
+                sender,
+                to_write,
+                credit,
+                self.outgoing.clone(),
+            )));
             pipes.insert(strand, sending);
             read_ends.push(read_end);
         }
@@ -367,7 +442,11 @@ impl Shared {
         };
         let bytes = rest[4..].to_vec();
         let mut state = self.state();
-        let State { interpreters, outlets: known, .. } = &mut *state;
+        let State {
+            interpreters,
+            outlets: known,
+            ..
+        } = &mut *state;
         let Some(pump) = interpreters.get(&number) else {
             drop(state);
             self.release(outlets);
@@ -377,8 +456,8 @@ impl Shared {
         let failed = |error: io::Error| format!("a pipe could not be made: {error}");
         let (mut ids, mut held, mut ends) = (Vec::new(), Vec::new(), Vec::new());
         for _ in 0..2 {
-            let (ours, theirs) =
-                rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC).map_err(|error| failed(error.into()))?;
+            let (ours, theirs) = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC)
+                .map_err(|error| failed(error.into()))?;
             rustix::io::ioctl_fionbio(&ours, true).map_err(|error| failed(error.into()))?;
             ids.extend(pipe_id(&theirs));
             held.push(pipe::Receiver::from_owned_fd(ours).map_err(failed)?);
@@ -400,7 +479,9 @@ impl Shared {
     }
 
     fn release(&self, outlets: u32) {
-        if let Err(TrySendError::Full(_)) = self.outgoing.try_send(strands::encode(b'y', outlets, b"")) {
+        if let Err(TrySendError::Full(_)) =
+            self.outgoing.try_send(strands::encode(b'y', outlets, b""))
+        {
             self.end("it takes no orders any more");
         }
     }
@@ -412,7 +493,15 @@ impl Shared {
             program.send_replace(Some(how));
             return;
         }
-        let Some(Pump { tasks, reader, exit, .. }) = state.interpreters.remove(&number) else { return };
+        let Some(Pump {
+            tasks,
+            reader,
+            exit,
+            ..
+        }) = state.interpreters.remove(&number)
+        else {
+            return;
+        };
         // With their last sender gone, the pumps end as soon as they have passed everything on.
         state.pipes.retain(|_, strand| strand.owner != number);
         drop(state);
@@ -434,7 +523,12 @@ impl Shared {
         let numbers: Vec<u32> = {
             let mut state = self.state();
             state.answers.clear();
-            state.interpreters.keys().chain(state.programs.keys()).copied().collect()
+            state
+                .interpreters
+                .keys()
+                .chain(state.programs.keys())
+                .copied()
+                .collect()
         };
         self.ended.send_replace(true);
         for number in numbers {
@@ -448,7 +542,15 @@ impl<T> Strand<T> {
         // A piece has a byte at least, so that the credit bounds their number too.
         let (pieces, receiver) = mpsc::channel(credit);
         let credit = Arc::new(Credit(AtomicUsize::new(credit)));
-        (Strand { owner, pieces, credit: credit.clone() }, receiver, credit)
+        (
+            Strand {
+                owner,
+                pieces,
+                credit: credit.clone(),
+            },
+            receiver,
+            credit,
+        )
     }
 
     /// Hands a piece to its reader. A reader that has gone misses nothing.
@@ -465,8 +567,14 @@ struct Credit(AtomicUsize);
 
 impl Credit {
     fn take(&self, amount: usize) -> Result<(), String> {
-        let taken = self.0.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| left.checked_sub(amount));
-        taken.map(|_| ()).map_err(|_| "it sent more than it was allowed to".to_owned())
+        let taken = self
+            .0
+            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| {
+                left.checked_sub(amount)
+            });
+        taken
+            .map(|_| ())
+            .map_err(|_| "it sent more than it was allowed to".to_owned())
     }
 
     fn give(&self, amount: usize) {
@@ -521,7 +629,9 @@ async fn read(
             Some(Ok(LogOutput::StdErr { message })) => {
                 let mut state = shared.state();
                 if state.complaints.len() < COMPLAINTS {
-                    state.complaints.push_str(&String::from_utf8_lossy(&message));
+                    state
+                        .complaints
+                        .push_str(&String::from_utf8_lossy(&message));
                 }
             }
             Some(Ok(LogOutput::StdIn { .. })) => {}
@@ -543,7 +653,10 @@ async fn fill_channel(
     while let Some(piece) = pieces.recv().await {
         let (size, written) = match piece {
             Piece::Bytes(bytes) => (bytes.len(), channel.write_all(&bytes).await),
-            Piece::WithPipes(bytes, pipes) => (bytes.len(), send_with_pipes(&mut channel, &bytes, &pipes).await),
+            Piece::WithPipes(bytes, pipes) => (
+                bytes.len(),
+                send_with_pipes(&mut channel, &bytes, &pipes).await,
+            ),
         };
         if written.is_err() {
             return;
@@ -554,7 +667,9 @@ async fn fill_channel(
 }
 
 fn pipe_id(end: &OwnedFd) -> Option<PipeId> {
-    rustix::fs::fstat(end).ok().map(|found| (found.st_dev, found.st_ino))
+    rustix::fs::fstat(end)
+        .ok()
+        .map(|found| (found.st_dev, found.st_ino))
 }
 
 /// A pipe whose writing end is ours.
@@ -565,7 +680,11 @@ fn make_pipe() -> io::Result<(pipe::Sender, OwnedFd)> {
 }
 
 /// Sends bytes whose first one carries two descriptors.
-async fn send_with_pipes(channel: &mut OwnedWriteHalf, bytes: &[u8], pipes: &[OwnedFd; 2]) -> io::Result<()> {
+async fn send_with_pipes(
+    channel: &mut OwnedWriteHalf,
+    bytes: &[u8],
+    pipes: &[OwnedFd; 2],
+) -> io::Result<()> {
     let descriptors = [pipes[0].as_fd(), pipes[1].as_fd()];
     let socket: &UnixStream = channel.as_ref();
     let sent = socket
@@ -574,7 +693,12 @@ async fn send_with_pipes(channel: &mut OwnedWriteHalf, bytes: &[u8], pipes: &[Ow
             let mut ancillary = SendAncillaryBuffer::new(&mut space);
             ancillary.push(SendAncillaryMessage::ScmRights(&descriptors));
             let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
-            Ok(rustix::net::sendmsg(socket, &[IoSlice::new(bytes)], &mut ancillary, flags)?)
+            Ok(rustix::net::sendmsg(
+                socket,
+                &[IoSlice::new(bytes)],
+                &mut ancillary,
+                flags,
+            )?)
         })
         .await?;
     channel.write_all(&bytes[sent..]).await
@@ -589,9 +713,15 @@ async fn empty_channel(
 ) {
     let mut buffer = vec![0; PIECE];
     while let Ok(size @ 1..) = channel.read(&mut buffer).await {
-        let Ok(permits) = allowance.acquire_many(size as u32).await else { return };
+        let Ok(permits) = allowance.acquire_many(size as u32).await else {
+            return;
+        };
         permits.forget();
-        if outgoing.send(strands::encode(b'd', number, &buffer[..size])).await.is_err() {
+        if outgoing
+            .send(strands::encode(b'd', number, &buffer[..size]))
+            .await
+            .is_err()
+        {
             return;
         }
     }
@@ -611,6 +741,8 @@ async fn fill_pipe(
     while let Some(bytes) = pieces.recv().await {
         is_read = is_read && pipe.write_all(&bytes).await.is_ok();
         credit.give(bytes.len());
-        let _ = outgoing.send(strands::encode_credit(number, bytes.len())).await;
+        let _ = outgoing
+            .send(strands::encode_credit(number, bytes.len()))
+            .await;
     }
 }

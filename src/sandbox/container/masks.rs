@@ -38,7 +38,12 @@ impl Masks {
             fs::set_permissions(&file, Permissions::from_mode(0o000))?;
             DirBuilder::new().mode(0o555).create(&folder)?;
         }
-        Ok(Masks { masks, file, folder, covered: Mutex::default() })
+        Ok(Masks {
+            masks,
+            file,
+            folder,
+            covered: Mutex::default(),
+        })
     }
 
     pub(super) fn host_masks(&self) -> &[HostMask] {
@@ -54,18 +59,32 @@ impl Masks {
             }
             self.covered().insert(host.clone(), stamp(host));
         }
-        let shown: Vec<(&Path, &Path)> =
-            binds.iter().map(|bind| (bind.host.as_path(), bind.inside.as_path())).collect();
+        let shown: Vec<(&Path, &Path)> = binds
+            .iter()
+            .map(|bind| (bind.host.as_path(), bind.inside.as_path()))
+            .collect();
         for mask in masks::inside(&self.masks, &shown) {
             self.add(&mask, binds, &mut all)?;
         }
         Ok(all)
     }
 
-    fn add(&self, mask: &Mask, binds: &[ContainerBind], all: &mut Vec<ContainerBind>) -> io::Result<()> {
-        let shown_by = binds.iter().filter(|bind| mask.inside.starts_with(&bind.inside));
-        let Some(bind) = shown_by.max_by_key(|bind| bind.inside.components().count()) else { return Ok(()) };
-        let rest = mask.inside.strip_prefix(&bind.inside).expect("the bind shows the path");
+    fn add(
+        &self,
+        mask: &Mask,
+        binds: &[ContainerBind],
+        all: &mut Vec<ContainerBind>,
+    ) -> io::Result<()> {
+        let shown_by = binds
+            .iter()
+            .filter(|bind| mask.inside.starts_with(&bind.inside));
+        let Some(bind) = shown_by.max_by_key(|bind| bind.inside.components().count()) else {
+            return Ok(());
+        };
+        let rest = mask
+            .inside
+            .strip_prefix(&bind.inside)
+            .expect("the bind shows the path");
         let place = |rest: &Path, host: &Path, writable: bool| ContainerBind {
             host: host.to_owned(),
             inside: bind.inside.join(rest),
@@ -89,12 +108,16 @@ impl Masks {
         };
         if found.is_symlink() {
             // The engine would follow it, and code could put another one in its place.
-            return Err(io::Error::other("a protected file of the workspace is a link; put the file in its place"));
+            return Err(io::Error::other(
+                "a protected file of the workspace is a link; put the file in its place",
+            ));
         }
         all.push(match mask.rule {
             MaskRule::EnvironmentFile if found.is_dir() => place(rest, &host, bind.writable),
             MaskRule::ReadOnly => place(rest, &host, false),
-            MaskRule::EnvironmentFile | MaskRule::Hidden if found.is_dir() => place(rest, &self.folder, false),
+            MaskRule::EnvironmentFile | MaskRule::Hidden if found.is_dir() => {
+                place(rest, &self.folder, false)
+            }
             MaskRule::EnvironmentFile | MaskRule::Hidden => place(rest, &self.file, false),
         });
         Ok(())
@@ -116,13 +139,19 @@ impl Masks {
 }
 
 fn stamp(path: &Path) -> Stamp {
-    path.symlink_metadata().ok().map(|found| (found.dev(), found.ino()))
+    path.symlink_metadata()
+        .ok()
+        .map(|found| (found.dev(), found.ino()))
 }
 
 /// Makes an empty file that belongs to the owner of its folder, unless something is there: only a name
 /// that is taken can be held.
 fn make_empty_file(path: &Path) -> io::Result<()> {
-    let options = OpenOptions::new().write(true).create_new(true).mode(0o600).to_owned();
+    let options = OpenOptions::new()
+        .write(true)
+        .create_new(true)
+        .mode(0o600)
+        .to_owned();
     match options.open(path) {
         Ok(_) => {
             let folder = path.parent().unwrap_or(Path::new("/")).metadata()?;
@@ -158,15 +187,31 @@ mod tests {
         }
 
         fn masks(&self, rules: &[(&str, MaskRule)]) -> Masks {
-            let masks = rules.iter().map(|(path, rule)| HostMask { host: self.path(path), rule: *rule });
+            let masks = rules.iter().map(|(path, rule)| HostMask {
+                host: self.path(path),
+                rule: *rule,
+            });
             Masks::new(masks.collect(), &self.tenancy).unwrap()
         }
 
         fn binds(&self, masks: &Masks) -> Vec<(String, String, bool)> {
-            let space = ContainerBind { host: self.path("space"), inside: "/work".into(), writable: true };
+            let space = ContainerBind {
+                host: self.path("space"),
+                inside: "/work".into(),
+                writable: true,
+            };
             let told = |bind: &ContainerBind| {
-                let host = bind.host.strip_prefix(self.base.path()).unwrap().display().to_string();
-                let host = if bind.host == self.tenancy.file("masked") { "the mask".to_owned() } else { host };
+                let host = bind
+                    .host
+                    .strip_prefix(self.base.path())
+                    .unwrap()
+                    .display()
+                    .to_string();
+                let host = if bind.host == self.tenancy.file("masked") {
+                    "the mask".to_owned()
+                } else {
+                    host
+                };
                 (host, bind.inside.display().to_string(), bind.writable)
             };
             masks.binds(&[space]).unwrap().iter().map(told).collect()
@@ -186,8 +231,15 @@ mod tests {
         assert_eq!(fs::read(case.path("space/.env")).unwrap(), b"");
         fs::write(case.path("space/.env"), "A=1").unwrap();
         assert_eq!(case.binds(&masks), covered);
-        assert_eq!(fs::read(case.path("space/.env")).unwrap(), b"A=1", "one that is there stays as it is");
-        assert!(!masks.are_stale(), "words that are written into the same file are hidden");
+        assert_eq!(
+            fs::read(case.path("space/.env")).unwrap(),
+            b"A=1",
+            "one that is there stays as it is"
+        );
+        assert!(
+            !masks.are_stale(),
+            "words that are written into the same file are hidden"
+        );
         fs::write(case.path("new"), "A=2").unwrap();
         fs::rename(case.path("new"), case.path("space/.env")).unwrap();
         assert!(masks.are_stale());
@@ -197,15 +249,24 @@ mod tests {
     #[test]
     fn folders_on_the_way_are_held() {
         let case = Case::new();
-        let held = [bind("space/a", "/work/a", true), bind("space/a/b", "/work/a/b", true)];
+        let held = [
+            bind("space/a", "/work/a", true),
+            bind("space/a/b", "/work/a/b", true),
+        ];
         let read_only = case.binds(&case.masks(&[("space/a/b/key", MaskRule::ReadOnly)]));
-        assert_eq!(read_only, [&held[..], &[bind("space/a/b/key", "/work/a/b/key", false)]].concat());
+        assert_eq!(
+            read_only,
+            [&held[..], &[bind("space/a/b/key", "/work/a/b/key", false)]].concat()
+        );
     }
 
     #[test]
     fn what_is_not_there_needs_no_cover() {
         let case = Case::new();
-        assert!(case.binds(&case.masks(&[("space/x/y", MaskRule::Hidden)])).is_empty());
+        assert!(
+            case.binds(&case.masks(&[("space/x/y", MaskRule::Hidden)]))
+                .is_empty()
+        );
         assert!(!case.path("space/x").exists());
     }
 
@@ -214,8 +275,18 @@ mod tests {
         let case = Case::new();
         std::os::unix::fs::symlink("a/b/key", case.path("space/.env")).unwrap();
         let masks = case.masks(&[("space/.env", MaskRule::EnvironmentFile)]);
-        let space = ContainerBind { host: case.path("space"), inside: "/work".into(), writable: true };
-        assert!(masks.binds(&[space]).unwrap_err().to_string().contains("link"));
+        let space = ContainerBind {
+            host: case.path("space"),
+            inside: "/work".into(),
+            writable: true,
+        };
+        assert!(
+            masks
+                .binds(&[space])
+                .unwrap_err()
+                .to_string()
+                .contains("link")
+        );
     }
 
     #[test]

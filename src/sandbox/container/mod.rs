@@ -49,8 +49,8 @@ use tracing::{info, warn};
 
 pub use self::check::{Examined, Finding, Found, examine};
 pub use self::engine::{
-    BuildFailure, BuildNews, Building, Engine, EngineAddress, EngineError, EngineKind, ImageFacts, Question,
-    QuestionError,
+    BuildFailure, BuildNews, Building, Engine, EngineAddress, EngineError, EngineKind, ImageFacts,
+    Question, QuestionError,
 };
 use self::facts::Fate;
 pub use self::image::Supplies;
@@ -82,7 +82,10 @@ const BETWEEN_INVENTORIES: Duration = Duration::from_secs(15);
 /// Numbers of host users that sessions are, where the engine has no user namespace. No system gives these away.
 pub const FIRST_USER: u32 = 0x7000_0000;
 /// Who a session is inside a user namespace.
-const NAMESPACED_USER: User = User { uid: 1000, gid: 1000 };
+const NAMESPACED_USER: User = User {
+    uid: 1000,
+    gid: 1000,
+};
 
 /// What the container backend needs to know.
 #[derive(Debug, Clone)]
@@ -173,7 +176,11 @@ struct Known {
 impl Known {
     /// Tells whether somebody has a use for the container.
     fn is_needed(&self) -> bool {
-        let is_alive = |container: &Weak<Container>| container.upgrade().is_some_and(|container| container.is_alive());
+        let is_alive = |container: &Weak<Container>| {
+            container
+                .upgrade()
+                .is_some_and(|container| container.is_alive())
+        };
         self.fate.receiver_count() > 0 && self.container.as_ref().is_none_or(is_alive)
     }
 }
@@ -213,7 +220,10 @@ impl ContainerBackend {
             preparing: tokio::sync::Mutex::default(),
         });
         let background = vec![tokio::spawn(inner.clone().prepare_until_it_works())];
-        Ok(ContainerBackend { inner, background: Mutex::new(background) })
+        Ok(ContainerBackend {
+            inner,
+            background: Mutex::new(background),
+        })
     }
 
     /// Counts the containers that wait to be used.
@@ -249,7 +259,12 @@ impl Backend for ContainerBackend {
 
     async fn shut_down(&self) {
         let waiting = self.inner.pool.close();
-        let background = std::mem::take(&mut *self.background.lock().expect("no holder of the tasks panics"));
+        let background = std::mem::take(
+            &mut *self
+                .background
+                .lock()
+                .expect("no holder of the tasks panics"),
+        );
         for task in background {
             task.abort();
             let _ = task.await;
@@ -276,7 +291,9 @@ struct Again {
 #[async_trait]
 impl Maker for Again {
     async fn another(&self) -> Result<(ContainerSandbox, Interpreter), LaunchError> {
-        let ending = || LaunchError::Start { why: "the server is ending".to_owned() };
+        let ending = || LaunchError::Start {
+            why: "the server is ending".to_owned(),
+        };
         let inner = self.inner.upgrade().ok_or_else(ending)?;
         inner.made(self.purpose).await
     }
@@ -284,7 +301,10 @@ impl Maker for Again {
 
 impl Inner {
     fn standing(&self) -> Option<Arc<Standing>> {
-        self.ready.read().expect("no holder of the standing panics").clone()
+        self.ready
+            .read()
+            .expect("no holder of the standing panics")
+            .clone()
     }
 
     /// Prepares, and tries again when that fails; then keeps the pool full and listens to the engine.
@@ -316,7 +336,9 @@ impl Inner {
                 if self.masks.are_stale()
                     && let Some(standing) = self.standing()
                 {
-                    warn!("a protected file of the workspace was replaced; the containers that could see it are ended");
+                    warn!(
+                        "a protected file of the workspace was replaced; the containers that could see it are ended"
+                    );
                     self.remove_own(&standing.engine).await;
                 }
                 replacements.next().await?;
@@ -328,7 +350,10 @@ impl Inner {
     }
 
     fn stand(&self, standing: Standing) {
-        *self.ready.write().expect("no holder of the standing panics") = Some(Arc::new(standing));
+        *self
+            .ready
+            .write()
+            .expect("no holder of the standing panics") = Some(Arc::new(standing));
     }
 
     /// Prepares once more, unless somebody else has since `failed` was the standing: the engine may have come back without the image or the volume.
@@ -359,11 +384,15 @@ impl Inner {
     async fn prepare(&self) -> Result<Standing, String> {
         let settings = &self.settings;
         self.tell(&format!("connecting to {}", settings.kind.name()), 0, None);
-        let engine = Engine::connect(settings.kind, &settings.address).await.map_err(|error| error.to_string())?;
+        let engine = Engine::connect(settings.kind, &settings.address)
+            .await
+            .map_err(|error| error.to_string())?;
         let engine = engine.with_credentials(&settings.credentials);
         let info = engine.info().await.map_err(|error| error.to_string())?;
         let runtime = settings.runtime.as_deref();
-        if let Some(missing) = runtime.and_then(|runtime| check::missing_runtime(settings.kind, &info, runtime)) {
+        if let Some(missing) =
+            runtime.and_then(|runtime| check::missing_runtime(settings.kind, &info, runtime))
+        {
             return Err(format!("{}; {}", missing.why, missing.cure));
         }
         self.tenancy.sweep(&engine).await;
@@ -383,25 +412,56 @@ impl Inner {
         let image = image::prepare(&look, &settings.image).await?;
         self.tenancy.sweep_volumes(&engine, &image.runner).await;
         let blind = self.look_for_folders(&engine, &image, &seccomp).await;
-        let porters = Porters::new(engine.clone(), self.tenancy.file("porter"), self.labels(ROLE_PORTER));
+        let porters = Porters::new(
+            engine.clone(),
+            self.tenancy.file("porter"),
+            self.labels(ROLE_PORTER),
+        );
         let house = House {
             limits: settings.limits.clone(),
             has_user_namespace: check::has_user_namespace(&info),
-            runtime: settings.runtime.clone().filter(|runtime| !["runc", "crun"].contains(&runtime.as_str())),
-            owns_work_folder: !settings.binds.iter().any(|bind| bind.inside == Path::new(WORK_FOLDER)),
+            runtime: settings
+                .runtime
+                .clone()
+                .filter(|runtime| !["runc", "crun"].contains(&runtime.as_str())),
+            owns_work_folder: !settings
+                .binds
+                .iter()
+                .any(|bind| bind.inside == Path::new(WORK_FOLDER)),
             network: settings.network.clone(),
             porters: Arc::new(porters),
         };
-        Ok(Standing { engine, image, house: Arc::new(house), seccomp, blind })
+        Ok(Standing {
+            engine,
+            image,
+            house: Arc::new(house),
+            seccomp,
+            blind,
+        })
     }
 
     /// Finds out whether the engine sees the folders that containers are to show: a server that is in a container itself, or an engine in a virtual machine, has others. Returns
     /// why not. Sessions do without packages then.
-    async fn look_for_folders(&self, engine: &Engine, image: &Prepared, seccomp: &str) -> Option<String> {
+    async fn look_for_folders(
+        &self,
+        engine: &Engine,
+        image: &Prepared,
+        seccomp: &str,
+    ) -> Option<String> {
         let packages = self.settings.packages.as_ref()?;
         let command = image.command.clone();
-        let mut body = spec::helper(&image.image, &image.volume, command, self.labels("helper"), seccomp);
-        body.host_config.get_or_insert_default().mounts.get_or_insert_default().extend(spec::mounts(&packages.shown));
+        let mut body = spec::helper(
+            &image.image,
+            &image.volume,
+            command,
+            self.labels("helper"),
+            seccomp,
+        );
+        body.host_config
+            .get_or_insert_default()
+            .mounts
+            .get_or_insert_default()
+            .extend(spec::mounts(&packages.shown));
         let name = format!("cellblock-helper-{:016x}", fresh_number());
         match engine.create(&name, &body).await {
             Ok(id) => {
@@ -421,21 +481,33 @@ impl Inner {
     /// Refuses folders of the operator in which sessions could not work: they are never root, and have one owner.
     fn check_folders(&self) -> Result<(), String> {
         let user = self.user(false, &self.settings.binds);
-        let unusable = self
-            .settings
-            .binds
-            .iter()
-            .find(|bind| std::fs::metadata(&bind.host).is_ok_and(|found| !user.may_use(&found, bind.writable)));
+        let unusable = self.settings.binds.iter().find(|bind| {
+            std::fs::metadata(&bind.host).is_ok_and(|found| !user.may_use(&found, bind.writable))
+        });
         let Some(bind) = unusable else { return Ok(()) };
         let place = match bind.inside.strip_prefix(WORK_FOLDER) {
-            Ok(below) if !below.as_os_str().is_empty() => format!("the folder that is mounted at {}", below.display()),
+            Ok(below) if !below.as_os_str().is_empty() => {
+                format!("the folder that is mounted at {}", below.display())
+            }
             _ => "the workspace".to_owned(),
         };
         let owner = std::fs::metadata(&bind.host).map_or(0, |found| found.uid());
-        let whose = if owner == 0 { "root".to_owned() } else { format!("the user {owner}") };
+        let whose = if owner == 0 {
+            "root".to_owned()
+        } else {
+            format!("the user {owner}")
+        };
         warn!(folder = %bind.host.display(), %whose, "sessions in containers could not use a folder");
-        let use_it = if bind.writable { "write to it" } else { "read it" };
-        let uid = if user.uid >= FIRST_USER { 1000 } else { user.uid };
+        let use_it = if bind.writable {
+            "write to it"
+        } else {
+            "read it"
+        };
+        let uid = if user.uid >= FIRST_USER {
+            1000
+        } else {
+            user.uid
+        };
         Err(format!(
             "{place} belongs to {whose}, and sessions in containers, which are never root and have one user, could not {use_it}. Give it \
              to the user that sessions are to be (chown -R {uid}:{uid}), allow everybody to {use_it}, or use --backend native"
@@ -448,7 +520,9 @@ impl Inner {
             return Ok(());
         }
         let way = "leave allowed domains and secrets out, or use an engine of this machine or --backend native";
-        Err(format!("what sessions may reach cannot be enforced: the engine is on another machine; {way}"))
+        Err(format!(
+            "what sessions may reach cannot be enforced: the engine is on another machine; {way}"
+        ))
     }
 
     /// Returns the list of system calls as the engine takes it: as text, or as a file of its own machine.
@@ -469,7 +543,11 @@ impl Inner {
     /// What the warm process of a container does. One that has time imports what sessions usually need, and rehearses.
     fn plan(&self, how: Fresh, purpose: Purpose) -> serde_json::Value {
         let has_time = how == Fresh::Primed;
-        let preload: &[String] = if has_time { &self.settings.preload } else { &[] };
+        let preload: &[String] = if has_time {
+            &self.settings.preload
+        } else {
+            &[]
+        };
         let own = [
             ("HOME", cellblock_jail::root::HOME),
             ("LANG", "C.UTF-8"),
@@ -477,9 +555,13 @@ impl Inner {
             ("USER", "user"),
             ("MPLCONFIGDIR", "/tmp/matplotlib"),
         ];
-        let own = own.into_iter().map(|(name, value)| (name.to_owned(), value.to_owned()));
-        let variables: HashMap<String, String> = own.chain(self.settings.variables.iter().cloned()).collect();
-        let may_start_programs = self.settings.programs == Programs::Free || purpose == Purpose::OwnWork;
+        let own = own
+            .into_iter()
+            .map(|(name, value)| (name.to_owned(), value.to_owned()));
+        let variables: HashMap<String, String> =
+            own.chain(self.settings.variables.iter().cloned()).collect();
+        let may_start_programs =
+            self.settings.programs == Programs::Free || purpose == Purpose::OwnWork;
         json!({
             "environment": variables,
             "preload": preload,
@@ -502,12 +584,23 @@ impl Inner {
     }
 
     fn tell(&self, step: &str, done: u64, total: Option<u64>) {
-        self.preparation.send_replace(Preparation::Working { step: step.to_owned(), done, total });
+        self.preparation.send_replace(Preparation::Working {
+            step: step.to_owned(),
+            done,
+            total,
+        });
     }
 
     fn labels(&self, role: &str) -> HashMap<String, String> {
-        let labels = [(LABEL_SERVER, self.tenancy.server()), (LABEL_PLACE, self.tenancy.place()), (LABEL_ROLE, role)];
-        labels.into_iter().map(|(name, value)| (name.to_owned(), value.to_owned())).collect()
+        let labels = [
+            (LABEL_SERVER, self.tenancy.server()),
+            (LABEL_PLACE, self.tenancy.place()),
+            (LABEL_ROLE, role),
+        ];
+        labels
+            .into_iter()
+            .map(|(name, value)| (name.to_owned(), value.to_owned()))
+            .collect()
     }
 
     /// Waits for the end of the preparation. One that has failed gets another chance first.
@@ -516,15 +609,24 @@ impl Inner {
             return Ok(standing);
         }
         let mut preparation = self.preparation.subscribe();
-        if matches!(&*preparation.borrow_and_update(), Preparation::Failed { .. }) {
+        if matches!(
+            &*preparation.borrow_and_update(),
+            Preparation::Failed { .. }
+        ) {
             self.again.notify_one();
             let _ = tokio::time::timeout(SECOND_CHANCE, preparation.changed()).await;
         }
-        let settled = preparation.wait_for(|state| !matches!(state, Preparation::Working { .. })).await;
+        let settled = preparation
+            .wait_for(|state| !matches!(state, Preparation::Working { .. }))
+            .await;
         match settled.as_deref() {
             Ok(Preparation::Failed { why }) => Err(LaunchError::Preparation { why: why.clone() }),
-            Ok(_) => self.standing().ok_or_else(|| LaunchError::Preparation { why: "it is not finished".to_owned() }),
-            Err(_) => Err(LaunchError::Preparation { why: "the server is ending".to_owned() }),
+            Ok(_) => self.standing().ok_or_else(|| LaunchError::Preparation {
+                why: "it is not finished".to_owned(),
+            }),
+            Err(_) => Err(LaunchError::Preparation {
+                why: "the server is ending".to_owned(),
+            }),
         }
     }
 
@@ -540,7 +642,12 @@ impl Inner {
         match (purpose, &self.settings.packages) {
             (Purpose::OwnWork, Some(packages)) => {
                 let mut network = packages.network.clone();
-                network.network.ports.extend(&*packages.ports.lock().expect("nothing panics while it holds the ports"));
+                network.network.ports.extend(
+                    &*packages
+                        .ports
+                        .lock()
+                        .expect("nothing panics while it holds the ports"),
+                );
                 Some(network)
             }
             _ => self.settings.network.clone(),
@@ -587,11 +694,17 @@ impl Inner {
         let user = self.user(standing.house.has_user_namespace, self.binds(purpose));
         let network = self.network(purpose);
         let shown = self.shown(standing, purpose, network.as_ref());
-        let shown = shown.map_err(|error| LaunchError::Start { why: error.to_string() })?;
+        let shown = shown.map_err(|error| LaunchError::Start {
+            why: error.to_string(),
+        })?;
         let body = spec::session(Wanted {
             image: &standing.image.image,
             // Podman has one for all containers, which was looked at; it takes any other name for this, and tells none.
-            runtime: self.settings.runtime.as_deref().filter(|_| self.settings.kind == EngineKind::Docker),
+            runtime: self
+                .settings
+                .runtime
+                .as_deref()
+                .filter(|_| self.settings.kind == EngineKind::Docker),
             limits: self.limits(purpose),
             binds: &shown,
             user,
@@ -602,19 +715,29 @@ impl Inner {
             can_count_files: self.settings.kind == EngineKind::Docker,
         });
         let name = format!("cellblock-{:016x}", fresh_number());
-        let (id, followed) = self
-            .create(&standing.engine, &name, &body)
-            .await
-            .map_err(|error| LaunchError::Start { why: error.to_string() })?;
+        let (id, followed) =
+            self.create(&standing.engine, &name, &body)
+                .await
+                .map_err(|error| LaunchError::Start {
+                    why: error.to_string(),
+                })?;
         let house = match purpose {
             Purpose::Sessions => standing.house.clone(),
             Purpose::OwnWork => {
                 let limits = self.limits(purpose).clone();
-                Arc::new(House { limits, owns_work_folder: true, network, ..(*standing.house).clone() })
+                Arc::new(House {
+                    limits,
+                    owns_work_folder: true,
+                    network,
+                    ..(*standing.house).clone()
+                })
             }
         };
         let plan = self.plan(how, purpose);
-        let maker = Arc::new(Again { inner: self.this.clone(), purpose });
+        let maker = Arc::new(Again {
+            inner: self.this.clone(),
+            purpose,
+        });
         let made = Made {
             engine: &standing.engine,
             house,
@@ -646,12 +769,20 @@ impl Inner {
         let followed = fate.subscribe();
         let mut known = self.known();
         known.retain(|_, known| known.fate.receiver_count() > 0);
-        known.insert(id.clone(), Known { fate, container: None });
+        known.insert(
+            id.clone(),
+            Known {
+                fate,
+                container: None,
+            },
+        );
         Ok((id, followed))
     }
 
     fn known(&self) -> MutexGuard<'_, HashMap<String, Known>> {
-        self.known.lock().expect("nothing panics while it holds what is known")
+        self.known
+            .lock()
+            .expect("nothing panics while it holds what is known")
     }
 
     /// Makes up for what was taken from the pool, several at a time.
@@ -684,7 +815,9 @@ impl Inner {
     /// Follows what the engine tells about our containers, for ever.
     async fn listen(&self) {
         loop {
-            let Ok(standing) = self.prepared().await else { return };
+            let Ok(standing) = self.prepared().await else {
+                return;
+            };
             let engine = &standing.engine;
             let mut events = engine.events(LABEL_SERVER, self.tenancy.server());
             let mut inventories = tokio::time::interval(BETWEEN_INVENTORIES);
@@ -699,7 +832,9 @@ impl Inner {
                 let Some(Ok(event)) = event else { break };
                 let id = event.actor.and_then(|actor| actor.id).unwrap_or_default();
                 let known = self.known();
-                let Some(Known { fate, .. }) = known.get(&id) else { continue };
+                let Some(Known { fate, .. }) = known.get(&id) else {
+                    continue;
+                };
                 match event.action.as_deref() {
                     Some("oom") => fate.send_modify(|fate| fate.out_of_memory += 1),
                     Some("die" | "died") => fate.send_modify(|fate| fate.died = true),
@@ -722,10 +857,15 @@ impl Inner {
 
     async fn unneeded(&self, engine: &Engine) -> Vec<String> {
         let _nobody_creates = self.creations.write().await;
-        let Ok(mut listed) = engine.list(LABEL_SERVER, self.tenancy.server()).await else { return Vec::new() };
+        let Ok(mut listed) = engine.list(LABEL_SERVER, self.tenancy.server()).await else {
+            return Vec::new();
+        };
         let known = self.known();
         listed.retain(|container| {
-            let is_session = container.labels.get(LABEL_ROLE).is_some_and(|role| role == ROLE_SESSION);
+            let is_session = container
+                .labels
+                .get(LABEL_ROLE)
+                .is_some_and(|role| role == ROLE_SESSION);
             is_session && !known.get(&container.id).is_some_and(Known::is_needed)
         });
         listed.into_iter().map(|container| container.id).collect()
@@ -735,7 +875,9 @@ impl Inner {
     /// progress" for a removal that may still fail, so it is asked what is left.
     async fn remove_own(&self, engine: &Engine) {
         for pause in engine::REMOVAL_PAUSES {
-            let Ok(listed) = engine.list(LABEL_SERVER, self.tenancy.server()).await else { return };
+            let Ok(listed) = engine.list(LABEL_SERVER, self.tenancy.server()).await else {
+                return;
+            };
             if listed.is_empty() {
                 return;
             }

@@ -49,7 +49,9 @@ impl Pool {
     /// Takes the member that has waited longest. Dead ones are dropped, and so removed.
     pub(super) fn take(&self, settings: &PoolSettings) -> Option<(ContainerSandbox, Interpreter)> {
         let taken = loop {
-            let Some(waiting) = self.state().waiting.pop_front() else { break None };
+            let Some(waiting) = self.state().waiting.pop_front() else {
+                break None;
+            };
             if waiting.member.0.is_alive() && waiting.since.elapsed() < settings.max_age {
                 break Some(waiting.member);
             }
@@ -72,7 +74,10 @@ impl Pool {
         let mut state = self.state();
         state.coming -= 1;
         if let (Some(member), false) = (member, state.closed) {
-            state.waiting.push_back(Waiting { since: Instant::now(), member });
+            state.waiting.push_back(Waiting {
+                since: Instant::now(),
+                member,
+            });
         }
         drop(state);
         self.changed.notify_one();
@@ -114,7 +119,10 @@ impl Pool {
         let waiting = std::mem::take(&mut state.waiting);
         drop(state);
         self.changed.notify_one();
-        waiting.into_iter().map(|waiting| waiting.member.0).collect()
+        waiting
+            .into_iter()
+            .map(|waiting| waiting.member.0)
+            .collect()
     }
 }
 
@@ -124,13 +132,20 @@ mod tests {
 
     #[test]
     fn no_more_members_are_made_at_once_than_was_said_and_none_beyond_the_size() {
-        let settings = PoolSettings { size: 3, max_age: Duration::from_secs(60), creations: 2 };
+        let settings = PoolSettings {
+            size: 3,
+            max_age: Duration::from_secs(60),
+            creations: 2,
+        };
         let pool = Pool::default();
         let claimed = |settings: &PoolSettings| (0..9).filter(|_| pool.claim(settings)).count();
         assert_eq!(claimed(&settings), 2);
         pool.add(None); // It could not be made.
         assert_eq!(claimed(&settings), 1);
-        let hasty = PoolSettings { creations: 64, ..settings };
+        let hasty = PoolSettings {
+            creations: 64,
+            ..settings
+        };
         assert_eq!(claimed(&hasty), 1, "those that are being made count too");
         pool.close();
         pool.add(None);

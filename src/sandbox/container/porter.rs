@@ -84,7 +84,12 @@ pub(super) struct Porters {
 
 impl Porters {
     pub(super) fn new(engine: Engine, lodges: PathBuf, labels: HashMap<String, String>) -> Porters {
-        Porters { engine, lodges, labels, looking: tokio::sync::Mutex::default() }
+        Porters {
+            engine,
+            lodges,
+            labels,
+            looking: tokio::sync::Mutex::default(),
+        }
     }
 
     /// Opens doors in the network of a running container, by a porter that is `program`. Nothing of the porter is left afterwards.
@@ -104,15 +109,26 @@ impl Porters {
             self.engine.empty_image(IMAGE).await?
         };
         let body = luggage.container(&image, container, &path, &word, self.labels.clone());
-        let id = self.engine.create(&format!("cellblock-porter-{number:016x}"), &body).await?;
-        let removal = Removal { engine: self.engine.clone(), id: Some(id.clone()) };
+        let id = self
+            .engine
+            .create(&format!("cellblock-porter-{number:016x}"), &body)
+            .await?;
+        let removal = Removal {
+            engine: self.engine.clone(),
+            id: Some(id.clone()),
+        };
         let brought = self.received(&id, lodge, doors.clone()).await;
         removal.done().await;
         brought
     }
 
     /// Starts a porter and waits for its end. What it brought is in the lodge by then, or will never be.
-    async fn received(&self, id: &str, lodge: Arc<Lodge>, doors: Doors) -> Result<Vec<(Door, OwnedFd)>, PorterError> {
+    async fn received(
+        &self,
+        id: &str,
+        lodge: Arc<Lodge>,
+        doors: Doors,
+    ) -> Result<Vec<(Door, OwnedFd)>, PorterError> {
         let closing = Closing(lodge.clone());
         let waiting = tokio::task::spawn_blocking(move || lodge.doors(&doors));
         let attached = self.engine.attach(id).await?;
@@ -120,7 +136,9 @@ impl Porters {
         let said = tokio::time::timeout(PATIENCE, last_words(attached.output)).await;
         let said = said.map_err(|_| PorterError::Hangs)?;
         drop(closing);
-        let brought = waiting.await.map_err(|error| PorterError::Lodge(io::Error::other(error)))?;
+        let brought = waiting
+            .await
+            .map_err(|error| PorterError::Lodge(io::Error::other(error)))?;
         debug!(opened = brought.is_ok(), "a porter has ended");
         brought.map_err(|cause| PorterError::Failed { said, cause })
     }
@@ -145,7 +163,10 @@ impl Removal {
     async fn done(mut self) {
         let Some(id) = &self.id else { return };
         // Podman removes no container on whose network another one depends.
-        if tokio::time::timeout(REMOVAL_PATIENCE, self.engine.remove_wholly(id)).await.is_err() {
+        if tokio::time::timeout(REMOVAL_PATIENCE, self.engine.remove_wholly(id))
+            .await
+            .is_err()
+        {
             warn!("a porter could not be removed");
         }
         self.id = None;
@@ -171,7 +192,10 @@ async fn last_words(
         said.extend_from_slice(&piece[..piece.len().min(MOST_SAID - said.len())]);
     }
     let said = String::from_utf8_lossy(&said);
-    said.lines().map(str::trim).rfind(|line| !line.is_empty()).map(str::to_owned)
+    said.lines()
+        .map(str::trim)
+        .rfind(|line| !line.is_empty())
+        .map(str::to_owned)
 }
 
 /// The files of the host that a porter is made of.
@@ -185,20 +209,31 @@ struct Luggage {
 
 impl Luggage {
     fn of(program: &Path, Libraries { loader, shared }: Libraries) -> Result<Luggage, PorterError> {
-        let rights = fs::metadata(program).map_err(PorterError::Files)?.permissions().mode();
+        let rights = fs::metadata(program)
+            .map_err(PorterError::Files)?
+            .permissions()
+            .mode();
         // A porter has no right over files of others.
         if rights & 0o005 != 0o005 {
             return Err(PorterError::Unreadable);
         }
         let mut libraries: Vec<(PathBuf, String)> = Vec::new();
         for library in shared {
-            let name = library.file_name().unwrap_or_default().to_string_lossy().into_owned();
+            let name = library
+                .file_name()
+                .unwrap_or_default()
+                .to_string_lossy()
+                .into_owned();
             // There is one place for each name. The loader, too, takes the first that it finds.
             if !libraries.iter().any(|(_, known)| *known == name) {
                 libraries.push((library, name));
             }
         }
-        Ok(Luggage { program: program.to_owned(), loader, libraries })
+        Ok(Luggage {
+            program: program.to_owned(),
+            loader,
+            libraries,
+        })
     }
 
     /// Describes a porter for a container that is awaited at a lodge with a word.
@@ -216,19 +251,41 @@ impl Luggage {
             inside: PathBuf::from(inside),
             writable: false,
         };
-        let mut binds = vec![shown(&self.program, PROGRAM.to_owned()), shown(lodge, LODGE.to_owned())];
-        binds.extend(self.loader.iter().map(|loader| shown(loader, LOADER.to_owned())));
-        binds.extend(self.libraries.iter().map(|(library, name)| shown(library, inside(name))));
+        let mut binds = vec![
+            shown(&self.program, PROGRAM.to_owned()),
+            shown(lodge, LODGE.to_owned()),
+        ];
+        binds.extend(
+            self.loader
+                .iter()
+                .map(|loader| shown(loader, LOADER.to_owned())),
+        );
+        binds.extend(
+            self.libraries
+                .iter()
+                .map(|(library, name)| shown(library, inside(name))),
+        );
         let mut command = vec![PROGRAM, ARGUMENT, LODGE];
         let mut variables = vec![(WORD.to_owned(), word.to_owned())];
         if self.loader.is_some() {
             command.splice(..0, [LOADER, "--library-path", LIBRARIES]);
             // A library is wanted by a name that need not be that of its file. One that is there already is known by both.
-            let all: Vec<String> = self.libraries.iter().map(|(_, name)| inside(name)).collect();
+            let all: Vec<String> = self
+                .libraries
+                .iter()
+                .map(|(_, name)| inside(name))
+                .collect();
             variables.push(("LD_PRELOAD".to_owned(), all.join(":")));
         }
         let command = command.into_iter().map(str::to_owned).collect();
-        spec::porter(spec::Porter { image, container, binds: &binds, command, variables, labels })
+        spec::porter(spec::Porter {
+            image,
+            container,
+            binds: &binds,
+            command,
+            variables,
+            labels,
+        })
     }
 }
 
@@ -237,21 +294,40 @@ mod tests {
     use super::*;
 
     fn body(loader: Option<&str>, shared: &[&str]) -> ContainerCreateBody {
-        let libraries =
-            Libraries { loader: loader.map(PathBuf::from), shared: shared.iter().map(PathBuf::from).collect() };
+        let libraries = Libraries {
+            loader: loader.map(PathBuf::from),
+            shared: shared.iter().map(PathBuf::from).collect(),
+        };
         let luggage = Luggage::of(Path::new("/bin/sh"), libraries).unwrap();
-        luggage.container("sha256:1", "c0ffee", Path::new("/run/lodge"), "word", HashMap::new())
+        luggage.container(
+            "sha256:1",
+            "c0ffee",
+            Path::new("/run/lodge"),
+            "word",
+            HashMap::new(),
+        )
     }
 
     /// What is shown inside, as `host inside`.
     fn shown(body: &ContainerCreateBody) -> Vec<String> {
         let mounts = body.host_config.as_ref().unwrap().mounts.iter().flatten();
-        mounts.map(|mount| format!("{} {}", mount.source.as_ref().unwrap(), mount.target.as_ref().unwrap())).collect()
+        mounts
+            .map(|mount| {
+                format!(
+                    "{} {}",
+                    mount.source.as_ref().unwrap(),
+                    mount.target.as_ref().unwrap()
+                )
+            })
+            .collect()
     }
 
     #[test]
     fn a_porter_brings_its_own_loader_and_libraries() {
-        let body = body(Some("/lib/ld.so"), &["/lib/libc-2.31.so", "/lib/libz.so.1", "/other/libz.so.1"]);
+        let body = body(
+            Some("/lib/ld.so"),
+            &["/lib/libc-2.31.so", "/lib/libz.so.1", "/other/libz.so.1"],
+        );
         let expected = [
             "/bin/sh /cellblock/program",
             "/run/lodge /cellblock/lodge",
@@ -261,9 +337,16 @@ mod tests {
         ];
         assert_eq!(shown(&body), expected);
         assert_eq!(body.entrypoint.unwrap(), ["/cellblock/loader"]);
-        let words = ["--library-path", "/cellblock/libraries", "/cellblock/program", ARGUMENT, "/cellblock/lodge"];
+        let words = [
+            "--library-path",
+            "/cellblock/libraries",
+            "/cellblock/program",
+            ARGUMENT,
+            "/cellblock/lodge",
+        ];
         assert_eq!(body.cmd.unwrap(), words);
-        let preloaded = "LD_PRELOAD=/cellblock/libraries/libc-2.31.so:/cellblock/libraries/libz.so.1";
+        let preloaded =
+            "LD_PRELOAD=/cellblock/libraries/libc-2.31.so:/cellblock/libraries/libz.so.1";
         assert_eq!(body.env.unwrap(), ["CELLBLOCK_PORTER_WORD=word", preloaded]);
     }
 
@@ -281,7 +364,13 @@ mod tests {
         let file = tempfile::NamedTempFile::new().unwrap();
         let of = |rights| {
             fs::set_permissions(file.path(), fs::Permissions::from_mode(rights)).unwrap();
-            Luggage::of(file.path(), Libraries { loader: None, shared: Vec::new() })
+            Luggage::of(
+                file.path(),
+                Libraries {
+                    loader: None,
+                    shared: Vec::new(),
+                },
+            )
         };
         assert!(of(0o755).is_ok()); // control
         assert!(matches!(of(0o750), Err(PorterError::Unreadable)));

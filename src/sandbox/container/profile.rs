@@ -18,16 +18,39 @@ const RESOURCES: std::ops::Range<u64> = 0..16;
 
 /// What the jail has no need of, and the processes of a container do.
 const FOR_OURSELVES: [(&str, Option<u64>, &str); 5] = [
-    ("landlock_create_ruleset", None, "a process can only take rights from itself"),
-    ("landlock_add_rule", None, "a process can only take rights from itself"),
-    ("landlock_restrict_self", None, "a process can only take rights from itself"),
-    ("prctl", Some(4), "PR_SET_DUMPABLE: says who of the same user may look into one's own memory"),
-    ("prctl", Some(38), "PR_SET_NO_NEW_PRIVS: cannot be undone, and is set already"),
+    (
+        "landlock_create_ruleset",
+        None,
+        "a process can only take rights from itself",
+    ),
+    (
+        "landlock_add_rule",
+        None,
+        "a process can only take rights from itself",
+    ),
+    (
+        "landlock_restrict_self",
+        None,
+        "a process can only take rights from itself",
+    ),
+    (
+        "prctl",
+        Some(4),
+        "PR_SET_DUMPABLE: says who of the same user may look into one's own memory",
+    ),
+    (
+        "prctl",
+        Some(38),
+        "PR_SET_NO_NEW_PRIVS: cannot be undone, and is set already",
+    ),
 ];
 
 /// What is needed beside them where sessions may start no programs. The filter that it loads refuses it from then on (`fences.py`).
-const TO_REFUSE_PROGRAMS: (&str, Option<u64>, &str) =
-    ("prctl", Some(22), "PR_SET_SECCOMP: a process can only take rights from itself");
+const TO_REFUSE_PROGRAMS: (&str, Option<u64>, &str) = (
+    "prctl",
+    Some(22),
+    "PR_SET_SECCOMP: a process can only take rights from itself",
+);
 
 /// Calls that libraries try first. Older engines answer all that is refused as "not permitted", which is no reason for a fallback.
 const TRIED_FIRST: [&str; 12] = [
@@ -57,15 +80,19 @@ pub(super) fn text(programs: Programs) -> String {
         }
         _ => "SCMP_ARCH_AARCH64",
     };
-    let mut calls: Vec<Value> =
-        listed.iter().flat_map(|rule| written(rule, &json!({"action": "SCMP_ACT_ALLOW"}))).collect();
+    let mut calls: Vec<Value> = listed
+        .iter()
+        .flat_map(|rule| written(rule, &json!({"action": "SCMP_ACT_ALLOW"})))
+        .collect();
     for answer in &answers {
         let action = json!({"action": "SCMP_ACT_ERRNO", "errnoRet": answer.errno.number()});
         calls.extend(written(&answer.rule(), &action));
     }
     let to_refuse = (programs == Programs::Refused).then_some(TO_REFUSE_PROGRAMS);
     for (name, argument, _) in FOR_OURSELVES.into_iter().chain(to_refuse) {
-        let checks = argument.map(|value| vec![check(0, "SCMP_CMP_EQ", value, 0)]).unwrap_or_default();
+        let checks = argument
+            .map(|value| vec![check(0, "SCMP_CMP_EQ", value, 0)])
+            .unwrap_or_default();
         calls.push(line(name, &checks, &json!({"action": "SCMP_ACT_ALLOW"})));
     }
     calls.push(json!({"names": TRIED_FIRST, "action": "SCMP_ACT_ERRNO", "errnoRet": NO_SUCH_CALL}));
@@ -86,26 +113,43 @@ fn written(rule: &Rule, action: &Value) -> Vec<Value> {
         lines = lines
             .iter()
             .flat_map(|line| {
-                choices.iter().map(move |choice| line.iter().chain(std::iter::once(choice)).cloned().collect())
+                choices.iter().map(move |choice| {
+                    line.iter()
+                        .chain(std::iter::once(choice))
+                        .cloned()
+                        .collect()
+                })
             })
             .collect();
     }
-    lines.iter().map(|checks| line(&rule.syscall, checks, action)).collect()
+    lines
+        .iter()
+        .map(|checks| line(&rule.syscall, checks, action))
+        .collect()
 }
 
 /// Returns the checks any of which must hold for an argument of the list.
 fn checks(argument: &Value) -> Vec<Value> {
-    let number = |name: &str| argument[name].as_u64().expect("the list is checked by a test of the jail");
+    let number = |name: &str| {
+        argument[name]
+            .as_u64()
+            .expect("the list is checked by a test of the jail")
+    };
     let (index, value) = (number("index"), number("val"));
     match (&argument["op"], argument["op"].as_str()) {
         (_, Some("eq")) => vec![check(index, "SCMP_CMP_EQ", value, 0)],
         // Only a whole register can be compared for "is not".
-        (_, Some("ne")) if argument["type"] == "qword" => vec![check(index, "SCMP_CMP_NE", value, 0)],
-        (_, Some("ne")) => {
-            RESOURCES.filter(|other| *other != value).map(|other| check(index, "SCMP_CMP_EQ", other, 0)).collect()
+        (_, Some("ne")) if argument["type"] == "qword" => {
+            vec![check(index, "SCMP_CMP_NE", value, 0)]
         }
+        (_, Some("ne")) => RESOURCES
+            .filter(|other| *other != value)
+            .map(|other| check(index, "SCMP_CMP_EQ", other, 0))
+            .collect(),
         (op, _) => {
-            let mask = op["masked_eq"].as_u64().expect("the list has no other comparison");
+            let mask = op["masked_eq"]
+                .as_u64()
+                .expect("the list has no other comparison");
             vec![check(index, "SCMP_CMP_MASKED_EQ", mask, value)]
         }
     }
@@ -134,22 +178,45 @@ mod tests {
 
     fn names(action: &str) -> BTreeSet<String> {
         let profile = profile();
-        let lines = profile["syscalls"].as_array().unwrap().iter().filter(|line| line["action"] == action);
-        lines.flat_map(|line| line["names"].as_array().unwrap()).map(|name| name.as_str().unwrap().to_owned()).collect()
+        let lines = profile["syscalls"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .filter(|line| line["action"] == action);
+        lines
+            .flat_map(|line| line["names"].as_array().unwrap())
+            .map(|name| name.as_str().unwrap().to_owned())
+            .collect()
     }
 
     #[test]
     fn everything_that_the_jail_allows_is_allowed_and_little_else() {
         let rules = seccomp::rules();
-        let listed: BTreeSet<String> =
-            rules.common.iter().chain(&rules.x86_64).map(|rule| rule.syscall.clone()).collect();
-        let more: BTreeSet<String> = names("SCMP_ACT_ALLOW").difference(&listed).cloned().collect();
+        let listed: BTreeSet<String> = rules
+            .common
+            .iter()
+            .chain(&rules.x86_64)
+            .map(|rule| rule.syscall.clone())
+            .collect();
+        let more: BTreeSet<String> = names("SCMP_ACT_ALLOW")
+            .difference(&listed)
+            .cloned()
+            .collect();
         assert_eq!(
             more,
-            ["landlock_add_rule", "landlock_create_ruleset", "landlock_restrict_self"].map(str::to_owned).into()
+            [
+                "landlock_add_rule",
+                "landlock_create_ruleset",
+                "landlock_restrict_self"
+            ]
+            .map(str::to_owned)
+            .into()
         );
         for name in &listed {
-            assert!(names("SCMP_ACT_ALLOW").contains(name) || std::env::consts::ARCH != "x86_64", "{name}");
+            assert!(
+                names("SCMP_ACT_ALLOW").contains(name) || std::env::consts::ARCH != "x86_64",
+                "{name}"
+            );
         }
     }
 
@@ -179,8 +246,14 @@ mod tests {
         let profile = profile();
         let lines = profile["syscalls"].as_array().unwrap();
         let answers = |name: &str| {
-            let about = |line: &&Value| line["names"] == json!([name]) && line["action"] == "SCMP_ACT_ERRNO";
-            lines.iter().filter(about).map(|line| line["errnoRet"].as_i64().unwrap()).collect::<Vec<_>>()
+            let about = |line: &&Value| {
+                line["names"] == json!([name]) && line["action"] == "SCMP_ACT_ERRNO"
+            };
+            lines
+                .iter()
+                .filter(about)
+                .map(|line| line["errnoRet"].as_i64().unwrap())
+                .collect::<Vec<_>>()
         };
         assert_eq!(answers("setxattr"), [95]);
         assert_eq!(answers("sethostname"), [1]);
@@ -195,7 +268,9 @@ mod tests {
         let loads = |programs| {
             let profile: Value = serde_json::from_str(&text(programs)).unwrap();
             let lines = profile["syscalls"].as_array().unwrap().clone();
-            lines.iter().any(|line| line["names"][0] == "prctl" && line["args"][0]["value"] == 22)
+            lines
+                .iter()
+                .any(|line| line["names"][0] == "prctl" && line["args"][0]["value"] == 22)
         };
         assert!(loads(Programs::Refused)); // control
         assert!(!loads(Programs::Free));
@@ -205,19 +280,43 @@ mod tests {
     fn the_limit_of_core_files_cannot_be_named_with_other_upper_bits() {
         let profile = profile();
         let lines = profile["syscalls"].as_array().unwrap();
-        let is_about = |line: &&Value, name: &str| line["names"][0] == name && line["action"] == "SCMP_ACT_ALLOW";
-        let about = |name: &str| lines.iter().filter(|line| is_about(line, name)).cloned().collect::<Vec<_>>();
-        assert!(about("setrlimit").iter().all(|line| line["args"][0]["op"] == "SCMP_CMP_EQ"));
-        assert!(about("setrlimit").iter().all(|line| line["args"][0]["value"] != 4));
+        let is_about = |line: &&Value, name: &str| {
+            line["names"][0] == name && line["action"] == "SCMP_ACT_ALLOW"
+        };
+        let about = |name: &str| {
+            lines
+                .iter()
+                .filter(|line| is_about(line, name))
+                .cloned()
+                .collect::<Vec<_>>()
+        };
+        assert!(
+            about("setrlimit")
+                .iter()
+                .all(|line| line["args"][0]["op"] == "SCMP_CMP_EQ")
+        );
+        assert!(
+            about("setrlimit")
+                .iter()
+                .all(|line| line["args"][0]["value"] != 4)
+        );
         assert_eq!(about("setrlimit").len(), 15); // control: all others are there
     }
 
     #[test]
     fn no_namespace_can_be_made_by_clone() {
         let profile = profile();
-        let clone = profile["syscalls"].as_array().unwrap().iter().find(|line| line["names"][0] == "clone").unwrap();
+        let clone = profile["syscalls"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .find(|line| line["names"][0] == "clone")
+            .unwrap();
         assert_eq!(clone["args"][0]["op"], "SCMP_CMP_MASKED_EQ");
-        assert_eq!(clone["args"][0]["value"].as_u64().unwrap() & 0x7e02_0000, 0x7e02_0000);
+        assert_eq!(
+            clone["args"][0]["value"].as_u64().unwrap() & 0x7e02_0000,
+            0x7e02_0000
+        );
         assert_eq!(clone["args"][0]["valueTwo"], 0);
     }
 }

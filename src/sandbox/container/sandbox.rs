@@ -22,8 +22,9 @@ use super::spec::{self, User};
 use super::way_out::{ContainerNetwork, WayOut};
 use crate::reaction::within;
 use crate::sandbox::{
-    Asker, Blocked, CheckpointError, CheckpointId, Exit, ForkTerms, Gauge, Interpreter, Isolation, LaunchError,
-    Launcher, Layer, LayerKind, MemoryUse, Process, Program, ProgramError, Rules, Sandbox, SandboxLimits,
+    Asker, Blocked, CheckpointError, CheckpointId, Exit, ForkTerms, Gauge, Interpreter, Isolation,
+    LaunchError, Launcher, Layer, LayerKind, MemoryUse, Process, Program, ProgramError, Rules,
+    Sandbox, SandboxLimits,
 };
 
 // These mean "it does not react": time in which the machine was busy does not count (`reaction`).
@@ -82,7 +83,10 @@ pub(super) struct House {
 impl std::fmt::Debug for House {
     fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         // The way out holds secrets.
-        formatter.debug_struct("House").field("limits", &self.limits).finish_non_exhaustive()
+        formatter
+            .debug_struct("House")
+            .field("limits", &self.limits)
+            .finish_non_exhaustive()
     }
 }
 
@@ -126,22 +130,49 @@ pub(super) struct Made<'a> {
 impl Container {
     /// Makes, starts and checks a container. The first session can be asked for at once; it waits until Python is warm.
     pub(super) async fn start(made: Made<'_>) -> Result<Arc<Container>, LaunchError> {
-        let Made { engine, house, name, id, body, user, plan, fate, maker } = made;
+        let Made {
+            engine,
+            house,
+            name,
+            id,
+            body,
+            user,
+            plan,
+            fate,
+            maker,
+        } = made;
         let failed = |why: String| LaunchError::Start { why };
         let begun = async {
-            let attached = engine.attach(&id).await.map_err(|error| failed(error.to_string()))?;
+            let attached = engine
+                .attach(&id)
+                .await
+                .map_err(|error| failed(error.to_string()))?;
             // Its plan waits for it: the engine says only later that a container has started.
             let line = Line::open(attached, plan);
-            engine.start(&id).await.map_err(|error| failed(error.to_string()))?;
-            let made =
-                engine.inspect(&id).await.map_err(|error| failed(with(error.to_string(), &line.complaints())))?;
+            engine
+                .start(&id)
+                .await
+                .map_err(|error| failed(error.to_string()))?;
+            let made = engine
+                .inspect(&id)
+                .await
+                .map_err(|error| failed(with(error.to_string(), &line.complaints())))?;
             if let Some(what) = spec::verify(body, &made) {
-                return Err(failed(format!("the engine made another container than it was asked for: {what}")));
+                return Err(failed(format!(
+                    "the engine made another container than it was asked for: {what}"
+                )));
             }
-            let named = engine.is_local().then(|| made.state.as_ref().and_then(|state| state.pid)).flatten();
+            let named = engine
+                .is_local()
+                .then(|| made.state.as_ref().and_then(|state| state.pid))
+                .flatten();
             let process = facts::local_process(&id, named).filter(|_| house.runtime.is_none());
-            if let Some(what) = process.and_then(|process| facts::fault_of(process, user, house.has_user_namespace)) {
-                return Err(failed(format!("the container is not as it must be: {what}")));
+            if let Some(what) =
+                process.and_then(|process| facts::fault_of(process, user, house.has_user_namespace))
+            {
+                return Err(failed(format!(
+                    "the container is not as it must be: {what}"
+                )));
             }
             let way_out = match &house.network {
                 Some(network) => Some(network.open(&id, named, &line, &house.porters).await?),
@@ -187,7 +218,10 @@ impl Container {
 
     /// How a process ended that the kernel chose because memory ran out. It may have chosen the first process too, and with it the container.
     fn out_of_memory(&self) -> Exit {
-        Exit::OutOfMemory { limit: self.house.limits.memory, files_kept: self.has_files() }
+        Exit::OutOfMemory {
+            limit: self.house.limits.memory,
+            files_kept: self.has_files(),
+        }
     }
 
     /// Makes the first session, in a container that has none.
@@ -204,13 +238,20 @@ impl Container {
             None => return Err(LaunchError::TimedOut(patience)),
         };
         if let Some(ready) = self.line.ready().await {
-            sandbox.isolation.record(LayerKind::Landlock, landlock(ready.landlock));
+            sandbox
+                .isolation
+                .record(LayerKind::Landlock, landlock(ready.landlock));
         }
         Ok((sandbox, interpreter))
     }
 
     /// Makes the place of one more session, which may be a fork of another.
-    fn sandbox(self: &Arc<Container>, isolation: Isolation, source: Option<u32>, work: &str) -> ContainerSandbox {
+    fn sandbox(
+        self: &Arc<Container>,
+        isolation: Isolation,
+        source: Option<u32>,
+        work: &str,
+    ) -> ContainerSandbox {
         let member = self.next_member.fetch_add(1, Ordering::Relaxed);
         let has_its_own = source.is_some() && self.house.owns_work_folder;
         if let Some(way_out) = &self.way_out {
@@ -219,7 +260,11 @@ impl Container {
         ContainerSandbox {
             container: self.clone(),
             member,
-            work: if has_its_own { format!("{}/{member}", spec::FORKS) } else { work.to_owned() },
+            work: if has_its_own {
+                format!("{}/{member}", spec::FORKS)
+            } else {
+                work.to_owned()
+            },
             isolation,
             checkpoints: Mutex::default(),
             next_checkpoint: 1,
@@ -246,7 +291,10 @@ impl Container {
         patience: Duration,
     ) -> Result<Interpreter, LaunchError> {
         let failed = |why: String| LaunchError::Start { why };
-        let ends = self.line.interpreter().map_err(|error| failed(error.to_string()))?;
+        let ends = self
+            .line
+            .interpreter()
+            .map_err(|error| failed(error.to_string()))?;
         order["interpreter"] = json!(ends.number);
         let mark = self.meter.mark();
         let made = within(patience, self.line.ask(kind, member, order)).await;
@@ -276,12 +324,19 @@ impl Container {
     async fn fit_memory(&self) {
         let limits = &self.house.limits;
         let members = u64::from(self.members.load(Ordering::Relaxed).max(1));
-        let bytes = limits.memory.saturating_mul(members).min(limits.family_memory.max(limits.memory));
+        let bytes = limits
+            .memory
+            .saturating_mul(members)
+            .min(limits.family_memory.max(limits.memory));
         if self.removed.load(Ordering::Relaxed) {
             return;
         }
         // A family that stays at less than it may have is told when memory runs out.
-        if let Err(error) = self.engine.set_memory(&self.id, i64::try_from(bytes).unwrap_or(i64::MAX)).await {
+        if let Err(error) = self
+            .engine
+            .set_memory(&self.id, i64::try_from(bytes).unwrap_or(i64::MAX))
+            .await
+        {
             warn!(%error, "the memory of a container was not changed");
         }
     }
@@ -292,7 +347,10 @@ impl Container {
         if self.removed.swap(true, Ordering::Relaxed) {
             return;
         }
-        if tokio::time::timeout(REMOVAL_PATIENCE, self.engine.remove_wholly(&self.id)).await.is_err() {
+        if tokio::time::timeout(REMOVAL_PATIENCE, self.engine.remove_wholly(&self.id))
+            .await
+            .is_err()
+        {
             warn!("a container could not be removed");
         }
     }
@@ -314,9 +372,16 @@ impl Drop for Container {
 impl House {
     /// Says what separates the sessions of a container from the host, and who vouches for it.
     fn isolation(&self, user: User, was_read: bool) -> Isolation {
-        let vouched = if was_read { "read from the kernel" } else { "as the engine says" };
+        let vouched = if was_read {
+            "read from the kernel"
+        } else {
+            "as the engine says"
+        };
         let enforced = |how: String| Layer::Enforced { how };
-        let runtime = self.runtime.as_deref().unwrap_or("the engine's usual runtime");
+        let runtime = self
+            .runtime
+            .as_deref()
+            .unwrap_or("the engine's usual runtime");
         let mut isolation = Isolation::default();
         isolation.record(
             LayerKind::Namespaces,
@@ -329,14 +394,22 @@ impl House {
             enforced(if self.has_user_namespace {
                 "a user of the engine's user namespace".to_owned()
             } else {
-                format!("the host user {}, who is in no other container; forks share it", user.uid)
+                format!(
+                    "the host user {}, who is in no other container; forks share it",
+                    user.uid
+                )
             }),
         );
-        isolation.record(LayerKind::Privileges, enforced(format!("no capability, no_new_privs ({vouched})")));
+        isolation.record(
+            LayerKind::Privileges,
+            enforced(format!("no capability, no_new_privs ({vouched})")),
+        );
         isolation.record(
             LayerKind::SystemCalls,
             enforced(match &self.runtime {
-                Some(runtime) => format!("the runtime {runtime}, with Cellblock's list for it to apply"),
+                Some(runtime) => {
+                    format!("the runtime {runtime}, with Cellblock's list for it to apply")
+                }
                 None => format!("Cellblock's list of system calls ({vouched})"),
             }),
         );
@@ -345,12 +418,18 @@ impl House {
             LayerKind::Network,
             enforced(match self.network {
                 None => "no network but an empty loopback".to_owned(),
-                Some(_) => "an empty network namespace, whose doors Cellblock answers; forks share them".to_owned(),
+                Some(_) => {
+                    "an empty network namespace, whose doors Cellblock answers; forks share them"
+                        .to_owned()
+                }
             }),
         );
         isolation.record(
             LayerKind::Resources,
-            enforced("control groups for memory, CPU time and processes, shared with its forks".to_owned()),
+            enforced(
+                "control groups for memory, CPU time and processes, shared with its forks"
+                    .to_owned(),
+            ),
         );
         isolation
     }
@@ -360,9 +439,16 @@ impl House {
 fn landlock(version: i64) -> Layer {
     let read_only = "a root file system that cannot be written to".to_owned();
     match version {
-        6.. => Layer::Enforced { how: "landlock for files and signals, also between forks".to_owned() },
-        1..=5 => Layer::Enforced { how: "landlock for files".to_owned() },
-        _ => Layer::Reduced { how: read_only, why: "there is no landlock where the container runs".to_owned() },
+        6.. => Layer::Enforced {
+            how: "landlock for files and signals, also between forks".to_owned(),
+        },
+        1..=5 => Layer::Enforced {
+            how: "landlock for files".to_owned(),
+        },
+        _ => Layer::Reduced {
+            how: read_only,
+            why: "there is no landlock where the container runs".to_owned(),
+        },
     }
 }
 
@@ -397,7 +483,9 @@ impl ContainerSandbox {
         let order = json!({"gate": how.gate(), "work": spec::WORK});
         let beginning = self.container.house.owns_work_folder.then_some(BEGINNING);
         // Python may still be importing.
-        self.container.interpreter(b'b', self.member, order, beginning, WARM_PATIENCE).await
+        self.container
+            .interpreter(b'b', self.member, order, beginning, WARM_PATIENCE)
+            .await
     }
 
     fn leave_network(&self) {
@@ -407,7 +495,9 @@ impl ContainerSandbox {
     }
 
     fn kept(&self) -> std::sync::MutexGuard<'_, HashSet<CheckpointId>> {
-        self.checkpoints.lock().expect("nothing panics while it holds the checkpoints")
+        self.checkpoints
+            .lock()
+            .expect("nothing panics while it holds the checkpoints")
     }
 }
 
@@ -428,7 +518,10 @@ impl Sandbox for ContainerSandbox {
         // The container is gone and its files with it; nothing is left that could be kept.
         let (successor, interpreter) = self.container.maker.another().await?;
         *self = successor;
-        Ok(Interpreter { files_lost: self.container.house.owns_work_folder, ..interpreter })
+        Ok(Interpreter {
+            files_lost: self.container.house.owns_work_folder,
+            ..interpreter
+        })
     }
 
     fn memory(&self) -> MemoryUse {
@@ -443,12 +536,23 @@ impl Sandbox for ContainerSandbox {
         self.container.meter.clone()
     }
 
-    async fn checkpoint(&mut self, told: oneshot::Sender<()>) -> Result<CheckpointId, CheckpointError> {
+    async fn checkpoint(
+        &mut self,
+        told: oneshot::Sender<()>,
+    ) -> Result<CheckpointId, CheckpointError> {
         let checkpoint = CheckpointId(self.next_checkpoint);
         self.next_checkpoint += 1;
-        let given_up = GiveUp { container: self.container.clone(), member: self.member, checkpoint, done: false };
+        let given_up = GiveUp {
+            container: self.container.clone(),
+            member: self.member,
+            checkpoint,
+            done: false,
+        };
         // The line keeps the order of what is said on it, so the supervisor expects the copy before the interpreter is asked for it.
-        let made = self.container.line.ask(b'c', self.member, json!({"checkpoint": checkpoint.0}));
+        let made = self
+            .container
+            .line
+            .ask(b'c', self.member, json!({"checkpoint": checkpoint.0}));
         match within(BRANCH_PATIENCE, begun_then(made, told)).await {
             Some(Ok(())) => {
                 let mut given_up = given_up;
@@ -457,16 +561,23 @@ impl Sandbox for ContainerSandbox {
                 Ok(checkpoint)
             }
             Some(Err(why)) => Err(CheckpointError::Failed { why }),
-            None => Err(CheckpointError::Failed { why: "the session did not come to its branch point".to_owned() }),
+            None => Err(CheckpointError::Failed {
+                why: "the session did not come to its branch point".to_owned(),
+            }),
         }
     }
 
     async fn restore(&mut self, checkpoint: CheckpointId) -> Result<Interpreter, LaunchError> {
-        if checkpoint == BEGINNING && self.container.house.owns_work_folder && !self.kept().contains(&checkpoint) {
+        if checkpoint == BEGINNING
+            && self.container.house.owns_work_folder
+            && !self.kept().contains(&checkpoint)
+        {
             return self.begin(Fresh::Emptied).await;
         }
         let order = json!({"checkpoint": checkpoint.0});
-        self.container.interpreter(b'u', self.member, order, None, ORDER_PATIENCE).await
+        self.container
+            .interpreter(b'u', self.member, order, None, ORDER_PATIENCE)
+            .await
     }
 
     async fn fork(
@@ -483,12 +594,15 @@ impl Sandbox for ContainerSandbox {
             "checkpoint": checkpoint.0,
             "folder": container.house.owns_work_folder,
         });
-        let made = container.interpreter(b'f', fork.member, order, None, ORDER_PATIENCE).await;
+        let made = container
+            .interpreter(b'f', fork.member, order, None, ORDER_PATIENCE)
+            .await;
         Ok((Box::new(fork), made?))
     }
 
     fn has(&self, checkpoint: CheckpointId) -> bool {
-        let is_there = self.kept().contains(&checkpoint) && !self.container.line.has_lost(self.member, checkpoint.0);
+        let is_there = self.kept().contains(&checkpoint)
+            && !self.container.line.has_lost(self.member, checkpoint.0);
         self.container.is_alive() && (is_there || checkpoint == BEGINNING)
     }
 
@@ -503,7 +617,10 @@ impl Sandbox for ContainerSandbox {
     }
 
     fn rules(&self) -> Rules {
-        self.container.way_out.as_ref().map_or_else(Rules::none, |way_out| way_out.rules(self.member))
+        self.container
+            .way_out
+            .as_ref()
+            .map_or_else(Rules::none, |way_out| way_out.rules(self.member))
     }
 
     fn set_rules(&self, rules: Rules) {
@@ -519,11 +636,17 @@ impl Sandbox for ContainerSandbox {
     }
 
     fn take_blocked(&self) -> Vec<Blocked> {
-        self.container.way_out.as_ref().map_or_else(Vec::new, |way_out| way_out.take_blocked(self.member))
+        self.container
+            .way_out
+            .as_ref()
+            .map_or_else(Vec::new, |way_out| way_out.take_blocked(self.member))
     }
 
     fn launcher(&self) -> Arc<dyn Launcher> {
-        Arc::new(ContainerLauncher { container: self.container.clone(), member: self.member })
+        Arc::new(ContainerLauncher {
+            container: self.container.clone(),
+            member: self.member,
+        })
     }
 
     async fn destroy(&mut self) {
@@ -550,7 +673,9 @@ impl Drop for ContainerSandbox {
         }
         self.leave_network();
         if self.container.members.fetch_sub(1, Ordering::Relaxed) > 1 {
-            self.container.line.say(b'x', self.member, json!({"ask": 0}).to_string().as_bytes());
+            self.container
+                .line
+                .say(b'x', self.member, json!({"ask": 0}).to_string().as_bytes());
         }
         // The container itself goes with its last holder.
     }
@@ -565,14 +690,30 @@ struct ContainerLauncher {
 #[async_trait]
 impl Launcher for ContainerLauncher {
     async fn launch(&self, program: Program) -> Result<Box<dyn Process>, ProgramError> {
-        let Program { words, folder, environment, input, output, errors } = program;
+        let Program {
+            words,
+            folder,
+            environment,
+            input,
+            output,
+            errors,
+        } = program;
         let line = &self.container.line;
-        let failed = |why: &str| ProgramError::Failed { why: why.to_owned() };
-        let outlets = line.outlets(&output, &errors).ok_or_else(|| failed("its pipes are not those of the session"))?;
+        let failed = |why: &str| ProgramError::Failed {
+            why: why.to_owned(),
+        };
+        let outlets = line
+            .outlets(&output, &errors)
+            .ok_or_else(|| failed("its pipes are not those of the session"))?;
         let mark = self.container.meter.mark();
         let (number, exit) = line.program();
         // From here on it is ended if somebody thinks better of it.
-        let process = ContainerProgram { container: self.container.clone(), number, exit, mark };
+        let process = ContainerProgram {
+            container: self.container.clone(),
+            number,
+            exit,
+            mark,
+        };
         if let Some(input) = &input {
             line.feed(number, input).await;
         }
@@ -654,7 +795,9 @@ async fn begun_then<T>(work: impl Future<Output = T>, told: oneshot::Sender<()>)
 
 fn forget(container: &Container, member: u32, checkpoint: CheckpointId) {
     let order = json!({"ask": 0, "checkpoint": checkpoint.0});
-    container.line.say(b'o', member, order.to_string().as_bytes());
+    container
+        .line
+        .say(b'o', member, order.to_string().as_bytes());
 }
 
 /// Forgets a checkpoint that was given up half way, also if it was made after all.
@@ -686,14 +829,17 @@ struct ContainerProcess {
 impl ContainerProcess {
     /// Says what the end of an interpreter was, with what the kernel and the engine know of it.
     async fn judge(&self, exit: Exit) -> Exit {
-        let may_be_memory = matches!(exit, Exit::Signal(9) | Exit::Unknown) && !self.killed.load(Ordering::Relaxed);
+        let may_be_memory =
+            matches!(exit, Exit::Signal(9) | Exit::Unknown) && !self.killed.load(Ordering::Relaxed);
         if may_be_memory && self.container.meter.ran_out_since(self.mark).await {
             return self.container.out_of_memory();
         }
         match exit {
             Exit::Unknown if self.killed.load(Ordering::Relaxed) => Exit::Signal(9),
             // Somebody else ended the container, or the engine, which carries what it says, is gone.
-            Exit::Unknown if !self.container.is_alive() => Exit::SandboxGone { files_kept: self.container.has_files() },
+            Exit::Unknown if !self.container.is_alive() => Exit::SandboxGone {
+                files_kept: self.container.has_files(),
+            },
             other => other,
         }
     }
@@ -708,10 +854,17 @@ impl Process for ContainerProcess {
     fn kill(&self) {
         self.killed.store(true, Ordering::Relaxed);
         self.container.line.say(b'k', self.number, b"");
-        let (engine, id, mut exit) = (self.container.engine.clone(), self.container.id.clone(), self.exit.clone());
+        let (engine, id, mut exit) = (
+            self.container.engine.clone(),
+            self.container.id.clone(),
+            self.exit.clone(),
+        );
         if let Ok(runtime) = tokio::runtime::Handle::try_current() {
             runtime.spawn(async move {
-                if within(KILL_PATIENCE, exit.wait_for(Option::is_some)).await.is_none() {
+                if within(KILL_PATIENCE, exit.wait_for(Option::is_some))
+                    .await
+                    .is_none()
+                {
                     engine.kill(&id).await;
                 }
             });

@@ -9,8 +9,8 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use bollard::models::{
-    ContainerCreateBody, ContainerInspectResponse, HostConfig, HostConfigCgroupnsModeEnum, HostConfigLogConfig, Mount,
-    MountType, ResourcesUlimits,
+    ContainerCreateBody, ContainerInspectResponse, HostConfig, HostConfigCgroupnsModeEnum,
+    HostConfigLogConfig, Mount, MountType, ResourcesUlimits,
 };
 
 use crate::sandbox::SandboxLimits;
@@ -61,7 +61,10 @@ impl User {
     /// The owner of a folder, if sessions may be that user. A group of root's is left out.
     pub(super) fn owner_of(folder: &Metadata) -> Option<User> {
         let (uid, gid) = (folder.uid(), folder.gid());
-        (uid != 0).then_some(User { uid, gid: if gid == 0 { uid } else { gid } })
+        (uid != 0).then_some(User {
+            uid,
+            gid: if gid == 0 { uid } else { gid },
+        })
     }
 
     /// Tells whether this user may list and open what is in a folder, and change it if `writing`.
@@ -97,15 +100,31 @@ pub(super) struct Wanted<'a> {
 pub(super) fn session(wanted: Wanted<'_>) -> ContainerCreateBody {
     let limits = wanted.limits;
     // Where the engine cannot limit the number of files, the memory that each of them takes does.
-    let files = if wanted.can_count_files { format!(",nr_inodes={}", limits.files.max(16)) } else { String::new() };
+    let files = if wanted.can_count_files {
+        format!(",nr_inodes={}", limits.files.max(16))
+    } else {
+        String::new()
+    };
     let scratch = format!("rw,exec,nosuid,nodev,mode=1777,size={}{files}", limits.disk);
-    let mut tmpfs = HashMap::from([(FORKS.to_owned(), scratch.clone()), ("/tmp".to_owned(), scratch.clone())]);
-    if !wanted.binds.iter().any(|bind| bind.inside == Path::new(WORK)) {
+    let mut tmpfs = HashMap::from([
+        (FORKS.to_owned(), scratch.clone()),
+        ("/tmp".to_owned(), scratch.clone()),
+    ]);
+    if !wanted
+        .binds
+        .iter()
+        .any(|bind| bind.inside == Path::new(WORK))
+    {
         tmpfs.insert(WORK.to_owned(), scratch);
     }
     let mut mounts = vec![runner_mount(wanted.volume, true)];
     mounts.extend(self::mounts(wanted.binds));
-    let mut body = common(wanted.image, wanted.command, wanted.labels, Some(wanted.seccomp));
+    let mut body = common(
+        wanted.image,
+        wanted.command,
+        wanted.labels,
+        Some(wanted.seccomp),
+    );
     body.user = Some(format!("{}:{}", wanted.user.uid, wanted.user.gid));
     let host = body.host_config.get_or_insert_default();
     host.runtime = wanted.runtime.map(str::to_owned);
@@ -144,11 +163,17 @@ pub(super) fn helper(
     body.user = Some("0:0".to_owned());
     let host = body.host_config.get_or_insert_default();
     host.mounts = Some(vec![runner_mount(volume, false)]);
-    host.tmpfs = Some(HashMap::from([("/tmp".to_owned(), "rw,nosuid,nodev,mode=1777,size=67108864".to_owned())]));
+    host.tmpfs = Some(HashMap::from([(
+        "/tmp".to_owned(),
+        "rw,nosuid,nodev,mode=1777,size=67108864".to_owned(),
+    )]));
     host.memory = Some(512 * 1024 * 1024);
     host.pids_limit = Some(OWN_PROCESSES);
     // Some engines ask for more than their machine grants unless they are told.
-    host.ulimits = Some(vec![ulimit("nofile", OPEN_FILES), ulimit("nproc", OPEN_FILES)]);
+    host.ulimits = Some(vec![
+        ulimit("nofile", OPEN_FILES),
+        ulimit("nproc", OPEN_FILES),
+    ]);
     body
 }
 
@@ -170,17 +195,31 @@ pub(super) struct Porter<'a> {
 pub(super) fn porter(wanted: Porter<'_>) -> ContainerCreateBody {
     let mut body = common(wanted.image, wanted.command, wanted.labels, None);
     body.user = Some("0:0".to_owned());
-    body.env = Some(wanted.variables.iter().map(|(name, value)| format!("{name}={value}")).collect());
+    body.env = Some(
+        wanted
+            .variables
+            .iter()
+            .map(|(name, value)| format!("{name}={value}"))
+            .collect(),
+    );
     // The name goes with the network, engines say.
     body.hostname = None;
     let host = body.host_config.get_or_insert_default();
     host.network_mode = Some(format!("container:{}", wanted.container));
-    host.cap_add = Some(["NET_ADMIN", "NET_BIND_SERVICE"].map(str::to_owned).to_vec());
+    host.cap_add = Some(
+        ["NET_ADMIN", "NET_BIND_SERVICE"]
+            .map(str::to_owned)
+            .to_vec(),
+    );
     host.mounts = Some(mounts(wanted.binds).collect());
     host.memory = Some(512 * 1024 * 1024);
     host.memory_swap = host.memory;
     host.pids_limit = Some(OWN_PROCESSES);
-    host.ulimits = Some(vec![ulimit("nofile", OPEN_FILES), ulimit("nproc", OPEN_FILES), ulimit("core", 1)]);
+    host.ulimits = Some(vec![
+        ulimit("nofile", OPEN_FILES),
+        ulimit("nproc", OPEN_FILES),
+        ulimit("core", 1),
+    ]);
     body
 }
 
@@ -216,12 +255,19 @@ fn common(
             network_mode: Some("none".to_owned()),
             readonly_rootfs: Some(true),
             cap_drop: Some(vec!["ALL".to_owned()]),
-            security_opt: Some(std::iter::once("no-new-privileges".to_owned()).chain(seccomp).collect()),
+            security_opt: Some(
+                std::iter::once("no-new-privileges".to_owned())
+                    .chain(seccomp)
+                    .collect(),
+            ),
             privileged: Some(false),
             ipc_mode: Some("private".to_owned()),
             cgroupns_mode: Some(HostConfigCgroupnsModeEnum::PRIVATE),
             // What is said on the stream is for us, not for a log on somebody's disk.
-            log_config: Some(HostConfigLogConfig { typ: Some("none".to_owned()), config: None }),
+            log_config: Some(HostConfigLogConfig {
+                typ: Some("none".to_owned()),
+                config: None,
+            }),
             oom_score_adj: Some(0),
             init: Some(false),
             ..HostConfig::default()
@@ -252,7 +298,11 @@ pub(super) fn mounts(binds: &[ContainerBind]) -> impl Iterator<Item = Mount> {
 }
 
 fn ulimit(name: &str, value: i64) -> ResourcesUlimits {
-    ResourcesUlimits { name: Some(name.to_owned()), soft: Some(value), hard: Some(value) }
+    ResourcesUlimits {
+        name: Some(name.to_owned()),
+        soft: Some(value),
+        hard: Some(value),
+    }
 }
 
 fn signed(value: u64) -> i64 {
@@ -260,45 +310,111 @@ fn signed(value: u64) -> i64 {
 }
 
 /// What engines give to containers that nobody takes it from.
-const USUAL_CAPABILITIES: [&str; 10] =
-    ["CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "NET_BIND_SERVICE", "SETFCAP", "SETGID", "SETPCAP", "SETUID"];
+const USUAL_CAPABILITIES: [&str; 10] = [
+    "CHOWN",
+    "DAC_OVERRIDE",
+    "FOWNER",
+    "FSETID",
+    "KILL",
+    "NET_BIND_SERVICE",
+    "SETFCAP",
+    "SETGID",
+    "SETPCAP",
+    "SETUID",
+];
 
 /// Returns the first thing about a container that the engine made otherwise than it was asked to, if there is one.
-pub(super) fn verify(asked: &ContainerCreateBody, made: &ContainerInspectResponse) -> Option<&'static str> {
-    let (Some(asked_host), Some(host), Some(config)) = (&asked.host_config, &made.host_config, &made.config) else {
+pub(super) fn verify(
+    asked: &ContainerCreateBody,
+    made: &ContainerInspectResponse,
+) -> Option<&'static str> {
+    let (Some(asked_host), Some(host), Some(config)) =
+        (&asked.host_config, &made.host_config, &made.config)
+    else {
         return Some("the engine does not tell what it has made");
     };
     let dropped = |name: &str| {
         let mut all = host.cap_drop.iter().flatten();
-        all.any(|given| given.eq_ignore_ascii_case("all") || given.strip_prefix("CAP_").unwrap_or(given) == name)
+        all.any(|given| {
+            given.eq_ignore_ascii_case("all") || given.strip_prefix("CAP_").unwrap_or(given) == name
+        })
     };
-    let has = |option: &str| host.security_opt.iter().flatten().any(|given| given.starts_with(option));
+    let has = |option: &str| {
+        host.security_opt
+            .iter()
+            .flatten()
+            .any(|given| given.starts_with(option))
+    };
     let facts = [
         (host.privileged != Some(true), "it is privileged"),
-        (host.readonly_rootfs == Some(true), "its root file system can be written to"),
-        (host.cap_add.as_ref().is_none_or(Vec::is_empty), "it has capabilities"),
-        (USUAL_CAPABILITIES.into_iter().all(dropped), "its capabilities were not taken"),
+        (
+            host.readonly_rootfs == Some(true),
+            "its root file system can be written to",
+        ),
+        (
+            host.cap_add.as_ref().is_none_or(Vec::is_empty),
+            "it has capabilities",
+        ),
+        (
+            USUAL_CAPABILITIES.into_iter().all(dropped),
+            "its capabilities were not taken",
+        ),
         (has("no-new-privileges"), "it could gain privileges"),
         (has("seccomp="), "it has no filter of system calls of ours"),
-        (!host.security_opt.iter().flatten().any(|given| given.contains("unconfined")), "a layer was switched off"),
-        (host.network_mode.as_deref() == Some("none"), "it has a network"),
         (
-            host.pid_mode.as_deref().is_none_or(|mode| mode.is_empty() || mode == "private"),
+            !host
+                .security_opt
+                .iter()
+                .flatten()
+                .any(|given| given.contains("unconfined")),
+            "a layer was switched off",
+        ),
+        (
+            host.network_mode.as_deref() == Some("none"),
+            "it has a network",
+        ),
+        (
+            host.pid_mode
+                .as_deref()
+                .is_none_or(|mode| mode.is_empty() || mode == "private"),
             "it shares processes with others",
         ),
-        (host.ipc_mode.as_deref() != Some("host"), "it shares memory with the host"),
         (
-            host.uts_mode.as_deref().is_none_or(|mode| mode.is_empty() || mode == "private"),
+            host.ipc_mode.as_deref() != Some("host"),
+            "it shares memory with the host",
+        ),
+        (
+            host.uts_mode
+                .as_deref()
+                .is_none_or(|mode| mode.is_empty() || mode == "private"),
             "it shares its name with the host",
         ),
-        (host.userns_mode.as_deref() != Some("host"), "it has given up the engine's user namespace"),
-        (host.devices.as_ref().is_none_or(Vec::is_empty), "it has devices"),
+        (
+            host.userns_mode.as_deref() != Some("host"),
+            "it has given up the engine's user namespace",
+        ),
+        (
+            host.devices.as_ref().is_none_or(Vec::is_empty),
+            "it has devices",
+        ),
         (config.user == asked.user, "it runs as another user"),
-        (asked_host.runtime.is_none() || host.runtime == asked_host.runtime, "it has another runtime"),
-        (host.memory == asked_host.memory, "its memory is not limited as it must be"),
-        (host.pids_limit == asked_host.pids_limit, "its processes are not limited"),
+        (
+            asked_host.runtime.is_none() || host.runtime == asked_host.runtime,
+            "it has another runtime",
+        ),
+        (
+            host.memory == asked_host.memory,
+            "its memory is not limited as it must be",
+        ),
+        (
+            host.pids_limit == asked_host.pids_limit,
+            "its processes are not limited",
+        ),
     ];
-    facts.into_iter().find(|(holds, _)| !holds).map(|(_, what)| what)
+    facts
+        .into_iter()
+        .find(|(holds, _)| !holds)
+        .map(|(_, what)| what)
 }
 
 #[cfg(test)]
@@ -309,7 +425,14 @@ mod tests {
     use super::*;
 
     fn limits() -> SandboxLimits {
-        SandboxLimits { memory: 1 << 30, family_memory: 2 << 30, cpus: 1.5, processes: 64, disk: 1 << 20, files: 100 }
+        SandboxLimits {
+            memory: 1 << 30,
+            family_memory: 2 << 30,
+            cpus: 1.5,
+            processes: 64,
+            disk: 1 << 20,
+            files: 100,
+        }
     }
 
     #[test]
@@ -321,9 +444,18 @@ mod tests {
             folder.path().metadata().unwrap()
         };
         let found = with_mode(0o700);
-        let owner = User { uid: found.uid(), gid: found.gid() };
-        let friend = User { uid: found.uid() + 1, gid: found.gid() };
-        let other = User { uid: found.uid() + 1, gid: found.gid() + 1 };
+        let owner = User {
+            uid: found.uid(),
+            gid: found.gid(),
+        };
+        let friend = User {
+            uid: found.uid() + 1,
+            gid: found.gid(),
+        };
+        let other = User {
+            uid: found.uid() + 1,
+            gid: found.gid() + 1,
+        };
         // The mode, who may write, who may read.
         for (mode, writers, readers) in [
             (0o700, &[owner][..], &[owner][..]),
@@ -334,12 +466,24 @@ mod tests {
         ] {
             let found = with_mode(mode);
             for user in [owner, friend, other] {
-                assert_eq!(user.may_use(&found, true), writers.contains(&user), "{mode:o} {user:?}");
-                assert_eq!(user.may_use(&found, false), readers.contains(&user), "{mode:o} {user:?}");
+                assert_eq!(
+                    user.may_use(&found, true),
+                    writers.contains(&user),
+                    "{mode:o} {user:?}"
+                );
+                assert_eq!(
+                    user.may_use(&found, false),
+                    readers.contains(&user),
+                    "{mode:o} {user:?}"
+                );
             }
         }
         with_mode(0o700);
-        assert_eq!(User::owner_of(&std::fs::metadata("/").unwrap()), None, "sessions are never root");
+        assert_eq!(
+            User::owner_of(&std::fs::metadata("/").unwrap()),
+            None,
+            "sessions are never root"
+        );
     }
 
     fn wanted<'a>(limits: &'a SandboxLimits, binds: &'a [ContainerBind]) -> Wanted<'a> {
@@ -361,7 +505,10 @@ mod tests {
     fn made(body: &ContainerCreateBody) -> ContainerInspectResponse {
         ContainerInspectResponse {
             host_config: body.host_config.clone(),
-            config: Some(ContainerConfig { user: body.user.clone(), ..ContainerConfig::default() }),
+            config: Some(ContainerConfig {
+                user: body.user.clone(),
+                ..ContainerConfig::default()
+            }),
             ..ContainerInspectResponse::default()
         }
     }
@@ -374,12 +521,18 @@ mod tests {
         let text = serde_json::to_value(&host).unwrap();
         assert_eq!(body.user.as_deref(), Some("7:8"));
         assert_eq!(body.entrypoint, Some(vec!["python3".to_owned()]));
-        assert_eq!((body.open_stdin, body.stdin_once, body.tty), (Some(true), Some(true), Some(false)));
+        assert_eq!(
+            (body.open_stdin, body.stdin_once, body.tty),
+            (Some(true), Some(true), Some(false))
+        );
         for (member, expected) in [
             ("NetworkMode", serde_json::json!("none")),
             ("ReadonlyRootfs", serde_json::json!(true)),
             ("CapDrop", serde_json::json!(["ALL"])),
-            ("SecurityOpt", serde_json::json!(["no-new-privileges", "seccomp={}"])),
+            (
+                "SecurityOpt",
+                serde_json::json!(["no-new-privileges", "seccomp={}"]),
+            ),
             ("Privileged", serde_json::json!(false)),
             ("Runtime", serde_json::json!("runsc")),
             ("AutoRemove", serde_json::json!(true)),
@@ -393,13 +546,20 @@ mod tests {
         ] {
             assert_eq!(text[member], expected, "{member}");
         }
-        assert_eq!(host.tmpfs.unwrap()[WORK], "rw,exec,nosuid,nodev,mode=1777,size=1048576,nr_inodes=100");
+        assert_eq!(
+            host.tmpfs.unwrap()[WORK],
+            "rw,exec,nosuid,nodev,mode=1777,size=1048576,nr_inodes=100"
+        );
         assert_eq!(host.mounts.unwrap().len(), 1);
     }
 
     #[test]
     fn a_porter_has_two_capabilities_and_nothing_that_it_could_change() {
-        let bind = |name: &str| ContainerBind { host: name.into(), inside: name.into(), writable: false };
+        let bind = |name: &str| ContainerBind {
+            host: name.into(),
+            inside: name.into(),
+            writable: false,
+        };
         let body = porter(Porter {
             image: "sha256:1",
             container: "c0ffee",
@@ -408,16 +568,40 @@ mod tests {
             variables: vec![("A".to_owned(), "b".to_owned())],
             labels: HashMap::from([(LABEL_ROLE.to_owned(), ROLE_PORTER.to_owned())]),
         });
-        assert_eq!((body.entrypoint, body.cmd), (Some(vec!["/loader".to_owned()]), Some(vec!["/program".to_owned()])));
-        assert_eq!((body.hostname, body.env), (None, Some(vec!["A=b".to_owned()])));
+        assert_eq!(
+            (body.entrypoint, body.cmd),
+            (
+                Some(vec!["/loader".to_owned()]),
+                Some(vec!["/program".to_owned()])
+            )
+        );
+        assert_eq!(
+            (body.hostname, body.env),
+            (None, Some(vec!["A=b".to_owned()]))
+        );
         assert_eq!(body.labels.unwrap()[LABEL_ROLE], ROLE_PORTER);
         let host = body.host_config.unwrap();
-        assert!(host.mounts.iter().flatten().all(|mount| mount.read_only == Some(true)));
-        assert_eq!((host.binds.as_ref(), host.tmpfs.as_ref(), host.devices.as_ref()), (None, None, None));
+        assert!(
+            host.mounts
+                .iter()
+                .flatten()
+                .all(|mount| mount.read_only == Some(true))
+        );
+        assert_eq!(
+            (
+                host.binds.as_ref(),
+                host.tmpfs.as_ref(),
+                host.devices.as_ref()
+            ),
+            (None, None, None)
+        );
         let text = serde_json::to_value(&host).unwrap();
         for (member, expected) in [
             ("NetworkMode", serde_json::json!("container:c0ffee")),
-            ("CapAdd", serde_json::json!(["NET_ADMIN", "NET_BIND_SERVICE"])),
+            (
+                "CapAdd",
+                serde_json::json!(["NET_ADMIN", "NET_BIND_SERVICE"]),
+            ),
             ("CapDrop", serde_json::json!(["ALL"])),
             ("SecurityOpt", serde_json::json!(["no-new-privileges"])),
             ("ReadonlyRootfs", serde_json::json!(true)),
@@ -438,7 +622,12 @@ mod tests {
             |host| host.readonly_rootfs = Some(false),
             |host| host.cap_add = Some(vec!["NET_ADMIN".to_owned()]),
             |host| host.cap_drop = Some(vec!["CHOWN".to_owned()]),
-            |host| host.security_opt = Some(vec!["no-new-privileges".to_owned(), "seccomp=unconfined".to_owned()]),
+            |host| {
+                host.security_opt = Some(vec![
+                    "no-new-privileges".to_owned(),
+                    "seccomp=unconfined".to_owned(),
+                ])
+            },
             |host| host.security_opt = Some(vec!["seccomp={}".to_owned()]),
             |host| host.network_mode = Some("bridge".to_owned()),
             |host| host.pid_mode = Some("host".to_owned()),
@@ -451,7 +640,11 @@ mod tests {
         for change in weaken {
             let mut weakened = made(&body);
             change(weakened.host_config.as_mut().unwrap());
-            assert!(verify(&body, &weakened).is_some(), "{:?}", weakened.host_config);
+            assert!(
+                verify(&body, &weakened).is_some(),
+                "{:?}",
+                weakened.host_config
+            );
         }
         let mut other = made(&body);
         other.config.as_mut().unwrap().user = Some("0:0".to_owned());

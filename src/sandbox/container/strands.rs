@@ -32,19 +32,32 @@ pub(super) fn encode(kind: u8, number: u32, rest: &[u8]) -> Vec<u8> {
     let mut message = Vec::with_capacity(HEAD + rest.len());
     message.push(kind);
     message.extend(number.to_be_bytes());
-    message.extend(u32::try_from(rest.len()).expect("messages are small").to_be_bytes());
+    message.extend(
+        u32::try_from(rest.len())
+            .expect("messages are small")
+            .to_be_bytes(),
+    );
     message.extend(rest);
     message
 }
 
 /// Gives the other side of a strand more credit.
 pub(super) fn encode_credit(number: u32, amount: usize) -> Vec<u8> {
-    encode(b'w', number, &u32::try_from(amount).expect("credits are small").to_be_bytes())
+    encode(
+        b'w',
+        number,
+        &u32::try_from(amount)
+            .expect("credits are small")
+            .to_be_bytes(),
+    )
 }
 
 /// Reads a number from the beginning of a message.
 pub(super) fn number_at(rest: &[u8], place: usize) -> Option<u32> {
-    rest.get(place..place + 4)?.try_into().ok().map(u32::from_be_bytes)
+    rest.get(place..place + 4)?
+        .try_into()
+        .ok()
+        .map(u32::from_be_bytes)
 }
 
 /// Cuts a stream of bytes into messages, however they arrive.
@@ -65,13 +78,21 @@ impl Decoder {
     /// Returns the next whole message. One that is too large is refused before its bytes arrive.
     pub(super) fn next(&mut self) -> Result<Option<Message>, Broken> {
         let waiting = &self.buffer[self.start..];
-        let (Some(number), Some(length)) = (number_at(waiting, 1), number_at(waiting, 5)) else { return Ok(None) };
+        let (Some(number), Some(length)) = (number_at(waiting, 1), number_at(waiting, 5)) else {
+            return Ok(None);
+        };
         let length = length as usize;
         if length > LARGEST_MESSAGE {
             return Err(Broken(length));
         }
-        let Some(rest) = waiting.get(HEAD..HEAD + length) else { return Ok(None) };
-        let message = Message { kind: waiting[0], number, rest: rest.to_vec() };
+        let Some(rest) = waiting.get(HEAD..HEAD + length) else {
+            return Ok(None);
+        };
+        let message = Message {
+            kind: waiting[0],
+            number,
+            rest: rest.to_vec(),
+        };
         self.start += HEAD + length;
         Ok(Some(message))
     }
@@ -83,7 +104,12 @@ mod tests {
 
     #[test]
     fn messages_survive_however_they_are_cut() {
-        let stream = [encode(b'd', 7, b"text"), encode(b'h', 0xffff_ffff, b""), encode_credit(3, 70_000)].concat();
+        let stream = [
+            encode(b'd', 7, b"text"),
+            encode(b'h', 0xffff_ffff, b""),
+            encode_credit(3, 70_000),
+        ]
+        .concat();
         for size in 1..stream.len() {
             let mut decoder = Decoder::default();
             let mut found = Vec::new();
@@ -94,7 +120,14 @@ mod tests {
                 }
             }
             assert_eq!(found.len(), 3);
-            assert_eq!(found[0], Message { kind: b'd', number: 7, rest: b"text".to_vec() });
+            assert_eq!(
+                found[0],
+                Message {
+                    kind: b'd',
+                    number: 7,
+                    rest: b"text".to_vec()
+                }
+            );
             assert_eq!((found[1].number, found[1].rest.len()), (0xffff_ffff, 0));
             assert_eq!(number_at(&found[2].rest, 0), Some(70_000));
         }

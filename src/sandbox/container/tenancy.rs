@@ -35,12 +35,24 @@ impl Tenancy {
     /// Registers this server.
     pub(super) fn register(runtime_dir: &Path) -> io::Result<Tenancy> {
         let folder = runtime_dir.join("containers");
-        DirBuilder::new().recursive(true).mode(0o700).create(&folder)?;
+        DirBuilder::new()
+            .recursive(true)
+            .mode(0o700)
+            .create(&folder)?;
         let server = format!("{:016x}", fresh_number());
-        let file = OpenOptions::new().create_new(true).write(true).mode(0o600).open(folder.join(&server))?;
+        let file = OpenOptions::new()
+            .create_new(true)
+            .write(true)
+            .mode(0o600)
+            .open(folder.join(&server))?;
         rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive)?;
         let place = place(&folder.canonicalize()?);
-        Ok(Tenancy { server, place, folder, _lock: file })
+        Ok(Tenancy {
+            server,
+            place,
+            folder,
+            _lock: file,
+        })
     }
 
     /// Where servers register.
@@ -72,7 +84,9 @@ impl Tenancy {
 
     /// Removes what servers of this place left that live no more.
     pub(super) async fn sweep(&self, engine: &Engine) {
-        let Ok(listed) = engine.list(LABEL_PLACE, &self.place).await else { return };
+        let Ok(listed) = engine.list(LABEL_PLACE, &self.place).await else {
+            return;
+        };
         self.remove_of_dead(engine, listed).await;
         self.forget_dead();
     }
@@ -81,7 +95,9 @@ impl Tenancy {
     async fn remove_of_dead(&self, engine: &Engine, listed: Vec<Listed>) -> usize {
         let mut removed = 0;
         for container in listed {
-            let Some(server) = container.labels.get(LABEL_SERVER) else { continue };
+            let Some(server) = container.labels.get(LABEL_SERVER) else {
+                continue;
+            };
             if *server != self.server && !self.lives(server) {
                 info!("a container of a server that is gone is removed");
                 engine.remove(&container.id).await;
@@ -93,7 +109,11 @@ impl Tenancy {
 
     /// Writes down that this server uses a volume, before it looks whether the volume is there. Whoever is removing volumes is waited for.
     pub(super) async fn claim(&self, volume: &str) -> io::Result<()> {
-        let (turn, file, volume) = (self.turn()?, self.folder.join(&self.server), volume.to_owned());
+        let (turn, file, volume) = (
+            self.turn()?,
+            self.folder.join(&self.server),
+            volume.to_owned(),
+        );
         let claiming = tokio::task::spawn_blocking(move || {
             rustix::fs::flock(&turn, FlockOperation::LockShared)?;
             fs::write(file, volume)
@@ -102,7 +122,12 @@ impl Tenancy {
     }
 
     fn turn(&self) -> io::Result<File> {
-        OpenOptions::new().create(true).truncate(false).write(true).mode(0o600).open(self.folder.join(VOLUMES))
+        OpenOptions::new()
+            .create(true)
+            .truncate(false)
+            .write(true)
+            .mode(0o600)
+            .open(self.folder.join(VOLUMES))
     }
 
     /// Removes volumes of this place that no server needs any more, now that sessions have this runner.
@@ -112,15 +137,25 @@ impl Tenancy {
             // Somebody else is at it, or about to use one; the next start is soon enough.
             return;
         }
-        let Ok(listed) = engine.volumes(LABEL_PLACE, &self.place).await else { return };
+        let Ok(listed) = engine.volumes(LABEL_PLACE, &self.place).await else {
+            return;
+        };
         let used = self.used();
         for volume in listed {
             if !is_runner(&volume) || used.contains(&volume.name) {
                 continue;
             }
-            let holds_another = volume.labels.get(LABEL_RUNNER).is_none_or(|held| held != runner);
-            if (holds_another || is_for_nothing(&volume, engine).await) && engine.remove_volume(&volume.name).await {
-                info!(volume = volume.name, "a volume that nothing needs any more is removed");
+            let holds_another = volume
+                .labels
+                .get(LABEL_RUNNER)
+                .is_none_or(|held| held != runner);
+            if (holds_another || is_for_nothing(&volume, engine).await)
+                && engine.remove_volume(&volume.name).await
+            {
+                info!(
+                    volume = volume.name,
+                    "a volume that nothing needs any more is removed"
+                );
             }
         }
     }
@@ -128,13 +163,16 @@ impl Tenancy {
     /// The volumes that living servers of this place use.
     fn used(&self) -> Vec<String> {
         let entries = fs::read_dir(&self.folder).into_iter().flatten().flatten();
-        let is_server =
-            |name: &str| name.len() == self.server.len() && name.chars().all(|letter| letter.is_ascii_hexdigit());
+        let is_server = |name: &str| {
+            name.len() == self.server.len() && name.chars().all(|letter| letter.is_ascii_hexdigit())
+        };
         let living = entries.filter_map(|entry| {
             let name = entry.file_name().to_string_lossy().into_owned();
             (is_server(&name) && (name == self.server || self.lives(&name))).then_some(entry.path())
         });
-        living.filter_map(|file| fs::read_to_string(file).ok()).collect()
+        living
+            .filter_map(|file| fs::read_to_string(file).ok())
+            .collect()
     }
 
     fn lives(&self, server: &str) -> bool {
@@ -162,7 +200,11 @@ impl Tenancy {
     /// Removes the registration. Doing it twice is harmless.
     pub(super) fn end(&self) {
         for entry in fs::read_dir(&self.folder).into_iter().flatten().flatten() {
-            if entry.file_name().to_string_lossy().starts_with(&self.server) {
+            if entry
+                .file_name()
+                .to_string_lossy()
+                .starts_with(&self.server)
+            {
                 let _ = fs::remove_file(entry.path());
             }
         }
@@ -176,16 +218,25 @@ impl Drop for Tenancy {
 }
 
 /// Removes containers of an image that servers of this place left that live no more, and counts them.
-pub async fn remove_left_containers(engine: &Engine, runtime_dir: &Path, image: &str) -> anyhow::Result<usize> {
+pub async fn remove_left_containers(
+    engine: &Engine,
+    runtime_dir: &Path,
+    image: &str,
+) -> anyhow::Result<usize> {
     let tenancy = Tenancy::register(runtime_dir)?;
-    let listed = engine.list_of_image(LABEL_PLACE, &tenancy.place, image).await?;
+    let listed = engine
+        .list_of_image(LABEL_PLACE, &tenancy.place, image)
+        .await?;
     Ok(tenancy.remove_of_dead(engine, listed).await)
 }
 
 /// Labels are text that anybody could have written, so the name must fit too.
 fn is_runner(volume: &ListedVolume) -> bool {
     volume.name.starts_with(super::image::VOLUME_PREFIX)
-        && volume.labels.get(LABEL_ROLE).is_some_and(|role| role == ROLE_RUNNER)
+        && volume
+            .labels
+            .get(LABEL_ROLE)
+            .is_some_and(|role| role == ROLE_RUNNER)
 }
 
 /// Tells whether the image of a volume is gone. If that cannot be known, it is not.
@@ -203,7 +254,11 @@ fn place(folder: &Path) -> String {
     hash.update(machine);
     hash.update(host.nodename().to_bytes());
     hash.update(folder.as_os_str().as_encoded_bytes());
-    hash.finalize().iter().take(8).map(|byte| format!("{byte:02x}")).collect()
+    hash.finalize()
+        .iter()
+        .take(8)
+        .map(|byte| format!("{byte:02x}"))
+        .collect()
 }
 
 #[cfg(test)]
@@ -213,7 +268,10 @@ mod tests {
     #[test]
     fn a_server_lives_as_long_as_it_holds_its_lock() {
         let folder = tempfile::tempdir().unwrap();
-        let (one, other) = (Tenancy::register(folder.path()).unwrap(), Tenancy::register(folder.path()).unwrap());
+        let (one, other) = (
+            Tenancy::register(folder.path()).unwrap(),
+            Tenancy::register(folder.path()).unwrap(),
+        );
         assert_eq!(one.place(), other.place());
         assert_ne!(one.server(), other.server());
         assert!(one.lives(other.server())); // control
@@ -230,16 +288,29 @@ mod tests {
         assert!(!tenancy.lives("00000000deadbeef"));
         tenancy.forget_dead();
         assert!(!folder.path().join("containers/00000000deadbeef").exists());
-        assert!(folder.path().join("containers").join(tenancy.server()).exists()); // control
+        assert!(
+            folder
+                .path()
+                .join("containers")
+                .join(tenancy.server())
+                .exists()
+        ); // control
     }
 
     #[tokio::test]
     async fn volumes_of_servers_that_live_are_used_and_those_of_dead_ones_are_not() {
         let folder = tempfile::tempdir().unwrap();
-        let (one, other) = (Tenancy::register(folder.path()).unwrap(), Tenancy::register(folder.path()).unwrap());
+        let (one, other) = (
+            Tenancy::register(folder.path()).unwrap(),
+            Tenancy::register(folder.path()).unwrap(),
+        );
         one.claim("mine").await.unwrap();
         other.claim("theirs").await.unwrap();
-        fs::write(folder.path().join("containers/00000000deadbeef"), "of the dead").unwrap();
+        fs::write(
+            folder.path().join("containers/00000000deadbeef"),
+            "of the dead",
+        )
+        .unwrap();
         let mut used = one.used();
         used.sort_unstable();
         assert_eq!(used, ["mine", "theirs"]);

@@ -57,9 +57,14 @@ impl ContainerNetwork {
         let path = folder.join("resolv.conf");
         let mut file = NamedTempFile::new_in(folder)?;
         file.write_all(NAME_SERVERS.as_bytes())?;
-        file.as_file().set_permissions(fs::Permissions::from_mode(0o644))?;
+        file.as_file()
+            .set_permissions(fs::Permissions::from_mode(0o644))?;
         file.persist(&path)?;
-        let own = ContainerBind { host: path, inside: PathBuf::from(NAME_SERVERS_INSIDE), writable: false };
+        let own = ContainerBind {
+            host: path,
+            inside: PathBuf::from(NAME_SERVERS_INSIDE),
+            writable: false,
+        };
         Ok(self.files.iter().cloned().chain([own]).collect())
     }
 
@@ -76,8 +81,16 @@ impl ContainerNetwork {
             kind: LayerKind::Network,
             why: format!("{:#}", anyhow::Error::new(error)),
         })?;
-        let askers = Arc::new(Askers { line: line.clone(), of: Mutex::default() });
-        Ok(WayOut { gateway, rules: self.network.rules.clone(), members: Mutex::default(), askers })
+        let askers = Arc::new(Askers {
+            line: line.clone(),
+            of: Mutex::default(),
+        });
+        Ok(WayOut {
+            gateway,
+            rules: self.network.rules.clone(),
+            members: Mutex::default(),
+            askers,
+        })
     }
 
     async fn gateway(
@@ -89,7 +102,9 @@ impl ContainerNetwork {
     ) -> Result<Gateway, NoWayOut> {
         let unproven = match self.enter(container, process).await {
             Err(WayOutError::Doors(DoorsError::Forbidden(_))) => {
-                let doors = porters.open(&self.program, container, &self.network.doors()).await?;
+                let doors = porters
+                    .open(&self.program, container, &self.network.doors())
+                    .await?;
                 self.network.unproven(doors)?
             }
             entered => entered?,
@@ -105,7 +120,9 @@ impl ContainerNetwork {
     }
 
     async fn enter(&self, container: &str, process: Option<i64>) -> Result<Unproven, WayOutError> {
-        let process = process.and_then(|process| u32::try_from(process).ok()).ok_or(DoorsError::Elsewhere)?;
+        let process = process
+            .and_then(|process| u32::try_from(process).ok())
+            .ok_or(DoorsError::Elsewhere)?;
         let namespace = Namespace::of_container(process, container)?;
         self.network.enter(&self.program, namespace).await
     }
@@ -116,7 +133,9 @@ impl ContainerNetwork {
 enum NoWayOut {
     #[error(transparent)]
     WayOut(#[from] WayOutError),
-    #[error("the server may not enter the container's network, and a porter could not open it either")]
+    #[error(
+        "the server may not enter the container's network, and a porter could not open it either"
+    )]
     Porter(#[from] PorterError),
 }
 
@@ -142,7 +161,9 @@ const MOST_UNTOLD: usize = 50;
 
 impl WayOut {
     fn members(&self) -> MutexGuard<'_, BTreeMap<u32, Member>> {
-        self.members.lock().expect("nothing panics while it holds the rules")
+        self.members
+            .lock()
+            .expect("nothing panics while it holds the rules")
     }
 
     /// Counts one more session, with the rules of the one that it is a fork of.
@@ -153,7 +174,10 @@ impl WayOut {
 
     /// What a session may reach. Together with its forks it may reach less.
     pub(super) fn rules(&self, member: u32) -> Rules {
-        self.members().get(&member).map_or(&self.rules, |member| &member.rules).clone()
+        self.members()
+            .get(&member)
+            .map_or(&self.rules, |member| &member.rules)
+            .clone()
     }
 
     pub(super) fn set_rules(&self, member: u32, rules: Rules) {
@@ -165,7 +189,8 @@ impl WayOut {
     /// Says who decides for this session about names that no rule lists.
     pub(super) fn set_asker(&self, member: u32, asker: Option<Arc<dyn Asker>>) {
         let is_anybody = self.askers.set(member, asker);
-        self.gateway.set_asker(is_anybody.then(|| Arc::clone(&self.askers) as Arc<dyn Asker>));
+        self.gateway
+            .set_asker(is_anybody.then(|| Arc::clone(&self.askers) as Arc<dyn Asker>));
     }
 
     /// From now on this session does not count.
@@ -181,27 +206,49 @@ impl WayOut {
     pub(super) fn take_blocked(&self, member: u32) -> Vec<Blocked> {
         let mut members = self.members();
         tell(&mut members, self.gateway.take_blocked());
-        members.get_mut(&member).map(|member| std::mem::take(&mut member.untold)).unwrap_or_default()
+        members
+            .get_mut(&member)
+            .map(|member| std::mem::take(&mut member.untold))
+            .unwrap_or_default()
     }
 }
 
 /// What every one of them may reach.
 fn common(members: &BTreeMap<u32, Member>) -> Rules {
-    members.values().map(|member| member.rules.clone()).reduce(|one, other| one.common(&other)).unwrap_or_default()
+    members
+        .values()
+        .map(|member| member.rules.clone())
+        .reduce(|one, other| one.common(&other))
+        .unwrap_or_default()
 }
 
 /// Lets every session know what was refused. Where there are several, none of them is said to have done it.
 fn tell(members: &mut BTreeMap<u32, Member>, blocked: Vec<Blocked>) {
     let is_shared = members.len() > 1;
-    for Blocked { target, reason, times } in blocked {
-        let reason = if is_shared { Reason::Told(format!("{reason}; {WHOEVER}")) } else { reason };
+    for Blocked {
+        target,
+        reason,
+        times,
+    } in blocked
+    {
+        let reason = if is_shared {
+            Reason::Told(format!("{reason}; {WHOEVER}"))
+        } else {
+            reason
+        };
         for member in members.values_mut() {
             let untold = &mut member.untold;
-            let known = untold.iter().position(|known| known.target == target && known.reason == reason);
+            let known = untold
+                .iter()
+                .position(|known| known.target == target && known.reason == reason);
             match known {
                 Some(known) => untold[known].times = untold[known].times.saturating_add(times),
                 None if untold.len() < MOST_UNTOLD => {
-                    untold.push(Blocked { target: target.clone(), reason: reason.clone(), times });
+                    untold.push(Blocked {
+                        target: target.clone(),
+                        reason: reason.clone(),
+                        times,
+                    });
                 }
                 None => {}
             }
@@ -223,7 +270,9 @@ const OWNER_PATIENCE: Duration = Duration::from_secs(5);
 
 impl Askers {
     fn of(&self) -> MutexGuard<'_, BTreeMap<u32, Arc<dyn Asker>>> {
-        self.of.lock().expect("nothing panics while it holds the askers")
+        self.of
+            .lock()
+            .expect("nothing panics while it holds the askers")
     }
 
     /// Tells whether there is anybody afterwards.
@@ -248,7 +297,9 @@ impl Asker for Askers {
             let asker = match askers.len() {
                 0 | 1 => askers.values().next(),
                 // Nobody is asked about a connection whose session is not known.
-                _ => owner(&line, from).await.and_then(|member| askers.get(&member)),
+                _ => owner(&line, from)
+                    .await
+                    .and_then(|member| askers.get(&member)),
             };
             match asker {
                 Some(asker) if asker.may_allow(&name) => asker.ask(&name, port, from).await,
@@ -261,8 +312,12 @@ impl Asker for Askers {
 /// Asks the supervisor which session has made a connection, as its kernel knows.
 async fn owner(line: &Line, from: SocketAddr) -> Option<u32> {
     let order = json!({"address": from.ip().to_canonical().to_string(), "port": from.port()});
-    let told = within(OWNER_PATIENCE, line.carry_out(b'v', 0, order)).await?.ok()?;
-    told["member"].as_u64().and_then(|member| u32::try_from(member).ok())
+    let told = within(OWNER_PATIENCE, line.carry_out(b'v', 0, order))
+        .await?
+        .ok()?;
+    told["member"]
+        .as_u64()
+        .and_then(|member| u32::try_from(member).ok())
 }
 
 #[cfg(test)]
@@ -274,7 +329,10 @@ mod tests {
     }
 
     fn member(rules: Rules) -> Member {
-        Member { rules, untold: Vec::new() }
+        Member {
+            rules,
+            untold: Vec::new(),
+        }
     }
 
     #[test]
@@ -292,13 +350,26 @@ mod tests {
 
     #[test]
     fn what_was_refused_is_told_to_every_session_and_put_down_to_none_of_several() {
-        let refused = |target: &str| Blocked { target: target.to_owned(), reason: Reason::NotListed, times: 1 };
+        let refused = |target: &str| Blocked {
+            target: target.to_owned(),
+            reason: Reason::NotListed,
+            times: 1,
+        };
         let told = |members: &mut BTreeMap<u32, Member>, number: u32| -> Vec<String> {
-            members.get_mut(&number).unwrap().untold.drain(..).map(|each| each.to_string()).collect()
+            members
+                .get_mut(&number)
+                .unwrap()
+                .untold
+                .drain(..)
+                .map(|each| each.to_string())
+                .collect()
         };
         let mut members = BTreeMap::from([(1, member(Rules::none()))]);
         tell(&mut members, vec![refused("a.test")]);
-        assert_eq!(told(&mut members, 1), ["blocked: a.test (not in the allowed list)"]); // control
+        assert_eq!(
+            told(&mut members, 1),
+            ["blocked: a.test (not in the allowed list)"]
+        ); // control
         members.insert(2, member(Rules::none()));
         tell(&mut members, vec![refused("a.test"), refused("b.test")]);
         tell(&mut members, vec![refused("a.test")]);
@@ -308,15 +379,23 @@ mod tests {
         ];
         assert_eq!(told(&mut members, 1), expected);
         assert_eq!(told(&mut members, 2), expected);
-        tell(&mut members, (0..100).map(|number| refused(&number.to_string())).collect());
+        tell(
+            &mut members,
+            (0..100)
+                .map(|number| refused(&number.to_string()))
+                .collect(),
+        );
         assert_eq!(told(&mut members, 2).len(), MOST_UNTOLD);
     }
 
     #[test]
     fn programs_inside_ask_nobody_but_us_for_names() {
         let folder = tempfile::tempdir().unwrap();
-        let certificates =
-            ContainerBind { host: "/c.pem".into(), inside: "/etc/ssl/cellblock.pem".into(), writable: false };
+        let certificates = ContainerBind {
+            host: "/c.pem".into(),
+            inside: "/etc/ssl/cellblock.pem".into(),
+            writable: false,
+        };
         let network = ContainerNetwork {
             network: crate::sandbox::way_out::tests::closed(),
             program: PathBuf::new(),

@@ -23,7 +23,9 @@ use tokio::sync::{Notify, watch};
 
 use crate::sandbox::{Exit, Launcher, Process, Program, ProgramError};
 
-const COMMANDS: [&str; 8] = ["", "echo", "complain", "cat", "variable", "sleep", "stubborn", "exit"];
+const COMMANDS: [&str; 8] = [
+    "", "echo", "complain", "cat", "variable", "sleep", "stubborn", "exit",
+];
 
 /// What was launched in the sandboxes of a backend, and has not ended.
 #[derive(Default)]
@@ -35,7 +37,9 @@ pub(super) struct Launched {
 
 impl Launched {
     fn words(&self) -> MutexGuard<'_, Vec<Vec<String>>> {
-        self.words.lock().expect("nothing panics while it holds the words")
+        self.words
+            .lock()
+            .expect("nothing panics while it holds the words")
     }
 
     pub(super) fn all(&self) -> Vec<Vec<String>> {
@@ -52,13 +56,20 @@ impl Launcher for Launched {
     async fn launch(&self, program: Program) -> Result<Box<dyn Process>, ProgramError> {
         let script = program.words.last().cloned().unwrap_or_default();
         let name = |line: &str| line.split(' ').next().unwrap_or_default().to_owned();
-        if script.lines().any(|line| !COMMANDS.contains(&name(line).as_str())) {
+        if script
+            .lines()
+            .any(|line| !COMMANDS.contains(&name(line).as_str()))
+        {
             return Err(ProgramError::Missing);
         }
         self.words().push(program.words.clone());
         let (interrupt, kill) = (Arc::<Notify>::default(), Arc::<Notify>::default());
         let (ended, exit) = watch::channel(None);
-        let (interrupted, killed, alive) = (Arc::clone(&interrupt), Arc::clone(&kill), Arc::clone(&self.alive));
+        let (interrupted, killed, alive) = (
+            Arc::clone(&interrupt),
+            Arc::clone(&kill),
+            Arc::clone(&self.alive),
+        );
         tokio::spawn(async move {
             let status = tokio::select! {
                 status = play(&script, program, &interrupted) => status,
@@ -67,7 +78,11 @@ impl Launcher for Launched {
             drop(alive);
             ended.send_replace(Some(status));
         });
-        Ok(Box::new(FakeProgram { interrupt, kill, exit }))
+        Ok(Box::new(FakeProgram {
+            interrupt,
+            kill,
+            exit,
+        }))
     }
 }
 
@@ -115,7 +130,12 @@ impl Process for FakeProgram {
     }
 
     async fn exited(&mut self) -> Exit {
-        self.exit.wait_for(Option::is_some).await.ok().and_then(|exit| *exit).unwrap_or(Exit::Unknown)
+        self.exit
+            .wait_for(Option::is_some)
+            .await
+            .ok()
+            .and_then(|exit| *exit)
+            .unwrap_or(Exit::Unknown)
     }
 }
 

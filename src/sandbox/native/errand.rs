@@ -44,16 +44,36 @@ pub(super) struct NativeLauncher {
 }
 
 fn failed(error: impl ToString) -> ProgramError {
-    ProgramError::Failed { why: error.to_string() }
+    ProgramError::Failed {
+        why: error.to_string(),
+    }
 }
 
 #[async_trait]
 impl Launcher for NativeLauncher {
     async fn launch(&self, program: Program) -> Result<Box<dyn Process>, ProgramError> {
-        let Program { words, folder, environment, input, output, errors } = program;
-        let plan = wire::Errand { words, folder, environment: changed(&self.environment, environment) };
-        let plan = sealed(c"cellblock-errand", &serde_json::to_vec(&plan).map_err(failed)?).map_err(failed)?;
-        let input = input.map(|bytes| sealed(c"input", &bytes)).transpose().map_err(failed)?;
+        let Program {
+            words,
+            folder,
+            environment,
+            input,
+            output,
+            errors,
+        } = program;
+        let plan = wire::Errand {
+            words,
+            folder,
+            environment: changed(&self.environment, environment),
+        };
+        let plan = sealed(
+            c"cellblock-errand",
+            &serde_json::to_vec(&plan).map_err(failed)?,
+        )
+        .map_err(failed)?;
+        let input = input
+            .map(|bytes| sealed(c"input", &bytes))
+            .transpose()
+            .map_err(failed)?;
         let (report, their_report) = io::pipe().map_err(failed)?;
         let (their_gate, gate) = io::pipe().map_err(failed)?;
         let doors = match &self.groups.own {
@@ -70,20 +90,47 @@ impl Launcher for NativeLauncher {
             memory: MemoryWatch::begin(&self.groups, &self.limits),
         };
         self.warden.expect_errand(self.slot, number);
-        let mut passed = vec![plan.as_fd(), their_report.as_fd(), their_gate.as_fd(), output.as_fd(), errors.as_fd()];
+        let mut passed = vec![
+            plan.as_fd(),
+            their_report.as_fd(),
+            their_gate.as_fd(),
+            output.as_fd(),
+            errors.as_fd(),
+        ];
         passed.extend(input.iter().chain(&doors).map(AsFd::as_fd));
-        let command = Command::Errand { slot: self.slot, number, has_input: input.is_some() };
-        self.warden.command(&command, &passed).await.map_err(failed)?;
+        let command = Command::Errand {
+            slot: self.slot,
+            number,
+            has_input: input.is_some(),
+        };
+        self.warden
+            .command(&command, &passed)
+            .await
+            .map_err(failed)?;
         drop((plan, their_report, their_gate, output, errors, input, doors));
 
         let handle = process.made().await?;
         let mut report = Receiver::from_owned_fd(report.into()).map_err(failed)?;
         expect_standing(&mut report).await?;
-        let confined = self.groups.own.as_ref().map_or(Ok(()), |group| check_group(group, &handle));
+        let confined = self
+            .groups
+            .own
+            .as_ref()
+            .map_or(Ok(()), |group| check_group(group, &handle));
         confined
-            .and_then(|()| verify(&self.warden, &handle, &self.expected, &self.host, &self.home))
+            .and_then(|()| {
+                verify(
+                    &self.warden,
+                    &handle,
+                    &self.expected,
+                    &self.host,
+                    &self.home,
+                )
+            })
             .map_err(refused)?;
-        File::from(OwnedFd::from(gate)).write_all(b"g").map_err(failed)?;
+        File::from(OwnedFd::from(gate))
+            .write_all(b"g")
+            .map_err(failed)?;
         expect_beginning(&mut report).await?;
         Ok(Box::new(process))
     }
@@ -97,9 +144,14 @@ fn refused(error: LaunchError) -> ProgramError {
 }
 
 /// Returns these variables with changes.
-fn changed(all: &[(String, String)], changes: Vec<(String, Option<String>)>) -> Vec<(String, String)> {
+fn changed(
+    all: &[(String, String)],
+    changes: Vec<(String, Option<String>)>,
+) -> Vec<(String, String)> {
     let mut changed: Vec<(String, String)> = Vec::with_capacity(all.len());
-    let all = all.iter().map(|(name, value)| (name.clone(), Some(value.clone())));
+    let all = all
+        .iter()
+        .map(|(name, value)| (name.clone(), Some(value.clone())));
     for (name, value) in all.chain(changes) {
         changed.retain(|(earlier, _)| *earlier != name);
         changed.extend(value.map(|value| (name, value)));
@@ -109,10 +161,16 @@ fn changed(all: &[(String, String)], changes: Vec<(String, Option<String>)>) -> 
 
 /// Returns a file in memory that nobody can change.
 fn sealed(name: &std::ffi::CStr, bytes: &[u8]) -> io::Result<OwnedFd> {
-    let mut file = File::from(rustix::fs::memfd_create(name, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?);
+    let mut file = File::from(rustix::fs::memfd_create(
+        name,
+        MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING,
+    )?);
     file.write_all(bytes)?;
     io::Seek::rewind(&mut file)?;
-    rustix::fs::fcntl_add_seals(&file, SealFlags::WRITE | SealFlags::GROW | SealFlags::SHRINK | SealFlags::SEAL)?;
+    rustix::fs::fcntl_add_seals(
+        &file,
+        SealFlags::WRITE | SealFlags::GROW | SealFlags::SHRINK | SealFlags::SEAL,
+    )?;
     Ok(file.into())
 }
 
@@ -147,7 +205,9 @@ async fn expect_beginning(report: &mut Receiver) -> Result<(), ProgramError> {
             let error = io::Error::from_raw_os_error(number);
             match error.kind() {
                 io::ErrorKind::NotFound => Err(ProgramError::Missing),
-                _ => Err(ProgramError::Refused { why: error.to_string() }),
+                _ => Err(ProgramError::Refused {
+                    why: error.to_string(),
+                }),
             }
         }
         _ => Ok(()),
@@ -167,7 +227,9 @@ impl NativeProgram {
     /// Waits until its process exists.
     async fn made(&mut self) -> Result<Arc<OwnedFd>, ProgramError> {
         let number = self.number;
-        let settled = self.view.wait_for(|view| view.destroyed || !matches!(view.errand(number), Some(Errand::Asked)));
+        let settled = self
+            .view
+            .wait_for(|view| view.destroyed || !matches!(view.errand(number), Some(Errand::Asked)));
         match within(STEP_LIMIT, settled).await {
             None => Err(failed(LaunchError::TimedOut(STEP_LIMIT))),
             Some(Err(_)) => Err(failed("the jail ended")),
@@ -181,7 +243,11 @@ impl NativeProgram {
 
     fn signal(&self, signal: Signal) {
         let (slot, number) = (self.slot, self.number);
-        self.warden.command_now(&Command::SignalErrand { slot, number, signal: signal.as_raw() });
+        self.warden.command_now(&Command::SignalErrand {
+            slot,
+            number,
+            signal: signal.as_raw(),
+        });
     }
 }
 
@@ -197,18 +263,26 @@ impl Process for NativeProgram {
 
     async fn exited(&mut self) -> Exit {
         let number = self.number;
-        let ended = self.view.wait_for(|view| view.destroyed || matches!(view.errand(number), Some(Errand::Ended(_))));
+        let ended = self.view.wait_for(|view| {
+            view.destroyed || matches!(view.errand(number), Some(Errand::Ended(_)))
+        });
         let status = match ended.await.as_deref().map(|view| view.errand(number)) {
             Ok(Some(Errand::Ended(status))) => *status,
             _ => return Exit::Unknown,
         };
-        exit_of(std::os::unix::process::ExitStatusExt::from_raw(status), || self.memory.exit())
+        exit_of(
+            std::os::unix::process::ExitStatusExt::from_raw(status),
+            || self.memory.exit(),
+        )
     }
 }
 
 impl Drop for NativeProgram {
     fn drop(&mut self) {
-        let ended = matches!(self.view.borrow().errand(self.number), Some(Errand::Ended(_) | Errand::Failed(_)));
+        let ended = matches!(
+            self.view.borrow().errand(self.number),
+            Some(Errand::Ended(_) | Errand::Failed(_))
+        );
         if !ended {
             self.kill();
         }
@@ -223,20 +297,28 @@ mod tests {
     use super::*;
 
     fn own(list: &[(&str, &str)]) -> Vec<(String, String)> {
-        list.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect()
+        list.iter()
+            .map(|(name, value)| ((*name).to_owned(), (*value).to_owned()))
+            .collect()
     }
 
     #[test]
     fn variables_are_changed_added_and_taken_away() {
         let all = own(&[("PATH", "/bin"), ("HOME", "/home"), ("A", "1"), ("A", "2")]);
-        assert_eq!(changed(&all, Vec::new()), own(&[("PATH", "/bin"), ("HOME", "/home"), ("A", "2")]));
+        assert_eq!(
+            changed(&all, Vec::new()),
+            own(&[("PATH", "/bin"), ("HOME", "/home"), ("A", "2")])
+        );
         let changes = vec![
             ("PATH".to_owned(), Some("/opt".to_owned())),
             ("HOME".to_owned(), None),
             ("NEW".to_owned(), Some(String::new())),
             ("NEVER".to_owned(), None),
         ];
-        assert_eq!(changed(&all, changes), own(&[("A", "2"), ("PATH", "/opt"), ("NEW", "")]));
+        assert_eq!(
+            changed(&all, changes),
+            own(&[("A", "2"), ("PATH", "/opt"), ("NEW", "")])
+        );
     }
 
     #[test]

@@ -20,7 +20,10 @@ pub(super) async fn make(name: &str, guardian: u32) -> Result<Tree, String> {
     let (why_not_here, unit) = match Tree::make(name, guardian) {
         Ok(tree) => return Ok(tree),
         Err(Refusal { why, unit: None }) => return Err(why),
-        Err(Refusal { why, unit: Some(unit) }) => (why, unit),
+        Err(Refusal {
+            why,
+            unit: Some(unit),
+        }) => (why, unit),
     };
     match ask_systemd(name, guardian, &unit).await {
         Ok(tree) => Ok(tree),
@@ -36,13 +39,16 @@ async fn ask_systemd(name: &str, guardian: u32, unit: &Unit) -> Result<Tree, Str
     let manager = Manager::connect().await?;
     let manages_unit = manager.is_of_user == unit.of_user_manager;
     // systemd 252 does not mark groups that the manager of a user has delegated.
-    if manages_unit && !unit.is_delegated() && manager.delegates(unit.name()).await.unwrap_or(false) {
+    if manages_unit && !unit.is_delegated() && manager.delegates(unit.name()).await.unwrap_or(false)
+    {
         match Tree::make_in_unit(unit, name, guardian) {
             Ok(tree) => return Ok(tree),
             Err(why) => debug!(%why, "the delegated unit cannot be used"),
         }
     }
     let slice = unit.slice.as_deref().filter(|_| manages_unit);
-    manager.start_scope(&format!("{name}.scope"), guardian, slice).await?;
+    manager
+        .start_scope(&format!("{name}.scope"), guardian, slice)
+        .await?;
     Tree::make_in_scope(name, guardian)
 }

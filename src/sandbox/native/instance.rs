@@ -41,7 +41,10 @@ impl Instance {
     /// Sweeps what dead servers left, then registers this one.
     pub(super) fn register(runtime_dir: &Path) -> io::Result<Instance> {
         let folder = runtime_dir.join("instances");
-        DirBuilder::new().recursive(true).mode(0o700).create(&folder)?;
+        DirBuilder::new()
+            .recursive(true)
+            .mode(0o700)
+            .create(&folder)?;
         // Two servers that start at the same moment must not take each other's unlocked file for a dead one.
         let turn = File::open(&folder)?;
         rustix::fs::flock(&turn, FlockOperation::LockExclusive)?;
@@ -50,10 +53,19 @@ impl Instance {
         let number = REGISTERED.fetch_add(1, Ordering::Relaxed);
         let name = format!("cellblock-{}-{number}", std::process::id());
         let path = folder.join(&name);
-        let file = OpenOptions::new().create_new(true).write(true).mode(0o600).open(&path)?;
+        let file = OpenOptions::new()
+            .create_new(true)
+            .write(true)
+            .mode(0o600)
+            .open(&path)?;
         // From here on, dropping it removes what was made, also when the next step fails.
         let cgroups = Err("no control groups were made yet".to_owned());
-        let instance = Instance { name, file: path, lock: file, cgroups };
+        let instance = Instance {
+            name,
+            file: path,
+            lock: file,
+            cgroups,
+        };
         rustix::fs::flock(&instance.lock, FlockOperation::NonBlockingLockExclusive)?;
         Ok(instance)
     }
@@ -135,7 +147,10 @@ fn sweep_orphans(parent: &Path, entries: &Path) {
     for group in fs::read_dir(parent).into_iter().flatten().flatten() {
         let name = group.file_name();
         let name = name.to_string_lossy();
-        if is_orphan(&group.path(), &entries.join(name.trim_end_matches(cgroup::SERVER))) {
+        if is_orphan(
+            &group.path(),
+            &entries.join(name.trim_end_matches(cgroup::SERVER)),
+        ) {
             remove_empty(&group.path());
             info!("removed a control group that a dead server had left");
         }
@@ -143,10 +158,20 @@ fn sweep_orphans(parent: &Path, entries: &Path) {
 }
 
 fn is_orphan(group: &Path, entry: &Path) -> bool {
-    let Some(server) = group.file_name().and_then(|name| server_of(&name.to_string_lossy())) else { return false };
-    let Ok(metadata) = group.metadata() else { return false };
+    let Some(server) = group
+        .file_name()
+        .and_then(|name| server_of(&name.to_string_lossy()))
+    else {
+        return false;
+    };
+    let Ok(metadata) = group.metadata() else {
+        return false;
+    };
     let is_own = metadata.uid() == rustix::process::geteuid().as_raw();
-    let age = metadata.modified().ok().and_then(|time| SystemTime::now().duration_since(time).ok());
+    let age = metadata
+        .modified()
+        .ok()
+        .and_then(|time| SystemTime::now().duration_since(time).ok());
     metadata.is_dir()
         && is_own
         && age.is_some_and(|age| age >= ORPHAN_AGE)
@@ -158,16 +183,25 @@ fn is_orphan(group: &Path, entry: &Path) -> bool {
 /// The process that a control group of ours is named after: `cellblock-PROCESS-NUMBER`, also with
 /// `-server`.
 fn server_of(name: &str) -> Option<u32> {
-    let (process, number) = name.trim_end_matches(cgroup::SERVER).strip_prefix("cellblock-")?.split_once('-')?;
+    let (process, number) = name
+        .trim_end_matches(cgroup::SERVER)
+        .strip_prefix("cellblock-")?
+        .split_once('-')?;
     number.parse::<u32>().ok()?;
     process.parse().ok()
 }
 
 /// Whether no process is in a control group or below it. One that cannot be read counts as used.
 fn is_empty(group: &Path) -> bool {
-    let Ok(processes) = fs::read_to_string(group.join("cgroup.procs")) else { return false };
-    let Ok(entries) = fs::read_dir(group) else { return false };
-    let mut below = entries.flatten().filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir()));
+    let Ok(processes) = fs::read_to_string(group.join("cgroup.procs")) else {
+        return false;
+    };
+    let Ok(entries) = fs::read_dir(group) else {
+        return false;
+    };
+    let mut below = entries
+        .flatten()
+        .filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir()));
     processes.trim().is_empty() && below.all(|entry| is_empty(&entry.path()))
 }
 
@@ -184,7 +218,9 @@ fn remove_empty(group: &Path) {
 /// A damaged file must not make us remove anything else.
 fn is_ours(group: &Path) -> bool {
     group.starts_with("/sys/fs/cgroup")
-        && group.file_name().is_some_and(|name| name.to_string_lossy().starts_with("cellblock-"))
+        && group
+            .file_name()
+            .is_some_and(|name| name.to_string_lossy().starts_with("cellblock-"))
 }
 
 #[cfg(test)]
@@ -202,7 +238,12 @@ mod tests {
         assert!(live.file.exists());
         drop(live);
         drop(second);
-        assert_eq!(fs::read_dir(folder.path().join("instances")).unwrap().count(), 0);
+        assert_eq!(
+            fs::read_dir(folder.path().join("instances"))
+                .unwrap()
+                .count(),
+            0
+        );
     }
 
     #[test]
@@ -210,11 +251,19 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let entries = folder.path().join("instances");
         fs::create_dir_all(entries.join("folder/deep")).unwrap();
-        rustix::fs::mkfifoat(rustix::fs::CWD, entries.join("pipe"), rustix::fs::Mode::RUSR).unwrap();
+        rustix::fs::mkfifoat(
+            rustix::fs::CWD,
+            entries.join("pipe"),
+            rustix::fs::Mode::RUSR,
+        )
+        .unwrap();
         fs::write(entries.join("cellblock-0-0"), "").unwrap();
         let live = Instance::register(folder.path()).unwrap();
         assert!(live.file.exists() && entries.join("folder/deep").exists());
-        assert!(!entries.join("cellblock-0-0").exists(), "what a dead server left is still removed"); // control
+        assert!(
+            !entries.join("cellblock-0-0").exists(),
+            "what a dead server left is still removed"
+        ); // control
     }
 
     #[test]
@@ -237,7 +286,10 @@ mod tests {
         fs::create_dir(path.join("warden")).unwrap();
         fs::write(path.join("cgroup.procs"), "").unwrap();
         fs::write(path.join("warden/cgroup.procs"), processes).unwrap();
-        File::open(&path).unwrap().set_modified(SystemTime::now() - age).unwrap();
+        File::open(&path)
+            .unwrap()
+            .set_modified(SystemTime::now() - age)
+            .unwrap();
         path
     }
 
@@ -271,7 +323,13 @@ mod tests {
     #[test]
     fn only_our_own_control_groups_are_ever_removed() {
         assert!(is_ours(Path::new("/sys/fs/cgroup/memory/cellblock-7-0")));
-        for other in ["/", "/sys/fs/cgroup", "/sys/fs/cgroup/memory/system", "/tmp/cellblock-7-0", ""] {
+        for other in [
+            "/",
+            "/sys/fs/cgroup",
+            "/sys/fs/cgroup/memory/system",
+            "/tmp/cellblock-7-0",
+            "",
+        ] {
             assert!(!is_ours(Path::new(other)), "{other}");
         }
     }

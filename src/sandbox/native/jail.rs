@@ -57,9 +57,15 @@ pub(super) struct Jail {
 
 impl Jail {
     /// Starts the jail's processes, all but the warm interpreter. Refuses when a layer is missing that must not be.
-    pub(super) async fn stand(settings: &NativeSettings, environment: WarmEnvironment) -> Result<Jail, LaunchError> {
-        let failed =
-            |attempt: &'static str| move |error: io::Error| LaunchError::Start { why: format!("{attempt}: {error}") };
+    pub(super) async fn stand(
+        settings: &NativeSettings,
+        environment: WarmEnvironment,
+    ) -> Result<Jail, LaunchError> {
+        let failed = |attempt: &'static str| {
+            move |error: io::Error| LaunchError::Start {
+                why: format!("{attempt}: {error}"),
+            }
+        };
         let no_runtime_folder = |error: io::Error| {
             // A unit with ProtectSystem=strict.
             let cure = if error.kind() == io::ErrorKind::ReadOnlyFilesystem {
@@ -67,26 +73,47 @@ impl Jail {
             } else {
                 ""
             };
-            LaunchError::Start { why: format!("the runtime folder cannot be used: {error}{cure}") }
+            LaunchError::Start {
+                why: format!("the runtime folder cannot be used: {error}{cure}"),
+            }
         };
         let mut instance = Instance::register(&settings.runtime_dir).map_err(no_runtime_folder)?;
-        let guardian = Guardian::start(&settings.guardian).map_err(failed("the jail did not start"))?;
-        let process = guardian.process().map_err(failed("the jail did not start"))?;
-        instance.make_cgroups(process).await.map_err(no_runtime_folder)?;
-        let lease = IdentityLease::take(&settings.runtime_dir).map_err(failed("no user ids for sessions"))?;
+        let guardian =
+            Guardian::start(&settings.guardian).map_err(failed("the jail did not start"))?;
+        let process = guardian
+            .process()
+            .map_err(failed("the jail did not start"))?;
+        instance
+            .make_cgroups(process)
+            .await
+            .map_err(no_runtime_folder)?;
+        let lease = IdentityLease::take(&settings.runtime_dir)
+            .map_err(failed("no user ids for sessions"))?;
         let identity = lease.identity;
         let (isolation, leave_out) = Jail::plan_isolation(settings, identity, instance.cgroups());
         if let Some((kind, why)) = isolation.first_unallowed(&settings.allowed_to_be_missing()) {
-            return Err(LaunchError::LayerMissing { kind, why: why.to_owned() });
+            return Err(LaunchError::LayerMissing {
+                kind,
+                why: why.to_owned(),
+            });
         }
         if settings.programs == Programs::Refused && leave_out.contains(&LeftOut::Seccomp) {
             // The kernel would not refuse anything, and what needs approval could do without.
-            let why = "programs that need approval can be kept from starting only with it".to_owned();
-            return Err(LaunchError::LayerMissing { kind: LayerKind::SystemCalls, why });
+            let why =
+                "programs that need approval can be kept from starting only with it".to_owned();
+            return Err(LaunchError::LayerMissing {
+                kind: LayerKind::SystemCalls,
+                why,
+            });
         }
-        let variables = environment.variables.iter().chain(&settings.variables).cloned();
-        let variables =
-            variables.chain(PLAIN_OUTPUT.map(|(name, value)| (name.to_owned(), value.to_owned()))).collect();
+        let variables = environment
+            .variables
+            .iter()
+            .chain(&settings.variables)
+            .cloned();
+        let variables = variables
+            .chain(PLAIN_OUTPUT.map(|(name, value)| (name.to_owned(), value.to_owned())))
+            .collect();
         let setup = Setup {
             identity,
             binds: environment.binds,
@@ -108,20 +135,28 @@ impl Jail {
             rlimits_apart: rlimits(&settings.limits_apart, instance.tree().is_some()),
             shown_limits: ShownLimits {
                 memory: settings.limits.memory,
-                cpus: instance.tree().filter(|tree| tree.limits_cpu()).map(|_| settings.limits.cpus),
+                cpus: instance
+                    .tree()
+                    .filter(|tree| tree.limits_cpu())
+                    .map(|_| settings.limits.cpus),
             },
-            cgroups: instance.tree().map(cgroup::Tree::folders).unwrap_or_default(),
+            cgroups: instance
+                .tree()
+                .map(cgroup::Tree::folders)
+                .unwrap_or_default(),
             leave_out,
             skipped_steps: settings.skipped_steps.clone(),
         };
-        let warden =
-            Warden::start(guardian, &setup, instance.tree()).await.map_err(failed("the jail did not start"))?;
+        let warden = Warden::start(guardian, &setup, instance.tree())
+            .await
+            .map_err(failed("the jail did not start"))?;
         if let Err(why) = warden.ready(STEP_LIMIT).await {
             warden.kill();
             warden.end().await;
             return Err(LaunchError::Start { why });
         }
-        let host = Posture::read(std::process::id()).map_err(failed("the kernel does not tell about processes"))?;
+        let host = Posture::read(std::process::id())
+            .map_err(failed("the kernel does not tell about processes"))?;
         Ok(Jail {
             warden: Arc::new(warden),
             slots: Slots::new(identity.slots()),
@@ -129,7 +164,10 @@ impl Jail {
             instance,
             identity,
             isolation,
-            owns_work_folder: !setup.mounts.iter().any(|mount| mount.inside == Path::new(root::WORK)),
+            owns_work_folder: !setup
+                .mounts
+                .iter()
+                .any(|mount| mount.inside == Path::new(root::WORK)),
             network: environment.network.map(Arc::new),
             programs: settings.programs,
             variables: Arc::new(variables),
@@ -155,40 +193,59 @@ impl Jail {
     ) -> (Isolation, Vec<LeftOut>) {
         let mut isolation = Isolation::default();
         let mut leave_out = settings.leave_out.clone();
-        let enforced = |how: &str| Layer::Enforced { how: how.to_owned() };
-        let namespaces = Some(probe::user_namespaces()).filter(|finding| !finding.works).unwrap_or_else(probe::tracing);
+        let enforced = |how: &str| Layer::Enforced {
+            how: how.to_owned(),
+        };
+        let namespaces = Some(probe::user_namespaces())
+            .filter(|finding| !finding.works)
+            .unwrap_or_else(probe::tracing);
         isolation.record(
             LayerKind::Namespaces,
             if namespaces.works {
                 enforced("user, mount, pid, network, ipc, uts and cgroup namespaces")
             } else {
-                Layer::Missing { why: with_cure(&namespaces) }
+                Layer::Missing {
+                    why: with_cure(&namespaces),
+                }
             },
         );
         isolation.record(
             LayerKind::Identity,
             match identity {
-                Identity::Block { .. } => enforced("each session, with its forks, is a host user of its own"),
+                Identity::Block { .. } => {
+                    enforced("each session, with its forks, is a host user of its own")
+                }
                 Identity::Caller { .. } => Layer::Reduced {
                     how: "sessions run as the server's own unprivileged user".to_owned(),
-                    why: "only a server started by root can give each session a user of its own".to_owned(),
+                    why: "only a server started by root can give each session a user of its own"
+                        .to_owned(),
                 },
             },
         );
-        isolation.record(LayerKind::Privileges, enforced("no capability, no_new_privs"));
+        isolation.record(
+            LayerKind::Privileges,
+            enforced("no capability, no_new_privs"),
+        );
         for (kind, left_out, finding) in [
             (LayerKind::SystemCalls, LeftOut::Seccomp, probe::seccomp()),
             (LayerKind::Landlock, LeftOut::Landlock, probe::landlock()),
         ] {
             let layer = if leave_out.contains(&left_out) {
-                Layer::Missing { why: "it was left out".to_owned() }
+                Layer::Missing {
+                    why: "it was left out".to_owned(),
+                }
             } else if let (true, Some(why)) = (finding.works, &finding.but) {
-                Layer::Reduced { how: finding.what.clone(), why: why.clone() }
+                Layer::Reduced {
+                    how: finding.what.clone(),
+                    why: why.clone(),
+                }
             } else if finding.works {
                 enforced(&finding.what)
             } else {
                 leave_out.push(left_out);
-                Layer::Missing { why: with_cure(&finding) }
+                Layer::Missing {
+                    why: with_cure(&finding),
+                }
             };
             isolation.record(kind, layer);
         }
@@ -211,21 +268,31 @@ impl NativeSettings {
 
     /// What the jail covers.
     fn masks_inside(&self) -> Vec<Mask> {
-        let shown: Vec<(&Path, &Path)> =
-            self.mounts.iter().map(|mount| (mount.host.as_path(), mount.inside.as_path())).collect();
+        let shown: Vec<(&Path, &Path)> = self
+            .mounts
+            .iter()
+            .map(|mount| (mount.host.as_path(), mount.inside.as_path()))
+            .collect();
         masks::inside(&self.masks, &shown)
     }
 }
 
 /// Sizes of the memory file systems of sandboxes with these limits.
 fn scratch(limits: &SandboxLimits) -> Scratch {
-    Scratch { bytes: limits.disk, files: limits.files, shared_memory: limits.memory / 2 }
+    Scratch {
+        bytes: limits.disk,
+        files: limits.files,
+        shared_memory: limits.memory / 2,
+    }
 }
 
 /// Limits of processes in sandboxes with these limits.
 fn rlimits(limits: &SandboxLimits, has_control_groups: bool) -> Vec<ResourceLimit> {
     use rustix::process::Resource;
-    let limit = |resource: Resource, value: u64| ResourceLimit { resource: resource as u32, value };
+    let limit = |resource: Resource, value: u64| ResourceLimit {
+        resource: resource as u32,
+        value,
+    };
     let mut all = vec![
         // One, not zero: with zero the kernel still hands a crash to the host's handler when that is a program.
         limit(Resource::Core, 1),
@@ -260,7 +327,14 @@ pub async fn trial(mut settings: NativeSettings) -> Result<Isolation, LaunchErro
     };
     let jail = Jail::stand(&settings, nothing).await?;
     let slot = jail.slots.take().expect("a fresh jail has free slots");
-    let begun = NativeSandbox::begin(&jail, slot, &settings.limits, Kin::Nobody { apart: false }, Weak::new()).await;
+    let begun = NativeSandbox::begin(
+        &jail,
+        slot,
+        &settings.limits,
+        Kin::Nobody { apart: false },
+        Weak::new(),
+    )
+    .await;
     let isolation = match begun {
         Ok(mut sandbox) => {
             let prepared = sandbox.prepared().await;
@@ -283,9 +357,9 @@ fn with_cure(finding: &probe::Finding) -> String {
 /// What limits the resources of a session.
 fn resources(cgroups: Result<&cgroup::Tree, &str>) -> Layer {
     match cgroups {
-        Ok(tree) if tree.limits_cpu() => {
-            Layer::Enforced { how: "control groups for memory, CPU time and processes".to_owned() }
-        }
+        Ok(tree) if tree.limits_cpu() => Layer::Enforced {
+            how: "control groups for memory, CPU time and processes".to_owned(),
+        },
         Ok(_) => Layer::Reduced {
             how: "control groups for memory and processes; CPU time is not limited".to_owned(),
             why: "systemd has delegated a control group without the cpu controller".to_owned(),
@@ -303,11 +377,18 @@ mod tests {
 
     #[test]
     fn resources_are_reduced_where_cpu_time_cannot_be_limited() {
-        let tree = |limits_cpu| cgroup::Tree::Two { folder: "/group".into(), server: None, limits_cpu };
+        let tree = |limits_cpu| cgroup::Tree::Two {
+            folder: "/group".into(),
+            server: None,
+            limits_cpu,
+        };
         let Layer::Reduced { how, why } = resources(Ok(&tree(false))) else {
             panic!("CPU time is not limited, and nothing says so")
         };
-        assert!(how.contains("CPU time is not limited") && why.contains("cpu controller"), "{how}: {why}");
+        assert!(
+            how.contains("CPU time is not limited") && why.contains("cpu controller"),
+            "{how}: {why}"
+        );
         // Control: with that controller, everything is enforced.
         assert!(matches!(resources(Ok(&tree(true))), Layer::Enforced { .. }));
     }

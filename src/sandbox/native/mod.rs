@@ -43,7 +43,9 @@ pub use self::jail::trial;
 use self::pool::{Lack, Pool};
 use self::sandbox::{Fresh, Kin, NativeSandbox};
 use super::masks::{HostMask, Replacements};
-use super::{Backend, Interpreter, LaunchError, LayerKind, Network, Preparation, Sandbox, SandboxLimits};
+use super::{
+    Backend, Interpreter, LaunchError, LayerKind, Network, Preparation, Sandbox, SandboxLimits,
+};
 
 /// The working folder inside, for whoever describes a sandbox to a caller.
 pub const WORK_FOLDER: &str = root::WORK;
@@ -173,7 +175,10 @@ impl NativeBackend {
         });
         let background = Arc::clone(&inner);
         let background = tokio::spawn(async move { background.keep_standing(environment).await });
-        NativeBackend { inner, background: Mutex::new(Some(background)) }
+        NativeBackend {
+            inner,
+            background: Mutex::new(Some(background)),
+        }
     }
 }
 
@@ -204,7 +209,11 @@ impl Backend for NativeBackend {
 
     async fn shut_down(&self) {
         self.inner.pool.close();
-        let background = self.background.lock().expect("no holder of the task panics").take();
+        let background = self
+            .background
+            .lock()
+            .expect("no holder of the task panics")
+            .take();
         if let Some(background) = background {
             // A jail that was only half standing goes with the task that built it.
             background.abort();
@@ -302,7 +311,10 @@ impl Inner {
     async fn warm_and_keep(&self, jail: &Jail, ready: &OnceLock<Instant>) -> String {
         self.tell("warming up Python");
         // The first sandbox is made while Python imports.
-        let (warmed, empty) = tokio::join!(jail.warden.warm(WARM_LIMIT), self.make_empty(Kin::Nobody { apart: false }));
+        let (warmed, empty) = tokio::join!(
+            jail.warden.warm(WARM_LIMIT),
+            self.make_empty(Kin::Nobody { apart: false })
+        );
         let empty = match (warmed, empty) {
             (Err(why), _) => return why,
             (_, Err(error)) => return error.to_string(),
@@ -338,12 +350,17 @@ impl Inner {
     }
 
     fn jail(&self) -> Option<Arc<Jail>> {
-        self.jail.read().expect("no holder of the jail panics").clone()
+        self.jail
+            .read()
+            .expect("no holder of the jail panics")
+            .clone()
     }
 
     /// Waits for the end of the preparation. One that has failed gets another chance first.
     async fn prepared(&self) -> Result<Arc<Jail>, LaunchError> {
-        let ending = || LaunchError::Preparation { why: "the server is ending".to_owned() };
+        let ending = || LaunchError::Preparation {
+            why: "the server is ending".to_owned(),
+        };
         let mut preparation = self.preparation.subscribe();
         let now = preparation.borrow_and_update().clone();
         if now != Preparation::Ready {
@@ -354,7 +371,9 @@ impl Inner {
             let _ = tokio::time::timeout(SECOND_CHANCE, preparation.changed()).await;
         }
         loop {
-            let settled = preparation.wait_for(|state| !matches!(state, Preparation::Working { .. })).await;
+            let settled = preparation
+                .wait_for(|state| !matches!(state, Preparation::Working { .. }))
+                .await;
             if let Preparation::Failed { why } = &*settled.map_err(|_| ending())? {
                 return Err(LaunchError::Preparation { why: why.clone() });
             }
@@ -387,16 +406,24 @@ impl Inner {
     }
 
     fn tell(&self, step: &str) {
-        self.preparation.send_replace(Preparation::Working { step: step.to_owned(), done: 0, total: None });
+        self.preparation.send_replace(Preparation::Working {
+            step: step.to_owned(),
+            done: 0,
+            total: None,
+        });
     }
 
     async fn keep_pool_full(&self) {
         while !self.pool.is_closed() {
             let made = match self.pool.lack(self.settings.pool, self.settings.empty) {
-                Some(Lack::Warm) => self.make(Fresh::Primed, false).await.map(|member| self.pool.add_warm(member)),
-                Some(Lack::Empty) => {
-                    self.make_empty(Kin::Nobody { apart: false }).await.map(|sandbox| self.pool.add_empty(sandbox))
-                }
+                Some(Lack::Warm) => self
+                    .make(Fresh::Primed, false)
+                    .await
+                    .map(|member| self.pool.add_warm(member)),
+                Some(Lack::Empty) => self
+                    .make_empty(Kin::Nobody { apart: false })
+                    .await
+                    .map(|sandbox| self.pool.add_empty(sandbox)),
                 None => {
                     self.pool.taken().await;
                     tokio::time::sleep(COURTESY).await;
@@ -409,15 +436,26 @@ impl Inner {
                 warn!(%error, "no sandbox could be made for the pool");
                 tokio::time::sleep(REST).await;
                 // Without a warm Python each attempt would fail, and say so in the log.
-                let _ = self.preparation.subscribe().wait_for(|state| *state == Preparation::Ready).await;
+                let _ = self
+                    .preparation
+                    .subscribe()
+                    .wait_for(|state| *state == Preparation::Ready)
+                    .await;
             }
         }
     }
 
-    async fn make(&self, how: Fresh, apart: bool) -> Result<(NativeSandbox, Interpreter), LaunchError> {
+    async fn make(
+        &self,
+        how: Fresh,
+        apart: bool,
+    ) -> Result<(NativeSandbox, Interpreter), LaunchError> {
         let _place = self.place().await?;
-        let mut sandbox =
-            if apart { self.begin_empty(Kin::Nobody { apart }).await? } else { self.empty_sandbox().await? };
+        let mut sandbox = if apart {
+            self.begin_empty(Kin::Nobody { apart }).await?
+        } else {
+            self.empty_sandbox().await?
+        };
         let interpreter = sandbox.start_session(how).await?;
         // The place is kept until Python has started: that is most of the work.
         sandbox.await_greeting(&interpreter.channel).await?;
@@ -439,17 +477,24 @@ impl Inner {
     }
 
     async fn begin_empty(&self, kin: Kin<'_>) -> Result<NativeSandbox, LaunchError> {
-        let jail = self.jail().ok_or_else(|| LaunchError::Preparation { why: "it is not finished".to_owned() })?;
+        let jail = self.jail().ok_or_else(|| LaunchError::Preparation {
+            why: "it is not finished".to_owned(),
+        })?;
         if let Kin::Of(source) = kin
             && !source.is_of(&jail)
         {
-            return Err(LaunchError::Start { why: "its jail has ended".to_owned() });
+            return Err(LaunchError::Start {
+                why: "its jail has ended".to_owned(),
+            });
         }
-        let slot = jail
-            .slots
-            .take()
-            .ok_or_else(|| LaunchError::Start { why: "all numbers for sandboxes are in use".to_owned() })?;
-        let limits = if kin.is_apart() { &self.settings.limits_apart } else { &self.settings.limits };
+        let slot = jail.slots.take().ok_or_else(|| LaunchError::Start {
+            why: "all numbers for sandboxes are in use".to_owned(),
+        })?;
+        let limits = if kin.is_apart() {
+            &self.settings.limits_apart
+        } else {
+            &self.settings.limits
+        };
         NativeSandbox::begin(&jail, slot, limits, kin, Weak::clone(&self.this)).await
     }
 }

@@ -108,7 +108,10 @@ impl Pool {
     /// Destroys what waits.
     pub(super) fn clear(&self) {
         let mut waiting = self.waiting();
-        let members = (std::mem::take(&mut waiting.warm), std::mem::take(&mut waiting.empty));
+        let members = (
+            std::mem::take(&mut waiting.warm),
+            std::mem::take(&mut waiting.empty),
+        );
         drop(waiting);
         drop(members);
     }

@@ -47,7 +47,10 @@ impl Look {
         let ticks = |index: usize| fields.get(index)?.parse::<u64>().ok();
         // utime and stime are the fields 14 and 15 of the line, counted in hundredths of a second.
         let processor_time = Duration::from_millis((ticks(11)? + ticks(12)?) * 10);
-        Some(Look { state: fields.first()?.chars().next()?, processor_time })
+        Some(Look {
+            state: fields.first()?.chars().next()?,
+            processor_time,
+        })
     }
 
     /// Whether a signal has stopped it.
@@ -63,7 +66,8 @@ pub(super) fn stat_of(process: &OwnedFd) -> io::Result<String> {
 
 /// The fields of such a line from the third on. The name may hold anything, also brackets and spaces.
 pub(super) fn fields_after_name(stat: &str) -> Option<impl Iterator<Item = &str>> {
-    stat.rsplit_once(')').map(|(_, fields)| fields.split_whitespace())
+    stat.rsplit_once(')')
+        .map(|(_, fields)| fields.split_whitespace())
 }
 
 /// Whether a process has exited or is about to: the kernel has begun to end it, and everything in
@@ -81,7 +85,10 @@ fn shows_end(stat: &str) -> bool {
     // second.
     let fields: Vec<&str> = fields_after_name(stat).into_iter().flatten().collect();
     let has = |index: usize, bits: u64| {
-        fields.get(index).and_then(|field| field.parse::<u64>().ok()).is_some_and(|found| found & bits != 0)
+        fields
+            .get(index)
+            .and_then(|field| field.parse::<u64>().ok())
+            .is_some_and(|found| found & bits != 0)
     };
     has(6, PF_EXITING) || has(28, SIGKILL)
 }
@@ -89,14 +96,20 @@ fn shows_end(stat: &str) -> bool {
 /// Looks at the parent of a process now.
 pub(super) fn look_at_parent(process: &OwnedFd) -> io::Result<Look> {
     let stat = stat_of(process)?;
-    let parent = fields_after_name(&stat).and_then(|mut fields| fields.nth(1)).ok_or(io::ErrorKind::InvalidData)?;
-    Look::parse(&fs::read_to_string(format!("/proc/{parent}/stat"))?).ok_or_else(|| io::ErrorKind::InvalidData.into())
+    let parent = fields_after_name(&stat)
+        .and_then(|mut fields| fields.nth(1))
+        .ok_or(io::ErrorKind::InvalidData)?;
+    Look::parse(&fs::read_to_string(format!("/proc/{parent}/stat"))?)
+        .ok_or_else(|| io::ErrorKind::InvalidData.into())
 }
 
 /// Whether a process has exited. The first of a pid namespace exits after all others in it.
 pub(super) fn has_exited(process: &OwnedFd) -> bool {
     let mut events = [PollFd::new(process, PollFlags::IN)];
-    let now = rustix::event::Timespec { tv_sec: 0, tv_nsec: 0 };
+    let now = rustix::event::Timespec {
+        tv_sec: 0,
+        tv_nsec: 0,
+    };
     rustix::event::poll(&mut events, Some(&now)).is_ok_and(|ready| ready > 0)
 }
 
@@ -113,7 +126,11 @@ impl Pulse {
     /// Takes one look into account. Returns why the process is taken for hung, if it is. A process
     /// that is never asked counts as answering.
     pub(super) fn take(&mut self, look: Look, has_answered: bool) -> Option<&'static str> {
-        self.stopped = if look.is_stopped() { self.stopped + 1 } else { 0 };
+        self.stopped = if look.is_stopped() {
+            self.stopped + 1
+        } else {
+            0
+        };
         if self.stopped >= STOPPED_LOOKS {
             return Some("was stopped");
         }
@@ -121,7 +138,11 @@ impl Pulse {
             (self.asleep, self.at_answer) = (0, look.processor_time);
             return None;
         }
-        self.asleep = if look.state == 'S' { self.asleep + 1 } else { 0 };
+        self.asleep = if look.state == 'S' {
+            self.asleep + 1
+        } else {
+            0
+        };
         if self.asleep >= ASLEEP_LOOKS {
             return Some("waits and does not answer");
         }
@@ -135,13 +156,22 @@ mod tests {
     use super::*;
 
     fn look(state: char, seconds: u64) -> Look {
-        Look { state, processor_time: Duration::from_secs(seconds) }
+        Look {
+            state,
+            processor_time: Duration::from_secs(seconds),
+        }
     }
 
     #[test]
     fn state_and_processor_time_are_read_behind_any_name() {
         let line = "42 (a) b (c) T 1 42 42 0 -1 1077936128 5 0 0 0 150 25 0 0 20 0 1 0 1 2 3";
-        assert_eq!(Look::parse(line), Some(Look { state: 'T', processor_time: Duration::from_millis(1750) }));
+        assert_eq!(
+            Look::parse(line),
+            Some(Look {
+                state: 'T',
+                processor_time: Duration::from_millis(1750)
+            })
+        );
         assert_eq!(Look::parse("nonsense"), None);
     }
 
@@ -177,7 +207,10 @@ mod tests {
     fn a_process_that_computes_for_ever_hangs_and_one_that_answers_does_not() {
         let mut pulse = Pulse::default();
         assert_eq!(pulse.take(look('R', 19), false), None);
-        assert_eq!(pulse.take(look('R', 21), false), Some("computes and does not answer"));
+        assert_eq!(
+            pulse.take(look('R', 21), false),
+            Some("computes and does not answer")
+        );
         let mut answering = Pulse::default();
         assert!((0..100).all(|second| answering.take(look('R', second * 5), true).is_none()));
     }
@@ -192,25 +225,36 @@ mod tests {
     #[test]
     fn a_process_that_was_killed_and_has_not_run_since_is_about_to_end() {
         let line = |flags: u64, pending: u64| {
-            format!("42 (a) b (c) R 1 42 42 0 -1 {flags} 5 0 0 0 1 2 0 0 20 0 1 0 1 2 3 4 5 6 7 8 9 {pending} 0 0 0")
+            format!(
+                "42 (a) b (c) R 1 42 42 0 -1 {flags} 5 0 0 0 1 2 0 0 20 0 1 0 1 2 3 4 5 6 7 8 9 {pending} 0 0 0"
+            )
         };
         assert!(!shows_end(&line(0x400100, 0)));
         assert!(shows_end(&line(0x400104, 0)));
         assert!(shows_end(&line(0x400100, 0x100)));
-        assert!(!shows_end(&line(0x400100, 0x2)), "another signal is not an end");
+        assert!(
+            !shows_end(&line(0x400100, 0x2)),
+            "another signal is not an end"
+        );
     }
 
     #[test]
     fn a_process_that_lives_is_not_exiting_and_one_that_was_killed_is() {
         use rustix::process::{Pid, PidfdFlags, Signal, WaitId, WaitIdOptions};
-        let mut child = std::process::Command::new("sleep").arg("60").spawn().unwrap();
+        let mut child = std::process::Command::new("sleep")
+            .arg("60")
+            .spawn()
+            .unwrap();
         let pid = Pid::from_child(&child);
         let handle = rustix::process::pidfd_open(pid, PidfdFlags::empty()).unwrap();
         assert!(!is_exiting(&handle) && !has_exited(&handle)); // control
         rustix::process::kill_process(pid, Signal::KILL).unwrap();
         let ended = WaitIdOptions::EXITED | WaitIdOptions::NOWAIT;
         rustix::process::waitid(WaitId::Pid(pid), ended).unwrap();
-        assert!(is_exiting(&handle) && has_exited(&handle), "a zombie has exited");
+        assert!(
+            is_exiting(&handle) && has_exited(&handle),
+            "a zombie has exited"
+        );
         child.wait().unwrap();
         assert!(is_exiting(&handle), "so has one that is gone");
     }

@@ -38,8 +38,8 @@ use super::warden::{self, Checkpoint, FamilyNumber, Slots, View, Warden};
 use super::{Inner, STEP_LIMIT};
 use crate::reaction::{CpuWaits, within, within_with};
 use crate::sandbox::{
-    Asker, CheckpointError, CheckpointId, Exit, ForkTerms, Gauge, Interpreter, Isolation, LaunchError, Launcher,
-    MemoryUse, Network, Process, Sandbox, SandboxLimits,
+    Asker, CheckpointError, CheckpointId, Exit, ForkTerms, Gauge, Interpreter, Isolation,
+    LaunchError, Launcher, MemoryUse, Network, Process, Sandbox, SandboxLimits,
 };
 
 /// Forks after which the warm interpreter is replaced, so that address layout and hash seed change.
@@ -148,18 +148,30 @@ impl Groups {
     fn make(tree: &cgroup::Tree, slot: Slot, limits: &SandboxLimits) -> io::Result<Groups> {
         let family = Arc::new(tree.family(&format!("family-{}", slot.0), limits.family_memory)?);
         let own = Arc::new(family.group(&format!("session-{}", slot.0), &Groups::limits(limits))?);
-        Ok(Groups { own: Some(own), family: Some(family) })
+        Ok(Groups {
+            own: Some(own),
+            family: Some(family),
+        })
     }
 
     /// Makes the groups of a fork, in the family of its source.
     fn join(&self, slot: Slot, limits: &SandboxLimits) -> io::Result<Groups> {
-        let Some(family) = &self.family else { return Ok(Groups::default()) };
+        let Some(family) = &self.family else {
+            return Ok(Groups::default());
+        };
         let own = Arc::new(family.group(&format!("fork-{}", slot.0), &Groups::limits(limits))?);
-        Ok(Groups { own: Some(own), family: Some(Arc::clone(family)) })
+        Ok(Groups {
+            own: Some(own),
+            family: Some(Arc::clone(family)),
+        })
     }
 
     fn limits(limits: &SandboxLimits) -> cgroup::Limits {
-        cgroup::Limits { memory: limits.memory, processes: limits.processes + OWN_PROCESSES, cpus: limits.cpus }
+        cgroup::Limits {
+            memory: limits.memory,
+            processes: limits.processes + OWN_PROCESSES,
+            cpus: limits.cpus,
+        }
     }
 
     /// Removes them; no process is left in them. A family goes with its last member.
@@ -184,11 +196,16 @@ impl NativeSandbox {
             Kin::Nobody { .. } => FamilyNumber::take(&jail.families),
             Kin::Of(source) => Some(Arc::clone(&source.family)),
         };
-        let all_taken = || LaunchError::Start { why: "all user ids for sessions are in use".to_owned() };
+        let all_taken = || LaunchError::Start {
+            why: "all user ids for sessions are in use".to_owned(),
+        };
         let family = family.ok_or_else(all_taken)?;
         let view = jail.warden.watch(slot);
         let (uid, gid) = match jail.identity {
-            Identity::Block { .. } => (jail.identity.on_host(family.id), jail.identity.on_host(family.id)),
+            Identity::Block { .. } => (
+                jail.identity.on_host(family.id),
+                jail.identity.on_host(family.id),
+            ),
             Identity::Caller { uid, gid } => (uid, gid),
         };
         let programs = if apart { Programs::Free } else { jail.programs };
@@ -235,12 +252,18 @@ impl NativeSandbox {
         };
         sandbox.groups = match (kin, jail.instance.tree()) {
             (Kin::Of(source), _) => source.groups.join(slot, limits).map_err(no_limits)?,
-            (Kin::Nobody { .. }, Some(tree)) => Groups::make(tree, slot, limits).map_err(no_limits)?,
+            (Kin::Nobody { .. }, Some(tree)) => {
+                Groups::make(tree, slot, limits).map_err(no_limits)?
+            }
             (Kin::Nobody { .. }, None) => Groups::default(),
         };
         let doors = sandbox.doors()?;
         let passed: Vec<_> = doors.iter().map(AsFd::as_fd).collect();
-        let prepare = Command::Prepare { slot, family: sandbox.family.id, apart };
+        let prepare = Command::Prepare {
+            slot,
+            family: sandbox.family.id,
+            apart,
+        };
         sandbox.warden.command(&prepare, &passed).await?;
         Ok(sandbox)
     }
@@ -250,11 +273,15 @@ impl NativeSandbox {
         if let Some(home) = &self.home {
             return Ok(Arc::clone(home));
         }
-        let (init, home) = self.await_view(|view| view.init.clone().zip(view.prepared.clone())).await?;
+        let (init, home) = self
+            .await_view(|view| view.init.clone().zip(view.prepared.clone()))
+            .await?;
         self.check_confinement(&init)?;
         if let Some(network) = &self.network {
             let opened = network.open(self.warden.take_doors(self.slot));
-            let no_way = |error| LaunchError::Start { why: format!("its network could not be opened: {error}") };
+            let no_way = |error| LaunchError::Start {
+                why: format!("its network could not be opened: {error}"),
+            };
             let gateway = opened.map_err(no_way)?;
             if let Some(rules) = self.first_rules.take() {
                 gateway.set_rules(rules);
@@ -276,12 +303,17 @@ impl NativeSandbox {
         let init = self.view.borrow().init.clone();
         let mut pulse = Pulse::default();
         // It is the parent of all inits of the family. Of one that is gone, the warden tells.
-        while let Some(look) = init.as_deref().and_then(|init| pulse::look_at_parent(init).ok()) {
+        while let Some(look) = init
+            .as_deref()
+            .and_then(|init| pulse::look_at_parent(init).ok())
+        {
             if !look.is_stopped() {
                 break;
             }
             if let Some(why) = pulse.take(look, true) {
-                let why = format!("the first process of its sandboxes {why}, and no other can be added to them");
+                let why = format!(
+                    "the first process of its sandboxes {why}, and no other can be added to them"
+                );
                 return Err(LaunchError::Start { why });
             }
             tokio::time::sleep(pulse::INTERVAL).await;
@@ -290,7 +322,10 @@ impl NativeSandbox {
     }
 
     /// Waits until the warden has told what is asked for, or that it failed.
-    async fn await_view<T>(&mut self, wanted: impl Fn(&View) -> Option<T>) -> Result<T, LaunchError> {
+    async fn await_view<T>(
+        &mut self,
+        wanted: impl Fn(&View) -> Option<T>,
+    ) -> Result<T, LaunchError> {
         self.await_view_for(STEP_LIMIT, wanted).await
     }
 
@@ -299,28 +334,43 @@ impl NativeSandbox {
         limit: Duration,
         wanted: impl Fn(&View) -> Option<T>,
     ) -> Result<T, LaunchError> {
-        let settled = self.view.wait_for(|view| view.failed.is_some() || view.destroyed || wanted(view).is_some());
+        let settled = self
+            .view
+            .wait_for(|view| view.failed.is_some() || view.destroyed || wanted(view).is_some());
         let view = match within(limit, settled).await {
             None => return Err(LaunchError::TimedOut(limit)),
-            Some(Err(_)) => return Err(LaunchError::Start { why: "the jail ended".to_owned() }),
+            Some(Err(_)) => {
+                return Err(LaunchError::Start {
+                    why: "the jail ended".to_owned(),
+                });
+            }
             Some(Ok(view)) => view,
         };
         match (wanted(&view), &view.failed) {
             (Some(found), _) => Ok(found),
             (None, Some(why)) => Err(LaunchError::Start { why: why.clone() }),
-            (None, None) => Err(LaunchError::Start { why: "the sandbox ended while it was made".to_owned() }),
+            (None, None) => Err(LaunchError::Start {
+                why: "the sandbox ended while it was made".to_owned(),
+            }),
         }
     }
 
     /// Opens the ways into the sandbox's control group, where processes enter it by themselves.
     fn doors(&self) -> Result<Vec<OwnedFd>, LaunchError> {
-        let Some(group) = &self.groups.own else { return Ok(Vec::new()) };
-        group.doors().map_err(|error| LaunchError::Start { why: format!("its limits could not be opened: {error}") })
+        let Some(group) = &self.groups.own else {
+            return Ok(Vec::new());
+        };
+        group.doors().map_err(|error| LaunchError::Start {
+            why: format!("its limits could not be opened: {error}"),
+        })
     }
 
     /// Refuses a process that is not under its limits, whoever was to put it there.
     fn check_confinement(&self, process: &OwnedFd) -> Result<(), LaunchError> {
-        self.groups.own.as_ref().map_or(Ok(()), |group| check_group(group, process))
+        self.groups
+            .own
+            .as_ref()
+            .map_or(Ok(()), |group| check_group(group, process))
     }
 
     /// Whether the runner must be told that programs may be started here, although they may not elsewhere.
@@ -329,20 +379,27 @@ impl NativeSandbox {
     }
 
     /// Makes a fresh interpreter in the sandbox, which has not greeted yet.
-    pub(super) async fn start_interpreter(&mut self, how: Fresh) -> Result<Interpreter, LaunchError> {
+    pub(super) async fn start_interpreter(
+        &mut self,
+        how: Fresh,
+    ) -> Result<Interpreter, LaunchError> {
         let gate = match how {
             Fresh::AtOnce if self.is_exempt() => b"o",
             Fresh::AtOnce => b"g",
             Fresh::Primed => b"p",
             Fresh::Emptied => b"e",
         };
-        self.warden.count_fork(FORKS_PER_ZYGOTE, AGE_OF_ZYGOTE).await?;
+        self.warden
+            .count_fork(FORKS_PER_ZYGOTE, AGE_OF_ZYGOTE)
+            .await?;
         let deaths = self.warden.zygote_deaths();
         match self.interpreter_from(Origin::Zygote, false, gate).await {
             // The warm interpreter has died. The warden has told so first, so the next fork waits
             // for another one.
             Err(LaunchError::Start { .. }) if self.warden.zygote_deaths() != deaths => {
-                self.warden.count_fork(FORKS_PER_ZYGOTE, AGE_OF_ZYGOTE).await?;
+                self.warden
+                    .count_fork(FORKS_PER_ZYGOTE, AGE_OF_ZYGOTE)
+                    .await?;
                 self.interpreter_from(Origin::Zygote, false, gate).await
             }
             // One that was refused would be refused again, and one that was only slow may still
@@ -352,23 +409,42 @@ impl NativeSandbox {
     }
 
     /// Makes an interpreter, checks it while it stands still, and lets it go through its gate. With `keep`, there is a checkpoint of its beginning.
-    async fn interpreter_from(&mut self, from: Origin, keep: bool, gate: &[u8]) -> Result<Interpreter, LaunchError> {
-        let failed = |error: io::Error| LaunchError::Start { why: error.to_string() };
+    async fn interpreter_from(
+        &mut self,
+        from: Origin,
+        keep: bool,
+        gate: &[u8],
+    ) -> Result<Interpreter, LaunchError> {
+        let failed = |error: io::Error| LaunchError::Start {
+            why: error.to_string(),
+        };
         let memory = MemoryWatch::begin(&self.groups, &self.limits);
         self.generation.0 += 1;
         let generation = self.generation;
         let (mut channel, theirs) = UnixStream::pair().map_err(failed)?;
-        let theirs = theirs.into_std().and_then(|socket| socket.set_nonblocking(false).map(|()| socket));
+        let theirs = theirs
+            .into_std()
+            .and_then(|socket| socket.set_nonblocking(false).map(|()| socket));
         let theirs = theirs.map_err(failed)?;
         if generation.0 > 1 {
             self.warden.forget_failure(self.slot);
         }
         let doors = self.doors()?;
-        let passed: Vec<_> = std::iter::once(theirs.as_fd()).chain(doors.iter().map(AsFd::as_fd)).collect();
-        let fork = Command::Fork { slot: self.slot, generation, from, keep, programs: self.programs };
+        let passed: Vec<_> = std::iter::once(theirs.as_fd())
+            .chain(doors.iter().map(AsFd::as_fd))
+            .collect();
+        let fork = Command::Fork {
+            slot: self.slot,
+            generation,
+            from,
+            keep,
+            programs: self.programs,
+        };
         self.warden.command(&fork, &passed).await?;
         drop(theirs);
-        let process = self.await_view(|view| view.interpreter_of(generation)).await?;
+        let process = self
+            .await_view(|view| view.interpreter_of(generation))
+            .await?;
         self.interpreter = Some(Arc::clone(&process));
         let checked = self.prepared().await.and_then(|home| {
             self.check_confinement(&process)?;
@@ -380,7 +456,15 @@ impl NativeSandbox {
         }
         // It reads this when it is let go, and has nobody to wait for then.
         channel.write_all(gate).await.map_err(failed)?;
-        self.warden.command(&Command::Release { slot: self.slot, generation }, &[]).await?;
+        self.warden
+            .command(
+                &Command::Release {
+                    slot: self.slot,
+                    generation,
+                },
+                &[],
+            )
+            .await?;
         let process = NativeProcess {
             warden: Arc::clone(&self.warden),
             slot: self.slot,
@@ -393,7 +477,13 @@ impl NativeSandbox {
             memory,
         };
         let beginning = keep.then_some(CheckpointId(BEGINNING));
-        Ok(Interpreter { channel, skew: Duration::ZERO, process: Box::new(process), beginning, files_lost: false })
+        Ok(Interpreter {
+            channel,
+            skew: Duration::ZERO,
+            process: Box::new(process),
+            beginning,
+            files_lost: false,
+        })
     }
 
     /// Makes the first, fresh interpreter of the sandbox.
@@ -415,8 +505,9 @@ impl NativeSandbox {
                     Ok(_) => return Ok(()),
                     Err(rustix::io::Errno::AGAIN) => {
                         // Lets the runtime know that the readiness was false.
-                        let _ = channel
-                            .try_io(tokio::io::Interest::READABLE, || Err::<(), _>(io::ErrorKind::WouldBlock.into()));
+                        let _ = channel.try_io(tokio::io::Interest::READABLE, || {
+                            Err::<(), _>(io::ErrorKind::WouldBlock.into())
+                        });
                     }
                     Err(error) => return Err(io::Error::from(error)),
                 }
@@ -425,7 +516,9 @@ impl NativeSandbox {
         match within(STEP_LIMIT, spoke).await {
             Some(Ok(())) => Ok(()),
             None => Err(LaunchError::TimedOut(STEP_LIMIT)),
-            Some(Err(_)) => Err(LaunchError::Start { why: "the interpreter ended before it greeted".to_owned() }),
+            Some(Err(_)) => Err(LaunchError::Start {
+                why: "the interpreter ended before it greeted".to_owned(),
+            }),
         }
     }
 
@@ -445,7 +538,10 @@ impl NativeSandbox {
     async fn replace(&mut self, house: &Inner) -> Result<Interpreter, LaunchError> {
         let (successor, interpreter) = house.made(self.apart).await?;
         std::mem::replace(self, successor).destroy().await;
-        Ok(Interpreter { files_lost: self.owns_work_folder, ..interpreter })
+        Ok(Interpreter {
+            files_lost: self.owns_work_folder,
+            ..interpreter
+        })
     }
 }
 
@@ -472,29 +568,50 @@ impl Sandbox for NativeSandbox {
         self.replace(&house).await
     }
 
-    async fn checkpoint(&mut self, told: oneshot::Sender<()>) -> Result<CheckpointId, CheckpointError> {
+    async fn checkpoint(
+        &mut self,
+        told: oneshot::Sender<()>,
+    ) -> Result<CheckpointId, CheckpointError> {
         self.checkpoints += 1;
         let (slot, number) = (self.slot, self.checkpoints);
-        let failed = |error: LaunchError| CheckpointError::Failed { why: error.to_string() };
-        self.warden.command(&Command::Checkpoint { slot, number }, &[]).await.map_err(failed)?;
-        let mut guard = LookAway { warden: Arc::clone(&self.warden), slot, number, done: false };
+        let failed = |error: LaunchError| CheckpointError::Failed {
+            why: error.to_string(),
+        };
+        self.warden
+            .command(&Command::Checkpoint { slot, number }, &[])
+            .await
+            .map_err(failed)?;
+        let mut guard = LookAway {
+            warden: Arc::clone(&self.warden),
+            slot,
+            number,
+            done: false,
+        };
         self.await_checkpoint(number, |_| true).await?;
         let _ = told.send(());
-        let made = self.await_checkpoint(number, |state| *state == Checkpoint::Made).await;
+        let made = self
+            .await_checkpoint(number, |state| *state == Checkpoint::Made)
+            .await;
         guard.done = made.is_ok();
         made.map(|()| CheckpointId(number))
     }
 
     async fn restore(&mut self, checkpoint: CheckpointId) -> Result<Interpreter, LaunchError> {
         if self.is_gone() {
-            let why = "its sandbox is gone, and with it its files and every state that could be restored".to_owned();
+            let why =
+                "its sandbox is gone, and with it its files and every state that could be restored"
+                    .to_owned();
             return Err(LaunchError::Start { why });
         }
         self.sweep().await?;
         if self.began_fresh && checkpoint == FRESH {
             return self.start_interpreter(Fresh::Emptied).await;
         }
-        let from = Origin::Checkpoint { slot: self.slot, number: checkpoint.0, last: false };
+        let from = Origin::Checkpoint {
+            slot: self.slot,
+            number: checkpoint.0,
+            last: false,
+        };
         self.interpreter_from(from, false, b"u").await
     }
 
@@ -508,8 +625,14 @@ impl Sandbox for NativeSandbox {
         self.await_family().await?;
         let _place = house.place().await?;
         let mut sandbox = house.begin_empty(Kin::Of(self)).await?;
-        let from = Origin::Checkpoint { slot: self.slot, number: checkpoint.0, last: terms.last };
-        let interpreter = sandbox.interpreter_from(from, terms.keep_beginning, b"f").await?;
+        let from = Origin::Checkpoint {
+            slot: self.slot,
+            number: checkpoint.0,
+            last: terms.last,
+        };
+        let interpreter = sandbox
+            .interpreter_from(from, terms.keep_beginning, b"f")
+            .await?;
         if terms.last {
             self.warden.forget_checkpoint(self.slot, checkpoint.0);
         }
@@ -529,7 +652,10 @@ impl Sandbox for NativeSandbox {
 
     fn forget(&self, checkpoint: CheckpointId) {
         self.warden.forget_checkpoint(self.slot, checkpoint.0);
-        self.warden.command_now(&Command::Forget { slot: self.slot, number: checkpoint.0 });
+        self.warden.command_now(&Command::Forget {
+            slot: self.slot,
+            number: checkpoint.0,
+        });
     }
 
     fn memory(&self) -> MemoryUse {
@@ -550,7 +676,10 @@ impl Sandbox for NativeSandbox {
     }
 
     fn gauge(&self) -> Arc<dyn Gauge> {
-        Arc::new(NativeGauge { group: self.groups.own.clone(), process: self.interpreter.clone() })
+        Arc::new(NativeGauge {
+            group: self.groups.own.clone(),
+            process: self.interpreter.clone(),
+        })
     }
 
     fn launcher(&self) -> Arc<dyn Launcher> {
@@ -560,7 +689,10 @@ impl Sandbox for NativeSandbox {
             view: self.view.clone(),
             numbers: Arc::clone(&self.errands),
             groups: self.groups.clone(),
-            expected: Expected { seccomp_filters: self.expected.seccomp_filters.min(FILTERS), ..self.expected },
+            expected: Expected {
+                seccomp_filters: self.expected.seccomp_filters.min(FILTERS),
+                ..self.expected
+            },
             host: self.host.clone(),
             home: self.home.clone().unwrap_or_default(),
             environment: Arc::clone(&self.environment),
@@ -569,7 +701,9 @@ impl Sandbox for NativeSandbox {
     }
 
     fn rules(&self) -> Rules {
-        self.gateway.as_ref().map_or_else(Rules::none, Gateway::rules)
+        self.gateway
+            .as_ref()
+            .map_or_else(Rules::none, Gateway::rules)
     }
 
     fn set_rules(&self, rules: Rules) {
@@ -585,7 +719,10 @@ impl Sandbox for NativeSandbox {
     }
 
     fn take_blocked(&self) -> Vec<Blocked> {
-        self.gateway.as_ref().map(Gateway::take_blocked).unwrap_or_default()
+        self.gateway
+            .as_ref()
+            .map(Gateway::take_blocked)
+            .unwrap_or_default()
     }
 
     async fn destroy(&mut self) {
@@ -593,10 +730,18 @@ impl Sandbox for NativeSandbox {
             return;
         }
         self.gateway = None;
-        if self.warden.command(&Command::Destroy { slot: self.slot }, &[]).await.is_ok() {
+        if self
+            .warden
+            .command(&Command::Destroy { slot: self.slot }, &[])
+            .await
+            .is_ok()
+        {
             let gone = self.view.wait_for(|view| view.destroyed);
             if within(STEP_LIMIT, gone).await.is_none() {
-                warn!(slot = self.slot.0, "a sandbox did not end; its user id stays taken");
+                warn!(
+                    slot = self.slot.0,
+                    "a sandbox did not end; its user id stays taken"
+                );
                 std::mem::forget(Arc::clone(&self.family));
                 return;
             }
@@ -614,20 +759,36 @@ impl Drop for NativeSandbox {
         }
         self.destroyed = true;
         let (slots, family) = (self.slots.clone(), Arc::clone(&self.family));
-        self.warden.abandon(self.slot, self.view.clone(), self.groups.clone(), slots, family);
+        self.warden.abandon(
+            self.slot,
+            self.view.clone(),
+            self.groups.clone(),
+            slots,
+            family,
+        );
     }
 }
 
 impl NativeSandbox {
     /// Where other sandboxes come from.
     fn house(&self) -> Result<Arc<Inner>, LaunchError> {
-        self.house.upgrade().ok_or_else(|| LaunchError::Start { why: "the server is ending".to_owned() })
+        self.house.upgrade().ok_or_else(|| LaunchError::Start {
+            why: "the server is ending".to_owned(),
+        })
     }
 
     /// Ends every process of the sandbox but its init. Fails early when the init hangs.
     async fn sweep(&mut self) -> Result<(), LaunchError> {
         let number = next_number(&self.sweeps);
-        self.warden.command(&Command::Sweep { slot: self.slot, number }, &[]).await?;
+        self.warden
+            .command(
+                &Command::Sweep {
+                    slot: self.slot,
+                    number,
+                },
+                &[],
+            )
+            .await?;
         // A sweep that is still on its way would end the new interpreter too, and one that has not been collected is in its way.
         let generation = self.generation;
         let ended = |view: &View| generation.0 == 0 || view.end_of(generation).is_some();
@@ -635,7 +796,8 @@ impl NativeSandbox {
         loop {
             let swept = |view: &View| (view.swept >= number && ended(view)).then_some(());
             match self.await_view_for(pulse::INTERVAL, swept).await {
-                Err(LaunchError::TimedOut(_)) if begun.elapsed() < STEP_LIMIT && !self.is_lost() => {}
+                Err(LaunchError::TimedOut(_))
+                    if begun.elapsed() < STEP_LIMIT && !self.is_lost() => {}
                 swept => return swept,
             }
         }
@@ -647,11 +809,17 @@ impl NativeSandbox {
         number: u32,
         wanted: impl Fn(&Checkpoint) -> bool,
     ) -> Result<(), CheckpointError> {
-        let failed = |why: &str| Err(CheckpointError::Failed { why: why.to_owned() });
+        let failed = |why: &str| {
+            Err(CheckpointError::Failed {
+                why: why.to_owned(),
+            })
+        };
         let gauge = self.gauge();
         let settled = self.view.wait_for(|view| {
             view.destroyed
-                || view.checkpoint(number).is_some_and(|state| matches!(state, Checkpoint::Failed(_)) || wanted(state))
+                || view
+                    .checkpoint(number)
+                    .is_some_and(|state| matches!(state, Checkpoint::Failed(_)) || wanted(state))
         });
         match within_with(BRANCH_LIMIT, || gauge.processor_time(), settled).await {
             None => failed("it did not come to its branch point in time"),
@@ -669,8 +837,12 @@ impl NativeSandbox {
 pub(super) fn check_group(group: &Group, process: &OwnedFd) -> Result<(), LaunchError> {
     match warden::host_pid(process).and_then(|pid| group.holds(pid)) {
         Ok(true) => Ok(()),
-        Ok(false) => Err(LaunchError::Start { why: "it is not under its limits".to_owned() }),
-        Err(error) => Err(LaunchError::Start { why: format!("its limits could not be checked: {error}") }),
+        Ok(false) => Err(LaunchError::Start {
+            why: "it is not under its limits".to_owned(),
+        }),
+        Err(error) => Err(LaunchError::Start {
+            why: format!("its limits could not be checked: {error}"),
+        }),
     }
 }
 
@@ -683,13 +855,18 @@ pub(super) fn verify(
     home: &[PathBuf],
 ) -> Result<(), LaunchError> {
     let posture = warden::host_pid(process).and_then(Posture::read);
-    let posture =
-        posture.map_err(|error| LaunchError::Start { why: format!("its isolation could not be checked: {error}") })?;
+    let posture = posture.map_err(|error| LaunchError::Start {
+        why: format!("its isolation could not be checked: {error}"),
+    })?;
     let warm = warden.warm_posture();
-    let warm = warm.ok_or_else(|| LaunchError::Start { why: "there is no warm interpreter".to_owned() })?;
+    let warm = warm.ok_or_else(|| LaunchError::Start {
+        why: "there is no warm interpreter".to_owned(),
+    })?;
     match posture.fault(expected, host, &warm, home) {
         None => Ok(()),
-        Some(fault) => Err(LaunchError::Start { why: format!("its isolation is not as it must be: {fault}") }),
+        Some(fault) => Err(LaunchError::Start {
+            why: format!("its isolation is not as it must be: {fault}"),
+        }),
     }
 }
 
@@ -702,7 +879,11 @@ struct NativeGauge {
 impl Gauge for NativeGauge {
     fn processor_time(&self) -> Duration {
         let counted = self.group.as_ref().and_then(|group| group.processor_time());
-        let of_process = || self.process.as_ref().and_then(|process| warden::processor_time_of(process).ok());
+        let of_process = || {
+            self.process
+                .as_ref()
+                .and_then(|process| warden::processor_time_of(process).ok())
+        };
         counted.or_else(of_process).unwrap_or_default()
     }
 
@@ -715,11 +896,17 @@ impl Gauge for NativeGauge {
     }
 
     fn stored(&self) -> u64 {
-        self.group.as_ref().map_or(0, |group| group.files_in_memory())
+        self.group
+            .as_ref()
+            .map_or(0, |group| group.files_in_memory())
     }
 
     fn cpu_waits(&self) -> CpuWaits {
-        CpuWaits::of_processes(self.process.as_ref().and_then(|process| warden::host_pid(process).ok()))
+        CpuWaits::of_processes(
+            self.process
+                .as_ref()
+                .and_then(|process| warden::host_pid(process).ok()),
+        )
     }
 }
 
@@ -742,7 +929,9 @@ impl Drop for LookAway {
 }
 
 fn no_limits(error: io::Error) -> LaunchError {
-    LaunchError::Start { why: format!("its limits could not be set: {error}") }
+    LaunchError::Start {
+        why: format!("its limits could not be set: {error}"),
+    }
 }
 
 struct NativeProcess {
@@ -768,14 +957,24 @@ impl Process for NativeProcess {
 
     fn kill(&self) {
         let _ = rustix::process::pidfd_send_signal(&self.process, Signal::KILL);
-        self.warden.command_now(&Command::Sweep { slot: self.slot, number: next_number(&self.sweeps) });
+        self.warden.command_now(&Command::Sweep {
+            slot: self.slot,
+            number: next_number(&self.sweeps),
+        });
     }
 
     async fn exited(&mut self) -> Exit {
         let generation = self.generation;
-        let ended = self.view.wait_for(|view| view.destroyed || view.end_of(generation).is_some()).await;
-        let gone = Exit::SandboxGone { files_kept: self.files_outlive_it };
-        let Some(status) = ended.ok().and_then(|view| view.end_of(generation)) else { return gone };
+        let ended = self
+            .view
+            .wait_for(|view| view.destroyed || view.end_of(generation).is_some())
+            .await;
+        let gone = Exit::SandboxGone {
+            files_kept: self.files_outlive_it,
+        };
+        let Some(status) = ended.ok().and_then(|view| view.end_of(generation)) else {
+            return gone;
+        };
         let status = std::os::unix::process::ExitStatusExt::from_raw(status);
         let exit = exit_of(status, || self.memory.exit());
         // The kernel ends an init before it kills the processes of its namespace, and kills the
@@ -783,11 +982,15 @@ impl Process for NativeProcess {
         // whoever was killed because of that finds it exiting.
         match exit {
             Exit::Signal(_) if self.sandbox_ended() => gone,
-            Exit::OutOfMemory { limit, .. } if self.sandbox_ended() => {
-                Exit::OutOfMemory { limit, files_kept: self.files_outlive_it }
-            }
+            Exit::OutOfMemory { limit, .. } if self.sandbox_ended() => Exit::OutOfMemory {
+                limit,
+                files_kept: self.files_outlive_it,
+            },
             Exit::OutOfMemoryOutside { whose, .. } if self.sandbox_ended() => {
-                Exit::OutOfMemoryOutside { whose, files_kept: self.files_outlive_it }
+                Exit::OutOfMemoryOutside {
+                    whose,
+                    files_kept: self.files_outlive_it,
+                }
             }
             exit => exit,
         }
@@ -804,10 +1007,15 @@ pub(super) fn next_number(last: &AtomicU32) -> u32 {
     last.fetch_add(1, Ordering::Relaxed) + 1
 }
 
-pub(super) fn exit_of(status: std::process::ExitStatus, out_of_memory: impl Fn() -> Option<Exit>) -> Exit {
+pub(super) fn exit_of(
+    status: std::process::ExitStatus,
+    out_of_memory: impl Fn() -> Option<Exit>,
+) -> Exit {
     use std::os::unix::process::ExitStatusExt;
     match (status.signal(), status.code()) {
-        (Some(signal), _) if signal == Signal::KILL.as_raw() => out_of_memory().unwrap_or(Exit::Signal(signal)),
+        (Some(signal), _) if signal == Signal::KILL.as_raw() => {
+            out_of_memory().unwrap_or(Exit::Signal(signal))
+        }
         (Some(signal), _) => Exit::Signal(signal),
         (None, Some(code)) => Exit::Code(code),
         (None, None) => Exit::Unknown,

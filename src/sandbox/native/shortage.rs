@@ -25,7 +25,10 @@ pub(super) struct MemoryWatch {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Counted {
     /// In the session's group, and whether its family has ever met its limit.
-    Groups { own: OutOfMemory, is_family_full: bool },
+    Groups {
+        own: OutOfMemory,
+        is_family_full: bool,
+    },
     /// Around this process.
     Around(u64),
 }
@@ -54,11 +57,20 @@ impl MemoryWatch {
         // Only a process ended: the folder is its sandbox's.
         let files_kept = true;
         Some(match shortage(self.before, count(&self.groups))? {
-            Shortage::Session => Exit::OutOfMemory { limit: self.memory, files_kept },
-            Shortage::Family => {
-                Exit::OutOfMemoryOutside { whose: OuterMemory::Family { limit: self.family_memory }, files_kept }
-            }
-            Shortage::Machine => Exit::OutOfMemoryOutside { whose: OuterMemory::Machine, files_kept },
+            Shortage::Session => Exit::OutOfMemory {
+                limit: self.memory,
+                files_kept,
+            },
+            Shortage::Family => Exit::OutOfMemoryOutside {
+                whose: OuterMemory::Family {
+                    limit: self.family_memory,
+                },
+                files_kept,
+            },
+            Shortage::Machine => Exit::OutOfMemoryOutside {
+                whose: OuterMemory::Machine,
+                files_kept,
+            },
         })
     }
 }
@@ -67,7 +79,10 @@ fn count(groups: &Groups) -> Counted {
     match &groups.own {
         Some(own) => Counted::Groups {
             own: own.out_of_memory(),
-            is_family_full: groups.family.as_ref().is_some_and(|family| family.out_of_memory().is_at_own_limit()),
+            is_family_full: groups
+                .family
+                .as_ref()
+                .is_some_and(|family| family.out_of_memory().is_at_own_limit()),
         },
         None => Counted::Around(cgroup::kills_around_this_process()),
     }
@@ -75,7 +90,13 @@ fn count(groups: &Groups) -> Counted {
 
 fn shortage(before: Counted, now: Counted) -> Option<Shortage> {
     match (before, now) {
-        (Counted::Groups { own: before, .. }, Counted::Groups { own: now, is_family_full }) => {
+        (
+            Counted::Groups { own: before, .. },
+            Counted::Groups {
+                own: now,
+                is_family_full,
+            },
+        ) => {
             if now.happened_since(before) {
                 Some(Shortage::Session)
             } else if !now.happened_outside_since(before) {
@@ -112,7 +133,14 @@ mod tests {
         ] {
             assert_eq!(shortage(before, now), expected, "{now:?}");
         }
-        assert_eq!(shortage(Counted::Around(3), Counted::Around(4)), Some(Shortage::Machine));
-        assert_eq!(shortage(Counted::Around(3), Counted::Around(3)), None, "a kill by hand is not counted");
+        assert_eq!(
+            shortage(Counted::Around(3), Counted::Around(4)),
+            Some(Shortage::Machine)
+        );
+        assert_eq!(
+            shortage(Counted::Around(3), Counted::Around(3)),
+            None,
+            "a kill by hand is not counted"
+        );
     }
 }

@@ -40,9 +40,16 @@ impl Manager {
         }
         let connecting = async {
             let address = format!("unix:path={}", socket.display());
-            let connection: Connection = connection::Builder::address(address.as_str())?.build().await?;
-            Proxy::new_owned(connection, DESTINATION, "/org/freedesktop/systemd1", "org.freedesktop.systemd1.Manager")
-                .await
+            let connection: Connection = connection::Builder::address(address.as_str())?
+                .build()
+                .await?;
+            Proxy::new_owned(
+                connection,
+                DESTINATION,
+                "/org/freedesktop/systemd1",
+                "org.freedesktop.systemd1.Manager",
+            )
+            .await
         };
         let proxy = within_limit(connecting).await?;
         Ok(Manager { proxy, is_of_user })
@@ -50,18 +57,30 @@ impl Manager {
 
     /// Tells whether a unit of this manager has `Delegate=yes`.
     pub(super) async fn delegates(&self, unit: &str) -> Result<bool, String> {
-        let interface = if unit.ends_with(".scope") { "Scope" } else { "Service" };
+        let interface = if unit.ends_with(".scope") {
+            "Scope"
+        } else {
+            "Service"
+        };
         let asking = async {
             let path: OwnedObjectPath = self.proxy.call("GetUnit", &(unit,)).await?;
             let interface = format!("{DESTINATION}.{interface}");
-            Proxy::new(self.proxy.connection(), DESTINATION, path, interface).await?.get_property("Delegate").await
+            Proxy::new(self.proxy.connection(), DESTINATION, path, interface)
+                .await?
+                .get_property("Delegate")
+                .await
         };
         within_limit(asking).await
     }
 
     /// Has a scope made around a process, with a control group that is delegated to us. It goes
     /// when the last process in it ends.
-    pub(super) async fn start_scope(&self, name: &str, process: u32, slice: Option<&str>) -> Result<(), String> {
+    pub(super) async fn start_scope(
+        &self,
+        name: &str,
+        process: u32,
+        slice: Option<&str>,
+    ) -> Result<(), String> {
         const SIGKILL: i32 = 9;
         let mut properties: Vec<(&str, Value<'_>)> = vec![
             ("Description", "Sessions of Cellblock".into()),
@@ -81,10 +100,13 @@ impl Manager {
             // The job may end before its number is known here, so listening comes first.
             let mut ends = self.proxy.receive_signal("JobRemoved").await?;
             let _: () = self.proxy.call("Subscribe", &()).await?;
-            let job: OwnedObjectPath =
-                self.proxy.call("StartTransientUnit", &(name, "fail", properties, auxiliary)).await?;
+            let job: OwnedObjectPath = self
+                .proxy
+                .call("StartTransientUnit", &(name, "fail", properties, auxiliary))
+                .await?;
             while let Some(end) = ends.next().await {
-                let (_, path, _, result): (u32, OwnedObjectPath, String, String) = end.body().deserialize()?;
+                let (_, path, _, result): (u32, OwnedObjectPath, String, String) =
+                    end.body().deserialize()?;
                 if path == job {
                     return Ok(result);
                 }
@@ -103,6 +125,9 @@ async fn within_limit<T>(asking: impl Future<Output = zbus::Result<T>>) -> Resul
         Ok(Ok(answer)) => Ok(answer),
         Ok(Err(zbus::Error::MethodError(name, Some(words), _))) => Err(format!("{words} ({name})")),
         Ok(Err(error)) => Err(error.to_string()),
-        Err(_) => Err(format!("systemd did not answer within {} s", ANSWER_LIMIT.as_secs())),
+        Err(_) => Err(format!(
+            "systemd did not answer within {} s",
+            ANSWER_LIMIT.as_secs()
+        )),
     }
 }

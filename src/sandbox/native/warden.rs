@@ -76,12 +76,17 @@ pub(super) enum Checkpoint {
 impl View {
     /// The process of the interpreter of this generation, once it was forked.
     pub(super) fn interpreter_of(&self, generation: Generation) -> Option<Arc<OwnedFd>> {
-        self.interpreter.as_ref().filter(|(found, _)| *found == generation).map(|(_, process)| Arc::clone(process))
+        self.interpreter
+            .as_ref()
+            .filter(|(found, _)| *found == generation)
+            .map(|(_, process)| Arc::clone(process))
     }
 
     /// The wait status of the interpreter of this generation, once it ended.
     pub(super) fn end_of(&self, generation: Generation) -> Option<i32> {
-        self.end.filter(|(found, _)| *found == generation).map(|(_, status)| status)
+        self.end
+            .filter(|(found, _)| *found == generation)
+            .map(|(_, status)| status)
     }
 
     pub(super) fn errand(&self, number: u32) -> Option<&Errand> {
@@ -164,14 +169,21 @@ impl Guardian {
 
     /// Its process, as long as it was not waited for.
     pub(super) fn process(&self) -> io::Result<u32> {
-        self.child.id().ok_or_else(|| io::Error::other("the jail's guardian ended at once"))
+        self.child
+            .id()
+            .ok_or_else(|| io::Error::other("the jail's guardian ended at once"))
     }
 }
 
 impl Warden {
     /// Gives the guardian its task.
-    pub(super) async fn start(guardian: Guardian, setup: &Setup, cgroups: Option<&cgroup::Tree>) -> io::Result<Warden> {
-        let pid = Pid::from_raw(guardian.process()?.cast_signed()).ok_or(io::ErrorKind::NotFound)?;
+    pub(super) async fn start(
+        guardian: Guardian,
+        setup: &Setup,
+        cgroups: Option<&cgroup::Tree>,
+    ) -> io::Result<Warden> {
+        let pid =
+            Pid::from_raw(guardian.process()?.cast_signed()).ok_or(io::ErrorKind::NotFound)?;
         let guardian_handle = rustix::process::pidfd_open(pid, PidfdFlags::empty())?;
         let Guardian { child, lifeline } = guardian;
         let (socket, commands) = wire::pair()?;
@@ -179,7 +191,10 @@ impl Warden {
         if let Some(tree) = cgroups {
             doors = tree.group(cgroup::WARDEN)?.doors()?;
         }
-        let passed: Vec<_> = std::iter::once(&commands).chain(&doors).map(AsFd::as_fd).collect();
+        let passed: Vec<_> = std::iter::once(&commands)
+            .chain(&doors)
+            .map(AsFd::as_fd)
+            .collect();
         wire::send(&lifeline, setup, &passed)?;
         drop(commands);
         rustix::io::ioctl_fionbio(&socket, true)?;
@@ -206,7 +221,8 @@ impl Warden {
 
     /// Waits until the warden stands.
     pub(super) async fn ready(&self, limit: Duration) -> Result<(), String> {
-        self.reach(limit, |state| *state != JailState::Starting).await
+        self.reach(limit, |state| *state != JailState::Starting)
+            .await
     }
 
     /// Starts a warm interpreter and waits until it can fork.
@@ -229,11 +245,18 @@ impl Warden {
         warmed
     }
 
-    async fn reach(&self, limit: Duration, wanted: impl Fn(&JailState) -> bool) -> Result<(), String> {
+    async fn reach(
+        &self,
+        limit: Duration,
+        wanted: impl Fn(&JailState) -> bool,
+    ) -> Result<(), String> {
         let mut jail = self.state.jail.subscribe();
         let settled = jail.wait_for(|state| state.failure().is_some() || wanted(state));
         match within(limit, settled).await {
-            None => Err(format!("the jail did not answer within {} s", limit.as_secs())),
+            None => Err(format!(
+                "the jail did not answer within {} s",
+                limit.as_secs()
+            )),
             Some(Err(_)) => Err("the jail ended".to_owned()),
             Some(Ok(state)) => match state.failure() {
                 Some(why) => Err(why.to_owned()),
@@ -244,17 +267,22 @@ impl Warden {
 
     /// Waits until there is no warm interpreter and none on its way. Returns why.
     pub(super) async fn cold(&self) -> String {
-        self.failed(|state| matches!(state, JailState::Cold(_))).await
+        self.failed(|state| matches!(state, JailState::Cold(_)))
+            .await
     }
 
     /// Waits for the end of the jail. Returns why it ended.
     pub(super) async fn ended(&self) -> String {
-        self.failed(|state| matches!(state, JailState::Ended(_))).await
+        self.failed(|state| matches!(state, JailState::Ended(_)))
+            .await
     }
 
     async fn failed(&self, wanted: impl Fn(&JailState) -> bool) -> String {
         let mut jail = self.state.jail.subscribe();
-        let state = jail.wait_for(wanted).await.expect("this value holds the sender");
+        let state = jail
+            .wait_for(wanted)
+            .await
+            .expect("this value holds the sender");
         state.failure().unwrap_or_default().to_owned()
     }
 
@@ -289,7 +317,9 @@ impl Warden {
             }
             // A socket without room means that earlier commands wait, and the warden is silent as
             // it is.
-            if has_answered && wire::send(&*self.socket, &Command::Ping { number: asked + 1 }, &[]).is_ok() {
+            if has_answered
+                && wire::send(&*self.socket, &Command::Ping { number: asked + 1 }, &[]).is_ok()
+            {
                 asked += 1;
             }
         }
@@ -297,7 +327,13 @@ impl Warden {
 
     /// Ends the jail's processes without asking them.
     pub(super) fn kill(&self) {
-        for process in self.state.warden.get().into_iter().chain([&self.guardian_handle]) {
+        for process in self
+            .state
+            .warden
+            .get()
+            .into_iter()
+            .chain([&self.guardian_handle])
+        {
             // One that is gone needs no signal.
             let _ = rustix::process::pidfd_send_signal(process, Signal::KILL);
         }
@@ -312,7 +348,11 @@ impl Warden {
 
     /// The posture of the present warm interpreter.
     pub(super) fn warm_posture(&self) -> Option<Arc<Posture>> {
-        self.state.warm.lock().expect("no holder of the posture panics").clone()
+        self.state
+            .warm
+            .lock()
+            .expect("no holder of the posture panics")
+            .clone()
     }
 
     /// Takes the ways out of a sandbox's network.
@@ -336,16 +376,30 @@ impl Warden {
     }
 
     fn views(&self) -> std::sync::MutexGuard<'_, HashMap<Slot, watch::Sender<View>>> {
-        self.state.views.lock().expect("no holder of the views panics")
+        self.state
+            .views
+            .lock()
+            .expect("no holder of the views panics")
     }
 
-    pub(super) async fn command(&self, command: &Command, descriptors: &[BorrowedFd<'_>]) -> Result<(), LaunchError> {
-        let sent = self.socket.async_io(Interest::WRITABLE, || wire::send(&*self.socket, command, descriptors)).await;
+    pub(super) async fn command(
+        &self,
+        command: &Command,
+        descriptors: &[BorrowedFd<'_>],
+    ) -> Result<(), LaunchError> {
+        let sent = self
+            .socket
+            .async_io(Interest::WRITABLE, || {
+                wire::send(&*self.socket, command, descriptors)
+            })
+            .await;
         sent.map_err(|error| {
             if error.kind() == io::ErrorKind::BrokenPipe {
                 self.state.end("the jail ended");
             }
-            LaunchError::Start { why: format!("the jail does not answer: {error}") }
+            LaunchError::Start {
+                why: format!("the jail does not answer: {error}"),
+            }
         })
     }
 
@@ -362,12 +416,18 @@ impl Warden {
     /// Counts a fork and replaces the warm interpreter when it has done enough of them, or is old.
     /// Returns why there is none to fork from, if there is none.
     pub(super) async fn count_fork(&self, most: u32, oldest: Duration) -> Result<(), LaunchError> {
-        let age = self.asked.lock().expect("no holder of the time panics").elapsed();
+        let age = self
+            .asked
+            .lock()
+            .expect("no holder of the time panics")
+            .elapsed();
         if self.forks.fetch_add(1, Ordering::Relaxed) + 1 >= most || age > oldest {
             self.replace_zygote();
         }
         // After a death the next fork waits for the new one.
-        self.reach(super::WARM_LIMIT, |state| *state == JailState::Warm).await.map_err(|why| LaunchError::Start { why })
+        self.reach(super::WARM_LIMIT, |state| *state == JailState::Warm)
+            .await
+            .map_err(|why| LaunchError::Start { why })
     }
 
     /// Starts another warm interpreter; the present one serves until it is ready.
@@ -408,7 +468,9 @@ impl Warden {
         family: Arc<FamilyNumber>,
     ) {
         self.command_now(&Command::Destroy { slot });
-        let Ok(runtime) = tokio::runtime::Handle::try_current() else { return };
+        let Ok(runtime) = tokio::runtime::Handle::try_current() else {
+            return;
+        };
         let warden = Arc::clone(self);
         runtime.spawn(async move {
             let _ = view.wait_for(|view| view.destroyed).await;
@@ -421,8 +483,17 @@ impl Warden {
 
     /// Ends the jail with everything in it, and returns when it is gone.
     pub(super) async fn end(&self) {
-        drop(self.lifeline.lock().expect("no holder of the lifeline panics").take());
-        let guardian = self.guardian.lock().expect("no holder of the guardian panics").take();
+        drop(
+            self.lifeline
+                .lock()
+                .expect("no holder of the lifeline panics")
+                .take(),
+        );
+        let guardian = self
+            .guardian
+            .lock()
+            .expect("no holder of the guardian panics")
+            .take();
         if let Some(mut guardian) = guardian {
             match tokio::time::timeout(END_LIMIT, guardian.wait()).await {
                 Ok(Ok(status)) if status.success() => {}
@@ -436,7 +507,9 @@ impl Warden {
         }
         // A guardian that was killed has not waited for the warden, in whose namespace all
         // sandboxes are.
-        let Some(warden) = self.state.warden.get() else { return };
+        let Some(warden) = self.state.warden.get() else {
+            return;
+        };
         let gone = async {
             while !pulse::has_exited(warden) {
                 tokio::time::sleep(Duration::from_millis(10)).await;
@@ -451,7 +524,11 @@ impl Warden {
 async fn listen(socket: Arc<UnixDatagram>, state: Arc<State>) {
     let mut deaths: Vec<Instant> = Vec::new();
     loop {
-        let received = socket.async_io(Interest::READABLE, || wire::receive_or_lose::<Event>(&*socket)).await;
+        let received = socket
+            .async_io(Interest::READABLE, || {
+                wire::receive_or_lose::<Event>(&*socket)
+            })
+            .await;
         let (event, descriptors) = match received {
             Ok(Some(message)) => message,
             Ok(None) => break,
@@ -463,7 +540,11 @@ async fn listen(socket: Arc<UnixDatagram>, state: Arc<State>) {
             }
         };
         debug!(?event, "the jail tells");
-        if let Event::ZygoteEnded { was_warm: true, words } = &event {
+        if let Event::ZygoteEnded {
+            was_warm: true,
+            words,
+        } = &event
+        {
             state.zygote_deaths.fetch_add(1, Ordering::Relaxed);
             deaths.retain(|death| death.elapsed() < Duration::from_secs(60));
             deaths.push(Instant::now());
@@ -531,7 +612,9 @@ impl State {
             Event::Created { slot } | Event::Opened { slot, .. } | Event::Forked { slot, .. } => {
                 self.apply(Event::Failed { slot, why }, Vec::new());
             }
-            Event::ErrandMade { slot, number } => self.apply(Event::ErrandFailed { slot, number, why }, Vec::new()),
+            Event::ErrandMade { slot, number } => {
+                self.apply(Event::ErrandFailed { slot, number, why }, Vec::new())
+            }
             // A jail whose warden is not known cannot be watched.
             Event::Ready => self.end(&why),
             event => self.apply(event, Vec::new()),
@@ -540,7 +623,12 @@ impl State {
 
     fn apply(&self, event: Event, mut descriptors: Vec<OwnedFd>) {
         let change = |slot: Slot, change: &mut dyn FnMut(&mut View)| {
-            if let Some(view) = self.views.lock().expect("no holder of the views panics").get(&slot) {
+            if let Some(view) = self
+                .views
+                .lock()
+                .expect("no holder of the views panics")
+                .get(&slot)
+            {
                 view.send_modify(|view| change(view));
             }
         };
@@ -560,19 +648,27 @@ impl State {
             Event::Opened { .. } | Event::Ready => {}
             Event::Pong { number } => self.answered.store(number, Ordering::Relaxed),
             Event::Warmed => {
-                let posture = handle.as_deref().ok_or_else(|| io::ErrorKind::NotFound.into());
+                let posture = handle
+                    .as_deref()
+                    .ok_or_else(|| io::ErrorKind::NotFound.into());
                 match posture.and_then(host_pid).and_then(Posture::read) {
                     Ok(posture) => {
-                        *self.warm.lock().expect("no holder of the posture panics") = Some(Arc::new(posture));
+                        *self.warm.lock().expect("no holder of the posture panics") =
+                            Some(Arc::new(posture));
                         self.jail.send_replace(JailState::Warm);
                     }
                     Err(error) => {
                         self.stand();
-                        self.grow_cold(&format!("the kernel does not tell about the warm interpreter: {error}"));
+                        self.grow_cold(&format!(
+                            "the kernel does not tell about the warm interpreter: {error}"
+                        ));
                     }
                 }
             }
-            Event::ZygoteEnded { was_warm: false, words } if *self.jail.borrow() == JailState::Warm => {
+            Event::ZygoteEnded {
+                was_warm: false,
+                words,
+            } if *self.jail.borrow() == JailState::Warm => {
                 // It was to take the place of one that goes on.
                 warn!(%words, "the warm interpreter could not be replaced");
             }
@@ -583,16 +679,26 @@ impl State {
             Event::Broken { why } => self.end(&why),
             Event::Created { slot } => change(slot, &mut |view| view.init = handle.take()),
             Event::Prepared { slot, namespaces } => {
-                change(slot, &mut |view| view.prepared = Some(namespaces.as_slice().into()));
+                change(slot, &mut |view| {
+                    view.prepared = Some(namespaces.as_slice().into())
+                });
             }
             Event::Forked { slot, generation } => {
-                change(slot, &mut |view| view.interpreter = handle.take().map(|process| (generation, process)));
+                change(slot, &mut |view| {
+                    view.interpreter = handle.take().map(|process| (generation, process))
+                });
             }
-            Event::Exited { slot, generation, status } => {
+            Event::Exited {
+                slot,
+                generation,
+                status,
+            } => {
                 change(slot, &mut |view| view.end = Some((generation, status)));
             }
             Event::ErrandMade { slot, number } => change(slot, &mut |view| {
-                if let (Some(errand), Some(process)) = (view.errands.get_mut(&number), handle.take()) {
+                if let (Some(errand), Some(process)) =
+                    (view.errands.get_mut(&number), handle.take())
+                {
                     *errand = Errand::Made(process);
                 }
             }),
@@ -601,19 +707,32 @@ impl State {
                     *errand = Errand::Failed(why.clone());
                 }
             }),
-            Event::ErrandEnded { slot, number, status } => change(slot, &mut |view| {
+            Event::ErrandEnded {
+                slot,
+                number,
+                status,
+            } => change(slot, &mut |view| {
                 if let Some(errand) = view.errands.get_mut(&number) {
                     *errand = Errand::Ended(status);
                 }
             }),
             Event::Watched { slot, number } => {
-                change(slot, &mut |view| drop(view.checkpoints.insert(number, Checkpoint::Watched)));
+                change(slot, &mut |view| {
+                    drop(view.checkpoints.insert(number, Checkpoint::Watched))
+                });
             }
             Event::Checkpointed { slot, number } => {
-                change(slot, &mut |view| drop(view.checkpoints.insert(number, Checkpoint::Made)));
+                change(slot, &mut |view| {
+                    drop(view.checkpoints.insert(number, Checkpoint::Made))
+                });
             }
             Event::NotCheckpointed { slot, number, why } => {
-                change(slot, &mut |view| drop(view.checkpoints.insert(number, Checkpoint::Failed(why.clone()))));
+                change(slot, &mut |view| {
+                    drop(
+                        view.checkpoints
+                            .insert(number, Checkpoint::Failed(why.clone())),
+                    )
+                });
             }
             Event::CheckpointLost { slot, number } => {
                 change(slot, &mut |view| drop(view.checkpoints.remove(&number)));
@@ -640,7 +759,11 @@ struct FreeSlots {
 
 impl Slots {
     pub(super) fn new(count: u32) -> Slots {
-        Slots(Arc::new(Mutex::new(FreeSlots { returned: BTreeSet::new(), next: 0, count })))
+        Slots(Arc::new(Mutex::new(FreeSlots {
+            returned: BTreeSet::new(),
+            next: 0,
+            count,
+        })))
     }
 
     pub(super) fn take(&self) -> Option<Slot> {
@@ -654,7 +777,11 @@ impl Slots {
     }
 
     pub(super) fn give_back(&self, slot: Slot) {
-        self.0.lock().expect("no holder of the slots panics").returned.insert(slot.0);
+        self.0
+            .lock()
+            .expect("no holder of the slots panics")
+            .returned
+            .insert(slot.0);
     }
 }
 
@@ -668,7 +795,10 @@ impl FamilyNumber {
     /// Takes a number from those that are free; they are counted like slots.
     pub(super) fn take(free: &Slots) -> Option<Arc<FamilyNumber>> {
         let id = FamilyId(free.take()?.0);
-        Some(Arc::new(FamilyNumber { id, free: free.clone() }))
+        Some(Arc::new(FamilyNumber {
+            id,
+            free: free.clone(),
+        }))
     }
 }
 
@@ -681,7 +811,10 @@ impl Drop for FamilyNumber {
 /// The number of a process as the host counts.
 pub(super) fn host_pid(process: &OwnedFd) -> io::Result<u32> {
     let text = fs::read_to_string(format!("/proc/self/fdinfo/{}", process.as_raw_fd()))?;
-    let number = text.lines().find_map(|line| line.strip_prefix("Pid:")).and_then(|number| number.trim().parse().ok());
+    let number = text
+        .lines()
+        .find_map(|line| line.strip_prefix("Pid:"))
+        .and_then(|number| number.trim().parse().ok());
     // The kernel writes -1 when the process is gone.
     number.ok_or_else(|| io::Error::other("the process is gone"))
 }
@@ -691,9 +824,17 @@ pub(super) fn memory_of(process: &OwnedFd) -> io::Result<MemoryUse> {
     let status = fs::read_to_string(format!("/proc/{}/status", host_pid(process)?))?;
     let kilobytes = |name: &str| {
         let value = status.lines().find_map(|line| line.strip_prefix(name))?;
-        value.trim().trim_end_matches("kB").trim().parse::<u64>().ok()
+        value
+            .trim()
+            .trim_end_matches("kB")
+            .trim()
+            .parse::<u64>()
+            .ok()
     };
-    Ok(MemoryUse { now: kilobytes("VmRSS:").unwrap_or(0) * 1024, peak: kilobytes("VmHWM:").unwrap_or(0) * 1024 })
+    Ok(MemoryUse {
+        now: kilobytes("VmRSS:").unwrap_or(0) * 1024,
+        peak: kilobytes("VmHWM:").unwrap_or(0) * 1024,
+    })
 }
 
 /// What the kernel says about the processor time of one process and those of its children that have ended, where no control group counts.
@@ -728,7 +869,8 @@ mod tests {
     #[test]
     fn this_process_is_found_by_its_descriptor() {
         let pid = rustix::process::getpid();
-        let handle = rustix::process::pidfd_open(pid, rustix::process::PidfdFlags::empty()).unwrap();
+        let handle =
+            rustix::process::pidfd_open(pid, rustix::process::PidfdFlags::empty()).unwrap();
         assert_eq!(host_pid(&handle).unwrap(), std::process::id());
         assert!(memory_of(&handle).unwrap().now > 0);
         let before = processor_time_of(&handle).unwrap();

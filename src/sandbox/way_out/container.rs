@@ -32,7 +32,9 @@ const WORD: usize = 16;
 pub enum WayOutError {
     #[error("no way out of the container can be opened")]
     Doors(#[from] DoorsError),
-    #[error("what is sent inside the container does not arrive here; its runtime has a network of its own")]
+    #[error(
+        "what is sent inside the container does not arrive here; its runtime has a network of its own"
+    )]
     Unheard,
     #[error("the gateway of the container cannot be opened")]
     Gateway(#[source] io::Error),
@@ -40,15 +42,27 @@ pub enum WayOutError {
 
 impl Network {
     /// Opens the doors of a container that has no network, before any code of a user runs in it. `program` is the binary of this server.
-    pub async fn enter(&self, program: &Path, namespace: Namespace) -> Result<Unproven, WayOutError> {
+    pub async fn enter(
+        &self,
+        program: &Path,
+        namespace: Namespace,
+    ) -> Result<Unproven, WayOutError> {
         let (program, wanted) = (program.to_owned(), self.doors());
-        let opened = tokio::task::spawn_blocking(move || doors::open(&program, &namespace, &wanted)).await;
+        let opened =
+            tokio::task::spawn_blocking(move || doors::open(&program, &namespace, &wanted)).await;
         self.unproven(opened.map_err(|error| WayOutError::Gateway(io::Error::other(error)))??)
     }
 
     /// Takes doors that were opened for this network by somebody else.
-    pub(in crate::sandbox) fn unproven(&self, doors: Vec<(Door, OwnedFd)>) -> Result<Unproven, WayOutError> {
-        Ok(Unproven { network: self.clone(), doors, word: random_word().map_err(WayOutError::Gateway)? })
+    pub(in crate::sandbox) fn unproven(
+        &self,
+        doors: Vec<(Door, OwnedFd)>,
+    ) -> Result<Unproven, WayOutError> {
+        Ok(Unproven {
+            network: self.clone(),
+            doors,
+            word: random_word().map_err(WayOutError::Gateway)?,
+        })
     }
 }
 
@@ -67,9 +81,16 @@ impl Unproven {
 
     /// Waits for the word, and opens the gateway.
     pub async fn heard(self, limit: Duration) -> Result<Gateway, WayOutError> {
-        let names = self.doors.iter().find(|(door, _)| *door == Door::Names).map(|(_, socket)| socket.try_clone());
-        let names = names.unwrap_or_else(|| Err(io::ErrorKind::NotFound.into())).map_err(WayOutError::Gateway)?;
-        let names = tokio::net::UdpSocket::from_std(UdpSocket::from(names)).map_err(WayOutError::Gateway)?;
+        let names = self
+            .doors
+            .iter()
+            .find(|(door, _)| *door == Door::Names)
+            .map(|(_, socket)| socket.try_clone());
+        let names = names
+            .unwrap_or_else(|| Err(io::ErrorKind::NotFound.into()))
+            .map_err(WayOutError::Gateway)?;
+        let names = tokio::net::UdpSocket::from_std(UdpSocket::from(names))
+            .map_err(WayOutError::Gateway)?;
         match within(limit, arrival(&names, self.word.as_bytes())).await {
             Some(arrived) => arrived.map_err(WayOutError::Gateway)?,
             None => return Err(WayOutError::Unheard),

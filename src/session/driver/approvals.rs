@@ -89,7 +89,10 @@ pub(super) struct NameAsker {
 
 impl NameAsker {
     pub(super) fn new(approvals: &InForce, wanted: &mpsc::Sender<ConnectionWanted>) -> NameAsker {
-        NameAsker { approvals: approvals.clone(), wanted: wanted.clone() }
+        NameAsker {
+            approvals: approvals.clone(),
+            wanted: wanted.clone(),
+        }
     }
 }
 
@@ -103,7 +106,11 @@ impl Asker for NameAsker {
         Box::pin(async move {
             let (reply, answer) = oneshot::channel();
             // A session that is gone allows nothing.
-            wanted.send(ConnectionWanted { name, port, reply }).await.is_ok() && answer.await.unwrap_or(false)
+            wanted
+                .send(ConnectionWanted { name, port, reply })
+                .await
+                .is_ok()
+                && answer.await.unwrap_or(false)
         })
     }
 }
@@ -151,7 +158,9 @@ impl Parking {
     }
 
     pub(super) fn knows(&self, ask: u64) -> bool {
-        self.parked.iter().any(|parked| parked.wanted.ask() == Some(ask))
+        self.parked
+            .iter()
+            .any(|parked| parked.wanted.ask() == Some(ask))
     }
 
     /// Ends with the cell. Whoever still holds a connection learns from the silence that it may not.
@@ -160,7 +169,10 @@ impl Parking {
     }
 
     fn take(&mut self, fits: impl Fn(&Parked) -> bool) -> Vec<Parked> {
-        let taken = self.parked.extract_if(.., |parked| fits(parked)).collect::<Vec<_>>();
+        let taken = self
+            .parked
+            .extract_if(.., |parked| fits(parked))
+            .collect::<Vec<_>>();
         self.bytes -= taken.iter().map(|parked| parked.size).sum::<usize>();
         taken
     }
@@ -172,12 +184,18 @@ impl Driver {
         match self.verdict(&subject) {
             Verdict::Allow => self.go_on(subject, wanted),
             Verdict::Deny { line } => {
-                note(&mut self.parking.rulings, Ruling::new(&subject, &line, DecidedBy::Policy));
+                note(
+                    &mut self.parking.rulings,
+                    Ruling::new(&subject, &line, DecidedBy::Policy),
+                );
                 self.turn_down(subject, wanted, &line, Why::Policy);
             }
             Verdict::Ask { line } => match self.why_not_asked(wanted.size(&subject)) {
                 Some(why) => {
-                    note(&mut self.parking.rulings, Ruling::new(&subject, &line, DecidedBy::NobodyToAsk));
+                    note(
+                        &mut self.parking.rulings,
+                        Ruling::new(&subject, &line, DecidedBy::NobodyToAsk),
+                    );
                     self.turn_down(subject, wanted, &line, why);
                 }
                 None => self.park(subject, wanted, line),
@@ -193,8 +211,16 @@ impl Driver {
             return;
         }
         let subject = Subject::Domain { name, port };
-        let same = self.parking.parked.iter_mut().find(|parked| parked.subject == subject);
-        if let Some(Parked { wanted: Wanted::Connections(replies), .. }) = same {
+        let same = self
+            .parking
+            .parked
+            .iter_mut()
+            .find(|parked| parked.subject == subject);
+        if let Some(Parked {
+            wanted: Wanted::Connections(replies),
+            ..
+        }) = same
+        {
             replies.push(reply);
             return;
         }
@@ -204,7 +230,9 @@ impl Driver {
     /// Returns what the operator and the server's registration say, and whether a person has said it before.
     fn verdict(&self, subject: &Subject) -> Verdict {
         let verdict = self.said(subject);
-        let Verdict::Ask { .. } = verdict else { return verdict };
+        let Verdict::Ask { .. } = verdict else {
+            return verdict;
+        };
         let book = self.settings.approvals.now().book;
         let remembered = self.customer.as_ref().is_some_and(|customer| {
             self.shared.facts().granted.covers(subject) || book.covers(&customer.owner.0, subject)
@@ -214,48 +242,94 @@ impl Driver {
 
     /// Returns what the operator and the server's registration say at this moment.
     fn said(&self, subject: &Subject) -> Verdict {
-        self.settings.approvals.now().policy.verdict(subject).or_stricter(self.registered(subject))
+        self.settings
+            .approvals
+            .now()
+            .policy
+            .verdict(subject)
+            .or_stricter(self.registered(subject))
     }
 
     /// A registration can only make things stricter.
     fn registered(&self, subject: &Subject) -> Verdict {
         let policy = match (subject, &self.settings.tools.0, &self.customer) {
-            (Subject::Tool { server, .. }, Some(broker), Some(customer)) => broker.policy(&customer.owner, server),
+            (Subject::Tool { server, .. }, Some(broker), Some(customer)) => {
+                broker.policy(&customer.owner, server)
+            }
             _ => None,
         };
-        policy.map_or(Verdict::Allow, |policy: Arc<Policy>| policy.verdict(subject))
+        policy.map_or(Verdict::Allow, |policy: Arc<Policy>| {
+            policy.verdict(subject)
+        })
     }
 
     fn why_not_asked(&self, size: usize) -> Option<Why> {
         if self.customer.is_none() {
             return Some(Why::Hidden);
         }
-        let Some(Running { task: Task::Cell { request, .. }, .. }) = &self.running else { return Some(Why::NoCell) };
-        let Parking { parked, bytes, unanswered, .. } = &self.parking;
+        let Some(Running {
+            task: Task::Cell { request, .. },
+            ..
+        }) = &self.running
+        else {
+            return Some(Why::NoCell);
+        };
+        let Parking {
+            parked,
+            bytes,
+            unanswered,
+            ..
+        } = &self.parking;
         match request.asking {
             Asking::Nobody => Some(Why::NoClient),
             Asking::Exploration => Some(Why::Exploration),
             Asking::Person if self.is_stopping() => Some(Why::Interrupted),
             Asking::Person if unanswered.is_some() => unanswered.map(Why::Silence),
-            Asking::Person if parked.len() >= MOST_PARKED || bytes + size > MOST_PARKED_BYTES => Some(Why::TooMany),
+            Asking::Person if parked.len() >= MOST_PARKED || bytes + size > MOST_PARKED_BYTES => {
+                Some(Why::TooMany)
+            }
             Asking::Person => None,
         }
     }
 
     fn is_stopping(&self) -> bool {
-        matches!(self.machine.state(), State::Running { stopping: Some(_), .. })
+        matches!(
+            self.machine.state(),
+            State::Running {
+                stopping: Some(_),
+                ..
+            }
+        )
     }
 
     fn park(&mut self, subject: Subject, wanted: Wanted, line: String) {
         let now = Instant::now();
         let Some(running) = &self.running else { return };
-        debug!(session = self.id.as_str(), kind = subject.kind(), "a person is asked");
-        self.parking.left.get_or_insert(running.deadline.saturating_duration_since(now));
+        debug!(
+            session = self.id.as_str(),
+            kind = subject.kind(),
+            "a person is asked"
+        );
+        self.parking
+            .left
+            .get_or_insert(running.deadline.saturating_duration_since(now));
         let (size, wording) = (wanted.size(&subject), Wording::new(&subject, &line));
         self.parking.bytes += size;
-        let id = AskId(self.numbers.fetch_add(1, std::sync::atomic::Ordering::Relaxed));
+        let id = AskId(
+            self.numbers
+                .fetch_add(1, std::sync::atomic::Ordering::Relaxed),
+        );
         let patience = self.settings.approvals.now().patience;
-        self.parking.parked.push(Parked { id, subject, size, wording, line, until: now + patience, patience, wanted });
+        self.parking.parked.push(Parked {
+            id,
+            subject,
+            size,
+            wording,
+            line,
+            until: now + patience,
+            patience,
+            wanted,
+        });
         self.show_questions();
     }
 
@@ -269,7 +343,12 @@ impl Driver {
         };
         let all = self.parking.parked.iter().map(asked).collect::<Vec<_>>();
         let is_over = all.is_empty();
-        if let Some(Running { task: Task::Cell { teller, .. }, deadline, .. }) = &mut self.running {
+        if let Some(Running {
+            task: Task::Cell { teller, .. },
+            deadline,
+            ..
+        }) = &mut self.running
+        {
             teller.ask(all);
             if is_over && let Some(left) = self.parking.left.take() {
                 *deadline = now + left;
@@ -279,13 +358,22 @@ impl Driver {
 
     /// Carries out what a person has decided. What is not open any more is left alone.
     pub(super) fn decide(&mut self, request: RequestId, decisions: Vec<Decision>) -> Vec<Ruling> {
-        if self.running.as_ref().is_none_or(|running| running.id != request) {
+        if self
+            .running
+            .as_ref()
+            .is_none_or(|running| running.id != request)
+        {
             return Vec::new();
         }
         let mut rulings = Vec::new();
         for Decision { id, answer } in decisions {
             for parked in self.parking.take(|parked| parked.id == id) {
-                let Parked { subject, line, wanted, .. } = parked;
+                let Parked {
+                    subject,
+                    line,
+                    wanted,
+                    ..
+                } = parked;
                 // What was asked stays asked, but nobody can allow what the operator has forbidden meanwhile.
                 if let Verdict::Deny { line } = self.said(&subject) {
                     rulings.push(Ruling::new(&subject, &line, DecidedBy::Policy));
@@ -304,12 +392,23 @@ impl Driver {
                     continue;
                 }
                 if let Some(customer) = &self.customer {
-                    keep(&self.shared, &self.settings.approvals.now(), &customer.owner, &subject, answer);
+                    keep(
+                        &self.shared,
+                        &self.settings.approvals.now(),
+                        &customer.owner,
+                        &subject,
+                        answer,
+                    );
                 }
                 self.go_on(subject, wanted);
             }
         }
-        if rulings.iter().any(|ruling| matches!(ruling.by, DecidedBy::Person(Answer::Session | Answer::Always))) {
+        if rulings.iter().any(|ruling| {
+            matches!(
+                ruling.by,
+                DecidedBy::Person(Answer::Session | Answer::Always)
+            )
+        }) {
             self.let_go_what_is_covered();
         }
         self.show_questions();
@@ -319,7 +418,10 @@ impl Driver {
     /// Lets questions go on that a permission for the session answers as well.
     fn let_go_what_is_covered(&mut self) {
         let granted = self.shared.facts().granted.clone();
-        for Parked { subject, wanted, .. } in self.parking.take(|parked| granted.covers(&parked.subject)) {
+        for Parked {
+            subject, wanted, ..
+        } in self.parking.take(|parked| granted.covers(&parked.subject))
+        {
             self.go_on(subject, wanted);
         }
     }
@@ -328,9 +430,19 @@ impl Driver {
     pub(super) fn nobody_answered(&mut self) {
         let now = Instant::now();
         let late = self.parking.take(|parked| parked.until <= now);
-        for Parked { subject, line, patience, wanted, .. } in late {
+        for Parked {
+            subject,
+            line,
+            patience,
+            wanted,
+            ..
+        } in late
+        {
             self.parking.unanswered = Some(patience);
-            note(&mut self.parking.rulings, Ruling::new(&subject, &line, DecidedBy::NobodyAnswered));
+            note(
+                &mut self.parking.rulings,
+                Ruling::new(&subject, &line, DecidedBy::NobodyAnswered),
+            );
             self.turn_down(subject, wanted, &line, Why::Silence(patience));
         }
         self.show_questions();
@@ -340,7 +452,13 @@ impl Driver {
     pub(super) fn withdraw_parked(&mut self, ask: u64) -> bool {
         let withdrawn = self.parking.take(|parked| parked.wanted.ask() == Some(ask));
         let found = !withdrawn.is_empty();
-        for Parked { subject, line, wanted, .. } in withdrawn {
+        for Parked {
+            subject,
+            line,
+            wanted,
+            ..
+        } in withdrawn
+        {
             self.turn_down(subject, wanted, &line, Why::Interrupted);
         }
         if found {
@@ -351,7 +469,13 @@ impl Driver {
 
     /// Gives up all questions, because the code is being stopped. Its clock is the grace time from now on.
     pub(super) fn give_up_questions(&mut self) {
-        for Parked { subject, line, wanted, .. } in self.parking.take(|_| true) {
+        for Parked {
+            subject,
+            line,
+            wanted,
+            ..
+        } in self.parking.take(|_| true)
+        {
             self.turn_down(subject, wanted, &line, Why::Interrupted);
         }
         self.parking.left = None;
@@ -364,11 +488,32 @@ impl Driver {
             (Subject::Install { requirements }, Wanted::Install { ask, upgrade }) => {
                 self.install_packages(ask, requirements, upgrade);
             }
-            (Subject::Tool { server, tool, arguments, fingerprint }, Wanted::Call { ask, size }) => {
-                self.line_up_call(ask, ToolCall { server, tool, arguments, fingerprint }, size);
+            (
+                Subject::Tool {
+                    server,
+                    tool,
+                    arguments,
+                    fingerprint,
+                },
+                Wanted::Call { ask, size },
+            ) => {
+                self.line_up_call(
+                    ask,
+                    ToolCall {
+                        server,
+                        tool,
+                        arguments,
+                        fingerprint,
+                    },
+                    size,
+                );
             }
             (_, Wanted::Command(wanted)) => {
-                let CommandWanted { ask, command, outlets } = *wanted;
+                let CommandWanted {
+                    ask,
+                    command,
+                    outlets,
+                } = *wanted;
                 self.run_command(ask, command, outlets);
             }
             (_, Wanted::Connections(replies)) => answer_all(replies, true),
@@ -382,17 +527,40 @@ impl Driver {
     fn turn_down(&mut self, subject: Subject, wanted: Wanted, line: &str, why: Why) {
         let text = refusal(&subject, line, why);
         match (subject, wanted) {
-            (Subject::Tool { server, tool, arguments, fingerprint }, Wanted::Call { ask, .. }) => {
-                let reason = if why == Why::Interrupted { ToolReason::Cancelled } else { ToolReason::Denied };
-                let call = ToolCall { server, tool, arguments, fingerprint };
+            (
+                Subject::Tool {
+                    server,
+                    tool,
+                    arguments,
+                    fingerprint,
+                },
+                Wanted::Call { ask, .. },
+            ) => {
+                let reason = if why == Why::Interrupted {
+                    ToolReason::Cancelled
+                } else {
+                    ToolReason::Denied
+                };
+                let call = ToolCall {
+                    server,
+                    tool,
+                    arguments,
+                    fingerprint,
+                };
                 self.refuse_call(ask, &call, &ToolRefused::new(reason, text));
             }
             (_, Wanted::Command(wanted)) => {
-                let reason = if why == Why::Interrupted { "cancelled" } else { "denied" };
+                let reason = if why == Why::Interrupted {
+                    "cancelled"
+                } else {
+                    "denied"
+                };
                 self.refuse_command(wanted.ask, reason, &text);
             }
             (_, Wanted::Connections(replies)) => answer_all(replies, false),
-            (_, Wanted::Install { ask, .. } | Wanted::Call { ask, .. }) => self.refuse_question(ask, &text),
+            (_, Wanted::Install { ask, .. } | Wanted::Call { ask, .. }) => {
+                self.refuse_question(ask, &text)
+            }
         }
     }
 }

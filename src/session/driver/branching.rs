@@ -43,7 +43,10 @@ pub(in crate::session) struct Fork {
 
 impl Fork {
     fn new(sandbox: Box<dyn Sandbox>) -> Fork {
-        Fork { sandbox: Some(sandbox), live: None }
+        Fork {
+            sandbox: Some(sandbox),
+            live: None,
+        }
     }
 
     fn carried(&self) -> Carried {
@@ -58,7 +61,8 @@ impl Fork {
         if let Some(live) = &mut self.live {
             let inherited = live.inheritance.grants.take().unwrap_or_default();
             // Who asked has been told if there are too many lists; should that have changed meanwhile, nothing is safer than too much.
-            live.inheritance.grants = Some(inherited.narrowed(list).unwrap_or_else(Grants::nothing));
+            live.inheritance.grants =
+                Some(inherited.narrowed(list).unwrap_or_else(Grants::nothing));
         }
     }
 
@@ -129,7 +133,9 @@ impl Product {
     /// A failure that the runner has given a reason for has that reason.
     fn or_declined(self, declined: Option<String>) -> Product {
         match (self, declined) {
-            (Product::Copy(Err(_)), Some(why)) => Product::Copy(Err(CheckpointError::Failed { why })),
+            (Product::Copy(Err(_)), Some(why)) => {
+                Product::Copy(Err(CheckpointError::Failed { why }))
+            }
             (Product::Forks(Err(_)), Some(why)) => Product::Forks(Err(why)),
             (product, _) => product,
         }
@@ -138,12 +144,25 @@ impl Product {
 
 /// What takes the place of the present interpreter.
 pub(super) enum Replacement {
-    Undo { cells: u32, copy: Copy, revived: bool, reply: oneshot::Sender<Result<UndoReport, Refused>> },
-    Fork { fork: Option<Box<Fork>>, note: String, reply: oneshot::Sender<Result<(), Box<Fork>>> },
+    Undo {
+        cells: u32,
+        copy: Copy,
+        revived: bool,
+        reply: oneshot::Sender<Result<UndoReport, Refused>>,
+    },
+    Fork {
+        fork: Option<Box<Fork>>,
+        note: String,
+        reply: oneshot::Sender<Result<(), Box<Fork>>>,
+    },
 }
 
 /// Copies the interpreter, unless that is given up.
-async fn copy(mut sandbox: Box<dyn Sandbox>, told: oneshot::Sender<()>, give_up: CancellationToken) -> Finished {
+async fn copy(
+    mut sandbox: Box<dyn Sandbox>,
+    told: oneshot::Sender<()>,
+    give_up: CancellationToken,
+) -> Finished {
     let copied = tokio::select! {
         copied = sandbox.checkpoint(told) => copied,
         () = give_up.cancelled() => Err(CheckpointError::Failed { why: "it was given up".to_owned() }),
@@ -160,14 +179,18 @@ async fn fork(
 ) -> Finished {
     match copy(sandbox, told, give_up.clone()).await {
         Finished::Copied(sandbox, Ok(checkpoint)) => {
-            let terms = ForkTerms { keep_beginning: wanted.undoable, last: wanted.count == 1 };
+            let terms = ForkTerms {
+                keep_beginning: wanted.undoable,
+                last: wanted.count == 1,
+            };
             let forks = forks_of(&*sandbox, checkpoint, give_up, wanted.count, terms).await;
             sandbox.forget(checkpoint);
             Finished::Forked(sandbox, forks)
         }
-        Finished::Copied(sandbox, Err(CheckpointError::Unsupported { why } | CheckpointError::Failed { why })) => {
-            Finished::Forked(sandbox, Err(why))
-        }
+        Finished::Copied(
+            sandbox,
+            Err(CheckpointError::Unsupported { why } | CheckpointError::Failed { why }),
+        ) => Finished::Forked(sandbox, Err(why)),
         other => other,
     }
 }
@@ -179,7 +202,10 @@ async fn fork_kept(
     give_up: CancellationToken,
     wanted: ForksWanted,
 ) -> Finished {
-    let terms = ForkTerms { keep_beginning: wanted.undoable, last: false };
+    let terms = ForkTerms {
+        keep_beginning: wanted.undoable,
+        last: false,
+    };
     let forks = forks_of(&*sandbox, checkpoint, give_up, wanted.count, terms).await;
     Finished::Forked(sandbox, forks)
 }
@@ -191,7 +217,9 @@ async fn forks_of(
     count: usize,
     terms: ForkTerms,
 ) -> Result<Vec<Fork>, String> {
-    let made = all((0..count).map(|_| fork_once(sandbox, checkpoint, terms)).collect());
+    let made = all((0..count)
+        .map(|_| fork_once(sandbox, checkpoint, terms))
+        .collect());
     let made = tokio::select! {
         made = made => made,
         () = give_up.cancelled() => vec![Err(LaunchError::Start { why: "it was given up".to_owned() })],
@@ -213,7 +241,11 @@ async fn forks_of(
     }
 }
 
-async fn fork_once(sandbox: &dyn Sandbox, checkpoint: CheckpointId, terms: ForkTerms) -> Result<Fork, LaunchError> {
+async fn fork_once(
+    sandbox: &dyn Sandbox,
+    checkpoint: CheckpointId,
+    terms: ForkTerms,
+) -> Result<Fork, LaunchError> {
     let (sandbox, interpreter) = sandbox.fork(checkpoint, terms).await?;
     let mut fork = Fork::new(sandbox);
     match greet(interpreter).await {
@@ -242,7 +274,12 @@ async fn restore(mut sandbox: Box<dyn Sandbox>, checkpoint: CheckpointId) -> Fin
 pub(super) async fn arrive(fork: oneshot::Receiver<Box<Fork>>) -> Finished {
     match fork.await.ok().and_then(|fork| fork.into_parts()) {
         Some((sandbox, live)) => Finished::Started(Some(sandbox), Ok(live)),
-        None => Finished::Started(None, Err(LaunchError::Start { why: "the fork was not made".to_owned() })),
+        None => Finished::Started(
+            None,
+            Err(LaunchError::Start {
+                why: "the fork was not made".to_owned(),
+            }),
+        ),
     }
 }
 
@@ -265,16 +302,23 @@ impl Driver {
         let (tell, told) = oneshot::channel();
         let (mut told, mut branched) = (Some(told), None);
         let give_up = CancellationToken::new();
-        let future: std::pin::Pin<Box<dyn Future<Output = Finished> + Send>> = match (forks, self.history.whole()) {
-            (None, _) => Box::pin(copy(sandbox, tell, give_up.clone())),
-            (Some(wanted), None) => Box::pin(fork(sandbox, tell, give_up.clone(), wanted)),
-            (Some(wanted), Some(kept)) => {
-                told = None;
-                branched = Some(Branched { lost: kept.lost.clone(), whole: true });
-                Box::pin(fork_kept(sandbox, kept.checkpoint, give_up.clone(), wanted))
-            }
-        };
-        self.work = Some(Work { starts_first: false, future });
+        let future: std::pin::Pin<Box<dyn Future<Output = Finished> + Send>> =
+            match (forks, self.history.whole()) {
+                (None, _) => Box::pin(copy(sandbox, tell, give_up.clone())),
+                (Some(wanted), None) => Box::pin(fork(sandbox, tell, give_up.clone(), wanted)),
+                (Some(wanted), Some(kept)) => {
+                    told = None;
+                    branched = Some(Branched {
+                        lost: kept.lost.clone(),
+                        whole: true,
+                    });
+                    Box::pin(fork_kept(sandbox, kept.checkpoint, give_up.clone(), wanted))
+                }
+            };
+        self.work = Some(Work {
+            starts_first: false,
+            future,
+        });
         self.copying = Some(Copying {
             id,
             for_forks: forks.is_some(),
@@ -289,7 +333,9 @@ impl Driver {
 
     /// Asks the runner to come to its branch point, when the sandbox watches it.
     pub(super) fn told(&mut self, watched: bool) {
-        let Some(copying) = &mut self.copying else { return };
+        let Some(copying) = &mut self.copying else {
+            return;
+        };
         copying.told = None;
         if !watched {
             return;
@@ -310,7 +356,9 @@ impl Driver {
 
     /// Takes the runner's answer.
     pub(super) fn branched(&mut self, id: RequestId, branched: Branched) {
-        let Some(copying) = self.copying.as_mut().filter(|copying| copying.id == id) else { return };
+        let Some(copying) = self.copying.as_mut().filter(|copying| copying.id == id) else {
+            return;
+        };
         copying.branched = Some(branched);
         if copying.product.is_some() {
             self.copied();
@@ -319,7 +367,9 @@ impl Driver {
 
     /// Takes the runner's word that it cannot be copied. What it says is believed, because nobody else loses by it. Tells whether it is about this.
     pub(super) fn declined(&mut self, id: RequestId, why: &str) -> bool {
-        let Some(copying) = self.copying.as_mut().filter(|copying| copying.id == id) else { return false };
+        let Some(copying) = self.copying.as_mut().filter(|copying| copying.id == id) else {
+            return false;
+        };
         if copying.product.is_none() {
             copying.declined = Some(bounded_text(why, LONGEST_REASON));
             copying.give_up.cancel();
@@ -328,21 +378,31 @@ impl Driver {
     }
 
     /// Takes what came of a copy for a later undo.
-    pub(super) fn copy_made(&mut self, sandbox: Box<dyn Sandbox>, copy: Result<CheckpointId, CheckpointError>) {
+    pub(super) fn copy_made(
+        &mut self,
+        sandbox: Box<dyn Sandbox>,
+        copy: Result<CheckpointId, CheckpointError>,
+    ) {
         self.sandbox = Some(sandbox);
         let is_made = copy.is_ok();
         self.made(Product::Copy(copy), is_made);
     }
 
     /// Takes what came of a copy for forks.
-    pub(super) fn forks_made(&mut self, sandbox: Box<dyn Sandbox>, forks: Result<Vec<Fork>, String>) {
+    pub(super) fn forks_made(
+        &mut self,
+        sandbox: Box<dyn Sandbox>,
+        forks: Result<Vec<Fork>, String>,
+    ) {
         self.sandbox = Some(sandbox);
         let are_made = forks.is_ok();
         self.made(Product::Forks(forks), are_made);
     }
 
     fn made(&mut self, product: Product, success: bool) {
-        let Some(copying) = &mut self.copying else { return };
+        let Some(copying) = &mut self.copying else {
+            return;
+        };
         copying.product = Some(product);
         copying.until = Instant::now() + BRANCHED_PATIENCE;
         // After a failure, and from an interpreter that is gone, no answer is awaited.
@@ -360,17 +420,33 @@ impl Driver {
 
     /// Returns until when the runner's answer is waited for.
     pub(super) fn answer_due(&self) -> Option<Instant> {
-        self.copying.as_ref().filter(|copying| copying.product.is_some()).map(|copying| copying.until)
+        self.copying
+            .as_ref()
+            .filter(|copying| copying.product.is_some())
+            .map(|copying| copying.until)
     }
 
     /// Ends the copying: the copy is kept or its forks are handed out, and the session goes on.
     pub(super) fn copied(&mut self) {
-        let Some(Copying { product: Some(product), branched, declined, .. }) = self.copying.take() else { return };
+        let Some(Copying {
+            product: Some(product),
+            branched,
+            declined,
+            ..
+        }) = self.copying.take()
+        else {
+            return;
+        };
         let Branched { lost, whole } = branched.unwrap_or_default();
         match product.or_declined(declined) {
             Product::Copy(Ok(checkpoint)) => {
                 let packages = self.shared.facts().packages.clone();
-                self.keep(Copy { whole, lost, packages, ..Copy::new(checkpoint) });
+                self.keep(Copy {
+                    whole,
+                    lost,
+                    packages,
+                    ..Copy::new(checkpoint)
+                });
             }
             Product::Copy(Err(error)) => self.copy_failed(error),
             Product::Forks(forks) => {
@@ -391,7 +467,9 @@ impl Driver {
     }
 
     fn keep(&mut self, copy: Copy) {
-        let Undo::On { checkpoints, .. } = self.settings.undo else { return };
+        let Undo::On { checkpoints, .. } = self.settings.undo else {
+            return;
+        };
         let forgotten = self.history.copied(copy, checkpoints);
         self.forget(forgotten);
         self.look_after_copies();
@@ -400,15 +478,25 @@ impl Driver {
     }
 
     /// Keeps the copy of the state in which a session began, if there is one. Tells whether there is.
-    pub(super) fn keep_beginning(&mut self, beginning: Option<CheckpointId>, carried: &Carried) -> bool {
-        let (Some(checkpoint), Undo::On { .. }) = (beginning, self.settings.undo) else { return false };
+    pub(super) fn keep_beginning(
+        &mut self,
+        beginning: Option<CheckpointId>,
+        carried: &Carried,
+    ) -> bool {
+        let (Some(checkpoint), Undo::On { .. }) = (beginning, self.settings.undo) else {
+            return false;
+        };
         if carried.mapped {
             // It would hold files of the source for as long as it is kept.
             self.forget(vec![checkpoint]);
             return false;
         }
         let packages = self.shared.facts().packages.clone();
-        self.keep(Copy { lacked: carried.lost.clone(), packages, ..Copy::new(checkpoint) });
+        self.keep(Copy {
+            lacked: carried.lost.clone(),
+            packages,
+            ..Copy::new(checkpoint)
+        });
         true
     }
 
@@ -419,13 +507,20 @@ impl Driver {
         }
         match error {
             CheckpointError::Unsupported { why } => {
-                debug!(session = self.id.as_str(), why, "sessions cannot be copied here");
-                self.notes.push(format!("Cells cannot be undone here: {why}."));
+                debug!(
+                    session = self.id.as_str(),
+                    why, "sessions cannot be copied here"
+                );
+                self.notes
+                    .push(format!("Cells cannot be undone here: {why}."));
                 self.no_copies = Some(why);
                 self.happen(Event::CopiesImpossible);
             }
             CheckpointError::Failed { why } => {
-                warn!(session = self.id.as_str(), why, "a session could not be copied");
+                warn!(
+                    session = self.id.as_str(),
+                    why, "a session could not be copied"
+                );
                 self.notes.push(format!(
                     "The state before this cell could not be kept ({why}), so this cell cannot be undone by itself."
                 ));
@@ -438,15 +533,23 @@ impl Driver {
         let Some(sandbox) = &self.sandbox else { return };
         let taken = self.history.retain(|checkpoint| sandbox.has(checkpoint));
         if taken > 0 {
-            let states = if taken == 1 { "1 kept state was".to_owned() } else { format!("{taken} kept states were") };
-            self.notes.push(format!("Memory ran out, and {states} given up for it. {WHAT_IS_LEFT}"));
+            let states = if taken == 1 {
+                "1 kept state was".to_owned()
+            } else {
+                format!("{taken} kept states were")
+            };
+            self.notes.push(format!(
+                "Memory ran out, and {states} given up for it. {WHAT_IS_LEFT}"
+            ));
             self.show_history();
         }
     }
 
     /// Tells whether a copy could take the last memory that the session needs for itself.
     fn is_full(&self) -> bool {
-        let (Some(sandbox), Some(limit)) = (&self.sandbox, self.settings.memory_limit) else { return false };
+        let (Some(sandbox), Some(limit)) = (&self.sandbox, self.settings.memory_limit) else {
+            return false;
+        };
         sandbox.memory().now > limit / 10 * 9
     }
 
@@ -454,12 +557,16 @@ impl Driver {
     ///
     /// One at a time: the kernel takes its memory back a little later, and the next look sees whether that was enough.
     pub(super) fn give_up_for_memory(&mut self) {
-        let (Some(sandbox), Some(limit)) = (&self.sandbox, self.settings.memory_limit) else { return };
+        let (Some(sandbox), Some(limit)) = (&self.sandbox, self.settings.memory_limit) else {
+            return;
+        };
         if sandbox.memory().now > limit / 4 * 3
             && let Some(checkpoint) = self.history.give_up_oldest()
         {
             sandbox.forget(checkpoint);
-            self.notes.push(format!("The oldest kept state was given up to save memory. {WHAT_IS_LEFT}"));
+            self.notes.push(format!(
+                "The oldest kept state was given up to save memory. {WHAT_IS_LEFT}"
+            ));
             self.show_history();
         }
     }
@@ -500,27 +607,48 @@ impl Driver {
     fn undo_now(&mut self, cells: u32, reply: oneshot::Sender<Result<UndoReport, Refused>>) {
         self.look_after_copies();
         let Some(copy) = self.history.before(cells).cloned() else {
-            let possible = self.history.undoable().into_iter().map(|entry| entry.cells_back).collect();
-            let refused =
-                Refused::NothingToUndo { id: self.id.clone(), cells, possible, why: self.why_nothing_is_kept() };
+            let possible = self
+                .history
+                .undoable()
+                .into_iter()
+                .map(|entry| entry.cells_back)
+                .collect();
+            let refused = Refused::NothingToUndo {
+                id: self.id.clone(),
+                cells,
+                possible,
+                why: self.why_nothing_is_kept(),
+            };
             let _ = reply.send(Err(refused));
             return;
         };
         let revived = self.machine.state() == State::Ended;
-        self.replacement = Some(Replacement::Undo { cells, copy, revived, reply });
+        self.replacement = Some(Replacement::Undo {
+            cells,
+            copy,
+            revived,
+            reply,
+        });
         self.happen(Event::ReplaceAsked);
     }
 
     fn why_nothing_is_kept(&self) -> Option<String> {
         match &self.no_copies {
             Some(why) => Some(why.clone()),
-            None if !self.history.has_cells() => Some("no cell has run since it began or was reset".to_owned()),
+            None if !self.history.has_cells() => {
+                Some("no cell has run since it began or was reset".to_owned())
+            }
             None => None,
         }
     }
 
     /// Puts a fork in the place of this session's interpreter and sandbox, or gives it back.
-    pub(super) fn adopt(&mut self, fork: Box<Fork>, note: String, reply: oneshot::Sender<Result<(), Box<Fork>>>) {
+    pub(super) fn adopt(
+        &mut self,
+        fork: Box<Fork>,
+        note: String,
+        reply: oneshot::Sender<Result<(), Box<Fork>>>,
+    ) {
         if self.machine.has_cell() {
             let _ = reply.send(Err(fork));
         } else if self.is_copying_for_itself() {
@@ -530,8 +658,17 @@ impl Driver {
         }
     }
 
-    fn adopt_now(&mut self, fork: Box<Fork>, note: String, reply: oneshot::Sender<Result<(), Box<Fork>>>) {
-        self.replacement = Some(Replacement::Fork { fork: Some(fork), note, reply });
+    fn adopt_now(
+        &mut self,
+        fork: Box<Fork>,
+        note: String,
+        reply: oneshot::Sender<Result<(), Box<Fork>>>,
+    ) {
+        self.replacement = Some(Replacement::Fork {
+            fork: Some(fork),
+            note,
+            reply,
+        });
         self.happen(Event::ReplaceAsked);
     }
 
@@ -541,14 +678,23 @@ impl Driver {
 
     /// Gives sandbox and interpreter away, if they are at rest.
     pub(super) fn surrender(&mut self) -> Option<Box<Fork>> {
-        let at_rest = matches!(&self.live, Some(Live { connection: Ok(_), .. }));
+        let at_rest = matches!(
+            &self.live,
+            Some(Live {
+                connection: Ok(_),
+                ..
+            })
+        );
         if self.machine.state() != State::Idle || !at_rest {
             return None;
         }
         let (sandbox, mut live) = (self.sandbox.take()?, self.live.take()?);
         live.inheritance = self.inheritance();
         self.metered = None;
-        Some(Box::new(Fork { sandbox: Some(sandbox), live: Some(Box::new(live)) }))
+        Some(Box::new(Fork {
+            sandbox: Some(sandbox),
+            live: Some(Box::new(live)),
+        }))
     }
 
     /// Begins to put the replacement in its place.
@@ -558,7 +704,10 @@ impl Driver {
             Some(Replacement::Undo { copy, .. }) => {
                 let checkpoint = copy.checkpoint;
                 if let Some(sandbox) = self.sandbox.take() {
-                    self.work = Some(Work { starts_first: false, future: Box::pin(restore(sandbox, checkpoint)) });
+                    self.work = Some(Work {
+                        starts_first: false,
+                        future: Box::pin(restore(sandbox, checkpoint)),
+                    });
                 }
             }
             Some(Replacement::Fork { fork, .. }) => {
@@ -575,11 +724,16 @@ impl Driver {
                         Some((sandbox, live)) => Finished::Started(Some(sandbox), Ok(live)),
                         None => Finished::Started(
                             None,
-                            Err(LaunchError::Start { why: "the kept variant was gone".to_owned() }),
+                            Err(LaunchError::Start {
+                                why: "the kept variant was gone".to_owned(),
+                            }),
                         ),
                     }
                 };
-                self.work = Some(Work { starts_first: false, future: Box::pin(future) });
+                self.work = Some(Work {
+                    starts_first: false,
+                    future: Box::pin(future),
+                });
             }
             None => {}
         }
@@ -589,9 +743,16 @@ impl Driver {
     pub(super) fn refuse_replacement(&mut self) {
         match self.replacement.take() {
             Some(Replacement::Undo { reply, .. }) => {
-                let _ = reply.send(Err(Refused::Occupied { id: self.id.clone(), then: "undo" }));
+                let _ = reply.send(Err(Refused::Occupied {
+                    id: self.id.clone(),
+                    then: "undo",
+                }));
             }
-            Some(Replacement::Fork { fork: Some(fork), reply, .. }) => {
+            Some(Replacement::Fork {
+                fork: Some(fork),
+                reply,
+                ..
+            }) => {
                 let _ = reply.send(Err(fork));
             }
             _ => {}
@@ -603,7 +764,12 @@ impl Driver {
         // What the interpreter before has printed is not of this one.
         self.late = LateText::default();
         match self.replacement.take() {
-            Some(Replacement::Undo { cells, copy, revived, reply }) => {
+            Some(Replacement::Undo {
+                cells,
+                copy,
+                revived,
+                reply,
+            }) => {
                 self.shared.facts().packages = copy.packages.clone();
                 let forgotten = self.history.undone(cells);
                 self.forget(forgotten);
@@ -614,8 +780,16 @@ impl Driver {
                     revived,
                     lost: without(united([&copy.lost, &carried.lost]), &copy.lacked),
                     files: files_carried(carried, FilesCarried::Restored),
-                    left: self.history.undoable().into_iter().map(|entry| entry.info(now)).collect(),
-                    notes: seeded(carried).map(|seeded| format!("{seeded}, as they did before.")).into_iter().collect(),
+                    left: self
+                        .history
+                        .undoable()
+                        .into_iter()
+                        .map(|entry| entry.info(now))
+                        .collect(),
+                    notes: seeded(carried)
+                        .map(|seeded| format!("{seeded}, as they did before."))
+                        .into_iter()
+                        .collect(),
                 }));
             }
             Some(Replacement::Fork { note, reply, .. }) => {
@@ -650,7 +824,9 @@ impl Driver {
             }
         }
         match self.replacement.take() {
-            Some(Replacement::Undo { reply, .. }) => drop(reply.send(Err(Refused::ResetWhileWaiting))),
+            Some(Replacement::Undo { reply, .. }) => {
+                drop(reply.send(Err(Refused::ResetWhileWaiting)))
+            }
             // It is in its place already, and is reset there.
             Some(Replacement::Fork { reply, .. }) => drop(reply.send(Ok(()))),
             None => {}
@@ -661,10 +837,17 @@ impl Driver {
     }
 
     /// Answers a request for forks.
-    pub(super) fn answer_fork(&mut self, answer: Answer, reply: oneshot::Sender<Result<Forked, Refused>>) {
+    pub(super) fn answer_fork(
+        &mut self,
+        answer: Answer,
+        reply: oneshot::Sender<Result<Forked, Refused>>,
+    ) {
         let result = match (answer, self.forked.take()) {
             (Answer::Finished, Some(Ok(forked))) => Ok(forked),
-            (Answer::Finished, Some(Err(why))) => Err(Refused::CannotCopy { id: self.id.clone(), why }),
+            (Answer::Finished, Some(Err(why))) => Err(Refused::CannotCopy {
+                id: self.id.clone(),
+                why,
+            }),
             (Answer::Reset, _) => Err(Refused::ResetWhileWaiting),
             (Answer::Closed, _) => Err(Refused::ClosedWhileWaiting),
             (answer, _) => Err(self.refusal(answer)),
@@ -680,21 +863,41 @@ fn forked(mut forks: Vec<Fork>, lost: Vec<String>, inheritance: &Inheritance) ->
     }
     let carried = forks.iter().map(Fork::carried).collect::<Vec<_>>();
     let lost = united(std::iter::once(&lost).chain(carried.iter().map(|carried| &carried.lost)));
-    let files = carried.iter().map(|carried| files_carried(carried, FilesCarried::Copied));
+    let files = carried
+        .iter()
+        .map(|carried| files_carried(carried, FilesCarried::Copied));
     // One fork without the files is what the reader must know.
     let files = files
-        .reduce(|known, next| if matches!(known, FilesCarried::LeftAlone { .. }) { known } else { next })
+        .reduce(|known, next| {
+            if matches!(known, FilesCarried::LeftAlone { .. }) {
+                known
+            } else {
+                next
+            }
+        })
         .unwrap_or(FilesCarried::Copied);
     let draws = match carried.first().and_then(seeded) {
-        Some(seeded) => format!("{seeded} in each copy; generators without a seed draw other numbers in each copy."),
+        Some(seeded) => format!(
+            "{seeded} in each copy; generators without a seed draw other numbers in each copy."
+        ),
         None => "Random generators without a seed draw other numbers in each copy.".to_owned(),
     };
-    Forked { forks, lost, files, draws }
+    Forked {
+        forks,
+        lost,
+        files,
+        draws,
+    }
 }
 
 /// The beginning of a sentence about the random generators that go on from a seed; `None` when none does.
 fn seeded(carried: &Carried) -> Option<String> {
-    let names = carried.seeded.iter().map(|name| format!("`{name}`")).collect::<Vec<_>>().join(", ");
+    let names = carried
+        .seeded
+        .iter()
+        .map(|name| format!("`{name}`"))
+        .collect::<Vec<_>>()
+        .join(", ");
     (!names.is_empty()).then(|| format!("Random numbers of {names} go on from their seed"))
 }
 
@@ -703,9 +906,14 @@ fn files_carried(carried: &Carried, whole: FilesCarried) -> FilesCarried {
         Some(CarriedFiles::Restored) => whole,
         Some(CarriedFiles::Shared) => FilesCarried::Shared,
         Some(CarriedFiles::LeftAlone) => FilesCarried::LeftAlone {
-            why: carried.why.clone().unwrap_or_else(|| "the session did not say why".to_owned()),
+            why: carried
+                .why
+                .clone()
+                .unwrap_or_else(|| "the session did not say why".to_owned()),
         },
-        None => FilesCarried::LeftAlone { why: "the session did not say what it did with files".to_owned() },
+        None => FilesCarried::LeftAlone {
+            why: "the session did not say what it did with files".to_owned(),
+        },
     }
 }
 

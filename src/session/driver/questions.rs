@@ -16,7 +16,9 @@ use super::{Driver, RequestId, Running, Task};
 use crate::approval::{Fingerprint, Subject};
 use crate::runner_client::{LARGEST_FRAME, Question};
 use crate::session::install::{self, InstallError, InstallRequest, Installed};
-use crate::session::tools::{Begun, CallEnd, ToolCall, ToolCalls, ToolReason, ToolRefused, ToolReply};
+use crate::session::tools::{
+    Begun, CallEnd, ToolCall, ToolCalls, ToolReason, ToolRefused, ToolReply,
+};
 
 /// Installations of one cell that are under way at the same time.
 const MOST_INSTALLATIONS: usize = 8;
@@ -83,7 +85,10 @@ impl Questions {
                 // One that was given up has been answered, or nobody waits for it.
                 Err(error) if error.is_cancelled() => {}
                 Err(error) => {
-                    let broken = self.open.iter().find(|(_, open)| open.task.id() == error.id());
+                    let broken = self
+                        .open
+                        .iter()
+                        .find(|(_, open)| open.task.id() == error.id());
                     if let Some((&ask, _)) = broken {
                         return Answered::failed(ask);
                     }
@@ -124,20 +129,38 @@ impl Questions {
     }
 
     fn installations(&self) -> usize {
-        self.open.values().filter(|open| open.call.is_none() && !open.is_command).count()
+        self.open
+            .values()
+            .filter(|open| open.call.is_none() && !open.is_command)
+            .count()
     }
 
     fn calls_under_way(&self) -> usize {
-        self.open.values().filter(|open| open.call.is_some()).count()
+        self.open
+            .values()
+            .filter(|open| open.call.is_some())
+            .count()
     }
 
     fn knows(&self, ask: u64) -> bool {
         self.open.contains_key(&ask) || self.waiting.iter().any(|waiting| waiting.ask == ask)
     }
 
-    fn work(&mut self, ask: u64, call: Option<Begun>, work: impl Future<Output = Answered> + Send + 'static) {
+    fn work(
+        &mut self,
+        ask: u64,
+        call: Option<Begun>,
+        work: impl Future<Output = Answered> + Send + 'static,
+    ) {
         let task = self.tasks.spawn(work);
-        self.open.insert(ask, Open { task, call, is_command: false });
+        self.open.insert(
+            ask,
+            Open {
+                task,
+                call,
+                is_command: false,
+            },
+        );
     }
 
     /// Counts the commands that are under way.
@@ -147,8 +170,17 @@ impl Questions {
 
     /// Runs a command beside everything else.
     pub(super) fn run(&mut self, ask: u64, work: impl Future<Output = Value> + Send + 'static) {
-        let task = self.tasks.spawn(async move { Answered::plain(ask, work.await) });
-        self.open.insert(ask, Open { task, call: None, is_command: true });
+        let task = self
+            .tasks
+            .spawn(async move { Answered::plain(ask, work.await) });
+        self.open.insert(
+            ask,
+            Open {
+                task,
+                call: None,
+                is_command: true,
+            },
+        );
     }
 
     /// Answers without any work.
@@ -158,36 +190,54 @@ impl Questions {
 
     /// Stops to work on a question, and has it answered.
     fn withdraw(&mut self, ask: u64) {
-        let refused = ToolRefused::new(ToolReason::Cancelled, "the call was given up by the code that made it");
+        let refused = ToolRefused::new(
+            ToolReason::Cancelled,
+            "the call was given up by the code that made it",
+        );
         if let Some(Open { task, call, .. }) = self.open.remove(&ask) {
             task.abort();
             self.note(call, CallEnd::Refused(ToolReason::Cancelled));
-            self.ready.push_back(Answered::plain(ask, refused_frame(ask, &refused)));
+            self.ready
+                .push_back(Answered::plain(ask, refused_frame(ask, &refused)));
         } else if let Some(place) = self.waiting.iter().position(|waiting| waiting.ask == ask) {
-            let Waiting { call, size, .. } = self.waiting.remove(place).expect("it was found there");
+            let Waiting { call, size, .. } =
+                self.waiting.remove(place).expect("it was found there");
             self.waiting_bytes -= size;
             self.note_at_once(&call, ToolReason::Cancelled);
-            self.ready.push_back(Answered::plain(ask, refused_frame(ask, &refused)));
+            self.ready
+                .push_back(Answered::plain(ask, refused_frame(ask, &refused)));
         }
     }
 }
 
 impl Answered {
     fn plain(ask: u64, frame: Value) -> Answered {
-        Answered { ask, frame, packages: Vec::new(), ended: None }
+        Answered {
+            ask,
+            frame,
+            packages: Vec::new(),
+            ended: None,
+        }
     }
 
     /// The answer to a question whose work broke off in a way that it should not.
     fn failed(ask: u64) -> Answered {
-        let refused = ToolRefused::new(ToolReason::Other, "the server failed to do this; its log says more");
-        Answered { ended: Some(CallEnd::Refused(refused.reason)), ..Answered::plain(ask, refused_frame(ask, &refused)) }
+        let refused = ToolRefused::new(
+            ToolReason::Other,
+            "the server failed to do this; its log says more",
+        );
+        Answered {
+            ended: Some(CallEnd::Refused(refused.reason)),
+            ..Answered::plain(ask, refused_frame(ask, &refused))
+        }
     }
 }
 
 impl Driver {
     /// Takes a question of the running cell. Each is answered exactly once, as long as the cell runs.
     pub(super) fn asked(&mut self, id: RequestId, ask: u64, question: Question) {
-        if !matches!(&self.running, Some(Running { id: running, task: Task::Cell { .. }, .. }) if *running == id) {
+        if !matches!(&self.running, Some(Running { id: running, task: Task::Cell { .. }, .. }) if *running == id)
+        {
             return;
         }
         if self.questions.knows(ask) || self.parking.knows(ask) {
@@ -229,7 +279,12 @@ impl Driver {
 
     /// Sends an answer. What it says of the session is noted first.
     pub(super) fn answer_question(&mut self, answered: Answered) {
-        let Answered { ask, frame, packages, ended } = answered;
+        let Answered {
+            ask,
+            frame,
+            packages,
+            ended,
+        } = answered;
         let open = self.questions.open.remove(&ask);
         if let (Some(Open { call, .. }), Some(ended)) = (open, ended) {
             self.questions.note(call, ended);
@@ -246,10 +301,15 @@ impl Driver {
             return self.refuse_question(ask, "packages cannot be installed on this server");
         };
         if self.questions.installations() >= MOST_INSTALLATIONS {
-            return self.refuse_question(ask, "too many installations are under way in this session");
+            return self
+                .refuse_question(ask, "too many installations are under way in this session");
         }
         debug!(session = self.id.as_str(), "code asks for packages");
-        let request = InstallRequest { requirements, upgrade, has: self.shared.facts().packages.clone() };
+        let request = InstallRequest {
+            requirements,
+            upgrade,
+            has: self.shared.facts().packages.clone(),
+        };
         self.questions.work(ask, None, async move {
             match installer.install(request, &|_| ()).await {
                 Ok(Installed { paths, text }) => {
@@ -265,7 +325,9 @@ impl Driver {
         let questions = &mut self.questions;
         questions.asked += 1;
         if questions.asked > MOST_CALLS_OF_A_CELL {
-            let why = format!("this cell has made {MOST_CALLS_OF_A_CELL} calls, which is all that one cell may make");
+            let why = format!(
+                "this cell has made {MOST_CALLS_OF_A_CELL} calls, which is all that one cell may make"
+            );
             return self.refuse_call(ask, &call, &ToolRefused::new(ToolReason::Budget, why));
         }
         if questions.waiting_bytes + size > MOST_WAITING_BYTES {
@@ -277,8 +339,21 @@ impl Driver {
             Ok(fingerprint) => fingerprint,
             Err(refused) => return self.refuse_call(ask, &call, &refused),
         };
-        let ToolCall { server, tool, arguments, .. } = call;
-        self.consider(Subject::Tool { server, tool, arguments, fingerprint }, Wanted::Call { ask, size });
+        let ToolCall {
+            server,
+            tool,
+            arguments,
+            ..
+        } = call;
+        self.consider(
+            Subject::Tool {
+                server,
+                tool,
+                arguments,
+                fingerprint,
+            },
+            Wanted::Call { ask, size },
+        );
     }
 
     /// Returns what a tool is at this moment, if this session was granted it and it is there.
@@ -292,8 +367,13 @@ impl Driver {
             return broker.fingerprint(&customer.owner, server, tool);
         }
         let packages = broker.packages(&customer.owner);
-        let package = packages.iter().find(|package| package.server.as_str() == server);
-        let mut granted = package.iter().flat_map(|package| &package.tools).map(|tool| &tool.original);
+        let package = packages
+            .iter()
+            .find(|package| package.server.as_str() == server);
+        let mut granted = package
+            .iter()
+            .flat_map(|package| &package.tools)
+            .map(|tool| &tool.original);
         if !granted.any(|tool| grants.allow(server, tool)) {
             return Err(ToolRefused::no_server(server));
         }
@@ -301,15 +381,19 @@ impl Driver {
         if !grants.allow(server, tool) {
             return Err(ToolRefused::no_tool(server, tool));
         }
-        broker.fingerprint(&customer.owner, server, tool).map_err(|refused| match refused.reason {
-            ToolReason::Unknown => ToolRefused::no_tool(server, tool),
-            _ => refused,
-        })
+        broker
+            .fingerprint(&customer.owner, server, tool)
+            .map_err(|refused| match refused.reason {
+                ToolReason::Unknown => ToolRefused::no_tool(server, tool),
+                _ => refused,
+            })
     }
 
     /// Puts a call that may be made behind those that wait for a place.
     pub(super) fn line_up_call(&mut self, ask: u64, call: ToolCall, size: usize) {
-        self.questions.waiting.push_back(Waiting { ask, call, size });
+        self.questions
+            .waiting
+            .push_back(Waiting { ask, call, size });
         self.questions.waiting_bytes += size;
         self.call_those_that_wait();
     }
@@ -329,20 +413,33 @@ impl Driver {
             let refused = ToolRefused::no_server(&call.server);
             return self.refuse_call(ask, &call, &refused);
         };
-        let Some(Running { task: Task::Cell { teller, .. }, .. }) = &self.running else { return };
+        let Some(Running {
+            task: Task::Cell { teller, .. },
+            ..
+        }) = &self.running
+        else {
+            return;
+        };
         debug!(session = self.id.as_str(), "code calls a tool");
         let (owner, session, crier) = (customer.owner.clone(), self.id.clone(), teller.crier());
         let begun = Begun::now(&call);
         self.questions.work(ask, Some(begun), async move {
-            let result = broker.call(&owner, &session, call, &|news| crier.say(news)).await;
+            let result = broker
+                .call(&owner, &session, call, &|news| crier.say(news))
+                .await;
             let (frame, ended) = result_frame(ask, result);
-            Answered { ended: Some(ended), ..Answered::plain(ask, frame) }
+            Answered {
+                ended: Some(ended),
+                ..Answered::plain(ask, frame)
+            }
         });
     }
 
     pub(super) fn refuse_call(&mut self, ask: u64, call: &ToolCall, refused: &ToolRefused) {
         self.questions.note_at_once(call, refused.reason);
-        self.questions.ready.push_back(Answered::plain(ask, refused_frame(ask, refused)));
+        self.questions
+            .ready
+            .push_back(Answered::plain(ask, refused_frame(ask, refused)));
     }
 
     pub(super) fn refuse_question(&mut self, ask: u64, why: &str) {
@@ -364,7 +461,11 @@ fn refused_frame(ask: u64, refused: &ToolRefused) -> Value {
 fn result_frame(ask: u64, result: Result<ToolReply, ToolRefused>) -> (Value, CallEnd) {
     let ended = CallEnd::of(&result);
     match result {
-        Ok(ToolReply { content, structured, is_error }) => {
+        Ok(ToolReply {
+            content,
+            structured,
+            is_error,
+        }) => {
             let frame = json!({
                 "type": "answer", "ask": ask, "ok": true,
                 "content": content, "structured": structured, "is_error": is_error,
@@ -374,7 +475,10 @@ fn result_frame(ask: u64, result: Result<ToolReply, ToolRefused>) -> (Value, Cal
             }
             let why = "the result of the tool is larger than a session can be sent";
             let refused = ToolRefused::new(ToolReason::TooLarge, why);
-            (refused_frame(ask, &refused), CallEnd::Refused(refused.reason))
+            (
+                refused_frame(ask, &refused),
+                CallEnd::Refused(refused.reason),
+            )
         }
         Err(refused) => (refused_frame(ask, &refused), ended),
     }

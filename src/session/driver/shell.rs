@@ -41,9 +41,16 @@ impl Driver {
     /// Takes a command that the running cell wants to have run.
     pub(super) fn asked_to_run(&mut self, ask: u64, claimed: ClaimedCommand) {
         let Some(outlets) = claimed.outlets.clone().filter(only_take) else {
-            return self.refuse_command(ask, "invalid", "the command came without pipes that it could write to");
+            return self.refuse_command(
+                ask,
+                "invalid",
+                "the command came without pipes that it could write to",
+            );
         };
-        let usual_folder = self.sandbox.as_ref().map_or(WORK_FOLDER, |sandbox| sandbox.work_folder());
+        let usual_folder = self
+            .sandbox
+            .as_ref()
+            .map_or(WORK_FOLDER, |sandbox| sandbox.work_folder());
         match ShellCommand::new(claimed, usual_folder) {
             Ok(command) => self.consider_command(ask, command, outlets),
             Err(unfit) => self.refuse_command(ask, "invalid", &unfit.to_string()),
@@ -52,25 +59,47 @@ impl Driver {
 
     /// Decides about a command by its `kind` and `text`. What is then run is the value itself.
     fn consider_command(&mut self, ask: u64, command: ShellCommand, outlets: Outlets) {
-        let subject = Subject::Shell { command: command.text(), kind: command.kind() };
-        self.consider(subject, Wanted::Command(Box::new(CommandWanted { ask, command, outlets })));
+        let subject = Subject::Shell {
+            command: command.text(),
+            kind: command.kind(),
+        };
+        self.consider(
+            subject,
+            Wanted::Command(Box::new(CommandWanted {
+                ask,
+                command,
+                outlets,
+            })),
+        );
     }
 
     /// Runs a command that may run.
     pub(super) fn run_command(&mut self, ask: u64, command: ShellCommand, outlets: Outlets) {
         if self.questions.commands() >= MOST_COMMANDS {
-            return self.refuse_command(ask, "budget", "too many commands are under way in this session");
+            return self.refuse_command(
+                ask,
+                "budget",
+                "too many commands are under way in this session",
+            );
         }
         let Some(launcher) = self.sandbox.as_ref().map(|sandbox| sandbox.launcher()) else {
-            return self.refuse_command(ask, "unavailable", "the sandbox is not there to run commands");
+            return self.refuse_command(
+                ask,
+                "unavailable",
+                "the sandbox is not there to run commands",
+            );
         };
         debug!(session = self.id.as_str(), "code runs a command");
-        self.questions.run(ask, async move { run(ask, &command, launcher, outlets).await });
+        self.questions.run(
+            ask,
+            async move { run(ask, &command, launcher, outlets).await },
+        );
     }
 
     /// Answers that a command was not run. The text is for whoever reads the traceback.
     pub(super) fn refuse_command(&mut self, ask: u64, reason: &str, text: &str) {
-        self.questions.answer_at_once(ask, refusal(ask, reason, text));
+        self.questions
+            .answer_at_once(ask, refusal(ask, reason, text));
     }
 }
 
@@ -87,7 +116,12 @@ fn only_take(outlets: &Outlets) -> bool {
 }
 
 /// Runs a command to its end and returns the answer.
-async fn run(ask: u64, command: &ShellCommand, launcher: Arc<dyn Launcher>, outlets: Outlets) -> Value {
+async fn run(
+    ask: u64,
+    command: &ShellCommand,
+    launcher: Arc<dyn Launcher>,
+    outlets: Outlets,
+) -> Value {
     let mut begun = match launch(command, &*launcher, &outlets).await {
         Ok(process) => Courteous(Some(process)),
         Err(error) => {
@@ -101,13 +135,21 @@ async fn run(ask: u64, command: &ShellCommand, launcher: Arc<dyn Launcher>, outl
     };
     // What reads the other ends must see their end with that of the command.
     drop(outlets);
-    let exited = begun.0.as_mut().expect("it is there until it is dropped").exited();
+    let exited = begun
+        .0
+        .as_mut()
+        .expect("it is there until it is dropped")
+        .exited();
     let exit = match command.timeout {
         None => exited.await,
         Some(limit) => match tokio::time::timeout(limit, exited).await {
             Ok(exit) => exit,
             Err(_) => {
-                return refusal(ask, "timeout", &format!("the command took longer than {} s", limit.as_secs_f64()));
+                return refusal(
+                    ask,
+                    "timeout",
+                    &format!("the command took longer than {} s", limit.as_secs_f64()),
+                );
             }
         },
     };
@@ -116,10 +158,20 @@ async fn run(ask: u64, command: &ShellCommand, launcher: Arc<dyn Launcher>, outl
         Exit::Signal(signal) => (-signal, None),
         Exit::OutOfMemory { limit, .. } => {
             let most = limit / (1024 * 1024);
-            (-9, Some(format!("the command was ended because the session used more than its {most} MiB of memory")))
+            (
+                -9,
+                Some(format!(
+                    "the command was ended because the session used more than its {most} MiB of memory"
+                )),
+            )
         }
-        Exit::OutOfMemoryOutside { whose, .. } => (-9, Some(format!("the command was ended because {whose}"))),
-        Exit::SandboxGone { .. } | Exit::Unknown => (-9, Some("the command was ended with its sandbox".to_owned())),
+        Exit::OutOfMemoryOutside { whose, .. } => {
+            (-9, Some(format!("the command was ended because {whose}")))
+        }
+        Exit::SandboxGone { .. } | Exit::Unknown => (
+            -9,
+            Some("the command was ended with its sandbox".to_owned()),
+        ),
     };
     json!({"type": "answer", "ask": ask, "ok": true, "code": code, "text": text})
 }
@@ -130,7 +182,9 @@ async fn launch(
     outlets: &Outlets,
 ) -> Result<Box<dyn Process>, ProgramError> {
     let copy = |end: &OwnedFd| end.as_fd().try_clone_to_owned();
-    let failed = |error: std::io::Error| ProgramError::Failed { why: error.to_string() };
+    let failed = |error: std::io::Error| ProgramError::Failed {
+        why: error.to_string(),
+    };
     for words in command.programs() {
         let program = Program {
             words,
@@ -153,7 +207,9 @@ struct Courteous(Option<Box<dyn Process>>);
 
 impl Drop for Courteous {
     fn drop(&mut self) {
-        let Some(mut process) = self.0.take() else { return };
+        let Some(mut process) = self.0.take() else {
+            return;
+        };
         process.interrupt();
         // Without a runtime the server is ending, and everything with it.
         if let Ok(runtime) = tokio::runtime::Handle::try_current() {

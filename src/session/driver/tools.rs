@@ -48,7 +48,14 @@ struct Given {
 impl Deliveries {
     pub(super) fn new(tools: &Tools) -> Deliveries {
         let changes = tools.0.as_ref().map(|broker| broker.changes());
-        Deliveries { changes, version: None, given: Vec::new(), any: false, awaited: None, grants: Grants::default() }
+        Deliveries {
+            changes,
+            version: None,
+            given: Vec::new(),
+            any: false,
+            awaited: None,
+            grants: Grants::default(),
+        }
     }
 
     /// Waits until the registrations have changed since something was sent; for ever when they cannot.
@@ -84,7 +91,10 @@ impl Deliveries {
 
 impl Given {
     fn all(package: Arc<Package>) -> Given {
-        Given { sent: package.clone(), whole: package }
+        Given {
+            sent: package.clone(),
+            whole: package,
+        }
     }
 
     /// `None` when nothing of it is granted.
@@ -94,15 +104,22 @@ impl Given {
             return Some(Given::all(package));
         }
         let sent = Arc::new(package.only(|tool| grants.allow(server, tool))?);
-        Some(Given { sent, whole: package })
+        Some(Given {
+            sent,
+            whole: package,
+        })
     }
 }
 
 impl Driver {
     /// Sends the packages that the session may use, unless it has them. Only between two requests.
     pub(super) fn give_tools(&mut self) {
-        let (Some(broker), Some(customer)) = (self.settings.tools.0.clone(), &self.customer) else { return };
-        let Some(changes) = &mut self.deliveries.changes else { return };
+        let (Some(broker), Some(customer)) = (self.settings.tools.0.clone(), &self.customer) else {
+            return;
+        };
+        let Some(changes) = &mut self.deliveries.changes else {
+            return;
+        };
         let version = *changes.borrow_and_update();
         if self.deliveries.version == Some(version) {
             return;
@@ -113,11 +130,16 @@ impl Driver {
         // Where sessions share a folder, all of them write the same; what they may call is decided elsewhere.
         let mut wanted: Vec<Given> = match shared {
             true => packages.map(Given::all).collect(),
-            false => packages.filter_map(|package| Given::only(package, &self.deliveries.grants)).collect(),
+            false => packages
+                .filter_map(|package| Given::only(package, &self.deliveries.grants))
+                .collect(),
         };
         self.leave_out_what_is_too_much(&mut wanted);
         let is_same = wanted.len() == self.deliveries.given.len()
-            && wanted.iter().zip(&self.deliveries.given).all(|(one, other)| Arc::ptr_eq(&one.whole, &other.whole));
+            && wanted
+                .iter()
+                .zip(&self.deliveries.given)
+                .all(|(one, other)| Arc::ptr_eq(&one.whole, &other.whole));
         if (is_known && is_same) || (wanted.is_empty() && !self.deliveries.any) {
             return;
         }
@@ -125,22 +147,41 @@ impl Driver {
     }
 
     fn deliver(&mut self, wanted: Vec<Given>, shared: bool) {
-        debug!(session = self.id.as_str(), servers = wanted.len(), "packages of MCP servers are sent");
+        debug!(
+            session = self.id.as_str(),
+            servers = wanted.len(),
+            "packages of MCP servers are sent"
+        );
         let id = self.numbers.fetch_add(1, Ordering::Relaxed);
         for given in &wanted {
             self.send_package(id, &given.sent);
         }
-        let before = self.deliveries.given.iter().map(|given| &given.whole.server);
-        let gone = before.filter(|server| wanted.iter().all(|other| other.whole.server != **server));
+        let before = self
+            .deliveries
+            .given
+            .iter()
+            .map(|given| &given.whole.server);
+        let gone =
+            before.filter(|server| wanted.iter().all(|other| other.whole.server != **server));
         let gone: Vec<String> = gone.map(|server| server.python().to_owned()).collect();
         for server in gone {
-            self.send(&json!({"type": "tools", "id": id, "server": server, "modules": [], "last": true}), b"");
+            self.send(
+                &json!({"type": "tools", "id": id, "server": server, "modules": [], "last": true}),
+                b"",
+            );
         }
         let packages: Vec<&Package> = wanted.iter().map(|given| given.sent.as_ref()).collect();
-        let index = if packages.is_empty() { String::new() } else { cellblock_typed::index(&packages).text };
+        let index = if packages.is_empty() {
+            String::new()
+        } else {
+            cellblock_typed::index(&packages).text
+        };
         let mut header = json!({"type": "tools", "id": id});
         if !shared {
-            header["servers"] = packages.iter().map(|package| package.server.python()).collect();
+            header["servers"] = packages
+                .iter()
+                .map(|package| package.server.python())
+                .collect();
         }
         self.send(&header, index.as_bytes());
         self.deliveries.awaited = Some(id);
@@ -150,7 +191,11 @@ impl Driver {
 
     fn send_package(&mut self, id: RequestId, package: &Package) {
         let server = package.server.python();
-        let files: Vec<&GeneratedFile> = package.files.iter().filter(|file| file.text.len() <= LARGEST_FILE).collect();
+        let files: Vec<&GeneratedFile> = package
+            .files
+            .iter()
+            .filter(|file| file.text.len() <= LARGEST_FILE)
+            .collect();
         let mut rest = files.as_slice();
         loop {
             let mut size = 0;
@@ -160,8 +205,10 @@ impl Driver {
                 before < CHUNK
             };
             let (some, later) = rest.split_at(rest.iter().take_while(fits).count());
-            let listed: Vec<_> =
-                some.iter().map(|file| json!({"name": file_name(file), "size": file.text.len()})).collect();
+            let listed: Vec<_> = some
+                .iter()
+                .map(|file| json!({"name": file_name(file), "size": file.text.len()}))
+                .collect();
             let payload: Vec<u8> = some.iter().flat_map(|file| file.text.bytes()).collect();
             let last = later.is_empty();
             self.send(&json!({"type": "tools", "id": id, "server": server, "modules": listed, "last": last}), &payload);
@@ -200,7 +247,9 @@ impl Driver {
         self.deliveries.awaited = None;
         if let Some(why) = failed {
             let why = bounded_text(why, 300);
-            self.notes.push(format!("The modules of MCP servers could not be put into the working folder: {why}."));
+            self.notes.push(format!(
+                "The modules of MCP servers could not be put into the working folder: {why}."
+            ));
         }
         true
     }

@@ -9,18 +9,35 @@ fn one(owner: &str) -> Owner {
     Owner::One(owner.to_owned())
 }
 
-async fn register(registry: &Registry, owner: &Owner, server: &str) -> Result<crate::Upstream, RegisterError> {
-    registry.register(owner, &name(server), &child(json!({"list": "pages"})), &settings()).await
+async fn register(
+    registry: &Registry,
+    owner: &Owner,
+    server: &str,
+) -> Result<crate::Upstream, RegisterError> {
+    registry
+        .register(
+            owner,
+            &name(server),
+            &child(json!({"list": "pages"})),
+            &settings(),
+        )
+        .await
 }
 
 fn names(registry: &Registry, owner: &str) -> Vec<String> {
-    registry.list(owner).into_iter().map(|info| info.name.to_string()).collect()
+    registry
+        .list(owner)
+        .into_iter()
+        .map(|info| info.name.to_string())
+        .collect()
 }
 
 #[tokio::test]
 async fn servers_are_seen_by_their_owner_and_the_operators_by_all() {
     let registry = Registry::new();
-    register(&registry, &Owner::Everyone, "shared").await.unwrap();
+    register(&registry, &Owner::Everyone, "shared")
+        .await
+        .unwrap();
     register(&registry, &one("alice"), "hers").await.unwrap();
     assert_eq!(names(&registry, "alice"), ["hers", "shared"]);
     assert_eq!(names(&registry, "bob"), ["shared"]);
@@ -38,14 +55,26 @@ async fn servers_are_seen_by_their_owner_and_the_operators_by_all() {
 #[tokio::test]
 async fn two_servers_with_one_python_name_are_refused() {
     let registry = Registry::new();
-    register(&registry, &one("alice"), "my-server").await.unwrap();
-    let error = register(&registry, &one("alice"), "my.server").await.unwrap_err();
+    register(&registry, &one("alice"), "my-server")
+        .await
+        .unwrap();
+    let error = register(&registry, &one("alice"), "my.server")
+        .await
+        .unwrap_err();
     assert!(matches!(error, RegisterError::SameName { .. }), "{error}");
-    register(&registry, &Owner::Everyone, "shared").await.unwrap();
-    let error = register(&registry, &one("alice"), "shared").await.unwrap_err();
+    register(&registry, &Owner::Everyone, "shared")
+        .await
+        .unwrap();
+    let error = register(&registry, &one("alice"), "shared")
+        .await
+        .unwrap_err();
     assert!(matches!(error, RegisterError::Operators { .. }), "{error}");
     // The controls: the same name again, and the same Python name of another owner.
-    assert!(register(&registry, &one("alice"), "my-server").await.is_ok());
+    assert!(
+        register(&registry, &one("alice"), "my-server")
+            .await
+            .is_ok()
+    );
     assert!(register(&registry, &one("bob"), "my.server").await.is_ok());
 }
 
@@ -54,19 +83,34 @@ async fn a_new_server_takes_the_place_of_the_old_one_when_it_is_connected() {
     let registry = Registry::new();
     let owner = one("alice");
     let changes = registry.changes();
-    let old = registry.register(&owner, &name("server"), &child(json!({})), &settings()).await.unwrap();
+    let old = registry
+        .register(&owner, &name("server"), &child(json!({})), &settings())
+        .await
+        .unwrap();
     let before = process(&old).await;
     // One that cannot be connected changes nothing.
     let broken = ServerParams::parse(&json!({"command": "no-such-program"})).unwrap();
-    let error = registry.register(&owner, &name("server"), &broken, &settings()).await.unwrap_err();
+    let error = registry
+        .register(&owner, &name("server"), &broken, &settings())
+        .await
+        .unwrap_err();
     assert!(matches!(error, RegisterError::Connect { .. }), "{error}");
-    assert_eq!(process(&registry.find("alice", "server").unwrap()).await, before);
+    assert_eq!(
+        process(&registry.find("alice", "server").unwrap()).await,
+        before
+    );
     assert_eq!(*changes.borrow(), 1);
     // A call that runs is not cut off.
     let running = tokio::spawn(async move { call(&old, "progress", json!({"end": true})).await });
-    registry.register(&owner, &name("server"), &child(json!({})), &settings()).await.unwrap();
+    registry
+        .register(&owner, &name("server"), &child(json!({})), &settings())
+        .await
+        .unwrap();
     assert!(running.await.unwrap().is_ok());
-    assert_ne!(process(&registry.find("alice", "server").unwrap()).await, before);
+    assert_ne!(
+        process(&registry.find("alice", "server").unwrap()).await,
+        before
+    );
     assert_eq!(*changes.borrow(), 2);
     until_dead(before).await;
 }
@@ -76,7 +120,10 @@ async fn closing_ends_all_programs() {
     let registry = Registry::new();
     let mut processes = Vec::new();
     for server in ["a", "b", "c"] {
-        let upstream = registry.register(&one("alice"), &name(server), &child(json!({})), &settings()).await.unwrap();
+        let upstream = registry
+            .register(&one("alice"), &name(server), &child(json!({})), &settings())
+            .await
+            .unwrap();
         processes.push(process(&upstream).await);
     }
     registry.close().await;

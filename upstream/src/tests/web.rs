@@ -20,8 +20,8 @@ use cellblock_egress::name::HostName;
 use cellblock_egress::resolve::{BoxFuture, Resolver};
 use futures_util::stream::{self, StreamExt};
 use rmcp::model::{
-    CallToolRequestParams, CallToolResult, ContentBlock, ErrorData, ListToolsResult, PaginatedRequestParams,
-    ProgressNotificationParam, ServerCapabilities, ServerConfig, Tool,
+    CallToolRequestParams, CallToolResult, ContentBlock, ErrorData, ListToolsResult,
+    PaginatedRequestParams, ProgressNotificationParam, ServerCapabilities, ServerConfig, Tool,
 };
 use rmcp::service::RequestContext;
 use rmcp::transport::streamable_http_server::session::local::LocalSessionManager;
@@ -35,8 +35,8 @@ use tokio_util::sync::CancellationToken;
 use crate::fixtures::{Script, call, call_with, name, settings};
 use crate::greeting::told;
 use crate::{
-    AddressPolicy, CallError, CallOptions, ConnectError, Era, Owner, Reason, RegisterError, Registry, ServerParams,
-    Settings, Upstream,
+    AddressPolicy, CallError, CallOptions, ConnectError, Era, Owner, Reason, RegisterError,
+    Registry, ServerParams, Settings, Upstream,
 };
 
 /// A server on this machine, until it is dropped.
@@ -59,7 +59,10 @@ impl Local {
     async fn serve_at(address: SocketAddr, router: Router) -> Local {
         let listener = tokio::net::TcpListener::bind(address).await.unwrap();
         let address = listener.local_addr().unwrap();
-        Local { address, task: tokio::spawn(axum::serve(listener, router).into_future()) }
+        Local {
+            address,
+            task: tokio::spawn(axum::serve(listener, router).into_future()),
+        }
     }
 
     /// Ends it, and returns when nobody listens any more.
@@ -70,7 +73,10 @@ impl Local {
 
     fn params(&self, path: &str, more: Value) -> ServerParams {
         let mut params = json!({"url": format!("http://{}{path}", self.address)});
-        params.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        params
+            .as_object_mut()
+            .unwrap()
+            .extend(more.as_object().unwrap().clone());
         ServerParams::parse(&params).unwrap()
     }
 }
@@ -96,8 +102,13 @@ impl ServerHandler for Library {
         _context: RequestContext<RoleServer>,
     ) -> Result<ListToolsResult, ErrorData> {
         let schema = json!({"type": "object", "properties": {"text": {"type": "string"}}});
-        let tools = ["echo", "slow", "steps"]
-            .map(|name| Tool::new(name, "A tool.", Arc::new(schema.as_object().unwrap().clone())));
+        let tools = ["echo", "slow", "steps"].map(|name| {
+            Tool::new(
+                name,
+                "A tool.",
+                Arc::new(schema.as_object().unwrap().clone()),
+            )
+        });
         Ok(ListToolsResult::with_all_items(tools.to_vec()))
     }
 
@@ -113,18 +124,30 @@ impl ServerHandler for Library {
             "slow" => std::future::pending::<()>().await,
             "steps" => {
                 let token = context.meta.get_progress_token().unwrap();
-                context.peer.notify_progress(ProgressNotificationParam::new(token, 1.0)).await.unwrap();
+                context
+                    .peer
+                    .notify_progress(ProgressNotificationParam::new(token, 1.0))
+                    .await
+                    .unwrap();
             }
             _ => {}
         }
-        let text = request.arguments.unwrap_or_default().remove("text").unwrap_or_default();
-        let result = CallToolResult::success(vec![ContentBlock::text(text.as_str().unwrap_or_default().to_owned())]);
+        let text = request
+            .arguments
+            .unwrap_or_default()
+            .remove("text")
+            .unwrap_or_default();
+        let result = CallToolResult::success(vec![ContentBlock::text(
+            text.as_str().unwrap_or_default().to_owned(),
+        )]);
         Ok(result.into())
     }
 }
 
 fn library() -> (Router, Library) {
-    let server = Library { headers: Arc::default() };
+    let server = Library {
+        headers: Arc::default(),
+    };
     let made = server.clone();
     let service = StreamableHttpService::new(
         move || Ok(made.clone()),
@@ -138,10 +161,15 @@ fn library() -> (Router, Library) {
 async fn a_server_made_with_a_library_is_called_with_our_headers() {
     let (router, library) = library();
     let server = Local::serve(router).await;
-    let params = server.params("/mcp", json!({"headers": {"Authorization": "Bearer ${TOKEN}"}}));
+    let params = server.params(
+        "/mcp",
+        json!({"headers": {"Authorization": "Bearer ${TOKEN}"}}),
+    );
     let upstream = connect(&params).await.unwrap();
     assert_eq!(upstream.info().era, Some(Era::Modern));
-    let reply = call(&upstream, "echo", json!({"text": "hello"})).await.unwrap();
+    let reply = call(&upstream, "echo", json!({"text": "hello"}))
+        .await
+        .unwrap();
     assert_eq!(reply.content, [json!({"type": "text", "text": "hello"})]);
     let headers = library.headers.lock().unwrap();
     assert_eq!(headers[0]["authorization"], "Bearer hunter2-token");
@@ -154,7 +182,10 @@ async fn calls_over_http_run_at_a_time_and_can_be_cancelled() {
     let server = Local::serve(router).await;
     let upstream = connect(&server.params("/mcp", json!({}))).await.unwrap();
     let cancel = CancellationToken::new();
-    let options = CallOptions { cancel: cancel.clone(), ..CallOptions::default() };
+    let options = CallOptions {
+        cancel: cancel.clone(),
+        ..CallOptions::default()
+    };
     let slow = tokio::spawn({
         let upstream = upstream.clone();
         async move { call_with(&upstream, "slow", json!({}), options).await }
@@ -164,8 +195,13 @@ async fn calls_over_http_run_at_a_time_and_can_be_cancelled() {
     let progress: crate::ProgressSink = Arc::new(move |_| {
         counted.fetch_add(1, Ordering::SeqCst);
     });
-    let options = CallOptions { progress: Some(progress), ..CallOptions::default() };
-    call_with(&upstream, "steps", json!({}), options).await.unwrap();
+    let options = CallOptions {
+        progress: Some(progress),
+        ..CallOptions::default()
+    };
+    call_with(&upstream, "steps", json!({}), options)
+        .await
+        .unwrap();
     assert_eq!(steps.load(Ordering::SeqCst), 1);
     assert!(!slow.is_finished());
     cancel.cancel();
@@ -180,19 +216,33 @@ struct Plain {
 }
 
 fn plain(script: Value) -> Arc<Plain> {
-    Arc::new(Plain { script: Mutex::new(Script::new(script)), session: Mutex::new(0), largest: 1_000_000_000 })
+    Arc::new(Plain {
+        script: Mutex::new(Script::new(script)),
+        session: Mutex::new(0),
+        largest: 1_000_000_000,
+    })
 }
 
 fn plain_router(server: Arc<Plain>) -> Router {
-    Router::new().route("/mcp", post(plain_post)).with_state(server)
+    Router::new()
+        .route("/mcp", post(plain_post))
+        .with_state(server)
 }
 
-async fn plain_post(State(server): State<Arc<Plain>>, headers: HeaderMap, body: String) -> Response {
+async fn plain_post(
+    State(server): State<Arc<Plain>>,
+    headers: HeaderMap,
+    body: String,
+) -> Response {
     let message: Value = serde_json::from_str(&body).unwrap();
     let session = *server.session.lock().unwrap();
-    let known = headers.get("mcp-session-id").map(|value| value.to_str().unwrap().to_owned());
+    let known = headers
+        .get("mcp-session-id")
+        .map(|value| value.to_str().unwrap().to_owned());
     match message["method"].as_str() {
-        Some("server/discover") => return (StatusCode::BAD_REQUEST, "Bad Request: No valid session").into_response(),
+        Some("server/discover") => {
+            return (StatusCode::BAD_REQUEST, "Bad Request: No valid session").into_response();
+        }
         Some("initialize") => {}
         _ if known != Some(session.to_string()) => return StatusCode::NOT_FOUND.into_response(),
         _ => {}
@@ -205,7 +255,10 @@ async fn plain_post(State(server): State<Arc<Plain>>, headers: HeaderMap, body: 
         None => StatusCode::ACCEPTED.into_response(),
         Some(answer) => {
             assert!(answer.to_string().len() < server.largest);
-            let headers = [("content-type", "application/json".to_owned()), ("mcp-session-id", session.to_string())];
+            let headers = [
+                ("content-type", "application/json".to_owned()),
+                ("mcp-session-id", session.to_string()),
+            ];
             (headers, answer.to_string()).into_response()
         }
     }
@@ -223,7 +276,9 @@ async fn a_session_that_the_server_forgot_is_begun_anew_and_its_tools_compared()
     // And with other tools.
     call(&upstream, "change", json!({})).await.unwrap();
     *server.session.lock().unwrap() += 1;
-    let error = call(&upstream, "echo", json!({"text": "c"})).await.unwrap_err();
+    let error = call(&upstream, "echo", json!({"text": "c"}))
+        .await
+        .unwrap_err();
     assert!(matches!(error, CallError::ToolChanged { .. }), "{error}");
 }
 
@@ -232,10 +287,22 @@ async fn answers_over_http_are_bounded_and_fail_alone() {
     let local = Local::serve(plain_router(plain(json!({})))).await;
     let mut settings = settings();
     settings.limits.largest_message = 100_000;
-    let upstream = Upstream::connect(&name("fixture"), &local.params("/mcp", json!({})), &settings).await.unwrap();
-    let error = call(&upstream, "big", json!({"bytes": 200_000})).await.unwrap_err();
+    let upstream = Upstream::connect(
+        &name("fixture"),
+        &local.params("/mcp", json!({})),
+        &settings,
+    )
+    .await
+    .unwrap();
+    let error = call(&upstream, "big", json!({"bytes": 200_000}))
+        .await
+        .unwrap_err();
     assert_eq!(error.reason(), Reason::TooLarge, "{error}");
-    assert!(call(&upstream, "big", json!({"bytes": 90_000})).await.is_ok());
+    assert!(
+        call(&upstream, "big", json!({"bytes": 90_000}))
+            .await
+            .is_ok()
+    );
     let error = call(&upstream, "fails", json!({})).await.unwrap_err();
     assert_eq!(error.reason(), Reason::Protocol, "{error}");
     assert!(error.to_string().contains("500"), "{error}");
@@ -282,12 +349,18 @@ async fn no_redirect_is_followed_and_no_header_goes_elsewhere() {
                 move || async move { Redirect::temporary(&target) }
             }),
         )
-        .route("/found", any(move || async move { (StatusCode::FOUND, [("location", target)]) }));
+        .route(
+            "/found",
+            any(move || async move { (StatusCode::FOUND, [("location", target)]) }),
+        );
     let local = Local::serve(local).await;
     for (path, kind) in [("/moved", "http"), ("/found", "http"), ("/moved", "sse")] {
         let params = local.params(path, json!({"type": kind, "headers": {"X-Key": "secret"}}));
         let error = connect(&params).await.unwrap_err();
-        assert!(told(&error).contains("wants to be asked elsewhere"), "{path} {kind}: {error}");
+        assert!(
+            told(&error).contains("wants to be asked elsewhere"),
+            "{path} {kind}: {error}"
+        );
     }
     assert_eq!(seen.load(Ordering::SeqCst), 0);
     // The control: asked directly, the other server is reached.
@@ -297,11 +370,18 @@ async fn no_redirect_is_followed_and_no_header_goes_elsewhere() {
 
 #[tokio::test]
 async fn credentials_that_are_refused_are_a_plain_error() {
-    let local = Local::serve(Router::new().fallback(any(|| async { StatusCode::UNAUTHORIZED }))).await;
+    let local =
+        Local::serve(Router::new().fallback(any(|| async { StatusCode::UNAUTHORIZED }))).await;
     for kind in ["http", "sse"] {
-        let params = local.params("/mcp", json!({"type": kind, "headers": {"Authorization": "Bearer ${TOKEN}"}}));
+        let params = local.params(
+            "/mcp",
+            json!({"type": kind, "headers": {"Authorization": "Bearer ${TOKEN}"}}),
+        );
         let error = connect(&params).await.unwrap_err();
-        assert_eq!(told(&error), "the server cannot be used: it does not accept the credentials (status 401)");
+        assert_eq!(
+            told(&error),
+            "the server cannot be used: it does not accept the credentials (status 401)"
+        );
     }
 }
 
@@ -312,20 +392,38 @@ async fn no_error_shows_a_url() {
     local.end().await;
     for kind in ["http", "sse"] {
         let url = format!("http://{address}/s3cr3t?key=s3cr3t");
-        let error = connect(&ServerParams::parse(&json!({"url": url, "type": kind})).unwrap()).await.unwrap_err();
+        let error = connect(&ServerParams::parse(&json!({"url": url, "type": kind})).unwrap())
+            .await
+            .unwrap_err();
         let printed = format!("{} {error:?}", told(&error));
-        assert!(printed.contains("refused") && !printed.contains("s3cr3t"), "{printed}");
+        assert!(
+            printed.contains("refused") && !printed.contains("s3cr3t"),
+            "{printed}"
+        );
     }
 }
 
 #[tokio::test]
 async fn a_server_that_speaks_something_else_is_refused() {
     let page = || async { ([("content-type", "text/html")], "<html>") };
-    let local =
-        Local::serve(Router::new().route("/page", any(page)).route("/none", any(|| async { StatusCode::NOT_FOUND })))
-            .await;
-    for (path, kind) in [("/page", "http"), ("/page", "sse"), ("/none", "http"), ("/none", "sse")] {
-        assert!(connect(&local.params(path, json!({"type": kind}))).await.is_err(), "{path} {kind}");
+    let local = Local::serve(
+        Router::new()
+            .route("/page", any(page))
+            .route("/none", any(|| async { StatusCode::NOT_FOUND })),
+    )
+    .await;
+    for (path, kind) in [
+        ("/page", "http"),
+        ("/page", "sse"),
+        ("/none", "http"),
+        ("/none", "sse"),
+    ] {
+        assert!(
+            connect(&local.params(path, json!({"type": kind})))
+                .await
+                .is_err(),
+            "{path} {kind}"
+        );
     }
 }
 
@@ -340,7 +438,11 @@ impl Resolver for Here {
 
 fn public_only(allowed: &[&str]) -> Settings {
     let allowed = allowed.iter().map(|name| (*name).to_owned()).collect();
-    Settings { addresses: AddressPolicy::PublicOnly { allowed }, resolver: Arc::new(Here), ..settings() }
+    Settings {
+        addresses: AddressPolicy::PublicOnly { allowed },
+        resolver: Arc::new(Here),
+        ..settings()
+    }
 }
 
 #[tokio::test]
@@ -349,20 +451,36 @@ async fn private_addresses_are_dialled_only_for_hosts_that_are_listed() {
     // The library accepts local names only, so that it is asked under one of those.
     let server = Local::serve(router).await;
     let port = server.address.port();
-    for (host, kind) in
-        [("127.0.0.1", "http"), ("localhost", "http"), ("mcp.example.com", "http"), ("mcp.example.com", "sse")]
-    {
-        let params = ServerParams::parse(&json!({"url": format!("http://{host}:{port}/mcp"), "type": kind})).unwrap();
-        let error = Upstream::connect(&name("fixture"), &params, &public_only(&[])).await.unwrap_err();
+    for (host, kind) in [
+        ("127.0.0.1", "http"),
+        ("localhost", "http"),
+        ("mcp.example.com", "http"),
+        ("mcp.example.com", "sse"),
+    ] {
+        let params =
+            ServerParams::parse(&json!({"url": format!("http://{host}:{port}/mcp"), "type": kind}))
+                .unwrap();
+        let error = Upstream::connect(&name("fixture"), &params, &public_only(&[]))
+            .await
+            .unwrap_err();
         let error = told(&error);
-        assert!(error.contains("only public addresses may be used"), "{host}: {error}");
+        assert!(
+            error.contains("only public addresses may be used"),
+            "{host}: {error}"
+        );
     }
     assert!(library.headers.lock().unwrap().is_empty());
     // The control.
     for host in ["127.0.0.1", "localhost"] {
-        let params = ServerParams::parse(&json!({"url": format!("http://{host}:{port}/mcp")})).unwrap();
-        let upstream =
-            Upstream::connect(&name("fixture"), &params, &public_only(&["127.0.0.1", "localhost"])).await.unwrap();
+        let params =
+            ServerParams::parse(&json!({"url": format!("http://{host}:{port}/mcp")})).unwrap();
+        let upstream = Upstream::connect(
+            &name("fixture"),
+            &params,
+            &public_only(&["127.0.0.1", "localhost"]),
+        )
+        .await
+        .unwrap();
         assert!(call(&upstream, "echo", json!({})).await.is_ok(), "{host}");
     }
 }
@@ -374,12 +492,17 @@ async fn an_owner_has_so_many_servers_and_no_more() {
     let params = local.params("/mcp", json!({}));
     let owner = Owner::One("alice".to_owned());
     let register = async |owner: &Owner, number: usize| {
-        registry.register(owner, &name(&format!("s{number}")), &params, &settings()).await
+        registry
+            .register(owner, &name(&format!("s{number}")), &params, &settings())
+            .await
     };
     for number in 0..50 {
         register(&owner, number).await.unwrap();
     }
-    assert!(matches!(register(&owner, 50).await, Err(RegisterError::TooMany)));
+    assert!(matches!(
+        register(&owner, 50).await,
+        Err(RegisterError::TooMany)
+    ));
     // The controls: in place of another, for somebody else, and when one is gone.
     assert!(register(&owner, 49).await.is_ok());
     assert!(register(&Owner::One("bob".to_owned()), 50).await.is_ok());
@@ -398,7 +521,10 @@ type OlderStream = (mpsc::UnboundedSender<Value>, Arc<Mutex<Script>>);
 
 impl Older {
     fn router(self) -> Router {
-        Router::new().route("/sse", get(older_stream)).route("/post/{session}", post(older_post)).with_state(self)
+        Router::new()
+            .route("/sse", get(older_stream))
+            .route("/post/{session}", post(older_post))
+            .with_state(self)
     }
 }
 
@@ -406,12 +532,24 @@ async fn older_stream(State(server): State<Older>) -> impl IntoResponse {
     let (sender, receiver) = mpsc::unbounded_channel();
     let mut streams = server.streams.lock().unwrap();
     let session = streams.len();
-    streams.insert(session, (sender, Arc::new(Mutex::new(Script::new(json!({}))))));
-    let endpoint = server.endpoint.clone().unwrap_or_else(|| format!("/post/{session}"));
-    let first = stream::iter([Event::default().comment("hello"), Event::default().event("endpoint").data(endpoint)]);
+    streams.insert(
+        session,
+        (sender, Arc::new(Mutex::new(Script::new(json!({}))))),
+    );
+    let endpoint = server
+        .endpoint
+        .clone()
+        .unwrap_or_else(|| format!("/post/{session}"));
+    let first = stream::iter([
+        Event::default().comment("hello"),
+        Event::default().event("endpoint").data(endpoint),
+    ]);
     let messages = stream::unfold(receiver, |mut receiver| async move {
         let message = receiver.recv().await?;
-        Some((Event::default().event("message").data(message.to_string()), receiver))
+        Some((
+            Event::default().event("message").data(message.to_string()),
+            receiver,
+        ))
     });
     Sse::new(first.chain(messages).map(Ok::<Event, Infallible>))
 }
@@ -435,10 +573,24 @@ async fn the_older_event_stream_is_spoken() {
     let local = Local::serve(server.clone().router()).await;
     let mut settings = settings();
     settings.limits.largest_message = 100_000;
-    let upstream = Upstream::connect(&name("fixture"), &local.params("/sse", json!({})), &settings).await.unwrap();
+    let upstream = Upstream::connect(
+        &name("fixture"),
+        &local.params("/sse", json!({})),
+        &settings,
+    )
+    .await
+    .unwrap();
     assert_eq!(upstream.info().era, Some(Era::Legacy));
-    assert_eq!(call(&upstream, "echo", json!({"text": "é"})).await.unwrap().structured, Some(json!({"text": "é"})));
-    let error = call(&upstream, "big", json!({"bytes": 200_000})).await.unwrap_err();
+    assert_eq!(
+        call(&upstream, "echo", json!({"text": "é"}))
+            .await
+            .unwrap()
+            .structured,
+        Some(json!({"text": "é"}))
+    );
+    let error = call(&upstream, "big", json!({"bytes": 200_000}))
+        .await
+        .unwrap_err();
     assert_eq!(error.reason(), Reason::TooLarge, "{error}");
     // A stream that ends in the middle of a call loses it, and the next call opens another.
     let lost = tokio::spawn({
@@ -457,8 +609,17 @@ async fn the_older_event_stream_is_spoken() {
 async fn an_event_stream_that_sends_us_elsewhere_is_refused() {
     let other = Local::serve(Older::default().router()).await;
     let endpoint = Some(format!("http://{}/post/0", other.address));
-    let local = Local::serve(Older { endpoint, ..Older::default() }.router()).await;
-    let error = connect(&local.params("/sse", json!({"headers": {"X-Key": "secret"}}))).await.unwrap_err();
+    let local = Local::serve(
+        Older {
+            endpoint,
+            ..Older::default()
+        }
+        .router(),
+    )
+    .await;
+    let error = connect(&local.params("/sse", json!({"headers": {"X-Key": "secret"}})))
+        .await
+        .unwrap_err();
     assert!(told(&error).contains("another origin"), "{error}");
 }
 
@@ -469,17 +630,24 @@ async fn a_server_that_dies_in_the_middle_of_an_answer_loses_only_that_call() {
     let counted = Arc::clone(&deaths);
     let router = Router::new().route(
         "/mcp",
-        post(move |State(server): State<Arc<Plain>>, headers: HeaderMap, body: String| {
-            let counted = Arc::clone(&counted);
-            async move {
-                if !body.contains("\"die\"") {
-                    return plain_post(State(server), headers, body).await;
+        post(
+            move |State(server): State<Arc<Plain>>, headers: HeaderMap, body: String| {
+                let counted = Arc::clone(&counted);
+                async move {
+                    if !body.contains("\"die\"") {
+                        return plain_post(State(server), headers, body).await;
+                    }
+                    counted.fetch_add(1, Ordering::SeqCst);
+                    let broken =
+                        stream::iter([Ok("{\"jsonrpc\": "), Err(io::Error::other("the end"))]);
+                    (
+                        [("content-type", "application/json")],
+                        Body::from_stream(broken),
+                    )
+                        .into_response()
                 }
-                counted.fetch_add(1, Ordering::SeqCst);
-                let broken = stream::iter([Ok("{\"jsonrpc\": "), Err(io::Error::other("the end"))]);
-                ([("content-type", "application/json")], Body::from_stream(broken)).into_response()
-            }
-        }),
+            },
+        ),
     );
     let local = Local::serve(router.with_state(server)).await;
     let upstream = connect(&local.params("/mcp", json!({}))).await.unwrap();
@@ -493,16 +661,23 @@ async fn a_server_that_dies_in_the_middle_of_an_answer_loses_only_that_call() {
 async fn a_stream_that_ends_without_an_answer_ends_the_call() {
     let router = Router::new().route(
         "/mcp",
-        post(|State(server): State<Arc<Plain>>, headers: HeaderMap, body: String| async move {
-            if !body.contains("\"die\"") {
-                return plain_post(State(server), headers, body).await;
-            }
-            ([("content-type", "text/event-stream")], ": nothing\n\n").into_response()
-        }),
+        post(
+            |State(server): State<Arc<Plain>>, headers: HeaderMap, body: String| async move {
+                if !body.contains("\"die\"") {
+                    return plain_post(State(server), headers, body).await;
+                }
+                ([("content-type", "text/event-stream")], ": nothing\n\n").into_response()
+            },
+        ),
     );
     let local = Local::serve(router.with_state(plain(json!({})))).await;
     let upstream = connect(&local.params("/mcp", json!({}))).await.unwrap();
-    let options = CallOptions { time: Some(Duration::from_secs(20)), ..CallOptions::default() };
-    let error = call_with(&upstream, "die", json!({}), options).await.unwrap_err();
+    let options = CallOptions {
+        time: Some(Duration::from_secs(20)),
+        ..CallOptions::default()
+    };
+    let error = call_with(&upstream, "die", json!({}), options)
+        .await
+        .unwrap_err();
     assert!(matches!(error, CallError::Interrupted { .. }), "{error}");
 }

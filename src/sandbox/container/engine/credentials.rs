@@ -59,12 +59,17 @@ struct Answer {
 }
 
 /// Finds credentials for the registry of an image, in the first file that has some. An error says what could not be asked.
-pub(super) async fn find(files: &[PathBuf], image: &str) -> Result<Option<DockerCredentials>, String> {
+pub(super) async fn find(
+    files: &[PathBuf],
+    image: &str,
+) -> Result<Option<DockerCredentials>, String> {
     let registry = registry(image);
     for file in files {
         // A file that is missing, or is no list of credentials, has none.
         let text = tokio::fs::read_to_string(file).await.unwrap_or_default();
-        let Ok(book) = serde_json::from_str::<Book>(&text) else { continue };
+        let Ok(book) = serde_json::from_str::<Book>(&text) else {
+            continue;
+        };
         if let Some((program, key)) = book.keeper(&registry)
             && let Some(found) = ask(&program, &key).await?
         {
@@ -87,10 +92,16 @@ fn registry(image: &str) -> String {
 
 /// Names under which the credentials of a registry are kept.
 fn keys(registry: &str) -> Vec<String> {
-    let first = if registry == HUB { HUB_KEY.to_owned() } else { registry.to_owned() };
-    let others = ["", "https://", "http://"]
-        .into_iter()
-        .flat_map(|scheme| ["", "/", "/v1/", "/v2/"].into_iter().map(move |path| format!("{scheme}{registry}{path}")));
+    let first = if registry == HUB {
+        HUB_KEY.to_owned()
+    } else {
+        registry.to_owned()
+    };
+    let others = ["", "https://", "http://"].into_iter().flat_map(|scheme| {
+        ["", "/", "/v1/", "/v2/"]
+            .into_iter()
+            .map(move |path| format!("{scheme}{registry}{path}"))
+    });
     std::iter::once(first).chain(others).collect()
 }
 
@@ -98,32 +109,45 @@ impl Book {
     /// Returns the program that keeps the credentials of a registry, and what it calls the registry.
     fn keeper(&self, registry: &str) -> Option<(String, String)> {
         let keys = keys(registry);
-        let own = keys.iter().find_map(|key| Some((self.helpers.get(key)?, key)));
+        let own = keys
+            .iter()
+            .find_map(|key| Some((self.helpers.get(key)?, key)));
         let (program, key) = own.or_else(|| Some((self.store.as_ref()?, keys.first()?)))?;
         // The name becomes that of a program; it is no path.
         let is_name = !program.is_empty()
-            && program.chars().all(|letter| letter.is_ascii_alphanumeric() || "-_.".contains(letter));
+            && program
+                .chars()
+                .all(|letter| letter.is_ascii_alphanumeric() || "-_.".contains(letter));
         is_name.then(|| (format!("docker-credential-{program}"), key.clone()))
     }
 
     /// Returns credentials that stand in the file itself.
     fn written(&self, registry: &str) -> Option<DockerCredentials> {
         let entry = keys(registry).iter().find_map(|key| self.auths.get(key))?;
-        let decoded = entry.auth.as_deref().and_then(|auth| STANDARD.decode(auth.trim()).ok());
+        let decoded = entry
+            .auth
+            .as_deref()
+            .and_then(|auth| STANDARD.decode(auth.trim()).ok());
         let decoded = decoded.and_then(|bytes| String::from_utf8(bytes).ok());
         let pair = decoded.as_deref().and_then(|text| text.split_once(':'));
         let filled = |text: Option<&str>| {
-            text.filter(|text| !text.is_empty()).map(|text| text.trim_end_matches('\0').to_owned())
+            text.filter(|text| !text.is_empty())
+                .map(|text| text.trim_end_matches('\0').to_owned())
         };
         let found = DockerCredentials {
             username: filled(pair.map(|(user, _)| user).or(entry.username.as_deref())),
-            password: filled(pair.map(|(_, password)| password).or(entry.password.as_deref())),
+            password: filled(
+                pair.map(|(_, password)| password)
+                    .or(entry.password.as_deref()),
+            ),
             identitytoken: filled(entry.identity_token.as_deref()),
             registrytoken: filled(entry.registry_token.as_deref()),
             serveraddress: Some(registry.to_owned()),
             ..DockerCredentials::default()
         };
-        let has_some = found.username.is_some() || found.identitytoken.is_some() || found.registrytoken.is_some();
+        let has_some = found.username.is_some()
+            || found.identitytoken.is_some()
+            || found.registrytoken.is_some();
         has_some.then_some(found)
     }
 }
@@ -146,15 +170,28 @@ async fn ask(program: &str, key: &str) -> Result<Option<DockerCredentials>, Stri
         }
         let mut said = Vec::new();
         if let Some(output) = child.stdout.take() {
-            output.take(LARGEST_ANSWER).read_to_end(&mut said).await.map_err(|error| failed(error.to_string()))?;
+            output
+                .take(LARGEST_ANSWER)
+                .read_to_end(&mut said)
+                .await
+                .map_err(|error| failed(error.to_string()))?;
         }
-        let status = child.wait().await.map_err(|error| failed(error.to_string()))?;
+        let status = child
+            .wait()
+            .await
+            .map_err(|error| failed(error.to_string()))?;
         understood(&said, status.success(), key).map_err(failed)
     };
-    tokio::time::timeout(PATIENCE, asking).await.unwrap_or_else(|_| Err(failed("it does not answer".to_owned())))
+    tokio::time::timeout(PATIENCE, asking)
+        .await
+        .unwrap_or_else(|_| Err(failed("it does not answer".to_owned())))
 }
 
-fn understood(said: &[u8], succeeded: bool, key: &str) -> Result<Option<DockerCredentials>, String> {
+fn understood(
+    said: &[u8],
+    succeeded: bool,
+    key: &str,
+) -> Result<Option<DockerCredentials>, String> {
     if !succeeded {
         let text = String::from_utf8_lossy(said);
         // All of them say this, in these words, on their standard output.
@@ -163,10 +200,15 @@ fn understood(said: &[u8], succeeded: bool, key: &str) -> Result<Option<DockerCr
             false => Err(text.trim().chars().take(200).collect()),
         };
     }
-    let answer: Answer = serde_json::from_slice(said).map_err(|_| "its answer is not understood".to_owned())?;
+    let answer: Answer =
+        serde_json::from_slice(said).map_err(|_| "its answer is not understood".to_owned())?;
     let serveraddress = Some(key.to_owned());
     Ok(Some(match answer.username.as_str() {
-        TOKEN => DockerCredentials { identitytoken: Some(answer.secret), serveraddress, ..Default::default() },
+        TOKEN => DockerCredentials {
+            identitytoken: Some(answer.secret),
+            serveraddress,
+            ..Default::default()
+        },
         _ => DockerCredentials {
             username: Some(answer.username),
             password: Some(answer.secret),
@@ -202,20 +244,31 @@ mod tests {
     fn credentials_in_the_file_are_found_under_all_names_of_a_registry() {
         let pair = STANDARD.encode("me:pass:word");
         for key in ["there:5000", "https://there:5000", "https://there:5000/v2/"] {
-            let found =
-                book(&format!(r#"{{"auths": {{"{key}": {{"auth": "{pair}"}}}}}}"#)).written("there:5000").unwrap();
+            let found = book(&format!(
+                r#"{{"auths": {{"{key}": {{"auth": "{pair}"}}}}}}"#
+            ))
+            .written("there:5000")
+            .unwrap();
             assert_eq!(
                 (found.username.as_deref(), found.password.as_deref()),
                 (Some("me"), Some("pass:word")),
                 "{key}"
             );
         }
-        let hub = book(&format!(r#"{{"auths": {{"{HUB_KEY}": {{"auth": "{pair}"}}}}}}"#));
+        let hub = book(&format!(
+            r#"{{"auths": {{"{HUB_KEY}": {{"auth": "{pair}"}}}}}}"#
+        ));
         assert!(hub.written(HUB).is_some());
         assert!(hub.written("there:5000").is_none()); // those of another registry stay where they are
-        let token = book(r#"{"auths": {"there": {"identitytoken": "t"}}}"#).written("there").unwrap();
+        let token = book(r#"{"auths": {"there": {"identitytoken": "t"}}}"#)
+            .written("there")
+            .unwrap();
         assert_eq!(token.identitytoken.as_deref(), Some("t"));
-        assert!(book(r#"{"auths": {"there": {}}}"#).written("there").is_none());
+        assert!(
+            book(r#"{"auths": {"there": {}}}"#)
+                .written("there")
+                .is_none()
+        );
     }
 
     #[test]
@@ -223,22 +276,52 @@ mod tests {
         let both = book(r#"{"credsStore": "all", "credHelpers": {"there": "one"}}"#);
         let keeper = |book: &Book, registry| book.keeper(registry);
         let named = |program: &str, key: &str| Some((program.to_owned(), key.to_owned()));
-        assert_eq!(keeper(&both, "there"), named("docker-credential-one", "there"));
-        assert_eq!(keeper(&both, "elsewhere"), named("docker-credential-all", "elsewhere"));
+        assert_eq!(
+            keeper(&both, "there"),
+            named("docker-credential-one", "there")
+        );
+        assert_eq!(
+            keeper(&both, "elsewhere"),
+            named("docker-credential-all", "elsewhere")
+        );
         assert_eq!(keeper(&both, HUB), named("docker-credential-all", HUB_KEY));
         assert_eq!(keeper(&book("{}"), "there"), None);
-        assert_eq!(keeper(&book(r#"{"credsStore": "x/../../bin/sh"}"#), "there"), None);
+        assert_eq!(
+            keeper(&book(r#"{"credsStore": "x/../../bin/sh"}"#), "there"),
+            None
+        );
     }
 
     #[test]
     fn an_answer_is_a_pair_a_token_nothing_or_a_failure() {
         let said = |text: &str, succeeded| understood(text.as_bytes(), succeeded, "there");
-        let pair = said(r#"{"ServerURL": "there", "Username": "me", "Secret": "s"}"#, true).unwrap().unwrap();
-        assert_eq!((pair.username.as_deref(), pair.password.as_deref()), (Some("me"), Some("s")));
-        let token = said(r#"{"Username": "<token>", "Secret": "t"}"#, true).unwrap().unwrap();
-        assert_eq!((token.username, token.identitytoken.as_deref()), (None, Some("t")));
-        assert!(said("credentials not found in native keychain\n", false).unwrap().is_none());
-        assert!(said("the keychain is locked", false).unwrap_err().contains("locked"));
+        let pair = said(
+            r#"{"ServerURL": "there", "Username": "me", "Secret": "s"}"#,
+            true,
+        )
+        .unwrap()
+        .unwrap();
+        assert_eq!(
+            (pair.username.as_deref(), pair.password.as_deref()),
+            (Some("me"), Some("s"))
+        );
+        let token = said(r#"{"Username": "<token>", "Secret": "t"}"#, true)
+            .unwrap()
+            .unwrap();
+        assert_eq!(
+            (token.username, token.identitytoken.as_deref()),
+            (None, Some("t"))
+        );
+        assert!(
+            said("credentials not found in native keychain\n", false)
+                .unwrap()
+                .is_none()
+        );
+        assert!(
+            said("the keychain is locked", false)
+                .unwrap_err()
+                .contains("locked")
+        );
         assert!(said("hello", true).is_err());
     }
 }

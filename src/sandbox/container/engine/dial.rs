@@ -23,10 +23,20 @@ pub(super) fn client(
     let client = Client::builder(TokioExecutor::new()).build(Dialler(Arc::new(dial)));
     let transport = move |request: BollardRequest| {
         let client = client.clone();
-        async move { client.request(request).await.map_err(bollard::errors::Error::from) }
+        async move {
+            client
+                .request(request)
+                .await
+                .map_err(bollard::errors::Error::from)
+        }
     };
     // The name is for the headers of requests; it leads nowhere.
-    Docker::connect_with_custom_transport(transport, Some("http://engine"), seconds, API_DEFAULT_VERSION)
+    Docker::connect_with_custom_transport(
+        transport,
+        Some("http://engine"),
+        seconds,
+        API_DEFAULT_VERSION,
+    )
 }
 
 #[derive(Clone)]

@@ -74,10 +74,19 @@ impl Engine {
     }
 
     /// Fetches an image, with credentials if there are some for its registry; `tell` gets the bytes that have come and that are known to come.
-    pub async fn pull(&self, name: &str, tell: &(dyn Fn(u64, Option<u64>) + Send + Sync)) -> Result<(), EngineError> {
+    pub async fn pull(
+        &self,
+        name: &str,
+        tell: &(dyn Fn(u64, Option<u64>) + Send + Sync),
+    ) -> Result<(), EngineError> {
         let options = CreateImageOptionsBuilder::default().from_image(name);
         // Without a tag the engine would fetch all there are.
-        let options = if name.contains('@') || name.rsplit('/').next().is_some_and(|last| last.contains(':')) {
+        let options = if name.contains('@')
+            || name
+                .rsplit('/')
+                .next()
+                .is_some_and(|last| last.contains(':'))
+        {
             options.build()
         } else {
             options.tag("latest").build()
@@ -104,13 +113,16 @@ impl Engine {
     /// Registries answer that there is no such image also when it is not for everybody; what they say more is told, and so is what kept credentials from being found.
     fn pull_failure(&self, error: Error, name: &str, lack: Option<String>) -> EngineError {
         let failure = match error {
-            Error::DockerResponseServerError { status_code: 404, message } => {
-                EngineError::Refused(message.chars().take(LONGEST_REFUSAL).collect())
-            }
+            Error::DockerResponseServerError {
+                status_code: 404,
+                message,
+            } => EngineError::Refused(message.chars().take(LONGEST_REFUSAL).collect()),
             other => self.failure(other, &format!("image {name}")),
         };
         match (failure, lack) {
-            (EngineError::Refused(why), Some(lack)) => EngineError::Refused(format!("{why}; {lack}")),
+            (EngineError::Refused(why), Some(lack)) => {
+                EngineError::Refused(format!("{why}; {lack}"))
+            }
             (failure, _) => failure,
         }
     }
@@ -118,12 +130,20 @@ impl Engine {
     /// Returns the identity of an image in which there is nothing, under a name of ours; makes it if the engine has none.
     ///
     /// An image of that name with something in it is refused, and left alone.
-    pub(in crate::sandbox::container) async fn empty_image(&self, name: &str) -> Result<String, EngineError> {
+    pub(in crate::sandbox::container) async fn empty_image(
+        &self,
+        name: &str,
+    ) -> Result<String, EngineError> {
         let found = match self.image(name).await {
             Err(EngineError::Missing(_)) => {
-                let options = CreateImageOptionsBuilder::default().from_src("-").repo(name).tag("latest").build();
+                let options = CreateImageOptionsBuilder::default()
+                    .from_src("-")
+                    .repo(name)
+                    .tag("latest")
+                    .build();
                 let archive = body_full(Bytes::from_static(&EMPTY_ARCHIVE));
-                let mut news = std::pin::pin!(self.docker.create_image(Some(options), Some(archive), None));
+                let mut news =
+                    std::pin::pin!(self.docker.create_image(Some(options), Some(archive), None));
                 while let Some(news) = news.next().await {
                     news.map_err(|error| self.failure(error, &format!("image {name}")))?;
                 }
@@ -131,19 +151,29 @@ impl Engine {
             }
             found => found,
         }?;
-        let layers = found.root_fs.and_then(|files| files.layers).unwrap_or_default();
+        let layers = found
+            .root_fs
+            .and_then(|files| files.layers)
+            .unwrap_or_default();
         match found.id {
             Some(id) if layers == [empty_layer()] => Ok(id),
-            _ => Err(EngineError::Refused(format!("the image {name} is not the empty one that is made here"))),
+            _ => Err(EngineError::Refused(format!(
+                "the image {name} is not the empty one that is made here"
+            ))),
         }
     }
 
     /// Lists the images that have a label with this value, newest first.
     pub async fn images(&self, label: &str, value: &str) -> Result<Vec<ImageFacts>, EngineError> {
         let filters = HashMap::from([("label", vec![format!("{label}={value}")])]);
-        let options = ListImagesOptionsBuilder::default().filters(&filters).build();
-        let found =
-            self.docker.list_images(Some(options)).await.map_err(|error| self.failure(error, "list of images"))?;
+        let options = ListImagesOptionsBuilder::default()
+            .filters(&filters)
+            .build();
+        let found = self
+            .docker
+            .list_images(Some(options))
+            .await
+            .map_err(|error| self.failure(error, "list of images"))?;
         let mut found: Vec<ImageFacts> = found.into_iter().map(listed).collect();
         found.sort_by_key(|image| std::cmp::Reverse(image.created));
         Ok(found)
@@ -169,7 +199,8 @@ impl Engine {
             .build();
         let patient = self.docker.clone().with_timeout(BUILD_PATIENCE);
         let mut said = Lines::default();
-        let mut news = std::pin::pin!(patient.build_image(options, None, Some(body_try_stream(files))));
+        let mut news =
+            std::pin::pin!(patient.build_image(options, None, Some(body_try_stream(files))));
         while let Some(news) = news.next().await {
             match news {
                 Ok(news) => said.add(news.stream.as_deref().unwrap_or_default(), tell),
@@ -182,9 +213,15 @@ impl Engine {
     fn build_failure(&self, error: Error, said: Lines) -> BuildFailure {
         let told = self.failure(error, "such image");
         // A step that fails for want of space says so itself, and the engine only that the step failed.
-        let is_full = said.kept.iter().any(|line| line.contains("No space left on device"));
+        let is_full = said
+            .kept
+            .iter()
+            .any(|line| line.contains("No space left on device"));
         let error = if is_full { EngineError::DiskFull } else { told };
-        BuildFailure { error, said: Vec::from(said.kept).join("\n") }
+        BuildFailure {
+            error,
+            said: Vec::from(said.kept).join("\n"),
+        }
     }
 
     /// Removes an image by name or identity. One that a container uses stays.
@@ -192,7 +229,10 @@ impl Engine {
         let options = RemoveImageOptionsBuilder::default().build();
         let removed = self.docker.remove_image(name, Some(options), None).await;
         removed.map(|_| ()).map_err(|error| match error {
-            Error::DockerResponseServerError { status_code: 409, message } => EngineError::InUse(message),
+            Error::DockerResponseServerError {
+                status_code: 409,
+                message,
+            } => EngineError::InUse(message),
             other => self.failure(other, &format!("image {name}")),
         })
     }
@@ -204,18 +244,28 @@ const EMPTY_ARCHIVE: [u8; 1024] = [0; 1024];
 /// The name of a layer is the digest of its archive.
 fn empty_layer() -> String {
     let digest = Sha256::digest(EMPTY_ARCHIVE);
-    digest.iter().fold("sha256:".to_owned(), |text, byte| format!("{text}{byte:02x}"))
+    digest.iter().fold("sha256:".to_owned(), |text, byte| {
+        format!("{text}{byte:02x}")
+    })
 }
 
 fn inspected(found: ImageInspect) -> ImageFacts {
-    let labels = found.config.and_then(|config| config.labels).unwrap_or_default();
+    let labels = found
+        .config
+        .and_then(|config| config.labels)
+        .unwrap_or_default();
     ImageFacts {
         id: found.id.unwrap_or_default(),
         tags: found.repo_tags.unwrap_or_default(),
         labels: labels.into_iter().collect(),
         system: found.os.filter(|system| !system.is_empty()),
-        architecture: found.architecture.filter(|architecture| !architecture.is_empty()),
-        size: found.size.and_then(|size| u64::try_from(size).ok()).unwrap_or(0),
+        architecture: found
+            .architecture
+            .filter(|architecture| !architecture.is_empty()),
+        size: found
+            .size
+            .and_then(|size| u64::try_from(size).ok())
+            .unwrap_or(0),
         created: None,
     }
 }
@@ -224,7 +274,11 @@ fn listed(found: ImageSummary) -> ImageFacts {
     ImageFacts {
         id: found.id,
         // What has no name is listed under one that says so.
-        tags: found.repo_tags.into_iter().filter(|tag| tag != "<none>:<none>").collect(),
+        tags: found
+            .repo_tags
+            .into_iter()
+            .filter(|tag| tag != "<none>:<none>")
+            .collect(),
         labels: found.labels.into_iter().collect(),
         system: None,
         architecture: None,
@@ -246,7 +300,8 @@ impl Layers {
         }
         let detail = news.progress_detail?;
         let bytes = |count: Option<i64>| count.and_then(|count| u64::try_from(count).ok());
-        self.0.insert(news.id?, (bytes(detail.current)?, bytes(detail.total)?));
+        self.0
+            .insert(news.id?, (bytes(detail.current)?, bytes(detail.total)?));
         let sum = |part: fn(&(u64, u64)) -> u64| self.0.values().map(part).sum::<u64>();
         Some((sum(|layer| layer.0), sum(|layer| layer.1)))
     }
@@ -294,7 +349,10 @@ fn understood(line: &str) -> BuildNews {
         })
     };
     match line.trim_start() {
-        trimmed if trimmed.starts_with("---> Using cache") || trimmed.starts_with("--> Using cache") => {
+        trimmed
+            if trimmed.starts_with("---> Using cache")
+                || trimmed.starts_with("--> Using cache") =>
+        {
             BuildNews::Known
         }
         _ => step().unwrap_or_else(|| BuildNews::Line(line.to_owned())),
@@ -318,24 +376,42 @@ mod tests {
 
     #[test]
     fn the_layer_in_which_there_is_nothing_has_the_name_that_engines_give_it() {
-        assert_eq!(empty_layer(), "sha256:5f70bf18a086007016e948b04aed3b82103a36bea41755b6cddfaf10ace3c6ef");
+        assert_eq!(
+            empty_layer(),
+            "sha256:5f70bf18a086007016e948b04aed3b82103a36bea41755b6cddfaf10ace3c6ef"
+        );
     }
 
     #[test]
     fn steps_of_both_engines_are_understood_in_whatever_pieces_they_come() {
-        let step = |number, instruction: &str| BuildNews::Step { number, of: 9, instruction: instruction.to_owned() };
-        assert_eq!(heard(&["Step 1/9 : FR", "OM a\nStep 2/9 : RUN x", "\n"]), [step(1, "FROM a"), step(2, "RUN x")]);
+        let step = |number, instruction: &str| BuildNews::Step {
+            number,
+            of: 9,
+            instruction: instruction.to_owned(),
+        };
+        assert_eq!(
+            heard(&["Step 1/9 : FR", "OM a\nStep 2/9 : RUN x", "\n"]),
+            [step(1, "FROM a"), step(2, "RUN x")]
+        );
         assert_eq!(heard(&["STEP 3/9: COPY a b\n"]), [step(3, "COPY a b")]);
-        assert_eq!(heard(&[" ---> Using cache\n", "--> Using cache 12ab\n"]), [BuildNews::Known, BuildNews::Known]);
-        assert_eq!(heard(&["Step by step: x\n", "\n"]), [BuildNews::Line("Step by step: x".to_owned())]);
+        assert_eq!(
+            heard(&[" ---> Using cache\n", "--> Using cache 12ab\n"]),
+            [BuildNews::Known, BuildNews::Known]
+        );
+        assert_eq!(
+            heard(&["Step by step: x\n", "\n"]),
+            [BuildNews::Line("Step by step: x".to_owned())]
+        );
     }
 
     #[test]
     fn what_has_come_of_an_image_only_grows() {
         let news = |layer: &str, status: &str, current: i64, total: i64| -> CreateImageInfo {
             let detail = serde_json::json!({"current": current, "total": total});
-            serde_json::from_value(serde_json::json!({"id": layer, "status": status, "progressDetail": detail}))
-                .unwrap()
+            serde_json::from_value(
+                serde_json::json!({"id": layer, "status": status, "progressDetail": detail}),
+            )
+            .unwrap()
         };
         let mut layers = Layers::default();
         assert_eq!(layers.add(news("a", "Downloading", 1, 10)), Some((1, 10)));
@@ -352,7 +428,10 @@ mod tests {
         for number in 0..100 {
             lines.add(&format!("line {number}\n"), &|_| ());
         }
-        assert_eq!((lines.kept.len(), lines.kept[0].as_str()), (LINES_KEPT, "line 80"));
+        assert_eq!(
+            (lines.kept.len(), lines.kept[0].as_str()),
+            (LINES_KEPT, "line 80")
+        );
         lines.add(&"x".repeat(100_000), &|_| ());
         assert!(lines.unfinished.is_empty());
     }

@@ -8,7 +8,9 @@ use std::time::Duration;
 
 use bollard::container::LogOutput;
 use bollard::models::{ContainerCreateBody, HostConfig, ResourcesUlimits};
-use bollard::query_parameters::{AttachContainerOptionsBuilder, CreateContainerOptions, StartContainerOptions};
+use bollard::query_parameters::{
+    AttachContainerOptionsBuilder, CreateContainerOptions, StartContainerOptions,
+};
 use futures_util::StreamExt;
 use tokio_util::sync::CancellationToken;
 
@@ -45,9 +47,16 @@ pub enum QuestionError {
 
 impl Engine {
     /// Runs the program of a question in a container of its own and returns what it wrote to standard output.
-    pub async fn ask(&self, question: &Question, cancelled: &CancellationToken) -> Result<String, QuestionError> {
+    pub async fn ask(
+        &self,
+        question: &Question,
+        cancelled: &CancellationToken,
+    ) -> Result<String, QuestionError> {
         let image = format!("image {}", question.image);
-        let made = self.docker.create_container(None::<CreateContainerOptions>, container(question)).await;
+        let made = self
+            .docker
+            .create_container(None::<CreateContainerOptions>, container(question))
+            .await;
         let id = made.map_err(|error| self.failure(error, &image))?.id;
         let done = tokio::select! {
             done = tokio::time::timeout(LONGEST, self.follow(&id, question)) => done.unwrap_or(Err(QuestionError::TooLong)),
@@ -59,12 +68,21 @@ impl Engine {
 
     async fn follow(&self, id: &str, question: &Question) -> Result<String, QuestionError> {
         let thing = "such container";
-        let options = AttachContainerOptionsBuilder::default().stdout(true).stderr(true).stream(true).build();
+        let options = AttachContainerOptionsBuilder::default()
+            .stdout(true)
+            .stderr(true)
+            .stream(true)
+            .build();
         let attached = self.docker.attach_container(id, Some(options)).await;
         let mut output = attached.map_err(|error| self.failure(error, thing))?.output;
-        let started = self.docker.start_container(id, None::<StartContainerOptions>).await;
+        let started = self
+            .docker
+            .start_container(id, None::<StartContainerOptions>)
+            .await;
         started.map_err(|error| match self.failure(error, thing) {
-            EngineError::Refused(why) if is_program_missing(&why) => QuestionError::NoProgram(question.program.clone()),
+            EngineError::Refused(why) if is_program_missing(&why) => {
+                QuestionError::NoProgram(question.program.clone())
+            }
             // Some engines say with this number that the program, not the container, is missing.
             EngineError::Missing(_) => QuestionError::NoProgram(question.program.clone()),
             other => QuestionError::Engine(other),
@@ -73,27 +91,44 @@ impl Engine {
         while let Some(piece) = output.next().await {
             match piece.map_err(|error| self.failure(error, thing))? {
                 LogOutput::StdErr { message } => complaints.extend_from_slice(&message),
-                LogOutput::StdOut { message } | LogOutput::Console { message } => said.extend_from_slice(&message),
+                LogOutput::StdOut { message } | LogOutput::Console { message } => {
+                    said.extend_from_slice(&message)
+                }
                 LogOutput::StdIn { .. } => {}
             }
             if said.len() + complaints.len() > MOST_OUTPUT {
                 let said = "more than it was asked for".to_owned();
-                return Err(QuestionError::Failed { program: question.program.clone(), said });
+                return Err(QuestionError::Failed {
+                    program: question.program.clone(),
+                    said,
+                });
             }
         }
         if said.is_empty() {
             let complaints = String::from_utf8_lossy(&complaints);
-            let said = complaints.trim().lines().last().unwrap_or("nothing").to_owned();
-            return Err(QuestionError::Failed { program: question.program.clone(), said });
+            let said = complaints
+                .trim()
+                .lines()
+                .last()
+                .unwrap_or("nothing")
+                .to_owned();
+            return Err(QuestionError::Failed {
+                program: question.program.clone(),
+                said,
+            });
         }
         Ok(String::from_utf8_lossy(&said).into_owned())
     }
 }
 
 fn is_program_missing(why: &str) -> bool {
-    ["executable file not found", "no such file or directory", "not found in $PATH"]
-        .iter()
-        .any(|text| why.contains(text))
+    [
+        "executable file not found",
+        "no such file or directory",
+        "not found in $PATH",
+    ]
+    .iter()
+    .any(|text| why.contains(text))
 }
 
 fn container(question: &Question) -> ContainerCreateBody {
@@ -114,7 +149,10 @@ fn container(question: &Question) -> ContainerCreateBody {
         cmd: Some(question.arguments.clone()),
         // The user that owns nothing. Its number is the same everywhere.
         user: Some("65534:65534".to_owned()),
-        labels: Some(HashMap::from([("cellblock.role".to_owned(), "question".to_owned())])),
+        labels: Some(HashMap::from([(
+            "cellblock.role".to_owned(),
+            "question".to_owned(),
+        )])),
         attach_stdout: Some(true),
         attach_stderr: Some(true),
         host_config: Some(limits),
@@ -123,7 +161,11 @@ fn container(question: &Question) -> ContainerCreateBody {
 }
 
 fn limit(name: &str, most: i64) -> ResourcesUlimits {
-    ResourcesUlimits { name: Some(name.to_owned()), soft: Some(most), hard: Some(most) }
+    ResourcesUlimits {
+        name: Some(name.to_owned()),
+        soft: Some(most),
+        hard: Some(most),
+    }
 }
 
 #[cfg(test)]
@@ -132,21 +174,37 @@ mod tests {
 
     #[test]
     fn an_errand_has_no_rights_and_no_network() {
-        let question =
-            Question { image: "a".to_owned(), program: "python3".to_owned(), arguments: vec!["-V".to_owned()] };
+        let question = Question {
+            image: "a".to_owned(),
+            program: "python3".to_owned(),
+            arguments: vec!["-V".to_owned()],
+        };
         let made = container(&question);
         let limits = made.host_config.unwrap();
         assert_eq!(limits.network_mode.as_deref(), Some("none"));
-        assert_eq!((limits.cap_drop, limits.readonly_rootfs), (Some(vec!["ALL".to_owned()]), Some(true)));
-        assert_eq!(limits.security_opt, Some(vec!["no-new-privileges".to_owned()]));
-        assert_eq!((limits.binds, limits.mounts, limits.privileged), (None, None, None));
+        assert_eq!(
+            (limits.cap_drop, limits.readonly_rootfs),
+            (Some(vec!["ALL".to_owned()]), Some(true))
+        );
+        assert_eq!(
+            limits.security_opt,
+            Some(vec!["no-new-privileges".to_owned()])
+        );
+        assert_eq!(
+            (limits.binds, limits.mounts, limits.privileged),
+            (None, None, None)
+        );
         assert_eq!(made.user.as_deref(), Some("65534:65534"));
     }
 
     #[test]
     fn engines_say_in_several_ways_that_a_program_is_missing() {
-        assert!(is_program_missing("exec: \"python3\": executable file not found in $PATH: unknown"));
-        assert!(is_program_missing("crun: executable file `python3` not found in $PATH: No such file or directory"));
+        assert!(is_program_missing(
+            "exec: \"python3\": executable file not found in $PATH: unknown"
+        ));
+        assert!(is_program_missing(
+            "crun: executable file `python3` not found in $PATH: No such file or directory"
+        ));
         assert!(!is_program_missing("permission denied"));
     }
 }

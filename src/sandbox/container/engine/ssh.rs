@@ -40,7 +40,9 @@ pub(super) struct BadAddress;
 
 impl fmt::Display for BadAddress {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        formatter.write_str("it is not of the form ssh://[user@]host[:port][/path/of/its.sock], without a password")
+        formatter.write_str(
+            "it is not of the form ssh://[user@]host[:port][/path/of/its.sock], without a password",
+        )
     }
 }
 
@@ -50,7 +52,10 @@ impl std::str::FromStr for Destination {
     fn from_str(address: &str) -> Result<Destination, BadAddress> {
         let rest = address.strip_prefix("ssh://").ok_or(BadAddress)?;
         let (authority, path) = match rest.split_once('/') {
-            Some((authority, path)) => (authority, Some(format!("/{path}")).filter(|path| path != "/")),
+            Some((authority, path)) => (
+                authority,
+                Some(format!("/{path}")).filter(|path| path != "/"),
+            ),
             None => (rest, None),
         };
         let (user, place) = match authority.rsplit_once('@') {
@@ -58,17 +63,26 @@ impl std::str::FromStr for Destination {
             None => (None, authority),
         };
         // An address of version 6 has colons of its own, in brackets.
-        let (host, port) = match place.strip_prefix('[').and_then(|place| place.split_once(']')) {
+        let (host, port) = match place
+            .strip_prefix('[')
+            .and_then(|place| place.split_once(']'))
+        {
             Some((host, "")) => (host, None),
             Some((host, port)) => (host, Some(port.strip_prefix(':').ok_or(BadAddress)?)),
-            None => place.split_once(':').map_or((place, None), |(host, port)| (host, Some(port))),
+            None => place
+                .split_once(':')
+                .map_or((place, None), |(host, port)| (host, Some(port))),
         };
-        let port = port.map(|port| port.parse().map_err(|_| BadAddress)).transpose()?;
+        let port = port
+            .map(|port| port.parse().map_err(|_| BadAddress))
+            .transpose()?;
         // The path is read by a shell over there, and a word that begins with a dash is an option of `ssh`.
         let is_plain = |text: &str, more: &str| {
             !text.is_empty()
                 && !text.starts_with('-')
-                && text.chars().all(|letter| letter.is_ascii_alphanumeric() || more.contains(letter))
+                && text
+                    .chars()
+                    .all(|letter| letter.is_ascii_alphanumeric() || more.contains(letter))
         };
         let fits = is_plain(host, ".-_:%")
             && user.as_deref().is_none_or(|user| is_plain(user, ".-_+$\\"))
@@ -76,18 +90,37 @@ impl std::str::FromStr for Destination {
         if !fits {
             return Err(BadAddress);
         }
-        Ok(Destination { user, host: host.to_owned(), port, socket: path })
+        Ok(Destination {
+            user,
+            host: host.to_owned(),
+            port,
+            socket: path,
+        })
     }
 }
 
 impl Destination {
     fn arguments(&self) -> Vec<String> {
-        let mut all: Vec<String> = ["-T", "-o", "BatchMode=yes", "-o"].map(str::to_owned).to_vec();
+        let mut all: Vec<String> = ["-T", "-o", "BatchMode=yes", "-o"]
+            .map(str::to_owned)
+            .to_vec();
         all.push(format!("ConnectTimeout={CONNECT_SECONDS}"));
-        all.extend(self.user.iter().flat_map(|user| ["-l".to_owned(), user.clone()]));
-        all.extend(self.port.iter().flat_map(|port| ["-p".to_owned(), port.to_string()]));
+        all.extend(
+            self.user
+                .iter()
+                .flat_map(|user| ["-l".to_owned(), user.clone()]),
+        );
+        all.extend(
+            self.port
+                .iter()
+                .flat_map(|port| ["-p".to_owned(), port.to_string()]),
+        );
         all.extend(["--".to_owned(), self.host.clone(), "docker".to_owned()]);
-        all.extend(self.socket.iter().flat_map(|socket| ["--host".to_owned(), format!("unix://{socket}")]));
+        all.extend(
+            self.socket
+                .iter()
+                .flat_map(|socket| ["--host".to_owned(), format!("unix://{socket}")]),
+        );
         all.extend(["system".to_owned(), "dial-stdio".to_owned()]);
         all
     }
@@ -101,14 +134,17 @@ impl Complaints {
     /// Returns what `ssh` says about a failure that has just been noticed, if it says something.
     pub(super) async fn told(&self) -> Option<String> {
         let mut words = self.0.clone();
-        let said = tokio::time::timeout(LAST_WORDS, words.wait_for(|words| !words.is_empty())).await;
+        let said =
+            tokio::time::timeout(LAST_WORDS, words.wait_for(|words| !words.is_empty())).await;
         said.ok()?.ok().map(|words| words.clone())
     }
 }
 
 /// Makes a client whose connections are processes. Nothing is started before the first request.
 pub(super) fn client(address: &str, seconds: u64) -> Result<(Docker, Complaints), String> {
-    let destination: Destination = address.parse().map_err(|error: BadAddress| error.to_string())?;
+    let destination: Destination = address
+        .parse()
+        .map_err(|error: BadAddress| error.to_string())?;
     let words = Arc::new(watch::Sender::new(String::new()));
     let complaints = Complaints(words.subscribe());
     let dial = move || -> Dialling {
@@ -150,7 +186,12 @@ async fn follow(mut child: Child, words: Arc<watch::Sender<String>>) {
     }
     let has_failed = !child.wait().await.is_ok_and(|status| status.success());
     let said = String::from_utf8_lossy(&said);
-    if let Some(last) = said.lines().map(str::trim).rfind(|line| !line.is_empty()).filter(|_| has_failed) {
+    if let Some(last) = said
+        .lines()
+        .map(str::trim)
+        .rfind(|line| !line.is_empty())
+        .filter(|_| has_failed)
+    {
         words.send_replace(format!("ssh says: {last}"));
     }
 }
@@ -161,14 +202,26 @@ mod tests {
 
     fn arguments(address: &str) -> Result<String, BadAddress> {
         let all = address.parse::<Destination>()?.arguments().join(" ");
-        Ok(all.strip_prefix("-T -o BatchMode=yes -o ConnectTimeout=30 ").expect("they come first").to_owned())
+        Ok(all
+            .strip_prefix("-T -o BatchMode=yes -o ConnectTimeout=30 ")
+            .expect("they come first")
+            .to_owned())
     }
 
     #[test]
     fn an_address_becomes_a_command_as_docker_would_write_it() {
-        assert_eq!(arguments("ssh://there").unwrap(), "-- there docker system dial-stdio");
-        assert_eq!(arguments("ssh://me@there:2222/").unwrap(), "-l me -p 2222 -- there docker system dial-stdio");
-        assert_eq!(arguments("ssh://me@[fd00::1]:22").unwrap(), "-l me -p 22 -- fd00::1 docker system dial-stdio");
+        assert_eq!(
+            arguments("ssh://there").unwrap(),
+            "-- there docker system dial-stdio"
+        );
+        assert_eq!(
+            arguments("ssh://me@there:2222/").unwrap(),
+            "-l me -p 2222 -- there docker system dial-stdio"
+        );
+        assert_eq!(
+            arguments("ssh://me@[fd00::1]:22").unwrap(),
+            "-l me -p 22 -- fd00::1 docker system dial-stdio"
+        );
         assert_eq!(
             arguments("ssh://there/run/user/7/docker.sock").unwrap(),
             "-- there docker --host unix:///run/user/7/docker.sock system dial-stdio"

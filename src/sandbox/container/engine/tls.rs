@@ -29,7 +29,11 @@ pub(super) enum TlsProblem {
 }
 
 /// Makes a client for an engine, with the `ca.pem`, `cert.pem` and `key.pem` of a folder.
-pub(super) fn client(address: &str, certificates: &Path, seconds: u64) -> Result<Docker, TlsProblem> {
+pub(super) fn client(
+    address: &str,
+    certificates: &Path,
+    seconds: u64,
+) -> Result<Docker, TlsProblem> {
     let (host, port) = place(address).ok_or(TlsProblem::Address)?;
     let name = ServerName::try_from(host.clone()).map_err(|_| TlsProblem::Address)?;
     let connector = TlsConnector::from(Arc::new(settings(certificates)?));
@@ -41,7 +45,9 @@ pub(super) fn client(address: &str, certificates: &Path, seconds: u64) -> Result
             let mut secured = connector.connect(name, stream).await?;
             let (ours, mut theirs) = UnixStream::pair()?;
             // It ends when one of both sides does, and ends the other then.
-            tokio::spawn(async move { tokio::io::copy_bidirectional(&mut theirs, &mut secured).await });
+            tokio::spawn(
+                async move { tokio::io::copy_bidirectional(&mut theirs, &mut secured).await },
+            );
             Ok(ours)
         })
     };
@@ -55,7 +61,9 @@ fn place(address: &str) -> Option<(String, u16)> {
     let (host, port) = match rest.strip_prefix('[').and_then(|rest| rest.split_once(']')) {
         Some((host, "")) => (host, None),
         Some((host, port)) => (host, Some(port.strip_prefix(':')?)),
-        None => rest.split_once(':').map_or((rest, None), |(host, port)| (host, Some(port))),
+        None => rest
+            .split_once(':')
+            .map_or((rest, None), |(host, port)| (host, Some(port))),
     };
     let port = port.map_or(Some(USUAL_PORT), |port| port.parse().ok())?;
     (!host.is_empty()).then(|| (host.to_owned(), port))
@@ -65,7 +73,8 @@ fn settings(folder: &Path) -> Result<ClientConfig, TlsProblem> {
     let file = |name: &str| folder.join(name);
     let unusable = |path: PathBuf, why: String| TlsProblem::File { path, why };
     let certificates = |path: PathBuf| -> Result<Vec<CertificateDer<'static>>, TlsProblem> {
-        let read = CertificateDer::pem_file_iter(&path).and_then(Iterator::collect::<Result<Vec<_>, _>>);
+        let read =
+            CertificateDer::pem_file_iter(&path).and_then(Iterator::collect::<Result<Vec<_>, _>>);
         match read {
             Ok(found) if !found.is_empty() => Ok(found),
             Ok(_) => Err(unusable(path, "it holds no certificate".to_owned())),
@@ -75,14 +84,21 @@ fn settings(folder: &Path) -> Result<ClientConfig, TlsProblem> {
     let mut authorities = RootCertStore::empty();
     let path = file("ca.pem");
     for certificate in certificates(path.clone())? {
-        authorities.add(certificate).map_err(|error| unusable(path.clone(), error.to_string()))?;
+        authorities
+            .add(certificate)
+            .map_err(|error| unusable(path.clone(), error.to_string()))?;
     }
     let own = certificates(file("cert.pem"))?;
     let path = file("key.pem");
-    let key = PrivateKeyDer::from_pem_file(&path).map_err(|error| unusable(path, error.to_string()))?;
+    let key =
+        PrivateKeyDer::from_pem_file(&path).map_err(|error| unusable(path, error.to_string()))?;
     ClientConfig::builder_with_provider(Arc::new(rustls::crypto::ring::default_provider()))
         .with_safe_default_protocol_versions()
-        .and_then(|builder| builder.with_root_certificates(authorities).with_client_auth_cert(own, key))
+        .and_then(|builder| {
+            builder
+                .with_root_certificates(authorities)
+                .with_client_auth_cert(own, key)
+        })
         .map_err(TlsProblem::Pair)
 }
 
@@ -97,7 +113,13 @@ mod tests {
         assert_eq!(found("https://there/").as_deref(), Some("there 2376"));
         assert_eq!(found("tcp://[fd00::1]:1").as_deref(), Some("fd00::1 1"));
         assert_eq!(found("tcp://[fd00::1]").as_deref(), Some("fd00::1 2376"));
-        for bad in ["there:1", "tcp://", "tcp://there:port", "tcp://[fd00::1]x", "tcp://there:70000"] {
+        for bad in [
+            "there:1",
+            "tcp://",
+            "tcp://there:port",
+            "tcp://[fd00::1]x",
+            "tcp://there:70000",
+        ] {
             assert_eq!(found(bad), None, "{bad}");
         }
     }
@@ -108,6 +130,10 @@ mod tests {
         let told = || settings(folder.path()).unwrap_err().to_string();
         assert!(told().contains("ca.pem"), "{}", told());
         std::fs::write(folder.path().join("ca.pem"), "nothing").unwrap();
-        assert!(told().contains("ca.pem cannot be used: it holds no certificate"), "{}", told());
+        assert!(
+            told().contains("ca.pem cannot be used: it holds no certificate"),
+            "{}",
+            told()
+        );
     }
 }
