@@ -1,18 +1,22 @@
-//! Which addresses are ordinary, and which IPv4 addresses hide in IPv6 ones.
+//! Which addresses are ordinary, and which IPv4 addresses are embedded in IPv6 ones.
 //!
-//! An address is *special* when it is not an ordinary public one: everything that the IANA special-purpose registries do not call globally
-//! reachable, multicast, what is not allocated at all, and a few public-looking addresses at which clouds serve credentials. The way out leads
-//! to special addresses only where a rule lists them.
+//! An address is *special* when it is not an ordinary public one: everything that the IANA
+//! special-purpose registries do not call globally reachable, multicast, unallocated ranges, and a
+//! few public-looking addresses at which clouds serve credentials. Egress to special addresses is
+//! possible only where a rule lists them.
 //!
-//! Many IPv6 addresses stand for an IPv4 one. All forms that can be recognised by their bits are unwrapped before the tables are asked, and
-//! an address is special if anything that it may stand for is. A NAT64 prefix that a network chose for itself looks like any other
-//! address and cannot be recognised.
+//! Many IPv6 addresses embed an IPv4 one. All forms that can be recognised by their bits are
+//! unwrapped before the table lookup, and an address is special if any address that it may stand
+//! for is special. A NAT64 prefix chosen by a network looks like any other address and cannot be
+//! recognised.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
-/// Returns the address that is really meant: of an IPv6 address that carries an IPv4 one, the IPv4 address; any other unchanged.
+/// Returns the effective address: the embedded IPv4 address of an IPv6 address that has one, any
+/// other address unchanged.
 ///
-/// Of a form that carries two (Teredo, or ISATAP within 6to4), the endpoint. Use [`special`] to judge: it looks at both.
+/// If a form embeds two addresses (Teredo, or ISATAP within 6to4), this is the endpoint. Use
+/// [`special`] for decisions: it checks both.
 pub fn unwrap(address: IpAddr) -> IpAddr {
     match address {
         IpAddr::V4(_) => address,
@@ -20,8 +24,8 @@ pub fn unwrap(address: IpAddr) -> IpAddr {
     }
 }
 
-/// Says why an address, or one that it stands for, is not an ordinary public address: "a private address", "a loopback address" and so on.
-/// `None` for ordinary ones.
+/// Returns why an address, or one that it stands for, is not an ordinary public address: "a private
+/// address", "a loopback address" and so on. Returns `None` for ordinary ones.
 pub fn special(address: IpAddr) -> Option<&'static str> {
     meanings(address).find_map(|meaning| match meaning {
         IpAddr::V4(address) => special_v4(address),
@@ -29,12 +33,13 @@ pub fn special(address: IpAddr) -> Option<&'static str> {
     })
 }
 
-/// Returns an IPv4-mapped address as the IPv4 address it is for the kernel, and any other unchanged.
+/// Returns an IPv4-mapped address as the IPv4 address that the kernel uses, and any other
+/// unchanged.
 pub(crate) fn canonical(address: IpAddr) -> IpAddr {
     address.to_canonical()
 }
 
-/// Returns the address itself and every IPv4 address that it carries.
+/// Returns the address itself and every IPv4 address that it embeds.
 pub(crate) fn meanings(address: IpAddr) -> impl Iterator<Item = IpAddr> {
     let address = canonical(address);
     let carried = match address {
@@ -44,7 +49,7 @@ pub(crate) fn meanings(address: IpAddr) -> impl Iterator<Item = IpAddr> {
     std::iter::once(address).chain(carried.into_iter().flatten().map(IpAddr::V4))
 }
 
-/// Returns the IPv4 addresses that an IPv6 address carries, the endpoint first.
+/// Returns the IPv4 addresses that an IPv6 address embeds, the endpoint first.
 fn carried(address: Ipv6Addr) -> impl Iterator<Item = Ipv4Addr> {
     let bytes = address.octets();
     let at = |place: usize| {
@@ -59,19 +64,21 @@ fn carried(address: Ipv6Addr) -> impl Iterator<Item = Ipv4Addr> {
     match address.segments() {
         // The unspecified and the loopback address are not IPv4 addresses with leading zeros.
         [0, 0, 0, 0, 0, 0, 0, 0 | 1] => {}
-        // Compatible (RFC 4291 §2.5.5.1), mapped (§2.5.5.2), translated (RFC 2765), NAT64 (RFC 6052).
+        // Compatible (RFC 4291 §2.5.5.1), mapped (§2.5.5.2), translated (RFC 2765), NAT64 (RFC
+        // 6052).
         [0, 0, 0, 0, 0, 0, _, _]
         | [0, 0, 0, 0, 0, 0xffff, _, _]
         | [0, 0, 0, 0, 0xffff, 0, _, _] => found[0] = Some(at(12)),
         [0x64, 0xff9b, 0, 0, 0, 0, _, _] => found[0] = Some(at(12)),
-        // NAT64 for local use (RFC 8215). Which prefix length it is used with is not visible: with 48 bits the address lies around byte 8, which
-        // is zero, and zeros follow; with 96 bits it lies at the end.
+        // NAT64 for local use (RFC 8215). The prefix length in use is not visible: with 48 bits the
+        // IPv4 address surrounds byte 8, which is zero, and zeros follow; with 96 bits it is at the
+        // end.
         [0x64, 0xff9b, 1, ..] => {
             let around = Ipv4Addr::new(bytes[6], bytes[7], bytes[9], bytes[10]);
             let is_around = bytes[8] == 0 && bytes[11..] == [0; 5] && !around.is_unspecified();
             found[0] = Some(if is_around { around } else { at(12) });
         }
-        // Teredo (RFC 4380): the client with its bits turned around, and its server.
+        // Teredo (RFC 4380): the client with its bits inverted, and its server.
         [0x2001, 0, ..] => {
             found = [
                 Some(Ipv4Addr::from_bits(!at(12).to_bits())),
@@ -83,7 +90,8 @@ fn carried(address: Ipv6Addr) -> impl Iterator<Item = Ipv4Addr> {
         [0x2002, ..] => found[1] = Some(at(2)),
         _ => {}
     }
-    // ISATAP (RFC 5214) is recognised by the interface part alone, so it may be inside of any prefix.
+    // ISATAP (RFC 5214) is recognised by the interface identifier alone, so it may be within any
+    // prefix.
     if let [_, _, _, _, 0 | 0x0200, 0x5efe, _, _] = address.segments() {
         if found[0].is_some() {
             found[2] = Some(at(12));
@@ -94,11 +102,11 @@ fn carried(address: Ipv6Addr) -> impl Iterator<Item = Ipv4Addr> {
     found.into_iter().flatten()
 }
 
-/// The special IPv4 ranges, the narrow ones first.
+/// The special IPv4 ranges, narrow ones first.
 const SPECIAL_V4: [(Ipv4Addr, u32, &str); 19] = [
     (Ipv4Addr::new(169, 254, 169, 254), 32, METADATA),
     (Ipv4Addr::new(100, 100, 100, 200), 32, METADATA),
-    // Looks public, but every virtual machine of one large cloud finds its host there.
+    // Looks public, but is the host endpoint of every virtual machine in one large cloud.
     (Ipv4Addr::new(168, 63, 129, 16), 32, METADATA),
     (Ipv4Addr::new(0, 0, 0, 0), 32, UNSPECIFIED),
     (
@@ -131,7 +139,8 @@ const SPECIAL_V4: [(Ipv4Addr, u32, &str); 19] = [
     (Ipv4Addr::new(240, 0, 0, 0), 4, RESERVED),
 ];
 
-/// The special IPv6 ranges, the narrow ones first. What is in none of them is judged by `special_v6`.
+/// The special IPv6 ranges, narrow ones first. `special_v6` decides about addresses in none of
+/// them.
 const SPECIAL_V6: [(Ipv6Addr, u32, &str); 16] = [
     (
         Ipv6Addr::new(0xfd00, 0xec2, 0, 0, 0, 0, 0, 0x254),
@@ -179,7 +188,7 @@ const SPECIAL_V6: [(Ipv6Addr, u32, &str); 16] = [
         "a site-local address",
     ),
     (Ipv6Addr::new(0xff00, 0, 0, 0, 0, 0, 0, 0), 8, MULTICAST),
-    // Never given to anybody as hosts, except for Teredo's part of it, which `special_v6` takes out.
+    // Never assigned to hosts, except for the Teredo range, which `special_v6` takes out.
     (Ipv6Addr::new(0x2001, 0, 0, 0, 0, 0, 0, 0), 23, PROTOCOL),
     // Nodes of the former test network.
     (Ipv6Addr::new(0x3ffe, 0, 0, 0, 0, 0, 0, 0), 16, RESERVED),
@@ -188,7 +197,7 @@ const SPECIAL_V6: [(Ipv6Addr, u32, &str); 16] = [
 const METADATA: &str = "a cloud metadata address";
 const UNSPECIFIED: &str = "the unspecified address";
 const LOOPBACK: &str = "a loopback address";
-/// What [`special`] says about the private networks of RFC 1918 and RFC 4193.
+/// The reason that [`special`] returns for the private networks of RFC 1918 and RFC 4193.
 pub const PRIVATE: &str = "a private address";
 const LINK_LOCAL: &str = "a link-local address";
 const MULTICAST: &str = "a multicast address";
@@ -220,14 +229,15 @@ fn special_v6(address: Ipv6Addr) -> Option<&'static str> {
     match listed {
         Some(_) if is_ordinary_tunnel => None,
         Some(reason) => Some(reason),
-        // Only 2000::/3 was ever given out. What lies outside is reserved, but a form that carries an IPv4 address is judged by that.
+        // Only 2000::/3 was ever allocated. Addresses outside it are reserved, but a form that
+        // embeds an IPv4 address is judged by that address.
         None if within(Ipv6Addr::new(0x2000, 0, 0, 0, 0, 0, 0, 0), 3) => None,
         None if is_translation(address) => None,
         None => Some(RESERVED),
     }
 }
 
-/// Tells whether an address outside of 2000::/3 does nothing but carry an IPv4 address.
+/// Returns whether an address outside of 2000::/3 only embeds an IPv4 address.
 fn is_translation(address: Ipv6Addr) -> bool {
     matches!(
         address.segments(),
@@ -249,7 +259,7 @@ mod tests {
             .unwrap_or_else(|_| panic!("{text:?} is no address"))
     }
 
-    /// Every way in which an IPv6 address can carry an IPv4 one.
+    /// Every way in which an IPv6 address can embed an IPv4 one.
     fn forms(carried: Ipv4Addr) -> Vec<IpAddr> {
         let [a, b, c, d] = carried.octets();
         let (high, low) = (u16::from_be_bytes([a, b]), u16::from_be_bytes([c, d]));
@@ -260,7 +270,7 @@ mod tests {
             Ipv6Addr::new(0x64, 0xff9b, 0, 0, 0, 0, high, low),
             Ipv6Addr::new(0x2002, high, low, 0, 0, 0, 0, 0),
             Ipv6Addr::new(0x2002, high, low, 1, 2, 3, 4, 5),
-            // Teredo by way of a public server, and the server itself.
+            // Teredo through a public server, and the server itself.
             Ipv6Addr::new(0x2001, 0, 0x0808, 0x0808, 0x8000, 0x1234, !high, !low),
             Ipv6Addr::new(0x2001, 0, high, low, 0x8000, 0x1234, !0x0808, !0x0808),
             Ipv6Addr::new(0x2a00, 1, 2, 3, 0, 0x5efe, high, low),
@@ -486,7 +496,7 @@ mod tests {
         let nested = address("2002:a00:1::5efe:8.8.8.8");
         assert_eq!(unwrap(nested), address("8.8.8.8"));
         assert_eq!(special(nested), Some(PRIVATE));
-        // ISATAP within Teredo: the client's bits, read the other way, are a loopback address.
+        // ISATAP within Teredo: the client's bits, read without inversion, are a loopback address.
         let tunnel = address("2001:0:808:808:0:5efe:7f00:1");
         assert_eq!(unwrap(tunnel), address("128.255.255.254"));
         assert_eq!(special(tunnel), Some(LOOPBACK));
@@ -507,19 +517,22 @@ mod tests {
         fn no_form_hides_what_is_special(carried in anywhere_or_in_a_special_range()) {
             let verdict = special(carried.into());
             for form in forms(carried) {
-                prop_assert_eq!(special(form).is_some(), verdict.is_some(), "{} as {}", carried, form);
+                prop_assert_eq!(
+                    special(form).is_some(), verdict.is_some(), "{} as {}", carried, form
+                );
             }
         }
 
         #[test]
         fn the_table_agrees_with_the_standard_library(bits: u32, wide: u128) {
             let address = Ipv4Addr::from_bits(bits);
-            let known = address.is_private() || address.is_loopback() || address.is_link_local() || address.is_broadcast()
-                || address.is_documentation() || address.is_multicast() || address.is_unspecified();
+            let known = address.is_private() || address.is_loopback() || address.is_link_local()
+                || address.is_broadcast() || address.is_documentation() || address.is_multicast()
+                || address.is_unspecified();
             prop_assert!(!known || special(address.into()).is_some());
             let address = Ipv6Addr::from_bits(wide);
-            let known = address.is_loopback() || address.is_multicast() || address.is_unspecified() || address.is_unique_local()
-                || address.is_unicast_link_local();
+            let known = address.is_loopback() || address.is_multicast() || address.is_unspecified()
+                || address.is_unique_local() || address.is_unicast_link_local();
             prop_assert!(!known || special(address.into()).is_some());
             prop_assert_eq!(unwrap(unwrap(address.into())), unwrap(address.into()));
         }

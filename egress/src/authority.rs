@@ -1,10 +1,13 @@
-//! The authority that only sandboxes trust, and the authorities that we trust.
+//! The CA that only sandboxes trust, and the CAs that we trust.
 //!
-//! HTTPS to a host with a secret ends here, so a program inside must accept a certificate of ours for that host. An [`Authority`] is made per server. Its key never
-//! leaves this process, it lives for some weeks, and its certificate is *name-constrained*: whoever trusts it trusts it for the hosts of the
-//! vault (and names below them) and for nothing else, no address included.
+//! HTTPS to a host with a secret is terminated here, so a program inside must accept our
+//! certificate for that host. There is one [`Authority`] per server. Its key never leaves this
+//! process, it is valid for some weeks, and its certificate is *name-constrained*: a client that
+//! trusts it trusts it only for the hosts of the vault (and names below them), not for other names
+//! or for any address.
 //!
-//! [`Trust`] is the other side: the roots by which the true host is verified. It is made once and shared.
+//! [`Trust`] is the other side: the roots for verifying the real host. It is created once and
+//! shared.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -26,7 +29,7 @@ use crate::secrets::Vault;
 
 const HOUR: Duration = Duration::from_secs(60 * 60);
 
-/// Clocks may differ a little, as in a sandbox with a clock of its own.
+/// Tolerance for clock differences, as in a sandbox with its own clock.
 const VALID_BEFORE: Duration = HOUR;
 
 /// Longer than any session should live.
@@ -34,13 +37,13 @@ const AUTHORITY_LIFE: Duration = Duration::from_secs(30 * 24 * 60 * 60);
 
 const LEAF_LIFE: Duration = Duration::from_secs(24 * 60 * 60);
 
-/// A connection that begins with an old certificate still has half of its life.
+/// A connection that starts with an old certificate still has half of its lifetime.
 const LEAF_RENEWED_AFTER: Duration = Duration::from_secs(12 * 60 * 60);
 
-/// The only protocol spoken on both sides: every request of it can be read.
+/// The only protocol on both sides: every request in it can be parsed.
 const PROTOCOL: &[u8] = b"http/1.1";
 
-/// Signs certificates for the hosts of a vault, and knows whom to trust outside.
+/// Signs certificates for the hosts of a vault, and holds the roots for verifying real hosts.
 pub struct Authority {
     issuer: CertifiedIssuer<'static, KeyPair>,
     hosts: Vec<HostName>,
@@ -48,11 +51,11 @@ pub struct Authority {
     trust: Trust,
 }
 
-/// The roots by which true hosts are verified. Copies share them.
+/// The roots for verifying real hosts. Clones share them.
 #[derive(Clone)]
 pub struct Trust(Arc<ClientConfig>);
 
-/// Why there is no authority or no certificate.
+/// Reason why there is no authority or no certificate.
 #[derive(Debug, thiserror::Error)]
 pub enum AuthorityError {
     #[error("no host has a secret, so there is nothing to sign for")]
@@ -68,7 +71,7 @@ pub enum AuthorityError {
 }
 
 impl Authority {
-    /// Makes an authority with a fresh key for the hosts of `vault`.
+    /// Creates an authority with a new key for the hosts of `vault`.
     pub fn new(vault: &Vault, trust: Trust) -> Result<Authority, AuthorityError> {
         let hosts: Vec<HostName> = vault.hosts().cloned().collect();
         if hosts.is_empty() {
@@ -84,12 +87,13 @@ impl Authority {
         })
     }
 
-    /// Returns the certificate that the sandbox has to trust, in PEM form. It is no secret.
+    /// Returns the certificate that the sandbox has to trust, in PEM form. It is not secret.
     pub fn certificate_pem(&self) -> String {
         self.issuer.pem()
     }
 
-    /// Returns the server's side of TLS as `name`, a host of the vault. Certificates are made when they are needed and kept for some hours.
+    /// Returns the TLS server configuration for `name`, a host of the vault. Certificates are
+    /// created on demand and cached for some hours.
     pub(crate) fn server(&self, name: &HostName) -> Result<Arc<ServerConfig>, AuthorityError> {
         if !self.hosts.contains(name) {
             return Err(AuthorityError::OtherHost(name.clone()));
@@ -106,7 +110,7 @@ impl Authority {
         Ok(server)
     }
 
-    /// Returns the client's side of TLS towards true hosts.
+    /// Returns the TLS client configuration for real hosts.
     pub(crate) fn client(&self) -> Arc<ClientConfig> {
         self.trust.0.clone()
     }
@@ -140,12 +144,13 @@ impl Trust {
         Trust::system_and(&[]).expect("the system's roots were read and checked one by one")
     }
 
-    /// Trusts the roots of this system and those in `pem`, for hosts with a private authority.
+    /// Trusts the roots of this system and those in `pem`, for hosts with a private CA.
     pub fn system_and(pem: &[u8]) -> Result<Trust, AuthorityError> {
         let mut roots = RootCertStore::empty();
         let system = rustls_native_certs::load_native_certs();
         for error in &system.errors {
-            tracing::warn!(%error, "some of the system's certificate authorities could not be read");
+            tracing::warn!(%error, "some of the system's certificate authorities could not be \
+                                    read");
         }
         roots.add_parsable_certificates(system.certs);
         for certificate in CertificateDer::pem_slice_iter(pem) {
@@ -174,7 +179,8 @@ fn authority_params(hosts: &[HostName]) -> CertificateParams {
         .push(DnType::CommonName, "Cellblock session authority");
     params.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
     params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
-    // A list of names says nothing about addresses, which would therefore all be permitted.
+    // A list of names does not restrict addresses, so without this all addresses would be
+    // permitted.
     let addresses = [
         IpAddr::V4(Ipv4Addr::UNSPECIFIED),
         IpAddr::V6(Ipv6Addr::UNSPECIFIED),
@@ -193,7 +199,8 @@ fn authority_params(hosts: &[HostName]) -> CertificateParams {
 
 fn leaf_params(name: &str) -> Result<CertificateParams, rcgen::Error> {
     let mut params = valid_for(LEAF_LIFE);
-    // Not the name of the host, which may be too long for this field. Only the alternative name counts.
+    // Not the host name, which may be too long for this field. Clients check only the subject
+    // alternative name.
     params
         .distinguished_name
         .push(DnType::CommonName, "Cellblock session");
@@ -236,7 +243,7 @@ mod tests {
         HostName::parse(name).unwrap()
     }
 
-    /// A client that trusts `authority` and nobody else.
+    /// A client that trusts only `authority`.
     fn client(authority: &Authority, name: &str) -> ClientConnection {
         let mut roots = RootCertStore::empty();
         roots
@@ -312,7 +319,7 @@ mod tests {
                 "{other}: {error:?}"
             );
         }
-        // The same way of signing, for a host of the list.
+        // The same signing method, for a host of the list.
         handshake(
             client(&authority, "api.example.com"),
             Arc::new(authority.sign("api.example.com").unwrap()),

@@ -1,17 +1,19 @@
-//! The one place that opens connections.
+//! Opens every outgoing connection.
 //!
 //! ```text
 //!  name → allowed at this port? → resolve → check EVERY address → connect to one of exactly those
 //!  address → listed by a rule?  ─────────────────────────────→ connect to it
 //! ```
 //!
-//! A name is resolved once per connection, and what was checked is what is dialled: a name server that changes its mind between two questions
-//! gains nothing. One bad address among good ones refuses the whole connection, since such an answer is an attack or a mistake, and
-//! which of its addresses is tried should not depend on luck.
+//! A name is resolved once per connection, and exactly the checked addresses are dialled, so DNS
+//! rebinding (a different answer to a second query) has no effect. One bad address among good ones
+//! refuses the whole connection: such an answer is an attack or a mistake, and the result should
+//! not depend on which of its addresses is tried.
 //!
-//! Special addresses (private, link-local, metadata, this machine's own, …) are dialled only if a rule lists them as addresses. "Everything"
-//! lists them too, with one exception: this machine's loopback. To a program inside, 127.0.0.1 means the sandbox, so a connection that
-//! ended at the host's would be a way in that nobody asked for.
+//! Special addresses (private, link-local, metadata, this machine's own, …) are dialled only if a
+//! rule lists them as addresses. "Everything" lists them too, with one exception: this machine's
+//! loopback. To a program inside, 127.0.0.1 means the sandbox, so a connection that ended at the
+//! host's loopback would be an unintended way into the host.
 
 use std::collections::HashSet;
 use std::io;
@@ -27,7 +29,8 @@ use crate::name::Host;
 use crate::resolve::{BoxFuture, Resolver};
 use crate::rules::Rules;
 
-/// Opens another checked connection to the host that a connection from inside is for. Every call is a new decision by the rules of that moment.
+/// Opens another checked connection to the host that a connection from inside is for. Every call is
+/// decided anew under the current rules.
 pub(crate) type Dial = dyn Fn() -> BoxFuture<'static, io::Result<TcpStream>> + Send + Sync;
 
 /// Opens connections, after checks.
@@ -37,7 +40,7 @@ pub(crate) struct Dialer {
     network: Arc<dyn Network>,
 }
 
-/// Whoever carries out what was decided here. A test records it.
+/// Makes the connections that were decided here. Tests replace it with a recorder.
 pub(crate) trait Network: Send + Sync {
     /// Connects to exactly this address.
     fn connect(&self, target: SocketAddr) -> BoxFuture<'static, io::Result<TcpStream>>;
@@ -46,7 +49,7 @@ pub(crate) trait Network: Send + Sync {
     fn own_addresses(&self) -> io::Result<HashSet<IpAddr>>;
 }
 
-/// Why there is no connection.
+/// Reason why there is no connection.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum DialError {
     #[error("not in the allowed list")]
@@ -59,24 +62,25 @@ pub(crate) enum DialError {
     Unreachable(#[source] io::Error),
 }
 
-/// What is wrong with an address. The address itself is not told: the inside has no business with our network's plan.
+/// The objection to an address. The address itself is not disclosed: our network's layout must not
+/// leak into the sandbox.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, thiserror::Error)]
 pub enum Objection {
-    /// It is not an ordinary public address; of this kind.
+    /// It is a special or denied address, of this kind.
     #[error("it leads to {0}, which must be in the allowed list as an address")]
     Special(&'static str),
-    /// It is this machine.
+    /// It is an address of this machine.
     #[error(
         "it leads to an address of this machine, which must be in the allowed list as an address"
     )]
     Own,
-    /// It is this machine by its loopback, which is not part of "everything".
+    /// It is this machine's loopback, which is not part of "everything".
     #[error("it leads to this machine's loopback")]
     Loopback,
 }
 
 impl Dialer {
-    /// Returns a dialer for the network of this machine.
+    /// Returns a dialer for this machine's network.
     pub(crate) fn new(resolver: Arc<dyn Resolver>) -> Dialer {
         Dialer::over(resolver, Arc::new(ThisMachine))
     }
@@ -85,7 +89,8 @@ impl Dialer {
         Dialer { resolver, network }
     }
 
-    /// Connects to `host` at `port` if `rules` allow it. Returns the connection and the address it was made to.
+    /// Connects to `host` at `port` if `rules` allow it. Returns the connection and the address it
+    /// was made to.
     pub(crate) async fn dial(
         &self,
         host: &Host,
@@ -120,7 +125,7 @@ impl Dialer {
             .map_err(DialError::Unreachable)
     }
 
-    /// Tells whether `rules` allow a connection that was made to these addresses of `host`.
+    /// Returns whether `rules` allow a connection that was made to these addresses of `host`.
     pub(crate) fn allows(
         &self,
         host: &Host,
@@ -140,19 +145,21 @@ impl Dialer {
         is_listed && (dialled.is_empty() || self.network.own_addresses().is_ok_and(may_stay))
     }
 
-    /// Connects to the first of these addresses that answers. They were all checked.
+    /// Connects to the first of these addresses that answers. All of them were checked before.
     async fn connect(
         &self,
         mut addresses: Vec<IpAddr>,
         port: u16,
     ) -> io::Result<(TcpStream, IpAddr)> {
-        // A family that this machine does not have fails at once; one that it has badly costs time. The latter happens to IPv6.
+        // IPv4 first. An address family that this machine lacks fails at once; one that is broken
+        // costs time, and that is more often IPv6.
         addresses.sort_by_key(IpAddr::is_ipv6);
         addresses.dedup();
         let deadline = Instant::now() + LONGEST_DIAL;
         let mut failure = io::ErrorKind::TimedOut.into();
         for address in addresses.into_iter().take(MOST_ATTEMPTS) {
-            // Of all the forms, only this one is the same address twice: the kernel would make it an IPv4 connection anyway.
+            // An IPv4-mapped address is the only form that is the same address twice: the kernel
+            // would make an IPv4 connection anyway.
             let address = address.to_canonical();
             let attempt = self.network.connect(SocketAddr::new(address, port));
             let until = deadline.min(Instant::now() + LONGEST_ATTEMPT);
@@ -168,8 +175,8 @@ impl Dialer {
     }
 }
 
-/// Returns what speaks against a connection to `address`, to which an allowed name led or which is listed itself. `own` are the addresses of
-/// this machine.
+/// Returns the objection to a connection to `address`, which an allowed name resolved to or which
+/// is listed itself. `own` are the addresses of this machine.
 pub(crate) fn objection(
     address: IpAddr,
     port: u16,
@@ -187,19 +194,19 @@ pub(crate) fn objection(
     (is_own && !rules.allows_address(address, port)).then_some(Objection::Own)
 }
 
-/// Resolvers bound their own time; this is for one that does not.
+/// Timeout for resolution. Resolvers have their own timeout; this is for one that does not.
 const LONGEST_RESOLUTION: Duration = Duration::from_secs(6);
 
-/// How long one address has to answer. A handshake to the other side of the world takes half a second.
+/// Timeout per address. A handshake to the other side of the world takes half a second.
 const LONGEST_ATTEMPT: Duration = Duration::from_secs(5);
 
-/// How long all addresses together have.
+/// Timeout for all addresses together.
 const LONGEST_DIAL: Duration = Duration::from_secs(15);
 
-/// How many addresses are tried. All of them are checked.
+/// Limit of addresses that are tried. All of them are checked.
 const MOST_ATTEMPTS: usize = 6;
 
-/// After how much silence a far end is asked whether it still lives.
+/// Idle time after which TCP keepalive probes the remote end.
 const SILENCE: Duration = Duration::from_secs(60);
 
 struct ThisMachine;
@@ -208,7 +215,8 @@ impl Network for ThisMachine {
     fn connect(&self, target: SocketAddr) -> BoxFuture<'static, io::Result<TcpStream>> {
         Box::pin(async move {
             let stream = TcpStream::connect(target).await?;
-            // We copy as data comes: waiting for more of it would only add to what the program inside does itself.
+            // Data is forwarded as it arrives. Nagle's algorithm would only add to the delay of the
+            // program inside.
             stream.set_nodelay(true)?;
             rustix::net::sockopt::set_socket_keepalive(&stream, true)?;
             rustix::net::sockopt::set_tcp_keepidle(&stream, SILENCE)?;
@@ -245,7 +253,7 @@ pub(crate) mod tests {
     use super::*;
     use crate::name::HostName;
 
-    /// A resolver whose every answer is written down before.
+    /// A resolver with scripted answers.
     #[derive(Default)]
     pub(crate) struct Script {
         answers: Vec<(&'static str, Vec<Vec<IpAddr>>)>,
@@ -253,7 +261,8 @@ pub(crate) mod tests {
     }
 
     impl Script {
-        /// Answers questions for `name` with these lists of addresses, one after another; the last one stays.
+        /// Answers queries for `name` with these lists of addresses, one after another. The last
+        /// one repeats.
         pub(crate) fn answer(mut self, name: &'static str, answers: &[&[&str]]) -> Script {
             let parse = |list: &&[&str]| list.iter().map(|text| text.parse().unwrap()).collect();
             self.answers
@@ -282,7 +291,8 @@ pub(crate) mod tests {
         }
     }
 
-    /// A network in which every address is a server of the test, and which remembers what was dialled.
+    /// A network in which every address is a server of the test, and which records what was
+    /// dialled.
     pub(crate) struct OneServer {
         server: SocketAddr,
         pub(crate) dialled: Mutex<Vec<SocketAddr>>,
@@ -317,7 +327,8 @@ pub(crate) mod tests {
         }
     }
 
-    /// Dials `host` under these rules with a resolver that gives these answers. Returns how it ended and what was dialled.
+    /// Dials `host` under these rules with a resolver that gives these answers. Returns the result
+    /// and the dialled addresses.
     async fn attempt_with(
         rules: &Rules,
         host: &Host,

@@ -1,17 +1,19 @@
-//! Questions from inside about names.
+//! DNS server for the sandbox.
 //!
-//! Answers for listed names come from the table of [`crate::names`]; for any other name the answer is that it does not exist. Nobody else is ever
-//! asked: there is no resolver in this file, so a question cannot carry anything out, whatever it spells.
+//! Answers for listed names come from the table of [`crate::names`]. Any other name does not exist.
+//! No other server is ever queried: there is no resolver in this file, so a query cannot carry data
+//! out, whatever name it contains.
 //!
 //! ```text
 //!  listed name, A                        its address
-//!  listed name, any other type           no records: there is no other way than the address
-//!  any other name                        it does not exist, and a note for the user
-//!  too many questions in a second        refused, then silence
+//!  listed name, any other type           no records: the address is the only way to connect
+//!  any other name                        NXDOMAIN, and a note for the user
+//!  too many queries in a second          REFUSED, then no response
 //! ```
 //!
-//! Programs may ask any server, as every address is local in there. They drop an answer that comes from another address than the one they
-//! asked, so every answer leaves from exactly that one.
+//! Programs may query any server, because every address is local in the namespace. They drop a
+//! response that comes from another address than the one they queried, so every response is sent
+//! from exactly that address.
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::net::UdpSocket as StandardUdpSocket;
@@ -33,36 +35,38 @@ use tokio::net::UdpSocket;
 use crate::name::HostName;
 use crate::names::Names;
 
-/// The door for questions, in the namespace of one session.
+/// The socket for DNS queries, in the namespace of one session.
 pub(crate) struct NameServer {
     socket: UdpSocket,
     rate: Rate,
 }
 
-/// What decides about a question.
+/// Decides which names resolve.
 pub(crate) trait Listed: Send + Sync {
-    /// Tells whether the name may be known inside.
+    /// Returns whether the name may resolve inside.
     fn lists(&self, name: &HostName) -> bool;
 
-    /// Hears of a question for a name that is not listed. `attempt` is false for a question that goes along with another one.
+    /// Receives each query for a name that is not listed. `attempt` is false for a query that
+    /// accompanies another one.
     fn refused(&self, name: &HostName, attempt: bool);
 }
 
 impl NameServer {
-    /// Takes a dual-stack socket, or one for IPv4 where the kernel has nothing else. Fails if answers could not leave from the address that
-    /// was asked.
+    /// Takes a dual-stack socket, or an IPv4 one where the kernel has no IPv6. Fails if responses
+    /// could not be sent from the queried address.
     pub(crate) fn new(
         socket: StandardUdpSocket,
         questions_per_second: u32,
     ) -> io::Result<NameServer> {
         socket.set_nonblocking(true)?;
-        // The kernel then tells with each question which address was asked.
+        // The kernel then reports the destination address of each query.
         if socket.local_addr()?.is_ipv4() {
             setsockopt(&socket, sockopt::Ipv4PacketInfo, &true)?;
         } else {
-            // A question that came by IPv4 has an address in mapped form here.
+            // A query over IPv4 has an IPv4-mapped address here.
             setsockopt(&socket, sockopt::Ipv6RecvPacketInfo, &true)?;
-            // An IPv6 address that is local only by a route may not be an answer's source without this.
+            // Without this, an IPv6 address that is local only by a route cannot be the source of a
+            // response.
             rustix::net::sockopt::set_ipv6_freebind(&socket, true)?;
         }
         Ok(NameServer {
@@ -71,7 +75,7 @@ impl NameServer {
         })
     }
 
-    /// Answers questions for ever.
+    /// Answers queries until it is dropped.
     pub(crate) async fn serve(mut self, names: Arc<Names>, listed: Arc<dyn Listed>) {
         let mut buffer = [0; LARGEST_QUESTION];
         loop {
@@ -103,7 +107,8 @@ impl NameServer {
             .async_io(Interest::READABLE, || {
                 let mut control = nix::cmsg_space!(in6_pktinfo);
                 let mut slices = [IoSliceMut::new(buffer)];
-                // Without MSG_TRUNC, so that the length of a datagram that is too long is the whole buffer.
+                // Without MSG_TRUNC, so that the length of an oversized datagram is the whole
+                // buffer.
                 let received = recvmsg::<SockaddrStorage>(
                     descriptor,
                     &mut slices,
@@ -150,14 +155,14 @@ impl NameServer {
     }
 }
 
-/// Which address was asked, in the form in which the kernel takes it as the source of the answer.
+/// The address that was queried, in the form that the kernel accepts as the source of a response.
 enum Asked {
     V4(in_pktinfo),
     V6(in6_pktinfo),
 }
 
 impl Asked {
-    /// Any interface will do for the answer: there is only one in there.
+    /// The response may use any interface: the namespace has only one.
     fn of(message: ControlMessageOwned) -> Option<Asked> {
         match message {
             ControlMessageOwned::Ipv4PacketInfo(asked) => Some(Asked::V4(in_pktinfo {
@@ -174,23 +179,23 @@ impl Asked {
     }
 }
 
-/// The largest question that is read. One name needs 271 bytes; options of the protocol's extension add some.
+/// Size limit of a query. One name needs 271 bytes; EDNS options add some.
 const LARGEST_QUESTION: usize = 1232;
 
-/// How long programs may keep an answer. The address stays the same, but the rules may change.
+/// Time to live of an answer. The address stays the same, but the rules may change.
 const SECONDS_KEPT: u32 = 30;
 
-/// How long nothing is read after a failure, so that one that stays does not keep a processor busy.
+/// Delay after a failed read, so that a persistent failure does not keep a CPU busy.
 const PAUSE: Duration = Duration::from_millis(10);
 
 struct Question<'a> {
-    /// What was asked, or `None` if it was too long.
+    /// The query, or `None` if it was too long.
     bytes: Option<&'a [u8]>,
     asker: SockaddrStorage,
     asked: Asked,
 }
 
-/// Returns the answer to a question, or `None` if none is due.
+/// Returns the response to a query, or `None` if there is none to send.
 fn answer(
     question: &[u8],
     verdict: Verdict,
@@ -214,12 +219,13 @@ fn answer(
         [query] => records(query, names, listed, &mut answer),
         _ => ResponseCode::FormErr,
     };
-    // Whatever was asked is said again, as clients compare it; but never a list that would make the answer larger than the question.
+    // The question is repeated because clients compare it, but never more than one: the response
+    // must not grow beyond the query.
     answer.queries.extend(question.queries.into_iter().take(1));
     answer.to_vec().ok()
 }
 
-/// Puts the records that answer `query` into `answer`, and returns the code that goes with them.
+/// Adds the records that answer `query` to `answer`, and returns the response code.
 fn records(
     query: &Query,
     names: &Names,
@@ -229,12 +235,13 @@ fn records(
     if query.query_class() != DNSClass::IN {
         return ResponseCode::Refused;
     }
-    // A name that is no host's name (a service with underscores, for example) cannot be listed.
+    // A name that is not a host name (for example a service with underscores) cannot be listed.
     let Ok(name) = HostName::parse(&query.name().to_ascii()) else {
         return ResponseCode::NXDomain;
     };
     if !listed.lists(&name) {
-        // Programs ask for both families at once: that is one attempt. Other types are no attempt to connect.
+        // Programs query both families at once, which is one attempt. Other types are not an
+        // attempt to connect.
         match query.query_type() {
             RecordType::A => listed.refused(&name, true),
             RecordType::AAAA => listed.refused(&name, false),
@@ -256,7 +263,7 @@ fn records(
     ResponseCode::NoError
 }
 
-/// Counts the questions of each second.
+/// Counts the queries of each second.
 struct Rate {
     per_second: u32,
     second: Option<Instant>,
@@ -279,7 +286,8 @@ impl Rate {
         }
     }
 
-    /// Says what to do with a question that comes now. A refusal costs us as much as an answer, so refusals are bounded too.
+    /// Decides how to handle a query that arrives now. A refusal costs as much as an answer, so
+    /// refusals are limited too.
     fn verdict(&mut self, now: Instant) -> Verdict {
         if self
             .second
@@ -306,7 +314,7 @@ mod tests {
 
     use super::*;
 
-    /// Lists all names under example.com and remembers the others.
+    /// Lists all names under example.com and records the others.
     #[derive(Default)]
     struct ExampleOnly(Mutex<Vec<(String, bool)>>);
 

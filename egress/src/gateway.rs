@@ -1,17 +1,24 @@
-//! One session's way out: all of it together.
+//! The egress gateway of one session: all parts together.
 //!
 //! ```text
-//!   sockets made in the session's namespace                          this file
-//!   ┌ Names     ── questions ─────────▶ dns ─▶ names                 opens the doors, holds the rules, counts, keeps notes
-//!   ├ Port 443  ┐                                                    connection   one connection: decide, dial, copy
-//!   ├ Port 80   ├─ connections ──────▶ connection ─▶ dial            inside       the end that leads inside
-//!   └ AnyPort   ┘                                                    meter        bytes per second
-//!                                                                    blocked      what was refused, for the user
+//!   sockets created in the session's namespace
+//!   ┌ Names     ── DNS queries ──────▶ dns ─▶ names
+//!   ├ Port 443  ┐
+//!   ├ Port 80   ├─ connections ──────▶ connection ─▶ dial
+//!   └ AnyPort   ┘
+//!
+//!   this file    opens the listeners, holds the rules, counts connections, records refusals
+//!   connection   one connection: decide, dial, copy
+//!   inside       the end of a connection that leads into the sandbox
+//!   meter        bandwidth limit
+//!   blocked      refusals, reported to the user
 //! ```
 //!
-//! There is one gateway per session, with its own names, rules and limits; nothing is shared with another session but the resolver. New rules hold for
-//! new connections at once and end those that they do not allow. Where somebody can be asked ([`Asker`]), a connection to a name that no rule lists is held
-//! until they have decided, and what they allow holds for that one connection. Dropping the gateway ends everything.
+//! There is one gateway per session, with its own names, rules and limits. Sessions share only the
+//! resolver. New rules apply to new connections at once and cut off connections that they do not
+//! allow. If an approver is set ([`Asker`]), a connection to a name that no rule lists is held
+//! until it is decided, and an approval applies to that one connection. Dropping the gateway ends
+//! its listeners and connections.
 
 mod blocked;
 mod connection;
@@ -47,42 +54,47 @@ use meter::Meter;
 pub use crate::dial::Objection;
 pub use blocked::{Blocked, Reason};
 
-/// A socket that was made in the session's namespace, where every address is local. All of them are dual-stack.
+/// A socket (`Door`) that was created in the session's namespace, where every address is local. All
+/// of them are dual-stack.
 #[derive(Debug)]
 pub enum Door {
     /// UDP port 53.
     Names(StandardUdpSocket),
-    /// A listener on this TCP port: the address a connection was made to is its local one.
+    /// A listener on this TCP port. The local address of an accepted connection is its destination.
     Port(u16, StandardTcpListener),
-    /// A listener to which the kernel redirects every TCP port: it remembers the address a connection was made to.
+    /// A listener to which the kernel redirects every TCP port. The kernel keeps the address that
+    /// the client connected to.
     AnyPort(StandardTcpListener),
 }
 
-/// Whoever decides about names that no rule lists, while the connection waits.
+/// Approves or denies connections to names that no rule lists, while the connection waits.
 pub trait Asker: Send + Sync {
-    /// Tells whether somebody could allow this name, so that it is worth being known inside. Nobody is asked yet.
+    /// Returns whether this name could be approved, so that DNS resolves it inside. Does not start
+    /// an approval request.
     fn may_allow(&self, name: &HostName) -> bool;
 
-    /// Asks whether this one connection may be made, which comes from the address `from` inside. Dropping the future withdraws the question.
+    /// Asks whether this one connection, which comes from the address `from` inside, may be made.
+    /// Dropping the future withdraws the request.
     fn ask(&self, name: &HostName, port: u16, from: SocketAddr) -> BoxFuture<'static, bool>;
 }
 
-/// Connections of one session that may wait for a decision. Others are refused as if nobody could be asked.
+/// Limit of connections per session that wait for an approval. Further ones are refused as if there
+/// were no approver.
 const MOST_HELD: usize = 32;
 
-/// What one session may use up.
+/// Resource limits of one session.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Limits {
-    /// Connections at a time.
+    /// Maximum number of concurrent connections.
     pub connections: usize,
     /// Bytes per second over all connections, in both directions together. Zero means no limit.
     pub bytes_per_second: u64,
-    /// Questions for names per second.
+    /// DNS queries per second.
     pub questions_per_second: u32,
 }
 
 impl Default for Limits {
-    /// More than programs need, and far less than would harm the machine.
+    /// More than programs need, and far less than would harm the host.
     fn default() -> Limits {
         Limits {
             connections: 256,
@@ -92,15 +104,16 @@ impl Default for Limits {
     }
 }
 
-/// The way out of one session. Dropping it ends its listeners and connections.
+/// The egress gateway of one session. Dropping it ends its listeners and connections.
 pub struct Gateway {
     shared: Arc<Shared>,
-    /// One task per door; each has the connections that came through it.
+    /// One task per socket (`Door`). Each owns the connections that it accepted.
     _tasks: JoinSet<()>,
 }
 
 impl Gateway {
-    /// Opens the way out through these doors. Must be called within a Tokio runtime, in which it then lives.
+    /// Starts the gateway on these sockets. Must be called within a Tokio runtime, which then runs
+    /// its tasks.
     pub fn open(
         doors: Vec<Door>,
         rules: Rules,
@@ -163,30 +176,31 @@ impl Gateway {
         })
     }
 
-    /// Returns the rules of this moment.
+    /// Returns the current rules.
     pub fn rules(&self) -> Rules {
         self.shared.rules()
     }
 
-    /// Changes the rules: at once for new connections and questions. Connections that are not allowed any more are cut off.
+    /// Replaces the rules. They apply at once to new connections and DNS queries. Connections that
+    /// are no longer allowed are cut off.
     ///
-    /// Rules for ports that have no door change nothing.
+    /// Rules for ports without a listener have no effect.
     pub fn set_rules(&self, rules: Rules) {
         self.shared.rules.send_replace(rules);
     }
 
-    /// Says who decides about names that no rule lists. Without anybody, such names do not exist.
+    /// Sets the approver for names that no rule lists. Without one, such names do not resolve.
     pub fn set_asker(&self, asker: Option<Arc<dyn Asker>>) {
         *self.shared.asker_now() = asker;
     }
 
-    /// Returns what was refused since the last call.
+    /// Returns the refusals since the last call.
     pub fn take_blocked(&self) -> Vec<Blocked> {
         self.shared.notes.take()
     }
 }
 
-/// What all parts of one gateway use.
+/// State that all parts of one gateway share.
 pub(crate) struct Shared {
     rules: watch::Sender<Rules>,
     names: Arc<Names>,
@@ -220,7 +234,7 @@ impl Listed for Shared {
         if self.rules.borrow().lists_name(name) {
             return true;
         }
-        // What a rule denies, nobody is asked about.
+        // A name that a rule denies is never submitted for approval.
         let is_denied = || {
             !self
                 .rules()
@@ -236,10 +250,10 @@ impl Listed for Shared {
     }
 }
 
-/// Tells which address and port an accepted connection was made to.
+/// Returns the address and port that the client of an accepted connection connected to.
 type TargetOf = Box<dyn Fn(&TcpStream) -> io::Result<SocketAddr> + Send + Sync>;
 
-/// A door, and how to know what those who come through it want.
+/// A socket, and for a listener the function that returns a connection's destination.
 enum Opening {
     Names(StandardUdpSocket),
     Connections(StandardTcpListener, TargetOf),
@@ -261,9 +275,10 @@ impl Opening {
     }
 }
 
-/// Asks the kernel where a connection went before it was redirected.
+/// Returns the destination that a connection had before the kernel redirected it.
 fn original_destination(stream: &TcpStream) -> io::Result<SocketAddr> {
-    // Both kinds arrive at one socket, but each is remembered by the tables of its own family.
+    // IPv4 and IPv6 connections arrive at the same socket, but each family has its own table of
+    // original destinations.
     match stream.local_addr()?.ip().to_canonical() {
         IpAddr::V4(_) => Ok(SocketAddr::V4(rustix::net::sockopt::ip_original_dst(
             stream,
@@ -274,10 +289,11 @@ fn original_destination(stream: &TcpStream) -> io::Result<SocketAddr> {
     }
 }
 
-/// How long nothing is accepted after a failure, which is nearly always that there are no descriptors left.
+/// Delay before the next accept after a failed one. The cause is nearly always a lack of file
+/// descriptors.
 const PAUSE: Duration = Duration::from_millis(50);
 
-/// Accepts connections for ever. They end with this future.
+/// Accepts connections until it is dropped, which also ends the connections.
 async fn accept(listener: TcpListener, target: TargetOf, shared: Arc<Shared>) {
     let mut connections = JoinSet::new();
     loop {
@@ -295,7 +311,7 @@ async fn accept(listener: TcpListener, target: TargetOf, shared: Arc<Shared>) {
     }
 }
 
-/// Starts to serve a connection, or resets it if there are too many.
+/// Starts to serve a connection, or resets it if the limit is reached.
 fn admit(
     connections: &mut JoinSet<()>,
     shared: &Arc<Shared>,
@@ -316,7 +332,7 @@ fn admit(
     };
     let shared = Arc::clone(shared);
     connections.spawn(async move {
-        // Data is passed on as it comes; a failure would only make it slower.
+        // Data is forwarded as it arrives. A failure only adds latency.
         let _ = stream.set_nodelay(true);
         connection::serve(shared, stream, target).await;
         drop(place);

@@ -1,33 +1,40 @@
-//! What a TLS client says first: the name it wants.
+//! The ClientHello of a TLS client: the server name it asks for.
 //!
-//! Reads the records and the ClientHello (RFC 8446 §4.1.2, §5.1; RFC 6066 §3) from bytes that have arrived so far, without answering and without
-//! changing them. The bytes may stop anywhere, and the hello may be spread over several records.
+//! Reads the records and the ClientHello (RFC 8446 §4.1.2, §5.1; RFC 6066 §3) from the bytes that
+//! have arrived so far, without answering and without changing them. The bytes may stop anywhere,
+//! and the ClientHello may be spread over several records.
 //!
-//! The reader is total and strict. What a server could read in another way than we do (two server names, an extension twice, bytes left
-//! over in a message or in its record) is [`Hello::NotTls`], which the gateway refuses: a doubtful hello never passes as a clear one.
+//! The parser is total and strict. A ClientHello that a server could interpret in another way (two
+//! server names, a repeated extension, trailing bytes in a message or in its record) is
+//! [`Hello::NotTls`], which the gateway refuses: an ambiguous ClientHello never passes as a clear
+//! one.
 //!
-//! Only the first hello is seen. Names inside the encrypted part of a connection (HTTP/2 `:authority`, for example) are not visible here.
+//! Only the first ClientHello is read. Names inside the encrypted part of a connection (HTTP/2
+//! `:authority`, for example) are not visible here.
 
-/// The most bytes, with record headers, in which a whole hello must have arrived. Hellos with post-quantum keys have less than 3 KiB.
+/// Size limit of a whole ClientHello, with record headers. Those with post-quantum keys have less
+/// than 3 KiB.
 pub(crate) const LARGEST_HELLO: usize = 16 * 1024;
 
-/// What the first bytes of a connection are.
+/// The result of parsing the first bytes of a connection.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Hello {
-    /// The beginning of a hello: more bytes are needed.
+    /// The beginning of a ClientHello: more bytes are needed.
     Incomplete,
-    /// Not a hello, or one that is broken, ambiguous or larger than [`LARGEST_HELLO`]. More bytes do not change that.
+    /// Not a ClientHello, or one that is malformed, ambiguous or larger than [`LARGEST_HELLO`].
+    /// More bytes do not change that.
     NotTls,
-    /// A whole hello. More bytes do not change that either.
+    /// A whole ClientHello. More bytes do not change that either.
     Client(ClientHello),
 }
 
-/// What matters of a ClientHello.
+/// The relevant parts of a ClientHello.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct ClientHello {
-    /// The host name of the server_name extension, as it was sent: visible ASCII, but not checked to be a name.
+    /// The host name of the server_name extension, as sent: visible ASCII, but not checked to be a
+    /// valid name.
     pub(crate) server_name: Option<String>,
-    /// Whether the true name may be in an encrypted hello.
+    /// Whether the real name may be in an encrypted ClientHello.
     pub(crate) has_encrypted_hello: bool,
 }
 
@@ -44,7 +51,7 @@ pub(crate) fn read(bytes: &[u8]) -> Hello {
 
 const HANDSHAKE_RECORD: u8 = 22;
 const RECORD_HEADER: usize = 5;
-/// The most bytes one plaintext record carries (RFC 8446 §5.1).
+/// The largest payload of one plaintext record (RFC 8446 §5.1).
 const LARGEST_FRAGMENT: usize = 1 << 14;
 
 const CLIENT_HELLO: u8 = 1;
@@ -53,7 +60,8 @@ const MESSAGE_HEADER: usize = 4;
 const SERVER_NAME: u16 = 0;
 const HOST_NAME: u8 = 0;
 
-/// Takes the records apart and returns the body of the first handshake message, which must be a ClientHello.
+/// Parses the records and returns the body of the first handshake message, which must be a
+/// ClientHello.
 fn message(bytes: &[u8]) -> Result<Vec<u8>, Hello> {
     let mut gathered = Vec::new();
     let mut rest = bytes.get(..LARGEST_HELLO).unwrap_or(bytes);
@@ -63,7 +71,8 @@ fn message(bytes: &[u8]) -> Result<Vec<u8>, Hello> {
         Hello::Incomplete
     };
     loop {
-        // Every byte that is there is checked, so that what can be no hello is not waited for.
+        // Every available byte is checked, so that bytes that cannot become a ClientHello are
+        // rejected at once.
         let header = &rest[..rest.len().min(RECORD_HEADER)];
         let fits = header.first().is_none_or(|kind| *kind == HANDSHAKE_RECORD)
             && header.get(1).is_none_or(|major| *major == 3)
@@ -87,7 +96,8 @@ fn message(bytes: &[u8]) -> Result<Vec<u8>, Hello> {
             let size =
                 usize::from(size[0]) << 16 | usize::from(size[1]) << 8 | usize::from(size[2]);
             let whole = MESSAGE_HEADER + size;
-            // The record that ends the hello ends with it: nothing else may stand there before the server has answered.
+            // The record that completes the ClientHello must end with it: nothing may follow before
+            // the server has answered.
             let announced = gathered.len() - fragment.len() + length;
             if whole > LARGEST_HELLO || announced > whole {
                 return Err(Hello::NotTls);
@@ -104,7 +114,7 @@ fn message(bytes: &[u8]) -> Result<Vec<u8>, Hello> {
     }
 }
 
-/// Reads the body of a ClientHello, or returns `None` if it breaks the layout.
+/// Parses the body of a ClientHello. Returns `None` if it is malformed.
 fn client_hello(body: &[u8]) -> Option<ClientHello> {
     let mut body = Reader(body);
     let [3, _] = body.take(2)? else { return None };
@@ -119,7 +129,7 @@ fn client_hello(body: &[u8]) -> Option<ClientHello> {
         has_encrypted_hello: false,
     };
     if body.is_empty() {
-        // A client before TLS 1.3 that has no extensions.
+        // A client older than TLS 1.3 without extensions.
         return Some(hello);
     }
     let mut extensions = Reader(body.vector()?);
@@ -142,7 +152,7 @@ fn client_hello(body: &[u8]) -> Option<ClientHello> {
     Some(hello)
 }
 
-/// Reads a server_name extension: exactly one entry, which is a host name.
+/// Parses a server_name extension: exactly one entry, which is a host name.
 fn server_name(content: &[u8]) -> Option<String> {
     let mut content = Reader(content);
     let mut list = Reader(content.vector()?);
@@ -160,12 +170,13 @@ fn server_name(content: &[u8]) -> Option<String> {
     String::from_utf8(name.to_vec()).ok()
 }
 
-/// Tells whether an extension can hold another name than the visible one: encrypted_client_hello, its drafts, and encrypted_server_name.
+/// Returns whether an extension can contain a name other than the visible one:
+/// encrypted_client_hello, its drafts, and encrypted_server_name.
 fn is_encrypted_hello(kind: u16) -> bool {
     matches!(kind, 0xfe08..=0xfe0d | 0xffce)
 }
 
-/// Bytes that are taken from the front, never beyond the end.
+/// Reads bytes from the front, never beyond the end.
 struct Reader<'a>(&'a [u8]);
 
 impl<'a> Reader<'a> {
@@ -184,13 +195,13 @@ impl<'a> Reader<'a> {
         Some(u16::from_be_bytes([bytes[0], bytes[1]]))
     }
 
-    /// Bytes behind a length of one byte.
+    /// Reads bytes with a one-byte length prefix.
     fn short_vector(&mut self) -> Option<&'a [u8]> {
         let length = self.take(1)?[0];
         self.take(usize::from(length))
     }
 
-    /// Bytes behind a length of two bytes.
+    /// Reads bytes with a two-byte length prefix.
     fn vector(&mut self) -> Option<&'a [u8]> {
         let length = self.number()?;
         self.take(usize::from(length))
@@ -208,16 +219,17 @@ mod tests {
 
     use super::*;
 
-    /// What OpenSSL 3.0 sends for www.example.com, without its padding.
+    /// A ClientHello of OpenSSL 3.0 for www.example.com, without its padding.
     const OPENSSL: &str = "\
-        160301011e0100011a03034c6ded76853de54702c9451d57b6078e6e652252f6f132d746f3f7c756626abd20777b3710bbb951e9\
-        2114f0892b4b7be3fff705debf4241c9747bbf1eabce5f530024130213031301c02cc030c02bc02fcca9cca8c024c028c023c027\
-        009f009e006b006700ff010000ad00000014001200000f7777772e6578616d706c652e636f6d000b000403000102000a00160014\
-        001d0017001e0019001801000101010201030104002300000016000000170000000d002a0028040305030603080708080809080a\
-        080b080408050806040105010601030303010302040205020602002b00050403040303002d00020101003300260024001d0020dc\
-        18ce50f2d95a028c2b7b5728ac5c3c4c0f1c1fe88b8e8e6ef41f05848fc440";
+        160301011e0100011a03034c6ded76853de54702c9451d57b6078e6e652252f6f132d746f3f7c756626abd20\
+        777b3710bbb951e92114f0892b4b7be3fff705debf4241c9747bbf1eabce5f530024130213031301c02cc030\
+        c02bc02fcca9cca8c024c028c023c027009f009e006b006700ff010000ad00000014001200000f7777772e65\
+        78616d706c652e636f6d000b000403000102000a00160014001d0017001e0019001801000101010201030104\
+        002300000016000000170000000d002a0028040305030603080708080809080a080b08040805080604010501\
+        0601030303010302040205020602002b00050403040303002d00020101003300260024001d0020dc18ce50f2\
+        d95a028c2b7b5728ac5c3c4c0f1c1fe88b8e8e6ef41f05848fc440";
 
-    /// What rustls sends, in records of at most `fragment` bytes.
+    /// A ClientHello of rustls, in records of at most `fragment` bytes.
     fn real(
         name: &str,
         versions: &[&'static rustls::SupportedProtocolVersion],
@@ -259,7 +271,8 @@ mod tests {
         ]
     }
 
-    /// What a rustls server reads: whether it takes the bytes for a whole hello, and for which name.
+    /// The result of a rustls server: whether it accepts the bytes as a whole ClientHello, and for
+    /// which name.
     fn second_reading(bytes: &[u8]) -> Option<Option<String>> {
         let mut acceptor = Acceptor::default();
         let mut rest = bytes;
@@ -299,7 +312,7 @@ mod tests {
         [kind.to_be_bytes().to_vec(), vector(content)].concat()
     }
 
-    /// A server_name extension with entries of these kinds.
+    /// A server_name extension with entries of these types.
     fn names(entries: &[(u8, &[u8])]) -> Vec<u8> {
         let list: Vec<u8> = entries
             .iter()
@@ -321,7 +334,7 @@ mod tests {
         [&[CLIENT_HELLO, size[1], size[2], size[3]], body].concat()
     }
 
-    /// Puts a message into records of at most `fragment` bytes.
+    /// Splits a message into records of at most `fragment` bytes.
     fn records(message: &[u8], fragment: usize) -> Vec<u8> {
         message
             .chunks(fragment)
@@ -344,7 +357,7 @@ mod tests {
             read(&real("api.example.com", &[&rustls::version::TLS12], None)),
             named("api.example.com")
         );
-        // A client that was given an address sends no name.
+        // A client that connects to an address sends no name.
         assert_eq!(
             read(&real("192.0.2.7", rustls::ALL_VERSIONS, None)),
             unnamed()
@@ -422,7 +435,7 @@ mod tests {
     fn a_hello_without_a_name_has_none() {
         assert_eq!(read(&hello(&[])), unnamed());
         assert_eq!(read(&hello(&[extension(0x002b, &[2, 3, 4])])), unnamed());
-        // Before TLS 1.3 the extensions could be left out altogether.
+        // Before TLS 1.3 the extensions could be omitted.
         let short = body(&[]);
         assert_eq!(
             read(&records(&message(&short[..short.len() - 2]), 100)),
@@ -453,7 +466,8 @@ mod tests {
             vec![names(&[(HOST_NAME, b"a.example ")])],
             vec![names(&[(HOST_NAME, "ä.example".as_bytes())])],
             vec![names(&[(HOST_NAME, b"\xff")])],
-            // Lengths that do not fit: the list within its extension, the name within its list.
+            // Lengths that do not match: of the list within its extension, of the name within its
+            // list.
             vec![extension(SERVER_NAME, &[])],
             vec![extension(SERVER_NAME, &[0, 5, 0, 0, 1, b'a'])],
             vec![extension(SERVER_NAME, &[0, 4, 0, 0, 1, b'a', 0])],
@@ -482,10 +496,10 @@ mod tests {
             b"\x17\x03\x01",
             b"\x15\x03\x01\x00\x02\x02\x28",
             b"\x16\x03\x01\x00\x00",                 // an empty record
-            b"\x16\x03\x01\x40\x01",                 // a record larger than there are
+            b"\x16\x03\x01\x40\x01",                 // a record above the size limit
             b"\x16\x03\x01\x00\x05\x02",             // a ServerHello
-            b"\x16\x03\x01\x10\x00\x01\x01\x00\x00", // a hello of 64 KiB
-            b"\x16\x03\x01\x10\x00\x01\x00\x00\x10", // a record that goes on behind its hello
+            b"\x16\x03\x01\x10\x00\x01\x01\x00\x00", // a ClientHello of 64 KiB
+            b"\x16\x03\x01\x10\x00\x01\x00\x00\x10", // a record that goes on after its ClientHello
         ] {
             assert_eq!(read(bytes), Hello::NotTls, "{bytes:?}");
         }
@@ -524,7 +538,7 @@ mod tests {
         assert_eq!(read(&records(&message(&longer), 16384)), Hello::NotTls);
         let second_message = [message(&good), message(&good)].concat();
         assert_eq!(read(&records(&second_message, 16384)), Hello::NotTls);
-        // In a record of its own it is not the hello's business.
+        // In a separate record it is not part of the ClientHello.
         let separate = [
             records(&message(&good), 16384),
             records(&message(&good), 16384),
@@ -559,13 +573,14 @@ mod tests {
         assert_eq!(read(&largest), named("a.example"));
         assert_eq!(read(&largest[..LARGEST_HELLO - 1]), Hello::Incomplete);
         assert_eq!(read(&sized(LARGEST_HELLO - overhead + 1)), Hello::NotTls);
-        // Spread over tiny records it is too large by its headers, and nobody waits for more than the bound.
+        // Spread over tiny records, its headers make it too large. The parser does not wait for
+        // more than the limit.
         let spread = records(&largest[RECORD_HEADER..], 1);
         assert_eq!(read(&spread[..LARGEST_HELLO - 1]), Hello::Incomplete);
         assert_eq!(read(&spread[..LARGEST_HELLO]), Hello::NotTls);
     }
 
-    /// One way to damage a hello.
+    /// One way to corrupt a ClientHello.
     #[derive(Debug, Clone)]
     enum Damage {
         Set(prop::sample::Index, u8),
@@ -578,10 +593,13 @@ mod tests {
     fn some_damage() -> impl Strategy<Value = Damage> {
         let value = prop_oneof![any::<u8>(), 0..4u8];
         prop_oneof![
-            8 => (any::<prop::sample::Index>(), value.clone()).prop_map(|(place, byte)| Damage::Set(place, byte)),
+            8 => (any::<prop::sample::Index>(), value.clone())
+                .prop_map(|(place, byte)| Damage::Set(place, byte)),
             1 => any::<prop::sample::Index>().prop_map(Damage::Remove),
-            1 => (any::<prop::sample::Index>(), value).prop_map(|(place, byte)| Damage::Insert(place, byte)),
-            1 => any::<(prop::sample::Index, prop::sample::Index, u8)>().prop_map(|(from, to, count)| Damage::Copy(from, to, count)),
+            1 => (any::<prop::sample::Index>(), value)
+                .prop_map(|(place, byte)| Damage::Insert(place, byte)),
+            1 => any::<(prop::sample::Index, prop::sample::Index, u8)>()
+                .prop_map(|(from, to, count)| Damage::Copy(from, to, count)),
             1 => any::<prop::sample::Index>().prop_map(Damage::Cut),
         ]
     }
@@ -607,7 +625,8 @@ mod tests {
         bytes
     }
 
-    /// A verdict stays, whatever follows; and a server that reads the same bytes does not see another name than we do.
+    /// Checks that a verdict stays the same whatever follows, and that a server that reads the same
+    /// bytes does not see another name than we do.
     fn check(bytes: &[u8]) -> Result<(), TestCaseError> {
         let mut verdict = Hello::Incomplete;
         for length in (0..bytes.len())
@@ -642,7 +661,9 @@ mod tests {
         }
 
         #[test]
-        fn any_bytes_are_read(bytes in proptest::collection::vec(any::<u8>(), 0..200), disguised: bool) {
+        fn any_bytes_are_read(
+            bytes in proptest::collection::vec(any::<u8>(), 0..200), disguised: bool
+        ) {
             check(&bytes)?;
             if disguised {
                 check(&records(&message(&bytes), 50))?;
@@ -650,21 +671,33 @@ mod tests {
         }
 
         #[test]
-        fn any_extensions_are_read(extensions in proptest::collection::vec((prop_oneof![Just(0), Just(0xfe0d), any::<u16>()], proptest::collection::vec(prop_oneof![0..16u8, any::<u8>()], 0..20)), 0..5)) {
-            let extensions: Vec<_> = extensions.iter().map(|(kind, content)| extension(*kind, content)).collect();
+        fn any_extensions_are_read(
+            extensions in proptest::collection::vec(
+                (
+                    prop_oneof![Just(0), Just(0xfe0d), any::<u16>()],
+                    proptest::collection::vec(prop_oneof![0..16u8, any::<u8>()], 0..20)
+                ),
+                0..5
+            )
+        ) {
+            let extensions: Vec<_> = extensions
+                .iter()
+                .map(|(kind, content)| extension(*kind, content))
+                .collect();
             check(&hello(&extensions))?;
         }
 
         #[test]
         fn any_name_is_given_back_unchanged(name in "[!-~]{1,253}", fragment in 1..300usize) {
-            let bytes = records(&message(&body(&[names(&[(HOST_NAME, name.as_bytes())])])), fragment);
+            let bytes =
+                records(&message(&body(&[names(&[(HOST_NAME, name.as_bytes())])])), fragment);
             prop_assert_eq!(read(&bytes), named(&name));
         }
     }
 
     #[test]
     fn the_second_reader_reads_what_is_whole() {
-        // The control of the comparison above: it compares something.
+        // Control for the comparison above: `second_reading` does return names.
         assert_eq!(
             second_reading(&openssl()),
             Some(Some("www.example.com".to_owned()))

@@ -1,15 +1,17 @@
-//! Plain HTTP, request by request.
+//! Plain HTTP, checked request by request.
 //!
 //! ```text
-//!  inside ──requests──▶ check Host and target ──▶ one connection to the server that was dialled for this name
+//!  inside ──requests──▶ check Host and target ──▶ one connection to the server of this name
 //! ```
 //!
-//! A connection belongs to one name. Servers serve many, and choose by what each request says; so every request on a connection, and not only the
-//! first, must say the connection's own name and port. One that says another is answered with 403 here and the connection ends: nothing of
+//! A connection belongs to one name. Servers serve many names and choose by the Host of each
+//! request, so every request on a connection, not only the first, must name the connection's own
+//! host and port. Any other request is answered with 403 here and the connection ends: no byte of
 //! it goes out.
 //!
-//! Both sides are parsed and written anew by hyper, so a request that two parsers could split in two ways does not survive. What follows an
-//! upgrade cannot be checked; WebSocket is the only one that passes, because what follows it is not HTTP again (as it is with `h2c`).
+//! Both sides are parsed and rewritten by hyper, so a request that two parsers could split
+//! differently does not get through. Data after an upgrade cannot be checked. WebSocket is the only
+//! upgrade that passes, because the data after it is not HTTP again (as it is with `h2c`).
 
 use std::error::Error;
 use std::pin::pin;
@@ -31,7 +33,7 @@ use tokio::io::{AsyncRead, AsyncWrite};
 
 use crate::name::{Host, HostName, parse_authority};
 
-/// What a request says instead of the connection's own name.
+/// How a request's host differs from the connection's own name.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, thiserror::Error)]
 pub(crate) enum Mismatch {
     #[error("the request does not say which host it is for")]
@@ -44,12 +46,13 @@ pub(crate) enum Mismatch {
     Tunnel,
 }
 
-/// What ends a connection before its time.
+/// The error that ends a connection early.
 pub(crate) type Failure = Box<dyn Error + Send + Sync>;
 
-/// Forwards requests from `inside` to `upstream`, the server that was dialled for `name` at `port`, until one of them ends.
+/// Forwards requests from `inside` to `upstream`, the server that was dialled for `name` at `port`,
+/// until one of them ends.
 ///
-/// `refused` hears of every request that is for another host.
+/// `refused` receives every request that is for another host.
 pub(crate) async fn serve<I, U>(
     inside: I,
     upstream: U,
@@ -86,7 +89,7 @@ where
         tokio::select! {
             ended = &mut inside => break ended?,
             _ = ending(&mut upstream), if upstream.is_some() => {
-                // How it ended is told to whoever waits for its answer.
+                // The request that waits for a response receives the error.
                 upstream = None;
                 if forwarder.upstream_ended() {
                     inside.as_mut().graceful_shutdown();
@@ -103,19 +106,19 @@ where
     Ok(())
 }
 
-/// The most bytes of the head of a request or a response. Servers accept 8 to 64 KiB.
+/// Size limit of the head of a request or a response. Servers accept 8 to 64 KiB.
 const LARGEST_HEAD: usize = 64 * 1024;
 
-/// The most header lines of a head.
+/// Limit of header lines in a head.
 const MOST_HEADERS: usize = 200;
 
-/// The most bytes of a body that wait in here, per direction.
+/// Buffer limit for a body, per direction.
 const BUFFER: usize = 128 * 1024;
 
-/// How long a client may take to say what it wants, which includes the rest between two requests.
+/// Timeout for a request head, which includes the idle time between two requests.
 const LONGEST_REST: Duration = Duration::from_secs(120);
 
-/// The port of a `http` authority that has none.
+/// The default port of an `http` authority.
 const USUAL_PORT: u16 = 80;
 
 fn client_settings() -> client::Builder {
@@ -135,7 +138,7 @@ fn server_settings() -> server::Builder {
         .max_header_size(LARGEST_HEAD)
         .max_headers(MOST_HEADERS)
         .preserve_header_case(true);
-    // A client that has said everything may close its half. The date is the server's to say.
+    // A client may close its half after the last request. The Date header is the server's.
     builder.half_close(true).auto_date_header(false);
     builder
         .timer(TokioTimer::new())
@@ -152,10 +155,10 @@ struct Forwarder<'a> {
 }
 
 struct State {
-    /// The way to the server; taken out while a request waits for its answer.
+    /// The sender to the server. Taken out while a request waits for its response.
     sender: Option<client::SendRequest<Incoming>>,
     has_upstream_ended: bool,
-    /// Both ends of a connection that stopped being HTTP.
+    /// Both ends of an upgraded connection.
     upgrade: Option<(OnUpgrade, OnUpgrade)>,
 }
 
@@ -175,7 +178,8 @@ impl Forwarder<'_> {
     async fn answer(&self, request: Request<Incoming>) -> Result<Answer, Failure> {
         if let Err(mismatch) = check(&request, self.name, self.port) {
             let sentence = format!(
-                "{mismatch}, but this connection is to {}:{}. Other hosts must be in the allowed list, and need a connection of their own.\n",
+                "{mismatch}, but this connection is to {}:{}. Other hosts must be in the allowed \
+                 list, and need a connection of their own.\n",
                 self.name, self.port
             );
             (self.refused)(mismatch);
@@ -187,7 +191,7 @@ impl Forwarder<'_> {
         response
     }
 
-    /// Sends a checked request on and returns what the server answers.
+    /// Forwards a checked request and returns the server's response.
     async fn exchange(
         &self,
         sender: &mut client::SendRequest<Incoming>,
@@ -223,7 +227,8 @@ impl Forwarder<'_> {
         Ok(response.map(Either::Left))
     }
 
-    /// Notes that there is no server any more. Returns whether the client should be told now; otherwise an answer is on its way that tells.
+    /// Records that the server is gone. Returns whether the client connection should be shut down
+    /// now; otherwise a pending response announces the end.
     fn upstream_ended(&self) -> bool {
         let mut state = self.state();
         state.has_upstream_ended = true;
@@ -235,7 +240,7 @@ impl Forwarder<'_> {
     }
 }
 
-/// Tells whether a request is for this name and port, in everything that it says about its host.
+/// Checks that a request is for this name and port, in its Host and its target.
 fn check<B>(request: &Request<B>, name: &HostName, port: u16) -> Result<(), Mismatch> {
     if request.method() == Method::CONNECT {
         return Err(Mismatch::Tunnel);
@@ -263,7 +268,8 @@ fn check_authority(text: &str, name: &HostName, port: u16) -> Result<(), Mismatc
     }
 }
 
-/// Makes the head of a request what a server, rather than a proxy, gets; and the host in it the one that was checked.
+/// Rewrites the head of a request from the form for a proxy to the form for a server, and sets the
+/// checked host.
 fn rewrite(
     parts: &mut request::Parts,
     name: &HostName,
@@ -278,7 +284,7 @@ fn rewrite(
     parts.uri = Uri::from(target);
     parts.version = Version::HTTP_11;
     remove_hop_by_hop(&mut parts.headers);
-    // We ask the client for the body ourselves, as soon as the server has room for it.
+    // Hyper asks the client for the body itself, as soon as the server has room for it.
     parts.headers.remove(header::EXPECT);
     let host = if port == USUAL_PORT {
         name.to_string()
@@ -294,7 +300,7 @@ fn rewrite(
     Ok(())
 }
 
-/// Removes what is between two neighbours only (RFC 9110 §7.6.1). Hyper writes its own.
+/// Removes hop-by-hop headers (RFC 9110 §7.6.1). Hyper writes its own.
 fn remove_hop_by_hop(headers: &mut HeaderMap) {
     let listed: Vec<HeaderName> = tokens(headers, header::CONNECTION)
         .filter_map(|name| name.parse().ok())
@@ -325,7 +331,7 @@ fn say_websocket(headers: &mut HeaderMap) {
     headers.insert(header::UPGRADE, HeaderValue::from_static("websocket"));
 }
 
-/// Tells whether the server closes the connection after this response.
+/// Returns whether the server closes the connection after this response.
 fn ends_here<B>(response: &Response<B>) -> bool {
     let says = |word: &str| {
         tokens(response.headers(), header::CONNECTION).any(|token| token.eq_ignore_ascii_case(word))
@@ -365,7 +371,7 @@ mod tests {
 
     use super::*;
 
-    /// A client and a server with our forwarding between them, for the name `example.com` at port 80.
+    /// A client and a server with a forwarder between them, for the name `example.com` at port 80.
     struct Line {
         client: DuplexStream,
         server: DuplexStream,
@@ -416,14 +422,14 @@ mod tests {
             head(&mut self.client).await
         }
 
-        /// Returns everything that the client still gets, up to the end.
+        /// Returns everything that the client still receives, up to the end.
         async fn rest(&mut self) -> String {
             let mut text = Vec::new();
             self.client.read_to_end(&mut text).await.unwrap();
             String::from_utf8(text).unwrap()
         }
 
-        /// Returns whether the server gets nothing more, but the end.
+        /// Returns whether the server receives nothing more before the end.
         async fn server_hears_nothing(&mut self) -> bool {
             let mut text = Vec::new();
             self.server.read_to_end(&mut text).await.unwrap();
@@ -441,7 +447,7 @@ mod tests {
         String::from_utf8(text).unwrap()
     }
 
-    /// Sends a whole request and expects that it is refused and that the server hears nothing.
+    /// Sends a whole request and expects that it is refused and that the server receives nothing.
     async fn expect_refusal(request: &str, expected: Mismatch) {
         let mut line = line();
         line.say(request).await;
@@ -505,7 +511,14 @@ mod tests {
             .await;
         let answer = line.rest().await;
         assert!(answer.starts_with("HTTP/1.1 403 Forbidden\r\n"), "{answer}");
-        assert!(answer.ends_with("the request is for example.org:80, but this connection is to example.com:80. Other hosts must be in the allowed list, and need a connection of their own.\n"), "{answer}");
+        assert!(
+            answer.ends_with(
+                "the request is for example.org:80, but this connection is to \
+                                  example.com:80. Other hosts must be in the allowed list, and \
+                                  need a connection of their own.\n"
+            ),
+            "{answer}"
+        );
         assert!(line.server_hears_nothing().await);
         assert_eq!(*line.refused.lock().unwrap(), [other("example.org", 80)]);
     }
@@ -513,7 +526,11 @@ mod tests {
     #[tokio::test]
     async fn a_pipelined_request_for_another_host_is_refused() {
         let mut line = line();
-        line.say("GET / HTTP/1.1\r\nHost: example.com\r\n\r\nGET / HTTP/1.1\r\nHost: example.org\r\n\r\n").await;
+        line.say(
+            "GET / HTTP/1.1\r\nHost: example.com\r\n\r\nGET / HTTP/1.1\r\nHost: \
+                  example.org\r\n\r\n",
+        )
+        .await;
         line.request().await;
         line.reply("HTTP/1.1 204 No Content\r\n\r\n").await;
         assert!(line.response().await.starts_with("HTTP/1.1 204")); // control
@@ -597,7 +614,12 @@ mod tests {
     #[tokio::test]
     async fn headers_between_neighbours_stay_there_and_cannot_take_the_host_away() {
         let mut line = line();
-        line.say("GET / HTTP/1.1\r\nHost: example.com\r\nConnection: keep-alive, Host, X-Private\r\nKeep-Alive: 5\r\nX-Private: 1\r\nTE: gzip\r\nX-Kept: 1\r\n\r\n").await;
+        line.say(
+            "GET / HTTP/1.1\r\nHost: example.com\r\nConnection: keep-alive, Host, \
+                  X-Private\r\nKeep-Alive: 5\r\nX-Private: 1\r\nTE: gzip\r\nX-Kept: \
+                  1\r\n\r\n",
+        )
+        .await;
         let request = line.request().await.to_lowercase();
         assert!(
             request.contains("\r\nhost: example.com\r\n") && request.contains("\r\nx-kept: 1\r\n"),
@@ -606,8 +628,11 @@ mod tests {
         for gone in ["x-private", "keep-alive", "\r\nte:", "connection"] {
             assert!(!request.contains(gone), "{request}");
         }
-        line.reply("HTTP/1.1 200 OK\r\nConnection: X-Inner\r\nX-Inner: 1\r\nX-Outer: 1\r\nContent-Length: 0\r\n\r\n")
-            .await;
+        line.reply(
+            "HTTP/1.1 200 OK\r\nConnection: X-Inner\r\nX-Inner: 1\r\nX-Outer: \
+                    1\r\nContent-Length: 0\r\n\r\n",
+        )
+        .await;
         let response = line.response().await;
         assert!(
             response.contains("X-Outer: 1") && !response.contains("X-Inner"),
@@ -619,7 +644,8 @@ mod tests {
     async fn a_request_with_two_lengths_reaches_the_server_with_one() {
         let mut line = line();
         line.say(
-            "POST / HTTP/1.1\r\nHost: example.com\r\nContent-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+            "POST / HTTP/1.1\r\nHost: example.com\r\nContent-Length: 3\r\nTransfer-Encoding: \
+             chunked\r\n\r\n0\r\n\r\n",
         )
         .await;
         let request = line.request().await.to_lowercase();
@@ -653,11 +679,15 @@ mod tests {
     #[tokio::test]
     async fn bodies_stream_in_both_directions() {
         let mut line = line();
-        line.say("POST / HTTP/1.1\r\nHost: example.com\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nfirst\r\n").await;
+        line.say(
+            "POST / HTTP/1.1\r\nHost: example.com\r\nTransfer-Encoding: \
+                  chunked\r\n\r\n5\r\nfirst\r\n",
+        )
+        .await;
         let request = line.request().await.to_lowercase();
         assert!(request.contains("transfer-encoding: chunked"), "{request}");
         let mut chunk = [0; 10];
-        line.server.read_exact(&mut chunk).await.unwrap(); // came before the rest was sent
+        line.server.read_exact(&mut chunk).await.unwrap(); // arrives before the rest was sent
         assert_eq!(&chunk, b"5\r\nfirst\r\n");
         line.reply("HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n4\r\npart\r\n")
             .await;
@@ -676,14 +706,21 @@ mod tests {
     #[tokio::test]
     async fn a_websocket_is_copied_and_no_other_upgrade_passes() {
         let mut line = line();
-        line.say("GET / HTTP/1.1\r\nHost: example.com\r\nConnection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Key: k\r\n\r\n").await;
+        line.say(
+            "GET / HTTP/1.1\r\nHost: example.com\r\nConnection: Upgrade\r\nUpgrade: \
+                  websocket\r\nSec-WebSocket-Key: k\r\n\r\n",
+        )
+        .await;
         let request = line.request().await.to_lowercase();
         assert!(
             request.contains("upgrade: websocket") && request.contains("connection: upgrade"),
             "{request}"
         );
-        line.reply("HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\nfrom server")
-            .await;
+        line.reply(
+            "HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: \
+                    websocket\r\n\r\nfrom server",
+        )
+        .await;
         let response = line.response().await.to_lowercase();
         assert!(
             response.starts_with("http/1.1 101") && response.contains("upgrade: websocket"),
@@ -697,7 +734,11 @@ mod tests {
         assert_eq!(&text, b"from client");
 
         let mut line = self::line();
-        line.say("GET / HTTP/1.1\r\nHost: example.com\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: x\r\n\r\n").await;
+        line.say(
+            "GET / HTTP/1.1\r\nHost: example.com\r\nConnection: Upgrade, \
+                  HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: x\r\n\r\n",
+        )
+        .await;
         let request = line.request().await.to_lowercase();
         assert!(
             !request.contains("upgrade") && !request.contains("http2"),
@@ -744,7 +785,8 @@ mod tests {
             .await;
         line.server.shutdown().await.unwrap();
         let answer = line.rest().await;
-        assert!(answer.ends_with("4\r\npart\r\n"), "{answer}"); // and not the chunk that says it is whole
+        // Without the final chunk, which would mark the body as complete.
+        assert!(answer.ends_with("4\r\npart\r\n"), "{answer}");
     }
 
     #[tokio::test]

@@ -1,18 +1,27 @@
-//! The way out of a sandbox.
+//! Network egress of a sandbox.
 //!
-//! A session's network namespace is a dead end in which every address is local. Sockets that were made inside it listen here, on the host; so
-//! whatever a program inside connects to, by whatever means, ends up in this crate, which decides by name.
+//! A session's network namespace has no route out: every address in it is local. The listening
+//! sockets are created inside the namespace and served here, on the host. So every connection that
+//! a program inside makes, by whatever means, arrives in this crate, which decides by host name.
 //!
 //! ```text
-//!  rules      what may be reached                 name, address   what a name is, which addresses are special
-//!  dns        questions from inside               names           addresses that stand for names
-//!  hello      what a TLS client says first        http            plain HTTP, request by request
-//!  resolve    the true addresses of a name        dial            the one place that opens connections
-//!  secrets    values that never go inside         authority, terminate   HTTPS that ends here so that they can be put in place
-//!  gateway    one session's way out: all of it together
+//!  rules       which names, addresses and ports are allowed
+//!  name        parsed host names
+//!  address     which addresses are special
+//!  dns         DNS server for the sandbox
+//!  names       addresses that stand for names
+//!  hello       the ClientHello of a TLS client
+//!  http        plain HTTP, checked request by request
+//!  resolve     the real addresses of a name
+//!  dial        opens every outgoing connection
+//!  secrets     values that never enter the sandbox
+//!  authority   the CA that sandboxes trust
+//!  terminate   terminates HTTPS so that secrets can be inserted
+//!  gateway     the egress of one session: all of these together
 //! ```
 //!
-//! Everything that a program inside says is untrusted. The pure parts (rules, names, addresses, the first bytes of TLS) know nothing of sockets.
+//! All input from inside is untrusted. The pure parts (rules, names, addresses, the ClientHello) do
+//! not use sockets.
 
 pub mod address;
 pub mod authority;

@@ -1,10 +1,12 @@
-//! Names of hosts, parsed once.
+//! Host names, parsed once.
 //!
-//! Whatever names a host (a rule, a DNS question, the SNI of a TLS client, the Host of an HTTP request) becomes a [`HostName`] here, and only
-//! those are compared, resolved and dialled. Two spellings of one name are one value; a text that two programs could read differently
-//! (a NUL, a space, `%`, userinfo, `127.1`) is no name at all.
+//! Every host name from outside (a rule, a DNS query, the SNI of a TLS client, the Host of an HTTP
+//! request) becomes a [`HostName`] here, and only those are compared, resolved and dialled. Two
+//! spellings of one name are one value. A text that two programs could interpret differently (a
+//! NUL, a space, `%`, userinfo, `127.1`) is not a valid name.
 //!
-//! An address is never a name: [`HostName::parse`] refuses it, and [`parse_authority`] tells the two apart.
+//! An address is never a name: [`HostName::parse`] rejects it, and [`parse_authority`]
+//! distinguishes the two.
 
 use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
@@ -12,26 +14,27 @@ use std::sync::Arc;
 
 use idna::uts46::{AsciiDenyList, DnsLength, Hyphens, Uts46};
 
-/// The most characters a name has. The protocol's 255 bytes include the first length byte and the root.
+/// Maximum length of a name. The protocol's 255 bytes include the first length byte and the root.
 const LONGEST_NAME: usize = 253;
 
-/// The most characters between two dots: the length has six bits on the wire.
+/// Maximum length of a label: its length has six bits on the wire.
 const LONGEST_LABEL: usize = 63;
 
-/// A host's name: lower-case A-labels with single dots between them, at most 253 characters, never an IP address in any spelling.
+/// A host name: lower-case A-labels separated by single dots, at most 253 characters, never an IP
+/// address in any spelling.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct HostName(Arc<str>);
 
-/// What an authority (`host[:port]`) names.
+/// The host of an authority (`host[:port]`).
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub enum Host {
     /// A name, which must be resolved.
     Name(HostName),
-    /// An address, as it was written. It may hide another one: see [`crate::address::unwrap`].
+    /// An address as written. It may embed another one: see [`crate::address::unwrap`].
     Address(IpAddr),
 }
 
-/// Why a text does not name a host.
+/// Reason why a text is not a valid host name.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum NameError {
     #[error("the name is empty")]
@@ -47,7 +50,8 @@ pub enum NameError {
     #[error("a part of the name begins or ends with a hyphen")]
     Hyphen,
     #[error(
-        "the name ends in a number, so it could be read as an IPv4 address; an address has four decimal numbers"
+        "the name ends in a number, so it could be read as an IPv4 address; an address has four \
+         decimal numbers"
     )]
     Number,
     #[error("this is an address and not a name")]
@@ -63,13 +67,14 @@ pub enum NameError {
 }
 
 impl HostName {
-    /// Parses a name in any spelling: upper case, Unicode, one dot at the end. Refuses addresses and what only looks like a name.
+    /// Parses a name in any spelling: upper case, Unicode, one trailing dot. Rejects addresses and
+    /// texts that only look like a name.
     pub fn parse(text: &str) -> Result<HostName, NameError> {
         let text = text.strip_suffix('.').unwrap_or(text);
         if text.is_empty() {
             return Err(NameError::Empty);
         }
-        // Says what is wrong with a plain text before UTS #46, which only says that something is.
+        // Reports the exact problem of an ASCII text first: UTS #46 only reports that there is one.
         if let Some(character) = text
             .chars()
             .find(|character| character.is_ascii() && !is_name_character(*character))
@@ -80,7 +85,8 @@ impl HostName {
                 NameError::Character(character)
             });
         }
-        // The mapping can make dots and digits out of other characters: everything is checked on what comes out of it.
+        // The mapping can turn other characters into dots and digits, so all checks apply to its
+        // result.
         let name = Uts46::new()
             .to_ascii(
                 text.as_bytes(),
@@ -93,12 +99,12 @@ impl HostName {
         Ok(HostName(Arc::from(name.as_ref())))
     }
 
-    /// Returns the name in its only spelling.
+    /// Returns the name in its canonical spelling.
     pub fn as_str(&self) -> &str {
         &self.0
     }
 
-    /// Returns the parts between the dots, from left to right.
+    /// Returns the labels, from left to right.
     pub fn labels(&self) -> impl DoubleEndedIterator<Item = &str> {
         self.0.split('.')
     }
@@ -127,10 +133,11 @@ impl fmt::Display for Host {
     }
 }
 
-/// Parses `host[:port]` as it travels in a `Host` header, an absolute request target or `:authority`.
+/// Parses `host[:port]` from a `Host` header, an absolute request target or `:authority`.
 ///
-/// Stricter than [`HostName::parse`]: what travels must be ASCII, since a peer would read other bytes in its own way. An IPv6 address stands in
-/// brackets, an IPv4 address has four decimal numbers, there is no userinfo, and a colon has a port behind it.
+/// Stricter than [`HostName::parse`]: text on the wire must be ASCII, since a peer could interpret
+/// other bytes differently. An IPv6 address is in brackets, an IPv4 address has four decimal
+/// numbers, there is no userinfo, and a colon is followed by a port.
 pub fn parse_authority(text: &str) -> Result<(Host, Option<u16>), NameError> {
     if let Some(character) = text.chars().find(|character| !character.is_ascii()) {
         return Err(NameError::Character(character));
@@ -159,7 +166,7 @@ pub fn parse_authority(text: &str) -> Result<(Host, Option<u16>), NameError> {
     Ok((Host::Name(HostName::parse(host)?), port))
 }
 
-/// Parses a port the one way it is written: decimal, no sign, no leading zero.
+/// Parses a port in its only valid spelling: decimal, no sign, no leading zero.
 pub(crate) fn parse_port(text: &str) -> Result<u16, NameError> {
     if text.starts_with('0') || !text.bytes().all(|byte| byte.is_ascii_digit()) {
         return Err(NameError::Port);
@@ -171,7 +178,8 @@ fn is_name_character(character: char) -> bool {
     character.is_ascii_alphanumeric() || character == '-' || character == '.'
 }
 
-/// Checks what the mapping returned without trusting it: exactly the names that this room promises pass.
+/// Checks the result of the mapping without trusting it: accepts exactly the names that this module
+/// guarantees.
 fn check(name: &str) -> Result<(), NameError> {
     if name.is_empty() {
         return Err(NameError::Empty);
@@ -207,7 +215,8 @@ fn check(name: &str) -> Result<(), NameError> {
     }
 }
 
-/// Tells whether the C library's `inet_aton`, or a browser, would take a label for a number: decimal, octal or hexadecimal.
+/// Returns whether the C library's `inet_aton`, or a browser, would accept a label as a number:
+/// decimal, octal or hexadecimal.
 fn is_number(label: &str) -> bool {
     match label.strip_prefix("0x") {
         Some(digits) => digits.bytes().all(|byte| byte.is_ascii_hexdigit()),
@@ -246,7 +255,8 @@ mod tests {
             ("3com.example", "3com.example"),
             ("0x7f.example", "0x7f.example"),
             ("example.0xyz", "example.0xyz"),
-            // Internationalised names, their A-labels, and characters that are mapped to plain ones.
+            // Internationalised names, their A-labels, and characters that are mapped to plain
+            // ones.
             ("bücher.example", "xn--bcher-kva.example"),
             ("BÜCHER.example", "xn--bcher-kva.example"),
             ("bu\u{308}cher.example", "xn--bcher-kva.example"),
@@ -330,7 +340,7 @@ mod tests {
             assert_eq!(refused(text), NameError::Number, "{text:?}");
         }
         assert_eq!(refused("[::1]"), NameError::Character('['));
-        // The control: numbers elsewhere in a name do no harm.
+        // Control: numbers elsewhere in a name are allowed.
         assert_eq!(parsed("127.0.0.1.example"), "127.0.0.1.example");
     }
 
@@ -343,7 +353,7 @@ mod tests {
         assert_eq!(longest.len(), 253);
         assert_eq!(parsed(&format!("{longest}.")), longest);
         assert_eq!(refused(&format!("{longest}a")), NameError::TooLong);
-        // It is the A-label that must fit.
+        // The limit applies to the A-label.
         assert_eq!(
             refused(&format!("{}.example", "ü".repeat(63))),
             NameError::LongLabel
@@ -402,7 +412,8 @@ mod tests {
             ("example.com,example.org", NameError::Character(',')),
             ("example.com/", NameError::Character('/')),
             ("http://example.com", NameError::Port),
-            // A rule may be written so; on the wire a server would see other bytes than those that were compared.
+            // Valid in a rule. On the wire, a server would see other bytes than those that were
+            // compared.
             ("bücher.example", NameError::Character('ü')),
         ] {
             assert_eq!(parse_authority(text), Err(error), "{text:?}");
@@ -418,27 +429,42 @@ mod tests {
 
     proptest! {
         #[test]
-        fn whatever_is_taken_for_a_name_keeps_the_promise(text in "\\PC{0,80}|[a-zA-Z0-9.:@%*\\[\\]\\-ü。]{0,40}|(xn--)?[a-z0-9-]{1,12}(\\.[a-z0-9]{1,5}){0,3}") {
+        fn whatever_is_taken_for_a_name_keeps_the_promise(
+            text in "\\PC{0,80}|[a-zA-Z0-9.:@%*\\[\\]\\-ü。]{0,40}|\
+                     (xn--)?[a-z0-9-]{1,12}(\\.[a-z0-9]{1,5}){0,3}"
+        ) {
             if let Ok(name) = HostName::parse(&text) {
                 let name = name.as_str();
                 prop_assert!((1..=253).contains(&name.len()));
                 for label in name.split('.') {
                     prop_assert!((1..=63).contains(&label.len()));
-                    prop_assert!(label.bytes().all(|byte| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'-'));
+                    prop_assert!(label.bytes().all(
+                        |byte| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'-'
+                    ));
                 }
-                // Nothing reads it as an address: the standard library's strict grammar, and the C library's loose one, which needs a number last.
+                // Neither grammar reads it as an address: the standard library's strict one, and
+                // the C library's loose one, which needs a number last.
                 prop_assert!(name.parse::<IpAddr>().is_err());
-                prop_assert!(!name.rsplit('.').next().unwrap().bytes().all(|byte| byte.is_ascii_digit()));
-                // Parsing what came out changes nothing.
+                prop_assert!(
+                    !name.rsplit('.').next().unwrap().bytes().all(|byte| byte.is_ascii_digit())
+                );
+                // Parsing the result again changes nothing.
                 prop_assert_eq!(parsed(name), name);
-                prop_assert_eq!(parse_authority(&format!("{name}:80")).unwrap(), (Host::Name(HostName::parse(name).unwrap()), Some(80)));
+                prop_assert_eq!(
+                    parse_authority(&format!("{name}:80")).unwrap(),
+                    (Host::Name(HostName::parse(name).unwrap()), Some(80))
+                );
             }
         }
 
         #[test]
-        fn an_authority_that_is_taken_has_one_canonical_form(text in "\\PC{0,40}|[a-z0-9.:\\[\\]@%]{0,30}|\\[[0-9a-f:.]{2,20}\\](:[0-9]{1,5})?") {
+        fn an_authority_that_is_taken_has_one_canonical_form(
+            text in "\\PC{0,40}|[a-z0-9.:\\[\\]@%]{0,30}|\
+                     \\[[0-9a-f:.]{2,20}\\](:[0-9]{1,5})?"
+        ) {
             if let Ok((host, port)) = parse_authority(&text) {
-                let written = port.map_or_else(|| host.to_string(), |port| format!("{host}:{port}"));
+                let written =
+                    port.map_or_else(|| host.to_string(), |port| format!("{host}:{port}"));
                 prop_assert_eq!(parse_authority(&written), Ok((host, port)));
                 prop_assert!(!text.contains(['@', '%', ' ', '/', '\0']));
             }

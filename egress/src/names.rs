@@ -1,11 +1,13 @@
 //! Addresses that stand for names.
 //!
-//! Inside, a listed name has an address that exists nowhere else, out of 198.18.0.0/15 (set aside for benchmarks, so no real host has it). A
-//! connection to it says by its address which name was meant: no guessing from shared addresses, nothing that a name server could change.
+//! Inside, a listed name has an address that exists nowhere else, from 198.18.0.0/15 (reserved for
+//! benchmarks, so no real host has it). The destination address of a connection identifies the
+//! name: no guessing from shared addresses, and no DNS answer can change it.
 //!
-//! The table of one session is bounded. When it is full, the name that was not used for the longest time goes; a name whose address a
-//! connection uses never goes. Addresses are given out in a circle through the whole range, so that a program that remembers an
-//! address for too long meets nobody there, rather than somebody else.
+//! The table of one session is bounded. When it is full, the least recently used name is evicted; a
+//! name whose address a connection uses is never evicted. Addresses are assigned round-robin over
+//! the whole range, so that a program that keeps an address for too long finds no name there,
+//! rather than another one.
 
 use std::collections::HashMap;
 use std::net::{IpAddr, Ipv4Addr};
@@ -13,10 +15,12 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::name::HostName;
 
-/// The most names one session has at a time. A program rarely needs a hundred; this bounds memory to about a megabyte.
+/// Limit of names per session. A program rarely needs a hundred; this bounds memory to about a
+/// megabyte.
 pub(crate) const MOST_NAMES: usize = 4096;
 
-/// 198.18.0.0/15. The first address is left out: some programs refuse an address that ends in zero everywhere.
+/// 198.18.0.0/15. The first address is left out: some programs reject an address whose host bits
+/// are all zero.
 const FIRST: u32 = u32::from_be_bytes([198, 18, 0, 1]);
 const LAST: u32 = u32::from_be_bytes([198, 19, 255, 254]);
 
@@ -26,7 +30,8 @@ pub(crate) struct Names {
     table: Mutex<Table>,
 }
 
-/// A name whose address is in use by a connection. The pair stays in the table until this is dropped.
+/// A name whose address is in use by a connection. The entry stays in the table until this is
+/// dropped.
 pub(crate) struct NameInUse {
     names: Arc<Names>,
     address: Ipv4Addr,
@@ -34,7 +39,8 @@ pub(crate) struct NameInUse {
 }
 
 impl Names {
-    /// Returns the address that stands for `name`, a new one if it has none. `None` means that the table is full of names in use.
+    /// Returns the address that stands for `name`, a new one if it has none. Returns `None` if the
+    /// table is full of names in use.
     pub(crate) fn address_of(&self, name: &HostName) -> Option<Ipv4Addr> {
         let mut table = self.table();
         if let Some(address) = table.addresses.get(name).copied() {
@@ -47,7 +53,8 @@ impl Names {
         Some(table.add(name.clone()))
     }
 
-    /// Returns the name that `address` stands for and keeps it there for as long as the answer lives.
+    /// Returns the name that `address` stands for and keeps the entry until the returned value is
+    /// dropped.
     pub(crate) fn name_at(self: &Arc<Self>, address: IpAddr) -> Option<NameInUse> {
         let IpAddr::V4(address) = address else {
             return None;
@@ -87,9 +94,9 @@ impl Drop for NameInUse {
 struct Table {
     addresses: HashMap<HostName, Ipv4Addr>,
     entries: HashMap<Ipv4Addr, Entry>,
-    /// Counts uses; an entry's number is smaller the longer it was not used.
+    /// A counter of uses. A smaller number in an entry means a less recent use.
     uses: u64,
-    /// How many addresses were ever given out.
+    /// The number of addresses ever assigned.
     given: u32,
 }
 
@@ -107,7 +114,8 @@ impl Table {
         }
     }
 
-    /// Makes room for one name. Looks at the whole table, which the limit on questions per second makes cheap enough.
+    /// Evicts one name. Scans the whole table, which the limit on queries per second makes cheap
+    /// enough.
     fn forget_the_oldest(&mut self) -> bool {
         let unused = self
             .entries
@@ -126,7 +134,7 @@ impl Table {
     }
 
     fn add(&mut self, name: HostName) -> Ipv4Addr {
-        // Ends: the range is larger than the table.
+        // Terminates: the range is larger than the table.
         let address = loop {
             let candidate = Ipv4Addr::from(FIRST + self.given % (LAST - FIRST + 1));
             self.given = self.given.wrapping_add(1);
@@ -204,7 +212,7 @@ mod tests {
         for number in 2..MOST_NAMES {
             names.address_of(&numbered(number)).unwrap();
         }
-        names.address_of(&numbered(0)).unwrap(); // asked again, so now the second is the oldest
+        names.address_of(&numbered(0)).unwrap(); // used again, so the second is now the oldest
         names.address_of(&name("one.more.example.com")).unwrap();
         assert!(names.name_at(first.into()).is_some()); // control
         assert!(names.name_at(second.into()).is_none());
@@ -217,7 +225,7 @@ mod tests {
         let names = Arc::new(Names::default());
         let address = names.address_of(&name("held.example.com")).unwrap();
         let held = names.name_at(address.into()).unwrap();
-        // Once around the whole range: the next address would be this one.
+        // One full cycle through the range: the next address would be this one.
         names.table().given = LAST - FIRST + 1;
         for number in 0..2 * MOST_NAMES {
             assert_ne!(names.address_of(&numbered(number)), Some(address));
@@ -229,7 +237,7 @@ mod tests {
                 .address_of(&numbered(number + 3 * MOST_NAMES))
                 .unwrap();
         }
-        assert!(names.name_at(address.into()).is_none()); // control: it could go, once nobody used it
+        assert!(names.name_at(address.into()).is_none()); // control: evicted once unused
     }
 
     #[test]

@@ -1,10 +1,12 @@
-//! The true addresses of a name.
+//! The real addresses of a name.
 //!
-//! Only [`crate::dial`] asks, and only for a name that the rules allow: a name that is not listed never leaves the machine. The answer is not
-//! trusted either; whoever dials checks every address in it.
+//! Only [`crate::dial`] resolves, and only names that the rules allow: a name that is not listed
+//! never leaves the machine. The answer is not trusted either: the dialer checks every address in
+//! it.
 //!
-//! The machine's own settings decide (`/etc/resolv.conf`, `/etc/hosts`). They are read again when they change, because a server outlives
-//! many networks. Aliases (CNAME) are followed, both families are asked, and answers are kept for as long as they say, a minute at most.
+//! The machine's own settings apply (`/etc/resolv.conf`, `/etc/hosts`). They are read again when
+//! they change, because a server outlives many networks. Aliases (CNAME) are followed, both address
+//! families are queried, and answers are cached for their TTL, a minute at most.
 
 use std::future::Future;
 use std::io;
@@ -20,28 +22,29 @@ use hickory_resolver::system_conf::read_system_conf;
 
 use crate::name::HostName;
 
-/// A future in a box, as traits and closures return it.
+/// A boxed future, as traits and closures return it.
 pub type BoxFuture<'a, T> = Pin<Box<dyn Future<Output = T> + Send + 'a>>;
 
-/// Whoever knows the addresses of names.
+/// Resolves names to addresses.
 pub trait Resolver: Send + Sync {
-    /// Returns all addresses of `name`, of both families, in no promised order. An error's text can be shown to the user.
+    /// Returns all addresses of `name`, of both families, in no particular order. The text of an
+    /// error can be shown to the user.
     fn resolve<'a>(&'a self, name: &'a HostName) -> BoxFuture<'a, io::Result<Vec<IpAddr>>>;
 }
 
-/// Resolves as this machine is set up to resolve.
+/// Resolves with the settings of this machine.
 #[derive(Default)]
 pub struct SystemResolver {
     current: Mutex<Option<Current>>,
 }
 
 impl SystemResolver {
-    /// Returns a resolver that reads the machine's settings when it is first asked.
+    /// Returns a resolver that reads the machine's settings on first use.
     pub fn new() -> SystemResolver {
         SystemResolver::default()
     }
 
-    /// Returns what answers by today's settings.
+    /// Returns a resolver for the current settings.
     fn current(&self) -> io::Result<Arc<TokioResolver>> {
         let settings = Settings::now();
         let mut current = self.current.lock().unwrap_or_else(PoisonError::into_inner);
@@ -52,7 +55,7 @@ impl SystemResolver {
             return Ok(Arc::clone(&current.resolver));
         }
         let (config, options) = read_system_conf().unwrap_or_else(|error| {
-            // A machine without name servers can still have a hosts file.
+            // A machine without DNS servers can still have a hosts file.
             tracing::debug!(%error, "no name servers are set up");
             (ResolverConfig::default(), ResolverOpts::default())
         });
@@ -83,7 +86,8 @@ async fn lookup(resolver: &TokioResolver, name: &HostName) -> io::Result<Vec<IpA
             "the name has no address",
         )),
         Ok(Err(error)) => {
-            // The text of the cause can name our name servers, so it stays on this side.
+            // The text of the cause can contain the addresses of our DNS servers, so it is only
+            // logged.
             tracing::debug!(%error, "a name could not be resolved");
             Err(io::Error::other("the name servers gave no answer"))
         }
@@ -94,16 +98,17 @@ async fn lookup(resolver: &TokioResolver, name: &HostName) -> io::Result<Vec<IpA
     }
 }
 
-/// How long a question may take, over all servers and repetitions. Programs give up on a connection after about ten seconds.
+/// Timeout of a query, over all servers and retries. Programs give up on a connection after about
+/// ten seconds.
 const LONGEST_ANSWER: Duration = Duration::from_secs(5);
 
-/// How long one name server has before the next one is asked.
+/// Timeout per DNS server before the next one is queried.
 const LONGEST_ATTEMPT: Duration = Duration::from_secs(2);
 
-/// The longest an answer is kept, whatever it says: rules are about what a name means now.
+/// Limit for the TTL of an answer: rules apply to what a name means now.
 const LONGEST_KEPT: Duration = Duration::from_secs(60);
 
-/// The longest it is remembered that a name does not exist, so that a name that was just made is soon seen.
+/// Limit for the TTL of a negative answer, so that a newly created name is soon visible.
 const LONGEST_KEPT_ABSENCE: Duration = Duration::from_secs(5);
 
 struct Current {
@@ -111,7 +116,7 @@ struct Current {
     resolver: Arc<TokioResolver>,
 }
 
-/// When the files that decide were last written.
+/// Modification times of the settings files.
 #[derive(PartialEq)]
 struct Settings([Option<SystemTime>; 2]);
 
@@ -126,10 +131,11 @@ impl Settings {
     }
 }
 
-/// Writes the name as the question that is asked.
+/// Returns the name to query.
 ///
-/// The dot at the end keeps the machine's search list out: `example.com` is never `example.com.corp.example`. A name of one label is asked
-/// without it, since such names have a meaning only through that list.
+/// The trailing dot disables the machine's search list: `example.com` is never
+/// `example.com.corp.example`. A single-label name is queried without it, since such names have a
+/// meaning only through that list.
 fn question(name: &HostName) -> String {
     if name.as_str().contains('.') {
         format!("{name}.")
@@ -187,7 +193,8 @@ mod tests {
         );
     }
 
-    /// Starts a name server that answers with these records (owner, kind, value) and counts the questions. Returns a resolver that asks it.
+    /// Starts a DNS server that answers with these records (owner, type, value) and counts the
+    /// queries. Returns a resolver that uses it.
     async fn resolver_of(
         records: &'static [(&'static str, RecordType, &'static str)],
         seconds_kept: u32,
@@ -218,7 +225,7 @@ mod tests {
         (build(config, ResolverOpts::default()).unwrap(), questions)
     }
 
-    /// Answers as a name server that resolves for others does: with the whole chain of aliases.
+    /// Answers as a recursive DNS server does: with the whole chain of aliases.
     fn answer(
         question: Message,
         records: &[(&str, RecordType, &str)],

@@ -1,20 +1,22 @@
-//! What a session may reach.
+//! Egress rules: which destinations a session may reach.
 //!
 //! ```text
 //!  example.com              this name                      192.168.1.0/24     these addresses
 //!  *.example.com            one more label                 192.0.2.7          this address
 //!  **.example.com           one or more labels             2001:db8::/32      [2001:db8::1]:8080
 //!  …:8443   …:8000,8443   …:8000-8010   …:*                ports; without them 80 and 443
-//!  !ads.example.com         never, whatever else is listed; without ports at every port
+//!  !ads.example.com         denied, whatever else is listed; without ports at every port
 //! ```
 //!
-//! A list permits what one of its rules permits and none of its denials covers. So a longer list never permits less, denials aside, and an empty
-//! list permits nothing. Permission by name and permission by address are different questions: a name rule says nothing about
-//! addresses, and a rule for an address lets no name through, except that a permitted name may lead to a special address only if that is
-//! listed as well ([`Rules::refuses_answer`]).
+//! A list permits a destination if one of its rules permits it and none of its denials covers it.
+//! So a longer list never permits less, denials aside, and an empty list permits nothing. Names and
+//! addresses are permitted separately: a name rule does not permit addresses, and an address rule
+//! does not permit names. In addition, a permitted name may lead to a special address only if that
+//! address is listed as well ([`Rules::refuses_answer`]).
 //!
-//! An IPv6 address that carries an IPv4 one is permitted only by a rule that lists it *as it is*, since it may lead elsewhere; and if what it carries
-//! is special, that must be listed too. Denials hold for everything that an address may stand for.
+//! An IPv6 address that embeds an IPv4 address is permitted only by a rule that lists it *as it
+//! is*, since it may lead elsewhere; if the embedded address is special, that must be listed too.
+//! Denials apply to everything that an address may stand for.
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -32,13 +34,14 @@ pub use parse::Problem;
 use parse::{parse_target, shortened};
 use ports::Ports;
 
-/// The most ports with a listener of their own in each session. Beyond that, one listener that gets every port costs less.
+/// Limit of ports with a listener of their own in each session. Beyond that, one listener that gets
+/// every port costs less.
 pub const MOST_LISTENERS: usize = 32;
 
-/// The most rules in a list. Every new connection walks through all of them.
+/// Limit of rules in a list. Every new connection is checked against all of them.
 pub const MOST_RULES: usize = 1_000;
 
-/// A list of rules. Copies share their content.
+/// A list of rules. Clones share their content.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Rules(Arc<Lists>);
 
@@ -48,7 +51,8 @@ struct Lists {
     denials: Vec<Rule>,
 }
 
-/// One rule. Its text form is canonical: parsing it gives the same rule (except for `all`, which is no text of a list).
+/// One rule. Its text form is canonical: parsing it returns the same rule (except for `all`, which
+/// is not valid in a list).
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Rule {
     effect: Effect,
@@ -62,22 +66,21 @@ enum Effect {
     Deny,
 }
 
-/// Which ports a session's sockets must listen on, so that every permitted connection arrives.
+/// The ports that a session must listen on so that every permitted connection arrives.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Listens {
-    /// One listener for each, at most [`MOST_LISTENERS`].
+    /// One listener per port, at most [`MOST_LISTENERS`].
     Ports(BTreeSet<u16>),
     /// One listener to which every port is redirected.
     All,
 }
 
-/// A rule that cannot be used, and what to write instead.
+/// An invalid rule, and what to write instead.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("the rule `{rule}` cannot be used: {problem}")]
 pub struct RuleError {
-    /// The rule as it was written, shortened.
+    /// The rule as written, shortened.
     pub rule: String,
-    /// What is wrong with it.
     pub problem: Problem,
 }
 
@@ -87,7 +90,8 @@ impl Rules {
         Rules::default()
     }
 
-    /// Returns the choice of no restrictions: every name, every address, special ones too, every port.
+    /// Returns the list without restrictions: every name, every address (special ones too), every
+    /// port.
     pub fn everything() -> Rules {
         let all = Rule {
             effect: Effect::Permit,
@@ -100,12 +104,13 @@ impl Rules {
         }))
     }
 
-    /// Parses a list. Items that begin with `!` are denials. The first item that is wrong is the error.
+    /// Parses a list. Items that begin with `!` are denials. The first invalid item is the error.
     pub fn parse<S: AsRef<str>>(rules: &[S]) -> Result<Rules, RuleError> {
         Rules::none().with(rules.iter().map(|rule| Rule::parse(rule.as_ref())))
     }
 
-    /// Returns the list whose rules were written as these texts. Unlike [`Rules::parse`], which reads what people write, it takes `all`.
+    /// Parses the text forms of rules. Unlike [`Rules::parse`], which reads user input, it accepts
+    /// `all`.
     pub fn from_texts<S: AsRef<str>>(rules: &[S]) -> Result<Rules, RuleError> {
         let everything = || Rule {
             effect: Effect::Permit,
@@ -122,12 +127,14 @@ impl Rules {
         Rules::none().with(rules.iter().map(|text| rule(text.as_ref())))
     }
 
-    /// Returns the same list with denials added. They are written like rules, with or without a `!` before them.
+    /// Returns the same list with denials added. They are written like rules, with or without a
+    /// leading `!`.
     pub fn deny<S: AsRef<str>>(&self, rules: &[S]) -> Result<Rules, RuleError> {
         self.with(rules.iter().map(|rule| Rule::parse_denial(rule.as_ref())))
     }
 
-    /// Returns the same list with everything denied that `ceiling` denies. What a session asks for goes through here before it is compared.
+    /// Returns the same list plus all denials of `ceiling`. The rules that a session requests pass
+    /// through here before they are compared with the ceiling.
     pub fn under_denials_of(&self, ceiling: &Rules) -> Rules {
         let mut lists = Lists::clone(&self.0);
         ceiling
@@ -138,20 +145,22 @@ impl Rules {
         Rules(Arc::new(lists))
     }
 
-    /// Returns these rules with one more: this name at this port. What is denied stays so.
+    /// Returns these rules plus one for this name at this port. Denials still apply.
     pub fn with_name(&self, name: &HostName, port: u16) -> Rules {
         let mut texts = self.iter().map(ToString::to_string).collect::<Vec<_>>();
         texts.push(format!("{name}:{port}"));
-        // A name and a port make a rule; should they ever not, nothing more is allowed.
+        // A name and a port always form a valid rule. If they ever did not, nothing more would be
+        // allowed.
         Rules::from_texts(&texts).unwrap_or_else(|_| self.clone())
     }
 
-    /// Tells whether the list permits nothing, whatever it denies.
+    /// Returns whether the list permits nothing, regardless of its denials.
     pub fn is_empty(&self) -> bool {
         self.0.permits.is_empty()
     }
 
-    /// Tells whether there is no restriction at all. Decide with the `allows` functions: these are right for every list.
+    /// Returns whether there is no restriction at all. Use the `allows` functions for decisions:
+    /// they are correct for every list.
     pub fn is_everything(&self) -> bool {
         self.0.denials.is_empty()
             && self
@@ -161,7 +170,7 @@ impl Rules {
                 .any(|rule| rule.target == Target::Everything)
     }
 
-    /// Tells whether a name may be reached at some port.
+    /// Returns whether a name may be reached at some port.
     pub fn lists_name(&self, name: &HostName) -> bool {
         let ports = |rules: &[Rule]| {
             Ports::union(
@@ -176,23 +185,25 @@ impl Rules {
             .is_empty()
     }
 
-    /// Tells whether a name may be reached at a port. The addresses it leads to are another question: [`Rules::refuses_answer`].
+    /// Returns whether a name may be reached at a port. The addresses it resolves to are checked
+    /// separately: [`Rules::refuses_answer`].
     pub fn allows_name(&self, name: &HostName, port: u16) -> bool {
         let has = |rule: &Rule| rule.ports.contains(port) && rule.target.has_name(name);
         self.0.permits.iter().any(has) && !self.0.denials.iter().any(has)
     }
 
-    /// Tells whether an address may be reached at a port because it is listed itself.
+    /// Returns whether an address may be reached at a port because it is listed itself.
     pub fn allows_address(&self, address: IpAddr, port: u16) -> bool {
         self.permits_address(address, port, |_| true)
     }
 
-    /// Tells the same as [`Rules::allows_address`], but the choice of everything does not count: only rules for addresses do.
+    /// Does the same as [`Rules::allows_address`], but counts only rules for addresses, not the
+    /// rule for everything.
     pub fn lists_address(&self, address: IpAddr, port: u16) -> bool {
         self.permits_address(address, port, |rule| rule.target != Target::Everything)
     }
 
-    /// Tells whether a denial covers an address or anything that it may stand for.
+    /// Returns whether a denial covers an address or anything that it may stand for.
     pub fn denies_address(&self, address: IpAddr, port: u16) -> bool {
         address::meanings(address).any(|meaning| {
             self.0
@@ -202,9 +213,10 @@ impl Rules {
         })
     }
 
-    /// Says why an address to which a permitted name led must not be dialled, or `None` if it may.
+    /// Returns the reason why an address that a permitted name resolved to must not be dialled, or
+    /// `None` if it may be.
     ///
-    /// An ordinary address may, unless it is denied; a special one only if it is listed.
+    /// An ordinary address may be dialled unless it is denied, a special one only if it is listed.
     pub fn refuses_answer(&self, address: IpAddr, port: u16) -> Option<&'static str> {
         if self.denies_address(address, port) {
             return Some("a denied address");
@@ -212,7 +224,7 @@ impl Rules {
         address::special(address).filter(|_| !self.allows_address(address, port))
     }
 
-    /// Returns which ports must be listened on.
+    /// Returns the ports to listen on.
     pub fn listens(&self) -> Listens {
         let ports = Ports::union(self.0.permits.iter().map(|rule| &rule.ports));
         if ports.count() > MOST_LISTENERS {
@@ -221,10 +233,12 @@ impl Rules {
         Listens::Ports(ports.iter().collect())
     }
 
-    /// Returns the first rule that may permit something which `ceiling` does not, or `None` if there is surely no such thing.
+    /// Returns the first rule that may permit something that `ceiling` does not, or `None` if there
+    /// is certainly no such rule.
     ///
-    /// Rules are compared one with one: two rules of the ceiling that only together cover a third do not count as covering it. What the
-    /// ceiling denies must be denied here too ([`Rules::under_denials_of`]).
+    /// Rules are compared in pairs: two rules of the ceiling that cover a third only together do
+    /// not count as covering it. Denials of the ceiling must be in this list too
+    /// ([`Rules::under_denials_of`]).
     pub fn beyond(&self, ceiling: &Rules) -> Option<Rule> {
         self.0
             .permits
@@ -233,7 +247,8 @@ impl Rules {
             .cloned()
     }
 
-    /// Returns a list that permits nothing which one of the two does not. It may permit less than both do: rules are compared one with one.
+    /// Returns a list that permits nothing that one of the two does not permit. It may permit less
+    /// than both do, because rules are compared in pairs.
     pub fn common(&self, other: &Rules) -> Rules {
         let mut lists = Lists::default();
         for (rules, ceiling) in [(self, other), (other, self)] {
@@ -286,10 +301,12 @@ impl Rules {
             && !self.denies_address(address, port)
     }
 
-    /// Tells whether everything that `rule`, one of these, permits is permitted by `ceiling`.
+    /// Returns whether everything that `rule`, one of these, permits is permitted by `ceiling`.
     ///
-    /// 1. The ports at which the whole target is denied here do not matter. At all others some rule of the ceiling must cover the whole target.
-    /// 2. Where a denial of the ceiling touches the target, a denial of this list must cover what they share.
+    /// 1. Ports at which the whole target is denied here are ignored. At all others some rule of
+    ///    the ceiling must cover the whole target.
+    /// 2. Where a denial of the ceiling overlaps the target, a denial of this list must cover the
+    ///    overlap.
     fn is_within(&self, rule: &Rule, ceiling: &Rules) -> bool {
         let open = rule
             .ports
@@ -323,7 +340,7 @@ impl Lists {
     }
 }
 
-/// Returns the ports at which single rules of a list cover the whole of a target.
+/// Returns the ports at which a single rule of the list covers the whole target.
 fn ports_covering(rules: &[Rule], target: &Target) -> Ports {
     Ports::union(
         rules
@@ -334,7 +351,7 @@ fn ports_covering(rules: &[Rule], target: &Target) -> Ports {
 }
 
 impl Rule {
-    /// Parses one rule. With a `!` before it, it is a denial.
+    /// Parses one rule. A leading `!` makes it a denial.
     pub fn parse(text: &str) -> Result<Rule, RuleError> {
         match text.trim().strip_prefix('!') {
             Some(_) => Rule::parse_denial(text),
@@ -342,17 +359,18 @@ impl Rule {
         }
     }
 
-    /// Tells whether it is about every name and every address.
+    /// Returns whether it covers every name and every address.
     pub fn is_everything(&self) -> bool {
         self.target == Target::Everything
     }
 
-    /// Tells whether this rule takes away what others permit.
+    /// Returns whether this rule is a denial.
     pub fn is_denial(&self) -> bool {
         self.effect == Effect::Deny
     }
 
-    /// Tells whether names that nobody wrote down are among those it is for, so that an operator should think twice.
+    /// Returns whether the rule covers names that it does not spell out, so that an operator should
+    /// be warned.
     pub fn is_wildcard(&self) -> bool {
         match &self.target {
             Target::Everything => true,
@@ -414,12 +432,12 @@ impl fmt::Display for Rule {
     }
 }
 
-/// What a rule is for, apart from ports. Two targets are disjoint, or one covers the other.
+/// The target of a rule, without ports. Two targets are disjoint, or one covers the other.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 enum Target {
     Everything,
     Names(Pattern),
-    /// Never a range of IPv4-mapped addresses: those are IPv4 addresses.
+    /// Never a range of IPv4-mapped addresses: those are written as IPv4 addresses.
     Addresses(IpNet),
 }
 
@@ -429,7 +447,7 @@ struct Pattern {
     depth: Depth,
 }
 
-/// How many labels a name has before the base of a pattern.
+/// The number of labels that a name has before the base of a pattern.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 enum Depth {
     Itself,
@@ -463,12 +481,13 @@ impl Target {
         }
     }
 
-    /// Returns the part of a denied target that matters to what this target permits, or `None` if it does not matter.
+    /// Returns the part of a denied target that affects what this target permits, or `None` if
+    /// there is none.
     fn touched_by<'a>(&'a self, denied: &'a Target) -> Option<&'a Target> {
         match (self, denied) {
             _ if denied.covers(self) => Some(self),
             _ if self.covers(denied) => Some(denied),
-            // A name may lead to any address, and an IPv6 address may carry any IPv4 address.
+            // A name may resolve to any address, and an IPv6 address may embed any IPv4 address.
             (Target::Names(_), Target::Addresses(_)) => Some(denied),
             (Target::Addresses(IpNet::V6(_)), Target::Addresses(IpNet::V4(_))) => Some(denied),
             _ => None,
@@ -520,7 +539,7 @@ impl Pattern {
     }
 }
 
-/// Returns what stands before `.base` in a name, if anything does.
+/// Returns the labels before `.base` in a name, or `None` if there are none.
 fn labels_before<'a>(name: &'a HostName, base: &HostName) -> Option<&'a str> {
     name.as_str().strip_suffix(base.as_str())?.strip_suffix('.')
 }
@@ -546,7 +565,7 @@ mod tests {
         text.parse().unwrap()
     }
 
-    /// Tells whether a list permits `name:port`, `address:port` or `[address]:port`.
+    /// Returns whether a list permits `name:port`, `address:port` or `[address]:port`.
     fn permits(list: &[&str], target: &str) -> bool {
         match crate::name::parse_authority(target).unwrap() {
             (crate::name::Host::Name(name), port) => rules(list).allows_name(&name, port.unwrap()),
@@ -643,9 +662,23 @@ mod tests {
                 ],
             ),
             (
+                "192.168.1.0/24:*",
+                &["192.168.1.7:22", "192.168.1.7:443"],
+                &["192.168.2.7:22"],
+            ),
+            (
                 "93.184.216.34",
-                &["93.184.216.34:443"],
-                &["93.184.216.35:443"],
+                &["93.184.216.34:443", "93.184.216.34:80"],
+                &[
+                    "93.184.216.35:443",
+                    "93.184.216.34:22",
+                    "93.184.216.34:8080",
+                ],
+            ),
+            (
+                "93.184.216.34:*",
+                &["93.184.216.34:22", "93.184.216.34:65535"],
+                &["93.184.216.35:22"],
             ),
             (
                 "93.184.216.34:22",
@@ -677,7 +710,8 @@ mod tests {
                 &["8.8.8.8:53", "127.0.0.1:1"],
                 &["[2a00::1]:53", "example.com:443", "[2002:808:808::1]:53"],
             ),
-            // All of IPv6 is no permission for special addresses of IPv4 that hide in it.
+            // A rule for all of IPv6 does not permit special IPv4 addresses that are embedded in
+            // it.
             (
                 "::/0",
                 &["[2a00::1]:443", "[::1]:443", "[64:ff9b::8.8.8.8]:443"],
@@ -838,7 +872,8 @@ mod tests {
         let error = Rules::parse(&["example.com", "http://example.com/"]).unwrap_err();
         assert_eq!(
             error.to_string(),
-            "the rule `http://example.com/` cannot be used: a rule is a name, not an address of a page: write example.com"
+            "the rule `http://example.com/` cannot be used: a rule is a name, not an address of a \
+             page: write example.com"
         );
         let error = Rules::parse(&["a\u{1b}[31m".repeat(1000)])
             .unwrap_err()
@@ -940,7 +975,7 @@ mod tests {
             ),
             (&[], &[], None),
             (&["example.com"], &[], Some("example.com")),
-            // Denials of the ceiling must be repeated, where they touch.
+            // Denials of the ceiling must be repeated where they overlap.
             (
                 &["**.example.com"],
                 &["**.example.com", "!ads.example.com"],
@@ -983,7 +1018,7 @@ mod tests {
                 Some("2002::/16"),
             ),
             (&["9.0.0.0/8"], &["0.0.0.0/0", "!8.8.8.8"], None),
-            // What the list itself denies is not asked of the ceiling.
+            // The ceiling need not permit what the list itself denies.
             (
                 &["example.com", "!example.com:80"],
                 &["example.com:443"],
@@ -1020,7 +1055,7 @@ mod tests {
         );
     }
 
-    /// Names and addresses among which random lists make differences.
+    /// Names and addresses for which random lists give different verdicts.
     static NAMES: LazyLock<Vec<HostName>> = LazyLock::new(|| {
         let below = |names: &[String]| {
             names
@@ -1071,7 +1106,7 @@ mod tests {
     });
     const PORTS: [u16; 7] = [1, 79, 80, 81, 443, 8080, 65535];
 
-    /// Everything that a list permits: names, addresses, and addresses by way of a name.
+    /// Everything that a list permits: names, addresses, and addresses reached through a name.
     fn permissions(rules: &Rules) -> BTreeSet<String> {
         let mut permitted = BTreeSet::new();
         for port in PORTS {
@@ -1164,7 +1199,7 @@ mod tests {
         proptest::collection::vec(some_rule(), 0..6)
     }
 
-    /// A list that has much in common with its ceiling, so that it is often within.
+    /// A list that shares many rules with its ceiling, so that it is often within it.
     fn a_list_and_a_ceiling() -> impl Strategy<Value = (Vec<String>, Vec<String>)> {
         proptest::collection::vec(some_rule(), 1..6).prop_flat_map(|ceiling| {
             let rule = prop_oneof![2 => select(ceiling.clone()), 1 => some_rule()];
@@ -1176,7 +1211,10 @@ mod tests {
         #![proptest_config(ProptestConfig::with_cases(512))]
 
         #[test]
-        fn a_longer_list_never_permits_less(list in proptest::collection::vec(some_permit(), 0..5), added in some_permit(), place: prop::sample::Index) {
+        fn a_longer_list_never_permits_less(
+            list in proptest::collection::vec(some_permit(), 0..5), added in some_permit(),
+            place: prop::sample::Index
+        ) {
             let shorter = Rules::parse(&list).unwrap();
             let mut longer = list.clone();
             longer.insert(place.index(list.len() + 1), added);
@@ -1192,7 +1230,9 @@ mod tests {
         }
 
         #[test]
-        fn what_is_not_beyond_a_ceiling_permits_nothing_that_the_ceiling_does_not((list, ceiling) in a_list_and_a_ceiling()) {
+        fn what_is_not_beyond_a_ceiling_permits_nothing_that_the_ceiling_does_not(
+            (list, ceiling) in a_list_and_a_ceiling()
+        ) {
             let (list, ceiling) = (Rules::parse(&list).unwrap(), Rules::parse(&ceiling).unwrap());
             let granted = list.under_denials_of(&ceiling);
             for list in [list, granted] {
@@ -1212,10 +1252,14 @@ mod tests {
         }
 
         #[test]
-        fn a_part_of_a_list_is_not_beyond_it(list in some_list(), part in any::<prop::sample::Index>()) {
+        fn a_part_of_a_list_is_not_beyond_it(
+            list in some_list(), part in any::<prop::sample::Index>()
+        ) {
             let whole = Rules::parse(&list).unwrap();
             prop_assert_eq!(whole.beyond(&whole), None);
-            let part = Rules::parse(&list[..part.index(list.len() + 1)]).unwrap().under_denials_of(&whole);
+            let part = Rules::parse(&list[..part.index(list.len() + 1)])
+                .unwrap()
+                .under_denials_of(&whole);
             prop_assert_eq!(part.beyond(&whole), None);
             prop_assert_eq!(part.beyond(&Rules::everything()), None);
         }
@@ -1224,8 +1268,11 @@ mod tests {
         fn a_name_is_listed_if_some_port_is_allowed(list in some_list()) {
             let list = Rules::parse(&list).unwrap();
             for name in NAMES.iter() {
-                // Every list of ports that is made here has one of these or of their neighbours, and so has what is left of it by others.
-                let at_some_port = (1..=1001).chain([8080, 65535]).any(|port| list.allows_name(name, port));
+                // Every port list generated here contains one of these ports or a neighbour of
+                // one, and so does what other lists leave of it.
+                let at_some_port = (1..=1001)
+                    .chain([8080, 65535])
+                    .any(|port| list.allows_name(name, port));
                 prop_assert_eq!(list.lists_name(name), at_some_port);
             }
         }
@@ -1237,7 +1284,9 @@ mod tests {
                 prop_assert!(ports.len() <= MOST_LISTENERS);
                 for port in PORTS.into_iter().filter(|port| !ports.contains(port)) {
                     prop_assert!(!NAMES.iter().any(|name| list.allows_name(name, port)));
-                    prop_assert!(!ADDRESSES.iter().any(|address| list.allows_address(*address, port)));
+                    prop_assert!(
+                        !ADDRESSES.iter().any(|address| list.allows_address(*address, port))
+                    );
                 }
             }
         }
@@ -1249,11 +1298,15 @@ mod tests {
             }
         }
 
-        /// A second reading of the patterns: label by label instead of by suffix.
+        /// An independent implementation of the patterns: label by label instead of by suffix.
         #[test]
-        fn two_readings_of_a_pattern_agree(star in select(vec!["", "*.", "**."]), base in "[ab](\\.[ab]){0,2}", asked in "[ab](\\.[ab]){0,4}") {
+        fn two_readings_of_a_pattern_agree(
+            star in select(vec!["", "*.", "**."]), base in "[ab](\\.[ab]){0,2}",
+            asked in "[ab](\\.[ab]){0,4}"
+        ) {
             let rule = format!("{star}{base}");
-            let (base, labels): (Vec<_>, Vec<_>) = (base.split('.').rev().collect(), asked.split('.').rev().collect());
+            let (base, labels): (Vec<_>, Vec<_>) =
+                (base.split('.').rev().collect(), asked.split('.').rev().collect());
             let more = labels.len().checked_sub(base.len()).filter(|_| labels.starts_with(&base));
             let expected = match star {
                 "" => more == Some(0),

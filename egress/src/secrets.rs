@@ -1,21 +1,26 @@
-//! Secrets: values that never go inside.
+//! Secrets: values that never enter the sandbox.
 //!
-//! Inside the sandbox a variable holds a *placeholder*, `cellblock-NAME-` and 22 random characters. A program uses it as if it were the value. On the way to
-//! the one host that the secret belongs to, the placeholder is replaced by the value, and on the way back every occurrence of the value becomes
-//! the placeholder again.
+//! Inside the sandbox a variable holds a *placeholder*, `cellblock-NAME-` and 22 random characters.
+//! A program uses it as if it were the value. In requests to the hosts that the secret belongs to,
+//! the placeholder is replaced by the value, and in their responses every occurrence of the value
+//! becomes the placeholder again.
 //!
 //! ```text
-//!  Secret     what the operator wrote: name, value, hosts, where the value may stand
+//!  Secret     as configured by the operator: name, value, hosts, and where the value may appear
 //!  Vault      the secrets of a server with their placeholders
-//!  Hidden     values that have no placeholder and are only taken out of texts
-//!  requests   placeholders become values               mask   values become placeholders               encoding   spellings of a value
+//!  Hidden     values without a placeholder, which are only removed from texts
+//!  requests   placeholders become values
+//!  mask       values become placeholders
+//!  encoding   encodings of a value
 //! ```
 //!
-//! A value is put in place only in HTTPS requests, which end here (`terminate`). **In plain HTTP placeholders are not replaced**, since the value must
-//! not travel unencrypted; and a request to any other host carries the placeholder, which is worthless there.
+//! A value is inserted only into HTTPS requests, which are terminated here (`terminate`). **In
+//! plain HTTP placeholders are not replaced**, since the value must not travel unencrypted. A
+//! request to any other host carries the placeholder, which is worthless there.
 //!
-//! A value is never empty, has no line breaks, is not printed by `Debug`, is in no error, and its memory is cleared when the last owner is gone. Copies in
-//! buffers of the HTTP and TLS libraries are not ours to clear.
+//! A value is never empty, has no line breaks, and does not appear in `Debug` output or in errors.
+//! Its memory is cleared when the last owner is dropped. Copies in buffers of the HTTP and TLS
+//! libraries cannot be cleared.
 
 mod encoding;
 mod mask;
@@ -36,39 +41,43 @@ pub(crate) use mask::Masker;
 use mask::Patterns;
 pub(crate) use requests::{BodyKind, HostSecrets, Note};
 
-/// A shorter value would be found in ordinary text by chance, and could be guessed by watching what is masked.
+/// Minimum length. A shorter value would occur in ordinary text by chance, and could be guessed by
+/// observing what is masked.
 const SHORTEST_VALUE: usize = 8;
 
-/// What fits into a header line, which has this limit at most servers.
+/// Fits into a header line, which has this limit at most servers.
 const LONGEST_VALUE: usize = 8 * 1024;
 
 const LONGEST_NAME: usize = 100;
 
-/// 22 characters of 6 bits: 132 bits, which nobody guesses.
+/// 22 characters of 6 bits: 132 bits, which cannot be guessed.
 const RANDOM_CHARACTERS: usize = 22;
 
-/// What every placeholder begins with.
+/// The prefix of every placeholder.
 const PLACEHOLDER_START: &str = "cellblock-";
 
-/// One secret as the operator gave it. Copies share the value.
+/// One secret as the operator configured it. Clones share the value.
 #[derive(Clone)]
 pub struct Secret {
     name: Arc<str>,
     hosts: Arc<[HostName]>,
-    /// The only header that may carry the value. Without it: any header, the path, the query, and bodies of text.
+    /// The only header that may carry the value. If not set: any header, the path, the query, and
+    /// bodies of text.
     header: Option<HeaderName>,
     value: Arc<Zeroizing<String>>,
 }
 
-/// Why a secret cannot be used. Never says the value, nor text that could be one by mistake.
+/// Reason why a secret is invalid. Never contains the value, nor text that could be one by mistake.
 #[derive(Debug, thiserror::Error)]
 pub enum SecretError {
     #[error(
-        "a secret is written NAME=env:VARIABLE@host or NAME=file:/path@host, with `:Header` at the end if only that header may carry it"
+        "a secret is written NAME=env:VARIABLE@host or NAME=file:/path@host, with `:Header` at the \
+         end if only that header may carry it"
     )]
     Form,
     #[error(
-        "the name of a secret becomes a variable: use letters, digits and underscores, at most {LONGEST_NAME}, and no digit at its start"
+        "the name of a secret becomes a variable: use letters, digits and underscores, at most \
+         {LONGEST_NAME}, and no digit at its start"
     )]
     Name,
     #[error("secret {name}: {host:?} is not the name of a host")]
@@ -79,7 +88,8 @@ pub enum SecretError {
         cause: NameError,
     },
     #[error(
-        "secret {name}: {header:?} is not a header that can carry a secret; a secret belongs to a host at every port"
+        "secret {name}: {header:?} is not a header that can carry a secret; a secret belongs to a \
+         host at every port"
     )]
     Header { name: Arc<str>, header: String },
     #[error("secret {name}: the variable that holds its value is not set")]
@@ -105,13 +115,14 @@ pub enum SecretError {
 }
 
 impl Secret {
-    /// Shows the value to somebody who tells secrets apart and keeps nothing of it.
+    /// Passes the value to `look`, which compares secrets and must not keep any part of it.
     pub fn compare<R>(&self, look: impl FnOnce(&str) -> R) -> R {
         look(&self.value)
     }
 
-    /// Parses `NAME=env:VARIABLE@host[,host…][:Header]` or `NAME=file:/path@…`, and gets the value: a variable from `lookup`, a file by reading
-    /// it (one line break at its end does not count; a file that other users may read is refused).
+    /// Parses `NAME=env:VARIABLE@host[,host…][:Header]` or `NAME=file:/path@…`, and gets the value:
+    /// a variable from `lookup`, a file by reading it (one trailing line break is removed; a file
+    /// that other users may read is rejected).
     pub fn parse(
         text: &str,
         lookup: impl Fn(&str) -> Option<String>,
@@ -174,8 +185,8 @@ impl fmt::Debug for Secret {
     }
 }
 
-/// The secrets of a server, with placeholders that no other server has. A copy of a session has the same variables in its memory, so it must be given
-/// the same vault.
+/// The secrets of a server, with placeholders that no other server has. A copy of a session has the
+/// same variables in its memory, so it must get the same vault.
 #[derive(Default)]
 pub struct Vault {
     entries: Vec<Arc<Entry>>,
@@ -189,7 +200,7 @@ struct Entry {
 }
 
 impl Vault {
-    /// Makes fresh placeholders for `secrets`, whose names must differ.
+    /// Generates new placeholders for `secrets`, whose names must differ.
     pub fn new(secrets: Vec<Secret>) -> Result<Vault, SecretError> {
         let mut entries: Vec<Arc<Entry>> = Vec::new();
         for secret in secrets {
@@ -246,12 +257,13 @@ impl Vault {
         self.hosts.keys()
     }
 
-    /// Returns `text` with every value in it, in whatever spelling, replaced by its placeholder. For logs and results.
+    /// Returns `text` with every value in it, in any encoding, replaced by its placeholder. For
+    /// logs and results.
     pub fn mask(&self, text: &str) -> String {
         String::from_utf8_lossy(&self.all.mask(text.as_bytes())).into_owned()
     }
 
-    /// Returns what is needed for requests to the host `name`, if it has a secret.
+    /// Returns the data for requests to the host `name`, if it has a secret.
     pub(crate) fn for_host(&self, name: &HostName) -> Option<Arc<HostSecrets>> {
         self.hosts.get(name).cloned()
     }
@@ -266,12 +278,13 @@ impl fmt::Debug for Vault {
     }
 }
 
-/// Values that have no business in texts, such as credentials of other servers. Clones share them.
+/// Values that must not appear in texts, such as credentials of other servers. Clones share them.
 #[derive(Clone, Default)]
 pub struct Hidden(Arc<Patterns>);
 
 impl Hidden {
-    /// Hides `values` and writes `instead` in their place. Values that are too short to be told from ordinary text are left out.
+    /// Hides `values` and writes `instead` in their place. Values too short to be distinguished
+    /// from ordinary text are left out.
     pub fn new<'a>(values: impl IntoIterator<Item = &'a str>, instead: &str) -> Hidden {
         let instead: Arc<str> = Arc::from(instead);
         let long = values
@@ -280,7 +293,7 @@ impl Hidden {
         Hidden(Arc::new(Patterns::new(long.map(|value| (value, &instead)))))
     }
 
-    /// Returns `text` without the values, in whatever spelling, or nothing when none is in it.
+    /// Returns `text` without the values, in any encoding, or `None` if it contains none of them.
     pub fn hide(&self, text: &str) -> Option<String> {
         let is_possible = self.0.finds_something(text.as_bytes());
         is_possible.then(|| String::from_utf8_lossy(&self.0.mask(text.as_bytes())).into_owned())
@@ -313,7 +326,7 @@ fn parse_host(name: &Arc<str>, host: &str) -> Result<HostName, SecretError> {
     })
 }
 
-/// Refuses what looks like a port, and headers that say how the message itself is to be read.
+/// Rejects text that looks like a port, and headers that define the framing of the message.
 fn parse_header(name: &Arc<str>, text: &str) -> Result<HeaderName, SecretError> {
     const FRAMING: [HeaderName; 6] = [
         header::HOST,
@@ -339,7 +352,7 @@ fn read_file(name: &Arc<str>, path: &Path) -> Result<Zeroizing<String>, SecretEr
         name: name.clone(),
         cause,
     };
-    // Looked at before it is opened, since to open a pipe could take for ever.
+    // Checked before the file is opened, because opening a pipe could block forever.
     let metadata = std::fs::metadata(path).map_err(failed)?;
     if !metadata.is_file() {
         return Err(failed(io::Error::new(
@@ -351,7 +364,7 @@ fn read_file(name: &Arc<str>, path: &Path) -> Result<Zeroizing<String>, SecretEr
         return Err(SecretError::FileOpenToOthers { name: name.clone() });
     }
     let file = std::fs::File::open(path).map_err(failed)?;
-    // With room for all of it, so that no copy is left behind by a growing buffer.
+    // With capacity for the whole value, so that a growing buffer does not leave a copy behind.
     let mut value = Zeroizing::new(String::with_capacity(LONGEST_VALUE + 64));
     file.take(LONGEST_VALUE as u64 + 3)
         .read_to_string(&mut value)
@@ -387,7 +400,7 @@ fn random_characters() -> Result<String, SecretError> {
         .collect())
 }
 
-/// Encodes text as programs do, for tests of other rooms.
+/// Encodes text as programs do, for tests of other modules.
 #[cfg(test)]
 pub(crate) fn base64_for_tests(text: &str) -> String {
     String::from_utf8(encoding::base64(text.as_bytes())).expect("base64 is ASCII")

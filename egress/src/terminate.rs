@@ -1,18 +1,23 @@
-//! HTTPS that ends here, for hosts that have a secret.
+//! TLS termination for hosts that have a secret.
 //!
 //! ```text
-//!  program inside ──TLS, certificate of the session's authority──▶ here ──TLS, the true host is verified──▶ host
-//!                   placeholders                                  fill ▶                                  values
-//!                   placeholders                                ◀ mask                                    values
+//!  program inside ─TLS, certificate of the session's CA─▶ here ─TLS, real host verified─▶ host
+//!                  placeholders                          fill ▶                    values
+//!                  placeholders                        ◀ mask                      values
 //! ```
 //!
-//! Every request is read: its Host must be the connection's name, also the tenth one on a kept connection. HTTP/1.1 is the only protocol offered. Bodies stream, except those in
-//! which a placeholder may stand (a form, JSON, text, up to 1 MiB), which are gathered first. Answers are masked as they stream; that needs plain text, so we ask for no
-//! encoding, and an answer that is encoded all the same is refused. Parts of an answer (`Range`) are not asked for, because a value cut in two would not be found.
+//! Every request is parsed: its Host must be the connection's name, also for the tenth request on a
+//! persistent connection. HTTP/1.1 is the only protocol offered. Bodies stream, except those that
+//! may contain a placeholder (a form, JSON, text, up to 1 MiB), which are buffered first. Responses
+//! are masked as they stream. That needs plain text, so requests ask for no encoding, and a
+//! response that is encoded nevertheless is refused. Range requests are not forwarded, because a
+//! value cut in two would not be found.
 //!
-//! A WebSocket begins like a request, so its headers are filled; the messages from the host are masked, those to the host are copied. Trailers are not passed on.
+//! A WebSocket starts as a request, so its headers are filled; messages from the host are masked,
+//! messages to the host are copied. Trailers are not forwarded.
 //!
-//! **Plain HTTP does not come here: in it, placeholders are not replaced**, since a value must not travel unencrypted.
+//! **Plain HTTP does not come here: in it, placeholders are not replaced**, since a value must not
+//! travel unencrypted.
 
 mod bodies;
 mod frames;
@@ -48,22 +53,22 @@ use crate::name::{Host, HostName, parse_authority};
 use crate::secrets::{BodyKind, HostSecrets, Note, Vault};
 use bodies::{Masked, Prefixed, Streamed};
 
-/// Both handshakes are a few packets; the connection waits for them.
+/// Timeout for each TLS handshake. Both take a few packets; the connection waits for them.
 const LONGEST_HANDSHAKE: Duration = Duration::from_secs(10);
 
-/// How long a kept connection may rest, and how long the head of a request may take.
+/// Timeout for the next request on an idle connection, and for the head of a request.
 const LONGEST_WAIT_FOR_REQUEST: Duration = Duration::from_secs(60);
 
-/// How long the kept connection to the host may take to become free. It nearly always is.
+/// Timeout until the pooled connection to the host is ready. It nearly always is.
 const LONGEST_WAIT_FOR_KEPT: Duration = Duration::from_secs(5);
 
-/// The most bytes of a request's or an answer's head.
+/// Size limit of the head of a request or response.
 const LARGEST_HEAD: usize = 64 * 1024;
 
-/// The largest body that is searched for placeholders.
+/// Size limit of a body that is searched for placeholders.
 const LARGEST_FILLED_BODY: usize = 1024 * 1024;
 
-/// Headers that speak of one connection and not of the message.
+/// Headers that describe one connection and not the message.
 const HOP_BY_HOP: [HeaderName; 9] = [
     header::CONNECTION,
     HeaderName::from_static("keep-alive"),
@@ -76,12 +81,15 @@ const HOP_BY_HOP: [HeaderName; 9] = [
     header::UPGRADE,
 ];
 
-/// Told about requests that use a placeholder in the wrong place.
+/// Receives notes about requests that use a placeholder in the wrong place.
 pub(crate) type Notes = dyn Fn(Note) + Send + Sync;
 
-/// Serves one connection from inside, which is for `name` (a host with a secret in `vault`) at `port`, until it ends.
+/// Serves one connection from inside, which is for `name` (a host with a secret in `vault`) at
+/// `port`, until it ends.
 ///
-/// `inside` is at the first byte of the TLS handshake and must send at once (`TCP_NODELAY`), or every answer waits 40 ms for an acknowledgement. Whenever a connection to the host is needed, `dial` decides anew. Dropping the future ends everything.
+/// `inside` is at the first byte of the TLS handshake and must send at once (`TCP_NODELAY`), or
+/// every response waits 40 ms for an acknowledgement. `dial` decides anew for each connection to
+/// the host. Dropping the future ends all connections.
 pub(crate) async fn serve<S>(
     inside: S,
     name: &HostName,
@@ -128,7 +136,7 @@ where
     }
 }
 
-/// One connection from inside, and what belongs to it.
+/// One connection from inside and its state.
 struct Exchange {
     name: HostName,
     port: u16,
@@ -136,15 +144,15 @@ struct Exchange {
     client: Arc<ClientConfig>,
     dial: Arc<Dial>,
     notes: Arc<Notes>,
-    /// The connection to the host between two requests.
+    /// The idle connection to the host between two requests.
     kept: Mutex<Option<SendRequest<Streamed>>>,
-    /// The tasks that move the bytes of connections to the host. They end with us.
+    /// The tasks that drive connections to the host. They end with this value.
     drivers: Mutex<JoinSet<()>>,
-    /// Both ends of a WebSocket, once there is one.
+    /// Both ends of a WebSocket after the upgrade.
     tunnel: Mutex<Option<(OnUpgrade, OnUpgrade)>>,
 }
 
-/// Why a request gets an answer of ours instead of the host's.
+/// Reason for a response of ours instead of the host's.
 #[derive(Debug)]
 struct Refusal {
     status: StatusCode,
@@ -177,7 +185,8 @@ impl Exchange {
         }
     }
 
-    /// Refuses a request that is not for this connection's name and port, whatever it says in its target or its Host.
+    /// Refuses a request that is not for this connection's name and port, in its target or its
+    /// Host.
     fn check_host(&self, request: &Request<Incoming>) -> Result<(), Refusal> {
         let hosts: Vec<_> = request.headers().get_all(header::HOST).iter().collect();
         let [host] = hosts[..] else {
@@ -224,7 +233,7 @@ impl Exchange {
             .expect("a name has only letters, digits, hyphens, underscores and dots")
     }
 
-    /// Returns the request as it goes to the host, with values in place.
+    /// Returns the request to send to the host, with values inserted.
     async fn filled(
         &self,
         request: Request<Incoming>,
@@ -233,7 +242,7 @@ impl Exchange {
         let (mut parts, body) = request.into_parts();
         let mut notes = BTreeSet::new();
         prepare_headers(&mut parts, is_websocket);
-        // In our spelling, so that the host cannot read it in another way than we did.
+        // In our spelling, so that the host cannot interpret it in another way than we did.
         parts.headers.insert(header::HOST, self.host_header());
         let kind = body_kind(&parts.headers);
         self.secrets.fill_headers(&mut parts.headers, &mut notes);
@@ -298,7 +307,7 @@ impl Exchange {
         Ok(Full::from(filled).map_err(|never| match never {}).boxed())
     }
 
-    /// Sends over the kept connection or, if there is none or it has ended, over a new one.
+    /// Sends over the idle connection or, if there is none or it has ended, over a new one.
     async fn send(&self, mut request: Request<Streamed>) -> Result<Response<Incoming>, Refusal> {
         let kept = lock(&self.kept).take();
         if let Some(mut kept) = kept
@@ -312,7 +321,7 @@ impl Exchange {
                     *lock(&self.kept) = Some(kept);
                     return Ok(response);
                 }
-                // Not a byte of it was sent: the host had closed the connection just then.
+                // No byte was sent: the host closed the connection at that moment.
                 Err(mut error) => match error.take_message() {
                     Some(unsent) => request = unsent,
                     None => return Err(self.bad_answer("ended the connection without an answer")),
@@ -349,13 +358,13 @@ impl Exchange {
         let mut drivers = lock(&self.drivers);
         while drivers.try_join_next().is_some() {}
         drivers.spawn(async move {
-            // A failure is told to whoever waits for the answer.
+            // A failure is reported to the caller that waits for the response.
             let _ = connection.with_upgrades().await;
         });
         Ok(sender)
     }
 
-    /// Returns the host's answer as it goes inside.
+    /// Returns the host's response as it is sent inside.
     fn masked(
         &self,
         response: Response<Incoming>,
@@ -368,19 +377,21 @@ impl Exchange {
             ));
         }
         remove_hop_by_hop(&mut parts.headers);
-        // With a placeholder in it, the body has another length. The answer to HEAD has none.
+        // Placeholders change the length of the body. The response to HEAD has no body.
         if !is_head {
             parts.headers.remove(header::CONTENT_LENGTH);
         }
         self.secrets.mask_headers(&mut parts.headers);
-        // A new response: the old one's extensions keep the reason phrase, in which a host could write anything.
+        // A new response: the extensions of the old one include the reason phrase, in which a host
+        // could write anything.
         let mut masked = Response::new(Masked::new(body, self.secrets.masker()).boxed());
         *masked.status_mut() = parts.status;
         *masked.headers_mut() = parts.headers;
         Ok(masked)
     }
 
-    /// Lets the connection become a WebSocket, whose frames are copied when hyper has let go of both ends.
+    /// Turns the connection into a WebSocket. Its frames are copied once hyper has released both
+    /// ends.
     fn upgraded(
         &self,
         mut response: Response<Incoming>,
@@ -421,7 +432,7 @@ impl Refusal {
         }
     }
 
-    /// A refusal after which nothing more is read from this connection.
+    /// Returns a refusal after which nothing more is read from this connection.
     fn closing(status: StatusCode, sentence: String) -> Refusal {
         Refusal {
             status,
@@ -450,7 +461,7 @@ impl Refusal {
     }
 }
 
-/// Ends TLS as `name`, if the client asks for exactly that name.
+/// Accepts TLS as `name`, if the client asks for exactly that name.
 async fn accept<S>(
     inside: S,
     name: &HostName,
@@ -486,7 +497,8 @@ async fn in_time<T>(handshake: impl Future<Output = io::Result<T>>) -> io::Resul
         })
 }
 
-/// Makes a request's headers ours: one connection further, no encoding, nothing that would keep values from being found in the answer.
+/// Prepares a request's headers for the host: no hop-by-hop headers, no encoding, nothing that
+/// would prevent values from being found in the response.
 fn prepare_headers(parts: &mut request::Parts, is_websocket: bool) {
     let headers = &mut parts.headers;
     remove_hop_by_hop(headers);
@@ -512,7 +524,8 @@ fn remove_hop_by_hop(headers: &mut HeaderMap) {
     let named: Vec<HeaderName> = tokens(headers, header::CONNECTION)
         .filter_map(|token| token.parse().ok())
         .collect();
-    // Whoever lists these as belonging to the connection wants them gone, and us to misread the message.
+    // A `Connection` header that names these is an attempt to remove them so that we misread the
+    // message.
     let kept = [header::HOST, header::CONTENT_LENGTH];
     for name in named
         .iter()
@@ -540,7 +553,7 @@ fn is_encoded(headers: &HeaderMap) -> bool {
         .any(|token| token != "identity")
 }
 
-/// Returns how the body spells its text, if placeholders are replaced in it.
+/// Returns how the body encodes its text, if placeholders are replaced in it.
 fn body_kind(headers: &HeaderMap) -> Option<BodyKind> {
     if headers.contains_key(header::CONTENT_ENCODING) {
         return None;
@@ -548,7 +561,7 @@ fn body_kind(headers: &HeaderMap) -> Option<BodyKind> {
     BodyKind::of(headers.get(header::CONTENT_TYPE)?.to_str().ok()?)
 }
 
-/// Returns the comma-separated words of a header, in lower case.
+/// Returns the comma-separated tokens of a header, in lower case.
 fn tokens(headers: &HeaderMap, name: HeaderName) -> impl Iterator<Item = String> {
     let values = headers
         .get_all(name)
@@ -565,7 +578,7 @@ fn tokens(headers: &HeaderMap, name: HeaderName) -> impl Iterator<Item = String>
     words.into_iter().filter(|word| !word.is_empty())
 }
 
-/// Copies a WebSocket until the host ends it.
+/// Copies a WebSocket until the host closes it.
 async fn tunnel_between(
     inside: OnUpgrade,
     outside: OnUpgrade,
@@ -577,7 +590,7 @@ async fn tunnel_between(
     let outwards = async {
         tokio::io::copy(&mut from_inside, &mut to_outside).await?;
         to_outside.shutdown().await?;
-        // The host may still have something to say.
+        // The host may still send data.
         std::future::pending::<io::Result<()>>().await
     };
     tokio::select! {

@@ -1,7 +1,7 @@
-//! The budget: depth and memory of a text, counted from its bytes.
+//! The budget: nesting depth and memory of a text, computed from its bytes.
 //!
-//! The scan tells strings from structure and nothing else. It accepts texts that are no JSON; the
-//! decoder refuses those later, and up to the error it has seen the same tokens as the scan.
+//! The scan only distinguishes strings from structure. It accepts texts that are not valid JSON.
+//! The decoder rejects those later, and up to the error it has seen the same tokens as the scan.
 
 use memchr::memchr2;
 
@@ -10,26 +10,26 @@ pub const MAX_DEPTH: usize = 127;
 
 /// Memory of an object: one B-tree node with room for eleven members.
 const OBJECT: usize = 640;
-/// Memory of a further member. Nodes may be half empty.
+/// Memory of each further member. Nodes may be half empty.
 const MEMBER: usize = 128;
 /// Memory of a list: room for its first four elements.
 const LIST: usize = 160;
-/// Memory of a further element. Lists grow by doubling.
+/// Memory of each further element. Lists grow by doubling.
 const ELEMENT: usize = 64;
 /// Memory of a string besides its bytes.
 const STRING: usize = 32;
 
-/// How much a text may hold.
+/// Limits for a text.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Budget {
-    /// Objects and lists inside one another, at most `MAX_DEPTH`.
+    /// Nesting depth of objects and lists, at most `MAX_DEPTH`.
     pub depth: usize,
     /// Bytes of memory for objects, lists, members and elements. The bytes of strings come on top:
-    /// there are never more of them than the text has.
+    /// they never exceed the length of the text.
     pub memory: usize,
 }
 
-/// What a text has too much of.
+/// The limit that a text exceeds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum Excess {
     #[error("it is nested deeper than {0} levels")]
@@ -39,8 +39,8 @@ pub enum Excess {
 }
 
 impl Budget {
-    /// Returns the memory that the structure of `text` takes once it is decoded, or what there is
-    /// too much of.
+    /// Returns the memory that the structure of `text` takes once decoded, or the limit that it
+    /// exceeds.
     pub fn check(&self, text: &[u8]) -> Result<usize, Excess> {
         let (mut depth, mut memory) = (0_usize, 0_usize);
         let mut at = 0;
@@ -74,7 +74,7 @@ impl Budget {
     }
 }
 
-/// Returns the place behind the string whose first character is at `from`.
+/// Returns the position after the string whose first character is at `from`.
 fn end_of_string(text: &[u8], mut from: usize) -> usize {
     while let Some(offset) = text.get(from..).and_then(|rest| memchr2(b'"', b'\\', rest)) {
         if text[from + offset] == b'"' {
@@ -97,7 +97,7 @@ mod tests {
         memory: usize::MAX,
     };
 
-    /// Memory that a value takes besides the bytes of its strings, from the sizes of its types.
+    /// Memory of a value without the bytes of its strings, from the sizes of its types.
     fn memory(value: &Value) -> usize {
         let node = 11 * (size_of::<String>() + size_of::<Value>()) + 16;
         match value {
@@ -131,7 +131,7 @@ mod tests {
             budget.check(objects(1000).as_bytes()).is_ok(),
             "the control"
         );
-        // So are elements and members without objects.
+        // The same holds for elements and members without objects.
         assert!(
             budget
                 .check(format!("[{}0]", "0,".repeat(20_000)).as_bytes())

@@ -1,13 +1,13 @@
-//! What a JSON-RPC message is about, from its beginning alone.
+//! Reads the method and name of a JSON-RPC message from its beginning alone.
 
 use std::fmt;
 
 use serde::de::{DeserializeSeed, Deserializer, IgnoredAny, MapAccess, Visitor};
 
-/// The longest method or name that is looked at.
+/// Length limit of a method or name.
 const MAX_NAME: usize = 256;
 
-/// Members that were found. Nothing here was checked: the rest of the message may be anything.
+/// The members found. They are not validated: the rest of the message may be anything.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
 pub struct Peeked {
     pub method: Option<String>,
@@ -15,13 +15,12 @@ pub struct Peeked {
     pub name: Option<String>,
 }
 
-/// Looks for the method and the name in the beginning of a message. Allocates nothing but these
-/// two.
+/// Searches the beginning of a message for the method and the name. Allocates only these two.
 pub fn peek(beginning: &[u8]) -> Peeked {
     let mut found = Peeked::default();
     let mut reader = serde_json::Deserializer::from_slice(beginning);
-    // A text that breaks off is an error, and so is one that is no JSON. What was found before
-    // stays.
+    // A truncated text is an error, and so is one that is not JSON. Members found before the error
+    // are kept.
     let _ = Members {
         found: &mut found,
         inside: Inside::Message,

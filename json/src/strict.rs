@@ -9,7 +9,7 @@ use serde_json::{Map, Value};
 
 use crate::budget::{Budget, Excess};
 
-/// Why a text was not decoded.
+/// Reason why a text was not decoded.
 #[derive(Debug, thiserror::Error)]
 pub enum ReadError {
     #[error(transparent)]
@@ -24,8 +24,8 @@ pub fn read<T: DeserializeOwned>(text: &[u8], budget: Budget) -> Result<T, ReadE
     Ok(serde_json::from_slice(text)?)
 }
 
-/// Decodes a text within a budget, and refuses an object that has the same key twice: another
-/// reader of the same text might believe the other one.
+/// Decodes a text within a budget, and rejects an object with a repeated key: another reader of the
+/// same text might use the other value.
 pub fn read_strict(text: &[u8], budget: Budget) -> Result<Value, ReadError> {
     budget.check(text)?;
     let mut reader = serde_json::Deserializer::from_slice(text);
@@ -93,7 +93,7 @@ impl<'de> Visitor<'de> for UniqueKeys {
         let mut object = Map::new();
         while let Some(key) = members.next_key::<String>()? {
             let value = members.next_value_seed(self)?;
-            // The key is not repeated in the error: it may be long, and it is the writer's own.
+            // The key is not part of the error: it may be long, and it is the sender's own text.
             if object.insert(key, value).is_some() {
                 return Err(A::Error::custom("an object has the same key twice"));
             }

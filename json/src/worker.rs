@@ -1,8 +1,8 @@
-//! Decoding of large texts away from the async workers.
+//! Decodes large texts away from the async workers.
 //!
-//! A worker that decodes 32 MiB answers nobody meanwhile. So large texts are decoded on threads for
-//! blocking work, and only `AT_ONCE` of them at a time: callers who send many wait for each other,
-//! not everybody else for them.
+//! A worker that decodes 32 MiB serves no other task meanwhile. So large texts are decoded on
+//! threads for blocking work, and only `AT_ONCE` of them at a time: callers that send many large
+//! texts wait for each other, and other callers do not wait for them.
 
 use std::future;
 use std::pin::Pin;
@@ -13,20 +13,20 @@ use tokio::task;
 
 use crate::budget::{Budget, MAX_DEPTH};
 
-/// Bytes of a text that is decoded where it was read.
+/// Size limit of a text that is decoded on the current thread.
 const SMALL: usize = 64 * 1024;
-/// The same for the memory of its structure, which costs more time than text.
+/// The same limit for the memory of its structure, which takes more time than text.
 const SMALL_STRUCTURE: usize = 512 * 1024;
-/// Large texts that are decoded at the same time.
+/// Number of large texts decoded at the same time.
 const AT_ONCE: usize = 2;
 
 static TURNS: Semaphore = Semaphore::const_new(AT_ONCE);
 
-/// A text that is being decoded. It may be kept and polled again after other work, so that order is
-/// kept.
+/// A decoding in progress. It can be stored and polled again after other work, so that order is
+/// preserved.
 pub type Decoding<T> = Pin<Box<dyn Future<Output = T> + Send>>;
 
-/// Tells whether a text is decoded within a millisecond or so.
+/// Returns whether a text is decoded within about a millisecond.
 pub fn is_small(text: &[u8]) -> bool {
     text.len() <= SMALL
         && Budget {
@@ -37,8 +37,8 @@ pub fn is_small(text: &[u8]) -> bool {
         .is_ok()
 }
 
-/// Decodes a text: a small one at once, a large one on another thread. Dropping it gives the result
-/// up.
+/// Decodes a text: a small one at once, a large one on another thread. Dropping the future discards
+/// the result.
 pub fn decoding<I, T>(
     is_small: bool,
     input: I,
@@ -59,14 +59,14 @@ where
                 decoded
             }
             Err(error) if error.is_panic() => std::panic::resume_unwind(error.into_panic()),
-            // The runtime is shutting down, and nobody reads the result any more.
+            // The runtime is shutting down, and the result is no longer needed.
             Err(_) => future::pending().await,
         }
     })
 }
 
-/// Decodes a large text here and now, for callers that cannot wait. Other tasks of this worker go
-/// on elsewhere.
+/// Decodes a large text on the current thread, for callers that cannot wait. Other tasks of this
+/// worker move to another thread.
 pub fn decode_now<T>(decode: impl FnOnce() -> T) -> T {
     match Handle::try_current().map(|handle| handle.runtime_flavor()) {
         Ok(RuntimeFlavor::MultiThread) => task::block_in_place(decode),
@@ -133,7 +133,7 @@ mod tests {
     async fn a_panic_reaches_whoever_waits() {
         let failed = tokio::spawn(decoding(false, (), |()| panic!("of the test"))).await;
         assert!(failed.unwrap_err().is_panic());
-        // Its turn is free again.
+        // Its permit is free again.
         for _ in 0..=AT_ONCE {
             assert_eq!(decoding(false, 1, |one| one + 1).await, 2);
         }

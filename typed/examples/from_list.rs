@@ -1,5 +1,6 @@
-//! Makes the package of a server from the tools that it lists: `from_list NAME FOLDER < tools.json`, where the input is the array that
-//! `tools/list` returns. Prints what is not as the server said it, and how long making it took.
+//! Makes the package of a server from the tools that it lists: `from_list NAME FOLDER <
+//! tools.json`, where the input is the array that `tools/list` returns. Prints what is not as the
+//! server said it, and how long making it took.
 
 use std::error::Error;
 use std::path::Path;

@@ -1,7 +1,8 @@
-//! Classes: which classes and aliases a module has for the shapes of a schema, and what they are called.
+//! Classes: plans the classes and aliases of a module for the shapes of a schema, and their names.
 //!
-//! Classes come before those that use them, but for recursion; annotations are resolved late, so that is allowed. An alias is evaluated where it
-//! stands: one that uses a class which is still being planned comes after all classes.
+//! Classes come before those that use them, except in a recursion. That is allowed because
+//! annotations are resolved late. An alias is evaluated where it is defined: one that uses a class
+//! still being planned comes after all classes.
 
 use std::collections::{BTreeSet, HashMap};
 
@@ -14,10 +15,10 @@ use crate::shape::{
     Bounds, Format, Lengths, Member, Others, Record, Schema, Shape, TextRules, union,
 };
 
-/// A choice that is longer than this on one line gets a name.
+/// A choice longer than this on one line gets a name.
 const LONGEST_INLINE_CHOICE: usize = 60;
 
-/// What stands at the top level of a module.
+/// A definition at the top level of a module.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) enum Item {
     Class(Class),
@@ -33,12 +34,12 @@ pub(crate) struct Class {
 
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) enum Body {
-    /// A model with fields. `extra` is Pydantic's word for how it takes members that it does not know.
+    /// A model with fields. `extra` is Pydantic's setting for unknown members.
     Fields {
         fields: Vec<Field>,
         extra: &'static str,
     },
-    /// A model that is one value.
+    /// A model that consists of one value.
     Root(Code),
 }
 
@@ -54,35 +55,35 @@ pub(crate) struct Field {
     pub(crate) description: Option<String>,
 }
 
-/// What a field is when nobody sets it.
+/// The default of a field.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) enum Preset {
     Value(Code),
-    /// Made anew for each object.
+    /// Created anew for each object.
     Made(Code),
 }
 
-/// Which way values of a schema go.
+/// The direction in which values of a schema travel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Direction {
-    /// To the server. A member that the schema does not name is most likely a typing mistake.
+    /// To the server. A member that the schema does not name is most likely a typo.
     In,
     /// From the server. Members that the schema does not name are kept.
     Out,
 }
 
-/// What a module is planned to hold.
+/// The planned content of a module.
 #[derive(Debug, Default)]
 pub(crate) struct Plan {
     pub(crate) items: Vec<Item>,
     pub(crate) names: Names,
     /// The names that annotations use and that must be imported.
     pub(crate) uses: BTreeSet<&'static str>,
-    /// Classes by what they hold, so that equal ones are one.
+    /// Classes by their content, so that equal ones are shared.
     known: HashMap<String, String>,
 }
 
-/// What `Result` turned out to be.
+/// The kind of definition that `Result` is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum ResultKind {
     Class,
@@ -129,7 +130,8 @@ impl Plan {
         self.finish(Item::Class(class), late, is_root);
     }
 
-    /// Plans `Result`: a class for an object, otherwise another name for what it is. With `member`, it is that member of the object.
+    /// Plans `Result`: a class for an object, otherwise an alias. With `member`, it is that member
+    /// of the object.
     pub(crate) fn add_result(
         &mut self,
         schema: &Schema,
@@ -175,7 +177,8 @@ impl Plan {
         }
     }
 
-    /// Puts the last item behind the others. One that is evaluated where it stands comes after everything that it may use.
+    /// Adds the last item. An item that is evaluated where it is defined comes after everything
+    /// that it may use.
     fn finish(&mut self, item: Item, late: Vec<Item>, is_evaluated: bool) {
         if is_evaluated {
             self.items.extend(late);
@@ -196,11 +199,11 @@ impl Direction {
     }
 }
 
-/// How far the planning of a definition is.
+/// The planning state of a definition.
 #[derive(Clone)]
 enum Progress {
     Untouched,
-    /// Being planned; its class, if it is one.
+    /// Being planned. Contains the name of its class, if it is one.
     Begun(Option<String>),
     Planned(Code),
 }
@@ -210,11 +213,12 @@ struct Planner<'p> {
     schema: &'p Schema,
     direction: Direction,
     progress: Vec<Progress>,
-    /// Whether what refers to the root may refer to a class.
+    /// Whether references to the root may refer to a class.
     root_is_a_class: bool,
     /// Aliases that must come after all classes.
     late: Vec<Item>,
-    /// Whether something was used since this was last cleared that is not there yet where items go now.
+    /// Whether, since this was last cleared, something was used that is not yet defined at the
+    /// current position.
     used_unfinished: bool,
 }
 
@@ -237,7 +241,7 @@ impl<'p> Planner<'p> {
         name
     }
 
-    /// Returns the annotation for a shape. `hint` is what a class for it would be called.
+    /// Returns the annotation for a shape. `hint` is the preferred name of a class for it.
     fn kind(&mut self, shape: &Shape, hint: &str) -> Code {
         match shape {
             Shape::Any => Code::text(self.uses("Any")),
@@ -396,7 +400,7 @@ impl<'p> Planner<'p> {
                 self.used_unfinished = true;
                 Code::text(class)
             }
-            // An alias cannot be part of itself.
+            // An alias cannot contain itself.
             Progress::Begun(None) => Code::text(self.uses("Any")),
             Progress::Untouched if place == 0 => self.root(),
             Progress::Untouched => {
@@ -407,7 +411,7 @@ impl<'p> Planner<'p> {
         }
     }
 
-    /// What a reference to the whole schema is: its class, which comes last.
+    /// Returns the annotation for a reference to the whole schema: its class, which comes last.
     fn root(&mut self) -> Code {
         if !self.root_is_a_class {
             return Code::text(self.uses("Any"));
@@ -448,7 +452,7 @@ impl<'p> Planner<'p> {
         Code::text(name)
     }
 
-    /// Returns the class for an object that is described where it is used. Equal ones share a class.
+    /// Returns the class for an object that is described inline. Equal objects share a class.
     fn class(&mut self, record: &Record, hint: &str) -> String {
         let key = format!("{:?} {record:?}", self.direction);
         if let Some(name) = self.plan.known.get(&key) {
@@ -486,7 +490,8 @@ impl<'p> Planner<'p> {
     }
 
     fn fields(&mut self, record: &Record, class: &str) -> Body {
-        // A class of `Params` is called after its field; others say where they belong when they would be unclear.
+        // A class used by `Params` or `Result` is named after its field. Others get the name of
+        // their class as a prefix if they would be unclear.
         let hint = |member: &Member| match class {
             "Params" | "Result" => member.name.clone(),
             _ if name::class(&member.name).len() < 4 => format!("{class}_{}", member.name),
@@ -533,7 +538,8 @@ impl<'p> Planner<'p> {
         }
     }
 
-    /// The annotation of a field that must be sent. One that has a default need not be set, and is sent all the same.
+    /// Returns the annotation of a field that must be sent. A field with a default need not be set,
+    /// and is sent nevertheless.
     fn required(&mut self, member: &Member, hint: &str) -> (Code, Option<Preset>) {
         let kind = self.kind(&member.shape, hint);
         let fits = |value: &&Value| {
@@ -553,7 +559,8 @@ impl<'p> Planner<'p> {
         }
     }
 
-    /// The annotation of a field that need not be set. `Null` says that null is a value which can be sent, `None` that none means nothing.
+    /// Returns the annotation of a field that need not be set. `Null` means that null is a value
+    /// that can be sent, `None` that the field is left out.
     fn optional(&mut self, shape: &Shape, hint: &str) -> Code {
         if self.schema.meant(shape) == &Shape::Any {
             return self.kind(shape, hint);
@@ -581,7 +588,7 @@ impl<'p> Planner<'p> {
         if self.schema.is_plain(&member.shape, value) {
             return Preset::Value(literal::value(value));
         }
-        // The class is the first word of the annotation, before ` | None`.
+        // The class is the first part of the annotation, before ` | None`.
         match (self.schema.meant(&member.shape), kind) {
             (Shape::Record(_), Code::Union(kinds)) => {
                 let make = Code::call(
@@ -595,14 +602,14 @@ impl<'p> Planner<'p> {
     }
 }
 
-/// Returns a default that a field has and its source does not show.
+/// Returns a default that a field has but that its source does not show.
 fn unspoken_default<'a>(member: &'a Member, preset: Option<&Preset>) -> Option<&'a Value> {
     let value = member.default.as_ref().filter(|value| !value.is_null())?;
     let is_shown = preset.is_some_and(|preset| *preset != Preset::Value(Code::text("None")));
     (!is_shown).then_some(value)
 }
 
-/// Tells whether a title is the name again, as generators of schemas write it.
+/// Returns whether a title only repeats the name, as schema generators write it.
 fn only_repeats(title: &str, name: &str) -> bool {
     let letters = |text: &str| {
         text.chars()
@@ -626,7 +633,7 @@ fn either(kind: Code, other: Code) -> Code {
     }
 }
 
-/// Returns a shape without null, or nothing when null was all.
+/// Returns a shape without null, or `None` if it was only null.
 fn without_null(shape: &Shape) -> Option<Shape> {
     match shape {
         Shape::Null => None,
@@ -667,7 +674,8 @@ fn lengths(lengths: &Lengths) -> Vec<Code> {
         .collect()
 }
 
-/// What a class for one of several objects is called: after what tells it apart, if something does.
+/// Returns the name for a class of one of several objects: after its distinguishing member, if
+/// there is one.
 fn branch_hint(shape: &Shape, hint: &str) -> String {
     let Shape::Record(record) = shape else {
         return hint.to_owned();
@@ -692,7 +700,8 @@ fn branch_hint(shape: &Shape, hint: &str) -> String {
     }
 }
 
-/// Finds a member that tells objects apart: in each it must be there, as texts that no other has.
+/// Finds a discriminator: a member that is required in each object, with texts that no other object
+/// has.
 fn discriminator<'a>(schema: &'a Schema, members: &'a [Shape]) -> Option<&'a str> {
     let objects = members.iter().filter(|member| **member != Shape::Null);
     let records = objects.map(|member| match schema.meant(member) {
@@ -721,7 +730,7 @@ fn discriminator<'a>(schema: &'a Schema, members: &'a [Shape]) -> Option<&'a str
         .find(|name| tells_apart(name))
 }
 
-/// The texts that a required member may be, when it is a choice of texts.
+/// Returns the texts that a required member may have, if it is a choice of texts.
 fn texts_of<'a>(schema: &'a Schema, record: &'a Record, name: &str) -> Option<&'a [Value]> {
     let member = record
         .members

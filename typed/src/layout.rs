@@ -1,21 +1,21 @@
-//! Layout: expressions as a good Python programmer breaks them over lines.
+//! Layout: breaks expressions over lines in the usual Python style.
 
-/// Lines are at most so long, unless a single literal is longer.
+/// Maximum line length, unless a single literal is longer.
 pub(crate) const WIDTH: usize = 100;
 
-/// A piece of source that may be broken where it has brackets or bars.
+/// A piece of source that may be broken at its brackets or bars.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Code {
     Text(String),
-    /// Something in brackets, with commas.
+    /// Comma-separated items in brackets.
     List {
         open: String,
         items: Vec<Code>,
         close: &'static str,
     },
-    /// Alternatives with bars between them.
+    /// Alternatives separated by bars.
     Union(Vec<Code>),
-    /// A text that stays in front of what follows, such as `default=`.
+    /// A text that stays in front of the following code, such as `default=`.
     After(String, Box<Code>),
 }
 
@@ -46,7 +46,7 @@ impl Code {
         Code::After(text.into(), Box::new(code))
     }
 
-    /// The source on one line.
+    /// Returns the source on one line.
     pub(crate) fn flat(&self) -> String {
         let join = |items: &[Code], separator: &str| {
             items
@@ -63,7 +63,8 @@ impl Code {
         }
     }
 
-    /// The source between `before` and `after`, which share its first and last line, indented by `indent` spaces. `before` is not indented here.
+    /// Returns the source between `before` and `after`, which share its first and last line,
+    /// indented by `indent` spaces. `before` is not indented here.
     pub(crate) fn broken(&self, indent: usize, before: &str, after: &str) -> String {
         let flat = format!("{before}{}{after}", self.flat());
         if fits(indent, &flat) {
@@ -106,7 +107,8 @@ impl Code {
     }
 }
 
-/// Returns `name: kind = value`, broken in the value if that is enough, otherwise in the annotation.
+/// Returns `name: kind = value`, broken in the value if that is sufficient, otherwise in the
+/// annotation.
 pub(crate) fn annotated(indent: usize, name: &str, kind: &Code, value: Option<&Code>) -> String {
     let margin = " ".repeat(indent);
     let Some(value) = value else {

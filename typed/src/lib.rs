@@ -1,21 +1,22 @@
-//! Schemas of MCP tools in, a typed Python package out.
+//! Generates a typed Python package from the schemas of MCP tools.
 //!
-//!     generate(server, tools)  →  mcptools/<server>/__init__.py      what there is
-//!                                 mcptools/<server>/<tool>.py        Params, Result, run, run_async
+//!     generate(server, tools)  →  mcptools/<server>/__init__.py     index of the tools
+//!                                 mcptools/<server>/<tool>.py       Params, Result, run, run_async
 //!     index(packages)          →  mcptools/__init__.py
 //!
-//!     name      what a server calls things → identifiers
+//!     name      names of a server → identifiers
 //!     schema    JSON Schema → shapes
 //!     classes   shapes → classes and their names
 //!     literal   text and values → literals, in which they are only ever data
-//!     unseen    characters that nobody sees
-//!     layout    expressions over lines
+//!     unseen    invisible characters
+//!     layout    line breaks in expressions
 //!     module, package   the text of the files
 //!
-//! Everything that a server says is hostile. Names become identifiers of plain letters, all else becomes literals, references lead nowhere outside,
-//! depth and size have limits. The same input gives the same text. Nothing here reads or writes a file.
+//! All data from a server is untrusted. Names become identifiers of plain ASCII, everything else
+//! becomes literals, references never leave the document, and depth and size have limits. The same
+//! input gives the same text. This crate does not read or write files.
 //!
-//! What the modules need when they run is `runner/cellblock_runner/mcptools.py`.
+//! The runtime support of the modules is `runner/cellblock_runner/mcptools.py`.
 
 #![forbid(unsafe_code)]
 
@@ -43,13 +44,13 @@ use module::Subject;
 use package::Entry;
 use shape::{Others, Schema, Shape};
 
-/// One server has at most so many tools. The largest that are known have some hundreds.
+/// Limit of tools per server. The largest known servers have some hundreds.
 const MOST_TOOLS: usize = 1000;
-/// All schemas and descriptions of one server together.
+/// Size limit of all schemas and descriptions of one server together.
 const LARGEST_LIST: usize = 16 * 1024 * 1024;
-/// The name of one tool. The protocol asks for 128.
+/// Length limit of a tool name. The protocol asks for 128.
 const LONGEST_TOOL_NAME: usize = 256;
-/// The name under which servers send a result that is no object.
+/// The member in which servers wrap a result that is not an object.
 const WRAPPER: &str = "result";
 
 /// A tool as a server describes it.
@@ -62,20 +63,21 @@ pub struct ToolSchema {
     pub output: Option<Value>,
 }
 
-/// The files of one server, and what became of its tools.
+/// The generated files of one server, and the outcome for its tools.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Package {
     pub server: ServerName,
     /// The first is the index of the server; the others are one per tool, in the order of `tools`.
     pub files: Vec<GeneratedFile>,
-    /// In the order of their Python names.
+    /// Sorted by Python name.
     pub tools: Vec<GeneratedTool>,
-    /// What is not as the server said it, and why.
+    /// Differences from the server's description, with reasons.
     pub notes: Vec<Note>,
 }
 
 impl Package {
-    /// Returns what is left when only these tools may be known, by the names that the server knows. `None` when nothing is.
+    /// Returns the package reduced to the tools for whose original names `is_known` returns true,
+    /// or `None` if there are none.
     pub fn only(&self, is_known: impl Fn(&str) -> bool) -> Option<Package> {
         let (index, modules) = self.files.split_first()?;
         let kept = self
@@ -111,7 +113,7 @@ impl Package {
 /// A file to be written.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct GeneratedFile {
-    /// Relative, with `/`; made of `mcptools`, the server's Python name and the tool's.
+    /// Relative, with `/`. Consists of `mcptools`, the server's Python name and the tool's.
     pub path: String,
     pub text: String,
 }
@@ -119,7 +121,7 @@ pub struct GeneratedFile {
 /// A tool that has a module.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct GeneratedTool {
-    /// The name that the server knows.
+    /// The server's name for the tool.
     pub original: String,
     /// The name of the module.
     pub python: String,
@@ -127,7 +129,7 @@ pub struct GeneratedTool {
     pub summary: String,
 }
 
-/// A difference between what a server said and what was made of it.
+/// A difference between a server's description and the generated package.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Note {
     /// The tool has no module.
@@ -136,7 +138,7 @@ pub enum Note {
     Untyped { tool: String, why: SchemaError },
 }
 
-/// Why a tool has no module.
+/// Reason why a tool has no module.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum LeftOut {
     #[error("its name has {length} characters, and may have {LONGEST_TOOL_NAME}")]
@@ -156,14 +158,15 @@ impl fmt::Display for Note {
             Note::Untyped { tool, why } => {
                 write!(
                     formatter,
-                    "the results of the tool {tool:?} have no type, because its output schema cannot be read: {why}"
+                    "the results of the tool {tool:?} have no type, because its output schema \
+                     cannot be read: {why}"
                 )
             }
         }
     }
 }
 
-/// Why no package can be made.
+/// Reason why no package can be generated.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum GenerateError {
     #[error("the server has {count} tools, and may have {MOST_TOOLS}")]
@@ -172,7 +175,8 @@ pub enum GenerateError {
     TooLarge { bytes: usize },
 }
 
-/// Makes the package of one server. A tool that cannot be made is left out and noted; it does not spoil the others.
+/// Generates the package of one server. A tool that cannot be generated is left out and noted. It
+/// does not affect the others.
 pub fn generate(server: &ServerName, tools: &[ToolSchema]) -> Result<Package, GenerateError> {
     if tools.len() > MOST_TOOLS {
         return Err(GenerateError::TooManyTools { count: tools.len() });
@@ -234,7 +238,7 @@ fn server_index(server: &ServerName, tools: &[GeneratedTool]) -> String {
     package::server(server.as_str(), server.python(), &entries)
 }
 
-/// Makes the index of all servers, `mcptools/__init__.py`.
+/// Generates the index of all servers, `mcptools/__init__.py`.
 pub fn index(packages: &[&Package]) -> GeneratedFile {
     let described = packages.iter().map(|package| {
         let names: Vec<&str> = package
@@ -271,7 +275,7 @@ fn size(tool: &ToolSchema) -> usize {
     tool.name.len() + description(tool).len() + schemas.sum::<usize>()
 }
 
-/// Returns the tools that can have a module by their names.
+/// Returns the tools whose names allow a module.
 fn usable<'a>(tools: &'a [ToolSchema], notes: &mut Vec<Note>) -> Vec<&'a ToolSchema> {
     let mut seen = HashSet::new();
     let mut usable = Vec::new();
@@ -347,7 +351,7 @@ fn tool_module(
     Ok(module::text(&subject, &plan))
 }
 
-/// Whether a tool without known arguments takes others: only if its schema says so.
+/// Returns whether a tool without declared arguments accepts others: only if its schema says so.
 fn others_at_the_top(schema: &Value) -> Others {
     let speaks = ["additionalProperties", "patternProperties"]
         .iter()
@@ -359,11 +363,15 @@ fn others_at_the_top(schema: &Value) -> Others {
     }
 }
 
-/// Tells whether an output schema is an object around the result proper, as Python servers make it for results that are no objects.
+/// Returns whether an output schema wraps the actual result in an object, as Python servers do for
+/// results that are not objects.
 fn is_wrapped(schema: &Schema) -> bool {
     match schema.meant(schema.root()) {
         Shape::Record(record) => {
-            matches!(record.members.as_slice(), [member] if member.name == WRAPPER && member.is_required)
+            matches!(
+                record.members.as_slice(),
+                [member] if member.name == WRAPPER && member.is_required
+            )
         }
         _ => false,
     }

@@ -1,13 +1,14 @@
 //! Literals: text from a schema as Python source, in which it is only ever data.
 //!
-//! Whatever is not plainly visible is written as an escape (`unseen` has the list). So the source reads as it runs.
+//! Every character that is not plainly visible is written as an escape (`unseen` has the list). So
+//! the source means what it looks like.
 
 use serde_json::Value;
 
 use crate::layout::Code;
 use crate::unseen::is_unseen;
 
-/// So many characters of a description are kept. What follows is cut, because an agent reads it.
+/// Length limit of a description. The rest is cut off, because an agent reads it.
 const LONGEST_DESCRIPTION: usize = 8 * 1024;
 
 /// Returns `text` as a string literal on one line.
@@ -32,7 +33,7 @@ pub(crate) fn value(value: &Value) -> Code {
         Value::Null => Code::text("None"),
         Value::Bool(true) => Code::text("True"),
         Value::Bool(false) => Code::text("False"),
-        // Numbers of JSON are numbers of Python, written alike.
+        // JSON numbers are valid Python numbers.
         Value::Number(number) => Code::text(number.to_string()),
         Value::String(text) => Code::text(string(text)),
         Value::Array(items) => Code::list("[", items.iter().map(self::value).collect(), "]"),
@@ -45,16 +46,17 @@ pub(crate) fn value(value: &Value) -> Code {
     }
 }
 
-/// Returns a description as a docstring, in the form that people give to one.
+/// Returns a description as a docstring in the usual form.
 pub(crate) fn described(text: &str, indent: usize, width: usize) -> String {
     docstring(&cleaned(text), indent, width)
 }
 
-/// Returns lines of source that are a docstring, indented by `indent` spaces and wrapped before column `width`.
+/// Returns the source lines of a docstring, indented by `indent` spaces and wrapped before column
+/// `width`.
 ///
-/// Words stay as they are; lines that are too long are broken at spaces.
+/// Words are not changed. Lines that are too long are broken at spaces.
 pub(crate) fn docstring(text: &str, indent: usize, width: usize) -> String {
-    // The first line has quotation marks in front of it.
+    // The first line begins with quotation marks.
     let lines = wrapped(text, width.saturating_sub(indent + 3));
     let margin = " ".repeat(indent);
     let body: Vec<String> = lines.iter().map(|line| escaped_line(line)).collect();
@@ -77,7 +79,8 @@ pub(crate) fn docstring(text: &str, indent: usize, width: usize) -> String {
     }
 }
 
-/// Returns a description as people write docstrings: without margins, trailing spaces, and blank lines at its ends, and not too long.
+/// Returns a description in the usual form of a docstring: without margins, trailing spaces, and
+/// blank lines at its ends, and within the length limit.
 pub(crate) fn cleaned(text: &str) -> String {
     let cut: String = text.chars().take(LONGEST_DESCRIPTION).collect();
     let cut = if cut.len() < text.len() {
@@ -108,7 +111,8 @@ pub(crate) fn cleaned(text: &str) -> String {
         .to_owned()
 }
 
-/// Returns the beginning of a description that says what a thing is: its first sentence or line, within `most` characters.
+/// Returns a summary from the beginning of a description: its first sentence or line, within `most`
+/// characters.
 pub(crate) fn summary(text: &str, most: usize) -> String {
     let cleaned = cleaned(text);
     let line = cleaned.lines().next().unwrap_or_default();
@@ -125,7 +129,8 @@ pub(crate) fn summary(text: &str, most: usize) -> String {
     format!("{}…", at_a_word.trim_end_matches([',', ' ', ';', ':']))
 }
 
-/// Breaks lines at spaces so that they fit, where they can. A continued item of a list is indented under its text.
+/// Breaks lines at spaces so that they fit, where possible. The continuation of a list item is
+/// indented under its text.
 fn wrapped(text: &str, width: usize) -> Vec<String> {
     let mut lines = Vec::new();
     for line in text.split('\n') {
@@ -159,7 +164,8 @@ fn wrapped(text: &str, width: usize) -> Vec<String> {
     lines
 }
 
-/// Escapes one line of a docstring. A quotation mark stays one only where it has other letters on both sides.
+/// Escapes one line of a docstring. A quotation mark stays unescaped only between two other
+/// characters.
 fn escaped_line(line: &str) -> String {
     let letters: Vec<char> = line.chars().collect();
     let is_other = |place: Option<usize>| {
@@ -200,7 +206,7 @@ mod tests {
     #[test]
     fn a_string_is_one_literal_whatever_it_holds() {
         assert_eq!(string("a\"b\\c\nd\te\rf\0"), r#""a\"b\\c\nd\te\rf\x00""#);
-        assert_eq!(string("zażółć 🐍"), "\"zażółć 🐍\""); // Control: what is visible stays readable.
+        assert_eq!(string("zażółć 🐍"), "\"zażółć 🐍\""); // Control: visible text stays readable.
     }
 
     #[test]

@@ -9,7 +9,7 @@ use crate::layout::{Code, WIDTH, annotated};
 use crate::literal;
 use crate::name;
 
-/// What a module is about.
+/// The tool that a module is for.
 pub(crate) struct Subject<'a> {
     pub(crate) server: &'a str,
     pub(crate) package: &'a str,
@@ -17,11 +17,11 @@ pub(crate) struct Subject<'a> {
     pub(crate) module: &'a str,
     pub(crate) description: &'a str,
     pub(crate) result: Option<ResultKind>,
-    /// Whether the result is a member of what the server sends.
+    /// Whether the result is a member of the object that the server sends.
     pub(crate) is_wrapped: bool,
 }
 
-/// Names by the module that has them.
+/// Names by the Python module that they are imported from.
 const HOMES: [(&str, &[&str]); 4] = [
     ("typing", &["Annotated", "Any", "Literal"]),
     ("uuid", &["UUID"]),
@@ -75,7 +75,7 @@ pub(crate) fn text(subject: &Subject<'_>, plan: &Plan) -> String {
     )
 }
 
-/// Tells whether the tool can be called without arguments.
+/// Returns whether the tool can be called without arguments.
 fn needs_nothing(plan: &Plan) -> bool {
     params(plan).is_some_and(|fields| fields.iter().all(|field| field.default.is_some()))
 }
@@ -115,7 +115,8 @@ fn front_page(subject: &Subject<'_>, plan: &Plan, names: &BTreeSet<String>) -> S
         },
     );
     let text = format!(
-        "The tool `{tool}` of the MCP server `{server}`.\n\nFor example:\n\n    from mcptools.{package}.{module} import Params, run\n\n    run(Params({arguments}))"
+        "The tool `{tool}` of the MCP server `{server}`.\n\nFor example:\n\n    from \
+         mcptools.{package}.{module} import Params, run\n\n    run(Params({arguments}))"
     );
     literal::docstring(&text, 0, WIDTH)
 }
@@ -147,7 +148,7 @@ fn imports(uses: &BTreeSet<&'static str>) -> String {
     format!("from __future__ import annotations\n\n{standard}{separator}{others}")
 }
 
-/// Returns an import, in brackets only when it is broken.
+/// Returns an import, with brackets only if it takes several lines.
 pub(crate) fn import(module: &str, names: Vec<Code>) -> String {
     let flat = names.iter().map(Code::flat).collect::<Vec<_>>().join(", ");
     let line = format!("from {module} import {flat}");
@@ -225,7 +226,7 @@ fn fields_text(fields: &[Field], names: &BTreeSet<String>) -> String {
     text
 }
 
-/// Returns what a field is set to in its class: its default, and what Pydantic should know about it.
+/// Returns the value of a field in its class: its default, and its metadata for Pydantic.
 fn field_value(field: &Field, name: &str) -> Option<Code> {
     let mut facts: Vec<Code> = Vec::new();
     let mut fact = |word: &str, value: Code| facts.push(Code::after(format!("{word}="), value));
@@ -276,7 +277,8 @@ fn functions(subject: &Subject<'_>, needs_nothing: bool) -> String {
         WIDTH,
     );
     format!(
-        "def run({params}) -> {returned}:\n{run}{}\n\nasync def run_async({params}) -> {returned}:\n{run_async}{}",
+        "def run({params}) -> {returned}:\n{run}{}\n\nasync def run_async({params}) -> \
+         {returned}:\n{run_async}{}",
         call(subject, "call"),
         call(subject, "await call_async"),
     )

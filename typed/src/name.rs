@@ -1,26 +1,30 @@
-//! Names: from whatever a server calls its things to identifiers that Python takes and that cannot mean something else.
+//! Names: converts the names of a server into valid Python identifiers that cannot mean something
+//! else.
 //!
-//! Only ASCII letters, digits and underscores survive. So no two names that look alike differ, and none changes when Python normalises it
-//! (NFKC). The original is always kept beside the identifier: it is what the server is sent.
+//! Only ASCII letters, digits and underscores are kept. So no two different names look alike, and
+//! none changes when Python normalises it (NFKC). The original name is always kept beside the
+//! identifier, because it is sent to the server.
 
 use std::collections::{BTreeSet, HashMap};
 use std::fmt;
 
-/// The longest name of a server.
+/// Length limit of a server name.
 const LONGEST_SERVER_NAME: usize = 64;
-/// The longest identifier that is made. A file name may have 255 bytes, and a number and `.py` may follow.
+/// Length limit of a generated identifier. A file name may have 255 bytes, and a number and `.py`
+/// may follow.
 const LONGEST_IDENTIFIER: usize = 100;
 
-/// The name under which a server is registered: letters, digits, `-`, `_` and `.`, beginning with a letter or digit.
+/// The name under which a server is registered: letters, digits, `-`, `_` and `.`, beginning with a
+/// letter or digit.
 ///
-/// It never names a folder elsewhere, because the folder is named by [`ServerName::python`].
+/// It cannot point to a folder elsewhere, because the folder is named by [`ServerName::python`].
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ServerName {
     original: String,
     python: String,
 }
 
-/// Why a text is no name of a server.
+/// Reason why a text is not a valid server name.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ServerNameError {
     #[error("the name of a server is empty")]
@@ -36,7 +40,8 @@ pub enum ServerNameError {
 }
 
 impl ServerName {
-    /// Checks a name. Two names that differ may have the same Python name; whoever keeps several compares those.
+    /// Checks a name. Two different names may have the same Python name; a caller that keeps
+    /// several must compare those.
     pub fn new(name: &str) -> Result<ServerName, ServerNameError> {
         let first = name.chars().next().ok_or(ServerNameError::Empty)?;
         let length = name.chars().count();
@@ -64,12 +69,12 @@ impl ServerName {
         })
     }
 
-    /// The name as it was given.
+    /// Returns the name as given.
     pub fn as_str(&self) -> &str {
         &self.original
     }
 
-    /// The name of the package, `mcptools.<this>`, and of its folder.
+    /// Returns the name of the package, `mcptools.<this>`, and of its folder.
     pub fn python(&self) -> &str {
         &self.python
     }
@@ -81,7 +86,7 @@ impl fmt::Display for ServerName {
     }
 }
 
-/// What the index `mcptools` offers by itself, in the order in which it is imported.
+/// The names that the index `mcptools` exports itself, in import order.
 pub(crate) const INDEX_NAMES: [&str; 13] = [
     "Audio",
     "Block",
@@ -98,7 +103,7 @@ pub(crate) const INDEX_NAMES: [&str; 13] = [
     "call_async",
 ];
 
-/// Names that annotations in a generated module use, so that no field and no class may take them.
+/// Names that annotations in a generated module use, so that no field or class may have them.
 pub(crate) const USED_NAMES: [&str; 32] = [
     "Annotated",
     "Any",
@@ -134,7 +139,8 @@ pub(crate) const USED_NAMES: [&str; 32] = [
     "tuple",
 ];
 
-/// What a Pydantic model has by itself. A field of that name would hide it. A test compares this with Pydantic.
+/// The attributes of a Pydantic model. A field with such a name would hide one. A test compares
+/// this list with Pydantic.
 const MODEL_NAMES: [&str; 29] = [
     "construct",
     "copy",
@@ -167,7 +173,7 @@ const MODEL_NAMES: [&str; 29] = [
     "validate",
 ];
 
-/// Python's keywords, those that are keywords only sometimes included.
+/// Python's keywords, including soft keywords.
 const KEYWORDS: [&str; 39] = [
     "False", "None", "True", "and", "as", "assert", "async", "await", "break", "case", "class",
     "continue", "def", "del", "elif", "else", "except", "finally", "for", "from", "global", "if",
@@ -175,8 +181,8 @@ const KEYWORDS: [&str; 39] = [
     "try", "while", "with", "yield", "print", "exec",
 ];
 
-/// Returns an identifier like `name`: every other character becomes `_`, a keyword gets one at its end, and what begins with a digit or an
-/// underscore begins with `kind` instead.
+/// Returns an identifier for `name`: every other character becomes `_`, a keyword gets a trailing
+/// `_`, and a name that begins with a digit or an underscore begins with `kind` instead.
 fn identifier(name: &str, kind: &str) -> String {
     let is_allowed = |character: char| character.is_ascii_alphanumeric() || character == '_';
     let mapped = name.chars().map(|character| {
@@ -201,14 +207,15 @@ fn identifier(name: &str, kind: &str) -> String {
     text
 }
 
-/// Returns the names of modules for tools, in the order of the tools. Which of several tools with like names has the plain one does not depend
-/// on their order: the one that is called exactly so, otherwise the first in the alphabet.
+/// Returns the module name of each tool. If several tools have similar names, the order of the
+/// tools does not affect which one gets the plain name: it is the tool with exactly this name,
+/// otherwise the first in alphabetical order.
 pub(crate) fn modules<'a>(tools: &[&'a str]) -> HashMap<&'a str, String> {
     let mut wanted: Vec<(String, &str)> = tools
         .iter()
         .map(|tool| (identifier(tool, "tool").to_ascii_lowercase(), *tool))
         .collect();
-    // A keyword in capitals is one in small letters.
+    // A name that is not a keyword may become one in lower case.
     for (module, _) in &mut wanted {
         if KEYWORDS.contains(&module.as_str()) {
             module.push('_');
@@ -232,7 +239,8 @@ pub(crate) fn modules<'a>(tools: &[&'a str]) -> HashMap<&'a str, String> {
     wanted.into_iter().map(take).collect()
 }
 
-/// Returns the names of fields, in the order of the properties. `others` are names that mean something else in the same module.
+/// Returns the names of fields, in the order of the properties. `others` are names that mean
+/// something else in the same module.
 pub(crate) fn fields(properties: &[&str], others: &BTreeSet<String>) -> Vec<String> {
     let is_reserved = |name: &str| {
         MODEL_NAMES.contains(&name) || USED_NAMES.contains(&name) || others.contains(name)
@@ -258,7 +266,7 @@ pub(crate) fn fields(properties: &[&str], others: &BTreeSet<String>) -> Vec<Stri
     wanted.into_iter().zip(properties).map(name).collect()
 }
 
-/// Tells whether a property can be a field under its own name, whatever else the module holds.
+/// Returns whether a property can be a field under its own name, whatever else the module contains.
 pub(crate) fn is_plain_field(property: &str) -> bool {
     property.starts_with(|character: char| character.is_ascii_lowercase())
         && fields(&[property], &BTreeSet::new()) == [property]
@@ -276,11 +284,11 @@ pub(crate) fn class(hint: &str) -> String {
     identifier(&text, "Model")
 }
 
-/// Names that are taken already, in one place.
+/// Names already taken in one scope.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Names {
     taken: BTreeSet<String>,
-    /// The last number that each name was given.
+    /// The last number appended to each name.
     numbers: HashMap<String, u32>,
 }
 
@@ -296,12 +304,12 @@ impl Names {
         self.taken.contains(name)
     }
 
-    /// Takes `wanted`, or, when it is taken, the first of `wanted_2`, `wanted_3` … that is free.
+    /// Takes `wanted` or, if it is taken, the first free one of `wanted_2`, `wanted_3` …
     pub(crate) fn take(&mut self, wanted: &str) -> String {
         self.take_numbered(wanted, if wanted.ends_with('_') { "" } else { "_" })
     }
 
-    /// Takes `wanted`, or `Wanted2` …, as classes are numbered.
+    /// Takes `wanted`, or `Wanted2` …, the numbering of classes.
     pub(crate) fn take_class(&mut self, wanted: &str) -> String {
         self.take_numbered(wanted, "")
     }
@@ -321,7 +329,8 @@ impl Names {
     }
 }
 
-/// The classes and functions that Python has by itself. A class of that name would hide one. A test compares this with Python.
+/// Returns whether this is a builtin class or function of Python. A class with that name would hide
+/// it. A test compares this list with Python.
 pub(crate) fn is_builtin(name: &str) -> bool {
     name.ends_with("Error") && BUILTIN_ERRORS.contains(&name)
         || name.ends_with("Warning") && BUILTIN_WARNINGS.contains(&name)

@@ -5,10 +5,10 @@ use crate::literal;
 use crate::module::import;
 use crate::name::INDEX_NAMES;
 
-/// So much of a line is left for what a tool does, at least.
+/// Minimum width for the summary of a tool on a line.
 const SHORTEST_SUMMARY: usize = 40;
 
-/// What an index says about one module.
+/// The entry of one module in an index.
 pub(crate) struct Entry<'a> {
     pub(crate) name: &'a str,
     pub(crate) description: &'a str,
@@ -26,12 +26,14 @@ pub(crate) fn server(server: &str, package: &str, tools: &[Entry<'_>]) -> String
     format!("{}\n{}", page_text(&page), lazy(tools))
 }
 
-/// Returns the index of all servers. Each is named as its package.
+/// Returns the index of all servers. Each entry has the name of its package.
 pub(crate) fn index(servers: &[Entry<'_>]) -> String {
     let page = format!(
         "MCP servers as Python packages; `help(mcptools.<server>)` lists the tools of one.\n\n\
-         A tool that reports an error raises `ToolError`, a call that could not be made `ToolCallError`.\n\
-         `call(server, tool, arguments)` returns everything that a tool returned, typed or not.\n\n{}",
+         A tool that reports an error raises `ToolError`, a call that could not be made \
+         `ToolCallError`.\n\
+         `call(server, tool, arguments)` returns everything that a tool returned, typed or \
+         not.\n\n{}",
         listed(servers)
     );
     let names: Vec<Code> = INDEX_NAMES.iter().map(|name| Code::text(*name)).collect();
@@ -47,7 +49,7 @@ pub(crate) fn index(servers: &[Entry<'_>]) -> String {
     )
 }
 
-/// Descriptions in lists are one line each, so the page as a whole is not wrapped.
+/// Lists have one line per description, so the page as a whole is not wrapped.
 fn page_text(page: &str) -> String {
     literal::docstring(page.trim_end(), 0, WIDTH)
 }
@@ -59,7 +61,7 @@ fn listed(entries: &[Entry<'_>]) -> String {
         .max()
         .unwrap_or(0)
         .min(40);
-    // Two spaces between the columns; docstrings leave room for quotation marks.
+    // Two spaces separate the columns; docstrings need room for quotation marks.
     let room = WIDTH.saturating_sub(longest + 2 + 3).max(SHORTEST_SUMMARY);
     let line = |entry: &Entry<'_>| {
         let summary = literal::summary(entry.description, room);
@@ -78,7 +80,7 @@ fn lazy(entries: &[Entry<'_>]) -> String {
     )
 }
 
-/// Makes modules attributes that are imported when they are used, and lets type checkers see them.
+/// Returns source that makes modules lazily imported attributes, visible to type checkers.
 fn lazy_with(imports: &str, mut exports: Vec<&str>, entries: &[Entry<'_>]) -> String {
     exports.sort_unstable();
     let exports = exports
@@ -113,6 +115,7 @@ fn lazy_with(imports: &str, mut exports: Vec<&str>, entries: &[Entry<'_>]) -> St
     );
     let lazy = lazy.broken(0, "__getattr__, __dir__ = ", "");
     format!(
-        "{typing}{imports}from cellblock_runner.mcptools import modules_when_used as _modules_when_used\n\n{checked}{exports}\n\n{lazy}\n"
+        "{typing}{imports}from cellblock_runner.mcptools import modules_when_used as \
+         _modules_when_used\n\n{checked}{exports}\n\n{lazy}\n"
     )
 }

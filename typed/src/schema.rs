@@ -1,7 +1,9 @@
-//! Reading JSON Schema, draft-07 and 2020-12, into shapes.
+//! Reads JSON Schema, draft-07 and 2020-12, into shapes.
 //!
-//! A schema comes from a stranger. Reading it is bounded in depth and in work, fetches nothing, and refuses what it cannot follow: a reference to
-//! another document, to nowhere, or to itself. What Python's types cannot say (`not`, `if`, `contains` …) is left to the host's check.
+//! A schema is untrusted. Reading it is bounded in depth and in work, fetches nothing, and rejects
+//! references that cannot be followed: to another document, to a missing target, or to itself.
+//! Constraints that Python's types cannot express (`not`, `if`, `contains` …) are left to the
+//! host's check.
 
 use std::collections::HashMap;
 
@@ -11,17 +13,21 @@ use crate::shape::{
     Bounds, Definition, Format, Lengths, Member, Others, Record, Schema, Shape, TextRules, union,
 };
 
-/// Shapes nest at most so deep. Python's own parser gives up at 200 brackets, of which a shape needs up to three.
+/// Limit of nested shapes. Python's own parser fails at 200 brackets, of which a shape needs up to
+/// three.
 const DEEPEST: usize = 40;
-/// So many parts of one schema are looked at or copied. A few references to references could otherwise make any number of them. The largest schemas
-/// that real servers have need a twentieth of it, and it takes some milliseconds.
+/// Limit of schema parts that are visited or copied. A few references to references could otherwise
+/// produce any number of them. The largest known schemas of real servers need a twentieth of it,
+/// and it takes some milliseconds.
 const MOST_WORK: usize = 50_000;
-/// So many members, values or alternatives one part of a schema may have. They are compared with each other.
+/// Limit of members, values or alternatives in one part of a schema. They are compared with each
+/// other.
 const WIDEST: usize = 1000;
-/// The largest integer that every JSON reader takes as it is. Generators write it where they mean "no limit".
+/// The largest integer that every JSON reader represents exactly. Generators write it for "no
+/// limit".
 const LARGEST_SAFE: f64 = 9_007_199_254_740_991.0;
 
-/// Why a schema cannot be read.
+/// Reason why a schema cannot be read.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum SchemaError {
     #[error("it is neither an object nor a truth value")]
@@ -43,7 +49,7 @@ pub enum SchemaError {
 type Read<T> = Result<T, SchemaError>;
 type Object = Map<String, Value>;
 
-/// Reads a schema. `name` is what its root is called.
+/// Reads a schema. `name` is the name of its root.
 pub(crate) fn read(schema: &Value, name: &str) -> Read<Schema> {
     let mut reader = Reader::new(schema);
     reader.begin("", name);
@@ -60,9 +66,10 @@ pub(crate) fn read(schema: &Value, name: &str) -> Read<Schema> {
     Ok(schema)
 }
 
-/// A name that stands for itself, through other names or as one of its own alternatives, stands for nothing.
+/// Rejects a name that refers to itself, through other names or as one of its own alternatives: it
+/// has no meaning.
 fn refuse_circles(schema: &Schema) -> Read<()> {
-    // What each definition is without anything around it: other definitions.
+    // The definitions that a definition refers to directly, with nothing around the reference.
     let bare = |shape: &Shape| -> Vec<usize> {
         let place = |shape: &Shape| {
             if let Shape::Named(place) = shape {
@@ -100,9 +107,9 @@ fn refuse_circles(schema: &Schema) -> Read<()> {
 
 struct Reader<'a> {
     root: &'a Value,
-    /// The address that the document gives itself; references to it stay inside.
+    /// The document's own URI. References to it stay within the document.
     id: &'a str,
-    /// In draft-07, whatever stands beside a reference is ignored.
+    /// In draft-07, the siblings of a reference are ignored.
     ignores_siblings: bool,
     definitions: Vec<Option<Definition>>,
     names: Vec<String>,
@@ -192,7 +199,7 @@ impl<'a> Reader<'a> {
         }
     }
 
-    /// Reads what a reference refers to, once.
+    /// Reads the target of a reference, once.
     fn named(&mut self, reference: &str, depth: usize) -> Read<Shape> {
         let pointer = self.pointer(reference)?;
         if let Some(place) = self.places.get(&pointer) {
@@ -211,7 +218,7 @@ impl<'a> Reader<'a> {
         Ok(Shape::Named(place))
     }
 
-    /// Returns the place in this document that a reference means.
+    /// Returns the place in this document that a reference points to.
     fn pointer(&self, reference: &str) -> Read<String> {
         let remote = || SchemaError::RemoteReference {
             reference: reference.to_owned(),
@@ -234,7 +241,7 @@ impl<'a> Reader<'a> {
         })
     }
 
-    /// Finds a definition by the name it gives itself.
+    /// Finds a definition by its anchor.
     fn anchored(&self, anchor: &str) -> Option<&'a Value> {
         let bare = |definition: &Value| {
             let text = |key: &str| definition.get(key).and_then(Value::as_str);
@@ -249,7 +256,8 @@ impl<'a> Reader<'a> {
             .find(|definition| bare(definition))
     }
 
-    /// Puts a schema and all that it must also be (`allOf`, a reference with siblings) into one.
+    /// Merges a schema and everything that also applies to it (`allOf`, a reference with siblings)
+    /// into one.
     fn merged(&mut self, object: &Object, depth: usize) -> Read<Object> {
         self.count(depth, parts(object))?;
         let mut merged = object.clone();
@@ -260,7 +268,7 @@ impl<'a> Reader<'a> {
             .and_then(Value::as_array)
             .map_or(&[][..], Vec::as_slice);
         let own = reference(object).map(|reference| json!({"$ref": reference}));
-        // One reference and nothing else is the thing itself, and keeps its name.
+        // A single reference without other constraints stays a reference and keeps its name.
         let all: Vec<&Value> = own.iter().chain(parts).collect();
         if let [Value::Object(only)] = all.as_slice()
             && constraints_beside(&merged, "").is_empty()
@@ -284,7 +292,7 @@ impl<'a> Reader<'a> {
             } else if part.contains_key("allOf") {
                 part = self.merged(&part, depth + 1)?;
             }
-            // What a part refers to by being it alone.
+            // Resolves a part that is only a reference.
             while let Some(reference) = reference(&part).map(str::to_owned) {
                 let target = self.target(&self.pointer(&reference)?, &reference)?;
                 drop_references(&mut part);
@@ -309,7 +317,7 @@ impl<'a> Reader<'a> {
         let mut base = object.clone();
         base.remove(key);
         base.remove("discriminator");
-        // A branch that only says which members must be there changes no type.
+        // A branch that only adds requirements on members does not change the type.
         if has_type(&base) && branches.iter().all(only_demands) {
             return self.shape(&Value::Object(base), depth + 1);
         }
@@ -336,7 +344,7 @@ impl<'a> Reader<'a> {
         Ok(union(shapes))
     }
 
-    /// Reads a schema that has no references and no alternatives but those of its type.
+    /// Reads a schema without references, and without alternatives other than those of its type.
     fn one_kind(&mut self, object: &Object, depth: usize) -> Read<Shape> {
         if let Some(value) = object.get("const") {
             return Ok(Shape::Choice(vec![value.clone()]));
@@ -443,7 +451,7 @@ impl<'a> Reader<'a> {
         }))
     }
 
-    /// Reads members, those that must be there first, in the order in which that is said.
+    /// Reads members, required ones first, in the order of `required`.
     fn members(
         &mut self,
         properties: Option<&Object>,
@@ -532,7 +540,8 @@ impl<'a> Reader<'a> {
     }
 }
 
-/// The words for "what is said there": the second and third are those of schemas that extend each other, which tools do not.
+/// The keywords for references. The second and third are for schemas that extend each other, which
+/// tools do not do.
 const REFERENCES: [&str; 3] = ["$ref", "$recursiveRef", "$dynamicRef"];
 
 fn reference(object: &Object) -> Option<&str> {
@@ -545,12 +554,12 @@ fn drop_references(object: &mut Object) {
     object.retain(|key, _| !REFERENCES.contains(&key.as_str()));
 }
 
-/// Returns the reference of a schema that has nothing else to say.
+/// Returns the reference of a schema that has no other constraints.
 fn only_reference(object: &Object) -> Option<&str> {
     reference(object).filter(|_| constraints_beside(object, "$ref").is_empty())
 }
 
-/// Words that describe a value without restricting it, or that belong to the document.
+/// Keywords that describe a value without restricting it, or that belong to the document.
 const ANNOTATIONS: [&str; 18] = [
     "$anchor",
     "$comment",
@@ -572,7 +581,7 @@ const ANNOTATIONS: [&str; 18] = [
     "$dynamicAnchor",
 ];
 
-/// Returns what a schema demands, without `word`, descriptions and definitions.
+/// Returns the constraints of a schema, without `word`, descriptions and definitions.
 fn constraints_beside(object: &Object, word: &str) -> Object {
     let is_meant = |key: &str| key == word || word == "$ref" && REFERENCES.contains(&key);
     let is_constraint =
@@ -592,7 +601,7 @@ fn alternatives(object: &Object) -> Option<(&'static str, &[Value])> {
     list("anyOf").or_else(|| list("oneOf"))
 }
 
-/// Tells whether a branch has a type of its own, so that one that is said outside adds nothing.
+/// Returns whether a branch has a type of its own, so that an outer type adds nothing.
 fn says_its_type(branch: &Object) -> bool {
     has_type(branch)
         || ["$ref", "anyOf", "oneOf", "allOf"]
@@ -600,7 +609,7 @@ fn says_its_type(branch: &Object) -> bool {
             .any(|key| branch.contains_key(*key))
 }
 
-/// The number of parts of a schema: what it costs to copy it.
+/// Returns the number of parts of a schema, which is the cost of copying it.
 fn parts(object: &Object) -> usize {
     fn of(value: &Value) -> usize {
         match value {
@@ -625,7 +634,7 @@ fn has_type(object: &Object) -> bool {
     .any(|key| object.contains_key(*key))
 }
 
-/// Tells whether a branch restricts a value without giving it a type.
+/// Returns whether a branch restricts a value without giving it a type.
 fn only_demands(branch: &Value) -> bool {
     const DEMANDS: [&str; 10] = [
         "required",
@@ -652,7 +661,7 @@ fn only_demands(branch: &Value) -> bool {
         && constraints.keys().any(|key| key != "type")
 }
 
-/// The type that the words of a schema make sense for.
+/// Returns the type that the keywords of a schema imply.
 fn implied_type(object: &Object) -> Option<&'static str> {
     const WORDS: [(&str, &[&str]); 4] = [
         (
@@ -693,7 +702,8 @@ fn implied_type(object: &Object) -> Option<&'static str> {
         .map(|(kind, _)| *kind)
 }
 
-/// Puts the demands of `other` into `object`. Where both speak, both hold if that can be said, otherwise the first does.
+/// Merges the constraints of `other` into `object`. Where both have a keyword, both apply if that
+/// can be expressed, otherwise the first does.
 fn merge(object: &mut Object, other: &Object) {
     for (key, theirs) in other {
         let Some(ours) = object.get(key) else {
@@ -741,7 +751,7 @@ fn merged_members(ours: &Object, theirs: &Object) -> Value {
             Some(own) if own == schema || schema == &Value::Bool(true) => own.clone(),
             Some(Value::Object(own)) => {
                 let mut both = own.clone();
-                // The description stays outside, where the field finds it.
+                // The description stays outside, where the field reads it.
                 both.retain(|key, _| {
                     matches!(
                         key.as_str(),
@@ -791,7 +801,7 @@ fn bounds(object: &Object, whole: Whole) -> Bounds {
             .and_then(Value::as_f64)
             .filter(|number| number.abs() < LARGEST_SAFE)
     };
-    // Before draft-06 these two were truth values that changed the meaning of the limit.
+    // Before draft-06 these two were booleans that changed the meaning of the limit.
     let is_exclusive = |key: &str| object.get(key) == Some(&Value::Bool(true));
     let lowest = if is_exclusive("exclusiveMinimum") {
         "gt"
@@ -827,7 +837,7 @@ fn bounds(object: &Object, whole: Whole) -> Bounds {
     Bounds { limits }
 }
 
-/// The limits of a whole number are whole.
+/// Rounds the limit of an integer to an integer.
 fn rounded(limit: f64, word: &str, whole: Whole, as_written: &Value) -> Value {
     if whole == Whole::No {
         return as_written.clone();
@@ -937,7 +947,10 @@ mod tests {
             reference: "#/$defs/B".to_owned(),
         };
         assert_eq!(failure(in_a_member(json!({"$ref": "#/$defs/B"}))), missing);
-        let circle = json!({"$ref": "#/$defs/A", "$defs": {"A": {"$ref": "#/$defs/B"}, "B": {"$ref": "#/$defs/A"}}});
+        let circle = json!({
+            "$ref": "#/$defs/A",
+            "$defs": {"A": {"$ref": "#/$defs/B"}, "B": {"$ref": "#/$defs/A"}}
+        });
         assert!(matches!(
             failure(circle),
             SchemaError::CircularReference { .. }
@@ -974,7 +987,10 @@ mod tests {
             let mut definitions = Map::new();
             for level in 0..levels {
                 let next = json!({"$ref": format!("#/$defs/d{}", level + 1)});
-                let both = json!({"allOf": [{"properties": {"a": next}}, {"properties": {"a": {"allOf": [next, next]}}}]});
+                let both = json!({"allOf": [
+                    {"properties": {"a": next}},
+                    {"properties": {"a": {"allOf": [next, next]}}}
+                ]});
                 definitions.insert(format!("d{level}"), both);
             }
             definitions.insert(

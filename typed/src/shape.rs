@@ -1,19 +1,21 @@
-//! Shapes: what a schema says about values, as far as Python's types can say it.
+//! Shapes: the constraints of a schema, as far as Python's types can express them.
 //!
-//! A shape may be wider than its schema, never narrower: the host checks arguments against the schema itself.
+//! A shape may be wider than its schema, never narrower: the host checks arguments against the
+//! schema itself.
 
 use serde_json::{Map, Value};
 
-/// So many comparisons may show whether a default fits. Alternatives of alternatives could otherwise take for ever.
+/// Limit of comparisons when checking whether a default fits. Nested alternatives could otherwise
+/// take forever.
 const MOST_COMPARISONS: usize = 10_000;
 
-/// A schema that was read: its definitions, of which the first is the schema itself.
+/// A parsed schema: its definitions, of which the first is the schema itself.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Schema {
     pub(crate) definitions: Vec<Definition>,
 }
 
-/// Something that a schema refers to by name, and maybe refers to itself.
+/// A named definition in a schema, which may refer to itself.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Definition {
     /// The name in the schema. Any text.
@@ -38,20 +40,20 @@ pub(crate) enum Shape {
         values: Box<Shape>,
     },
     Record(Record),
-    /// One of several, none of which is a union.
+    /// One of several shapes, none of which is a union.
     Union(Vec<Shape>),
-    /// A definition, by its place.
+    /// A definition, by its index.
     Named(usize),
 }
 
 /// Limits of a number.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub(crate) struct Bounds {
-    /// Pairs of Pydantic's word and the limit, such as `ge`.
+    /// Pairs of a Pydantic keyword, such as `ge`, and the limit.
     pub(crate) limits: Vec<(&'static str, Value)>,
 }
 
-/// Rules for a text.
+/// Constraints on a text.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub(crate) struct TextRules {
     pub(crate) format: Option<Format>,
@@ -59,7 +61,7 @@ pub(crate) struct TextRules {
     pub(crate) lengths: Lengths,
 }
 
-/// Formats that have a type of their own. Others are plain text.
+/// Formats that have a Python type. Others are plain text.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Format {
     Date,
@@ -72,13 +74,13 @@ pub(crate) enum Format {
 }
 
 impl Format {
-    /// Tells whether values of this format stay texts in Python.
+    /// Returns whether values of this format stay strings in Python.
     pub(crate) fn is_text(self) -> bool {
         matches!(self, Format::Uri | Format::Email)
     }
 }
 
-/// How long something may be.
+/// Limits of a length.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct Lengths {
     pub(crate) least: Option<u64>,
@@ -102,7 +104,7 @@ pub(crate) struct Record {
     pub(crate) others: Others,
 }
 
-/// What a schema says about members that it does not name.
+/// Whether a schema allows members that it does not name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Others {
     Unsaid,
@@ -129,22 +131,23 @@ impl Schema {
         &self.definitions[0].shape
     }
 
-    /// Follows names to the shape that they stand for.
+    /// Follows names to the shape that they refer to.
     pub(crate) fn meant<'a>(&'a self, shape: &'a Shape) -> &'a Shape {
         let mut shape = shape;
-        // A name may stand for a name, but not in a circle: the reader refuses that.
+        // A name may refer to a name, but not in a circle: the reader rejects that.
         while let Shape::Named(place) = shape {
             shape = &self.definitions[*place].shape;
         }
         shape
     }
 
-    /// Tells whether null is a value of this shape by itself.
+    /// Returns whether null is a value of this shape by itself.
     pub(crate) fn admits_null(&self, shape: &Shape) -> bool {
         self.meant(shape) == &Shape::Any || self.accepts(shape, &Value::Null)
     }
 
-    /// Tells whether a value fits, as far as shapes know. A default that does not fit is no default.
+    /// Returns whether a value fits, as far as shapes can decide. A default that does not fit is
+    /// ignored.
     pub(crate) fn accepts(&self, shape: &Shape, value: &Value) -> bool {
         Check {
             schema: self,
@@ -153,7 +156,8 @@ impl Schema {
         .accepts(shape, value)
     }
 
-    /// Tells whether a value of this shape is in Python what it is in JSON: no class, and no type of another format.
+    /// Returns whether a value of this shape is the same in Python and in JSON: not a class, and
+    /// not a type for a format.
     pub(crate) fn is_plain(&self, shape: &Shape, value: &Value) -> bool {
         Check {
             schema: self,
@@ -163,7 +167,7 @@ impl Schema {
     }
 }
 
-/// A comparison of values with shapes that ends, with "no" when it has taken too long.
+/// A bounded comparison of values with shapes. It returns false when the limit is reached.
 struct Check<'a> {
     schema: &'a Schema,
     left: usize,
@@ -185,7 +189,7 @@ impl Check<'_> {
                 !number.is_f64() && bounds.allow(number.as_f64())
             }
             (Shape::Number(bounds), Value::Number(number)) => bounds.allow(number.as_f64()),
-            // Whether a text fits a pattern or a format is known only to whoever checks it.
+            // Patterns and formats are not evaluated here, so a text with either does not fit.
             (Shape::Text(rules), Value::String(text)) => {
                 rules.format.is_none()
                     && rules.pattern.is_none()
@@ -256,7 +260,7 @@ impl Bounds {
     }
 }
 
-/// Puts alternatives together: no union in a union, nothing twice, all choices in one.
+/// Combines alternatives: no nested unions, no duplicates, all choices merged into one.
 pub(crate) fn union(shapes: Vec<Shape>) -> Shape {
     let mut members: Vec<Shape> = Vec::new();
     let flat = shapes.into_iter().flat_map(|shape| match shape {

@@ -1,6 +1,7 @@
-//! Characters that nobody sees. One list for all who show text of strangers, or compare it.
+//! Invisible characters. The one list for all code that shows or compares untrusted text.
 
-/// Tells whether a character cannot be seen for what it is: controls, formats, marks of direction, fillers, separators, tags, and spaces that are none.
+/// Returns whether a character is not visible as what it is: controls, formats, direction marks,
+/// fillers, separators, tags, and spaces other than the ASCII space.
 pub fn is_unseen(letter: char) -> bool {
     letter.is_control()
         || (letter.is_whitespace() && letter != ' ')

@@ -1,7 +1,9 @@
-//! A server that means harm: whatever it calls things and says about them, the text is Python that does what we wrote.
+//! A server that means harm: whatever it calls things and says about them, the text is Python that
+//! does what we wrote.
 //!
-//! Names, descriptions, enums, defaults, patterns and definitions are put together from pieces that end strings, begin code, hide characters or mean
-//! something to Python. The tree of every file is then looked at: see `python/oracle.py`.
+//! Names, descriptions, enums, defaults, patterns and definitions are put together from pieces that
+//! end strings, begin code, hide characters or mean something to Python. The tree of every file is
+//! then looked at: see `python/oracle.py`.
 
 mod oracle;
 
@@ -176,7 +178,8 @@ fn schema() -> impl Strategy<Value = Value> {
 fn root() -> impl Strategy<Value = Value> {
     let properties = prop::collection::btree_map(text(), schema(), 0..5);
     (properties, schema(), schema(), text()).prop_map(|(properties, first, second, name)| {
-        json!({"type": "object", "properties": properties, "$defs": {"A": first, "B": second, name: true}})
+        let definitions = json!({"A": first, "B": second, name: true});
+        json!({"type": "object", "properties": properties, "$defs": definitions})
     })
 }
 
@@ -257,7 +260,8 @@ fn hostile_tools_give_modules_that_load() {
         ..ProptestConfig::default()
     };
     proptest!(config, |(tools in prop::collection::vec(tool(), 1..3))| {
-        let problems = python.borrow_mut().ask(json!({"do": "load", "files": files(&package(&tools))}));
+        let files = files(&package(&tools));
+        let problems = python.borrow_mut().ask(json!({"do": "load", "files": files}));
         prop_assert_eq!(problems, json!([]));
     });
 }
@@ -265,7 +269,8 @@ fn hostile_tools_give_modules_that_load() {
 #[test]
 fn code_that_is_not_ours_would_be_noticed() {
     let mut python = Oracle::plain();
-    let ours = "\"\"\"Page.\"\"\"\n\nfrom cellblock_runner.mcptools import Model\n\n\nclass A(Model):\n    x: int = 1\n";
+    let ours = "\"\"\"Page.\"\"\"\n\nfrom cellblock_runner.mcptools import Model\n\n\nclass \
+                A(Model):\n    x: int = 1\n";
     let mut ask = |text: &str| python.ask(json!({"do": "parse", "files": {"x.py": text}}));
     assert_eq!(ask(ours), json!([])); // Control.
     for theirs in [

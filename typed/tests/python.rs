@@ -1,8 +1,9 @@
 //! Generated packages as Python sees them.
 //!
-//! `rows.json` holds a case for every row of the mapping from schemas to types: what a tool takes and refuses, what it sends, what it returns. Each is run
-//! with Pydantic and the runner's own code. `snapshots` holds tools and the text of their modules; UPDATE_SNAPSHOTS=1 writes it anew. `real` holds
-//! what twelve servers from npm and PyPI list.
+//! `rows.json` holds a case for every row of the mapping from schemas to types: what a tool takes
+//! and refuses, what it sends, what it returns. Each is run with Pydantic and the runner's own
+//! code. `snapshots` holds tools and the text of their modules; UPDATE_SNAPSHOTS=1 writes it anew.
+//! `real` holds what twelve servers from npm and PyPI list.
 
 mod oracle;
 
@@ -84,7 +85,9 @@ fn every_row_of_the_mapping_does_what_it_says() {
     assert_eq!(python.ask(json!({"do": "load", "files": files})), json!([]));
     for (number, row) in rows.iter().enumerate() {
         let module = format!("mcptools.rows.row_{number}");
-        let request = json!({"do": "row", "files": files, "module": module, "tool": format!("row-{number}"), "row": row});
+        let tool = format!("row-{number}");
+        let request =
+            json!({"do": "row", "files": files, "module": module, "tool": tool, "row": row});
         assert_eq!(python.ask(request), json!([]), "{}", row["row"]);
     }
 }
@@ -104,7 +107,10 @@ fn a_row_that_is_wrong_is_noticed() {
     };
     let files = files(&package("rows", &[tool]));
     let mut check = |row: Value| {
-        python.ask(json!({"do": "row", "files": files, "module": "mcptools.rows.row_0", "tool": "row-0", "row": row}))
+        let module = "mcptools.rows.row_0";
+        python.ask(json!({
+            "do": "row", "files": files, "module": module, "tool": "row-0", "row": row
+        }))
     };
     let right =
         json!({"accepts": [{"set": {"a_b": 1}, "sends": {"a-b": 1}}], "refuses": [{"a_b": "x"}]});
@@ -195,7 +201,8 @@ fn type_checkers_find_nothing_in_modules_of_real_servers() {
         String::from_utf8_lossy(&output.stdout).into_owned()
     };
     let right = "from mcptools.memory import create_relations as tool\n\n\
-                 tool.run(tool.Params(relations=[tool.RelationsItem(from_=\"a\", to=\"b\", relationType=\"c\")]))\n";
+                 tool.run(tool.Params(relations=[tool.RelationsItem(from_=\"a\", to=\"b\", \
+                 relationType=\"c\")]))\n";
     assert!(checked(right).starts_with("Success"), "{}", checked(right));
     let wrong = "from mcptools.memory.search_nodes import Params, run\n\nrun(Params(query=1))\n";
     assert!(

@@ -1,6 +1,8 @@
 //! Connects to an MCP server, prints what it has, and calls a tool.
 //!
-//!     cargo run -p cellblock-upstream --example call -- '{"command": "uvx", "args": ["mcp-server-time"]}' get_current_time '{"timezone": "UTC"}'
+//!     cargo run -p cellblock-upstream --example call -- \
+//!         '{"command": "uvx", "args": ["mcp-server-time"]}' \
+//!         get_current_time '{"timezone": "UTC"}'
 //!
 //! With `--python FOLDER` in front, the generated package is written there.
 

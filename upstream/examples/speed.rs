@@ -2,7 +2,8 @@
 //!
 //!     cargo run --release -p cellblock-upstream --example speed
 //!
-//! The server is this program, started once more. It measures its own time and says it with every answer.
+//! The server is this program, started once more. It measures its own time and says it with every
+//! answer.
 
 use std::io::{BufRead, Write};
 use std::time::{Duration, Instant};
@@ -32,7 +33,8 @@ fn serve() -> Result<(), Box<dyn std::error::Error>> {
         let message: Value = serde_json::from_str(&line?)?;
         let result = match message["method"].as_str() {
             Some("initialize") => json!({
-                "protocolVersion": "2025-11-25", "capabilities": {"tools": {}}, "serverInfo": {"name": "speed", "version": "1"},
+                "protocolVersion": "2025-11-25", "capabilities": {"tools": {}},
+                "serverInfo": {"name": "speed", "version": "1"},
             }),
             Some("tools/list") => json!({"tools": (0..TOOLS).map(tool).collect::<Vec<_>>()}),
             Some("tools/call") => json!({"content": [], "structuredContent": {"nanoseconds": 0}}),
@@ -41,7 +43,11 @@ fn serve() -> Result<(), Box<dyn std::error::Error>> {
         };
         let mut answer = match result {
             Value::Null => {
-                json!({"jsonrpc": "2.0", "id": message["id"], "error": {"code": -32601, "message": "no"}})
+                json!({
+                    "jsonrpc": "2.0",
+                    "id": message["id"],
+                    "error": {"code": -32601, "message": "no"},
+                })
             }
             result => json!({"jsonrpc": "2.0", "id": message["id"], "result": result}),
         };
@@ -56,21 +62,34 @@ fn serve() -> Result<(), Box<dyn std::error::Error>> {
 }
 
 fn tool(number: usize) -> Value {
-    let member = |kind: &str| json!({"type": kind, "description": "What this is, in one or two sentences that a model reads."});
+    let member = |kind: &str| {
+        json!({"type": kind, "description": "What this is, in one or two \
+         sentences that a model reads."})
+    };
     json!({
         "name": format!("tool_{number}"),
         "description": "Does something, and says so in a sentence.\n\nAnd in another one.",
         "inputSchema": {
             "type": "object",
             "properties": {
-                "text": member("string"), "count": member("integer"), "ratio": member("number"), "flag": member("boolean"),
-                "kind": {"enum": ["a", "b", "c"]}, "list": {"type": "array", "items": {"$ref": "#/$defs/Item"}},
+                "text": member("string"), "count": member("integer"),
+                "ratio": member("number"), "flag": member("boolean"),
+                "kind": {"enum": ["a", "b", "c"]},
+                "list": {"type": "array", "items": {"$ref": "#/$defs/Item"}},
                 "maybe": {"anyOf": [{"type": "string"}, {"type": "null"}], "default": null},
             },
             "required": ["text"],
-            "$defs": {"Item": {"type": "object", "properties": {"x": member("number"), "y": member("number")}, "required": ["x"]}},
+            "$defs": {"Item": {
+                "type": "object",
+                "properties": {"x": member("number"), "y": member("number")},
+                "required": ["x"],
+            }},
         },
-        "outputSchema": {"type": "object", "properties": {"nanoseconds": {"type": "integer"}}, "required": ["nanoseconds"]},
+        "outputSchema": {
+            "type": "object",
+            "properties": {"nanoseconds": {"type": "integer"}},
+            "required": ["nanoseconds"],
+        },
     })
 }
 

@@ -1,8 +1,8 @@
-//! Which addresses of servers may be dialled.
+//! Policy for the addresses of servers.
 //!
-//! With [`AddressPolicy::PublicOnly`] a name is resolved here, every address that it has is checked, and the connection goes to one of exactly
-//! those. One special address among them refuses the name. An address in the URL itself is checked before anything is dialled, because nobody
-//! resolves it.
+//! With [`AddressPolicy::PublicOnly`] a name is resolved here, all its addresses are checked, and
+//! the connection goes to one of exactly those. One special address among them rejects the name. An
+//! IP address in the URL itself is checked before dialling, because it is never resolved.
 
 use std::io;
 use std::net::{IpAddr, SocketAddr};
@@ -14,16 +14,16 @@ use cellblock_egress::resolve::Resolver;
 use reqwest::Url;
 use reqwest::dns::{Addrs, Name, Resolve, Resolving};
 
-/// Where servers may be.
+/// Addresses at which servers may be.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum AddressPolicy {
-    /// Anywhere: whoever names the server may reach what this machine can reach.
+    /// Any address: the caller may reach everything that this machine can reach.
     Any,
-    /// At ordinary public addresses, and at these hosts wherever they are.
+    /// Ordinary public addresses, and these hosts at any address.
     PublicOnly { allowed: Vec<String> },
 }
 
-/// Why an address is not dialled.
+/// Error of a rejected address.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum AddressError {
     #[error("the host is {kind}, and only public addresses may be used")]
@@ -35,7 +35,7 @@ pub enum AddressError {
 }
 
 impl AddressPolicy {
-    /// Checks what can be known about a URL before its name is resolved.
+    /// Checks a URL as far as possible before its name is resolved.
     pub(crate) fn check(&self, url: &Url) -> Result<(), AddressError> {
         let AddressPolicy::PublicOnly { .. } = self else {
             return Ok(());
@@ -72,7 +72,7 @@ fn literal(host: &str) -> Option<IpAddr> {
     host.trim_matches(['[', ']']).parse().ok()
 }
 
-/// Resolves names as the policy says, for the client that dials.
+/// Resolver for the HTTP client that applies the policy.
 pub(crate) struct CheckedNames {
     pub(crate) policy: AddressPolicy,
     pub(crate) resolver: Arc<dyn Resolver>,
@@ -149,7 +149,7 @@ mod tests {
                 ),
                 "{url}"
             );
-            // The controls: the same address, listed; and no policy.
+            // Controls: the same address, listed; and no policy.
             let host = url.host_str().unwrap().to_owned();
             assert_eq!(public_only(&[&host]).check(&url), Ok(()), "{url}");
             assert_eq!(AddressPolicy::Any.check(&url), Ok(()), "{url}");
@@ -182,7 +182,7 @@ mod tests {
                 .await
                 .unwrap_err();
             assert_eq!(error.kind(), io::ErrorKind::PermissionDenied, "{private}");
-            // The control: listed by its name.
+            // Control: listed by its name.
             assert_eq!(
                 checked(&public_only(&["A.example"]), &mixed, "a.example")
                     .await

@@ -1,4 +1,4 @@
-//! What a call of a tool is given, and what comes of it.
+//! Options and results of a tool call.
 
 use std::fmt;
 use std::sync::Arc;
@@ -7,40 +7,41 @@ use std::time::Duration;
 use serde_json::Value;
 use tokio_util::sync::CancellationToken;
 
-/// How one call goes.
+/// Options of one call.
 #[derive(Clone, Default)]
 pub struct CallOptions {
-    /// How long the server may be silent. Without it, what the parameters of the server say, or else the limits.
+    /// Idle timeout: how long the server may send nothing. The default comes from the server's
+    /// parameters, or else from the limits.
     pub time: Option<Duration>,
-    /// Ends the call. The server is told.
+    /// Cancels the call and notifies the server.
     pub cancel: CancellationToken,
-    /// Is told how far the call is.
+    /// Receives the progress of the call.
     pub progress: Option<ProgressSink>,
 }
 
-/// Whoever wants to know how far a call is. It is called from the task that makes the call, and should return at once.
+/// Callback for the progress of a call. It runs in the task that makes the call and must not block.
 pub type ProgressSink = Arc<dyn Fn(Progress) + Send + Sync>;
 
-/// How far a call is, as the server says.
+/// Progress of a call, as reported by the server.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Progress {
     pub progress: f64,
     pub total: Option<f64>,
-    /// Without control characters, and of bounded length.
+    /// Without control characters, and limited in length.
     pub message: Option<String>,
 }
 
-/// What a tool answered, also if that is an error of its own.
+/// Result of a tool, including an error of the tool itself.
 #[derive(Debug, Clone, PartialEq)]
 pub struct CallReply {
-    /// Content blocks as MCP has them, whatever their type.
+    /// MCP content blocks of any type.
     pub content: Vec<Value>,
-    /// `Some(Value::Null)` is an answer too.
+    /// `Some(Value::Null)` is a valid result.
     pub structured: Option<Value>,
     pub is_error: bool,
 }
 
-/// Why a tool was not called, or did not answer. The texts are for whoever reads a traceback.
+/// Error of a call. The messages appear in Python tracebacks.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum CallError {
     #[error("the server {server} did not answer within {} s", .time.as_secs_f64())]
@@ -52,7 +53,8 @@ pub enum CallError {
         nearest: Option<String>,
     },
     #[error(
-        "the tool {tool:?} of the server {server} {how} since it was registered, so it is not called; register the server again to use it"
+        "the tool {tool:?} of the server {server} {how} since it was registered, so it is not \
+         called; register the server again to use it"
     )]
     ToolChanged {
         server: String,
@@ -63,7 +65,8 @@ pub enum CallError {
     Invalid { tool: String, why: String },
     #[error("the server {server} cannot be reached: {why}")]
     Unavailable { server: String, why: String },
-    #[error("the connection to the server {server} was lost during the call, which may have been carried out and is not repeated{}", last(.last_words))]
+    #[error("the connection to the server {server} was lost during the call, which may have been \
+             carried out and is not repeated{}", last(.last_words))]
     Interrupted {
         server: String,
         last_words: Option<String>,
@@ -79,7 +82,8 @@ pub enum CallError {
     #[error("the answer of the server {server} is larger than {largest} bytes")]
     TooLarge { server: String, largest: usize },
     #[error(
-        "the answer of the server {server} holds too many values; ask for fewer at a time, or for text"
+        "the answer of the server {server} holds too many values; ask for fewer at a time, or for \
+         text"
     )]
     TooManyValues { server: String },
     #[error("the call was cancelled")]
@@ -100,7 +104,7 @@ fn last(words: &Option<String>) -> String {
         .unwrap_or_default()
 }
 
-/// The word for an error in the protocol of the runner.
+/// Error code in the runner's protocol.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Reason {
     Timeout,
@@ -143,7 +147,7 @@ impl Reason {
 }
 
 impl CallReply {
-    /// Reads the result of `tools/call`.
+    /// Parses the result of `tools/call`.
     pub(crate) fn read(result: Value) -> Result<CallReply, &'static str> {
         let Value::Object(mut result) = result else {
             return Err("it is no object");
@@ -197,9 +201,9 @@ mod tests {
 
     #[test]
     fn a_result_is_read_with_whatever_it_holds() {
-        let reply = CallReply::read(
-            json!({"content": [{"type": "new"}], "structuredContent": null, "isError": true, "_meta": {}}),
-        );
+        let reply = CallReply::read(json!({
+            "content": [{"type": "new"}], "structuredContent": null, "isError": true, "_meta": {},
+        }));
         let expected = CallReply {
             content: vec![json!({"type": "new"})],
             structured: Some(Value::Null),

@@ -1,11 +1,14 @@
 //! A server that is a program on this machine.
 //!
-//! It is started without a shell, in a process group of its own, with a clean environment: the few variables that every MCP client passes on,
-//! and what the parameters say. It ends politely when it can (end of input, then SIGTERM, then SIGKILL), and with all of its group.
+//! It is started without a shell, in its own process group and with a clean environment: the few
+//! variables that every MCP client passes on, and those of the parameters. It is stopped gracefully
+//! if possible (end of input, then SIGTERM, then SIGKILL), together with its group.
 //!
-//! It must not outlive this process either, however that ends. The kernel can see to that (the signal on the death of the parent), but only the
-//! child itself can ask for it. So the program is started through a wrapper, a command of ours that calls [`exec_with_parent`]. The kernel means the
-//! *thread* that started the child, not the process; hence one thread that starts all of them and never ends.
+//! It must not outlive this process, however this process ends. The kernel can ensure that with the
+//! parent-death signal, but only the child itself can request it. So the program is started through
+//! a wrapper, a command of ours that calls [`exec_with_parent`]. For the kernel the parent is the
+//! *thread* that started the child, not the process. So a single thread that never ends starts all
+//! of them.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::ffi::OsString;
@@ -26,35 +29,38 @@ use tokio_util::sync::CancellationToken;
 
 use crate::variables::{Mask, Variables};
 
-/// What MCP clients pass on to the servers they start.
+/// Variables that MCP clients pass on to the servers they start.
 pub(crate) const INHERITED: [&str; 7] =
     ["HOME", "LOGNAME", "PATH", "SHELL", "TERM", "USER", "LANG"];
-/// Where programs are looked for when nobody says.
+/// Search path for programs if none is set.
 const USUAL_PATH: &str = "/usr/local/bin:/usr/bin:/bin";
-/// How long a server has to end by itself once its input has ended. Interpreters take that long on a busy machine.
+/// Timeout for a server to exit after its input has ended. Interpreters take that long on a busy
+/// machine.
 const PATIENCE_AFTER_INPUT: Duration = Duration::from_secs(2);
-/// How long a program that installs packages has to finish that.
+/// Timeout for a program that installs packages to finish the installation.
 const PATIENCE_FOR_PACKAGES: Duration = Duration::from_secs(120);
-/// How long it has after SIGTERM.
+/// Timeout after SIGTERM.
 const PATIENCE_AFTER_TERM: Duration = Duration::from_secs(1);
-/// How long the last words of a program may be on their way.
+/// Timeout for the last output of a program to arrive.
 const PATIENCE_FOR_WORDS: Duration = Duration::from_millis(300);
-/// How much is kept of what a server writes to its standard error.
+/// Limits on the retained standard error output of a server.
 const KEPT_LINES: usize = 20;
 const LONGEST_KEPT_LINE: usize = 500;
-/// How many lines are told: the cause is often above the last one.
+/// Number of reported lines: the cause is often above the last one.
 const TOLD_LINES: usize = 5;
 
-/// The command through which programs are started, so that they end with this process.
+/// The command through which programs are started, so that they are killed when this process ends.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct WrapperCommand {
     pub program: PathBuf,
     pub arguments: Vec<OsString>,
 }
 
-/// Becomes the program that the arguments name, after asking the kernel to end it with its parent. Returns only if that fails.
+/// Sets the parent-death signal, then replaces this process with the program in the arguments.
+/// Returns only on failure.
 ///
-/// The arguments are those that are behind the arguments of the wrapper: the process that must be the parent, the program, its arguments.
+/// The arguments are those after the wrapper's own arguments: the pid of the expected parent, the
+/// program, its arguments.
 pub fn exec_with_parent(arguments: impl IntoIterator<Item = OsString>) -> io::Error {
     let mut arguments = arguments.into_iter();
     let parent = arguments
@@ -70,14 +76,14 @@ pub fn exec_with_parent(arguments: impl IntoIterator<Item = OsString>) -> io::Er
     if let Err(error) = set_parent_process_death_signal(Some(Signal::KILL)) {
         return error.into();
     }
-    // Whoever died before the line above sends no signal.
+    // A parent that died before the line above sends no signal.
     if getppid() != Some(parent) {
         return io::Error::other("the process that started this has ended");
     }
     std::process::Command::new(program).args(arguments).exec()
 }
 
-/// What to start.
+/// The program to start.
 pub(crate) struct Program<'a> {
     pub(crate) command: &'a str,
     pub(crate) arguments: &'a [String],
@@ -85,11 +91,12 @@ pub(crate) struct Program<'a> {
     pub(crate) folder: Option<&'a str>,
 }
 
-/// Why a program could not be started.
+/// Error while starting a program.
 #[derive(Debug, thiserror::Error)]
 pub enum StartError {
     #[error(
-        "there is no program of that name; one without a `/` is looked for on the PATH of the server"
+        "there is no program of that name; one without a `/` is looked for on the PATH of the \
+         server"
     )]
     NoProgram,
     #[error("the folder it should start in does not exist")]
@@ -102,11 +109,11 @@ pub enum StartError {
 pub(crate) struct Child {
     process: tokio::process::Child,
     group: Option<Pid>,
-    /// Nobody holds the program any more.
+    /// Cancelled when the program is dropped.
     over: CancellationToken,
 }
 
-/// The ends of the pipes, and the last words.
+/// The pipes of a started program, and its last output.
 pub(crate) struct Started {
     pub(crate) child: Child,
     pub(crate) input: ChildStdin,
@@ -177,21 +184,22 @@ pub(crate) async fn start(
     })
 }
 
-/// Programs that install packages before they run one. Cut off, they can leave a cache that is broken for everybody.
+/// Programs that install packages before they run one. Killing them can leave a corrupt cache that
+/// other programs share.
 const PACKAGE_RUNNERS: [&str; 8] = ["bunx", "npm", "npx", "pipx", "pnpm", "uv", "uvx", "yarn"];
 
-/// Tells whether a command is one that installs packages first.
+/// Returns whether a command installs packages first.
 pub(crate) fn installs_first(command: &str) -> bool {
     PACKAGE_RUNNERS.contains(&command.rsplit('/').next().unwrap_or(command))
 }
 
 impl Child {
-    /// Ends the program, whose input has been closed, and its group.
+    /// Stops the program, whose input has been closed, and its group.
     pub(crate) async fn end(&mut self) {
         self.end_within(PATIENCE_AFTER_INPUT).await;
     }
 
-    /// Ends it like `end`, but gives it the time that an installation takes.
+    /// Like `end`, but allows the time of a package installation.
     pub(crate) async fn end_slowly(&mut self) {
         self.end_within(PATIENCE_FOR_PACKAGES).await;
     }
@@ -204,18 +212,19 @@ impl Child {
                 .is_err()
             {
                 self.signal(Signal::KILL);
-                // A killed process ends, except while it is stuck in the kernel, and nobody can wait for that.
+                // A killed process ends, unless it is stuck in the kernel, which can last
+                // indefinitely.
                 let _ = timeout(PATIENCE_AFTER_TERM, self.process.wait()).await;
             }
         }
-        // Whatever it started and left behind.
+        // Kills leftover processes of the group.
         self.signal(Signal::KILL);
         self.group = None;
     }
 
     fn signal(&self, signal: Signal) {
         if let Some(group) = self.group {
-            // Fails only if nobody is left.
+            // Fails only if no process is left.
             let _ = kill_process_group(group, signal);
         }
     }
@@ -228,16 +237,17 @@ impl Drop for Child {
     }
 }
 
-/// The last lines that a program wrote to its standard error, without secrets.
+/// The last lines of a program's standard error, with secrets masked.
 #[derive(Clone, Default)]
 pub(crate) struct LastWords {
     lines: Arc<Mutex<VecDeque<String>>>,
-    /// Nothing more comes.
+    /// Cancelled at the end of standard error.
     ended: CancellationToken,
 }
 
 impl LastWords {
-    /// Returns the last lines that say something, of a program that seems to have ended. What it said is on its way, and soon here.
+    /// Returns the last non-empty lines of a program that seems to have ended. Waits briefly for
+    /// output that is still in the pipe.
     pub(crate) async fn last(&self) -> Option<String> {
         let _ = timeout(PATIENCE_FOR_WORDS, self.ended.cancelled()).await;
         let lines = self.lines();
@@ -273,8 +283,8 @@ impl LastWords {
     }
 }
 
-/// Reads standard error until it ends, so that the program never waits for us; and not much longer than the program is held, in case that somebody
-/// else has it open.
+/// Reads standard error until it ends, so that the program never blocks on it. Stops soon after the
+/// program is dropped, in case another process still holds the pipe open.
 async fn listen(
     errors: impl AsyncRead + Unpin,
     last_words: LastWords,
@@ -292,7 +302,7 @@ async fn listen(
     last_words.ended.cancel();
 }
 
-/// Reads lines. Of a long one the beginning is kept.
+/// Reads lines. A long line is truncated.
 async fn read(mut errors: impl AsyncRead + Unpin, last_words: &LastWords, mask: &Mask) {
     let mut line = Vec::new();
     let mut buffer = [0; 4096];
@@ -318,7 +328,8 @@ fn environment(host: &Variables, given: &BTreeMap<String, String>) -> BTreeMap<S
     environment
 }
 
-/// Finds a program as a shell would, so that a missing one is a plain error and not one of the wrapper.
+/// Finds a program as a shell would, so that a missing program is reported directly and not by the
+/// wrapper.
 fn find(command: &str, path: &str, folder: Option<&str>) -> Option<PathBuf> {
     let is_program = |path: &Path| {
         std::fs::metadata(path)
@@ -350,7 +361,7 @@ async fn spawn(command: Command) -> io::Result<tokio::process::Child> {
         let work = move || {
             for mut job in jobs {
                 let _inside = job.runtime.enter();
-                // If nobody waits any more the child is dropped, and killed.
+                // If the caller is gone, the child is dropped and killed.
                 let _ = job.answer.send(job.command.spawn());
             }
         };
@@ -413,7 +424,7 @@ mod tests {
 
     fn is_alive(process: &str) -> bool {
         let stat = std::fs::read_to_string(format!("/proc/{process}/stat")).unwrap_or_default();
-        // A zombie waits for whoever adopted it, and is dead.
+        // A zombie is dead and waits only to be reaped.
         stat.rsplit(") ")
             .next()
             .is_some_and(|rest| !rest.is_empty() && !rest.starts_with('Z'))
@@ -459,7 +470,7 @@ mod tests {
             attempt("true", Some("/no/such/folder")).await,
             Some(StartError::NoFolder)
         ));
-        // The control.
+        // Control.
         assert!(attempt("true", Some("/")).await.is_none());
     }
 
@@ -544,7 +555,7 @@ mod tests {
             |arguments: &[&str]| exec_with_parent(arguments.iter().map(OsString::from)).to_string();
         assert_eq!(refused(&[]), "expected a process and a program");
         assert_eq!(refused(&["x", "true"]), "expected a process and a program");
-        // This changes the death signal of the test's own thread, which ends with the test.
+        // This changes the parent-death signal of the test's own thread, which ends with the test.
         assert_eq!(
             refused(&["1073741823", "true"]),
             "the process that started this has ended"

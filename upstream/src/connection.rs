@@ -1,6 +1,7 @@
-//! One live connection to a server: its list of tools, and calls.
+//! One live connection to a server: listing tools, and calls.
 //!
-//! Every request ends in one of a few ways (`Failure`), and which of them says whether the server may have done what was asked.
+//! Every failed request has one of a few outcomes (`Failure`). The outcome determines whether the
+//! server may have executed the request.
 
 use std::collections::HashSet;
 use std::error::Error;
@@ -27,32 +28,32 @@ use crate::watched::{Sent, Watch};
 use crate::web::WebError;
 use crate::wire;
 
-/// What a server says about itself is cut to this.
+/// Maximum length of texts from a server about itself.
 const LONGEST_TEXT: usize = 500;
-/// A cursor is a word. One that is larger is an attempt to have us carry something around.
+/// Maximum length of a cursor, which is a short token. A larger one would only make us carry data.
 const LONGEST_CURSOR: usize = 4096;
 
-/// A live connection. Dropping it closes it, politely.
+/// A live connection. Dropping it closes it gracefully.
 pub(crate) struct Connection {
     service: RunningService<RoleClient, Handler>,
     pub(crate) era: Era,
-    /// What the server calls itself.
+    /// The server's own name.
     pub(crate) server: Option<String>,
     mask: Mask,
     last_words: Option<LastWords>,
     watch: Watch,
 }
 
-/// Why a call has no result.
+/// Reason why a call has no result.
 #[derive(Debug)]
 pub(crate) enum Failure {
     /// Nothing reached the server.
     NotSent {
         why: String,
     },
-    /// The connection was lost afterwards.
+    /// The connection was lost after the request may have been sent.
     Lost,
-    /// The server gave an error in place of a result.
+    /// The server returned an error instead of a result.
     Refused {
         code: i32,
         message: String,
@@ -85,12 +86,12 @@ impl Connection {
         connection
     }
 
-    /// Tells whether a call can be sent.
+    /// Returns whether a call can be sent.
     pub(crate) fn is_usable(&self) -> bool {
         !self.watch.broken.is_cancelled()
     }
 
-    /// Tells whether the server said that its tools changed, and nobody has looked yet.
+    /// Returns whether the server has reported changed tools that are not compared yet.
     pub(crate) fn is_stale(&self) -> bool {
         self.watch.changed.is_stale()
     }
@@ -99,12 +100,12 @@ impl Connection {
         self.watch.changed.look()
     }
 
-    /// What was listed after [`Connection::look`] has been compared.
+    /// Records that the tools listed after [`Connection::look`] have been compared.
     pub(crate) fn seen(&self, look: u64) {
         self.watch.changed.seen(look);
     }
 
-    /// Waits until the server says that its tools changed, or the connection is lost.
+    /// Waits until the server reports changed tools, or the connection is lost.
     pub(crate) async fn changed(&self) {
         tokio::select! {
             () = self.watch.changed.told() => {}
@@ -112,20 +113,20 @@ impl Connection {
         }
     }
 
-    /// Closes, and waits until the other side is gone.
+    /// Closes the connection and waits until the other side is gone.
     pub(crate) async fn close(&self) {
         self.watch.broken.cancel();
         self.service.cancellation_token().cancel();
         self.watch.ended.cancelled().await;
     }
 
-    /// Forgets that this could be used, as the server has forgotten it.
+    /// Marks the connection as unusable, because the server no longer accepts it.
     fn give_up(&self) {
         self.watch.broken.cancel();
         self.service.cancellation_token().cancel();
     }
 
-    /// Returns the last that a program said, if it is one.
+    /// Returns the last output of the program, if the server is one.
     pub(crate) async fn last_words(&self) -> Option<String> {
         match &self.last_words {
             Some(words) => words.last().await,
@@ -133,7 +134,7 @@ impl Connection {
         }
     }
 
-    /// Starts to listen to changes, where that has to be asked for.
+    /// Subscribes to changes, if the protocol requires it.
     fn listen(&self) {
         let lists_changes = self.service.peer().peer_info().is_some_and(|info| {
             info.capabilities
@@ -152,7 +153,7 @@ impl Connection {
         }
     }
 
-    /// Returns all tools, as the server describes them.
+    /// Returns all tools, as the server defines them.
     pub(crate) async fn list(&self, limits: &Limits) -> Result<Vec<Value>, ConnectError> {
         let listed = timeout(limits.connect, self.pages(limits)).await;
         match listed {
@@ -194,7 +195,7 @@ impl Connection {
         })
     }
 
-    /// Returns one page and the cursor of the next. `None` if the server knows no tools at all.
+    /// Returns one page and the cursor of the next, or `None` if the server does not support tools.
     async fn page(
         &self,
         cursor: Option<String>,
@@ -211,7 +212,7 @@ impl Connection {
                 let Some(Value::Array(mut tools)) = page.remove("tools") else {
                     return Err(no_list());
                 };
-                // Sessions read descriptions as they read results.
+                // Sessions see descriptions as they see results, so they are masked likewise.
                 tools
                     .iter_mut()
                     .for_each(|tool| self.mask.hide_within(tool));
@@ -222,7 +223,7 @@ impl Connection {
                 Ok(Some((tools, next)))
             }
             Ok(_) => Err(no_list()),
-            // Servers that have no tools need not know the question.
+            // Servers without tools need not implement this method.
             Err(Failure::Refused { code: -32601, .. }) => Ok(None),
             Err(Failure::Refused { message, .. }) => {
                 Err(ConnectError::ListRefused { why: message })
@@ -237,7 +238,8 @@ impl Connection {
         }
     }
 
-    /// Calls a tool. The server may be silent for `time`; every sign of progress begins that time anew, up to `most`.
+    /// Calls a tool. `time` is the idle timeout: each progress notification restarts it, up to
+    /// `most` in total.
     pub(crate) async fn call(
         &self,
         tool: &str,
@@ -268,7 +270,8 @@ impl Connection {
             .send_request_with_option(request, PeerRequestOptions::no_options())
             .await
             .map_err(|_| not_sent())?;
-        // Whatever ends this before there is an answer, the server is told. That includes being dropped.
+        // The server is notified if the call ends before there is a response, also if this future
+        // is dropped.
         let mut told = Abandoned {
             peer: Some(peer.clone()),
             request: handle.id.clone(),
@@ -294,7 +297,9 @@ impl Connection {
                         further.tell(step);
                     }
                     return match answered {
-                        Ok(Err(ServiceError::TransportClosed)) | Err(_) => Err(self.lost(&told.request).await),
+                        Ok(Err(ServiceError::TransportClosed)) | Err(_) => {
+                            Err(self.lost(&told.request).await)
+                        }
                         Ok(answered) => self.understand(answered),
                     };
                 }
@@ -309,12 +314,14 @@ impl Connection {
                     }
                     further.tell(step);
                 }
-                () = sleep_until(deadline.unwrap_or(begun)), if deadline.is_some() => return Err(Failure::Timeout(begun.elapsed())),
+                () = sleep_until(deadline.unwrap_or(begun)), if deadline.is_some() => {
+                    return Err(Failure::Timeout(begun.elapsed()));
+                }
             }
         }
     }
 
-    /// Says what became of a request on a connection that was lost before there was an answer.
+    /// Returns the failure of a request whose connection was lost before the response.
     async fn lost(&self, request: &RequestId) -> Failure {
         match self.watch.sent.may_have_arrived(request).await {
             true => Failure::Lost,
@@ -349,9 +356,9 @@ impl Connection {
         }
     }
 
-    /// Tells apart what cannot have reached the server from what may have.
+    /// Distinguishes requests that cannot have reached the server from those that may have.
     fn not_sent(&self, error: &(dyn Error + 'static)) -> Failure {
-        // A line that was not written to its end is no message.
+        // A partly written line is not a message.
         if error.is::<std::io::Error>() {
             self.give_up();
             return Failure::NotSent {
@@ -394,7 +401,7 @@ impl Connection {
     }
 }
 
-/// Returns a sentence of a server, bounded, on one line and without secrets.
+/// Returns a text from a server, limited in length, on one line and with secrets masked.
 pub(crate) fn said(text: &str, mask: &Mask) -> String {
     let text = mask.hide(text);
     text.chars()
@@ -416,7 +423,7 @@ fn web_error<'a>(error: &'a (dyn Error + 'static)) -> Option<&'a WebError> {
     }
 }
 
-/// Tells progress that is progress: each step must be further than the one before.
+/// Forwards progress only if it increases.
 struct Further<'a> {
     furthest: f64,
     sink: Option<&'a ProgressSink>,
@@ -433,7 +440,7 @@ impl Further<'_> {
     }
 }
 
-/// Tells the server, when it is dropped, that nobody waits any more.
+/// On drop, notifies the server that the request was cancelled.
 struct Abandoned {
     peer: Option<Peer<RoleClient>>,
     request: RequestId,
@@ -452,13 +459,14 @@ impl Drop for Abandoned {
             Some("nobody waits for the answer".to_owned()),
         );
         runtime.spawn(async move {
-            // Whoever is gone needs not be told.
+            // The server may already be gone.
             let _ = peer.notify_cancelled(params).await;
         });
     }
 }
 
-/// Keeps the stream of changes open. What comes on it is heard where everything is heard that comes beside answers.
+/// Keeps the stream of changes open. Its notifications are handled where all notifications are
+/// handled (`watched`).
 async fn keep_listening(peer: &Peer<RoleClient>) {
     if let Ok(mut subscription) = peer
         .listen(SubscriptionFilter::builder().tools_list_changed().build())

@@ -1,7 +1,8 @@
 //! The task that keeps a server connected.
 //!
-//! It is the only one that connects, so that whoever waits for a connection waits for the same one. It compares what the server has with what was
-//! registered, after every connection and whenever the server says that something changed.
+//! Only this task connects, so all callers that wait for a connection wait for the same one. After
+//! every connection, and whenever the server reports a change, it compares the server's tools with
+//! the registered ones.
 
 use std::sync::{Arc, PoisonError, RwLock};
 use std::time::Duration;
@@ -17,14 +18,14 @@ use crate::params::ServerParams;
 use crate::tools::{self, PinnedTools};
 use crate::upstream::Settings;
 
-/// The first wait after a failure; each further one doubles it.
+/// Initial backoff after a failure; it doubles with each further failure.
 const SHORTEST_WAIT: Duration = Duration::from_millis(500);
 const LONGEST_WAIT: Duration = Duration::from_secs(30);
 
-/// Somebody who needs a connection.
+/// Reply channel of a caller that needs a connection.
 pub(crate) type Wanted = oneshot::Sender<Result<Arc<Connection>, String>>;
 
-/// The connection of the moment, and what the last one was like.
+/// The current connection, and properties of the last one.
 pub(crate) struct Link {
     current: RwLock<Option<Arc<Connection>>>,
     facts: RwLock<(Era, Option<String>)>,
@@ -39,7 +40,7 @@ impl Link {
         }
     }
 
-    /// Returns the era of the last connection, and what the server called itself.
+    /// Returns the era of the last connection, and the server's own name.
     pub(crate) fn facts(&self) -> (Era, Option<String>) {
         self.facts
             .read()
@@ -69,7 +70,7 @@ impl Link {
     }
 }
 
-/// The task, and all that it needs.
+/// The task and its state.
 pub(crate) struct Driver {
     pub(crate) params: ServerParams,
     pub(crate) settings: Settings,
@@ -77,11 +78,11 @@ pub(crate) struct Driver {
     pub(crate) link: Arc<Link>,
     pub(crate) wanted: mpsc::Receiver<Wanted>,
     pub(crate) closing: CancellationToken,
-    /// Tells, when it is dropped, that the connection is closed.
+    /// On drop, signals that the connection is closed.
     pub(crate) ended: DropGuard,
 }
 
-/// Failures of late.
+/// Recent failures.
 #[derive(Default)]
 struct Failures {
     count: u32,
@@ -101,7 +102,7 @@ impl Driver {
         drop(self.ended);
     }
 
-    /// Serves until nobody holds the server any more.
+    /// Runs until the last handle of the server is dropped.
     async fn drive(&mut self) {
         let mut failures = Failures::default();
         loop {
@@ -117,7 +118,7 @@ impl Driver {
                     None => return,
                     Some(answer) => {
                         let live = self.live(&mut failures).await.map_err(|error| told(&error));
-                        // Whoever asked may have been cancelled.
+                        // The caller may have been cancelled.
                         let _ = answer.send(live);
                     }
                 },
@@ -165,7 +166,8 @@ impl Driver {
         }
     }
 
-    /// Connects as the last time and, if the server does not take that any more, as for the first time: it may be a newer one.
+    /// Connects with the last era. If the server rejects that, negotiates again: the server may
+    /// have been upgraded.
     async fn open_again(&self) -> Result<Opened, ConnectError> {
         match open(&self.params, &self.settings, Some(self.link.facts().0)).await {
             Err(ConnectError::Greeting { .. }) => open(&self.params, &self.settings, None).await,
@@ -173,7 +175,8 @@ impl Driver {
         }
     }
 
-    /// Compares what the server has now with what was registered. A connection on which that is not known is not used any more.
+    /// Compares the server's current tools with the registered ones. If they cannot be listed, the
+    /// connection is no longer used.
     async fn compare(&self, connection: &Arc<Connection>) -> bool {
         let look = connection.look();
         match connection.list(&self.settings.limits).await {
@@ -183,7 +186,8 @@ impl Driver {
                 true
             }
             Err(error) => {
-                tracing::warn!(%error, "an MCP server said that its tools changed, and then did not tell them");
+                tracing::warn!(%error, "an MCP server said that its tools changed, and then did \
+                                        not tell them");
                 connection.close().await;
                 false
             }
@@ -194,20 +198,21 @@ impl Driver {
         if !tools.is_empty() {
             tracing::warn!(
                 ?tools,
-                "tools of an MCP server are not what they were when they were registered, and are not called any more"
+                "tools of an MCP server are not what they were when they were registered, and are \
+                 not called any more"
             );
         }
     }
 }
 
-/// A connection, and what the server has.
+/// A connection, and the server's tools.
 pub(crate) struct Opened {
     pub(crate) connection: Connection,
     pub(crate) tools: Vec<ToolSchema>,
     pub(crate) notes: Vec<String>,
 }
 
-/// Connects and lists. An era that is known is not asked for.
+/// Connects and lists the tools. A known era is not negotiated.
 pub(crate) async fn open(
     params: &ServerParams,
     settings: &Settings,
@@ -217,7 +222,7 @@ pub(crate) async fn open(
     let connection = greeting::open(&filled, settings, known).await?;
     let look = connection.look();
     let listed = connection.list(&settings.limits).await?;
-    // Nobody uses this connection before its tools are pinned, or compared with those that are.
+    // This connection is used only after its tools are pinned, or compared with the pinned ones.
     connection.seen(look);
     let tools::Readable { tools, notes } = tools::read(listed);
     Ok(Opened {

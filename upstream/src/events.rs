@@ -1,7 +1,8 @@
-//! Server-sent events, within bounds.
+//! Server-sent events, with limits.
 //!
-//! An event that is too large is thrown away while it is read. If it answers a request, an error of ours takes its place; so it does when nobody could read it,
-//! because rmcp would drop it without a word.
+//! An oversized event is discarded while it is read. If it is the response to a request, an error
+//! of ours replaces it. An unreadable response is replaced too, because rmcp would drop it
+//! silently.
 
 use std::collections::VecDeque;
 
@@ -11,7 +12,7 @@ use sse_stream::Sse;
 use crate::web::WebError;
 use crate::wire::{self, IdFinder};
 
-/// Turns the body of an answer into events.
+/// Parses the body of a response into events.
 pub(crate) fn of(
     response: reqwest::Response,
     largest: usize,
@@ -33,15 +34,15 @@ pub(crate) fn of(
     events.boxed()
 }
 
-/// Reads events from bytes, in pieces of any size.
+/// Decodes events from bytes in chunks of any size.
 struct Decoder {
     largest: usize,
     line: Vec<u8>,
-    /// The previous piece ended with a carriage return, whose line feed may follow.
+    /// The previous chunk ended with a carriage return; its line feed may follow.
     is_after_return: bool,
     event: Sse,
     size: usize,
-    /// Set while an event is thrown away.
+    /// Set while an event is discarded.
     discarded: Option<IdFinder>,
 }
 
@@ -71,7 +72,7 @@ impl Decoder {
     fn add(&mut self, byte: u8) {
         if let Some(finder) = &mut self.discarded {
             finder.feed(&[byte]);
-            // Only whether a line is empty matters now.
+            // Only whether the line is empty matters now.
             if self.line.is_empty() {
                 self.line.push(byte);
             }
@@ -140,7 +141,7 @@ impl Decoder {
             "event" => self.event.event = Some(value.to_owned()),
             "id" if !value.contains('\0') => self.event.id = Some(value.to_owned()),
             "retry" => self.event.retry = value.parse().ok(),
-            // A comment, or nothing that is known.
+            // A comment or an unknown field.
             _ => {}
         }
     }
@@ -219,9 +220,9 @@ mod tests {
         );
         assert!(events[0].data.as_ref().unwrap().contains("\"id\":3"));
         assert_eq!(events[1].data.as_deref(), Some("next"));
-        // The control.
+        // Control.
         assert_eq!(decode(&text, 1000)[0].data.as_ref(), Some(&data));
-        // Depth is as bad as size.
+        // Depth is limited as well as size.
         let deep = |levels: usize| {
             format!(
                 "{{\"id\":3,\"result\":{}1{}}}",
@@ -242,7 +243,7 @@ mod tests {
             decode(&format!("data: {}\n\n", deep(126)), 1000)[0].data,
             Some(deep(126))
         );
-        // So is what would take much memory.
+        // So is memory use.
         let many = format!("{{\"id\":3,\"result\":[{}0]}}", "{},".repeat(100_000));
         let many_event = decode_in_pieces(&format!("data: {many}\n\n"), 1_000_000, 10_000);
         assert!(
@@ -253,7 +254,7 @@ mod tests {
                 .contains("the answer is refused"),
             "{many_event:?}"
         );
-        // Many small lines of one event are as large as one large line.
+        // Many small lines of one event count as much as one large line.
         assert_eq!(
             decode(&format!("{}\n", "data: x\n".repeat(100)), 100).len(),
             0

@@ -1,7 +1,8 @@
 //! Servers for tests.
 //!
-//! `Script` is a small server without any library: it says exactly what a test wants it to say, right or wrong. It runs as a child process, which
-//! is this test program started once more with only `child_server`; or behind HTTP (`tests/web.rs`).
+//! `Script` is a small server without a library: it sends exactly what a test requires, right or
+//! wrong. It runs as a child process, which is this test program started again with only
+//! `child_server`, or behind HTTP (`tests/web.rs`).
 
 use std::io::{BufRead, Write};
 use std::path::PathBuf;
@@ -13,13 +14,13 @@ use crate::{
     WrapperCommand, exec_with_parent,
 };
 
-/// Where a child finds its script.
+/// Variable that contains a child's script.
 const SCRIPT: &str = "CELLBLOCK_FIXTURE";
 
-/// What a server does. All of it is JSON, because it goes through an environment variable.
+/// Behaviour of a server. It is JSON, because it is passed in an environment variable.
 pub(crate) struct Script {
     settings: Value,
-    /// How often the server has been started, of those that share a folder.
+    /// Number of starts of all servers that share a directory.
     starts: usize,
     is_changed: bool,
 }
@@ -60,9 +61,12 @@ impl Script {
         };
         match method {
             "server/discover" if self.is_modern() => reply(json!({
-                "resultType": "complete", "supportedVersions": ["2026-07-28"], "capabilities": {"tools": {"listChanged": true}},
+                "resultType": "complete", "supportedVersions": ["2026-07-28"],
+                "capabilities": {"tools": {"listChanged": true}},
                 "ttlMs": 0, "cacheScope": "private",
-                "_meta": {"io.modelcontextprotocol/serverInfo": {"name": "fixture", "version": "1"}},
+                "_meta": {
+                    "io.modelcontextprotocol/serverInfo": {"name": "fixture", "version": "1"},
+                },
             })),
             "initialize" if !self.is_modern() => reply(json!({
                 "protocolVersion": "2025-11-25", "capabilities": {"tools": {"listChanged": true}},
@@ -70,7 +74,10 @@ impl Script {
             })),
             "subscriptions/listen" => vec![json!({
                 "jsonrpc": "2.0", "method": "notifications/subscriptions/acknowledged",
-                "params": {"notifications": {"toolsListChanged": true}, "_meta": {"io.modelcontextprotocol/subscriptionId": id}},
+                "params": {
+                    "notifications": {"toolsListChanged": true},
+                    "_meta": {"io.modelcontextprotocol/subscriptionId": id},
+                },
             })],
             "tools/list" => self.list(message, &reply),
             "tools/call" => self.call(message, &reply, &refuse),
@@ -79,10 +86,11 @@ impl Script {
                 Vec::new()
             }
             _ if id.is_null() => Vec::new(),
-            // The answer of a client to a question of ours.
-            "" => vec![
-                json!({"jsonrpc": "2.0", "id": message["id"].as_i64().unwrap() - 1000, "result": {"content": [], "structuredContent": message}}),
-            ],
+            // A client's response to our request.
+            "" => vec![json!({
+                "jsonrpc": "2.0", "id": message["id"].as_i64().unwrap() - 1000,
+                "result": {"content": [], "structuredContent": message},
+            })],
             _ => refuse(-32601, "Method not found"),
         }
     }
@@ -96,7 +104,10 @@ impl Script {
                 return reply(json!({"tools": [], "nextCursor": next.to_string()}));
             }
             Some("huge") => {
-                let tool = json!({"name": format!("t{cursor}"), "description": "x".repeat(100_000), "inputSchema": {"type": "object"}});
+                let tool = json!({
+                    "name": format!("t{cursor}"), "description": "x".repeat(100_000),
+                    "inputSchema": {"type": "object"},
+                });
                 let next = cursor.parse::<usize>().unwrap() + 1;
                 return reply(json!({"tools": [tool], "nextCursor": next.to_string()}));
             }
@@ -113,7 +124,10 @@ impl Script {
             _ => {}
         }
         let object = json!({"type": "object"});
-        let echo = json!({"type": "object", "properties": {"text": {"type": "string"}, "number": {"type": "integer"}}});
+        let echo = json!({
+            "type": "object",
+            "properties": {"text": {"type": "string"}, "number": {"type": "integer"}},
+        });
         let changed = json!({"type": "object", "properties": {"text": {"type": "number"}}});
         let is_changed = self.is_changed || (self.is("changes_when_restarted") && self.starts > 1);
         let mut tools = vec![
@@ -147,9 +161,9 @@ impl Script {
         );
         let more = self.settings["more"].as_u64().unwrap_or(0);
         tools.extend((0..more).map(|number| tool(&format!("more_{number}"), &echo)));
-        reply(
-            json!({"tools": tools, "resultType": "complete", "ttlMs": 60_000, "cacheScope": "private"}),
-        )
+        reply(json!({
+            "tools": tools, "resultType": "complete", "ttlMs": 60_000, "cacheScope": "private",
+        }))
     }
 
     fn call(
@@ -178,10 +192,17 @@ impl Script {
             }
             "progress" => {
                 let token = &message["params"]["_meta"]["progressToken"];
-                let mut messages: Vec<Value> = [1, 3, 2, 4].map(|step| json!({
-                    "jsonrpc": "2.0", "method": "notifications/progress",
-                    "params": {"progressToken": token, "progress": step, "total": 4, "message": format!("step\n{step}{}", key())},
-                })).to_vec();
+                let mut messages: Vec<Value> = [1, 3, 2, 4]
+                    .map(|step| {
+                        json!({
+                            "jsonrpc": "2.0", "method": "notifications/progress",
+                            "params": {
+                                "progressToken": token, "progress": step, "total": 4,
+                                "message": format!("step\n{step}{}", key()),
+                            },
+                        })
+                    })
+                    .to_vec();
                 if arguments["end"] == true {
                     messages.extend(reply(json!({"content": []})));
                 }
@@ -199,8 +220,16 @@ impl Script {
             "refuses" => refuse(-32000, &format!("the key {} is wrong\nreally", key())),
             "leaks" => reply(json!({
                 "content": [
-                    {"type": "text", "text": format!("the key is {} of {} letters", key(), key().len())},
-                    {"type": "resource", "resource": {"uri": "x://y", "text": format!("{{\"key\":\"{}\"}}", key())}},
+                    {
+                        "type": "text",
+                        "text": format!("the key is {} of {} letters", key(), key().len()),
+                    },
+                    {
+                        "type": "resource",
+                        "resource": {
+                            "uri": "x://y", "text": format!("{{\"key\":\"{}\"}}", key()),
+                        },
+                    },
                 ],
                 "structuredContent": {"headers": [key()]}, "isError": true,
             })),
@@ -216,9 +245,10 @@ impl Script {
             }
             "ask" => {
                 let id = message["id"].as_i64().unwrap() + 1000;
-                vec![
-                    json!({"jsonrpc": "2.0", "id": id, "method": arguments["method"], "params": arguments["params"]}),
-                ]
+                vec![json!({
+                    "jsonrpc": "2.0", "id": id,
+                    "method": arguments["method"], "params": arguments["params"],
+                })]
             }
             "ticks" => {
                 let token = message["params"]["_meta"]["progressToken"].clone();
@@ -227,7 +257,10 @@ impl Script {
                         let params = json!({"progressToken": token, "progress": step});
                         println!(
                             "{}",
-                            json!({"jsonrpc": "2.0", "method": "notifications/progress", "params": params})
+                            json!({
+                                "jsonrpc": "2.0", "method": "notifications/progress",
+                                "params": params,
+                            })
                         );
                         std::thread::sleep(std::time::Duration::from_millis(20));
                     }
@@ -255,7 +288,7 @@ impl Script {
     }
 }
 
-/// The credential of the server, if a test gave it one.
+/// Returns the server's credential, if a test set one.
 fn key() -> String {
     std::env::var("KEY").unwrap_or_default()
 }
@@ -264,12 +297,12 @@ fn tool(name: &str, input: &Value) -> Value {
     json!({"name": name, "description": format!("Does {name}.{}", key()), "inputSchema": input})
 }
 
-/// Parameters that start this program as a server with a script.
+/// Returns parameters that start this program as a server with a script.
 pub(crate) fn child(script: Value) -> ServerParams {
     child_with(script, json!({}))
 }
 
-/// … and with more in its environment.
+/// Like `child`, with additional environment variables.
 pub(crate) fn child_with(script: Value, mut environment: Value) -> ServerParams {
     environment[SCRIPT] = json!(script.to_string());
     ServerParams::parse(&json!({
@@ -321,7 +354,7 @@ pub(crate) async fn call_with(
     upstream.call(tool, arguments, options).await
 }
 
-/// Calls `pid`, and so learns which process answers.
+/// Calls `pid` to find out which process responds.
 pub(crate) async fn process(upstream: &Upstream) -> u64 {
     call(upstream, "pid", json!({}))
         .await
@@ -334,7 +367,7 @@ pub(crate) async fn process(upstream: &Upstream) -> u64 {
 
 pub(crate) fn is_alive(process: u64) -> bool {
     let stat = std::fs::read_to_string(format!("/proc/{process}/stat")).unwrap_or_default();
-    // A zombie waits for whoever adopted it, and is dead when the last of its threads is.
+    // A zombie waits to be reaped, and is dead when its last thread is.
     let is_zombie = stat
         .rsplit(") ")
         .next()
@@ -418,7 +451,7 @@ pub(crate) fn wrapper_command() -> WrapperCommand {
     }
 }
 
-/// Not a test: a process that has a server, and is killed.
+/// Not a test: a process that has a server and is killed.
 #[test]
 fn host() {
     let Ok(wrapped) = std::env::var("CELLBLOCK_FIXTURE_HOST") else {

@@ -1,7 +1,8 @@
-//! How a connection is made: which transport, which era.
+//! The connection handshake: selects the transport and the protocol era.
 //!
-//! The newer era is asked for first (`server/discover`). A program that answers with an error is greeted in the old way on the same pipes; one that does
-//! not answer, or ends, is started anew for that.
+//! The newer era is tried first (`server/discover`). If a program responds with an error, the older
+//! handshake follows on the same pipes. If it does not respond, or exits, it is started again for
+//! the older handshake.
 
 use std::time::Duration;
 
@@ -27,16 +28,16 @@ use crate::variables::{Filled, Mask, MissingVariables};
 use crate::watched::{Watch, Watched};
 use crate::web::{ClientError, Web, WebError};
 
-/// Which generation of the protocol a server speaks.
+/// Generation of the protocol that a server supports.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Era {
     /// 2025-11-25 and older: `initialize`, and a session.
     Legacy,
-    /// 2026-07-28 and newer: every request stands alone.
+    /// 2026-07-28 and newer: requests are stateless.
     Modern,
 }
 
-/// Why there is no connection. No value of a variable, header or environment is in here.
+/// Error while connecting. It contains no value of a variable, header or environment.
 #[derive(Debug, thiserror::Error)]
 pub enum ConnectError {
     #[error(transparent)]
@@ -52,14 +53,16 @@ pub enum ConnectError {
     #[error("the server cannot be used")]
     Web(#[from] WebError),
     #[error(
-        "the server did not answer within {} s; a larger \"connect_timeout\" among its parameters gives it more time{}",
+        "the server did not answer within {} s; a larger \"connect_timeout\" among its parameters \
+         gives it more time{}",
         .limit.as_secs_f64(), last(.last_words)
     )]
     Timeout {
         limit: Duration,
         last_words: Option<String>,
     },
-    #[error("the server ended or closed the connection before it could be used{}", last(.last_words))]
+    #[error("the server ended or closed the connection before it could be \
+             used{}", last(.last_words))]
     Ended { last_words: Option<String> },
     #[error("the server did not greet as MCP servers do: {why}")]
     Greeting { why: String },
@@ -69,13 +72,14 @@ pub enum ConnectError {
     List { why: &'static str },
     #[error("the tools cannot be used")]
     Generate(#[from] cellblock_typed::GenerateError),
-    #[error("the server failed a moment ago and is not tried again before {} s have passed: {why}", .wait.as_secs_f64().ceil())]
+    #[error("the server failed a moment ago and is not tried again before {} s have passed: \
+             {why}", .wait.as_secs_f64().ceil())]
     Waiting { wait: Duration, why: String },
     #[error("the server has been unregistered")]
     Closed,
 }
 
-/// Returns what an error says, and what its causes say.
+/// Returns the message of an error and of its causes.
 pub(crate) fn told(error: &dyn std::error::Error) -> String {
     let causes = std::iter::successors(error.source(), |cause| cause.source());
     causes.fold(error.to_string(), |text, cause| format!("{text}: {cause}"))
@@ -88,7 +92,7 @@ fn last(words: &Option<String>) -> String {
         .unwrap_or_default()
 }
 
-/// Connects, within the time that is given for that. An era that is known is not asked for.
+/// Connects within the connect timeout. A known era is not negotiated.
 pub(crate) async fn open(
     filled: &Filled<Target<String>>,
     settings: &Settings,
@@ -137,7 +141,7 @@ pub(crate) async fn open(
     }
 }
 
-/// A connection in the making.
+/// A connection that is being opened.
 struct Opening<'a> {
     mask: Mask,
     settings: &'a Settings,
@@ -156,7 +160,8 @@ impl Opening<'_> {
             Some(era) => era,
             None => {
                 let (mut lines, words, watch) = self.start(program()).await?;
-                // The rest of the time is for starting once more. What installs packages first is slow and is started once.
+                // The rest of the time is for a second start. Programs that install packages first
+                // are slow and are started only once.
                 let patience = if installs {
                     self.deadline
                 } else {
@@ -177,7 +182,8 @@ impl Opening<'_> {
                             last_words,
                         });
                     }
-                    // It ended, or it does not answer what it does not know. It is dropped, and so killed, before it is started again.
+                    // The program exited, or ignored the unknown request. It is dropped, and so
+                    // killed, before the second start.
                     Ok(None) | Err(_) => Era::Legacy,
                 }
             }
@@ -222,7 +228,8 @@ impl Opening<'_> {
             )
             .await;
         match opened {
-            // The answer to the first question came late, or was none. What is left of the time is for the other era.
+            // The reply to the first request was late or missing. The remaining time is for the
+            // older era.
             Err(ConnectError::Greeting { .. } | ConnectError::Ended { .. }) if known.is_none() => {
                 let legacy = ClientLifecycleMode::Initialize;
                 self.greet(
@@ -243,7 +250,7 @@ impl Opening<'_> {
             limit: self.limit,
             last_words: None,
         })??;
-        // This transport is older than the newer era.
+        // This transport is older than the newer era, so it supports only the older one.
         self.greet(
             transport,
             ClientLifecycleMode::Initialize,
@@ -324,7 +331,7 @@ impl Opening<'_> {
             ClientInitializeError::NoCompatibleProtocolVersion { .. } => ConnectError::Greeting {
                 why: "it speaks no version of the protocol that is known here".to_owned(),
             },
-            // The text of the others holds whole messages.
+            // The messages of other errors contain whole protocol messages.
             _ => ConnectError::Greeting {
                 why: "its answer is not the one to the greeting".to_owned(),
             },
@@ -332,13 +339,15 @@ impl Opening<'_> {
     }
 }
 
-/// A server that answers with plain JSON holds its request until the tool has ended, so that this bounds its calls.
+/// Limit on concurrent requests. A server that responds with plain JSON holds the request until the
+/// tool has finished, so this also limits its concurrent calls.
 const MOST_POSTS: usize = 256;
 
 type ChildLines = Lines<tokio::process::ChildStdout, tokio::process::ChildStdin>;
 
 fn streamable_transport(web: Web, url: &str) -> StreamableHttpClientTransport<Web> {
-    // A session that the server has forgotten is a lost connection like any other: what it has now is compared with what was registered.
+    // An expired session is treated as a lost connection: after reconnecting, the tools are
+    // compared with the registered ones.
     let config = StreamableHttpClientTransportConfig::with_uri(url)
         .reinit_on_expired_session(false)
         .max_concurrent_requests(MOST_POSTS);
@@ -365,7 +374,7 @@ fn lifecycle(era: Era) -> ClientLifecycleMode {
     }
 }
 
-/// What goes with every request of the newer era.
+/// Returns the metadata of every request in the newer era.
 fn question() -> Value {
     let meta = RequestMetaObject::with_client_context(
         ProtocolVersion::V_2026_07_28,

@@ -1,6 +1,7 @@
-//! What a server may tell its client: how far a call is, and that its tools changed.
+//! Notifications from a server: progress of a call, and changes of its tools.
 //!
-//! Whatever it may ask (input of a person, samples of a model, folders) is declined, and nothing of the kind is declared.
+//! All requests of a server (elicitation, sampling, roots) are declined, and none of these
+//! capabilities is declared.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -17,10 +18,11 @@ use crate::call::Progress;
 use crate::connection::said;
 use crate::variables::Mask;
 
-/// Progress that comes before anybody knows its token: of a call that has been sent, but not yet returned to whoever waits.
+/// Maximum number of queued progress notifications with an unknown token: those of a call that was
+/// sent but not yet returned to its caller.
 const MOST_EARLY: usize = 64;
 
-/// What rmcp asks when a server asks. Its own answers are no, or nothing.
+/// rmcp's handler for requests of a server. Its defaults reject or ignore them.
 pub(crate) struct Handler;
 
 impl ClientHandler for Handler {
@@ -30,7 +32,7 @@ impl ClientHandler for Handler {
     }
 }
 
-/// How often the server said that its tools changed, and how much of that has been looked at.
+/// Counts the server's change notifications, and how many of them have been handled.
 #[derive(Default)]
 pub(crate) struct Changed {
     told: AtomicU64,
@@ -43,7 +45,8 @@ impl Changed {
         self.told.load(Ordering::Acquire) != self.seen.load(Ordering::Acquire)
     }
 
-    /// Returns what is to be given to [`Changed::seen`] when what is listed from now on has been compared. Until then it is not known.
+    /// Returns the value for [`Changed::seen`]. Call it before listing, and `seen` after the list
+    /// has been compared. Until then the change is pending.
     pub(crate) fn look(&self) -> u64 {
         self.told.load(Ordering::Acquire)
     }
@@ -62,7 +65,7 @@ impl Changed {
     }
 }
 
-/// Who wants to know about which call.
+/// Receivers of progress notifications, by token.
 #[derive(Default)]
 pub(crate) struct ProgressTokens {
     mask: Mask,
@@ -75,7 +78,7 @@ struct Followed {
     early: VecDeque<(ProgressToken, Progress)>,
 }
 
-/// The progress of one call. Dropping it ends that.
+/// Progress of one call. Dropping it unsubscribes.
 pub(crate) struct Follower {
     tokens: Arc<ProgressTokens>,
     token: ProgressToken,
@@ -120,7 +123,7 @@ impl ProgressTokens {
         );
         let mut followed = self.lock();
         if let Some(sender) = followed.calls.get(&token) {
-            // Who is slow to listen misses some of it.
+            // A slow receiver misses some notifications.
             let _ = sender.try_send(progress);
             return;
         }
@@ -141,7 +144,7 @@ impl Drop for Follower {
     }
 }
 
-/// What we call ourselves.
+/// Returns our client name and version.
 pub(crate) fn ourselves() -> Implementation {
     Implementation::new("cellblock", env!("CARGO_PKG_VERSION"))
 }

@@ -1,23 +1,25 @@
-//! Other MCP servers, as sessions call them.
+//! Client side of MCP: other MCP servers that sessions call.
 //!
-//!     params, variables   what a client configuration says; `${VAR}` filled on this side of the wall
-//!     child, lines        a program on this machine, and the lines that come and go
-//!     web, events         requests to servers elsewhere, and the events of their answers
+//!     params, variables   client configuration of a server; `${VAR}` is expanded on the host
+//!     child, lines        a program on this machine, and line-based messages over its pipes
+//!     web, events         HTTP requests to remote servers, and the events of their responses
 //!     streamable, sse     streamable HTTP, and the older HTTP with an event stream
 //!     addresses           which addresses may be dialled
-//!     wire                one message, within bounds
-//!     greeting            any of these as a connection, in both eras of the protocol
-//!     connection          the list of tools, and calls
-//!     watched, handler    what a server tells beside its answers, and when a connection ends
-//!     tools               the tools as they were when they were registered
-//!     upstream, driver    a server that is called, and connected again when it was lost
-//!     registry            which servers there are, and whose they are
+//!     wire                one message, within limits
+//!     greeting            the handshake over any transport, in both eras of the protocol
+//!     connection          listing tools, and calls
+//!     watched, handler    notifications of a server, and the end of a connection
+//!     tools               tools pinned at registration
+//!     upstream, driver    a registered server, with reconnects
+//!     registry            all servers and their owners
 //!
-//! Everything that a server says is hostile: bounded, checked, and never more than data. A tool is what it was when it was registered; one that
-//! changed is not called until it is registered again. Values of variables, headers and environments are sent to the server they are for, and are
-//! in no error, no log and no `Debug`; values of variables are taken out of results, too.
+//! Everything that a server sends is hostile: limited in size, checked, and used only as data. A
+//! tool is pinned when it is registered; a tool that changed is not called until it is registered
+//! again. Values of variables, headers and environments are sent only to their server. They never
+//! appear in an error, a log or `Debug` output. Values of variables are also masked in results.
 //!
-//! This crate knows nothing of sessions, of sandboxes or of our own MCP server. Nothing here decides who may call what.
+//! This crate does not know sessions, sandboxes or our own MCP server. It does not decide who may
+//! call which tool.
 
 #![forbid(unsafe_code)]
 

@@ -1,7 +1,7 @@
 //! Messages as lines, over the pipes of a program.
 //!
-//! A line that is no message is passed over: programs print where they should not. A line that is too long is thrown away while it is read,
-//! and the request that it answers is told so.
+//! A line that is not a message is skipped: some programs print to standard output. A line that is
+//! too long is discarded while it is read, and the request that it answers gets an error.
 
 use std::io;
 use std::sync::Arc;
@@ -18,10 +18,10 @@ use tokio::sync::Mutex;
 use crate::child::Child;
 use crate::wire::{self, IdFinder, Message};
 
-/// The id of the question with which a server's era is found out. rmcp counts, so that its own ids are never texts.
+/// Request id of the era probe. rmcp uses numbers, so its own ids are never strings.
 const PROBE: &str = "cellblock-probe";
 
-/// What an answer to that question may hold.
+/// Limits on the response to the probe.
 const PROBED: Budget = Budget {
     depth: MAX_DEPTH,
     memory: 512 * 1024,
@@ -31,9 +31,9 @@ const PROBED: Budget = Budget {
 pub(crate) struct Lines<R, W> {
     reader: BufReader<R>,
     line: Vec<u8>,
-    /// A line that is being decoded. Lines behind it wait, so that messages stay in order.
+    /// A line that is being decoded. Later lines wait, so that messages stay in order.
     reading: Option<Decoding<Option<Message>>>,
-    /// Set while a line is thrown away.
+    /// Set while a line is discarded.
     discarded: Option<IdFinder>,
     largest: usize,
     writer: Arc<Mutex<Option<W>>>,
@@ -41,7 +41,7 @@ pub(crate) struct Lines<R, W> {
 }
 
 enum Line {
-    /// In `line`.
+    /// The line is in `line`.
     Whole,
     TooLong(Option<RequestId>),
     End,
@@ -60,8 +60,8 @@ impl<R: AsyncRead + Send + Unpin, W: AsyncWrite + Send + Unpin + 'static> Lines<
         }
     }
 
-    /// Closes the input of a program that never answered, and lets it come to its end within bounds: one that is installing packages would
-    /// leave half of them behind.
+    /// Closes the input of a program that never responded, and lets it exit within a time limit:
+    /// killing it during a package installation would leave a partial one behind.
     pub(crate) async fn let_finish(mut self) {
         let child = self.child.take();
         drop(self);
@@ -70,18 +70,22 @@ impl<R: AsyncRead + Send + Unpin, W: AsyncWrite + Send + Unpin + 'static> Lines<
         }
     }
 
-    /// Ends `child` with this.
+    /// Stops `child` together with this transport.
     pub(crate) fn with_child(mut self, child: Child) -> Lines<R, W> {
         self.child = Some(child);
         self
     }
 
-    /// Asks for the server's era. Returns whether it is a modern one, or `None` if the server has ended.
+    /// Probes the server's era. Returns whether it is the newer one, or `None` if the server has
+    /// exited.
     ///
-    /// This is asked before rmcp sees the connection, because rmcp's own question has a time limit of its own, and an answer that comes later is
-    /// then taken for another one.
+    /// The probe runs before rmcp takes over the connection, because rmcp's own probe has a
+    /// separate timeout, and would take a late response for the response to another request.
     pub(crate) async fn probe(&mut self, question: &Value) -> Option<bool> {
-        let line = json!({"jsonrpc": "2.0", "id": PROBE, "method": "server/discover", "params": {"_meta": question}});
+        let line = json!({
+            "jsonrpc": "2.0", "id": PROBE, "method": "server/discover",
+            "params": {"_meta": question},
+        });
         write(&self.writer, line.to_string().into_bytes())
             .await
             .ok()?;
@@ -93,7 +97,8 @@ impl<R: AsyncRead + Send + Unpin, W: AsyncWrite + Send + Unpin + 'static> Lines<
                     let value: Option<Value> = cellblock_json::read(&self.line, PROBED).ok();
                     self.line.clear();
                     let Some(value) = value else { continue };
-                    // Some servers cannot say which question an error is about, as they have not understood it.
+                    // Some servers do not return the request id with an error, because they did not
+                    // understand the request.
                     if value
                         .get("id")
                         .is_some_and(|id| id == PROBE || id.is_null())
@@ -106,7 +111,7 @@ impl<R: AsyncRead + Send + Unpin, W: AsyncWrite + Send + Unpin + 'static> Lines<
         }
     }
 
-    /// Reads a line. When this is cancelled nothing is lost: what has been read is kept in `self` before anything is awaited again.
+    /// Reads a line. This is cancel-safe: everything read is kept in `self` before the next await.
     async fn read_line(&mut self) -> Line {
         loop {
             let available = match self.reader.fill_buf().await {
@@ -153,7 +158,8 @@ impl<R: AsyncRead + Send + Unpin, W: AsyncWrite + Send + Unpin + 'static> Transp
 
     async fn receive(&mut self) -> Option<Message> {
         loop {
-            // This may be dropped at any await, so the line stays here while it is decoded.
+            // This future may be dropped at any await, so the line stays in `self` while it is
+            // decoded.
             if let Some(reading) = &mut self.reading {
                 let message = reading.await;
                 self.reading = None;
@@ -186,7 +192,7 @@ impl<R: AsyncRead + Send + Unpin, W: AsyncWrite + Send + Unpin + 'static> Transp
     }
 }
 
-/// Writes a line. The lock is what keeps two lines apart; it is held while one is written.
+/// Writes a line. The lock is held during the write, so that two lines do not mix.
 async fn write<W: AsyncWrite + Unpin>(
     writer: &Mutex<Option<W>>,
     mut line: Vec<u8>,
@@ -237,7 +243,7 @@ mod tests {
             small.receive().await.unwrap(),
             JsonRpcMessage::Response(_)
         ));
-        // The control: within the limit it is an answer.
+        // Control: within the limit it is a response.
         assert!(matches!(
             lines(&text, 60_000).receive().await.unwrap(),
             JsonRpcMessage::Response(_)

@@ -1,10 +1,12 @@
-//! What a client configuration says about a server.
+//! Client configuration of a server.
 //!
 //!     {"command": "uvx", "args": ["mcp-server-time"], "env": {"TZ": "UTC"}, "cwd": "/srv"}
-//!     {"url": "https://example.com/mcp", "headers": {"Authorization": "Bearer ${TOKEN}"}, "type": "streamable_http"}
+//!     {"url": "https://example.com/mcp", "headers": {"Authorization": "Bearer ${TOKEN}"},
+//!      "type": "streamable_http"}
 //!
-//! The form is that of other clients, and stricter: a key that is not known is refused, with the nearest one that is. Any text may hold
-//! `${VAR}`. It stays as it is here, and is filled when a connection is made (`variables`).
+//! The format is that of other clients, but stricter: an unknown key is rejected, with the nearest
+//! known one as a suggestion. Any text may contain `${VAR}`. It stays unexpanded here and is
+//! expanded when a connection is made (`variables`).
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -17,9 +19,9 @@ use sha2::{Digest, Sha256};
 use crate::tools::hash_value;
 use crate::variables::{self, Filled, MissingVariables, Variables};
 
-/// All of the parameters together. Those of real servers have some hundred bytes.
+/// Maximum total size of the parameters. Those of real servers have some hundred bytes.
 const LARGEST_PARAMS: usize = 256 * 1024;
-/// A longer limit is no limit.
+/// Maximum timeout in seconds. A longer one would be no limit in practice.
 const LONGEST_TIMEOUT: f64 = 3600.0;
 
 const COMMAND_KEYS: [&str; 7] = [
@@ -41,7 +43,7 @@ const URL_KEYS: [&str; 7] = [
     "call_timeout",
 ];
 
-/// Headers that belong to the connection or to the protocol.
+/// Headers that are reserved for the connection or the protocol.
 const OWN_HEADERS: [&str; 12] = [
     "accept",
     "connection",
@@ -57,7 +59,7 @@ const OWN_HEADERS: [&str; 12] = [
     "upgrade",
 ];
 
-/// How a server is reached, as it was written: with its `${VAR}`.
+/// How a server is reached, as written, with unexpanded `${VAR}`.
 #[derive(Clone, PartialEq)]
 pub struct ServerParams {
     pub(crate) target: Target<String>,
@@ -65,7 +67,7 @@ pub struct ServerParams {
     pub(crate) call_timeout: Option<Duration>,
 }
 
-/// Whether a server is a program that is started here or an address.
+/// Whether a server is a program that is started here or a URL.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ServerKind {
     Command,
@@ -90,11 +92,11 @@ pub(crate) enum Target<Text> {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum HttpTransport {
     Streamable,
-    /// The older form: a stream of events, and messages posted to an address that it names.
+    /// The older transport: an event stream, and messages posted to a URL that it names.
     Sse,
 }
 
-/// Why parameters are refused. Names keys, never values.
+/// Error of rejected parameters. It names keys, never values.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum BadParams {
     #[error("the parameters of a server are an object with `command` or `url`")]
@@ -126,7 +128,7 @@ fn suggestion(nearest: &Option<String>) -> String {
 }
 
 impl ServerParams {
-    /// Reads the JSON form.
+    /// Parses the JSON form.
     pub fn parse(value: &Value) -> Result<ServerParams, BadParams> {
         let object = value.as_object().ok_or(BadParams::NoObject)?;
         let bytes = value.to_string().len();
@@ -141,7 +143,7 @@ impl ServerParams {
         }
     }
 
-    /// Tells whether this starts a program, which is not for everybody to ask.
+    /// Returns the kind of server. Starting a program requires more trust than connecting to a URL.
     pub fn kind(&self) -> ServerKind {
         match self.target {
             Target::Command { .. } => ServerKind::Command,
@@ -149,7 +151,8 @@ impl ServerParams {
         }
     }
 
-    /// Returns the digest of what was written, with its `${VAR}` as they are: two servers that are reached differently have two. How long is waited does not count.
+    /// Returns the digest of the parameters as written, with unexpanded `${VAR}`. Servers that are
+    /// reached differently have different digests. Timeouts are not included.
     pub fn digest(&self) -> [u8; 32] {
         let written = match &self.target {
             Target::Command {
@@ -177,19 +180,20 @@ impl ServerParams {
         hash.finalize().into()
     }
 
-    /// Says how the server is reached, without anything that could be a secret: the program as it was written, or the host.
+    /// Describes how the server is reached, without anything that could be secret: the program as
+    /// written, or the host.
     pub fn summary(&self) -> String {
         match &self.target {
             Target::Command { command, .. } => format!("command {command}"),
             Target::Url { url, .. } => match Url::parse(url) {
                 Ok(url) => format!("url {}", url.origin().ascii_serialization()),
-                // A variable stands where the host should be, so that nothing more can be said.
+                // A variable is in place of the host, so nothing more can be shown.
                 Err(_) => "url".to_owned(),
             },
         }
     }
 
-    /// Fills in all `${VAR}`.
+    /// Expands all `${VAR}`.
     pub(crate) fn fill(
         &self,
         host: &Variables,
@@ -251,7 +255,7 @@ impl fmt::Debug for ServerParams {
     }
 }
 
-/// Checks the address that a URL is, when nothing is left to fill in.
+/// Parses and checks a URL after expansion.
 pub(crate) fn parse_url(text: &str) -> Result<Url, BadParams> {
     let url = Url::parse(text).map_err(|_| BadParams::Url {
         why: "it is not a whole URL, such as https://example.com/mcp",
@@ -270,7 +274,7 @@ pub(crate) fn parse_url(text: &str) -> Result<Url, BadParams> {
     }
 }
 
-/// The rule for URLs without `type`.
+/// Returns the transport for a URL without `type`.
 pub(crate) fn transport_of(url: &Url) -> HttpTransport {
     let has_sse = url
         .path_segments()
@@ -344,7 +348,7 @@ fn url(object: &Map<String, Value>) -> Result<ServerParams, BadParams> {
             headers,
             transport,
         },
-        // The second name of each is what the Python client calls it.
+        // The second name of each is that of the Python client.
         connect_timeout: seconds(object, &["connect_timeout", "timeout"])?,
         call_timeout: seconds(object, &["call_timeout", "sse_read_timeout"])?,
     })
@@ -442,9 +446,10 @@ mod tests {
 
     #[test]
     fn a_command_is_read_whole() {
-        let params = parse(
-            json!({"command": "uvx", "args": ["a", "b"], "env": {"K": "v"}, "cwd": "/srv", "type": "stdio"}),
-        );
+        let params = parse(json!({
+            "command": "uvx", "args": ["a", "b"], "env": {"K": "v"}, "cwd": "/srv",
+            "type": "stdio",
+        }));
         let params = params.unwrap();
         assert_eq!(params.kind(), ServerKind::Command);
         let Target::Command {
@@ -591,14 +596,17 @@ mod tests {
         let secret = "s3cr3t";
         for value in [
             json!({"command": "x", "args": [secret], "env": {"KEY": secret}}),
-            json!({"url": format!("https://a.example/{secret}?key={secret}"), "headers": {"Authorization": secret}}),
+            json!({
+                "url": format!("https://a.example/{secret}?key={secret}"),
+                "headers": {"Authorization": secret},
+            }),
             json!({"url": format!("{secret}${{HOST}}"), "headers": {}}),
         ] {
             let params = parse(value).unwrap();
             let printed = format!("{params:?} {}", params.summary());
             assert!(!printed.contains(secret), "{printed}");
         }
-        // The control: names are printed.
+        // Control: names are printed.
         let params = parse(json!({"command": "x", "env": {"KEY": secret}})).unwrap();
         assert!(format!("{params:?}").contains("KEY"));
     }

@@ -1,7 +1,8 @@
-//! Which servers there are, and whose they are.
+//! The registered servers and their owners.
 //!
-//! A server belongs to one owner or, when the operator gave it, to everybody. Nobody sees the servers of another owner, not even that they exist. A new server takes the place of
-//! one of the same name at once; the old connection is closed when its calls have ended.
+//! A server belongs to one owner or, if the operator configured it, to everyone. Servers of other
+//! owners are invisible, including their existence. Registering a name again replaces the server at
+//! once; the old connection is closed when its calls have ended.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -14,24 +15,25 @@ use crate::greeting::ConnectError;
 use crate::params::ServerParams;
 use crate::upstream::{Settings, Upstream, UpstreamInfo};
 
-/// Each may be a process.
+/// Maximum number of servers of one owner. Each may be a process.
 const MOST_SERVERS: usize = 50;
-/// How long the calls of a server that was replaced may go on.
+/// Timeout for running calls of a replaced server.
 const PATIENCE: Duration = Duration::from_secs(5);
 
-/// Whose a server is.
+/// Owner of a server.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Owner {
-    /// The operator's, for everybody.
+    /// The operator's, for everyone.
     Everyone,
     One(String),
 }
 
-/// Why a server is not registered.
+/// Error while registering a server.
 #[derive(Debug, thiserror::Error)]
 pub enum RegisterError {
     #[error(
-        "the server {name} would have the Python name {python} of the server {other}; choose another name"
+        "the server {name} would have the Python name {python} of the server {other}; choose \
+         another name"
     )]
     SameName {
         name: ServerName,
@@ -52,7 +54,7 @@ pub enum RegisterError {
     },
 }
 
-/// All servers. Clones are the same registry.
+/// All servers. Clones share the same registry.
 #[derive(Clone)]
 pub struct Registry(Arc<Inner>);
 
@@ -75,9 +77,9 @@ impl Registry {
         Registry::default()
     }
 
-    /// Connects to a server and registers it, in place of one of the same name.
+    /// Connects to a server and registers it. A server of the same name is replaced.
     ///
-    /// What was there before stays until the new one is connected, and if that fails.
+    /// The old server stays until the new one is connected. If that fails, it is kept.
     pub async fn register(
         &self,
         owner: &Owner,
@@ -85,7 +87,7 @@ impl Registry {
         params: &ServerParams,
         settings: &Settings,
     ) -> Result<Upstream, RegisterError> {
-        // Before a program is started that nobody may keep.
+        // Check before a program is started that could not be registered.
         may_join(&self.servers(), owner, name)?;
         let connected = Upstream::connect(name, params, settings).await;
         let upstream = connected.map_err(|cause| RegisterError::Connect {
@@ -94,7 +96,7 @@ impl Registry {
         })?;
         let replaced = {
             let mut servers = self.servers();
-            // Meanwhile another one may have come.
+            // Another server may have been registered meanwhile.
             may_join(&servers, owner, name)?;
             servers.insert((owner.clone(), name.clone()), upstream.clone())
         };
@@ -103,7 +105,7 @@ impl Registry {
         Ok(upstream)
     }
 
-    /// Forgets a server. Returns whether there was one.
+    /// Removes a server. Returns whether it existed.
     pub fn unregister(&self, owner: &Owner, name: &str) -> bool {
         let key = self
             .servers()
@@ -119,7 +121,7 @@ impl Registry {
         was_there
     }
 
-    /// Forgets all servers of an owner.
+    /// Removes all servers of an owner.
     pub fn unregister_all(&self, owner: &Owner) {
         let removed: Vec<Upstream> = self
             .servers()
@@ -132,19 +134,19 @@ impl Registry {
         removed.into_iter().for_each(|server| retire(Some(server)));
     }
 
-    /// Returns what is known about the servers that `owner` can use, in the order of their names.
+    /// Returns information about the servers that `owner` can use, ordered by name.
     pub fn list(&self, owner: &str) -> Vec<UpstreamInfo> {
         self.of(owner).iter().map(Upstream::info).collect()
     }
 
-    /// Returns the server that `owner` means by a name.
+    /// Returns the server that `owner` refers to by a name.
     pub fn find(&self, owner: &str, name: &str) -> Option<Upstream> {
         self.of(owner)
             .into_iter()
             .find(|server| server.name().as_str() == name)
     }
 
-    /// Returns the Python of all servers that `owner` can use, in the order of their names.
+    /// Returns the generated Python packages of all servers that `owner` can use, ordered by name.
     pub fn packages_of(&self, owner: &str) -> Vec<Arc<Package>> {
         self.of(owner)
             .iter()
@@ -152,12 +154,12 @@ impl Registry {
             .collect()
     }
 
-    /// Returns a number that is another one after every change.
+    /// Returns a version number that changes with every change of the registry.
     pub fn changes(&self) -> watch::Receiver<u64> {
         self.0.version.subscribe()
     }
 
-    /// Closes all connections and waits until the programs behind them are gone.
+    /// Closes all connections and waits until their programs have exited.
     pub async fn close(&self) {
         let servers: Vec<Upstream> = std::mem::take(&mut *self.servers()).into_values().collect();
         self.tell();
@@ -166,19 +168,20 @@ impl Registry {
             .map(|server| tokio::spawn(async move { server.close().await }))
             .collect();
         for task in closing {
-            // A task that panicked has closed nothing more.
+            // If the task panicked, there is nothing left to wait for.
             let _ = task.await;
         }
     }
 
-    /// Returns the servers of everybody and of `owner`. Where both have a Python name, the operator's is meant.
+    /// Returns the servers of everyone and of `owner`. If two have the same Python name, the
+    /// operator's takes precedence.
     fn of(&self, owner: &str) -> Vec<Upstream> {
         let servers = self.servers();
         let mut found: BTreeMap<&str, &Upstream> = BTreeMap::new();
         for ((whose, name), server) in servers.iter().rev() {
             match whose {
                 Owner::One(one) if one != owner => {}
-                // `Everyone` is sorted before all others, and so comes last here.
+                // `Everyone` sorts before all owners, so it comes last here and overwrites.
                 _ => {
                     found.insert(name.python(), server);
                 }

@@ -1,6 +1,7 @@
-//! The older HTTP transport: a stream of events, and messages posted to the address that its first event names.
+//! The older HTTP transport: an event stream, and messages posted to the URL in its first event.
 //!
-//! That address must have the origin of the stream, or a server could have our headers sent anywhere.
+//! That URL must have the same origin as the stream. Otherwise a server could have our headers sent
+//! anywhere.
 
 use std::sync::Arc;
 
@@ -21,12 +22,12 @@ pub(crate) struct SseTransport {
     web: Web,
     endpoint: Arc<Url>,
     events: Option<BoxStream<'static, Result<Sse, WebError>>>,
-    /// An event that is being decoded. Events behind it wait, so that messages stay in order.
+    /// An event that is being decoded. Later events wait, so that messages stay in order.
     reading: Option<Decoding<Option<Message>>>,
 }
 
 impl SseTransport {
-    /// Opens the stream and waits until it names the address to post to.
+    /// Opens the stream and waits for the URL to post to.
     pub(crate) async fn open(web: Web, url: &Url) -> Result<SseTransport, WebError> {
         let request = web
             .request(Method::GET, url.as_str())
@@ -91,7 +92,8 @@ impl Transport<RoleClient> for SseTransport {
 
     async fn receive(&mut self) -> Option<Message> {
         loop {
-            // This may be dropped at any await, so the event stays here while it is decoded.
+            // This future may be dropped at any await, so the event stays in `self` while it is
+            // decoded.
             if let Some(reading) = &mut self.reading {
                 let message = reading.await;
                 self.reading = None;

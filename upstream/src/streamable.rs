@@ -1,6 +1,7 @@
-//! Streamable HTTP: what rmcp wants to be sent, sent within bounds.
+//! Streamable HTTP transport for rmcp, with limits.
 //!
-//! rmcp knows the protocol (sessions, headers, which answer belongs to which request). This is the part that touches the network.
+//! rmcp implements the protocol: sessions, headers, matching of responses to requests. This module
+//! does the network I/O.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -51,7 +52,7 @@ impl StreamableHttpClient for Web {
                 Err(Failure::SessionExpired)
             }
             () if !status.is_success() => self.failed(response, &message, session.is_some()).await,
-            // Nobody waits for an answer to a notification, whatever the server makes of it.
+            // A notification has no response, whatever the server returns.
             () if asked.is_none() => Ok(StreamableHttpPostResponse::Accepted),
             () if web::is_type(&response, EVENTS) => {
                 let session = session_of(&response);
@@ -93,7 +94,8 @@ impl StreamableHttpClient for Web {
             status if status.is_success() && web::is_type(&response, EVENTS) => {
                 Ok(self.events(response))
             }
-            // All of these mean that there is no such stream; only this error keeps rmcp from asking again and again.
+            // All of these mean that there is no such stream. Only this error stops rmcp from
+            // retrying forever.
             status if status.is_client_error() || status.is_success() => {
                 Err(Failure::ServerDoesNotSupportSse)
             }
@@ -149,7 +151,7 @@ impl Web {
         Ok(StreamableHttpPostResponse::Json(message, session))
     }
 
-    /// Makes the best of a status that says "no": errors of the protocol have a body that says why.
+    /// Handles an error status. A protocol error has a body with the reason.
     async fn failed(
         &self,
         response: reqwest::Response,
@@ -165,8 +167,12 @@ impl Web {
             Some(ServerJsonRpcMessage::Error(error)) if is_json => Some(error.error),
             _ => None,
         };
-        // Servers of the older era refuse the question for the newer one with all kinds of answers.
-        let is_probe = matches!(message, ClientJsonRpcMessage::Request(request) if matches!(request.request, ClientRequest::DiscoverRequest(_)));
+        // Servers of the older era reject the probe for the newer one in many different ways.
+        let is_probe = matches!(
+            message,
+            ClientJsonRpcMessage::Request(request)
+                if matches!(request.request, ClientRequest::DiscoverRequest(_))
+        );
         let error = match said {
             Some(error) => error,
             None if is_probe && !has_session && status.is_client_error() => {
@@ -181,10 +187,10 @@ impl Web {
     }
 }
 
-/// The body of a refusal is a sentence.
+/// Maximum size of an error body, which is a short text.
 const LARGEST_REFUSAL: usize = 64 * 1024;
 
-/// Returns the id under which an answer is expected.
+/// Returns the id of the request, if it expects a response.
 fn asked(message: &ClientJsonRpcMessage) -> Option<RequestId> {
     match message {
         ClientJsonRpcMessage::Request(request) => Some(request.id.clone()),

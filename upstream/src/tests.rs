@@ -1,4 +1,4 @@
-//! Whole servers: programs, HTTP, and the registry.
+//! Tests with whole servers: programs, HTTP, and the registry.
 
 mod programs;
 mod registry;

@@ -1,7 +1,8 @@
-//! The tools of a server as they were when it was registered.
+//! The tools of a server, pinned at registration.
 //!
-//! A tool is *pinned*: what it was called, how it described itself and what its schemas were is hashed. When the server says later that something
-//! about it is different, or it is gone, it is not called until the server is registered again; whoever allowed the old tool has not seen the new one.
+//! A tool is *pinned*: its name, descriptions and schemas are hashed. If the server later reports a
+//! different definition or no longer has the tool, it is not called until the server is registered
+//! again. The approval was for the old tool, not for the new one.
 
 use std::collections::BTreeMap;
 use std::sync::{Mutex, PoisonError};
@@ -11,32 +12,32 @@ use jsonschema::{PatternOptions, Validator};
 use serde_json::Value;
 use sha2::{Digest, Sha256};
 
-/// A pattern in a schema may look back this often, so that a hostile one does not keep us busy.
+/// Backtracking limit for patterns in schemas, so that a hostile one cannot use unbounded CPU time.
 const MOST_BACKTRACKS: usize = 100_000;
 const LARGEST_PATTERN: usize = 1024 * 1024;
-/// What is said about arguments that do not fit.
+/// Limits on a message about invalid arguments.
 const LONGEST_OBJECTION: usize = 600;
 const MOST_OBJECTIONS: usize = 3;
-/// Names in notes.
+/// Maximum length of a name in notes.
 const LONGEST_SHOWN_NAME: usize = 80;
 
-/// Whether a tool is called.
+/// Whether a tool can be called.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ToolState {
     Ready,
-    /// The server describes it in another way than when it was registered.
+    /// The server's definition differs from the registered one.
     Changed,
-    /// The server does not have it any more.
+    /// The server no longer has it.
     Gone,
 }
 
-/// Tools that can be used, and what is to be said about the others.
+/// Usable tools, and notes about the others.
 pub(crate) struct Readable {
     pub(crate) tools: Vec<ToolSchema>,
     pub(crate) notes: Vec<String>,
 }
 
-/// Reads the tools of a list. One that cannot be read spoils no other.
+/// Parses a list of tools. An invalid tool does not affect the others.
 pub(crate) fn read(listed: Vec<Value>) -> Readable {
     let mut readable = Readable {
         tools: Vec::new(),
@@ -58,7 +59,7 @@ pub(crate) fn read(listed: Vec<Value>) -> Readable {
     readable
 }
 
-/// A name in quotes, with everything escaped that could mislead.
+/// Returns a name in quotes, with all misleading characters escaped.
 pub(crate) fn shown(name: &str) -> String {
     format!(
         "{:?}",
@@ -111,7 +112,8 @@ fn tool(mut value: Value) -> Result<ToolSchema, &'static str> {
     }
 }
 
-/// Looks at the names and descriptions in a schema. Patterns, defaults and the like may hold anything: they are not prose.
+/// Checks the names and descriptions in a schema. Patterns, defaults and similar values may contain
+/// any characters: they are not prose.
 fn schema_misleads(schema: &Value) -> bool {
     match schema {
         Value::Object(members) => members.iter().any(|(key, value)| {
@@ -133,9 +135,14 @@ fn misleads(text: &str) -> bool {
     })
 }
 
-/// A zero-width joiner between two pictures makes one picture of them, and hides nothing.
+/// Returns whether a zero-width joiner joins two emoji into one, which hides nothing.
 fn joins_pictures(characters: &[char], place: usize) -> bool {
-    let is_picture = |character: &char| matches!(character, '\u{2190}'..='\u{2bff}' | '\u{fe0f}' | '\u{1f000}'..='\u{1faff}');
+    let is_picture = |character: &char| {
+        matches!(
+            character,
+            '\u{2190}'..='\u{2bff}' | '\u{fe0f}' | '\u{1f000}'..='\u{1faff}'
+        )
+    };
     let before = place
         .checked_sub(1)
         .and_then(|before| characters.get(before));
@@ -144,17 +151,18 @@ fn joins_pictures(characters: &[char], place: usize) -> bool {
         && characters.get(place + 1).is_some_and(is_picture)
 }
 
-/// Characters that turn the direction of text around, or take no room.
+/// Returns whether a character is invisible or changes the text direction.
 fn is_unseen(character: char) -> bool {
     matches!(
         character,
-        '\u{ad}' | '\u{34f}' | '\u{61c}' | '\u{115f}' | '\u{1160}' | '\u{17b4}' | '\u{17b5}' | '\u{180b}'..='\u{180f}'
-            | '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2060}'..='\u{206f}' | '\u{3164}' | '\u{feff}' | '\u{ffa0}'
+        '\u{ad}' | '\u{34f}' | '\u{61c}' | '\u{115f}' | '\u{1160}' | '\u{17b4}' | '\u{17b5}'
+            | '\u{180b}'..='\u{180f}' | '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}'
+            | '\u{2060}'..='\u{206f}' | '\u{3164}' | '\u{feff}' | '\u{ffa0}'
             | '\u{fff0}'..='\u{fffb}' | '\u{1d173}'..='\u{1d17a}' | '\u{e0000}'..='\u{e0fff}'
     )
 }
 
-/// Tools as they were registered.
+/// Tools pinned at registration.
 pub(crate) struct PinnedTools(BTreeMap<String, PinnedTool>);
 
 struct PinnedTool {
@@ -164,7 +172,7 @@ struct PinnedTool {
 }
 
 impl PinnedTools {
-    /// Pins the tools. One whose schema cannot be checked is left out, with a note.
+    /// Pins the tools. A tool whose schema cannot be compiled is left out, with a note.
     pub(crate) fn new<'a>(
         tools: impl IntoIterator<Item = &'a ToolSchema>,
         notes: &mut Vec<String>,
@@ -187,7 +195,8 @@ impl PinnedTools {
                     let why: String = why.chars().take(LONGEST_OBJECTION).collect();
                     let name = shown(&tool.name);
                     notes.push(format!(
-                        "the tool {name} is left out: arguments cannot be checked against its schema: {why}"
+                        "the tool {name} is left out: arguments cannot be checked against its \
+                         schema: {why}"
                     ));
                 }
             }
@@ -199,7 +208,7 @@ impl PinnedTools {
         self.0.contains_key(name)
     }
 
-    /// Returns the digest of what a tool was when it was registered.
+    /// Returns the digest of the registered definition of a tool.
     pub(crate) fn digest(&self, name: &str) -> Option<[u8; 32]> {
         self.0.get(name).map(|tool| tool.digest)
     }
@@ -208,12 +217,12 @@ impl PinnedTools {
         self.0.keys().map(String::as_str)
     }
 
-    /// Returns `None` if there never was such a tool.
+    /// Returns the state of a tool, or `None` if it was never registered.
     pub(crate) fn state(&self, name: &str) -> Option<ToolState> {
         self.0.get(name).map(|tool| *lock(&tool.state))
     }
 
-    /// Says what is wrong with arguments. The tool must be there.
+    /// Returns what is wrong with arguments. The tool must exist.
     pub(crate) fn objection(&self, name: &str, arguments: &Value) -> Option<String> {
         let objections = self.0.get(name)?.arguments.iter_errors(arguments);
         let said: Vec<String> = objections
@@ -234,9 +243,10 @@ impl PinnedTools {
         (!said.is_empty()).then(|| said.join("; "))
     }
 
-    /// Compares with what the server has now. A tool that is not as it was stays out of use, also if it changes back.
+    /// Compares the pinned tools with the server's current ones. A tool that differs stays
+    /// disabled, even if it changes back.
     ///
-    /// Returns the names of those that went out of use just now.
+    /// Returns the names of the tools that were just disabled.
     pub(crate) fn compare(&self, now: &[ToolSchema]) -> Vec<String> {
         let now: BTreeMap<&str, [u8; 32]> = now
             .iter()
@@ -273,7 +283,7 @@ fn validator(schema: &Value) -> Result<Validator, String> {
     options.build(schema).map_err(|error| error.to_string())
 }
 
-/// Hashes what a tool is. Two descriptions that differ only in the order of members are the same.
+/// Returns the hash of a tool's definition. The order of object members does not matter.
 fn digest(tool: &ToolSchema) -> [u8; 32] {
     let mut hash = Sha256::new();
     let texts = [
@@ -292,7 +302,8 @@ fn digest(tool: &ToolSchema) -> [u8; 32] {
     hash.finalize().into()
 }
 
-/// Feeds a value so that no two different values feed the same bytes: every part says its kind and its length first.
+/// Hashes a value such that two different values never give the same bytes: the kind and length of
+/// every part come first.
 pub(crate) fn hash_value(value: &Value, hash: &mut Sha256) {
     let mut part = |kind: u8, bytes: &[u8]| {
         hash.update([kind]);
@@ -356,7 +367,9 @@ mod tests {
             listed("b", "tag \u{e0041}"),
             listed("c", "zero\u{200d}width"),
             listed("d", "escape \u{1b}[2J"),
-            json!({"name": "e", "inputSchema": {"properties": {"x": {"description": "a\u{2066}b"}}}}),
+            json!({
+                "name": "e", "inputSchema": {"properties": {"x": {"description": "a\u{2066}b"}}},
+            }),
             json!({"name": "f", "inputSchema": {"properties": {"x\u{feff}": {}}}}),
             json!({"name": "", "inputSchema": {}}),
             json!({"name": "g"}),
@@ -369,7 +382,12 @@ mod tests {
                 "fine",
                 "two\nlines\tand ünïcode 中文 👩\u{200d}💻 ❤\u{fe0f}\u{200d}🔥",
             ),
-            json!({"name": "pattern", "inputSchema": {"properties": {"x": {"pattern": "[\u{200b}]", "default": "\u{1b}"}}}}),
+            json!({
+                "name": "pattern",
+                "inputSchema": {
+                    "properties": {"x": {"pattern": "[\u{200b}]", "default": "\u{1b}"}},
+                },
+            }),
         ];
         let readable = read(hostile.into_iter().chain(fine).collect());
         let names: Vec<&str> = readable
@@ -394,7 +412,9 @@ mod tests {
     fn arguments_are_checked_by_the_draft_that_the_schema_names() {
         for (schema_of, good, bad) in [
             (
-                json!({"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}),
+                json!({
+                    "type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"],
+                }),
                 json!({"n": 1}),
                 json!({"n": "x"}),
             ),
@@ -404,12 +424,18 @@ mod tests {
                 json!({"t": [1]}),
             ),
             (
-                json!({"$schema": "http://json-schema.org/draft-07/schema#", "properties": {"t": {"items": [{"type": "string"}]}}}),
+                json!({
+                    "$schema": "http://json-schema.org/draft-07/schema#",
+                    "properties": {"t": {"items": [{"type": "string"}]}},
+                }),
                 json!({"t": ["a"]}),
                 json!({"t": [1]}),
             ),
             (
-                json!({"$defs": {"p": {"type": "number"}}, "properties": {"x": {"$ref": "#/$defs/p"}}}),
+                json!({
+                    "$defs": {"p": {"type": "number"}},
+                    "properties": {"x": {"$ref": "#/$defs/p"}},
+                }),
                 json!({"x": 1.5}),
                 json!({"x": []}),
             ),
@@ -482,7 +508,7 @@ mod tests {
                 usize::from(expected != ToolState::Ready)
             );
             assert_eq!(pinned.state("t"), Some(expected), "{now:?}");
-            // Back again, it is still not what was allowed all the time.
+            // After it changes back, it stays disabled: it was not the approved tool all the time.
             assert_eq!(pinned.compare(std::slice::from_ref(&same)).len(), 0);
             assert_eq!(pinned.state("t"), Some(expected));
         }

@@ -1,9 +1,11 @@
-//! A server that is called, watched, and connected again when it was lost.
+//! A registered server: calls, monitoring, and reconnects.
 //!
-//!     call → is there such a tool? → do the arguments fit? → a live connection (`driver`) → is the tool what it was? → ask
+//!     call → does the tool exist? → are the arguments valid? → a live connection (`driver`)
+//!          → is the tool unchanged? → send
 //!
-//! A call that cannot have reached the server is made again, once, over a new connection. One that may have reached it is never repeated: it fails
-//! and says so. A server that keeps failing is left alone for a while that grows.
+//! A call that cannot have reached the server is retried once over a new connection. A call that
+//! may have reached it is never repeated: it fails with that information. A server that keeps
+//! failing is retried with an increasing backoff.
 
 use std::fmt;
 use std::sync::Arc;
@@ -28,23 +30,24 @@ use crate::variables::Variables;
 
 pub use crate::tools::ToolState;
 
-/// Arguments with more values than this are checked on a thread of their own.
+/// Arguments with more values than this are checked on a separate thread.
 const QUICKLY_CHECKED: usize = 1000;
-/// Notes that are kept about one server.
+/// Maximum number of notes about one server.
 const MOST_NOTES: usize = 100;
 
-/// What is allowed to a server.
+/// Limits on a server.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Limits {
-    /// For a connection, from the start of a program to its greeting; and once more for the list of tools.
+    /// Timeout for a connection, from the start of a program to the end of the handshake, and again
+    /// for the list of tools.
     pub connect: Duration,
-    /// How long a server may be silent in a call.
+    /// Idle timeout: how long a server may send nothing during a call.
     pub call: Duration,
-    /// How long a call may take, whatever progress it makes.
+    /// Maximum duration of a call, regardless of progress.
     pub longest_call: Duration,
-    /// One message of the server, and so one result.
+    /// Maximum size of a message, and so of a result.
     pub largest_message: usize,
-    /// All descriptions of tools together.
+    /// Maximum total size of all tool definitions.
     pub largest_list: usize,
     pub most_tools: usize,
     pub most_pages: usize,
@@ -64,21 +67,22 @@ impl Default for Limits {
     }
 }
 
-/// The surroundings of a server.
+/// Settings for connecting to servers.
 #[derive(Clone)]
 pub struct Settings {
-    /// What `${VAR}` is filled from, and what programs inherit a few of.
+    /// Source of `${VAR}`, and of the few variables that programs inherit.
     pub variables: Variables,
     pub limits: Limits,
     pub addresses: AddressPolicy,
-    /// Resolves names where the policy wants to see addresses.
+    /// Resolves names if the policy checks addresses.
     pub resolver: Arc<dyn Resolver>,
-    /// Through which programs are started; without it they may outlive this process when it is killed.
+    /// Command through which programs are started. Without it they may outlive this process if it
+    /// is killed.
     pub wrapper: Option<WrapperCommand>,
 }
 
 impl Settings {
-    /// Returns settings with the usual limits, for anybody who may reach any address.
+    /// Returns settings with default limits and no restriction of addresses.
     pub fn new(variables: Variables) -> Settings {
         Settings {
             variables,
@@ -90,7 +94,8 @@ impl Settings {
     }
 }
 
-/// A registered server. Clones are the same server; the connection is closed when the last is dropped.
+/// A registered server. Clones share the same server; the connection is closed when the last clone
+/// is dropped.
 #[derive(Clone)]
 pub struct Upstream(Arc<Shared>);
 
@@ -108,34 +113,34 @@ struct Shared {
     ended: CancellationToken,
 }
 
-/// What is known about a server.
+/// Information about a server.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct UpstreamInfo {
     pub name: ServerName,
-    /// The program, or the host; without anything that could be a secret.
+    /// The program, or the host, without anything that could be secret.
     pub transport: String,
     pub era: Option<Era>,
-    /// What the server calls itself.
+    /// The server's own name.
     pub server: Option<String>,
     pub tools: Vec<ToolInfo>,
-    /// What is not as the server said it, and why.
+    /// Deviations from the server's definitions, with reasons.
     pub notes: Vec<String>,
-    /// Whether there is a connection now. Without one, the next call makes one.
+    /// Whether it is connected. If not, the next call connects.
     pub is_alive: bool,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ToolInfo {
-    /// The name that the server knows.
+    /// The tool's name on the server.
     pub name: String,
-    /// The name of its module.
+    /// The name of its Python module.
     pub python: String,
     pub summary: String,
     pub state: ToolState,
 }
 
 impl Upstream {
-    /// Connects to a server and registers the tools that it has now.
+    /// Connects to a server and registers its current tools.
     pub async fn connect(
         name: &ServerName,
         params: &ServerParams,
@@ -192,7 +197,7 @@ impl Upstream {
         &self.0.params
     }
 
-    /// Returns the Python of the server's tools.
+    /// Returns the generated Python package of the server's tools.
     pub fn package(&self) -> &Arc<Package> {
         &self.0.package
     }
@@ -220,12 +225,13 @@ impl Upstream {
         }
     }
 
-    /// Returns the digest of what a tool was when it was registered, and says so when it is not there.
+    /// Returns the digest of a tool's registered definition, or an error if the tool does not
+    /// exist.
     pub fn tool_digest(&self, tool: &str) -> Result<[u8; 32], CallError> {
         self.0.pinned.digest(tool).ok_or_else(|| self.unknown(tool))
     }
 
-    /// Calls a tool. Any number of calls may run at a time.
+    /// Calls a tool. Any number of calls may run concurrently.
     ///
     /// Dropping the future cancels the call, as `options.cancel` does.
     pub async fn call(
@@ -236,7 +242,8 @@ impl Upstream {
     ) -> Result<CallReply, CallError> {
         let _running = Running::new(&self.0.running);
         let arguments = self.checked(tool, arguments).await?;
-        // Once for what cannot have reached a server that was lost without our knowing.
+        // One retry, for a call that cannot have reached a server whose connection was lost
+        // unnoticed.
         let mut attempts = 0;
         loop {
             attempts += 1;
@@ -264,16 +271,16 @@ impl Upstream {
         }
     }
 
-    /// Closes the connection and waits until a program behind it is gone. Running calls fail.
+    /// Closes the connection and waits until its program has exited. Running calls fail.
     pub async fn close(&self) {
         self.0.closing.cancel();
         self.0.ended.cancelled().await;
     }
 
-    /// Closes when the running calls have ended, or after `patience`.
+    /// Closes the connection after the running calls have ended, or after `patience`.
     pub(crate) async fn retire(&self, patience: Duration) {
         let mut running = self.0.running.subscribe();
-        // Whether they ended or not, this is the end.
+        // The connection is closed in both cases.
         let _ = timeout(patience, running.wait_for(|count| *count == 0)).await;
         self.close().await;
     }
@@ -337,7 +344,7 @@ impl Upstream {
         })
     }
 
-    /// Returns a connection on which what the server has is known.
+    /// Returns a connection on which the server's current tools are known.
     async fn connection(&self) -> Result<Arc<Connection>, CallError> {
         if let Some(connection) = self
             .0
@@ -392,7 +399,7 @@ impl fmt::Debug for Upstream {
     }
 }
 
-/// Tells whether a value has few parts, and no long text that a pattern could be busy with.
+/// Returns whether a value has few parts, and no long text that is slow to match against a pattern.
 fn is_small(value: &Value, left: &mut usize) -> bool {
     let weight = 1 + value.as_str().map_or(0, |text| text.len() / 64);
     *left = left.saturating_sub(weight);
@@ -426,18 +433,19 @@ struct Registered {
     notes: Vec<String>,
 }
 
-/// Makes the Python of the tools and pins them. That takes a processor for a while, so it is not done among the tasks.
+/// Generates the Python code of the tools and pins them. This uses CPU time for a while, so it does
+/// not run on a worker thread of the runtime.
 async fn register(name: ServerName, tools: Vec<ToolSchema>) -> Result<Registered, ConnectError> {
     let work = move || {
         let mut notes = Vec::new();
-        // What cannot be checked gets no module.
+        // Tools that cannot be checked get no module.
         let pinned = PinnedTools::new(&tools, &mut notes);
         let usable: Vec<ToolSchema> = tools
             .into_iter()
             .filter(|tool| pinned.has(&tool.name))
             .collect();
         let package = cellblock_typed::generate(&name, &usable)?;
-        // And what has no module is not called.
+        // Tools without a module are not called.
         let made = usable
             .iter()
             .filter(|tool| package.tools.iter().any(|made| made.original == tool.name));

@@ -1,11 +1,13 @@
-//! Variables of the host, filled into parameters, and what must not be seen of them afterwards.
+//! Expands variables of the host in parameters, and masks their values in output.
 //!
-//! `${NAME}` is replaced when a connection is made, in every text. Names that are not known are reported, all at once. What was filled in is
-//! remembered as secret: [`Mask`] takes it out of everything that a server says.
+//! `${NAME}` is replaced in every text when a connection is made. All unknown names are reported
+//! together. The values are remembered as secrets: [`Mask`] removes them from everything that a
+//! server sends.
 //!
-//! Errors and logs lose more than results do. There, every whole header and variable of an environment is hidden. Results are data that somebody works
-//! with, so only values of `${NAME}` are taken out of them, not of those that every program inherits: `${HOME}/notes` is no secret, and a server
-//! that lists files must be able to say where they are.
+//! Errors and logs are masked more strictly than results. They lose every whole header and
+//! environment variable. Results are data that users work with, so only values of `${NAME}` are
+//! removed, except those of variables that every program inherits: `${HOME}/notes` is not secret,
+//! and a server that lists files must be able to report their paths.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -16,9 +18,10 @@ use serde_json::Value;
 
 use crate::child::INHERITED;
 
-/// What stands where a secret was.
+/// Replacement for a secret.
 const HIDDEN: &str = "[hidden]";
-/// Shorter values are not looked for: taking every `1` out of a text would say more about the value than it hides.
+/// Minimum length of a masked value. Masking every `1` in a text would reveal more about the value
+/// than it hides.
 const SHORTEST_MASKED: usize = 4;
 
 /// Variables of the host. `Debug` prints no value.
@@ -41,16 +44,17 @@ impl fmt::Debug for Variables {
     }
 }
 
-/// Something filled in, and the mask for what that was.
+/// An expanded value, and the mask for its secrets.
 pub(crate) struct Filled<T> {
     pub(crate) value: T,
     pub(crate) mask: Mask,
 }
 
-/// Names that are asked for and are not there.
+/// Names of variables that are used but not set.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "these variables are not set where the server runs: {}; set them in its environment (\"env\" of the client's configuration) or in \
+    "these variables are not set where the server runs: {}; set them in its environment (\"env\" \
+     of the client's configuration) or in \
      the file .env of the workspace, and start it again",
     .names.join(", ")
 )]
@@ -58,7 +62,7 @@ pub struct MissingVariables {
     pub names: Vec<String>,
 }
 
-/// Fills in whatever `write` asks for, and then tells whether all of it was there.
+/// Expands everything that `write` requests, then reports all missing variables together.
 pub(crate) fn fill<T>(
     host: &Variables,
     write: impl FnOnce(&mut Fill<'_>) -> T,
@@ -81,17 +85,17 @@ pub(crate) fn fill<T>(
     })
 }
 
-/// Texts on their way to being filled in.
+/// Expansion state: texts are expanded and secrets collected.
 pub(crate) struct Fill<'a> {
     host: &'a Variables,
     missing: BTreeSet<String>,
     secrets: BTreeSet<String>,
-    /// The secrets that are not in results either.
+    /// The secrets that are also masked in results.
     values: BTreeSet<String>,
 }
 
 impl Fill<'_> {
-    /// Fills in a text. Only what comes from variables is secret.
+    /// Expands a text. Only the values of variables are secret.
     pub(crate) fn text(&mut self, text: &str) -> String {
         let mut filled = String::with_capacity(text.len());
         let mut rest = text;
@@ -102,7 +106,7 @@ impl Fill<'_> {
                     filled.push_str(value);
                     self.secrets.insert(value.to_owned());
                     if !INHERITED.contains(&name) {
-                        // Whoever uses a value often takes the line end away that it was stored with.
+                        // Programs often strip the line ending that a value was stored with.
                         self.values.insert(value.trim().to_owned());
                     }
                 }
@@ -116,7 +120,7 @@ impl Fill<'_> {
         filled
     }
 
-    /// Fills in a text that is secret as a whole.
+    /// Expands a text that is secret as a whole.
     pub(crate) fn secret(&mut self, text: &str) -> String {
         let filled = self.text(text);
         self.secrets.insert(filled.clone());
@@ -128,7 +132,7 @@ pub(crate) fn has_variables(text: &str) -> bool {
     next_variable(text).is_some()
 }
 
-/// Returns what is before the next variable, its name, and what follows.
+/// Returns the text before the next variable, its name, and the text after it.
 fn next_variable(text: &str) -> Option<(&str, &str, &str)> {
     let mut from = 0;
     while let Some(found) = text[from..].find("${") {
@@ -146,7 +150,7 @@ fn next_variable(text: &str) -> Option<(&str, &str, &str)> {
     None
 }
 
-/// Takes secrets out of what a server says.
+/// Masks secrets in a server's output.
 #[derive(Clone, Default)]
 pub(crate) struct Mask {
     secrets: Arc<[String]>,
@@ -159,7 +163,7 @@ impl Mask {
             .into_iter()
             .filter(|value| value.len() >= SHORTEST_MASKED)
             .collect();
-        // The longest first, so that of two that overlap nothing is left.
+        // Longest first, so that of two overlapping secrets no part remains.
         secrets.sort_by_key(|value| std::cmp::Reverse(value.len()));
         Mask {
             secrets: secrets.into(),
@@ -167,7 +171,7 @@ impl Mask {
         }
     }
 
-    /// Returns a sentence for errors and logs without secrets.
+    /// Returns a text for errors and logs with all secrets masked.
     pub(crate) fn hide(&self, text: &str) -> String {
         let text = self.secrets.iter().fold(text.to_owned(), |text, secret| {
             if text.contains(secret.as_str()) {
@@ -179,7 +183,8 @@ impl Mask {
         self.values.hide(&text).unwrap_or(text)
     }
 
-    /// Takes the values of variables out of every text in a result, however they are spelled. What has none stays as it is.
+    /// Masks the values of variables in every text of a result, in all their encodings. A result
+    /// without such values stays unchanged.
     pub(crate) fn hide_within(&self, result: &mut Value) {
         match result {
             Value::String(text) => {
@@ -271,7 +276,7 @@ mod tests {
             mask.hide("alpha, beta, Bearer beta, gamma"),
             "[hidden], [hidden], [hidden], gamma"
         );
-        // The control: without a mask all of it is there.
+        // Control: without a mask the text is unchanged.
         assert_eq!(Mask::default().hide("alpha"), "alpha");
         assert!(!format!("{mask:?} {:?}", host()).contains("alpha"));
     }
@@ -294,16 +299,28 @@ mod tests {
         };
         let mask = fill(&host, write).unwrap().mask;
         let mut result = json!({
-            "content": [{"type": "text", "text": "{\"key\": \"Bearer k-12345678\"}"}, {"resource": {"text": "ak%2D12345678z"}}],
-            "structuredContent": {"k-12345678": ["ay0xMjM0NTY3OA==", 12345678, null], "path": "/home/somebody/seven77", "other": "written out"},
+            "content": [
+                {"type": "text", "text": "{\"key\": \"Bearer k-12345678\"}"},
+                {"resource": {"text": "ak%2D12345678z"}},
+            ],
+            "structuredContent": {
+                "k-12345678": ["ay0xMjM0NTY3OA==", 12345678, null],
+                "path": "/home/somebody/seven77", "other": "written out",
+            },
         });
         mask.hide_within(&mut result);
         let expected = json!({
-            "content": [{"type": "text", "text": "{\"key\": \"Bearer [hidden]\"}"}, {"resource": {"text": "a[hidden]z"}}],
-            "structuredContent": {"[hidden]": ["[hidden]A==", 12345678, null], "path": "/home/somebody/seven77", "other": "written out"},
+            "content": [
+                {"type": "text", "text": "{\"key\": \"Bearer [hidden]\"}"},
+                {"resource": {"text": "a[hidden]z"}},
+            ],
+            "structuredContent": {
+                "[hidden]": ["[hidden]A==", 12345678, null],
+                "path": "/home/somebody/seven77", "other": "written out",
+            },
         });
         assert_eq!(result, expected);
-        // Errors lose more.
+        // Errors are masked more strictly.
         assert_eq!(
             mask.hide("/home/somebody, seven77, written out"),
             "[hidden], [hidden], [hidden]"

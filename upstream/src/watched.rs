@@ -1,4 +1,4 @@
-//! A transport that is watched: what has been sent, what is told beside answers, and when it ends.
+//! A transport wrapper that tracks sent requests, notifications, and the end of the connection.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -15,26 +15,26 @@ use tokio_util::sync::{CancellationToken, DropGuard};
 use crate::handler::{Changed, ProgressTokens};
 use crate::variables::Mask;
 
-/// How long it may take until it is clear whether a request was sent on a connection that is lost.
+/// Timeout for determining whether a request was sent on a lost connection.
 const LONGEST_DOUBT: Duration = Duration::from_secs(1);
-/// Questions that a server may ask in a while; pings, mostly.
+/// Maximum number of requests from a server within `COUNTED_TIME`. Most of them are pings.
 const MOST_QUESTIONS: usize = 100;
 const COUNTED_TIME: Duration = Duration::from_secs(10);
 
-/// What is known of a transport that rmcp holds.
+/// State of a transport that rmcp owns.
 #[derive(Clone, Default)]
 pub(crate) struct Watch {
     pub(crate) sent: Arc<Sent>,
     pub(crate) progress: Arc<ProgressTokens>,
     pub(crate) changed: Arc<Changed>,
-    /// Nothing more comes.
+    /// No more messages will arrive.
     pub(crate) broken: CancellationToken,
-    /// It has been closed, and whatever was behind it is gone.
+    /// The transport was closed, and the program or connection behind it is gone.
     pub(crate) ended: CancellationToken,
 }
 
 impl Watch {
-    /// Watches a transport on which a server may say what `mask` hides.
+    /// Creates the state for a transport. `mask` hides secrets in the server's output.
     pub(crate) fn new(mask: &Mask) -> Watch {
         Watch {
             progress: Arc::new(ProgressTokens::new(mask.clone())),
@@ -43,7 +43,8 @@ impl Watch {
     }
 }
 
-/// Which requests have been sent. A connection that is lost leaves open whether rmcp had come to send a request, and so whether it may be repeated.
+/// Tracks which requests have been sent. When a connection is lost, this determines whether a
+/// request may be repeated, because rmcp does not report whether it had sent it.
 #[derive(Default)]
 pub(crate) struct Sent {
     requests: Mutex<HashMap<RequestId, Sending>>,
@@ -52,17 +53,18 @@ pub(crate) struct Sent {
 
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Sending {
-    /// It will be sent, or not.
+    /// Not sent yet.
     Waiting,
-    /// Some of it may have been sent.
+    /// Possibly sent in part.
     Begun,
     Done,
     Failed,
-    /// Nobody wants to know, and rmcp has not come to it.
+    /// The caller is gone, and rmcp has not started to send the request.
     Forgotten,
 }
 
-/// A request on its way out. rmcp drops it, in whatever state it is, when the connection is lost.
+/// A request that is being sent. When the connection is lost, rmcp drops it in whatever state it
+/// is.
 struct OnItsWay {
     sent: Arc<Sent>,
     request: RequestId,
@@ -108,13 +110,15 @@ impl Drop for OnItsWay {
 }
 
 impl Sent {
-    /// Changes what is known of a request, if anybody still wants to know.
+    /// Updates the state of a request, unless it was forgotten.
     fn set(&self, request: &RequestId, sending: Sending) {
         let mut requests = self.lock();
         match (requests.get(request), sending) {
-            (Some(Sending::Forgotten), _) => drop(requests.remove(request)),
+            (Some(Sending::Forgotten), _) => {
+                requests.remove(request);
+            }
             (None, Sending::Waiting) | (Some(_), _) => {
-                drop(requests.insert(request.clone(), sending))
+                requests.insert(request.clone(), sending);
             }
             (None, _) => {}
         }
@@ -122,7 +126,7 @@ impl Sent {
         self.changed.notify_waiters();
     }
 
-    /// Tells, about a request on a connection that is lost, whether the server may have seen it.
+    /// Returns whether the server may have received a request on a lost connection.
     pub(crate) async fn may_have_arrived(&self, request: &RequestId) -> bool {
         let decided = async {
             loop {
@@ -135,11 +139,12 @@ impl Sent {
                 changed.await;
             }
         };
-        // Writing to a server that is gone fails at once. Whatever still waits is not known.
+        // Writing to a server that is gone fails at once. If the request is still pending, the
+        // outcome is unknown.
         timeout(LONGEST_DOUBT, decided).await.unwrap_or(true)
     }
 
-    /// Nobody will ask about this request any more.
+    /// Stops tracking a request.
     pub(crate) fn forget(&self, request: &RequestId) {
         let mut requests = self.lock();
         if requests.remove(request).is_none() {
@@ -152,11 +157,12 @@ impl Sent {
     }
 }
 
-/// A transport whose end is seen at once. rmcp tells of it only after it has closed everything, which can take seconds.
+/// A transport whose end is detected at once. rmcp reports it only after closing everything, which
+/// can take seconds.
 pub(crate) struct Watched<T> {
     inner: T,
     watch: Watch,
-    /// Since when requests of the server have been counted, and how many there were.
+    /// Start of the current counting period, and the number of server requests in it.
     asked: (Instant, usize),
     _ended: DropGuard,
 }
@@ -171,8 +177,8 @@ impl<T> Watched<T> {
         }
     }
 
-    /// Returns what rmcp has a use for. The rest is told to whoever waits for it, here and in order: rmcp would start a task for each, and an
-    /// answer would overtake the progress before it.
+    /// Returns messages for rmcp. Progress and change notifications are delivered here, in order:
+    /// rmcp would start a task for each, and a response could overtake the progress before it.
     fn pass(
         &mut self,
         message: RxJsonRpcMessage<RoleClient>,
@@ -194,7 +200,8 @@ impl<T> Watched<T> {
         }
     }
 
-    /// Each question of a server costs an answer, which somebody who asks and never reads could have us keep without end.
+    /// Rate-limits requests of the server. Each costs a response, and a server that never reads
+    /// could make us queue responses without bound.
     fn may_ask(&mut self) -> bool {
         let now = Instant::now();
         if now.duration_since(self.asked.0) > COUNTED_TIME {
@@ -255,7 +262,7 @@ mod tests {
     use super::*;
     use crate::wire;
 
-    /// Says the same thing for ever.
+    /// Sends the same message forever.
     struct Parrot(&'static str);
 
     impl Transport<RoleClient> for Parrot {
@@ -291,7 +298,7 @@ mod tests {
             .filter_map(|_| watched.pass(wire::read(watched.inner.0.as_bytes()).unwrap()))
             .collect();
         assert!(more.is_empty());
-        // The control: later it may ask again.
+        // Control: after the period, requests are accepted again.
         tokio::time::advance(COUNTED_TIME + Duration::from_secs(1)).await;
         assert!(watched.receive().await.is_some());
     }
@@ -339,7 +346,8 @@ mod tests {
             request.begin();
             request.end(true);
             drop(request);
-            // Once it was on its way nothing is left of it; before that, a mark that it takes away.
+            // A request that was already being sent leaves no entry. Otherwise an entry remains
+            // until sending starts and removes it.
             sent.lock()
                 .retain(|_, sending| *sending != Sending::Forgotten);
             assert!(sent.lock().is_empty(), "{is_early}");

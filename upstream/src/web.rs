@@ -1,7 +1,8 @@
-//! Requests to servers elsewhere.
+//! HTTP requests to remote servers.
 //!
-//! One client per server. It follows no redirect: a server that moved is registered anew, and a header that was meant for one host never reaches
-//! another. Bodies are read within bounds. TLS trusts what this machine trusts (`SSL_CERT_FILE` included).
+//! There is one client per server. It does not follow redirects: a server that moved must be
+//! registered again, and a header for one host is never sent to another. Body sizes are limited.
+//! TLS trusts the machine's certificates (including `SSL_CERT_FILE`).
 
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
@@ -13,13 +14,13 @@ use rustls::{ClientConfig, RootCertStore};
 
 use crate::addresses::{AddressPolicy, CheckedNames};
 
-/// How long a connection may take to be made. The limit for the whole greeting is longer.
+/// Timeout for establishing a connection. The timeout for the whole handshake is longer.
 const LONGEST_DIAL: Duration = Duration::from_secs(10);
 
-/// Why a server elsewhere did not do what was asked.
+/// Error of a request to a remote server.
 #[derive(Debug, thiserror::Error)]
 pub enum WebError {
-    /// What its causes say is for those who know the library; the text says it in short.
+    /// The text is a short summary, because the causes are details of the library.
     #[error("{}", told(.0))]
     Request(reqwest::Error),
     #[error("it answered with the status {0}")]
@@ -39,18 +40,18 @@ pub enum WebError {
 }
 
 impl WebError {
-    /// Keeps what went wrong, without the URL: it may hold secrets.
+    /// Wraps an error without its URL, which may contain secrets.
     pub(crate) fn request(error: reqwest::Error) -> WebError {
         WebError::Request(error.without_url())
     }
 
-    /// Tells whether the request cannot have reached the server.
+    /// Returns whether the request cannot have reached the server.
     pub(crate) fn is_before_the_server(&self) -> bool {
         matches!(self, WebError::Request(error) if error.is_connect())
     }
 }
 
-/// Says what went wrong with a request.
+/// Returns a short description of a failed request.
 fn told(error: &reqwest::Error) -> String {
     let mut innermost: &dyn std::error::Error = error;
     while let Some(source) = innermost.source() {
@@ -70,7 +71,7 @@ pub(crate) struct Web {
     pub(crate) largest: usize,
 }
 
-/// Why no client could be made.
+/// Error while creating a client.
 #[derive(Debug, thiserror::Error)]
 pub enum ClientError {
     #[error("the value of the header {name:?} cannot be sent")]
@@ -96,7 +97,7 @@ impl Web {
             .default_headers(header_map(headers)?)
             .user_agent(concat!("cellblock/", env!("CARGO_PKG_VERSION")));
         if let AddressPolicy::PublicOnly { .. } = policy {
-            // A proxy would resolve the name once more, by itself.
+            // No proxy: it would resolve the name again by itself.
             let names = CheckedNames {
                 policy: policy.clone(),
                 resolver: Arc::clone(resolver),
@@ -112,7 +113,7 @@ impl Web {
     }
 }
 
-/// Sends a request, and refuses every answer that is none of a server that does as it was asked.
+/// Sends a request. Redirects and authorization failures are errors.
 pub(crate) async fn send(request: reqwest::RequestBuilder) -> Result<reqwest::Response, WebError> {
     let response = request.send().await.map_err(WebError::request)?;
     match response.status().as_u16() {
@@ -122,7 +123,7 @@ pub(crate) async fn send(request: reqwest::RequestBuilder) -> Result<reqwest::Re
     }
 }
 
-/// Reads a body, if it is small enough.
+/// Reads a body up to a maximum size.
 pub(crate) async fn body(
     mut response: reqwest::Response,
     largest: usize,
@@ -169,15 +170,18 @@ fn header_map(
     Ok(map)
 }
 
-/// Returns the settings of TLS. Reading the certificates of a machine takes some milliseconds, so they are read once.
+/// Returns the TLS settings. Reading the machine's certificates takes some milliseconds, so they
+/// are read once.
 fn tls() -> Result<ClientConfig, ClientError> {
     static ROOTS: OnceLock<Arc<RootCertStore>> = OnceLock::new();
     let roots = ROOTS.get_or_init(|| {
         let mut roots = RootCertStore::empty();
-        let (added, _ignored) = roots.add_parsable_certificates(rustls_native_certs::load_native_certs().certs);
+        let (added, _ignored) =
+            roots.add_parsable_certificates(rustls_native_certs::load_native_certs().certs);
         if added == 0 {
             tracing::warn!(
-                "this machine has no certificates that TLS could trust; MCP servers with https cannot be reached"
+                "this machine has no certificates that TLS could trust; MCP servers with https \
+                 cannot be reached"
             );
         }
         Arc::new(roots)
@@ -203,7 +207,7 @@ mod tests {
             error.to_string(),
             "the value of the header \"X-Key\" cannot be sent"
         );
-        // The control.
+        // Control.
         let map = header_map([("X-Key".to_owned(), "secret".to_owned())]).unwrap();
         assert_eq!(map["x-key"], "secret");
         assert!(!format!("{map:?}").contains("secret"));

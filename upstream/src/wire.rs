@@ -1,8 +1,9 @@
-//! One message of a server, within bounds.
+//! Parses one message of a server, with limits.
 //!
-//! rmcp finds out what a result is by trying all results there are, which costs several copies of a large one and fails as a whole where a
-//! server sends a kind of content that is not known. So results of tools are handed on as the JSON they are; only what rmcp needs itself for a
-//! connection (the greeting, the list of tools) is read by it.
+//! rmcp determines the type of a result by trying all result types. That makes several copies of a
+//! large result, and fails entirely on an unknown kind of content. So tool results are passed on as
+//! raw JSON; rmcp parses only what it needs itself for a connection (the handshake, the list of
+//! tools).
 
 use cellblock_json::{Budget, Decoding, Excess, MAX_DEPTH};
 use rmcp::RoleClient;
@@ -15,21 +16,21 @@ use serde_json::Value;
 /// A message from a server.
 pub(crate) type Message = RxJsonRpcMessage<RoleClient>;
 
-/// The code of an error of our own, in place of an answer that was too large.
+/// Code of our own error that replaces an oversized response.
 const TOO_LARGE: ErrorCode = ErrorCode(-31_950);
-/// The code of an error of our own, in place of an answer that would take too much memory.
+/// Code of our own error that replaces a response that would take too much memory.
 const TOO_MANY_VALUES: ErrorCode = ErrorCode(-31_952);
-/// The code of an error of our own, in place of an answer that cannot be read.
+/// Code of our own error that replaces an unreadable response.
 const UNREADABLE: ErrorCode = ErrorCode(-31_951);
 
-/// What a message may hold, besides its bytes. rmcp tries several types on what it reads itself,
-/// and keeps copies meanwhile.
+/// Limits on a message, in addition to its size. rmcp tries several types on the messages that it
+/// parses, and keeps copies meanwhile.
 const MESSAGE: Budget = Budget {
     depth: MAX_DEPTH,
     memory: 24 * 1024 * 1024,
 };
 
-/// Notifications that somebody here reads.
+/// Notifications that are used here.
 const WANTED: [&str; 4] = [
     "notifications/cancelled",
     "notifications/progress",
@@ -37,16 +38,16 @@ const WANTED: [&str; 4] = [
     "notifications/tools/list_changed",
 ];
 
-/// Reads a message as `read` does, a large one away from the workers of the runtime.
+/// Parses a message like `read`, but a large one outside the runtime's worker threads.
 pub(crate) fn reading(bytes: impl AsRef<[u8]> + Send + 'static) -> Decoding<Option<Message>> {
     let is_small = cellblock_json::is_small(bytes.as_ref());
     cellblock_json::decoding(is_small, bytes, |bytes| read(bytes.as_ref()))
 }
 
-/// Reads a message. `None` if it is none, or nobody here has a use for it.
+/// Parses a message. Returns `None` for anything else, and for messages that are not used here.
 ///
-/// An answer that is no JSON, nested deeper than 127 levels, or would take too much memory, becomes
-/// an error: whoever waits for it would wait in vain.
+/// A response that is not JSON, is nested deeper than 127 levels, or would take too much memory
+/// becomes an error; otherwise its caller would wait forever.
 pub(crate) fn read(bytes: &[u8]) -> Option<Message> {
     if let Some(refused) = excess(bytes) {
         return refused;
@@ -100,8 +101,8 @@ pub(crate) fn read(bytes: &[u8]) -> Option<Message> {
     ))
 }
 
-/// Returns what stands for an answer that is nested too deeply or holds too many values, if it is
-/// and does.
+/// Returns the replacement for a response that is nested too deeply or contains too many values, or
+/// `None` if it is within the limits.
 pub(crate) fn excess(bytes: &[u8]) -> Option<Option<Message>> {
     match MESSAGE.check(bytes) {
         Ok(_) => None,
@@ -119,7 +120,7 @@ pub(crate) fn excess(bytes: &[u8]) -> Option<Option<Message>> {
     }
 }
 
-/// Returns what stands for an answer that was too large.
+/// Returns the replacement for an oversized response.
 pub(crate) fn too_large(id: RequestId, largest: usize) -> Message {
     refusal(
         id,
@@ -142,7 +143,7 @@ pub(crate) fn is_too_large(error: &ErrorData) -> bool {
     error.code == TOO_LARGE
 }
 
-/// Returns what stands for an answer that nobody could read.
+/// Returns the replacement for an unreadable response.
 pub(crate) fn unreadable(bytes: &[u8]) -> Option<Message> {
     id_in(bytes).map(|id| refusal(id, UNREADABLE, "the answer cannot be read".to_owned()))
 }
@@ -163,15 +164,16 @@ fn id_of(id: &Value) -> Option<RequestId> {
     }
 }
 
-/// Finds the `id` of a message that is thrown away while it is read.
+/// Finds the `id` of a message that is discarded while it is read.
 ///
-/// It keeps a few bytes, whatever the size of the message, and follows just enough of JSON to know which `id` is the outermost.
+/// It keeps only a few bytes, whatever the size of the message, and parses just enough JSON to
+/// identify the outermost `id`.
 #[derive(Default)]
 pub(crate) struct IdFinder {
     depth: usize,
     in_string: bool,
     is_escaped: bool,
-    /// Whether the next string at the top is a key.
+    /// Whether the next string at the top level is a key.
     expects_key: bool,
     place: Place,
     text: Vec<u8>,
@@ -183,11 +185,11 @@ enum Place {
     #[default]
     Elsewhere,
     Key,
-    /// Behind the key `id`.
+    /// After the key `id`.
     Id,
 }
 
-/// No id of ours is longer.
+/// Our own ids are never longer.
 const LONGEST_ID: usize = 64;
 
 impl IdFinder {
@@ -292,7 +294,10 @@ mod tests {
                 "{levels}"
             );
             assert_eq!(excess(text.as_bytes()).is_some(), is_too_deep, "{levels}");
-            let is_error = matches!(read(text.as_bytes()), Some(JsonRpcMessage::Error(error)) if is_unreadable(&error.error));
+            let is_error = matches!(
+                read(text.as_bytes()),
+                Some(JsonRpcMessage::Error(error)) if is_unreadable(&error.error)
+            );
             assert_eq!(is_error, is_too_deep, "{levels}");
         }
         assert!(read(b"no JSON at all").is_none());
@@ -323,7 +328,7 @@ mod tests {
             matches!(read(long.as_bytes()), Some(JsonRpcMessage::Response(_))),
             "the control: a text of that size"
         );
-        // What is no answer is dropped.
+        // Messages that are not responses are dropped.
         let many = r#"{"":0},"#.repeat(100_000);
         assert!(
             read(format!(r#"{{"method":"notifications/progress","params":[{many}0]}}"#).as_bytes())
@@ -354,7 +359,7 @@ mod tests {
             panic!("no response")
         };
         assert!(matches!(response.result, ServerResult::ListToolsResult(_)));
-        // One tool without a schema: not what rmcp takes, and still not lost.
+        // One tool without a schema: rmcp rejects it, but the list is still delivered.
         let list = r#"{"jsonrpc":"2.0","id":1,"result":{"tools":[{"name":"a"}]}}"#;
         let JsonRpcMessage::Response(response) = read(list.as_bytes()).unwrap() else {
             panic!("no response")

@@ -1,9 +1,11 @@
-//! What was refused, for the user to see.
+//! Refusals, reported to the user.
 //!
-//! A program inside sees a reset or a name that does not exist. The result of its cell says why, in words that a model can act on.
+//! A program inside sees only a connection reset or a name that does not exist. The result of its
+//! cell reports the reason, in words that a model can act on.
 //!
-//! The program decides what it tries and how often, so the list is bounded: 50 different lines, each with a count, and one for all others.
-//! Every text in it is ours, a checked name or an address.
+//! The program controls what it tries and how often, so the list is bounded: 50 different lines,
+//! each with a count, and one line for all others. Every text in it is ours, a checked name or an
+//! address.
 
 use std::fmt;
 use std::io;
@@ -12,18 +14,17 @@ use std::sync::{Mutex, PoisonError};
 use crate::dial::{DialError, Objection};
 use crate::name::HostName;
 
-/// Something that the way out refused.
+/// A connection, name or request that the gateway refused.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Blocked {
-    /// What was to be reached: `example.org:443`, or `example.org` if only its address was asked for.
+    /// The destination: `example.org:443`, or `example.org` if only its address was queried.
     pub target: String,
-    /// Why not.
     pub reason: Reason,
-    /// How often, since somebody looked.
+    /// Number of refusals since the list was last taken.
     pub times: u32,
 }
 
-/// Why something was refused.
+/// Reason for a refusal.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Reason {
     #[error("not in the allowed list")]
@@ -52,7 +53,7 @@ pub enum Reason {
     TooManyConnections(usize),
     #[error("too many to list")]
     TooManyToList,
-    /// As another process put it.
+    /// A reason that another process reported.
     #[error("{0}")]
     Told(String),
 }
@@ -74,13 +75,13 @@ impl From<DialError> for Reason {
             DialError::NotListed => Reason::NotListed,
             DialError::Unresolved(cause) => Reason::Unresolved(cause.to_string()),
             DialError::Special(objection) => Reason::Address(objection),
-            // The kind only: the full text of a system error is about our side.
+            // Only the kind: the full text of a system error describes our side.
             DialError::Unreachable(cause) => Reason::Unreachable(cause.kind()),
         }
     }
 }
 
-/// The list that grows while a cell runs.
+/// The list of refusals while a cell runs.
 #[derive(Default)]
 pub(crate) struct Notes {
     ledger: Mutex<Ledger>,
@@ -92,21 +93,22 @@ struct Ledger {
     others: u32,
 }
 
-/// The most different lines. A model learns nothing new from the fifty-first.
+/// Limit of different lines. More than fifty do not help a model.
 const MOST_LINES: usize = 50;
 
 impl Notes {
-    /// Notes one refusal.
+    /// Records one refusal.
     pub(crate) fn add(&self, target: String, reason: Reason) {
         self.note(target, reason, 1);
     }
 
-    /// Notes a refusal that goes along with another one: it makes a line, but does not count twice.
+    /// Records a refusal that accompanies another one: it adds a line but does not count as an
+    /// attempt.
     pub(crate) fn mention(&self, target: String, reason: Reason) {
         self.note(target, reason, 0);
     }
 
-    /// Returns the list and begins a new one.
+    /// Returns the list and starts a new one.
     pub(crate) fn take(&self) -> Vec<Blocked> {
         let Ledger { mut lines, others } =
             std::mem::take(&mut *self.ledger.lock().unwrap_or_else(PoisonError::into_inner));

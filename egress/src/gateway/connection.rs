@@ -1,19 +1,20 @@
-//! One connection from inside: what it is for, whether it may, and then its bytes.
+//! One connection from inside: find its destination, check it, then transfer its bytes.
 //!
 //! ```text
-//!  address it was made to ─▶ a name, or only an address ─▶ allowed at this port? ─▶ what kind of traffic?
+//!  destination address ─▶ a name, or only an address ─▶ allowed at this port? ─▶ kind of traffic?
 //!
 //!    only an address            copied: the address itself is listed
-//!    a name, port 443           TLS; the hello must ask for this name, openly
+//!    a name, port 443           TLS; the ClientHello must name this host, unencrypted
 //!    a name, port 80            HTTP; every request must be for this name
-//!    a name, another port       copied: the name is enough
-//!    a name that has a secret   as above, but TLS ends here
+//!    a name, another port       copied: the name is sufficient
+//!    a name that has a secret   as above, but TLS is terminated here
 //!    no restrictions at all     copied, except TLS to a name that has a secret
 //! ```
 //!
-//! Only then is the host dialled, with a check of every address it has. Nothing of a refused connection goes out.
+//! Only then is the host dialled, after a check of all its addresses. No byte of a refused
+//! connection leaves the host.
 //!
-//! When the rules change, every connection asks itself again whether it may; if not, it is cut off.
+//! When the rules change, every connection is checked again and cut off if it is no longer allowed.
 
 use std::collections::HashSet;
 use std::io;
@@ -42,13 +43,14 @@ use crate::{http, terminate};
 pub(crate) async fn serve(shared: Arc<Shared>, stream: TcpStream, target: SocketAddr) {
     let peer = Arc::new(Peer::of(shared, target, stream.peer_addr().ok()));
     let fate = Fate::default();
-    // From before the first decision on, so that no change is missed.
+    // Subscribes before the first decision, so that no change is missed.
     let cut_off = pin!(peer.cut_off());
     let work = pin!(carry(
         &peer,
         Inside::new(stream, peer.shared.meter.clone(), fate.clone())
     ));
-    // Dropped before `work` if this whole future is: then the connection was cut off and did not end.
+    // If this whole future is dropped, this is dropped before `work`: the connection was cut off
+    // and did not end by itself.
     let unfinished = ResetOnDrop(Some(fate));
     tokio::select! {
         _ = work => unfinished.defuse(),
@@ -56,36 +58,37 @@ pub(crate) async fn serve(shared: Arc<Shared>, stream: TcpStream, target: Socket
     }
 }
 
-/// A connection was refused, and that is noted already: before whoever is inside can notice it.
+/// A connection was refused. The refusal was recorded before the program inside can notice it.
 struct Refused;
 
-/// How long a TLS client may take for its hello. Clients send it at once; this is for slow ones on a busy machine.
+/// Timeout for a ClientHello. Clients send it at once; this allows for slow ones on a busy machine.
 const LONGEST_HELLO: Duration = Duration::from_secs(10);
 
-/// How long a client is waited for where TLS is possible, but not a must. One that comes later is copied as it is, which keeps its
-/// placeholder a placeholder.
+/// Timeout for the first bytes where TLS is possible but not required. A client that sends later is
+/// copied unchanged, so its placeholder stays a placeholder.
 const LONGEST_GUESS: Duration = Duration::from_secs(1);
 
-/// Bytes that are copied at a time. Larger pieces are not faster, and every connection has two of these.
+/// Buffer size for copying. Larger buffers are not faster, and every connection has two.
 const BUFFER: usize = 64 * 1024;
 
 const HTTP: u16 = 80;
 pub(super) const HTTPS: u16 = 443;
 
-/// What a connection is for.
+/// The destination of a connection and its state.
 struct Peer {
     shared: Arc<Shared>,
     host: Host,
     port: u16,
-    /// Where it comes from, inside. Unknown when whoever made it has gone already.
+    /// The address inside that it comes from. Unknown if the client has already disconnected.
     from: Option<SocketAddr>,
-    /// Whether its bytes pass without a look only because there were no restrictions when it began.
+    /// Whether its bytes are copied unchecked only because there were no restrictions when it
+    /// started.
     is_unseen: bool,
-    /// Whether somebody has allowed it although no rule does.
+    /// Whether it was approved although no rule allows it.
     is_granted: AtomicBool,
-    /// Where it was dialled to so far.
+    /// The addresses dialled so far.
     dialled: Mutex<HashSet<IpAddr>>,
-    /// Keeps the address that stands for the name, as long as there is a connection to it.
+    /// Reserves the address that stands for the name while a connection uses it.
     _name: Option<NameInUse>,
 }
 
@@ -111,7 +114,7 @@ impl Peer {
         }
     }
 
-    /// The rules of this moment, with what was allowed for this connection alone.
+    /// Returns the current rules, plus the approval for this connection.
     fn rules(&self) -> Rules {
         let rules = self.shared.rules();
         match &self.host {
@@ -122,7 +125,7 @@ impl Peer {
         }
     }
 
-    /// Holds the connection until somebody has decided about it, if anybody can be asked.
+    /// Holds the connection until it is approved or denied, if there is an approver.
     async fn is_granted(&self) -> bool {
         let (Host::Name(name), Some(asker)) = (&self.host, self.shared.asker()) else {
             return false;
@@ -154,7 +157,7 @@ impl Peer {
         Refused
     }
 
-    /// Tells whether the rules of this moment allow everything about this connection.
+    /// Returns whether the current rules allow everything about this connection.
     fn is_allowed(&self) -> bool {
         let dialled = self
             .dialled
@@ -169,7 +172,7 @@ impl Peer {
                 .allows(&self.host, self.port, &dialled, &rules)
     }
 
-    /// Waits until the rules do not allow this connection any more.
+    /// Waits until the rules no longer allow this connection.
     fn cut_off(&self) -> impl Future<Output = ()> {
         let mut changes = self.shared.rules.subscribe();
         async move {
@@ -185,7 +188,7 @@ impl Peer {
         self.try_dial().await.map_err(|reason| self.refuse(reason))
     }
 
-    /// Opens a connection to the host, by the rules of this moment.
+    /// Opens a connection to the host under the current rules.
     async fn try_dial(&self) -> Result<TcpStream, Reason> {
         let rules = self.rules();
         let (stream, address) = self
@@ -197,7 +200,8 @@ impl Peer {
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
             .insert(address);
-        // The rules may have changed since we looked. If they change from now on, `cut_off` sees this address.
+        // The rules may have changed since they were read. Later changes are covered by `cut_off`,
+        // which sees this address.
         if self.rules() == rules || self.is_allowed() {
             Ok(stream)
         } else {
@@ -205,7 +209,7 @@ impl Peer {
         }
     }
 
-    /// Opens a connection for a part of this crate that knows nothing of notes.
+    /// Opens a connection for `terminate`, which does not record refusals itself.
     async fn dial_and_note(self: Arc<Self>) -> io::Result<TcpStream> {
         self.try_dial().await.map_err(|reason| {
             self.note(reason.clone());
@@ -214,12 +218,12 @@ impl Peer {
     }
 }
 
-/// What a connection carries, and so what must be looked at.
+/// The kind of traffic on a connection, which decides what is checked.
 enum Traffic<'a> {
     Copied,
     Http(&'a HostName),
     Tls(&'a HostName),
-    /// TLS if it looks like it.
+    /// TLS if the first bytes look like it.
     Perhaps(&'a HostName),
 }
 
@@ -235,7 +239,7 @@ fn traffic(peer: &Peer) -> Traffic<'_> {
     }
 }
 
-/// Decides about a connection and carries its bytes.
+/// Decides about a connection and transfers its bytes.
 async fn carry(peer: &Arc<Peer>, mut inside: Inside) -> Result<(), Refused> {
     if !peer.is_allowed() && !peer.is_granted().await {
         return Err(peer.refuse(Reason::NotListed));
@@ -268,7 +272,8 @@ async fn carry(peer: &Arc<Peer>, mut inside: Inside) -> Result<(), Refused> {
     Ok(())
 }
 
-/// Reads the first bytes until they are clearly a hello or clearly not, and gives them back. `None` if the client ends without a word.
+/// Reads the first bytes until they clearly are a ClientHello or clearly are not, and puts them
+/// back. Returns `None` if the client closes without sending anything.
 async fn read_hello(inside: &mut Inside, patience: Duration) -> Option<Hello> {
     let mut bytes = Vec::with_capacity(LARGEST_HELLO);
     let read = async {
@@ -310,7 +315,8 @@ fn check_hello(hello: &Hello, name: &HostName) -> Result<(), Reason> {
     }
 }
 
-/// Carries TLS that asks for the right name: to where it ends here, if the name has a secret; otherwise untouched.
+/// Forwards TLS for the right name: terminates it if the name has a secret, otherwise copies it
+/// unchanged.
 async fn carry_tls(peer: &Arc<Peer>, inside: Inside, name: &HostName) -> Result<(), Refused> {
     let shared = &peer.shared;
     let Some(authority) = shared.authority.as_ref().filter(|_| shared.vault.has(name)) else {
@@ -338,7 +344,8 @@ async fn carry_tls(peer: &Arc<Peer>, inside: Inside, name: &HostName) -> Result<
     Ok(())
 }
 
-/// Copies both ways until both are done. Half of a connection may end before the other; if one side breaks, the other is reset.
+/// Copies in both directions until both are finished. One direction may end before the other. If
+/// one side fails, the other is reset.
 async fn copy(mut inside: Inside, mut upstream: TcpStream) {
     inside.fate().let_through();
     if copy_bidirectional_with_sizes(&mut inside, &mut upstream, BUFFER, BUFFER)
@@ -350,7 +357,7 @@ async fn copy(mut inside: Inside, mut upstream: TcpStream) {
     }
 }
 
-/// Makes an end that comes from outside a reset.
+/// Resets the connection unless it ended by itself.
 struct ResetOnDrop(Option<Fate>);
 
 impl ResetOnDrop {

@@ -1,7 +1,8 @@
-//! The end of a connection that leads inside.
+//! The end of a connection that leads into the sandbox.
 //!
-//! Adds three things to a socket: bytes that were read in order to decide are given back, the session's meter is asked, and the connection
-//! has a [`Fate`], because it may be dropped anywhere and "refused" must look different from "finished".
+//! Adds three things to a socket. Bytes that were read in order to decide can be read again.
+//! Transfers obey the session's meter. And the connection has a [`Fate`]: it may be dropped
+//! anywhere, and "refused" must look different from "finished".
 
 use std::io::{self, IoSlice};
 use std::pin::Pin;
@@ -16,19 +17,19 @@ use tokio::time::{Sleep, sleep_until};
 
 use super::meter::Meter;
 
-/// How a connection ends when it is dropped: with a reset, until somebody says that its end is its own affair.
+/// How a connection ends when it is dropped: with a reset, unless it was let through.
 #[derive(Clone, Default)]
 pub(crate) struct Fate {
     is_own_affair: Arc<AtomicBool>,
 }
 
 impl Fate {
-    /// The connection was refused or cut off: it is reset, and what was not yet sent is thrown away.
+    /// Marks the connection as refused or cut off: it is reset, and unsent data is discarded.
     pub(crate) fn reset(&self) {
         self.is_own_affair.store(false, Ordering::SeqCst);
     }
 
-    /// The connection was let through: it ends as its parties end it.
+    /// Marks the connection as let through: its peers decide how it ends.
     pub(crate) fn let_through(&self) {
         self.is_own_affair.store(true, Ordering::SeqCst);
     }
@@ -53,7 +54,7 @@ impl Inside {
         }
     }
 
-    /// Gives bytes back that were read, to be read again.
+    /// Puts back bytes that were read, to be read again.
     pub(crate) fn unread(&mut self, bytes: Vec<u8>) {
         self.read_ahead = Bytes::from(bytes);
     }
@@ -62,7 +63,7 @@ impl Inside {
         &self.fate
     }
 
-    /// Waits until the meter lets something pass, and returns how much at most.
+    /// Waits until the meter allows a transfer, and returns its maximum size.
     fn poll_turn(&mut self, context: &mut Context<'_>) -> Poll<Option<usize>> {
         loop {
             if let Some(waiting) = &mut self.waiting {
@@ -80,7 +81,7 @@ impl Inside {
 impl Drop for Inside {
     fn drop(&mut self) {
         if !self.fate.is_own_affair.load(Ordering::SeqCst) {
-            // If the kernel refuses, the connection is closed in the ordinary way, which is also an end.
+            // If the kernel refuses, the connection is closed normally, which also ends it.
             let _ = self.stream.set_zero_linger();
         }
     }

@@ -1,31 +1,33 @@
-//! How many bytes per second a session may move.
+//! Bandwidth limit of a session.
 //!
-//! All connections of a session share one meter, and both directions count. Bytes are counted when they have passed, and the next ones wait until
-//! those are paid for; so a short burst passes at once, and the average holds over any longer time.
+//! All connections of a session share one meter, and both directions count. Bytes are counted after
+//! they were transferred, and the next ones wait until the limit has caught up. So a short burst
+//! passes at once, and the average rate holds over any longer time.
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use tokio::time::Instant;
 
-/// The shared account of a session. Without a limit it costs nothing.
+/// The shared counter of a session. Without a limit it has no cost.
 #[derive(Clone)]
 pub(crate) struct Meter(Option<Arc<Account>>);
 
 struct Account {
     bytes_per_second: u64,
-    /// Until when everything that passed is paid for. In the past while there is credit.
+    /// The time at which the transferred bytes are within the limit again. In the past while there
+    /// is credit.
     paid_until: Mutex<Instant>,
 }
 
-/// How much unused time counts as credit.
+/// Unused time that counts as credit, at most.
 const CREDIT: Duration = Duration::from_millis(100);
 
-/// The most bytes that pass at once when there is a limit.
+/// Largest number of bytes transferred at once under a limit.
 const LARGEST_PIECE: u64 = 64 * 1024;
 
 impl Meter {
-    /// Returns a meter that lets so many bytes pass per second; zero means all.
+    /// Returns a meter with a limit in bytes per second. Zero means no limit.
     pub(crate) fn new(bytes_per_second: u64) -> Meter {
         let account = || {
             Arc::new(Account {
@@ -36,14 +38,15 @@ impl Meter {
         Meter((bytes_per_second > 0).then(account))
     }
 
-    /// Returns the most bytes that may pass at once, or `None` without a limit. What a tenth of a second pays for, so that nobody waits
-    /// long for another's piece.
+    /// Returns how many bytes may be transferred at once, or `None` without a limit. This is at
+    /// most the share of a tenth of a second, so that connections do not wait long for each other.
     pub(crate) fn largest_piece(&self) -> Option<usize> {
         let account = self.0.as_ref()?;
         usize::try_from((account.bytes_per_second / 10).clamp(1, LARGEST_PIECE)).ok()
     }
 
-    /// Returns until when nothing may pass, if that is not now.
+    /// Returns the time until which nothing may be transferred, or `None` if transfers are allowed
+    /// now.
     pub(crate) fn closed_until(&self) -> Option<Instant> {
         let account = self.0.as_ref()?;
         let paid_until = *account
@@ -53,7 +56,7 @@ impl Meter {
         (paid_until > Instant::now()).then_some(paid_until)
     }
 
-    /// Counts bytes that have passed.
+    /// Counts transferred bytes.
     pub(crate) fn count(&self, bytes: usize) {
         let Some(account) = &self.0 else { return };
         let price = Duration::from_secs_f64(bytes as f64 / account.bytes_per_second as f64);

@@ -1,5 +1,6 @@
-//! The whole way out with real sockets: doors on loopback, a real name server, real TLS, and a network in which every address is a server
-//! of the test, so that what was dialled can be compared with what was allowed.
+//! The whole gateway with real sockets: listeners on loopback, a real DNS server, real TLS, and a
+//! network in which every address is a server of the test, so that the dialled addresses can be
+//! compared with the allowed ones.
 
 use std::collections::HashMap;
 use std::net::{Ipv4Addr, SocketAddr};
@@ -20,7 +21,7 @@ use crate::authority::Trust;
 use crate::dial::tests::{OneServer, Script};
 use crate::secrets::Secret;
 
-/// One session's way out, seen from inside.
+/// The gateway of one session, seen from inside.
 struct World {
     gateway: Gateway,
     door: SocketAddr,
@@ -30,7 +31,7 @@ struct World {
     network: Arc<OneServer>,
 }
 
-/// What a world is made of.
+/// The configuration of a `World`.
 struct Plan {
     rules: Rules,
     script: Script,
@@ -38,7 +39,7 @@ struct Plan {
     vault: Vault,
 }
 
-/// Rules, and a resolver that gives every name of the tests an ordinary address.
+/// Returns rules, and a resolver with an ordinary address for every name of the tests.
 fn plan(rules: &[&str]) -> Plan {
     let script = Script::default()
         .answer("example.com", &[&["93.184.215.14"]])
@@ -63,7 +64,7 @@ impl Plan {
         self
     }
 
-    /// Opens the way out, with `server` behind every address.
+    /// Starts the gateway, with `server` behind every address.
     fn open(self, server: &Server) -> World {
         self.open_with(server, None)
     }
@@ -108,14 +109,14 @@ impl Plan {
 }
 
 impl World {
-    /// Asks for the address of a name. `Err` is the code of a refusal.
+    /// Queries the address of a name. `Err` is the response code of a refusal.
     async fn address(&self, name: &str) -> Result<Ipv4Addr, ResponseCode> {
         let client = UdpSocket::bind("127.0.0.1:0").await.unwrap();
         client.connect(self.name_server).await.unwrap();
         ask(&client, name).await
     }
 
-    /// Connects to a name, as programs do: first its address, then a connection to that.
+    /// Connects to a name as programs do: resolves it, then connects to the address.
     async fn connect(&self, name: &str, port: u16) -> TcpStream {
         self.connect_to(SocketAddr::new(
             self.address(name).await.unwrap().into(),
@@ -124,7 +125,7 @@ impl World {
         .await
     }
 
-    /// Connects to an address. That always succeeds: what happens then is the question.
+    /// Connects to an address. That always succeeds; the test is what happens next.
     async fn connect_to(&self, target: SocketAddr) -> TcpStream {
         let socket = TcpSocket::new_v4().unwrap();
         socket.bind("127.0.0.1:0".parse().unwrap()).unwrap();
@@ -171,7 +172,7 @@ async fn ask(client: &UdpSocket, name: &str) -> Result<Ipv4Addr, ResponseCode> {
     }
 }
 
-/// A server that counts who comes.
+/// A server that counts its connections.
 struct Server {
     address: SocketAddr,
     seen: Arc<AtomicUsize>,
@@ -204,7 +205,7 @@ impl Server {
         }
     }
 
-    /// Sends back what it gets, piece by piece.
+    /// Echoes all data as it arrives.
     async fn echo() -> Server {
         Server::start(|mut stream| async move {
             let (mut read, mut write) = stream.split();
@@ -229,7 +230,8 @@ impl Server {
         .await
     }
 
-    /// Greets over TLS, with a certificate for these names. Returns a client's settings that trust it.
+    /// Sends a greeting over TLS, with a certificate for these names. Also returns a client
+    /// configuration that trusts it.
     async fn tls(names: &[&str]) -> (Server, Arc<ClientConfig>) {
         let names: Vec<String> = names.iter().map(|name| (*name).to_owned()).collect();
         let certified = rcgen::generate_simple_self_signed(names).unwrap();
@@ -275,7 +277,7 @@ fn client_trusting(roots: RootCertStore) -> Arc<ClientConfig> {
     Arc::new(client.with_root_certificates(roots).with_no_client_auth())
 }
 
-/// Greets over TLS with this server name and returns what comes back.
+/// Connects over TLS with this server name and returns the received greeting.
 async fn greeting(
     stream: TcpStream,
     client: &Arc<ClientConfig>,
@@ -290,7 +292,7 @@ async fn greeting(
     Ok(text)
 }
 
-/// Sends a word and returns whether it comes back. A connection that is reset says `ConnectionReset`.
+/// Sends a word and checks that it is echoed. A reset connection returns `ConnectionReset`.
 async fn echoes(stream: &mut TcpStream) -> Result<(), io::ErrorKind> {
     let exchange = async {
         stream.write_all(b"word").await?;
@@ -302,7 +304,7 @@ async fn echoes(stream: &mut TcpStream) -> Result<(), io::ErrorKind> {
     exchange
         .await
         .map_err(|error: io::Error| match error.kind() {
-            // The reset may be met by the writer first.
+            // The writer may see the reset first.
             io::ErrorKind::BrokenPipe => io::ErrorKind::ConnectionReset,
             kind => kind,
         })
@@ -310,7 +312,7 @@ async fn echoes(stream: &mut TcpStream) -> Result<(), io::ErrorKind> {
 
 const RESET: Result<(), io::ErrorKind> = Err(io::ErrorKind::ConnectionReset);
 
-/// Sends bytes and returns everything that comes back until the end.
+/// Sends bytes and returns everything received until the end.
 async fn converse(mut stream: TcpStream, request: &[u8]) -> io::Result<String> {
     stream.write_all(request).await?;
     let mut answer = Vec::new();
@@ -537,7 +539,7 @@ async fn a_server_that_does_not_answer_is_said() {
     );
 }
 
-/// Returns an address at which nobody listens.
+/// Returns an address without a listener.
 async fn closed_port() -> SocketAddr {
     TcpListener::bind("127.0.0.1:0")
         .await
@@ -557,7 +559,7 @@ async fn tls_must_ask_openly_for_the_name_it_connects_to() {
     )
     .await;
     assert_eq!(greeted.unwrap(), GREETING); // control
-    // Both names are at one address, and the server would serve both.
+    // Both names have the same address, and the server would serve both.
     assert!(
         greeting(
             world.connect("example.com", 443).await,
@@ -620,12 +622,13 @@ async fn a_hidden_name_does_not_pass() {
     )
     .await;
     assert_eq!(answer.unwrap_err().kind(), io::ErrorKind::ConnectionReset);
-    let expected = "blocked: example.com:443 (the TLS client hides the name it wants (encrypted client hello))";
+    let expected = "blocked: example.com:443 (the TLS client hides the name it wants (encrypted \
+                    client hello))";
     assert_eq!(world.blocked(), [expected]);
     assert_eq!(server.connections_seen(), 1);
 }
 
-/// Returns what a TLS client sends first.
+/// Returns the ClientHello of a TLS client.
 fn first_bytes(client: Arc<ClientConfig>, name: &str) -> Vec<u8> {
     let name = ServerName::try_from(name.to_owned()).unwrap();
     let mut connection = rustls::ClientConnection::new(client, name).unwrap();
@@ -634,7 +637,8 @@ fn first_bytes(client: Arc<ClientConfig>, name: &str) -> Vec<u8> {
     bytes
 }
 
-/// Adds an empty extension of that kind at the end of a hello, and to the three lengths around it.
+/// Appends an empty extension of that type to a ClientHello, and adjusts the three lengths around
+/// it.
 fn with_encrypted_hello(mut hello: Vec<u8>) -> Vec<u8> {
     let mut grow = |at: usize| {
         let length = u16::from_be_bytes([hello[at], hello[at + 1]]) + 4;
@@ -684,7 +688,8 @@ async fn every_request_of_plain_http_must_be_for_the_name() {
 #[tokio::test]
 async fn where_a_server_redirects_to_is_a_new_decision() {
     let server = Server::http(
-        "HTTP/1.1 302 Found\r\nLocation: http://169.254.169.254/latest\r\nConnection: close\r\nContent-Length: 0\r\n\r\n",
+        "HTTP/1.1 302 Found\r\nLocation: http://169.254.169.254/latest\r\nConnection: \
+         close\r\nContent-Length: 0\r\n\r\n",
     )
     .await;
     let world = plan(&["example.com"]).open(&server);
@@ -792,7 +797,7 @@ async fn two_sessions_have_two_lists_at_the_same_moment() {
     );
     assert!(first.address("example.org").await.is_err());
     assert!(second.address("example.com").await.is_err());
-    // The first session's address for its name means nothing, or another name, to the second.
+    // The first session's address for its name means nothing, or another name, in the second.
     let address = first.address("example.com").await.unwrap();
     assert_eq!(second.address("example.org").await.unwrap(), address);
 }
@@ -847,7 +852,8 @@ async fn all_connections_together_keep_to_the_rate() {
     );
     let start = std::time::Instant::now();
     tokio::join!(exchange(first), exchange(second));
-    // 800,000 bytes: out and back, twice. A tenth of a second is credit, and the last pieces are on account.
+    // 800,000 bytes: out and back, twice. A tenth of a second is credit, and the last bytes are
+    // counted only after they were transferred.
     assert!(
         start.elapsed() >= Duration::from_millis(500),
         "{:?}",
@@ -976,7 +982,7 @@ async fn what_passed_without_a_look_ends_when_there_are_restrictions() {
         unseen.read_u8().await.unwrap_err().kind(),
         io::ErrorKind::ConnectionReset
     );
-    assert_eq!(echoes(&mut other).await, Ok(())); // at this port the name is enough
+    assert_eq!(echoes(&mut other).await, Ok(())); // at this port the name is sufficient
 }
 
 #[tokio::test]
@@ -1059,7 +1065,7 @@ async fn a_name_that_has_a_secret_can_still_speak_something_else_at_other_ports(
     plan.vault = Vault::new(vec![secret]).unwrap();
     let authority = Arc::new(Authority::new(&plan.vault, Trust::system()).unwrap());
     let world = plan.open_with(&server, Some(authority));
-    // Both when the client speaks first and when it waits for the server.
+    // Both when the client sends first and when it waits for the server.
     assert_eq!(
         converse(world.connect("api.example.com", 7000).await, b"EHLO")
             .await
@@ -1109,13 +1115,15 @@ async fn the_door_of_one_port_takes_the_address_from_the_connection() {
     );
 }
 
-/// Set for the test that another one runs in a namespace. Everywhere else that test has nothing to do.
+/// Set when another test runs this one in a namespace. Without it, that test does nothing.
 const IN_DEAD_END: &str = "CELLBLOCK_TEST_IN_DEAD_END";
 
-/// Makes a namespace in which every address is local, as a session has it, and runs one test of this program in there.
+/// Creates a namespace in which every address is local, like a session's, and runs one test of this
+/// program in it.
 #[test]
 fn in_a_dead_end_every_address_is_a_door() {
-    const DEAD_END: &str = "ip link set lo up && ip route add local default dev lo && ip -6 route add local default dev lo \
+    const DEAD_END: &str = "ip link set lo up && ip route add local default dev lo && ip -6 route \
+                            add local default dev lo \
                             && exec \"$0\" --exact gateway::tests::what_happens_in_a_dead_end";
     let program = std::env::current_exe().unwrap();
     let unshare = |command: &[&str]| {
@@ -1168,7 +1176,7 @@ async fn what_happens_in_a_dead_end() {
         dialer,
     )
     .unwrap();
-    // A connected socket takes an answer only from the address it asked.
+    // A connected socket accepts a response only from the address it queried.
     for name_server in [
         "8.8.8.8:53",
         "127.0.0.53:53",
@@ -1219,7 +1227,7 @@ async fn what_happens_in_a_dead_end() {
             "{target}"
         );
     }
-    // A port that has no door.
+    // A port without a listener.
     assert_eq!(
         TcpStream::connect("198.18.0.1:22")
             .await
@@ -1230,7 +1238,7 @@ async fn what_happens_in_a_dead_end() {
     assert_eq!(gateway.take_blocked().len(), 4);
 }
 
-/// Somebody who is asked about names below `example.org`, and answers as the test says.
+/// An approver for names below `example.org`, whose decisions the test makes.
 struct Person {
     asked: tokio::sync::mpsc::UnboundedSender<(String, u16, tokio::sync::oneshot::Sender<bool>)>,
 }

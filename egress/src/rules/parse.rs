@@ -1,7 +1,8 @@
-//! How a rule is written, and what is said about one that is not right.
+//! Syntax of rules, and error messages for invalid ones.
 //!
-//! Whoever wrote a wrong rule meant something. The reader looks for the usual slips (the address of a page, a range with host bits, `192.168.*`) and
-//! says what to write instead. It never guesses: a text has one meaning or is refused.
+//! An invalid rule usually has a clear intent. The parser looks for common mistakes (a URL, a range
+//! with host bits, `192.168.*`) and suggests what to write instead. It never guesses: a text has
+//! one meaning or is rejected.
 
 use std::net::{IpAddr, Ipv4Addr};
 
@@ -11,7 +12,7 @@ use super::{Depth, MOST_RULES, Pattern, Target};
 use crate::address;
 use crate::name::{HostName, NameError};
 
-/// What is wrong with a rule.
+/// The problem with a rule.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Problem {
     #[error("it is empty; leave it out")]
@@ -21,7 +22,8 @@ pub enum Problem {
     #[error("a rule has no user name or password: write {0}")]
     UserInfo(String),
     #[error(
-        "it would be everything, which is not a rule but a choice of its own: allow the network `all`"
+        "it would be everything, which is not a rule but a choice of its own: allow the network \
+         `all`"
     )]
     Everything,
     #[error("it names several hosts; write one rule for each")]
@@ -31,17 +33,20 @@ pub enum Problem {
     )]
     LeadingDot(String),
     #[error(
-        "`*` stands for whole labels and only at the start: write *.example.com for one more label, **.example.com for one or more"
+        "`*` stands for whole labels and only at the start: write *.example.com for one more \
+         label, **.example.com for one or more"
     )]
     Star,
     #[error("addresses have no `*`: write a range such as {0}")]
     AddressStar(String),
     #[error(
-        "an IPv4 address has four decimal numbers without leading zeros: write it like 192.0.2.7 or 192.0.2.0/24"
+        "an IPv4 address has four decimal numbers without leading zeros: write it like 192.0.2.7 \
+         or 192.0.2.0/24"
     )]
     ShortAddress,
     #[error(
-        "it is not an IPv6 address: write it like 2001:db8::1, and with a port like [2001:db8::1]:443"
+        "it is not an IPv6 address: write it like 2001:db8::1, and with a port like \
+         [2001:db8::1]:443"
     )]
     Address,
     #[error("a zone such as %eth0 has no meaning in a rule: write the address without it")]
@@ -49,23 +54,25 @@ pub enum Problem {
     #[error("it is an IPv4 address in IPv6 form: write {0}")]
     Mapped(String),
     #[error(
-        "the address does not fit its prefix length: write {network} for the range, or {address} for the one address"
+        "the address does not fit its prefix length: write {network} for the range, or {address} \
+         for the one address"
     )]
     HostBits {
-        /// The range in which the address lies.
+        /// The range that contains the address.
         network: String,
         /// The address alone.
         address: String,
     },
     #[error("a prefix length is a number from 0 to {most}: write {example}")]
     Prefix {
-        /// The bits of an address of this family.
+        /// The number of bits in an address of this family.
         most: u8,
-        /// A right spelling.
+        /// A valid spelling.
         example: String,
     },
     #[error(
-        "{0:?} is not a port: write a number from 1 to 65535, a list such as 8000,8443, a range such as 8000-8010, or *"
+        "{0:?} is not a port: write a number from 1 to 65535, a list such as 8000,8443, a range \
+         such as 8000-8010, or *"
     )]
     Port(String),
     #[error("a range of ports begins with the lower one: write {0}")]
@@ -76,7 +83,7 @@ pub enum Problem {
     TooMany,
 }
 
-/// Takes a rule apart into its target and the text of its ports.
+/// Splits a rule into its target and the text of its ports.
 pub(super) fn parse_target(text: &str) -> Result<(Target, Option<&str>), Problem> {
     if text.is_empty() {
         return Err(Problem::Empty);
@@ -153,7 +160,8 @@ fn single(address: IpAddr) -> Result<Target, Problem> {
 fn network(address: IpAddr, prefix: &str) -> Result<Target, Problem> {
     let most = if address.is_ipv4() { 32 } else { 128 };
     let Some(bits) = prefix_length(prefix).filter(|bits| *bits <= most) else {
-        // A mask in the old spelling has a right one; for anything else, that of the single address is an example.
+        // A netmask has an equivalent prefix. For anything else, the example is the prefix of the
+        // single address.
         let bits = prefix
             .parse()
             .ok()
@@ -229,7 +237,7 @@ fn parse_pattern(text: &str) -> Result<Pattern, Problem> {
     }
 }
 
-/// Returns the range for an address with stars at its end, such as `192.168.*` or `192.168.1.*`.
+/// Returns the range for an address with trailing stars, such as `192.168.*` or `192.168.1.*`.
 fn starred_range(text: &str) -> Option<String> {
     let numbers: Vec<&str> = text.split('.').collect();
     let stars = numbers
@@ -249,7 +257,7 @@ fn starred_range(text: &str) -> Option<String> {
     Some(format!("{}/{}", Ipv4Addr::from(bytes), 8 * known.len()))
 }
 
-/// What to say about something with a slash in it whose beginning is not an address.
+/// Returns the problem for a text with a slash that does not begin with an address.
 fn not_a_range(text: &str, before: &str) -> Problem {
     match parse_pattern(split_ports(before).0) {
         Err(problem @ (Problem::ShortAddress | Problem::AddressStar(_))) => problem,
@@ -258,7 +266,7 @@ fn not_a_range(text: &str, before: &str) -> Problem {
     }
 }
 
-/// What to say about the address of a page: the rule for its host.
+/// Returns the problem for a URL: suggests the rule for its host.
 fn page(text: &str) -> Problem {
     let rest = text.split_once("://").map_or(text, |(_, rest)| rest);
     let authority = rest.split(['/', '?', '#']).next().unwrap_or(rest);
@@ -269,7 +277,7 @@ fn page(text: &str) -> Problem {
     }
 }
 
-/// Returns what was written with at most 100 characters, all of them visible.
+/// Returns the text as written, cut to 100 characters, with invisible characters escaped.
 pub(super) fn shortened(text: &str) -> String {
     let mut shown: String = text
         .chars()
@@ -333,15 +341,18 @@ mod tests {
             ),
             (
                 "*",
-                "it would be everything, which is not a rule but a choice of its own: allow the network `all`",
+                "it would be everything, which is not a rule but a choice of its own: allow the \
+                 network `all`",
             ),
             (
                 "**:443",
-                "it would be everything, which is not a rule but a choice of its own: allow the network `all`",
+                "it would be everything, which is not a rule but a choice of its own: allow the \
+                 network `all`",
             ),
             (
                 "all",
-                "it would be everything, which is not a rule but a choice of its own: allow the network `all`",
+                "it would be everything, which is not a rule but a choice of its own: allow the \
+                 network `all`",
             ),
             (
                 "a.com,b.com",
@@ -353,7 +364,8 @@ mod tests {
             ),
             (
                 ".example.com",
-                "a name does not begin with a dot: write **.example.com for all names below it, and example.com for itself",
+                "a name does not begin with a dot: write **.example.com for all names below it, \
+                 and example.com for itself",
             ),
             (
                 "192.168.*",
@@ -385,11 +397,13 @@ mod tests {
             ),
             (
                 "192.168.1.5/24",
-                "the address does not fit its prefix length: write 192.168.1.0/24 for the range, or 192.168.1.5 for the one address",
+                "the address does not fit its prefix length: write 192.168.1.0/24 for the range, \
+                 or 192.168.1.5 for the one address",
             ),
             (
                 "2001:db8::1/32",
-                "the address does not fit its prefix length: write 2001:db8::/32 for the range, or 2001:db8::1 for the one address",
+                "the address does not fit its prefix length: write 2001:db8::/32 for the range, or \
+                 2001:db8::1 for the one address",
             ),
             (
                 "192.168.1.0/33",
@@ -519,7 +533,10 @@ mod tests {
         #[test]
         fn any_text_is_a_rule_or_has_a_problem(text in "\\PC{0,60}|[a-z0-9.:/*@%,!\\[\\]-]{0,40}") {
             match Rules::parse(&[&text]) {
-                Ok(rules) => prop_assert_eq!(Rules::parse(&rules.iter().map(Rule::to_string).collect::<Vec<_>>()), Ok(rules)),
+                Ok(rules) => prop_assert_eq!(
+                    Rules::parse(&rules.iter().map(Rule::to_string).collect::<Vec<_>>()),
+                    Ok(rules)
+                ),
                 Err(error) => prop_assert!(!error.to_string().is_empty()),
             }
         }

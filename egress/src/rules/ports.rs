@@ -1,6 +1,7 @@
 //! Sets of ports.
 //!
-//! A set is kept as ranges in rising order with gaps between them, so that equal sets are equal values and all 65,535 ports cost no more than one.
+//! A set is stored as ascending ranges with gaps between them, so that equal sets are equal values
+//! and all 65,535 ports cost no more than one.
 
 use std::fmt;
 
@@ -8,7 +9,7 @@ use super::Effect;
 use super::parse::{Problem, shortened};
 use crate::name::parse_port;
 
-/// A set of ports: ranges in rising order with gaps between them.
+/// A set of ports: ascending ranges with gaps between them.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub(super) struct Ports(Vec<(u16, u16)>);
 
@@ -17,7 +18,7 @@ impl Ports {
         Ports(vec![(1, u16::MAX)])
     }
 
-    /// What a rule without ports means: the web, or for a denial everything.
+    /// Returns the ports of a rule without ports: HTTP and HTTPS, or all ports for a denial.
     pub(super) fn default_of(effect: Effect) -> Ports {
         match effect {
             Effect::Permit => Ports(vec![(80, 80), (443, 443)]),
@@ -56,7 +57,7 @@ impl Ports {
     pub(super) fn minus(&self, other: &Ports) -> Ports {
         let mut left = Vec::new();
         for &(first, last) in &self.0 {
-            // Wider than a port, so that what follows the last one can be said.
+            // Wider than a port, so that the number after the last port can be represented.
             let mut next = u32::from(first);
             for &(taken, until) in other
                 .0
@@ -163,7 +164,7 @@ mod tests {
             let both = Ports::union([&one, &two].into_iter());
             prop_assert_eq!(set(&both), &set(&one) | &set(&two));
             prop_assert_eq!(both.count(), set(&both).len());
-            // One set has one form, so that equal sets are equal values.
+            // A set has one representation, so that equal sets are equal values.
             prop_assert_eq!(Ports::of(both.iter().map(|port| (port, port)).collect()), both);
         }
     }

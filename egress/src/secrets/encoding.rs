@@ -1,4 +1,5 @@
-//! How a value is spelled at the place where it stands: percent-encoded, in a JSON string, in XML, in base64.
+//! Encodings of a value for the place where it appears: percent-encoded, in a JSON string, in XML,
+//! in base64.
 
 use base64::alphabet;
 use base64::engine::general_purpose::{
@@ -9,7 +10,7 @@ use zeroize::Zeroizing;
 
 const HEXADECIMAL: &[u8; 16] = b"0123456789ABCDEF";
 
-/// Reads what any program may have written, also one that leaves bits behind at the end.
+/// Decodes base64 of any encoder, including one that leaves trailing bits set.
 const LENIENT: GeneralPurpose = GeneralPurpose::new(
     &alphabet::STANDARD,
     GeneralPurposeConfig::new()
@@ -26,18 +27,18 @@ pub(super) fn percent_byte(byte: u8) -> [u8; 3] {
     ]
 }
 
-/// Returns `byte` as JSON's `\u00…`. It means the byte only if that is ASCII.
+/// Returns `byte` as JSON's `\u00…`. It represents the byte only if that is ASCII.
 pub(super) fn json_unicode(byte: u8) -> [u8; 6] {
     let [_, high, low] = percent_byte(byte);
     [b'\\', b'u', b'0', b'0', high, low]
 }
 
-/// Encodes `value` for a query or a form: only letters, digits and `-._~` stay.
+/// Encodes `value` for a query or a form: only letters, digits and `-._~` are kept.
 pub(super) fn for_query(value: &str) -> Vec<u8> {
     percent(value, b"-._~")
 }
 
-/// Encodes `value` for one segment of a path, where more characters may stand as they are.
+/// Encodes `value` for one segment of a path, where more characters are allowed unescaped.
 pub(super) fn for_path(value: &str) -> Vec<u8> {
     percent(value, b"-._~:@!$&'()*+,;=")
 }
@@ -66,12 +67,12 @@ pub(super) fn for_xml(value: &str) -> Vec<u8> {
     escaped
 }
 
-/// Returns `value` as it is.
+/// Returns `value` unchanged.
 pub(super) fn verbatim(value: &str) -> Vec<u8> {
     value.as_bytes().to_vec()
 }
 
-/// Returns how XML and HTML write `byte` when it may not stand for itself, the usual one first.
+/// Returns the XML and HTML entities for `byte`, the usual one first.
 pub(super) fn xml_entities(byte: u8) -> &'static [&'static [u8]] {
     match byte {
         b'&' => &[b"&amp;", b"&#38;", b"&#x26;"],
@@ -83,7 +84,7 @@ pub(super) fn xml_entities(byte: u8) -> &'static [&'static [u8]] {
     }
 }
 
-/// Encodes in base64 with the usual alphabet and padding.
+/// Encodes in base64 with the standard alphabet and padding.
 pub(super) fn base64(bytes: &[u8]) -> Vec<u8> {
     STANDARD.encode(bytes).into_bytes()
 }
@@ -105,9 +106,9 @@ pub(super) fn base64_decoded(text: &[u8]) -> Option<Vec<u8>> {
         .ok()
 }
 
-/// Returns what `value` looks like somewhere in the middle of longer text in base64: one form for each place it can have in a group of three
-/// bytes, in both alphabets. A form has only those characters that depend on nothing but the value, so at most four bits of the value at either
-/// end are not part of it.
+/// Returns the forms of `value` in the middle of longer base64 text: one for each offset within a
+/// group of three bytes, in both alphabets. A form has only those characters that depend on the
+/// value alone, so it lacks up to four bits of the value at either end.
 pub(super) fn base64_forms(value: &[u8]) -> Vec<Vec<u8>> {
     let mut forms = Vec::new();
     for engine in [STANDARD_NO_PAD, URL_SAFE_NO_PAD] {
@@ -183,7 +184,11 @@ mod tests {
             let text = [before, value.clone(), after].concat();
             let encoded = base64(&text);
             prop_assert_eq!(base64_decoded(&encoded).unwrap(), text);
-            prop_assert!(base64_forms(&value).iter().any(|form| encoded.windows(form.len()).any(|part| part == form)));
+            prop_assert!(
+                base64_forms(&value)
+                    .iter()
+                    .any(|form| encoded.windows(form.len()).any(|part| part == form))
+            );
         }
     }
 }

@@ -1,10 +1,12 @@
-//! The mask: takes real values out of what comes back.
+//! The mask: removes real values from responses.
 //!
-//! It finds a value however its characters are spelled, each one for itself: as they are, percent-encoded, escaped for JSON, XML or HTML, and the value in
-//! base64 at any place of longer text. It works on a stream: what may be the beginning of a value is held back until the next bytes say what it is, so
-//! borders between chunks hide nothing.
+//! It finds a value in any mix of encodings, character by character: plain, percent-encoded,
+//! escaped for JSON, XML or HTML; and the value in base64 at any offset of longer text. It works on
+//! a stream: bytes that may be the beginning of a value are held back until the next bytes decide,
+//! so chunk boundaries hide nothing.
 //!
-//! What it cannot find is a value that a server changes on purpose, for example one that it reverses, or sends in two answers.
+//! It cannot find a value that a server changes on purpose, for example one that it reverses, or
+//! splits over two responses.
 
 use std::sync::Arc;
 
@@ -13,14 +15,15 @@ use zeroize::Zeroizing;
 
 use super::encoding::{base64_forms, json_unicode, percent_byte, xml_entities};
 
-/// What to look for and what to put in its place.
+/// Values to search for and their replacements.
 #[derive(Default)]
 pub(super) struct Patterns {
     patterns: Vec<Pattern>,
     beginnings: Beginnings,
 }
 
-/// With which byte, and with which two bytes, a spelling of some pattern can begin. Nearly all text is passed over by this alone.
+/// The bytes, and the pairs of bytes, with which an encoding of some pattern can begin. This alone
+/// skips nearly all text.
 #[derive(Default)]
 struct Beginnings {
     bytes: Vec<bool>,
@@ -52,9 +55,9 @@ impl Patterns {
         }
     }
 
-    /// Tells whether a value is in `text`.
+    /// Returns whether a value is in `text`.
     pub(super) fn finds_something(&self, text: &[u8]) -> bool {
-        // Most servers are given no secret at all, and their answers may be large.
+        // Most servers have no secrets, and their responses may be large.
         if self.patterns.is_empty() {
             return false;
         }
@@ -102,7 +105,7 @@ impl Beginnings {
         self.pairs[pair / 64] |= 1 << (pair % 64);
     }
 
-    /// Returns the first place from `at` on where something may begin.
+    /// Returns the first position from `at` on where a match may begin.
     fn next(&self, text: &[u8], mut at: usize) -> usize {
         if self.bytes.is_empty() {
             return text.len();
@@ -124,7 +127,7 @@ impl Beginnings {
 /// Masks one stream.
 pub(crate) struct Masker {
     patterns: Arc<Patterns>,
-    /// The beginning of what may become a value. Bounded by the longest spelling of the longest value.
+    /// Bytes that may become a value. Bounded by the longest encoding of the longest value.
     held: Vec<u8>,
 }
 
@@ -136,7 +139,7 @@ impl Masker {
         }
     }
 
-    /// Takes the next bytes and returns those that can be passed on.
+    /// Takes the next bytes and returns those that can be forwarded.
     pub(crate) fn push(&mut self, chunk: Bytes) -> Bytes {
         if self.held.is_empty() {
             return self.scan(chunk, false);
@@ -146,12 +149,13 @@ impl Masker {
         self.scan(text, false)
     }
 
-    /// Returns other `text` masked, whatever is held back meanwhile.
+    /// Returns other `text` masked, independently of the held bytes.
     pub(crate) fn mask(&self, text: &[u8]) -> Vec<u8> {
         self.patterns.mask(text)
     }
 
-    /// Returns what was held back, at the end of the stream. The masker can then be used for another one.
+    /// Returns the held bytes at the end of the stream. The masker can then be used for another
+    /// stream.
     pub(crate) fn finish(&mut self) -> Bytes {
         let text = Bytes::from(std::mem::take(&mut self.held));
         self.scan(text, true)
@@ -186,12 +190,13 @@ impl Masker {
 
 enum Found<'a> {
     Nothing,
-    /// The text ends in what may become a value.
+    /// The text ends in bytes that may become a value.
     Beginning,
     Value(usize, &'a str),
 }
 
-/// Says what begins at `at`. The longest value counts, so while a longer one is possible, a shorter one has to wait.
+/// Returns the match at `at`. The longest value wins, so a shorter one waits while a longer one is
+/// possible.
 fn find_at<'a>(patterns: &'a [Pattern], text: &[u8], at: usize, is_last: bool) -> Found<'a> {
     let mut found = Found::Nothing;
     for pattern in patterns {
@@ -212,15 +217,16 @@ fn find_at<'a>(patterns: &'a [Pattern], text: &[u8], at: usize, is_last: bool) -
 }
 
 struct Spelled {
-    /// Where the longest spelling of the whole pattern ends.
+    /// Where the longest encoding of the whole pattern ends.
     end: Option<usize>,
-    /// Whether the text ended before some spelling was complete or wrong.
+    /// Whether the text ended before some encoding was complete or ruled out.
     is_open: bool,
 }
 
-/// Follows all spellings of `pattern` at once. A character such as `%` may stand for itself or begin an escape, hence several places.
+/// Follows all encodings of `pattern` at once. A character such as `%` may be literal or begin an
+/// escape, hence several positions.
 fn spelled_at(pattern: &[u8], text: &[u8], at: usize) -> Spelled {
-    // Almost always the first characters decide, and without an escape there is only one place.
+    // Almost always the first characters decide, and without an escape there is only one position.
     let text_here = &text[at..];
     let plain = pattern
         .iter()
@@ -271,14 +277,14 @@ fn spelled_at(pattern: &[u8], text: &[u8], at: usize) -> Spelled {
     }
 }
 
-/// The bytes with which a spelling begins that is not the byte itself.
+/// The bytes with which an encoding other than the byte itself can begin.
 const ESCAPES: [u8; 4] = [b'%', b'\\', b'&', b'+'];
 
 fn is_escape(byte: u8) -> bool {
     ESCAPES.contains(&byte)
 }
 
-/// Calls `with` for each way to write `byte` with an escape. The case of letters in it does not matter.
+/// Calls `with` for each way to escape `byte`. The case of its letters does not matter.
 fn spellings(byte: u8, mut with: impl FnMut(&[u8])) {
     with(&percent_byte(byte));
     if byte.is_ascii() {
@@ -290,7 +296,8 @@ fn spellings(byte: u8, mut with: impl FnMut(&[u8])) {
     xml_entities(byte).iter().for_each(|entity| with(entity));
 }
 
-/// Calls `accept` with the length of each spelling of `byte` that `text` begins with, and says whether the text is too short for another one.
+/// Calls `accept` with the length of each encoding of `byte` that `text` begins with. Returns
+/// whether the text is too short to rule out another one.
 fn step(byte: u8, text: &[u8], mut accept: impl FnMut(usize)) -> bool {
     let Some(&first) = text.first() else {
         return true;
@@ -391,7 +398,8 @@ mod tests {
         #[test]
         fn borders_between_chunks_change_nothing(
             pieces in prop::collection::vec(prop::sample::select(vec![
-                "abcdefgh", "abcd", "efgh", "%61", "YWJjZGVmZ2g=", "YWJj", "x", "%", "\\u0061", "bcdefgh", "\n",
+                "abcdefgh", "abcd", "efgh", "%61", "YWJjZGVmZ2g=", "YWJj", "x", "%", "\\u0061",
+                "bcdefgh", "\n",
             ]), 0..20),
             size in 1_usize..9,
         ) {

@@ -1,7 +1,9 @@
 //! Placeholders become values: in the headers, the target and the body of requests to one host.
 //!
-//! Placeholders consist of characters that no encoding changes, so they are found as they are, except within `Basic` credentials, which are decoded first.
-//! The value is spelled for the place where it then stands. A placeholder that does not belong there stays as it is, and a [`Note`] says so.
+//! Placeholders consist of characters that no encoding changes, so they are found by plain search,
+//! except within `Basic` credentials, which are decoded first. The value is encoded for the place
+//! where it is inserted. A placeholder that may not be replaced stays unchanged, and a [`Note`]
+//! reports it.
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -14,7 +16,8 @@ use super::mask::{Masker, Patterns};
 use super::{Entry, PLACEHOLDER_START, patterns};
 use crate::name::HostName;
 
-/// What requests to one host need: its own secrets, and the placeholders of all others, to tell when one is used in the wrong place.
+/// The data for requests to one host: its own secrets, and the placeholders of all others, in order
+/// to detect their use in the wrong place.
 pub(crate) struct HostSecrets {
     entries: Vec<(Arc<Entry>, Belongs)>,
     patterns: Arc<Patterns>,
@@ -26,16 +29,16 @@ enum Belongs {
     Elsewhere,
 }
 
-/// Something about a request that whoever wrote the program should know.
+/// A remark about a request for the author of the program.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Note {
-    /// The placeholder of a secret that belongs to other hosts went out as it is.
+    /// The placeholder of a secret that belongs to other hosts was sent unchanged.
     OtherHost { secret: Arc<str> },
-    /// The placeholder stood where this secret may not stand, and went out as it is.
+    /// The placeholder was in a place where this secret may not appear, and was sent unchanged.
     OtherPlace { secret: Arc<str>, header: Arc<str> },
 }
 
-/// How the text of a body spells what stands in it.
+/// The encoding of text within a body.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum BodyKind {
     Form,
@@ -61,7 +64,7 @@ impl fmt::Display for Note {
 }
 
 impl BodyKind {
-    /// Reads a `Content-Type`. Other types than text are left alone.
+    /// Parses a `Content-Type`. Returns `None` for types that are not text.
     pub(crate) fn of(content_type: &str) -> Option<BodyKind> {
         let media_type = content_type
             .split(';')
@@ -84,7 +87,7 @@ impl BodyKind {
     }
 }
 
-/// Where in a request a placeholder stands.
+/// The position of a placeholder in a request.
 #[derive(Clone, Copy)]
 enum Place<'a> {
     Header(&'a HeaderName),
@@ -109,7 +112,7 @@ impl HostSecrets {
         }
     }
 
-    /// Puts values in place in all `headers`.
+    /// Inserts values into all `headers`.
     pub(crate) fn fill_headers(&self, headers: &mut HeaderMap, notes: &mut BTreeSet<Note>) {
         for (name, value) in headers.iter_mut() {
             let place = Place::Header(name);
@@ -127,7 +130,7 @@ impl HostSecrets {
         }
     }
 
-    /// Returns the path and query with values in place, or `None` if it stays as it is.
+    /// Returns the path and query with values inserted, or `None` if nothing changes.
     pub(crate) fn fill_target(&self, target: &str, notes: &mut BTreeSet<Note>) -> Option<Vec<u8>> {
         let (path, query) = target.split_at(target.find('?').unwrap_or(target.len()));
         let filled_path = self.fill(path.as_bytes(), Place::Elsewhere, for_path, notes);
@@ -140,7 +143,7 @@ impl HostSecrets {
         Some(filled)
     }
 
-    /// Returns the body with values in place, or `None` if it stays as it is.
+    /// Returns the body with values inserted, or `None` if nothing changes.
     pub(crate) fn fill_body(
         &self,
         kind: BodyKind,
@@ -156,7 +159,7 @@ impl HostSecrets {
         self.fill(body, Place::Elsewhere, spell, notes)
     }
 
-    /// Takes values out of the headers of an answer.
+    /// Removes values from the headers of a response.
     pub(crate) fn mask_headers(&self, headers: &mut HeaderMap) {
         for value in headers.values_mut() {
             let masked = self.patterns.mask(value.as_bytes());
@@ -167,7 +170,7 @@ impl HostSecrets {
         }
     }
 
-    /// Returns a mask for the body of one answer.
+    /// Returns a masker for the body of one response.
     pub(crate) fn masker(&self) -> Masker {
         Masker::new(self.patterns.clone())
     }

@@ -1,4 +1,4 @@
-//! Bodies on their way: masked ones, and ones whose beginning was already read.
+//! Streaming bodies: masked ones, and ones whose beginning was already read.
 
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
@@ -9,10 +9,10 @@ use hyper::body::{Body, Frame, Incoming, SizeHint};
 
 use crate::secrets::Masker;
 
-/// Any body that is passed on.
+/// Any body that is forwarded.
 pub(super) type Streamed = BoxBody<Bytes, hyper::Error>;
 
-/// The body of an answer, from which values are taken as it streams.
+/// The body of a response, from which values are removed as it streams.
 pub(super) struct Masked {
     body: Incoming,
     masker: Masker,
@@ -43,7 +43,7 @@ impl Body for Masked {
                     Ok(data) => self.masker.push(data),
                     Err(_trailers) => continue,
                 },
-                // What was held back may be a piece of a value, so a broken answer ends without it.
+                // The held bytes may be part of a value, so a failed response ends without them.
                 Some(Err(error)) => {
                     self.is_finished = true;
                     return Poll::Ready(Some(Err(error)));
@@ -64,7 +64,7 @@ impl Body for Masked {
         self.is_finished
     }
 
-    /// Nothing is known of a masked body's length, unless it is over.
+    /// The length of a masked body is unknown until it has ended.
     fn size_hint(&self) -> SizeHint {
         if self.is_finished {
             SizeHint::with_exact(0)
@@ -74,7 +74,7 @@ impl Body for Masked {
     }
 }
 
-/// A body whose beginning was read to look into it.
+/// A body whose beginning was read in order to inspect it.
 pub(super) struct Prefixed {
     beginning: Option<Bytes>,
     rest: Incoming,

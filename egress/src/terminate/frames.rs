@@ -1,7 +1,8 @@
-//! Frames of a WebSocket, from the host to the inside, masked.
+//! WebSocket frames from the host to the inside, masked.
 //!
-//! A frame says how long it is, and a placeholder has another length than its value; so frames are made anew. A message stays a message, text stays text, but the borders
-//! between its fragments may move. At the end of a message nothing is held back: whoever waits for it gets all of it.
+//! A frame states its length, and a placeholder has another length than its value, so frames are
+//! rebuilt. A message stays one message and text stays text, but the fragment boundaries may move.
+//! At the end of a message nothing is held back, so the receiver gets the whole message.
 
 use std::io;
 
@@ -12,7 +13,7 @@ use crate::secrets::Masker;
 
 const READ_AT_ONCE: usize = 64 * 1024;
 
-/// The protocol's limit for pings, pongs and the reason of a close.
+/// The protocol's size limit for pings, pongs and the close reason.
 const LARGEST_CONTROL: usize = 125;
 
 const FINAL: u8 = 0x80;
@@ -22,7 +23,8 @@ const CONTROL: u8 = 0x08;
 const CONTINUATION: u8 = 0;
 const ENCRYPTED: u8 = 0x80;
 
-/// Copies frames until `from` ends. Broken frames are an error; an end without TLS's farewell is not, since a frame says itself where it ends.
+/// Copies frames until `from` ends. Malformed frames are an error. An end without TLS close_notify
+/// is not, since each frame states its own length.
 pub(super) async fn copy(
     mut from: impl AsyncRead + Unpin,
     mut to: impl AsyncWrite + Unpin,
@@ -48,11 +50,11 @@ pub(super) async fn copy(
 
 struct Frames {
     masker: Masker,
-    /// Bytes that were not read yet: less than a head, or than a control frame.
+    /// Bytes not parsed yet: less than a header, or than a control frame.
     unread: BytesMut,
-    /// The data frame that is being read.
+    /// The data frame being read.
     current: Option<Current>,
-    /// What the next frame of this message is to be called: its type first, then a continuation.
+    /// The opcode of the next frame of this message: its type first, then continuation.
     operation: u8,
 }
 
@@ -93,7 +95,7 @@ impl Frames {
         }
     }
 
-    /// Reads a head, or a whole control frame. Returns whether there was enough for that.
+    /// Parses a frame header, or a whole control frame. Returns false if there are too few bytes.
     fn push_head(&mut self, masked: &mut Vec<u8>) -> io::Result<bool> {
         let Some(head) = read_head(&self.unread)? else {
             return Ok(false);
@@ -120,7 +122,7 @@ impl Frames {
         Ok(true)
     }
 
-    /// Passes on what is there of the current frame. Returns whether its end was reached.
+    /// Forwards the available part of the current frame. Returns whether its end was reached.
     fn push_payload(&mut self, mut current: Current, masked: &mut Vec<u8>) -> bool {
         let length = current.remaining.min(self.unread.len() as u64);
         current.remaining -= length;
@@ -143,7 +145,7 @@ impl Frames {
     }
 }
 
-/// Reads the head of a frame, or returns `None` if there is too little of it.
+/// Parses a frame header. Returns `None` if there are too few bytes.
 fn read_head(bytes: &[u8]) -> io::Result<Option<Head>> {
     let broken = |what| Err(io::Error::new(io::ErrorKind::InvalidData, what));
     let [first, second, rest @ ..] = bytes else {
@@ -204,10 +206,10 @@ mod tests {
     const PING: u8 = 9;
     const VALUE: &str = "canary-value";
 
-    /// Whether it is final, the operation, the payload.
+    /// Final flag, opcode and payload.
     type Frame = (bool, u8, String);
 
-    /// Returns the frames that come out, and the placeholder.
+    /// Returns the resulting frames and the placeholder.
     fn masked(chunks: &[&[u8]]) -> (io::Result<Vec<Frame>>, String) {
         let secret =
             Secret::parse("KEY=env:X@api.example.com", |_| Some(VALUE.to_owned())).unwrap();

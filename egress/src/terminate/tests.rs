@@ -1,4 +1,5 @@
-//! Real TLS on both sides, on loopback: a client that trusts the session's authority, this code, and a host with an authority of its own.
+//! Tests with real TLS on both sides, over loopback: a client that trusts the session's CA, this
+//! code, and a host with its own CA.
 
 use std::collections::VecDeque;
 use std::pin::Pin;
@@ -28,7 +29,7 @@ const BASIC_VALUE: &str = "Basic dXNlcjpzay9jYW5hcnkrMDEyMyA0NTY3ODk=";
 
 type Handler = dyn Fn(Request<Bytes>) -> Response<Chunks> + Send + Sync;
 
-/// A body in pieces that stay apart on the wire, or one that a test sends as it likes.
+/// A body in chunks that stay separate on the wire, or one that a test sends step by step.
 enum Chunks {
     Ready(VecDeque<Bytes>),
     Sent(mpsc::Receiver<Bytes>),
@@ -59,7 +60,7 @@ fn chunks(parts: &[&[u8]]) -> Response<Chunks> {
     ))
 }
 
-/// Answers with what was asked: the target, every header and the body.
+/// Echoes the request: the target, every header and the body.
 fn echo(request: Request<Bytes>) -> Response<Chunks> {
     let mut text = format!("{} {}\n", request.method(), request.uri()).into_bytes();
     for (name, value) in request.headers() {
@@ -74,7 +75,7 @@ fn echo(request: Request<Bytes>) -> Response<Chunks> {
     response
 }
 
-/// The host: TLS with a certificate of its own authority, and a record of what arrived.
+/// The host: TLS with a certificate of its own CA, and a record of received requests.
 struct TrueHost {
     authority_pem: String,
     address: std::net::SocketAddr,
@@ -156,7 +157,7 @@ async fn accept_all(
     }
 }
 
-/// Returns an authority in PEM form and a server with a certificate of it.
+/// Returns a CA in PEM form and a server with a certificate that it signed.
 fn own_certificate() -> (String, Arc<ServerConfig>) {
     let mut params = CertificateParams::default();
     params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
@@ -177,7 +178,7 @@ fn own_certificate() -> (String, Arc<ServerConfig>) {
     (authority.pem(), Arc::new(server))
 }
 
-/// A session's side: its vault and authority, and what was noted.
+/// The session's side: its vault and CA, and the recorded notes.
 struct Session {
     vault: Arc<Vault>,
     authority: Arc<Authority>,
@@ -214,7 +215,7 @@ impl Session {
         self.vault.variables()[index].1.clone()
     }
 
-    /// Opens a TCP connection that is served as one to the API's host.
+    /// Opens a TCP connection that is served as one to the API host.
     async fn open(&self) -> TcpStream {
         self.open_and_serve().await.0
     }
@@ -248,7 +249,7 @@ impl Session {
         (inside, served)
     }
 
-    /// Connects like a program inside that trusts the session's authority.
+    /// Connects like a program inside that trusts the session's CA.
     async fn connect(&self) -> http1::SendRequest<Full<Bytes>> {
         let stream = connect_tls(
             self.open().await,
@@ -362,7 +363,7 @@ async fn the_value_arrives_at_the_host_and_its_echo_does_not_come_inside() {
     );
     assert!(!answer.body.contains("canary"), "{}", answer.body);
 
-    // The host does echo: without us, the value comes back.
+    // The host really echoes: without the gateway, the value comes back.
     let stream = TcpStream::connect(host.address).await.unwrap();
     let mut direct = http_over(
         connect_tls(stream, &host.authority_pem, API, &[])
@@ -428,7 +429,8 @@ async fn a_large_body_streams_as_it_is() {
     session
         .ask(post("text/plain", text(LARGEST_FILLED_BODY)))
         .await;
-    assert!(host.last().body().starts_with(VALUE.as_bytes())); // control: the largest that is looked into
+    // Control: the largest body that is searched.
+    assert!(host.last().body().starts_with(VALUE.as_bytes()));
     let larger = text(LARGEST_FILLED_BODY + 1);
     let answer = session.ask(post("text/plain", larger.clone())).await;
     assert_eq!(answer.body, larger.len().to_string());
@@ -474,7 +476,7 @@ async fn an_echo_is_masked_across_every_border_between_chunks_and_in_base64() {
             );
         }
     }
-    // Other text comes back as it was sent.
+    // Other text comes back unchanged.
     let request = Request::post("/3/")
         .header(header::HOST, API)
         .body(Full::from("sk/canary+0123"))

@@ -1,4 +1,5 @@
-//! A Python beside the tests that answers questions about generated packages. See `python/oracle.py`.
+//! A Python beside the tests that answers questions about generated packages. See
+//! `python/oracle.py`.
 
 use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
@@ -80,7 +81,8 @@ impl Drop for Oracle {
     }
 }
 
-/// Returns a Python that has a module: the one that CELLBLOCK_TEST_PYTHON names, the usual one, or one that is made for these tests.
+/// Returns a Python that has a module: the one that CELLBLOCK_TEST_PYTHON names, the usual one, or
+/// one that is made for these tests.
 pub(crate) fn python_with(module: &str) -> Option<PathBuf> {
     static MAKING: Mutex<()> = Mutex::new(());
     let _one_at_a_time = MAKING
@@ -106,7 +108,8 @@ pub(crate) fn python_with(module: &str) -> Option<PathBuf> {
     found
 }
 
-/// Makes a virtual environment with Pydantic and a type checker, once, where builds put what they make.
+/// Makes a virtual environment with Pydantic and a type checker, once, where builds put what they
+/// make.
 fn made() -> Option<PathBuf> {
     static MADE: OnceLock<Option<PathBuf>> = OnceLock::new();
     let make = || {

@@ -1,4 +1,4 @@
-//! Servers that are programs: what they say, how they fail, how they end.
+//! Tests with servers that are programs: their output, failures and exit.
 
 use std::process::Stdio;
 use std::sync::{Arc, Mutex};
@@ -172,7 +172,8 @@ async fn a_program_that_never_greets_is_given_up_and_ended() {
 async fn missing_variables_are_all_named_and_nothing_is_started() {
     let folder = tempfile::tempdir().unwrap();
     let params = json!({
-        "command": "touch", "args": ["started", "${NO_SUCH}"], "env": {"A": "${NEITHER} ${TOKEN}"}, "cwd": folder.path(),
+        "command": "touch", "args": ["started", "${NO_SUCH}"],
+        "env": {"A": "${NEITHER} ${TOKEN}"}, "cwd": folder.path(),
     });
     let params = ServerParams::parse(&params).unwrap();
     let error = Upstream::connect(&name("fixture"), &params, &settings())
@@ -199,7 +200,8 @@ async fn variables_reach_the_server_and_no_message() {
     let refused = call(&upstream, "refuses", json!({})).await.unwrap_err();
     assert_eq!(
         refused.to_string(),
-        "the server fixture answered with an error of the protocol: the key [hidden] is wrong really (code -32000)"
+        "the server fixture answered with an error of the protocol: the key [hidden] is wrong \
+         really (code -32000)"
     );
     let died = call(&upstream, "die", json!({})).await.unwrap_err();
     assert!(
@@ -249,7 +251,7 @@ async fn what_was_filled_in_does_not_come_back_to_whoever_calls() {
         all.contains("Does echo.[hidden]") && all.contains("step 4[hidden]"),
         "{all}"
     );
-    // The control: what was written out is no variable of the host, and results are as the server said them.
+    // Control: a literal value is not a variable of the host, and results are passed on unchanged.
     let (all, reply) = calls(json!({"KEY": "hunter2-token"})).await;
     assert_eq!(
         reply.structured,
@@ -266,14 +268,15 @@ async fn arguments_that_do_not_fit_are_not_sent() {
         .unwrap_err();
     assert_eq!(
         error.to_string(),
-        "the arguments do not fit the schema of the tool \"echo\": at /number: \"seven\" is not of type \"integer\""
+        "the arguments do not fit the schema of the tool \"echo\": at /number: \"seven\" is not of \
+         type \"integer\""
     );
     let many: Vec<u32> = (0..5000).collect();
     assert_eq!(
         reason(call(&upstream, "echo", json!({"text": many})).await),
         Reason::Invalid
     );
-    // The controls: small and large.
+    // Controls: small and large.
     assert!(call(&upstream, "echo", json!({"number": 7})).await.is_ok());
     assert!(
         call(&upstream, "echo", json!({"text": "x".repeat(1_000_000)}))
@@ -327,7 +330,7 @@ async fn a_result_that_is_too_large_fails_alone() {
         .await
         .unwrap_err();
     assert_eq!(error.reason(), Reason::TooLarge);
-    // The control, on the same connection.
+    // Control, on the same connection.
     let reply = call(&upstream, "big", json!({"bytes": 90_000}))
         .await
         .unwrap();
@@ -347,7 +350,7 @@ async fn an_answer_that_is_nested_too_deeply_fails_alone_and_at_once() {
             .ends_with("it is no JSON, or nested too deeply"),
         "{error}"
     );
-    // The control.
+    // Control.
     assert!(
         call(&upstream, "deep", json!({"levels": 100}))
             .await
@@ -449,7 +452,7 @@ async fn progress_is_told_in_order_and_keeps_a_call_alive() {
     )
     .await
     .unwrap_err();
-    // It ended only after the last sign of life.
+    // The timeout started again at the last progress notification.
     assert!(
         matches!(error, CallError::Timeout { time, .. } if time >= Duration::from_millis(100)),
         "{error:?}"
@@ -459,7 +462,7 @@ async fn progress_is_told_in_order_and_keeps_a_call_alive() {
         steps(&std::mem::take(&mut *told.lock().unwrap())),
         [1.0, 3.0, 4.0]
     );
-    // What was said just before the answer is told too.
+    // Progress sent just before the response is delivered too.
     call_with(&upstream, "progress", json!({"end": true}), options)
         .await
         .unwrap();
@@ -474,7 +477,9 @@ async fn progress_is_told_in_order_and_keeps_a_call_alive() {
 #[tokio::test]
 async fn whatever_a_server_asks_of_us_is_declined() {
     let upstream = connect(&child(json!({}))).await;
-    let form = json!({"message": "Your password?", "requestedSchema": {"type": "object", "properties": {}}});
+    let form = json!({
+        "message": "Your password?", "requestedSchema": {"type": "object", "properties": {}},
+    });
     let answer = async |method: &str, params: Value| {
         call(
             &upstream,
@@ -502,7 +507,7 @@ async fn whatever_a_server_asks_of_us_is_declined() {
         roots["error"].is_object() || roots["result"]["roots"] == json!([]),
         "{roots}"
     );
-    // The control: a question that every client answers.
+    // Control: a request that every client answers.
     assert!(answer("ping", json!({})).await["result"].is_object());
 }
 
@@ -525,7 +530,8 @@ async fn a_tool_that_changes(upstream: &Upstream) {
         .unwrap_err();
     assert_eq!(
         error.to_string(),
-        "the tool \"echo\" of the server fixture has changed since it was registered, so it is not called; register the server again to use it"
+        "the tool \"echo\" of the server fixture has changed since it was registered, so it is not \
+         called; register the server again to use it"
     );
     assert_eq!(error.reason(), Reason::Unavailable);
     let gone = call(upstream, "pid", json!({})).await.unwrap_err();
@@ -533,7 +539,7 @@ async fn a_tool_that_changes(upstream: &Upstream) {
         gone.to_string().contains("is gone since it was registered"),
         "{gone}"
     );
-    // The control: a tool that is what it was.
+    // Control: an unchanged tool.
     assert!(call(upstream, "fails", json!({})).await.is_ok());
     let states: Vec<ToolState> = upstream
         .info()
@@ -593,7 +599,7 @@ async fn one_new_connection_serves_all_who_wait_for_it() {
         processes.insert(task.await.unwrap());
     }
     assert_eq!(processes.len(), 1);
-    // The first connection and this one; the era was known, so nothing was asked twice.
+    // The first connection and this one. The era was known, so there was no probe.
     assert_eq!(
         std::fs::read_to_string(folder.path().join("starts")).unwrap(),
         "xx"
@@ -617,7 +623,7 @@ async fn a_server_that_comes_back_with_other_tools_is_seen_through() {
         .await
         .unwrap_err();
     assert!(matches!(error, CallError::ToolChanged { .. }), "{error}");
-    // The control.
+    // Control.
     assert!(call(&upstream, "fails", json!({})).await.is_ok());
 }
 
@@ -639,7 +645,10 @@ async fn a_server_that_keeps_failing_is_left_alone_for_a_while() {
     let folder = tempfile::tempdir().unwrap();
     let script = folder.path().join("server");
     std::os::unix::fs::symlink(std::env::current_exe().unwrap(), &script).unwrap();
-    let fixture = json!({"command": &script, "args": ["--exact", "fixtures::child_server", "--nocapture"], "env": {"CELLBLOCK_FIXTURE": "{}"}});
+    let fixture = json!({
+        "command": &script, "args": ["--exact", "fixtures::child_server", "--nocapture"],
+        "env": {"CELLBLOCK_FIXTURE": "{}"},
+    });
     let upstream = connect(&ServerParams::parse(&fixture).unwrap()).await;
     call(&upstream, "die", json!({})).await.unwrap_err();
     std::fs::remove_file(&script).unwrap();
@@ -656,7 +665,7 @@ async fn a_server_that_keeps_failing_is_left_alone_for_a_while() {
         .unwrap_err()
         .to_string();
     assert!(second.contains("is not tried again before"), "{second}");
-    // The control: when it is back, and the time has passed, it is used again.
+    // Control: when the program is back and the backoff has passed, it is used again.
     std::os::unix::fs::symlink(std::env::current_exe().unwrap(), &script).unwrap();
     while call(&upstream, "echo", json!({})).await.is_err() {
         tokio::task::yield_now().await;
@@ -721,7 +730,7 @@ async fn a_wrapped_program_does_not_outlive_a_killed_process() {
         };
         host.kill().await.unwrap();
         if survives {
-            // The control: its input has ended, which it ignores, and nobody kills it.
+            // Control: the server ignores the end of its input, and it was not killed.
             assert!(is_alive(server));
             let server = rustix::process::Pid::from_raw(i32::try_from(server).unwrap()).unwrap();
             rustix::process::kill_process(server, rustix::process::Signal::KILL).unwrap();
@@ -797,8 +806,9 @@ async fn a_program_that_installs_first_is_started_once_and_not_cut_off() {
     use std::os::unix::fs::PermissionsExt;
     let folder = tempfile::tempdir().unwrap();
     let npx = folder.path().join("npx");
-    // It installs until its input has ended, and longer than the time to connect.
-    let script = "#!/bin/sh\necho start >> starts\nfor n in 1 2 3 4 5 6; do echo line $n >&2; done\n\
+    // It installs until its input has ended, and longer than the connect timeout.
+    let script = "#!/bin/sh\necho start >> starts\nfor n in 1 2 3 4 5 6; do echo line $n >&2; \
+                  done\n\
                   cat > /dev/null\ntouch finished\n";
     std::fs::write(&npx, script).unwrap();
     std::fs::set_permissions(&npx, std::fs::Permissions::from_mode(0o755)).unwrap();

@@ -1,4 +1,4 @@
-//! The registry: whose a server is, and what happens when one takes the place of another.
+//! Tests of the registry: ownership and replacement of servers.
 
 use serde_json::json;
 
@@ -44,7 +44,7 @@ async fn servers_are_seen_by_their_owner_and_the_operators_by_all() {
     assert!(registry.find("bob", "hers").is_none());
     assert!(registry.find("alice", "hers").is_some() && registry.find("bob", "shared").is_some());
     assert_eq!(registry.packages_of("alice").len(), 2);
-    // Bob's of the same name is another one, and nobody unregisters what is not theirs.
+    // Bob's server of the same name is a different one, and only the owner can unregister a server.
     register(&registry, &one("bob"), "hers").await.unwrap();
     assert!(!registry.unregister(&one("carol"), "hers"));
     assert!(!registry.unregister(&one("alice"), "shared"));
@@ -69,7 +69,7 @@ async fn two_servers_with_one_python_name_are_refused() {
         .await
         .unwrap_err();
     assert!(matches!(error, RegisterError::Operators { .. }), "{error}");
-    // The controls: the same name again, and the same Python name of another owner.
+    // Controls: the same name again, and the same Python name of another owner.
     assert!(
         register(&registry, &one("alice"), "my-server")
             .await
@@ -88,7 +88,7 @@ async fn a_new_server_takes_the_place_of_the_old_one_when_it_is_connected() {
         .await
         .unwrap();
     let before = process(&old).await;
-    // One that cannot be connected changes nothing.
+    // A failed connection changes nothing.
     let broken = ServerParams::parse(&json!({"command": "no-such-program"})).unwrap();
     let error = registry
         .register(&owner, &name("server"), &broken, &settings())
@@ -100,7 +100,7 @@ async fn a_new_server_takes_the_place_of_the_old_one_when_it_is_connected() {
         before
     );
     assert_eq!(*changes.borrow(), 1);
-    // A call that runs is not cut off.
+    // A running call is not interrupted.
     let running = tokio::spawn(async move { call(&old, "progress", json!({"end": true})).await });
     registry
         .register(&owner, &name("server"), &child(json!({})), &settings())

@@ -1,4 +1,5 @@
-//! Servers elsewhere: streamable HTTP of both eras, the older event stream, redirects, addresses, and what can break.
+//! Tests with remote servers: streamable HTTP of both eras, the older event stream, redirects,
+//! addresses, and failures.
 
 use std::collections::HashMap;
 use std::convert::Infallible;
@@ -39,7 +40,7 @@ use crate::{
     Registry, ServerParams, Settings, Upstream,
 };
 
-/// A server on this machine, until it is dropped.
+/// A server on this machine, stopped on drop.
 struct Local {
     address: SocketAddr,
     task: JoinHandle<io::Result<()>>,
@@ -65,7 +66,7 @@ impl Local {
         }
     }
 
-    /// Ends it, and returns when nobody listens any more.
+    /// Stops it and waits until its listener is closed.
     async fn end(mut self) {
         self.task.abort();
         let _ = (&mut self.task).await;
@@ -85,7 +86,7 @@ async fn connect(params: &ServerParams) -> Result<Upstream, ConnectError> {
     Upstream::connect(&name("fixture"), params, &settings()).await
 }
 
-/// A server made with a library of others.
+/// A server made with rmcp.
 #[derive(Clone)]
 struct Library {
     headers: Arc<Mutex<Vec<HeaderMap>>>,
@@ -208,7 +209,7 @@ async fn calls_over_http_run_at_a_time_and_can_be_cancelled() {
     assert_eq!(slow.await.unwrap(), Err(CallError::Cancelled));
 }
 
-/// A server of the older era, without any library. Its answers are plain JSON.
+/// A server of the older era, without a library. Its responses are plain JSON.
 struct Plain {
     script: Mutex<Script>,
     session: Mutex<usize>,
@@ -273,7 +274,7 @@ async fn a_session_that_the_server_forgot_is_begun_anew_and_its_tools_compared()
     assert!(call(&upstream, "echo", json!({"text": "a"})).await.is_ok());
     *server.session.lock().unwrap() += 1;
     assert!(call(&upstream, "echo", json!({"text": "b"})).await.is_ok());
-    // And with other tools.
+    // And with different tools.
     call(&upstream, "change", json!({})).await.unwrap();
     *server.session.lock().unwrap() += 1;
     let error = call(&upstream, "echo", json!({"text": "c"}))
@@ -315,7 +316,7 @@ async fn a_server_that_cannot_be_reached_is_told_from_a_call_that_was_lost() {
     let address = local.address;
     let upstream = connect(&local.params("/mcp", json!({}))).await.unwrap();
     local.end().await;
-    // Connections that are still open end one by one.
+    // Open connections are closed one by one.
     let error = loop {
         match call(&upstream, "echo", json!({})).await {
             Ok(_) => tokio::task::yield_now().await,
@@ -324,7 +325,7 @@ async fn a_server_that_cannot_be_reached_is_told_from_a_call_that_was_lost() {
     };
     assert_eq!(error.reason(), Reason::Unavailable, "{error}");
     assert!(!error.to_string().contains("/mcp"), "{error}");
-    // The control: it is back, at the same address.
+    // Control: the server is back at the same address.
     let _local = Local::serve_at(address, plain_router(server)).await;
     while call(&upstream, "echo", json!({})).await.is_err() {
         tokio::task::yield_now().await;
@@ -363,7 +364,7 @@ async fn no_redirect_is_followed_and_no_header_goes_elsewhere() {
         );
     }
     assert_eq!(seen.load(Ordering::SeqCst), 0);
-    // The control: asked directly, the other server is reached.
+    // Control: a direct request reaches the other server.
     connect(&other.params("/mcp", json!({}))).await.unwrap_err();
     assert!(seen.load(Ordering::SeqCst) > 0);
 }
@@ -427,7 +428,7 @@ async fn a_server_that_speaks_something_else_is_refused() {
     }
 }
 
-/// Knows one address for every name.
+/// Resolves every name to one address.
 struct Here;
 
 impl Resolver for Here {
@@ -448,7 +449,7 @@ fn public_only(allowed: &[&str]) -> Settings {
 #[tokio::test]
 async fn private_addresses_are_dialled_only_for_hosts_that_are_listed() {
     let (router, library) = library();
-    // The library accepts local names only, so that it is asked under one of those.
+    // The library accepts only local names, so the test uses one of those.
     let server = Local::serve(router).await;
     let port = server.address.port();
     for (host, kind) in [
@@ -470,7 +471,7 @@ async fn private_addresses_are_dialled_only_for_hosts_that_are_listed() {
         );
     }
     assert!(library.headers.lock().unwrap().is_empty());
-    // The control.
+    // Control.
     for host in ["127.0.0.1", "localhost"] {
         let params =
             ServerParams::parse(&json!({"url": format!("http://{host}:{port}/mcp")})).unwrap();
@@ -503,7 +504,7 @@ async fn an_owner_has_so_many_servers_and_no_more() {
         register(&owner, 50).await,
         Err(RegisterError::TooMany)
     ));
-    // The controls: in place of another, for somebody else, and when one is gone.
+    // Controls: as a replacement, for another owner, and after one was removed.
     assert!(register(&owner, 49).await.is_ok());
     assert!(register(&Owner::One("bob".to_owned()), 50).await.is_ok());
     assert!(registry.unregister(&owner, "s0"));
@@ -592,7 +593,7 @@ async fn the_older_event_stream_is_spoken() {
         .await
         .unwrap_err();
     assert_eq!(error.reason(), Reason::TooLarge, "{error}");
-    // A stream that ends in the middle of a call loses it, and the next call opens another.
+    // A stream that ends during a call loses the call, and the next call opens a new stream.
     let lost = tokio::spawn({
         let upstream = upstream.clone();
         async move { call(&upstream, "slow", json!({})).await }
