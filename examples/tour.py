@@ -2,7 +2,8 @@
 
     cellblock run examples/tour.py
 
-Everything below runs as an ordinary script would, in a place that cannot see the rest of the machine.
+Everything below runs as an ordinary script would, in a place that cannot see the rest of the
+machine.
 """
 
 import os
@@ -14,7 +15,10 @@ import pandas as pd
 
 # Printed text comes out as it is written.
 print(f"Python runs as user {os.getuid()} on the host “{socket.gethostname()}”, in {os.getcwd()}.")
-print("Home folders of the machine that it can see:", [name for name in ("/home", "/root") if os.path.exists(name)] or "none")
+print(
+    "Home folders of the machine that it can see:",
+    [name for name in ("/home", "/root") if os.path.exists(name)] or "none",
+)
 try:
     socket.create_connection(("192.0.2.1", 80), timeout=1)
 except OSError as error:
@@ -22,7 +26,9 @@ except OSError as error:
 
 # A data frame: one walk per column, in steps of plus or minus one.
 generator = np.random.default_rng(7)
-walks = pd.DataFrame(generator.choice([-1, 1], size=(365, 3)).cumsum(axis=0), columns=["red", "green", "blue"])
+walks = pd.DataFrame(
+    generator.choice([-1, 1], size=(365, 3)).cumsum(axis=0), columns=["red", "green", "blue"]
+)
 print("\nThe first days:")
 print(walks.head(3).to_string())
 

@@ -1,6 +1,6 @@
 //! Cellblock: an MCP server that runs untrusted Python in fresh, locked-down Linux sandboxes.
 //!
-//! `ARCHITECTURE.md` has the map of the rooms, the invariants, and the path of one request.
+//! `ARCHITECTURE.md` has the module map, the invariants, and the path of one request.
 
 #![forbid(unsafe_code)]
 
@@ -14,6 +14,7 @@ pub mod http;
 pub mod image;
 pub mod keeper;
 pub mod mcp;
+pub mod ops;
 pub mod packages;
 pub mod reaction;
 pub mod runner_client;

@@ -1,4 +1,6 @@
-//! The program `cellblock`: the server, and, under arguments of their own, the guardian of its jail, what opens doors in containers, from outside or as a porter, or a server of another maker.
+//! Entry point of `cellblock`. Runs the server or, selected by a hidden first argument, a helper
+//! process: the guardian of the jail, a program that opens listeners in a container (`doors` from
+//! outside, `porter` from a helper container), or a wrapper that becomes an upstream MCP server.
 
 #![forbid(unsafe_code)]
 
@@ -7,7 +9,7 @@ use std::process::ExitCode;
 
 fn main() -> ExitCode {
     match std::env::args_os().nth(1) {
-        // These need a single thread, so they come before any runtime.
+        // These require a single thread, so they run before any runtime starts.
         Some(argument) if argument == cellblock_jail::guardian::ARGUMENT => {
             cellblock_jail::guardian::main()
         }
@@ -17,10 +19,10 @@ fn main() -> ExitCode {
         Some(argument) if argument == cellblock_jail::porter::ARGUMENT => {
             cellblock_jail::porter::main()
         }
-        // Becomes a server of another maker, which ends with whoever started it.
+        // Becomes an upstream server, which ends together with its parent process.
         Some(argument) if argument == cellblock::app::WRAPPER_ARGUMENT => {
             let error = cellblock_upstream::exec_with_parent(std::env::args_os().skip(2));
-            // Standard error may be closed, and then `eprintln!` would panic.
+            // Standard error may be closed, in which case `eprintln!` would panic.
             let _ = writeln!(
                 std::io::stderr(),
                 "cellblock: the program could not be started: {error}"

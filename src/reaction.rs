@@ -1,12 +1,12 @@
-//! Limits for how long something may take to react, on a machine that may be busy.
+//! Reaction timeouts that tolerate a busy machine.
 //!
-//! Such a limit means "it does not react", not "the machine is slow". So time in which the process
-//! was runnable and waited for a processor does not count. The kernel knows that time: for each
-//! thread in `/proc/PID/task/TID/schedstat`, for the whole machine in `/proc/pressure/cpu`. Where
-//! it does not tell, wall time counts.
+//! Such a timeout means "it does not react", not "the machine is slow". Time in which a process was
+//! runnable but waited for a CPU is therefore not counted. The kernel reports that time per thread
+//! in `/proc/PID/task/TID/schedstat`, and for the whole machine in `/proc/pressure/cpu`. Where
+//! these files are not available, wall time counts.
 //!
-//! A sandbox whose processes wait for each other gains nothing: the processor time that it got
-//! counts in any case. And however starved, nothing gets more than ten times its limit.
+//! A sandbox cannot extend its timeout with processes that wait for each other: the CPU time it has
+//! used always counts. No timeout is extended to more than ten times its length.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -14,16 +14,16 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-/// How much longer than its limit something may take on a busy machine. At a load of ten for each
-/// processor a process still gets its time.
+/// Maximum factor by which a busy machine extends a timeout. At a load of ten per CPU a process
+/// still gets its time.
 const MOST_STRETCHED: u32 = 10;
 
-/// How long each of some threads has waited for a processor, since it began.
+/// Run-queue wait of each thread since it started.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct CpuWaits(BTreeMap<u32, Duration>);
 
 impl CpuWaits {
-    /// Reads the waits of all threads of these processes, by their numbers on this machine.
+    /// Reads the waits of all threads of these processes, given by host pid.
     pub fn of_processes(processes: impl IntoIterator<Item = u32>) -> CpuWaits {
         let tasks = processes
             .into_iter()
@@ -38,7 +38,7 @@ impl CpuWaits {
         CpuWaits(waits.collect())
     }
 
-    /// Reads for how long any task of this machine has waited, for work that many processes share.
+    /// Reads how long any task of this machine has waited, for work shared by many processes.
     pub fn of_machine() -> CpuWaits {
         let pressure = fs::read_to_string("/proc/pressure/cpu").ok();
         CpuWaits(
@@ -50,12 +50,12 @@ impl CpuWaits {
         )
     }
 
-    /// One thread that has waited for so long.
+    /// Returns the waits of a single thread.
     pub fn of_one(wait: Duration) -> CpuWaits {
         CpuWaits([(0, wait)].into())
     }
 
-    /// Returns how long the thread that waited the most has waited since then.
+    /// Returns the longest wait of a single thread since `before`.
     pub fn since(&self, before: &CpuWaits) -> Duration {
         let waits = self.0.iter().map(|(thread, wait)| {
             let before = before.0.get(thread).copied().unwrap_or_default();
@@ -65,7 +65,7 @@ impl CpuWaits {
     }
 }
 
-/// Three numbers: nanoseconds on a processor, nanoseconds runnable without one, and time slices.
+/// Parses three numbers: nanoseconds on a CPU, nanoseconds runnable without one, and time slices.
 fn run_queue_wait(schedstat: &str) -> Option<Duration> {
     schedstat
         .split_whitespace()
@@ -75,7 +75,7 @@ fn run_queue_wait(schedstat: &str) -> Option<Duration> {
         .map(Duration::from_nanos)
 }
 
-/// `some avg10=0.00 avg60=0.00 avg300=0.00 total=0`, in microseconds.
+/// Parses `some avg10=0.00 avg60=0.00 avg300=0.00 total=0`, in microseconds.
 fn pressure_total(pressure: &str) -> Option<Duration> {
     let some = pressure
         .lines()
@@ -86,15 +86,15 @@ fn pressure_total(pressure: &str) -> Option<Duration> {
     total.parse().ok().map(Duration::from_micros)
 }
 
-/// What the scheduler has given to a sandbox, and what it has not.
+/// CPU time that a sandbox used, and time that it waited for a CPU.
 #[derive(Debug, Clone, Default)]
 pub struct CpuAccount {
     pub waits: CpuWaits,
-    /// Processor time that the whole sandbox got.
+    /// CPU time used by the whole sandbox.
     pub used: Duration,
 }
 
-/// A limit that has begun to run.
+/// A running reaction timeout.
 #[derive(Debug, Clone)]
 pub struct ReactionLimit {
     limit: Duration,
@@ -111,7 +111,7 @@ impl ReactionLimit {
         }
     }
 
-    /// Returns what is left of the limit, at least; nothing when it is over.
+    /// Returns a lower bound of the remaining time, or `None` after the timeout.
     pub fn left(&self, now: &CpuAccount) -> Option<Duration> {
         let elapsed = self.begun.elapsed();
         let awake = elapsed.saturating_sub(now.waits.since(&self.before.waits));
@@ -123,7 +123,7 @@ impl ReactionLimit {
     }
 }
 
-/// Waits for work that processes of the server share, within a limit.
+/// Waits for work shared by processes of the server, within a limit.
 pub async fn within<T>(limit: Duration, work: impl Future<Output = T>) -> Option<T> {
     within_measured(
         limit,
@@ -136,8 +136,8 @@ pub async fn within<T>(limit: Duration, work: impl Future<Output = T>) -> Option
     .await
 }
 
-/// Waits for work that a sandbox and processes of the server share. The processor time that the
-/// sandbox has `used` counts.
+/// Waits for work shared by a sandbox and processes of the server. The CPU time that the sandbox
+/// has `used` counts.
 pub async fn within_with<T>(
     limit: Duration,
     used: impl Fn() -> Duration,
@@ -156,8 +156,8 @@ async fn within_measured<T>(
     work: impl Future<Output = T>,
 ) -> Option<T> {
     let mut work = std::pin::pin!(work);
-    // Nearly everything is over by then, and reading the kernel's counts would take as long as a
-    // step of a launch.
+    // Most work is done by then, and reading the kernel's counters takes as long as one step of a
+    // launch.
     let soon = limit / 10;
     if let Ok(result) = tokio::time::timeout(soon, &mut work).await {
         return Some(result);
@@ -178,7 +178,7 @@ mod tests {
 
     const SECOND: Duration = Duration::from_secs(1);
 
-    /// Waits of a machine on which each process gets one part in so many.
+    /// Waits on a machine where each process gets one part in `parts`.
     fn crowded(parts: u32) -> impl Fn() -> CpuAccount {
         let begun = Instant::now();
         let waits = move || CpuWaits::of_one(begun.elapsed() * (parts - 1) / parts);
@@ -197,7 +197,7 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn only_time_with_a_processor_counts() {
         for parts in [1, 4] {
-            // The first tenth counts in any case.
+            // The first tenth always counts.
             let time = SECOND / 10 + SECOND * 9 / 10 * parts;
             let (result, elapsed) = took(within_measured(
                 SECOND,
@@ -206,7 +206,7 @@ mod tests {
             ))
             .await;
             assert_eq!(result, None);
-            // The timer of the clock is coarse, and each look at the waits costs one of its steps.
+            // The timer is coarse, and each reading of the waits costs one tick.
             assert!(
                 elapsed >= time && elapsed < time + SECOND / 10,
                 "{elapsed:?} with {parts}"
@@ -226,7 +226,7 @@ mod tests {
     async fn processes_that_wait_for_each_other_gain_nothing() {
         let begun = Instant::now();
         let crowded = crowded(100);
-        // Hundred processes together have a processor for themselves.
+        // A hundred processes together use one whole CPU.
         let bomb = || CpuAccount {
             used: begun.elapsed(),
             ..crowded()
@@ -235,7 +235,7 @@ mod tests {
             took(within_measured(SECOND, bomb, std::future::pending::<()>())).await;
         assert_eq!(result, None);
         assert!(elapsed < SECOND + SECOND / 10, "{elapsed:?}");
-        // Two processors do not make time run faster.
+        // Two CPUs do not make time run faster.
         let two = || CpuAccount {
             used: begun.elapsed() * 2,
             ..CpuAccount::default()

@@ -1,4 +1,5 @@
-//! The audit log as an operator meets it: kept by a server, verified and read on the command line, on disks that are full or read-only.
+//! The audit log as an operator meets it: kept by a server, verified and read on the command line,
+//! on disks that are full or read-only.
 
 use std::fs;
 use std::os::unix::process::ExitStatusExt;

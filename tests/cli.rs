@@ -1,4 +1,5 @@
-//! The program on the command line: `run`, `doctor`, `env`, help, and mistakes, as root and as an ordinary user.
+//! The program on the command line: `run`, `doctor`, `env`, help, and mistakes, as root and as an
+//! ordinary user.
 
 use std::fs;
 use std::io::Write;
@@ -106,7 +107,8 @@ fn images_and_files_of_a_run_are_saved_where_they_are_wanted() {
     let folder = tempfile::tempdir().unwrap();
     let plots = folder.path().join("plots");
     let mut command = program();
-    let code = "import matplotlib.pyplot as plt; plt.plot([1, 2]); plt.show(); open('table.csv', 'w').write('a,b')";
+    let code = "import matplotlib.pyplot as plt; plt.plot([1, 2]); plt.show(); open('table.csv', \
+                'w').write('a,b')";
     command
         .current_dir(folder.path())
         .args(["run", "-c", code, "--output-dir", "plots"]);
@@ -124,11 +126,23 @@ fn images_and_files_of_a_run_are_saved_where_they_are_wanted() {
         "{errors}"
     );
     assert!(!folder.path().join("lost.txt").exists());
+    // What is in a mounted folder does not vanish.
+    let code = "open('shared/kept.txt', 'w').write('x'); open('lost.txt', 'w').write('x')";
+    let mut command = run(&["-c", code, "--mount", ".:shared"]);
+    let (_, _, errors) = finished(command.current_dir(folder.path()));
+    assert!(
+        errors.contains("lost.txt") && !errors.contains("kept.txt"),
+        "{errors}"
+    );
+    assert!(folder.path().join("kept.txt").exists());
 }
 
 #[test]
 fn a_run_has_no_network_and_sees_nothing_of_the_user() {
-    let code = "import os, socket\nprint(os.environ.get('SECRET_OF_THE_USER'), os.path.exists('/home'), os.getuid() != 0 or 'root inside')\ntry:\n    socket.create_connection(('192.0.2.1', 80), 1)\nexcept OSError as error: print('refused')";
+    let code = "import os, socket\nprint(os.environ.get('SECRET_OF_THE_USER'), \
+                os.path.exists('/home'), os.getuid() != 0 or 'root inside')\ntry:\n    \
+                socket.create_connection(('192.0.2.1', 80), 1)\nexcept OSError as error: \
+                print('refused')";
     let (_, output, errors) = finished(run(&["-c", code]).env("SECRET_OF_THE_USER", "hush"));
     assert!(
         output.starts_with("None ") && output.ends_with("refused\n"),
@@ -343,7 +357,8 @@ fn an_ordinary_user_can_do_the_same_without_any_right() {
         // Then all other tests are this test.
         return skipped("root, to become another user");
     }
-    // The program may lie where an ordinary user cannot go, so everything is laid out in a folder of its own.
+    // The program may lie where an ordinary user cannot go, so everything is laid out in a folder
+    // of its own.
     let folder = tempfile::Builder::new()
         .prefix("cellblock-ordinary-")
         .tempdir_in("/tmp")
@@ -406,7 +421,8 @@ fn an_ordinary_user_can_do_the_same_without_any_right() {
         return skipped("user namespaces for ordinary users");
     }
     assert_eq!(status, Some(0), "{output} {errors}");
-    let code = "import os; print(os.getuid(), open('/proc/self/status').read().count('CapEff:\\t0000000000000000'))";
+    let code = "import os; print(os.getuid(), \
+                open('/proc/self/status').read().count('CapEff:\\t0000000000000000'))";
     let (status, output, errors) = cellblock(&["run", "--environment", "minimal", "-c", code]);
     assert_eq!(status, Some(0), "{errors}");
     assert!(
@@ -460,12 +476,14 @@ fn the_environment_that_users_have_by_default_is_warm_and_has_what_it_promises()
             .text("import sys; [name in sys.modules for name in ('numpy', 'pandas', 'pyarrow')]"),
         "[True, True, True]"
     );
-    let modules = "bs4 duckdb httpx jinja2 lxml.etree nbformat networkx openpyxl plotly requests scipy seaborn sklearn \
+    let modules = "bs4 duckdb httpx jinja2 lxml.etree nbformat networkx openpyxl plotly requests \
+                   scipy seaborn sklearn \
                    statsmodels sympy tabulate tqdm yaml";
     let import =
         format!("import importlib\nfor name in '{modules}'.split(): importlib.import_module(name)");
     assert_eq!(session.text(&import), "(no output)");
-    let table = "import io, pandas as pd\nfile = io.BytesIO(); pd.DataFrame({'a': ['x', 'y']}).to_parquet(file)";
+    let table = "import io, pandas as pd\nfile = io.BytesIO(); pd.DataFrame({'a': ['x', \
+                 'y']}).to_parquet(file)";
     session.text(table);
     session.text("kept = 1");
     session.call("undo", serde_json::json!({}));

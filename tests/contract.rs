@@ -1,6 +1,7 @@
 //! What every backend promises to sessions, as one list of cases.
 //!
-//! A case speaks in `Step`s, which each backend's language can say. A new backend joins with a variant of `Kind`, and nothing else.
+//! A case speaks in `Step`s, which each backend's language can say. A new backend joins with a
+//! variant of `Kind`, and nothing else.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -9,7 +10,7 @@ use cellblock::sandbox::Exit;
 use cellblock::sandbox::fake::FakeBackend;
 use cellblock::session::{
     Asking, Checked, ExecuteRequest, Executed, FileNote, News, Outcome, Part, Principal, Refused,
-    SessionSettings, Sessions, StateAfter, Status, Stream, Which,
+    SessionSettings, SessionState, Sessions, StateAfter, Status, Stream, Which,
 };
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
@@ -76,7 +77,8 @@ impl TestBackend {
         steps.iter().map(say).collect::<Vec<_>>().join("\n")
     }
 
-    /// Notes what exists on the host because of this session; the answer tells how much of it is left.
+    /// Notes what exists on the host because of this session; the answer tells how much of it is
+    /// left.
     async fn traces(&self, session: &Session) -> Box<dyn Fn() -> usize> {
         match &self.kind {
             Kind::Real(place) => place.traces(session).await,
@@ -99,7 +101,8 @@ fn in_python(step: &Step) -> String {
         Step::Sleep => "import time; time.sleep(600)".to_owned(),
         Step::Pause => "import time; time.sleep(1)".to_owned(),
         Step::IgnoreInterrupts => {
-            "import time\nwhile True:\n    try:\n        time.sleep(600)\n    except KeyboardInterrupt:\n        pass"
+            "import time\nwhile True:\n    try:\n        time.sleep(600)\n    except \
+             KeyboardInterrupt:\n        pass"
                 .to_owned()
         }
         Step::Exit(code) => format!("import os; os._exit({code})"),
@@ -158,14 +161,15 @@ impl Cells<'_> {
         steps: &[Step],
     ) -> JoinHandle<Result<Outcome, Refused>> {
         let (session, code) = (self.session.clone(), self.backend.code(steps));
-        // The state follows the reply of an earlier cell a moment later, so that one has to be over first.
-        self.reach("idle").await;
+        // The state follows the reply of an earlier cell a moment later, so that one has to be over
+        // first.
+        self.reach(SessionState::Idle).await;
         let cell = tokio::spawn(async move { session.execute_with(&code, PATIENCE, cancel).await });
-        self.reach("running").await;
+        self.reach(SessionState::Running).await;
         cell
     }
 
-    async fn reach(&self, state: &str) {
+    async fn reach(&self, state: SessionState) {
         let is_there = || {
             let all = self.backend.sessions.list(&Principal::local());
             all.iter()
@@ -229,9 +233,14 @@ on_every_backend! {
 
     async fn output_comes_in_the_order_in_which_it_was_made(backend) {
         let session = backend.session();
-        let outcome = session
-            .run(&[Step::Print("one"), Step::PrintError("two"), Step::Print("three"), Step::PrintError("four"), Step::Value("5")])
-            .await;
+        let steps = [
+            Step::Print("one"),
+            Step::PrintError("two"),
+            Step::Print("three"),
+            Step::PrintError("four"),
+            Step::Value("5"),
+        ];
+        let outcome = session.run(&steps).await;
         let expected = [
             (Stream::Stdout, "one"),
             (Stream::Stderr, "two"),
@@ -244,9 +253,18 @@ on_every_backend! {
 
     async fn an_error_keeps_what_came_before_it_and_the_state(backend) {
         let session = backend.session();
-        let outcome = session.run(&[Step::Set("x", "kept"), Step::Print("before"), Step::Raise("broken"), Step::Print("after")]).await;
+        let steps = [
+            Step::Set("x", "kept"),
+            Step::Print("before"),
+            Step::Raise("broken"),
+            Step::Print("after"),
+        ];
+        let outcome = session.run(&steps).await;
         let Status::Raised(error) = &outcome.status else { panic!("{:?}", outcome.status) };
-        assert_eq!((error.name.as_str(), error.message.as_str(), error.line), ("ValueError", "broken", Some(3)));
+        assert_eq!(
+            (error.name.as_str(), error.message.as_str(), error.line),
+            ("ValueError", "broken", Some(3))
+        );
         assert!(parts(&outcome).contains(&(Stream::Stdout, "before".to_owned())));
         assert!(!native::everything(&outcome).contains("after\n"));
         assert_eq!(session.get("x").await, "kept\n");
@@ -254,22 +272,41 @@ on_every_backend! {
 
     async fn a_long_cell_is_followed_to_its_end(backend) {
         let session = backend.session();
-        let code = backend.code(&[Step::Print("one"), Step::Pause, Step::Pause, Step::Print("two")]);
-        let request = ExecuteRequest { code, timeout: PATIENCE, max_output_chars: 1000, asking: Asking::Nobody, rules: None, recorder: Default::default() };
+        let steps = [Step::Print("one"), Step::Pause, Step::Pause, Step::Print("two")];
+        let request = ExecuteRequest {
+            code: backend.code(&steps),
+            timeout: PATIENCE,
+            max_output_chars: 1000,
+            asking: Asking::Nobody,
+            rules: None,
+            recorder: Default::default(),
+        };
         let (owner, id) = (Principal::local(), session.session.id.clone());
         session.run(&[Step::Set("x", "warm")]).await;
         let (wait, cancel) = (Duration::from_millis(300), CancellationToken::new());
-        let begun = backend.sessions.begin(&owner, &id, request, Some(wait), cancel, News::default()).await.unwrap();
+        let begun = backend
+            .sessions
+            .begin(&owner, &id, request, Some(wait), cancel, News::default())
+            .await
+            .unwrap();
         let Executed::Underway(mut underway) = begun else { panic!("{begun:?}") };
         let which = Which::This(underway.handle.clone());
         while underway.text.is_empty() {
-            let checked = backend.sessions.check(&owner, &which, wait, 1000, News::default()).await.unwrap();
+            let checked = backend
+                .sessions
+                .check(&owner, &which, wait, 1000, News::default())
+                .await
+                .unwrap();
             let Checked::Underway(later) = checked else { panic!("{checked:?}") };
             underway = later;
         }
         assert_eq!((underway.text.as_str(), underway.ahead), ("one\n", 0));
         for told_before in [false, true] {
-            let checked = backend.sessions.check(&owner, &which, PATIENCE, 1000, News::default()).await.unwrap();
+            let checked = backend
+                .sessions
+                .check(&owner, &which, PATIENCE, 1000, News::default())
+                .await
+                .unwrap();
             let Checked::Finished { outcome, again, .. } = checked else { panic!("{checked:?}") };
             assert_eq!((native::printed(&outcome).as_str(), again), ("one\ntwo\n", told_before));
         }
@@ -283,9 +320,20 @@ on_every_backend! {
         assert_eq!(list.files, [FileNote { path: "folder/data.bin".to_owned(), size: 10 }]);
         let path = list.files[0].path.parse().unwrap();
         let mut bytes = Vec::new();
-        let first = backend.sessions.read_file_range(&owner, id, &path, 0, Some(4), &mut bytes).await.unwrap();
-        let second = backend.sessions.read_file_range(&owner, id, &path, 4, None, &mut bytes).await.unwrap();
-        assert_eq!((bytes.as_slice(), first.total, first.sent, second.sent), (&b"0123456789"[..], 10, 4, 6));
+        let first = backend
+            .sessions
+            .read_file_range(&owner, id, &path, 0, Some(4), &mut bytes)
+            .await
+            .unwrap();
+        let second = backend
+            .sessions
+            .read_file_range(&owner, id, &path, 4, None, &mut bytes)
+            .await
+            .unwrap();
+        assert_eq!(
+            (bytes.as_slice(), first.total, first.sent, second.sent),
+            (&b"0123456789"[..], 10, 4, 6)
+        );
         assert!(!first.version.is_empty() && first.version == second.version);
     }
 
@@ -336,7 +384,8 @@ on_every_backend! {
         let cancel = CancellationToken::new();
         let cell = session.begin(cancel.clone(), &[Step::Sleep]).await;
         cancel.cancel();
-        assert_eq!(cell.await.unwrap().unwrap().status, Status::Cancelled { state: StateAfter::Kept });
+        let outcome = cell.await.unwrap().unwrap();
+        assert_eq!(outcome.status, Status::Cancelled { state: StateAfter::Kept });
         assert_eq!(session.get("x").await, "kept\n");
     }
 
@@ -364,8 +413,14 @@ on_every_backend! {
     async fn files_come_back_byte_for_byte(backend) {
         let session = backend.session();
         let every_byte: Vec<u8> = (0..=255).collect();
-        let large: Vec<u8> = (0..3_000_000u32).map(|number| (number.wrapping_mul(2_654_435_761) >> 24) as u8).collect();
-        for (name, bytes) in [("every byte.bin", every_byte), ("deep/er/large.bin", large), ("empty", Vec::new())] {
+        let large: Vec<u8> = (0..3_000_000u32)
+            .map(|number| (number.wrapping_mul(2_654_435_761) >> 24) as u8)
+            .collect();
+        for (name, bytes) in [
+            ("every byte.bin", every_byte),
+            ("deep/er/large.bin", large),
+            ("empty", Vec::new()),
+        ] {
             assert_eq!(session.session.upload(name, &bytes).await.unwrap(), bytes.len() as u64);
             assert_eq!(session.session.download(name, 4_000_000).await.unwrap(), bytes, "{name}");
         }
@@ -395,7 +450,9 @@ on_every_backend! {
         let session = backend.session();
         for _ in 0..200 {
             let outcome = session.run(&[Step::Print("out"), Step::PrintError("err")]).await;
-            assert_eq!(parts(&outcome), [(Stream::Stdout, "out".to_owned()), (Stream::Stderr, "err".to_owned())]);
+            let expected =
+                [(Stream::Stdout, "out".to_owned()), (Stream::Stderr, "err".to_owned())];
+            assert_eq!(parts(&outcome), expected);
         }
     }
 }
@@ -406,7 +463,8 @@ fn the_kernel_tells_what_a_session_uses() {
         let sessions = native::shared().sessions.clone();
         // Somebody of its own, so that nothing else counts.
         let (owner, id) = (Principal("counted".to_owned()), "counted".parse().unwrap());
-        let burn = "import time\nbegun = time.process_time()\nwhile time.process_time() - begun < 0.4: pass\n\
+        let burn = "import time\nbegun = time.process_time()\nwhile time.process_time() - begun < \
+                    0.4: pass\n\
                     open('data', 'wb').write(bytes(5_000_000))";
         let request = ExecuteRequest {
             code: burn.to_owned(),

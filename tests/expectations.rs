@@ -72,7 +72,8 @@ print(json.dumps([status, done.returncode]))";
 import ctypes, json, socket
 libc = ctypes.CDLL(None, use_errno=True)
 first = ctypes.c_void_p()
-print(json.dumps([libc.getifaddrs(ctypes.byref(first)), bool(first.value), [name for _, name in socket.if_nameindex()][:1]]))";
+print(json.dumps([libc.getifaddrs(ctypes.byref(first)), bool(first.value), [name for _, name in \
+socket.if_nameindex()][:1]]))";
         assert_eq!(place.session().json(code).await, json!([0, true, ["lo"]]));
     }
 
@@ -99,12 +100,25 @@ def refusal(function, *arguments):
         return error.errno
     return 0
 os.makedirs('folder', exist_ok=True)
-print(json.dumps([refusal(os.chmod, 'folder', 0o2775), refusal(os.setxattr, 'folder', 'user.a', b'1'),
-                  refusal(os.removexattr, 'folder', 'user.a'), refusal(time.clock_settime, time.CLOCK_REALTIME, 0),
+print(json.dumps([refusal(os.chmod, 'folder', 0o2775), refusal(os.setxattr, 'folder', 'user.a', \
+b'1'),
+                  refusal(os.removexattr, 'folder', 'user.a'), refusal(time.clock_settime, \
+                  time.CLOCK_REALTIME, 0),
                   refusal(socket.sethostname, 'other'), refusal(os.mknod, 'device', 0o20666, 0x103),
                   refusal(os.chmod, 'folder', 0o775), refusal(os.tcsetpgrp, 9999, os.getpgrp())]))";
         let expected = json!([EPERM, EOPNOTSUPP, EOPNOTSUPP, EPERM, EPERM, EPERM, 0, EBADF]);
         assert_eq!(place.session().json(code).await, expected);
+    }
+
+    async fn a_program_that_wants_no_core_file_is_told_that_there_is_none(place) {
+        // timeout(1) dies of its child's signal only if it could switch core files off first.
+        let script = "timeout 60 sh -c 'kill -SEGV $$'; echo $?";
+        let answer = place.session().json(&shell(script)).await;
+        assert_eq!((&answer[1], &answer[2]), (&json!("139\n"), &json!("Segmentation fault\n")));
+        let direct = "import json, subprocess\n\
+                      print(json.dumps(subprocess.run(['timeout', '60', 'sh', '-c', \
+                      'kill -SEGV $$']).returncode))";
+        assert_eq!(place.session().json(direct).await, json!(-11));
     }
 
     async fn ports_and_protocols_have_names(place) {
@@ -114,7 +128,8 @@ print(json.dumps([refusal(os.chmod, 'folder', 0o2775), refusal(os.setxattr, 'fol
         }
         let code = "
 import json, socket
-print(json.dumps([socket.getservbyname('http'), socket.getprotobyname('tcp'), socket.getservbyport(53),
+print(json.dumps([socket.getservbyname('http'), socket.getprotobyname('tcp'), \
+socket.getservbyport(53),
                   socket.getaddrinfo('127.0.0.1', 'https', type=socket.SOCK_STREAM)[0][4][1]]))";
         assert_eq!(place.session().json(code).await, json!([80, 6, "domain", 443]));
     }
@@ -123,11 +138,19 @@ print(json.dumps([socket.getservbyname('http'), socket.getprotobyname('tcp'), so
         if !has(place, &["openssl", "java"]) {
             return;
         }
-        let request = "openssl req -x509 -newkey rsa:2048 -nodes -keyout k -out c -subj /CN=x 2>/dev/null && openssl x509 -in c -noout -subject";
+        let request = "openssl req -x509 -newkey rsa:2048 -nodes -keyout k -out c -subj /CN=x \
+                       2>/dev/null && openssl x509 -in c -noout -subject";
         check_shell(place, request, "subject=CN = x\n").await;
         let java = place.session().json(&shell("java -version")).await;
         assert_eq!(java[0], 0, "{java}");
-        assert!(place.session().ok("print(open('/etc/os-release').read())").await.contains("NAME="));
+        if place.is_native() {
+            // By itself it would take a quarter of the machine's memory.
+            let heap = "java -XX:+PrintFlagsFinal -version 2>&1 | \
+                        awk '$2 == \"MaxHeapSize\" {print $4}'";
+            check_shell(place, heap, &format!("{}\n", native::ROOMY.memory / 4)).await;
+        }
+        let release = place.session().ok("print(open('/etc/os-release').read())").await;
+        assert!(release.contains("NAME="));
     }
 
     async fn processors_and_limits_can_be_read(place) {
@@ -138,7 +161,8 @@ print(json.dumps([socket.getservbyname('http'), socket.getprotobyname('tcp'), so
         let code = "
 import json, os, subprocess
 def read(path): return open(path).read().strip()
-def count(text): return sum(int(last or first) - int(first) + 1 for first, _, last in (part.partition('-') for part in text.split(',')))
+def count(text): return sum(int(last or first) - int(first) + 1 for first, _, last in \
+(part.partition('-') for part in text.split(',')))
 cpus = os.sched_getaffinity(0)
 folder = '/sys/devices/system/cpu'
 groups = '/sys/fs/cgroup'
@@ -146,16 +170,22 @@ print(json.dumps({
     'processors': count(read(f'{folder}/online')) == len(cpus) == os.sysconf('SC_NPROCESSORS_ONLN'),
     'cores': all(os.path.exists(f'{folder}/cpu{cpu}/topology/core_id') for cpu in cpus),
     'memory': int(read(f'{groups}/memory.max')), 'cpu': read(f'{groups}/cpu.max'),
+    'free': {line.split()[1] for line in open('/proc/meminfo') if line.startswith('Mem')} == \
+    {str(int(read(f'{groups}/memory.max')) // 1024)},
     'live': os.path.exists(f'{groups}/memory.current'),
-    'others': sorted(os.listdir('/sys')), 'in devices': os.listdir('/sys/devices'), 'in system': os.listdir('/sys/devices/system'),
+    'others': sorted(os.listdir('/sys')), 'in devices': os.listdir('/sys/devices'), 'in system': \
+    os.listdir('/sys/devices/system'),
 }))";
         let session = place.session();
         let mut answer = session.json(code).await;
         let quota = answer["cpu"].take();
         assert_eq!(
             answer,
-            json!({"processors": true, "cores": true, "memory": native::ROOMY.memory, "cpu": null, "live": false,
-                   "others": ["devices", "fs"], "in devices": ["system"], "in system": ["cpu"]})
+            json!({
+                "processors": true, "cores": true, "memory": native::ROOMY.memory, "cpu": null,
+                "free": true, "live": false, "others": ["devices", "fs"],
+                "in devices": ["system"], "in system": ["cpu"],
+            })
         );
         // Where there are no control groups nothing limits it.
         assert!(quota == "200000 100000" || quota == "max 100000", "{quota}");
@@ -171,7 +201,8 @@ print(json.dumps({
 import json, os, pty, tty
 child, terminal = pty.fork()
 if child == 0:
-    os.execv('/bin/sh', ['sh', '-c', 'test -t 0 && test -t 1 && stty size 2>&1; read line; echo \"<$line>\"; exec 3</dev/tty && echo own'])
+    os.execv('/bin/sh', ['sh', '-c', 'test -t 0 && test -t 1 && stty size 2>&1; read line; \
+    echo \"<$line>\"; exec 3</dev/tty && echo own'])
 import fcntl, struct, termios
 fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack('HHHH', 31, 97, 0, 0))
 os.write(terminal, b'typed\\n')

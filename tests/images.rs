@@ -1,5 +1,5 @@
-//! Images for sessions in containers, built by the program with a real engine from a base made of Debian packages, and looked at with the engine's own
-//! command line.
+//! Images for sessions in containers, built by the program with a real engine from a base made of
+//! Debian packages, and looked at with the engine's own command line.
 
 use std::io::{BufRead, BufReader};
 use std::process::{Command, Stdio};
@@ -16,7 +16,8 @@ use crate::support::{data_folder, skipped};
 /// Small packages of nothing but Python, which nothing else in the image needs.
 const SMALL: [&str; 2] = ["six", "iniconfig"];
 
-/// Held by whoever builds and removes images of Docker: while an image is removed, what it has in common with another one that is being built may go with it.
+/// Held by whoever builds and removes images of Docker: while an image is removed, what it has in
+/// common with another one that is being built may go with it.
 static BUILDS: Mutex<()> = Mutex::new(());
 
 fn alone() -> MutexGuard<'static, ()> {
@@ -85,8 +86,10 @@ fn layers(engine: &TestEngine, image: &str) -> Vec<String> {
 
 const LENT_RIGHTS: &str = "
 import os, stat
-paths = (os.path.join(folder, name) for folder, _, names in os.walk('/') if not folder.startswith('/proc') for name in names)
-print(sum(1 for path in paths if os.lstat(path).st_mode & 0o6000 and stat.S_ISREG(os.lstat(path).st_mode)))
+paths = (os.path.join(folder, name) for folder, _, names in os.walk('/') if not \
+folder.startswith('/proc') for name in names)
+print(sum(1 for path in paths if os.lstat(path).st_mode & 0o6000 and \
+stat.S_ISREG(os.lstat(path).st_mode)))
 ";
 
 /// Builds an image, looks at it from inside, builds it again, lists it and removes it.
@@ -109,7 +112,8 @@ fn an_image_goes_its_way(engine: &'static TestEngine) {
         "{told}"
     );
 
-    let facts = "import os, six, iniconfig, IPython, pydantic; print(os.getuid(), os.getgid(), os.getcwd(), six.__file__)";
+    let facts = "import os, six, iniconfig, IPython, pydantic; print(os.getuid(), os.getgid(), \
+                 os.getcwd(), six.__file__)";
     let seen = python(engine, &[], tag, facts);
     assert!(
         seen.starts_with("4321 5432 /work /opt/venv/lib/python3.") && seen.ends_with("/six.py"),
@@ -123,7 +127,8 @@ fn an_image_goes_its_way(engine: &'static TestEngine) {
         "0",
         "the base has some"
     ); // control
-    let home = "import os, pwd; open(os.path.expanduser('~/x'), 'w'); open('x', 'w'); print(pwd.getpwuid(4321).pw_name)";
+    let home = "import os, pwd; open(os.path.expanduser('~/x'), 'w'); open('x', 'w'); \
+                print(pwd.getpwuid(4321).pw_name)";
     assert_eq!(python(engine, &[], tag, home), "cellblock");
 
     let before = layers(engine, tag);
@@ -190,7 +195,8 @@ fn an_image_is_built_by_podman_and_runs_without_rights() {
     let Some(podman) = containers::podman() else {
         return;
     };
-    // The usual runtime of Podman runs no step of a build where control groups of both versions are mounted.
+    // The usual runtime of Podman runs no step of a build where control groups of both versions are
+    // mounted.
     let (_, _, errors) = finished(&mut build(podman, "cellblock-test-trial:1", &[]));
     if errors.contains("cgroups in hybrid mode not supported") {
         return skipped("a runtime of Podman that can build on this machine");
@@ -354,7 +360,8 @@ fn a_build_that_is_cancelled_leaves_no_container_and_no_image() {
     docker.try_command(&["rm", "--force", "cellblock-test-slow"]);
     docker.try_command(&["rmi", "--force", base]);
     // A base in which the last step of a build never ends.
-    let slow = "import glob\nfor file in glob.glob('/usr/lib/python3*/py_compile.py'): open(file, 'w').write('import time; time.sleep(600)')";
+    let slow = "import glob\nfor file in glob.glob('/usr/lib/python3*/py_compile.py'): open(file, \
+                'w').write('import time; time.sleep(600)')";
     docker.command(&[
         "run",
         "--name",

@@ -1,4 +1,5 @@
-//! Sessions that outlive their server, with the built program: a server is killed and its sessions are not, a keeper is killed and nothing stays.
+//! Sessions that outlive their server, with the built program: a server is killed and its sessions
+//! are not, a keeper is killed and nothing stays.
 //!
 //! Each case has a keeper of its own name, so that none meets another's.
 
@@ -6,27 +7,25 @@ use std::fs;
 use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::process::Command;
-use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, PidfdFlags, Signal};
 use serde_json::{Value, json};
 
-use crate::support::ends_within;
 use crate::support::server::{Era, MINIMAL, PATIENCE, Server, finished, patiently, program};
+use crate::support::service::Keeper;
+use crate::support::{ends_within, signal, stop};
 
-/// A name for a keeper, and a folder that its sessions share. What is left is ended with it.
+/// A keeper, and a folder that its sessions share. What is left of it ends with the scene.
 struct Scene {
-    name: String,
+    keeper: Keeper,
     workspace: tempfile::TempDir,
 }
 
 impl Scene {
     fn new() -> Scene {
-        static NEXT: AtomicU32 = AtomicU32::new(0);
-        let number = NEXT.fetch_add(1, Ordering::Relaxed);
         Scene {
-            name: format!("t{}-{number}", std::process::id()),
+            keeper: Keeper::new(),
             workspace: tempfile::tempdir().unwrap(),
         }
     }
@@ -34,7 +33,13 @@ impl Scene {
     fn command(&self, more: &[&str]) -> Command {
         let mut command = program();
         command
-            .args(["mcp", "--keep-sessions", "on", "--keeper", &self.name])
+            .args([
+                "mcp",
+                "--keep-sessions",
+                "on",
+                "--keeper",
+                self.keeper.name(),
+            ])
             .args(MINIMAL);
         command
             .arg("--workspace")
@@ -61,7 +66,7 @@ impl Scene {
         all.as_array()
             .unwrap()
             .iter()
-            .find(|keeper| keeper["name"] == self.name.as_str())
+            .find(|keeper| keeper["name"] == self.keeper.name())
             .cloned()
     }
 
@@ -87,7 +92,11 @@ impl Scene {
     }
 
     fn stop(&self, more: &[&str]) -> (Option<i32>, String, String) {
-        finished(program().args(["keeper", "stop", &self.name]).args(more))
+        finished(
+            program()
+                .args(["keeper", "stop", self.keeper.name()])
+                .args(more),
+        )
     }
 
     /// Begins a cell that runs until `release`, and returns when it runs.
@@ -118,12 +127,6 @@ impl Scene {
     }
 }
 
-impl Drop for Scene {
-    fn drop(&mut self) {
-        self.stop(&["--now"]);
-    }
-}
-
 fn run(server: &Server, session: &str, code: &str) -> String {
     server
         .call(
@@ -135,7 +138,7 @@ fn run(server: &Server, session: &str, code: &str) -> String {
 }
 
 fn kill(process: u32) {
-    rustix::process::kill_process(Pid::from_raw(process as i32).unwrap(), Signal::KILL).unwrap();
+    signal(process, Signal::KILL);
 }
 
 fn handle(process: u32) -> OwnedFd {
@@ -300,7 +303,7 @@ fn an_operator_cannot_stop_a_keeper_at_work_by_accident() {
         "there is nothing left to stop"
     );
     assert!(
-        errors.contains(&format!("there is no keeper {}", scene.name)),
+        errors.contains(&format!("there is no keeper {}", scene.keeper.name())),
         "{errors}"
     );
 }
@@ -316,7 +319,7 @@ fn a_server_that_ends_says_which_sessions_go_on_and_how_to_end_them() {
     let log = second.finish();
     let told = format!(
         "2 sessions go on; `cellblock keeper stop {}` ends them",
-        scene.name
+        scene.keeper.name()
     );
     assert!(log.contains(&told), "{log}");
 }
@@ -385,7 +388,7 @@ fn a_server_with_other_settings_is_warned_and_told_the_cure() {
     // The keeper writes to the log of the first server, which started it.
     let written = second.finish();
     assert!(
-        written.contains(&format!("cellblock keeper stop {}", scene.name)),
+        written.contains(&format!("cellblock keeper stop {}", scene.keeper.name())),
         "{written}"
     );
 }
@@ -398,42 +401,12 @@ fn the_command_of_a_keeper_is_not_for_people() {
 }
 
 #[test]
-fn cells_sent_without_waiting_run_in_the_order_in_which_they_were_sent_with_a_keeper() {
-    let scene = Scene::new();
-    let server = scene.server();
-    run(&server, "a", "order = []");
-    let cell = |number: u32| {
-        let code = format!("order.append({number})");
-        // Rules belong to their cell and cost it nothing of its place.
-        match number % 2 {
-            0 => json!({"session_id": "a", "code": code}),
-            _ => json!({"session_id": "a", "code": code, "allowed_domains": []}),
-        }
-    };
-    let sent: Vec<_> = (0..200)
-        .map(|number| server.begin("execute_ipython_cell", cell(number)))
-        .collect();
-    // Those beyond what may wait are refused.
-    let ran = sent
-        .iter()
-        .filter(|pending| !pending.result().is_error())
-        .count();
-    assert!(ran >= 64, "{ran}");
-    assert_eq!(run(&server, "a", "order == sorted(order) or order"), "True");
-    assert_eq!(run(&server, "a", "len(order)"), ran.to_string());
-}
-
-fn signal(process: u32, signal: Signal) {
-    rustix::process::kill_process(Pid::from_raw(process as i32).unwrap(), signal).unwrap();
-}
-
-#[test]
 fn a_keeper_that_hangs_is_noticed_and_everything_goes_on_when_it_recovers() {
     let scene = Scene::new();
     let server = scene.server();
     run(&server, "a", "x = 41");
     let keeper = scene.process();
-    signal(keeper, Signal::STOP);
+    stop(keeper);
     let begun = Instant::now();
     let cell = server.begin(
         "execute_ipython_cell",

@@ -1,7 +1,9 @@
-//! Nothing stays: whatever ends a server, its processes, control groups, mounts and temporary folders end with it.
+//! Nothing stays: whatever ends a server, its processes, control groups, mounts and temporary
+//! folders end with it.
 //!
-//! Each case starts a server that has something to leave behind (a busy cell, a process that has cut itself loose, spooled output), notes all of it,
-//! ends the server in one way, and waits for the end of every noted process.
+//! Each case starts a server that has something to leave behind (a busy cell, a process that has
+//! cut itself loose, spooled output), notes all of it, ends the server in one way, and waits for
+//! the end of every noted process.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -14,7 +16,7 @@ use rustix::process::{Pid, PidfdFlags, Signal};
 use serde_json::json;
 
 use crate::support::server::{Era, MINIMAL, PATIENCE, Server, patiently, program};
-use crate::support::{ends_within, is_root};
+use crate::support::{ends_within, is_root, signal, stop};
 
 /// A server with all it could leave behind, and the places where that would be found.
 struct Scene {
@@ -140,7 +142,8 @@ impl Scene {
 
     #[track_caller]
     fn assert_groups_gone(&self) {
-        // Another test's server that starts at this moment may find the dead server's entry first, and end the guardian while it removes them itself.
+        // Another test's server that starts at this moment may find the dead server's entry first,
+        // and end the guardian while it removes them itself.
         let deadline = Instant::now() + PATIENCE;
         while self.groups.iter().any(|group| group.exists()) {
             let left: Vec<_> = self.groups.iter().filter(|group| group.exists()).collect();
@@ -173,10 +176,10 @@ fn nothing_stays_when_the_client_leaves() {
 
 #[test]
 fn nothing_stays_when_the_server_is_asked_to_end() {
-    for signal in [Signal::TERM, Signal::INT] {
+    for asking in [Signal::TERM, Signal::INT] {
         let scene = Scene::new();
         let asked = Instant::now();
-        send(signal, scene.server.process_id());
+        signal(scene.server.process_id(), asking);
         assert!(scene.server.ended().success());
         assert!(
             asked.elapsed() < Duration::from_secs(15),
@@ -191,7 +194,7 @@ fn nothing_stays_when_the_server_is_asked_to_end() {
 #[test]
 fn nothing_stays_when_the_server_is_killed() {
     let scene = Scene::new();
-    send(Signal::KILL, scene.server.process_id());
+    signal(scene.server.process_id(), Signal::KILL);
     scene.server.ended();
     scene.assert_nothing_left();
     scene.start_another();
@@ -205,7 +208,7 @@ fn nothing_stays_when_the_server_is_killed() {
 #[test]
 fn a_killed_guardian_takes_the_sandboxes_along_and_the_server_says_so() {
     let scene = Scene::new();
-    send(Signal::KILL, scene.process_named("cb-guardian"));
+    signal(scene.process_named("cb-guardian"), Signal::KILL);
     scene.assert_processes_end();
     let answer = scene.server.call(
         "execute_ipython_cell",
@@ -227,14 +230,10 @@ fn what_a_server_and_its_guardian_leave_when_both_are_killed_is_swept_by_the_nex
     let scene = Scene::new();
     let guardian = scene.process_named("cb-guardian");
     // Stopped first, so that neither sees the other's end.
-    for (signal, process) in [
-        (Signal::STOP, guardian),
-        (Signal::STOP, scene.server.process_id()),
-        (Signal::KILL, guardian),
-        (Signal::KILL, scene.server.process_id()),
-    ] {
-        send(signal, process);
-    }
+    let both = [guardian, scene.server.process_id()];
+    both.iter().for_each(|process| stop(*process));
+    both.iter()
+        .for_each(|process| signal(*process, Signal::KILL));
     scene.server.ended();
     scene.assert_processes_end();
     assert!(!is_root() || !scene.groups.is_empty());
@@ -261,7 +260,7 @@ fn servers_side_by_side_leave_each_other_alone() {
         "'kept'",
         "a start sweeps nothing that lives"
     );
-    send(Signal::KILL, second.process_id());
+    signal(second.process_id(), Signal::KILL);
     second.ended();
     let third = start();
     assert_eq!(third.session().text("3"), "3");
@@ -282,7 +281,8 @@ fn servers_side_by_side_leave_each_other_alone() {
 #[test]
 fn a_runtime_folder_with_rubbish_in_it_stops_nobody() {
     if is_root() {
-        // Root's folder is the machine's own; the same code is tried with a folder of its own in the unit tests.
+        // Root's folder is the machine's own; the same code is tried with a folder of its own in
+        // the unit tests.
         return crate::support::skipped("an ordinary user (root's runtime folder is shared)");
     }
     let folder = scene_folder();
@@ -295,11 +295,6 @@ fn a_runtime_folder_with_rubbish_in_it_stops_nobody() {
     assert_eq!(server.session().text("1"), "1");
     server.finish();
     assert_eq!(entries(&instances), Vec::<PathBuf>::new());
-}
-
-fn send(signal: Signal, process: u32) {
-    let process = Pid::from_raw(process as i32).expect("a process id is positive");
-    rustix::process::kill_process(process, signal).unwrap();
 }
 
 /// The entries of one server in the runtime folder.

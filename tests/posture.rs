@@ -1,7 +1,8 @@
 //! What the kernel says about a live session, compared with `posture/native.json`.
 //!
-//! `posture/probe.py` collects the facts inside; the host reads its own side of them. The expectation is written for the limits of
-//! `native::ROOMY`. A change of it is a change of what Cellblock promises.
+//! `posture/probe.py` collects the facts inside; the host reads its own side of them. The
+//! expectation is written for the limits of `native::ROOMY`. A change of it is a change of what
+//! Cellblock promises.
 
 use std::fs;
 use std::os::unix::fs::{PermissionsExt, chown};
@@ -22,12 +23,14 @@ use crate::support::{PROGRAM, data_folder, is_root, skipped};
 const PROBE: &str = include_str!("posture/probe.py");
 const EXPECTED: &str = include_str!("posture/native.json");
 
-/// The user and group that stand for "an ordinary user" when the tests run as root; they own nothing.
+/// The user and group that stand for "an ordinary user" when the tests run as root; they own
+/// nothing.
 const ORDINARY: u32 = 65_534;
 
 fn expected() -> Value {
     let mut expected = everything_expected();
-    // A session does not see its mounts; `the_mounts_of_a_session_are_as_written_down` looks at them.
+    // A session does not see its mounts; `the_mounts_of_a_session_are_as_written_down` looks at
+    // them.
     expected["mounts"] = json!({});
     expected
 }
@@ -51,7 +54,8 @@ fn compare(when: &str, found: &Value, expected: &Value) {
     }
 }
 
-/// Where no control group holds, a limit per process does, and an ordinary user cannot give up its groups.
+/// Where no control group holds, a limit per process does, and an ordinary user cannot give up its
+/// groups.
 fn adapt(expected: &mut Value, found: &mut Value, limited_by_groups: bool, ordinary: bool) {
     if !limited_by_groups {
         expected["limits"]["RLIMIT_DATA"] = json!([native::ROOMY.memory, native::ROOMY.memory]);
@@ -114,7 +118,8 @@ for thread in started: thread.join()";
         compare("with five threads", &threaded[1], &expected);
 
         session.upload("probe.py", PROBE.as_bytes()).await.unwrap();
-        let after_exec = "import subprocess, sys; print(subprocess.run([sys.executable, '-I', 'probe.py'], capture_output=True, check=True, text=True).stdout)";
+        let after_exec = "import subprocess, sys; print(subprocess.run([sys.executable, '-I', \
+                          'probe.py'], capture_output=True, check=True, text=True).stdout)";
         let mut executed = session.json(after_exec).await;
         // A child gets the three standard descriptors and nothing else.
         assert_eq!(
@@ -291,7 +296,8 @@ fn limits_are_set(pid: u32) {
         value(&["memory.limit_in_bytes", "memory.max"]),
         native::ROOMY.memory.to_string()
     );
-    // Init, the twin and checkpoints count too; what the session may have is limited by number as well.
+    // Init, the twin and checkpoints count too; what the session may have is limited by number as
+    // well.
     assert_eq!(
         value(&["pids.max"]),
         (native::ROOMY.processes + 128).to_string()
@@ -431,7 +437,8 @@ fn the_memory_of_python_inside_holds_no_path_and_no_variable_of_the_host() {
         let backend = Builder::new("minimal").bind(marked(&mark)).start();
         let session = backend.session();
         session.ok("1").await;
-        // Where the environment really lies, and where this checkout does, which is in the server's environment too.
+        // Where the environment really lies, and where this checkout does, which is in the server's
+        // environment too.
         let words = [
             data_folder().display().to_string(),
             env!("CARGO_MANIFEST_DIR").to_owned() + "/",
@@ -542,7 +549,8 @@ fn an_ordinary_user_gets_the_same_posture() {
     server.finish();
 }
 
-/// A user who owns nothing but a folder with copies of the program and of an environment: the checkout may lie where such a user cannot go.
+/// A user who owns nothing but a folder with copies of the program and of an environment: the
+/// checkout may lie where such a user cannot go.
 pub(crate) struct Ordinary {
     home: tempfile::TempDir,
 }

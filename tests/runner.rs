@@ -40,7 +40,8 @@ fn the_runners_own_tests_pass() {
     );
 }
 
-/// Makes a virtual environment of the host from one that is made for the inside: the same packages, the interpreter where it really is.
+/// Makes a virtual environment of the host from one that is made for the inside: the same packages,
+/// the interpreter where it really is.
 fn turned_to_the_host(name: &str) -> tempfile::TempDir {
     let (python, packages) = (host_python(name), site_packages(name));
     let folder = tempfile::tempdir().unwrap();

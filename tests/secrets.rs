@@ -1,7 +1,8 @@
 //! Secrets: a value that arrives at its host and is nowhere inside.
 //!
-//! The hosts are HTTPS servers on the loopback interface, with an authority of the test. The canary is looked for from outside, with the rights of the
-//! host: the code of a cell must not spell it, or it would be inside by that.
+//! The hosts are HTTPS servers on the loopback interface, with an authority of the test. The canary
+//! is looked for from outside, with the rights of the host: the code of a cell must not spell it,
+//! or it would be inside by that.
 
 use std::collections::BTreeSet;
 use std::fs::{self, File};
@@ -28,7 +29,8 @@ use crate::support::native::{
 use crate::support::server::{Era, MINIMAL, Server, program};
 use crate::support::{is_root, skipped};
 
-/// What must not get inside. In two parts, so that this program has it only where it was put together.
+/// What must not get inside. In two parts, so that this program has it only where it was put
+/// together.
 fn canary() -> String {
     ["sk-canary", "0123456789", "abcdef"].join("-")
 }
@@ -220,7 +222,8 @@ fn region_holds(memory: &File, begin: u64, end: u64, bytes: &[u8]) -> bool {
     let mut piece = vec![0; PIECE + bytes.len()];
     let mut at = begin;
     while at < end {
-        // Pieces overlap, so that nothing is cut in two. Some regions belong to the kernel and cannot be read.
+        // Pieces overlap, so that nothing is cut in two. Some regions belong to the kernel and
+        // cannot be read.
         let wanted = piece.len().min((end - at) as usize);
         let Ok(length @ 1..) = memory.read_at(&mut piece[..wanted], at) else {
             return false;
@@ -233,7 +236,8 @@ fn region_holds(memory: &File, begin: u64, end: u64, bytes: &[u8]) -> bool {
     false
 }
 
-/// By leaps from one hyphen to the next, of which memory has few: both the value and its placeholder have some.
+/// By leaps from one hyphen to the next, of which memory has few: both the value and its
+/// placeholder have some.
 fn holds(text: &[u8], bytes: &[u8]) -> bool {
     let before = bytes
         .iter()
@@ -299,7 +303,8 @@ fn files_with(pid: u32, bytes: &str) -> Vec<PathBuf> {
     found
 }
 
-/// Every process in the control groups of a session: what runs in it, its first process, and the copies that are kept of it.
+/// Every process in the control groups of a session: what runs in it, its first process, and the
+/// copies that are kept of it.
 fn members(interpreter: u32) -> Vec<u32> {
     let groups = control_groups(interpreter);
     // Copies are in a group beside that of the session, below the same family.
@@ -411,7 +416,10 @@ fn the_value_arrives_wherever_a_program_may_put_it() {
     run(async {
         let place = Place::new("");
         let session = place.session().await;
-        session.ok("import base64\ntoken = os.environ['TOKEN']\nbasic = base64.b64encode(f'user:{token}'.encode()).decode()").await;
+        session
+            .ok("import base64\ntoken = os.environ['TOKEN']\nbasic = \
+                    base64.b64encode(f'user:{token}'.encode()).decode()")
+            .await;
         let form =
             "data=f'key={token}'.encode(), **{'Content-Type': 'application/x-www-form-urlencoded'}";
         let ways = [
@@ -560,13 +568,21 @@ fn the_value_is_nowhere_inside_and_the_placeholder_is() {
         }
         let place = Place::new("");
         let session = place.session().await;
-        // Everything that could bring it in: requests, echoes, a copy of the session, a child that lives on.
+        // Everything that could bring it in: requests, echoes, a copy of the session, a child that
+        // lives on.
         session.ok(&place.to_api("'))")).await;
-        session.ok("import subprocess, sys\nopen('/tmp/kept', 'w').write(os.environ['TOKEN'])\nchild = subprocess.Popen([sys.executable, '-c', 'import os; os.environ[\"TOKEN\"]; input()'], stdin=subprocess.PIPE)").await;
+        session
+            .ok("import subprocess, sys\nopen('/tmp/kept', \
+                    'w').write(os.environ['TOKEN'])\nchild = subprocess.Popen([sys.executable, \
+                    '-c', 'import os; os.environ[\"TOKEN\"]; input()'], \
+                    stdin=subprocess.PIPE)")
+            .await;
         let fork = session.fork().await;
         fork.ok(&place.to_api("'))")).await;
-        let answer =
-            session.ok("import json; print(json.dumps(dict(os.environ)), open('/proc/self/environ').read())").await;
+        let answer = session
+            .ok("import json; print(json.dumps(dict(os.environ)), \
+                        open('/proc/self/environ').read())")
+            .await;
         assert!(answer.contains(&place.placeholder) && !answer.contains(&canary()));
         assert_eq!(
             place
@@ -712,7 +728,8 @@ fn the_built_program_keeps_a_secret_from_its_sandboxes_and_from_its_log() {
                 .any(|name| name.starts_with("python")),
             "{with_placeholder:?}"
         ); // control
-        assert!(memory_holds(server.process_id(), canary().as_bytes())); // control: the search finds it where it is
+        // Control: the search finds it where it is.
+        assert!(memory_holds(server.process_id(), canary().as_bytes()));
         assert_eq!(holders(&below, &canary()), Vec::<String>::new());
     } else {
         skipped("root (the memory of all processes of a session)");

@@ -1,7 +1,8 @@
 //! Rules about the tree that no compiler checks.
 //!
-//! The tree is what a commit would hold: everything that git does not ignore. Each rule names the files that break it. Patterns that must not
-//! occur anywhere are put together from pieces, so that this file does not break its own rules.
+//! The tree is what a commit would hold: everything that git does not ignore. Each rule names the
+//! files that break it. Patterns that must not occur anywhere are put together from pieces, so that
+//! this file does not break its own rules.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -116,6 +117,20 @@ fn unsafe_code_is_in_one_file() {
     }
     let sys = fs::read_to_string(root().join("jail/src/sys.rs")).unwrap();
     assert!(sys.contains("unsafe"), "the rule looks at the right file"); // control
+}
+
+#[test]
+fn test_support_depends_on_debug_assertions() {
+    let feature = ["feature = ", "\"test-support\""].concat();
+    let mut uses = 0;
+    for source in rust() {
+        for line in source.text.lines().filter(|line| line.contains(&feature)) {
+            uses += 1;
+            let both = format!("all({feature}, debug_assertions)");
+            assert!(line.contains(&both), "{}: {line}", source.path);
+        }
+    }
+    assert!(uses > 2, "the rule looks at the right files"); // control
 }
 
 #[test]
@@ -261,9 +276,22 @@ fn rooms_depend_on_each_other_in_one_direction() {
             ],
         ),
         (
+            "src/ops/",
+            &[
+                "crate::mcp",
+                "crate::app::",
+                "crate::keeper",
+                "crate::http",
+                "crate::packages",
+                "crate::config",
+            ],
+        ),
+        (
             "src/session/",
             &[
                 "crate::mcp",
+                "crate::keeper",
+                "crate::http",
                 "crate::app::",
                 "crate::packages",
                 "crate::sandbox::native",
@@ -483,7 +511,8 @@ fn the_program_carries_every_file_of_the_runner() {
 fn tests_that_documents_name_exist() {
     let code: String = rust().map(|source| source.text).collect();
     let list = fs::read_to_string(root().join("docs/migrate/checklist.md")).unwrap();
-    // Names of tests are sentences; what else stands between back quotes is shorter or has other letters.
+    // Names of tests are sentences; what else stands between back quotes is shorter or has other
+    // letters.
     let is_test = |word: &&str| {
         word.matches('_').count() >= 3
             && word
@@ -619,6 +648,105 @@ fn links_between_documents_lead_somewhere() {
     assert_none(broken, "a link to a file that does not exist");
 }
 
+/// Columns of a line of text or code, so that two files fit side by side.
+const MAX_COLUMNS: usize = 100;
+
+/// Finds where a raw string begins in a line: behind its `r`, or behind `r#"`.
+fn raw_string_in(line: &str) -> Option<usize> {
+    let is_word = |character: char| character.is_alphanumeric() || character == '_';
+    let begins = |open: &str| {
+        let mut places = line.match_indices(open);
+        let place = places.find(|(at, _)| !line[..*at].ends_with(is_word))?;
+        Some(place.0 + open.len())
+    };
+    begins("r#\"")
+        .or_else(|| begins("r##\""))
+        .or_else(|| Some(begins("r\"")? - 1))
+}
+
+#[test]
+fn rust_is_wrapped() {
+    let mut wide = Vec::new();
+    for source in rust() {
+        let mut is_raw = false;
+        for (number, line) in source.text.lines().enumerate() {
+            // Text of other languages in raw strings keeps its lines.
+            let opens = raw_string_in(line);
+            let was_raw = is_raw || opens.is_some();
+            let rest = opens.map_or(line, |at| &line[at..]);
+            let is_short = opens.is_some() && rest.starts_with('"');
+            is_raw = was_raw && !is_short && !rest.contains("\"#");
+            if !was_raw && line.chars().count() > MAX_COLUMNS {
+                wide.push(format!("{}:{}", source.path, number + 1));
+            }
+        }
+    }
+    assert_none(wide, "code and comments have at most 100 columns");
+}
+
+#[test]
+fn markdown_is_wrapped() {
+    let mut wide = Vec::new();
+    for source in tree() {
+        if !source.path.ends_with(".md") {
+            continue;
+        }
+        let mut is_code = false;
+        for (number, line) in source.text.lines().enumerate() {
+            if line.trim_start().starts_with("```") {
+                is_code = !is_code;
+            }
+            // Tables, code and links cannot be broken.
+            let is_fixed =
+                is_code || line.starts_with("    ") || line.starts_with('|') || line.contains("](");
+            if !is_fixed && line.chars().count() > MAX_COLUMNS {
+                wide.push(format!("{}:{}", source.path, number + 1));
+            }
+        }
+    }
+    assert_none(wide, "text has at most 100 columns");
+}
+
+#[test]
+fn paths_in_the_map_exist() {
+    let map = fs::read_to_string(root().join("ARCHITECTURE.md")).unwrap();
+    let table = map.split("## Where to change what").nth(1).unwrap();
+    let rows = table.lines().filter(|line| line.starts_with("| ")).skip(1);
+    let mut named = 0;
+    let mut missing = Vec::new();
+    for row in rows {
+        // A name without a folder is in the folder of the path before it.
+        let mut folder = root().to_owned();
+        for word in row.split('`').skip(1).step_by(2) {
+            let is_path = word.contains('/')
+                || [".rs", ".py", ".json"]
+                    .iter()
+                    .any(|end| word.ends_with(end));
+            if !is_path {
+                continue;
+            }
+            named += 1;
+            let places = [
+                root().join(word),
+                folder.join(word),
+                root().join("src").join(word),
+            ];
+            let inside = root().join("runner/cellblock_runner").join(word);
+            match places
+                .into_iter()
+                .chain([inside])
+                .find(|path| path.exists())
+            {
+                Some(path) if path.is_dir() => folder = path,
+                Some(path) => folder = path.parent().unwrap().to_owned(),
+                None => missing.push(format!("{word} in: {row}")),
+            }
+        }
+    }
+    assert!(named > 50, "the table was found");
+    assert_none(missing, "ARCHITECTURE.md names what is there");
+}
+
 #[test]
 fn no_file_names_the_machine_it_was_written_on() {
     let patterns = [
@@ -682,7 +810,8 @@ fn the_python_compiles_for_the_oldest_version_we_support() {
         .filter(|source| source.path.starts_with("runner/") && source.path.ends_with(".py"))
         .map(|source| root().join(source.path))
         .collect();
-    let check = "import ast, sys\nfor name in sys.argv[1:]: ast.parse(open(name, encoding='utf-8').read(), name, feature_version=(3, 10))";
+    let check = "import ast, sys\nfor name in sys.argv[1:]: ast.parse(open(name, \
+                 encoding='utf-8').read(), name, feature_version=(3, 10))";
     let (status, _, errors) = finished(Command::new(python).args(["-I", "-c", check]).args(files));
     assert_eq!(status, Some(0), "{errors}");
 }

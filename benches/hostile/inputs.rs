@@ -103,7 +103,10 @@ const CHANNEL: &str = r#"
 import gc, os, socket, stat, struct, sys, threading, time, zlib
 from cellblock_runner import asking
 cell = asking._active._execution
-channel = max(int(name) for name in os.listdir('/proc/self/fd') if os.path.exists(f'/proc/self/fd/{name}') and stat.S_ISSOCK(os.fstat(int(name)).st_mode))
+channel = max(
+    int(name) for name in os.listdir('/proc/self/fd')
+    if os.path.exists(f'/proc/self/fd/{name}') and stat.S_ISSOCK(os.fstat(int(name)).st_mode)
+)
 def send(header):
     data = memoryview(struct.pack('>II', 4 + len(header), len(header)) + header)
     while data:
@@ -133,7 +136,8 @@ threads = [threading.Thread(target=flood, args=place) for place in [(1, 1), (2, 
 /// Three pictures of one bit per pixel, 31 KB each.
 const PICTURES: &str = r#"
 from IPython.display import Image, display
-def chunk(kind, data): return struct.pack('>I', len(data)) + kind + data + struct.pack('>I', zlib.crc32(kind + data))
+def chunk(kind, data):
+    return struct.pack('>I', len(data)) + kind + data + struct.pack('>I', zlib.crc32(kind + data))
 size = 16000
 png = (b'\x89PNG\r\n\x1a\n' + chunk(b'IHDR', struct.pack('>IIBBBBB', size, size, 1, 0, 0, 0, 0))
        + chunk(b'IDAT', zlib.compress(bytes(size * (1 + size // 8)), 9)) + chunk(b'IEND', b''))
@@ -141,7 +145,10 @@ for _ in range(3): display(Image(data=png))
 "#;
 const QUESTIONS: &str = r#"
 for number in range(8):
-    send(b'{"type":"ask","id":%d,"ask":%d,"what":"install","requirements":["%b"],"options":{}}' % (cell, 1000 + number, b'x' * 30_000_000))
+    send(
+        b'{"type":"ask","id":%d,"ask":%d,"what":"install","requirements":["%b"],"options":{}}'
+        % (cell, 1000 + number, b'x' * 30_000_000)
+    )
 "#;
 const UPSTREAM_RESULT: &str = r#"
 from mcptools.many import many
@@ -183,7 +190,10 @@ fn keys() -> String {
 /// Posts three bodies of nearly 8 MiB at once.
 fn bodies(service: Arc<Service>, key: Key, many: fn() -> String) -> Sending {
     Box::pin(async move {
-        let head = r#"{"jsonrpc":"2.0","id":1,"method":"tools/call","params":{"name":"list_sessions","arguments":{"x":["#;
+        let head = concat!(
+            r#"{"jsonrpc":"2.0","id":1,"method":"tools/call","#,
+            r#""params":{"name":"list_sessions","arguments":{"x":["#
+        );
         let body = Arc::new(format!("{head}{}0]}}}}}}", many()));
         let mut posts = JoinSet::new();
         for _ in 0..3 {
@@ -205,8 +215,10 @@ async fn post(
 ) -> anyhow::Result<()> {
     let mut stream = TcpStream::connect(service.address).await?;
     let head = format!(
-        "POST /mcp HTTP/1.1\r\nhost: {}\r\nauthorization: Bearer {}\r\ncontent-type: application/json\r\n\
-         accept: application/json, text/event-stream\r\nconnection: close\r\ncontent-length: {announced}\r\n\r\n",
+        "POST /mcp HTTP/1.1\r\nhost: {}\r\nauthorization: Bearer {}\r\ncontent-type: \
+         application/json\r\n\
+         accept: application/json, text/event-stream\r\nconnection: close\r\ncontent-length: \
+         {announced}\r\n\r\n",
         service.address,
         service.key(key),
     );

@@ -60,7 +60,8 @@ fn main() -> anyhow::Result<()> {
         .iter()
         .filter(|input| words.is_empty() || words.iter().any(|word| input.name.contains(word)));
     println!(
-        "input | memory over idle: peak, left | processor | slowest cell of a neighbour: alone, beside it"
+        "input | memory over idle: peak, left | processor | slowest cell of a neighbour: alone, \
+         beside it"
     );
     for input in chosen {
         match measure(input) {

@@ -34,9 +34,17 @@ const TICKS_PER_SECOND: u64 = 100;
 /// An MCP server whose one tool answers with many small objects.
 const MANY_VALUES: &str = r#"
 import json, sys
-tool = {"name": "many", "description": "Many values.", "inputSchema": {"type": "object", "properties": {}}}
+tool = {
+    "name": "many",
+    "description": "Many values.",
+    "inputSchema": {"type": "object", "properties": {}},
+}
 results = {
-    "initialize": {"protocolVersion": "2025-06-18", "capabilities": {"tools": {}}, "serverInfo": {"name": "many", "version": "1"}},
+    "initialize": {
+        "protocolVersion": "2025-06-18",
+        "capabilities": {"tools": {}},
+        "serverInfo": {"name": "many", "version": "1"},
+    },
     "tools/list": {"tools": [tool]},
     "tools/call": {"content": [], "structuredContent": {"rows": [{"": 0}] * 2_000_000}},
 }
@@ -44,8 +52,14 @@ for line in sys.stdin:
     message = json.loads(line)
     if "id" in message:
         result = results.get(message["method"])
-        answer = {"error": {"code": -32601, "message": "no such method"}} if result is None else {"result": result}
-        print(json.dumps({"jsonrpc": "2.0", "id": message["id"], **answer}, separators=(",", ":")), flush=True)
+        answer = (
+            {"error": {"code": -32601, "message": "no such method"}}
+            if result is None else {"result": result}
+        )
+        print(
+            json.dumps({"jsonrpc": "2.0", "id": message["id"], **answer}, separators=(",", ":")),
+            flush=True,
+        )
 "#;
 
 /// A running server. Dropping it ends it.

@@ -204,7 +204,8 @@ pub(super) fn private_memory_of_a_fork(_: &Peers) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Ten thousand forks and ten thousand checkpoints: what is left of them. Takes minutes; only when asked for by name.
+/// Ten thousand forks and ten thousand checkpoints: what is left of them. Takes minutes; only when
+/// asked for by name.
 pub(super) fn cycles_leave_nothing(_: &Peers) -> anyhow::Result<()> {
     println!("\n{CYCLES} fork/close cycles and {CYCLES} checkpointed cells");
     let mut server = start_with(&[])?;
@@ -252,7 +253,8 @@ pub(super) fn cycles_leave_nothing(_: &Peers) -> anyhow::Result<()> {
         server.execute("a", &format!("x = {number}"))?;
     }
     let after = look(&mut server, "after the cells")?;
-    // Groups are counted over the whole machine, and the kernel takes some that were removed earlier down later.
+    // Groups are counted over the whole machine, and the kernel takes some that were removed
+    // earlier down later.
     let grown = (0..3)
         .map(|what| forked[what].max(after[what]).saturating_sub(before[what]))
         .max()

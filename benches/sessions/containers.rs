@@ -1,6 +1,8 @@
-//! Rows about sessions in containers. They need an engine, as `DOCKER_HOST` and the like name it, and an image.
+//! Rows about sessions in containers. They need an engine, as `DOCKER_HOST` and the like name it,
+//! and an image.
 //!
-//! `BENCH_IMAGE` names the image; without it, and without an engine, the rows say so and measure nothing. What is compared is measured in turn, in the same image.
+//! `BENCH_IMAGE` names the image; without it, and without an engine, the rows say so and measure
+//! nothing. What is compared is measured in turn, in the same image.
 
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};

@@ -1,4 +1,5 @@
-//! A client over HTTP that costs little: one connection kept open, requests of 2026-07-28, no checks of its own.
+//! A client over HTTP that costs little: one connection kept open, requests of 2026-07-28, no
+//! checks of its own.
 
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
@@ -54,7 +55,8 @@ impl HttpClient {
         Ok(status)
     }
 
-    /// Calls a tool; returns the result and the time from the first byte of the request to the last of the answer.
+    /// Calls a tool; returns the result and the time from the first byte of the request to the last
+    /// of the answer.
     pub(crate) async fn call(
         &mut self,
         tool: &str,
@@ -67,7 +69,9 @@ impl HttpClient {
             "io.modelcontextprotocol/clientInfo": {"name": "bench", "version": "1"},
         });
         let parameters = json!({"name": tool, "arguments": arguments, "_meta": meta});
-        let body = json!({"jsonrpc": "2.0", "id": self.calls, "method": "tools/call", "params": parameters});
+        let body = json!({
+            "jsonrpc": "2.0", "id": self.calls, "method": "tools/call", "params": parameters,
+        });
         let mut request = Request::post("/mcp")
             .header(header::HOST, self.address.to_string())
             .header(header::CONTENT_TYPE, "application/json")

@@ -2,19 +2,30 @@
 //!
 //! ```text
 //! cargo bench --bench sessions                          all rows
-//! cargo bench --bench sessions -- cell run              the rows whose names contain one of these words
-//! cargo bench --bench sessions -- cycles                ten thousand forks and checkpoints, in minutes
-//! IPYBOX_PYTHON=venv/bin/python cargo bench …           also the same calls to ipybox, if that Python has it
-//! BENCH_IMAGE=python:3.13-slim cargo bench … container  also sessions in containers, if an engine has that image
-//! PYTHON_DOCKER_MCP_PYTHON=venv/bin/python cargo bench … transient   also python-docker-mcp, if that Python has it
-//! FASTMCP_PYTHON=venv/bin/python cargo bench … http     also a trivial tool of FastMCP, if that Python has it
+//! cargo bench --bench sessions -- cell run              the rows whose names contain one of these
+//!                                                       words
+//! cargo bench --bench sessions -- cycles                ten thousand forks and checkpoints, in
+//!                                                       minutes
+//! IPYBOX_PYTHON=venv/bin/python cargo bench …           also the same calls to ipybox, if that
+//!                                                       Python has it
+//! BENCH_IMAGE=python:3.13-slim cargo bench … container  also sessions in containers, if an engine
+//!                                                       has that image
+//! PYTHON_DOCKER_MCP_PYTHON=venv/bin/python cargo bench … transient   also python-docker-mcp, if
+//!                                                                    that Python has it
+//! FASTMCP_PYTHON=venv/bin/python cargo bench … http     also a trivial tool of FastMCP, if that
+//!                                                       Python has it
 //! ```
 //!
-//! Every row starts servers of its own and speaks MCP over their standard input and output, as a client does. Where a plain `python -c` does
-//! comparable work, it is measured in turn with ours, with the same interpreter and packages. `statistics` computes, `server` is the
-//! client, `peers` finds what we compare with, `memory` asks the kernel, `branching` has the rows about copies of sessions, `service` those about `cellblock serve`, which `serving` starts, `containers` those about containers, `ordinary` the one about code that others wrote, `tools` those about tools of other MCP servers.
+//! Every row starts servers of its own and speaks MCP over their standard input and output, as a
+//! client does. Where a plain `python -c` does comparable work, it is measured in turn with ours,
+//! with the same interpreter and packages. `statistics` computes, `server` is the client, `peers`
+//! finds what we compare with, `memory` asks the kernel, `branching` has the rows about copies of
+//! sessions, `service` those about `cellblock serve`, which `serving` starts, `containers` those
+//! about containers, `ordinary` the one about code that others wrote, `tools` those about tools of
+//! other MCP servers.
 //!
-//! Nothing is asserted: a missed target is printed as such. Machines differ, and a busy one misses everything.
+//! Nothing is asserted: a missed target is printed as such. Machines differ, and a busy one misses
+//! everything.
 
 mod branching;
 mod containers;
@@ -102,7 +113,8 @@ const LONG_ROWS: [(&str, Row); 1] = [("cycles", branching::cycles_leave_nothing)
 
 fn main() -> anyhow::Result<()> {
     let words: Vec<String> = std::env::args().skip(1).collect();
-    // `cargo test --all-targets` starts this program too, without the optimisations that the figures are about.
+    // `cargo test --all-targets` starts this program too, without the optimisations that the
+    // figures are about.
     if !words.iter().any(|word| word == "--bench") {
         println!("skipped: needs cargo bench");
         return Ok(());
@@ -172,7 +184,8 @@ fn process_start_to_initialize(peers: &Peers) -> anyhow::Result<()> {
 /// A transient run is a sandbox made, three cells in it, and the sandbox destroyed.
 fn runs_of_python_docker_mcp(_: &Peers) -> anyhow::Result<()> {
     println!(
-        "\nprofile python-docker-mcp without containers: one call to its result, one after the other"
+        "\nprofile python-docker-mcp without containers: one call to its result, one after the \
+         other"
     );
     let mut command = cellblock("mcp");
     command.args(["--profile", "python-docker-mcp"]);
@@ -192,7 +205,8 @@ fn runs_of_python_docker_mcp(_: &Peers) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Measures the first results of sessions, one after the other, in a server with a pool of this size and with these flags.
+/// Measures the first results of sessions, one after the other, in a server with a pool of this
+/// size and with these flags.
 fn new_sessions(pool: &str, flags: &[&str], count: usize) -> anyhow::Result<Sample> {
     let mut command = with_setting(cellblock("mcp"), "CELLBLOCK_POOL", pool);
     command.args(flags);
@@ -200,7 +214,8 @@ fn new_sessions(pool: &str, flags: &[&str], count: usize) -> anyhow::Result<Samp
     server.execute("first", FIRST_CELL)?;
     let mut number = 0;
     repeat(count, || {
-        // The members of the pool are made in the background; the next caller comes when that is done.
+        // The members of the pool are made in the background; the next caller comes when that is
+        // done.
         server.wait_until_idle();
         number += 1;
         let id = format!("s{number}");
@@ -413,7 +428,8 @@ fn sessions_in_a_row(_: &Peers) -> anyhow::Result<()> {
 
 fn live_sessions_in_a_gibibyte(_: &Peers) -> anyhow::Result<()> {
     println!(
-        "\n{LIVE_SESSIONS} live sessions, each still answering, in 1 GiB with everything that belongs to the server"
+        "\n{LIVE_SESSIONS} live sessions, each still answering, in 1 GiB with everything that \
+         belongs to the server"
     );
     live_sessions("off", 1024)?;
     println!("    with undo, which keeps two states of each, in 2 GiB:");
@@ -425,7 +441,8 @@ fn live_sessions(undo: &str, mebibytes: u64) -> anyhow::Result<()> {
     let (mut server, _) = start_in(group.as_ref().ok(), undo)?;
     let start = Instant::now();
     for number in 0..LIVE_SESSIONS {
-        // A session that was killed for want of memory, here or later, is one that does not answer below.
+        // A session that was killed for want of memory, here or later, is one that does not answer
+        // below.
         let _ = server.execute(
             &format!("s{number}"),
             &format!("import numpy, pandas; x = {number}"),
@@ -468,7 +485,8 @@ fn live_sessions(undo: &str, mebibytes: u64) -> anyhow::Result<()> {
         Err(why) => {
             let sum = memory::of_processes(&server.processes()) / MIB;
             println!(
-                "    (no control group: {why}; the sum over all processes, without what the kernel holds for them)"
+                "    (no control group: {why}; the sum over all processes, without what the kernel \
+                 holds for them)"
             );
             target(
                 "memory now",

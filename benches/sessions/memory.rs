@@ -9,7 +9,8 @@ use anyhow::{Context, ensure};
 
 pub(crate) const MIB: u64 = 1024 * 1024;
 
-/// A control group for a whole server. It counts what the kernel holds for its processes too: page tables, namespaces, sockets.
+/// A control group for a whole server. It counts what the kernel holds for its processes too: page
+/// tables, namespaces, sockets.
 pub(crate) struct MemoryGroup {
     folder: PathBuf,
     names: &'static Names,

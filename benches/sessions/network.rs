@@ -1,4 +1,5 @@
-//! What the way out costs: the first byte, the throughput, the start of a session; and what a package costs the second time.
+//! What the way out costs: the first byte, the throughput, the start of a session; and what a
+//! package costs the second time.
 
 use std::io::{Read, Write};
 use std::net::{Ipv4Addr, TcpListener};
@@ -42,7 +43,8 @@ fn web() -> anyhow::Result<u16> {
     Ok(port)
 }
 
-/// Prints the median of the microseconds to the first byte, and the megabytes per second of one download.
+/// Prints the median of the microseconds to the first byte, and the megabytes per second of one
+/// download.
 fn client(port: u16) -> String {
     format!(
         "import socket, statistics, time

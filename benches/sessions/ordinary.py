@@ -1,4 +1,6 @@
-"""Does what ordinary programs do, and prints how much processor time and how much time each took."""
+"""Does what ordinary programs do, and prints how much processor time and how much time each
+took.
+"""
 
 
 def _measure():
@@ -138,7 +140,9 @@ def _measure():
             subprocess.run([sys.executable, "-S", "-E", "-c", "import json"])
 
     def used():
-        kinds = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+        kinds = [
+            resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+        ]
         return sum(kind.ru_utime + kind.ru_stime for kind in kinds)
 
     # Threads that numpy has started spin for a while.

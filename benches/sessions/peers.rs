@@ -1,4 +1,5 @@
-//! What Cellblock is compared with: the same interpreter without a sandbox, and ipybox and python-docker-mcp where they are installed.
+//! What Cellblock is compared with: the same interpreter without a sandbox, and ipybox and
+//! python-docker-mcp where they are installed.
 
 use std::fs;
 use std::os::unix::fs::symlink;
@@ -15,7 +16,8 @@ use crate::containers::POOL;
 
 /// What the image of python-docker-mcp is called.
 const PEER_IMAGE: &str = "cellblock-bench-peer";
-/// The tag that it uses, and the one that it looks for first: without that it builds an image of its own.
+/// The tag that it uses, and the one that it looks for first: without that it builds an image of
+/// its own.
 const PEER_TAGS: [&str; 2] = ["latest", "0.2.3"];
 
 /// The interpreter and the packages of the sandboxes, on the host.
@@ -24,7 +26,8 @@ pub(crate) struct PlainPython {
 }
 
 impl PlainPython {
-    /// Makes a virtual environment around the packages of the environment that sandboxes use. Its links are for this side of the wall.
+    /// Makes a virtual environment around the packages of the environment that sandboxes use. Its
+    /// links are for this side of the wall.
     pub(crate) fn of_the_environment() -> anyhow::Result<PlainPython> {
         let settings = config::load(None, Flags::default())?;
         let built = environment::list(&settings.data_dir)
@@ -124,7 +127,8 @@ impl PythonDockerMcp {
         .filter(|found| found.program.is_file())
     }
 
-    /// Makes an image of another that this server can use, with `python` and a folder `/app`, and returns its name.
+    /// Makes an image of another that this server can use, with `python` and a folder `/app`, and
+    /// returns its name.
     pub(crate) fn image(&self, base: &str) -> anyhow::Result<String> {
         let docker = |arguments: &[&str]| {
             let output = Command::new("docker").args(arguments).output()?;
@@ -135,7 +139,8 @@ impl PythonDockerMcp {
             );
             Ok(String::from_utf8(output.stdout)?.trim().to_owned())
         };
-        let change = "command -v python || ln -s \"$(command -v python3)\" /usr/bin/python; mkdir -p /app && chmod 777 /app";
+        let change = "command -v python || ln -s \"$(command -v python3)\" /usr/bin/python; mkdir \
+                      -p /app && chmod 777 /app";
         let made = docker(&[
             "create",
             "--network",

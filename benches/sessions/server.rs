@@ -86,7 +86,9 @@ impl Server {
         for arguments in calls {
             self.calls += 1;
             let parameters = json!({ "name": tool, "arguments": arguments });
-            self.send(&json!({ "jsonrpc": "2.0", "id": self.calls, "method": "tools/call", "params": parameters }))?;
+            self.send(&json!({
+                "jsonrpc": "2.0", "id": self.calls, "method": "tools/call", "params": parameters,
+            }))?;
         }
         let mut results = BTreeMap::new();
         while results.len() < calls.len() {
@@ -228,7 +230,8 @@ pub(crate) fn close(session: &str) -> Value {
     json!({ "session_id": session })
 }
 
-/// What a cell printed: the last line of the result's text. Before it there may be a note about the session.
+/// What a cell printed: the last line of the result's text. Before it there may be a note about the
+/// session.
 pub(crate) fn printed(result: &Value) -> Option<&str> {
     result["content"][0]["text"]
         .as_str()?

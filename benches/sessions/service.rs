@@ -1,7 +1,9 @@
-//! Rows about `cellblock serve`: cells over HTTP with one and many clients, what a token costs, what idle clients and sessions cost.
+//! Rows about `cellblock serve`: cells over HTTP with one and many clients, what a token costs,
+//! what idle clients and sessions cost.
 //!
-//! Clients share one thread, because the machine's other cores belong to the server. Beside each figure stands FastMCP, which serves a tool that
-//! adds two numbers, in the same run, if `FASTMCP_PYTHON` names a Python that has it.
+//! Clients share one thread, because the machine's other cores belong to the server. Beside each
+//! figure stands FastMCP, which serves a tool that adds two numbers, in the same run, if
+//! `FASTMCP_PYTHON` names a Python that has it.
 
 use std::fs;
 use std::net::{SocketAddr, TcpListener};
@@ -44,13 +46,16 @@ server = FastMCP('peer')
 @server.tool
 def add(a: int, b: int) -> int:
     return a + b
-server.run(transport='http', host='127.0.0.1', port=int(sys.argv[1]), stateless_http=True, json_response=True, show_banner=False, log_level='error')
+server.run(transport='http', host='127.0.0.1', port=int(sys.argv[1]), stateless_http=True, \
+json_response=True, show_banner=False, log_level='error')
 ";
 
-/// One cell after the other from each client, in a session of its own, on a connection that stays open.
+/// One cell after the other from each client, in a session of its own, on a connection that stays
+/// open.
 pub(crate) fn cells_over_http(_: &Peers) -> anyhow::Result<()> {
     println!(
-        "\ncell round trip `print(n)` over HTTP, every client with a session and a connection of its own"
+        "\ncell round trip `print(n)` over HTTP, every client with a session and a connection of \
+         its own"
     );
     let runtime = client_runtime()?;
     let service = Service::start("on", &[])?;
@@ -127,7 +132,8 @@ pub(crate) fn cost_of_a_token(_: &Peers) -> anyhow::Result<()> {
 /// Memory of the server and of what keeps its sessions, without the sandboxes.
 pub(crate) fn memory_of_idle_clients(_: &Peers) -> anyhow::Result<()> {
     println!(
-        "\nmemory at {IDLE_CONNECTIONS} idle connections and {IDLE_SESSIONS} idle sessions, without the sandboxes"
+        "\nmemory at {IDLE_CONNECTIONS} idle connections and {IDLE_SESSIONS} idle sessions, \
+         without the sandboxes"
     );
     let runtime = client_runtime()?;
     let service = Service::start("on", &["--max-sessions", "256", "--undo", "off"])?;
@@ -173,7 +179,8 @@ pub(crate) fn memory_of_idle_clients(_: &Peers) -> anyhow::Result<()> {
 /// What one caller's busy sessions cost another caller, whose small cells change state.
 pub(crate) fn small_cells_beside_busy_sessions(_: &Peers) -> anyhow::Result<()> {
     println!(
-        "\nsmall cells of a caller while another one has {BUSY_SESSIONS} sessions that compute without a pause"
+        "\nsmall cells of a caller while another one has {BUSY_SESSIONS} sessions that compute \
+         without a pause"
     );
     let runtime = client_runtime()?;
     let folder = tempfile::tempdir()?;
@@ -265,7 +272,8 @@ fn client_runtime() -> anyhow::Result<Runtime> {
     Ok(Builder::new_current_thread().enable_all().build()?)
 }
 
-/// Lets so many clients work at once for `LASTING`; returns the time of each call and the calls per second.
+/// Lets so many clients work at once for `LASTING`; returns the time of each call and the calls per
+/// second.
 async fn load<F>(
     clients: usize,
     client: impl Fn(usize, Arc<Barrier>) -> F,

@@ -1,6 +1,8 @@
-//! What tools of other MCP servers cost: a call from code, over the same call by a plain client; registering a server; importing what is made of its tools.
+//! What tools of other MCP servers cost: a call from code, over the same call by a plain client;
+//! registering a server; importing what is made of its tools.
 //!
-//! The other server is `tests/tools/list_server.py`, which does nothing, with lists of tools that real servers have (`typed/tests/real`).
+//! The other server is `tests/tools/list_server.py`, which does nothing, with lists of tools that
+//! real servers have (`typed/tests/real`).
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -50,7 +52,10 @@ impl Idle {
     }
 
     fn registration(&self, name: &str) -> Value {
-        json!({"server_name": name, "server_params": {"command": self.python, "args": self.arguments()}})
+        json!({
+            "server_name": name,
+            "server_params": {"command": self.python, "args": self.arguments()},
+        })
     }
 }
 
@@ -61,7 +66,11 @@ fn tools_of(name: &str) -> anyhow::Result<Vec<Value>> {
 }
 
 fn echo() -> Value {
-    let schema = json!({"type": "object", "properties": {"message": {"type": "string"}}, "required": ["message"]});
+    let schema = json!({
+        "type": "object",
+        "properties": {"message": {"type": "string"}},
+        "required": ["message"],
+    });
     json!({"name": "echo", "description": "Says it back.", "inputSchema": schema})
 }
 
@@ -74,7 +83,8 @@ fn warm_server() -> anyhow::Result<Server> {
 
 pub(crate) fn call_from_code(peers: &Peers) -> anyhow::Result<()> {
     println!(
-        "\na call of a tool from code in a session, over the same call by a plain client ({CALLS} each)"
+        "\na call of a tool from code in a session, over the same call by a plain client ({CALLS} \
+         each)"
     );
     let idle = Idle::new(peers, &[echo()])?;
     let (mut direct, _) = idle.start()?;
@@ -88,8 +98,10 @@ pub(crate) fn call_from_code(peers: &Peers) -> anyhow::Result<()> {
     let mut server = warm_server()?;
     server.call("register_mcp_server", &idle.registration("idle"))?;
     let code = format!(
-        "import time\nfrom mcptools.idle import echo\nparams = echo.Params(message='x')\necho.run(params)\ntimes = []\n\
-         for _ in range({CALLS}):\n    begun = time.perf_counter()\n    echo.run(params)\n    times.append(time.perf_counter() - begun)\n\
+        "import time\nfrom mcptools.idle import echo\nparams = \
+         echo.Params(message='x')\necho.run(params)\ntimes = []\n\
+         for _ in range({CALLS}):\n    begun = time.perf_counter()\n    echo.run(params)\n    \
+         times.append(time.perf_counter() - begun)\n\
          times.sort()\nprint(times[{}] * 1e6, times[{}] * 1e6)",
         CALLS / 2,
         CALLS * 99 / 100
@@ -175,8 +187,10 @@ pub(crate) fn importing_modules(peers: &Peers) -> anyhow::Result<()> {
         .context("no tools were registered")?;
     let modules: Vec<&Value> = modules.iter().map(|tool| &tool["module"]).collect();
     let code = format!(
-        "import importlib, json, time\ndef timed(name):\n    begun = time.perf_counter()\n    importlib.import_module('mcptools.idle.' + name)\n    \
-         return time.perf_counter() - begun\nprint(*(timed(name) for name in json.loads('''{}''')))",
+        "import importlib, json, time\ndef timed(name):\n    begun = time.perf_counter()\n    \
+         importlib.import_module('mcptools.idle.' + name)\n    \
+         return time.perf_counter() - begun\nprint(*(timed(name) for name in \
+         json.loads('''{}''')))",
         json!(modules)
     );
     let mut imports = Vec::new();

@@ -166,7 +166,8 @@ async fn soak(settings: &Settings) -> anyhow::Result<bool> {
                 .last()
                 .map_or(0.0, |(_, look)| look.memory() as f64 / MIB);
             println!(
-                "{} s: {} steps, {wrong_answers} wrong answers, {no_answers} without an answer, {memory:.1} MiB",
+                "{} s: {} steps, {wrong_answers} wrong answers, {no_answers} without an answer, \
+                 {memory:.1} MiB",
                 begun.elapsed().as_secs(),
                 tally.steps(),
             );

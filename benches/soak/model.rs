@@ -16,7 +16,12 @@ const LONGEST_FILE: usize = 400;
 const KEPT_STATES: usize = 10;
 
 /// Prints all variables and files after `=> `. It assigns nothing.
-pub(crate) const SHOW: &str = r#"print("=>", __import__("json").dumps([{k: globals()[k] for k in ("who", "n", "a", "b", "c", "d", "log", "late") if k in globals()}, {f: open(f).read() for f in __import__("os").listdir()}]))"#;
+pub(crate) const SHOW: &str = concat!(
+    r#"print("=>", __import__("json").dumps(["#,
+    r#"{k: globals()[k] for k in ("who", "n", "a", "b", "c", "d", "log", "late") "#,
+    r#"if k in globals()}, "#,
+    r#"{f: open(f).read() for f in __import__("os").listdir()}]))"#
+);
 
 /// What a cell prints with `SHOW`.
 #[derive(Debug, Clone, Default, PartialEq)]

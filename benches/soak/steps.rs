@@ -380,7 +380,9 @@ impl Worker {
         let before = self.sessions[at].1.state.clone();
         let after =
             [&one, &two].map(|statements| states(&before, statements).pop().unwrap_or_default());
-        let variants = json!([{"name": "one", "code": code(&one, SHOW)}, {"name": "two", "code": code(&two, SHOW)}]);
+        let variants = json!([
+            {"name": "one", "code": code(&one, SHOW)}, {"name": "two", "code": code(&two, SHOW)}
+        ]);
         let mut arguments = json!({"session_id": self.sessions[at].0, "variants": variants});
         if replaces {
             arguments["keep"] = json!("best");
@@ -481,7 +483,8 @@ impl Worker {
 
     async fn blocked(&mut self, at: usize) -> Checked {
         let statements = self.statements(at, 1);
-        let end = "try: __import__('socket').create_connection(('example.org', 80))\nexcept OSError: pass\n";
+        let end = "try: __import__('socket').create_connection(('example.org', 80))\nexcept \
+                   OSError: pass\n";
         let more = if self.random.below(2) == 0 {
             json!({})
         } else {

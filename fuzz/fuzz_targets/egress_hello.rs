@@ -1,5 +1,5 @@
-//! Any bytes as the first of a TLS client, in any pieces and records: the reader never fails, a verdict stays, and where records are cut does
-//! not matter.
+//! Any bytes as the first of a TLS client, in any pieces and records: the reader never fails, a
+//! verdict stays, and where records are cut does not matter.
 
 #![no_main]
 
@@ -37,13 +37,8 @@ fuzz_target!(|input: Input| {
         .iter()
         .flat_map(|(kind, content)| extension(kind, content))
         .collect();
-    let Some(message) = client_hello(&extensions) else {
-        return;
-    };
-    let (one, two) = (
-        records(&message, input.fragments.0),
-        records(&message, input.fragments.1),
-    );
+    let Some(message) = client_hello(&extensions) else { return };
+    let (one, two) = (records(&message, input.fragments.0), records(&message, input.fragments.1));
     stays(&one);
     if one.len() <= LARGEST_HELLO && two.len() <= LARGEST_HELLO {
         assert_eq!(read(&one), read(&two));
@@ -51,17 +46,10 @@ fuzz_target!(|input: Input| {
     }
 
     // A name that was put in comes out.
-    let name: Vec<u8> = input
-        .name
-        .iter()
-        .take(255)
-        .map(|byte| b'!' + byte % 94)
-        .collect();
+    let name: Vec<u8> = input.name.iter().take(255).map(|byte| b'!' + byte % 94).collect();
     if !name.is_empty() {
         let length = |extra: usize| {
-            u16::try_from(name.len() + extra)
-                .expect("it is short")
-                .to_be_bytes()
+            u16::try_from(name.len() + extra).expect("it is short").to_be_bytes()
         };
         let content = [&length(3)[..], &[0], &length(0), &name].concat();
         let message = client_hello(&extension(&Kind::ServerName, &content)).expect("it is short");
@@ -78,10 +66,7 @@ fn stays(bytes: &[u8]) {
     let mut verdict = Hello::Incomplete;
     for length in 0..=bytes.len() {
         let next = read(&bytes[..length]);
-        assert!(
-            verdict == Hello::Incomplete || verdict == next,
-            "{verdict:?} became {next:?}"
-        );
+        assert!(verdict == Hello::Incomplete || verdict == next, "{verdict:?} became {next:?}");
         verdict = next;
         if let Hello::Client(client) = &verdict {
             assert!(
@@ -107,9 +92,7 @@ fn extension(kind: &Kind, content: &[u8]) -> Vec<u8> {
 
 /// A handshake message with these extensions, unless they are too long for one.
 fn client_hello(extensions: &[u8]) -> Option<Vec<u8>> {
-    let length = u16::try_from(extensions.len())
-        .ok()
-        .filter(|length| *length < 8_000)?;
+    let length = u16::try_from(extensions.len()).ok().filter(|length| *length < 8_000)?;
     let mut body = vec![3, 3];
     body.extend([7; 32]);
     body.extend([0, 0, 2, 0x13, 1, 1, 0]);
@@ -121,8 +104,5 @@ fn client_hello(extensions: &[u8]) -> Option<Vec<u8>> {
 
 fn records(message: &[u8], fragment: u8) -> Vec<u8> {
     let piece = |piece: &[u8]| [&[22, 3, 1, 0][..], &[piece.len() as u8], piece].concat();
-    message
-        .chunks(usize::from(fragment.max(1)))
-        .flat_map(piece)
-        .collect()
+    message.chunks(usize::from(fragment.max(1))).flat_map(piece).collect()
 }

@@ -1,5 +1,6 @@
-//! Any texts as rules, names and authorities; any lists under any ceilings: a text has one meaning or is refused, a longer list never permits
-//! less, and what is not beyond a ceiling permits nothing that the ceiling does not.
+//! Any texts as rules, names and authorities; any lists under any ceilings: a text has one meaning
+//! or is refused, a longer list never permits less, and what is not beyond a ceiling permits
+//! nothing that the ceiling does not.
 
 #![no_main]
 
@@ -82,10 +83,8 @@ fuzz_target!(|input: Input| {
     for asked in &input.asked {
         assert!(!permitted(&Rules::none(), asked));
         assert!(permitted(&Rules::everything(), asked));
-        assert!(
-            !permitted(&shorter, asked) || permitted(&longer, asked),
-            "a longer list permits less: {permits:?}"
-        );
+        assert!(!permitted(&shorter, asked) || permitted(&longer, asked), "a longer list permits \
+             less: {permits:?}");
         assert!(
             !permitted(&list_rules, asked) || permitted(&longer, asked),
             "a denial permits more: {list:?}"
@@ -133,12 +132,7 @@ fn permitted(rules: &Rules, asked: &Asked) -> bool {
         }
         Asked::Address(address, _) => {
             let allows = rules.allows_address(address_of(address), port(asked));
-            assert!(
-                !allows
-                    || rules
-                        .refuses_answer(address_of(address), port(asked))
-                        .is_none()
-            );
+            assert!(!allows || rules.refuses_answer(address_of(address), port(asked)).is_none());
             allows
         }
     }
@@ -154,11 +148,7 @@ fn written(rule: &Written) -> String {
     let denies = if rule.denies { "!" } else { "" };
     let target = match &rule.target {
         WrittenTarget::Name { stars, labels } => {
-            format!(
-                "{}{}",
-                ["", "*.", "**."][usize::from(stars % 3)],
-                name_of(labels)
-            )
+            format!("{}{}", ["", "*.", "**."][usize::from(stars % 3)], name_of(labels))
         }
         WrittenTarget::V4 { address, prefix } => {
             range(IpAddr::V4(Ipv4Addr::from_bits(*address)), prefix % 33)
@@ -191,10 +181,7 @@ fn range(address: IpAddr, prefix: u8) -> String {
 }
 
 fn name_of(labels: &[bool]) -> String {
-    let labels = labels
-        .iter()
-        .take(4)
-        .map(|label| if *label { "a." } else { "b." });
+    let labels = labels.iter().take(4).map(|label| if *label { "a." } else { "b." });
     labels.chain(["test"]).collect()
 }
 

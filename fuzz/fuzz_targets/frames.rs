@@ -1,4 +1,5 @@
-//! Any bytes, in any pieces: the decoder gives frames, asks for more, or refuses. What it accepts is exactly what was sent.
+//! Any bytes, in any pieces: the decoder gives frames, asks for more, or refuses. What it accepts
+//! is exactly what was sent.
 
 #![no_main]
 
@@ -29,10 +30,7 @@ fuzz_target!(|input: Input| {
         decoder.feed(&bytes[..middle]);
         assert_eq!(decoder.next(), Ok(None));
         decoder.feed(&bytes[middle..]);
-        let decoded = decoder
-            .next()
-            .expect("the frame is good")
-            .expect("the frame is whole");
+        let decoded = decoder.next().expect("the frame is good").expect("the frame is whole");
         assert_eq!(&decoded.payload, payload);
         assert_eq!(decoded.header, br#"{"type":"test"}"#);
         assert!(decoder.is_empty());

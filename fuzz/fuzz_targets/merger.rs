@@ -1,5 +1,5 @@
-//! Any text and markers on two pipes, any frames, in any order of arrival: no byte is lost, each pipe keeps its own order, and the merger
-//! never asks for ever.
+//! Any text and markers on two pipes, any frames, in any order of arrival: no byte is lost, each
+//! pipe keeps its own order, and the merger never asks for ever.
 
 #![no_main]
 
@@ -91,7 +91,8 @@ fuzz_target!(|steps: Vec<Step>| {
     }
 });
 
-/// Answers every need with "nothing there" until the merger needs nothing. It must not need for ever.
+/// Answers every need with "nothing there" until the merger needs nothing. It must not need for
+/// ever.
 fn settle(merger: &mut Merger) {
     for _ in 0..10_000 {
         let Some(need) = merger.need() else { return };

@@ -1,22 +1,23 @@
 //! Limits for whole sandboxes: control groups, version 2 and version 1.
 //!
-//! A server has one folder of its own, and in it one group for the guardian and the warden and one
+//! A server has its own folder, which contains one group for the guardian and the warden and one
 //! per sandbox. On a version 1 system each controller has its own tree, so a group is several
 //! folders. Under version 2 the folder is in one of these places:
 //!
 //! ```text
 //! UNIT/cellblock-PID-N         the unit of the server, if systemd has delegated it
 //! UNIT/cellblock-PID-N-server  the server itself, if it was directly in UNIT
-//! SCOPE/cellblock-PID-N        a scope that systemd has made for the guardian
-//! cellblock-PID-N              the top of the tree, for root, where systemd cannot be asked
-//! OWN/cellblock-PID-N          the group of the server, where there is no systemd
+//! SCOPE/cellblock-PID-N        a scope that systemd has created for the guardian
+//! cellblock-PID-N              the top of the tree, for root, if systemd cannot be asked
+//! OWN/cellblock-PID-N          the group of the server, if there is no systemd
 //! ```
 //!
-//! A group with processes cannot hand controllers on, so a server that is in UNIT or OWN moves into
-//! a leaf. The leaf is beside the folder and not below: whoever removes the folder kills everything
-//! in it.
+//! A group that contains processes cannot enable controllers for its children, so a server that is
+//! in UNIT or OWN moves into a leaf. The leaf is beside the folder and not below it, because
+//! removing the folder kills every process in it.
 //!
-//! Everything here is plain files. Removing is done by whoever comes last: the server, the guardian, or the sweep at the next start.
+//! Everything here is plain files. The last of these removes the groups: the server, the guardian,
+//! or the sweep at the next start.
 
 use std::fs;
 use std::io;
@@ -24,29 +25,30 @@ use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-/// The controllers we use on a version 1 system.
+/// The controllers used on a version 1 system.
 const CONTROLLERS: [&str; 4] = ["memory", "pids", "cpu", "freezer"];
-/// The controller of a version 1 system that counts processor time. Often it shares the tree of `cpu`; where it is missing, nothing is counted.
+/// The controller of a version 1 system that counts CPU time. It often shares the tree of `cpu`; if
+/// it is missing, CPU time is not counted.
 const COUNTER: &str = "cpuacct";
-/// The controllers we use on a version 2 system.
+/// The controllers used on a version 2 system.
 const CONTROLLERS_OF_TWO: [&str; 3] = ["memory", "pids", "cpu"];
 /// The group of the guardian and the warden.
 pub const WARDEN: &str = "warden";
-/// Ends the name of the group that a server moves into under version 2.
+/// Suffix of the group that a server moves into under version 2.
 pub const SERVER: &str = "-server";
-/// Exists where systemd manages the machine, which `sd_booted(3)` documents.
+/// Exists if systemd manages the machine, as documented in `sd_booted(3)`.
 const SYSTEMD: &str = "/run/systemd/system";
 
-/// The scheduler gives out CPU time once per period of this many microseconds.
+/// The scheduler's period for CPU time, in microseconds.
 pub(crate) const CPU_PERIOD: u64 = 100_000;
 
-/// Returns the CPU time per period of a group that may use this many CPUs.
+/// Returns the CPU time per period for a group that may use this many CPUs.
 pub(crate) fn cpu_quota(cpus: f64) -> u64 {
     // The kernel refuses less than a millisecond.
     (cpus * CPU_PERIOD as f64).max(1_000.0) as u64
 }
 
-/// What a group may use.
+/// Limits of a group.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Limits {
     pub memory: u64,
@@ -54,7 +56,7 @@ pub struct Limits {
     pub cpus: f64,
 }
 
-/// Where a server's groups are.
+/// Location of a server's groups.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Tree {
     /// One folder for everything.
@@ -62,10 +64,11 @@ pub enum Tree {
         folder: PathBuf,
         /// The group that the server had to move into, beside the folder.
         server: Option<PathBuf>,
-        /// Whether CPU time can be limited. systemd may delegate memory and processes only.
+        /// Whether CPU time can be limited. systemd may delegate only memory and processes.
         limits_cpu: bool,
     },
-    /// One folder per controller, in the order of `CONTROLLERS`; then that of `COUNTER`, if it has a tree of its own.
+    /// One folder per controller, in the order of `CONTROLLERS`, followed by the one of `COUNTER`
+    /// if it has its own tree.
     One { folders: Vec<PathBuf> },
 }
 
@@ -76,7 +79,8 @@ pub struct Group {
     folders: Vec<PathBuf>,
 }
 
-/// A session, its checkpoints and its forks together: what they hold in memory counts against one limit, whoever of them is still there.
+/// A session, its checkpoints and its forks. Their memory counts against one common limit,
+/// whichever of them still exist.
 ///
 /// Under version 1 only memory has such a group. It is removed with the last holder of this value.
 #[derive(Debug)]
@@ -85,10 +89,10 @@ pub struct Family {
     group: Group,
 }
 
-/// What a group says about running out of memory.
+/// Out-of-memory counters of a group.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct OutOfMemory {
-    /// Processes of the group that were killed so far, by this limit or by one further out.
+    /// Processes of the group that were killed so far, because of this limit or of one further up.
     kills: u64,
     /// Whether the group's own limit was reached.
     at_own_limit: bool,
@@ -102,26 +106,26 @@ impl OutOfMemory {
         }
     }
 
-    /// Tells whether the group's own limit has cost a process since `before`. A kill for the limit of somebody further out is not its doing.
+    /// Returns whether the group's own limit has caused a kill since `before`. A kill because of a
+    /// limit further up does not count.
     pub fn happened_since(self, before: OutOfMemory) -> bool {
         self.kills > before.kills && self.at_own_limit
     }
 
-    /// Tells whether a process was killed since `before` although the group's own limit was never
-    /// reached: memory ran out further out.
+    /// Returns whether a process was killed since `before` although the group's own limit was never
+    /// reached: memory ran out further up.
     pub fn happened_outside_since(self, before: OutOfMemory) -> bool {
         self.kills > before.kills && !self.at_own_limit
     }
 
-    /// Tells whether the group's own limit was reached.
+    /// Returns whether the group's own limit was reached.
     pub fn is_at_own_limit(self) -> bool {
         self.at_own_limit
     }
 }
 
-/// Counts the out-of-memory kills around this process, where sessions
-/// have no groups of their own: those of its group, or those of the machine if nobody counts for
-/// the group.
+/// Counts the out-of-memory kills around this process, for sessions without their own groups: those
+/// of its group, or those of the machine if the kernel does not count them for the group.
 pub fn kills_around_this_process() -> u64 {
     let own = Group::of_process(std::process::id())
         .ok()
@@ -141,15 +145,15 @@ enum Version {
     Two,
 }
 
-/// Why a server's groups cannot be made without help.
+/// Why a server's groups cannot be created without help.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Refusal {
     pub why: String,
-    /// The unit of this process, when systemd manages the tree and can be asked for a scope.
+    /// The unit of this process, if systemd manages the tree and can be asked for a scope.
     pub unit: Option<Unit>,
 }
 
-/// A unit of systemd that a process is in.
+/// A systemd unit that contains a process.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Unit {
     group: PathBuf,
@@ -160,8 +164,8 @@ pub struct Unit {
 }
 
 impl Tree {
-    /// Makes the folder of one server, named `name`, in a place that needs no permission: below the
-    /// unit of this process if it is delegated, below its group where there is no systemd.
+    /// Creates the folder of one server, named `name`, in a place that needs no permission: below
+    /// the unit of this process if it is delegated, below its group if there is no systemd.
     /// `guardian` was started by this process and will enter the folder.
     pub fn make(name: &str, guardian: u32) -> Result<Tree, Refusal> {
         let hopeless = |why: String| Refusal { why, unit: None };
@@ -174,7 +178,7 @@ impl Tree {
         let Some(unit) = Unit::of(&membership, &own).filter(|_| Path::new(SYSTEMD).exists()) else {
             return make_version_two(&own, name, &[guardian], &[std::process::id()]).or_else(
                 |why| {
-                    // Root may still have a group of its own at the top.
+                    // Root may still create its own group at the top.
                     if is_root() {
                         make_version_two(&top, name, &[], &[])
                     } else {
@@ -196,23 +200,24 @@ impl Tree {
         })
     }
 
-    /// Makes the folder below the unit of this process, which is delegated.
+    /// Creates the folder below the unit of this process, which is delegated.
     pub fn make_in_unit(unit: &Unit, name: &str, guardian: u32) -> Result<Tree, String> {
-        // A keeper is started by a server that stays in the same scope. In a service that one must
-        // stay where systemd puts it: a group that hands controllers on takes no process, so the
-        // service could not be restarted while sessions are kept.
+        // A session daemon (`keeper`) is started by a server that stays in the same scope. In a
+        // service that server must stay where systemd puts it: a group that enables controllers for
+        // its children accepts no process, so the service could not be restarted while sessions are
+        // kept.
         let starter = parent_of_same_program().filter(|_| unit.is_scope());
         let servers: Vec<u32> = std::iter::once(std::process::id()).chain(starter).collect();
         make_version_two(&unit.group, name, &[guardian], &servers)
     }
 
-    /// Makes the folder in the scope that systemd has moved the guardian into.
+    /// Creates the folder in the scope that systemd has moved the guardian into.
     pub fn make_in_scope(name: &str, guardian: u32) -> Result<Tree, String> {
         let group = Group::of_process(guardian).map_err(|error| error.to_string())?;
         make_version_two(&group.folders[0], name, &[guardian], &[])
     }
 
-    /// Makes the folder at the top of the tree, which belongs to systemd; for root, when systemd
+    /// Creates the folder at the top of the tree, which belongs to systemd; for root, if systemd
     /// cannot be asked.
     pub fn make_at_top(name: &str) -> Result<Tree, String> {
         match look()?.1 {
@@ -221,7 +226,7 @@ impl Tree {
         }
     }
 
-    /// Tells whether CPU time is limited.
+    /// Returns whether CPU time is limited.
     pub fn limits_cpu(&self) -> bool {
         match self {
             Tree::Two { limits_cpu, .. } => *limits_cpu,
@@ -229,7 +234,7 @@ impl Tree {
         }
     }
 
-    /// Everything that may be left when the server is gone.
+    /// Returns everything that may be left when the server is gone.
     pub fn traces(&self) -> Vec<PathBuf> {
         let server = match self {
             Tree::Two { server, .. } => server.clone(),
@@ -238,8 +243,8 @@ impl Tree {
         self.folders().into_iter().chain(server).collect()
     }
 
-    /// Removes the folders when the guardian is gone, and moves this process back to where it was.
-    /// Doing so twice is harmless.
+    /// Removes the folders when the guardian is gone, and moves this process back to its previous
+    /// group. Removing twice is harmless.
     pub fn remove(&self) {
         for folder in self.folders() {
             remove_tree(&folder);
@@ -252,12 +257,12 @@ impl Tree {
         {
             let _ = take_controllers_back(parent);
             let _ = move_process(std::process::id(), parent);
-            // A server that started this one may still be in there.
+            // The server that started this one may still be in it.
             let _ = fs::remove_dir(server);
         }
     }
 
-    /// The folders that must be removed when the server is gone.
+    /// Returns the folders that must be removed when the server is gone.
     pub fn folders(&self) -> Vec<PathBuf> {
         match self {
             Tree::Two { folder, .. } => vec![folder.clone()],
@@ -265,7 +270,7 @@ impl Tree {
         }
     }
 
-    /// Names the kind for people.
+    /// Returns a display name of the kind.
     pub fn kind(&self) -> &'static str {
         match self {
             Tree::Two { .. } => "cgroup v2",
@@ -280,7 +285,7 @@ impl Tree {
         }
     }
 
-    /// Makes a group without limits.
+    /// Creates a group without limits.
     pub fn group(&self, name: &str) -> io::Result<Group> {
         Group::make(
             self.version(),
@@ -291,7 +296,7 @@ impl Tree {
         )
     }
 
-    /// Makes a family that may hold this much memory.
+    /// Creates a family with this memory limit.
     pub fn family(&self, name: &str, memory: u64) -> io::Result<Family> {
         let folder = match self {
             Tree::Two { folder, .. } => folder,
@@ -312,7 +317,7 @@ impl Tree {
 }
 
 impl Family {
-    /// Makes the group of one member.
+    /// Creates the group of one member.
     pub fn group(&self, name: &str, limits: &Limits) -> io::Result<Group> {
         let mut folders: Vec<PathBuf> = self
             .tree
@@ -326,7 +331,7 @@ impl Family {
         Ok(group)
     }
 
-    /// Reads how often memory ran out for all members together.
+    /// Reads the out-of-memory counters of all members together.
     pub fn out_of_memory(&self) -> OutOfMemory {
         self.group.out_of_memory()
     }
@@ -339,7 +344,8 @@ impl Drop for Family {
 }
 
 impl Group {
-    /// Finds the group that another process is in, which somebody else made and removes. For reading only.
+    /// Finds the group of another process, which this process neither created nor removes.
+    /// Read-only.
     pub fn of_process(pid: u32) -> io::Result<Group> {
         let membership = fs::read_to_string(format!("/proc/{pid}/cgroup"))?;
         let mounts = fs::read_to_string("/proc/self/mountinfo")?;
@@ -385,7 +391,8 @@ impl Group {
         match self.version {
             Version::Two => {
                 self.limit_memory(limits.memory)?;
-                // One process out of memory ends the sandbox's interpreter, not its files: no memory.oom.group.
+                // An out-of-memory kill must end the sandbox's interpreter but keep its files: no
+                // memory.oom.group.
                 self.write("pids.max", &limits.processes.to_string())?;
                 self.write_if_there("cpu.max", &format!("{quota} {period}"))
             }
@@ -398,11 +405,11 @@ impl Group {
         }
     }
 
-    /// Opens the ways into the group for a process of one thread that enters by itself, one per folder, by writing a zero. What it forks
-    /// later is born there.
+    /// Opens the entry files of the group, one per folder, for a single-threaded process that
+    /// enters by itself by writing a zero. Its later children start in the group.
     ///
-    /// Moving another process makes the kernel wait until every core has passed a quiet point: 5 to 15 ms. Under version 1 a single thread that
-    /// moves itself through `tasks` waits for nothing.
+    /// Moving another process makes the kernel wait until every core has passed a quiescent point:
+    /// 5 to 15 ms. Under version 1 a single thread that moves itself through `tasks` does not wait.
     pub fn doors(&self) -> io::Result<Vec<OwnedFd>> {
         let door = match self.version {
             Version::One => "tasks",
@@ -417,7 +424,7 @@ impl Group {
         self.folders.iter().map(open).collect()
     }
 
-    /// Tells whether the process is in the group, in every tree.
+    /// Returns whether the process is in the group, in every tree.
     pub fn holds(&self, pid: u32) -> io::Result<bool> {
         for folder in &self.folders {
             let inside = fs::read_to_string(folder.join("cgroup.procs"))?;
@@ -428,7 +435,7 @@ impl Group {
         Ok(true)
     }
 
-    /// Returns the processes in the group, by their numbers on this machine.
+    /// Returns the processes in the group, by their host pids.
     pub fn processes(&self) -> io::Result<Vec<u32>> {
         let folder = self.folders.first().ok_or(io::ErrorKind::NotFound)?;
         let inside = fs::read_to_string(folder.join("cgroup.procs"))?;
@@ -438,7 +445,8 @@ impl Group {
             .collect())
     }
 
-    /// Bytes held now, without cached files, which the kernel gives up when it needs to; and at most since the last `forget_peak`, with them.
+    /// Returns the bytes in use now, without cached files, which the kernel reclaims when needed,
+    /// and the peak since the last `forget_peak`, with cached files.
     pub fn memory(&self) -> (u64, u64) {
         let (now, peak) = match self.version {
             Version::Two => ("memory.current", "memory.peak"),
@@ -449,7 +457,7 @@ impl Group {
         (self.number(now).saturating_sub(cached), self.number(peak))
     }
 
-    /// Processor time that was used here since the group was made, if the kernel counts it.
+    /// Returns the CPU time used since the group was created, if the kernel counts it.
     pub fn processor_time(&self) -> Option<Duration> {
         match self.version {
             Version::Two => self
@@ -461,12 +469,13 @@ impl Group {
         }
     }
 
-    /// Bytes of files in memory: a sandbox's own folders are nothing else. They are a part of what `memory` tells.
+    /// Returns the bytes of files in memory, which are the sandbox's own folders. `memory` includes
+    /// them.
     pub fn files_in_memory(&self) -> u64 {
         self.field("memory.stat", "shmem")
     }
 
-    /// Starts a new measurement of the peak, where the kernel can.
+    /// Resets the peak, if the kernel supports it.
     pub fn forget_peak(&self) {
         let name = match self.version {
             Version::Two => return,
@@ -476,7 +485,7 @@ impl Group {
         let _ = self.write(name, "0");
     }
 
-    /// Reads how often memory ran out here.
+    /// Reads the out-of-memory counters of this group.
     pub fn out_of_memory(&self) -> OutOfMemory {
         match self.version {
             Version::Two => OutOfMemory {
@@ -485,14 +494,15 @@ impl Group {
             },
             Version::One => OutOfMemory {
                 kills: self.field("memory.oom_control", "oom_kill"),
-                // The counters of failures stay zero when the limit of memory and swap together is met first (seen on Linux 6.18). A group
-                // that was killed by its own limit was at it.
+                // The failure counters stay zero if the combined limit of memory and swap is
+                // reached first (seen on Linux 6.18). A group that was killed by its own limit had
+                // reached it.
                 at_own_limit: self.was_full(),
             },
         }
     }
 
-    /// Reads a line of a file that has one name and number in each. Zero when there is none.
+    /// Reads a value from a file with one name and number per line. Returns zero if there is none.
     fn field(&self, file: &str, name: &str) -> u64 {
         let text = self
             .find(file)
@@ -501,7 +511,7 @@ impl Group {
         field_of(&text, name).unwrap_or(0)
     }
 
-    /// The number of out-of-memory kills in the group, where the kernel counts them.
+    /// Returns the number of out-of-memory kills in the group, if the kernel counts them.
     fn counted_kills(&self) -> Option<u64> {
         let file = match self.version {
             Version::Two => "memory.events.local",
@@ -510,7 +520,7 @@ impl Group {
         field_of(&fs::read_to_string(self.find(file)?).ok()?, "oom_kill")
     }
 
-    /// Whether the peak of a version 1 group came within a hair of its limit.
+    /// Returns whether the peak of a version 1 group came within 1/32 of its limit.
     fn was_full(&self) -> bool {
         let limit = self.number("memory.limit_in_bytes");
         self.number("memory.max_usage_in_bytes") >= limit - limit / 32
@@ -562,7 +572,7 @@ enum Located {
     Nothing(String),
 }
 
-/// Finds the folders of the group this process is in.
+/// Finds the folders of the group of this process.
 fn locate(membership: &str, mounts: &str) -> Located {
     // A line of mountinfo: id parent device root mountpoint options … - type source superoptions
     let mut hierarchies: Vec<(&str, &str, &str, &str)> = Vec::new();
@@ -631,7 +641,7 @@ fn make_folder(folder: &Path) -> Result<(), String> {
 }
 
 impl Unit {
-    /// Finds the innermost unit in what `/proc/PID/cgroup` says of a process whose group is `own`.
+    /// Finds the innermost unit in `/proc/PID/cgroup` of a process whose group is `own`.
     fn of(membership: &str, own: &Path) -> Option<Unit> {
         let path = membership
             .lines()
@@ -656,7 +666,7 @@ impl Unit {
         })
     }
 
-    /// Its name, such as `cellblock.service`.
+    /// Returns its name, such as `cellblock.service`.
     pub fn name(&self) -> &str {
         self.group
             .file_name()
@@ -664,16 +674,16 @@ impl Unit {
             .unwrap_or_default()
     }
 
-    /// A scope is made once, around processes that exist. In the group of a service systemd starts
-    /// processes.
+    /// A scope is created once, around existing processes. systemd starts processes in the group of
+    /// a service.
     fn is_scope(&self) -> bool {
         self.name().ends_with(".scope")
     }
 
-    /// Tells whether systemd leaves everything below this group to us. It marks such groups, for
-    /// root since version 236 and for everybody since 251. Before, only the owner tells: the
-    /// system's manager gives a group to a user when it delegates it, but the groups of the user's
-    /// own manager all belong to that user.
+    /// Returns whether systemd has delegated this group to us. It marks such groups, for root since
+    /// version 236 and for all users since 251. Before that, only the owner shows it: the system
+    /// manager gives a group to a user when it delegates it, but all groups of the user's own
+    /// manager belong to that user.
     pub fn is_delegated(&self) -> bool {
         let marked = ["user.delegate", "trusted.delegate"].iter().any(|name| {
             let mut value = [0; 1];
@@ -692,7 +702,7 @@ fn is_root() -> bool {
     rustix::process::geteuid().is_root()
 }
 
-/// Reads where this process is.
+/// Reads the location of this process.
 fn look() -> Result<(String, Located), String> {
     let membership = fs::read_to_string("/proc/self/cgroup").map_err(|error| error.to_string())?;
     let mounts = fs::read_to_string("/proc/self/mountinfo").map_err(|error| error.to_string())?;
@@ -700,7 +710,7 @@ fn look() -> Result<(String, Located), String> {
     Ok((membership, located))
 }
 
-/// The process that started this one, if it runs the same program.
+/// Returns the parent of this process, if it runs the same program.
 fn parent_of_same_program() -> Option<u32> {
     let parent = rustix::process::getppid()?.as_raw_pid() as u32;
     let program = |process: &str| fs::read_link(format!("/proc/{process}/exe")).ok();
@@ -715,7 +725,7 @@ fn make_version_one(parents: &[PathBuf], name: &str) -> Result<Tree, String> {
     Ok(Tree::One { folders })
 }
 
-/// Lets the groups below this one have the controllers that it has itself.
+/// Enables the controllers of this group for the groups below it.
 fn hand_on_controllers(folder: &Path) -> io::Result<()> {
     let available = fs::read_to_string(folder.join("cgroup.controllers"))?;
     let wanted = available
@@ -726,7 +736,7 @@ fn hand_on_controllers(folder: &Path) -> io::Result<()> {
 }
 
 /// Undoes `hand_on_controllers`, so that processes may enter the group again. The kernel refuses
-/// while a group below hands them on.
+/// while a group below still enables them.
 fn take_controllers_back(folder: &Path) -> io::Result<()> {
     let handed_on = fs::read_to_string(folder.join("cgroup.subtree_control"))?;
     let text: Vec<String> = handed_on
@@ -745,8 +755,8 @@ fn move_process(pid: u32, folder: &Path) -> io::Result<()> {
     fs::write(folder.join("cgroup.procs"), pid.to_string())
 }
 
-/// Makes the folder below `parent`. Processes that are in `parent` move out of it if they are ours:
-/// guardians into the folder, servers into a leaf beside it.
+/// Creates the folder below `parent`. Our own processes in `parent` move out of it: guardians into
+/// the folder, servers into a leaf beside it.
 fn make_version_two(
     parent: &Path,
     name: &str,
@@ -821,23 +831,25 @@ fn empty(
     Ok(())
 }
 
-/// Moves this process, which has a single thread, through doors that somebody else opened.
+/// Moves this single-threaded process into a group, through descriptors (`doors`) opened by another
+/// process.
 pub(crate) fn enter(doors: &[OwnedFd]) -> io::Result<()> {
-    // A zero stands for the writer.
+    // A zero means the writing process.
     doors
         .iter()
         .try_for_each(|door| rustix::io::write(door, b"0").map(drop))?;
     Ok(())
 }
 
-/// The group that a guardian was in before it entered a server's folder, under version 2.
+/// Returns the group that a guardian was in before it entered a server's folder, under version 2.
 pub(crate) fn home(folders: &[PathBuf]) -> Option<PathBuf> {
     let (_, located) = look().ok()?;
     let Located::Two { own, .. } = located else {
         return None;
     };
     let folder = folders.first()?;
-    // The server has moved it already, because a group with processes cannot hand controllers on.
+    // The server has moved it already, because a group with processes cannot enable controllers for
+    // its children.
     if own.starts_with(folder) {
         folder.parent().map(Path::to_owned)
     } else {
@@ -845,13 +857,13 @@ pub(crate) fn home(folders: &[PathBuf]) -> Option<PathBuf> {
     }
 }
 
-/// Ends what is left in a server's folders and removes them; for the guardian, which is in one of
-/// the groups and has a single thread.
+/// Kills the remaining processes in a server's folders and removes the folders. For the guardian,
+/// which is in one of the groups and has a single thread.
 pub(crate) fn clean_up(folders: &[PathBuf], home: Option<&Path>) {
     match home {
         None => {
             for folder in folders {
-                // A process that moves itself through `tasks` waits for nothing.
+                // A process that moves itself through `tasks` does not wait.
                 let _ = folder
                     .parent()
                     .map(|parent| fs::write(parent.join("tasks"), "0"));
@@ -877,8 +889,7 @@ fn clean_up_version_two(folder: &Path, home: &Path) {
     let pid = std::process::id();
     let is_parent = folder.parent() == Some(home);
     if move_process(pid, home).is_err() && is_parent {
-        // It hands controllers on to this folder and to nothing else, unless the kernel refuses
-        // this.
+        // It enables controllers only for this folder; otherwise the kernel refuses this.
         let _ = take_controllers_back(folder);
         let _ = take_controllers_back(home);
         let _ = move_process(pid, home);
@@ -888,20 +899,20 @@ fn clean_up_version_two(folder: &Path, home: &Path) {
         remove_tree(folder);
     }
     if is_parent {
-        // A server that is alive is still in there, and leaves it by itself.
+        // A live server is still in it, and leaves it by itself.
         let _ = fs::remove_dir(leaf_of(folder));
     }
 }
 
-/// The group that the server of a folder may have moved into.
+/// Returns the group that the server of a folder may have moved into.
 fn leaf_of(folder: &Path) -> PathBuf {
     let mut name = folder.as_os_str().to_owned();
     name.push(SERVER);
     PathBuf::from(name)
 }
 
-/// Removes what `Tree::traces` has named, when its server is dead. Nobody is ended in the group
-/// that the server itself was in.
+/// Removes a path returned by `Tree::traces` after its server has died. Processes in the server's
+/// own group are not killed.
 pub fn remove_trace(trace: &Path) {
     if trace.to_string_lossy().ends_with(SERVER) {
         let _ = fs::remove_dir(trace);
@@ -918,7 +929,8 @@ fn groups_in(folder: &Path) -> Vec<PathBuf> {
         .collect()
 }
 
-/// Removes a server's folder with all groups below it, ending processes that are still in them.
+/// Removes a server's folder with all groups below it, and kills the processes that are still in
+/// them.
 fn remove_tree(folder: &Path) {
     for group in groups_in(folder) {
         remove_tree(&group);
@@ -934,7 +946,7 @@ fn remove_tree(folder: &Path) {
     remove_folder(folder);
 }
 
-/// Finds a number in a text that has one name and number in each line.
+/// Finds a number in a text with one name and number per line.
 fn field_of(text: &str, name: &str) -> Option<u64> {
     let value = text
         .lines()
@@ -943,7 +955,7 @@ fn field_of(text: &str, name: &str) -> Option<u64> {
 }
 
 fn remove_folder(folder: &Path) {
-    // A process that has just died leaves its group a moment later.
+    // A process that has just died leaves its group slightly later.
     for attempt in 0..50 {
         match fs::remove_dir(folder) {
             Err(error) if error.raw_os_error() == Some(libc::EBUSY) => {
@@ -1050,7 +1062,7 @@ mod tests {
             (scope.name(), scope.is_scope(), scope.of_user_manager),
             ("run-7.scope", true, true)
         );
-        // The slice of a login session is that of everything the user does.
+        // The slice of a login session contains everything that the user runs.
         let login = unit_of("/user.slice/user-7.slice/session-3.scope").unwrap();
         assert_eq!(
             (login.name(), login.slice.as_deref(), login.of_user_manager),
@@ -1104,7 +1116,7 @@ mod tests {
             child
         });
         remove_trace(&leaf);
-        // A zombie keeps its group, so the child is collected while its group is being removed.
+        // A zombie keeps its group alive, so the child is reaped while its group is being removed.
         let collected = std::thread::spawn(move || inside.wait().unwrap());
         remove_trace(&folder);
         assert!(!collected.join().unwrap().success());

@@ -1,23 +1,30 @@
-//! Doors in a network that somebody else made: that of a container.
+//! Egress listeners (`doors`) in a network namespace that we did not create: that of a container.
 //!
-//! An engine gives a container a network namespace with nothing but a loopback interface. What init does for a sandbox of our own from inside (`network`) is
-//! done here from outside, so that nothing inside ever has a right over the network:
+//! An engine gives a container a network namespace with only a loopback interface. For our own
+//! sandboxes init opens the listeners from inside (`network`). For containers it is done here from
+//! outside, so that no process inside ever has rights over the network:
 //!
 //! ```text
 //! server                                    cb-doors, a fresh process of the same binary
 //!  │ pins the container's namespace           │
-//!  │──────── it, and which doors ────────────►│ enters the user namespace that owns it, if that is another one, then the namespace
-//!  │                                          │ refuses if anything but the loopback interface is up
-//!  │◄─────── the sockets, or why not ─────────│ makes every address local, opens the doors, ends
+//!  │──────── namespace, wanted listeners ────►│ enters the user namespace that owns it, if
+//!  │                                          │ that is a different one, then the namespace
+//!  │                                          │ refuses if any other interface than the
+//!  │                                          │ loopback interface is up
+//!  │◄─────── sockets, or an error ────────────│ makes every address local, opens the
+//!  │                                          │ listeners, exits
 //! ```
 //!
-//! A process of its own, because a thread of the server that had been there could never be trusted to be back. It lives for milliseconds, and nothing of it
-//! stays: a socket belongs to the namespace in which it was made, whoever holds it.
+//! It is a separate process, because a server thread that had entered the namespace could not be
+//! trusted to be back. It lives for milliseconds and leaves nothing behind: a socket belongs to the
+//! namespace in which it was created, whichever process holds it.
 //!
-//! A server that may not enter has such a process started in there by somebody who may (`porter`). It does the same, except that it is there already.
+//! If the server may not enter the namespace, an engine that may starts such a process in it
+//! (`porter`). It does the same, except that it is already inside.
 //!
-//! Whether a container's programs use this kernel's network at all cannot be seen from here: some runtimes bring a network of their own. Whoever opens doors must
-//! hear something through them before relying on them.
+//! Whether a container's programs use this kernel's network at all cannot be seen from here: some
+//! runtimes bring their own network stack. A caller must receive data through the listeners before
+//! it relies on them.
 
 use std::fs::{self, File};
 use std::io::{self, Write};
@@ -35,22 +42,23 @@ use serde::{Deserialize, Serialize};
 use crate::network::{self, Door, Doors};
 use crate::{sys, wire};
 
-/// The argument that makes the server's binary open doors.
+/// The argument that selects this mode of the server's binary.
 pub const ARGUMENT: &str = "--cellblock-jail-doors";
 
-/// How long opening doors may take. It takes milliseconds.
+/// Timeout for opening the listeners. It takes milliseconds.
 pub(crate) const LIMIT: Duration = Duration::from_secs(10);
 
-/// Engines name containers by this many hexadecimal digits. A shorter name could be part of another.
+/// Length of a container id, in hexadecimal digits. A shorter name could be part of another.
 const DIGITS_OF_A_CONTAINER: usize = 64;
 
-/// Why there are no doors in the network of a container.
+/// Why the listeners could not be opened in a container's network.
 #[derive(Debug, thiserror::Error)]
 pub enum DoorsError {
     #[error("the container is not a process of this machine, as far as can be told")]
     Elsewhere,
     #[error(
-        "the server may not enter the container's network; only root may, or the user whom a rootless engine belongs to"
+        "the server may not enter the container's network; only root may, or the user whom a \
+         rootless engine belongs to"
     )]
     Forbidden(#[source] io::Error),
     #[error("the container has no network of its own")]
@@ -72,19 +80,21 @@ impl DoorsError {
     }
 }
 
-/// A network namespace that is not the server's own, held so that it cannot become another one.
+/// A network namespace other than the server's own, held open so that it cannot be replaced.
 #[derive(Debug)]
 pub struct Namespace(OwnedFd);
 
 impl Namespace {
-    /// Pins the network namespace of a container's first process. Both are named by the engine, which may be on another machine: there the number of
-    /// the process means nothing, or somebody else.
+    /// Pins the network namespace of a container's first process. The engine provides both
+    /// arguments and may be on another machine: there the pid means nothing here, or a different
+    /// process.
     pub fn of_container(process: u32, container: &str) -> Result<Namespace, DoorsError> {
         let number = i32::try_from(process)
             .ok()
             .and_then(Pid::from_raw)
             .ok_or(DoorsError::Elsewhere)?;
-        // While this process lives, its number is nobody else's. That it lived all the time is looked at last.
+        // While this process lives, its pid is not reused. That it lived all the time is checked
+        // last.
         let held = rustix::process::pidfd_open(number, PidfdFlags::empty())
             .map_err(|_| DoorsError::Elsewhere)?;
         let folder = format!("/proc/{process}");
@@ -104,7 +114,7 @@ impl Namespace {
         Namespace::new(OwnedFd::from(opened))
     }
 
-    /// Takes a namespace that the caller knows to be the right one.
+    /// Wraps a namespace that the caller knows to be the right one.
     pub fn new(network: OwnedFd) -> Result<Namespace, DoorsError> {
         let own = Identity::of_own_network()
             .map_err(DoorsError::failed("look at the server's network"))?;
@@ -117,7 +127,7 @@ impl Namespace {
     }
 }
 
-/// By what the kernel tells namespaces apart. It is the same for all who look.
+/// The kernel's identity of a namespace. It is the same for all observers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Identity {
     device: u64,
@@ -138,7 +148,8 @@ impl Identity {
     }
 }
 
-/// Tells whether a list of control groups, as the kernel writes it, has one of this container.
+/// Returns whether a list of control groups, in the kernel's format, contains one of this
+/// container.
 fn names_container(groups: &str, container: &str) -> bool {
     let is_digit = |letter: char| letter.is_ascii_digit() || ('a'..='f').contains(&letter);
     container.len() == DIGITS_OF_A_CONTAINER
@@ -157,24 +168,24 @@ fn has_ended(process: &OwnedFd) -> io::Result<bool> {
     Ok(rustix::io::retry_on_intr(|| rustix::event::poll(&mut events, Some(&at_once)))? > 0)
 }
 
-/// What the process that opens doors is told.
+/// The request to the process that opens the listeners.
 #[derive(Serialize, Deserialize)]
 pub(crate) struct Order {
     pub(crate) entrance: Entrance,
     pub(crate) doors: Doors,
 }
 
-/// How that process is in the container's network when it opens doors.
+/// How that process gets into the container's network.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) enum Entrance {
-    /// It goes in; the order carries the namespace.
+    /// It enters; the request carries the namespace.
     Enter,
-    /// It was started in there. The network that it must not be in is the server's own.
+    /// It was started inside. It must not be in the server's own network.
     Within { server: Identity },
 }
 
-/// What it answers. Errors of the kernel travel as their numbers.
+/// Its reply. Errors of the kernel are sent as errno values.
 #[derive(Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) enum Word {
@@ -186,9 +197,11 @@ pub(crate) enum Word {
     Failed(String, i32),
 }
 
-/// Opens doors in a namespace, by a process of `program`, which is the binary of this server. Waits for that process.
+/// Opens listeners in a namespace, in a process of `program`, which is the binary of this server.
+/// Waits for that process.
 ///
-/// Nothing that leads out may be in the namespace beside them, and no code of a user yet. A namespace in which this failed is closed, but of no use.
+/// The namespace must have no other way out and must not contain user code yet. A namespace in
+/// which this failed is closed, but cannot be used.
 pub fn open(
     program: &Path,
     namespace: &Namespace,
@@ -227,7 +240,7 @@ fn ask(helper: &OwnedFd, namespace: &Namespace, doors: &Doors) -> io::Result<(Wo
     wire::receive(helper)?.ok_or_else(|| io::ErrorKind::UnexpectedEof.into())
 }
 
-/// Takes what was answered: exactly the doors that were wanted, or why there are none.
+/// Checks the reply: exactly the requested listeners, or the error.
 pub(crate) fn taken_over(
     (word, sockets): (Word, Vec<OwnedFd>),
     wanted: &Doors,
@@ -249,16 +262,16 @@ pub(crate) fn taken_over(
     }
 }
 
-/// Waits for the end of the process, and makes it end if it hangs.
+/// Waits for the process to exit, and kills it first if it hangs.
 fn collect(child: &mut Child, hangs: bool) {
     if hangs {
-        // It may have ended by itself meanwhile.
+        // It may have exited in the meantime.
         let _ = child.kill();
     }
     let _ = child.wait();
 }
 
-/// Opens the doors that the server asks for on standard input, once.
+/// Opens the listeners that the server requests on standard input, once.
 pub fn main() -> ExitCode {
     let server = sys::take_standard_input();
     told(
@@ -268,7 +281,7 @@ pub fn main() -> ExitCode {
     )
 }
 
-/// Says what kept this process from its work, if anything did.
+/// Reports the error of this process, if there was one.
 pub(crate) fn told(result: io::Result<()>) -> ExitCode {
     match result {
         Ok(()) => ExitCode::SUCCESS,
@@ -280,7 +293,7 @@ pub(crate) fn told(result: io::Result<()>) -> ExitCode {
     }
 }
 
-/// Carries out the one order that the server sends, and answers it.
+/// Executes the single request of the server and replies to it.
 pub(crate) fn serve(server: &OwnedFd) -> io::Result<()> {
     let Some((Order { entrance, doors }, descriptors)) = wire::receive(server)? else {
         return Ok(());
@@ -315,7 +328,7 @@ fn enter_and_open(
             }
         }
     }
-    // Before anything is changed: this may be a network that others use.
+    // Before anything is changed: this network may be in use.
     let interfaces =
         network::other_interfaces().map_err(step("list the interfaces of the container"))?;
     if !interfaces.is_empty() {
@@ -331,7 +344,7 @@ fn enter_and_open(
 fn enter(namespace: Option<&OwnedFd>) -> io::Result<()> {
     let namespace = namespace.ok_or(io::ErrorKind::InvalidData)?;
     let owner = sys::owner_of(namespace)?;
-    // That of a rootless engine. Whoever owns it has every right in there and none outside.
+    // That of a rootless engine. Its owner has every right inside and none outside.
     if Identity::of(&owner)? != Identity::of(File::open("/proc/self/ns/user")?)? {
         move_into_link_name_space(owner.as_fd(), Some(LinkNameSpaceType::User))?;
     }
@@ -339,7 +352,8 @@ fn enter(namespace: Option<&OwnedFd>) -> io::Result<()> {
     Ok(())
 }
 
-/// Engines switch IPv6 off where they give no such address. Where it cannot be switched on, all of it is refused by the kernel, which is as closed.
+/// Engines disable IPv6 if they assign no such address. If it cannot be enabled, the kernel refuses
+/// all of it, which is equally closed.
 fn switch_newer_family_on() {
     let _ = fs::write("/proc/sys/net/ipv6/conf/lo/disable_ipv6", "0");
 }
@@ -360,7 +374,8 @@ mod tests {
             format!("9:pids:/docker/{CONTAINER}\n1:cpu:/\n"),
             format!("0::/system.slice/docker-{CONTAINER}.scope\n"),
             format!(
-                "0::/user.slice/user-1000.slice/user@1000.service/user.slice/libpod-{CONTAINER}.scope/container\n"
+                "0::/user.slice/user-1000.slice/user@1000.service/user.slice/\
+                 libpod-{CONTAINER}.scope/container\n"
             ),
             format!("0::/../../machine.slice/libpod-{CONTAINER}.scope\n"),
         ] {

@@ -1,19 +1,22 @@
-//! Errands: programs that the server starts in a sandbox, beside its interpreter.
+//! Side processes (`Errand`): programs that the server starts in a sandbox, beside its interpreter.
 //!
-//! Where programs need somebody's approval, the kernel refuses `execve` to the interpreter and to all that it forks (`seccomp`). A program that was approved is
-//! started here instead, from words that the server holds: no process of the session has a hand in it.
+//! If programs need approval, the kernel refuses `execve` to the interpreter and to everything that
+//! it forks (`seccomp`). An approved program is started here instead, from arguments that the
+//! server holds: no process of the session is involved.
 //!
 //! ```text
 //! server                         the new process, a child of the warden
-//!  │                              control group, namespaces, limits, user, no capability, rules, folder, filters
-//!  │◄──────── "stands" ────────────│
-//!  │ reads its posture             │ waits at its gate
-//!  │───────── a byte ─────────────►│
-//!  │◄──────── the end, or why not ─│ becomes the program
+//!  │                              │ control group, namespaces, limits, user, no
+//!  │                              │ capability, rules, folder, filters
+//!  │◄──────── "stands" ───────────│
+//!  │ reads its posture            │ waits at its gate
+//!  │───────── a byte ────────────►│
+//!  │◄──────── EOF, or an error ───│ becomes the program
 //! ```
 //!
-//! Until it has become the program it cannot be read or signalled from inside: it is not dumpable, and the rules of an interpreter reach nobody but its own
-//! children. Afterwards those rules go on to keep the two apart, although they have the same user.
+//! Until it has become the program it cannot be read or signalled from inside: it is not dumpable,
+//! and the rules of an interpreter allow access only to its own children. Afterwards those rules
+//! keep the two apart, although they have the same user.
 
 use std::ffi::{CStr, CString};
 use std::fs::File;
@@ -30,10 +33,10 @@ use crate::twin::Entry;
 use crate::wire::{ERRAND_BROKEN, ERRAND_NOT_STARTED, ERRAND_STANDS, Errand};
 use crate::{cgroup, sys};
 
-/// More than any errand: words and variables together fit into what the kernel takes for them.
+/// Size limit of an `Errand`: arguments and variables within the kernel's limit fit into it.
 const LARGEST_ERRAND: u64 = 8 * 1024 * 1024;
 
-/// What came with the command to start a program.
+/// The descriptors of the command to start a program.
 pub(crate) struct Luggage {
     /// An `Errand`.
     pub(crate) plan: OwnedFd,
@@ -42,12 +45,12 @@ pub(crate) struct Luggage {
     pub(crate) output: OwnedFd,
     pub(crate) errors: OwnedFd,
     pub(crate) input: Option<OwnedFd>,
-    /// The ways into the control group.
+    /// The descriptors of the control group.
     pub(crate) doors: Vec<OwnedFd>,
 }
 
 impl Luggage {
-    /// Sorts the descriptors of a command.
+    /// Assigns the descriptors of a command.
     pub(crate) fn unpack(descriptors: Vec<OwnedFd>, has_input: bool) -> Option<Luggage> {
         let mut all = descriptors.into_iter();
         Some(Luggage {
@@ -62,9 +65,9 @@ impl Luggage {
     }
 }
 
-/// Where the program will live.
+/// The sandbox of the program.
 pub(crate) struct Place<'a> {
-    /// All but the pid namespace, which this process is in already; the user namespace last.
+    /// All except the pid namespace, which this process is in already; the user namespace last.
     pub(crate) namespaces: &'a [OwnedFd],
     pub(crate) root: &'a OwnedFd,
     pub(crate) rules: &'a OwnedFd,
@@ -73,12 +76,12 @@ pub(crate) struct Place<'a> {
     pub(crate) entry: &'a Entry,
 }
 
-/// Becomes the program; never returns. For a process that was just forked.
+/// Becomes the program; never returns. For a freshly forked process.
 pub(crate) fn main(luggage: Luggage, place: &Place<'_>) -> ! {
     let status = match prepare(&luggage, place) {
         Ok(program) => {
             let stands = rustix::io::write(&luggage.report, &[ERRAND_STANDS]);
-            // A server that thinks better of it, or is gone, closes the gate.
+            // A server that cancels the start, or is gone, closes the gate.
             if stands.is_ok() && matches!(rustix::io::read(&luggage.gate, &mut [0]), Ok(1)) {
                 let error = program.run().raw_os_error().unwrap_or(libc::EIO);
                 let _ = rustix::io::write(
@@ -99,9 +102,9 @@ pub(crate) fn main(luggage: Luggage, place: &Place<'_>) -> ! {
     sys::exit_now(status);
 }
 
-/// The program in the form in which the kernel takes it.
+/// The program in the form that the kernel expects.
 struct Prepared {
-    /// Where it may be, in this order.
+    /// Candidate paths, in this order.
     places: Vec<CString>,
     arguments: Vec<CString>,
     environment: Vec<CString>,
@@ -126,7 +129,7 @@ impl Prepared {
         })
     }
 
-    /// Replaces this process by the program. Returns only when that is not possible.
+    /// Replaces this process with the program. Returns only on failure.
     fn run(&self) -> io::Error {
         let arguments: Vec<&CStr> = self.arguments.iter().map(CString::as_c_str).collect();
         let environment: Vec<&CStr> = self.environment.iter().map(CString::as_c_str).collect();
@@ -135,7 +138,7 @@ impl Prepared {
             let error = sys::execute(place, &arguments, &environment);
             match error.raw_os_error() {
                 Some(libc::ENOENT | libc::ENOTDIR) => {}
-                // There may be another one further on.
+                // A later path may have an executable file.
                 Some(libc::EACCES) => told = error,
                 _ => return error,
             }
@@ -144,7 +147,7 @@ impl Prepared {
     }
 }
 
-/// Returns where the program of an errand may be.
+/// Returns the candidate paths of the program.
 fn places(errand: &Errand) -> Vec<String> {
     let Some(name) = errand.words.first().filter(|name| !name.is_empty()) else {
         return Vec::new();
@@ -165,7 +168,7 @@ fn places(errand: &Errand) -> Vec<String> {
         .collect()
 }
 
-/// Goes into the sandbox and out of every right, in the order in which an interpreter does.
+/// Enters the sandbox and drops every right, in the same order as an interpreter.
 fn prepare(luggage: &Luggage, place: &Place<'_>) -> io::Result<Prepared> {
     let step = |name: &'static str| {
         move |error: io::Error| io::Error::new(error.kind(), format!("{name}: {error}"))
@@ -192,7 +195,7 @@ fn prepare(luggage: &Luggage, place: &Place<'_>) -> io::Result<Prepared> {
     let prepared = Prepared::new(&errand).map_err(step("its words"))?;
 
     cgroup::enter(&luggage.doors).map_err(step("enter the control group"))?;
-    // Leaves the process group of the jail: signals to a group reach across namespaces.
+    // Leaves the process group of the jail: signals to a group cross namespaces.
     rustix::process::setsid().map_err(|error| step("setsid")(error.into()))?;
     sys::unshare(UnshareFlags::NEWCGROUP).map_err(step("make a cgroup namespace"))?;
     for namespace in place.namespaces {
@@ -235,7 +238,7 @@ fn become_user(entry: &Entry) -> io::Result<()> {
     Ok(())
 }
 
-/// Puts the three descriptors of the program in their places. All others close when it begins.
+/// Puts the program's three descriptors in place. All others are closed at exec.
 fn lay_out(luggage: &Luggage) -> io::Result<()> {
     match &luggage.input {
         Some(input) => sys::place(input.as_fd(), 0)?,
@@ -243,7 +246,7 @@ fn lay_out(luggage: &Luggage) -> io::Result<()> {
             let nothing =
                 rustix::fs::open("/dev/null", OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())?;
             sys::place(nothing.as_fd(), 0)?;
-            // The lowest number was free, so this may have been 0 itself.
+            // The lowest number was free, so this may be 0 itself.
             if nothing.as_raw_fd() == 0 {
                 std::mem::forget(nothing);
             }

@@ -1,28 +1,28 @@
 //! Settings of system programs, copied from the `/etc` of the host.
 //!
-//! Programs in `/usr` expect some of their files in `/etc`: the names of ports, what OpenSSL and
-//! Java need to start, what links of `/usr` point at. The warden copies what is listed here into
-//! the root of sandboxes, once, when the jail starts. A copy costs no mount and shows nothing that
-//! is put there later.
+//! Programs in `/usr` expect some files in `/etc`: port names, files that OpenSSL and Java need to
+//! start, targets of links in `/usr`. The warden copies the listed files into the root of
+//! sandboxes, once, when the jail starts. A copy costs no mount and does not show files that are
+//! added later.
 //!
-//! Only what every user of the host may read is copied, whoever runs the server. Links are copied
-//! as links and never followed, so that a listed name cannot lead to a file that is not listed.
-//! What is not listed is never read: accounts, keys, addresses, and settings in which operators
-//! keep credentials.
+//! Only files that every user of the host may read are copied, even if the server runs as root.
+//! Links are copied as links and never followed, so that a listed name cannot lead to a file that
+//! is not listed. Files that are not listed are never read: accounts, keys, addresses, and settings
+//! in which operators keep credentials.
 
 use std::fs::{self, File, Metadata, OpenOptions, Permissions};
 use std::io::{self, Read, Write};
 use std::os::unix::fs::{OpenOptionsExt, PermissionsExt, symlink};
 use std::path::Path;
 
-/// Files and folders, below `/etc`. The first part of a name may end with a star.
+/// Files and folders below `/etc`. The first part of a name may end with a star.
 const LISTED: [&str; 29] = [
     // Names of numbers.
     "services",
     "protocols",
     "rpc",
     "ethertypes",
-    // Which system this is.
+    // Identification of the system.
     "os-release",
     "lsb-release",
     "debian_version",
@@ -52,18 +52,18 @@ const LISTED: [&str; 29] = [
     "terminfo",
 ];
 
-/// The most that is copied. What listed folders hold on a usual system is below one MiB.
+/// Limits of the copy. The listed folders of a usual system are below one MiB.
 const MOST_BYTES: u64 = 8 << 20;
 const MOST_FILES: u32 = 2_000;
 const MOST_LEVELS: u32 = 8;
 
-/// What may still be copied.
+/// The remaining limits of the copy.
 struct Budget {
     bytes: u64,
     files: u32,
 }
 
-/// Copies what is listed and readable for everybody from one `etc` to another.
+/// Copies the listed files that every user may read from one `etc` to another.
 pub(crate) fn copy(from: &Path, to: &Path) -> io::Result<()> {
     let mut budget = Budget {
         bytes: MOST_BYTES,
@@ -81,7 +81,7 @@ pub(crate) fn copy(from: &Path, to: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// The names in a folder that a part of a listed name stands for.
+/// Returns the names in a folder that match a part of a listed name.
 fn matching(folder: &Path, part: &str) -> Vec<String> {
     let Some(beginning) = part.strip_suffix('*') else {
         return vec![part.to_owned()];
@@ -93,7 +93,7 @@ fn matching(folder: &Path, part: &str) -> Vec<String> {
     names
 }
 
-/// Copies one listed name. Every folder on the way must be a folder that everybody may enter.
+/// Copies one listed name. All its parent folders must be folders that every user may enter.
 fn copy_named(from: &Path, to: &Path, name: &str, budget: &mut Budget) -> io::Result<()> {
     let (mut source, mut target) = (from.to_owned(), to.to_owned());
     let mut parts: Vec<&str> = name.split('/').collect();
@@ -119,7 +119,7 @@ fn copy_entry(source: &Path, target: &Path, budget: &mut Budget, levels: u32) ->
     let Ok(found) = source.symlink_metadata() else {
         return Ok(());
     };
-    // One that is there already is ours, or a mount.
+    // An existing entry is our own file or a mount.
     if target.symlink_metadata().is_ok_and(|there| !there.is_dir()) || budget.files == 0 {
         return Ok(());
     }
@@ -151,7 +151,7 @@ fn copy_entry(source: &Path, target: &Path, budget: &mut Budget, levels: u32) ->
     if !found.is_file() || found.len() > budget.bytes {
         return Ok(());
     }
-    // The name may mean something else by now; what was opened is looked at again.
+    // The name may refer to another file by now; the opened file is checked again.
     let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
     let Ok(source) = OpenOptions::new()
         .read(true)
@@ -173,7 +173,7 @@ fn copy_entry(source: &Path, target: &Path, budget: &mut Budget, levels: u32) ->
     Ok(())
 }
 
-/// Tells whether every user may read a file, or list and enter a folder.
+/// Returns whether every user may read a file, or list and enter a folder.
 fn is_public(found: &Metadata) -> bool {
     let needed = if found.is_dir() { 0o005 } else { 0o004 };
     found.permissions().mode() & needed == needed

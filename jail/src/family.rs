@@ -1,27 +1,28 @@
-//! A family: one session and everything that was forked from it, behind a user namespace of its
-//! own.
+//! A family: one session and everything that was forked from it, in its own user namespace.
 //!
-//! A copy of a session is a copy of its memory, so a process that holds that memory has to enter
-//! the sandbox of the copy. It must not hold a right that the session does not have. Therefore each
-//! family has a user namespace, a child of the warden's, and
+//! A copy of a session is a copy of its memory, so a process with that memory has to enter the
+//! sandbox of the copy. It must not have a right that the session does not have. Therefore each
+//! family has a user namespace, a child of the warden's:
 //!
-//! - it owns the namespaces of all sandboxes of the family, so that rights in it suffice to enter
-//!   them;
-//! - the first copy of the zygote enters it before a byte of a user is in its memory. Twins,
-//!   checkpoints and interpreters all descend from that copy and never get out again;
-//! - one uid is mapped into it, on a server that runs as root one that no other family has;
-//! - its processes are in a pid namespace of its own, so that they see and signal nobody else.
+//! - It owns the namespaces of all sandboxes of the family, so that rights in it suffice to enter
+//!   them.
+//! - The first copy of the zygote enters it before it holds any user data. Twins, checkpoints and
+//!   interpreters all descend from that copy and can never leave it.
+//! - One uid is mapped into it; on a server that runs as root, a uid that no other family has.
+//! - Its processes are in their own pid namespace, so that they can see and signal no other
+//!   process.
 //!
 //! ```text
-//! warden ──clone, mounts──► (a process that ends) ──clone, user and pid namespace──► cb-family
-//!   │ id maps, gate                                                                  │ pid 1 of the family
-//!   │───────── "make" + sockets ────────────────────────────────────────────────────►│ clone ──► init of a sandbox
-//!   │◄──────── "made" + pidfd ───────────────────────────────────────────────────────│
+//! warden ──clone, mounts──► (short-lived process) ──clone, user and pid ns──► cb-family
+//!   │ id maps, gate                                                           │ pid 1 of the
+//!   │                                                                         │ family
+//!   │───────── "make" + sockets ─────────────────────────────────────────────►│ clone ──► init
+//!   │◄──────── "made" + pidfd ────────────────────────────────────────────────│ of a sandbox
 //! ```
 //!
-//! `cb-family` holds no memory of a user. Nobody in the family can open it: it is not dumpable, and
-//! its memory belongs to the host's user namespace. When it ends, the kernel ends everything in the
-//! family.
+//! `cb-family` holds no user memory. No process in the family can open it: it is not dumpable, and
+//! its memory belongs to the host's user namespace. When it ends, the kernel kills every process in
+//! the family.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
@@ -37,15 +38,15 @@ use crate::root::{self, RootError, Tree};
 use crate::sys::{self, Forked};
 use crate::wire::{self, FamilyId, Scratch, Setup, Slot};
 
-/// What the warden asks of a family's first process.
+/// Requests of the warden to a family's first process.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", tag = "do")]
 enum Order {
-    /// Makes the init of a sandbox. Carries its socket and the ways into its control group.
+    /// Creates the init of a sandbox. Carries its socket and the descriptors of its control group.
     Make { slot: Slot, scratch: Scratch },
 }
 
-/// What it answers.
+/// Replies of a family's first process.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", tag = "say")]
 pub(crate) enum Word {
@@ -59,7 +60,7 @@ pub(crate) enum Word {
     },
 }
 
-/// What is said while a family is made: the number of its first process, or why there is none.
+/// Result of creating a family: the pid of its first process, or the reason for a failure.
 type Birth = Result<i32, String>;
 
 /// A family as the warden sees it.
@@ -73,18 +74,19 @@ pub(crate) struct Family {
     pub(crate) listening: bool,
 }
 
-/// Which of the operator's mounts the sandboxes of a family see.
+/// The operator's mounts that the sandboxes of a family see.
 pub(crate) enum OperatorMounts {
     /// Opened for this family by the guardian.
     Given(Vec<Tree>),
-    /// They stand in the warden's root, and so in this copy of it.
+    /// They are in the warden's root, and so in this copy of it.
     Standing,
     /// This family has none.
     None,
 }
 
 impl Family {
-    /// Makes a family without a sandbox. Returns when its first process runs as the family's user.
+    /// Creates a family without a sandbox. Returns when its first process runs as the family's
+    /// user.
     pub(crate) fn start(
         setup: &Setup,
         id: FamilyId,
@@ -127,7 +129,8 @@ impl Family {
         }
     }
 
-    /// Asks for the init of a sandbox. Never waits: a first process that was stopped does not read.
+    /// Requests the init of a sandbox. Never blocks: a first process that was stopped does not
+    /// read.
     pub(crate) fn make(
         &self,
         slot: Slot,
@@ -142,7 +145,7 @@ impl Family {
         wire::send_now(&self.socket, &Order::Make { slot, scratch }, &passed)
     }
 
-    /// Ends everything in the family.
+    /// Kills every process in the family.
     pub(crate) fn end(&self) {
         let _ = rustix::process::kill_process(self.pid, Signal::KILL);
     }
@@ -158,8 +161,8 @@ fn map(first: Pid, id: u32) -> io::Result<(OwnedFd, OwnedFd)> {
     Ok((open("user")?, open("pid")?))
 }
 
-/// Arranges the mounts of the family, which still takes the warden's rights, and makes its first
-/// process. Never returns.
+/// Arranges the mounts of the family, which still requires the warden's rights, and creates its
+/// first process. Never returns.
 fn make(
     setup: &Setup,
     mounts: &OperatorMounts,
@@ -177,7 +180,7 @@ fn make(
     });
     let born: Birth = match arranged {
         Err(error) => Err(guardian::chain(&error)),
-        // A child of the warden, which collects it.
+        // A child of the warden, which reaps it.
         Ok(()) => {
             match sys::clone_process(libc::CLONE_NEWUSER | libc::CLONE_NEWPID | libc::CLONE_PARENT)
             {
@@ -194,11 +197,11 @@ fn make(
     sys::exit_now(i32::from(sent.is_err()));
 }
 
-/// The life of the first process.
+/// Runs the first process.
 fn first_process(setup: &Setup, apart: bool, warden: &OwnedFd, gate: &OwnedFd) -> ! {
     let status = match serve(setup, apart, warden, gate) {
         Ok(()) => 0,
-        // The warden sees that it has ended; there is nobody else to tell.
+        // The warden detects its exit; the error cannot be reported to any other process.
         Err(_) => 1,
     };
     sys::exit_now(status)
@@ -210,11 +213,12 @@ fn serve(setup: &Setup, apart: bool, warden: &OwnedFd, gate: &OwnedFd) -> io::Re
         return Ok(());
     }
     rustix::thread::set_name(c"cb-family")?;
-    // Rights stay: they go with user 0, which does not exist in here.
+    // The capabilities are kept: the kernel clears them when a process leaves user 0, which does
+    // not exist in here.
     let (uid, gid) = (Uid::from_raw(INSIDE_ID), Gid::from_raw(INSIDE_ID));
     rustix::thread::set_thread_res_gid(gid, gid, gid)?;
     rustix::thread::set_thread_res_uid(uid, uid, uid)?;
-    // Its memory is a copy of the warden's; nobody of the family may open it.
+    // Its memory is a copy of the warden's; no process of the family may open it.
     rustix::process::set_dumpable_behavior(DumpableBehavior::NotDumpable)?;
     sys::let_kernel_collect_children();
     while let Some((Order::Make { slot, scratch }, descriptors)) = wire::receive::<Order>(warden)? {
@@ -257,8 +261,8 @@ fn make_init(
                 setup.masks.clone()
             },
             scratch,
-            // Below the least limit that kernels have, with room for some processes until the next
-            // sandbox's numbers.
+            // Below the smallest pid limit of any kernel, with room for some processes before the
+            // next sandbox's pids.
             first_process: 16 + slot.0 % 1024 * 16,
             private_work_folder: apart
                 || !setup
@@ -267,6 +271,7 @@ fn make_init(
                     .any(|mount| mount.inside == Path::new(root::WORK)),
             network: setup.doors.clone(),
             leave_out: setup.leave_out.clone(),
+            test_switches: setup.test_switches.clone(),
         }),
         Forked::Parent(init) => Ok(rustix::process::pidfd_open(init, PidfdFlags::empty())?),
     }

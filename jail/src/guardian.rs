@@ -1,11 +1,14 @@
-//! The outermost process of the jail: it starts the warden, and outlives the server just long enough to clean up.
+//! The guardian, the jail's monitor and outermost process: it starts the warden, and outlives the
+//! server just long enough to clean up.
 //!
-//! It is a process of its own because making namespaces needs a single thread. Its standard input is the lifeline to the server: the
-//! first message on it is the `Setup`, and its end means that the server is gone. Then the guardian kills the warden, which takes every
-//! sandbox with it, and removes the server's cgroups.
+//! It is a separate process because creating namespaces needs a single thread. Its standard input
+//! is the lifeline to the server: the first message on it is the `Setup`, and end-of-file means
+//! that the server is gone. Then the guardian kills the warden, and every sandbox with it, and
+//! removes the server's cgroups.
 //!
-//! On a server that runs as root the guardian keeps root's rights, because only they can make id-mapped mounts; it does so when the
-//! warden asks. It never touches anything a session can write to.
+//! On a server that runs as root the guardian keeps root's rights, because they are required for
+//! id-mapped mounts; it makes them when the warden requests it. It never touches anything that a
+//! session can write to.
 
 use std::io::{self, Write};
 use std::os::fd::{AsFd, OwnedFd};
@@ -25,14 +28,14 @@ use crate::{cgroup, idmap, probe, seccomp, warden};
 /// The argument that makes the server's binary a guardian.
 pub const ARGUMENT: &str = "--cellblock-jail-guardian";
 
-/// The namespaces every sandbox has for itself and the warden has first.
+/// The namespaces that every sandbox has, and that the warden also has.
 pub(crate) const NAMESPACES: libc::c_int = libc::CLONE_NEWNS
     | libc::CLONE_NEWPID
     | libc::CLONE_NEWNET
     | libc::CLONE_NEWIPC
     | libc::CLONE_NEWUTS;
 
-/// What the warden asks of the guardian, and gets: the operator's mounts for one family.
+/// Request of the warden to the guardian, and its reply: the operator's mounts for one family.
 #[derive(Serialize, Deserialize)]
 pub(crate) struct OpenMounts {
     pub(crate) family: FamilyId,
@@ -61,11 +64,11 @@ pub fn main() -> ExitCode {
 
 fn run(lifeline: &OwnedFd) -> io::Result<()> {
     rustix::thread::set_name(c"cb-guardian")?;
-    // A terminal's interrupt is for the server to understand; it must not end the jail under it.
+    // A terminal's interrupt is for the server to handle; it must not kill the jail under it.
     let _ = rustix::process::setsid();
-    // systemd asks every process of a unit to end at once. The server ends the jail in order; a
-    // guardian that ended first would leave its control groups behind. Whatever runs other programs
-    // blocks nothing (`sys::unblock_signals`).
+    // systemd asks every process of a unit to exit at the same time. The server shuts the jail down
+    // in order; a guardian that exited first would leave its control groups behind. Processes that
+    // exec other programs unblock all signals (`sys::unblock_signals`).
     sys::block_requests_to_end();
     let Some((setup, mut descriptors)) = wire::receive::<Setup>(lifeline)? else {
         return Ok(());
@@ -96,9 +99,10 @@ fn run(lifeline: &OwnedFd) -> io::Result<()> {
     drop(descriptors);
     let is_root = matches!(setup.identity, Identity::Block { .. });
 
-    // Root opens the host's folders while it still can; an ordinary user can only do so inside its own user namespace.
+    // Root opens the host's folders while it still can; an unprivileged user can do so only inside
+    // its own user namespace.
     let opened = if is_root {
-        root::open_all(&setup.binds, &setup.leave_out).map(Some)
+        root::open_all(&setup.binds, &setup.test_switches).map(Some)
     } else {
         Ok(None)
     };
@@ -136,21 +140,21 @@ fn run(lifeline: &OwnedFd) -> io::Result<()> {
         return Ok(());
     }
     drop(commands);
-    // The warden goes on when the gate opens; a byte says that the maps are there.
+    // The warden continues when the gate opens; a byte means that the maps are written.
     rustix::io::write(&held, b"x")?;
     drop(held);
 
-    // An ordinary user's warden asks for nothing, and its end of this socket is closed.
+    // The warden of an unprivileged user makes no requests, and its end of this socket is closed.
     let requests = is_root.then_some(ours);
     let outcome = watch(lifeline, requests.as_ref(), &watched, &setup);
     let _ = rustix::process::pidfd_send_signal(&watched, Signal::KILL);
-    // The kernel reports the warden's end only after every process of its pid namespace is gone.
+    // The kernel reports the warden's exit only after every process of its pid namespace is gone.
     let _ = rustix::process::waitpid(Some(warden), WaitOptions::empty());
     cgroup::clean_up(&setup.cgroups, home.as_deref());
     outcome
 }
 
-/// Tells the server why there is no jail. A server that is gone needs no answer.
+/// Reports to the server why there is no jail. If the server is gone, no report is needed.
 fn report(commands: &OwnedFd, error: &RootError) -> io::Result<()> {
     tell(commands, chain(error))
 }
@@ -162,8 +166,8 @@ fn tell(commands: &OwnedFd, why: String) -> io::Result<()> {
     }
 }
 
-/// Finds the namespace that cannot be made when all of them together cannot, by making them one
-/// after the other.
+/// Finds the namespace that cannot be created when all of them together failed, by creating them
+/// one by one.
 fn refused_kind() -> probe::Kind {
     let flags = |kind: &probe::Kind| UnshareFlags::from_bits_retain(kind.flag as u32);
     let refused = match sys::clone_process(probe::USER.flag) {
@@ -187,7 +191,7 @@ fn refused_kind() -> probe::Kind {
         .unwrap_or(probe::USER)
 }
 
-/// The words of an error and of its causes.
+/// Returns the texts of an error and of its causes.
 pub(crate) fn chain(error: &dyn std::error::Error) -> String {
     let mut words = error.to_string();
     let mut cause = error.source();
@@ -203,7 +207,7 @@ fn write_maps(warden: Pid, identity: Identity) -> io::Result<()> {
     let folder = format!("/proc/{}", warden.as_raw_pid());
     let (uids, gids) = identity.maps();
     if matches!(identity, Identity::Caller { .. }) {
-        // The kernel's condition for an unprivileged gid map.
+        // The kernel requires this for an unprivileged gid map.
         std::fs::write(format!("{folder}/setgroups"), "deny")?;
     }
     std::fs::write(format!("{folder}/uid_map"), uids)?;
@@ -248,7 +252,7 @@ fn watch(
             match opened {
                 Ok(trees) => {
                     let mounts: Vec<_> = trees.iter().map(|tree| tree.as_mount().as_fd()).collect();
-                    // Descriptors that cannot be sent cost this one sandbox, not the jail.
+                    // Descriptors that cannot be sent fail only this sandbox, not the jail.
                     if let Err(error) = wire::send(requests, &OpenedMounts { error: None }, &mounts)
                     {
                         wire::send(

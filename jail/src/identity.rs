@@ -1,9 +1,9 @@
-//! Which host user a session is.
+//! The host uids of sessions.
 //!
-//! A server that runs as root owns a block of unprivileged uids that nothing else on the host uses: number 0 of the block is the warden,
-//! number *n + 1* the sessions of family *n*: one session and everything that was forked from it. A server that runs as an ordinary user can
-//! only be that user, and its sessions share its uid.
-//! A session is never host uid 0.
+//! A server that runs as root owns a block of unprivileged uids that nothing else on the host uses:
+//! number 0 of the block is the warden, number *n + 1* is family *n*: one session and everything
+//! that was forked from it. A server that runs as an unprivileged user has only that user's uid,
+//! and its sessions share it. A session is never host uid 0.
 
 use std::fs::{self, File, OpenOptions};
 use std::io;
@@ -15,29 +15,29 @@ use serde::{Deserialize, Serialize};
 
 use crate::wire::FamilyId;
 
-/// The first uid of all blocks. It lies above the ranges that distributions and systemd hand out (up to 1,879,048,191) and below
-/// 2³¹, which old programs take for negative.
+/// The first uid of all blocks. It is above the ranges that distributions and systemd assign (up to
+/// 1,879,048,191) and below 2³¹, which old programs treat as negative.
 const FIRST_UID: u32 = 1_900_000_000;
 /// Uids in a block: the warden and 1,023 families.
 const BLOCK: u32 = 1024;
-/// Servers that can run side by side.
+/// Number of servers that can run at the same time.
 const BLOCKS: u32 = 64;
 
-/// The uid and gid that a session has inside, whatever it is outside.
+/// The uid and gid of a session inside, whatever it is outside.
 pub const INSIDE_ID: u32 = 1000;
 
-/// Who sessions are on the host.
+/// The identity of sessions on the host.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Identity {
-    /// Each family of sessions has a uid of its own from this block.
+    /// Each family of sessions has its own uid from this block.
     Block { first: u32, count: u32 },
-    /// Every session is the user who runs the server.
+    /// Every session runs as the user of the server.
     Caller { uid: u32, gid: u32 },
 }
 
 impl Identity {
-    /// Returns the number, in the warden's user namespace, that the sessions of a family run as.
+    /// Returns the uid of a family's sessions in the warden's user namespace.
     pub fn in_warden(self, family: FamilyId) -> u32 {
         match self {
             Identity::Block { .. } => family.0 + 1,
@@ -53,7 +53,7 @@ impl Identity {
         }
     }
 
-    /// Returns how many families can have an identity, and so how many sandboxes there can be.
+    /// Returns the number of families that can have an identity, which is the limit of sandboxes.
     pub fn slots(self) -> u32 {
         match self {
             Identity::Block { count, .. } => count - 1,
@@ -61,7 +61,7 @@ impl Identity {
         }
     }
 
-    /// The lines for the warden's `uid_map` and `gid_map`.
+    /// Returns the lines for the warden's `uid_map` and `gid_map`.
     pub(crate) fn maps(self) -> (String, String) {
         match self {
             Identity::Block { first, count } => {
@@ -73,7 +73,7 @@ impl Identity {
     }
 }
 
-/// An identity, held as long as this value lives.
+/// An identity, reserved for the lifetime of this value.
 #[derive(Debug)]
 pub struct IdentityLease {
     pub identity: Identity,
@@ -82,7 +82,7 @@ pub struct IdentityLease {
 }
 
 impl IdentityLease {
-    /// Takes a free block of uids when running as root, else the caller's own uid.
+    /// Reserves a free block of uids when running as root, otherwise uses the caller's own uid.
     pub fn take(runtime: &Path) -> io::Result<IdentityLease> {
         let (uid, gid) = (rustix::process::geteuid(), rustix::process::getegid());
         if !uid.is_root() {

@@ -1,19 +1,20 @@
 //! The first process of a sandbox.
 //!
-//! A family's first process makes it, in new namespaces that belong to the family's user namespace.
-//! It mounts what is private to the sandbox, makes the user namespace of the session, gives up everything, and then only waits: it collects
-//! orphans, and on a word from the warden ends every other process. Being pid 1 of the pid namespace, it cannot be killed from inside,
-//! and its own end takes everything with it.
+//! The first process of a family creates it, in new namespaces that belong to the family's user
+//! namespace. It mounts the private parts of the sandbox, creates the user namespace of the
+//! session, drops all its rights, and then only waits: it reaps orphans, and on request of the
+//! warden kills every other process. As pid 1 of the pid namespace it cannot be killed from inside,
+//! and its own exit kills every process in the namespace.
 //!
 //! ```text
 //! init                              warden
 //!  │ control group, network          │
-//!  │───────── "opened" + sockets ───►│   where there is a way out
+//!  │───────── "opened" + sockets ───►│   if there is egress
 //!  │ mounts, rules                   │
 //!  │ user namespace with its map     │
 //!  │ lock-down                       │
 //!  │── "ready" + namespaces, rules ─►│
-//!  │◄──────── "sweep" ───────────────│   as often as wanted
+//!  │◄──────── "sweep" ───────────────│   any number of times
 //!  │───────── "swept" ──────────────►│
 //! ```
 
@@ -32,10 +33,11 @@ use serde::{Deserialize, Serialize};
 use crate::identity::INSIDE_ID;
 use crate::network::{self, Door, Doors};
 use crate::root::{self, RootError};
+use crate::test_switches::TestSwitches;
 use crate::wire::{self, LeftOut, Mask, OperatorMount, Scratch};
 use crate::{landlock, mask, sys};
 
-/// What init says to the warden.
+/// Messages from init to the warden.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", tag = "say")]
 pub(crate) enum Word {
@@ -43,8 +45,8 @@ pub(crate) enum Word {
     Opened {
         doors: Vec<Door>,
     },
-    /// Carries the namespaces that interpreters join, in the order of `JOINED`, the root that they
-    /// take, its mount namespace, and the landlock rules unless a test left them out.
+    /// Carries the namespaces that interpreters join, in the order of `JOINED`, their root
+    /// directory, its mount namespace, and the landlock rules unless a test left them out.
     Ready,
     Swept {
         number: u32,
@@ -54,32 +56,33 @@ pub(crate) enum Word {
     },
 }
 
-/// What the warden says to init.
+/// Messages from the warden to init.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", tag = "say")]
 pub(crate) enum Order {
     Sweep { number: u32 },
 }
 
-/// What init needs to know.
+/// Arguments of init.
 pub(crate) struct Start {
     pub(crate) warden: OwnedFd,
-    /// The ways into the sandbox's control group, where a process may enter it by itself.
+    /// The descriptors of the sandbox's control group, if a process may enter it by itself.
     pub(crate) doors: Vec<OwnedFd>,
-    /// What stands in the family's root and belongs into this sandbox.
+    /// The mounts in the family's root that belong to this sandbox.
     pub(crate) mounts: Vec<OperatorMount>,
-    /// What is protected in them.
+    /// The protected paths in them.
     pub(crate) masks: Vec<Mask>,
     pub(crate) scratch: Scratch,
     pub(crate) private_work_folder: bool,
     pub(crate) network: Option<Doors>,
-    /// The number of the first process beside init.
+    /// The pid of the first process after init.
     pub(crate) first_process: u32,
     pub(crate) leave_out: Vec<LeftOut>,
+    pub(crate) test_switches: TestSwitches,
 }
 
 /// The namespaces an interpreter joins: the pid namespace for its children, then the others, the
-/// user namespace last. It makes a cgroup namespace of its own.
+/// user namespace last. It creates its own cgroup namespace.
 pub(crate) const JOINED: [&str; 6] = ["pid", "mnt", "net", "ipc", "uts", "user"];
 
 /// Runs init; never returns.
@@ -122,7 +125,7 @@ fn step<T, E: Into<io::Error>>(
 
 fn build(start: &mut Start) -> Result<Mounts, InitError> {
     step("name init", rustix::thread::set_name(c"cb-init"))?;
-    // Taken, so that the ways in are closed as soon as they were used.
+    // Taken, so that the descriptors are closed as soon as they have been used.
     step(
         "enter the control group",
         crate::cgroup::enter(&std::mem::take(&mut start.doors)),
@@ -149,8 +152,8 @@ fn build(start: &mut Start) -> Result<Mounts, InitError> {
         network::leads_nowhere(start.network.as_ref()),
     )?;
 
-    // The /proc of the family's root shows no process. A handle on it stays for two settings of the
-    // kernel; the new one is put over it.
+    // The /proc of the family's root shows no process. A handle to it is kept for two kernel
+    // settings; the new one is mounted over it.
     let outer_proc = step(
         "open the outer /proc",
         rustix::fs::open(
@@ -162,7 +165,7 @@ fn build(start: &mut Start) -> Result<Mounts, InitError> {
     begin_counting(&outer_proc, start.first_process);
     let processes = step("make a /proc", root::process_file_system())?;
     step("mount /proc", root::attach(&processes, "/proc"))?;
-    if !start.leave_out.contains(&LeftOut::ReadOnlyMounts) {
+    if !start.test_switches.mounts_writable() {
         step("cover the rest of /proc", root::cover_proc())?;
     }
     mount_scratch(start)?;
@@ -181,10 +184,10 @@ fn build(start: &mut Start) -> Result<Mounts, InitError> {
     };
     let mounts = step("hide the table of mounts", Mounts::leave())?;
 
-    // Every mount above belongs to the family's user namespace. From here on this process, and every interpreter that joins it, is in a
-    // user namespace that owns none of them.
+    // Every mount above belongs to the family's user namespace. From here on this process, and
+    // every interpreter that joins it, is in a user namespace that owns none of them.
     make_user_namespace()?;
-    // After that, because the kernel makes no user namespace for whoever has another root.
+    // Afterwards, because the kernel does not create a user namespace for a process in a chroot.
     step("take the root of the sandbox", mounts.take_root())?;
     forbid_user_namespaces(&outer_proc)?;
     drop(outer_proc);
@@ -195,7 +198,8 @@ fn build(start: &mut Start) -> Result<Mounts, InitError> {
     )?;
 
     step("give up capabilities", give_up_capabilities())?;
-    // Otherwise a session of the same uid could read this process's memory, which is a copy of the warden's.
+    // Otherwise a session with the same uid could read this process's memory, which is a copy of
+    // the warden's.
     step(
         "become unreadable",
         rustix::process::set_dumpable_behavior(DumpableBehavior::NotDumpable),
@@ -213,20 +217,20 @@ fn build(start: &mut Start) -> Result<Mounts, InitError> {
     Ok(mounts)
 }
 
-/// The mounts of the sandbox, in a mount namespace that no process is in.
+/// The mounts of the sandbox, in a mount namespace that contains no process.
 ///
 /// The kernel shows a process the table of its mount namespace, as far as it is below the process's
-/// root: `/proc/PID/mountinfo`, with the paths of the host from which folders were mounted. Here
-/// every process is in a copy of the sandbox's mount namespace and has its root in the original. So
-/// it reads an empty table, whichever process it asks about, and uses the same files.
+/// root: `/proc/PID/mountinfo`, with the host paths from which folders were mounted. Here every
+/// process is in a copy of the sandbox's mount namespace and has its root in the original. So it
+/// reads an empty table, whichever process it asks about, and uses the same files.
 pub(crate) struct Mounts {
     root: OwnedFd,
-    /// Mounts end with their namespace.
+    /// The mounts are destroyed with their namespace.
     namespace: File,
 }
 
 impl Mounts {
-    /// Leaves the present mount namespace for a copy.
+    /// Leaves the current mount namespace for a copy.
     fn leave() -> io::Result<Mounts> {
         let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
         let root = rustix::fs::open("/", flags, Mode::empty())?;
@@ -246,16 +250,16 @@ pub(crate) fn take_root(root: &OwnedFd) -> io::Result<()> {
     Ok(rustix::process::chroot(".")?)
 }
 
-/// Makes the session's user namespace and maps the one user that the family has into it.
+/// Creates the session's user namespace and maps the family's only user into it.
 fn make_user_namespace() -> Result<(), InitError> {
-    // The files below belong to whoever may read this process.
+    // The files below are accessible only if this process is dumpable.
     step(
         "become readable",
         rustix::process::set_dumpable_behavior(DumpableBehavior::Dumpable),
     )?;
     step("make a user namespace", sys::unshare(UnshareFlags::NEWUSER))?;
     let map = format!("{INSIDE_ID} {INSIDE_ID} 1\n");
-    // The kernel's condition for a process that maps its own group.
+    // The kernel requires this of a process that maps its own group.
     step(
         "give up the right to change groups",
         std::fs::write("/proc/self/setgroups", "deny"),
@@ -301,7 +305,8 @@ fn mount_scratch(start: &Start) -> Result<(), InitError> {
     Ok(())
 }
 
-/// Has the numbers of processes begin elsewhere than in other sandboxes: libraries notice that they were forked by their number.
+/// Makes pids start at a different number in each sandbox: libraries detect a fork by a changed
+/// pid.
 fn begin_counting(outer_proc: &OwnedFd, first: u32) {
     let last = rustix::fs::openat(
         outer_proc,
@@ -309,13 +314,15 @@ fn begin_counting(outer_proc: &OwnedFd, first: u32) {
         OFlags::WRONLY | OFlags::CLOEXEC,
         Mode::empty(),
     );
-    // A kernel that cannot do this numbers them all alike, and what must differ is renewed in any case.
+    // A kernel without this setting starts all sandboxes at the same pid; state that must differ is
+    // renewed in any case.
     if let Ok(last) = last {
         let _ = File::from(last).write_all((first - 1).to_string().as_bytes());
     }
 }
 
-/// A second guard beside the seccomp filter: the kernel itself counts zero user namespaces below this one.
+/// A second guard in addition to the seccomp filter: the kernel itself allows zero user namespaces
+/// below this one.
 fn forbid_user_namespaces(outer_proc: &OwnedFd) -> Result<(), InitError> {
     let path = "sys/user/max_user_namespaces";
     let limit = rustix::fs::openat(
@@ -346,7 +353,7 @@ pub(crate) fn give_up_capabilities() -> io::Result<()> {
     Ok(())
 }
 
-/// Init needs a handful of calls for the rest of its life.
+/// Allows the few calls that init needs from now on.
 fn own_filter() -> seccompiler::BpfProgram {
     let calls = [
         libc::SYS_read,
@@ -384,7 +391,7 @@ fn own_filter() -> seccompiler::BpfProgram {
     .expect("a plain list of calls compiles")
 }
 
-/// Carries out orders until the warden is gone. Orphans that come to pid 1 are collected by the kernel.
+/// Executes orders until the warden is gone. The kernel reaps orphans whose parent becomes pid 1.
 fn wait_for_orders(warden: &OwnedFd) {
     let mut sweeping = None;
     sys::let_kernel_collect_children();
@@ -396,7 +403,8 @@ fn wait_for_orders(warden: &OwnedFd) {
             }
         }
         let mut events = [PollFd::new(warden, PollFlags::IN)];
-        // While sweeping, the last interpreter is collected by its parent, the zygote, which this process cannot wait for.
+        // While sweeping, poll: the last interpreter is reaped by its parent, the zygote, which
+        // this process cannot wait for.
         let pause = sweeping.map(|_| rustix::event::Timespec {
             tv_sec: 0,
             tv_nsec: 500_000,
@@ -408,8 +416,8 @@ fn wait_for_orders(warden: &OwnedFd) {
         }
         match wire::receive::<Order>(warden) {
             Ok(Some((Order::Sweep { number }, _))) => {
-                // One pass is enough even against a fork bomb: the kernel signals all processes under one lock, and a fork that is under way
-                // fails when it finds a signal waiting.
+                // One pass is enough even against a fork bomb: the kernel signals all processes
+                // under one lock, and a fork in progress fails if a signal is pending.
                 let _ = sys::signal_everyone(libc::SIGKILL);
                 sweeping = Some(number);
             }
@@ -418,8 +426,8 @@ fn wait_for_orders(warden: &OwnedFd) {
     }
 }
 
-/// Tells whether there is nobody else, and ends whoever there is: a process on its way into the sandbox could not be ended before it had become the
-/// session's user.
+/// Returns whether no other process is left, and kills any that is: a process that was entering the
+/// sandbox could not be killed before it had become the session's user.
 fn nobody_left() -> bool {
     sys::signal_everyone(libc::SIGKILL)
         .is_err_and(|error| error.raw_os_error() == Some(libc::ESRCH))

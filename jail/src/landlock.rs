@@ -1,9 +1,10 @@
-//! The second file-system boundary: rules that stay true even if a mount were wrong.
+//! The second file-system boundary: rules that hold even if a mount is wrong.
 //!
-//! They are about writing alone. The kernel walks up to the root for every open of a file whose
-//! reading or truncation a rule is about, which made opens 1.4 × as slow; decision 36 has the figures.
+//! They restrict only writing. If a rule covers reading or truncation, the kernel walks up to the
+//! root at every open of a file, which made opens 1.4 × as slow; decision 36 has the figures.
 //!
-//! The init of a sandbox makes the rules, because only it stands in the sandbox's mounts; each interpreter enters them itself.
+//! The init of a sandbox creates the rules, because only it is in the sandbox's mounts; each
+//! interpreter applies them to itself.
 
 use std::os::fd::OwnedFd;
 
@@ -26,10 +27,10 @@ const WRITABLE_DEVICES: [&str; 6] = [
     "/dev/tty",
     TERMINALS,
 ];
-/// The sandbox's own pseudo-terminals, in a folder in which nothing can be made.
+/// The sandbox's own pseudo-terminals, in a folder in which no file can be created.
 const TERMINALS: &str = "/dev/pts";
 
-/// Why there are no rules.
+/// Why the rules could not be created.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum LandlockError {
     #[error("could not make the landlock rules")]
@@ -40,8 +41,8 @@ pub(crate) enum LandlockError {
     Absent,
 }
 
-/// Makes the rules for the mounts this process sees: write in three folders, signal and connect by
-/// abstract name only within the session.
+/// Creates the rules for the mounts of this process: write in three folders, signal and connect to
+/// abstract sockets only within the session.
 pub(crate) fn ruleset() -> Result<OwnedFd, LandlockError> {
     let written =
         |version: ABI| AccessFs::from_write(version) & !BitFlags::from(AccessFs::Truncate);

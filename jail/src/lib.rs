@@ -1,21 +1,29 @@
-//! The kernel work of the native backend: everything that makes and checks a jail.
+//! The kernel work of the native backend: creates, checks and supervises jails.
 //!
 //! ```text
-//! server ──lifeline──► guardian          outside; watches the server, makes id-mapped mounts when it is root
-//!    │                    └─ warden      pid 1 of its own namespaces, in a user namespace without host root
-//!    └────commands────────►  ├─ zygote   warm Python; forks, and never runs a user's byte
-//!                            └─ family…  a user namespace around one session and its forks; all their processes are in it
-//!                                └─ init…  pid 1 of each sandbox; the forked interpreters enter beside it
+//! server ──lifeline──► guardian          monitor outside the jail; watches the server and,
+//!    │                    │              as root, makes id-mapped mounts
+//!    │                    └─ warden      jail supervisor: pid 1 of its own namespaces, in a user
+//!    └────commands────────►  │           namespace without host root
+//!                            ├─ zygote   warm Python; forks, and never executes user code
+//!                            └─ family…  user namespace around one session and its forks; contains
+//!                                │       all their processes
+//!                                └─ init…  pid 1 of each sandbox; the forked interpreters enter
+//!                                          beside it
 //! ```
 //!
-//! The server starts the guardian as a fresh process of the same binary (`guardian::main`), because this work needs a single thread.
-//! If the server dies, the guardian kills the warden, and with a pid namespace's first process the kernel ends everything in it.
+//! The server starts the guardian as a fresh process of the same binary (`guardian::main`), because
+//! this work needs a single thread. If the server dies, the guardian kills the warden. When the
+//! first process of a pid namespace dies, the kernel kills everything in the namespace.
 //!
-//! `doors` is for sandboxes that others make: it opens ways out of the network of a container. `porter` is how it comes there where this server may not go.
+//! `doors` serves sandboxes that are created elsewhere: it opens egress listeners in the network
+//! namespace of a container. `porter` starts it inside a helper container where this server has no
+//! access to that namespace.
 //!
-//! All unsafe code of Cellblock is in `sys`. There is no async code here: the server wraps the sockets of `wire` itself.
+//! All unsafe code of Cellblock is in `sys`. There is no async code here: the server wraps the
+//! sockets of `wire` itself.
 //!
-//! What this crate never does: run a user's code, talk to a network, keep a secret.
+//! This crate never runs user code, connects to a network or stores a secret.
 
 pub mod cgroup;
 pub mod doors;
@@ -24,7 +32,7 @@ mod etc;
 mod family;
 pub mod guardian;
 pub mod identity;
-mod idmap;
+pub mod idmap;
 mod init;
 mod landlock;
 mod mask;
@@ -41,6 +49,7 @@ pub mod root;
 pub mod seccomp;
 mod sys;
 pub mod sysfs;
+pub mod test_switches;
 pub mod twin;
 mod warden;
 pub mod wire;

@@ -1,12 +1,12 @@
-//! Files of the operator's folders that a session must not read, or not change.
+//! Files in the operator's folders that a session must not read, or must not change.
 //!
-//! A mount covers each of them in every sandbox. A name that is a mount point can neither be renamed,
-//! nor replaced, nor removed by the processes of that sandbox, and what it covers cannot be linked to.
-//! Folders on the way to it are mounted onto themselves, so that they cannot be renamed either: in the
-//! next sandbox the file would have another name, which nothing covers.
+//! A mount covers each of them in every sandbox. Processes of that sandbox can neither rename, nor
+//! replace, nor remove a mount point, and cannot link to the covered file. Parent folders are bind
+//! mounted onto themselves, so that they cannot be renamed either: in the next sandbox the file
+//! would have another name, which is not covered.
 //!
-//! Whoever replaces such a file from outside takes the cover away, because the kernel keeps it with
-//! the old file. `place` is then called again in the sandboxes that exist.
+//! Replacing such a file from outside removes the cover, because the kernel keeps it with the old
+//! file. `place` is then called again in the existing sandboxes.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -22,12 +22,12 @@ use crate::root::RootError;
 use crate::sys::{self, Forked, MountAttributes};
 use crate::wire::{Mask, MaskRule};
 
-/// An empty file that nobody may read. The root of the jail has it.
+/// An empty file that no user may read. It is in the root of the jail.
 pub(crate) const UNREADABLE: &str = "/var/masked";
 /// An empty folder.
 const EMPTY: &str = "/var/empty";
 
-/// Covers what is there in this mount namespace and not covered yet.
+/// Covers the existing paths in this mount namespace that are not covered yet.
 pub(crate) fn place(masks: &[Mask]) -> Result<(), RootError> {
     for mask in masks {
         let attempt = || format!("could not protect {}", mask.inside.display());
@@ -36,7 +36,7 @@ pub(crate) fn place(masks: &[Mask]) -> Result<(), RootError> {
     Ok(())
 }
 
-/// Covers again what somebody outside has replaced, in the mounts of one sandbox.
+/// Covers again the files that were replaced from outside, in the mounts of one sandbox.
 pub(crate) fn place_again(masks: &[Mask], family: &OwnedFd, mounts: &OwnedFd) -> io::Result<()> {
     match sys::clone_process(0)? {
         Forked::Child => {
@@ -56,8 +56,8 @@ fn enter(family: &OwnedFd, mounts: &OwnedFd) -> io::Result<()> {
     for namespace in [family, mounts] {
         rustix::thread::move_into_link_name_space(namespace.as_fd(), None)?;
     }
-    // An empty file that is made must belong to the family's user. Rights stay: they go with user 0,
-    // which does not exist in here.
+    // A newly created empty file must belong to the family's user. The capabilities are kept: the
+    // kernel clears them when a process leaves user 0, which does not exist in here.
     let (uid, gid) = (Uid::from_raw(INSIDE_ID), Gid::from_raw(INSIDE_ID));
     rustix::thread::set_thread_res_gid(gid, gid, gid)?;
     Ok(rustix::thread::set_thread_res_uid(uid, uid, uid)?)
@@ -76,7 +76,7 @@ fn place_one(mask: &Mask) -> io::Result<()> {
         here = match rustix::fs::openat(&here, part, walk | OFlags::DIRECTORY, Mode::empty()) {
             Ok(next) if is_mount_root(&next)? => next,
             Ok(next) => cover_with_itself(&next, MountAttrFlags::empty())?,
-            // Nothing is there that could be read.
+            // Nothing readable exists there.
             Err(Errno::NOENT | Errno::NOTDIR | Errno::LOOP) => return Ok(()),
             Err(error) => return Err(error.into()),
         };
@@ -87,7 +87,7 @@ fn place_one(mask: &Mask) -> io::Result<()> {
                 OFlags::CREATE | OFlags::EXCL | OFlags::WRONLY | OFlags::CLOEXEC | OFlags::NOFOLLOW;
             match rustix::fs::openat(&here, name, create, Mode::from(0o600)) {
                 Ok(_) | Err(Errno::EXIST) => rustix::fs::openat(&here, name, walk, Mode::empty())?,
-                // The session cannot make it either.
+                // The session cannot create it either.
                 Err(Errno::ROFS | Errno::ACCESS | Errno::PERM) => return Ok(()),
                 Err(error) => return Err(error.into()),
             }
@@ -98,7 +98,7 @@ fn place_one(mask: &Mask) -> io::Result<()> {
     let is_folder = file_type(&found)?.is_dir();
     match mask.rule {
         MaskRule::EnvironmentFile if is_folder && is_mount_root(&found)? => Ok(()),
-        // A virtual environment of that name: it is used, and keeps its name.
+        // A virtual environment with that name: it can be used but not renamed.
         MaskRule::EnvironmentFile if is_folder => {
             cover_with_itself(&found, MountAttrFlags::empty()).map(drop)
         }
@@ -127,7 +127,7 @@ fn is_read_only(place: &OwnedFd) -> io::Result<bool> {
         .contains(rustix::fs::StatVfsMountFlags::RDONLY))
 }
 
-/// Puts a file or folder of the jail's root over a place, unless it is there already.
+/// Mounts a file or folder of the jail's root over a path, unless it is already there.
 fn cover_with(cover: &str, place: &OwnedFd) -> io::Result<()> {
     let (cover_is, place_is) = (rustix::fs::stat(cover)?, rustix::fs::fstat(place)?);
     if (cover_is.st_dev, cover_is.st_ino) == (place_is.st_dev, place_is.st_ino) {
@@ -142,7 +142,7 @@ fn cover_with(cover: &str, place: &OwnedFd) -> io::Result<()> {
     )
 }
 
-/// Mounts a place onto itself and returns the new mount.
+/// Bind mounts a path onto itself and returns the new mount.
 fn cover_with_itself(place: &OwnedFd, attributes: MountAttrFlags) -> io::Result<OwnedFd> {
     let flags = OpenTreeFlags::OPEN_TREE_CLONE
         | OpenTreeFlags::OPEN_TREE_CLOEXEC

@@ -1,7 +1,7 @@
-//! Memory of this process that its allocator holds and nothing uses.
+//! Memory of this process that its allocator holds but does not use.
 
-/// Gives it back to the kernel. The allocator itself gives back only what is at the end of its
-/// heaps, and buffers of many sizes leave gaps everywhere else.
+/// Returns unused memory to the kernel. The allocator itself returns only the end of its heaps, and
+/// buffers of many sizes leave gaps everywhere else.
 pub fn give_back() {
     crate::sys::trim_heap();
 }
@@ -31,7 +31,7 @@ mod tests {
     #[test]
     fn gaps_between_what_is_used_are_given_back() {
         let mut blocks: Vec<Option<Vec<u8>>> = (0..BLOCKS).map(|_| Some(vec![1; BLOCK])).collect();
-        // What stays in use keeps the heap as long as it is.
+        // Blocks that stay in use prevent the heap from shrinking.
         for (number, block) in blocks.iter_mut().enumerate() {
             if number % 20 != 0 {
                 *block = None;

@@ -1,11 +1,11 @@
-//! Messages to parts of the kernel that speak netlink.
+//! Netlink messages to the kernel.
 
 use std::io;
 use std::os::fd::OwnedFd;
 
 use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType};
 
-/// A conversation with a part of the kernel.
+/// A netlink socket.
 pub(crate) struct Netlink(OwnedFd);
 
 impl Netlink {
@@ -23,7 +23,7 @@ impl Netlink {
         Ok(Netlink(socket))
     }
 
-    /// Sends messages in one go and waits for the answers to those that are answered.
+    /// Sends messages in one write and waits for the replies to those that get one.
     pub(crate) fn ask(&self, messages: &[Message]) -> io::Result<()> {
         let mut bytes = Vec::new();
         let mut awaited = 0;
@@ -43,12 +43,12 @@ impl Netlink {
         Ok(())
     }
 
-    /// Asks for a list, and returns its entries without their headers.
+    /// Requests a list, and returns its entries without their headers.
     pub(crate) fn list(&self, message: Message) -> io::Result<Vec<Vec<u8>>> {
         let mut bytes = Vec::new();
         message.write(1, &mut bytes);
         rustix::net::send(&self.0, &bytes, SendFlags::empty())?;
-        // The kernel never writes larger pieces of a list.
+        // The kernel never writes larger parts of a list.
         let mut buffer = [0; 32768];
         let mut entries = Vec::new();
         loop {
@@ -64,21 +64,21 @@ impl Netlink {
     }
 }
 
-/// Splits what the kernel says into messages: the kind of each and what follows its header.
+/// Splits the kernel's data into messages: the type and the body of each.
 fn answers(mut bytes: &[u8]) -> Vec<(u16, &[u8])> {
     let mut found = Vec::new();
     while let (Some(length), Some(kind)) = (number(bytes, 0), bytes.get(4..6)) {
-        let length = length.max(HEADER as i32) as usize;
+        let length = length.max(NLMSG_HDRLEN as i32) as usize;
         found.push((
             u16::from_ne_bytes([kind[0], kind[1]]),
-            bytes.get(HEADER..length).unwrap_or_default(),
+            bytes.get(NLMSG_HDRLEN..length).unwrap_or_default(),
         ));
         bytes = bytes.get(length.next_multiple_of(4)..).unwrap_or_default();
     }
     found
 }
 
-/// Reads how a message fared.
+/// Reads the result of a message.
 fn verdict(body: &[u8]) -> io::Result<()> {
     match number(body, 0) {
         Some(0) => Ok(()),
@@ -87,7 +87,7 @@ fn verdict(body: &[u8]) -> io::Result<()> {
     }
 }
 
-/// Reads four bytes as a number, as the kernel writes it.
+/// Reads a four-byte number in the kernel's byte order.
 pub(crate) fn number(bytes: &[u8], at: usize) -> Option<i32> {
     bytes
         .get(at..at + 4)
@@ -95,9 +95,10 @@ pub(crate) fn number(bytes: &[u8], at: usize) -> Option<i32> {
         .map(i32::from_ne_bytes)
 }
 
-const HEADER: usize = 16;
+/// The size of `struct nlmsghdr`.
+const NLMSG_HDRLEN: usize = 16;
 
-/// A message to the kernel: a header, something of its kind, attributes.
+/// A message to the kernel: a header, a type-specific structure, attributes.
 pub(crate) struct Message {
     kind: u16,
     flags: i32,
@@ -113,7 +114,7 @@ impl Message {
         }
     }
 
-    /// The borders of a batch are not.
+    /// Returns whether the kernel replies. It does not for the borders of a batch.
     fn is_answered(&self) -> bool {
         self.kind != libc::NFNL_MSG_BATCH_BEGIN as u16
             && self.kind != libc::NFNL_MSG_BATCH_END as u16
@@ -142,7 +143,7 @@ impl Message {
         } else {
             0
         };
-        bytes.extend((HEADER as u32 + self.body.len() as u32).to_ne_bytes());
+        bytes.extend((NLMSG_HDRLEN as u32 + self.body.len() as u32).to_ne_bytes());
         bytes.extend(self.kind.to_ne_bytes());
         bytes.extend(((self.flags | libc::NLM_F_REQUEST | answer) as u16).to_ne_bytes());
         bytes.extend(number.to_ne_bytes());

@@ -1,10 +1,13 @@
-//! The network of a sandbox: a dead end in which every address is local.
+//! The network of a sandbox: an isolated namespace in which every address is local.
 //!
-//! Nothing leaves such a namespace; it has no interface but the loopback one. With one route per family, every address is an address of this machine, so
-//! a connection to anywhere arrives at a socket in here, or at none and is refused at once. The sockets are made here, before any of a user's code, and
-//! handed to the server, which accepts on them from outside and decides (`cellblock-egress`). Ports that nobody listens on are refused by the kernel.
+//! No traffic leaves such a namespace; its only interface is loopback. With one route per address
+//! family, every address is an address of this machine, so a connection to anywhere arrives at a
+//! socket in the namespace or is refused immediately. The sockets are created here, before any user
+//! code runs, and sent to the server, which accepts on them from outside and decides
+//! (`cellblock-egress`). The kernel refuses connections to ports without a listener.
 //!
-//! Where every port is wanted, nftables redirect all connections to one socket; the kernel remembers where they were going.
+//! If every port is wanted, nftables rules redirect all connections to one socket; the kernel keeps
+//! their original destination.
 
 use std::io;
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
@@ -16,17 +19,18 @@ use serde::{Deserialize, Serialize};
 use crate::netlink::{self, Message, Netlink};
 use crate::nftables;
 
-/// What a sandbox's network lets its user's code reach: nothing but itself, or the doors.
+/// The egress listeners of a sandbox's network. Without them, user code can reach only the sandbox
+/// itself.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Doors {
-    /// Questions about names, and connections to these ports.
+    /// DNS queries, and connections to these ports.
     Ports(Vec<u16>),
-    /// Questions about names, and connections to every port.
+    /// DNS queries, and connections to every port.
     All,
 }
 
-/// What a socket that came out of a sandbox is for.
+/// The purpose of a listener in a sandbox.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Door {
@@ -36,7 +40,7 @@ pub enum Door {
 }
 
 impl Doors {
-    /// What they are, in the order in which they are opened.
+    /// Returns the listeners, in the order in which they are opened.
     pub(crate) fn kinds(&self) -> Vec<Door> {
         let others = match self {
             Doors::Ports(ports) => ports.iter().copied().map(Door::Port).collect(),
@@ -47,10 +51,10 @@ impl Doors {
 }
 
 const NAMES_PORT: u16 = 53;
-/// Connections that wait to be accepted. The server accepts at once.
+/// Limit of connections that are waiting for an accept. The server accepts immediately.
 const BACKLOG: i32 = 128;
 
-/// Makes this network namespace a dead end and opens its doors.
+/// Isolates this network namespace and opens its listeners.
 pub(crate) fn open(doors: &Doors) -> io::Result<(Vec<Door>, Vec<OwnedFd>)> {
     make_every_address_local()?;
     let mut sockets = vec![bound(SocketType::DGRAM, NAMES_PORT)?];
@@ -74,9 +78,10 @@ pub(crate) fn open(doors: &Doors) -> io::Result<(Vec<Door>, Vec<OwnedFd>)> {
     Ok((doors.kinds(), sockets))
 }
 
-/// Makes sure that what is meant for an address of nobody is refused at once, here and now: one that is set aside for examples, at a port without a door.
+/// Verifies that a connection to an unused address is refused immediately: an address reserved for
+/// documentation, at a port without a listener.
 ///
-/// Where everything is redirected, whoever accepts decides.
+/// If all connections are redirected, the accepting process decides.
 pub(crate) fn leads_nowhere(doors: Option<&Doors>) -> io::Result<()> {
     let Some(port) = port_without_door(doors) else {
         return Ok(());
@@ -105,10 +110,11 @@ fn port_without_door(doors: Option<&Doors>) -> Option<u16> {
     }
 }
 
-/// Names the interfaces of this namespace that are up, the loopback one aside. Where there is one, something may leave beside the doors.
+/// Returns the names of the interfaces of this namespace that are up, except loopback. Any such
+/// interface may let traffic bypass the listeners.
 pub(crate) fn other_interfaces() -> io::Result<Vec<String>> {
     let mut message = Message::new(libc::RTM_GETLINK, libc::NLM_F_DUMP);
-    // struct ifinfomsg: of any family, all of them.
+    // struct ifinfomsg: any family, all interfaces.
     message.bytes(&[0; 16]);
     let socket = rustix::net::socket_with(
         AddressFamily::INET,
@@ -122,7 +128,7 @@ pub(crate) fn other_interfaces() -> io::Result<Vec<String>> {
         else {
             return Err(io::ErrorKind::InvalidData.into());
         };
-        if flags & libc::IFF_UP != 0 && index.cast_unsigned() != LOOPBACK {
+        if flags & libc::IFF_UP != 0 && index.cast_unsigned() != LOOPBACK_IFINDEX {
             names.push(netdevice::index_to_name(&socket, index.cast_unsigned())?);
         }
     }
@@ -135,7 +141,7 @@ fn listening(port: u16) -> io::Result<OwnedFd> {
     Ok(socket)
 }
 
-/// A socket for both families, or for the older one where the kernel has no other.
+/// Returns a socket for IPv6 and IPv4, or only IPv4 if the kernel has no IPv6.
 fn bound(kind: SocketType, port: u16) -> io::Result<OwnedFd> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     match rustix::net::socket_with(AddressFamily::INET6, kind, flags, None) {
@@ -153,8 +159,8 @@ fn bound(kind: SocketType, port: u16) -> io::Result<OwnedFd> {
     }
 }
 
-/// The loopback interface is the first of every namespace.
-const LOOPBACK: u32 = 1;
+/// The loopback interface is the first one of every namespace.
+const LOOPBACK_IFINDEX: u32 = 1;
 
 fn make_every_address_local() -> io::Result<()> {
     let kernel = Netlink::open(libc::NETLINK_ROUTE)?;
@@ -178,9 +184,9 @@ fn make_every_address_local() -> io::Result<()> {
             0,
             0,
         ]);
-        message.attribute(libc::RTA_OIF, &LOOPBACK.to_ne_bytes());
+        message.attribute(libc::RTA_OIF, &LOOPBACK_IFINDEX.to_ne_bytes());
         match kernel.ask(&[message]) {
-            // Where there is no newer family there is no address in it to reach.
+            // Without IPv6 there is no IPv6 address to reach.
             Err(error) if family == libc::AF_INET6 && no_such_family(&error) => {}
             result => result?,
         }
@@ -188,7 +194,8 @@ fn make_every_address_local() -> io::Result<()> {
     Ok(())
 }
 
-/// The kernel has no such family, or it is switched off on the interface (`EACCES`; for want of rights it would be `EPERM`).
+/// Returns whether the kernel lacks the address family, or it is disabled on the interface
+/// (`EACCES`; missing rights would be `EPERM`).
 fn no_such_family(error: &io::Error) -> bool {
     matches!(
         error.raw_os_error(),

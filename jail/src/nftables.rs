@@ -1,11 +1,12 @@
-//! One table of nftables, written without their library: all connections of a namespace to one port.
+//! One nftables table, written without their library: redirects all connections of a namespace to
+//! one port.
 
 use std::io;
 use std::net::Ipv6Addr;
 
 use crate::netlink::{Message, Netlink};
 
-// Numbers of attributes, from the kernel's header `nf_tables.h`.
+// Attribute numbers from the kernel's header `nf_tables.h`.
 const NFTA_TABLE_NAME: u16 = 1;
 const NFTA_CHAIN_TABLE: u16 = 1;
 const NFTA_CHAIN_NAME: u16 = 3;
@@ -35,7 +36,7 @@ const NFTA_IMMEDIATE_DREG: u16 = 1;
 const NFTA_IMMEDIATE_DATA: u16 = 2;
 const NFTA_REDIR_REG_PROTO_MIN: u16 = 1;
 
-/// Has connections to any address but loopback ones arrive at this port.
+/// Redirects connections to any address except loopback to this port.
 pub(crate) fn redirect_everything_to(port: u16) -> io::Result<()> {
     const TABLE: &[u8] = b"cellblock\0";
     const CHAIN: &[u8] = b"out\0";
@@ -76,7 +77,8 @@ pub(crate) fn redirect_everything_to(port: u16) -> io::Result<()> {
         rule.nested(NFTA_RULE_EXPRESSIONS, |expressions| write(expressions));
         rule
     };
-    // 127.0.0.0/8 and ::1 are the session's own: offset and length of the destination, or of its first byte.
+    // 127.0.0.0/8 and ::1 belong to the session: offset and length of the destination, or of its
+    // first byte.
     let own_v4 = rule(&|rule| {
         same_meta(rule, libc::NFT_META_NFPROTO, &[libc::NFPROTO_IPV4 as u8]);
         same_header(rule, 16, &[127]);
@@ -96,7 +98,7 @@ pub(crate) fn redirect_everything_to(port: u16) -> io::Result<()> {
     Netlink::open(libc::NETLINK_NETFILTER)?.ask(&[begin, table, chain, own_v4, own_v6, others, end])
 }
 
-/// Where a rule keeps what it looks at.
+/// The register that a rule compares.
 const REGISTER: u32 = libc::NFT_REG_1 as u32;
 
 fn expression(rule: &mut Message, name: &[u8], write: impl FnOnce(&mut Message)) {

@@ -1,15 +1,20 @@
-//! A porter: a process of ours in a container's network, started there by somebody who may, for a server that may not enter.
+//! Helper process (`porter`) in a container's network, started there by an engine, for a server
+//! that may not enter the network itself.
 //!
 //! ```text
 //! server                                    cb-porter, a fresh process of the same binary
-//!  │ waits at its lodge, a socket              │ was started in the container's network
-//!  │◄─────── a word that only it was told ─────│ connects
-//!  │──────── which doors ─────────────────────►│ refuses if this is the server's network, or anything but the loopback interface is up
-//!  │◄─────── the sockets, or why not ──────────│ makes every address local, opens the doors, ends
+//!  │ listens on a socket, the lodge            │ was started in the container's network
+//!  │◄─────── a shared secret (`word`) ─────────│ connects
+//!  │──────── wanted listeners ────────────────►│ refuses if this is the server's network, or
+//!  │                                           │ any other interface than loopback is up
+//!  │◄─────── sockets, or an error ─────────────│ makes every address local, opens the
+//!  │                                           │ listeners, exits
 //! ```
 //!
-//! Whoever could reach the lodge could hand the server sockets of his own. So it lies in a folder that only the server's user can enter, each porter has one of its own,
-//! one connection is taken there, and it is believed if it begins with the word. Everything said there is of bounded size and has to be said in time.
+//! A process that could reach the lodge could send the server its own sockets. So the lodge is in a
+//! folder that only the server's user can enter, each porter has its own, only one connection is
+//! accepted there, and it must begin with the secret. Every message there is of bounded size and
+//! has a timeout.
 
 use std::fs::{self, File, Permissions};
 use std::io;
@@ -28,13 +33,13 @@ use crate::{sys, wire};
 
 /// The argument that makes the server's binary a porter. The path of the lodge follows.
 pub const ARGUMENT: &str = "--cellblock-jail-porter";
-/// The variable that holds its word. The arguments of a process can be read by everybody.
+/// The environment variable with its secret. The arguments of a process are readable by all users.
 pub const WORD: &str = "CELLBLOCK_PORTER_WORD";
 
-/// How long a porter may take to come, once it is waited for. An engine starts it meanwhile.
+/// Timeout for the connection of a porter. An engine starts it in the meantime.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// Where the server waits for one porter.
+/// The socket on which the server waits for one porter.
 #[derive(Debug)]
 pub struct Lodge {
     socket: OwnedFd,
@@ -42,20 +47,21 @@ pub struct Lodge {
     word: String,
 }
 
-/// What a porter says first.
+/// The first message of a porter.
 #[derive(Serialize, Deserialize)]
 struct Greeting {
     word: String,
 }
 
 impl Lodge {
-    /// Opens a lodge at a new path, in a folder that nobody else can enter, for a porter that knows the word.
+    /// Opens a lodge at a new path, in a folder that only the server's user can enter, for a porter
+    /// that has the secret.
     pub fn open(path: &Path, word: &str) -> io::Result<Lodge> {
         let (Some(folder), Some(name)) = (path.parent(), path.file_name()) else {
             return Err(io::ErrorKind::InvalidInput.into());
         };
         let socket = packet_socket()?;
-        // By way of its folder, because the addresses of sockets are short.
+        // Through the folder's descriptor, because socket addresses are short.
         let folder = File::open(folder)?;
         let address = Path::new("/proc/self/fd")
             .join(folder.as_raw_fd().to_string())
@@ -66,13 +72,14 @@ impl Lodge {
             path: path.to_owned(),
             word: word.to_owned(),
         };
-        // A porter is root without rights over files, or root of a user namespace. Nobody else comes as far as this file.
+        // A porter is root without rights over files, or root of a user namespace. No other user
+        // can reach this file.
         fs::set_permissions(path, Permissions::from_mode(0o666))?;
         rustix::net::listen(&lodge.socket, 1)?;
         Ok(lodge)
     }
 
-    /// Waits for the porter, and has it open doors.
+    /// Waits for the porter and makes it open the listeners.
     pub fn doors(&self, wanted: &Doors) -> Result<Vec<(Door, OwnedFd)>, DoorsError> {
         let attempt = || DoorsError::failed("hear from the porter");
         let porter = self.arrival().map_err(attempt())?;
@@ -89,7 +96,7 @@ impl Lodge {
         doors::taken_over(answer, wanted)
     }
 
-    /// Takes the one connection that comes, if it begins with the word.
+    /// Accepts one connection, if it begins with the secret.
     fn arrival(&self) -> io::Result<OwnedFd> {
         sockopt::set_socket_timeout(&self.socket, sockopt::Timeout::Recv, Some(PATIENCE))?;
         let accept = || rustix::net::accept_with(&self.socket, SocketFlags::CLOEXEC);
@@ -106,9 +113,10 @@ impl Lodge {
         }
     }
 
-    /// Says that nobody comes any more. Whoever has come already is still heard; whoever waits for nobody waits no longer.
+    /// Stops accepting. A porter that has already connected is still served; a waiting call
+    /// returns.
     pub fn close(&self) {
-        // The kernel refuses this only for what is no such socket.
+        // The kernel refuses this only for a descriptor that is not such a socket.
         let _ = rustix::net::shutdown(&self.socket, Shutdown::Both);
     }
 }
@@ -132,7 +140,8 @@ fn packet_socket() -> io::Result<OwnedFd> {
     )?)
 }
 
-/// Brings doors of this process's network to the lodge that the second argument names.
+/// Opens listeners in this process's network and sends them to the lodge named by the second
+/// argument.
 pub fn main() -> ExitCode {
     doors::told(serve())
 }
@@ -150,16 +159,16 @@ fn serve() -> io::Result<()> {
     doors::serve(&server)
 }
 
-/// The files that a process of a program is made of, beside the program itself.
+/// The files that a process of a program needs, in addition to the program itself.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Libraries {
-    /// The dynamic loader; a program without one needs nothing else either.
+    /// The dynamic loader; a program without one needs no other files either.
     pub loader: Option<PathBuf>,
     pub shared: Vec<PathBuf>,
 }
 
 impl Libraries {
-    /// Returns those of this process.
+    /// Returns the files of this process.
     pub fn own() -> io::Result<Libraries> {
         let maps = fs::read_to_string("/proc/self/maps")?;
         Ok(Libraries::of(
@@ -169,7 +178,8 @@ impl Libraries {
         ))
     }
 
-    /// Finds them in a list of mappings as the kernel writes it. A file that was replaced since is meant as it is now: a process that begins now takes that one.
+    /// Finds the files in a list of mappings in the kernel's format. A file that was replaced since
+    /// then is returned in its current version: a new process loads that one.
     fn of(maps: &str, program: &Path, loader_address: u64) -> Libraries {
         let mappings = || maps.lines().filter_map(Mapping::read);
         let holds_loader = |mapping: &Mapping<'_>| mapping.addresses.contains(&loader_address);
@@ -189,7 +199,7 @@ impl Libraries {
     }
 }
 
-/// One line of the list: a part of a file in memory.
+/// One line of the list: a mapped part of a file.
 struct Mapping<'a> {
     addresses: std::ops::Range<u64>,
     is_code: bool,
@@ -197,7 +207,7 @@ struct Mapping<'a> {
 }
 
 impl Mapping<'_> {
-    /// `None` for memory that is of no file.
+    /// Parses a line. Returns `None` for memory without a file.
     fn read(line: &str) -> Option<Mapping<'_>> {
         // address-address rights offset device inode      path
         let (fields, path) = line.split_at(line.find('/')?);
@@ -249,7 +259,7 @@ nonsense
             shared: vec![folder.join("libc-2.31.so"), folder.join("libgcc_s.so.1")],
         };
         assert_eq!(Libraries::of(MAPS, program, 0x7f10_0080_0000), expected);
-        // A program that was linked to nothing.
+        // A statically linked program.
         let alone = MAPS.lines().take(3).collect::<Vec<_>>().join("\n");
         assert_eq!(
             Libraries::of(&alone, program, 0),
@@ -278,7 +288,7 @@ nonsense
         Doors::Ports(vec![443])
     }
 
-    /// Connects, says each of these, and returns what the server makes of it.
+    /// Connects, runs `speak`, and returns the server's result.
     fn said(speak: impl FnOnce(&OwnedFd)) -> Result<Vec<(Door, OwnedFd)>, DoorsError> {
         let folder = tempfile::tempdir().unwrap();
         let lodge = lodge(&folder);
@@ -354,7 +364,7 @@ nonsense
         });
         is_refused("too much", |porter| {
             sockopt::set_socket_send_buffer_size(porter, 1 << 20).unwrap();
-            // It may not fit into what the kernel keeps for a socket, which is as good.
+            // It may not fit into the kernel's socket buffer, which is equally good.
             let _ = rustix::net::send(porter, &[b' '; 170_000], rustix::net::SendFlags::empty());
         });
         is_refused("a greeting with a socket", |porter| {

@@ -1,7 +1,7 @@
-//! What the kernel says about a live process: the facts behind every claim of isolation.
+//! The kernel's view of a live process: the facts behind every claim of isolation.
 //!
-//! The server reads this for each interpreter before it sends the first byte of a user's code, and refuses to go on when one fact is not
-//! as it must be. It trusts nothing that was said on the way.
+//! The server reads these for each interpreter before it sends the first byte of user code, and
+//! refuses to continue if a fact is not as expected. It does not rely on earlier reports.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -23,13 +23,13 @@ pub struct Posture {
     /// 2 when a filter is loaded.
     pub seccomp: u32,
     pub seccomp_filters: u32,
-    /// Whether it leads a session, and so a process group, of its own.
+    /// Whether it leads its own session, and so its own process group.
     pub leads_session: bool,
     /// The identity of each namespace.
     pub namespaces: BTreeMap<&'static str, PathBuf>,
 }
 
-/// A fact that is not as it must be.
+/// A fact that is not as expected.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Fault {
     #[error("it runs as host user {0} instead of {1}")]
@@ -50,18 +50,18 @@ pub enum Fault {
     Elsewhere(String),
 }
 
-/// What must be true of a session.
+/// Expected facts of a session.
 #[derive(Debug, Clone, Copy)]
 pub struct Expected {
     pub host_uid: u32,
     pub host_gid: u32,
-    /// An ordinary user cannot give up its groups in a namespace it made.
+    /// An unprivileged user cannot drop its groups in a namespace that it created.
     pub groups_empty: bool,
     pub seccomp_filters: u32,
 }
 
 impl Posture {
-    /// Reads the facts of the process with this number.
+    /// Reads the facts of the process with this pid.
     pub fn read(pid: u32) -> io::Result<Posture> {
         let status = fs::read_to_string(format!("/proc/{pid}/status"))?;
         let mut posture = Posture::parse(&status)
@@ -175,9 +175,13 @@ impl Posture {
 mod tests {
     use super::*;
 
-    const STATUS: &str = "Name:\tpython\nUid:\t1900000001\t1900000001\t1900000001\t1900000001\nGid:\t1900000001\t1900000001\t1900000001\t1900000001\n\
-        Groups:\t \nNSpid:\t900\t12\t3\nNSsid:\t900\t12\t3\nNSpgid:\t900\t12\t3\nCapInh:\t0000000000000000\nCapPrm:\t0000000000000000\nCapEff:\t0000000000000000\n\
-        CapBnd:\t0000000000000000\nCapAmb:\t0000000000000000\nNoNewPrivs:\t1\nSeccomp:\t2\nSeccomp_filters:\t2\n";
+    const STATUS: &str = "Name:\tpython\n\
+        Uid:\t1900000001\t1900000001\t1900000001\t1900000001\n\
+        Gid:\t1900000001\t1900000001\t1900000001\t1900000001\n\
+        Groups:\t \nNSpid:\t900\t12\t3\nNSsid:\t900\t12\t3\nNSpgid:\t900\t12\t3\n\
+        CapInh:\t0000000000000000\nCapPrm:\t0000000000000000\nCapEff:\t0000000000000000\n\
+        CapBnd:\t0000000000000000\nCapAmb:\t0000000000000000\n\
+        NoNewPrivs:\t1\nSeccomp:\t2\nSeccomp_filters:\t2\n";
 
     fn locked_down() -> Posture {
         let mut posture = Posture::parse(STATUS).unwrap();

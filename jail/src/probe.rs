@@ -1,4 +1,4 @@
-//! What this machine can enforce, found out by looking and by trying.
+//! Probes what this machine can enforce, by reading its settings and by attempts.
 
 use std::fs;
 use std::io;
@@ -6,15 +6,15 @@ use std::path::Path;
 
 use landlock::{AccessFs, CompatLevel, Compatible, Ruleset, RulesetAttr};
 
-/// Answers of the machine, with the cure where something is missing.
+/// Result of a probe, with the fix if something is missing.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Finding {
     pub works: bool,
-    /// What an older kernel does not cover, when it works otherwise.
+    /// A gap of an older kernel in a feature that otherwise works.
     pub but: Option<String>,
-    /// What is there, or what is missing and why.
+    /// The feature that was found, or what is missing and why.
     pub what: String,
-    /// The exact cure, when there is one.
+    /// The exact fix, if there is one.
     pub cure: Option<String>,
 }
 
@@ -38,7 +38,7 @@ impl Finding {
     }
 }
 
-/// Whether user namespaces can be made, and if not, which switch forbids it.
+/// Probes whether user namespaces can be created, and if not, which setting forbids it.
 pub fn user_namespaces() -> Finding {
     let setting = |path: &str| {
         fs::read_to_string(path)
@@ -60,7 +60,8 @@ pub fn user_namespaces() -> Finding {
             "sysctl -w kernel.unprivileged_userns_clone=1",
         );
     }
-    // A program with a profile of its own is restricted by that profile only; whether it grants enough, a launch will tell.
+    // A program with its own AppArmor profile is restricted only by that profile; whether it
+    // permits enough is found out at launch.
     let has_profile =
         setting("/proc/self/attr/current").is_some_and(|profile| profile != "unconfined");
     if !is_root
@@ -69,15 +70,17 @@ pub fn user_namespaces() -> Finding {
             .is_some_and(|value| value == "1")
     {
         return Finding::missing(
-            "AppArmor takes the rights out of user namespaces made by ordinary programs (Ubuntu 23.10 and newer)",
-            "sysctl -w kernel.apparmor_restrict_unprivileged_userns=0, or an AppArmor profile that grants `userns` to the cellblock binary",
+            "AppArmor takes the rights out of user namespaces made by ordinary programs (Ubuntu \
+             23.10 and newer)",
+            "sysctl -w kernel.apparmor_restrict_unprivileged_userns=0, or an AppArmor profile that \
+             grants `userns` to the cellblock binary",
         );
     }
     Finding::works("user namespaces can be made")
 }
 
-/// A kind of namespace that the jail needs: the flag that makes it, its word, and the setting that
-/// limits how many a user may have.
+/// A kind of namespace that the jail needs: its flag, its name, and the setting that limits how
+/// many a user may have.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Kind {
     pub(crate) flag: libc::c_int,
@@ -90,7 +93,7 @@ pub(crate) const USER: Kind = Kind {
     name: "user",
     limit: "user.max_user_namespaces",
 };
-/// What every sandbox has beside it.
+/// The other namespaces of every sandbox.
 pub(crate) const OTHERS: [Kind; 6] = [
     Kind {
         flag: libc::CLONE_NEWNS,
@@ -125,7 +128,7 @@ pub(crate) const OTHERS: [Kind; 6] = [
 ];
 
 impl Kind {
-    /// Says which namespace was refused, why, and what to do about it.
+    /// Returns which namespace was refused, why, and how to fix it.
     pub(crate) fn refusal(self, error: &io::Error) -> String {
         self.refusal_in(error, container(Path::new("/")), is_filtered())
     }
@@ -133,18 +136,18 @@ impl Kind {
     fn refusal_in(self, error: &io::Error, container: Option<&str>, filtered: bool) -> String {
         let Kind { name, limit, .. } = self;
         let cure = match error.raw_os_error() {
-            // The kernel's word for a limit that is used up.
+            // The kernel's errno for an exhausted limit.
             Some(libc::ENOSPC) => format!("sysctl -w {limit}=10000"),
             Some(libc::EPERM | libc::EACCES | libc::ENOSYS) => match container {
                 Some(cure) => cure.to_owned(),
                 None if filtered => format!(
-                    "a seccomp filter of whoever started this process forbids it. In a unit of systemd, remove \
+                    "a seccomp filter of whoever started this process forbids it. In a unit of \
+                     systemd, remove \
                      RestrictNamespaces= and SystemCallFilter=, or allow {name} namespaces there"
                 ),
-                None => {
-                    "a security module such as AppArmor or SELinux forbids it; allow `userns_create` to this program"
-                        .to_owned()
-                }
+                None => "a security module such as AppArmor or SELinux forbids it; allow \
+                     `userns_create` to this program"
+                    .to_owned(),
             },
             _ => return format!("could not make a {name} namespace: {error}"),
         };
@@ -152,47 +155,53 @@ impl Kind {
     }
 }
 
-/// Whether this process runs under a seccomp filter already.
+/// Returns whether this process already runs under a seccomp filter.
 fn is_filtered() -> bool {
     fs::read_to_string("/proc/self/status")
         .is_ok_and(|text| text.lines().any(|line| line == "Seccomp:\t2"))
 }
 
-/// What lets namespaces be made in the kind of container that this process is in, if it is in one.
+/// Returns how to allow namespaces in the kind of container that this process is in, if it is in
+/// one.
 pub fn container(root: &Path) -> Option<&'static str> {
-    // The kubelet writes this line into every pod, also into one without a service account.
+    // The kubelet writes this line into every pod, even without a service account.
     let hosts = fs::read_to_string(root.join("etc/hosts")).unwrap_or_default();
     if hosts.starts_with("# Kubernetes-managed hosts file") {
         Some(
-            "in Kubernetes, set `seccompProfile: {type: Unconfined}` and `procMount: Unmasked` in the container's securityContext, and \
+            "in Kubernetes, set `seccompProfile: {type: Unconfined}` and `procMount: Unmasked` in \
+             the container's securityContext, and \
              `hostUsers: false` in the pod",
         )
     } else if root.join("run/.containerenv").exists() {
         Some(
-            "inside Podman, start the container with --security-opt seccomp=unconfined --security-opt unmask=ALL",
+            "inside Podman, start the container with --security-opt seccomp=unconfined \
+             --security-opt unmask=ALL",
         )
     } else if root.join(".dockerenv").exists() {
         Some(
-            "inside Docker, start the container with --security-opt seccomp=unconfined --security-opt systempaths=unconfined",
+            "inside Docker, start the container with --security-opt seccomp=unconfined \
+             --security-opt systempaths=unconfined",
         )
     } else {
         None
     }
 }
 
-/// Whether the jail may trace its own processes, which is how interpreters enter their sandboxes.
+/// Probes whether the jail may trace its own processes, which interpreters need to enter sandboxes.
 pub fn tracing() -> Finding {
-    // The other values of this switch restrict whom one may trace; the jail has the rights that they ask for.
+    // The other values of this setting restrict which processes can be traced; the jail has the
+    // rights that they require.
     match fs::read_to_string("/proc/sys/kernel/yama/ptrace_scope") {
         Ok(scope) if scope.trim() == "3" => Finding::missing(
-            "tracing is switched off until the next start of the machine (kernel.yama.ptrace_scope=3)",
+            "tracing is switched off until the next start of the machine \
+             (kernel.yama.ptrace_scope=3)",
             "start the machine with kernel.yama.ptrace_scope=2 or less",
         ),
         _ => Finding::works("processes can be traced"),
     }
 }
 
-/// Whether the kernel has landlock.
+/// Probes whether the kernel has landlock.
 pub fn landlock() -> Finding {
     let rules = Ruleset::default()
         .set_compatibility(CompatLevel::HardRequirement)
@@ -207,7 +216,7 @@ pub fn landlock() -> Finding {
     }
 }
 
-/// Whether filters can be loaded.
+/// Probes whether filters can be loaded.
 pub fn seccomp() -> Finding {
     let actions = fs::read_to_string("/proc/sys/kernel/seccomp/actions_avail").unwrap_or_default();
     if actions.split_whitespace().any(|action| action == "errno") {
@@ -267,7 +276,7 @@ mod tests {
                 .refusal_in(&error, Some("leave the container"), true)
                 .ends_with("cure: leave the container")
         );
-        // Control: an error of another kind gets no cure that does not fit.
+        // Control: an error of another kind gets no unsuitable fix.
         let other = io::Error::from_raw_os_error(libc::ENOMEM);
         assert!(!network().refusal_in(&other, None, true).contains("cure"));
     }

@@ -1,14 +1,16 @@
-//! A row of system calls that a stopped process makes in one go.
+//! A sequence of system calls that a stopped process makes without further stops.
 //!
-//! Stopping a process at every system call costs tens of microseconds each time. A program is the same row of calls as plain
-//! instructions in memory that nobody else can reach: the process runs it from its first call to the trap at its end, or to the trap after
-//! the first call that fails.
+//! Stopping a process at every system call costs tens of microseconds each time. A program is the
+//! same sequence of calls as plain instructions in memory that no other process can access: the
+//! process runs it from its first call to the trap at its end, or to the trap after the first call
+//! that fails.
 
 use std::io;
 
 use crate::registers::{self, Argument};
+use crate::test_switches::TestSwitches;
 
-/// A place in the table of results, to be used as an argument of later steps.
+/// An entry in the table of results, which can be an argument of later steps.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Outcome(u32);
 
@@ -24,12 +26,11 @@ impl From<u64> for Argument {
     }
 }
 
-/// What the process does, step by step.
+/// The steps of the process.
 #[derive(Debug, Default)]
 pub(crate) struct Program {
     steps: Vec<Step>,
-    /// Names of steps that are left out.
-    without: Vec<String>,
+    test_switches: TestSwitches,
 }
 
 #[derive(Debug)]
@@ -39,7 +40,7 @@ struct Step {
     arguments: [Argument; 6],
 }
 
-/// A program as bytes, and where in them each step traps.
+/// A program as bytes, and the offset at which each step traps.
 pub(crate) struct Assembled {
     pub(crate) code: Vec<u8>,
     traps: Vec<(u64, &'static str)>,
@@ -47,11 +48,11 @@ pub(crate) struct Assembled {
 }
 
 impl Program {
-    /// A program that leaves out the steps with these names.
-    pub(crate) fn without(names: &[String]) -> Program {
+    /// Returns an empty program; a test may have steps skipped.
+    pub(crate) fn new(test_switches: &TestSwitches) -> Program {
         Program {
-            without: names.to_vec(),
-            ..Program::default()
+            steps: Vec::new(),
+            test_switches: test_switches.clone(),
         }
     }
 
@@ -64,11 +65,10 @@ impl Program {
     ) -> Outcome {
         let mut all = [Argument::Value(0); 6];
         all[..arguments.len()].copy_from_slice(arguments);
-        let is_left_out = self.without.iter().any(|left_out| left_out == name);
-        // A question that is always answered takes the place of a step that is left out.
+        // `getpid` always succeeds, so it replaces a step that is skipped.
         self.steps.push(Step {
             name,
-            number: if is_left_out {
+            number: if self.test_switches.skips(name) {
                 libc::SYS_getpid
             } else {
                 number
@@ -78,12 +78,12 @@ impl Program {
         Outcome(self.steps.len() as u32 - 1)
     }
 
-    /// Bytes that the table of results needs.
+    /// Returns the size of the table of results in bytes.
     pub(crate) fn results(&self) -> usize {
         self.steps.len() * 8
     }
 
-    /// Writes the program for a table of results at this address.
+    /// Assembles the program for a table of results at this address.
     pub(crate) fn assemble(&self, results: u64) -> Assembled {
         let mut code = Vec::new();
         let mut traps = Vec::new();
@@ -99,7 +99,7 @@ impl Program {
     }
 }
 
-/// A call of a program that the kernel refused. The process stands still behind it.
+/// A call of a program that the kernel refused. The process is stopped after it.
 #[derive(Debug, thiserror::Error)]
 #[error("{step}: {cause}")]
 pub(crate) struct StepError {
@@ -114,7 +114,7 @@ impl StepError {
 }
 
 impl Assembled {
-    /// Judges a trap by where it happened, counted from the beginning of the code, and by the last result.
+    /// Interprets a trap by its offset from the start of the code and by the last result.
     pub(crate) fn ended(&self, offset: u64, result: i64) -> io::Result<()> {
         if offset == self.end + registers::TRAP_MOVES {
             return Ok(());
@@ -133,7 +133,8 @@ impl Assembled {
 mod tests {
     use super::*;
 
-    /// Where the trap of a step that failed leaves the next instruction: at the end of the step, or at its last instruction.
+    /// The instruction pointer after the trap of a failed step: at the end of the step, or at its
+    /// last instruction.
     fn trap_of(assembled: &Assembled, place: usize) -> u64 {
         assembled.traps[place].0 - if cfg!(target_arch = "x86_64") { 0 } else { 4 }
     }
@@ -159,10 +160,10 @@ mod tests {
                 "{error}"
             );
         }
-        // Control: the trap at the end is no failure, whatever the last call gave.
+        // Control: the trap at the end is not a failure, whatever the last call returned.
         let end = assembled.code.len() as u64 - if cfg!(target_arch = "x86_64") { 0 } else { 4 };
         assert!(assembled.ended(end, -i64::from(libc::EACCES)).is_ok());
-        // Somewhere else is one.
+        // A trap at any other offset is a failure.
         assert!(assembled.ended(end + 100, 0).is_err());
     }
 
@@ -180,9 +181,12 @@ mod tests {
     }
 
     #[test]
-    fn a_step_that_is_left_out_leaves_the_others_where_they_were() {
+    fn a_step_that_is_skipped_leaves_the_others_where_they_were() {
         let whole = three_steps();
-        let mut without = Program::without(&["second".to_owned()]);
+        let mut without = Program::new(&TestSwitches {
+            skipped_steps: vec!["second".to_owned()],
+            ..TestSwitches::default()
+        });
         let first = without.call("first", libc::SYS_getpid, &[]);
         without.call("second", libc::SYS_close, &[first.into()]);
         without.call("third", libc::SYS_close, &[7.into()]);

@@ -1,7 +1,8 @@
-//! What differs between processors: registers, and the few instructions of a `program`.
+//! Architecture-specific parts: registers, and the few instructions of a `program`.
 //!
-//! A stopped process is described by its general registers; to have it make a system call, the call's number and arguments are put where
-//! the processor's convention wants them and the next instruction to one that enters the kernel.
+//! The state of a stopped process is its general registers. To make it execute a system call, the
+//! call's number and arguments are written to the registers of the calling convention, and the
+//! instruction pointer is set to an instruction that enters the kernel.
 
 #[cfg(target_arch = "x86_64")]
 pub(crate) use x86_64::*;
@@ -9,14 +10,14 @@ pub(crate) use x86_64::*;
 #[cfg(target_arch = "aarch64")]
 pub(crate) use aarch64::*;
 
-/// The general registers, as the kernel orders them.
+/// The general registers, in the kernel's order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Registers([u64; COUNT]);
 
-/// Bytes of the general registers.
+/// Size of the general registers in bytes.
 pub(crate) const SIZE: usize = COUNT * 8;
-/// The kernel's number for the set of general registers.
-pub(crate) const GENERAL: i32 = 1;
+/// The register set of the general registers.
+pub(crate) const GENERAL: i32 = libc::NT_PRSTATUS;
 
 impl Registers {
     pub(crate) fn from_bytes(bytes: &[u8; SIZE]) -> Registers {
@@ -35,19 +36,21 @@ impl Registers {
         bytes
     }
 
-    /// The same registers with another next instruction, outside any system call.
+    /// Returns the same registers with another instruction pointer, outside any system call.
     pub(crate) fn at(mut self, address: u64) -> Registers {
         self.0[INSTRUCTION] = address;
         self.outside_calls()
     }
 
-    /// The same registers, returning from the system call that they were entering, with this result.
+    /// Returns the same registers, returning from the system call that they were entering, with
+    /// this result.
     pub(crate) fn returning(mut self, result: u64) -> Registers {
         self.0[RESULT] = result;
         self.outside_calls()
     }
 
-    /// Registers that make a system call at `address`, where an instruction that enters the kernel must be.
+    /// Returns registers that make a system call at `address`, which must hold an instruction that
+    /// enters the kernel.
     pub(crate) fn calling(mut self, address: u64, number: u64, arguments: [u64; 6]) -> Registers {
         self.0[NUMBER] = number;
         for (register, argument) in ARGUMENTS.into_iter().zip(arguments) {
@@ -60,7 +63,7 @@ impl Registers {
         self.0[INSTRUCTION]
     }
 
-    /// The result of a system call that just ended.
+    /// Returns the result of a system call that just ended.
     pub(crate) fn result(self) -> i64 {
         self.0[RESULT].cast_signed()
     }
@@ -70,7 +73,7 @@ impl Registers {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Argument {
     Value(u64),
-    /// The result of an earlier step, found at this number of bytes in the table of results.
+    /// The result of an earlier step, at this byte offset in the table of results.
     Earlier(u32),
 }
 
@@ -81,28 +84,32 @@ mod x86_64 {
     pub(crate) const COUNT: usize = 27;
     pub(super) const INSTRUCTION: usize = 16;
     pub(super) const RESULT: usize = 10;
-    /// A program puts the number of the call into the register that later has its result.
+    /// A program puts the number of the call into the register that later holds its result.
     pub(super) const NUMBER: usize = RESULT;
     pub(super) const ARGUMENTS: [usize; 6] = [14, 13, 12, 7, 9, 8];
     const ORIGINAL_NUMBER: usize = 15;
-    /// Which argument of `clone` says where the number of the new thread is kept.
+    /// Index of the argument of `clone` that is the address of the new thread's id.
     pub(crate) const THREAD_NUMBER: usize = 3;
     /// Length of the instruction that enters the kernel.
     pub(crate) const ENTER: u64 = 2;
-    /// How far a trap moves the next instruction.
+    /// Number of bytes by which a trap advances the instruction pointer.
     pub(crate) const TRAP_MOVES: u64 = 1;
-    /// The kernel's number for the set with everything else that a computation may depend on (XSAVE).
-    pub(crate) const EXTENDED: i32 = 0x202;
+    /// From `linux/elf.h`.
+    const NT_X86_XSTATE: i32 = 0x202;
+    /// The register set with all other state of a computation (XSAVE).
+    pub(crate) const EXTENDED: i32 = NT_X86_XSTATE;
 
     impl Registers {
-        /// Without this the kernel might take the registers for those of an interrupted call and repeat it.
+        /// Without this the kernel might treat the registers as those of an interrupted call and
+        /// restart it.
         pub(super) fn outside_calls(mut self) -> Registers {
             self.0[ORIGINAL_NUMBER] = u64::MAX;
             self
         }
     }
 
-    /// Makes a process that is about to enter a system call enter another one, which has no arguments.
+    /// Replaces the system call that a process is about to enter with another one, which has no
+    /// arguments.
     pub(crate) fn exchange_call(
         process: rustix::process::Pid,
         entering: Registers,
@@ -113,15 +120,16 @@ mod x86_64 {
         crate::sys::write_registers(process, super::GENERAL, &exchanged.to_bytes())
     }
 
-    /// Where the table of results is: in r12, which system calls leave alone.
+    /// Loads the address of the table of results into r12, which system calls preserve.
     pub(crate) fn begin(code: &mut Vec<u8>, results: u64) {
         code.extend([0x49, 0xbc]);
         code.extend(results.to_le_bytes());
     }
 
-    /// One system call; its result goes to the table. A failure runs into a trap.
+    /// Emits one system call; its result is stored in the table. A failure runs into a trap.
     pub(crate) fn call(code: &mut Vec<u8>, number: u64, arguments: &[Argument; 6], result: u32) {
-        /// rdi, rsi, rdx, r10, r8, r9: how each is loaded with a number, and from the table.
+        /// rdi, rsi, rdx, r10, r8, r9: the instructions that load each from a number, and from the
+        /// table.
         const LOADS: [([u8; 2], [u8; 4]); 6] = [
             ([0x48, 0xbf], [0x49, 0x8b, 0xbc, 0x24]),
             ([0x48, 0xbe], [0x49, 0x8b, 0xb4, 0x24]),
@@ -169,11 +177,11 @@ mod aarch64 {
     pub(crate) const THREAD_NUMBER: usize = 4;
     pub(crate) const ENTER: u64 = 4;
     pub(crate) const TRAP_MOVES: u64 = 0;
-    /// The set of floating-point registers (NT_PRFPREG).
-    pub(crate) const EXTENDED: i32 = 2;
-    /// The set that holds the number of the call being entered (NT_ARM_SYSTEM_CALL).
-    const CALL_NUMBER: i32 = 0x404;
-    /// The table of results is in x19, which system calls leave alone.
+    /// The register set of the floating-point registers.
+    pub(crate) const EXTENDED: i32 = libc::NT_PRFPREG;
+    /// The register set with the number of the call being entered. From `linux/elf.h`.
+    const NT_ARM_SYSTEM_CALL: i32 = 0x404;
+    /// The table of results is in x19, which system calls preserve.
     const TABLE: u32 = 19;
 
     impl Registers {
@@ -182,13 +190,14 @@ mod aarch64 {
         }
     }
 
-    /// Makes a process that is about to enter a system call enter another one, which has no arguments.
+    /// Replaces the system call that a process is about to enter with another one, which has no
+    /// arguments.
     pub(crate) fn exchange_call(
         process: rustix::process::Pid,
         _entering: Registers,
         number: u64,
     ) -> std::io::Result<()> {
-        crate::sys::write_registers(process, CALL_NUMBER, &(number as i32).to_ne_bytes())
+        crate::sys::write_registers(process, NT_ARM_SYSTEM_CALL, &(number as i32).to_ne_bytes())
     }
 
     fn load(code: &mut Vec<u8>, register: u32, value: u64) {
@@ -249,7 +258,7 @@ mod tests {
         let registers = numbered();
         assert_eq!(Registers::from_bytes(&registers.to_bytes()), registers);
         assert_eq!(registers.to_bytes().len(), SIZE);
-        // Control: another value is another set.
+        // Control: a different value gives a different set.
         assert_ne!(
             Registers::from_bytes(&registers.at(7).to_bytes()),
             registers
@@ -265,7 +274,7 @@ mod tests {
             [1, 2, 3, 4, 5, 6]
         );
         assert_eq!(calling.0[NUMBER], 42);
-        // What it does not concern stays, such as the stack.
+        // Unrelated registers are unchanged, such as the stack pointer.
         let changed = calling
             .0
             .iter()

@@ -1,12 +1,14 @@
-//! The file system a sandbox sees.
+//! The file system that a sandbox sees.
 //!
-//! The warden builds one root on a memory file system: the host's system folders and the Python environment bound read-only, a small
-//! `/etc` of our own (`etc`), a `/sys` of plain files (`sysfs`), six harmless devices. It then makes that root its own, so the host's files are gone for everything below
-//! it. Each family starts from a copy of the warden's mounts, with the operator's mounts of that family. Each sandbox starts from a copy of
-//! its family's, in which the kernel has locked everything, and adds what is private to it: `/work`, `/tmp`, `/dev/shm`, `/proc`.
+//! The warden builds one root on a tmpfs: the host's system folders and the Python environment
+//! bound read-only, a small `/etc` of our own (`etc`), a `/sys` of plain files (`sysfs`), six
+//! harmless devices. It then makes that root its own, so that the host's files are inaccessible for
+//! everything below it. Each family starts with a copy of the warden's mounts, plus the operator's
+//! mounts of that family. Each sandbox starts with a copy of its family's mounts, in which the
+//! kernel has locked everything, and adds its private parts: `/work`, `/tmp`, `/dev/shm`, `/proc`.
 //!
-//! Host paths are opened as detached mounts first (`open_all`), by whoever may: root before it gives up its rights, an ordinary user
-//! inside its own user namespace.
+//! Host paths are opened first, as detached mounts (`open_all`): by root before it drops its
+//! rights, by an unprivileged user inside its own user namespace.
 
 use std::fs::{self, Permissions};
 use std::io;
@@ -24,14 +26,16 @@ use rustix::process::WaitOptions;
 use crate::etc;
 use crate::sys::{self, Forked, MountAttributes};
 use crate::sysfs::{self, ShownLimits};
-use crate::wire::{self, Bind, LeftOut, OperatorMount};
+use crate::test_switches::TestSwitches;
+use crate::wire::{self, Bind, OperatorMount};
 
 /// The working folder of every session.
 pub const WORK: &str = "/work";
-/// The home folder; it is below `/tmp` so that caches and settings never land in the operator's workspace.
+/// The home folder; it is below `/tmp` so that caches and settings never end up in the operator's
+/// workspace.
 pub const HOME: &str = "/tmp/home";
 
-/// System folders that programs need, when the host has them. Anything else of the host stays outside.
+/// System folders that programs need, if the host has them. Nothing else of the host is visible.
 const SYSTEM: [&str; 15] = [
     "/usr",
     "/bin",
@@ -50,15 +54,16 @@ const SYSTEM: [&str; 15] = [
     "/etc/ssl/certs",
 ];
 
-/// The last one stands for the controlling terminal of whoever opens it. No process of the jail has
-/// one, so that it is always one of the sandbox's own.
+/// The last one is the controlling terminal of the process that opens it. No process of the jail
+/// has one, so it is always one of the sandbox's own.
 const DEVICES: [&str; 6] = ["null", "zero", "full", "random", "urandom", "tty"];
 
-/// Files of `/etc` that are ours: enough for name look-ups to work, nothing about the host.
+/// Our own files of `/etc`: enough for name lookups to work, without information about the host.
 const ETC: [(&str, &str); 6] = [
     (
         "etc/passwd",
-        "root:x:0:0:root:/nonexistent:/usr/sbin/nologin\nuser:x:1000:1000:session:/tmp/home:/bin/sh\n\
+        "root:x:0:0:root:/nonexistent:/usr/sbin/nologin\n\
+         user:x:1000:1000:session:/tmp/home:/bin/sh\n\
          nobody:x:65534:65534:nobody:/nonexistent:/usr/sbin/nologin\n",
     ),
     ("etc/group", "root:x:0:\nuser:x:1000:\nnogroup:x:65534:\n"),
@@ -77,7 +82,8 @@ const ETC: [(&str, &str); 6] = [
     ),
 ];
 
-/// The entries at the top of `/proc` that programs legitimately read. Everything else there is covered; processes have numbers.
+/// The entries at the top of `/proc` that programs legitimately read, in addition to the numbered
+/// ones of processes. Everything else there is covered.
 pub(crate) const PROC_SHOWN: [&str; 11] = [
     "cpuinfo",
     "filesystems",
@@ -92,7 +98,10 @@ pub(crate) const PROC_SHOWN: [&str; 11] = [
     "version",
 ];
 
-/// A detached mount and the place where it belongs.
+/// The file that covers `/proc/meminfo`.
+const MEMORY_INFO: &str = "/var/meminfo";
+
+/// A detached mount and its path inside.
 pub(crate) struct Tree {
     inside: PathBuf,
     mount: OwnedFd,
@@ -115,14 +124,21 @@ impl RootError {
             cause: cause.into(),
         }
     }
+
+    pub(crate) fn into_cause(self) -> io::Error {
+        self.cause
+    }
 }
 
-/// Opens every read-only bind, the system folders included, as a detached mount.
-pub(crate) fn open_all(binds: &[Bind], leave_out: &[LeftOut]) -> Result<Vec<Tree>, RootError> {
+/// Opens every read-only bind, including the system folders, as a detached mount.
+pub(crate) fn open_all(
+    binds: &[Bind],
+    test_switches: &TestSwitches,
+) -> Result<Vec<Tree>, RootError> {
     let system = SYSTEM
         .iter()
         .map(PathBuf::from)
-        // A link such as /bin → usr/bin is made anew instead of bound.
+        // A link such as /bin → usr/bin is recreated instead of bound.
         .filter(|path| {
             path.symlink_metadata()
                 .is_ok_and(|found| !found.is_symlink())
@@ -138,7 +154,7 @@ pub(crate) fn open_all(binds: &[Bind], leave_out: &[LeftOut]) -> Result<Vec<Tree
             inside: path.clone(),
             host: path,
         });
-    let read_only = if leave_out.contains(&LeftOut::ReadOnlyMounts) {
+    let read_only = if test_switches.mounts_writable() {
         MountAttrFlags::empty()
     } else {
         MountAttrFlags::MOUNT_ATTR_RDONLY
@@ -162,7 +178,7 @@ pub(crate) fn open_all(binds: &[Bind], leave_out: &[LeftOut]) -> Result<Vec<Tree
     Ok(trees)
 }
 
-/// Opens the operator's mounts, as the operator owns them.
+/// Opens the operator's mounts with their owner unchanged.
 pub(crate) fn open_operator_mounts(mounts: &[OperatorMount]) -> Result<Vec<Tree>, RootError> {
     mounts
         .iter()
@@ -212,7 +228,7 @@ pub(crate) fn open_tree(
 }
 
 impl Tree {
-    /// A mount that the guardian opened for one sandbox.
+    /// Wraps a mount that the guardian opened for one sandbox.
     pub(crate) fn from_guardian(mount: &OperatorMount, opened: OwnedFd) -> Tree {
         let is_folder = is_folder(&opened).unwrap_or(true);
         Tree {
@@ -226,8 +242,8 @@ impl Tree {
         &self.mount
     }
 
-    /// Puts the mount in its place below `root`, making the place first. No link is followed on the way: the way may lead through an
-    /// operator's folder that sessions write to.
+    /// Attaches the mount at its path below `root`, and creates the path first. Links are not
+    /// followed: the path may lead through an operator's folder that sessions write to.
     pub(crate) fn attach_below(&self, root: &Path) -> Result<(), RootError> {
         self.attach_at(root, &self.inside)
     }
@@ -248,18 +264,18 @@ fn is_folder(mount: &OwnedFd) -> io::Result<bool> {
     Ok(rustix::fs::FileType::from_raw_mode(found.st_mode).is_dir())
 }
 
-/// Where mounts of the operator stand in the root of the warden or of a family until a sandbox
-/// takes its copy.
+/// The staging folder of the operator's mounts in the root of the warden or of a family, from which
+/// a sandbox takes its copy.
 const STANDING: &str = "/var/mounts";
 
 fn standing_place(index: usize) -> PathBuf {
     Path::new(STANDING).join(index.to_string())
 }
 
-/// Puts the operator's mounts, as the guardian opened them for a family, to where its sandboxes
-/// find them.
+/// Attaches the operator's mounts, as the guardian opened them for a family, in the staging folder
+/// of its sandboxes.
 ///
-/// They stand in a mount namespace of the warden's, so that the kernel locks them and their
+/// They are in a mount namespace of the warden's, so that the kernel locks them and their
 /// attributes in every copy: a process with all rights in the family could otherwise make a
 /// read-only mount writable.
 pub(crate) fn stand_mounts(trees: &[Tree]) -> Result<(), RootError> {
@@ -278,7 +294,8 @@ pub(crate) fn stand_mounts(trees: &[Tree]) -> Result<(), RootError> {
     Ok(())
 }
 
-/// Copies the operator's mounts from where they stand to their places, and hides where they stand.
+/// Copies the operator's mounts from the staging folder to their paths, and hides the staging
+/// folder.
 pub(crate) fn place_standing_mounts(mounts: &[OperatorMount]) -> Result<(), RootError> {
     let flags = OpenTreeFlags::OPEN_TREE_CLONE
         | OpenTreeFlags::OPEN_TREE_CLOEXEC
@@ -295,15 +312,20 @@ pub(crate) fn place_standing_mounts(mounts: &[OperatorMount]) -> Result<(), Root
         .map_err(|cause| RootError::new("could not hide where the operator's mounts stand", cause))
 }
 
-/// Takes the operator's mounts out of this copy of the warden's root.
+/// Removes the operator's mounts from this copy of the warden's root.
 pub(crate) fn remove_standing_mounts(count: usize) {
     for index in 0..count {
-        // On a server that runs as root nothing stands here.
+        // On a server that runs as root there are none here.
         let _ = rustix::mount::unmount(standing_place(index), UnmountFlags::DETACH);
     }
 }
 
-/// Makes `inside` below `root`, part by part and without following links, and opens it.
+/// Creates a folder below another, without following links that user code may have created.
+pub fn make_folder(root: &Path, inside: &Path) -> io::Result<()> {
+    make_place(root, inside, true).map(drop)
+}
+
+/// Creates `inside` below `root`, part by part and without following links, and opens it.
 fn make_place(root: &Path, inside: &Path, is_folder: bool) -> io::Result<OwnedFd> {
     use rustix::fs::{Mode, OFlags, mkdirat, openat};
     let walk = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
@@ -343,7 +365,7 @@ fn make_place(root: &Path, inside: &Path, is_folder: bool) -> io::Result<OwnedFd
     Ok(here)
 }
 
-/// Makes a detached memory file system.
+/// Creates a detached tmpfs.
 pub(crate) fn memory_file_system(
     options: &[(&str, &str)],
     attributes: MountAttrFlags,
@@ -360,10 +382,10 @@ pub(crate) fn memory_file_system(
     )?)
 }
 
-/// Makes a detached set of pseudo-terminals of its own, or none where the kernel has no such thing.
+/// Creates a detached devpts instance, or returns `None` if the kernel does not support it.
 ///
-/// None of the host's terminals are in it, nor those of other sandboxes. The number is limited,
-/// because all sets share one limit of the kernel (3,072 beside those of the host).
+/// It contains neither the host's terminals nor those of other sandboxes. The number is limited,
+/// because all instances share one kernel limit (3,072 in addition to those of the host).
 pub(crate) fn terminals() -> io::Result<Option<OwnedFd>> {
     let context = match rustix::mount::fsopen("devpts", FsOpenFlags::FSOPEN_CLOEXEC) {
         Err(rustix::io::Errno::NODEV) => return Ok(None),
@@ -381,7 +403,7 @@ pub(crate) fn terminals() -> io::Result<Option<OwnedFd>> {
     )?))
 }
 
-/// Makes a detached `/proc` of the present pid namespace.
+/// Creates a detached `/proc` of the current pid namespace.
 pub(crate) fn process_file_system() -> io::Result<OwnedFd> {
     let context = rustix::mount::fsopen("proc", FsOpenFlags::FSOPEN_CLOEXEC)?;
     rustix::mount::fsconfig_create(&context)?;
@@ -395,7 +417,7 @@ pub(crate) fn process_file_system() -> io::Result<OwnedFd> {
     )?)
 }
 
-/// Makes a detached `/proc` of a pid namespace that has ended: it shows no process, now or later.
+/// Creates a detached `/proc` of a pid namespace that has ended: it never shows any process.
 fn empty_process_file_system() -> io::Result<OwnedFd> {
     let (ours, theirs) = wire::pair()?;
     let child = match sys::clone_process(libc::CLONE_NEWPID)? {
@@ -414,13 +436,13 @@ fn empty_process_file_system() -> io::Result<OwnedFd> {
         .ok_or_else(|| io::ErrorKind::UnexpectedEof.into())
 }
 
-/// Takes the warden's `/proc`, which shows all families, out of this copy of its root.
+/// Removes the warden's `/proc`, which shows all families, from this copy of its root.
 pub(crate) fn remove_warden_proc() -> Result<(), RootError> {
     rustix::mount::unmount("/proc", UnmountFlags::DETACH)
         .map_err(|cause| RootError::new("could not remove the warden's /proc", cause))
 }
 
-/// Puts a detached mount onto an existing place.
+/// Attaches a detached mount at an existing path.
 pub(crate) fn attach(mount: impl AsFd, place: &str) -> io::Result<()> {
     rustix::mount::move_mount(
         mount,
@@ -432,20 +454,22 @@ pub(crate) fn attach(mount: impl AsFd, place: &str) -> io::Result<()> {
     Ok(())
 }
 
-/// Builds the root from opened mounts and makes it this process's own; the host's mounts are gone afterwards.
+/// Builds the root from opened mounts and makes it this process's own; afterwards the host's mounts
+/// are gone.
 pub(crate) fn become_root(
     trees: &[Tree],
     standing: &[Tree],
     shown_limits: &ShownLimits,
-    leave_out: &[LeftOut],
+    test_switches: &TestSwitches,
 ) -> Result<(), RootError> {
-    // Nothing we mount may travel to the host, and nothing the host mounts later may appear here.
+    // Our mounts must not propagate to the host, and later mounts of the host must not appear here.
     rustix::mount::mount_change(
         "/",
         MountPropagationFlags::PRIVATE | MountPropagationFlags::REC,
     )
     .map_err(|cause| RootError::new("could not separate the mounts from the host's", cause))?;
-    // Any existing folder will do as the place to build on; it is covered and soon forgotten. Every Linux has /tmp.
+    // Any existing folder works as the build location; it is covered and not used afterwards. Every
+    // Linux has /tmp.
     let place = Path::new("/tmp");
     let attempt = || "could not build the sandbox root";
     let failed = |cause: io::Error| RootError::new(attempt(), cause);
@@ -471,6 +495,10 @@ pub(crate) fn become_root(
     }
     etc::copy(Path::new("/etc"), &place.join("etc")).map_err(failed)?;
     sysfs::write(&place.join("sys"), shown_limits).map_err(failed)?;
+    let memory = sysfs::memory_info(shown_limits).map_err(failed)?;
+    fs::write(place.join(&MEMORY_INFO[1..]), memory).map_err(failed)?;
+    fs::set_permissions(place.join(&MEMORY_INFO[1..]), Permissions::from_mode(0o444))
+        .map_err(failed)?;
     fs::write(place.join(&crate::mask::UNREADABLE[1..]), "").map_err(failed)?;
     fs::set_permissions(
         place.join(&crate::mask::UNREADABLE[1..]),
@@ -502,19 +530,20 @@ pub(crate) fn become_root(
     for (index, tree) in standing.iter().enumerate() {
         tree.attach_at(place, &standing_place(index))?;
     }
-    // The warden needs its own /proc. Families take it out of their copy and find below it one
-    // without processes: the kernel lets a user namespace mount /proc only where a whole one is
-    // visible.
+    // The warden needs its own /proc. Families remove it from their copy and find below it one
+    // without processes: the kernel lets a user namespace mount /proc only if a fully visible one
+    // exists.
     let no_proc = |cause: io::Error| RootError::new("could not mount /proc", cause);
     attach(&empty_process_file_system().map_err(no_proc)?, "/tmp/proc").map_err(failed)?;
     attach(&process_file_system().map_err(no_proc)?, "/tmp/proc").map_err(failed)?;
 
     rustix::process::chdir(place).map_err(|cause| failed(cause.into()))?;
-    // With both arguments the same, the old root lies on top of the new one and is taken away in the next step.
+    // With both arguments the same, the old root is mounted on top of the new one and is removed in
+    // the next step.
     rustix::process::pivot_root(".", ".").map_err(|cause| failed(cause.into()))?;
     rustix::mount::unmount(".", UnmountFlags::DETACH).map_err(|cause| failed(cause.into()))?;
     rustix::process::chdir("/").map_err(|cause| failed(cause.into()))?;
-    if !leave_out.contains(&LeftOut::ReadOnlyMounts) {
+    if !test_switches.mounts_writable() {
         let change = MountAttributes {
             set: u64::from(MountAttrFlags::MOUNT_ATTR_RDONLY.bits()),
             ..MountAttributes::default()
@@ -527,7 +556,8 @@ pub(crate) fn become_root(
     Ok(())
 }
 
-/// Covers everything at the top of `/proc` that is not meant to be seen.
+/// Covers every entry at the top of `/proc` that must not be visible, and replaces the memory
+/// figures with the limits of a session.
 pub(crate) fn cover_proc() -> io::Result<()> {
     for entry in fs::read_dir("/proc")? {
         let entry = entry?;
@@ -546,5 +576,6 @@ pub(crate) fn cover_proc() -> io::Result<()> {
         };
         rustix::mount::mount_bind(cover, entry.path())?;
     }
+    rustix::mount::mount_bind(MEMORY_INFO, "/proc/meminfo")?;
     Ok(())
 }

@@ -1,20 +1,23 @@
-//! Which system calls a sandbox may make, and which the processes that make sandboxes.
+//! The system calls that a sandbox may make, and those that the processes of the jail may make.
 //!
-//! The list is data, `seccomp.json`: one line per call, with the arguments it may have and the
-//! reason. It is compiled into filters that add up to an allowlist (the kernel takes the stricter
-//! answer):
+//! The list is data, `seccomp.json`: one line per call, with the allowed arguments and the reason.
+//! It is compiled into filters that combine to an allowlist (the kernel applies the strictest
+//! result):
 //!
-//! - the *jail* filter allows the list and what the jail itself calls. The guardian loads it at its
-//!   start; warden, families, inits and everything below inherit it;
-//! - the *wide* filter allows the list and the calls needed to enter a sandbox. The zygote loads it once and every fork inherits it;
-//! - the *closing* filter refuses the entry calls. A fork loads it as the last step of its lock-down. It is short, because loading is paid per session.
+//! - the *jail* filter allows the list and the calls of the jail itself. The guardian loads it at
+//!   its start; warden, families, inits and everything below inherit it;
+//! - the *wide* filter allows the list and the calls needed to enter a sandbox. The zygote loads it
+//!   once and every fork inherits it;
+//! - the *closing* filter refuses the entry calls. A fork loads it as the last step of its
+//!   lock-down. It is short, because every session pays for loading it.
 //!
-//! One more, the *still* filter, refuses to start programs, with EPERM. An interpreter gets it where programs need somebody's approval; it is one of its own, so
-//! that the number of filters shows that it is there.
+//! The *still* filter refuses to start programs, with EPERM. An interpreter gets it if programs
+//! need approval. It is a separate filter, so that the number of filters shows that it is loaded.
 //!
-//! A refused call answers ENOSYS, so that libraries take their fallback, unless programs handle
-//! another answer: the list of *answers* says which. Whatever the list allows never gets that far.
-//! Calls of another architecture, and x32 calls, end the process: their argument checks would mean something else.
+//! A refused call returns ENOSYS, so that libraries use their fallback, unless programs handle
+//! another errno better: the list of *answers* defines which. Calls that the list allows are not
+//! affected by it. Calls of another architecture, and x32 calls, kill the process: their argument
+//! checks would mean something else.
 
 use std::collections::BTreeMap;
 
@@ -24,37 +27,38 @@ use serde_json::{Value, json};
 
 const LIST: &str = include_str!("seccomp.json");
 
-/// The calls that turn a process into another program.
+/// The calls that replace a process with another program.
 const STARTING: [&str; 2] = ["execve", "execveat"];
 
-/// Calls that programs make often and whose answer depends on their arguments. The kernel remembers
-/// the answer to other calls and runs the filters for these each time, so they come first.
+/// Calls that are frequent and whose result depends on their arguments. The kernel caches the
+/// result for other calls and runs the filters for these each time, so they come first.
 const FREQUENT: [&str; 2] = ["openat", "ioctl"];
 
 /// Set in the numbers of x32 calls, which use the same architecture number as x86-64.
-const X32_BIT: u32 = 0x4000_0000;
+const X32_SYSCALL_BIT: u32 = 0x4000_0000;
 
-/// `BPF_RET | BPF_K` and `BPF_JMP | BPF_JA`.
-const RETURN: u16 = 0x06;
-const JUMP: u16 = 0x05;
+/// BPF instructions.
+const LOAD: u16 = (libc::BPF_LD | libc::BPF_W | libc::BPF_ABS) as u16;
+const JUMP: u16 = (libc::BPF_JMP | libc::BPF_JA) as u16;
+const JUMP_IF_AT_LEAST: u16 = (libc::BPF_JMP | libc::BPF_JGE | libc::BPF_K) as u16;
+const RETURN: u16 = (libc::BPF_RET | libc::BPF_K) as u16;
 
 /// One line of the list.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Rule {
     pub syscall: String,
-    /// All of these must hold; without any, every argument is allowed.
+    /// All of these must hold; an empty list allows every argument.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub args: Vec<Value>,
-    /// The reason.
     pub comment: String,
 }
 
-/// What a refused call answers.
+/// Result of a refused call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Deserialize)]
 #[serde(rename_all = "UPPERCASE")]
 pub enum Errno {
-    /// No error. Nothing is done all the same.
+    /// No error, but the call is not executed.
     Success,
     Eperm,
     Eopnotsupp,
@@ -70,10 +74,10 @@ impl Errno {
     }
 }
 
-/// A line about a refused call that does not answer ENOSYS.
+/// A line about a refused call that does not return ENOSYS.
 ///
-/// Its conditions exclude every call that the list allows: an engine that reads the list gives no
-/// order to its lines.
+/// Its conditions exclude every call that the list allows: an engine that reads the list does not
+/// preserve the order of its lines.
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Answer {
@@ -81,12 +85,11 @@ pub struct Answer {
     #[serde(default)]
     pub args: Vec<Value>,
     pub errno: Errno,
-    /// The reason.
     pub comment: String,
 }
 
 impl Answer {
-    /// The calls that it is about.
+    /// Returns the calls to which it applies.
     pub fn rule(&self) -> Rule {
         Rule {
             syscall: self.syscall.clone(),
@@ -96,20 +99,20 @@ impl Answer {
     }
 }
 
-/// The list as it is written down.
+/// The list in its file format.
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Rules {
     pub common: Vec<Rule>,
-    /// Calls that exist only there.
+    /// Calls that exist only on x86-64.
     pub x86_64: Vec<Rule>,
-    /// What refused calls answer if not ENOSYS.
+    /// Results of refused calls other than ENOSYS.
     pub answers: Vec<Answer>,
-    /// About calls that exist only there.
+    /// The same for calls that exist only on x86-64.
     pub answers_x86_64: Vec<Answer>,
-    /// Calls a fork makes on its way into the sandbox, and never again.
+    /// Calls that a fork makes while it enters the sandbox, and never again.
     pub entry: Vec<Rule>,
-    /// Calls that guardian, warden, families and inits make, and no interpreter.
+    /// Calls that guardian, warden, families and inits make, but no interpreter.
     jail: Vec<Rule>,
 }
 
@@ -144,7 +147,7 @@ fn filters_for(arch: TargetArch) -> Filters {
     }
     allowed.extend(rules.entry.iter().cloned());
     let wide = allowlist(&allowed, &answers, arch);
-    // A call with and one without conditions is one without.
+    // If a call has rules with and without conditions, the one without conditions applies.
     let is_free = |call: &Rule| rules.jail.iter().any(|rule| rule.syscall == call.syscall);
     let of_jail: Vec<Rule> = allowed
         .iter()
@@ -152,11 +155,11 @@ fn filters_for(arch: TargetArch) -> Filters {
         .chain(&rules.jail)
         .cloned()
         .collect();
-    // A refusal by the jail's filter is answered by the newer filter of whoever has one.
+    // If the jail's filter refuses a call, the result comes from the newer filter, if there is one.
     let jail = allowlist(&of_jail, &[], arch);
     let not_permitted = json!({ "errno": libc::EPERM });
-    // The wide filter allows the entry calls, so the closing one has to give their answers, unless
-    // it is its own.
+    // The wide filter allows the entry calls, so the closing filter must return their answers,
+    // unless the answer equals its own.
     let closes = |answer: &Answer| {
         rules
             .entry
@@ -166,22 +169,14 @@ fn filters_for(arch: TargetArch) -> Filters {
     answers.retain(|answer| closes(answer) && answer.errno != Errno::Eperm);
     let closing = compile(&rules.entry, not_permitted.clone(), json!("allow"), arch);
     let closing = answered(&answers, &json!("allow"), closing, arch);
-    // It has nothing to say about them.
+    // The closing filter does not affect these calls.
     let free = FREQUENT.map(|name| Rule {
         syscall: name.to_owned(),
         args: Vec::new(),
         comment: String::new(),
     });
     let closing = frequent_first(&free, closing, arch);
-    let starting = allowed
-        .iter()
-        .filter(|rule| STARTING.contains(&rule.syscall.as_str()));
-    let still = compile(
-        &starting.cloned().collect::<Vec<_>>(),
-        not_permitted,
-        json!("allow"),
-        arch,
-    );
+    let still = compile(&starting(), not_permitted, json!("allow"), arch);
     Filters {
         jail,
         wide,
@@ -190,7 +185,39 @@ fn filters_for(arch: TargetArch) -> Filters {
     }
 }
 
-/// A filter that refuses whatever is not in the list.
+/// Returns the calls that replace a process with another program, with all arguments.
+fn starting() -> Vec<Rule> {
+    let starts = |rule: &Rule| STARTING.contains(&rule.syscall.as_str());
+    rules().common.into_iter().filter(starts).collect()
+}
+
+/// Returns the filters with which processes in containers forbid themselves to start programs, by
+/// machine name (`uname -m`). An engine may be on another machine than this program.
+///
+/// Each is the array of `struct sock_filter` that the kernel reads. It differs from the still
+/// filter because it is the only filter: it also refuses to load another one, and kills x32 calls.
+pub fn program_filters() -> BTreeMap<&'static str, Vec<u8>> {
+    let load_filter = Rule {
+        syscall: "prctl".to_owned(),
+        args: vec![json!({
+            "index": 0, "type": "dword", "op": "eq", "val": libc::PR_SET_SECCOMP,
+        })],
+        comment: String::new(),
+    };
+    let refused = [starting(), vec![load_filter]].concat();
+    let program = |arch| {
+        let not_permitted = json!({ "errno": libc::EPERM });
+        compile(&refused, not_permitted, json!("allow"), arch)
+    };
+    let mut x86_64 = program(TargetArch::x86_64);
+    x86_64.splice(0..0, refuse_x32());
+    BTreeMap::from([
+        ("aarch64", as_bytes(&program(TargetArch::aarch64))),
+        ("x86_64", as_bytes(&x86_64)),
+    ])
+}
+
+/// Returns a filter that refuses every call that is not in the list.
 fn allowlist(rules: &[Rule], answers: &[Answer], arch: TargetArch) -> BpfProgram {
     let no_such_call = json!({ "errno": libc::ENOSYS });
     let end = vec![sock_filter {
@@ -201,17 +228,17 @@ fn allowlist(rules: &[Rule], answers: &[Answer], arch: TargetArch) -> BpfProgram
     }];
     let refusals = answered(answers, &no_such_call, end, arch);
     let list = compile(rules, json!("allow"), no_such_call.clone(), arch);
-    // Behind the list: what is allowed pays nothing for the answers to what is not.
+    // Behind the list, so that allowed calls do not pay for the answers to refused ones.
     let mut program = frequent_first(rules, followed_by(list, &no_such_call, refusals), arch);
     if matches!(arch, TargetArch::x86_64) {
-        // Jumps are relative, so instructions may be put in front.
+        // Jumps are relative, so instructions can be inserted in front.
         program.splice(0..0, refuse_x32());
     }
     program
 }
 
-/// A program that first asks whether a call is a frequent one that the list allows, one name after
-/// the other, and goes on with the next program if not.
+/// Returns a program that first checks for frequent calls that the list allows, one name after the
+/// other, and otherwise continues with the next program.
 fn frequent_first(rules: &[Rule], next: BpfProgram, arch: TargetArch) -> BpfProgram {
     let no_such_call = json!({ "errno": libc::ENOSYS });
     FREQUENT.iter().rev().fold(next, |next, name| {
@@ -228,8 +255,8 @@ fn frequent_first(rules: &[Rule], next: BpfProgram, arch: TargetArch) -> BpfProg
     })
 }
 
-/// A program that gives these answers, and goes on with the next one where none of them applies.
-/// `otherwise` is an action that none of them has.
+/// Returns a program that gives these answers, and continues with the next one if none of them
+/// applies. `otherwise` is an action that none of them has.
 fn answered(
     answers: &[Answer],
     otherwise: &Value,
@@ -251,7 +278,7 @@ fn answered(
     })
 }
 
-/// Has a program go on with another one wherever it would end with this action.
+/// Makes a program continue with another one wherever it would return this action.
 fn followed_by(mut program: BpfProgram, action: &Value, next: BpfProgram) -> BpfProgram {
     let (length, action) = (program.len(), encoded(action));
     for (index, step) in program.iter_mut().enumerate() {
@@ -268,7 +295,7 @@ fn followed_by(mut program: BpfProgram, action: &Value, next: BpfProgram) -> Bpf
     program
 }
 
-/// An action as the kernel has it: "allow" or an error.
+/// Encodes an action for the kernel: "allow" or an error.
 fn encoded(action: &Value) -> u32 {
     match action["errno"].as_u64() {
         Some(errno) => libc::SECCOMP_RET_ERRNO | errno as u32,
@@ -277,12 +304,12 @@ fn encoded(action: &Value) -> u32 {
 }
 
 impl Filters {
-    /// The closing filter as the array of `struct sock_filter` that the kernel reads.
+    /// Returns the closing filter as the array of `struct sock_filter` that the kernel reads.
     pub fn closing_bytes(&self) -> Vec<u8> {
         as_bytes(&self.closing)
     }
 
-    /// The still filter, likewise.
+    /// Returns the still filter in the same format.
     pub fn still_bytes(&self) -> Vec<u8> {
         as_bytes(&self.still)
     }
@@ -301,7 +328,13 @@ fn as_bytes(program: &BpfProgram) -> Vec<u8> {
 }
 
 fn compile(rules: &[Rule], on_match: Value, otherwise: Value, arch: TargetArch) -> BpfProgram {
-    let source = json!({ "filter": { "mismatch_action": otherwise, "match_action": on_match, "filter": rules } });
+    let source = json!({
+        "filter": {
+            "mismatch_action": otherwise,
+            "match_action": on_match,
+            "filter": rules,
+        }
+    });
     seccompiler::compile_from_json(source.to_string().as_bytes(), arch)
         .expect("the list is checked by a test")
         .remove("filter")
@@ -309,18 +342,18 @@ fn compile(rules: &[Rule], on_match: Value, otherwise: Value, arch: TargetArch) 
 }
 
 fn refuse_x32() -> [sock_filter; 3] {
-    // Offset 0 of seccomp_data is the call's number.
+    // Offset 0 of seccomp_data is the number of the call.
     let load_number = sock_filter {
-        code: 0x20,
+        code: LOAD,
         jt: 0,
         jf: 0,
         k: 0,
     };
     let if_at_least_x32 = sock_filter {
-        code: 0x35,
+        code: JUMP_IF_AT_LEAST,
         jt: 0,
         jf: 1,
-        k: X32_BIT,
+        k: X32_SYSCALL_BIT,
     };
     let kill_process = sock_filter {
         code: RETURN,
@@ -405,19 +438,62 @@ mod tests {
             .iter()
             .chain(&rules.x86_64)
             .map(|rule| rule.syscall.as_str());
-        // Whatever else the kernel has for it is not in the list, and so refused to everybody.
+        // Other calls of the kernel for this are not in the list, and so are refused to every
+        // process.
         let starts = |name: &&str| name.starts_with("exec") || *name == "uselib";
         assert_eq!(
             listed.filter(starts).collect::<BTreeSet<_>>(),
             BTreeSet::from(STARTING)
         );
         let filters = filters();
-        // Two calls are few steps more than none.
+        // Two calls need only a few instructions more than none.
         assert!(
             (6..24).contains(&(filters.still_bytes().len() / 8)),
             "{}",
             filters.still_bytes().len()
         );
+    }
+
+    #[test]
+    fn the_filter_for_containers_refuses_programs_and_further_filters() {
+        let filters = program_filters();
+        let step = |bytes: &[u8]| sock_filter {
+            code: u16::from_ne_bytes([bytes[0], bytes[1]]),
+            jt: bytes[2],
+            jf: bytes[3],
+            k: u32::from_ne_bytes(bytes[4..].try_into().unwrap()),
+        };
+        let program: Vec<_> = filters["x86_64"].chunks_exact(8).map(step).collect();
+        let says = |number, argument| verdict(&program, number, [argument, 0, 0, 0, 0, 0]);
+        let not_permitted = libc::SECCOMP_RET_ERRNO | libc::EPERM as u32;
+        assert_eq!(says(libc::SYS_execve, 4096), not_permitted);
+        assert_eq!(says(libc::SYS_execveat, 3), not_permitted);
+        let load = libc::PR_SET_SECCOMP as u64;
+        assert_eq!(says(libc::SYS_prctl, load), not_permitted);
+        // The kernel uses only the lower half.
+        assert_eq!(says(libc::SYS_prctl, load | 1 << 32), not_permitted);
+        let x32 = i64::from(X32_SYSCALL_BIT);
+        for number in [libc::SYS_read | x32, libc::SYS_execve | x32] {
+            assert_eq!(says(number, 0), libc::SECCOMP_RET_KILL_PROCESS);
+        }
+        // Controls.
+        for (number, argument) in [
+            (libc::SYS_read, 0),
+            (libc::SYS_prctl, libc::PR_SET_NAME as u64),
+            (libc::SYS_clone, 0),
+        ] {
+            assert_eq!(says(number, argument), libc::SECCOMP_RET_ALLOW);
+        }
+    }
+
+    #[test]
+    fn the_runners_tests_have_the_filters_for_containers() {
+        let path = concat!(
+            env!("CARGO_MANIFEST_DIR"),
+            "/../runner/tests/program_filters.json"
+        );
+        let theirs: Value = serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap();
+        assert_eq!(theirs, json!(program_filters()), "{path} is out of date");
     }
 
     #[test]
@@ -557,17 +633,22 @@ mod tests {
         }
     }
 
-    /// What a filter says about a call of x86-64, as the kernel would run it.
+    const AUDIT_ARCH_X86_64: u32 = 0xC000_003E;
+    const AND: u16 = (libc::BPF_ALU | libc::BPF_AND | libc::BPF_K) as u16;
+    const JUMP_IF_EQUAL: u16 = (libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K) as u16;
+    const JUMP_IF_GREATER: u16 = (libc::BPF_JMP | libc::BPF_JGT | libc::BPF_K) as u16;
+
+    /// Returns the result of a filter for an x86-64 call, evaluated like the kernel.
     fn verdict(program: &[sock_filter], number: i64, arguments: [u64; 6]) -> u32 {
         verdict_after(program, number, arguments).0
     }
 
-    /// The same, and after how many steps.
+    /// Like `verdict`, and returns the number of instructions executed.
     fn verdict_after(program: &[sock_filter], number: i64, arguments: [u64; 6]) -> (u32, usize) {
         // struct seccomp_data: number, architecture, instruction pointer, arguments.
         let mut data = Vec::new();
         data.extend((number as u32).to_ne_bytes());
-        data.extend(0xC000_003E_u32.to_ne_bytes());
+        data.extend(AUDIT_ARCH_X86_64.to_ne_bytes());
         data.extend([0; 8]);
         data.extend(arguments.iter().flat_map(|argument| argument.to_ne_bytes()));
         let (mut accumulator, mut at) = (0_u32, 0);
@@ -576,15 +657,15 @@ mod tests {
             at += 1;
             let jump = |holds: bool| usize::from(if holds { step.jt } else { step.jf });
             match step.code {
-                0x20 => {
+                LOAD => {
                     let place = step.k as usize;
                     accumulator = u32::from_ne_bytes(data[place..place + 4].try_into().unwrap());
                 }
-                0x54 => accumulator &= step.k,
+                AND => accumulator &= step.k,
                 JUMP => at += step.k as usize,
-                0x15 => at += jump(accumulator == step.k),
-                0x25 => at += jump(accumulator > step.k),
-                0x35 => at += jump(accumulator >= step.k),
+                JUMP_IF_EQUAL => at += jump(accumulator == step.k),
+                JUMP_IF_GREATER => at += jump(accumulator > step.k),
+                JUMP_IF_AT_LEAST => at += jump(accumulator >= step.k),
                 RETURN => return (step.k, taken),
                 other => panic!("instruction {other:#x}"),
             }
@@ -592,7 +673,7 @@ mod tests {
         unreachable!("a filter ends with an answer")
     }
 
-    /// What an interpreter is told: the newest of the strictest answers.
+    /// Returns the result for an interpreter: the newest of the strictest results.
     fn answer(number: i64, arguments: [u64; 6]) -> Result<(), i32> {
         let filters = filters_for(TargetArch::x86_64);
         let verdicts = [&filters.closing, &filters.wide, &filters.jail]
@@ -718,9 +799,12 @@ mod tests {
         ] {
             check(call, &[], Err(libc::EPERM));
         }
-        let ethtool = 0x8946;
-        check(libc::SYS_ioctl, &[3, ethtool, 4096], Err(libc::EOPNOTSUPP));
-        // Whatever is in no list.
+        check(
+            libc::SYS_ioctl,
+            &[3, libc::SIOCETHTOOL, 4096],
+            Err(libc::EOPNOTSUPP),
+        );
+        // Calls that are in no list.
         for call in [
             libc::SYS_io_uring_setup,
             libc::SYS_clone3,
@@ -740,7 +824,7 @@ mod tests {
             libc::TIOCSETD,
         ] {
             check(libc::SYS_ioctl, &[0, request, 4096], Err(libc::EPERM));
-            // The kernel looks at the lower half alone.
+            // The kernel uses only the lower half.
             check(
                 libc::SYS_ioctl,
                 &[0, request | 1 << 32, 4096],

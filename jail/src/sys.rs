@@ -1,7 +1,8 @@
 //! System calls that no crate wraps safely. The only unsafe code of the project.
 //!
-//! Each function does one call. None of them is async-signal-safe by promise: the callers are single-threaded processes, so a
-//! child made by `clone_process` may allocate and use locks like its parent.
+//! Each function makes one call. None of them promises to be async-signal-safe: the callers are
+//! single-threaded processes, so a child created by `clone_process` may allocate and use locks like
+//! its parent.
 
 use std::ffi::c_long;
 use std::io;
@@ -20,8 +21,9 @@ pub(crate) enum Forked {
 /// Forks with the given namespace flags; the child is a copy of this single-threaded process.
 pub(crate) fn clone_process(namespaces: libc::c_int) -> io::Result<Forked> {
     let flags = c_long::from(namespaces | libc::SIGCHLD);
-    // SAFETY: without CLONE_VM and with a null stack, clone is fork: the child gets a copy of this address space and returns here.
-    // This process has one thread (asserted by the guardian at its start), so no lock can be held by a thread that vanished.
+    // SAFETY: without CLONE_VM and with a null stack, clone is fork: the child gets a copy of this
+    // address space and returns here. This process has one thread (asserted by the guardian at its
+    // start), so no lock can be held by a thread that vanished.
     let pid = unsafe { libc::syscall(libc::SYS_clone, flags, 0, 0, 0, 0) };
     match pid {
         -1 => Err(io::Error::last_os_error()),
@@ -34,7 +36,8 @@ pub(crate) fn clone_process(namespaces: libc::c_int) -> io::Result<Forked> {
 
 /// Moves this process into new namespaces.
 pub(crate) fn unshare(flags: UnshareFlags) -> io::Result<()> {
-    // SAFETY: the danger named by rustix is CLONE_FILES seen by other threads; this process has no other thread.
+    // SAFETY: the danger named by rustix is CLONE_FILES seen by other threads; this process has no
+    // other thread.
     unsafe { rustix::thread::unshare_unsafe(flags) }.map_err(io::Error::from)
 }
 
@@ -53,7 +56,7 @@ pub(crate) fn mount_setattr(mount: impl AsFd, attributes: &MountAttributes) -> i
     mount_setattr_with(mount, attributes, libc::AT_RECURSIVE)
 }
 
-/// Changes the attributes of a mount and leaves those below it alone.
+/// Changes the attributes of a mount but not of the mounts below it.
 pub(crate) fn mount_setattr_only(mount: impl AsFd, attributes: &MountAttributes) -> io::Result<()> {
     mount_setattr_with(mount, attributes, 0)
 }
@@ -64,7 +67,8 @@ fn mount_setattr_with(
     depth: libc::c_int,
 ) -> io::Result<()> {
     let flags = libc::AT_EMPTY_PATH | depth;
-    // SAFETY: the path is a C string, `attributes` has the kernel's layout and the size given is its size; the kernel only reads both.
+    // SAFETY: the path is a C string, `attributes` has the kernel's layout and the size given is
+    // its size; the kernel only reads both.
     let result = unsafe {
         libc::syscall(
             libc::SYS_mount_setattr,
@@ -84,24 +88,24 @@ fn mount_setattr_with(
 
 /// Opens the user namespace that a namespace belongs to.
 pub(crate) fn owner_of(namespace: impl AsFd) -> io::Result<OwnedFd> {
-    /// Not in the C library's list: `_IO(0xb7, 0x1)`.
+    /// Not defined by the libc crate: `_IO(0xb7, 0x1)`.
     const NS_GET_USERNS: libc::Ioctl = 0xb701;
     // SAFETY: the request takes no argument and returns a new descriptor or an error.
     let raw = unsafe { libc::ioctl(namespace.as_fd().as_raw_fd(), NS_GET_USERNS) };
     if raw < 0 {
         return Err(io::Error::last_os_error());
     }
-    // SAFETY: the kernel has just made this descriptor for us, and nobody else knows of it.
+    // SAFETY: the kernel has just created this descriptor for us, and nothing else refers to it.
     Ok(unsafe { OwnedFd::from_raw_fd(raw) })
 }
 
-/// Returns where the dynamic loader of this process lies in its memory; zero where there is none.
+/// Returns the address of the dynamic loader in this process; zero if there is none.
 pub(crate) fn loader_address() -> u64 {
     // SAFETY: reads one value that the kernel gave this process at its start.
     unsafe { libc::getauxval(libc::AT_BASE) }
 }
 
-/// Brings the loopback interface of this network namespace up.
+/// Brings up the loopback interface of this network namespace.
 pub(crate) fn bring_loopback_up() -> io::Result<()> {
     let socket = rustix::net::socket(
         rustix::net::AddressFamily::INET,
@@ -117,7 +121,8 @@ pub(crate) fn bring_loopback_up() -> io::Result<()> {
             ifru_flags: (libc::IFF_UP | libc::IFF_RUNNING) as libc::c_short,
         },
     };
-    // SAFETY: SIOCSIFFLAGS reads one ifreq, whose name is terminated by the zeros it was filled with.
+    // SAFETY: SIOCSIFFLAGS reads one ifreq, whose name is terminated by the zeros it was filled
+    // with.
     let result = unsafe {
         libc::ioctl(
             socket.as_raw_fd(),
@@ -132,7 +137,8 @@ pub(crate) fn bring_loopback_up() -> io::Result<()> {
     }
 }
 
-/// Returns a descriptor that becomes readable when a child of this process changes state; SIGCHLD itself is blocked from now on.
+/// Returns a descriptor that becomes readable when a child of this process changes state. Blocks
+/// SIGCHLD.
 pub(crate) fn child_signal_descriptor() -> io::Result<OwnedFd> {
     let mut set = std::mem::MaybeUninit::<libc::sigset_t>::uninit();
     // SAFETY: sigemptyset initialises the set it is given.
@@ -148,11 +154,11 @@ pub(crate) fn child_signal_descriptor() -> io::Result<OwnedFd> {
     if raw < 0 {
         return Err(io::Error::last_os_error());
     }
-    // SAFETY: signalfd returned a new descriptor that nobody else owns.
+    // SAFETY: signalfd returned a new descriptor that nothing else owns.
     Ok(unsafe { OwnedFd::from_raw_fd(raw) })
 }
 
-/// Blocks the signals that ask a process to end.
+/// Blocks the signals that request termination.
 pub(crate) fn block_requests_to_end() {
     let mut set = std::mem::MaybeUninit::<libc::sigset_t>::uninit();
     // SAFETY: sigemptyset initialises the set it is given.
@@ -167,13 +173,13 @@ pub(crate) fn block_requests_to_end() {
     unsafe { libc::sigprocmask(libc::SIG_BLOCK, &set, std::ptr::null_mut()) };
 }
 
-/// From now on children of this process vanish when they end, without being waited for.
+/// Makes the kernel reap children of this process when they end, without a wait.
 pub(crate) fn let_kernel_collect_children() {
     // SAFETY: SIG_IGN installs no handler, so no code of ours can be called at a bad moment.
     unsafe { libc::signal(libc::SIGCHLD, libc::SIG_IGN) };
 }
 
-/// Blocks no signal; for a child that will run another program.
+/// Unblocks all signals; for a child that will exec a program.
 pub(crate) fn unblock_signals() {
     let mut set = std::mem::MaybeUninit::<libc::sigset_t>::uninit();
     // SAFETY: sigemptyset initialises the set it is given.
@@ -182,13 +188,14 @@ pub(crate) fn unblock_signals() {
     unsafe { libc::sigprocmask(libc::SIG_SETMASK, set.as_ptr(), std::ptr::null_mut()) };
 }
 
-/// Gives SIGPIPE its usual action, which the start of every Rust program changes; for a child that will run another program.
+/// Restores the default action of SIGPIPE, which the Rust runtime changes at start; for a child
+/// that will exec a program.
 pub(crate) fn die_of_broken_pipes() {
     // SAFETY: SIG_DFL installs no handler, so no code of ours can be called at a bad moment.
     unsafe { libc::signal(libc::SIGPIPE, libc::SIG_DFL) };
 }
 
-/// Limits what this process may have of a resource, for good.
+/// Sets a resource limit of this process permanently.
 pub(crate) fn limit(resource: u32, value: u64) -> io::Result<()> {
     let limit = libc::rlimit {
         rlim_cur: value,
@@ -203,7 +210,7 @@ pub(crate) fn limit(resource: u32, value: u64) -> io::Result<()> {
     }
 }
 
-/// Confines this process, for good, to what landlock rules allow.
+/// Restricts this process permanently to the landlock rules.
 pub(crate) fn restrict_files(rules: impl AsFd) -> io::Result<()> {
     // SAFETY: the call takes two numbers and touches no memory.
     let result = unsafe {
@@ -231,15 +238,17 @@ pub(crate) fn signal_everyone(signal: libc::c_int) -> io::Result<()> {
     }
 }
 
-/// Takes over the descriptor this process was started with as its standard input.
+/// Takes ownership of this process's standard input.
 pub(crate) fn take_standard_input() -> OwnedFd {
-    // SAFETY: descriptor 0 was opened for us before exec, and nothing in this process reads from std::io::stdin.
+    // SAFETY: descriptor 0 was opened for us before exec, and nothing in this process reads from
+    // std::io::stdin.
     unsafe { OwnedFd::from_raw_fd(0) }
 }
 
-/// Puts a copy of `descriptor` at a fixed number, kept over exec.
+/// Duplicates `descriptor` to a fixed number, kept across exec.
 pub(crate) fn place(descriptor: std::os::fd::BorrowedFd<'_>, number: i32) -> io::Result<()> {
-    // SAFETY: dup2 closes whatever had that number; the caller runs another program next and uses nothing but the listed descriptors.
+    // SAFETY: dup2 closes whatever had that number; the caller execs a program next and uses only
+    // the listed descriptors.
     let result = unsafe { libc::dup2(descriptor.as_raw_fd(), number) };
     if result < 0 {
         return Err(io::Error::last_os_error());
@@ -251,14 +260,16 @@ pub(crate) fn place(descriptor: std::os::fd::BorrowedFd<'_>, number: i32) -> io:
     Ok(())
 }
 
-/// Closes every descriptor except the given ones. For a process that was just forked and will never return into code of its parent.
+/// Closes every descriptor except the given ones. For a freshly forked process that never returns
+/// into code of its parent.
 pub(crate) fn close_all_but(kept: &[i32]) {
     let mut kept = kept.to_vec();
     kept.sort_unstable();
     let mut from = 0;
     for number in kept.into_iter().chain([i32::MAX]) {
         if number > from {
-            // SAFETY: nothing owns these descriptors any more: the values that did belong to the parent's code, which this process left.
+            // SAFETY: nothing owns these descriptors any more: the values that did belong to the
+            // parent's code, which this process left.
             unsafe {
                 libc::syscall(
                     libc::SYS_close_range,
@@ -272,7 +283,7 @@ pub(crate) fn close_all_but(kept: &[i32]) {
     }
 }
 
-/// Replaces this process by a program, searching no path.
+/// Replaces this process with a program, without a `PATH` search.
 pub(crate) fn execute(
     program: &std::ffi::CStr,
     arguments: &[&std::ffi::CStr],
@@ -290,7 +301,7 @@ pub(crate) fn execute(
     io::Error::last_os_error()
 }
 
-/// The most of a resource that this process may ever have; `None` when there is no such limit.
+/// Returns the hard limit of a resource for this process; `None` if it is unlimited.
 pub(crate) fn hard_limit(resource: u32) -> Option<u64> {
     let mut limit = libc::rlimit {
         rlim_cur: 0,
@@ -301,9 +312,10 @@ pub(crate) fn hard_limit(resource: u32) -> Option<u64> {
     (result == 0 && limit.rlim_max != libc::RLIM_INFINITY).then_some(limit.rlim_max)
 }
 
-/// One request to the kernel about a process that this one traces, with plain numbers as its arguments.
+/// Makes one ptrace request about a process that this one traces, with plain numbers as arguments.
 fn ptrace(request: libc::c_uint, process: Pid, address: usize, data: usize) -> io::Result<()> {
-    // SAFETY: the callers below pass numbers, or addresses of values that outlive the call and have the size that the request asks for.
+    // SAFETY: the callers below pass numbers, or addresses of values that outlive the call and have
+    // the size that the request asks for.
     let result = unsafe { libc::ptrace(request, process.as_raw_pid(), address, data) };
     if result == -1 {
         Err(io::Error::last_os_error())
@@ -312,26 +324,26 @@ fn ptrace(request: libc::c_uint, process: Pid, address: usize, data: usize) -> i
     }
 }
 
-/// How a stopped process goes on.
+/// How a stopped process is resumed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Resume {
-    /// Until something happens to it.
+    /// Until the next event.
     Freely,
-    /// Until it enters or leaves a system call, or something happens to it.
+    /// Until it enters or leaves a system call, or the next event.
     ToSystemCall,
 }
 
-/// Begins to trace a process, which does not notice.
+/// Starts tracing a process, without stopping it.
 pub(crate) fn trace(process: Pid, options: libc::c_int) -> io::Result<()> {
     ptrace(libc::PTRACE_SEIZE, process, 0, options as usize)
 }
 
-/// Has a traced process stop as soon as it can.
+/// Makes a traced process stop as soon as possible.
 pub(crate) fn stop_traced(process: Pid) -> io::Result<()> {
     ptrace(libc::PTRACE_INTERRUPT, process, 0, 0)
 }
 
-/// Lets a stopped process go on, with a signal if that is not zero.
+/// Resumes a stopped process, with a signal if that is not zero.
 pub(crate) fn resume(process: Pid, how: Resume, signal: libc::c_int) -> io::Result<()> {
     let request = match how {
         Resume::Freely => libc::PTRACE_CONT,
@@ -340,12 +352,12 @@ pub(crate) fn resume(process: Pid, how: Resume, signal: libc::c_int) -> io::Resu
     ptrace(request, process, 0, signal as usize)
 }
 
-/// Lets a stopped process go on, and traces it no longer.
+/// Resumes a stopped process and stops tracing it.
 pub(crate) fn let_go(process: Pid) -> io::Result<()> {
     ptrace(libc::PTRACE_DETACH, process, 0, 0)
 }
 
-/// What the kernel adds to the event that a process stopped for: the number of a new process.
+/// Returns the message of the ptrace event that a process stopped for: the pid of a new process.
 pub(crate) fn event_message(process: Pid) -> io::Result<u64> {
     let mut message: libc::c_ulong = 0;
     ptrace(
@@ -357,7 +369,7 @@ pub(crate) fn event_message(process: Pid) -> io::Result<u64> {
     Ok(message)
 }
 
-/// Reads one set of registers of a stopped process; returns how many bytes it has.
+/// Reads one register set of a stopped process; returns its size in bytes.
 pub(crate) fn read_registers(
     process: Pid,
     set: libc::c_int,
@@ -376,7 +388,7 @@ pub(crate) fn read_registers(
     Ok(place.iov_len)
 }
 
-/// Writes one set of registers of a stopped process.
+/// Writes one register set of a stopped process.
 pub(crate) fn write_registers(process: Pid, set: libc::c_int, bytes: &[u8]) -> io::Result<()> {
     let place = libc::iovec {
         iov_base: bytes.as_ptr().cast_mut().cast(),
@@ -390,22 +402,23 @@ pub(crate) fn write_registers(process: Pid, set: libc::c_int, bytes: &[u8]) -> i
     )
 }
 
-/// The system call that a process stopped at the beginning of.
+/// The system call whose entry a process stopped at.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct SystemCall {
     pub(crate) number: u64,
     pub(crate) arguments: [u64; 6],
-    /// Where it goes on afterwards.
+    /// The address at which it continues afterwards.
     pub(crate) returns_to: u64,
 }
 
-/// The kernel's number for calls of this architecture.
+/// The kernel's number for system calls of this architecture: `AUDIT_ARCH_X86_64` and
+/// `AUDIT_ARCH_AARCH64` of `linux/audit.h`.
 #[cfg(target_arch = "x86_64")]
-const OWN_ARCHITECTURE: u32 = 0xc000_003e;
+const AUDIT_ARCH: u32 = 0xc000_003e;
 #[cfg(target_arch = "aarch64")]
-const OWN_ARCHITECTURE: u32 = 0xc000_00b7;
+const AUDIT_ARCH: u32 = 0xc000_00b7;
 
-/// Reads which system call a process is about to make; `None` when it stopped at the end of one.
+/// Reads which system call a process is about to make; `None` if it stopped at the exit of one.
 pub(crate) fn system_call(process: Pid) -> io::Result<Option<SystemCall>> {
     let mut info = std::mem::MaybeUninit::<libc::ptrace_syscall_info>::zeroed();
     let size = size_of::<libc::ptrace_syscall_info>();
@@ -423,11 +436,11 @@ pub(crate) fn system_call(process: Pid) -> io::Result<Option<SystemCall>> {
     }
     // SAFETY: all zeros are a valid value, and the kernel has filled in the rest.
     let info = unsafe { info.assume_init() };
-    // A call of another architecture has other numbers.
-    if info.op != libc::PTRACE_SYSCALL_INFO_ENTRY || info.arch != OWN_ARCHITECTURE {
+    // A call of another architecture has different numbers.
+    if info.op != libc::PTRACE_SYSCALL_INFO_ENTRY || info.arch != AUDIT_ARCH {
         return Ok(None);
     }
-    // SAFETY: at the beginning of a call the kernel fills in this member of the union.
+    // SAFETY: at the entry of a call the kernel fills in this member of the union.
     let entry = unsafe { info.u.entry };
     Ok(Some(SystemCall {
         number: entry.nr,
@@ -436,7 +449,7 @@ pub(crate) fn system_call(process: Pid) -> io::Result<Option<SystemCall>> {
     }))
 }
 
-/// Reads which signals a stopped process blocks.
+/// Reads the signal mask of a stopped process.
 pub(crate) fn blocked_signals(process: Pid) -> io::Result<u64> {
     let mut mask = 0_u64;
     ptrace(
@@ -448,7 +461,7 @@ pub(crate) fn blocked_signals(process: Pid) -> io::Result<u64> {
     Ok(mask)
 }
 
-/// Sets which signals a stopped process blocks.
+/// Sets the signal mask of a stopped process.
 pub(crate) fn block_signals(process: Pid, mask: u64) -> io::Result<()> {
     ptrace(
         libc::PTRACE_SETSIGMASK,
@@ -469,9 +482,9 @@ pub(crate) struct RestartableSequences {
     padding: u32,
 }
 
-/// Reads the area that a stopped process has registered; its address is zero when there is none.
+/// Reads the area that a stopped process has registered; its address is zero if there is none.
 pub(crate) fn restartable_sequences(process: Pid) -> io::Result<RestartableSequences> {
-    /// Not yet in the C library's list.
+    /// Not yet defined by the libc crate.
     const PTRACE_GET_RSEQ_CONFIGURATION: libc::c_uint = 0x420f;
     let mut area = RestartableSequences::default();
     let size = size_of::<RestartableSequences>();
@@ -484,7 +497,7 @@ pub(crate) fn restartable_sequences(process: Pid) -> io::Result<RestartableSeque
     Ok(area)
 }
 
-/// Tells how long a process has been running on a processor.
+/// Returns the CPU time of a process.
 pub(crate) fn processor_time(process: Pid) -> io::Result<Duration> {
     let mut clock = 0;
     // SAFETY: the pointer is to a variable of the right type.
@@ -506,7 +519,7 @@ pub(crate) fn processor_time(process: Pid) -> io::Result<Duration> {
     }
 }
 
-/// Gives free memory in the middle of the heaps back to the kernel.
+/// Returns free memory in the middle of the heaps to the kernel.
 pub(crate) fn trim_heap() {
     #[cfg(target_env = "gnu")]
     // SAFETY: any thread may call it at any time; the allocator takes its own locks.
@@ -515,7 +528,7 @@ pub(crate) fn trim_heap() {
     }
 }
 
-/// Ends this process at once, without running exit handlers copied from its parent.
+/// Exits immediately, without running exit handlers copied from the parent.
 pub(crate) fn exit_now(status: i32) -> ! {
     // SAFETY: _exit never returns and touches no memory of ours.
     unsafe { libc::_exit(status) }

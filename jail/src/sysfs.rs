@@ -1,13 +1,13 @@
-//! The `/sys` of sandboxes: plain files that say how many processors there are and how much a
-//! session may use.
+//! The `/sys` of sandboxes: plain files with the number of CPUs and the limits of a session.
 //!
-//! Libraries size their pools, caches and heaps by these files: `lscpu`, loky and psutil by the
-//! topology of processors, DuckDB, Polars and Ray by the limits of control groups. Nothing here is
-//! the kernel's. The files are written once, into the read-only root of all sandboxes, and say
-//! nothing that `/proc/cpuinfo` and the settings of the session do not say.
+//! Libraries size their pools, caches and heaps by these files: `lscpu`, loky and psutil by the CPU
+//! topology, DuckDB, Polars and Ray by the limits of control groups. None of the files are the
+//! kernel's. They are written once, into the read-only root of all sandboxes, and contain no
+//! information beyond `/proc/cpuinfo` and the settings of the session.
 //!
-//! What changes while a session runs (`memory.current`) is left out: a number that stands still
-//! would be wrong.
+//! Values that change while a session runs (`memory.current`) are left out: a constant number would
+//! be wrong. `/proc/meminfo`, which programs require, shows all memory as free: programs read it to
+//! find out how much they may use.
 
 use std::collections::BTreeMap;
 use std::fs::{self, Permissions};
@@ -17,15 +17,33 @@ use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
-/// What a session may use, as far as it is told.
+/// Further lines of `/proc/meminfo` that `free`, `top` and psutil read.
+const MEMORY_NOT_USED: [&str; 14] = [
+    "Buffers",
+    "Cached",
+    "SwapCached",
+    "Active",
+    "Inactive",
+    "Active(file)",
+    "Inactive(file)",
+    "SwapTotal",
+    "SwapFree",
+    "Dirty",
+    "Mapped",
+    "Shmem",
+    "Slab",
+    "SReclaimable",
+];
+
+/// The limits of a session, as shown inside.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct ShownLimits {
     pub memory: u64,
-    /// `None` where nothing limits processor time.
+    /// `None` if CPU time is not limited.
     pub cpus: Option<f64>,
 }
 
-/// One processor that sessions may run on.
+/// One CPU that sessions may run on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Cpu {
     number: usize,
@@ -33,15 +51,15 @@ struct Cpu {
     package: i64,
 }
 
-/// Which versions of control groups `/proc/self/cgroup` tells about inside. Programs look there
-/// first, and then for the files of that version.
+/// The versions of control groups that `/proc/self/cgroup` shows inside. Programs look there first,
+/// and then for the files of that version.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Versions {
     Two,
     OneAndTwo,
 }
 
-/// Writes the tree into a folder that will be `/sys`.
+/// Writes the tree into the folder that becomes `/sys`.
 pub(crate) fn write(folder: &Path, limits: &ShownLimits) -> io::Result<()> {
     let groups = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
     fs::create_dir_all(folder)?;
@@ -56,7 +74,26 @@ pub(crate) fn write(folder: &Path, limits: &ShownLimits) -> io::Result<()> {
     Ok(())
 }
 
-/// The processors that this process, and so everything it starts, may run on.
+/// Returns the `/proc/meminfo` of sandboxes: the memory limit of a session, or the machine's memory
+/// if that is smaller.
+pub(crate) fn memory_info(limits: &ShownLimits) -> io::Result<String> {
+    Ok(memory_lines(limits, &fs::read_to_string("/proc/meminfo")?))
+}
+
+fn memory_lines(limits: &ShownLimits, of_machine: &str) -> String {
+    let value = |line: &str| line.split_whitespace().nth(1)?.parse().ok();
+    let total = of_machine
+        .lines()
+        .find(|line| line.starts_with("MemTotal:"))
+        .and_then(value);
+    let kib = (limits.memory / 1024).min(total.unwrap_or(u64::MAX));
+    let line = |(name, kib): (&str, u64)| format!("{:<16}{kib:>8} kB\n", format!("{name}:"));
+    let whole = ["MemTotal", "MemFree", "MemAvailable"].map(|name| line((name, kib)));
+    let nothing = MEMORY_NOT_USED.map(|name| line((name, 0)));
+    whole.into_iter().chain(nothing).collect()
+}
+
+/// Returns the CPUs that this process, and everything it starts, may run on.
 fn processors() -> io::Result<Vec<Cpu>> {
     let allowed = rustix::thread::sched_getaffinity(None)?;
     let numbers = (0..rustix::thread::CpuSet::MAX_CPU).filter(|number| allowed.is_set(*number));
@@ -66,7 +103,7 @@ fn processors() -> io::Result<Vec<Cpu>> {
                 let path = format!("/sys/devices/system/cpu/cpu{number}/topology/{name}");
                 fs::read_to_string(path).ok()?.trim().parse().ok()
             };
-            // Where the host does not tell, each processor is a core of its own.
+            // If the host does not report it, each CPU is its own core.
             let core = value("core_id").unwrap_or(number as i64);
             Cpu {
                 number,
@@ -78,7 +115,7 @@ fn processors() -> io::Result<Vec<Cpu>> {
 }
 
 fn versions(groups: &str) -> Versions {
-    // A line: number of the hierarchy, controllers, path.
+    // Format of a line: number of the hierarchy, controllers, path.
     let has_memory = |line: &str| {
         line.split(':')
             .nth(1)
@@ -129,7 +166,7 @@ fn files(cpus: &[Cpu], limits: &ShownLimits, versions: Versions) -> BTreeMap<Str
     let mut put = |name: &str, content: String| put(format!("fs/cgroup/{name}"), content);
     put("cgroup.controllers", "cpu memory".to_owned());
     put("memory.max", limits.memory.to_string());
-    // The limit of memory counts swap in.
+    // The memory limit includes swap.
     put("memory.swap.max", "0".to_owned());
     put(
         "cpu.max",
@@ -146,7 +183,7 @@ fn files(cpus: &[Cpu], limits: &ShownLimits, versions: Versions) -> BTreeMap<Str
     files
 }
 
-/// Numbers as the kernel lists them: `0-3,8`.
+/// Formats numbers as a kernel list: `0-3,8`.
 fn list(numbers: &[usize]) -> String {
     let mut parts: Vec<(usize, usize)> = Vec::new();
     for &number in numbers {
@@ -165,7 +202,8 @@ fn list(numbers: &[usize]) -> String {
     parts.iter().map(text).collect::<Vec<_>>().join(",")
 }
 
-/// Numbers as a mask in hexadecimal groups of 32 bits, the highest first, wide enough for `last`.
+/// Formats numbers as a mask in hexadecimal groups of 32 bits, highest first, wide enough for
+/// `last`.
 fn mask(numbers: &[usize], last: usize) -> String {
     let mut groups = vec![0_u32; last / 32 + 1];
     for number in numbers {
@@ -194,6 +232,27 @@ mod tests {
             core,
             package,
         }
+    }
+
+    #[test]
+    fn memory_is_what_a_session_may_use_and_the_machine_has() {
+        let machine = "MemTotal:       24000000 kB\nMemFree:         9000000 kB\n";
+        let told = memory_lines(&LIMITS, machine);
+        let lines: Vec<&str> = told.lines().collect();
+        assert_eq!(
+            lines[..4],
+            [
+                "MemTotal:        2097152 kB",
+                "MemFree:         2097152 kB",
+                "MemAvailable:    2097152 kB",
+                "Buffers:               0 kB",
+            ]
+        );
+        let small = memory_lines(&LIMITS, "MemTotal:        1000000 kB\n");
+        assert!(
+            small.starts_with("MemTotal:        1000000 kB\n"),
+            "{small}"
+        );
     }
 
     #[test]

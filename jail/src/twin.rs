@@ -1,25 +1,29 @@
-//! Twins: stopped processes from which interpreters are made.
+//! Snapshot processes (`Twin`): stopped processes from which interpreters are created.
 //!
-//! A twin has the memory of an interpreter and all rights in the user namespace of its family
-//! (`family`), no others. It is always stopped under the warden's hand and never runs an
-//! instruction that its memory could have prepared for it, because that memory belongs to a user's
-//! code. There are three kinds, and they are all alike:
+//! A snapshot process has the memory of an interpreter and all rights in the user namespace of its
+//! family (`family`), and no other rights. It is always stopped, with the warden as its tracer, and
+//! never executes an instruction that its memory could have prepared for it, because user code
+//! controls that memory. There are three kinds, which work the same way:
 //!
-//! - the zygote, warm and parked at the moment from which all fresh sessions go on. It has the
-//!   warden's rights and holds nothing of a user;
-//! - the twin of a live interpreter, which shares its memory and its table of descriptors. A copy of this twin is a copy of the interpreter;
+//! - the zygote, warm and parked at the point from which all fresh sessions continue. It has the
+//!   warden's rights and contains no user data;
+//! - the twin of a live interpreter, which shares its memory and its descriptor table. A copy of
+//!   this twin is a copy of the interpreter;
 //! - a checkpoint: such a copy, kept.
 //!
 //! ```text
-//!  copy     twin ──clone──► another twin, with memory of its own from then on
-//!  deliver  zygote ──clone──► a twin in the pid namespace of a family, which it enters as the first thing
-//!  spawn    twin ──clone(memory shared)──► a process that enters a sandbox, gives up every right, and is an interpreter
+//!  copy     twin ──clone──► another twin, with its own memory from then on
+//!  deliver  zygote ──clone──► a twin in the pid namespace of a family, which it enters first
+//!  spawn    twin ──clone(memory shared)──► a process that enters a sandbox, drops every right, and
+//!           becomes an interpreter
 //! ```
 //!
-//! How a twin is used without trusting its memory: it is given registers for one system call and let go until it enters the kernel. There
-//! the kernel tells which call with which arguments it is about to make, and from where. Anything but what was asked for ends the twin. A fresh copy has memory that nobody else can
-//! write, except where it is shared by mapping; so a whole program of calls is put into a private page made for it, and run there. If a way were found
-//! to steer a twin all the same, it would get no further than its family.
+//! A twin is used without trusting its memory as follows. It gets registers for one system call and
+//! is resumed until it enters the kernel. There the kernel reports which call it is about to make,
+//! with which arguments and from which address. Anything other than the requested call kills the
+//! twin. A fresh copy has memory that no other process can write, except for shared mappings; so a
+//! whole program of calls is put into a private page made for it and run there. Even if a twin
+//! could be steered, it would be confined to its family.
 
 use std::fs::File;
 use std::io;
@@ -35,40 +39,44 @@ use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, Signal, WaitOptions};
 use crate::program::{Assembled, Program};
 use crate::registers::{self, Argument, Registers};
 use crate::sys::{self, RestartableSequences, Resume};
+use crate::test_switches::TestSwitches;
 use crate::wire::{self, Programs, ResourceLimit};
 
-/// Where an interpreter finds its end of the channel.
+/// Descriptor number of an interpreter's end of the channel.
 pub const CHANNEL: u64 = 1000;
-/// Where a process on its way into a sandbox has its landlock rules, and the user namespace that it
-/// enters last.
+/// Descriptor numbers that a process uses while it enters a sandbox: its landlock rules, and the
+/// user namespace that it enters last.
 const RULES: u64 = 1001;
 const USER_NAMESPACE: u64 = 1002;
-/// Where a twin has the pid namespace that it comes back to.
+/// Descriptor number, in a twin, of the pid namespace that it returns to.
 const OWN_PID_NAMESPACE: u64 = 1003;
 
-/// How long a twin may take for one step. It only makes system calls; a memory of many gigabytes takes a second to copy.
+/// Timeout for one step of a twin. It only makes system calls; copying many gigabytes of memory
+/// takes a second.
 const STEP_LIMIT: Duration = Duration::from_secs(10);
-/// How long a twin may compute before it enters the kernel, in its own time: a busy machine is no fault of it. Its memory is not ours, so it may not come
-/// there at all; it cannot do anything meanwhile, and is ended afterwards.
+/// CPU time a twin may use before its next syscall. CPU time, because a busy machine is not its
+/// fault. Its memory is not trusted, so it may never get there. It cannot do anything in the
+/// meantime, and is killed afterwards.
 const HESITATION: Duration = Duration::from_millis(200);
-/// How long this process looks again and again before it sleeps: most steps take less than waking up does.
+/// How long this process polls before it sleeps: most steps take less time than a wake-up.
 const LOOKING: Duration = Duration::from_micros(60);
 
-/// Room for a program and its data in a process that makes it. Only pages that are used exist.
+/// Size of the mapping for a program and its data. Only pages that are used are allocated.
 const SCRATCH: u64 = 128 * 1024;
-/// Where in it the data begins.
+/// Offset of the data in it.
 const DATA: u64 = 96 * 1024;
-/// Where in it the program that enters the sandbox begins.
+/// Offset in it of the program that enters the sandbox.
 const SECOND: u64 = 8 * 1024;
 
-/// A moment of a process from which a copy can go on: it is entering the `clone` of a fork.
+/// The saved registers of a process that is entering the `clone` of a fork. A copy can continue
+/// from there.
 #[derive(Clone)]
 pub(crate) struct Moment {
     general: Registers,
     extended: Vec<u8>,
     blocked: u64,
     sequences: RestartableSequences,
-    /// Where the C library keeps the number of the thread.
+    /// The address at which the C library keeps the thread id.
     thread_number: Option<u64>,
 }
 
@@ -76,47 +84,46 @@ pub(crate) struct Moment {
 pub(crate) struct Twin {
     pub(crate) pid: Pid,
     moment: Moment,
-    /// Memory for programs that is mapped already.
+    /// An existing mapping for programs.
     scratch: Option<u64>,
 }
 
-/// A part of a process's memory.
+/// A range of a process's memory.
 pub(crate) struct Part {
     pub(crate) range: Range<u64>,
     pub(crate) writable: bool,
 }
 
-/// How an interpreter enters a sandbox, the same for all of a jail.
+/// How an interpreter enters a sandbox; the same for all sandboxes of a jail.
 pub(crate) struct Entry {
     pub(crate) rlimits: Vec<ResourceLimit>,
     pub(crate) id: u32,
-    /// As the kernel reads them; empty in a test that leaves them out.
+    /// In the kernel's format; empty in a test that leaves them out.
     pub(crate) closing_filter: Vec<u8>,
     pub(crate) still_filter: Vec<u8>,
     pub(crate) last_capability: u64,
-    /// Steps that a test leaves out.
-    pub(crate) skipped_steps: Vec<String>,
+    pub(crate) test_switches: TestSwitches,
 }
 
-/// What one interpreter gets.
+/// Launch arguments of one interpreter.
 pub(crate) struct Way<'a> {
     pub(crate) channel: &'a OwnedFd,
-    /// The ways into the control group.
+    /// The `cgroup.procs` or `tasks` descriptors of its control group.
     pub(crate) doors: &'a [OwnedFd],
     /// The user namespace of the family, for a twin that is not in it yet.
     pub(crate) family: Option<&'a OwnedFd>,
-    /// The pid namespace of the family and all its twins.
+    /// The pid namespace of the family and of all its twins.
     pub(crate) own_pid_namespace: &'a OwnedFd,
-    /// Those of the sandbox, in the order of `init::JOINED`.
+    /// The namespaces of the sandbox, in the order of `init::JOINED`.
     pub(crate) namespaces: &'a [OwnedFd],
-    /// The root of the sandbox, in a mount namespace that no process is in (`init::Mounts`).
+    /// The root of the sandbox, in a mount namespace that contains no process (`init::Mounts`).
     pub(crate) root: &'a OwnedFd,
     pub(crate) rules: Option<&'a OwnedFd>,
     pub(crate) programs: Programs,
 }
 
 impl Way<'_> {
-    /// What is passed on, in the order in which `leave_program` counts.
+    /// Returns the descriptors to pass on, in the order that `leave_program` expects.
     fn descriptors(&self) -> Vec<&OwnedFd> {
         let mut all = vec![self.channel, self.own_pid_namespace];
         all.extend(self.namespaces);
@@ -128,7 +135,7 @@ impl Way<'_> {
     }
 }
 
-/// Waits for traced processes to stop, without waiting for ever.
+/// Waits for traced processes to stop, with a timeout.
 pub(crate) struct Watch<'a> {
     /// Becomes readable when any child or traced process changes state.
     pub(crate) changes: &'a OwnedFd,
@@ -137,13 +144,13 @@ pub(crate) struct Watch<'a> {
 /// Why a traced process stopped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Stopped {
-    /// At the beginning or the end of a system call.
+    /// At the entry or exit of a system call.
     SystemCall,
-    /// A process was made.
+    /// It created a process.
     Forked,
-    /// It begins its life, or was asked to stop.
+    /// It has just been created, or was told to stop.
     Still,
-    /// A signal is about to reach it.
+    /// A signal is about to be delivered to it.
     Signal(i32),
     Ended,
 }
@@ -158,6 +165,7 @@ impl Stopped {
                 Stopped::Forked
             }
             (libc::PTRACE_EVENT_STOP, _) => Stopped::Still,
+            // PTRACE_O_TRACESYSGOOD sets this bit.
             (_, signal) if signal == libc::SIGTRAP | 0x80 => Stopped::SystemCall,
             (_, signal) => Stopped::Signal(signal),
         }
@@ -188,13 +196,13 @@ impl Watch<'_> {
             };
             let mut events = [PollFd::new(self.changes, PollFlags::IN)];
             let _ = rustix::event::poll(&mut events, Some(&pause));
-            // Whoever else changed state is looked for by the caller afterwards, in any case.
+            // The caller always checks afterwards for other processes that changed state.
             let mut note = [0_u8; 128];
             while rustix::io::read(self.changes, &mut note).is_ok() {}
         }
     }
 
-    /// Waits for a process that is about to enter the kernel, and may compute for ever instead.
+    /// Waits for a process that is about to enter the kernel but may compute for ever instead.
     fn expect_entry(&self, process: Pid) -> io::Result<()> {
         let (begun, before) = (Instant::now(), sys::processor_time(process)?);
         loop {
@@ -223,14 +231,16 @@ impl Watch<'_> {
     }
 }
 
-/// The options under which twins are traced: they end with the warden, and what they make is traced like them.
+/// Trace options of twins: they are killed with the warden, and processes that they create are
+/// traced as well.
 pub(crate) const TWIN_OPTIONS: i32 = libc::PTRACE_O_TRACESYSGOOD
     | libc::PTRACE_O_EXITKILL
     | libc::PTRACE_O_TRACEFORK
     | libc::PTRACE_O_TRACEVFORK
     | libc::PTRACE_O_TRACECLONE;
 
-/// The way of a process to its moment: it gives a sign (SIGCONT, which has no other effect), and enters the `clone` of a fork soon afterwards.
+/// Traces a process to its fork point: it sends a signal (SIGCONT, which has no other effect), and
+/// enters the `clone` of a fork soon afterwards.
 pub(crate) struct Approach {
     process: Pid,
     gave_sign: bool,
@@ -238,11 +248,12 @@ pub(crate) struct Approach {
     given_up: bool,
 }
 
-/// Stops of a process between its sign and the `clone`, two for each system call. The handlers of a fork make some.
+/// Limit of stops between the signal and the `clone`, two for each system call. Fork handlers make
+/// some.
 const MOST_STEPS: u32 = 400;
 
 impl Approach {
-    /// Begins to watch a process, which does not notice.
+    /// Starts tracing a process, without disturbing it.
     pub(crate) fn begin(process: Pid, options: i32) -> io::Result<Approach> {
         sys::trace(process, options)?;
         Ok(Approach {
@@ -253,7 +264,8 @@ impl Approach {
         })
     }
 
-    /// Judges one stop of the process and lets it go on, unless its moment has come. An error means that it will not come.
+    /// Handles one stop of the process and resumes it, unless it is at its fork point. An error
+    /// means that it will not get there.
     pub(crate) fn step(&mut self, stopped: Stopped) -> io::Result<Option<Moment>> {
         self.steps += 1;
         if self.steps > MOST_STEPS || self.given_up {
@@ -268,7 +280,7 @@ impl Approach {
                 }
             }
             Stopped::Signal(libc::SIGCONT) => self.gave_sign = true,
-            // One that really stops could not be let go.
+            // A process that really stops could not be resumed.
             Stopped::Signal(libc::SIGSTOP) => {}
             Stopped::Signal(other) => signal = other,
             Stopped::Still | Stopped::Forked => {}
@@ -285,13 +297,13 @@ impl Approach {
         Ok(None)
     }
 
-    /// Nobody wants the copy any more: its next stop, which is soon, is the last.
+    /// Cancels the copy: the next stop of the process, which comes soon, is the last.
     pub(crate) fn give_up(&mut self) -> io::Result<()> {
         self.given_up = true;
         sys::stop_traced(self.process)
     }
 
-    /// Waits for the moment of a process that is trusted to come to it.
+    /// Waits until a trusted process is at its fork point.
     pub(crate) fn finish(mut self, watch: &Watch<'_>) -> io::Result<Moment> {
         loop {
             let stopped = watch.stop_of(self.process, STEP_LIMIT)?;
@@ -303,7 +315,7 @@ impl Approach {
 }
 
 impl Moment {
-    /// Reads the moment of a process that is entering a system call, if that call is the one of a fork.
+    /// Reads the state of a process that is entering a system call, if it is the call of a fork.
     pub(crate) fn of(process: Pid) -> io::Result<Option<Moment>> {
         let Some(call) = sys::system_call(process)? else {
             return Ok(None);
@@ -319,20 +331,20 @@ impl Moment {
             general: general_of(process)?,
             extended,
             blocked: sys::blocked_signals(process)?,
-            // A kernel that cannot tell has none: parking the zygote made sure of that.
+            // A kernel that cannot report them has none: parking the zygote verified that.
             sequences: sys::restartable_sequences(process).unwrap_or_default(),
             thread_number: sets_number.then_some(call.arguments[registers::THREAD_NUMBER]),
         }))
     }
 
-    /// The address of an instruction that enters the kernel, unless somebody has written over it.
+    /// The address of an instruction that enters the kernel, unless it was overwritten.
     fn enter(&self) -> u64 {
         self.general.instruction() - registers::ENTER
     }
 
-    /// Lets the process whose moment this is go on as the parent of a fork, and traces it no longer.
+    /// Resumes the process with this state as the parent of a fork, and stops tracing it.
     pub(crate) fn let_parent_go(&self, process: Pid) -> io::Result<()> {
-        // The parent's `fork` returns a positive number: its own.
+        // The parent's `fork` returns a positive number: its own pid.
         registers::exchange_call(process, self.general, libc::SYS_getpid as u64)?;
         sys::let_go(process)
     }
@@ -363,16 +375,16 @@ impl Twin {
         Ok(twin)
     }
 
-    /// Unregisters the restartable sequences of the zygote, while its memory is still ours. Copies
-    /// inherit that.
+    /// Unregisters the restartable sequences of the zygote while its memory is still trusted.
+    /// Copies inherit that.
     ///
-    /// Whenever a registered process returns to user mode after it was switched out, the kernel
-    /// reads in its memory where it shall continue. The memory of a twin belongs to a user's code,
-    /// so a registered twin would run whatever that code chose.
+    /// When a registered process returns to user mode after a context switch, the kernel reads from
+    /// its memory where to continue. User code controls the memory of a twin, so a registered twin
+    /// would execute whatever that code chose.
     fn unregister_rseq(&self, watch: &Watch<'_>) -> io::Result<()> {
         let area = match sys::restartable_sequences(self.pid) {
             Ok(area) => area,
-            // Nothing to unregister, if the kernel has no restartable sequences at all.
+            // There is nothing to unregister if the kernel has no restartable sequences at all.
             Err(error) => match self.call(watch, libc::SYS_rseq, [0; 6]) {
                 Err(absent) if absent.raw_os_error() == Some(libc::ENOSYS) => return Ok(()),
                 _ => return Err(unverified_rseq(error)),
@@ -389,11 +401,13 @@ impl Twin {
         require_no_rseq(self.pid)
     }
 
-    /// Moves large parts of the twin's own memory into a file in memory, mapped privately in the same place.
+    /// Moves large parts of the twin's own memory into a memory file, mapped privately at the same
+    /// addresses.
     ///
-    /// For anonymous memory the kernel copies one entry per page whenever a process is copied; for a private mapping of a file it copies only the
-    /// entries of pages that this process has touched, and the others are found in the file. The zygote's copies touch little of what it holds.
-    /// Each part must be private and readable, and nobody may resize it later.
+    /// For anonymous memory the kernel copies one page table entry per page whenever a process is
+    /// copied. For a private file mapping it copies only the entries of pages that this process has
+    /// touched; the others are found in the file. The zygote's copies touch little of its memory.
+    /// Each part must be private and readable, and must not be resized later.
     pub(crate) fn settle(&self, watch: &Watch<'_>, parts: &[Part]) -> io::Result<()> {
         let name = c"cellblock-zygote";
         let file = File::from(rustix::fs::memfd_create(
@@ -409,11 +423,8 @@ impl Twin {
             length += part.range.end - part.range.start;
         }
         file.set_len(length)?;
-        // From now on the file is the same for everybody who has it mapped.
-        rustix::fs::fcntl_add_seals(
-            &file,
-            SealFlags::SHRINK | SealFlags::GROW | SealFlags::WRITE | SealFlags::SEAL,
-        )?;
+        // From now on the file is identical for every process that maps it.
+        seal(&file)?;
 
         let file = OwnedFd::from(file);
         let mut program = Program::default();
@@ -451,7 +462,7 @@ impl Twin {
             .map(drop)
     }
 
-    /// Maps memory for programs that stays, in this process and in all its copies.
+    /// Maps memory for programs that stays mapped in this process and in all its copies.
     pub(crate) fn keep_scratch(&mut self, watch: &Watch<'_>) -> io::Result<()> {
         self.scratch = Some(self.map_scratch(watch)?);
         Ok(())
@@ -475,10 +486,10 @@ impl Twin {
         Ok(place.cast_unsigned())
     }
 
-    /// Makes a copy that goes on from `moment`, or from where this one would. With `shared` the copy uses the same table of descriptors
-    /// as long as it is only kept.
+    /// Makes a copy that continues from `moment`, or from where this twin would continue. With
+    /// `shared` the copy uses the same descriptor table as long as it is only kept.
     ///
-    /// After a failure the twin may be running what its memory holds, and must be ended.
+    /// After a failure the twin may be executing code from its memory, and must be killed.
     pub(crate) fn copy(
         &self,
         watch: &Watch<'_>,
@@ -499,7 +510,7 @@ impl Twin {
 
     /// Makes a copy of the zygote in the pid namespace of a family.
     ///
-    /// After a failure the zygote must be ended.
+    /// After a failure the zygote must be killed.
     pub(crate) fn deliver(&self, watch: &Watch<'_>, pid_namespace: &OwnedFd) -> io::Result<Twin> {
         let scratch = self.scratch.ok_or(io::ErrorKind::InvalidInput)?;
         let mut program = Program::default();
@@ -538,14 +549,16 @@ impl Twin {
         })
     }
 
-    /// Has the twin make one system call. The number of a process that it makes is the call's result.
+    /// Makes the twin execute one system call. If the call creates a process, the result is its
+    /// pid.
     fn call(&self, watch: &Watch<'_>, number: i64, arguments: [u64; 6]) -> io::Result<i64> {
         call(watch, self.pid, &self.moment, number, arguments)
     }
 
-    /// Makes an interpreter out of this twin, which becomes the interpreter's. It is complete, locked down, and stopped until it is let go.
+    /// Creates an interpreter from this twin, which becomes the interpreter's twin. The interpreter
+    /// is complete, locked down, and stopped until it is released.
     ///
-    /// Fails with the twin in an unknown state; it must be ended then.
+    /// After a failure the twin is in an unknown state and must be killed.
     pub(crate) fn spawn(
         &mut self,
         watch: &Watch<'_>,
@@ -586,17 +599,17 @@ impl Twin {
         entered.map(|()| child)
     }
 
-    /// Gives the twin a table of descriptors of its own, with nothing in it but the two ends of a
-    /// socket, in which those of its new interpreter wait. The twin has no way to take them from
-    /// the warden, and must not have one.
+    /// Gives the twin its own descriptor table, which contains only the two ends of a socket. The
+    /// descriptors of its new interpreter are queued in that socket. The twin cannot take them from
+    /// the warden, and must not be able to.
     fn take_descriptors(&self, watch: &Watch<'_>, scratch: u64, way: &Way<'_>) -> io::Result<()> {
         let mut data = Data {
             base: scratch + DATA,
             bytes: Vec::new(),
         };
         let mut program = Program::default();
-        // Nothing of the session's own descriptors may come along, and nothing of them may be in
-        // the way. The table of a checkpoint is still that of its session.
+        // No descriptor of the session may be inherited or occupy a number. The table of a
+        // checkpoint is still that of its session.
         let unshare = Argument::Value(libc::CLOSE_RANGE_UNSHARE.into());
         program.call(
             "close_range",
@@ -637,7 +650,8 @@ impl Twin {
         wire::send(&far_end, &(), &passed)
     }
 
-    /// Has a new process run the program that locks it down, and sets it to go on from the moment.
+    /// Makes a new process run the program that locks it down, and sets its registers to continue
+    /// from the saved state.
     fn enter(
         &self,
         watch: &Watch<'_>,
@@ -655,11 +669,11 @@ impl Twin {
             libc::SYS_munmap,
             [scratch, SCRATCH, 0, 0, 0, 0],
         )?;
-        // Last, behind the filters: from here on the memory decides where this process continues.
+        // Last, after the filters: from here on the memory decides where this process continues.
         let area = &self.moment.sequences;
         if area.address != 0 {
             let (size, signature) = (u64::from(area.size), u64::from(area.signature));
-            // A refusal is the session's own loss: its C library goes without.
+            // A refusal affects only the session: its C library works without.
             let _ = call(
                 watch,
                 child,
@@ -673,11 +687,11 @@ impl Twin {
         sys::block_signals(child, self.moment.blocked)
     }
 
-    /// The program of the twin itself: it receives the descriptors of the new interpreter, enters
-    /// its family, the control group and the namespaces of the sandbox, closes all other
-    /// descriptors, and makes the process, which shares its memory.
+    /// Returns the program of the twin itself: it receives the descriptors of the new interpreter,
+    /// enters its family, the control group and the namespaces of the sandbox, closes all other
+    /// descriptors, and creates the process, which shares its memory.
     fn leave_program(&self, data: &mut Data, entry: &Entry, way: &Way<'_>) -> Program {
-        let mut program = Program::without(&entry.skipped_steps);
+        let mut program = Program::new(&entry.test_switches);
         let descriptors = way.descriptors().len();
         // struct iovec, and a buffer for SCM_RIGHTS: a header of 16 bytes, then the numbers.
         let word = data.reserve(64);
@@ -688,7 +702,7 @@ impl Twin {
         let message = [0, 0, vector, 1, control, size as u64, 0].map(u64::to_ne_bytes);
         let message = data.put(message.as_flattened());
         program.call("recvmsg", libc::SYS_recvmsg, &[0.into(), message.into()]);
-        // The kernel gives the lowest numbers that are free, in order.
+        // The kernel allocates the lowest free numbers, in order.
         let mut numbers = (2_u64..).map(Argument::Value);
         let mut next = || {
             numbers
@@ -711,7 +725,7 @@ impl Twin {
         }
         let zero = data.put(b"0");
         for _ in way.doors {
-            // A zero stands for the writer.
+            // A zero means the writing process.
             program.call(
                 "enter the control group",
                 libc::SYS_write,
@@ -747,29 +761,30 @@ impl Twin {
         match self.moment.thread_number {
             Some(place) => {
                 let flags = shared | (libc::CLONE_CHILD_SETTID | libc::CLONE_CHILD_CLEARTID) as u64;
-                // The order of the last two arguments differs between processors; the other one is not used.
+                // The order of the last two arguments differs between architectures; the other one
+                // is not used.
                 let arguments = [flags.into(), 0.into(), 0.into(), place.into(), place.into()];
                 program.call("clone", libc::SYS_clone, &arguments)
             }
             None => program.call("clone", libc::SYS_clone, &[shared.into()]),
         };
-        // Later copies of this twin are no business of the sandbox.
+        // Later copies of this twin must not be in the sandbox's pid namespace.
         program.call("setns back", libc::SYS_setns, &[OWN_PID_NAMESPACE.into()]);
         program.call("close", libc::SYS_close, &[OWN_PID_NAMESPACE.into()]);
         program
     }
 
-    /// The program of the new process: into the user namespace of the session, and out of every
-    /// right.
+    /// Returns the program of the new process: it enters the user namespace of the session and
+    /// drops every right.
     fn enter_program(&self, data: &mut Data, entry: &Entry, way: &Way<'_>) -> Program {
-        let mut program = Program::without(&entry.skipped_steps);
+        let mut program = Program::new(&entry.test_switches);
         let name = data.put(b"python\0");
         program.call(
             "name",
             libc::SYS_prctl,
             &[(libc::PR_SET_NAME as u64).into(), name.into()],
         );
-        // Leaves the process group of the jail: signals to a group reach across namespaces.
+        // Leaves the process group of the jail: signals to a group cross namespaces.
         program.call("setsid", libc::SYS_setsid, &[]);
         let cgroup = Argument::Value(libc::CLONE_NEWCGROUP as u64);
         program.call("unshare cgroup", libc::SYS_unshare, &[cgroup]);
@@ -784,15 +799,16 @@ impl Twin {
                 &[0.into(), resource.into(), both.into()],
             );
         }
-        // The bounding set needs a capability to be emptied, so it goes before the capabilities.
+        // Emptying the bounding set needs a capability, so it comes before the capabilities are
+        // dropped.
         for capability in 0..=entry.last_capability {
             let drop = Argument::Value(libc::PR_CAPBSET_DROP as u64);
             program.call("bounding set", libc::SYS_prctl, &[drop, capability.into()]);
         }
-        let header = data.put(&[CAPABILITY_VERSION_3.to_ne_bytes(), [0; 4]].concat());
+        let header = data.put(&[LINUX_CAPABILITY_VERSION_3.to_ne_bytes(), [0; 4]].concat());
         let nothing = data.put(&[0; 24]);
         program.call("capset", libc::SYS_capset, &[header.into(), nothing.into()]);
-        // The change of user made /proc/self belong to the host's root; give it back.
+        // The change of user made the host's root the owner of /proc/self; restore it.
         program.call(
             "prctl",
             libc::SYS_prctl,
@@ -824,7 +840,7 @@ impl Twin {
         let mut load = |name, steps: &[u8]| {
             let count = (steps.len() / 8) as u64;
             let steps = data.put(steps);
-            // struct sock_fprog: the number of steps, padding, their address.
+            // struct sock_fprog: the number of instructions, padding, their address.
             let filter = data.put(&[count.to_ne_bytes(), steps.to_ne_bytes()].concat());
             let mode = Argument::Value(libc::SECCOMP_SET_MODE_FILTER.into());
             program.call(name, libc::SYS_seccomp, &[mode, 0.into(), filter.into()]);
@@ -832,16 +848,16 @@ impl Twin {
         if way.programs == Programs::Refused && !entry.still_filter.is_empty() {
             load("refuse programs", &entry.still_filter);
         }
-        // Last: the filter closes the very calls used above.
+        // Last: the filter forbids the very calls used above.
         if !entry.closing_filter.is_empty() {
             load("seccomp", &entry.closing_filter);
         }
         program
     }
 
-    /// Lets the twin run what its memory holds, if that memory asks for it with this word at this
-    /// place. Returns whether it was let go.
-    #[cfg(feature = "hand-over-twins")]
+    /// Lets the twin execute its memory, if that memory requests it with this value at this
+    /// address. Returns whether it was released.
+    #[cfg(all(feature = "test-support", debug_assertions))]
     pub(crate) fn hand_over(&self) -> bool {
         const PLACE: u64 = 0x7e00_0000_0000;
         const CODE: u64 = PLACE + 128;
@@ -854,16 +870,17 @@ impl Twin {
             && sys::resume(self.pid, Resume::Freely, 0).is_ok()
     }
 
-    /// Ends the twin. Its end is told like that of any traced process.
+    /// Kills the twin. Its exit is reported like that of any traced process.
     pub(crate) fn end(&self) {
         let _ = rustix::process::kill_process(self.pid, Signal::KILL);
     }
 }
 
-const CAPABILITY_VERSION_3: u32 = 0x2008_0522;
+/// `_LINUX_CAPABILITY_VERSION_3` of `linux/capability.h`.
+const LINUX_CAPABILITY_VERSION_3: u32 = 0x2008_0522;
 
-/// Lets a process run its program, which begins at this address, until it has made another process.
-/// Returns that one.
+/// Lets a process run its program, which starts at this address, until it has created another
+/// process. Returns that process.
 fn run_to_process(
     watch: &Watch<'_>,
     process: Pid,
@@ -889,7 +906,7 @@ fn run_to_process(
     Pid::from_raw(number).ok_or_else(|| io::ErrorKind::NotFound.into())
 }
 
-/// Lets a process run its program, which begins at this address, to the end.
+/// Lets a process run its program, which starts at this address, to the end.
 fn run_to_end(watch: &Watch<'_>, process: Pid, begin: u64, program: &Assembled) -> io::Result<()> {
     require_no_rseq(process)?;
     sys::resume(process, Resume::Freely, 0)?;
@@ -897,6 +914,9 @@ fn run_to_end(watch: &Watch<'_>, process: Pid, begin: u64, program: &Assembled) 
     let ended = general_of(process)?;
     program.ended(ended.instruction().wrapping_sub(begin), ended.result())
 }
+
+/// Number of attempts to seal a file: three seconds in total.
+const SEAL_ATTEMPTS: usize = 20;
 
 /// The flag of `rseq` that ends a registration.
 const RSEQ_FLAG_UNREGISTER: u64 = 1;
@@ -909,7 +929,7 @@ fn require_no_rseq(process: Pid) -> io::Result<()> {
         Ok(_) => Err(io::Error::other(
             "a stopped process has restartable sequences registered",
         )),
-        // No such request: parking has shown that this kernel has no restartable sequences.
+        // Unknown request: parking has shown that this kernel has no restartable sequences.
         Err(error) if error.raw_os_error() == Some(libc::EIO) => Ok(()),
         Err(error) => Err(unverified_rseq(error)),
     }
@@ -920,7 +940,8 @@ fn unverified_rseq(cause: io::Error) -> io::Error {
     io::Error::new(cause.kind(), format!("{text}: {cause}"))
 }
 
-/// Has a stopped process make one system call at the instruction of its moment, and makes sure that it is that call.
+/// Makes a stopped process execute one system call at the instruction of its saved state, and
+/// verifies that it is that call.
 fn call(
     watch: &Watch<'_>,
     process: Pid,
@@ -965,11 +986,27 @@ fn call(
     if result < 0 && result > -4096 {
         return Err(io::Error::from_raw_os_error(-(result as i32)));
     }
-    // The process itself sees another number when its pid namespace is another one.
+    // The process itself sees a different pid if its pid namespace differs.
     Ok(made.unwrap_or(result))
 }
 
-/// Copies the pages of a range that hold anything to a file.
+/// Makes a memory file immutable.
+///
+/// The kernel refuses with EBUSY while there is any other reference to a page of the file. Our code
+/// holds none, but the kernel's own lists and migration do for short times, and on a busy machine
+/// for longer than the 0.15 s that each attempt waits.
+fn seal(file: &File) -> io::Result<()> {
+    let seals = SealFlags::SHRINK | SealFlags::GROW | SealFlags::WRITE | SealFlags::SEAL;
+    let mut attempts = 1..SEAL_ATTEMPTS;
+    loop {
+        match rustix::fs::fcntl_add_seals(file, seals) {
+            Err(rustix::io::Errno::BUSY) if attempts.next().is_some() => {}
+            done => return Ok(done?),
+        }
+    }
+}
+
+/// Copies the non-empty pages of a range to a file.
 fn copy_pages(memory: &File, range: &Range<u64>, file: &File, at: u64) -> io::Result<()> {
     const PAGE: usize = 4096;
     let mut buffer = vec![0; 256 * PAGE];
@@ -987,7 +1024,7 @@ fn copy_pages(memory: &File, range: &Range<u64>, file: &File, at: u64) -> io::Re
     Ok(())
 }
 
-/// Data of a program, put one after another into the memory of the process.
+/// Data of a program, placed consecutively in the memory of the process.
 struct Data {
     base: u64,
     bytes: Vec<u8>,
@@ -1014,15 +1051,17 @@ mod tests {
     use super::*;
     use crate::sys::Forked;
 
-    /// A twin of a process that does nothing but come to its branch point. It ends with the test's thread, which traces it.
+    /// A twin of a process that only goes to its fork point. It is killed with the test's thread,
+    /// which traces it.
     struct Parked {
-        /// A folder: there is always something to look at, and nothing to read. The signal about children may go to another thread here.
+        /// A folder: polling it always returns at once, and reading it fails. SIGCHLD may be
+        /// delivered to another thread here.
         changes: OwnedFd,
         twin: Twin,
     }
 
-    /// Makes a process that is watched, gives its sign and then does this. Other threads of the tests may have held any lock when it was made, so it only
-    /// makes system calls.
+    /// Creates a traced process that sends its signal and then runs `then`. Other threads of the
+    /// tests may have held any lock when it was created, so it only makes system calls.
     fn approaching(then: fn() -> !) -> (Pid, Approach) {
         let (reader, writer) = rustix::pipe::pipe().unwrap();
         match sys::clone_process(0).unwrap() {
@@ -1152,7 +1191,7 @@ mod tests {
             libc::SYS_lseek,
             &[file.into(), 0.into(), (libc::SEEK_CUR as u64).into()],
         );
-        // As many bytes as were written are cut off again.
+        // Truncates the file to the number of bytes written.
         program.call(
             "ftruncate",
             libc::SYS_ftruncate,
@@ -1188,7 +1227,7 @@ mod tests {
         if !cfg!(target_arch = "x86_64") {
             return;
         }
-        // A loop, the gate of 32-bit calls, a break point, no instruction, nothing.
+        // A loop, the gate of 32-bit calls, a breakpoint, an invalid instruction, two nops.
         for bytes in [
             [0xeb, 0xfe],
             [0xcd, 0x80],
@@ -1198,7 +1237,7 @@ mod tests {
         ] {
             let parked = Parked::new();
             let number = i64::from(parked.twin.pid.as_raw_pid());
-            // Control: it is the instruction that is used.
+            // Control: the instruction is the one that is used.
             assert_eq!(
                 parked
                     .twin
@@ -1228,8 +1267,8 @@ mod tests {
         }
     }
 
-    /// Tells the twin's kernel side, through its memory, to continue elsewhere when it is about to
-    /// make a system call.
+    /// Writes to the twin's memory so that the kernel makes it continue elsewhere when it is about
+    /// to make a system call.
     fn arm_rseq(parked: &Parked) {
         let area = parked.twin.moment.sequences;
         assert!(
@@ -1243,11 +1282,11 @@ mod tests {
             .flat_map(|word: &u64| word.to_ne_bytes())
             .collect();
         parked.memory().write_all_at(&section, scratch).unwrap();
-        // The signature that the kernel looks for, then an instruction that only traps.
+        // The signature that the kernel expects, then an instruction that only traps.
         let mut code = area.signature.to_ne_bytes().to_vec();
         registers::trap(&mut code);
         parked.memory().write_all_at(&code, handler).unwrap();
-        // `rseq_cs` follows two numbers of processors.
+        // `rseq_cs` follows two CPU numbers.
         parked
             .memory()
             .write_all_at(&scratch.to_ne_bytes(), area.address + 8)
@@ -1300,8 +1339,8 @@ mod tests {
                 .to_string()
                 .contains("restartable sequences")
         );
-        // Control: registered, its memory steers it, so that it no longer makes the call it is
-        // asked for.
+        // Control: while registered, its memory steers it, so that it does not make the requested
+        // call.
         arm_rseq(&parked);
         assert!(
             parked

@@ -1,14 +1,17 @@
-//! The warden: pid 1 of the jail's own namespaces, maker and keeper of sandboxes.
+//! The warden, the jail supervisor: pid 1 of the jail's own namespaces. It creates sandboxes and
+//! owns them.
 //!
-//! It is one loop over commands from the server, words of the zygote and of the inits of sandboxes, and the ends of interpreters. It decides nothing by
-//! itself; it carries out commands and reports what happened. In its user namespace it is root, on the host it is nobody.
+//! It is a single event loop over commands from the server, messages from the zygote and from the
+//! inits of sandboxes, and exits of interpreters. It makes no decisions of its own; it executes
+//! commands and reports the results. It is root in its user namespace and unprivileged on the host.
 //!
-//! Each sandbox belongs to a family (`family`), which the first of them makes and the last of them
-//! ends. What is sent to the server carries the slot, so that the server can have several on the
-//! way.
+//! Each sandbox belongs to a family (`family`), which is created with its first sandbox and ended
+//! with its last. Every event to the server carries the slot, so that the server can have several
+//! commands in flight.
 //!
-//! The warden holds every twin (`twin`). An interpreter that is to be copied is watched on its way to its branch point, stop by stop, between everything
-//! else: what it does is up to a user's code, and nobody waits for it here.
+//! The warden traces every snapshot process (`twin`). An interpreter that is to be copied is traced
+//! to its fork point one stop at a time, interleaved with all other work: user code controls how
+//! long that takes, so the warden never blocks on it.
 
 use std::collections::{BTreeMap, HashMap};
 use std::io;
@@ -35,29 +38,29 @@ use crate::wire::{
 };
 use crate::zygote::{Word as ZygoteWord, Zygote};
 
-/// Chosen first when memory runs out: checkpoints that are not the newest, then live sessions, then anything else. The newest checkpoint is what is left of a
-/// session that used too much.
+/// OOM scores. Checkpoints other than the newest are killed first when memory runs out, then live
+/// sessions, then anything else. The newest checkpoint is what a session that used too much is
+/// restored from.
 const SCORE_OF_LIVE: &str = "500";
 const SCORE_OF_NEWEST: &str = "0";
 const SCORE_OF_OLDER: &str = "1000";
 
-/// Descriptors that no new sandbox may take: interpreters, programs and the zygote need some for a
-/// moment, and a warden without any could do nothing for the sandboxes that exist.
+/// Descriptors reserved from new sandboxes. Interpreters, programs and the zygote need some for a
+/// short time, and a warden without free descriptors could not serve the existing sandboxes.
 const RESERVED_DESCRIPTORS: u64 = 64;
-/// The place of the mount namespace in `JOINED`.
+/// Index of the mount namespace in `JOINED`.
 const MOUNTS: usize = 1;
-/// How long the warden waits for an init once the memory of its interpreter is copied. An init that
-/// needs longer is starved of processor time, and must not delay other sandboxes: its fork is made
-/// when it is ready.
+/// Timeout for an init after the memory of its interpreter is copied. A slower init is short of CPU
+/// time and must not delay other sandboxes: its fork is deferred until it is ready.
 const INIT_WAIT: Duration = Duration::from_millis(50);
 
-/// What the warden is started with.
+/// Arguments of the warden.
 pub(crate) struct Start {
     pub(crate) gate: OwnedFd,
     pub(crate) commands: OwnedFd,
-    /// Where id-mapped mounts are asked for; only on a server that runs as root.
+    /// Socket to the guardian for requesting id-mapped mounts; only on a server that runs as root.
     pub(crate) mounts_from_guardian: Option<OwnedFd>,
-    /// The read-only mounts, if the guardian could open them already.
+    /// The read-only mounts, if the guardian was able to open them.
     pub(crate) trees: Option<Vec<Tree>>,
     pub(crate) filters: Filters,
     pub(crate) setup: Setup,
@@ -65,31 +68,32 @@ pub(crate) struct Start {
 
 struct Sandbox {
     family: FamilyId,
-    /// It is for work of the server's own, with limits of its own and none of the operator's mounts.
+    /// Runs the server's own work, with separate limits and without the operator's mounts.
     apart: bool,
-    /// The value of `Warden::masked` when it was begun.
+    /// The value of `Warden::masked` when the sandbox was created.
     masked: u32,
-    /// The mount namespace in which the root of its processes is.
+    /// The mount namespace that contains the root of its processes.
     mounts: Option<OwnedFd>,
     /// Readable when the init has ended. `None` until the family has made it.
     init: Option<OwnedFd>,
     orders: OwnedFd,
-    /// Open from the moment the sandbox is ready.
+    /// Open once the sandbox is ready.
     namespaces: Vec<OwnedFd>,
-    /// The root that its processes take.
+    /// The root directory of its processes.
     root: Option<OwnedFd>,
     rules: Option<OwnedFd>,
     interpreter: Option<Live>,
     checkpoints: BTreeMap<u32, Twin>,
-    /// Programs that the server started, by its numbers.
+    /// Programs that the server started, by the server's numbers.
     errands: BTreeMap<u32, Pid>,
-    /// A fork that waits until the init is ready.
+    /// A fork that is waiting for the init.
     deferred: Option<(Command, Vec<OwnedFd>)>,
     /// False once the other end of `orders` is closed.
     listening: bool,
-    /// False once the init has ended. The sandbox is told to be gone when nothing of it is left.
+    /// False once the init has ended. The sandbox is reported as destroyed when no part of it is
+    /// left.
     standing: bool,
-    /// The server wants it gone.
+    /// The server has requested its destruction.
     unwanted: bool,
 }
 
@@ -99,11 +103,12 @@ struct Live {
     generation: Generation,
     /// Readable when it has ended.
     handle: OwnedFd,
-    /// `None` once a copy failed: then it may have been running what is in its memory, and was ended.
+    /// `None` once a copy has failed. The snapshot process may then have executed code from its
+    /// memory, so it was killed.
     twin: Option<Twin>,
-    /// It stands still until the server has checked it.
+    /// Stopped until the server has checked it.
     waits: bool,
-    /// On its way to the branch point where this checkpoint is made.
+    /// Set while the interpreter is traced to the fork point of this checkpoint.
     approach: Option<(u32, Approach)>,
 }
 
@@ -111,24 +116,25 @@ struct Warden {
     setup: Setup,
     filters: Filters,
     entry: Entry,
-    /// The same for sandboxes that are apart.
+    /// The same for sandboxes with `apart`.
     entry_apart: Entry,
-    /// The pid namespace that this process is the first of.
+    /// The pid namespace of which this process is pid 1.
     pid_namespace: OwnedFd,
     families: BTreeMap<FamilyId, Family>,
     commands: OwnedFd,
     mounts_from_guardian: Option<OwnedFd>,
     children: OwnedFd,
-    /// Oldest first. The newest warm one forks; older ones end when a newer one is warm.
+    /// Oldest first. The newest warm one forks; older ones are killed once a newer one is warm.
     zygotes: Vec<Zygote>,
     sandboxes: BTreeMap<Slot, Sandbox>,
-    /// How often files were covered again.
+    /// Counts the masking passes.
     masked: u32,
-    /// Twins that were ended and not collected yet, and the sandbox whose limits they count against.
+    /// Snapshot processes that were killed but not yet reaped, and the sandbox whose limits they
+    /// count against.
     ending: HashMap<Pid, Slot>,
 }
 
-/// Which sockets have something to read.
+/// Sockets and pidfds that are readable.
 struct Ready {
     commands: bool,
     zygotes: Vec<Pid>,
@@ -166,11 +172,11 @@ fn run(start: Start) -> Result<(), RootError> {
     rustix::thread::set_name(c"cb-warden")
         .map_err(|cause| RootError::new("could not name the warden", cause))?;
     become_warden_root(&start.setup).map_err(failed("could not become root of the jail"))?;
-    // The kernel forgets the promise when a process changes its user.
+    // The kernel clears the parent death signal when a process changes its user.
     end_with_the_guardian()?;
     let trees = match start.trees {
         Some(trees) => trees,
-        None => root::open_all(&start.setup.binds, &start.setup.leave_out)?,
+        None => root::open_all(&start.setup.binds, &start.setup.test_switches)?,
     };
     let standing = if start.mounts_from_guardian.is_none() {
         root::open_operator_mounts(&start.setup.mounts)?
@@ -181,7 +187,7 @@ fn run(start: Start) -> Result<(), RootError> {
         &trees,
         &standing,
         &start.setup.shown_limits,
-        &start.setup.leave_out,
+        &start.setup.test_switches,
     )?;
     drop(trees);
     sys::bring_loopback_up().map_err(failed("could not bring up the loopback interface"))?;
@@ -211,7 +217,7 @@ fn run(start: Start) -> Result<(), RootError> {
     warden.serve().map_err(failed("the warden's loop broke"))
 }
 
-/// How interpreters of this jail enter their sandboxes.
+/// Returns the settings with which interpreters of this jail enter their sandboxes.
 fn entry(setup: &Setup, rlimits: &[wire::ResourceLimit], filters: &Filters) -> Entry {
     let last = std::fs::read_to_string("/proc/sys/kernel/cap_last_cap").ok();
     let without_filters = setup.leave_out.contains(&LeftOut::Seccomp);
@@ -231,13 +237,14 @@ fn entry(setup: &Setup, rlimits: &[wire::ResourceLimit], filters: &Filters) -> E
         } else {
             filters.still_bytes()
         },
-        // The newest that this was written for; the posture shows if the kernel knows more.
+        // Fallback: the newest capability known when this was written. The posture check detects a
+        // kernel that has more.
         last_capability: last.and_then(|text| text.trim().parse().ok()).unwrap_or(40),
-        skipped_steps: setup.skipped_steps.clone(),
+        test_switches: setup.test_switches.clone(),
     }
 }
 
-/// Has the kernel end this process, and so all its namespace, when the guardian is killed.
+/// Makes the kernel kill this process, and with it its pid namespace, when the guardian is killed.
 fn end_with_the_guardian() -> Result<(), RootError> {
     rustix::process::set_parent_process_death_signal(Some(Signal::KILL))
         .map_err(|cause| RootError::new("could not tie the warden to its guardian", cause))
@@ -250,8 +257,8 @@ fn become_warden_root(setup: &Setup) -> io::Result<()> {
     }
     rustix::thread::set_thread_res_gid(gid, gid, gid)?;
     rustix::thread::set_thread_res_uid(uid, uid, uid)?;
-    // The change of user made this process, and everything forked from it, unreadable; but it must
-    // write the id maps of families.
+    // The change of user cleared the dumpable flag of this process and of everything forked from
+    // it, but it must write the id maps of families.
     rustix::process::set_dumpable_behavior(DumpableBehavior::Dumpable)?;
     Ok(())
 }
@@ -267,7 +274,8 @@ impl Warden {
 
     fn serve(&mut self) -> io::Result<()> {
         loop {
-            // What is readable is noted first and handled afterwards, because handling changes the table of sandboxes.
+            // Readiness is recorded first and handled afterwards, because handling changes the
+            // table of sandboxes.
             let ready = self.wait_for_something()?;
             for zygote in ready.zygotes {
                 self.hear_zygote(zygote)?;
@@ -284,7 +292,7 @@ impl Warden {
             for slot in ready.ended_inits {
                 self.init_ended(slot)?;
             }
-            // Last: a command may read what others have sent meanwhile.
+            // Last: a command may consume messages that arrived on other sockets in the meantime.
             if ready.commands {
                 match wire::receive_or_lose::<Command>(&self.commands)? {
                     Some((command, Ok(descriptors))) => self.carry_out(command, descriptors)?,
@@ -292,7 +300,8 @@ impl Warden {
                     None => return Ok(()),
                 }
             }
-            // Always: waiting for a twin reads the descriptor that tells about others too.
+            // Always: waiting for a snapshot process drains the signal descriptor, which also
+            // covers other children.
             self.collect_children()?;
         }
     }
@@ -358,7 +367,7 @@ impl Warden {
         })
     }
 
-    /// Refuses a command whose descriptors could not be received. The others go on.
+    /// Refuses a command whose descriptors could not be received. Other commands are unaffected.
     fn refuse(&self, command: &Command, error: &io::Error) -> io::Result<()> {
         let why = format!("the jail cannot take its descriptors: {error}");
         match *command {
@@ -368,13 +377,13 @@ impl Warden {
             Command::Errand { slot, number, .. } => {
                 self.tell(&Event::ErrandFailed { slot, number, why }, &[])
             }
-            // No other command carries any.
+            // No other command carries descriptors.
             _ => Ok(()),
         }
     }
 
-    /// Tells about one sandbox with descriptors. When they cannot be sent, that one sandbox has
-    /// failed.
+    /// Sends an event about one sandbox with descriptors. If they cannot be sent, only that sandbox
+    /// fails.
     fn tell_or_fail(&self, slot: Slot, event: &Event, descriptors: &[&OwnedFd]) -> io::Result<()> {
         match self.tell(event, descriptors) {
             Ok(()) => Ok(()),
@@ -398,7 +407,7 @@ impl Warden {
                 family,
                 apart,
             } => match self.prepare(slot, family, apart, &descriptors) {
-                // The family tells when the init exists.
+                // The family reports when the init exists.
                 Ok(()) => Ok(()),
                 Err(error) => {
                     self.end_family_without_members(family);
@@ -501,7 +510,8 @@ impl Warden {
                     .get(&slot)
                     .and_then(|sandbox| sandbox.errands.get(&number));
                 if let (Some(process), Some(signal)) = (process, Signal::from_named_raw(signal)) {
-                    // It is not collected yet, so its number is still its own. Until it leads a group it is alone.
+                    // It is not reaped yet, so its pid is still its own. Until it leads a group it
+                    // is the only process.
                     let _ = rustix::process::kill_process(*process, signal);
                     let _ = rustix::process::kill_process_group(*process, signal);
                 }
@@ -513,8 +523,8 @@ impl Warden {
         }
     }
 
-    /// Covers again what was replaced, in every sandbox that is ready. For one that is being made it is
-    /// done when it is.
+    /// Masks replaced files again in every sandbox that is ready. A sandbox that is still starting
+    /// is masked when it becomes ready.
     fn mask_again(&mut self) -> io::Result<()> {
         self.masked = self.masked.wrapping_add(1);
         let slots: Vec<Slot> = self.sandboxes.keys().copied().collect();
@@ -523,7 +533,8 @@ impl Warden {
             .try_for_each(|slot| self.mask_sandbox(slot))
     }
 
-    /// Covers again what was replaced since a sandbox was begun, or ends it.
+    /// Masks the files that were replaced since a sandbox was created, or destroys the sandbox on
+    /// failure.
     fn mask_sandbox(&mut self, slot: Slot) -> io::Result<()> {
         let masked = self.masked;
         let stale =
@@ -531,7 +542,8 @@ impl Warden {
         let Some(sandbox) = self.sandboxes.get_mut(&slot).filter(stale) else {
             return Ok(());
         };
-        // Files are found in the first; whether a name can be taken away, the kernel decides by the second.
+        // Files are looked up in the first namespace; whether a name can be removed, the kernel
+        // decides by the second.
         let namespaces = sandbox.mounts.as_ref().zip(sandbox.namespaces.get(MOUNTS));
         let Some((original, copy)) = namespaces else {
             return Ok(());
@@ -552,8 +564,8 @@ impl Warden {
     }
 
     fn order(&self, slot: Slot, order: &Order) -> io::Result<()> {
-        // An init that has just died is reported when it is collected, and for one that was stopped
-        // nobody waits here: the server notices that it does not answer.
+        // An init that has just died is reported when it is reaped. A stopped init must not block
+        // the warden: the server detects that it does not answer.
         if let Some(sandbox) = self.sandboxes.get(&slot) {
             let _ = wire::send_now(&sandbox.orders, order, &[]);
         }
@@ -576,7 +588,7 @@ impl Warden {
         }
     }
 
-    /// Asks the family for an init, after making the family if this is its first sandbox.
+    /// Asks the family for an init, after creating the family if this is its first sandbox.
     fn prepare(
         &mut self,
         slot: Slot,
@@ -629,9 +641,9 @@ impl Warden {
         Ok(())
     }
 
-    /// Refuses one sandbox more when it would leave too few descriptors for those that exist.
+    /// Refuses another sandbox if it would leave too few descriptors for the existing ones.
     fn check_room(&self) -> io::Result<()> {
-        // The kernel gives out the lowest free number, so it tells how many are in use.
+        // The kernel allocates the lowest free number, so it shows how many are in use.
         let free = rustix::io::fcntl_dupfd_cloexec(&self.commands, 0)?;
         let most = rustix::process::getrlimit(rustix::process::Resource::Nofile)
             .current
@@ -671,7 +683,7 @@ impl Warden {
         }
     }
 
-    /// Makes an interpreter that stands still, locked down; returns its pidfd.
+    /// Creates an interpreter, stopped and locked down; returns its pidfd.
     fn fork(
         &mut self,
         slot: Slot,
@@ -683,7 +695,7 @@ impl Warden {
         let (channel, doors) = descriptors.split_first().ok_or(ForkError::NotReady)?;
         let family = self.family_for(slot, from)?;
         if matches!(from, Origin::Checkpoint { last: true, .. }) {
-            // The checkpoint is used up by this, and there would be none for a later try.
+            // This fork consumes the checkpoint, so a later retry would have none.
             self.await_init(slot, family)?;
         }
         let mut twin = self.twin_from(from, family)?;
@@ -726,7 +738,7 @@ impl Warden {
             &way,
         );
         let spawned = spawned.and_then(|pid| {
-            // From here on it holds the memory of a session, and must hold no right outside the
+            // From here on it holds the memory of a session and must have no rights outside the
             // family.
             require_family(twin.pid, family)?;
             Ok(pid)
@@ -756,14 +768,14 @@ impl Warden {
                 Ok(theirs)
             }
             Err(error) => {
-                // Whatever it made shares its memory and its tracer, and goes with it.
+                // Processes that it created share its memory and its tracer, and die with it.
                 end_twin(&mut self.ending, slot, &twin);
                 Err(error)
             }
         }
     }
 
-    /// Finds the family of a sandbox that can take an interpreter made from `from`.
+    /// Returns the family of a sandbox that can receive an interpreter made from `from`.
     fn family_for(&self, slot: Slot, from: Origin) -> Result<FamilyId, ForkError> {
         let sandbox = self
             .sandboxes
@@ -774,7 +786,7 @@ impl Warden {
             Origin::Zygote => Ok(sandbox.family),
             Origin::Checkpoint { slot: source, .. } => {
                 let source = self.sandboxes.get(&source).ok_or(ForkError::NoOrigin)?;
-                // The kernel would refuse it too.
+                // The kernel would refuse it as well.
                 (source.family == sandbox.family)
                     .then_some(sandbox.family)
                     .ok_or(ForkError::Stranger)
@@ -782,8 +794,8 @@ impl Warden {
         }
     }
 
-    /// Waits for a moment until the init of a sandbox is ready. An init is made while the memory of
-    /// its first interpreter is copied, so that it is usually ready by now.
+    /// Waits briefly for the init of a sandbox. The init is created while the memory of its first
+    /// interpreter is copied, so it is usually ready by now.
     fn await_init(&mut self, slot: Slot, id: FamilyId) -> Result<(), ForkError> {
         let begun = Instant::now();
         loop {
@@ -816,7 +828,7 @@ impl Warden {
                 Err(_) => return Err(ForkError::NotReady),
             }
             let [from_family, from_init] = [0, 1].map(|index| !events[index].revents().is_empty());
-            // A server that cannot be told has ended, which the next command finds.
+            // If the server cannot be reached it has ended, which the next command detects.
             if from_family {
                 let _ = self.hear_family(id);
             }
@@ -826,7 +838,7 @@ impl Warden {
         }
     }
 
-    /// Makes a process that will be a program; returns its pidfd.
+    /// Creates a process that will exec a program; returns its pidfd.
     fn send_on_errand(
         &mut self,
         slot: Slot,
@@ -843,7 +855,8 @@ impl Warden {
             .split_first()
             .ok_or(ErrandError::NotReady)?;
         let root = sandbox.root.as_ref().ok_or(ErrandError::NotReady)?;
-        // Without the rules, an interpreter could write to the memory of a program of the same user.
+        // Without the rules, an interpreter could write to the memory of a program that runs as the
+        // same user.
         let rules = sandbox.rules.as_ref().ok_or(ErrandError::NoRules)?;
         let filters = (!self.setup.leave_out.contains(&LeftOut::Seccomp)).then_some(&self.filters);
         let enter = |namespace: &OwnedFd| {
@@ -868,7 +881,7 @@ impl Warden {
                 },
             );
         }
-        // Whatever else is made is no business of the sandbox.
+        // Processes created later must not be in the sandbox's pid namespace.
         enter(&self.pid_namespace).map_err(|error| ErrandError::Lost(error.into()))?;
         let Forked::Parent(process) = forked.map_err(ErrandError::Make)? else {
             unreachable!("the child never returns")
@@ -879,7 +892,7 @@ impl Warden {
             .map_err(|error| ErrandError::Make(error.into()))
     }
 
-    /// Returns a twin with memory of its own that is what `from` is, in the pid namespace of a
+    /// Returns a snapshot process with its own memory, a copy of `from`, in the pid namespace of a
     /// family.
     fn twin_from(&mut self, from: Origin, family: FamilyId) -> Result<Twin, ForkError> {
         let watch = Watch {
@@ -913,9 +926,9 @@ impl Warden {
             }
         };
         copied.map_err(|error| {
-            // The kernel refused a call, so the origin made exactly the calls that it was to make
-            // and stands still after them. It can be copied again when there is room for another
-            // process.
+            // The kernel refused a call, so the origin made exactly the calls that it was told to
+            // make and is stopped after them. It can be copied again once another process is
+            // possible.
             if error.raw_os_error() != Some(libc::EAGAIN) && !StepError::is_cause_of(&error) {
                 self.end_origin(from);
             }
@@ -923,7 +936,7 @@ impl Warden {
         })
     }
 
-    /// Keeps what a new interpreter, which has not run yet, begins with.
+    /// Keeps the initial state of a new interpreter, which has not run yet, as a checkpoint.
     fn keep_beginning(&mut self, slot: Slot) -> io::Result<()> {
         let watch = Watch {
             changes: &self.children,
@@ -967,7 +980,7 @@ impl Warden {
             .and_then(|sandbox| sandbox.interpreter.as_mut());
         if let Some(live) = live.filter(|live| live.generation == generation && live.waits) {
             live.waits = false;
-            // One that was killed meanwhile is told by its end.
+            // If it was killed in the meantime, its exit is reported separately.
             let _ = sys::let_go(live.pid);
         }
         Ok(())
@@ -1005,7 +1018,7 @@ impl Warden {
                 approach: Some((watched, approach)),
                 ..
             }) if *watched == number => {
-                // One that has just ended is told by its end.
+                // If it has just ended, its exit is reported separately.
                 let _ = approach.give_up();
                 Ok(())
             }
@@ -1013,7 +1026,7 @@ impl Warden {
         }
     }
 
-    /// A watched interpreter stopped: one step nearer to its branch point, or there.
+    /// Handles a stop of a traced interpreter: one step closer to its fork point, or at it.
     fn approached(&mut self, slot: Slot, stopped: Stopped) -> io::Result<()> {
         let Some(sandbox) = self.sandboxes.get_mut(&slot) else {
             return Ok(());
@@ -1032,7 +1045,7 @@ impl Warden {
                     changes: &self.children,
                 };
                 copy_at(live, &watch, moment).map_err(|error| {
-                    // It may be running what is in its memory.
+                    // It may be executing code from its memory.
                     if let Some(twin) = live.twin.take() {
                         end_twin(&mut self.ending, slot, &twin);
                     }
@@ -1058,8 +1071,9 @@ impl Warden {
         }
     }
 
-    /// An interpreter has ended. Its parent is its twin, which never waits for it, so the kernel
-    /// still knows how it ended. With the twin gone, the first process of the family collects it.
+    /// Handles the exit of an interpreter. Its parent is its snapshot process, which never waits
+    /// for it, so the kernel still has its exit status. Once the snapshot process is gone, the
+    /// first process of the family reaps it.
     fn interpreter_ended(&mut self, slot: Slot) -> io::Result<()> {
         let Some(sandbox) = self.sandboxes.get_mut(&slot) else {
             return Ok(());
@@ -1067,8 +1081,8 @@ impl Warden {
         let Some(live) = sandbox.interpreter.take() else {
             return Ok(());
         };
-        // One that was collected already went with its twin, which the kernel kills when memory
-        // runs out.
+        // If it was reaped already, it died with its snapshot process, which the kernel kills when
+        // memory runs out.
         let status = exit_status(live.pid).unwrap_or(libc::SIGKILL);
         if let Some(twin) = &live.twin {
             end_twin(&mut self.ending, slot, twin);
@@ -1094,7 +1108,7 @@ impl Warden {
         self.tell_if_gone(slot)
     }
 
-    /// The init of a sandbox has ended, and with it everything inside.
+    /// Handles the exit of a sandbox's init, which takes every process inside with it.
     fn init_ended(&mut self, slot: Slot) -> io::Result<()> {
         if let Some(sandbox) = self.sandboxes.get_mut(&slot) {
             sandbox.standing = false;
@@ -1103,12 +1117,12 @@ impl Warden {
         self.tell_if_gone(slot)
     }
 
-    /// Ends what could not be copied: it may be running what its memory holds.
+    /// Kills an origin that could not be copied: it may be executing code from its memory.
     fn end_origin(&mut self, origin: Origin) {
         match origin {
-            // Its end is told now and not when it is collected, so that the server knows of it
-            // before it hears of the fork that failed, and waits for the next one. A server that is
-            // gone is noticed by the loop.
+            // Its end is reported now and not when it is reaped, so that the server receives it
+            // before the failed fork and waits for the next zygote. The loop detects a server that
+            // is gone.
             Origin::Zygote => {
                 if let Some(zygote) = self
                     .zygotes
@@ -1129,7 +1143,7 @@ impl Warden {
                     );
                 }
             }
-            // Its end is told when it is collected.
+            // Its end is reported when it is reaped.
             Origin::Checkpoint { slot, number, .. } => {
                 let twin = self
                     .sandboxes
@@ -1175,7 +1189,8 @@ impl Warden {
         let zygote = &mut self.zygotes[index];
         let word = match wire::receive::<ZygoteWord>(&zygote.socket) {
             Ok(Some((word, _))) => word,
-            // Its end is told when it is collected as a child; an unreadable word means that it is broken.
+            // Its end is reported when it is reaped as a child. An unreadable message means that it
+            // is broken.
             Ok(None) | Err(_) => {
                 zygote.listening = false;
                 let _ = rustix::process::kill_process(pid, Signal::KILL);
@@ -1198,7 +1213,7 @@ impl Warden {
                     Err(error) => {
                         let _ = rustix::process::kill_process(pid, Signal::KILL);
                         let zygote = &mut self.zygotes[index];
-                        // Its end is told here, with the reason.
+                        // Its end is reported here, with the reason.
                         (zygote.twin, zygote.replaced) = (None, true);
                         let words = format!("the warm interpreter could not be parked: {error}");
                         return self.tell(
@@ -1210,7 +1225,8 @@ impl Warden {
                         );
                     }
                 };
-                // Copies of the older ones live on; as children of a dead parent they come to this process.
+                // Copies of the older zygotes survive; this process becomes the parent of these
+                // orphans.
                 for older in &mut self.zygotes[..index] {
                     older.replaced = true;
                     let _ = rustix::process::kill_process(older.pid, Signal::KILL);
@@ -1241,7 +1257,7 @@ impl Warden {
                         sandbox.init = Some(init);
                         self.tell_or_fail(slot, &Event::Created { slot }, &[&theirs])
                     }
-                    // Its init ends when its socket is closed, which this does.
+                    // Its init ends when its socket is closed, which happens here.
                     Err(error) => {
                         sandbox.standing = false;
                         self.tell(
@@ -1263,7 +1279,7 @@ impl Warden {
                 self.tell(&Event::Failed { slot, why }, &[])?;
                 self.tell_if_gone(slot)
             }
-            // Its end is told when it is collected as a child.
+            // Its end is reported when it is reaped as a child.
             Ok(None) | Err(_) => {
                 family.listening = false;
                 family.end();
@@ -1329,7 +1345,7 @@ impl Warden {
                 self.tell(&Event::Swept { slot, number }, &[])
             }
             Ok(Some((InitWord::Failed { why }, _))) => self.tell(&Event::Failed { slot, why }, &[]),
-            // Its end is told when it is collected as a child.
+            // Its end is reported when it is reaped as a child.
             Ok(None) | Err(_) => {
                 sandbox.listening = false;
                 Ok(())
@@ -1338,7 +1354,7 @@ impl Warden {
     }
 
     fn collect_children(&mut self) -> io::Result<()> {
-        // The descriptor only wakes us; one signal may stand for several children.
+        // The descriptor is only a wake-up; one signal may cover several children.
         let mut note = [0u8; 128];
         while rustix::io::read(&self.children, &mut note).is_ok() {}
         while let Ok(Some((pid, status))) = rustix::process::wait(WaitOptions::NOHANG) {
@@ -1348,7 +1364,7 @@ impl Warden {
                     self.errand_ended(slot, number, status.as_raw())?;
                 }
             } else if let Some(slot) = self.slot_where(|live| live.pid == pid) {
-                // The end of one is noticed by its handle.
+                // Exits of interpreters are detected by their pidfds.
                 let watched = |live: &Live| live.approach.is_some();
                 if stopped != Stopped::Ended
                     && self.sandboxes[&slot]
@@ -1359,7 +1375,7 @@ impl Warden {
                     self.approached(slot, stopped)?;
                 }
             } else if stopped != Stopped::Ended {
-                // A twin that stirs without being asked to.
+                // A snapshot process that changed state unexpectedly.
                 let _ = rustix::process::kill_process(pid, Signal::KILL);
             } else if let Some(slot) = self.ending.remove(&pid) {
                 self.tell_if_gone(slot)?;
@@ -1380,9 +1396,9 @@ impl Warden {
             } else if let Some(slot) =
                 self.slot_where(|live| live.twin.as_ref().is_some_and(|twin| twin.pid == pid))
             {
-                // Where the kernel took the twin for its memory, it took the interpreter too, whose
-                // end is told by itself. An interpreter whose twin alone was killed goes on, and
-                // cannot be copied any more.
+                // If the OOM killer took the snapshot process, it took the interpreter too, whose
+                // exit is reported separately. An interpreter that lost only its snapshot process
+                // continues but can no longer be copied.
                 if let Some(live) = self
                     .sandboxes
                     .get_mut(&slot)
@@ -1444,7 +1460,8 @@ impl Warden {
         }
     }
 
-    /// Tells that a sandbox is gone, once its init, its interpreter, its errands and all its twins are.
+    /// Reports that a sandbox is destroyed, once its init, its interpreter, its programs
+    /// (`errands`) and all its snapshot processes are gone.
     fn tell_if_gone(&mut self, slot: Slot) -> io::Result<()> {
         let gone = self.sandboxes.get(&slot).is_some_and(|sandbox| {
             !sandbox.standing
@@ -1459,7 +1476,8 @@ impl Warden {
             return Ok(());
         };
         match self.families.get(&id) {
-            // The last one is gone when the family is, whose uid may then be used again.
+            // The last sandbox is gone only when its family is; the family's uid may then be
+            // reused.
             Some(family) if !self.is_needed_beside(id, slot) => {
                 family.end();
                 Ok(())
@@ -1471,8 +1489,9 @@ impl Warden {
         }
     }
 
-    /// Whether a sandbox other than this one needs its family. One that is unwanted and has no init
-    /// does not: a first process that was stopped would never make that init.
+    /// Returns whether a sandbox other than this one needs its family. A sandbox that is being
+    /// destroyed and has no init does not: a first process that was stopped would never create that
+    /// init.
     fn is_needed_beside(&self, id: FamilyId, slot: Slot) -> bool {
         let needs = |sandbox: &Sandbox| {
             sandbox.family == id && !(sandbox.unwanted && sandbox.init.is_none())
@@ -1489,7 +1508,7 @@ impl Warden {
             .map(|(id, _)| *id)
     }
 
-    /// The first process of a family was collected: nothing of the family is left.
+    /// Handles the exit of a family's first process: no process of the family is left.
     fn family_ended(&mut self, id: FamilyId) -> io::Result<()> {
         self.families.remove(&id);
         let members: Vec<Slot> = self
@@ -1499,7 +1518,7 @@ impl Warden {
             .map(|(slot, _)| *slot)
             .collect();
         for slot in members {
-            // The ends of inits that were made are noticed by their handles.
+            // Exits of existing inits are detected by their pidfds.
             if let Some(sandbox) = self
                 .sandboxes
                 .get_mut(&slot)
@@ -1512,7 +1531,7 @@ impl Warden {
         Ok(())
     }
 
-    /// Ends a family whose first sandbox could not be made.
+    /// Ends a family whose first sandbox could not be created.
     fn end_family_without_members(&self, id: FamilyId) {
         if !self.sandboxes.values().any(|sandbox| sandbox.family == id)
             && let Some(family) = self.families.get(&id)
@@ -1522,18 +1541,19 @@ impl Warden {
     }
 }
 
-/// Ends a twin, and notes whose limits it counts against until it is collected.
+/// Kills a snapshot process and records whose limits it counts against until it is reaped.
 fn end_twin(ending: &mut HashMap<Pid, Slot>, slot: Slot, twin: &Twin) {
-    // One whose end was seen on the way has been collected, and is not waited for again.
+    // If its exit was already observed it has been reaped, and must not be waited for again.
     if rustix::process::test_kill_process(twin.pid).is_ok() {
         twin.end();
         ending.insert(twin.pid, slot);
     }
 }
 
-/// Copies an interpreter that is at its branch point, and lets it go on, whatever became of the copy.
+/// Copies an interpreter that is at its fork point and resumes it, whether or not the copy
+/// succeeded.
 fn copy_at(live: &mut Live, watch: &Watch<'_>, moment: Moment) -> io::Result<Twin> {
-    #[cfg(feature = "hand-over-twins")]
+    #[cfg(all(feature = "test-support", debug_assertions))]
     if live.twin.take_if(|twin| twin.hand_over()).is_some() {
         moment.let_parent_go(live.pid)?;
         return Err(io::Error::other("its twin was handed over"));
@@ -1546,7 +1566,8 @@ fn copy_at(live: &mut Live, watch: &Watch<'_>, moment: Moment) -> io::Result<Twi
     copied
 }
 
-/// Says how readily the kernel takes a process when memory runs out. It matters only then, so a failure is no reason to stop.
+/// Sets `oom_score_adj` of a process. It matters only when memory runs out, so a failure is
+/// ignored.
 fn score(process: Pid, score: &str) {
     let _ = std::fs::write(
         format!("/proc/{}/oom_score_adj", process.as_raw_pid()),
@@ -1554,7 +1575,7 @@ fn score(process: Pid, score: &str) {
     );
 }
 
-/// Why there is no new interpreter.
+/// Why an interpreter could not be created.
 #[derive(Debug, thiserror::Error)]
 enum ForkError {
     #[error("there is nothing to make it from")]
@@ -1573,19 +1594,19 @@ enum ForkError {
     Keep(#[source] io::Error),
 }
 
-/// Tells whether somebody has stopped a process.
+/// Returns whether a process is stopped.
 fn is_stopped(process: Pid) -> bool {
     stat_after_name(process).is_some_and(|stat| stat.trim_start().starts_with('T'))
 }
 
-/// What `/proc/PID/stat` says about a process behind its name, which may hold anything, also
-/// brackets and spaces.
+/// Returns the part of `/proc/PID/stat` behind the process name, which may contain anything,
+/// including brackets and spaces.
 fn stat_after_name(process: Pid) -> Option<String> {
     let stat = std::fs::read_to_string(format!("/proc/{}/stat", process.as_raw_pid())).ok()?;
     Some(stat.rsplit_once(')')?.1.to_owned())
 }
 
-/// Why no program could be started.
+/// Why a program could not be started.
 #[derive(Debug, thiserror::Error)]
 enum ErrandError {
     #[error("its descriptors are not complete")]
@@ -1596,17 +1617,18 @@ enum ErrandError {
     NoRules,
     #[error("its process could not be made")]
     Make(#[source] io::Error),
-    /// The warden is in another pid namespace than its own, and must not go on.
+    /// The warden is in a foreign pid namespace and must not continue.
     #[error("the warden could not come back to its own pid namespace")]
     Lost(#[source] io::Error),
 }
 
-/// What the kernel calls an open namespace.
+/// Returns the kernel's name for an open namespace.
 fn identity_of(namespace: &OwnedFd) -> io::Result<PathBuf> {
     std::fs::read_link(format!("/proc/self/fd/{}", namespace.as_raw_fd()))
 }
 
-/// Refuses a twin that is not in the user namespace of its family, whatever it was asked to do.
+/// Refuses a snapshot process that is not in the user namespace of its family, whatever program it
+/// ran.
 fn require_family(twin: Pid, family: &Family) -> io::Result<()> {
     let entered = std::fs::read_link(format!("/proc/{}/ns/user", twin.as_raw_pid()))?;
     if entered == identity_of(&family.user_namespace)? {
@@ -1618,11 +1640,11 @@ fn require_family(twin: Pid, family: &Family) -> io::Result<()> {
     }
 }
 
-/// Reads how a process has ended that its parent has not waited for, as `wait` would tell.
+/// Reads the wait status of an ended process that its parent has not waited for.
 fn exit_status(process: Pid) -> Option<i32> {
     let stat = stat_after_name(process)?;
     let mut fields = stat.split_whitespace();
-    // The third of the line is the state, the last one the status.
+    // Field 3 of the line is the state, the last field is the status.
     matches!(fields.next()?, "Z" | "X").then_some(())?;
     fields.next_back()?.parse().ok()
 }

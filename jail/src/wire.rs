@@ -1,7 +1,7 @@
 //! Messages between the server, the guardian and the warden, with descriptors attached.
 //!
-//! Sockets are of the packet kind: one message, one packet, whole or not at all. Both ends are ours; nothing from inside a
-//! sandbox travels here.
+//! The sockets are SOCK_SEQPACKET: one message is one packet, received whole or not at all. Both
+//! ends are ours; no data from inside a sandbox passes through here.
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -18,6 +18,7 @@ use serde::{Deserialize, Serialize};
 use crate::identity::Identity;
 use crate::network::{Door, Doors};
 use crate::sysfs::ShownLimits;
+use crate::test_switches::TestSwitches;
 
 /// Larger than any message; the largest is `Setup` with its lists of mounts and variables.
 const LARGEST_MESSAGE: usize = 160 * 1024;
@@ -28,53 +29,56 @@ const MOST_DESCRIPTORS: usize = 64;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct Slot(pub u32);
 
-/// The number of a family: a session and everything that was forked from it. It also chooses their
-/// host uid.
+/// The number of a family: a session and everything that was forked from it. It also determines
+/// their host uid.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct FamilyId(pub u32);
 
-/// Counts the interpreters of one sandbox, so that a late message about an earlier one is not taken for the present one.
+/// Counts the interpreters of one sandbox, so that a late message about an earlier one is not
+/// attributed to the current one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct Generation(pub u32);
 
-/// The first message to a guardian: all it will ever be told about its task. Carries the warden's end of the command socket.
+/// The first message to a guardian. It receives no other settings. Carries the warden's end of the
+/// command socket.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Setup {
     pub identity: Identity,
-    /// Shown inside, read-only, beside the system folders that `root` chooses.
+    /// Mounted inside, read-only, in addition to the system folders that `root` chooses.
     pub binds: Vec<Bind>,
-    /// Folders and files of the operator, shown below the working folder.
+    /// Folders and files of the operator, mounted below the working folder.
     pub mounts: Vec<OperatorMount>,
-    /// What sessions must not read or change in those mounts.
+    /// Paths in those mounts that sessions must not read or change.
     pub masks: Vec<Mask>,
     pub scratch: Scratch,
-    /// The same of sandboxes that are apart, which do work of the server's own.
+    /// The same for sandboxes with `apart`, which do the server's own work.
     pub scratch_apart: Scratch,
     pub zygote: ZygoteCommand,
-    /// Ways out of every sandbox's network; none without.
+    /// Egress listeners in every sandbox's network; no egress if `None`.
     pub doors: Option<Doors>,
-    /// Limits that hold where no cgroup does, and some that always hold.
+    /// Limits for machines without cgroups, and some that always apply.
     pub rlimits: Vec<ResourceLimit>,
-    /// The same of sandboxes that are apart.
+    /// The same for sandboxes with `apart`.
     pub rlimits_apart: Vec<ResourceLimit>,
-    /// What files inside say about limits.
+    /// Limits that are shown in files inside the sandbox.
     pub shown_limits: ShownLimits,
-    /// Groups of the server's cgroup directories to remove when the server is gone.
+    /// The server's cgroup directories, to be removed when the server is gone.
     pub cgroups: Vec<PathBuf>,
-    /// Layers that are left out, because the operator allows their absence or a test wants to see the others hold.
+    /// Layers that this machine lacks and that the operator allows to be missing.
     pub leave_out: Vec<LeftOut>,
-    /// Steps of the lock-down, by name, that a test leaves out, to see that the interpreter is then refused.
-    pub skipped_steps: Vec<String>,
+    /// Adds no field to the message in a build without switches.
+    #[serde(flatten)]
+    pub test_switches: TestSwitches,
 }
 
-/// A host path shown inside at another path, read-only.
+/// A host path mounted inside at another path, read-only.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Bind {
     pub host: PathBuf,
     pub inside: PathBuf,
 }
 
-/// A host path of the operator, shown inside with the session as its owner.
+/// A host path of the operator, mounted inside with the session as its owner.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct OperatorMount {
     pub host: PathBuf,
@@ -89,21 +93,21 @@ pub struct Mask {
     pub rule: MaskRule,
 }
 
-/// What sessions must not do with a path.
+/// An operation that sessions must not do with a path.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum MaskRule {
-    /// The host reads settings from this file. It cannot be read, made or replaced: where there is
-    /// none, an empty one is made, because only a name that is taken can be held. A folder of that
-    /// name holds no settings; it can be used, and keeps its name.
+    /// The host reads settings from this file. It cannot be read, created or replaced. If it does
+    /// not exist, an empty file is created, because only an existing name can be protected. A
+    /// folder with that name contains no settings; it can be used but not renamed.
     EnvironmentFile,
-    /// What is there cannot be read.
+    /// The path cannot be read.
     Hidden,
-    /// What is there cannot be changed.
+    /// The path cannot be changed.
     ReadOnly,
 }
 
-/// Sizes of a sandbox's own memory file systems.
+/// Sizes of a sandbox's own tmpfs mounts.
 #[derive(Debug, Clone, Copy, Serialize, Deserialize)]
 pub struct Scratch {
     pub bytes: u64,
@@ -119,15 +123,16 @@ pub struct ZygoteCommand {
     pub environment: Vec<(String, String)>,
     /// Modules imported before the first fork.
     pub preload: Vec<String>,
-    /// One fork is wanted soon; nothing is done that pays off only with many.
+    /// A single fork is needed soon; skips work that pays off only with many forks.
     pub quick: bool,
-    /// Whether the sessions forked from it may start programs, for the runner to know. The kernel decides.
+    /// Whether the sessions forked from it may start programs. Informs the runner; the kernel
+    /// enforces it.
     pub programs: Programs,
     /// The environment of the interpreters forked from it.
     pub session_environment: Vec<(String, String)>,
 }
 
-/// A limit of the `setrlimit` kind, soft and hard alike.
+/// A `setrlimit` limit, soft and hard.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ResourceLimit {
     /// The kernel's number of the resource.
@@ -136,7 +141,8 @@ pub struct ResourceLimit {
 }
 
 impl ResourceLimit {
-    /// The same limit, or the host's if that is stricter: only the host could raise it.
+    /// Returns this limit or the host's hard limit, whichever is stricter: only the host could
+    /// raise it.
     pub(crate) fn within_the_hosts(self) -> ResourceLimit {
         let most = crate::sys::hard_limit(self.resource).unwrap_or(u64::MAX);
         ResourceLimit {
@@ -152,53 +158,55 @@ impl ResourceLimit {
 pub enum LeftOut {
     Landlock,
     Seccomp,
-    ReadOnlyMounts,
 }
 
-/// Whether an interpreter, and all that it forks, may start programs.
+/// Whether an interpreter, and everything that it forks, may start programs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Programs {
     #[default]
     Free,
-    /// The kernel refuses `execve`; programs are started as errands only.
+    /// The kernel refuses `execve`; programs are started only by the server, as an `Errand`.
     Refused,
 }
 
-/// A program that the server starts in a sandbox. It travels as a file in memory, because it may be larger than a message.
+/// A program that the server starts in a sandbox. It is sent as a memory file, because it may be
+/// larger than a message.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Errand {
     /// The program and its arguments. A program without a slash is looked for in `PATH`.
     pub words: Vec<String>,
-    /// Where it begins.
+    /// The working directory at the start.
     pub folder: String,
-    /// All of its variables.
+    /// The complete environment.
     pub environment: Vec<(String, String)>,
 }
 
-/// What a process that is to become a program says on the way, in one byte.
+/// Status bytes that a process reports before it execs the program. This one means that it is
+/// ready.
 pub const ERRAND_STANDS: u8 = b's';
-/// The number of the kernel's error follows, in four bytes.
+/// An error; the errno follows, in four bytes.
 pub const ERRAND_NOT_STARTED: u8 = b'e';
-/// A sentence follows.
+/// An error; a text follows.
 pub const ERRAND_BROKEN: u8 = b'b';
 
 /// Commands of the server to the warden.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", tag = "do")]
 pub enum Command {
-    /// Starts a warm interpreter in place of the present one, if any.
+    /// Starts a warm interpreter that replaces the current one, if any.
     Warm,
-    /// Makes an empty sandbox. Carries the ways into its control group. The first sandbox of a family
-    /// makes the family. A family that is `apart` has none of the operator's mounts, and so working
-    /// folders of its own.
+    /// Creates an empty sandbox. Carries the descriptors of its control group. The first sandbox of
+    /// a family creates the family. A family with `apart` has none of the operator's mounts, and so
+    /// has its own working folders.
     Prepare {
         slot: Slot,
         family: FamilyId,
         apart: bool,
     },
-    /// Makes an interpreter; carries its end of the channel and the ways into its control group. It stands locked down and still until `Release`. With
-    /// `keep`, the state in which it begins is the checkpoint `BEGINNING` of its sandbox.
+    /// Creates an interpreter; carries its end of the channel and the descriptors of its control
+    /// group. It is locked down and stopped until `Release`. With `keep`, its initial state becomes
+    /// the checkpoint `BEGINNING` of its sandbox.
     Fork {
         slot: Slot,
         generation: Generation,
@@ -206,39 +214,42 @@ pub enum Command {
         keep: bool,
         programs: Programs,
     },
-    /// Lets a new interpreter run; by now the server has checked it.
+    /// Resumes a new interpreter, which the server has checked by now.
     Release { slot: Slot, generation: Generation },
-    /// Watches the interpreter until it comes to its branch point, and makes a checkpoint there.
+    /// Traces the interpreter until it is at its fork point, and makes a checkpoint there.
     Checkpoint { slot: Slot, number: u32 },
-    /// Watches it no longer.
+    /// Stops tracing it.
     LookAway { slot: Slot, number: u32 },
-    /// Gives a checkpoint up.
+    /// Discards a checkpoint.
     Forget { slot: Slot, number: u32 },
-    /// Starts a program beside the interpreter. Carries an `Errand`, where it tells how far it has come, the gate at which it waits for a byte, its
-    /// standard output and error, its standard input if it `has_input`, and the ways into its control group.
+    /// Starts a program beside the interpreter. Carries an `Errand`, the pipe on which the process
+    /// reports its status, the gate at which it waits for a byte, its standard output and error,
+    /// its standard input if it `has_input`, and the descriptors of its control group.
     Errand {
         slot: Slot,
         number: u32,
         has_input: bool,
     },
-    /// Sends a signal to a program and the group of processes that it leads. One that has ended gets nothing.
+    /// Sends a signal to a program and to the process group that it leads. Ignored for a program
+    /// that has ended.
     SignalErrand {
         slot: Slot,
         number: u32,
         signal: i32,
     },
-    /// Ends every process of the sandbox but its init. The number comes back with the answer, so that nobody takes an earlier answer for his.
+    /// Kills every process of the sandbox except its init. The number is returned with the answer,
+    /// so that an earlier answer is not mistaken for this one.
     Sweep { slot: Slot, number: u32 },
-    /// Covers again, in every sandbox, what somebody outside has replaced. A sandbox in which that
-    /// fails is ended.
+    /// Masks again, in every sandbox, the files that were replaced from outside. A sandbox in which
+    /// that fails is destroyed.
     Mask,
-    /// Ends the sandbox.
+    /// Destroys the sandbox.
     Destroy { slot: Slot },
-    /// Asks for a `Pong`: a heartbeat, by which the server notices a warden that hangs.
+    /// Asks for a `Pong`: a heartbeat by which the server detects a warden that hangs.
     Ping { number: u32 },
 }
 
-/// What an interpreter is a copy of.
+/// The source of an interpreter's memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Origin {
@@ -247,19 +258,20 @@ pub enum Origin {
     Checkpoint {
         slot: Slot,
         number: u32,
-        /// Nobody needs the checkpoint afterwards.
+        /// The checkpoint is not needed afterwards.
         last: bool,
     },
 }
 
-/// The checkpoint of the state in which an interpreter began. The numbers of others are larger.
+/// The number of the checkpoint of an interpreter's initial state. Other checkpoints have larger
+/// numbers.
 pub const BEGINNING: u32 = 0;
 
-/// What the warden tells the server.
+/// Events that the warden reports to the server.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", tag = "event")]
 pub enum Event {
-    /// The warden is in its place; carries its own pidfd.
+    /// The warden has started; carries its own pidfd.
     Ready,
     /// The answer to `Ping`.
     Pong { number: u32 },
@@ -269,14 +281,14 @@ pub enum Event {
     ZygoteEnded { was_warm: bool, words: String },
     /// An init exists and waits; carries its pidfd.
     Created { slot: Slot },
-    /// The ways out of the sandbox's network; carries their sockets.
+    /// The egress listeners of the sandbox's network; carries their sockets.
     Opened { slot: Slot, doors: Vec<Door> },
     /// The sandbox is complete; these are the namespaces that its interpreters must be in.
     Prepared {
         slot: Slot,
         namespaces: Vec<PathBuf>,
     },
-    /// An interpreter was made and stands still; carries its pidfd.
+    /// An interpreter was created and is stopped; carries its pidfd.
     Forked { slot: Slot, generation: Generation },
     /// An interpreter ended; the status is the kernel's wait status.
     Exited {
@@ -284,46 +296,47 @@ pub enum Event {
         generation: Generation,
         status: i32,
     },
-    /// A process was made that will be a program; carries its pidfd.
+    /// A process was created that will exec a program; carries its pidfd.
     ErrandMade { slot: Slot, number: u32 },
-    /// It could not be made.
+    /// The program's process could not be created.
     ErrandFailed {
         slot: Slot,
         number: u32,
         why: String,
     },
-    /// It ended; the status is the kernel's wait status.
+    /// The program ended; the status is the kernel's wait status.
     ErrandEnded {
         slot: Slot,
         number: u32,
         status: i32,
     },
-    /// The interpreter is watched and may be asked to come to its branch point.
+    /// The interpreter is traced and may be asked to go to its fork point.
     Watched { slot: Slot, number: u32 },
     /// The checkpoint exists.
     Checkpointed { slot: Slot, number: u32 },
-    /// The interpreter goes on, and there is no checkpoint.
+    /// The interpreter continues, and there is no checkpoint.
     NotCheckpointed {
         slot: Slot,
         number: u32,
         why: String,
     },
-    /// A checkpoint is gone that nobody gave up: the kernel needed its memory.
+    /// A checkpoint was lost without a `Forget`: the kernel needed its memory.
     CheckpointLost { slot: Slot, number: u32 },
-    /// No process but the init is left in the sandbox, and every sweep up to this number has been carried out.
+    /// No process except the init is left in the sandbox, and every sweep up to this number is
+    /// done.
     Swept { slot: Slot, number: u32 },
-    /// The sandbox ended and nothing of it is left.
+    /// The sandbox ended and no part of it is left.
     Destroyed { slot: Slot },
-    /// A sandbox could not be made, or an interpreter could not be forked.
+    /// A sandbox could not be created, or an interpreter could not be forked.
     Failed { slot: Slot, why: String },
-    /// The warden cannot go on.
+    /// The warden cannot continue.
     Broken { why: String },
 }
 
-/// A message, and its descriptors unless there was no room for them.
+/// A message, and its descriptors unless this process had no room for them.
 pub type Received<M> = (M, io::Result<Vec<OwnedFd>>);
 
-/// Makes a pair of connected packet sockets.
+/// Creates a pair of connected packet sockets.
 pub fn pair() -> io::Result<(OwnedFd, OwnedFd)> {
     let (one, other) = rustix::net::socketpair(
         AddressFamily::UNIX,
@@ -343,7 +356,7 @@ pub fn send<M: Serialize>(
     send_with(socket, message, descriptors, SendFlags::NOSIGNAL)
 }
 
-/// Sends like `send`, but fails where `send` would wait because the other end does not read.
+/// Sends like `send`, but fails instead of blocking if the other end does not read.
 pub(crate) fn send_now<M: Serialize>(
     socket: impl AsFd,
     message: &M,
@@ -391,10 +404,11 @@ pub fn receive<M: DeserializeOwned>(socket: impl AsFd) -> io::Result<Option<(M, 
     }
 }
 
-/// Receives like `receive`, but returns a message also when this process has no room for its
-/// descriptors. The outer error is about the socket, the inner one about the descriptors.
+/// Receives like `receive`, but returns a message even if this process has no room for its
+/// descriptors. The outer error concerns the socket, the inner one the descriptors.
 pub fn receive_or_lose<M: DeserializeOwned>(socket: impl AsFd) -> io::Result<Option<Received<M>>> {
-    // A look at the length first: a buffer for the largest message would be memory of every process that is forked from this one.
+    // The length is read first: a buffer for the largest message would add to the memory of every
+    // process that is forked from this one.
     let look = RecvFlags::PEEK | RecvFlags::TRUNC;
     let (_, length) = rustix::io::retry_on_intr(|| rustix::net::recv(&socket, &mut [0; 1], look))?;
     if length > LARGEST_MESSAGE {
@@ -431,7 +445,8 @@ pub fn receive_or_lose<M: DeserializeOwned>(socket: impl AsFd) -> io::Result<Opt
     if received.bytes == 0 {
         return Ok(None);
     }
-    // The buffer holds as many as a sender may send, so only this process's own limit cuts them.
+    // The buffer holds as many descriptors as a sender may send, so only this process's own limit
+    // truncates them.
     let lost = received.flags.contains(ReturnFlags::CTRUNC);
     let descriptors = if lost {
         Err(rustix::io::Errno::MFILE.into())
@@ -493,7 +508,7 @@ mod tests {
         use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
         const CHILD: &str = "CELLBLOCK_TEST_WITHOUT_DESCRIPTORS";
         if std::env::var_os(CHILD).is_none() {
-            // The limit holds for a whole process, so the test has one of its own.
+            // The limit applies to a whole process, so the test runs in its own.
             let name = "wire::tests::a_message_without_room_for_its_descriptors_is_still_read";
             let mut child = std::process::Command::new(std::env::current_exe().unwrap());
             let status = child

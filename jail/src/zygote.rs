@@ -1,9 +1,10 @@
-//! Starting the warm interpreter.
+//! Starts the warm interpreter.
 //!
-//! The zygote is Python (`runner/cellblock_runner/zygote.py`) in the warden's namespaces, with a `/tmp` of its own and the wide filter
-//! loaded. It keeps the capabilities of the warden's user namespace, because its copies must enter families; on the host they are worth nothing. It
-//! never holds a byte of a user. Its copies enter the user namespace of their family before they do (`family`).
-//! When it is warm it is parked (`twin`).
+//! The zygote is Python (`runner/cellblock_runner/zygote.py`) in the warden's namespaces, with its
+//! own `/tmp` and the wide filter loaded. It keeps the capabilities of the warden's user namespace,
+//! because its copies must enter families; on the host these capabilities grant nothing. It never
+//! holds user data: its copies enter the user namespace of their family before they do (`family`).
+//! Once it is warm it is parked (`twin`).
 
 use std::ffi::CString;
 use std::io;
@@ -19,7 +20,7 @@ use crate::sys::{self, Forked};
 use crate::twin::{Approach, Part, TWIN_OPTIONS, Twin, Watch};
 use crate::wire::{self, LeftOut, Programs, Setup};
 
-/// The zygote finds its socket here.
+/// Descriptor number of the zygote's socket.
 const SOCKET: i32 = 3;
 
 /// The first message to the zygote.
@@ -32,19 +33,19 @@ struct Plan<'a> {
     programs: Programs,
 }
 
-/// What the warden asks of the zygote.
+/// Requests of the warden to the zygote.
 #[derive(Serialize)]
 #[serde(rename_all = "kebab-case", tag = "do")]
 enum Request {
-    /// Stand still at the moment from which all sessions go on.
+    /// Stop at the point from which all sessions continue.
     Park,
 }
 
-/// What the zygote tells the warden.
+/// Messages from the zygote to the warden.
 #[derive(Debug, Deserialize)]
 #[serde(rename_all = "kebab-case", tag = "say")]
 pub(crate) enum Word {
-    /// Carries addresses of Python objects, one for each part of memory that holds some.
+    /// Carries addresses of Python objects, one for each part of memory that contains some.
     Warm { objects: Vec<u64> },
 }
 
@@ -52,13 +53,13 @@ pub(crate) enum Word {
 pub(crate) struct Zygote {
     pub(crate) pid: Pid,
     pub(crate) socket: OwnedFd,
-    /// Once it is parked.
+    /// Set once it is parked.
     pub(crate) twin: Option<Twin>,
-    /// A newer one has taken its place.
+    /// A newer zygote has replaced it.
     pub(crate) replaced: bool,
     /// False once the other end of `socket` is closed.
     pub(crate) listening: bool,
-    /// Its standard error, for words of complaint when it ends.
+    /// Its standard error, for the error report when it ends.
     complaints: OwnedFd,
 }
 
@@ -95,7 +96,7 @@ impl Zygote {
         })
     }
 
-    /// Parks it: from now on it is a twin, and never runs again.
+    /// Parks it: from now on it is a twin and never runs again.
     pub(crate) fn park(
         &mut self,
         watch: &Watch<'_>,
@@ -124,14 +125,17 @@ impl Zygote {
     }
 }
 
-/// The parts of the zygote's memory that may be moved: its heap, the arenas in which these objects are, and what libraries have written to their own data.
+/// Returns the parts of the zygote's memory that may be moved: its heap, the arenas that contain
+/// these objects, and the written data of libraries.
 ///
-/// All of them are given back to the kernel as a whole and never resized in place, which `settle` relies on. The C library's large blocks are, and it is kept
-/// from making any while the zygote warms up.
+/// `settle` relies on the fact that all of them are returned to the kernel as a whole and never
+/// resized in place. The C library's large blocks are resized, so it is kept from allocating any
+/// while the zygote warms up.
 fn settling_parts(process: Pid, objects: &[u64]) -> io::Result<Vec<Part>> {
     let maps = std::fs::read_to_string(format!("/proc/{}/smaps", process.as_raw_pid()))?;
     let mut parts: Vec<Part> = Vec::new();
-    // Where the last mapping of a file ended: a library's zeroed data follows its other data without a name.
+    // The end of the last file mapping: a library's zeroed data follows its other data without a
+    // name.
     let mut end_of_file = 0;
     let mut candidate: Option<Part> = None;
     for line in maps.lines() {
@@ -168,7 +172,7 @@ fn settling_parts(process: Pid, objects: &[u64]) -> io::Result<Vec<Part>> {
     Ok(parts)
 }
 
-/// Prepares this process and replaces it by Python. Returns only on failure.
+/// Prepares this process and replaces it with Python. Returns only on failure.
 fn become_python(
     setup: &Setup,
     filters: &Filters,
@@ -184,7 +188,7 @@ fn become_python(
         )?;
         root::attach(&temporary, "/tmp")?;
         std::fs::create_dir(root::HOME)?;
-        // What an operator mounts is for sessions.
+        // The operator's mounts are for sessions.
         root::remove_standing_mounts(setup.mounts.len());
         let nothing = rustix::fs::open(
             "/dev/null",
@@ -196,7 +200,7 @@ fn become_python(
         rustix::stdio::dup2_stderr(standard_error)?;
         sys::place(socket.as_fd(), SOCKET)?;
         sys::unblock_signals();
-        // A twin takes descriptors with high numbers, whatever the host's habit is.
+        // A twin uses high descriptor numbers, whatever the host's soft limit is.
         let open_files = rustix::process::getrlimit(Resource::Nofile);
         rustix::process::setrlimit(
             Resource::Nofile,
@@ -205,7 +209,8 @@ fn become_python(
                 ..open_files
             },
         )?;
-        // Address space layout and hash seed of all sessions come from here; nothing secret may.
+        // All sessions inherit their address space layout and hash seed from here; they must not
+        // inherit a secret.
         rustix::process::setrlimit(
             Resource::Core,
             Rlimit {

@@ -1,4 +1,7 @@
-"""Serves one session without a warm process: `python -m cellblock_runner --channel-fd 3 --workdir DIR`."""
+"""Serves one session without a warm process.
+
+Usage: `python -m cellblock_runner --channel-fd 3 --workdir DIR`
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,20 @@ from .serve import prepare, serve
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="cellblock_runner", description="Serves one session on an inherited socket.")
+    parser = argparse.ArgumentParser(
+        prog="cellblock_runner", description="Serves one session on an inherited socket."
+    )
     parser.add_argument("--channel-fd", type=int, required=True, help="the inherited stream socket")
     parser.add_argument("--workdir", required=True, help="the working folder of the session")
-    parser.add_argument("--preload", default="", help="modules to import first, separated by commas")
-    parser.add_argument("--scratch", action="append", default=[], help="another folder of this session alone")
-    parser.add_argument("--ask-for-programs", action="store_true", help="programs are started by the host only")
+    parser.add_argument(
+        "--preload", default="", help="modules to import first, separated by commas"
+    )
+    parser.add_argument(
+        "--scratch", action="append", default=[], help="another folder of this session alone"
+    )
+    parser.add_argument(
+        "--ask-for-programs", action="store_true", help="programs are started by the host only"
+    )
     options = parser.parse_args()
     if options.channel_fd != CHANNEL_DESCRIPTOR:
         os.dup2(options.channel_fd, CHANNEL_DESCRIPTOR)

@@ -1,22 +1,25 @@
-"""Asking: a question that code in a running cell puts to the host, and its answer.
+"""Host calls: requests that code in a running cell sends to the host, and their answers.
 
-    ask("install", requirements=["polars"])   →  frame `ask`  →  host  →  frame `answer`  →  returned
-    await ask_async("call_tool", …)           →  the same, while the tasks of the event loop go on
+    ask("install", requirements=["polars"])  →  frame `ask`  →  host  →  frame `answer`  →  returned
+    await ask_async("call_tool", …)          →  the same, while tasks of the event loop continue
 
-While a cell runs, the host sends nothing but answers, so whoever waits for one may read the channel. Of several threads that wait, one
-reads for all and leaves each answer where its asker finds it; when it has its own, another one reads on. While no thread waits, the event
-loops in which tasks wait watch the channel, and whichever notices something reads for all.
+While a cell runs, the host sends nothing but answers, so a thread that waits for one may read the
+channel. If several threads wait, one of them reads for all and stores each answer with its request;
+once it has its own, another thread continues reading. While no thread waits, the event loops whose
+tasks wait watch the channel, and the first loop that is notified reads for all.
 
- 1. The lock guards the list of questions and the reading. Whoever holds it has interrupts held back, so that none leaves it locked.
- 2. Waiting happens outside the lock and takes nothing from the channel. What has arrived is read inside the lock, and only on behalf of a
-    question that is still on the list. The end of the cell empties the list, so a thread that outlives its cell never takes a
-    request that is meant for the runner.
- 3. An interrupt strikes only while waiting. The question is then taken off the list, and its answer, when it comes, is skipped. The host is told
-    that nobody waits for it any more.
- 4. A thread that waits always reads in place of event loops, because it may be the thread whose loop stands still meanwhile. When it is done it
-    rouses the tasks, and their loops watch again.
+ 1. The lock guards the list of requests (`_questions`) and the reading. Interrupts are held back
+    while it is held, so that none leaves it locked.
+ 2. Waiting happens outside the lock and takes nothing from the channel. Frames that have arrived
+    are read inside the lock, and only on behalf of a request that is still on the list. The end of
+    the cell empties the list, so a thread that outlives its cell never takes a request that is
+    meant for the runner.
+ 3. An interrupt occurs only while waiting. The request is then removed from the list, and its
+    answer, if it arrives, is skipped. The host is notified that the request is withdrawn.
+ 4. A waiting thread always reads instead of event loops, because it may be the thread whose loop is
+    blocked meanwhile. When it is done, it wakes the tasks, and their loops watch again.
 
-Not for signal handlers: one may strike a thread that holds the lock.
+Not usable from signal handlers: one may interrupt a thread that holds the lock.
 """
 
 from __future__ import annotations
@@ -31,13 +34,14 @@ from .interrupts import Gate
 from .lanes import Lanes
 
 if TYPE_CHECKING:
-    import asyncio  # A session that awaits nothing does without it.
+    import asyncio  # Not needed in a session that never awaits.
 
-# Leaves room for what a frame has besides its header.
+# Leaves room for the parts of a frame besides its header.
 _LARGEST_QUESTION = LARGEST_FRAME - 1024
-# A thread whose cell has ended notices within so many milliseconds.
+# A thread whose cell has ended notices within this many milliseconds.
 _LOOK_UP = 1000
-# One that reads something else while another thread reads the channel looks so often whether its answer is there.
+# Polling interval, in milliseconds, of a thread that reads other descriptors while another thread
+# reads the channel.
 _GLANCE = 20
 
 # The desk of the session that this process serves.
@@ -45,14 +49,15 @@ _active: Desk | None = None
 
 
 class CannotAsk(RuntimeError):
-    """There is no way to the host from here."""
+    """The host cannot be reached from here."""
 
 
 def ask(what: str, **members: Any) -> Header:
-    """Asks the host and waits for its answer. Returns the members of the `answer` frame; what they mean depends on `what`.
+    """Sends a request to the host and waits for its answer. Returns the members of the `answer`
+    frame; their meaning depends on `what`.
 
-    May be called by any thread while a cell runs. Raises CannotAsk when nobody can answer, and KeyboardInterrupt, in the main thread,
-    when the cell is interrupted.
+    May be called by any thread while a cell runs. Raises CannotAsk if the host cannot answer, and
+    KeyboardInterrupt, in the main thread, if the cell is interrupted.
     """
     if _active is None:
         raise CannotAsk("there is no host that could be asked")
@@ -60,26 +65,32 @@ def ask(what: str, **members: Any) -> Header:
 
 
 async def ask_async(what: str, **members: Any) -> Header:
-    """Does what `ask` does, and lets other tasks of the running event loop go on. Whoever cancels it withdraws the question."""
+    """Like `ask`, but other tasks of the running event loop continue. Cancelling it withdraws the
+    request.
+    """
     if _active is None:
         raise CannotAsk("there is no host that could be asked")
     return await _active.ask_async(what, members)
 
 
 def ask_for_command(members: dict[str, Any], meanwhile: Meanwhile) -> Header:
-    """Asks the host to run a command that writes to `meanwhile.outlets`. What is to be read of it is read while the asker waits."""
+    """Asks the host to run a command that writes to `meanwhile.outlets`. Output of the command is
+    read while the caller waits.
+    """
     if _active is None:
         raise CannotAsk("there is no host that could be asked")
     return _active.ask_for_command(members, meanwhile)
 
 
 def outlets() -> tuple[int | None, int | None]:
-    """Returns ends of the lanes that a command can write to, each None where the standard descriptor does not lead to its lane."""
+    """Returns write ends of the lanes for a command. An entry is None where the standard descriptor
+    does not lead to its lane.
+    """
     return (None, None) if _active is None else _active.outlets()
 
 
 class Meanwhile(Protocol):
-    """What an asker reads while it waits."""
+    """Input that a caller reads while it waits."""
 
     @property
     def outlets(self) -> Sequence[int]: ...
@@ -94,7 +105,9 @@ class Meanwhile(Protocol):
 
 
 class _Question:
-    """One question on the list, whose asker is a thread. `wake` is locked while it waits for somebody else to read."""
+    """A pending request of a thread. `wake` is locked while the thread waits for another one to
+    read.
+    """
 
     def __init__(self) -> None:
         self.number = 0
@@ -103,13 +116,13 @@ class _Question:
         self.wake.acquire()
 
     def rouse(self) -> None:
-        """Lets the asker look again. For whoever holds the lock of the desk."""
+        """Makes the thread check again. The caller must hold the lock of the desk."""
         if self.wake.locked():
             self.wake.release()
 
 
 class _AwaitedQuestion(_Question):
-    """One question on the list, whose asker is a task of an event loop."""
+    """A pending request of a task of an event loop."""
 
     def __init__(self, desk: Desk, loop: asyncio.AbstractEventLoop) -> None:
         self.number = 0
@@ -122,11 +135,11 @@ class _AwaitedQuestion(_Question):
         try:
             self.loop.call_soon_threadsafe(self._desk.look, self)
         except RuntimeError:
-            pass  # The loop is closed, and so nobody waits.
+            pass  # The loop is closed, so no task waits.
 
 
 class Desk:
-    """Where the questions of one session are put."""
+    """The pending requests of one session."""
 
     def __init__(self, gate: Gate, lanes: Lanes, channel: Channel) -> None:
         self._gate = gate
@@ -136,7 +149,9 @@ class Desk:
         self.renew()
 
     def renew(self) -> None:
-        """Begins anew, in a copy of the session: threads that asked, or held the lock, did not come along."""
+        """Resets the state in a copy of the session, where threads that waited or held the lock are
+        missing.
+        """
         self._lock = threading.Lock()
         self._execution: Any = None
         self._is_open = False
@@ -147,7 +162,7 @@ class Desk:
         self._watching: set[asyncio.AbstractEventLoop] = set()
 
     def activate(self) -> None:
-        """Makes this the desk that `ask` finds."""
+        """Makes this the desk that `ask` uses."""
         global _active
         _active = self
 
@@ -157,14 +172,17 @@ class Desk:
         self._why_unanswered = "the cell ended before the host had answered"
 
     def close_cell(self) -> None:
-        """Ends the questions of the cell. From now on nobody but the runner itself reads the channel."""
+        """Ends the pending requests of the cell. From now on only the runner itself reads the
+        channel.
+        """
         with self._lock:
             self._is_open = False
             questions, self._questions, self._reader = self._questions, {}, None
             for question in questions.values():
                 question.rouse()
             for loop in list(self._watching):
-                # Whoever copies the session between two cells finds a loop that waits for nothing.
+                # A copy of the session made between two cells must find a loop that waits for
+                # nothing.
                 self._watching.discard(loop)
                 try:
                     if loop.is_running():  # In a thread of its own.
@@ -189,7 +207,8 @@ class Desk:
     def ask_for_command(self, members: dict[str, Any], meanwhile: Meanwhile) -> Header:
         self._refuse_forked()
         with self._gate.held():
-            # What was printed until now comes before what the command prints, and the next cell gets pipes that it does not have.
+            # Earlier output must precede the output of the command, and the next cell must get
+            # pipes that the command does not have.
             self._lanes.before_spawn()
             question = _Question()
             self._put(question, "shell", members, meanwhile.outlets)
@@ -224,7 +243,7 @@ class Desk:
         return question.answer
 
     def look(self, question: _AwaitedQuestion) -> None:
-        """Lets a task look at its question again. For its own event loop."""
+        """Makes a task check its request again. Called by its own event loop."""
         with self._gate.held():
             with self._lock:
                 is_settled = question.answer is not None or question.number not in self._questions
@@ -235,12 +254,19 @@ class Desk:
 
     def _refuse_forked(self) -> None:
         if self._lanes.forked:
-            raise CannotAsk("a process that the session has forked cannot ask the host; do this in the session itself")
+            raise CannotAsk(
+                "a process that the session has forked cannot ask the host;"
+                " do this in the session itself"
+            )
 
-    # Everything below happens with interrupts held back, but for the waiting.
+    # Everything below runs with interrupts held back, except for the waiting.
 
     def _put(
-        self, question: _Question, what: str, members: dict[str, Any], descriptors: Sequence[int] = ()
+        self,
+        question: _Question,
+        what: str,
+        members: dict[str, Any],
+        descriptors: Sequence[int] = (),
     ) -> None:
         with self._lock:
             if not self._is_open:
@@ -248,10 +274,12 @@ class Desk:
             self._last += 1
             own = {"type": "ask", "id": self._execution, "ask": self._last, "what": what}
             header = {**own, **members, **own}
-            # Before the frame gets its place in the order: one that is announced and does not come would stop the host.
+            # Checked before the frame gets its sequence number: a frame that is announced and never
+            # sent would stall the host.
             if len(encode_header(header)) > _LARGEST_QUESTION:
                 raise CannotAsk("the question is too large")
-            # Whoever puts many questions takes their answers meanwhile. A host that waits until it can answer must not be waited for.
+            # A caller that sends many requests must take answers meanwhile. Otherwise both sides
+            # could block on sending.
             while self._questions and not self._channel.wait_to_send():
                 self._receive()
             question.number = self._last
@@ -260,7 +288,9 @@ class Desk:
 
     def _take_off(self, question: _Question) -> None:
         with self._lock:
-            was_waiting = self._questions.pop(question.number, None) is not None and question.answer is None
+            was_waiting = (
+                self._questions.pop(question.number, None) is not None and question.answer is None
+            )
             if was_waiting and self._is_open:
                 self._withdraw(question)
             if self._reader is question:
@@ -269,41 +299,55 @@ class Desk:
                     other.rouse()
 
     def _withdraw(self, question: _Question) -> None:
-        """Tells the host that nobody waits for an answer. That is a question too, so that every host can take it; nobody waits for its answer."""
+        """Notifies the host that a request is withdrawn. The notice is an ordinary request, so that
+        every host accepts it; its answer is ignored.
+        """
         self._last += 1
-        header = {"type": "ask", "id": self._execution, "ask": self._last, "what": "withdraw", "of": question.number}
+        header = {
+            "type": "ask",
+            "id": self._execution,
+            "ask": self._last,
+            "what": "withdraw",
+            "of": question.number,
+        }
         try:
             self._lanes.send(header)
         except OSError:
-            pass  # The host has gone away, and knows.
+            pass  # The host is gone, so there is nothing to withdraw.
 
     def _watch(self, question: _AwaitedQuestion) -> None:
-        """Has the question's event loop notice what arrives, unless a thread reads."""
+        """Makes the request's event loop watch the channel, unless a thread reads it."""
         with self._lock:
             if self._reader is None and question.loop not in self._watching:
                 self._watching.add(question.loop)
                 question.loop.add_reader(self._channel.fileno(), self._noticed, question.loop)
 
     def _stop_watching(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Ends it when no task of the loop waits any more. For the loop itself."""
+        """Stops watching when no task of the loop waits any more. Called by the loop itself."""
         with self._lock:
-            others = any(isinstance(each, _AwaitedQuestion) and each.loop is loop for each in self._questions.values())
+            others = any(
+                isinstance(each, _AwaitedQuestion) and each.loop is loop
+                for each in self._questions.values()
+            )
             if not others and loop in self._watching:
                 self._watching.discard(loop)
                 loop.remove_reader(self._channel.fileno())
 
     def _noticed(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Something has arrived, and an event loop has noticed."""
+        """Called by an event loop when the channel is readable."""
         with self._gate.held(), self._lock:
             if self._reader is not None or not self._questions:
-                # A thread reads, and rouses us when it is done; or the cell has ended, and what arrives is for the runner.
+                # A thread reads, and wakes us when it is done; or the cell has ended, and the
+                # arriving frames are for the runner.
                 self._watching.discard(loop)
                 loop.remove_reader(self._channel.fileno())
             else:
                 self._receive()
 
     def _wait(self, question: _Question, meanwhile: Meanwhile | None = None) -> None:
-        """Waits until something may have changed for this question, or there is something to read meanwhile."""
+        """Waits until the state of this request may have changed, or there is something to read
+        meanwhile.
+        """
         if self._reads(question):
             with self._gate.passing():
                 self._channel.wait(_LOOK_UP, meanwhile.descriptors() if meanwhile else ())
@@ -317,7 +361,7 @@ class Desk:
                 question.wake.acquire()
 
     def _reads(self, question: _Question) -> bool:
-        """Tells whether this question's asker is the one that reads, or becomes it now."""
+        """Reports whether this request's thread is the reader, or becomes it now."""
         with self._lock:
             if question.answer is not None:
                 return False
@@ -328,13 +372,13 @@ class Desk:
             return self._reader is question
 
     def _read(self, reader: _Question) -> None:
-        """Takes what has arrived, and gives each answer to its question."""
+        """Reads the frames that have arrived, if this thread is still the reader."""
         with self._lock:
             if self._reader is reader:
                 self._receive()
 
     def _receive(self) -> None:
-        """Gives each answer that has arrived to its question. For whoever holds the lock."""
+        """Assigns each answer that has arrived to its request. The caller must hold the lock."""
         frames = self._channel.receive_arrived()
         if frames is None:
             self._why_unanswered = "the host has gone away"

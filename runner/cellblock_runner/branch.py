@@ -1,19 +1,23 @@
-"""Branch: the one place where a session can be copied while it lives.
+"""Branch: the only point at which a live session can be copied.
 
-The host asks with a `branch` request. The runner looks at what a plain copy of its memory would lose (`luggage`), then stands
-still: it gives a sign, and calls the real fork. Whoever watches from outside makes the copy, and keeps it frozen:
+The host sends a `branch` request. The runner determines what a plain copy of its memory would lose
+(`luggage`), then suspends itself: it raises a signal, and calls the real fork. The tracer outside
+makes the copy, and keeps it frozen:
 
-    original   fork returns its own number; it puts the luggage down and answers `branched`
-    copy       when it is let go, if ever, it is locked in a sandbox already and fork returns 0. All its descriptors but the
-               channel are closed. It waits at its gate, unpacks, and says `hello` on a channel of its own
+    original   fork returns its own process id; it releases the luggage and answers `branched`
+    copy       if it is resumed, it is already confined in a sandbox, and fork returns 0. All its
+               descriptors except the channel are closed. It waits for its gate byte, unpacks, and
+               sends `hello` on a channel of its own
 
-The sign is SIGCONT: seen by whoever watches, and otherwise without effect. When nobody watches (any more), fork makes a plain child;
-it ends itself at once, and nothing has happened.
+The signal is SIGCONT: visible to a tracer, and otherwise without effect. Without a tracer, fork
+creates a plain child, which exits at once without consequences.
 
-In a container nobody outside can make copies; there a function of this process does (`family`), and takes the place of fork.
+In a container no process outside can make copies; there a function of this process does (`family`),
+and replaces fork.
 
-The true system calls are kept here because user code may replace those of `os`. That protects nothing, it only avoids surprises: the
-copy is made and confined from outside, whatever happens in here.
+References to the original system calls are kept here because user code may replace those of `os`.
+That is not a protection, it only avoids surprises: the copy is made and confined from outside,
+whatever happens in here.
 """
 
 from __future__ import annotations
@@ -32,31 +36,33 @@ _fork, _get_process, _wait_for, _look_at = os.fork, os.getpid, os.waitpid, os.fs
 _send_signal, _get_thread = signal.pthread_kill, threading.get_ident
 _copy: Callable[[], int] | None = None
 
-# How processes are made at the branch point, and in a copy until it has arrived.
+# How processes are created at the branch point, and in a copy until it has been set up.
 make_process: Callable[[], int] = _fork
 
 # Descriptors that the maker of copies keeps in the session.
 own_descriptors: tuple[int, ...] = ()
-# The work folder that a copy found in the place of its original's; None when it has the same name.
+# The work folder of a copy, if its name differs from the original's. None if the name is the same.
 moved_to: str | None = None
 
-# From here on Python warns in the original about a fork beside other threads. The user did not fork.
+# From this version on, Python warns in the original about a fork beside other threads. The user did
+# not fork.
 _WARNS_ABOUT_THREADS = sys.version_info >= (3, 12)
 
 
 def copy_by(maker: Callable[[], int], descriptor: int) -> None:
-    """Has copies made by a function in this process, where nobody outside can make them. It returns as fork does at the branch point,
-    and makes processes with `make_process`.
+    """Makes copies with a function in this process, where no process outside can make them. At the
+    branch point it returns as fork does, and it creates processes with `make_process`.
     """
     global _copy, _send_signal, own_descriptors
     _copy, own_descriptors = maker, (descriptor,)
-    _send_signal = lambda _thread, _signal: None  # noqa: E731 - nobody watches
+    _send_signal = lambda _thread, _signal: None  # noqa: E731 - there is no tracer
 
 
 def stand_still(with_threads: bool) -> bool:
-    """Lets the host copy this process. Returns True in a copy, False in the original. Raises OSError when there is no copy.
+    """Lets the host copy this process. Returns True in a copy, False in the original. Raises
+    OSError if no copy was made.
 
-    `with_threads`, all other threads are stopped, and a copy lets them go on.
+    If `with_threads`, all other threads are stopped, and a copy resumes them.
     """
     global make_process
     make_process = threads.fork if with_threads else _fork
@@ -71,8 +77,9 @@ def _stand_still() -> bool:
     with lanes.fork_of_our_own(), warnings.catch_warnings():
         if _WARNS_ABOUT_THREADS:
             warnings.simplefilter("ignore")
-        # Nothing may come between these two: whoever watches looks at every system call from the sign to the copy.
-        # To this thread: one that was sent to the process might be taken by another thread, which nobody watches.
+        # Nothing may come between these two: the tracer inspects every system call from the signal
+        # to the copy. The signal goes to this thread: one sent to the process might be delivered to
+        # another thread, which is not traced.
         _send_signal(_get_thread(), signal.SIGCONT)
         result = (_copy or make_process)()
     if result == 0:
@@ -86,7 +93,7 @@ def _stand_still() -> bool:
 
 
 def _channel() -> tuple[int, int] | None:
-    """Tells which socket the channel is. A copy has another one, or none yet had it."""
+    """Identifies the socket of the channel. A copy has a different one, or none yet."""
     try:
         found = _look_at(CHANNEL_DESCRIPTOR)
     except OSError:

@@ -1,7 +1,8 @@
-"""Bundles: what IPython displays, made ready for a frame.
+"""Bundles: IPython's displays, prepared for a frame.
 
-IPython describes one output as a mapping from MIME type to data, where data is text, bytes, base64 text or a structure.
-A frame carries text in its header and bytes in its payload. All representations are sent; the host chooses.
+IPython describes one output as a mapping from MIME type to data, where data is text, bytes, base64
+text or a structure. A frame carries text in its header and bytes in its payload. All
+representations are sent; the host chooses.
 """
 
 from __future__ import annotations
@@ -14,16 +15,18 @@ from typing import Any
 
 from .frames import encode_header
 
-# The parts of one output together. It leaves room in a frame of 32 MiB for everything else.
+# Limit on the parts of one output together. Leaves room in a frame of 32 MiB for the rest.
 LARGEST_BUNDLE = 24 * 1024 * 1024
-# What stays of a text/plain that is itself too large.
+# The part that is kept of a text/plain that is itself too large.
 _KEPT_TEXT = 4 * 1024 * 1024
 
 _TEXT_LIKE = ("image/svg+xml", "application/javascript", "application/json", "application/xml")
 
 
 def pack(bundle: Mapping[Any, Any]) -> tuple[dict[str, str], list[dict[str, Any]], bytes]:
-    """Returns `data`, `blobs` and the payload for one output. Never raises because of what the bundle holds."""
+    """Returns `data`, `blobs` and the payload for one output. Never raises because of the bundle's
+    content.
+    """
     texts: dict[str, str] = {}
     binaries: dict[str, bytes] = {}
     for mime, value in bundle.items():
@@ -63,9 +66,9 @@ def _is_text(mime: str) -> bool:
 
 
 def _fit(texts: dict[str, str], binaries: dict[str, bytes]) -> None:
-    """Drops the largest parts until the rest fits, and says so in text/plain."""
+    """Drops the largest parts until the rest fits, and notes that in text/plain."""
     if sum(map(len, texts.values())) * 6 + sum(map(len, binaries.values())) <= LARGEST_BUNDLE:
-        return  # Six bytes are the most that one character can cost in JSON.
+        return  # One character takes at most six bytes in JSON.
     sizes = {mime: len(encode_header({"": text})) for mime, text in texts.items()}
     sizes.update((mime, len(data)) for mime, data in binaries.items())
     notes = []

@@ -1,8 +1,9 @@
-"""Called: what `subprocess` and `os` do where programs must be asked for.
+"""Replacements for `subprocess` and `os` functions where programs require a host call.
 
-`subprocess.run`, and what is built on it (`check_output`, `getoutput`, `call`, `check_call`), and `os.system` ask like `!cmd` does and wait for the end. What starts
-a program and goes on beside it (`Popen`, `os.posix_spawn`, `os.spawn…`) and what becomes one (`os.exec…`) cannot be asked for. The kernel
-refuses all of it in any case; here it is only said why.
+`subprocess.run`, the functions built on it (`check_output`, `getoutput`, `call`, `check_call`), and
+`os.system` send a host call like `!cmd` does and wait for the end. Functions that start a program
+and continue beside it (`Popen`, `os.posix_spawn`, `os.spawn…`) or become one (`os.exec…`) are not
+supported. The kernel refuses all of it in any case; this module only explains why.
 """
 
 from __future__ import annotations
@@ -21,22 +22,42 @@ _HOW = (
     "!command, %%bash, os.system() and subprocess.run() can"
 )
 
-# These have no meaning beyond a process of our own, or change nothing.
-_HARMLESS = frozenset(("bufsize", "close_fds", "start_new_session", "restore_signals", "process_group"))
+# Options that only concern a process of our own, or change nothing.
+_HARMLESS = frozenset(
+    ("bufsize", "close_fds", "start_new_session", "restore_signals", "process_group")
+)
 _UNDERSTOOD = frozenset(
-    ("args", "stdin", "stdout", "stderr", "shell", "cwd", "env", "text", "universal_newlines", "encoding", "errors")
+    (
+        "args",
+        "stdin",
+        "stdout",
+        "stderr",
+        "shell",
+        "cwd",
+        "env",
+        "text",
+        "universal_newlines",
+        "encoding",
+        "errors",
+    )
 )
 
 
 def install() -> None:
-    """Puts itself in the place of what starts programs. Nothing changes where a session may do so."""
+    """Replaces the functions that start programs. Nothing changes where a session may start
+    programs.
+    """
     for name, replacement in (("run", _run), ("call", _call)):
         setattr(subprocess, name, _instead(getattr(subprocess, name), replacement))
-    subprocess.Popen.__init__ = _refusing(subprocess.Popen.__init__, "subprocess.Popen")  # type: ignore[method-assign]
+    subprocess.Popen.__init__ = _refusing(  # type: ignore[method-assign]
+        subprocess.Popen.__init__, "subprocess.Popen"
+    )
     for name in ("execv", "execve", "posix_spawn", "posix_spawnp", "_spawnvef"):
         original = getattr(os, name, None)
         if original is not None:
-            setattr(os, name, _refusing(original, f"os.{name}" if name != "_spawnvef" else "os.spawn"))
+            setattr(
+                os, name, _refusing(original, f"os.{name}" if name != "_spawnvef" else "os.spawn")
+            )
 
 
 def _instead(original: Any, replacement: Callable[..., Any]) -> Any:
@@ -66,7 +87,7 @@ def _run(
     check: bool = False,
     **options: Any,
 ) -> subprocess.CompletedProcess[Any]:
-    """Does what `subprocess.run` does."""
+    """Implements `subprocess.run`."""
     if capture_output:
         if options.get("stdout") is not None or options.get("stderr") is not None:
             raise ValueError("stdout and stderr arguments may not be used with capture_output.")
@@ -104,20 +125,28 @@ def _carry_out(
         reply = pip_answers.carry_out(pip, os.path.abspath(folder or "."))
         out, err = reply.out.encode(), reply.err.encode()
         return reply.code, *_led(out, err, options)
-    words = [os.fsdecode(args)] if isinstance(args, (str, bytes, os.PathLike)) else [os.fsdecode(word) for word in args]
+    words = (
+        [os.fsdecode(args)]
+        if isinstance(args, (str, bytes, os.PathLike))
+        else [os.fsdecode(word) for word in args]
+    )
     if is_for_shell:
         words = ["/bin/sh", "-c", *words]
     variables = options.get("env")
     if variables is not None:
         variables = {os.fsdecode(name): os.fsdecode(value) for name, value in variables.items()}
     streams = (options.get("stdout"), options.get("stderr"))
-    # What goes to a file of the user's is taken here and written there.
-    wanted = [stream if stream in (None, subprocess.STDOUT) else subprocess.PIPE for stream in streams]
-    return commands.run(words, stdin, *wanted, folder=folder, environment=variables, timeout=timeout)
+    # Output for a file of the user is captured here and written there.
+    wanted = [
+        stream if stream in (None, subprocess.STDOUT) else subprocess.PIPE for stream in streams
+    ]
+    return commands.run(
+        words, stdin, *wanted, folder=folder, environment=variables, timeout=timeout
+    )
 
 
 def _led(out: bytes, err: bytes, options: dict[str, Any]) -> tuple[bytes, bytes]:
-    """Leads the output of something that was no process to where a process would have written it."""
+    """Sends output that did not come from a process to where a process would have written it."""
     if options.get("stderr") == subprocess.STDOUT:
         out, err = out + err, b""
     for descriptor, name, data in ((1, "stdout", out), (2, "stderr", err)):
@@ -127,19 +156,30 @@ def _led(out: bytes, err: bytes, options: dict[str, Any]) -> tuple[bytes, bytes]
 
 
 def _check(more: Any, options: dict[str, Any], given: Any) -> None:
-    strange = sorted(name for name, value in options.items() if name not in _UNDERSTOOD | _HARMLESS and value)
+    strange = sorted(
+        name for name, value in options.items() if name not in _UNDERSTOOD | _HARMLESS and value
+    )
     if more or strange:
-        raise CommandRefused(_HOW.format(f"subprocess with {', '.join(strange) or 'positional options'}"))
+        raise CommandRefused(
+            _HOW.format(f"subprocess with {', '.join(strange) or 'positional options'}")
+        )
     stdin = options.get("stdin")
     if given is not None and stdin is not None:
         raise ValueError("stdin and input arguments may not both be used.")
     if stdin not in (None, subprocess.DEVNULL):
-        # Whoever approves must see all that the program is told.
-        raise CommandRefused(_HOW.format("subprocess with an open standard input") + "; give it `input` instead")
+        # The approver must see all input of the program.
+        raise CommandRefused(
+            _HOW.format("subprocess with an open standard input") + "; give it `input` instead"
+        )
 
 
 def _is_text(options: dict[str, Any]) -> bool:
-    return bool(options.get("text") or options.get("universal_newlines") or options.get("encoding") or options.get("errors"))
+    return bool(
+        options.get("text")
+        or options.get("universal_newlines")
+        or options.get("encoding")
+        or options.get("errors")
+    )
 
 
 def _as_text(given: Any, options: dict[str, Any]) -> str | None:
@@ -159,7 +199,7 @@ def _as_wanted(data: bytes, options: dict[str, Any]) -> Any:
 
 
 def _deliver(wanted: Any, data: bytes) -> None:
-    """Writes output to where the user wants it."""
+    """Writes output to the destination that the user chose."""
     if not data or wanted in (None, subprocess.DEVNULL, subprocess.STDOUT):
         return
     descriptor = wanted if isinstance(wanted, int) else wanted.fileno()

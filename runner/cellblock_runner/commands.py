@@ -1,12 +1,15 @@
-"""Commands: how code of a cell has programs run where its own process may start none.
+"""Commands: how code of a cell runs programs where its own process may not start any.
 
-There the kernel refuses `execve` to the session and to all that it forks. The host is asked instead (`asking`, question `shell`): it decides,
-perhaps with a person, and starts beside the session exactly what was asked for. The command writes into pipes that the session hands over:
+There the kernel refuses `execve` to the session and to all processes that it forks. The session
+asks the host instead (`asking`, call `shell`): the host decides, perhaps after asking a person, and
+starts exactly the requested program beside the session. The command writes into pipes that the
+session hands over:
 
-    its own lanes      what appears in the cell, in order with everything else
-    a pipe made here   what somebody wants to have, taken while the host is waited for; so no command stands still for a full pipe
+    its own lanes      output that appears in the cell, in order with everything else
+    a pipe made here   captured output, read while waiting for the host, so that no command blocks
+                       on a full pipe
 
-What is expanded is expanded before: the host is shown the words that run.
+Expansions happen beforehand: the host sees the exact words that run.
 """
 
 from __future__ import annotations
@@ -23,16 +26,18 @@ from . import asking
 
 _READ_SIZE = 64 * 1024
 
-# What a fresh session has in its environment. None where the session may start programs itself.
+# The environment of a fresh session. None if the session may start programs itself.
 _fresh_variables: dict[str, str] | None = None
 
 
 class CommandRefused(PermissionError):
-    """A program was not started, because it needs an approval that it did not get. Its text says why."""
+    """A program was not started, because it needs an approval that it did not get. The message
+    states the reason.
+    """
 
 
 class Finished(NamedTuple):
-    """How a command ended: its exit code, negative for a signal, and what was wanted of its output."""
+    """The result of a command: its exit code, negative for a signal, and its captured output."""
 
     code: int
     out: bytes
@@ -40,7 +45,7 @@ class Finished(NamedTuple):
 
 
 def ask_from_now_on() -> None:
-    """Says that programs must be asked for. For a session that has not run any code yet."""
+    """Makes programs require a host call. Only for a session that has not run any code yet."""
     global _fresh_variables
     _fresh_variables = dict(os.environ)
 
@@ -58,10 +63,11 @@ def run(
     environment: Mapping[str, str] | None = None,
     timeout: float | None = None,
 ) -> Finished:
-    """Has a line for the shell, or the words of a program, run to its end.
+    """Runs a shell line, or a program with its arguments, to its end.
 
-    `stdout` and `stderr` are None for what belongs to the cell, subprocess.PIPE for what is wanted, and `stderr` may be subprocess.STDOUT. Raises
-    CommandRefused, FileNotFoundError when there is no such program, and subprocess.TimeoutExpired.
+    `stdout` and `stderr` are None for output that belongs to the cell and subprocess.PIPE for
+    output to capture; `stderr` may be subprocess.STDOUT. Raises CommandRefused, FileNotFoundError
+    if the program does not exist, and subprocess.TimeoutExpired.
     """
     members: dict[str, Any] = {"command": what} if isinstance(what, str) else {"words": list(what)}
     members["folder"] = os.getcwd() if folder is None else os.path.abspath(folder)
@@ -89,19 +95,23 @@ def run(
 
 
 def _differences(variables: Mapping[str, str]) -> dict[str, str | None]:
-    """Returns how these variables differ from those of a fresh session; None stands for one that is gone."""
+    """Returns the differences of these variables from those of a fresh session. None marks a
+    removed variable.
+    """
     fresh = _fresh_variables or {}
-    changed: dict[str, str | None] = {name: value for name, value in variables.items() if fresh.get(name) != value}
+    changed: dict[str, str | None] = {
+        name: value for name, value in variables.items() if fresh.get(name) != value
+    }
     changed.update((name, None) for name in fresh if name not in variables)
     return changed
 
 
 class _Pipes:
-    """Where a command writes to, for as long as the block lasts."""
+    """The output pipes of a command, for the duration of the block."""
 
     def __init__(self, stdout: int | None, stderr: int | None) -> None:
         self._ours: dict[int, bytearray] = {}  # By the read end.
-        self._theirs: list[int] = []  # Write ends that were made here.
+        self._theirs: list[int] = []  # Write ends that were created here.
         self._outlets: list[int] = []
         self._taken: list[bytearray] = []
         self._passed_on: list[tuple[int, bytearray]] = []
@@ -115,7 +125,7 @@ class _Pipes:
             else:
                 self._make(taken)
                 if wanted is None:
-                    # The user has led this descriptor elsewhere.
+                    # The user has redirected this descriptor.
                     self._passed_on.append((standard, taken))
                     taken = bytearray()
             self._taken.append(taken)
@@ -138,16 +148,18 @@ class _Pipes:
 
     @property
     def outlets(self) -> Sequence[int]:
-        """The ends that the command gets."""
+        """The write ends that the command gets."""
         return self._outlets
 
     def hand_over(self) -> None:
-        """Closes our copies of what the host has received, so that the end of the command is the end of the pipe."""
+        """Closes our copies of the descriptors sent to the host, so that the pipe ends with the
+        command.
+        """
         while self._theirs:
             os.close(self._theirs.pop())
 
     def descriptors(self) -> Sequence[int]:
-        """What is to be read while the host is waited for."""
+        """Returns the descriptors to read while waiting for the host."""
         return list(self._ours)
 
     def wait(self, milliseconds: int) -> None:
@@ -157,7 +169,7 @@ class _Pipes:
         poll.poll(milliseconds)
 
     def take(self) -> None:
-        """Takes what has arrived, without waiting."""
+        """Reads available output, without waiting."""
         for ours, taken in list(self._ours.items()):
             with contextlib.suppress(BlockingIOError):
                 while data := os.read(ours, _READ_SIZE):
@@ -166,7 +178,7 @@ class _Pipes:
                 del self._ours[ours]
 
     def taken(self) -> tuple[bytes, bytes]:
-        """Returns what was wanted of the output. What a process that was left behind writes later is lost."""
+        """Returns the captured output. Later output of a process that was left behind is lost."""
         self.take()
         for descriptor, data in self._passed_on:
             view = memoryview(data)

@@ -1,15 +1,16 @@
-"""Descriptors: what a session has open, and how a copy of it gets that back.
+"""Descriptors: the open descriptors of a session, and how a copy of it restores them.
 
-A copy begins with every descriptor closed but the standard ones and its channel. Its objects still hold the old numbers, so each
-number must lead to the right thing again, or to nothing: a number that stayed free would be given to the next file that is
-opened, and an old object would read and write there.
+A copy begins with every descriptor closed except the standard ones and its channel. Its objects
+still hold the old numbers, so each number must refer to the right object again, or to a dead
+placeholder: a number that stayed free would be reused for the next opened file, and an old object
+would read and write there.
 
-    regular files, folders, devices    opened again by their path, at the same place; locks are taken again
-    files without a name               made anew from the content, if it was small enough to keep
-    event counters, timers, epolls     made anew (`private`)
-    own pipes and pairs of sockets     made anew (`private`)
-    what leads to our own pipes        leads to the new ones
-    everything else                    is dead: reading and writing fail, and the loss is told
+    regular files, folders, devices    reopened by path, at the same offset; locks are taken again
+    files without a name               recreated from the content, if it was small enough to keep
+    event counters, timers, epolls     recreated (`private`)
+    own pipes and pairs of sockets     recreated (`private`)
+    duplicates of our own pipes        redirected to the new ones
+    everything else                    dead: reading and writing fail, and the loss is reported
 """
 
 from __future__ import annotations
@@ -26,14 +27,23 @@ from typing import NamedTuple
 from . import private
 from .private import Private
 
-# The content of files without a name is kept up to so many bytes, together.
+# Limit on the kept content of all files without a name together, in bytes.
 LARGEST_KEPT = 8 * 1024 * 1024
-# Of one file, open at the same place, so many are compared. Whoever has more of them open than that gets each opened by itself.
+# Limit on the descriptors compared that are open on the same file at the same offset. Beyond it,
+# each is reopened by itself.
 _MOST_SIMILAR = 16
 
-_KEPT_FLAGS = os.O_ACCMODE | os.O_APPEND | os.O_NONBLOCK | os.O_SYNC | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_PATH
+_KEPT_FLAGS = (
+    os.O_ACCMODE
+    | os.O_APPEND
+    | os.O_NONBLOCK
+    | os.O_SYNC
+    | os.O_DIRECTORY
+    | os.O_NOFOLLOW
+    | os.O_PATH
+)
 _PIECE = 1024 * 1024
-# Numbers of the drivers of terminals: /dev/tty and /dev/ptmx, and the eight of pseudo-terminals.
+# Major numbers of terminal devices: /dev/tty and /dev/ptmx, and the eight of pseudo-terminals.
 _TERMINALS = (5, *range(136, 144))
 
 Identity = tuple[int, int]
@@ -52,13 +62,13 @@ class Opened(NamedTuple):
     """One descriptor as it was before the copy."""
 
     number: int
-    # What a report calls it. "file" is what can be opened again.
+    # Its name in a report. "file" means that it can be reopened.
     kind: str
     identity: Identity
     path: str = ""
     flags: int = 0
     offset: int = 0
-    # What a file without a name holds.
+    # The content of a file without a name.
     content: bytes | None = None
     # An earlier descriptor of the same file without a name.
     namesake: int | None = None
@@ -67,16 +77,20 @@ class Opened(NamedTuple):
     locks: tuple[Lock, ...] = ()
     # 0 or 1: it leads to the pipe for standard output or for standard error.
     lane: int | None = None
-    # How it is made anew, if no other process has it.
+    # How to recreate it, if no other process has it.
     private: Private | None = None
 
 
 def look(
-    lanes: tuple[int, int], ours: Collection[int], has_children: bool, pairs: Iterable[tuple[int, int]] = ()
+    lanes: tuple[int, int],
+    ours: Collection[int],
+    has_children: bool,
+    pairs: Iterable[tuple[int, int]] = (),
 ) -> list[Opened]:
-    """Returns what is open, lowest number first.
+    """Returns the open descriptors, lowest number first.
 
-    `lanes` are the private write ends, `ours` what the runner keeps for itself, `pairs` sockets that are connected with each other.
+    `lanes` are the private write ends, `ours` the runner's own descriptors, `pairs` sockets that
+    are connected to each other.
     """
     pipes = [_identity(os.fstat(number)) for number in lanes]
     found: list[Opened] = []
@@ -89,7 +103,7 @@ def look(
         try:
             opened = _describe(number, pipes, nameless, room)
         except OSError:
-            continue  # Closed meanwhile, such as the one that listed the folder.
+            continue  # Closed meanwhile, for example the one that listed the folder.
         if opened is None:
             continue
         if opened.content is not None:
@@ -98,23 +112,28 @@ def look(
         if opened.kind == "file":
             alike = similar.setdefault((opened.identity, opened.offset), [])
             opened = opened._replace(twin=_find_twin(opened, alike))
-            # Those that have a twin move with one that is in the list already.
+            # A descriptor that has a twin shares its offset with one that is already in the list.
             if opened.twin is None and len(alike) < _MOST_SIMILAR:
                 alike.append(opened)
         found.append(opened)
-    ends = [(item.number, item.identity) for item in found if item.kind == "pipe" and item.lane is None]
+    ends = [
+        (item.number, item.identity) for item in found if item.kind == "pipe" and item.lane is None
+    ]
     sockets = [(item.number, item.identity[1]) for item in found if item.path == "unix"]
     anew: dict[int, Private] = {}
     if not has_children:
         anew = {**private.look_at_pipes(ends), **private.look_at_noted(sockets)}
     anew.update(private.look_at_pairs(pairs))
-    return [item._replace(private=anew[item.number]) if item.number in anew else item for item in found]
+    return [
+        item._replace(private=anew[item.number]) if item.number in anew else item for item in found
+    ]
 
 
 def bring_back(opened: Sequence[Opened], is_known: Callable[[str], bool]) -> list[Opened]:
-    """Puts every number to what it was, or to something dead. Returns those that are dead.
+    """Restores every number, or makes it dead. Returns the dead ones.
 
-    `is_known` tells of a path whether the file there is the one that was open even if it is another inode by now.
+    `is_known` reports whether the file at a path counts as the one that was open, even if it is
+    another inode by now.
     """
     dead: list[Opened] = []
     maker = private.Maker(1 + max((item.number for item in opened), default=0))
@@ -135,7 +154,7 @@ def bring_back(opened: Sequence[Opened], is_known: Callable[[str], bool]) -> lis
 
 
 def lead_to_lanes(opened: Iterable[Opened], lanes: tuple[int, int]) -> None:
-    """Makes the numbers that led to the old pipes lead to the new ones."""
+    """Redirects the numbers that led to the old pipes to the new ones."""
     for item in opened:
         if item.lane is not None:
             os.dup2(lanes[item.lane], item.number, inheritable=not item.flags & os.O_CLOEXEC)
@@ -157,7 +176,9 @@ def describe_losses(dead: Iterable[Opened]) -> list[str]:
     texts = [counted(count, kind) for kind, count in kinds.items()]
     if files:
         names = ", ".join(name if len(name) <= 40 else name[:39] + "…" for name in files[:3])
-        texts.append(f"{counted(len(files), 'open file')} ({names}{', …' if len(files) > 3 else ''})")
+        texts.append(
+            f"{counted(len(files), 'open file')} ({names}{', …' if len(files) > 3 else ''})"
+        )
     return texts
 
 
@@ -167,7 +188,7 @@ def counted(count: int, thing: str) -> str:
 
 
 def content_of(number: int, size: int) -> bytes:
-    """Returns what a file holds, without moving its offset."""
+    """Returns the content of a file, without moving its offset."""
     parts = []
     position = 0
     while position < size:
@@ -196,7 +217,9 @@ def write_all(number: int, data: bytes | memoryview) -> None:
         view = view[os.write(number, view) :]
 
 
-def _describe(number: int, pipes: list[Identity], nameless: dict[Identity, int], room: int) -> Opened | None:
+def _describe(
+    number: int, pipes: list[Identity], nameless: dict[Identity, int], room: int
+) -> Opened | None:
     status = os.fstat(number)
     identity, kind = _identity(status), stat.S_IFMT(status.st_mode)
     if kind == stat.S_IFIFO:
@@ -205,16 +228,19 @@ def _describe(number: int, pipes: list[Identity], nameless: dict[Identity, int],
             return None  # Standard output and standard error themselves.
         flags = 0 if os.get_inheritable(number) else os.O_CLOEXEC
         path = os.readlink(f"/proc/self/fd/{number}")
-        # A pipe with a name can be opened by it, but what was in it and who is at its other end cannot be brought back.
+        # A named pipe could be reopened by its path, but its content and its other end cannot be
+        # restored.
         return Opened(number, "pipe", identity, path, flags, lane=lane)
     if kind == stat.S_IFSOCK:
         return Opened(number, *_kind_of_socket(number, identity))
     path = os.readlink(f"/proc/self/fd/{number}")
     if kind not in (stat.S_IFREG, stat.S_IFDIR, stat.S_IFCHR):
         name = path.removeprefix("anon_inode:").strip("[]")
-        return Opened(number, _kind_of_special(name), identity, path, private=private.look(number, name))
+        return Opened(
+            number, _kind_of_special(name), identity, path, private=private.look(number, name)
+        )
     if kind == stat.S_IFCHR and os.major(status.st_rdev) in _TERMINALS:
-        # Opened again, it would be another terminal.
+        # Reopened, it would be another terminal.
         return Opened(number, "terminal", identity, path)
     if number == 0 and path == os.devnull:
         return None
@@ -282,7 +308,7 @@ def _ask_kernel(number: int) -> tuple[int, int, tuple[Lock, ...]]:
 
 
 def _read_lock(words: list[str]) -> Lock | None:
-    """Reads a lock as the kernel writes it: `1: POSIX ADVISORY WRITE 123 00:2b:15 0 EOF`."""
+    """Parses a lock in the kernel's format: `1: POSIX ADVISORY WRITE 123 00:2b:15 0 EOF`."""
     try:
         _, family, _, mode, _, _, start, end = words
         if family not in ("POSIX", "FLOCK"):
@@ -294,7 +320,9 @@ def _read_lock(words: list[str]) -> Lock | None:
 
 
 def _find_twin(item: Opened, similar: list[Opened]) -> int | None:
-    """Returns one of these descriptors, of the same file at the same place, if it moves together with this one. Only moving one of them tells."""
+    """Returns one of these descriptors, which have the same file and offset, if it shares its
+    offset with this one. Only moving one of them shows that.
+    """
     for other in similar:
         if (other.flags ^ item.flags) & ~os.O_CLOEXEC or item.flags & os.O_PATH:
             continue
@@ -319,7 +347,7 @@ def _open_again(item: Opened, is_known: Callable[[str], bool]) -> None:
     if item.content is not None:
         new = file_without_name(item.content)
         try:
-            # Through its number, so that it can be read only if it could only be read.
+            # Through its number, so that a read-only descriptor stays read-only.
             number = os.open(f"/proc/self/fd/{new}", flags & ~os.O_NOFOLLOW)
         finally:
             os.close(new)
@@ -328,7 +356,11 @@ def _open_again(item: Opened, is_known: Callable[[str], bool]) -> None:
     else:
         number = os.open(_present_path(item.path), flags)
     try:
-        if not is_nameless and not is_known(item.path) and _identity(os.fstat(number)) != item.identity:
+        if (
+            not is_nameless
+            and not is_known(item.path)
+            and _identity(os.fstat(number)) != item.identity
+        ):
             raise OSError(errno.ENOENT, "another file is in its place")
         if not flags & os.O_PATH and item.offset:
             os.lseek(number, item.offset, os.SEEK_SET)
@@ -348,7 +380,7 @@ def _open_again(item: Opened, is_known: Callable[[str], bool]) -> None:
 
 
 def _present_path(path: str) -> str:
-    """Returns the path under which a file of /proc about this process is found now: the process has another number."""
+    """Returns the current path of a /proc file about this process, whose process id has changed."""
     parts = path.split("/", 3)
     if len(parts) == 4 and parts[1] == "proc" and parts[2].isdigit():
         return f"/proc/self/{parts[3]}"
@@ -356,7 +388,7 @@ def _present_path(path: str) -> str:
 
 
 def _put_nothing(number: int) -> None:
-    """Puts something under the number that can neither be read nor written."""
+    """Puts a descriptor that can be neither read nor written under the number."""
     nothing = os.open(os.devnull, os.O_PATH | os.O_CLOEXEC)
     if nothing != number:
         os.dup2(nothing, number, inheritable=False)

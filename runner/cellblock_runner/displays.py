@@ -1,11 +1,11 @@
-"""How objects show themselves, where their own way is made for browsers.
+"""Displays of objects whose own representation is made for browsers.
 
     Audio, Video, IFrame    a line that names them
     Code                    its text, not LaTeX
-    drawings (SVG)          a picture, where the environment has resvg
+    drawings (SVG)          an image, if resvg is installed in the environment
     Plotly figures          a summary (`plotly_figures`)
 
-Everything else shows itself in its own way, and the host chooses.
+All other objects use their own representation, and the host chooses.
 """
 
 from __future__ import annotations
@@ -30,14 +30,22 @@ from .imported import when_imported
 
 # Larger drawings take seconds.
 _LARGEST_DRAWING = 4 * 1024 * 1024
-# Seconds, and bytes more than the session has, that drawing may take.
+# Limits on drawing: seconds, and bytes of memory beyond the session's own.
 _TIMEOUT = 5
 _MOST_MEMORY = 512 * 1024 * 1024
-# How many pixels a unit of length has.
-_PIXELS = {None: 1.0, "px": 1.0, "pt": 4 / 3, "pc": 16.0, "mm": 96 / 25.4, "cm": 96 / 2.54, "in": 96.0}
-# The host would scale a larger picture down.
+# Pixels per unit of length.
+_PIXELS = {
+    None: 1.0,
+    "px": 1.0,
+    "pt": 4 / 3,
+    "pc": 16.0,
+    "mm": 96 / 25.4,
+    "cm": 96 / 2.54,
+    "in": 96.0,
+}
+# The host would scale a larger image down.
 _LONGEST_SIDE = 1568
-# A film's table of contents.
+# Limit on the `moov` box of an MP4 file.
 _LARGEST_CONTENTS = 4 * 1024 * 1024
 
 
@@ -57,7 +65,8 @@ def install(formatter: Any) -> None:
 
 
 def with_picture(bundle: dict[str, Any]) -> dict[str, Any]:
-    """Adds a picture to a bundle that has a drawing and no picture, if the environment can draw it."""
+    """Adds an image to a bundle that has a drawing and no image, if the environment can render it.
+    """
     drawing = bundle.get("image/svg+xml")
     if not isinstance(drawing, str) or any(kind in bundle for kind in ("image/png", "image/jpeg")):
         return bundle
@@ -87,10 +96,10 @@ def _frame(frame: Any) -> str:
 
 
 def _named(kind: str, media: Any, mime: str | None) -> str:
-    """Says what a recording is, where it comes from, how long and how large it is."""
+    """Returns the type, source, duration and size of a recording."""
     known = [mime or "unknown type"]
     data = media.data.encode() if isinstance(media.data, str) else media.data
-    with contextlib.suppress(Exception):  # Whatever a file holds, it is named.
+    with contextlib.suppress(Exception):  # It is named even if the file is invalid.
         with io.BytesIO(data) if data is not None else open(media.filename, "rb") as file:
             seconds = _seconds(file)
             if seconds is not None:
@@ -101,7 +110,7 @@ def _named(kind: str, media: Any, mime: str | None) -> str:
 
 
 def _seconds(file: Any) -> float | None:
-    """Returns the length of a WAV or MP4 file."""
+    """Returns the duration of a WAV or MP4 file."""
     start = file.read(12)
     file.seek(0)
     if start[:4] == b"RIFF" and start[8:] == b"WAVE":
@@ -131,9 +140,15 @@ def _seconds(file: Any) -> float | None:
 
 
 def _drawn(drawing: str) -> bytes | None:
-    """Draws in a child process, because a drawing can take all memory, or end the process that draws it."""
+    """Renders in a child process, because a drawing can exhaust the memory or crash the process
+    that renders it.
+    """
     size = _size(drawing)
-    if size is None or len(drawing) > _LARGEST_DRAWING or importlib.util.find_spec("resvg_py") is None:
+    if (
+        size is None
+        or len(drawing) > _LARGEST_DRAWING
+        or importlib.util.find_spec("resvg_py") is None
+    ):
         return None
     width, height = size
 
@@ -145,21 +160,27 @@ def _drawn(drawing: str) -> bytes | None:
         # Fonts of the environment, so that a drawing looks the same on every machine.
         families |= {"skip_system_fonts": True, "font_dirs": fonts.folders()}
         return bytes(
-            resvg_py.svg_to_bytes(drawing, background="white", dpi=96.0, width=width, height=height, **families)
+            resvg_py.svg_to_bytes(
+                drawing, background="white", dpi=96.0, width=width, height=height, **families
+            )
         )
 
     try:
         return _in_child(draw)
     except OSError:
-        return None  # No process or no descriptor is left. The host says what it can about the source.
+        # No process or no descriptor is left. The host reports what it can about the source.
+        return None
 
 
 def _size(drawing: str) -> tuple[int, int] | None:
-    """Returns how large a drawing is drawn: as it says itself, if that is not more than anybody looks at."""
+    """Returns the size at which a drawing is rendered: its own size, scaled down to the limit."""
     start = re.search(r"<svg\b[^>]*>", drawing)
     if start is None:
         return None
-    box = re.search(r"\bviewBox\s*=\s*[\"']\s*[^\s,]+[\s,]+[^\s,]+[\s,]+([0-9.]+)[\s,]+([0-9.]+)\s*[\"']", start[0])
+    box = re.search(
+        r"\bviewBox\s*=\s*[\"']\s*[^\s,]+[\s,]+[^\s,]+[\s,]+([0-9.]+)[\s,]+([0-9.]+)\s*[\"']",
+        start[0],
+    )
     sides = []
     for number, name in enumerate(("width", "height"), start=1):
         said = re.search(rf"\s{name}\s*=\s*[\"']\s*([0-9.]+)(px|pt|pc|mm|cm|in)?\s*[\"']", start[0])
@@ -170,7 +191,7 @@ def _size(drawing: str) -> tuple[int, int] | None:
         else:
             return None
     longest, shortest = max(sides), min(sides)
-    # The renderer keeps the proportions, so that a line of a million pixels would be drawn as one.
+    # The renderer keeps the proportions, so a line of a million pixels would be rendered as one.
     if not 0 < longest <= 1000 * shortest:
         return None
     scale = min(1.0, _LONGEST_SIDE / longest)
@@ -178,10 +199,13 @@ def _size(drawing: str) -> tuple[int, int] | None:
 
 
 def _in_child(work: Callable[[], bytes]) -> bytes | None:
-    """Returns what `work` returns in a copy of this process, or None when it fails or takes too long or too much."""
+    """Returns the result of `work` in a copy of this process. Returns None if it fails or exceeds
+    the time or memory limit.
+    """
     reading, writing = os.pipe()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Newer Pythons warn where there are threads; the child needs none.
+        # Newer Pythons warn if there are threads; the child needs none.
+        warnings.simplefilter("ignore")
         child = os.fork()
     if child == 0:
         with contextlib.suppress(BaseException):
@@ -202,14 +226,17 @@ def _in_child(work: Callable[[], bytes]) -> bytes | None:
     finally:
         os.close(reading)
         os.kill(child, signal.SIGKILL)
-        with contextlib.suppress(ChildProcessError):  # The code has asked the kernel to collect its children.
+        # User code may have set SIGCHLD so that the kernel reaps children.
+        with contextlib.suppress(ChildProcessError):
             os.waitpid(child, 0)
     result = b"".join(parts)
     return result[1:] or None
 
 
 def _leave_no_trace() -> None:
-    """In the child: what libraries say as they fail is not output of the cell; and it cannot take all."""
+    """Prepares the child: error messages of libraries are not output of the cell, and memory and
+    CPU time are limited.
+    """
     nothing = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nothing, 1)
     os.dup2(nothing, 2)
@@ -221,7 +248,7 @@ def _leave_no_trace() -> None:
 
 
 def _show_plotly_figures(renderers: Any) -> None:
-    """Replaces Plotly's `show`, whose results need a browser. It is also what shows a cell's value."""
+    """Replaces Plotly's `show`, whose results need a browser. It also displays a cell's value."""
     original = renderers.show
 
     def show(fig: Any, renderer: str | None = None, validate: bool = True, **options: Any) -> None:
@@ -230,7 +257,10 @@ def _show_plotly_figures(renderers: Any) -> None:
         from . import plotly_figures
 
         chosen = set(str(renderer or renderers.renderers.default).split("+"))
-        if chosen <= {"png", "jpeg", "jpg", "svg"} and importlib.util.find_spec("kaleido") is not None:
+        if (
+            chosen <= {"png", "jpeg", "jpg", "svg"}
+            and importlib.util.find_spec("kaleido") is not None
+        ):
             original(fig, renderer, validate, **options)
             return
         for bundle in plotly_figures.bundles(fig):

@@ -1,14 +1,19 @@
-"""Errands: programs that the host has started in a container, beside the session that asked for them.
+"""Errands: programs that the host has started in a container, beside the session that asked for
+them.
 
-Where programs need somebody's approval, the kernel refuses to start any to everything but the supervisor (`fences.refuse_programs`). One
-that was approved is started by the supervisor, from words that came from the host: no process of the session has a hand in it.
+Where programs need an approval, the kernel refuses to start any in all processes except the
+supervisor (`confine.refuse_programs`). The supervisor starts an approved program from words that
+came from the host: no process of the session takes part in it.
 
-    supervisor     forks a steward for each program
-    steward        parent of the program, and of whatever that leaves behind. Tells how it began and how it ended
-    program        enters a landlock of its own, like that of its session, and becomes what was asked for
+    supervisor     forks a subreaper (`steward`) for each program
+    steward        parent of the program, and of the processes that it leaves behind. Reports its
+                   start and its exit status
+    program        enters a landlock of its own, like that of its session, and execs the requested
+                   program
 
-Until it has become the program it cannot be read from inside: it is not dumpable, as the supervisor is not. Afterwards landlock keeps it and the
-session apart, although both are the same user; without landlock none is started.
+Until the exec, it cannot be read from inside: it is not dumpable, like the supervisor. Afterwards
+landlock separates it from the session, although both run as the same user; without landlock no
+program is started.
 """
 
 from __future__ import annotations
@@ -23,7 +28,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, NoReturn
 
-from . import family, fences
+from . import confine, family
 
 # Beyond every number that the limit of a container allows.
 _EVERY_DESCRIPTOR = 65536
@@ -32,17 +37,19 @@ _number = struct.Struct("=i")
 
 
 class Errand(NamedTuple):
-    """A program that is to be started."""
+    """A program to start."""
 
     words: Sequence[str]
     folder: str
     environment: Mapping[str, str]
-    # What it may write to.
+    # Folders that it may write to.
     folders: Sequence[str]
 
 
 def start(errand: Errand, stdin: int, outlets: Sequence[int], reporter: socket.socket) -> int:
-    """Makes the steward of a program and returns its process number. What becomes of the program is told on `reporter`."""
+    """Creates the subreaper of a program. Returns its process id. The program's start and exit
+    status are reported on `reporter`.
+    """
     steward = os.fork()
     if steward:
         return steward
@@ -53,7 +60,7 @@ def start(errand: Errand, stdin: int, outlets: Sequence[int], reporter: socket.s
 
 
 def input_of(text: bytes | None) -> int:
-    """Returns what a program reads: a file that nobody can change, or nothing."""
+    """Returns a program's standard input: a sealed file, or /dev/null."""
     if text is None:
         return os.open(os.devnull, os.O_RDONLY)
     file = os.memfd_create("input", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -61,12 +68,16 @@ def input_of(text: bytes | None) -> int:
     while view:
         view = view[os.write(file, view) :]
     os.lseek(file, 0, os.SEEK_SET)
-    fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
+    fcntl.fcntl(
+        file,
+        fcntl.F_ADD_SEALS,
+        fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL,
+    )
     return file
 
 
 def places(name: str, path: str | None) -> list[str]:
-    """Returns where a program of this name may be."""
+    """Returns the paths at which a program of this name may be."""
     if not name:
         return []
     if "/" in name:
@@ -79,7 +90,7 @@ def _be_steward(errand: Errand, streams: Sequence[int], reporter: int) -> NoRetu
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGCHLD, signal.SIGTERM, signal.SIGPIPE):
         signal.signal(number, signal.SIG_DFL)
-    fences.adopt_orphans()
+    confine.adopt_orphans()
     begun, telling = os.pipe()
     program = os.fork()
     if program == 0:
@@ -97,19 +108,19 @@ def _be_steward(errand: Errand, streams: Sequence[int], reporter: int) -> NoRetu
             if process == program:
                 reports.send(json.dumps({"ended": process, "status": status}).encode())
     finally:
-        os._exit(0)  # Nobody is left.
+        os._exit(0)  # No descendant is left.
 
 
 def _become(errand: Errand, streams: Sequence[int], telling: int) -> NoReturn:
-    """Becomes the program, or tells the kernel's error."""
+    """Becomes the program, or reports the kernel's error."""
     fault = errno.EIO
     try:
         os.setsid()
         telling = _lay_out((*streams, telling))[3]
-        fences.enter_landlock(errand.folders, family.DEVICES)
-        # The session is in another landlock, so it cannot look into this process any more.
-        fences.be_readable()
-        fences.offer_to_die(family.OF_INTERPRETERS)
+        confine.enter_landlock(errand.folders, family.DEVICES)
+        # The session is in another landlock domain, so it can no longer read this process.
+        confine.be_readable()
+        confine.offer_to_die(family.OF_INTERPRETERS)
         os.chdir(errand.folder)
         fault = _execute(errand)
     except OSError as error:
@@ -120,8 +131,13 @@ def _become(errand: Errand, streams: Sequence[int], telling: int) -> NoReturn:
 
 
 def _lay_out(descriptors: Sequence[int]) -> list[int]:
-    """Gives these descriptors the lowest numbers, in this order, and closes all others. A program inherits the first three."""
-    aside = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, len(descriptors)) for descriptor in descriptors]
+    """Moves these descriptors to the lowest numbers, in this order, and closes all others. A
+    program inherits the first three.
+    """
+    aside = [
+        fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, len(descriptors))
+        for descriptor in descriptors
+    ]
     for place, descriptor in enumerate(aside):
         os.dup2(descriptor, place, inheritable=place <= 2)
     os.closerange(len(aside), _EVERY_DESCRIPTOR)
@@ -129,14 +145,15 @@ def _lay_out(descriptors: Sequence[int]) -> list[int]:
 
 
 def _execute(errand: Errand) -> int:
-    """Replaces this process by the program. Returns the kernel's error when that is not possible."""
+    """Replaces this process with the program. Returns the kernel's error if that is not possible.
+    """
     told = errno.ENOENT
     for place in places(errand.words[0] if errand.words else "", errand.environment.get("PATH")):
         try:
             os.execve(place, list(errand.words), dict(errand.environment))
         except OSError as error:
             if error.errno == errno.EACCES:
-                told = errno.EACCES  # There may be another one further on.
+                told = errno.EACCES  # Another folder may contain an executable one.
             elif error.errno not in (errno.ENOENT, errno.ENOTDIR):
                 return error.errno or errno.EIO
     return told

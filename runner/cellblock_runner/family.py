@@ -1,17 +1,21 @@
-"""Family: the processes of one container, as far as they are made here. Nothing outside makes copies of them, so they make them themselves.
+"""Family: the processes of one container that are created here. Nothing outside the container
+copies them, so they copy themselves.
 
-    warm process   imports everything once and never runs a user's byte. Asked for a session, it forks
-    steward        parent of one session's interpreter, and of whatever that leaves behind, so that all of it can be found and ended.
-                   Tells the supervisor how processes ended
+    warm process   imports everything once and never runs user code. Forks a session on request
+    steward        subreaper: parent of one session's interpreter, and of the processes that it
+                   leaves behind, so that all of them can be found and ended. Reports exit statuses
+                   to the supervisor
     interpreter    serves the session, behind landlock
-    checkpoint     a copy of an interpreter that stands still. Asked for an undo, it makes another copy that goes on; asked for a fork,
-                   a steward with such a copy
+    checkpoint     a suspended copy of an interpreter. For an undo, it forks another copy that
+                   continues; for a fork, a subreaper with such a copy
 
-All of them are the same user in the same container. What keeps members of a family apart is landlock, as far as the kernel has it, and
-the memory of processes. Who is outside of the container is kept apart by the engine.
+All of them run as the same user in the same container. They are separated from each other by
+landlock, as far as the kernel supports it, and by process memory. The container engine separates
+them from everything outside the container.
 
-Orders come on packet sockets, with descriptors; answers go back on the same. The true system calls are kept because user code
-shares a process with most of this and may replace those of `os`. That protects nothing, it only avoids surprises.
+Orders arrive on packet sockets, with descriptors; answers go back on the same sockets. References
+to the original system calls are kept because user code shares a process with most of this and may
+replace those of `os`. That is not a protection, it only avoids surprises.
 """
 
 from __future__ import annotations
@@ -24,24 +28,35 @@ import socket
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from . import branch, fences, stock
+from . import branch, confine, stock
 from .channel import CHANNEL_DESCRIPTOR
 
-# Where a session keeps the socket on which a copy of it introduces itself.
+# The socket on which a copy of a session sends its handshake.
 BRANCH_DESCRIPTOR = CHANNEL_DESCRIPTOR - 1
 
-# What every session can write beside its own folder. `/forks` holds the folders of forks, which enter a landlock of their own.
+# Folders that every session can write besides its own. `/forks` holds the folders of forks, which
+# enter a landlock of their own.
 SHARED_FOLDERS = ("/tmp", "/dev/shm")
 FORKS = "/forks"
-DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom", "/dev/tty", "/dev/ptmx", "/dev/pts")
+DEVICES = (
+    "/dev/null",
+    "/dev/zero",
+    "/dev/full",
+    "/dev/random",
+    "/dev/urandom",
+    "/dev/tty",
+    "/dev/ptmx",
+    "/dev/pts",
+)
 
 _LARGEST_ORDER = 1024 * 1024
-# Interpreters go before what serves all of them when memory runs out.
+# The oom_score_adj of interpreters, which are ended before the processes that serve all of them.
 OF_INTERPRETERS = 500
 # Beyond every number that the limit of a container allows.
 _EVERY_DESCRIPTOR = 65536
 
-# How a fresh session begins: at once; after a cell that nobody sees; with an emptied folder.
+# Start modes of a fresh session: after a cell whose output is discarded; with an emptied folder.
+# Any other mode starts at once.
 _PRIMED, _EMPTIED = "p", "e"
 
 _exit, _wait, _get_process = os._exit, os.waitpid, os.getpid
@@ -52,20 +67,23 @@ _read_json, _write_json = json.loads, json.dumps
 
 
 def become_warm(orders: int, plan: bytes) -> NoReturn:
-    """Goes on as the warm process, without anything of the supervisor's. Takes over the descriptor for orders."""
+    """Continues as the warm process, without any resources of the supervisor. Takes over the
+    descriptor for orders.
+    """
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGHUP, signal.SIGCHLD, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        fences.be_unreadable()
+        confine.be_unreadable()
         _silence(0, 1)
         _duplicate(orders, _FIRST_FREE)
         _close_all(_FIRST_FREE + 1, _EVERY_DESCRIPTOR)
         wanted = _read_json(plan)
         if wanted.get("programs") == "refused":
-            # Before anything else: what sessions have written may be read below, and everything that comes of this process inherits it.
-            fences.refuse_programs()
+            # First of all: files written by sessions may be read below, and all descendants of this
+            # process inherit the filter.
+            confine.refuse_programs(wanted["program_filters"])
         _wait_warm(_socket(fileno=_FIRST_FREE), wanted)
     except BaseException as error:  # noqa: BLE001 - the process ends either way
         os.write(2, f"the warm interpreter could not start: {error!r}\n".encode())
@@ -74,14 +92,14 @@ def become_warm(orders: int, plan: bytes) -> NoReturn:
 
 
 def warm_up(plan: dict[str, Any]) -> Any:
-    """Imports everything that sessions need, and returns the shell that they are to have."""
+    """Imports everything that sessions need. Returns the shell that they use."""
     gc.disable()
     stock.offer()
     if not plan["rehearse"]:
         from .zygote import import_some_later
 
         import_some_later()
-    from . import serve  # Imports IPython, which is most of the start.
+    from . import serve  # Imports IPython, which takes most of the startup time.
 
     os.environ.update(plan["environment"])
     shell = serve.prepare(plan["preload"], rehearse=plan["rehearse"])
@@ -91,7 +109,9 @@ def warm_up(plan: dict[str, Any]) -> Any:
 
 
 def _wait_warm(orders: socket.socket, plan: dict[str, Any]) -> NoReturn:
-    """Is the warm process: imports, says so, and makes sessions until the supervisor is gone."""
+    """Runs as the warm process: imports everything, reports that it is ready, and starts sessions
+    until the supervisor is gone.
+    """
     shell = warm_up(plan)
     orders.send(_write_json({"say": "warm", "environment": dict(os.environ)}).encode())
     while True:
@@ -110,7 +130,9 @@ def _wait_warm(orders: socket.socket, plan: dict[str, Any]) -> NoReturn:
 
 
 def _begin(shell: Any, order: dict[str, Any], asks: bool) -> NoReturn:
-    """Is a fresh interpreter, from its first to its last instruction. It `asks` the host for programs where it may start none."""
+    """Runs a fresh interpreter, from its first to its last instruction. If it `asks`, it requests
+    programs from the host, because it may not start any.
+    """
     from . import commands, interrupts, serve
     from .channel import Channel
 
@@ -122,14 +144,19 @@ def _begin(shell: Any, order: dict[str, Any], asks: bool) -> NoReturn:
             commands.ask_from_now_on()
         if order["gate"] == _PRIMED:
             serve.prime(shell)
-        # What is beside the work folder is the whole family's: a copy finds it there, and nothing of it goes along.
-        serve.serve(shell, Channel.in_its_place(), order["work"], (), empty=order["gate"] == _EMPTIED)
+        # Everything besides the work folder is shared by all sessions of the container: a copy
+        # finds it in place, so none of it is saved.
+        serve.serve(
+            shell, Channel.in_its_place(), order["work"], (), empty=order["gate"] == _EMPTIED
+        )
     finally:
         _exit(status)
 
 
 def _make_copy() -> int:
-    """Takes the place of the fork at the branch point: leaves a checkpoint behind. Returns 0 in copies of that. Raises OSError when there is none."""
+    """Replaces the fork at the branch point: leaves a checkpoint behind. Returns 0 in copies of the
+    checkpoint. Raises OSError if there is no checkpoint.
+    """
     hears, tells = _pipe()
     try:
         between = branch.make_process()
@@ -146,16 +173,17 @@ def _make_copy() -> int:
             raise OSError("the copy could not introduce itself")
         return _get_process()
     try:
-        _leave_parent()  # A checkpoint is no child of the session.
+        _leave_parent()  # A checkpoint is not a child of the session.
         _stand_until_ordered(tells)
     except BaseException:  # noqa: BLE001 - the process ends either way
-        # Only a copy that is in its place may go on from here. In this one the session would be there twice.
+        # Only a copy that has been set up may continue from here. This process would be a second
+        # instance of the session.
         _exit(1)
     return 0
 
 
 def _stand_until_ordered(tells: int) -> None:
-    """Is a checkpoint. Returns in its copies only, once they are in their place."""
+    """Runs as a checkpoint. Returns only in its copies, once they are set up."""
     mine, theirs = _pair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     _send(_socket(fileno=BRANCH_DESCRIPTOR), [b"{}"], [theirs.fileno()])
     _write(tells, b"x")
@@ -173,7 +201,7 @@ def _stand_until_ordered(tells: int) -> None:
                 _leave_parent()
                 _become_steward(descriptors, order["work"], order["work"])
                 return
-            # The steward of the session becomes the parent.
+            # The session's subreaper becomes the parent.
             copy = branch.make_process()
             if copy:
                 orders.send(_write_json({"interpreter": copy}).encode())
@@ -186,18 +214,20 @@ def _stand_until_ordered(tells: int) -> None:
 
 
 def _become_steward(descriptors: Sequence[int], confined_to: str | None, work: str | None) -> None:
-    """Returns in a child, which is the interpreter and has the first two descriptors. The steward itself stays here until nobody is left below it.
+    """Returns in a child, which is the interpreter and has the first two descriptors. The subreaper
+    itself stays here until it has no descendants left.
 
-    `confined_to` is the only folder of its own that a fork may write to; a fresh session may write to `work` and to those of its forks.
+    `confined_to` is the only folder of its own that a fork may write to; a fresh session may write
+    to `work` and to those of its forks.
     """
-    fences.adopt_orphans()
+    confine.adopt_orphans()
     interpreter = branch.make_process()
     if interpreter == 0:
         _settle(descriptors[:2])
-        fences.be_readable()
-        fences.offer_to_die(OF_INTERPRETERS)
+        confine.be_readable()
+        confine.offer_to_die(OF_INTERPRETERS)
         own = (confined_to,) if confined_to else (work or "/", FORKS)
-        fences.enter_landlock((*own, *SHARED_FOLDERS), DEVICES)
+        confine.enter_landlock((*own, *SHARED_FOLDERS), DEVICES)
         return
     try:
         _keep_only(descriptors[2])
@@ -207,21 +237,23 @@ def _become_steward(descriptors: Sequence[int], confined_to: str | None, work: s
             process, status = _wait(-1, 0)
             reports.send(_write_json({"ended": process, "status": status}).encode())
     finally:
-        _exit(0)  # Nobody is left, or the supervisor is gone and with it the container.
+        _exit(0)  # No descendant is left, or the supervisor is gone and with it the container.
 
 
 def _leave_parent() -> None:
-    """Goes on in a child whose parent ends at once, so that whoever adopts orphans adopts it."""
+    """Continues in a child whose parent exits at once, so that the subreaper adopts it."""
     if branch.make_process():
         _exit(0)
 
 
-# The lowest number beside the standard streams.
+# The lowest descriptor after the standard streams.
 _FIRST_FREE = 3
 
 
 def _keep_only(descriptor: int) -> None:
-    """Closes everything but this descriptor, which gets the lowest number, and has the standard streams lead nowhere."""
+    """Closes everything except this descriptor, which gets the lowest number. Redirects the
+    standard streams to /dev/null.
+    """
     _silence()
     if descriptor != _FIRST_FREE:
         _duplicate(descriptor, _FIRST_FREE, inheritable=False)
@@ -229,7 +261,7 @@ def _keep_only(descriptor: int) -> None:
 
 
 def _settle(descriptors: Sequence[int]) -> None:
-    """Puts channel and branch socket in their places, and closes everything else."""
+    """Moves channel and branch socket to their fixed numbers, and closes everything else."""
     channel, copies = descriptors
     _silence()
     _duplicate(channel, CHANNEL_DESCRIPTOR, inheritable=False)
@@ -239,7 +271,7 @@ def _settle(descriptors: Sequence[int]) -> None:
 
 
 def _silence(*standards: int) -> None:
-    """Has standard streams lead nowhere: those that are named, or all."""
+    """Redirects the given standard streams, or all of them, to /dev/null."""
     nothing = _open("/dev/null", os.O_RDWR)
     for standard in standards or (0, 1, 2):
         _duplicate(nothing, standard)

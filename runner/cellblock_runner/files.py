@@ -1,8 +1,8 @@
-"""Files: requests for files below the working folder, and what a cell changed there.
+"""Files: requests for files below the working folder, and changes to it by a cell.
 
-A path is walked part by part with descriptors, and no link is followed, so a request cannot leave the folder however
-the user's code moves things around meanwhile. Only regular files are read or replaced. An upload becomes visible in one
-step, complete, or not at all.
+A path is walked component by component with descriptors, and no link is followed, so a request
+cannot leave the folder even if user code moves things around meanwhile. Only regular files are read
+or replaced. An upload becomes visible atomically, complete, or not at all.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ import stat
 from collections.abc import Iterator
 from typing import Any
 
-# The most entries (of any kind) and levels that are looked at after each cell. Beyond, changes are not followed.
+# Limits on the entries (of any kind) and levels that are checked after each cell. Beyond them,
+# changes are not tracked.
 MOST_FOLLOWED = 1000
 DEEPEST_FOLLOWED = 16
-# The most entries (of any kind) that are looked at for a list of files.
+# Limit on the entries (of any kind) that are checked for a list of files.
 MOST_LISTED = 100_000
-# The most entries in each list of a report.
+# Limit on the entries in each list of a report.
 MOST_ENTRIES = 50
 
 _PIECE = 1024 * 1024
@@ -40,12 +41,12 @@ _REASONS = {
     errno.EROFS: "denied",
 }
 
-# Path to what tells one state of a file from another: size, time of change, inode.
+# Maps a path to the file's state: size, modification time, inode.
 FolderState = dict[str, tuple[int, int, int]]
 
 
 class FileRefused(Exception):
-    """A request that cannot be done. `reason` is one of the words in PROTOCOL.md."""
+    """A request that cannot be fulfilled. `reason` is one of the words in PROTOCOL.md."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
@@ -53,12 +54,16 @@ class FileRefused(Exception):
 
 
 def read_pieces(root: str, path: str, limit: int | None) -> Iterator[bytes]:
-    """Yields the bytes of a regular file, or raises FileRefused, at the latest when more than `limit` bytes came."""
+    """Yields the bytes of a regular file. Raises FileRefused, at the latest after more than `limit`
+    bytes.
+    """
     file, status = _open_file(root, path)
     try:
         read = 0
         if limit is not None and status.st_size > limit:
-            raise FileRefused("too_large", f"{path} has {status.st_size} bytes; the limit is {limit}")
+            raise FileRefused(
+                "too_large", f"{path} has {status.st_size} bytes; the limit is {limit}"
+            )
         while True:
             with refusals(path):
                 piece = os.read(file, _PIECE)
@@ -73,7 +78,7 @@ def read_pieces(root: str, path: str, limit: int | None) -> Iterator[bytes]:
 
 
 class Part:
-    """A part of a regular file: its bytes, and what the whole file is at that moment."""
+    """A part of a regular file: its bytes, and the size and version of the whole file."""
 
     def __init__(self, root: str, path: str, offset: int, length: int) -> None:
         self._path = path
@@ -84,10 +89,14 @@ class Part:
         self.version = _version(status)
 
     def pieces(self) -> Iterator[bytes]:
-        """Yields the bytes, or raises FileRefused, also when the file is another one at the end. Closes the file."""
+        """Yields the bytes. Raises FileRefused on errors, and also if the file has changed at the
+        end. Closes the file.
+        """
         try:
             with refusals(self._path):
-                while self._left > 0 and (piece := os.pread(self._file, min(_PIECE, self._left), self._offset)):
+                while self._left > 0 and (
+                    piece := os.pread(self._file, min(_PIECE, self._left), self._offset)
+                ):
                     yield piece
                     self._offset += len(piece)
                     self._left -= len(piece)
@@ -98,9 +107,10 @@ class Part:
 
 
 def listing(root: str, limit: int) -> tuple[list[dict[str, Any]], int]:
-    """Returns the first `limit` files below `root` in the order of their paths, and how many more were seen.
+    """Returns the first `limit` files below `root` in the order of their paths, and how many more
+    were found.
 
-    Folders that `look` passes over are passed over here too, and so is what lies beyond the most that is looked at.
+    Folders that `look` skips are skipped here too, and so are entries beyond the limits.
     """
     found: list[tuple[str, int]] = []
     unseen = 0
@@ -124,11 +134,13 @@ def listing(root: str, limit: int) -> tuple[list[dict[str, Any]], int]:
         except OSError:
             continue  # As in `look`.
     found.sort()
-    return [{"path": path, "size": size} for path, size in found[:limit]], max(0, len(found) - limit) + unseen
+    return [{"path": path, "size": size} for path, size in found[:limit]], max(
+        0, len(found) - limit
+    ) + unseen
 
 
 class Upload:
-    """A file on its way. It lives under a temporary name beside its place until `finish`."""
+    """A pending upload. It has a temporary name in the target folder until `finish`."""
 
     def __init__(self, root: str, path: str, overwrite: bool) -> None:
         self._path = path
@@ -155,7 +167,8 @@ class Upload:
                 view = view[written:]
 
     def finish(self) -> tuple[int, bool]:
-        """Puts the file in its place. Returns its size and whether another file was there before."""
+        """Moves the file to its final name. Returns its size and whether it replaced another file.
+        """
         try:
             with refusals(self._path):
                 os.fchmod(self._file, 0o644)
@@ -163,16 +176,26 @@ class Upload:
                 self._file = -1
                 replaced = self._check_place()
                 if self._overwrite:
-                    os.rename(self._temporary, self._name, src_dir_fd=self._folder, dst_dir_fd=self._folder)
+                    os.rename(
+                        self._temporary,
+                        self._name,
+                        src_dir_fd=self._folder,
+                        dst_dir_fd=self._folder,
+                    )
                 else:
-                    # Unlike rename, link refuses when somebody made the file since we looked.
-                    os.link(self._temporary, self._name, src_dir_fd=self._folder, dst_dir_fd=self._folder)
+                    # Unlike rename, link fails if the file was created since the check.
+                    os.link(
+                        self._temporary,
+                        self._name,
+                        src_dir_fd=self._folder,
+                        dst_dir_fd=self._folder,
+                    )
             return self._size, replaced
         finally:
             self.abandon()
 
     def abandon(self) -> None:
-        """Removes what is left. Harmless after `finish`, and twice."""
+        """Removes the temporary file. May be called after `finish`, and repeatedly."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
@@ -185,7 +208,7 @@ class Upload:
             self._folder = -1
 
     def _check_place(self) -> bool:
-        """Returns whether a file is in the place already; refuses when it may not be replaced."""
+        """Returns whether the file already exists. Raises FileRefused if it may not be replaced."""
         try:
             status = os.lstat(self._name, dir_fd=self._folder)
         except FileNotFoundError:
@@ -200,7 +223,7 @@ class Upload:
 
 
 def look(root: str) -> FolderState | None:
-    """Returns the state of all files below `root`, or None when there are too many to follow."""
+    """Returns the state of all files below `root`, or None if there are too many to track."""
     found: FolderState = {}
     entries_left = MOST_FOLLOWED
     folders = [(root, "", 0)]
@@ -222,13 +245,15 @@ def look(root: str) -> FolderState | None:
                         status = entry.stat(follow_symlinks=False)
                         found[prefix + name] = (status.st_size, status.st_mtime_ns, status.st_ino)
         except OSError:
-            continue  # Removed or closed to us while we looked: what cannot be seen is not reported.
+            # Removed or made inaccessible meanwhile: invisible entries are not reported.
+            continue
     return found
 
 
 def _is_passed_over(folder: str, depth: int) -> bool:
-    """Tells whether a folder is of no interest to somebody who looks for the user's files."""
-    # What the host generates is no work of a cell, and may be more files than can be followed.
+    """Reports whether a folder is skipped in listings of the user's files."""
+    # Modules generated by the host are not output of a cell, and may be more files than can be
+    # tracked.
     is_generated = depth == 0 and folder == "mcptools"
     return is_generated or folder.startswith(".") or folder == "__pycache__"
 
@@ -240,7 +265,9 @@ def report(before: FolderState | None, after: FolderState | None) -> dict[str, A
     if before == after:
         return {"created": [], "changed": [], "deleted": [], "omitted": 0}
     created = sorted(path for path in after if path not in before)
-    changed = sorted(path for path, state in after.items() if path in before and before[path] != state)
+    changed = sorted(
+        path for path, state in after.items() if path in before and before[path] != state
+    )
     deleted = sorted(path for path in before if path not in after)
     return {
         "created": [{"path": path, "size": after[path][0]} for path in created[:MOST_ENTRIES]],
@@ -251,12 +278,14 @@ def report(before: FolderState | None, after: FolderState | None) -> dict[str, A
 
 
 def _open_file(root: str, path: str) -> tuple[int, os.stat_result]:
-    """Opens a regular file for reading. Returns its descriptor and what it is."""
+    """Opens a regular file for reading. Returns its descriptor and its status."""
     folder, name = _open_parent(root, path, create=False)
     try:
-        # Without O_NONBLOCK, opening a FIFO would wait for somebody to write to it.
+        # Without O_NONBLOCK, opening a FIFO would wait for a writer.
         with refusals(path):
-            file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+            file = os.open(
+                name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder
+            )
     finally:
         os.close(folder)
     status = os.fstat(file)
@@ -267,12 +296,16 @@ def _open_file(root: str, path: str) -> tuple[int, os.stat_result]:
 
 
 def _version(status: os.stat_result) -> str:
-    """Returns a text that is another one when the file has changed. Two changes within one tick of the clock count as one."""
+    """Returns a text that changes when the file changes. Two changes within one clock tick count as
+    one.
+    """
     return f"{status.st_ino:x}-{status.st_size:x}-{status.st_mtime_ns:x}"
 
 
 def _open_parent(root: str, path: str, create: bool) -> tuple[int, str]:
-    """Opens the folder that `path` names a file in. Returns its descriptor and the last part of the path."""
+    """Opens the folder of the file that `path` names. Returns its descriptor and the last component
+    of the path.
+    """
     parts = _parts(path)
     with refusals(path):
         folder = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -305,8 +338,12 @@ def open_folder(parent: int, name: str, path: str, create: bool) -> int:
         except OSError:
             is_link = False
         if is_link:
-            raise FileRefused("outside", f"{path} passes through a link; links are not followed") from cause
-        raise FileRefused("not_a_file" if create else "missing", f"{name} in {path} is not a folder") from cause
+            raise FileRefused(
+                "outside", f"{path} passes through a link; links are not followed"
+            ) from cause
+        raise FileRefused(
+            "not_a_file" if create else "missing", f"{name} in {path} is not a folder"
+        ) from cause
 
 
 def _parts(path: str) -> list[str]:

@@ -1,7 +1,7 @@
-"""First: what the first process of a container does before it is the supervisor.
+"""First: the first process of a container, before it becomes the supervisor.
 
-What a session waits for is a warm Python, and most of that is importing. So the warm process begins here, before anything is imported that only the
-supervisor needs: the two do their imports side by side.
+A session waits for a warm Python, and most of that is importing. So the warm process starts here,
+before anything is imported that only the supervisor needs: the two import in parallel.
 """
 
 from __future__ import annotations
@@ -18,14 +18,19 @@ _READ = 64 * 1024
 
 
 def main() -> None:
-    """Reads its plan from the host, one line of JSON, begins the warm process, and supervises until the host is gone."""
+    """Reads the plan from the host, one line of JSON, starts the warm process, and supervises until
+    the host is gone.
+    """
     if os.getpid() != 1:
-        sys.exit("the supervisor ends every process that it does not know, so it must be the first one of a container")
-    # Nothing that is imported becomes garbage.
+        sys.exit(
+            "the supervisor ends every process that it does not know,"
+            " so it must be the first one of a container"
+        )
+    # Imports leave no garbage.
     gc.disable()
     stock.offer()
     plan, heard = _read_plan()
-    from . import family  # Both need it, and most of what it imports.
+    from . import family  # Both need it, and most of its imports.
 
     ours, theirs = _socket.socketpair(_socket.AF_UNIX, _socket.SOCK_SEQPACKET)
     warm = os.fork()
@@ -41,12 +46,12 @@ def main() -> None:
 
 
 def _read_plan() -> tuple[bytes, bytes]:
-    """Returns the plan, and what was heard after it."""
+    """Returns the plan, and the input received after it."""
     data = b""
     while b"\n" not in data:
         more = os.read(_IN, _READ)
         if not more:
-            os._exit(0)  # The host has gone.
+            os._exit(0)  # The host is gone.
         data += more
     plan, _, heard = data.partition(b"\n")
     return plan, heard

@@ -1,11 +1,13 @@
-"""Folders: what the session's folders hold, kept in memory, and put back.
+"""Folders: saves the content of the session's folders in memory, and restores it.
 
-A copy of a session needs the files as they were when it was made, perhaps minutes later, when they have changed (undo) or in a sandbox
-where there are none (fork). So their content is kept in this process's memory, which every copy shares until it is written to. Only what
-changed since the last time is read. Large files of a session that is about to be forked are not read but mapped.
+A copy of a session needs the files as they were when it was made, perhaps minutes later, when they
+have changed (undo) or in a sandbox where there are none (fork). So their content is kept in this
+process's memory, which every copy shares until it is written to. Only changes since the last time
+are read. Large files of a session that is about to be forked are not read but mapped.
 
-Kept are regular files, folders and symbolic links with their modes and times; hard links become files of their own. What is mounted
-below a folder is another one's, and is never entered, saved or removed.
+Regular files, folders and symbolic links are kept, with their modes and times; hard links become
+separate files. A mount below a folder does not belong to it, and is never entered, saved or
+removed.
 """
 
 from __future__ import annotations
@@ -19,13 +21,15 @@ from typing import NamedTuple, Union
 from . import mappings
 from .descriptors import Identity, content_of, write_all
 
-# The most entries that are kept for undo, and for a fork.
+# Limits on the entries that are kept for undo, and for a fork.
 MOST_KEPT = 10_000
 MOST_CARRIED = 100_000
 
-# Files up to this size are read for a fork, larger ones mapped: a mapping costs two system calls and a page fault at least.
+# Files up to this size are read for a fork, larger ones mapped: a mapping costs at least two system
+# calls and a page fault.
 _SMALL = 64 * 1024
-# A file that changed so short before it was read may have changed again without a new time. Kernels count time in steps of up to 10 ms.
+# A file modified less than this many nanoseconds before it was read may have changed again with the
+# same timestamp. Kernels update timestamps in steps of up to 10 ms.
 _UNSETTLED = 20_000_000
 
 _READING = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -40,31 +44,35 @@ class Node(NamedTuple):
     kind: int
     mode: int
     modified: int
-    # What tells one state of it from another.
+    # Distinguishes one state of the node from another.
     signature: tuple[int, int, int, int]
-    # False when the state may change without a new signature.
+    # False if the state may change without a new signature.
     settled: bool = True
     # The bytes of a file or the target of a link.
     content: Content = None
 
 
-# Path below the folder to what is there. Parents come before their children.
+# Maps a path below the folder to its node. Parents come before their children.
 Tree = dict[str, Node]
 
 
 class NotKept(Exception):
-    """The folder cannot be kept as a whole, and so not at all. The text says why, for the user."""
+    """The folder cannot be kept as a whole, and is not kept at all. The message is for the user."""
 
 
 def keep(root: str, previous: Tree | None, budget: int, mapped: Collection[Identity]) -> Tree:
-    """Returns what is below `root`, with the content of all files. Raises NotKept when that is more than `budget` bytes.
+    """Returns the tree below `root`, with the content of all files. Raises NotKept if that is more
+    than `budget` bytes.
 
-    `previous` is what was kept the last time. `mapped` are files that change without a word because they are mapped as memory.
+    `previous` is the tree kept the last time. `mapped` lists files that are mapped as memory, which
+    change without a new timestamp.
     """
     tree = _walk(root, MOST_KEPT, is_strict=True)
     size = sum(node.signature[1] for node in tree.values() if node.kind == stat.S_IFREG)
     if size > budget:
-        raise NotKept(f"the work folder holds {_mebibytes(size)}, and {_mebibytes(budget)} are kept for undo")
+        raise NotKept(
+            f"the work folder holds {_mebibytes(size)}, and {_mebibytes(budget)} are kept for undo"
+        )
     previous = previous or {}
     now = time.time_ns()
     for path, node in tree.items():
@@ -79,7 +87,9 @@ def keep(root: str, previous: Tree | None, budget: int, mapped: Collection[Ident
 
 
 def carry(root: str, kept: Tree | None) -> Tree:
-    """Returns what is below `root` for a fork that happens soon: small files are read, large ones mapped. `kept` saves work."""
+    """Returns the tree below `root` for a fork that happens soon: small files are read, large ones
+    mapped. Nodes of `kept` that have not changed are reused.
+    """
     tree = _walk(root, MOST_CARRIED, is_strict=False)
     for path, node in tree.items():
         known = kept.get(path) if kept else None
@@ -93,7 +103,7 @@ def carry(root: str, kept: Tree | None) -> Tree:
 
 
 def is_untouched(root: str, home: str) -> bool:
-    """Tells whether there is nothing below `root` but the home folder, if that, and nothing in it."""
+    """Reports whether `root` contains nothing, or only the home folder, and that is empty."""
     try:
         return all(f"{root}/{path}" == home for path in _walk(root, 1, is_strict=True))
     except (NotKept, OSError):
@@ -101,42 +111,54 @@ def is_untouched(root: str, home: str) -> bool:
 
 
 def is_mapped(tree: Tree) -> bool:
-    """Tells whether `carry` mapped files of it."""
+    """Reports whether `carry` mapped files of it."""
     return any(isinstance(node.content, mappings.View) for node in tree.values())
 
 
 def put_down(tree: Tree) -> None:
-    """Gives up what `carry` mapped."""
+    """Unmaps the files that `carry` mapped."""
     for node in tree.values():
         if isinstance(node.content, mappings.View):
             mappings.drop(node.content)
 
 
 def put_back(root: str, tree: Tree, removing: bool) -> tuple[Tree, int]:
-    """Makes the folder hold what the tree holds, and nothing else if `removing`. Changes only what differs.
+    """Makes the content of the folder match the tree, and removes all other entries if `removing`.
+    Changes only entries that differ.
 
-    An existing file keeps its inode. Returns the tree as it is now, and how many entries could not be made right.
+    An existing file keeps its inode. Returns the current tree, and the number of entries that could
+    not be restored.
     """
-    # Without a limit: a folder that a cell has filled beyond it could not be undone.
+    # Without a limit: otherwise a folder that a cell has filled beyond it could not be undone.
     present = _walk(root, None, is_strict=False)
     failures = _remove_new(root, tree, present) if removing else 0
     now: Tree = {}
     touched = []
     for path, node in tree.items():
         there = present.get(path)
-        if there is not None and there.kind == node.kind and there.signature == node.signature and node.settled:
+        if (
+            there is not None
+            and there.kind == node.kind
+            and there.signature == node.signature
+            and node.settled
+        ):
             now[path] = node
             continue
         if there is None and node.kind == stat.S_IFSOCK:
-            continue  # The end of a connection that does not come along either.
+            continue  # The endpoint of a connection that is not copied either.
         try:
-            _put(f"{root}/{path}", node, there if there is not None and there.kind == node.kind else None)
+            _put(
+                f"{root}/{path}",
+                node,
+                there if there is not None and there.kind == node.kind else None,
+            )
         except OSError:
             failures += 1
         else:
             now[path] = node
             touched.append(path)
-    # Children before parents: the work above has changed the times of folders, and a folder may be closed to its owner.
+    # Children before parents: the work above has changed the times of folders, and the mode of a
+    # folder may exclude its owner.
     for path in reversed([path for path, node in now.items() if node.kind == stat.S_IFDIR]):
         try:
             _settle_folder(f"{root}/{path}", now[path])
@@ -144,16 +166,20 @@ def put_back(root: str, tree: Tree, removing: bool) -> tuple[Tree, int]:
             failures += 1
     for path in touched:
         try:
-            now[path] = now[path]._replace(signature=_signature(os.lstat(f"{root}/{path}")), settled=False)
+            now[path] = now[path]._replace(
+                signature=_signature(os.lstat(f"{root}/{path}")), settled=False
+            )
         except OSError:
             del now[path]
     return now, failures
 
 
 def _walk(root: str, most: int | None, is_strict: bool) -> Tree:
-    """Returns what is below `root`, parents first. Raises NotKept when that are more than `most` entries.
+    """Returns the tree below `root`, parents first. Raises NotKept if it has more than `most`
+    entries.
 
-    If strict, it does so too when something cannot be seen: undo would take it for new, and remove it.
+    If strict, also raises NotKept when an entry cannot be read: undo would treat it as new, and
+    remove it.
     """
     tree: Tree = {}
     device = os.lstat(root).st_dev
@@ -177,7 +203,7 @@ def _walk(root: str, most: int | None, is_strict: bool) -> Tree:
                     if kind == stat.S_IFDIR:
                         pending.append(path + "/")
         except FileNotFoundError:
-            continue  # Removed while we looked.
+            continue  # Removed during the walk.
         except PermissionError as cause:
             if is_strict:
                 raise NotKept(f"the folder {prefix.rstrip('/')} cannot be read") from cause
@@ -191,7 +217,7 @@ def _read(path: str, node: Node, now: int, mapped: Collection[Identity]) -> Node
     try:
         number = os.open(path, _READING)
     except OSError:
-        return node  # Without content: it can be recognized, and not brought back.
+        return node  # Without content: it can be recognized, but not restored.
     try:
         status = os.fstat(number)
         content = content_of(number, status.st_size)
@@ -227,7 +253,7 @@ def _read_link(path: str, node: Node) -> Node:
 
 
 def _remove_new(root: str, tree: Tree, present: Tree) -> int:
-    """Removes what the tree does not hold, children first. Returns how much could not be removed."""
+    """Removes entries that are not in the tree, children first. Returns the number of failures."""
     failures = 0
     for path in reversed(list(present)):
         node, wanted = present[path], tree.get(path)
@@ -253,7 +279,7 @@ def _put(path: str, node: Node, there: Node | None) -> None:
             try:
                 os.mkdir(path, 0o700)
             except FileExistsError:
-                pass  # Such as the home folder of a new sandbox.
+                pass  # For example the home folder of a new sandbox.
     elif node.kind == stat.S_IFLNK:
         if there is not None:
             if os.readlink(path) == node.content:
@@ -275,9 +301,15 @@ def _put_file(path: str, node: Node, there: Node | None) -> None:
         raise OSError("the file's content is unknown")
     if there is not None and there.mode & 0o600 != 0o600:
         os.chmod(path, 0o600)
-    number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+    number = os.open(
+        path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600
+    )
     try:
-        if there is None or there.signature[1] != len(content) or content_of(number, len(content)) != content:
+        if (
+            there is None
+            or there.signature[1] != len(content)
+            or content_of(number, len(content)) != content
+        ):
             write_all(number, content)
             os.ftruncate(number, len(content))
         os.fchmod(number, node.mode)
@@ -295,7 +327,7 @@ def _settle_folder(path: str, node: Node) -> None:
 
 
 def _open_up(folder: str) -> None:
-    """Makes sure that we can work in a folder of our own."""
+    """Makes a folder that we own accessible to us."""
     mode = os.lstat(folder).st_mode & _PERMISSIONS
     if mode & 0o700 != 0o700:
         os.chmod(folder, mode | 0o700)

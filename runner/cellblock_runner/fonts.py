@@ -1,8 +1,9 @@
 """Fonts for characters that matplotlib's own fonts lack: Chinese, Japanese, Korean, emoji.
 
-The first is in a package of the environment, or not; nothing is imported to find out. Emoji are in a font that lies
-here (`noto_emoji.ttf`: Noto Emoji without the parts that only browsers use). Whatever font a text asks for, these
-come after it, so that a style or `rcParams` cannot lose them.
+The CJK font is in an optional package of the environment; nothing is imported to find out. Emoji
+are in a font beside this file (`noto_emoji.ttf`: Noto Emoji without the parts that only browsers
+use). These fonts come after any font that a text asks for, so that a style or `rcParams` cannot
+lose them.
 """
 
 from __future__ import annotations
@@ -14,13 +15,16 @@ from typing import Any
 
 from .imported import when_imported
 
-# Where packages keep their fonts.
-_FALLBACKS = (("notojp_matplotlib", "fonts/NotoSansCJKjp-Regular.otf"), ("cellblock_runner", "noto_emoji.ttf"))
+# The fonts, by package and path inside it.
+_FALLBACKS = (
+    ("notojp_matplotlib", "fonts/NotoSansCJKjp-Regular.otf"),
+    ("cellblock_runner", "noto_emoji.ttf"),
+)
 _OF_MATPLOTLIB = ("matplotlib", "mpl-data/fonts/ttf")
 
 
 def install() -> None:
-    """Has matplotlib use the fonts, as soon as it is imported."""
+    """Makes matplotlib use the fonts, as soon as it is imported."""
     when_imported("matplotlib.font_manager", _add_fallbacks)
 
 
@@ -47,7 +51,7 @@ def _inside(place: tuple[str, str]) -> str | None:
 def _add_fallbacks(manager: ModuleType) -> None:
     paths = [path for path in map(_inside, _FALLBACKS) if path is not None]
     find = getattr(manager.FontManager, "_find_fonts_by_props", None)
-    if not paths or find is None:  # Matplotlib before 3.6 takes one font for a text.
+    if not paths or find is None:  # Matplotlib before 3.6 uses a single font for a text.
         return
     for path in paths:
         manager.fontManager.addfont(path)

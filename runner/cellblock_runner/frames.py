@@ -1,4 +1,6 @@
-"""Frames: the bytes on the channel, as PROTOCOL.md describes them. Pure: no socket, no state beyond a buffer."""
+"""Frames: the bytes on the channel, as PROTOCOL.md describes them. Pure: no socket, no state except
+a buffer.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,8 @@ import json
 import struct
 from typing import Any
 
-# The largest frame, counted after its first four bytes. It bounds what one side must hold in memory for the other.
+# Limit on a frame, counted after its first four bytes. It bounds the memory that one side needs for
+# the other.
 LARGEST_FRAME = 32 * 1024 * 1024
 
 Header = dict[str, Any]
@@ -17,7 +20,7 @@ _to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
 class BrokenFrame(ValueError):
-    """The peer sent bytes that are no frame. Nothing after them can be understood."""
+    """The peer sent bytes that are not a frame. Nothing after them can be decoded."""
 
 
 class FrameTooLarge(ValueError):
@@ -25,7 +28,9 @@ class FrameTooLarge(ValueError):
 
 
 def encode_header(header: Header) -> bytes:
-    """Returns the header as JSON. Lone surrogates, which UTF-8 cannot carry, become question marks."""
+    """Returns the header as JSON. Lone surrogates, which UTF-8 cannot encode, become question
+    marks.
+    """
     return _to_json(header).encode("utf-8", "replace")
 
 
@@ -39,7 +44,7 @@ def encode(header: Header, payload: bytes = b"") -> bytes:
 
 
 class Decoder:
-    """Cuts a stream of bytes into frames, however the bytes arrive."""
+    """Splits a stream of bytes into frames, in whatever pieces the bytes arrive."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
@@ -48,9 +53,10 @@ class Decoder:
         self._buffer += data
 
     def next(self) -> tuple[Header, bytes] | None:
-        """Returns the next whole frame, or None when more bytes are needed.
+        """Returns the next whole frame, or None if more bytes are needed.
 
-        Raises BrokenFrame as soon as the layout is broken: a length that is too large, before its bytes arrive.
+        Raises BrokenFrame as soon as the layout is invalid. A length that is too large is rejected
+        before its bytes arrive.
         """
         buffer = self._buffer
         if len(buffer) < 4:

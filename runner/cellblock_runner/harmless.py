@@ -1,7 +1,8 @@
-"""Harmless: cells that certainly leave a session as it is.
+"""Harmless: detects cells that certainly leave a session unchanged.
 
-There is no need to keep the state before such a cell. The question is answered from the cell's text and from the types of the values that
-it names, before it runs; when in doubt the answer is no. A cell that did not compile is harmless too, which only its end tells.
+The state before such a cell need not be saved. The decision is made from the cell's text and from
+the types of the values that it names, before it runs; when in doubt the answer is no. A cell that
+does not compile is harmless too, which is known only at its end.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from typing import Any
 from . import loops
 from .lanes import OutStream
 
-# Longer cells do something.
+# Longer cells are not analysed.
 _LONGEST = 2000
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), type(Ellipsis))
-# A tuple may be shown if what is in it may be, down to this depth.
+# A tuple may be shown if its items may be, down to this depth.
 _DEEPEST = 4
 
-# What IPython and matplotlib call around every cell. Without a figure they do nothing.
+# Callbacks of IPython and matplotlib around every cell. Without a figure they do nothing.
 _IDLE = {
     ("IPython.core.interactiveshell", "_clear_warning_registry"),
     ("matplotlib.pyplot", "_draw_all_if_interactive"),
@@ -32,7 +33,7 @@ _print = builtins.print
 
 
 def changes_nothing(code: str, shell: Any) -> bool:
-    """Tells whether running this cell can change nothing but what is shown."""
+    """Reports whether running this cell can change nothing but the output."""
     if len(code) > _LONGEST:
         return False
     try:
@@ -42,24 +43,34 @@ def changes_nothing(code: str, shell: Any) -> bool:
     if not all(_is_simple(statement, shell.user_ns) for statement in module.body):
         return False
     last = module.body[-1] if module.body else None
-    if isinstance(last, ast.Expr) and not isinstance(last.value, ast.Call) and not _may_be_shown(last.value, shell):
+    if (
+        isinstance(last, ast.Expr)
+        and not isinstance(last.value, ast.Call)
+        and not _may_be_shown(last.value, shell)
+    ):
         return False
     return is_undisturbed(shell)
 
 
 def is_undisturbed(shell: Any) -> bool:
-    """Tells whether nothing runs besides the code of a cell: no thread, task, hook or transformation."""
+    """Reports whether nothing runs besides the code of a cell: no thread, task, hook or
+    transformation.
+    """
     if threading._active.keys() - {threading.main_thread().ident}:  # type: ignore[attr-defined]
         return False
     if loops.goes_on(shell.loop):
         return False
     if shell.ast_transformers or shell.ast_node_interactivity != "last_expr":
         return False
-    return all(_does_nothing(callback) for callbacks in shell.events.callbacks.values() for callback in callbacks)
+    return all(
+        _does_nothing(callback)
+        for callbacks in shell.events.callbacks.values()
+        for callback in callbacks
+    )
 
 
 def _does_nothing(callback: Any) -> bool:
-    """Tells whether a function that IPython calls around every cell leaves everything as it is now."""
+    """Reports whether a callback that IPython runs around every cell currently changes nothing."""
     if (getattr(callback, "__module__", None), getattr(callback, "__name__", None)) not in _IDLE:
         return False
     helpers = sys.modules.get("matplotlib._pylab_helpers")
@@ -74,7 +85,9 @@ def _is_simple(statement: ast.stmt, names: dict[str, Any]) -> bool:
     value = statement.value
     if not isinstance(value, ast.Call):
         return _is_plain(value)
-    is_print = isinstance(value.func, ast.Name) and value.func.id == "print" and "print" not in names
+    is_print = (
+        isinstance(value.func, ast.Name) and value.func.id == "print" and "print" not in names
+    )
     is_ours = getattr(builtins, "print", None) is _print and type(sys.stdout) is OutStream
     if not is_print or not is_ours or value.keywords:
         return False
@@ -82,17 +95,21 @@ def _is_simple(statement: ast.stmt, names: dict[str, Any]) -> bool:
 
 
 def _is_plain(node: ast.expr) -> bool:
-    """Tells whether evaluating an expression runs nobody's code."""
+    """Reports whether evaluating an expression runs no custom code."""
     if isinstance(node, ast.Tuple):
         return all(_is_plain(part) for part in node.elts)
     if isinstance(node, ast.UnaryOp):
-        is_number = isinstance(node.operand, ast.Constant) and type(node.operand.value) in (int, float, complex)
+        is_number = isinstance(node.operand, ast.Constant) and type(node.operand.value) in (
+            int,
+            float,
+            complex,
+        )
         return is_number and isinstance(node.op, (ast.USub, ast.UAdd))
     return isinstance(node, (ast.Constant, ast.Name))
 
 
 def _has_plain_value(node: ast.expr, names: dict[str, Any]) -> bool:
-    """Tells whether turning the value of a plain expression into text runs nobody's code."""
+    """Reports whether converting the value of a plain expression to text runs no custom code."""
     if isinstance(node, ast.Tuple):
         return all(_has_plain_value(part, names) for part in node.elts)
     if isinstance(node, ast.Name):
@@ -102,12 +119,18 @@ def _has_plain_value(node: ast.expr, names: dict[str, Any]) -> bool:
 
 def _is_plain_value(value: Any, depth: int) -> bool:
     if type(value) in (tuple, frozenset):
-        return depth > 0 and len(value) <= 100 and all(_is_plain_value(part, depth - 1) for part in value)
+        return (
+            depth > 0
+            and len(value) <= 100
+            and all(_is_plain_value(part, depth - 1) for part in value)
+        )
     return type(value) in _PLAIN
 
 
 def _may_be_shown(node: ast.expr, shell: Any) -> bool:
-    """Tells whether showing the value of the last expression runs nobody's code. Whoever registered a formatter for it has some."""
+    """Reports whether showing the value of the last expression runs no custom code. A registered
+    formatter is custom code.
+    """
     if not _has_plain_value(node, shell.user_ns):
         return False
     formatters = shell.display_formatter.formatters

@@ -1,7 +1,7 @@
-"""Imported: what is done to a module as soon as it has been imported, now or later.
+"""Imported: hooks that run on a module as soon as it has been imported, now or later.
 
-Nothing is imported for it, and nothing of it can be noticed afterwards but what was done: a module
-keeps its specification and its loader.
+Nothing is imported for it, and only the effect of the hook is visible afterwards: a module keeps
+its specification and its loader.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ _actions: dict[str, Callable[[ModuleType], None]] = {}
 
 
 def when_imported(name: str, action: Callable[[ModuleType], None]) -> None:
-    """Does something to a module: at once if it is there, otherwise when its own code has run."""
+    """Runs an action on a module: at once if it is imported, otherwise after its own code has run.
+    """
     if name in sys.modules:
         action(sys.modules[name])
         return
@@ -26,7 +27,7 @@ def when_imported(name: str, action: Callable[[ModuleType], None]) -> None:
 
 
 class _Finder:
-    """Stands before all other finders, and has them find the modules that something is done to."""
+    """Precedes all other finders, and delegates to them for the modules that have a hook."""
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: Any = None) -> Any:
         action = _actions.get(name)
@@ -42,7 +43,7 @@ class _Finder:
 
 
 class _Loader(importlib.machinery.SourceFileLoader):
-    """Loads a module as its own loader does, and acts afterwards."""
+    """Loads a module as its own loader does, and runs the action afterwards."""
 
     def __init__(self, loader: Any, action: Callable[[ModuleType], None]) -> None:
         self._loader, self._action = loader, action

@@ -1,10 +1,10 @@
-"""Imports: which modules a cell wants, and whether it may.
+"""Imports: checks which modules a cell imports, and whether they are permitted.
 
-`check` is asked before a cell, on the text of the cell, by servers that have lists of modules. Its answer is one line on
-descriptor 1, because earlier cells may have put something else in the place of `sys.stdout`.
+Servers that have lists of modules run `check` before a cell, on the text of the cell. Its answer is
+one line on descriptor 1, because earlier cells may have replaced `sys.stdout`.
 
-This is advice to whoever wrote the code, not a wall: code that wants to import something finds a way, and then stands before
-the sandbox like any other.
+This is advice to the author of the code, not a security boundary: code can bypass it, and is then
+confined by the sandbox like any other.
 """
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ from collections.abc import Iterator
 from typing import Any
 
 _IMPORTERS = ("__import__", "import_module")
-# What an answer says is wrong, and the name of it.
+# The kind of problem that an answer reports, and the name concerned.
 Problem = tuple[str, str]
 
 
 def check(request: str) -> None:
-    """Says what is wrong with a cell, or null. `request` is JSON: the text, the lists, and the word that begins the answer."""
+    """Prints the problem of a cell, or null. `request` is JSON: the text, the lists, and the word
+    that begins the answer.
+    """
     wanted = json.loads(request)
     tree = _parse(wanted["code"])
     answer = json.dumps(problem(tree, wanted) if tree is not None else None)
@@ -34,7 +36,7 @@ def check(request: str) -> None:
 
 
 def problem(tree: ast.AST, request: dict[str, Any]) -> Problem | None:
-    """Returns what is wrong with a cell, if something is."""
+    """Returns the problem of a cell, or None."""
     allowed, blocked = request["allowed"], request["blocked"]
     for name in _imported(tree):
         module = name.partition(".")[0]
@@ -42,19 +44,30 @@ def problem(tree: ast.AST, request: dict[str, Any]) -> Problem | None:
             if not (request["requested_wins"] and _requested(module, request["requested"])):
                 return "blocked", module
         elif allowed and module not in allowed and name not in allowed:
-            if not (_brought_along(module, request["packages"]) or _requested(module, request["requested"])):
+            if not (
+                _brought_along(module, request["packages"])
+                or _requested(module, request["requested"])
+            ):
                 return "not listed", module
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in request["calls"]:
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Name)
+            and node.func.id in request["calls"]
+        ):
             return "call", node.func.id
-        # What magics and shell commands become.
-        if isinstance(node, ast.Name) and node.id == "get_ipython" and ("subprocess" in blocked or allowed):
+        # Magics and shell commands become this.
+        if (
+            isinstance(node, ast.Name)
+            and node.id == "get_ipython"
+            and ("subprocess" in blocked or allowed)
+        ):
             return "command", ""
     return None
 
 
 def _parse(code: str) -> ast.AST | None:
-    """Returns the tree of a cell, or nothing when it is no Python; the cell itself will say so."""
+    """Returns the tree of a cell, or None if it is not valid Python; the cell then reports it."""
     for transform in (str, _as_python):
         try:
             with warnings.catch_warnings():
@@ -90,7 +103,7 @@ def _last_name(function: ast.expr) -> str:
 
 
 def _brought_along(module: str, packages: str) -> bool:
-    """Tells whether a module was installed into this session, or is a file of its own folder."""
+    """Reports whether a module was installed into this session, or is a file of its own folder."""
     try:
         spec = importlib.util.find_spec(module)
     except (ImportError, ValueError, AttributeError):
@@ -103,19 +116,25 @@ def _brought_along(module: str, packages: str) -> bool:
 
 
 def _requested(module: str, requirements: list[str]) -> bool:
-    """Tells whether a module belongs to a distribution that was asked for by name. Modules of Python itself belong to none."""
+    """Reports whether a module belongs to a distribution that was requested by name. Modules of
+    Python itself never do.
+    """
     if module in sys.stdlib_module_names:
         return False
-    names = (re.match(r"[A-Za-z0-9][A-Za-z0-9._-]*", requirement.strip()) for requirement in requirements)
+    names = (
+        re.match(r"[A-Za-z0-9][A-Za-z0-9._-]*", requirement.strip()) for requirement in requirements
+    )
     return any(module in _modules_of(name.group()) for name in names if name)
 
 
 def _modules_of(distribution: str) -> set[str]:
-    """Returns the top-level modules of a distribution, or none when it is not installed."""
+    """Returns the top-level modules of a distribution, or none if it is not installed."""
     try:
         found = importlib.metadata.distribution(distribution)
     except (importlib.metadata.PackageNotFoundError, ValueError):
         return set()
     named = set((found.read_text("top_level.txt") or "").split())
     files = (file.parts for file in found.files or ())
-    return named or {parts[0] if len(parts) > 1 else parts[0].partition(".")[0] for parts in files if parts}
+    return named or {
+        parts[0] if len(parts) > 1 else parts[0].partition(".")[0] for parts in files if parts
+    }

@@ -1,12 +1,12 @@
 """Interrupts: when a SIGINT from the host becomes a KeyboardInterrupt.
 
-From the moment a cell's `started` is sent, so that none is lost, until its code has ended; between cells only while a
-request waits for the code of a background task to end; and never in the middle of
-writing a marker or a frame: half a frame would end the conversation, and a marker in one pipe only would confuse the
-order. Such an interrupt waits until the write is complete.
+From the moment a cell's `started` is sent, so that none is lost, until its code has ended; between
+cells only while a request waits for the code of a background task to end; and never in the middle
+of writing a marker or a frame: a partial frame would break the connection, and a marker in only one
+pipe would break the order. Such an interrupt waits until the write is complete.
 
-Python runs signal handlers in the main thread between two bytecodes, so the fields below need no lock: the handler and
-the code that it interrupts are the same thread.
+Python runs signal handlers in the main thread between two bytecodes, so the fields below need no
+lock: the handler and the code that it interrupts run in the same thread.
 """
 
 from __future__ import annotations
@@ -19,16 +19,18 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 
-# Two interrupts closer than this count as one. It gives the code that catches the first one time to close the gate,
-# so that a second one cannot arrive between "caught" and "closed" and escape into the runner.
+# Two interrupts closer than this count as one. It gives the code that catches the first one time to
+# close the gate, so that a second one cannot arrive between "caught" and "closed" and escape into
+# the runner.
 _ONE_INTERRUPT = 0.02
 
-# Two whose action cannot be changed, and two that the C library keeps for itself.
+# Two whose action cannot be changed, and two that the C library reserves.
 _FIXED = frozenset((signal.SIGKILL, signal.SIGSTOP, 32, 33))
 
 
 class Gate:
-    """Lets interrupts through to user code, and holds them back during writes (`hold` … `release`)."""
+    """Lets interrupts through to user code, and holds them back during writes (`hold` … `release`).
+    """
 
     def __init__(self) -> None:
         self._open = False
@@ -39,9 +41,10 @@ class Gate:
         self.main_thread = threading.get_ident()
 
     def open(self) -> None:
-        """Begins to take interrupts for a cell, held back until the first `release`.
+        """Starts to accept interrupts for a cell, held back until the first `release`.
 
-        Installs the handler anew, because an earlier cell may have replaced it or blocked the signal.
+        Installs the handler again, because an earlier cell may have replaced it or blocked the
+        signal.
         """
         self._waiting = False
         self._last = float("-inf")
@@ -50,12 +53,14 @@ class Gate:
         self.install()
 
     def close(self) -> None:
-        """Ends it: from now on interrupts do nothing."""
+        """Stops accepting interrupts: from now on they do nothing."""
         self._open = False
 
     @contextlib.contextmanager
     def open_if(self, somebody_waits: Callable[[], bool]) -> Iterator[None]:
-        """During the block, between two cells, lets an interrupt through if `somebody_waits` by then."""
+        """During the block, between two cells, lets an interrupt through if `somebody_waits`
+        returns true when it arrives.
+        """
         self._opens_if = somebody_waits
         try:
             yield
@@ -68,11 +73,11 @@ class Gate:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT,))
 
     def hold(self) -> None:
-        """Holds interrupts back. For the main thread only; calls nest."""
+        """Holds interrupts back. Only for the main thread; calls nest."""
         self._held += 1
 
     def release(self) -> None:
-        """Ends one `hold`, and raises the interrupt that arrived meanwhile."""
+        """Ends one `hold`, and raises an interrupt that arrived meanwhile."""
         self._held = max(0, self._held - 1)
         if self._waiting and not self._held:
             self._waiting = False
@@ -80,7 +85,9 @@ class Gate:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Holds interrupts back during the block. In other threads it does nothing: interrupts do not reach them."""
+        """Holds interrupts back during the block. Does nothing in other threads, because interrupts
+        do not reach them.
+        """
         if threading.get_ident() != self.main_thread:
             yield
             return
@@ -92,7 +99,9 @@ class Gate:
 
     @contextlib.contextmanager
     def passing(self) -> Iterator[None]:
-        """Inside a `held` block, lets interrupts through again: one that waits is raised at the beginning."""
+        """Inside a `held` block, lets interrupts through again. A pending one is raised at the
+        beginning.
+        """
         if threading.get_ident() != self.main_thread:
             yield
             return
@@ -118,17 +127,18 @@ class Gate:
 
 
 def blocked() -> set[int]:
-    """Returns the signals that this thread does not receive."""
+    """Returns the signals that this thread blocks."""
     return _signal.pthread_sigmask(_signal.SIG_BLOCK, ())
 
 
 def restore_signals(blocked: Iterable[int] = ()) -> None:
-    """Makes the kernel agree with what Python knows of signals, for a copy of a process. There, all have their default
-    action but SIGCHLD, which is ignored, and which ones are blocked is anybody's guess.
+    """Makes the kernel's signal state match Python's, in a copy of a process. There, all signals
+    have their default action except SIGCHLD, which is ignored, and the set of blocked signals is
+    undefined.
 
-    Handlers of C code are not Python's to restore.
+    Handlers of C code cannot be restored by Python.
     """
-    # Below the enumerations of `signal`, which take ten times longer than all of this.
+    # Uses `_signal`: the enumerations of `signal` take ten times longer than all of this.
     for number in range(1, _signal.NSIG):
         if number in _FIXED:
             continue

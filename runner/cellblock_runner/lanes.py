@@ -1,19 +1,21 @@
-"""Lanes: stdout, stderr and the channel, kept in order by markers.
+"""Lanes: stdout, stderr and the channel, kept in order by sequence markers.
 
-Python's text goes straight into two pipes, the same that C code and subprocesses use through descriptors 1 and 2. So
-nothing is lost when the interpreter dies, and no thread is needed to collect anything. The order between the pipes and
-the frames on the channel comes from markers (PROTOCOL.md, "Order").
+Python's text goes straight into two pipes, the same that C code and subprocesses use through
+descriptors 1 and 2. So nothing is lost when the interpreter dies, and no collector thread is
+needed. Markers define the order between the pipes and the frames on the channel (PROTOCOL.md,
+"Order").
 
-Who may write what:
+Rules for writers:
 
  1. While a cell runs, its main thread and the threads it started write into the cell.
- 2. A thread that was alive when the cell started is late, unless it works in the context of this cell
-    (asyncio.to_thread hands work, with its context, to threads of earlier cells).
- 3. What late threads print, and what anything prints between cells, is kept within bounds and goes
-    into the `done` of the next cell: nothing is written that nobody waits for.
- 4. A process that user code forked writes plainly, without markers, and has no channel.
+ 2. A thread that was alive when the cell started is late, unless it works in the context of this
+    cell (asyncio.to_thread hands work, with its context, to threads of earlier cells).
+ 3. Output of late threads, and all output between cells, is kept within bounds and goes into the
+    `done` of the next cell. It is not written to the pipes, which are not read then.
+ 4. A process that user code forked writes without markers, and has no channel.
 
-The private descriptors have high numbers and are not inherited: user code may close, or redirect, 1 and 2.
+The private descriptors have high numbers and are not inherited: user code may close or redirect 1
+and 2.
 """
 
 from __future__ import annotations
@@ -38,24 +40,27 @@ from .interrupts import Gate
 
 # Text without a newline is written at this size at the latest.
 _BUFFERED = 8192
-# Characters of late text that are kept. Far more than one reply shows, far less than memory.
+# Limit on late text, in characters: far more than one reply shows, far less than memory.
 _LARGEST_LATE = 65536
-# Where the private write ends are, for good: high, because programs like to choose low numbers by themselves.
+# Fixed numbers of the private write ends: high, because programs tend to choose low numbers
+# themselves.
 _PRIVATE_DESCRIPTORS = (CHANNEL_DESCRIPTOR + 1, CHANNEL_DESCRIPTOR + 2)
 
-# These audit events announce that another process is about to share the pipes (or, for exec, to take over this one).
-_SPAWNING = frozenset(("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system", "os.exec"))
+# Audit events before another process starts to share the pipes (or, for exec, replaces this one).
+_SPAWNING = frozenset(
+    ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system", "os.exec")
+)
 
 _cell: contextvars.ContextVar[int] = contextvars.ContextVar("cellblock_cell", default=0)
 
-# The lanes that audit events and forks concern. One process serves at most one session.
+# The lanes affected by audit events and forks. One process serves at most one session.
 _active: Lanes | None = None
 # True while the runner itself forks.
 _is_ours = False
 
 
 class LateText:
-    """Text that belongs to no open cell. The oldest is dropped first, and counted."""
+    """Text that belongs to no open cell. Drops the oldest first, and counts it."""
 
     def __init__(self, limit: int = _LARGEST_LATE) -> None:
         self._limit = limit
@@ -80,7 +85,9 @@ class LateText:
             self._omitted += dropped
 
     def take(self) -> Header | None:
-        """Returns the member `late` of a `done` frame, and begins anew; None when there is no text."""
+        """Returns the `late` member of a `done` frame and resets the buffer. Returns None if there
+        is no text.
+        """
         if not self._pieces:
             return None
         text = "".join(self._pieces).encode("utf-8", "backslashreplace").decode()
@@ -94,10 +101,12 @@ class LateText:
 
 
 class Lanes:
-    """The two pipes and the channel of one session, and the one counter that orders them."""
+    """The two pipes and the channel of one session, and the counter that orders them."""
 
-    def __init__(self, gate: Gate, channel: Channel, marker: bytes, descriptors: tuple[int, int]) -> None:
-        """`descriptors` are the write ends that text goes to; the lanes own them."""
+    def __init__(
+        self, gate: Gate, channel: Channel, marker: bytes, descriptors: tuple[int, int]
+    ) -> None:
+        """`descriptors` are the write ends for text. The lanes own them."""
         self._gate = gate
         self._channel = channel
         self._marker_start = b"\x00\x1bCB" + marker
@@ -120,18 +129,22 @@ class Lanes:
         return self._descriptors
 
     def activate(self) -> None:
-        """Makes these the lanes of the process: audit events and forks concern them from now on."""
+        """Makes these the lanes of the process: audit events and forks affect them from now on."""
         global _active
         _active = self
 
     def open_cell(self, header: Header) -> None:
-        """Begins a cell and sends `header` (`started`), with new pipes when the last cell left processes behind."""
+        """Starts a cell and sends `header` (`started`), with new pipes if the last cell left
+        processes behind.
+        """
         read_ends: tuple[int, ...] = ()
         if self is _active and (self._spawned or _has_children()):
             self._descriptors, read_ends = self._replace_pipes()
             self._spawned = False
         main = self._gate.main_thread
-        self._late = {id(thread): thread for ident, thread in list(threading._active.items()) if ident != main}  # type: ignore[attr-defined]
+        self._late = {
+            id(thread): thread for ident, thread in list(threading._active.items()) if ident != main
+        }  # type: ignore[attr-defined]
         self._cell_number += 1
         _cell.set(self._cell_number)
         header["rotated"] = bool(read_ends)
@@ -141,9 +154,9 @@ class Lanes:
         self._cell_is_open = True
 
     def close_cell(self) -> Header | None:
-        """Ends the cell: all its text is in the pipes, and what is printed from now on is late.
+        """Ends the cell: all its text is in the pipes, and any text printed from now on is late.
 
-        Returns what was printed late until now, as `done` tells it.
+        Returns the late text so far, in the form that `done` reports.
         """
         flush_c_stdout()
         held = self._enter()
@@ -166,7 +179,7 @@ class Lanes:
             self._leave(held)
 
     def accepts_output(self) -> bool:
-        """Tells whether what the calling thread prints now belongs to the open cell."""
+        """Reports whether output of the calling thread now belongs to the open cell."""
         if not self._cell_is_open:
             return False
         if not self._late or threading.get_ident() == self._gate.main_thread:
@@ -211,11 +224,13 @@ class Lanes:
             self._leave(held)
 
     def outlets(self) -> tuple[int | None, int | None]:
-        """Returns our ends of the pipes, for somebody who is to write there; None where 1 or 2 leads elsewhere by now."""
+        """Returns our write ends of the pipes, for another process to write to. An entry is None
+        where 1 or 2 has been redirected.
+        """
         return _outlet(1, self._descriptors[0]), _outlet(2, self._descriptors[1])
 
     def before_spawn(self) -> None:
-        """Puts everything printed so far before what the new process will print."""
+        """Flushes all earlier output, so that it precedes the output of the new process."""
         if self.forked:
             return
         flush_c_stdout()
@@ -228,7 +243,7 @@ class Lanes:
             self._leave(held)
 
     def become_child(self) -> None:
-        """Called in a process that user code forked: it keeps its voice, and loses the channel."""
+        """Called in a process that user code forked: it keeps its output, and loses the channel."""
         self.forked = True
         self._lock = threading.RLock()
         for stream in (self.stdout, self.stderr):
@@ -236,25 +251,30 @@ class Lanes:
             stream.pending_size = 0
         self._channel.close()
 
-    def renew(self, marker: bytes, descriptors: tuple[int, int], with_threads: bool = False) -> None:
-        """Called in a copy of the session: everything begins anew but the streams, which user code knows."""
+    def renew(
+        self, marker: bytes, descriptors: tuple[int, int], with_threads: bool = False
+    ) -> None:
+        """Called in a copy of the session: resets everything except the streams, which user code
+        holds references to.
+        """
         self._marker_start = b"\x00\x1bCB" + marker
         self._descriptors = descriptors
         if not with_threads:
-            # A thread that did not come along may have held the old one.
+            # A thread that is missing in the copy may have held the old lock.
             self._lock = threading.RLock()
         self._seq = 0
         self._last_used = None
         self._spawned = False
-        self._late_text.clear()  # The original tells it.
+        self._late_text.clear()  # The original reports it.
         for stream in (self.stdout, self.stderr):
             stream.pending.clear()
             stream.pending_size = 0
 
-    # Everything below happens inside the lock, with interrupts held back.
+    # Everything below runs inside the lock, with interrupts held back.
 
     def _enter(self) -> bool:
-        # Interrupts first: once they are held back, none can strike between taking the lock and the caller's `try`.
+        # Interrupts first: once they are held back, none can occur between taking the lock and the
+        # caller's `try`.
         held = threading.get_ident() == self._gate.main_thread
         if held:
             self._gate.hold()
@@ -284,7 +304,8 @@ class Lanes:
 
     def _put(self, stream: OutStream, data: bytes) -> None:
         if self._spawned:
-            # A child may have written to the other pipe meanwhile; the marker puts that before this.
+            # A child may have written to the other pipe meanwhile; the marker orders that before
+            # this.
             self._mark(b"P")
             self._last_used = stream
         _write_all(self._descriptors[stream.lane], data)
@@ -303,7 +324,7 @@ class Lanes:
 
 
 class OutStream(io.TextIOBase):
-    """What user code knows as sys.stdout and sys.stderr."""
+    """The sys.stdout and sys.stderr of user code."""
 
     encoding = "utf-8"
     errors = "backslashreplace"
@@ -325,7 +346,7 @@ class OutStream(io.TextIOBase):
     def write(self, text: str) -> int:
         if not isinstance(text, str):
             raise TypeError(f"write() argument must be str, not {type(text).__name__}")
-        # A subclass of str may answer wrongly to anything we ask it.
+        # A subclass of str may override any method.
         plain = text if type(text) is str else str.__str__(text)
         if self._lanes.forked:
             _write_all(self.fileno(), plain.encode("utf-8", "backslashreplace"))
@@ -349,11 +370,11 @@ class OutStream(io.TextIOBase):
         return self.lane + 1
 
     def reconfigure(self, **_options: Any) -> None:
-        """Accepts what programs ask of a text stream; the pipe always carries UTF-8."""
+        """Accepts the usual options of a text stream. The pipe always carries UTF-8."""
         self.flush()
 
     def close(self) -> None:
-        """Stays open: the next cell prints here too."""
+        """Flushes and stays open: the next cell prints here too."""
         self.flush()
 
     def __repr__(self) -> str:
@@ -361,7 +382,7 @@ class OutStream(io.TextIOBase):
 
 
 class ByteStream(io.BufferedIOBase):
-    """What user code knows as sys.stdout.buffer: bytes, in order with the text."""
+    """The sys.stdout.buffer of user code: bytes, in order with the text."""
 
     mode = "wb"
 
@@ -402,15 +423,16 @@ class ByteStream(io.BufferedIOBase):
 
 
 def make_pipes(redirected: Collection[int] = ()) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Puts new pipes under descriptors 1 and 2. Returns our private write ends and the read ends for the host.
+    """Puts new pipes under descriptors 1 and 2. Returns our private write ends and the read ends
+    for the host.
 
-    What the user has redirected stays where it leads.
+    A descriptor that the user has redirected is left alone.
     """
     write_ends = []
     read_ends = []
     with _room_for(_PRIVATE_DESCRIPTORS):
-        # A session with a thousand open files has no lower numbers left, and a new pipe must not get
-        # those that are ours.
+        # A session with a thousand open files has no lower numbers left, and a new pipe must not
+        # take the reserved numbers.
         nothing = os.open(os.devnull, os.O_RDWR)
         for private in _PRIVATE_DESCRIPTORS:
             if private != nothing:
@@ -430,7 +452,9 @@ def make_pipes(redirected: Collection[int] = ()) -> tuple[tuple[int, int], tuple
 
 @contextlib.contextmanager
 def _room_for(numbers: Iterable[int]) -> Iterator[None]:
-    """During the block, lifts a limit that user code has set below these numbers, as far as it may."""
+    """During the block, raises a limit that user code has set below these numbers, as far as
+    permitted.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     is_low = soft != resource.RLIM_INFINITY and soft <= max(numbers)
     if is_low:
@@ -443,7 +467,9 @@ def _room_for(numbers: Iterable[int]) -> Iterator[None]:
 
 
 def _put_at(descriptor: int, number: int) -> int:
-    """Duplicates a descriptor there, or anywhere if the limit is too low for good. Returns where."""
+    """Duplicates a descriptor to `number`, or to any number if the hard limit is too low. Returns
+    the new number.
+    """
     try:
         return os.dup2(descriptor, number, inheritable=False)
     except OSError:
@@ -451,17 +477,22 @@ def _put_at(descriptor: int, number: int) -> int:
 
 
 def watch_processes() -> None:
-    """Installs the hooks that notice new processes. They cannot be removed, so this happens once, before any fork."""
+    """Installs the hooks that detect new processes. They cannot be removed, so this happens once,
+    before any fork.
+    """
     sys.addaudithook(_notice)
     os.register_at_fork(after_in_child=_after_fork)
-    # C code that prints writes whole lines into the pipe, in order with ours, and keeps little back.
+    # Line buffering: C code writes whole lines into the pipe, in order with ours, and little stays
+    # buffered.
     if _c_library is not None:
-        _c_library.setvbuf(_c_stdout, None, 1, 0)  # 1 is _IOLBF on Linux, whichever C library.
+        _c_library.setvbuf(_c_stdout, None, 1, 0)  # _IOLBF is 1 in every C library on Linux.
 
 
 @contextlib.contextmanager
 def fork_of_our_own() -> Iterator[None]:
-    """Inside the block a fork is the runner's: nothing is written before it, and the copy keeps channel and order."""
+    """Marks a fork inside the block as the runner's own: nothing is written before it, and the copy
+    keeps channel and order.
+    """
     global _is_ours
     _is_ours = True
     try:
@@ -481,8 +512,9 @@ def _after_fork() -> None:
 
 
 def flush_c_stdout() -> None:
-    """Writes out what C code has printed into the C library's buffer."""
-    # Not all streams at once: a thread that waits for input would hold the lock of its stream, and us.
+    """Flushes the C library's buffer of stdout."""
+    # Not all streams at once: a thread that waits for input holds the lock of its stream, and would
+    # block us.
     if _c_library is not None:
         _c_library.fflush(_c_stdout)
 
@@ -506,7 +538,9 @@ def _outlet(standard: int, private: int) -> int | None:
 
 
 def _has_children() -> bool:
-    """Tells whether any child exists, running or unburied. C code may have made one without an audit event."""
+    """Reports whether any child exists, running or not yet reaped. C code may have created one
+    without an audit event.
+    """
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except OSError:
@@ -515,12 +549,12 @@ def _has_children() -> bool:
 
 
 def _write_all(descriptor: int, data: bytes) -> None:
-    """Writes all of `data`, or drops the rest when nobody can read it any more."""
+    """Writes all of `data`, or drops the rest once the pipe has no reader."""
     while data:
         try:
             written = os.write(descriptor, data)
         except BlockingIOError:
-            # Some program has made the shared pipe non-blocking, for itself and so for us.
+            # Another process has made the shared pipe non-blocking, which affects us too.
             poll = select.poll()
             poll.register(descriptor, select.POLLOUT)
             poll.poll()

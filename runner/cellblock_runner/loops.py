@@ -1,13 +1,12 @@
 """Loops: the event loops of a session in its copies.
 
 A loop of the standard library has an epoll and a pair of sockets, with which other threads wake it.
-Both are made anew under the same numbers (`private`), so the loop itself notices nothing: what
-waits for time goes on, and what waits for other descriptors that are made anew. What waits for a
-connection never does.
+Both are recreated under the same numbers (`private`), so the loop itself is not affected: timers
+continue, and so do waits on other recreated descriptors. A wait on a connection never completes.
 
-Between two cells the loop of the shell runs in the main thread until the host's next request comes,
-as long as there is something to do in it: its tasks go on as they do in a notebook. It stands still
-while a cell runs that does not await, and while the session is copied.
+Between two cells the loop of the shell runs in the main thread until the host's next request
+arrives, as long as it has something to do: its tasks continue as they do in a notebook. It is
+suspended while a cell runs that does not await, and while the session is copied.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from .imported import when_imported
 
 
 def goes_on(loop: Any) -> bool:
-    """Tells whether something in a loop waits to be done, now or later."""
+    """Reports whether a loop has pending work, now or later."""
     tasks = sys.modules.get("asyncio.tasks")
     if loop is None or tasks is None:
         return False
@@ -39,14 +38,14 @@ def goes_on(loop: Any) -> bool:
         watches = getattr(loop, "_selector", None)
         return watches is not None and len(watches.get_map()) > 1
     except Exception:
-        return False  # A loop of the user's own kind.
+        return False  # A custom loop of the user.
 
 
 def run_until_readable(loop: Any, descriptor: int, is_readable: bool) -> None:
-    """Runs a loop until there is something to read, or the loop cannot be run.
+    """Runs a loop until the descriptor is readable, or the loop cannot be run.
 
-    When it `is_readable` already, everything that can be done now is done once: requests without a
-    pause do not keep tasks from going on.
+    If it already `is_readable`, all work that is ready is done once, so that requests without a
+    pause do not starve the tasks.
     """
     is_over = False
 
@@ -67,7 +66,7 @@ def run_until_readable(loop: Any, descriptor: int, is_readable: bool) -> None:
             try:
                 loop.run_forever()
             except (KeyboardInterrupt, SystemExit):
-                continue  # It ended the task that raised it. The others go on.
+                continue  # It ended the task that raised it. The others continue.
     except BaseException:
         return
     finally:
@@ -76,7 +75,7 @@ def run_until_readable(loop: Any, descriptor: int, is_readable: bool) -> None:
 
 
 def let_cells_create_tasks(loop_of_cells: Callable[[], Any]) -> None:
-    """Has `asyncio.create_task` work in a cell that does not await, as in a notebook.
+    """Makes `asyncio.create_task` work in a cell that does not await, as in a notebook.
 
     The task runs after the cell.
     """
@@ -114,16 +113,18 @@ def find(of_shell: Any, names: dict[str, Any]) -> list[Any]:
 
 
 def pairs(loops: Iterable[Any]) -> Iterator[tuple[int, int]]:
-    """Returns the numbers of the sockets with which loops are woken."""
+    """Yields the numbers of the sockets with which loops are woken."""
     for loop in loops:
         try:
             yield loop._ssock.fileno(), loop._csock.fileno()
         except AttributeError:
-            continue  # Not one of the standard library.
+            continue  # Not a loop of the standard library.
 
 
 def count_lost_tasks(loops: Iterable[Any], carried: Collection[int]) -> int:
-    """Counts the tasks that cannot go on: their loop waits for more than time and what is `carried`."""
+    """Counts the tasks that cannot continue: their loop waits for more than timers and `carried`
+    descriptors.
+    """
     tasks = sys.modules.get("asyncio.tasks")
     lost = 0
     for loop in loops if tasks is not None else ():
@@ -142,18 +143,18 @@ def forget_threads(loops: Iterable[Any]) -> None:
 
 
 def rejoin(loops: Iterable[Any]) -> None:
-    """In a copy, before its threads go on: has loops that run in them run there again.
+    """In a copy, before its threads resume: marks loops that run in them as running again.
 
-    Which loop runs in a thread is known by the number of the process.
+    asyncio records the running loop of a thread together with the process id, which has changed.
     """
     for loop in loops:
         if loop.is_running():
             loop.call_soon_threadsafe(sys.modules["asyncio.events"]._set_running_loop, loop)
-            loop._ready.rotate(1)  # Before everything else.
+            loop._ready.rotate(1)  # Before all other callbacks.
 
 
 def current() -> Any:
-    """The loop of the main thread, if somebody has set one."""
+    """Returns the loop of the main thread, if one has been set."""
     policy = getattr(sys.modules.get("asyncio.events"), "_event_loop_policy", None)
     return getattr(getattr(policy, "_local", None), "_loop", None)
 

@@ -1,11 +1,15 @@
-"""Luggage: what a copy of a session takes along besides its memory, and what it must leave behind.
+"""Luggage: the state that a copy of a session takes along besides its memory, and the state it must
+leave behind.
 
-    pack       in the original, before it stands still: looks at descriptors, shared memory, folders, threads, loops
-    put_down   in the original, afterwards: gives up what was held for the copy, and counts what only now can be counted
-    unpack     in a copy: brings back what can be, and tells the rest
+    pack       in the original, before the copy: inspects descriptors, shared memory, folders,
+               threads, loops
+    put_down   in the original, afterwards: releases the state held for the copy, and counts losses
+               that can only be counted then
+    unpack     in a copy: restores what can be restored, and reports the rest
 
-Packing happens before nearly every cell, so it is cheap when there is little: a few dozen system calls. Whatever cannot be right in a
-copy is told in a short text such as "2 threads"; nothing is silently wrong.
+Packing happens before nearly every cell, so it is cheap when there is little to pack: a few dozen
+system calls. Everything that cannot be correct in a copy is reported in a short text such as "2
+threads"; nothing is silently wrong.
 """
 
 from __future__ import annotations
@@ -26,10 +30,10 @@ from .loops import count_lost_tasks, forget_threads, pairs, rejoin
 from .reseed import reseed
 from .threads import Hold
 
-# Libraries that keep threads of their own through a fork. Named in a report if they are loaded.
+# Libraries that keep threads of their own through a fork. Named in a report if loaded.
 _KEEP_THREADS = ("polars", "torch", "tensorflow", "pyarrow", "duckdb", "sklearn", "numba", "jax")
 _LARGEST_THREAD_COUNT = 64
-_EXITING = 0x4  # A flag of the kernel's tasks.
+PF_EXITING = 0x4  # From <linux/sched.h>.
 
 # Limits of this kernel, by name. Each number once: RLIMIT_OFILE is an old name.
 _LIMITS = {
@@ -42,7 +46,7 @@ _SQLITE = b"SQLite format 3\0"
 
 
 class Request(NamedTuple):
-    """What the host wants of a copy, from the `branch` frame."""
+    """The host's options for a copy, from the `branch` frame."""
 
     undo_files: int
     fork: bool
@@ -50,24 +54,24 @@ class Request(NamedTuple):
 
 
 class Surroundings(NamedTuple):
-    """What of the session stays the same."""
+    """The parts of a session that stay the same."""
 
     work: str
-    # Folders beside it that a fork takes along, and that undo leaves alone.
+    # Folders besides it that a fork takes along, and that undo leaves alone.
     scratch: Sequence[str]
-    # In one of them, in every sandbox.
+    # The home folder, which is inside one of them in every sandbox.
     home: str
     lanes: tuple[int, int]
 
 
 class Rights(NamedTuple):
-    """What the kernel lets the process use: limits, and how it is scheduled."""
+    """Resources that the kernel grants the process: limits, and its scheduling priority."""
 
     limits: dict[int, tuple[int, int]]
     niceness: int
 
 
-# What this process has begun with. Code can only give up some of it.
+# The initial rights of this process. Code can only give some of them up.
 _given: Rights | None = None
 
 
@@ -77,10 +81,10 @@ class Luggage(NamedTuple):
     mask: int
     blocked: set[int]
     opened: list[Opened]
-    # Numbers that belong to the runner itself; their loss is none.
+    # Numbers that belong to the runner itself; losing them is not reported.
     own: frozenset[int]
     areas: list[mappings.Area]
-    # The work folder as undo brings it back, or why it cannot.
+    # The work folder as undo restores it, or why it cannot be restored.
     kept: folders.Tree | None
     why: str | None
     # All folders as a fork needs them.
@@ -95,30 +99,36 @@ class Luggage(NamedTuple):
 
 
 class Arrival(NamedTuple):
-    """How a copy arrived, for its `hello`, and what it knows of its work folder from now on."""
+    """The result of restoring a copy, for its `hello`, and the new state of its work folder."""
 
     lost: list[str]
     files: str
     why: str | None
-    # Files of the original were held in memory until now.
+    # Whether files of the original were held in memory until now.
     mapped: bool
     kept: folders.Tree | None
-    # Threads that have nothing to do any more.
+    # Threads that no longer have anything to do.
     ended: set[int]
 
 
-def pack(request: Request, around: Surroundings, loops: list[Any], kept: folders.Tree | None) -> Luggage:
-    """Gathers all that a copy will need. `kept` is what the last packing found."""
+def pack(
+    request: Request, around: Surroundings, loops: list[Any], kept: folders.Tree | None
+) -> Luggage:
+    """Collects everything that a copy will need. `kept` is the result of the last packing."""
     own = frozenset(_descriptors_of_tracker())
     children = _count_children()
-    opened = descriptors.look(around.lanes, (CHANNEL_DESCRIPTOR, *branch.own_descriptors), bool(children), pairs(loops))
+    opened = descriptors.look(
+        around.lanes, (CHANNEL_DESCRIPTOR, *branch.own_descriptors), bool(children), pairs(loops)
+    )
     nameless = {item.identity for item in opened if item.content is not None}
     areas = mappings.look((around.work, *around.scratch))
     why = None
     try:
         if not request.undo_files:
             raise folders.NotKept("undo_files is 0")
-        kept = folders.keep(around.work, kept, request.undo_files, {area.identity for area in areas})
+        kept = folders.keep(
+            around.work, kept, request.undo_files, {area.identity for area in areas}
+        )
     except folders.NotKept as cause:
         kept, why = None, str(cause)
     except OSError as cause:
@@ -160,16 +170,17 @@ def look_at_rights() -> Rights:
 
 
 def note_rights() -> None:
-    """At the beginning of a session or a copy: notes what it was given."""
+    """At the start of a session or a copy: records its initial rights."""
     global _given
     _given = look_at_rights()
 
 
 def take_rights(kept: Rights, given: Rights | None) -> list[str]:
-    """In a copy, when everything else is in its place: gives up what code in the original has given up.
+    """In a copy, once everything else is restored: gives up the rights that code in the original
+    has given up.
 
-    Those are the differences between `kept` and what the original was `given`. Returns what could
-    not be set.
+    Those are the differences between `kept` and the `given` rights of the original. Returns the
+    rights that could not be set.
     """
     lost = []
     for name, number in _LIMITS.items():
@@ -187,17 +198,17 @@ def take_rights(kept: Rights, given: Rights | None) -> list[str]:
 
 
 def leave_behind(luggage: Luggage, held: Hold) -> None:
-    """In the original, before the copy is made: notes the threads that do not come along."""
+    """In the original, before the copy is made: records the threads that are not copied."""
     threads = _thread._count()
     if held.lost and threads:
         luggage.losses.insert(0, counted(threads, "thread"))
 
 
 def put_down(luggage: Luggage, around: Surroundings, held: Hold) -> tuple[list[str], bool]:
-    """In the original, right after the copy was made.
+    """Releases the luggage in the original, right after the copy was made.
 
-    Returns losses of the copy that only the original can see, and whether the copy is whole: it has what a fork needs, and nothing in
-    the original goes on by itself.
+    Returns losses of the copy that only the original can see, and whether the copy is whole: it has
+    everything that a fork needs, and nothing in the original continues by itself.
     """
     for tree in luggage.carried.values():
         folders.put_down(tree)
@@ -213,7 +224,9 @@ def put_down(luggage: Luggage, around: Surroundings, held: Hold) -> tuple[list[s
 
 
 def move(luggage: Luggage, around: Surroundings, work: str) -> tuple[Luggage, Surroundings]:
-    """Changes luggage and surroundings for a copy whose work folder has another name than its original's."""
+    """Adjusts luggage and surroundings for a copy whose work folder has a different name than the
+    original's.
+    """
     old = around.work
 
     def moved(path: str) -> str:
@@ -230,7 +243,9 @@ def move(luggage: Luggage, around: Surroundings, work: str) -> tuple[Luggage, Su
 
 
 def unpack(luggage: Luggage, around: Surroundings, is_fork: bool, lost_threads: bool) -> Arrival:
-    """In a copy: brings everything back. What fails is told, and ends nothing. With `lost_threads`, others did not come along."""
+    """In a copy: restores everything. Failures are reported and are not fatal. With `lost_threads`,
+    other threads were not copied.
+    """
     reseed()
     seeds.bring_back(luggage.generator)
     lost = list(luggage.losses)
@@ -241,7 +256,8 @@ def unpack(luggage: Luggage, around: Surroundings, is_fork: bool, lost_threads: 
 
     def is_known(path: str) -> bool:
         return any(
-            path == root or (path.startswith(root + "/") and path[len(root) + 1 :] in tree) for root, tree in known.items()
+            path == root or (path.startswith(root + "/") and path[len(root) + 1 :] in tree)
+            for root, tree in known.items()
         )
 
     dead = descriptors.bring_back(luggage.opened, is_known)
@@ -266,7 +282,9 @@ def unpack(luggage: Luggage, around: Surroundings, is_fork: bool, lost_threads: 
 def _unpack_folders(
     luggage: Luggage, around: Surroundings, is_fork: bool, lost: list[str]
 ) -> tuple[str, str | None, folders.Tree | None, dict[str, folders.Tree]]:
-    """Returns `files` and `why` of the hello, what is kept of the work folder now, and which files are what they were."""
+    """Returns `files` and `why` of the hello, the tree now kept of the work folder, and the files
+    that are unchanged.
+    """
     request, kept, failures = luggage.request, luggage.kept, 0
     known: dict[str, folders.Tree] = {}
     if is_fork:
@@ -304,10 +322,10 @@ def _current_folder() -> str | None:
 
 def _mask() -> int:
     if _thread._count():
-        # Asking the usual way changes it for a moment, and another thread may make a file just then.
+        # os.umask() changes it for a moment, and another thread may create a file just then.
         with open("/proc/self/status", "rb", 0) as file:
             told = file.read().partition(b"\nUmask:")[2].split(None, 1)
-        if told:  # gVisor does not tell.
+        if told:  # gVisor does not report it.
             return int(told[0], 8)
     mask = os.umask(0o077)
     os.umask(mask)
@@ -329,13 +347,16 @@ def _go_to(folder: str | None, work: str, lost: list[str]) -> None:
 
 
 def _losses(loops: list[Any], children: int, carried: Collection[int]) -> Iterator[str]:
-    """Tells what cannot come along, apart from descriptors."""
+    """Yields the losses of a copy, apart from descriptors."""
     if children:
         yield counted(children, "subprocess").replace("processs", "processes")
     tasks = count_lost_tasks(loops, carried)
     if tasks:
         yield counted(tasks, "asyncio task")
-    if any(signal.getitimer(which)[0] for which in (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)):
+    if any(
+        signal.getitimer(which)[0]
+        for which in (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
+    ):
         yield "1 timer"
     gpu = sys.modules.get("torch.cuda")
     if gpu is not None and gpu.is_initialized():
@@ -355,21 +376,21 @@ def _count_children() -> int:
             with open(f"/proc/self/task/{thread}/children", "rb", 0) as file:
                 count += sum(1 for child in file.read().split() if int(child) not in ours)
     except OSError:
-        return 1  # A kernel that does not tell how many.
+        return 1  # A kernel that does not report how many.
     return count
 
 
 def _native_threads() -> int:
-    """Counts threads that Python did not start and that the handlers of the fork did not stop."""
+    """Counts threads that Python did not start and that the fork handlers did not stop."""
     threads = os.listdir("/proc/self/task")
     if len(threads) - 1 <= _thread._count():
         return 0
     exiting = 0
     for thread in threads[:_LARGEST_THREAD_COUNT]:
-        # A thread that was joined is visible until the kernel has taken it down.
+        # A joined thread is visible until the kernel has removed it.
         try:
             with open(f"/proc/self/task/{thread}/stat", "rb", 0) as file:
-                exiting += bool(int(file.read().rpartition(b")")[2].split()[6]) & _EXITING)
+                exiting += bool(int(file.read().rpartition(b")")[2].split()[6]) & PF_EXITING)
         except (OSError, ValueError, IndexError):
             exiting += 1
     return max(0, len(threads) - 1 - exiting - _thread._count())
@@ -387,7 +408,7 @@ def _descriptors_of_tracker() -> Iterator[int]:
 
 
 def _forget_tracker() -> None:
-    """Lets multiprocessing start a new process that cleans up after this one; the old one is the original's."""
+    """Lets multiprocessing start a new resource tracker; the old one belongs to the original."""
     tracker = _tracker()
     number = getattr(tracker, "_fd", None)
     if number is not None:
@@ -396,12 +417,20 @@ def _forget_tracker() -> None:
 
 
 def _describe_databases(opened: Sequence[Opened], known: dict[str, folders.Tree]) -> list[str]:
-    """Tells of sqlite connections: without a write-ahead log they refuse to write to a file that is not the one they opened."""
+    """Describes the affected sqlite connections: without a write-ahead log they refuse to write to
+    a file that is not the one they opened.
+    """
     paths = {item.path for item in opened}
     count = 0
     for item in opened:
-        can_write = item.kind == "file" and item.content is None and item.flags & os.O_ACCMODE == os.O_RDWR
-        if not can_write or f"{item.path}-wal" in paths or not any(item.path.startswith(f"{root}/") for root in known):
+        can_write = (
+            item.kind == "file" and item.content is None and item.flags & os.O_ACCMODE == os.O_RDWR
+        )
+        if (
+            not can_write
+            or f"{item.path}-wal" in paths
+            or not any(item.path.startswith(f"{root}/") for root in known)
+        ):
             continue
         try:
             count += os.pread(item.number, len(_SQLITE), 0) == _SQLITE

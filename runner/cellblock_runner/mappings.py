@@ -1,10 +1,11 @@
 """Mappings: memory that this process shares with files or with other processes.
 
-A copy of a process has memory of its own, except for what is mapped as shared: that stays one thing for original and copy. In a copy
-of a session it must not. Each such area is therefore mapped anew, at the same address, onto the copy's own file or onto new
-memory with the content that it had at the moment of the copy.
+A copy of a process has its own memory, except for shared mappings: those stay common to original
+and copy. In a copy of a session they must not. Each such area is therefore mapped anew, at the same
+address, onto the copy's own file or onto new memory with the content at the time of the copy.
 
-The content is kept in private memory while the copy waits, because the original goes on writing into the shared one.
+The content is kept in private memory while the copy waits, because the original continues to write
+to the shared memory.
 """
 
 from __future__ import annotations
@@ -16,22 +17,26 @@ import os
 import re
 import struct
 from collections.abc import Callable, Collection, Iterable, Iterator
+from mmap import MAP_PRIVATE, MAP_SHARED, PROT_EXEC, PROT_READ, PROT_WRITE
 from typing import NamedTuple
 
 from .descriptors import Identity, counted, write_all
 
-# So much content is kept, in all areas together. What does not fit is copied late, and may be newer than the rest.
+# Limit on the kept content of all areas together. Content beyond it is copied late, and may be
+# newer than the rest.
 LARGEST_KEPT = 8 * 1024 * 1024
 
-# Numbers of the kernel's interface, the same on every architecture.
-_READ, _WRITE, _EXECUTE = 1, 2, 4
-_SHARED, _FIXED = 0x01, 0x10
-_PRIVATE = 0x02
-_QUERY_SHARED, _QUERY_NEXT = 0x08, 0x10
+# From <linux/mman.h>, the same on every architecture; Python has no name for it.
+MAP_FIXED = 0x10
+# From <linux/fs.h>.
+PROCMAP_QUERY_VMA_SHARED = 0x08
+PROCMAP_QUERY_COVERING_OR_NEXT_VMA = 0x10
 
-# Asks for one area of memory: `struct procmap_query` of Linux 6.11. Elsewhere all areas are read as text, which takes ten times longer.
+# Queries one area of memory: `struct procmap_query` of Linux 6.11. Elsewhere all areas are read as
+# text, which takes ten times longer.
 _query = struct.Struct("=9Q4I2Q")
-_PROCMAP_QUERY = 0xC0000000 | _query.size << 16 | ord("f") << 8 | 17
+# _IOWR(PROCFS_IOCTL_MAGIC, 17, struct procmap_query)
+PROCMAP_QUERY = 0xC0000000 | _query.size << 16 | ord("f") << 8 | 17
 _name = ctypes.create_string_buffer(4096)
 _can_query = True
 
@@ -40,7 +45,14 @@ _shared_line = re.compile(rb"s [0-9a-f]+ [0-9a-f]+:[0-9a-f]+ \d+ ")
 _library = ctypes.CDLL(None, use_errno=True)
 _mmap = _library.mmap
 _mmap.restype = ctypes.c_void_p
-_mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+_mmap.argtypes = (
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_long,
+)
 _munmap = _library.munmap
 _munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _FAILED = ctypes.c_void_p(-1).value
@@ -54,27 +66,33 @@ class Area(NamedTuple):
     protection: int
     offset: int
     identity: Identity
-    # As the kernel tells it; it ends in " (deleted)" when the file has no name.
+    # As the kernel reports it; it ends in " (deleted)" if the file has no name.
     path: str
-    # What it holds; empty when that is known elsewhere or nobody can read it, None when it is too much to keep.
+    # Its content. Empty if the content is kept elsewhere or is unreadable, None if it is too large
+    # to keep.
     content: bytes | None = None
 
 
 def look(writable: Iterable[str]) -> list[Area]:
-    """Returns the areas that are shared with what a session can write: files below `writable`, and memory without a name."""
+    """Returns the areas that are shared with writable objects of a session: files below `writable`,
+    and memory without a name.
+    """
     places = tuple(f"{folder.rstrip('/')}/" for folder in writable)
     return [area for area in _areas() if not _has_name(area) or area.path.startswith(places)]
 
 
 def keep(areas: Iterable[Area], nameless: Collection[Identity], work: str) -> list[Area]:
-    """Returns the areas with their content, as far as there is room.
+    """Returns the areas with their content, up to the limit.
 
-    It is not needed where others keep it: for the open files without a name in `nameless`, and for files of the work folder.
+    Content that is kept elsewhere is skipped: that of the open files without a name in `nameless`,
+    and of files of the work folder.
     """
     room = LARGEST_KEPT
     kept = []
     for area in areas:
-        is_elsewhere = area.identity in nameless or (_has_name(area) and area.path.startswith(f"{work}/"))
+        is_elsewhere = area.identity in nameless or (
+            _has_name(area) and area.path.startswith(f"{work}/")
+        )
         if is_elsewhere or not area.protection:
             area = area._replace(content=b"")
         elif area.length <= room:
@@ -85,9 +103,10 @@ def keep(areas: Iterable[Area], nameless: Collection[Identity], work: str) -> li
 
 
 def bring_back(areas: Iterable[Area], find_file: Callable[[Identity], int | None]) -> list[str]:
-    """Maps every area onto something that only this process has. Returns what could not be right.
+    """Maps every area onto an object that only this process has. Returns texts about failures.
 
-    `find_file` returns an open descriptor of the file that took the place of another, if that one was open.
+    `find_file` returns an open descriptor of the file that replaced another one, if that one was
+    open.
     """
     by_object: dict[Identity, list[Area]] = {}
     for area in areas:
@@ -107,7 +126,7 @@ def bring_back(areas: Iterable[Area], find_file: Callable[[Identity], int | None
 
 
 class View(NamedTuple):
-    """A file of the original as it can be seen in a copy, without a descriptor."""
+    """A file of the original that is readable in a copy, without a descriptor."""
 
     address: int
     size: int
@@ -118,7 +137,7 @@ class View(NamedTuple):
 
 def view(number: int, size: int) -> View:
     """Maps a file for reading only."""
-    return View(_map(0, size, _READ, _PRIVATE, number, 0), size)
+    return View(_map(0, size, PROT_READ, MAP_PRIVATE, number, 0), size)
 
 
 def drop(seen: View) -> None:
@@ -130,7 +149,9 @@ def _has_name(area: Area) -> bool:
 
 
 def _map_again(group: list[Area], opened: int | None) -> bool:
-    """Gives the areas of one object their new one. Returns whether they had to take content that may be newer."""
+    """Maps the areas of one object onto its replacement. Returns whether the content may be newer
+    than the copy.
+    """
     number = os.dup(opened) if opened is not None else _open_named(group)
     is_new = number is None
     late = False
@@ -144,17 +165,18 @@ def _map_again(group: list[Area], opened: int | None) -> bool:
             if content is None:
                 late = True
                 content = _peek(area.start, area.length) if is_new else b""
-            if content and (is_new or area.protection & _WRITE):
+            if content and (is_new or area.protection & PROT_WRITE):
                 _put(number, content, area.offset)
         for area in group:
-            _map(area.start, area.length, area.protection, _SHARED | _FIXED, number, area.offset)
+            flags = MAP_SHARED | MAP_FIXED
+            _map(area.start, area.length, area.protection, flags, number, area.offset)
     finally:
         os.close(number)
     return late
 
 
 def _put(number: int, content: bytes, offset: int) -> None:
-    """Writes content into a file without making it longer than it is: a mapping may be longer than its file."""
+    """Writes content into a file without extending it: a mapping may be longer than its file."""
     content = content[: max(0, os.fstat(number).st_size - offset)]
     if os.pread(number, len(content), offset) != content:
         os.lseek(number, offset, os.SEEK_SET)
@@ -162,10 +184,10 @@ def _put(number: int, content: bytes, offset: int) -> None:
 
 
 def _open_named(group: list[Area]) -> int | None:
-    """Opens the file of a mapping, or returns None when there is none of that name."""
+    """Opens the file of a mapping. Returns None if no file has that name."""
     if not _has_name(group[0]):
         return None
-    is_written = any(area.protection & _WRITE for area in group)
+    is_written = any(area.protection & PROT_WRITE for area in group)
     try:
         return os.open(group[0].path, (os.O_RDWR if is_written else os.O_RDONLY) | os.O_CLOEXEC)
     except OSError:
@@ -181,9 +203,10 @@ def _map(address: int, length: int, protection: int, flags: int, number: int, of
 
 
 def _peek(start: int, length: int) -> bytes | None:
-    """Reads memory that may end before its mapping does. Touching it there would end the process; asking the kernel does not.
+    """Reads memory that may end before its mapping does. Accessing it there would kill the process;
+    reading it through the kernel does not.
 
-    Returns None when the kernel does not answer.
+    Returns None if the kernel does not allow it.
     """
     try:
         memory = os.open("/proc/self/mem", os.O_RDONLY | os.O_CLOEXEC)
@@ -221,19 +244,38 @@ def _areas() -> Iterator[Area]:
 def _ask(maps: int) -> Iterator[Area]:
     address = 0
     while True:
-        flags = _QUERY_SHARED | _QUERY_NEXT
+        flags = PROCMAP_QUERY_VMA_SHARED | PROCMAP_QUERY_COVERING_OR_NEXT_VMA
         question = bytearray(
-            _query.pack(_query.size, flags, address, 0, 0, 0, 0, 0, 0, 0, 0, len(_name), 0, ctypes.addressof(_name), 0)
+            _query.pack(
+                _query.size,
+                flags,
+                address,
+                0,
+                0,
+                0,
+                0,
+                0,
+                0,
+                0,
+                0,
+                len(_name),
+                0,
+                ctypes.addressof(_name),
+                0,
+            )
         )
         try:
-            fcntl.ioctl(maps, _PROCMAP_QUERY, question)
+            fcntl.ioctl(maps, PROCMAP_QUERY, question)
         except OSError as cause:
             if cause.errno == errno.ENOENT:
-                return  # There are no more.
+                return  # There are no more areas.
             raise
-        _, _, _, start, end, protection, _, offset, inode, major, minor, *_ = _query.unpack(question)
+        _, _, _, start, end, protection, _, offset, inode, major, minor, *_ = _query.unpack(
+            question
+        )
         path = os.fsdecode(_name.value)
-        yield Area(start, end - start, protection & 7, offset, (os.makedev(major, minor), inode), path)
+        protection &= PROT_READ | PROT_WRITE | PROT_EXEC
+        yield Area(start, end - start, protection, offset, (os.makedev(major, minor), inode), path)
         address = end
 
 
@@ -254,9 +296,11 @@ def _parse(text: bytes) -> Iterator[Area]:
         first, last = (int(part, 16) for part in addresses.split(b"-"))
         major, minor = (int(part, 16) for part in device.split(b":"))
         protection = (
-            (_READ if rights[:1] == b"r" else 0)
-            | (_WRITE if rights[1:2] == b"w" else 0)
-            | (_EXECUTE if rights[2:3] == b"x" else 0)
+            (PROT_READ if rights[:1] == b"r" else 0)
+            | (PROT_WRITE if rights[1:2] == b"w" else 0)
+            | (PROT_EXEC if rights[2:3] == b"x" else 0)
         )
         identity = (os.makedev(major, minor), int(inode))
-        yield Area(first, last - first, protection, int(offset, 16), identity, os.fsdecode(b"".join(path)))
+        yield Area(
+            first, last - first, protection, int(offset, 16), identity, os.fsdecode(b"".join(path))
+        )

@@ -1,9 +1,11 @@
-"""How generated modules of `mcptools` call tools.
+"""Calls from generated modules of `mcptools` to tools.
 
-    run(Params(...))  →  call(server, tool, params, Result)  →  question `call_tool`  →  host  →  answer  →  Result, or Reply
+    run(Params(...))  →  call(server, tool, params, Result)  →  host call `call_tool`  →  host  →
+    answer  →  Result, or Reply
 
-The host keeps the connections and credentials, checks the arguments again, and decides. Here is only what makes a call pleasant: arguments as JSON
-(`tool_models`), results as Python values (`tool_values`), failures as exceptions. Imported by the warm process where there is Pydantic.
+The host keeps the connections and credentials, checks the arguments again, and decides. This module
+only makes calls convenient: arguments as JSON (`tool_models`), results as Python values
+(`tool_values`), failures as exceptions. The warm process imports it if Pydantic is installed.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ try:
         raise ImportError(f"it is version {pydantic.VERSION}")
 except ImportError as cause:
     raise ImportError(
-        f"the modules of MCP servers need Pydantic 2.9 or newer, which this environment does not have ({cause}); "
+        "the modules of MCP servers need Pydantic 2.9 or newer, which this environment does not"
+        f" have ({cause}); "
         "install it with %pip install 'pydantic>=2.9'",
         name="pydantic",
     ) from None
@@ -50,16 +53,22 @@ T = TypeVar("T")
 
 
 class ToolError(Exception):
-    """The tool reported an error. The message is its text; `content` and `structured` are all that it returned."""
+    """The tool reported an error. The message is its text; `content` and `structured` are its
+    complete result.
+    """
 
-    def __init__(self, message: str, content: list[Block] | None = None, structured: Any = None) -> None:
+    def __init__(
+        self, message: str, content: list[Block] | None = None, structured: Any = None
+    ) -> None:
         super().__init__(message)
         self.content = content if content is not None else []
         self.structured = structured
 
 
 class ToolCallError(Exception):
-    """The tool was not called, or did not answer. `reason` is one word for why; PROTOCOL.md lists them."""
+    """The tool was not called, or did not answer. `reason` is a one-word reason; PROTOCOL.md lists
+    them.
+    """
 
     def __init__(self, message: str, reason: str = "other") -> None:
         super().__init__(message)
@@ -75,7 +84,7 @@ class ToolCallTimeout(ToolCallError, TimeoutError):
 
 
 class UnexpectedResult(UserWarning):
-    """A server returned something else than its schema says."""
+    """A server returned a result that does not match its schema."""
 
 
 _ERRORS: dict[Any, type[ToolCallError]] = {"denied": ToolCallDenied, "timeout": ToolCallTimeout}
@@ -84,15 +93,35 @@ _ERRORS: dict[Any, type[ToolCallError]] = {"denied": ToolCallDenied, "timeout": 
 @overload
 def call(server: str, tool: str, params: BaseModel | dict[str, Any] | None = None) -> Reply: ...
 @overload
-def call(server: str, tool: str, params: BaseModel | dict[str, Any] | None, result: type[T], *, wrapped: bool = False) -> T: ...
-@overload
-def call(server: str, tool: str, params: BaseModel | dict[str, Any] | None, result: Any, *, wrapped: bool = False) -> Any: ...
 def call(
-    server: str, tool: str, params: BaseModel | dict[str, Any] | None = None, result: Any = None, *, wrapped: bool = False
+    server: str,
+    tool: str,
+    params: BaseModel | dict[str, Any] | None,
+    result: type[T],
+    *,
+    wrapped: bool = False,
+) -> T: ...
+@overload
+def call(
+    server: str,
+    tool: str,
+    params: BaseModel | dict[str, Any] | None,
+    result: Any,
+    *,
+    wrapped: bool = False,
+) -> Any: ...
+def call(
+    server: str,
+    tool: str,
+    params: BaseModel | dict[str, Any] | None = None,
+    result: Any = None,
+    *,
+    wrapped: bool = False,
 ) -> Any:
     """Calls a tool and waits. Returns a Reply, or with `result` a value of that type.
 
-    Any thread may call while a cell runs. Raises ToolError when the tool reports an error, ToolCallError when it could not be called.
+    Any thread may call while a cell runs. Raises ToolError if the tool reports an error,
+    ToolCallError if it could not be called.
     """
     try:
         answer = asking.ask("call_tool", server=server, tool=tool, arguments=arguments(params))
@@ -102,21 +131,42 @@ def call(
 
 
 @overload
-async def call_async(server: str, tool: str, params: BaseModel | dict[str, Any] | None = None) -> Reply: ...
+async def call_async(
+    server: str, tool: str, params: BaseModel | dict[str, Any] | None = None
+) -> Reply: ...
 @overload
 async def call_async(
-    server: str, tool: str, params: BaseModel | dict[str, Any] | None, result: type[T], *, wrapped: bool = False
+    server: str,
+    tool: str,
+    params: BaseModel | dict[str, Any] | None,
+    result: type[T],
+    *,
+    wrapped: bool = False,
 ) -> T: ...
 @overload
 async def call_async(
-    server: str, tool: str, params: BaseModel | dict[str, Any] | None, result: Any, *, wrapped: bool = False
+    server: str,
+    tool: str,
+    params: BaseModel | dict[str, Any] | None,
+    result: Any,
+    *,
+    wrapped: bool = False,
 ) -> Any: ...
 async def call_async(
-    server: str, tool: str, params: BaseModel | dict[str, Any] | None = None, result: Any = None, *, wrapped: bool = False
+    server: str,
+    tool: str,
+    params: BaseModel | dict[str, Any] | None = None,
+    result: Any = None,
+    *,
+    wrapped: bool = False,
 ) -> Any:
-    """Does what `call` does, and lets other tasks of the event loop go on meanwhile. A task that is cancelled cancels its call."""
+    """Like `call`, but other tasks of the event loop continue meanwhile. Cancelling the task
+    cancels its call.
+    """
     try:
-        answer = await asking.ask_async("call_tool", server=server, tool=tool, arguments=arguments(params))
+        answer = await asking.ask_async(
+            "call_tool", server=server, tool=tool, arguments=arguments(params)
+        )
     except asking.CannotAsk as error:
         raise ToolCallError(str(error), "unavailable") from None
     return _value(answer, server, tool, result, wrapped)
@@ -130,12 +180,18 @@ def _value(answer: dict[str, Any], server: str, tool: str, result: Any, wrapped:
     content = [block(raw) for raw in answer.get("content") or () if isinstance(raw, dict)]
     reply = Reply(content, answer.get("structured"))
     if answer.get("is_error"):
-        raise ToolError(str(reply) or f"the tool {tool!r} reported an error without a text", content, reply.structured)
+        raise ToolError(
+            str(reply) or f"the tool {tool!r} reported an error without a text",
+            content,
+            reply.structured,
+        )
     return reply if result is None else _typed(reply, server, tool, result, wrapped)
 
 
 def _typed(reply: Reply, server: str, tool: str, result: Any, wrapped: bool) -> Any:
-    """Returns the structured value in its type. What does not fit is returned as it is, with a warning: the server knows what it does."""
+    """Returns the structured value in its type. A value that does not match is returned unchanged,
+    with a warning: the server may be right.
+    """
     value = reply.structured
     if value is None:
         value = _parsed(reply)
@@ -146,7 +202,10 @@ def _typed(reply: Reply, server: str, tool: str, result: Any, wrapped: bool) -> 
     except ValidationError as error:
         problem = error.errors(include_url=False, include_input=False)[0]
         place = ".".join(map(str, problem["loc"])) or "the result"
-        text = f"{server}.{tool} returned something else than its schema says: {place}: {problem['msg']}"
+        text = (
+            f"{server}.{tool} returned something else than its schema says:"
+            f" {place}: {problem['msg']}"
+        )
         warnings.warn(text, UnexpectedResult, stacklevel=4)
     if value is None:
         return reply
@@ -156,7 +215,7 @@ def _typed(reply: Reply, server: str, tool: str, result: Any, wrapped: bool) -> 
 
 
 def _parsed(reply: Reply) -> Any:
-    """Returns the value that a text is, for servers that announce structured values and send texts."""
+    """Parses a text as JSON, for servers that announce structured values and send texts."""
     try:
         return json.loads(str(reply)) if reply else None
     except ValueError:
@@ -171,11 +230,11 @@ def _cached_adapter(result: Any) -> TypeAdapter[Any]:
 def _adapter(result: Any) -> TypeAdapter[Any]:
     try:
         return _cached_adapter(result)
-    except TypeError:  # Not hashable: a type with a list among its rules.
+    except TypeError:  # Not hashable: a type with a list in its metadata.
         return TypeAdapter(result)
 
 
 def _unchecked(model: type[BaseModel], value: dict[str, Any]) -> BaseModel:
-    """Makes an object from members that do not fit, under the names that its fields have."""
+    """Creates an object from members that do not match, under the Python names of its fields."""
     names = {sent_as(name, field): name for name, field in model.model_fields.items()}
     return model.model_construct(None, **{names.get(key, key): each for key, each in value.items()})

@@ -1,10 +1,13 @@
-"""Pages: the memory that every cell writes to, made the session's own again after a copy.
+"""Pages: makes the memory that every cell writes to private to the session again after a copy.
 
-A copy shares all pages with the original until one of them writes. The first write to a page then costs a fault, and a cell, however
-small, writes to several hundred: Python counts references in the objects themselves. So the original learns which pages it writes between two
-copies, and after a copy writes to them in one go, when nobody waits for it. Only time is at stake; what the pages hold stays the same.
+A copy shares all pages with the original until one of them writes. The first write to a page then
+costs a page fault, and even a small cell writes to several hundred: Python counts references in the
+objects themselves. So the original learns which pages it writes between two copies, and after a
+copy populates them all at once, while no request waits. This only affects timing; the content of
+the pages stays the same.
 
-The kernel tells which pages are not shared (`/proc/self/pagemap`). Those were written since the last copy.
+The kernel reports which pages are not shared (`/proc/self/pagemap`). Those were written since the
+last copy.
 """
 
 from __future__ import annotations
@@ -14,23 +17,25 @@ import re
 from collections.abc import Callable
 
 _PAGE = 4096
-# Mappings larger than this hold data, and cells write to other parts of it each time.
+# Mappings larger than this hold data, and cells write to different parts of it each time.
 _LARGEST_MAPPING = 64 * 1024 * 1024
-# More pages than this are no habit.
+# Limit on the pages that are populated.
 _MOST_PAGES = 4096
 _LONGEST_RANGE = 256
-# After so many pages it is asked whether somebody waits: about 50 microseconds.
+# Number of pages between two checks for a waiting request: about 50 microseconds.
 _PAGES_AT_ONCE = 64
-# From then on it is looked for in every copy whose number is a multiple of it; before, in those that are powers of two.
+# From this copy on, pages are inspected at every copy whose number is a multiple of it; before, at
+# those that are powers of two.
 _SETTLED = 32
 
-# Asks the kernel to do for a range what a write to each of its pages would do. Linux 5.14; elsewhere it is refused, which does no harm.
-_MADV_POPULATE_WRITE = 23
+# Makes the kernel do for a range what a write to each of its pages would do. Linux 5.14; elsewhere
+# it fails without harm.
+MADV_POPULATE_WRITE = 23
 
 _line = re.compile(rb"^([0-9a-f]+)-([0-9a-f]+) rw-p \S+ \S+ \d+ *(.*)$", re.MULTILINE)
-# In the highest byte of an entry: present (0x80), a file's (0x20), mapped here only (0x01).
+# In the highest byte of an entry: present (0x80), file-backed (0x20), mapped here only (0x01).
 _OWN = bytes(1 if byte & 0xA1 == 0x81 else 0 for byte in range(256))
-# Own pages, with gaps so small that leaving them out would cost more.
+# Own pages, with gaps so small that skipping them would cost more.
 _runs = re.compile(rb"\x01+(?:\x00{1,2}\x01+)*")
 
 _madvise = ctypes.CDLL(None).madvise
@@ -38,26 +43,29 @@ _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class Habit:
-    """Which pages the session writes from copy to copy."""
+    """The pages that the session writes from copy to copy."""
 
     def __init__(self) -> None:
         self._copies = 0
         self._ranges: list[tuple[int, int]] = []
 
     def look(self) -> None:
-        """Before a copy: learns, now and then, which pages were written since the last one."""
+        """Before a copy: determines, at some copies, which pages were written since the last one.
+        """
         self._copies += 1
         copies = self._copies
-        if copies > 1 and (copies % _SETTLED == 0 or (copies < _SETTLED and copies & (copies - 1) == 0)):
+        if copies > 1 and (
+            copies % _SETTLED == 0 or (copies < _SETTLED and copies & (copies - 1) == 0)
+        ):
             try:
                 self._ranges = _written()
             except OSError:
                 self._ranges = []
 
     def renew(self, somebody_waits: Callable[[], bool]) -> None:
-        """After a copy, in the original: makes these pages its own, as long as nobody waits.
+        """After a copy, in the original: makes these pages private, as long as no request waits.
 
-        A mapping that is gone meanwhile is passed over by the kernel.
+        The kernel skips a mapping that no longer exists.
         """
         pages = 0
         for start, length in self._ranges:
@@ -65,13 +73,15 @@ class Habit:
                 if somebody_waits():
                     return
                 pages = 0
-            _madvise(start, length, _MADV_POPULATE_WRITE)
+            _madvise(start, length, MADV_POPULATE_WRITE)
             pages += length // _PAGE
 
 
 def _written() -> list[tuple[int, int]]:
     with open("/proc/self/maps", "rb") as file:
-        mappings = [(int(start, 16), int(end, 16), name) for start, end, name in _line.findall(file.read())]
+        mappings = [
+            (int(start, 16), int(end, 16), name) for start, end, name in _line.findall(file.read())
+        ]
     ranges = []
     left = _MOST_PAGES
     with open("/proc/self/pagemap", "rb", buffering=0) as entries:

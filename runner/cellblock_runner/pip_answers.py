@@ -1,6 +1,8 @@
-"""Pip answers: does what a command line of pip asks. The host installs; what is installed is read from the metadata, in pip's shape.
+"""Pip answers: carries out pip command lines. The host installs; information about installed
+packages is read from their metadata, in pip's format.
 
-There is no pip in a session, and nothing here needs one. `importlib.metadata` is imported when first used.
+There is no pip in a session, and nothing here needs one. `importlib.metadata` is imported on first
+use.
 """
 
 from __future__ import annotations
@@ -16,9 +18,9 @@ from . import packages, pip_lines
 from .asking import CannotAsk, ask
 from .pip_lines import Refused
 
-# What this is called when no pip is installed. It is a valid version, for programs that read it.
+# The reported version if no pip is installed. It is valid, for programs that parse it.
 _OWN_VERSION = "0+cellblock"
-# Left out of `freeze`, as pip does.
+# Omitted from `freeze`, as in pip.
 _TOOLS = frozenset(("pip", "setuptools", "wheel", "distribute"))
 
 _separators = re.compile(r"[-_.]+")
@@ -35,7 +37,7 @@ Commands that are possible in this session:
 
 
 class Reply(NamedTuple):
-    """What a run of pip would have left: its exit code, what it printed, and the folders that were added."""
+    """The result of a pip command: its exit code, its output, and the folders that were added."""
 
     code: int
     out: str = ""
@@ -44,7 +46,7 @@ class Reply(NamedTuple):
 
 
 def carry_out(arguments: Sequence[str], folder: str) -> Reply:
-    """Does what follows `pip` on a command line that was given in `folder`. Raises nothing but interrupts."""
+    """Carries out the arguments of a `pip` command line in `folder`. Raises only interrupts."""
     try:
         command, rest = pip_lines.split_command(arguments)
         if not command and any(word in ("-V", "--version") for word in rest):
@@ -52,7 +54,11 @@ def carry_out(arguments: Sequence[str], folder: str) -> Reply:
         if command in ("", "help") or "-h" in rest or "--help" in rest:
             return Reply(0, _HELP)
         if command not in _COMMANDS:
-            raise Refused(_OTHER_COMMANDS.get(command, f'unknown command "{command}"; possible are {", ".join(_COMMANDS)}'))
+            raise Refused(
+                _OTHER_COMMANDS.get(
+                    command, f'unknown command "{command}"; possible are {", ".join(_COMMANDS)}'
+                )
+            )
         return _COMMANDS[command](rest, folder)
     except (Refused, CannotAsk, packages.NotAFolder) as cause:
         return Reply(1, "", f"ERROR: {cause}\n")
@@ -79,7 +85,10 @@ def _about_loaded(names: Sequence[str]) -> str:
     lines = []
     if others:
         verb = "was" if len(others) == 1 else "were"
-        lines.append(f"WARNING: {', '.join(others)} {verb} imported before. Reset the session to use what is installed now.\n")
+        lines.append(
+            f"WARNING: {', '.join(others)} {verb} imported before."
+            " Reset the session to use what is installed now.\n"
+        )
     if preloaded:
         verb = "is" if len(preloaded) == 1 else "are"
         lines.append(
@@ -94,17 +103,25 @@ def _ended(text: str) -> str:
 
 
 def _list(arguments: Sequence[str], _folder: str) -> Reply:
-    options = _read_options(arguments, {"--format"}, {"-l", "--local", "--user", "--include-editable", "--exclude-editable"})
+    options = _read_options(
+        arguments,
+        {"--format"},
+        {"-l", "--local", "--user", "--include-editable", "--exclude-editable"},
+    )
     if options.words:
         raise Refused("list takes no names; show NAME tells about one package")
     rows = [(found.metadata["Name"], found.version) for found in _installed().values()]
     form = options.values.get("--format", "columns")
     if form == "json":
-        return Reply(0, json.dumps([{"name": name, "version": version} for name, version in rows]) + "\n")
+        return Reply(
+            0, json.dumps([{"name": name, "version": version} for name, version in rows]) + "\n"
+        )
     if form == "freeze":
         return Reply(0, "".join(f"{name}=={version}\n" for name, version in rows))
     if form != "columns":
-        raise Refused(f"option --format: invalid choice: {form!r} (choose from 'columns', 'freeze', 'json')")
+        raise Refused(
+            f"option --format: invalid choice: {form!r} (choose from 'columns', 'freeze', 'json')"
+        )
     return Reply(0, _columns([("Package", "Version"), *rows]))
 
 
@@ -116,13 +133,20 @@ def _columns(rows: Sequence[tuple[str, str]]) -> str:
 
 
 def _freeze(arguments: Sequence[str], _folder: str) -> Reply:
-    options = _read_options(arguments, set(), {"-l", "--local", "--user", "--all", "--exclude-editable", "--strict"})
+    options = _read_options(
+        arguments, set(), {"-l", "--local", "--user", "--all", "--exclude-editable", "--strict"}
+    )
     left_out = frozenset() if "--all" in options.flags else _TOOLS
-    return Reply(0, "".join(_pinned(found) + "\n" for name, found in _installed().items() if name not in left_out))
+    return Reply(
+        0,
+        "".join(
+            _pinned(found) + "\n" for name, found in _installed().items() if name not in left_out
+        ),
+    )
 
 
 def _pinned(found: Any) -> str:
-    """Returns the requirement that installs exactly this: by its address, if it came from one."""
+    """Returns the requirement that installs exactly this: by its URL, if it came from one."""
     name = found.metadata["Name"]
     try:
         source = json.loads(found.read_text("direct_url.json") or "{}")
@@ -143,14 +167,23 @@ def _show(arguments: Sequence[str], _folder: str) -> Reply:
     known = [installed[_normal(name)] for name in options.words if _normal(name) in installed]
     missing = sorted(name for name in options.words if _normal(name) not in installed)
     warning = f"WARNING: Package(s) not found: {', '.join(missing)}\n" if missing else ""
-    return Reply(0 if known else 1, "---\n".join(_describe(found, installed, with_files) for found in known), warning)
+    return Reply(
+        0 if known else 1,
+        "---\n".join(_describe(found, installed, with_files) for found in known),
+        warning,
+    )
 
 
 def _describe(found: Any, installed: dict[str, Any], with_files: bool) -> str:
     about = found.metadata
     own = _normal(about["Name"])
-    required = [installed[name].metadata["Name"] if name in installed else name for name in _required(found, installed)]
-    dependents = [other.metadata["Name"] for other in installed.values() if own in _required(other, installed)]
+    required = [
+        installed[name].metadata["Name"] if name in installed else name
+        for name in _required(found, installed)
+    ]
+    dependents = [
+        other.metadata["Name"] for other in installed.values() if own in _required(other, installed)
+    ]
     lines = [
         f"Name: {about['Name']}",
         f"Version: {found.version}",
@@ -177,7 +210,9 @@ def _home_page(addresses: Iterable[str]) -> str:
 
 
 def _required(found: Any, installed: dict[str, Any]) -> set[str]:
-    """Returns the names that a package requires here. A condition that does not speak of extras holds if what it asks for is there."""
+    """Returns the names that a package requires here. A condition that does not mention extras is
+    assumed to hold if the required package is installed.
+    """
     names = set()
     for requirement in found.requires or ():
         text, _, marker = requirement.partition(";")
@@ -191,7 +226,9 @@ def _required(found: Any, installed: dict[str, Any]) -> set[str]:
 
 
 def _installed() -> dict[str, Any]:
-    """Returns all distributions by their normalised names, in order. Of several with one name the first on the path counts."""
+    """Returns all distributions by their normalised names, in order. If several have the same name,
+    the first on the path is used.
+    """
     from importlib import metadata
 
     found: dict[str, Any] = {}
@@ -199,7 +236,7 @@ def _installed() -> dict[str, Any]:
         try:
             name, version = distribution.metadata["Name"], distribution.version
         except Exception:
-            continue  # Something that is not a distribution, or half of one.
+            continue  # Not a distribution, or an incomplete one.
         if name and version:
             found.setdefault(_normal(name), distribution)
     return dict(sorted(found.items()))
@@ -211,7 +248,11 @@ def _normal(name: str) -> str:
 
 def _version() -> str:
     pip = _installed().get("pip")
-    version, place = (pip.version, str(pip.locate_file("pip"))) if pip else (_OWN_VERSION, os.path.dirname(__file__))
+    version, place = (
+        (pip.version, str(pip.locate_file("pip")))
+        if pip
+        else (_OWN_VERSION, os.path.dirname(__file__))
+    )
     return f"pip {version} from {place} (python {sys.version_info[0]}.{sys.version_info[1]})\n"
 
 
@@ -222,9 +263,11 @@ class _Options(NamedTuple):
 
 
 def _read_options(arguments: Sequence[str], with_value: set[str], flags: set[str]) -> _Options:
-    """Reads the arguments of a command that has these options besides the general ones."""
+    """Parses the arguments of a command that has these options besides the general ones."""
     read = _Options([], set(), {})
-    for option, value in pip_lines.split_options(arguments, with_value | pip_lines.GENERAL_WITH_VALUE):
+    for option, value in pip_lines.split_options(
+        arguments, with_value | pip_lines.GENERAL_WITH_VALUE
+    ):
         if not option:
             read.words.append(value)
         elif option in with_value:
@@ -244,9 +287,15 @@ _COMMANDS: dict[str, Callable[[Sequence[str], str], Reply]] = {
 }
 
 _OTHER_COMMANDS = {
-    "uninstall": "uninstall is not possible here: installed packages are read-only. Undoing the installation takes it back",
+    "uninstall": (
+        "uninstall is not possible here: installed packages are read-only."
+        " Undoing the installation takes it back"
+    ),
     **dict.fromkeys(
-        "download wheel index search cache config lock compile sync tree check hash inspect debug completion".split(),
+        (
+            "download wheel index search cache config lock compile sync tree check hash inspect"
+            " debug completion"
+        ).split(),
         "this command is not possible here; install, list, show and freeze are",
     ),
 }

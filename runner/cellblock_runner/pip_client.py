@@ -1,8 +1,8 @@
 """The program behind `pip` in a shell command of a cell.
 
-It hands its arguments to the runner that started the shell and prints what pip would have printed. What the shell is to do then, it
-writes to descriptor 3. Its first argument is the number of the inherited socket of `pip_programs.Counter`; then come the name of a
-program and its arguments.
+It sends its arguments to the runner that started the shell and prints pip's output. It writes the
+commands for the shell to run next to descriptor 3. Its first argument is the number of the
+inherited socket of `pip_programs.Counter`; then come the name of a program and its arguments.
 """
 
 from __future__ import annotations
@@ -21,11 +21,15 @@ def main() -> None:
     try:
         counter = socket.socket(fileno=int(sys.argv[1]))
         ours, theirs = socket.socketpair()
-        socket.send_fds(counter, [json.dumps([os.getcwd(), sys.argv[2:]]).encode()], [theirs.fileno()])
+        socket.send_fds(
+            counter, [json.dumps([os.getcwd(), sys.argv[2:]]).encode()], [theirs.fileno()]
+        )
         theirs.close()
         reply = json.loads(ours.makefile("rb").read())
     except (OSError, ValueError):
-        reason = "ERROR: pip works only while the command of its cell runs, and in the session itself\n"
+        reason = (
+            "ERROR: pip works only while the command of its cell runs, and in the session itself\n"
+        )
         reply = {"out": "", "err": reason, "then": "return 1"}
     _write(_THEN, reply["then"])
     _write(1, reply["out"])
@@ -38,7 +42,7 @@ def _write(descriptor: int, text: str) -> None:
         while data:
             data = data[os.write(descriptor, data) :]
     except OSError:
-        pass  # Whoever reads this has had enough, or there is no such place.
+        pass  # The reader is gone, or the descriptor is closed.
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
-"""Pip lines: which command lines start pip, and what they ask for. Pure but for the reading of requirements files.
+"""Pip lines: detects command lines that start pip, and parses them. Pure except for the reading of
+requirements files.
 
-Only packages of the index that the host has set can be installed, and only to one place. Options that say otherwise are refused with a
-sentence about what is possible; options that make no difference here are passed over.
+Only packages of the host's configured index can be installed, and only to one place. Options that
+request otherwise are refused with a message about what is possible; options that make no difference
+here are ignored.
 """
 
 from __future__ import annotations
@@ -12,15 +14,15 @@ import shlex
 from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
-# A file larger than this is no list of requirements.
+# A larger file is not a list of requirements.
 _LARGEST_FILE = 1024 * 1024
-# More files than this, each naming the next, are no list either.
+# Limit on requirements files that include each other.
 _MOST_FILES = 100
 
 _python = re.compile(r"python(\d+(\.\d+)*)?")
 _pip = re.compile(r"pip(\d+(\.\d+)*)?")
 _quoted = re.compile(r"'[^']*'|\"[^\"$`\\]*\"")
-# What a shell does more with than to take it as a part of a word.
+# Characters that a shell does not simply take as a part of a word.
 _special = re.compile(r"[$`*?\n#]|(?<![^\s=:])~")
 _operator = re.compile(r"[();<>|&]+")
 _comment = re.compile(r"(^|\s+)#.*$")
@@ -34,46 +36,60 @@ _FILE = frozenset(("-r", "--requirement", "--requirements"))
 
 # Options that every command has and that change nothing here; the second set has values.
 _HARMLESS = frozenset(
-    "-v --verbose --debug --isolated --require-virtualenv --no-input --no-color --no-cache-dir --disable-pip-version-check"
-    " --no-python-version-warning -y --yes --no-cache -n --no-progress --no-config --native-tls".split()
+    "-v --verbose --debug --isolated --require-virtualenv --no-input --no-color --no-cache-dir"
+    " --disable-pip-version-check --no-python-version-warning -y --yes --no-cache -n --no-progress"
+    " --no-config --native-tls".split()
 )
 GENERAL_WITH_VALUE = frozenset(
-    "--log --log-file --timeout --default-timeout --retries --resume-retries --exists-action --cache-dir --color --use-feature"
-    " --use-deprecated".split()
+    "--log --log-file --timeout --default-timeout --retries --resume-retries --exists-action"
+    " --cache-dir --color --use-feature --use-deprecated".split()
 )
 # The same, for `install` alone.
 _HARMLESS_INSTALL = frozenset(
-    "--user --system --break-system-packages --no-warn-script-location --no-warn-conflicts --compile --no-compile --compile-bytecode"
-    " --prefer-binary --use-pep517 --no-clean --ignore-installed -I --force-reinstall --reinstall --ignore-requires-python"
+    "--user --system --break-system-packages --no-warn-script-location --no-warn-conflicts"
+    " --compile --no-compile --compile-bytecode --prefer-binary --use-pep517 --no-clean"
+    " --ignore-installed -I --force-reinstall --reinstall --ignore-requires-python"
     " --check-build-dependencies --strict".split()
 )
 _HARMLESS_INSTALL_WITH_VALUE = frozenset(
-    "--progress-bar --upgrade-strategy --root-user-action --only-binary --python -p --link-mode".split()
+    "--progress-bar --upgrade-strategy --root-user-action --only-binary --python -p"
+    " --link-mode".split()
 )
 
 _INDEX = "packages come from the index that this server is set to; leave {} away"
 _PLACE = "packages go to the one place from which this session imports; leave {} away"
-_LOCAL = "only packages from an index can be installed; a module in the working folder can be imported without that"
-_CHOICE = "{} is not possible here; write the wanted versions into the requirements, such as name==1.2"
+_LOCAL = (
+    "only packages from an index can be installed;"
+    " a module in the working folder can be imported without that"
+)
+_CHOICE = (
+    "{} is not possible here; write the wanted versions into the requirements, such as name==1.2"
+)
 _BUILD = "{} is not possible here; packages are installed as they come from the index"
-_HASHES = "{} is not possible here; every file is checked against the hashes of the index anyway, so leave it away"
+_HASHES = (
+    "{} is not possible here; every file is checked against the hashes of the index anyway,"
+    " so leave it away"
+)
 
 _REFUSED = {
     **dict.fromkeys(
-        "-i --index-url --pypi-url --extra-index-url --index --default-index --no-index -f --find-links --trusted-host"
-        " --allow-insecure-host --proxy --cert --client-cert --keyring-provider --index-strategy --offline".split(),
+        "-i --index-url --pypi-url --extra-index-url --index --default-index --no-index -f"
+        " --find-links --trusted-host --allow-insecure-host --proxy --cert --client-cert"
+        " --keyring-provider --index-strategy --offline".split(),
         _INDEX,
     ),
     **dict.fromkeys("-t --target --prefix --root --src".split(), _PLACE),
     **dict.fromkeys("-e --editable".split(), _LOCAL),
     **dict.fromkeys(
-        "-c --constraint --constraints --override --overrides --pre --prerelease --resolution --no-deps --no-dependencies --group --extra"
-        " --all-extras --exclude-newer -P --upgrade-package".split(),
+        "-c --constraint --constraints --override --overrides --pre --prerelease --resolution"
+        " --no-deps --no-dependencies --group --extra --all-extras --exclude-newer -P"
+        " --upgrade-package".split(),
         _CHOICE,
     ),
     **dict.fromkeys(
-        "--no-binary --no-build-isolation --no-build -C --config-settings --config-setting --global-option --build-option --platform"
-        " --python-version --python-platform --implementation --abi --dry-run --report".split(),
+        "--no-binary --no-build-isolation --no-build -C --config-settings --config-setting"
+        " --global-option --build-option --platform --python-version --python-platform"
+        " --implementation --abi --dry-run --report".split(),
         _BUILD,
     ),
     **dict.fromkeys("--hash --require-hashes --no-verify-hashes".split(), _HASHES),
@@ -81,11 +97,11 @@ _REFUSED = {
 
 
 class Refused(ValueError):
-    """A command line that cannot be carried out. Its text says what can."""
+    """A command line that cannot be carried out. The message states what is possible."""
 
 
 class Install(NamedTuple):
-    """What `pip install` is to do."""
+    """A parsed `pip install`."""
 
     requirements: list[str]
     upgrade: bool
@@ -93,7 +109,9 @@ class Install(NamedTuple):
 
 
 def arguments_of(words: Sequence[str]) -> list[str] | None:
-    """Returns what follows `pip`, `python -m pip` or `uv pip` in a command line; None when it starts something else."""
+    """Returns the arguments after `pip`, `python -m pip` or `uv pip` in a command line. Returns
+    None if it starts something else.
+    """
     if not words:
         return None
     name, rest = os.path.basename(words[0]), list(words[1:])
@@ -101,15 +119,17 @@ def arguments_of(words: Sequence[str]) -> list[str] | None:
         name, rest = rest[1], rest[2:]
     if _pip.fullmatch(name):
         return rest
-    # One that is named by its place is a program of its own.
+    # A uv that is named by its path is a separate program.
     if name == "uv" and rest[:1] == ["pip"] and not words[0].endswith("/uv"):
         return rest[1:]
     return None
 
 
 def simple_words(command: str) -> list[str] | None:
-    """Returns the words of a shell command that consists of nothing but words; None when a shell has more to do."""
-    # Inside of quotes most signs are what they are.
+    """Returns the words of a shell command that consists of nothing but words. Returns None if it
+    needs a shell.
+    """
+    # Most special characters are literal inside quotes.
     if _special.search(_quoted.sub("q", command)):
         return None
     lexer = shlex.shlex(command, posix=True, punctuation_chars=True)
@@ -122,7 +142,7 @@ def simple_words(command: str) -> list[str] | None:
 
 
 def split_command(arguments: Sequence[str]) -> tuple[str, list[str]]:
-    """Returns the command, or nothing when there is none, and all other arguments."""
+    """Returns the command, or an empty text if there is none, and all other arguments."""
     rest = list(arguments)
     before: list[str] = []
     while rest:
@@ -135,8 +155,12 @@ def split_command(arguments: Sequence[str]) -> tuple[str, list[str]]:
     return "", before
 
 
-def split_options(arguments: Sequence[str], with_value: Collection[str]) -> Iterator[tuple[str, str]]:
-    """Returns options with their values, and words as values of an option without a name, as pip reads them."""
+def split_options(
+    arguments: Sequence[str], with_value: Collection[str]
+) -> Iterator[tuple[str, str]]:
+    """Yields options with their values as pip parses them, and words as values of an option without
+    a name.
+    """
     rest = list(arguments)
 
     def value_of(option: str) -> str:
@@ -166,13 +190,13 @@ def split_options(arguments: Sequence[str], with_value: Collection[str]) -> Iter
 
 
 def check_option(option: str) -> None:
-    """Passes an option that changes nothing for any command, and refuses the others."""
+    """Accepts an option that changes nothing for any command, and refuses the others."""
     if option not in _HARMLESS and option not in GENERAL_WITH_VALUE and option not in _QUIET:
         raise Refused(f"no such option: {option}")
 
 
 def read_install(arguments: Sequence[str], folder: str) -> Install:
-    """Reads what follows `install`. Files are looked for in `folder`."""
+    """Parses the arguments after `install`. Relative file names refer to `folder`."""
     reading = _Reading()
     reading.take(arguments, folder)
     if not reading.requirements and not reading.files:
@@ -181,7 +205,7 @@ def read_install(arguments: Sequence[str], folder: str) -> Install:
 
 
 class _Reading:
-    """Gathers what an installation consists of."""
+    """Collects the parts of an installation."""
 
     _WITH_VALUE = _FILE | GENERAL_WITH_VALUE | _HARMLESS_INSTALL_WITH_VALUE
 
@@ -219,7 +243,7 @@ class _Reading:
             raise Refused(f"{name}: a requirements file must be in the session; download it first")
         path = os.path.realpath(os.path.join(folder, os.path.expanduser(name)))
         if path in self.files:
-            return  # Files may name each other.
+            return  # Files may include each other.
         self.files.add(path)
         if len(self.files) > _MOST_FILES:
             raise Refused(f"there are more than {_MOST_FILES} requirements files")
@@ -227,9 +251,11 @@ class _Reading:
             self._take_line(line, os.path.dirname(path))
 
     def _take_line(self, line: str, folder: str) -> None:
-        """Takes a requirement, or options; a requirement with options of its own is refused."""
+        """Parses a requirement, or options; a requirement with options of its own is refused."""
         words = line.split(" ")
-        first_option = next((at for at, word in enumerate(words) if word.startswith("-")), len(words))
+        first_option = next(
+            (at for at, word in enumerate(words) if word.startswith("-")), len(words)
+        )
         requirement, options = " ".join(words[:first_option]), " ".join(words[first_option:])
         try:
             if requirement and options:
@@ -244,7 +270,7 @@ class _Reading:
 
 
 def _is_local(text: str) -> bool:
-    """Tells whether a requirement names a file or a folder."""
+    """Reports whether a requirement names a file or a folder."""
     if _file_scheme.search(text):
         return True
     if "://" in text:
@@ -265,7 +291,9 @@ def _read(path: str, name: str) -> str:
 
 
 def _lines(text: str) -> Iterator[str]:
-    """Returns the lines of a requirements file as pip sees them: joined, without comments, with variables put in."""
+    """Yields the lines of a requirements file as pip sees them: joined, without comments, with
+    variables substituted.
+    """
     joined = ""
     for line in [*text.splitlines(), ""]:
         if line.endswith("\\") and not _comment.match(line):

@@ -1,11 +1,13 @@
-"""Pip programs: what happens when a cell starts pip as a program. There is none in a sandbox; the host installs.
+"""Pip programs: handles cells that start pip as a program. There is no pip in a sandbox; the host
+installs.
 
-    a shell      gets functions named pip, uv and python, which bring pip's arguments to a counter; the runner serves the counter while
-                 the shell runs. So pipes, redirections, conditions and loops are the shell's own business, as always
-    subprocess   a list of words, or a shell command of words alone: pip's work is done first, and a process that prints the
-                 result takes its place
+    a shell      gets functions named pip, uv and python, which send pip's arguments to a counter;
+                 the runner serves the counter while the shell runs. So pipes, redirections,
+                 conditions and loops are handled by the shell, as usual
+    subprocess   for a list of words, or a shell command of words alone: pip's work is done first,
+                 and a process that prints the result is started instead
 
-Another Python, and a shell that subprocess starts for more than words, find no pip.
+Other Pythons, and shells that subprocess starts for more than words, find no pip.
 """
 
 from __future__ import annotations
@@ -29,16 +31,17 @@ from . import packages, pip_answers, pip_lines
 # Low numbers belong to the script.
 _LOWEST_DESCRIPTOR = 500
 _LARGEST_MESSAGE = 192 * 1024
-# Whether a shell has ended is looked at so often, in milliseconds, if something it left behind still holds the socket.
+# Interval, in milliseconds, for polling whether a shell has ended, if a process that it left behind
+# still holds the socket.
 _LOOK_UP = 50
-# The kernel takes no longer argument than 128 KiB.
+# The kernel's limit on one argument is 128 KiB.
 _LARGEST_ARGUMENT = 120_000
 
 _CLIENT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "pip_client.py")
 _STAND_IN = 'printf %s "$1"; printf %s "$2" >&2; exit "$3"'
 
-# Without line breaks: the lines of a script keep their numbers. The client's descriptor 3 says what the shell is to do when it has ended,
-# and 4 is where the function's output goes.
+# Without line breaks, so that the lines of a script keep their numbers. The client writes the
+# commands for the shell to run afterwards to its descriptor 3; 4 is the output of the function.
 _CALL = '_cellblock_pip() {{ {{ eval "$({client} {descriptor} "$@" 3>&1 >&4 4>&-)"; }} 4>&1; }}; '
 _PIP = '{name}() {{ _cellblock_pip pip "$@"; }}; '
 _UV = 'uv() { if [ "${1-}" = pip ]; then _cellblock_pip uv "$@"; else command uv "$@"; fi; }; '
@@ -52,17 +55,22 @@ _bash_name = re.compile(r"[A-Za-z0-9_./+-]+")
 
 
 def may_start_pip(command: str) -> bool:
-    """Tells whether pip can possibly be meant. Everything that is done about it is done for such commands only."""
+    """Reports whether a command may start pip. All special handling applies only to such commands.
+    """
     return "pip" in command
 
 
 class Counter:
-    """Serves the functions of one shell. `functions` is to be put in front of its script, `descriptor` to be inherited by it."""
+    """Serves the functions of one shell. `functions` goes in front of its script, `descriptor` must
+    be inherited by it.
+    """
 
     def __init__(self, is_bash: bool) -> None:
         self._ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            self.descriptor = fcntl.fcntl(theirs.fileno(), fcntl.F_DUPFD_CLOEXEC, _LOWEST_DESCRIPTOR)
+            self.descriptor = fcntl.fcntl(
+                theirs.fileno(), fcntl.F_DUPFD_CLOEXEC, _LOWEST_DESCRIPTOR
+            )
         self._is_handed_over = False
         self._clients: list[socket.socket] = []
         self.functions = _functions(self.descriptor, is_bash)
@@ -82,17 +90,20 @@ class Counter:
                 process.wait()
 
     def _hand_over(self) -> None:
-        """Closes our copy of what the shell has inherited, so that its end can be seen."""
+        """Closes our copy of the inherited descriptor, so that its end can be detected."""
         if not self._is_handed_over:
             self._is_handed_over = True
             os.close(self.descriptor)
 
     def _serve_one(self) -> bool:
-        """Answers one client. Returns False when there can be no more. What is not a client's message is dropped."""
+        """Answers one client. Returns False if there can be no more. Drops messages that are not
+        from a client.
+        """
         message, descriptors, _, _ = socket.recv_fds(self._ours, _LARGEST_MESSAGE, 1)
         if not message:
             return False
-        # When an interrupt ends this, clients wait on and are ended with their shell. They would complain otherwise.
+        # If an interrupt ends this, clients keep waiting and are ended with their shell. Otherwise
+        # they would report an error.
         self._clients += [socket.socket(fileno=number) for number in descriptors]
         with contextlib.suppress(ValueError, TypeError, OSError):
             folder, words = json.loads(message)
@@ -116,7 +127,9 @@ def _reply(words: list[str], folder: str) -> pip_answers.Reply:
 
 
 def _what_then(reply: pip_answers.Reply) -> str:
-    """Returns what the shell does when pip has ended: it finds what was installed, too."""
+    """Returns the commands for the shell to run after pip, so that it also finds what was
+    installed.
+    """
     lists = {"PATH": packages.programs(reply.added), "PYTHONPATH": reply.added}
     exports = (
         f'export {name}={shlex.quote(os.pathsep.join(new))}"${{{name}:+{os.pathsep}${name}}}"; '
@@ -146,7 +159,7 @@ def _functions(descriptor: int, is_bash: bool) -> str:
 
 
 def install_in_subprocess() -> None:
-    """Has `subprocess`, and all that is built on it, do pip's work without pip."""
+    """Makes `subprocess`, and everything built on it, do pip's work without pip."""
     original = subprocess.Popen.__init__
 
     @functools.wraps(original)
@@ -155,7 +168,9 @@ def install_in_subprocess() -> None:
         if arguments is None:
             original(self, args, *more, **options)
             return
-        reply = pip_answers.carry_out(arguments, os.path.abspath(os.fsdecode(options.get("cwd") or ".")))
+        reply = pip_answers.carry_out(
+            arguments, os.path.abspath(os.fsdecode(options.get("cwd") or "."))
+        )
         texts = (_as_argument(reply.out), _as_argument(reply.err), str(reply.code))
         options.update(shell=False, executable=None)
         original(self, ["/bin/sh", "-c", _STAND_IN, "pip", *texts], **options)
@@ -165,11 +180,13 @@ def install_in_subprocess() -> None:
 
 
 def arguments_of_process(args: Any, is_for_shell: bool) -> list[str] | None:
-    """Returns pip's arguments if that is what a process is to be started for."""
+    """Returns pip's arguments if the process would run pip, or None."""
     try:
         if isinstance(args, (str, bytes, os.PathLike)):
             command = os.fsdecode(args)
-            words = pip_lines.simple_words(command) if is_for_shell and may_start_pip(command) else None
+            words = (
+                pip_lines.simple_words(command) if is_for_shell and may_start_pip(command) else None
+            )
         elif isinstance(args, (list, tuple)) and not is_for_shell:
             words = [os.fsdecode(word) for word in args]
         else:

@@ -1,7 +1,8 @@
-"""Plotly figures in words: Plotly draws in a browser, and there is none here.
+"""Text descriptions of Plotly figures: Plotly draws in a browser, and there is none here.
 
-A figure is summed up by its kinds of traces, their names, how many points they have and in which range, and by its
-titles and axes. Its JSON is never shown: most of it is numbers and the default template.
+A figure is summarized by its kinds of traces, their names, their numbers of points and ranges, and
+by its titles and axes. Its JSON is never shown, because most of it is numbers and the default
+template; the host keeps it for a reader who asks for it.
 """
 
 from __future__ import annotations
@@ -13,34 +14,46 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-# More say nothing new, and each costs the reader.
+# More add no information, and each costs the reader.
 _MOST_TRACES = 20
 _MOST_AXES = 8
 _MOST_TEXTS = 5
 _LONGEST_TEXT = 100
-# Values of a list that are looked at. Arrays of numpy are looked at whole.
+# Limit on the values of a list that are read. Numpy arrays are read completely.
 _VALUES_READ = 100_000
 
-# Members of traces that hold data, in the order in which they are told. The first that is there counts the points.
+# Members of traces that hold data, in the order of the report. The first one present determines the
+# number of points.
 _DATA = (
-    "x", "y", "z", "labels", "values", "parents", "locations", "lat", "lon", "r", "theta", "a", "b", "c",
-    "open", "high", "low", "close", "value", "u", "v", "w",
+    "x", "y", "z", "labels", "values", "parents", "locations", "lat", "lon", "r", "theta",
+    "a", "b", "c", "open", "high", "low", "close", "value", "u", "v", "w",
 )  # fmt: skip
 
-_FURTHER = "No picture: Plotly draws in a browser. The figure stays in its variable; write_html writes it to a file."
+# A larger figure is not sent; `write_json` writes it to a file.
+_LARGEST_SOURCE = 4 * 1024 * 1024
+_MIME = "application/vnd.plotly.v1+json"
+
+_FURTHER = (
+    "No picture: Plotly draws in a browser."
+    " The figure stays in its variable; write_html and write_json write it to a file."
+)
 
 
 def bundles(figure: Any) -> Iterator[dict[str, Any]]:
-    """Returns what is displayed of a figure, or of a dictionary that describes one."""
-    yield {"text/plain": f"{summary(figure)}\n{_FURTHER}"}
-
-
-def summary(figure: Any) -> str:
-    """Describes a figure."""
+    """Yields the display bundle of a figure, or of a dictionary that describes one."""
     if isinstance(figure, dict):
         from plotly.graph_objects import Figure
 
         figure = Figure(figure)
+    bundle = {"text/plain": f"{summary(figure)}\n{_FURTHER}"}
+    source = figure.to_json()
+    if len(source) <= _LARGEST_SOURCE:
+        bundle[_MIME] = source
+    yield bundle
+
+
+def summary(figure: Any) -> str:
+    """Describes a figure."""
     layout = figure.layout
     title = _title(layout)
     traces = list(figure.data)
@@ -92,7 +105,7 @@ def _size(values: Any) -> str:
 
 
 def _values(values: Any) -> str:
-    """Says between which values all are, or which ones there are."""
+    """Returns the range of the values, or the distinct values."""
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(values, numpy.ndarray):
         if values.dtype.kind in "iuf":
@@ -102,7 +115,11 @@ def _values(values: Any) -> str:
             times = values[~numpy.isnat(values)].astype("datetime64[s]")
             return _between(times.min(), times.max()) if times.size else ""
         values = values.ravel().tolist()
-    flat = [value for value in itertools.islice(_flat(values), _VALUES_READ) if value is not None and value == value]
+    flat = [
+        value
+        for value in itertools.islice(_flat(values), _VALUES_READ)
+        if value is not None and value == value
+    ]
     for kinds in ((int, float), (datetime.date,)):
         if flat and all(isinstance(value, kinds) and not isinstance(value, bool) for value in flat):
             return _between(min(flat), max(flat))
@@ -134,10 +151,13 @@ def _number(value: Any) -> str:
 
 
 def _axes(layout: Any) -> Iterator[str]:
-    """Describes the axes that say something about themselves."""
+    """Describes the axes that have a title, type or range."""
     plain = layout.to_plotly_json()
     plain.pop("template", None)
-    scenes = [("", plain), *((f" of {name}", plain[name]) for name in sorted(plain) if name.startswith("scene"))]
+    scenes = [
+        ("", plain),
+        *((f" of {name}", plain[name]) for name in sorted(plain) if name.startswith("scene")),
+    ]
     for place, scene in scenes:
         for name in sorted(scene, key=lambda name: (len(name), name)):
             match = re.fullmatch(r"([xyz])axis(\d*)|coloraxis\d*", name)
@@ -150,7 +170,9 @@ def _axes(layout: Any) -> Iterator[str]:
                 told.append(str(axis["type"]))
             if axis.get("range") is not None and len(axis["range"]) == 2:
                 power = "10^" if axis.get("type") == "log" else ""
-                told.append("range " + " to ".join(f"{power}{_number(end)}" for end in axis["range"]))
+                told.append(
+                    "range " + " to ".join(f"{power}{_number(end)}" for end in axis["range"])
+                )
             if told:
                 label = f"{match[1]} axis {match[2]}".rstrip() if match[1] else "colours"
                 yield f"{label}{place}: {', '.join(told)}"
@@ -158,7 +180,11 @@ def _axes(layout: Any) -> Iterator[str]:
 
 def _title(holder: Any) -> str:
     title = holder["title"] if "title" in holder else None
-    text = title if isinstance(title, str) else (title["text"] if title is not None and "text" in title else None)
+    text = (
+        title
+        if isinstance(title, str)
+        else (title["text"] if title is not None and "text" in title else None)
+    )
     return _short(text) if text else ""
 
 

@@ -1,7 +1,7 @@
 """Pools: executors in a copy that has lost their threads or processes.
 
-Nobody would ever do what such an executor is given, and whoever waits for it would wait for ever.
-So pools of threads start new threads, and pools of processes raise at once.
+Work submitted to such an executor would never run, and code that waits for it would wait forever.
+So thread pools start new threads, and process pools raise at once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _HANDLERS = ("_handle_workers", "_handle_tasks", "_handle_results")
 
 
 def start_new_threads() -> None:
-    """Has pools of threads start new ones, for what they were given and will be given."""
+    """Makes thread pools start new threads, for pending and future work."""
     for pool in _instances("concurrent.futures.thread", "ThreadPoolExecutor"):
         with contextlib.suppress(AttributeError):
             pool._threads.clear()
@@ -34,9 +34,9 @@ def start_new_threads() -> None:
 
 
 def break_processes() -> set[int]:
-    """Has pools of processes raise, for what they were given and will be given.
+    """Makes process pools raise, for pending and future work.
 
-    Returns the threads that served them. They must not go on without the processes.
+    Returns the threads that served them. They must not continue without the processes.
     """
     for module in _WITH_PROCESSES:
         for pool in _instances(module, "ProcessPoolExecutor"):
@@ -65,7 +65,7 @@ def _break_executor(pool: Any, module: Any) -> None:
         pool._broken = _WHY
     wakeup = pool._executor_manager_thread_wakeup
     if wakeup is not None:
-        wakeup._closed = True  # Whoever still has it wakes nobody.
+        wakeup._closed = True  # Remaining references to it have no effect.
     pool._executor_manager_thread = pool._executor_manager_thread_wakeup = None
     for item in list(pool._pending_work_items.values()):
         with contextlib.suppress(Exception):  # Cancelled meanwhile.
@@ -74,14 +74,14 @@ def _break_executor(pool: Any, module: Any) -> None:
 
 
 def _serves_processes(thread: threading.Thread) -> bool:
-    if type(thread).__name__ == "_ExecutorManagerThread":  # Of the standard library and of loky.
+    if type(thread).__name__ == "_ExecutorManagerThread":  # In the standard library and loky.
         return True
     target = getattr(getattr(thread, "_target", None), "__name__", "")
     return target in _HANDLERS
 
 
 def _mark_ended(thread: Any) -> None:
-    """Does what Python does after a fork with threads that are not there: nobody waits for them."""
+    """Marks a thread as ended, as Python does after a fork with threads that are missing."""
     with contextlib.suppress(AttributeError):
         if hasattr(thread, "_handle"):  # Python 3.13 and newer
             thread._handle._set_done()

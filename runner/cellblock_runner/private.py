@@ -1,11 +1,11 @@
-"""Private: descriptors that no other process has, and that a copy can therefore make anew.
+"""Private: descriptors that no other process has, and that a copy can therefore recreate.
 
     event counters    with the same count
-    timers            with the time that was left
-    pipes             with what is in them, if both ends are in this process and it has no children
-    pairs of sockets  likewise. The kernel does not tell which two are a pair, so note is taken when
-                      one is made
-    epolls            with what they watch, once everything else is in its place
+    timers            with the remaining time
+    pipes             with their content, if both ends are in this process and it has no children
+    pairs of sockets  likewise. The kernel does not show which two form a pair, so pairs are
+                      recorded when they are created
+    epolls            with the descriptors they watch, after everything else is restored
 
 Threads of libraries wake each other with these.
 """
@@ -24,15 +24,15 @@ import termios
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple, Union
 
-_EPOLL_ADD = 1
-_SEMAPHORE = 1
-_SET_SIZE, _GET_SIZE = 1031, 1032
-# What is in a pipe is looked at without taking it out, up to so many bytes.
+EPOLL_CTL_ADD = 1
+EFD_SEMAPHORE = 1
+F_SETPIPE_SZ, F_GETPIPE_SZ = 1031, 1032
+# Limit on the content of a pipe, in bytes, which is inspected without consuming it.
 _LARGEST_CONTENT = 1024 * 1024
-_NO_WAITING = 2
-# What waits in one socket, at most. More is not made anew.
+SPLICE_F_NONBLOCK = 2
+# Limit on the unread data of one socket. A socket with more is not recreated.
 _LARGEST_WAITING = 1024 * 1024
-_SO_PEEK_OFF = 42
+SO_PEEK_OFF = 42
 _MOST_PAIRS = 4096
 _SECOND = 1_000_000_000
 
@@ -49,7 +49,7 @@ class Counter(NamedTuple):
 
 
 class Pipe(NamedTuple):
-    """A pipe: what is in it, how much it holds, and the descriptors that lead to it, with flags."""
+    """A pipe: its content, its capacity, and the descriptors that refer to it, with flags."""
 
     content: bytes
     size: int
@@ -57,30 +57,30 @@ class Pipe(NamedTuple):
 
 
 class Poll(NamedTuple):
-    """An epoll: numbers that it watches, with events and data."""
+    """An epoll: the descriptors that it watches, with events and data."""
 
     watched: tuple[tuple[int, int, int], ...]
     flags: int
 
 
 class Side(NamedTuple):
-    """One of two sockets: descriptors that lead to it, with flags, and what waits to be read."""
+    """One of two sockets: the descriptors that refer to it, with flags, and its unread data."""
 
     ends: tuple[tuple[int, int], ...]
     waiting: tuple[bytes, ...]
-    # Nothing more will come: the other side has said so.
+    # The other side has shut down writing.
     is_over: bool
 
 
 class Pair(NamedTuple):
-    """Two sockets that are connected with each other."""
+    """Two sockets that are connected to each other."""
 
     kind: int
     sides: tuple[Side, Side]
 
 
 class Timer(NamedTuple):
-    """A timer: its clock, and nanoseconds that are left and from one time to the next."""
+    """A timer: its clock, and the remaining time and the interval in nanoseconds."""
 
     clock: int
     left: int
@@ -90,12 +90,12 @@ class Timer(NamedTuple):
 
 Private = Union[Counter, Pipe, Poll, Pair, Timer]
 
-# For each socket of a pair that this process has made, the other one.
+# For each socket of a pair that this process has created, the inode of the other one.
 _noted: dict[int, int] = {}
 
 
 def note_pairs() -> None:
-    """Takes note of pairs of sockets from now on. For once only."""
+    """Records pairs of sockets from now on. To be called only once."""
     original = socket.socketpair
 
     @functools.wraps(original)
@@ -110,7 +110,7 @@ def note_pairs() -> None:
 
 
 def look(number: int, name: str) -> Private | None:
-    """Describes an event counter, a timer or an epoll; None for anything else."""
+    """Describes an event counter, a timer or an epoll. Returns None for anything else."""
     if name not in ("eventfd", "eventpoll", "timerfd"):
         return None
     facts: dict[str, str] = {}
@@ -129,7 +129,7 @@ def look(number: int, name: str) -> Private | None:
     try:
         if name == "timerfd":
             left, interval = (_nanoseconds(facts[key]) for key in ("it_value", "it_interval"))
-            # One that has rung and was not asked yet rings again at once.
+            # A timer that has expired and was not read yet expires again at once.
             return Timer(int(facts["clockid"]), 1 if int(facts["ticks"]) else left, interval, flags)
         is_semaphore = facts.get("eventfd-semaphore", "0") != "0"
         count = int(facts["eventfd-count"], 16)
@@ -139,7 +139,7 @@ def look(number: int, name: str) -> Private | None:
 
 
 def look_at_pairs(pairs: Iterable[tuple[int, int]]) -> dict[int, Private]:
-    """Describes pairs that somebody knows by the numbers of their sockets."""
+    """Describes pairs that are known by the numbers of their sockets."""
     found: dict[int, Private] = {}
     for numbers in pairs:
         found.update(_look_at_pair([[number] for number in numbers]))
@@ -149,7 +149,7 @@ def look_at_pairs(pairs: Iterable[tuple[int, int]]) -> dict[int, Private]:
 def look_at_noted(sockets: Iterable[tuple[int, int]]) -> dict[int, Private]:
     """Describes the pairs of which both sockets are among these, given by number and inode.
 
-    For a process without children.
+    Only for a process without children.
     """
     numbers: dict[int, list[int]] = {}
     for number, inode in sockets:
@@ -195,15 +195,15 @@ def look_at_pipes(ends: Iterable[tuple[int, tuple[int, int]]]) -> dict[int, Priv
         content = _content(reading[0])
         if content is None:
             continue
-        pipe = Pipe(content, fcntl.fcntl(reading[0], _GET_SIZE), tuple(members))
+        pipe = Pipe(content, fcntl.fcntl(reading[0], F_GETPIPE_SZ), tuple(members))
         found.update((number, pipe) for number, _ in members)
     return found
 
 
 class Maker:
-    """Makes descriptors anew, with everything that belongs together.
+    """Recreates descriptors, together with all descriptors that belong to the same object.
 
-    All numbers from `free` on are in nobody's place.
+    No number from `free` on is in use.
     """
 
     def __init__(self, free: int) -> None:
@@ -212,7 +212,7 @@ class Maker:
         self._made: set[int] = set()
 
     def make(self, number: int, what: Private) -> None:
-        """Puts it in its place. Raises OSError when it cannot be made."""
+        """Recreates it under its number. Raises OSError if that fails."""
         if number in self._made:
             return
         if isinstance(what, Counter):
@@ -231,7 +231,7 @@ class Maker:
     def _make_counter(self, number: int, counter: Counter) -> None:
         first = self._counters.get(counter.identity)
         if first is None:
-            flags = counter.flags & os.O_NONBLOCK | (_SEMAPHORE if counter.is_semaphore else 0)
+            flags = counter.flags & os.O_NONBLOCK | (EFD_SEMAPHORE if counter.is_semaphore else 0)
             made = _checked(_library.eventfd(0, flags))
             if counter.count:
                 os.write(made, struct.pack("=Q", counter.count))
@@ -242,10 +242,10 @@ class Maker:
 
     def _make_pipe(self, pipe: Pipe) -> None:
         with self._high(os.pipe()) as (reading, writing):
-            if fcntl.fcntl(writing, _GET_SIZE) != pipe.size:
+            if fcntl.fcntl(writing, F_GETPIPE_SZ) != pipe.size:
                 with contextlib.suppress(OSError):  # A user who has many pipes gets smaller ones.
-                    fcntl.fcntl(writing, _SET_SIZE, pipe.size)
-            if len(pipe.content) > fcntl.fcntl(writing, _GET_SIZE):
+                    fcntl.fcntl(writing, F_SETPIPE_SZ, pipe.size)
+            if len(pipe.content) > fcntl.fcntl(writing, F_GETPIPE_SZ):
                 raise OSError("it does not hold what was in it")
             if pipe.content:
                 os.write(writing, pipe.content)
@@ -273,7 +273,7 @@ class Maker:
 
     @contextlib.contextmanager
     def _high(self, pair: tuple[int, int]) -> Iterator[tuple[int, int]]:
-        """Gives two descriptors numbers that are free, and closes them in the end."""
+        """Moves two descriptors to free numbers for the block, and closes them at the end."""
         raised: list[int] = []
         try:
             for number in pair:
@@ -289,12 +289,12 @@ class Maker:
 
 
 def _waiting(view: socket.socket) -> tuple[bytes, ...] | None:
-    """Returns what waits to be read from a socket, and stays there; None when it is too much."""
+    """Returns the unread data of a socket without consuming it. Returns None if it is too much."""
     messages: list[bytes] = []
     room = _LARGEST_WAITING
     try:
-        # Each look begins where the last one ended.
-        view.setsockopt(socket.SOL_SOCKET, _SO_PEEK_OFF, 0)
+        # Each peek begins where the last one ended.
+        view.setsockopt(socket.SOL_SOCKET, SO_PEEK_OFF, 0)
     except OSError:
         return None
     try:
@@ -308,7 +308,7 @@ def _waiting(view: socket.socket) -> tuple[bytes, ...] | None:
     except OSError:
         return tuple(messages)
     finally:
-        view.setsockopt(socket.SOL_SOCKET, _SO_PEEK_OFF, -1)
+        view.setsockopt(socket.SOL_SOCKET, SO_PEEK_OFF, -1)
 
 
 def _is_over(number: int) -> bool:
@@ -318,7 +318,7 @@ def _is_over(number: int) -> bool:
 
 
 def _nanoseconds(text: str) -> int:
-    """Reads `(1, 500000000)`: seconds and nanoseconds."""
+    """Parses `(1, 500000000)`: seconds and nanoseconds."""
     seconds, _, rest = text.strip("()").partition(",")
     return int(seconds) * _SECOND + int(rest)
 
@@ -345,8 +345,8 @@ class _Event(ctypes.Structure):
 def _make_poll(number: int, poll: Poll) -> None:
     made = _checked(_library.epoll_create1(0))
     for watched, events, data in poll.watched:
-        # One that could not be brought back is not watched: it never has anything to tell.
-        _library.epoll_ctl(made, _EPOLL_ADD, watched, ctypes.byref(_Event(events, data)))
+        # A descriptor that could not be restored is not watched: it never has events.
+        _library.epoll_ctl(made, EPOLL_CTL_ADD, watched, ctypes.byref(_Event(events, data)))
     _move(made, number, poll.flags)
 
 
@@ -367,7 +367,7 @@ def _checked(result: int) -> int:
 
 
 def _content(reading: int) -> bytes | None:
-    """Returns what is in a pipe, which stays there; None when it cannot be looked at."""
+    """Returns the content of a pipe without consuming it. Returns None if that is impossible."""
     waiting = int(struct.unpack("i", fcntl.ioctl(reading, termios.FIONREAD, bytes(4)))[0])
     if not waiting:
         return b""
@@ -375,8 +375,8 @@ def _content(reading: int) -> bytes | None:
         return None
     out, into = os.pipe()
     try:
-        fcntl.fcntl(into, _SET_SIZE, max(waiting, 65536))
-        copied = _library.tee(reading, into, ctypes.c_size_t(waiting), _NO_WAITING)
+        fcntl.fcntl(into, F_SETPIPE_SZ, max(waiting, 65536))
+        copied = _library.tee(reading, into, ctypes.c_size_t(waiting), SPLICE_F_NONBLOCK)
         if copied != waiting:
             return None
         parts = []

@@ -1,12 +1,14 @@
 """Processes: `!cmd`, `x = !cmd` and `%%script` without a terminal and without threads.
 
-IPython runs shell commands under a pseudo-terminal and scripts on an event loop in a thread of its own. A sandbox has
-no terminals, and a thread would spoil every later fork. Here a child simply inherits descriptors 1 and 2, or gets a
-pipe when somebody wants its output. An interrupt ends the child with all of its process group, and goes on.
+IPython runs shell commands under a pseudo-terminal and scripts on an event loop in a separate
+thread. A sandbox has no terminals, and a thread would spoil every later fork. Here a child simply
+inherits descriptors 1 and 2, or gets a pipe if its output is captured. An interrupt ends the child
+with its whole process group, and is then raised.
 
-Where a command may mean pip, its shell gets functions that lead to `pip_answers` (see `pip_programs`).
+If a command may start pip, its shell gets functions that lead to `pip_answers` (see
+`pip_programs`).
 
-Where programs need an approval the host runs all of this (see `commands`).
+Where programs need an approval, the host runs all of this (see `commands`).
 """
 
 from __future__ import annotations
@@ -32,14 +34,16 @@ from .interrupts import Gate
 from .lanes import OutStream
 from .pip_programs import Counter
 
-# How long an interrupted command may take to end by itself.
+# Grace period for an interrupted command to exit by itself.
 _GRACE = 0.3
-# In these, pip can be a function.
+# Shells in which pip can be defined as a function.
 _SHELLS = ("bash", "sh", "dash")
 
 
 def run_command(command: str, gate: Gate) -> int:
-    """Runs a shell command whose output belongs to the cell. Returns its exit code, negative for a signal."""
+    """Runs a shell command whose output belongs to the cell. Returns its exit code, negative for a
+    signal.
+    """
     if commands.must_be_asked_for():
         return _ask_for(command)
     if _prints_to_lanes():
@@ -50,7 +54,7 @@ def run_command(command: str, gate: Gate) -> int:
 
 
 def read_command(command: str, gate: Gate) -> tuple[str, int]:
-    """Runs a shell command and returns what it printed, errors included, with its exit code."""
+    """Runs a shell command. Returns its output, including errors, and its exit code."""
     if commands.must_be_asked_for():
         reply = _pip_reply(command)
         if reply is not None:
@@ -62,16 +66,27 @@ def read_command(command: str, gate: Gate) -> tuple[str, int]:
 
 
 def install_script_magic() -> None:
-    """Replaces the implementation of `%%script`, and so of `%%bash`, `%%sh`, `%%python` and the others."""
+    """Replaces the implementation of `%%script`, and so of `%%bash`, `%%sh`, `%%python` and the
+    others.
+    """
     original = ScriptMagics.shebang
-    for attribute in ("parser", "argcmd_name", "has_arguments", "decorators", "__doc__", "__name__"):
+    for attribute in (
+        "parser",
+        "argcmd_name",
+        "has_arguments",
+        "decorators",
+        "__doc__",
+        "__name__",
+    ):
         if hasattr(original, attribute):
             setattr(_run_script, attribute, getattr(original, attribute))
     ScriptMagics.shebang = _run_script
 
 
 def install_pip(gate: Callable[[], Gate]) -> None:
-    """Has `%pip`, `%uv`, `os.system` and `subprocess` do pip's work without pip. `gate` finds the gate of the running cell."""
+    """Makes `%pip`, `%uv`, `os.system` and `subprocess` do pip's work without pip. `gate` returns
+    the gate of the running cell.
+    """
     pip_programs.install_in_subprocess()
     for name in ("pip", "uv"):
         original = getattr(PackagingMagics, name, None)
@@ -81,7 +96,9 @@ def install_pip(gate: Callable[[], Gate]) -> None:
 
     @functools.wraps(system)
     def run(command: Any) -> int:
-        is_ours = isinstance(command, str) and (commands.must_be_asked_for() or pip_programs.may_start_pip(command))
+        is_ours = isinstance(command, str) and (
+            commands.must_be_asked_for() or pip_programs.may_start_pip(command)
+        )
         if not is_ours:
             return system(command)
         code = run_command(command, gate())
@@ -91,12 +108,12 @@ def install_pip(gate: Callable[[], Gate]) -> None:
 
 
 def _magic(name: str, original: Any) -> Any:
-    """Makes `%pip` or `%uv`. Like the shell command, but that it never raises."""
+    """Creates `%pip` or `%uv`. Like the shell command, except that it never raises."""
 
     @functools.wraps(original)
     def run(self: Any, line: str) -> None:
         if commands.must_be_asked_for():
-            # No shell is needed to understand the line.
+            # No shell is needed to parse the line.
             line = shlex.join(arg_split(line, posix=True))
         self.shell.user_ns["_exit_code"] = run_command(f"{name} {line}", self.shell.gate)
 
@@ -104,7 +121,9 @@ def _magic(name: str, original: Any) -> Any:
 
 
 def _run_script(self: Any, line: str, cell: str) -> None:
-    options, command = _run_script.parser.parse_known_args(arg_split(line, posix=True))  # type: ignore[attr-defined]
+    options, command = _run_script.parser.parse_known_args(  # type: ignore[attr-defined]
+        arg_split(line, posix=True)
+    )
     if not cell.endswith("\n"):
         cell += "\n"
     is_captured = not _prints_to_lanes()
@@ -134,7 +153,9 @@ def _run_script(self: Any, line: str, cell: str) -> None:
     _end_script(self, options, cell, process.returncode, outputs)
 
 
-def _end_script(magics: Any, options: Any, cell: str, code: int, outputs: tuple[bytes, bytes]) -> None:
+def _end_script(
+    magics: Any, options: Any, cell: str, code: int, outputs: tuple[bytes, bytes]
+) -> None:
     for name, data, stream in zip((options.out, options.err), outputs, (sys.stdout, sys.stderr)):
         text = data.decode("utf-8", "replace")
         if name:
@@ -146,7 +167,9 @@ def _end_script(magics: Any, options: Any, cell: str, code: int, outputs: tuple[
 
 
 def _ask_for(command: str) -> int:
-    """Has the host run a command whose output belongs to the cell, unless it is pip's. Returns its exit code."""
+    """Makes the host run a command whose output belongs to the cell, unless it is a pip command.
+    Returns its exit code.
+    """
     reply = _pip_reply(command)
     if reply is not None:
         sys.stdout.write(reply.out)
@@ -160,11 +183,15 @@ def _ask_for(command: str) -> int:
 
 
 def _ask_for_script(magics: Any, command: list[str], options: Any, cell: str) -> None:
-    """Does the work of `%%script` with the host's help."""
+    """Implements `%%script` through the host."""
     if options.bg:
-        raise commands.CommandRefused("programs need an approval on this server, and none can be asked for with --bg")
+        raise commands.CommandRefused(
+            "programs need an approval on this server, and none can be asked for with --bg"
+        )
     is_captured = not _prints_to_lanes()
-    reply = _pip_reply(cell.strip()) if command and os.path.basename(command[0]) in _SHELLS else None
+    reply = (
+        _pip_reply(cell.strip()) if command and os.path.basename(command[0]) in _SHELLS else None
+    )
     try:
         if reply is None:
             stdout = subprocess.PIPE if options.out or is_captured else None
@@ -179,7 +206,7 @@ def _ask_for_script(magics: Any, command: list[str], options: Any, cell: str) ->
 
 
 def _pip_reply(command: str) -> pip_answers.Reply | None:
-    """Does pip's work, if that is all that a command is for. No program is needed for it."""
+    """Does pip's work if the command does nothing else. No program is needed for it."""
     words = pip_lines.simple_words(command) if pip_programs.may_start_pip(command) else None
     arguments = None if words is None else pip_lines.arguments_of(words)
     return None if arguments is None else pip_answers.carry_out(arguments, os.getcwd())
@@ -194,28 +221,38 @@ def _run_in_background(magics: Any, command: list[str], options: Any, script: IO
         start_new_session=True,
     )
     magics.bg_processes.append(process)
-    for name, value in ((options.out, process.stdout), (options.err, process.stderr), (options.proc, process)):
+    for name, value in (
+        (options.out, process.stdout),
+        (options.err, process.stderr),
+        (options.proc, process),
+    ):
         if name:
             magics.shell.user_ns[name] = value
 
 
 def _prints_to_lanes() -> bool:
-    """Tells whether what a child writes to 1 and 2 appears where Python's own output appears (no `%%capture`)."""
+    """Reports whether the output of a child on 1 and 2 appears where Python's own output appears
+    (no `%%capture`).
+    """
     return isinstance(sys.stdout, OutStream) and isinstance(sys.stderr, OutStream)
 
 
 def _run_shell(command: str, gate: Gate, **streams: Any) -> tuple[int, str]:
-    """Runs a command in the shell. Returns its exit code and what came out of its pipe, if it has one."""
+    """Runs a command in the shell. Returns its exit code and the output from its pipe, if it has
+    one.
+    """
     shell = shutil.which("bash") or "/bin/sh"
     with _counter(command, os.path.basename(shell)) as counter:
         functions = counter.functions if counter else ""
-        process, output = _run([shell, "-c", functions + command], gate, counter, stdin=subprocess.DEVNULL, **streams)
+        process, output = _run(
+            [shell, "-c", functions + command], gate, counter, stdin=subprocess.DEVNULL, **streams
+        )
     return process.returncode, output[0].decode("utf-8", "replace")
 
 
 @contextlib.contextmanager
 def _counter(command: str, shell: str) -> Iterator[Counter | None]:
-    """Opens a counter for a shell whose command may start pip, for as long as the block lasts."""
+    """Opens a counter for a shell whose command may start pip, for the duration of the block."""
     if not pip_programs.may_start_pip(command):
         yield None
         return
@@ -229,9 +266,9 @@ def _counter(command: str, shell: str) -> Iterator[Counter | None]:
 def _run(
     command: list[str], gate: Gate, counter: Counter | None, **streams: Any
 ) -> tuple[subprocess.Popen[bytes], tuple[bytes, bytes]]:
-    """Runs a program to its end. Returns it with what came out of its pipes, if it has any.
+    """Runs a program to its end. Returns it with the output from its pipes, if it has any.
 
-    Interrupts wait while it starts: one in the middle would leave a process that nobody knows.
+    Interrupts are held back while it starts: one in the middle would leave an untracked process.
     """
     if counter is not None:
         return _run_with_counter(command, gate, counter, **streams)
@@ -249,7 +286,9 @@ def _run(
 def _run_with_counter(
     command: list[str], gate: Gate, counter: Counter, **streams: Any
 ) -> tuple[subprocess.Popen[bytes], tuple[bytes, bytes]]:
-    """Does the same beside a counter. Files take the place of pipes: nobody could empty a pipe while the host is asked."""
+    """Like `_run`, beside a counter. Uses files instead of pipes: a pipe could not be drained while
+    the host handles a call.
+    """
     files = {name: _readable(b"") for name, stream in streams.items() if stream == subprocess.PIPE}
     with gate.held():
         process = subprocess.Popen(
@@ -273,7 +312,7 @@ def _content(file: IO[bytes] | None) -> bytes:
 
 
 def _readable(data: bytes) -> IO[bytes]:
-    """Returns an open file with this content. Unlike a pipe it needs nobody to feed it."""
+    """Returns an open file with this content. Unlike a pipe, it needs no writer."""
     try:
         file: IO[bytes] = open(os.memfd_create("script"), "w+b")
     except OSError:
@@ -284,7 +323,7 @@ def _readable(data: bytes) -> IO[bytes]:
 
 
 def _end_group(process: subprocess.Popen[bytes]) -> None:
-    """Ends the child and its descendants, politely first."""
+    """Ends the child and its descendants: SIGINT first, then SIGKILL."""
     try:
         os.killpg(process.pid, signal.SIGINT)
         with contextlib.suppress(subprocess.TimeoutExpired):

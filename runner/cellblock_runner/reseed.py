@@ -1,11 +1,13 @@
 """Reseed: fresh randomness after a fork.
 
-Two processes forked from one warm process begin with the same memory, and so with the same "random" numbers. What draws
-from the kernel each time (secrets, uuid4, numpy's default_rng when it makes a generator) is safe; what keeps a state for the whole
-process is renewed here. A generator that the user keeps in a variable or has seeded (`seeds`) is the user's, and goes on where it
-was. OpenSSL is the dangerous one: it notices a fork by the process number only, and numbers repeat in different process namespaces.
+Two processes forked from one warm process begin with the same memory, and so with the same "random"
+numbers. Sources that draw from the kernel each time (secrets, uuid4, numpy's default_rng when it
+creates a generator) are safe; sources that keep a state for the whole process are reseeded here. A
+generator that the user keeps in a variable or has seeded (`seeds`) belongs to the user, and
+continues where it was. OpenSSL is the dangerous one: it detects a fork only by the process id, and
+ids repeat in different process namespaces.
 
-Nothing is imported here: what the process has not loaded has no state yet.
+Nothing is imported here: a module that is not loaded has no state yet.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ from .seeds import is_seeded, share
 
 
 def reseed() -> None:
-    """Renews every source of randomness this process has loaded. To be called in the child after every fork."""
+    """Reseeds every source of randomness that this process has loaded. Must be called in the child
+    after every fork.
+    """
     share(None)
     random = sys.modules.get("random")
     if random is not None and not is_seeded("random"):
@@ -25,7 +29,8 @@ def reseed() -> None:
 
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is not None and not is_seeded("numpy.random"):
-        # With one number of our own: for several, or to find some by itself, numpy touches four times as much shared memory.
+        # With a single number of our own: for several, or for seeding itself, numpy touches four
+        # times as much shared memory.
         numpy_random.mtrand._rand.seed(int.from_bytes(os.urandom(4), "little"))
 
     ssl = sys.modules.get("ssl") or sys.modules.get("_ssl")

@@ -1,11 +1,11 @@
-"""Seeds: which of the generators that a whole process shares have been seeded by its code.
+"""Seeds: tracks which process-wide random generators have been seeded by user code.
 
-Whoever seeds one wants the numbers that follow. So it keeps its state in copies, while one that
-nobody has seeded is renewed (`reseed`). The functions that seed are replaced by functions that take
-note, when their module is imported.
+Code that seeds a generator expects the numbers that follow. So a seeded generator keeps its state
+in copies, while an unseeded one is reseeded (`reseed`). The seeding functions are replaced by
+functions that record the call, when their module is imported.
 
-Variants that are compared with each other draw the same numbers: each gets the same seed for the
-generators that nobody has seeded (`share`). They still count as unseeded.
+Variants that are compared with each other draw the same numbers: each gets the same seed for its
+unseeded generators (`share`). They still count as unseeded.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from typing import Any
 
 from .imported import when_imported
 
-# For each module: where its generator is seeded, by a function that is given a seed or a state.
+# For each module, the functions that seed its generator with a seed or a state.
 _SEEDING = {
     "random": ("seed", "setstate"),
     "numpy.random": ("seed", "set_state"),
     "torch.random": ("manual_seed", "set_rng_state"),
 }
-# What brings these modules in, and hands their functions on.
+# Packages that import these modules and re-export their functions.
 _HANDED_ON = {"torch": "torch.random"}
 
 _seeded: set[str] = set()
-# What unseeded generators are given in this session, also those of modules that are imported later.
+# The seed of unseeded generators in this session, including those of modules imported later.
 _shared: int | None = None
 
 
 def watch() -> None:
-    """Takes note of seeds from now on, also in modules that are imported later. For once only."""
+    """Records seeding from now on, also in modules that are imported later. Call it only once."""
     for name in _SEEDING:
         when_imported(name, functools.partial(_begin, name=name))
     for name, seeding in _HANDED_ON.items():
@@ -50,7 +50,7 @@ def seeded() -> list[str]:
 
 
 def share(seed: int | None) -> None:
-    """Gives this seed to all generators that nobody has seeded. Equal seeds draw alike."""
+    """Gives this seed to all unseeded generators. Equal seeds draw equal numbers."""
     global _shared
     _shared = seed
     for name in _SEEDING:
@@ -58,18 +58,18 @@ def share(seed: int | None) -> None:
 
 
 def state() -> Any:
-    """Returns the state of the generator that renews itself in every fork, if it was seeded."""
+    """Returns the state of the generator that reseeds itself in every fork, if it was seeded."""
     return sys.modules["random"].getstate() if is_seeded("random") else None
 
 
 def bring_back(state: Any) -> None:
-    """In a copy: gives that generator the state that it had."""
+    """In a copy: restores the state of that generator."""
     if state is not None:
         sys.modules["random"]._inst.setstate(state)
 
 
 def forget() -> None:
-    """Takes all generators for unseeded."""
+    """Marks all generators as unseeded."""
     _seeded.clear()
     share(None)
 
@@ -78,7 +78,7 @@ def _give_shared(name: str) -> None:
     module = sys.modules.get(name)
     if _shared is None or module is None or is_seeded(name):
         return
-    # Below the functions that take note.
+    # Bypasses the functions that record seeding.
     if name == "random":
         module._inst.seed(_shared)
     elif name == "numpy.random":
@@ -89,7 +89,7 @@ def _give_shared(name: str) -> None:
 
 def _begin(module: ModuleType, name: str) -> None:
     _replace(module, name)
-    if module.__name__ != "torch.random":  # It cannot be used before the whole of torch is there.
+    if module.__name__ != "torch.random":  # It cannot be used before all of torch is imported.
         _give_shared(name)
 
 

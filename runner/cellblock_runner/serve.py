@@ -1,10 +1,12 @@
-"""Serve: one session, from its first frame to its last.
+"""Serves one session, from its first frame to its last.
 
-    prepare()   in the warm process: the shell, the popular modules, no thread left over
+    prepare()   in the warm process: creates the shell, imports popular modules, leaves no thread
     prime()     runs the machinery once, so that its pages and caches are warm; leaves no trace
-    serve()     in the session's own process: says hello, then answers requests one at a time until the host hangs up
+    serve()     in the session's own process: sends hello, then answers requests one at a time until
+                the host closes the channel
 
-A request is always answered. A cell's end, above all, is reported whatever the cell did to its objects.
+Every request is answered. In particular, the end of a cell is reported regardless of what the cell
+did to its objects.
 """
 
 from __future__ import annotations
@@ -58,46 +60,51 @@ from .shell import NoInput, Shell, create_shell
 
 _NO_VARIABLES: dict[str, Any] = {"created": [], "changed": [], "deleted": [], "omitted": 0}
 
-# What the host sends through the gate of a copy.
+# Gate bytes that the host sends to a copy.
 _FORK = b"f"
 _UNDO = b"u"
-# So many bytes of the work folder are kept for undo unless the host says otherwise.
+# Default limit, in bytes, on the working folder's files that are kept for undo.
 _UNDO_FILES = 64 * 1024 * 1024
 
-# What every session does first: nothing, text, a value, text on the other stream.
+# The first things that every session does: nothing, text, a value, text on the other stream.
 _PRIMING_CELLS = ("pass", "print('')\n1", "import sys\nprint('', file=sys.stderr)")
-# What a session does that waits to be used. A value as well would make half a megabyte more of each of them private, for 0.6 ms.
+# Run in a session that waits in the pool. A value as well would make half a megabyte more of each
+# of them private, to save 0.6 ms.
 _WAITING_CELLS = ("print('')",)
-# What loads more code, for the warm process only: in a session it would make many shared pages private.
+# Cells that load more code. Only for the warm process: in a session they would make many shared
+# pages private.
 _LOADING_CELLS = ("await __import__('asyncio').sleep(0)", "1/0", "if")
 
 
-# Python rewrites the code of a function while it is new. After so many rounds it has settled, and forks share it.
+# Python specializes the code of a new function while it runs. After this many rounds the code is
+# stable, and forks share it.
 _REHEARSALS = 20
-# So many bytes of each size are enough for the gaps that imports leave.
+# This many bytes of each size fill the gaps that imports leave.
 _FILLING = 250_000
 # Keeps the gaps in the memory of the warm process filled.
 _fillings: list[list[bytes]] = []
 
-# The true one, whatever a user puts in its place.
+# The original, even if user code replaces it.
 _own_number = os.getpid
 
-# Options of the allocator in pyarrow.
+# Options of pyarrow's allocator.
 _ARROW_ALLOCATOR = "JE_ARROW_MALLOC_CONF"
 
-# Where Python keeps the last error for debuggers.
+# Names under which Python keeps the last error for debuggers.
 _LAST_ERROR = ("last_type", "last_value", "last_traceback", "last_exc")
 
 
 class TooManyThreads(RuntimeError):
-    """The warm process has threads. A fork would lose them, and with them whatever they hold."""
+    """The warm process has threads. A fork would lose them, and everything they hold."""
 
 
 def prepare(preload: list[str], rehearse: bool = True) -> Shell:
-    """Makes the shell and imports the modules named, in a process that will be forked or will serve by itself.
+    """Creates the shell and imports the given modules, in a process that will be forked or will
+    serve by itself.
 
-    Modules that are not installed are skipped. Afterwards the process has exactly one thread. A rehearsal takes longer
-    than the first cell it makes faster, so it is for those who will fork more than once.
+    Modules that are not installed are skipped. Afterwards the process has exactly one thread. A
+    rehearsal takes longer than the first cell it speeds up, so it is for processes that fork more
+    than once.
     """
     watch_processes()
     seeds.watch()
@@ -119,10 +126,13 @@ def prepare(preload: list[str], rehearse: bool = True) -> Shell:
         _rehearse(shell, _PRIMING_CELLS + _LOADING_CELLS)
         for _ in range(_REHEARSALS):
             _rehearse(shell, _PRIMING_CELLS)
-        importlib.import_module("importlib.metadata")  # Newer Pythons import it when a package is added, for 30 ms.
-        for name in ("imports", "state"):  # What profiles ask, before and after a cell of a session that may be a second old.
+        # Newer Pythons import it when a package is added, which takes 30 ms.
+        importlib.import_module("importlib.metadata")
+        # Used by profiles before and after a cell, possibly in a session that is a second old.
+        for name in ("imports", "state"):
             importlib.import_module(f"{__package__}.{name}")
-        reseed()  # The first call makes OpenSSL set itself up, which costs every session less if it happens here.
+        # The first call initializes OpenSSL. Doing it here makes it cheaper for every session.
+        reseed()
         gc.collect()
         _fill_gaps()
     packages.note_preloaded()
@@ -132,7 +142,9 @@ def prepare(preload: list[str], rehearse: bool = True) -> Shell:
 
 
 def prime(shell: Shell) -> None:
-    """Runs a few cells whose output nobody sees. Names, counters and error state are afterwards what they were."""
+    """Runs a few cells and discards their output. Names, counters and error state are unchanged
+    afterwards.
+    """
     _rehearse(shell, _WAITING_CELLS)
 
 
@@ -141,8 +153,8 @@ def serve(
 ) -> NoReturn:
     """Serves one session on `channel` until the host closes it. Ends the process.
 
-    `scratch` are the folders beside the working folder that belong to the session alone. With `empty`, the session goes back to
-    its beginning, when there were no files.
+    `scratch` lists the folders, besides the working folder, that belong to this session alone. With
+    `empty`, the session is reset to its initial state, without files.
     """
     status = 1
     try:
@@ -150,10 +162,10 @@ def serve(
         reseed()
         luggage.note_rights()
         os.chdir(workdir)
-        # '' follows the user's chdir; the folder itself stays importable after it.
+        # '' follows the user's chdir; the working folder stays importable after a chdir.
         sys.path[:] = ["", workdir, *(path for path in sys.path if path not in ("", workdir))]
         sys.argv[:] = [""]
-        shell.user_ns["_dh"][:] = [workdir]  # Where `%cd -` leads.
+        shell.user_ns["_dh"][:] = [workdir]  # The target of `%cd -`.
         _close_stdin()
         gate = Gate()
         gate.install()
@@ -169,14 +181,15 @@ def serve(
         session.abandon_upload()
         status = 0
     except (OSError, BrokenFrame):
-        pass  # The host is gone, or speaks nonsense. There is nobody to tell.
+        pass  # The host is gone or violates the protocol. No peer is left to report to.
     finally:
-        # Without the interpreter's shutdown, which would wait for the user's threads and run the user's handlers.
+        # Skips the interpreter's shutdown, which would wait for the user's threads and run the
+        # user's handlers.
         os._exit(status)
 
 
 class Session:
-    """Answers requests. Knows the state between two cells: names, files, an upload on its way."""
+    """Answers requests. Holds the state between two cells: names, files, a pending upload."""
 
     def __init__(
         self,
@@ -209,10 +222,10 @@ class Session:
         self._folder = files.look(workdir)
 
     def next_request(self) -> tuple[Header, bytes] | None:
-        """Waits for a request; None when the host has closed the channel.
+        """Waits for a request. Returns None when the host has closed the channel.
 
-        Meanwhile the tasks of the shell's event loop go on. Their code is interrupted only when
-        somebody waits for it to end.
+        Meanwhile the tasks of the shell's event loop continue. Their code is interrupted only while
+        a request is waiting for it.
         """
         loop = self._shell.loop
         if loops.goes_on(loop):
@@ -222,7 +235,7 @@ class Session:
         return self._channel.receive()
 
     def answer(self, header: Header, payload: bytes) -> None:
-        """Answers one request completely. Types that a newer host may know are ignored."""
+        """Answers one request completely. Ignores types that only a newer host knows."""
         kind, number = header["type"], header.get("id")
         if kind == "execute":
             self._execute(number, payload.decode("utf-8", "replace"), header.get("seed"))
@@ -237,14 +250,20 @@ class Session:
                 self._take_tools(number, header, payload)
             elif kind == "list_files":
                 entries, omitted = files.listing(self._workdir, header.get("limit", 0))
-                self._channel.send({"type": "file_list", "id": number, "entries": entries, "omitted": omitted})
+                self._channel.send(
+                    {"type": "file_list", "id": number, "entries": entries, "omitted": omitted}
+                )
             elif kind == "read_file" and "offset" in header:
-                self._read_part(number, header.get("path", ""), header["offset"], header.get("length", 0))
+                self._read_part(
+                    number, header.get("path", ""), header["offset"], header.get("length", 0)
+                )
             elif kind == "read_file":
                 self._read_file(number, header.get("path", ""), header.get("limit"))
             elif kind == "write_begin":
                 self.abandon_upload()
-                self._upload = Upload(self._workdir, header.get("path", ""), bool(header.get("overwrite")))
+                self._upload = Upload(
+                    self._workdir, header.get("path", ""), bool(header.get("overwrite"))
+                )
                 self._upload_id = number
             elif kind == "write_data" and self._upload is not None and number == self._upload_id:
                 self._upload.write(payload)
@@ -252,17 +271,23 @@ class Session:
                 upload, self._upload = self._upload, None
                 size, replaced = upload.finish()
                 self._folder = files.look(self._workdir)
-                self._channel.send({"type": "written", "id": number, "size": size, "replaced": replaced})
+                self._channel.send(
+                    {"type": "written", "id": number, "size": size, "replaced": replaced}
+                )
         except FileRefused as refused:
-            # What still comes for this upload finds none, and is dropped.
+            # Later frames of this upload no longer match one, and are dropped.
             self.abandon_upload()
-            self._channel.send({"type": "failed", "id": number, "reason": refused.reason, "message": str(refused)})
+            self._channel.send(
+                {"type": "failed", "id": number, "reason": refused.reason, "message": str(refused)}
+            )
 
     def say_hello(self, more: Header) -> None:
-        """Begins the conversation, with new pipes and a new marker."""
+        """Sends the first hello, with new pipes and a new marker."""
         self._greet(*self._new_pipes(()), more)
 
-    def _new_pipes(self, redirected: Collection[int], with_threads: bool = False) -> tuple[bytes, tuple[int, int]]:
+    def _new_pipes(
+        self, redirected: Collection[int], with_threads: bool = False
+    ) -> tuple[bytes, tuple[int, int]]:
         """Returns the new marker and the read ends of the new pipes."""
         marker = os.urandom(16)
         write_ends, read_ends = make_pipes(redirected)
@@ -282,29 +307,39 @@ class Session:
             os.close(read_end)
 
     def _branch(self, number: Any, header: Header) -> None:
-        """Lets a copy of the session be made. In the original, answers; in a copy, begins a conversation of its own."""
+        """Lets a copy of the session be made. The original sends an answer; the copy starts a
+        connection of its own.
+        """
         collects = gc.isenabled()
         # A collection now would write to memory that original and copy could share.
         gc.disable()
         try:
             flush_c_stdout()
             request = luggage.Request(
-                int(header.get("undo_files", _UNDO_FILES)), bool(header.get("fork")), bool(header.get("work_is_shared"))
+                int(header.get("undo_files", _UNDO_FILES)),
+                bool(header.get("fork")),
+                bool(header.get("work_is_shared")),
             )
-            around = luggage.Surroundings(self._workdir, self._scratch, self._home, self._lanes.descriptors)
+            around = luggage.Surroundings(
+                self._workdir, self._scratch, self._home, self._lanes.descriptors
+            )
             if not request.fork:
                 self._habit.look()
             held = threads.Hold([])
             try:
                 held = threads.hold()
-                packed = luggage.pack(request, around, loops.find(self._shell.loop, self._shell.user_ns), self._kept)
+                packed = luggage.pack(
+                    request, around, loops.find(self._shell.loop, self._shell.user_ns), self._kept
+                )
                 self._kept = packed.kept
                 luggage.leave_behind(packed, held)
                 is_copy = branch.stand_still(held.is_whole)
             except Exception as cause:
                 held.release()
                 message = f"the session could not be copied: {cause}"
-                self._channel.send({"type": "failed", "id": number, "reason": "other", "message": message})
+                self._channel.send(
+                    {"type": "failed", "id": number, "reason": "other", "message": message}
+                )
                 return
             if is_copy:
                 self._begin_anew(packed, around, held)
@@ -314,14 +349,17 @@ class Session:
                 whole = whole and not loops.goes_on(self._shell.loop)
                 self._channel.send({"type": "branched", "id": number, "lost": lost, "whole": whole})
                 if not request.fork:
-                    # Forks are on their way, which need the processor more, and no copy is made before the next cell.
+                    # For a fork this is skipped: forks are about to start and need the processor
+                    # more, and no copy is made before the next cell.
                     self._habit.renew(self._channel.has_more)
         finally:
             if collects:
                 gc.enable()
 
-    def _begin_anew(self, packed: luggage.Luggage, around: luggage.Surroundings, held: threads.Hold) -> None:
-        """In a copy: passes the gate, brings back what can be, and says hello."""
+    def _begin_anew(
+        self, packed: luggage.Luggage, around: luggage.Surroundings, held: threads.Hold
+    ) -> None:
+        """In a copy: waits for the gate byte, restores what can be restored, and sends hello."""
         interrupts.restore_signals(packed.blocked)
         gate = self._channel.receive_gate()
         if gate not in (_FORK, _UNDO):
@@ -339,19 +377,29 @@ class Session:
         redirected = {item.number for item in packed.opened if item.kind == "file"}
         marker, read_ends = self._new_pipes(redirected, held.is_whole)
         descriptors.lead_to_lanes(packed.opened, self._lanes.descriptors)
-        # Only now: they find everything in its place.
+        # Threads resume last, so that they find everything in place.
         missing = held.go_on(arrival.ended)
         if missing:
             arrival.lost.append(descriptors.counted(missing, "thread"))
         luggage.note_rights()
         arrival.lost.extend(luggage.take_rights(packed.rights, packed.given))
-        hello = {"lost": arrival.lost, "files": arrival.files, "why": arrival.why, "mapped": arrival.mapped}
+        hello = {
+            "lost": arrival.lost,
+            "files": arrival.files,
+            "why": arrival.why,
+            "mapped": arrival.mapped,
+        }
         hello["seeded"] = seeds.seeded()
         self._greet(marker, read_ends, hello)
 
     def _take_tools(self, number: Any, header: Header, payload: bytes) -> None:
         if "server" in header:
-            self._delivery.take(str(header["server"]), header.get("modules") or (), payload, bool(header.get("last")))
+            self._delivery.take(
+                str(header["server"]),
+                header.get("modules") or (),
+                payload,
+                bool(header.get("last")),
+            )
             return
         self._delivery.finish(payload, header.get("servers"))
         self._channel.send({"type": "tools_written", "id": number})
@@ -361,7 +409,7 @@ class Session:
             self._upload.abandon()
             self._upload = None
 
-    # The shell's outlet.
+    # Methods of the shell's `Outlet`.
 
     def value(self, bundle: dict[str, Any]) -> None:
         self._show({"type": "value"}, bundle)
@@ -378,7 +426,9 @@ class Session:
             print(bundle.get("text/plain", ""))
         elif self._lanes.accepts_output():
             data, blobs, payload = bundles.pack(displays.with_picture(bundle))
-            self._lanes.send({**header, "id": self._execution, "data": data, "blobs": blobs}, payload)
+            self._lanes.send(
+                {**header, "id": self._execution, "data": data, "blobs": blobs}, payload
+            )
         else:
             text = bundle.get("text/plain", "")
             self._lanes.write_late(f"{text}\n" if isinstance(text, str) else "")
@@ -395,7 +445,8 @@ class Session:
         self.desk.open_cell(number)
         failure = self._shell.run(code, self._gate)
         if _own_number() != self._process:
-            # A child that user code forked ran to the end of the cell. Only its parent answers the host.
+            # A child that user code forked ran to the end of the cell. Only its parent answers the
+            # host.
             sys.stdout.flush()
             os._exit(0 if failure is None else 1)
         self.desk.close_cell()
@@ -419,13 +470,17 @@ class Session:
         try:
             loaded = packages.add(paths)
         except Exception as cause:
-            # Whatever the user has made of sys.path, the request is answered.
+            # The request is answered whatever the user has made of sys.path.
             reason = "missing" if isinstance(cause, packages.NotAFolder) else "other"
             message = f"the packages could not be added: {cause}"
-            self._channel.send({"type": "failed", "id": number, "reason": reason, "message": message})
+            self._channel.send(
+                {"type": "failed", "id": number, "reason": reason, "message": message}
+            )
         else:
             preloaded = packages.preloaded(loaded)
-            self._channel.send({"type": "packages_added", "id": number, "loaded": loaded, "preloaded": preloaded})
+            self._channel.send(
+                {"type": "packages_added", "id": number, "loaded": loaded, "preloaded": preloaded}
+            )
 
     def _variables(self) -> dict[str, Any]:
         before, after = self._names, self._look_at_names()
@@ -441,7 +496,8 @@ class Session:
         try:
             return variables.snapshot(self._shell.user_ns, self._shell.user_ns_hidden)
         except BaseException:
-            # An object raised something outside Exception. What changed is unknown; the cell's end is not.
+            # An object raised something outside Exception. The changes are unknown, but the end of
+            # the cell is still reported.
             return None
 
     def _files(self) -> dict[str, Any] | None:
@@ -461,12 +517,18 @@ class Session:
         for piece in part.pieces():
             self._channel.send({"type": "file_data", "id": number}, piece)
             size += len(piece)
-        end = {"type": "file_end", "id": number, "size": size, "total": part.total, "version": part.version}
+        end = {
+            "type": "file_end",
+            "id": number,
+            "size": size,
+            "total": part.total,
+            "version": part.version,
+        }
         self._channel.send(end)
 
 
 def _emptied(workdir: str) -> Header:
-    """Removes all files; returns what the hello says about it."""
+    """Removes all files. Returns the hello fields that report it."""
     left = folders.put_back(workdir, {}, removing=True)[1]
     lost = [f"{descriptors.counted(left, 'file')} could not be removed"] if left else []
     return {"lost": lost, "files": "restored", "why": None}
@@ -474,7 +536,10 @@ def _emptied(workdir: str) -> Header:
 
 def _rehearse(shell: Shell, cells: tuple[str, ...]) -> None:
     ours, theirs = socket.socketpair()
-    descriptors = (os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC), os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC))
+    descriptors = (
+        os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC),
+        os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC),
+    )
     gate = Gate()
     lanes = Lanes(gate, Channel(ours), bytes(16), descriptors)
     streams = sys.stdout, sys.stderr
@@ -513,7 +578,7 @@ def _close_stdin() -> None:
 
 @contextlib.contextmanager
 def _without_background_threads() -> Iterator[None]:
-    """Has libraries that are loaded meanwhile start no threads of their own.
+    """Keeps libraries loaded meanwhile from starting threads of their own.
 
     The allocator of pyarrow, which pandas imports, starts one as soon as it is loaded.
     """
@@ -529,7 +594,7 @@ def _without_background_threads() -> Iterator[None]:
 
 
 def _warm_matplotlib() -> None:
-    """Draws one figure that nobody sees: fonts and the backend are then known to every fork."""
+    """Draws one figure and discards it, so that fonts and the backend are loaded in every fork."""
     import io
 
     import matplotlib.font_manager
@@ -540,16 +605,19 @@ def _warm_matplotlib() -> None:
         figure.add_subplot().set_title("warm")
         figure.savefig(io.BytesIO(), format="png")
         pyplot.close("all")
-        # Matplotlib forgets its fonts in every fork, and forgetting writes to half a megabyte of shared memory.
+        # Matplotlib clears its font cache in every fork, and that writes to half a megabyte of
+        # shared memory.
         matplotlib.font_manager._get_font.cache_clear()
     except Exception as cause:
         warnings.warn(f"matplotlib could not be warmed: {cause}", stacklevel=2)
 
 
 def _warm_tools() -> None:
-    """Imports what modules of MCP servers need, and has Pydantic make a class: the first one costs it most.
+    """Imports the dependencies of MCP server modules and has Pydantic create a class, because its
+    first class is the most expensive.
 
-    Without Pydantic there is nothing to warm. Whatever else goes wrong concerns only the cells that use such modules.
+    Without Pydantic there is nothing to warm. Any other failure affects only the cells that use
+    such modules.
     """
     try:
         tools = importlib.import_module(f"{__package__}.mcptools")
@@ -559,24 +627,27 @@ def _warm_tools() -> None:
     except ImportError:
         return
     except Exception as cause:
-        warnings.warn(f"what modules of MCP servers need could not be warmed: {cause}", stacklevel=2)
+        warnings.warn(
+            f"what modules of MCP servers need could not be warmed: {cause}", stacklevel=2
+        )
 
 
 def _fill_gaps() -> None:
     """Fills the gaps between the objects of the warm process.
 
-    Otherwise each fork puts its first objects into these gaps, and so makes a copy of a page for every few objects.
+    Otherwise each fork puts its first objects into these gaps, and copies a page for every few
+    objects.
     """
     for size in range(48, 513, 16):
-        # A bytes object has 33 bytes of its own.
+        # A bytes object has an overhead of 33 bytes.
         _fillings.append([bytes(size - 33) for _ in range(_FILLING // size)])
 
 
 def _require_one_thread() -> None:
-    """Makes sure that a fork loses nothing.
+    """Makes sure that a fork loses no thread.
 
-    OpenBLAS starts its threads when numpy is imported, stops them before a fork and starts them again when they are
-    needed. So one fork settles them. Any other thread is a mistake in what was preloaded.
+    OpenBLAS starts its threads when numpy is imported, stops them before a fork and restarts them
+    on demand. One fork therefore stops them. Any other thread is a bug in a preloaded module.
     """
     if _thread_count() > 1:
         with warnings.catch_warnings():
@@ -585,13 +656,15 @@ def _require_one_thread() -> None:
         if child == 0:
             os._exit(0)
         os.waitpid(child, 0)
-        # A thread that was joined stays visible until the kernel has taken it down.
+        # A joined thread stays visible until the kernel has removed it.
         deadline = time.monotonic() + 1
         while _thread_count() > 1 and time.monotonic() < deadline:
             time.sleep(0.001)
     if _thread_count() > 1:
         names = ", ".join(thread.name for thread in threading.enumerate())
-        raise TooManyThreads(f"{_thread_count()} threads are left after preparing; Python knows {names}")
+        raise TooManyThreads(
+            f"{_thread_count()} threads are left after preparing; Python knows {names}"
+        )
 
 
 def _thread_count() -> int:

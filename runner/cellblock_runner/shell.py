@@ -1,15 +1,16 @@
 """The shell: IPython, embedded.
 
-A subclass of IPython's InteractiveShell with everything off that a sandbox does not need (history database, profile
-folder, completion, terminal, colours), and with its own ways out: values and displays go to an outlet, errors are kept
-and explained once at the end of the cell, commands run as in `processes`.
+A subclass of IPython's InteractiveShell that turns off everything a sandbox does not need (history
+database, profile folder, completion, terminal, colours) and has its own outputs: values and
+displays go to an outlet, errors are kept and rendered once at the end of the cell, commands run as
+in `processes`.
 
-`run` never raises. Whatever a cell does short of ending the process, it has an outcome.
+`run` never raises. Every cell that does not end the process has an outcome.
 
-A cell passes through phases, which decide what becomes of an error that IPython wants to show:
+A cell passes through phases, which decide how an error that IPython wants to show is handled:
 
     IDLE → COMPILING ⇄ RUNNING → IDLE       errors of the cell itself are kept for its end
-              └ NESTED                      user code runs a cell of its own: IPython prints as usual
+              └ NESTED                      user code runs its own cell: IPython prints as usual
 """
 
 from __future__ import annotations
@@ -51,14 +52,15 @@ from .interrupts import Gate
 from .processes import read_command, run_command
 from .variables import size_of
 
-# A traceback is for reading. The beginning says where, the end says what.
+# Tracebacks are for reading. The beginning shows the location, the end shows the error.
 LARGEST_TRACEBACK = 200_000
-# So many cells stay known with their source, for tracebacks through functions defined long ago.
+# Number of cells whose source is kept, for tracebacks through functions defined long ago.
 _REMEMBERED_CELLS = 1000
-# `Out` keeps so many results, and none above this size: a result that nobody named should not fill the memory.
+# `Out` keeps this many results, and none above this size: a result without a name should not fill
+# the memory.
 _REMEMBERED_RESULTS = 20
 _LARGEST_REMEMBERED_RESULT = 1024 * 1024
-# Longer tracebacks are shown as Python shows them.
+# Longer tracebacks are formatted by Python's own `traceback` module.
 _MOST_FRAMES = 100
 
 _OUR_FOLDER = os.path.dirname(__file__) + os.sep
@@ -66,7 +68,7 @@ _colour_codes = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
 
 
 class Outlet(Protocol):
-    """Where rich output goes. Each method may be called from any thread of a cell."""
+    """Receives rich output. Each method may be called from any thread of a cell."""
 
     def value(self, bundle: dict[str, Any]) -> None: ...
 
@@ -76,7 +78,7 @@ class Outlet(Protocol):
 
 
 class Failure(NamedTuple):
-    """Why a cell failed, in the form of the `error` member of a `done` frame."""
+    """Describes why a cell failed, in the form of the `error` member of a `done` frame."""
 
     name: str
     message: str
@@ -102,7 +104,7 @@ class ValueHook(DisplayHook):
     """Sends the value of a cell's last expression."""
 
     def quiet(self) -> bool:
-        """Tells whether the cell ends in a semicolon, which asks for silence."""
+        """Reports whether the cell ends in a semicolon, which suppresses its value."""
         code = self.shell.current_code.rstrip()
         if not code.endswith(";") and "#" not in code:
             return False
@@ -140,7 +142,7 @@ class ValueHook(DisplayHook):
             del outputs[oldest]
             namespace.pop(f"_{oldest}", None)
 
-    # A user who assigns `_` keeps it: we stop writing there once it is not what we put.
+    # A value that the user assigns to `_` is kept: we stop writing there once it is not ours.
     _previous_underscore: Any = ""
 
     @staticmethod
@@ -150,7 +152,7 @@ class ValueHook(DisplayHook):
 
 
 class Publisher(DisplayPublisher):
-    """Sends what `display()` shows."""
+    """Sends the output of `display()`."""
 
     def _setup_execution_tracking(self) -> None:
         """Registers no callbacks: IPython swallows an interrupt that arrives during one."""
@@ -174,12 +176,16 @@ class Publisher(DisplayPublisher):
 
 
 class Inputs(HistoryManager):
-    """What was run, in memory only and bounded, so that `In`, `_i` and `%history` work. No database, no thread."""
+    """Input history, bounded and in memory only, so that `In`, `_i` and `%history` work. No
+    database, no thread.
+    """
 
     last_three: tuple[str, ...] = ("", "", "")
 
     def begin(self, number: int, raw: str) -> None:
-        """Notes a cell that is about to run: it finds itself in `In[-1]`, and the one before in `_i`."""
+        """Records a cell that is about to run: it sees itself in `In[-1]`, and the previous cell in
+        `_i`.
+        """
         raw = raw.rstrip("\n")
         self.shell.user_ns.update(zip(("_i", "_ii", "_iii"), self.last_three))
         self.last_three = (raw, *self.last_three[:2])
@@ -193,23 +199,29 @@ class Inputs(HistoryManager):
     def get_tail(
         self, n: int = 10, raw: bool = True, output: bool = False, include_latest: bool = False
     ) -> Iterator[tuple[int, int, Any]]:
-        """Returns the last cells, which IPython's own way asks the database for."""
+        """Returns the last cells. IPython's own method reads them from the database."""
         end = len(self.input_hist_raw) - (0 if include_latest else 1)
         return iter(list(self.get_range(0, max(1, end - n), max(1, end), raw=raw, output=output)))
 
 
 class Sources(CachingCompiler):
-    """Names the pseudo-files of cells. IPython's own way loads OpenSSL for a hash, which is 4 ms of a session's first cell."""
+    """Names the pseudo-files of cells. IPython's own method loads OpenSSL for a hash, which takes 4
+    ms of a session's first cell.
+    """
 
     def get_code_name(self, raw_code: str, transformed_code: str, number: int) -> str:
-        return f"<ipython-input-{number}-{binascii.crc32(transformed_code.encode('utf-8', 'replace')):08x}>"
+        return (
+            f"<ipython-input-{number}-"
+            f"{binascii.crc32(transformed_code.encode('utf-8', 'replace')):08x}>"
+        )
 
 
 class PlainFirst(TransformerManager):
-    """Looks for magics only in cells that are not Python already.
+    """Searches for magics only in cells that are not valid Python.
 
-    The search reads every token in Python code, which costs a session's first cell 5 ms and a long cell much more. The
-    compiler answers the same question at once: none of IPython's signs is valid Python.
+    The search reads every token in Python code, which costs a session's first cell 5 ms and a long
+    cell much more. The compiler answers the same question at once: none of IPython's syntax is
+    valid Python.
     """
 
     def __init__(self) -> None:
@@ -226,7 +238,9 @@ def _is_python(code: str) -> bool:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            compile(code, "<cell>", "exec", ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, True)
+            compile(
+                code, "<cell>", "exec", ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, True
+            )
     except (SyntaxError, ValueError, OverflowError, MemoryError, RecursionError):
         return False
     return True
@@ -258,7 +272,9 @@ class Shell(InteractiveShell):
         self.input_transformer_manager = PlainFirst()
 
     def run(self, code: str, gate: Gate) -> Failure | None:
-        """Runs one cell to its end, behind a gate that is open but held. Closes the gate. Never raises."""
+        """Runs one cell to its end, behind a gate that is open but held. Closes the gate. Never
+        raises.
+        """
         self.gate = gate
         self._kept_error = None
         self._cell_file = None
@@ -275,9 +291,10 @@ class Shell(InteractiveShell):
                 gate.close()
                 _bring_back_builtins()
                 if self._loop is not None and loops.current() is None:
-                    asyncio.set_event_loop(self._loop)  # `asyncio.run` leaves none behind.
+                    asyncio.set_event_loop(self._loop)  # `asyncio.run` leaves no current loop.
         except BaseException as escaped:
-            # For example an interrupt in the last instant. It cannot be followed by another one so soon (see Gate).
+            # For example an interrupt at the last moment. A second one cannot follow so soon (see
+            # Gate).
             gate.close()
             error = _first(error, escaped)
         self._phase = Phase.IDLE
@@ -292,28 +309,33 @@ class Shell(InteractiveShell):
 
     @property
     def has_run(self) -> bool:
-        """Tells whether the last cell came as far as its first statement."""
+        """Whether the last cell reached its first statement."""
         return self._cell_file is not None
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop | None:
-        """The loop of cells, once there was one. `asyncio.get_event_loop()` may have made it."""
+        """The event loop of cells, if one exists. `asyncio.get_event_loop()` may have created it.
+        """
         if self._loop is None or self._loop.is_closed():
             mine = loops.current()
             self._loop = None if mine is None or mine.is_closed() else mine
         return self._loop
 
     def ensure_loop(self) -> asyncio.AbstractEventLoop:
-        """Returns the loop of cells, which stays: its tasks go on between cells."""
+        """Returns the event loop of cells. It persists: its tasks continue between cells."""
         loop = self._loop = self.loop or asyncio.new_event_loop()
         asyncio.set_event_loop(loop)
         return loop
 
     def remember(self) -> Callable[[], None]:
-        """Returns a function that brings names, counter and inputs back to what they are now."""
+        """Returns a function that restores the current names, counter and inputs."""
         names, count = dict(self.user_ns), self.execution_count
         history, hook = self.history_manager, self.displayhook
-        parsed, raw, outputs = list(history.input_hist_parsed), list(history.input_hist_raw), dict(history.output_hist)
+        parsed, raw, outputs = (
+            list(history.input_hist_parsed),
+            list(history.input_hist_raw),
+            dict(history.output_hist),
+        )
         inputs = history.last_three
         results = hook._, hook.__, hook.___, hook._previous_underscore
         remembered = list(self._remembered)
@@ -336,12 +358,13 @@ class Shell(InteractiveShell):
                 # A loop holds descriptors, which two processes must not share.
                 self._loop.close()
                 self._loop = None
-                # Not a loop of None: then `asyncio.get_event_loop()` would make none either.
+                # Not set_event_loop(None): then `asyncio.get_event_loop()` would not create a loop
+                # either.
                 asyncio.set_event_loop_policy(None)
 
         return bring_back
 
-    # What IPython calls while it runs a cell.
+    # Called by IPython while it runs a cell.
 
     def _run_cell(self, *arguments: Any, **options: Any) -> Any:
         outer = self._phase
@@ -351,13 +374,15 @@ class Shell(InteractiveShell):
         finally:
             self._phase = outer
         if outer is Phase.IDLE:
-            self.gate.release()  # What follows are callbacks, for example the drawing of figures.
+            self.gate.release()  # Callbacks follow, for example the drawing of figures.
         return result
 
     def transform_cell(self, raw_cell: str) -> str:
-        # IPython drops empty lines at the beginning. Putting them back keeps line numbers those of the cell.
+        # IPython drops empty lines at the beginning. Restoring them keeps the cell's line numbers.
         dropped = len(raw_cell) - len(raw_cell.lstrip())
-        transformed: str = "\n" * raw_cell.count("\n", 0, dropped) + super().transform_cell(raw_cell)
+        transformed: str = "\n" * raw_cell.count("\n", 0, dropped) + super().transform_cell(
+            raw_cell
+        )
         if self._phase is Phase.COMPILING:
             self.current_code = transformed
         return transformed
@@ -365,7 +390,8 @@ class Shell(InteractiveShell):
     async def run_code(self, code_obj: Any, result: Any = None, *, async_: bool = False) -> bool:
         """Executes one statement of a cell. Returns True when it failed; the error is in `result`.
 
-        Only here do interrupts pass. IPython's own code has places that swallow them, such as destructors.
+        Interrupts are delivered only here. Parts of IPython's own code, such as destructors,
+        swallow them.
         """
         __tracebackhide__ = "__ipython_bottom__"
         outer_hook, sys.excepthook = sys.excepthook, self.excepthook
@@ -384,7 +410,7 @@ class Shell(InteractiveShell):
             return False
         except BaseException as error:
             if self.custom_exceptions and isinstance(error, self.custom_exceptions):
-                # Whoever set a handler has seen to it.
+                # A custom handler is set and takes care of the error.
                 self.CustomTB(type(error), error, error.__traceback__)
                 return True
             if result is not None:
@@ -399,7 +425,9 @@ class Shell(InteractiveShell):
             sys.excepthook = outer_hook
 
     def showtraceback(self, exc_tuple: Any = None, *arguments: Any, **options: Any) -> None:
-        """Shows an error, or keeps it when it is the cell's own: that one is explained at the end, once."""
+        """Shows an error, or keeps it if it is the cell's own: that one is rendered once, at the
+        end.
+        """
         if self._phase is Phase.COMPILING:
             return
         being_handled = sys.exc_info()[1]
@@ -422,10 +450,10 @@ class Shell(InteractiveShell):
         yield
 
     def enable_gui(self, gui: Any = None) -> None:
-        """Does nothing: there are no windows here. `%matplotlib` asks, whatever its backend."""
+        """Does nothing: there are no windows here. `%matplotlib` calls it for every backend."""
 
     def set_next_input(self, s: str, replace: bool = False) -> None:
-        """Shows what `%load` and `%recall` would put into the next cell of a notebook."""
+        """Prints the text that `%load` and `%recall` would put into the next cell of a notebook."""
         print(s)
 
     def ask_exit(self) -> NoReturn:
@@ -434,7 +462,7 @@ class Shell(InteractiveShell):
     def _exiter_default(self) -> Exit:
         return Exit(self)
 
-    # Commands. The depth tells var_expand in which frame `{name}` is to be looked up.
+    # Commands. The depth selects the frame in which var_expand looks up `{name}`.
 
     def system(self, cmd: str) -> None:
         """Runs `!cmd`."""
@@ -461,7 +489,7 @@ class Shell(InteractiveShell):
     # Errors.
 
     def _explain(self, error: BaseException) -> Failure:
-        """Describes an error whatever it is: its own methods may raise, or answer nonsense."""
+        """Describes any error. Its own methods may raise or return invalid values."""
         sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
         if sys.version_info >= (3, 12):
             sys.last_exc = error
@@ -475,7 +503,9 @@ class Shell(InteractiveShell):
                 text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
             except BaseException:
                 text = f"{name}: {message}"
-        return Failure(name, _cut(message), _cut(_plain(text).rstrip("\n")), self._failing_line(error))
+        return Failure(
+            name, _cut(message), _cut(_plain(text).rstrip("\n")), self._failing_line(error)
+        )
 
     def _traceback(self, error: BaseException, name: str, message: str) -> str:
         if isinstance(error, SystemExit):
@@ -483,13 +513,20 @@ class Shell(InteractiveShell):
             return f"{first_line}\n\nThe session goes on: exit() and sys.exit() end the cell only."
         if isinstance(error, UsageError):
             return f"{name}: {message}"
-        if isinstance(error, SyntaxError) and error.__traceback__ is None or self._is_cells_syntax(error):
-            return str(self.SyntaxTB.stb2text(self.SyntaxTB.structured_traceback(type(error), error, [])))
+        if (
+            isinstance(error, SyntaxError)
+            and error.__traceback__ is None
+            or self._is_cells_syntax(error)
+        ):
+            return str(
+                self.SyntaxTB.stb2text(self.SyntaxTB.structured_traceback(type(error), error, []))
+            )
         trace = _without_our_frames(error.__traceback__)
         if trace is None:
             return f"{name}: {message}" if message else name
         if _holds_group(error) or _is_long(trace):
-            # IPython cannot show exception groups, and takes seconds for the frames of an endless recursion.
+            # IPython cannot show exception groups, and takes seconds for the frames of an infinite
+            # recursion.
             return "".join(traceback.format_exception(type(error), error, trace))
         if hasattr(error, "_render_traceback_"):
             lines = error._render_traceback_()
@@ -499,17 +536,26 @@ class Shell(InteractiveShell):
         return str(self.InteractiveTB.stb2text(lines))
 
     def _with_usual_syntax_error(self, error: BaseException) -> BaseException:
-        """Replaces the "incomplete input" that newer Pythons tell to interactive programs by what everybody expects."""
+        """Replaces the "incomplete input" error, which newer Pythons raise for interactive
+        programs, with the usual syntax error.
+        """
         if type(error) is not getattr(builtins, "_IncompleteInputError", None):
             return error
         try:
-            compile(self.current_code, error.filename, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)  # type: ignore[attr-defined]
+            compile(
+                self.current_code,
+                error.filename,  # type: ignore[attr-defined]
+                "exec",
+                ast.PyCF_ALLOW_TOP_LEVEL_AWAIT,
+            )
         except SyntaxError as usual:
             return usual.with_traceback(None)
         return error
 
     def _is_cells_syntax(self, error: BaseException) -> bool:
-        """Tells whether the cell itself could not be compiled, as opposed to something that it compiled."""
+        """Reports whether the cell itself could not be compiled, as opposed to code that it
+        compiled.
+        """
         return isinstance(error, SyntaxError) and error.filename in self.compile._filename_map
 
     def _failing_line(self, error: BaseException) -> int | None:
@@ -543,7 +589,8 @@ class Shell(InteractiveShell):
         try:
             return loop.run_until_complete(cell)
         except (KeyboardInterrupt, SystemExit) as stop:
-            # The cell must not go on when the loop runs next. Cancelling also finds where it was waiting.
+            # The cell must not continue when the loop runs next. Cancelling also finds where it was
+            # waiting.
             cell.cancel()
             result = loop.run_until_complete(cell)
             if result is not None and result.error_in_exec is not None:
@@ -551,13 +598,14 @@ class Shell(InteractiveShell):
                 return result
             raise
 
-    # Setting up: each of these replaces work that a sandbox does not need.
+    # Initialization: each of these replaces work that a sandbox does not need.
 
     def init_ipython_dir(self, ipython_dir: Any) -> None:
         pass
 
     def init_profile_dir(self, profile_dir: Any) -> None:
-        self.profile_dir = ProfileDir()  # Without a location: nothing is written to the home folder.
+        # Without a location, so that nothing is written to the home folder.
+        self.profile_dir = ProfileDir()
 
     def init_virtualenv(self) -> None:
         pass
@@ -576,14 +624,14 @@ class Shell(InteractiveShell):
 
 
 class Database(dict[str, Any]):
-    """Where `%store` and `%alias` keep things: in memory, for as long as the session lives."""
+    """Storage of `%store` and `%alias`: in memory, for the lifetime of the session."""
 
     def keys(self, pattern: str = "*") -> Any:
         return fnmatch.filter(super().keys(), pattern)
 
 
 class NoInput(io.TextIOBase):
-    """What user code knows as sys.stdin: always at its end."""
+    """The sys.stdin of user code: always at end of file."""
 
     encoding = "utf-8"
     errors = "strict"
@@ -611,11 +659,12 @@ class NoInput(io.TextIOBase):
 
 
 def create_shell() -> Shell:
-    """Makes the one shell of this process, the one that IPython's get_ipython() finds."""
+    """Creates the only shell of this process, which IPython's get_ipython() returns."""
     _prefer_plain_output()
     original = getattr(ipython_shell, "PickleShareDB", None)
     if original is not None:
-        # IPython 8 makes a database folder as soon as it starts. A dictionary serves %store and %alias as well.
+        # IPython 8 creates a database folder when it starts. A dictionary is enough for %store and
+        # %alias.
         ipython_shell.PickleShareDB = lambda _path: {}
     try:
         shell = Shell.instance()
@@ -636,14 +685,17 @@ def _prefer_plain_output() -> None:
     os.environ.update(NO_COLOR="1", TERM="dumb", PAGER="cat")
     for name in ("CLICOLOR", "CLICOLOR_FORCE", "FORCE_COLOR"):
         os.environ.pop(name, None)
-    # Matplotlib reads this when it is imported, if it is. Its backend finds the shell by itself.
+    # Read by matplotlib when it is imported. Its backend finds the shell by itself.
     os.environ.setdefault("MPLBACKEND", "module://matplotlib_inline.backend_inline")
 
 
 def _refuse_input() -> None:
     def refusing(name: str) -> Any:
         def refuse(*_arguments: Any, **_options: Any) -> NoReturn:
-            raise EOFError(f"{name}() is not available: nobody can type into this session. Put the value in the code.")
+            raise EOFError(
+                f"{name}() is not available: nobody can type into this session."
+                " Put the value in the code."
+            )
 
         refuse.__name__ = refuse.__qualname__ = name
         return refuse
@@ -657,7 +709,7 @@ def _refuse_editor(_line: str) -> NoReturn:
     raise UsageError(f"{why} Write the file with %%writefile.")
 
 
-# IPython and the runner need these, whatever a cell deletes. Below, none of them is looked up.
+# IPython and the runner need these even if a cell deletes them. No builtin is looked up below.
 _builtins = vars(builtins)
 _known_builtins = dict(_builtins)
 
@@ -668,7 +720,9 @@ def _bring_back_builtins() -> None:
 
 
 def _without_our_frames(trace: TracebackType | None) -> TracebackType | None:
-    """Returns the traceback without the runner's own frames at its beginning and its end, or None if that is all."""
+    """Returns the traceback without the runner's own frames at its beginning and its end, or None
+    if no other frame is left.
+    """
     frames = []
     while trace is not None:
         frames.append(trace)
@@ -684,7 +738,7 @@ def _without_our_frames(trace: TracebackType | None) -> TracebackType | None:
 
 
 def _first(*errors: BaseException | None) -> BaseException | None:
-    """Returns the first that is an error. Not `or`: an exception may call itself false."""
+    """Returns the first that is not None. Not `or`: an exception may be falsy."""
     return next((error for error in errors if error is not None), None)
 
 

@@ -1,4 +1,6 @@
-"""Sockets: which processes of a container hold the socket that a connection was made from. Read from the kernel, believed by nobody else."""
+"""Sockets: finds the processes of a container that hold the socket of a connection, using only
+information from the kernel.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ _TABLES = ("/proc/net/tcp", "/proc/net/tcp6")
 
 
 def at(address: str, port: int) -> set[str]:
-    """Returns the names that the kernel has for sockets at this address and port, as the links to descriptors show them."""
+    """Returns the kernel's names of the sockets at this address and port, as the links to
+    descriptors show them.
+    """
     wanted = ipaddress.ip_address(address)
     found = set()
     for table in _TABLES:
@@ -18,7 +22,7 @@ def at(address: str, port: int) -> set[str]:
             with open(table, encoding="ascii") as file:
                 lines = file.read().splitlines()[1:]
         except OSError:
-            continue  # There is no IPv6 here.
+            continue  # IPv6 is not available.
         for line in lines:
             fields = line.split()
             where, _, number = fields[1].partition(":")
@@ -28,7 +32,9 @@ def at(address: str, port: int) -> set[str]:
 
 
 def holders(names: set[str], processes: Iterable[int]) -> Iterator[int]:
-    """Returns those of the processes that have one of these sockets open. One that hides its descriptors is not among them."""
+    """Yields those of the processes that have one of these sockets open. A process whose
+    descriptors are unreadable is skipped.
+    """
     for process in processes:
         folder = f"/proc/{process}/fd"
         try:
@@ -46,7 +52,9 @@ def _link(path: str) -> str:
 
 
 def _read(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    """Reads an address as the kernel writes it: words of four bytes, each in the machine's own order."""
+    """Parses an address in the kernel's format: words of four bytes, each in the machine's own
+    order.
+    """
     words = [bytes.fromhex(text[at : at + 8])[::-1] for at in range(0, len(text), 8)]
     address = ipaddress.ip_address(b"".join(words))
     mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None

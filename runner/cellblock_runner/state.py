@@ -1,8 +1,9 @@
-"""State: what the names of a cell hold, as JSON.
+"""State: the values of a cell's names, as JSON.
 
-`tell` is asked after a cell by servers that return it. Names that do not begin with two underscores are told: as they are if
-JSON can hold them, else as their text. What does not fit is named and left out. Its answer is one line on descriptor 1, because
-the cell may have put something else in the place of `sys.stdout`.
+Servers that return it call `tell` after a cell. Names that do not begin with two underscores are
+reported: as they are if JSON supports them, else as their text. Values that do not fit are named
+and left out. The answer is one line on descriptor 1, because the cell may have replaced
+`sys.stdout`.
 """
 
 from __future__ import annotations
@@ -13,16 +14,18 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-# Beside names with two underscores: IPython's earlier results and inputs.
+# Besides names with two underscores: IPython's earlier results and inputs.
 _OWN = re.compile(r"__|_(i*|\d+|i\d+|[iod]h)$")
-# Names of what did not fit; more are only more of the same.
+# Limit on the names of omitted values.
 _MOST_OMITTED = 100
-# What JSON needs around a name and a value.
+# The JSON overhead of a name and a value.
 _AROUND = 8
 
 
 def tell(namespace: dict[str, Any], request: str) -> None:
-    """Says what the names hold. `request` is JSON: how much may be said, whether a dictionary `state` went in, the first word."""
+    """Prints the values. `request` is JSON: the size limits, whether a dictionary `state` was
+    passed in, and the word that begins the answer.
+    """
     wanted = json.loads(request)
     answer = f"\n{wanted['word']}{state(namespace, wanted)}\n".encode()
     while answer:
@@ -30,7 +33,7 @@ def tell(namespace: dict[str, Any], request: str) -> None:
 
 
 def state(namespace: dict[str, Any], request: dict[str, Any]) -> str:
-    """Returns an object of JSON."""
+    """Returns a JSON object."""
     entries: dict[str, str] = {}
     omitted: list[str] = []
     left = request["most_characters"]
@@ -49,19 +52,25 @@ def state(namespace: dict[str, Any], request: dict[str, Any]) -> str:
 
 
 def _told(namespace: dict[str, Any], given: bool) -> Iterator[tuple[str, Any]]:
-    """Yields names and values: those of the dictionary that went in, then those of the cell."""
+    """Yields names and values: those of the dictionary that was passed in, then those of the cell.
+    """
     went_in = namespace.get("state") if given else None
     if isinstance(went_in, dict):
         yield from ((str(name), value) for name, value in list(went_in.items()))
     hidden = _hidden(namespace)
     for name, value in list(namespace.items()):
         is_ours = name in hidden and hidden[name] is value
-        if isinstance(name, str) and not _OWN.match(name) and not is_ours and not (given and name == "state"):
+        if (
+            isinstance(name, str)
+            and not _OWN.match(name)
+            and not is_ours
+            and not (given and name == "state")
+        ):
             yield name, value
 
 
 def _hidden(namespace: dict[str, Any]) -> dict[str, Any]:
-    """Returns the names that IPython put there, with their values."""
+    """Returns the names that IPython defined, with their values."""
     try:
         return dict(namespace["get_ipython"]().user_ns_hidden)
     except Exception:
@@ -69,7 +78,7 @@ def _hidden(namespace: dict[str, Any]) -> dict[str, Any]:
 
 
 def _as_json(value: Any, longest_text: int) -> str:
-    # Whatever a value of the user's raises is no reason to tell nothing of the others.
+    # An exception from one of the user's values must not suppress the others.
     try:
         return json.dumps(value, allow_nan=False)
     except Exception:

@@ -1,16 +1,19 @@
-"""Stock: what warming up imports, in one file for all containers of an image.
+"""Stock: the modules imported at warm-up, in one file for all containers of an image.
 
-Becoming warm takes two hundred modules, for each of which Python looks into several folders, and eighty regular expressions, which it compiles.
-All of that comes out the same in every container of an image. So whoever fills the runner's volume does it once more and writes it down (`main`):
-the code of the modules, and the instructions of the expressions. A process that becomes warm has it within reach while it imports (`offer`), and
-puts it away before a session begins (`withdraw`).
+Warming up imports two hundred modules, for each of which Python searches several folders, and
+compiles eighty regular expressions. All of that is the same in every container of an image. So the
+process that fills the runner's volume does it once and writes the result to a file (`main`): the
+code of the modules, and the compiled expressions. A process that warms up uses the file while it
+imports (`offer`), and stops using it before a session begins (`withdraw`).
 
-Nothing of it can be noticed afterwards. A module has the specification, the loader and the file that it always has, because the stock only brings
-the code that this loader would have read; an expression is in the cache of `re`, where compiling it would have put it. The finder is gone, so what a
-session imports is found as always.
+Nothing of it is visible afterwards. A module has its usual specification, loader and file, because
+the stock only supplies the code that this loader would have read; an expression is in the cache of
+`re`, where compiling it would have put it. The finder is removed, so imports in a session work as
+usual.
 
-A stock belongs to one Python and its search path, and is sealed with both: any other one, and a damaged one, is no stock, and everything is imported as
-usual. Sessions cannot write to it. Nobody but the image and the runner has written what is in it.
+A stock belongs to one Python and its search path, and its checksum (`_seal`) covers both: any other
+stock, and a damaged one, is ignored, and everything is imported as usual. Sessions cannot write to
+it. Its content comes only from the image and the runner.
 """
 
 from __future__ import annotations
@@ -25,19 +28,25 @@ from _frozen_importlib_external import MAGIC_NUMBER, SourceFileLoader, spec_from
 
 PLACE = os.path.join(os.path.dirname(os.path.dirname(os.path.dirname(__file__))), "stock")
 
-# A seal, the size of the list of contents, that list, and the code of one module after another.
+# File format: a checksum, the size of the index, the index, and the code of one module after
+# another.
 _SEAL, _SIZE = 8, 8
 
-# What decides whether a stock fits, as this process began: some modules change the path.
-_FITS = repr((sys.version, sys.implementation.cache_tag, MAGIC_NUMBER, sys.flags.optimize, sys.path)).encode()
+# Determines whether a stock fits. Taken at the start of this process, because some modules change
+# the path.
+_FITS = repr(
+    (sys.version, sys.implementation.cache_tag, MAGIC_NUMBER, sys.flags.optimize, sys.path)
+).encode()
 
-# How many modules of this process have come from a stock.
+# Number of modules of this process that came from a stock.
 taken = 0
 _offered: Stock | None = None
 
 
 class Stock:
-    """Finds modules by their names, before anybody looks for files. It is its own loader, until a module is there."""
+    """Finds modules by their names, before any file search. It is its own loader until a module is
+    executed.
+    """
 
     def __init__(self, modules: dict[str, tuple[str, bool, int, int]], codes: memoryview) -> None:
         self._modules, self._codes = modules, codes
@@ -48,10 +57,12 @@ class Stock:
             return None
         origin, is_package, _, _ = found
         folders = [os.path.dirname(origin)] if is_package else None
-        return spec_from_file_location(name, origin, loader=self, submodule_search_locations=folders)
+        return spec_from_file_location(
+            name, origin, loader=self, submodule_search_locations=folders
+        )
 
     def create_module(self, _spec: object) -> None:
-        """Leaves it to Python."""
+        """Uses Python's default."""
 
     def exec_module(self, module: object) -> None:
         global taken
@@ -63,7 +74,7 @@ class Stock:
 
 
 def offer(place: str = PLACE) -> None:
-    """Has modules and expressions come from the stock from now on, if there is one that fits."""
+    """Makes modules and expressions come from the stock from now on, if one fits."""
     global _offered
     contents = None if _offered is not None else _contents(place)
     if contents is None:
@@ -78,7 +89,7 @@ def offer(place: str = PLACE) -> None:
 
 
 def withdraw() -> None:
-    """Puts the stock away: from now on, modules are found as always."""
+    """Stops using the stock: from now on, modules are found as usual."""
     global _offered
     if _offered is not None:
         sys.meta_path.remove(_offered)
@@ -86,14 +97,21 @@ def withdraw() -> None:
 
 
 def lay_in(place: str, known: set[str]) -> None:
-    """Writes down what this process has imported beside the modules that were `known`. The file is there as a whole, or not at all."""
+    """Writes the modules that this process has imported, except those that were `known`. The file
+    is written atomically.
+    """
     modules, codes, size = {}, [], 0
     for name, module in list(sys.modules.items()):
         code = None if name in known else _code(name, module)
         if code is not None:
             data = marshal.dumps(code)
             spec = module.__spec__
-            modules[name] = (spec.origin, spec.submodule_search_locations is not None, size, size + len(data))
+            modules[name] = (
+                spec.origin,
+                spec.submodule_search_locations is not None,
+                size,
+                size + len(data),
+            )
             codes.append(data)
             size += len(data)
     contents = marshal.dumps((modules, _expressions()))
@@ -111,22 +129,33 @@ def lay_in(place: str, known: set[str]) -> None:
 
 
 def main() -> None:
-    """Becomes warm as a container does that is in a hurry, and writes down what that took."""
+    """Warms up like a container in quick mode, and writes the imported modules to the stock."""
     known = set(sys.modules)
-    from . import family, first, supervisor  # noqa: F401 - the first process takes these
+    from . import family, first, supervisor  # noqa: F401 - used by the first process
 
     family.warm_up({"environment": {}, "preload": [], "rehearse": False})
     lay_in(PLACE, known)
 
 
-def _contents(place: str) -> tuple[dict[str, tuple[str, bool, int, int]], list[tuple[object, int, tuple[object, ...]]], memoryview] | None:
-    """Returns what is in a stock: modules, expressions, and the code that the modules point into. None if it is not for this process."""
+def _contents(
+    place: str,
+) -> (
+    tuple[
+        dict[str, tuple[str, bool, int, int]],
+        list[tuple[object, int, tuple[object, ...]]],
+        memoryview,
+    ]
+    | None
+):
+    """Returns the content of a stock: modules, expressions, and the code that the modules point
+    into. Returns None if it is not for this process.
+    """
     try:
         with open(place, "rb", 0) as file:
             # Reading it would cost memory, and as much time as it saves.
             data = memoryview(mmap.mmap(file.fileno(), 0, mmap.MAP_PRIVATE, mmap.PROT_READ))
     except (OSError, ValueError):
-        return None  # There is none, or an empty one.
+        return None  # The file is missing or empty.
     if data[:_SEAL] != _seal(data[_SEAL:]):
         return None
     begin = _SEAL + _SIZE
@@ -136,15 +165,15 @@ def _contents(place: str) -> tuple[dict[str, tuple[str, bool, int, int]], list[t
 
 
 def _seal(data: bytes | memoryview) -> bytes:
-    """Returns a sum over data and everything about this process that decides whether it fits."""
+    """Returns a checksum of the data and of everything that determines whether it fits."""
     return _imp.source_hash(int.from_bytes(_imp.source_hash(0, _FITS), "little", signed=True), data)
 
 
 def _code(name: str, module: object) -> object:
-    """Returns the code of a module that was read from an ordinary file. None for all others."""
+    """Returns the code of a module that was read from an ordinary file, or None."""
     spec = getattr(module, "__spec__", None)
     loader = getattr(spec, "loader", None)
-    # One whose own code has not run is not among those that were needed.
+    # A lazy module whose code has not run was not needed.
     if type(module) is not type(sys) or type(loader) is not SourceFileLoader or spec.name != name:
         return None
     is_plain = module.__loader__ is loader and loader.name == name and loader.path == spec.origin
@@ -152,20 +181,22 @@ def _code(name: str, module: object) -> object:
 
 
 def _expressions() -> list[tuple[object, int, tuple[object, ...]]]:
-    """Returns what is in the cache of `re`: each pattern with its flags, and what the machine of expressions is given for it."""
+    """Returns the content of the `re` cache: each pattern with its flags, and the arguments of
+    `_sre.compile` for it.
+    """
     import re
 
     compiler = sys.modules["re._compiler" if sys.version_info >= (3, 11) else "sre_compile"]
     found = []
 
     class Listener:
-        """Stands in the machine's place, and hears what it is given."""
+        """Replaces the `_sre` module, and records the arguments of `compile`."""
 
         def __getattr__(self, name: str) -> object:
             return getattr(_sre, name)
 
         def compile(self, pattern: object, flags: int, code: list[int], *groups: object) -> None:
-            # Numbers that have names cannot be written down.
+            # Enum members cannot be marshalled.
             found[-1] = (*found[-1], (pattern, int(flags), [int(word) for word in code], *groups))
 
     compiler._sre = Listener()

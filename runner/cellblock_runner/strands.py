@@ -1,15 +1,17 @@
-"""Strands: many streams over one, for sessions in a container. Pure: no descriptor, no state beyond a buffer.
+"""Strands: multiplexes many streams over one, for sessions in a container. Pure: no descriptor, no
+state except a buffer.
 
-In a container the supervisor and the host share a single stream of bytes, the standard streams of the container's first process. Messages
-travel on it in both directions:
+In a container the supervisor and the host share a single stream of bytes, the standard streams of
+the container's first process. Messages travel on it in both directions:
 
     1 byte    kind
     4 bytes   big-endian: number of an interpreter, a member or a strand
     4 bytes   big-endian: length of the rest
     rest      bytes of a strand, or a JSON object
 
-Each strand has a credit: so many bytes may be under way before the reader says that it has taken some. So one that nobody reads
-stops itself, and never another. `PROTOCOL.md` lists the kinds ("Containers").
+Each strand has a credit: the number of bytes that may be in flight before the reader grants more.
+So a strand that is not read blocks only itself, never another. `PROTOCOL.md` lists the kinds
+("Containers").
 """
 
 from __future__ import annotations
@@ -18,12 +20,13 @@ import json
 import struct
 from typing import Any
 
-# The most bytes after the head of a message. Data is cut into pieces far below; only the plan of a session comes near it.
+# Limit on the bytes after the head of a message. Data is split into far smaller pieces; only the
+# plan of a session comes near it.
 LARGEST_MESSAGE = 1024 * 1024
-# Pieces of this size keep a busy strand from holding up the others.
+# Pieces of this size keep a busy strand from delaying the others.
 PIECE = 32 * 1024
 
-# Credit of a strand at its beginning.
+# Initial credit of a strand.
 CHANNEL_CREDIT = 256 * 1024
 PIPE_CREDIT = 64 * 1024
 
@@ -33,7 +36,7 @@ _two = struct.Struct(">II")
 
 
 class BrokenStream(ValueError):
-    """The other side sent bytes that are no message."""
+    """The other side sent bytes that are not a message."""
 
 
 def encode(kind: bytes, number: int, rest: bytes = b"") -> bytes:
@@ -45,7 +48,7 @@ def encode_json(kind: bytes, number: int, thing: dict[str, Any]) -> bytes:
 
 
 def amount(rest: bytes) -> int:
-    """Reads the credit that a message gives."""
+    """Returns the credit that a message grants."""
     if len(rest) != _amount.size:
         raise BrokenStream("a credit has four bytes")
     return int(_amount.unpack(rest)[0])
@@ -61,12 +64,14 @@ def encode_pipes(kind: bytes, number: int, out: int, err: int, rest: bytes) -> b
 
 
 def encode_outlets(kind: bytes, number: int, outlets: int, rest: bytes) -> bytes:
-    """Announces two pipes for a program, under one number, together with the bytes that they came with."""
+    """Announces two pipes for a program, under one number, together with the bytes that they came
+    with.
+    """
     return encode(kind, number, _amount.pack(outlets) + rest)
 
 
 class Decoder:
-    """Cuts a stream of bytes into messages, however they arrive."""
+    """Splits a stream of bytes into messages, in whatever pieces the bytes arrive."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()

@@ -1,10 +1,14 @@
-"""The supervisor: the first process of a container. It joins the one stream to the host with everything in here.
+"""The supervisor: the first process of a container, which connects the single stream to the host
+with all other processes in the container.
 
-It never runs a user's byte and imports nothing that a user could have written. The warm process and the sessions are its descendants
-(`family`); it carries their frames and texts over one stream (`strands`), passes signals on, finds and ends what a session left
-behind, and tells how processes ended. When the stream ends, it ends, and with the first process everything in the container.
+It never runs user code and imports nothing that a user could have written. The warm process and the
+sessions are its descendants (`family`). It carries their frames and output over one stream
+(`strands`), forwards signals, finds and ends processes that a session left behind, and reports exit
+statuses. When the stream ends, the supervisor exits, and with it, as the first process, everything
+in the container.
 
-The host believes it as little as it can: whether the container lives, what it uses and why it ended the engine tells.
+The host trusts it as little as possible: whether the container is alive, what it uses and why it
+ended is reported by the container engine.
 """
 
 from __future__ import annotations
@@ -25,38 +29,39 @@ import sys
 import time
 from typing import Any, NamedTuple, NoReturn
 
-from . import errands, family, fences, sockets, strands
+from . import confine, errands, family, sockets, strands
 
 _IN, _OUT = 0, 1
 _READ = 64 * 1024
 _LARGEST_REPORT = 4096
-# The warm process tells its environment too.
+# The greeting of the warm process includes its environment.
 _LARGEST_GREETING = 1024 * 1024
-# What an approved program may read, and programs that may be given input at a time.
+# Limits on an approved program's input, and on programs with pending input at a time.
 _LARGEST_INPUT = 1024 * 1024
 _MOST_INPUTS = 64
-# Pairs of pipes that sessions have handed over for programs and that the host has not let go of.
+# Pairs of pipes that sessions have handed over for programs and the host has not released.
 _MOST_OUTLETS = 64
 
-# How long what an ended interpreter wrote may wait for a host that does not read.
+# How long the last output of an ended interpreter may wait for a host that does not read.
 _LAST_WORDS = 1.0
-# How long ending the processes of a session may take before it is given up, and with it the container.
+# Timeout for ending the processes of a session. After it, the attempt fails, and the container is
+# ended.
 _SWEEPING = 8.0
-# Pipes of earlier cells that are still emptied, so that processes left behind neither block nor die.
+# Pipes of earlier cells that are still drained, so that leftover processes neither block nor die.
 _MOST_RETIRED = 16
-# No process and no status has a larger number.
+# No process id and no status is larger.
 _LARGEST_NUMBER = (1 << 31) - 1
-# Checkpoints go first when memory runs out.
+# The oom_score_adj of checkpoints, which go first when memory runs out.
 _OF_CHECKPOINTS = 900
 
-# Strands of pipes have numbers above those of interpreters, which the host chooses.
+# Pipe strands are numbered above interpreters, whose numbers the host chooses.
 _FIRST_PIPE = 1 << 31
 
 _credentials = struct.Struct("3i")
 
 
 class Pipe:
-    """What one of an interpreter's pipes has sent, and may send."""
+    """One of an interpreter's pipes, with its flow-control credit."""
 
     def __init__(self, strand: int, descriptor: int, owner: Interpreter) -> None:
         self.strand, self.descriptor, self.owner = strand, descriptor, owner
@@ -67,7 +72,9 @@ class Pipe:
 class Interpreter:
     """One interpreter and its channel."""
 
-    def __init__(self, number: int, member: Member, channel: socket.socket, copies: socket.socket) -> None:
+    def __init__(
+        self, number: int, member: Member, channel: socket.socket, copies: socket.socket
+    ) -> None:
         self.number, self.member = number, member
         self.channel: socket.socket | None = channel
         self.copies = copies
@@ -76,7 +83,7 @@ class Interpreter:
         self.incoming = bytearray()
         self.pipes: list[Pipe] = []
         self.status: int | None = None
-        # When what it wrote is no longer waited for.
+        # Deadline for reading its remaining output.
         self.patience: float | None = None
 
 
@@ -90,29 +97,30 @@ class Program:
 
     def __init__(self, number: int, reports: socket.socket) -> None:
         self.number, self.reports = number, reports
-        # Itself and its group, from its beginning to its end.
+        # Its process id and process group, from its start to its end.
         self.process: int | None = None
-        # The order that waits to hear how it began.
+        # The request that waits for the result of its start.
         self.ask: int | None = None
-        # Somebody has thought better of it before it began.
+        # Cancelled before it started.
         self.is_unwanted = False
 
 
 class Member:
-    """One session of the family: its stewards, its interpreter, its checkpoints."""
+    """One session of the process tree: its subreapers (`stewards`), interpreter and checkpoints."""
 
     def __init__(self, number: int, folder: str | None, work: str | None) -> None:
         self.number = number
-        # A folder that goes with it.
+        # A folder that is removed with the session.
         self.folder = folder
-        # Where it works.
+        # Its working folder.
         self.work = work
         self.stewards: dict[int, socket.socket] = {}
-        # Programs that the host has started beside it, by their stewards.
+        # Programs that the host has started beside it, by their subreapers.
         self.programs: dict[int, Program] = {}
         self.interpreter: Interpreter | None = None
         self.checkpoints: dict[int, Checkpoint] = {}
-        # The checkpoint that the host has asked for and the request that asked, until the copy introduces itself.
+        # The checkpoint that the host has requested and the id of that request, until the copy
+        # sends its handshake.
         self.expected: tuple[int, int] | None = None
 
 
@@ -128,14 +136,14 @@ class Supervisor:
         self._next_pipe = _FIRST_PIPE
         # Pipes for programs, by the number under which the host knows each pair.
         self._outlets: dict[int, list[int]] = {}
-        # What programs that are about to be started will read.
+        # Standard input of programs that are about to start.
         self._inputs: dict[int, bytearray] = {}
-        # What a fresh session has in its environment.
+        # The environment of a fresh session.
         self._environment: dict[str, str] | None = None
         self._refuses_programs = json.loads(plan).get("programs") == "refused"
-        # Stewards that were asked for and have not reported yet.
+        # Subreapers that were requested and have not reported yet.
         self._unborn = 0
-        # Ends that were told before the process was known.
+        # Exit statuses reported before the process id was known.
         self._early: dict[int, int] = {}
         self._warm = warm
         self._orders = socket.socket(fileno=orders)
@@ -155,10 +163,13 @@ class Supervisor:
         self._listen(self._orders.fileno(), self._hear_warm)
         self._heed(heard)
         while True:
-            waiting = [each.patience for each in self._interpreters.values() if each.patience is not None]
+            waiting = [
+                each.patience for each in self._interpreters.values() if each.patience is not None
+            ]
             pause = max(0.0, min(waiting) - time.monotonic()) if waiting else None
             for key, _ in self._selector.select(pause):
-                # What was heard just before may have closed it, and its number may be another's by now.
+                # An earlier callback may have closed it, and its descriptor number may be in use
+                # again.
                 if self._selector.get_map().get(key.fd) is key:
                     key.data()
             for interpreter in list(self._interpreters.values()):
@@ -183,7 +194,7 @@ class Supervisor:
             except BlockingIOError:
                 select.select((), (_OUT,), ())
             except OSError:
-                os._exit(0)  # Nobody listens any more.
+                os._exit(0)  # The host no longer reads.
 
     def _hear_host(self) -> None:
         try:
@@ -191,7 +202,7 @@ class Supervisor:
         except BlockingIOError:
             return
         if not data:
-            os._exit(0)  # The host has gone.
+            os._exit(0)  # The host is gone.
         self._heed(data)
 
     def _heed(self, data: bytes) -> None:
@@ -240,7 +251,13 @@ class Supervisor:
             elif kind == b"g":
                 self._launch(number, order)
             elif kind == b"v":
-                self._say(strands.encode_json(b"a", ask, {"ok": True, "member": self._owner(order["address"], order["port"])}))
+                self._say(
+                    strands.encode_json(
+                        b"a",
+                        ask,
+                        {"ok": True, "member": self._owner(order["address"], order["port"])},
+                    )
+                )
             elif kind == b"n":
                 _knock(order["word"], (order["address"], order["port"]))
                 self._answer(ask)
@@ -276,18 +293,27 @@ class Supervisor:
         if order["folder"]:
             folder = f"{family.FORKS}/{number}"
             os.mkdir(folder, 0o700)
-        member = self._members[number] = Member(number, folder, folder or self._members[order["of"]].work)
+        member = self._members[number] = Member(
+            number, folder, folder or self._members[order["of"]].work
+        )
         self._make(member, order, checkpoint.orders, {"work": folder}, gate=b"f")
 
     def _make(
-        self, member: Member, order: dict[str, Any], maker: socket.socket, words: dict[str, Any], gate: bytes = b""
+        self,
+        member: Member,
+        order: dict[str, Any],
+        maker: socket.socket,
+        words: dict[str, Any],
+        gate: bytes = b"",
     ) -> None:
-        """Has a steward with an interpreter made; both introduce themselves on a socket of their own."""
+        """Requests a subreaper with an interpreter. Both report on a socket of their own."""
         interpreter, theirs = self._prepare(member, order["interpreter"], gate)
         reports, reporter = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         reports.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
         self._unborn += 1
-        self._listen(reports.fileno(), lambda: self._hear_steward(reports, interpreter, order["ask"]))
+        self._listen(
+            reports.fileno(), lambda: self._hear_steward(reports, interpreter, order["ask"])
+        )
         with reporter:
             self._send_order(maker, words, (*theirs, reporter))
 
@@ -308,7 +334,9 @@ class Supervisor:
         self._answer(order["ask"])
         self._recall_end(interpreter)
 
-    def _prepare(self, member: Member, number: int, gate: bytes) -> tuple[Interpreter, tuple[socket.socket, socket.socket]]:
+    def _prepare(
+        self, member: Member, number: int, gate: bytes
+    ) -> tuple[Interpreter, tuple[socket.socket, socket.socket]]:
         ours, channel = socket.socketpair()
         mine, copies = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         mine.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
@@ -321,7 +349,9 @@ class Supervisor:
         self._listen(mine.fileno(), lambda: self._hear_copy(interpreter))
         return interpreter, (channel, copies)
 
-    def _send_order(self, maker: socket.socket, words: dict[str, Any], theirs: tuple[socket.socket, ...]) -> None:
+    def _send_order(
+        self, maker: socket.socket, words: dict[str, Any], theirs: tuple[socket.socket, ...]
+    ) -> None:
         try:
             socket.send_fds(maker, [json.dumps(words).encode()], [each.fileno() for each in theirs])
         finally:
@@ -350,8 +380,10 @@ class Supervisor:
             _kill(steward, signal.SIGKILL)
             self._lose_program(member, steward, program)
         for interpreter in [each for each in self._interpreters.values() if each.member is member]:
-            # Nobody waits for what it wrote.
-            interpreter.status = signal.SIGKILL if interpreter.status is None else interpreter.status
+            # Its output is no longer needed.
+            interpreter.status = (
+                signal.SIGKILL if interpreter.status is None else interpreter.status
+            )
             self._tell_end(interpreter)
         del self._members[number]
         if member.folder is not None:
@@ -371,24 +403,34 @@ class Supervisor:
     def _hear_warm(self) -> None:
         message = self._orders.recv(_LARGEST_GREETING)
         if message:
-            if self._refuses_programs and fences.count_of_filters(self._warm) <= fences.count_of_filters(os.getpid()):
+            if self._refuses_programs and confine.count_of_filters(
+                self._warm
+            ) <= confine.count_of_filters(os.getpid()):
                 os.write(2, b"the kernel does not show that programs are refused to sessions\n")
                 os._exit(3)
             if self._environment is None:
-                # Later ones may have read what sessions wrote.
+                # Later ones may have read files written by sessions.
                 self._environment = json.loads(message)["environment"]
-            landlock = fences.version_of_landlock()
-            self._say(strands.encode_json(b"r", 0, {"python": sys.version.split()[0], "landlock": landlock}))
+            landlock = confine.version_of_landlock()
+            self._say(
+                strands.encode_json(
+                    b"r", 0, {"python": sys.version.split()[0], "landlock": landlock}
+                )
+            )
             return
-        # A session has ended it. Another one takes its place, and is made of the same.
+        # A session has ended it. An identical process replaces it.
         self._ignore(self._orders.fileno())
         self._orders.close()
         self._start_warm()
 
     def _hear_steward(self, reports: socket.socket, interpreter: Interpreter, ask: int) -> None:
-        message, ancillary, _, _ = reports.recvmsg(_LARGEST_REPORT, socket.CMSG_SPACE(_credentials.size))
+        message, ancillary, _, _ = reports.recvmsg(
+            _LARGEST_REPORT, socket.CMSG_SPACE(_credentials.size)
+        )
         member = interpreter.member
-        steward = next((process for process, theirs in member.stewards.items() if theirs is reports), None)
+        steward = next(
+            (process for process, theirs in member.stewards.items() if theirs is reports), None
+        )
         if not message:
             self._ignore(reports.fileno())
             reports.close()
@@ -416,17 +458,23 @@ class Supervisor:
             self._early[process] = status
 
     def _hear_copy(self, interpreter: Interpreter) -> None:
-        """A checkpoint introduces itself, or somebody who says so."""
+        """Handles the handshake of a checkpoint, or of a process that claims to be one."""
         message, ancillary, _, _ = interpreter.copies.recvmsg(
-            _LARGEST_REPORT, socket.CMSG_SPACE(_credentials.size) + socket.CMSG_SPACE(8 * array.array("i").itemsize)
+            _LARGEST_REPORT,
+            socket.CMSG_SPACE(_credentials.size) + socket.CMSG_SPACE(8 * array.array("i").itemsize),
         )
         descriptors = _descriptors(ancillary)
         member = interpreter.member
         if not message:
             self._ignore(interpreter.copies.fileno())
         sender = _sender(ancillary) if message else 0
-        # The session itself is no copy.
-        if not sender or sender == interpreter.process or member.expected is None or len(descriptors) != 1:
+        # The session itself is not a copy.
+        if (
+            not sender
+            or sender == interpreter.process
+            or member.expected is None
+            or len(descriptors) != 1
+        ):
             for descriptor in descriptors:
                 os.close(descriptor)
             return
@@ -441,7 +489,7 @@ class Supervisor:
         self._answer(ask)
 
     def _lose_checkpoint(self, member: Member, number: int) -> None:
-        """A checkpoint says nothing by itself: it has ended."""
+        """Handles the end of a checkpoint: it never sends unprompted, so its socket has closed."""
         checkpoint = member.checkpoints.pop(number, None)
         if checkpoint is not None:
             self._ignore(checkpoint.orders.fileno())
@@ -449,7 +497,7 @@ class Supervisor:
             self._say(strands.encode_json(b"l", member.number, {"checkpoint": number}))
 
     def _recall_end(self, interpreter: Interpreter) -> None:
-        """The steward may have told the end of a process before it was known."""
+        """Applies an exit status that the subreaper reported before the process id was known."""
         status = self._early.pop(interpreter.process or 0, None)
         self._early.clear()
         if status is not None:
@@ -461,7 +509,9 @@ class Supervisor:
             interpreter.patience = time.monotonic() + _LAST_WORDS
 
     def _finish(self, interpreter: Interpreter) -> None:
-        """Tells the end of an interpreter once everything that it wrote has been passed on, or is no longer waited for."""
+        """Reports the end of an interpreter once all its output has been forwarded, or the deadline
+        for that has passed.
+        """
         waits = False
         if interpreter.channel is not None:
             waits |= self._carry(interpreter)
@@ -477,7 +527,11 @@ class Supervisor:
         self._tell_status(interpreter.number, interpreter.status or 0)
 
     def _tell_status(self, number: int, status: int) -> None:
-        how = {"signal": os.WTERMSIG(status)} if os.WIFSIGNALED(status) else {"code": os.WEXITSTATUS(status)}
+        how = (
+            {"signal": os.WTERMSIG(status)}
+            if os.WIFSIGNALED(status)
+            else {"code": os.WEXITSTATUS(status)}
+        )
         self._say(strands.encode_json(b"e", number, how))
 
     def _close(self, interpreter: Interpreter) -> None:
@@ -496,7 +550,7 @@ class Supervisor:
             interpreter.member.interpreter = None
 
     def _bury(self, wake_reader: int) -> None:
-        """Waits for children that have ended. Who they were the sockets tell."""
+        """Reaps ended children. The sockets identify them."""
         try:
             os.read(wake_reader, _LARGEST_REPORT)
         except BlockingIOError:
@@ -514,8 +568,10 @@ class Supervisor:
 
     # Programs.
 
-    def _announce_outlets(self, interpreter: Interpreter, descriptors: list[int], data: bytes) -> None:
-        """Keeps what a program is to write to, until the host has used it or lets go of it."""
+    def _announce_outlets(
+        self, interpreter: Interpreter, descriptors: list[int], data: bytes
+    ) -> None:
+        """Keeps a program's output pipes until the host has used or released them."""
         if len(self._outlets) >= _MOST_OUTLETS:
             for descriptor in descriptors:
                 os.close(descriptor)
@@ -536,11 +592,15 @@ class Supervisor:
                 taken += text
 
     def _launch(self, number: int, order: dict[str, Any]) -> None:
-        """Starts a program beside a session. How it began is answered once its steward has told."""
+        """Starts a program beside a session. Answers once its subreaper has reported the start."""
         given = self._inputs.pop(order["program"], None)
         member, outlets = self._members[number], self._outlets[order["outlets"]]
-        if not self._refuses_programs or fences.version_of_landlock() < 1:
-            self._answer(order["ask"], "there is no landlock that could keep it apart from the session", "unsupported")
+        if not self._refuses_programs or confine.version_of_landlock() < 1:
+            self._answer(
+                order["ask"],
+                "there is no landlock that could keep it apart from the session",
+                "unsupported",
+            )
             return
         if order["input"] != (None if given is None else len(given)):
             raise OSError("not all of its input has arrived")
@@ -550,7 +610,9 @@ class Supervisor:
             if value is not None:
                 environment[name] = value
         own = (member.folder,) if member.folder else (member.work or "/", family.FORKS)
-        errand = errands.Errand(order["words"], order["folder"], environment, (*own, *family.SHARED_FOLDERS))
+        errand = errands.Errand(
+            order["words"], order["folder"], environment, (*own, *family.SHARED_FOLDERS)
+        )
         reports, reporter = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         stdin = errands.input_of(None if given is None else bytes(given))
         try:
@@ -584,7 +646,7 @@ class Supervisor:
             self._tell_status(program.number, report["status"])
 
     def _lose_program(self, member: Member, steward: int, program: Program) -> None:
-        """A steward has ended, after everything below it or with it."""
+        """Handles the end of a subreaper, after or together with all its descendants."""
         self._ignore(program.reports.fileno())
         program.reports.close()
         member.programs.pop(steward, None)
@@ -595,11 +657,15 @@ class Supervisor:
             self._end_strays()
 
     def _program(self, number: int) -> Program | None:
-        every = (program for member in self._members.values() for program in member.programs.values())
+        every = (
+            program for member in self._members.values() for program in member.programs.values()
+        )
         return next((program for program in every if program.number == number), None)
 
     def _signal_program(self, program: Program, which: int) -> None:
-        """Signals a program and its group, as long as it has not ended: afterwards its number may be somebody else's."""
+        """Signals a program and its group while it runs. After its end, the process id may belong
+        to another process.
+        """
         if program.process is not None:
             _kill_group(program.process, which)
         elif program.ask is not None and which == signal.SIGKILL:
@@ -615,7 +681,7 @@ class Supervisor:
         interpreter = self._interpreters.get(number)
         if interpreter is None or interpreter.process is None or interpreter.status is not None:
             return
-        # Which process it is was told from inside, and may be somebody else's.
+        # The process id was reported from inside the sandbox, and may be that of another session.
         if self._steward_of(interpreter.process, _parents()) in interpreter.member.stewards:
             _kill(interpreter.process, which)
 
@@ -637,19 +703,25 @@ class Supervisor:
             interpreter.channel = None
 
     def _sweep(self, member: Member, with_checkpoints: bool) -> None:
-        """Ends every process of a session but its stewards and, unless they too should go, its checkpoints."""
+        """Ends every process of a session except its subreapers and, unless `with_checkpoints`, its
+        checkpoints.
+        """
         if with_checkpoints:
             for number in list(member.checkpoints):
                 self._forget(member.number, number)
         spared = {checkpoint.process for checkpoint in member.checkpoints.values()}
         if member.stewards or member.programs:
             own = {*member.stewards, *member.programs}
-            self._end(lambda process, parents: self._steward_of(process, parents) in own and process not in spared)
+            self._end(
+                lambda process, parents: (
+                    self._steward_of(process, parents) in own and process not in spared
+                )
+            )
         for steward, reports in list(member.stewards.items()):
             self._hear_ends(member, reports)
 
     def _hear_ends(self, member: Member, reports: socket.socket) -> None:
-        """Takes in what a steward has told by now, before the interpreter has a successor."""
+        """Reads pending reports of a subreaper before the interpreter is replaced."""
         interpreter = member.interpreter
         if interpreter is None or interpreter.process is None:
             return
@@ -669,9 +741,9 @@ class Supervisor:
                 self._ended(interpreter, report.get("status", signal.SIGKILL))
 
     def _end_strays(self) -> None:
-        """Ends whatever belongs to no session any more, because its steward has ended."""
+        """Ends processes that no longer belong to a session, because their subreaper has ended."""
         if self._unborn:
-            return  # A steward that is just being made belongs to nobody yet.
+            return  # A subreaper that is being started belongs to no session yet.
         known = {self._warm}
         for member in self._members.values():
             known.update(member.stewards)
@@ -691,7 +763,9 @@ class Supervisor:
                 self._ended(interpreter, signal.SIGKILL)
 
     def _end(self, is_meant: Any) -> None:
-        """Stops all processes that are meant until no new one appears, and then kills them: what is stopped cannot make more."""
+        """Stops all matching processes until no new one appears, and then kills them: a stopped
+        process cannot create more.
+        """
         deadline = time.monotonic() + _SWEEPING
         stopped: set[int] = set()
         while time.monotonic() < deadline:
@@ -711,10 +785,12 @@ class Supervisor:
                 return
             time.sleep(0.0005)
         os.write(2, f"{len(stopped)} processes could not be ended\n".encode())
-        os._exit(3)  # The container can.
+        os._exit(3)  # The end of the container ends them.
 
     def _owner(self, address: str, port: int) -> int | None:
-        """Returns the member that a connection was made by, if the kernel tells, and if it is one only."""
+        """Returns the session that made a connection, if the kernel shows it and there is exactly
+        one.
+        """
         parents = _parents()
         holders = sockets.holders(sockets.at(address, port), parents)
         stewards = {self._steward_of(process, parents) for process in holders}
@@ -726,8 +802,12 @@ class Supervisor:
         return members.pop() if len(members) == 1 else None
 
     def _steward_of(self, process: int, parents: dict[int, int]) -> int | None:
-        """Returns the nearest steward above a process; none for stewards themselves."""
-        stewards = {steward for member in self._members.values() for steward in (*member.stewards, *member.programs)}
+        """Returns the nearest subreaper above a process. Returns None for subreapers themselves."""
+        stewards = {
+            steward
+            for member in self._members.values()
+            for steward in (*member.stewards, *member.programs)
+        }
         if process in stewards:
             return None
         while process > 1:
@@ -742,7 +822,9 @@ class Supervisor:
         channel = interpreter.channel
         if channel is None:
             return
-        events = (selectors.EVENT_READ if interpreter.credit > 0 else 0) | (selectors.EVENT_WRITE if interpreter.incoming else 0)
+        events = (selectors.EVENT_READ if interpreter.credit > 0 else 0) | (
+            selectors.EVENT_WRITE if interpreter.incoming else 0
+        )
         self._ignore(channel.fileno())
         if events:
             self._selector.register(channel, events, lambda: self._serve_channel(interpreter))
@@ -754,7 +836,7 @@ class Supervisor:
             self._carry(interpreter)
 
     def _push(self, interpreter: Interpreter) -> None:
-        """Hands bytes of the host to the interpreter, as many as it takes."""
+        """Passes as many bytes from the host to the interpreter as it accepts."""
         channel = interpreter.channel
         if channel is None:
             return
@@ -768,13 +850,13 @@ class Supervisor:
             pass
         except OSError:
             taken += len(interpreter.incoming)
-            interpreter.incoming.clear()  # It has ended; its end is told elsewhere.
+            interpreter.incoming.clear()  # It has ended, which is reported elsewhere.
         if taken:
             self._say(strands.encode_amount(b"w", interpreter.number, taken))
         self._watch_channel(interpreter)
 
     def _carry(self, interpreter: Interpreter) -> bool:
-        """Passes frames on to the host. Returns whether more wait than may be sent now."""
+        """Forwards frames to the host. Returns whether more is pending than the credit allows."""
         channel = interpreter.channel
         space = socket.CMSG_SPACE(8 * array.array("i").itemsize)
         while channel is not None:
@@ -782,7 +864,9 @@ class Supervisor:
                 self._watch_channel(interpreter)
                 return True
             try:
-                data, ancillary, _, _ = channel.recvmsg(min(interpreter.credit, strands.PIECE), space)
+                data, ancillary, _, _ = channel.recvmsg(
+                    min(interpreter.credit, strands.PIECE), space
+                )
             except BlockingIOError:
                 return False
             except OSError:
@@ -793,11 +877,15 @@ class Supervisor:
                 self._hang_up(interpreter.number)
                 return False
             interpreter.credit -= len(data)
-            # Text that came before these frames is in the pipes by now, and should arrive first.
+            # Text that preceded these frames is in the pipes by now, and must arrive first.
             for pipe in list(interpreter.pipes):
                 if not pipe.retired:
                     self._pull(pipe)
-            if len(descriptors) == 2 and self._refuses_programs and all(map(_only_takes, descriptors)):
+            if (
+                len(descriptors) == 2
+                and self._refuses_programs
+                and all(map(_only_takes, descriptors))
+            ):
                 self._announce_outlets(interpreter, descriptors, data)
             elif len(descriptors) == 2 and all(map(_only_gives, descriptors)):
                 self._announce_pipes(interpreter, descriptors, data)
@@ -807,7 +895,9 @@ class Supervisor:
                 self._say(strands.encode(b"d", interpreter.number, data))
         return False
 
-    def _announce_pipes(self, interpreter: Interpreter, descriptors: list[int], data: bytes) -> None:
+    def _announce_pipes(
+        self, interpreter: Interpreter, descriptors: list[int], data: bytes
+    ) -> None:
         for pipe in interpreter.pipes:
             pipe.retired = True
         retired = [pipe for pipe in interpreter.pipes if pipe.retired]
@@ -826,7 +916,7 @@ class Supervisor:
         self._say(strands.encode_pipes(b"p", interpreter.number, new[0], new[1], data))
 
     def _pull(self, pipe: Pipe) -> bool:
-        """Passes text on to the host. Returns whether more waits than may be sent now."""
+        """Forwards text to the host. Returns whether more is pending than the credit allows."""
         while pipe.strand in self._pipes:
             if pipe.credit <= 0:
                 self._ignore(pipe.descriptor)
@@ -864,7 +954,9 @@ class Supervisor:
 
 
 def _knock(word: str, door: tuple[str, int]) -> None:
-    """Says a word at a door of the network, by which the host knows that the door is one of this container."""
+    """Sends a datagram with a token to a host listener (`door`), which identifies the listener as
+    belonging to this container.
+    """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as caller:
         caller.sendto(word.encode(), door)
 
@@ -873,23 +965,23 @@ def _kill(process: int, which: int) -> None:
     try:
         os.kill(process, which)
     except ProcessLookupError:
-        pass  # It has ended already.
+        pass  # It has already ended.
 
 
 def _kill_group(leader: int, which: int) -> None:
     try:
         os.killpg(leader, which)
     except ProcessLookupError:
-        pass  # All of it has ended already.
+        pass  # The whole group has already ended.
 
 
 def _only_takes(descriptor: int) -> bool:
-    """Tells whether this is the end of a pipe that can be written to and not read."""
+    """Reports whether this is the write end of a pipe."""
     return _is_pipe(descriptor, os.O_WRONLY)
 
 
 def _only_gives(descriptor: int) -> bool:
-    """Tells whether this is the end of a pipe that can be read and not written to."""
+    """Reports whether this is the read end of a pipe."""
     return _is_pipe(descriptor, os.O_RDONLY)
 
 
@@ -899,7 +991,9 @@ def _is_pipe(descriptor: int, mode: int) -> bool:
 
 
 def _packet_socket(descriptor: int) -> socket.socket | None:
-    """Takes over a descriptor that came from inside, if it is what orders can be sent on; closes it otherwise."""
+    """Takes over a descriptor that came from a session if it is a SOCK_SEQPACKET socket, which
+    orders require. Closes it otherwise.
+    """
     try:
         taken = socket.socket(fileno=descriptor)
     except OSError:
@@ -912,15 +1006,21 @@ def _packet_socket(descriptor: int) -> socket.socket | None:
 
 
 def _numbers(message: bytes) -> dict[str, int]:
-    """Reads what a process of a session reports: names with numbers. What is none of that is left out, for it may be anything."""
+    """Parses the report of a session's process: names with numbers. Drops everything else, because
+    the report is untrusted.
+    """
     try:
         report = json.loads(message)
     except (ValueError, RecursionError):
         return {}
     if not isinstance(report, dict):
         return {}
-    # Numbers of processes, and how they ended.
-    return {name: value for name, value in report.items() if type(value) is int and 0 <= value <= _LARGEST_NUMBER}
+    # Process ids and exit statuses.
+    return {
+        name: value
+        for name, value in report.items()
+        if type(value) is int and 0 <= value <= _LARGEST_NUMBER
+    }
 
 
 def _offer_to_die(process: int, score: int) -> None:
@@ -948,7 +1048,7 @@ def _parents() -> dict[int, int]:
 
 
 def _sender(ancillary: list[Any]) -> int:
-    """Returns the process that sent a message, as the kernel tells it."""
+    """Returns the process that sent a message, according to the kernel."""
     for level, kind, data in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_CREDENTIALS:
             return int(_credentials.unpack(data[: _credentials.size])[0])
@@ -964,11 +1064,13 @@ def _descriptors(ancillary: list[Any]) -> list[int]:
 
 
 def supervise(plan: bytes, heard: bytes, warm: int, orders: int) -> NoReturn:
-    """Supervises until the host is gone. `heard` is what it has said after the plan, `orders` leads to the warm process."""
-    fences.be_unreadable()
+    """Supervises until the host is gone. `heard` is the input received after the plan, `orders` is
+    the socket to the warm process.
+    """
+    confine.be_unreadable()
     try:
-        # The first process does so anyway; stewards must be able to.
-        fences.adopt_orphans()
+        # The first process adopts orphans anyway, but subreapers need this call to work.
+        confine.adopt_orphans()
     except OSError as error:
         sys.exit(f"sessions cannot be kept apart under this runtime: {error.strerror}")
     for folder in json.loads(plan)["folders"]:

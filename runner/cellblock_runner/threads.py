@@ -1,28 +1,29 @@
-"""Threads: those of a session go on in its copies.
+"""Threads: those of a session continue in its copies.
 
-A plain fork copies one thread. The others are missing in the copy, with whatever locks they held,
-and what waits for them waits for ever. So before a copy is made, every other thread is stopped
-where it waits, and the copy makes threads that go on from there:
+A plain fork copies one thread. The others are missing in the copy, along with any locks they held,
+and code that waits for them waits forever. So before a copy is made, every other thread is stopped
+where it waits, and the copy creates threads that continue from there:
 
     hold       in the original: a signal stops each thread, and the kernel saves its registers
     release    in the original, afterwards: the handlers return
-    go_on      in a copy: a thread is made on each of these stacks, and returns from the handler
+    go_on      in a copy: a thread is created on each of these stacks, and returns from the handler
 
-The copy is made without the handlers of a fork, because nothing has to be put right: no thread is
-missing, so every lock has the owner that it had. That is true only if all of them come along. A
-thread that computes may hold a lock of the C library, for which the copy would wait before that
-thread goes on; so all must wait in a system call. Nor may one of them wait for Python's own lock:
-this thread would hand it over, and wait until it is taken. Otherwise an ordinary fork is made, and
-the copy has one thread.
+The copy is made without fork handlers, because there is nothing to repair: no thread is missing, so
+every lock has its owner. That holds only if all threads are copied. A running thread may hold a
+lock of the C library, for which the copy would wait before that thread continues; so all threads
+must be waiting in a system call. None of them may wait for the GIL either: this thread would hand
+it over, and wait until it is taken. Otherwise an ordinary fork is made, and the copy has one
+thread.
 
-The machine code is that of `threads.s`. A thread in a copy keeps the number that the C library
-knows it by, because the library compares that number with the owner of a recursive lock; the kernel
-knows it by another one.
+The machine code is that of `threads.s`. A thread in a copy keeps the thread id that the C library
+stores, because the library compares it with the owner of a recursive lock; the kernel assigns a
+different one.
 """
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 import platform
@@ -43,52 +44,69 @@ _CODE = bytes.fromhex(
     "e7be18000000b8110100000f054d85ed74174c89efbe2000000031d241ba"
     "53300553b84e0100000f05b80f0000000f05"
 )
-# Where in it the parts begin, and what the table behind it holds.
+# Offsets of the entry points in it, and the layout of the table behind it.
 _RESTORER, _GO_ON = 0x90, 0xA0
 _TABLE, _SLOTS, _MOST = 4096, 64, 1024
 _CLAIMED, _READY, _ROUND, _ACTIVE = 0, 4, 8, 12
 
-# System calls, and flags of some of them.
-_CLONE, _TGKILL, _FUTEX, _SIGACTION = 56, 234, 202, 13
-# The kernel writes the number of the new thread, and clears it when the thread ends.
-_FORK_FLAGS = signal.SIGCHLD | 0x01000000 | 0x00200000
-# A handler with information, a restorer, its own stack; system calls are made again.
-_ACTION_FLAGS = 0x4 | 0x04000000 | 0x08000000 | 0x10000000
-_FUTEX_WAIT, _FUTEX_WAKE = 128, 129
-# Without the flags for private memory and for the clock: to wait, and to wait for some bits.
-_FUTEX_COMMAND, _FUTEX_WAITS = 0x7F, (0, 9)
+# System calls of x86-64, and flags of some of them.
+SYS_rt_sigaction, SYS_clone, SYS_futex, SYS_tgkill = 13, 56, 202, 234
+# The kernel writes the id of the new thread, and clears it when the thread ends.
+CLONE_CHILD_CLEARTID, CLONE_CHILD_SETTID = 0x00200000, 0x01000000
+_FORK_FLAGS = signal.SIGCHLD | CLONE_CHILD_SETTID | CLONE_CHILD_CLEARTID
+SA_SIGINFO, SA_RESTORER, SA_ONSTACK, SA_RESTART = 0x4, 0x04000000, 0x08000000, 0x10000000
+_ACTION_FLAGS = SA_SIGINFO | SA_RESTORER | SA_ONSTACK | SA_RESTART
+FUTEX_WAIT, FUTEX_WAKE, FUTEX_WAIT_BITSET = 0, 1, 9
+FUTEX_PRIVATE_FLAG, FUTEX_CLOCK_REALTIME = 128, 256
+PF_EXITING = 0x4  # From <linux/sched.h>.
 
 # The signal with which the C library cancels threads. It never lets a thread block it, and uses it
 # from the first cancellation on.
 _UNBLOCKABLE = 32
 
-# Calls in which a thread waits for somebody else, and that it makes again after a signal.
-_READING_AND_WRITING = (0, 1, 17, 18, 19, 20, 42, 43, 44, 45, 46, 47, 288, 299, 307)
-_POLLING = (7, 23, 232, 270, 271, 281, 441)
-_SLEEPING = (34, 35, 61, 65, 128, 130, 202, 220, 230, 247, 449, 454, 455)
-_WAITING = frozenset(_READING_AND_WRITING + _POLLING + _SLEEPING)
+# Calls in which a thread waits for another party, and which it repeats after a signal.
+_READING = {"read": 0, "pread64": 17, "readv": 19, "recvfrom": 45, "recvmsg": 47, "recvmmsg": 299}
+_WRITING = {"write": 1, "pwrite64": 18, "writev": 20, "sendto": 44, "sendmsg": 46, "sendmmsg": 307}
+_CONNECTING = {"connect": 42, "accept": 43, "accept4": 288}
+_POLLING = {"poll": 7, "select": 23, "pselect6": 270, "ppoll": 271}
+_EPOLL = {"epoll_wait": 232, "epoll_pwait": 281, "epoll_pwait2": 441}
+_SLEEPING = {"pause": 34, "nanosleep": 35, "clock_nanosleep": 230}
+_OTHER_PROCESSES = {"wait4": 61, "waitid": 247, "rt_sigtimedwait": 128, "rt_sigsuspend": 130}
+_LOCKS = {"semop": 65, "semtimedop": 220, "futex": 202, "futex_waitv": 449, "futex_wait": 455}
+_WAITING = frozenset(
+    {
+        **_READING,
+        **_WRITING,
+        **_CONNECTING,
+        **_POLLING,
+        **_EPOLL,
+        **_SLEEPING,
+        **_OTHER_PROCESSES,
+        **_LOCKS,
+    }.values()
+)
 _ENTER = b"\x0f\x05"
 # Offsets in the context that the kernel saves.
 _R10, _RDI, _RSI, _RAX, _RIP = 56, 104, 112, 144, 168
-_INTERRUPTED = 2**64 - 4
+_INTERRUPTED = 2**64 - errno.EINTR
 
-# Python's lock is in a structure of at most this size.
+# The GIL is in a structure of at most this size.
 _LARGEST_RUNTIME = 1024 * 1024
-# In the C library's description of a thread, which begins where its thread pointer points.
+# Within the C library's thread descriptor, which begins at the thread pointer.
 _LARGEST_DESCRIPTION = 0x700
 _ROBUST_AFTER_NUMBER = 16
 
-# How long threads may take to stop: until the machine has got round to each of them.
+# How long threads may take to stop: until the machine has scheduled each of them.
 _REACTION = 2.0
-# After so long, one that still blocks the signal is not on its way out of the handler.
+# After this time, a thread that still blocks the signal is not just returning from the handler.
 _LEAVING = 0.1
-# How long they may go on computing: pools look for more work for up to 200 ms before they wait.
+# How long they may stay busy: pools look for more work for up to 200 ms before they wait.
 _BUSY_LIMIT, _BUSY_AGAIN_LIMIT = 0.3, 0.01
 _PAUSE = 0.002
 
 
 class Slot(NamedTuple):
-    """Where a thread stands."""
+    """The saved state of a stopped thread."""
 
     context: int
     pointer: int
@@ -96,7 +114,7 @@ class Slot(NamedTuple):
 
 
 class Hold:
-    """All other threads of the process, stopped. `lost` counts those that could not be."""
+    """All other threads of the process, stopped. `lost` counts those that could not be stopped."""
 
     def __init__(self, slots: list[Slot], lost: int = 0) -> None:
         self._slots = slots
@@ -104,23 +122,23 @@ class Hold:
 
     @property
     def is_whole(self) -> bool:
-        """Tells whether there are threads, and all of them are stopped."""
+        """Whether there are threads, and all of them are stopped."""
         return bool(self._slots) and not self.lost
 
     @property
     def is_idle(self) -> bool:
-        """Tells whether each of them waits until another wakes it: nothing happens by itself."""
+        """Whether each of them waits until another wakes it, so that nothing happens by itself."""
         return not self.lost and all(map(_waits_for_another, self._slots))
 
     def release(self) -> None:
-        """Lets them go on, in the original."""
+        """Resumes them in the original."""
         if self._slots and _machine is not None:
             _machine.let_go()
 
     def go_on(self, ended: Collection[int]) -> int:
-        """In a copy: makes threads that go on from there. Returns how many could not be made.
+        """In a copy: creates threads that continue from the saved state. Returns how many failed.
 
-        Those of Python that are in `ended` are not wanted any more.
+        Python threads in `ended` are not created.
         """
         if not self._slots or _machine is None:
             return 0
@@ -137,7 +155,7 @@ def hold() -> Hold:
     machine = _get_machine()
     if machine is None or len(others) > _MOST // 2:
         return Hold([], len(others))
-    # Those that computed all the time when it was last tried probably still do.
+    # Threads that were busy throughout the last attempt probably still are.
     deadline = time.monotonic() + (_BUSY_AGAIN_LIMIT if others & _busy else _BUSY_LIMIT)
     while True:
         try:
@@ -160,7 +178,7 @@ def hold() -> Hold:
 
 
 def fork() -> int:
-    """Copies the process with this thread only, and without the handlers of a fork."""
+    """Copies the process with this thread only, without fork handlers."""
     assert _machine is not None
     return _machine.fork()
 
@@ -189,7 +207,7 @@ class _Machine:
         self._signal = 0
 
     def stop_all(self) -> list[Slot] | None:
-        """Stops all other threads; None when one of them does not stop."""
+        """Stops all other threads. Returns None if one of them does not stop."""
         if not self._install():
             return None
         words = self._words
@@ -204,7 +222,7 @@ class _Machine:
             if not missing:
                 return slots
             for number in missing - asked:
-                self._library.syscall(_TGKILL, process, number, self._signal)
+                self._library.syscall(SYS_tgkill, process, number, self._signal)
             if missing <= asked and all(map(_is_ending, missing)):
                 return slots
             asked |= missing
@@ -216,7 +234,7 @@ class _Machine:
     def let_go(self) -> None:
         self._words[_ACTIVE // 4] = 0
         self._words[_ROUND // 4] += 1
-        self._futex(_ROUND, _FUTEX_WAKE, _MOST)
+        self._futex(_ROUND, FUTEX_WAKE | FUTEX_PRIVATE_FLAG, _MOST)
 
     def go_on(self, slots: list[Slot]) -> int:
         numbers = {}
@@ -232,12 +250,12 @@ class _Machine:
         return len(slots) - len(numbers)
 
     def knows(self, slots: list[Slot]) -> bool:
-        """Tells whether each of them is a thread of the C library."""
+        """Reports whether each of them is a thread of the C library."""
         pointers = {slot.pointer for slot in slots}
         return len(pointers) == len(slots) and self._library.pthread_self() not in pointers
 
     def waits(self, slot: Slot) -> bool:
-        """Tells whether a thread waited in a system call, and not for Python's lock."""
+        """Reports whether a thread waited in a system call, and not for the GIL."""
         rdi, rax, rip = _registers(slot, _RDI, _RAX, _RIP)
         if 0 <= rdi - self._runtime < _LARGEST_RUNTIME:
             return False
@@ -247,7 +265,7 @@ class _Machine:
 
     def fork(self) -> int:
         at = self._library.pthread_self() + self._number_at
-        number = int(self._library.syscall(_CLONE, _FORK_FLAGS, 0, 0, ctypes.c_size_t(at), 0))
+        number = int(self._library.syscall(SYS_clone, _FORK_FLAGS, 0, 0, ctypes.c_size_t(at), 0))
         if number < 0:
             error = ctypes.get_errno()
             raise OSError(error, os.strerror(error))
@@ -260,40 +278,41 @@ class _Machine:
             yield Slot(context, pointer, number)
 
     def _wait(self, seen: int) -> None:
-        """Waits until another thread has stopped, or a moment."""
+        """Waits until another thread has stopped, or for a millisecond."""
         pause = (ctypes.c_long * 2)(0, 1_000_000)
-        self._futex(_READY, _FUTEX_WAIT, seen, ctypes.byref(pause))
+        operation = FUTEX_WAIT | FUTEX_PRIVATE_FLAG
+        self._futex(_READY, operation, seen, ctypes.byref(pause))
 
     def _futex(self, word: int, *arguments: Any) -> None:
-        self._library.syscall(_FUTEX, ctypes.c_size_t(self._base + _TABLE + word), *arguments)
+        self._library.syscall(SYS_futex, ctypes.c_size_t(self._base + _TABLE + word), *arguments)
 
     def _install(self) -> bool:
-        """Finds a signal that nobody uses.
+        """Finds an unused signal.
 
-        The handler stays: whoever gets the signal late would die of it.
+        The handler stays installed: without it, a late signal would kill the process.
         """
         others = range(signal.SIGRTMAX - 1, signal.SIGRTMIN + 2, -1)
         for number in (self._signal, _UNBLOCKABLE, *others):
             if not number:
                 continue
             present = (ctypes.c_uint64 * 4)()
-            if self._library.syscall(_SIGACTION, number, None, ctypes.byref(present), 8):
+            if self._library.syscall(SYS_rt_sigaction, number, None, ctypes.byref(present), 8):
                 continue
             if present[0] == self._base:
                 self._signal = number
                 return True
-            # A sandbox ignores the one that the C library keeps for itself.
+            # A sandbox ignores the one that the C library reserves.
             if present[0] > (number == _UNBLOCKABLE):
                 continue
             parts = self._base, _ACTION_FLAGS, self._base + _RESTORER, 2**64 - 1
             action = (ctypes.c_uint64 * 4)(*parts)
-            if not self._library.syscall(_SIGACTION, number, ctypes.byref(action), None, 8):
+            if not self._library.syscall(SYS_rt_sigaction, number, ctypes.byref(action), None, 8):
                 self._signal = number
                 return True
         return False
 
     def _is_deaf(self, number: int) -> bool:
-        """Tells whether a thread blocks the signal, so that it stays pending."""
+        """Reports whether a thread blocks the signal, so that it stays pending."""
         pending = _status(number, b"SigBlk") & _status(number, b"SigPnd")
         return bool(pending >> (self._signal - 1) & 1)
 
@@ -304,7 +323,7 @@ _busy: frozenset[int] = frozenset()
 
 
 def _get_machine() -> _Machine | None:
-    """Returns the machine; None where there is none for this processor or this C library."""
+    """Returns the machine. Returns None if this processor or C library is not supported."""
     global _machine, _is_supported
     if _machine is None and _is_supported:
         try:
@@ -317,10 +336,12 @@ def _get_machine() -> _Machine | None:
 
 
 def _waits_for_another(slot: Slot) -> bool:
-    """Tells whether a thread waits on memory, for as long as it takes."""
+    """Reports whether a thread waits on a futex without a timeout."""
     operation, limit, rax = _registers(slot, _RSI, _R10, _RAX)
-    # A wait that has a limit is not made again by the kernel.
-    return rax == _FUTEX and not limit and operation & _FUTEX_COMMAND in _FUTEX_WAITS
+    # The kernel reads 32 bits of the register.
+    command = operation & 0xFFFFFFFF & ~(FUTEX_PRIVATE_FLAG | FUTEX_CLOCK_REALTIME)
+    # The kernel does not restart a wait that has a timeout.
+    return rax == SYS_futex and not limit and command in (FUTEX_WAIT, FUTEX_WAIT_BITSET)
 
 
 def _registers(slot: Slot, *offsets: int) -> list[int]:
@@ -328,7 +349,7 @@ def _registers(slot: Slot, *offsets: int) -> list[int]:
 
 
 def _find_number(pointer: int) -> int:
-    """Finds where the C library keeps the number of a thread, by what stands there."""
+    """Finds the offset at which the C library stores a thread's id, by its value."""
     number = threading.get_native_id()
     words = (ctypes.c_uint32 * (_LARGEST_DESCRIPTION // 4)).from_address(pointer)
     for index in range(0, len(words) - 8, 2):
@@ -343,7 +364,9 @@ def _find_number(pointer: int) -> int:
 
 
 def _find_rseq(library: ctypes.PyDLL) -> int:
-    """Returns where the rseq area of a thread is from its thread pointer; 0 where there is none."""
+    """Returns the offset of a thread's rseq area from its thread pointer. Returns 0 if there is
+    none.
+    """
     try:
         if not ctypes.c_uint.in_dll(library, "__rseq_size").value:
             return 0
@@ -358,11 +381,11 @@ def _others() -> set[int]:
 
 
 def _is_ending(number: int) -> bool:
-    """Tells whether a thread has ended and is only still visible."""
+    """Reports whether a thread has ended and is merely still visible."""
     try:
         with open(f"/proc/self/task/{number}/stat", "rb", 0) as file:
             fields = file.read().rpartition(b")")[2].split()
-        return fields[0] in b"ZX" or bool(int(fields[6]) & 0x4)
+        return fields[0] in b"ZX" or bool(int(fields[6]) & PF_EXITING)
     except (OSError, ValueError, IndexError):
         return True
 

@@ -1,7 +1,9 @@
-"""Models of generated modules: the base of their classes, types of fields that Pydantic does not have, and what is sent for a model.
+"""Models of generated modules: the base of their classes, field types that Pydantic does not have,
+and the serialization of a model.
 
-A field is sent when it was set, under the name that the schema has for it. Texts of a format stay as they were written. What cannot be checked here is not: the
-host checks every argument against the schema itself.
+A field is sent if it was set, under its name in the schema. Texts with a format are sent as they
+were written. Constraints that cannot be checked here are not: the host checks every argument
+against the schema itself.
 """
 
 from __future__ import annotations
@@ -28,18 +30,23 @@ from pydantic import (
     TypeAdapter,
     model_serializer,
 )
-from pydantic._internal._model_construction import ModelMetaclass  # What others that extend models use too.
+# Also used by other packages that extend models.
+from pydantic._internal._model_construction import ModelMetaclass
 from pydantic.fields import FieldInfo
 
 from .tool_modules import stamp
 
-# What `model_dump` is told when its result goes to a server.
+# The context passed to `model_dump` when its result goes to a server.
 _SENDING = {"cellblock": "sending"}
-# The largest integer that every reader of JSON takes as it is.
+# The largest integer that every JSON parser reads exactly.
 _LARGEST_SAFE = 2**53
-# Readers of JSON have limits of their own; the host's is 128 levels, some of which are the frame's.
+# JSON parsers have limits of their own; the host's is 128 levels, some of which belong to the
+# frame.
 _MOST_LEVELS = 100
-_TOO_DEEP = f"the arguments are nested more than {_MOST_LEVELS} levels deep; send a flatter value, or JSON in a text"
+_TOO_DEEP = (
+    f"the arguments are nested more than {_MOST_LEVELS} levels deep;"
+    " send a flatter value, or JSON in a text"
+)
 
 
 class _NullIsSent:
@@ -49,23 +56,26 @@ class _NullIsSent:
         return "Null"
 
 
-# Of a field that may be left out: `| Null` says that `None`, when it is set, is sent as null; `| None` that it is the same as leaving it out.
+# For an optional field: with `| Null`, a `None` that is set is sent as null; with `| None`, it is
+# the same as omitting the field.
 Null = Annotated[None, _NullIsSent()]
 
 
 class _AlwaysSent:
-    """Marks a field that is sent even if nobody set it."""
+    """Marks a field that is sent even if it was not set."""
 
     def __repr__(self) -> str:
         return "Sent"
 
 
-# Of a field that has a default although it must be sent.
+# For a field that has a default although it must be sent.
 Sent = _AlwaysSent()
 
 
 class Pattern(AfterValidator):
-    """A text in which this expression is found. One that is none in Python is not checked here; the host checks it too."""
+    """A text in which this expression is found. An expression that is invalid in Python is not
+    checked here; the host checks it too.
+    """
 
     def __init__(self, expression: str) -> None:
         def check(text: str) -> str:
@@ -96,7 +106,10 @@ class OneOf(AfterValidator):
 
     def __init__(self, values: list[Any]) -> None:
         def check(value: Any) -> Any:
-            if not any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in values):
+            if not any(
+                value == each and isinstance(value, bool) == isinstance(each, bool)
+                for each in values
+            ):
                 raise ValueError(f"is none of {values!r}")
             return value
 
@@ -114,7 +127,7 @@ def _check_url(text: str) -> str:
 
 @functools.cache
 def _url() -> TypeAdapter[Any]:
-    from pydantic import AnyUrl  # Takes longer to import than all of this.
+    from pydantic import AnyUrl  # Takes longer to import than everything here.
 
     return TypeAdapter(AnyUrl)
 
@@ -134,28 +147,43 @@ def _from_base64(value: Any) -> Any:
     return base64.b64decode(value, validate=True) if isinstance(value, str) else value
 
 
-# Texts of these formats stay as they were written.
+# Texts with these formats are sent as they were written.
 Url = Annotated[str, BeforeValidator(_as_text), AfterValidator(_check_url)]
 Email = Annotated[str, AfterValidator(_check_email)]
-# Bytes that travel as base64. A text is taken as base64 already.
+# Bytes that are sent as base64. A text is assumed to be base64 already.
 Base64 = Annotated[
     bytes,
     BeforeValidator(_from_base64),
-    PlainSerializer(lambda value: base64.b64encode(value).decode(), return_type=str, when_used="json"),
+    PlainSerializer(
+        lambda value: base64.b64encode(value).decode(), return_type=str, when_used="json"
+    ),
 ]
 
 
 def _documentation(model: type[BaseModel], own: str | None) -> str | None:
-    """Returns the docstring of a model: its own, and below it what its source says about each field."""
+    """Returns the docstring of a model: its own, followed by the texts below its fields in the
+    source.
+    """
     texts = _texts_below_fields(model)
     kinds = getattr(model, "__annotations__", {})
     lines: list[str] = []
     for name, field in model.model_fields.items():
-        default = "" if field.is_required() or field.default_factory is not None else f" = {field.default!r}"
-        sent_as = "" if field.serialization_alias is None else f"  (sent as {field.serialization_alias!r})"
+        default = (
+            ""
+            if field.is_required() or field.default_factory is not None
+            else f" = {field.default!r}"
+        )
+        sent_as = (
+            ""
+            if field.serialization_alias is None
+            else f"  (sent as {field.serialization_alias!r})"
+        )
         lines.append(f"{name}: {kinds.get(name, 'Any')}{default}{sent_as}")
         lines += [f"    {texts[name]}"] if name in texts else []
-    return "\n\n".join(part for part in (inspect.cleandoc(own or ""), "\n".join(lines)) if part) or None
+    return (
+        "\n\n".join(part for part in (inspect.cleandoc(own or ""), "\n".join(lines)) if part)
+        or None
+    )
 
 
 def _texts_below_fields(model: type[BaseModel]) -> dict[str, str]:
@@ -166,43 +194,58 @@ def _texts_below_fields(model: type[BaseModel]) -> dict[str, str]:
 
 @functools.lru_cache(maxsize=16)
 def _texts_in(file: str, _stamp: Any) -> dict[str, dict[str, str]]:
-    """Returns the texts below the fields of all classes in a file, which is read once for all of them."""
+    """Returns the texts below the fields of all classes in a file, which is read once for all of
+    them.
+    """
     try:
         with open(file, "rb") as source:
             tree = ast.parse(source.read())
     except (OSError, SyntaxError, ValueError):
         return {}
-    return {node.name: dict(_texts_of(node.body)) for node in tree.body if isinstance(node, ast.ClassDef)}
+    return {
+        node.name: dict(_texts_of(node.body))
+        for node in tree.body
+        if isinstance(node, ast.ClassDef)
+    }
 
 
 def _texts_of(body: list[ast.stmt]) -> Iterator[tuple[str, str]]:
     for statement, below in zip(body, body[1:]):
-        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name) and isinstance(below, ast.Expr):
+        if (
+            isinstance(statement, ast.AnnAssign)
+            and isinstance(statement.target, ast.Name)
+            and isinstance(below, ast.Expr)
+        ):
             if isinstance(below.value, ast.Constant) and isinstance(below.value.value, str):
                 yield statement.target.id, " ".join(below.value.value.split())
 
 
 if TYPE_CHECKING:
-    # What makes a class a model to type checkers is this metaclass, and none that extends it.
+    # Type checkers recognize a model by this metaclass, not by a subclass of it.
     _ShortlyListed = ModelMetaclass
 else:
 
     class _ShortlyListed(ModelMetaclass):
-        """Lists of a model its fields only, so that `help` shows these and not the hundred methods of Pydantic."""
+        """Lists only the fields of a model, so that `help` shows these and not the hundred methods
+        of Pydantic.
+        """
 
         def __dir__(cls) -> list[str]:
             return list(cls.__dict__.get("__pydantic_fields__", ()))
 
 
 class Model(BaseModel, metaclass=_ShortlyListed):
-    """An object of a schema. Fields are set by their Python names or by the names in the schema, and sent under the latter."""
+    """An object of a schema. Fields are set by their Python names or by the names in the schema,
+    and sent under the latter.
+    """
 
     model_config = ConfigDict(
         allow_inf_nan=False,  # JSON has no such numbers.
         defer_build=True,  # A module has many classes of which a cell uses one.
         populate_by_name=True,
         protected_namespaces=(),
-        ser_json_inf_nan="constants",  # So that they are seen, and refused, where they are in something untyped.
+        # So that they are detected, and refused, inside untyped values.
+        ser_json_inf_nan="constants",
     )
 
     @classmethod
@@ -220,7 +263,10 @@ class Model(BaseModel, metaclass=_ShortlyListed):
                 continue
             key = sent_as(name, field)
             was_set = name in self.model_fields_set
-            if not was_set or (getattr(self, "__dict__", {}).get(name) is None and name not in _nullable(type(self))):
+            if not was_set or (
+                getattr(self, "__dict__", {}).get(name) is None
+                and name not in _nullable(type(self))
+            ):
                 values.pop(key, None)
         return values
 
@@ -232,28 +278,41 @@ def sent_as(name: str, field: FieldInfo) -> str:
 
 @functools.cache
 def _nullable(model: type[BaseModel]) -> frozenset[str]:
-    """Returns the fields of which null is a value."""
-    return frozenset(name for name, field in model.model_fields.items() if _admits_null(field.annotation, field.metadata))
+    """Returns the fields for which null is a value."""
+    return frozenset(
+        name
+        for name, field in model.model_fields.items()
+        if _admits_null(field.annotation, field.metadata)
+    )
 
 
 def _admits_null(annotation: Any, metadata: Iterable[Any] = ()) -> bool:
-    if annotation is Any or any(isinstance(each, _NullIsSent) for each in (*metadata, *getattr(annotation, "__metadata__", ()))):
+    if annotation is Any or any(
+        isinstance(each, _NullIsSent)
+        for each in (*metadata, *getattr(annotation, "__metadata__", ()))
+    ):
         return True
-    return any(_admits_null(part) for part in get_args(annotation)) if _is_union(annotation) else False
+    return (
+        any(_admits_null(part) for part in get_args(annotation)) if _is_union(annotation) else False
+    )
 
 
 def _is_union(annotation: Any) -> bool:
-    return getattr(annotation, "__origin__", None) is Union or type(annotation).__name__ == "UnionType"
+    return (
+        getattr(annotation, "__origin__", None) is Union or type(annotation).__name__ == "UnionType"
+    )
 
 
 def arguments(params: BaseModel | dict[str, Any] | None) -> dict[str, Any]:
-    """Returns what is sent for `params`: what was set, under the names of the schema, as JSON has it."""
+    """Returns the arguments to send for `params`: the fields that were set, under the names of the
+    schema, as JSON values.
+    """
     if params is None:
         return {}
     try:
         values = _dumped(params)
     except (ValueError, RecursionError) as error:
-        # Pydantic goes 255 levels deep, and then takes what comes for a circle.
+        # Pydantic stops at 255 levels, and then reports a circular reference.
         if isinstance(error, RecursionError) or "depth exceeded" in str(error):
             raise ValueError(_TOO_DEEP) from None
         raise
@@ -266,7 +325,7 @@ def _dumped(params: BaseModel | dict[str, Any]) -> Any:
     if not isinstance(params, BaseModel):
         return _untyped().dump_python(params, mode="json", by_alias=True, context=_SENDING)
     with warnings.catch_warnings():
-        # Objects that were changed after they were checked are the host's to judge.
+        # Objects that were changed after validation are left to the host to check.
         warnings.filterwarnings("ignore", category=UserWarning, module="pydantic")
         return params.model_dump(mode="json", by_alias=True, context=_SENDING)
 
@@ -277,7 +336,9 @@ def _untyped() -> TypeAdapter[dict[str, Any]]:
 
 
 def _as_json(value: Any, levels: int = _MOST_LEVELS) -> Any:
-    """Writes whole numbers as such (`5.0` as `5`, which is the same in JSON), and refuses what JSON does not have and what is too deep."""
+    """Converts whole numbers to integers (`5.0` to `5`, which is the same in JSON), and rejects
+    values that JSON does not have or that are too deep.
+    """
     if isinstance(value, (dict, list)) and not levels:
         raise ValueError(_TOO_DEEP)
     if isinstance(value, dict):

@@ -1,8 +1,10 @@
-"""The packages of `mcptools` as modules: imported when they are used, and anew when the host has written them anew.
+"""The packages of `mcptools` as modules: imported on first use, and again after the host has
+rewritten them.
 
-A server can be registered again between two cells. Its modules in memory are then not what its files say. What is remembered of a package is its index
-file, which is written last and always; at the beginning of a cell the packages of which it is another one are forgotten, so that the next `import` reads
-them. Functions that the user holds stay what they were.
+A server can be registered again between two cells. Its modules in memory then differ from its
+files. A package is identified by its index file, which is always written last; at the beginning of
+a cell, packages whose index file has changed are dropped, so that the next `import` reads them.
+Functions that the user holds do not change.
 """
 
 from __future__ import annotations
@@ -13,12 +15,16 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-# The index file of each imported package, and which one it was.
+# The index file of each imported package, and its stamp.
 _read: dict[str, tuple[str, Any]] = {}
 
 
-def modules_when_used(package: str, names: list[str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Returns `__getattr__` and `__dir__` of a package whose modules are imported when somebody uses them. For the package itself."""
+def modules_when_used(
+    package: str, names: list[str]
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Returns `__getattr__` and `__dir__` of a package whose modules are imported on first use.
+    Called by the package itself.
+    """
     module = sys.modules[package]
     _read[package] = (str(module.__file__), stamp(str(module.__file__)))
 
@@ -34,14 +40,19 @@ def modules_when_used(package: str, names: list[str]) -> tuple[Callable[[str], A
 
 
 def forget_changed() -> None:
-    """Forgets packages that have been written anew, or are gone."""
+    """Drops packages that have been rewritten or removed."""
     changed = [package for package, (file, then) in _read.items() if stamp(file) != then]
     if not changed:
         return
     for package in changed:
         del _read[package]
-        # The index of all servers does not stand for what is in it: those that have not changed stay.
-        stale = [package] if "." not in package else [name for name in sys.modules if f"{name}.".startswith(f"{package}.")]
+        # A change of the index of all servers does not affect the packages in it: unchanged ones
+        # stay.
+        stale = (
+            [package]
+            if "." not in package
+            else [name for name in sys.modules if f"{name}.".startswith(f"{package}.")]
+        )
         for name in stale:
             sys.modules.pop(name, None)
         parent, _, own = package.rpartition(".")
@@ -51,7 +62,7 @@ def forget_changed() -> None:
 
 
 def stamp(file: str) -> Any:
-    """Returns what tells a file from another one of the same name; None when there is none."""
+    """Returns a value that identifies the version of a file, or None if it does not exist."""
     try:
         status = os.stat(file)
     except OSError:

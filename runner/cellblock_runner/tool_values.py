@@ -1,6 +1,7 @@
-"""Values of what a tool returned: its blocks, and the reply that holds them all.
+"""Values of a tool's result: its blocks, and the reply that holds them all.
 
-A block keeps all that the server said about it. Bytes are decoded when somebody asks for them. Pictures show themselves in IPython without any other package.
+A block keeps everything that the server sent about it. Bytes are decoded on first access. Images
+are displayed in IPython without any other package.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 
 
 class Block:
-    """A part of what a tool returned. `raw` is all that the server said about it."""
+    """A part of a tool's result. `raw` is everything that the server sent about it."""
 
     def __init__(self, raw: dict[str, Any]) -> None:
         self.raw = raw
@@ -58,12 +59,16 @@ class _Media(Block):
         return f"{self.mime}, {len(self.data)} bytes"
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
-        text = self.data.decode("utf-8", "replace") if self.mime == "image/svg+xml" else str(self.raw.get("data") or "")
+        text = (
+            self.data.decode("utf-8", "replace")
+            if self.mime == "image/svg+xml"
+            else str(self.raw.get("data") or "")
+        )
         return {"text/plain": repr(self), self.mime: text}
 
 
 class Image(_Media):
-    """A picture. It is shown when it is the value of a cell, or with `display`."""
+    """An image. It is shown when it is the value of a cell, or with `display`."""
 
 
 class Audio(_Media):
@@ -126,13 +131,20 @@ class Link(Block):
         return self.uri
 
 
-_BLOCKS: dict[Any, type[Block]] = {"text": Text, "image": Image, "audio": Audio, "resource": Resource, "resource_link": Link}
+_BLOCKS: dict[Any, type[Block]] = {
+    "text": Text,
+    "image": Image,
+    "audio": Audio,
+    "resource": Resource,
+    "resource_link": Link,
+}
 
 
 class Reply(str):
-    """Everything that a tool returned. As a text, it is the texts, one per line.
+    """The complete result of a tool. As a text, it is the texts, one per line.
 
-    `content` holds all parts in order, `structured` the value that the server returned besides, or None.
+    `content` holds all parts in order, `structured` the structured value that the server returned,
+    or None.
     """
 
     content: list[Block]
@@ -170,15 +182,22 @@ class Reply(str):
         printer.text("\n".join([*([repr(str(self))] if self or not others else []), *others]))
 
     def _ipython_display_(self) -> None:
-        """Shows texts and pictures in their order. A reply without a picture shows itself as a text does."""
+        """Displays texts and images in their order. A reply without an image is displayed as a
+        text.
+        """
         if not self.images:
             raise NotImplementedError
         from IPython.display import display
 
         for block in self.content:
-            display({"text/plain": str(block)} if isinstance(block, Text) else block, raw=isinstance(block, Text))
+            display(
+                {"text/plain": str(block)} if isinstance(block, Text) else block,
+                raw=isinstance(block, Text),
+            )
 
 
 def block(raw: dict[str, Any]) -> Block:
-    """Returns the block for what a server said. One of a kind that is not known is a plain `Block`."""
+    """Returns the block for a part of a server's result. A part of an unknown type becomes a plain
+    `Block`.
+    """
     return _BLOCKS.get(raw.get("type"), Block)(raw)

@@ -1,9 +1,10 @@
 """Variables: which names a cell created, changed or deleted.
 
-Before and after a cell every name gets a cheap fingerprint: identity and type, for small values their content, for
-arrays and tables a few samples. So a change in the middle of something large may go unseen; a change that is reported
-has happened. User code is never asked: no `__eq__`, `__len__`, `__repr__` or property of a class that the user wrote is
-called, and whatever a library's object raises counts as "unknown".
+Before and after a cell every name gets a cheap fingerprint: identity and type, for small values
+their content, for arrays and tables a few samples. So a change in the middle of a large value may
+be missed; a change that is reported has happened. User code is never called: no `__eq__`,
+`__len__`, `__repr__` or property of a class that the user wrote is used, and any exception from a
+library's object counts as "unknown".
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
-# The most entries in each list of a report. A cell that makes more is better looked at by asking.
+# Limit on the entries in each list of a report. More are better queried explicitly.
 MOST_ENTRIES = 50
 
 # Containers up to this length are compared element by element, by identity.
@@ -27,7 +28,7 @@ _TEXTS = frozenset((str, bytes))
 _SEQUENCES = frozenset((list, tuple, set, frozenset))
 _SIZED = _TEXTS | _SEQUENCES | {dict, bytearray, range}
 
-# Read the true name, whatever a metaclass says.
+# Read the real name, even if a metaclass overrides it.
 _name_of_type = type.__dict__["__name__"].__get__
 _module_of_type = type.__dict__["__module__"].__get__
 _bases_of_type = type.__dict__["__mro__"].__get__
@@ -49,10 +50,19 @@ def snapshot(namespace: Mapping[Any, Any], hidden: Mapping[str, Any]) -> Snapsho
             found[name] = (kind, value)
         elif kind in _SEQUENCES:
             length = len(value)
-            found[name] = (id(value), kind, length, tuple(map(id, value)) if length <= _SMALL else None)
+            found[name] = (
+                id(value),
+                kind,
+                length,
+                tuple(map(id, value)) if length <= _SMALL else None,
+            )
         elif kind is dict:
             length = len(value)
-            content = (tuple(map(id, value)), tuple(map(id, value.values()))) if length <= _SMALL else None
+            content = (
+                (tuple(map(id, value)), tuple(map(id, value.values())))
+                if length <= _SMALL
+                else None
+            )
             found[name] = (id(value), kind, length, content)
         elif kind is array_type:
             found[name] = (id(value), _array(value))
@@ -67,7 +77,9 @@ def report(before: Snapshot, after: Snapshot, namespace: Mapping[Any, Any]) -> d
     changed = [
         name
         for name, fingerprint in after.items()
-        if name in before and not _same(before[name], fingerprint) and not isinstance(namespace.get(name), ModuleType)
+        if name in before
+        and not _same(before[name], fingerprint)
+        and not isinstance(namespace.get(name), ModuleType)
     ]
     deleted = [name for name in before if name not in after]
     return {
@@ -81,11 +93,18 @@ def report(before: Snapshot, after: Snapshot, namespace: Mapping[Any, Any]) -> d
 def describe(name: str, value: Any) -> dict[str, Any]:
     """Returns name, type, size and shape of one variable."""
     kind = type(value)
-    return {"name": name, "type": _name_of_type(kind), "size": size_of(value), "shape": _shape(kind, value)}
+    return {
+        "name": name,
+        "type": _name_of_type(kind),
+        "size": size_of(value),
+        "shape": _shape(kind, value),
+    }
 
 
 def size_of(value: Any) -> int | None:
-    """Returns the bytes of `value` itself, without what it refers to, or None when that is unknown."""
+    """Returns the size of `value` itself in bytes, without referenced objects, or None if it is
+    unknown.
+    """
     kind = type(value)
     try:
         if not _is_users(kind):
@@ -111,26 +130,33 @@ def _same(first: Fingerprint, second: Fingerprint) -> bool:
 
 
 def _is_users(kind: type) -> bool:
-    """Tells whether asking a value of this type could run code that the user wrote in a cell."""
+    """Reports whether inspecting a value of this type could run code that the user wrote."""
     return any(_module_of_type(base) == "__main__" for base in _bases_of_type(kind))
 
 
 def _array(value: Any) -> Fingerprint:
     try:
-        sample = value if value.nbytes <= _SMALL_ARRAY else value.flat[:: max(1, value.size // _SAMPLES)]
+        sample = (
+            value if value.nbytes <= _SMALL_ARRAY else value.flat[:: max(1, value.size // _SAMPLES)]
+        )
         return value.shape, value.dtype.str, sample.tobytes()
     except Exception:
         return None
 
 
 def _content(kind: type, value: Any) -> Fingerprint:
-    """Returns what is cheap to know of the content of an object that is no plain container."""
+    """Returns a cheap fingerprint of the content of an object that is not a plain container."""
     try:
         module = _module_of_type(kind)
         if module.startswith("pandas"):
             manager = value._mgr
             arrays = manager.arrays[:8]
-            return value.shape, tuple(map(id, arrays)), tuple(_array(a) for a in arrays), tuple(map(id, value.axes))
+            return (
+                value.shape,
+                tuple(map(id, arrays)),
+                tuple(_array(a) for a in arrays),
+                tuple(map(id, value.axes)),
+            )
         if kind is bytearray:
             return len(value), bytes(value[:64])
         if _is_users(kind) or module == "builtins":
@@ -150,8 +176,17 @@ def _shape(kind: type, value: Any) -> str | None:
         if _is_users(kind) or isinstance(value, (type, ModuleType)):
             return None
         shape = getattr(value, "shape", None)
-        if isinstance(shape, tuple) and len(shape) <= 16 and all(isinstance(side, int) for side in shape):
-            return "(" + ", ".join(str(int(side)) for side in shape) + ("," if len(shape) == 1 else "") + ")"
+        if (
+            isinstance(shape, tuple)
+            and len(shape) <= 16
+            and all(isinstance(side, int) for side in shape)
+        ):
+            return (
+                "("
+                + ", ".join(str(int(side)) for side in shape)
+                + ("," if len(shape) == 1 else "")
+                + ")"
+            )
         return f"len {len(value)}" if hasattr(kind, "__len__") else None
     except Exception:
         return None

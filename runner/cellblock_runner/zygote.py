@@ -1,8 +1,9 @@
-"""The zygote: a warm interpreter that every fresh session is a copy of. It never runs a user's code.
+"""The zygote: a warm interpreter that every fresh session is a copy of. It never runs user code.
 
-It sits in the jail's namespaces and talks to the warden on one packet socket: it gets its plan, warms up, says so, and is then asked to
-park. From there it stands still for ever. The warden copies it, puts each copy into a sandbox and locks it down from outside; only
-then does the copy go on, in `_become_session`. The zygote has one thread: a copy has only one.
+It runs in the jail's namespaces and communicates with the warden on one packet socket: it receives
+its plan, warms up, reports that, and is then asked to park. From then on it stays suspended. The
+warden copies it, puts each copy into a sandbox and confines it from outside; only then does the
+copy continue, in `_become_session`. The zygote has one thread, because a copy has only one.
 """
 
 from __future__ import annotations
@@ -21,20 +22,22 @@ from typing import Any, NoReturn
 
 _SOCKET = 3
 _LARGEST_PLAN = 160 * 1024
-# Objects less than so many bits apart are in the same part of memory: half an arena of Python's allocator in its smallest form.
+# Objects whose addresses agree above this many bits are in the same part of memory: half an arena
+# of Python's allocator at its smallest size.
 _PART = 17
 
-# What a session can write beside its work folder.
+# Folders that a session can write besides its work folder.
 _SCRATCH = ("/tmp", "/dev/shm")
 
-# Modules that IPython and the runner import and few cells use. Most of what they cost is `asyncio`, and OpenSSL, which `hashlib` loads.
+# Modules that IPython and the runner import and few cells use. Most of the cost is `asyncio`, and
+# OpenSSL, which `hashlib` loads.
 _LATER = ("asyncio", "hashlib", "ipaddress", "pickle")
 
-# What the host sends through the gate of a fresh session.
+# Gate bytes that the host sends to a fresh session.
 _GO = b"g"
 _GO_AND_PRIME = b"p"
 _GO_AND_EMPTY = b"e"
-# One of work of the server's own, which may start programs wherever it is.
+# For work of the server itself, which may always start programs.
 _GO_FREELY = b"o"
 
 
@@ -44,11 +47,11 @@ def main() -> NoReturn:
     plan = json.loads(warden.recv(_LARGEST_PLAN))
     if not plan["quick"]:
         _keep_blocks_in_the_heap(True)
-    # Nothing that is imported becomes garbage; looking for some costs a tenth of the start.
+    # Imports leave no garbage; collecting would cost a tenth of the startup time.
     gc.disable()
     if plan["quick"]:
         import_some_later()
-    from . import branch, serve  # Imports IPython, which is most of the start.
+    from . import branch, serve  # Imports IPython, which takes most of the startup time.
 
     shell = serve.prepare(plan["preload"], rehearse=not plan["quick"])
     gc.enable()
@@ -61,21 +64,21 @@ def main() -> NoReturn:
         sys.exit("the zygote was asked for something that it cannot do")
     if not plan["quick"]:
         _keep_blocks_in_the_heap(False)
-    # Nobody waits for what the kernel would tell about copies.
+    # The exit statuses of copies are not needed.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     if not branch.stand_still(with_threads=False):
-        os._exit(1)  # Nobody lets the original go on.
+        os._exit(1)  # The original is never resumed.
     _become_session(warden, shell, plan)
 
 
 def _become_session(warden: socket.socket, shell: Any, plan: dict[str, Any]) -> NoReturn:
-    """Runs in a copy. Whatever goes wrong, the process ends here."""
+    """Runs in a copy. On any error, the process ends here."""
     from . import commands, interrupts, serve
     from .channel import Channel
 
     status = 1
     try:
-        warden.detach()  # Its descriptor was closed from outside, as all but the channel.
+        warden.detach()  # Its descriptor was closed from outside, like all except the channel.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         interrupts.restore_signals()
         channel = Channel.in_its_place()
@@ -88,7 +91,8 @@ def _become_session(warden: socket.socket, shell: Any, plan: dict[str, Any]) -> 
                 serve.prime(shell)
             serve.serve(shell, channel, plan["work_folder"], _SCRATCH, empty=gate == _GO_AND_EMPTY)
         status = 0
-    except BaseException as error:  # noqa: BLE001 - the process ends either way; the host sees a closed channel
+    except BaseException as error:  # noqa: BLE001 - the process ends either way
+        # The host sees a closed channel.
         try:
             os.write(2, f"a session could not be served: {error!r}\n".encode())
         except OSError:
@@ -104,10 +108,10 @@ _M_MMAP_MAX = -4
 
 
 def _keep_blocks_in_the_heap(keep: bool) -> None:
-    """Has the C library put large blocks into its heap, or into mappings of their own as usual.
+    """Makes the C library put large blocks into its heap, or into separate mappings as usual.
 
-    The warden moves the heap and the arenas of the warm process into a file that all copies share. A mapping that the C library could
-    resize must not be among them.
+    The warden moves the heap and the arenas of the warm process into a file that all copies share.
+    A mapping that the C library could resize must not be among them.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
@@ -115,13 +119,14 @@ def _keep_blocks_in_the_heap(keep: bool) -> None:
         return  # Another C library; its large blocks stay where they are, and are not moved.
     mallopt(_M_MMAP_MAX, 0 if keep else 65536)
     if not keep:
-        # Setting an option ends the library's own adaptation; these are values in the middle of what it would adapt between.
+        # Setting an option turns off the library's own adaptation; these values are in the middle
+        # of its range.
         mallopt(_M_MMAP_THRESHOLD, 4 * 1024 * 1024)
         mallopt(_M_TRIM_THRESHOLD, 8 * 1024 * 1024)
 
 
 def _places_of_objects() -> list[int]:
-    """Returns addresses of objects, one for each part of memory that holds some."""
+    """Returns addresses of objects, one for each part of memory that contains any."""
     gc.unfreeze()  # Frozen objects are not listed.
     parts = {id(thing) >> _PART for thing in gc.get_objects()}
     gc.freeze()
@@ -129,13 +134,14 @@ def _places_of_objects() -> list[int]:
 
 
 class _Later(types.ModuleType):
-    """A module whose code runs when something of it is first asked for.
+    """A module whose code runs on the first access to an attribute.
 
-    The standard library's lazy loader is no help: to it, the next `import` statement is already such a question.
+    The standard library's lazy loader does not help: the next `import` statement already triggers
+    it.
     """
 
     def __getattr__(self, name: str) -> Any:
-        # `from asyncio import *` asks for this one.
+        # `from asyncio import *` reads this one.
         if name.startswith("__") and name != "__all__":
             raise AttributeError(name)
         _load(self)
@@ -146,7 +152,7 @@ class _Later(types.ModuleType):
         return list(types.ModuleType.__dir__(self))
 
 
-# For each module that comes later, what makes threads wait that ask for it at the same time.
+# For each lazy module, a lock for threads that access it at the same time.
 _loading: dict[str, _thread.RLock] = {}
 _begun: set[str] = set()
 
@@ -154,7 +160,7 @@ _begun: set[str] = set()
 def _load(module: types.ModuleType) -> None:
     name = module.__name__
     with _loading[name]:
-        # Its own code may ask it for what it does not have yet.
+        # Its own code may access attributes that do not exist yet.
         if not isinstance(module, _Later) or name in _begun:
             return
         _begun.add(name)
@@ -166,7 +172,7 @@ def _load(module: types.ModuleType) -> None:
 
 
 def import_some_later() -> None:
-    """Has modules that few cells use run their code when something of them is first asked for."""
+    """Makes modules that few cells use run their code on the first access to an attribute."""
     for name in _LATER:
         spec = importlib.util.find_spec(name) if name not in sys.modules else None
         if spec is not None and spec.loader is not None:

@@ -1,10 +1,12 @@
 """An imitation of what copies a session from outside, for tests without a sandbox.
 
-Run in the place of `python -m cellblock_runner`, with two more arguments: the abstract address of a test that listens, and the folders
-that a fork finds empty; or followed by `zygote` and its socket, in the place of the zygote. The true fork
-takes the place of the kernel's work. Each `branch` leaves a process behind that stands still, connects to the test and waits for
-orders; each order makes a copy with the facts that PROTOCOL.md promises: every descriptor closed but the standard ones and the channel,
-all signals at their default but SIGCHLD, which is ignored, some blocked, another folder, another mask. A fork gets empty folders, by mounting some.
+Run in the place of `python -m cellblock_runner`, with two more arguments: the abstract address of a
+test that listens, and the folders that a fork finds empty; or followed by `zygote` and its socket,
+in the place of the zygote. The true fork takes the place of the kernel's work. Each `branch` leaves
+a process behind that stands still, connects to the test and waits for orders; each order makes a
+copy with the facts that PROTOCOL.md promises: every descriptor closed but the standard ones and the
+channel, all signals at their default but SIGCHLD, which is ignored, some blocked, another folder,
+another mask. A fork gets empty folders, by mounting some.
 """
 
 from __future__ import annotations
@@ -95,7 +97,9 @@ def _become_copy(order: dict[str, Any], channel: int, folders: list[str]) -> Non
 
 
 def _give_back_rights(limits: dict[int, tuple[int, int]], niceness: int) -> None:
-    """A copy begins with the limits and the priority of every session, as far as a test may raise them."""
+    """A copy begins with the limits and the priority of every session, as far as a test may raise
+    them.
+    """
     for number, limit in limits.items():
         with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(number, limit)
@@ -107,12 +111,19 @@ def _empty(folders: list[str]) -> None:
     user, group = os.getuid(), os.getgid()
     if _library.unshare(_NEW_MOUNTS) != 0:
         _check(_library.unshare(_NEW_MOUNTS | _NEW_USER), "unshare")
-        for name, text in (("setgroups", "deny"), ("uid_map", f"0 {user} 1"), ("gid_map", f"0 {group} 1")):
+        for name, text in (
+            ("setgroups", "deny"),
+            ("uid_map", f"0 {user} 1"),
+            ("gid_map", f"0 {group} 1"),
+        ):
             with open(f"/proc/self/{name}", "w", encoding="ascii") as file:
                 file.write(text)
     _check(_library.mount(None, b"/", None, _PRIVATE_AND_BELOW, None), "mount")
     for folder in folders:
-        _check(_library.mount(b"none", os.fsencode(folder), b"tmpfs", 0, b"mode=0700"), f"mount {folder}")
+        _check(
+            _library.mount(b"none", os.fsencode(folder), b"tmpfs", 0, b"mode=0700"),
+            f"mount {folder}",
+        )
 
 
 def _check(result: int, attempt: str) -> None:

@@ -1,4 +1,6 @@
-"""A host for tests: starts `python -m cellblock_runner`, speaks frames with it and merges its lanes."""
+"""A host for tests: starts `python -m cellblock_runner`, speaks frames with it and merges its
+lanes.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,15 @@ from .merger import Event, Frame, Merger, Text
 RUNNER = Path(__file__).resolve().parent.parent
 
 # The frames that end a request.
-_LAST_WORDS = ("file_list", "file_end", "written", "failed", "branched", "packages_added", "tools_written")
+_LAST_WORDS = (
+    "file_list",
+    "file_end",
+    "written",
+    "failed",
+    "branched",
+    "packages_added",
+    "tools_written",
+)
 
 # Nothing in these tests takes this long. A test that waits longer has found a bug.
 PATIENCE = 20
@@ -56,11 +66,15 @@ class Result:
         return [event for event in self.events if isinstance(event, Frame)]
 
     def stream(self, name: str) -> str:
-        return "".join(e.data.decode() for e in self.events if isinstance(e, Text) and e.stream == name)
+        return "".join(
+            e.data.decode() for e in self.events if isinstance(e, Text) and e.stream == name
+        )
 
     @property
     def order(self) -> list[str]:
-        """The cell as one readable list: 'out:…', 'err:…', and the text/plain of displays and the value."""
+        """The cell as one readable list: 'out:…', 'err:…', and the text/plain of displays and the
+        value.
+        """
         short: list[str] = []
         for event in self.events:
             if isinstance(event, Text):
@@ -85,8 +99,12 @@ class Result:
 class Runner:
     """A running runner in a folder of its own."""
 
-    def __init__(self, preload: str = "", scratch: bool = False, ask_for_programs: bool = False) -> None:
-        """With `scratch`, the session has a second folder that only forks take along, `self.scratch`."""
+    def __init__(
+        self, preload: str = "", scratch: bool = False, ask_for_programs: bool = False
+    ) -> None:
+        """With `scratch`, the session has a second folder that only forks take along,
+        `self.scratch`.
+        """
         self.workdir = tempfile.mkdtemp(prefix="runner-test-")
         self.scratch = tempfile.mkdtemp(prefix="runner-test-") if scratch else None
         self._checkpoints = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -100,12 +118,21 @@ class Runner:
         environment["MPLCONFIGDIR"] = self.workdir + "/.matplotlib"
         folders = [self.workdir, *([self.scratch] if self.scratch else [])]
         command = [sys.executable, "-m", "tests.copying", address, ",".join(folders)]
-        command += ["--channel-fd", str(theirs.fileno()), "--workdir", self.workdir, "--preload", preload]
+        command += [
+            "--channel-fd",
+            str(theirs.fileno()),
+            "--workdir",
+            self.workdir,
+            "--preload",
+            preload,
+        ]
         for folder in folders[1:]:
             command += ["--scratch", folder]
         if ask_for_programs:
             command.append("--ask-for-programs")
-        self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=environment)
+        self.process = subprocess.Popen(
+            command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=environment
+        )
         theirs.close()
         self._converse(channel)
 
@@ -118,7 +145,8 @@ class Runner:
         self._channel_is_open = True
         self._number = 0
         self.rotations = 0
-        # What the session asks: the headers of all questions, and who answers. None is no answer yet; see `answer`.
+        # What the session asks: the headers of all questions, and who answers. None is no answer
+        # yet; see `answer`.
         self.asked: list[dict[str, Any]] = []
         # What came along with questions about commands, by the number of the question.
         self.outlets: dict[int, list[int]] = {}
@@ -137,7 +165,9 @@ class Runner:
         [answer] = self.request({"type": "branch", "id": self._number, **options})
         if answer.header["type"] != "branched":
             raise AssertionError(answer.header)
-        checkpoint = Checkpoint(self, self._checkpoints.accept()[0], answer.header["lost"], answer.header["whole"])
+        checkpoint = Checkpoint(
+            self, self._checkpoints.accept()[0], answer.header["lost"], answer.header["whole"]
+        )
         self._opened.append(checkpoint)
         return checkpoint
 
@@ -179,7 +209,9 @@ class Runner:
         self._send({"type": "execute", "id": self._number, **members}, code.encode())
 
     def finish(
-        self, watch: Callable[[str], None] | None = None, when_started: Callable[[], None] | None = None
+        self,
+        watch: Callable[[str], None] | None = None,
+        when_started: Callable[[], None] | None = None,
     ) -> Result:
         """Reads until the cell is done. `watch` sees the text so far, each time some arrived."""
         events: list[Event] = []
@@ -257,7 +289,9 @@ class Runner:
 
         return watch
 
-    def request(self, header: dict[str, Any], payload: bytes = b"", answers: bool = True) -> list[Frame]:
+    def request(
+        self, header: dict[str, Any], payload: bytes = b"", answers: bool = True
+    ) -> list[Frame]:
         """Sends a request and returns the frames that answer it."""
         self._send(header, payload)
         return self.replies() if answers else []
@@ -274,14 +308,19 @@ class Runner:
 
     def upload(self, path: str, *pieces: bytes, overwrite: bool = False) -> Frame:
         self._number += 1
-        self.request({"type": "write_begin", "id": self._number, "path": path, "overwrite": overwrite}, answers=False)
+        self.request(
+            {"type": "write_begin", "id": self._number, "path": path, "overwrite": overwrite},
+            answers=False,
+        )
         for piece in pieces:
             self.request({"type": "write_data", "id": self._number}, piece, answers=False)
         return self.request({"type": "write_end", "id": self._number})[-1]
 
     def download(self, path: str, limit: int = 1 << 40) -> tuple[bytes, Frame]:
         self._number += 1
-        frames = self.request({"type": "read_file", "id": self._number, "path": path, "limit": limit})
+        frames = self.request(
+            {"type": "read_file", "id": self._number, "path": path, "limit": limit}
+        )
         return b"".join(frame.payload for frame in frames[:-1]), frames[-1]
 
     def _send(self, header: dict[str, Any], payload: bytes) -> None:
@@ -296,11 +335,14 @@ class Runner:
             if "seq" in header:
                 self._merger.feed_frame(header, payload)
             elif not header.get("rotated"):
-                # The answer to a request that was sent while the cell ran; it can come together with the end of the cell.
+                # The answer to a request that was sent while the cell ran; it can come together
+                # with the end of the cell.
                 self._frames_seen.append((header, payload))
 
     def _pump(self) -> bool:
-        """Waits for something to arrive and takes it. Returns False when the runner has gone and all is read."""
+        """Waits for something to arrive and takes it. Returns False when the runner has gone and
+        all is read.
+        """
         sources: list[Any] = list(self._pipes)
         if self._channel_is_open:
             sources.append(self._channel)
@@ -327,15 +369,21 @@ class Runner:
                 self._channel_is_open = False
             self._frames_seen += arrived
             if descriptors:
-                self._adopt(list(descriptors), [header for header, _ in arrived if header.get("what") == "shell"])
+                self._adopt(
+                    list(descriptors),
+                    [header for header, _ in arrived if header.get("what") == "shell"],
+                )
         return True
 
     def _adopt(self, descriptors: list[int], commands: list[dict[str, Any]]) -> None:
-        """Takes descriptors that came with a frame. They ride on its first bytes, and what comes with a command is the last of what was read."""
+        """Takes descriptors that came with a frame. They ride on its first bytes, and what comes
+        with a command is the last of what was read.
+        """
         if commands:
             self.outlets[commands[-1]["ask"]] = descriptors
         else:
-            # Everything in front of this frame has been read: the old pipes have nothing more for any cell.
+            # Everything in front of this frame has been read: the old pipes have nothing more for
+            # any cell.
             self._drop_pipes()
             self._pipes = descriptors
 
@@ -394,7 +442,9 @@ class Copy(Runner):
         self._converse(channel)
 
     def seen(self, path: str) -> Path:
-        """Returns where the test finds a path as this copy sees it: a fork has mounts of its own."""
+        """Returns where the test finds a path as this copy sees it: a fork has mounts of its
+        own.
+        """
         return Path(f"/proc/{self.number}/root{path}")
 
     def interrupt(self) -> None:

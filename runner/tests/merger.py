@@ -1,9 +1,11 @@
-"""The reference merger: how the host puts three lanes back into one order. Pure, and the model for the host's own.
+"""The reference merger: how the host puts three lanes back into one order. Pure, and the model for
+the host's own.
 
-Each pipe is a row of segments, separated by markers. Segment *n* is what follows marker *n*. The order of everything
-is: frame *n* (when marker *n* says "F"), then segment *n* of both pipes, then marker *n + 1*, and so on. So a lane
-waits at a marker until the other lane has reached it and, for an "F", the frame has arrived. Inside one segment Python
-itself uses one pipe only; when both have bytes, a subprocess or C code wrote them, and they are taken as they come.
+Each pipe is a row of segments, separated by markers. Segment *n* is what follows marker *n*. The
+order of everything is: frame *n* (when marker *n* says "F"), then segment *n* of both pipes, then
+marker *n + 1*, and so on. So a lane waits at a marker until the other lane has reached it and, for
+an "F", the frame has arrived. Inside one segment Python itself uses one pipe only; when both have
+bytes, a subprocess or C code wrote them, and they are taken as they come.
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ class Lane:
         self._bytes += data
 
     def take_text(self) -> bytes:
-        """Takes what surely comes before the next marker; keeps back what may be the beginning of one."""
+        """Takes what surely comes before the next marker; keeps back what may be the beginning of
+        one.
+        """
         end = self._bytes.find(self._start)
         if end < 0:
             end = len(self._bytes)

@@ -1,4 +1,6 @@
-"""Asking: questions of a running cell, with a host that answers at once, late, in another order, or not at all."""
+"""Asking: questions of a running cell, with a host that answers at once, late, in another order, or
+not at all.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +33,14 @@ class AskingTest(CellTest):
 
 class Questions(AskingTest):
     def test_a_question_reaches_the_host_and_its_answer_is_returned(self) -> None:
-        self.assert_order("ask('weather', name='here', options={'deep': [1]})['text']", "value:'weather here'")
+        self.assert_order(
+            "ask('weather', name='here', options={'deep': [1]})['text']", "value:'weather here'"
+        )
         [question] = self.runner.asked
-        self.assertEqual((question["what"], question["name"], question["options"]), ("weather", "here", {"deep": [1]}))
+        self.assertEqual(
+            (question["what"], question["name"], question["options"]),
+            ("weather", "here", {"deep": [1]}),
+        )
 
     def test_numbers_are_never_repeated(self) -> None:
         self.run_ok("for _ in range(3): ask('x')")
@@ -60,7 +67,9 @@ class Questions(AskingTest):
     def test_a_question_that_cannot_be_sent_disturbs_nothing(self) -> None:
         self.run_failing("ask('x', it=object())", "TypeError")
         self.run_failing("ask('x', it='x' * 40_000_000)", "CannotAsk")
-        self.assert_order("print('still')\nask('x', name='y')['text']", "out:still\n", "value:'x y'")
+        self.assert_order(
+            "print('still')\nask('x', name='y')['text']", "out:still\n", "value:'x y'"
+        )
         self.assertEqual(len(self.runner.asked), 1)
 
     def test_an_answer_to_nothing_is_skipped(self) -> None:
@@ -101,7 +110,9 @@ class Questions(AskingTest):
     def test_a_fork_of_the_session_can_ask(self) -> None:
         copy = self.runner.fork()
         copy.respond = _echo
-        self.assertEqual(copy.run("ask('x', name='copy')['text']").value, {"text/plain": "'x copy'"})
+        self.assertEqual(
+            copy.run("ask('x', name='copy')['text']").value, {"text/plain": "'x copy'"}
+        )
         self.assert_order("ask('x', name='original')['text']", "value:'x original'")
 
 
@@ -144,7 +155,11 @@ class Interrupts(AskingTest):
         def watch(text: str) -> None:
             if "interrupted" in text and not answered:
                 answered.append(True)
-                [number] = [question["ask"] for question in self.runner.asked if question["what"] == "beside"]
+                [number] = [
+                    question["ask"]
+                    for question in self.runner.asked
+                    if question["what"] == "beside"
+                ]
                 self.runner.answer(number, text="for the thread")
 
         answered: list[bool] = []
@@ -159,7 +174,9 @@ class Interrupts(AskingTest):
             "except KeyboardInterrupt: print('interrupted')\n"
             "thread.join()"
         )
-        self.assertEqual(self.runner.finish(watch=watch).order, ["out:interrupted\nfor the thread\n"])
+        self.assertEqual(
+            self.runner.finish(watch=watch).order, ["out:interrupted\nfor the thread\n"]
+        )
 
 
 class Threads(AskingTest):
@@ -178,7 +195,9 @@ class Threads(AskingTest):
             "one('main')\n"
             "for thread in threads: thread.join()"
         )
-        self.assert_order("len(got), all(name == text for name, text in got.items())", "value:(8, True)")
+        self.assert_order(
+            "len(got), all(name == text for name, text in got.items())", "value:(8, True)"
+        )
 
     def test_many_questions_of_many_threads_all_get_their_own_answers(self) -> None:
         self.runner.respond = lambda question: {"text": question["name"]}
@@ -197,7 +216,9 @@ class Threads(AskingTest):
         self.assertEqual(len(self.runner.asked), 500)
 
     def test_a_thread_of_an_earlier_cell_may_ask_while_a_cell_runs(self) -> None:
-        self.run_ok("from concurrent.futures import ThreadPoolExecutor\npool = ThreadPoolExecutor(1)\npool.submit(int).result()")
+        self.run_ok(
+            "from concurrent.futures import ThreadPoolExecutor\npool = ThreadPoolExecutor(1)\npool.submit(int).result()"
+        )
         self.assert_order("pool.submit(ask, 'x', name='pool').result()['text']", "value:'x pool'")
         self.run_ok("pool.shutdown()")
 
@@ -216,7 +237,9 @@ class Threads(AskingTest):
             self.assert_order(f"{number}", f"value:{number}")
         self.runner.respond = _echo
         self.assert_order("ask('x', name='y')['text']", "value:'x y'")
-        self.assert_order("thread.join()\ntold", "value:['the cell ended before the host had answered']")
+        self.assert_order(
+            "thread.join()\ntold", "value:['the cell ended before the host had answered']"
+        )
 
 
 class Tasks(AskingTest):
@@ -256,7 +279,9 @@ class Tasks(AskingTest):
         )
 
     def test_other_tasks_go_on_while_one_waits(self) -> None:
-        self.runner.respond = lambda question: None if question["what"] == "slow" else self.answer_first()
+        self.runner.respond = lambda question: (
+            None if question["what"] == "slow" else self.answer_first()
+        )
         self.assert_order(
             "async def other():\n"
             "    for _ in range(3): await asyncio.sleep(0)\n"
@@ -303,34 +328,47 @@ class Tasks(AskingTest):
         )
 
     def test_a_task_that_is_cancelled_withdraws_its_question(self) -> None:
-        self.runner.respond = lambda question: None if question["what"] == "slow" else {"text": "ok"}
+        self.runner.respond = lambda question: (
+            None if question["what"] == "slow" else {"text": "ok"}
+        )
         self.run_ok(
             "try: await asyncio.wait_for(ask_async('slow'), 0.01)\n"
             "except asyncio.TimeoutError: pass\n"
             "else: raise AssertionError"
         )
         slow, withdrawn = self.runner.asked
-        self.assertEqual((slow["what"], withdrawn["what"], withdrawn["of"]), ("slow", "withdraw", slow["ask"]))
+        self.assertEqual(
+            (slow["what"], withdrawn["what"], withdrawn["of"]), ("slow", "withdraw", slow["ask"])
+        )
         self.assert_order("(await ask_async('x'))['text']", "value:'ok'")
 
     def test_an_interrupt_ends_the_waiting_of_a_task(self) -> None:
-        self.runner.respond = lambda question: self.runner.interrupt() if question["what"] == "slow" else {"text": "ok"}
+        self.runner.respond = lambda question: (
+            self.runner.interrupt() if question["what"] == "slow" else {"text": "ok"}
+        )
         self.run_failing("await ask_async('slow')", "KeyboardInterrupt")
         self.runner.answer(self.runner.asked[0]["ask"], text="late")
         self.assert_order("(await ask_async('x'))['text']", "value:'ok'")
 
     def test_an_interrupted_thread_withdraws_its_question(self) -> None:
-        self.runner.respond = lambda question: self.runner.interrupt() if question["what"] == "slow" else None
-        self.assert_order("try: ask('slow')\nexcept KeyboardInterrupt: print('interrupted')", "out:interrupted\n")
+        self.runner.respond = lambda question: (
+            self.runner.interrupt() if question["what"] == "slow" else None
+        )
+        self.assert_order(
+            "try: ask('slow')\nexcept KeyboardInterrupt: print('interrupted')", "out:interrupted\n"
+        )
         self.assertEqual([question["what"] for question in self.runner.asked], ["slow", "withdraw"])
 
     def test_a_task_that_outlives_its_cell_is_told_and_takes_no_request(self) -> None:
-        self.runner.respond = lambda question: None if question["what"] == "slow" else {"text": "ok"}
+        self.runner.respond = lambda question: (
+            None if question["what"] == "slow" else {"text": "ok"}
+        )
         self.run_ok("left = asyncio.ensure_future(ask_async('slow'))\nawait asyncio.sleep(0)")
         for number in range(20):
             self.assert_order(f"{number}", f"value:{number}")
         self.assert_order(
-            "try: await left\nexcept CannotAsk as error: print(error)", "out:the cell ended before the host had answered\n"
+            "try: await left\nexcept CannotAsk as error: print(error)",
+            "out:the cell ended before the host had answered\n",
         )
         self.assert_order("(await ask_async('x'))['text']", "value:'ok'")
 
@@ -339,7 +377,10 @@ class Tasks(AskingTest):
         copy = self.runner.fork()
         self.assertEqual(copy.hello["lost"], [])
         copy.respond = _echo
-        self.assertEqual(copy.run("(await ask_async('x', name='copy'))['text']").value, {"text/plain": "'x copy'"})
+        self.assertEqual(
+            copy.run("(await ask_async('x', name='copy'))['text']").value,
+            {"text/plain": "'x copy'"},
+        )
         self.assert_order("(await ask_async('x', name='original'))['text']", "value:'x original'")
 
 
@@ -348,7 +389,9 @@ class WithoutAHost(unittest.TestCase):
         ours, theirs = socket.socketpair()
         with ours, theirs, open("/dev/null", "wb") as nothing:
             gate, channel = Gate(), Channel(ours)
-            desk = Desk(gate, Lanes(gate, channel, bytes(16), (nothing.fileno(), nothing.fileno())), channel)
+            desk = Desk(
+                gate, Lanes(gate, channel, bytes(16), (nothing.fileno(), nothing.fileno())), channel
+            )
             with self.assertRaisesRegex(CannotAsk, "only while a cell runs"):
                 desk.ask("x", {})
             desk.open_cell(1)

@@ -75,7 +75,9 @@ class Background(CellTest):
 
     def test_a_task_that_leaves_or_stops_the_loop_ends_nothing_else(self) -> None:
         self.run_ok(_BEGIN)
-        self.run_ok("async def leave(): raise SystemExit(3)\nleaving = asyncio.create_task(leave())")
+        self.run_ok(
+            "async def leave(): raise SystemExit(3)\nleaving = asyncio.create_task(leave())"
+        )
         self.run_ok("asyncio.get_event_loop().call_soon(asyncio.get_event_loop().stop)")
         self.have_a_step_done()
         self.assert_order("steps, leaving.done()", "value:(1, True)")

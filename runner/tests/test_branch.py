@@ -1,6 +1,7 @@
 """Branching: what a fork and an undo do with each thing that a session can hold.
 
-Copies are made by an imitation (`copying`), so these tests need no sandbox. Forks need mounts of their own.
+Copies are made by an imitation (`copying`), so these tests need no sandbox. Forks need mounts of
+their own.
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ def _can_mount() -> bool:
     """Tells whether this machine lets a test make empty folders by mounting them."""
     attempts = (["unshare", "--mount"], ["unshare", "--mount", "--user", "--map-root-user"])
     try:
-        return any(subprocess.run([*attempt, "true"], capture_output=True).returncode == 0 for attempt in attempts)
+        return any(
+            subprocess.run([*attempt, "true"], capture_output=True).returncode == 0
+            for attempt in attempts
+        )
     except FileNotFoundError:
         return False
 
@@ -66,7 +70,9 @@ class Undoing(BranchTest):
     def test_variables_counter_and_generators_are_as_they_were(self) -> None:
         self.run_ok(self.source, "x = [1]\ncounting = iter(range(10))\nnext(counting)")
         copy = self.undo("x.append(2); next(counting); y = 1")
-        self.assertEqual((copy.hello["lost"], copy.hello["files"], copy.hello["why"]), ([], "restored", None))
+        self.assertEqual(
+            (copy.hello["lost"], copy.hello["files"], copy.hello["why"]), ([], "restored", None)
+        )
         result = self.run_ok(copy, "x, next(counting), 'y' in globals(), len(In)")
         self.assertEqual(result.order, ["value:([1], 1, False, 3)"])
 
@@ -111,18 +117,27 @@ class Undoing(BranchTest):
         self.assert_shows(copy, "print('next')", "out:next\n")
 
     def test_what_c_code_had_printed_is_not_printed_twice(self) -> None:
-        self.run_ok(self.source, "import ctypes\nprintf = ctypes.CDLL(None).printf\nhalf = printf(b'no newline')")
+        self.run_ok(
+            self.source,
+            "import ctypes\nprintf = ctypes.CDLL(None).printf\nhalf = printf(b'no newline')",
+        )
         self.assert_shows(self.undo(), "print('clean')", "out:clean\n")
 
     def test_an_interrupt_reaches_a_copy(self) -> None:
         copy = self.undo()
-        # Python does not notice a signal that comes just before it begins to sleep, so no sleep is long.
+        # Python does not notice a signal that comes just before it begins to sleep, so no sleep is
+        # long.
         copy.begin("print('on')\nimport time\nwhile True: time.sleep(0.01)")
-        self.assertEqual(copy.finish(watch=copy.interrupt_when("on")).error["name"], "KeyboardInterrupt")
+        self.assertEqual(
+            copy.finish(watch=copy.interrupt_when("on")).error["name"], "KeyboardInterrupt"
+        )
         self.assert_shows(copy, "2", "value:2")
 
     def test_what_a_user_puts_in_the_place_of_fork_and_kill_is_not_called(self) -> None:
-        self.run_ok(self.source, "import os\ndef no(*_): raise ValueError\nos.fork = os.kill = os.getpid = no")
+        self.run_ok(
+            self.source,
+            "import os\ndef no(*_): raise ValueError\nos.fork = os.kill = os.getpid = no",
+        )
         self.assertEqual(self.source.branch().lost, [])
 
     def test_a_hook_that_refuses_forks_is_an_answer(self) -> None:
@@ -137,13 +152,16 @@ class Undoing(BranchTest):
 
     def test_fork_handlers_run_in_a_copy(self) -> None:
         self.run_ok(
-            self.source, "import os\nseen = []\nos.register_at_fork(after_in_child=lambda: seen.append('child'))"
+            self.source,
+            "import os\nseen = []\nos.register_at_fork(after_in_child=lambda: seen.append('child'))",
         )
         self.assert_shows(self.undo(), "'child' in seen", "value:True")
         # The control: they do not run in the source. It is gone by now, so another one tells.
         other = Runner()
         self.addCleanup(other.close)
-        other.run("import os\nseen = []\nos.register_at_fork(after_in_child=lambda: seen.append('child'))")
+        other.run(
+            "import os\nseen = []\nos.register_at_fork(after_in_child=lambda: seen.append('child'))"
+        )
         other.branch()
         self.assert_shows(other, "seen", "value:[]")
 
@@ -178,7 +196,9 @@ class Randomness(BranchTest):
             "os.getpid()",
         ):
             with self.subTest(expression):
-                first, second = (self.run_ok(each, f"import os\n{expression}").value for each in (one, other))
+                first, second = (
+                    self.run_ok(each, f"import os\n{expression}").value for each in (one, other)
+                )
                 if find_spec("numpy") or "numpy" not in expression:
                     self.assertNotEqual(first, second)
 
@@ -190,18 +210,26 @@ class Randomness(BranchTest):
             "def draw(): return random.random(), random.gauss(0, 1), numpy and numpy.random.rand()",
         )
         checkpoint = self.source.branch()
-        sessions = (checkpoint.spawn(b"u"), checkpoint.spawn(b"u").branch().spawn(b"u"), self.source)
+        sessions = (
+            checkpoint.spawn(b"u"),
+            checkpoint.spawn(b"u").branch().spawn(b"u"),
+            self.source,
+        )
         self.assertEqual(len({str(self.run_ok(each, "draw()").value) for each in sessions}), 1)
 
     def test_a_generator_that_was_seeded_by_the_kernel_again_differs(self) -> None:
         self.run_ok(self.source, "import random\nrandom.seed(1)")
         self.run_ok(self.source, "random.seed()")
         checkpoint = self.source.branch()
-        one, other = (self.run_ok(checkpoint.spawn(b"u"), "random.random()").value for _ in range(2))
+        one, other = (
+            self.run_ok(checkpoint.spawn(b"u"), "random.random()").value for _ in range(2)
+        )
         self.assertNotEqual(one, other)
 
     def test_copies_that_are_given_one_seed_draw_the_same_until_they_are_copied(self) -> None:
-        self.run_ok(self.source, "import random\ndef draw(): return random.random(), random.gauss(0, 1)")
+        self.run_ok(
+            self.source, "import random\ndef draw(): return random.random(), random.gauss(0, 1)"
+        )
         checkpoint = self.source.branch()
         numbers = "import sys\n" + (
             "import numpy.random\ndraw(), numpy.random.rand()" if find_spec("numpy") else "draw()"
@@ -229,7 +257,9 @@ class Randomness(BranchTest):
         self.run_ok(self.source, "import random\nmine = random.Random()")
         checkpoint = self.source.branch()
         one, other = checkpoint.spawn(b"u"), checkpoint.spawn(b"u")
-        self.assertEqual(self.run_ok(one, "mine.random()").value, self.run_ok(other, "mine.random()").value)
+        self.assertEqual(
+            self.run_ok(one, "mine.random()").value, self.run_ok(other, "mine.random()").value
+        )
 
 
 class Surroundings(BranchTest):
@@ -242,7 +272,9 @@ class Surroundings(BranchTest):
     def test_a_current_folder_that_is_gone_is_told(self) -> None:
         self.run_ok(self.source, "import os, tempfile\nos.chdir(tempfile.mkdtemp())")
         copy = self.undo("os.rmdir(os.getcwd())")
-        self.assertEqual(copy.hello["lost"], [f"the current folder, which is {self.source.workdir} now"])
+        self.assertEqual(
+            copy.hello["lost"], [f"the current folder, which is {self.source.workdir} now"]
+        )
         self.assert_shows(copy, "print(os.getcwd())", f"out:{self.source.workdir}\n")
 
     def test_the_mask_for_new_files_stays(self) -> None:
@@ -250,12 +282,17 @@ class Surroundings(BranchTest):
         self.assert_shows(self.undo(), "oct(os.umask(0))", "value:'0o27'")
 
     def test_the_mask_for_new_files_stays_beside_threads(self) -> None:
-        self.run_ok(self.source, "import os, threading\nend = threading.Event(); threading.Thread(target=end.wait).start()")
+        self.run_ok(
+            self.source,
+            "import os, threading\nend = threading.Event(); threading.Thread(target=end.wait).start()",
+        )
         self.run_ok(self.source, "old = os.umask(0o027)")
         self.assert_shows(self.undo("end.set()"), "oct(os.umask(0))", "value:'0o27'")
 
     def test_limits_and_niceness_stay(self) -> None:
-        limits = "[resource.getrlimit(each) for each in (resource.RLIMIT_NOFILE, resource.RLIMIT_STACK)]"
+        limits = (
+            "[resource.getrlimit(each) for each in (resource.RLIMIT_NOFILE, resource.RLIMIT_STACK)]"
+        )
         code = (
             "import os, resource\nhard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]\n"
             "resource.setrlimit(resource.RLIMIT_NOFILE, (500, hard))\n"
@@ -292,13 +329,22 @@ class Surroundings(BranchTest):
         )
 
     def test_blocked_signals_stay_blocked_and_others_do_not_become_so(self) -> None:
-        self.run_ok(self.source, "import signal\nold = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})")
+        self.run_ok(
+            self.source,
+            "import signal\nold = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})",
+        )
         copy = self.undo("old = signal.pthread_sigmask(signal.SIG_SETMASK, ())")
-        self.assert_shows(copy, "print([each.name for each in signal.pthread_sigmask(signal.SIG_BLOCK, ())])", "out:['SIGUSR2']\n")
+        self.assert_shows(
+            copy,
+            "print([each.name for each in signal.pthread_sigmask(signal.SIG_BLOCK, ())])",
+            "out:['SIGUSR2']\n",
+        )
 
     def test_children_of_a_copy_can_be_waited_for(self) -> None:
         copy = self.undo()
-        self.assert_shows(copy, "import subprocess\nsubprocess.run('exit 3', shell=True).returncode", "value:3")
+        self.assert_shows(
+            copy, "import subprocess\nsubprocess.run('exit 3', shell=True).returncode", "value:3"
+        )
 
     def test_fault_reports_stay_on(self) -> None:
         self.run_ok(self.source, "import faulthandler, os, signal\nfaulthandler.enable()")
@@ -310,14 +356,18 @@ class Surroundings(BranchTest):
 
     def test_a_timer_is_told(self) -> None:
         self.run_ok(
-            self.source, "import signal\nold = signal.signal(signal.SIGALRM, lambda *_: None)\nold = signal.alarm(600)"
+            self.source,
+            "import signal\nold = signal.signal(signal.SIGALRM, lambda *_: None)\nold = signal.alarm(600)",
         )
         self.assertEqual(self.undo("signal.alarm(0)").hello["lost"], ["1 timer"])
 
 
 class Descriptors(BranchTest):
     def test_a_file_that_is_read_goes_on_where_it_was(self) -> None:
-        self.run_ok(self.source, "open('a', 'w').write('first\\nsecond\\nthird\\n')\nf = open('a')\nf.readline()")
+        self.run_ok(
+            self.source,
+            "open('a', 'w').write('first\\nsecond\\nthird\\n')\nf = open('a')\nf.readline()",
+        )
         copy = self.undo("rest = f.read()")
         self.assert_shows(copy, "f.read()", "value:'second\\nthird\\n'")
         self.assertEqual(copy.hello["lost"], [])
@@ -325,7 +375,9 @@ class Descriptors(BranchTest):
     def test_what_was_written_but_not_flushed_is_written_once(self) -> None:
         self.run_ok(self.source, "f = open('a', 'w')\nf.write('one ')\nf.flush()\nf.write('two ')")
         copy = self.undo("f.write('never'); f.close()")
-        self.assert_shows(copy, "f.write('three'); f.close(); print(open('a').read())", "out:one two three\n")
+        self.assert_shows(
+            copy, "f.write('three'); f.close(); print(open('a').read())", "out:one two three\n"
+        )
 
     def test_a_file_that_is_appended_to_is_still_appended_to(self) -> None:
         self.run_ok(self.source, "open('a', 'w').write('123')\nf = open('a', 'ab', 0)")
@@ -339,7 +391,9 @@ class Descriptors(BranchTest):
             "c = os.open('a', os.O_RDONLY)",
         )
         copy = self.undo("os.read(a, 5)")
-        self.assert_shows(copy, "os.read(a, 3), os.read(b, 3), os.read(c, 3)", "value:(b'012', b'345', b'012')")
+        self.assert_shows(
+            copy, "os.read(a, 3), os.read(b, 3), os.read(c, 3)", "value:(b'012', b'345', b'012')"
+        )
 
     def test_a_file_without_a_name_keeps_its_content(self) -> None:
         self.run_ok(
@@ -362,7 +416,9 @@ class Descriptors(BranchTest):
         self.assertEqual(copy.hello["lost"], ["1 deleted file"])
         self.assert_fails(copy, "os.read(m, 1)", "OSError")
 
-    def test_a_file_that_cannot_be_opened_again_is_dead_and_its_number_is_not_given_away(self) -> None:
+    def test_a_file_that_cannot_be_opened_again_is_dead_and_its_number_is_not_given_away(
+        self,
+    ) -> None:
         self.run_ok(
             self.source,
             "import os, tempfile\nfolder = tempfile.mkdtemp()\nf = open(folder + '/data.bin', 'wb', 0); f.write(b'1')",
@@ -374,7 +430,10 @@ class Descriptors(BranchTest):
         self.assert_shows(copy, "f.close(); os.path.getsize('other')", "value:0")
 
     def test_another_file_in_the_place_of_an_open_one_is_not_taken_for_it(self) -> None:
-        self.run_ok(self.source, "import os, tempfile\nname = tempfile.mkdtemp() + '/x'\nf = open(name, 'w+')")
+        self.run_ok(
+            self.source,
+            "import os, tempfile\nname = tempfile.mkdtemp() + '/x'\nf = open(name, 'w+')",
+        )
         copy = self.undo("os.unlink(name); open(name, 'w').write('of another')")
         self.assertEqual(copy.hello["lost"], ["1 open file (x)"])
         self.assert_fails(copy, "f.read()", "OSError")
@@ -399,10 +458,15 @@ class Descriptors(BranchTest):
         self.assert_shows(copy, "size = os.write(saved, b'heard\\n')", "out:heard\n")
 
     def test_what_a_user_has_redirected_stays_redirected(self) -> None:
-        self.run_ok(self.source, "import os\nsaved = os.dup(1)\nf = open('log', 'wb'); n = os.dup2(f.fileno(), 1)\nos.write(1, b'one ')")
+        self.run_ok(
+            self.source,
+            "import os\nsaved = os.dup(1)\nf = open('log', 'wb'); n = os.dup2(f.fileno(), 1)\nos.write(1, b'one ')",
+        )
         copy = self.undo("os.write(1, b'never')")
         self.assertEqual(copy.hello["lost"], [])
-        self.assert_shows(copy, "n = os.write(1, b'two'); print(open('log').read())", "out:one two\n")
+        self.assert_shows(
+            copy, "n = os.write(1, b'two'); print(open('log').read())", "out:one two\n"
+        )
         self.assert_shows(copy, "n = os.dup2(saved, 1); n = os.write(1, b'back\\n')", "out:back\n")
 
     def test_locks_are_held_again(self) -> None:
@@ -416,13 +480,21 @@ class Descriptors(BranchTest):
             "import fcntl\ntry: fcntl.{how}(open('{name}', 'w'), fcntl.LOCK_EX | fcntl.LOCK_NB); print('free')\n"
             "except OSError: print('held')"
         )
-        codes = [attempt.format(how=how, name=name) for how, name in (("flock", "a"), ("lockf", "b"))]
+        codes = [
+            attempt.format(how=how, name=name) for how, name in (("flock", "a"), ("lockf", "b"))
+        ]
         for code in codes:
-            self.assert_shows(copy, f"import subprocess, sys\ndone = subprocess.run([sys.executable, '-c', {code!r}])", "out:held\n")
+            self.assert_shows(
+                copy,
+                f"import subprocess, sys\ndone = subprocess.run([sys.executable, '-c', {code!r}])",
+                "out:held\n",
+            )
         # The control: nobody holds them any more.
         self.run_ok(copy, "f.close(); g.close()")
         for code in codes:
-            self.assert_shows(copy, f"done = subprocess.run([sys.executable, '-c', {code!r}])", "out:free\n")
+            self.assert_shows(
+                copy, f"done = subprocess.run([sys.executable, '-c', {code!r}])", "out:free\n"
+            )
 
     def test_connections_are_told_and_dead(self) -> None:
         self.run_ok(
@@ -435,7 +507,11 @@ class Descriptors(BranchTest):
         self.assertEqual(copy.hello["lost"], ["1 listening socket", "2 connections", "1 socket"])
         self.assert_fails(copy, "client.send(b'x')", "OSError")
         self.assert_fails(copy, "listening.accept()", "OSError")
-        self.assert_shows(copy, "client.close(); listening.close()\nsocket.create_server(('127.0.0.1', 0)).fileno() > 2", "value:True")
+        self.assert_shows(
+            copy,
+            "client.close(); listening.close()\nsocket.create_server(('127.0.0.1', 0)).fileno() > 2",
+            "value:True",
+        )
 
     def test_pipes_with_both_ends_here_are_made_anew_with_what_is_in_them(self) -> None:
         self.run_ok(
@@ -454,7 +530,9 @@ class Descriptors(BranchTest):
             )
 
     def test_half_a_pipe_is_told_and_dead(self) -> None:
-        self.run_ok(self.source, "import os\na, b = os.pipe(); os.close(b)\nc, d = os.pipe(); os.close(c)")
+        self.run_ok(
+            self.source, "import os\na, b = os.pipe(); os.close(b)\nc, d = os.pipe(); os.close(c)"
+        )
         copy = self.undo()
         self.assertEqual(copy.hello["lost"], ["2 pipes"])
         self.assert_fails(copy, "os.read(a, 1)", "OSError")
@@ -486,7 +564,9 @@ class Lost(BranchTest):
         self.assertEqual(copy.hello["lost"], ["1 subprocess"])
 
     def test_a_subprocess_with_a_pipe_is_told_with_it(self) -> None:
-        self.run_ok(self.source, "import subprocess\np = subprocess.Popen(['cat'], stdin=subprocess.PIPE)")
+        self.run_ok(
+            self.source, "import subprocess\np = subprocess.Popen(['cat'], stdin=subprocess.PIPE)"
+        )
         copy = self.undo("p.communicate()")
         self.assertEqual(copy.hello["lost"], ["1 subprocess", "1 pipe"])
         self.assert_fails(copy, "p.stdin.write(b'x'); p.stdin.flush()", "OSError")
@@ -558,9 +638,16 @@ class Lost(BranchTest):
 
     def test_a_pool_of_processes_raises_at_once(self) -> None:
         for code, use, name in (
-            ("from concurrent.futures import ProcessPoolExecutor\npool = ProcessPoolExecutor(1)\npool.submit(abs, -1).result()",
-             "pool.submit(abs, -2)", "BrokenProcessPool"),
-            ("from multiprocessing import Pool\npool = Pool(1)\npool.apply(abs, (-1,))", "pool.apply(abs, (-2,))", "ValueError"),
+            (
+                "from concurrent.futures import ProcessPoolExecutor\npool = ProcessPoolExecutor(1)\npool.submit(abs, -1).result()",
+                "pool.submit(abs, -2)",
+                "BrokenProcessPool",
+            ),
+            (
+                "from multiprocessing import Pool\npool = Pool(1)\npool.apply(abs, (-1,))",
+                "pool.apply(abs, (-2,))",
+                "ValueError",
+            ),
         ):
             with self.subTest(name):
                 source = Runner()
@@ -568,11 +655,19 @@ class Lost(BranchTest):
                 self.run_ok(source, code)
                 copy = source.branch().spawn(b"u")
                 self.assert_fails(copy, use, name)
-                self.run_ok(copy, "pool.shutdown() if hasattr(pool, 'shutdown') else (pool.terminate(), pool.join())")
-                self.run_ok(source, "pool.shutdown() if hasattr(pool, 'shutdown') else pool.terminate()")
+                self.run_ok(
+                    copy,
+                    "pool.shutdown() if hasattr(pool, 'shutdown') else (pool.terminate(), pool.join())",
+                )
+                self.run_ok(
+                    source, "pool.shutdown() if hasattr(pool, 'shutdown') else pool.terminate()"
+                )
 
     def test_multiprocessing_works_in_a_copy_of_a_session_that_used_it(self) -> None:
-        self.run_ok(self.source, "from multiprocessing import resource_tracker\nresource_tracker.ensure_running()")
+        self.run_ok(
+            self.source,
+            "from multiprocessing import resource_tracker\nresource_tracker.ensure_running()",
+        )
         copy = self.undo()
         self.assertEqual(copy.hello["lost"], [])
         self.assert_shows(
@@ -673,7 +768,10 @@ class SharedMemory(BranchTest):
 
 class Databases(BranchTest):
     def test_a_database_in_memory_is_state_like_any_other(self) -> None:
-        self.run_ok(self.source, "import sqlite3\nc = sqlite3.connect(':memory:'); c.execute('create table t (x)')\nNone")
+        self.run_ok(
+            self.source,
+            "import sqlite3\nc = sqlite3.connect(':memory:'); c.execute('create table t (x)')\nNone",
+        )
         copy = self.undo("c.execute('insert into t values (1)')")
         self.assert_shows(copy, "c.execute('select count(*) from t').fetchone()", "value:(0,)")
 
@@ -693,11 +791,17 @@ class Databases(BranchTest):
 
     def test_undo_of_a_database_with_an_open_transaction(self) -> None:
         copy = self.check(in_transaction=True)
-        self.assert_shows(copy, "sqlite3.connect('d.db').execute('select x from t').fetchall()", "value:[(1,), (3,)]")
+        self.assert_shows(
+            copy,
+            "sqlite3.connect('d.db').execute('select x from t').fetchall()",
+            "value:[(1,), (3,)]",
+        )
 
     def test_undo_of_a_database_with_a_write_ahead_log(self) -> None:
         copy = self.check("c.execute('pragma journal_mode=wal')")
-        self.assert_shows(copy, "sqlite3.connect('d.db').execute('select x from t').fetchall()", "value:[(3,)]")
+        self.assert_shows(
+            copy, "sqlite3.connect('d.db').execute('select x from t').fetchall()", "value:[(3,)]"
+        )
         self.assert_shows(copy, "c.execute('pragma integrity_check').fetchall()", "value:[('ok',)]")
 
 
@@ -711,10 +815,14 @@ class Folders(BranchTest):
                 if os.path.islink(path):
                     found[inner] = f"-> {os.readlink(path)}"
                 elif os.path.isdir(path):
-                    found[inner] = f"folder {os.stat(path).st_mode & 0o777:o} {os.stat(path).st_mtime_ns}"
+                    found[inner] = (
+                        f"folder {os.stat(path).st_mode & 0o777:o} {os.stat(path).st_mtime_ns}"
+                    )
                 else:
                     with open(path, encoding="utf-8") as file:
-                        found[inner] = f"{os.stat(path).st_mode & 0o777:o} {os.stat(path).st_mtime_ns} {file.read()}"
+                        found[inner] = (
+                            f"{os.stat(path).st_mode & 0o777:o} {os.stat(path).st_mtime_ns} {file.read()}"
+                        )
         return found
 
     def test_undo_makes_the_folder_what_it_was(self) -> None:
@@ -726,7 +834,9 @@ class Folders(BranchTest):
             "open('becomes folder', 'w').close(); os.mkdir('becomes file'); os.mkdir('closed'); os.chmod('closed', 0o500)",
         )
         before = self.tree()
-        inodes = {name: os.stat(f"{self.source.workdir}/{name}").st_ino for name in ("same", "changed")}
+        inodes = {
+            name: os.stat(f"{self.source.workdir}/{name}").st_ino for name in ("same", "changed")
+        }
         copy = self.undo(
             "open('changed', 'w').write('after, and longer'); os.chmod('changed', 0o640); os.unlink('removed')\n"
             "shutil.rmtree('d'); os.makedirs('new/folder'); open('new/folder/f', 'w').write('new')\n"
@@ -735,9 +845,13 @@ class Folders(BranchTest):
             "os.rmdir('becomes file'); open('becomes file', 'w').close(); os.mkfifo('pipe')\n"
             "os.chmod('closed', 0o700); open('closed/new', 'w').close(); os.chmod('closed', 0o500)"
         )
-        self.assertEqual((copy.hello["files"], copy.hello["why"], copy.hello["lost"]), ("restored", None, []))
+        self.assertEqual(
+            (copy.hello["files"], copy.hello["why"], copy.hello["lost"]), ("restored", None, [])
+        )
         self.assertEqual(self.tree(), before)
-        self.assertEqual({name: os.stat(f"{self.source.workdir}/{name}").st_ino for name in inodes}, inodes)
+        self.assertEqual(
+            {name: os.stat(f"{self.source.workdir}/{name}").st_ino for name in inodes}, inodes
+        )
 
     def test_a_change_that_keeps_size_and_time_is_seen(self) -> None:
         self.run_ok(self.source, "import os\nopen('a', 'w').write('1')\nos.utime('a', ns=(5, 5))")
@@ -750,12 +864,16 @@ class Folders(BranchTest):
         self.run_ok(self.source, "open('a', 'w').write('x' * 2000000)")
         copy = self.undo("open('a', 'w').write('y')", undo_files=1 << 20)
         self.assertEqual(copy.hello["files"], "left alone")
-        self.assertEqual(copy.hello["why"], "the work folder holds 1.9 MiB, and 1.0 MiB are kept for undo")
+        self.assertEqual(
+            copy.hello["why"], "the work folder holds 1.9 MiB, and 1.0 MiB are kept for undo"
+        )
         self.assert_shows(copy, "print(open('a').read())", "out:y\n")
 
     def test_without_a_budget_files_are_left_alone(self) -> None:
         copy = self.undo("open('a', 'w').write('y')", undo_files=0)
-        self.assertEqual((copy.hello["files"], copy.hello["why"]), ("left alone", "undo_files is 0"))
+        self.assertEqual(
+            (copy.hello["files"], copy.hello["why"]), ("left alone", "undo_files is 0")
+        )
         self.assert_shows(copy, "print(open('a').read())", "out:y\n")
 
     def test_too_many_files_are_left_alone_and_told(self) -> None:
@@ -770,7 +888,10 @@ class Folders(BranchTest):
         checkpoints = []
         for number in range(4):
             checkpoints.append(session.branch())
-            self.run_ok(session, f"open('{number}', 'w').write('{number}'); open('all', 'a').write('{number}')")
+            self.run_ok(
+                session,
+                f"open('{number}', 'w').write('{number}'); open('all', 'a').write('{number}')",
+            )
         self.source.process.kill()
         self.source.process.wait(PATIENCE)
         for number, checkpoint in reversed(list(enumerate(checkpoints))):
@@ -787,9 +908,15 @@ class Forking(BranchTest):
     def test_a_fork_has_everything_and_the_two_go_different_ways(self) -> None:
         self.run_ok(self.source, "x = [1]\nopen('a', 'w').write('a')")
         fork = self.source.fork()
-        self.assertEqual((fork.hello["lost"], fork.hello["files"], fork.hello["why"]), ([], "restored", None))
-        self.run_ok(fork, "x.append(2); open('a', 'w').write('of the fork'); open('b', 'w').close()")
-        self.assert_shows(self.source, "import os\nprint(x, open('a').read(), os.listdir())", "out:[1] a ['a']\n")
+        self.assertEqual(
+            (fork.hello["lost"], fork.hello["files"], fork.hello["why"]), ([], "restored", None)
+        )
+        self.run_ok(
+            fork, "x.append(2); open('a', 'w').write('of the fork'); open('b', 'w').close()"
+        )
+        self.assert_shows(
+            self.source, "import os\nprint(x, open('a').read(), os.listdir())", "out:[1] a ['a']\n"
+        )
         self.run_ok(self.source, "x.append(3)")
         self.assert_shows(fork, "x", "value:[1, 2]")
 
@@ -799,7 +926,11 @@ class Forking(BranchTest):
         self.run_ok(fork, "open('b', 'w').write('b'); x = 2")
         inner = fork.fork()
         self.assertEqual(inner.hello["lost"], [])
-        self.assert_shows(inner, "import os\nprint(x, sorted(os.listdir()), open('b').read())", "out:2 ['a', 'b'] b\n")
+        self.assert_shows(
+            inner,
+            "import os\nprint(x, sorted(os.listdir()), open('b').read())",
+            "out:2 ['a', 'b'] b\n",
+        )
 
     def test_a_fork_can_undo(self) -> None:
         self.run_ok(self.source, "open('a', 'w').write('a')")
@@ -807,12 +938,16 @@ class Forking(BranchTest):
         checkpoint = fork.branch()
         self.run_ok(fork, "open('a', 'w').write('b'); open('new', 'w').close()")
         self.assertEqual(sorted(os.listdir(fork.seen(fork.workdir))), ["a", "new"])
-        # The imitation makes each process from the one that stands still, which is in the source's mounts no more than the fork is.
+        # The imitation makes each process from the one that stands still, which is in the source's
+        # mounts no more than the fork is.
         copy = checkpoint.spawn(b"u")
         self.assertEqual(sorted(os.listdir(copy.seen(copy.workdir))), ["a"])
 
     def test_the_scratch_folder_is_taken_along_and_left_alone_by_undo(self) -> None:
-        self.run_ok(self.source, f"place = {self.source.scratch!r} + '/s'\nopen(place, 'w').write('1'); f = open(place)")
+        self.run_ok(
+            self.source,
+            f"place = {self.source.scratch!r} + '/s'\nopen(place, 'w').write('1'); f = open(place)",
+        )
         fork = self.source.fork()
         self.assertEqual(fork.hello["lost"], [])
         self.assert_shows(fork, "open(place, 'w').write('2'); print(f.read())", "out:2\n")
@@ -820,7 +955,10 @@ class Forking(BranchTest):
         self.assert_shows(copy, "print(open(place).read())", "out:3\n")
 
     def test_files_beyond_the_budget_of_undo_are_taken_along(self) -> None:
-        self.run_ok(self.source, "import os\nopen('large', 'wb').write(os.urandom(300000)); open('small', 'w').write('s')")
+        self.run_ok(
+            self.source,
+            "import os\nopen('large', 'wb').write(os.urandom(300000)); open('small', 'w').write('s')",
+        )
         for options in ({}, {"undo_files": 1000}, {"undo_files": 0}):
             fork = self.source.fork(**options)
             self.assertEqual((fork.hello["files"], fork.hello["lost"]), ("restored", []), options)
@@ -832,7 +970,10 @@ class Forking(BranchTest):
         self.assert_shows(fork, areas, "out:0\n")
 
     def test_a_work_folder_that_is_shared_is_not_copied(self) -> None:
-        self.run_ok(self.source, f"open({self.source.scratch!r} + '/s', 'w').write('s'); open('a', 'w').close()")
+        self.run_ok(
+            self.source,
+            f"open({self.source.scratch!r} + '/s', 'w').write('s'); open('a', 'w').close()",
+        )
         fork = self.source.fork(work_is_shared=True)
         self.assertEqual((fork.hello["files"], fork.hello["why"]), ("shared", None))
         self.assertEqual(os.listdir(fork.seen(fork.workdir)), [])
@@ -867,8 +1008,14 @@ class Forking(BranchTest):
         self.assertEqual(fork.hello["lost"], ["writing to 1 sqlite connection"])
         self.assert_shows(fork, "c.execute('select x from t').fetchall()", "value:[(1,)]")
         self.assert_fails(fork, "c.execute('insert into t values (2)')", "OperationalError")
-        self.run_ok(fork, "c = sqlite3.connect('d.db'); c.execute('insert into t values (2)'); c.commit()")
-        self.assert_shows(self.source, "c.execute('insert into t values (3)'); c.commit()\nc.execute('select x from t').fetchall()", "value:[(1,), (3,)]")
+        self.run_ok(
+            fork, "c = sqlite3.connect('d.db'); c.execute('insert into t values (2)'); c.commit()"
+        )
+        self.assert_shows(
+            self.source,
+            "c.execute('insert into t values (3)'); c.commit()\nc.execute('select x from t').fetchall()",
+            "value:[(1,), (3,)]",
+        )
 
     def test_a_database_with_a_write_ahead_log_and_one_with_an_open_transaction(self) -> None:
         self.run_ok(
@@ -881,7 +1028,9 @@ class Forking(BranchTest):
         self.assertEqual(fork.hello["lost"], ["writing to 1 sqlite connection"])
         for name in ("a", "b"):
             self.run_ok(fork, f"{name}.execute('insert into t values (5)'); {name}.commit()")
-            self.assert_shows(fork, f"{name}.execute('pragma integrity_check').fetchall()", "value:[('ok',)]")
+            self.assert_shows(
+                fork, f"{name}.execute('pragma integrity_check').fetchall()", "value:[('ok',)]"
+            )
         look = "[sqlite3.connect(name).execute('select x from t').fetchall() for name in 'ab']"
         self.assert_shows(fork, look, "value:[[(5,)], [(1,), (5,)]]")
         self.assert_shows(self.source, f"b.rollback()\n{look}", "value:[[], []]")
@@ -889,16 +1038,22 @@ class Forking(BranchTest):
     @_has_numpy
     def test_arrays_in_files_are_those_of_the_fork(self) -> None:
         self.run_ok(
-            self.source, "import numpy\nm = numpy.memmap('m', dtype='u1', mode='w+', shape=(100000,)); m[0] = 1"
+            self.source,
+            "import numpy\nm = numpy.memmap('m', dtype='u1', mode='w+', shape=(100000,)); m[0] = 1",
         )
         fork = self.source.fork()
         self.run_ok(fork, "m[0] = 2; m.flush()")
         self.assert_shows(self.source, "int(m[0])", "value:1")
-        self.assert_shows(fork, "numpy.fromfile('m', dtype='u1', count=1)[0] == 2", "value:np.True_")
+        self.assert_shows(
+            fork, "numpy.fromfile('m', dtype='u1', count=1)[0] == 2", "value:np.True_"
+        )
 
     @unittest.skipUnless(find_spec("matplotlib"), "skipped: needs matplotlib")
     def test_figures_go_on_in_both(self) -> None:
-        self.run_ok(self.source, "import matplotlib.pyplot as plt\nfigure, axes = plt.subplots(); plt.close()\naxes.plot([1])\nNone")
+        self.run_ok(
+            self.source,
+            "import matplotlib.pyplot as plt\nfigure, axes = plt.subplots(); plt.close()\naxes.plot([1])\nNone",
+        )
         fork = self.source.fork()
         self.run_ok(fork, "axes.plot([2])\nNone")
         self.assert_shows(fork, "len(axes.lines)", "value:2")

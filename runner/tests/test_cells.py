@@ -243,12 +243,16 @@ class Order(CellTest):
             "thread = threading.Thread(target=work); thread.start()"
         )
         number = self.runner.process.pid
-        with open(f"/proc/{number}/fd/{self.run_ok('writing').value['text/plain']}", "wb", 0) as writing:
+        with open(
+            f"/proc/{number}/fd/{self.run_ok('writing').value['text/plain']}", "wb", 0
+        ) as writing:
             told = open(f"/proc/{number}/fd/{self.run_ok('told').value['text/plain']}", "rb", 0)
             writing.write(b".")
             told.read(1)
             told.close()
-        self.assertEqual(self.run_ok("thread.join()").done["late"], {"text": "between\n", "omitted": 0})
+        self.assertEqual(
+            self.run_ok("thread.join()").done["late"], {"text": "between\n", "omitted": 0}
+        )
 
     def test_a_flood_of_late_text_is_bounded_and_the_newest_is_kept(self) -> None:
         self.run_ok(
@@ -263,7 +267,10 @@ class Order(CellTest):
 
     def test_a_process_of_the_session_does_not_tell_late_text(self) -> None:
         self.run_ok("import os\nprint('parent')")
-        self.assert_order("if os.fork() == 0:\n  print('child', flush=True); os._exit(0)\nos.wait();", "out:child\n")
+        self.assert_order(
+            "if os.fork() == 0:\n  print('child', flush=True); os._exit(0)\nos.wait();",
+            "out:child\n",
+        )
 
     def test_work_given_to_an_old_thread_by_this_cell_is_heard(self) -> None:
         code = "import asyncio\nawait asyncio.to_thread(print, 'handed over')"
@@ -276,7 +283,9 @@ class Order(CellTest):
             "import subprocess\n"
             "p = subprocess.Popen('read x; echo late; echo late >&2', shell=True, stdin=subprocess.PIPE)"
         )
-        self.assert_order("print('first')\np.communicate(b'go\\n');\nprint('second')", "out:first\nsecond\n")
+        self.assert_order(
+            "print('first')\np.communicate(b'go\\n');\nprint('second')", "out:first\nsecond\n"
+        )
         self.assertGreater(self.runner.rotations, before)
 
     def test_a_low_limit_on_descriptors_takes_no_pipe_away(self) -> None:
@@ -289,7 +298,9 @@ class Order(CellTest):
                     f"resource.setrlimit(resource.RLIMIT_NOFILE, {limit})\nsubprocess.run('true');"
                 )
                 for _ in range(2):
-                    result = session.run("print(1); subprocess.run(['echo', '2']); resource.getrlimit(7)[0]")
+                    result = session.run(
+                        "print(1); subprocess.run(['echo', '2']); resource.getrlimit(7)[0]"
+                    )
                     self.assertEqual(result.order, ["out:1\n2\n", "value:200"])
 
     def test_pipes_are_kept_when_nothing_was_started(self) -> None:
@@ -336,7 +347,9 @@ class Order(CellTest):
 
 class Magics(CellTest):
     def test_shell_commands_print_and_leave_their_exit_code(self) -> None:
-        self.assert_order("word = 'hi'\n!echo {word} $word; exit 3\n_exit_code", "out:hi hi\n", "value:3")
+        self.assert_order(
+            "word = 'hi'\n!echo {word} $word; exit 3\n_exit_code", "out:hi hi\n", "value:3"
+        )
         self.assert_order("%system echo there", "value:['there']")
         self.assert_order("lines = !printf 'a\\nb'\nlines", "value:['a', 'b']")
         self.assert_order("lines.n", "value:'a\\nb'")
@@ -360,7 +373,9 @@ class Magics(CellTest):
 
     def test_unknown_programs_and_magics_say_so(self) -> None:
         self.assertIn("Couldn't find program", self.run_ok("%%script no-such-program\nx").text)
-        self.assertIn("no_such_magic", self.run_failing("%no_such_magic", "UsageError").error["message"])
+        self.assertIn(
+            "no_such_magic", self.run_failing("%no_such_magic", "UsageError").error["message"]
+        )
 
     def test_common_magics_work(self) -> None:
         self.assertIn("Wall time", self.run_ok("%%time\ntimed = 5").text)
@@ -371,7 +386,9 @@ class Magics(CellTest):
         self.assertIn("magic_file.txt", self.run_ok("%ls").text)
         self.assertIn("timed", self.run_ok("%who").text)
         self.run_ok("%matplotlib inline" if find_spec("matplotlib") else "%pwd")
-        self.assertIn("Docstring", str(self.run_ok("len?").text) + str(self.runner.run("len?").order))
+        self.assertIn(
+            "Docstring", str(self.run_ok("len?").text) + str(self.runner.run("len?").order)
+        )
 
     def test_reset_empties_the_namespace_and_the_session_goes_on(self) -> None:
         self.run_ok("gone = 1")
@@ -383,13 +400,23 @@ class Magics(CellTest):
         runner = self.of_its_own()
         self.assertEqual(runner.run("print(repr(_i), In[-1])").text, "'' print(repr(_i), In[-1])\n")
         runner.run("x = 1")
-        self.assertEqual(runner.run("print(_i, '|', _ii, '|', In[2])").text, "x = 1 | print(repr(_i), In[-1]) | x = 1\n")
-        self.assertEqual(runner.run("%history -l 2").text, "x = 1\nprint(_i, '|', _ii, '|', In[2])\n")
+        self.assertEqual(
+            runner.run("print(_i, '|', _ii, '|', In[2])").text,
+            "x = 1 | print(repr(_i), In[-1]) | x = 1\n",
+        )
+        self.assertEqual(
+            runner.run("%history -l 2").text, "x = 1\nprint(_i, '|', _ii, '|', In[2])\n"
+        )
         runner.run("x += 1")
         self.assertEqual(runner.run("%rerun -l 1\nprint(x)").text.splitlines()[-1], "3")
 
     def test_store_keeps_and_brings_back(self) -> None:
-        self.assertEqual(self.runner.run("x = [1]\n%store x\ndel x\n%store -r x\nprint(x)").text.splitlines()[-1], "[1]")
+        self.assertEqual(
+            self.runner.run("x = [1]\n%store x\ndel x\n%store -r x\nprint(x)").text.splitlines()[
+                -1
+            ],
+            "[1]",
+        )
         self.assertIn("x", self.runner.run("%store").text)
 
     def test_load_shows_the_file(self) -> None:
@@ -410,10 +437,18 @@ class Magics(CellTest):
         self.assertEqual((result.done["status"], result.text), ("ok", "handled it\n"))
         self.assertEqual(runner.run("1 / 0").done["status"], "error")
 
-    @unittest.skipIf(sys.version_info >= (3, 14), "skipped: needs a Python whose main thread has a loop by default")
+    @unittest.skipIf(
+        sys.version_info >= (3, 14),
+        "skipped: needs a Python whose main thread has a loop by default",
+    )
     def test_the_old_style_of_asyncio_works(self) -> None:
-        self.runner.run("import asyncio\nasync def later():\n    await asyncio.sleep(0.001)\n    return 7")
-        self.assertEqual(self.runner.run("print(asyncio.get_event_loop().run_until_complete(later()))").text, "7\n")
+        self.runner.run(
+            "import asyncio\nasync def later():\n    await asyncio.sleep(0.001)\n    return 7"
+        )
+        self.assertEqual(
+            self.runner.run("print(asyncio.get_event_loop().run_until_complete(later()))").text,
+            "7\n",
+        )
         self.runner.run("task = asyncio.ensure_future(later())")
         self.assertEqual(self.runner.run("print(await task)").text, "7\n")
 
@@ -425,19 +460,25 @@ class Magics(CellTest):
 
     def test_errors_that_magics_swallow_are_errors_of_the_cell(self) -> None:
         self.run_failing("%%time\n1/0", "ZeroDivisionError")
-        self.runner.upload("failing_script.py", b"print('ran')\nraise KeyError('x')\n", overwrite=True)
+        self.runner.upload(
+            "failing_script.py", b"print('ran')\nraise KeyError('x')\n", overwrite=True
+        )
         self.assertEqual(self.run_failing("%run failing_script.py", "KeyError").text, "ran\n")
 
     def test_await_works_at_top_level(self) -> None:
         self.assert_order("import asyncio\nawait asyncio.sleep(0, 'slept')", "value:'slept'")
-        self.assert_order("task = asyncio.ensure_future(asyncio.sleep(0, 7))\nawait task", "value:7")
+        self.assert_order(
+            "task = asyncio.ensure_future(asyncio.sleep(0, 7))\nawait task", "value:7"
+        )
         self.assert_order("asyncio.run(asyncio.sleep(0, 8))", "value:8")
         self.assert_order("async with asyncio.Lock(): print('held')", "out:held\n")
 
     def test_the_loop_of_cells_stays_after_asyncio_run(self) -> None:
         self.run_ok("import asyncio\nawait asyncio.sleep(0)")
         self.assert_order("asyncio.run(asyncio.sleep(0, 8))", "value:8")
-        self.assert_order("asyncio.get_event_loop().run_until_complete(asyncio.sleep(0, 9))", "value:9")
+        self.assert_order(
+            "asyncio.get_event_loop().run_until_complete(asyncio.sleep(0, 9))", "value:9"
+        )
 
     def test_a_cell_cannot_take_builtins_away_from_the_runner(self) -> None:
         for name in ("print", "isinstance", "next", "vars", "len"):
@@ -451,9 +492,15 @@ class Magics(CellTest):
             self.assertIn("%%writefile", self.run_failing(code, "UsageError").error["message"])
 
     def test_input_fails_at_once(self) -> None:
-        self.assertIn("input() is not available", self.run_failing("input('name?')", "EOFError").error["message"])
+        self.assertIn(
+            "input() is not available",
+            self.run_failing("input('name?')", "EOFError").error["message"],
+        )
         self.run_failing("import getpass\ngetpass.getpass()", "EOFError")
-        self.assert_order("import sys\nsys.stdin.read(), sys.stdin.readline(), list(sys.stdin)", "value:('', '', [])")
+        self.assert_order(
+            "import sys\nsys.stdin.read(), sys.stdin.readline(), list(sys.stdin)",
+            "value:('', '', [])",
+        )
         self.assert_order("!cat", *[])
 
 
@@ -494,7 +541,10 @@ class Errors(CellTest):
         self.run_ok("kept = 1")
         for code in ("exit", "quit()", "import sys; sys.exit(3)", "raise SystemExit", "exit(0)"):
             self.run_failing(code, "SystemExit")
-        self.assertEqual(self.run_failing("import sys; sys.exit('words')", "SystemExit").error["message"], "words")
+        self.assertEqual(
+            self.run_failing("import sys; sys.exit('words')", "SystemExit").error["message"],
+            "words",
+        )
         self.assert_order("kept", "value:1")
 
     def test_errors_while_awaiting(self) -> None:
@@ -522,11 +572,15 @@ class Errors(CellTest):
             "return 5",
             "return str(self)",
         ):
-            failed = self.run_failing(f"class Mute(Exception):\n  def __str__(self): {body}\nraise Mute", "Mute")
+            failed = self.run_failing(
+                f"class Mute(Exception):\n  def __str__(self): {body}\nraise Mute", "Mute"
+            )
             self.assertIn("Mute", failed.error["traceback"])
 
     def test_exceptions_that_call_themselves_false_are_still_errors(self) -> None:
-        self.run_failing("class Empty(Exception):\n  def __len__(self): return 0\nraise Empty", "Empty")
+        self.run_failing(
+            "class Empty(Exception):\n  def __len__(self): return 0\nraise Empty", "Empty"
+        )
 
     def test_endless_recursion(self) -> None:
         failed = self.run_failing("def down(n): return down(n + 1)\ndown(0)", "RecursionError")
@@ -538,13 +592,19 @@ class Errors(CellTest):
         self.assertIn("characters left out", failed.error["traceback"])
 
     def test_chained_errors_show_their_cause(self) -> None:
-        failed = self.run_failing("try: 1/0\nexcept Exception as e: raise ValueError('second') from e", "ValueError")
+        failed = self.run_failing(
+            "try: 1/0\nexcept Exception as e: raise ValueError('second') from e", "ValueError"
+        )
         self.assertIn("ZeroDivisionError", failed.error["traceback"])
 
     def test_a_value_that_cannot_be_shown_does_not_lose_the_end(self) -> None:
-        shown = self.run_ok("class Broken:\n  def __repr__(self): raise ValueError('no repr')\nBroken()")
+        shown = self.run_ok(
+            "class Broken:\n  def __repr__(self): raise ValueError('no repr')\nBroken()"
+        )
         self.assertIn("no repr", shown.stream("stderr"))
-        self.run_failing("class Stop:\n  def __repr__(self): raise SystemExit\nStop()", "SystemExit")
+        self.run_failing(
+            "class Stop:\n  def __repr__(self): raise SystemExit\nStop()", "SystemExit"
+        )
 
     def test_colours_in_messages_are_removed(self) -> None:
         self.run_failing("raise ValueError('\\x1b[31mred\\x1b[0m')", "ValueError")
@@ -593,7 +653,10 @@ class Control(unittest.TestCase):
         ):
             result = self.interrupted(code)
             self.assertEqual(result.error["name"], "KeyboardInterrupt", code)
-        self.assertEqual(self.runner.run("import os\nos.waitpid(-1, os.WNOHANG)").error["name"], "ChildProcessError")
+        self.assertEqual(
+            self.runner.run("import os\nos.waitpid(-1, os.WNOHANG)").error["name"],
+            "ChildProcessError",
+        )
 
     def test_a_cell_cannot_take_interrupts_away_from_later_cells(self) -> None:
         self.runner.run(
@@ -648,7 +711,8 @@ class Control(unittest.TestCase):
         self.runner = Runner()
 
     def test_code_that_catches_one_interrupt_is_ended_by_another(self) -> None:
-        # Two interrupts within a few milliseconds count as one, so the cell says when that time has passed.
+        # Two interrupts within a few milliseconds count as one, so the cell says when that time has
+        # passed.
         self.runner.begin(
             "import time\ntry:\n  print('ready')\n  while True: pass\n"
             "except KeyboardInterrupt: caught = time.monotonic()\n"
@@ -667,7 +731,11 @@ class RichOutput(CellTest):
             ("from IPython.display import Markdown\nMarkdown('# x')", "text/markdown", "# x"),
             ("from IPython.display import Latex\nLatex('$x$')", "text/latex", "$x$"),
             ("from IPython.display import SVG\nSVG('<svg></svg>')", "image/svg+xml", "<svg/>"),
-            ("from IPython.display import JSON\nJSON({'a': [1, None]})", "application/json", '{"a": [1, null]}'),
+            (
+                "from IPython.display import JSON\nJSON({'a': [1, None]})",
+                "application/json",
+                '{"a": [1, null]}',
+            ),
         ):
             value = self.run_ok(code).value
             assert value is not None
@@ -691,7 +759,8 @@ class RichOutput(CellTest):
         )
         (frame,) = result.frames
         self.assertEqual(
-            frame.header["blobs"], [{"mime": "image/png", "size": 264}, {"mime": "image/jpeg", "size": 264}]
+            frame.header["blobs"],
+            [{"mime": "image/png", "size": 264}, {"mime": "image/jpeg", "size": 264}],
         )
         self.assertEqual(frame.payload, png + png)
 
@@ -736,7 +805,9 @@ class RichOutput(CellTest):
     def test_importing_the_runner_does_not_import_matplotlib(self) -> None:
         fresh = Runner()
         try:
-            self.assertEqual(fresh.run("import sys\n'matplotlib' in sys.modules").order, ["value:False"])
+            self.assertEqual(
+                fresh.run("import sys\n'matplotlib' in sys.modules").order, ["value:False"]
+            )
         finally:
             fresh.close()
 
@@ -749,8 +820,14 @@ class Changes(CellTest):
             for kind in ("created", "changed", "deleted")
         }
 
-    def assert_changes(self, code: str, created: str = "", changed: str = "", deleted: str = "") -> None:
-        expected = {"created": created.split(), "changed": changed.split(), "deleted": deleted.split()}
+    def assert_changes(
+        self, code: str, created: str = "", changed: str = "", deleted: str = ""
+    ) -> None:
+        expected = {
+            "created": created.split(),
+            "changed": changed.split(),
+            "deleted": deleted.split(),
+        }
         self.assertEqual(self.changes(code), expected, code)
 
     def test_variables_are_followed(self) -> None:
@@ -773,12 +850,14 @@ class Changes(CellTest):
         )
         self.assertGreater(created[0]["size"], 0)
 
-    @unittest.skipUnless(find_spec("numpy") and find_spec("pandas"), "skipped: needs numpy and pandas")
+    @unittest.skipUnless(
+        find_spec("numpy") and find_spec("pandas"), "skipped: needs numpy and pandas"
+    )
     def test_arrays_and_tables_are_followed(self) -> None:
         self.run_ok("import numpy as np, pandas as pd")
-        created = self.run_ok("arr = np.zeros((3, 4)); big = np.zeros(100_000); df = pd.DataFrame({'a': [1, 2]})").done[
-            "variables"
-        ]["created"]
+        created = self.run_ok(
+            "arr = np.zeros((3, 4)); big = np.zeros(100_000); df = pd.DataFrame({'a': [1, 2]})"
+        ).done["variables"]["created"]
         self.assertEqual([v["shape"] for v in created], ["(3, 4)", "(100000,)", "(2, 1)"])
         self.assertEqual(created[0]["size"], 96)
         self.assert_changes("arr[1, 1] = 5", changed="arr")
@@ -796,7 +875,9 @@ class Changes(CellTest):
             "  def __sizeof__(self): asked.append('size'); raise SystemExit\n"
             "  __hash__ = None\nclass Sub(dict):\n  def __len__(self): asked.append('sub'); raise SystemExit\n"
         )
-        created = self.run_ok("hostile = Hostile(); sub = Sub(); listed = [hostile]").done["variables"]["created"]
+        created = self.run_ok("hostile = Hostile(); sub = Sub(); listed = [hostile]").done[
+            "variables"
+        ]["created"]
         self.assertEqual([v["name"] for v in created], ["hostile", "sub", "listed"])
         self.assert_order("asked", "value:[]")
 
@@ -812,19 +893,30 @@ class Changes(CellTest):
         files = self.run_ok(
             "open('made.txt', 'w').write('abc')\nimport os\nos.makedirs('deep/er'); open('deep/er/f', 'w').close();"
         ).done["files"]
-        self.assertEqual(files["created"], [{"path": "deep/er/f", "size": 0}, {"path": "made.txt", "size": 3}])
-        files = self.run_ok("with open('made.txt', 'a') as f: f.write('d')\nos.remove('deep/er/f')").done["files"]
-        self.assertEqual((files["changed"], files["deleted"]), ([{"path": "made.txt", "size": 4}], ["deep/er/f"]))
+        self.assertEqual(
+            files["created"], [{"path": "deep/er/f", "size": 0}, {"path": "made.txt", "size": 3}]
+        )
+        files = self.run_ok(
+            "with open('made.txt', 'a') as f: f.write('d')\nos.remove('deep/er/f')"
+        ).done["files"]
+        self.assertEqual(
+            (files["changed"], files["deleted"]), ([{"path": "made.txt", "size": 4}], ["deep/er/f"])
+        )
         self.runner.upload("uploaded.txt", b"from the host")
         self.assertEqual(self.run_ok("pass").done["files"]["created"], [])
 
     def test_folders_with_too_many_files_are_not_followed(self) -> None:
         crowded = Runner()
         try:
-            self.assertIsNone(crowded.run("for i in range(1001): open(f'n{i}', 'w').close()").done["files"])
-            self.assertIsNone(crowded.run("import os\nfor i in range(1001): os.remove(f'n{i}')").done["files"])
+            self.assertIsNone(
+                crowded.run("for i in range(1001): open(f'n{i}', 'w').close()").done["files"]
+            )
+            self.assertIsNone(
+                crowded.run("import os\nfor i in range(1001): os.remove(f'n{i}')").done["files"]
+            )
             self.assertEqual(
-                crowded.run("open('one', 'w').close()").done["files"]["created"], [{"path": "one", "size": 0}]
+                crowded.run("open('one', 'w').close()").done["files"]["created"],
+                [{"path": "one", "size": 0}],
             )
         finally:
             crowded.close()

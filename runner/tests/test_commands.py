@@ -1,4 +1,6 @@
-"""Commands: a session whose programs the host starts, and a host that does so, refuses, or takes its time."""
+"""Commands: a session whose programs the host starts, and a host that does so, refuses, or takes
+its time.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ class CommandTest(CellTest):
         outlets = self.runner.outlets.pop(question["ask"])
         words = question.get("words") or ["/bin/bash", "-c", question["command"]]
         changes = question["environment"]
-        variables = {name: value for name, value in {**os.environ, **changes}.items() if value is not None}
+        variables = {
+            name: value for name, value in {**os.environ, **changes}.items() if value is not None
+        }
         try:
             process = subprocess.Popen(
                 words,
@@ -74,10 +78,14 @@ class CommandTest(CellTest):
 
 class Magics(CommandTest):
     def test_a_line_is_asked_for_and_its_output_is_the_cells(self) -> None:
-        result = self.run_ok("print('before')\n!echo out; echo err >&2; exit 3\nprint('after', _exit_code)")
+        result = self.run_ok(
+            "print('before')\n!echo out; echo err >&2; exit 3\nprint('after', _exit_code)"
+        )
         self.assertEqual(result.stream("stdout"), "before\nout\nafter 3\n")
         self.assertEqual(result.stream("stderr"), "err\n")
-        self.assertTrue(result.text.startswith("before\n") and result.text.endswith("after 3\n"), result.text)
+        self.assertTrue(
+            result.text.startswith("before\n") and result.text.endswith("after 3\n"), result.text
+        )
         self.assertEqual(self.commands(), ["echo out; echo err >&2; exit 3"])
 
     def test_what_is_expanded_is_expanded_before_it_is_asked(self) -> None:
@@ -87,7 +95,10 @@ class Magics(CommandTest):
         self.assertEqual(self.commands(), ["echo X x b c $HOME", "echo $undefined"])
 
     def test_output_is_taken_as_a_list(self) -> None:
-        self.assert_order("x = !echo a; echo b >&2\ntype(x).__name__, list(x), _exit_code", "value:('SList', ['a', 'b'], 0)")
+        self.assert_order(
+            "x = !echo a; echo b >&2\ntype(x).__name__, list(x), _exit_code",
+            "value:('SList', ['a', 'b'], 0)",
+        )
         self.assert_order("y = %sx echo a\ny.n", "value:'a'")
         self.assert_order("z = %system echo a\nlist(z)", "value:['a']")
 
@@ -109,7 +120,9 @@ class Magics(CommandTest):
     def test_the_options_of_scripts_work(self) -> None:
         self.run_ok("%%bash --out o --err e --no-raise-error\necho out; echo err >&2; exit 4")
         self.assert_order("o, e", "value:('out\\n', 'err\\n')")
-        self.assert_order("%%script nothing-like-this\nx", "out:Couldn't find program: 'nothing-like-this'\n")
+        self.assert_order(
+            "%%script nothing-like-this\nx", "out:Couldn't find program: 'nothing-like-this'\n"
+        )
         self.run_failing("%%bash --bg\nsleep 100", "CommandRefused")
 
     def test_a_capture_captures(self) -> None:
@@ -118,14 +131,24 @@ class Magics(CommandTest):
 
     def test_a_refusal_is_an_error_with_the_hosts_words(self) -> None:
         self.runner.respond = lambda question: _REFUSED
-        for cell in ("!ls", "x = !ls", "%system ls", "%sx ls", "%%bash\nls", "%%perl\n1", "import os; os.system('ls')"):
+        for cell in (
+            "!ls",
+            "x = !ls",
+            "%system ls",
+            "%sx ls",
+            "%%bash\nls",
+            "%%perl\n1",
+            "import os; os.system('ls')",
+        ):
             failure = self.run_failing(cell, "CommandRefused")
             self.assertEqual(failure.error["message"], "not today")
         self.assertEqual(len(self.runner.asked), 7)
         self.assert_order("1", "value:1")
 
     def test_folder_and_variables_are_told(self) -> None:
-        self.run_ok("import os\nos.makedirs('sub', exist_ok=True)\nos.chdir('sub')\nos.environ['NEW'] = 'x y'\nos.environ.pop('LANG', None)")
+        self.run_ok(
+            "import os\nos.makedirs('sub', exist_ok=True)\nos.chdir('sub')\nos.environ['NEW'] = 'x y'\nos.environ.pop('LANG', None)"
+        )
         self.assert_order("!echo $$NEW; basename $$PWD", "out:x y\nsub\n")
         [question] = self.runner.asked
         self.assertEqual(question["folder"], os.path.join(self.runner.workdir, "sub"))
@@ -180,7 +203,9 @@ class Pip(CommandTest):
         ):
             self.runner.asked.clear()
             self.run_ok(cell)
-            self.assertEqual([question["what"] for question in self.runner.asked], ["install"], cell)
+            self.assertEqual(
+                [question["what"] for question in self.runner.asked], ["install"], cell
+            )
 
     def test_requirements_with_signs_of_the_shell_need_no_shell(self) -> None:
         self.runner.respond = lambda question: {"ok": True, "text": "", "paths": []}
@@ -209,8 +234,14 @@ class Subprocesses(CommandTest):
         self.assert_order("subprocess.check_output('echo $0', shell=True)", "value:b'/bin/sh\\n'")
         self.assert_order("subprocess.getoutput('echo x')", "value:'x'")
         self.assert_order("subprocess.call(['false'])", "value:1")
-        self.assert_order("subprocess.run(['cat'], input='in', stdout=subprocess.PIPE, text=True).stdout", "value:'in'")
-        self.assert_order("subprocess.run(['sh', '-c', 'echo e >&2'], stderr=subprocess.STDOUT, stdout=-1).stdout", "value:b'e\\n'")
+        self.assert_order(
+            "subprocess.run(['cat'], input='in', stdout=subprocess.PIPE, text=True).stdout",
+            "value:'in'",
+        )
+        self.assert_order(
+            "subprocess.run(['sh', '-c', 'echo e >&2'], stderr=subprocess.STDOUT, stdout=-1).stdout",
+            "value:b'e\\n'",
+        )
         self.assert_order("subprocess.run(['echo', 'shown']).returncode", "out:shown\n", "value:0")
         self.assert_order("os.system('exit 3') >> 8", "value:3")
         self.run_failing("subprocess.run(['false'], check=True)", "CalledProcessError")
@@ -218,10 +249,14 @@ class Subprocesses(CommandTest):
         self.run_failing("subprocess.run(['sleep', '100'], timeout=0.1)", "TimeoutExpired")
 
     def test_files_environment_and_folder_are_as_given(self) -> None:
-        self.run_ok("import subprocess\nwith open('out.txt', 'w') as f: subprocess.run(['echo', 'x'], stdout=f)")
+        self.run_ok(
+            "import subprocess\nwith open('out.txt', 'w') as f: subprocess.run(['echo', 'x'], stdout=f)"
+        )
         self.assert_order("open('out.txt').read()", "value:'x\\n'")
         self.assert_order("subprocess.run(['pwd'], cwd='/', stdout=-1).stdout", "value:b'/\\n'")
-        self.assert_order("subprocess.run(['/usr/bin/env'], env={'A': '1'}, stdout=-1).stdout", "value:b'A=1\\n'")
+        self.assert_order(
+            "subprocess.run(['/usr/bin/env'], env={'A': '1'}, stdout=-1).stdout", "value:b'A=1\\n'"
+        )
 
     def test_what_cannot_be_asked_for_is_refused_with_a_reason(self) -> None:
         self.run_ok("import subprocess, os, sys")
@@ -257,7 +292,9 @@ class Subprocesses(CommandTest):
 class Control(CellTest):
     def test_where_programs_are_free_nobody_is_asked(self) -> None:
         self.runner.asked.clear()
-        self.run_ok("import os, subprocess\n!true\nos.system('true')\nsubprocess.Popen(['true']).wait()\nx = !echo x")
+        self.run_ok(
+            "import os, subprocess\n!true\nos.system('true')\nsubprocess.Popen(['true']).wait()\nx = !echo x"
+        )
         self.run_ok("%%bash\ntrue")
         self.assertEqual(self.runner.asked, [])
 

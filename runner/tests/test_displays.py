@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import unittest
 from importlib.util import find_spec
 
@@ -29,21 +30,30 @@ class Displays(CellTest):
             "Video: a.mp4, video/mp4, 2.5 s, 60 bytes",
         )
         self.assertEqual(
-            self.plain(imports + "Video(url='https://a.test/b.webm')"), "Video: https://a.test/b.webm, video/webm"
+            self.plain(imports + "Video(url='https://a.test/b.webm')"),
+            "Video: https://a.test/b.webm, video/webm",
         )
         self.assertEqual(
-            self.plain(imports + "Audio(b'ID3 not a sound')"), "Audio: audio/wav, 15 bytes", "what is known is said"
+            self.plain(imports + "Audio(b'ID3 not a sound')"),
+            "Audio: audio/wav, 15 bytes",
+            "what is known is said",
         )
-        self.assertEqual(self.plain(imports + "IFrame('https://a.test', 9, 9)"), "IFrame: https://a.test")
+        self.assertEqual(
+            self.plain(imports + "IFrame('https://a.test', 9, 9)"), "IFrame: https://a.test"
+        )
 
     def test_code_is_plain_text(self) -> None:
-        shown = self.plain("from IPython.display import Code\nCode('def f(): return 1', language='python')")
+        shown = self.plain(
+            "from IPython.display import Code\nCode('def f(): return 1', language='python')"
+        )
         self.assertEqual(shown, "def f(): return 1")
 
     @unittest.skipUnless(find_spec("resvg_py"), "skipped: needs resvg-py")
     def test_a_drawing_comes_with_a_picture_of_at_most_the_usual_size(self) -> None:
         for width, drawn in (("30", 30), ("1568.4", 1568), ("8000px", 1568), ("100mm", 378)):
-            (frame,) = self.run_ok(f"from IPython.display import SVG\nSVG('''{SVG.format(width)}''')").frames
+            (frame,) = self.run_ok(
+                f"from IPython.display import SVG\nSVG('''{SVG.format(width)}''')"
+            ).frames
             self.assertEqual([blob["mime"] for blob in frame.header["blobs"]], ["image/png"], width)
             self.assertEqual(int.from_bytes(frame.payload[16:20], "big"), drawn)
 
@@ -68,10 +78,13 @@ class Displays(CellTest):
 
 @unittest.skipUnless(find_spec("plotly"), "skipped: needs plotly")
 class Plotly(CellTest):
-    def shown(self, code: str) -> str:
+    def shown(self, code: str, is_large: bool = False) -> str:
         result = self.run_ok(code)
         texts = [frame.header["data"] for frame in result.frames]
-        self.assertEqual([list(data) for data in texts], [["text/plain"]], "no JSON, no page")
+        kinds = ["text/plain"] if is_large else ["text/plain", "application/vnd.plotly.v1+json"]
+        self.assertEqual([list(data) for data in texts], [kinds], "no page")
+        if not is_large:
+            self.assertIn("data", json.loads(texts[0]["application/vnd.plotly.v1+json"]))
         self.assertEqual(result.text, "")
         return texts[0]["text/plain"]
 
@@ -91,7 +104,12 @@ class Plotly(CellTest):
             "  annotations: peak\n"
             "No picture: "
         )
-        for code in ("fig", "fig.show()", "fig.show(renderer='notebook')", "import plotly.io\nplotly.io.show(fig.to_dict())"):
+        for code in (
+            "fig",
+            "fig.show()",
+            "fig.show(renderer='notebook')",
+            "import plotly.io\nplotly.io.show(fig.to_dict())",
+        ):
             self.assertTrue(self.shown(code).startswith(expected), self.shown(code))
 
     def test_the_renderer_that_code_chooses_needs_no_browser_either(self) -> None:
@@ -102,14 +120,20 @@ class Plotly(CellTest):
 
     def test_large_and_odd_figures_have_short_summaries(self) -> None:
         self.run_ok("import plotly.graph_objects as go")
-        many = self.shown("go.Figure([go.Scatter(y=list(range(1000)), name='t' * 500) for _ in range(50)])")
+        many = self.shown(
+            "go.Figure([go.Scatter(y=list(range(1000)), name='t' * 500) for _ in range(50)])"
+        )
         self.assertLess(len(many), 6000)
         self.assertIn("… and 30 more traces", many)
         self.assertIn("without data", self.shown("go.Figure()"))
         texts = self.shown("go.Figure(go.Bar(x=[f'c{i}' for i in range(9)], y=[1]*9))")
         self.assertIn("x: c0, c1, c2, c3, c4, … (9 different)", texts)
-        self.assertIn("2×3 values; z: 0 to 5", self.shown("go.Figure(go.Heatmap(z=[[0, 1, 2], [3, 4, 5]]))"))
-        dates = self.shown("import datetime\ngo.Figure(go.Scatter(x=[datetime.date(2024, 1, 2), datetime.date(2025, 3, 4)], y=[1, 2]))")
+        self.assertIn(
+            "2×3 values; z: 0 to 5", self.shown("go.Figure(go.Heatmap(z=[[0, 1, 2], [3, 4, 5]]))")
+        )
+        dates = self.shown(
+            "import datetime\ngo.Figure(go.Scatter(x=[datetime.date(2024, 1, 2), datetime.date(2025, 3, 4)], y=[1, 2]))"
+        )
         self.assertIn("x: 2024-01-02 to 2025-03-04", dates)
 
     @unittest.skipUnless(find_spec("pandas"), "skipped: needs pandas")
@@ -119,16 +143,26 @@ class Plotly(CellTest):
             "frame = pandas.DataFrame({'t': pandas.date_range('2024-01-01', periods=200_000, freq='min'), 'v': numpy.arange(200_000.0)})\n"
             "frame.loc[5, 'v'] = float('nan')\npx.line(frame, x='t', y='v')"
         )
-        self.assertIn("200000 points; x: 2024-01-01 to 2024-05-18T21:19:00; y: 0 to 199999", self.shown(code))
+        self.assertIn(
+            "200000 points; x: 2024-01-01 to 2024-05-18T21:19:00; y: 0 to 199999",
+            self.shown(code, is_large=True),
+        )
 
 
-@unittest.skipUnless(find_spec("matplotlib") and find_spec("notojp_matplotlib"), "skipped: needs matplotlib and a font")
+@unittest.skipUnless(
+    find_spec("matplotlib") and find_spec("notojp_matplotlib"),
+    "skipped: needs matplotlib and a font",
+)
 class Glyphs(CellTest):
     def test_plots_have_glyphs_for_chinese_japanese_korean_and_emoji_in_every_style(self) -> None:
         for style in ("", "plt.rcParams['font.family'] = 'serif'\n", "plt.style.use('ggplot')\n"):
-            result = self.run_ok(f"import matplotlib.pyplot as plt\n{style}plt.title('汉字 データ 한국어 🚀📈');")
+            result = self.run_ok(
+                f"import matplotlib.pyplot as plt\n{style}plt.title('汉字 データ 한국어 🚀📈');"
+            )
             self.assertEqual(result.text, "", "no warning of a missing glyph")
-            self.assertEqual([blob["mime"] for blob in result.frames[0].header["blobs"]], ["image/png"])
+            self.assertEqual(
+                [blob["mime"] for blob in result.frames[0].header["blobs"]], ["image/png"]
+            )
         control = self.run_ok("import matplotlib.pyplot as plt\nplt.title('\\U00012000');").text
         self.assertIn("missing from font", control)
 

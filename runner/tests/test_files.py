@@ -26,7 +26,9 @@ class FileRequests(unittest.TestCase):
             file.write(data)
 
     def assert_failed(self, frame: Frame, reason: str) -> None:
-        self.assertEqual((frame.header["type"], frame.header.get("reason")), ("failed", reason), frame.header)
+        self.assertEqual(
+            (frame.header["type"], frame.header.get("reason")), ("failed", reason), frame.header
+        )
 
     def assert_no_temporaries(self) -> None:
         for _, _, names in os.walk(self.runner.workdir):
@@ -37,21 +39,35 @@ class FileRequests(unittest.TestCase):
         written = self.runner.upload("new/folder/data.bin", data[:1000], data[1000:])
         self.assertEqual((written.header["size"], written.header["replaced"]), (len(data), False))
         read, end = self.runner.download("new/folder/data.bin")
-        self.assertEqual((read, end.header["type"], end.header["size"]), (data, "file_end", len(data)))
+        self.assertEqual(
+            (read, end.header["type"], end.header["size"]), (data, "file_end", len(data))
+        )
         self.assertEqual(stat.S_IMODE(os.stat(self.path("new/folder/data.bin")).st_mode), 0o644)
         self.assert_no_temporaries()
 
     def part(self, path: str, offset: int, length: int) -> tuple[bytes, Frame]:
-        frames = self.runner.request({"type": "read_file", "id": 7000, "path": path, "offset": offset, "length": length})
+        frames = self.runner.request(
+            {"type": "read_file", "id": 7000, "path": path, "offset": offset, "length": length}
+        )
         return b"".join(frame.payload for frame in frames[:-1]), frames[-1]
 
     def test_a_part_of_a_file(self) -> None:
         data = bytes(range(256)) * 10_000
         self.write("data", data)
-        for offset, length in [(0, 5), (1000, 2_000_000), (len(data) - 3, 100), (len(data), 1), (len(data) + 5, 1), (9, 0)]:
+        for offset, length in [
+            (0, 5),
+            (1000, 2_000_000),
+            (len(data) - 3, 100),
+            (len(data), 1),
+            (len(data) + 5, 1),
+            (9, 0),
+        ]:
             read, end = self.part("data", offset, length)
             self.assertEqual(read, data[offset : offset + length])
-            self.assertEqual((end.header["type"], end.header["size"], end.header["total"]), ("file_end", len(read), len(data)))
+            self.assertEqual(
+                (end.header["type"], end.header["size"], end.header["total"]),
+                ("file_end", len(read), len(data)),
+            )
         self.assert_failed(self.part("missing", 0, 1)[1], "missing")
         os.mkfifo(self.path("fifo"))
         self.assert_failed(self.part("fifo", 0, 1)[1], "not_a_file")
@@ -89,7 +105,9 @@ class FileRequests(unittest.TestCase):
         self.assert_no_temporaries()
 
     def test_a_file_made_during_an_upload_is_not_replaced(self) -> None:
-        self.runner.request({"type": "write_begin", "id": 900, "path": "race", "overwrite": False}, answers=False)
+        self.runner.request(
+            {"type": "write_begin", "id": 900, "path": "race", "overwrite": False}, answers=False
+        )
         self.runner.run("open('race', 'w').write('mine')")
         self.assert_failed(self.runner.request({"type": "write_end", "id": 900})[-1], "exists")
         self.assertEqual(self.runner.download("race")[0], b"mine")
@@ -146,7 +164,9 @@ class FileRequests(unittest.TestCase):
         self.assert_failed(self.runner.download("closed")[1], "denied")
 
     def test_an_upload_that_is_never_finished_leaves_nothing(self) -> None:
-        self.runner.request({"type": "write_begin", "id": 901, "path": "half", "overwrite": False}, answers=False)
+        self.runner.request(
+            {"type": "write_begin", "id": 901, "path": "half", "overwrite": False}, answers=False
+        )
         self.runner.request({"type": "write_data", "id": 901}, b"half", answers=False)
         self.assertEqual(self.runner.upload("whole", b"x").header["type"], "written")
         self.assertFalse(os.path.exists(self.path("half")))

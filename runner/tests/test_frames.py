@@ -22,7 +22,9 @@ class GoldenFrames(unittest.TestCase):
             with self.subTest(entry["name"]):
                 decoder = Decoder()
                 decoder.feed((GOLDEN / f"{entry['name']}.bin").read_bytes())
-                self.assertEqual(decoder.next(), (entry["header"], bytes.fromhex(str(entry["payload"]))))
+                self.assertEqual(
+                    decoder.next(), (entry["header"], bytes.fromhex(str(entry["payload"])))
+                )
                 self.assertIsNone(decoder.next())
 
     def test_each_manifest_entry_encodes_to_its_golden_frame(self) -> None:
@@ -32,7 +34,10 @@ class GoldenFrames(unittest.TestCase):
                 self.assertEqual(data, (GOLDEN / f"{entry['name']}.bin").read_bytes())
 
     def test_the_manifest_and_the_folder_agree(self) -> None:
-        self.assertEqual({f"{e['name']}.bin" for e in golden_frames()}, {path.name for path in GOLDEN.glob("*.bin")})
+        self.assertEqual(
+            {f"{e['name']}.bin" for e in golden_frames()},
+            {path.name for path in GOLDEN.glob("*.bin")},
+        )
 
     def test_every_type_of_the_protocol_has_a_golden_frame(self) -> None:
         protocol = (GOLDEN.parent / "PROTOCOL.md").read_text("utf-8")

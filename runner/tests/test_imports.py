@@ -29,7 +29,13 @@ def descriptor_1() -> Iterator[Any]:
 
 
 def request(code: str, **lists: Any) -> dict[str, Any]:
-    usual: dict[str, Any] = {"allowed": [], "blocked": [], "calls": [], "packages": "/packages", "word": "word"}
+    usual: dict[str, Any] = {
+        "allowed": [],
+        "blocked": [],
+        "calls": [],
+        "packages": "/packages",
+        "word": "word",
+    }
     asked: dict[str, Any] = {"requested": [], "requested_wins": False}
     return {**usual, **asked, **lists, "code": code}
 
@@ -53,16 +59,28 @@ class Imports(unittest.TestCase):
             self.assertEqual(problem(code, blocked=["os"]), ("blocked", "os"), code)
 
     def test_what_only_looks_like_an_import_is_left_alone(self) -> None:
-        for code in ("# import os", "'import os'", "pathos.y", "os.system('x')", "from . import os", "imported = os", "__import__(name)"):
+        for code in (
+            "# import os",
+            "'import os'",
+            "pathos.y",
+            "os.system('x')",
+            "from . import os",
+            "imported = os",
+            "__import__(name)",
+        ):
             self.assertIsNone(problem(code, blocked=["os"]), code)
 
     def test_with_a_list_of_allowed_ones_others_are_refused(self) -> None:
         self.assertIsNone(problem("import math, os.path", allowed=["math", "os.path"]))
         self.assertEqual(problem("import math, json", allowed=["math"]), ("not listed", "json"))
-        self.assertEqual(problem("import no_such_module", allowed=["math"]), ("not listed", "no_such_module"))
+        self.assertEqual(
+            problem("import no_such_module", allowed=["math"]), ("not listed", "no_such_module")
+        )
 
     def test_a_blocked_module_is_refused_although_it_is_allowed(self) -> None:
-        self.assertEqual(problem("import math", allowed=["math"], blocked=["math"]), ("blocked", "math"))
+        self.assertEqual(
+            problem("import math", allowed=["math"], blocked=["math"]), ("blocked", "math")
+        )
 
     def test_what_was_installed_or_lies_in_the_folder_need_not_be_listed(self) -> None:
         with tempfile.TemporaryDirectory() as folder:
@@ -70,9 +88,16 @@ class Imports(unittest.TestCase):
             open(os.path.join(folder, "brought_along.py"), "w").close()
             sys.path.insert(0, folder)
             try:
-                self.assertIsNone(problem("import brought_along", allowed=["math"], packages=folder))
-                self.assertEqual(problem("import brought_along", allowed=["math"]), ("not listed", "brought_along"))
-                blocked = problem("import brought_along", blocked=["brought_along"], packages=folder)
+                self.assertIsNone(
+                    problem("import brought_along", allowed=["math"], packages=folder)
+                )
+                self.assertEqual(
+                    problem("import brought_along", allowed=["math"]),
+                    ("not listed", "brought_along"),
+                )
+                blocked = problem(
+                    "import brought_along", blocked=["brought_along"], packages=folder
+                )
                 self.assertEqual(blocked, ("blocked", "brought_along"))
             finally:
                 sys.path.remove(folder)
@@ -85,7 +110,9 @@ class Imports(unittest.TestCase):
             with open(os.path.join(info, "METADATA"), "w") as file:
                 file.write("Metadata-Version: 2.1\nName: Some.Dist\nVersion: 1.0\n")
             with open(os.path.join(info, "RECORD"), "w") as file:
-                file.write("some_module/__init__.py,,\none_file.py,,\nos/__init__.py,,\nSome_Dist-1.0.dist-info/METADATA,,\n")
+                file.write(
+                    "some_module/__init__.py,,\none_file.py,,\nos/__init__.py,,\nSome_Dist-1.0.dist-info/METADATA,,\n"
+                )
             sys.path.insert(0, folder)
             try:
                 for module in ("some_module", "some_module.inner", "one_file"):
@@ -94,11 +121,21 @@ class Imports(unittest.TestCase):
                     asked = {"requested": ["other", "some-dist[extra]>=1"]}
                     self.assertIsNone(problem(code, allowed=["math"], **asked), module)
                     self.assertEqual(problem(code, allowed=["math"]), ("not listed", top))
-                    self.assertEqual(problem(code, blocked=[top], **asked), ("blocked", top), "a list of names to block is stronger")
+                    self.assertEqual(
+                        problem(code, blocked=[top], **asked),
+                        ("blocked", top),
+                        "a list of names to block is stronger",
+                    )
                     self.assertIsNone(problem(code, blocked=[top], requested_wins=True, **asked))
-                    self.assertEqual(problem(code, blocked=[top], requested_wins=True), ("blocked", top))
+                    self.assertEqual(
+                        problem(code, blocked=[top], requested_wins=True), ("blocked", top)
+                    )
                 wins = {"requested": ["some-dist"], "requested_wins": True}
-                self.assertEqual(problem("import os", blocked=["os"], **wins), ("blocked", "os"), "a module of Python is nobody's")
+                self.assertEqual(
+                    problem("import os", blocked=["os"], **wins),
+                    ("blocked", "os"),
+                    "a module of Python is nobody's",
+                )
             finally:
                 sys.path.remove(folder)
 
@@ -118,7 +155,9 @@ class Imports(unittest.TestCase):
         self.assertEqual(answer("!ls", blocked=["subprocess"]), ["command", ""])
         self.assertEqual(answer("%%bash\nls", allowed=["math"]), ["command", ""])
         self.assertIsNone(answer("!ls", blocked=["os"]))
-        self.assertIsNone(answer("def f(:", blocked=["os"]), "the cell itself says what is wrong with it")
+        self.assertIsNone(
+            answer("def f(:", blocked=["os"]), "the cell itself says what is wrong with it"
+        )
         self.assertEqual(answer("await x\nimport os", blocked=["os"]), ["blocked", "os"])
 
 

@@ -52,7 +52,9 @@ class Keeping(FolderTest):
         status = os.stat(self.write("a", "old"))
         with mock.patch.object(time, "time_ns", return_value=time.time_ns() + 10**9):
             self.assertTrue(folders.keep(self.root, None, 100, ())["a"].settled)
-            self.assertFalse(folders.keep(self.root, None, 100, {(status.st_dev, status.st_ino)})["a"].settled)
+            self.assertFalse(
+                folders.keep(self.root, None, 100, {(status.st_dev, status.st_ino)})["a"].settled
+            )
 
     def test_the_budget_is_for_all_files_together(self) -> None:
         self.write("a", "x" * 60)
@@ -157,7 +159,9 @@ class Areas(unittest.TestCase):
                 read = list(mappings._areas())
             self.assertEqual(asked, read)
             [ours] = [area for area in read if area.start == address]
-            self.assertEqual((ours.length, ours.protection, ours.path), (12288, 3, "/dev/zero (deleted)"))
+            self.assertEqual(
+                (ours.length, ours.protection, ours.path), (12288, 3, "/dev/zero (deleted)")
+            )
 
     def test_paths_with_odd_names_are_read(self) -> None:
         text = (
@@ -166,7 +170,9 @@ class Areas(unittest.TestCase):
         )
         [area] = mappings._parse(text)
         self.assertEqual(area.path, "/work/a s 0 b")
-        self.assertEqual((area.length, area.offset, area.identity), (8192, 4096, (os.makedev(0, 0x2B), 15)))
+        self.assertEqual(
+            (area.length, area.offset, area.identity), (8192, 4096, (os.makedev(0, 0x2B), 15))
+        )
 
     def test_areas_of_places_that_cannot_be_written_are_no_concern(self) -> None:
         area = mappings.Area(0, 4096, 1, 0, (1, 2), "/usr/lib/cache")
@@ -182,9 +188,16 @@ class Texts(unittest.TestCase):
             return descriptors.Opened(number, kind, (1, number), path)
 
         ends = descriptors.Opened(9, "pipe", (1, 8))
-        dead = [opened(3, "connection"), opened(4, "connection"), opened(8, "pipe"), ends, opened(5, "file", "/a/" + "b" * 100)]
+        dead = [
+            opened(3, "connection"),
+            opened(4, "connection"),
+            opened(8, "pipe"),
+            ends,
+            opened(5, "file", "/a/" + "b" * 100),
+        ]
         self.assertEqual(
-            descriptors.describe_losses(dead), ["2 connections", "1 pipe", f"1 open file ({'b' * 39}…)"]
+            descriptors.describe_losses(dead),
+            ["2 connections", "1 pipe", f"1 open file ({'b' * 39}…)"],
         )
         many = [opened(number, "file", f"/a/{number}") for number in range(5)]
         self.assertEqual(descriptors.describe_losses(many), ["5 open files (0, 1, 2, …)"])

@@ -1,4 +1,6 @@
-"""Tools of MCP servers: calls from cells with a host that answers, values of what tools return, and modules that change."""
+"""Tools of MCP servers: calls from cells with a host that answers, values of what tools return, and
+modules that change.
+"""
 
 from __future__ import annotations
 
@@ -99,25 +101,46 @@ class ToolTest(CellTest):
     def setUp(self) -> None:
         self.runner.asked.clear()
         self.runner.respond = _echo
-        self.run_ok("from mcptools.server import echo\nfrom mcptools.server.echo import Params, run, run_async, run_typed")
+        self.run_ok(
+            "from mcptools.server import echo\nfrom mcptools.server.echo import Params, run, run_async, run_typed"
+        )
 
 
 class Calls(ToolTest):
     def test_a_call_reaches_the_host_under_the_names_of_the_server(self) -> None:
         self.assert_order("run(Params(text='hello', from_='here', limit=None))", "value:'hello'")
         [question] = self.runner.asked
-        self.assertEqual((question["what"], question["server"], question["tool"]), ("call_tool", "server", "echo"))
+        self.assertEqual(
+            (question["what"], question["server"], question["tool"]),
+            ("call_tool", "server", "echo"),
+        )
         self.assertEqual(question["arguments"], {"text": "hello", "from": "here", "limit": None})
 
     def test_both_ways_to_import_and_the_index_work(self) -> None:
-        self.assert_order("echo.run(echo.Params(text='a')) + run(Params(**{'text': 'b', 'from': 'c'}))", "value:'ab'")
-        self.assert_order("import mcptools\nstr(mcptools.server.echo.run(mcptools.server.echo.Params(text='d')))", "value:'d'")
-        self.assert_order("'server' in dir(mcptools), 'echo' in dir(mcptools.server)", "value:(True, True)")
+        self.assert_order(
+            "echo.run(echo.Params(text='a')) + run(Params(**{'text': 'b', 'from': 'c'}))",
+            "value:'ab'",
+        )
+        self.assert_order(
+            "import mcptools\nstr(mcptools.server.echo.run(mcptools.server.echo.Params(text='d')))",
+            "value:'d'",
+        )
+        self.assert_order(
+            "'server' in dir(mcptools), 'echo' in dir(mcptools.server)", "value:(True, True)"
+        )
         self.run_failing("mcptools.absent", "AttributeError")
 
     def test_help_shows_what_a_field_is_for(self) -> None:
-        result = self.run_ok("import pydoc\nprint(pydoc.render_doc(Params, renderer=pydoc.plaintext))")
-        for expected in ("Arguments of `echo`.", "text: str", "What comes back.", "(sent as 'from')", "size: float | None = 2.5"):
+        result = self.run_ok(
+            "import pydoc\nprint(pydoc.render_doc(Params, renderer=pydoc.plaintext))"
+        )
+        for expected in (
+            "Arguments of `echo`.",
+            "text: str",
+            "What comes back.",
+            "(sent as 'from')",
+            "size: float | None = 2.5",
+        ):
             self.assertIn(expected, result.text)
         self.assertLess(len(result.text.splitlines()), 40)
 
@@ -134,14 +157,19 @@ class Calls(ToolTest):
         )
 
     def test_an_interrupt_ends_a_call(self) -> None:
-        self.runner.respond = lambda question: self.runner.interrupt() if question["what"] == "call_tool" else None
+        self.runner.respond = lambda question: (
+            self.runner.interrupt() if question["what"] == "call_tool" else None
+        )
         self.run_failing("run(Params(text='x'))", "KeyboardInterrupt")
         self.runner.respond = _echo
         self.assert_order("run(Params(text='again'))", "value:'again'")
 
     def test_structured_values_have_their_type(self) -> None:
         self.runner.respond = lambda question: _reply(structured={"text": "typed", "more": 1})
-        self.assert_order("r = run_typed(Params(text='x'))\nr.text, r.more, type(r).__name__", "value:('typed', 1, 'Result')")
+        self.assert_order(
+            "r = run_typed(Params(text='x'))\nr.text, r.more, type(r).__name__",
+            "value:('typed', 1, 'Result')",
+        )
 
     def test_a_value_that_does_not_fit_is_returned_with_a_warning(self) -> None:
         self.runner.respond = lambda question: _reply(structured={"text": 5})
@@ -156,8 +184,13 @@ class Calls(ToolTest):
 
 class Failures(ToolTest):
     def test_an_error_of_the_tool_is_raised_with_all_that_it_said(self) -> None:
-        content = [_text("no such file"), {"type": "image", "data": _PICTURE, "mimeType": "image/png"}]
-        self.runner.respond = lambda question: _reply(*content, is_error=True, structured={"code": 2})
+        content = [
+            _text("no such file"),
+            {"type": "image", "data": _PICTURE, "mimeType": "image/png"},
+        ]
+        self.runner.respond = lambda question: _reply(
+            *content, is_error=True, structured={"code": 2}
+        )
         result = self.run_failing("run(Params(text='x'))", "ToolError")
         self.assertEqual(result.error["message"], "no such file")
         self.assert_order(
@@ -167,13 +200,24 @@ class Failures(ToolTest):
         )
 
     def test_a_call_that_was_not_made_is_another_error(self) -> None:
-        for reason, name in (("denied", "ToolCallDenied"), ("timeout", "ToolCallTimeout"), ("invalid", "ToolCallError")):
-            self.runner.respond = lambda question, reason=reason: {"ok": False, "reason": reason, "text": f"because {reason}"}
+        for reason, name in (
+            ("denied", "ToolCallDenied"),
+            ("timeout", "ToolCallTimeout"),
+            ("invalid", "ToolCallError"),
+        ):
+            self.runner.respond = lambda question, reason=reason: {
+                "ok": False,
+                "reason": reason,
+                "text": f"because {reason}",
+            }
             result = self.run_failing("run(Params(text='x'))", name)
             self.assertEqual(result.error["message"], f"because {reason}")
 
     def test_a_host_that_knows_no_tools_is_an_error_too(self) -> None:
-        self.runner.respond = lambda question: {"ok": False, "text": "this server does not answer 'call_tool'"}
+        self.runner.respond = lambda question: {
+            "ok": False,
+            "text": "this server does not answer 'call_tool'",
+        }
         self.run_failing("run(Params(text='x'))", "ToolCallError")
 
     def test_arguments_that_do_not_fit_ask_nobody(self) -> None:
@@ -184,7 +228,9 @@ class Failures(ToolTest):
 
 class Values(ToolTest):
     def test_a_picture_is_shown(self) -> None:
-        self.runner.respond = lambda question: _reply({"type": "image", "data": _PICTURE, "mimeType": "image/png"})
+        self.runner.respond = lambda question: _reply(
+            {"type": "image", "data": _PICTURE, "mimeType": "image/png"}
+        )
         for code in ("run(Params(text='x'))", "run(Params(text='x')).images[0]"):
             [frame] = self.run_ok(code).frames
             self.assertIn("<Image image/png, 70 bytes>", frame.header["data"]["text/plain"])
@@ -193,7 +239,9 @@ class Values(ToolTest):
 
     def test_a_reply_shows_its_texts_and_its_pictures_in_order(self) -> None:
         picture = {"type": "image", "data": _PICTURE, "mimeType": "image/png"}
-        self.runner.respond = lambda question: _reply(_text("before"), picture, _text("after"), picture)
+        self.runner.respond = lambda question: _reply(
+            _text("before"), picture, _text("after"), picture
+        )
         frames = self.run_ok("run(Params(text='x'))").frames
         shown = [frame.header["data"]["text/plain"] for frame in frames]
         picture_text = "<Image image/png, 70 bytes>"
@@ -204,7 +252,10 @@ class Values(ToolTest):
         content = [
             _text("one"),
             {"type": "audio", "data": "AAEC", "mimeType": "audio/wav"},
-            {"type": "resource", "resource": {"uri": "file:///a", "mimeType": "text/plain", "text": "inside"}},
+            {
+                "type": "resource",
+                "resource": {"uri": "file:///a", "mimeType": "text/plain", "text": "inside"},
+            },
             {"type": "resource", "resource": {"uri": "file:///b", "blob": "AAEC"}},
             {"type": "resource_link", "uri": "file:///c", "name": "c", "description": "a link"},
             _text("two"),
@@ -213,22 +264,37 @@ class Values(ToolTest):
         self.runner.respond = lambda question: _reply(*content)
         self.run_ok("r = run(Params(text='x'))")
         self.assert_order("str(r), len(r.content)", "value:('one\\ntwo', 7)")
-        self.assert_order("r.audio[0].data, r.audio[0].mime", "value:(b'\\x00\\x01\\x02', 'audio/wav')")
+        self.assert_order(
+            "r.audio[0].data, r.audio[0].mime", "value:(b'\\x00\\x01\\x02', 'audio/wav')"
+        )
         self.assert_order("[(each.uri, each.text, each.data) for each in r.resources]",
                           "value:[('file:///a', 'inside', b'inside'), ('file:///b', None, b'\\x00\\x01\\x02')]")  # fmt: skip
-        self.assert_order("r.links[0].uri, r.links[0].name, r.links[0].description", "value:('file:///c', 'c', 'a link')")
+        self.assert_order(
+            "r.links[0].uri, r.links[0].name, r.links[0].description",
+            "value:('file:///c', 'c', 'a link')",
+        )
         self.assert_order("r.content[-1].raw", "value:{'type': 'new_thing', 'x': 1}")
-        self.assert_order("r.audio[0].save('sound.wav')\nopen('sound.wav', 'rb').read()", "value:b'\\x00\\x01\\x02'")
+        self.assert_order(
+            "r.audio[0].save('sound.wav')\nopen('sound.wav', 'rb').read()",
+            "value:b'\\x00\\x01\\x02'",
+        )
 
     def test_a_value_without_texts_reads_as_json(self) -> None:
         self.runner.respond = lambda question: _reply(structured={"a": [1]})
-        self.assert_order("r = run(Params(text='x'))\nstr(r), r.structured", "value:('{\"a\": [1]}', {'a': [1]})")
+        self.assert_order(
+            "r = run(Params(text='x'))\nstr(r), r.structured", "value:('{\"a\": [1]}', {'a': [1]})"
+        )
 
 
 class Registration(ToolTest):
     def test_modules_that_are_written_anew_take_effect_at_once(self) -> None:
         self.assert_order("run(Params(text='x'))", "value:'x'")
-        _write(self.runner, _TOOL.replace('return call("server", "echo", params)', 'return call("server", "new", params)'))
+        _write(
+            self.runner,
+            _TOOL.replace(
+                'return call("server", "echo", params)', 'return call("server", "new", params)'
+            ),
+        )
         self.run_ok("from mcptools.server.echo import Params, run\nrun(Params(text='x'))")
         self.assertEqual([question["tool"] for question in self.runner.asked], ["echo", "new"])
 
@@ -266,16 +332,24 @@ class Arguments(unittest.TestCase):
             (Params(must=None), {"must": None}),
             (Params(must=1, may=None), {"must": 1}),
             (Params(must=1, may=5, null=None), {"must": 1, "may": 5, "null": None}),
-            (Params(must=1, inner=[Inner(x=1), Inner(y=None)]), {"must": 1, "inner": [{"x": 1}, {}]}),
+            (
+                Params(must=1, inner=[Inner(x=1), Inner(y=None)]),
+                {"must": 1, "inner": [{"x": 1}, {}]},
+            ),
         ):
             self.assertEqual(arguments(params), expected)
         # Whoever dumps a model gets what Pydantic gives.
-        self.assertEqual(Params(must=1).model_dump(), {"must": 1, "may": 5, "null": None, "inner": []})
+        self.assertEqual(
+            Params(must=1).model_dump(), {"must": 1, "may": 5, "null": None, "inner": []}
+        )
 
     def test_numbers_are_numbers_of_json(self) -> None:
         from cellblock_runner.tool_models import arguments
 
-        self.assertEqual(repr(arguments({"a": 5.0, "b": [0.5, -0.0, 1e300], "c": True})), "{'a': 5, 'b': [0.5, 0, 1e+300], 'c': True}")
+        self.assertEqual(
+            repr(arguments({"a": 5.0, "b": [0.5, -0.0, 1e300], "c": True})),
+            "{'a': 5, 'b': [0.5, 0, 1e+300], 'c': True}",
+        )
         for wrong in (math.inf, math.nan):
             with self.assertRaises(ValueError):
                 arguments({"a": wrong})
@@ -316,9 +390,17 @@ class Arguments(unittest.TestCase):
     def test_a_reply_can_be_kept(self) -> None:
         from cellblock_runner.mcptools import Image, Reply, Text
 
-        reply = Reply([Text({"type": "text", "text": "x"}), Image({"type": "image", "data": _PICTURE, "mimeType": "image/png"})], {"a": 1})
+        reply = Reply(
+            [
+                Text({"type": "text", "text": "x"}),
+                Image({"type": "image", "data": _PICTURE, "mimeType": "image/png"}),
+            ],
+            {"a": 1},
+        )
         copy = pickle.loads(pickle.dumps(reply))
-        self.assertEqual((copy, copy.structured, copy.images[0].data), ("x", {"a": 1}, reply.images[0].data))
+        self.assertEqual(
+            (copy, copy.structured, copy.images[0].data), ("x", {"a": 1}, reply.images[0].data)
+        )
 
     def test_without_a_host_the_error_says_so(self) -> None:
         from cellblock_runner.mcptools import ToolCallError, call

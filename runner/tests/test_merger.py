@@ -29,7 +29,9 @@ class Merging(unittest.TestCase):
         return self.merger.events()
 
     def test_a_marker_orders_the_two_pipes(self) -> None:
-        events = self.feed(b"a" + mark(1, b"P") + mark(2, b"P") + b"c", mark(1, b"P") + b"b" + mark(2, b"P"))
+        events = self.feed(
+            b"a" + mark(1, b"P") + mark(2, b"P") + b"c", mark(1, b"P") + b"b" + mark(2, b"P")
+        )
         self.assertEqual(events, [Text("stdout", b"a"), Text("stderr", b"b"), Text("stdout", b"c")])
 
     def test_a_lane_waits_for_the_other_and_for_the_frame(self) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import unittest
 from importlib.util import find_spec
@@ -17,7 +18,7 @@ from typing import NamedTuple
 
 from cellblock_runner import threads
 
-from .harness import Copy, Result, Runner
+from .harness import PATIENCE, Copy, Result, Runner
 from .test_branch import _can_mount
 
 
@@ -318,8 +319,7 @@ _PLAIN = [
     ),
     Row(
         "named temporary file of the folder",
-        "import tempfile\n"
-        "f = tempfile.NamedTemporaryFile('w+', dir='.'); f.write('x'); f.flush()",
+        "import tempfile\nf = tempfile.NamedTemporaryFile('w+', dir='.'); f.write('x'); f.flush()",
         "f.seek(0); f.read()",
         Same(),
     ),
@@ -1121,13 +1121,21 @@ def _said(result: Result) -> str:
 def _end(copy: Copy) -> None:
     """Ends a copy and all processes that it has started, as a sandbox does. Twice is harmless."""
     ended = [copy.number] if copy._channel.fileno() >= 0 else []
-    copy.hang_up()
+    processes = []
     for number in ended:
         with contextlib.suppress(OSError):
+            processes.append(os.pidfd_open(number))
             for children in Path(f"/proc/{number}/task").glob("*/children"):
                 ended.extend(map(int, children.read_text().split()))
+    # Children first: one that watches its parent, such as the tracker of shared memory, must not
+    # see it end. Then all are waited for, because a process holds its locks until it is gone.
+    for process in reversed(processes):
         with contextlib.suppress(ProcessLookupError):
-            os.kill(number, signal.SIGKILL)
+            signal.pidfd_send_signal(process, signal.SIGKILL)
+    for process in processes:
+        select.select([process], [], [], PATIENCE)
+        os.close(process)
+    copy.hang_up()
 
 
 if __name__ == "__main__":

@@ -44,8 +44,13 @@ class Adding(PackageTest):
         self.assertEqual(self.add(package(self.store, "f", {"fresh_one.py": "answer = 42"})), [])
         self.assert_order("import fresh_one\nfresh_one.answer", "value:42")
 
-    def test_the_place_is_behind_the_users_files_and_in_front_of_the_environments_packages(self) -> None:
-        one, two = package(self.store, "one", {"x1.py": ""}), package(self.store, "two", {"x2.py": ""})
+    def test_the_place_is_behind_the_users_files_and_in_front_of_the_environments_packages(
+        self,
+    ) -> None:
+        one, two = (
+            package(self.store, "one", {"x1.py": ""}),
+            package(self.store, "two", {"x2.py": ""}),
+        )
         self.add(one, two)
         self.run_ok(
             "import sys, os, numpy\n"
@@ -57,7 +62,10 @@ class Adding(PackageTest):
         )
 
     def test_a_later_folder_comes_first_and_each_is_there_once(self) -> None:
-        old, new = package(self.store, "old", {"v.py": "which = 'old'"}), package(self.store, "new", {"v.py": "which = 'new'"})
+        old, new = (
+            package(self.store, "old", {"v.py": "which = 'old'"}),
+            package(self.store, "new", {"v.py": "which = 'new'"}),
+        )
         self.add(old, old)
         self.add(new)
         lists = "(sys.path, os.environ['PYTHONPATH'].split(':'))"
@@ -69,7 +77,10 @@ class Adding(PackageTest):
         self.assert_order(listed, "value:[[1, 1], [1, 1]]")
 
     def test_a_package_does_not_hide_the_standard_library(self) -> None:
-        self.assertEqual(self.add(package(self.store, "s", {"colorsys.py": "mine = 1", "json.py": "mine = 1"})), [])
+        self.assertEqual(
+            self.add(package(self.store, "s", {"colorsys.py": "mine = 1", "json.py": "mine = 1"})),
+            [],
+        )
         self.assert_order("import colorsys\nhasattr(colorsys, 'mine')", "value:False")
 
     def test_a_python_that_the_session_starts_finds_them(self) -> None:
@@ -78,13 +89,20 @@ class Adding(PackageTest):
 
     def test_programs_are_found(self) -> None:
         self.assert_order("!type our_tool >/dev/null 2>&1 || echo none", "out:none\n")
-        self.add(package(self.store, "p", {"bin/our_tool": "#!/bin/sh\necho it runs\n"}), package(self.store, "q", {"y.py": ""}))
+        self.add(
+            package(self.store, "p", {"bin/our_tool": "#!/bin/sh\necho it runs\n"}),
+            package(self.store, "q", {"y.py": ""}),
+        )
         self.assert_order("!our_tool", "out:it runs\n")
-        self.assert_order(f"import os\n{str(self.store / 'q' / 'bin')!r} in os.environ['PATH']", "value:False")
+        self.assert_order(
+            f"import os\n{str(self.store / 'q' / 'bin')!r} in os.environ['PATH']", "value:False"
+        )
         self.assert_order("!cat /dev/null && echo others stay", "out:others stay\n")
 
     def test_a_pth_file_is_not_run(self) -> None:
-        folder = package(self.store, "h", {"hook.pth": "import sys; sys.pth_was_run = True\n", "z.py": ""})
+        folder = package(
+            self.store, "h", {"hook.pth": "import sys; sys.pth_was_run = True\n", "z.py": ""}
+        )
         self.add(folder)
         self.assert_order("import sys, z\nhasattr(sys, 'pth_was_run')", "value:False")
         self.run_ok(f"import site; site.addsitedir({folder!r})")  # Control.
@@ -92,11 +110,24 @@ class Adding(PackageTest):
 
     def test_nothing_changes_when_a_path_is_no_folder(self) -> None:
         good = package(self.store, "g", {"never.py": ""})
-        before = self.evaluate("import sys, os\nsys.path, os.environ.get('PYTHONPATH'), os.environ['PATH']")
-        for bad in (str(self.store / "missing"), "relative", "", str(Path(good) / "never.py"), None, 7):
+        before = self.evaluate(
+            "import sys, os\nsys.path, os.environ.get('PYTHONPATH'), os.environ['PATH']"
+        )
+        for bad in (
+            str(self.store / "missing"),
+            "relative",
+            "",
+            str(Path(good) / "never.py"),
+            None,
+            7,
+        ):
             answer = self.runner.add_packages(good, bad)  # type: ignore[arg-type]
-            self.assertEqual((answer.header["type"], answer.header["reason"]), ("failed", "missing"), bad)
-        self.assertEqual(self.evaluate("sys.path, os.environ.get('PYTHONPATH'), os.environ['PATH']"), before)
+            self.assertEqual(
+                (answer.header["type"], answer.header["reason"]), ("failed", "missing"), bad
+            )
+        self.assertEqual(
+            self.evaluate("sys.path, os.environ.get('PYTHONPATH'), os.environ['PATH']"), before
+        )
         self.assertEqual(self.add(good), [])  # Control.
 
     def test_the_request_is_answered_whatever_the_user_made_of_the_path(self) -> None:
@@ -114,7 +145,11 @@ class Loaded(PackageTest):
     def test_modules_that_were_imported_from_elsewhere_are_named(self) -> None:
         self.add(package(self.store, "v1", {"twice.py": "v = 1", "whole/__init__.py": "v = 1"}))
         self.run_ok("import twice, whole")
-        newer = package(self.store, "v2", {"twice.py": "v = 2", "whole/__init__.py": "v = 2", "other.py": "v = 2"})
+        newer = package(
+            self.store,
+            "v2",
+            {"twice.py": "v = 2", "whole/__init__.py": "v = 2", "other.py": "v = 2"},
+        )
         self.assertEqual(self.add(newer), ["twice", "whole"])
         self.assert_order("import twice, other\ntwice.v, other.v", "value:(1, 2)")
         self.assert_order("import importlib\nimportlib.reload(twice).v", "value:2")
@@ -127,7 +162,9 @@ class Loaded(PackageTest):
 
     def test_what_every_session_begins_with_is_told_apart(self) -> None:
         self.run_ok("import numpy")
-        answer = self.runner.add_packages(package(self.store, "w", {"IPython/__init__.py": "", "numpy/__init__.py": ""}))
+        answer = self.runner.add_packages(
+            package(self.store, "w", {"IPython/__init__.py": "", "numpy/__init__.py": ""})
+        )
         self.assertEqual(answer.header["loaded"], ["IPython", "numpy"])
         self.assertEqual(answer.header["preloaded"], ["IPython"])
         self.run_ok(f"sys = __import__('sys'); sys.path.remove({str(self.store / 'w')!r})")
@@ -156,7 +193,9 @@ class Copies(unittest.TestCase):
         self.runner.add_packages(self.folder)
         copy = self.runner.fork()
         self.assertEqual(copy.run("import carried\ncarried.answer").value, {"text/plain": "42"})
-        self.assertEqual(self.runner.run("import sys\n'carried' in sys.modules").value, {"text/plain": "False"})
+        self.assertEqual(
+            self.runner.run("import sys\n'carried' in sys.modules").value, {"text/plain": "False"}
+        )
 
     def test_undo_takes_an_installation_back(self) -> None:
         self.runner.respond = lambda question: {"ok": True, "text": "", "paths": [self.folder]}

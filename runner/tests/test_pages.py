@@ -48,8 +48,12 @@ class Pages(unittest.TestCase):
         memory.close()
         return faults
 
-    def test_pages_that_are_written_from_copy_to_copy_cost_no_fault_after_they_were_renewed(self) -> None:
-        self.assertGreaterEqual(self._written_again_after(renew=False), 64, "the control: each page costs one")
+    def test_pages_that_are_written_from_copy_to_copy_cost_no_fault_after_they_were_renewed(
+        self,
+    ) -> None:
+        self.assertGreaterEqual(
+            self._written_again_after(renew=False), 64, "the control: each page costs one"
+        )
         self.assertLess(self._written_again_after(renew=True), 16)
 
     def test_nothing_changes_in_them(self) -> None:

@@ -80,7 +80,10 @@ class Ways(PipTest):
             ("!echo $(pip install x)!", installed("x").strip() + "!\n"),
             ("!pip install -q x", ""),
             ("%pip install x >/dev/null", ""),
-            ("%%bash\nset -euo pipefail\n# install\npip install x | cat\necho line $LINENO", installed("x") + "line 4\n"),
+            (
+                "%%bash\nset -euo pipefail\n# install\npip install x | cat\necho line $LINENO",
+                installed("x") + "line 4\n",
+            ),
             ("%%bash\nfor p in x\ndo\n  pip install $p\ndone", installed("x")),
         ):
             with self.subTest(code):
@@ -102,7 +105,9 @@ class Ways(PipTest):
     def test_output_can_be_kept(self) -> None:
         self.assert_order("kept = !pip install x\nkept", f"value:{[_TEXT.format('x').strip()]!r}")
         self.assert_order("%%capture taken\n!pip install x\n%pip install y")
-        self.assert_order("print(taken.stdout, end='')", f"out:{_TEXT.format('x')}{_TEXT.format('y')}")
+        self.assert_order(
+            "print(taken.stdout, end='')", f"out:{_TEXT.format('x')}{_TEXT.format('y')}"
+        )
         self.assert_order("%%bash --out script\npip install z")
         self.assert_order("print(script, end='')", f"out:{_TEXT.format('z')}")
         self.assert_order(
@@ -131,8 +136,13 @@ class Ways(PipTest):
         self.assert_order("!{sys.executable} -c 'print(1)  # pip'", "out:1\n")
         self.assert_order("%%bash\nexit 0 # pip")
         self.run_failing("%%bash\nexit 3 # pip", "CalledProcessError")
-        self.assert_order("subprocess.run(['echo', 'pip', 'install'], capture_output=True, text=True).stdout", "value:'pip install\\n'")
-        self.assert_order("subprocess.run(iter(['echo', 'pip']), capture_output=True).stdout", "value:b'pip\\n'")
+        self.assert_order(
+            "subprocess.run(['echo', 'pip', 'install'], capture_output=True, text=True).stdout",
+            "value:'pip install\\n'",
+        )
+        self.assert_order(
+            "subprocess.run(iter(['echo', 'pip']), capture_output=True).stdout", "value:b'pip\\n'"
+        )
         self.assert_order("os.system('exit 3 # pip'), os.system('exit 3')", "value:(768, 768)")
         self.assertEqual(self.requirements, [])
 
@@ -148,41 +158,66 @@ class Results(PipTest):
         self.assert_order("!pip install same_cell\nimport same_cell\nsame_cell.answer", "value:42")
 
     def test_the_shell_that_installed_a_package_finds_it_too(self) -> None:
-        folder = package(self.store, "p", {"shells_own.py": "print('module')", "bin/shells-tool": "#!/bin/sh\necho tool\n"})
+        folder = package(
+            self.store,
+            "p",
+            {"shells_own.py": "print('module')", "bin/shells-tool": "#!/bin/sh\necho tool\n"},
+        )
         self.runner.respond = lambda question: {"ok": True, "text": "", "paths": [folder]}
         self.run_ok("try: os.environ.pop('PYTHONPATH')\nexcept KeyError: pass")
-        self.assert_order("!pip install x && shells-tool && {sys.executable} -c 'import shells_own'", "out:tool\nmodule\n")
+        self.assert_order(
+            "!pip install x && shells-tool && {sys.executable} -c 'import shells_own'",
+            "out:tool\nmodule\n",
+        )
         python = self.run_ok("print(sys.executable)").text.strip()
         for shell in ("bash", "sh"):
-            self.run_ok(f"os.environ['PATH'] = os.environ['PATH'].replace({folder + '/bin:'!r}, '')\ndel os.environ['PYTHONPATH']")
+            self.run_ok(
+                f"os.environ['PATH'] = os.environ['PATH'].replace({folder + '/bin:'!r}, '')\ndel os.environ['PYTHONPATH']"
+            )
             self.run_failing(f"%%{shell}\nset -eu\nshells-tool", "CalledProcessError")  # Control.
-            self.assert_order(f"%%{shell}\nset -eu\npip install x\nshells-tool\n{python} -c 'import shells_own'", "out:tool\nmodule\n")
+            self.assert_order(
+                f"%%{shell}\nset -eu\npip install x\nshells-tool\n{python} -c 'import shells_own'",
+                "out:tool\nmodule\n",
+            )
 
     def test_a_module_that_was_imported_before_is_told(self) -> None:
         folder = package(self.store, "p", {"json.py": "", "numpy/__init__.py": ""})
         self.run_ok("import numpy")
         self.runner.respond = lambda question: {"ok": True, "text": "done", "paths": [folder]}
         result = self.run_ok(f"!pip install -q numpy\nsys.path.remove({folder!r})")
-        self.assertEqual(result.order, ["err:WARNING: numpy was imported before. Reset the session to use what is installed now.\n"])
+        self.assertEqual(
+            result.order,
+            [
+                "err:WARNING: numpy was imported before. Reset the session to use what is installed now.\n"
+            ],
+        )
 
     def test_a_module_that_every_session_begins_with_is_told_as_such(self) -> None:
         folder = package(self.store, "i", {"IPython/__init__.py": ""})
         self.runner.respond = lambda question: {"ok": True, "text": "done", "paths": [folder]}
         result = self.run_ok(f"!pip install -q ipython\nsys.path.remove({folder!r})")
         self.assertEqual(len(result.order), 1)
-        self.assertIn("WARNING: IPython is preloaded here; a reset does not change that.", result.order[0])
+        self.assertIn(
+            "WARNING: IPython is preloaded here; a reset does not change that.", result.order[0]
+        )
         self.assertNotIn("Reset the session", result.order[0])
 
     def test_exit_codes_are_those_of_pip(self) -> None:
         self.assert_order("!pip install -q x\n_exit_code", "value:0")
-        self.runner.respond = lambda question: {"ok": False, "text": "ERROR: No matching distribution found for x"}
+        self.runner.respond = lambda question: {
+            "ok": False,
+            "text": "ERROR: No matching distribution found for x",
+        }
         error = "err:ERROR: No matching distribution found for x\n"
         self.assert_order("!pip install -q x\n_exit_code", error, "value:1")
         self.assert_order("%pip install x\n", error)
         self.assert_order("_exit_code", "value:1")
         self.assert_order("os.system('pip install x') >> 8", error, "value:1")
         self.assert_order("subprocess.call(['pip', 'install', 'x'])", error, "value:1")
-        result = self.run_failing("subprocess.check_call([sys.executable, '-m', 'pip', 'install', 'x'])", "CalledProcessError")
+        result = self.run_failing(
+            "subprocess.check_call([sys.executable, '-m', 'pip', 'install', 'x'])",
+            "CalledProcessError",
+        )
         self.assertIn("'-m', 'pip', 'install', 'x']", result.error["message"])
         self.run_failing("%%bash\npip install x", "CalledProcessError")
 
@@ -190,14 +225,23 @@ class Results(PipTest):
         runner = Runner()  # Its host refuses whatever is asked.
         try:
             result = runner.run("!pip install x\n_exit_code")
-            self.assertEqual(result.order, ["err:ERROR: this server does not answer 'install'\n", "value:1"])
+            self.assertEqual(
+                result.order, ["err:ERROR: this server does not answer 'install'\n", "value:1"]
+            )
         finally:
             runner.close()
 
     def test_an_answer_of_nonsense_is_an_error(self) -> None:
         folder = str(self.store / "missing")
         good = {"ok": True, "text": "done"}
-        for answer in ({}, {"ok": 1}, {"ok": False}, {**good, "paths": [folder]}, {**good, "paths": "x"}, {**good, "paths": 7}):
+        for answer in (
+            {},
+            {"ok": 1},
+            {"ok": False},
+            {**good, "paths": [folder]},
+            {**good, "paths": "x"},
+            {**good, "paths": 7},
+        ):
             self.runner.respond = lambda question, answer=answer: answer
             with self.subTest(answer):
                 result = self.run_ok("!pip install x\n_exit_code")
@@ -205,7 +249,15 @@ class Results(PipTest):
                 self.assertEqual(result.value, {"text/plain": "1"})
 
     def test_refusals_ask_nothing_and_say_what_is_possible(self) -> None:
-        for line in ("-i http://host x", "--target dir x", "-e .", "./local", "x.whl", "--frobnicate x", ""):
+        for line in (
+            "-i http://host x",
+            "--target dir x",
+            "-e .",
+            "./local",
+            "x.whl",
+            "--frobnicate x",
+            "",
+        ):
             with self.subTest(line):
                 result = self.run_ok(f"!pip install {line}\n_exit_code")
                 self.assertTrue(result.stream("stderr").startswith("ERROR: "), result.order)
@@ -213,7 +265,12 @@ class Results(PipTest):
         self.assertEqual(self.requirements, [])
 
     def test_an_interrupt_ends_an_installation_and_the_next_one_works(self) -> None:
-        for code in ("!pip install x", "%pip install x", "%%bash\npip install x", "subprocess.run(['pip', 'install', 'x'])"):
+        for code in (
+            "!pip install x",
+            "%pip install x",
+            "%%bash\npip install x",
+            "subprocess.run(['pip', 'install', 'x'])",
+        ):
             with self.subTest(code):
                 self.runner.respond = lambda question: self.runner.interrupt()
                 self.assertEqual(self.run_failing(code, "KeyboardInterrupt").text, "")
@@ -261,15 +318,25 @@ class Reports(PipTest):
         self.addCleanup(self.run_ok, f"sys.path.remove({self.folder!r})")
 
     def test_list_looks_like_pips(self) -> None:
-        for command in ("!pip list", "%pip list", "!uv pip list", "!python -m pip list --disable-pip-version-check"):
+        for command in (
+            "!pip list",
+            "%pip list",
+            "!uv pip list",
+            "!python -m pip list --disable-pip-version-check",
+        ):
             lines = self.run_ok(command).text.splitlines()
             self.assertRegex(lines[0], r"^Package +Version$")
             self.assertRegex(lines[1], r"^-+ -+$")
             self.assertTrue(any(line.split() == ["Demo_Thing", "1.5"] for line in lines), lines)
             names = [line.split()[0].lower().replace("_", "-") for line in lines[2:]]
             self.assertEqual(names, sorted(names))
-        self.assertEqual(self.run_ok("!pip list | grep -i demo").text.split(), ["Demo_Thing", "1.5"])
-        self.assertIn({"name": "Demo_Thing", "version": "1.5"}, json.loads(self.run_ok("!pip list --format=json").text))
+        self.assertEqual(
+            self.run_ok("!pip list | grep -i demo").text.split(), ["Demo_Thing", "1.5"]
+        )
+        self.assertIn(
+            {"name": "Demo_Thing", "version": "1.5"},
+            json.loads(self.run_ok("!pip list --format=json").text),
+        )
         self.assertIn("Demo_Thing==1.5\n", self.run_ok("!pip list --format freeze").text)
 
     def test_freeze_can_be_read_again(self) -> None:
@@ -283,7 +350,9 @@ class Reports(PipTest):
 
     def test_what_came_from_an_address_is_frozen_with_it(self) -> None:
         information = Path(self.folder, "Demo_Thing-1.5.dist-info/direct_url.json")
-        information.write_text('{"url": "https://host/x", "vcs_info": {"vcs": "git", "commit_id": "abc"}}')
+        information.write_text(
+            '{"url": "https://host/x", "vcs_info": {"vcs": "git", "commit_id": "abc"}}'
+        )
         self.assertIn("Demo_Thing @ git+https://host/x@abc\n", self.run_ok("!pip freeze").text)
         information.write_text('{"url": "https://host/x.whl", "archive_info": {}}')
         self.assertIn("Demo_Thing @ https://host/x.whl\n", self.run_ok("!pip freeze").text)
@@ -299,33 +368,56 @@ class Reports(PipTest):
         self.assertRegex(self.run_ok("!pip show numpy").text, "Required-by: .*Demo_Thing")
         self.assertTrue(self.run_ok("!pip show -f Demo_Thing").text.endswith("Files:\n  demo.py\n"))
         self.assertIn("\n---\nName: ", self.run_ok("!pip show demo-thing numpy").text)
-        self.assert_order("!pip show nothing-here\n_exit_code", "err:WARNING: Package(s) not found: nothing-here\n", "value:1")
+        self.assert_order(
+            "!pip show nothing-here\n_exit_code",
+            "err:WARNING: Package(s) not found: nothing-here\n",
+            "value:1",
+        )
 
     def test_of_two_versions_the_one_that_is_imported_counts(self) -> None:
-        newer = package(self.store, "n", {"demo_thing-2.0.dist-info/METADATA": "Name: Demo_Thing\nVersion: 2.0\n"})
+        newer = package(
+            self.store,
+            "n",
+            {"demo_thing-2.0.dist-info/METADATA": "Name: Demo_Thing\nVersion: 2.0\n"},
+        )
         self.runner.add_packages(newer)
         self.assertEqual(self.run_ok("!pip freeze | grep Demo").text, "Demo_Thing==2.0\n")
         self.run_ok(f"sys.path.remove({newer!r})")
 
     def test_the_version_and_help_are_told(self) -> None:
-        self.assertRegex(self.run_ok("!pip --version").text, r"^pip \S+ from \S+ \(python 3\.\d+\)\n$")
+        self.assertRegex(
+            self.run_ok("!pip --version").text, r"^pip \S+ from \S+ \(python 3\.\d+\)\n$"
+        )
         self.assertIn("install", self.run_ok("!pip").text)
         self.assertIn("install", self.run_ok("!pip install --help").text)
 
     def test_other_commands_are_refused_with_what_is_possible(self) -> None:
-        for command in ("uninstall -y x", "download x", "frobnicate", "list --outdated", "list x", "show"):
+        for command in (
+            "uninstall -y x",
+            "download x",
+            "frobnicate",
+            "list --outdated",
+            "list x",
+            "show",
+        ):
             with self.subTest(command):
                 result = self.run_ok(f"!pip {command}\n_exit_code")
                 self.assertIn("ERROR: ", result.stream("stderr"))
                 self.assertEqual(result.value, {"text/plain": "1"})
-        self.assertEqual(self.run_ok("!uv pip list >/dev/null\n_exit_code").value, {"text/plain": "0"})  # Control.
+        self.assertEqual(
+            self.run_ok("!uv pip list >/dev/null\n_exit_code").value, {"text/plain": "0"}
+        )  # Control.
 
 
 class Warmth(CellTest):
     def test_neither_pip_nor_packaging_is_imported(self) -> None:
-        self.assert_order("import sys\n[name for name in ('pip', 'packaging') if name in sys.modules]", "value:[]")
+        self.assert_order(
+            "import sys\n[name for name in ('pip', 'packaging') if name in sys.modules]", "value:[]"
+        )
         self.run_ok("!pip install .\n!pip list > /dev/null")
-        self.assert_order("[name for name in ('pip', 'packaging') if name in sys.modules]", "value:[]")
+        self.assert_order(
+            "[name for name in ('pip', 'packaging') if name in sys.modules]", "value:[]"
+        )
 
     def test_an_installation_leaves_neither_thread_nor_descriptor(self) -> None:
         count = "import os\nlen(os.listdir('/proc/self/fd')), len(os.listdir('/proc/self/task'))"

@@ -9,7 +9,14 @@ import unittest
 from pathlib import Path
 from unittest import mock
 
-from cellblock_runner.pip_lines import Install, Refused, arguments_of, read_install, simple_words, split_command
+from cellblock_runner.pip_lines import (
+    Install,
+    Refused,
+    arguments_of,
+    read_install,
+    simple_words,
+    split_command,
+)
 
 
 def read(line: str, folder: str = "/") -> Install:
@@ -32,17 +39,44 @@ class Programs(unittest.TestCase):
             self.assertEqual(arguments_of(line.split()), ["install", "x"], line)
 
     def test_other_programs_are_left_alone(self) -> None:
-        for line in ("", "pipx install x", "python x.py", "python -m pipx", "python -m", "uv add x", "uv", "echo pip install x"):
+        for line in (
+            "",
+            "pipx install x",
+            "python x.py",
+            "python -m pipx",
+            "python -m",
+            "uv add x",
+            "uv",
+            "echo pip install x",
+        ):
             self.assertIsNone(arguments_of(line.split()), line)
 
     def test_the_command_is_found_behind_general_options(self) -> None:
         self.assertEqual(split_command(["-q", "install", "x"]), ("install", ["-q", "x"]))
-        self.assertEqual(split_command(["--timeout", "60", "install", "x"]), ("install", ["--timeout", "60", "x"]))
+        self.assertEqual(
+            split_command(["--timeout", "60", "install", "x"]),
+            ("install", ["--timeout", "60", "x"]),
+        )
         self.assertEqual(split_command(["--version"]), ("", ["--version"]))
 
     def test_a_line_of_words_alone_needs_no_shell(self) -> None:
-        self.assertEqual(simple_words("pip install 'x>=1' \"y[a]\"  z==2"), ["pip", "install", "x>=1", "y[a]", "z==2"])
-        for line in ("pip install x | cat", "pip install x > f", "a && b", "a; b", "$A", "`a`", "a *", "a 'b", "a\nb", "(a)", "a &"):
+        self.assertEqual(
+            simple_words("pip install 'x>=1' \"y[a]\"  z==2"),
+            ["pip", "install", "x>=1", "y[a]", "z==2"],
+        )
+        for line in (
+            "pip install x | cat",
+            "pip install x > f",
+            "a && b",
+            "a; b",
+            "$A",
+            "`a`",
+            "a *",
+            "a 'b",
+            "a\nb",
+            "(a)",
+            "a &",
+        ):
             self.assertIsNone(simple_words(line), line)
 
 
@@ -181,11 +215,17 @@ class Files(unittest.TestCase):
 
     def test_lines_become_requirements(self) -> None:
         text = "\ufeff# head\n\nx==1  # pinned\n  y[a]>=2 ; python_version < '4'\nz @ https://host/z#egg=z\r\nlast"
-        self.assertEqual(self.lines(text), ["x==1", "y[a]>=2 ; python_version < '4'", "z @ https://host/z#egg=z", "last"])
+        self.assertEqual(
+            self.lines(text),
+            ["x==1", "y[a]>=2 ; python_version < '4'", "z @ https://host/z#egg=z", "last"],
+        )
 
     def test_lines_are_joined_and_variables_put_in(self) -> None:
         with mock.patch.dict(os.environ, {"WANTED": "7"}):
-            self.assertEqual(self.lines("x\\\n==1\ny==${WANTED}\nz==${UNKNOWN}\n"), ["x==1", "y==7", "z==${UNKNOWN}"])
+            self.assertEqual(
+                self.lines("x\\\n==1\ny==${WANTED}\nz==${UNKNOWN}\n"),
+                ["x==1", "y==7", "z==${UNKNOWN}"],
+            )
 
     def test_files_name_files_beside_them_even_in_a_circle(self) -> None:
         self.write("sub/more.txt", "b\n-r ../r.txt\n--requirement=third.txt\n")
@@ -197,7 +237,15 @@ class Files(unittest.TestCase):
         self.assertEqual(read("-Urr.txt b", str(self.folder)), Install(["a", "b"], True, False))
 
     def test_what_is_refused_on_the_line_is_refused_in_a_file(self) -> None:
-        for line in ("-i http://a", "--index-url=http://a", "-e .", "./x", "-c more.txt", "x==1 --hash=sha256:00", "x --frobnicate"):
+        for line in (
+            "-i http://a",
+            "--index-url=http://a",
+            "-e .",
+            "./x",
+            "-c more.txt",
+            "x==1 --hash=sha256:00",
+            "x --frobnicate",
+        ):
             with self.subTest(line), self.assertRaisesRegex(Refused, "in the line"):
                 self.lines(f"a\n{line}\n")
         self.assertEqual(self.lines("a\n"), ["a"])  # Control.

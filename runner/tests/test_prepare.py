@@ -1,4 +1,6 @@
-"""Preparing and forking: what a warm process must be, and that its children differ where they must."""
+"""Preparing and forking: what a warm process must be, and that its children differ where they
+must.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +22,16 @@ from .harness import PATIENCE, RUNNER, Fresh, Runner
 def python(code: str, environment: dict[str, str] | None = None) -> str:
     """Runs `code` in an interpreter of its own and returns what it printed."""
     variables_of_process = {**os.environ, "PYTHONPATH": str(RUNNER), **(environment or {})}
-    done = subprocess.run([sys.executable, "-c", code], env=variables_of_process, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=variables_of_process, capture_output=True, text=True
+    )
     if done.returncode != 0:
         raise AssertionError(done.stderr)
     return done.stdout
 
 
-# Forks twice; each child draws from `expression` before and after reseed(), and the parent prints all four.
+# Forks twice; each child draws from `expression` before and after reseed(), and the parent prints
+# all four.
 _TWO_CHILDREN = """
 import os, sys
 from cellblock_runner.reseed import reseed
@@ -51,11 +56,17 @@ _WAYS_TO_ASK = (
     ("exec('from hashlib import *') or sha256(b'').hexdigest()[:4]", "'e3b0'"),
     ("exec('from hashlib import sha256') or sha256(b'').hexdigest()[:4]", "'e3b0'"),
     ("'sha256' in dir(hashlib)", "True"),
-    ("(hasattr(hashlib, 'sha255'), hasattr(hashlib, '__path__'), hashlib.__package__)", "(False, False, '')"),
+    (
+        "(hasattr(hashlib, 'sha255'), hasattr(hashlib, '__path__'), hashlib.__package__)",
+        "(False, False, '')",
+    ),
     ("__import__('asyncio').run(__import__('asyncio.tasks', fromlist=['']).sleep(0, 5))", "5"),
     ("__import__('pickle').loads(__import__('pickle').dumps([1]))", "[1]"),
     # All threads get it, also those that ask while another one's question makes its code run.
-    ("set(__import__('concurrent.futures', fromlist=['']).ThreadPoolExecutor(16).map(lambda n: hashlib.sha256(b'').hexdigest()[:4], range(64)))", "{'e3b0'}"),
+    (
+        "set(__import__('concurrent.futures', fromlist=['']).ThreadPoolExecutor(16).map(lambda n: hashlib.sha256(b'').hexdigest()[:4], range(64)))",
+        "{'e3b0'}",
+    ),
 )
 
 
@@ -84,7 +95,9 @@ class Preparing(unittest.TestCase):
             "print(sorted(n for n in shell.user_ns if n[0] != '_'))"
         )
         self.assertEqual(told.splitlines()[0], "1 1 [''] {} ['']")
-        self.assertEqual(told.splitlines()[1], "['In', 'Out', 'exit', 'get_ipython', 'open', 'quit']")
+        self.assertEqual(
+            told.splitlines()[1], "['In', 'Out', 'exit', 'get_ipython', 'open', 'quit']"
+        )
 
     def test_a_thread_that_was_preloaded_is_refused(self) -> None:
         told = python(
@@ -106,7 +119,9 @@ class Preparing(unittest.TestCase):
         runner = Runner(preload="colorsys,no_such_module")
         self.addCleanup(runner.close)
         self.assertEqual(
-            runner.run("import sys\n'colorsys' in sys.modules, 'no_such_module' in sys.modules").order,
+            runner.run(
+                "import sys\n'colorsys' in sys.modules, 'no_such_module' in sys.modules"
+            ).order,
             ["value:(True, False)"],
         )
 
@@ -125,17 +140,35 @@ class Zygotes(unittest.TestCase):
         warden, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         warden.settimeout(PATIENCE)
         self.addCleanup(warden.close)
-        command = [sys.executable, "-m", "tests.copying", address, "", "zygote", str(theirs.fileno())]
+        command = [
+            sys.executable,
+            "-m",
+            "tests.copying",
+            address,
+            "",
+            "zygote",
+            str(theirs.fileno()),
+        ]
         surroundings = {**os.environ, "PYTHONPATH": str(RUNNER)}
         process = subprocess.Popen(
-            command, pass_fds=[theirs.fileno()], env=surroundings, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE
+            command,
+            pass_fds=[theirs.fileno()],
+            env=surroundings,
+            stdin=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
         )
         self.addCleanup(process.communicate)
         theirs.close()
         return process, warden, copies
 
     def warm_up(self, warden: socket.socket, work: str) -> None:
-        plan = {"preload": [], "quick": True, "environment": [["GIVEN", "yes"]], "work_folder": work, "later": "ignored"}
+        plan = {
+            "preload": [],
+            "quick": True,
+            "environment": [["GIVEN", "yes"]],
+            "work_folder": work,
+            "later": "ignored",
+        }
         warden.send(json.dumps(plan).encode())
         # Of one that will be copied once nothing is moved, so it names no places.
         self.assertEqual(json.loads(warden.recv(4096)), {"say": "warm", "objects": []})
@@ -152,9 +185,13 @@ class Zygotes(unittest.TestCase):
         for gate in (b"g", b"p"):
             session = Fresh(orders, gate, work)
             self.assertNotIn("lost", session.hello)
-            result = session.run("import os, subprocess\nos.environ['GIVEN'], os.getcwd(), subprocess.call('exit 3', shell=True)")
+            result = session.run(
+                "import os, subprocess\nos.environ['GIVEN'], os.getcwd(), subprocess.call('exit 3', shell=True)"
+            )
             self.assertEqual(result.order, [f"value:('yes', '{work}', 3)"])
-            self.assertEqual(session.run("len(In), 'x' in globals()\nx = 1\nprint(len(In))").order, ["out:3\n"])
+            self.assertEqual(
+                session.run("len(In), 'x' in globals()\nx = 1\nprint(len(In))").order, ["out:3\n"]
+            )
             session.hang_up()
 
     def test_a_zygote_that_is_asked_for_anything_else_ends(self) -> None:
@@ -173,7 +210,9 @@ class Zygotes(unittest.TestCase):
 class Reseeding(unittest.TestCase):
     def check(self, setup: str, expression: str) -> None:
         """Children agree without reseeding (the control) and differ with it."""
-        self.assertEqual(python(_TWO_CHILDREN.format(setup=setup, expression=expression)), "True False\n")
+        self.assertEqual(
+            python(_TWO_CHILDREN.format(setup=setup, expression=expression)), "True False\n"
+        )
 
     @unittest.skipUnless(find_spec("numpy"), "skipped: needs numpy")
     def test_numpys_global_state_differs(self) -> None:
@@ -208,5 +247,7 @@ class Snapshots(unittest.TestCase):
 
         values = [1, 2.5, "text", [1, 2, 3], {"a": 1}, (1, 2), {1, 2}, Plain(), bytes(5), print]
         namespace = {f"name{number}": values[number % len(values)] for number in range(50)}
-        best = min(timeit.repeat(lambda: variables.snapshot(namespace, {}), number=20, repeat=30)) / 20
+        best = (
+            min(timeit.repeat(lambda: variables.snapshot(namespace, {}), number=20, repeat=30)) / 20
+        )
         self.assertLess(best, 0.0001)

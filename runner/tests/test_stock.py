@@ -1,4 +1,6 @@
-"""The stock: that nobody can tell whether modules and expressions came from it, and that one which does not fit is none."""
+"""The stock: that nobody can tell whether modules and expressions came from it, and that one which
+does not fit is none.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,8 @@ family.warm_up({"environment": {}, "preload": [], "rehearse": False})
 stock.lay_in(sys.argv[1], known)
 """
 
-# Everything that tells where a module comes from. `stock` itself counts, and only the interpreter's own state may differ beside that.
+# Everything that tells where a module comes from. `stock` itself counts, and only the interpreter's
+# own state may differ beside that.
 _MODULES = """
 def told(spec):
     if spec is None: return None
@@ -87,7 +90,9 @@ print(json.dumps({"taken": stock.taken, "unequal": unequal, "all": sorted(repr(k
 
 def _python(code: str, place: str, path: str = str(RUNNER)) -> str:
     environment = {**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
-    done = subprocess.run([sys.executable, "-c", code, place], env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, place], env=environment, capture_output=True, text=True
+    )
     if done.returncode != 0:
         raise AssertionError(done.stderr)
     return done.stdout
@@ -103,7 +108,9 @@ class Stocked(unittest.TestCase):
         _python(_LAY_IN, cls.place)
 
     def told(self, more: str, place: str | None = None, **options: Any) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(_python(_WARM.replace("{more}", more), place or self.place, **options))
+        found: dict[str, Any] = json.loads(
+            _python(_WARM.replace("{more}", more), place or self.place, **options)
+        )
         return found
 
     def both(self, more: str) -> dict[str, Any]:
@@ -130,7 +137,8 @@ class Stocked(unittest.TestCase):
         self.assertGreater(len(found["all"]), 20)
 
     def test_what_is_imported_later_is_found_as_always(self) -> None:
-        # A file of the user's goes before the module that was in the stock, once that has to be found again.
+        # A file of the user's goes before the module that was in the stock, once that has to be
+        # found again.
         (self.folder / "textwrap.py").write_text("mine = True")
         code = "sys.path.insert(0, sys.argv[1].rpartition('/')[0]); del sys.modules['textwrap']; import textwrap; print(json.dumps(textwrap.mine))"
         self.addCleanup((self.folder / "textwrap.py").unlink)
@@ -168,7 +176,10 @@ class Stocked(unittest.TestCase):
         place.mkdir()
         with self.assertRaisesRegex(AssertionError, "IsADirectoryError"):
             _python(_LAY_IN, str(place))
-        self.assertEqual([entry.name for entry in self.folder.iterdir() if entry.name.startswith("taken")], ["taken"])
+        self.assertEqual(
+            [entry.name for entry in self.folder.iterdir() if entry.name.startswith("taken")],
+            ["taken"],
+        )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""Messages between the supervisor and the host, and what a copy with another work folder brings along."""
+"""Messages between the supervisor and the host, and what a copy with another work folder brings
+along.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,11 @@ from cellblock_runner.mappings import Area
 
 class StrandsTest(unittest.TestCase):
     def test_messages_survive_however_they_are_cut(self) -> None:
-        stream = strands.encode(b"d", 7, b"text") + strands.encode_amount(b"w", 3, 70_000) + strands.encode_json(b"a", 1, {"ok": True})
+        stream = (
+            strands.encode(b"d", 7, b"text")
+            + strands.encode_amount(b"w", 3, 70_000)
+            + strands.encode_json(b"a", 1, {"ok": True})
+        )
         for size in range(1, len(stream)):
             decoder = strands.Decoder()
             found = []
@@ -19,7 +25,9 @@ class StrandsTest(unittest.TestCase):
                 decoder.feed(stream[start : start + size])
                 while (message := decoder.next()) is not None:
                     found.append(message)
-            self.assertEqual([(kind, number) for kind, number, _ in found], [(b"d", 7), (b"w", 3), (b"a", 1)])
+            self.assertEqual(
+                [(kind, number) for kind, number, _ in found], [(b"d", 7), (b"w", 3), (b"a", 1)]
+            )
             self.assertEqual(found[0][2], b"text")
             self.assertEqual(strands.amount(found[1][2]), 70_000)
 
@@ -28,7 +36,9 @@ class StrandsTest(unittest.TestCase):
         decoder.feed(b"d" + (1).to_bytes(4, "big") + strands.LARGEST_MESSAGE.to_bytes(4, "big"))
         self.assertIsNone(decoder.next())  # control: the largest that may come
         decoder = strands.Decoder()
-        decoder.feed(b"d" + (1).to_bytes(4, "big") + (strands.LARGEST_MESSAGE + 1).to_bytes(4, "big"))
+        decoder.feed(
+            b"d" + (1).to_bytes(4, "big") + (strands.LARGEST_MESSAGE + 1).to_bytes(4, "big")
+        )
         with self.assertRaises(strands.BrokenStream):
             decoder.next()
 
@@ -44,7 +54,11 @@ class MoveTest(unittest.TestCase):
             "/work/inner",
             0o22,
             set(),
-            [Opened(5, "file", (1, 2), "/work/a"), Opened(6, "file", (1, 3), "/workshop/a"), Opened(7, "file", (1, 4), "/tmp/a")],
+            [
+                Opened(5, "file", (1, 2), "/work/a"),
+                Opened(6, "file", (1, 3), "/workshop/a"),
+                Opened(7, "file", (1, 4), "/tmp/a"),
+            ],
             frozenset(),
             [Area(0, 1, 0, 0, (1, 2), "/work/b")],
             None,
@@ -61,7 +75,9 @@ class MoveTest(unittest.TestCase):
         around = luggage.Surroundings("/work", ("/tmp",), "/tmp/home", (1, 2))
         moved, new_around = luggage.move(packed, around, "/forks/2")
         self.assertEqual(moved.folder, "/forks/2/inner")
-        self.assertEqual([item.path for item in moved.opened], ["/forks/2/a", "/workshop/a", "/tmp/a"])
+        self.assertEqual(
+            [item.path for item in moved.opened], ["/forks/2/a", "/workshop/a", "/tmp/a"]
+        )
         self.assertEqual(moved.areas[0].path, "/forks/2/b")
         self.assertEqual(sorted(moved.carried), ["/forks/2", "/tmp"])
         self.assertEqual(new_around.work, "/forks/2")

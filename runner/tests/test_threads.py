@@ -28,7 +28,9 @@ def goes_on():
 threading.Thread(target=count, daemon=True).start()
 """
 
-_OWN_MACHINE = unittest.skipUnless(threads._get_machine(), "skipped: needs x86-64 and the GNU C library")
+_OWN_MACHINE = unittest.skipUnless(
+    threads._get_machine(), "skipped: needs x86-64 and the GNU C library"
+)
 
 
 @_OWN_MACHINE
@@ -66,8 +68,14 @@ class Waiting(BranchTest):
         )
         copy = self.source.branch().spawn(b"u")
         self.assertEqual(copy.hello["lost"], [])
-        self.assert_shows(copy, "lock.locked(), again.acquire(blocking=False)", "value:(True, False)")
-        self.assert_shows(copy, "let_go.set(); holder.join(10); lock.locked(), again.acquire(blocking=False)", "value:(False, True)")
+        self.assert_shows(
+            copy, "lock.locked(), again.acquire(blocking=False)", "value:(True, False)"
+        )
+        self.assert_shows(
+            copy,
+            "let_go.set(); holder.join(10); lock.locked(), again.acquire(blocking=False)",
+            "value:(False, True)",
+        )
         self.assert_shows(self.source, "holder.is_alive(), lock.locked()", "value:(True, True)")
         self.run_ok(self.source, "let_go.set(); holder.join()")
 
@@ -117,13 +125,18 @@ class Waiting(BranchTest):
             "thread = threading.Thread(target=tell); thread.start()",
         )
         copy = self.source.branch().spawn(b"u")
-        self.assert_shows(copy, "asked.set(); thread.join(10); told == [thread.native_id]", "value:True")
+        self.assert_shows(
+            copy, "asked.set(); thread.join(10); told == [thread.native_id]", "value:True"
+        )
         self.run_ok(self.source, "asked.set(); thread.join()")
 
     def test_a_copy_starts_threads_of_its_own_beside_them(self) -> None:
         self.run_ok(self.source, _COUNTING)
         copy = self.source.branch().spawn(b"u")
-        self.run_ok(copy, "for _ in range(20):\n    thread = threading.Thread(target=lambda: None); thread.start(); thread.join()")
+        self.run_ok(
+            copy,
+            "for _ in range(20):\n    thread = threading.Thread(target=lambda: None); thread.start(); thread.join()",
+        )
         self.assert_shows(copy, "goes_on(), threading.active_count()", "value:(True, 2)")
 
     @unittest.skipUnless(find_spec("numpy"), "skipped: needs numpy")

@@ -1,4 +1,6 @@
-"""Packages of MCP servers as files: delivered, changed, removed, and nothing of the user's touched."""
+"""Packages of MCP servers as files: delivered, changed, removed, and nothing of the user's
+touched.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,10 @@ Files = dict[str, str]
 
 def package(**modules: str) -> Files:
     """Returns the files of a server, one per module, and its index."""
-    return {**{f"{name}.py": text for name, text in modules.items()}, "__init__.py": _LAZY.format(names=sorted(modules))}
+    return {
+        **{f"{name}.py": text for name, text in modules.items()},
+        "__init__.py": _LAZY.format(names=sorted(modules)),
+    }
 
 
 class FilesTest(unittest.TestCase):
@@ -39,7 +44,11 @@ class FilesTest(unittest.TestCase):
         self.assertEqual(answer.header["type"], "tools_written", answer.header)
 
     def listed(self) -> list[str]:
-        found = (path for path in self.folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+        found = (
+            path
+            for path in self.folder.rglob("*")
+            if path.is_file() and "__pycache__" not in path.parts
+        )
         return sorted(str(path.relative_to(self.folder)) for path in found)
 
     def stamps(self) -> dict[str, int]:
@@ -55,9 +64,13 @@ class FilesTest(unittest.TestCase):
 class Delivery(FilesTest):
     def test_modules_are_importable_and_no_work_of_a_cell(self) -> None:
         self.delivered({"git": package(log="x = 1", diff="x = 2")})
-        result = self.runner.run("from mcptools.git import log\nimport mcptools\n(log.x, mcptools.git.diff.x)")
+        result = self.runner.run(
+            "from mcptools.git import log\nimport mcptools\n(log.x, mcptools.git.diff.x)"
+        )
         self.assertEqual(result.value, {"text/plain": "(1, 2)"})
-        self.assertEqual(result.done["files"], {"created": [], "changed": [], "deleted": [], "omitted": 0})
+        self.assertEqual(
+            result.done["files"], {"created": [], "changed": [], "deleted": [], "omitted": 0}
+        )
         listing = self.runner.request({"type": "list_files", "id": 99, "limit": 10})[-1]
         self.assertEqual(listing.header["entries"], [])
 
@@ -68,7 +81,10 @@ class Delivery(FilesTest):
         self.assertEqual(self.value("from mcptools.git import log\nlog.x"), "7")
         failed = self.runner.run("from mcptools.git import diff")
         self.assertEqual(failed.error["name"], "ImportError")
-        self.assertEqual(self.listed(), [".generated", "__init__.py", "git/.generated", "git/__init__.py", "git/log.py"])
+        self.assertEqual(
+            self.listed(),
+            [".generated", "__init__.py", "git/.generated", "git/__init__.py", "git/log.py"],
+        )
 
     def test_what_is_there_is_not_written_again(self) -> None:
         servers = {"git": package(log="x = 1"), "time": package(now="x = 2")}
@@ -101,11 +117,18 @@ class Removal(FilesTest):
         self.assertEqual(self.value("from mcptools.git import log\nlog.x"), "1")
         self.delivered({})
         self.assertFalse(self.folder.exists())
-        self.assertEqual(self.runner.run("import mcptools.git.log").error["name"], "ModuleNotFoundError")
+        self.assertEqual(
+            self.runner.run("import mcptools.git.log").error["name"], "ModuleNotFoundError"
+        )
 
     def test_files_of_the_user_stay_and_so_do_changed_ones(self) -> None:
         self.delivered({"git": package(log="x = 1", diff="x = 2"), "time": package(now="x = 3")})
-        mine = {"git/mine.py": "mine", "git/sub/deep.py": "mine", "own/__init__.py": "mine", "notes.txt": "mine"}
+        mine = {
+            "git/mine.py": "mine",
+            "git/sub/deep.py": "mine",
+            "own/__init__.py": "mine",
+            "notes.txt": "mine",
+        }
         for name, text in {**mine, "git/diff.py": "improved"}.items():
             (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
             (self.folder / name).write_text(text)
@@ -120,8 +143,13 @@ class Removal(FilesTest):
         self.delivered({"git": package(log="x = 1")}, shared=True)
         self.delivered({"time": package(now="x = 1")}, shared=True)
         self.assertIn("git/log.py", self.listed())
-        self.runner.deliver({"time": {}}, _LAZY.format(names=["git"]))  # Named without files: removed.
-        self.assertEqual(self.listed(), [".generated", "__init__.py", "git/.generated", "git/__init__.py", "git/log.py"])
+        self.runner.deliver(
+            {"time": {}}, _LAZY.format(names=["git"])
+        )  # Named without files: removed.
+        self.assertEqual(
+            self.listed(),
+            [".generated", "__init__.py", "git/.generated", "git/__init__.py", "git/log.py"],
+        )
 
 
 class Places(FilesTest):
@@ -145,7 +173,13 @@ class Places(FilesTest):
         self.assertEqual(os.listdir(outside), ["log.py"])
 
     def test_names_that_are_no_modules_are_refused(self) -> None:
-        for server, file in (("../git", "log.py"), ("git", "../log.py"), ("git", "a/log.py"), ("", "log.py"), ("git", ".pth")):
+        for server, file in (
+            ("../git", "log.py"),
+            ("git", "../log.py"),
+            ("git", "a/log.py"),
+            ("", "log.py"),
+            ("git", ".pth"),
+        ):
             with self.subTest(server=server, file=file):
                 self.assertEqual(self.deliver({server: {file: "x = 1"}}).header["type"], "failed")
         self.assertFalse((Path(self.runner.workdir) / "git").exists())

@@ -1,4 +1,5 @@
-//! Approvals: the operator's policy, what was allowed for good, and the key of what goes to clients and comes back.
+//! Approvals: the operator's policy, the permanent grants, and the key that seals the state which
+//! clients send back.
 
 use std::fs::{File, OpenOptions};
 use std::io::{Read, Write};
@@ -13,15 +14,16 @@ use crate::config::{self, Settings};
 use crate::mcp::StateKey;
 use crate::session::{ApprovalSetup, Approvals};
 
-/// Ports that sandboxes have doors for where a person can be asked about names, beside those that are listed.
+/// Ports that sandboxes can connect to, beside the listed ones, where a person can be asked about
+/// host names.
 pub(super) const PORTS: [u16; 2] = [80, 443];
 
-/// What was allowed for good, in the data folder.
+/// The permanent grants, in the data folder.
 const BOOK: &str = "approvals.yaml";
-/// The key of servers that share kept sessions, in the data folder.
+/// The key shared by servers that share kept sessions, in the data folder.
 const KEY: &str = "approvals.key";
 
-/// Makes what sessions know of approvals at first.
+/// Creates the initial approval state of sessions.
 pub(super) fn approvals(settings: &Settings) -> anyhow::Result<Approvals> {
     let setup = setup(settings);
     if let Some(path) = &setup.book {
@@ -30,7 +32,7 @@ pub(super) fn approvals(settings: &Settings) -> anyhow::Result<Approvals> {
     Ok(setup.open()?)
 }
 
-/// Returns what the settings say about approvals.
+/// Returns the approval settings.
 pub(super) fn setup(settings: &Settings) -> ApprovalSetup {
     let config::Approvals {
         policy,
@@ -45,7 +47,7 @@ pub(super) fn setup(settings: &Settings) -> ApprovalSetup {
     }
 }
 
-/// Returns the key with which states are sealed. Where sessions outlive the server, so does the key.
+/// Returns the key that seals states. Where sessions outlive the server, the key does too.
 pub(super) fn state_key(settings: &Settings, sessions_are_kept: bool) -> anyhow::Result<StateKey> {
     if !sessions_are_kept {
         return Ok(StateKey::random());

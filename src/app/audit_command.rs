@@ -1,6 +1,7 @@
 //! `cellblock audit`: verifies logs and prints their records.
 //!
-//! What is printed came from callers. It is written as JSON writes it, so that it can neither move the cursor nor begin a line.
+//! The printed values came from callers. They are JSON-escaped, so they can neither move the cursor
+//! nor start a line.
 
 use std::io::Write;
 use std::path::Path;
@@ -13,7 +14,8 @@ use super::cli::{AuditCommand, ShowArguments, VerifyArguments};
 use crate::audit::plain_json;
 use crate::audit::verify::{Known, Line, Lines, Report, verify};
 
-/// Carries out the command. A log that is not as it was written is status 1, one that cannot be read an error.
+/// Executes the command. A log that was altered gives exit status 1; a log that cannot be read is
+/// an error.
 pub(super) fn execute(command: AuditCommand, output: &mut impl Write) -> anyhow::Result<ExitCode> {
     match command {
         AuditCommand::Verify(arguments) => execute_verify(&arguments, output),
@@ -44,14 +46,18 @@ fn execute_verify(
 }
 
 fn as_json(report: &Report) -> Value {
-    let findings = report
-        .findings
-        .iter()
-        .map(|finding| json!({ "file": finding.file.to_string_lossy(), "line": finding.line, "why": finding.why }));
+    let findings = report.findings.iter().map(|finding| {
+        json!({
+            "file": finding.file.to_string_lossy(), "line": finding.line, "why": finding.why
+        })
+    });
     json!({
         "whole": report.found == 0,
         "records": report.records,
-        "last": report.last.as_ref().map(|last| json!({ "sequence": last.sequence, "hash": last.hash })),
+        "last": report
+            .last
+            .as_ref()
+            .map(|last| json!({ "sequence": last.sequence, "hash": last.hash })),
         "found": report.found,
         "findings": findings.collect::<Vec<_>>(),
     })
@@ -132,7 +138,7 @@ fn is_wanted(record: &Value, arguments: &ShowArguments) -> bool {
         && is("kind", &arguments.kind)
 }
 
-/// Writes a record as one row: what everybody looks for first, then the details.
+/// Writes a record as one row: the most wanted fields first, then the details.
 fn write_row(record: &Value, output: &mut impl Write) -> anyhow::Result<()> {
     let bare = |name: &str| {
         record[name]

@@ -1,39 +1,52 @@
-//! The command line: what can be written, and nothing about what it does.
+//! Command line syntax. The commands themselves are implemented elsewhere.
 //!
-//! Flags that are settings are handed on as they were written; `config` lays them over the file and the environment and checks them.
+//! Flags for settings are generated from the rows of `config` and passed on unparsed; `config`
+//! merges them with the file and the environment and checks them.
 
 use std::collections::BTreeSet;
-use std::ffi::OsString;
-use std::path::PathBuf;
+use std::ffi::{OsStr, OsString};
+use std::io;
+use std::path::{Path, PathBuf};
 
+use clap::builder::{PossibleValue, StringValueParser, TypedValueParser};
 use clap::error::{ContextKind, ContextValue, ErrorKind};
-use clap::{ArgGroup, Args, CommandFactory, Parser, Subcommand};
+use clap::{
+    Arg, ArgAction, ArgGroup, ArgMatches, Args, CommandFactory, FromArgMatches, Parser, Subcommand,
+};
 use clap_complete::Shell;
 
 use crate::audit::Kind;
 use crate::audit::verify::Noted;
 use crate::auth::Scope;
-use crate::config::{Flags, Key, LOG_LEVELS};
+use crate::config::{Commands, Flags, Key, Values};
 use crate::keeper::KeeperName;
 use crate::sandbox::LayerKind;
-use crate::telemetry::LogFormat;
 
 /// Runs untrusted Python in fresh, locked-down Linux sandboxes.
 #[derive(Parser)]
-#[command(name = "cellblock", version, about, propagate_version = true, arg_required_else_help = true, after_help = EXAMPLES)]
+#[command(
+    name = "cellblock",
+    version,
+    about,
+    propagate_version = true,
+    arg_required_else_help = true,
+    after_help = EXAMPLES
+)]
 pub(super) struct Arguments {
-    #[command(flatten)]
-    pub general: GeneralArguments,
+    /// Configuration file [default: $CELLBLOCK_CONFIG, then cellblock/config.yaml in the user's
+    /// configuration folder]
+    #[arg(long, global = true, value_name = "FILE")]
+    pub config: Option<PathBuf>,
     #[command(subcommand)]
     pub command: Command,
-    /// Every flag as it was typed, without its value.
+    /// All settings among the flags, as they were written.
     #[arg(skip)]
-    typed: BTreeSet<String>,
+    pub flags: Flags,
 }
 
 impl Arguments {
-    /// Reads the command line of this process. Prints and ends it where help or a mistake is the
-    /// answer.
+    /// Parses the command line of this process. Prints help or a usage error and exits if that is
+    /// the result.
     pub(super) fn of_this_process() -> Arguments {
         Arguments::read(std::env::args_os().collect()).unwrap_or_else(|answer| answer.exit())
     }
@@ -44,24 +57,145 @@ impl Arguments {
             .skip(1)
             .filter_map(|word| word.to_str())
             .take_while(|word| *word != "--");
-        let flags = words.filter(|word| word.starts_with("--"));
-        let typed = flags
+        let typed: BTreeSet<String> = words
+            .filter(|word| word.starts_with("--"))
             .map(|flag| flag.split('=').next().unwrap_or(flag).to_owned())
             .collect();
-        let arguments = Arguments::try_parse_from(&line).map_err(with_likely_names)?;
-        Ok(Arguments { typed, ..arguments })
+        let matches = definition()
+            .try_get_matches_from(&line)
+            .map_err(with_likely_names)?;
+        let arguments = Arguments::from_arg_matches(&matches)?;
+        let mut flags = written_settings(&matches);
+        if let Command::Mcp(other) = &arguments.command {
+            flags = flags.single(Key::LogLevel, other.debug.then(|| "debug".to_owned()));
+        }
+        Ok(Arguments {
+            flags: flags.as_typed(&typed),
+            ..arguments
+        })
+    }
+
+    /// Writes the manual pages of all commands into a folder.
+    pub(super) fn write_manual(folder: &Path) -> io::Result<()> {
+        std::fs::create_dir_all(folder)?;
+        clap_mangen::generate_to(definition(), folder)
     }
 
     /// Returns a script that completes commands and flags in a shell.
     pub(super) fn completions(shell: Shell) -> Vec<u8> {
         let mut script = Vec::new();
-        clap_complete::generate(shell, &mut Arguments::command(), "cellblock", &mut script);
+        clap_complete::generate(shell, &mut definition(), "cellblock", &mut script);
         script
     }
 }
 
-/// Leaves of the commands that an error suggests those that a mistyped word can have meant. The
-/// parser suggests every name with a few of the same letters.
+/// The complete command line: commands with their own arguments, and the settings they accept.
+fn definition() -> clap::Command {
+    use Commands::{All, Sandboxes, Servers, Service};
+    let server = [Sandboxes, Servers, Service];
+    Arguments::command()
+        .args(settings_of(&[All]).map(|argument| argument.global(true)))
+        .mut_subcommand("run", |run| run.args(settings_of(&[Sandboxes])))
+        .mut_subcommand("mcp", |mcp| mcp.args(settings_of(&[Sandboxes, Servers])))
+        .mut_subcommand("serve", |serve| serve.args(settings_of(&server)))
+        .mut_subcommand("config", |config| {
+            config.mut_subcommand("show", |show| show.args(settings_of(&server)))
+        })
+        .mut_subcommand("doctor", |doctor| {
+            let examined = [Key::Backend, Key::ContainerTag, Key::Runtime];
+            doctor.args(examined.into_iter().filter_map(argument))
+        })
+}
+
+/// Returns the flags of the settings that these commands accept.
+fn settings_of(commands: &[Commands]) -> impl Iterator<Item = Arg> {
+    Key::all()
+        .filter(|key| {
+            let flag = key.row().flag.as_ref();
+            flag.is_some_and(|flag| commands.contains(&flag.commands))
+        })
+        .filter_map(argument)
+}
+
+fn argument(key: Key) -> Option<Arg> {
+    let row = key.row();
+    let flag = row.flag.as_ref()?;
+    let words = match (key, row.values) {
+        (Key::AllowMissing, _) => LayerKind::ALL.map(LayerKind::name).to_vec(),
+        (_, Values::Words(words)) => words.to_vec(),
+        _ => Vec::new(),
+    };
+    // Named by the flag, so that it cannot collide with an argument of the command itself.
+    let argument = Arg::new(flag.name)
+        .long(without_dashes(flag.name))
+        .value_name(flag.value)
+        .value_parser(Suggestion(words))
+        .hide_possible_values(flag.value.contains('|'))
+        .help(row.help())
+        .long_help(row.long_help())
+        .action(if row.is_list() {
+            ArgAction::Append
+        } else {
+            ArgAction::Set
+        });
+    Some(match flag.alias {
+        Some(alias) => argument.visible_alias(without_dashes(alias)),
+        None => argument,
+    })
+}
+
+fn without_dashes(flag: &'static str) -> &'static str {
+    flag.trim_start_matches('-')
+}
+
+/// Collects the settings among the arguments of the given command.
+fn written_settings(matches: &ArgMatches) -> Flags {
+    // A global flag is also known to the innermost command.
+    let mut command = matches;
+    while let Some((_, inner)) = command.subcommand() {
+        command = inner;
+    }
+    let mut flags = Flags::default();
+    for key in Key::all() {
+        let name = match &key.row().flag {
+            Some(flag) if command.try_contains_id(flag.name).ok() == Some(true) => flag.name,
+            _ => continue,
+        };
+        let mut values = command.get_many::<String>(name).into_iter().flatten();
+        flags = if key.row().is_list() {
+            flags.repeated(key, values.cloned().collect())
+        } else {
+            flags.single(key, values.next().cloned())
+        };
+    }
+    flags
+}
+
+/// Accepts any text and offers the usual values to help and shell completion. `config` rejects
+/// other values, with a better message.
+#[derive(Clone)]
+struct Suggestion(Vec<&'static str>);
+
+impl TypedValueParser for Suggestion {
+    type Value = String;
+
+    fn parse_ref(
+        &self,
+        command: &clap::Command,
+        argument: Option<&Arg>,
+        value: &OsStr,
+    ) -> Result<String, clap::Error> {
+        StringValueParser::new().parse_ref(command, argument, value)
+    }
+
+    fn possible_values(&self) -> Option<Box<dyn Iterator<Item = PossibleValue> + '_>> {
+        let words = self.0.iter().copied().map(PossibleValue::new);
+        (!self.0.is_empty()).then(|| Box::new(words) as Box<_>)
+    }
+}
+
+/// Reduces the commands that an error suggests to likely corrections of the mistyped word. The
+/// parser suggests every name that shares a few letters.
 fn with_likely_names(mut error: clap::Error) -> clap::Error {
     if error.kind() != ErrorKind::InvalidSubcommand {
         return error;
@@ -85,8 +219,8 @@ fn with_likely_names(mut error: clap::Error) -> clap::Error {
     error
 }
 
-/// Tells whether somebody who typed one word can have meant the other: one typing mistake in every
-/// three letters, or a name that is cut short or goes on.
+/// Returns whether `typed` may be a misspelling of `name`: at most one typing mistake per three
+/// letters, or one is a prefix of the other.
 fn is_likely(typed: &str, name: &str) -> bool {
     const LEAST_COMMON: usize = 3;
     let shorter = typed.len().min(name.len());
@@ -103,31 +237,18 @@ Examples:
   cellblock doctor                            show what this machine can enforce
   cellblock config show                       show all settings, and where each was written
 
-Every flag can also be a line of the configuration file or a variable: --memory 2G, \"memory: 2G\", CELLBLOCK_MEMORY=2G.
+Every flag can also be a line of the configuration file or a variable: --memory 2G, \"memory: \
+2G\", CELLBLOCK_MEMORY=2G.
 Flags win over variables, variables over the file.";
-
-/// Flags of every command.
-#[derive(Args)]
-pub(super) struct GeneralArguments {
-    /// Configuration file [default: $CELLBLOCK_CONFIG, then cellblock/config.yaml in the user's configuration folder]
-    #[arg(long, global = true, value_name = "FILE")]
-    pub config: Option<PathBuf>,
-    /// How much to log to standard error [default: $RUST_LOG, then a level that suits the command]
-    #[arg(long, global = true, value_name = "LEVEL", value_parser = clap::builder::PossibleValuesParser::new(log_levels()), ignore_case = true)]
-    pub log_level: Option<String>,
-    /// How lines of the log are written: text or json [default: text]
-    #[arg(long, global = true, value_name = "FORMAT", value_parser = clap::builder::PossibleValuesParser::new(LogFormat::ALL.map(LogFormat::name)))]
-    pub log_format: Option<String>,
-}
 
 #[derive(Subcommand)]
 pub(super) enum Command {
     /// Serve an MCP client over standard input and output
     #[command(after_help = MCP_EXAMPLES)]
-    Mcp(McpArguments),
+    Mcp(OtherServersArguments),
     /// Serve many MCP clients over HTTP
     #[command(after_help = SERVE_EXAMPLES)]
-    Serve(ServeArguments),
+    Serve,
     /// Run Python once in a fresh sandbox and print the result
     #[command(after_help = RUN_EXAMPLES)]
     Run(RunArguments),
@@ -160,12 +281,19 @@ pub(super) enum Command {
         /// The shell
         shell: Shell,
     },
+    /// Write manual pages for this program and its commands
+    #[command(after_help = MAN_EXAMPLES)]
+    Man {
+        /// The folder for them; made if missing
+        folder: PathBuf,
+    },
     /// Print the version
     Version,
     /// The same as "image build", under the name that ipybox has for it
     #[command(hide = true)]
     Build(ImageArguments),
-    /// Remove containers that a killed server left, or packages that nothing uses; see docs/migrate/ipybox.md
+    /// Remove containers that a killed server left, or packages that nothing uses; see
+    /// docs/migrate/ipybox.md
     #[command(hide = true)]
     Cleanup(IpyboxCleanupArguments),
 }
@@ -175,6 +303,10 @@ Examples:
   source <(cellblock completions bash)                                        in ~/.bashrc
   cellblock completions zsh > ~/.zfunc/_cellblock                             with ~/.zfunc in fpath
   cellblock completions fish > ~/.config/fish/completions/cellblock.fish";
+
+const MAN_EXAMPLES: &str = "\
+Example:
+  cellblock man ~/.local/share/man/man1 && man cellblock-serve";
 
 #[derive(Subcommand)]
 pub(super) enum ConfigCommand {
@@ -187,29 +319,26 @@ pub(super) enum ConfigCommand {
     },
     /// Show the settings that a server would have, and where each was written; secrets are hidden
     #[command(after_help = CONFIG_EXAMPLES)]
-    Show(Box<ConfigShowArguments>),
+    Show {
+        /// Print the settings as JSON
+        #[arg(long)]
+        json: bool,
+    },
 }
 
 const CHECK_EXAMPLES: &str = "\
 Example:
   cellblock config check new.yaml && mv new.yaml ~/.config/cellblock/config.yaml
 
-The exit status is 0 if a server would start with it, 2 if not. Variables of the environment count too: they win over the file.";
+The exit status is 0 if a server would start with it, 2 if not. Variables of the environment count \
+too: they win over the file.";
 
 const CONFIG_EXAMPLES: &str = "\
 Examples:
   cellblock config show
-  cellblock config show --profile pyexec --memory 1G          with flags, as \"cellblock serve\" would have them
+  cellblock config show --profile pyexec --memory 1G          with flags, as \"cellblock serve\" \
+  would have them
   cellblock config show --json | jq .memory";
-
-#[derive(Args)]
-pub(super) struct ConfigShowArguments {
-    /// Print the settings as JSON
-    #[arg(long)]
-    pub json: bool,
-    #[command(flatten)]
-    server: ServeArguments,
-}
 
 /// What `ipybox cleanup` takes.
 #[derive(Args)]
@@ -222,18 +351,6 @@ pub(super) struct IpyboxCleanupArguments {
     pub yes: bool,
     #[command(flatten)]
     pub engine: EngineArguments,
-}
-
-/// Levels of the log; Python's programs have other names for two of them.
-fn log_levels() -> [clap::builder::PossibleValue; 5] {
-    LOG_LEVELS.map(|level| {
-        let value = clap::builder::PossibleValue::new(level);
-        match level {
-            "error" => value.alias("critical"),
-            "warn" => value.alias("warning"),
-            _ => value,
-        }
-    })
 }
 
 #[derive(Subcommand)]
@@ -267,8 +384,10 @@ Examples:
 
 const SERVE_EXAMPLES: &str = "\
 Examples:
-  cellblock serve                                   on this machine, with a token of its own in a file that it names
-  cellblock serve --listen 0.0.0.0:8443 --tls-cert cert.pem --tls-key key.pem --public-url https://cells.example.com
+  cellblock serve                                   on this machine, with a token of its own in a \
+  file that it names
+  cellblock serve --listen 0.0.0.0:8443 --tls-cert cert.pem --tls-key key.pem --public-url \
+  https://cells.example.com
   cellblock serve --max-wait 30s --keep-sessions off
 
 Who may call is said in the configuration file or by MCP_JWKS_URI, MCP_ISSUER and MCP_AUDIENCE.";
@@ -280,40 +399,8 @@ Examples:
   echo 'print(1)' | cellblock run -
   cellblock run plot.py --output-dir plots";
 
-#[derive(Args)]
-pub(super) struct McpArguments {
-    #[command(flatten)]
-    pub other: OtherServersArguments,
-    #[command(flatten)]
-    pub sandbox: SandboxArguments,
-    #[command(flatten)]
-    branching: BranchingArguments,
-    #[command(flatten)]
-    watch: WatchArguments,
-    #[command(flatten)]
-    upstream: UpstreamArguments,
-    #[command(flatten)]
-    keeping: KeepingArguments,
-}
-
-#[derive(Args)]
-pub(super) struct ServeArguments {
-    #[command(flatten)]
-    service: ServiceArguments,
-    #[command(flatten)]
-    pub sandbox: SandboxArguments,
-    #[command(flatten)]
-    branching: BranchingArguments,
-    #[command(flatten)]
-    watch: WatchArguments,
-    #[command(flatten)]
-    upstream: UpstreamArguments,
-    #[command(flatten)]
-    keeping: KeepingArguments,
-}
-
-/// Flags of servers that profiles stand in for, without a flag of ours that does the same. Hidden: whoever needs them has them in a
-/// client's configuration already.
+/// Flags of servers that profiles stand in for, without a flag of ours that does the same. Hidden:
+/// whoever needs them has them in a client's configuration already.
 #[derive(Args, Default)]
 pub(super) struct OtherServersArguments {
     /// Has no effect: code is always in a sandbox
@@ -328,16 +415,12 @@ pub(super) struct OtherServersArguments {
     #[arg(long, value_name = "PORT", hide = true)]
     kernel_gateway_port: Option<String>,
     /// The same as --log-level debug
-    #[arg(long, hide = true, conflicts_with = "log_level")]
+    #[arg(long, hide = true, conflicts_with = "--log-level")]
     debug: bool,
 }
 
 impl OtherServersArguments {
-    fn add_to(&self, flags: Flags) -> Flags {
-        flags.single(Key::LogLevel, self.debug.then(|| "debug".to_owned()))
-    }
-
-    /// Says which of them have no effect.
+    /// Reports which of these flags have no effect.
     pub(super) fn notices(&self) -> Vec<String> {
         let given = [
             (
@@ -369,35 +452,6 @@ impl OtherServersArguments {
     }
 }
 
-/// Flags about the HTTP service itself.
-#[derive(Args, Default)]
-struct ServiceArguments {
-    /// Where to listen: an address and a port, or a port on this machine [default: 127.0.0.1:8000]
-    #[arg(long, value_name = "ADDRESS:PORT")]
-    listen: Option<String>,
-    /// Who may call, if the configuration file does not say: development (the holder of a token of our own) or off [default: development]
-    #[arg(long, value_name = "WORD")]
-    auth: Option<String>,
-    /// The address by which clients know this server, such as https://cells.example.com
-    #[arg(long, value_name = "URL")]
-    public_url: Option<String>,
-    /// Name of this server that requests may bear, beside localhost and its own address; repeat for more
-    #[arg(long = "allowed-host", value_name = "HOST[:PORT]")]
-    allowed_hosts: Vec<String>,
-    /// Origin of pages that may use this server from a browser, such as https://app.example.com; repeat for more
-    #[arg(long = "allowed-origin", value_name = "ORIGIN")]
-    allowed_origins: Vec<String>,
-    /// File with the chain of certificates for TLS
-    #[arg(long, value_name = "FILE")]
-    tls_cert: Option<String>,
-    /// File with the private key of the certificate
-    #[arg(long, value_name = "FILE")]
-    tls_key: Option<String>,
-    /// Connections that may be open at once [default: 4096]
-    #[arg(long, value_name = "N")]
-    max_connections: Option<String>,
-}
-
 #[derive(Args)]
 #[command(group = ArgGroup::new("source").required(true).args(["file", "code"]))]
 pub(super) struct RunArguments {
@@ -415,8 +469,6 @@ pub(super) struct RunArguments {
     /// Where images and files made by the run are saved [default: the current folder]
     #[arg(long, value_name = "DIR")]
     pub output_dir: Option<PathBuf>,
-    #[command(flatten)]
-    pub sandbox: SandboxArguments,
 }
 
 /// Where the code of `run` comes from.
@@ -443,15 +495,6 @@ pub(super) struct DoctorArguments {
     /// Print the findings as JSON
     #[arg(long)]
     pub json: bool,
-    /// Look at this backend instead of the configured one: native, docker or podman
-    #[arg(long, value_name = "NAME")]
-    backend: Option<String>,
-    /// Look at this image of containers
-    #[arg(long, value_name = "IMAGE")]
-    container_tag: Option<String>,
-    /// Look at this runtime of containers
-    #[arg(long, value_name = "NAME")]
-    runtime: Option<String>,
 }
 
 #[derive(Subcommand)]
@@ -503,19 +546,23 @@ pub(super) enum ImageCommand {
 /// Which container engine is meant.
 #[derive(Args, Default)]
 pub(super) struct EngineArguments {
-    /// The container engine: docker (found by DOCKER_HOST and contexts) or podman (found by CONTAINER_HOST) [default: that of the backend, or docker]
+    /// The container engine: docker (found by DOCKER_HOST and contexts) or podman (found by
+    /// CONTAINER_HOST) [default: that of the backend, or docker]
     #[arg(long, value_name = "NAME", value_parser = ["docker", "podman"])]
     pub engine: Option<String>,
 }
 
 const IMAGE_EXAMPLES: &str = "\
 Examples:
-  cellblock image build                                       \"cellblock\", with the science packages
+  cellblock image build                                       \"cellblock\", with the science \
+  packages
   cellblock image build --tag cells:1 --packages polars 'httpx>=0.28'
-  cellblock image build --tag cells:1 --no-science --requirements requirements.txt --base python:3.12-slim
+  cellblock image build --tag cells:1 --no-science --requirements requirements.txt --base \
+  python:3.12-slim
   cellblock image build --dockerfile                          print what would be built
 
-Without --base the engine must have python:3.13-slim or be able to fetch it. Packages are fetched by this program, not by the engine.";
+Without --base the engine must have python:3.13-slim or be able to fetch it. Packages are fetched \
+by this program, not by the engine.";
 
 #[derive(Args, Default)]
 pub(super) struct ImageArguments {
@@ -531,11 +578,16 @@ pub(super) struct ImageArguments {
     /// Requirements files that say what to install beside the science packages
     #[arg(long, value_name = "FILE", num_args = 1..)]
     pub requirements: Vec<PathBuf>,
-    /// A file of quoted requirements, one to a line, as the list of dependencies in a pyproject.toml has them
+    /// A file of quoted requirements, one to a line, as the list of dependencies in a
+    /// pyproject.toml has them
     #[arg(short, long, value_name = "FILE")]
     pub dependencies: Option<PathBuf>,
     /// Install exactly what a lock lists: a requirements file with exact versions and hashes
-    #[arg(long, value_name = "FILE", conflicts_with_all = ["packages", "requirements", "dependencies", "no_science"])]
+    #[arg(
+        long,
+        value_name = "FILE",
+        conflicts_with_all = ["packages", "requirements", "dependencies", "no_science"]
+    )]
     pub locked: Option<PathBuf>,
     /// Leave the science packages out: IPython, Pydantic and what you name is all there is
     #[arg(long)]
@@ -572,7 +624,8 @@ pub(super) enum AuditCommand {
 const VERIFY_EXAMPLES: &str = "\
 Examples:
   cellblock audit verify audit.jsonl*                         all files of a log, in any order
-  cellblock audit verify audit.jsonl* --last 1234:9f86d0…     … which must still hold this record; see the server's log for it
+  cellblock audit verify audit.jsonl* --last 1234:9f86d0…     … which must still hold this record; \
+  see the server's log for it
 
 The exit status is 0 if everything is as it was written, 1 if not, 2 if a file cannot be read.";
 
@@ -586,7 +639,8 @@ pub(super) struct VerifyArguments {
     /// The files of one log
     #[arg(value_name = "FILE", required = true)]
     pub files: Vec<PathBuf>,
-    /// A record that must be in the files: its number, and its hash if it is known. Finds an end that was cut off
+    /// A record that must be in the files: its number, and its hash if it is known. Finds an end
+    /// that was cut off
     #[arg(long, value_name = "NUMBER[:HASH]")]
     pub last: Option<Noted>,
     /// The record before the first one in the files, if older files were put away
@@ -609,7 +663,11 @@ pub(super) struct ShowArguments {
     #[arg(long, value_name = "ID")]
     pub session: Option<String>,
     /// Only records of this kind
-    #[arg(long, value_name = "KIND", value_parser = clap::builder::PossibleValuesParser::new(Kind::NAMES))]
+    #[arg(
+        long,
+        value_name = "KIND",
+        value_parser = clap::builder::PossibleValuesParser::new(Kind::NAMES)
+    )]
     pub kind: Option<String>,
     /// Print the lines as they are
     #[arg(long)]
@@ -632,36 +690,48 @@ pub(super) enum PackagesCommand {
 pub(super) enum KeyCommand {
     /// Make a key: print it once, and the lines for the configuration that let its owner in
     New {
-        /// What the owner is called: in the configuration, in the audit log, as the owner of sessions
+        /// What the owner is called: in the configuration, in the audit log, as the owner of
+        /// sessions
         name: String,
         /// What the owner may do; repeat for more [default: python:execute]
-        #[arg(long = "scope", value_name = "SCOPE", value_parser = clap::builder::PossibleValuesParser::new(Scope::ALL.map(Scope::name)))]
+        #[arg(
+            long = "scope",
+            value_name = "SCOPE",
+            value_parser = clap::builder::PossibleValuesParser::new(Scope::ALL.map(Scope::name))
+        )]
         scopes: Vec<String>,
     },
 }
 
 const BUILD_EXAMPLES: &str = "\
 Examples:
-  cellblock env build                                         the environment that sessions use by default
+  cellblock env build                                         the environment that sessions use by \
+  default
   cellblock env build science --packages scipy 'polars>=1' --python 3.12
   cellblock env build science --requirements requirements.txt
-  cellblock env build science --pyproject --extra plots       the dependencies of the project in this folder
-  cellblock env build science --locked science.lock           exactly what \"cellblock env show science\" printed elsewhere
+  cellblock env build science --pyproject --extra plots       the dependencies of the project in \
+  this folder
+  cellblock env build science --locked science.lock           exactly what \"cellblock env show \
+  science\" printed elsewhere
   cellblock mcp --environment science                         … and how it is used";
 
 const SHOW_EXAMPLES: &str = "\
 Example:
-  cellblock env show science > science.lock                   to make the same environment elsewhere";
+  cellblock env show science > science.lock                   to make the same environment \
+  elsewhere";
 
 #[derive(Args, Default)]
-#[command(group = ArgGroup::new("contents").args(["packages", "requirements", "pyproject", "locked"]))]
+#[command(
+    group = ArgGroup::new("contents").args(["packages", "requirements", "pyproject", "locked"])
+)]
 pub(super) struct BuildArguments {
     /// The environment's name [default: the one that sessions use]
     pub name: Option<String>,
     /// The Python to build it with: a version such as 3.12, or the path of an interpreter
     #[arg(long, value_name = "VERSION|PATH")]
     pub python: Option<String>,
-    /// What to install; a name that the configuration does not describe needs this or one of the next three
+    /// What to install; a name that the configuration does not describe needs this or one of the
+    /// next three
     #[arg(long, value_name = "REQUIREMENT", num_args = 1..)]
     pub packages: Vec<String>,
     /// Requirements files that say what to install
@@ -671,7 +741,12 @@ pub(super) struct BuildArguments {
     #[arg(long, value_name = "FILE", num_args = 0..=1, default_missing_value = "pyproject.toml")]
     pub pyproject: Option<PathBuf>,
     /// A group of the project's optional dependencies; repeat for more
-    #[arg(long = "extra", value_name = "NAME", requires = "pyproject", conflicts_with_all = ["packages", "requirements", "locked"])]
+    #[arg(
+        long = "extra",
+        value_name = "NAME",
+        requires = "pyproject",
+        conflicts_with_all = ["packages", "requirements", "locked"]
+    )]
     pub extras: Vec<String>,
     /// Install exactly what a lock lists: a requirements file with exact versions and hashes
     #[arg(long, value_name = "FILE")]
@@ -679,332 +754,6 @@ pub(super) struct BuildArguments {
     /// Modules to import before the first session, so that sessions start with them
     #[arg(long, value_name = "MODULE", num_args = 1.., requires = "contents")]
     pub preload: Vec<String>,
-}
-
-/// Flags of every command that makes sandboxes.
-// It has no `Debug`: variables may hold secrets.
-#[derive(Args, Default)]
-pub(super) struct SandboxArguments {
-    /// Host folder that becomes the working folder; made if missing [default: a private folder for each session]
-    #[arg(long, value_name = "DIR")]
-    workspace: Option<String>,
-    /// Host folder that files may be uploaded from and downloaded to; repeat for more [default: the workspace]
-    #[arg(long = "allowed-dir", value_name = "DIR")]
-    allowed_dirs: Vec<String>,
-    /// Python environment that sessions run in [default: default]
-    #[arg(long, value_name = "NAME")]
-    environment: Option<String>,
-    /// Host folder to show below the working folder, read-only with ":ro"; repeat for more
-    #[arg(
-        long = "mount",
-        visible_alias = "container-bind",
-        value_name = "HOST:RELATIVE[:ro]"
-    )]
-    mounts: Vec<String>,
-    /// Environment variable for the code inside; repeat for more
-    #[arg(
-        long = "env-var",
-        visible_alias = "container-env-var",
-        value_name = "KEY=VALUE"
-    )]
-    variables: Vec<String>,
-    /// File of KEY=VALUE lines with variables for the code inside; repeat for more
-    #[arg(
-        long = "env-file",
-        visible_alias = "container-env-file",
-        value_name = "FILE"
-    )]
-    env_files: Vec<String>,
-    /// Memory of each sandbox, such as 512M, 2G or 2GiB [default: 2G]
-    #[arg(long, value_name = "SIZE")]
-    memory: Option<String>,
-    /// Processor cores each sandbox may keep busy, such as 0.5 or 2 [default: 2]
-    #[arg(long, value_name = "N")]
-    cpus: Option<String>,
-    /// How long a cell may run when its caller does not say, such as 30, 30s or 2m [default: 2m]
-    #[arg(long, value_name = "DURATION")]
-    timeout: Option<String>,
-    /// How long a call waits for a cell; then it goes on and check_execution tells how [default: 50s]
-    #[arg(long, value_name = "DURATION")]
-    max_wait: Option<String>,
-    /// Sessions that may exist at once [default: 64]
-    #[arg(long, value_name = "N")]
-    max_sessions: Option<String>,
-    /// How long a session may do nothing before it ends, such as 30m [default: 1h]
-    #[arg(long, value_name = "DURATION")]
-    idle_timeout: Option<String>,
-    /// Which set of tools clients see: default, ipybox, python-docker-mcp, code-executer or pyexec [default: default]
-    #[arg(long, value_name = "NAME")]
-    profile: Option<String>,
-    /// What sandboxes are made of: native (namespaces of this kernel), docker or podman [default: native]
-    #[arg(long, value_name = "NAME")]
-    backend: Option<String>,
-    /// Image of containers; it needs Python 3.10 or newer [default: cellblock:latest, which "cellblock image build" makes]
-    #[arg(long, value_name = "IMAGE")]
-    container_tag: Option<String>,
-    /// Runtime of containers, such as runsc or kata [default: the engine's]
-    #[arg(long, value_name = "NAME")]
-    runtime: Option<String>,
-    /// Folder below the working folder in which the profile ipybox keeps pictures [default: images]
-    #[arg(long, value_name = "DIR")]
-    images_dir: Option<String>,
-    /// File in which ipybox says what code may reach: its allowed and denied domains are taken from there
-    #[arg(long, value_name = "FILE")]
-    sandbox_config: Option<String>,
-    /// Isolation layer that may be missing on this machine; repeat for more
-    #[arg(long = "allow-missing", value_name = "LAYER", value_parser = clap::builder::PossibleValuesParser::new(LayerKind::ALL.map(LayerKind::name)))]
-    allow_missing: Vec<String>,
-    #[command(flatten)]
-    network: NetworkArguments,
-    #[command(flatten)]
-    approvals: ApprovalArguments,
-}
-
-/// Flags about what sandboxes may reach and install.
-#[derive(Args, Default)]
-struct NetworkArguments {
-    /// Host that code inside may reach, such as example.com, *.example.com, 192.168.1.0/24 or example.com:8443; repeat for more
-    #[arg(long = "allowed-domain", value_name = "RULE")]
-    allowed_domains: Vec<String>,
-    /// Host that code inside may never reach, whatever else is allowed; written like an allowed one; repeat for more
-    #[arg(long = "denied-domain", value_name = "RULE")]
-    denied_domains: Vec<String>,
-    /// What code inside may reach: nothing, what is listed, or everything [default: listed if something is, else none]
-    #[arg(long, value_name = "none|listed|all")]
-    allow_network: Option<String>,
-    /// Value that is put into HTTPS requests to a host and never goes inside, where NAME is a placeholder; repeat for more
-    #[arg(long = "secret", value_name = "NAME=env:VAR@HOST[:HEADER]")]
-    secrets: Vec<String>,
-    /// Whether packages can be installed into sessions: on or off [default: on]
-    #[arg(long, value_name = "WORD")]
-    install_packages: Option<String>,
-}
-
-/// Flags about what code may do only when a person has allowed it.
-#[derive(Args, Default)]
-struct ApprovalArguments {
-    /// Calls of other MCP servers' tools: allow, ask a person, or deny [default: allow]
-    #[arg(long, value_name = "allow|ask|deny")]
-    approve_tools: Option<String>,
-    /// Shell commands of cells: allow, ask a person, or deny [default: allow]
-    #[arg(long, value_name = "allow|ask|deny")]
-    approve_shell: Option<String>,
-    /// Installations of packages: allow, ask a person, or deny [default: allow]
-    #[arg(long, value_name = "allow|ask|deny")]
-    approve_packages: Option<String>,
-    /// Hosts that are not listed: ask a person, or deny [default: deny]
-    #[arg(long, value_name = "ask|deny")]
-    approve_domains: Option<String>,
-    /// Whether a person can allow something for good: on or off [default: off]
-    #[arg(long, value_name = "WORD")]
-    remember_approvals: Option<String>,
-}
-
-/// Flags about sessions that are copied: `undo`, `fork_session`, `explore`. One run of code has no past and no branches.
-#[derive(Args, Default)]
-struct BranchingArguments {
-    /// Whether cells can be undone: on or off [default: on]
-    #[arg(long, value_name = "WORD")]
-    undo: Option<String>,
-    /// States of a session that are kept for undo [default: 10]
-    #[arg(long, value_name = "N")]
-    undo_checkpoints: Option<String>,
-    /// How much of the working folder undo saves, such as 64M; 0 leaves files alone [default: 64M; 0 with a workspace]
-    #[arg(long, value_name = "SIZE")]
-    undo_files: Option<String>,
-    /// Variants of one explore that run at the same time, at most 16 [default: the number of cores]
-    #[arg(long, value_name = "N")]
-    explore_parallel: Option<String>,
-    /// Memory of a session, its checkpoints and all its forks together [default: twice --memory]
-    #[arg(long, value_name = "SIZE")]
-    family_memory: Option<String>,
-}
-
-/// Flags about what operators see of a server.
-#[derive(Args, Default)]
-struct WatchArguments {
-    /// File that every decision is recorded in, as a chain of lines that can be verified [default: none]
-    #[arg(long, value_name = "FILE")]
-    audit_file: Option<String>,
-    /// Collector that traces are sent to, such as http://127.0.0.1:4318 [default: $OTEL_EXPORTER_OTLP_ENDPOINT, else none]
-    #[arg(long, value_name = "URL")]
-    otlp_endpoint: Option<String>,
-}
-
-/// Flags about other MCP servers.
-#[derive(Args, Default)]
-struct UpstreamArguments {
-    /// JSON file with MCP servers that all sessions may use, in the form of client configurations: {"mcpServers": {…}}
-    #[arg(long, value_name = "FILE")]
-    mcp_servers_file: Option<String>,
-}
-
-/// Flags about sessions that outlive the server.
-#[derive(Args, Default)]
-struct KeepingArguments {
-    /// Whether sessions outlive this process, kept by one of their own: on or off [default: on for serve, else off]
-    #[arg(long, value_name = "WORD")]
-    keep_sessions: Option<String>,
-    /// Name of the process that keeps them; servers with the same one have the same sessions [default: the command]
-    #[arg(long, value_name = "NAME")]
-    keeper: Option<String>,
-}
-
-impl Arguments {
-    /// Returns all settings among the flags, as they were written.
-    pub(super) fn flags(&self) -> Flags {
-        let flags = Flags::default()
-            .single(Key::LogLevel, self.general.log_level.clone())
-            .single(Key::LogFormat, self.general.log_format.clone());
-        let flags = match &self.command {
-            Command::Mcp(McpArguments {
-                other,
-                sandbox,
-                branching,
-                watch,
-                upstream,
-                keeping,
-            }) => keeping
-                .add_to(watch.add_to(
-                    upstream.add_to(branching.add_to(sandbox.add_to(other.add_to(flags)))),
-                )),
-            Command::Serve(serve) => serve.add_to(flags),
-            Command::Config(ConfigCommand::Show(show)) => show.server.add_to(flags),
-            Command::Run(RunArguments { sandbox, .. }) => sandbox.add_to(flags),
-            Command::Doctor(DoctorArguments {
-                backend,
-                container_tag,
-                runtime,
-                ..
-            }) => flags
-                .single(Key::Backend, backend.clone())
-                .single(Key::ContainerTag, container_tag.clone())
-                .single(Key::Runtime, runtime.clone()),
-            Command::Env(_)
-            | Command::Image(_)
-            | Command::Audit(_)
-            | Command::Key(_)
-            | Command::Packages(_)
-            | Command::Build(_)
-            | Command::Cleanup(_)
-            | Command::Config(ConfigCommand::Check { .. })
-            | Command::Completions { .. }
-            | Command::Version
-            | Command::Keeper(_) => flags,
-        };
-        flags.as_typed(&self.typed)
-    }
-}
-
-impl ServeArguments {
-    fn add_to(&self, flags: Flags) -> Flags {
-        let ServeArguments {
-            service,
-            sandbox,
-            branching,
-            watch,
-            upstream,
-            keeping,
-        } = self;
-        service.add_to(
-            keeping.add_to(watch.add_to(upstream.add_to(branching.add_to(sandbox.add_to(flags))))),
-        )
-    }
-}
-
-impl SandboxArguments {
-    fn add_to(&self, flags: Flags) -> Flags {
-        let flags = flags
-            .single(Key::Workspace, self.workspace.clone())
-            .repeated(Key::AllowedDirs, self.allowed_dirs.clone())
-            .single(Key::Environment, self.environment.clone())
-            .repeated(Key::Mounts, self.mounts.clone())
-            .repeated(Key::Variables, self.variables.clone())
-            .repeated(Key::EnvFiles, self.env_files.clone())
-            .single(Key::Memory, self.memory.clone())
-            .single(Key::Cpus, self.cpus.clone())
-            .single(Key::Timeout, self.timeout.clone())
-            .single(Key::MaxWait, self.max_wait.clone())
-            .single(Key::MaxSessions, self.max_sessions.clone())
-            .single(Key::IdleTimeout, self.idle_timeout.clone())
-            .single(Key::Profile, self.profile.clone())
-            .single(Key::Backend, self.backend.clone())
-            .single(Key::ContainerTag, self.container_tag.clone())
-            .single(Key::Runtime, self.runtime.clone())
-            .single(Key::ImagesDir, self.images_dir.clone())
-            .single(Key::SandboxConfig, self.sandbox_config.clone())
-            .repeated(Key::AllowMissing, self.allow_missing.clone());
-        self.approvals.add_to(self.network.add_to(flags))
-    }
-}
-
-impl ServiceArguments {
-    fn add_to(&self, flags: Flags) -> Flags {
-        flags
-            .single(Key::Listen, self.listen.clone())
-            .single(Key::Auth, self.auth.clone())
-            .single(Key::PublicUrl, self.public_url.clone())
-            .repeated(Key::AllowedHosts, self.allowed_hosts.clone())
-            .repeated(Key::AllowedOrigins, self.allowed_origins.clone())
-            .single(Key::TlsCert, self.tls_cert.clone())
-            .single(Key::TlsKey, self.tls_key.clone())
-            .single(Key::MaxConnections, self.max_connections.clone())
-    }
-}
-
-impl NetworkArguments {
-    fn add_to(&self, flags: Flags) -> Flags {
-        flags
-            .repeated(Key::AllowedDomains, self.allowed_domains.clone())
-            .repeated(Key::DeniedDomains, self.denied_domains.clone())
-            .single(Key::AllowNetwork, self.allow_network.clone())
-            .repeated(Key::Secrets, self.secrets.clone())
-            .single(Key::InstallPackages, self.install_packages.clone())
-    }
-}
-
-impl ApprovalArguments {
-    fn add_to(&self, flags: Flags) -> Flags {
-        flags
-            .single(Key::ApproveTools, self.approve_tools.clone())
-            .single(Key::ApproveShell, self.approve_shell.clone())
-            .single(Key::ApprovePackages, self.approve_packages.clone())
-            .single(Key::ApproveDomains, self.approve_domains.clone())
-            .single(Key::RememberApprovals, self.remember_approvals.clone())
-    }
-}
-
-impl BranchingArguments {
-    fn add_to(&self, flags: Flags) -> Flags {
-        flags
-            .single(Key::Undo, self.undo.clone())
-            .single(Key::UndoCheckpoints, self.undo_checkpoints.clone())
-            .single(Key::UndoFiles, self.undo_files.clone())
-            .single(Key::ExploreParallel, self.explore_parallel.clone())
-            .single(Key::FamilyMemory, self.family_memory.clone())
-    }
-}
-
-impl WatchArguments {
-    fn add_to(&self, flags: Flags) -> Flags {
-        flags
-            .single(Key::AuditFile, self.audit_file.clone())
-            .single(Key::OtlpEndpoint, self.otlp_endpoint.clone())
-    }
-}
-
-impl UpstreamArguments {
-    fn add_to(&self, flags: Flags) -> Flags {
-        flags.single(Key::McpServersFile, self.mcp_servers_file.clone())
-    }
-}
-
-impl KeepingArguments {
-    fn add_to(&self, flags: Flags) -> Flags {
-        flags
-            .single(Key::KeepSessions, self.keep_sessions.clone())
-            .single(Key::Keeper, self.keeper.clone())
-    }
 }
 
 #[cfg(test)]
@@ -1030,7 +779,7 @@ mod tests {
 
     #[test]
     fn the_definition_is_sound() {
-        Arguments::command().debug_assert();
+        definition().debug_assert();
     }
 
     #[test]
@@ -1269,6 +1018,7 @@ mod tests {
                 "config", "show", "--json", "--memory", "1G", "--listen", "8001",
             ],
             &["completions", "bash"],
+            &["man", "folder"],
             &["version"],
         ] {
             assert!(parse(line).is_ok(), "{line:?}");
@@ -1279,15 +1029,12 @@ mod tests {
             &["config", "show", "extra"],
             &["completions"],
             &["completions", "command.com"],
-            &["mcp", "--allow-missing", "roof"],
             &["env", "remove"],
             &["env", "show"],
             &["env", "build", "a", "--packages", "x", "--locked", "y"],
             &["env", "build", "a", "--requirements", "x", "--pyproject"],
             &["env", "build", "a", "--packages", "x", "--extra", "y"],
             &["env", "build", "a", "--preload", "x"],
-            &["mcp", "--log-level", "loud"],
-            &["mcp", "--log-format", "xml"],
             &["audit", "verify"],
             &["audit", "verify", "a.jsonl", "--last", "7:short"],
             &["audit", "show", "a.jsonl", "--kind", "everything"],
@@ -1322,7 +1069,7 @@ mod tests {
     #[test]
     fn flags_without_effect_are_told() {
         let told = |line: &[&str]| match parse(line).unwrap().command {
-            Command::Mcp(mcp) => mcp.other.notices(),
+            Command::Mcp(mcp) => mcp.notices(),
             _ => panic!("it is mcp"),
         };
         assert!(
@@ -1378,45 +1125,55 @@ mod tests {
     }
 
     #[test]
-    fn other_spellings_of_flags_are_known_to_the_settings() {
-        let serve = Arguments::command()
-            .find_subcommand("serve")
-            .unwrap()
-            .clone();
-        let mut written: Vec<(String, String)> = Vec::new();
-        for flag in serve.get_arguments() {
-            let aliases = flag.get_all_aliases().unwrap_or_default();
-            let long = flag.get_long().unwrap_or_default();
-            written.extend(
-                aliases
-                    .iter()
-                    .map(|alias| (format!("--{long}"), format!("--{alias}"))),
-            );
+    fn every_flag_of_a_setting_is_handed_on() {
+        for key in Key::all() {
+            let Some(flag) = &key.row().flag else {
+                continue;
+            };
+            for name in [Some(flag.name), flag.alias].into_iter().flatten() {
+                let written = parse(&["serve", name, "x"]).unwrap().flags;
+                assert_eq!(written.keys(), [key], "{name}");
+                let shown = parse(&["config", "show", name, "x"]).unwrap().flags;
+                assert_eq!(shown.keys(), [key], "{name}");
+                let twice = parse(&["serve", name, "x", name, "y"]);
+                assert_eq!(twice.is_ok(), key.row().is_list(), "{name}");
+            }
         }
-        written.sort();
-        let mut known: Vec<(String, String)> = Key::ALIASES
-            .iter()
-            .map(|(key, alias)| (key.flag().to_owned(), (*alias).to_owned()))
-            .collect();
-        known.sort();
-        assert_eq!(written, known);
+        let general = parse(&["--log-level", "x", "mcp"]).unwrap().flags;
+        assert_eq!(general.keys(), [Key::LogLevel]);
+        assert_eq!(
+            parse(&["mcp", "--debug"]).unwrap().flags.keys(),
+            [Key::LogLevel]
+        );
+        assert!(parse(&["mcp"]).unwrap().flags.keys().is_empty()); // control
     }
 
     #[test]
-    fn every_flag_that_a_setting_names_exists() {
-        let all = Arguments::command();
-        let serve = all.find_subcommand("serve").unwrap().clone();
-        let written: Vec<String> = serve
-            .get_arguments()
-            .chain(Arguments::command().get_arguments())
-            .filter_map(|flag| flag.get_long())
-            .map(|long| format!("--{long}"))
-            .collect();
-        for flag in Key::flags() {
-            assert!(
-                written.iter().any(|known| known == flag),
-                "{flag} is named in the table of settings but cannot be written"
-            );
+    fn manual_pages_have_the_commands_and_their_settings() {
+        let folder = tempfile::tempdir().unwrap();
+        Arguments::write_manual(folder.path()).unwrap();
+        let page = |name: &str| std::fs::read_to_string(folder.path().join(name)).unwrap();
+        assert!(page("cellblock.1").contains("cellblock\\-serve(1)"));
+        let serve = page("cellblock-serve.1");
+        assert!(serve.contains("64 MiB to 16 TiB"), "{serve}");
+        assert!(!page("cellblock-run.1").contains("undo"));
+    }
+
+    #[test]
+    fn help_has_the_texts_and_defaults_of_settings_without_markup() {
+        let mut definition = definition();
+        let serve = definition.find_subcommand_mut("serve").unwrap();
+        let help = serve.render_help().to_string();
+        let help = help.split_whitespace().collect::<Vec<_>>().join(" ");
+        for part in [
+            "--memory <SIZE> Memory of each sandbox, such as 512M, 2G or 2GiB [default: 2G]",
+            "--environment <NAME> Python environment that sessions run in [default: default]",
+            "--undo <on|off> Whether sessions keep what is needed to undo cells [default: on]",
+            "read-only with :ro; repeat for more [alias: --container-bind]",
+            "[possible values: default, ipybox, python-docker-mcp, code-executer, pyexec]",
+        ] {
+            assert!(help.contains(part), "{part}\n{help}");
         }
+        assert!(!help.contains(".md") && !help.contains('`'), "{help}");
     }
 }

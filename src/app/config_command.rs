@@ -1,6 +1,6 @@
-//! `cellblock config …`: whether the configuration holds, and what it comes to.
+//! `cellblock config …`: checks the configuration and shows the effective settings.
 //!
-//! Nothing is made and nothing is started, so that a file can be tried before it is put in place.
+//! Nothing is created or started, so a file can be tested before it is put in place.
 
 use std::path::Path;
 
@@ -10,7 +10,7 @@ use super::cli::ConfigCommand;
 use super::output::say;
 use crate::config::{self, Flags, Inspection, ShownSetting};
 
-/// Carries out one command and returns what it prints. What was coped with goes to standard error.
+/// Executes one command and returns its output. Warnings go to standard error.
 pub(super) fn execute(
     command: &ConfigCommand,
     named: Option<&Path>,
@@ -26,8 +26,8 @@ pub(super) fn execute(
     }
     Ok(match command {
         ConfigCommand::Check { .. } => verdict(&inspection),
-        ConfigCommand::Show(arguments) if arguments.json => as_json(&inspection.settings),
-        ConfigCommand::Show(_) => as_text(&inspection.settings),
+        ConfigCommand::Show { json: true } => as_json(&inspection.settings),
+        ConfigCommand::Show { json: false } => as_text(&inspection.settings),
     })
 }
 
@@ -75,7 +75,7 @@ fn as_text(settings: &[ShownSetting]) -> String {
             .max()
             .unwrap_or(0)
     };
-    // A value that is very long moves only its own origin.
+    // A very long value shifts only its own origin.
     let (names, values) = (width(0, usize::MAX), width(1, 40));
     rows.iter()
         .map(|[name, value, from]| format!("{name:names$}  {value:values$}  {from}\n"))
@@ -117,7 +117,8 @@ mod tests {
             setting("workspace", Value::Null, &[]),
         ];
         let text = "cpus       2           default\nmemory     2 GiB       /etc/c.yaml:3\n\
-                    variables  A=[hidden]  KERNEL_ENV_A, --env-var\nworkspace  -           default\n";
+                    variables  A=[hidden]  KERNEL_ENV_A, --env-var\nworkspace  -           \
+                    default\n";
         assert_eq!(as_text(&settings), text);
         let json: Value = serde_json::from_str(&as_json(&settings)).unwrap();
         assert_eq!(

@@ -1,4 +1,4 @@
-//! The container backend: the operator's settings turned into what it needs.
+//! The container backend: converts the operator's settings into those of the backend.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -20,7 +20,7 @@ use crate::sandbox::container::{
 };
 use crate::sandbox::{Backend, Network, Preparation};
 
-/// Starts the backend that makes containers.
+/// Starts the container backend.
 pub(super) fn backend(
     settings: &Settings,
     choice: &Containers,
@@ -68,7 +68,8 @@ pub(super) fn backend(
         });
     if containers.network.is_some() && !choice.address.is_local() {
         bail!(
-            "the engine at {} is not on this machine, so nobody could hold its containers to allowed domains and secrets; \
+            "the engine at {} is not on this machine, so nobody could hold its containers to \
+             allowed domains and secrets; \
              leave them out, or use an engine of this machine or --backend native",
             choice.address
         );
@@ -79,7 +80,7 @@ pub(super) fn backend(
     ))
 }
 
-/// Something of the server that containers may look at.
+/// Converts a host path that containers may see.
 fn shown(bind: Bind) -> ContainerBind {
     ContainerBind {
         host: bind.host,
@@ -88,7 +89,7 @@ fn shown(bind: Bind) -> ContainerBind {
     }
 }
 
-/// Adds what a container needs to a way out.
+/// Adds the container-specific parts to the egress settings.
 fn container_network(network: Network, way_out: WayOut) -> anyhow::Result<ContainerNetwork> {
     Ok(ContainerNetwork {
         network,
@@ -98,7 +99,7 @@ fn container_network(network: Network, way_out: WayOut) -> anyhow::Result<Contai
     })
 }
 
-/// Makes settings of the backend from those of the operator.
+/// Converts the operator's settings into those of the backend.
 fn container_settings(
     settings: &Settings,
     choice: &Containers,
@@ -150,7 +151,7 @@ fn container_settings(
     }
 }
 
-/// Supplies from our own binary and the package index.
+/// Files for containers, from our own binary and the package index.
 pub struct OwnSupplies {
     pub data_dir: PathBuf,
 }

@@ -1,24 +1,25 @@
-//! How many files may be open at once, and how many sessions that is enough for.
+//! The limit of open files, and the number of sessions that it allows.
 //!
 //! The native backend needs descriptors in two processes, this one and the warden, which has the
-//! same limit. With too few of them sessions would fail one by one and late, so the limit is looked
-//! at when the program starts.
+//! same limit. With too low a limit sessions would fail one by one and late, so the limit is
+//! checked at startup.
 
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
-/// The least with which a session starts: an interpreter finds its channel and the namespaces that
-/// it enters at numbers from 1,000 on (`jail::twin`).
+/// The minimum for starting a session: an interpreter finds its channel and the namespaces that it
+/// enters at descriptor numbers from 1,000 up (`jail::twin`).
 const LEAST: u64 = 1_024;
-/// What a server and its warden need beside their sessions, with the reserve of the warden.
+/// Descriptors needed by a server and its warden beside their sessions, including the warden's
+/// reserve.
 const OWN: u64 = 184;
-/// What one session takes in the warden: its namespaces, its root, its rules, its sockets and
-/// processes. In the server it takes fewer.
+/// Descriptors per session in the warden: its namespaces, root, rules, sockets and processes. In
+/// the server a session needs fewer.
 const PER_SESSION: u64 = 11;
 
-/// Raises the limit of this process as far as it may, and returns it.
+/// Raises the soft limit of this process to the hard limit, and returns it.
 pub(super) fn raise_limit() -> u64 {
     let limit = getrlimit(Resource::Nofile);
-    // With the lower limit fewer sessions fit.
+    // On failure the lower limit stays and fewer sessions fit.
     let _ = setrlimit(
         Resource::Nofile,
         Rlimit {
@@ -29,20 +30,21 @@ pub(super) fn raise_limit() -> u64 {
     getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX)
 }
 
-/// Where the limit can be raised.
+/// How to raise the limit.
 const CURE: &str = "raise it where this program is started, for example with `ulimit -Hn 4096`, \
     `LimitNOFILE=4096` in a systemd unit, or `--ulimit nofile=4096` for a container";
 
-/// Refuses a limit with which no session could ever start.
+/// Rejects a limit that is too low for a single session.
 pub(super) fn check(limit: u64) -> anyhow::Result<()> {
     anyhow::ensure!(
         limit >= LEAST,
-        "only {limit} files may be open at once, and sessions need a limit of at least {LEAST}; {CURE}"
+        "only {limit} files may be open at once, and sessions need a limit of at least {LEAST}; \
+         {CURE}"
     );
     Ok(())
 }
 
-/// Returns how many native sessions fit.
+/// Returns the number of native sessions that fit.
 pub(super) fn fitting(limit: u64) -> usize {
     match limit {
         ..LEAST => 0,
@@ -50,7 +52,7 @@ pub(super) fn fitting(limit: u64) -> usize {
     }
 }
 
-/// Says in one line how many files may be open, and whether that is enough for `wanted` sessions.
+/// Returns one line about the limit and whether it is enough for `wanted` sessions.
 pub(super) fn summary(limit: u64, wanted: usize) -> String {
     let limit_text = if limit == u64::MAX {
         "no limit".to_owned()
@@ -61,15 +63,15 @@ pub(super) fn summary(limit: u64, wanted: usize) -> String {
         0 => format!("{limit_text}, too few for any session, which need at least {LEAST}; {CURE}"),
         fitting if fitting < wanted => {
             format!(
-                "{limit_text}, enough for {fitting} sessions of the {wanted} in max_sessions; {CURE}"
+                "{limit_text}, enough for {fitting} sessions of the {wanted} in max_sessions; \
+                 {CURE}"
             )
         }
         _ => format!("{limit_text}, enough for the {wanted} sessions of max_sessions"),
     }
 }
 
-/// Returns how many sessions there may be, with a warning when that is less than what was asked
-/// for.
+/// Returns the number of sessions allowed, with a warning when it is lower than `wanted`.
 pub(super) fn sessions_within(limit: u64, wanted: usize) -> usize {
     let fitting = fitting(limit);
     if fitting < wanted {
@@ -78,7 +80,8 @@ pub(super) fn sessions_within(limit: u64, wanted: usize) -> usize {
             fitting,
             max_sessions = wanted,
             needed,
-            "fewer sessions than max_sessions are allowed, because too few files may be open at once; raise the limit of \
+            "fewer sessions than max_sessions are allowed, because too few files may be open at \
+             once; raise the limit of \
              open files (RLIMIT_NOFILE)"
         );
     }

@@ -1,7 +1,8 @@
-//! `cellblock doctor`: what isolation this machine enforces, what it cannot, why, and the cure.
+//! `cellblock doctor`: which isolation this machine enforces, which it cannot, why, and the remedy.
 //!
-//! The answer comes from a sandbox that is really made and taken away again, not from version numbers. Where sessions run in containers, the engine and the image
-//! are looked at first, and a container is made only of what is there: nothing is fetched.
+//! The result comes from a real sandbox that is created and destroyed, not from version numbers.
+//! Where sessions run in containers, the engine and the image are checked first, and a container is
+//! created only from a local image: nothing is pulled.
 
 use std::fmt::Write;
 use std::process::ExitCode;
@@ -18,18 +19,18 @@ use crate::sandbox::container::{Examined, Finding, Found, examine};
 use crate::sandbox::native;
 use crate::sandbox::{Isolation, LaunchError, Layer, LayerKind};
 
-/// What was found out.
+/// The findings.
 struct Report {
     /// The engine and the image, where sessions run in containers.
     engine: Vec<Finding>,
-    /// What a sandbox was, if one was tried.
+    /// The isolation of a test sandbox, if one was created.
     tried: Option<Result<Isolation, LaunchError>>,
-    /// How many files this process may have open at once.
+    /// The limit of open files of this process.
     open_files: u64,
     usable: bool,
 }
 
-/// Carries out the command. Fails when sessions could not be started here as things are.
+/// Executes the command. Fails if sessions cannot start in the current state.
 pub(super) async fn execute(
     arguments: &DoctorArguments,
     settings: &Settings,
@@ -86,7 +87,7 @@ fn examined<'a>(settings: &Settings, choice: &'a Containers) -> Examined<'a> {
     }
 }
 
-/// Makes a container with a session as servers do, and takes it away again.
+/// Creates a container with a session as servers do, and removes it again.
 async fn container_trial(
     settings: &Settings,
     choice: &Containers,
@@ -187,7 +188,7 @@ fn as_text(report: &Report, settings: &Settings) -> Result<String, std::fmt::Err
     Ok(text)
 }
 
-/// Writes one thing that was looked at: how it is, and if it is not as it should be, why and what to do.
+/// Writes one check: its status and, if it failed, the reason and the remedy.
 fn write_line(
     text: &mut String,
     name: &str,
@@ -225,22 +226,22 @@ fn write_layers(text: &mut String, isolation: &Isolation, is_native: bool) -> st
     Ok(())
 }
 
-/// What turns a reduced layer into an enforced one.
+/// Returns the remedy for a reduced layer.
 fn cure_of(kind: LayerKind) -> Option<&'static str> {
     match kind {
         LayerKind::Identity => Some(
             "start the server as root; it gives up root's rights for everything that runs code",
         ),
         LayerKind::Resources => Some(
-            "start the server as root, or let systemd delegate a control group: docs/isolation.md, section Control groups",
+            "start the server as root, or let systemd delegate a control group: docs/isolation.md, \
+             section Control groups",
         ),
         LayerKind::Landlock => Some("use Linux 5.13 or newer"),
         _ => None,
     }
 }
 
-/// What an operator can do so that sandboxes start. A refused namespace brings its own cure with
-/// it.
+/// Returns the remedy for a sandbox that does not start. A refused namespace carries its own.
 fn cure(error: &LaunchError) -> Option<String> {
     match error {
         LaunchError::Start { why }

@@ -19,7 +19,7 @@ use crate::environment::{
 };
 use crate::sandbox::Preparation;
 
-/// Carries out one command and writes its result to `output`.
+/// Executes one command and writes its result to `output`.
 pub(super) async fn execute(
     command: EnvCommand,
     settings: &Settings,
@@ -53,7 +53,7 @@ async fn build(
     let wish = wanted(arguments, settings)?;
     let (spec, environment) = tokio::select! {
         built = fulfil_with_progress(wish, settings) => built?,
-        // What was begun is dropped, and with it the installer and its folders.
+        // Dropping the future also removes the installer and its folders.
         _ = asked_to_end() => return Err(Interrupted.into()),
     };
     let packages = spec.requirements().join(", ");
@@ -65,7 +65,7 @@ async fn build(
     Ok(())
 }
 
-/// Prints the lock of the newest environment of a name.
+/// Prints the lock of the newest environment with this name.
 fn show(name: &str, settings: &Settings, output: &mut (dyn Write + Send)) -> anyhow::Result<()> {
     let wanted = parse_name(name)?;
     let built = environment::list(&settings.data_dir)
@@ -74,18 +74,21 @@ fn show(name: &str, settings: &Settings, output: &mut (dyn Write + Send)) -> any
     let built = built
         .ok_or_else(|| anyhow!("there is no environment \"{name}\" to show; build it first"))?;
     let lock = built.lock().ok_or_else(|| {
-        anyhow!("\"{name}\" was built by an older version, which wrote no lock; \"cellblock env build {name}\" builds it again")
+        anyhow!(
+            "\"{name}\" was built by an older version, which wrote no lock; \"cellblock env \
+                 build {name}\" builds it again"
+        )
     })?;
     output.write_all(lock.as_bytes())?;
     Ok(())
 }
 
-/// What a build is to make.
+/// The requested build.
 #[derive(Debug, PartialEq, Eq)]
 enum Wish {
-    /// What is known already, or was listed on the command line.
+    /// A known environment, or packages listed on the command line.
     Spec(EnvironmentSpec),
-    /// What files ask for. The packages of the description follow from them.
+    /// Requirement files. The packages of the spec are derived from them.
     Files {
         input: Input,
         name: EnvironmentName,
@@ -130,7 +133,7 @@ async fn fulfil(
     Ok((spec, environment))
 }
 
-/// Builds or finds what is wished and shows the progress meanwhile.
+/// Builds or finds the requested environment and shows the progress.
 async fn fulfil_with_progress(
     wish: Wish,
     settings: &Settings,
@@ -149,12 +152,13 @@ async fn fulfil_with_progress(
         told.send_replace(Preparation::Ready);
         result
     };
-    // The work goes first, so that a finished environment is ready before anything could be shown.
+    // The work is polled first, so that a finished environment is ready before any progress is
+    // shown.
     let (result, ()) = tokio::join!(work, progress::show(heard));
     result
 }
 
-/// Decides what to build: what the configuration describes, or what the flags say about a name of their own.
+/// Decides what to build: an environment of the configuration, or a new name described by flags.
 fn wanted(arguments: &BuildArguments, settings: &Settings) -> anyhow::Result<Wish> {
     let name = arguments
         .name
@@ -185,13 +189,16 @@ fn wanted(arguments: &BuildArguments, settings: &Settings) -> anyhow::Result<Wis
         || arguments.locked.is_some();
     match settings.environments.get(&name) {
         Some(known) if !is_filled && python.is_none() => return Ok(Wish::Spec(known.clone())),
-        // A server would follow the configuration and build its own again, so the flags would be forgotten.
+        // A server would follow the configuration and rebuild its own version, so the flags would
+        // be lost.
         Some(_) if settings.described.contains(&name) => bail!(
-            "\"{name}\" is built in or described in the configuration file, so its packages and Python are changed there \
+            "\"{name}\" is built in or described in the configuration file, so its packages and \
+             Python are changed there \
              (environments: {name}: …), or under another name here"
         ),
         _ if !is_filled => bail!(
-            "there is no environment \"{name}\" yet: say what to install with --packages, --requirements, --pyproject or --locked"
+            "there is no environment \"{name}\" yet: say what to install with --packages, \
+             --requirements, --pyproject or --locked"
         ),
         _ => {}
     }
@@ -222,7 +229,8 @@ fn parse_python(text: &str) -> anyhow::Result<PythonRequest> {
         .ok_or_else(|| anyhow!("--python {text}: it must be {}", PythonRequest::ALLOWED))
 }
 
-/// Reads a lock. Unless another Python is asked for, it is the one that the versions were chosen for.
+/// Reads a lock. Unless another Python is given, the one that the versions were resolved for is
+/// used.
 fn locked(
     file: &Path,
     name: EnvironmentName,
@@ -243,7 +251,7 @@ fn locked(
     Ok(Wish::Locked(lockfile, spec))
 }
 
-/// Returns the files that say what to install, if files do.
+/// Returns the files that list the packages, if there are any.
 fn input(arguments: &BuildArguments) -> anyhow::Result<Option<Input>> {
     if let Some(written) = &arguments.pyproject {
         let file = if written.is_dir() {
@@ -274,7 +282,7 @@ fn input(arguments: &BuildArguments) -> anyhow::Result<Option<Input>> {
 
 const PROJECT_FILE: &str = "pyproject.toml";
 
-/// Returns the full path of a file, because the installer works in another folder.
+/// Returns the absolute path of a file, because the installer works in another folder.
 fn existing(flag: &str, file: &Path) -> anyhow::Result<PathBuf> {
     if !file.is_file() {
         bail!("{flag} {}: there is no such file", file.display());
@@ -294,7 +302,8 @@ fn parse_name(name: &str) -> anyhow::Result<EnvironmentName> {
 
 fn as_text(built: &[Built]) -> String {
     if built.is_empty() {
-        return "no environment has been built yet; the first session or \"cellblock env build\" builds one\n"
+        return "no environment has been built yet; the first session or \"cellblock env build\" \
+                builds one\n"
             .to_owned();
     }
     let mut rows =
@@ -484,7 +493,8 @@ mod tests {
                 ..arguments(Some("a"), python, &[])
             })
         };
-        let text = "# Locked by Cellblock for Python 3.12 on linux x86_64.\nipython==9.0 --hash=sha256:aa\n";
+        let text = "# Locked by Cellblock for Python 3.12 on linux x86_64.\nipython==9.0 \
+                    --hash=sha256:aa\n";
         let python = |wish: Result<Wish, String>| match wish.unwrap() {
             Wish::Locked(lockfile, spec) => {
                 assert_eq!(

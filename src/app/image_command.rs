@@ -20,7 +20,7 @@ use crate::image::{
 use crate::sandbox::Preparation;
 use crate::sandbox::container::{Engine, EngineKind};
 
-/// Carries out one command and writes its result to `output`.
+/// Executes one command and writes its result to `output`.
 pub(super) async fn execute(
     command: ImageCommand,
     settings: &Settings,
@@ -49,7 +49,7 @@ pub(super) async fn execute(
     Ok(())
 }
 
-/// Connects to the engine that sessions would use, or to the one that was asked for.
+/// Connects to the engine given on the command line, or to the one that sessions would use.
 pub(super) async fn connect(
     arguments: &EngineArguments,
     settings: &Settings,
@@ -118,7 +118,7 @@ async fn build(
     Ok(())
 }
 
-/// Does what was asked for and returns what there is to say about it.
+/// Executes the command and returns its output.
 async fn carry_out(
     only_dockerfile: bool,
     wish: &ImageWish,
@@ -144,7 +144,7 @@ async fn carry_out(
     ))
 }
 
-/// Who builds.
+/// The user who builds.
 #[derive(Debug, Clone, Copy)]
 struct Caller {
     uid: u32,
@@ -160,7 +160,7 @@ impl Caller {
     }
 }
 
-/// The user of an image that root builds. It is the number that the first person of a machine usually has.
+/// The user of an image built by root: usually the number of the first regular user of a machine.
 const USUAL_USER: u32 = 1000;
 
 /// Decides what to build.
@@ -199,7 +199,8 @@ fn user(arguments: &ImageArguments, caller: Caller) -> anyhow::Result<ImageUser>
     };
     if uid == 0 || gid == 0 {
         bail!(
-            "0 is the number of root, which a session never is; --root makes an image whose own user is root"
+            "0 is the number of root, which a session never is; --root makes an image whose own \
+             user is root"
         );
     }
     Ok(ImageUser::Ordinary { uid, gid })
@@ -242,7 +243,7 @@ fn filling(arguments: &ImageArguments) -> anyhow::Result<Filling> {
     Ok(Filling::Packages { packages, files })
 }
 
-/// What sessions of the native backend have.
+/// The packages of native sessions.
 fn science() -> Vec<String> {
     let [default, _] = EnvironmentSpec::built_in();
     default.packages
@@ -259,7 +260,7 @@ fn dependencies(file: &Path) -> anyhow::Result<Vec<String>> {
     })
 }
 
-/// Reads lines of a TOML array: `"numpy>=2",`. Returns the number of the first line that is none.
+/// Parses lines of a TOML array: `"numpy>=2",`. Returns the number of the first malformed line.
 fn quoted_requirements(text: &str) -> Result<Vec<String>, usize> {
     let mut found = Vec::new();
     for (index, line) in text.lines().enumerate() {
@@ -279,7 +280,7 @@ fn quoted_requirements(text: &str) -> Result<Vec<String>, usize> {
     Ok(found)
 }
 
-/// Returns the full path of a file, because the installer works in another folder.
+/// Returns the absolute path of a file, because the installer works in another folder.
 fn existing(file: &Path) -> anyhow::Result<PathBuf> {
     if !file.is_file() {
         bail!("--requirements {}: there is no such file", file.display());
@@ -326,7 +327,7 @@ fn as_text(made: &[MadeImage]) -> String {
     rows.iter().map(line).collect()
 }
 
-/// The beginning of an identity, as engines show it.
+/// The first characters of an id, as engines print it.
 fn short(id: &str) -> &str {
     let digits = id.strip_prefix("sha256:").unwrap_or(id);
     digits.get(..12).unwrap_or(digits)
@@ -335,7 +336,8 @@ fn short(id: &str) -> &str {
 fn as_json(made: &[MadeImage]) -> anyhow::Result<String> {
     let entry = |image: &MadeImage| {
         json!({
-            "id": image.id, "tags": image.tags, "python": image.python, "packages": image.packages, "size": image.size,
+            "id": image.id, "tags": image.tags, "python": image.python,
+            "packages": image.packages, "size": image.size,
             "created": image.created,
         })
     };

@@ -1,7 +1,7 @@
-//! `cellblock cleanup`: what `ipybox cleanup` does, for what is left here.
+//! `cellblock cleanup`: the equivalent of `ipybox cleanup`.
 //!
-//! With an image it removes containers of that image whose server is gone, and nothing else. Without
-//! one it removes packages that no session uses, after a question.
+//! With an image it removes only containers of that image whose server is gone. Without one it
+//! removes packages that no session uses, after confirmation.
 
 use std::io::{IsTerminal, Write};
 
@@ -13,7 +13,8 @@ use super::{image_command, packages_command};
 use crate::config::Settings;
 use crate::sandbox::container::remove_left_containers;
 
-/// Removes what was named, or asks about what was not. Returns what there is to say.
+/// Removes containers of the given image, or unused packages after confirmation. Returns the
+/// report.
 pub(super) async fn clean_up(
     arguments: &IpyboxCleanupArguments,
     settings: &Settings,
@@ -31,7 +32,8 @@ pub(super) async fn clean_up(
     };
     if !arguments.yes && !confirmed(&unused)? {
         return Ok(format!(
-            "{unused} are used by no session; nothing was removed. \"cellblock cleanup --yes\" removes them, and \
+            "{unused} are used by no session; nothing was removed. \"cellblock cleanup --yes\" \
+             removes them, and \
              \"cellblock cleanup -a IMAGE\" removes containers only\n"
         ));
     }
@@ -49,7 +51,7 @@ fn containers_removed(removed: usize, image: &str) -> String {
     )
 }
 
-/// Asks on the terminal. Without one, nothing is confirmed.
+/// Asks on the terminal. Without a terminal, nothing is confirmed.
 fn confirmed(unused: &str) -> anyhow::Result<bool> {
     if !std::io::stdin().is_terminal() || !std::io::stderr().is_terminal() {
         return Ok(false);

@@ -1,7 +1,9 @@
 //! Sessions that outlive a server: where a command's sessions are, and `cellblock keeper`.
 //!
-//! A server that keeps sessions starts this program again as `cellblock keeper hold`, which makes the same house as the server would and lends it out. It gets the
-//! configuration file and the flags as the server has read them through its standard input, and the environment as every child does; secrets are in no argument and in no file.
+//! A server that keeps sessions starts this program again as `cellblock keeper hold`, the session
+//! daemon. The daemon creates the same runtime (`House`) as the server would and serves it on a
+//! socket. It receives the configuration file and the flags as the server has read them through its
+//! standard input, and inherits the environment; no secret is in an argument or a file.
 
 use std::io::Read;
 use std::os::unix::net::UnixListener;
@@ -21,24 +23,25 @@ use crate::config::{HandOver, Settings};
 use crate::keeper::{
     self, AttachError, Client, KeeperName, KeeperSettings, Kept, Post, Status, StopAnswer, Terms,
 };
-use crate::session::{LimitSetup, Refused, SessionAccess};
+use crate::ops::{self, Host, HostExt};
+use crate::session::{LimitSetup, Principal, Refused};
 
 /// A configuration file with all its environments has a few kilobytes.
 const LARGEST_HAND_OVER: u64 = 16 << 20;
 
-/// How long a server that ends waits for its keeper to say what goes on. It is told from memory.
+/// Timeout for the daemon's status when a server stops. The daemon answers from memory.
 const STATUS_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Whether a command keeps sessions when nobody says so.
+/// Whether a command keeps sessions if the setting is absent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum KeepByDefault {
-    /// Used by servers that many share.
+    /// For servers with many clients.
     Yes,
     No,
 }
 
 impl KeepByDefault {
-    /// Tells whether sessions are kept with these settings.
+    /// Returns whether sessions are kept with these settings.
     pub(super) fn decides(self, settings: &Settings) -> bool {
         settings.keep_sessions.unwrap_or(self == KeepByDefault::Yes)
     }
@@ -46,14 +49,15 @@ impl KeepByDefault {
 
 /// Where the sessions of a command are.
 pub(super) enum Home {
-    /// In this process, and they end with it.
+    /// In this process; they end with it.
     Here(House),
-    /// In a keeper, and they stay there.
+    /// In a session daemon, where they stay.
     Kept(Client),
 }
 
 impl Home {
-    /// Makes sessions, or finds those that are kept. `name` is the keeper's unless the operator chose one.
+    /// Creates the sessions, or connects to kept ones. `name` is the daemon's default name; a name
+    /// set by the operator takes precedence.
     pub(super) async fn of(
         settings: &Settings,
         keep: KeepByDefault,
@@ -70,41 +74,50 @@ impl Home {
             .await
             .context("the sessions that are kept cannot have these quotas")?;
         home.set_up_approvals(settings).await.context(
-            "the sessions that are kept cannot have these approvals; `cellblock keeper stop` ends them, and the present settings hold from then on",
+            "the sessions that are kept cannot have these approvals; `cellblock keeper stop` ends \
+             them, and the present settings hold from then on",
         )?;
         Ok(home)
     }
 
-    /// Tells the sessions of the operator's servers.
+    /// Passes the operator's MCP servers to the sessions.
     pub(super) fn set_up_servers(&self, settings: &Settings) {
         set_up_servers(self.sessions(), settings);
     }
 
-    pub(super) fn sessions(&self) -> Arc<dyn SessionAccess> {
+    pub(super) fn sessions(&self) -> Arc<dyn Host> {
         match self {
             Home::Here(house) => Arc::new(house.sessions.clone()),
             Home::Kept(client) => Arc::new(client.clone()),
         }
     }
 
-    /// Tells the sessions what needs an approval. Those of this process know it from the start; those that are kept may have been told otherwise, and must know before
-    /// anybody is served.
+    /// Passes the approval policy to the sessions. Sessions of this process have it from the start.
+    /// Kept sessions may have another one, and must be updated before the first client is served.
     pub(super) async fn set_up_approvals(&self, settings: &Settings) -> Result<(), Refused> {
         self.sessions()
-            .set_up_approvals(approvals::setup(settings))
+            .run(
+                &Principal::operator(),
+                ops::SetApprovals {
+                    setup: approvals::setup(settings),
+                },
+            )
             .await
     }
 
-    /// Tells the sessions how much callers may use, and how many cells run at once.
+    /// Passes the quotas of callers and the limit of concurrent cells to the sessions.
     pub(super) async fn set_up_limits(&self, settings: &Settings) -> Result<(), Refused> {
         let setup = LimitSetup {
             quotas: (&settings.quotas).into(),
             max_running: settings.max_running,
         };
-        self.sessions().set_up_limits(setup).await
+        self.sessions()
+            .run(&Principal::operator(), ops::SetLimits { setup })
+            .await
     }
 
-    /// Uses these settings for the next keeper, should this one end; the servers of the operator change at once.
+    /// Uses these settings for the next daemon, if this one ends; the operator's MCP servers change
+    /// at once.
     pub(super) fn renew(&self, settings: &Settings) {
         self.set_up_servers(settings);
         if let Home::Kept(client) = self {
@@ -118,8 +131,7 @@ impl Home {
         }
     }
 
-    /// Ends the sessions of this process. Those that are kept go on, with their cells, and hear
-    /// nothing more.
+    /// Ends the sessions of this process. Kept sessions and their cells continue unchanged.
     pub(super) async fn leave(&self, runtime_dir: &Path) {
         match self {
             Home::Here(house) => house.shut_down().await,
@@ -139,7 +151,7 @@ impl Home {
     }
 }
 
-/// Tells how the keeper of these settings is found and started.
+/// Returns how the daemon of these settings is found and started.
 pub(super) fn keeper_settings(settings: &Settings, name: &str) -> anyhow::Result<KeeperSettings> {
     let name = match &settings.keeper {
         Some(name) => name.clone(),
@@ -157,16 +169,18 @@ pub(super) fn keeper_settings(settings: &Settings, name: &str) -> anyhow::Result
     })
 }
 
-/// What a keeper gets from the server that starts it.
+/// What a daemon receives from the server that starts it.
 pub(super) struct Inheritance {
     listener: UnixListener,
     pub(super) settings: HandOver,
 }
 
-/// Becomes a process of its own and takes over what the server has put in the place of standard input and output.
+/// Detaches this process and takes over the descriptors that the server has put in the place of
+/// standard input and output.
 pub(super) fn inherit() -> anyhow::Result<Inheritance> {
     let listener = Post::handed_over()?;
-    // Signals to the server's terminal or group are not meant for us. Whoever leads a group already is as far away as that.
+    // Signals to the server's terminal or process group are not meant for this process. The call
+    // fails for a group leader, which is detached enough.
     let _ = rustix::process::setsid();
     let mut bytes = Vec::new();
     std::io::stdin()
@@ -179,7 +193,7 @@ pub(super) fn inherit() -> anyhow::Result<Inheritance> {
     Ok(Inheritance { listener, settings })
 }
 
-/// Carries out `cellblock keeper …`.
+/// Executes `cellblock keeper …`.
 pub(super) async fn execute(
     command: KeeperCommand,
     settings: Settings,
@@ -194,7 +208,7 @@ pub(super) async fn execute(
 }
 
 async fn hold(settings: &Settings, listener: UnixListener) -> anyhow::Result<ExitCode> {
-    // The folder that the server was started in must not be held for days.
+    // The daemon must not pin the folder that the server was started in for days.
     std::env::set_current_dir("/").context("the root folder cannot be entered")?;
     let post = Post::new(listener).context("the socket that was handed over cannot be used")?;
     let house = match house(settings, Warmth::Full) {
@@ -208,7 +222,7 @@ async fn hold(settings: &Settings, listener: UnixListener) -> anyhow::Result<Exi
             return Ok(ExitCode::from(2));
         }
     };
-    // What the server that started this process was configured with. Every later one tells its own.
+    // The servers of the process that started this daemon. Every later server sends its own.
     set_up_servers(Arc::new(house.sessions.clone()), settings);
     info!("this process keeps sessions");
     let kept: Arc<dyn Kept> = Arc::new(house.sessions.clone());
@@ -226,7 +240,7 @@ async fn status(settings: &Settings, json: bool) -> anyhow::Result<ExitCode> {
     for (name, answer) in ask_all(settings).await {
         match answer {
             Ok(Some(status)) => alive.push((name, status)),
-            // It died and left its socket, which the next one replaces.
+            // The daemon died and left its socket, which the next one replaces.
             Ok(None) => {}
             Err(error) => say(format_args!("cellblock: {:#}", anyhow::Error::new(error))),
         }
@@ -239,7 +253,7 @@ async fn status(settings: &Settings, json: bool) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Asks all keepers at the same time, so that those that do not answer cost one timeout together.
+/// Queries all daemons concurrently, so that all unresponsive ones together cost one timeout.
 async fn ask_all(settings: &Settings) -> Vec<(KeeperName, Result<Option<Status>, AttachError>)> {
     let ask = async |name: KeeperName| {
         let answer = keeper::ask_status(&settings.runtime_dir, &name).await;
@@ -278,7 +292,8 @@ fn as_text(alive: &[(KeeperName, Status)]) -> String {
     }
     let row = |(name, status): &(KeeperName, Status)| {
         format!(
-            "{name}: process {}, for {} s, {} sessions ({} running), {} servers connected, version {}\n",
+            "{name}: process {}, for {} s, {} sessions ({} running), {} servers connected, version \
+             {}\n",
             status.process,
             status.age.as_secs(),
             status.sessions,
@@ -313,7 +328,7 @@ async fn stop(settings: &Settings, name: &KeeperName, now: bool) -> anyhow::Resu
     Ok(ExitCode::SUCCESS)
 }
 
-/// Names the keepers that there are.
+/// Lists the names of the existing daemons.
 fn known(names: &[&str]) -> String {
     match names {
         [] => "no sessions are kept".to_owned(),
@@ -321,7 +336,7 @@ fn known(names: &[&str]) -> String {
     }
 }
 
-/// Says which sessions outlive their server, and how to end them; nothing when there are none.
+/// Returns which sessions outlive their server and how to end them; `None` if there are none.
 fn what_goes_on(name: &KeeperName, status: &Status) -> Option<String> {
     let sessions = match status.sessions {
         0 => return None,
@@ -343,7 +358,8 @@ mod tests {
     use super::*;
     use crate::config::tests_support::settings_below;
 
-    /// Keepers that take connections and say nothing, as stopped ones do, cost one timeout together.
+    /// Daemons that accept connections and never reply, as stopped ones do, cost one timeout
+    /// together.
     #[tokio::test(start_paused = true)]
     async fn keepers_that_do_not_answer_are_asked_at_the_same_time() {
         let folder = tempfile::tempdir().unwrap();

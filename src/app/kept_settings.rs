@@ -1,234 +1,70 @@
-//! Which settings sessions depend on, so that a server can tell by name what its keeper was started
-//! with differently.
+//! The names of the settings that differ between two processes.
 //!
-//! Every setting belongs to exactly one of three kinds: a keeper's sessions depend on it
-//! (`described`), a server hands it to the keeper whenever it connects (`HANDED_OVER`), or only
-//! servers need it (`SERVER_ONLY`). A new field of `Settings` does not compile until it is placed
-//! here, and a test goes through the names of all settings.
+//! The rows of `config` state which settings a daemon's sessions depend on and which a reload
+//! applies. A server compares the former with those of the daemon it connects to, and reports after
+//! a reload which other settings have changed.
 
 use sha2::{Digest, Sha256};
 
-use crate::config::{
-    Approvals, BackendChoice, Containers, Network, PackageIndex, Packages, Settings, Undo,
-};
-use crate::sandbox::SandboxLimits;
+use crate::config::{self, BackendChoice, Key, Settings, TakesEffect};
+use crate::sandbox::masks::{HostMask, MaskRule};
 
-/// Settings that only servers need. They change without the sessions.
-#[cfg(test)]
-const SERVER_ONLY: &[&str] = &[
-    "allowed_dirs",
-    "timeout",
-    "max_timeout",
-    "listen",
-    "public_url",
-    "allowed_hosts",
-    "allowed_origins",
-    "tls_cert",
-    "tls_key",
-    "max_connections",
-    "max_wait",
-    "keep_sessions",
-    "keeper",
-    "profile",
-    "allowed_modules",
-    "blocked_modules",
-    "images_dir",
-    "auth",
-    "log_level",
-    "log_format",
-    "otlp_endpoint",
-    "audit_file",
-    "audit_sync",
-    "audit_failure",
-    "audit_file_size",
-    "audit_records",
-];
-
-/// Settings that a server hands to its keeper when it connects. They hold at once.
-#[cfg(test)]
-const HANDED_OVER: &[&str] = &[
-    "max_running",
-    "quota_sessions",
-    "quota_memory",
-    "quota_cpu",
-    "quota_cpu_window",
-    "quota_cells",
-    "quota_starts",
-    "quota_stored",
-    "approvals",
-    "approve_tools",
-    "approve_packages",
-    "approval_timeout",
-    "remember_approvals",
-    "mcp_servers",
-    "mcp_servers_file",
-    "mcp_allowed_hosts",
-];
-
-/// Settings that sessions depend on: their names, and what they say. Several names stand together
-/// where they have one meaning.
-fn described(settings: &Settings) -> Vec<(&'static str, String)> {
-    // Without `..`: whoever adds a setting decides here what it is.
-    let Settings {
-        workspace,
-        environment,
-        environments: _, // The chosen one counts.
-        mounts,
-        masks,
-        variables,
-        limits:
-            SandboxLimits {
-                memory,
-                family_memory,
-                cpus,
-                processes,
-                disk,
-                files,
-            },
-        max_sessions,
-        idle_timeout,
-        pool,
-        backend,
-        undo,
-        explore_parallel,
-        network:
-            Network {
-                rules,
-                secrets,
-                limits: network_limits,
-            },
-        packages:
-            Packages {
-                allowed,
-                size,
-                store_size,
-                timeout: package_timeout,
-                memory: package_memory,
-                disk: package_disk,
-            },
-        approvals:
-            Approvals {
-                policy,
-                timeout: _,
-                remember: _,
-            },
-        package_index: PackageIndex { url, trusted_hosts },
-        allow_missing,
-        data_dir,
-        // Handed over.
-        max_running: _,
-        quotas: _,
-        upstreams: _,
-        // For servers only.
-        allowed_dirs: _,
-        timeout: _,
-        max_timeout: _,
-        service: _,
-        profile: _,
-        allowed_modules: _,
-        blocked_modules: _,
-        images_dir: _,
-        auth: _,
-        log_filter: _,
-        log_format: _,
-        traces: _,
-        audit: _,
-        keep_sessions: _,
-        keeper: _,
-        // Not settings.
-        described: _,
-        runtime_dir: _,
-        notices: _,
-        hand_over: _,
-        secret_files: _,
-    } = settings;
-    let mut all = vec![
-        ("workspace", format!("{workspace:?}")),
-        ("environment", environment.to_string()),
-        ("environments", format!("{:?}", settings.environment_spec())),
-        ("mounts", format!("{mounts:?} {masks:?}")),
-        (
-            "variables, env_files",
-            format!("{:?}", variables.iter().collect::<Vec<_>>()),
-        ),
-        ("memory", memory.to_string()),
-        ("family_memory", family_memory.to_string()),
-        ("cpus", cpus.to_string()),
-        ("processes", processes.to_string()),
-        ("disk", disk.to_string()),
-        ("files", files.to_string()),
-        ("max_sessions", max_sessions.to_string()),
-        ("idle_timeout", format!("{idle_timeout:?}")),
-        ("pool", pool.to_string()),
-        ("explore_parallel", explore_parallel.to_string()),
-        (
-            "allow_network, allowed_domains, denied_domains, sandbox_config",
-            format!("{rules:?}"),
-        ),
-        (
-            "network_connections, network_bandwidth, network_questions",
-            format!("{network_limits:?}"),
-        ),
-        ("install_packages", allowed.to_string()),
-        ("package_size", size.to_string()),
-        ("package_disk", package_disk.to_string()),
-        ("package_memory", package_memory.to_string()),
-        ("package_store_size", store_size.to_string()),
-        ("package_timeout", format!("{package_timeout:?}")),
-        ("package_index", format!("{url:?}")),
-        ("package_trusted_hosts", format!("{trusted_hosts:?}")),
-        ("approve_shell", policy.shell_is_open().to_string()),
-        ("approve_domains", policy.opens_domains().to_string()),
-        ("allow_missing", format!("{allow_missing:?}")),
-        ("data_dir", format!("{data_dir:?}")),
-    ];
-    let (kept, undo_files) = match undo {
-        Undo::Off => (None, None),
-        Undo::On { checkpoints, files } => (Some(*checkpoints), Some(*files)),
+/// Returns the text that daemons' settings are compared by: one line per setting that sessions
+/// depend on, with its name and a digest of its value.
+pub(super) fn digests(settings: &Settings) -> String {
+    let line = |key: Key| {
+        let digest = hex(Sha256::new().chain_update(meaning(settings, key)));
+        format!("{}={}\n", key.name(), &digest[..32])
     };
-    all.push(("undo", (*undo != Undo::Off).to_string()));
-    all.push(("undo_checkpoints", format!("{kept:?}")));
-    all.push(("undo_files", format!("{undo_files:?}")));
-    let containers = match backend {
-        BackendChoice::Native => None,
-        BackendChoice::Containers(choice) => Some(choice),
-    };
-    let of = |text: &dyn Fn(&Containers) -> String| containers.map(text).unwrap_or_default();
-    all.push((
-        "backend",
-        of(&|choice| {
-            format!(
-                "{:?} {:?} {:?}",
-                choice.kind, choice.address, choice.credentials
-            )
-        }),
-    ));
-    all.push(("container_tag", of(&|choice| choice.image.clone())));
-    all.push(("runtime", of(&|choice| format!("{:?}", choice.runtime))));
-    all.push((
-        "pool_max_age",
-        of(&|choice| format!("{:?}", choice.pool_max_age)),
-    ));
-    all.push((
-        "pool_creations",
-        of(&|choice| choice.pool_creations.to_string()),
-    ));
-    let mut hash = Sha256::new();
-    for secret in secrets {
-        hash.update(format!("{secret:?}"));
-        secret.compare(|value| hash.update(value));
-    }
-    all.push(("secrets", hex(hash)));
-    all
+    Key::all()
+        .filter(|key| key.row().takes_effect == TakesEffect::NewSessions)
+        .map(line)
+        .collect()
 }
 
-/// Returns what a keeper's settings are compared by: one line for each, with its name and a digest
-/// of what it says.
-pub(super) fn digests(settings: &Settings) -> String {
-    let line = |(name, says): (&str, String)| {
-        format!("{name}={}\n", &hex(Sha256::new().chain_update(says))[..32])
-    };
-    described(settings).into_iter().map(line).collect()
+/// Returns the settings that differ and that a reload does not apply.
+pub(super) fn changed_beyond_reload(before: &Settings, now: &Settings) -> Vec<&'static str> {
+    Key::all()
+        .filter(|key| key.row().takes_effect != TakesEffect::Reload)
+        .filter(|key| meaning(before, *key) != meaning(now, *key))
+        .map(Key::name)
+        .collect()
+}
+
+/// Returns the full value of a setting, secrets included. Settings that are merged into one value
+/// differ together.
+fn meaning(settings: &Settings, key: Key) -> String {
+    match key {
+        Key::Environments => format!("{:?}", settings.environment_spec()),
+        Key::Variables | Key::EnvFiles => {
+            format!("{:?}", settings.variables.iter().collect::<Vec<_>>())
+        }
+        Key::SandboxConfig => {
+            let of_workspace = |mask: &&HostMask| mask.rule == MaskRule::EnvironmentFile;
+            let masks = settings.masks.iter().filter(|mask| !of_workspace(mask));
+            format!("{:?}", masks.collect::<Vec<_>>())
+        }
+        Key::PackageIndex => format!("{:?}", settings.package_index.url),
+        Key::Backend => match &settings.backend {
+            BackendChoice::Native => String::new(),
+            BackendChoice::Containers(choice) => {
+                let (kind, address) = (&choice.kind, &choice.address);
+                format!("{kind:?} {address:?} {:?}", choice.credentials)
+            }
+        },
+        // The rest of the policy can change without new sandboxes.
+        Key::ApproveShell => settings.approvals.policy.shell_is_open().to_string(),
+        Key::ApproveDomains => settings.approvals.policy.opens_domains().to_string(),
+        Key::Secrets => {
+            let mut hash = Sha256::new();
+            for secret in &settings.network.secrets {
+                hash.update(format!("{secret:?}"));
+                secret.compare(|value| hash.update(value));
+            }
+            hex(hash)
+        }
+        key => format!("{:?}", config::value(settings, key)),
+    }
 }
 
 fn hex(hash: Sha256) -> String {
@@ -244,40 +80,18 @@ mod tests {
 
     use super::*;
     use crate::approval;
-    use crate::config::tests_support::settings_below;
-    use crate::config::{Key, Variables};
+    use crate::auth::AuthChoice;
+    use crate::config::Values;
+    use crate::config::tests_support::{settings_below, settings_of};
+    use crate::config::{Undo, Variables};
     use crate::keeper::different_settings;
 
-    /// Names what differs after a change.
+    /// Returns the settings that differ after a change.
     fn differs(change: &dyn Fn(&mut Settings)) -> Vec<String> {
         let settings = settings_below(Path::new("/base"));
         let mut other = settings.clone();
         change(&mut other);
         different_settings(&digests(&settings), &digests(&other))
-    }
-
-    #[test]
-    fn every_setting_is_of_exactly_one_kind() {
-        let settings = settings_below(Path::new("/base"));
-        let compared: Vec<&str> = described(&settings)
-            .iter()
-            .flat_map(|(names, _)| names.split(", "))
-            .collect();
-        for name in Key::names() {
-            let kinds = [SERVER_ONLY, HANDED_OVER, &compared]
-                .map(|kind| kind.iter().filter(|known| **known == name));
-            let count: usize = kinds.into_iter().map(Iterator::count).sum();
-            assert_eq!(
-                count, 1,
-                "`{name}` must be compared, handed over, or for servers only"
-            );
-        }
-        for name in SERVER_ONLY.iter().chain(HANDED_OVER).chain(&compared) {
-            assert!(
-                Key::names().any(|known| known == *name),
-                "there is no setting `{name}`"
-            );
-        }
     }
 
     #[test]
@@ -298,7 +112,7 @@ mod tests {
         };
         assert_eq!(
             differs(&|settings| settings.variables = variables("one")),
-            ["variables, env_files"]
+            ["env_files", "variables"]
         );
         let shell = approval::Defaults {
             shell: approval::Effect::Ask,
@@ -307,6 +121,44 @@ mod tests {
         let changed = differs(&|settings| settings.approvals.policy = approval::Policy::new(shell));
         assert_eq!(changed, ["approve_shell"]);
         assert_eq!(differs(&|settings| settings.undo = Undo::Off)[0], "undo");
+    }
+
+    /// Returns a value other than the default.
+    fn other_value(key: Key) -> Option<String> {
+        let row = key.row();
+        match row.values {
+            Values::Size(_, most) | Values::Time(_, most) | Values::Number(_, most) => {
+                Some(most.to_string())
+            }
+            Values::Words(words) => {
+                let default = row.default.written();
+                let other = words.iter().rev().find(|word| Some(**word) != default);
+                other.map(|word| format!("'{word}'"))
+            }
+            _ => None,
+        }
+    }
+
+    #[test]
+    fn every_setting_that_sessions_depend_on_is_compared() {
+        let base = Path::new("/base");
+        let usual = digests(&settings_below(base));
+        let mut compared = 0;
+        for key in Key::all() {
+            let differs = match (key, other_value(key)) {
+                // An engine would have to be found, and these have no effect without one.
+                (Key::Backend | Key::PoolMaxAge | Key::PoolCreations, _) | (_, None) => continue,
+                (_, Some(value)) => {
+                    let other = settings_of(base, &format!("{}: {value}", key.name()));
+                    different_settings(&usual, &digests(&other))
+                }
+            };
+            let is_named = differs.iter().any(|name| name == key.name());
+            let depends = key.row().takes_effect == TakesEffect::NewSessions;
+            assert_eq!(is_named, depends, "{}", key.name());
+            compared += 1;
+        }
+        assert!(compared > 40, "{compared}");
     }
 
     #[test]
@@ -333,5 +185,34 @@ mod tests {
             nothing
         );
         assert_eq!(differs(&|settings| settings.max_running = 1), nothing);
+    }
+
+    #[test]
+    fn what_a_reload_does_not_take_over_is_named() {
+        let before = settings_below(Path::new("/base"));
+        let changed = |change: &dyn Fn(&mut Settings)| {
+            let mut now = before.clone();
+            change(&mut now);
+            changed_beyond_reload(&before, &now)
+        };
+        let nothing: [&str; 0] = [];
+        assert_eq!(changed(&|_| {}), nothing);
+        assert_eq!(changed(&|settings| settings.max_running += 1), nothing);
+        assert_eq!(
+            changed(&|settings| settings.service.allowed_origins.clear()),
+            nothing
+        );
+        assert_eq!(
+            changed(&|settings| settings.auth.choice = AuthChoice::Off),
+            nothing
+        );
+        // A difference below the precision with which sizes are displayed.
+        assert_eq!(changed(&|settings| settings.limits.memory += 1), ["memory"]);
+        let timeout = std::time::Duration::from_secs(7);
+        assert_eq!(changed(&|settings| settings.timeout = timeout), ["timeout"]);
+        assert_eq!(
+            changed(&|settings| settings.service.listen.set_port(7)),
+            ["listen"]
+        );
     }
 }

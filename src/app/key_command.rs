@@ -1,6 +1,7 @@
 //! `cellblock key …`: API keys from the command line.
 //!
-//! The key itself is printed once and kept nowhere; the operator hands it to a caller and puts the lines about its hash into the configuration.
+//! The key itself is printed once and not stored. The operator hands it to a caller and adds the
+//! printed lines with its hash to the configuration.
 
 use std::io::Write;
 
@@ -9,7 +10,7 @@ use anyhow::bail;
 use super::cli::KeyCommand;
 use crate::auth::{ApiKey, NewKey, Scope};
 
-/// Carries out one command and writes its result to `output`.
+/// Executes one command and writes its result to `output`.
 pub(super) fn execute(command: &KeyCommand, output: &mut dyn Write) -> anyhow::Result<()> {
     let KeyCommand::New { name, scopes } = command;
     if !ApiKey::is_name(name) {
@@ -27,7 +28,8 @@ fn lines(name: &str, scopes: &[String], key: &NewKey) -> String {
     let usual = [Scope::Execute.name().to_owned()];
     let scopes = if scopes.is_empty() { &usual } else { scopes };
     format!(
-        "The key, which is shown only this once:\n\n{}\n\nWhat the server must know, for its configuration file:\n\n\
+        "The key, which is shown only this once:\n\n{}\n\nWhat the server must know, for its \
+         configuration file:\n\n\
          auth:\n  api_keys:\n    - name: \"{name}\"\n      hash: {}\n      scopes: [{}]\n",
         key.reveal(),
         key.hash(),

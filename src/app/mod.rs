@@ -1,7 +1,7 @@
-//! Wiring: settings in, commands carried out.
+//! Wiring: reads the settings and executes the commands.
 //!
-//! This is the only room that knows all others. It reads the command line, makes the parts and connects them; what a command does is in
-//! the file of its name.
+//! This is the only module that depends on all others. It parses the command line, creates the
+//! parts and connects them; each command is in the file of its name.
 
 mod approvals;
 mod audit_command;
@@ -51,14 +51,15 @@ use crate::audit::Audit;
 use crate::config::{self, BackendChoice, Settings};
 use crate::environment::{self, Environment, EnvironmentSpec, runner_files};
 use crate::mcp::{self, Front, McpSettings};
+use crate::ops::{self, Host, HostExt};
 use crate::sandbox::native::{
-    NativeBackend, NativeSettings, Programs, WORK_FOLDER, WarmEnvironment,
+    NativeBackend, NativeSettings, Programs, TestSwitches, WORK_FOLDER, WarmEnvironment,
 };
 use crate::sandbox::{Backend, Preparation};
 use crate::session::install::{Installer, Source};
 use crate::session::servers::ServerSetup;
 use crate::session::tools::{Broker, Tools};
-use crate::session::{self, SessionAccess, SessionSettings, Sessions, WorkFolder};
+use crate::session::{self, Principal, SessionSettings, Sessions, WorkFolder};
 use crate::telemetry::{self, TelemetrySettings};
 
 /// Runs the program.
@@ -71,8 +72,8 @@ pub fn main() -> ExitCode {
 }
 
 fn carry_out(arguments: Arguments) -> anyhow::Result<ExitCode> {
-    let flags = arguments.flags();
-    // These work whatever the settings are, or are about them.
+    let flags = arguments.flags.clone();
+    // These commands do not depend on valid settings.
     match &arguments.command {
         Command::Version => {
             print(concat!("cellblock ", env!("CARGO_PKG_VERSION"), "\n"))?;
@@ -82,40 +83,45 @@ fn carry_out(arguments: Arguments) -> anyhow::Result<ExitCode> {
             standard_output().write_all(&Arguments::completions(*shell))?;
             return Ok(ExitCode::SUCCESS);
         }
+        Command::Man { folder } => {
+            let why = || format!("manual pages cannot be written to {}", folder.display());
+            Arguments::write_manual(folder).with_context(why)?;
+            return Ok(ExitCode::SUCCESS);
+        }
         Command::Config(command) => {
             print(&config_command::execute(
                 command,
-                arguments.general.config.as_deref(),
+                arguments.config.as_deref(),
                 flags,
             )?)?;
             return Ok(ExitCode::SUCCESS);
         }
         _ => {}
     }
-    // A keeper takes everything from the server that starts it, before there is a second thread.
+    // A daemon takes over the descriptors from its server before a second thread exists.
     let inheritance = match arguments.command {
         Command::Keeper(KeeperCommand::Hold) => Some(keeper::inherit()?),
         _ => None,
     };
     let settings = match &inheritance {
         Some(inheritance) => config::load_handed_over(inheritance.settings.clone())?,
-        None => config::load(arguments.general.config.as_deref(), flags.clone())?,
+        None => config::load(arguments.config.as_deref(), flags.clone())?,
     };
-    // What goes wrong in the other commands is their answer, not a line in a log.
+    // The other commands report errors as their result, not in a log.
     let serves = matches!(
         arguments.command,
-        Command::Mcp(_) | Command::Serve(_) | Command::Keeper(KeeperCommand::Hold)
+        Command::Mcp(_) | Command::Serve | Command::Keeper(KeeperCommand::Hold)
     );
     let fallback = if serves { "info" } else { "error" };
     let telemetry = telemetry::start(&TelemetrySettings {
         filter: settings.log_filter.clone(),
         fallback,
         format: settings.log_format,
-        // Commands that end at once have nothing to trace.
+        // Short-lived commands have nothing to trace.
         traces: settings.traces.clone().filter(|_| serves),
     })?;
     let ineffective = match &arguments.command {
-        Command::Mcp(mcp) => mcp.other.notices(),
+        Command::Mcp(mcp) => mcp.notices(),
         _ => Vec::new(),
     };
     for notice in settings.notices.iter().chain(&ineffective) {
@@ -136,8 +142,8 @@ fn carry_out(arguments: Arguments) -> anyhow::Result<ExitCode> {
     let status = runtime.block_on(async {
         match arguments.command {
             Command::Mcp(_) => stdio::serve(settings).await,
-            Command::Serve(_) => {
-                let again = || config::load(arguments.general.config.as_deref(), flags.clone());
+            Command::Serve => {
+                let again = || config::load(arguments.config.as_deref(), flags.clone());
                 service::serve(settings, again).await
             }
             Command::Run(run) => run::execute(&run, settings).await,
@@ -167,7 +173,10 @@ fn carry_out(arguments: Arguments) -> anyhow::Result<ExitCode> {
                 print(&ipybox_commands::clean_up(&cleanup, &settings).await?)?;
                 Ok(ExitCode::SUCCESS)
             }
-            Command::Version | Command::Completions { .. } | Command::Config(_) => {
+            Command::Version
+            | Command::Completions { .. }
+            | Command::Man { .. }
+            | Command::Config(_) => {
                 unreachable!("done above")
             }
             Command::Packages(command) => {
@@ -176,16 +185,16 @@ fn carry_out(arguments: Arguments) -> anyhow::Result<ExitCode> {
             }
         }
     });
-    // A read of standard input that never ends must not keep the program alive.
+    // A pending read of standard input must not keep the process alive.
     runtime.shutdown_background();
     telemetry.shut_down(LONGEST_FLUSH);
     status
 }
 
-/// How long the end of the program waits for a collector to take the last spans.
+/// Timeout for flushing the last spans to the collector when the process stops.
 const LONGEST_FLUSH: Duration = Duration::from_secs(3);
 
-/// Opens the audit log that the settings name, or none.
+/// Opens the audit log of the settings, if there is one.
 fn open_audit(settings: &Settings) -> anyhow::Result<Audit> {
     Ok(match &settings.audit {
         Some(log) => Audit::open(&log.file, log.settings)?,
@@ -193,28 +202,29 @@ fn open_audit(settings: &Settings) -> anyhow::Result<Audit> {
     })
 }
 
-/// They cost a process of 100 KiB each and save a burst of new sessions a few milliseconds.
+/// Each costs a process of 100 KiB and saves a burst of new sessions a few milliseconds.
 const EMPTY_SANDBOXES: usize = 2;
 
-/// Which warm-up suits a command.
+/// The kind of warm-up for a command.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Warmth {
-    /// The environment's popular packages are imported once, and sessions wait in a pool.
+    /// Popular packages of the environment are imported once, and sessions wait in a pool.
     Full,
-    /// One session is wanted and soonest: nothing is imported that it may not need.
+    /// A single session, started as soon as possible: nothing is imported that it may not need.
     OneShot,
 }
 
-/// Makes the backend and its sessions; the environment and the warm interpreter are prepared in the background.
+/// Creates the backend and its sessions; the environment and the warm interpreter are prepared in
+/// the background.
 fn house(settings: &Settings, warmth: Warmth) -> anyhow::Result<House> {
-    // One run of code ends before an installation would pay off.
+    // A single run of code ends before an installation would pay off.
     let packages = if warmth == Warmth::OneShot || !can_install(settings) {
         None
     } else {
         Packages::new(settings)?
     };
     let backend = backend(settings, warmth, packages.clone())?;
-    // Nor has it time for other servers.
+    // Nor does it need other MCP servers.
     let upstreams = (warmth == Warmth::Full).then(|| Upstreams::new(&settings.upstreams));
     let sessions = sessions(
         settings,
@@ -233,7 +243,7 @@ fn house(settings: &Settings, warmth: Warmth) -> anyhow::Result<House> {
     })
 }
 
-/// The sessions of a command, and what serves them.
+/// The sessions of a command, and the services they use.
 struct House {
     sessions: Sessions,
     packages: Option<Arc<Packages>>,
@@ -241,7 +251,7 @@ struct House {
 }
 
 impl House {
-    /// Ends everything and leaves nothing behind.
+    /// Stops everything and cleans up.
     async fn shut_down(&self) {
         self.sessions.shut_down().await;
         if let Some(packages) = &self.packages {
@@ -253,7 +263,8 @@ impl House {
     }
 }
 
-/// Whether sessions may install packages. Their store is a folder of this machine, which containers elsewhere could not see.
+/// Returns whether sessions may install packages. The package store is a folder of this machine,
+/// which containers of a remote engine could not see.
 fn can_install(settings: &Settings) -> bool {
     let sees_store = match &settings.backend {
         BackendChoice::Native => true,
@@ -262,7 +273,7 @@ fn can_install(settings: &Settings) -> bool {
     settings.packages.allowed && sees_store
 }
 
-/// Starts the backend that the operator has chosen.
+/// Starts the backend chosen by the operator.
 fn backend(
     settings: &Settings,
     warmth: Warmth,
@@ -336,7 +347,7 @@ fn native_backend(
     )))
 }
 
-/// Whether sessions may start programs themselves.
+/// Returns whether sessions may start programs themselves.
 fn programs(settings: &Settings) -> Programs {
     if settings.approvals.policy.shell_is_open() {
         Programs::Free
@@ -372,12 +383,11 @@ fn native_settings(settings: &Settings) -> anyhow::Result<NativeSettings> {
         programs: programs(settings),
         pool: settings.pool,
         empty: EMPTY_SANDBOXES,
-        leave_out: Vec::new(),
-        skipped_steps: Vec::new(),
+        test_switches: TestSwitches::default(),
     })
 }
 
-/// Builds what `spec` describes if need be, and tells how the jail starts Python with it.
+/// Builds the environment of `spec` if needed, and returns how the jail starts Python with it.
 pub async fn prepare_environment(
     spec: EnvironmentSpec,
     data_dir: PathBuf,
@@ -388,7 +398,7 @@ pub async fn prepare_environment(
     Ok(warm_environment(built, runner, warmth))
 }
 
-/// Builds what `spec` describes if need be, and the runner for it.
+/// Builds the environment of `spec` if needed, and the runner for it.
 async fn build_environment(
     spec: EnvironmentSpec,
     data_dir: PathBuf,
@@ -401,7 +411,7 @@ async fn build_environment(
             total: progress.total,
         });
     };
-    // Its causes belong to the answer: they hold the installer's own words.
+    // The causes belong to the result: they contain the installer's own messages.
     let with_causes = |error| format!("{:#}", anyhow::Error::new(error));
     let built = environment::ensure(&spec, &data_dir, &tell)
         .await
@@ -460,7 +470,7 @@ fn warm_environment(environment: Environment, runner: PathBuf, warmth: Warmth) -
     }
 }
 
-/// The servers of the operator, as sessions are told of them.
+/// Returns the operator's MCP servers in the form that sessions receive.
 fn server_setup(settings: &Settings) -> ServerSetup {
     let config::Upstreams {
         servers,
@@ -474,17 +484,21 @@ fn server_setup(settings: &Settings) -> ServerSetup {
     }
 }
 
-/// Tells sessions of the operator's servers, in the background: nobody waits for a server of another maker.
-fn set_up_servers(sessions: Arc<dyn SessionAccess>, settings: &Settings) {
+/// Passes the operator's MCP servers to the sessions in the background, so that nothing waits for a
+/// third-party server.
+fn set_up_servers(sessions: Arc<dyn Host>, settings: &Settings) {
     let setup = server_setup(settings);
     tokio::spawn(async move {
-        if let Err(refused) = sessions.set_up_servers(setup).await {
+        if let Err(refused) = sessions
+            .run(&Principal::operator(), ops::SetServers { setup })
+            .await
+        {
             tracing::warn!(error = %refused, "the MCP servers of the configuration cannot be used");
         }
     });
 }
 
-/// What clients of a front are told and allowed.
+/// Returns the settings of the MCP frontend.
 fn mcp_settings(
     settings: &Settings,
     front: Front,
@@ -504,7 +518,7 @@ fn mcp_settings(
         can_install: can_install(settings),
         packages: match settings.backend {
             BackendChoice::Native => settings.environment_spec().packages_for_code(),
-            // Those of the image, which nobody has asked yet.
+            // The packages of the image, which is not queried here.
             BackendChoice::Containers(_) => Vec::new(),
         },
         state_key: approvals::state_key(settings, keep.decides(settings))?,
@@ -513,7 +527,7 @@ fn mcp_settings(
     })
 }
 
-/// Whether hosts that are not listed can be asked about.
+/// Returns whether a person can be asked about unlisted hosts.
 fn other_hosts(settings: &Settings) -> mcp::OtherHosts {
     match settings.approvals.policy.opens_domains() {
         true => mcp::OtherHosts::AskedAbout,
@@ -521,7 +535,7 @@ fn other_hosts(settings: &Settings) -> mcp::OtherHosts {
     }
 }
 
-/// Which tools clients see, with what those need to know.
+/// Returns the profile: the tools that clients see, with their settings.
 fn profile(settings: &Settings) -> mcp::Profile {
     let modules = || mcp::Modules {
         allowed: settings.allowed_modules.clone(),
@@ -582,7 +596,8 @@ impl From<&config::Quotas> for session::Quotas {
     }
 }
 
-/// Makes the sessions of a command. One that runs code once has nothing to undo and keeps no past of it.
+/// Creates the sessions of a command. A command that runs code once has nothing to undo and keeps
+/// no checkpoints.
 fn sessions(
     settings: &Settings,
     warmth: Warmth,
@@ -617,7 +632,7 @@ fn sessions(
             memory_limit: Some(settings.limits.memory),
             packages: Source(packages.map(|packages| packages as Arc<dyn Installer>)),
             tools: Tools(upstreams.map(|upstreams| Arc::new(upstreams) as Arc<dyn Broker>)),
-            ..SessionSettings::default()
+            grace: session::INTERRUPT_GRACE,
         },
     ))
 }

@@ -1,4 +1,4 @@
-//! What sandboxes may reach: the operator's settings turned into what the backend needs.
+//! Egress: converts the operator's network settings into those of the backend.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -16,9 +16,9 @@ use tempfile::NamedTempFile;
 use crate::config::Settings;
 use crate::sandbox::Network;
 
-/// Where programs inside find the authorities that they may trust, ours among them.
+/// The CA bundle inside the sandbox, which includes our authority.
 const CERTIFICATES_INSIDE: &str = "/etc/ssl/cellblock.pem";
-/// The variables by which programs are told where that is.
+/// Environment variables that point programs to that bundle.
 const CERTIFICATE_VARIABLES: [&str; 6] = [
     "SSL_CERT_FILE",
     "REQUESTS_CA_BUNDLE",
@@ -27,7 +27,7 @@ const CERTIFICATE_VARIABLES: [&str; 6] = [
     "NODE_EXTRA_CA_CERTS",
     "PIP_CERT",
 ];
-/// Where systems keep all their authorities in one file.
+/// Usual paths of the system's CA bundle.
 const SYSTEM_BUNDLES: [&str; 4] = [
     "/etc/ssl/certs/ca-certificates.crt",
     "/etc/pki/tls/certs/ca-bundle.crt",
@@ -35,11 +35,12 @@ const SYSTEM_BUNDLES: [&str; 4] = [
     "/etc/ssl/cert.pem",
 ];
 
-/// The ways out of all sandboxes, and what the inside has to know about them.
+/// The egress of all sandboxes, and the variables and mounts it needs inside.
 #[derive(Default)]
 pub(super) struct WayOut {
     pub(super) network: Option<Network>,
-    /// Variables of sessions: a placeholder for each secret, and where certificates are.
+    /// Environment variables of sessions: a placeholder for each secret, and the path of the
+    /// bundle.
     pub(super) variables: Vec<(String, String)>,
     pub(super) binds: Vec<Bind>,
     /// Must exist whenever a jail is built.
@@ -47,7 +48,7 @@ pub(super) struct WayOut {
 }
 
 impl WayOut {
-    /// Prepares the way out. `ports` are those of what the sandboxes that install packages may reach.
+    /// Prepares the egress. `ports` are the ports that the package-installing sandboxes may reach.
     pub(super) fn new(settings: &Settings, ports: BTreeSet<u16>) -> anyhow::Result<WayOut> {
         let rules = settings.network.rules.clone();
         if rules.is_empty() && ports.is_empty() {
@@ -75,7 +76,8 @@ impl WayOut {
         Ok(way_out)
     }
 
-    /// Makes an authority for the hosts that have a secret, and has the inside trust it beside those of this system.
+    /// Creates a certificate authority for the hosts that have a secret, and adds it to the
+    /// system's authorities in the bundle inside.
     fn trust_ours(&mut self, vault: &Vault, folder: &Path) -> anyhow::Result<Arc<Authority>> {
         let authority = Authority::new(vault, Trust::system())
             .context("no authority for hosts with a secret")?;

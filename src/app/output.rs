@@ -1,21 +1,21 @@
-//! What commands print, and the exit status of a command that did not end well.
+//! Output of commands, and the exit status of a command that failed.
 //!
-//! A command that prints ends quietly when its reader is gone, as in `cellblock env show … | head`,
-//! with the status that a shell gives a program that SIGPIPE ended. The signal itself stays ignored:
-//! a write to a jail or an engine that is gone must be an error, not the end of this process
-//! (docs/decisions/0034).
+//! A command that prints exits quietly when its reader is gone, as in
+//! `cellblock env show … | head`, with the status that a shell reports for a program killed by
+//! SIGPIPE. The signal itself stays ignored: a write to a jail or an engine that is gone must be an
+//! error, not the end of this process (docs/decisions/0034).
 //!
-//! Nothing here panics. `eprintln!` and `println!` do when the other end is closed.
+//! Nothing here panics. `eprintln!` and `println!` panic when the other end is closed.
 
 use std::fmt;
 use std::io::{self, Write};
 use std::process::ExitCode;
 
-/// The status of a program that SIGPIPE ended, as a shell tells it.
+/// Shell status of a program killed by SIGPIPE.
 const BROKEN_PIPE: u8 = 128 + 13;
-/// The status of a program that SIGINT ended, as a shell tells it.
+/// Shell status of a program killed by SIGINT.
 pub(super) const INTERRUPTED: u8 = 128 + 2;
-/// The status of a command that could not be carried out.
+/// Status of a command that could not be executed.
 pub(super) const FAILED: u8 = 2;
 
 /// The reader of standard output or standard error is gone.
@@ -23,7 +23,7 @@ pub(super) const FAILED: u8 = 2;
 #[error("nobody reads the output any more")]
 struct ReaderGone;
 
-/// A signal asked the command to end before it was done.
+/// A signal stopped the command before it was done.
 #[derive(Debug, thiserror::Error)]
 #[error("interrupted")]
 pub(super) struct Interrupted;
@@ -48,7 +48,7 @@ fn reader_gone(error: io::Error) -> io::Error {
     }
 }
 
-/// Standard output. Buffered by lines, so that it must be flushed where the last line may be open.
+/// Standard output. It is line-buffered and must be flushed where the last line may be incomplete.
 pub(super) fn standard_output() -> Printed<io::Stdout> {
     Printed(io::stdout())
 }
@@ -64,13 +64,13 @@ pub(super) fn print(text: &str) -> io::Result<()> {
     output.flush()
 }
 
-/// Writes a line to standard error, if anybody reads it.
+/// Writes a line to standard error, ignoring errors.
 pub(super) fn say(line: impl fmt::Display) {
-    // One write, so that lines of several processes do not mix.
+    // A single write, so that lines of several processes do not interleave.
     let _ = io::stderr().write_all(format!("{line}\n").as_bytes());
 }
 
-/// Says why a command failed, and returns the status that it ends with.
+/// Reports why a command failed, and returns its exit status.
 pub(super) fn failure(error: &anyhow::Error) -> ExitCode {
     if is_reader_gone(error) {
         return ExitCode::from(BROKEN_PIPE);
@@ -99,7 +99,7 @@ mod tests {
 
     use super::*;
 
-    /// A pipe that nobody reads.
+    /// A pipe without a reader.
     struct Closed;
 
     impl Write for Closed {

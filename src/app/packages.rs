@@ -1,10 +1,8 @@
-//! Packages for sessions: the installer of `packages`, at work in hidden sessions.
+//! Packages for sessions: the installer of `packages`, running in hidden sessions.
 
 use std::collections::BTreeSet;
 use std::fs::File;
-use std::future::Future;
 use std::path::{Path, PathBuf};
-use std::pin::Pin;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
@@ -12,6 +10,7 @@ use async_trait::async_trait;
 use cellblock_egress::name::{self, Host};
 use cellblock_egress::rules::Rules;
 use cellblock_jail::wire::Bind;
+use futures_util::future::BoxFuture;
 use tokio::sync::{OnceCell, watch};
 
 use crate::config::{BackendChoice, Settings};
@@ -24,15 +23,16 @@ use crate::sandbox::Exit;
 use crate::session::install;
 use crate::session::{Hidden, InsidePath, Part, Refused, Sessions, Status, Stream};
 
-/// Where uv is inside. Only hidden sessions can do anything with it.
+/// The path of uv inside. Only hidden sessions can use it.
 const TOOLS_INSIDE: &str = "/opt/cellblock/tools";
-/// What an installer's cell may print. It is machine-readable, so nothing of it may be cut.
+/// Output limit of an installer's cell. The output is machine-readable, so it must not be
+/// truncated.
 const MOST_PRINTED: usize = 16 << 20;
-/// How long after its installation a package may be on its way to its session.
+/// Grace period between the installation of a package and its use by the session.
 const ON_ITS_WAY: Duration = Duration::from_secs(60);
-/// The ports of package indexes that name none, and of most hosts of files.
+/// Ports of package indexes without an explicit port, and of most file hosts.
 const USUAL_PORTS: [u16; 2] = [80, 443];
-/// The folder below the data folder in which it is remembered where indexes keep their files.
+/// The folder below the data folder that caches the file hosts of indexes.
 const INDEX_MEMORY: &str = "indexes";
 
 /// Installs packages for the sessions of a server.
@@ -41,19 +41,19 @@ pub(super) struct Packages {
     data_dir: PathBuf,
     store: Arc<Store>,
     limits: Limits,
-    /// What sessions may reach, and so where a requirement may come from by address.
+    /// The hosts that sessions may reach, and thus the allowed sources of a requirement with a URL.
     rules: Rules,
     python: Python,
     /// Ports of the index, once it is known.
     ports: Arc<Mutex<BTreeSet<u16>>>,
-    /// Which index that is, as uv sees it.
+    /// The index, as resolved by uv.
     index: OnceCell<IndexSettings>,
-    /// Made at the first installation: the index is asked only when somebody wants something of it.
+    /// Created at the first installation, so the index is not contacted before.
     installer: Mutex<Option<Arc<Ready>>>,
     sessions: OnceLock<Sessions>,
 }
 
-/// Finds the package installer, told where packages come from if the operator says so.
+/// Finds the package installer, configured with the operator's index if there is one.
 fn tools(settings: &Settings) -> anyhow::Result<InstallerTools> {
     let mut tools = InstallerTools::find(&settings.data_dir)?;
     if let Some(url) = &settings.package_index.url {
@@ -73,7 +73,7 @@ fn tools(settings: &Settings) -> anyhow::Result<InstallerTools> {
     Ok(tools)
 }
 
-/// An installer that knows where files come from.
+/// An installer with known file hosts.
 struct Ready {
     installer: Installer,
     file_hosts: FileHosts,
@@ -81,9 +81,9 @@ struct Ready {
 
 /// The Python of sessions.
 enum Python {
-    /// That of an environment, known once it is there.
+    /// That of an environment, known once it is built.
     OfEnvironment(watch::Sender<Option<Facts>>),
-    /// That of an image, known once a container was asked.
+    /// That of an image, known once a container was queried.
     OfImage(OnceCell<Facts>),
 }
 
@@ -95,7 +95,8 @@ struct Facts {
     present: Vec<Package>,
 }
 
-/// Prints name and version of every package that a session finds, a line each. Of two versions the first is the one that is imported.
+/// Prints name and version of every package that a session finds, one per line. The first of two
+/// versions is the one that is imported.
 const LIST_PACKAGES: &str = "
 from importlib.metadata import distributions
 found = {}
@@ -104,11 +105,11 @@ for each in distributions():
         found.setdefault(each.metadata['Name'].lower(), each.version)
 print(*(f'{name}=={version}' for name, version in found.items()), sep='\\n')
 ";
-/// How long that may take on a slow disk.
+/// Timeout for that listing, on a slow disk.
 const LISTING_PATIENCE: Duration = Duration::from_secs(60);
 
 impl Packages {
-    /// Prepares installing, if the operator wants it and the machine can.
+    /// Prepares installation, if the operator has enabled it and the machine supports it.
     pub(super) fn new(settings: &Settings) -> anyhow::Result<Option<Arc<Packages>>> {
         if !settings.packages.allowed {
             return Ok(None);
@@ -137,7 +138,7 @@ impl Packages {
         })))
     }
 
-    /// The ports that every sandbox has doors for, whatever the index is.
+    /// The ports that every sandbox can connect to, whatever the index is.
     pub(super) fn usual_ports() -> BTreeSet<u16> {
         BTreeSet::from(USUAL_PORTS)
     }
@@ -147,7 +148,7 @@ impl Packages {
         Arc::clone(&self.ports)
     }
 
-    /// The packages of all sessions, which every sandbox must show.
+    /// The package store, which every sandbox must show.
     pub(super) fn store_to_show(&self) -> Bind {
         Bind {
             host: self.store.trees(),
@@ -155,13 +156,14 @@ impl Packages {
         }
     }
 
-    /// What a sandbox must show in which packages are fetched.
+    /// The tools, shown in sandboxes that fetch packages.
     pub(super) fn tools_to_show(&self) -> Bind {
         let (host, inside) = self.tools.to_show(&self.data_dir, TOOLS_INSIDE);
         Bind { host, inside }
     }
 
-    /// Tells which environment sessions have, and returns the ports at which the index is reached. Asks nobody but uv.
+    /// Sets the environment of sessions, and returns the ports of the index. Queries only uv, not
+    /// the index.
     pub(super) async fn know(&self, environment: &Environment) -> BTreeSet<u16> {
         let present = environment
             .packages
@@ -188,19 +190,19 @@ impl Packages {
         }
     }
 
-    /// Gives it the sessions in which it works.
+    /// Sets the sessions that the installer works in.
     pub(super) fn work_in(&self, sessions: Sessions) {
         let _ = self.sessions.set(sessions);
     }
 
-    /// Removes what belonged to single sessions, which are gone.
+    /// Removes packages built for single sessions, which have ended.
     pub(super) fn clean_up(&self) {
         if let Err(error) = self.store.release_all_but(&BTreeSet::new(), Duration::ZERO) {
             tracing::warn!(%error, "a package that was built for one session could not be removed");
         }
     }
 
-    /// Asks uv which index it uses, once.
+    /// Asks uv once which index it uses.
     async fn index(&self, uv: &Path, facts: &Facts) -> Result<&IndexSettings, String> {
         let ask = || async {
             let mut index = IndexSettings::read(uv, &facts.python, &self.tools.variables)
@@ -212,7 +214,8 @@ impl Packages {
         self.index.get_or_try_init(ask).await
     }
 
-    /// Returns the installer, and makes it if there is none. Two who come at the same moment both make one, which does no harm.
+    /// Returns the installer, and creates it if needed. Two concurrent callers may both create one,
+    /// which is harmless.
     async fn installer(&self, facts: &Facts) -> Result<Arc<Ready>, install::InstallError> {
         if let Some(ready) = self.ready().clone() {
             return Ok(ready);
@@ -237,7 +240,8 @@ impl Packages {
         Ok(Arc::clone(self.ready().insert(made)))
     }
 
-    /// After a failure: if it was only remembered where the index keeps its files, the next installation asks.
+    /// After a failure: if the index's file hosts came from the cache, the next installation asks
+    /// the index again.
     fn doubt(&self, ready: &Ready) {
         if ready.file_hosts == FileHosts::Remembered {
             ready
@@ -258,10 +262,10 @@ impl Packages {
         self.data_dir.join(INDEX_MEMORY)
     }
 
-    /// What a session has: its environment's packages, and the folders that were added to it.
+    /// The packages of a session: those of its environment, and those in the folders added to it.
     fn present(&self, facts: &Facts, folders: &[String]) -> Vec<Package> {
         let mut present = facts.present.clone();
-        // The latest comes first and counts.
+        // The latest folder comes first and takes precedence.
         for folder in folders.iter().rev() {
             if let Some(tree) = tree_of(folder).and_then(|name| self.store.tree(&name)) {
                 let package = Package::new(&tree.record.package, &tree.record.version);
@@ -280,7 +284,8 @@ impl Packages {
         }
     }
 
-    /// Lets go of packages whose sessions have ended. What was just installed is on its way to a session and is left alone.
+    /// Releases packages whose sessions have ended. Recent installations, which their session may
+    /// not have mounted yet, are skipped.
     async fn release(&self, sessions: &Sessions) {
         let used = sessions
             .package_folders()
@@ -295,7 +300,7 @@ impl Packages {
         }
     }
 
-    /// Asks a fresh container what sessions have.
+    /// Queries a fresh container for the packages of sessions.
     async fn look_at_image(&self, sessions: &Sessions) -> Result<Facts, install::InstallError> {
         let look = async {
             let mut workshop = HiddenSessions {
@@ -379,18 +384,17 @@ impl install::Installer for Packages {
         &'a self,
         request: install::InstallRequest,
         tell: &'a (dyn Fn(String) + Send + Sync),
-    ) -> Pin<Box<dyn Future<Output = Result<install::Installed, install::InstallError>> + Send + 'a>>
-    {
+    ) -> BoxFuture<'a, Result<install::Installed, install::InstallError>> {
         Box::pin(self.install_now(request, tell))
     }
 }
 
-/// Where packages of sessions are kept.
+/// The folder of the package store.
 pub(super) fn store_folder(settings: &Settings) -> PathBuf {
     settings.data_dir.join("packages")
 }
 
-/// Returns the tree that a folder inside shows.
+/// Returns the tree shown at a folder inside.
 fn tree_of(folder: &str) -> Option<TreeName> {
     let name = Path::new(folder)
         .file_name()?
@@ -404,7 +408,7 @@ fn with_causes(error: impl Into<anyhow::Error>) -> String {
     format!("{:#}", error.into())
 }
 
-/// Hidden sessions as workshops.
+/// Hidden sessions as build sandboxes.
 struct HiddenSessions {
     sessions: Sessions,
 }

@@ -1,4 +1,4 @@
-//! `cellblock packages …`: the packages that were installed into sessions, from the command line.
+//! `cellblock packages …`: the packages installed into sessions, from the command line.
 
 use std::collections::BTreeSet;
 use std::fmt::Write;
@@ -12,7 +12,7 @@ use crate::config::Settings;
 use crate::config::quantity::format_size;
 use crate::packages::{Record, Sharing, Store, Tree, TreeName};
 
-/// Carries out one command and returns what it has to say.
+/// Executes one command and returns its output.
 pub(super) fn execute(command: &PackagesCommand, settings: &Settings) -> anyhow::Result<String> {
     let folder = store_folder(settings);
     if !folder.is_dir() {
@@ -43,7 +43,7 @@ pub(super) fn execute(command: &PackagesCommand, settings: &Settings) -> anyhow:
     }
 }
 
-/// Counts packages that no session uses, with their size, if there are any.
+/// Returns the number and size of the packages that no session uses, if there are any.
 pub(super) fn unused(settings: &Settings) -> anyhow::Result<Option<String>> {
     let folder = store_folder(settings);
     if !folder.is_dir() {
@@ -65,7 +65,7 @@ pub(super) fn unused(settings: &Settings) -> anyhow::Result<Option<String>> {
     }))
 }
 
-/// Says in one or two lines how the store is, for `doctor`.
+/// Returns the state of the store in one or two lines, for `doctor`.
 pub(super) fn summary(settings: &Settings) -> String {
     let folder = store_folder(settings);
     if !folder.is_dir() {
@@ -89,7 +89,8 @@ pub(super) fn summary(settings: &Settings) -> String {
     if !damaged.is_empty() {
         let list = damaged.join(", ");
         text.push_str(&format!(
-            "\n  changed on disk: {list}\n  cure: none needed; the next installation of each fetches it anew"
+            "\n  changed on disk: {list}\n  cure: none needed; the next installation of each \
+             fetches it anew"
         ));
     }
     text
@@ -148,7 +149,8 @@ fn as_json(store: &Store, tree: &Tree, in_use: &BTreeSet<TreeName>) -> Value {
         .last_use(&tree.name)
         .and_then(|time| time.duration_since(SystemTime::UNIX_EPOCH).ok());
     json!({
-        "package": package, "version": version, "tree": tree.name.as_str(), "files": files, "bytes": bytes,
+        "package": package, "version": version, "tree": tree.name.as_str(), "files": files,
+        "bytes": bytes,
         "sharing": sharing, "created": created, "last_use": last_use.map(|since| since.as_secs()),
         "in_use": in_use.contains(&tree.name),
     })
@@ -170,7 +172,7 @@ fn counted(packages: usize) -> String {
     }
 }
 
-/// How long ago something was, in the largest unit of which there is one.
+/// Returns the age of something in the largest fitting unit.
 fn ago(time: SystemTime) -> String {
     let passed = time.elapsed().unwrap_or(Duration::ZERO).as_secs();
     let units = [(86_400, "d"), (3_600, "h"), (60, "min")];

@@ -1,6 +1,7 @@
-//! How long work looks to a person: a bar or a spinner on a terminal, a few plain lines anywhere else. Always on standard error.
+//! Progress of long work: a bar or a spinner on a terminal, a few plain lines elsewhere. Always on
+//! standard error.
 //!
-//! All long work is told in the same way, as `Preparation`, so all of it looks the same.
+//! All long work reports its progress as `Preparation`, so all of it looks the same.
 
 use std::io::{IsTerminal, Write};
 use std::time::Duration;
@@ -11,7 +12,8 @@ use tokio::time::Instant;
 
 use crate::sandbox::Preparation;
 
-/// Shows the work until it is ready, has failed, or nobody does it any more. Work that is already done shows nothing.
+/// Shows progress until the work is ready, has failed, or was dropped. Work that is already done
+/// shows nothing.
 pub(super) async fn show(work: watch::Receiver<Preparation>) {
     if std::io::stderr().is_terminal() {
         show_bar(work, ProgressDrawTarget::stderr()).await;
@@ -47,7 +49,7 @@ async fn show_bar(mut work: watch::Receiver<Preparation>, target: ProgressDrawTa
 const BETWEEN_LINES: Duration = Duration::from_secs(1);
 
 async fn show_lines(mut work: watch::Receiver<Preparation>, output: &mut (dyn Write + Send)) {
-    // Work of less than a second needs no line at all.
+    // Work that takes less than a second prints nothing.
     let mut last: Option<(Instant, String)> = Some((Instant::now(), String::new()));
     while let Preparation::Working { step, done, total } = current(&mut work) {
         let line = match total {
@@ -58,13 +60,13 @@ async fn show_lines(mut work: watch::Receiver<Preparation>, output: &mut (dyn Wr
         let changed = if last.as_ref().is_some_and(|(_, text)| *text == line) {
             work.changed().await
         } else if let Some(next) = next.filter(|next| *next > Instant::now()) {
-            // Whatever is current when the second is over gets the line; steps in between are left out.
+            // The state at the end of the interval is printed; intermediate states are skipped.
             match tokio::time::timeout_at(next, work.changed()).await {
                 Ok(changed) => changed,
                 Err(_) => Ok(()),
             }
         } else {
-            // A log that cannot be written is no reason to stop the work.
+            // A failed write to the log must not stop the work.
             let _ = writeln!(output, "{line}");
             last = Some((Instant::now(), line));
             work.changed().await
@@ -91,7 +93,7 @@ mod tests {
         }
     }
 
-    /// Sends each state after its pause, on a clock that does not wait, and returns the lines that were written.
+    /// Sends each state after its pause, on a paused clock, and returns the written lines.
     async fn lines(states: Vec<(u64, Preparation)>) -> Vec<String> {
         let mut states = states.into_iter();
         let (sender, receiver) = watch::channel(states.next().expect("there is a first state").1);

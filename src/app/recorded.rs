@@ -1,51 +1,44 @@
-//! Sessions whose every call is recorded: for the audit log, and in figures.
+//! Audited sessions: every call is recorded in the audit log and in metrics.
 //!
-//! It stands between the front and the sessions, so that nothing reaches a session by another way, whichever tool, route or task asked for
-//! it. When the audit log cannot be written and the operator has not allowed to go on without, no new work is begun.
+//! This layer is between the frontend and the sessions, so every tool, route and task passes
+//! through it. When the audit log cannot be written and the operator has not allowed to continue
+//! without it, new work is rejected.
 //!
-//! Calls are recorded when they are answered, executions when they end: the process that holds the
-//! sessions reports each end, whether or not its result is ever collected, and again if a server
-//! died before it had recorded one.
+//! Calls are recorded when they are answered, executions when they end. The process that holds the
+//! sessions reports the end of each execution, whether or not its result is ever collected, and
+//! reports it again if a server died before it had recorded one.
 //!
-//! Records hold digests of code and contents, never the things themselves.
+//! Records hold digests of code and contents, never the data itself.
 
 use std::collections::{HashSet, VecDeque};
-use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
-use async_trait::async_trait;
-use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::sync::watch;
-use tokio_util::sync::CancellationToken;
 
 use crate::audit::{
     Answer, Approval, Audit, Digest, Direction, Event, Execution, FileMoved, Kind, Outcome,
     Packages, QuotaRefused, SessionCreated, SessionEnded, ToolCall, UpstreamCall,
 };
+use crate::ops::{Host, Io, Op, Reply, Subject, Ticket};
 use crate::sandbox::Preparation;
-use crate::session::install::{InstallReport, Leave};
-use crate::session::servers::{ServerReport, ServerRequest, ServerSetup};
 use crate::session::tools::{CallEnd, NotedCall, ToolReason};
 use crate::session::{
-    ApprovalSetup, Checked, CheckpointInfo, Decided, DecidedBy, Decision, ExecuteRequest, Executed,
-    ExecutionEnded, ExecutionHandle, ExecutionId, ExploreReport, ExploreRequest, FileList,
-    FileRange, ForkReport, ForkRequest, InsidePath, LimitSetup, Load, News, Principal,
-    RecordEnding, Refused, ResetReport, Ruling, SessionAccess, SessionId, SessionInfo, Slice,
-    Status, UndoReport, UploadPart, Uploaded, Which, Word,
+    Decided, DecidedBy, Executed, ExecutionEnded, InsidePath, Principal, RecordEnding, Refused,
+    Ruling, SessionId, Status, Uploaded, Which,
 };
 use crate::telemetry::{self, Metrics};
 
-/// Executions whose names are remembered as recorded. Only those whose confirmation was lost are
+/// Number of recorded execution ids that are remembered. Only those whose confirmation was lost are
 /// reported again: the last few.
 const RECENT_EXECUTIONS: usize = 1_000;
-/// Sessions that are remembered as having been seen. Those beyond are seen again for the first time.
+/// Number of sessions remembered as seen. Sessions beyond it count as new again.
 const MOST_SEEN: usize = 10_000;
 
-/// Sessions, recorded. Cheap to clone.
+/// Sessions with an audit log. Cheap to clone.
 #[derive(Clone)]
 pub(super) struct Recorded {
-    sessions: Arc<dyn SessionAccess>,
+    sessions: Arc<dyn Host>,
     recorder: Recorder,
 }
 
@@ -70,17 +63,13 @@ type Key = (Principal, SessionId);
 #[derive(Default)]
 struct Seen {
     sessions: HashSet<Key>,
-    /// Names of executions that were recorded, the newest last. One that is reported again is not
+    /// Ids of recorded executions, the newest last. An execution that is reported again is not
     /// recorded again.
     executions: VecDeque<String>,
 }
 
 impl Recorded {
-    pub(super) fn new(
-        sessions: Arc<dyn SessionAccess>,
-        audit: Audit,
-        metrics: Metrics,
-    ) -> Recorded {
+    pub(super) fn new(sessions: Arc<dyn Host>, audit: Audit, metrics: Metrics) -> Recorded {
         let executions = audit.recent_executions().into();
         let seen = Arc::new(Mutex::new(Seen {
             executions,
@@ -96,8 +85,7 @@ impl Recorded {
             recorder.metrics.clone(),
             Arc::clone(&recorder.seen),
         );
-        // The sessions may outlive this value by a moment, and must not keep the log from being
-        // closed.
+        // The sessions may outlive this value briefly, and must not keep the log from being closed.
         let record = move |ended: &ExecutionEnded| {
             if let Some(audit) = audit.upgrade() {
                 Recorder {
@@ -118,7 +106,7 @@ impl Recorder {
         self.seen.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Refuses new work while nothing can be recorded.
+    /// Rejects new work while nothing can be recorded.
     fn may_begin(&self) -> Result<(), Refused> {
         match self.audit.refuses() {
             None => Ok(()),
@@ -136,28 +124,6 @@ impl Recorder {
         match session {
             Some(session) => event.in_session(session.as_str()),
             None => event,
-        }
-    }
-
-    /// Records a call and how it ended.
-    fn call<T>(
-        &self,
-        owner: &Principal,
-        session: Option<&SessionId>,
-        tool: &'static str,
-        begun: Instant,
-        done: &Result<T, Refused>,
-    ) {
-        let outcome = match done {
-            Ok(_) => Outcome::Succeeded,
-            Err(Refused::CancelledWhileWaiting) => Outcome::Cancelled,
-            // Nobody can say whether it was carried out.
-            Err(Refused::Unresponsive { sent: true }) => Outcome::Failed,
-            Err(_) => Outcome::Refused,
-        };
-        self.call_ended(owner, session, tool, begun, outcome);
-        if let Err(refused) = done {
-            self.refused(owner, session, refused);
         }
     }
 
@@ -182,7 +148,7 @@ impl Recorder {
         ));
     }
 
-    /// Records what a refusal says about a session or about its owner.
+    /// Records the parts of a refusal that concern a session or its owner.
     fn refused(&self, owner: &Principal, session: Option<&SessionId>, refused: &Refused) {
         match refused {
             Refused::Ended { id, why, .. } => self.ended(owner, id, why),
@@ -201,7 +167,7 @@ impl Recorder {
         }
     }
 
-    /// Records a session that is seen for the first time.
+    /// Records a session when it is first seen.
     fn met(&self, owner: &Principal, id: &SessionId, copy_of: Option<&SessionId>) {
         {
             let mut seen = self.seen();
@@ -231,7 +197,7 @@ impl Recorder {
             .note(self.event(owner, Some(id), SessionEnded { reason: why.into() }));
     }
 
-    /// Records an execution that has ended, once.
+    /// Records the end of an execution, once.
     fn executed(&self, ended: &ExecutionEnded) {
         {
             let mut seen = self.seen();
@@ -247,11 +213,11 @@ impl Recorder {
         if !ended.taken_over {
             self.met(owner, id, None);
         }
-        self.metrics.executed(ended.status, ended.duration);
+        self.metrics.executed(ended.status.name(), ended.duration);
         let details = Execution {
             execution: ended.name.as_str().into(),
             code: Digest::from_hash(&ended.code),
-            status: ended.status.into(),
+            status: ended.status.name().into(),
             elapsed: ended.duration,
             cpu: Some(ended.processor_time),
             memory_peak: Some(ended.memory_peak),
@@ -268,8 +234,8 @@ impl Recorder {
         }
     }
 
-    /// Records what was decided about something that code or a caller wanted.
-    fn ruled(&self, owner: &Principal, id: &SessionId, ruling: &Ruling, how: Option<Word>) {
+    /// Records the decision on a request of code or of a caller.
+    fn ruled(&self, owner: &Principal, id: &SessionId, ruling: &Ruling, how: Option<&str>) {
         let answer = match ruling.by {
             DecidedBy::NobodyAnswered => Answer::Expired,
             by if by.is_allowed() => Answer::Granted,
@@ -292,7 +258,7 @@ impl Recorder {
         });
     }
 
-    /// Records that code called a tool of another MCP server.
+    /// Records a call from code to a tool of another MCP server.
     fn called(&self, owner: &Principal, id: &SessionId, call: &NotedCall) {
         let outcome = match call.ended {
             CallEnd::Answered => Outcome::Succeeded,
@@ -318,394 +284,227 @@ impl Recorder {
     }
 }
 
-/// Tells how a call that ran code ended.
-fn outcome_of(status: &Status) -> Outcome {
-    match status {
-        Status::Completed => Outcome::Succeeded,
-        Status::Cancelled { .. } => Outcome::Cancelled,
-        _ => Outcome::Failed,
+/// The parts of an operation that its record needs after the operation was consumed.
+struct Entry {
+    /// The name of the call in the audit log. Operations without one are not recorded as calls.
+    call: Option<&'static str>,
+    session: Option<SessionId>,
+    path: Option<InsidePath>,
+    /// What is to be installed.
+    requirements: Option<Vec<String>>,
+    asked_by: Option<String>,
+    begun: Instant,
+}
+
+impl Entry {
+    fn of(op: &Op) -> Entry {
+        let mut entry = Entry {
+            call: call_name(op),
+            session: match op.subject() {
+                Subject::Session(id) | Subject::Execution(Which::Of(id)) => Some(id.clone()),
+                Subject::Execution(Which::This(_)) | Subject::Handle(_) | Subject::Other => None,
+            },
+            path: None,
+            requirements: None,
+            asked_by: None,
+            begun: Instant::now(),
+        };
+        match op {
+            Op::WriteFile(op) => entry.path = Some(op.path.clone()),
+            Op::ReadFile(op) => entry.path = Some(op.path.clone()),
+            Op::ReadFileRange(op) => entry.path = Some(op.path.clone()),
+            Op::Upload(op) => entry.path = Some(op.path.clone()),
+            Op::Install(op) => entry.requirements = Some(op.requirements.clone()),
+            Op::Decide(op) => entry.asked_by = Some(op.asked_by.clone()),
+            _ => {}
+        }
+        entry
     }
 }
 
-#[async_trait]
-impl SessionAccess for Recorded {
+/// The name under which calls of an operation are recorded.
+fn call_name(op: &Op) -> Option<&'static str> {
+    Some(match op {
+        Op::Execute(_) => "execute_ipython_cell",
+        Op::Interrupt(_) => "interrupt",
+        Op::Reset(_) => "reset",
+        Op::Undo(_) => "undo",
+        Op::Fork(_) => "fork_session",
+        Op::Explore(_) => "explore",
+        Op::Install(_) => "install_package",
+        Op::RegisterServer(_) => "register_mcp_server",
+        Op::UnregisterServer(_) => "unregister_mcp_server",
+        Op::WriteFile(_) | Op::Upload(_) => "upload_file",
+        Op::ReadFile(_) => "download_file",
+        Op::CloseSession(_) => "close_session",
+        _ => return None,
+    })
+}
+
+/// Returns whether an operation must not start while nothing can be recorded. Ending, undoing and
+/// reading are always possible.
+fn begins_work(op: &Op) -> bool {
+    matches!(
+        op,
+        Op::Execute(_)
+            // A grant starts new work.
+            | Op::Decide(_)
+            | Op::Fork(_)
+            | Op::Explore(_)
+            | Op::Install(_)
+            | Op::RegisterServer(_)
+            | Op::UnregisterServer(_)
+            | Op::WriteFile(_)
+            | Op::ReadFile(_)
+            | Op::ReadFileRange(_)
+            | Op::Upload(_)
+    )
+}
+
+impl Host for Recorded {
+    fn submit<'a>(&self, owner: &Principal, op: Op, io: Io<'a>) -> Result<Ticket<'a>, Refused> {
+        if begins_work(&op) {
+            self.may_begin()?;
+        }
+        let entry = Entry::of(&op);
+        let ticket = match self.sessions.submit(owner, op, io) {
+            Ok(ticket) => ticket,
+            Err(refused) => {
+                self.answered(owner, &entry, &Err(refused.clone()));
+                return Err(refused);
+            }
+        };
+        let (recorder, owner) = (self.recorder.clone(), owner.clone());
+        Ok(Ticket::new(async move {
+            let done = ticket.await;
+            recorder.answered(&owner, &entry, &done);
+            done
+        }))
+    }
+
     fn preparation(&self) -> watch::Receiver<Preparation> {
         self.sessions.preparation()
-    }
-
-    async fn execute(
-        &self,
-        owner: &Principal,
-        id: &SessionId,
-        request: ExecuteRequest,
-        wait: Option<Duration>,
-        cancel: CancellationToken,
-        news: News,
-    ) -> Result<Executed, Refused> {
-        const TOOL: &str = "execute_ipython_cell";
-        self.may_begin()?;
-        let begun = Instant::now();
-        let executed = self
-            .sessions
-            .execute(owner, id, request, wait, cancel, news)
-            .await;
-        match &executed {
-            Ok(Executed::Finished(outcome)) => {
-                self.met(owner, id, None);
-                self.call_ended(owner, Some(id), TOOL, begun, outcome_of(&outcome.status));
-            }
-            Ok(Executed::Underway(_)) => {
-                self.met(owner, id, None);
-                self.call_ended(owner, Some(id), TOOL, begun, Outcome::Underway);
-            }
-            Err(_) => self.call(owner, Some(id), TOOL, begun, &executed),
-        }
-        executed
-    }
-
-    async fn check(
-        &self,
-        owner: &Principal,
-        which: &Which,
-        wait: Duration,
-        max_chars: usize,
-        news: News,
-    ) -> Result<Checked, Refused> {
-        // Looking changes nothing.
-        self.sessions
-            .check(owner, which, wait, max_chars, news)
-            .await
-    }
-
-    async fn decide(
-        &self,
-        owner: &Principal,
-        handle: &ExecutionHandle,
-        decisions: Vec<Decision>,
-        how: Word,
-    ) -> Result<Decided, Refused> {
-        // A permission is the beginning of new work.
-        self.may_begin()?;
-        let decided = self.sessions.decide(owner, handle, decisions, how).await;
-        if let Ok(Decided { session, rulings }) = &decided {
-            rulings
-                .iter()
-                .for_each(|ruling| self.ruled(owner, session, ruling, Some(how)));
-        }
-        decided
-    }
-
-    async fn stop(&self, owner: &Principal, which: &Which) -> Result<(), Refused> {
-        let begun = Instant::now();
-        let stopped = self.sessions.stop(owner, which).await;
-        let session = match which {
-            Which::Of(session) => Some(session),
-            Which::This(_) => None,
-        };
-        self.call(owner, session, "interrupt", begun, &stopped);
-        stopped
-    }
-
-    async fn reset(&self, owner: &Principal, id: &SessionId) -> Result<ResetReport, Refused> {
-        let begun = Instant::now();
-        let done = self.sessions.reset(owner, id).await;
-        self.call(owner, Some(id), "reset", begun, &done);
-        done
-    }
-
-    async fn undo(
-        &self,
-        owner: &Principal,
-        id: &SessionId,
-        cells: u32,
-    ) -> Result<UndoReport, Refused> {
-        let begun = Instant::now();
-        let done = self.sessions.undo(owner, id, cells).await;
-        self.call(owner, Some(id), "undo", begun, &done);
-        done
-    }
-
-    async fn checkpoints(
-        &self,
-        owner: &Principal,
-        id: &SessionId,
-    ) -> Result<Vec<CheckpointInfo>, Refused> {
-        self.sessions.checkpoints(owner, id).await
-    }
-
-    async fn fork(
-        &self,
-        owner: &Principal,
-        id: &SessionId,
-        request: ForkRequest,
-    ) -> Result<ForkReport, Refused> {
-        self.may_begin()?;
-        let begun = Instant::now();
-        let done = self.sessions.fork(owner, id, request).await;
-        if let Ok(report) = &done {
-            report
-                .forks
-                .iter()
-                .for_each(|fork| self.met(owner, fork, Some(id)));
-        }
-        self.call(owner, Some(id), "fork_session", begun, &done);
-        done
-    }
-
-    async fn explore(
-        &self,
-        owner: &Principal,
-        id: &SessionId,
-        request: ExploreRequest,
-        cancel: CancellationToken,
-        news: News,
-    ) -> Result<ExploreReport, Refused> {
-        self.may_begin()?;
-        let begun = Instant::now();
-        let done = self
-            .sessions
-            .explore(owner, id, request, cancel, news)
-            .await;
-        if let Ok(report) = &done {
-            report
-                .kept
-                .iter()
-                .for_each(|(_, kept)| self.met(owner, kept, Some(id)));
-        }
-        self.call(owner, Some(id), "explore", begun, &done);
-        done
-    }
-
-    async fn install(
-        &self,
-        owner: &Principal,
-        id: &SessionId,
-        requirements: Vec<String>,
-        leave: Leave,
-        cancel: CancellationToken,
-        news: News,
-    ) -> Result<InstallReport, Refused> {
-        self.may_begin()?;
-        let begun = Instant::now();
-        let wanted = requirements.iter().cloned().collect();
-        let done = self
-            .sessions
-            .install(owner, id, requirements, leave, cancel, news)
-            .await;
-        match &done {
-            // Nothing has happened but a question.
-            Err(Refused::Ask { .. }) => return done,
-            Ok(InstallReport {
-                ruling: Some(ruling),
-                ..
-            }) => self.ruled(owner, id, ruling, Some("install_package")),
-            Err(Refused::NotApproved { ruling, .. }) => {
-                let how = matches!(ruling.by, DecidedBy::Person(_)).then_some("install_package");
-                self.ruled(owner, id, ruling, how);
-            }
-            _ => {}
-        }
-        let (outcome, installed) = match &done {
-            Ok(report) => (
-                Outcome::Succeeded,
-                report.text.lines().map(str::to_owned).collect(),
-            ),
-            Err(_) => (Outcome::Failed, std::iter::empty::<String>().collect()),
-        };
-        if done.is_ok() {
-            self.met(owner, id, None);
-        }
-        self.audit.note(self.event(
-            owner,
-            Some(id),
-            Packages {
-                requirements: wanted,
-                installed,
-                outcome,
-            },
-        ));
-        self.call(owner, Some(id), "install_package", begun, &done);
-        done
-    }
-
-    async fn register_server(
-        &self,
-        owner: &Principal,
-        request: ServerRequest,
-    ) -> Result<ServerReport, Refused> {
-        self.may_begin()?;
-        let begun = Instant::now();
-        let done = self.sessions.register_server(owner, request).await;
-        self.call(owner, None, "register_mcp_server", begun, &done);
-        done
-    }
-
-    async fn unregister_server(&self, owner: &Principal, name: &str) -> Result<(), Refused> {
-        self.may_begin()?;
-        let begun = Instant::now();
-        let done = self.sessions.unregister_server(owner, name).await;
-        self.call(owner, None, "unregister_mcp_server", begun, &done);
-        done
-    }
-
-    async fn servers(&self, owner: &Principal) -> Result<Vec<ServerReport>, Refused> {
-        self.sessions.servers(owner).await
-    }
-
-    async fn set_up_servers(&self, setup: ServerSetup) -> Result<(), Refused> {
-        self.sessions.set_up_servers(setup).await
-    }
-
-    async fn set_up_limits(&self, setup: LimitSetup) -> Result<(), Refused> {
-        self.sessions.set_up_limits(setup).await
-    }
-
-    async fn set_up_approvals(&self, setup: ApprovalSetup) -> Result<(), Refused> {
-        self.sessions.set_up_approvals(setup).await
-    }
-
-    async fn write_file(
-        &self,
-        owner: &Principal,
-        id: &SessionId,
-        path: &InsidePath,
-        source: &mut (dyn AsyncRead + Send + Unpin),
-        overwrite: bool,
-    ) -> Result<u64, Refused> {
-        self.may_begin()?;
-        let begun = Instant::now();
-        let done = self
-            .sessions
-            .write_file(owner, id, path, source, overwrite)
-            .await;
-        if let Ok(bytes) = done {
-            self.met(owner, id, None);
-            self.moved(owner, id, path, Direction::Into, bytes);
-        }
-        self.call(owner, Some(id), "upload_file", begun, &done);
-        done
-    }
-
-    async fn read_file(
-        &self,
-        owner: &Principal,
-        id: &SessionId,
-        path: &InsidePath,
-        limit: u64,
-        sink: &mut (dyn AsyncWrite + Send + Unpin),
-    ) -> Result<u64, Refused> {
-        self.may_begin()?;
-        let begun = Instant::now();
-        let done = self.sessions.read_file(owner, id, path, limit, sink).await;
-        if let Ok(bytes) = done {
-            self.moved(owner, id, path, Direction::OutOf, bytes);
-        }
-        self.call(owner, Some(id), "download_file", begun, &done);
-        done
-    }
-
-    async fn read_file_range(
-        &self,
-        owner: &Principal,
-        id: &SessionId,
-        path: &InsidePath,
-        offset: u64,
-        length: Option<u64>,
-        sink: &mut (dyn AsyncWrite + Send + Unpin),
-    ) -> Result<FileRange, Refused> {
-        self.may_begin()?;
-        let done = self
-            .sessions
-            .read_file_range(owner, id, path, offset, length, sink)
-            .await;
-        // A look at the size alone moves nothing.
-        match &done {
-            Ok(range) if range.sent > 0 => {
-                self.moved(owner, id, path, Direction::OutOf, range.sent)
-            }
-            Ok(_) => {}
-            Err(refused) => self.refused(owner, Some(id), refused),
-        }
-        done
-    }
-
-    async fn list_files(&self, owner: &Principal, id: &SessionId) -> Result<FileList, Refused> {
-        self.sessions.list_files(owner, id).await
-    }
-
-    async fn upload(
-        &self,
-        owner: &Principal,
-        id: &SessionId,
-        path: &InsidePath,
-        part: UploadPart,
-        source: &mut (dyn AsyncRead + Send + Unpin),
-    ) -> Result<Uploaded, Refused> {
-        self.may_begin()?;
-        let begun = Instant::now();
-        let done = self.sessions.upload(owner, id, path, part, source).await;
-        if let Ok(Uploaded {
-            size,
-            finished: true,
-        }) = done
-        {
-            self.met(owner, id, None);
-            self.moved(owner, id, path, Direction::Into, size);
-        }
-        self.call(owner, Some(id), "upload_file", begun, &done);
-        done
-    }
-
-    async fn uploaded(&self, owner: &Principal, id: &SessionId, path: &InsidePath) -> Option<u64> {
-        self.sessions.uploaded(owner, id, path).await
     }
 
     fn record_endings(&self, takes_over: bool, record: RecordEnding) {
         self.sessions.record_endings(takes_over, record);
     }
-
-    async fn load(&self) -> Load {
-        self.sessions.load().await
-    }
-
-    async fn list(&self, owner: &Principal) -> Result<Vec<SessionInfo>, Refused> {
-        self.sessions.list(owner).await
-    }
-
-    async fn close(&self, owner: &Principal, id: &SessionId) -> Result<(), Refused> {
-        let begun = Instant::now();
-        let done = self.sessions.close(owner, id).await;
-        if done.is_ok() {
-            self.ended(owner, id, "it was closed");
-        }
-        self.call(owner, Some(id), "close_session", begun, &done);
-        done
-    }
-
-    async fn output_size(
-        &self,
-        owner: &Principal,
-        id: &SessionId,
-        execution: ExecutionId,
-    ) -> Option<u64> {
-        self.sessions.output_size(owner, id, execution).await
-    }
-
-    async fn read_output(
-        &self,
-        owner: &Principal,
-        id: &SessionId,
-        execution: ExecutionId,
-        offset: u64,
-        length: usize,
-    ) -> Option<io::Result<Slice>> {
-        self.sessions
-            .read_output(owner, id, execution, offset, length)
-            .await
-    }
 }
 
 impl Recorder {
+    /// Records an answered call, and the effects in its reply on sessions, files, packages and
+    /// approvals.
+    fn answered(&self, owner: &Principal, entry: &Entry, done: &Result<Reply, Refused>) {
+        let session = entry.session.as_ref();
+        match (done, session) {
+            (Ok(reply), Some(id)) => self.replied(owner, id, entry, reply),
+            (Ok(Reply::Decide(Decided { session, rulings })), None) => {
+                let asked_by = entry.asked_by.as_deref();
+                rulings
+                    .iter()
+                    .for_each(|ruling| self.ruled(owner, session, ruling, asked_by));
+            }
+            // Only an approval was requested.
+            (Err(Refused::Ask { .. }), _) => return,
+            (Err(refused), Some(id)) => {
+                if let Refused::NotApproved { ruling, .. } = refused {
+                    let by_person = matches!(ruling.by, DecidedBy::Person(_));
+                    self.ruled(owner, id, ruling, by_person.then_some("install_package"));
+                }
+                if let Some(requirements) = &entry.requirements {
+                    self.installed(owner, id, requirements, None);
+                }
+            }
+            _ => {}
+        }
+        let outcome = match done {
+            Ok(Reply::Execute(Executed::Finished(outcome))) => match outcome.status {
+                Status::Completed => Outcome::Succeeded,
+                Status::Cancelled { .. } => Outcome::Cancelled,
+                _ => Outcome::Failed,
+            },
+            Ok(Reply::Execute(Executed::Underway(_))) => Outcome::Underway,
+            Ok(_) => Outcome::Succeeded,
+            Err(Refused::CancelledWhileWaiting) => Outcome::Cancelled,
+            // It is unknown whether the operation was executed.
+            Err(Refused::Unresponsive { sent: true }) => Outcome::Failed,
+            Err(_) => Outcome::Refused,
+        };
+        if let Some(call) = entry.call {
+            self.call_ended(owner, session, call, entry.begun, outcome);
+        }
+        if let Err(refused) = done {
+            self.refused(owner, session, refused);
+        }
+    }
+
+    /// Records the reply of an operation on a session.
+    fn replied(&self, owner: &Principal, id: &SessionId, entry: &Entry, reply: &Reply) {
+        let moved = |direction, bytes| {
+            if let Some(path) = &entry.path {
+                self.moved(owner, id, path, direction, bytes);
+            }
+        };
+        match reply {
+            Reply::Execute(_) => self.met(owner, id, None),
+            Reply::Fork(report) => {
+                let forks = report.forks.iter();
+                forks.for_each(|fork| self.met(owner, fork, Some(id)));
+            }
+            Reply::Explore(report) => {
+                let kept = report.kept.iter();
+                kept.for_each(|(_, kept)| self.met(owner, kept, Some(id)));
+            }
+            Reply::Install(report) => {
+                if let Some(ruling) = &report.ruling {
+                    self.ruled(owner, id, ruling, Some("install_package"));
+                }
+                self.met(owner, id, None);
+                let requirements = entry.requirements.as_deref().unwrap_or_default();
+                self.installed(owner, id, requirements, Some(&report.text));
+            }
+            Reply::WriteFile(bytes) => {
+                self.met(owner, id, None);
+                moved(Direction::Into, *bytes);
+            }
+            Reply::Upload(Uploaded {
+                size,
+                finished: true,
+            }) => {
+                self.met(owner, id, None);
+                moved(Direction::Into, *size);
+            }
+            Reply::ReadFile(bytes) => moved(Direction::OutOf, *bytes),
+            // A query of the size alone transfers nothing.
+            Reply::ReadFileRange(range) if range.sent > 0 => moved(Direction::OutOf, range.sent),
+            Reply::CloseSession(()) => self.ended(owner, id, "it was closed"),
+            _ => {}
+        }
+    }
+
+    /// Records an installation: the request, and the installer's result if it succeeded.
+    fn installed(
+        &self,
+        owner: &Principal,
+        id: &SessionId,
+        requirements: &[String],
+        report: Option<&str>,
+    ) {
+        let details = Packages {
+            requirements: requirements.iter().cloned().collect(),
+            installed: report
+                .unwrap_or_default()
+                .lines()
+                .map(str::to_owned)
+                .collect(),
+            outcome: match report {
+                Some(_) => Outcome::Succeeded,
+                None => Outcome::Failed,
+            },
+        };
+        self.audit.note(self.event(owner, Some(id), details));
+    }
+
     fn moved(
         &self,
         owner: &Principal,

@@ -1,7 +1,7 @@
-//! `cellblock run`: runs code once in a fresh sandbox, prints what it printed, and saves its images.
+//! `cellblock run`: runs code once in a fresh sandbox, prints its output, and saves its images.
 //!
-//! Exit status: 0 when the code ended well, 1 when it raised, 124 when it was stopped after its
-//! time, 125 when its interpreter died, 130 when it was interrupted, 2 when nothing could be run.
+//! Exit status: 0 on success, 1 when the code raised, 124 on timeout, 125 when its interpreter
+//! died, 130 when it was interrupted, 2 when nothing could be run.
 
 use std::fs;
 use std::io::{Read, Write};
@@ -16,11 +16,11 @@ use super::asked_to_end;
 use super::cli::{CodeSource, RunArguments};
 use super::output::{INTERRUPTED, Interrupted, say, standard_error, standard_output};
 use super::{Warmth, backend, progress, sessions};
-use crate::config::Settings;
+use crate::config::{Mount, Settings};
 use crate::sandbox::Exit;
 use crate::session::{
-    Asking, ExecuteRequest, Image, InsidePath, Outcome, Part, Principal, Refused, SessionId,
-    Sessions, StateAfter, Status, Stream,
+    Asking, ExecuteRequest, FileNote, Image, InsidePath, Outcome, Part, Principal, Refused,
+    SessionId, Sessions, StateAfter, Status, Stream,
 };
 
 /// A terminal shows everything; this only keeps a runaway loop from filling memory.
@@ -28,7 +28,7 @@ const MOST_CHARS: usize = 50_000_000;
 /// The largest file copied out of the sandbox.
 const LARGEST_FILE: u64 = 1 << 30;
 
-/// Carries out the command.
+/// Executes the command.
 pub(super) async fn execute(
     arguments: &RunArguments,
     settings: Settings,
@@ -38,7 +38,7 @@ pub(super) async fn execute(
     let shown = tokio::spawn(progress::show(backend.preparation()));
     let sessions = sessions(&settings, Warmth::OneShot, backend, None, None)?;
     let ran = carry_out(arguments, &settings, &sessions, (name, code), shown).await;
-    // Also when nobody reads the output any more: the sandbox and its traces go with it.
+    // Also when the reader of the output is gone: the sandbox and its files must be removed.
     sessions.shut_down().await;
     ran
 }
@@ -69,7 +69,7 @@ async fn carry_out(
     shown.abort();
     let outcome = match ran {
         Ok(outcome) => outcome,
-        // The code had not begun: Python was still being prepared.
+        // The code had not started: Python was still being prepared.
         Err(Refused::CancelledWhileWaiting) => return Err(Interrupted.into()),
         Err(refused) => return Err(refused.into()),
     };
@@ -79,19 +79,14 @@ async fn carry_out(
         .unwrap_or_else(|| PathBuf::from("."));
     print(&outcome, &folder, &name)?;
     if settings.workspace.is_none() {
-        keep_files(
-            sessions,
-            &owner,
-            &session,
-            &outcome,
-            arguments.output_dir.as_deref(),
-        )
-        .await?;
+        let made = files_made(&outcome, &settings.mounts);
+        let folder = arguments.output_dir.as_deref();
+        keep_files(sessions, &owner, &session, &made, folder).await?;
     }
     Ok(exit_status(&outcome.status))
 }
 
-/// Returns the code and a name for the files it makes.
+/// Returns the code and a base name for the files it creates.
 fn read_code(source: &CodeSource) -> anyhow::Result<(String, String)> {
     match source {
         CodeSource::Text(code) => Ok(("image".to_owned(), code.clone())),
@@ -144,7 +139,7 @@ fn print(outcome: &Outcome, folder: &Path, name: &str) -> anyhow::Result<()> {
         }
     }
     out.flush()?;
-    // The notes are for callers that come back to a session; this one is over.
+    // The notes are for callers that return to a session; this session ends.
     if let Some(sentence) = ending(&outcome.status) {
         writeln!(err, "cellblock: {sentence}")?;
     }
@@ -155,38 +150,48 @@ fn print(outcome: &Outcome, folder: &Path, name: &str) -> anyhow::Result<()> {
 }
 
 fn save_image(image: &Image, folder: &Path, name: &str, number: u32) -> anyhow::Result<PathBuf> {
-    let extension = image.mime.rsplit('/').next().unwrap_or("png");
+    let extension = image.kind.extension();
     let path = folder.join(format!("{name}-{number}.{extension}"));
     fs::create_dir_all(folder).with_context(|| format!("could not make {}", folder.display()))?;
     fs::write(&path, &image.bytes).with_context(|| format!("could not save {}", path.display()))?;
     Ok(path)
 }
 
-/// Copies the files that the code made out of its private folder, or says that they are about to vanish.
+/// Returns the files that would be lost with the sandbox: files in mounted folders are on the host
+/// already.
+fn files_made<'a>(outcome: &'a Outcome, mounts: &[Mount]) -> Vec<&'a FileNote> {
+    let is_mounted = |file: &FileNote| {
+        mounts
+            .iter()
+            .any(|mount| Path::new(&file.path).starts_with(&mount.inside))
+    };
+    let created = outcome.files.iter().flat_map(|files| &files.created);
+    created.filter(|file| !is_mounted(file)).collect()
+}
+
+/// Copies files out of the private folder of a session, or warns that they will be lost.
 async fn keep_files(
     sessions: &Sessions,
     owner: &Principal,
     session: &SessionId,
-    outcome: &Outcome,
+    made: &[&FileNote],
     folder: Option<&Path>,
 ) -> anyhow::Result<()> {
-    let Some(made) = outcome
-        .files
-        .as_ref()
-        .filter(|files| !files.created.is_empty())
-    else {
+    if made.is_empty() {
         return Ok(());
-    };
+    }
     let Some(folder) = folder else {
-        let names: Vec<&str> = made.created.iter().map(|file| file.path.as_str()).collect();
+        let names: Vec<&str> = made.iter().map(|file| file.path.as_str()).collect();
         say(format_args!(
-            "cellblock: files left in the sandbox are gone: {} (keep them with --output-dir DIR or --workspace DIR)",
+            "cellblock: files left in the sandbox are gone: {} (keep them with --output-dir DIR or \
+             --workspace DIR)",
             names.join(", ")
         ));
         return Ok(());
     };
-    for file in &made.created {
-        // The name is the sandbox's claim; it has to have the form of a path below a folder before it is used as one.
+    for file in made {
+        // The name is a claim of the sandbox. It must be a valid relative path before it is used as
+        // one.
         let Ok(path) = file.path.parse::<InsidePath>() else {
             continue;
         };
@@ -213,7 +218,7 @@ async fn keep_files(
     Ok(())
 }
 
-/// What a person must be told about the end, beyond the output.
+/// Returns a message about the end of the run, beyond its output.
 fn ending(status: &Status) -> Option<String> {
     match status {
         Status::Completed | Status::Raised(_) => None,

@@ -4,7 +4,9 @@
 //! names and tokens → routes → MCP endpoint, files → sessions, in a keeper or here
 //! ```
 //!
-//! Told to read its settings again (SIGHUP), it takes over what can change while it runs. Asked to end, it takes no new connections, tells those who wait for code that it goes on, and leaves.
+//! On SIGHUP the server reads its settings again and applies those that can change at run time.
+//! When asked to stop, it accepts no new connections, informs waiting callers that their code
+//! continues, and exits.
 
 use std::net::SocketAddr;
 use std::pin::pin;
@@ -20,6 +22,7 @@ use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
 use super::keeper::{Home, KeepByDefault};
+use super::kept_settings::changed_beyond_reload;
 use super::recorded::Recorded;
 use super::{asked_to_end, mcp_settings, open_audit};
 use crate::audit::{Audit, Event, ServerReloaded, ServerStarted, ServerStopped};
@@ -32,15 +35,16 @@ use crate::mcp::{self, Front, HostFiles};
 use crate::sandbox::Preparation;
 use crate::telemetry::{Health, Metrics, Part};
 
-/// How long requests under way may take after the server was asked to end.
+/// Grace period for open requests after the server was asked to stop.
 const GRACE: Duration = Duration::from_secs(10);
 
-/// Serves until a signal asks to end.
+/// Serves until a signal asks the server to stop.
 pub(super) async fn serve(
     settings: Settings,
     read_again: impl Fn() -> Result<Settings, ConfigError>,
 ) -> anyhow::Result<ExitCode> {
-    // First: without this a signal would end the process. One that comes early is kept.
+    // Installed first: without a handler the signal would kill the process. An early signal is
+    // kept.
     let mut hang_up = signal(SignalKind::hangup()).context("signals cannot be received")?;
     let audit = open_audit(&settings)?;
     audit.record(Event::new(ServerStarted {
@@ -120,7 +124,7 @@ pub(super) async fn serve(
     Ok(ExitCode::SUCCESS)
 }
 
-/// Tells why new work should go elsewhere, when it should.
+/// Reports to the health check why new work should go elsewhere, when it should.
 fn watch_parts(health: &Health, home: &Home, audit: &Audit) {
     let preparation = home.sessions().preparation();
     health.ask(Part::Python, move || match &*preparation.borrow() {
@@ -136,7 +140,7 @@ fn watch_parts(health: &Health, home: &Home, audit: &Audit) {
     }
 }
 
-/// What requests meet, made anew when the settings are.
+/// The state that requests use; rebuilt when the settings change.
 struct Desk<'a> {
     home: &'a Home,
     address: SocketAddr,
@@ -179,8 +183,8 @@ impl Desk<'_> {
         })
     }
 
-    /// Takes over what can change while the server runs: who may call, names, origins, certificates, other MCP servers, approvals and quotas. Settings that make no sense
-    /// change nothing.
+    /// Applies the settings that can change at run time: who may call, names, origins,
+    /// certificates, other MCP servers, approvals and quotas. Invalid settings change nothing.
     async fn read_again(
         &self,
         before: &Settings,
@@ -209,7 +213,8 @@ impl Desk<'_> {
                 match self.home.set_up_approvals(&settings).await {
                     Ok(()) => changed.push("approvals"),
                     Err(refused) => {
-                        warn!(error = %refused, "the approvals were not read again; the old ones hold")
+                        warn!(error = %refused, "the approvals were not read again; the old ones \
+                             hold")
                     }
                 }
                 match self.home.set_up_limits(&settings).await {
@@ -218,9 +223,12 @@ impl Desk<'_> {
                         warn!(error = %refused, "the quotas were not read again; the old ones hold")
                     }
                 }
-                if needs_restart(before, &settings) {
+                let others = changed_beyond_reload(before, &settings);
+                if !others.is_empty() {
                     warn!(
-                        "other settings changed too; they hold after a restart of the server, those of sessions after \"cellblock keeper stop\""
+                        settings = others.join(", "),
+                        "other settings changed too; they hold after a restart of the server, \
+                         those of sessions after \"cellblock keeper stop\""
                     );
                 }
                 info!("the settings were read again");
@@ -234,26 +242,6 @@ impl Desk<'_> {
             ),
         }
     }
-}
-
-/// Tells whether something changed that only a new process takes over.
-fn needs_restart(before: &Settings, now: &Settings) -> bool {
-    let rest = |settings: &Settings| {
-        let mut rest = settings.clone();
-        rest.auth = Default::default();
-        rest.service.allowed_hosts.clear();
-        rest.service.allowed_origins.clear();
-        rest.service.tls = None;
-        rest.upstreams = Default::default();
-        rest.quotas = before.quotas;
-        rest.max_running = before.max_running;
-        // Sandboxes that are there were made without doors, or for programs that start freely.
-        let sandboxes = rest.approvals.sandboxes();
-        rest.approvals = before.approvals.clone();
-        rest.hand_over = Default::default();
-        format!("{rest:?} {sandboxes:?}")
-    };
-    rest(before) != rest(now)
 }
 
 /// Connections of older clients outlive the server if sessions do.
@@ -283,13 +271,14 @@ fn own_url(address: SocketAddr, tls: bool) -> String {
     format!("{scheme}://{address}")
 }
 
-/// Says where the server is and how to get in, without the token itself.
+/// Logs the address of the server and how to authenticate, without the token itself.
 fn announce(authenticator: &Authenticator, public_url: &str) {
     info!(
         url = format!("{public_url}{}", crate::http::routes::ENDPOINT),
         "serving MCP over HTTP"
     );
     if let Some(file) = authenticator.development_token() {
-        warn!(file = %file.display(), "no issuer of tokens is configured: development mode, with a token in this file");
+        warn!(file = %file.display(), "no issuer of tokens is configured: development mode, with a \
+                                       token in this file");
     }
 }

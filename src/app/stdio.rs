@@ -18,7 +18,7 @@ use crate::telemetry::{Health, Metrics};
 /// The largest file that `upload_file` and `download_file` copy.
 const LARGEST_FILE: u64 = 1 << 30;
 
-/// Serves until the client closes standard input or a signal asks to end.
+/// Serves until the client closes standard input or a signal asks the server to stop.
 pub(super) async fn serve(settings: Settings) -> anyhow::Result<ExitCode> {
     let files = HostFiles::new(&settings.allowed_dirs, LARGEST_FILE)
         .context("an allowed directory cannot be used")?;
@@ -30,7 +30,7 @@ pub(super) async fn serve(settings: Settings) -> anyhow::Result<ExitCode> {
     let home = Home::of(&settings, KeepByDefault::No, "mcp").await?;
     home.set_up_servers(&settings);
     let told = mcp_settings(&settings, Front::Stdio, KeepByDefault::No)?;
-    // Nobody reads figures of a server on standard input and output.
+    // A server on standard input and output exports no metrics.
     let metrics = Metrics::new(&Health::new());
     let sessions = Arc::new(Recorded::new(home.sessions(), audit.clone(), metrics));
     let server = mcp::Server::new(sessions, files, told);

@@ -1,8 +1,11 @@
-//! The bridge between sessions and other MCP servers: `session::tools::Broker` on one side, `cellblock_upstream` on the other.
+//! The bridge between sessions and other MCP servers: `session::tools::Broker` on one side,
+//! `cellblock_upstream` on the other.
 //!
-//! It decides what a caller may register. Whoever started the server may name programs and use its variables; whoever calls over HTTP may name public addresses, and
-//! the operator's variables are out of their reach, since they could have them sent anywhere. The servers of the operator are connected in the background, and again
-//! when they are used and were not there.
+//! It decides what a caller may register. The local user who started the server may name programs
+//! and use its environment variables. Callers over HTTP may name public addresses only. The
+//! operator's variables are not available to them, because they could have them sent anywhere. The
+//! operator's servers are connected in the background, and reconnected on use if they were
+//! unreachable.
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
@@ -27,13 +30,14 @@ use crate::session::servers::{
 use crate::session::tools::{Broker, ToolCall, ToolReason, ToolRefused, ToolReply};
 use crate::session::{Principal, SessionId};
 
-/// The argument under which this program starts a server of another maker.
+/// The argument under which this program starts a third-party server.
 pub const WRAPPER_ARGUMENT: &str = "--as-mcp-server";
 
-/// A server of the operator that could not be reached is tried again when somebody looks at it, but not sooner than this.
+/// Minimum interval between attempts to reconnect an unreachable server of the operator. It is
+/// retried on use.
 const RETRY_AFTER: Duration = Duration::from_secs(30);
 
-/// All servers, the operator's and the callers'. Clones are the same.
+/// All servers, the operator's and the callers'. Clones share state.
 #[derive(Clone)]
 pub(super) struct Upstreams(Arc<Shared>);
 
@@ -48,7 +52,7 @@ struct State {
     variables: Variables,
     /// The servers of the operator, by name.
     configured: BTreeMap<String, Arc<Configured>>,
-    /// What callers have said about calls of the servers that they registered, by owner and name.
+    /// The callers' policies for servers that they registered, by owner and name.
     policies: BTreeMap<(String, String), Arc<Policy>>,
 }
 
@@ -56,18 +60,18 @@ struct State {
 struct Configured {
     name: ServerName,
     params: ServerParams,
-    /// What it says about calls of its tools.
+    /// The policy for calls of its tools.
     policy: Option<Arc<Policy>>,
-    /// What decides whether it is the same server: what was written, and the values that are filled in.
+    /// The identity of the server: its configuration, and the values of the variables in it.
     written: (Value, BTreeMap<String, String>),
     variables: Variables,
     state: Mutex<(ServerState, Instant)>,
-    /// One attempt at a time, also of those that had this name before: the last one must be the one that stays.
+    /// Serializes attempts, also with earlier servers of this name: the last one must win.
     attempt: Arc<tokio::sync::Mutex<()>>,
 }
 
 impl Upstreams {
-    /// Knows nobody yet; `set_up` tells which servers the operator has.
+    /// Starts without servers; `set_up` adds those of the operator.
     pub(super) fn new(settings: &config::Upstreams) -> Upstreams {
         let wrapper = std::env::current_exe().ok().map(|program| WrapperCommand {
             program,
@@ -86,7 +90,7 @@ impl Upstreams {
         }))
     }
 
-    /// Closes all connections and ends the programs behind them.
+    /// Closes all connections and stops the programs behind them.
     pub(super) async fn shut_down(&self) {
         self.state().configured.clear();
         self.0.registry.close().await;
@@ -99,7 +103,7 @@ impl Upstreams {
             .expect("nothing panics while it holds the servers")
     }
 
-    /// What a server is given that somebody registers.
+    /// Returns the settings for a server that a caller registers.
     fn surroundings(&self, trust: Trust) -> cellblock_upstream::Settings {
         let state = self.state();
         let (variables, addresses) = match trust {
@@ -127,7 +131,7 @@ impl Upstreams {
         }
     }
 
-    /// Connects to a server of the operator, unless it is connected or somebody has just tried.
+    /// Connects to a server of the operator, unless it is connected or an attempt has just ended.
     async fn connect(&self, server: Arc<Configured>) {
         let asked = Instant::now();
         let _attempt = server.attempt.lock().await;
@@ -135,7 +139,8 @@ impl Upstreams {
             let state = server.state();
             (state.0 == ServerState::Connected, state.1)
         };
-        // Somebody else's attempt ended while this one waited for it, or the operator has thought otherwise.
+        // Another attempt ended while this one waited for the lock, or the configuration has
+        // changed.
         if is_there || tried > asked || !self.is_wanted(&server) {
             return;
         }
@@ -162,19 +167,20 @@ impl Upstreams {
                     error = why,
                     "an MCP server of the configuration cannot be used"
                 );
-                // What may still be there is what the configuration said before, and says no more.
+                // A registration left over from the previous configuration is no longer valid.
                 self.0.registry.unregister(&Owner::Everyone, name);
                 ServerState::Failed { why }
             }
         };
         *server.state() = (state, Instant::now());
-        // The operator may have thought otherwise meanwhile. Another server of this name comes after this.
+        // The configuration may have changed meanwhile. Another server of this name is registered
+        // after this.
         if !self.is_wanted(&server) {
             self.0.registry.unregister(&Owner::Everyone, name);
         }
     }
 
-    /// Tells whether a server is the one that the configuration has under its name.
+    /// Returns whether a server is still the configured one of its name.
     fn is_wanted(&self, server: &Arc<Configured>) -> bool {
         self.state()
             .configured
@@ -182,7 +188,8 @@ impl Upstreams {
             .is_some_and(|current| Arc::ptr_eq(current, server))
     }
 
-    /// Returns the server that an owner means, after a server of the operator that was not there was tried again.
+    /// Returns the server that an owner means, after trying to reconnect an unreachable server of
+    /// the operator.
     async fn find(&self, owner: &Principal, name: &str) -> Result<Upstream, ToolRefused> {
         if let Some(upstream) = self.0.registry.find(&owner.0, name) {
             return Ok(upstream);
@@ -280,7 +287,8 @@ impl Broker for Upstreams {
             fingerprint,
         } = call;
         let upstream = self.find(owner, &server).await?;
-        // What was looked at, and perhaps approved, is what is called, although somebody may have registered another server of this name meanwhile.
+        // The server called must be the one that was inspected, and perhaps approved, although
+        // another server of this name may have been registered meanwhile.
         let is_what_it_was = fingerprint.is_none_or(|looked_at| {
             looked_at == of_params(upstream.params())
                 || of_tool(&upstream, &tool).is_ok_and(|now| now == looked_at)
@@ -319,7 +327,8 @@ impl Broker for Upstreams {
                 .map(Some)
                 .map_err(|error| refusal(&error));
         }
-        // A server of the operator that was not reached yet. The call connects to it, and to no other.
+        // A server of the operator that was not reached yet. The call connects to exactly this
+        // server.
         let configured = self.state().configured.get(server).cloned();
         let params = configured.ok_or_else(|| ToolRefused::no_server(server))?;
         Ok(Some(of_params(&params.params)))
@@ -365,9 +374,12 @@ impl Broker for Upstreams {
             registration(name.as_str(), &params).map_err(|bad| not_registered(&bad))?;
         let params = ServerParams::parse(&params).map_err(|error| not_registered(&error))?;
         if trust == Trust::Remote && params.kind() == ServerKind::Command {
-            return Err("the server is not registered: only the operator's configuration may name commands; give the \
+            return Err(
+                "the server is not registered: only the operator's configuration may name \
+                        commands; give the \
                         `url` of a server"
-                .to_owned());
+                    .to_owned(),
+            );
         }
         let is_operators = self
             .state()
@@ -376,7 +388,8 @@ impl Broker for Upstreams {
             .any(|other| other.name.python() == name.python());
         if is_operators {
             return Err(format!(
-                "there is a server `{name}` of the operator, which cannot be replaced; choose another name"
+                "there is a server `{name}` of the operator, which cannot be replaced; choose \
+                 another name"
             ));
         }
         let settings = self.surroundings(trust);
@@ -496,7 +509,8 @@ impl Broker for Upstreams {
     }
 }
 
-/// Makes an entry of what `config` has checked. Another version of this program may have checked otherwise.
+/// Creates an entry from a value that `config` has checked. Another version of this program may
+/// have checked it differently.
 fn configured(
     name: &str,
     written: (Value, BTreeMap<String, String>),
@@ -524,7 +538,8 @@ fn configured(
     }))
 }
 
-/// What a tool is: how it was defined when its server was registered, and how that server is reached.
+/// The identity of a tool: its definition when its server was registered, and how that server is
+/// reached.
 fn of_tool(upstream: &Upstream, tool: &str) -> Result<Fingerprint, CallError> {
     Ok(Fingerprint::of(&[
         &upstream.params().digest(),
@@ -532,12 +547,13 @@ fn of_tool(upstream: &Upstream, tool: &str) -> Result<Fingerprint, CallError> {
     ]))
 }
 
-/// What is known of the tools of a server that was not reached yet. A permission that is bound to it ends when it is.
+/// The identity of the tools of a server that was not reached yet. A grant bound to it becomes
+/// invalid once the server is reached.
 fn of_params(params: &ServerParams) -> Fingerprint {
     Fingerprint::of(&[&params.digest()])
 }
 
-/// Returns the variables that parameters name, with their values.
+/// Returns the variables named in the parameters, with their values.
 fn filled_in(params: &Value, variables: &BTreeMap<String, String>) -> BTreeMap<String, String> {
     let text = params.to_string();
     let named = text

@@ -1,16 +1,19 @@
-//! The book: what people have allowed for good, in a file of the operator's.
+//! The approval store (`Book`): permanent grants, in a file owned by the operator.
 //!
-//! One line per permission, with the name of whoever gave it; it counts for them alone. The operator may read and remove lines while the server does not run:
+//! One line per grant, with the name of the owner who gave it; it applies to that owner only. The
+//! operator may read and remove lines while the server does not run:
 //!
 //! ```yaml
 //! - {for: "local", allow: {package: "numpy"}}
 //! - {for: "local", allow: {server: "github", tool: "create_issue"}, fingerprint: "9f86d081…"}
 //! ```
 //!
-//! A permission for a tool counts for the tool that was looked at: with another definition, or behind another command or address, it is another tool. Lines about tools
-//! that do not say which one was meant count for nothing, and go when the file is written next.
+//! A grant for a tool applies to exactly the tool that was inspected: with another definition, or
+//! behind another command or address, it is another tool. Lines about tools without a fingerprint
+//! are ignored, and are dropped when the file is next written.
 //!
-//! Nothing is written unless the operator switched it on. The file is replaced as a whole, so that a crash leaves the old one or the new one.
+//! Nothing is written unless the operator enabled it. The file is replaced as a whole, so that a
+//! crash leaves the old one or the new one.
 
 use std::fmt::Write as _;
 use std::io::{self, Write as _};
@@ -23,16 +26,17 @@ use tracing::warn;
 use super::shown::quoted;
 use super::{BadRule, Effect, Fingerprint, Rule, Scope, Subject};
 
-/// Permissions that are kept at most; beyond them, whoever says "always" is asked again in the next session.
+/// Limit of stored grants; beyond it, an owner who answers "always" is asked again in the next
+/// session.
 const MOST_KEPT: usize = 10_000;
 
 /// The largest file that is read.
 const LARGEST: u64 = 16 << 20;
 
-/// Permissions for good.
+/// Permanent grants.
 #[derive(Debug, Default)]
 pub struct Book {
-    /// Nowhere, when the operator wants nothing kept.
+    /// `None` when the operator wants nothing stored.
     path: Option<PathBuf>,
     entries: Mutex<Vec<Entry>>,
 }
@@ -41,12 +45,12 @@ pub struct Book {
 struct Entry {
     owner: String,
     rule: Rule,
-    /// What the tool was, when it is about one.
+    /// The identity of the tool, if the grant is for one.
     fingerprint: Option<Fingerprint>,
 }
 
 impl Entry {
-    /// Tells whether it says which tool was meant, if it is about tools.
+    /// Returns whether a grant for tools is bound to a fingerprint; true for other grants.
     fn is_bound(&self) -> bool {
         !self.rule.is_about_tools() || self.fingerprint.is_some()
     }
@@ -62,7 +66,7 @@ impl Entry {
     }
 }
 
-/// Why the book could not be read or written.
+/// Why the store could not be read or written.
 #[derive(Debug, thiserror::Error)]
 pub enum BookError {
     #[error("could not use {} for approvals that are remembered", path.display())]
@@ -83,7 +87,7 @@ pub enum BookError {
 }
 
 impl Book {
-    /// Opens the book at this path. A file that is not there yet is an empty book.
+    /// Opens the store at this path. A missing file is an empty store.
     pub fn open(path: &Path) -> Result<Book, BookError> {
         let failed = |cause| BookError::File {
             path: path.to_owned(),
@@ -103,7 +107,8 @@ impl Book {
         if entries.len() < all {
             warn!(
                 ignored = all - entries.len(),
-                "remembered approvals of tools that do not say which tool was meant are not counted; whoever gave them is asked again"
+                "remembered approvals of tools that do not say which tool was meant are not \
+                 counted; whoever gave them is asked again"
             );
         }
         Ok(Book {
@@ -112,17 +117,17 @@ impl Book {
         })
     }
 
-    /// Tells whether something can be remembered.
+    /// Returns whether grants can be stored.
     pub fn is_kept(&self) -> bool {
         self.path.is_some()
     }
 
-    /// Where it is kept.
+    /// The path of the store.
     pub fn path(&self) -> Option<&Path> {
         self.path.as_deref()
     }
 
-    /// Tells whether everything about a subject was allowed by this owner for good.
+    /// Returns whether this owner has permanently granted everything about a subject.
     pub fn covers(&self, owner: &str, subject: &Subject) -> bool {
         let entries = self.entries();
         let theirs = || entries.iter().filter(|entry| entry.owner == owner);
@@ -133,7 +138,8 @@ impl Book {
                 .all(|scope| theirs().any(|entry| entry.allows(scope, subject)))
     }
 
-    /// Writes down that an owner allows a subject for good. What cannot be written counts until this process ends.
+    /// Stores a permanent grant of an owner for a subject. If it cannot be written, it applies
+    /// until this process ends.
     pub fn remember(&self, owner: &str, subject: &Subject) -> Result<(), BookError> {
         let Some(path) = &self.path else {
             return Ok(());
@@ -153,13 +159,14 @@ impl Book {
             if !entry.is_bound() || entries.contains(&entry) {
                 continue;
             }
-            // What this tool was before is no longer what was allowed last.
+            // A grant for the tool's previous identity is replaced.
             entries.retain(|other| other.owner != entry.owner || other.rule != entry.rule);
             if entries.len() < MOST_KEPT {
                 entries.push(entry);
             }
         }
-        // The lock is held meanwhile: of two who write, the second writes both.
+        // The lock is held during the write: of two concurrent writers, the second writes both
+        // grants.
         write(path, &entries).map_err(|cause| BookError::File {
             path: path.clone(),
             cause,
@@ -206,7 +213,7 @@ fn parse(path: &Path, text: &str) -> Result<Vec<Entry>, BookError> {
             Some(_) => return Err(bad(BadRule::Fingerprint)),
         };
         let rule = Rule::parse(&Value::Object(members)).map_err(bad)?;
-        // To forbid something is a matter of the configuration, where it cannot be overlooked.
+        // Denials belong in the configuration, where they cannot be overlooked.
         if rule.effect == Effect::Allow {
             Ok(Entry {
                 owner,
@@ -237,7 +244,7 @@ fn write(path: &Path, entries: &[Entry]) -> io::Result<()> {
         let _ = writeln!(text, "- {{for: {}, {rule}{bound}}}", quoted(owner));
     }
     let folder = path.parent().ok_or(io::ErrorKind::InvalidInput)?;
-    // Only the owner of the server can read such a file; `persist` replaces in one step.
+    // Only the owner of the server can read such a file; `persist` replaces it atomically.
     let mut file = tempfile::NamedTempFile::new_in(folder)?;
     file.write_all(text.as_bytes())?;
     file.as_file().sync_all()?;
@@ -349,7 +356,7 @@ mod tests {
             assert!(book.covers("ann", &made("t", "one"))); // Control.
             assert!(!book.covers("ann", &made("t", "other")));
         }
-        // What it was before is not allowed any more when another one was, should it come back.
+        // The previous identity is no longer granted once another one was, even if it comes back.
         let book = Book::open(&path).unwrap();
         book.remember("ann", &made("t", "other")).unwrap();
         assert!(book.covers("ann", &made("t", "other")) && !book.covers("ann", &made("t", "one")));

@@ -1,20 +1,21 @@
-//! Fingerprints: what a tool was when somebody looked at it.
+//! Fingerprints: the identity of a tool when it was inspected.
 
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
-/// Names everything that makes a tool this tool: its definition and how its server is reached. Two that differ have two fingerprints.
+/// Identifies a tool by its definition and by how its server is reached. Tools that differ in one
+/// of them have different fingerprints.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct Fingerprint(String);
 
 impl Fingerprint {
-    /// Makes one of parts, each of which counts at its place.
+    /// Creates a fingerprint from parts; their order matters.
     pub fn of(parts: &[&[u8]]) -> Fingerprint {
         let mut hash = Sha256::new();
         for part in parts {
-            // No two lists of parts feed the same bytes.
+            // The length prefix ensures that no two lists of parts hash the same bytes.
             hash.update((part.len() as u64).to_le_bytes());
             hash.update(part);
         }
@@ -26,7 +27,7 @@ impl Fingerprint {
         )
     }
 
-    /// Reads one as it is printed.
+    /// Parses the printed form.
     pub(super) fn parse(text: &str) -> Option<Fingerprint> {
         let is_one = text.len() == 64
             && text

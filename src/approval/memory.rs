@@ -1,4 +1,4 @@
-//! What a person has allowed: for one session, and how far such a permission reaches.
+//! Grants of one session, and the scope of a grant.
 
 use std::collections::BTreeSet;
 
@@ -7,13 +7,13 @@ use serde::{Deserialize, Serialize};
 use super::shown::visible;
 use super::{Fingerprint, Rule, Subject};
 
-/// Permissions that one session holds at most. Whoever has allowed more is asked again.
+/// Limit of grants per session. Beyond it, the person is asked again.
 const MOST_HELD: usize = 1000;
 
-/// What a permission beyond one time covers.
+/// What a grant beyond a single use covers.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum Scope {
-    /// Every call of this tool, whatever its arguments, as long as it is the tool that it was.
+    /// Every call of this tool, whatever its arguments, as long as the tool is unchanged.
     Tool {
         server: String,
         tool: String,
@@ -28,7 +28,7 @@ pub enum Scope {
 }
 
 impl Scope {
-    /// Returns what permission a subject needs; all of them, when there are several.
+    /// Returns the grants that a subject needs; if there are several, all of them are needed.
     pub fn of(subject: &Subject) -> Vec<Scope> {
         match subject {
             Subject::Tool {
@@ -66,7 +66,7 @@ impl Scope {
         }
     }
 
-    /// Says in a few words what it covers, for the person who gives it.
+    /// Describes briefly what a grant covers, for the person who gives it.
     pub fn words(subject: &Subject) -> String {
         match subject {
             Subject::Tool { server, tool, .. } => {
@@ -94,13 +94,13 @@ impl Scope {
         }
     }
 
-    /// The rule that says the same.
+    /// Returns the equivalent rule.
     pub(super) fn rule(&self) -> Rule {
         Rule::exactly(super::Effect::Allow, self)
     }
 }
 
-/// Permissions of one session.
+/// Grants of one session.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Memory(BTreeSet<Scope>);
 
@@ -113,27 +113,28 @@ impl Memory {
         }
     }
 
-    /// Tells whether everything about a subject was allowed.
+    /// Returns whether everything about a subject is granted.
     pub fn covers(&self, subject: &Subject) -> bool {
         let needed = Scope::of(subject);
         !needed.is_empty() && needed.iter().all(|scope| self.0.contains(scope))
     }
 
-    /// Takes over what another session was allowed.
+    /// Takes over the grants of another session.
     pub fn inherit(&mut self, other: &Memory) {
         let room = MOST_HELD.saturating_sub(self.0.len());
         self.0.extend(other.0.iter().take(room).cloned());
     }
 
-    /// Forgets what was allowed about the tools of a server, which may be another one from now on.
+    /// Drops the grants for the tools of a server, because the name may now belong to another
+    /// server.
     pub fn forget_server(&mut self, name: &str) {
         self.0
             .retain(|scope| !matches!(scope, Scope::Tool { server, .. } if server == name));
     }
 }
 
-/// Returns what a requirement is known by: the normal form of its name when it is a name with extras and versions, and otherwise all of it. A name
-/// with an address is not the package of that name.
+/// Returns the key of a requirement: its normalized name if it is a name with extras and versions,
+/// otherwise the whole text. A name with a URL is not the package of that name.
 pub(super) fn package_of(requirement: &str) -> String {
     let text = requirement.trim();
     let name_ends = text
@@ -169,7 +170,7 @@ fn is_of_a_name(letter: char) -> bool {
     letter.is_ascii_alphanumeric() || matches!(letter, '-' | '_' | '.')
 }
 
-/// The one spelling of a package's name.
+/// Normalizes a package name.
 pub(super) fn normal_name(name: &str) -> String {
     let mut normal = String::with_capacity(name.len());
     for letter in name.trim().chars() {

@@ -1,17 +1,23 @@
-//! Approvals: what running code may do at once, never, or when a person has said so.
+//! Approvals: which actions of running code are allowed, denied, or need a person's decision.
 //!
 //! ```text
 //!   rules of the operator, in order   ┐
-//!   what is so without a rule         ├─ Policy ─ verdict ─▶ allow · deny (by this line) · ask (because of this line)
-//!   rules of one registered server    ┘                                                       │
-//!                                                       Memory, Book: was it allowed before? ◀┘
+//!   defaults                          ├─ Policy ─▶ Verdict: allow
+//!   rules of one registered server    ┘                     deny (by this line)
+//!                                                           ask  (because of this line)
+//!                                                             │
+//!                       Memory, Book: was it granted before? ◀┘
 //! ```
 //!
-//! A `Subject` is what is about to happen: a call of another server's tool, a shell command, an installation, a connection to a name. `Policy` decides
-//! about it, and the first rule that fits wins. `Memory` holds what a person has allowed for one session, `Book` what they have allowed for good. Both only turn
-//! *ask* into *allow*: nobody can be talked out of a `deny`. A permission for a tool counts for what that tool was, its `Fingerprint`, and for no other tool of its name. `shown` writes the words that the person reads, in which nothing is hidden.
+//! A `Subject` is an action that is about to happen: a call of another server's tool, a shell
+//! command, an installation, a connection to a name. `Policy` decides about it by the first
+//! matching rule. `Memory` holds the grants for one session, `Book` the permanent ones. Both only
+//! turn *ask* into *allow*: no grant overrides a `deny`. A grant for a tool is bound to that tool's
+//! `Fingerprint`, and does not apply to another tool of its name. `shown` renders the text that the
+//! person reads, in which nothing is hidden.
 //!
-//! Everything but the file of the book is pure. This room knows nothing of sessions, of MCP, or of how a person is asked.
+//! Everything except the file of the book is pure. This module does not depend on sessions, on MCP,
+//! or on how a person is asked.
 
 mod book;
 mod fingerprint;
@@ -32,26 +38,28 @@ pub use policy::{Defaults, Policy};
 pub use rule::{BadRule, Rule, registered_rules, registration};
 pub use shown::{Rendering, digest, visible};
 
-/// What is about to happen.
+/// An action that is about to happen.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Subject {
-    /// A call of a tool of another MCP server. `fingerprint` is what the tool was when the call was looked at, where that is known.
+    /// A call of a tool of another MCP server. `fingerprint` is the identity of the tool when the
+    /// call was inspected, if it is known.
     Tool {
         server: String,
         tool: String,
         arguments: Map<String, Value>,
         fingerprint: Option<Fingerprint>,
     },
-    /// A command line, or the body of a cell that a program runs. `kind` is how it was written, such as `!` or `%%bash`.
+    /// A command line, or the body of a cell that a program runs. `kind` is the syntax it was
+    /// written in, such as `!` or `%%bash`.
     Shell { command: String, kind: String },
-    /// Packages, as pip takes them.
+    /// Packages, in pip's syntax.
     Install { requirements: Vec<String> },
     /// A connection to a name that no rule of the network lists.
     Domain { name: String, port: u16 },
 }
 
 impl Subject {
-    /// The word for it in records.
+    /// Its name in records.
     pub fn kind(&self) -> &'static str {
         match self {
             Subject::Tool { .. } => "tool",
@@ -61,7 +69,7 @@ impl Subject {
         }
     }
 
-    /// Bytes of text in it. The arguments of a tool are counted by whoever has read them.
+    /// Bytes of text in it. The arguments of a tool are counted where they are parsed.
     pub fn text_bytes(&self) -> usize {
         match self {
             Subject::Tool { server, tool, .. } => server.len() + tool.len(),
@@ -71,7 +79,7 @@ impl Subject {
         }
     }
 
-    /// What the operator can change so that it is decided otherwise.
+    /// The setting by which the operator can change the decision.
     pub fn setting(&self) -> &'static str {
         match self {
             Subject::Tool { .. } => "approve_tools",
@@ -82,7 +90,7 @@ impl Subject {
     }
 }
 
-/// What a rule says. The order is from loose to strict.
+/// The effect of a rule, ordered from least to most strict.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub enum Effect {
     Allow,
@@ -93,7 +101,7 @@ pub enum Effect {
 impl Effect {
     pub const ALL: [Effect; 3] = [Effect::Allow, Effect::Ask, Effect::Deny];
 
-    /// The word for it in settings.
+    /// Its name in settings.
     pub fn name(self) -> &'static str {
         match self {
             Effect::Allow => "allow",
@@ -107,7 +115,7 @@ impl Effect {
     }
 }
 
-/// What the policy says about a subject. `line` is the rule that decided, as the operator wrote it.
+/// The decision of the policy on a subject. `line` is the deciding rule, as the operator wrote it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Verdict {
     Allow,
@@ -132,7 +140,7 @@ impl Verdict {
         }
     }
 
-    /// Returns the stricter of two verdicts; the first one when they are alike.
+    /// Returns the stricter of two verdicts; the first one when they are equally strict.
     pub fn or_stricter(self, other: Verdict) -> Verdict {
         if other.effect() > self.effect() {
             other
@@ -142,12 +150,12 @@ impl Verdict {
     }
 }
 
-/// What a person answers.
+/// A person's decision.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Answer {
     Once,
-    /// Also for everything else in this session that `Scope` says.
+    /// Also for everything else in this session that its `Scope` covers.
     Session,
     /// Also for everything of that kind in every later session of the same owner.
     Always,
@@ -157,7 +165,7 @@ pub enum Answer {
 impl Answer {
     pub const ALL: [Answer; 4] = [Answer::Once, Answer::Session, Answer::Always, Answer::Deny];
 
-    /// The word for it in forms and records.
+    /// Its name in forms and records.
     pub fn name(self) -> &'static str {
         match self {
             Answer::Once => "once",

@@ -1,12 +1,14 @@
-//! Patterns: text in which `*` stands for any text, also for none, also over several lines.
+//! Patterns: text in which `*` matches any text, including none, also across lines.
 //!
-//! `\*` is a star and `\\` a backslash, so that every text has a pattern that fits it and nothing else.
+//! `\*` is a star and `\\` a backslash, so every text has a pattern that matches it and nothing
+//! else.
 
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-/// The longest pattern in bytes. Nobody writes longer ones by hand, and an exact command line of this length is better asked about again.
+/// The longest pattern in bytes. Handwritten patterns are shorter, and for an exact command line of
+/// this length it is better to ask again.
 const LONGEST: usize = 4096;
 
 /// A text with stars.
@@ -17,7 +19,7 @@ pub struct Pattern {
     pieces: Vec<String>,
 }
 
-/// A text that is no pattern.
+/// A text that is not a valid pattern.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum BadPattern {
     #[error("a pattern may have {LONGEST} bytes")]
@@ -27,14 +29,14 @@ pub enum BadPattern {
 }
 
 impl Pattern {
-    /// The pattern that fits everything.
+    /// The pattern that matches everything.
     pub fn anything() -> Pattern {
         Pattern {
             pieces: vec![String::new(), String::new()],
         }
     }
 
-    /// The pattern that fits this text only.
+    /// The pattern that matches this text only.
     pub fn exactly(text: &str) -> Pattern {
         Pattern {
             pieces: vec![text.to_owned()],
@@ -49,7 +51,7 @@ impl Pattern {
         let mut letters = text.chars();
         while let Some(letter) = letters.next() {
             let literal = match letter {
-                // Several stars are one.
+                // Consecutive stars count as one.
                 '*' if pieces.len() > 1 && pieces.last().is_some_and(String::is_empty) => continue,
                 '*' => {
                     pieces.push(String::new());
@@ -80,7 +82,7 @@ impl Pattern {
         else {
             return false;
         };
-        // The earliest place for each piece leaves the most for those after it.
+        // The earliest match of each piece leaves the most text for the following ones.
         middle.iter().all(|piece| match left.find(piece.as_str()) {
             Some(at) => {
                 left = &left[at + piece.len()..];
@@ -90,12 +92,12 @@ impl Pattern {
         })
     }
 
-    /// Tells whether it fits everything.
+    /// Returns whether it matches everything.
     pub fn is_anything(&self) -> bool {
         *self == Pattern::anything()
     }
 
-    /// Returns the only text that it fits, when it has no star.
+    /// Returns the only text that it matches, if it has no star.
     pub fn text(&self) -> Option<&str> {
         if let [only] = self.pieces.as_slice() {
             Some(only)
@@ -104,12 +106,12 @@ impl Pattern {
         }
     }
 
-    /// Tells whether it has a star.
+    /// Returns whether it has a star.
     pub(super) fn is_open(&self) -> bool {
         self.pieces.len() > 1
     }
 
-    /// Tells whether one of its fixed parts holds this text.
+    /// Returns whether one of its fixed parts contains this text.
     pub(super) fn spells(&self, text: &str) -> bool {
         self.pieces.iter().any(|piece| piece.contains(text))
     }
@@ -201,14 +203,23 @@ mod tests {
         }
 
         #[test]
-        fn an_exact_pattern_fits_its_text_and_no_other(text in any::<String>(), other in any::<String>()) {
+        fn an_exact_pattern_fits_its_text_and_no_other(
+            text in any::<String>(),
+            other in any::<String>(),
+        ) {
             let printed = Pattern::parse(&Pattern::exactly(&text).to_string()).unwrap();
             prop_assert!(printed.fits(&text));
             prop_assert_eq!(printed.fits(&other), text == other);
         }
 
         #[test]
-        fn stars_find_what_was_put_in_their_places(a in "[ab]{0,3}", b in "[ab]{0,3}", c in "[ab]{0,3}", x in "[ab]{0,4}", y in "[ab]{0,4}") {
+        fn stars_find_what_was_put_in_their_places(
+            a in "[ab]{0,3}",
+            b in "[ab]{0,3}",
+            c in "[ab]{0,3}",
+            x in "[ab]{0,4}",
+            y in "[ab]{0,4}",
+        ) {
             let pattern = Pattern::parse(&format!("{a}*{b}*{c}")).unwrap();
             let text = format!("{a}{x}{b}{y}{c}");
             prop_assert!(pattern.fits(&text));

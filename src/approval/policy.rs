@@ -1,11 +1,11 @@
-//! The policy: rules in order, and what is so without one.
+//! The policy: ordered rules and defaults.
 
 use serde::{Deserialize, Serialize};
 
 use super::memory::package_of;
 use super::{Effect, Rule, Subject, Verdict};
 
-/// What decides about subjects.
+/// Decides about subjects.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Policy {
     /// Each with the place where it was written.
@@ -13,7 +13,7 @@ pub struct Policy {
     defaults: Defaults,
 }
 
-/// What is so when no rule fits.
+/// The effects when no rule matches.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Defaults {
     pub tools: Effect,
@@ -24,7 +24,8 @@ pub struct Defaults {
 }
 
 impl Default for Defaults {
-    /// What the code of a sandbox may do anyway is allowed, and the network is as closed as its own rules say.
+    /// Allows everything that code in a sandbox can do anyway; network access is as restricted as
+    /// the network's own rules.
     fn default() -> Defaults {
         Defaults {
             tools: Effect::Allow,
@@ -43,12 +44,13 @@ impl Policy {
         }
     }
 
-    /// Adds a rule after all others. `place` says where it was written, in words that everybody may read.
+    /// Adds a rule after all others. `place` describes where it was written, and is shown to
+    /// everyone.
     pub fn add(&mut self, rule: Rule, place: &str) {
         self.rules.push((rule, place.to_owned()));
     }
 
-    /// What is so when no rule fits.
+    /// The effects when no rule matches.
     pub fn defaults(&self) -> Defaults {
         self.defaults
     }
@@ -58,7 +60,8 @@ impl Policy {
         self.rules.len()
     }
 
-    /// Returns what is said about a subject. The first rule that fits decides; of several packages, the one that is treated most strictly.
+    /// Returns the verdict on a subject. The first matching rule decides; of several packages, the
+    /// strictest verdict counts.
     pub fn verdict(&self, subject: &Subject) -> Verdict {
         match subject {
             Subject::Install { requirements } => {
@@ -72,7 +75,7 @@ impl Policy {
         }
     }
 
-    /// Tells whether commands may run without anybody having looked at them.
+    /// Returns whether every command may run without an approval.
     pub fn shell_is_open(&self) -> bool {
         let is_about_commands =
             |rule: &Rule| !matches!(rule.effect, Effect::Allow) && rule.is_about_commands();
@@ -80,16 +83,17 @@ impl Policy {
             && !self.rules.iter().any(|(rule, _)| is_about_commands(rule))
     }
 
-    /// Tells whether a name that the network's rules do not list may be reached in some way.
+    /// Returns whether some name that the network's rules do not list may be reachable.
     pub fn opens_domains(&self) -> bool {
         let opens = |rule: &Rule| rule.is_about_domains() && rule.effect != Effect::Deny;
         self.defaults.domains != Effect::Deny || self.rules.iter().any(|(rule, _)| opens(rule))
     }
 
-    /// Tells whether this name may be reached at some port, at once or after a question.
+    /// Returns whether this name may be reachable at some port, at once or after an approval.
     pub fn may_open(&self, name: &str) -> bool {
         let opens = |rule: &Rule| rule.fits_name(name) && rule.effect != Effect::Deny;
-        // A rule for one port may deny before another one asks; the verdict about the connection is what counts.
+        // A rule for one port may deny before another one asks; the verdict on the connection is
+        // authoritative.
         let denied = self
             .rules
             .iter()
@@ -323,11 +327,18 @@ mod tests {
     proptest! {
         #[test]
         fn a_more_specific_rule_that_comes_earlier_wins(
-            server in any::<String>(), name in any::<String>(), first in 0..3_usize, second in 0..3_usize,
+            server in any::<String>(),
+            name in any::<String>(),
+            first in 0..3_usize,
+            second in 0..3_usize,
         ) {
             let (first, second) = (Effect::ALL[first], Effect::ALL[second]);
             let mut policy = Policy::default();
-            let scope = super::super::Scope::Tool { server: server.clone(), tool: name.clone(), fingerprint: None };
+            let scope = super::super::Scope::Tool {
+                server: server.clone(),
+                tool: name.clone(),
+                fingerprint: None,
+            };
             policy.add(Rule::exactly(first, &scope), "one");
             policy.add(Rule::parse(&json!({second.name(): {"tool": "*"}})).unwrap(), "two");
             prop_assert_eq!(policy.verdict(&tool(&server, &name)).effect(), first);

@@ -1,4 +1,4 @@
-//! Rules: one line of the operator's each.
+//! Rules of the operator, one per line.
 //!
 //! ```yaml
 //! approvals:
@@ -9,7 +9,8 @@
 //!   - ask:   {domain: "*.example.com", port: 443}
 //! ```
 //!
-//! A rule is read from a tree of texts, whoever parsed it, and prints as what could be written for it.
+//! A rule is read from a parsed tree of texts, independent of the parser, and prints in a form that
+//! can be parsed again.
 
 use std::fmt;
 
@@ -19,10 +20,10 @@ use serde_json::{Map, Value};
 use super::shown::quoted;
 use super::{BadPattern, Effect, Pattern, Policy, Subject};
 
-/// Rules that one registration may carry.
+/// Limit of rules in one registration.
 const MOST_REGISTERED: usize = 100;
 
-/// What is said about which subjects.
+/// An effect and the subjects it applies to.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Rule {
     pub effect: Effect,
@@ -49,19 +50,22 @@ enum About {
     },
 }
 
-/// Something that is no rule. Names what was written, since an operator wrote it.
+/// A malformed rule. The error repeats the written text, since an operator wrote it.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum BadRule {
     #[error(
-        "a rule is one of `allow`, `ask` and `deny` with what it is about, such as `ask: {{server: \"github\", tool: \"create_*\"}}`"
+        "a rule is one of `allow`, `ask` and `deny` with what it is about, such as `ask: \
+         {{server: \"github\", tool: \"create_*\"}}`"
     )]
     Form,
     #[error(
-        "`{0}` is nothing that a rule can be about; there are server, tool, arguments, command, kind, package, domain and port"
+        "`{0}` is nothing that a rule can be about; there are server, tool, arguments, command, \
+         kind, package, domain and port"
     )]
     UnknownKey(String),
     #[error(
-        "a rule is about tools (server, tool, arguments), or commands (command, kind), or a package, or a domain (domain, port), and not about several of them"
+        "a rule is about tools (server, tool, arguments), or commands (command, kind), or a \
+         package, or a domain (domain, port), and not about several of them"
     )]
     Mixed,
     #[error("`{key}` must be a text")]
@@ -73,7 +77,8 @@ pub enum BadRule {
     #[error("`{key}`: {cause}")]
     Pattern { key: String, cause: BadPattern },
     #[error(
-        "the rules of a registered server are about its own tools: only `tool` and `arguments` can be named"
+        "the rules of a registered server are about its own tools: only `tool` and `arguments` can \
+         be named"
     )]
     NotItsTools,
     #[error("`fingerprint` must be 64 hexadecimal digits")]
@@ -83,7 +88,7 @@ pub enum BadRule {
 }
 
 impl Rule {
-    /// Reads a rule.
+    /// Parses a rule.
     pub fn parse(written: &Value) -> Result<Rule, BadRule> {
         let (effect, about) = one_member(written).ok_or(BadRule::Form)?;
         let effect = Effect::from_name(effect).ok_or(BadRule::Form)?;
@@ -97,7 +102,7 @@ impl Rule {
         })
     }
 
-    /// A rule for one tool, one command line, one package or one domain, and nothing else.
+    /// Returns a rule for one tool, one command line, one package or one domain, and nothing else.
     pub(super) fn exactly(effect: Effect, scope: &super::Scope) -> Rule {
         let about = match scope {
             super::Scope::Tool { server, tool, .. } => About::Tools {
@@ -120,7 +125,7 @@ impl Rule {
         Rule { effect, about }
     }
 
-    /// Tells whether it says something about a subject that is not an installation.
+    /// Returns whether the rule matches a subject that is not an installation.
     pub(super) fn fits(&self, subject: &Subject) -> bool {
         match (&self.about, subject) {
             (
@@ -160,7 +165,7 @@ impl Rule {
         }
     }
 
-    /// Tells whether it says something about one requirement of an installation.
+    /// Returns whether the rule matches one requirement of an installation.
     pub(super) fn fits_package(&self, package: &str) -> bool {
         matches!(&self.about, About::Packages { name } if name.fits(package))
     }
@@ -173,20 +178,23 @@ impl Rule {
         matches!(self.about, About::Shell { .. })
     }
 
-    /// Tells whether it is about names of the network.
+    /// Returns whether the rule is about network names.
     pub(super) fn is_about_domains(&self) -> bool {
         matches!(self.about, About::Domains { .. })
     }
 
-    /// Tells whether it may say something about this name, at whichever port.
+    /// Returns whether the rule may match this name, at any port.
     pub(super) fn fits_name(&self, wanted: &str) -> bool {
-        matches!(&self.about, About::Domains { name, .. } if name.fits(&wanted.to_ascii_lowercase()))
+        matches!(
+            &self.about,
+            About::Domains { name, .. } if name.fits(&wanted.to_ascii_lowercase())
+        )
     }
 
-    /// A value that is not a text is compared as it is written in JSON.
+    /// Matches an argument. A value that is not a text is compared in its JSON form.
     ///
-    /// `/tmp/*` means what lies below `/tmp`. So a star of a rule that allows does not reach over `..`, which a rule that asks or denies must not
-    /// overlook.
+    /// `/tmp/*` means paths below `/tmp`. So a star of a rule that allows does not match `..`,
+    /// which a rule that asks or denies must not miss.
     fn fits_argument(&self, pattern: &Pattern, value: Option<&Value>) -> bool {
         let Some(value) = value else { return false };
         let text = match value {
@@ -199,7 +207,8 @@ impl Rule {
         !overlooks && pattern.fits(&text)
     }
 
-    /// The same rule for the tools of one server only. `None` when it is about something else.
+    /// Returns the same rule for the tools of one server only. `None` when it is about something
+    /// else.
     fn of_server(self, name: &str) -> Option<Rule> {
         match self.about {
             About::Tools {
@@ -222,7 +231,7 @@ impl Rule {
     }
 }
 
-/// Reads what a registered server carries as `approval`: one word for all its tools, or rules for them.
+/// Parses the `approval` of a registered server: one word for all its tools, or rules for them.
 pub fn registered_rules(server: &str, written: &Value) -> Result<Vec<Rule>, BadRule> {
     let rules = match written {
         Value::String(word) => {
@@ -246,7 +255,8 @@ pub fn registered_rules(server: &str, written: &Value) -> Result<Vec<Rule>, BadR
         .collect()
 }
 
-/// Takes `approval` out of the parameters of a server. What is left is how to reach it, and a policy of its own if it carries one.
+/// Removes `approval` from the parameters of a server. Returns the remaining parameters, and the
+/// server's own policy if it has one.
 pub fn registration(server: &str, params: &Value) -> Result<(Value, Option<Policy>), BadRule> {
     let mut params = params.clone();
     let Some(written) = params
@@ -329,7 +339,7 @@ fn one_member(written: &Value) -> Option<(&String, &Value)> {
 fn pattern(key: &str, written: &Value) -> Result<Pattern, BadRule> {
     let text = match written {
         Value::String(text) => text.clone(),
-        // A bare number or `true` of a file is a text that was not quoted.
+        // A bare number or `true` in a file is an unquoted text.
         Value::Number(_) | Value::Bool(_) => written.to_string(),
         _ => {
             return Err(BadRule::NoText {
@@ -350,7 +360,7 @@ fn in_lower_case(written: &Value) -> Value {
     )
 }
 
-/// Names of packages have many spellings and one meaning. What is not a name, such as an address, stays as it is.
+/// Normalizes a package name. A text that is not a name, such as a URL, is unchanged.
 fn as_one_name(written: &Value) -> Value {
     match written.as_str() {
         Some(text) if !text.contains([':', '/', '@', ' ']) => {

@@ -1,7 +1,9 @@
-//! The words that a person reads before they answer. What is shown is what runs: nothing is left out in silence, and nothing is there that cannot be seen.
+//! The text that a person reads before deciding. It shows exactly what will run: nothing is omitted
+//! silently, and nothing in it is invisible.
 //!
-//! A character that moves the cursor, turns the direction of writing or has no width is shown by its number. Text of several lines is
-//! set off line by line, so that it cannot look like words of ours. What is too long is cut, and then its size and its digest are shown.
+//! A character that moves the cursor, changes the writing direction or has no width is shown by its
+//! number. Text of several lines is marked line by line, so that it cannot look like text of ours.
+//! Text that is too long is truncated, and its size and digest are shown.
 
 use std::fmt::Write as _;
 
@@ -11,17 +13,17 @@ use sha2::{Digest as _, Sha256};
 
 use super::Subject;
 
-/// Characters of one subject that are shown at least, however many are asked about together.
+/// Minimum number of characters shown per subject, however many are asked about together.
 const SHORTEST: usize = 300;
 
 impl Subject {
-    /// Says exactly what is about to happen, in about `most` characters.
+    /// Describes exactly what is about to happen, in about `most` characters.
     pub fn shown(&self, most: usize) -> String {
         self.rendering(most).shown(most)
     }
 
-    /// Prepares what is shown in at most about `longest` characters. This looks at the whole
-    /// subject; showing it later does not.
+    /// Prepares a rendering of at most about `longest` characters. This reads the whole subject;
+    /// showing it later does not.
     pub fn rendering(&self, longest: usize) -> Rendering {
         let longest = longest.max(SHORTEST);
         match self {
@@ -63,13 +65,13 @@ impl Subject {
     }
 }
 
-/// What is shown of a subject, in whatever length up to the one it was made for.
+/// The rendering of a subject, available in any length up to the one it was made for.
 #[derive(Debug, Clone)]
 pub struct Rendering {
     opening: String,
     text: Extract,
     closing: &'static str,
-    /// Each line is set off.
+    /// Each line is marked.
     has_lines: bool,
 }
 
@@ -83,7 +85,7 @@ impl Rendering {
         }
     }
 
-    /// Returns it in about `most` characters.
+    /// Returns the rendering in about `most` characters.
     pub fn shown(&self, most: usize) -> String {
         let text = self.text.cut(most.max(SHORTEST));
         let text = if self.has_lines {
@@ -122,7 +124,7 @@ impl Extract {
         }
     }
 
-    /// Keeps the beginning and the end of a text that is too long, and says so with its digest.
+    /// Keeps the beginning and the end of a text that is too long, and adds a note with its digest.
     fn cut(&self, most: usize) -> String {
         let Extract {
             beginning,
@@ -130,7 +132,7 @@ impl Extract {
             length,
             digest,
         } = self;
-        // All of it is in the beginning only if that is as long as the text.
+        // The text is complete only if the kept beginning is as long as the text.
         if *length <= most && beginning.chars().count() == *length {
             return beginning.clone();
         }
@@ -142,12 +144,13 @@ impl Extract {
             .collect();
         let left_out = length.saturating_sub(beginning.chars().count() + end.chars().count());
         format!(
-            "{beginning} [… {left_out} of {length} characters are not shown here; SHA-256 of all of them: {digest} …] {end}"
+            "{beginning} [… {left_out} of {length} characters are not shown here; SHA-256 of all \
+             of them: {digest} …] {end}"
         )
     }
 }
 
-/// The digest of all that a subject is, for records and for what is too long to be shown.
+/// The digest of a whole subject, for records and for subjects that are too long to be shown.
 pub fn digest(subject: &Subject) -> String {
     let whole = match subject {
         Subject::Tool {
@@ -172,7 +175,8 @@ fn hexadecimal(bytes: &[u8]) -> String {
         })
 }
 
-/// Shows a text on one line. Every character that cannot be seen for what it is, a line's end among them, is shown by its number.
+/// Shows a text on one line. Every ambiguous or invisible character, including line ends, is shown
+/// by its number.
 pub fn visible(text: &str) -> String {
     escaped(text, is_unseen)
 }
@@ -193,7 +197,8 @@ fn escaped(text: &str, hides: impl Fn(char) -> bool) -> String {
         })
 }
 
-/// A text in double quotes, as both JSON and YAML read it. Whatever cannot be seen is written by its number.
+/// A text in double quotes, valid in both JSON and YAML. Invisible characters are escaped by
+/// number.
 pub(super) fn quoted(text: &str) -> String {
     let mut quoted = String::with_capacity(text.len() + 2);
     quoted.push('"');
@@ -214,7 +219,7 @@ pub(super) fn quoted(text: &str) -> String {
     quoted
 }
 
-/// A value as JSON in which everything can be seen.
+/// A value as JSON in which every character is visible.
 fn json(value: &Value) -> String {
     match value {
         Value::String(text) => quoted(text),

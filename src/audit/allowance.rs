@@ -1,7 +1,8 @@
-//! How many records one session may have in an hour.
+//! Limits the records per session and hour.
 //!
-//! Code that calls tools in a loop must not fill the disk or bury what others did. Whoever is over the limit is counted, and the log
-//! says where that began and, at the end of the hour, how many records are missing.
+//! Code that calls tools in a loop must not fill the disk or bury the records of others. Events
+//! over the limit are only counted. The log states where suppression starts and, at the end of the
+//! hour, how many records are missing.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -10,20 +11,21 @@ use super::event::{Event, Kind};
 
 const HOUR: Duration = Duration::from_secs(3600);
 
-/// Sessions and principals that are counted apart. Beyond it they share one count, so that memory is bounded.
+/// Limit of separately counted sessions and principals. Beyond it they share one count, so that
+/// memory is bounded.
 const MOST_COUNTED: usize = 50_000;
 
-/// What is to be done with an event.
+/// What to do with an event.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Admission {
     Write,
-    /// Write that suppression begins, and not the event.
+    /// Write that suppression starts, and not the event.
     Announce,
     /// Count it.
     Suppress,
 }
 
-/// Whose records are counted together.
+/// The party whose records are counted together.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Owner {
     Session {
@@ -31,13 +33,13 @@ pub(super) enum Owner {
         principal: Option<String>,
     },
     Principal(String),
-    /// Callers that did not prove who they are.
+    /// Unauthenticated callers.
     Unknown,
-    /// Everybody who came after there were too many to count.
+    /// All owners beyond the limit of separate counts.
     Others,
 }
 
-/// The counts of the present hour.
+/// The counts of the current hour.
 pub(super) struct Allowance {
     limit: u64,
     since: Instant,
@@ -57,7 +59,7 @@ impl Allowance {
         self.limit
     }
 
-    /// Counts an event and says what is to be done with it.
+    /// Counts an event and returns what to do with it.
     pub(super) fn admit(&mut self, event: &Event) -> Admission {
         let Some(mut owner) = owner_of(event) else {
             return Admission::Write;
@@ -74,7 +76,8 @@ impl Allowance {
         }
     }
 
-    /// Returns, when the hour is over, whose records were suppressed and how many, and begins the next.
+    /// At the end of the hour, returns whose records were suppressed and how many, and starts the
+    /// next.
     pub(super) fn turn(&mut self, now: Instant) -> Vec<(Owner, u64)> {
         if now.saturating_duration_since(self.since) < HOUR {
             return Vec::new();
@@ -83,7 +86,7 @@ impl Allowance {
         self.settle()
     }
 
-    /// Returns whose records were suppressed and how many, and begins to count anew.
+    /// Returns whose records were suppressed and how many, and resets the counts.
     pub(super) fn settle(&mut self) -> Vec<(Owner, u64)> {
         let limit = self.limit;
         let counts = std::mem::take(&mut self.counts);
@@ -95,7 +98,8 @@ impl Allowance {
     }
 }
 
-/// Returns who pays for an event; nobody for what the server does itself, and for the few that make a session's life complete.
+/// Returns the owner whose limit an event counts against. `None` for actions of the server itself,
+/// and for the few events that make the history of a session complete.
 fn owner_of(event: &Event) -> Option<Owner> {
     match &event.kind {
         Kind::ServerStarted(_)

@@ -1,7 +1,9 @@
-//! The one place that decides what is written, when it is safe, and what a failure means.
+//! The audit log writer (`Book`): decides what is written, when it is durable, and what a failure
+//! means.
 //!
-//! Locks, always in this order: `durable`, then `state`. A record is appended under `state` alone. Whoever wants it on the disk takes
-//! `durable`, looks how far the log has come, and forces all of that; those who waited for the lock find their record done.
+//! Locks, always in this order: `durable`, then `state`. A record is appended under `state` alone.
+//! A caller that needs it on the disk takes `durable`, reads the end of the log, and syncs
+//! everything up to it; callers that waited for the lock find their record already synced.
 
 use std::io;
 use std::sync::{Mutex, MutexGuard};
@@ -23,25 +25,26 @@ pub(super) struct Book {
 struct State {
     sink: Box<dyn Sink>,
     head: Head,
-    /// The number of the first record in the present file.
+    /// The number of the first record in the current file.
     first_sequence: u64,
     allowance: Allowance,
     health: Health,
     /// Events without a record since the last record.
     unrecorded: u64,
     turn_over_at: u64,
-    /// It was told once that a file could not be turned over.
+    /// A failed rotation was already logged.
     told: bool,
-    /// What is to be written first, from when the log was opened.
+    /// Events from opening the log, to be written first.
     opening: Vec<Event>,
 }
 
 /// Whether lines can be written.
 enum Health {
     Good,
-    /// The last attempt failed; the next may not.
+    /// The last attempt failed; the next may succeed.
     Failing(String),
-    /// Records that were accepted may be gone. Nobody can tell, so nothing is accepted any more until somebody has looked.
+    /// Accepted records may be lost. This cannot be determined, so nothing is accepted until an
+    /// operator has checked the log.
     Broken(String),
 }
 
@@ -80,7 +83,7 @@ impl Book {
         }
     }
 
-    /// Writes what the opening of the log has to say.
+    /// Writes the events from opening the log.
     pub(super) fn begin(&self) -> Result<(), AuditUnavailable> {
         let written = {
             let mut state = self.state();
@@ -106,7 +109,8 @@ impl Book {
         }
     }
 
-    /// Does what time asks for: sums up the hour, tries a failed sink again, looks after the file, forces records onto the disk.
+    /// Does the periodic work: summarizes the hour, retries a failed sink, checks the file, and
+    /// syncs records to the disk.
     pub(super) fn tick(&self, now: Instant) {
         let sequence = {
             let mut state = self.state();
@@ -117,11 +121,11 @@ impl Book {
             }
             state.head.sequence
         };
-        // The state knows and has told the log; nobody waits for this answer.
+        // The error is in the state and was logged; no caller waits for this result.
         let _ = self.make_durable(sequence);
     }
 
-    /// Writes what is still to be said, and forces everything onto the disk.
+    /// Writes the pending events, and syncs everything to the disk.
     pub(super) fn close(&self) {
         let sequence = {
             let mut state = self.state();
@@ -161,7 +165,7 @@ impl Book {
         let admission = state.allowance.admit(&event);
         let must_refuse = match &state.health {
             Health::Good => None,
-            // A record that is not wanted is no reason to let work pass that others are refused.
+            // Even a suppressed record must not let work pass that is rejected for others.
             Health::Failing(why) if admission == Admission::Suppress => Some(why.clone()),
             Health::Failing(_) => None,
             Health::Broken(why) => Some(why.clone()),
@@ -210,7 +214,8 @@ impl Book {
                 Ok(())
             }
             Err(error) => {
-                // The kernel may have dropped what it could not write, and says so only once. A later success would prove nothing.
+                // The kernel may have dropped unwritten data, and reports that only once. A later
+                // success would prove nothing.
                 self.state().break_down(&error);
                 Err(error)
             }
@@ -219,7 +224,8 @@ impl Book {
 }
 
 impl State {
-    /// Appends an event, preceded by how many have no record, if any. Both lines are written, or none.
+    /// Appends an event, preceded by the number of unrecorded ones, if any. Both lines are written,
+    /// or none.
     fn write(&mut self, event: Event) -> io::Result<()> {
         let missing = self.missing();
         self.append(&missing.into_iter().chain([event]).collect::<Vec<_>>())?;
@@ -227,11 +233,12 @@ impl State {
         Ok(())
     }
 
-    /// Appends lines, in the next file if the present one is large.
+    /// Appends lines, in the next file if the current one is large.
     fn append(&mut self, events: &[Event]) -> io::Result<()> {
         let (mut lines, mut head) = self.sealed(events);
         let is_large = self.sink.length() + lines.len() as u64 > self.turn_over_at;
-        // A file that holds only its first record stays, or a limit below two lines would turn over for ever.
+        // A file that holds only its first record is not rotated, or a limit below two lines would
+        // rotate forever.
         if is_large && self.head.sequence > self.first_sequence {
             self.turn_over();
             (lines, head) = self.sealed(events);
@@ -251,7 +258,8 @@ impl State {
         (lines, head)
     }
 
-    /// Begins the next file. If that fails, the present one grows on: a record matters more than a size.
+    /// Rotates the log. If that fails, the current file continues to grow: a record matters more
+    /// than a size limit.
     fn turn_over(&mut self) {
         let after = self.sink.name_when_turned_over(self.first_sequence);
         let (line, head) = seal(
@@ -281,7 +289,7 @@ impl State {
         }
     }
 
-    /// Returns what tells how many events have no record, if any.
+    /// Returns an event with the number of unrecorded events, if any.
     fn missing(&self) -> Option<Event> {
         match &self.health {
             Health::Failing(why) | Health::Broken(why) if self.unrecorded > 0 => {
@@ -302,10 +310,10 @@ impl State {
         }
     }
 
-    /// Tries a sink that failed again, so that the service recovers without a caller to try it on.
+    /// Retries a failed sink, so that the service recovers without a call from a client.
     fn recover(&mut self) {
         if let (Health::Failing(_), Some(missing)) = (&self.health, self.missing()) {
-            // It is known to fail and was told; this was only a try.
+            // The failure is known and was logged; this was only a retry.
             if self.append(&[missing]).is_ok() {
                 self.caught_up();
             }
@@ -321,7 +329,8 @@ impl State {
 
     fn break_down(&mut self, error: &io::Error) {
         if !matches!(self.health, Health::Broken(_)) {
-            tracing::error!(%error, "the audit log may have lost records; look at it and restart the server");
+            tracing::error!(%error, "the audit log may have lost records; look at it and restart \
+                                     the server");
             self.health = Health::Broken(error.to_string());
         }
     }
@@ -353,7 +362,7 @@ impl State {
     }
 }
 
-/// Waits for the disk without keeping other tasks of this thread from running.
+/// Waits for the disk without blocking other tasks of this thread.
 fn while_others_go_on<T>(wait: impl FnOnce() -> T) -> T {
     use tokio::runtime::{Handle, RuntimeFlavor};
     match Handle::try_current().map(|runtime| runtime.runtime_flavor()) {

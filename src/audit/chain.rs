@@ -1,12 +1,13 @@
-//! Records as lines, each sealed with a hash that covers the line before.
+//! Records as lines, each sealed with a hash that covers the previous line.
 //!
 //! ```text
-//! {"sequence":2,"time":"…","monotonic_ns":…,"kind":"tool_call", … ,"previous":"<hash of 1>","hash":"<hash of 2>"}
-//!  \_____________________________ what the hash covers ______________________________/
+//! {"sequence":2,"time":"…","monotonic_ns":…,"kind":"tool_call", … ,"previous":"<hash of 1>"
+//!  \____________________________ covered by the hash _____________________________________/
+//! ,"hash":"<hash of 2>"}
 //! ```
 //!
-//! The hash is the SHA-256 of the line's own bytes up to the comma before `"hash"`. There is no second form of a line to agree on:
-//! whoever checks it hashes what is in the file.
+//! The hash is the SHA-256 of the line's own bytes up to the comma before `"hash"`. No canonical
+//! form is needed: a verifier hashes the bytes in the file.
 
 use std::time::SystemTime;
 
@@ -17,10 +18,11 @@ use sha2::Digest as _;
 use super::event::{Decision, Event, Kind, hex};
 use super::text::{Text, plain_json};
 
-/// Bytes of the longest line, its end included. Texts and lists are cut so that no event makes a longer one.
+/// Bytes of the longest line, including its end. Texts and lists are truncated so that no event
+/// makes a longer one.
 pub const LARGEST_LINE: usize = 16 << 10;
 
-/// What precedes the hash, and what follows it.
+/// The bytes before and after the hash.
 const BEFORE_HASH: &[u8] = b",\"hash\":\"";
 const AFTER_HASH: &[u8] = b"\"}";
 const HASH_LENGTH: usize = 64;
@@ -34,7 +36,7 @@ pub struct Head {
 }
 
 impl Head {
-    /// What precedes the first record.
+    /// The head before the first record.
     pub fn beginning() -> Head {
         Head {
             sequence: 0,
@@ -43,11 +45,11 @@ impl Head {
     }
 }
 
-/// When something was recorded, by two clocks: one that people read, and one that nobody can set.
+/// The time of a record by two clocks: the wall clock, and one that cannot be set.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Moment {
     wall: SystemTime,
-    /// Since the machine was started, times of sleep included.
+    /// Since boot, including suspend.
     monotonic_nanoseconds: u64,
 }
 
@@ -80,7 +82,7 @@ struct Body<'a> {
     previous: &'a str,
 }
 
-/// Makes the line that follows `head`, its end included, and the head it makes.
+/// Returns the line that follows `head`, including its end, and the new head.
 pub(super) fn seal(head: &Head, moment: Moment, event: &Event) -> (Vec<u8>, Head) {
     let sequence = head.sequence + 1;
     let (decision, rule) = match &event.decision {
@@ -111,15 +113,15 @@ pub(super) fn seal(head: &Head, moment: Moment, event: &Event) -> (Vec<u8>, Head
     (line, Head { sequence, hash })
 }
 
-/// What a line says of its place in the chain, its own hash being right.
+/// The position of a line in the chain; its own hash is correct.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Link {
     pub head: Head,
-    /// The hash of the record before.
+    /// The hash of the previous record.
     pub previous: String,
 }
 
-/// What is wrong with a line by itself.
+/// A fault of a single line.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub(super) enum Flaw {
     #[error("it is longer than a record can be")]
@@ -169,7 +171,7 @@ fn split_seal(line: &[u8]) -> Option<(&[u8], &str)> {
     Some((covered, hash))
 }
 
-/// Tells whether `text` is written as a hash is.
+/// Returns whether `text` has the form of a hash.
 pub(super) fn is_hash(text: &str) -> bool {
     text.len() == HASH_LENGTH
         && text
@@ -177,7 +179,7 @@ pub(super) fn is_hash(text: &str) -> bool {
             .all(|digit| matches!(digit, b'0'..=b'9' | b'a'..=b'f'))
 }
 
-/// Writes a time as RFC 3339 in UTC, to the microsecond.
+/// Formats a time as RFC 3339 in UTC, to the microsecond.
 fn timestamp(time: SystemTime) -> String {
     let since = time
         .duration_since(SystemTime::UNIX_EPOCH)
@@ -200,7 +202,8 @@ fn date(mut days: u64) -> (u64, u64, u64) {
     let is_leap = |year: u64| {
         year.is_multiple_of(4) && (!year.is_multiple_of(100) || year.is_multiple_of(400))
     };
-    // The calendar repeats itself after 400 years, so that a broken clock costs no more steps than a good one.
+    // The calendar repeats after 400 years, so a broken clock costs no more steps than a correct
+    // one.
     const DAYS_IN_400_YEARS: u64 = 146_097;
     let mut year = 1970 + days / DAYS_IN_400_YEARS * 400;
     days %= DAYS_IN_400_YEARS;

@@ -1,4 +1,4 @@
-//! What can be recorded: one type per kind of event, and nothing that could hold code, output or a token.
+//! The audit events: one type per kind, none of which can hold code, output or a token.
 
 use std::time::Duration;
 
@@ -7,14 +7,14 @@ use sha2::Digest as _;
 
 use super::text::{List, Text};
 
-/// Something that was decided or done.
+/// A decision or an action.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Event {
     pub kind: Kind,
-    /// Who; nobody when the caller is not known, or the server itself acts.
+    /// The principal; `None` when the caller is unknown, or the server itself acts.
     pub principal: Option<Text>,
     pub session: Option<Text>,
-    /// What ties records, log lines and traces of one request together.
+    /// Correlates records, log lines and traces of one request.
     pub request: Option<Text>,
     pub decision: Decision,
 }
@@ -27,7 +27,7 @@ pub enum Decision {
 }
 
 impl Event {
-    /// An event that was allowed, of nobody in particular.
+    /// Creates an allowed event without a principal.
     pub fn new(kind: impl Into<Kind>) -> Event {
         Event {
             kind: kind.into(),
@@ -53,14 +53,14 @@ impl Event {
         self
     }
 
-    /// Says that it was not allowed, and by which rule.
+    /// Marks the event as denied by this rule.
     pub fn denied(mut self, rule: impl Into<Text>) -> Event {
         self.decision = Decision::Denied { rule: rule.into() };
         self
     }
 }
 
-/// Makes the enum of kinds, the word for each, and the way from its details to it.
+/// Defines the enum of kinds, their names, and the conversions from their details.
 macro_rules! kinds {
     ($($(#[$note:meta])* $name:ident = $word:literal,)*) => {
         /// The kinds of events, each with its details.
@@ -71,10 +71,10 @@ macro_rules! kinds {
         }
 
         impl Kind {
-            /// The words for all kinds.
+            /// The names of all kinds.
             pub const NAMES: &'static [&'static str] = &[$($word,)*];
 
-            /// The word for it in a record.
+            /// Its name in a record.
             pub fn name(&self) -> &'static str {
                 match self {
                     $(Kind::$name(_) => $word,)*
@@ -91,18 +91,18 @@ macro_rules! kinds {
 }
 
 kinds! {
-    /// A caller did not prove who they are.
+    /// Authentication failed.
     AuthenticationRefused = "authentication_refused",
     ToolCall = "tool_call",
     Execution = "execution",
     Packages = "packages",
-    /// A file went into a session or came out of it.
+    /// A file was copied into a session or out of it.
     FileMoved = "file",
     SessionCreated = "session_created",
     SessionEnded = "session_ended",
     /// Code in a session called a tool of another MCP server.
     UpstreamCall = "upstream_call",
-    /// Somebody was asked whether something may happen.
+    /// An approval was requested.
     Approval = "approval",
     QuotaRefused = "quota_refused",
     ServerStarted = "server_started",
@@ -110,11 +110,11 @@ kinds! {
     ServerReloaded = "server_reloaded",
     /// The first record of a chain.
     LogBegun = "log_begun",
-    /// The first record of a file that goes on with the chain of another.
+    /// The first record of a file that continues the chain of another.
     LogContinued = "log_continued",
-    /// A crash had left half a line.
+    /// A crash left an incomplete line.
     TornLine = "torn_line",
-    /// Somebody had more records than one may have in an hour.
+    /// A session or principal exceeded the hourly limit of records.
     Suppressed = "suppressed",
     /// The log could not be written for a while.
     Unrecorded = "unrecorded",
@@ -124,7 +124,7 @@ kinds! {
 pub struct AuthenticationRefused {
     /// Such as "expired" or "unknown key". Never a part of the token.
     pub reason: Text,
-    /// The address that the connection came from.
+    /// The peer address of the connection.
     pub peer: Option<Text>,
 }
 
@@ -136,14 +136,14 @@ pub struct ToolCall {
     pub elapsed: Duration,
 }
 
-/// How a call ended.
+/// The result of a call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Outcome {
     Succeeded,
-    /// It was carried out and did not give what was asked for.
+    /// It was executed and failed.
     Failed,
-    /// It was not carried out.
+    /// It was not executed.
     Refused,
     Cancelled,
     /// It was answered before it ended.
@@ -151,7 +151,7 @@ pub enum Outcome {
 }
 
 impl Outcome {
-    /// The word for it in records and figures.
+    /// Its name in records and metrics.
     pub fn name(self) -> &'static str {
         match self {
             Outcome::Succeeded => "succeeded",
@@ -165,26 +165,26 @@ impl Outcome {
 
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Execution {
-    /// Differs from every other execution's.
+    /// Unique among all executions.
     pub execution: Text,
     pub code: Digest,
-    /// The word of the result: `ok`, `error`, `timeout` …
+    /// The result: `ok`, `error`, `timeout` …
     pub status: Text,
     #[serde(rename = "elapsed_ms", serialize_with = "milliseconds")]
     pub elapsed: Duration,
     #[serde(rename = "cpu_ms", serialize_with = "maybe_milliseconds")]
     pub cpu: Option<Duration>,
-    /// Bytes that the session held at most.
+    /// Peak memory of the session, in bytes.
     pub memory_peak: Option<u64>,
-    /// Hosts that the code wanted to reach and could not, with the reason.
+    /// Hosts that the code could not reach, with the reason.
     pub blocked: List,
-    /// Calls of tools of other MCP servers. The first of them have records of their own.
+    /// Calls of tools of other MCP servers. The first of them have their own records.
     pub tool_calls: u64,
 }
 
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Packages {
-    /// As they were asked for.
+    /// As they were requested.
     pub requirements: List,
     /// Names with versions.
     pub installed: List,
@@ -230,16 +230,16 @@ pub struct UpstreamCall {
 
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Approval {
-    /// What was to be allowed: `tool`, `shell`, `packages` or `domain`.
+    /// The kind of action: `tool`, `shell`, `packages` or `domain`.
     pub subject: Text,
-    /// Of everything that was asked about.
+    /// Of the complete subject.
     pub digest: Text,
-    /// The line of the policy because of which it was asked, or denied.
+    /// The line of the policy that required the approval, or denied it.
     pub rule: Text,
     pub answer: Answer,
-    /// How far a permission reaches (`once`, `session`, `always`), or why there is none.
+    /// The scope of a grant (`once`, `session`, `always`), or why there is none.
     pub reach: Text,
-    /// How a person was asked; nobody was when it is missing.
+    /// How a person was asked; `None` if no person was asked.
     pub asked_by: Option<Text>,
 }
 
@@ -248,12 +248,12 @@ pub struct Approval {
 pub enum Answer {
     Granted,
     Refused,
-    /// Nobody answered in time.
+    /// There was no decision in time.
     Expired,
 }
 
 impl Answer {
-    /// The word for it in records and figures.
+    /// Its name in records and metrics.
     pub fn name(self) -> &'static str {
         match self {
             Answer::Granted => "granted",
@@ -265,7 +265,7 @@ impl Answer {
 
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct QuotaRefused {
-    /// Which: "sessions", "cells per minute" …
+    /// The name: "sessions", "cells per minute" …
     pub quota: Text,
     #[serde(rename = "retry_after_ms", serialize_with = "maybe_milliseconds")]
     pub retry_after: Option<Duration>,
@@ -296,7 +296,7 @@ pub struct LogBegun {
 
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct LogContinued {
-    /// The name of the file with the records before.
+    /// The name of the file with the previous records.
     pub after: Text,
 }
 
@@ -304,25 +304,25 @@ pub struct LogContinued {
 pub struct TornLine {
     pub bytes: u64,
     pub digest: Digest,
-    /// The name of the file that it was put into.
+    /// The name of the file that it was moved to.
     pub set_aside: Text,
 }
 
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Suppressed {
-    /// Records that were not written; zero where suppression begins.
+    /// Records that were not written; zero where suppression starts.
     pub count: u64,
     pub limit_per_hour: u64,
 }
 
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Unrecorded {
-    /// Events that were refused, or happened without a record.
+    /// Events that were rejected, or happened without a record.
     pub count: u64,
     pub cause: Text,
 }
 
-/// Stands for contents that a record must not hold.
+/// Replaces contents that a record must not hold.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Digest(String);
 
@@ -332,7 +332,7 @@ impl Digest {
         Digest::from_hash(&sha2::Sha256::digest(contents.as_ref()).into())
     }
 
-    /// Takes a SHA-256 that was made while the contents streamed by.
+    /// Wraps a SHA-256 that was computed while the contents were streamed.
     pub fn from_hash(hash: &[u8; 32]) -> Digest {
         Digest(format!("sha256:{}", hex(hash)))
     }
@@ -365,7 +365,7 @@ fn maybe_milliseconds<S: Serializer>(
 pub(super) mod tests {
     use super::*;
 
-    /// One event of every kind, each field that a caller fills set to `text`.
+    /// One event of every kind; each field with a caller's value is set to `text`.
     pub(in crate::audit) fn one_of_each(text: &str) -> Vec<Event> {
         let list = || std::iter::repeat_n(text, 40).collect::<List>();
         let elapsed = Duration::from_micros(1_234_567);

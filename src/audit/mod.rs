@@ -1,19 +1,24 @@
-//! The audit log: who did what, when, in which session, and what became of it.
+//! The audit log: who did what, when, in which session, and with which result.
 //!
 //! ```text
-//! event (typed, bounded)  →  allowance: at most so many per session and hour
-//!                         →  chain: one line of JSON, numbered, sealed with the hash of itself and of the line before
-//!                         →  sink: appended to the file, all of it or nothing; turned over when the file is large
+//! event (typed, bounded)  →  allowance: a limit per session and hour
+//!                         →  chain: one line of JSON, numbered, sealed with the hash of itself and
+//!                            of the previous line
+//!                         →  sink: appended to the file, whole or not at all; rotated when the
+//!                            file is large
 //! ```
 //!
-//! `record` returns when the line is with the kernel: whoever is told "recorded" is believed even after a `kill -9`. What a
-//! power cut may take is decided by [`Sync`]. There is no queue between caller and file, so nothing accepted can be lost in one, and a
-//! sink that fails is known to the very call that must be refused.
+//! `record` returns when the line was passed to the kernel, so a recorded event survives a
+//! `kill -9`. [`Sync`] decides what a power failure may lose. There is no queue between caller and
+//! file, so no accepted record can be lost in one, and a failing sink is known to the very call
+//! that must be rejected.
 //!
-//! `verify` finds what was changed, cut, moved or put in. It needs nothing but the files and, to find a cut end, a head that was noted
-//! elsewhere: the log on standard error names one at every start, turn-over and end.
+//! `verify` finds records that were changed, cut, moved or inserted. It needs only the files and,
+//! to find a truncated end, a head that was noted elsewhere: the log on standard error names one at
+//! every start, rotation and end.
 //!
-//! A leaf: it knows nothing of sessions, MCP or HTTP. It never holds code, output, file contents or tokens, only digests.
+//! This is a leaf module: it does not depend on sessions, MCP or HTTP. It never holds code, output,
+//! file contents or tokens, only digests.
 
 mod allowance;
 mod book;
@@ -44,9 +49,10 @@ pub use text::{List, Text, plain_json};
 pub struct AuditSettings {
     pub sync: Sync,
     pub failure: OnFailure,
-    /// Bytes after which a file is put aside and the chain goes on in the next.
+    /// Bytes after which a file is rotated and the chain continues in the next.
     pub turn_over_at: u64,
-    /// Records of one session (or of one principal outside of sessions) in an hour; more are counted and not written.
+    /// Limit of records per hour of one session (or of one principal outside of sessions); further
+    /// records are counted and not written.
     pub records_per_hour: u64,
 }
 
@@ -61,10 +67,11 @@ impl Default for AuditSettings {
     }
 }
 
-/// When records are forced onto the disk. A killed server loses nothing either way; a machine without power may.
+/// When records are synced to the disk. A killed server loses nothing either way; a power failure
+/// may lose records.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Sync {
-    /// Before `record` returns. Calls at the same time share one order to the disk.
+    /// Before `record` returns. Concurrent calls share one sync.
     Always,
     /// Once a second.
     Interval,
@@ -73,9 +80,9 @@ pub enum Sync {
 /// What happens to new work while records cannot be written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum OnFailure {
-    /// It is refused: `record` answers with an error.
+    /// It is rejected: `record` returns an error.
     Refuse,
-    /// It goes on, and the log says afterwards how many records are missing.
+    /// It continues, and the log states afterwards how many records are missing.
     Continue,
 }
 
@@ -93,13 +100,14 @@ pub enum AuditError {
     #[error("the audit log {} is being written by another process", path.display())]
     InUse { path: PathBuf },
     #[error(
-        "the audit log {} is damaged at its end: {why}. Look at it with \"cellblock audit verify\", then move it away",
+        "the audit log {} is damaged at its end: {why}. Look at it with \"cellblock audit \
+         verify\", then move it away",
         path.display()
     )]
     Damaged { path: PathBuf, why: String },
 }
 
-/// An event could not be recorded, so what it is about must not happen.
+/// An event could not be recorded, so the action must not happen.
 #[derive(Debug, thiserror::Error)]
 #[error("the audit log cannot be written")]
 pub struct AuditUnavailable {
@@ -107,21 +115,22 @@ pub struct AuditUnavailable {
     pub cause: io::Error,
 }
 
-/// How often the log looks after itself: forces records onto the disk, sums up what was suppressed, tries a failed sink again.
+/// Interval of the periodic work: syncing records to the disk, summarizing suppressed records,
+/// retrying a failed sink.
 const TICK: Duration = Duration::from_secs(1);
 
-/// An open audit log, or none. Clones write to the same one; the last of them closes it.
+/// An open audit log, or none. Clones write to the same one; dropping the last one closes it.
 #[derive(Clone)]
 pub struct Audit(Option<Arc<Open>>);
 
-/// An audit log for whoever must not keep it open.
+/// A reference to the audit log that does not keep it open.
 #[derive(Clone)]
 pub struct WeakAudit(Option<Weak<Open>>);
 
 struct Open {
     book: Book,
     recent_executions: Vec<String>,
-    /// Its end tells the thread to end.
+    /// Dropping it stops the thread.
     _thread: SyncSender<()>,
 }
 
@@ -141,10 +150,11 @@ impl Audit {
         Audit(None)
     }
 
-    /// Opens the log at `path`, or begins one, and goes on with its chain.
+    /// Opens the log at `path`, or creates it, and continues its chain.
     ///
-    /// The last record of a log that exists must be whole; a line that was torn by a crash is set aside, and a record says so. A file
-    /// that others can write is refused, and so is one that another process writes.
+    /// The last record of an existing log must be complete; a line torn by a crash is moved to
+    /// another file, which is recorded. A file that others can write is rejected, and so is one
+    /// that another process writes.
     pub fn open(path: &Path, settings: AuditSettings) -> Result<Audit, AuditError> {
         let (sink, found) = sink::FileSink::open(path)?;
         // Only used to skip duplicates, so the log opens even if it cannot be read again.
@@ -179,7 +189,8 @@ impl Audit {
                 open.book.tick(Instant::now());
             }
         };
-        // Without its thread the log still holds every record; only the kernel decides when they reach the disk.
+        // Without its thread the log still holds every record; only the kernel decides when they
+        // reach the disk.
         if let Err(error) = std::thread::Builder::new()
             .name("audit".to_owned())
             .spawn(look_after)
@@ -189,17 +200,19 @@ impl Audit {
         Audit(Some(open))
     }
 
-    /// Records an event, in the order of calls. An error means that the event must not happen.
+    /// Records an event, in the order of calls. An error means that the action must not happen.
     ///
-    /// With [`Sync::Always`] it waits for the disk; on a runtime of many threads other tasks go on meanwhile.
+    /// With [`Sync::Always`] it waits for the disk; on a multi-threaded runtime other tasks
+    /// continue meanwhile.
     pub fn record(&self, event: Event) -> Result<(), AuditUnavailable> {
         let Some(open) = &self.0 else { return Ok(()) };
         open.book.record(event, Instant::now())
     }
 
-    /// Records what has happened already and cannot be refused any more. A failure shows in [`Audit::failing`] and in the log.
+    /// Records an action that has already happened and cannot be rejected any more. A failure shows
+    /// in [`Audit::failing`] and in the log.
     pub fn note(&self, event: Event) {
-        // The book has told the log on standard error, once, and counts what is missing.
+        // The writer has logged the failure once on standard error, and counts the missing records.
         let _ = self.record(event);
     }
 
@@ -207,13 +220,13 @@ impl Audit {
         WeakAudit(self.0.as_ref().map(Arc::downgrade))
     }
 
-    /// Tells whether events are recorded at all.
+    /// Returns whether events are recorded at all.
     pub fn is_on(&self) -> bool {
         self.0.is_some()
     }
 
-    /// Returns why new work must not begin: records cannot be written, and the operator has not
-    /// allowed to go on without.
+    /// Returns why new work must not start: records cannot be written, and the operator has not
+    /// allowed to continue without them.
     pub fn refuses(&self) -> Option<String> {
         self.0
             .as_ref()
@@ -221,8 +234,7 @@ impl Audit {
             .and_then(|_| self.failing())
     }
 
-    /// Returns the names of the executions that were the last to be recorded when the log was
-    /// opened.
+    /// Returns the ids of the last executions recorded before the log was opened.
     pub fn recent_executions(&self) -> Vec<String> {
         self.0
             .as_ref()

@@ -1,8 +1,8 @@
-//! The names of the executions that were recorded last, read from the end of a log.
+//! The ids of the last recorded executions, read from the end of a log.
 //!
-//! A server that dies right after it has recorded an execution could not tell the process that
-//! holds the sessions. That process reports the execution to the next server, which finds it here
-//! and does not record it a second time.
+//! A server that dies right after it has recorded an execution could not confirm it to the process
+//! that holds the sessions. That process reports the execution to the next server, which finds it
+//! here and does not record it a second time.
 
 use std::fs::File;
 use std::io::{self, Read, Seek, SeekFrom};
@@ -12,8 +12,8 @@ use serde::Deserialize;
 
 use super::sink::newest_archive;
 
-/// Bytes of a log that are read. Confirmations are sent at once, so those that were lost belong to
-/// the last few records.
+/// Bytes of a log that are read. Confirmations are sent at once, so lost ones belong to the last
+/// few records.
 const END: u64 = 1 << 20;
 
 #[derive(Deserialize)]
@@ -27,7 +27,7 @@ struct Details {
     execution: Option<String>,
 }
 
-/// Returns the names of executions in the last records of the log at `path`, the oldest first.
+/// Returns the ids of executions in the last records of the log at `path`, the oldest first.
 pub(super) fn executions(path: &Path) -> io::Result<Vec<String>> {
     let end = read_end(path, END)?;
     let missing = END - end.len() as u64;
@@ -42,7 +42,7 @@ pub(super) fn executions(path: &Path) -> io::Result<Vec<String>> {
         .collect())
 }
 
-/// Returns the name of the execution that a line records. Half a line records nothing.
+/// Returns the id of the execution that a line records. An incomplete line records nothing.
 fn execution(line: &[u8]) -> Option<String> {
     let line: Line = serde_json::from_slice(line).ok()?;
     line.details.execution.filter(|_| line.kind == "execution")

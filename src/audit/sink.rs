@@ -1,16 +1,18 @@
-//! Where lines go: a file that only we write, and that takes a line whole or not at all.
+//! The log file: only this process writes it, and a line is appended whole or not at all.
 //!
 //! ```text
-//! audit.jsonl                   the present file
-//! audit.jsonl.000000000001      files that were turned over, named by the number of their first record
-//! audit.jsonl.torn-…            half a line that a crash had left
+//! audit.jsonl                   the current file
+//! audit.jsonl.000000000001      rotated files, named by the number of their first record
+//! audit.jsonl.torn-…            an incomplete line left by a crash
 //! audit.jsonl.lock              held for as long as the log is open
 //! ```
 //!
-//! Order matters when a file is turned over. (1) The next file is written under another name, its first record in it and on the disk.
-//! (2) The present file gets its number as a second name. (3) The next file takes the present name. After a crash in between, the
-//! present file is still the present one; the next one is dropped, in which no caller's record can be yet, and step 2 finds its work done.
-//! If the present file is gone or empty, the chain goes on after the newest numbered one.
+//! Order matters when a file is rotated. (1) The next file is written under another name, with its
+//! first record in it and synced to the disk. (2) The current file gets its number as a second
+//! name. (3) The next file takes the current name. After a crash in between, the current file is
+//! still the current one; the next one is dropped, which cannot contain a caller's record yet, and
+//! step 2 finds its work done. If the current file is missing or empty, the chain continues after
+//! the newest numbered one.
 
 use std::ffi::OsString;
 use std::fs::{self, File};
@@ -25,32 +27,33 @@ use super::AuditError;
 use super::chain::{Flaw, Head, LARGEST_LINE, Link, check};
 use super::event::{Digest, TornLine};
 
-/// Forces what was written onto the disk.
+/// Syncs the written data to the disk.
 pub(super) type Syncing = Arc<dyn Fn() -> io::Result<()> + Send + Sync>;
 
-/// Takes lines.
+/// Stores lines.
 pub(super) trait Sink: Send {
-    /// Appends a line. After an error nothing of it is in the log, or will be gone before the next line is.
+    /// Appends a line. After an error no part of it is in the log, or it is removed before the next
+    /// line is appended.
     fn append(&mut self, line: &[u8]) -> io::Result<()>;
 
-    /// Returns the bytes in the present file.
+    /// Returns the size of the current file in bytes.
     fn length(&self) -> u64;
 
-    /// Puts the present file away under the number of its first record, and begins the next with `line`. After an error the present file
-    /// is still the present one.
+    /// Renames the current file by the number of its first record, and starts the next with `line`.
+    /// After an error the current file is still the current one.
     fn turn_over(&mut self, first_sequence: u64, line: &[u8]) -> io::Result<()>;
 
-    /// Returns the name that `turn_over` gives the present file.
+    /// Returns the name that `turn_over` gives the current file.
     fn name_when_turned_over(&self, first_sequence: u64) -> String;
 
-    /// Returns how to force everything appended so far onto the disk.
+    /// Returns a function that syncs everything appended so far to the disk.
     fn syncing(&self) -> Syncing;
 
-    /// Finds out whether the file is still where it was, with everything in it.
+    /// Checks whether the file is still at its path, with all its contents.
     fn look(&self) -> io::Result<()>;
 }
 
-/// What a log that is opened begins with.
+/// The initial state of an opened log.
 #[derive(Debug, PartialEq)]
 pub(super) struct Found {
     /// The last record so far.
@@ -63,9 +66,9 @@ pub(super) struct Found {
 pub(super) enum Start {
     /// There was no log.
     New,
-    /// The present file has records, from this one on.
+    /// The current file has records, starting with this one.
     Within { first_sequence: u64 },
-    /// The present file is empty, and a file of this name was turned over before it.
+    /// The current file is empty, and a file of this name was rotated before it.
     After { name: String },
 }
 
@@ -74,13 +77,13 @@ pub(super) struct FileSink {
     path: PathBuf,
     file: Arc<File>,
     length: u64,
-    /// Something lies behind `length` that must go before the next line.
+    /// There is data beyond `length` that must be removed before the next line.
     is_torn: bool,
     _lock: Lock,
 }
 
-/// Keeps other servers from the file. Dropped, it is free at once: closing alone would leave it taken
-/// while a process that was just forked has a copy of the descriptor.
+/// Locks the file against other servers. Dropping it releases the lock explicitly: closing alone
+/// would keep it held while a process that was just forked has a copy of the descriptor.
 struct Lock(File);
 
 impl Drop for Lock {
@@ -90,7 +93,7 @@ impl Drop for Lock {
 }
 
 impl FileSink {
-    /// Opens the file, or makes one, checks who can write it, and finds the end of its chain.
+    /// Opens the file, or creates it, checks who can write it, and finds the end of its chain.
     pub(super) fn open(path: &Path) -> Result<(FileSink, Found), AuditError> {
         let failed = |cause: io::Error| AuditError::Open {
             path: path.to_owned(),
@@ -165,7 +168,7 @@ impl Sink for FileSink {
         self.mend()?;
         if let Err(error) = (&*self.file).write_all(line) {
             self.is_torn = true;
-            // If this fails too, it is tried again before the next line.
+            // If this fails too, it is retried before the next line.
             let _ = self.mend();
             return Err(error);
         }
@@ -188,7 +191,7 @@ impl Sink for FileSink {
             let archive = self
                 .path
                 .with_file_name(self.name_when_turned_over(first_sequence));
-            // A link refuses to replace what has that name; a renaming would not.
+            // A hard link does not replace an existing name; a rename would.
             match fs::hard_link(&self.path, &archive) {
                 Err(error) if !is_same_file(&self.file, &archive) => return Err(error),
                 _ => {}
@@ -232,9 +235,10 @@ fn is_same_file(file: &File, path: &Path) -> bool {
     (ours.dev(), ours.ino()) == (there.dev(), there.ino())
 }
 
-/// Opens a file for reading and writing; one that is made belongs to us alone. A link in its place is refused.
+/// Opens a file for reading and writing; a new one is accessible to this user only. A link in its
+/// place is rejected.
 fn open_private(path: &Path, extra: OFlags) -> io::Result<File> {
-    // Without NONBLOCK, a pipe in its place would keep us waiting.
+    // Without NONBLOCK, opening a pipe in its place would block.
     let flags = OFlags::RDWR | OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NONBLOCK | extra;
     Ok(File::from(openat(
         CWD,
@@ -259,7 +263,7 @@ fn beside(path: &Path, ending: &str) -> PathBuf {
 const OTHERS_WRITE: u32 = 0o022;
 const STICKY: u32 = 0o1000;
 
-/// Whoever can write the folder can replace the file.
+/// A user who can write to the folder can replace the file.
 fn check_folder(path: &Path) -> Result<(), AuditError> {
     let folder = folder_of(path);
     let about = fs::metadata(folder).map_err(|cause| AuditError::Open {
@@ -303,17 +307,17 @@ fn check_file(path: &Path, file: &File) -> Result<(), AuditError> {
 
 /// The end of a file.
 struct End {
-    /// Bytes up to the end of the last whole line.
+    /// Bytes up to the end of the last complete line.
     length: u64,
-    /// The last whole line, if one of a record's length is there.
+    /// The last complete line, if one ends within the bytes that were read.
     last: Option<Result<Link, Flaw>>,
-    /// What follows it.
+    /// The bytes after it.
     torn: Vec<u8>,
 }
 
 fn read_end(file: &mut File) -> io::Result<End> {
     let size = file.metadata()?.len();
-    // A whole line and a torn one.
+    // A complete line and a torn one.
     let from = size.saturating_sub(2 * LARGEST_LINE as u64);
     file.seek(SeekFrom::Start(from))?;
     let mut bytes = Vec::new();
@@ -366,7 +370,8 @@ fn read_first(file: &mut File) -> io::Result<Result<Link, Flaw>> {
     ))
 }
 
-/// Digits in the name of a file that was turned over: enough for a million records a second for ten days, and it still sorts after that.
+/// Digits in the name of a rotated file: enough for a million records a second for ten days, and it
+/// still sorts after that.
 const DIGITS: usize = 12;
 
 fn archive_name(path: &Path, first_sequence: u64) -> String {
@@ -374,7 +379,7 @@ fn archive_name(path: &Path, first_sequence: u64) -> String {
     format!("{name}.{first_sequence:0DIGITS$}")
 }
 
-/// Returns the newest file that was turned over.
+/// Returns the newest rotated file.
 pub(super) fn newest_archive(path: &Path) -> io::Result<Option<PathBuf>> {
     let mut newest: Option<(u64, String)> = None;
     for entry in fs::read_dir(folder_of(path))? {
@@ -395,7 +400,7 @@ pub(super) fn newest_archive(path: &Path) -> io::Result<Option<PathBuf>> {
     Ok(newest.map(|(_, name)| path.with_file_name(name)))
 }
 
-/// Finds what precedes an empty file: the newest file that was turned over, or nothing.
+/// Finds the predecessor of an empty file: the newest rotated file, or none.
 fn what_was_before(path: &Path) -> Result<(Head, Start), AuditError> {
     let failed = |cause: io::Error| AuditError::Open {
         path: path.to_owned(),
@@ -423,7 +428,8 @@ fn what_was_before(path: &Path) -> Result<(Head, Start), AuditError> {
     }
 }
 
-/// Moves half a line out of the log into a file of its own: it may be all that is known of what happened last.
+/// Moves an incomplete line out of the log into a separate file: it may be the only trace of the
+/// last event.
 fn set_aside(
     path: &Path,
     file: &File,

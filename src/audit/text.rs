@@ -1,7 +1,9 @@
-//! Texts in records: bounded, and shown so that they cannot disturb a line, a terminal or a reader's eye.
+//! Texts in records: bounded, and escaped so that they cannot break a line, control a terminal or
+//! mislead a reader.
 //!
-//! Names, paths and reasons come from callers and may be hostile. A [`Text`] is cut when it is made, so that no record can be longer
-//! than a line may be, and `plain_json` writes every character that does not print as an escape.
+//! Names, paths and reasons come from callers and may be hostile. A [`Text`] is truncated when it
+//! is created, so that no record can exceed the limit of a line, and `plain_json` escapes every
+//! character that is not printable.
 
 use std::fmt;
 use std::io;
@@ -13,16 +15,16 @@ use sha2::Digest as _;
 
 use super::event::hex;
 
-/// Bytes a text may take in a record, its mark not counted.
+/// Limit of a text in a record in bytes, without its truncation mark.
 const LONGEST_TEXT: usize = 512;
 
-/// Bytes an entry of a list may take.
+/// Limit of a list entry in bytes.
 const LONGEST_ENTRY: usize = 256;
 
-/// Entries of a list that are written. Two full lists and every other field still fit into a line.
+/// Limit of written list entries. Two full lists and every other field still fit into a line.
 const MOST_ENTRIES: usize = 16;
 
-/// A text that fits into a record; a longer one is cut and says so.
+/// A text that fits into a record; a longer one is truncated and marked.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Text(String);
 
@@ -61,7 +63,8 @@ impl From<String> for Text {
     }
 }
 
-/// A list that fits into a record; of a longer one the first entries are kept and the others counted.
+/// A list that fits into a record; of a longer one the first entries are kept and the others
+/// counted.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct List {
     entries: Vec<Text>,
@@ -95,7 +98,8 @@ impl Serialize for List {
     }
 }
 
-/// Writes `value` as one line of JSON in which everything that does not print is an escape.
+/// Serializes `value` as one line of JSON in which every character that is not printable is
+/// escaped.
 pub fn plain_json(value: &impl Serialize) -> serde_json::Result<Vec<u8>> {
     let mut line = Vec::with_capacity(512);
     value.serialize(&mut serde_json::Serializer::with_formatter(
@@ -196,7 +200,10 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_text_stays_on_its_line_and_within_its_bound(text in any::<String>(), times in 1_usize..200) {
+        fn any_text_stays_on_its_line_and_within_its_bound(
+            text in any::<String>(),
+            times in 1_usize..200,
+        ) {
             let text = text.repeat(times);
             let line = plain_json(&Text::from(text.as_str())).unwrap();
             prop_assert!(line.len() <= LONGEST_TEXT + 80, "{} bytes", line.len());

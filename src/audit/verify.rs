@@ -1,7 +1,8 @@
-//! Finds out whether files hold a chain of records as it was written.
+//! Verifies that files hold an unaltered chain of records.
 //!
-//! Every line must fit its hash, every hash the line after it, and the numbers must have no gap. That finds what was changed, taken out,
-//! put in or moved. A cut end leaves a chain that is whole but short; only a head noted elsewhere shows it.
+//! Every line must match its hash, every hash the following line, and the numbers must have no gap.
+//! That finds records that were changed, removed, inserted or moved. A truncated end leaves a chain
+//! that is valid but short; only a head noted elsewhere reveals it.
 
 use std::fs::File;
 use std::io::{self, BufRead, BufReader};
@@ -10,7 +11,7 @@ use std::str::FromStr;
 
 use super::chain::{Flaw, Head, LARGEST_LINE, Link, check, is_hash};
 
-/// What is known of the chain from elsewhere.
+/// Facts about the chain from another source.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Known {
     /// The record before the first one in the files. Without it the files must begin at record 1.
@@ -19,14 +20,14 @@ pub struct Known {
     pub last: Option<Noted>,
 }
 
-/// A record as somebody noted it: `1234` or `1234:<hash>`.
+/// A noted record: `1234` or `1234:<hash>`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Noted {
     pub sequence: u64,
     pub hash: Option<String>,
 }
 
-/// What a noted record is not.
+/// A text that is not a noted record.
 #[derive(Debug, thiserror::Error)]
 #[error("a record is noted as its number, or as its number and its hash with a colon between them")]
 pub struct NotNoted;
@@ -47,22 +48,22 @@ impl FromStr for Noted {
     }
 }
 
-/// What was found in the files.
+/// The result of a verification.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Report {
-    /// Whole lines.
+    /// Complete lines.
     pub records: u64,
     pub last: Option<Head>,
-    /// What is wrong; nothing when the chain is as it was written. No more than [`MOST_FINDINGS`].
+    /// The faults; empty when the chain is unaltered. At most [`MOST_FINDINGS`].
     pub findings: Vec<Finding>,
-    /// Findings in all.
+    /// The total number of findings.
     pub found: u64,
 }
 
-/// Findings that are kept. One mistake can make many.
+/// Limit of kept findings. One fault can cause many.
 pub const MOST_FINDINGS: usize = 100;
 
-/// Something that is wrong.
+/// A fault.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Finding {
     pub file: PathBuf,
@@ -79,7 +80,8 @@ pub struct VerifyError {
     cause: io::Error,
 }
 
-/// Verifies the chain in `files`, which may be given in any order: their first records say how they follow each other.
+/// Verifies the chain in `files`, which may be given in any order: their first records determine
+/// their sequence.
 pub fn verify(files: &[PathBuf], known: &Known) -> Result<Report, VerifyError> {
     let mut walk = Walk::new(known);
     for path in in_order(files)? {
@@ -100,7 +102,7 @@ fn in_order(files: &[PathBuf]) -> Result<Vec<PathBuf>, VerifyError> {
         })?;
         numbered.push((first, path.clone()));
     }
-    // A file whose beginning cannot be read stays where it was given, relative to the others like it.
+    // A file whose beginning cannot be read keeps its given position among the others like it.
     numbered.sort_by_key(|(first, _)| first.unwrap_or(u64::MAX));
     Ok(numbered.into_iter().map(|(_, path)| path).collect())
 }
@@ -113,20 +115,20 @@ fn first_sequence(path: &Path) -> io::Result<Option<u64>> {
     })
 }
 
-/// The way along a chain.
+/// The state of a walk along a chain.
 struct Walk<'a> {
     known: &'a Known,
     before: Before,
     report: Report,
-    /// Where the last line was, for what is wrong with the whole.
+    /// The position of the last line, for findings about the whole chain.
     place: (PathBuf, u64),
     saw_last: bool,
 }
 
-/// What is known of the record before the next line.
+/// The known facts about the record before the next line.
 struct Before {
     sequence: u64,
-    /// Not known after a line that could not be read.
+    /// Unknown after an unreadable line.
     hash: Option<String>,
 }
 
@@ -179,7 +181,8 @@ impl<'a> Walk<'a> {
         let expected = self.before.sequence.saturating_add(1);
         if head.sequence > expected && self.report.records == 0 && self.known.after.is_none() {
             self.find(format!(
-                "records {expected} to {} are missing before it; if they were put away, say so with --after {}:{previous}",
+                "records {expected} to {} are missing before it; if they were put away, say so \
+                 with --after {}:{previous}",
                 head.sequence - 1,
                 head.sequence - 1,
             ));
@@ -200,7 +203,8 @@ impl<'a> Walk<'a> {
             .is_some_and(|hash| *hash != previous)
         {
             self.find(
-                "it was written after another record than the one before it: that one was put in or replaced"
+                "it was written after another record than the one before it: that one was put in \
+                 or replaced"
                     .to_owned(),
             );
         }
@@ -231,7 +235,8 @@ impl<'a> Walk<'a> {
         }
     }
 
-    /// Notes a line that is no record. It may stand in the place of one, and the chain is taken up behind it.
+    /// Reports a line that is not a record. It may stand in the place of one, and the chain is
+    /// resumed after it.
     fn unreadable(&mut self, why: String) {
         self.find(why);
         self.before = Before {
@@ -277,7 +282,7 @@ pub enum Line {
     Unfinished,
 }
 
-/// The lines of a file, none of which can fill the memory.
+/// The lines of a file, with a limit on the memory of each.
 pub struct Lines<R>(R);
 
 impl Lines<BufReader<File>> {

@@ -5,8 +5,9 @@
 //!  sha256: + 64 digits          its hash, in the configuration
 //! ```
 //!
-//! A key is made here and never chosen, so it cannot be guessed, and a plain hash of it gives nothing away. Something shorter does not
-//! have the form of a key and is refused before anything is compared. All hashes are compared, each in the same time.
+//! A key is generated and never chosen, so it cannot be guessed, and a plain hash of it reveals
+//! nothing. A shorter text does not have the form of a key and is rejected before any comparison.
+//! All hashes are compared, each in constant time.
 
 use std::fmt;
 
@@ -19,14 +20,14 @@ use zeroize::Zeroizing;
 
 use super::caller::{Caller, Scopes};
 
-/// What every key begins with, so that one that lies around is recognised.
+/// The prefix of every key, so that a leaked one is recognised.
 const PREFIX: &str = "cellblock_";
 
 const RANDOM_BYTES: usize = 32;
 
 const HASH_PREFIX: &str = "sha256:";
 
-/// A key as the operator describes it.
+/// A key in the operator's configuration.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ApiKey {
     pub name: String,
@@ -35,10 +36,11 @@ pub struct ApiKey {
 }
 
 impl ApiKey {
-    /// What a name may be, for messages.
+    /// The form of a name, for messages.
     pub const NAME_ALLOWED: &str = "1 to 64 letters, digits, \"-\", \"_\" or \".\"";
 
-    /// Tells whether a key may have this name. It has no space, so that no principal made of a token can look like it.
+    /// Returns whether a key may have this name. It contains no space, so it cannot equal a
+    /// principal derived from a token.
     pub fn is_name(text: &str) -> bool {
         (1..=64).contains(&text.len())
             && text
@@ -52,11 +54,11 @@ impl ApiKey {
 pub struct KeyHash([u8; 32]);
 
 impl KeyHash {
-    /// What a configuration may say, for messages.
+    /// The form of a hash, for messages.
     pub const ALLOWED: &str =
         "\"sha256:\" and 64 hexadecimal digits, as \"cellblock key new\" prints them";
 
-    /// Reads a hash as it is written in the configuration.
+    /// Parses a hash of the configuration.
     pub fn parse(text: &str) -> Option<KeyHash> {
         let digits = text.strip_prefix(HASH_PREFIX)?;
         if digits.len() != 64 || !digits.bytes().all(|digit| digit.is_ascii_hexdigit()) {
@@ -89,16 +91,16 @@ impl fmt::Debug for KeyHash {
     }
 }
 
-/// A key that was just made.
+/// A newly generated key.
 pub struct NewKey(Zeroizing<String>);
 
-/// The system gave no random numbers.
+/// The system provided no random numbers.
 #[derive(Debug, thiserror::Error)]
 #[error("the system gave no random numbers for a key")]
 pub struct NoRandomness;
 
 impl NewKey {
-    /// Makes a key.
+    /// Generates a key.
     pub fn generate() -> Result<NewKey, NoRandomness> {
         let mut random = Zeroizing::new([0; RANDOM_BYTES]);
         SystemRandom::new()
@@ -116,7 +118,7 @@ impl NewKey {
         &self.0
     }
 
-    /// What the configuration keeps of it.
+    /// The hash for the configuration.
     pub fn hash(&self) -> KeyHash {
         KeyHash::of(&self.0)
     }
@@ -128,19 +130,20 @@ impl fmt::Debug for NewKey {
     }
 }
 
-/// Tells whether a bearer token is meant to be a key.
+/// Returns whether a bearer token has the prefix of a key.
 pub(super) fn looks_like_a_key(token: &str) -> bool {
     token.starts_with(PREFIX)
 }
 
-/// Finds who a key belongs to.
+/// Finds the owner of a key.
 pub(super) fn find(keys: &[ApiKey], token: &str) -> Option<Caller> {
     let random = URL_SAFE_NO_PAD.decode(token.strip_prefix(PREFIX)?).ok()?;
     if random.len() != RANDOM_BYTES {
         return None;
     }
     let hash = KeyHash::of(token);
-    // No early end: how long it takes says neither which key it was nor how much of a hash was right.
+    // No early exit: the duration must reveal neither which key matched nor how much of a hash
+    // matched.
     let found = (1_u64..).zip(keys).fold(0, |found, (number, key)| {
         u64::conditional_select(&found, &number, key.hash.0.ct_eq(&hash.0))
     });

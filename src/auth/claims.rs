@@ -1,7 +1,8 @@
-//! What a token claims, once its signature is known to be good: pure.
+//! Checks the claims of a token whose signature is valid. Pure.
 //!
-//! Every claim that decides something must be there and of its own type. A claim of another type is refused, never taken for absent: a
-//! reader that skips what it does not understand lets the strangest tokens in.
+//! Every claim that affects the decision must be present and of its own type. A claim of another
+//! type is rejected, never treated as absent: a parser that skips unknown forms accepts the
+//! strangest tokens.
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -13,26 +14,28 @@ use super::token::Fault;
 /// How far ahead of ours an issuer's clock may be.
 const EARLY: Duration = Duration::from_secs(60);
 
-/// How long a token is good after its end. Clocks differ by moments; more would only lengthen the life of a stolen token.
+/// How long a token is accepted after its expiry. Clocks differ by moments; more would only extend
+/// the life of a stolen token.
 const LATE: Duration = Duration::from_secs(5);
 
-/// The end of the year 9999. A later time is a mistake, such as milliseconds instead of seconds, and would make a token that never ends.
+/// The end of the year 9999. A later time is a mistake, such as milliseconds instead of seconds,
+/// and would make a token that never expires.
 const LAST_SECOND: f64 = 253_402_300_799.0;
 
-/// Names of people are shorter; they are kept with every session.
+/// Names of people are shorter; they are stored with every session.
 const LONGEST_SUBJECT: usize = 256;
 
-/// What a token must say.
+/// The required claims.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Expected<'a> {
     pub issuer: &'a str,
-    /// Our own names, of which the token must be meant for at least one.
+    /// Our own names; `aud` must contain at least one of them.
     pub audiences: &'a [String],
-    /// The claim that says who is calling, if the operator chose one.
+    /// The claim that identifies the caller, if the operator chose one.
     pub principal: Option<&'a str>,
 }
 
-/// Says who is calling, or why the claims are refused.
+/// Returns the caller, or why the claims are rejected.
 pub(super) fn judge(
     claims: &Map<String, Value>,
     expected: Expected<'_>,
@@ -71,7 +74,7 @@ fn judge_audience(claim: Option<&Value>, ours: &[String]) -> Result<(), Fault> {
     }
 }
 
-/// Returns when the token stops being good.
+/// Returns when the token expires.
 fn judge_times(claims: &Map<String, Value>, now: SystemTime) -> Result<SystemTime, Fault> {
     let expires = time(claims, "exp")?.ok_or(Fault::Time)? + LATE;
     if now >= expires {
@@ -97,12 +100,14 @@ fn time(claims: &Map<String, Value>, name: &str) -> Result<Option<SystemTime>, F
     }
 }
 
-/// Names the caller for ever, and nobody else: the issuer, which holds no space, then the claim, then its value. Two issuers may each have
-/// an "alice", and so may the people and the programs of one issuer.
+/// Identifies the caller permanently and uniquely: the issuer, which contains no space, then the
+/// claim, then its value. Two issuers may each have an "alice", and so may the people and the
+/// programs of one issuer.
 fn principal(claims: &Map<String, Value>, expected: Expected<'_>) -> Result<String, Fault> {
     let claim = match expected.principal {
         Some(chosen) => chosen,
-        // People who use the same program have its `client_id` in common, so it names the caller only where there is no person.
+        // People who use the same program share its `client_id`, so it identifies the caller only
+        // where there is no person.
         None if claims.contains_key("sub") => "sub",
         None => "client_id",
     };
@@ -118,7 +123,7 @@ fn is_subject(value: &str) -> bool {
     !value.trim().is_empty() && value.len() <= LONGEST_SUBJECT && !value.contains(char::is_control)
 }
 
-/// Reads the scopes that are ours; others mean something to somebody else.
+/// Returns our scopes; others are meant for other resources and are ignored.
 fn scopes(claims: &Map<String, Value>) -> Result<Scopes, Fault> {
     let Some(claim) = claims.get("scope").or_else(|| claims.get("scp")) else {
         return Ok(Scopes::default());

@@ -1,7 +1,7 @@
-//! Why somebody was not let in, and how that is said over HTTP.
+//! Why a request was denied, and the HTTP response for it.
 //!
-//! All faults of a token look the same to whoever sent it: telling them apart would help only somebody who tries tokens. The log has the
-//! kind of fault.
+//! All faults of a token look the same to its sender: distinguishing them would help only an
+//! attacker who tries tokens. The log has the kind of fault.
 
 use hyper::StatusCode;
 use hyper::header::HeaderValue;
@@ -9,28 +9,29 @@ use serde_json::{Value, json};
 
 use super::caller::{Caller, Scope, Scopes};
 
-/// A request that is not answered, because of who sent it.
+/// A request that is denied because of its caller.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum Denied {
     /// There is no bearer token.
     #[error("there is no bearer token")]
     NoToken,
-    /// There is one, and it is not good.
+    /// The token is not valid.
     #[error("the bearer token is not good")]
     BadToken,
-    /// The token may be good, but the keys to check it with could not be had. It is never let in unchecked.
+    /// The token may be valid, but the keys to check it are unavailable. It is never accepted
+    /// unchecked.
     #[error("the keys to check tokens with cannot be had")]
     Unavailable,
-    /// The caller is known, but may not do this.
+    /// The caller is known, but lacks a scope.
     #[error("the scope {} is missing", needed.name())]
     MissingScope {
         needed: Scope,
-        /// What the caller has, so that a new token can be asked for that has both.
+        /// The caller's scopes, so that a new token can be requested that has both.
         held: Scopes,
     },
 }
 
-/// Tells whether `caller` may do something that needs `scope`.
+/// Checks that `caller` may do something that needs `scope`.
 pub fn require(caller: &Caller, scope: Scope) -> Result<(), Denied> {
     if caller.scopes.allow(scope) {
         return Ok(());
@@ -42,7 +43,7 @@ pub fn require(caller: &Caller, scope: Scope) -> Result<(), Denied> {
 }
 
 impl Denied {
-    /// The status of the answer.
+    /// The status of the response.
     pub fn status(&self) -> StatusCode {
         match self {
             Denied::NoToken | Denied::BadToken => StatusCode::UNAUTHORIZED,
@@ -51,13 +52,13 @@ impl Denied {
         }
     }
 
-    /// The body of the answer.
+    /// The body of the response.
     pub fn body(&self) -> Value {
         json!({"error": self.error(), "error_description": self.description()})
     }
 
-    /// The value of `WWW-Authenticate`: what went wrong, which scopes to ask for and where to read who gives tokens out. There is none where a
-    /// new token would change nothing.
+    /// The value of `WWW-Authenticate`: the error, the scopes to request, and the URL of the
+    /// metadata that names the issuers. `None` where a new token would not help.
     pub fn challenge(&self, metadata_url: &str) -> Option<HeaderValue> {
         let scopes = match self {
             Denied::NoToken | Denied::BadToken => Scope::Execute.name().to_owned(),
@@ -65,7 +66,8 @@ impl Denied {
             Denied::Unavailable => return None,
         };
         let text = format!(
-            "Bearer error=\"{}\", error_description=\"{}\", scope=\"{scopes}\", resource_metadata=\"{}\"",
+            "Bearer error=\"{}\", error_description=\"{}\", scope=\"{scopes}\", \
+             resource_metadata=\"{}\"",
             self.error(),
             self.description(),
             quotable(metadata_url)
@@ -92,7 +94,7 @@ impl Denied {
     }
 }
 
-/// Everything a new token should carry: one that only had the missing scope would lose the others.
+/// All scopes that a new token should have: one with the missing scope only would lose the others.
 fn wanted(needed: Scope, held: Scopes) -> String {
     let names: Vec<&str> = Scope::ALL
         .into_iter()
@@ -102,7 +104,7 @@ fn wanted(needed: Scope, held: Scopes) -> String {
     names.join(" ")
 }
 
-/// Leaves out what would end the quoted text. An address that is written correctly holds none of it.
+/// Removes characters that would end the quoted text. A valid URL contains none of them.
 fn quotable(url: &str) -> String {
     url.chars()
         .filter(|letter| letter.is_ascii_graphic() && !matches!(letter, '"' | '\\'))
@@ -143,7 +145,8 @@ mod tests {
             assert_eq!(
                 challenge(denied),
                 format!(
-                    "Bearer error=\"invalid_token\", error_description=\"Authentication required\", \
+                    "Bearer error=\"invalid_token\", error_description=\"Authentication \
+                     required\", \
                      scope=\"python:execute\", resource_metadata=\"{METADATA}\""
                 )
             );
@@ -156,7 +159,10 @@ mod tests {
         assert_eq!(denied.status(), 403);
         assert_eq!(
             denied.body(),
-            json!({"error": "insufficient_scope", "error_description": "Required scope: packages:install"})
+            json!({
+                "error": "insufficient_scope",
+                "error_description": "Required scope: packages:install"
+            })
         );
         let challenge = challenge(denied);
         assert!(

@@ -3,12 +3,14 @@
 //! ```text
 //!  dev_private_key.pem   0600   RSA 2048; signs the token
 //!  dev_public_key.pem    0644   checks it
-//!  dev_token.txt         0600   one token for one hour, made anew at a start if it is no longer good
+//!  dev_token.txt         0600   one token for one hour; renewed at startup if it is no longer
+//!                               valid
 //! ```
 //!
-//! It is for a server and a client of one person on one machine: whoever can read the private key is everybody. So files that others could
-//! have read or changed are refused, and `Authenticator::may_listen` allows loopback addresses only. Nothing here happens once an operator
-//! has named an issuer or an API key.
+//! It is for a server and a client of one person on one machine: any process that can read the
+//! private key can impersonate every caller. So files that others could have read or changed are
+//! rejected, and `Authenticator::may_listen` allows loopback addresses only. Development mode is
+//! off once an operator has configured an issuer or an API key.
 
 use std::fs::{DirBuilder, File};
 use std::io::{self, Read, Write};
@@ -37,13 +39,14 @@ const PUBLIC_KEY: &str = "dev_public_key.pem";
 /// The name of the file with the token.
 pub(super) const TOKEN: &str = "dev_token.txt";
 
-/// Whom the token is for.
+/// The subject of the token.
 const SUBJECT: &str = "developer";
 
 const RSA_BITS: usize = 2048;
 const LIFETIME: Duration = Duration::from_secs(3600);
 
-/// A token that ends sooner is made anew, so that one that was just printed is not useless a moment later.
+/// A token with less time left is renewed, so that a token is not useless shortly after it was
+/// printed.
 const LEAST_REST: Duration = Duration::from_secs(60);
 
 /// Keys and tokens are smaller.
@@ -58,24 +61,27 @@ pub enum DevelopmentError {
         #[source]
         cause: io::Error,
     },
-    #[error("other users may read or change {}, so that they could be anybody; remove it, and it is made anew", path.display())]
+    #[error("other users may read or change {}, so that they could be anybody; remove it, and it \
+             is made anew", path.display())]
     OpenToOthers { path: PathBuf },
-    #[error("{} does not hold an RSA key of at least 2048 bits; remove it, and it is made anew", path.display())]
+    #[error("{} does not hold an RSA key of at least 2048 bits; remove it, and it is made \
+             anew", path.display())]
     NotAKey { path: PathBuf },
-    #[error("{} does not belong to the private key beside it; remove it, and it is made anew", path.display())]
+    #[error("{} does not belong to the private key beside it; remove it, and it is made \
+             anew", path.display())]
     OtherKey { path: PathBuf },
     #[error("could not make an RSA key")]
     NoKey,
 }
 
-/// What tokens of development mode say.
+/// The claims of development tokens.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Wording<'a> {
     pub issuer: &'a str,
     pub audiences: &'a [String],
 }
 
-/// Makes sure that all three files are there and good, and returns the key that checks tokens.
+/// Ensures that all three files are present and valid, and returns the key that checks tokens.
 pub(super) fn prepare(
     folder: &Path,
     wording: &Wording<'_>,
@@ -113,7 +119,7 @@ pub(super) fn prepare(
     Ok(key)
 }
 
-/// Tells whether a token of an earlier start will do.
+/// Returns whether a token of an earlier start is still usable.
 fn is_good(token: &str, key: &PublicKey, wording: &Wording<'_>, now: SystemTime) -> bool {
     let expected = Expected {
         issuer: wording.issuer,
@@ -163,7 +169,7 @@ fn token(
     )))
 }
 
-/// The folder of the files. While it is open, no other server makes files there.
+/// The folder of the files. While it is open, no other server creates files there.
 struct Folder {
     handle: File,
     path: PathBuf,
@@ -188,7 +194,7 @@ impl Folder {
             path: path.to_owned(),
         };
         let found = folder.handle.metadata().map_err(failed)?;
-        // Whoever may write into the folder may put other files in place of ours.
+        // A user who can write to the folder can replace our files.
         if found.uid() != our_id() || found.mode() & 0o022 != 0 {
             return Err(DevelopmentError::OpenToOthers {
                 path: path.to_owned(),
@@ -209,7 +215,7 @@ impl Folder {
         Ok(key)
     }
 
-    /// Reads a file that must be closed to others.
+    /// Reads a file that must not be accessible to others.
     fn read_private(&self, name: &str) -> Result<Option<Zeroizing<String>>, DevelopmentError> {
         match self.read(name)? {
             Some((mode, _)) if mode & 0o077 != 0 => Err(DevelopmentError::OpenToOthers {
@@ -219,7 +225,7 @@ impl Folder {
         }
     }
 
-    /// Reads a file of ours, if it is there, with its mode.
+    /// Reads a file of ours, if it exists, with its mode.
     fn read(&self, name: &str) -> Result<Option<(u32, Zeroizing<String>)>, DevelopmentError> {
         let failed = |cause| DevelopmentError::File {
             path: self.path.join(name),
@@ -247,7 +253,7 @@ impl Folder {
         Ok(Some((found.mode(), text)))
     }
 
-    /// Writes a file whole or not at all, never readable by more than it should be.
+    /// Writes a file atomically, never with more permissions than intended.
     fn write(&self, name: &str, bytes: &[u8], mode: u32) -> Result<(), DevelopmentError> {
         let failed = |cause: io::Error| DevelopmentError::File {
             path: self.path.join(name),
@@ -314,7 +320,7 @@ mod tests {
             fs::metadata(self.file(name)).unwrap().mode() & 0o777
         }
 
-        /// A folder with a key in place, since making one takes a while.
+        /// A folder with a key in place, since generating one takes a while.
         fn with_key() -> Place {
             let place = Place::new();
             DirBuilder::new()

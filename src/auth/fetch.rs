@@ -1,8 +1,10 @@
-//! Fetching a key set, from exactly where the operator said.
+//! Fetches a key set from exactly the configured URL.
 //!
-//! HTTPS only; plain HTTP where the address itself says that it is this machine. The name is resolved once, every address of it is checked,
-//! and one of exactly those is dialled: a name that suddenly leads to a private network or to a cloud's metadata service leads nowhere. Redirects
-//! are not followed. The whole takes a few seconds at most, and so many bytes at most.
+//! HTTPS only; plain HTTP is allowed where the URL itself names this machine. The name is resolved
+//! once, all its addresses are checked, and one of exactly these is dialled. So a name that
+//! suddenly resolves to a private network or to a cloud's metadata service cannot be used to reach
+//! it. Redirects are not followed. The whole fetch is limited to a few seconds and to
+//! `LARGEST_KEY_SET` bytes.
 
 use std::io;
 use std::net::{IpAddr, SocketAddr};
@@ -27,10 +29,10 @@ use super::keys::{KeySet, NotAKeySet};
 /// Large issuers publish a few dozen keys of two kilobytes.
 const LARGEST_KEY_SET: usize = 256 << 10;
 
-/// How long everything may take, from the name to the last byte.
+/// Timeout of the whole fetch, from name resolution to the last byte.
 pub(super) const LONGEST_FETCH: Duration = Duration::from_secs(5);
 
-/// The address of a key set, checked.
+/// The URL of a key set, checked.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct KeySetUrl {
     is_secure: bool,
@@ -42,10 +44,11 @@ pub struct KeySetUrl {
 }
 
 impl KeySetUrl {
-    /// What a configuration may say, for messages.
-    pub const ALLOWED: &str = "an address such as https://id.example.com/keys; http:// only with localhost or a loopback address";
+    /// The form of a URL, for messages.
+    pub const ALLOWED: &str = "an address such as https://id.example.com/keys; http:// only with \
+                               localhost or a loopback address";
 
-    /// Reads an address, or says nothing but that it cannot be used.
+    /// Parses a URL, or returns `None` if it cannot be used.
     pub fn parse(text: &str) -> Option<KeySetUrl> {
         if text.contains('#') || text.contains('@') {
             return None;
@@ -63,7 +66,7 @@ impl KeySetUrl {
             .trim_end_matches(']')
             .to_ascii_lowercase();
         let port = authority.port_u16();
-        // A port that is no number is none for the parser.
+        // A port that is not a number counts as absent for the parser.
         if host.is_empty() || (port.is_none() && authority.as_str().len() != authority.host().len())
         {
             return None;
@@ -81,7 +84,7 @@ impl KeySetUrl {
         (url.is_secure || url.is_this_machine()).then_some(url)
     }
 
-    /// Tells whether the address itself says that it is this machine, rather than a name server.
+    /// Returns whether the URL itself names this machine, without name resolution.
     fn is_this_machine(&self) -> bool {
         self.host == "localhost"
             || self
@@ -91,7 +94,7 @@ impl KeySetUrl {
     }
 }
 
-/// Why a key set could not be had.
+/// Why a key set could not be fetched.
 #[derive(Debug, thiserror::Error)]
 pub enum FetchError {
     #[error("its host could not be resolved")]
@@ -118,7 +121,7 @@ pub enum FetchError {
 #[derive(Clone)]
 pub(super) struct Fetcher {
     pub url: KeySetUrl,
-    /// Whether the operator said that the host is in a private network.
+    /// Whether the operator stated that the host is in a private network.
     pub is_private: bool,
     pub tls: Arc<ClientConfig>,
     pub limit: Duration,
@@ -187,7 +190,7 @@ impl Fetcher {
     }
 }
 
-/// Says what speaks against dialling an address.
+/// Returns the reason not to dial an address, if there is one.
 fn objection(address: IpAddr, is_this_machine: bool, is_private: bool) -> Option<&'static str> {
     if is_this_machine {
         return (!address.to_canonical().is_loopback()).then_some("another machine");
@@ -195,7 +198,7 @@ fn objection(address: IpAddr, is_this_machine: bool, is_private: bool) -> Option
     address::special(address).filter(|kind| !(is_private && *kind == address::PRIVATE))
 }
 
-/// A connection that ends when whoever fetches has what it wanted or gave up.
+/// A connection task that ends when the fetch is done or dropped.
 struct EndsWithUs(AbortHandle);
 
 impl Drop for EndsWithUs {
@@ -204,13 +207,14 @@ impl Drop for EndsWithUs {
     }
 }
 
-/// Returns how secure connections are made: with the authorities that this machine trusts.
+/// Returns the TLS configuration, with the root certificates of this machine.
 pub(super) fn usual_tls() -> Result<Arc<ClientConfig>, io::Error> {
     let mut roots = RootCertStore::empty();
     roots.add_parsable_certificates(rustls_native_certs::load_native_certs().certs);
     if roots.is_empty() {
         return Err(io::Error::other(
-            "this machine has no list of certificate authorities; install its package ca-certificates",
+            "this machine has no list of certificate authorities; install its package \
+             ca-certificates",
         ));
     }
     Ok(tls_with(roots))
@@ -296,7 +300,7 @@ mod tests {
         counter.fetch_add(1, Ordering::SeqCst);
         match answer {
             Some(answer) => {
-                // A client that has read enough may be gone.
+                // A client that has read enough may have disconnected.
                 let _ = stream.write_all(&answer).await;
                 let _ = stream.shutdown().await;
             }

@@ -1,15 +1,17 @@
-//! The keys of an issuer that publishes them, kept for a while.
+//! Cache of the keys that an issuer publishes.
 //!
 //! ```text
 //!  age of the keys    key is known                                key is not known
-//!  under 1 h          use it                                      ask again, once a minute at most
-//!  1 h to 24 h        ask again first; while the server is        the same
-//!                     away, use it and ask again beside
-//!  over 24 h, none    ask again; while the server is away, nobody is let in
+//!  under 1 h          use it                                      fetch, at most once a minute
+//!  1 h to 24 h        fetch first; while the server is            the same
+//!                     unreachable, use it and fetch in
+//!                     the background
+//!  over 24 h, none    fetch; while the server is unreachable, all tokens are rejected
 //! ```
 //!
-//! `next_step` decides, `KeyServer` acts. There is one question at a time, whoever asks, and it goes on when whoever asked has gone. What
-//! comes back replaces everything: a key that is no longer published is no longer good.
+//! `next_step` decides, `KeyServer` acts. There is only one fetch at a time, and it continues when
+//! the caller that started it disconnects. Its result replaces all keys: a key that is no longer
+//! published is no longer valid.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -23,19 +25,21 @@ use tracing::{info, warn};
 use super::fetch::{FetchError, Fetcher};
 use super::keys::{Algorithm, KeySet, PublicKey};
 
-/// How long keys are good without asking again.
+/// How long keys are used without a new fetch.
 const FRESH: Duration = Duration::from_secs(3600);
 
-/// How long keys are good while their server is away. A key that was withdrawn in that time would still be believed.
+/// How long keys are used while their server is unreachable. A key that was revoked in that time
+/// would still be accepted.
 const USABLE: Duration = Duration::from_secs(24 * 3600);
 
-/// How often a key that nobody knows, or an old set, makes us ask again: strangers can send tokens that name any key.
+/// Minimum interval between fetches for an unknown key or an old set: unauthenticated senders can
+/// name any key in a token.
 const LEAST_PAUSE: Duration = Duration::from_secs(60);
 
-/// The same while there is nothing to lose, because nobody can be let in.
+/// The same without any keys, when all tokens are rejected anyway.
 const PAUSE_WITHOUT_KEYS: Duration = Duration::from_secs(5);
 
-/// Where keys come from. A test has a source of its own.
+/// The source of keys. Tests have their own.
 pub(super) trait Source: Send + Sync {
     fn fetch(&self) -> Pin<Box<dyn Future<Output = Result<KeySet, FetchError>> + Send>>;
 }
@@ -52,7 +56,7 @@ impl Source for Fetcher {
 pub(super) enum NoKey {
     /// The issuer has no such key.
     Unknown,
-    /// The issuer cannot be asked.
+    /// The issuer is unreachable.
     Away,
 }
 
@@ -66,9 +70,9 @@ pub(super) struct KeyServer {
 #[derive(Default)]
 struct State {
     keys: Option<(Arc<KeySet>, Instant)>,
-    /// When we asked last, and whether that failed.
+    /// When the last fetch was, and whether it failed.
     asked: Option<(Instant, bool)>,
-    /// Closes when the question that is under way is answered.
+    /// Closes when the current fetch ends.
     question: Option<watch::Receiver<()>>,
 }
 
@@ -81,7 +85,7 @@ impl KeyServer {
         }
     }
 
-    /// Finds the key of a token, asking the issuer if need be.
+    /// Finds the key of a token, and fetches the keys if needed.
     pub(super) async fn find(
         &self,
         id: Option<&str>,
@@ -91,13 +95,13 @@ impl KeyServer {
             return answer;
         }
         let mut answered = self.ask();
-        // The sender sends nothing: it is dropped when the answer is in its place.
+        // The sender sends nothing: it is dropped once the result is stored.
         let _ = answered.changed().await;
         self.look(id, algorithm, Asked::Just)
             .expect("after a question there is no other")
     }
 
-    /// Looks at what is there. `None` means that the issuer is to be asked first.
+    /// Looks up a key in the cache. `None` means that a fetch is needed first.
     fn look(
         &self,
         id: Option<&str>,
@@ -124,7 +128,7 @@ impl KeyServer {
         }
     }
 
-    /// Asks the issuer, or joins the question that is under way. The receiver closes when it is answered.
+    /// Starts a fetch, or joins the current one. The receiver closes when it ends.
     fn ask(&self) -> watch::Receiver<()> {
         let mut state = self.lock();
         if let Some(under_way) = state.under_way() {
@@ -170,7 +174,8 @@ impl State {
         }
     }
 
-    /// The question that is under way. One whose task came to grief is closed without an answer, and does not count.
+    /// The current fetch. If its task panicked, the channel is closed without a result, and the
+    /// fetch does not count.
     fn under_way(&self) -> Option<&watch::Receiver<()>> {
         self.question
             .as_ref()
@@ -178,20 +183,20 @@ impl State {
     }
 }
 
-/// Everything that decides what to do about a token.
+/// Everything that the decision about a token depends on.
 #[derive(Debug, Clone, Copy)]
 struct View {
     /// Of the keys, if there are any.
     age: Option<Duration>,
     since_asked: Option<Duration>,
-    /// Whether the last question was not answered.
+    /// Whether the last fetch failed.
     is_away: bool,
     is_being_asked: bool,
-    /// Whether the key of the token is among those we have.
+    /// Whether the key of the token is in the cache.
     is_known: bool,
 }
 
-/// Whether the issuer was asked for this very token already.
+/// Whether a fetch was already done for this token.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Asked {
     NotYet,
@@ -201,9 +206,9 @@ enum Asked {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Step {
     Use,
-    /// Use the key and ask the issuer beside.
+    /// Use the key and fetch in the background.
     UseAndAsk,
-    /// Ask the issuer, wait, and look again.
+    /// Fetch, wait, and look again.
     Ask,
     Refuse(NoKey),
 }
@@ -244,16 +249,16 @@ mod tests {
     use super::super::tests::{P256, P384, RSA_SIGNER};
     use super::*;
 
-    /// A server that says what it is told to, and counts.
+    /// A server with scripted responses that counts its requests.
     #[derive(Clone, Default)]
     struct Script(Arc<Mutex<Lines>>);
 
     #[derive(Default)]
     struct Lines {
-        /// What is answered next; the last line goes on for ever.
+        /// The next responses; the last one is repeated.
         answers: VecDeque<Option<KeySet>>,
         questions: usize,
-        /// Answers only when it is told to.
+        /// If set, each response waits for a notification.
         gate: Option<Arc<Notify>>,
     }
 
@@ -364,7 +369,7 @@ mod tests {
                     Err(NoKey::Unknown)
                 );
             }
-            // In the first minute the answer of the first question is still young enough.
+            // In the first minute the result of the first fetch is still fresh enough.
             assert_eq!(script.questions(), 1 + minute);
             assert_eq!(find(&server, "a").await, Ok(()), "others are not affected");
             pass(MINUTE).await;
@@ -383,7 +388,7 @@ mod tests {
             let server = server.clone();
             all.spawn(async move { find(&server, "a").await });
         }
-        // One of them goes away, and the question goes on.
+        // One of them disconnects, and the fetch continues.
         let gone = tokio::spawn({
             let server = server.clone();
             async move { find(&server, "a").await }
@@ -456,7 +461,7 @@ mod tests {
             Ok(()),
             "this one waited for the question that failed"
         );
-        // From here on the server does not even answer.
+        // From here on the server does not respond at all.
         script.0.lock().unwrap().gate = Some(Arc::new(Notify::new()));
         pass(MINUTE).await;
         for _ in 0..10 {

@@ -1,9 +1,11 @@
 //! Public keys, and the signatures that each can check.
 //!
-//! Only asymmetric algorithms exist here, so no public key can be taken for the shared secret of another algorithm. An algorithm checks
-//! only with a key of its own type and curve. RSA keys have 2048 to 8192 bits.
+//! Only asymmetric algorithms exist here, so no public key can be mistaken for the shared secret of
+//! another algorithm. An algorithm accepts only keys of its own type and curve. RSA keys have 2048
+//! to 8192 bits.
 //!
-//! Keys come from a key set (RFC 7517) or a PEM file. Whatever of a set we cannot use is left out, as the standard asks.
+//! Keys come from a key set (RFC 7517) or a PEM file. Unusable keys of a set are skipped, as the
+//! standard requires.
 
 use base64::Engine;
 use base64::engine::general_purpose::URL_SAFE_NO_PAD;
@@ -16,7 +18,7 @@ use rsa::pkcs8::der::{Decode, Document, asn1::ObjectIdentifier};
 use rsa::pkcs8::spki::SubjectPublicKeyInfoRef;
 use serde_json::Value;
 
-/// A way to sign tokens, by its name in RFC 7518 and RFC 8037.
+/// A signature algorithm, by its name in RFC 7518 and RFC 8037.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Algorithm {
     Rs256,
@@ -43,7 +45,7 @@ impl Algorithm {
         Algorithm::EdDsa,
     ];
 
-    /// What a configuration may say, for messages.
+    /// The allowed names, for messages.
     pub const ALLOWED: &str = "RS256, RS384, RS512, PS256, PS384, PS512, ES256, ES384 or EdDSA";
 
     /// The name used in tokens.
@@ -61,7 +63,7 @@ impl Algorithm {
         }
     }
 
-    /// Finds an algorithm by its name, which has exactly one spelling.
+    /// Returns the algorithm of a name, which has exactly one spelling.
     pub fn from_name(name: &str) -> Option<Algorithm> {
         Algorithm::ALL
             .into_iter()
@@ -89,19 +91,20 @@ pub(super) enum PublicKey {
         modulus: Vec<u8>,
         exponent: Vec<u8>,
     },
-    /// A point that is not compressed.
+    /// An uncompressed point.
     P256(Vec<u8>),
     P384(Vec<u8>),
     Ed25519(Vec<u8>),
 }
 
-/// Why a file does not hold a public key that can be used.
+/// Why a file does not contain a usable public key.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum PublicKeyProblem {
     #[error("it is not a public key in PEM form (BEGIN PUBLIC KEY)")]
     NotPem,
     #[error(
-        "it is a private key, which does not belong here; give its public key, and keep the private one elsewhere"
+        "it is a private key, which does not belong here; give its public key, and keep the \
+         private one elsewhere"
     )]
     Private,
     #[error("it is a certificate; give its public key")]
@@ -121,7 +124,7 @@ const P384: ObjectIdentifier = ObjectIdentifier::new_unwrap("1.3.132.0.34");
 const ED25519: ObjectIdentifier = ObjectIdentifier::new_unwrap("1.3.101.112");
 
 impl PublicKey {
-    /// Reads the text of a PEM file.
+    /// Parses the text of a PEM file.
     pub(super) fn from_pem(text: &str) -> Result<PublicKey, PublicKeyProblem> {
         if text.contains("PRIVATE KEY-----") {
             return Err(PublicKeyProblem::Private);
@@ -138,7 +141,7 @@ impl PublicKey {
         }
     }
 
-    /// Reads a SubjectPublicKeyInfo (RFC 5280).
+    /// Parses a SubjectPublicKeyInfo (RFC 5280).
     pub(super) fn from_der(bytes: &[u8]) -> Result<PublicKey, PublicKeyProblem> {
         let info =
             SubjectPublicKeyInfoRef::from_der(bytes).map_err(|_| PublicKeyProblem::NotPem)?;
@@ -193,7 +196,7 @@ impl PublicKey {
         })
     }
 
-    /// Reads one key of a set, or nothing if it is for something else or of a type that we do not use.
+    /// Parses one key of a set. Returns `None` if it has another use or an unsupported type.
     fn from_jwk(jwk: &Value) -> Option<PublicKey> {
         let text = |name: &str| jwk.get(name).and_then(Value::as_str);
         let bytes = |name: &str| URL_SAFE_NO_PAD.decode(text(name)?).ok();
@@ -212,7 +215,7 @@ impl PublicKey {
         }
     }
 
-    /// Tells whether signatures of `algorithm` can be checked with this key.
+    /// Returns whether signatures of `algorithm` can be checked with this key.
     pub(super) fn fits(&self, algorithm: Algorithm) -> bool {
         match self {
             PublicKey::Rsa { .. } => algorithm.for_rsa().is_some(),
@@ -222,7 +225,8 @@ impl PublicKey {
         }
     }
 
-    /// Tells whether `signature` was made for `message` by the owner of this key. A key that does not fit says no.
+    /// Returns whether `signature` was made for `message` by the owner of this key. With a key of
+    /// another type it returns false.
     pub(super) fn verify(&self, algorithm: Algorithm, message: &[u8], signature: &[u8]) -> bool {
         let check = |method: &'static dyn VerificationAlgorithm, key: &[u8]| {
             self.fits(algorithm)
@@ -253,12 +257,12 @@ pub(super) struct KeySet(Vec<Entry>);
 #[derive(Debug, Clone)]
 struct Entry {
     id: Option<String>,
-    /// The one algorithm that the issuer means the key for, if it says.
+    /// The only algorithm that the issuer allows for the key, if it is given.
     algorithm: Option<String>,
     key: PublicKey,
 }
 
-/// What a key set may hold: a thousand keys.
+/// The limits of a key set: a thousand keys.
 const KEY_SET: Budget = Budget {
     depth: 32,
     memory: 4 * 1024 * 1024,
@@ -270,7 +274,7 @@ const KEY_SET: Budget = Budget {
 pub struct NotAKeySet;
 
 impl KeySet {
-    /// Reads a key set as issuers publish it.
+    /// Parses a published key set.
     pub(super) fn from_json(bytes: &[u8]) -> Result<KeySet, NotAKeySet> {
         let document: Value = cellblock_json::read(bytes, KEY_SET).map_err(|_| NotAKeySet)?;
         let keys = document
@@ -280,7 +284,8 @@ impl KeySet {
         Ok(KeySet(keys.iter().filter_map(Entry::from_jwk).collect()))
     }
 
-    /// Makes a set of the one key that an operator gave. It has no id, and a token may call it what it likes.
+    /// Creates a set of the single key that an operator gave. It has no id, so a token may name any
+    /// id.
     pub(super) fn of_one(key: PublicKey) -> KeySet {
         KeySet(vec![Entry {
             id: None,

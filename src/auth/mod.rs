@@ -1,17 +1,19 @@
-//! Who is calling, and what they may do.
+//! Authentication and authorization of callers.
 //!
 //! ```text
-//!  Authorization: Bearer …  →  authenticator ─ API key ─→ api_key: hash known?            ─→ Caller
-//!                                   └ token → token: taken apart, strictly
+//!  Authorization: Bearer …  →  authenticator ─ API key ─→ api_key: hash known?           ─→ Caller
+//!                                   └ token → token: parsed strictly
 //!                                             key_server, keys: signed by a known issuer?
-//!                                             claims: for us, in time, by whom?           ─→ Caller
+//!                                             claims: for us, in time, by whom?          ─→ Caller
 //! ```
 //!
-//! This is the role of a resource server (RFC 6750, RFC 8725, RFC 9068, RFC 9728): it checks tokens and gives none out. `settings` says what an
-//! operator can choose, `development` makes files for one person on one machine, `denied` says no in the words of HTTP.
+//! This is the role of a resource server (RFC 6750, RFC 8725, RFC 9068, RFC 9728): it checks tokens
+//! and issues none. `settings` has the operator's choices, `development` creates files for one
+//! person on one machine, `denied` creates the HTTP responses for denied requests.
 //!
-//! A leaf: it knows nothing of MCP, sessions or HTTP connections. It never takes a token from anywhere but the one header, never lets anybody in
-//! because a key could not be had, and never writes a token, a key or a claim to the log: types that hold one print `[redacted]` or nothing.
+//! This is a leaf module: it does not depend on MCP, sessions or HTTP connections. It takes a token
+//! only from the one header, never accepts a token because a key is unavailable, and never logs a
+//! token, a key or a claim: types that hold one print `[redacted]` or nothing.
 
 mod api_key;
 mod authenticator;

@@ -1,12 +1,16 @@
-//! What an operator says about callers, and what follows from it.
+//! The operator's authentication settings, and the plan derived from them.
 //!
 //! ```text
-//!  auth: {issuers: […], api_keys: […]}   and/or MCP_JWKS_URI, MCP_PUBLIC_KEY_PATH   →  Given: only tokens and keys of these
-//!  auth: development, or nothing at all                                              →  Development: a token of our own, on loopback
-//!  auth: off                                                                         →  Off: everybody is the operator, on loopback
+//!  auth: {issuers: […], api_keys: […]}  and/or  MCP_JWKS_URI, MCP_PUBLIC_KEY_PATH
+//!       →  Given: only tokens and keys of these
+//!  auth: development, or nothing at all
+//!       →  Development: a token of our own, on loopback
+//!  auth: off
+//!       →  Off: every caller is the operator, on loopback
 //! ```
 //!
-//! `plan` decides and is pure. What contradicts itself is refused rather than resolved: which of two was meant only the operator knows.
+//! `plan` decides and is pure. Contradictory settings are rejected rather than resolved: only the
+//! operator knows which was meant.
 
 use std::io;
 use std::net::IpAddr;
@@ -17,13 +21,14 @@ use super::development::DevelopmentError;
 use super::fetch::KeySetUrl;
 use super::keys::{Algorithm, PublicKeyProblem};
 
-/// The audience of tokens unless the operator says otherwise, in development and with the `MCP_` variables.
+/// The default audience of tokens, in development and with the `MCP_` variables.
 pub const USUAL_AUDIENCE: &str = "mcp-pyexec";
 
-/// The issuer of tokens in development. It is no address, so that no client looks for a server there.
+/// The issuer of tokens in development. It is not a URL, so that no client looks for a server
+/// there.
 const DEVELOPMENT_ISSUER: &str = "cellblock-development";
 
-/// Everything an operator can choose about callers.
+/// All authentication settings of the operator.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct AuthSettings {
     pub choice: AuthChoice,
@@ -31,48 +36,49 @@ pub struct AuthSettings {
     pub api_keys: Vec<ApiKey>,
     /// The variables that describe one issuer, as they were written.
     pub variables: IssuerVariables,
-    /// Where the files of development mode are.
+    /// The folder of the files of development mode.
     pub development_dir: PathBuf,
-    /// Folders that code inside or clients can reach. No key may come from there.
+    /// Folders that code inside or clients can reach. No key may be read from there.
     pub shown: Vec<PathBuf>,
 }
 
 /// The operator's choice as a whole.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum AuthChoice {
-    /// Tokens and keys if some are described, else development.
+    /// Tokens and keys if some are configured, else development.
     #[default]
     Usual,
     Development,
     Off,
 }
 
-/// Somebody who signs tokens.
+/// An issuer of tokens.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Issuer {
-    /// What `iss` says.
+    /// The value of `iss`.
     pub name: String,
     pub keys: KeySource,
-    /// What `aud` must hold one of.
+    /// `aud` must contain one of these.
     pub audiences: Vec<String>,
     pub algorithms: Vec<Algorithm>,
-    /// The claim that names the caller; without one it is `sub`, else `client_id`.
+    /// The claim that identifies the caller; by default `sub`, else `client_id`.
     pub principal: Option<String>,
 }
 
 impl Issuer {
-    /// What a name may be, for messages.
+    /// The form of a name, for messages.
     pub const NAME_ALLOWED: &str =
         "1 to 512 letters without spaces, usually an address such as https://id.example.com";
 
-    /// Tells whether an issuer may have this name. It has no space, so that where it ends in a principal is certain.
+    /// Returns whether an issuer may have this name. It contains no space, so that its end in a
+    /// principal is unambiguous.
     pub fn is_name(text: &str) -> bool {
         (1..=512).contains(&text.len())
             && !text.contains(|letter: char| letter.is_whitespace() || letter.is_control())
     }
 }
 
-/// Where an issuer's keys come from.
+/// The source of an issuer's keys.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum KeySource {
     Server {
@@ -84,7 +90,8 @@ pub enum KeySource {
     File(PathBuf),
 }
 
-/// The variables `MCP_JWKS_URI`, `MCP_ISSUER`, `MCP_AUDIENCE`, `MCP_ALGORITHM` and `MCP_PUBLIC_KEY_PATH`.
+/// The variables `MCP_JWKS_URI`, `MCP_ISSUER`, `MCP_AUDIENCE`, `MCP_ALGORITHM` and
+/// `MCP_PUBLIC_KEY_PATH`.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct IssuerVariables {
     pub jwks_uri: Option<String>,
@@ -94,7 +101,7 @@ pub struct IssuerVariables {
     pub public_key_path: Option<PathBuf>,
 }
 
-/// Why callers cannot be told apart with these settings.
+/// Why callers cannot be authenticated with these settings.
 #[derive(Debug, thiserror::Error)]
 pub enum AuthSetupError {
     #[error("auth is \"{choice}\", but {other}; take one of them away")]
@@ -113,7 +120,8 @@ pub enum AuthSetupError {
         allowed: &'static str,
     },
     #[error(
-        "MCP_ALGORITHM cannot be \"{given}\" in development, where the key is an RSA key of our own; take it away, or name a key"
+        "MCP_ALGORITHM cannot be \"{given}\" in development, where the key is an RSA key of our \
+         own; take it away, or name a key"
     )]
     DevelopmentAlgorithm { given: String },
     #[error("the issuer \"{name}\" is described twice")]
@@ -136,13 +144,15 @@ pub enum AuthSetupError {
         #[source]
         cause: io::Error,
     },
-    #[error("the public key of the issuer \"{issuer}\" does not fit the algorithm {}", algorithm.name())]
+    #[error("the public key of the issuer \"{issuer}\" does not fit the algorithm \
+             {}", algorithm.name())]
     Misfit {
         issuer: String,
         algorithm: Algorithm,
     },
     #[error(
-        "{} decides who may call, but it lies in or holds {}, which sandboxes or clients can reach. Move it to another folder",
+        "{} decides who may call, but it lies in or holds {}, which sandboxes or clients can \
+         reach. Move it to another folder",
         path.display(), shown.display()
     )]
     Shown { path: PathBuf, shown: PathBuf },
@@ -152,20 +162,22 @@ pub enum AuthSetupError {
     NoAuthorities(#[source] io::Error),
 }
 
-/// An address that must not be listened at.
+/// An address that must not be listened on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum MayNotListen {
     #[error(
-        "{0} can be reached from other machines, but callers are not checked (auth is off). Listen at 127.0.0.1, or name an issuer or API keys"
+        "{0} can be reached from other machines, but callers are not checked (auth is off). Listen \
+         at 127.0.0.1, or name an issuer or API keys"
     )]
     Off(IpAddr),
     #[error(
-        "{0} can be reached from other machines, but auth is in development mode, which is for one machine. Listen at 127.0.0.1, or name an issuer or API keys"
+        "{0} can be reached from other machines, but auth is in development mode, which is for one \
+         machine. Listen at 127.0.0.1, or name an issuer or API keys"
     )]
     Development(IpAddr),
 }
 
-/// What the settings come to.
+/// The decision derived from the settings.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Plan {
     Off,
@@ -178,7 +190,7 @@ pub(super) enum Plan {
     },
 }
 
-/// Decides what the settings come to, or refuses them. Looks at no file.
+/// Derives the plan from the settings, or rejects them. Reads no file.
 pub(super) fn plan(settings: &AuthSettings) -> Result<Plan, AuthSetupError> {
     refuse_repetitions(&settings.api_keys)?;
     let from_variables = settings.variables.issuer()?;
@@ -277,7 +289,7 @@ impl IssuerVariables {
         }))
     }
 
-    /// Returns what development mode comes to, with what the variables say about it.
+    /// Returns the plan of development mode, with the values of the variables.
     fn development(&self) -> Result<Plan, AuthSetupError> {
         if let Some(given) = self
             .algorithm

@@ -1,4 +1,4 @@
-//! Tokens of our own making against the whole room: what is let in, and every way of not being let in.
+//! Tests of the whole module with generated tokens: accepted ones, and every way to be rejected.
 
 use std::net::IpAddr;
 use std::path::PathBuf;
@@ -20,7 +20,7 @@ use super::keys::{KeySet, PublicKey};
 use super::token::{Fault, LARGEST_TOKEN, Token};
 use super::*;
 
-/// A key pair that signs tokens, made once for all tests: making an RSA key takes a while.
+/// A key pair that signs tokens, generated once for all tests: generating an RSA key takes a while.
 pub(super) struct Signer {
     pub private: Private,
     pub public: PublicKey,
@@ -58,7 +58,11 @@ fn rsa_key(bits: usize) -> rsa::RsaPrivateKey {
 
 fn rsa_signer(key: &rsa::RsaPrivateKey) -> Signer {
     let public = key.to_public_key();
-    let jwk = json!({"kty": "RSA", "n": encode(public.n().to_bytes_be()), "e": encode(public.e().to_bytes_be())});
+    let jwk = json!({
+        "kty": "RSA",
+        "n": encode(public.n().to_bytes_be()),
+        "e": encode(public.e().to_bytes_be())
+    });
     Signer {
         private: Private::Rsa(
             RsaKeyPair::from_pkcs8(key.to_pkcs8_der().unwrap().as_bytes()).unwrap(),
@@ -73,7 +77,12 @@ fn elliptic(method: &'static signature::EcdsaSigningAlgorithm, curve: &str, size
     let document = EcdsaKeyPair::generate_pkcs8(method, &random).unwrap();
     let pair = EcdsaKeyPair::from_pkcs8(method, document.as_ref(), &random).unwrap();
     let point = pair.public_key().as_ref().to_vec();
-    let jwk = json!({"kty": "EC", "crv": curve, "x": encode(&point[1..=size]), "y": encode(&point[1 + size..])});
+    let jwk = json!({
+        "kty": "EC",
+        "crv": curve,
+        "x": encode(&point[1..=size]),
+        "y": encode(&point[1 + size..])
+    });
     let public = if size == 32 {
         PublicKey::P256(point)
     } else {
@@ -87,7 +96,8 @@ fn elliptic(method: &'static signature::EcdsaSigningAlgorithm, curve: &str, size
 }
 
 impl Signer {
-    /// Signs a message the way `algorithm` says, or the way the key can if the algorithm is for other keys.
+    /// Signs a message with `algorithm`, or with an algorithm of the key if `algorithm` is for
+    /// other keys.
     pub(super) fn sign(&self, algorithm: Algorithm, message: &[u8]) -> Vec<u8> {
         let random = SystemRandom::new();
         match &self.private {
@@ -110,7 +120,7 @@ impl Signer {
         }
     }
 
-    /// Makes a token whose header and claims are exactly these.
+    /// Creates a token with exactly this header and these claims.
     pub(super) fn token(&self, header: &Value, claims: &Value) -> String {
         let algorithm = header["alg"]
             .as_str()
@@ -140,7 +150,7 @@ fn now() -> u64 {
         .as_secs()
 }
 
-/// Claims that are good for an hour.
+/// Claims that are valid for an hour.
 pub(super) fn good_claims() -> Value {
     json!({
         "iss": ISSUER, "aud": AUDIENCE, "sub": "alice", "scope": "openid python:execute",
@@ -385,7 +395,11 @@ async fn a_changed_letter_spoils_a_token() {
 
 proptest::proptest! {
     #[test]
-    fn no_text_makes_the_reader_panic(text in "[ -~]{0,80}", header in "\\PC{0,40}", claims in "\\PC{0,40}") {
+    fn no_text_makes_the_reader_panic(
+        text in "[ -~]{0,80}",
+        header in "\\PC{0,40}",
+        claims in "\\PC{0,40}",
+    ) {
         let _ = Token::parse(&text);
         let _ = parse(&header, &claims);
         let _ = KeySet::from_json(claims.as_bytes());
@@ -424,7 +438,7 @@ async fn two_issuers_may_each_have_an_alice() {
         .unwrap();
     assert_eq!(theirs.principal, "https://other.example.com sub:alice");
     assert_ne!(ours.principal, theirs.principal);
-    // Neither can speak for the other.
+    // Neither can sign for the other.
     for token in [
         other.token(&rs256(), &good_claims()),
         RSA_SIGNER.token(&rs256(), &claims),
@@ -436,7 +450,7 @@ async fn two_issuers_may_each_have_an_alice() {
     }
 }
 
-/// Judges claims at a fixed moment, second 1,000,000.
+/// Checks claims at a fixed time, second 1,000,000.
 fn judged(claims: Value) -> Result<Caller, Fault> {
     let audiences = [AUDIENCE.to_owned(), "second".to_owned()];
     let expected = Expected {
@@ -747,7 +761,7 @@ fn a_token_has_one_spelling() {
     malformed(format!("{header}.{claims}.{signature}\n"));
     malformed(format!(" {header}.{claims}.{signature}"));
     malformed(format!("{header}.{claims}.c+//"));
-    // The last letter of "cw" has bits that mean nothing; only one of the spellings has them at zero.
+    // The last letter of "cw" has unused bits; only one of the spellings has them at zero.
     assert_eq!(signature, "cw");
     malformed(format!("{header}.{claims}.cx"));
     for bad in [
@@ -981,7 +995,7 @@ async fn a_key_that_sandboxes_could_replace_keeps_the_server_from_starting() {
 #[tokio::test]
 async fn keys_of_every_type_can_be_given_as_files() {
     let pems = Pems::new();
-    // The fixed beginnings of the form that RFC 5480 and RFC 8410 define, before the key itself.
+    // The fixed prefixes that RFC 5480 and RFC 8410 define, before the key itself.
     let p256 = [
         &hex("3059301306072a8648ce3d020106082a8648ce3d030107034200")[..],
         point(&P256),
@@ -1135,7 +1149,7 @@ async fn metadata_names_the_issuers_that_have_an_address() {
     assert_eq!(metadata.get("authorization_servers"), None);
 }
 
-/// Keeps what is logged.
+/// Captures the log.
 #[derive(Clone, Default)]
 struct Kept(Arc<std::sync::Mutex<Vec<u8>>>);
 

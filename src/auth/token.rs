@@ -1,7 +1,8 @@
-//! A token taken apart: JSON Web Tokens in compact form (RFC 7519, RFC 7515).
+//! Parser for JSON Web Tokens in compact form (RFC 7519, RFC 7515).
 //!
-//! Pure, and strict: one spelling of base64, no name twice in an object, no header that asks for more than a signature. Nothing here is
-//! believed yet. `claims` judges what is said, once `keys` has checked by whom.
+//! Pure and strict: one spelling of base64, no duplicate names in an object, no header that
+//! requires more than a signature. Nothing here is trusted yet. `claims` checks the contents, once
+//! `keys` has checked the signature.
 
 use std::fmt;
 
@@ -13,32 +14,33 @@ use serde_json::{Map, Value};
 
 use super::keys::Algorithm;
 
-/// No issuer needs more, and every byte is decoded before anything is known about the sender.
+/// No issuer needs more, and every byte is decoded before the sender is authenticated.
 pub(super) const LARGEST_TOKEN: usize = 16 << 10;
 
-/// Ids of keys are short; a long one would only be compared for nothing.
+/// Key ids are short; comparing a long one would be wasted work.
 const LONGEST_KEY_ID: usize = 256;
-/// What each part may hold, long before anybody knows who sent it.
+/// The limits of each part, which apply before the sender is authenticated.
 const TOKEN: Budget = Budget {
     depth: 32,
     memory: 256 * 1024,
 };
 
-/// Names in the header of which each means that the token brings its own key, must be understood in ways that we do not, or is packed.
+/// Names in the header that mean that the token contains its own key, needs unsupported processing,
+/// or is compressed.
 const REFUSED_IN_HEADER: [&str; 10] = [
     "crit", "jwk", "jku", "x5u", "x5c", "zip", "enc", "epk", "cty", "b64",
 ];
 
-/// What a token may say about its own type: nothing, or that it is a token for access. One of another type, such as a notice of
-/// logging out, is signed by the same key and means something else.
+/// The allowed types of a token: none, or an access token. A token of another type, such as a
+/// logout token, is signed by the same key and means something else.
 const TYPES: [&str; 3] = ["jwt", "at+jwt", "application/at+jwt"];
 
-/// What is wrong with a token. It is for the log, not for the sender.
+/// The fault of a token. It is for the log, not for the sender.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Fault {
     TooLong,
     Malformed,
-    /// The header holds something that is refused.
+    /// The header contains a rejected member.
     Header,
     Algorithm,
     UnknownIssuer,
@@ -47,9 +49,9 @@ pub(super) enum Fault {
     Issuer,
     Audience,
     Expired,
-    /// It is not valid yet, or was made in the future.
+    /// It is not valid yet, or was issued in the future.
     Early,
-    /// A time is missing or is no time.
+    /// A time is missing or malformed.
     Time,
     Subject,
     Scope,
@@ -79,25 +81,26 @@ impl Fault {
     }
 }
 
-/// A token whose signature nobody has checked. It has no `Debug`, because it may be good.
+/// A token whose signature is not checked yet. It has no `Debug`, because it may be valid.
 pub(super) struct Token<'a> {
     pub algorithm: Algorithm,
     pub key_id: Option<String>,
     pub claims: Map<String, Value>,
-    /// What was signed.
+    /// The signed bytes.
     pub message: &'a [u8],
     pub signature: Vec<u8>,
 }
 
 impl Token<'_> {
-    /// Takes a token apart, or says why it is none.
+    /// Parses a token, or returns its fault.
     pub(super) fn parse(text: &str) -> Result<Token<'_>, Fault> {
         if text.len() > LARGEST_TOKEN {
             return Err(Fault::TooLong);
         }
         let (message, signature) = text.rsplit_once('.').ok_or(Fault::Malformed)?;
         let (header, claims) = message.split_once('.').ok_or(Fault::Malformed)?;
-        // An encrypted token has five parts, so that what would be its claims holds dots, which are no base64.
+        // An encrypted token has five parts, so its claims would contain dots, which are not
+        // base64.
         let (header, claims) = (object(header)?, object(claims)?);
         let (algorithm, key_id) = read_header(&header)?;
         let signature = URL_SAFE_NO_PAD
@@ -143,7 +146,8 @@ fn object(part: &str) -> Result<Map<String, Value>, Fault> {
     Ok(members)
 }
 
-/// An object that has no name twice. With two, another reader of the same token might believe the other one.
+/// An object without duplicate names. With duplicates, another parser of the same token might use
+/// the other value.
 struct Members(Map<String, Value>);
 
 impl<'de> Deserialize<'de> for Members {

@@ -1,11 +1,13 @@
-//! From what was written to checked values.
+//! Checks the written settings and converts them to typed values.
 //!
-//! `settle` is pure: it takes the sources as values and a way to read the few files they name. Every refusal names the setting, where
-//! it was written, what was given and what is allowed; what may be a secret by mistake is not repeated.
+//! `settle` is pure: it takes the sources as values and a function that reads the few files they
+//! name. Every error names the setting, where it was written, the given value and what is allowed.
+//! A value that may be a misplaced secret is not repeated.
 //!
-//! `network` has the settings about what sessions may reach, `auth` those about who may call, `service` those of the HTTP service, `upstream` those about other MCP servers, `watch`
-//! those about what operators see: log, traces, audit; `containers` those about container engines, `approvals` those about what needs
-//! somebody's permission. Files that hold secrets are read by those who know how to treat them.
+//! `network` has the settings for network access, `auth` those for authentication, `service` those
+//! of the HTTP service, `upstream` those for other MCP servers, `watch` those for log, traces and
+//! audit, `containers` those for container engines, `approvals` those for approvals. Files that
+//! hold secrets are read by the modules that use them.
 
 mod approvals;
 pub(super) mod auth;
@@ -20,13 +22,13 @@ use std::fmt::Display;
 use std::io;
 use std::ops::RangeInclusive;
 use std::path::{Component, Path, PathBuf};
-use std::str::FromStr;
 use std::time::Duration;
 
 use super::folders::{self, Machine};
-use super::layers::{self, Flags, Key, Member, Merged, Origin, Written};
+use super::layers::{self, Flags, Member, Merged, Origin, Written};
 use super::profiles::{self, Surroundings};
 use super::quantity::{format_duration, format_size, parse_duration, parse_size};
+use super::table::{Key, MOST_VARIANTS, Values};
 use super::{
     ConfigError, HandOver, InvalidValue, Mount, PackageIndex, Packages, Profile, Quotas, Settings,
     Undo, Variables, dotenv, in_plain_words,
@@ -38,7 +40,7 @@ use crate::sandbox::{LayerKind, SandboxLimits};
 
 pub use network::SecretProblem;
 
-/// Everything settings are made from.
+/// All sources of settings.
 pub(super) struct Sources {
     /// The configuration file's path and text.
     pub file: Option<(PathBuf, String)>,
@@ -51,32 +53,20 @@ pub(super) struct Sources {
 /// A file that settings name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum NamedFile<'a> {
-    /// The operator named it.
+    /// Named by the operator.
     ByOperator(&'a Path),
-    /// It lies in the workspace, where code from a sandbox can write other files.
+    /// In the workspace, where code from a sandbox can write other files.
     InWorkspace(&'a Path),
 }
 
-/// Reads a file; `None` when there is none.
+/// Reads a file; `None` if it does not exist.
 pub(super) type ReadFile<'a> = &'a dyn Fn(NamedFile<'_>) -> io::Result<Option<String>>;
 
-const MIB: u64 = 1 << 20;
-const GIB: u64 = 1 << 30;
-const TIB: u64 = 1 << 40;
-const HOUR: Duration = Duration::from_secs(3600);
-
-/// Less than this and IPython itself does not fit.
-const LEAST_MEMORY: u64 = 64 * MIB;
-
-/// One `explore` has no more variants, so more could not run at once.
-const MOST_VARIANTS: usize = 16;
-
-/// Prefix of variables that are passed on to the inside without it.
+/// Prefix of variables that are passed to the sandbox without the prefix.
 pub(super) const PASSED_ON: &str = "KERNEL_ENV_";
 
-/// Makes checked settings of all sources. It looks at no file but those it reads through `read` and those that hold secrets, and makes nothing.
-///
-/// Returns what they were made of as well.
+/// Checks all sources and returns the settings, together with the merged sources. Accesses only
+/// files read through `read` and files that hold secrets, and creates nothing.
 pub(super) fn settle(
     sources: Sources,
     read: ReadFile<'_>,
@@ -129,38 +119,18 @@ pub(super) fn settle(
         Some(dirs) => dirs.into_iter().map(|(_, dir)| dir).collect(),
         None => workspace.iter().cloned().collect(),
     };
-    let timeout = check.duration(Key::Timeout, Duration::from_secs(1)..=24 * HOUR)?;
-    let max_timeout = check.duration(Key::MaxTimeout, Duration::from_secs(1)..=24 * HOUR)?;
-    let (timeout, max_timeout) = match (timeout, max_timeout) {
-        (Some(timeout), Some(largest)) if timeout > largest => {
-            return Err(check.invalid(
-                Key::Timeout,
-                &format!("at most max_timeout, which is {}", format_duration(largest)),
-            ));
-        }
-        (Some(timeout), largest) => (timeout, largest.unwrap_or(HOUR.max(timeout))),
-        (None, largest) => {
-            let largest = largest.unwrap_or(HOUR);
-            (Duration::from_secs(120).min(largest), largest)
-        }
-    };
-    let cores = machine.cores.max(1) as f64;
-    let memory = check
-        .size(Key::Memory, LEAST_MEMORY..=16 * TIB)?
-        .unwrap_or(2 * GIB);
+    let (timeout, max_timeout) = check.timeouts()?;
+    let cores = machine.cores.max(1);
+    let memory = check.size(Key::Memory)?;
     let limits = SandboxLimits {
         memory,
         family_memory: check.family_memory(memory)?,
-        cpus: check
-            .number(Key::Cpus, 0.05..=cores)?
-            .unwrap_or(2.0_f64.min(cores)),
-        processes: check.number(Key::Processes, 8..=65_536)?.unwrap_or(256),
-        disk: check.size(Key::Disk, MIB..=16 * TIB)?.unwrap_or(GIB),
-        files: check
-            .number(Key::Files, 100..=100_000_000)?
-            .unwrap_or(100_000),
+        cpus: check.cpus(cores as f64)?,
+        processes: check.number(Key::Processes)?,
+        disk: check.size(Key::Disk)?,
+        files: check.number(Key::Files)?,
     };
-    let max_sessions = check.number(Key::MaxSessions, 1..=10_000)?.unwrap_or(64);
+    let max_sessions = check.number(Key::MaxSessions)?;
     let data_dir = match check.path(Key::DataDir)? {
         Some(dir) => dir,
         None => folders::default_data_dir(&surroundings).ok_or(ConfigError::NoDataDir)?,
@@ -172,7 +142,7 @@ pub(super) fn settle(
     let secrets = check.secrets(&surroundings)?;
     secrets.keep_out_of(&mut variables, &mut notices)?;
     let network = check.network(&secrets, &mut notices)?;
-    // The server's own environment is stronger.
+    // The server's own environment takes precedence.
     let known = in_workspace
         .into_iter()
         .chain(surroundings.clone())
@@ -182,7 +152,8 @@ pub(super) fn settle(
         .into_iter()
         .filter_map(|(rule, path)| match path.is_absolute() {
             true => Some(HostMask { host: path, rule }),
-            // Paths of that file begin at the working folder. One of the session's own holds nothing of the host.
+            // Relative paths in that file start at the working folder. A private working folder
+            // contains no host files.
             false => workspace.as_deref().map(|workspace| HostMask {
                 host: workspace.join(path),
                 rule,
@@ -199,21 +170,16 @@ pub(super) fn settle(
         timeout,
         max_timeout,
         max_sessions,
-        idle_timeout: check
-            .duration(Key::IdleTimeout, Duration::from_secs(1)..=30 * 24 * HOUR)?
-            .unwrap_or(HOUR),
-        pool: check
-            .number(Key::Pool, 0..=1_000)?
-            .unwrap_or(2)
-            .min(max_sessions),
+        idle_timeout: check.duration(Key::IdleTimeout)?,
+        pool: check.number::<usize>(Key::Pool)?.min(max_sessions),
         backend: check.backend(&surroundings, read)?,
         undo: check.undo(workspace.is_some())?,
         explore_parallel: check
-            .number(Key::ExploreParallel, 1..=MOST_VARIANTS)?
-            .unwrap_or(machine.cores.clamp(1, MOST_VARIANTS)),
+            .optional_number(Key::ExploreParallel)?
+            .unwrap_or(cores.min(MOST_VARIANTS as usize)),
         max_running: check
-            .number(Key::MaxRunning, 0..=100_000)?
-            .unwrap_or(CELLS_PER_CORE * machine.cores.max(1)),
+            .optional_number(Key::MaxRunning)?
+            .unwrap_or(CELLS_PER_CORE * cores),
         quotas: check.quotas()?,
         network,
         packages: check.packages()?,
@@ -249,21 +215,22 @@ pub(super) fn settle(
             .into_iter()
             .chain(servers_file)
             .collect(),
-        keep_sessions: check.switch(Key::KeepSessions)?,
+        keep_sessions: check.optional_switch(Key::KeepSessions)?,
         keeper: check.keeper()?,
         hand_over: HandOver::default(),
     };
     Ok((settings, check.written))
 }
 
-/// Cells that run at once for each core. Many cells wait for the network or for a file; those that compute share the cores by time.
+/// Concurrent cells per core. Many cells wait for the network or for a file; those that compute
+/// share the cores.
 const CELLS_PER_CORE: usize = 4;
 
-/// Levels of the log, loudest last.
-pub const LOG_LEVELS: [&str; 5] = ["error", "warn", "info", "debug", "trace"];
+/// Memory of the programs in the installer's sandbox.
+const MEMORY_OF_INSTALLER: u64 = 2 << 30;
 
-/// Reads the `.env` of the workspace, which sessions can neither read nor write. A broken one does not
-/// keep the server from starting.
+/// Reads the `.env` of the workspace, which sessions can neither read nor write. A malformed file
+/// does not prevent the server from starting.
 fn workspace_variables(
     workspace: Option<&Path>,
     read: ReadFile<'_>,
@@ -290,42 +257,50 @@ struct Check<'a> {
 }
 
 impl Check<'_> {
-    fn size(&self, key: Key, range: RangeInclusive<u64>) -> Result<Option<u64>, ConfigError> {
-        let allowed = format!(
-            "a size such as 512M or 2GiB, from {} to {}",
-            format_size(*range.start()),
-            format_size(*range.end())
-        );
-        self.read(key, &allowed, |text| within(parse_size(text), &range))
+    fn size(&self, key: Key) -> Result<u64, ConfigError> {
+        self.optional_size(key).map(has_default)
     }
 
-    fn duration(
-        &self,
-        key: Key,
-        range: RangeInclusive<Duration>,
-    ) -> Result<Option<Duration>, ConfigError> {
-        let allowed = format!(
-            "a duration such as 30, 30s or 2m, from {} to {}",
-            format_duration(*range.start()),
-            format_duration(*range.end())
-        );
-        self.read(key, &allowed, |text| within(parse_duration(text), &range))
+    fn optional_size(&self, key: Key) -> Result<Option<u64>, ConfigError> {
+        let Values::Size(least, most) = key.row().values else {
+            unreachable!("{key:?} is a size")
+        };
+        self.value(key, |text| within(parse_size(text), &(least..=most)))
     }
 
-    fn number<N>(&self, key: Key, range: RangeInclusive<N>) -> Result<Option<N>, ConfigError>
-    where
-        N: FromStr + PartialOrd + Display,
-        N::Err: Display,
-    {
-        let allowed = format!("a number from {} to {}", range.start(), range.end());
-        self.read(key, &allowed, |text| {
-            within(text.trim().parse::<N>(), &range)
+    fn duration(&self, key: Key) -> Result<Duration, ConfigError> {
+        self.optional_duration(key).map(has_default)
+    }
+
+    fn optional_duration(&self, key: Key) -> Result<Option<Duration>, ConfigError> {
+        let Values::Time(least, most) = key.row().values else {
+            unreachable!("{key:?} is a duration")
+        };
+        let range = Duration::from_secs(least)..=Duration::from_secs(most);
+        self.value(key, |text| within(parse_duration(text), &range))
+    }
+
+    fn number<N: TryFrom<u64>>(&self, key: Key) -> Result<N, ConfigError> {
+        self.optional_number(key).map(has_default)
+    }
+
+    fn optional_number<N: TryFrom<u64>>(&self, key: Key) -> Result<Option<N>, ConfigError> {
+        let Values::Number(least, most) = key.row().values else {
+            unreachable!("{key:?} is a number")
+        };
+        self.value(key, |text| {
+            let number = within(text.trim().parse::<u64>(), &(least..=most))?;
+            N::try_from(number).map_err(|_| None)
         })
     }
 
-    fn switch(&self, key: Key) -> Result<Option<bool>, ConfigError> {
-        // YAML has its own opinion about the bare words, so that they may arrive as true and false.
-        self.read(key, "on or off", |text| {
+    fn switch(&self, key: Key) -> Result<bool, ConfigError> {
+        self.optional_switch(key).map(has_default)
+    }
+
+    fn optional_switch(&self, key: Key) -> Result<Option<bool>, ConfigError> {
+        // YAML parses the bare words as booleans, so they may arrive as true and false.
+        self.value(key, |text| {
             match text.trim().to_ascii_lowercase().as_str() {
                 "on" | "true" => Ok(true),
                 "off" | "false" => Ok(false),
@@ -334,22 +309,41 @@ impl Check<'_> {
         })
     }
 
-    /// Reads one text and names everything about it when it is refused.
+    /// Reads a setting whose row states what is allowed.
+    fn value<T>(
+        &self,
+        key: Key,
+        parse: impl Fn(&str) -> Result<T, Option<String>>,
+    ) -> Result<Option<T>, ConfigError> {
+        self.read(key, &key.row().values.allowed(), parse)
+    }
+
+    /// Parses one text, or the default of the setting. The error for a rejected text is complete.
     fn read<T>(
         &self,
         key: Key,
         allowed: &str,
         parse: impl Fn(&str) -> Result<T, Option<String>>,
     ) -> Result<Option<T>, ConfigError> {
-        let Some((origin, text)) = self.written.text(key)? else {
-            return Ok(None);
-        };
-        parse(text)
-            .map(Some)
-            .map_err(|why| invalid(key.name(), origin, text, allowed, why))
+        match (self.written.text(key)?, key.row().default.written()) {
+            (Some((origin, text)), _) => parse(text)
+                .map(Some)
+                .map_err(|why| invalid(key.name(), origin, text, allowed, why)),
+            (None, Some(default)) => {
+                Ok(Some(parse(default).unwrap_or_else(|_| {
+                    unreachable!("the default of {key:?} is one of its values")
+                })))
+            }
+            (None, None) => Ok(None),
+        }
     }
 
-    /// Makes the error for a value that is fine by itself but not beside another one.
+    /// Returns whether a setting was written in any source.
+    fn is_written(&self, key: Key) -> Result<bool, ConfigError> {
+        Ok(self.written.text(key)?.is_some())
+    }
+
+    /// Returns the error for a value that is valid by itself but conflicts with another one.
     fn invalid(&self, key: Key, allowed: &str) -> ConfigError {
         match self.written.text(key) {
             Ok(Some((origin, text))) => invalid(key.name(), origin, text, allowed, None),
@@ -358,10 +352,47 @@ impl Check<'_> {
         }
     }
 
-    /// Reads what a session may hold together with its checkpoints and forks. Less than one session's own memory would be a second, hidden
-    /// limit for every session.
+    /// Reads the timeout of cells, and the largest timeout that a caller may request. If only one
+    /// of the two is written, it changes the default of the other.
+    fn timeouts(&self) -> Result<(Duration, Duration), ConfigError> {
+        let (timeout, largest) = (
+            self.duration(Key::Timeout)?,
+            self.duration(Key::MaxTimeout)?,
+        );
+        if timeout <= largest {
+            return Ok((timeout, largest));
+        }
+        match (
+            self.is_written(Key::Timeout)?,
+            self.is_written(Key::MaxTimeout)?,
+        ) {
+            (true, true) => {
+                let allowed = format!("at most max_timeout, which is {}", format_duration(largest));
+                Err(self.invalid(Key::Timeout, &allowed))
+            }
+            (true, false) => Ok((timeout, timeout)),
+            (false, _) => Ok((largest, largest)),
+        }
+    }
+
+    fn cpus(&self, cores: f64) -> Result<f64, ConfigError> {
+        let range = 0.05..=cores;
+        let most = format!("a number from {} to {}", range.start(), range.end());
+        let default = !self.is_written(Key::Cpus)?;
+        let cpus = self.read(Key::Cpus, &most, |text| {
+            let cpus = text.trim().parse::<f64>();
+            within(
+                cpus.map(|cpus| if default { cpus.min(cores) } else { cpus }),
+                &range,
+            )
+        });
+        cpus.map(has_default)
+    }
+
+    /// Reads the memory limit of a session together with its checkpoints and forks. A limit below
+    /// the memory of one session would be a second, hidden limit for every session.
     fn family_memory(&self, memory: u64) -> Result<u64, ConfigError> {
-        match self.size(Key::FamilyMemory, LEAST_MEMORY..=32 * TIB)? {
+        match self.optional_size(Key::FamilyMemory)? {
             None => Ok(2 * memory),
             Some(family) if family >= memory => Ok(family),
             Some(_) => Err(self.invalid(
@@ -372,26 +403,26 @@ impl Check<'_> {
     }
 
     fn quotas(&self) -> Result<Quotas, ConfigError> {
-        let minute = Duration::from_secs(60);
         Ok(Quotas {
-            sessions: self.number(Key::QuotaSessions, 1..=10_000)?,
-            memory: self.size(Key::QuotaMemory, LEAST_MEMORY..=64 * TIB)?,
-            cpu: self.duration(Key::QuotaCpu, Duration::from_secs(1)..=365 * 24 * HOUR)?,
-            cpu_window: self
-                .duration(Key::QuotaCpuWindow, minute..=30 * 24 * HOUR)?
-                .unwrap_or(HOUR),
-            cells: self.number(Key::QuotaCells, 1..=1_000_000)?,
-            starts: self.number(Key::QuotaStarts, 1..=1_000_000)?,
-            stored: self.size(Key::QuotaStored, MIB..=64 * TIB)?,
+            sessions: self.optional_number(Key::QuotaSessions)?,
+            memory: self.optional_size(Key::QuotaMemory)?,
+            cpu: self.optional_duration(Key::QuotaCpu)?,
+            cpu_window: self.duration(Key::QuotaCpuWindow)?,
+            cells: self.optional_number(Key::QuotaCells)?,
+            starts: self.optional_number(Key::QuotaStarts)?,
+            stored: self.optional_size(Key::QuotaStored)?,
         })
     }
 
     fn undo(&self, has_workspace: bool) -> Result<Undo, ConfigError> {
-        let checkpoints = self.number(Key::UndoCheckpoints, 1..=100)?.unwrap_or(10);
-        // In a workspace other people write too, and undo would take their work back; the operator must want that.
-        let usual = if has_workspace { 0 } else { 64 * MIB };
-        let files = self.size(Key::UndoFiles, 0..=16 * TIB)?.unwrap_or(usual);
-        Ok(if self.switch(Key::Undo)?.unwrap_or(true) {
+        let checkpoints = self.number(Key::UndoCheckpoints)?;
+        // Other people also write to a workspace, and undo would revert their work; the operator
+        // must enable that explicitly.
+        let files = match self.size(Key::UndoFiles)? {
+            _ if has_workspace && !self.is_written(Key::UndoFiles)? => 0,
+            files => files,
+        };
+        Ok(if self.switch(Key::Undo)? {
             Undo::On { checkpoints, files }
         } else {
             Undo::Off
@@ -406,27 +437,17 @@ impl Check<'_> {
         )
     }
 
-    /// The usual sizes are those of the largest packages that people install: PyTorch and its
-    /// libraries have 7 GiB in all, and the largest of them, twice while it is packed, 4 GiB.
     fn packages(&self) -> Result<Packages, ConfigError> {
-        let disk = self
-            .size(Key::PackageDisk, MIB..=16 * TIB)?
-            .unwrap_or(4 * GIB);
+        let disk = self.size(Key::PackageDisk)?;
         Ok(Packages {
-            allowed: self.switch(Key::InstallPackages)?.unwrap_or(true),
-            size: self
-                .size(Key::PackageSize, MIB..=16 * TIB)?
-                .unwrap_or(10 * GIB),
-            store_size: self
-                .size(Key::PackageStoreSize, MIB..=16 * TIB)?
-                .unwrap_or(20 * GIB),
-            timeout: self
-                .duration(Key::PackageTimeout, Duration::from_secs(1)..=24 * HOUR)?
-                .unwrap_or(Duration::from_secs(900)),
-            // Files there are memory; what is left is for the programs.
+            allowed: self.switch(Key::InstallPackages)?,
+            size: self.size(Key::PackageSize)?,
+            store_size: self.size(Key::PackageStoreSize)?,
+            timeout: self.duration(Key::PackageTimeout)?,
+            // Files there are in memory; the remainder is for the programs.
             memory: self
-                .size(Key::PackageMemory, LEAST_MEMORY..=16 * TIB)?
-                .unwrap_or(disk + 2 * GIB),
+                .optional_size(Key::PackageMemory)?
+                .unwrap_or(disk + MEMORY_OF_INSTALLER),
             disk,
         })
     }
@@ -448,7 +469,8 @@ impl Check<'_> {
         paths.collect::<Result<_, _>>().map(Some)
     }
 
-    /// Makes a path absolute: against the file's folder when a file holds it, otherwise against the folder we were started in.
+    /// Makes a path absolute: relative to the configuration file's folder if it is written there,
+    /// otherwise to the current folder at startup.
     fn absolute(&self, key: &str, origin: &Origin, text: &str) -> Result<PathBuf, ConfigError> {
         if text.is_empty() || text.contains('\0') {
             return Err(invalid(key, origin, text, "a path", None));
@@ -467,8 +489,8 @@ impl Check<'_> {
     fn environment_name(&self) -> Result<EnvironmentName, ConfigError> {
         let name = self.read(Key::Environment, EnvironmentName::ALLOWED, |text| {
             EnvironmentName::new(text).ok_or(None)
-        })?;
-        Ok(name.unwrap_or_else(|| EnvironmentName::new("default").expect("\"default\" is a name")))
+        });
+        name.map(has_default)
     }
 
     fn environments(&self) -> Result<BTreeMap<EnvironmentName, EnvironmentSpec>, ConfigError> {
@@ -518,7 +540,7 @@ impl Check<'_> {
             let texts = member.value.texts(&key, &origin)?;
             match member.name.as_str() {
                 "packages" => {
-                    // Other packages than the built-in ones need not have the built-in modules to import.
+                    // A custom package list need not contain the built-in preload modules.
                     if !preload_written {
                         spec.preload.clear();
                     }
@@ -606,8 +628,9 @@ impl Check<'_> {
         Ok(mounts)
     }
 
-    /// Gathers what the inside sees, weakest first: what is passed on from the workspace's `.env` and from the server's own
-    /// environment, then the files the operator named, then single variables.
+    /// Collects the variables of the sandbox, lowest precedence first: those passed on from the
+    /// workspace's `.env` and from the server's own environment, then the files named by the
+    /// operator, then single variables.
     fn variables(
         &self,
         in_workspace: &[(String, String)],
@@ -668,13 +691,8 @@ impl Check<'_> {
     }
 
     fn profile(&self) -> Result<Profile, ConfigError> {
-        let names = Profile::ALL.map(Profile::name).join(", ");
-        let allowed = format!("one of: {names}");
-        Ok(self
-            .read(Key::Profile, &allowed, |text| {
-                Profile::from_name(text).ok_or(None)
-            })?
-            .unwrap_or(Profile::Default))
+        let profile = self.value(Key::Profile, |text| Profile::from_name(text).ok_or(None));
+        profile.map(has_default)
     }
 
     fn modules(&self, key: Key) -> Result<Vec<String>, ConfigError> {
@@ -690,10 +708,12 @@ impl Check<'_> {
         )
     }
 
-    /// Reads where pictures are kept: a folder below the working folder, which may be named as the host knows it.
+    /// Reads the folder of images: a folder below the working folder, which may be given by its
+    /// host path.
     fn images_dir(&self, workspace: Option<&Path>) -> Result<PathBuf, ConfigError> {
         let Some((origin, text)) = self.written.text(Key::ImagesDir)? else {
-            return Ok(PathBuf::from("images"));
+            let default = Key::ImagesDir.row().default.written();
+            return Ok(PathBuf::from(has_default(default)));
         };
         let below = workspace.and_then(|workspace| {
             self.at_its_place(origin, text)
@@ -706,7 +726,7 @@ impl Check<'_> {
             _ => text.to_owned(),
         };
         let allowed = "a folder below the working folder, such as images";
-        // Names of pictures come behind it.
+        // Image file names are appended to it.
         if written.len() > LONGEST_FOLDER {
             return Err(invalid(
                 Key::ImagesDir.name(),
@@ -766,26 +786,22 @@ impl Check<'_> {
     }
 
     fn log_level(&self) -> Result<Option<String>, ConfigError> {
-        self.read(
-            Key::LogLevel,
-            &format!("one of: {}", LOG_LEVELS.join(", ")),
-            |text| {
-                let level = match text.to_ascii_lowercase().as_str() {
-                    // As Python's programs call them.
-                    "critical" => "error".to_owned(),
-                    "warning" => "warn".to_owned(),
-                    level => level.to_owned(),
-                };
-                LOG_LEVELS
-                    .contains(&level.as_str())
-                    .then_some(level)
-                    .ok_or(None)
-            },
-        )
+        self.value(Key::LogLevel, |text| {
+            let level = match text.to_ascii_lowercase().as_str() {
+                // The name that Python programs use.
+                "critical" => "error".to_owned(),
+                "warning" => "warn".to_owned(),
+                level => level.to_owned(),
+            };
+            match Key::LogLevel.row().values {
+                Values::Words(levels) if levels.contains(&level.as_str()) => Ok(level),
+                _ => Err(None),
+            }
+        })
     }
 }
 
-/// Bytes of a folder's path below the working folder.
+/// Limit of a folder's path below the working folder, in bytes.
 const LONGEST_FOLDER: usize = 1000;
 
 const MOUNT_ALLOWED: &str =
@@ -817,7 +833,7 @@ fn relative_inside(text: &str) -> Result<PathBuf, &'static str> {
     }
 }
 
-/// Reads variables written as a table or as `KEY=VALUE` texts. No error holds a value.
+/// Parses variables written as a table or as `KEY=VALUE` texts. No error contains a value.
 fn pairs(origin: &Origin, written: &Written) -> Result<Vec<(String, String)>, ConfigError> {
     let refuse = |origin: Origin, name: &str, why: &'static str| ConfigError::Variable {
         origin,
@@ -849,7 +865,7 @@ fn pairs(origin: &Origin, written: &Written) -> Result<Vec<(String, String)>, Co
                 .into_iter()
                 .enumerate()
             {
-                // The text is not repeated: without "=" it may well be the secret itself.
+                // The text is not repeated: without "=" it may be the secret itself.
                 let number = format!("number {}", index + 1);
                 let (name, value) = text
                     .split_once('=')
@@ -918,7 +934,12 @@ fn invalid(
     }))
 }
 
-/// Turns a reading into a value inside `range`, or into the reason why it is refused.
+/// Unwraps a value whose setting has a default.
+fn has_default<T>(value: Option<T>) -> T {
+    value.expect("the row of the setting has a default")
+}
+
+/// Checks that a parsed value is inside `range`, or returns the reason why it is rejected.
 fn within<T: PartialOrd, E: Display>(
     reading: Result<T, E>,
     range: &RangeInclusive<T>,
@@ -1064,7 +1085,7 @@ pub(super) mod tests {
             (sessions, memory, cpu, cells, starts, stored),
             (None, None, None, None, None, None)
         );
-        assert_eq!(cpu_window, HOUR);
+        assert_eq!(cpu_window, Duration::from_secs(3600));
         assert_eq!(
             settings.data_dir,
             Path::new("/home/me/.local/share/cellblock")
@@ -1104,7 +1125,8 @@ pub(super) mod tests {
     fn a_refused_value_names_key_place_value_and_range() {
         assert_eq!(
             case().yaml("cpus: 1\nmemory: 2X\n").refusal(),
-            "/etc/cellblock/config.yaml line 2: memory cannot be \"2X\" (the unit \"X\" is not known); allowed: a size such as 512M or \
+            "/etc/cellblock/config.yaml line 2: memory cannot be \"2X\" (the unit \"X\" is not \
+             known); allowed: a size such as 512M or \
              2GiB, from 64 MiB to 16 TiB"
         );
         assert!(
@@ -1207,7 +1229,8 @@ pub(super) mod tests {
 
     #[test]
     fn environments_are_added_and_changed_by_the_file() {
-        let yaml = "environment: science\nenvironments:\n  science:\n    packages: [scipy, 'numpy>=2']\n    preload: [scipy]\n    \
+        let yaml = "environment: science\nenvironments:\n  science:\n    packages: [scipy, \
+                    'numpy>=2']\n    preload: [scipy]\n    \
                     python: '3.12'\n  default:\n    packages: [polars]\n";
         let settings = case().yaml(yaml).settings();
         let science = &settings.environments[&name("science")];
@@ -1291,7 +1314,8 @@ pub(super) mod tests {
         ] {
             let accepted = case().flags(Key::Mounts, &[bad]).result();
             match bad {
-                // The whole text is HOST:RELATIVE here: a folder called "ro" cannot be told from the mode.
+                // The whole text is HOST:RELATIVE here: a folder called "ro" cannot be
+                // distinguished from the mode.
                 "/x:ro" => assert!(accepted.unwrap_err().to_string().contains("no \":\"")),
                 _ => assert!(accepted.is_err(), "{bad:?}"),
             }
@@ -1532,17 +1556,18 @@ pub(super) mod tests {
 
     #[test]
     fn quotas_are_read_and_none_is_so_small_that_nothing_works() {
-        let text = "quota_sessions: 5\nquota_memory: 4G\nquota_cpu: 30m\nquota_cpu_window: 6h\nquota_cells: 120\n\
+        let text = "quota_sessions: 5\nquota_memory: 4G\nquota_cpu: 30m\nquota_cpu_window: \
+                    6h\nquota_cells: 120\n\
                     quota_starts: 20\nquota_stored: 1G\nmax_running: 0";
         let settings = case().yaml(text).settings();
         let expected = Quotas {
             sessions: Some(5),
-            memory: Some(4 * GIB),
+            memory: Some(4 << 30),
             cpu: Some(Duration::from_secs(1800)),
-            cpu_window: 6 * HOUR,
+            cpu_window: Duration::from_secs(6 * 3600),
             cells: Some(120),
             starts: Some(20),
-            stored: Some(GIB),
+            stored: Some(1 << 30),
         };
         assert_eq!((settings.quotas, settings.max_running), (expected, 0));
         for (setting, allowed) in [

@@ -7,10 +7,11 @@
 //! LITERAL='nothing is special $HERE'
 //! ```
 //!
-//! A dollar sign is a dollar sign: `${OTHER}` is never replaced. Code in a sandbox can write the `.env` of its workspace, and a
-//! replacement would let it read any variable of the server at the next start.
+//! A dollar sign is literal: `${OTHER}` is never replaced. Code in a sandbox can write the `.env`
+//! of its workspace, and a replacement would let it read any variable of the server at the next
+//! start.
 
-/// Why a file could not be read as `KEY=VALUE` lines. It never holds a value.
+/// Why a file could not be parsed as `KEY=VALUE` lines. It never contains a value.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("line {line}: {why}")]
 pub struct DotenvError {
@@ -18,7 +19,7 @@ pub struct DotenvError {
     pub why: &'static str,
 }
 
-/// Reads all entries in order; a later one of the same name is meant to win.
+/// Parses all entries in order; of several entries with one name, the last takes precedence.
 pub(super) fn parse(text: &str) -> Result<Vec<(String, String)>, DotenvError> {
     text.trim_start_matches('\u{feff}')
         .lines()
@@ -100,7 +101,7 @@ fn double_quoted(written: &str) -> Result<(String, &str), &'static str> {
     Err(UNCLOSED)
 }
 
-/// Tells whether `name` may name an environment variable.
+/// Returns whether `name` is a valid name of an environment variable.
 pub(super) fn is_variable_name(name: &str) -> bool {
     name.starts_with(|letter: char| letter.is_ascii_alphabetic() || letter == '_')
         && name
@@ -138,7 +139,7 @@ mod tests {
 
     #[test]
     fn a_dollar_sign_is_never_replaced() {
-        // PATH is set wherever tests run, so a replacement would show.
+        // PATH is set wherever tests run, so a replacement would be detected.
         check("A=$PATH", "A", "$PATH");
         check("A=\"${PATH}\"", "A", "${PATH}");
         check("A='${PATH}'", "A", "${PATH}");
@@ -179,7 +180,10 @@ mod tests {
 
         #[test]
         fn a_single_quoted_value_is_read_back(value in "[^'\r\n\0]{0,40}") {
-            proptest::prop_assert_eq!(parse(&format!("A='{value}'")), Ok(vec![("A".to_owned(), value)]));
+            proptest::prop_assert_eq!(
+                parse(&format!("A='{value}'")),
+                Ok(vec![("A".to_owned(), value)])
+            );
         }
     }
 }

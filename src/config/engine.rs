@@ -1,7 +1,9 @@
-//! Where the container engine is: as the engines' own command lines find it.
+//! Finds the container engine in the way of the engines' own command lines.
 //!
-//! For Docker: `DOCKER_HOST`, then the context of `DOCKER_CONTEXT` or of `~/.docker/config.json`, then the usual sockets, that of a rootless daemon first. For Podman:
-//! `CONTAINER_HOST` or `DOCKER_HOST`, then the sockets of the user and of the system. Pure but for the files it is given a way to read.
+//! For Docker: `DOCKER_HOST`, then the context of `DOCKER_CONTEXT` or of `~/.docker/config.json`,
+//! then the default sockets, that of a rootless daemon first. For Podman: `CONTAINER_HOST` or
+//! `DOCKER_HOST`, then the sockets of the user and of the system. Pure except for the files, which
+//! are read through a given function.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -13,17 +15,18 @@ use sha2::{Digest, Sha256};
 use super::checks::NamedFile;
 use crate::sandbox::container::{EngineAddress, EngineKind};
 
-/// Where the daemon of the system listens.
+/// The socket of the system daemon.
 const DOCKER_SOCKET: &str = "/var/run/docker.sock";
 const PODMAN_SOCKET: &str = "/run/podman/podman.sock";
-/// The context that stands for the usual socket.
+/// The context that stands for the default socket.
 const DEFAULT_CONTEXT: &str = "default";
 
 /// Why no engine was found.
 #[derive(Debug, thiserror::Error)]
 pub enum EngineProblem {
     #[error(
-        "the address \"{0}\" of the container engine begins with none of unix://, tcp://, http://, https:// and ssh://"
+        "the address \"{0}\" of the container engine begins with none of unix://, tcp://, http://, \
+         https:// and ssh://"
     )]
     Scheme(String),
     #[error("there is no context \"{0}\" of Docker, or it names no address")]
@@ -38,7 +41,7 @@ pub enum EngineProblem {
     },
 }
 
-/// Finds the engine. `exists` tells whether a socket is there.
+/// Finds the engine. `exists` returns whether a socket is present.
 pub(super) fn find(
     kind: EngineKind,
     variables: &BTreeMap<String, String>,
@@ -89,7 +92,7 @@ pub(super) fn find(
     }
 }
 
-/// Lists the files that may have credentials for registries, those that count first.
+/// Lists the files that may have registry credentials, highest precedence first.
 pub(super) fn credential_files(
     kind: EngineKind,
     variables: &BTreeMap<String, String>,
@@ -116,7 +119,7 @@ pub(super) fn credential_files(
     podman.into_iter().flatten().chain(docker).collect()
 }
 
-/// Where Docker's command line keeps its settings.
+/// The folder of the Docker command line's settings.
 fn docker_folder(variables: &BTreeMap<String, String>) -> Option<PathBuf> {
     let variable = |name: &str| {
         variables
@@ -161,7 +164,7 @@ struct Endpoint {
     host: String,
 }
 
-/// Reads the address of the context that is in use, if that is not the default one.
+/// Reads the address of the current context, if it is not the default one.
 fn of_context(
     variables: &BTreeMap<String, String>,
     read: &dyn Fn(NamedFile<'_>) -> io::Result<Option<String>>,
@@ -183,7 +186,8 @@ fn of_context(
         Some(context) => context.to_owned(),
         None => {
             let config = text(folder.join("config.json"))?;
-            // A file that is not ours to check; without a context in it there is none.
+            // Validating this file is not our task; a malformed one counts as one without a
+            // context.
             let config = config.and_then(|text| serde_json::from_str::<DockerConfig>(&text).ok());
             config
                 .map(|config| config.current_context)

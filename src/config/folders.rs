@@ -1,7 +1,7 @@
-//! The folders Cellblock keeps for itself, and the ones it shares with a sandbox.
+//! Cellblock's private folders, and the folders shared with a sandbox.
 //!
-//! `data_dir` and `runtime_dir` choose; `make_private` and `make_shared` act. What a sandbox may write must never overlap with what the
-//! host trusts: `overlap` tells.
+//! `data_dir` and `runtime_dir` choose; `make_private` and `make_shared` create. Folders that a
+//! sandbox may write must never overlap with those that the host trusts: `overlap` checks it.
 
 use std::collections::BTreeMap;
 use std::fs::{DirBuilder, Permissions};
@@ -18,7 +18,7 @@ pub(super) struct Machine {
     pub temporary_dir: PathBuf,
 }
 
-/// Chooses where environments and tools are kept.
+/// Returns the default folder for environments and tools.
 pub(super) fn default_data_dir(variables: &BTreeMap<String, String>) -> Option<PathBuf> {
     let base = || {
         absolute_variable(variables, "XDG_DATA_HOME")
@@ -28,14 +28,14 @@ pub(super) fn default_data_dir(variables: &BTreeMap<String, String>) -> Option<P
         .or_else(|| base().map(|base| base.join("cellblock")))
 }
 
-/// Chooses where the configuration file is looked for when nobody names one.
+/// Returns the default path of the configuration file.
 pub(super) fn default_config_file(variables: &BTreeMap<String, String>) -> Option<PathBuf> {
     absolute_variable(variables, "XDG_CONFIG_HOME")
         .or_else(|| absolute_variable(variables, "HOME").map(|home| home.join(".config")))
         .map(|base| base.join("cellblock/config.yaml"))
 }
 
-/// Chooses where sockets and sandboxes' roots live while the server runs.
+/// Returns the folder for sockets and sandbox roots while the server runs.
 pub(super) fn runtime_dir(variables: &BTreeMap<String, String>, machine: &Machine) -> PathBuf {
     if let Some(given) = given_by_systemd(variables, "RUNTIME_DIRECTORY") {
         return given;
@@ -51,7 +51,8 @@ pub(super) fn runtime_dir(variables: &BTreeMap<String, String>, machine: &Machin
     }
 }
 
-/// Makes a path absolute without asking the file system: relative to `base`, with `~/`, `.` and `..` resolved.
+/// Makes a path absolute without accessing the file system: relative to `base`, with `~/`, `.` and
+/// `..` resolved.
 pub(super) fn absolute(written: &str, base: &Path, home: Option<&str>) -> PathBuf {
     let path = match (written.strip_prefix("~/"), home) {
         (Some(rest), Some(home)) => Path::new(home).join(rest),
@@ -71,16 +72,17 @@ pub(super) fn absolute(written: &str, base: &Path, home: Option<&str>) -> PathBu
     clean
 }
 
-/// Tells whether one of two folders holds the other. Both must be absolute and free of links.
+/// Returns whether one of two folders contains the other. Both must be absolute and free of links.
 pub(super) fn overlap(one: &Path, other: &Path) -> bool {
     one.starts_with(other) || other.starts_with(one)
 }
 
-/// Makes a folder that only we can enter, or checks that an existing one is ours and real.
+/// Creates a folder that only this user can enter, or checks that an existing one is ours and not a
+/// link.
 ///
-/// Below a shared temporary folder somebody else could have made it first, or put a link in its
-/// place. Choosing another name then would hide the server from its own commands, so that is
-/// refused with what helps.
+/// Below a shared temporary folder another user could have created it first, or put a link in its
+/// place. Choosing another name then would hide the server from its own commands, so that is an
+/// error with a remedy.
 pub(super) fn make_private(path: &Path, user_id: u32) -> io::Result<()> {
     if let Some(parent) = path.parent() {
         std::fs::create_dir_all(parent)?;
@@ -105,7 +107,7 @@ pub(super) fn make_private(path: &Path, user_id: u32) -> io::Result<()> {
     Ok(())
 }
 
-/// Makes a folder if it is missing and returns its path free of links.
+/// Creates a folder if it is missing and returns its path free of links.
 pub(super) fn make_shared(path: &Path) -> io::Result<PathBuf> {
     std::fs::create_dir_all(path)?;
     existing_folder(path)
@@ -123,8 +125,8 @@ pub(super) fn existing_folder(path: &Path) -> io::Result<PathBuf> {
     Ok(real)
 }
 
-/// The folder that systemd has made for a unit with `RuntimeDirectory=cellblock` or
-/// `StateDirectory=cellblock`. Another name is that of a unit that is not ours alone.
+/// The folder that systemd has created for a unit with `RuntimeDirectory=cellblock` or
+/// `StateDirectory=cellblock`. Another name belongs to a unit that is not ours alone.
 fn given_by_systemd(variables: &BTreeMap<String, String>, name: &str) -> Option<PathBuf> {
     let folders = variables.get(name)?.split(':').map(PathBuf::from);
     folders
@@ -133,7 +135,7 @@ fn given_by_systemd(variables: &BTreeMap<String, String>, name: &str) -> Option<
 }
 
 fn absolute_variable(variables: &BTreeMap<String, String>, name: &str) -> Option<PathBuf> {
-    // The XDG specification says that a relative path is to be ignored.
+    // The XDG specification requires that a relative path is ignored.
     variables
         .get(name)
         .map(PathBuf::from)
@@ -212,7 +214,7 @@ mod tests {
         );
         let given = variables(&[("STATE_DIRECTORY", "/var/lib/cellblock"), ("HOME", "/h")]);
         assert_eq!(default_data_dir(&given), Some("/var/lib/cellblock".into()));
-        // Control: those of a unit that runs something else besides are left alone.
+        // Control: folders of a unit that also runs something else are ignored.
         let others = variables(&[
             ("RUNTIME_DIRECTORY", "/run/other"),
             ("STATE_DIRECTORY", "/var/lib/other"),

@@ -1,9 +1,8 @@
-//! Where settings are written, and which writing wins.
+//! The sources of settings, and their precedence.
 //!
-//! A file, the environment and the flags are each turned into the same form: keys with what was written for them and where. Then
-//! they are laid over each other. Nothing here knows what a value means; `checks` does.
-//!
-//! `Key::TABLE` is the one list of all settings.
+//! A file, the environment and the flags are each converted into the same form: keys with the
+//! written values and their origins. The layers are then merged. This module does not interpret
+//! values; `checks` does.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -13,414 +12,15 @@ use serde::Serialize;
 use serde::de::{Deserialize, Deserializer, MapAccess, SeqAccess, Visitor};
 use serde_saphyr::Spanned;
 
+use super::table::{Key, Values};
 use super::{ConfigError, InvalidValue};
-
-/// A setting.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, serde::Deserialize)]
-pub enum Key {
-    Workspace,
-    AllowedDirs,
-    Environment,
-    Environments,
-    Mounts,
-    Variables,
-    EnvFiles,
-    Memory,
-    Cpus,
-    Processes,
-    Disk,
-    Files,
-    Timeout,
-    MaxTimeout,
-    MaxSessions,
-    IdleTimeout,
-    Pool,
-    PoolMaxAge,
-    PoolCreations,
-    Backend,
-    Runtime,
-    ContainerTag,
-    Undo,
-    UndoCheckpoints,
-    UndoFiles,
-    ExploreParallel,
-    MaxRunning,
-    QuotaSessions,
-    QuotaMemory,
-    QuotaCpu,
-    QuotaCpuWindow,
-    QuotaCells,
-    QuotaStarts,
-    QuotaStored,
-    FamilyMemory,
-    AllowNetwork,
-    AllowedDomains,
-    DeniedDomains,
-    Secrets,
-    NetworkConnections,
-    NetworkBandwidth,
-    NetworkQuestions,
-    InstallPackages,
-    PackageSize,
-    PackageDisk,
-    PackageMemory,
-    PackageStoreSize,
-    PackageTimeout,
-    Approvals,
-    ApproveTools,
-    ApproveShell,
-    ApprovePackages,
-    ApproveDomains,
-    ApprovalTimeout,
-    RememberApprovals,
-    PackageIndex,
-    PackageTrustedHosts,
-    Listen,
-    PublicUrl,
-    AllowedHosts,
-    AllowedOrigins,
-    TlsCert,
-    TlsKey,
-    MaxConnections,
-    MaxWait,
-    KeepSessions,
-    Keeper,
-    Profile,
-    AllowedModules,
-    BlockedModules,
-    ImagesDir,
-    SandboxConfig,
-    AllowMissing,
-    Auth,
-    DataDir,
-    LogLevel,
-    LogFormat,
-    OtlpEndpoint,
-    AuditFile,
-    AuditSync,
-    AuditFailure,
-    AuditFileSize,
-    AuditRecords,
-    McpServers,
-    McpServersFile,
-    McpAllowedHosts,
-}
-
-/// How a setting is written.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Shape {
-    Single,
-    /// Several texts; separated by commas in an environment variable.
-    List,
-    /// The same, but a text may hold commas itself. A variable is kept whole, and whoever knows what the texts mean takes it apart.
-    Phrases,
-    /// Names and values. A stronger source adds to a weaker one instead of replacing it.
-    Pairs,
-    /// Nested, so only the file can hold it.
-    FileOnly,
-}
-
-impl Key {
-    /// Every setting: its name in the file, its flag, its shape. `CELLBLOCK_` and the name in capitals is its variable.
-    const TABLE: &'static [(Key, &'static str, &'static str, Shape)] = &[
-        (Key::Workspace, "workspace", "--workspace", Shape::Single),
-        (
-            Key::AllowedDirs,
-            "allowed_dirs",
-            "--allowed-dir",
-            Shape::List,
-        ),
-        (
-            Key::Environment,
-            "environment",
-            "--environment",
-            Shape::Single,
-        ),
-        (Key::Environments, "environments", "", Shape::FileOnly),
-        (Key::Mounts, "mounts", "--mount", Shape::List),
-        (Key::Variables, "variables", "--env-var", Shape::Pairs),
-        (Key::EnvFiles, "env_files", "--env-file", Shape::List),
-        (Key::Memory, "memory", "--memory", Shape::Single),
-        (Key::Cpus, "cpus", "--cpus", Shape::Single),
-        (Key::Processes, "processes", "", Shape::Single),
-        (Key::Disk, "disk", "", Shape::Single),
-        (Key::Files, "files", "", Shape::Single),
-        (Key::Timeout, "timeout", "--timeout", Shape::Single),
-        (Key::MaxTimeout, "max_timeout", "", Shape::Single),
-        (
-            Key::MaxSessions,
-            "max_sessions",
-            "--max-sessions",
-            Shape::Single,
-        ),
-        (
-            Key::IdleTimeout,
-            "idle_timeout",
-            "--idle-timeout",
-            Shape::Single,
-        ),
-        (Key::Pool, "pool", "", Shape::Single),
-        (Key::PoolMaxAge, "pool_max_age", "", Shape::Single),
-        (Key::PoolCreations, "pool_creations", "", Shape::Single),
-        (Key::Backend, "backend", "--backend", Shape::Single),
-        (Key::Runtime, "runtime", "--runtime", Shape::Single),
-        (
-            Key::ContainerTag,
-            "container_tag",
-            "--container-tag",
-            Shape::Single,
-        ),
-        (Key::Undo, "undo", "--undo", Shape::Single),
-        (
-            Key::UndoCheckpoints,
-            "undo_checkpoints",
-            "--undo-checkpoints",
-            Shape::Single,
-        ),
-        (Key::UndoFiles, "undo_files", "--undo-files", Shape::Single),
-        (
-            Key::ExploreParallel,
-            "explore_parallel",
-            "--explore-parallel",
-            Shape::Single,
-        ),
-        (Key::MaxRunning, "max_running", "", Shape::Single),
-        (Key::QuotaSessions, "quota_sessions", "", Shape::Single),
-        (Key::QuotaMemory, "quota_memory", "", Shape::Single),
-        (Key::QuotaCpu, "quota_cpu", "", Shape::Single),
-        (Key::QuotaCpuWindow, "quota_cpu_window", "", Shape::Single),
-        (Key::QuotaCells, "quota_cells", "", Shape::Single),
-        (Key::QuotaStarts, "quota_starts", "", Shape::Single),
-        (Key::QuotaStored, "quota_stored", "", Shape::Single),
-        (
-            Key::FamilyMemory,
-            "family_memory",
-            "--family-memory",
-            Shape::Single,
-        ),
-        (
-            Key::AllowNetwork,
-            "allow_network",
-            "--allow-network",
-            Shape::Single,
-        ),
-        (
-            Key::AllowedDomains,
-            "allowed_domains",
-            "--allowed-domain",
-            Shape::Phrases,
-        ),
-        (
-            Key::DeniedDomains,
-            "denied_domains",
-            "--denied-domain",
-            Shape::Phrases,
-        ),
-        (Key::Secrets, "secrets", "--secret", Shape::Phrases),
-        (
-            Key::NetworkConnections,
-            "network_connections",
-            "",
-            Shape::Single,
-        ),
-        (
-            Key::NetworkBandwidth,
-            "network_bandwidth",
-            "",
-            Shape::Single,
-        ),
-        (
-            Key::NetworkQuestions,
-            "network_questions",
-            "",
-            Shape::Single,
-        ),
-        (
-            Key::InstallPackages,
-            "install_packages",
-            "--install-packages",
-            Shape::Single,
-        ),
-        (Key::PackageSize, "package_size", "", Shape::Single),
-        (Key::PackageDisk, "package_disk", "", Shape::Single),
-        (Key::PackageMemory, "package_memory", "", Shape::Single),
-        (
-            Key::PackageStoreSize,
-            "package_store_size",
-            "",
-            Shape::Single,
-        ),
-        (Key::PackageTimeout, "package_timeout", "", Shape::Single),
-        (Key::Approvals, "approvals", "", Shape::FileOnly),
-        (
-            Key::ApproveTools,
-            "approve_tools",
-            "--approve-tools",
-            Shape::Single,
-        ),
-        (
-            Key::ApproveShell,
-            "approve_shell",
-            "--approve-shell",
-            Shape::Single,
-        ),
-        (
-            Key::ApprovePackages,
-            "approve_packages",
-            "--approve-packages",
-            Shape::Single,
-        ),
-        (
-            Key::ApproveDomains,
-            "approve_domains",
-            "--approve-domains",
-            Shape::Single,
-        ),
-        (Key::ApprovalTimeout, "approval_timeout", "", Shape::Single),
-        (
-            Key::RememberApprovals,
-            "remember_approvals",
-            "--remember-approvals",
-            Shape::Single,
-        ),
-        (Key::PackageIndex, "package_index", "", Shape::Single),
-        (
-            Key::PackageTrustedHosts,
-            "package_trusted_hosts",
-            "",
-            Shape::List,
-        ),
-        (Key::Listen, "listen", "--listen", Shape::Single),
-        (Key::PublicUrl, "public_url", "--public-url", Shape::Single),
-        (
-            Key::AllowedHosts,
-            "allowed_hosts",
-            "--allowed-host",
-            Shape::List,
-        ),
-        (
-            Key::AllowedOrigins,
-            "allowed_origins",
-            "--allowed-origin",
-            Shape::List,
-        ),
-        (Key::TlsCert, "tls_cert", "--tls-cert", Shape::Single),
-        (Key::TlsKey, "tls_key", "--tls-key", Shape::Single),
-        (
-            Key::MaxConnections,
-            "max_connections",
-            "--max-connections",
-            Shape::Single,
-        ),
-        (Key::MaxWait, "max_wait", "--max-wait", Shape::Single),
-        (
-            Key::KeepSessions,
-            "keep_sessions",
-            "--keep-sessions",
-            Shape::Single,
-        ),
-        (Key::Keeper, "keeper", "--keeper", Shape::Single),
-        (Key::Profile, "profile", "--profile", Shape::Single),
-        (Key::AllowedModules, "allowed_modules", "", Shape::List),
-        (Key::BlockedModules, "blocked_modules", "", Shape::List),
-        (Key::ImagesDir, "images_dir", "--images-dir", Shape::Single),
-        (
-            Key::SandboxConfig,
-            "sandbox_config",
-            "--sandbox-config",
-            Shape::Single,
-        ),
-        (
-            Key::AllowMissing,
-            "allow_missing",
-            "--allow-missing",
-            Shape::List,
-        ),
-        (Key::Auth, "auth", "--auth", Shape::Single),
-        (Key::DataDir, "data_dir", "", Shape::Single),
-        (Key::LogLevel, "log_level", "--log-level", Shape::Single),
-        (Key::LogFormat, "log_format", "--log-format", Shape::Single),
-        (
-            Key::OtlpEndpoint,
-            "otlp_endpoint",
-            "--otlp-endpoint",
-            Shape::Single,
-        ),
-        (Key::AuditFile, "audit_file", "--audit-file", Shape::Single),
-        (Key::AuditSync, "audit_sync", "", Shape::Single),
-        (Key::AuditFailure, "audit_failure", "", Shape::Single),
-        (Key::AuditFileSize, "audit_file_size", "", Shape::Single),
-        (Key::AuditRecords, "audit_records", "", Shape::Single),
-        (Key::McpServers, "mcp_servers", "", Shape::FileOnly),
-        (
-            Key::McpServersFile,
-            "mcp_servers_file",
-            "--mcp-servers-file",
-            Shape::Single,
-        ),
-        (Key::McpAllowedHosts, "mcp_allowed_hosts", "", Shape::List),
-    ];
-
-    /// The name used in the configuration file and in messages.
-    pub fn name(self) -> &'static str {
-        self.row().1
-    }
-
-    /// The name of the environment variable that holds it.
-    pub fn variable(self) -> String {
-        format!("{PREFIX}{}", self.name().to_ascii_uppercase())
-    }
-
-    pub(crate) fn flag(self) -> &'static str {
-        self.row().2
-    }
-
-    fn shape(self) -> Shape {
-        self.row().3
-    }
-
-    fn row(self) -> &'static (Key, &'static str, &'static str, Shape) {
-        Key::TABLE
-            .iter()
-            .find(|row| row.0 == self)
-            .expect("the table has a row for every key")
-    }
-
-    fn from_name(name: &str) -> Option<Key> {
-        let name = name.replace('-', "_");
-        Key::TABLE.iter().find(|row| row.1 == name).map(|row| row.0)
-    }
-
-    /// The flags that settings can be written as.
-    pub fn flags() -> impl Iterator<Item = &'static str> {
-        Key::TABLE
-            .iter()
-            .map(|row| row.2)
-            .filter(|flag| !flag.is_empty())
-    }
-
-    /// Other spellings of flags: the names that they have in servers that profiles stand in for.
-    pub(crate) const ALIASES: [(Key, &'static str); 3] = [
-        (Key::Mounts, "--container-bind"),
-        (Key::Variables, "--container-env-var"),
-        (Key::EnvFiles, "--container-env-file"),
-    ];
-
-    pub(super) fn all() -> impl Iterator<Item = Key> {
-        Key::TABLE.iter().map(|row| row.0)
-    }
-
-    pub(crate) fn names() -> impl Iterator<Item = &'static str> {
-        Key::TABLE.iter().map(|row| row.1)
-    }
-}
 
 const PREFIX: &str = "CELLBLOCK_";
 
-/// Variables with our prefix that are read elsewhere and are no settings.
+/// Variables with our prefix that are read elsewhere and are not settings.
 const OTHER_VARIABLES: [&str; 2] = ["CELLBLOCK_CONFIG", "CELLBLOCK_UV"];
 
-/// What was written for a setting. It has no `Debug`, because it may hold a secret.
+/// The written value of a setting. It has no `Debug`, because it may hold a secret.
 #[derive(Clone)]
 pub(super) enum Written {
     Nothing,
@@ -460,7 +60,7 @@ impl fmt::Display for Origin {
 }
 
 impl Origin {
-    /// The same place, at another line if it is a file.
+    /// Returns the same origin, at another line if it is a file.
     pub(super) fn at(&self, line: Option<u64>) -> Origin {
         match self {
             Origin::File { path, line: old } => Origin::File {
@@ -472,7 +72,7 @@ impl Origin {
     }
 }
 
-/// What one source says about settings.
+/// The settings of one source.
 #[derive(Clone, Default)]
 pub(super) struct Layer(Vec<(Key, Origin, Written)>);
 
@@ -481,7 +81,7 @@ impl Layer {
         Layer(settings)
     }
 
-    /// Adds a setting, which is stronger than those before it.
+    /// Adds a setting, which takes precedence over earlier ones.
     pub(super) fn push(&mut self, key: Key, origin: Origin, written: Written) {
         self.0.push((key, origin, written));
     }
@@ -492,12 +92,12 @@ impl Layer {
 pub struct Flags(Layer);
 
 impl Flags {
-    /// Adds a flag that was given at most once.
+    /// Adds a flag that can be given once.
     pub fn single(mut self, key: Key, value: Option<String>) -> Flags {
         if let Some(value) = value {
             self.0
                 .0
-                .push((key, Origin::Flag(key.flag()), Written::Text(value)));
+                .push((key, Origin::Flag(key.flag_name()), Written::Text(value)));
         }
         self
     }
@@ -508,20 +108,19 @@ impl Flags {
             let values = values.into_iter().map(Written::Text).collect();
             self.0
                 .0
-                .push((key, Origin::Flag(key.flag()), Written::List(values)));
+                .push((key, Origin::Flag(key.flag_name()), Written::List(values)));
         }
         self
     }
 
-    /// Names flags as they were typed. `typed` has every flag of the command line. Where both
-    /// spellings of a flag were used, the usual one stands for all its values.
+    /// Names flags in origins as they were typed. `typed` has every flag of the command line. If
+    /// both spellings of a flag were used, its main name is reported for all its values.
     pub fn as_typed(mut self, typed: &BTreeSet<String>) -> Flags {
         for (key, origin, _) in &mut self.0.0 {
-            let alias = Key::ALIASES
-                .iter()
-                .find(|(known, alias)| known == key && typed.contains(*alias));
-            if let Some((_, alias)) = alias
-                && !typed.contains(key.flag())
+            let flag = key.row().flag.as_ref();
+            if let Some(alias) = flag.and_then(|flag| flag.alias)
+                && typed.contains(alias)
+                && !typed.contains(key.flag_name())
             {
                 *origin = Origin::Flag(alias);
             }
@@ -529,11 +128,16 @@ impl Flags {
         self
     }
 
+    #[cfg(test)]
+    pub(crate) fn keys(&self) -> Vec<Key> {
+        self.0.0.iter().map(|(key, _, _)| *key).collect()
+    }
+
     pub(super) fn layer(self) -> Layer {
         self.0
     }
 
-    /// The flags in a form that can be handed to another process.
+    /// Returns the flags in a form that can be passed to another process.
     pub(super) fn given(&self) -> Vec<(Key, Given)> {
         let text = |written: &Written| match written {
             Written::Text(text) => text.clone(),
@@ -562,14 +166,14 @@ impl From<Vec<(Key, Given)>> for Flags {
     }
 }
 
-/// What was given for a flag. It has no `Debug`, because it may hold a secret.
+/// The value of a flag. It has no `Debug`, because it may hold a secret.
 #[derive(Clone, Serialize, serde::Deserialize)]
 pub(super) enum Given {
     Once(String),
     Often(Vec<String>),
 }
 
-/// Reads the text of a configuration file.
+/// Parses a configuration file.
 pub(super) fn from_file(path: &Path, text: &str) -> Result<Layer, ConfigError> {
     let mut layer = Layer::default();
     for member in members_of(path, text)? {
@@ -585,7 +189,7 @@ pub(super) fn from_file(path: &Path, text: &str) -> Result<Layer, ConfigError> {
     Ok(layer)
 }
 
-/// Reads the text of a YAML file that holds a table.
+/// Parses a YAML file that holds a table.
 pub(super) fn members_of(path: &Path, text: &str) -> Result<Vec<Member>, ConfigError> {
     let whole: Written = serde_saphyr::from_str(text).map_err(|error| ConfigError::Yaml {
         path: path.to_owned(),
@@ -609,10 +213,12 @@ pub(super) fn members_of(path: &Path, text: &str) -> Result<Vec<Member>, ConfigE
     }
 }
 
-/// Reads the settings among environment variables. Returns also the variables with our prefix that are nothing we know.
+/// Reads the settings among environment variables. Also returns the unknown variables with our
+/// prefix.
 ///
-/// Such a variable is refused only when it looks like a mistyped setting. Others can come from elsewhere: Kubernetes sets
-/// `CELLBLOCK_SERVICE_HOST` in every pod beside a service called "cellblock".
+/// Such a variable is rejected only if it looks like a mistyped setting. Others can have another
+/// purpose: Kubernetes sets `CELLBLOCK_SERVICE_HOST` in every pod beside a service called
+/// "cellblock".
 pub(super) fn from_environment(
     variables: &BTreeMap<String, String>,
 ) -> Result<(Layer, Vec<String>), ConfigError> {
@@ -627,9 +233,9 @@ pub(super) fn from_environment(
         };
         let origin = Origin::Variable(variable.clone());
         match Key::from_name(&name.to_ascii_lowercase())
-            .filter(|key| key.shape() != Shape::FileOnly)
+            .filter(|key| key.row().values != Values::FileOnly)
         {
-            Some(key) if matches!(key.shape(), Shape::Single | Shape::Phrases) => {
+            Some(key) if !matches!(key.row().values, Values::List | Values::Pairs) => {
                 layer.0.push((key, origin, Written::Text(value.clone())));
             }
             Some(key) => {
@@ -659,16 +265,16 @@ pub(super) fn from_environment(
     Ok((layer, unknown))
 }
 
-/// All sources laid over each other.
+/// All sources, merged.
 pub(super) struct Merged(BTreeMap<Key, Vec<(Origin, Written)>>);
 
 impl Merged {
-    /// Lays later layers over earlier ones.
+    /// Merges layers; later ones take precedence.
     pub(super) fn from_weakest_to_strongest(layers: impl IntoIterator<Item = Layer>) -> Merged {
         let mut merged: BTreeMap<Key, Vec<(Origin, Written)>> = BTreeMap::new();
         for (key, origin, written) in layers.into_iter().flat_map(|layer| layer.0) {
             let writings = merged.entry(key).or_default();
-            if key.shape() != Shape::Pairs {
+            if key.row().values != Values::Pairs {
                 writings.clear();
             }
             writings.push((origin, written));
@@ -676,12 +282,13 @@ impl Merged {
         Merged(merged)
     }
 
-    /// Returns everything written for a key, weakest first. Only pairs can have more than one writing.
+    /// Returns everything written for a key, lowest precedence first. Only pairs can have more than
+    /// one source.
     pub(super) fn all(&self, key: Key) -> &[(Origin, Written)] {
         self.0.get(&key).map_or(&[], Vec::as_slice)
     }
 
-    /// Returns the one text written for a key.
+    /// Returns the single text written for a key.
     pub(super) fn text(&self, key: Key) -> Result<Option<(&Origin, &str)>, ConfigError> {
         match self.all(key) {
             [] => Ok(None),
@@ -720,7 +327,7 @@ impl Written {
     }
 }
 
-/// Makes the error for a key that does not exist, with the nearest one that does.
+/// Returns the error for an unknown key, with the nearest known one.
 pub(super) fn unknown_key<'a>(
     key: &str,
     origin: Origin,
@@ -734,7 +341,7 @@ pub(super) fn unknown_key<'a>(
     }
 }
 
-/// Makes the error for a value that is a list or table where it should not be, or the other way round.
+/// Returns the error for a list or table in the place of a single value, or the reverse.
 pub(super) fn wrong_shape(key: &str, origin: &Origin, allowed: &str) -> ConfigError {
     let given = "something of another shape".to_owned();
     ConfigError::Invalid(Box::new(InvalidValue {
@@ -746,9 +353,10 @@ pub(super) fn wrong_shape(key: &str, origin: &Origin, allowed: &str) -> ConfigEr
     }))
 }
 
-/// Returns the known name that a mistyped one most likely meant.
+/// Returns the most likely known name for a mistyped one.
 pub(super) fn nearest<'a>(name: &str, known: impl Iterator<Item = &'a str>) -> Option<&'a str> {
-    // Jaro-Winkler over 0.85 takes "memroy" and "max_session" for what they are and leaves "service_host" alone.
+    // Jaro-Winkler over 0.85 recognizes "memroy" and "max_session", and does not match
+    // "service_host".
     const LOOKS_LIKE: f64 = 0.85;
     known
         .map(|known| (strsim::jaro_winkler(name, known), known))
@@ -757,7 +365,7 @@ pub(super) fn nearest<'a>(name: &str, known: impl Iterator<Item = &'a str>) -> O
         .map(|(_, known)| known)
 }
 
-/// Adds what to do about the one mistake that is easily made here and hard to guess from the parser's words.
+/// Adds advice for a common mistake that is hard to recognize from the parser's message.
 fn with_advice(why: String) -> String {
     if why.contains("unknown anchor") {
         return format!(
@@ -794,7 +402,10 @@ impl<'de> Visitor<'de> for WrittenVisitor {
         formatter.write_str("a value, a list or a table")
     }
 
-    visit_as_text!(visit_bool: bool, visit_i64: i64, visit_u64: u64, visit_i128: i128, visit_u128: u128, visit_f64: f64, visit_str: &str);
+    visit_as_text!(
+        visit_bool: bool, visit_i64: i64, visit_u64: u64, visit_i128: i128, visit_u128: u128,
+        visit_f64: f64, visit_str: &str
+    );
 
     fn visit_unit<E>(self) -> Result<Written, E> {
         Ok(Written::Nothing)
@@ -847,22 +458,6 @@ mod tests {
 
     fn refusal<T>(result: Result<T, ConfigError>) -> String {
         result.err().expect("it should be refused").to_string()
-    }
-
-    #[test]
-    fn the_table_has_one_row_for_every_key() {
-        for row in Key::TABLE.iter() {
-            assert_eq!(Key::from_name(row.1), Some(row.0));
-            assert_eq!(
-                Key::TABLE
-                    .iter()
-                    .filter(|other| other.0 == row.0 || other.1 == row.1)
-                    .count(),
-                1,
-                "{}",
-                row.1
-            );
-        }
     }
 
     #[test]

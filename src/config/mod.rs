@@ -1,19 +1,26 @@
-//! Settings: what was written, checked once.
+//! Settings, read from all sources and checked once.
 //!
 //! ```text
 //! (profile  <)  file (YAML)  <  CELLBLOCK_… variables  <  flags
 //!      \                 |                  /
-//!       layers: the same form for all, laid over each other
+//!       layers: one form for all sources, merged by precedence
 //!                        |
-//!       checks: typed, in range, absolute, or refused by name   →   Settings
+//!       checks: typed, in range, absolute, or rejected by name   →   Settings
 //! ```
 //!
-//! `layers`, `checks`, `quantity` and `dotenv` are pure: they take texts and maps. `load` below is the thin part that reads the real
-//! file, environment and machine, and makes the folders that settings name.
+//! `table` has one row per setting: its names, allowed values, default, texts, and when a change
+//! takes effect.
 //!
-//! No other room reads files or the environment for settings. Values of variables meant for the inside are never printed.
+//! `layers`, `checks`, `quantity` and `dotenv` are pure: they take texts and maps. `load` below is
+//! the thin part that reads the real file, environment and machine, and creates the folders that
+//! settings name.
+//!
+//! No other module reads files or the environment for settings. Values of variables for the sandbox
+//! are never printed.
 
 mod checks;
+#[cfg(test)]
+mod documents;
 mod dotenv;
 pub mod engine;
 mod folders;
@@ -21,6 +28,7 @@ mod layers;
 mod profiles;
 pub mod quantity;
 mod shown;
+mod table;
 mod variables;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -52,43 +60,48 @@ use checks::{NamedFile, Sources};
 use folders::Machine;
 use layers::Merged;
 
-pub use checks::{LOG_LEVELS, SecretProblem};
+pub use checks::SecretProblem;
 pub use dotenv::DotenvError;
-pub use layers::{Flags, Key, Origin};
+pub use layers::{Flags, Origin};
 pub use shown::ShownSetting;
+pub(crate) use shown::value;
+pub use table::Key;
+pub(crate) use table::{Commands, TakesEffect, Values};
 pub use variables::Variables;
 
-/// Everything an operator can choose, checked.
+/// All settings of the operator, checked.
 #[derive(Debug, Clone)]
 pub struct Settings {
-    /// The host folder that becomes the working folder of sessions; without one each session has a private folder.
+    /// The host folder that becomes the working folder of sessions. Without one each session has a
+    /// private folder.
     pub workspace: Option<PathBuf>,
     /// Host folders that files may be uploaded from and downloaded to.
     pub allowed_dirs: Vec<PathBuf>,
-    /// The environment sessions run in. It has an entry in `environments` once `load` has returned.
+    /// The environment of sessions. It has an entry in `environments` once `load` has returned.
     pub environment: EnvironmentName,
     pub environments: BTreeMap<EnvironmentName, EnvironmentSpec>,
-    /// Which of them are built in or described in the file; the others are only known because they were built by hand.
+    /// Which of them are built in or described in the file; the others are known only because they
+    /// were built by hand.
     pub described: BTreeSet<EnvironmentName>,
     pub mounts: Vec<Mount>,
-    /// All variables that the inside sees by the operator's will. Nothing else is inherited.
+    /// All variables that the operator passes to sandboxes. No others are inherited.
     pub variables: Variables,
     pub limits: SandboxLimits,
-    /// How long one execution may take when the caller does not say.
+    /// Default timeout of an execution.
     pub timeout: Duration,
-    /// The most a caller may ask for.
+    /// The largest timeout that a caller may request.
     pub max_timeout: Duration,
     pub max_sessions: usize,
-    /// How long a session may do nothing before it ends.
+    /// How long a session may be idle before it ends.
     pub idle_timeout: Duration,
-    /// How many warm sessions are kept ready.
+    /// Number of warm sessions kept ready.
     pub pool: usize,
-    /// What sandboxes are made of.
+    /// The sandbox technology.
     pub backend: BackendChoice,
     pub undo: Undo,
-    /// How many variants of one `explore` run at the same time.
+    /// How many variants of one `explore` run concurrently.
     pub explore_parallel: usize,
-    /// Cells that run at once in the whole server; zero is no limit.
+    /// Limit of concurrent cells in the whole server; zero is unlimited.
     pub max_running: usize,
     pub quotas: Quotas,
     pub network: Network,
@@ -97,44 +110,46 @@ pub struct Settings {
     pub package_index: PackageIndex,
     pub service: Service,
     pub profile: Profile,
-    /// What code may import, in profiles that have such lists. If any are allowed, only those.
+    /// Modules that code may import, in profiles with such lists. If it is not empty, all others
+    /// are denied.
     pub allowed_modules: Vec<String>,
     pub blocked_modules: Vec<String>,
-    /// Where the profile `ipybox` keeps pictures, below the working folder.
+    /// Where the profile `ipybox` keeps images, below the working folder.
     pub images_dir: PathBuf,
     /// Isolation layers that may be missing.
     pub allow_missing: BTreeSet<LayerKind>,
-    /// Who may call over HTTP.
+    /// Authentication of HTTP callers.
     pub auth: AuthSettings,
-    /// Where environments, tools and the runner's files are kept.
+    /// The folder of environments, tools and the runner's files.
     pub data_dir: PathBuf,
-    /// Where sockets and roots of sandboxes live while the server runs; only we can enter it.
+    /// The folder of sockets and sandbox roots while the server runs; only this user can enter it.
     pub runtime_dir: PathBuf,
-    /// What to log, from `log_level` or `RUST_LOG`.
+    /// The log filter, from `log_level` or `RUST_LOG`.
     pub log_filter: Option<String>,
     pub log_format: LogFormat,
-    /// Where spans are sent, with the path; nowhere unless the operator names a collector.
+    /// The URL that spans are sent to, with its path. Unset unless the operator names a collector.
     pub traces: Option<String>,
-    /// The audit log, if there is to be one.
+    /// The audit log, if there is one.
     pub audit: Option<AuditLog>,
-    /// What was coped with while settings were read; to be logged as warnings once there is a log.
+    /// Tolerated problems found while reading settings, to be logged as warnings once there is a
+    /// log.
     pub notices: Vec<String>,
-    /// Whether sessions are kept by a process of their own that outlives the server, if anybody said so.
+    /// Whether sessions are kept in a separate process that outlives the server, if it was set.
     pub keep_sessions: Option<bool>,
-    /// The name of that process, if anybody chose one.
+    /// The name of that process, if it was set.
     pub keeper: Option<KeeperName>,
     /// Other MCP servers that sessions may use.
     pub upstreams: Upstreams,
-    /// What these settings were made of, for another process that needs the same.
+    /// The sources of these settings, for another process that needs the same.
     pub hand_over: HandOver,
-    /// What sessions must not read or change in the folders that they are shown.
+    /// Paths in shown folders that sessions must not read or change.
     pub masks: Vec<HostMask>,
-    /// Files that hold secrets. `load` has made sure that no sandbox is shown one.
+    /// Files that hold secrets. `load` has verified that no sandbox is shown one.
     pub(crate) secret_files: Vec<PathBuf>,
 }
 
 impl Settings {
-    /// Returns what the chosen environment is made of.
+    /// Returns the spec of the chosen environment.
     pub fn environment_spec(&self) -> &EnvironmentSpec {
         self.environments
             .get(&self.environment)
@@ -142,7 +157,7 @@ impl Settings {
     }
 }
 
-/// What one caller of a shared server may use. `None` is no limit.
+/// Quotas of one caller of a shared server. `None` is unlimited.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Quotas {
     pub sessions: Option<usize>,
@@ -152,12 +167,12 @@ pub struct Quotas {
     pub cpu_window: Duration,
     /// Per minute.
     pub cells: Option<u32>,
-    /// Sandboxes begun per minute.
+    /// Sandbox starts per minute.
     pub starts: Option<u32>,
     pub stored: Option<u64>,
 }
 
-/// What sandboxes are made of.
+/// The sandbox technology.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum BackendChoice {
     /// Namespaces of this machine's kernel.
@@ -165,54 +180,56 @@ pub enum BackendChoice {
     Containers(Containers),
 }
 
-/// How containers are made.
+/// How containers are created.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Containers {
     pub kind: EngineKind,
     pub address: EngineAddress,
-    /// Files that may have credentials for registries of images.
+    /// Files that may have credentials for image registries.
     pub credentials: Vec<PathBuf>,
     pub image: String,
-    /// Another runtime than the engine's usual one.
+    /// A runtime other than the engine's default.
     pub runtime: Option<String>,
-    /// How long a container may wait to be used.
+    /// How long a pooled container may wait to be used.
     pub pool_max_age: Duration,
-    /// How many are made at the same time.
+    /// How many containers are created concurrently.
     pub pool_creations: usize,
 }
 
-/// How much of a session's past is kept, so that cells can be undone.
+/// How many checkpoints of a session are kept for undo.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Undo {
     On {
-        /// States of each session that are kept at most.
+        /// Maximum number of checkpoints per session.
         checkpoints: usize,
-        /// Bytes of the working folder that are saved with each state; folders that hold more are left alone.
+        /// Bytes of the working folder that are saved with each checkpoint; larger folders are not
+        /// saved.
         files: u64,
     },
     Off,
 }
 
-/// What sessions may reach, by the operator's will.
+/// The hosts that sessions may reach.
 #[derive(Debug, Clone)]
 pub struct Network {
-    /// What is allowed, the hosts of secrets among it, and what is denied all the same. Permits nothing unless the operator says otherwise.
+    /// The allowed hosts, including those of secrets, and the denied ones, which take precedence.
+    /// Permits nothing by default.
     pub rules: Rules,
-    /// Values that never go inside, each with the hosts it may be sent to. Their names differ, and none is the name of a variable in
-    /// [`Settings::variables`].
+    /// Values that never enter the sandbox, each with the hosts it may be sent to. Their names are
+    /// unique, and none is the name of a variable in [`Settings::variables`].
     pub secrets: Vec<Secret>,
-    /// What one session may use of the network.
+    /// Network limits of one session.
     pub limits: Limits,
 }
 
-/// Other MCP servers, by the operator's will.
+/// Other MCP servers, set by the operator.
 #[derive(Clone, Default, PartialEq, Eq)]
 pub struct Upstreams {
     /// Names and parameters in the form of client configurations, checked.
     pub servers: BTreeMap<String, serde_json::Value>,
-    /// Hosts that callers over HTTP may name although they are at no public address.
+    /// Hosts that callers over HTTP may name although they have no public address.
     pub allowed_hosts: Vec<String>,
-    /// What `${VAR}` is filled from: the environment of this process, and `.env` of the workspace.
+    /// The values for `${VAR}`: the environment of this process, and `.env` of the workspace.
     pub variables: BTreeMap<String, String>,
 }
 
@@ -232,15 +249,16 @@ impl std::fmt::Debug for Upstreams {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Packages {
     pub allowed: bool,
-    /// Bytes that one installation may hold at most.
+    /// Size limit of one installation, in bytes.
     pub size: u64,
-    /// Bytes in the store beyond which packages that nobody uses are removed.
+    /// Size of the store, in bytes, beyond which unused packages are removed.
     pub store_size: u64,
-    /// How long one installation may take.
+    /// Timeout of one installation.
     pub timeout: Duration,
-    /// Bytes of memory of the sandbox in which packages are fetched and built, its files included.
+    /// Memory limit, in bytes, of the sandbox in which packages are fetched and built, its files
+    /// included.
     pub memory: u64,
-    /// Bytes of files there.
+    /// Limit of files there, in bytes.
     pub disk: u64,
 }
 
@@ -256,24 +274,17 @@ impl Packages {
     }
 }
 
-/// What code may do only when somebody has allowed it.
+/// Actions of code that need an approval.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Approvals {
     pub policy: Policy,
-    /// How long a person may think.
+    /// How long to wait for a decision.
     pub timeout: Duration,
-    /// Whether a permission can be given for good, in a file of the data folder.
+    /// Whether a grant can be permanent, stored in a file of the data folder.
     pub remember: bool,
 }
 
-impl Approvals {
-    /// What sandboxes are made for, which the rest of the policy cannot change later: whether commands are looked at, and whether hosts can be asked for.
-    pub fn sandboxes(&self) -> (bool, bool) {
-        (!self.policy.shell_is_open(), self.policy.opens_domains())
-    }
-}
-
-/// Where packages for sessions come from, if not from where uv would take them.
+/// The package index of sessions, if it is not uv's default.
 #[derive(Clone, Default, PartialEq, Eq)]
 pub struct PackageIndex {
     /// It may hold a password.
@@ -297,9 +308,10 @@ impl std::fmt::Debug for PackageIndex {
 #[derive(Debug, Clone)]
 pub struct Service {
     pub listen: SocketAddr,
-    /// Scheme, host and port by which clients know the server, when that is not the address it listens at.
+    /// Scheme, host and port by which clients know the server, if they differ from the listen
+    /// address.
     pub public_url: Option<String>,
-    /// Names that requests may be for, beside those of this machine.
+    /// Allowed `Host` names of requests, beside those of this machine.
     pub allowed_hosts: Vec<AllowedHost>,
     /// Origins of pages that may use the server from a browser.
     pub allowed_origins: Vec<PageOrigin>,
@@ -309,7 +321,7 @@ pub struct Service {
     pub max_wait: Duration,
 }
 
-/// A chain of certificates and their key.
+/// A certificate chain and its key.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TlsFiles {
     pub certificates: PathBuf,
@@ -332,7 +344,7 @@ pub struct Mount {
     pub writable: bool,
 }
 
-/// Which set of tools is shown to clients.
+/// The set of tools shown to clients.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Profile {
     Default,
@@ -368,7 +380,7 @@ impl Profile {
     }
 }
 
-/// Why settings were refused.
+/// Why settings were rejected.
 #[derive(Debug, thiserror::Error)]
 pub enum ConfigError {
     #[error("could not read {}", path.display())]
@@ -418,7 +430,8 @@ pub enum ConfigError {
         cause: DotenvError,
     },
     #[error(
-        "there is no environment \"{name}\"; known: {known}. Describe it in the configuration file or build it with \"cellblock env build {name} --packages …\""
+        "there is no environment \"{name}\"; known: {known}. Describe it in the configuration file \
+         or build it with \"cellblock env build {name} --packages …\""
     )]
     UnknownEnvironment {
         name: EnvironmentName,
@@ -438,7 +451,8 @@ pub enum ConfigError {
         cause: io::Error,
     },
     #[error(
-        "the folder {} of the setting {key} cannot be shown to a sandbox for writing: it overlaps with {}, whose files run on the host. \
+        "the folder {} of the setting {key} cannot be shown to a sandbox for writing: it overlaps \
+         with {}, whose files run on the host. \
          Choose another folder, or add \":ro\" to a mount",
         path.display(), trusted.display()
     )]
@@ -448,7 +462,8 @@ pub enum ConfigError {
         trusted: PathBuf,
     },
     #[error(
-        "the file {} holds a secret, but it lies in {}, which the setting {key} shows to sandboxes. Move it to another folder",
+        "the file {} holds a secret, but it lies in {}, which the setting {key} shows to \
+         sandboxes. Move it to another folder",
         path.display(), shown.display()
     )]
     SecretShown {
@@ -457,7 +472,8 @@ pub enum ConfigError {
         shown: PathBuf,
     },
     #[error(
-        "the audit log {} lies in {}, which the setting {key} shows to sandboxes or to clients. Move it to another folder",
+        "the audit log {} lies in {}, which the setting {key} shows to sandboxes or to clients. \
+         Move it to another folder",
         path.display(), shown.display()
     )]
     AuditShown {
@@ -488,7 +504,7 @@ fn in_brackets(why: Option<&str>) -> String {
     why.map(|why| format!(" ({why})")).unwrap_or_default()
 }
 
-/// Says the usual failures of files as a person would.
+/// Replaces the usual file errors by plainer texts.
 fn in_plain_words(error: io::Error) -> io::Error {
     let words = match error.kind() {
         io::ErrorKind::NotFound => "no such file",
@@ -499,9 +515,11 @@ fn in_plain_words(error: io::Error) -> io::Error {
     io::Error::new(error.kind(), words)
 }
 
-/// Reads the real file, environment and machine, checks everything, and makes the folders that settings name.
+/// Reads the real file, environment and machine, checks everything, and creates the folders that
+/// settings name.
 ///
-/// `config_file` is the file named by a flag. It must exist; so must one named by `CELLBLOCK_CONFIG`. The usual place may be empty.
+/// `config_file` is the file named by a flag. It must exist, and so must a file named by
+/// `CELLBLOCK_CONFIG`. The file at the default path is optional.
 pub fn load(config_file: Option<&Path>, flags: Flags) -> Result<Settings, ConfigError> {
     let file = config_text(config_file, &own_variables(), &current_dir()?)?;
     let hand_over = HandOver {
@@ -515,7 +533,8 @@ pub fn load(config_file: Option<&Path>, flags: Flags) -> Result<Settings, Config
     })
 }
 
-/// Checks what another process of this program was given. The environment and the current folder must be the same as there.
+/// Checks the settings handed over by another process of this program. The environment and the
+/// current folder must be the same as there.
 pub fn load_handed_over(hand_over: HandOver) -> Result<Settings, ConfigError> {
     let HandOver { file, flags } = hand_over.clone();
     let (settings, _) = read(file, Flags::from(flags), Folders::Made)?;
@@ -525,17 +544,17 @@ pub fn load_handed_over(hand_over: HandOver) -> Result<Settings, ConfigError> {
     })
 }
 
-/// What a configuration says, looked at without making anything.
+/// The effective settings of a configuration, determined without creating anything.
 pub struct Inspection {
     /// The configuration file that was read.
     pub file: Option<PathBuf>,
     /// Every setting, by name.
     pub settings: Vec<ShownSetting>,
-    /// What was coped with.
+    /// Tolerated problems.
     pub notices: Vec<String>,
 }
 
-/// Reads and checks the same as [`load`], and makes no folder.
+/// Reads and checks the same as [`load`], but creates no folder.
 pub fn inspect(config_file: Option<&Path>, flags: Flags) -> Result<Inspection, ConfigError> {
     let variables = own_variables();
     let file = config_text(config_file, &variables, &current_dir()?)?;
@@ -549,7 +568,7 @@ pub fn inspect(config_file: Option<&Path>, flags: Flags) -> Result<Inspection, C
     })
 }
 
-/// What happens to folders that settings name and that are missing.
+/// How missing folders named by settings are treated.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Folders {
     Made,
@@ -581,7 +600,8 @@ fn read(
     Ok((settings, written))
 }
 
-/// The configuration file and the flags as they were read. With the environment, which a child process has anyway, they are all that settings are made of.
+/// The configuration file and the flags as they were read. Together with the environment, which a
+/// child process inherits anyway, they determine all settings.
 #[derive(Clone, Default, Serialize, Deserialize)]
 pub struct HandOver {
     file: Option<(PathBuf, String)>,
@@ -594,7 +614,7 @@ impl std::fmt::Debug for HandOver {
     }
 }
 
-/// The environment. A variable whose name or value is not UTF-8 can be none of ours.
+/// The environment. A variable whose name or value is not UTF-8 cannot be one of ours.
 fn own_variables() -> BTreeMap<String, String> {
     let text = |(name, value): (OsString, OsString)| {
         Some((name.into_string().ok()?, value.into_string().ok()?))
@@ -602,7 +622,7 @@ fn own_variables() -> BTreeMap<String, String> {
     std::env::vars_os().filter_map(text).collect()
 }
 
-/// Lists the files in which the engine's own command line keeps credentials for registries.
+/// Returns the files in which the engine's own command line keeps registry credentials.
 pub fn engine_credentials(kind: EngineKind) -> Vec<PathBuf> {
     engine::credential_files(kind, &own_variables())
 }
@@ -645,13 +665,14 @@ fn config_text(
     }
 }
 
-/// A file of variables larger than this is a mistake or an attack.
+/// A larger file of variables is a mistake or an attack.
 const LARGEST_ENV_FILE: u64 = 1 << 20;
 
 fn read_named_file(file: NamedFile<'_>) -> io::Result<Option<String>> {
     let (path, extra, in_workspace) = match file {
         NamedFile::ByOperator(path) => (path, OFlags::empty(), false),
-        // Code of an earlier version could have put a link to a host file here, or a pipe that never answers.
+        // Code run by an earlier version could have put a link to a host file here, or a pipe that
+        // blocks the reader.
         NamedFile::InWorkspace(path) => (path, OFlags::NOFOLLOW | OFlags::NONBLOCK, true),
     };
     let file = match rustix::fs::openat(
@@ -668,7 +689,7 @@ fn read_named_file(file: NamedFile<'_>) -> io::Result<Option<String>> {
     if !about.is_file() {
         return Err(io::Error::other("it is not a regular file"));
     }
-    // Code could write into it under its other name.
+    // Code could write to it under its other name.
     if in_workspace && about.nlink() > 1 {
         return Err(io::Error::other("it has more than one name (hard links)"));
     }
@@ -680,7 +701,8 @@ fn read_named_file(file: NamedFile<'_>) -> io::Result<Option<String>> {
     Ok(Some(text))
 }
 
-/// Makes the folders that settings name, or only looks at them, and refuses what must not be shown.
+/// Creates the folders that settings name, or only inspects them, and rejects those that must not
+/// be shown.
 fn settle_folders(
     settings: &mut Settings,
     user_id: u32,
@@ -691,7 +713,7 @@ fn settle_folders(
         move |cause| ConfigError::Folder { key, path, cause }
     }
     let shared = |path: &Path| match folders {
-        // A folder that would be made has no links yet.
+        // A folder that does not exist yet contains no links.
         Folders::LookedAt if !path.exists() => Ok(path.to_owned()),
         Folders::LookedAt => folders::existing_folder(path),
         Folders::Made => folders::make_shared(path),
@@ -704,7 +726,8 @@ fn settle_folders(
     }
     settings.runtime_dir = shared(&settings.runtime_dir)
         .map_err(folder_error("runtime_dir", &settings.runtime_dir))?;
-    // Sessions in containers are never root, and could not work in a folder that root has made for itself.
+    // Sessions in containers are never root, and could not work in a folder that root created for
+    // itself.
     let owner = match settings.backend {
         BackendChoice::Containers(_) if user_id == 0 && folders == Folders::Made => {
             Some(FIRST_USER)
@@ -746,8 +769,8 @@ fn settle_folders(
     refuse_shown_audit(settings)
 }
 
-/// Finds the true paths of what sessions must not read or change, and leaves out what they do not see
-/// in any case. The file `.env` of the workspace is always among them.
+/// Resolves the paths that sessions must not read or change, and drops those that are not shown
+/// anyway. The file `.env` of the workspace is always among them.
 fn resolve_masks(settings: &mut Settings) -> Result<(), ConfigError> {
     let shown: Vec<PathBuf> = settings
         .workspace
@@ -772,7 +795,8 @@ fn resolve_masks(settings: &mut Settings) -> Result<(), ConfigError> {
                 host.filter(|host| shown.iter().any(|folder| host.starts_with(folder)))
             {
                 settings.notices.push(format!(
-                    "the sandbox configuration protects {}, which does not exist; until it is made on this machine, code can make it",
+                    "the sandbox configuration protects {}, which does not exist; until it is made \
+                     on this machine, code can make it",
                     written.display()
                 ));
                 masks.push(HostMask { host, rule });
@@ -780,13 +804,15 @@ fn resolve_masks(settings: &mut Settings) -> Result<(), ConfigError> {
             continue;
         };
         if shown.contains(&host) {
-            let why = "is a folder that sessions are shown as a whole; do not show it, or show it with \":ro\"";
+            let why = "is a folder that sessions are shown as a whole; do not show it, or show it \
+                       with \":ro\"";
             return Err(ConfigError::Mask { path: written, why });
         }
         if let Some(folder) = shown.iter().find(|folder| folder.starts_with(&host)) {
             let (path, folder) = (written.display(), folder.display());
             settings.notices.push(format!(
-                "the sandbox configuration protects {path}; sessions see nothing of it but {folder}, which stays as it is"
+                "the sandbox configuration protects {path}; sessions see nothing of it but \
+                 {folder}, which stays as it is"
             ));
         } else if shown.iter().any(|folder| host.starts_with(folder)) {
             masks.push(HostMask { host, rule });
@@ -804,7 +830,8 @@ fn resolve_masks(settings: &mut Settings) -> Result<(), ConfigError> {
     Ok(())
 }
 
-/// Refuses to let a sandbox write where the host's own tools, environments or sockets are.
+/// Rejects sandbox-writable folders that overlap with the host's own tools, environments or
+/// sockets.
 fn refuse_overlaps(settings: &Settings) -> Result<(), ConfigError> {
     let workspace = settings.workspace.iter().map(|path| ("workspace", path));
     let mounts = settings
@@ -826,7 +853,7 @@ fn refuse_overlaps(settings: &Settings) -> Result<(), ConfigError> {
     Ok(())
 }
 
-/// Refuses a secret in a file that code inside could read, or that a client could have uploaded.
+/// Rejects a secret in a file that code inside could read, or that a client could have uploaded.
 fn refuse_shown_secrets(settings: &Settings) -> Result<(), ConfigError> {
     let folders = shown_folders(settings);
     for written in &settings.secret_files {
@@ -835,7 +862,8 @@ fn refuse_shown_secrets(settings: &Settings) -> Result<(), ConfigError> {
             cause,
         };
         let real = written.canonicalize().map_err(unreadable)?;
-        // A link is as good as the file: code that can replace it makes us send another one.
+        // A link matters as much as the file: code that can replace it makes the server send
+        // another file.
         let folder = written
             .parent()
             .unwrap_or(Path::new("/"))
@@ -854,12 +882,12 @@ fn refuse_shown_secrets(settings: &Settings) -> Result<(), ConfigError> {
     Ok(())
 }
 
-/// Refuses an audit log that those could read, change or replace whom it is about.
+/// Rejects an audit log that the audited parties could read, change or replace.
 fn refuse_shown_audit(settings: &Settings) -> Result<(), ConfigError> {
     let Some(audit) = &settings.audit else {
         return Ok(());
     };
-    // A folder that is not there yet is nobody's; opening the log says what is wrong with it.
+    // A missing folder is shown to no sandbox; opening the log reports the error.
     let folder = audit.file.parent().unwrap_or(Path::new("/"));
     let folder = folder.canonicalize().unwrap_or_else(|_| folder.to_owned());
     match shown_folders(settings)
@@ -886,7 +914,7 @@ fn shown_folders(settings: &Settings) -> Vec<(&'static str, &PathBuf)> {
     workspace.chain(allowed_dirs).chain(mounts).collect()
 }
 
-/// Adds environments that were built by hand and are described nowhere else.
+/// Adds environments that were built by hand and are not described elsewhere.
 fn know_built_environments(settings: &mut Settings) -> Result<(), ConfigError> {
     for spec in environment::built_specs(&settings.data_dir) {
         settings
@@ -913,8 +941,13 @@ fn know_built_environments(settings: &mut Settings) -> Result<(), ConfigError> {
 pub(crate) mod tests_support {
     use super::*;
 
-    /// Returns default settings whose folders all lie below `base`. It makes none of them.
+    /// Returns default settings whose folders all lie below `base`. Creates none of them.
     pub(crate) fn settings_below(base: &Path) -> Settings {
+        settings_of(base, "")
+    }
+
+    /// Returns the settings of a configuration file in `base`.
+    pub(crate) fn settings_of(base: &Path, text: &str) -> Settings {
         let variables = BTreeMap::from([("HOME".to_owned(), base.to_string_lossy().into_owned())]);
         let machine = Machine {
             cores: 1,
@@ -923,13 +956,13 @@ pub(crate) mod tests_support {
             temporary_dir: base.join("temporary"),
         };
         let sources = Sources {
-            file: None,
+            file: Some((base.join("config.yaml"), text.to_owned())),
             variables,
             flags: Flags::default(),
             machine,
         };
-        let (mut settings, _) = checks::settle(sources, &|_| Ok(None))
-            .expect("nothing is written that could be refused");
+        let (mut settings, _) =
+            checks::settle(sources, &|_| Ok(None)).expect("what is written is allowed");
         settings.data_dir = base.join("data");
         settings
     }

@@ -1,11 +1,14 @@
-//! What a profile brings along: the usual settings of the server that it stands in for, and that server's own files and variables.
+//! The settings of a profile: the defaults of the server that it replaces, and that server's own
+//! files and variables.
 //!
 //! ```text
-//! usual settings of the profile  <  its own file  <  its own variables  <  file  <  CELLBLOCK_… variables  <  flags
+//! defaults of the profile  <  its own file  <  its own variables
+//!                          <  file  <  CELLBLOCK_… variables  <  flags
 //! ```
 //!
-//! Everything becomes a layer of ordinary settings, the weakest, so that `checks` sees nothing new. What has no meaning here becomes a
-//! notice: it was written by somebody who expects something of it.
+//! Everything becomes a layer of ordinary settings with the lowest precedence, so `checks` needs no
+//! special cases. A setting without a meaning here becomes a notice, because its author expects an
+//! effect.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -15,11 +18,13 @@ use serde_json::Value;
 
 use super::checks::{NamedFile, ReadFile};
 use super::folders;
-use super::layers::{self, Key, Layer, Member, Origin, Written};
+use super::layers::{self, Layer, Member, Origin, Written};
+use super::table::Key;
 use super::{ConfigError, InvalidValue, Profile};
 use crate::sandbox::masks::MaskRule;
 
-/// Packages that python-docker-mcp brings along. Its lists forget them, and its document promises them.
+/// Packages that python-docker-mcp includes. They are missing in its list, but its documentation
+/// promises them.
 const BUNDLED_MODULES: [&str; 6] = ["matplotlib", "numpy", "pandas", "scipy", "sklearn", "sympy"];
 
 /// Modules that python-docker-mcp lists.
@@ -48,7 +53,7 @@ const LISTED_MODULES: [&str; 22] = [
     "typing",
 ];
 
-/// Modules that python-docker-mcp refuses.
+/// Modules that python-docker-mcp rejects.
 const BLOCKED_MODULES: [&str; 12] = [
     "asyncio",
     "multiprocessing",
@@ -64,7 +69,7 @@ const BLOCKED_MODULES: [&str; 12] = [
     "threading",
 ];
 
-/// Modules that Containerized Code Executer refuses.
+/// Modules that Containerized Code Executer rejects.
 const DANGEROUS_MODULES: [&str; 9] = [
     "base64",
     "multiprocessing",
@@ -77,12 +82,12 @@ const DANGEROUS_MODULES: [&str; 9] = [
     "threading",
 ];
 
-/// Where settings of a profile come from.
+/// The sources of a profile's settings.
 pub(super) struct Surroundings<'a> {
     pub variables: &'a BTreeMap<String, String>,
     pub current_dir: &'a Path,
     pub read: ReadFile<'a>,
-    /// Whether sandboxes are containers, if anybody said so.
+    /// Whether sandboxes are containers, if it was set.
     pub containers: Option<bool>,
     /// Whether an image was named.
     pub image: bool,
@@ -112,14 +117,15 @@ impl Surroundings<'_> {
     }
 }
 
-/// Returns what a profile says about settings, weakest first. `notices` gets what was written in vain.
+/// Returns the settings of a profile, lowest precedence first. Settings without effect are added to
+/// `notices`.
 pub(super) fn layer(
     profile: Profile,
     surroundings: &Surroundings<'_>,
     notices: &mut Vec<String>,
 ) -> Result<Layer, ConfigError> {
     let mut layer = usual(profile);
-    // Whoever names an image to ipybox means a container.
+    // An image named to ipybox implies a container.
     if profile == Profile::Ipybox && surroundings.image && surroundings.containers.is_none() {
         layer.push(
             Key::Backend,
@@ -134,7 +140,7 @@ pub(super) fn layer(
     Ok(layer)
 }
 
-/// The settings that each server has when nobody says otherwise. None of these profiles has a tool that takes cells back.
+/// The default settings of each server. None of these profiles has an undo tool.
 fn usual(profile: Profile) -> Layer {
     let text = |key: Key, value: &str| {
         (
@@ -152,7 +158,7 @@ fn usual(profile: Profile) -> Layer {
     };
     Layer::of(match profile {
         Profile::Default => Vec::new(),
-        // What a kernel holds lasts as long as its server. A day without a call is as good as that.
+        // ipybox keeps a kernel as long as its server runs. A day without a call is equivalent.
         Profile::Ipybox => vec![text(Key::Undo, "off"), text(Key::IdleTimeout, "24h")],
         Profile::PythonDocker => vec![
             text(Key::Undo, "off"),
@@ -185,7 +191,8 @@ fn usual(profile: Profile) -> Layer {
     })
 }
 
-/// Reads the configuration file of python-docker-mcp. Returns where it switches the pool off, if it does.
+/// Reads the configuration file of python-docker-mcp. Returns where it disables the pool, if it
+/// does.
 fn own_file(
     surroundings: &Surroundings<'_>,
     layer: &mut Layer,
@@ -200,7 +207,7 @@ fn own_file(
     let text = match surroundings.text(&path)? {
         Some(text) => text,
         None if named.is_none() => return Ok(None),
-        // It may have been meant to close something.
+        // The missing file may have been meant to restrict something.
         None => {
             let origin = Origin::Variable(CONFIG.to_owned());
             let given = surroundings.variable(CONFIG).unwrap_or_default();
@@ -222,7 +229,7 @@ struct PythonDockerFile<'a> {
     path: &'a Path,
     layer: &'a mut Layer,
     notices: &'a mut Vec<String>,
-    /// Where the pool is switched off, whatever its size.
+    /// Where the pool is disabled, whatever its size.
     without_pool: Option<Origin>,
     /// Sandboxes are containers.
     containers: bool,
@@ -282,7 +289,7 @@ impl PythonDockerFile<'_> {
             "package.index_url" => Key::PackageIndex,
             "package.trusted_hosts" => Key::PackageTrustedHosts,
             "allowed_modules" => {
-                // An empty list is no list.
+                // An empty list counts as not set.
                 if let Written::List(listed) = &mut value
                     && !listed.is_empty()
                 {
@@ -319,11 +326,12 @@ impl PythonDockerFile<'_> {
     }
 }
 
-/// Says why a setting of python-docker-mcp has no effect.
+/// Returns why a setting of python-docker-mcp has no effect.
 fn why(name: &str) -> &'static str {
     match name {
         "docker.image" => {
-            ": code runs in the environment that --environment names, and in a container only with --backend docker"
+            ": code runs in the environment that --environment names, and in a container only with \
+             --backend docker"
         }
         "docker.working_dir" => ": code works in a folder of its own, which is its current folder",
         "docker.read_only" => {
@@ -351,7 +359,8 @@ const SETTINGS: [(&str, Key); 5] = [
     ),
 ];
 
-/// Reads the variables of python-docker-mcp, which win over its file. `without_pool` is where that one switches the pool off.
+/// Reads the variables of python-docker-mcp, which take precedence over its file. `without_pool` is
+/// where that file disables the pool.
 fn own_variables(
     surroundings: &Surroundings<'_>,
     without_pool: Option<Origin>,
@@ -373,7 +382,7 @@ fn own_variables(
             continue;
         }
         let Some(near) = layers::nearest(name, known()) else {
-            // Others may have set it for a purpose of their own, as with our own variables.
+            // It may have been set for another purpose, as with our own variables.
             notices.push(format!(
                 "the variable {variable} is no setting of python-docker-mcp and is ignored"
             ));
@@ -425,7 +434,7 @@ fn own_variables(
     Ok(())
 }
 
-/// Makes the error for a variable whose value makes no sense.
+/// Returns the error for a variable with an invalid value.
 fn refused_value(origin: &Origin, given: &str, allowed: &str) -> ConfigError {
     ConfigError::Invalid(Box::new(InvalidValue {
         key: "it".to_owned(),
@@ -444,12 +453,12 @@ fn truth(text: &str) -> Option<bool> {
     }
 }
 
-/// What code must not read or change, by the file that ipybox hands to its sandbox. Relative paths begin
-/// at the working folder.
+/// Paths that code must not read or change, from the sandbox configuration of ipybox. Relative
+/// paths start at the working folder.
 pub(super) type ProtectedPaths = Vec<(MaskRule, PathBuf)>;
 
-/// Reads the file that ipybox hands to its sandbox: what code may reach, read and write. Returns the
-/// first as settings.
+/// Reads the sandbox configuration of ipybox: what code may reach, read and write. The network part
+/// is returned as settings.
 pub(super) fn sandbox_config(
     path: &Path,
     surroundings: &Surroundings<'_>,
@@ -530,10 +539,10 @@ pub(super) fn sandbox_config(
     Ok((layer, protected))
 }
 
-/// Reads a path that code must not read or change. A pattern is refused: a file that it fits and that
-/// is made later could not be hidden.
+/// Parses a path that code must not read or change. A pattern is rejected: a matching file that is
+/// created later could not be hidden.
 fn protected_path(text: &str, surroundings: &Surroundings<'_>) -> Result<PathBuf, &'static str> {
-    // A folder is protected with everything in it.
+    // A folder is protected with all its contents.
     let text = text.strip_suffix("/**").unwrap_or(text);
     if text.is_empty() || text.contains('\0') {
         return Err("is not a path");
@@ -550,7 +559,8 @@ fn protected_path(text: &str, surroundings: &Surroundings<'_>) -> Result<PathBuf
     }
 }
 
-/// Writes a rule of that file with the meaning that it has there: a wildcard stands for any number of labels, and a name for all its ports.
+/// Converts a rule of that file with its meaning there: a wildcard matches any number of labels,
+/// and a name applies to all its ports.
 fn rule_of_sandbox(rule: &str, key: Key) -> String {
     let rule = rule
         .strip_prefix("*.")
@@ -564,7 +574,8 @@ fn rule_of_sandbox(rule: &str, key: Key) -> String {
 fn why_not(section: &str, name: &str) -> &'static str {
     match (section, name) {
         ("filesystem", _) => {
-            ": code sees its working folder and what --mount shows, and nothing else of this machine"
+            ": code sees its working folder and what --mount shows, and nothing else of this \
+             machine"
         }
         _ => ": code has a network of its own",
     }
@@ -615,6 +626,19 @@ mod tests {
     }
 
     #[test]
+    fn no_profile_opens_the_network() {
+        for profile in ["ipybox", "python-docker-mcp", "code-executer", "pyexec"] {
+            let of_profile = || case().flag(Key::Profile, profile);
+            assert!(
+                of_profile().settings().network.rules.is_empty(),
+                "{profile}"
+            );
+            let open = of_profile().flag(Key::AllowNetwork, "all").settings();
+            assert!(open.network.rules.is_everything(), "{profile}"); // control
+        }
+    }
+
+    #[test]
     fn what_an_operator_says_is_stronger_than_a_profile() {
         let settings = python_docker()
             .variable("CELLBLOCK_MEMORY", "1G")
@@ -628,10 +652,14 @@ mod tests {
 
     #[test]
     fn every_key_of_the_file_is_taken_or_told() {
-        let text = "docker:\n  image: x\n  working_dir: /app\n  memory_limit: 512m\n  cpu_limit: 1.5\n  timeout: 60\n  \
-                    network_disabled: false\n  read_only: false\n  pool_enabled: true\n  pool_size: 4\n  pool_max_age: 1\n  \
-                    max_concurrent_creations: 2\npackage:\n  installer: pip\n  index_url: https://user:hush@index.test/simple\n  \
-                    trusted_hosts: [index.test]\nallowed_modules: [math]\nblocked_modules: []\nfuture: 1\n";
+        let text = "docker:\n  image: x\n  working_dir: /app\n  memory_limit: 512m\n  cpu_limit: \
+                    1.5\n  timeout: 60\n  \
+                    network_disabled: false\n  read_only: false\n  pool_enabled: true\n  \
+                    pool_size: 4\n  pool_max_age: 1\n  \
+                    max_concurrent_creations: 2\npackage:\n  installer: pip\n  index_url: \
+                    https://user:hush@index.test/simple\n  \
+                    trusted_hosts: [index.test]\nallowed_modules: [math]\nblocked_modules: \
+                    []\nfuture: 1\n";
         let settings = python_docker().file(FILE, text).settings();
         assert_eq!(
             (
@@ -683,10 +711,51 @@ mod tests {
         );
     }
 
+    /// The example in that server's documentation: its keys with its values.
+    #[test]
+    fn the_example_file_of_the_document_is_taken_as_it_is() {
+        let text = "docker:\n  image: python:3.12.2-slim\n  working_dir: /app\n  \
+                    memory_limit: 256m\n  cpu_limit: 0.5\n  timeout: 30\n  \
+                    network_disabled: true\n  read_only: true\n\npackage:\n  installer: uv\n  \
+                    index_url: null\n  trusted_hosts: []\n\nallowed_modules:\n  - math\n  - \
+                    datetime\n  - random\n  - json\n  - re\n  - collections\n\n\
+                    blocked_modules:\n  - os\n  - sys\n  - subprocess\n  - shutil\n  - pathlib\n";
+        let (written, usual) = (
+            python_docker().file(FILE, text).settings(),
+            python_docker().settings(),
+        );
+        assert_eq!(
+            (&written.limits, written.timeout, written.pool),
+            (&usual.limits, usual.timeout, usual.pool)
+        );
+        assert!(written.network.rules.is_empty());
+        assert_eq!(written.package_index.url, usual.package_index.url);
+        assert!(written.package_index.trusted_hosts.is_empty());
+        let listed = ["math", "datetime", "random", "json", "re", "collections"];
+        assert_eq!(
+            written.allowed_modules,
+            [&listed[..], &BUNDLED_MODULES].concat()
+        );
+        assert_eq!(
+            written.blocked_modules,
+            ["os", "sys", "subprocess", "shutil", "pathlib"]
+        );
+        assert!(told(&written, "docker.image") && told(&written, "docker.working_dir"));
+        assert_eq!(written.notices.len(), 2, "{:?}", written.notices);
+        // Control: another value is another setting.
+        let other = text
+            .replace("256m", "300m")
+            .replace("null", "https://i.test");
+        let other = python_docker().file(FILE, &other).settings();
+        assert_eq!(other.limits.memory >> 20, 300);
+        assert_eq!(other.package_index.url.as_deref(), Some("https://i.test"));
+    }
+
     #[test]
     fn without_a_file_the_documented_values_hold() {
         let settings = python_docker().settings();
         assert!(settings.network.rules.is_empty(), "closed, as documented");
+        assert_eq!(settings.pool, 2, "and not the documented 32");
         for module in ["math", "numpy", "sklearn"] {
             assert!(
                 settings
@@ -769,7 +838,7 @@ mod tests {
         assert!(refusal("PYTHON_DOCKER_MCP_MEMORY", "1g").contains("no setting"));
         assert!(refusal("PYTHON_DOCKER_MCP_CONFIG", "/nope.yaml").contains("/nope.yaml"));
         assert!(refusal("PYTHON_DOCKER_MCP_POOL_SIZE", "x").contains("number"));
-        // Controls: values that do make sense, and another profile, which never looks.
+        // Controls: valid values, and another profile, which never reads them.
         python_docker()
             .variable("PYTHON_DOCKER_MCP_POOL_ENABLED", "yes")
             .settings();
@@ -823,13 +892,23 @@ mod tests {
                 .refusal()
                 .contains("--backend docker")
         );
-        let file = "docker: {image: 'python-docker-mcp:latest', pool_max_age: 60, max_concurrent_creations: 7}";
+        let file = "docker: {image: 'python-docker-mcp:latest', pool_max_age: 60, \
+                    max_concurrent_creations: 7}";
         let docker = python_docker()
             .file(FILE, file)
             .flag(Key::Backend, "docker");
         assert_eq!(
             image(docker),
             Some(("python-docker-mcp:latest".to_owned(), 60, 7))
+        );
+        let by_variables = python_docker()
+            .file(FILE, file)
+            .variable("PYTHON_DOCKER_MCP_POOL_MAX_AGE", "90")
+            .variable("PYTHON_DOCKER_MCP_MAX_CONCURRENT_CREATIONS", "2")
+            .flag(Key::Backend, "docker");
+        assert_eq!(
+            image(by_variables),
+            Some(("python-docker-mcp:latest".to_owned(), 90, 2))
         );
         let usual = image(python_docker().flag(Key::Backend, "docker")).unwrap();
         assert_eq!((usual.1, usual.2), (300, 5));
@@ -939,7 +1018,7 @@ mod tests {
             (r#""denyRead": ".env""#, "must be a list of texts"),
             (r#""denyWrite": [1]"#, "must be a list of texts"),
         ] {
-            // The cause holds the words.
+            // The text is in the cause.
             let refusal = format!("{:?}", protected(lists).result().map(drop).unwrap_err());
             assert!(refusal.contains(words), "{lists}: {refusal}");
         }

@@ -1,15 +1,17 @@
-//! Sizes and durations as people write them.
+//! Human-readable sizes and durations.
 //!
 //! ```text
-//! 512M   2G   2GiB   1.5 GB   1048576        K, M, G, T and KiB … count by 1024, KB … by 1000, nothing means bytes
-//! 90     30s  2m     1h30m    500ms   1d     nothing means seconds
+//! 512M   2G   2GiB   1.5 GB   1048576        K, M, G, T and KiB … count by 1024, KB … by 1000,
+//!                                            without a unit: bytes
+//! 90     30s  2m     1h30m    500ms   1d     without a unit: seconds
 //! ```
 //!
-//! Reading is exact: the number is kept as digits, never as a floating-point value, so nothing is rounded up past a limit.
+//! Parsing is exact: the number is kept as digits, never as a floating-point value, so nothing is
+//! rounded up past a limit.
 
 use std::time::Duration;
 
-/// Why a size or duration could not be read.
+/// Why a size or duration could not be parsed.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum QuantityError {
     #[error("it is empty")]
@@ -24,7 +26,7 @@ pub enum QuantityError {
     TooLarge,
 }
 
-/// Reads a number of bytes.
+/// Parses a number of bytes.
 pub fn parse_size(text: &str) -> Result<u64, QuantityError> {
     let (number, rest) = Decimal::split_from(text)?;
     let unit: u128 = match rest.trim().to_ascii_lowercase().as_str() {
@@ -42,7 +44,7 @@ pub fn parse_size(text: &str) -> Result<u64, QuantityError> {
     u64::try_from(number.times(unit)?).map_err(|_| QuantityError::TooLarge)
 }
 
-/// Reads a duration; several parts add up, as in `1h30m`.
+/// Parses a duration; several parts add up, as in `1h30m`.
 pub fn parse_duration(text: &str) -> Result<Duration, QuantityError> {
     const SECOND: u128 = 1_000_000_000;
     let mut nanoseconds: u128 = 0;
@@ -56,7 +58,8 @@ pub fn parse_duration(text: &str) -> Result<Duration, QuantityError> {
             .unwrap_or(after_number.len());
         let (unit, remaining) = after_number.split_at(end);
         let unit = match unit.to_ascii_lowercase().as_str() {
-            // A bare number is seconds only when it is the whole text: "1h30" could be minutes or seconds.
+            // A bare number is seconds only when it is the whole text: "1h30" could be minutes or
+            // seconds.
             "" if first && remaining.is_empty() => SECOND,
             "ms" => SECOND / 1000,
             "s" | "sec" | "second" | "seconds" => SECOND,
@@ -77,7 +80,7 @@ pub fn parse_duration(text: &str) -> Result<Duration, QuantityError> {
     Ok(Duration::new(seconds, subsecond))
 }
 
-/// Writes a size with the largest unit that keeps it readable: `512 MiB`, `1.5 GiB`.
+/// Formats a size with the largest unit that keeps it readable: `512 MiB`, `1.5 GiB`.
 pub fn format_size(bytes: u64) -> String {
     let (unit, name) = match bytes {
         0..1_024 => return format!("{bytes} bytes"),
@@ -93,7 +96,7 @@ pub fn format_size(bytes: u64) -> String {
     }
 }
 
-/// Writes a duration with the largest unit that divides it: `2 min`, `90 s`, `1 h`.
+/// Formats a duration with the largest unit that divides it: `2 min`, `90 s`, `1 h`.
 pub fn format_duration(duration: Duration) -> String {
     let seconds = duration.as_secs();
     match (duration.subsec_millis(), seconds) {
@@ -120,10 +123,10 @@ struct Decimal {
 }
 
 impl Decimal {
-    /// Digits after the point beyond these change nothing that we can represent.
+    /// More digits after the point make no representable difference.
     const MOST_FRACTION_DIGITS: usize = 12;
 
-    /// Takes the number at the start of `text` and returns it with what follows.
+    /// Parses the number at the start of `text` and returns it with the rest.
     fn split_from(text: &str) -> Result<(Decimal, &str), QuantityError> {
         let text = text.trim_start();
         if text.is_empty() {
@@ -151,7 +154,7 @@ impl Decimal {
         Ok((Decimal { digits, scale }, rest))
     }
 
-    /// Multiplies by a unit and drops what is smaller than one.
+    /// Multiplies by a unit and truncates the result to an integer.
     fn times(&self, unit: u128) -> Result<u128, QuantityError> {
         let product = self
             .digits

@@ -1,8 +1,9 @@
-//! Settings as `cellblock config show` prints them: what holds, and where it was written.
+//! Settings as `cellblock config show` prints them: the effective values, and where they were
+//! written.
 //!
-//! Values are those that a server would use, after everything was laid over each other and checked.
-//! No value that can be a secret is shown: variables and MCP servers by name, secrets by name and
-//! hosts, addresses without user names and queries.
+//! Values are those that a server would use, after all sources were merged and checked. No value
+//! that can be a secret is shown: variables and MCP servers by name, secrets by name and hosts,
+//! URLs without user names and queries.
 
 use std::collections::BTreeMap;
 use std::fmt::Display;
@@ -12,28 +13,29 @@ use std::time::Duration;
 use serde_json::{Value, json};
 
 use super::checks::PASSED_ON;
-use super::layers::{Key, Merged, Origin};
+use super::layers::{Merged, Origin};
 use super::quantity::{format_duration, format_size};
+use super::table::Key;
 use super::{BackendChoice, Containers, Settings, Undo};
 use crate::audit::{AuditSettings, OnFailure, Sync};
 use crate::auth::{AuthChoice, AuthSettings, IssuerVariables};
 use crate::sandbox::LayerKind;
 use crate::sandbox::container::EngineKind;
 
-/// Stands for what is not shown.
+/// The placeholder for hidden values.
 const HIDDEN: &str = "[hidden]";
 
 /// One setting.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ShownSetting {
     pub name: &'static str,
-    /// A text, a list of texts, or null where nothing is set.
+    /// A text, a list of texts, or null if it is not set.
     pub value: Value,
-    /// Where it was written, weakest first; empty for a default.
+    /// Where it was written, lowest precedence first; empty for a default.
     pub origins: Vec<String>,
 }
 
-/// Variables of other programs that a setting follows when nobody writes it, the strongest first.
+/// Variables of other programs that serve as the default of a setting, highest precedence first.
 const FOLLOWED: [(Key, &str); 7] = [
     (Key::LogLevel, "RUST_LOG"),
     (Key::OtlpEndpoint, "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"),
@@ -44,6 +46,28 @@ const FOLLOWED: [(Key, &str); 7] = [
     (Key::DataDir, "XDG_DATA_HOME"),
 ];
 
+/// The effective value of a setting.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum SettingValue {
+    Nothing,
+    Size(u64),
+    Duration(Duration),
+    Text(String),
+    List(Vec<String>),
+}
+
+impl SettingValue {
+    fn shown(self) -> Value {
+        match self {
+            SettingValue::Nothing => Value::Null,
+            SettingValue::Size(bytes) => json!(format_size(bytes)),
+            SettingValue::Duration(duration) => json!(format_duration(duration)),
+            SettingValue::Text(text) => json!(text),
+            SettingValue::List(texts) => json!(texts),
+        }
+    }
+}
+
 /// Lists all settings by name.
 pub(super) fn settings(
     settings: &Settings,
@@ -53,7 +77,11 @@ pub(super) fn settings(
     let mut keys: Vec<Key> = Key::all().collect();
     keys.sort_by_key(|key| key.name());
     let show = |key: Key| {
-        let value = value(settings, written, key);
+        let value = match value(settings, key) {
+            SettingValue::Nothing => as_written(written, key),
+            value => value,
+        };
+        let value = value.shown();
         let origins = origins(settings, written, variables, key, &value);
         ShownSetting {
             name: key.name(),
@@ -76,7 +104,7 @@ fn origins(
             path,
             line: Some(line),
         } => format!("{}:{line}", path.display()),
-        // The usual settings of a profile are written under its flag.
+        // The default settings of a profile have its flag as their origin.
         Origin::Flag("--profile") if key != Key::Profile => {
             format!("profile {}", settings.profile.name())
         }
@@ -112,20 +140,22 @@ fn origins(
     origins
 }
 
-fn value(settings: &Settings, written: &Merged, key: Key) -> Value {
+/// Returns the value of a setting without its secrets. It is `Nothing` if other settings disable
+/// it, or if its value was merged into theirs.
+pub(crate) fn value(settings: &Settings, key: Key) -> SettingValue {
     let limits = &settings.limits;
     let (network, service) = (&settings.network, &settings.service);
     let approve = settings.approvals.policy.defaults();
-    let containers = |value: &dyn Fn(&Containers) -> Value| match &settings.backend {
-        BackendChoice::Native => as_written(written, key),
+    let containers = |value: &dyn Fn(&Containers) -> SettingValue| match &settings.backend {
+        BackendChoice::Native => SettingValue::Nothing,
         BackendChoice::Containers(choice) => value(choice),
     };
-    let undo = |value: &dyn Fn(usize, u64) -> Value| match settings.undo {
-        Undo::Off => as_written(written, key),
+    let undo = |value: &dyn Fn(usize, u64) -> SettingValue| match settings.undo {
+        Undo::Off => SettingValue::Nothing,
         Undo::On { checkpoints, files } => value(checkpoints, files),
     };
-    let audit = |value: &dyn Fn(&AuditSettings) -> Value| match &settings.audit {
-        None => as_written(written, key),
+    let audit = |value: &dyn Fn(&AuditSettings) -> SettingValue| match &settings.audit {
+        None => SettingValue::Nothing,
         Some(log) => value(&log.settings),
     };
     match key {
@@ -188,6 +218,7 @@ fn value(settings: &Settings, written: &Merged, key: Key) -> Value {
         }),
         // The hosts of secrets are among them.
         Key::AllowedDomains => list(network.rules.iter().filter(|rule| !rule.is_denial())),
+        Key::DeniedDomains => list(network.rules.iter().filter(|rule| rule.is_denial())),
         Key::Secrets => list(network.secrets.iter().map(|secret| {
             let hosts: Vec<String> = secret.hosts().iter().map(ToString::to_string).collect();
             format!("{}={HIDDEN}@{}", secret.name(), hosts.join(","))
@@ -206,7 +237,7 @@ fn value(settings: &Settings, written: &Merged, key: Key) -> Value {
         }),
         Key::PackageTrustedHosts => list(&settings.package_index.trusted_hosts),
         Key::Approvals => match settings.approvals.policy.rules() {
-            0 => Value::Null,
+            0 => SettingValue::Nothing,
             rules => text(format!("{rules} rules")),
         },
         Key::ApproveTools => text(approve.tools.name()),
@@ -253,25 +284,24 @@ fn value(settings: &Settings, written: &Merged, key: Key) -> Value {
         Key::AuditRecords => audit(&|audit| text(audit.records_per_hour)),
         Key::McpServers => list(settings.upstreams.servers.keys()),
         Key::McpAllowedHosts => list(&settings.upstreams.allowed_hosts),
-        // Files and lists that were taken apart, and hold no secrets themselves.
-        Key::EnvFiles
-        | Key::DeniedDomains
-        | Key::AllowedHosts
-        | Key::SandboxConfig
-        | Key::McpServersFile => as_written(written, key),
+        // Files and lists that were merged into other settings, and hold no secrets themselves.
+        Key::EnvFiles | Key::AllowedHosts | Key::SandboxConfig | Key::McpServersFile => {
+            SettingValue::Nothing
+        }
     }
 }
 
-/// Returns what was written for a setting that holds no secret.
-fn as_written(written: &Merged, key: Key) -> Value {
+/// Returns the written value of a setting that holds no secret.
+fn as_written(written: &Merged, key: Key) -> SettingValue {
     match (written.text(key), written.texts(key)) {
         (Ok(Some((_, single))), _) => text(single),
         (_, Ok(Some((_, several)))) => list(several),
-        _ => Value::Null,
+        _ => SettingValue::Nothing,
     }
 }
 
-/// Says who may call. Issuers and owners of keys by name; a key itself is known to nobody.
+/// Describes the authentication. Issuers and key owners are listed by name; the keys themselves are
+/// not stored.
 fn auth(settings: &AuthSettings) -> String {
     match settings.choice {
         AuthChoice::Off => return "off".to_owned(),
@@ -301,7 +331,7 @@ fn auth(settings: &AuthSettings) -> String {
     }
 }
 
-/// Leaves out of an address what can hold a secret: user name, password and query.
+/// Removes the parts of a URL that can hold a secret: user name, password and query.
 fn without_secrets(url: &str) -> String {
     let (url, query) = match url.split_once('?') {
         Some((url, _)) => (url, format!("?{HIDDEN}")),
@@ -317,34 +347,31 @@ fn without_secrets(url: &str) -> String {
     }
 }
 
-fn text(value: impl Display) -> Value {
-    Value::String(value.to_string())
+fn text(value: impl Display) -> SettingValue {
+    SettingValue::Text(value.to_string())
 }
 
-fn list<T: Display>(values: impl IntoIterator<Item = T>) -> Value {
-    values
-        .into_iter()
-        .map(|value| json!(value.to_string()))
-        .collect()
+fn list<T: Display>(values: impl IntoIterator<Item = T>) -> SettingValue {
+    SettingValue::List(values.into_iter().map(|value| value.to_string()).collect())
 }
 
-fn optional<'a, T>(value: &'a Option<T>, show: impl Fn(&'a T) -> Value) -> Value {
-    value.as_ref().map_or(Value::Null, show)
+fn optional<'a, T>(value: &'a Option<T>, show: impl Fn(&'a T) -> SettingValue) -> SettingValue {
+    value.as_ref().map_or(SettingValue::Nothing, show)
 }
 
-fn path(value: &Option<PathBuf>) -> Value {
+fn path(value: &Option<PathBuf>) -> SettingValue {
     optional(value, |path| text(path.display()))
 }
 
-fn size(bytes: u64) -> Value {
-    text(format_size(bytes))
+fn size(bytes: u64) -> SettingValue {
+    SettingValue::Size(bytes)
 }
 
-fn duration(value: Duration) -> Value {
-    text(format_duration(value))
+fn duration(value: Duration) -> SettingValue {
+    SettingValue::Duration(value)
 }
 
-fn switch(is_on: bool) -> Value {
+fn switch(is_on: bool) -> SettingValue {
     text(if is_on { "on" } else { "off" })
 }
 
@@ -401,13 +428,14 @@ mod tests {
     fn no_secret_is_shown() {
         const SECRET: &str = "sk-0123456789-canary";
         let yaml = format!(
-            "variables: {{TOKEN: {SECRET}}}\npackage_index: https://me:{SECRET}@index.test/simple?token={SECRET}\n\
+            "variables: {{TOKEN: {SECRET}}}\npackage_index: \
+             https://me:{SECRET}@index.test/simple?token={SECRET}\n\
              mcp_servers: {{github: {{command: run, env: {{KEY: {SECRET}}}}}}}\n\
              secrets: [{{name: API, env: VALUE, hosts: [api.example.com]}}]\n"
         );
         let case = case()
             .yaml(&yaml)
-            // A secret whose value code inside could see would be refused.
+            // A secret whose value code inside could see would be rejected.
             .variable("VALUE", &format!("{SECRET}-of-the-api"))
             .variable("KERNEL_ENV_OTHER", SECRET)
             .variable(

@@ -3,7 +3,8 @@
 use std::collections::BTreeMap;
 use std::fmt;
 
-/// Names and values for the inside. Printing it shows names only, because values are often secrets.
+/// Names and values of the sandbox's variables. `Debug` prints names only, because values are often
+/// secrets.
 #[derive(Clone, Default, PartialEq, Eq)]
 pub struct Variables(BTreeMap<String, String>);
 
@@ -23,7 +24,7 @@ impl Variables {
         self.0.insert(name, value);
     }
 
-    /// Takes a variable away and tells whether there was one.
+    /// Removes a variable and returns whether it existed.
     pub(super) fn remove(&mut self, name: &str) -> bool {
         self.0.remove(name).is_some()
     }

@@ -1,13 +1,16 @@
 //! Building an environment.
 //!
 //! ```text
-//! .building-<name>-<hash>/tree     uv chooses exact versions, makes a virtual environment and installs wheels with the right hashes
-//!                                  links and pyvenv.cfg are turned to the inside, bytecode is compiled, everything is checked
-//! <name>-<hash>/tree               … and the whole folder gets its name in one step
+//! .building-<name>-<hash>/tree     uv resolves exact versions, creates a virtual environment and
+//!                                  installs wheels with matching hashes
+//!                                  links and pyvenv.cfg are rewritten to inside paths, bytecode is
+//!                                  compiled, everything is checked
+//! <name>-<hash>/tree               … then the whole directory is renamed in one step
 //! ```
 //!
-//! No code of an installed package runs on the host. Only wheels are taken, because building a source package runs its code; and
-//! whenever Python works on the finished tree it runs without `site`, because a `.pth` file in a package is code too.
+//! No code of an installed package runs on the host. Only wheels are used, because building a
+//! source package runs its code. Python always runs on the finished tree without `site`, because a
+//! `.pth` file in a package is code too.
 
 use std::collections::BTreeMap;
 use std::fs::{File, Permissions};
@@ -25,15 +28,18 @@ use super::{
     IN_USE_FILE, Progress, PythonRequest, TREE, environments_dir, lock, uv, while_doing,
 };
 
-/// The Python that uv downloads when none is found and no version was asked for.
+/// The Python that uv downloads if none is found and no version was requested.
 const DOWNLOADED_PYTHON: &str = "3.13";
 
-/// How often a waiting process looks whether another one has finished. Nobody notices a fifth of a second after a build.
+/// Polling interval while waiting for another process's build. Compared to a build, a fifth of a
+/// second is not noticeable.
 const LOOK_AGAIN: Duration = Duration::from_millis(200);
 
-/// Builds what `spec` describes and returns its folder. Another process that builds under the same name is waited for first.
+/// Builds the environment for `spec` and returns its directory. Waits first for another process
+/// that builds under the same name.
 ///
-/// It is made from `given`, or from the lock of an environment that was built for the same wish before, or from what uv chooses now.
+/// The versions come from `given`, or from the lock of an environment that was built earlier for
+/// the same spec, or from uv's resolution now.
 pub(super) async fn build(
     spec: &EnvironmentSpec,
     given: Option<&Lockfile>,
@@ -63,7 +69,7 @@ pub(super) async fn build(
     let directory_name = record::directory_name(spec, &interpreter, locked.as_deref());
     let directory = folder.join(&directory_name);
     if let Some(mut known) = Record::read(&directory) {
-        // The same interpreter was installed again: only its file is newer.
+        // The same interpreter was reinstalled: only its file is newer.
         known.executable_stamp = stamp(&interpreter)?;
         known
             .write(&directory)
@@ -140,9 +146,10 @@ pub(super) async fn build(
     Ok(directory)
 }
 
-/// Finds the lock of an environment that was built for the same wish and line of Python: an update of the interpreter changes no package.
+/// Finds the lock of an environment that was built for the same spec and minor version of Python.
+/// An update of the interpreter does not change the packages.
 ///
-/// Returns with it which lock that environment had to be made from, if any.
+/// Also returns the lock that the environment was required to use, if any.
 fn kept_lock(
     spec: &EnvironmentSpec,
     interpreter: &Interpreter,
@@ -185,7 +192,8 @@ pub(super) fn build_lock(folder: &Path, name: &EnvironmentName) -> PathBuf {
     folder.join(format!(".{name}.lock"))
 }
 
-/// Finds the interpreter and uv. Either can help to get the other: Python installs uv, uv downloads Python.
+/// Finds the interpreter and uv. Each can provide the other: Python installs uv, and uv downloads
+/// Python.
 pub(super) async fn find_tools(
     python: &PythonRequest,
     data_dir: &Path,
@@ -209,7 +217,7 @@ pub(super) async fn find_tools(
             }
             let uv = match uv {
                 Some(uv) => uv,
-                // Some other Python can at least install uv, which then brings the right one.
+                // Any other Python can install uv, which then provides the right one.
                 None => match interpreter::find(&PythonRequest::Any, variables).await {
                     Ok(helper) => uv::install(&helper, variables, data_dir, progress).await?,
                     Err(tried) => return Err(no_python(tried)),
@@ -221,7 +229,8 @@ pub(super) async fn find_tools(
     }
 }
 
-/// A range is open above more often than not, and the newest Python has the fewest wheels.
+/// Returns the version to download. Most ranges have no upper bound, and the newest Python has the
+/// fewest wheels, so our default is preferred if the range accepts it.
 fn version_to_download(python: &PythonRequest) -> &str {
     let accepts_line = || {
         ["0", "999"]
@@ -235,7 +244,7 @@ fn version_to_download(python: &PythonRequest) -> &str {
     }
 }
 
-/// Lets uv find a Python that is not on the path, or download one into our own folder.
+/// Uses uv to find a Python that is not on the path, or to download one into our own directory.
 async fn download_python(
     python: &PythonRequest,
     uv: &Path,
@@ -294,7 +303,7 @@ async fn download_python(
         })
 }
 
-/// Makes a virtual environment and puts into it what the lock lists, and nothing else.
+/// Creates a virtual environment with exactly the packages in the lock.
 pub(super) async fn install(
     lockfile: &Lockfile,
     tree: &Path,
@@ -321,7 +330,7 @@ pub(super) async fn install(
         .await
         .map_err(|failure| failure.during("make a virtual environment with uv"))?;
 
-    // It may name an index with a password, so only we can read it, and it does not stay.
+    // The list may contain an index password, so it is readable only by us and is temporary.
     let beside = tree.parent().unwrap_or(Path::new("/"));
     let mut list = tempfile::NamedTempFile::new_in(beside)
         .map_err(while_doing("make a list for the installer"))?;
@@ -329,7 +338,8 @@ pub(super) async fn install(
         .map_err(while_doing("write a list for the installer"))?;
     let (python, list_text) = (tree.join("bin/python"), list.path().to_string_lossy());
     let python = python.to_string_lossy();
-    // Copies, not links into uv's cache: what happens to the cache later must not change a finished environment.
+    // Copies, not links into uv's cache: later changes to the cache must not affect a finished
+    // environment.
     let mut install = vec![
         "pip",
         "install",
@@ -356,7 +366,7 @@ pub(super) async fn install(
         .map_err(|failure| failure.during("install the packages with uv"))
 }
 
-/// Rewrites everything in the tree that names a path of the host.
+/// Rewrites every host path in the tree to its inside path.
 fn turn_to_the_inside(tree: &Path, interpreter: &Interpreter) -> io::Result<()> {
     let bin = tree.join("bin");
     for entry in std::fs::read_dir(&bin)? {
@@ -377,7 +387,7 @@ fn turn_to_the_inside(tree: &Path, interpreter: &Interpreter) -> io::Result<()> 
         }
     }
     let home = interpreter.executable.parent().unwrap_or(Path::new("/"));
-    // The installer's own lock is of no use any more, and inside it would be a name that all sessions can lock.
+    // The installer's lock file is not needed any more, and inside all sessions could lock it.
     match std::fs::remove_file(tree.join(".lock")) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
         _ => {}
@@ -390,16 +400,18 @@ fn turn_to_the_inside(tree: &Path, interpreter: &Interpreter) -> io::Result<()> 
 
 pub(super) fn pyvenv_cfg(home: &Path, version: &str) -> String {
     format!(
-        "home = {}\nimplementation = CPython\nversion_info = {version}\ninclude-system-site-packages = false\n",
+        "home = {}\nimplementation = CPython\nversion_info = \
+         {version}\ninclude-system-site-packages = false\n",
         home.display()
     )
 }
 
-/// Modules that are compiled when they are imported, if ever: tests of packages. They are a third of
-/// all modules, and of the time that compiling takes.
+/// Modules that are compiled only on import: tests of packages. They are a third of all modules and
+/// of the compile time.
 const NOT_COMPILED: &str = "/tests/";
 
-/// Compiles the modules below `tree`. The bytecode names files as they are called inside and is never compared with its source.
+/// Compiles the modules below `tree`. The bytecode contains inside paths and is never checked
+/// against its source.
 pub(super) async fn compile(
     interpreter: &Interpreter,
     tree: &Path,
@@ -429,7 +441,8 @@ pub(super) async fn compile(
         .status()
         .await
         .map_err(while_doing("compile bytecode"))?;
-    // Some packages carry files that are no valid Python for this version, such as templates; those alone give status 1.
+    // Status 1 means that only some files failed. Some packages contain files that are not valid
+    // Python for this version, such as templates.
     match status.code() {
         Some(0 | 1) => Ok(()),
         _ => Err(EnvironmentError::Unusable {
@@ -438,10 +451,12 @@ pub(super) async fn compile(
     }
 }
 
-/// Asks the finished tree whether it works once it has moved, as far as that can be seen without a sandbox.
+/// Checks that the finished tree works after it has been moved, as far as possible without a
+/// sandbox.
 ///
-/// A second folder shows the interpreter's prefix through a link, the way it will be mounted, with a `pyvenv.cfg` that leads there.
-/// Python must find its standard library through it. The modules to preload are looked up, not imported.
+/// A second directory links to the interpreter's prefix, as it will be mounted, and has a
+/// `pyvenv.cfg` that refers to it. Python must find its standard library through it. The modules to
+/// preload are located, not imported.
 async fn check(
     spec: &EnvironmentSpec,
     staging: &Path,
@@ -521,7 +536,8 @@ pub(super) fn site_packages(tree: &Path, interpreter: &Interpreter) -> PathBuf {
     tree.join(format!("lib/python{}/site-packages", interpreter.line()))
 }
 
-/// Makes a tree readable by everybody and writable by its owner only. Returns the bytes of all its files.
+/// Makes a tree readable by all users and writable by its owner only. Returns the total size of its
+/// files.
 pub(super) fn make_readable(path: &Path) -> io::Result<u64> {
     let found = std::fs::symlink_metadata(path)?;
     if found.is_symlink() {
@@ -544,7 +560,8 @@ pub(super) fn make_readable(path: &Path) -> io::Result<u64> {
         .sum()
 }
 
-/// Removes what an interrupted build or removal of this name left behind. Only the holder of the build lock may call it.
+/// Removes leftovers of interrupted builds or removals of this name. The caller must hold the build
+/// lock.
 pub(super) fn remove_leftovers(folder: &Path, name: &EnvironmentName) {
     let Ok(entries) = std::fs::read_dir(folder) else {
         return;
@@ -558,7 +575,8 @@ pub(super) fn remove_leftovers(folder: &Path, name: &EnvironmentName) {
         if rest.and_then(record::name_in).as_ref() == Some(name)
             && let Err(error) = std::fs::remove_dir_all(entry.path())
         {
-            tracing::warn!(%error, environment = name.as_str(), "could not remove what an interrupted build left behind");
+            tracing::warn!(%error, environment = name.as_str(), "could not remove what an \
+                 interrupted build left behind");
         }
     }
 }

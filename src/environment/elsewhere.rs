@@ -1,7 +1,8 @@
 //! Packages for a Python that is not on this machine, such as the one of an image.
 //!
-//! uv chooses and unpacks wheels for another version and another kind of machine as easily as for its own: unpacking runs no code. The result is a
-//! virtual environment whose links and configuration lead to the Python over there, for whoever carries it there.
+//! uv can resolve and unpack wheels for another version and platform, because unpacking runs no
+//! code. The result is a virtual environment whose links and configuration refer to the remote
+//! Python. The caller transfers it there.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -15,18 +16,18 @@ use super::{
     own_variables, resolve, spec, while_doing,
 };
 
-/// A Python that is elsewhere.
+/// A remote Python.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Elsewhere {
     /// Such as `3.12.4`.
     pub version: String,
     pub platform: Platform,
-    /// Its path over there.
+    /// Its path on the remote system.
     pub executable: PathBuf,
 }
 
 impl Elsewhere {
-    /// Returns the line of its version, such as `3.12`.
+    /// Returns its minor version, such as `3.12`.
     pub fn line(&self) -> String {
         self.version
             .splitn(3, '.')
@@ -35,7 +36,8 @@ impl Elsewhere {
             .join(".")
     }
 
-    /// What tells uv to work for it and not for the Python that it was started with.
+    /// Returns the arguments that make uv target this Python instead of the one that it was started
+    /// with.
     pub(super) fn arguments(&self) -> [&str; 4] {
         [
             "--python-version",
@@ -46,19 +48,20 @@ impl Elsewhere {
     }
 }
 
-/// A kind of machine and of C library, by the name that uv has for it.
+/// A machine architecture and C library, by uv's name.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Platform(String);
 
-/// The newest C library that uv has a name for. Wheels for an older one work with a newer.
+/// The newest glibc that uv has a name for. Wheels for an older glibc work with a newer one.
 const NEWEST_GLIBC: u32 = 40;
-/// Below this, names are fewer.
+/// From this version on, uv has a name for every glibc.
 const FIRST_OF_EVERY_GLIBC: u32 = 31;
 
 impl Platform {
-    /// Names the kind of a machine such as `x86_64`, with the version of its GNU C library such as `2.36`, or with musl if it has none.
+    /// Returns the platform of an architecture such as `x86_64`, with the version of its glibc such
+    /// as `2.36`, or with musl if it has none.
     ///
-    /// Returns `None` if there are hardly any wheels for such a machine.
+    /// Returns `None` if hardly any wheels exist for the architecture.
     pub fn new(machine: &str, glibc: Option<&str>) -> Option<Platform> {
         let machine = match machine {
             "x86_64" | "amd64" => "x86_64",
@@ -83,14 +86,15 @@ impl Platform {
     }
 }
 
-/// What is to be installed elsewhere.
+/// The packages to install for a remote Python.
 #[derive(Debug, Clone, Copy)]
 pub struct Contents<'a> {
     pub packages: &'a [String],
     pub files: Option<&'a Input>,
 }
 
-/// Chooses exact versions of what is wanted for a Python elsewhere. What the runner needs is added if it is not asked for. Nothing is installed.
+/// Resolves exact versions for a remote Python. Packages that the runner needs are added if they
+/// are missing. Nothing is installed.
 pub async fn lock_elsewhere(
     contents: Contents<'_>,
     elsewhere: &Elsewhere,
@@ -117,10 +121,11 @@ pub async fn lock_elsewhere(
     resolve::resolve(wanted, audience, &uv, &variables, progress).await
 }
 
-/// Makes a virtual environment at `tree`, which does not exist yet, with what the lock lists, for a Python elsewhere.
+/// Creates a virtual environment at `tree`, which must not exist yet, with the content of the lock,
+/// for a remote Python.
 ///
-/// Wherever it is carried, it works there; its own programs find their Python beside themselves, with the help of `/bin/sh`. It has no bytecode:
-/// only the Python elsewhere could make that.
+/// It works at any path. Its scripts find the Python in their own directory, with the help of
+/// `/bin/sh`. It contains no bytecode: only the remote Python could compile it.
 pub async fn install_elsewhere(
     lockfile: &Lockfile,
     elsewhere: &Elsewhere,
@@ -139,7 +144,7 @@ pub async fn install_elsewhere(
         .map_err(while_doing("prepare the packages for the other Python"))
 }
 
-/// Any Python will do: it only lends uv its name.
+/// Finds any Python and uv. uv needs an interpreter to start with; its version does not matter.
 async fn tools(
     data_dir: &Path,
     variables: &BTreeMap<String, String>,
@@ -149,7 +154,7 @@ async fn tools(
     build::find_tools(&PythonRequest::Any, data_dir, variables, progress).await
 }
 
-/// Replaces everything in the tree that says which Python it was made with.
+/// Replaces every reference in the tree to the Python that it was made with.
 fn turn_elsewhere(tree: &Path, interpreter: &Interpreter, elsewhere: &Elsewhere) -> io::Result<()> {
     let bin = tree.join("bin");
     for entry in std::fs::read_dir(&bin)? {
@@ -175,7 +180,7 @@ fn turn_elsewhere(tree: &Path, interpreter: &Interpreter, elsewhere: &Elsewhere)
             tree.join(format!("lib/python{there}")),
         )?;
     }
-    // What uv leaves for itself and for tools that make backups.
+    // Files that uv creates for itself and for backup tools.
     for name in [".lock", ".gitignore", "CACHEDIR.TAG"] {
         match std::fs::remove_file(tree.join(name)) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),

@@ -1,7 +1,8 @@
-//! Files that describe what an environment should contain: requirements files and `pyproject.toml`.
+//! Files that describe the content of an environment: requirements files and `pyproject.toml`.
 //!
-//! uv reads them; here is only what uv leaves to us: hashes that a requirements file insists on, and the Python that a project
-//! requires. Building a project would run its code, so only dependencies that are written down count.
+//! uv parses them. This module extracts only what uv does not handle: the hashes that a
+//! requirements file demands, and the Python version that a project requires. Building a project
+//! would run its code, so only declared dependencies count.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -10,12 +11,12 @@ use super::lockfile::{Hashes, logical_lines, split_hashes};
 use super::spec::project_name;
 use super::{EnvironmentError, PythonRequest};
 
-/// What to take the dependencies from. All paths are absolute.
+/// Source of the dependencies. All paths are absolute.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Input {
-    /// Requirements files. They may name others (`-r`), constraints (`-c`), markers and hashes.
+    /// Requirements files. They may include others (`-r`), constraints (`-c`), markers and hashes.
     Requirements(Vec<PathBuf>),
-    /// A `pyproject.toml` and which of its optional dependencies are wanted.
+    /// A `pyproject.toml` and the selected optional dependencies.
     Project { file: PathBuf, extras: Vec<String> },
 }
 
@@ -34,7 +35,7 @@ impl Input {
         }
     }
 
-    /// Returns the hashes that the files insist on.
+    /// Returns the hashes that the files demand.
     pub(super) fn hashes(&self) -> Result<Hashes, EnvironmentError> {
         let mut hashes = Hashes::new();
         if let Input::Requirements(files) = self {
@@ -46,7 +47,7 @@ impl Input {
         Ok(hashes)
     }
 
-    /// Decides which Python is wanted: `asked`, or what the project requires.
+    /// Returns the requested Python: `asked`, or else the one that the project requires.
     pub(super) fn python(
         &self,
         asked: Option<&PythonRequest>,
@@ -57,7 +58,7 @@ impl Input {
             .unwrap_or(PythonRequest::Any))
     }
 
-    /// Refuses a Python that the project does not support.
+    /// Rejects a Python version that the project does not support.
     pub(super) fn check_python(&self, version: &str) -> Result<(), EnvironmentError> {
         match self.required_python()? {
             Some(required) if !required.accepts_version(version) => Err(refused(
@@ -128,7 +129,7 @@ fn collect_hashes(
     Ok(())
 }
 
-/// Returns the file that a line of the kind `-r FILE`, `-c FILE`, `--requirement=FILE` names.
+/// Returns the file named in a line such as `-r FILE`, `-c FILE` or `--requirement=FILE`.
 fn other_file(line: &str) -> Option<&str> {
     let rest = ["--requirement", "--constraint", "-r", "-c"]
         .iter()
@@ -136,8 +137,8 @@ fn other_file(line: &str) -> Option<&str> {
     Some(rest.trim_start_matches(['=', ' ', '\t']).trim()).filter(|file| !file.is_empty())
 }
 
-/// Finds `requires-python` in a `pyproject.toml`. It is a text on one line of the table `project`, by the rules of TOML and of Python's
-/// packaging.
+/// Finds `requires-python` in a `pyproject.toml`. TOML and Python packaging require it to be a
+/// string on one line of the table `project`.
 fn requires_python(text: &str) -> Option<String> {
     let mut table = String::new();
     for line in text.lines().map(str::trim) {
@@ -176,7 +177,8 @@ mod tests {
         let folder = folder(&[
             (
                 "a.txt",
-                "-r b.txt\n--constraint=c.txt\nnumpy\nSix==1 --hash=sha256:aa \\\n  --hash=sha256:ab\n-i https://x",
+                "-r b.txt\n--constraint=c.txt\nnumpy\nSix==1 --hash=sha256:aa \\\n  \
+                 --hash=sha256:ab\n-i https://x",
             ),
             ("b.txt", "-r a.txt\nidna==3 --hash=sha256:bb"),
             ("c.txt", "pytz==1 --hash=sha256:cc"),

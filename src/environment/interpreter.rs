@@ -1,8 +1,9 @@
-//! Finding a Python that can live inside a sandbox.
+//! Finds a Python that can run inside a sandbox.
 //!
-//! A candidate is really run, because a file called `python3` may be a shim for nothing. It tells its version, its prefix, and which
-//! shared libraries it has loaded after importing the larger parts of its standard library. `assess` then decides: everything it
-//! needs must lie below its prefix or in the system folders, since nothing else exists inside.
+//! Each candidate is executed, because a file called `python3` may be a shim without a Python
+//! behind it. It reports its version, its prefix, and the shared libraries that it has loaded after
+//! importing the larger parts of its standard library. `assess` then decides: everything it needs
+//! must be below its prefix or in the system directories, because nothing else exists inside.
 
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
@@ -23,12 +24,14 @@ pub(super) struct Interpreter {
     /// Such as `3.12.4`.
     pub(super) version: String,
     pub(super) base_prefix: PathBuf,
-    /// Where its own `libpython` lies, when the program does not find it by itself once it is mounted elsewhere.
+    /// Directory of its own `libpython`, if the program does not find it by itself when mounted
+    /// elsewhere.
     pub(super) library_dir: Option<PathBuf>,
 }
 
 impl Interpreter {
-    /// Returns the line of its version, such as `3.12`. Packages are chosen and installed for a line.
+    /// Returns its minor version, such as `3.12`. Packages are chosen and installed for a minor
+    /// version.
     pub(super) fn line(&self) -> String {
         self.version
             .splitn(3, '.')
@@ -37,13 +40,13 @@ impl Interpreter {
             .join(".")
     }
 
-    /// Returns the path that a host path below the prefix has inside.
+    /// Returns the inside path of a host path below the prefix.
     pub(super) fn inside(&self, host: &Path) -> PathBuf {
         path_inside(&self.base_prefix, host)
     }
 }
 
-/// Maps a host path below `base_prefix` to the inside. System folders keep their place.
+/// Maps a host path below `base_prefix` to its inside path. System directories keep their paths.
 pub(super) fn path_inside(base_prefix: &Path, host: &Path) -> PathBuf {
     match host.strip_prefix(base_prefix) {
         Ok(rest) if !is_system(base_prefix) => below(Path::new(PYTHON_INSIDE), rest),
@@ -51,19 +54,21 @@ pub(super) fn path_inside(base_prefix: &Path, host: &Path) -> PathBuf {
     }
 }
 
-/// Joins two paths. Unlike `Path::join`, joining with nothing adds no slash, which Python would show in its own paths.
+/// Joins two paths. Unlike `Path::join`, joining with an empty path adds no slash, which Python
+/// would show in its own paths.
 pub(super) fn below(folder: &Path, rest: &Path) -> PathBuf {
     folder.components().chain(rest.components()).collect()
 }
 
-/// Tells whether a path lies in folders that every sandbox shows read-only.
+/// Returns whether a path is in a directory that every sandbox mounts read-only.
 pub(super) fn is_system(path: &Path) -> bool {
     ["/usr", "/lib", "/lib32", "/lib64", "/libx32", "/bin"]
         .iter()
         .any(|folder| path.starts_with(folder))
 }
 
-/// Looks for an interpreter, preferring one that needs no help to find its libraries. Returns what was wrong with each otherwise.
+/// Finds an interpreter, preferably one that finds its libraries without help. If none fits,
+/// returns the problem of each candidate.
 pub(super) async fn find(
     request: &PythonRequest,
     variables: &BTreeMap<String, String>,
@@ -81,7 +86,7 @@ pub(super) async fn find(
     second_choice.ok_or(refusals)
 }
 
-/// Runs a candidate and decides about it.
+/// Runs a candidate and checks it against the request.
 pub(super) async fn examine(
     candidate: &Path,
     request: &PythonRequest,
@@ -93,7 +98,7 @@ pub(super) async fn examine(
     assess(testimony, request, finds_own_library)
 }
 
-/// What a Python says about itself.
+/// A Python's report about itself.
 #[derive(Debug, Clone, Deserialize)]
 struct Testimony {
     implementation: String,
@@ -132,7 +137,7 @@ print(json.dumps({
 }))
 "#;
 
-/// A shim that asks questions or a network drive that hangs must not hang us.
+/// Timeout for a candidate. An interactive shim or a hanging network drive must not block us.
 const LONGEST_ANSWER: Duration = Duration::from_secs(30);
 
 async fn question(candidate: &Path) -> Result<Testimony, String> {
@@ -226,7 +231,8 @@ fn is_libpython(library: &Path) -> bool {
         .is_some_and(|name| name.starts_with("libpython"))
 }
 
-/// Tells whether the loader looks into a folder without being told: `/lib`, `/usr/lib`, and the folder of the architecture below.
+/// Returns whether the loader searches a directory by default: `/lib`, `/usr/lib`, and the
+/// architecture's directory below.
 fn is_searched_by_the_loader(folder: &Path) -> bool {
     ["/lib", "/usr/lib", "/lib64", "/usr/lib64"]
         .iter()
@@ -244,7 +250,7 @@ fn at_least_3_10(version: &str) -> bool {
     (parts.next().unwrap_or(0), parts.next().unwrap_or(0)) >= (3, 10)
 }
 
-/// Lists the files that may be the Python asked for, best first.
+/// Lists candidate files for the requested Python, best first.
 fn candidates(request: &PythonRequest, search_path: &str) -> Vec<PathBuf> {
     let names: Vec<String> = match request {
         PythonRequest::Path(path) => return vec![path.clone()],

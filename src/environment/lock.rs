@@ -1,7 +1,8 @@
 //! Locks between processes, as advisory locks on files.
 //!
-//! The kernel lets go of them when a process ends, however it ends. A lock file may be removed or replaced while somebody waits for
-//! it, so a lock counts only if the path still leads to the file that was locked.
+//! The kernel releases them when a process ends, however it ends. A lock file may be removed or
+//! replaced while a process waits for it, so a lock is valid only if the path still refers to the
+//! locked file.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -10,18 +11,20 @@ use std::path::Path;
 
 use rustix::fs::{FlockOperation, flock};
 
-/// A lock that is held. Dropping it lets go, also where a process that was just forked has a copy of the descriptor for a moment.
+/// A held lock. Dropping it releases the lock, even if a process that was just forked briefly holds
+/// a copy of the descriptor.
 #[derive(Debug)]
 pub(super) struct Lock(File);
 
 impl Drop for Lock {
     fn drop(&mut self) {
-        // Closing would not be enough: the lock belongs to all copies of the descriptor until one of them lets go.
+        // Closing is not enough: the lock belongs to all copies of the descriptor until one of them
+        // unlocks it.
         let _ = flock(&self.0, FlockOperation::Unlock);
     }
 }
 
-/// Takes the lock for one holder, or returns `None` while somebody has it.
+/// Takes the lock exclusively, or returns `None` if it is held.
 pub(super) fn try_exclusive(path: &Path) -> io::Result<Option<Lock>> {
     loop {
         let file = OpenOptions::new()
@@ -43,7 +46,8 @@ pub(super) fn try_exclusive(path: &Path) -> io::Result<Option<Lock>> {
     }
 }
 
-/// Takes the lock together with others, waiting for a single holder to let go. Returns `None` when the file is gone.
+/// Takes the lock shared and waits for an exclusive holder to release it. Returns `None` if the
+/// file is gone.
 pub(super) fn shared(path: &Path) -> io::Result<Option<Lock>> {
     loop {
         let file = match File::open(path) {
@@ -59,7 +63,8 @@ pub(super) fn shared(path: &Path) -> io::Result<Option<Lock>> {
     }
 }
 
-/// Returns the processes that hold the lock. It is for messages: the list may be out of date at once, or empty in a container.
+/// Returns the processes that hold the lock. Use it only for messages: the list may be outdated
+/// immediately, or empty in a container.
 pub(super) fn holders(path: &Path) -> Vec<u32> {
     match (
         std::fs::metadata(path),
@@ -132,8 +137,10 @@ mod tests {
 
     #[test]
     fn holders_are_found_by_the_file_they_lock() {
-        let table = "1: FLOCK  ADVISORY  READ 17 08:01:42 0 EOF\n2: POSIX  ADVISORY  WRITE 18 08:01:42 0 EOF\n\
-                     3: FLOCK  ADVISORY  READ 16 08:01:42 0 EOF\n4: FLOCK  ADVISORY  READ 19 08:01:142 0 EOF\n";
+        let table = "1: FLOCK  ADVISORY  READ 17 08:01:42 0 EOF\n2: POSIX  ADVISORY  WRITE 18 \
+                     08:01:42 0 EOF\n\
+                     3: FLOCK  ADVISORY  READ 16 08:01:42 0 EOF\n4: FLOCK  ADVISORY  READ 19 \
+                     08:01:142 0 EOF\n";
         assert_eq!(holders_in(table, 42), [16, 17]);
     }
 }

@@ -1,31 +1,32 @@
-//! The lock file: every package of an environment with its exact version and the hashes of its files.
+//! The lock file: every package of an environment with its exact version and file hashes.
 //!
-//! It is a requirements file that uv and pip understand as well. The one beside an environment says what that environment was installed
-//! from, and the same environment can be made from it again, here or elsewhere: whatever has another hash is refused.
+//! It is a requirements file that uv and pip can read as well. The lock beside an environment
+//! records what was installed there. The same environment can be built from it again, here or
+//! elsewhere; files with other hashes are rejected.
 //!
-//! A lock never says where packages come from. An index that a file names is used for the build at hand and not written down, because
-//! its address may hold a password.
+//! A lock never contains the source of packages. An index named in a file is used for the current
+//! build and not saved, because its URL may contain a password.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::spec::project_name;
 use super::{PythonRequest, record};
 
-/// The name of a lock that lies beside an environment.
+/// Name of the lock file beside an environment.
 pub(super) const LOCK_FILE: &str = "requirements.lock";
 
 const HEADER: &str = "# Locked by Cellblock for Python ";
 
-/// Hashes of files by the name of their package.
+/// File hashes by package name.
 pub(super) type Hashes = BTreeMap<String, BTreeSet<String>>;
 
-/// Exact versions with hashes, checked.
+/// Exact versions with hashes, validated.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Lockfile {
-    /// Such as `3.12`, when the lock says so.
+    /// Such as `3.12`, if the lock contains it.
     python: Option<String>,
     pins: Vec<Pin>,
-    /// Options about indexes. They belong to one build and not to the lock.
+    /// Index options. They belong to one build and not to the lock.
     options: Vec<String>,
 }
 
@@ -37,7 +38,7 @@ struct Pin {
     hashes: BTreeSet<String>,
 }
 
-/// Why a text is not a lock.
+/// Error of an invalid lock.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum LockfileError {
     #[error("\"{0}\" has no place in a lock, which holds exact versions with hashes")]
@@ -45,7 +46,8 @@ pub enum LockfileError {
     #[error("\"{0}\" is not an exact version, such as numpy==2.4.0")]
     NotExact(String),
     #[error(
-        "\"{0}\" has no hash (\"uv pip compile --generate-hashes\" and \"cellblock env show\" write them)"
+        "\"{0}\" has no hash (\"uv pip compile --generate-hashes\" and \"cellblock env show\" \
+         write them)"
     )]
     NoHash(String),
     #[error(
@@ -56,7 +58,7 @@ pub enum LockfileError {
     OtherHashes(String),
 }
 
-/// Options that say where packages come from, or that hashes are wanted, which they always are.
+/// Options that select the package index, or demand hashes, which are always required here.
 const INDEX_OPTIONS: [&str; 6] = [
     "--index-url",
     "-i",
@@ -68,7 +70,7 @@ const INDEX_OPTIONS: [&str; 6] = [
 const IDLE_OPTIONS: [&str; 1] = ["--require-hashes"];
 
 impl Lockfile {
-    /// Reads a lock that Cellblock, uv or pip-tools wrote.
+    /// Parses a lock that Cellblock, uv or pip-tools wrote.
     pub fn parse(text: &str) -> Result<Lockfile, LockfileError> {
         let header = text.lines().find_map(|line| line.strip_prefix(HEADER));
         let python = header
@@ -110,12 +112,12 @@ impl Lockfile {
             .collect()
     }
 
-    /// Returns the Python that the versions were chosen for, if the lock says so.
+    /// Returns the Python that the versions were chosen for, if the lock contains it.
     pub fn python(&self) -> Option<PythonRequest> {
         PythonRequest::parse(self.python.as_deref()?)
     }
 
-    /// Returns the lock as a file: the same packages always give the same text.
+    /// Returns the lock as a file. The same packages always give the same text.
     pub fn text(&self) -> String {
         let mut text = String::new();
         if let Some(python) = &self.python {
@@ -140,7 +142,7 @@ impl Lockfile {
         text
     }
 
-    /// Returns what the installer reads: the lock, and the indexes of this build.
+    /// Returns the installer's input: the lock, and the indexes of this build.
     pub(super) fn for_installer(&self) -> String {
         self.options
             .iter()
@@ -149,18 +151,18 @@ impl Lockfile {
             .collect()
     }
 
-    /// Names the content. Comments and order do not matter, every hash does.
+    /// Returns a hash of the content. Comments and order do not matter; every file hash does.
     pub fn digest(&self) -> String {
         record::short_hash(self.body().as_bytes())
     }
 
-    /// Notes which line of Python, such as `3.12`, the versions were chosen for.
+    /// Sets the minor version of Python, such as `3.12`, that the versions were chosen for.
     pub(super) fn chosen_for(mut self, python: &str) -> Lockfile {
         self.python = Some(python.to_owned());
         self
     }
 
-    /// Keeps only hashes that `wanted` lists too, for the packages that it lists.
+    /// Keeps only the hashes that `wanted` also lists, for the packages that it lists.
     pub(super) fn narrowed(mut self, wanted: &Hashes) -> Result<Lockfile, LockfileError> {
         for pin in &mut self.pins {
             if let Some(wanted) = wanted.get(&project_name(&pin.requirement)) {
@@ -193,7 +195,7 @@ impl Pin {
     }
 }
 
-/// Splits a requirement from the hashes that follow it.
+/// Separates a requirement from the hashes that follow it.
 pub(super) fn split_hashes(line: &str) -> (String, BTreeSet<String>) {
     let mut words = line.split_whitespace();
     let (mut requirement, mut hashes) = (Vec::new(), BTreeSet::new());
@@ -209,7 +211,7 @@ pub(super) fn split_hashes(line: &str) -> (String, BTreeSet<String>) {
     (requirement.join(" "), hashes)
 }
 
-/// Returns the lines of a requirements file without comments, with continued lines put together.
+/// Returns the lines of a requirements file without comments, with continued lines joined.
 pub(super) fn logical_lines(text: &str) -> Vec<String> {
     let mut lines = Vec::new();
     let mut current = String::new();
@@ -231,7 +233,8 @@ pub(super) fn logical_lines(text: &str) -> Vec<String> {
         .collect()
 }
 
-/// A number sign begins a comment at the beginning of a line or after a space; elsewhere it belongs to a URL.
+/// Removes a comment. A number sign starts a comment at the beginning of a line or after a space;
+/// elsewhere it belongs to a URL.
 fn without_comment(line: &str) -> &str {
     let is_comment = |place: &usize| {
         line[..*place]
@@ -251,7 +254,8 @@ mod tests {
 
     const LOCK: &str = "--index-url https://user:password@example.com/simple\n\n# a comment\n\
         six==1.17.0 \\\n    --hash=sha256:bb \\\n    --hash=sha256:aa\n    # via something\n\
-        ipython==9.0 --hash sha256:cc\ncolorama==0.4.6 ; sys_platform == 'win32' --hash=sha256:dd # why\n";
+        ipython==9.0 --hash sha256:cc\ncolorama==0.4.6 ; sys_platform == 'win32' --hash=sha256:dd \
+        # why\n";
 
     fn lockfile(text: &str) -> Result<Lockfile, LockfileError> {
         Lockfile::parse(text)

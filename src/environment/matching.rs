@@ -1,18 +1,21 @@
-//! Environments for the dependencies of a session: who asks for the same packages shares an environment.
+//! Environments for the dependencies of a session. Sessions with the same dependencies share an
+//! environment.
 //!
-//! Such lists come from clients, and the build runs on the host with the host's network. So only names from the configured index are
-//! taken, with versions, extras and markers: nothing that names a file, a URL or a repository.
+//! Dependency lists come from clients, and the build runs on the host with the host's network. So
+//! only names from the configured index are accepted, with versions, extras and markers, but no
+//! files, URLs or repositories.
 
 use super::{EnvironmentName, EnvironmentSpec, PythonRequest, record};
 
-/// How many dependencies one session may ask for.
+/// Maximum number of dependencies of one session.
 const MOST_REQUIREMENTS: usize = 100;
 
-/// Why a list of dependencies is refused.
+/// Error of a rejected list of dependencies.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum DependencyError {
     #[error(
-        "\"{0}\" cannot be a dependency: it must be a name with versions, extras and a marker, such as numpy, numpy>=2 or \
+        "\"{0}\" cannot be a dependency: it must be a name with versions, extras and a marker, \
+         such as numpy, numpy>=2 or \
          pandas[excel], not a path or a URL"
     )]
     NotARequirement(String),
@@ -20,7 +23,8 @@ pub enum DependencyError {
     TooMany(usize),
 }
 
-/// Describes the environment that holds `requirements`. The same list gives the same environment, whatever its order and spelling.
+/// Returns the spec of the environment for `requirements`. The same list gives the same
+/// environment, regardless of order and spelling.
 pub fn matching<S: AsRef<str>>(requirements: &[S]) -> Result<EnvironmentSpec, DependencyError> {
     if requirements.len() > MOST_REQUIREMENTS {
         return Err(DependencyError::TooMany(requirements.len()));
@@ -48,7 +52,8 @@ pub fn matching<S: AsRef<str>>(requirements: &[S]) -> Result<EnvironmentSpec, De
 
 const NAME_BEGINNING: &str = "dependencies-";
 
-/// Returns the one spelling of a requirement, such as `pandas[excel]>=2,<4;python_version>'3.10'`, or `None` when it is not one.
+/// Returns the normalised form of a requirement, such as
+/// `pandas[excel]>=2,<4;python_version>'3.10'`, or `None` if it is invalid.
 fn normalised(text: &str) -> Option<String> {
     let (requirement, marker) = match text.split_once(';') {
         Some((requirement, marker)) => (requirement, Some(normal_marker(marker)?)),
@@ -58,7 +63,7 @@ fn normalised(text: &str) -> Option<String> {
         .chars()
         .filter(|letter| *letter != ' ')
         .collect();
-    // Spaces between two words would vanish and make one word of them.
+    // Removing the space between two words would join them into one.
     let words_run_together = requirement
         .trim()
         .split(' ')
@@ -106,7 +111,7 @@ fn is_name_letter(letter: char) -> bool {
     letter.is_ascii_alphanumeric() || "-_.".contains(letter)
 }
 
-/// Names that differ in case or in the kind of their dashes are one name.
+/// Normalises a name: case and the kind of dashes do not matter.
 fn normal_name(name: &str) -> Option<String> {
     let fits = begins_with_word(name)
         && ends_in_word(name)

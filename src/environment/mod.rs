@@ -1,22 +1,26 @@
 //! Python environments: an interpreter with packages, ready to be mounted read-only into sandboxes.
 //!
 //! ```text
-//! <data folder>/environments/<name>-<hash>/tree                         mounted at /opt/cellblock/env
-//! <data folder>/environments/<name>-<hash>/cellblock-environment.json   what is in it; its presence says that it is complete
-//! <data folder>/environments/<name>-<hash>/requirements.lock            exact versions and hashes that it was installed from
-//! <data folder>/environments/<name>-<hash>/in-use.lock                  shared by every server that uses it
-//! <data folder>/runner/<hash>                                           our own Python, mounted at /opt/cellblock/runner
-//! <data folder>/tools/uv                                                the installer, when the machine has none
+//! <data folder>/environments/<name>-<hash>/
+//!     tree                         mounted at /opt/cellblock/env
+//!     cellblock-environment.json   the record of its content; present only if it is complete
+//!     requirements.lock            exact versions and hashes that it was installed from
+//!     in-use.lock                  held shared by every server that uses it
+//! <data folder>/runner/<hash>      our own Python code, mounted at /opt/cellblock/runner
+//! <data folder>/tools/uv           the installer, if the machine has none
 //! ```
 //!
-//! The hash follows from what decides the content, so a finished environment never changes and a changed wish makes a new one. Only
-//! `tree` is shown to sandboxes: a lock inside it could be taken by anybody's code, and the note names paths of the host.
+//! The hash is derived from everything that determines the content. So a finished environment never
+//! changes, and a changed spec makes a new one. Only `tree` is mounted into sandboxes: user code
+//! could lock a lock file inside it, and the record contains host paths.
 //!
-//! `spec` says what is wanted, `inputs` are files that say it, `matching` says it for the dependencies of a session. `interpreter` finds
-//! Python, `resolve` chooses exact versions, `lockfile` writes them down with their hashes, `uv` installs, `build` puts it together,
-//! `record` remembers. `elsewhere` does the same for the Python of an image, which is not on this machine.
+//! `spec` describes an environment, `inputs` reads the description from files, and `matching`
+//! derives it from the dependencies of a session. `interpreter` finds Python, `resolve` chooses
+//! exact versions, `lockfile` saves them with their hashes, `uv` runs the installer, `build`
+//! combines these steps, and `record` stores the metadata. `elsewhere` does the same for the Python
+//! of an image, which is not on this machine.
 //!
-//! This room never runs code of an installed package.
+//! This module never runs code of an installed package.
 
 mod build;
 mod elsewhere;
@@ -45,25 +49,26 @@ pub use matching::{DependencyError, matching};
 pub use record::Record;
 pub use spec::{EnvironmentName, EnvironmentSpec, PythonRequest};
 
-/// Where an environment is mounted inside.
+/// Mount point of an environment inside.
 pub const ENVIRONMENT_INSIDE: &str = "/opt/cellblock/env";
-/// Where the interpreter's prefix is mounted inside, unless it lies in the system folders.
+/// Mount point of the interpreter's prefix inside, unless it is in the system directories.
 pub const PYTHON_INSIDE: &str = "/opt/cellblock/python";
-/// Where the runner is mounted inside.
+/// Mount point of the runner inside.
 pub const RUNNER_INSIDE: &str = "/opt/cellblock/runner";
 
 const TREE: &str = "tree";
 const IN_USE_FILE: &str = "in-use.lock";
 
-/// A finished environment. While this value lives, the environment cannot be removed by any process.
+/// A finished environment. While this value lives, no process can remove the environment.
 #[derive(Debug)]
 pub struct Environment {
     pub name: EnvironmentName,
-    /// The host folder to mount at `ENVIRONMENT_INSIDE`.
+    /// The host directory to mount at `ENVIRONMENT_INSIDE`.
     pub root: PathBuf,
     /// The interpreter's prefix on the host.
     pub base_prefix: PathBuf,
-    /// The interpreter on the host. The links in `root` lead nowhere there: they are made for the inside.
+    /// The interpreter on the host. The links in `root` are dangling on the host: they contain
+    /// inside paths.
     pub base_executable: PathBuf,
     /// The interpreter's path inside.
     pub python_inside: String,
@@ -71,15 +76,16 @@ pub struct Environment {
     pub python_version: String,
     /// Modules that the warm interpreter imports before it is forked.
     pub preload: Vec<String>,
-    /// What is installed in it, as `name==version`.
+    /// The installed packages, as `name==version`.
     pub packages: Vec<String>,
-    /// What `LD_LIBRARY_PATH` must hold inside so that the interpreter starts, if anything.
+    /// The `LD_LIBRARY_PATH` that the interpreter needs inside to start, if any.
     pub library_path: Option<String>,
     _in_use: lock::Lock,
 }
 
 impl Environment {
-    /// Returns the host folder to mount at `PYTHON_INSIDE`, or `None` when the system folders hold the interpreter already.
+    /// Returns the host directory to mount at `PYTHON_INSIDE`, or `None` if the system directories
+    /// already contain the interpreter.
     pub fn prefix_to_mount(&self) -> Option<&Path> {
         Some(self.base_prefix.as_path()).filter(|prefix| !interpreter::is_system(prefix))
     }
@@ -102,10 +108,10 @@ impl Environment {
     }
 }
 
-/// How far a build has come.
+/// Progress of a build.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct EnvironmentProgress {
-    /// A phrase for a person, such as "downloading numpy".
+    /// A phrase for users, such as "downloading numpy".
     pub step: String,
     pub done: u64,
     pub total: Option<u64>,
@@ -121,14 +127,15 @@ impl EnvironmentProgress {
     }
 }
 
-/// Hears of progress.
+/// Callback that receives progress.
 pub type Progress<'a> = &'a (dyn Fn(EnvironmentProgress) + Send + Sync);
 
-/// Why an environment could not be had, or not be removed.
+/// Error while building, opening or removing an environment.
 #[derive(Debug, thiserror::Error)]
 pub enum EnvironmentError {
     #[error(
-        "no usable Python was found for {request}{}\nInstall Python 3.10 or newer (Debian, Ubuntu: apt install python3), or install uv, \
+        "no usable Python was found for {request}{}\nInstall Python 3.10 or newer (Debian, Ubuntu: \
+         apt install python3), or install uv, \
          which can download one",
         each_on_a_line(tried)
     )]
@@ -137,7 +144,8 @@ pub enum EnvironmentError {
         tried: Vec<String>,
     },
     #[error(
-        "packages cannot be installed: uv was not found, and {} has neither pip nor venv\nDebian, Ubuntu: apt install python3-venv\n\
+        "packages cannot be installed: uv was not found, and {} has neither pip nor venv\nDebian, \
+         Ubuntu: apt install python3-venv\n\
          Or install uv and put it on the PATH. What Python said:\n{output}", python.display()
     )]
     NoInstaller { python: PathBuf, output: String },
@@ -192,14 +200,15 @@ fn by_processes(processes: &[u32]) -> String {
     }
 }
 
-/// Turns a failure of the file system into an error that names the attempt.
+/// Converts a file system error into an error that names the attempt.
 fn while_doing(attempt: &'static str) -> impl FnOnce(io::Error) -> EnvironmentError {
     move |cause| EnvironmentError::Files { attempt, cause }
 }
 
-/// Returns the environment that `spec` describes, building it first if need be.
+/// Returns the environment for `spec` and builds it first if necessary.
 ///
-/// A finished one is found without running anything. After a build, older ones of the same name that nobody uses are removed.
+/// A finished environment is found without running a program. After a build, older unused
+/// environments of the same name are removed.
 pub async fn ensure(
     spec: &EnvironmentSpec,
     data_dir: &Path,
@@ -208,7 +217,8 @@ pub async fn ensure(
     ensure_with(spec, None, data_dir, &own_variables(), progress).await
 }
 
-/// Like [`ensure`], from exactly what `lockfile` lists. The packages of `spec` are those of the lock.
+/// Like [`ensure`], with exactly the content of `lockfile`. The packages of `spec` are those of the
+/// lock.
 pub async fn ensure_locked(
     spec: &EnvironmentSpec,
     lockfile: &Lockfile,
@@ -218,7 +228,8 @@ pub async fn ensure_locked(
     ensure_with(spec, Some(lockfile), data_dir, &own_variables(), progress).await
 }
 
-/// Chooses exact versions of what files ask for, and the Python that goes with them. Nothing is installed.
+/// Chooses exact versions for the requirements in files, and the matching Python. Nothing is
+/// installed.
 pub async fn resolve(
     input: &Input,
     python: Option<&PythonRequest>,
@@ -267,7 +278,7 @@ async fn ensure_with(
             return Ok(environment);
         }
         let directory = build::build(spec, lockfile, data_dir, variables, progress).await?;
-        // Another process may have removed it between these two lines; then it is built again.
+        // Another process may have removed it since the build; then it is built again.
         if let Some(environment) = open(&directory, spec)? {
             remove_older(data_dir, &spec.name, &directory);
             return Ok(environment);
@@ -275,16 +286,16 @@ async fn ensure_with(
     }
 }
 
-/// The package installer, and the surroundings that it runs in.
+/// The package installer and its environment variables.
 #[derive(Debug, Clone)]
 pub struct InstallerTools {
-    /// Where it is, or will be once [`InstallerTools::uv`] has been asked for.
+    /// The path of uv, which may not exist before [`InstallerTools::uv`] was called.
     place: PathBuf,
     pub variables: BTreeMap<String, String>,
 }
 
 impl InstallerTools {
-    /// Looks for the package installer on this machine. Nothing is installed yet.
+    /// Finds the package installer on this machine. Nothing is installed yet.
     pub fn find(data_dir: &Path) -> Result<InstallerTools, EnvironmentError> {
         let variables = own_variables();
         let place = uv::find(&variables, data_dir)?.unwrap_or_else(|| uv::own_uv(data_dir));
@@ -294,10 +305,11 @@ impl InstallerTools {
         })
     }
 
-    /// Returns the host file or folder that shows uv inside, and at which path of the two it is to be shown: as `uv` in `folder`.
+    /// Returns the host file or directory to mount and its inside path, so that uv is at `uv` in
+    /// `folder`.
     pub fn to_show(&self, data_dir: &Path, folder: &str) -> (PathBuf, PathBuf) {
         match uv::own_uv(data_dir).parent() {
-            // It may not be there yet; its folder can be.
+            // uv may not be installed yet, but its directory can already be mounted.
             Some(tools) if self.place.parent() == Some(tools) => {
                 (tools.to_owned(), PathBuf::from(folder))
             }
@@ -305,12 +317,12 @@ impl InstallerTools {
         }
     }
 
-    /// Returns uv if there is one already.
+    /// Returns uv if it is already installed.
     pub fn uv_at_hand(&self) -> Option<&Path> {
         self.place.is_file().then_some(self.place.as_path())
     }
 
-    /// Returns some Python of this machine, which uv asks for where it needs none of ours.
+    /// Returns any Python of this machine, for uv commands that need some interpreter.
     pub async fn python(&self) -> Result<PathBuf, EnvironmentError> {
         let request = PythonRequest::Any;
         match interpreter::find(&request, &own_variables()).await {
@@ -319,7 +331,7 @@ impl InstallerTools {
         }
     }
 
-    /// Returns uv, which is installed below our own folder if there is none.
+    /// Returns uv, and installs it below our own directory if there is none.
     pub async fn uv(&self, data_dir: &Path) -> Result<PathBuf, EnvironmentError> {
         let variables = own_variables();
         if let Some(uv) = uv::find(&variables, data_dir)? {
@@ -332,9 +344,9 @@ impl InstallerTools {
     }
 }
 
-/// The server's variables, and what pip's files say beside them.
+/// Returns the server's variables, with the settings of pip's files added.
 ///
-/// A variable that is not UTF-8 could not be shown in an error either; installers do without it.
+/// Variables that are not UTF-8 are left out, because they could not be shown in an error either.
 fn own_variables() -> BTreeMap<String, String> {
     let all = std::env::vars_os()
         .filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)));
@@ -345,25 +357,26 @@ fn own_variables() -> BTreeMap<String, String> {
     variables
 }
 
-/// An environment on this machine, as `list` shows it.
+/// A built environment, as returned by `list`.
 #[derive(Debug, Clone)]
 pub struct Built {
     pub record: Record,
     pub directory: PathBuf,
-    /// Whether some process uses it.
+    /// Whether any process uses it.
     pub in_use: bool,
-    /// The processes that use it, as far as they can be seen.
+    /// The processes that use it, as far as they are visible.
     pub processes: Vec<u32>,
 }
 
 impl Built {
-    /// Returns the text of the lock that it was installed from. Environments of older versions have none.
+    /// Returns the text of the lock that it was installed from. Environments of older versions have
+    /// none.
     pub fn lock(&self) -> Option<String> {
         std::fs::read_to_string(self.directory.join(lockfile::LOCK_FILE)).ok()
     }
 }
 
-/// Lists the environments on this machine by name, newest first.
+/// Lists the environments on this machine, ordered by name, newest first.
 pub fn list(data_dir: &Path) -> Vec<Built> {
     let mut built: Vec<Built> = directories(data_dir)
         .into_iter()
@@ -390,7 +403,7 @@ pub fn list(data_dir: &Path) -> Vec<Built> {
     built
 }
 
-/// Returns what the newest environment of each name was built from.
+/// Returns the spec of the newest environment of each name.
 pub fn built_specs(data_dir: &Path) -> Vec<EnvironmentSpec> {
     let mut records: Vec<Record> = directories(data_dir)
         .into_iter()
@@ -401,7 +414,8 @@ pub fn built_specs(data_dir: &Path) -> Vec<EnvironmentSpec> {
     records.iter().map(Record::spec).collect()
 }
 
-/// Removes every environment of a name, or none while one of them is in use. Returns the bytes that were freed.
+/// Removes all environments of a name, or none if any of them is in use. Returns the number of
+/// freed bytes.
 pub fn remove(data_dir: &Path, name: &EnvironmentName) -> Result<u64, EnvironmentError> {
     let folder = environments_dir(data_dir);
     let wanted: Vec<PathBuf> = directories(data_dir)
@@ -468,7 +482,8 @@ fn directories(data_dir: &Path) -> Vec<(EnvironmentName, PathBuf)> {
     entries.flatten().filter_map(named).collect()
 }
 
-/// Finds a finished environment that answers `spec`, is made from `lockfile` if there is one, and whose interpreter is still the same.
+/// Finds a finished environment that matches `spec` and, if given, `lockfile`, and whose
+/// interpreter is unchanged.
 fn find_built(
     spec: &EnvironmentSpec,
     lockfile: Option<&Lockfile>,
@@ -488,7 +503,7 @@ fn find_built(
         .find(|directory| Record::read(directory).is_some_and(is_it))
 }
 
-/// Opens a finished environment and marks it as used, or returns `None` when it has just been removed.
+/// Opens a finished environment and marks it as in use. Returns `None` if it was just removed.
 fn open(directory: &Path, spec: &EnvironmentSpec) -> Result<Option<Environment>, EnvironmentError> {
     let lock = lock::shared(&directory.join(IN_USE_FILE))
         .map_err(while_doing("mark the environment as used"))?;
@@ -514,7 +529,7 @@ fn open(directory: &Path, spec: &EnvironmentSpec) -> Result<Option<Environment>,
     }))
 }
 
-/// Removes environments of the same name that a newer one has replaced, unless somebody uses them.
+/// Removes unused environments of the same name that a newer one has replaced.
 fn remove_older(data_dir: &Path, name: &EnvironmentName, newest: &Path) {
     for (_, directory) in directories(data_dir)
         .into_iter()
@@ -523,12 +538,14 @@ fn remove_older(data_dir: &Path, name: &EnvironmentName, newest: &Path) {
         if let Ok(Some(_lock)) = lock::try_exclusive(&directory.join(IN_USE_FILE))
             && let Err(error) = discard(&directory)
         {
-            tracing::warn!(%error, environment = name.as_str(), "could not remove an older environment");
+            tracing::warn!(%error, environment = name.as_str(), "could not remove an older \
+                 environment");
         }
     }
 }
 
-/// Removes a folder so that at no moment a half of it can be taken for the whole. Its lock must be held.
+/// Removes a directory atomically: a partly removed one is never mistaken for a complete one. The
+/// caller must hold its lock.
 fn discard(directory: &Path) -> io::Result<()> {
     let name = directory.file_name().unwrap_or_default().to_string_lossy();
     let doomed = directory.with_file_name(format!(".removing-{name}"));

@@ -1,19 +1,21 @@
-//! pip's settings files, for who has told pip where packages come from and uv nothing.
+//! pip's configuration files, for users who have configured the package index for pip but not for
+//! uv.
 //!
 //! ```text
-//! /etc/xdg/pip/pip.conf  /etc/pip.conf          the machine's
-//! ~/.pip/pip.conf        ~/.config/pip/pip.conf the user's
-//! $PIP_CONFIG_FILE                              the one that is named
+//! /etc/xdg/pip/pip.conf  /etc/pip.conf          machine
+//! ~/.pip/pip.conf        ~/.config/pip/pip.conf user
+//! $PIP_CONFIG_FILE                              named explicitly
 //! ```
 //!
-//! What is further below counts more, and the section `install` more than `global`, as with pip itself. Variables count more than files. Whoever has a
-//! settings file of uv is taken to mean that one: then none of these is read.
+//! Later files take precedence, and the section `install` takes precedence over `global`, as in
+//! pip. Variables take precedence over files. If uv has a configuration file, none of these files
+//! is read.
 
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// The settings that are read, and the variable that says the same.
+/// The settings that are read, and the equivalent variables.
 const READ: [(&str, &str); 5] = [
     ("index-url", "PIP_INDEX_URL"),
     ("extra-index-url", "PIP_EXTRA_INDEX_URL"),
@@ -22,10 +24,11 @@ const READ: [(&str, &str); 5] = [
     ("proxy", "PIP_PROXY"),
 ];
 
-/// The sections that concern us. The latter counts more.
+/// The relevant sections. The last one takes precedence.
 const SECTIONS: [&str; 2] = ["global", "install"];
 
-/// Returns what pip's files say, under the names of the variables that would say it. `root` is the folder in which the machine's files are.
+/// Returns the settings in pip's files, under the names of the equivalent variables. `root` is the
+/// directory that contains the machine's files.
 pub(super) fn read(
     variables: &BTreeMap<String, String>,
     root: &Path,
@@ -56,7 +59,7 @@ fn has_settings_of_uv(variables: &BTreeMap<String, String>, root: &Path) -> bool
 fn files(variables: &BTreeMap<String, String>, root: &Path) -> Vec<PathBuf> {
     let named = value(variables, "PIP_CONFIG_FILE").map(PathBuf::from);
     if named.as_deref() == Some(Path::new("/dev/null")) {
-        // So says pip's manual: this is how to have no file read.
+        // According to pip's manual, `/dev/null` disables all files.
         return Vec::new();
     }
     let machine = ["etc/xdg/pip/pip.conf", "etc/pip.conf"].map(|path| root.join(path));
@@ -82,7 +85,8 @@ fn value<'a>(variables: &'a BTreeMap<String, String>, name: &str) -> Option<&'a 
         .filter(|value| !value.is_empty())
 }
 
-/// Reads one section. A line that begins with a space goes on with the value before; values of several lines become words.
+/// Parses one section. A line that begins with a space continues the previous value; multi-line
+/// values become words.
 fn settings_in(text: &str, section: &str) -> BTreeMap<&'static str, String> {
     let mut found: BTreeMap<&'static str, String> = BTreeMap::new();
     let (mut is_in_section, mut current) = (false, None);
@@ -120,7 +124,7 @@ fn settings_in(text: &str, section: &str) -> BTreeMap<&'static str, String> {
 mod tests {
     use super::*;
 
-    /// A machine of its own, with a home folder.
+    /// A separate file system root with a home directory.
     struct Machine(tempfile::TempDir);
 
     impl Machine {
@@ -150,8 +154,10 @@ mod tests {
 
     #[test]
     fn settings_are_read_as_pip_reads_them() {
-        let text = "# ours\n[global]\nindex_url: https://a.example/simple\ntimeout = 60\nextra-index-url =\n    https://b.example/x\n    \
-                    ; not this\n    https://c.example/x\ncert = /etc/ca.pem\n[list]\nindex-url = https://no.example/\n[install]\n\
+        let text = "# ours\n[global]\nindex_url: https://a.example/simple\ntimeout = \
+                    60\nextra-index-url =\n    https://b.example/x\n    \
+                    ; not this\n    https://c.example/x\ncert = /etc/ca.pem\n[list]\nindex-url = \
+                    https://no.example/\n[install]\n\
                     trusted-host = d.example\n";
         let found = Machine::new(&[("etc/pip.conf", text)]).read(&[]);
         let expected = [

@@ -1,4 +1,5 @@
-//! What is known about a built environment: the note that lies beside it, and the name that follows from what is in it.
+//! Metadata of a built environment: the record file beside it, and the directory name derived from
+//! its content.
 
 use std::io;
 use std::os::unix::fs::MetadataExt;
@@ -10,25 +11,26 @@ use sha2::{Digest, Sha256};
 use super::interpreter::Interpreter;
 use super::{EnvironmentName, EnvironmentSpec, PythonRequest};
 
-/// Raised when environments are laid out differently, so that older ones are built anew.
+/// Increased when the layout of environments changes, so that older ones are rebuilt.
 pub(super) const FORMAT: u32 = 2;
 
-/// The note's file. It is written last, before the folder gets its final name.
+/// Name of the record file. It is written last, before the directory is renamed to its final name.
 pub(super) const RECORD_FILE: &str = "cellblock-environment.json";
 
-/// Everything known about a built environment.
+/// Metadata of a built environment.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Record {
     pub format: u32,
     pub name: EnvironmentName,
-    /// What was asked for.
+    /// The requested packages.
     pub packages: Vec<String>,
     pub preload: Vec<String>,
     pub python_request: PythonRequest,
-    /// The lock that it was to be made from; without one, versions were chosen when it was built. Its own lock lies beside it either way.
+    /// The lock that was required for the build. Without one, versions were resolved at build time.
+    /// The environment's own lock is beside it in both cases.
     #[serde(default)]
     pub locked: Option<String>,
-    /// What was installed, as `name==version`.
+    /// The installed packages, as `name==version`.
     pub installed: Vec<String>,
     pub python_version: String,
     pub executable: PathBuf,
@@ -38,11 +40,11 @@ pub struct Record {
     pub executable_stamp: Stamp,
     /// Seconds since 1970.
     pub created: u64,
-    /// Bytes of all files.
+    /// Total size of all files.
     pub size: u64,
 }
 
-/// What can be seen of a file without reading it.
+/// Properties of a file that are known without reading it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Stamp {
     size: u64,
@@ -66,7 +68,7 @@ impl Record {
         serde_json::from_slice(&std::fs::read(directory.join(RECORD_FILE)).ok()?).ok()
     }
 
-    /// Writes the note in one step.
+    /// Writes the record file atomically.
     pub(super) fn write(&self, directory: &Path) -> io::Result<()> {
         let text = serde_json::to_vec_pretty(self).map_err(io::Error::other)?;
         let temporary = directory.join(format!(".{RECORD_FILE}"));
@@ -74,7 +76,8 @@ impl Record {
         std::fs::rename(temporary, directory.join(RECORD_FILE))
     }
 
-    /// Tells whether this environment is what `spec` asks for. The list of modules to preload changes no file, so it may differ.
+    /// Returns whether this environment matches `spec`. The modules to preload do not affect any
+    /// file, so they may differ.
     pub(super) fn answers(&self, spec: &EnvironmentSpec) -> bool {
         self.format == FORMAT
             && self.name == spec.name
@@ -82,12 +85,12 @@ impl Record {
             && self.python_request == spec.python
     }
 
-    /// Tells whether its interpreter is still the one it was built with.
+    /// Returns whether the interpreter is still the one that it was built with.
     pub(super) fn interpreter_is_unchanged(&self) -> bool {
         Stamp::of(&self.executable).is_ok_and(|stamp| stamp == self.executable_stamp)
     }
 
-    /// Returns what this environment was built from.
+    /// Returns the spec that this environment was built from.
     pub(super) fn spec(&self) -> EnvironmentSpec {
         EnvironmentSpec {
             name: self.name.clone(),
@@ -98,7 +101,8 @@ impl Record {
     }
 }
 
-/// Names the folder of an environment after everything that decides what is in it. `locked` is the lock that it must be made from.
+/// Returns the directory name of an environment, derived from everything that determines its
+/// content. `locked` is the lock that it must be built from.
 pub(super) fn directory_name(
     spec: &EnvironmentSpec,
     interpreter: &Interpreter,
@@ -119,7 +123,7 @@ pub(super) fn directory_name(
     format!("{}-{}", spec.name, short_hash(&content))
 }
 
-/// Returns the name in a folder's name, if it is that of an environment.
+/// Returns the environment name in a directory name, if there is one.
 pub(super) fn name_in(directory_name: &str) -> Option<EnvironmentName> {
     let (name, hash) = directory_name.rsplit_once('-')?;
     let is_hash = hash.len() == HASH_LENGTH && hash.chars().all(|digit| digit.is_ascii_hexdigit());
@@ -128,7 +132,8 @@ pub(super) fn name_in(directory_name: &str) -> Option<EnvironmentName> {
 
 const HASH_LENGTH: usize = 12;
 
-/// Twelve hexadecimal digits of SHA-256: enough for a name that nobody attacks, short enough to read.
+/// Returns twelve hexadecimal digits of SHA-256. The name is not a target of attacks, so these are
+/// enough, and they are short enough to read.
 pub(super) fn short_hash(content: &[u8]) -> String {
     Sha256::digest(content)
         .iter()
@@ -137,7 +142,7 @@ pub(super) fn short_hash(content: &[u8]) -> String {
         .collect()
 }
 
-/// Lists what is installed in a `site-packages` folder, from the names of the folders that describe each package.
+/// Lists the packages in a `site-packages` directory, from the names of their metadata directories.
 pub(super) fn installed_packages(site_packages: &Path) -> io::Result<Vec<String>> {
     let mut installed = Vec::new();
     for entry in std::fs::read_dir(site_packages)? {

@@ -1,6 +1,7 @@
-//! Choosing exact versions: from requirements to a lock.
+//! Resolves requirements to a lock with exact versions.
 //!
-//! uv decides, for the Python at hand and from wheels only, and writes down the hashes of every file of each version it chose.
+//! uv resolves for the given Python, from wheels only, and records the hashes of every file of each
+//! chosen version.
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
@@ -12,14 +13,16 @@ use super::interpreter::Interpreter;
 use super::lockfile::{Hashes, Lockfile};
 use super::{EnvironmentError, EnvironmentProgress, Progress, uv, while_doing};
 
-/// What is to be resolved: packages, and what files ask for. What the runner needs must be among them.
+/// The packages to resolve, and the requirements of input files. They must include what the runner
+/// needs.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Wanted<'a> {
     pub(super) packages: &'a [String],
     pub(super) files: Option<&'a Input>,
 }
 
-/// The Python that versions are chosen for: the one at hand, or one elsewhere with the help of the one at hand.
+/// The target Python: the local interpreter, or a remote one that uv resolves for with the help of
+/// the local one.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Audience<'a> {
     pub(super) interpreter: &'a Interpreter,
@@ -27,14 +30,14 @@ pub(super) struct Audience<'a> {
 }
 
 impl Audience<'_> {
-    /// Returns the line of the version that packages are for, such as `3.12`.
+    /// Returns the minor version of the target Python, such as `3.12`.
     fn line(self) -> String {
         self.elsewhere
             .map_or_else(|| self.interpreter.line(), Elsewhere::line)
     }
 }
 
-/// Chooses a version of everything that is wanted and of everything that it needs.
+/// Chooses versions of all wanted packages and their dependencies.
 pub(super) async fn resolve(
     wanted: Wanted<'_>,
     audience: Audience<'_>,
@@ -97,7 +100,7 @@ fn arguments(
     );
     arguments.extend(["--output-file".into(), output.into()]);
     if let Some(input) = wanted.files {
-        // A file may name indexes of its own, and the installation needs them as well.
+        // A file may name its own indexes, which the installation needs as well.
         arguments.extend(["--emit-index-url".into(), "--emit-find-links".into()]);
         for extra in input.extras() {
             arguments.extend(["--extra".into(), extra.into()]);

@@ -1,6 +1,7 @@
-//! The runner's files, carried in our own binary: Python, and a font of emoji with its licence.
+//! The runner's files, embedded in our binary: Python, and an emoji font with its licence.
 //!
-//! They are written once for each content and Python version, compiled, and mounted read-only into every sandbox.
+//! They are written once for each content and Python version, compiled, and mounted read-only into
+//! every sandbox.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -8,7 +9,7 @@ use std::path::{Path, PathBuf};
 use super::interpreter::Interpreter;
 use super::{Environment, EnvironmentError, RUNNER_INSIDE, build, record, while_doing};
 
-/// The name of the Python package.
+/// Name of the Python package.
 pub const PACKAGE: &str = "cellblock_runner";
 
 macro_rules! embedded {
@@ -27,11 +28,11 @@ pub(super) const FILES: &[(&str, &[u8])] = embedded![
     "called.py",
     "channel.py",
     "commands.py",
+    "confine.py",
     "descriptors.py",
     "displays.py",
     "errands.py",
     "family.py",
-    "fences.py",
     "files.py",
     "first.py",
     "folders.py",
@@ -76,11 +77,11 @@ pub(super) const FILES: &[(&str, &[u8])] = embedded![
     "zygote.py",
 ];
 
-/// The file that says how long all others of a runner are.
+/// The file that records the sizes of all other files of a runner.
 const SIZES: &str = "sizes.json";
 
-/// Returns the host folder to mount at `RUNNER_INSIDE`, writing it first if need be. One that a full
-/// disk or a sudden end of the machine has torn is written again.
+/// Returns the host directory to mount at `RUNNER_INSIDE`, and writes it first if necessary. A
+/// directory that is incomplete after a full disk or a crash of the machine is written again.
 pub async fn ensure_runner(
     data_dir: &Path,
     environment: &Environment,
@@ -113,7 +114,7 @@ pub async fn ensure_runner(
     std::fs::write(staging.path().join(SIZES), sizes).map_err(while_doing("write the runner"))?;
     build::make_readable(staging.path()).map_err(while_doing("make the runner readable"))?;
     if directory.is_dir() && !is_whole(&directory) {
-        // Whoever uses it keeps what is left of it.
+        // Processes that use the damaged directory keep the files that are left.
         let torn = folder.join(format!(".torn-{}", std::process::id()));
         if std::fs::rename(&directory, &torn).is_ok() {
             let _ = std::fs::remove_dir_all(torn);
@@ -121,17 +122,17 @@ pub async fn ensure_runner(
     }
     match std::fs::rename(staging.path(), &directory) {
         Ok(()) => {
-            // The folder has its own name now; there is nothing left to clean up under the old one.
+            // The directory was renamed; nothing is left to clean up under the old name.
             let _ = staging.keep();
             Ok(directory)
         }
-        // Another process was faster. Its content is the same, because the name follows from it.
+        // Another process was faster. Its content is the same, because the name is derived from it.
         Err(_) if directory.is_dir() => Ok(directory),
         Err(cause) => Err(while_doing("put the runner in its place")(cause)),
     }
 }
 
-/// Whether all files of a runner are as long as they were when they were written.
+/// Returns whether all files of a runner still have the sizes that were written.
 fn is_whole(directory: &Path) -> bool {
     let written = std::fs::read(directory.join(SIZES)).ok();
     let written =
@@ -141,7 +142,7 @@ fn is_whole(directory: &Path) -> bool {
     })
 }
 
-/// The sizes of the files of the package and of its compiled ones.
+/// Returns the sizes of the package's source and bytecode files.
 fn sizes_in(package: &Path) -> std::io::Result<BTreeMap<String, u64>> {
     let mut sizes = BTreeMap::new();
     for folder in [package.to_owned(), package.join("__pycache__")] {
@@ -162,7 +163,7 @@ fn sizes_in(package: &Path) -> std::io::Result<BTreeMap<String, u64>> {
 fn content_hash(files: &[(&str, &[u8])], python_version: &str) -> String {
     let mut all = python_version.as_bytes().to_vec();
     for (name, content) in files {
-        // With the lengths, no two lists of files come to the same bytes.
+        // The lengths ensure that two different lists of files never give the same bytes.
         all.extend(format!("\n{name} {}\n", content.len()).into_bytes());
         all.extend_from_slice(content);
     }

@@ -1,4 +1,4 @@
-//! What an environment should contain, before anybody has built it.
+//! Description of an environment before it is built.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -7,15 +7,15 @@ use serde::{Deserialize, Serialize};
 
 use super::versions::VersionRange;
 
-/// The name of an environment: 1 to 40 of lower-case letters, digits, `_` and `-`, starting with a letter.
+/// Name of an environment: 1 to 40 lower-case letters, digits, `_` and `-`, starting with a letter.
 ///
-/// It becomes part of a folder's name, so it can hold neither a separator nor a dot.
+/// It becomes part of a directory name, so it must not contain a separator or a dot.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct EnvironmentName(String);
 
 impl EnvironmentName {
-    /// What a name may be, for messages.
+    /// Rules for a name, for messages.
     pub const ALLOWED: &str =
         "1 to 40 lower-case letters, digits, \"_\" and \"-\", starting with a letter";
 
@@ -54,18 +54,18 @@ impl From<EnvironmentName> for String {
     }
 }
 
-/// What an environment is made of.
+/// Description of an environment's content.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct EnvironmentSpec {
     pub name: EnvironmentName,
-    /// Requirements as they were written, such as `numpy>=2`.
+    /// Requirements as written by the user, such as `numpy>=2`.
     pub packages: Vec<String>,
     /// Modules that the warm interpreter imports before it is forked.
     pub preload: Vec<String>,
     pub python: PythonRequest,
 }
 
-/// What the usual environment holds for code: what models reach for first.
+/// Packages for user code in the default environment: those that models use most often.
 const SCIENCE: [&str; 22] = [
     "numpy",
     "pandas",
@@ -91,26 +91,28 @@ const SCIENCE: [&str; 22] = [
     "tabulate",
 ];
 
-/// What it holds besides: what runs cells and shows their results. Plotly asks for nbformat, drawings
-/// become pictures with resvg, and the last has a font with Chinese, Japanese and Korean characters.
+/// Other packages in the default environment: they run cells and display results. Plotly requires
+/// nbformat, resvg converts drawings to images, and the last one has a font with Chinese, Japanese
+/// and Korean characters.
 const DISPLAY: [&str; 4] = ["ipython", "nbformat", "resvg-py", "notojp-matplotlib"];
 
-/// Versions that are older than they could be: what popular packages that users install beside it cannot
-/// be used with is kept out. botocore, and so boto3, needs the old one of python-dateutil.
+/// Upper bounds on versions, for compatibility with popular packages that users install in
+/// addition. botocore, and so boto3, needs the old python-dateutil.
 const HELD: [&str; 1] = ["python-dateutil<3"];
 
-/// What the runner needs: IPython to run cells, Pydantic for the modules of MCP servers.
+/// Packages that the runner needs: IPython to run cells, Pydantic for the modules of MCP servers.
 pub(super) const RUNNER_NEEDS: [&str; 2] = ["ipython", "pydantic>=2.9"];
 
 impl EnvironmentSpec {
-    /// The environments that exist without any configuration.
+    /// Returns the environments that exist without any configuration.
     pub fn built_in() -> [EnvironmentSpec; 2] {
         let words = |words: &[&str]| words.iter().map(|word| (*word).to_owned()).collect();
         [
             EnvironmentSpec {
                 name: EnvironmentName("default".to_owned()),
                 packages: words(&[&SCIENCE[..], &DISPLAY[..], &HELD[..]].concat()),
-                // Only what most sessions need: every module costs the warm interpreter memory, and every copy of it page tables.
+                // Only modules that most sessions need: every module costs memory in the warm
+                // interpreter and page tables in every copy of it.
                 preload: words(&["numpy", "pandas", "matplotlib.pyplot"]),
                 python: PythonRequest::Any,
             },
@@ -123,7 +125,7 @@ impl EnvironmentSpec {
         ]
     }
 
-    /// Returns what must be installed: the packages as written, and what the runner needs.
+    /// Returns the requirements to install: the packages as written, and those of the runner.
     pub fn requirements(&self) -> Vec<String> {
         let mut requirements = self.packages.clone();
         if self.is_locked() {
@@ -135,8 +137,8 @@ impl EnvironmentSpec {
         requirements
     }
 
-    /// Returns the names of packages that code may want to import, in the order in which they were
-    /// written. What only runs cells, shows results or is held is left out.
+    /// Returns the names of packages that user code may import, in their original order. Packages
+    /// that only run cells, display results or bound a version are left out.
     pub fn packages_for_code(&self) -> Vec<String> {
         let wanted = self
             .packages
@@ -148,7 +150,8 @@ impl EnvironmentSpec {
             .collect()
     }
 
-    /// Tells whether the packages are all that a lock holds. It is complete, and whoever made it may do without Pydantic.
+    /// Returns whether the packages are the full content of a lock. Such a list is complete, and
+    /// its author may leave out Pydantic.
     fn is_locked(&self) -> bool {
         let has_ipython = self
             .packages
@@ -162,7 +165,7 @@ impl EnvironmentSpec {
     }
 }
 
-/// Adds a requirement unless another one is for the same project.
+/// Adds a requirement unless the list has one for the same project.
 pub(super) fn add_missing(requirements: &mut Vec<String>, needed: &str) {
     if !requirements
         .iter()
@@ -172,23 +175,24 @@ pub(super) fn add_missing(requirements: &mut Vec<String>, needed: &str) {
     }
 }
 
-/// Which Python an environment is built with.
+/// The Python to build an environment with.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum PythonRequest {
-    /// The best that is found.
+    /// The best one found.
     Any,
     /// A version such as `3.12` or `3.12.4`.
     Version(String),
-    /// A range of versions such as `>=3.11,<3.14`, the way projects require them.
+    /// A range of versions such as `>=3.11,<3.14`, in the form of `requires-python`.
     Range(String),
     /// The path of an interpreter.
     Path(PathBuf),
 }
 
 impl PythonRequest {
-    /// What a request may be, for messages.
-    pub const ALLOWED: &str = "a version from 3.10 on (such as 3.12 or 3.12.4) or the absolute path of a Python interpreter";
+    /// Rules for a request, for messages.
+    pub const ALLOWED: &str = "a version from 3.10 on (such as 3.12 or 3.12.4) or the absolute \
+                               path of a Python interpreter";
 
     pub fn parse(text: &str) -> Option<PythonRequest> {
         if text.starts_with('/') {
@@ -206,12 +210,13 @@ impl PythonRequest {
         }
     }
 
-    /// Reads a range such as `>=3.11, <3.14`.
+    /// Parses a range such as `>=3.11, <3.14`.
     pub fn range(text: &str) -> Option<PythonRequest> {
         VersionRange::parse(text).map(|_| PythonRequest::Range(text.replace(' ', "")))
     }
 
-    /// Tells whether an interpreter of this full version, such as `3.12.4`, is what was asked for.
+    /// Returns whether an interpreter of this full version, such as `3.12.4`, satisfies the
+    /// request.
     pub fn accepts_version(&self, full: &str) -> bool {
         match self {
             PythonRequest::Version(wanted) => {
@@ -240,18 +245,19 @@ impl fmt::Display for PythonRequest {
     }
 }
 
-/// What a requirement may be, for messages.
+/// Rules for a requirement, for messages.
 pub const REQUIREMENT_ALLOWED: &str =
     "a requirement such as numpy, numpy>=2 or pandas[excel], not an option, not empty, on one line";
 
-/// Tells whether `text` may be handed to the installer. It checks form only: an option must not pass for a package.
+/// Returns whether `text` may be passed to the installer. It checks only the form: an option must
+/// not be accepted as a package.
 pub fn is_requirement(text: &str) -> bool {
     text.starts_with(|letter: char| letter.is_ascii_alphanumeric())
         && !text.contains(char::is_control)
         && text.len() <= 500
 }
 
-/// Tells whether `text` is a dotted module name.
+/// Returns whether `text` is a dotted module name.
 pub fn is_module_name(text: &str) -> bool {
     !text.is_empty()
         && text.split('.').all(|part| {
@@ -262,7 +268,7 @@ pub fn is_module_name(text: &str) -> bool {
         })
 }
 
-/// Returns the name at the beginning of a requirement, in lower case and with dashes.
+/// Returns the project name of a requirement, in lower case and with dashes.
 pub(super) fn project_name(requirement: &str) -> String {
     let end = requirement
         .find(|letter: char| !(letter.is_ascii_alphanumeric() || "-_.".contains(letter)));

@@ -1,17 +1,18 @@
-//! What goes into containers beside their image: the runner's files, and IPython for images that have none.
+//! Files that are added to containers beside their image: the runner, and IPython for images
+//! without it.
 //!
-//! IPython and everything it needs are pure Python, so wheels for the version of the image can be unpacked here, whatever Python this machine has. Nothing of
-//! them is run on the host.
+//! IPython and its dependencies are pure Python, so wheels for the image's Python version can be
+//! unpacked here, whatever Python this machine has. None of their code runs on the host.
 
 use std::path::{Path, PathBuf};
 
 use super::runner_files::{FILES, PACKAGE};
 use super::{EnvironmentError, InstallerTools, record, uv, while_doing};
 
-/// The IPython that images without one get. The bound is that of the environments that we build ourselves.
+/// The IPython for images without one. Environments that we build have the same lower bound.
 const REQUIREMENT: &str = "ipython>=8";
 
-/// Returns the files of the runner: their paths below its folder, and their content.
+/// Returns the runner's files: paths below its directory, and contents.
 pub fn runner() -> Vec<(String, Vec<u8>)> {
     FILES
         .iter()
@@ -19,7 +20,7 @@ pub fn runner() -> Vec<(String, Vec<u8>)> {
         .collect()
 }
 
-/// Returns a folder with IPython for a Python such as `3.11`, filling it first if need be.
+/// Returns a directory with IPython for a Python such as `3.11`, and fills it first if necessary.
 pub async fn ipython(data_dir: &Path, python: &str) -> Result<PathBuf, EnvironmentError> {
     let folder = data_dir.join("containers");
     let name = format!(
@@ -48,7 +49,7 @@ pub async fn ipython(data_dir: &Path, python: &str) -> Result<PathBuf, Environme
         "--python-version",
         python,
     ];
-    // Only wheels, because building a source package runs its code.
+    // Wheels only, because building a source package runs its code.
     arguments.extend([
         "--only-binary",
         ":all:",
@@ -61,7 +62,7 @@ pub async fn ipython(data_dir: &Path, python: &str) -> Result<PathBuf, Environme
     installed.map_err(|failure| failure.during("get IPython for the image"))?;
     match std::fs::rename(staging.path(), &directory) {
         Ok(()) => {
-            // The folder has its own name now; there is nothing left to clean up under the old one.
+            // The directory was renamed; nothing is left to clean up under the old name.
             let _ = staging.keep();
             Ok(directory)
         }

@@ -1,4 +1,5 @@
-//! Whole builds. Most use a stand-in for uv, which copies nothing from anywhere; the last ones use the real uv and a package index.
+//! Tests of whole builds. Most use a fake uv, which copies nothing from anywhere; the last ones use
+//! the real uv and a package index.
 
 use std::os::unix::fs::PermissionsExt;
 use std::sync::Mutex;
@@ -6,8 +7,9 @@ use std::time::Instant;
 
 use super::*;
 
-/// A stand-in for uv: makes the folders that uv would make, with an empty IPython in them. The file "release" beside it decides which
-/// version it chooses, and the last list it installed from stays there too. It fails for a package called "broken".
+/// A fake uv: creates the directories that uv would create, with an empty IPython in them. The file
+/// "release" beside it determines the version that it chooses; the last list that it installed from
+/// is kept there too. It fails for a package called "broken".
 const STAND_IN: &str = r#"#!/bin/sh
 echo "$*" >> "$(dirname "$0")/calls"
 case "$1" in
@@ -47,7 +49,7 @@ struct Bench {
 }
 
 impl Bench {
-    /// Returns `None`, and says so, when this machine has no Python in its system folders.
+    /// Returns `None` and prints a note if this machine has no Python in its system directories.
     fn new() -> Option<Bench> {
         if !Path::new("/usr/bin/python3").exists() {
             println!("skipped: needs /usr/bin/python3");
@@ -93,7 +95,7 @@ impl Bench {
         resolve_with(input, None, &self.data_dir(), &self.variables, &|_| {}).await
     }
 
-    /// Lets the index have a newer version from now on.
+    /// Makes the index offer a newer version from now on.
     fn release(&self, number: &str) {
         std::fs::write(self.folder.path().join("release"), number).unwrap();
     }
@@ -387,7 +389,8 @@ async fn an_update_of_the_interpreter_keeps_the_versions_of_packages() {
     let directory = built.root.parent().unwrap().to_owned();
     let other = directory.with_file_name("a-0123456789ab");
     drop(built);
-    // As it looks after an update: the interpreter is not the one in the record, and the folder's name would be another.
+    // The state after an update: the interpreter differs from the one in the record, and the
+    // directory name would differ too.
     std::fs::rename(&directory, &other).unwrap();
     let mut record = Record::read(&other).unwrap();
     record.executable = "/usr/bin/env".into();
@@ -485,7 +488,8 @@ async fn the_runner_is_written_once_and_compiled_for_the_inside() {
     );
 }
 
-/// Surroundings for a build with a real package index, without any uv on the path. `None`, and a word, when that is not wanted here.
+/// Returns the environment variables for a build with a real package index, without uv on the path.
+/// Returns `None` and prints a note if such tests are disabled here.
 fn with_package_index() -> Option<BTreeMap<String, String>> {
     if std::env::var_os("SKIP_PACKAGE_INDEX_TESTS").is_some()
         || !Path::new("/usr/bin/python3").exists()
@@ -500,7 +504,7 @@ fn with_package_index() -> Option<BTreeMap<String, String>> {
     Some(variables)
 }
 
-/// Tells whether a program has to be loaded by another one, which is to be found where the program says.
+/// Returns whether a program needs a dynamic loader, at the path that the program names.
 fn names_loader(program: &Path) -> bool {
     let bytes = std::fs::read(program).unwrap();
     let number = |at: usize, length: usize| {
@@ -531,7 +535,7 @@ async fn uv_is_fetched_and_a_real_environment_is_built_found_and_removed() {
     let uv = uv::find(&variables, folder.path())
         .unwrap()
         .expect("it was used just now");
-    // Unless this machine has a uv of its own, it is one that runs in every image.
+    // Unless the machine has its own uv, the installed one must run in every image.
     assert!(names_loader(Path::new("/usr/bin/env")), "control");
     assert!(!uv.starts_with(folder.path()) || !names_loader(&uv));
     let started = Instant::now();
@@ -568,7 +572,8 @@ async fn files_with_everything_in_them_are_locked_and_a_wrong_hash_is_not_instal
         "{names}"
     );
 
-    let project = "[project]\nname = 'a'\nversion = '1'\nrequires-python = '>=3.10'\ndependencies = ['six']\n\
+    let project = "[project]\nname = 'a'\nversion = '1'\nrequires-python = '>=3.10'\ndependencies \
+                   = ['six']\n\
                    [project.optional-dependencies]\nnet = ['idna']\n";
     let input = Input::Project {
         file: write("pyproject.toml", project),

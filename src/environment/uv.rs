@@ -1,7 +1,7 @@
-//! The installer: finding uv, getting it when there is none, running it.
+//! The installer uv: finds it, installs it if missing, and runs it.
 //!
-//! uv does what a person's own uv or pip would do: their settings are passed on, and pip's are translated where uv has a name of its own for
-//! them. Its output is followed for progress and kept for the error.
+//! uv behaves like the user's own uv or pip: their settings are passed on, and pip's are translated
+//! where uv has a different name for them. Its output is parsed for progress and kept for errors.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::ffi::{OsStr, OsString};
@@ -15,10 +15,10 @@ use tokio::sync::mpsc;
 use super::interpreter::Interpreter;
 use super::{EnvironmentError, EnvironmentProgress, Progress, while_doing};
 
-/// How much of an installer's output an error repeats.
+/// Maximum number of lines of installer output in an error.
 const LINES_KEPT: usize = 30;
 
-/// Variables that would make uv or Python work on something else than we ask.
+/// Variables that would redirect uv or Python to a different target.
 const MISLEADING: [&str; 12] = [
     "VIRTUAL_ENV",
     "CONDA_PREFIX",
@@ -34,7 +34,8 @@ const MISLEADING: [&str; 12] = [
     "UV_WORKING_DIRECTORY",
 ];
 
-/// pip's settings and what uv calls them. The first name is set; any of the names keeps it from being set.
+/// pip's variables and uv's names for them. The first name is set, unless any of the names is
+/// already set.
 const TRANSLATED: [(&str, &[&str]); 5] = [
     ("PIP_INDEX_URL", &["UV_DEFAULT_INDEX", "UV_INDEX_URL"]),
     ("PIP_EXTRA_INDEX_URL", &["UV_INDEX", "UV_EXTRA_INDEX_URL"]),
@@ -53,7 +54,7 @@ const TRANSLATED: [(&str, &[&str]); 5] = [
     ),
 ];
 
-/// Returns the surroundings that an installer runs in.
+/// Returns the environment variables that an installer runs with.
 pub(super) fn installer_variables(own: &BTreeMap<String, String>) -> BTreeMap<String, String> {
     let mut variables = own.clone();
     variables.retain(|name, _| !MISLEADING.contains(&name.as_str()));
@@ -74,7 +75,8 @@ pub(super) fn installer_variables(own: &BTreeMap<String, String>) -> BTreeMap<St
     variables
 }
 
-/// Makes uv trust what the machine trusts, as pip does: an index behind a company's own authority works. The second is the older name.
+/// Makes uv trust the machine's certificates, as pip does, so that an index behind a company's own
+/// certificate authority works. The second is the older name.
 const SYSTEM_CERTIFICATES: [&str; 2] = ["UV_SYSTEM_CERTS", "UV_NATIVE_TLS"];
 
 /// Finds uv: named by `CELLBLOCK_UV`, on the path, or installed by us earlier.
@@ -106,7 +108,7 @@ pub(super) fn find(
         .find(|candidate| is_program(candidate)))
 }
 
-/// Installs uv below our own folder with pip, or with the pip of a new virtual environment.
+/// Installs uv below our own directory with pip, or with the pip of a new virtual environment.
 pub(super) async fn install(
     interpreter: &Interpreter,
     variables: &BTreeMap<String, String>,
@@ -118,7 +120,8 @@ pub(super) async fn install(
     ));
     let tools = data_dir.join("tools");
     std::fs::create_dir_all(&tools).map_err(while_doing("make the folder for tools"))?;
-    // Everything happens in a folder of its own, so that two processes cannot meet and a crash leaves nothing that looks finished.
+    // A separate directory keeps two processes apart, and a crash leaves nothing that looks
+    // finished.
     let workshop = tempfile::Builder::new()
         .prefix(".installing-")
         .tempdir_in(&tools)
@@ -182,7 +185,8 @@ pub(super) async fn install(
     Ok(installed)
 }
 
-/// Says to pip which builds of uv will do on this kind of machine, the best first. Those for musl are linked statically, so they run in every image too, whatever C library it has.
+/// Returns the platform tags of uv builds for this architecture, in order of preference. The musl
+/// builds are linked statically, so they run in every image, whatever its C library.
 fn platforms(machine: &str) -> impl Iterator<Item = OsString> {
     let builds = [
         "musllinux_1_1",
@@ -196,7 +200,7 @@ fn platforms(machine: &str) -> impl Iterator<Item = OsString> {
         .flat_map(move |build| ["--platform".into(), format!("{build}_{machine}").into()])
 }
 
-/// A program that ended badly, with the last it said.
+/// A program that failed, with its last output.
 #[derive(Debug)]
 pub(super) struct Failure {
     pub(super) output: String,
@@ -211,15 +215,16 @@ impl Failure {
     }
 }
 
-/// How much of an installer's words an error has. An agent reads it, and pays for it.
+/// Limits on the installer output in an error. An agent reads it and pays for it.
 const MOST_LINES: usize = 10;
 const MOST_CHARS: usize = 800;
 
-/// Shortens what an installer said to what happened, with what helps where that is known.
+/// Reduces installer output to the failure, with advice where it is known.
 fn shortened(output: &str) -> String {
     if let Some(reason) = unreachable_index(output) {
         return format!(
-            "the package index cannot be reached: {reason}\nSee that the network works and that the index \
+            "the package index cannot be reached: {reason}\nSee that the network works and that \
+             the index \
              (UV_DEFAULT_INDEX or PIP_INDEX_URL) and the proxy (HTTPS_PROXY) are right"
         );
     }
@@ -229,7 +234,7 @@ fn shortened(output: &str) -> String {
             .any(|start| line.trim_start().starts_with(start))
     };
     let told: Vec<&str> = output.lines().filter(is_told).collect();
-    // A failure begins where it is called one; what comes before is how it went until then.
+    // The error starts at the first line that is marked as one; earlier lines are progress.
     let is_error = |line: &&str| line.to_ascii_lowercase().contains("error") || line.contains('×');
     let begin = told
         .iter()
@@ -247,7 +252,7 @@ fn shortened(output: &str) -> String {
     }
 }
 
-/// How lines begin that tell of progress.
+/// Prefixes of progress lines.
 const CHATTER: [&str; 8] = [
     "Using ",
     "Resolved ",
@@ -259,15 +264,15 @@ const CHATTER: [&str; 8] = [
     "[notice]",
 ];
 
-/// Returns why the index was not reached, if it was not. Both installers name it last in a chain of
-/// causes; pip goes on to say that there is no such package, which it cannot know.
+/// Returns why the index was not reached, if that is the failure. Both installers print the reason
+/// last in a chain of causes. pip then adds that there is no such package, which it cannot know.
 fn unreachable_index(output: &str) -> Option<String> {
     let of_pip = output
         .lines()
         .rev()
         .find_map(|line| line.split_once("after connection broken by "))
         .map(|(_, error)| {
-            // The words of the innermost exception end with its quote.
+            // The message of the innermost exception ends with its quote.
             let words = error
                 .rsplit_once(": /")
                 .map_or(error, |(error, _)| error)
@@ -291,9 +296,10 @@ fn unreachable_index(output: &str) -> Option<String> {
     of_pip.or_else(of_uv).map(|reason| reason.trim().to_owned())
 }
 
-/// Runs a program to its end, gives each line it writes to `line`, and keeps the last lines for the failure.
+/// Runs a program until it exits, passes each output line to `line`, and keeps the last lines for
+/// the error.
 ///
-/// Files it makes can be read by others whatever our own umask is: a sandbox is somebody else.
+/// Files that it creates are readable by others, whatever our umask is: a sandbox has another user.
 pub(super) async fn run<A: AsRef<OsStr>>(
     program: &Path,
     arguments: impl IntoIterator<Item = A>,
@@ -307,7 +313,7 @@ pub(super) async fn run<A: AsRef<OsStr>>(
         .args(arguments)
         .env_clear()
         .envs(variables)
-        // A folder that we were started in may hold a pyproject.toml or uv.toml, which is not ours to follow.
+        // The current directory may contain a pyproject.toml or uv.toml, which must not apply.
         .current_dir("/")
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
@@ -356,7 +362,7 @@ async fn forward(source: impl AsyncRead + Unpin, lines: mpsc::Sender<String>) {
     }
 }
 
-/// Follows what uv writes while it installs.
+/// Parses uv's output during an installation.
 #[derive(Debug, Default)]
 pub(super) struct Following {
     done: u64,
@@ -364,7 +370,7 @@ pub(super) struct Following {
 }
 
 impl Following {
-    /// Returns the progress that a line tells of, if it does.
+    /// Returns the progress that a line reports, if any.
     pub(super) fn read(&mut self, line: &str) -> Option<EnvironmentProgress> {
         let mut words = line.split_whitespace();
         let step = match (words.next()?, words.next()?) {
@@ -522,8 +528,10 @@ mod tests {
 
     #[test]
     fn progress_is_read_from_what_uv_writes() {
-        let written = "Using Python 3.12.1 environment at: v\nResolved 28 packages in 405ms\nDownloading numpy (16.0MiB)\n \
-                       Downloaded numpy\nPrepared 28 packages in 568ms\nInstalled 28 packages in 457ms\n + numpy==2.5.4\n";
+        let written = "Using Python 3.12.1 environment at: v\nResolved 28 packages in \
+                       405ms\nDownloading numpy (16.0MiB)\n \
+                       Downloaded numpy\nPrepared 28 packages in 568ms\nInstalled 28 packages in \
+                       457ms\n + numpy==2.5.4\n";
         let mut following = Following::default();
         let told: Vec<_> = written
             .lines()
@@ -547,16 +555,19 @@ mod tests {
     fn an_index_that_is_not_reached_is_told_in_one_line_with_what_helps() {
         let retrying = |error: &str| {
             let line = format!(
-                "WARNING: Retrying (Retry(total=4, connect=None, read=None, redirect=None, status=None)) after \
+                "WARNING: Retrying (Retry(total=4, connect=None, read=None, redirect=None, \
+                 status=None)) after \
                  connection broken by '{error}': /simple/uv/\n"
             );
             line.repeat(5)
-                + "ERROR: Could not find a version that satisfies the requirement uv (from versions: none)\n\
+                + "ERROR: Could not find a version that satisfies the requirement uv (from \
+                   versions: none)\n\
                    ERROR: No matching distribution found for uv"
         };
         let uv = |cause: &str| {
             format!(
-                "Using CPython 3.11.7 interpreter at: /usr/bin/python\nerror: Request failed after 3 retries in 11.0s\n  \
+                "Using CPython 3.11.7 interpreter at: /usr/bin/python\nerror: Request failed after \
+                 3 retries in 11.0s\n  \
                  cause: Failed to fetch: http://index.test/simple/ipython/\n  \
                  cause: error sending request for url (http://index.test/simple/ipython/)\n  \
                  cause: client error (Connect)\n  cause: {cause}"
@@ -566,21 +577,24 @@ mod tests {
         for (output, reason) in [
             (
                 retrying(
-                    "NewConnectionError('<pip._vendor.urllib3.connection.HTTPConnection object at 0x7f22c7e74250>: \
+                    "NewConnectionError('<pip._vendor.urllib3.connection.HTTPConnection object at \
+                     0x7f22c7e74250>: \
                      Failed to establish a new connection: [Errno 111] Connection refused')",
                 ),
                 "Connection refused",
             ),
             (
                 retrying(
-                    "ReadTimeoutError(\"HTTPSConnectionPool(host='index.test', port=443): Read timed out. (read \
+                    "ReadTimeoutError(\"HTTPSConnectionPool(host='index.test', port=443): Read \
+                     timed out. (read \
                      timeout=15)\")",
                 ),
                 "Read timed out. (read timeout=15)",
             ),
             (
                 retrying(
-                    "SSLError(SSLCertVerificationError(1, '[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify \
+                    "SSLError(SSLCertVerificationError(1, '[SSL: CERTIFICATE_VERIFY_FAILED] \
+                     certificate verify \
                      failed: self-signed certificate (_ssl.c:1017)'))",
                 ),
                 "self-signed certificate (_ssl.c:1017)",
@@ -607,7 +621,8 @@ mod tests {
 
     #[test]
     fn other_failures_are_told_from_where_they_begin_and_within_a_limit() {
-        let uv = "Using CPython 3.11.7 interpreter at: /usr/bin/python\nerror: No solution found when resolving \
+        let uv = "Using CPython 3.11.7 interpreter at: /usr/bin/python\nerror: No solution found \
+                  when resolving \
                   dependencies\n  cause: Because nosuch was not found in the package registry, no.";
         assert_eq!(shortened(uv), uv.split_once('\n').unwrap().1);
         let missing = "ERROR: No matching distribution found for uv";

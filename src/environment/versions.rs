@@ -1,10 +1,10 @@
-//! Ranges of Python versions, as `requires-python` writes them: `>=3.11,<3.14`.
+//! Ranges of Python versions, in the syntax of `requires-python`: `>=3.11,<3.14`.
 //!
-//! Only what can be said about a finished CPython is understood: plain numbers, no pre-releases, no letters.
+//! Only versions of released CPythons are supported: plain numbers, no pre-releases, no letters.
 
 use std::cmp::Ordering;
 
-/// Clauses that a version must all fulfil.
+/// Clauses that a version must all satisfy.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct VersionRange(Vec<Clause>);
 
@@ -12,7 +12,7 @@ pub(super) struct VersionRange(Vec<Clause>);
 struct Clause {
     comparison: Comparison,
     version: Vec<u32>,
-    /// `==3.12.*`: only the numbers that are written count.
+    /// `==3.12.*`: only the numbers before the `*` are compared.
     is_prefix: bool,
 }
 
@@ -27,7 +27,7 @@ enum Comparison {
     Compatible,
 }
 
-/// Longer signs first: `>` begins `>=` too.
+/// Longer operators first: `>` is a prefix of `>=`.
 const SIGNS: [(&str, Comparison); 7] = [
     (">=", Comparison::AtLeast),
     ("<=", Comparison::AtMost),
@@ -39,7 +39,7 @@ const SIGNS: [(&str, Comparison); 7] = [
 ];
 
 impl VersionRange {
-    /// Reads a range, or returns `None` when it is not one.
+    /// Parses a range, or returns `None` if it is invalid.
     pub(super) fn parse(text: &str) -> Option<VersionRange> {
         text.split(',')
             .map(|clause| Clause::parse(clause.trim()))
@@ -47,7 +47,7 @@ impl VersionRange {
             .map(VersionRange)
     }
 
-    /// Tells whether a version such as `3.12.4` lies in the range.
+    /// Returns whether a version such as `3.12.4` is in the range.
     pub(super) fn contains(&self, version: &str) -> bool {
         numbers(version).is_some_and(|version| self.0.iter().all(|clause| clause.accepts(&version)))
     }
@@ -64,7 +64,7 @@ impl Clause {
             None => (written, false),
         };
         let version = numbers(written)?;
-        // "~=3" would say nothing: there must be a last number that may grow.
+        // `~=3` is meaningless: there must be a last number that may increase.
         let says_enough = comparison != Comparison::Compatible || version.len() >= 2;
         says_enough.then_some(Clause {
             comparison,
@@ -105,7 +105,7 @@ fn numbers(version: &str) -> Option<Vec<u32>> {
     version.split('.').map(|part| part.parse().ok()).collect()
 }
 
-/// Compares as versions do: what is missing is zero.
+/// Compares versions. Missing numbers are zero.
 fn compare(left: &[u32], right: &[u32]) -> Ordering {
     let length = left.len().max(right.len());
     let padded = |numbers: &[u32]| {

@@ -1,12 +1,12 @@
-//! The order in which calls of one connection were sent.
+//! The order in which the calls of one connection were sent.
 //!
-//! Requests of an HTTP/2 connection are answered in tasks of their own, and tasks begin in any
-//! order. The connection itself sees their heads in order, so it gives each request an `Arrival`;
-//! whoever cares for the order waits until the bodies of the requests before have been read.
+//! Requests of an HTTP/2 connection are handled in separate tasks, and tasks start in any order.
+//! The connection itself reads their heads in order, so it gives each request an `Arrival`. A
+//! handler that depends on the order waits until the bodies of the earlier requests have been read.
 //!
-//! A slow body holds up only later requests of the same caller for the same session, because their
-//! heads say so (`lane`). That wait ends with the body or with its request, so it needs no limit of
-//! its own.
+//! A slow body delays only later requests of the same caller for the same session, identified by
+//! their heads (`lane`). That wait ends with the body or with its request, so it needs no timeout
+//! of its own.
 
 use std::collections::HashMap;
 use std::hash::{BuildHasher, Hash, Hasher, RandomState};
@@ -16,13 +16,13 @@ use axum::http::{HeaderMap, Method, Request};
 
 use crate::mcp::place::{End, Place};
 
-/// Headers by which the caller, the connection of an older client, and the session are told apart.
+/// Headers that identify the caller, the connection of an older client, and the session.
 const LANE_HEADERS: [&str; 3] = ["authorization", "mcp-session-id", "mcp-param-session-id"];
 
-/// Lanes remembered before those without a request under way are forgotten.
+/// Number of lanes remembered before those without an open request are forgotten.
 const MOST_REMEMBERED: usize = 256;
 
-/// Numbers the requests of one connection.
+/// Orders the requests of one connection.
 #[derive(Default)]
 pub(super) struct Arrivals {
     /// The end of the last request in each lane.
@@ -31,7 +31,7 @@ pub(super) struct Arrivals {
 }
 
 impl Arrivals {
-    /// Notes that the head of a request has arrived. Only messages have an order.
+    /// Registers the arrival of a request's head. Only messages are ordered.
     pub(super) fn next<B>(&self, request: &Request<B>) -> Option<Arrival> {
         (request.method() == Method::POST)
             .then(|| self.in_lane(self.lane(request.uri().path(), request.headers())))
@@ -47,8 +47,8 @@ impl Arrivals {
         Arrival(Arc::new(Mutex::new(Some(place))))
     }
 
-    /// What requests have in common whose order matters. Two lanes with the same number would only
-    /// wait for each other.
+    /// The key of requests whose order matters. A collision of two lanes only makes them wait for
+    /// each other.
     fn lane(&self, path: &str, headers: &HeaderMap) -> u64 {
         let mut hasher = self.hasher.build_hasher();
         path.hash(&mut hasher);
@@ -59,13 +59,12 @@ impl Arrivals {
     }
 }
 
-/// A request's place among those of its lane. It is over when it is dropped, whether it was used or
-/// not.
+/// A request's position in its lane. It ends when it is dropped, whether it was used or not.
 #[derive(Clone)]
 pub(crate) struct Arrival(Arc<Mutex<Option<Place>>>);
 
 impl Arrival {
-    /// Does `work` after that of the requests before.
+    /// Does `work` after that of the earlier requests.
     pub(crate) async fn in_order<T>(self, work: impl FnOnce() -> T) -> T {
         let place = self.0.lock().unwrap_or_else(PoisonError::into_inner).take();
         let Some(mut place) = place else {
@@ -127,7 +126,7 @@ mod tests {
             .insert("authorization", "bob".parse().unwrap());
         assert_eq!(arrivals.next(&of_another).unwrap().in_order(|| 8).await, 8);
         let later = tokio::spawn(next(&arrivals, "a").in_order(|| 9));
-        // The clock goes on only when nothing else can happen.
+        // The paused clock advances only when all tasks are blocked.
         tokio::time::sleep(std::time::Duration::from_secs(3600)).await;
         assert!(!later.is_finished());
         drop(slow);

@@ -1,8 +1,8 @@
-//! Connections: accepted, bounded, and ended in good order.
+//! Accepts, limits and closes connections.
 //!
-//! Every wait for the other side has an end: for a handshake, for the head of a request, for more
-//! of its body, for room to write, for the next request. Which connection is closed when there are
-//! too many, `table` decides.
+//! Every wait for the peer has a timeout: for a handshake, for the head of a request, for more of
+//! its body, for room to write, for the next request. `table` decides which connection is closed
+//! when there are too many.
 
 use std::io;
 use std::net::SocketAddr;
@@ -34,25 +34,25 @@ use super::arrivals::Arrivals;
 use super::table::{ConnectionTable, OpenConnection, RequestGuard};
 use crate::telemetry::Metrics;
 
-/// How long a client may take for a handshake, and for the head of a request.
+/// Timeout for a handshake, and for the head of a request.
 const HEAD_TIME: Duration = Duration::from_secs(10);
-/// How long a client may send nothing of a body that it has begun, and read nothing of an answer.
+/// Timeout for a client that stops sending a body or stops reading a response.
 const STALL_TIME: Duration = Duration::from_secs(30);
-/// Bytes of a request's head.
+/// Limit of a request's head, in bytes.
 const LARGEST_HEAD: usize = 32 * 1024;
-/// Requests that one HTTP/2 connection may have under way.
+/// Limit of concurrent requests on one HTTP/2 connection.
 const MOST_STREAMS: u32 = 128;
-/// How long to wait when the kernel has no descriptor left. Connections that end give some back.
+/// Delay before the next accept when no descriptor is left. Connections that close release some.
 const OUT_OF_DESCRIPTORS: Duration = Duration::from_millis(100);
 
-/// What new connections and requests meet. It can be replaced while the server runs.
+/// The settings for new connections and requests. They can be replaced while the server runs.
 #[derive(Clone)]
 pub struct Reception {
     pub routes: Router,
     pub tls: Option<TlsAcceptor>,
 }
 
-/// Serves connections until `stop`, then lets requests under way finish for `grace`.
+/// Serves connections until `stop`, then lets open requests finish for `grace`.
 pub async fn serve(
     listener: TcpListener,
     reception: watch::Receiver<Reception>,
@@ -84,7 +84,9 @@ pub async fn serve(
             (reception.clone(), ending.watcher(), metrics.connection());
         tokio::spawn(async move {
             let served = tokio::select! {
-                served = serve_one(stream, Peer(peer), place.0.clone(), reception, watcher) => served,
+                served = serve_one(
+                    stream, Peer(peer), place.0.clone(), reception, watcher
+                ) => served,
                 () = place.0.over() => Err("it was idle".to_owned()),
             };
             if let Err(error) = served {
@@ -102,11 +104,11 @@ pub async fn serve(
     }
 }
 
-/// Where a connection comes from. With a proxy in between, that is the proxy.
+/// The address of the peer. Behind a proxy, this is the proxy's.
 #[derive(Debug, Clone, Copy)]
 pub struct Peer(pub SocketAddr);
 
-/// The connection was closed for another one before its request began.
+/// The connection was closed in favour of another one before its request started.
 #[derive(Debug, thiserror::Error)]
 #[error("the connection was closed before the request began")]
 struct ClosedBefore;
@@ -118,7 +120,7 @@ async fn serve_one(
     reception: watch::Receiver<Reception>,
     watcher: hyper_util::server::graceful::Watcher,
 ) -> Result<(), String> {
-    // An answer is one small write; waiting for more would delay it.
+    // A response is one small write; waiting for more data (Nagle) would delay it.
     stream
         .set_nodelay(true)
         .map_err(|error| error.to_string())?;
@@ -191,17 +193,17 @@ fn builder() -> auto::Builder<TokioExecutor> {
     builder
 }
 
-/// What a connection is at.
+/// The state of a connection.
 #[derive(Default)]
 struct Activity {
     requests: AtomicUsize,
-    /// A head was read to its end since somebody last looked.
+    /// A head was read completely since the last check.
     head_complete: AtomicBool,
-    /// On such a connection bytes come also between requests.
+    /// On such a connection bytes also arrive between requests.
     is_http2: AtomicBool,
 }
 
-/// A request whose answer has not been written to its end.
+/// A request whose response has not been written completely.
 struct UnderWay {
     activity: Arc<Activity>,
     _guard: RequestGuard,
@@ -227,18 +229,18 @@ impl Drop for UnderWay {
     }
 }
 
-/// A stream that gives up when the other side does not go on: with the head of a request that it has begun, or with reading.
+/// A stream with timeouts: for the head of a request that has started, and for a blocked write.
 struct Patient {
     stream: TcpStream,
     activity: Arc<Activity>,
-    /// Set while a head has begun and is not complete.
+    /// Set while a head has started and is not complete.
     head: Option<Pin<Box<Sleep>>>,
-    /// Set while a write waits.
+    /// Set while a write is blocked.
     stalled: Option<Pin<Box<Sleep>>>,
 }
 
 impl Patient {
-    /// A client that says nothing at all is as slow as one that begins.
+    /// The timeout also applies to a client that sends nothing at all.
     fn new(stream: TcpStream, activity: Arc<Activity>) -> Patient {
         Patient {
             stream,
@@ -253,7 +255,7 @@ impl Patient {
             && !self.activity.is_http2.load(Ordering::Relaxed)
     }
 
-    /// Lets a write wait, but not for ever.
+    /// Returns a pending write, or a timeout error once it was blocked too long.
     fn waited<T>(
         &mut self,
         context: &mut Context<'_>,
@@ -336,7 +338,7 @@ impl AsyncWrite for Patient {
     }
 }
 
-/// The body of an answer; its request is under way until it has been written or given up.
+/// The body of a response. Its request is open until the body was written or dropped.
 struct Counted {
     body: Body,
     _under_way: UnderWay,
@@ -362,7 +364,7 @@ impl HttpBody for Counted {
     }
 }
 
-/// A body that fails when nothing more of it comes for too long.
+/// A body that fails when no more data arrives before the timeout.
 struct Moving {
     body: Incoming,
     deadline: Pin<Box<Sleep>>,
@@ -377,7 +379,7 @@ impl Moving {
     }
 }
 
-/// The client began a body and did not go on with it.
+/// The client started a body and stopped sending.
 #[derive(Debug, thiserror::Error)]
 #[error("nothing more of the body came for {} seconds", STALL_TIME.as_secs())]
 struct Stalled;

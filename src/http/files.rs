@@ -1,14 +1,18 @@
-//! Files of sessions over plain HTTP: listed, read in parts, written whole or in parts.
+//! Session files over plain HTTP: listing, ranged reads, and whole or partial writes.
 //!
 //! ```text
 //! GET  /sessions/{id}/files               the list
-//! GET  /sessions/{id}/files/{path}        the file, or a part of it (Range, If-Range, If-None-Match)
-//! HEAD /sessions/{id}/files/{path}        its size and version; how far an unfinished upload has come
-//! PUT  /sessions/{id}/files/{path}        the file, or a part of it (Content-Range: bytes FIRST-LAST/SIZE)
+//! GET  /sessions/{id}/files/{path}        the file, or a part of it (Range, If-Range,
+//!                                         If-None-Match)
+//! HEAD /sessions/{id}/files/{path}        its size and version; the offset of an unfinished
+//!                                         upload
+//! PUT  /sessions/{id}/files/{path}        the file, or a part of it (Content-Range: bytes
+//!                                         FIRST-LAST/SIZE)
 //! ```
 //!
-//! A path is opened by the session's own side, below its working folder, without following links; nothing here touches the disk. What the
-//! session says about a file (its size, its version) is a claim: an answer that turns out different on the way is broken off.
+//! A path is opened on the session's side, below its working folder, without following links; this
+//! module does not access the disk. The size and version that the session reports are claims: a
+//! response whose content differs from them is aborted.
 
 use std::io;
 use std::pin::Pin;
@@ -30,32 +34,31 @@ use tokio::sync::oneshot;
 
 use super::routes::{forbidden, json};
 use crate::auth::{Caller, Scope, require};
-use crate::session::{
-    FileRange, InsidePath, Principal, Refused, SessionAccess, SessionId, UploadPart, Uploaded,
-};
+use crate::ops::{self, Host, HostExt, Io};
+use crate::session::{FileRange, InsidePath, Principal, Refused, SessionId, UploadPart, Uploaded};
 
-/// Bytes that wait for a slow reader.
+/// Bytes buffered for a slow reader.
 const BUFFER: usize = 256 * 1024;
 
-/// How far an unfinished upload has come.
+/// The offset of an unfinished upload.
 const UPLOAD_OFFSET: &str = "upload-offset";
 
-/// Makes the routes. Each checks the scope of its caller.
-pub fn routes(sessions: Arc<dyn SessionAccess>) -> Router {
+/// Creates the routes. Each checks the scope of its caller.
+pub fn routes(sessions: Arc<dyn Host>) -> Router {
     Router::new()
         .route("/sessions/{id}/files", any(list))
         .route("/sessions/{id}/files/{*path}", any(file))
         .with_state(sessions)
 }
 
-type Sessions = Arc<dyn SessionAccess>;
+type Sessions = Arc<dyn Host>;
 
-/// Why a request about files is answered with no.
+/// Why a file request was rejected.
 enum No {
     Denied(Box<Response<Body>>),
     Status(StatusCode, String),
     Refused(Refused),
-    /// The part that was asked for begins behind the end.
+    /// The requested range starts beyond the end.
     OutOfRange(u64),
 }
 
@@ -109,7 +112,7 @@ impl IntoResponse for No {
 fn status_of(refused: &Refused) -> StatusCode {
     use crate::runner_client::Trouble;
     match refused {
-        // An unknown session and somebody else's look the same.
+        // An unknown session and another owner's are indistinguishable.
         Refused::Unknown { .. }
         | Refused::File {
             reason: Trouble::Missing,
@@ -139,7 +142,7 @@ fn status_of(refused: &Refused) -> StatusCode {
     }
 }
 
-/// Whom and what a request is about, once its scope was found good.
+/// The caller, session and path of a request whose scope was checked.
 struct About {
     owner: Principal,
     session: SessionId,
@@ -172,7 +175,17 @@ async fn list(State(sessions): State<Sessions>, request: Request) -> Response<Bo
     drop(request);
     let listed = async {
         let About { owner, session } = about?;
-        Ok::<_, No>((sessions.list_files(&owner, &session).await?, session))
+        Ok::<_, No>((
+            sessions
+                .run(
+                    &owner,
+                    ops::ListFiles {
+                        session: session.clone(),
+                    },
+                )
+                .await?,
+            session,
+        ))
     };
     match listed.await {
         Ok((list, session)) => {
@@ -215,7 +228,7 @@ fn path_of(request: &Request) -> Result<InsidePath, No> {
     InsidePath::from_str(&decoded).map_err(|cause| bad(cause.to_string()))
 }
 
-/// Takes percent-encoding off a text, once.
+/// Decodes percent-encoding, once.
 pub(crate) fn percent_decoded(text: &str) -> Option<String> {
     let mut bytes = Vec::with_capacity(text.len());
     let mut rest = text.bytes();
@@ -235,7 +248,16 @@ async fn get(sessions: Sessions, request: Request) -> Result<Response<Body>, No>
     let (About { owner, session }, path) = (about(&request, Scope::Read)?, path_of(&request)?);
     let (request, _) = request.into_parts();
     let known = sessions
-        .read_file_range(&owner, &session, &path, 0, Some(0), &mut tokio::io::sink())
+        .run_with(
+            &owner,
+            ops::ReadFileRange {
+                session: session.clone(),
+                path: path.clone(),
+                offset: 0,
+                length: Some(0),
+            },
+            Io::default(),
+        )
         .await?;
     let tag = tag_of(&known);
     if request
@@ -251,9 +273,18 @@ async fn get(sessions: Sessions, request: Request) -> Result<Response<Body>, No>
     let (finish, finished) = oneshot::channel();
     tokio::spawn(async move {
         let read = sessions
-            .read_file_range(&owner, &session, &path, offset, Some(length), &mut sink)
+            .run_with(
+                &owner,
+                ops::ReadFileRange {
+                    session: session.clone(),
+                    path: path.clone(),
+                    offset,
+                    length: Some(length),
+                },
+                Io::sink(&mut sink),
+            )
             .await;
-        // Whoever asked may have gone.
+        // The requester may have disconnected.
         let _ = finish
             .send(read.is_ok_and(|range| range.version == known.version && range.sent == length));
     });
@@ -274,7 +305,7 @@ async fn get(sessions: Sessions, request: Request) -> Result<Response<Body>, No>
         header::CONTENT_TYPE,
         HeaderValue::from_static("application/octet-stream"),
     );
-    // What a session made is never shown as a page of this server.
+    // Content from a session is never rendered as a page of this server.
     headers.insert(
         header::CONTENT_DISPOSITION,
         HeaderValue::from_static("attachment"),
@@ -294,9 +325,27 @@ async fn get(sessions: Sessions, request: Request) -> Result<Response<Body>, No>
 async fn head(sessions: Sessions, request: Request) -> Result<Response<Body>, No> {
     let (About { owner, session }, path) = (about(&request, Scope::Read)?, path_of(&request)?);
     drop(request);
-    let arrived = sessions.uploaded(&owner, &session, &path).await;
+    let arrived = sessions
+        .run(
+            &owner,
+            ops::UploadSize {
+                session: session.clone(),
+                path: path.clone(),
+            },
+        )
+        .await
+        .unwrap_or_default();
     let known = sessions
-        .read_file_range(&owner, &session, &path, 0, Some(0), &mut tokio::io::sink())
+        .run_with(
+            &owner,
+            ops::ReadFileRange {
+                session: session.clone(),
+                path: path.clone(),
+                offset: 0,
+                length: Some(0),
+            },
+            Io::default(),
+        )
         .await;
     let mut response = match (known, arrived) {
         (Ok(known), _) => {
@@ -307,7 +356,7 @@ async fn head(sessions: Sessions, request: Request) -> Result<Response<Body>, No
             headers.insert(header::ETAG, tag_of(&known));
             response
         }
-        // The file is not there yet; how much of it has arrived is what was asked.
+        // The file does not exist yet; the offset of its upload is the answer.
         (Err(_), Some(_)) => StatusCode::NO_CONTENT.into_response(),
         (Err(refused), None) => return Err(refused.into()),
     };
@@ -352,7 +401,15 @@ async fn put(sessions: Sessions, request: Request) -> Result<Response<Body>, No>
     };
     let mut source = Incoming::new(request.into_body());
     let Uploaded { size, finished } = sessions
-        .upload(&owner, &session, &path, part, &mut source)
+        .run_with(
+            &owner,
+            ops::Upload {
+                session: session.clone(),
+                path: path.clone(),
+                part,
+            },
+            Io::source(&mut source),
+        )
         .await?;
     let status = if finished {
         StatusCode::CREATED
@@ -385,7 +442,8 @@ fn value(text: String) -> HeaderValue {
     HeaderValue::from_str(&text).expect("digits, letters and a few signs")
 }
 
-/// Reads which part is wanted: one range, or nothing when the whole is meant. A client whose copy is of another version gets the whole.
+/// Parses the requested range: a single one, or `None` for the whole file. A client whose copy has
+/// another version gets the whole.
 fn wanted_range(
     headers: &HeaderMap,
     tag: &HeaderValue,
@@ -435,7 +493,8 @@ fn content_range(text: &str) -> Option<(u64, u64, u64)> {
     (first <= last && last < size).then_some((first, last, size))
 }
 
-/// The content of a file on its way out. It fails, and the connection with it, when the file is not what its head said.
+/// The content of a file being sent. It fails, and the connection with it, when the file differs
+/// from the response head.
 struct Content {
     source: DuplexStream,
     finished: Option<oneshot::Receiver<bool>>,

@@ -1,7 +1,8 @@
-//! Which names and which pages may speak to this server.
+//! Checks the `Host` and `Origin` of requests.
 //!
-//! A page in a browser can make the browser send requests to any address, also to this machine's own. It cannot choose the `Host` and
-//! `Origin` headers that the browser writes. So both are compared with lists, on every route, before anything else is looked at.
+//! A page in a browser can make the browser send requests to any address, including this machine's
+//! own. It cannot choose the `Host` and `Origin` headers that the browser writes. So both are
+//! compared with lists, on every route, before anything else is checked.
 
 use std::fmt;
 use std::net::{IpAddr, SocketAddr};
@@ -10,16 +11,16 @@ use std::str::FromStr;
 use axum::http::uri::{Authority, Uri};
 use axum::http::{HeaderMap, HeaderValue, StatusCode, header};
 
-/// The names this server goes by, and the pages whose scripts may use it.
+/// The names of this server, and the origins of pages that may use it.
 #[derive(Debug, Clone, Default)]
 pub struct Allowed {
     hosts: Vec<AllowedHost>,
     origins: Vec<Origin>,
-    /// Where this server listens.
+    /// The port that this server listens on.
     port: u16,
 }
 
-/// A name of this server; with a port, only there.
+/// A name of this server; with a port, only at that port.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct AllowedHost {
     host: String,
@@ -34,17 +35,19 @@ pub struct Origin {
     port: u16,
 }
 
-/// Why a request may not come in.
+/// Why a request was rejected.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum Refusal {
     #[error("the request must name its host exactly once")]
     NoHost,
     #[error(
-        "this server does not go by the name in the Host header; its operator can add it with --allowed-host"
+        "this server does not go by the name in the Host header; its operator can add it with \
+         --allowed-host"
     )]
     ForeignHost,
     #[error(
-        "pages of this origin may not use this server; its operator can allow them with --allowed-origin"
+        "pages of this origin may not use this server; its operator can allow them with \
+         --allowed-origin"
     )]
     ForeignOrigin,
 }
@@ -59,8 +62,8 @@ impl Refusal {
 }
 
 impl Allowed {
-    /// Makes the lists of a server that listens at `address`: what the operator listed, the address itself, and the names of this
-    /// machine for itself, which nobody else's pages can bear.
+    /// Creates the lists of a server that listens at `address`: the operator's list, the address
+    /// itself, and the loopback names, which no foreign page can have.
     pub fn new(address: SocketAddr, hosts: Vec<AllowedHost>, origins: Vec<Origin>) -> Allowed {
         let mut all = hosts;
         if !address.ip().is_unspecified() {
@@ -70,7 +73,7 @@ impl Allowed {
             });
         }
         for host in ["localhost", "127.0.0.1", "::1"] {
-            // Any port: a tunnel brings requests under another one.
+            // Any port: a tunnel may forward requests from another one.
             all.push(AllowedHost {
                 host: host.to_owned(),
                 port: None,
@@ -83,7 +86,7 @@ impl Allowed {
         }
     }
 
-    /// Decides about a request by its head.
+    /// Checks a request by its head.
     pub fn check(&self, uri: &Uri, headers: &HeaderMap) -> Result<(), Refusal> {
         let host = host_of(uri, headers).ok_or(Refusal::NoHost)?;
         let (name, port) = (plain(host.host()), host.port_u16());
@@ -104,16 +107,17 @@ impl Allowed {
         }
     }
 
-    /// Returns the origin of a request if the operator has listed it, so that its browser can be told so.
+    /// Returns the origin of a request if the operator has listed it, for the CORS headers of the
+    /// response.
     pub fn listed_origin<'a>(&self, headers: &'a HeaderMap) -> Option<&'a HeaderValue> {
         let written = headers.get(header::ORIGIN)?;
         let origin = written.to_str().ok()?.parse::<Origin>().ok()?;
         self.origins.contains(&origin).then_some(written)
     }
 
-    /// Tells whether an origin has a port of ours, for a request that names none. A browser leaves
-    /// out the usual port of a scheme and no other, so the page is at that port, of a proxy
-    /// perhaps, or at the one where this server listens.
+    /// Returns whether an origin has a port of this server, for a request without a port. A browser
+    /// omits only the default port of a scheme. So the page is at that port, perhaps of a proxy, or
+    /// at the port where this server listens.
     fn is_own_port(&self, origin: &Origin) -> bool {
         origin.port == usual_port(&origin.scheme) || origin.port == self.port
     }
@@ -129,7 +133,7 @@ impl Allowed {
             .ok()
             .and_then(|text| text.parse::<Origin>().ok());
         let origin = parsed.ok_or(Refusal::ForeignOrigin)?;
-        // A page of ours: its origin is the very name that was found good above.
+        // A page of this server: its origin is exactly the name that was accepted above.
         let is_own = origin.host == host
             && port.map_or_else(|| self.is_own_port(&origin), |port| port == origin.port);
         if is_own || self.origins.contains(&origin) {
@@ -144,7 +148,8 @@ fn usual_port(scheme: &str) -> u16 {
     if scheme == "https" { 443 } else { 80 }
 }
 
-/// Returns the one name that a request is for. HTTP/2 has it in the address, HTTP/1 in a header; both must agree where both are.
+/// Returns the single host that a request is for. HTTP/2 has it in the URI, HTTP/1 in a header; if
+/// both are present, they must agree.
 fn host_of(uri: &Uri, headers: &HeaderMap) -> Option<Authority> {
     let mut written = headers.get_all(header::HOST).iter();
     let header = match (written.next(), written.next()) {
@@ -160,11 +165,11 @@ fn host_of(uri: &Uri, headers: &HeaderMap) -> Option<Authority> {
     if has_odd_port(&host) {
         return None;
     }
-    // A name and a password have no place here.
+    // User information is not allowed here.
     (!host.as_str().contains('@')).then_some(host)
 }
 
-/// A host without brackets, in lower case, without the dot of the root.
+/// Normalizes a host: without brackets and the dot of the root, in lower case.
 fn plain(host: &str) -> String {
     let host = host
         .strip_prefix('[')
@@ -176,15 +181,16 @@ fn plain(host: &str) -> String {
         .map_or(host, |address| address.to_string())
 }
 
-/// Tells whether something follows the host that is no port.
+/// Returns whether the host is followed by something that is not a port.
 fn has_odd_port(authority: &Authority) -> bool {
     authority.port_u16().is_none() && !authority.as_str().ends_with(authority.host())
 }
 
-/// A text that names no host.
+/// A text that is not a valid host.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "a name or an address, with a port if it holds only there, such as `cells.example.com` or `10.0.0.7:8000`"
+    "a name or an address, with a port if it holds only there, such as `cells.example.com` or \
+     `10.0.0.7:8000`"
 )]
 pub struct BadHost;
 
@@ -212,7 +218,7 @@ impl FromStr for AllowedHost {
     }
 }
 
-/// A text that is no origin.
+/// A text that is not a valid origin.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("a scheme, a host and perhaps a port, such as `https://app.example.com`")]
 pub struct BadOrigin;

@@ -1,14 +1,14 @@
-//! HTTP: connections, and who may come in.
+//! HTTP: connections, checks of requests, and routes.
 //!
 //! ```text
-//! connection (bounded, TLS) → guard (Host, Origin) → route → token → scope → what answers
+//! connection (bounded, TLS) → guard (Host, Origin) → route → token → scope → handler
 //! ```
 //!
-//! `connections` accepts and bounds, `table` decides who gives way, `guard` decides by names,
-//! `routes` has the one table of paths, `files` moves files of sessions.
-//! What a message means is not known here: `/mcp` hands requests to `mcp::http`.
+//! `connections` accepts and limits connections, `table` decides which one is closed when it is
+//! full, `guard` checks names, `routes` has the only table of paths, `files` transfers files of
+//! sessions. Messages are not interpreted here: `/mcp` passes requests to `mcp::http`.
 //!
-//! Nothing is taken from a header that a proxy may have written: who is calling comes from the token alone.
+//! No header that a proxy may have written is trusted: the caller is identified by the token alone.
 
 pub(crate) mod arrivals;
 pub mod connections;

@@ -1,12 +1,13 @@
-//! The one table of paths, and what stands before each.
+//! The table of paths, and the checks before each.
 //!
-//! | path | who |
+//! | path | access |
 //! |---|---|
-//! | `/mcp` | a caller; what the message needs, `mcp::http` says |
-//! | `/sessions/{id}/files`, `/sessions/{id}/files/{path}` | a caller with `sessions:read`; `python:execute` to write |
+//! | `/mcp` | a caller; `mcp::http` decides what the message needs |
+//! | `/sessions/{id}/files` | a caller with `sessions:read` |
+//! | `/sessions/{id}/files/{path}` | a caller with `sessions:read`; `python:execute` to write |
 //! | `/metrics` | a caller with `admin` |
-//! | `/.well-known/oauth-protected-resource…` | everybody: it says where tokens come from |
-//! | `/healthz`, `/readyz` | everybody: they say nothing about anybody |
+//! | `/.well-known/oauth-protected-resource…` | public: it names the issuers of tokens |
+//! | `/healthz`, `/readyz` | public: they contain no data about callers |
 //!
 //! Names and origins are checked before all of them.
 
@@ -28,16 +29,17 @@ use super::table::OpenConnection;
 use crate::audit::{Audit, AuthenticationRefused, Event};
 use crate::auth::{Authenticator, Caller, Denied, Scope, require};
 use crate::mcp::http::{Endpoint, Handler};
-use crate::session::SessionAccess;
+use crate::ops::{self, Host, HostExt};
+use crate::session::Principal;
 use crate::telemetry::{Health, Metrics};
 
-/// Where the document about tokens is; the path of the endpoint may follow.
+/// The path of the protected-resource metadata; the path of the endpoint may follow.
 const METADATA: &str = "/.well-known/oauth-protected-resource";
 
 /// The endpoint's path.
 pub const ENDPOINT: &str = "/mcp";
 
-/// How long a browser may remember which origins are listed.
+/// How long a browser may cache a preflight response.
 const PREFLIGHT_AGE: HeaderValue = HeaderValue::from_static("600");
 
 /// Everything that routes need.
@@ -45,10 +47,10 @@ pub struct Routes<H> {
     pub endpoint: Endpoint<H>,
     pub allowed: Allowed,
     pub authenticator: Authenticator,
-    /// The address by which callers know this server, without a path: `https://cells.example.com`.
+    /// The URL by which callers know this server, without a path: `https://cells.example.com`.
     pub public_url: String,
-    /// Sessions whose files have routes, and whose number is among the figures.
-    pub sessions: Option<Arc<dyn SessionAccess>>,
+    /// Sessions whose files have routes, and whose number is among the metrics.
+    pub sessions: Option<Arc<dyn Host>>,
     pub health: Health,
     pub metrics: Metrics,
     pub audit: Audit,
@@ -64,7 +66,7 @@ struct Doors {
 }
 
 impl<H: Handler> Routes<H> {
-    /// Makes the router.
+    /// Creates the router.
     pub fn router(self) -> Router {
         let Routes {
             endpoint,
@@ -118,7 +120,7 @@ impl<H: Handler> Routes<H> {
 }
 
 impl Doors {
-    /// Records somebody who may not come in, without a word of what they brought.
+    /// Records a rejected caller, without any content of its request.
     fn turned_away(&self, denied: &Denied, peer: Option<Peer>) {
         self.metrics.authenticated("refused");
         let peer = peer.map(|Peer(address)| address.ip().to_string().into());
@@ -131,7 +133,7 @@ impl Doors {
     }
 }
 
-/// Checks names and origins, and tells browsers of listed origins that they may read the answer.
+/// Checks names and origins, and adds the CORS headers for listed origins.
 async fn guarded(State(doors): State<Doors>, request: Request, next: Next) -> Response<Body> {
     if let Err(refusal) = doors.allowed.check(request.uri(), request.headers()) {
         tracing::warn!(%refusal, "a request was refused by its names");
@@ -161,7 +163,7 @@ async fn guarded(State(doors): State<Doors>, request: Request, next: Next) -> Re
     response
 }
 
-/// The name of a route in figures. Whatever callers make up has one name together.
+/// The name of a route in metrics. All unknown paths share one name.
 fn route_of(path: &str) -> &'static str {
     match path {
         ENDPOINT => ENDPOINT,
@@ -183,7 +185,8 @@ fn is_preflight(request: &Request) -> bool {
 
 fn preflight() -> Response<Body> {
     const HEADERS: HeaderValue = HeaderValue::from_static(
-        "authorization, content-type, accept, last-event-id, mcp-session-id, mcp-protocol-version, mcp-method, mcp-name, \
+        "authorization, content-type, accept, last-event-id, mcp-session-id, mcp-protocol-version, \
+         mcp-method, mcp-name, \
          mcp-param-session-id, content-range, range, if-range, if-none-match",
     );
     let headers: [(HeaderName, HeaderValue); 3] = [
@@ -197,7 +200,7 @@ fn preflight() -> Response<Body> {
     (StatusCode::NO_CONTENT, headers).into_response()
 }
 
-/// Finds out who is calling, or says where to get a token.
+/// Identifies the caller, or responds with a challenge that states where to get a token.
 async fn identified(
     State(doors): State<Doors>,
     mut request: Request,
@@ -223,7 +226,7 @@ async fn identified(
     if let Some(connection) = request.extensions().get::<OpenConnection>() {
         connection.authenticated();
     }
-    // Nothing behind this needs it, and what is not there cannot be passed on.
+    // No later handler needs the token, and a removed header cannot be passed on.
     request.headers_mut().remove(header::AUTHORIZATION);
     request.extensions_mut().insert(caller);
     let response = next.run(request).await;
@@ -243,7 +246,7 @@ fn challenged(mut response: Response<Body>, denied: &Denied, metadata_url: &str)
                 .headers_mut()
                 .insert(header::WWW_AUTHENTICATE, challenge),
         ),
-        // The keys cannot be had at the moment; that is not the caller's fault.
+        // The signing keys are currently unavailable, which is not the caller's fault.
         None => drop(
             response
                 .headers_mut()
@@ -253,7 +256,7 @@ fn challenged(mut response: Response<Body>, denied: &Denied, metadata_url: &str)
     response
 }
 
-/// Answers that a caller lacks a right. The challenge is added on the way out.
+/// Responds that a caller lacks a scope. The challenge is added later, by the outer layer.
 pub(crate) fn forbidden(denied: Denied) -> Response<Body> {
     let mut response = json(denied.status(), &denied.body());
     response.extensions_mut().insert(denied);
@@ -263,7 +266,7 @@ pub(crate) fn forbidden(denied: Denied) -> Response<Body> {
 async fn figures(
     request: Request,
     metrics: Metrics,
-    sessions: Option<Arc<dyn SessionAccess>>,
+    sessions: Option<Arc<dyn Host>>,
 ) -> Response<Body> {
     let Some(caller) = request.extensions().get::<Caller>().cloned() else {
         return StatusCode::INTERNAL_SERVER_ERROR.into_response();
@@ -272,7 +275,10 @@ async fn figures(
     match require(&caller, Scope::Admin) {
         Ok(()) => {
             if let Some(sessions) = sessions {
-                let load = sessions.load().await;
+                let load = sessions
+                    .run(&Principal::operator(), ops::GetLoad {})
+                    .await
+                    .unwrap_or_default();
                 metrics.sessions_live(load.sessions);
                 metrics.queue_length(load.waiting);
             }

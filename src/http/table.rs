@@ -1,13 +1,14 @@
-//! The table of open connections: how many there may be, and which one is closed for a new one.
+//! The table of open connections: their limit, and which one is closed for a new one.
 //!
-//! When the table is full, a new connection takes the place of an old one, in this order: one that
-//! waits for a request and has never authenticated, one that waits for a request, one whose request
-//! has not authenticated; the longest-waiting first. A connection whose authenticated request is
-//! under way is never closed for another. So nobody without a token can keep callers out, and a
-//! caller loses at most a connection that its client opens again.
+//! When the table is full, a new connection replaces an old one, in this order: one that waits for
+//! a request and has never authenticated, one that waits for a request, one whose request has not
+//! authenticated; the longest-waiting first. A connection with an open authenticated request is
+//! never closed for another. So a peer without a token cannot keep callers out, and a caller loses
+//! at most a connection that its client opens again.
 //!
-//! One address holds at most three quarters of the table; at its share it competes with itself.
-//! This machine's own addresses have no share: a proxy on this machine stands for everybody.
+//! One address holds at most three quarters of the table; at its share it competes only with
+//! itself. This machine's own addresses have no such limit: a local proxy carries the connections
+//! of all callers.
 
 use std::collections::HashMap;
 use std::net::{IpAddr, Ipv6Addr};
@@ -19,8 +20,8 @@ use tokio_util::sync::CancellationToken;
 
 /// How long a connection may wait for its next request.
 const IDLE_TIME: Duration = Duration::from_secs(600);
-/// The same before its first authenticated request. Clients send their request as soon as they
-/// have connected; health checks return more often or open a new connection.
+/// The same before its first authenticated request. Clients send their request as soon as they have
+/// connected; health checks return more often or open a new connection.
 const IDLE_TIME_UNAUTHENTICATED: Duration = Duration::from_secs(30);
 
 pub(super) struct ConnectionTable {
@@ -38,12 +39,12 @@ struct Connection {
     peer: PeerNetwork,
     requests: usize,
     authenticated: bool,
-    /// When its last request began or ended, or it was opened.
+    /// When its last request started or ended, or when it was opened.
     changed: Instant,
     closed: CancellationToken,
 }
 
-/// An address, or the network of one customer: providers give each an IPv6 network of 64 bits.
+/// An address, or the network of one customer: providers assign each an IPv6 /64.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct PeerNetwork(IpAddr);
 
@@ -74,8 +75,8 @@ impl ConnectionTable {
         })
     }
 
-    /// Enters a connection, in the place of another one if need be. Returns nothing when every
-    /// connection that it competes with has an authenticated request under way.
+    /// Adds a connection, in the place of another one if needed. Returns `None` when every
+    /// connection that it competes with has an open authenticated request.
     pub(super) fn admit(self: &Arc<ConnectionTable>, peer: IpAddr) -> Option<Place> {
         let peer = PeerNetwork::of(peer);
         let mut state = self.lock();
@@ -149,15 +150,15 @@ pub(super) struct OpenConnection {
 }
 
 impl OpenConnection {
-    /// Notes that a request begins; it is under way until the guard is dropped. Returns nothing
-    /// when the connection was closed for another one, so that no request begins that gets no
-    /// answer.
+    /// Registers the start of a request, which is open until the guard is dropped. Returns `None`
+    /// when the connection was closed for another one, so that no request starts that cannot be
+    /// answered.
     pub(super) fn begin_request(&self) -> Option<RequestGuard> {
         self.change(|connection| connection.requests += 1)?;
         Some(RequestGuard(self.clone()))
     }
 
-    /// Notes that a request of this connection has authenticated.
+    /// Registers that a request of this connection has authenticated.
     pub(super) fn authenticated(&self) {
         if let Some(connection) = self.table.lock().connections.get_mut(&self.id) {
             connection.authenticated = true;
@@ -177,7 +178,7 @@ impl OpenConnection {
         }
     }
 
-    /// Returns the earliest time at which it can have been idle for too long.
+    /// Returns the earliest time at which the idle timeout can expire.
     fn idle_until(&self) -> Option<Instant> {
         let state = self.table.lock();
         let connection = state.connections.get(&self.id)?;
@@ -202,7 +203,7 @@ impl OpenConnection {
     }
 }
 
-/// A request that is under way.
+/// An open request.
 pub(super) struct RequestGuard(OpenConnection);
 
 impl Drop for RequestGuard {
@@ -295,7 +296,7 @@ mod tests {
         }
         assert!(admit(&table, FAR).is_none(), "it has its share");
         let other = admit(&table, OTHER).expect("the rest is for others");
-        // What is idle of its own gives way to what it opens; others are left alone.
+        // Its own idle connection is replaced by a new one; those of others are not.
         let (request, _connection) = kept.pop().unwrap();
         drop(request);
         let _new = admit(&table, FAR).unwrap();
@@ -337,7 +338,7 @@ mod tests {
         assert_eq!(start.elapsed(), Duration::from_secs(30));
         known.0.over().await;
         assert_eq!(start.elapsed(), Duration::from_secs(600));
-        // One with a request under way waits for nothing; its time begins when the request ends.
+        // A connection with an open request is not idle; its timeout starts when the request ends.
         assert!(
             tokio::time::timeout(IDLE_TIME, working.0.over())
                 .await

@@ -1,4 +1,4 @@
-//! TLS by files: a chain of certificates and their key.
+//! TLS from files: a certificate chain and its key.
 
 use std::fs::File;
 use std::io::BufReader;
@@ -25,13 +25,14 @@ pub enum TlsError {
         #[source]
         cause: Box<dyn std::error::Error + Send + Sync>,
     },
-    #[error("{} can be read by other users of this machine; take that away with chmod 600", path.display())]
+    #[error("{} can be read by other users of this machine; take that away with chmod \
+             600", path.display())]
     KeyIsOpen { path: PathBuf },
     #[error("the certificate and the key cannot be used together")]
     Pair(#[source] rustls::Error),
 }
 
-/// Reads a chain of certificates and their key, and makes what greets clients with them.
+/// Reads a certificate chain and its key, and creates the TLS acceptor.
 pub fn acceptor(certificates: &Path, key: &Path) -> Result<TlsAcceptor, TlsError> {
     let chain = read_certificates(certificates).map_err(|cause| TlsError::Certificates {
         path: certificates.to_owned(),
@@ -71,7 +72,8 @@ fn read_certificates(
     }
 }
 
-/// Tells whether anybody but the owner and the group may read a file. Groups are how certificate tools share keys with servers.
+/// Returns whether others than the owner and the group may read a file. Certificate tools share
+/// keys with servers through groups.
 fn is_open(file: &File) -> std::io::Result<bool> {
     use std::os::unix::fs::MetadataExt;
     Ok(file.metadata()?.mode() & 0o007 != 0)

@@ -1,7 +1,7 @@
-//! The image to build on: whether it is here, and what its Python is.
+//! The base image: whether it is present, and which Python it has.
 //!
-//! The image is asked by running its Python once, with nothing in its hands. The answer decides which wheels are fetched, so a wrong one makes an image
-//! that does not work, and nothing worse.
+//! Its Python is run once, with no access to anything else. The reply determines which wheels are
+//! fetched, so a wrong reply results in a broken image and nothing worse.
 
 use std::path::PathBuf;
 
@@ -12,21 +12,21 @@ use super::{ImageError, ImageReference, counted};
 use crate::environment::{Elsewhere, EnvironmentProgress, Platform, Progress};
 use crate::sandbox::container::{Engine, EngineError, Question, QuestionError};
 
-/// Names under which an image may have Python.
+/// Names under which an image may provide Python.
 const NAMES: [&str; 2] = ["python3", "python"];
 
-/// The oldest Python that the runner knows.
+/// The oldest Python that the runner supports.
 const OLDEST: (u32, u32) = (3, 10);
 
 /// An image that can be built on.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Base {
-    /// Its identity, which unlike its name cannot move.
+    /// Its id, which unlike a tag never changes.
     pub(super) id: String,
     pub(super) python: Elsewhere,
 }
 
-/// What Python in the image says.
+/// The report of the image's Python.
 #[derive(Debug, Deserialize)]
 struct Answer {
     implementation: String,
@@ -53,7 +53,7 @@ print(json.dumps({
 }))
 "#;
 
-/// Finds the image, fetches it if the engine has none, and asks it about its Python.
+/// Finds the image, pulls it if the engine does not have it, and queries its Python.
 pub(super) async fn look_at(
     engine: &Engine,
     base: &ImageReference,
@@ -177,8 +177,9 @@ mod tests {
 
     fn answer(change: impl FnOnce(&mut serde_json::Value)) -> Result<Elsewhere, String> {
         let mut answer = serde_json::json!({
-            "implementation": "cpython", "version": [3, 13, 1], "executable": "/usr/local/bin/python3.13",
-            "machine": "x86_64", "glibc": "2.41", "free_threaded": false,
+            "implementation": "cpython", "version": [3, 13, 1],
+            "executable": "/usr/local/bin/python3.13", "machine": "x86_64", "glibc": "2.41",
+            "free_threaded": false,
         });
         change(&mut answer);
         understood(&format!("{answer}\n"))

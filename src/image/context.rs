@@ -1,7 +1,8 @@
-//! The files of a build, as one archive that is read while it is made.
+//! The build context: the files of a build as one tar archive, streamed while it is created.
 //!
-//! Everything in it is the same whenever and wherever it is made: order, times, owners and rights. The science packages are half a gigabyte, so it is
-//! never in memory as a whole. The format is the tar that POSIX describes; only what is needed of it is written, and none is ever read.
+//! The archive is reproducible: order, times, owners and permissions do not depend on when or where
+//! it is created. The science packages are half a gigabyte, so it is never in memory as a whole.
+//! The format is POSIX tar. Only the needed part is implemented, and only writing.
 
 use std::fs::File;
 use std::io::{self, Read, Write};
@@ -14,20 +15,20 @@ use futures_util::Stream;
 use futures_util::stream;
 use tokio::sync::mpsc;
 
-/// The earliest time that every archive can hold. `prepare.py` has the same.
+/// The earliest time that every archive format can represent. `prepare.py` uses the same.
 const TIME: u64 = 315_532_800;
-/// Archives come in blocks.
+/// Block size of a tar archive.
 const BLOCK: usize = 512;
-/// How many bytes are handed on at once, and how many such pieces may wait.
+/// Size of a chunk, and the maximum number of queued chunks.
 const PIECE: usize = 256 * 1024;
 const WAITING: usize = 4;
 
-/// One thing in the archive.
+/// One entry of the archive.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Entry {
     Folder,
     Text(String),
-    /// A file of the host, its size, and whether it is a program.
+    /// A host file, its size, and whether it is executable.
     File {
         path: PathBuf,
         size: u64,
@@ -45,7 +46,7 @@ impl Context {
         self.0.push((name.to_owned(), Entry::Text(text.to_owned())));
     }
 
-    /// Adds a folder with everything below it.
+    /// Adds a directory with everything below it.
     pub(super) fn add_tree(&mut self, name: &str, folder: &Path) -> io::Result<()> {
         self.0.push((name.to_owned(), Entry::Folder));
         for entry in std::fs::read_dir(folder)? {
@@ -76,7 +77,7 @@ impl Context {
         Ok(())
     }
 
-    /// Returns how many bytes the files have.
+    /// Returns the total size of the files.
     pub(super) fn size(&self) -> u64 {
         let size = |entry: &Entry| match entry {
             Entry::File { size, .. } => *size,
@@ -86,7 +87,7 @@ impl Context {
         self.0.iter().map(|(_, entry)| size(entry)).sum()
     }
 
-    /// Returns the archive, piece by piece. It is made by a thread of its own, which ends when nobody reads any more.
+    /// Returns the archive in chunks. A separate thread creates it and ends when the reader stops.
     pub(super) fn archive(self) -> impl Stream<Item = io::Result<Bytes>> + Send + 'static {
         let (sender, receiver) = mpsc::channel(WAITING);
         tokio::task::spawn_blocking(move || {
@@ -96,7 +97,8 @@ impl Context {
             };
             let written = self.write(&mut pieces).and_then(|()| pieces.flush());
             if let Err(error) = written {
-                // Whoever reads must not take a half for the whole. If nobody reads, nobody needs to know.
+                // The reader must not mistake a partial archive for a complete one. A failed send
+                // means that the reader is gone.
                 let _ = pieces.sender.blocking_send(Err(error));
             }
         });
@@ -158,7 +160,7 @@ fn write_entry(name: &str, entry: &Entry, output: &mut dyn Write) -> io::Result<
     pad(size, output)
 }
 
-/// Where fields lie in a header: their beginning and their length.
+/// Fields of a header: offset and length.
 const NAME: (usize, usize) = (0, 100);
 const MODE: (usize, usize) = (100, 8);
 const OWNER: (usize, usize) = (108, 8);
@@ -170,7 +172,7 @@ const KIND: usize = 156;
 const TARGET: (usize, usize) = (157, 100);
 const MAGIC: (usize, usize) = (257, 8);
 
-/// Names that do not fit into a header come before it, in records of their own.
+/// Returns extended records for names that do not fit into a header. They precede it.
 fn long_records(name: &[u8], target: &[u8]) -> Vec<u8> {
     let mut records = Vec::new();
     for (key, value, fits) in [("path", name, NAME.1), ("linkpath", target, TARGET.1)] {
@@ -181,7 +183,7 @@ fn long_records(name: &[u8], target: &[u8]) -> Vec<u8> {
     records
 }
 
-/// A record begins with its own length, whose digits count too.
+/// Returns one extended record. It begins with its own length, including the digits of the length.
 fn record(key: &str, value: &[u8]) -> Vec<u8> {
     let rest = key.len() + value.len() + 3;
     let mut length = rest;
@@ -205,7 +207,7 @@ fn header(name: &[u8], target: &[u8], kind: u8, mode: u32, size: u64) -> [u8; BL
     put(MODIFIED, format!("{TIME:011o}").as_bytes());
     put(TARGET, target);
     put(MAGIC, b"ustar\x0000");
-    // The sum counts its own field as spaces.
+    // The checksum is computed with its own field as spaces.
     put(CHECKSUM, b"        ");
     put((KIND, 1), &[kind]);
     let sum: u32 = block.iter().map(|byte| u32::from(*byte)).sum();
@@ -222,7 +224,7 @@ fn pad(size: u64, output: &mut dyn Write) -> io::Result<()> {
     }
 }
 
-/// Gathers what is written into pieces and hands them on.
+/// Buffers written bytes and sends them in chunks.
 struct Pieces {
     waiting: Vec<u8>,
     sender: mpsc::Sender<io::Result<Bytes>>,

@@ -1,17 +1,20 @@
-//! Images for sessions in containers: a base image, packages, a user without rights.
+//! Images for sessions in containers: a base image, packages, an unprivileged user.
 //!
 //! ```text
-//! the base image ──asked──→ its Python ──→ exact versions ──→ wheels for that Python, unpacked here
+//! base image ──query──→ its Python ──→ exact versions ──→ wheels for that Python, unpacked here
 //!                                                                      │ one archive, sent once
-//!                                                 engine: COPY files, RUN prepare.py (no network), labels
+//!                                                 engine: COPY files, RUN prepare.py (no network),
+//!                                                 labels
 //! ```
 //!
-//! `base` asks the image, `recipe` writes what is to be done, `context` packs the files, `shelf` lists and removes what was made. Only wheels are taken, and
-//! none of their code runs, neither here nor while the image is built. The engine needs no network, and the base no pip.
+//! `base` queries the image, `recipe` writes the Dockerfile, `context` packs the files, and `shelf`
+//! lists and removes built images. Only wheels are used, and none of their code runs, neither here
+//! nor during the image build. The engine needs no network, and the base image needs no pip.
 //!
-//! The same wish makes the same layers: see `prepare.py`. An image that is there already is not made again.
+//! The same request gives the same layers: see `prepare.py`. An image that already exists is not
+//! built again.
 //!
-//! Nothing here changes an image that is not ours.
+//! This module never changes an image that it did not build.
 
 mod base;
 mod context;
@@ -41,15 +44,16 @@ use crate::sandbox::container::{
 pub use self::recipe::ImageUser;
 pub use self::shelf::{MadeImage, list, remove};
 
-/// The name of an image as people write it, such as `python:3.13-slim` or `registry.example.com/team/cells:1`.
+/// An image reference, such as `python:3.13-slim` or `registry.example.com/team/cells:1`.
 ///
-/// It becomes part of a Dockerfile, so it can hold neither a space nor a quote.
+/// It becomes part of a Dockerfile, so it must not contain a space or a quote.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ImageReference(String);
 
 impl ImageReference {
-    /// What a name may be, for messages.
-    pub const ALLOWED: &str = "lower-case letters, digits, \".\", \"_\", \"-\" and \"/\", then a tag behind \":\" if you like, such as cells or team/cells:1";
+    /// Rules for a name, for messages.
+    pub const ALLOWED: &str = "lower-case letters, digits, \".\", \"_\", \"-\" and \"/\", then a \
+                               tag behind \":\" if you like, such as cells or team/cells:1";
 
     pub fn new(text: &str) -> Option<ImageReference> {
         let (name, digest) = match text.split_once('@') {
@@ -72,7 +76,7 @@ impl ImageReference {
         };
         let mut parts = path.split('/');
         let first = parts.next().unwrap_or_default();
-        // The first part may be a host with a port.
+        // The first component may be a host with a port.
         let host = first
             .split_once(':')
             .filter(|(_, port)| path.contains('/') && port.parse::<u16>().is_ok());
@@ -106,44 +110,45 @@ impl fmt::Display for ImageReference {
     }
 }
 
-/// What goes into an image.
+/// The packages of an image.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Filling {
-    /// Packages by name, and what files ask for.
+    /// Packages by name, and the requirements of files.
     Packages {
         packages: Vec<String>,
         files: Option<Input>,
     },
-    /// Exactly what a lock lists.
+    /// Exactly the content of a lock.
     Locked(Lockfile),
 }
 
-/// What is to be made.
+/// A request to build an image.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ImageWish {
     pub tag: ImageReference,
     pub base: ImageReference,
     pub filling: Filling,
     pub user: ImageUser,
-    /// Everything is done again, also what the engine has done before.
+    /// Whether to rebuild everything without the engine's cache.
     pub afresh: bool,
 }
 
-/// What came of a wish.
+/// Result of a build.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Built {
     pub image: MadeImage,
-    /// The image was there already.
+    /// Whether the image already existed.
     pub was_there: bool,
 }
 
-/// Why an image was not made, listed or removed.
+/// Error while building, listing or removing an image.
 #[derive(Debug, thiserror::Error)]
 pub enum ImageError {
     #[error(transparent)]
     Engine(#[from] EngineError),
     #[error(
-        "the base image {base} is not here and could not be fetched\nName one that the engine has with --base (\"docker images\" lists them), or let \
+        "the base image {base} is not here and could not be fetched\nName one that the engine has \
+         with --base (\"docker images\" lists them), or let \
          the engine reach a registry"
     )]
     NoBase {
@@ -152,11 +157,13 @@ pub enum ImageError {
         cause: EngineError,
     },
     #[error(
-        "the base image {base} cannot be used: {why}\nName another one with --base, such as python:3.13-slim"
+        "the base image {base} cannot be used: {why}\nName another one with --base, such as \
+         python:3.13-slim"
     )]
     UnusableBase { base: ImageReference, why: String },
     #[error(
-        "the packages could not be had for Python {python} of {base} ({platform})\nOnly wheels are taken. If one is missing, name another version of \
+        "the packages could not be had for Python {python} of {base} ({platform})\nOnly wheels are \
+         taken. If one is missing, name another version of \
          the package, or a base whose Python it has wheels for"
     )]
     Packages {
@@ -192,7 +199,8 @@ fn each_on_a_line(said: &str) -> String {
     said.lines().map(|line| format!("\n  {line}")).collect()
 }
 
-/// Makes an image, or finds that it is there. Progress is told; when `cancelled` says so, everything that was begun is removed.
+/// Builds an image, or finds the existing one. Reports progress. If `cancelled` is triggered,
+/// everything that was created is removed.
 pub async fn build(
     wish: &ImageWish,
     engine: &Engine,
@@ -238,7 +246,8 @@ pub async fn build(
     })
 }
 
-/// Returns the Dockerfile of an image without making it. Exact versions are chosen, nothing is fetched but the base.
+/// Returns the Dockerfile of an image without building it. Exact versions are resolved; only the
+/// base image is fetched.
 pub async fn dockerfile(
     wish: &ImageWish,
     engine: &Engine,
@@ -256,7 +265,7 @@ pub async fn dockerfile(
     .dockerfile())
 }
 
-/// Finds out what exactly the image will be made of.
+/// Determines the exact content of the image.
 async fn plan(
     wish: &ImageWish,
     engine: &Engine,
@@ -305,7 +314,7 @@ async fn unless_cancelled<T>(
         .ok_or(ImageError::Cancelled)
 }
 
-/// Puts the files of the build together.
+/// Collects the files of the build.
 async fn pack(recipe: &Recipe<'_>, root: PathBuf) -> Result<Context, ImageError> {
     let mut context = Context::default();
     context.add_text("Dockerfile", &recipe.dockerfile());
@@ -321,7 +330,7 @@ async fn pack(recipe: &Recipe<'_>, root: PathBuf) -> Result<Context, ImageError>
         .map_err(while_doing("read the packages"))
 }
 
-/// Sends the files to the engine and follows what it does with them.
+/// Sends the files to the engine and follows the build.
 async fn send(
     engine: &Engine,
     wish: &ImageWish,
@@ -370,7 +379,7 @@ async fn send(
     })
 }
 
-/// Progress in mebibytes.
+/// Returns progress in mebibytes.
 fn counted(step: &str, done: u64, total: u64) -> EnvironmentProgress {
     EnvironmentProgress {
         step: step.to_owned(),
@@ -379,7 +388,7 @@ fn counted(step: &str, done: u64, total: u64) -> EnvironmentProgress {
     }
 }
 
-/// Turns a failure of the file system into an error that names the attempt.
+/// Converts a file system error into an error that names the attempt.
 fn while_doing(attempt: &'static str) -> impl FnOnce(io::Error) -> ImageError {
     move |cause| ImageError::Files { attempt, cause }
 }

@@ -1,7 +1,9 @@
-"""Finishes an image from within while it is built: its user and folders, no program that lends rights, bytecode of every package.
+"""Finishes an image from within while it is built: its user and folders, no program that lends
+rights, bytecode of every package.
 
-Runs once, as root, without a network, and without `site`, so that no code of a package runs. Everything that it makes gets the same time, and
-bytecode is made in the same order by processes that know the same, so that the same image gets the same layers wherever it is built.
+Runs once, as root, without a network, and without `site`, so that no code of a package runs.
+Everything that it makes gets the same time, and bytecode is made in the same order by processes
+that know the same, so that the same image gets the same layers wherever it is built.
 """
 
 import os
@@ -57,7 +59,9 @@ def free_name(name, number, lines):
 def add_group(gid, name, changed):
     lines = lines_of("/etc/group")
     if not any(field[2:3] == [str(gid)] for field in fields(lines)):
-        write_lines("/etc/group", lines + ["%s:x:%d:" % (free_name(name, gid, lines), gid)], changed)
+        write_lines(
+            "/etc/group", lines + ["%s:x:%d:" % (free_name(name, gid, lines), gid)], changed
+        )
 
 
 def add_user(uid, gid, name, home, changed):
@@ -109,7 +113,9 @@ def is_on(path, device):
 
 
 def compile_packages(place):
-    """Makes the bytecode of every module. It is never compared with its source: an image does not change."""
+    """Makes the bytecode of every module. It is never compared with its source: an image does not
+    change.
+    """
     modules = []
     for folder, folders, names in os.walk(os.path.join(place, "lib")):
         folders.sort()
@@ -143,12 +149,14 @@ def compile_modules(modules):
         try:
             py_compile.compile(module, doraise=True, invalidation_mode=mode)
         except (py_compile.PyCompileError, UnicodeError):
-            # Some packages carry files that are no valid Python for this version, such as templates.
+            # Some packages carry files that are no valid Python for this version, such as
+            # templates.
             continue
 
 
 if __name__ == "__main__":
-    # The order of names in a set is part of the bytecode, and without this it is another one each time.
+    # The order of names in a set is part of the bytecode, and without this it is another one each
+    # time.
     if os.environ.get("PYTHONHASHSEED") != "0":
         os.environ["PYTHONHASHSEED"] = "0"
         os.execv(sys.executable, [sys.executable, "-s", "-S", "-B"] + sys.argv)

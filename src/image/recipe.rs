@@ -1,26 +1,28 @@
-//! What an image is made of, and the text that tells it to the engine. Pure.
+//! The content of an image, and the Dockerfile for it. Pure.
 //!
-//! The text holds nothing that changes from one build to the next: the same wish gives the same text, and the same text over the same files the same image.
+//! The Dockerfile contains nothing that varies between builds: the same request gives the same
+//! text, and the same text with the same files gives the same image.
 
 use super::ImageReference;
 use super::base::Base;
 use crate::environment::Lockfile;
 
-/// Where the packages are inside. The folder that the runner is shown in is another one.
+/// Directory of the packages inside. The runner is mounted at a different one.
 pub(super) const PLACE: &str = "/opt/venv";
-/// Where the files of the image are in the archive, below their paths in the image. They are copied over its root: what a folder is copied *to* gets the
-/// time of the build, and only the root is part of no layer.
+/// Directory of the image's files in the archive, laid out by their paths in the image. They are
+/// copied over its root: the *target* directory of a copy gets the time of the build, and only the
+/// root belongs to no layer.
 pub(super) const FILES: &str = "files";
-/// The working folder inside; that of the native backend.
+/// The working directory inside, the same as in the native backend.
 pub(super) const WORK: &str = cellblock_jail::root::WORK;
-/// The name of the image's user, and its folder.
+/// The image's user and its home directory.
 const USER: &str = "cellblock";
 const HOME: &str = "/home/cellblock";
 
-/// Says that an image is ours, in the form of this version.
+/// Marks an image as ours, in the format of this version.
 pub(super) const LABEL_IMAGE: &str = "cellblock.image";
 pub(super) const LABEL_IMAGE_VALUE: &str = "1";
-/// Names the whole recipe: two images with the same value are the same.
+/// Identifies the whole recipe: two images with the same value are the same.
 pub(super) const LABEL_RECIPE: &str = "cellblock.recipe";
 pub(super) const LABEL_PYTHON: &str = "cellblock.python";
 pub(super) const LABEL_PACKAGES: &str = "cellblock.packages";
@@ -29,22 +31,23 @@ const LABEL_VERSION: &str = "cellblock.version";
 const LABEL_BASE: &str = "org.opencontainers.image.base.name";
 const LABEL_BASE_ID: &str = "cellblock.base";
 
-/// Runs in the image while it is built, from this place.
+/// Path of the script that runs in the image during the build.
 pub(super) const PREPARE_PLACE: &str = "/opt/venv/share/cellblock/prepare.py";
 pub(super) const PREPARE: &str = include_str!("prepare.py");
 
-/// Whom programs in the image belong to when nobody says otherwise.
+/// The default user of programs in the image.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ImageUser {
     Ordinary {
         uid: u32,
         gid: u32,
     },
-    /// For images that people change by hand. A session is never root, whatever the image says.
+    /// For images that users modify by hand. A session never runs as root, whatever the image
+    /// specifies.
     Root,
 }
 
-/// Everything that decides what an image holds.
+/// Everything that determines the content of an image.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Recipe<'a> {
     pub(super) name: &'a ImageReference,
@@ -54,7 +57,7 @@ pub(super) struct Recipe<'a> {
 }
 
 impl Recipe<'_> {
-    /// Names the recipe: what it says, and the program that it runs.
+    /// Returns a hash of the recipe: its text, and the script that it runs.
     pub(super) fn digest(&self) -> String {
         use sha2::{Digest, Sha256};
         let mut hash = Sha256::new();
@@ -115,11 +118,13 @@ impl Recipe<'_> {
             WORK,
         ];
         let run = serde_json::to_string(&run).expect("texts can be written as JSON");
-        // Labels come last: they cost nothing, and a new one leaves what was built before them as it was.
+        // Labels come last: they are cheap, and changing one does not invalidate the build cache of
+        // the steps before.
         format!(
             "# Made by cellblock: {name} with Python {} and the packages of a session.\n\
              FROM {}\n\
-             ENV PATH={PLACE}/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin VIRTUAL_ENV={PLACE} HOME={home} LANG=C.UTF-8\n\
+             ENV PATH={PLACE}/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin \
+             VIRTUAL_ENV={PLACE} HOME={home} LANG=C.UTF-8\n\
              COPY {FILES} /\n\
              USER 0:0\n\
              RUN {run}\n\
@@ -133,7 +138,7 @@ impl Recipe<'_> {
     }
 }
 
-/// Lists what is installed, without addresses: one could hold a password.
+/// Lists the installed packages without URLs, because a URL could contain a password.
 fn packages(lockfile: &Lockfile) -> String {
     let plain = |requirement: &String| {
         let requirement = requirement.split(';').next().unwrap_or_default();
@@ -152,7 +157,8 @@ fn packages(lockfile: &Lockfile) -> String {
         .join(" ")
 }
 
-/// Writes a text so that the engine reads exactly this text: no variable in it is filled in, no quote ends it.
+/// Quotes a text so that the engine reads it literally: variables are not expanded, and quotes do
+/// not end it.
 fn quoted(text: &str) -> String {
     let escaped: String = text
         .chars()

@@ -1,21 +1,21 @@
-//! Images that were made here: finding them by their labels, and removing them.
+//! Images built here: finds them by their labels and removes them.
 
 use super::recipe::{LABEL_IMAGE, LABEL_IMAGE_VALUE, LABEL_PACKAGES, LABEL_PYTHON};
 use super::{ImageError, ImageReference};
 use crate::sandbox::container::{Engine, EngineError, ImageFacts};
 
-/// An image that we made.
+/// An image that we built.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MadeImage {
     pub id: String,
-    /// Its names. One that was replaced by a newer image has none.
+    /// Its tags. An image that was replaced by a newer one has none.
     pub tags: Vec<String>,
     /// Such as `3.13.1`.
     pub python: String,
-    /// What is installed in it, as `name==version`.
+    /// The installed packages, as `name==version`.
     pub packages: Vec<String>,
     pub size: u64,
-    /// Seconds since 1970, if the engine tells.
+    /// Seconds since 1970, if the engine reports it.
     pub created: Option<i64>,
 }
 
@@ -36,13 +36,14 @@ impl MadeImage {
     }
 }
 
-/// Lists the images that we made, newest first.
+/// Lists the images that we built, newest first.
 pub async fn list(engine: &Engine) -> Result<Vec<MadeImage>, ImageError> {
     let found = engine.images(LABEL_IMAGE, LABEL_IMAGE_VALUE).await?;
     Ok(found.into_iter().map(MadeImage::new).collect())
 }
 
-/// Removes an image that we made, unless a container uses it. Others are refused: a mistyped name must not cost anybody theirs.
+/// Removes an image that we built, unless a container uses it. Other images are rejected, so that a
+/// mistyped name cannot remove one.
 pub async fn remove(engine: &Engine, image: &ImageReference) -> Result<(), ImageError> {
     if !is_ours(&engine.image_facts(image.as_str()).await?) {
         return Err(ImageError::NotOurs(image.clone()));
@@ -59,7 +60,8 @@ pub async fn remove(engine: &Engine, image: &ImageReference) -> Result<(), Image
         })
 }
 
-/// Removes an image that a newer one took the last name of. If somebody uses it, it stays, and `list` shows it.
+/// Removes an image that lost its last tag to a newer one. An image in use is kept, and `list`
+/// shows it.
 pub(super) async fn put_away(engine: &Engine, replaced: &ImageFacts) {
     let Ok(found) = engine.image_facts(&replaced.id).await else {
         return;

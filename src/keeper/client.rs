@@ -1,33 +1,27 @@
 //! The way to sessions that another process keeps.
 //!
-//! It looks like the sessions themselves. When the keeper has died, the next call starts another one; calls for the sessions that are lost are refused by name until somebody
-//! resets or closes them, as for any session that ended.
+//! It looks like the sessions themselves. When the keeper has died, the next call starts another
+//! one; calls for the sessions that are lost are refused by name until somebody resets or closes
+//! them, as for any session that ended.
 
 use std::io;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
-use async_trait::async_trait;
-use serde::de::DeserializeOwned;
-use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::sync::watch;
 use tokio::time::Instant;
-use tokio_util::sync::CancellationToken;
 use tracing::warn;
 
-use super::link::{Link, Listeners, NoAnswer, Recording, Wishes};
-use super::message::{Answer, Call, Welcome};
+use super::link::{Link, Listeners, NoAnswer, Recording};
+use super::message::{Answer, Welcome};
 use super::seen::Seen;
 use super::start::{self, AttachError};
 use super::{KeeperSettings, post::KeeperName};
+use crate::ops::{self, Body, Host, Io, Op, Reply, Subject, Ticket};
 use crate::sandbox::{LaunchError, Preparation, Rules};
-use crate::session::install::{InstallReport, Leave};
-use crate::session::servers::{ServerReport, ServerRequest, ServerSetup};
 use crate::session::{
-    ApprovalSetup, Checked, CheckpointInfo, Decided, Decision, ExecuteRequest, Executed,
-    ExecutionHandle, ExecutionId, ExploreReport, ExploreRequest, FileList, FileRange, ForkReport,
-    ForkRequest, InsidePath, LimitSetup, Load, News, Principal, RecordEnding, Refused, ResetReport,
-    SessionAccess, SessionId, SessionInfo, Slice, UndoReport, UploadPart, Uploaded, Which, Word,
+    Executed, Principal, RecordEnding, Refused, ResetReport, SessionId, SessionInfo, SessionState,
+    Which,
 };
 
 /// The first wait after a keeper could not be started. Each further failure doubles it.
@@ -169,41 +163,62 @@ impl Client {
         }
     }
 
-    async fn ask<T: DeserializeOwned>(
+    /// Sends an operation and waits for its reply.
+    async fn ask(
         &self,
-        about: About<'_>,
-        call: Call,
-        wishes: Wishes,
-    ) -> Result<T, Refused> {
-        loop {
-            let (link, order) = self.link().await?;
-            self.refuse_lost(about)?;
-            let asked = link.ask(&call, wishes.news.clone());
-            drop(order);
-            match asked {
-                // The keeper was gone already, and nothing has happened. The next turn finds another one, or fails.
-                Err(NoAnswer::NotSent) => continue,
-                Err(other) => return self.heard(about, Err(other)),
-                Ok(asked) => {
-                    let answer =
-                        self.heard(about, asked.answered(wishes.cancel, wishes.wait).await);
-                    return match about {
-                        Some((owner, id)) if !wishes.proves_nothing => {
-                            self.noted(owner, id, answer)
-                        }
-                        _ => answer,
-                    };
+        owner: &Principal,
+        session: Option<&SessionId>,
+        op: &Op,
+        io: Io<'_>,
+    ) -> Result<Reply, Refused> {
+        let Io {
+            cancel,
+            progress,
+            body,
+            ..
+        } = io;
+        let about = session.map(|id| (owner, id));
+        let (link, answer, trouble) = match body {
+            Body::None => loop {
+                let (link, order) = self.link().await?;
+                self.refuse_lost(about)?;
+                let asked = link.ask(owner, op, progress.clone());
+                drop(order);
+                match asked {
+                    // The keeper was gone already, and nothing has happened. The next turn finds
+                    // another one, or fails.
+                    Err(NoAnswer::NotSent) => continue,
+                    Err(other) => break (link, Err(other), None),
+                    Ok(asked) => {
+                        let answer = asked.answered(cancel, patience(op)).await;
+                        break (link, answer, None);
+                    }
                 }
+            },
+            Body::Source(mut source) => {
+                let (link, order) = self.link().await?;
+                self.refuse_lost(about)?;
+                drop(order);
+                let (answer, trouble) = link.send_file(owner, op, &mut source).await;
+                (link, answer, trouble)
             }
+            Body::Sink(mut sink) => {
+                let (link, order) = self.link().await?;
+                self.refuse_lost(about)?;
+                drop(order);
+                let (answer, trouble) = link.receive_file(owner, op, &mut sink).await;
+                if let Some(error) = trouble {
+                    return Err(transfer(&error));
+                }
+                (link, answer, None)
+            }
+        };
+        let reply = self.heard(about, answer);
+        match trouble {
+            // The sessions know only that the rest did not come.
+            Some(error) if !link.is_closed() => Err(transfer(&error)),
+            _ => reply,
         }
-    }
-
-    async fn ask_plainly<T: DeserializeOwned>(
-        &self,
-        about: About<'_>,
-        call: Call,
-    ) -> Result<T, Refused> {
-        self.ask(about, call, Wishes::default()).await
     }
 
     fn refuse_lost(&self, about: About<'_>) -> Result<(), Refused> {
@@ -214,11 +229,7 @@ impl Client {
     }
 
     /// Turns what came back into the answer of a call.
-    fn heard<T>(
-        &self,
-        about: About<'_>,
-        answer: Result<Answer<T>, NoAnswer>,
-    ) -> Result<T, Refused> {
+    fn heard(&self, about: About<'_>, answer: Result<Answer, NoAnswer>) -> Result<Reply, Refused> {
         match answer {
             Ok(answer) => answer,
             Err(NoAnswer::Silent { sent }) => Err(Refused::Unresponsive { sent }),
@@ -236,19 +247,6 @@ impl Client {
                 None => no_keeper("the process that kept the sessions ended, and they are lost"),
             }),
         }
-    }
-
-    /// Remembers that a session exists, if what was asked of it succeeded.
-    fn noted<T>(
-        &self,
-        owner: &Principal,
-        id: &SessionId,
-        answer: Result<T, Refused>,
-    ) -> Result<T, Refused> {
-        if answer.is_ok() {
-            self.shared.seen().note(owner, id);
-        }
-        answer
     }
 
     fn lost(&self, id: &SessionId) -> Refused {
@@ -271,23 +269,99 @@ impl Client {
         let Some(asked) = self.shared.seen().must_check(owner) else {
             return;
         };
-        let call = Call::List {
-            owner: owner.clone(),
-        };
         // What is not known now is found out after a later call.
-        if let Ok(all) = self.ask_plainly::<Vec<SessionInfo>>(None, call).await {
+        let list = Op::from(ops::ListSessions {});
+        if let Ok(Reply::ListSessions(all)) = self.ask(owner, None, &list, Io::default()).await {
             self.shared
                 .seen()
                 .check(owner, &all.iter().map(|info| &info.id).collect(), asked);
         }
     }
 
-    /// Which session an execution belongs to, if that is known here.
-    fn session_of(&self, owner: &Principal, which: &Which) -> Option<SessionId> {
-        match which {
-            Which::Of(id) => Some(id.clone()),
-            Which::This(handle) => self.shared.seen().session_of(owner, handle),
+    /// Which session an operation is about, as far as that is known here.
+    fn session_of(&self, owner: &Principal, op: &Op) -> Option<SessionId> {
+        match op.subject() {
+            Subject::Session(id) | Subject::Execution(Which::Of(id)) => Some(id.clone()),
+            Subject::Handle(handle) | Subject::Execution(Which::This(handle)) => {
+                self.shared.seen().session_of(owner, handle)
+            }
+            Subject::Other => None,
         }
+    }
+
+    async fn carry_out(&self, owner: &Principal, op: Op, io: Io<'_>) -> Result<Reply, Refused> {
+        if let Some(reply) = self.settle_lost(owner, &op).await? {
+            return Ok(reply);
+        }
+        let session = self.session_of(owner, &op);
+        let mut reply = self.ask(owner, session.as_ref(), &op, io).await?;
+        self.note(owner, session.as_ref(), &mut reply);
+        if let Reply::Execute(_) = reply {
+            self.check_seen(owner).await;
+        }
+        Ok(reply)
+    }
+
+    /// Resets or closes a session that was lost with its keeper, which takes no keeper.
+    async fn settle_lost(&self, owner: &Principal, op: &Op) -> Result<Option<Reply>, Refused> {
+        let (session, reply) = match op {
+            Op::Reset(op) => {
+                let report = ResetReport {
+                    interrupted_running_cell: false,
+                    files_kept: self.shared.settings().files_outlive_sessions,
+                    had_no_session: true,
+                };
+                (&op.session, Reply::Reset(report))
+            }
+            Op::CloseSession(op) => (&op.session, Reply::CloseSession(())),
+            _ => return Ok(None),
+        };
+        drop(self.link().await?);
+        Ok(self.shared.seen().forgive(owner, session).then_some(reply))
+    }
+
+    /// Remembers which sessions exist, by what a reply proves. A list gets those that were lost.
+    fn note(&self, owner: &Principal, session: Option<&SessionId>, reply: &mut Reply) {
+        let mut seen = self.shared.seen();
+        match (&mut *reply, session) {
+            // A reset succeeds without a session, and so does a part of an upload.
+            (Reply::Reset(_), _) => {}
+            (Reply::Upload(uploaded), _) if !uploaded.finished => {}
+            (Reply::CloseSession(()), Some(id)) => seen.forget(owner, id),
+            (_, Some(id)) => seen.note(owner, id),
+            (_, None) => {}
+        }
+        match reply {
+            Reply::Execute(Executed::Underway(underway)) => {
+                seen.note_execution(owner, &underway.handle, &underway.session);
+            }
+            Reply::Fork(report) => {
+                report.forks.iter().for_each(|fork| seen.note(owner, fork));
+            }
+            Reply::Explore(report) => {
+                let kept = report.kept.iter();
+                kept.for_each(|(_, session)| seen.note(owner, session));
+            }
+            Reply::ListSessions(all) => {
+                let lost = seen.lost_by(owner);
+                all.iter().for_each(|info| seen.note(owner, &info.id));
+                all.extend(
+                    lost.into_iter()
+                        .map(|id| lost_info(id, "the process that kept the sessions ended")),
+                );
+                all.sort_by(|one, other| one.id.cmp(&other.id));
+            }
+            _ => {}
+        }
+    }
+}
+
+/// How long the reply to an operation may take while the keeper is well, if that is bounded.
+fn patience(op: &Op) -> Option<Duration> {
+    match op {
+        Op::Execute(op) => op.wait,
+        Op::Check(op) => Some(op.wait),
+        _ => None,
     }
 }
 
@@ -333,7 +407,8 @@ impl Shared {
             .expect("nothing panics while it holds what was seen")
     }
 
-    /// Notes which keeper this is and whose sessions it has. Another one than before means that those are lost.
+    /// Notes which keeper this is and whose sessions it has. Another one than before means that
+    /// those are lost.
     fn welcomed(&self, welcome: &Welcome, attempts: &mut Attempts) {
         let mut seen = self.seen();
         if attempts.keeper != welcome.keeper {
@@ -371,8 +446,12 @@ fn transfer(error: &io::Error) -> Refused {
     }
 }
 
-#[async_trait]
-impl SessionAccess for Client {
+impl Host for Client {
+    fn submit<'a>(&self, owner: &Principal, op: Op, io: Io<'a>) -> Result<Ticket<'a>, Refused> {
+        let (client, owner) = (self.clone(), owner.clone());
+        Ticket::admit(async move { client.carry_out(&owner, op, io).await })
+    }
+
     fn preparation(&self) -> watch::Receiver<Preparation> {
         self.shared.listeners.preparation.subscribe()
     }
@@ -387,482 +466,12 @@ impl SessionAccess for Client {
             link.begin_recording(takes_over);
         }
     }
-
-    async fn execute(
-        &self,
-        owner: &Principal,
-        id: &SessionId,
-        request: ExecuteRequest,
-        wait: Option<Duration>,
-        cancel: CancellationToken,
-        news: News,
-    ) -> Result<Executed, Refused> {
-        let call = Call::Execute {
-            owner: owner.clone(),
-            id: id.clone(),
-            request,
-            wait,
-        };
-        let wishes = Wishes {
-            news: Some(news),
-            cancel: Some(cancel),
-            wait,
-            ..Wishes::default()
-        };
-        let executed = self.ask(Some((owner, id)), call, wishes).await?;
-        if let Executed::Underway(underway) = &executed {
-            self.shared
-                .seen()
-                .note_execution(owner, &underway.handle, &underway.session);
-        }
-        self.check_seen(owner).await;
-        Ok(executed)
-    }
-
-    async fn check(
-        &self,
-        owner: &Principal,
-        which: &Which,
-        wait: Duration,
-        max_chars: usize,
-        news: News,
-    ) -> Result<Checked, Refused> {
-        let call = Call::Check {
-            owner: owner.clone(),
-            which: which.clone(),
-            wait,
-            max_chars,
-        };
-        let session = self.session_of(owner, which);
-        let about = session.as_ref().map(|id| (owner, id));
-        self.ask(
-            about,
-            call,
-            Wishes {
-                news: Some(news),
-                wait: Some(wait),
-                ..Wishes::default()
-            },
-        )
-        .await
-    }
-
-    async fn decide(
-        &self,
-        owner: &Principal,
-        handle: &ExecutionHandle,
-        decisions: Vec<Decision>,
-        _how: Word,
-    ) -> Result<Decided, Refused> {
-        let session = self.session_of(owner, &Which::This(handle.clone()));
-        let about = session.as_ref().map(|id| (owner, id));
-        self.ask_plainly(
-            about,
-            Call::Decide {
-                owner: owner.clone(),
-                handle: handle.clone(),
-                decisions,
-            },
-        )
-        .await
-    }
-
-    async fn stop(&self, owner: &Principal, which: &Which) -> Result<(), Refused> {
-        let session = self.session_of(owner, which);
-        let about = session.as_ref().map(|id| (owner, id));
-        self.ask_plainly(
-            about,
-            Call::Stop {
-                owner: owner.clone(),
-                which: which.clone(),
-            },
-        )
-        .await
-    }
-
-    async fn reset(&self, owner: &Principal, id: &SessionId) -> Result<ResetReport, Refused> {
-        drop(self.link().await?);
-        if self.shared.seen().forgive(owner, id) {
-            let files_kept = self.shared.settings().files_outlive_sessions;
-            return Ok(ResetReport {
-                interrupted_running_cell: false,
-                files_kept,
-                had_no_session: true,
-            });
-        }
-        let call = Call::Reset {
-            owner: owner.clone(),
-            id: id.clone(),
-        };
-        self.ask(
-            Some((owner, id)),
-            call,
-            Wishes {
-                proves_nothing: true,
-                ..Wishes::default()
-            },
-        )
-        .await
-    }
-
-    async fn undo(
-        &self,
-        owner: &Principal,
-        id: &SessionId,
-        cells: u32,
-    ) -> Result<UndoReport, Refused> {
-        self.ask_plainly(
-            Some((owner, id)),
-            Call::Undo {
-                owner: owner.clone(),
-                id: id.clone(),
-                cells,
-            },
-        )
-        .await
-    }
-
-    async fn checkpoints(
-        &self,
-        owner: &Principal,
-        id: &SessionId,
-    ) -> Result<Vec<CheckpointInfo>, Refused> {
-        self.ask_plainly(
-            Some((owner, id)),
-            Call::Checkpoints {
-                owner: owner.clone(),
-                id: id.clone(),
-            },
-        )
-        .await
-    }
-
-    async fn fork(
-        &self,
-        owner: &Principal,
-        id: &SessionId,
-        request: ForkRequest,
-    ) -> Result<ForkReport, Refused> {
-        let call = Call::Fork {
-            owner: owner.clone(),
-            id: id.clone(),
-            request,
-        };
-        let report: ForkReport = self.ask_plainly(Some((owner, id)), call).await?;
-        let mut seen = self.shared.seen();
-        report.forks.iter().for_each(|fork| seen.note(owner, fork));
-        drop(seen);
-        Ok(report)
-    }
-
-    async fn explore(
-        &self,
-        owner: &Principal,
-        id: &SessionId,
-        request: ExploreRequest,
-        cancel: CancellationToken,
-        news: News,
-    ) -> Result<ExploreReport, Refused> {
-        let call = Call::Explore {
-            owner: owner.clone(),
-            id: id.clone(),
-            request,
-        };
-        let wishes = Wishes {
-            news: Some(news),
-            cancel: Some(cancel),
-            ..Wishes::default()
-        };
-        let report: ExploreReport = self.ask(Some((owner, id)), call, wishes).await?;
-        let mut seen = self.shared.seen();
-        report
-            .kept
-            .iter()
-            .for_each(|(_, session)| seen.note(owner, session));
-        drop(seen);
-        Ok(report)
-    }
-
-    async fn install(
-        &self,
-        owner: &Principal,
-        id: &SessionId,
-        requirements: Vec<String>,
-        leave: Leave,
-        cancel: CancellationToken,
-        news: News,
-    ) -> Result<InstallReport, Refused> {
-        let call = Call::Install {
-            owner: owner.clone(),
-            id: id.clone(),
-            requirements,
-            leave,
-        };
-        self.ask(
-            Some((owner, id)),
-            call,
-            Wishes {
-                news: Some(news),
-                cancel: Some(cancel),
-                ..Wishes::default()
-            },
-        )
-        .await
-    }
-
-    async fn register_server(
-        &self,
-        owner: &Principal,
-        request: ServerRequest,
-    ) -> Result<ServerReport, Refused> {
-        self.ask_plainly(
-            None,
-            Call::RegisterServer {
-                owner: owner.clone(),
-                request,
-            },
-        )
-        .await
-    }
-
-    async fn set_up_servers(&self, setup: ServerSetup) -> Result<(), Refused> {
-        self.ask_plainly(None, Call::SetUpServers { setup }).await
-    }
-
-    async fn set_up_approvals(&self, setup: ApprovalSetup) -> Result<(), Refused> {
-        self.ask_plainly(None, Call::SetUpApprovals { setup }).await
-    }
-
-    async fn set_up_limits(&self, setup: LimitSetup) -> Result<(), Refused> {
-        self.ask_plainly(None, Call::SetUpLimits { setup }).await
-    }
-
-    async fn unregister_server(&self, owner: &Principal, name: &str) -> Result<(), Refused> {
-        let call = Call::UnregisterServer {
-            owner: owner.clone(),
-            name: name.to_owned(),
-        };
-        self.ask_plainly(None, call).await
-    }
-
-    async fn servers(&self, owner: &Principal) -> Result<Vec<ServerReport>, Refused> {
-        self.ask_plainly(
-            None,
-            Call::Servers {
-                owner: owner.clone(),
-            },
-        )
-        .await
-    }
-
-    async fn write_file(
-        &self,
-        owner: &Principal,
-        id: &SessionId,
-        path: &InsidePath,
-        source: &mut (dyn AsyncRead + Send + Unpin),
-        overwrite: bool,
-    ) -> Result<u64, Refused> {
-        let (link, _) = self.link().await?;
-        self.refuse_lost(Some((owner, id)))?;
-        let call = Call::WriteFile {
-            owner: owner.clone(),
-            id: id.clone(),
-            path: path.clone(),
-            overwrite,
-        };
-        let (answer, trouble) = link.send_file(&call, source).await;
-        let answer = self.noted(owner, id, self.heard(Some((owner, id)), answer));
-        match trouble {
-            // The sessions know only that the rest did not come.
-            Some(error) if !link.is_closed() => Err(transfer(&error)),
-            _ => answer,
-        }
-    }
-
-    async fn read_file(
-        &self,
-        owner: &Principal,
-        id: &SessionId,
-        path: &InsidePath,
-        limit: u64,
-        sink: &mut (dyn AsyncWrite + Send + Unpin),
-    ) -> Result<u64, Refused> {
-        let (link, _) = self.link().await?;
-        self.refuse_lost(Some((owner, id)))?;
-        let call = Call::ReadFile {
-            owner: owner.clone(),
-            id: id.clone(),
-            path: path.clone(),
-            limit,
-        };
-        match link.receive_file(&call, sink).await {
-            (_, Some(error)) => Err(transfer(&error)),
-            (answer, None) => self.noted(owner, id, self.heard(Some((owner, id)), answer)),
-        }
-    }
-
-    async fn read_file_range(
-        &self,
-        owner: &Principal,
-        id: &SessionId,
-        path: &InsidePath,
-        offset: u64,
-        length: Option<u64>,
-        sink: &mut (dyn AsyncWrite + Send + Unpin),
-    ) -> Result<FileRange, Refused> {
-        let (link, _) = self.link().await?;
-        self.refuse_lost(Some((owner, id)))?;
-        let call = Call::ReadFileRange {
-            owner: owner.clone(),
-            id: id.clone(),
-            path: path.clone(),
-            offset,
-            length,
-        };
-        match link.receive_file(&call, sink).await {
-            (_, Some(error)) => Err(transfer(&error)),
-            (answer, None) => self.noted(owner, id, self.heard(Some((owner, id)), answer)),
-        }
-    }
-
-    async fn list_files(&self, owner: &Principal, id: &SessionId) -> Result<FileList, Refused> {
-        self.ask_plainly(
-            Some((owner, id)),
-            Call::ListFiles {
-                owner: owner.clone(),
-                id: id.clone(),
-            },
-        )
-        .await
-    }
-
-    async fn upload(
-        &self,
-        owner: &Principal,
-        id: &SessionId,
-        path: &InsidePath,
-        part: UploadPart,
-        source: &mut (dyn AsyncRead + Send + Unpin),
-    ) -> Result<Uploaded, Refused> {
-        let (link, _) = self.link().await?;
-        self.refuse_lost(Some((owner, id)))?;
-        let call = Call::Upload {
-            owner: owner.clone(),
-            id: id.clone(),
-            path: path.clone(),
-            part,
-        };
-        let (answer, trouble) = link.send_file(&call, source).await;
-        // The session need not exist before the file is complete.
-        let finished = matches!(answer, Ok(Ok(Uploaded { finished: true, .. })));
-        let answer = self.heard(Some((owner, id)), answer);
-        if finished {
-            self.shared.seen().note(owner, id);
-        }
-        match trouble {
-            Some(error) if !link.is_closed() => Err(transfer(&error)),
-            _ => answer,
-        }
-    }
-
-    async fn uploaded(&self, owner: &Principal, id: &SessionId, path: &InsidePath) -> Option<u64> {
-        let call = Call::Uploaded {
-            owner: owner.clone(),
-            id: id.clone(),
-            path: path.clone(),
-        };
-        // About nothing: the session need not exist.
-        self.ask_plainly::<Option<u64>>(None, call)
-            .await
-            .ok()
-            .flatten()
-    }
-
-    async fn load(&self) -> Load {
-        self.ask_plainly(None, Call::Load).await.unwrap_or_default()
-    }
-
-    async fn list(&self, owner: &Principal) -> Result<Vec<SessionInfo>, Refused> {
-        let mut all: Vec<SessionInfo> = self
-            .ask_plainly(
-                None,
-                Call::List {
-                    owner: owner.clone(),
-                },
-            )
-            .await?;
-        let lost = self.shared.seen().lost_by(owner);
-        for info in &all {
-            self.shared.seen().note(owner, &info.id);
-        }
-        all.extend(
-            lost.into_iter()
-                .map(|id| lost_info(id, "the process that kept the sessions ended")),
-        );
-        all.sort_by(|one, other| one.id.cmp(&other.id));
-        Ok(all)
-    }
-
-    async fn close(&self, owner: &Principal, id: &SessionId) -> Result<(), Refused> {
-        drop(self.link().await?);
-        if self.shared.seen().forgive(owner, id) {
-            return Ok(());
-        }
-        self.ask_plainly::<()>(
-            Some((owner, id)),
-            Call::Close {
-                owner: owner.clone(),
-                id: id.clone(),
-            },
-        )
-        .await?;
-        self.shared.seen().forget(owner, id);
-        Ok(())
-    }
-
-    async fn output_size(
-        &self,
-        owner: &Principal,
-        id: &SessionId,
-        execution: ExecutionId,
-    ) -> Option<u64> {
-        let call = Call::OutputSize {
-            owner: owner.clone(),
-            id: id.clone(),
-            execution,
-        };
-        // About nothing: a session that has no output need not exist.
-        self.ask_plainly::<Option<u64>>(None, call)
-            .await
-            .ok()
-            .flatten()
-    }
-
-    async fn read_output(
-        &self,
-        owner: &Principal,
-        id: &SessionId,
-        execution: ExecutionId,
-        offset: u64,
-        length: usize,
-    ) -> Option<io::Result<Slice>> {
-        let call = Call::ReadOutput {
-            owner: owner.clone(),
-            id: id.clone(),
-            execution,
-            offset,
-            length,
-        };
-        let read: Option<Result<Slice, String>> = self.ask_plainly(None, call).await.ok().flatten();
-        read.map(|read| read.map_err(io::Error::other))
-    }
 }
 
 fn lost_info(id: SessionId, why: &str) -> SessionInfo {
     SessionInfo {
         id,
-        state: "ended",
+        state: SessionState::Ended,
         ended: Some(why.to_owned()),
         executions: 0,
         age: Duration::ZERO,

@@ -1,28 +1,26 @@
 //! The keeper's side of one front's connection: many requests at once, each with its own task.
 //!
-//! A request takes its first step in the reader, before the next frame is read. With that step it
-//! is in the queue of its session, so requests reach a session in the order in which they were
-//! sent.
+//! The reader submits each operation before it reads the next frame, so operations reach a session
+//! in the order in which they were sent. A task of its own waits for the reply.
 //!
-//! A request ends with its answer, or when the front forgets it or is gone; then its future is dropped, which for code means that it goes on. Only `Cancel` interrupts.
-//! The reader never waits for a request, so a slow one holds nobody up.
+//! A request ends with its answer, or when the front forgets it or is gone; then its future is
+//! dropped, which for code means that it goes on. Only `Cancel` interrupts. The reader never waits
+//! for a request, so a slow one holds nobody up.
 
 use std::collections::HashMap;
-use std::pin::{Pin, pin};
 use std::sync::{Arc, Mutex, MutexGuard};
-use std::task::{Context, Poll, Waker};
 
 use tokio::io::AsyncRead;
 use tokio::sync::{Semaphore, mpsc, watch};
 use tokio_util::sync::CancellationToken;
 
 use super::Kept;
-use super::calls::{self, Hands};
 use super::frame::{self, Assembly, Frame, FrameError, Kind, Written};
-use super::message::{Answer, Call, FromFront, FromKeeper};
+use super::message::{Answer, FromFront, FromKeeper};
 use super::outgoing::Outgoing;
 use super::stream::{self, Arrival, Arriving, Leaving, Silence, WINDOW};
-use crate::session::{Attached, ExecutionEnded, News, RecorderId, Refused};
+use crate::ops::{Body, Io, News, Op, Ticket, Transfer};
+use crate::session::{Attached, ExecutionEnded, Principal, RecorderId, Refused};
 
 /// Requests of one front at the same time. A front has a few per client of its own.
 pub(super) const MOST_REQUESTS: usize = 4_096;
@@ -124,7 +122,7 @@ impl Desk {
             match kind {
                 Kind::Chunk => self.arrived(id, Arrival::Chunk(payload))?,
                 Kind::Message => match frame::content(&payload)? {
-                    FromFront::Request(call) => self.begin(id, *call),
+                    FromFront::Request { owner, op } => self.begin(id, &owner, *op),
                     FromFront::Forget => {
                         assembly.forget(id);
                         self.forget(id);
@@ -171,7 +169,9 @@ impl Desk {
             FromFront::NoMore => self.arrived(id, Arrival::End),
             FromFront::SourceFailed => self.arrived(id, Arrival::Failed),
             FromFront::Hello(_) => Err(FrameError::OutOfTurn("a second hello")),
-            FromFront::Request(_) | FromFront::Forget => unreachable!("the caller has taken these"),
+            FromFront::Request { .. } | FromFront::Forget => {
+                unreachable!("the caller has taken these")
+            }
         }
     }
 
@@ -195,12 +195,8 @@ impl Desk {
         }
     }
 
-    fn begin(self: &Arc<Desk>, number: u64, mut call: Call) {
-        match &mut call {
-            Call::Execute { request, .. } => request.recorder = self.recorder,
-            Call::Explore { request, .. } => request.recorder = self.recorder,
-            _ => {}
-        }
+    /// Submits an operation, and has a task wait for its reply.
+    fn begin(self: &Arc<Desk>, number: u64, owner: &Principal, op: Op) {
         let (upload, arrivals) = stream::arrivals();
         let (cancel, forgotten) = (CancellationToken::new(), self.gone.child_token());
         let credit = Arc::new(Semaphore::new(WINDOW));
@@ -215,59 +211,66 @@ impl Desk {
             if requests.len() < MOST_REQUESTS {
                 requests.insert(number, request);
             } else {
-                let busy: Answer<()> = Err(Refused::Busy {
+                let busy = Err(Refused::Busy {
                     waiting: MOST_REQUESTS,
                 });
-                tokio::spawn(Arc::clone(self).send(calls::written(number, &busy)));
+                tokio::spawn(Arc::clone(self).send(written(number, &busy)));
                 return;
             }
         }
-        let give_back = frame::write(number, Kind::Message, &FromKeeper::Credit(1))
-            .expect("a credit is short")
-            .remove(0);
-        let news = News::new(String::new());
-        let heard = news.subscribe();
-        let hands = Hands {
-            cancel,
-            news,
-            source: Arriving::new(
-                arrivals,
-                give_back,
-                self.frames.clone(),
-                Silence::IsAFailure,
-            ),
-            sink: Leaving::new(number, credit, self.frames.clone()),
+        let body = match op.transfer() {
+            Some(Transfer::Into) => {
+                let give_back = frame::write(number, Kind::Message, &FromKeeper::Credit(1))
+                    .expect("a credit is short")
+                    .remove(0);
+                let (frames, silence) = (self.frames.clone(), Silence::IsAFailure);
+                Body::Source(Box::new(Arriving::new(
+                    arrivals, give_back, frames, silence,
+                )))
+            }
+            Some(Transfer::OutOf) => {
+                Body::Sink(Box::new(Leaving::new(number, credit, self.frames.clone())))
+            }
+            None => Body::None,
         };
-        let ticket = Ticket::new(&self.underway);
+        let progress = News::default();
+        let heard = progress.subscribe();
+        let io = Io {
+            cancel,
+            progress,
+            body,
+            recorder: self.recorder,
+        };
+        let underway = Underway::new(&self.underway);
+        let submitted = self.kept.submit(owner, op, io);
         let desk = Arc::clone(self);
-        let mut work = Box::pin(async move {
-            let _ticket = ticket;
-            if let Some(answer) = desk.answer(number, call, hands, forgotten, heard).await {
+        tokio::spawn(async move {
+            let _underway = underway;
+            let answer = match submitted {
+                Ok(ticket) => desk.answer(number, ticket, forgotten, heard).await,
+                Err(refused) => Some(Err(refused)),
+            };
+            if let Some(answer) = answer {
                 // In this order, so that a front that reuses nothing never finds a number taken.
                 desk.requests().remove(&number);
-                desk.send(answer).await;
+                desk.send(written(number, &answer)).await;
             }
         });
-        if first_step(work.as_mut()).is_pending() {
-            tokio::spawn(work);
-        }
     }
 
-    /// Carries a call out while its news are passed on. Returns nothing when nobody wants the answer.
+    /// Waits for a reply while progress is passed on. Returns nothing when nobody wants the reply.
     async fn answer(
         &self,
         number: u64,
-        call: Call,
-        hands: Hands<Arriving, Leaving>,
+        mut ticket: Ticket<'_>,
         forgotten: CancellationToken,
         mut heard: watch::Receiver<String>,
-    ) -> Option<Vec<Written>> {
-        let mut work = pin!(calls::carry_out(&*self.kept, number, call, hands));
+    ) -> Option<Answer> {
         loop {
             tokio::select! {
                 biased;
                 () = forgotten.cancelled() => return None,
-                answer = &mut work => return Some(answer),
+                answer = &mut ticket => return Some(answer),
                 Ok(()) = heard.changed() => {
                     let text = heard.borrow_and_update().clone();
                     let news = frame::write(number, Kind::Message, &FromKeeper::News(text)).ok()?;
@@ -278,7 +281,8 @@ impl Desk {
         }
     }
 
-    /// Sends frames one after the other, in turn with those of other requests. A front that is gone needs none.
+    /// Sends frames one after the other, in turn with those of other requests. A front that is gone
+    /// needs none.
     async fn send(self: Arc<Desk>, frames: Vec<Written>) {
         for frame in frames {
             if self.frames.send(frame).await.is_err() {
@@ -294,24 +298,26 @@ impl Desk {
     }
 }
 
-/// Lets a request take its first step here and now. Whoever goes on with it polls it again, so no
-/// wake-up is lost.
-fn first_step(work: Pin<&mut impl Future<Output = ()>>) -> Poll<()> {
-    // Constrained, the step might end before the request is in its session's queue.
-    pin!(tokio::task::unconstrained(work)).poll(&mut Context::from_waker(Waker::noop()))
+/// Writes an answer, or says that it is too large to be sent.
+pub(super) fn written(number: u64, answer: &Answer) -> Vec<Written> {
+    frame::write(number, Kind::Answer, answer).unwrap_or_else(|_| {
+        let why = "the answer is too large to be handed on".to_owned();
+        let refused: Answer = Err(Refused::Transfer { why });
+        frame::write(number, Kind::Answer, &refused).expect("a refusal is short")
+    })
 }
 
 /// Counts a request for as long as it is being answered.
-struct Ticket(watch::Sender<usize>);
+struct Underway(watch::Sender<usize>);
 
-impl Ticket {
-    fn new(underway: &watch::Sender<usize>) -> Ticket {
-        underway.send_modify(|count| *count += 1);
-        Ticket(underway.clone())
+impl Underway {
+    fn new(count: &watch::Sender<usize>) -> Underway {
+        count.send_modify(|count| *count += 1);
+        Underway(count.clone())
     }
 }
 
-impl Drop for Ticket {
+impl Drop for Underway {
     fn drop(&mut self) {
         self.0.send_modify(|count| *count -= 1);
     }

@@ -5,8 +5,9 @@
 //!  4 bytes                 1 byte   8 bytes   at most LARGEST_FRAME
 //! ```
 //!
-//! Numbers are big-endian. `Message` and `Answer` carry MessagePack with named fields, so that a type can grow; `Chunk` carries bytes of a file as they are. What is
-//! larger than a frame comes as `Part` frames first, so that it holds nobody up: frames of other requests go in between.
+//! Numbers are big-endian. `Message` and `Answer` carry MessagePack with named fields, so that a
+//! type can grow; `Chunk` carries bytes of a file as they are. What is larger than a frame comes as
+//! `Part` frames first, so that it holds nobody up: frames of other requests go in between.
 
 use std::collections::HashMap;
 use std::io;
@@ -15,9 +16,11 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use tokio::io::{AsyncRead, AsyncReadExt};
 
-/// Bytes of a payload. Large enough for nearly every message, small enough that others wait for less than a millisecond.
+/// Bytes of a payload. Large enough for nearly every message, small enough that others wait for
+/// less than a millisecond.
 pub(super) const LARGEST_FRAME: usize = 256 * 1024;
-/// Bytes of a whole message: the sixteen variants of one exploration, each with 20 MB of pictures, and their text.
+/// Bytes of a whole message: the sixteen variants of one exploration, each with 20 MB of pictures,
+/// and their text.
 pub(super) const LARGEST_MESSAGE: usize = 400 << 20;
 const HEADER: usize = 13;
 
@@ -117,7 +120,8 @@ pub(super) fn content<T: DeserializeOwned>(payload: &[u8]) -> Result<T, FrameErr
     rmp_serde::from_slice(payload).map_err(FrameError::Content)
 }
 
-/// Reads the next frame, or nothing when the other side has closed the connection between two of them.
+/// Reads the next frame, or nothing when the other side has closed the connection between two of
+/// them.
 pub(super) async fn read(
     source: &mut (impl AsyncRead + Unpin),
 ) -> Result<Option<Frame>, FrameError> {

@@ -1,6 +1,7 @@
 //! The front's side of one connection: many calls at once, each waiting for its own answer.
 //!
-//! A call that is dropped is forgotten at the other side too, which for code means that it goes on. When the connection ends, every call that waits learns that its answer is lost.
+//! A call that is dropped is forgotten at the other side too, which for code means that it goes on.
+//! When the connection ends, every call that waits learns that its answer is lost.
 //!
 //! Calls are sent in the order in which they begin. A heartbeat tells a keeper that hangs from one
 //! that is busy: it answers beats in its reader, whatever its sessions do. While it misses beats,
@@ -13,7 +14,6 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, Weak};
 use std::time::Duration;
 
-use serde::de::DeserializeOwned;
 use tokio::io::{AsyncBufReadExt, AsyncRead, AsyncWrite, AsyncWriteExt, BufReader};
 use tokio::net::UnixStream;
 use tokio::net::unix::OwnedReadHalf;
@@ -22,11 +22,12 @@ use tokio_util::sync::CancellationToken;
 use tracing::{error, info, warn};
 
 use super::frame::{self, Assembly, Frame, FrameError, Kind};
-use super::message::{Answer, Asking, Call, FromFront, FromKeeper};
+use super::message::{Answer, Asking, FromFront, FromKeeper};
 use super::outgoing::{Outgoing, outgoing};
 use super::stream::{self, Arrival, Arriving, CHUNK, Leaving, Silence, WINDOW};
+use crate::ops::{News, Op};
 use crate::sandbox::Preparation;
-use crate::session::{News, RecordEnding};
+use crate::session::{Principal, RecordEnding};
 
 /// Bytes that are read at once.
 const READ_AT_ONCE: usize = 64 * 1024;
@@ -131,17 +132,6 @@ struct Pending {
     credit: Option<Arc<Semaphore>>,
 }
 
-/// What a call wants beside its answer.
-#[derive(Clone, Default)]
-pub(super) struct Wishes {
-    pub(super) news: Option<News>,
-    pub(super) cancel: Option<CancellationToken>,
-    /// How long the answer may take while the keeper is well.
-    pub(super) wait: Option<Duration>,
-    /// Success does not prove that the session exists which the call is about.
-    pub(super) proves_nothing: bool,
-}
-
 impl Link {
     /// Takes a connection over on which the greetings have been exchanged.
     pub(super) fn new(stream: UnixStream, listeners: Listeners) -> Arc<Link> {
@@ -241,20 +231,23 @@ impl Link {
     /// Sends a call. It is on its way when this returns.
     pub(super) fn ask(
         self: &Arc<Link>,
-        call: &Call,
-        news: Option<News>,
+        owner: &Principal,
+        op: &Op,
+        news: News,
     ) -> Result<Asked, NoAnswer> {
-        self.begin(call, news, None, None)
+        self.begin(owner, op, Some(news), None, None)
     }
 
-    /// Asks for something to be done with a file, and sends the file. The second result tells what was wrong with the source.
-    pub(super) async fn send_file<T: DeserializeOwned>(
+    /// Asks for something to be done with a file, and sends the file. The second result tells what
+    /// was wrong with the source.
+    pub(super) async fn send_file(
         self: &Arc<Link>,
-        call: &Call,
+        owner: &Principal,
+        op: &Op,
         source: &mut (dyn AsyncRead + Send + Unpin),
-    ) -> (Result<Answer<T>, NoAnswer>, Option<io::Error>) {
+    ) -> (Result<Answer, NoAnswer>, Option<io::Error>) {
         let credit = Arc::new(Semaphore::new(WINDOW));
-        let mut asked = match self.begin(call, None, None, Some(Arc::clone(&credit))) {
+        let mut asked = match self.begin(owner, op, None, None, Some(Arc::clone(&credit))) {
             Ok(asked) => asked,
             Err(error) => return (Err(error), None),
         };
@@ -274,17 +267,22 @@ impl Link {
                 Some(error)
             }
         };
-        (asked.answered(None, None).await, trouble)
+        (
+            asked.answered(CancellationToken::new(), None).await,
+            trouble,
+        )
     }
 
-    /// Asks for a file and writes it to `sink`. The second result tells what was wrong with the sink.
-    pub(super) async fn receive_file<T: DeserializeOwned>(
+    /// Asks for a file and writes it to `sink`. The second result tells what was wrong with the
+    /// sink.
+    pub(super) async fn receive_file(
         self: &Arc<Link>,
-        call: &Call,
+        owner: &Principal,
+        op: &Op,
         sink: &mut (dyn AsyncWrite + Send + Unpin),
-    ) -> (Result<Answer<T>, NoAnswer>, Option<io::Error>) {
+    ) -> (Result<Answer, NoAnswer>, Option<io::Error>) {
         let (sender, chunks) = stream::arrivals();
-        let asked = match self.begin(call, None, Some(sender), None) {
+        let asked = match self.begin(owner, op, None, Some(sender), None) {
             Ok(asked) => asked,
             Err(error) => return (Err(error), None),
         };
@@ -297,7 +295,7 @@ impl Link {
             sink.flush().await
         };
         match self.unless_silent(written).await {
-            Ok(Ok(())) => (asked.answered(None, None).await, None),
+            Ok(Ok(())) => (asked.answered(CancellationToken::new(), None).await, None),
             Ok(Err(error)) => (Err(NoAnswer::Lost), Some(error)),
             Err(silent) => (Err(silent), None),
         }
@@ -305,7 +303,8 @@ impl Link {
 
     fn begin(
         self: &Arc<Link>,
-        call: &Call,
+        owner: &Principal,
+        op: &Op,
         news: Option<News>,
         chunks: Option<mpsc::Sender<Arrival>>,
         credit: Option<Arc<Semaphore>>,
@@ -314,7 +313,7 @@ impl Link {
             return Err(NoAnswer::Silent { sent: false });
         }
         let number = self.next.fetch_add(1, Ordering::Relaxed);
-        let frames = frame::write(number, Kind::Message, &Asking::Request(call))
+        let frames = frame::write(number, Kind::Message, &Asking::Request { owner, op })
             .map_err(|_| NoAnswer::TooLarge)?;
         let (sender, answer) = oneshot::channel();
         {
@@ -465,7 +464,8 @@ async fn keep_time(link: Weak<Link>, closed: CancellationToken) {
         });
         if is_new {
             error!(
-                "the keeper does not answer; its sessions are lost if it is ended, and go on if it recovers"
+                "the keeper does not answer; its sessions are lost if it is ended, and go on if it \
+                 recovers"
             );
         }
         if must_send {
@@ -514,23 +514,17 @@ pub(super) struct Asked {
 impl Asked {
     /// Waits for the answer. A cancelled token is passed on, and the answer is awaited all the
     /// same. A keeper that is well answers within `wait`.
-    pub(super) async fn answered<T: DeserializeOwned>(
+    pub(super) async fn answered(
         mut self,
-        cancel: Option<CancellationToken>,
+        cancel: CancellationToken,
         wait: Option<Duration>,
-    ) -> Result<Answer<T>, NoAnswer> {
+    ) -> Result<Answer, NoAnswer> {
         let link = Arc::clone(&self.link);
         let mut silence = pin!(link.falls_silent(wait));
-        let cancelled = async {
-            match cancel {
-                Some(cancel) => cancel.cancelled().await,
-                None => std::future::pending().await,
-            }
-        };
         tokio::select! {
             biased;
             answer = &mut self.answer => return self.understand(answer),
-            () = cancelled => self.link.push(self.number, &FromFront::Cancel),
+            () = cancel.cancelled() => self.link.push(self.number, &FromFront::Cancel),
             () = &mut silence => return Err(NoAnswer::Silent { sent: true }),
         }
         tokio::select! {
@@ -540,10 +534,10 @@ impl Asked {
         }
     }
 
-    fn understand<T: DeserializeOwned>(
+    fn understand(
         &self,
         answer: Result<Vec<u8>, oneshot::error::RecvError>,
-    ) -> Result<Answer<T>, NoAnswer> {
+    ) -> Result<Answer, NoAnswer> {
         let payload = answer.map_err(|_| NoAnswer::Lost)?;
         frame::content(&payload).map_err(|error| {
             warn!(%error, "an answer of the keeper could not be understood");

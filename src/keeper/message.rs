@@ -1,26 +1,22 @@
 //! What a front and its keeper say to each other.
 //!
-//! `Hello`, `Welcome`, `Status` and `StopAnswer` are understood by every version, since an operator must be able to stop an older keeper: they may gain fields, and
-//! nothing else about them changes. Everything else belongs to one `PROTOCOL`.
+//! `Hello`, `Welcome`, `Status` and `StopAnswer` are understood by every version, since an operator
+//! must be able to stop an older keeper: they may gain fields, and nothing else about them changes.
+//! Everything else belongs to one `PROTOCOL`.
 
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
+use crate::ops::{Op, Reply};
 use crate::sandbox::Preparation;
-use crate::session::install::Leave;
-use crate::session::servers::{ServerRequest, ServerSetup};
-use crate::session::{
-    ApprovalSetup, Decision, ExecuteRequest, ExecutionEnded, ExecutionHandle, ExecutionId,
-    ExploreRequest, ForkRequest, InsidePath, LimitSetup, Principal, Refused, Resident, SessionId,
-    UploadPart, Which,
-};
+use crate::session::{ExecutionEnded, Principal, Refused, Resident};
 
 /// Counts changes that an older peer would not understand.
-pub const PROTOCOL: u32 = 6;
+pub const PROTOCOL: u32 = 8;
 
-/// What every call is answered with.
-pub(super) type Answer<T> = Result<T, Refused>;
+/// What every request is answered with.
+pub(super) type Answer = Result<Reply, Refused>;
 
 /// The first message of whoever connects to a keeper.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -82,11 +78,15 @@ pub enum StopAnswer {
     Busy { running: usize },
 }
 
-/// From a front to its keeper. Those behind `Request` are about the request with the frame's number.
+/// From a front to its keeper. Those behind `Request` are about the request with the frame's
+/// number.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) enum FromFront {
     Hello(Hello),
-    Request(Box<Call>),
+    Request {
+        owner: Principal,
+        op: Box<Op>,
+    },
     /// The file is complete.
     NoMore,
     /// The file could not be read to its end.
@@ -108,10 +108,10 @@ pub(super) enum FromFront {
     Recorded(u64),
 }
 
-/// `FromFront::Request` without owning the call, so that it can be sent again.
+/// `FromFront::Request` without owning the operation, so that it can be sent again.
 #[derive(Serialize)]
 pub(super) enum Asking<'a> {
-    Request(&'a Call),
+    Request { owner: &'a Principal, op: &'a Op },
 }
 
 /// From a keeper to a front. `News` and `Credit` are about the request with the frame's number.
@@ -129,175 +129,4 @@ pub(super) enum FromKeeper {
         number: u64,
         ended: Box<ExecutionEnded>,
     },
-}
-
-/// One method of `SessionAccess`, with what it is given.
-#[derive(Serialize, Deserialize)]
-pub(super) enum Call {
-    Execute {
-        owner: Principal,
-        id: SessionId,
-        request: ExecuteRequest,
-        wait: Option<Duration>,
-    },
-    Check {
-        owner: Principal,
-        which: Which,
-        wait: Duration,
-        max_chars: usize,
-    },
-    Decide {
-        owner: Principal,
-        handle: ExecutionHandle,
-        decisions: Vec<Decision>,
-    },
-    Stop {
-        owner: Principal,
-        which: Which,
-    },
-    Reset {
-        owner: Principal,
-        id: SessionId,
-    },
-    Undo {
-        owner: Principal,
-        id: SessionId,
-        cells: u32,
-    },
-    Checkpoints {
-        owner: Principal,
-        id: SessionId,
-    },
-    Fork {
-        owner: Principal,
-        id: SessionId,
-        request: ForkRequest,
-    },
-    Explore {
-        owner: Principal,
-        id: SessionId,
-        request: ExploreRequest,
-    },
-    Install {
-        owner: Principal,
-        id: SessionId,
-        requirements: Vec<String>,
-        leave: Leave,
-    },
-    RegisterServer {
-        owner: Principal,
-        request: ServerRequest,
-    },
-    SetUpServers {
-        setup: ServerSetup,
-    },
-    SetUpApprovals {
-        setup: ApprovalSetup,
-    },
-    SetUpLimits {
-        setup: LimitSetup,
-    },
-    UnregisterServer {
-        owner: Principal,
-        name: String,
-    },
-    Servers {
-        owner: Principal,
-    },
-    WriteFile {
-        owner: Principal,
-        id: SessionId,
-        path: InsidePath,
-        overwrite: bool,
-    },
-    ReadFile {
-        owner: Principal,
-        id: SessionId,
-        path: InsidePath,
-        limit: u64,
-    },
-    ReadFileRange {
-        owner: Principal,
-        id: SessionId,
-        path: InsidePath,
-        offset: u64,
-        length: Option<u64>,
-    },
-    ListFiles {
-        owner: Principal,
-        id: SessionId,
-    },
-    Upload {
-        owner: Principal,
-        id: SessionId,
-        path: InsidePath,
-        part: UploadPart,
-    },
-    Uploaded {
-        owner: Principal,
-        id: SessionId,
-        path: InsidePath,
-    },
-    Load,
-    List {
-        owner: Principal,
-    },
-    Close {
-        owner: Principal,
-        id: SessionId,
-    },
-    OutputSize {
-        owner: Principal,
-        id: SessionId,
-        execution: ExecutionId,
-    },
-    ReadOutput {
-        owner: Principal,
-        id: SessionId,
-        execution: ExecutionId,
-        offset: u64,
-        length: usize,
-    },
-}
-
-impl Call {
-    /// The word for it in logs and tests.
-    pub(super) fn name(&self) -> &'static str {
-        match self {
-            Call::Execute { .. } => "execute",
-            Call::Check { .. } => "check",
-            Call::Decide { .. } => "decide",
-            Call::Stop { .. } => "stop",
-            Call::Reset { .. } => "reset",
-            Call::Undo { .. } => "undo",
-            Call::Checkpoints { .. } => "checkpoints",
-            Call::Fork { .. } => "fork",
-            Call::Explore { .. } => "explore",
-            Call::Install { .. } => "install",
-            Call::RegisterServer { .. } => "register_server",
-            Call::SetUpServers { .. } => "set_up_servers",
-            Call::SetUpApprovals { .. } => "set_up_approvals",
-            Call::SetUpLimits { .. } => "set_up_limits",
-            Call::UnregisterServer { .. } => "unregister_server",
-            Call::Servers { .. } => "servers",
-            Call::WriteFile { .. } => "write_file",
-            Call::ReadFile { .. } => "read_file",
-            Call::ReadFileRange { .. } => "read_file_range",
-            Call::ListFiles { .. } => "list_files",
-            Call::Upload { .. } => "upload",
-            Call::Uploaded { .. } => "uploaded",
-            Call::Load => "load",
-            Call::List { .. } => "list",
-            Call::Close { .. } => "close",
-            Call::OutputSize { .. } => "output_size",
-            Call::ReadOutput { .. } => "read_output",
-        }
-    }
-}
-
-// Code and names of files are nobody's business in a log.
-impl std::fmt::Debug for Call {
-    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        formatter.write_str(self.name())
-    }
 }

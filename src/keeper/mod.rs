@@ -2,20 +2,22 @@
 //!
 //! ```text
 //!  front (HTTP, tokens, MCP)                         keeper (sessions, sandboxes, the way out)
-//!    Client: SessionAccess  ── Unix socket, frames ──  keep(): any SessionAccess
-//!      link     one connection                           desk     one front's connection
-//!      start    finds a keeper or starts one              calls    one line per method
+//!    Client: Host  ── Unix socket, frames ──  keep(): any Host
+//!      link     one connection                    desk     one front's connection
+//!      start    finds a keeper or starts one
 //!      seen     which sessions a dead keeper had
 //! ```
 //!
-//! When a front dies, its calls are dropped and not cancelled: cells go on and their outcomes wait; an upload in the middle is dropped whole. The next front finds
-//! everything. When the keeper dies, its guardian ends every sandbox; the client starts another keeper for the next call, and answers for the lost sessions by
-//! name. A keeper that has neither a front nor a session ends. Nothing is written to disk but the socket.
+//! When a front dies, its calls are dropped and not cancelled: cells go on and their outcomes wait;
+//! an upload in the middle is dropped whole. The next front finds everything. When the keeper dies,
+//! its guardian ends every sandbox; the client starts another keeper for the next call, and answers
+//! for the lost sessions by name. A keeper that has neither a front nor a session ends. Nothing is
+//! written to disk but the socket.
 //!
-//! Both sides are the same program of the same user: the kernel says who is at the other end, and anybody else is refused. `frame` has the form of what is sent,
-//! `message` its content, `outgoing` its way, `stream` files in chunks. A method more is a variant in `message::Call`, an arm in `calls` and a method of `Client`.
+//! Both sides are the same program of the same user: the kernel says who is at the other end, and
+//! anybody else is refused. `frame` has the form of what is sent, `message` its content, `outgoing`
+//! its way, `stream` files in chunks. Operations pass through as values, see `ops`.
 
-mod calls;
 mod client;
 mod desk;
 mod frame;
@@ -43,7 +45,8 @@ pub use post::{KeeperName, NameError, NotHandedOver, Post, keepers_in};
 pub use serve::{Ended, Terms, apologise, keep};
 pub use start::{AttachError, ask_status, ask_to_stop, attach, different_settings};
 
-use crate::session::{Ledger, Resident, SessionAccess, Sessions};
+use crate::ops::Host;
+use crate::session::{Ledger, Resident, Sessions};
 
 /// What a front must know to find its keeper, or to start one.
 #[derive(Clone)]
@@ -53,7 +56,8 @@ pub struct KeeperSettings {
     /// The program, and what makes a keeper of it.
     pub program: PathBuf,
     pub arguments: Vec<String>,
-    /// What the keeper reads from its standard input. It may hold secrets, so it is in no argument, file or log.
+    /// What the keeper reads from its standard input. It may hold secrets, so it is in no argument,
+    /// file or log.
     pub hand_over: Vec<u8>,
     /// The settings that matter to a keeper, a line for each: its name, `=`, and a digest.
     pub digest: String,
@@ -74,7 +78,7 @@ impl fmt::Debug for KeeperSettings {
 
 /// What a keeper keeps.
 #[async_trait]
-pub trait Kept: SessionAccess {
+pub trait Kept: Host {
     /// Names everybody's sessions.
     fn residents(&self) -> Vec<Resident>;
 

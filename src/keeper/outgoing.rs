@@ -1,13 +1,15 @@
 //! Frames on their way to the other side of a connection.
 //!
-//! A frame is written at once by whoever sends it, when nothing waits before it and the kernel has room. Otherwise it is queued for a task that writes what waits, in
-//! the order in which it was sent. So the usual call costs no switch to another task, and nobody blocks:
+//! A frame is written at once by whoever sends it, when nothing waits before it and the kernel has
+//! room. Otherwise it is queued for a task that writes what waits, in the order in which it was
+//! sent. So the usual call costs no switch to another task, and nobody blocks:
 //!
 //! 1. `waiting` knows which frames are queued or being written by the task, and changes only under
 //!    its lock.
 //! 2. Only where there are none a frame is written directly, under the same lock. So there is one
 //!    writer at a time, and no frame overtakes another.
-//! 3. What the kernel did not take of a frame is queued under that lock, before any other frame can be.
+//! 3. What the kernel did not take of a frame is queued under that lock, before any other frame can
+//!    be.
 
 use std::collections::VecDeque;
 use std::io;

@@ -1,8 +1,10 @@
 //! Where a keeper is found: a socket in a folder that only its user can enter.
 //!
-//! A front that finds nobody there binds the socket itself and hands it to the keeper that it starts, so that it can connect at once and nothing has to be waited for.
-//! Fronts that start at the same moment take turns; the turn is a lock on the folder. A keeper that leaves removes its socket before it closes it: whoever
-//! finds no socket, or one that nobody listens to, may put another in its place.
+//! A front that finds nobody there binds the socket itself and hands it to the keeper that it
+//! starts, so that it can connect at once and nothing has to be waited for. Fronts that start at
+//! the same moment take turns; the turn is a lock on the folder. A keeper that leaves removes its
+//! socket before it closes it: whoever finds no socket, or one that nobody listens to, may put
+//! another in its place.
 
 use std::fmt;
 use std::fs::{self, DirBuilder, File, Permissions};
@@ -147,7 +149,8 @@ pub struct Post {
 pub struct NotHandedOver;
 
 impl Post {
-    /// Takes over the socket that the front has put in the place of standard output, and leaves nothing there.
+    /// Takes over the socket that the front has put in the place of standard output, and leaves
+    /// nothing there.
     pub fn handed_over() -> Result<net::UnixListener, NotHandedOver> {
         let listener = rustix::io::fcntl_dupfd_cloexec(rustix::stdio::stdout(), 3)
             .map_err(|_| NotHandedOver)?;
@@ -185,8 +188,8 @@ impl Post {
         self.listener.accept().await.map(|(stream, _)| stream)
     }
 
-    /// A connection that was made and not accepted yet. Asks the kernel, because the runtime hears of
-    /// connections only after a while.
+    /// A connection that was made and not accepted yet. Asks the kernel, because the runtime hears
+    /// of connections only after a while.
     pub(super) fn waiting(&self) -> Option<UnixStream> {
         use rustix::net::SocketFlags;
         let stream =

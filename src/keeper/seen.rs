@@ -1,4 +1,5 @@
-//! Which sessions a front has seen, so that those of a keeper that died are answered for by name and never replaced in silence.
+//! Which sessions a front has seen, so that those of a keeper that died are answered for by name
+//! and never replaced in silence.
 //!
 //! Each owner's are kept apart: whatever one caller does, what is known of another's sessions
 //! stays. Sessions that live are kept without a bound of this room, because the keeper bounds them;

@@ -1,6 +1,7 @@
 //! The keeper itself: lets fronts in, answers operators, and knows when to end.
 //!
-//! It ends when it has neither a front nor a session, when an operator says so, and when a signal does. Its socket goes first, so that no front comes to a closed door.
+//! It ends when it has neither a front nor a session, when an operator says so, and when a signal
+//! does. Its socket goes first, so that no front comes to a closed door.
 
 use std::future::Future;
 use std::pin::pin;
@@ -51,7 +52,8 @@ pub enum Ended {
     Signal(&'static str),
 }
 
-/// Keeps sessions until nobody needs them, an operator stops it, or `signal` comes. Everything has ended when it returns.
+/// Keeps sessions until nobody needs them, an operator stops it, or `signal` comes. Everything has
+/// ended when it returns.
 pub async fn keep(
     post: Post,
     kept: Arc<dyn Kept>,
@@ -234,7 +236,8 @@ impl Keeper {
         if running > 0 && !now {
             return say(stream, &FromKeeper::Stop(StopAnswer::Busy { running })).await;
         }
-        // The socket is gone, and everything ended, when the operator sees the end of this connection.
+        // The socket is gone, and everything ended, when the operator sees the end of this
+        // connection.
         let told = tell(&stream, &FromKeeper::Stop(StopAnswer::Stopping)).await;
         self.stop.cancel();
         self.closing.cancelled().await;

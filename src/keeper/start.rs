@@ -17,7 +17,8 @@ use super::message::{
 use super::post::{self, KeeperName, Place};
 use super::{Client, KeeperSettings};
 
-/// How long the other side may take to say who it is. A keeper answers at once; a stopped or broken one never.
+/// How long the other side may take to say who it is. A keeper answers at once; a stopped or broken
+/// one never.
 pub(super) const HELLO_LIMIT: Duration = Duration::from_secs(10);
 /// How often a keeper may close the door just when a front comes.
 const MOST_ATTEMPTS: usize = 3;
@@ -34,13 +35,15 @@ pub enum AttachError {
     #[error("the keeper cannot keep sessions: {0}")]
     Unfit(String),
     #[error(
-        "the keeper `{name}` (process {process}) does not answer. End it, or stop it with `cellblock keeper stop {name} --now`"
+        "the keeper `{name}` (process {process}) does not answer. End it, or stop it with \
+         `cellblock keeper stop {name} --now`"
     )]
     Silent { name: KeeperName, process: i32 },
     #[error("the socket of the keeper `{name}` belongs to another user's process")]
     Stranger { name: KeeperName },
     #[error(
-        "the keeper `{name}` is of version {theirs} (protocol {protocol}), which this program cannot speak with. Stop it, and its \
+        "the keeper `{name}` is of version {theirs} (protocol {protocol}), which this program \
+         cannot speak with. Stop it, and its \
          sessions, with `cellblock keeper stop {name}`; then start this server again"
     )]
     Protocol {
@@ -168,7 +171,8 @@ async fn find(
         warn!(
             keeper = settings.name.as_str(),
             settings = different.join("; "),
-            "sessions are kept with earlier values of these settings; `cellblock keeper stop {}` ends them, and the present values hold from then on",
+            "sessions are kept with earlier values of these settings; `cellblock keeper stop {}` \
+             ends them, and the present values hold from then on",
             settings.name
         );
     }
@@ -250,7 +254,8 @@ async fn greet(
     }
 }
 
-/// Starts a keeper: its standard output is the socket, its standard input what it must know, its log goes where ours goes.
+/// Starts a keeper: its standard output is the socket, its standard input what it must know, its
+/// log goes where ours goes.
 async fn start(
     settings: &KeeperSettings,
     listener: std::os::unix::net::UnixListener,

@@ -1,7 +1,8 @@
 //! Files in chunks, with as many under way as the receiver has room for.
 //!
-//! The sender begins with `WINDOW` credits; each chunk costs one, and the receiver gives one back when it has used a chunk up. So a slow receiver slows its sender,
-//! holds at most `WINDOW` chunks, and nobody else waits.
+//! The sender begins with `WINDOW` credits; each chunk costs one, and the receiver gives one back
+//! when it has used a chunk up. So a slow receiver slows its sender, holds at most `WINDOW` chunks,
+//! and nobody else waits.
 
 use std::io;
 use std::pin::Pin;
@@ -30,7 +31,8 @@ pub(super) enum Arrival {
     Failed,
 }
 
-/// Makes the two ends of what arrives: the connection's reader holds the first, whoever uses the file the second.
+/// Makes the two ends of what arrives: the connection's reader holds the first, whoever uses the
+/// file the second.
 pub(super) fn arrivals() -> (mpsc::Sender<Arrival>, mpsc::Receiver<Arrival>) {
     // One more for the end.
     mpsc::channel(WINDOW + 1)
@@ -89,7 +91,8 @@ impl AsyncRead for Arriving {
         let this = self.get_mut();
         while this.at == this.current.len() {
             if this.owes {
-                // Without a connection nobody needs the credit, and the chunks that are here still count.
+                // Without a connection nobody needs the credit, and the chunks that are here still
+                // count.
                 if let Some(place) = ready!(this.room.poll_acquire(context)) {
                     let _ = this.outgoing.put(this.credit.clone(), Some(place));
                 }

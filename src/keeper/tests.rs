@@ -9,7 +9,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 use serde::Serialize;
 use serde_json::{Value, json};
-use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWriteExt};
 use tokio::net::UnixStream;
 use tokio::sync::{Semaphore, oneshot, watch};
 use tokio::task::JoinHandle;
@@ -17,8 +17,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::frame::{self, Assembly, Frame, FrameError, Kind, LARGEST_FRAME};
 use super::message::{
-    Answer, Asking, Call, FromFront, FromKeeper, Hello, PROTOCOL, Purpose, Status, StopAnswer,
-    Welcome,
+    Answer, Asking, FromFront, FromKeeper, Hello, PROTOCOL, Purpose, Status, StopAnswer, Welcome,
 };
 use super::post::Place;
 use super::serve::Ended;
@@ -26,6 +25,7 @@ use super::start::{AttachError, ask_status, ask_to_stop};
 use super::stream::{CHUNK, WINDOW};
 use super::{Client, KeeperSettings, Kept, Post, Terms, attach, keep};
 use crate::approval::{Answer as PersonAnswer, Defaults, Effect, Policy, Rule};
+use crate::ops::{self, Host, HostExt, Io, Op, Reply, Ticket, golden};
 use crate::sandbox::{Preparation, Rules};
 use crate::session::install::{InstallReport, Leave};
 use crate::session::servers::{
@@ -33,11 +33,10 @@ use crate::session::servers::{
 };
 use crate::session::{
     ApprovalSetup, AskId, Checked, CheckpointInfo, Decided, DecidedBy, Decision, ExecuteRequest,
-    Executed, ExecutionEnded, ExecutionHandle, ExecutionId, ExploreReport, ExploreRequest,
-    FileList, FileNote, FileRange, ForkNames, ForkReport, ForkRequest, InsidePath, Ledger,
-    LimitSetup, Load, News, Outcome, Output, Principal, Quotas, RecordEnding, RecorderId, Refused,
-    ResetReport, Resident, Ruling, SessionAccess, SessionId, SessionInfo, Slice,
-    Status as CellStatus, UndoReport, UploadPart, Uploaded, Variant, Which,
+    Executed, ExecutionEnded, ExecutionHandle, ExecutionId, FileList, FileNote, FileRange,
+    ForkNames, InsidePath, Ledger, LimitSetup, Load, News, Outcome, Output, Principal, Quotas,
+    RecorderId, Refused, ResetReport, Resident, Ruling, SessionId, SessionState, Slice,
+    Status as CellStatus, StatusKind, UploadPart, Uploaded, Which,
 };
 
 // Codec.
@@ -87,143 +86,6 @@ fn handle() -> ExecutionHandle {
     "0123456789abcdef0123456789abcdef".parse().unwrap()
 }
 
-fn every_call() -> Vec<Call> {
-    let (owner, id) = (owner(), id("a"));
-    let which = || Which::Of(id.clone());
-    let variants = vec![Variant {
-        name: "v".to_owned(),
-        code: "1".to_owned(),
-    }];
-    let (timeout, keep) = (Duration::from_secs(1), crate::session::Keep::Nothing);
-    let exploration = ExploreRequest {
-        variants,
-        timeout,
-        max_output_chars: 10,
-        keep,
-        replace: false,
-        recorder: Default::default(),
-    };
-    vec![
-        Call::Execute {
-            owner: owner.clone(),
-            id: id.clone(),
-            request: request("1"),
-            wait: None,
-        },
-        Call::Check {
-            owner: owner.clone(),
-            which: which(),
-            wait: Duration::from_millis(5),
-            max_chars: 7,
-        },
-        Call::Decide {
-            owner: owner.clone(),
-            handle: handle(),
-            decisions: vec![DECISION],
-        },
-        Call::Stop {
-            owner: owner.clone(),
-            which: which(),
-        },
-        Call::Reset {
-            owner: owner.clone(),
-            id: id.clone(),
-        },
-        Call::Undo {
-            owner: owner.clone(),
-            id: id.clone(),
-            cells: 2,
-        },
-        Call::Checkpoints {
-            owner: owner.clone(),
-            id: id.clone(),
-        },
-        Call::Fork {
-            owner: owner.clone(),
-            id: id.clone(),
-            request: ForkNames::Count(2).into(),
-        },
-        Call::Explore {
-            owner: owner.clone(),
-            id: id.clone(),
-            request: exploration,
-        },
-        Call::Install {
-            owner: owner.clone(),
-            id: id.clone(),
-            requirements: vec!["x".to_owned()],
-            leave: LEAVE,
-        },
-        Call::RegisterServer {
-            owner: owner.clone(),
-            request: server_request("n", json!({"command": "x"})),
-        },
-        Call::SetUpServers {
-            setup: ServerSetup::default(),
-        },
-        Call::UnregisterServer {
-            owner: owner.clone(),
-            name: "n".to_owned(),
-        },
-        Call::Servers {
-            owner: owner.clone(),
-        },
-        Call::WriteFile {
-            owner: owner.clone(),
-            id: id.clone(),
-            path: path("f"),
-            overwrite: true,
-        },
-        Call::ReadFile {
-            owner: owner.clone(),
-            id: id.clone(),
-            path: path("f"),
-            limit: 1 << 40,
-        },
-        Call::ReadFileRange {
-            owner: owner.clone(),
-            id: id.clone(),
-            path: path("f"),
-            offset: 3,
-            length: Some(4),
-        },
-        Call::ListFiles {
-            owner: owner.clone(),
-            id: id.clone(),
-        },
-        Call::Upload {
-            owner: owner.clone(),
-            id: id.clone(),
-            path: path("f"),
-            part: PART,
-        },
-        Call::Uploaded {
-            owner: owner.clone(),
-            id: id.clone(),
-            path: path("f"),
-        },
-        Call::List {
-            owner: owner.clone(),
-        },
-        Call::Close {
-            owner: owner.clone(),
-            id: id.clone(),
-        },
-        Call::OutputSize {
-            owner: owner.clone(),
-            id: id.clone(),
-            execution: ExecutionId(3),
-        },
-        Call::ReadOutput {
-            owner,
-            id,
-            execution: ExecutionId(3),
-            offset: 1,
-            length: 2,
-        },
-    ]
-}
-
 fn hello(protocol: u32, purpose: Purpose) -> Hello {
     Hello {
         protocol,
@@ -268,15 +130,21 @@ async fn survives<T: Serialize + serde::de::DeserializeOwned>(value: &T) {
 
 #[tokio::test]
 async fn every_message_arrives_as_it_was_sent() {
-    for call in every_call() {
-        let asked = frame::write(1, Kind::Message, &Asking::Request(&call)).unwrap();
-        survives(&FromFront::Request(Box::new(call))).await;
-        let FromFront::Request(back) =
+    for (op, _) in golden::examples() {
+        let owner = owner();
+        let asking = Asking::Request {
+            owner: &owner,
+            op: &op,
+        };
+        let asked = frame::write(1, Kind::Message, &asking).unwrap();
+        let FromFront::Request { op: back, .. } =
             frame::content(&read_all(&asked.concat()).await.unwrap()[0].payload).unwrap()
         else {
-            panic!("a borrowed call is written like an owned one");
+            panic!("a borrowed operation is written like an owned one");
         };
-        assert!(!back.name().is_empty());
+        assert_eq!(back.name(), op.name());
+        let op = Box::new(op);
+        survives(&FromFront::Request { owner, op }).await;
     }
     for message in [
         FromFront::Hello(hello(PROTOCOL, Purpose::Stop { now: true })),
@@ -372,7 +240,8 @@ async fn a_newer_peer_may_say_more_and_an_older_one_less() {
         (read.protocol, read.residents.len(), read.unfit),
         (9, 0, None)
     );
-    assert!(frame::content::<Welcome>(&rmp_serde::to_vec_named("nonsense").unwrap()).is_err()); // control
+    // control
+    assert!(frame::content::<Welcome>(&rmp_serde::to_vec_named("nonsense").unwrap()).is_err());
 }
 
 #[tokio::test]
@@ -535,33 +404,196 @@ fn server_report(name: &str) -> ServerReport {
     }
 }
 
-#[async_trait]
-impl SessionAccess for Puppet {
-    fn preparation(&self) -> watch::Receiver<Preparation> {
-        watch::Sender::new(Preparation::Ready).subscribe()
+impl Host for Arc<Puppet> {
+    fn submit<'a>(&self, _: &Principal, op: Op, io: Io<'a>) -> Result<Ticket<'a>, Refused> {
+        let puppet = Arc::clone(self);
+        Ticket::admit(async move { puppet.answer(op, io).await })
+    }
+}
+
+impl Puppet {
+    async fn answer(&self, op: Op, io: Io<'_>) -> Result<Reply, Refused> {
+        let transfer = |error: io::Error| Refused::Transfer {
+            why: error.kind().to_string(),
+        };
+        Ok(match op {
+            Op::Execute(op) => Reply::Execute(self.execute(op.request, io).await?),
+            Op::Check(_) => Reply::Check(Checked::Nothing),
+            Op::Decide(op) => {
+                let ruling = |decision: Decision| Ruling {
+                    kind: "tool".to_owned(),
+                    digest: decision.id.0.to_string(),
+                    line: "line".to_owned(),
+                    by: DecidedBy::Person(decision.answer),
+                };
+                Reply::Decide(Decided {
+                    session: id("a"),
+                    rulings: op.decisions.into_iter().map(ruling).collect(),
+                })
+            }
+            Op::Interrupt(_) => Reply::Interrupt(()),
+            Op::Reset(_) => Reply::Reset(ResetReport {
+                interrupted_running_cell: true,
+                files_kept: true,
+                had_no_session: false,
+            }),
+            Op::Undo(op) => return Err(Refused::UndoOff { id: op.session }),
+            Op::SetLimits(op) if op.setup.max_running == 3 => Reply::SetLimits(()),
+            Op::SetLimits(_) => return Err(Refused::ShuttingDown),
+            Op::ListCheckpoints(_) => Reply::ListCheckpoints(vec![CheckpointInfo {
+                cells_back: 1,
+                before: "x = 1".to_owned(),
+                age: Duration::from_secs(2),
+            }]),
+            Op::Fork(op) => {
+                return Err(Refused::CannotCopy {
+                    id: op.session,
+                    why: "it is a puppet".to_owned(),
+                });
+            }
+            Op::Explore(_) => {
+                return Err(Refused::Explore {
+                    why: "it is a puppet".to_owned(),
+                });
+            }
+            Op::Install(op) => {
+                assert_eq!(op.leave, LEAVE);
+                Reply::Install(InstallReport {
+                    text: op.requirements.join(" "),
+                    loaded: Vec::new(),
+                    preloaded: Vec::new(),
+                    ruling: None,
+                })
+            }
+            Op::RegisterServer(ops::RegisterServer { server }) => {
+                if server.params.get("command").is_none() || server.trust == Trust::Remote {
+                    return Err(Refused::Server {
+                        why: "it has no command".to_owned(),
+                    });
+                }
+                Reply::RegisterServer(server_report(&server.name))
+            }
+            Op::SetServers(op) if op.setup.servers.is_empty() => return Err(Refused::NoServers),
+            Op::SetServers(_) => Reply::SetServers(()),
+            Op::SetApprovals(op) if op.setup == approval_setup() => Reply::SetApprovals(()),
+            Op::SetApprovals(_) => {
+                return Err(Refused::Approvals {
+                    why: "others".to_owned(),
+                });
+            }
+            Op::UnregisterServer(op) if op.name == "notes" => Reply::UnregisterServer(()),
+            Op::UnregisterServer(op) => {
+                return Err(Refused::Server {
+                    why: format!("there is no server {:?}", op.name),
+                });
+            }
+            Op::ListServers(_) => Reply::ListServers(vec![server_report("notes")]),
+            Op::WriteFile(op) => {
+                let mut watched = Watched(self, false);
+                self.begun.send_modify(|count| *count += 1);
+                if op.path.as_str() == "refused" {
+                    watched.1 = true;
+                    return Err(Refused::ClosedWhileWaiting);
+                }
+                let mut bytes = Vec::new();
+                let read = io.body.into_source().read_to_end(&mut bytes).await;
+                watched.1 = true;
+                read.map_err(transfer)?;
+                let size = bytes.len() as u64;
+                self.files
+                    .lock()
+                    .unwrap()
+                    .insert(op.path.to_string(), bytes);
+                Reply::WriteFile(size)
+            }
+            Op::ReadFile(op) => {
+                let mut watched = Watched(self, false);
+                let bytes = self
+                    .file(op.path.as_str())
+                    .ok_or(Refused::Unknown { id: op.session });
+                let bytes = bytes.inspect_err(|_| watched.1 = true)?;
+                let mut sink = io.body.into_sink();
+                for piece in bytes.chunks(CHUNK) {
+                    sink.write_all(piece).await.map_err(transfer)?;
+                    self.given.send_modify(|given| *given += piece.len());
+                }
+                watched.1 = true;
+                Reply::ReadFile(bytes.len() as u64)
+            }
+            Op::ReadFileRange(op) => {
+                let bytes = self
+                    .file(op.path.as_str())
+                    .ok_or(Refused::Unknown { id: op.session })?;
+                let part = &bytes[op.offset as usize..][..op.length.unwrap() as usize];
+                let mut sink = io.body.into_sink();
+                sink.write_all(part).await.map_err(transfer)?;
+                Reply::ReadFileRange(FileRange {
+                    total: bytes.len() as u64,
+                    sent: part.len() as u64,
+                    version: "1".to_owned(),
+                })
+            }
+            Op::ListFiles(_) => {
+                let files = self.files.lock().unwrap();
+                let note = |(path, bytes): (&String, &Vec<u8>)| FileNote {
+                    path: path.clone(),
+                    size: bytes.len() as u64,
+                };
+                Reply::ListFiles(FileList {
+                    files: files.iter().map(note).collect(),
+                    omitted: 0,
+                })
+            }
+            Op::Upload(op) => {
+                let mut bytes = Vec::new();
+                let read = io.body.into_source().read_to_end(&mut bytes).await;
+                let mut files = self.files.lock().unwrap();
+                let file = files.entry(op.path.to_string()).or_default();
+                file.append(&mut bytes);
+                read.map_err(transfer)?;
+                Reply::Upload(Uploaded {
+                    size: file.len() as u64,
+                    finished: op.part.last,
+                })
+            }
+            Op::UploadSize(op) => {
+                Reply::UploadSize(self.file(op.path.as_str()).map(|bytes| bytes.len() as u64))
+            }
+            Op::GetLoad(_) => Reply::GetLoad(Load {
+                sessions: *self.population.borrow(),
+                running: 0,
+                waiting: 0,
+            }),
+            Op::ListSessions(_) => Reply::ListSessions(Vec::new()),
+            Op::CloseSession(op) => return Err(Refused::Unknown { id: op.session }),
+            Op::OutputSize(op) => {
+                Reply::OutputSize((op.output == ExecutionId(1).into()).then_some(5))
+            }
+            Op::ReadOutput(op) => Reply::ReadOutput(match op.output.execution {
+                ExecutionId(1) => Some(Slice {
+                    bytes: b"hello"[op.offset as usize..][..op.length].to_vec(),
+                    total: 5,
+                    kept_in_part: false,
+                }),
+                ExecutionId(2) => return Err(transfer(io::ErrorKind::NotFound.into())),
+                _ => None,
+            }),
+        })
     }
 
-    async fn execute(
-        &self,
-        _: &Principal,
-        _: &SessionId,
-        request: ExecuteRequest,
-        _: Option<Duration>,
-        cancel: CancellationToken,
-        news: News,
-    ) -> Result<Executed, Refused> {
+    async fn execute(&self, request: ExecuteRequest, io: Io<'_>) -> Result<Executed, Refused> {
         let mut watched = Watched(self, false);
         self.order.lock().unwrap().push(request.code.clone());
         self.begun.send_modify(|count| *count += 1);
         let answer = match request.code.as_str() {
             "wait" => {
-                news.send_replace("waiting".to_owned());
+                io.progress.send_replace("waiting".to_owned());
                 tokio::select! {
                     permit = self.gate.acquire() => {
                         permit.unwrap().forget();
                         Ok(finished("waited"))
                     }
-                    () = cancel.cancelled() => {
+                    () = io.cancel.cancelled() => {
                         self.cancelled.fetch_add(1, Ordering::Relaxed);
                         Ok(finished("cancelled"))
                     }
@@ -587,325 +619,10 @@ impl SessionAccess for Puppet {
         watched.1 = true;
         answer
     }
-
-    async fn check(
-        &self,
-        _: &Principal,
-        _: &Which,
-        _: Duration,
-        _: usize,
-        _: News,
-    ) -> Result<Checked, Refused> {
-        Ok(Checked::Nothing)
-    }
-
-    async fn decide(
-        &self,
-        _: &Principal,
-        _: &ExecutionHandle,
-        decisions: Vec<Decision>,
-        _: &'static str,
-    ) -> Result<Decided, Refused> {
-        let ruling = |decision: Decision| Ruling {
-            kind: "tool".to_owned(),
-            digest: decision.id.0.to_string(),
-            line: "line".to_owned(),
-            by: DecidedBy::Person(decision.answer),
-        };
-        Ok(Decided {
-            session: id("a"),
-            rulings: decisions.into_iter().map(ruling).collect(),
-        })
-    }
-
-    async fn stop(&self, _: &Principal, _: &Which) -> Result<(), Refused> {
-        Ok(())
-    }
-
-    async fn reset(&self, _: &Principal, _: &SessionId) -> Result<ResetReport, Refused> {
-        Ok(ResetReport {
-            interrupted_running_cell: true,
-            files_kept: true,
-            had_no_session: false,
-        })
-    }
-
-    async fn undo(&self, _: &Principal, id: &SessionId, _: u32) -> Result<UndoReport, Refused> {
-        Err(Refused::UndoOff { id: id.clone() })
-    }
-
-    async fn set_up_limits(&self, setup: LimitSetup) -> Result<(), Refused> {
-        if setup.max_running == 3 {
-            Ok(())
-        } else {
-            Err(Refused::ShuttingDown)
-        }
-    }
-
-    fn record_endings(&self, _: bool, _: RecordEnding) {
-        unreachable!("a keeper's sessions report to its ledger")
-    }
-
-    async fn checkpoints(
-        &self,
-        _: &Principal,
-        _: &SessionId,
-    ) -> Result<Vec<CheckpointInfo>, Refused> {
-        Ok(vec![CheckpointInfo {
-            cells_back: 1,
-            before: "x = 1".to_owned(),
-            age: Duration::from_secs(2),
-        }])
-    }
-
-    async fn fork(
-        &self,
-        _: &Principal,
-        id: &SessionId,
-        _: ForkRequest,
-    ) -> Result<ForkReport, Refused> {
-        Err(Refused::CannotCopy {
-            id: id.clone(),
-            why: "it is a puppet".to_owned(),
-        })
-    }
-
-    async fn explore(
-        &self,
-        _: &Principal,
-        _: &SessionId,
-        _: ExploreRequest,
-        _: CancellationToken,
-        _: News,
-    ) -> Result<ExploreReport, Refused> {
-        Err(Refused::Explore {
-            why: "it is a puppet".to_owned(),
-        })
-    }
-
-    async fn install(
-        &self,
-        _: &Principal,
-        _: &SessionId,
-        requirements: Vec<String>,
-        leave: Leave,
-        _: CancellationToken,
-        _: News,
-    ) -> Result<InstallReport, Refused> {
-        assert_eq!(leave, LEAVE);
-        Ok(InstallReport {
-            text: requirements.join(" "),
-            loaded: Vec::new(),
-            preloaded: Vec::new(),
-            ruling: None,
-        })
-    }
-
-    async fn register_server(
-        &self,
-        _: &Principal,
-        request: ServerRequest,
-    ) -> Result<ServerReport, Refused> {
-        if request.params.get("command").is_none() || request.trust == Trust::Remote {
-            return Err(Refused::Server {
-                why: "it has no command".to_owned(),
-            });
-        }
-        Ok(server_report(&request.name))
-    }
-
-    async fn set_up_servers(&self, setup: ServerSetup) -> Result<(), Refused> {
-        match setup.servers.is_empty() {
-            true => Err(Refused::NoServers),
-            false => Ok(()),
-        }
-    }
-
-    async fn set_up_approvals(&self, setup: ApprovalSetup) -> Result<(), Refused> {
-        if setup == approval_setup() {
-            Ok(())
-        } else {
-            Err(Refused::Approvals {
-                why: "others".to_owned(),
-            })
-        }
-    }
-
-    async fn unregister_server(&self, _: &Principal, name: &str) -> Result<(), Refused> {
-        if name == "notes" {
-            Ok(())
-        } else {
-            Err(Refused::Server {
-                why: format!("there is no server {name:?}"),
-            })
-        }
-    }
-
-    async fn servers(&self, _: &Principal) -> Result<Vec<ServerReport>, Refused> {
-        Ok(vec![server_report("notes")])
-    }
-
-    async fn write_file(
-        &self,
-        _: &Principal,
-        _: &SessionId,
-        path: &InsidePath,
-        source: &mut (dyn AsyncRead + Send + Unpin),
-        _: bool,
-    ) -> Result<u64, Refused> {
-        let mut watched = Watched(self, false);
-        self.begun.send_modify(|count| *count += 1);
-        if path.as_str() == "refused" {
-            watched.1 = true;
-            return Err(Refused::ClosedWhileWaiting);
-        }
-        let mut bytes = Vec::new();
-        let read = source.read_to_end(&mut bytes).await;
-        watched.1 = true;
-        read.map_err(|error| Refused::Transfer {
-            why: error.kind().to_string(),
-        })?;
-        let size = bytes.len() as u64;
-        self.files.lock().unwrap().insert(path.to_string(), bytes);
-        Ok(size)
-    }
-
-    async fn read_file(
-        &self,
-        _: &Principal,
-        id: &SessionId,
-        path: &InsidePath,
-        _: u64,
-        sink: &mut (dyn AsyncWrite + Send + Unpin),
-    ) -> Result<u64, Refused> {
-        let mut watched = Watched(self, false);
-        let bytes = self
-            .file(path.as_str())
-            .ok_or_else(|| Refused::Unknown { id: id.clone() });
-        let bytes = bytes.inspect_err(|_| watched.1 = true)?;
-        for piece in bytes.chunks(CHUNK) {
-            sink.write_all(piece)
-                .await
-                .map_err(|error| Refused::Transfer {
-                    why: error.kind().to_string(),
-                })?;
-            self.given.send_modify(|given| *given += piece.len());
-        }
-        watched.1 = true;
-        Ok(bytes.len() as u64)
-    }
-
-    async fn read_file_range(
-        &self,
-        _: &Principal,
-        id: &SessionId,
-        path: &InsidePath,
-        offset: u64,
-        length: Option<u64>,
-        sink: &mut (dyn AsyncWrite + Send + Unpin),
-    ) -> Result<FileRange, Refused> {
-        let bytes = self
-            .file(path.as_str())
-            .ok_or_else(|| Refused::Unknown { id: id.clone() })?;
-        let part = &bytes[offset as usize..][..length.unwrap() as usize];
-        sink.write_all(part)
-            .await
-            .map_err(|error| Refused::Transfer {
-                why: error.kind().to_string(),
-            })?;
-        Ok(FileRange {
-            total: bytes.len() as u64,
-            sent: part.len() as u64,
-            version: "1".to_owned(),
-        })
-    }
-
-    async fn list_files(&self, _: &Principal, _: &SessionId) -> Result<FileList, Refused> {
-        let files = self.files.lock().unwrap();
-        let note = |(path, bytes): (&String, &Vec<u8>)| FileNote {
-            path: path.clone(),
-            size: bytes.len() as u64,
-        };
-        Ok(FileList {
-            files: files.iter().map(note).collect(),
-            omitted: 0,
-        })
-    }
-
-    async fn upload(
-        &self,
-        _: &Principal,
-        _: &SessionId,
-        path: &InsidePath,
-        part: UploadPart,
-        source: &mut (dyn AsyncRead + Send + Unpin),
-    ) -> Result<Uploaded, Refused> {
-        let mut bytes = Vec::new();
-        let read = source.read_to_end(&mut bytes).await;
-        let mut files = self.files.lock().unwrap();
-        let file = files.entry(path.to_string()).or_default();
-        file.append(&mut bytes);
-        read.map_err(|error| Refused::Transfer {
-            why: error.kind().to_string(),
-        })?;
-        Ok(Uploaded {
-            size: file.len() as u64,
-            finished: part.last,
-        })
-    }
-
-    async fn uploaded(&self, _: &Principal, _: &SessionId, path: &InsidePath) -> Option<u64> {
-        self.file(path.as_str()).map(|bytes| bytes.len() as u64)
-    }
-
-    async fn load(&self) -> Load {
-        Load {
-            sessions: *self.population.borrow(),
-            running: 0,
-            waiting: 0,
-        }
-    }
-
-    async fn list(&self, _: &Principal) -> Result<Vec<SessionInfo>, Refused> {
-        Ok(Vec::new())
-    }
-
-    async fn close(&self, _: &Principal, id: &SessionId) -> Result<(), Refused> {
-        Err(Refused::Unknown { id: id.clone() })
-    }
-
-    async fn output_size(
-        &self,
-        _: &Principal,
-        _: &SessionId,
-        execution: ExecutionId,
-    ) -> Option<u64> {
-        (execution == ExecutionId(1)).then_some(5)
-    }
-
-    async fn read_output(
-        &self,
-        _: &Principal,
-        _: &SessionId,
-        execution: ExecutionId,
-        offset: u64,
-        length: usize,
-    ) -> Option<io::Result<Slice>> {
-        let slice = || Slice {
-            bytes: b"hello"[offset as usize..][..length].to_vec(),
-            total: 5,
-            kept_in_part: false,
-        };
-        match execution {
-            ExecutionId(1) => Some(Ok(slice())),
-            ExecutionId(2) => Some(Err(io::ErrorKind::NotFound.into())),
-            _ => None,
-        }
-    }
 }
 
 #[async_trait]
-impl Kept for Puppet {
+impl Kept for Arc<Puppet> {
     fn residents(&self) -> Vec<Resident> {
         let running = self.running.load(Ordering::Relaxed) > 0;
         let resident = |number| Resident {
@@ -959,7 +676,7 @@ impl Scene {
             settings: "s".to_owned(),
             build: "test".to_owned(),
         };
-        let kept: Arc<dyn Kept> = puppet.clone();
+        let kept: Arc<dyn Kept> = Arc::new(puppet.clone());
         let keeping = tokio::spawn(keep(post, kept, terms, async move {
             match signalled.await {
                 Ok(()) => "SIGTERM",
@@ -1029,7 +746,19 @@ async fn execute_with(
     news: News,
 ) -> Result<Executed, Refused> {
     client
-        .execute(&owner(), &id(session), request(code), None, cancel, news)
+        .run_with(
+            &owner(),
+            ops::Execute {
+                session: id(session),
+                request: request(code),
+                wait: None,
+            },
+            Io {
+                cancel,
+                progress: news,
+                ..Io::default()
+            },
+        )
         .await
 }
 
@@ -1045,17 +774,39 @@ async fn every_kind_of_answer_comes_back() {
     ));
     assert!(
         client
-            .reset(&owner, &session)
+            .run(
+                &owner,
+                ops::Reset {
+                    session: session.clone()
+                }
+            )
             .await
             .unwrap()
             .interrupted_running_cell
     );
     assert!(matches!(
-        client.undo(&owner, &session, 1).await,
+        client
+            .run(
+                &owner,
+                ops::Undo {
+                    session: session.clone(),
+                    cells: 1
+                }
+            )
+            .await,
         Err(Refused::UndoOff { .. })
     ));
     assert_eq!(
-        client.checkpoints(&owner, &session).await.unwrap()[0].before,
+        client
+            .run(
+                &owner,
+                ops::ListCheckpoints {
+                    session: session.clone()
+                }
+            )
+            .await
+            .unwrap()[0]
+            .before,
         "x = 1"
     );
     let rules = Rules::parse(&["example.com", "!ads.example.com"]).unwrap();
@@ -1064,36 +815,61 @@ async fn every_kind_of_answer_comes_back() {
         ..request("rules")
     };
     let told = client
-        .execute(
+        .run_with(
             &owner,
-            &session,
-            narrowed,
-            None,
-            CancellationToken::new(),
-            News::default(),
+            ops::Execute {
+                session: session.clone(),
+                request: narrowed,
+                wait: None,
+            },
+            Io {
+                cancel: CancellationToken::new(),
+                progress: News::default(),
+                ..Io::default()
+            },
         )
         .await;
     assert_eq!(note(told.unwrap()), "example.com !ads.example.com");
     assert_eq!(note(execute(&client, "a", "rules").await.unwrap()), "none"); // control
     let names = ForkNames::Named(vec![id("b")]);
     assert!(matches!(
-        client.fork(&owner, &session, names.into()).await,
+        client
+            .run(
+                &owner,
+                ops::Fork {
+                    session: session.clone(),
+                    request: names.into()
+                }
+            )
+            .await,
         Err(Refused::CannotCopy { .. })
     ));
     let requirements = vec!["one".to_owned(), "two".to_owned()];
     let installed = client
-        .install(
+        .run_with(
             &owner,
-            &session,
-            requirements,
-            LEAVE,
-            CancellationToken::new(),
-            News::default(),
+            ops::Install {
+                session: session.clone(),
+                requirements,
+                leave: LEAVE,
+            },
+            Io {
+                cancel: CancellationToken::new(),
+                progress: News::default(),
+                ..Io::default()
+            },
         )
         .await;
     assert_eq!(installed.unwrap().text, "one two");
     let decided = client
-        .decide(&owner, &handle(), vec![DECISION], "")
+        .run(
+            &owner,
+            ops::Decide {
+                execution: handle(),
+                decisions: vec![DECISION],
+                asked_by: "".to_owned(),
+            },
+        )
         .await
         .unwrap();
     assert_eq!(
@@ -1102,44 +878,79 @@ async fn every_kind_of_answer_comes_back() {
     );
     let request = server_request("notes", json!({"command": "x", "env": {"A": "b"}}));
     assert_eq!(
-        client.register_server(&owner, request).await.unwrap(),
+        client
+            .run(&owner, ops::RegisterServer { server: request })
+            .await
+            .unwrap(),
         server_report("notes")
     );
     let request = server_request("notes", json!({}));
     assert!(matches!(
-        client.register_server(&owner, request).await,
+        client
+            .run(&owner, ops::RegisterServer { server: request })
+            .await,
         Err(Refused::Server { .. })
     ));
     assert!(matches!(
-        client.set_up_servers(ServerSetup::default()).await,
+        client
+            .run(
+                &Principal::operator(),
+                ops::SetServers {
+                    setup: ServerSetup::default()
+                }
+            )
+            .await,
         Err(Refused::NoServers)
     ));
     let servers = [("notes".to_owned(), json!({"command": "x"}))].into();
     client
-        .set_up_servers(ServerSetup {
-            servers,
-            ..ServerSetup::default()
-        })
+        .run(
+            &Principal::operator(),
+            ops::SetServers {
+                setup: ServerSetup {
+                    servers,
+                    ..ServerSetup::default()
+                },
+            },
+        )
         .await
         .unwrap();
-    client.set_up_approvals(approval_setup()).await.unwrap();
+    client
+        .run(
+            &Principal::operator(),
+            ops::SetApprovals {
+                setup: approval_setup(),
+            },
+        )
+        .await
+        .unwrap();
     let quotas = Quotas {
         cells_per_minute: Some(7),
         ..Quotas::default()
     };
     client
-        .set_up_limits(LimitSetup {
-            quotas,
-            max_running: 3,
-        })
+        .run(
+            &Principal::operator(),
+            ops::SetLimits {
+                setup: LimitSetup {
+                    quotas,
+                    max_running: 3,
+                },
+            },
+        )
         .await
         .unwrap();
     assert!(
         client
-            .set_up_limits(LimitSetup {
-                quotas,
-                max_running: 4
-            })
+            .run(
+                &Principal::operator(),
+                ops::SetLimits {
+                    setup: LimitSetup {
+                        quotas,
+                        max_running: 4
+                    }
+                }
+            )
             .await
             .is_err()
     ); // control
@@ -1148,44 +959,113 @@ async fn every_kind_of_answer_comes_back() {
         ..approval_setup()
     };
     assert!(matches!(
-        client.set_up_approvals(other).await,
+        client
+            .run(&Principal::operator(), ops::SetApprovals { setup: other })
+            .await,
         Err(Refused::Approvals { .. })
     ));
     assert_eq!(
-        client.servers(&owner).await.unwrap(),
+        client.run(&owner, ops::ListServers {}).await.unwrap(),
         [server_report("notes")]
     );
-    client.unregister_server(&owner, "notes").await.unwrap();
-    assert!(client.unregister_server(&owner, "other").await.is_err());
+    client
+        .run(
+            &owner,
+            ops::UnregisterServer {
+                name: "notes".to_owned(),
+            },
+        )
+        .await
+        .unwrap();
+    assert!(
+        client
+            .run(
+                &owner,
+                ops::UnregisterServer {
+                    name: "other".to_owned()
+                }
+            )
+            .await
+            .is_err()
+    );
     assert!(matches!(
-        client.close(&owner, &session).await,
+        client
+            .run(
+                &owner,
+                ops::CloseSession {
+                    session: session.clone()
+                }
+            )
+            .await,
         Err(Refused::Unknown { .. })
     ));
     assert_eq!(
-        client.output_size(&owner, &session, ExecutionId(1)).await,
+        client
+            .run(
+                &owner,
+                ops::OutputSize {
+                    session: session.clone(),
+                    output: ExecutionId(1).into()
+                }
+            )
+            .await
+            .unwrap(),
         Some(5)
     );
     assert_eq!(
-        client.output_size(&owner, &session, ExecutionId(9)).await,
+        client
+            .run(
+                &owner,
+                ops::OutputSize {
+                    session: session.clone(),
+                    output: ExecutionId(9).into()
+                }
+            )
+            .await
+            .unwrap(),
         None
     );
     let slice = client
-        .read_output(&owner, &session, ExecutionId(1), 1, 3)
+        .run(
+            &owner,
+            ops::ReadOutput {
+                session: session.clone(),
+                output: ExecutionId(1).into(),
+                offset: 1,
+                length: 3,
+            },
+        )
         .await
         .unwrap()
         .unwrap();
     assert_eq!((slice.bytes.as_slice(), slice.total), (&b"ell"[..], 5));
     assert!(
         client
-            .read_output(&owner, &session, ExecutionId(2), 0, 1)
+            .run(
+                &owner,
+                ops::ReadOutput {
+                    session: session.clone(),
+                    output: ExecutionId(2).into(),
+                    offset: 0,
+                    length: 1
+                }
+            )
             .await
-            .unwrap()
             .is_err()
     );
     assert!(
         client
-            .read_output(&owner, &session, ExecutionId(9), 0, 1)
+            .run(
+                &owner,
+                ops::ReadOutput {
+                    session: session.clone(),
+                    output: ExecutionId(9).into(),
+                    offset: 0,
+                    length: 1
+                }
+            )
             .await
+            .unwrap()
             .is_none()
     );
     let mut preparation = client.preparation();
@@ -1194,12 +1074,13 @@ async fn every_kind_of_answer_comes_back() {
         .await
         .unwrap();
     let check = client
-        .check(
+        .run(
             &owner,
-            &Which::Of(session),
-            Duration::ZERO,
-            1,
-            News::default(),
+            ops::Check {
+                execution: Which::Of(session),
+                wait: Duration::ZERO,
+                max_chars: 1,
+            },
         )
         .await;
     assert!(matches!(check, Ok(Checked::Nothing)));
@@ -1282,12 +1163,14 @@ async fn files_travel_in_chunks_both_ways() {
         .map(|number| (number % 251) as u8)
         .collect::<Vec<_>>();
     let written = client
-        .write_file(
+        .run_with(
             &owner(),
-            &id("a"),
-            &path("big"),
-            &mut content.as_slice(),
-            true,
+            ops::WriteFile {
+                session: id("a"),
+                path: path("big"),
+                overwrite: true,
+            },
+            Io::source(content.as_slice()),
         )
         .await;
     assert_eq!(written.unwrap(), content.len() as u64);
@@ -1295,21 +1178,45 @@ async fn files_travel_in_chunks_both_ways() {
     let mut back = Vec::new();
     assert_eq!(
         client
-            .read_file(&owner(), &id("a"), &path("big"), 1 << 40, &mut back)
+            .run_with(
+                &owner(),
+                ops::ReadFile {
+                    session: id("a"),
+                    path: path("big"),
+                    limit: 1 << 40
+                },
+                Io::sink(&mut back)
+            )
             .await
             .unwrap(),
         5_000_001
     );
     assert!(back == content);
     let empty = client
-        .write_file(&owner(), &id("a"), &path("empty"), &mut &b""[..], true)
+        .run_with(
+            &owner(),
+            ops::WriteFile {
+                session: id("a"),
+                path: path("empty"),
+                overwrite: true,
+            },
+            Io::source(&b""[..]),
+        )
         .await;
     assert_eq!(
         (empty.unwrap(), scene.puppet.file("empty")),
         (0, Some(Vec::new()))
     );
     let missing = client
-        .read_file(&owner(), &id("a"), &path("none"), 1, &mut Vec::new())
+        .run_with(
+            &owner(),
+            ops::ReadFile {
+                session: id("a"),
+                path: path("none"),
+                limit: 1,
+            },
+            Io::sink(Vec::new()),
+        )
         .await;
     assert!(matches!(missing, Err(Refused::Unknown { .. })));
 }
@@ -1321,7 +1228,15 @@ async fn a_refused_upload_is_answered_before_its_end() {
     let (mut source, mut feed) = tokio::io::duplex(1024);
     feed.write_all(b"the rest never comes").await.unwrap();
     let refused = client
-        .write_file(&owner(), &id("a"), &path("refused"), &mut source, true)
+        .run_with(
+            &owner(),
+            ops::WriteFile {
+                session: id("a"),
+                path: path("refused"),
+                overwrite: true,
+            },
+            Io::source(&mut source),
+        )
         .await;
     assert!(matches!(refused, Err(Refused::ClosedWhileWaiting)));
 }
@@ -1331,21 +1246,62 @@ async fn files_travel_in_parts_and_what_arrived_before_a_failure_is_kept() {
     let scene = Scene::new().await;
     let client = scene.client().await;
     let (owner, session, name) = (owner(), id("a"), path("f"));
-    assert_eq!(client.uploaded(&owner, &session, &name).await, None);
-    let broken = client
-        .upload(&owner, &session, &name, PART, &mut Breaks(false))
-        .await;
-    assert!(
-        matches!(broken, Err(Refused::Transfer { why }) if why == io::ErrorKind::TimedOut.to_string())
+    assert_eq!(
+        client
+            .run(
+                &owner,
+                ops::UploadSize {
+                    session: session.clone(),
+                    path: name.clone()
+                }
+            )
+            .await
+            .unwrap(),
+        None
     );
-    assert_eq!(client.uploaded(&owner, &session, &name).await, Some(4));
+    let broken = client
+        .run_with(
+            &owner,
+            ops::Upload {
+                session: session.clone(),
+                path: name.clone(),
+                part: PART,
+            },
+            Io::source(Breaks(false)),
+        )
+        .await;
+    assert!(matches!(
+        broken,
+        Err(Refused::Transfer { why }) if why == io::ErrorKind::TimedOut.to_string()
+    ));
+    assert_eq!(
+        client
+            .run(
+                &owner,
+                ops::UploadSize {
+                    session: session.clone(),
+                    path: name.clone()
+                }
+            )
+            .await
+            .unwrap(),
+        Some(4)
+    );
     let last = UploadPart {
         offset: 4,
         last: true,
         overwrite: true,
     };
     let done = client
-        .upload(&owner, &session, &name, last, &mut &b" and half"[..])
+        .run_with(
+            &owner,
+            ops::Upload {
+                session: session.clone(),
+                path: name.clone(),
+                part: last,
+            },
+            Io::source(&b" and half"[..]),
+        )
         .await
         .unwrap();
     assert_eq!(
@@ -1355,7 +1311,15 @@ async fn files_travel_in_parts_and_what_arrived_before_a_failure_is_kept() {
             finished: true
         }
     );
-    let listed = client.list_files(&owner, &session).await.unwrap();
+    let listed = client
+        .run(
+            &owner,
+            ops::ListFiles {
+                session: session.clone(),
+            },
+        )
+        .await
+        .unwrap();
     assert_eq!(
         listed.files,
         [FileNote {
@@ -1365,7 +1329,16 @@ async fn files_travel_in_parts_and_what_arrived_before_a_failure_is_kept() {
     );
     let mut read = Vec::new();
     let range = client
-        .read_file_range(&owner, &session, &name, 5, Some(3), &mut read)
+        .run_with(
+            &owner,
+            ops::ReadFileRange {
+                session: session.clone(),
+                path: name.clone(),
+                offset: 5,
+                length: Some(3),
+            },
+            Io::sink(&mut read),
+        )
         .await
         .unwrap();
     assert_eq!(
@@ -1396,17 +1369,34 @@ async fn half_a_file_is_no_file() {
     let scene = Scene::new().await;
     let client = scene.client().await;
     let broken = client
-        .write_file(&owner(), &id("a"), &path("f"), &mut Breaks(false), true)
+        .run_with(
+            &owner(),
+            ops::WriteFile {
+                session: id("a"),
+                path: path("f"),
+                overwrite: true,
+            },
+            Io::source(Breaks(false)),
+        )
         .await;
-    assert!(
-        matches!(broken, Err(Refused::Transfer { why }) if why == io::ErrorKind::TimedOut.to_string())
-    );
+    assert!(matches!(
+        broken,
+        Err(Refused::Transfer { why }) if why == io::ErrorKind::TimedOut.to_string()
+    ));
     assert_eq!(scene.puppet.file("f"), None, "a source that broke");
 
     let (mut source, mut feed) = tokio::io::duplex(1024);
     let upload = tokio::spawn(async move {
         client
-            .write_file(&owner(), &id("a"), &path("f"), &mut source, true)
+            .run_with(
+                &owner(),
+                ops::WriteFile {
+                    session: id("a"),
+                    path: path("f"),
+                    overwrite: true,
+                },
+                Io::source(&mut source),
+            )
             .await
     });
     feed.write_all(b"half").await.unwrap();
@@ -1432,7 +1422,15 @@ async fn a_slow_reader_slows_its_sender_and_nobody_else() {
         let client = client.clone();
         async move {
             client
-                .read_file(&owner(), &id("a"), &path("big"), 1 << 40, &mut sink)
+                .run_with(
+                    &owner(),
+                    ops::ReadFile {
+                        session: id("a"),
+                        path: path("big"),
+                        limit: 1 << 40,
+                    },
+                    Io::sink(&mut sink),
+                )
                 .await
         }
     });
@@ -1478,7 +1476,7 @@ async fn sessions_of_a_keeper_that_died_are_lost_by_name_until_they_are_reset() 
         );
     }
     assert_eq!(note(execute(&client, "other", "1").await.unwrap()), "1"); // control
-    let listed = client.list(&owner()).await.unwrap();
+    let listed = client.run(&owner(), ops::ListSessions {}).await.unwrap();
     assert_eq!(
         listed
             .iter()
@@ -1486,11 +1484,24 @@ async fn sessions_of_a_keeper_that_died_are_lost_by_name_until_they_are_reset() 
             .collect::<Vec<_>>(),
         ["closing", "fresh", "seen"]
     );
-    assert!(listed.iter().all(|info| info.state == "ended"));
-    client.close(&owner(), &id("closing")).await.unwrap();
+    assert!(listed.iter().all(|info| info.state == SessionState::Ended));
+    client
+        .run(
+            &owner(),
+            ops::CloseSession {
+                session: id("closing"),
+            },
+        )
+        .await
+        .unwrap();
     assert!(
         !client
-            .reset(&owner(), &id("seen"))
+            .run(
+                &owner(),
+                ops::Reset {
+                    session: id("seen")
+                }
+            )
             .await
             .unwrap()
             .files_kept
@@ -1498,13 +1509,18 @@ async fn sessions_of_a_keeper_that_died_are_lost_by_name_until_they_are_reset() 
     assert_eq!(note(execute(&client, "seen", "1").await.unwrap()), "1");
     let bob = Principal("bob".to_owned());
     let others = client
-        .execute(
+        .run_with(
             &bob,
-            &id("fresh"),
-            request("1"),
-            None,
-            CancellationToken::new(),
-            News::default(),
+            ops::Execute {
+                session: id("fresh"),
+                request: request("1"),
+                wait: None,
+            },
+            Io {
+                cancel: CancellationToken::new(),
+                progress: News::default(),
+                ..Io::default()
+            },
         )
         .await;
     assert_eq!(note(others.unwrap()), "1", "another owner has lost nothing");
@@ -1761,13 +1777,13 @@ async fn only_the_owner_can_reach_the_socket_and_a_stale_one_is_replaced() {
 
 #[test]
 fn an_answer_that_is_too_large_becomes_a_refusal() {
-    let huge: Answer<serde_bytes::ByteBuf> = Ok(serde_bytes::ByteBuf::from(vec![
-        0;
-        frame::LARGEST_MESSAGE
-            + 1
-    ]));
-    let written = super::calls::written(1, &huge).concat();
-    let answer: Answer<()> = frame::content(&written[13..]).unwrap();
+    let huge = Ok(Reply::ReadOutput(Some(Slice {
+        bytes: vec![0; frame::LARGEST_MESSAGE + 1],
+        total: 0,
+        kept_in_part: false,
+    })));
+    let written = super::desk::written(1, &huge).concat();
+    let answer: Answer = frame::content(&written[13..]).unwrap();
     assert!(matches!(answer, Err(Refused::Transfer { .. })));
 }
 
@@ -1818,7 +1834,7 @@ fn ending(name: &str) -> ExecutionEnded {
         owner: owner(),
         session: id("a"),
         code: [7; 32],
-        status: "ok",
+        status: StatusKind::Completed,
         duration: Duration::ZERO,
         processor_time: Duration::ZERO,
         memory_peak: 0,
@@ -1874,15 +1890,40 @@ async fn a_question_about_a_session_that_does_not_exist_makes_none_known() {
     let scene = Scene::new().await;
     let client = scene.client().await;
     assert_eq!(
-        client.uploaded(&owner(), &id("ghost"), &path("f")).await,
+        client
+            .run(
+                &owner(),
+                ops::UploadSize {
+                    session: id("ghost"),
+                    path: path("f")
+                }
+            )
+            .await
+            .unwrap(),
         None
     );
     let part = client
-        .upload(&owner(), &id("ghost"), &path("f"), PART, &mut &b"half"[..])
+        .run_with(
+            &owner(),
+            ops::Upload {
+                session: id("ghost"),
+                path: path("f"),
+                part: PART,
+            },
+            Io::source(&b"half"[..]),
+        )
         .await
         .unwrap();
     assert!(!part.finished);
-    client.reset(&owner(), &id("ghost")).await.unwrap();
+    client
+        .run(
+            &owner(),
+            ops::Reset {
+                session: id("ghost"),
+            },
+        )
+        .await
+        .unwrap();
     execute(&client, "real", "1").await.unwrap();
     let folder = scene.kill().await;
     client.closed().await;
@@ -1925,13 +1966,18 @@ async fn a_keeper_that_hangs_is_noticed_and_is_well_again_when_it_answers() {
     let started = tokio::time::Instant::now();
     let wait = Some(Duration::from_secs(1));
     let refused = client
-        .execute(
+        .run_with(
             &owner(),
-            &id("a"),
-            request("1"),
-            wait,
-            CancellationToken::new(),
-            News::default(),
+            ops::Execute {
+                session: id("a"),
+                request: request("1"),
+                wait,
+            },
+            Io {
+                cancel: CancellationToken::new(),
+                progress: News::default(),
+                ..Io::default()
+            },
         )
         .await;
     assert!(
@@ -1954,7 +2000,7 @@ async fn a_keeper_that_hangs_is_noticed_and_is_well_again_when_it_answers() {
     assert!(started.elapsed() <= Duration::from_secs(15));
     assert!(client.trouble().is_some());
     assert!(matches!(
-        client.list(&owner()).await,
+        client.run(&owner(), ops::ListSessions {}).await,
         Err(Refused::Unresponsive { sent: false })
     ));
     for frame in frame::write(0, Kind::Message, &FromKeeper::Beat).unwrap() {

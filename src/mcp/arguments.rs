@@ -1,7 +1,8 @@
 //! Arguments of a call: the one door through which what a client wrote becomes values.
 //!
-//! Nothing is guessed: an argument of the wrong type, out of range or at odds with another one is refused with a sentence a model can act
-//! on. Names are checked against the schemas by `tools`; the ranges here and there are the same constants.
+//! Nothing is guessed: an argument of the wrong type, out of range or at odds with another one is
+//! refused with a sentence a model can act on. Names are checked against the schemas by `tools`;
+//! the ranges here and there are the same constants.
 
 use std::ops::RangeInclusive;
 use std::str::FromStr;
@@ -32,7 +33,8 @@ pub(super) const MOST_CELLS: u64 = 100;
 /// Bytes of the expression that chooses a variant. It is one number, not a program.
 pub(super) const LONGEST_EXPRESSION: usize = 4096;
 
-/// Characters of a variant's name: with the name of its source before it, it names the session that is kept.
+/// Characters of a variant's name: with the name of its source before it, it names the session that
+/// is kept.
 pub(super) const LONGEST_VARIANT: usize = 40;
 
 /// Bytes of the name of another MCP server. What it may say is checked by whoever registers it.
@@ -166,7 +168,8 @@ pub(super) enum BadArgument {
         expected: String,
     },
     #[error(
-        "The argument \"{name}\" of {tool} must be {expected}, but it was {given}. Nothing was executed."
+        "The argument \"{name}\" of {tool} must be {expected}, but it was {given}. Nothing was \
+         executed."
     )]
     Wrong {
         tool: &'static str,
@@ -517,8 +520,8 @@ pub(super) fn rules(given: Given) -> Result<Option<Rules>, BadArgument> {
         .map_err(|cause| at_odds(tool, name, format!("cannot be used: {cause}")))
 }
 
-/// Reads one requirement or a list of them, also one written as text. What they may say is checked by whoever
-/// installs them.
+/// Reads one requirement or a list of them, also one written as text. What they may say is checked
+/// by whoever installs them.
 pub(super) fn requirements(given: Given) -> Result<Vec<String>, BadArgument> {
     let (tool, name) = (given.tool, given.name);
     // No requirement begins with a bracket, so that nothing else can be meant.
@@ -698,7 +701,8 @@ pub(super) fn keep(
         }
     };
     if replace && matches!(keep, Keep::Nothing | Keep::All) {
-        let why = "needs exactly one variant to be kept: give \"keep\" as \"best\" or the name of a variant";
+        let why = "needs exactly one variant to be kept: give \"keep\" as \"best\" or the name of \
+                   a variant";
         return Err(at_odds(tool, "replace", why.to_owned()));
     }
     Ok((keep, replace))

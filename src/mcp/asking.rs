@@ -1,14 +1,18 @@
-//! Asking the person behind a client: the words and the form that they see, and how their answer comes back.
+//! Asking the person behind a client: the words and the form that they see, and how their answer
+//! comes back.
 //!
 //! ```text
 //! older clients     elicitation/create while the call waits           ─▶ answers
-//! since 2026-07-28  the call is answered with `input_required`, the   ─▶ the same call again, with `inputResponses` and the
-//!                   form and a sealed state                              state; it goes on and never runs anything twice
+//! since 2026-07-28  the call is answered with `input_required`, the   ─▶ the same call again, with
+//!                   form and a sealed state                              `inputResponses` and the
+//!                                                                        state; it goes on and
+//!                                                                        never runs anything twice
 //! tasks             tasks/get shows `input_required` and the form     ─▶ tasks/update
 //! ```
 //!
-//! One form holds all questions that are open. Whatever is not a clear yes is a no: a form that was declined, closed, or filled in with something that it does
-//! not offer. What is decided are the questions that the form showed, and no others.
+//! One form holds all questions that are open. Whatever is not a clear yes is a no: a form that was
+//! declined, closed, or filled in with something that it does not offer. What is decided are the
+//! questions that the form showed, and no others.
 //!
 //! Nobody is asked who did not say in the very same request that they can be.
 
@@ -46,7 +50,8 @@ pub(super) enum Way {
 
 impl Way {
     pub(super) fn of(context: &RequestContext<RoleServer>) -> Way {
-        // A client that names no kind of elicitation knows forms; one that names only others does not.
+        // A client that names no kind of elicitation knows forms; one that names only others does
+        // not.
         let knows_forms = context
             .client_capabilities()
             .and_then(|capabilities| capabilities.elicitation)
@@ -136,7 +141,8 @@ pub(super) struct Seals {
     codec: RequestStateCodec,
 }
 
-/// What a state is bound to: whose call of which tool with which arguments. Travels with the request that it describes.
+/// What a state is bound to: whose call of which tool with which arguments. Travels with the
+/// request that it describes.
 #[derive(Clone)]
 pub(super) struct Binding(Vec<u8>);
 
@@ -156,7 +162,8 @@ impl Binding {
 /// A state that is not ours, not for this call, or too old. They look the same to whoever tries.
 #[derive(Debug, thiserror::Error)]
 #[error(
-    "the requestState is not one that this server gave for this call, or it has expired. Nothing was executed; send the call again without it"
+    "the requestState is not one that this server gave for this call, or it has expired. Nothing \
+     was executed; send the call again without it"
 )]
 pub(super) struct BadState;
 
@@ -284,7 +291,8 @@ fn message(session: &SessionId, asked: &[Asked]) -> String {
         ),
         count => {
             format!(
-                "Code in the session `{session}` wants to do these {count} things, and needs your permission:\n"
+                "Code in the session `{session}` wants to do these {count} things, and needs your \
+                 permission:\n"
             )
         }
     };
@@ -329,7 +337,8 @@ fn schema(asked: &[Asked], titles: Titles) -> ElicitationSchema {
     serde_json::from_value(schema).expect("it is a schema that the protocol knows")
 }
 
-/// The field for one of several questions. Its number is padded, so that fields that are sorted by name are in order.
+/// The field for one of several questions. Its number is padded, so that fields that are sorted by
+/// name are in order.
 fn field_of(number: usize, count: usize) -> String {
     let width = count.to_string().len();
     format!("request_{number:0width$}")

@@ -1,11 +1,12 @@
 //! Calls of tools: each is carried out against the sessions, and what came of it is rendered.
 //!
-//! A caller waits for code at most as long as the operator allows. What takes longer goes on, and `check_execution`, or a task for clients
-//! that know tasks, tells how. A cancelled call is interrupted; one whose answer nobody waits for any more is not.
+//! A caller waits for code at most as long as the operator allows. What takes longer goes on, and
+//! `check_execution`, or a task for clients that know tasks, tells how. A cancelled call is
+//! interrupted; one whose answer nobody waits for any more is not.
 
 use std::error::Error;
 use std::future::Future;
-use std::pin::Pin;
+use std::pin::pin;
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
@@ -16,13 +17,14 @@ use tokio::io::AsyncWriteExt;
 
 use super::arguments::{Call, Source, Target};
 use super::asking::Way;
-use super::desk::{Job, Place};
+use super::desk::{Job, Kind, Place};
 use super::host_files::{Capped, HostFileError, HostFiles, Overwrite};
 use super::missing_modules::{self, missing_module};
 use super::progress::Reporter;
 use super::render::Occasion;
 use super::resuming::{Manner, Question, installed_or_asked};
 use super::{Front, Server, Shared, compare, render, servers, tasks};
+use crate::ops::{self, HostExt, Io};
 use crate::session::install::{InstallReport, Leave};
 use crate::session::servers::ServerRequest;
 use crate::session::{
@@ -30,26 +32,30 @@ use crate::session::{
     Principal, RecorderId, Refused, SessionId, Which,
 };
 
-/// Calls of one owner carried out at once. Each may hold an output in memory; a client with more than this under way has lost count.
+/// Calls of one owner carried out at once. Each may hold an output in memory; a client with more
+/// than this under way has lost count.
 pub(super) const MOST_CALLS: usize = 256;
 
 /// How long an installation takes at most, as far as its progress is told.
 const INSTALL_TIME: Duration = Duration::from_secs(300);
 
-/// The largest file that a result holds. A model reads less, and larger files have a route of their own.
+/// The largest file that a result holds. A model reads less, and larger files have a route of their
+/// own.
 pub(super) const LARGEST_INLINE: u64 = 1024 * 1024;
 
 /// Why a call was given up by this room.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum GivenUp {
     #[error(
-        "{MOST_CALLS} of your calls are being carried out. Nothing was executed. Try again when one of them has been answered"
+        "{MOST_CALLS} of your calls are being carried out. Nothing was executed. Try again when \
+         one of them has been answered"
     )]
     Busy,
     #[error("the call was cancelled; what it had begun may have taken effect")]
     Cancelled,
     #[error(
-        "work that was begun earlier in `{0}` is still under way, and this took too long to wait for it. It was interrupted; see `check_execution`"
+        "work that was begun earlier in `{0}` is still under way, and this took too long to wait \
+         for it. It was interrupted; see `check_execution`"
     )]
     DeskTaken(SessionId),
 }
@@ -57,7 +63,8 @@ pub(super) enum GivenUp {
 /// Somebody else closed it, it ended, or it never was.
 #[derive(Debug, thiserror::Error)]
 #[error(
-    "there is no session `{0}`, so there was nothing to close. `list_sessions` shows the existing ones"
+    "there is no session `{0}`, so there was nothing to close. `list_sessions` shows the existing \
+     ones"
 )]
 struct NothingToClose(SessionId);
 
@@ -127,7 +134,15 @@ impl Server {
                 unreachable!("it is carried out above")
             }
             Call::Reset { session } => {
-                let reset = or_cancelled(context, sessions.reset(owner, &session));
+                let reset = or_cancelled(
+                    context,
+                    sessions.run(
+                        owner,
+                        ops::Reset {
+                            session: session.clone(),
+                        },
+                    ),
+                );
                 match tokio::time::timeout(self.shared.max_wait, reset).await {
                     Ok(done) => answer(done, |report| {
                         render::reset(&session, &report, &sessions.preparation().borrow())
@@ -137,15 +152,43 @@ impl Server {
                 }
             }
             Call::Undo { session, cells } => {
-                let done = or_cancelled(context, sessions.undo(owner, &session, cells)).await;
+                let done = or_cancelled(
+                    context,
+                    sessions.run(
+                        owner,
+                        ops::Undo {
+                            session: session.clone(),
+                            cells,
+                        },
+                    ),
+                )
+                .await;
                 answer(done, |report| render::undone(&session, &report))
             }
-            Call::Checkpoints { session } => match sessions.checkpoints(owner, &session).await {
+            Call::Checkpoints { session } => match sessions
+                .run(
+                    owner,
+                    ops::ListCheckpoints {
+                        session: session.clone(),
+                    },
+                )
+                .await
+            {
                 Ok(checkpoints) => render::checkpoints(&session, &checkpoints),
                 Err(refused) => render::refused(&refused),
             },
             Call::Fork { session, request } => {
-                let done = or_cancelled(context, sessions.fork(owner, &session, request)).await;
+                let done = or_cancelled(
+                    context,
+                    sessions.run(
+                        owner,
+                        ops::Fork {
+                            session: session.clone(),
+                            request,
+                        },
+                    ),
+                )
+                .await;
                 answer(done, |report| render::forked(&session, &report))
             }
             Call::Explore {
@@ -207,19 +250,31 @@ impl Server {
                 target: Target::Inline,
             } => {
                 let mut bytes = Vec::new();
-                let read =
-                    sessions.read_file(owner, &session, &relpath, LARGEST_INLINE, &mut bytes);
+                let read = sessions.run_with(
+                    owner,
+                    ops::ReadFile {
+                        session: session.clone(),
+                        path: relpath.clone(),
+                        limit: LARGEST_INLINE,
+                    },
+                    Io::sink(&mut bytes),
+                );
                 let done = or_cancelled(context, read).await;
                 answer(done, |_| render::inline_file(&session, &relpath, &bytes))
             }
-            Call::List => match sessions.list(owner).await {
+            Call::List => match sessions.run(owner, ops::ListSessions {}).await {
                 Ok(list) => render::sessions(&list),
                 Err(refused) => render::refused(&refused),
             },
             Call::Close { session } => {
                 let closing = async {
                     sessions
-                        .close(owner, &session)
+                        .run(
+                            owner,
+                            ops::CloseSession {
+                                session: session.clone(),
+                            },
+                        )
                         .await
                         .map_err(|refused| match refused {
                             Refused::Unknown { id } => NothingToClose(id).into(),
@@ -235,15 +290,23 @@ impl Server {
                     params,
                     trust: self.shared.front.trust(),
                 };
-                let done = or_cancelled(context, sessions.register_server(owner, request)).await;
+                let done = or_cancelled(
+                    context,
+                    sessions.run(owner, ops::RegisterServer { server: request }),
+                )
+                .await;
                 answer(done, |server| servers::registered(&server))
             }
-            Call::Servers => match sessions.servers(owner).await {
+            Call::Servers => match sessions.run(owner, ops::ListServers {}).await {
                 Ok(list) => servers::listed(&list),
                 Err(refused) => render::refused(&refused),
             },
             Call::Unregister { name } => {
-                let done = or_cancelled(context, sessions.unregister_server(owner, &name)).await;
+                let done = or_cancelled(
+                    context,
+                    sessions.run(owner, ops::UnregisterServer { name: name.clone() }),
+                )
+                .await;
                 answer(done, |()| servers::unregistered(&name))
             }
         }
@@ -264,7 +327,12 @@ impl Server {
         let exists = match &result.structured_content {
             Some(_) => true,
             None => {
-                let sessions = self.shared.sessions.list(owner).await.unwrap_or_default();
+                let sessions = self
+                    .shared
+                    .sessions
+                    .run(owner, ops::ListSessions {})
+                    .await
+                    .unwrap_or_default();
                 sessions.iter().any(|known| known.id == *session)
             }
         };
@@ -325,7 +393,19 @@ impl Server {
         } = &*self.shared;
         let (news, max_chars) = (News::default(), request.max_output_chars);
         let reporter = Reporter::new(sessions.preparation(), request.timeout, &news);
-        let execution = sessions.execute(owner, session, request, wait, context.ct.clone(), news);
+        let execution = sessions.run_with(
+            owner,
+            ops::Execute {
+                session: session.clone(),
+                request,
+                wait,
+            },
+            Io {
+                cancel: context.ct.clone(),
+                progress: news,
+                ..Io::default()
+            },
+        );
         tokio::select! {
             // First: the end of the connection, which follows, would interrupt the code.
             biased;
@@ -378,13 +458,18 @@ impl Server {
         loop {
             let news = News::default();
             let reporter = Reporter::new(sessions.preparation(), INSTALL_TIME, &news);
-            let work = sessions.install(
+            let work = sessions.run_with(
                 owner,
-                session,
-                requirements.clone(),
-                leave,
-                context.ct.clone(),
-                news,
+                ops::Install {
+                    session: session.clone(),
+                    requirements: requirements.clone(),
+                    leave,
+                },
+                Io {
+                    cancel: context.ct.clone(),
+                    progress: news,
+                    ..Io::default()
+                },
             );
             let asked = match with_progress(work, reporter, context).await {
                 Err(Refused::Ask { asked, .. }) => asked,
@@ -419,6 +504,21 @@ impl Server {
         self.shared.calls.take(owner).ok_or(GivenUp::Busy)
     }
 
+    /// Reports how an execution goes on, without waiting for it.
+    pub(super) async fn check_now(
+        &self,
+        owner: &Principal,
+        execution: Which,
+        max_chars: usize,
+    ) -> Result<Checked, Refused> {
+        let check = ops::Check {
+            execution,
+            wait: Duration::ZERO,
+            max_chars,
+        };
+        self.shared.sessions.run(owner, check).await
+    }
+
     /// Looks at what a session runs, without waiting.
     async fn look(
         &self,
@@ -427,12 +527,7 @@ impl Server {
         max_chars: usize,
     ) -> Option<Executed> {
         let which = Which::Of(session.clone());
-        match self
-            .shared
-            .sessions
-            .check(owner, &which, Duration::ZERO, max_chars, News::default())
-            .await
-        {
+        match self.check_now(owner, which.clone(), max_chars).await {
             Ok(Checked::Underway(underway)) => Some(Executed::Underway(underway)),
             Ok(Checked::Finished { outcome, .. }) => Some(Executed::Finished(outcome)),
             Ok(Checked::Nothing) | Err(_) => None,
@@ -459,13 +554,14 @@ impl Server {
         if let Some(hint) = self.import_hint(owner, session, outcome).await {
             result = render::with_line(result, &hint);
         }
-        if self.shared.desk.has_result(owner, session) {
-            result = render::with_line(result, &render::work_has_ended(session));
+        if let Some(kind) = self.shared.desk.ended(owner, session) {
+            result = render::with_line(result, &render::work_has_ended(kind, session));
         }
         result
     }
 
-    /// Says which package has the module that code did not find, where packages can be installed.
+    /// Says which package has the module that code did not find, where packages can be installed,
+    /// or that an installation has not ended.
     async fn import_hint(
         &self,
         owner: &Principal,
@@ -475,13 +571,22 @@ impl Server {
         let Shared {
             sessions,
             can_install,
+            desk,
             ..
         } = &*self.shared;
         let module = missing_module(&outcome.status).filter(|_| *can_install)?;
+        if desk.underway(owner, session) == Some(Kind::Installation) {
+            return Some(missing_modules::wait(module, session));
+        }
         let distribution = missing_modules::distribution(module)?;
         // A session that is busy again has no list of files.
         let own = sessions
-            .list_files(owner, session)
+            .run(
+                owner,
+                ops::ListFiles {
+                    session: session.clone(),
+                },
+            )
             .await
             .map(|list| missing_modules::is_among(module, &list.files));
         (!own.unwrap_or(false)).then(|| missing_modules::hint(module, distribution))
@@ -514,12 +619,32 @@ impl Server {
             };
         }
         let which = Which::Of(session.clone());
-        if interrupt && let Err(refused) = sessions.stop(owner, &which).await {
+        if interrupt
+            && let Err(refused) = sessions
+                .run(
+                    owner,
+                    ops::Interrupt {
+                        execution: which.clone(),
+                    },
+                )
+                .await
+        {
             return render::refused(&refused).into();
         }
         let news = News::default();
         let reporter = Reporter::new(sessions.preparation(), wait, &news);
-        let checking = sessions.check(owner, &which, wait, *most_compared_chars, news);
+        let checking = sessions.run_with(
+            owner,
+            ops::Check {
+                execution: which.clone(),
+                wait,
+                max_chars: *most_compared_chars,
+            },
+            Io {
+                progress: news,
+                ..Io::default()
+            },
+        );
         let told = with_progress(checking, reporter, context).await;
         let manner = Manner {
             wait,
@@ -582,9 +707,21 @@ impl Server {
         let news = News::default();
         let reporter = Reporter::new(sessions.preparation(), INSTALL_TIME, &news);
         let (whose, which, told) = (owner.clone(), session.clone(), news.clone());
-        let job = Job::begin(&news, |cancel| async move {
+        let job = Job::begin(Kind::Installation, &news, |cancel| async move {
             let done = sessions
-                .install(&whose, &which, requirements, leave, cancel, told)
+                .run_with(
+                    &whose,
+                    ops::Install {
+                        session: which.clone(),
+                        requirements,
+                        leave,
+                    },
+                    Io {
+                        cancel,
+                        progress: told,
+                        ..Io::default()
+                    },
+                )
                 .await;
             installed_or_asked(&which, done, &question)
         })
@@ -604,9 +741,20 @@ impl Server {
         let news = News::default();
         let reporter = Reporter::new(sessions.preparation(), request.timeout, &news);
         let (whose, which, told) = (owner.clone(), session.clone(), news.clone());
-        let job = Job::begin(&news, |cancel| async move {
+        let job = Job::begin(Kind::Exploration, &news, |cancel| async move {
             match sessions
-                .explore(&whose, &which, request, cancel, told)
+                .run_with(
+                    &whose,
+                    ops::Explore {
+                        session: which.clone(),
+                        request,
+                    },
+                    Io {
+                        cancel,
+                        progress: told,
+                        ..Io::default()
+                    },
+                )
                 .await
             {
                 Ok(report) => compare::comparison(&which, &report, most_chars),
@@ -664,16 +812,33 @@ impl Server {
                 let file = on_a_thread(files, move |files| files.open(&path)).await?;
                 let mut source = Capped::new(tokio::fs::File::from_std(file), files.largest());
                 Ok(sessions
-                    .write_file(owner, session, relpath, &mut source, overwrite)
+                    .run_with(
+                        owner,
+                        ops::WriteFile {
+                            session: session.clone(),
+                            path: relpath.clone(),
+                            overwrite,
+                        },
+                        Io::source(&mut source),
+                    )
                     .await?)
             }
             Source::Content(bytes) => Ok(sessions
-                .write_file(owner, session, relpath, &mut bytes.as_slice(), overwrite)
+                .run_with(
+                    owner,
+                    ops::WriteFile {
+                        session: session.clone(),
+                        path: relpath.clone(),
+                        overwrite,
+                    },
+                    Io::source(bytes.as_slice()),
+                )
                 .await?),
         }
     }
 
-    /// Copies to the host. Whatever goes wrong on the way, dropping the destination removes what was written.
+    /// Copies to the host. Whatever goes wrong on the way, dropping the destination removes what
+    /// was written.
     pub(super) async fn download(
         &self,
         owner: &Principal,
@@ -689,9 +854,18 @@ impl Server {
             on_a_thread(files, move |files| files.create(&local_path, overwrite)).await?;
         let mut sink = tokio::fs::File::from_std(destination.take_file());
         let bytes = sessions
-            .read_file(owner, session, relpath, files.largest(), &mut sink)
+            .run_with(
+                owner,
+                ops::ReadFile {
+                    session: session.clone(),
+                    path: relpath.clone(),
+                    limit: files.largest(),
+                },
+                Io::sink(&mut sink),
+            )
             .await?;
-        // The file's writes happen on another thread; only the flush tells whether they all succeeded.
+        // The file's writes happen on another thread; only the flush tells whether they all
+        // succeeded.
         sink.flush().await.map_err(WriteFailed)?;
         drop(sink);
         on_a_thread(files, move |_| destination.keep()).await?;
@@ -701,13 +875,14 @@ impl Server {
 
 /// Carries a call out and tells its caller how far it has come, if the caller wants to know.
 pub(super) async fn with_progress<T>(
-    mut call: Pin<Box<dyn Future<Output = T> + Send + '_>>,
+    call: impl Future<Output = T>,
     mut reporter: Reporter,
     context: &RequestContext<RoleServer>,
 ) -> T {
     let Some(token) = context.meta.get_progress_token() else {
         return call.await;
     };
+    let mut call = pin!(call);
     loop {
         let report = tokio::select! {
             biased;
@@ -716,7 +891,8 @@ pub(super) async fn with_progress<T>(
         };
         let parameters = ProgressNotificationParam::new(token.clone(), report.progress)
             .with_message(report.message);
-        // A report is sent to its end before the call is looked at again, so that none can follow the answer.
+        // A report is sent to its end before the call is looked at again, so that none can follow
+        // the answer.
         tokio::select! {
             sent = context.peer.notify_progress(parameters) => {
                 if let Err(error) = sent {

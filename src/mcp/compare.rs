@@ -1,8 +1,10 @@
-//! Variants side by side: the result of `explore`, from several outcomes to one answer. Pure, as `render` is.
+//! Variants side by side: the result of `explore`, from several outcomes to one answer. Pure, as
+//! `render` is.
 //!
-//! The text begins with a table, one line for each variant, so that a model can choose without reading on. Then it says what was kept, and
-//! then it has the output of each variant under its name. All outputs together have the room that one cell has: a short output gives what it
-//! does not need to the long ones. Pictures follow the text, each after a line that names its variant.
+//! The text begins with a table, one line for each variant, so that a model can choose without
+//! reading on. Then it says what was kept, and then it has the output of each variant under its
+//! name. All outputs together have the room that one cell has: a short output gives what it does
+//! not need to the long ones. Pictures follow the text, each after a line that names its variant.
 
 use std::time::Duration;
 
@@ -36,7 +38,8 @@ const TABLE_NAMES: usize = 6;
 const SAME_DRAWS: &str =
     "All variants drew the same random numbers from `random`, numpy and torch.";
 
-/// Renders an exploration. Variants that failed are part of the comparison and no failure of the call.
+/// Renders an exploration. Variants that failed are part of the comparison and no failure of the
+/// call.
 pub(super) fn comparison(
     source: &SessionId,
     report: &ExploreReport,
@@ -89,7 +92,12 @@ pub(super) fn comparison(
             .shown
             .iter()
             .map(|(variant, image)| {
-                json!({"variant": variant, "mime_type": image.mime, "width": image.width, "height": image.height})
+                json!({
+                    "variant": variant,
+                    "mime_type": image.kind.mime(),
+                    "width": image.width,
+                    "height": image.height,
+                })
             })
             .collect::<Vec<_>>(),
         "not_carried_over": report.lost,
@@ -103,7 +111,7 @@ pub(super) fn comparison(
         )));
         content.push(ContentBlock::image(
             STANDARD.encode(&image.bytes),
-            image.mime,
+            image.kind.mime(),
         ));
     }
     render::finished(content, structured, false)
@@ -144,7 +152,8 @@ impl Told {
         self.head.chars().count() + self.tail.chars().count()
     }
 
-    /// Returns at most about `most` characters: the beginning and the end, because an error is told at the end.
+    /// Returns at most about `most` characters: the beginning and the end, because an error is told
+    /// at the end.
     fn within(self, most: usize) -> String {
         let (head_chars, tail_chars) = (self.head.chars().count(), self.tail.chars().count());
         let excess = (head_chars + tail_chars).saturating_sub(most);
@@ -196,8 +205,8 @@ fn byte_at(text: &str, index: usize) -> usize {
         .map_or(text.len(), |(at, _)| at)
 }
 
-/// Returns the length to which all texts may grow so that together they stay within `most`. What a short one does not need goes to the
-/// longer ones.
+/// Returns the length to which all texts may grow so that together they stay within `most`. What a
+/// short one does not need goes to the longer ones.
 fn fair_share(lengths: &[usize], most: usize) -> usize {
     let mut sorted = lengths.to_vec();
     sorted.sort_unstable();
@@ -254,8 +263,8 @@ fn told<'a>(variant: &'a VariantReport, album: &mut Album<'a>) -> Told {
     }
 }
 
-/// Says in one line why a variant did not end well. What to do about it is another question than in a session that goes on: its copy is
-/// thrown away.
+/// Says in one line why a variant did not end well. What to do about it is another question than in
+/// a session that goes on: its copy is thrown away.
 fn why_not_ok(outcome: &Outcome) -> Option<String> {
     Some(match &outcome.status {
         Status::Completed => return None,
@@ -392,7 +401,8 @@ fn value(outcome: &Outcome) -> Option<String> {
     Some(values.collect::<String>().trim_end().to_owned()).filter(|value| !value.is_empty())
 }
 
-/// The most memory a variant held, or what it held at its end where the kernel does not tell the peak.
+/// The most memory a variant held, or what it held at its end where the kernel does not tell the
+/// peak.
 fn peak(outcome: &Outcome) -> u64 {
     if outcome.memory.peak > 0 {
         outcome.memory.peak
@@ -460,7 +470,7 @@ mod tests {
     use super::super::tools::tests::assert_valid_output;
     use super::*;
     use crate::sandbox::{Isolation, MemoryUse};
-    use crate::session::{ExecutionId, Output, PythonError, Variable};
+    use crate::session::{ExecutionId, ImageType, Output, PythonError, Variable};
 
     fn said(stream: Stream, text: &str) -> Part {
         Part::Text {
@@ -471,7 +481,7 @@ mod tests {
 
     fn picture(bytes: usize) -> Part {
         Part::Image(Image {
-            mime: "image/png",
+            kind: ImageType::Png,
             bytes: vec![7; bytes],
             width: 8,
             height: 6,
@@ -534,7 +544,8 @@ mod tests {
         }
     }
 
-    /// Renders a comparison, checks it against the output schema, and returns it as it goes over the wire.
+    /// Renders a comparison, checks it against the output schema, and returns it as it goes over
+    /// the wire.
     #[track_caller]
     fn rendered(report: &ExploreReport, most_chars: usize) -> Value {
         let result =
@@ -589,7 +600,8 @@ mod tests {
              No copy was kept; session \"s\" is as it was.\n\
              All variants drew the same random numbers from `random`, numpy and torch.\n\
              \n--- broken ---\nbefore\nTraceback …\nValueError: bad\n\
-             \n--- absent ---\nIt has not run: the request was cancelled while it waited for its turn. It has not run"
+             \n--- absent ---\nIt has not run: the request was cancelled while it waited for its \
+             turn. It has not run"
         );
         let variants = &rendered(&report, 5000)["structuredContent"]["variants"];
         assert_eq!(variants[0]["value"], "0.91");

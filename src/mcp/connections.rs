@@ -1,7 +1,8 @@
 //! Connections of older clients: whose each is, and what it takes to go on with it after a restart.
 //!
-//! An older client opens a connection with `initialize` and names it in every later request. Most clients cannot open it anew by themselves, so
-//! what they said is kept in a folder of the operator's own, one small file each, and the next server goes on as if nothing had happened.
+//! An older client opens a connection with `initialize` and names it in every later request. Most
+//! clients cannot open it anew by themselves, so what they said is kept in a folder of the
+//! operator's own, one small file each, and the next server goes on as if nothing had happened.
 //! Without a folder connections end with the server.
 
 use std::collections::HashMap;
@@ -18,7 +19,8 @@ use rmcp::transport::streamable_http_server::session::{
 };
 use serde::{Deserialize, Serialize};
 
-/// Connections that may be open at once, in all and for one caller. Each holds a task and some buffers.
+/// Connections that may be open at once, in all and for one caller. Each holds a task and some
+/// buffers.
 const MOST: usize = 4096;
 const MOST_OF_ONE: usize = 1024;
 /// The largest file that is read back. What a client says of itself is shorter.
@@ -139,8 +141,8 @@ impl SessionStore for Connections {
     }
 }
 
-/// The name of a connection's file. The id is the library's and has only hexadecimal digits and dashes; whatever else it held would
-/// not become a path.
+/// The name of a connection's file. The id is the library's and has only hexadecimal digits and
+/// dashes; whatever else it held would not become a path.
 fn file(folder: &Path, id: &str) -> PathBuf {
     let plain: String = id
         .chars()

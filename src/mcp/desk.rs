@@ -1,7 +1,8 @@
 //! The desk: work that outlasts its caller's patience, until somebody asks for it.
 //!
-//! Cells are kept by their sessions, also when this process ends. What is not a cell (an exploration, an installation) is kept here: it
-//! goes on in a task of its own, and `check_execution` finds it by its session. One piece of work per session at a time.
+//! Cells are kept by their sessions, also when this process ends. What is not a cell (an
+//! exploration, an installation) is kept here: it goes on in a task of its own, and
+//! `check_execution` finds it by its session. One piece of work per session at a time.
 
 use std::collections::HashMap;
 use std::future::poll_fn;
@@ -27,9 +28,26 @@ pub(super) struct Desk {
     jobs: Mutex<HashMap<Key, Job>>,
 }
 
+/// What a piece of work is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Kind {
+    Installation,
+    Exploration,
+}
+
+impl Kind {
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Kind::Installation => "installation",
+            Kind::Exploration => "exploration",
+        }
+    }
+}
+
 /// One piece of work.
 #[derive(Clone)]
 pub(super) struct Job {
+    kind: Kind,
     result: watch::Receiver<Option<CallToolResult>>,
     pub(super) news: watch::Receiver<String>,
     pub(super) cancel: CancellationToken,
@@ -37,9 +55,13 @@ pub(super) struct Job {
 }
 
 impl Job {
-    /// Begins the work. `work` gets a token that is cancelled when somebody interrupts it. Its first step is done before this
-    /// returns, so that it has its place in the session's queue.
-    pub(super) async fn begin<F>(news: &News, work: impl FnOnce(CancellationToken) -> F) -> Job
+    /// Begins the work. `work` gets a token that is cancelled when somebody interrupts it. Its
+    /// first step is done before this returns, so that it has its place in the session's queue.
+    pub(super) async fn begin<F>(
+        kind: Kind,
+        news: &News,
+        work: impl FnOnce(CancellationToken) -> F,
+    ) -> Job
     where
         F: Future<Output = CallToolResult> + Send + 'static,
     {
@@ -56,11 +78,16 @@ impl Job {
             })),
         }
         Job {
+            kind,
             result,
             news: news.subscribe(),
             cancel,
             begun: Instant::now(),
         }
+    }
+
+    fn has_ended(&self) -> bool {
+        self.result.borrow().is_some()
     }
 
     /// Waits for the result, at most so long.
@@ -80,13 +107,12 @@ impl Job {
 struct Vanished;
 
 impl Desk {
-    /// Puts work on the desk of a session. It comes back when something is there already, or the desk is full.
+    /// Puts work on the desk of a session. It comes back when something is there already, or the
+    /// desk is full.
     pub(super) fn put(&self, owner: &Principal, session: &SessionId, job: Job) -> Result<(), Job> {
         let mut jobs = self.jobs();
         let key = (owner.clone(), session.clone());
-        let is_taken = jobs
-            .get(&key)
-            .is_some_and(|job| job.result.borrow().is_none());
+        let is_taken = jobs.get(&key).is_some_and(|job| !job.has_ended());
         if is_taken || jobs.len() >= MOST_JOBS {
             return Err(job);
         }
@@ -98,10 +124,18 @@ impl Desk {
         self.jobs().get(&(owner.clone(), session.clone())).cloned()
     }
 
-    /// Tells whether work of a session has ended and nobody has asked for its result.
-    pub(super) fn has_result(&self, owner: &Principal, session: &SessionId) -> bool {
+    /// Names the work of a session that has ended and whose result nobody has asked for.
+    pub(super) fn ended(&self, owner: &Principal, session: &SessionId) -> Option<Kind> {
         self.get(owner, session)
-            .is_some_and(|job| job.result.borrow().is_some())
+            .filter(Job::has_ended)
+            .map(|job| job.kind)
+    }
+
+    /// Names the work of a session that goes on.
+    pub(super) fn underway(&self, owner: &Principal, session: &SessionId) -> Option<Kind> {
+        self.get(owner, session)
+            .filter(|job| !job.has_ended())
+            .map(|job| job.kind)
     }
 
     /// Takes finished work off the desk.
@@ -180,12 +214,21 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn work_goes_on_until_somebody_asks_for_it() {
         let desk = Desk::default();
+        let kind = Some(Kind::Installation);
         let (finish, finished) = oneshot::channel();
-        let mut job =
-            Job::begin(&News::default(), |_| async move { finished.await.unwrap() }).await;
+        let mut job = Job::begin(Kind::Installation, &News::default(), |_| async move {
+            finished.await.unwrap()
+        })
+        .await;
         assert_eq!(job.result(Duration::from_secs(50)).await, None);
         assert!(desk.put(&owner("a"), &session(), job).is_ok());
-        assert!(!desk.has_result(&owner("a"), &session()));
+        assert_eq!(
+            (
+                desk.underway(&owner("a"), &session()),
+                desk.ended(&owner("a"), &session())
+            ),
+            (kind, None)
+        );
         finish.send(said("done")).unwrap();
         assert!(
             desk.get(&owner("b"), &session()).is_none(),
@@ -201,9 +244,14 @@ mod tests {
             found.result(Duration::from_secs(1)).await,
             Some(said("done"))
         );
-        assert!(
-            desk.has_result(&owner("a"), &session()) && !desk.has_result(&owner("b"), &session())
+        assert_eq!(
+            (
+                desk.underway(&owner("a"), &session()),
+                desk.ended(&owner("a"), &session())
+            ),
+            (None, kind)
         );
+        assert_eq!(desk.ended(&owner("b"), &session()), None);
         desk.clear(&owner("a"), &session());
         assert!(desk.get(&owner("a"), &session()).is_none());
     }
@@ -211,7 +259,12 @@ mod tests {
     #[tokio::test]
     async fn a_session_has_one_piece_of_work_at_a_time() {
         let desk = Desk::default();
-        let endless = async || Job::begin(&News::default(), |_| std::future::pending()).await;
+        let endless = async || {
+            Job::begin(Kind::Installation, &News::default(), |_| {
+                std::future::pending()
+            })
+            .await
+        };
         assert!(desk.put(&owner("a"), &session(), endless().await).is_ok());
         assert!(desk.put(&owner("a"), &session(), endless().await).is_err());
         assert!(desk.put(&owner("b"), &session(), endless().await).is_ok());
@@ -219,7 +272,7 @@ mod tests {
 
     #[tokio::test]
     async fn work_can_be_interrupted() {
-        let mut job = Job::begin(&News::default(), |cancel| async move {
+        let mut job = Job::begin(Kind::Installation, &News::default(), |cancel| async move {
             cancel.cancelled().await;
             said("interrupted")
         })
@@ -233,7 +286,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn work_that_panics_says_so() {
-        let mut job = Job::begin(&News::default(), |_| async {
+        let mut job = Job::begin(Kind::Installation, &News::default(), |_| async {
             tokio::task::yield_now().await;
             panic!("as it must")
         })

@@ -1,4 +1,5 @@
-//! What each message of the protocol means: the library calls these, and they call the rest of the room.
+//! What each message of the protocol means: the library calls these, and they call the rest of the
+//! room.
 
 use std::sync::PoisonError;
 use std::time::{Duration, Instant};
@@ -22,10 +23,12 @@ use super::toolbox::{Introduction, Visit};
 use super::tools::session_as_written;
 use super::turns::Turn;
 use super::{Server, Shared, custom_request_error, resources};
+use crate::ops::{self, HostExt};
 use crate::session::Principal;
 use crate::telemetry::{Parent, parent_from};
 
-/// How long clients may keep what cannot change while the server runs. Short enough that a new version is soon seen.
+/// How long clients may keep what cannot change while the server runs. Short enough that a new
+/// version is soon seen.
 const FIXED_FOR: Duration = Duration::from_secs(300);
 
 impl ServerHandler for Server {
@@ -38,15 +41,25 @@ impl ServerHandler for Server {
         } else {
             ""
         };
-        ServerConfig::new(ServerCapabilities::builder().enable_tools().enable_resources().enable_tasks().build())
-            .with_server_info(self.implementation())
-            .with_instructions(format!(
-                "Runs Python in private Linux sandboxes {reach}. execute_ipython_cell keeps variables and \
-                 files between calls with the same session_id. The first call may wait while Python is prepared. \
-                 When Python died or a session ended, the result says what is lost; {undo}reset starts anew. \
-                 fork_session copies a live session; explore runs variants of code in copies and compares them.",
-                reach = self.shared.reach,
-            ))
+        ServerConfig::new(
+            ServerCapabilities::builder()
+                .enable_tools()
+                .enable_resources()
+                .enable_tasks()
+                .build(),
+        )
+        .with_server_info(self.implementation())
+        .with_instructions(format!(
+            "Runs Python in private Linux sandboxes {reach}. execute_ipython_cell keeps \
+                 variables and \
+                 files between calls with the same session_id. The first call may wait while \
+                 Python is prepared. \
+                 When Python died or a session ended, the result says what is lost; {undo}reset \
+                 starts anew. \
+                 fork_session copies a live session; explore runs variants of code in copies and \
+                 compares them.",
+            reach = self.shared.reach,
+        ))
     }
 
     async fn discover(
@@ -101,7 +114,8 @@ impl ServerHandler for Server {
         }
         let arguments = request.arguments.unwrap_or_default();
         let binding = Binding::new(owner, tool.name, &arguments);
-        // What went out with a form comes back with its answer. Whoever sends something else gets nothing done.
+        // What went out with a form comes back with its answer. Whoever sends something else gets
+        // nothing done.
         let resumption = match &request.request_state {
             Some(state) => Some(
                 self.shared
@@ -151,7 +165,10 @@ impl ServerHandler for Server {
             Some(turn) => turn.run(tool.extent, call).await,
             None => call.await,
         };
-        let failed = matches!(&response, CallToolResponse::Complete(result) if result.is_error == Some(true));
+        let failed = matches!(
+            &response,
+            CallToolResponse::Complete(result) if result.is_error == Some(true)
+        );
         tracing::info!(
             tool = tool.name,
             failed,
@@ -184,7 +201,16 @@ impl ServerHandler for Server {
             .of(owner);
         let mut listed = Vec::new();
         for (session, execution) in cut {
-            if let Some(size) = sessions.output_size(owner, &session, execution).await {
+            if let Ok(Some(size)) = sessions
+                .run(
+                    owner,
+                    ops::OutputSize {
+                        session: session.clone(),
+                        output: execution.into(),
+                    },
+                )
+                .await
+            {
                 listed.push(resources::listed(&session, execution, size));
             }
         }
@@ -269,7 +295,8 @@ impl ServerHandler for Server {
         self.stop_task(owner, &request.task_id).await
     }
 
-    // Some clients ask for prompts whatever was declared, and show an error where an empty list would do.
+    // Some clients ask for prompts whatever was declared, and show an error where an empty list
+    // would do.
 
     async fn list_prompts(
         &self,
@@ -364,7 +391,8 @@ fn refuse_cursor(request: Option<PaginatedRequestParams>) -> Result<(), ErrorDat
 }
 
 impl Server {
-    /// Presents the server as the one that its profile stands in for. Cells become tasks in the default profile only.
+    /// Presents the server as the one that its profile stands in for. Cells become tasks in the
+    /// default profile only.
     fn introduced(&self, introduction: Introduction) -> ServerConfig {
         let capabilities = ServerCapabilities::builder()
             .enable_tools()
@@ -380,7 +408,8 @@ impl Server {
         }
     }
 
-    /// Returns the metadata every result of the 2026-07-28 protocol should carry, and nothing for older ones.
+    /// Returns the metadata every result of the 2026-07-28 protocol should carry, and nothing for
+    /// older ones.
     fn modern_meta(&self, context: &RequestContext<RoleServer>) -> Option<MetaObject> {
         let version = context.protocol_version()?;
         (version.as_str() >= ProtocolVersion::V_2026_07_28.as_str()).then(|| {

@@ -1,14 +1,16 @@
 //! Files of the host that a local caller may name.
 //!
-//! The operator allows directories; each is opened once, when the server starts, and everything later happens beneath
-//! those handles. A path is first compared with the allowed directories as text, then the rest of it is opened by the
-//! kernel with "stay beneath, no symbolic links, no magic links", so that neither `..`, nor a link inside, nor a
-//! directory swapped at the last moment leads out. An allowed directory itself may be given through a link.
+//! The operator allows directories; each is opened once, when the server starts, and everything
+//! later happens beneath those handles. A path is first compared with the allowed directories as
+//! text, then the rest of it is opened by the kernel with "stay beneath, no symbolic links, no
+//! magic links", so that neither `..`, nor a link inside, nor a directory swapped at the last
+//! moment leads out. An allowed directory itself may be given through a link.
 //!
-//! Only regular files move. Reading never blocks on a FIFO or a device. Writing goes to a temporary name beside the
-//! destination that is renamed into place at the end, so a destination is whole or untouched. Names that make a machine
-//! run something (shell start-up files, git and editor folders, client configuration) are never written, and names that
-//! usually hold secrets are neither written nor read.
+//! Only regular files move. Reading never blocks on a FIFO or a device. Writing goes to a temporary
+//! name beside the destination that is renamed into place at the end, so a destination is whole or
+//! untouched. Names that make a machine run something (shell start-up files, git and editor
+//! folders, client configuration) are never written, and names that usually hold secrets are
+//! neither written nor read.
 //!
 //! Messages name the path the caller gave and the allowed directories, and no other.
 
@@ -29,8 +31,8 @@ use rustix::fs::{AtFlags, FileType, Mode, OFlags, RenameFlags, ResolveFlags};
 use rustix::io::Errno;
 use tokio::io::{AsyncRead, ReadBuf};
 
-/// Names that usually hold secrets. A model should not see them, and nobody should replace them. Compared in lower
-/// case.
+/// Names that usually hold secrets. A model should not see them, and nobody should replace them.
+/// Compared in lower case.
 const SECRET_NAMES: &[&str] = &[
     ".aws",
     ".azure",
@@ -141,7 +143,8 @@ pub struct RootError {
 #[derive(Debug, thiserror::Error)]
 pub(super) enum HostFileError {
     #[error(
-        "this server may not use any files of the computer it runs on; its operator can allow directories"
+        "this server may not use any files of the computer it runs on; its operator can allow \
+         directories"
     )]
     NoDirectories,
     #[error("\"{path}\" is not within the directories this server may use: {allowed}")]
@@ -159,7 +162,8 @@ pub(super) enum HostFileError {
     #[error("\"{path}\" is {what}, not a regular file")]
     NotAFile { path: String, what: &'static str },
     #[error(
-        "\"{path}\" leads through a link or out of the allowed directories ({allowed}); links are not followed"
+        "\"{path}\" leads through a link or out of the allowed directories ({allowed}); links are \
+         not followed"
     )]
     Link { path: String, allowed: String },
     #[error(
@@ -268,8 +272,8 @@ impl HostFiles {
         Ok(File::from(handle))
     }
 
-    /// Prepares a new file: makes the folders on the way and opens a temporary file beside the destination. Nothing is
-    /// at the destination until `Destination::keep`.
+    /// Prepares a new file: makes the folders on the way and opens a temporary file beside the
+    /// destination. Nothing is at the destination until `Destination::keep`.
     pub(super) fn create(
         &self,
         path: &str,
@@ -317,7 +321,8 @@ impl HostFiles {
         })
     }
 
-    /// Splits a caller's path into an allowed directory and what lies beneath it: one name or more, none of them `..`.
+    /// Splits a caller's path into an allowed directory and what lies beneath it: one name or more,
+    /// none of them `..`.
     fn locate(&self, path: &str) -> Result<(&Root, PathBuf), HostFileError> {
         let first = self.roots.first().ok_or(HostFileError::NoDirectories)?;
         let malformed = |why| HostFileError::Malformed {
@@ -346,8 +351,8 @@ impl HostFiles {
         } else {
             (first, given.to_owned())
         };
-        // Collecting the names drops `.` and doubled slashes, which the kernel would accept but our rules about names
-        // would not see.
+        // Collecting the names drops `.` and doubled slashes, which the kernel would accept but our
+        // rules about names would not see.
         let rest: PathBuf = rest
             .components()
             .filter(|component| matches!(component, Component::Normal(_)))
@@ -367,8 +372,8 @@ impl HostFiles {
         Ok((root, rest))
     }
 
-    /// Walks to a folder, one name at a time, making what is missing. Each step refuses links, so the walk cannot leave
-    /// the root.
+    /// Walks to a folder, one name at a time, making what is missing. Each step refuses links, so
+    /// the walk cannot leave the root.
     fn make_folders(
         &self,
         root: &Root,
@@ -386,7 +391,8 @@ impl HostFiles {
             let next = match step(&folder, name) {
                 Err(Errno::NOENT) => {
                     match rustix::fs::mkdirat(&folder, name, Mode::from_raw_mode(0o777)) {
-                        // Somebody else may have made it in between; the next step finds out what it is.
+                        // Somebody else may have made it in between; the next step finds out what
+                        // it is.
                         Ok(()) | Err(Errno::EXIST) => step(&folder, name),
                         Err(errno) => Err(errno),
                     }
@@ -508,7 +514,8 @@ impl Place {
             ..
         } = self;
         match rustix::fs::renameat_with(folder, temporary, folder, name, RenameFlags::NOREPLACE) {
-            // Some file systems cannot rename this way. A hard link also refuses to replace, in one step.
+            // Some file systems cannot rename this way. A hard link also refuses to replace, in one
+            // step.
             Err(Errno::INVAL | Errno::NOSYS) => {
                 rustix::fs::linkat(folder, temporary, folder, name, AtFlags::empty())?;
                 rustix::fs::unlinkat(folder, temporary, AtFlags::empty())
@@ -525,12 +532,14 @@ impl Drop for Place {
                 rustix::fs::unlinkat(&self.folder, &self.temporary, AtFlags::empty())
             && errno != Errno::NOENT
         {
-            tracing::warn!(error = %errno, "a temporary file of an unfinished download could not be removed");
+            tracing::warn!(error = %errno, "a temporary file of an unfinished download could not \
+                                            be removed");
         }
     }
 }
 
-/// A reader that fails when more than `left` bytes come, so that a growing file ends at the cap and not at the disk's.
+/// A reader that fails when more than `left` bytes come, so that a growing file ends at the cap and
+/// not at the disk's.
 #[derive(Debug)]
 pub(super) struct Capped<R> {
     inner: R,
@@ -597,8 +606,8 @@ fn refuse_protected(
     }
 }
 
-/// A name as the most forgiving file system would compare it: without case, without characters that nobody sees, without dots
-/// and spaces at the end.
+/// A name as the most forgiving file system would compare it: without case, without characters that
+/// nobody sees, without dots and spaces at the end.
 fn plain_name(name: &OsStr) -> String {
     let text = String::from_utf8_lossy(name.as_bytes());
     let visible: String = text
@@ -609,7 +618,8 @@ fn plain_name(name: &OsStr) -> String {
 }
 
 fn open_temporary(folder: &OwnedFd) -> rustix::io::Result<(OsString, File)> {
-    /// Tells the temporary files of one process apart; another process has another number in the name.
+    /// Tells the temporary files of one process apart; another process has another number in the
+    /// name.
     static NEXT: AtomicU64 = AtomicU64::new(0);
     /// Leftovers of a process with our number may be in the way, but hardly this many.
     const ATTEMPTS: usize = 100;

@@ -1,17 +1,19 @@
 //! MCP over HTTP: one endpoint, both protocol eras.
 //!
 //! ```text
-//! request of a known caller → body (bounded, read strictly) → scope → owner of the connection → rmcp → answer or stream
+//! request of a known caller → body (bounded, read strictly) → scope → owner of the connection
+//!   → rmcp → answer or stream
 //! ```
 //!
 //! A body costs its caller's share of the bytes under way before it is read. After its first 64 KiB
 //! the scope is checked if they say what the message is about, and a caller who may only look sends
 //! no more than that.
 //!
-//! Since 2026-07-28 every request stands alone, and whoever closes its stream cancels it. Older clients open a connection with
-//! `initialize` and name it in each request; a stream that breaks cancels nothing, and what was missed is sent again on a new one. The
-//! library does both. This file closes what it leaves open: who may use a connection, how many there are, what is malformed, which
-//! right a request needs, and that a stream ends with the token that opened it.
+//! Since 2026-07-28 every request stands alone, and whoever closes its stream cancels it. Older
+//! clients open a connection with `initialize` and name it in each request; a stream that breaks
+//! cancels nothing, and what was missed is sent again on a new one. The library does both. This
+//! file closes what it leaves open: who may use a connection, how many there are, what is
+//! malformed, which right a request needs, and that a stream ends with the token that opened it.
 
 use std::path::PathBuf;
 use std::pin::Pin;
@@ -46,7 +48,8 @@ use crate::auth::{Caller, Scope, require};
 use crate::http::arrivals::Arrival;
 use crate::http::routes::forbidden;
 
-/// Bytes in one body: room for the largest cell, and for nothing much larger. Files have routes of their own.
+/// Bytes in one body: room for the largest cell, and for nothing much larger. Files have routes of
+/// their own.
 pub const LARGEST_BODY: usize = 8 * 1024 * 1024;
 
 /// Bytes of a message that runs nothing. Also the bytes after which a longer one is looked at for
@@ -73,7 +76,8 @@ pub struct Keeping {
     pub folder: Option<PathBuf>,
 }
 
-/// What a request needs, by the message in it. A message that needs nothing is open to every known caller.
+/// What a request needs, by the message in it. A message that needs nothing is open to every known
+/// caller.
 type ScopeOf = Arc<dyn Fn(&ClientJsonRpcMessage) -> Option<Scope> + Send + Sync>;
 
 /// Whatever answers messages.
@@ -126,7 +130,8 @@ impl Endpoint<Server> {
 }
 
 impl<H: Handler> Endpoint<H> {
-    /// Makes the endpoint of any handler. The conformance tests have one of their own. `end` closes all streams.
+    /// Makes the endpoint of any handler. The conformance tests have one of their own. `end` closes
+    /// all streams.
     pub fn new(
         handler: H,
         scope_of: impl Fn(&ClientJsonRpcMessage) -> Option<Scope> + Send + Sync + 'static,
@@ -142,7 +147,8 @@ impl<H: Handler> Endpoint<H> {
             .with_sse_keep_alive(Some(BETWEEN_SIGNS_OF_LIFE))
             .with_max_request_body_bytes(LARGEST_BODY)
             .with_cancellation_token(end)
-            // Names and origins are checked before a request comes here, and on every other route too.
+            // Names and origins are checked before a request comes here, and on every other route
+            // too.
             .disable_allowed_hosts()
             .disable_allowed_origins();
         config.session_store = Some(connections.clone());
@@ -685,9 +691,8 @@ mod tests {
 
     fn cell(first: &str, code: usize) -> String {
         let code = "x".repeat(code);
-        format!(
-            r#"{{"jsonrpc":"2.0","id":1,"method":"tools/call","params":{{{first}"arguments":{{"code":"{code}"}}}}}}"#
-        )
+        let params = format!(r#"{{{first}"arguments":{{"code":"{code}"}}}}"#);
+        format!(r#"{{"jsonrpc":"2.0","id":1,"method":"tools/call","params":{params}}}"#)
     }
 
     #[tokio::test]

@@ -1,9 +1,10 @@
-//! What to install when an import fails: the distribution that has a module, which often has another name. Pure.
+//! What to install when an import fails: the distribution that has a module, which often has
+//! another name. Pure.
 //!
-//! A name is offered only if it is in the table: a module of the user's own, or a misspelt one, must not lead to a
-//! package of the index that a stranger gave that name.
+//! A name is offered only if it is in the table: a module of the user's own, or a misspelt one,
+//! must not lead to a package of the index that a stranger gave that name.
 
-use crate::session::{FileNote, PythonError, Status};
+use crate::session::{FileNote, PythonError, SessionId, Status};
 
 /// Modules whose distribution has another name.
 const RENAMED: &[(&str, &str)] = &[
@@ -64,26 +65,32 @@ const RENAMED: &[(&str, &str)] = &[
     ("zmq", "pyzmq"),
 ];
 
-/// Modules whose distribution has the same name. The index takes dashes and underscores for the same.
+/// Modules whose distribution has the same name. The index takes dashes and underscores for the
+/// same.
 #[rustfmt::skip]
 const SAME_NAME: &[&str] = &[
-    "aiohttp", "altair", "anthropic", "boto3", "bokeh", "cartopy", "catboost", "chardet", "click", "cryptography",
-    "cvxpy", "cython", "dask", "datasets", "deap", "django", "docutils", "docx2txt", "duckdb", "einops", "emoji", "faker", "fastapi",
-    "feedparser", "flask", "flask_sqlalchemy", "folium", "gensim", "geopandas", "geopy", "graphviz", "gymnasium", "h5py", "holidays",
-    "html5lib", "httpx", "hypothesis", "igraph", "imageio", "ipywidgets", "jax", "jinja2", "joblib", "jsonschema", "keras",
-    "langdetect", "librosa", "lightgbm", "llvmlite", "loguru", "lxml", "markdown", "matplotlib", "mcp", "mistune", "more_itertools",
-    "moviepy", "mpmath", "nbformat", "networkx", "nltk", "numba", "numexpr", "numpy", "openai", "openpyxl", "optuna",
-    "ortools", "orjson", "pandas", "pandas_datareader", "paramiko", "patsy", "pdfplumber", "peewee", "pint", "plotly", "polars", "prophet",
-    "psutil", "psycopg", "pulp", "pyarrow", "pydantic", "pydub", "pygame", "pygments", "pymongo", "pymysql", "pyomo",
-    "pypdf", "pyperclip", "pyproj", "pytesseract", "pytest", "pytz", "qrcode", "rasterio", "rdkit", "redis", "regex",
-    "reportlab", "requests", "rich", "scipy", "scrapy", "seaborn", "selenium", "setuptools", "shap", "shapely", "simpy",
-    "spacy", "sqlalchemy", "statsmodels", "sympy", "tabulate", "tensorflow", "textblob", "tiktoken", "tokenizers", "toml", "tomli",
-    "torch", "torchaudio", "torchvision", "tornado", "tqdm", "transformers", "trimesh", "typer", "tzdata", "ujson",
-    "unidecode", "urllib3", "uvicorn", "vega_datasets", "vtk", "wand", "websockets", "wordcloud", "xarray", "xgboost",
+    "aiohttp", "altair", "anthropic", "boto3", "bokeh", "cartopy", "catboost", "chardet", "click",
+    "cryptography", "cvxpy", "cython", "dask", "datasets", "deap", "django", "docutils", "docx2txt",
+    "duckdb", "einops", "emoji", "faker", "fastapi", "feedparser", "flask", "flask_sqlalchemy",
+    "folium", "gensim", "geopandas", "geopy", "graphviz", "gymnasium", "h5py", "holidays",
+    "html5lib", "httpx", "hypothesis", "igraph", "imageio", "ipywidgets", "jax", "jinja2", "joblib",
+    "jsonschema", "keras", "langdetect", "librosa", "lightgbm", "llvmlite", "loguru", "lxml",
+    "markdown", "matplotlib", "mcp", "mistune", "more_itertools", "moviepy", "mpmath", "nbformat",
+    "networkx", "nltk", "numba", "numexpr", "numpy", "openai", "openpyxl", "optuna", "ortools",
+    "orjson", "pandas", "pandas_datareader", "paramiko", "patsy", "pdfplumber", "peewee", "pint",
+    "plotly", "polars", "prophet", "psutil", "psycopg", "pulp", "pyarrow", "pydantic", "pydub",
+    "pygame", "pygments", "pymongo", "pymysql", "pyomo", "pypdf", "pyperclip", "pyproj",
+    "pytesseract", "pytest", "pytz", "qrcode", "rasterio", "rdkit", "redis", "regex", "reportlab",
+    "requests", "rich", "scipy", "scrapy", "seaborn", "selenium", "setuptools", "shap", "shapely",
+    "simpy", "spacy", "sqlalchemy", "statsmodels", "sympy", "tabulate", "tensorflow", "textblob",
+    "tiktoken", "tokenizers", "toml", "tomli", "torch", "torchaudio", "torchvision", "tornado",
+    "tqdm", "transformers", "trimesh", "typer", "tzdata", "ujson", "unidecode", "urllib3",
+    "uvicorn", "vega_datasets", "vtk", "wand", "websockets", "wordcloud", "xarray", "xgboost",
     "xlrd", "xlsxwriter", "xmltodict", "yfinance", "zstandard",
 ];
 
-/// Returns what an execution did not find, if it ended because of that: a module's name, of one word.
+/// Returns what an execution did not find, if it ended because of that: a module's name, of one
+/// word.
 ///
 /// A missing submodule of a module that exists (`No module named 'a.b'`) is not a missing package.
 pub(super) fn missing_module(status: &Status) -> Option<&str> {
@@ -120,7 +127,17 @@ pub(super) fn is_among(module: &str, files: &[FileNote]) -> bool {
 /// Says how to get a module.
 pub(super) fn hint(module: &str, distribution: &str) -> String {
     format!(
-        "`{module}` is not installed here; call install_package with package_name \"{distribution}\" and run the cell again."
+        "`{module}` is not installed here; call install_package with \
+         package_name \"{distribution}\" and run the cell again."
+    )
+}
+
+/// Says that a module may be on its way.
+pub(super) fn wait(module: &str, session: &SessionId) -> String {
+    format!(
+        "`{module}` is not installed yet: an installation in this session goes on. Call \
+         check_execution with session_id \
+         \"{session}\" until it has ended, and run the cell again."
     )
 }
 

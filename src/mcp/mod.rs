@@ -2,23 +2,27 @@
 //!
 //! ```text
 //! transport (stdio, http) → handler → toolbox: the tools of a profile
-//!      wire: strict reading              │ tools: names and schemas; arguments: what was written, checked
-//!                                        │   → calls → render: outcomes as text, images and structured content; compare: many of them
-//!                                        │           → tasks, desk: what takes longer than a caller waits
-//!                                        │           → asking, resuming: what a person must allow first
+//!      wire: strict reading              │ tools: names and schemas
+//!                                        │ arguments: what was written, checked
+//!                                        │   → calls → render: outcomes as text, images and
+//!                                        │             structured content; compare: many of them
+//!                                        │           → tasks, desk: what takes longer than a
+//!                                        │             caller waits
+//!                                        │           → asking, resuming: what a person must
+//!                                        │             allow first
 //!                                        │           → resources, progress, host_files
 //!                                        │ profiles: the tools of other servers
-//!                                        └→ sessions, through session::SessionAccess
+//!                                        └→ sessions, through ops::Host
 //! ```
 //!
-//! A transport carries messages, `handler` decides what each one means, `calls` and `profiles` carry tool calls out; the other files are pure.
-//! Both protocol eras are served: 2026-07-28, where every request stands alone, and the older ones that begin with
-//! `initialize`.
+//! A transport carries messages, `handler` decides what each one means, `calls` and `profiles`
+//! carry tool calls out; the other files are pure. Both protocol eras are served: 2026-07-28, where
+//! every request stands alone, and the older ones that begin with `initialize`.
 //!
-//! Two kinds of failure are kept apart. A request that makes no sense as a request (unknown method, unknown tool,
-//! parameters of the wrong shape) is a protocol error. Everything a model could do better next time (a bad argument,
-//! code that raised, a session that ended) is a tool result with `isError` and a sentence that says what happened and
-//! what to do.
+//! Two kinds of failure are kept apart. A request that makes no sense as a request (unknown method,
+//! unknown tool, parameters of the wrong shape) is a protocol error. Everything a model could do
+//! better next time (a bad argument, code that raised, a session that ended) is a tool result with
+//! `isError` and a sentence that says what happened and what to do.
 //!
 //! The library's types (rmcp) never leave this room.
 
@@ -61,9 +65,10 @@ use serde_json::json;
 use tokio_util::sync::CancellationToken;
 
 use crate::auth::Caller;
+use crate::ops::{self, Host, HostExt, Io};
 use crate::sandbox::{Rule, Rules};
 use crate::session::servers::Trust;
-use crate::session::{InsidePath, Principal, Refused, SessionAccess, SessionId, WorkFolder};
+use crate::session::{InsidePath, Principal, Refused, SessionId, SessionState, WorkFolder};
 use asking::Seals;
 pub use asking::StateKey;
 use calls::{LARGEST_INLINE, MOST_CALLS};
@@ -74,8 +79,8 @@ use resources::{Address, CutOutputs};
 pub use stdio::{ServeError, serve_stdio};
 use toolbox::Toolbox;
 
-/// The methods this server answers. Their parameters have a shape; a request that misses it must not look like an
-/// unknown method.
+/// The methods this server answers. Their parameters have a shape; a request that misses it must
+/// not look like an unknown method.
 const ANSWERED_METHODS: [&str; 12] = [
     "initialize",
     "ping",
@@ -223,7 +228,7 @@ pub struct Server {
 }
 
 struct Shared {
-    sessions: Arc<dyn SessionAccess>,
+    sessions: Arc<dyn Host>,
     files: HostFiles,
     toolbox: Arc<dyn Toolbox>,
     work_folder: WorkFolder,
@@ -274,11 +279,7 @@ impl Front {
 
 impl Server {
     /// Makes the server. `files` are used by callers on stdio only.
-    pub fn new(
-        sessions: Arc<dyn SessionAccess>,
-        files: HostFiles,
-        settings: McpSettings,
-    ) -> Server {
+    pub fn new(sessions: Arc<dyn Host>, files: HostFiles, settings: McpSettings) -> Server {
         Server {
             shared: Arc::new(Shared {
                 sessions,
@@ -343,22 +344,30 @@ impl Server {
             .map_err(|bad: resources::BadAddress| not_found(bad.to_string()))?;
         let length = address.limit + resources::CHARACTER_MARGIN;
         let read = sessions
-            .read_output(
+            .run(
                 owner,
-                &address.session,
-                address.execution,
-                address.offset,
-                length,
+                ops::ReadOutput {
+                    session: address.session.clone(),
+                    output: address.output,
+                    offset: address.offset,
+                    length,
+                },
             )
             .await;
         match read {
-            Some(Ok(slice)) => Ok(ReadResourceResult::new(vec![resources::contents(uri, &address, &slice)])),
-            Some(Err(error)) => {
+            Ok(Some(slice)) => Ok(ReadResourceResult::new(vec![resources::contents(
+                uri, &address, &slice,
+            )])),
+            Err(error) => {
                 tracing::warn!(%error, "the output of an execution could not be read");
-                Err(ErrorData::internal_error("the output could not be read", None))
+                Err(ErrorData::internal_error(
+                    "the output could not be read",
+                    None,
+                ))
             }
-            None => Err(not_found(
-                "the output of this execution is not kept, or not any more: the oldest give way when there are too many or they are too large"
+            Ok(None) => Err(not_found(
+                "the output of this execution is not kept, or not any more: the oldest give way \
+                 when there are too many or they are too large"
                     .to_owned(),
             )),
         }
@@ -372,10 +381,24 @@ impl Server {
             return listed;
         }
         // A list of resources has no place for a refusal.
-        let all = sessions.list(owner).await.unwrap_or_default();
-        for session in all.into_iter().filter(|session| session.state == "idle") {
+        let all = sessions
+            .run(owner, ops::ListSessions {})
+            .await
+            .unwrap_or_default();
+        for session in all
+            .into_iter()
+            .filter(|session| session.state == SessionState::Idle)
+        {
             // One that has begun something meanwhile is left out.
-            let Ok(list) = sessions.list_files(owner, &session.id).await else {
+            let Ok(list) = sessions
+                .run(
+                    owner,
+                    ops::ListFiles {
+                        session: session.id.clone(),
+                    },
+                )
+                .await
+            else {
                 continue;
             };
             let files = list
@@ -403,7 +426,15 @@ impl Server {
         let read = self
             .shared
             .sessions
-            .read_file(owner, session, path, LARGEST_INLINE, &mut bytes)
+            .run_with(
+                owner,
+                ops::ReadFile {
+                    session: session.clone(),
+                    path: path.clone(),
+                    limit: LARGEST_INLINE,
+                },
+                Io::sink(&mut bytes),
+            )
             .await;
         read.map_err(|refused| {
             ErrorData::invalid_params(refused.to_string(), Some(json!({"uri": uri})))
@@ -425,8 +456,8 @@ impl Server {
     }
 }
 
-/// Tells whether a request has parameters of the wrong shape. The library takes such requests for methods it does not
-/// know.
+/// Tells whether a request has parameters of the wrong shape. The library takes such requests for
+/// methods it does not know.
 fn has_wrong_params(request: &ClientRequest) -> Option<ErrorData> {
     match request {
         ClientRequest::CustomRequest(custom)

@@ -1,8 +1,10 @@
 //! Progress of a call, for clients that asked for it.
 //!
-//! While the one-time work of the backend goes on, each of its steps is reported, at most four a second. After that, a
-//! call tells what it is at (the latest line of output, a step, how many variants have finished), and one without news says every few seconds that it runs. The figure is
-//! the time that has passed, because it is the only one that always grows; the sentence beside it is for a person.
+//! While the one-time work of the backend goes on, each of its steps is reported, at most four a
+//! second. After that, a call tells what it is at (the latest line of output, a step, how many
+//! variants have finished), and one without news says every few seconds that it runs. The figure is
+//! the time that has passed, because it is the only one that always grows; the sentence beside it
+//! is for a person.
 
 use std::time::Duration;
 
@@ -81,13 +83,15 @@ impl Reporter {
                     () = news(&mut self.news) => {}
                     () = sleep_until(said_at + BETWEEN_SIGNS_OF_LIFE) => {
                         let elapsed = Duration::from_secs(self.started.elapsed().as_secs());
-                        break format!("running for {} (time-out {})", Seconds(elapsed), Seconds(self.timeout));
+                        break format!("running for {} (time-out \
+                                       {})", Seconds(elapsed), Seconds(self.timeout));
                     }
                 },
             }
         };
         self.last = Some((Instant::now(), message.clone()));
-        // The clock's grain must not make two reports equal: the protocol wants each greater than the last.
+        // The clock's grain must not make two reports equal: the protocol wants each greater than
+        // the last.
         self.last_progress = self
             .started
             .elapsed()

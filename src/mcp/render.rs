@@ -1,13 +1,15 @@
-//! Results as a model reads them: from what happened to content blocks and structured content. Pure, no waiting, no
-//! state.
+//! Results as a model reads them: from what happened to content blocks and structured content.
+//! Pure, no waiting, no state.
 //!
-//! The text of an execution is written for a model first: everything the code produced in true order
-//! (standard error in its place, images as numbered marks, cuts with their size and where to read the rest), then, when
-//! something went wrong, how it ended, what is lost and what to do. Image blocks follow in the order of their marks.
-//! The same text and every figure are in the structured content, for clients that show only that.
+//! The text of an execution is written for a model first: everything the code produced in true
+//! order (standard error in its place, images as numbered marks, cuts with their size and where to
+//! read the rest), then, when something went wrong, how it ended, what is lost and what to do.
+//! Image blocks follow in the order of their marks. The same text and every figure are in the
+//! structured content, for clients that show only that.
 //!
-//! An execution without output reads `(no output)`: an empty text block leaves a model guessing whether the call
-//! worked, and some model interfaces refuse empty blocks. `output.chars` is 0 then, so a program can still tell.
+//! An execution without output reads `(no output)`: an empty text block leaves a model guessing
+//! whether the call worked, and some model interfaces refuse empty blocks. `output.chars` is 0
+//! then, so a program can still tell.
 
 use std::time::Duration;
 
@@ -16,6 +18,7 @@ use base64::engine::general_purpose::STANDARD;
 use rmcp::model::{CallToolResult, ContentBlock, ResourceContents};
 use serde_json::{Map, Value, json};
 
+use super::desk::Kind;
 use super::resources;
 use super::tools::Seconds;
 use crate::sandbox::{Exit, Isolation, Layer, Preparation};
@@ -23,9 +26,9 @@ use crate::session::install::InstallReport;
 use crate::session::tools::{CallEnd, ToolCalls};
 use crate::session::{
     CheckpointInfo, ExecutionId, FileChanges, FileNote, FilesCarried, ForkReport, Image,
-    InsidePath, LateOutput, Others, Outcome, Output, Part, PythonError, ResetReport, SessionId,
-    SessionInfo, StateAfter, Status, Stream, Uncollected, Underway, UndoReport, Variable,
-    VariableChanges, WorkFolder, most_undone,
+    InsidePath, LateOutput, Others, Outcome, Output, OutputId, OutputPart, Part, PythonError,
+    ResetReport, SessionId, SessionInfo, StateAfter, Status, Stream, Uncollected, Underway,
+    UndoReport, Variable, VariableChanges, WorkFolder, most_undone,
 };
 
 /// What an execution without output reads.
@@ -58,14 +61,26 @@ pub(super) fn execution(
     outcome: &Outcome,
     occasion: Occasion,
 ) -> CallToolResult {
-    let resource =
-        (outcome.output.cut_chars > 0).then(|| resources::output_uri(session, outcome.execution));
+    let resource = (outcome.output.cut_chars > 0)
+        .then(|| resources::output_uri(session, outcome.execution.into()));
+    let figures: Vec<String> = (1..=outcome.output.figures)
+        .map(|number| {
+            let output = OutputId {
+                execution: outcome.execution,
+                part: OutputPart::Figure(number),
+            };
+            resources::output_uri(session, output)
+        })
+        .collect();
     let mut page = Page::default();
     if let Occasion::Check { .. } = occasion {
         page.line(&heading(outcome.execution, &outcome.first_line));
     }
     page.text
         .push_str(&execution_text(outcome, resource.as_deref()));
+    for (number, uri) in (1..).zip(&figures) {
+        page.line(&format!("[figure {number} as JSON: resource {uri}]"));
+    }
     let mut notes = outcome.notes.clone();
     if occasion == (Occasion::Check { again: true }) {
         page.line(told_before(&outcome.others));
@@ -83,7 +98,13 @@ pub(super) fn execution(
         "text": text,
         "images": images
             .iter()
-            .map(|image| json!({"mime_type": image.mime, "width": image.width, "height": image.height}))
+            .map(|image| {
+                json!({
+                    "mime_type": image.kind.mime(),
+                    "width": image.width,
+                    "height": image.height,
+                })
+            })
             .collect::<Vec<_>>(),
         "error": match &outcome.status {
             Status::Raised(error) => error_fields(error),
@@ -100,6 +121,7 @@ pub(super) fn execution(
             "lines": outcome.output.total_lines,
             "cut_chars": outcome.output.cut_chars,
             "resource": resource,
+            "figures": figures,
             "late_chars": outcome.output.late.as_ref().map_or(0, |late| late.text.chars().count()),
             "late_omitted_chars": outcome.output.late.as_ref().map_or(0, |late| late.omitted),
         },
@@ -113,7 +135,7 @@ pub(super) fn execution(
     content.extend(
         images
             .iter()
-            .map(|image| ContentBlock::image(STANDARD.encode(&image.bytes), image.mime)),
+            .map(|image| ContentBlock::image(STANDARD.encode(&image.bytes), image.kind.mime())),
     );
     finished(
         content,
@@ -122,7 +144,8 @@ pub(super) fn execution(
     )
 }
 
-/// Renders a cell that goes on. Its fields are those of a finished one, without what is not known yet.
+/// Renders a cell that goes on. Its fields are those of a finished one, without what is not known
+/// yet.
 pub(super) fn underway(underway: &Underway, occasion: Occasion) -> CallToolResult {
     let session = underway.session.as_str();
     let elapsed = Seconds(whole(underway.elapsed));
@@ -194,10 +217,11 @@ pub(super) fn underway(underway: &Underway, occasion: Occasion) -> CallToolResul
 }
 
 /// Says that work other than a cell has ended, to whoever does not ask for it.
-pub(super) fn work_has_ended(session: &SessionId) -> String {
+pub(super) fn work_has_ended(kind: Kind, session: &SessionId) -> String {
     format!(
-        "The installation or exploration that was begun earlier has ended; call check_execution with session_id \
-         \"{session}\" to get its result."
+        "The {} that was begun earlier has ended; call check_execution with \
+         session_id \"{session}\" to get its result.",
+        kind.name()
     )
 }
 
@@ -210,14 +234,16 @@ pub(super) fn at_work(session: &SessionId, elapsed: Duration, news: &str) -> Cal
         format!(" ({news})")
     };
     let text = format!(
-        "Still at work after {}{news}. It goes on; call check_execution with session_id \"{session}\" to hear more.",
+        "Still at work after {}{news}. It goes on; call check_execution with \
+         session_id \"{session}\" to hear more.",
         Seconds(whole(elapsed))
     );
     let structured = json!({"session_id": session, "status": "running", "text": text});
     finished(vec![ContentBlock::text(text)], structured, false)
 }
 
-/// Adds the name of the session to a result whose caller does not know it. Some clients show a model the text only.
+/// Adds the name of the session to a result whose caller does not know it. Some clients show a
+/// model the text only.
 pub(super) fn naming(session: &SessionId, result: CallToolResult) -> CallToolResult {
     with_line(
         result,
@@ -287,18 +313,26 @@ fn other_results(session: &SessionId, others: &Others) -> Vec<String> {
     match waiting.len() {
         0 => {}
         1 => lines.push(format!(
-            "1 other result waits to be collected with check_execution (session_id \"{session}\"): {described}."
+            "1 other result waits to be collected with check_execution (session_id \"{session}\"): \
+             {described}."
         )),
         count => lines.push(format!(
-            "{count} other results wait to be collected with check_execution (session_id \"{session}\"), the oldest \
+            "{count} other results wait to be collected with check_execution \
+             (session_id \"{session}\"), the oldest \
              first: {described}."
         )),
     }
     match others.discarded {
         0 => {}
-        1 => lines.push("1 earlier result of this session was discarded because it was never collected.".to_owned()),
-        count => lines
-            .push(format!("{count} earlier results of this session were discarded because they were never collected.")),
+        1 => lines.push(
+            "1 earlier result of this session was discarded because it was never \
+                         collected."
+                .to_owned(),
+        ),
+        count => lines.push(format!(
+            "{count} earlier results of this session were discarded because they \
+                           were never collected."
+        )),
     }
     lines
 }
@@ -352,7 +386,8 @@ pub(super) fn installed(session: &SessionId, report: &InstallReport) -> CallTool
         .collect::<Vec<_>>();
     if !imported.is_empty() {
         lines.push(format!(
-            "Imported before, from elsewhere: {}. After a reset the new version is used; a new process (`!python`) uses \
+            "Imported before, from elsewhere: {}. After a reset the new version is used; a new \
+             process (`!python`) uses \
              it now.",
             imported.join(", ")
         ));
@@ -364,7 +399,8 @@ pub(super) fn installed(session: &SessionId, report: &InstallReport) -> CallTool
             "are"
         };
         lines.push(format!(
-            "{} {verb} preloaded here; a reset does not change that. Only a new process (`!python`) uses the new \
+            "{} {verb} preloaded here; a reset does not change that. Only a new process \
+             (`!python`) uses the new \
              version; for the session itself the server needs an environment that has it.",
             report.preloaded.join(", ")
         ));
@@ -402,7 +438,8 @@ pub(super) fn reset(
     match preparation {
         Preparation::Failed { why } if report.had_no_session => {
             text.push_str(&format!(
-                "\nPython could not be started when this was last tried: {why}\nThe server tries it again by itself and \
+                "\nPython could not be started when this was last tried: {why}\nThe server tries \
+                 it again by itself and \
                  with the next cell."
             ));
         }
@@ -426,10 +463,16 @@ pub(super) fn reset(
 pub(super) fn resetting(session: &SessionId, waits_for: Option<String>) -> CallToolResult {
     let why = waits_for.map_or(String::new(), |why| format!(" ({why})"));
     let text = format!(
-        "Session \"{session}\" is not ready yet{why}. Cells that waited in it will not run. The next cell waits until it \
+        "Session \"{session}\" is not ready yet{why}. Cells that waited in it will not run. The \
+         next cell waits until it \
          is ready."
     );
-    let structured = json!({"session_id": session.as_str(), "interrupted_running_cell": false, "files_kept": true, "status": "waiting"});
+    let structured = json!({
+        "session_id": session.as_str(),
+        "interrupted_running_cell": false,
+        "files_kept": true,
+        "status": "waiting",
+    });
     finished(vec![ContentBlock::text(text)], structured, false)
 }
 
@@ -450,8 +493,10 @@ pub(super) fn forked(source: &SessionId, report: &ForkReport) -> CallToolResult 
         }
     };
     let mut lines = vec![format!(
-        "Session \"{source}\" was copied to {}. A copy starts with the source's {what}. From now on \
-         they do not affect each other. Close those that are not needed any more with close_session.",
+        "Session \"{source}\" was copied to {}. A copy starts with the source's {what}. From now \
+         on \
+         they do not affect each other. Close those that are not needed any more with \
+         close_session.",
         names.join(", ")
     )];
     lines.extend(not_carried_over(&report.lost));
@@ -547,7 +592,8 @@ pub(super) fn not_carried_over(lost: &[String]) -> Option<String> {
     (!lost.is_empty()).then(|| format!("Not carried over: {}.", lost.join(", ")))
 }
 
-/// Renders a finished transfer. The host's path is the caller's own words and is not repeated in the structured part.
+/// Renders a finished transfer. The host's path is the caller's own words and is not repeated in
+/// the structured part.
 pub(super) fn transfer(
     session: &SessionId,
     relpath: &str,
@@ -688,7 +734,8 @@ fn late_mark(late: &LateOutput) -> String {
     format!("[Late output, printed by code of earlier cells{omitted}:]")
 }
 
-/// Says which calls of MCP tools did not end well; nothing when all did. The code may have kept it to itself.
+/// Says which calls of MCP tools did not end well; nothing when all did. The code may have kept it
+/// to itself.
 fn failed_calls(calls: &ToolCalls) -> Option<String> {
     if calls.failed == 0 {
         return None;
@@ -763,7 +810,8 @@ pub(super) fn cut_mark(chars: u64, lines: u64, resource: Option<&str>) -> String
     match resource {
         Some(uri) => {
             format!(
-                "[… {size} cut here; print less, raise max_output_chars, or read the resource {uri} …]"
+                "[… {size} cut here; print less, raise max_output_chars, or read the resource \
+                 {uri} …]"
             )
         }
         None => format!("[… {size} cut here …]"),
@@ -771,7 +819,7 @@ pub(super) fn cut_mark(chars: u64, lines: u64, resource: Option<&str>) -> String
 }
 
 pub(super) fn image_mark(number: usize, image: &Image) -> String {
-    let kind = image.mime.strip_prefix("image/").unwrap_or(image.mime);
+    let kind = image.kind.extension();
     let size = format!("{}×{} {kind}", image.width, image.height);
     let scaled = image
         .scaled_from
@@ -798,43 +846,74 @@ fn ending(outcome: &Outcome) -> Option<String> {
             Seconds(*limit),
             kept_or_lost(*state, can_undo)
         ),
-        Status::Cancelled { state } => format!("The execution was cancelled. {}", kept_or_lost(*state, can_undo)),
+        Status::Cancelled { state } => format!(
+            "The execution was cancelled. \
+                                                {}",
+            kept_or_lost(*state, can_undo)
+        ),
         Status::Reset => {
-            "The execution was stopped because the session was reset. Variables and imports are gone; files in \
+            "The execution was stopped because the session was reset. Variables and imports are \
+             gone; files in \
                           the working folder are kept. The session is ready for the next cell."
                 .to_owned()
         }
         Status::Closed => {
-            "The execution was stopped because the session was closed or the server is ending. Its variables \
+            "The execution was stopped because the session was closed or the server is ending. Its \
+             variables \
                            and files are gone."
                 .to_owned()
         }
-        Status::Died { exit: exit @ Exit::OutOfMemory { limit, .. } } => format!(
+        Status::Died {
+            exit: exit @ Exit::OutOfMemory { limit, .. },
+        } => format!(
             "The execution was stopped because it used more than this session's {} of memory. {} \
              Then load the data in smaller parts.",
             bytes_text(*limit),
-            if exit.files_kept() { lost(can_undo) } else { LOST_WITH_FILES }
+            if exit.files_kept() {
+                lost(can_undo)
+            } else {
+                LOST_WITH_FILES
+            }
         ),
-        Status::Died { exit: exit @ Exit::OutOfMemoryOutside { whose, .. } } => format!(
-            "The execution was stopped because {whose}. {} Then load the data in smaller parts, or end sessions that \
+        Status::Died {
+            exit: exit @ Exit::OutOfMemoryOutside { whose, .. },
+        } => format!(
+            "The execution was stopped because {whose}. {} Then load the data in smaller parts, or \
+             end sessions that \
              are not needed.",
-            if exit.files_kept() { lost(can_undo) } else { LOST_WITH_FILES }
+            if exit.files_kept() {
+                lost(can_undo)
+            } else {
+                LOST_WITH_FILES
+            }
         ),
         Status::Died { exit } if !exit.files_kept() => {
-            format!("The session is lost: {}. {LOST_WITH_FILES}", exit_text(*exit))
+            format!(
+                "The session is lost: {}. {LOST_WITH_FILES}",
+                exit_text(*exit)
+            )
         }
         Status::Died { exit } => {
-            format!("Python ended while the code ran: {}. {}", exit_text(*exit), lost(can_undo))
+            format!(
+                "Python ended while the code ran: {}. {}",
+                exit_text(*exit),
+                lost(can_undo)
+            )
         }
         Status::Nonsense { what } => {
-            format!("Python was ended because it broke the connection to the server ({what}). {}", lost(can_undo))
+            format!(
+                "Python was ended because it broke the connection to the server ({what}). \
+                     {}",
+                lost(can_undo)
+            )
         }
     })
 }
 
-/// Returns what the output does not say about an error. The traceback is normally the last thing in it; where it is
-/// missing, or was cut so short that not even the error's name is left, the error must still be the last word. A
-/// message that was cut once is not told at length again: one limit holds for all of the text.
+/// Returns what the output does not say about an error. The traceback is normally the last thing in
+/// it; where it is missing, or was cut so short that not even the error's name is left, the error
+/// must still be the last word. A message that was cut once is not told at length again: one limit
+/// holds for all of the text.
 pub(super) fn untold(error: &PythonError, output: &Output) -> Option<String> {
     let mut tracebacks = output.parts.iter().filter_map(|part| match part {
         Part::Text {
@@ -868,11 +947,13 @@ const LOST_WITH_FILES: &str =
 fn lost(can_undo: u32) -> &'static str {
     match can_undo {
         0 => {
-            "Variables and imports of this session are gone; files in the working folder are kept. Call `reset` to \
+            "Variables and imports of this session are gone; files in the working folder are kept. \
+             Call `reset` to \
              start Python anew."
         }
         _ => {
-            "Variables and imports of this session are gone; files in the working folder are kept. Call `undo` to get \
+            "Variables and imports of this session are gone; files in the working folder are kept. \
+             Call `undo` to get \
              the state before this cell back, or `reset` to start Python anew."
         }
     }
@@ -1029,7 +1110,7 @@ fn session_line(session: &SessionInfo) -> String {
     let mut line = format!(
         "{}: {}, {} executions",
         session.id.as_str(),
-        session.state,
+        session.state.name(),
         session.executions
     );
     if let Some(memory) = session.memory {
@@ -1054,7 +1135,7 @@ mod tests {
     use super::super::tools::tests::assert_valid_output;
     use super::*;
     use crate::sandbox::{Blocked, LayerKind, MemoryUse, OuterMemory, Reason, Rules};
-    use crate::session::ExecutionId;
+    use crate::session::{ExecutionId, ImageType, SessionState};
 
     fn outcome(status: Status, parts: Vec<Part>) -> Outcome {
         let chars = |part: &Part| match part {
@@ -1078,6 +1159,7 @@ mod tests {
                     })
                     .sum(),
                 parts,
+                figures: 0,
                 late: None,
             },
             duration: Duration::from_micros(1500),
@@ -1104,6 +1186,24 @@ mod tests {
     }
 
     #[test]
+    fn figures_are_named_by_their_resources() {
+        let mut outcome = outcome(
+            Status::Completed,
+            vec![Part::Text {
+                stream: Stream::Value,
+                text: "Plotly figure".to_owned(),
+            }],
+        );
+        outcome.output.figures = 2;
+        let told = rendered(&outcome)["structuredContent"].clone();
+        let uri = |number| format!("cellblock://sessions/default/executions/3/figures/{number}");
+        assert_eq!(told["output"]["figures"], json!([uri(1), uri(2)]));
+        let text = told["text"].as_str().unwrap();
+        let expected = format!("\n[figure 2 as JSON: resource {}]", uri(2));
+        assert!(text.ends_with(&expected), "{text}");
+    }
+
+    #[test]
     fn late_output_follows_the_rest_and_is_marked() {
         let mut outcome = outcome(Status::Completed, vec![text(Stream::Stdout, "mine")]);
         outcome.output.late = Some(LateOutput {
@@ -1119,14 +1219,15 @@ mod tests {
             omitted: 12,
         });
         let told = rendered(&outcome)["structuredContent"].clone();
-        let marked = "mine\n[Late output, printed by code of earlier cells; 12 older characters of it were dropped:]\nend";
+        let marked = "mine\n[Late output, printed by code of earlier cells; 12 older characters of \
+                      it were dropped:]\nend";
         assert_eq!(told["text"], marked);
         assert_eq!(told["output"]["late_omitted_chars"], 12);
     }
 
     fn image(scaled_from: Option<(u32, u32)>) -> Part {
         Part::Image(Image {
-            mime: "image/png",
+            kind: ImageType::Png,
             bytes: vec![1, 2, 3],
             width: 640,
             height: 480,
@@ -1144,7 +1245,8 @@ mod tests {
         }
     }
 
-    /// Renders an outcome, checks it against the output schema, and returns it as it goes over the wire.
+    /// Renders an outcome, checks it against the output schema, and returns it as it goes over the
+    /// wire.
     #[track_caller]
     fn rendered(outcome: &Outcome) -> Value {
         let result = serde_json::to_value(execution(
@@ -1204,7 +1306,8 @@ mod tests {
         assert_eq!(structured["error"], Value::Null);
         assert_eq!(structured["variables"], Value::Null);
         let figures = json!({
-            "chars": 2, "lines": 1, "cut_chars": 0, "resource": null, "late_chars": 0, "late_omitted_chars": 0,
+            "chars": 2, "lines": 1, "cut_chars": 0, "resource": null, "figures": [],
+            "late_chars": 0, "late_omitted_chars": 0,
         });
         assert_eq!(structured["output"], figures);
     }
@@ -1273,7 +1376,8 @@ mod tests {
         let result = rendered(&outcome(Status::Completed, parts));
         assert_eq!(
             result["content"][0]["text"],
-            "a\n[image 1: 640×480 png]\n<Figure>\n[image 2: 640×480 png, scaled down from 4000×3000]\nb"
+            "a\n[image 1: 640×480 png]\n<Figure>\n[image 2: 640×480 png, scaled down from \
+             4000×3000]\nb"
         );
         assert_eq!(result["content"].as_array().unwrap().len(), 3);
         assert_eq!(
@@ -1334,7 +1438,8 @@ mod tests {
         );
         assert_eq!(
             result["structuredContent"]["error"],
-            json!({"name": "ValueError", "message": "bad", "traceback": "Traceback …\nValueError: bad", "line": 2})
+            json!({"name": "ValueError", "message": "bad", "traceback": "Traceback …\nValueError: \
+                 bad", "line": 2})
         );
     }
 
@@ -1651,7 +1756,7 @@ mod tests {
         let session: SessionId = "s".parse().unwrap();
         let info = SessionInfo {
             id: session.clone(),
-            state: "ended",
+            state: SessionState::Ended,
             ended: Some("it ran out of memory".to_owned()),
             executions: 2,
             age: Duration::from_secs(9),
@@ -1731,7 +1836,8 @@ mod tests {
         )];
         assert_eq!(
             told(&done, Occasion::Answer),
-            "D\n1 other result waits to be collected with check_execution (session_id \"s\"): execution 3 \
+            "D\n1 other result waits to be collected with check_execution (session_id \"s\"): \
+             execution 3 \
              `time.sleep(6); 1/0`: failed (ZeroDivisionError: division by zero)."
         );
         done.others

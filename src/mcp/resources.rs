@@ -1,13 +1,16 @@
-//! Resources: the whole output of an execution, for readers who need what was cut from a result, and the files of sessions.
+//! Resources: the whole output of an execution, for readers who need what was cut from a result,
+//! the JSON of its figures, and the files of sessions.
 //!
 //! ```text
 //! cellblock://sessions/{session_id}/executions/{execution}/output[?offset=BYTES&limit=BYTES]
+//! cellblock://sessions/{session_id}/executions/{execution}/figures/{number}[?offset=…&limit=…]
 //! cellblock://sessions/{session_id}/files/{path}
 //! ```
 //!
-//! A read answers with one slice of text that starts and ends between characters, and says in its metadata, and in a
-//! last line when there is more, how to go on. Only executions whose output was cut are listed, the newest first, and
-//! only so many: the rest can still be read by their address for as long as the session keeps them.
+//! A read answers with one slice of text that starts and ends between characters, and says in its
+//! metadata, and in a last line when there is more, how to go on. Only executions whose output was
+//! cut are listed, the newest first, and only so many: the rest can still be read by their address
+//! for as long as the session keeps them.
 
 use std::collections::VecDeque;
 use std::str::FromStr;
@@ -18,10 +21,10 @@ use rmcp::model::{MetaObject, Resource, ResourceContents, ResourceTemplate};
 use serde_json::Value;
 
 use crate::http::files::percent_decoded;
-use crate::session::{ExecutionId, InsidePath, Principal, SessionId, Slice};
+use crate::session::{ExecutionId, InsidePath, OutputId, OutputPart, Principal, SessionId, Slice};
 
-/// Bytes in one answer unless the reader asks for another number. Large enough for nearly every output, small enough
-/// for a context window.
+/// Bytes in one answer unless the reader asks for another number. Large enough for nearly every
+/// output, small enough for a context window.
 pub(super) const DEFAULT_LIMIT: usize = 256 * 1024;
 
 /// The most a reader may ask for at once.
@@ -30,8 +33,12 @@ const LARGEST_LIMIT: usize = 4 * 1024 * 1024;
 /// Outputs that are listed. More would bury the newest ones.
 const MOST_LISTED: usize = 100;
 
-/// A character is at most four bytes long, so this much on either side of a slice is enough to find its borders.
+/// A character is at most four bytes long, so this much on either side of a slice is enough to find
+/// its borders.
 pub(super) const CHARACTER_MARGIN: usize = 4;
+
+/// The type of a figure's source, as Jupyter and its front ends name it.
+const FIGURE: &str = "application/vnd.plotly.v1+json";
 
 const PREFIX: &str = "cellblock://sessions/";
 
@@ -39,7 +46,7 @@ const PREFIX: &str = "cellblock://sessions/";
 #[derive(Debug, PartialEq)]
 pub(super) struct Address {
     pub(super) session: SessionId,
-    pub(super) execution: ExecutionId,
+    pub(super) output: OutputId,
     pub(super) offset: u64,
     pub(super) limit: usize,
 }
@@ -48,7 +55,8 @@ pub(super) struct Address {
 #[derive(Debug, PartialEq, thiserror::Error)]
 pub(super) enum BadAddress {
     #[error(
-        "there is no such resource; outputs are at cellblock://sessions/{{session_id}}/executions/{{execution}}/output"
+        "there is no such resource; outputs are at \
+         cellblock://sessions/{{session_id}}/executions/{{execution}}/output"
     )]
     Unknown,
     #[error("\"{0}\" is not a parameter of this resource; it takes offset and limit")]
@@ -88,12 +96,16 @@ pub(super) fn listed_file(session: &SessionId, path: &InsidePath, size: u64) -> 
     .with_size(size)
 }
 
-/// The address of an execution's whole output.
-pub(super) fn output_uri(session: &SessionId, execution: ExecutionId) -> String {
+/// The address of an execution's whole output, or of a figure.
+pub(super) fn output_uri(session: &SessionId, output: OutputId) -> String {
+    let part = match output.part {
+        OutputPart::Text => "output".to_owned(),
+        OutputPart::Figure(number) => format!("figures/{number}"),
+    };
     format!(
-        "{PREFIX}{}/executions/{}/output",
+        "{PREFIX}{}/executions/{}/{part}",
         session.as_str(),
-        execution.0
+        output.execution.0
     )
 }
 
@@ -107,14 +119,26 @@ impl FromStr for Address {
         };
         let rest = path.strip_prefix(PREFIX).ok_or(BadAddress::Unknown)?;
         let parts: Vec<&str> = rest.split('/').collect();
-        let [session, "executions", execution, "output"] = parts[..] else {
-            return Err(BadAddress::Unknown);
+        let (session, execution, part) = match parts[..] {
+            [session, "executions", execution, "output"] => (session, execution, OutputPart::Text),
+            [session, "executions", execution, "figures", number] => {
+                let number = number.parse().map_err(|_| BadAddress::Unknown)?;
+                (session, execution, OutputPart::Figure(number))
+            }
+            _ => return Err(BadAddress::Unknown),
         };
         let mut address = Address {
             session: session.parse().map_err(|_| BadAddress::Unknown)?,
-            execution: ExecutionId(execution.parse().map_err(|_| BadAddress::Unknown)?),
+            output: OutputId {
+                execution: ExecutionId(execution.parse().map_err(|_| BadAddress::Unknown)?),
+                part,
+            },
             offset: 0,
-            limit: DEFAULT_LIMIT,
+            // Half of a figure's JSON is of no use, and none is larger than this.
+            limit: match part {
+                OutputPart::Text => DEFAULT_LIMIT,
+                OutputPart::Figure(_) => LARGEST_LIMIT,
+            },
         };
         for pair in query.split('&').filter(|pair| !pair.is_empty()) {
             match pair.split_once('=').unwrap_or((pair, "")) {
@@ -153,20 +177,23 @@ pub(super) fn file_uri(session: &SessionId, path: &InsidePath) -> String {
     uri
 }
 
-/// Renders one slice. `slice.bytes` starts at `address.offset` and holds up to `limit` bytes and a margin.
+/// Renders one slice. `slice.bytes` starts at `address.offset` and holds up to `limit` bytes and a
+/// margin.
 pub(super) fn contents(uri: &str, address: &Address, slice: &Slice) -> ResourceContents {
     let (start, end) = borders(&slice.bytes, address.offset, address.limit);
     let mut text = String::from_utf8_lossy(&slice.bytes[start..end]).into_owned();
     let next = address.offset + end as u64;
     let more = next < slice.total;
-    if more {
+    // A line of ours would break JSON; there the metadata alone says how to go on.
+    let is_json = address.output.part != OutputPart::Text;
+    if more && !is_json {
         let path = uri.split('?').next().unwrap_or(uri);
         let left = slice.total - next;
         text.push_str(&format!(
             "\n[… {left} bytes follow; read {path}?offset={next}&limit={} …]",
             address.limit
         ));
-    } else if slice.kept_in_part {
+    } else if slice.kept_in_part && !is_json {
         text.push_str("\n[… the output was longer; the rest was not kept …]");
     }
     let mut meta = MetaObject::new();
@@ -181,14 +208,14 @@ pub(super) fn contents(uri: &str, address: &Address, slice: &Slice) -> ResourceC
     );
     ResourceContents::TextResourceContents {
         uri: uri.to_owned(),
-        mime_type: Some("text/plain".to_owned()),
+        mime_type: Some(if is_json { FIGURE } else { "text/plain" }.to_owned()),
         text,
         meta: Some(meta),
     }
 }
 
-/// Finds the characters that begin within the first `limit` bytes. A reader that follows `nextOffset` misses none and
-/// sees none twice.
+/// Finds the characters that begin within the first `limit` bytes. A reader that follows
+/// `nextOffset` misses none and sees none twice.
 fn borders(bytes: &[u8], offset: u64, limit: usize) -> (usize, usize) {
     let continues = |index: usize| {
         bytes
@@ -219,6 +246,14 @@ pub(super) fn templates() -> Vec<ResourceTemplate> {
         )
         .with_mime_type("text/plain"),
         ResourceTemplate::new(
+            "cellblock://sessions/{session_id}/executions/{execution}/figures/{number}\
+             {?offset,limit}",
+            "execution-figure",
+        )
+        .with_title("The JSON of a Plotly figure")
+        .with_description("What Plotly draws a figure from. offset and limit are bytes.")
+        .with_mime_type(FIGURE),
+        ResourceTemplate::new(
             "cellblock://sessions/{session_id}/files/{+path}",
             "session-file",
         )
@@ -227,8 +262,8 @@ pub(super) fn templates() -> Vec<ResourceTemplate> {
     ]
 }
 
-/// Executions whose output was cut, the newest last. Belongs to the room because only the room knows what it cut for
-/// whom.
+/// Executions whose output was cut, the newest last. Belongs to the room because only the room
+/// knows what it cut for whom.
 #[derive(Debug, Default)]
 pub(super) struct CutOutputs {
     kept: VecDeque<(Principal, SessionId, ExecutionId)>,
@@ -263,7 +298,7 @@ impl CutOutputs {
 /// Describes one listed output.
 pub(super) fn listed(session: &SessionId, execution: ExecutionId, total: u64) -> Resource {
     Resource::new(
-        output_uri(session, execution),
+        output_uri(session, execution.into()),
         format!("output-{}-{}", session.as_str(), execution.0),
     )
     .with_title(format!(
@@ -282,14 +317,14 @@ mod tests {
     fn address(offset: u64, limit: usize) -> Address {
         Address {
             session: "a".parse().unwrap(),
-            execution: ExecutionId(7),
+            output: ExecutionId(7).into(),
             offset,
             limit,
         }
     }
 
-    /// Reads `whole` as a reader would, slice after slice, and returns the pieces without the lines that say how to go
-    /// on.
+    /// Reads `whole` as a reader would, slice after slice, and returns the pieces without the lines
+    /// that say how to go on.
     fn read_through(whole: &str, limit: usize) -> Vec<String> {
         let mut pieces = Vec::new();
         let mut offset = 0;
@@ -323,11 +358,37 @@ mod tests {
 
     #[test]
     fn an_address_and_its_parts_belong_together() {
-        let uri = output_uri(&"a".parse().unwrap(), ExecutionId(7));
+        let uri = output_uri(&"a".parse().unwrap(), ExecutionId(7).into());
         assert_eq!(uri, "cellblock://sessions/a/executions/7/output");
         assert_eq!(uri.parse(), Ok(address(0, DEFAULT_LIMIT)));
         assert_eq!(format!("{uri}?offset=5&limit=9").parse(), Ok(address(5, 9)));
         assert_eq!(format!("{uri}?limit=9").parse(), Ok(address(0, 9)));
+    }
+
+    #[test]
+    fn a_figure_is_read_whole_and_as_json() {
+        let output = OutputId {
+            execution: ExecutionId(7),
+            part: OutputPart::Figure(2),
+        };
+        let uri = output_uri(&"a".parse().unwrap(), output);
+        assert_eq!(uri, "cellblock://sessions/a/executions/7/figures/2");
+        let address: Address = uri.parse().unwrap();
+        assert_eq!((address.output, address.limit), (output, LARGEST_LIMIT));
+        for total in [2, 3] {
+            let slice = Slice {
+                bytes: b"{}".to_vec(),
+                total,
+                kept_in_part: false,
+            };
+            let ResourceContents::TextResourceContents {
+                text, mime_type, ..
+            } = contents(&uri, &address, &slice)
+            else {
+                panic!("figures are text");
+            };
+            assert_eq!((text.as_str(), mime_type.as_deref()), ("{}", Some(FIGURE)));
+        }
     }
 
     #[test]

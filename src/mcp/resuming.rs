@@ -1,7 +1,8 @@
 //! Calls whose code waits for a person: asking, and going on with the same execution afterwards.
 //!
-//! An execution runs once. Whatever happens between the question and its answer (a call that is repeated, a connection that breaks, another server that
-//! takes over), the call goes on by the execution's handle, and its code is not started again.
+//! An execution runs once. Whatever happens between the question and its answer (a call that is
+//! repeated, a connection that breaks, another server that takes over), the call goes on by the
+//! execution's handle, and its code is not started again.
 
 use std::time::Duration;
 
@@ -18,6 +19,7 @@ use super::calls::with_progress;
 use super::progress::Reporter;
 use super::render::Occasion;
 use super::{Server, Shared, render, tasks};
+use crate::ops::{self, HostExt, Io};
 use crate::session::install::Leave;
 use crate::session::{
     Asked, Checked, Decision, ExecutionHandle, News, Principal, Refused, SessionId, Underway, Which,
@@ -51,7 +53,8 @@ enum Said {
 }
 
 impl Server {
-    /// Answers a call about an execution. What a person has to decide is asked first, if the client can.
+    /// Answers a call about an execution. What a person has to decide is asked first, if the client
+    /// can.
     pub(super) async fn answer_or_ask(
         &self,
         owner: &Principal,
@@ -73,7 +76,8 @@ impl Server {
         }
     }
 
-    /// Asks by forms while the call waits, as long as there is something to ask and somebody answers.
+    /// Asks by forms while the call waits, as long as there is something to ask and somebody
+    /// answers.
     pub(super) async fn ask_meanwhile(
         &self,
         owner: &Principal,
@@ -229,7 +233,8 @@ impl Server {
             .input_required(&resumption, asks, binding, session)
     }
 
-    /// Shows the questions of an execution to a person, and waits for their answer as long as it is wanted.
+    /// Shows the questions of an execution to a person, and waits for their answer as long as it is
+    /// wanted.
     async fn elicit(
         &self,
         owner: &Principal,
@@ -257,7 +262,8 @@ impl Server {
                 },
                 () = self.shared.draining.cancelled() => {
                     withdraw(form).await;
-                    return Said::Left(self.may_promise().map(|()| Checked::Underway(underway.clone())));
+                    let promised = self.may_promise();
+                    return Said::Left(promised.map(|()| Checked::Underway(underway.clone())));
                 }
                 () = context.ct.cancelled() => {
                     withdraw(form).await;
@@ -266,18 +272,11 @@ impl Server {
                 () = sleep(BETWEEN_LOOKS) => {}
             }
             let which = Which::This(handle.clone());
-            let told = self
-                .shared
-                .sessions
-                .check(
-                    owner,
-                    &which,
-                    Duration::ZERO,
-                    manner.max_chars,
-                    News::default(),
-                )
-                .await;
-            let is_open = matches!(&told, Ok(Checked::Underway(now)) if now.asks.iter().any(|asked| ids.contains(&asked.id)));
+            let told = self.check_now(owner, which.clone(), manner.max_chars).await;
+            let is_open = matches!(
+                &told,
+                Ok(Checked::Underway(now)) if now.asks.iter().any(|asked| ids.contains(&asked.id))
+            );
             if !is_open {
                 withdraw(form).await;
                 return Said::Over;
@@ -297,7 +296,14 @@ impl Server {
     ) -> Result<Checked, Refused> {
         self.shared
             .sessions
-            .decide(owner, handle, decisions, how)
+            .run(
+                owner,
+                ops::Decide {
+                    execution: handle.clone(),
+                    decisions,
+                    asked_by: how.to_owned(),
+                },
+            )
             .await?;
         self.go_on(owner, handle, manner, context).await
     }
@@ -316,13 +322,25 @@ impl Server {
         let which = Which::This(handle.clone());
         let news = News::default();
         let reporter = Reporter::new(sessions.preparation(), manner.wait, &news);
-        let checking = sessions.check(owner, &which, manner.wait, manner.max_chars, news);
+        let checking = sessions.run_with(
+            owner,
+            ops::Check {
+                execution: which.clone(),
+                wait: manner.wait,
+                max_chars: manner.max_chars,
+            },
+            Io {
+                progress: news,
+                ..Io::default()
+            },
+        );
         tokio::select! {
             // As above.
             biased;
             () = draining.cancelled() => {
                 self.may_promise()?;
-                sessions.check(owner, &which, Duration::ZERO, manner.max_chars, News::default()).await
+                self.check_now(owner, which.clone(), manner.max_chars)
+                    .await
             }
             told = with_progress(checking, reporter, context) => told,
             () = context.ct.cancelled() => self.stopped(owner, handle, manner).await,
@@ -337,15 +355,24 @@ impl Server {
         manner: Manner,
     ) -> Result<Checked, Refused> {
         let which = Which::This(handle.clone());
-        self.shared.sessions.stop(owner, &which).await?;
         self.shared
             .sessions
-            .check(
+            .run(
                 owner,
-                &which,
-                UNTIL_STOPPED,
-                manner.max_chars,
-                News::default(),
+                ops::Interrupt {
+                    execution: which.clone(),
+                },
+            )
+            .await?;
+        self.shared
+            .sessions
+            .run(
+                owner,
+                ops::Check {
+                    execution: which.clone(),
+                    wait: UNTIL_STOPPED,
+                    max_chars: manner.max_chars,
+                },
             )
             .await
     }

@@ -1,6 +1,8 @@
-//! Other MCP servers as a model reads of them: what was registered, what can be imported, what went wrong.
+//! Other MCP servers as a model reads of them: what was registered, what can be imported, what went
+//! wrong.
 //!
-//! Names and summaries are what a stranger's server says of itself. They are cut, put on one line each, and never say more than a list entry.
+//! Names and summaries are what a stranger's server says of itself. They are cut, put on one line
+//! each, and never say more than a list entry.
 
 use rmcp::model::{CallToolResult, ContentBlock};
 use serde_json::{Value, json};
@@ -37,7 +39,8 @@ pub(super) fn registered(server: &ServerReport) -> CallToolResult {
     }
     if let Some(tool) = tools.first() {
         lines.push(format!(
-            "In a cell of any session: `from mcptools.{package}.{} import Params, run`, then `run(Params(…))`, or `await \
+            "In a cell of any session: `from mcptools.{package}.{} import Params, run`, then \
+             `run(Params(…))`, or `await \
              run_async(Params(…))`; help() of a module tells its arguments and result.",
             tool.module
         ));
@@ -68,7 +71,8 @@ pub(super) fn listed(servers: &[ServerReport]) -> CallToolResult {
 /// Renders a server that is gone.
 pub(super) fn unregistered(name: &str) -> CallToolResult {
     let text = format!(
-        "The MCP server \"{name}\" is not registered any more; its modules are removed from the sessions."
+        "The MCP server \"{name}\" is not registered any more; its modules are removed from the \
+         sessions."
     );
     finished(
         vec![ContentBlock::text(text)],
@@ -153,7 +157,12 @@ fn fields(server: &ServerReport) -> Value {
         },
         "by_operator": server.registrar == Registrar::Operator,
         "tools": server.tools.iter().map(tool).collect::<Vec<_>>(),
-        "notes": server.notes.iter().take(MOST_NOTES).map(|note| one_line(note, 300)).collect::<Vec<_>>(),
+        "notes": server
+            .notes
+            .iter()
+            .take(MOST_NOTES)
+            .map(|note| one_line(note, 300))
+            .collect::<Vec<_>>(),
     })
 }
 
@@ -207,9 +216,12 @@ mod tests {
     #[test]
     fn a_registered_server_names_its_modules_and_how_to_use_them() {
         let result = registered(&server_report("notes"));
-        let expected = "The MCP server \"notes\" (stdio) is registered: 1 tool in mcptools.notes.\n  read_note  Reads a note.\n\
-                        In a cell of any session: `from mcptools.notes.read_note import Params, run`, then `run(Params(…))`, or \
-                        `await run_async(Params(…))`; help() of a module tells its arguments and result.\n\
+        let expected = "The MCP server \"notes\" (stdio) is registered: 1 tool in \
+                        mcptools.notes.\n  read_note  Reads a note.\n\
+                        In a cell of any session: `from mcptools.notes.read_note import Params, \
+                        run`, then `run(Params(…))`, or \
+                        `await run_async(Params(…))`; help() of a module tells its arguments and \
+                        result.\n\
                         Note: the tool \"x\" is left out: its name is odd";
         assert_eq!(text(&result), expected);
         assert_valid_output(
@@ -244,8 +256,10 @@ mod tests {
         changed.notes.clear();
         changed.tools[0].disabled = Some("its schema changed".to_owned());
         let result = listed(&[failed, changed]);
-        let expected = "slow (stdio, by the operator), failed: it did not answer; 0 tools in mcptools.slow\n\
-                        notes (stdio), connected; 1 tool in mcptools.notes\n  read_note cannot be called: its schema changed";
+        let expected = "slow (stdio, by the operator), failed: it did not answer; 0 tools in \
+                        mcptools.slow\n\
+                        notes (stdio), connected; 1 tool in mcptools.notes\n  read_note cannot be \
+                        called: its schema changed";
         assert_eq!(text(&result), expected);
         assert_valid_output(
             ToolName::Servers,

@@ -6,16 +6,17 @@
 //!
 //! The library's own line transport leaves gaps that hurt clients, so this room has its own:
 //!
-//! - A line that is no JSON, a batch, a message of the wrong shape or a line over the cap gets an answer instead of
-//!   silence, and an over-long line is skipped without being kept.
-//! - Notifications that come before a client has chosen its protocol era (such as the cancellation of its own probe)
-//!   are dropped; the library would end the server.
-//! - The end of the input cancels every call at once. Answers that are ready within a short time still go out, then
-//!   serving ends, and that is success.
-//! - A server that is asked to end (`Server::drain`) answers the calls that wait for code; then the connection ends.
+//! - A line that is no JSON, a batch, a message of the wrong shape or a line over the cap gets an
+//!   answer instead of silence, and an over-long line is skipped without being kept.
+//! - Notifications that come before a client has chosen its protocol era (such as the cancellation
+//!   of its own probe) are dropped; the library would end the server.
+//! - The end of the input cancels every call at once. Answers that are ready within a short time
+//!   still go out, then serving ends, and that is success.
+//! - A server that is asked to end (`Server::drain`) answers the calls that wait for code; then the
+//!   connection ends.
 //! - Whole lines only: one task writes, so no cancelled sender leaves half a line.
-//! - The process's own standard input and output are moved away first, so that nothing that prints can disturb the
-//!   protocol.
+//! - The process's own standard input and output are moved away first, so that nothing that prints
+//!   can disturb the protocol.
 
 use std::collections::HashSet;
 use std::io;
@@ -42,15 +43,15 @@ use super::wire::{self, Rejection};
 use super::{Server, tools};
 use crate::session::SessionId;
 
-/// Bytes in one line. Room for the largest cell even when every character of it is escaped, and for nothing much
-/// larger.
+/// Bytes in one line. Room for the largest cell even when every character of it is escaped, and for
+/// nothing much larger.
 const LONGEST_LINE: usize = 16 * 1024 * 1024;
 
 /// Lines that may wait for a slow reader before those who answer wait too.
 const WAITING_LINES: usize = 64;
 
-/// How long answers may still go out after the input ended. A client that closed the pipe seldom reads them, and wants
-/// us gone.
+/// How long answers may still go out after the input ended. A client that closed the pipe seldom
+/// reads them, and wants us gone.
 const LINGER: Duration = Duration::from_millis(500);
 
 /// How long answers may take when the server is asked to end.
@@ -147,7 +148,8 @@ async fn lingered(connection: &CancellationToken) {
     tokio::time::sleep(LINGER).await;
 }
 
-/// Returns when the server is asked to end and no call waits for an answer, or those that do wait too long.
+/// Returns when the server is asked to end and no call waits for an answer, or those that do wait
+/// too long.
 async fn drained(draining: &CancellationToken, unanswered: &Mutex<HashSet<RequestId>>) {
     draining.cancelled().await;
     let answered = async {
@@ -162,7 +164,8 @@ async fn drained(draining: &CancellationToken, unanswered: &Mutex<HashSet<Reques
     let _ = tokio::time::timeout(LAST_ANSWERS, answered).await;
 }
 
-/// Writes whole lines in the order in which they were sent, until all senders are gone or the reader is.
+/// Writes whole lines in the order in which they were sent, until all senders are gone or the
+/// reader is.
 async fn write_lines(
     mut writer: Writer,
     mut lines: mpsc::Receiver<Vec<u8>>,
@@ -201,11 +204,13 @@ struct LineTransport {
     /// A line that is being decoded. Lines behind it wait, so that messages stay in order.
     reading: Option<Decoding<wire::Read>>,
     outgoing: Option<mpsc::Sender<Vec<u8>>>,
-    /// An answer that could not be sent yet: `receive` may be dropped at any of its waits and must not lose it.
+    /// An answer that could not be sent yet: `receive` may be dropped at any of its waits and must
+    /// not lose it.
     rejection: Option<Vec<u8>>,
     connection: CancellationToken,
     era: Era,
-    /// Ids of requests under way. The library would answer only one of two requests with the same id.
+    /// Ids of requests under way. The library would answer only one of two requests with the same
+    /// id.
     unanswered: Arc<Mutex<HashSet<RequestId>>>,
     turns: Turns,
 }
@@ -297,7 +302,8 @@ impl Transport<RoleServer> for LineTransport {
         }
     }
 
-    /// Returns the next message. Safe to drop while waiting: lines under way and unsent answers stay in the transport.
+    /// Returns the next message. Safe to drop while waiting: lines under way and unsent answers
+    /// stay in the transport.
     async fn receive(&mut self) -> Option<ClientJsonRpcMessage> {
         loop {
             if self.rejection.is_some() {
@@ -348,8 +354,8 @@ impl Transport<RoleServer> for LineTransport {
     }
 }
 
-/// Tells whether the library settles on a protocol era when it sees this request. It does not for probes, pings and
-/// requests it refuses.
+/// Tells whether the library settles on a protocol era when it sees this request. It does not for
+/// probes, pings and requests it refuses.
 fn chooses_era(request: &ClientRequest) -> bool {
     match request {
         ClientRequest::InitializeRequest(_) => true,
@@ -391,8 +397,9 @@ impl Lines {
         }
     }
 
-    /// Returns the next line, or nothing at the end; a last line needs no line break. Safe to drop while waiting:
-    /// `fill_buf` takes nothing from the reader, and between taking and storing there is no wait.
+    /// Returns the next line, or nothing at the end; a last line needs no line break. Safe to drop
+    /// while waiting: `fill_buf` takes nothing from the reader, and between taking and storing
+    /// there is no wait.
     async fn next(&mut self) -> io::Result<Option<Line>> {
         loop {
             let available = self.reader.fill_buf().await?;
@@ -423,8 +430,9 @@ impl Lines {
     }
 }
 
-/// Moves the protocol away from descriptors 0 and 1. What is printed by a library, by a panic or by a child that
-/// inherits them goes to standard error, and nobody else can eat the client's messages.
+/// Moves the protocol away from descriptors 0 and 1. What is printed by a library, by a panic or by
+/// a child that inherits them goes to standard error, and nobody else can eat the client's
+/// messages.
 fn take_over_stdio() -> io::Result<(Reader, Writer)> {
     /// Copies must not land on 0, 1 or 2 in case one of those is closed.
     const FIRST_FREE: i32 = 3;
@@ -464,9 +472,9 @@ fn kind_of(descriptor: &OwnedFd) -> io::Result<FileType> {
     ))
 }
 
-/// Opens a pipe once more, without blocking. The flag belongs to the open file, which the parent may share; a file of
-/// our own leaves theirs alone. Gives nothing where that is not possible, for example when the pipe belongs to another
-/// user.
+/// Opens a pipe once more, without blocking. The flag belongs to the open file, which the parent
+/// may share; a file of our own leaves theirs alone. Gives nothing where that is not possible, for
+/// example when the pipe belongs to another user.
 fn reopened(pipe: &OwnedFd, access: OFlags) -> Option<OwnedFd> {
     let path = format!("/proc/self/fd/{}", pipe.as_raw_fd());
     rustix::fs::open(

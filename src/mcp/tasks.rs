@@ -1,7 +1,8 @@
 //! Cells as tasks, for clients that know the extension.
 //!
-//! A task is an execution that goes on, and its id is the execution's handle: unguessable, bound to its owner, and known to whoever keeps
-//! the sessions. So nothing is kept here, and tasks outlive this process with their sessions.
+//! A task is an execution that goes on, and its id is the execution's handle: unguessable, bound to
+//! its owner, and known to whoever keeps the sessions. So nothing is kept here, and tasks outlive
+//! this process with their sessions.
 
 use std::time::{Duration, SystemTime};
 
@@ -17,15 +18,18 @@ use serde_json::{Value, json};
 use super::asking::{Way, all_decisions, input_requests};
 use super::render::Occasion;
 use super::{Server, render};
-use crate::session::{Checked, ExecutionHandle, News, Principal, Status, Underway, Which};
+use crate::ops::{self, HostExt};
+use crate::session::{Checked, ExecutionHandle, Principal, Refused, Status, Underway, Which};
 
-/// How long a call waits before it becomes a task. Most cells are over by then, and a plain result is one message.
+/// How long a call waits before it becomes a task. Most cells are over by then, and a plain result
+/// is one message.
 pub(super) const PATIENCE: Duration = Duration::from_secs(2);
 
 /// How often a client should look.
 const POLL_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Tells whether a caller can be answered with a task: the request itself says so, and in the revision that has them.
+/// Tells whether a caller can be answered with a task: the request itself says so, and in the
+/// revision that has them.
 pub(super) fn are_known_to(context: &RequestContext<RoleServer>) -> bool {
     let is_modern = context
         .protocol_version()
@@ -56,11 +60,7 @@ impl Server {
         let handle = known(id)?;
         let which = Which::This(handle.clone());
         let max_chars = self.shared.most_compared_chars;
-        let checked = self
-            .shared
-            .sessions
-            .check(owner, &which, Duration::ZERO, max_chars, News::default())
-            .await;
+        let checked = self.check_now(owner, which.clone(), max_chars).await;
         let (underway, payload) = match checked {
             Ok(Checked::Underway(underway))
                 if Way::of(context) != Way::Nobody && !underway.asks.is_empty() =>
@@ -91,6 +91,7 @@ impl Server {
                 };
                 (None, TaskPayload::Completed { result })
             }
+            Err(Refused::CancelledWhileWaiting) => (None, TaskPayload::Cancelled),
             Ok(Checked::Nothing) | Err(_) => return Err(unknown()),
         };
         let task = task(&handle, payload.status(), underway.as_ref());
@@ -107,7 +108,14 @@ impl Server {
         let decided = self
             .shared
             .sessions
-            .decide(owner, &known(id)?, all_decisions(responses), "task")
+            .run(
+                owner,
+                ops::Decide {
+                    execution: known(id)?,
+                    decisions: all_decisions(responses),
+                    asked_by: "task".to_owned(),
+                },
+            )
             .await;
         decided.map(drop).map_err(|_| unknown())
     }
@@ -117,7 +125,12 @@ impl Server {
         let which = Which::This(known(id)?);
         self.shared
             .sessions
-            .stop(owner, &which)
+            .run(
+                owner,
+                ops::Interrupt {
+                    execution: which.clone(),
+                },
+            )
             .await
             .map_err(|_| unknown())
     }

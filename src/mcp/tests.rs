@@ -1,14 +1,13 @@
-//! The room as a client meets it: raw lines over a pair of in-memory pipes, and sessions that answer as the test says.
+//! The room as a client meets it: raw lines over a pair of in-memory pipes, and sessions that
+//! answer as the test says.
 
-use std::io;
 use std::time::Duration;
 
-use async_trait::async_trait;
 use serde_json::{Value, json};
 use tempfile::TempDir;
 use tokio::io::{
-    AsyncBufReadExt, AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, BufReader, DuplexStream,
-    Lines, ReadHalf, WriteHalf,
+    AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader, DuplexStream, Lines, ReadHalf,
+    WriteHalf,
 };
 use tokio::sync::{mpsc, watch};
 use tokio::task::JoinHandle;
@@ -17,19 +16,16 @@ use tokio_util::sync::CancellationToken;
 use super::tools::ToolName;
 use super::tools::tests::assert_valid_output;
 use super::*;
+use crate::ops::{Op, Reply, Ticket};
 use crate::sandbox::fake::FakeBackend;
 use crate::sandbox::{Isolation, LaunchError, MemoryUse, Preparation};
-use crate::session::install::{InstallError, InstallReport, Leave};
-use crate::session::servers::{
-    Registrar, ServerReport, ServerRequest, ServerSetup, ServerState, ServerTool, Trust,
-};
+use crate::session::install::{InstallError, InstallReport};
+use crate::session::servers::{Registrar, ServerReport, ServerState, ServerTool, Trust};
 use crate::session::{
-    ApprovalSetup, Asking, Checked, CheckpointInfo, Decided, Decision, ExecuteRequest, Executed,
-    ExecutionHandle, ExecutionId, ExploreReport, ExploreRequest, FileList, FileNote, FileRange,
-    FilesCarried, ForkNames, ForkReport, ForkRequest, InsidePath, LimitSetup, Load, News, Outcome,
-    Output, Part, PythonError, RecordEnding, Refused, ResetReport, SessionId, SessionInfo,
-    SessionSettings, Sessions, Slice, StateAfter, Status, Stream, UndoReport, UploadPart, Uploaded,
-    VariantReport, Which,
+    Asking, Checked, CheckpointInfo, ExecuteRequest, Executed, ExecutionId, ExploreReport,
+    ExploreRequest, FileList, FileNote, FilesCarried, ForkNames, ForkReport, Outcome, Output, Part,
+    PythonError, Refused, ResetReport, SessionSettings, Sessions, Slice, StateAfter, Status,
+    Stream, UndoReport, VariantReport,
 };
 
 mod approvals;
@@ -37,13 +33,14 @@ mod approvals;
 /// What the answerer of these tests printed for `long`: more than one default slice of a resource.
 const LONG_OUTPUT: usize = 300_000;
 
-/// Sessions that obey the words in a cell: `hello` prints, `wait` runs until cancelled, `stubborn` never ends, `long`
-/// prints what must be cut, `import x` finds no x, `refuse` is refused, and `slow` takes twelve seconds. Variants obey the same words, one after
-/// the other. A session called `stuck` cannot be forked or undone in finite time.
+/// Sessions that obey the words in a cell: `hello` prints, `wait` runs until cancelled, `stubborn`
+/// never ends, `long` prints what must be cut, `import x` finds no x, `refuse` is refused, and
+/// `slow` takes twelve seconds. Variants obey the same words, one after the other. A session called
+/// `stuck` cannot be forked or undone in finite time.
 struct FakeSessions {
     preparation: watch::Sender<Preparation>,
-    /// Receives the code of each execution when it starts, the name of each other request, and word of a `wait` that was
-    /// cancelled.
+    /// Receives the code of each execution when it starts, the name of each other request, and word
+    /// of a `wait` that was cancelled.
     started: mpsc::Sender<String>,
 }
 
@@ -66,20 +63,160 @@ pub(super) fn server_report(name: &str) -> ServerReport {
     }
 }
 
-#[async_trait]
-impl SessionAccess for FakeSessions {
+impl Host for Arc<FakeSessions> {
+    fn submit<'a>(&self, _: &Principal, op: Op, io: Io<'a>) -> Result<Ticket<'a>, Refused> {
+        let fake = Arc::clone(self);
+        Ticket::admit(async move { fake.answer(op, io).await })
+    }
+
     fn preparation(&self) -> watch::Receiver<Preparation> {
         self.preparation.subscribe()
+    }
+}
+
+impl FakeSessions {
+    async fn answer(&self, op: Op, io: Io<'_>) -> Result<Reply, Refused> {
+        let failed = |why: String| Refused::Launch(LaunchError::Start { why });
+        let checkpoints = || {
+            vec![CheckpointInfo {
+                cells_back: 3,
+                before: "x = 1".to_owned(),
+                age: Duration::from_secs(1),
+            }]
+        };
+        Ok(match op {
+            Op::Execute(op) => Reply::Execute(self.execute(op.request, io.cancel).await?),
+            Op::Check(_) => Reply::Check(Checked::Nothing),
+            Op::Decide(_) => return Err(Refused::UnknownExecution),
+            Op::Interrupt(_) => Reply::Interrupt(()),
+            Op::Reset(_) => Reply::Reset(ResetReport {
+                interrupted_running_cell: false,
+                files_kept: true,
+                had_no_session: false,
+            }),
+            Op::Undo(op) => {
+                self.started.try_send("undo".to_owned()).unwrap();
+                if op.session.as_str() == "stuck" {
+                    std::future::pending::<()>().await;
+                }
+                Reply::Undo(UndoReport {
+                    undone: op.cells,
+                    revived: false,
+                    lost: vec!["1 connection".to_owned()],
+                    files: FilesCarried::Restored,
+                    left: checkpoints(),
+                    notes: Vec::new(),
+                })
+            }
+            Op::ListCheckpoints(_) => Reply::ListCheckpoints(checkpoints()),
+            Op::Fork(op) => {
+                self.started.try_send("fork".to_owned()).unwrap();
+                let id = op.session;
+                if id.as_str() == "stuck" {
+                    std::future::pending::<()>().await;
+                }
+                let forks = match op.request.names {
+                    ForkNames::Count(count) => (1..=count)
+                        .map(|number| format!("{id}-{number}").parse().unwrap())
+                        .collect(),
+                    ForkNames::Named(names) => names,
+                };
+                Reply::Fork(ForkReport {
+                    forks,
+                    lost: vec![],
+                    files: FilesCarried::Copied,
+                    notes: vec![],
+                })
+            }
+            Op::Explore(op) => Reply::Explore(self.explore(op.request, io).await),
+            Op::Install(op) => {
+                io.progress.send_replace("resolving packages".to_owned());
+                let install_failed =
+                    |why: &str| Err(Refused::Install(InstallError::Failed(why.to_owned())));
+                match op.requirements[0].as_str() {
+                    "endless" => {
+                        io.cancel.cancelled().await;
+                        return install_failed("it was interrupted");
+                    }
+                    "nothing" => return install_failed("No solution found"),
+                    _ => Reply::Install(InstallReport {
+                        text: format!("Installed {}", op.requirements.join(" ")),
+                        loaded: vec!["numpy".to_owned()],
+                        preloaded: Vec::new(),
+                        ruling: None,
+                    }),
+                }
+            }
+            Op::RegisterServer(ops::RegisterServer { server }) => {
+                if server.params.get("command").is_none() || server.trust == Trust::Remote {
+                    let why = "it has no command".to_owned();
+                    return Err(Refused::Server { why });
+                }
+                Reply::RegisterServer(server_report(&server.name))
+            }
+            Op::UnregisterServer(op) if op.name == "notes" => Reply::UnregisterServer(()),
+            Op::UnregisterServer(op) => {
+                let why = format!("there is no server {:?}", op.name);
+                return Err(Refused::Server { why });
+            }
+            Op::ListServers(_) => Reply::ListServers(vec![server_report("notes")]),
+            Op::WriteFile(_) => {
+                let mut bytes = Vec::new();
+                let read = io.body.into_source().read_to_end(&mut bytes).await;
+                Reply::WriteFile(read.map_err(|error| failed(error.to_string()))? as u64)
+            }
+            Op::ReadFile(op) => {
+                let mut sink = io.body.into_sink();
+                sink.write_all(b"half").await.unwrap();
+                if op.path.as_str() == "broken" {
+                    return Err(failed("the file went away".to_owned()));
+                }
+                sink.write_all(b"whole").await.unwrap();
+                Reply::ReadFile(9)
+            }
+            Op::ListFiles(op) => {
+                let path = if op.session.as_str() == "own" {
+                    "lib/regex.py"
+                } else {
+                    "data/ä.csv"
+                };
+                Reply::ListFiles(FileList {
+                    files: vec![FileNote {
+                        path: path.to_owned(),
+                        size: 9,
+                    }],
+                    omitted: 0,
+                })
+            }
+            Op::ListSessions(_) => Reply::ListSessions(Vec::new()),
+            Op::CloseSession(_) => Reply::CloseSession(()),
+            Op::OutputSize(op) => Reply::OutputSize(
+                (op.output == ExecutionId(1).into()).then_some(LONG_OUTPUT as u64),
+            ),
+            Op::ReadOutput(op) => {
+                let total = LONG_OUTPUT as u64;
+                let left = total.saturating_sub(op.offset).min(op.length as u64) as usize;
+                let slice = || Slice {
+                    bytes: vec![b'x'; left],
+                    total,
+                    kept_in_part: false,
+                };
+                Reply::ReadOutput((op.output == ExecutionId(1).into()).then(slice))
+            }
+            Op::GetLoad(_)
+            | Op::SetServers(_)
+            | Op::SetApprovals(_)
+            | Op::SetLimits(_)
+            | Op::ReadFileRange(_)
+            | Op::Upload(_)
+            | Op::UploadSize(_) => unreachable!("MCP does not use it"),
+        })
     }
 
     async fn execute(
         &self,
-        _owner: &Principal,
-        _id: &SessionId,
         request: ExecuteRequest,
-        _wait: Option<Duration>,
         cancel: CancellationToken,
-        _news: News,
     ) -> Result<Executed, Refused> {
         self.started.try_send(request.code.clone()).unwrap();
         let said = |text: &str| Part::Text {
@@ -162,6 +299,7 @@ impl SessionAccess for FakeSessions {
                 total_chars: 6,
                 total_lines: 1,
                 cut_chars,
+                figures: 0,
                 late: None,
             },
             duration: Duration::from_millis(1),
@@ -180,103 +318,7 @@ impl SessionAccess for FakeSessions {
         })))
     }
 
-    async fn check(
-        &self,
-        _owner: &Principal,
-        _which: &Which,
-        _wait: Duration,
-        _max_chars: usize,
-        _news: News,
-    ) -> Result<Checked, Refused> {
-        Ok(Checked::Nothing)
-    }
-
-    async fn decide(
-        &self,
-        _owner: &Principal,
-        _handle: &ExecutionHandle,
-        _decisions: Vec<Decision>,
-        _how: &'static str,
-    ) -> Result<Decided, Refused> {
-        Err(Refused::UnknownExecution)
-    }
-
-    async fn stop(&self, _owner: &Principal, _which: &Which) -> Result<(), Refused> {
-        Ok(())
-    }
-
-    async fn reset(&self, _owner: &Principal, _id: &SessionId) -> Result<ResetReport, Refused> {
-        Ok(ResetReport {
-            interrupted_running_cell: false,
-            files_kept: true,
-            had_no_session: false,
-        })
-    }
-
-    async fn undo(
-        &self,
-        owner: &Principal,
-        id: &SessionId,
-        cells: u32,
-    ) -> Result<UndoReport, Refused> {
-        self.started.try_send("undo".to_owned()).unwrap();
-        if id.as_str() == "stuck" {
-            std::future::pending::<()>().await;
-        }
-        Ok(UndoReport {
-            undone: cells,
-            revived: false,
-            lost: vec!["1 connection".to_owned()],
-            files: FilesCarried::Restored,
-            left: self.checkpoints(owner, id).await?,
-            notes: Vec::new(),
-        })
-    }
-
-    async fn checkpoints(
-        &self,
-        _owner: &Principal,
-        _id: &SessionId,
-    ) -> Result<Vec<CheckpointInfo>, Refused> {
-        Ok(vec![CheckpointInfo {
-            cells_back: 3,
-            before: "x = 1".to_owned(),
-            age: Duration::from_secs(1),
-        }])
-    }
-
-    async fn fork(
-        &self,
-        _owner: &Principal,
-        id: &SessionId,
-        request: ForkRequest,
-    ) -> Result<ForkReport, Refused> {
-        self.started.try_send("fork".to_owned()).unwrap();
-        if id.as_str() == "stuck" {
-            std::future::pending::<()>().await;
-        }
-        let forks = match request.names {
-            ForkNames::Count(count) => (1..=count)
-                .map(|number| format!("{id}-{number}").parse().unwrap())
-                .collect(),
-            ForkNames::Named(names) => names,
-        };
-        Ok(ForkReport {
-            forks,
-            lost: vec![],
-            files: FilesCarried::Copied,
-            notes: vec![],
-        })
-    }
-
-    async fn explore(
-        &self,
-        owner: &Principal,
-        id: &SessionId,
-        request: ExploreRequest,
-        cancel: CancellationToken,
-        news: News,
-    ) -> Result<ExploreReport, Refused> {
+    async fn explore(&self, request: ExploreRequest, io: Io<'_>) -> ExploreReport {
         let (timeout, max_output_chars) = (request.timeout, request.max_output_chars);
         let total = request.variants.len();
         let mut variants = Vec::new();
@@ -289,220 +331,21 @@ impl SessionAccess for FakeSessions {
                 rules: None,
                 recorder: Default::default(),
             };
-            let ended = self
-                .execute(owner, id, cell, None, cancel.clone(), News::default())
-                .await
-                .map(finished);
             variants.push(VariantReport {
                 name: variant.name,
-                ended,
+                ended: self.execute(cell, io.cancel.clone()).await.map(finished),
                 score: None,
             });
-            news.send_replace(format!("{} of {total} variants finished", number + 1));
+            let progress = format!("{} of {total} variants finished", number + 1);
+            io.progress.send_replace(progress);
         }
-        Ok(ExploreReport {
+        ExploreReport {
             variants,
             kept: vec![],
             replaced: false,
             notes: vec![],
             lost: vec![],
-        })
-    }
-
-    async fn install(
-        &self,
-        _owner: &Principal,
-        _id: &SessionId,
-        requirements: Vec<String>,
-        _leave: Leave,
-        _cancel: CancellationToken,
-        news: News,
-    ) -> Result<InstallReport, Refused> {
-        news.send_replace("resolving packages".to_owned());
-        match requirements[0].as_str() {
-            "nothing" => Err(Refused::Install(InstallError::Failed(
-                "No solution found".to_owned(),
-            ))),
-            _ => Ok(InstallReport {
-                text: format!("Installed {}", requirements.join(" ")),
-                loaded: vec!["numpy".to_owned()],
-                preloaded: Vec::new(),
-                ruling: None,
-            }),
         }
-    }
-
-    async fn register_server(
-        &self,
-        _: &Principal,
-        request: ServerRequest,
-    ) -> Result<ServerReport, Refused> {
-        if request.params.get("command").is_none() || request.trust == Trust::Remote {
-            return Err(Refused::Server {
-                why: "it has no command".to_owned(),
-            });
-        }
-        Ok(server_report(&request.name))
-    }
-
-    async fn set_up_servers(&self, setup: ServerSetup) -> Result<(), Refused> {
-        match setup.servers.is_empty() {
-            true => Err(Refused::NoServers),
-            false => Ok(()),
-        }
-    }
-
-    async fn set_up_approvals(&self, _: ApprovalSetup) -> Result<(), Refused> {
-        Ok(())
-    }
-
-    async fn unregister_server(&self, _: &Principal, name: &str) -> Result<(), Refused> {
-        if name == "notes" {
-            Ok(())
-        } else {
-            Err(Refused::Server {
-                why: format!("there is no server {name:?}"),
-            })
-        }
-    }
-
-    async fn servers(&self, _: &Principal) -> Result<Vec<ServerReport>, Refused> {
-        Ok(vec![server_report("notes")])
-    }
-
-    async fn write_file(
-        &self,
-        _owner: &Principal,
-        _id: &SessionId,
-        _path: &InsidePath,
-        source: &mut (dyn AsyncRead + Send + Unpin),
-        _overwrite: bool,
-    ) -> Result<u64, Refused> {
-        let mut bytes = Vec::new();
-        let read = source.read_to_end(&mut bytes).await;
-        read.map(|size| size as u64).map_err(|error| {
-            Refused::Launch(LaunchError::Start {
-                why: error.to_string(),
-            })
-        })
-    }
-
-    async fn read_file(
-        &self,
-        _owner: &Principal,
-        _id: &SessionId,
-        path: &InsidePath,
-        _limit: u64,
-        sink: &mut (dyn AsyncWrite + Send + Unpin),
-    ) -> Result<u64, Refused> {
-        sink.write_all(b"half").await.unwrap();
-        if path.as_str() == "broken" {
-            return Err(Refused::Launch(LaunchError::Start {
-                why: "the file went away".to_owned(),
-            }));
-        }
-        sink.write_all(b"whole").await.unwrap();
-        Ok(9)
-    }
-
-    async fn read_file_range(
-        &self,
-        _owner: &Principal,
-        _id: &SessionId,
-        _path: &InsidePath,
-        _offset: u64,
-        _length: Option<u64>,
-        _sink: &mut (dyn AsyncWrite + Send + Unpin),
-    ) -> Result<FileRange, Refused> {
-        Ok(FileRange {
-            total: 0,
-            sent: 0,
-            version: String::new(),
-        })
-    }
-
-    async fn list_files(&self, _owner: &Principal, id: &SessionId) -> Result<FileList, Refused> {
-        let path = if id.as_str() == "own" {
-            "lib/regex.py"
-        } else {
-            "data/ä.csv"
-        };
-        Ok(FileList {
-            files: vec![FileNote {
-                path: path.to_owned(),
-                size: 9,
-            }],
-            omitted: 0,
-        })
-    }
-
-    async fn upload(
-        &self,
-        _owner: &Principal,
-        _id: &SessionId,
-        _path: &InsidePath,
-        part: UploadPart,
-        _source: &mut (dyn AsyncRead + Send + Unpin),
-    ) -> Result<Uploaded, Refused> {
-        Ok(Uploaded {
-            size: part.offset,
-            finished: part.last,
-        })
-    }
-
-    async fn uploaded(
-        &self,
-        _owner: &Principal,
-        _id: &SessionId,
-        _path: &InsidePath,
-    ) -> Option<u64> {
-        None
-    }
-
-    async fn set_up_limits(&self, _setup: LimitSetup) -> Result<(), Refused> {
-        Ok(())
-    }
-
-    fn record_endings(&self, _takes_over: bool, _record: RecordEnding) {}
-
-    async fn load(&self) -> Load {
-        Load::default()
-    }
-
-    async fn list(&self, _owner: &Principal) -> Result<Vec<SessionInfo>, Refused> {
-        Ok(Vec::new())
-    }
-
-    async fn close(&self, _owner: &Principal, _id: &SessionId) -> Result<(), Refused> {
-        Ok(())
-    }
-
-    async fn output_size(
-        &self,
-        _owner: &Principal,
-        _id: &SessionId,
-        execution: ExecutionId,
-    ) -> Option<u64> {
-        (execution == ExecutionId(1)).then_some(LONG_OUTPUT as u64)
-    }
-
-    async fn read_output(
-        &self,
-        _owner: &Principal,
-        _id: &SessionId,
-        execution: ExecutionId,
-        offset: u64,
-        length: usize,
-    ) -> Option<io::Result<Slice>> {
-        let total = LONG_OUTPUT as u64;
-        let left = total.saturating_sub(offset).min(length as u64) as usize;
-        (execution == ExecutionId(1)).then(|| {
-            Ok(Slice {
-                bytes: vec![b'x'; left],
-                total,
-                kept_in_part: false,
-            })
-        })
     }
 }
 
@@ -532,7 +375,7 @@ impl Client {
             preparation: preparation.clone(),
             started: started_sender,
         };
-        Client::of(Arc::new(sessions), started, preparation)
+        Client::of(Arc::new(Arc::new(sessions)), started, preparation)
     }
 
     /// A client of real sessions on a backend that isolates nothing.
@@ -549,7 +392,7 @@ impl Client {
     }
 
     fn of(
-        sessions: Arc<dyn SessionAccess>,
+        sessions: Arc<dyn Host>,
         started: mpsc::Receiver<String>,
         preparation: watch::Sender<Preparation>,
     ) -> Client {
@@ -632,7 +475,11 @@ impl Client {
 }
 
 fn initialize(version: &str) -> Value {
-    let params = json!({"protocolVersion": version, "capabilities": {}, "clientInfo": {"name": "test", "version": "1"}});
+    let params = json!({
+        "protocolVersion": version,
+        "capabilities": {},
+        "clientInfo": {"name": "test", "version": "1"},
+    });
     request(0, "initialize", params)
 }
 
@@ -715,7 +562,8 @@ async fn initialize_tells_who_we_are_and_what_we_can() {
 async fn a_failed_import_names_the_package_unless_the_module_is_the_users_own() {
     let mut client = Client::legacy("2025-11-25").await;
     let told = client.run("import cv2").await;
-    let expected = "ModuleNotFoundError: No module named 'cv2'\n`cv2` is not installed here; call install_package with \
+    let expected = "ModuleNotFoundError: No module named 'cv2'\n`cv2` is not installed here; call \
+                    install_package with \
                     package_name \"opencv-python-headless\" and run the cell again.";
     assert_eq!(
         (
@@ -741,6 +589,44 @@ async fn a_failed_import_names_the_package_unless_the_module_is_the_users_own() 
             "{session}: {told}"
         );
     }
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_import_during_an_installation_is_told_to_wait_for_it() {
+    let mut client = Client::legacy("2025-11-25").await;
+    let begun = client
+        .ask(call(
+            "install_package",
+            json!({"package_name": "endless", "session_id": "a"}),
+        ))
+        .await;
+    assert!(text(&begun).starts_with("Still at work"), "{begun}");
+    let import = |session: &str| {
+        call(
+            "execute_ipython_cell",
+            json!({"code": "import cv2", "session_id": session}),
+        )
+    };
+    let told = client.ask(import("a")).await;
+    assert!(text(&told).ends_with(
+        "`cv2` is not installed yet: an installation in this session goes on. Call check_execution \
+         with session_id \"a\" \
+         until it has ended, and run the cell again."
+    ), "{told}");
+    let elsewhere = client.ask(import("b")).await;
+    assert!(
+        text(&elsewhere).contains("call install_package"),
+        "{elsewhere}"
+    );
+    let ended = client
+        .ask(call(
+            "check_execution",
+            json!({"session_id": "a", "interrupt": true}),
+        ))
+        .await;
+    assert!(text(&ended).contains("it was interrupted"), "{ended}");
+    let told = client.ask(import("a")).await;
+    assert!(text(&told).contains("call install_package"), "{told}");
 }
 
 #[tokio::test]
@@ -913,7 +799,9 @@ async fn an_over_long_line_is_answered_and_skipped() {
 #[tokio::test]
 async fn what_is_not_declared_does_not_answer() {
     let mut client = Client::legacy("2025-11-25").await;
-    let completion = json!({"ref": {"type": "ref/prompt", "name": "a"}, "argument": {"name": "a", "value": "b"}});
+    let completion = json!({
+        "ref": {"type": "ref/prompt", "name": "a"}, "argument": {"name": "a", "value": "b"},
+    });
     for (method, params) in [
         ("prompts/get", json!({"name": "a"})),
         ("completion/complete", completion),
@@ -1022,7 +910,11 @@ async fn the_other_tools_answer_in_their_schemas() {
 
 #[tokio::test]
 async fn sessions_branch_in_both_eras_and_answer_in_their_schemas() {
-    let variants = json!([{"name": "a", "code": "hello"}, {"name": "b", "code": "long"}, {"name": "c", "code": "refuse"}]);
+    let variants = json!([
+        {"name": "a", "code": "hello"},
+        {"name": "b", "code": "long"},
+        {"name": "c", "code": "refuse"},
+    ]);
     let calls = [
         (ToolName::Fork, json!({"count": 2})),
         (
@@ -1430,7 +1322,7 @@ async fn a_resource_that_does_not_exist_is_an_invalid_parameter() {
             .as_array()
             .unwrap()
             .len(),
-        2
+        3
     );
 }
 
@@ -1594,7 +1486,8 @@ async fn a_cancelled_cell_makes_room_for_the_next() {
     client.send(execute(2, "sleep 86400")).await;
     client.send(execute(3, "get x")).await;
     client.send(cancel(2)).await;
-    // The second cell waits for the first, so its answer shows that the first has ended; the first itself gets none.
+    // The second cell waits for the first, so its answer shows that the first has ended; the first
+    // itself gets none.
     let answer = client.next().await;
     assert_eq!(
         (answer["id"].clone(), answer["result"]["isError"].clone()),
@@ -1734,7 +1627,9 @@ async fn the_best_variant_can_take_the_place_of_the_session() {
     let mut client = Client::of_real_sessions().await;
     client.run("set x 1").await;
     let variants = json!([
-        {"name": "low", "code": "set x 2"}, {"name": "high", "code": "set x 3"}, {"name": "broken", "code": "raise no"}
+        {"name": "low", "code": "set x 2"},
+        {"name": "high", "code": "set x 3"},
+        {"name": "broken", "code": "raise no"},
     ]);
     let untouched = client
         .ask(call("explore", json!({"variants": variants})))

@@ -1,7 +1,8 @@
 //! A toolbox: the tools that clients of one profile see, and how their calls are carried out.
 //!
-//! The handler knows no tool. It finds one here by its name and hands the call over; whoever is calling, order, progress and sessions are
-//! the same for all profiles. [`Catalogue`] is the toolbox of the default profile, `profiles` has those of other servers.
+//! The handler knows no tool. It finds one here by its name and hands the call over; whoever is
+//! calling, order, progress and sessions are the same for all profiles. [`Catalogue`] is the
+//! toolbox of the default profile, `profiles` has those of other servers.
 
 use async_trait::async_trait;
 use rmcp::RoleServer;

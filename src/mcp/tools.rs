@@ -1,10 +1,12 @@
 //! The tools a client sees: names, descriptions, schemas.
 //!
-//! The schemas are written by hand and are the only list of argument names: `parse` takes the allowed names from them and hands
-//! each argument to `arguments`, which checks it. Nothing is executed here.
+//! The schemas are written by hand and are the only list of argument names: `parse` takes the
+//! allowed names from them and hands each argument to `arguments`, which checks it. Nothing is
+//! executed here.
 //!
-//! A model pays for every byte of this list in every conversation. So output schemas have one level, every field of it is always there,
-//! and a field that may be null has no type; `docs/results.md` has the rest.
+//! A model pays for every byte of this list in every conversation. So output schemas have one
+//! level, every field of it is always there, and a field that may be null has no type;
+//! `docs/results.md` has the rest.
 
 use std::fmt;
 use std::sync::Arc;
@@ -162,8 +164,8 @@ impl Catalogue {
         &self.tools[tool as usize]
     }
 
-    /// Checks the arguments of a call. Refuses names that are not in the schema, and everything the schema would
-    /// refuse.
+    /// Checks the arguments of a call. Refuses names that are not in the schema, and everything the
+    /// schema would refuse.
     pub(super) fn parse(
         &self,
         tool: ToolName,
@@ -300,10 +302,15 @@ fn describe(tool: ToolName, settings: &McpSettings) -> Tool {
         ToolName::Execute => (
             "Run Python",
             format!(
-                "Runs one IPython cell (magics, `!commands`, top-level `await`, plots) in a private Linux sandbox \
-                 {reach} and returns what it printed, the value of its last expression and its images. Variables, imports \
-                 and files stay for the next call with the same session_id; {new}. {files} After the timeout the code is interrupted; if it \
-                 ignores that, it is killed and variables are lost. A failed cell is not rolled back{undo}. A cell that takes longer than {wait} goes on; check_execution tells how.{packages}",
+                "Runs one IPython cell (magics, `!commands`, top-level `await`, plots) in a \
+                 private Linux sandbox \
+                 {reach} and returns what it printed, the value of its last expression and its \
+                 images. Variables, imports \
+                 and files stay for the next call with the same session_id; {new}. {files} After \
+                 the timeout the code is interrupted; if it \
+                 ignores that, it is killed and variables are lost. A failed cell is not rolled \
+                 back{undo}. A cell that takes longer than {wait} goes on; check_execution tells \
+                 how.{packages}",
                 reach = settings.reach(),
                 new = match settings.front {
                     Front::Stdio => "a new session_id starts a new session without variables",
@@ -322,7 +329,8 @@ fn describe(tool: ToolName, settings: &McpSettings) -> Tool {
                     "max_output_chars": {
                         "type": "integer", "minimum": 1, "maximum": MOST_OUTPUT_CHARS,
                         "default": settings.default_max_output_chars,
-                        "description": "Longer text keeps its head and tail; the rest can be read as a resource.",
+                        "description": "Longer text keeps its head and tail; the rest can be read \
+                                        as a resource.",
                     },
                     "allowed_domains": {
                         "type": "array", "items": {"type": "string"},
@@ -332,12 +340,14 @@ fn describe(tool: ToolName, settings: &McpSettings) -> Tool {
                 &["code"],
             ),
             execution_schema(),
-            // Code can overwrite and delete the session's own files, so it is destructive within the session.
+            // Code can overwrite and delete the session's own files, so it is destructive within
+            // the session.
             hints(Effect::Changes { destructive: true, idempotent: false }),
         ),
         ToolName::Check => (
             "Go on with a long cell",
-            "Waits for a cell that was still running: new output, or its result. After a lost connection it tells the last \
+            "Waits for a cell that was still running: new output, or its result. After a lost \
+             connection it tells the last \
              result again."
                 .to_owned(),
             object(
@@ -357,7 +367,8 @@ fn describe(tool: ToolName, settings: &McpSettings) -> Tool {
         ToolName::Install => (
             "Install packages",
             format!(
-                "Installs Python packages into a session, also when it has no network; they are there at once and \
+                "Installs Python packages into a session, also when it has no network; they are \
+                 there at once and \
                  stay after a reset. `!pip install` in a cell does the same.{off}",
                 off = if settings.can_install { "" } else { " Switched off on this server." },
             ),
@@ -365,7 +376,9 @@ fn describe(tool: ToolName, settings: &McpSettings) -> Tool {
                 json!({
                     "package_name": {
                         "description": "Such as `polars>=1`, or a list.",
-                        "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}],
+                        "anyOf": [
+                            {"type": "string"}, {"type": "array", "items": {"type": "string"}},
+                        ],
                     },
                     "session_id": session_schema(settings),
                 }),
@@ -380,7 +393,8 @@ fn describe(tool: ToolName, settings: &McpSettings) -> Tool {
         ),
         ToolName::Reset => (
             "Restart Python",
-            "Starts Python anew in a session, also while a cell is running (that cell is stopped) and after Python \
+            "Starts Python anew in a session, also while a cell is running (that cell is stopped) \
+             and after Python \
              has died. Variables and imports are lost; files are kept."
                 .to_owned(),
             object(json!({"session_id": session_schema(settings)}), &[]),
@@ -394,12 +408,15 @@ fn describe(tool: ToolName, settings: &McpSettings) -> Tool {
         ToolName::Undo => (
             "Take cells back",
             format!(
-                "Brings a session back to how it was before its last cells: variables{files}. Also after Python has \
-                 died (out of memory, killed, os._exit): cells=1 is then the cell that killed it. Not while a cell is \
+                "Brings a session back to how it was before its last cells: variables{files}. Also \
+                 after Python has \
+                 died (out of memory, killed, os._exit): cells=1 is then the cell that killed it. \
+                 Not while a cell is \
                  running; a reset cannot be undone.{off}",
                 files = match settings.work_folder {
                     WorkFolder::Private => " and files",
-                    WorkFolder::Shared => ", and files if the folder is small enough; the result says whether",
+                    WorkFolder::Shared => ", and files if the folder is small enough; the result \
+                                           says whether",
                 },
                 off = switched_off(settings),
             ),
@@ -428,15 +445,19 @@ fn describe(tool: ToolName, settings: &McpSettings) -> Tool {
                 switched_off(settings)
             ),
             object(json!({"session_id": session_schema(settings)}), &[]),
-            result_schema(json!({"session_id": {"type": "string"}, "can_undo": checkpoints_schema()})),
+            result_schema(json!({
+                "session_id": {"type": "string"}, "can_undo": checkpoints_schema(),
+            })),
             hints(Effect::ReadsOnly),
         ),
         ToolName::Fork => (
             "Copy a live session",
             format!(
-                "Copies a session with its {what} into new sessions, in milliseconds; the source goes \
+                "Copies a session with its {what} into new sessions, in milliseconds; the source \
+                 goes \
                  on untouched. \
-                 Not while a cell is running. Threads and connections are not copied; not_carried_over says what.",
+                 Not while a cell is running. Threads and connections are not copied; \
+                 not_carried_over says what.",
                 what = match settings.work_folder {
                     WorkFolder::Private => "variables, imports and files",
                     WorkFolder::Shared => "variables and imports (files stay shared)",
@@ -447,12 +468,14 @@ fn describe(tool: ToolName, settings: &McpSettings) -> Tool {
                     "session_id": session_schema(settings),
                     "count": {"type": "integer", "minimum": 1, "maximum": MOST_FORKS, "default": 1},
                     "names": {
-                        "type": "array", "minItems": 1, "maxItems": MOST_FORKS, "items": {"type": "string"},
+                        "type": "array", "minItems": 1, "maxItems": MOST_FORKS,
+                        "items": {"type": "string"},
                         "description": "session_ids of the forks, instead of count.",
                     },
                     "mcp_servers": {
                         "type": "array", "items": {"type": "string"},
-                        "description": "All that the forks may use: \"server\" or \"server.tool\", * is any text.",
+                        "description": "All that the forks may use: \"server\" or \"server.tool\", \
+                                        * is any text.",
                     },
                 }),
                 &[],
@@ -468,8 +491,10 @@ fn describe(tool: ToolName, settings: &McpSettings) -> Tool {
         ),
         ToolName::Explore => (
             "Try variants side by side",
-            "Runs several pieces of code at the same time, each in its own copy of the session, and compares status, \
-             value, output, time, memory and changed variables. The session itself is not changed unless replace is \
+            "Runs several pieces of code at the same time, each in its own copy of the session, \
+             and compares status, \
+             value, output, time, memory and changed variables. The session itself is not changed \
+             unless replace is \
              true."
                 .to_owned(),
             object(
@@ -488,11 +513,13 @@ fn describe(tool: ToolName, settings: &McpSettings) -> Tool {
                     "timeout": timeout_schema(settings, "Seconds for each variant."),
                     "keep": {
                         "type": "string", "default": "none",
-                        "description": "Which copies stay as sessions: none, all, best, or a variant's name.",
+                        "description": "Which copies stay as sessions: none, all, best, or a \
+                                        variant's name.",
                     },
                     "best_by": {
                         "type": "string",
-                        "description": "For best: Python expression, evaluated in each copy; the largest wins.",
+                        "description": "For best: Python expression, evaluated in each copy; the \
+                                        largest wins.",
                     },
                     "replace": {
                         "type": "boolean", "default": false,
@@ -505,7 +532,8 @@ fn describe(tool: ToolName, settings: &McpSettings) -> Tool {
                 "session_id": {"type": "string"},
                 "variants": {
                     "type": "array",
-                    "description": "Each: name, status, value, text, duration_ms, memory_bytes, variables, error, score.",
+                    "description": "Each: name, status, value, text, duration_ms, memory_bytes, \
+                                    variables, error, score.",
                 },
                 "kept": {"type": "array"},
                 "replaced": {"type": "boolean"},
@@ -519,11 +547,13 @@ fn describe(tool: ToolName, settings: &McpSettings) -> Tool {
             "Copy a file into a session",
             match settings.front {
                 Front::Stdio => {
-                    "Copies a file from the user's computer, out of a directory the user has allowed, into a session's \
+                    "Copies a file from the user's computer, out of a directory the user has \
+                     allowed, into a session's \
                      working folder."
                 }
                 Front::Http => {
-                    "Writes a file into a session's working folder; folders on the way are made. Large files: PUT \
+                    "Writes a file into a session's working folder; folders on the way are made. \
+                     Large files: PUT \
                      /sessions/{session_id}/files/{relpath} with the same token."
                 }
             }
@@ -532,7 +562,8 @@ fn describe(tool: ToolName, settings: &McpSettings) -> Tool {
                 Front::Stdio => object(
                     json!({
                         "relpath": path_schema("Where to put it, relative to the working folder."),
-                        "local_path": path_schema("The file to copy; relative: below the first allowed directory."),
+                        "local_path": path_schema("The file to copy; relative: below the first \
+                             allowed directory."),
                         "session_id": session_schema(settings),
                         "overwrite": overwrite_schema(),
                     }),
@@ -543,7 +574,8 @@ fn describe(tool: ToolName, settings: &McpSettings) -> Tool {
                         "relpath": path_schema("Where to put it, relative to the working folder."),
                         "text": path_schema("The content; or one of the next two."),
                         "base64": {"type": "string"},
-                        "resource": {"type": "object", "description": "As in a result: text or blob."},
+                        "resource": {"type": "object", "description": "As in a result: text or \
+                             blob."},
                         "session_id": session_schema(settings),
                         "overwrite": overwrite_schema(),
                     }),
@@ -557,7 +589,8 @@ fn describe(tool: ToolName, settings: &McpSettings) -> Tool {
             "Copy a file out of a session",
             match settings.front {
                 Front::Stdio => {
-                    "Copies a file from a session's working folder to the user's computer, into a directory the user has \
+                    "Copies a file from a session's working folder to the user's computer, into a \
+                     directory the user has \
                      allowed; never onto configuration files such as .bashrc, .git or .ssh."
                 }
                 Front::Http => {
@@ -570,7 +603,8 @@ fn describe(tool: ToolName, settings: &McpSettings) -> Tool {
                 Front::Stdio => object(
                     json!({
                         "relpath": path_schema("The file to copy, relative to the working folder."),
-                        "local_path": path_schema("Where to put it; relative: below the first allowed directory."),
+                        "local_path": path_schema("Where to put it; relative: below the first \
+                             allowed directory."),
                         "session_id": session_schema(settings),
                         "overwrite": overwrite_schema(),
                     }),
@@ -592,11 +626,13 @@ fn describe(tool: ToolName, settings: &McpSettings) -> Tool {
         ),
         ToolName::List => (
             "List sessions",
-            "Lists the sessions with their state, age and memory; also those that ended, with the reason.".to_owned(),
+            "Lists the sessions with their state, age and memory; also those that ended, with the \
+             reason.".to_owned(),
             object(json!({}), &[]),
             result_schema(json!({"sessions": {
                 "type": "array",
-                "description": "Each: session_id, state, ended (why), executions, age_seconds, idle_seconds, memory_bytes.",
+                "description": "Each: session_id, state, ended (why), executions, age_seconds, \
+                                idle_seconds, memory_bytes.",
             }})),
             hints(Effect::ReadsOnly),
         ),
@@ -604,9 +640,11 @@ fn describe(tool: ToolName, settings: &McpSettings) -> Tool {
             "Close a session",
             match settings.work_folder {
                 WorkFolder::Private => {
-                    "Ends a session and deletes its variables and files. Download what should be kept."
+                    "Ends a session and deletes its variables and files. Download what should be \
+                     kept."
                 }
-                WorkFolder::Shared => "Ends a session and deletes its variables. Files in the current folder stay.",
+                WorkFolder::Shared => "Ends a session and deletes its variables. Files in the \
+                                       current folder stay.",
             }
             .to_owned(),
             object(json!({"session_id": session_schema(settings)}), &[]),
@@ -615,7 +653,8 @@ fn describe(tool: ToolName, settings: &McpSettings) -> Tool {
         ),
         ToolName::Register => (
             "Use another MCP server",
-            "Connects to an MCP server, outside the sandbox, and makes its tools Python modules of your sessions: \
+            "Connects to an MCP server, outside the sandbox, and makes its tools Python modules of \
+             your sessions: \
              mcptools.<server>.<tool> with Params, run and run_async."
                 .to_owned(),
             object(
@@ -624,7 +663,8 @@ fn describe(tool: ToolName, settings: &McpSettings) -> Tool {
                     "server_params": {
                         "type": "object",
                         "description": match settings.front {
-                            Front::Stdio => "As clients are configured: command, args, env, cwd; or url, headers, type. ${VAR} is \
+                            Front::Stdio => "As clients are configured: command, args, env, cwd; \
+                                             or url, headers, type. ${VAR} is \
                                              filled from the environment.",
                             Front::Http => "As clients are configured: url, headers, type.",
                         },
@@ -696,13 +736,17 @@ fn what_lasts(settings: &McpSettings) -> String {
     let idle = Seconds(settings.idle_timeout);
     match settings.work_folder {
         WorkFolder::Private => format!(
-            "Variables are lost at reset; files too when the session is closed, is not used for {idle}, or the server \
-             ends. Files are in the current folder, private to the session: nothing of the user's computer is visible \
+            "Variables are lost at reset; files too when the session is closed, is not used for \
+             {idle}, or the server \
+             ends. Files are in the current folder, private to the session: nothing of the user's \
+             computer is visible \
              until uploaded."
         ),
         WorkFolder::Shared => format!(
-            "Variables are lost at reset, when the session is closed, is not used for {idle}, or the server ends. The \
-             current folder is one of the user's own: all sessions share it and its files stay; nothing else of the \
+            "Variables are lost at reset, when the session is closed, is not used for {idle}, or \
+             the server ends. The \
+             current folder is one of the user's own: all sessions share it and its files stay; \
+             nothing else of the \
              user's computer is visible."
         ),
     }
@@ -723,7 +767,8 @@ enum Effect {
     Changes { destructive: bool, idempotent: bool },
 }
 
-/// Says only what differs from the protocol's defaults: a tool changes things, destructively, and not the same twice.
+/// Says only what differs from the protocol's defaults: a tool changes things, destructively, and
+/// not the same twice.
 fn hints(effect: Effect) -> ToolAnnotations {
     let hints = ToolAnnotations::new();
     match effect {
@@ -759,7 +804,8 @@ fn execution_schema() -> Value {
         "peak_memory_bytes": {"type": "integer"},
         "variables": {"description": "null, or created, changed, deleted, omitted"},
         "files": {"description": "the same"},
-        "output": {"type": "object", "description": "chars, lines, cut_chars, resource, late_chars, late_omitted_chars"},
+        "output": {"type": "object", "description": "chars, lines, cut_chars, resource, \
+             figures, late_chars, late_omitted_chars"},
         "can_undo": {"type": "integer"},
         "isolation": {"type": "object"},
         "blocked": {"type": "array"},
@@ -808,12 +854,14 @@ fn overwrite_schema() -> Value {
     json!({"type": "boolean", "default": false, "description": "Replace an existing file."})
 }
 
-/// The schema of a result. It does not say that there is nothing else: that costs a model its attention and tells it nothing.
+/// The schema of a result. It does not say that there is nothing else: that costs a model its
+/// attention and tells it nothing.
 fn result_schema(properties: Value) -> Value {
     json!({"type": "object", "properties": properties})
 }
 
-/// The schema of arguments. That others are refused is not said thirteen times; whoever tries one is told, with the nearest name.
+/// The schema of arguments. That others are refused is not said thirteen times; whoever tries one
+/// is told, with the nearest name.
 fn object(properties: Value, required: &[&str]) -> Value {
     match required {
         [] => json!({"type": "object", "properties": properties}),
@@ -877,8 +925,8 @@ pub(super) mod tests {
         assert!(text.ends_with("Nothing was executed."), "{text:?}");
     }
 
-    /// Checks a value against the part of JSON Schema that this file uses. Panics on a keyword it does not know, so
-    /// that no rule goes unchecked.
+    /// Checks a value against the part of JSON Schema that this file uses. Panics on a keyword it
+    /// does not know, so that no rule goes unchecked.
     pub(in crate::mcp) fn violations(schema: &Value, value: &Value, at: &str) -> Vec<String> {
         let mut found = Vec::new();
         let schema = schema.as_object().expect("a schema is an object");
@@ -1013,7 +1061,8 @@ pub(super) mod tests {
 
     #[test]
     fn the_whole_list_of_tools_is_short_enough_for_a_model() {
-        // 3,000 tokens: a tokenizer (o200k) makes 2,759 of the 11,791 bytes on stdio, 4.27 bytes each.
+        // 3,000 tokens: a tokenizer (o200k) makes 2,759 of the 11,791 bytes on stdio, 4.27 bytes
+        // each.
         let packages = crate::environment::EnvironmentSpec::built_in()[0].packages_for_code();
         for front in [Front::Stdio, Front::Http] {
             let settings = McpSettings {
@@ -1337,7 +1386,10 @@ pub(super) mod tests {
 
     #[test]
     fn every_argument_is_used_when_it_is_given() {
-        let arguments = json!({"code": "1", "session_id": "a.b-c", "timeout": 0.5, "max_output_chars": 7.0, "allowed_domains": ["a.test"]});
+        let arguments = json!({
+            "code": "1", "session_id": "a.b-c", "timeout": 0.5, "max_output_chars": 7.0,
+            "allowed_domains": ["a.test"],
+        });
         assert_eq!(
             parse(ToolName::Execute, arguments).unwrap(),
             Call::Execute {
@@ -1542,7 +1594,10 @@ pub(super) mod tests {
             ),
             (
                 ToolName::Explore,
-                json!({"variants": [{"name": "a", "code": "1"}], "keep": "best", "best_by": "x", "replace": true}),
+                json!({
+                    "variants": [{"name": "a", "code": "1"}],
+                    "keep": "best", "best_by": "x", "replace": true,
+                }),
             ),
             (
                 ToolName::Download,

@@ -1,9 +1,11 @@
 //! Turns: calls reach a session in the order in which they were sent.
 //!
-//! The MCP library answers each request in a task of its own, and tasks begin in any order. A client that sends two cells without waiting
-//! means them in that order, so the transport, which sees the order, gives each call a turn, and the call waits for it. A turn is
-//! over when the call is on its way to its session, not when it is answered: sessions keep their own queues. A call is on its way after
-//! its first step, because whatever holds the sessions puts it into their queue, or on the wire to them, without waiting.
+//! The MCP library answers each request in a task of its own, and tasks begin in any order. A
+//! client that sends two cells without waiting means them in that order, so the transport, which
+//! sees the order, gives each call a turn, and the call waits for it. A turn is over when the call
+//! is on its way to its session, not when it is answered: sessions keep their own queues. A call is
+//! on its way after its first step, because whatever holds the sessions puts it into their queue,
+//! or on the wire to them, without waiting.
 
 use std::collections::HashMap;
 use std::future::poll_fn;

@@ -1,7 +1,8 @@
 //! Messages as they are written: strict reading, the same for every transport.
 //!
-//! The library reads leniently: it takes the last of two equal keys, a request with wrong parameters for an unknown method, and a cursor
-//! it cannot read for none. What is ambiguous is refused here, with an answer, before the library sees it.
+//! The library reads leniently: it takes the last of two equal keys, a request with wrong
+//! parameters for an unknown method, and a cursor it cannot read for none. What is ambiguous is
+//! refused here, with an answer, before the library sees it.
 
 use cellblock_json::{Budget, Decoding, ReadError};
 use rmcp::model::{ClientJsonRpcMessage, ErrorCode, JsonRpcMessage, RequestId};
@@ -39,7 +40,11 @@ impl Rejection {
 
     /// The answer, as one line of JSON.
     pub(super) fn line(&self) -> Vec<u8> {
-        let message = json!({"jsonrpc": "2.0", "id": self.id, "error": {"code": self.code, "message": self.text}});
+        let message = json!({
+            "jsonrpc": "2.0",
+            "id": self.id,
+            "error": {"code": self.code, "message": self.text},
+        });
         format!("{message}\n").into_bytes()
     }
 }
@@ -53,8 +58,8 @@ pub(super) fn reading(line: impl AsRef<[u8]> + Send + 'static) -> Decoding<Read>
     cellblock_json::decoding(is_small, line, |line| read_message(line.as_ref()))
 }
 
-/// Reads one message. Nothing is answered to an empty one, and to notifications and responses of the wrong
-/// shape: JSON-RPC allows no answer.
+/// Reads one message. Nothing is answered to an empty one, and to notifications and responses of
+/// the wrong shape: JSON-RPC allows no answer.
 pub(super) fn read_message(line: &[u8]) -> Read {
     const BYTE_ORDER_MARK: &[u8] = b"\xef\xbb\xbf";
     let line = line
@@ -115,7 +120,8 @@ pub(super) fn read_message(line: &[u8]) -> Read {
             None => Ok(None),
         };
     }
-    // The library takes a cursor it cannot read for none at all, and would answer with the first page.
+    // The library takes a cursor it cannot read for none at all, and would answer with the first
+    // page.
     let cursor = message
         .get("params")
         .and_then(|params| params.get("cursor"));
@@ -132,7 +138,8 @@ pub(super) fn read_message(line: &[u8]) -> Read {
     let stands_alone = stands_alone(message);
     match serde_json::from_value::<ClientJsonRpcMessage>(value) {
         Ok(JsonRpcMessage::Request(request)) => match has_wrong_params(&request.request) {
-            // In the new era nothing begins a connection, and a request that lacks what that takes does not mean to.
+            // In the new era nothing begins a connection, and a request that lacks what that takes
+            // does not mean to.
             Some(_) if stands_alone && request.request.method() == "initialize" => Err(
                 Rejection::new(known_id(), ErrorCode::METHOD_NOT_FOUND, "initialize"),
             ),
@@ -317,7 +324,10 @@ mod tests {
     fn the_same_key_twice_is_refused_at_every_level() {
         for twice in [
             r#"{"jsonrpc":"2.0","id":1,"method":"ping","method":"tools/list"}"#,
-            r#"{"jsonrpc":"2.0","id":1,"method":"tools/call","params":{"name":"reset","arguments":{"a":1,"a":2}}}"#,
+            concat!(
+                r#"{"jsonrpc":"2.0","id":1,"method":"tools/call","#,
+                r#""params":{"name":"reset","arguments":{"a":1,"a":2}}}"#
+            ),
             r#"{"jsonrpc":"2.0","id":1,"method":"ping","params":{"x":[{"b":1,"\u0062":2}]}}"#,
         ] {
             check_rejected(twice, Value::Null, -32700, "the same key twice");

@@ -1,6 +1,7 @@
-//! What is said to the inside and what it answers, as JSON.
+//! Requests to the installer script and its replies, as JSON.
 //!
-//! An answer is a claim: it is bounded, checked for form here, and compared with what was asked by `installer`.
+//! A reply is a claim. Its size is limited and its form is checked here; `installer` compares it
+//! with the request.
 
 use std::collections::BTreeMap;
 
@@ -8,93 +9,95 @@ use serde::{Deserialize, Serialize};
 
 use super::requirement::{is_name, is_version, normalised};
 
-/// The file that holds the request.
+/// File with the request.
 pub(super) const REQUEST_FILE: &str = "request.json";
-/// The file that holds the answer.
+/// File with the reply.
 pub(super) const ANSWER_FILE: &str = "answer.json";
-/// The file that holds the certificates of the index.
+/// File with the certificates of the index.
 pub(super) const CERTIFICATES_FILE: &str = "certificates.pem";
-/// An answer about ten thousand packages is smaller.
+/// Maximum size of a reply. A reply with ten thousand packages is smaller.
 pub(super) const LARGEST_ANSWER: u64 = 4 << 20;
-/// The most distributions that one wish can bring.
+/// Maximum number of distributions in one installation.
 const MOST_PACKAGES: usize = 2_000;
 
-/// Remarks about older versions in one answer, and packages in each.
+/// Maximum number of remarks about older versions in a reply, and of packages in each remark.
 const MOST_REMARKS: usize = 5;
 
-/// Returns the file that holds the stream of the package with this number.
+/// Returns the name of the file with the stream of the package with this number.
 pub(super) fn stream_file(number: usize) -> String {
     format!("package-{number}.stream")
 }
 
-/// What `installer.py` is to do.
+/// A request to `installer.py`.
 #[derive(Debug, Serialize)]
 pub(super) struct Request<'a> {
     #[serde(flatten)]
     pub(super) step: Errand<'a>,
     /// The path of uv inside.
     pub(super) uv: &'a str,
-    /// Settings of the index, as variables of uv.
+    /// Index settings, as variables of uv.
     pub(super) variables: &'a BTreeMap<&'static str, String>,
-    /// The file with the certificates of the index, if it has its own.
+    /// File with the certificates of the index, if it has its own.
     pub(super) certificates: Option<&'static str>,
 }
 
 #[derive(Debug, Serialize)]
 #[serde(tag = "step", rename_all = "lowercase")]
 pub(super) enum Errand<'a> {
-    /// Find versions and hashes, wheels only.
+    /// Resolves versions and hashes, from wheels only.
     Resolve(Wanted<'a>),
-    /// Install exactly these wheels and write a stream of each.
+    /// Installs exactly these wheels and writes a stream of each.
     Install { pins: &'a [Pin] },
-    /// Find versions, build what has no wheel, and write a stream of each package that the session does not have.
+    /// Resolves versions, builds packages without a wheel, and writes a stream of each package that
+    /// the session does not have.
     Build(Wanted<'a>),
 }
 
 #[derive(Debug, Serialize)]
 pub(super) struct Wanted<'a> {
     pub(super) requirements: Vec<&'a str>,
-    /// What the session has, by name.
+    /// The session's packages: name to version.
     pub(super) present: BTreeMap<&'a str, &'a str>,
-    /// Names among the requirements: only these may be replaced by another version.
+    /// Names among the requirements. Only these may be replaced by another version.
     pub(super) named: Vec<&'a str>,
     pub(super) upgrade: bool,
 }
 
-/// One package, chosen by the resolver.
+/// One package version, chosen by the resolver.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub(super) struct Pin {
     pub(super) name: String,
-    /// Missing for a wheel that was asked for by its address.
+    /// `None` for a wheel requested by URL.
     pub(super) version: Option<String>,
     pub(super) url: Option<String>,
-    /// `sha256:…`; the installer takes only a file that has one of them.
+    /// `sha256:…`. The installer accepts only a file that has one of these hashes.
     pub(super) hashes: Vec<String>,
 }
 
-/// What the resolver found.
+/// Reply of the resolver.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 pub(super) struct Resolved {
-    /// Everything about Python and the machine that decides which wheel fits.
+    /// All properties of Python and the machine that determine which wheels are compatible.
     pub(super) tag: String,
     pub(super) pins: Vec<Pin>,
-    /// What was asked for and is older than it could be.
+    /// Requested packages that are held back at an older version.
     #[serde(default)]
     pub(super) held_back: Vec<HeldBack>,
 }
 
-/// A package that is older than it could be, because the session has others that a newer one cannot be used with.
+/// A package that is held back at an older version, because a newer one is incompatible with
+/// packages that the session has.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 pub(super) struct HeldBack {
     pub(super) name: String,
     pub(super) version: String,
-    /// The version that it would have.
+    /// The version that would be chosen otherwise.
     pub(super) newer: String,
-    /// What would have to be replaced for that.
+    /// Packages of the session that the newer version would replace.
     pub(super) replaced: Vec<Replaced>,
 }
 
-/// A package of the session and the version in the place of which another one is wanted.
+/// A package of the session that another version would replace.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 pub(super) struct Replaced {
     pub(super) name: String,
@@ -102,24 +105,24 @@ pub(super) struct Replaced {
     pub(super) wanted: String,
 }
 
-/// A package whose stream was written.
+/// A package with a written stream.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 pub(super) struct Packed {
     pub(super) name: String,
     pub(super) version: String,
 }
 
-/// An answer, or why there is none.
+/// A reply, or the reason for its absence.
 #[derive(Debug, Deserialize)]
 #[serde(untagged)]
 pub(super) enum Answer<T> {
     Failed {
-        /// What uv said.
+        /// Output of uv.
         failed: String,
-        /// Whether it is only for want of a wheel.
+        /// Whether a missing wheel is the only cause.
         #[serde(default)]
         no_wheel: bool,
-        /// Whether it is because the sandbox's disk is full.
+        /// Whether the cause is a full disk in the sandbox.
         #[serde(default)]
         no_room: bool,
     },
@@ -127,7 +130,7 @@ pub(super) enum Answer<T> {
 }
 
 impl Resolved {
-    /// Brings names into one spelling, or says what is wrong.
+    /// Normalises names, or returns what is wrong.
     pub(super) fn checked(mut self) -> Result<Resolved, &'static str> {
         let is_tag = |letter: char| letter.is_ascii_alphanumeric() || "/._-+ ".contains(letter);
         if self.tag.is_empty() || self.tag.len() > 500 || !self.tag.chars().all(is_tag) {
@@ -179,7 +182,8 @@ impl Pin {
     }
 }
 
-/// The address goes back inside as a line of a requirements file, so it must be one word.
+/// Returns whether a URL is a single word. It is written back inside as a line of a requirements
+/// file.
 fn is_plain_address(url: &str) -> bool {
     url.starts_with("https://")
         && url.len() <= 2_000
@@ -188,7 +192,7 @@ fn is_plain_address(url: &str) -> bool {
             .all(|letter| ('!'..='~').contains(&letter) && !"\\$".contains(letter))
 }
 
-/// Checks what was packed, and brings names into one spelling.
+/// Checks the list of packed packages and normalises names.
 pub(super) fn checked_packages(mut packed: Vec<Packed>) -> Result<Vec<Packed>, &'static str> {
     if packed.len() > MOST_PACKAGES {
         return Err("the number of packages is absurd");
@@ -263,8 +267,8 @@ mod tests {
             certificates: None,
         };
         let expected = serde_json::json!({
-            "step": "resolve", "requirements": ["a>1"], "present": {"b": "1"}, "named": ["a"], "upgrade": false,
-            "uv": "/uv", "variables": {}, "certificates": null,
+            "step": "resolve", "requirements": ["a>1"], "present": {"b": "1"}, "named": ["a"],
+            "upgrade": false, "uv": "/uv", "variables": {}, "certificates": null,
         });
         assert_eq!(serde_json::to_value(&request).unwrap(), expected);
     }

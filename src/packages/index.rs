@@ -1,11 +1,13 @@
-//! Where packages come from: the operator's index, as uv itself sees it.
+//! Package index settings: the operator's index, as uv itself is configured.
 //!
-//! uv is asked which indexes it would use, so its settings files, its variables and its default need no second reader here. It is also asked
-//! where the files of one package lie, because an index may keep them on another host than its pages; `files` remembers that from server to
-//! server. `netrc` knows passwords that stand in a file of their own.
+//! uv reports which indexes it would use, so its configuration files, variables and defaults are
+//! not parsed a second time here. uv also reports the file URLs of one package, because an index
+//! may serve files from a different host than its pages. `files` caches those hosts on disk across
+//! servers. `netrc` reads passwords from `.netrc`.
 //!
-//! Addresses of an index may hold a password. It goes to the installer's sandbox and nowhere else: not into logs, not into errors, not onto the
-//! disk, not into a sandbox in which a package's own code runs. The same holds for a proxy, which could lead such code anywhere.
+//! An index URL may contain a password. It is passed only to the installer's sandbox: never to
+//! logs, errors, the disk, or a sandbox in which package code runs. The same applies to proxy
+//! addresses, because package code could reach any destination through a proxy.
 
 mod files;
 mod netrc;
@@ -22,50 +24,51 @@ use sha2::{Digest, Sha256};
 use tokio::io::AsyncWriteExt;
 use tokio::process::Command;
 
-/// Variables that name proxies, for uv as for most programs. Each has a second name in capitals.
+/// Proxy variables of uv and most other programs. Each also exists in upper case.
 const PROXIES: [&str; 3] = ["http_proxy", "https_proxy", "all_proxy"];
-/// Which hosts need no proxy.
+/// Hosts that are reached without a proxy.
 const NO_PROXY: &str = "no_proxy";
 
-/// How long uv may take to say what it knows.
+/// Timeout for a query to uv.
 const LONGEST_ANSWER: Duration = Duration::from_secs(30);
 
-/// Where packages come from and what is trusted on the way.
+/// Package indexes, their file hosts, and how TLS connections to them are verified.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct IndexSettings {
     pub index_url: IndexUrl,
-    /// Asked before `index_url`; a package is taken from the first index that has it.
+    /// Searched before `index_url`. A package is taken from the first index that has it.
     pub extra_index_urls: Vec<IndexUrl>,
-    /// Hosts that keep files for these indexes, as `host:port`.
+    /// Hosts that serve files for these indexes, as `host:port`.
     pub file_hosts: Vec<String>,
-    /// Hosts whose certificates are not checked.
+    /// Hosts whose certificates are not verified.
     pub trusted_hosts: Vec<String>,
-    /// A file of certificates that are trusted instead of the machine's.
+    /// A file of trusted certificates, which replaces the machine's.
     pub ca_file: Option<PathBuf>,
     pub proxies: Proxies,
 }
 
-/// How the index is reached where that needs a proxy.
+/// Proxies for reaching the index.
 #[derive(Clone, Default, PartialEq, Eq)]
 pub struct Proxies {
-    /// Variables for uv. They may hold passwords.
+    /// Variables for uv. They may contain passwords.
     variables: BTreeMap<&'static str, String>,
 }
 
-/// Where a list of file hosts came from.
+/// Origin of a list of file hosts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FileHosts {
-    /// The index was asked.
+    /// Queried from the index.
     Asked,
-    /// An earlier server had asked. If something is not found, it is time to ask again.
+    /// Cached by an earlier server. If a file is not found, query again.
     Remembered,
 }
 
-/// Why the index is not known.
+/// Error while determining the index.
 #[derive(Debug, thiserror::Error)]
 pub enum IndexError {
     #[error(
-        "\"{0}\" is not the address of a package index; it must begin with https:// or http:// and name a host"
+        "\"{0}\" is not the address of a package index; it must begin with https:// or http:// and \
+         name a host"
     )]
     Address(IndexUrl),
     #[error("could not ask uv which package index it uses: {why}")]
@@ -73,10 +76,10 @@ pub enum IndexError {
 }
 
 impl IndexSettings {
-    /// Asks uv, run with `variables`, which indexes it uses. Nobody else is asked.
+    /// Queries uv, run with `variables`, for the indexes that it uses. No network request is made.
     ///
-    /// `variables` are those that installers of environments run with, in which pip's settings have uv's names. `python` is any interpreter
-    /// on the host.
+    /// `variables` are those that environment installers run with, in which pip's settings have
+    /// uv's names. `python` is any interpreter on the host.
     pub async fn read(
         uv: &Path,
         python: &Path,
@@ -118,7 +121,8 @@ impl IndexSettings {
         })
     }
 
-    /// Looks up in `memory`, a folder, on which hosts these indexes keep their files. Tells whether that was known.
+    /// Loads the file hosts of these indexes from the cache directory `memory`. Returns whether
+    /// they were cached.
     pub fn recall_file_hosts(&mut self, memory: &Path) -> bool {
         let hosts = files::recall(memory, &self.identity());
         let is_known = hosts.is_some();
@@ -126,7 +130,8 @@ impl IndexSettings {
         is_known
     }
 
-    /// Finds out on which hosts these indexes keep their files: from `memory`, or by asking for one package.
+    /// Determines the file hosts of these indexes, from the cache directory `memory` or by querying
+    /// the index for one package.
     pub async fn find_file_hosts(
         &mut self,
         uv: &Path,
@@ -137,7 +142,8 @@ impl IndexSettings {
         if self.recall_file_hosts(memory) {
             return FileHosts::Remembered;
         }
-        // An index without this package still works; its files are then expected where its pages are.
+        // An index without this package still works; its files are then expected on the host of its
+        // pages.
         if let Ok(lock) = ask(uv, python, variables, files::KNOWN_PACKAGE, &files::OPTIONS).await {
             self.file_hosts = files::hosts_in(&lock);
             files::remember(memory, &self.identity(), &self.file_hosts);
@@ -145,19 +151,21 @@ impl IndexSettings {
         FileHosts::Asked
     }
 
-    /// Forgets what `memory` says of the hosts of files.
+    /// Removes the cached file hosts from `memory`.
     pub fn forget_file_hosts(&self, memory: &Path) {
         files::forget(memory, &self.identity());
     }
 
-    /// Returns the ports at which all this is reached.
+    /// Returns the ports of all hosts in these settings.
     pub fn ports(&self) -> BTreeSet<u16> {
         self.places().into_iter().map(|(_, port)| port).collect()
     }
 
-    /// Returns what the installer's sandbox may reach, as egress rules. Names are looked up, so this may block for a moment.
+    /// Returns the egress rules of the installer's sandbox. This resolves host names, so it may
+    /// block briefly.
     ///
-    /// A rule for a name does not open private addresses. An index that lives on one is the operator's own, so its address is listed as well.
+    /// A rule for a name does not permit private addresses. An index on a private address is the
+    /// operator's own, so its address is listed as well.
     pub fn rules(&self) -> Vec<String> {
         self.places()
             .iter()
@@ -165,12 +173,12 @@ impl IndexSettings {
             .collect()
     }
 
-    /// Tells whether an address holds a password.
+    /// Returns whether any index URL contains a password.
     pub fn has_credentials(&self) -> bool {
         self.urls().any(|url| url.credentials().is_some())
     }
 
-    /// Replaces every password and user name of these addresses in a text that others will read.
+    /// Masks every password and user name of these URLs in a text that others will read.
     pub fn mask(&self, text: &str) -> String {
         let mut text = text.to_owned();
         let proxies = self.proxies.urls();
@@ -180,7 +188,8 @@ impl IndexSettings {
             .filter_map(IndexUrl::credentials)
         {
             let (user, password) = credentials.split_once(':').unwrap_or((credentials, ""));
-            // A token may be a user name without a password. Short user names are ordinary words and no secret.
+            // A token may be a user name without a password. Short user names are ordinary words
+            // and not secret.
             let parts = [
                 credentials,
                 password,
@@ -193,7 +202,8 @@ impl IndexSettings {
         text
     }
 
-    /// Names these indexes for the store. Credentials do not count: they open a door and do not choose one.
+    /// Returns the identity of these indexes for the store. Credentials are not part of it: they
+    /// grant access and do not select the index.
     pub(super) fn identity(&self) -> String {
         let urls: Vec<String> = self.urls().map(IndexUrl::without_credentials).collect();
         Sha256::digest(urls.join("\n"))
@@ -202,7 +212,7 @@ impl IndexSettings {
             .collect()
     }
 
-    /// Returns the variables that tell uv of these settings. They hold passwords.
+    /// Returns the variables that configure uv with these settings. They contain passwords.
     pub(super) fn variables(&self) -> BTreeMap<&'static str, String> {
         let extra: Vec<&str> = self
             .extra_index_urls
@@ -239,7 +249,8 @@ impl IndexSettings {
 }
 
 impl Proxies {
-    /// Finds them among `variables`. The name in small letters counts more, as with most programs.
+    /// Finds the proxies among `variables`. The lower-case name takes precedence, as in most
+    /// programs.
     fn of(variables: &BTreeMap<String, String>) -> Proxies {
         let value = |name: &str| {
             variables
@@ -258,12 +269,13 @@ impl Proxies {
         }
     }
 
-    /// Tells whether there is none.
+    /// Returns whether no proxy is set.
     pub fn is_empty(&self) -> bool {
         self.variables.is_empty()
     }
 
-    /// Their addresses. One without a scheme is meant as plain HTTP; what is no address at all is uv's to complain about.
+    /// Returns the proxy URLs. A value without a scheme means plain HTTP. Invalid values are left
+    /// out; uv reports them.
     fn urls(&self) -> Vec<IndexUrl> {
         let values = PROXIES.iter().filter_map(|name| self.variables.get(name));
         let whole = |value: &String| {
@@ -285,12 +297,12 @@ impl fmt::Debug for Proxies {
     }
 }
 
-/// The address of an index. Shown without what it holds before the `@`.
+/// URL of an index. Its display form omits the credentials before the `@`.
 #[derive(Clone, PartialEq, Eq)]
 pub struct IndexUrl(String);
 
 impl IndexUrl {
-    /// Reads an address: `http` or `https`, a host, and a port if it is not the usual one.
+    /// Parses a URL: `http` or `https`, a host, and an optional port.
     pub fn parse(text: &str) -> Result<IndexUrl, IndexError> {
         let url = IndexUrl(text.trim().to_owned());
         let is_plain = url.0.chars().all(|letter| ('!'..='~').contains(&letter));
@@ -307,7 +319,7 @@ impl IndexUrl {
         }
     }
 
-    /// Splits into scheme, what stands before the `@`, host with port, and the rest.
+    /// Splits into scheme, credentials before the `@`, host with port, and path.
     fn pieces(&self) -> (&str, Option<&str>, &str, &str) {
         let (scheme, rest) = self.0.split_once("://").unwrap_or(("https", &self.0));
         let end = rest.find(['/', '?', '#']).unwrap_or(rest.len());
@@ -318,7 +330,7 @@ impl IndexUrl {
         (scheme, credentials, authority, path)
     }
 
-    /// Adds user name and password of the host, if this address has none.
+    /// Adds the host's user name and password, unless this URL has credentials.
     fn with_password_of(self, passwords: &netrc::Passwords) -> IndexUrl {
         let (scheme, credentials, authority, path) = self.pieces();
         match passwords
@@ -345,7 +357,7 @@ impl IndexUrl {
         )
     }
 
-    /// Returns host and port. The port is 0 when it is none.
+    /// Returns host and port. An invalid port gives 0.
     fn place(&self) -> (String, u16) {
         let (scheme, _, authority, _) = self.pieces();
         let usual = if scheme == "http" { 80 } else { 443 };
@@ -374,7 +386,7 @@ impl fmt::Debug for IndexUrl {
     }
 }
 
-/// Runs `uv pip compile` on one line and returns what it printed.
+/// Runs `uv pip compile` on one line and returns its output.
 async fn ask(
     uv: &Path,
     python: &Path,
@@ -396,7 +408,7 @@ async fn ask(
         .arg("-")
         .env_clear()
         .envs(variables)
-        // A folder that we were started in may hold a uv.toml, which is not ours to follow.
+        // The current directory may contain a uv.toml, which must not apply.
         .current_dir("/")
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
@@ -406,7 +418,7 @@ async fn ask(
         .map_err(|error| format!("it cannot be run: {error}"))?;
     let mut input = child.stdin.take().expect("standard input was asked for");
     let conversation = async move {
-        // A uv that ends without reading says why on its standard error.
+        // If uv exits without reading its input, its standard error has the reason.
         let _ = input.write_all(format!("{line}\n").as_bytes()).await;
         drop(input);
         child.wait_with_output().await
@@ -422,7 +434,7 @@ async fn ask(
     }
 }
 
-/// Finds the indexes in a compiled file: the default one and the others, in order.
+/// Finds the indexes in a compiled file: the default index and the others, in order.
 fn urls_in(compiled: &str) -> (Option<&str>, Vec<&str>) {
     let index = compiled
         .lines()
@@ -460,8 +472,8 @@ fn addresses_of(host: &str, port: u16) -> Vec<IpAddr> {
     )
 }
 
-/// Addresses that are no public ones, at which an operator's machine has its index all the same. Link-local ones are not among them: there
-/// are metadata services.
+/// Returns whether an address is non-public but may host an operator's own index. Link-local
+/// addresses are excluded, because metadata services use them.
 fn is_own(address: IpAddr) -> bool {
     let is_link_local = match address.to_canonical() {
         IpAddr::V4(address) => address.is_link_local(),
@@ -470,7 +482,7 @@ fn is_own(address: IpAddr) -> bool {
     address::special(address).is_some_and(|why| !why.contains("metadata")) && !is_link_local
 }
 
-/// Undoes percent-encoding as far as it is valid.
+/// Percent-decodes a text. Invalid sequences stay unchanged.
 fn decoded(text: &str) -> String {
     let bytes = text.as_bytes();
     let mut plain = Vec::with_capacity(bytes.len());

@@ -1,6 +1,7 @@
 """The installer that runs inside a hidden sandbox.
 
-It reads request.json, does one of three errands with uv, and writes answer.json. Its working folder belongs to it alone.
+It reads request.json, does one of three errands with uv, and writes answer.json. Its working folder
+belongs to it alone.
 
     resolve   which versions and hashes the requirements come to; wheels only, so no code of a package runs
     install   exactly the wheels that were resolved, each written as one stream of files
@@ -27,7 +28,8 @@ from typing import Any
 
 TARGET = "target"
 CACHE = "cache"
-# What uv notes about where a wheel came from. Whoever gets the same wheel later must not learn the address that somebody else used.
+# What uv notes about where a wheel came from. Whoever gets the same wheel later must not learn the
+# address that somebody else used.
 ORIGIN = ("direct_url.json", "uv_cache.json", "uv_build.json")
 # How uv says that there would be a package if it were allowed to build it.
 NO_WHEEL = re.compile(
@@ -35,7 +37,9 @@ NO_WHEEL = re.compile(
 )
 # How uv says that the disk is full.
 NO_ROOM = re.compile(r"No space left on device|os error 28")
-NOISE = re.compile(r"^(Using (CPython|Python) |Resolved \d+ |Prepared \d+ |warning: Failed to hardlink)")
+NOISE = re.compile(
+    r"^(Using (CPython|Python) |Resolved \d+ |Prepared \d+ |warning: Failed to hardlink)"
+)
 
 
 class Failed(Exception):
@@ -78,7 +82,8 @@ def resolve(request: dict[str, Any]) -> dict[str, Any]:
 def refuse_if_replacing_helps(request: dict[str, Any], compiled: Any) -> None:
     """Fails with the packages of the session that are in the way, if there are wheels without them.
 
-    Otherwise the newest version without wheels would be built that has nothing to say about them: one of ten years ago.
+    Otherwise the newest version without wheels would be built that has nothing to say about them:
+    one of ten years ago.
     """
     if not request["present"]:
         return
@@ -97,10 +102,16 @@ def refuse_if_replacing_helps(request: dict[str, Any], compiled: Any) -> None:
         )
 
 
-def held_back(request: dict[str, Any], pins: list[dict[str, Any]], compiled: Any) -> list[dict[str, Any]]:
-    """Names what was asked for and is older than it would be if packages of the session could be replaced."""
+def held_back(
+    request: dict[str, Any], pins: list[dict[str, Any]], compiled: Any
+) -> list[dict[str, Any]]:
+    """Names what was asked for and is older than it would be if packages of the session could be
+    replaced.
+    """
     present, chosen = request["present"], versions_of(pins)
-    new = [name for name in request["named"] if name in chosen and chosen[name] != present.get(name)]
+    new = [
+        name for name in request["named"] if name in chosen and chosen[name] != present.get(name)
+    ]
     if not present or not new:
         return []
     try:
@@ -113,12 +124,18 @@ def held_back(request: dict[str, Any], pins: list[dict[str, Any]], compiled: Any
     except Failed:
         return []
     held = [name for name in older if free.get(name, chosen[name]) != chosen[name]]
-    return [{"name": name, "version": chosen[name], "newer": free[name], "replaced": replaced} for name in held if replaced]
+    return [
+        {"name": name, "version": chosen[name], "newer": free[name], "replaced": replaced}
+        for name in held
+        if replaced
+    ]
 
 
-def with_preferences(request: dict[str, Any], compiled: Any, wanted: list[str]) -> tuple[dict[str, str], list[Any]]:
-    """Returns the versions that the requirements come to if what the session has is preferred and replaced only where it must
-    be, and what is replaced beside those that are wanted by name.
+def with_preferences(
+    request: dict[str, Any], compiled: Any, wanted: list[str]
+) -> tuple[dict[str, str], list[Any]]:
+    """Returns the versions that the requirements come to if what the session has is preferred and
+    replaced only where it must be, and what is replaced beside those that are wanted by name.
     """
     present = request["present"]
     write_lines("preferred.txt", [f"{name}=={version}" for name, version in present.items()])
@@ -160,11 +177,15 @@ def build(request: dict[str, Any]) -> list[dict[str, str]]:
 
     with_constraints(request, installed)
     present = request["present"]
-    return pack([found for found in distributions() if present.get(normalised(found[0])) != found[1]])
+    return pack(
+        [found for found in distributions() if present.get(normalised(found[0])) != found[1]]
+    )
 
 
 def remove_all() -> None:
-    """Gives the room back that earlier errands took: what they packed has been fetched by the host."""
+    """Gives the room back that earlier errands took: what they packed has been fetched by the
+    host.
+    """
     for folder in (TARGET, CACHE, "temporary"):
         shutil.rmtree(folder, ignore_errors=True)
     for name in os.listdir():
@@ -173,7 +194,8 @@ def remove_all() -> None:
 
 
 def with_constraints(request: dict[str, Any], attempt: Any) -> Any:
-    """Tries with every version kept that the session has; then with those free to change that were asked for by name.
+    """Tries with every version kept that the session has; then with those free to change that were
+    asked for by name.
 
     What was not asked for by name is never replaced: other packages of the session rely on it.
     """
@@ -194,13 +216,16 @@ def with_constraints(request: dict[str, Any], attempt: Any) -> Any:
 def install_into_target(request: dict[str, Any], options: list[str]) -> None:
     place = ["--target", TARGET, "--python", sys.executable, "--compile-bytecode"]
     uv(request, ["pip", "install", *place, *options])
-    # What is in the target has other names there. Without them, a file that was packed and removed gives its room back.
+    # What is in the target has other names there. Without them, a file that was packed and removed
+    # gives its room back.
     shutil.rmtree(CACHE, ignore_errors=True)
 
 
 def uv(request: dict[str, Any], arguments: list[str]) -> str:
     here = os.getcwd()
-    variables = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH", "LANG") if name in os.environ}
+    variables = {
+        name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH", "LANG") if name in os.environ
+    }
     os.makedirs("temporary", exist_ok=True)
     variables |= {
         "HOME": here,
@@ -223,7 +248,11 @@ def uv(request: dict[str, Any], arguments: list[str]) -> str:
         variables |= {"UV_SYSTEM_CERTS": "true", "UV_NATIVE_TLS": "true"}
     try:
         done = subprocess.run(
-            [request["uv"], *arguments], env=variables, stdin=subprocess.DEVNULL, capture_output=True, check=False
+            [request["uv"], *arguments],
+            env=variables,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            check=False,
         )
     except OSError as error:
         # A program that is there and is said to be missing was made for another C library.
@@ -231,7 +260,9 @@ def uv(request: dict[str, Any], arguments: list[str]) -> str:
         raise Failed(f"the server's uv does not run here ({error.strerror}); {needs}") from None
     if done.returncode == -signal.SIGKILL:
         # Nobody else ends it.
-        raise Failed("the kernel ended uv because memory ran out; the server's setting package_memory allows more")
+        raise Failed(
+            "the kernel ended uv because memory ran out; the server's setting package_memory allows more"
+        )
     if done.returncode != 0:
         said = done.stderr.decode("utf-8", "replace").replace(here + "/", "")
         lines = [line for line in said.splitlines() if not NOISE.match(line)]
@@ -249,7 +280,9 @@ def read_pins(compiled: str) -> list[dict[str, Any]]:
         name, _, version = words[0].partition("==")
         url = words[2] if len(words) > 2 and words[1] == "@" else None
         name = normalised(name.partition("[")[0])
-        pins.append({"name": name, "version": None if url else version, "url": url, "hashes": digests})
+        pins.append(
+            {"name": name, "version": None if url else version, "url": url, "hashes": digests}
+        )
     return pins
 
 
@@ -264,7 +297,9 @@ def distributions() -> list[tuple[str, str, str]]:
 
 
 def pack(chosen: list[tuple[str, str, str]]) -> list[dict[str, str]]:
-    """Writes one stream for each distribution and removes its files on the way, so that the room is needed once."""
+    """Writes one stream for each distribution and removes its files on the way, so that the room is
+    needed once.
+    """
     files = [files_of(folder) for _, _, folder in chosen]
     owners = Counter(path for paths in files for path in paths)
     for number, paths in enumerate(files):
@@ -321,10 +356,14 @@ def write_file(stream: Any, path: str) -> None:
 
 
 def platform_tag() -> str:
-    """Everything that decides what is installed for a wheel: which one fits, and which Python its scripts name."""
+    """Everything that decides what is installed for a wheel: which one fits, and which Python its
+    scripts name.
+    """
     libc = os.confstr("CS_GNU_LIBC_VERSION") if "CS_GNU_LIBC_VERSION" in os.confstr_names else None
     interface = sysconfig.get_config_var("SOABI") or sys.implementation.cache_tag
-    return " ".join([str(interface), sysconfig.get_platform(), libc or "another libc", sys.executable])
+    return " ".join(
+        [str(interface), sysconfig.get_platform(), libc or "another libc", sys.executable]
+    )
 
 
 def normalised(name: str) -> str:

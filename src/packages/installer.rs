@@ -1,7 +1,9 @@
-//! Leads an installation: resolve, look into the store, fetch what is missing, build what has no wheel.
+//! Runs an installation: resolve, look up in the store, fetch missing wheels, build packages
+//! without a wheel.
 //!
-//! The inside chooses and unpacks, this side decides: which trees are shared, which answer counts, when it is too much. An answer that
-//! was just given is given again for a while, as an installer's own cache of the index would; then an installation needs no sandbox at all.
+//! The sandbox resolves and unpacks. The host decides which trees are shared, which replies are
+//! accepted, and when a limit is exceeded. Replies of the resolver are cached for a while, as an
+//! installer's own index cache would do; a cached reply can make the sandbox unnecessary.
 
 use std::collections::{BTreeMap, HashMap};
 use std::io::{self, Read};
@@ -24,35 +26,37 @@ use super::{
 };
 use super::{Workshop, Workshops};
 
-/// The code that runs inside.
+/// The script that runs inside.
 const INSTALLER: &str = include_str!("installer.py");
 
-/// How long an answer of the index is good. Indexes themselves ask installers to keep their pages for this long.
+/// Time for which a resolver reply is cached. Indexes ask installers to cache their pages for the
+/// same time.
 const ANSWERS_KEPT_FOR: Duration = Duration::from_secs(600);
-/// How many answers are kept.
+/// Maximum number of cached replies.
 const ANSWERS_KEPT: usize = 256;
 
-/// Headers and the end of a stream, beside the bytes of its files.
+/// Allowance for the headers and the end of a stream, in addition to the bytes of its files.
 const ROOM_FOR_HEADERS: u64 = 64 << 20;
-/// The largest file of certificates. A machine's whole collection has a fifth of it.
+/// Maximum size of a certificate file. A machine's whole collection is a fifth of this.
 const LARGEST_CERTIFICATES: u64 = 1 << 20;
-/// What an answer of the installer may hold, besides its bytes.
+/// Limits on a reply of the installer, in addition to its size.
 const ANSWER: Budget = Budget {
     depth: MAX_DEPTH,
     memory: 16 << 20,
 };
 
-/// How much of what the installer said an error repeats.
+/// Maximum number of lines of installer output in an error.
 const LINES_KEPT: usize = 40;
 const LONGEST_LINE: usize = 1_000;
 
-/// What a session asks for.
+/// A session's request for packages.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Wish {
     pub requirements: Vec<Requirement>,
-    /// Whether packages named in `requirements` should become as new as possible.
+    /// Whether packages named in `requirements` are upgraded to the newest possible version.
     pub upgrade: bool,
-    /// What the session has: its environment's packages, then those that were installed into it. Of two versions the last counts.
+    /// The session's packages: those of its environment, then those installed into it. If a package
+    /// occurs twice, the last one counts.
     pub present: Vec<Package>,
 }
 
@@ -65,14 +69,14 @@ pub struct Installer {
     answers: Mutex<HashMap<Question, (Instant, Resolved)>>,
 }
 
-/// Everything that an answer of the resolver depends on, apart from the time.
+/// Everything that a resolver reply depends on, apart from the time.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 struct Question {
     requirements: Vec<String>,
     present: BTreeMap<String, String>,
 }
 
-/// What a wish comes to.
+/// The packages selected for a request.
 struct Chosen {
     trees: Vec<Tree>,
     already: Vec<Package>,
@@ -80,7 +84,8 @@ struct Chosen {
 }
 
 impl Installer {
-    /// Makes an installer for one environment. Sessions of another environment need an installer of their own; the store can be the same.
+    /// Creates an installer for one environment. Sessions of another environment need their own
+    /// installer; they can share the store.
     pub fn new(store: Arc<Store>, index: IndexSettings, limits: Limits) -> Installer {
         Installer {
             store,
@@ -90,17 +95,18 @@ impl Installer {
         }
     }
 
-    /// Returns where packages come from.
+    /// Returns the index settings.
     pub fn index(&self) -> &IndexSettings {
         &self.index
     }
 
-    /// Returns where packages are kept.
+    /// Returns the package store.
     pub fn store(&self) -> &Arc<Store> {
         &self.store
     }
 
-    /// Installs what is wished for, or nothing. Dropping the future ends whatever runs for it.
+    /// Installs all requested packages, or none. Dropping the future stops everything that it
+    /// started.
     pub async fn install(
         &self,
         wish: &Wish,
@@ -185,11 +191,11 @@ impl Installer {
     }
 }
 
-/// One installation under way.
+/// One installation in progress.
 struct Job<'a> {
     installer: &'a Installer,
     wish: &'a Wish,
-    /// The requirements that are not satisfied at first sight.
+    /// Requirements that the session's packages do not obviously satisfy.
     open: Vec<&'a Requirement>,
     present: &'a BTreeMap<&'a str, &'a str>,
     workshops: &'a dyn Workshops,
@@ -254,7 +260,7 @@ impl Job<'_> {
         })
     }
 
-    /// Returns the trees of all pins, in order, fetching those that the store does not have.
+    /// Returns the trees of all pins, in order. Pins that are not in the store are fetched.
     async fn trees_for(
         &self,
         needed: &[Pin],
@@ -281,7 +287,7 @@ impl Job<'_> {
                 .map(|number| needed[*number].clone())
                 .collect();
             let added = match self.fetch(workshop.as_mut(), &pins, &mut left).await {
-                // Together they are too large for the sandbox; one after the other they may not be.
+                // All packages together exceed the sandbox's disk; try them one at a time.
                 Err(InstallError::NoRoom { .. }) if pins.len() > 1 => {
                     let mut added = Vec::new();
                     for (number, pin) in pins.iter().enumerate() {
@@ -305,7 +311,7 @@ impl Job<'_> {
         Ok(found.into_iter().flatten().collect())
     }
 
-    /// Fetches wheels and adds them to the store, in order. `left` is what they may hold.
+    /// Fetches wheels and adds them to the store, in order. `left` limits their total size.
     async fn fetch(
         &self,
         workshop: &mut dyn Workshop,
@@ -330,7 +336,8 @@ impl Job<'_> {
         self.add_all(workshop, &packed, Sharing::Shared, left).await
     }
 
-    /// Builds what has no wheel, in a sandbox of its own. `why` is what the resolver said when it looked for wheels.
+    /// Builds packages without a wheel in a separate sandbox. `why` is the resolver's output from
+    /// its search for wheels.
     async fn build(&self, why: Option<String>) -> Result<Chosen, InstallError> {
         let because = |reason: &str| {
             let words = why
@@ -344,13 +351,13 @@ impl Job<'_> {
             ));
         }
         if self.installer.index.has_credentials() {
-            // The package's code could read the password while it is built and carry it out.
+            // The package's code could read the password during the build and leak it.
             return Err(because(
                 "Packages are not built from source where the index needs a password.",
             ));
         }
         if !self.installer.index.proxies.is_empty() {
-            // It could reach through the proxy whatever the proxy reaches.
+            // The package's code could reach every destination that the proxy reaches.
             return Err(because(
                 "Packages are not built from source where the index is reached through a proxy.",
             ));
@@ -386,7 +393,7 @@ impl Job<'_> {
         })
     }
 
-    /// Has packages removed that nobody uses, if the store is full.
+    /// Removes unused packages if the store is full.
     async fn make_room(&self) -> Result<(), InstallError> {
         let (store, limit) = (
             Arc::clone(&self.installer.store),
@@ -403,7 +410,8 @@ impl Job<'_> {
         Ok(())
     }
 
-    /// Takes the streams of all packages out of a workshop and into the store. When one fails, private ones before it are removed.
+    /// Copies the streams of all packages from a workshop into the store. If one fails, the private
+    /// trees before it are removed.
     async fn add_all(
         &self,
         workshop: &mut dyn Workshop,
@@ -465,7 +473,8 @@ impl Job<'_> {
         if tree.record.package == package.name {
             return Ok(tree);
         }
-        // A shared one stays under the hash of its content, which others may use rightly; no key leads to it.
+        // A shared tree stays under the hash of its content, where it may be used by others; no key
+        // refers to it.
         if sharing == Sharing::Private {
             let _ = self.installer.store.remove(&tree.name);
         }
@@ -499,7 +508,7 @@ impl Job<'_> {
         self.workshops.open(&rules).await
     }
 
-    /// Has the inside do an errand and reads its answer.
+    /// Runs an installer step (`Errand`) inside and parses its reply.
     async fn ask<T: DeserializeOwned>(
         &self,
         workshop: &mut dyn Workshop,
@@ -538,7 +547,8 @@ impl Job<'_> {
                 .take(ANSWER_FILE, LARGEST_ANSWER)
                 .await
                 .map_err(|error| match error {
-                    // It ended without an answer; what it printed is the only trace of why.
+                    // The installer ended without a reply; its output is the only hint at the
+                    // cause.
                     InstallError::Workshop { why } => InstallError::Workshop {
                         why: format!("{why}\n{printed}"),
                     },
@@ -567,7 +577,8 @@ impl Job<'_> {
         }
     }
 
-    /// Returns what to remember an answer by, or nothing when it must be asked again: addresses may lead to something else next time.
+    /// Returns the cache key of a reply, or `None` if the resolver must run again: a URL may lead
+    /// to different content next time.
     fn question(&self) -> Option<Question> {
         let from_index = self
             .open
@@ -594,8 +605,9 @@ impl Job<'_> {
         pin.url.is_none() && self.present.get(pin.name.as_str()).copied() == pin.version.as_deref()
     }
 
-    /// The hashes are part of the key, so a file that was exchanged in the index is fetched anew. A wheel that was asked for by its address
-    /// has no index and no version, only its hash: whoever has the same file has the same tree.
+    /// Returns the store key of a pin. The hashes are part of the key, so a file that was replaced
+    /// in the index is fetched again. A wheel requested by URL has no index and no version, only
+    /// its hash: the same file always gives the same tree.
     fn key(&self, pin: &Pin, tag: &str) -> Key {
         let (index, version) = match &pin.version {
             Some(version) => (self.installer.index.identity(), version.as_str()),
@@ -604,7 +616,7 @@ impl Job<'_> {
         Key::new(&["1", &index, tag, &pin.name, version, &pin.hashes.join(" ")])
     }
 
-    /// Returns why there is no answer.
+    /// Converts a failed reply into an error.
     fn failure<T>(&self, answer: Answer<T>) -> InstallError {
         match answer {
             Answer::Failed { no_room: true, .. } => InstallError::NoRoom {
@@ -615,7 +627,7 @@ impl Job<'_> {
         }
     }
 
-    /// Adds what the caller can do when a version that the session has is in the way.
+    /// Adds advice for the caller if a version that the session has causes the conflict.
     fn refused(&self, mut words: String) -> InstallError {
         let named: Vec<&str> = self
             .open
@@ -687,7 +699,7 @@ fn report(wish: &Wish, chosen: Chosen) -> Installed {
     }
 }
 
-/// Says that a newer version exists, what is in its way, and how to get it all the same.
+/// Reports that a newer version exists, which packages prevent it, and how to install it anyway.
 fn remark(held: &HeldBack) -> String {
     let HeldBack {
         name,
@@ -707,7 +719,8 @@ fn remark(held: &HeldBack) -> String {
         .collect::<Vec<_>>()
         .join(", ");
     format!(
-        "{name} {version} is not the newest version: {newer} cannot be used with {has}, which the session has. To get it and \
+        "{name} {version} is not the newest version: {newer} cannot be used with {has}, which the \
+         session has. To get it and \
          replace what is in its way, install {request} together."
     )
 }
@@ -729,7 +742,7 @@ fn read_certificates(path: &Path) -> io::Result<Vec<u8>> {
     Ok(content)
 }
 
-/// Keeps the beginning and the end of a long text, and makes control characters harmless.
+/// Keeps the beginning and the end of a long text, and replaces control characters.
 fn shortened(words: &str) -> String {
     let line = |line: &str| -> String {
         let shown = |letter: char| if letter.is_control() { ' ' } else { letter };

@@ -1,22 +1,27 @@
-//! Packages: what a session gets when it asks for one.
+//! Package installation into sessions.
 //!
 //! ```text
-//! wish ─ requirement ─→ what may be asked at all
+//! request ─ requirement ─→ syntax and policy: what a caller may install
 //!          │
-//!          ├─ resolve    uv, in a fresh hidden sandbox that reaches only the index: which versions, which hashes
-//!          ├─ store      which of them the host has already
-//!          ├─ install    uv again, there: the missing wheels, unpacked, one stream of files each → store
-//!          └─ build      only when there is no wheel: in another fresh sandbox, because it runs the package's code → private trees
+//!          ├─ resolve    uv in a fresh hidden sandbox that reaches only the index:
+//!          │             versions and hashes
+//!          ├─ store      packages that the host already has
+//!          ├─ install    uv in the same sandbox: unpacks the missing wheels,
+//!          │             one stream of files for each → store
+//!          └─ build      only without a wheel: in another fresh sandbox,
+//!                        because it runs the package's code → private trees
 //!          ↓
-//! Installed: folders for the session's `sys.path`, read-only, shared by all who have the package
+//! Installed: read-only directories for the session's `sys.path`, shared by all sessions with the
+//! package
 //! ```
 //!
-//! `installer` leads, `answers` reads what the inside says, `installer.py` is what runs inside. The hidden sandbox is behind the trait
-//! `Workshop`: this room does not know how one is made.
+//! `installer` runs the installation on the host, `installer.py` runs inside, and `answers` parses
+//! the replies from inside. The hidden sandbox is behind the trait `Workshop`; this module does not
+//! know how a sandbox is created.
 //!
-//! No package is ever unpacked, built or imported on the host; a stream of plain files is all that comes out of a sandbox. A tree made where a
-//! package's code ran is never shared. Passwords of an index and addresses of proxies go into sandboxes in which no package's code runs, and
-//! nowhere else.
+//! Packages are never unpacked, built or imported on the host. Only a stream of plain files comes
+//! out of a sandbox. A tree is never shared if package code ran in the sandbox that produced it.
+//! Index passwords and proxy addresses are passed only to sandboxes in which no package code runs.
 
 mod answers;
 mod index;
@@ -41,13 +46,13 @@ pub use requirement::{
 pub use store::{Key, Record, Room, Sharing, Store, StoreError, Tree, TreeName};
 pub use stream::{Bounds, StreamError};
 
-/// Where `Store::trees` is mounted inside, read-only.
+/// Mount point of `Store::trees` inside, read-only.
 pub const PACKAGES_INSIDE: &str = "/opt/cellblock/packages";
 
-/// A distribution of a certain version.
+/// One version of a distribution.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Package {
-    /// In its normalised spelling.
+    /// Normalised name.
     pub name: String,
     pub version: String,
 }
@@ -60,7 +65,7 @@ impl Package {
         }
     }
 
-    /// Reads `name==version`, the form in which environments record what they hold.
+    /// Parses `name==version`, the form in which environments record their packages.
     pub fn parse(text: &str) -> Option<Package> {
         let (name, version) = text.split_once("==")?;
         (requirement::is_name(name) && requirement::is_version(version))
@@ -74,33 +79,35 @@ impl fmt::Display for Package {
     }
 }
 
-/// What came of a wish.
+/// Result of an installation.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Installed {
-    /// Folders inside, for the front of the session's `sys.path`, in this order.
+    /// Directories inside, to prepend to the session's `sys.path` in this order.
     pub paths: Vec<PathBuf>,
     pub added: Vec<Package>,
-    /// What the session had already of what it takes.
+    /// Required packages that the session already had.
     pub already: Vec<Package>,
-    /// Trees that belong to this session alone. `Store::remove` them when it and its copies have ended.
+    /// Trees that belong to this session alone. Call `Store::remove` on them when the session and
+    /// its copies have ended.
     pub private: Vec<TreeName>,
-    /// What pip would say in the end.
+    /// Final message in the form that pip prints.
     pub text: String,
 }
 
-/// Bounds of one installation.
+/// Limits of one installation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Limits {
-    /// From the request to the last tree.
+    /// Total time from the request to the last tree.
     pub time: Duration,
-    /// All new trees together.
+    /// Total size of all new trees.
     pub bytes: u64,
-    /// Each tree.
+    /// Maximum number of files in each tree.
     pub files: u64,
     pub builds: Builds,
-    /// All trees of the store together, before one installation adds to them.
+    /// Total size of all trees in the store, before one installation adds to them.
     pub store: u64,
-    /// Files in the sandbox of the installer. It is enforced there; here it is only told.
+    /// Disk space of the installer's sandbox. The sandbox enforces it; this value is only for
+    /// messages.
     pub disk: u64,
 }
 
@@ -117,14 +124,14 @@ impl Default for Limits {
     }
 }
 
-/// Whether packages without a wheel are built.
+/// Whether packages without a wheel are built from source.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Builds {
     Allowed,
     Refused,
 }
 
-/// What an installation is doing right now.
+/// Current step of an installation.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Step {
     Resolving,
@@ -163,40 +170,44 @@ impl fmt::Display for Step {
     }
 }
 
-/// Hears of each step as it begins.
+/// Callback that receives each step as it begins.
 pub type Tell<'a> = &'a (dyn Fn(Step) + Send + Sync);
 
-/// Why nothing was installed.
+/// Error of a failed installation.
 #[derive(Debug, thiserror::Error)]
 pub enum InstallError {
-    /// The resolver's or builder's own words, shortened if need be, without passwords.
+    /// Output of the resolver or the build, shortened if necessary, without passwords.
     #[error("{words}")]
     Refused { words: String },
     #[error(
-        "the installation was stopped because it took longer than {} s; install fewer packages at once. The server's \
+        "the installation was stopped because it took longer than {} s; install fewer packages at \
+         once. The server's \
          setting package_timeout allows more time",
         time.as_secs()
     )]
     TimedOut { time: Duration },
     #[error(
-        "the packages are larger than {}, the limit for one installation. The server's setting package_size allows more",
+        "the packages are larger than {}, the limit for one installation. The server's setting \
+         package_size allows more",
         stream::mebibytes(*.limit)
     )]
     TooLarge { limit: u64 },
     #[error(
-        "a package needs more than {} of disk in the sandbox of the installer. The server's setting package_disk \
+        "a package needs more than {} of disk in the sandbox of the installer. The server's \
+         setting package_disk \
          allows more",
         stream::mebibytes(*.disk)
     )]
     NoRoom { disk: u64 },
     #[error(
-        "the installer needed more memory than its sandbox has. The server's setting package_memory allows more"
+        "the installer needed more memory than its sandbox has. The server's setting \
+         package_memory allows more"
     )]
     NoMemory,
-    /// The sandbox could not be made, or broke.
+    /// The sandbox could not be created, or it failed.
     #[error("the installer could not do its work: {why}")]
     Workshop { why: String },
-    /// The inside said something that cannot be true.
+    /// The reply from inside is invalid.
     #[error("the installer gave an answer that does not fit: {0}")]
     Unfitting(&'static str),
     #[error(transparent)]
@@ -205,27 +216,30 @@ pub enum InstallError {
     Certificates(#[source] std::io::Error),
 }
 
-/// Makes hidden sandboxes for installers.
+/// Creates hidden sandboxes for the installer.
 #[async_trait]
 pub trait Workshops: Send + Sync {
-    /// Returns a fresh sandbox that nobody's code has run in and that can reach only what these egress rules list.
+    /// Returns a fresh sandbox in which no user or package code has run. It can reach only the
+    /// destinations that these egress rules list.
     async fn open(&self, rules: &[String]) -> Result<Box<dyn Workshop>, InstallError>;
 }
 
-/// A hidden sandbox with Python and uv in it. Dropping it destroys it, whatever runs there.
+/// A hidden sandbox with Python and uv. Dropping it destroys it and everything that runs in it.
 ///
-/// It needs room for the unpacked packages twice, and for as many files.
+/// It needs disk space for two copies of the unpacked packages, and for their number of files.
 #[async_trait]
 pub trait Workshop: Send {
     /// Returns the path of uv inside.
     fn uv(&self) -> String;
 
-    /// Writes a file into the working folder.
+    /// Writes a file into the working directory.
     async fn put(&mut self, name: &str, content: Vec<u8>) -> Result<(), InstallError>;
 
-    /// Runs code as a cell in the working folder and returns what it printed. Code that takes longer is ended: `TimedOut`.
+    /// Runs code as a cell in the working directory and returns its output. Code that exceeds
+    /// `time` is stopped and gives `TimedOut`.
     async fn run(&mut self, code: &str, time: Duration) -> Result<String, InstallError>;
 
-    /// Copies a plain file of the working folder out, at most `limit` bytes of it: `TooLarge`. What it holds is a claim.
+    /// Copies a plain file out of the working directory. A file larger than `limit` bytes gives
+    /// `TooLarge`. The content is a claim.
     async fn take(&mut self, name: &str, limit: u64) -> Result<File, InstallError>;
 }

@@ -1,24 +1,27 @@
-//! What a caller may ask for.
+//! Requirements that a caller may request.
 //!
 //! ```text
-//! polars                              a name of the index, with extras, versions and a marker if wanted
+//! polars                              a name in the index, with optional extras, versions and
+//!                                     marker
 //! polars[numpy]>=1,<2 ; python_version >= "3.10"
-//! name @ https://host/name-1.0-py3-none-any.whl          a wheel or a source archive, from a host that the policy allows
+//! name @ https://host/name-1.0-py3-none-any.whl          a wheel or a source archive, from a host
+//!                                                        that the policy allows
 //! git+https://host/project.git@v1.0#subdirectory=python  a repository, likewise
 //! ```
 //!
-//! A requirement becomes a line of a file that the installer reads, and such files know more than requirements: options, comments, variables
-//! (`${NAME}`), continued lines, local paths. So a text is taken only if each of its characters is accounted for here. Whether versions and
-//! markers make sense is for the installer to say.
+//! A requirement becomes a line of a requirements file. That format allows more than requirements:
+//! options, comments, variables (`${NAME}`), continued lines, local paths. So a text is accepted
+//! only if every character of it is recognised here. The installer checks whether versions and
+//! markers make sense.
 
 use std::fmt;
 
-/// The most requirements of one request.
+/// Maximum number of requirements in one request.
 pub const MOST_REQUIREMENTS: usize = 100;
-/// The longest requirement. Long ones are addresses; none that people write comes near it.
+/// Maximum length of a requirement. Only URLs are long, and none in common use comes near it.
 pub const LONGEST_REQUIREMENT: usize = 500;
 
-/// Something to install, in a form that can be nothing else.
+/// A requirement that cannot be read as anything else in a requirements file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Requirement {
     text: String,
@@ -27,18 +30,18 @@ pub struct Requirement {
     is_plain: bool,
 }
 
-/// Where a requirement is to come from.
+/// Source of a requirement.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Source {
     /// The configured index.
     Index,
-    /// One wheel on a host that the policy allows. Nothing in it is run to install it.
+    /// One wheel on a host that the policy allows. Installing it runs none of its code.
     Wheel(Location),
-    /// Source code on a host that the policy allows. It must be built, which runs it.
+    /// Source code on a host that the policy allows. It must be built, which runs its code.
     Code(Location),
 }
 
-/// A host that a requirement names.
+/// A host named in a requirement.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Location {
     pub host: String,
@@ -46,7 +49,7 @@ pub struct Location {
 }
 
 impl Location {
-    /// Returns the rule that allows it. One without a port is about the usual ports.
+    /// Returns the egress rule that allows it. A rule without a port covers the default ports.
     fn rule(&self) -> String {
         if self.port == 443 {
             self.host.clone()
@@ -62,7 +65,7 @@ impl fmt::Display for Location {
     }
 }
 
-/// Why a requirement was refused.
+/// Error of a rejected requirement.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum RequirementError {
     #[error("no package was named; give a requirement such as \"polars\" or \"polars>=1\"")]
@@ -74,7 +77,8 @@ pub enum RequirementError {
     #[error("\"{}\" cannot be installed: {why}", text.escape_debug())]
     Malformed { text: String, why: &'static str },
     #[error(
-        "\"{text}\" cannot be installed: it comes from {location}, which is not in the allowed list. The operator of the server \
+        "\"{text}\" cannot be installed: it comes from {location}, which is not in the allowed \
+         list. The operator of the server \
          can allow it with `--allowed-domain {}`; packages of the index can be installed by name",
         .location.rule()
     )]
@@ -82,7 +86,8 @@ pub enum RequirementError {
 }
 
 impl Requirement {
-    /// Reads one requirement. `allows_host` says whether the policy lets the asking session reach a host at a port.
+    /// Parses one requirement. `allows_host` returns whether the policy lets the session reach a
+    /// host at a port.
     pub fn parse(
         text: &str,
         allows_host: &impl Fn(&str, u16) -> bool,
@@ -111,7 +116,7 @@ impl Requirement {
         }
     }
 
-    /// Reads all requirements of a request, or says what is wrong with the first bad one.
+    /// Parses all requirements of a request, or reports the first invalid one.
     pub fn parse_all<S: AsRef<str>>(
         texts: &[S],
         allows_host: impl Fn(&str, u16) -> bool,
@@ -126,34 +131,34 @@ impl Requirement {
         }
     }
 
-    /// Returns the requirement as the installer reads it: one line.
+    /// Returns the requirement as one line for the installer.
     pub fn text(&self) -> &str {
         &self.text
     }
 
-    /// Returns the normalised name, unless the requirement is an address that names none.
+    /// Returns the normalised name, or `None` for a URL without a name.
     pub fn name(&self) -> Option<&str> {
         self.name.as_deref()
     }
 
-    /// Returns where it is to come from.
+    /// Returns the source.
     pub fn source(&self) -> &Source {
         &self.source
     }
 
-    /// Tells whether this is a name and nothing else, so that any version of the package satisfies it.
+    /// Returns whether this is only a name, so that any version of the package satisfies it.
     pub fn is_plain(&self) -> bool {
         self.is_plain
     }
 }
 
-/// Returns a project's name in the one spelling that all its spellings share: lower case, single dashes.
+/// Returns the normalised form of a project name: lower case, single dashes.
 pub fn normalised(name: &str) -> String {
     let words = name.split(['-', '_', '.']).filter(|word| !word.is_empty());
     words.collect::<Vec<_>>().join("-").to_ascii_lowercase()
 }
 
-/// Tells whether `text` is a project's name: ASCII letters, digits, and `.`, `_`, `-` between them.
+/// Returns whether `text` is a project name: ASCII letters, digits, and `.`, `_`, `-` between them.
 pub(super) fn is_name(text: &str) -> bool {
     let alphanumeric = |letter: char| letter.is_ascii_alphanumeric();
     text.starts_with(alphanumeric)
@@ -180,7 +185,8 @@ fn read(text: &str) -> Result<Requirement, &'static str> {
     }
     if text.starts_with(['.', '/', '~']) {
         return Err(
-            "files cannot be installed; upload a package's modules instead, or name a package of the index",
+            "files cannot be installed; upload a package's modules instead, or name a package of \
+             the index",
         );
     }
     if looks_like_an_address(text) {
@@ -190,7 +196,7 @@ fn read(text: &str) -> Result<Requirement, &'static str> {
     }
 }
 
-/// A scheme before anything else. `name @ https://…` is not meant.
+/// Returns whether a text starts with a scheme. `name @ https://…` does not count.
 fn looks_like_an_address(text: &str) -> bool {
     let scheme_end =
         text.find(|letter: char| !(letter.is_ascii_alphanumeric() || "+.-".contains(letter)));
@@ -250,7 +256,8 @@ fn without_extras(inner: &str) -> Result<&str, &'static str> {
 }
 
 fn check_versions(versions: &str) -> Result<(), &'static str> {
-    const ADVICE: &str = "what follows the name is not a version, such as >=2,<3; to install several packages give a list";
+    const ADVICE: &str = "what follows the name is not a version, such as >=2,<3; to install \
+                          several packages give a list";
     let inner = match versions.strip_prefix('(') {
         Some(inner) => inner.strip_suffix(')').ok_or(ADVICE)?,
         None => versions,
@@ -268,7 +275,8 @@ fn check_versions(versions: &str) -> Result<(), &'static str> {
     }
 }
 
-/// Tells whether `text` has the letters of a version, such as `1.0`, `2!1.0.post1`, `1.0+cpu` or `1.*`.
+/// Returns whether `text` has only characters of a version, such as `1.0`, `2!1.0.post1`, `1.0+cpu`
+/// or `1.*`.
 pub(super) fn is_version(text: &str) -> bool {
     (1..=100).contains(&text.len())
         && text.starts_with(|letter: char| letter.is_ascii_alphanumeric())
@@ -288,7 +296,7 @@ fn check_marker(marker: &str) -> Result<(), &'static str> {
     }
 }
 
-/// Reads an address, with a marker behind it if there is one. `whole` is the requirement it belongs to.
+/// Parses a URL with an optional marker after it. `whole` is the requirement that contains it.
 fn read_address(
     address: &str,
     name: Option<String>,
@@ -387,7 +395,7 @@ fn is_name_like(part: &str) -> bool {
     !part.is_empty() && part.chars().all(is_name_letter)
 }
 
-/// A revision that began with a dash would be an option of git.
+/// Checks the path of a repository. A revision with a leading dash would be an option of git.
 fn check_repository(path: &str) -> Result<(), &'static str> {
     let (repository, revision) = path
         .rsplit_once('@')
@@ -671,10 +679,16 @@ mod tests {
 
     proptest::proptest! {
         #[test]
-        fn whatever_is_taken_is_one_line_of_plain_text_without_options(text in "[ -~\\t\\n]{0,40}") {
+        fn whatever_is_taken_is_one_line_of_plain_text_without_options(
+            text in "[ -~\\t\\n]{0,40}",
+        ) {
             if let Ok(read) = parse(&text) {
-                proptest::prop_assert!(read.text().chars().all(|letter| (' '..='~').contains(&letter)));
-                proptest::prop_assert!(!read.text().split_whitespace().any(|word| word.starts_with('-')));
+                proptest::prop_assert!(
+                    read.text().chars().all(|letter| (' '..='~').contains(&letter))
+                );
+                proptest::prop_assert!(
+                    !read.text().split_whitespace().any(|word| word.starts_with('-'))
+                );
                 proptest::prop_assert!(!read.text().contains(['$', '\\']));
             }
         }

@@ -1,22 +1,28 @@
 //! The store: unpacked packages on the host, shared read-only by all sessions.
 //!
 //! ```text
-//! <store>/trees/<name>      what one distribution installs. Its name is the hash of its content; a private one has a random name
-//! <store>/records/<name>    what is known of that tree: package, version, hash of its file list, hash of its content
-//! <store>/index/<key>       which tree answers (index, Python, package, version, hashes of its files)
+//! <store>/trees/<name>      the files of one distribution. The name is the hash of the content; a
+//!                           private tree has a random name
+//! <store>/records/<name>    metadata of that tree: package, version, hash of its file list,
+//!                           hash of its content
+//! <store>/index/<key>       the tree for one (index, Python, package, version, hashes of its
+//!                           files)
 //! <store>/incoming/         trees that are being written
-//! <store>/uses/             which trees each server has given to sessions: `uses`
-//! <store>/in-use.lock       shared by every server that uses the store
+//! <store>/uses/             the trees that each server has given to sessions: `uses`
+//! <store>/in-use.lock       held shared by every server that uses the store
 //! ```
 //!
-//! Only `trees` is shown to sandboxes. Nobody can list it, not even a session that has the server's own user id: a session can use a path
-//! that it was told, and whoever does not know the name of a private tree cannot find it.
+//! Only `trees` is mounted into sandboxes. Its permissions forbid listing, even for a session that
+//! runs under the server's own user id. A session can open only the paths that it was given, so it
+//! cannot find a private tree without knowing its name.
 //!
-//! A tree is written into `incoming`, made read-only and renamed. A tree that exists is never written to: who comes second keeps the
-//! first. One that was changed by something else is noticed when it is looked for, counts as missing, and is replaced as a whole by whoever fetches it anew.
+//! A tree is written into `incoming`, made read-only and renamed. An existing tree is never written
+//! to: if two writers add the same tree, the first one is kept. A tree that was modified on disk is
+//! detected on lookup and counts as missing. The next fetch replaces the whole tree.
 //!
-//! Trees that no session uses go when room is needed, those first that were not used for the longest time (`room`). What is
-//! left of servers that are gone is removed by whoever opens the store alone.
+//! Trees that no session uses are evicted when space is needed, least recently used first (`room`).
+//! Leftovers of servers that have ended are removed when a server opens the store while no other
+//! server uses it.
 
 mod room;
 mod uses;
@@ -42,7 +48,8 @@ const INDEX: &str = "index";
 const INCOMING: &str = "incoming";
 const LOCK: &str = "in-use.lock";
 
-/// Packages on the host. While this value lives, nobody removes a tree that it has found or added, until it lets go of it.
+/// Packages on the host. While this value lives, no process removes a tree that it has found or
+/// added, until it releases the tree.
 #[derive(Debug)]
 pub struct Store {
     root: PathBuf,
@@ -55,24 +62,26 @@ pub struct Store {
 #[serde(try_from = "String", into = "String")]
 pub struct TreeName(String);
 
-/// What a tree is looked up by. It follows from everything that decides what an installer would put into the tree.
+/// Lookup key of a tree. It is derived from every input that determines what an installer would put
+/// into the tree.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Key(String);
 
-/// Whether others may use a tree.
+/// Whether other sessions may use a tree.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Sharing {
-    /// Made without running any code of a package, and found by everybody.
+    /// Produced without running package code. Every session can find it.
     Shared,
-    /// Made where a package's code ran. Only who is told its name can use it, and it goes with whoever used it.
+    /// Produced in a sandbox where package code ran. Only sessions that know its name can use it.
+    /// It is removed together with its last user.
     Private,
 }
 
-/// What is known of a tree.
+/// Metadata of a tree.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Record {
-    /// The distribution's name in its normalised spelling.
+    /// Normalised name of the distribution.
     pub package: String,
     pub version: String,
     pub files: u64,
@@ -82,7 +91,8 @@ pub struct Record {
     pub created: u64,
     listing: String,
     content: String,
-    /// When each file was last changed, as a hash. As long as that is the same, so is the content. Older records have none.
+    /// Hash of the change times of all files. While it is unchanged, so is the content. Older
+    /// records do not have it.
     #[serde(default)]
     stamp: String,
 }
@@ -94,7 +104,7 @@ pub struct Tree {
     pub record: Record,
 }
 
-/// Why the store could not do what was asked.
+/// Error of a store operation.
 #[derive(Debug, thiserror::Error)]
 pub enum StoreError {
     #[error(transparent)]
@@ -108,7 +118,8 @@ pub enum StoreError {
         version: String,
     },
     #[error(
-        "the package store is full: sessions use all of its {}; close sessions that are not needed, or have the operator raise package_store_size",
+        "the package store is full: sessions use all of its {}; close sessions that are not \
+         needed, or have the operator raise package_store_size",
         stream::mebibytes(*.limit)
     )]
     Full { limit: u64 },
@@ -141,7 +152,7 @@ impl TreeName {
         ))
     }
 
-    /// Returns the digits, which are the name of the folder.
+    /// Returns the digits, which are also the directory name.
     pub fn as_str(&self) -> &str {
         &self.0
     }
@@ -168,7 +179,8 @@ impl From<TreeName> for String {
 }
 
 impl Key {
-    /// Makes a key of parts. Different parts give different keys, also where their texts joined would be the same.
+    /// Makes a key from parts. Different parts give different keys, even if their concatenations
+    /// are equal.
     pub fn new(parts: &[&str]) -> Key {
         let text = serde_json::to_vec(parts).expect("texts can always be written as JSON");
         Key(Sha256::digest(text)
@@ -179,7 +191,8 @@ impl Key {
 }
 
 impl Store {
-    /// Opens the store in this folder, making it if need be. Whoever opens it alone cleans up: unfinished and private trees go.
+    /// Opens the store in this directory and creates it if necessary. If no other server has it
+    /// open, unfinished and private trees are removed.
     pub fn open(root: &Path) -> Result<Store, StoreError> {
         let folder = |path: &Path, mode| -> io::Result<()> {
             fs::create_dir_all(path)?;
@@ -190,7 +203,8 @@ impl Store {
             for private in [RECORDS, INDEX, INCOMING] {
                 folder(&root.join(private), 0o700)?;
             }
-            // The owner may not list it either: without root's rights, sessions have the owner's user id.
+            // Listing is denied to the owner too: without root, sessions run under the owner's user
+            // id.
             folder(&root.join(TREES), 0o311)?;
             OpenOptions::new()
                 .read(true)
@@ -216,7 +230,8 @@ impl Store {
         if alone {
             store.clean_up();
         }
-        // The lock changes its kind; nobody can have come in between who would mind.
+        // An exclusive lock is downgraded here. The downgrade is not atomic, but a server that
+        // opens the store in between does no harm.
         store
             ._in_use
             .lock_shared()
@@ -224,12 +239,12 @@ impl Store {
         Ok(store)
     }
 
-    /// Returns the host folder to show read-only to sandboxes.
+    /// Returns the host directory to mount read-only into sandboxes.
     pub fn trees(&self) -> PathBuf {
         self.root.join(TREES)
     }
 
-    /// Finds the tree for a key, unless it was changed on disk. It is in use from then on.
+    /// Finds the tree for a key, unless it was modified on disk. Marks the tree as in use.
     pub fn find(&self, key: &Key) -> Result<Option<Tree>, StoreError> {
         let Ok(text) = fs::read_to_string(self.root.join(INDEX).join(&key.0)) else {
             return Ok(None);
@@ -241,7 +256,7 @@ impl Store {
             .uses
             .marking()
             .map_err(while_doing("note which packages are used"))?;
-        // Only now: until then it could still go.
+        // The tree is looked up only under the marking lock; before, it could still be removed.
         let Some(tree) = self
             .tree(&name)
             .filter(|tree| self.path(&tree.name).is_dir())
@@ -263,7 +278,7 @@ impl Store {
         Ok(Some(tree))
     }
 
-    /// Reads a stream that came out of a sandbox and keeps what it holds.
+    /// Reads a stream that came out of a sandbox and stores its files.
     pub fn add(
         &self,
         stream: impl Read,
@@ -301,7 +316,7 @@ impl Store {
         self.keep(&place, Tree { name, record })
     }
 
-    /// Lets everybody find a tree under a key. Private trees are never found.
+    /// Makes a tree available to all sessions under a key. Private trees are not registered.
     pub fn remember(&self, key: &Key, tree: &Tree) -> Result<(), StoreError> {
         if tree.record.sharing == Sharing::Private {
             return Ok(());
@@ -310,7 +325,8 @@ impl Store {
             .map_err(while_doing("remember the package"))
     }
 
-    /// Looks whether a tree is what it was. Its bytes are read only if a file has been changed since, be it back to what it was.
+    /// Checks that a tree is unmodified. The content is read only if the change time of a file
+    /// differs, even if the file was changed back.
     pub fn check(&self, tree: &Tree) -> Result<(), StoreError> {
         let found = stream::list(&self.path(&tree.name), false);
         let stamp = found.as_ref().map_or(String::new(), stamp_of);
@@ -323,7 +339,7 @@ impl Store {
             stamp,
             ..tree.record.clone()
         };
-        // Without it, the bytes are read again next time.
+        // If this fails, the next check reads the content again.
         let _ = self.write_record(&Tree {
             name: tree.name.clone(),
             record,
@@ -331,13 +347,13 @@ impl Store {
         Ok(())
     }
 
-    /// Reads every byte of a tree and compares it with what was written. It takes as long as reading takes.
+    /// Compares the whole content of a tree with what was written. It reads every byte.
     pub fn verify(&self, tree: &Tree) -> Result<(), StoreError> {
         let found = stream::list(&self.path(&tree.name), true);
         self.compare(tree, found, &tree.record.content)
     }
 
-    /// Lists all trees by package and version.
+    /// Lists all trees, ordered by package and version.
     pub fn list(&self) -> Result<Vec<Tree>, StoreError> {
         let entries =
             fs::read_dir(self.root.join(RECORDS)).map_err(while_doing("list the package store"))?;
@@ -359,21 +375,22 @@ impl Store {
         Ok(trees)
     }
 
-    /// Removes a tree. Sessions that use it lose it, so it is for private trees whose session has ended.
+    /// Removes a tree. Sessions that use it lose it, so call this only for private trees whose
+    /// session has ended.
     pub fn remove(&self, name: &TreeName) -> Result<(), StoreError> {
         let doomed = self.move_away(name)?;
         let _ = fs::remove_file(self.root.join(RECORDS).join(name.as_str()));
         remove_tree(doomed.path()).map_err(while_doing("remove a package"))
     }
 
-    /// Takes a tree out of its place in one step.
+    /// Moves a tree out of its place atomically.
     fn move_away(&self, name: &TreeName) -> Result<tempfile::TempDir, StoreError> {
         let doomed = tempfile::Builder::new()
             .prefix("removed-")
             .tempdir_in(self.root.join(INCOMING))
             .map_err(while_doing("remove a package"))?;
         let path = self.path(name);
-        // Renaming a folder elsewhere needs the right to write into it.
+        // Renaming a directory to another parent requires write permission on it.
         let moved = fs::set_permissions(&path, Permissions::from_mode(0o755))
             .and_then(|()| fs::rename(&path, doomed.path().join("tree")));
         match moved {
@@ -384,7 +401,7 @@ impl Store {
         }
     }
 
-    /// Gives a finished tree its place and its record. It is in use from then on.
+    /// Moves a finished tree into place and writes its record. Marks the tree as in use.
     fn keep(&self, place: &Path, mut tree: Tree) -> Result<Tree, StoreError> {
         make_read_only(place).map_err(while_doing("make the package read-only"))?;
         let listing =
@@ -401,17 +418,19 @@ impl Store {
                 let _ = remove_tree(place);
                 return Ok(there);
             }
-            // It was changed on disk. Whoever has its files open keeps them; whoever comes by its name finds what should be there.
+            // The existing tree was modified on disk. Processes that have its files open keep them;
+            // a new lookup by name finds the correct content.
             let damaged = self.move_away(&tree.name)?;
             remove_tree(damaged.path()).map_err(while_doing("remove a package"))?;
         }
-        // The record comes first: a tree without one could not be checked, a record without a tree is not found.
+        // The record is written first: a tree without a record could not be checked, whereas a
+        // record without a tree is ignored by lookups.
         self.write_record(&tree)
             .map_err(while_doing("write down the package"))?;
         match fs::rename(place, &path) {
             Ok(()) => fs::set_permissions(&path, Permissions::from_mode(0o555))
                 .map_err(while_doing("make the package read-only"))?,
-            // Somebody else put the same content there first.
+            // Another process has stored the same content first.
             Err(error)
                 if matches!(
                     error.kind(),
@@ -429,7 +448,7 @@ impl Store {
         Ok(tree)
     }
 
-    /// Notes that a tree is used, now and from now on.
+    /// Marks a tree as in use and updates its time of last use.
     fn mark(&self, marking: &Marking, name: &TreeName) -> Result<(), StoreError> {
         self.uses
             .mark(marking, name)
@@ -437,7 +456,8 @@ impl Store {
         let record = OpenOptions::new()
             .write(true)
             .open(self.root.join(RECORDS).join(name.as_str()));
-        // It says when the tree was used last. A tree that is being added has no record yet.
+        // The record's modification time is the tree's time of last use. A tree that is being added
+        // has no record yet.
         let _ = record.and_then(|record| record.set_modified(SystemTime::now()));
         Ok(())
     }
@@ -468,7 +488,7 @@ impl Store {
         self.root.join(TREES).join(name.as_str())
     }
 
-    /// Returns what is known of a tree, if there is one of this name.
+    /// Returns a tree and its metadata, if a tree with this name exists.
     pub fn tree(&self, name: &TreeName) -> Option<Tree> {
         let text = fs::read(self.root.join(RECORDS).join(name.as_str())).ok()?;
         Some(Tree {
@@ -477,7 +497,7 @@ impl Store {
         })
     }
 
-    /// Writes a small file in one step.
+    /// Writes a small file atomically.
     fn write(&self, folder: &str, name: &str, content: &[u8]) -> io::Result<()> {
         let mut file = tempfile::NamedTempFile::new_in(self.root.join(INCOMING))?;
         io::Write::write_all(&mut file, content)?;
@@ -485,9 +505,9 @@ impl Store {
         Ok(())
     }
 
-    /// Removes what nobody can be using. Only who holds the lock alone may call it.
+    /// Removes everything that cannot be in use. The caller must hold the lock exclusively.
     fn clean_up(&self) {
-        // Reading the marks of others removes those of servers that are gone.
+        // Reading the marks of other servers removes those of servers that have ended.
         let _ = self.in_use();
         let leftovers = fs::read_dir(self.root.join(INCOMING))
             .into_iter()
@@ -513,7 +533,7 @@ impl Store {
     }
 }
 
-/// Finds which distribution a tree is, by the name of the one folder that describes it.
+/// Determines the distribution of a tree from the name of its only `.dist-info` directory.
 fn described(listing: &stream::Listing) -> Option<(String, String)> {
     let folders = listing
         .keys()
@@ -531,7 +551,8 @@ fn without_contents(mut listing: stream::Listing) -> stream::Listing {
     listing
 }
 
-/// Takes the right to write from every folder below `place`, but not from itself: a folder that is to be renamed must be writable.
+/// Removes write permission from every directory below `place`, but not from `place` itself: a
+/// directory must be writable to be renamed.
 fn make_read_only(place: &Path) -> io::Result<()> {
     for entry in fs::read_dir(place)? {
         let entry = entry?;
@@ -543,7 +564,7 @@ fn make_read_only(place: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// Removes a file or a folder whose folders may be read-only.
+/// Removes a file or a directory tree, including read-only directories.
 fn remove_tree(path: &Path) -> io::Result<()> {
     fn open_up(folder: &Path) -> io::Result<()> {
         fs::set_permissions(folder, Permissions::from_mode(0o700))?;

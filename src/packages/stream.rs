@@ -1,4 +1,4 @@
-//! A tree as it comes out of a sandbox: a stream of files, and nothing but files.
+//! Stream format for a tree that comes out of a sandbox. It contains only plain files.
 //!
 //! ```text
 //! {"path": "polars/__init__.py", "size": 5, "program": false}⏎
@@ -6,11 +6,12 @@
 //! {"end": 1}⏎
 //! ```
 //!
-//! Each header is one line; as many bytes as it says follow it. The last line counts the files. This is not one of the common archive
-//! formats on purpose: a link, a device, an owner or a second size cannot be written down here, so no reader can be misled by one.
+//! Each header is one line, followed by `size` bytes of content. The last line has the number of
+//! files. A common archive format is avoided on purpose: this one cannot express a link, a device,
+//! an owner or a second size, so no reader can be misled by one.
 //!
-//! The stream is a claim. Paths are checked before a file is made, counts and sizes while it is read; what fails leaves nothing behind that
-//! anybody uses.
+//! The stream is a claim. Paths are checked before a file is created; counts and sizes are checked
+//! while the stream is read. A failure leaves nothing behind that is used later.
 
 use std::collections::BTreeMap;
 use std::fs::{self, OpenOptions, Permissions};
@@ -21,19 +22,19 @@ use std::path::Path;
 use serde::Deserialize;
 use sha2::{Digest, Sha256};
 
-/// The longest header: a path may have 1,024 bytes, and JSON may need six for each.
+/// Maximum length of a header: a path may have 1,024 bytes, and JSON may need six for each.
 const LONGEST_HEADER: u64 = 8 * 1024;
 const LONGEST_PATH: usize = 1024;
 const DEEPEST_PATH: usize = 64;
 
-/// How much one tree may hold.
+/// Limits on one tree.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Bounds {
     pub files: u64,
     pub bytes: u64,
 }
 
-/// Why a stream was refused.
+/// Error of a rejected stream.
 #[derive(Debug, thiserror::Error)]
 pub enum StreamError {
     #[error("the package has a file that cannot be kept: \"{}\" {why}", path.escape_debug())]
@@ -52,25 +53,26 @@ pub(super) fn mebibytes(bytes: u64) -> String {
     format!("{} MiB", bytes >> 20)
 }
 
-/// What is known of one file of a tree.
+/// Metadata of one file in a tree.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Entry {
     pub(super) size: u64,
     pub(super) program: bool,
-    /// SHA-256 of its bytes, or nothing when they were not read.
+    /// SHA-256 of the content, or `None` if the content was not read.
     pub(super) content: Option<[u8; 32]>,
-    /// When the kernel saw it change last, in seconds and nanoseconds, or zero where that was not asked. No program can choose this time.
+    /// Change time (ctime) in seconds and nanoseconds, or zero if it was not requested. No program
+    /// can set this time.
     pub(super) changed: (i64, i64),
 }
 
 /// All files of a tree by path.
 pub(super) type Listing = BTreeMap<String, Entry>;
 
-/// Names a listing: by paths, sizes and kinds, and by contents too where they are known.
+/// Returns the hash of a listing: paths, sizes and kinds, and contents where they are known.
 pub(super) fn hash_of(listing: &Listing) -> String {
     let mut hash = Sha256::new();
     for (path, entry) in listing {
-        // No path holds a NUL, so that two different listings never give the same bytes.
+        // Paths contain no NUL, so two different listings never give the same bytes.
         hash.update(path.as_bytes());
         hash.update([0, u8::from(entry.program)]);
         hash.update(entry.size.to_be_bytes());
@@ -82,7 +84,7 @@ pub(super) fn hash_of(listing: &Listing) -> String {
         .collect()
 }
 
-/// Names a listing by when its files were changed.
+/// Returns the hash of a listing's change times.
 pub(super) fn stamp_of(listing: &Listing) -> String {
     let mut hash = Sha256::new();
     for (
@@ -118,9 +120,10 @@ struct End {
     end: u64,
 }
 
-/// Writes the files of a stream below `folder`, which must be empty and which nobody else may enter, and returns what was written.
+/// Writes the files of a stream below `folder` and returns what was written. `folder` must be empty
+/// and inaccessible to others.
 ///
-/// Every file ends up readable by all and writable by none.
+/// Every file becomes readable by all and writable by none.
 pub(super) fn unpack(
     stream: impl Read,
     folder: &Path,
@@ -213,7 +216,8 @@ fn check_path(path: &str) -> Result<(), &'static str> {
     }
 }
 
-/// Makes one file, which must not exist, from the next bytes of the stream. Returns the hash of its content.
+/// Creates one file, which must not exist, from the next bytes of the stream. Returns the hash of
+/// its content.
 fn write_file(
     stream: &mut impl Read,
     path: &Path,
@@ -260,7 +264,7 @@ fn write_file(
     Ok(hash.finalize().into())
 }
 
-/// Reads what lies below `folder`. Fails when anything but plain files and folders does.
+/// Lists the files below `folder`. Fails on anything other than plain files and directories.
 pub(super) fn list(folder: &Path, with_contents: bool) -> io::Result<Listing> {
     let mut listing = Listing::new();
     let mut folders = vec![String::new()];
@@ -327,11 +331,13 @@ pub(super) mod tests {
         bytes: 1 << 20,
     };
 
-    /// The stream that an honest installer writes for these files.
+    /// Returns the stream of these files as a correct installer writes it.
     pub(crate) fn stream(files: &[(&str, &str)]) -> Vec<u8> {
         let mut bytes = Vec::new();
         for (path, content) in files {
-            let header = serde_json::json!({"path": path, "size": content.len(), "program": path.starts_with("bin/")});
+            let header = serde_json::json!({
+                "path": path, "size": content.len(), "program": path.starts_with("bin/"),
+            });
             bytes.extend(format!("{header}\n{content}").into_bytes());
         }
         bytes.extend(format!("{{\"end\": {}}}\n", files.len()).into_bytes());

@@ -1,7 +1,8 @@
-//! Claims: what the runner says, typed and bounded.
+//! Claims: messages of the runner, typed and bounded.
 //!
-//! Unknown types and members are passed over so that a newer runner can say more. Text that is only shown is cut to its bound; a
-//! list that is too long is cut and the rest counted. What cannot be read as described breaks the conversation.
+//! Unknown types and members are ignored, so that a newer runner can send more. Text that is only
+//! displayed is cut to its limit; a list that is too long is cut and the rest counted. A frame that
+//! cannot be parsed is a protocol error.
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -14,9 +15,9 @@ use serde_json::{Map, Value};
 
 use super::frame::{Frame, FrameError};
 
-/// Entries kept of a list of files.
+/// Entries kept of a file list.
 pub const MOST_LISTED: usize = 1000;
-/// Bytes kept of what tells one state of a file from another.
+/// Bytes kept of a file version.
 const LONGEST_VERSION: usize = 100;
 /// Entries kept of each list of changes.
 const MOST_CHANGES: usize = 50;
@@ -28,20 +29,20 @@ const LONGEST_PATH: usize = 4096;
 const LONGEST_MESSAGE: usize = 16 * 1024;
 /// Bytes kept of a traceback before the caller's own limit cuts it further.
 const LONGEST_TRACEBACK: usize = 1024 * 1024;
-/// Kinds of the same content in one bundle.
+/// Representations of the same content in one bundle.
 const MOST_KINDS: usize = 32;
-/// Entries kept of what a copy lost.
+/// Entries kept of the list of things that a copy lost.
 const MOST_LOSSES: usize = 50;
-/// Bytes kept of each of them, and of the reason why files were left alone.
+/// Bytes kept of each entry, and of the reason why files were left alone.
 const LONGEST_LOSS: usize = 200;
-/// What a header may hold. The lists that a runner makes are short; only arguments of tools may be
-/// long.
+/// Limits for the contents of a header. The lists that a runner makes are short; only tool
+/// arguments may be long.
 const HEADER: Budget = Budget {
     depth: MAX_DEPTH,
     memory: 16 * 1024 * 1024,
 };
 
-/// One thing the runner says. Any of it may be a lie.
+/// One message of the runner. Any part of it may be false.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Claim {
     Hello {
@@ -76,7 +77,8 @@ pub enum Claim {
     FileEnd {
         id: u64,
         size: u64,
-        /// Of a part: the size of the whole file, and a text that is another one when the file has changed.
+        /// For a partial read: the size of the whole file, and a text that differs when the file
+        /// has changed.
         total: u64,
         version: String,
     },
@@ -94,79 +96,105 @@ pub enum Claim {
         reason: Trouble,
         message: String,
     },
-    /// The interpreter came to its branch point and goes on.
+    /// The interpreter has reached its branch point and continues.
     Branched {
         id: u64,
         branched: Branched,
     },
-    /// The session has the packages. Some of their modules were imported before, from elsewhere.
+    /// The packages were added to the session. Some of their modules were already imported from
+    /// elsewhere.
     PackagesAdded {
         id: u64,
         loaded: Vec<String>,
-        /// Those of them that every session begins with.
+        /// The subset that every session starts with.
         preloaded: Vec<String>,
     },
-    /// The packages of MCP servers are in the working folder.
+    /// The packages of MCP servers were written to the working folder.
     ToolsWritten {
         id: u64,
     },
-    /// Code in a cell asks the host something. Every question is answered.
+    /// Code in a cell makes a host call. Every call is answered.
     Ask {
         /// The execution.
         id: u64,
         ask: u64,
         question: Question,
     },
-    /// A type this version does not know.
+    /// A type that this version does not know.
     Unknown,
 }
 
-/// What code in a cell may ask.
+impl Claim {
+    /// Returns the request that it refers to, if any.
+    pub fn request(&self) -> Option<u64> {
+        match self {
+            Claim::Started { id, .. }
+            | Claim::Display { id, .. }
+            | Claim::Value { id, .. }
+            | Claim::Clear { id, .. }
+            | Claim::FileData { id, .. }
+            | Claim::FileEnd { id, .. }
+            | Claim::FileList { id, .. }
+            | Claim::Written { id, .. }
+            | Claim::Failed { id, .. }
+            | Claim::Branched { id, .. }
+            | Claim::PackagesAdded { id, .. }
+            | Claim::ToolsWritten { id }
+            | Claim::Ask { id, .. } => Some(*id),
+            Claim::Done(done) => Some(done.id),
+            Claim::Hello { .. } | Claim::Unknown => None,
+        }
+    }
+}
+
+/// Host calls that code in a cell can make.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Question {
     Install {
         requirements: Vec<String>,
         upgrade: bool,
     },
-    /// A call of a tool of another MCP server.
+    /// Calls a tool of another MCP server.
     CallTool {
         server: String,
         tool: String,
         arguments: Map<String, Value>,
-        /// Bytes of the frame in which it came.
+        /// Size in bytes of the frame.
         size: usize,
     },
-    /// A program is to be started, because the code itself may start none.
+    /// Starts a program, because the code itself may not.
     Shell(Box<ClaimedCommand>),
-    /// Nobody waits for the answer to that question any more.
+    /// The answer to that call is not needed any more.
     Withdraw {
         of: u64,
     },
-    /// A call with arguments that are nested too deeply, or have too many values, to be read.
+    /// A call with arguments that are nested too deeply, or have too many values, to be parsed.
     TooMuch(Excess),
     Unknown,
 }
 
-/// A command that code wants to have run. It is whole, never cut: what is decided about is what runs.
+/// A command that code wants to run. It is complete, never cut: the command that is approved is the
+/// one that runs.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct ClaimedCommand {
-    /// A line for the shell; otherwise there are words.
+    /// A line for the shell; without it, `words` are used.
     pub line: Option<String>,
     /// A program and its arguments.
     pub words: Vec<String>,
-    /// What it reads; nothing without.
+    /// Its standard input; empty if `None`.
     pub input: Option<String>,
-    /// Where it begins.
+    /// Its starting folder.
     pub folder: String,
-    /// How its variables differ from those of a fresh session.
+    /// Differences between its variables and those of a fresh session.
     pub environment: BTreeMap<String, Option<String>>,
-    /// Seconds after which it is to be ended.
+    /// Timeout in seconds.
     pub timeout: Option<f64>,
-    /// Where it writes to, if that came along.
+    /// Its output pipes, if they were sent along.
     pub outlets: Option<Outlets>,
 }
 
-/// Two descriptors from inside, for standard output and error. Each is a pipe; which end of one is not known.
+/// Two descriptors from inside, for standard output and error. Each is a pipe; which end of it is
+/// not known.
 #[derive(Debug, Clone)]
 pub struct Outlets(pub Arc<[OwnedFd; 2]>);
 
@@ -176,16 +204,18 @@ impl PartialEq for Outlets {
     }
 }
 
-/// What is said of a copy when it was made.
+/// Claims about a copy when it was made.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Branched {
-    /// What it lacks.
+    /// The things that it lacks.
     pub lost: Vec<String>,
-    /// It has all that a fork needs, and nothing in the session goes on by itself: until something is asked of the session, it is what the session is.
+    /// It has everything that a fork needs, and nothing in the session runs in the background:
+    /// until the next request to the session, the copy is identical to the session.
     pub whole: bool,
 }
 
-/// What a copy of an interpreter has of the original. A fresh interpreter says nothing here.
+/// Claims of a copied interpreter about what it has from the original. Empty for a fresh
+/// interpreter.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Carried {
     /// Short texts such as "2 threads".
@@ -193,16 +223,16 @@ pub struct Carried {
     pub files: Option<CarriedFiles>,
     /// Why files were left alone.
     pub why: Option<String>,
-    /// It holds files of the original in its memory until it has said this.
+    /// It had files of the original mapped in its memory until it sent this.
     pub mapped: bool,
-    /// Modules whose global random generator goes on from a seed, of those in `GENERATORS`.
+    /// Modules among `GENERATORS` whose global random generator continues from a seed.
     pub seeded: Vec<&'static str>,
 }
 
-/// Modules with a random generator that the whole process shares.
+/// Modules with a process-wide random generator.
 const GENERATORS: [&str; 3] = ["numpy.random", "random", "torch.random"];
 
-/// What a copy did about the files.
+/// What a copy did with the files.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum CarriedFiles {
     Restored,
@@ -221,7 +251,7 @@ impl CarriedFiles {
     }
 }
 
-/// The same content in several kinds.
+/// The same content in several representations.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Bundle {
     pub texts: BTreeMap<String, String>,
@@ -237,11 +267,11 @@ pub struct DoneClaim {
     pub files: Option<Changes<ClaimedFile>>,
     /// The cell certainly changed nothing.
     pub unchanged: bool,
-    /// What earlier code has printed since the last cell.
+    /// Output of earlier code since the last cell.
     pub late: Option<ClaimedLate>,
 }
 
-/// Text of earlier code. `omitted` counts older characters that were dropped.
+/// Text printed by earlier code. `omitted` counts older characters that were dropped.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
 #[serde(default)]
 pub struct ClaimedLate {
@@ -285,7 +315,7 @@ pub struct ClaimedFile {
     pub size: u64,
 }
 
-/// Why a file could not be sent or stored.
+/// Reason why a file could not be sent or stored.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Trouble {
     Missing,
@@ -314,7 +344,7 @@ impl Trouble {
     }
 }
 
-/// Every member any frame may have. Each frame uses a few of them.
+/// All members that any frame may have. Each frame uses a few of them.
 #[derive(Default, Deserialize)]
 #[serde(default)]
 struct Header {
@@ -349,7 +379,7 @@ struct Header {
     server: String,
     tool: String,
     arguments: Map<String, Value>,
-    /// Why the arguments are not there.
+    /// Why the arguments are missing.
     #[serde(skip)]
     cut: Option<Excess>,
     of: Option<u64>,
@@ -362,7 +392,7 @@ struct Header {
     why: Option<String>,
     size: u64,
     total: u64,
-    /// A number in a greeting, a text at the end of a part.
+    /// A number in a greeting, a text at the end of a partial read.
     #[serde(rename = "version")]
     spoken: Option<Spoken>,
     entries: Vec<ClaimedFile>,
@@ -392,7 +422,7 @@ struct BlobHeader {
     size: u64,
 }
 
-/// Reads a frame as a claim, with its `seq` if it has a place among the pipes' bytes.
+/// Parses a frame as a claim, with its `seq` if it has a position among the pipes' bytes.
 pub(super) fn read(frame: Frame) -> Result<(Claim, Option<u32>), FrameError> {
     let header = parse_header(&frame.header)?;
     let kind = header
@@ -565,13 +595,13 @@ fn wrong(why: &str) -> FrameError {
 }
 
 fn parse_header(bytes: &[u8]) -> Result<Header, FrameError> {
-    // The parser would also take a list of the members' values.
+    // The parser would also accept an array of the members' values.
     if !bytes.trim_ascii_start().starts_with(b"{") {
         return Err(wrong("not an object"));
     }
     if let Err(excess) = HEADER.check(bytes) {
-        // Arguments that are too deep or too many are the user's values and no breach of the
-        // protocol.
+        // Arguments that are too deep or too many are the user's values and not a protocol
+        // violation.
         let cut: Result<Header, _> =
             serde_json::from_slice(&without_lone_surrogates(&without_insides(bytes)));
         return match cut {
@@ -588,20 +618,21 @@ fn parse_header(bytes: &[u8]) -> Result<Header, FrameError> {
         Ok(header) => return Ok(header),
         Err(error) => error,
     };
-    // Python strings may hold half of a surrogate pair, which JSON can write and UTF-8 cannot. That is the user's text and no
-    // breach of the protocol.
+    // Python strings may contain half of a surrogate pair, which JSON can represent and UTF-8
+    // cannot. That is the user's text and not a protocol violation.
     if let Cow::Owned(repaired) = without_lone_surrogates(bytes)
         && let Ok(header) = serde_json::from_slice(&repaired)
     {
         return Ok(header);
     }
-    // Only the place is told: the parser's text may quote the header, which is the user's.
+    // Only the position is reported: the parser's text may quote the header, which contains user
+    // data.
     Err(FrameError::Header {
         why: format!("not readable at byte {}", first.column()),
     })
 }
 
-/// Empties every list and object inside of a header. Whatever says what kind of frame it is lies
+/// Empties every list and object inside a header. The members that determine the kind of frame are
 /// outside of them.
 fn without_insides(bytes: &[u8]) -> Vec<u8> {
     let (mut depth, mut in_string, mut is_escaped) = (0_usize, false, false);
@@ -625,7 +656,7 @@ fn without_insides(bytes: &[u8]) -> Vec<u8> {
     kept
 }
 
-/// Replaces each escaped half of a surrogate pair that has no other half.
+/// Replaces each escaped half of a surrogate pair that lacks the other half.
 fn without_lone_surrogates(bytes: &[u8]) -> Cow<'_, [u8]> {
     let unit = |at: usize| -> Option<u16> {
         let escape = bytes.get(at..at + 6)?;
@@ -648,7 +679,7 @@ fn without_lone_surrogates(bytes: &[u8]) -> Cow<'_, [u8]> {
                 6
             }
             Some(_) => 6,
-            // Any other escape is two bytes; the second may be a backslash that starts nothing.
+            // Any other escape is two bytes; the second may be a backslash that starts no escape.
             None => 2,
         };
     }
@@ -756,7 +787,7 @@ fn shortened(mut text: String, most: usize) -> String {
     text
 }
 
-/// Keeps the beginning of a text that people read, and says how much is missing.
+/// Keeps the start of a text that people read, and appends how much is missing.
 fn shortened_and_marked(text: String, most: usize) -> String {
     if text.len() <= most {
         return text;
@@ -852,9 +883,8 @@ mod tests {
                 other => panic!("{other:?}"),
             }
         };
-        let told = carried(
-            json!({"lost": ["2 threads", "1\nconnection"], "files": "left alone", "why": "too large"}),
-        );
+        let told = carried(json!({"lost": ["2 threads", "1\nconnection"],
+                "files": "left alone", "why": "too large"}));
         assert_eq!(told.lost, ["2 threads", "1 connection"]);
         assert_eq!(told.seeded, [""; 0]);
         assert_eq!(
@@ -981,7 +1011,8 @@ mod tests {
     #[test]
     fn blobs_are_cut_from_the_payload_and_must_fill_it() {
         let header = |size: u64| {
-            json!({"type": "value", "id": 1, "data": {"text/plain": "x", "application/json": {"a": 1}},
+            json!({"type": "value", "id": 1,
+                "data": {"text/plain": "x", "application/json": {"a": 1}},
                 "blobs": [{"mime": "image/png", "size": 2}, {"mime": "image/jpeg", "size": size}]})
         };
         let Ok(Claim::Value { bundle, .. }) = claim(header(3), b"aabbb") else {
@@ -1011,7 +1042,8 @@ mod tests {
     #[test]
     fn long_texts_are_cut_at_a_character() {
         let done = done(json!({"type": "done", "id": 1, "status": "error", "error":
-            {"name": "ä".repeat(1000), "message": "m".repeat(100_000), "traceback": "t".repeat(3_000_000), "line": 3}}));
+            {"name": "ä".repeat(1000), "message": "m".repeat(100_000),
+                "traceback": "t".repeat(3_000_000), "line": 3}}));
         let error = done.error.unwrap();
         assert!(error.name.len() < 300 && error.name.ends_with('…'));
         assert!(
@@ -1088,7 +1120,7 @@ mod tests {
             matches!(claimed(header), Ok((Claim::Value { .. }, None))),
             "the control: as text it is no structure"
         );
-        // Arguments are the user's. They are refused alone, also with half a surrogate pair beside
+        // Arguments are the user's. Only they are refused, also with half a surrogate pair beside
         // them.
         let header = format!(
             r#"{{"type":"ask","id":1,"ask":2,"what":"call_tool","arguments":{{"a":{many}}},"tool":"\ud800","seq":3}}"#

@@ -1,15 +1,17 @@
 //! The connection: reads the channel and the pipes, writes frames, yields events in order.
 //!
-//! All reading and writing is non-blocking by the call itself, never by a flag on the descriptor alone: a pipe's read end may be shared
-//! with code inside, which could clear such a flag and hold a thread of ours for ever.
+//! All reads and writes are non-blocking per call, never only by a flag on the descriptor: a pipe's
+//! read end may be shared with code inside, which could clear such a flag and block a thread of
+//! ours forever.
 //!
-//! Where bytes are carried to us from elsewhere, the lanes may be a little out of step (`skew`). Then a lane that must be looked at is waited for so long before it
-//! counts as dry; whoever forges markers holds up nothing but the own text.
+//! Where the bytes are relayed to us, the lanes (the channel and the two pipes) may be slightly out
+//! of step (`skew`). A lane that must be checked is then awaited for that long before it counts as
+//! dry. Forged markers therefore delay only the forger's own text.
 //!
-//! `next` may be dropped at any await: what was read stays in the connection.
+//! `next` may be dropped at any await: bytes that were read stay in the connection.
 //!
-//! Nothing from inside holds a worker of the runtime: a large header is decoded elsewhere while
-//! everything behind it waits, and after `MAX_READ` bytes other tasks have their turn.
+//! Nothing from inside blocks a worker of the runtime. A large header is decoded on another thread
+//! while later input waits, and after `MAX_READ` bytes the task yields to others.
 
 use std::collections::VecDeque;
 use std::io::{self, IoSliceMut};
@@ -23,7 +25,6 @@ use std::time::Duration;
 use cellblock_json::Decoding;
 use rustix::io::{Errno, ReadWriteFlags};
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendFlags};
-use serde::Serialize;
 use tokio::io::Interest;
 use tokio::net::UnixStream;
 use tokio::net::unix::pipe::Receiver;
@@ -32,28 +33,32 @@ use tokio::time::Sleep;
 use super::claim::{self, Carried, Claim, Outlets, Question};
 use super::frame::{self, Decoder, Frame, FrameError};
 use super::merge::{Merger, Need, Pipe};
+use super::request::Request;
 use crate::reaction::within;
 
-/// The version of `runner/PROTOCOL.md` that is spoken here.
+/// The supported version of `runner/PROTOCOL.md`.
 const VERSION: u32 = 2;
-/// One read. As large as a pipe usually is, so that a full pipe is emptied by one call.
+/// Size of one read. This is the usual size of a pipe, so one call empties a full pipe.
 const CHUNK: usize = 64 * 1024;
-/// Bytes that are read before other tasks have their turn, whatever comes of them. Markers alone
-/// are no event.
+/// Bytes that are read before the task yields, even without an event. Markers alone do not make an
+/// event.
 const MAX_READ: usize = 1024 * 1024;
-/// What each frame counts for beside its bytes.
+/// Bytes accounted per frame in addition to its size.
 const FRAME_COST: usize = 1024;
-/// Pipes of earlier cells that are still read, so that processes left behind neither block nor die. Older ones are closed.
+/// Pipes of earlier cells that are still read, so that processes left behind neither block nor die.
+/// Older ones are closed.
 const MOST_RETIRED: usize = 16;
-/// What is read from each lane after the end of the interpreter: all that a pipe can hold. A process that was left behind may go on
-/// writing for ever.
+/// Bytes read from each lane after the end of the interpreter: all that a pipe can hold. A process
+/// that was left behind may keep writing forever.
 const LAST_WORDS: usize = 1024 * 1024;
-/// Descriptors of frames that have not been told yet: several threads of a cell may ask for commands at once.
+/// Received descriptors whose frames have not been reported yet: several threads of a cell may
+/// request commands at once.
 const MOST_DESCRIPTORS: usize = 64;
-/// The file system of pipes made by `pipe`. A named one could live on a file system the user controls.
+/// File system type of pipes made by `pipe`. A named pipe could be on a file system that the user
+/// controls.
 const PIPE_FILE_SYSTEM: u64 = 0x5049_5045;
 
-/// What comes from inside, in order.
+/// Input from inside, in order.
 #[derive(Debug, PartialEq)]
 pub enum Event {
     Text {
@@ -61,18 +66,19 @@ pub enum Event {
         bytes: Vec<u8>,
     },
     Claim(Claim),
-    /// What a process that an earlier cell has started wrote to that cell's pipes. It has no place in the order.
+    /// Output of a process started by an earlier cell to that cell's pipes. It has no position in
+    /// the order.
     Stray {
         pipe: Pipe,
         bytes: Vec<u8>,
     },
-    /// Everything that was sent has left. A maker of many frames goes on now.
+    /// Everything in the send queue has been written. A sender of many frames can continue now.
     Sent,
-    /// The other side is gone and all it wrote has been told.
+    /// The peer is gone and all its output has been reported.
     Closed,
 }
 
-/// How the conversation broke.
+/// Reason why the connection failed.
 #[derive(Debug, thiserror::Error)]
 pub enum ConnectionError {
     #[error(transparent)]
@@ -91,65 +97,66 @@ pub enum ConnectionError {
     Channel(#[from] io::Error),
 }
 
-/// How long a frame that was begun may stand still. The runner writes frames in one go; only somebody else writes half of one.
+/// How long a started frame may make no progress. The runner writes frames in one go; only other
+/// code writes a partial one.
 const FRAME_PATIENCE: Duration = Duration::from_secs(5);
 
 /// The host's end of one interpreter's channel and pipes.
 pub struct Connection {
     channel: UnixStream,
     decoder: Decoder,
-    /// Descriptors that arrived and whose frame has not been read yet.
+    /// Received descriptors whose frame has not been read yet.
     descriptors: VecDeque<OwnedFd>,
     pipes: [Option<PipeEnd>; 2],
     retired: VecDeque<(Pipe, PipeEnd)>,
-    /// What was read from one of these and was not told yet.
+    /// Data read from a retired pipe that was not reported yet.
     stray: Option<(Pipe, Vec<u8>)>,
     merger: Merger,
-    /// A frame with a large header, and the claim that is being made of it. Nothing else is read
-    /// meanwhile, so that order is kept.
+    /// A frame with a large header, and the claim that is being decoded from it. Nothing else is
+    /// read meanwhile, to keep the order.
     decoding: Option<(Frame, Decoding<Read>)>,
-    /// Bytes that may be read before other tasks have their turn.
+    /// Bytes that may be read before the task yields.
     left: usize,
-    /// The claim that waits until the text before it has been told.
+    /// The claim that waits until the text before it has been reported.
     pending: Option<Claim>,
     outgoing: Vec<u8>,
     sent: usize,
     buffer: Box<[u8]>,
     ending: Ending,
-    /// Runs while a frame is unfinished, anew with every byte of it.
+    /// Timeout of an unfinished frame, restarted with every byte of it.
     patience: Option<Pin<Box<dyn Future<Output = Option<()>> + Send>>>,
     carried: Carried,
-    /// How long after each other lanes may bring what was written one after the other.
+    /// The largest delay between lanes for data written one after the other.
     skew: Duration,
-    /// What the lane that is needed has not brought yet.
+    /// Whether the needed lane is late.
     late: Late,
 }
 
-/// What a frame says, and its place.
+/// The claim in a frame, and its sequence number.
 type Read = Result<(Claim, Option<u32>), FrameError>;
 
-/// How far a step went.
+/// Result of a step.
 enum Step {
     Event(Event),
     /// Nothing more can be done without waiting.
     Wait,
-    /// As much was read as one step may. There may be more.
+    /// The step read its maximum. There may be more.
     Paused,
 }
 
-/// Whether a lane is waited for that another one is ahead of.
+/// Whether the connection waits for a lane that is behind another one.
 enum Late {
     No,
-    /// Until then.
+    /// Waiting until then.
     Awaited(Pin<Box<Sleep>>),
-    /// It was waited for long enough.
+    /// The wait timed out.
     GivenUp,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Ending {
     Open,
-    /// The channel is over; so many bytes may still be read from the pipes.
+    /// The channel is closed; this many bytes may still be read from the pipes.
     LastWords {
         left: [usize; 2],
     },
@@ -157,8 +164,8 @@ enum Ending {
 }
 
 impl Connection {
-    /// Takes over the channel of a new interpreter and waits for its greeting. The caller bounds the time. `skew` is zero when the interpreter itself writes into
-    /// the channel and the pipes.
+    /// Takes over the channel of a new interpreter and waits for its greeting. The caller limits
+    /// the time. `skew` is zero if the interpreter itself writes to the channel and the pipes.
     pub async fn open(channel: UnixStream, skew: Duration) -> Result<Connection, ConnectionError> {
         let mut connection = Connection {
             channel,
@@ -200,25 +207,25 @@ impl Connection {
         }
     }
 
-    /// Tells what the interpreter has of the one it is a copy of, as it said in its greeting.
+    /// Returns what the interpreter inherited if it is a copy, as claimed in its greeting.
     pub fn carried(&self) -> &Carried {
         &self.carried
     }
 
-    /// Sends one frame. What the socket does not take at once leaves during `next`.
-    pub fn send(&mut self, header: &impl Serialize, payload: &[u8]) -> Result<(), ConnectionError> {
+    /// Sends one frame. Bytes that the socket does not accept at once are written during `next`.
+    pub fn send(&mut self, request: &Request, payload: &[u8]) -> Result<(), ConnectionError> {
         if self.sent == self.outgoing.len() {
             self.outgoing.clear();
             self.sent = 0;
         }
-        frame::encode(header, payload, &mut self.outgoing);
+        frame::encode(request, payload, &mut self.outgoing);
         match write_some(&self.channel, &mut self.outgoing, &mut self.sent) {
             Err(error) if error.kind() != io::ErrorKind::WouldBlock => Err(error.into()),
             _ => Ok(()),
         }
     }
 
-    /// Tells whether frames still wait to leave. Then `next` will say `Sent`.
+    /// Returns whether frames are still queued. In that case `next` will yield `Sent`.
     pub fn is_sending(&self) -> bool {
         self.sent < self.outgoing.len()
     }
@@ -235,7 +242,8 @@ impl Connection {
         .await
     }
 
-    /// Returns the next event that needs no waiting. After `hang_up` there always is one, and `Closed` is the last.
+    /// Returns the next event that needs no waiting. After `hang_up` there always is one, and
+    /// `Closed` is the last.
     pub fn next_now(&mut self) -> Result<Option<Event>, ConnectionError> {
         loop {
             if let Some((frame, _)) = self.decoding.take() {
@@ -253,7 +261,8 @@ impl Connection {
         }
     }
 
-    /// Returns what processes of earlier cells have written by now, at most one piece of each pipe.
+    /// Returns output that processes of earlier cells have written so far, at most one piece per
+    /// pipe.
     pub fn strays_now(&mut self) -> Vec<(Pipe, Vec<u8>)> {
         let mut strays = Vec::from_iter(self.stray.take());
         let Connection {
@@ -273,7 +282,8 @@ impl Connection {
         strays
     }
 
-    /// Stops listening: after what was written until now, `next` says `Closed` and never waits again.
+    /// Stops listening: after the output written so far, `next` yields `Closed` and never waits
+    /// again.
     pub fn hang_up(&mut self) -> Result<(), ConnectionError> {
         let mut left = LAST_WORDS;
         while self.ending == Ending::Open && left > 0 {
@@ -326,7 +336,7 @@ impl Connection {
             if self.is_sending() && self.poll_write(context)?.is_ready() {
                 return Poll::Ready(Ok(Event::Sent));
             }
-            // What follows a frame that waits for its place stays where it is: nobody knows how much it will be.
+            // Data behind a pending frame stays in the channel, because its amount is unknown.
             let mut progress = self.pending.is_none() && self.poll_channel(context)?.is_ready();
             for pipe in Pipe::BOTH {
                 progress |= self.poll_pipe(pipe, context).is_ready();
@@ -348,13 +358,13 @@ impl Connection {
         }
     }
 
-    /// Waits no longer than a frame may stand still.
+    /// Fails when an unfinished frame has made no progress for too long.
     fn poll_patience(&mut self, context: &mut Context<'_>) -> Poll<Result<Event, ConnectionError>> {
         if self.ending != Ending::Open || self.decoder.is_empty() {
             self.patience = None;
             return Poll::Pending;
         }
-        // On a busy machine the runner may not be scheduled in the middle of a frame.
+        // On a busy machine the runner may be descheduled in the middle of a frame.
         let patience = self
             .patience
             .get_or_insert_with(|| Box::pin(within(FRAME_PATIENCE, std::future::pending())));
@@ -430,7 +440,7 @@ impl Connection {
         }
     }
 
-    /// Tells whether a lane that brought nothing now may still bring something.
+    /// Returns whether a lane that has no data now may still deliver some.
     fn waits_for_late(&mut self) -> bool {
         if self.skew.is_zero() || self.ending != Ending::Open {
             return false;
@@ -445,9 +455,10 @@ impl Connection {
         }
     }
 
-    /// Reads the next whole frame. One that has a place among the text becomes `pending`; any other is an event at once.
+    /// Reads the next whole frame. A frame with a position in the text becomes `pending`; any other
+    /// is an event at once.
     ///
-    /// One with a large header is given away to be decoded.
+    /// A frame with a large header is decoded on another thread.
     fn take_frame(&mut self) -> Result<Option<Event>, ConnectionError> {
         let Some(frame) = self.decoder.next()? else {
             return Ok(None);
@@ -486,7 +497,8 @@ impl Connection {
                     ..
                 }
         );
-        // Descriptors arrive together with the first bytes of their frame, so those of a later frame leave bytes in the decoder.
+        // Descriptors arrive together with the first bytes of their frame, so those of a later
+        // frame leave bytes in the decoder.
         if !takes_descriptors && !self.descriptors.is_empty() && self.decoder.is_empty() {
             return Err(ConnectionError::Descriptors);
         }
@@ -511,7 +523,7 @@ impl Connection {
         Ok(Event::Claim(claim))
     }
 
-    /// Puts the two descriptors that came with a frame in the place of the pipes.
+    /// Replaces the pipes with the two descriptors that came with a frame.
     fn adopt_pipes(&mut self) -> Result<(), ConnectionError> {
         let (Some(out), Some(err)) = (self.descriptors.pop_front(), self.descriptors.pop_front())
         else {
@@ -532,8 +544,8 @@ impl Connection {
         Ok(())
     }
 
-    /// Reads a pipe without waiting and returns how much there was. After the end of the
-    /// interpreter there is only what may still be read.
+    /// Reads a pipe without waiting and returns the number of bytes. After the end of the
+    /// interpreter, only the remaining allowance is read.
     fn read_pipe_now(&mut self, pipe: Pipe) -> usize {
         if matches!(self.ending, Ending::LastWords { left } if left[pipe as usize] == 0) {
             return 0;
@@ -562,19 +574,19 @@ impl Connection {
         size
     }
 
-    /// Takes what was read from a pipe into the buffer.
+    /// Passes bytes read from a pipe to the merger.
     fn feed(&mut self, pipe: Pipe, size: usize) {
         self.left = self.left.saturating_sub(size);
         self.merger.feed(pipe, &self.buffer[..size]);
     }
 
-    /// Takes what was read from the channel into the buffer.
+    /// Passes bytes read from the channel to the decoder.
     fn feed_decoder(&mut self, size: usize) {
         self.left = self.left.saturating_sub(size);
         self.decoder.feed(&self.buffer[..size]);
     }
 
-    /// Reads the channel without waiting and tells whether there was anything.
+    /// Reads the channel without waiting. Returns whether there were any bytes.
     fn read_channel_now(&mut self) -> Result<bool, ConnectionError> {
         if self.ending != Ending::Open {
             return Ok(false);
@@ -643,7 +655,8 @@ impl Connection {
         }
     }
 
-    /// Reads one piece of what processes of earlier cells still write. Tells whether there is one to be told.
+    /// Reads one piece of output of processes of earlier cells. Returns whether there is one to
+    /// report.
     fn poll_retired(&mut self, context: &mut Context<'_>) -> bool {
         let mut index = 0;
         while self.stray.is_none()
@@ -662,7 +675,8 @@ impl Connection {
     }
 }
 
-/// Writes what the socket takes now. A peer that is gone takes everything: its end is noticed by reading.
+/// Writes as much as the socket accepts now. For a peer that is gone, everything is discarded; the
+/// end is noticed by reading.
 fn write_some(channel: &UnixStream, outgoing: &mut Vec<u8>, sent: &mut usize) -> io::Result<()> {
     while *sent < outgoing.len() {
         match rustix::net::send(
@@ -683,7 +697,7 @@ fn write_some(channel: &UnixStream, outgoing: &mut Vec<u8>, sent: &mut usize) ->
 }
 
 enum Received {
-    /// Zero bytes are the end of the channel.
+    /// Zero bytes mean the end of the channel.
     Bytes(usize),
     WrongDescriptors,
 }
@@ -694,7 +708,7 @@ fn receive(
     buffer: &mut [u8],
     descriptors: &mut VecDeque<OwnedFd>,
 ) -> io::Result<Received> {
-    // Room for one more than any frame brings: too many are noticed, and none is lost unseen.
+    // Space for one more than any frame carries: too many are noticed, and none is lost silently.
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(3))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
     let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
@@ -729,7 +743,7 @@ fn is_pipe(descriptor: &OwnedFd) -> bool {
 /// The read end of a pipe.
 struct PipeEnd {
     receiver: Receiver,
-    /// Whether the kernel knows "do not wait" as a property of one read of a pipe (Linux 6.4 and later).
+    /// Whether the kernel supports non-blocking behaviour per read of a pipe (Linux 6.4 and later).
     waits_never: bool,
 }
 
@@ -744,7 +758,7 @@ impl PipeEnd {
         })
     }
 
-    /// Reads what is there. Zero bytes are the end.
+    /// Reads the available bytes. Zero means the end.
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         loop {
             match read_once(&self.receiver, self.waits_never, buffer) {
@@ -754,8 +768,9 @@ impl PipeEnd {
         }
     }
 
-    /// Prepares for a kernel that cannot say "do not wait" in the read itself: opens the pipe again, so that its flags are ours
-    /// alone. Where that is not permitted either (an unprivileged server whose sessions have other uids), the shared flag must do.
+    /// Prepares for a kernel without non-blocking behaviour per read: reopens the pipe, so that its
+    /// flags are not shared. Where that is not permitted either (an unprivileged server whose
+    /// sessions have other uids), the shared flag is used.
     fn use_own_flags(&mut self) {
         self.waits_never = false;
         let path = format!("/proc/self/fd/{}", self.receiver.as_raw_fd());
@@ -768,7 +783,7 @@ impl PipeEnd {
         }
     }
 
-    /// Waits until something can be read, and reads it. An end that fails counts as over.
+    /// Waits until the pipe is readable, and reads it. A pipe that fails counts as ended.
     fn poll_read(&mut self, context: &mut Context<'_>, buffer: &mut [u8]) -> Poll<usize> {
         loop {
             if ready!(self.receiver.poll_read_ready(context)).is_err() {
@@ -793,7 +808,7 @@ impl PipeEnd {
 fn read_once(receiver: &Receiver, waits_never: bool, buffer: &mut [u8]) -> Result<usize, Errno> {
     loop {
         let read = if waits_never {
-            // The largest offset means "where the pipe is".
+            // The largest offset means the pipe's current position.
             rustix::io::preadv2(
                 receiver,
                 &mut [IoSliceMut::new(buffer)],
@@ -879,7 +894,7 @@ mod tests {
         connect_with(Duration::ZERO).await
     }
 
-    /// Connects to an interpreter whose lanes may be so much out of step.
+    /// Connects to an interpreter whose lanes may be out of step by `skew`.
     async fn connect_with(skew: Duration) -> (Connection, Inside) {
         let (host, channel) = UnixStream::pair().unwrap();
         let (out, out_writer) = io::pipe().unwrap();
@@ -925,7 +940,8 @@ mod tests {
         assert_eq!(connection.next().await.unwrap(), text(Pipe::Out, "third"));
     }
 
-    /// Writes a text before a marker and one behind it, whose twin comes later than the text, and returns what is told of both.
+    /// Writes a text before a marker and one behind it; the second copy of the marker arrives later
+    /// than the text. Returns the events for both.
     async fn told_out_of_step(skew: Duration) -> [Event; 2] {
         let (mut connection, mut inside) = connect_with(skew).await;
         inside.write(Pipe::Out, &marker(1, b'P'));
@@ -971,10 +987,10 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn while_a_frame_waits_for_its_place_what_follows_it_stays_in_the_channel() {
-        // Without a skew nothing waits; it is the control.
+        // Without a skew nothing waits; this is the control.
         for skew in [Duration::from_secs(1), Duration::ZERO] {
             let (mut connection, mut inside) = connect_with(skew).await;
-            // Its markers never come.
+            // Its markers never arrive.
             inside
                 .say(json!({"type": "clear", "id": 1, "seq": 77, "wait": false}))
                 .await;
@@ -1109,11 +1125,12 @@ mod tests {
         );
         let mut connection = Connection::open(host, Duration::ZERO).await.unwrap();
         rustix::fs::fcntl_setfl(&out, rustix::fs::OFlags::empty()).unwrap();
-        // On older kernels the pipe would have to be opened again first, which happens at the first read.
+        // On older kernels the pipe would have to be reopened first, which happens at the first
+        // read.
         assert_eq!(connection.read_pipe_now(Pipe::Out), 0);
     }
 
-    /// A value whose header is too large to be decoded where it was read.
+    /// A value whose header is too large to be decoded in place.
     fn large_value(seq: u32) -> serde_json::Value {
         json!({"type": "value", "id": 1, "seq": seq, "data": {"text/plain": "x".repeat(200_000)}})
     }
@@ -1166,8 +1183,8 @@ mod tests {
             inside.say(large_value(1)).await;
             drop(inside);
         };
-        // The frame has arrived whole, and its decoding has begun and not ended: this runtime has
-        // one thread, and it is not free in between.
+        // The frame has arrived completely, and its decoding has started and not ended: this
+        // runtime has one thread, and it is not free in between.
         let hears = std::future::poll_fn(|context| match connection.poll_next(context) {
             Poll::Ready(event) => panic!("{event:?} came too early"),
             Poll::Pending if connection.decoding.is_some() => Poll::Ready(()),
@@ -1187,7 +1204,7 @@ mod tests {
         );
     }
 
-    /// Markers that contradict each other: reading them gives no text, however many there are.
+    /// Markers that contradict each other: reading them yields no text, however many there are.
     fn contradictions(pipe: Pipe) -> Vec<u8> {
         let seq = if pipe == Pipe::Out { 1 } else { 5 };
         marker(seq, b'P').repeat(CHUNK / 26)
@@ -1208,7 +1225,7 @@ mod tests {
             })
         });
         let writers = writers.collect::<Vec<_>>();
-        // The only worker reads markers, and has time for another task.
+        // The only worker reads markers, and still has time for another task.
         let reads = tokio::spawn(async move {
             let heard = tokio::select! {
                 heard = connection.next() => Some(heard),
@@ -1218,7 +1235,7 @@ mod tests {
             connection
         });
         let mut connection = reads.await.unwrap();
-        // Left-behind processes go on writing after the end, and the end comes all the same.
+        // Processes left behind keep writing after the end, and the end is still reported.
         drop(channel);
         connection.hang_up().unwrap();
         while connection.next_now().unwrap() != Some(Event::Closed) {}
@@ -1232,7 +1249,7 @@ mod tests {
     #[tokio::test]
     async fn a_flood_of_text_lets_other_tasks_have_their_turn() {
         let (mut connection, mut inside) = connect().await;
-        // Text of both pipes in turn, so that one is always needed before the other may go on.
+        // Text of both pipes alternates, so that one is always needed before the other may proceed.
         let flood = |from: u32, pipe: Pipe| {
             let pieces = (from..from + 100).map(|seq| match (seq % 2 == 0, pipe) {
                 (true, Pipe::Out) | (false, Pipe::Err) => {
@@ -1302,7 +1319,10 @@ mod tests {
     async fn a_large_frame_leaves_while_the_other_side_reads() {
         let (mut connection, mut inside) = connect().await;
         connection
-            .send(&json!({"type": "execute", "id": 1}), &vec![b'x'; 4_000_000])
+            .send(
+                &Request::Execute { id: 1, seed: None },
+                &vec![b'x'; 4_000_000],
+            )
             .unwrap();
         assert!(connection.is_sending());
         let reader = tokio::spawn(async move {

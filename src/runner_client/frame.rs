@@ -1,25 +1,25 @@
-//! Frames: the layout of what travels on the channel.
+//! Frames: the binary layout of messages on the channel.
 //!
-//! The decoder is total: any bytes give frames, a wish for more, or a typed error. It never reserves memory because a length was
-//! claimed; it holds what has arrived and nothing else.
+//! The decoder is total: any bytes yield frames, a request for more bytes, or a typed error. It
+//! never allocates memory for a claimed length; it holds only bytes that have arrived.
 
 use bytes::Bytes;
 use serde::Serialize;
 
-/// The most bytes a frame may have after its first four. A large plot with its source stays well below.
+/// Limit in bytes for a frame after its first four. A large plot with its source is well below.
 pub const LARGEST_FRAME: usize = 32 * 1024 * 1024;
 
-/// The decoder gives memory back when a large frame has left more than this behind.
+/// Capacity above which the decoder releases memory after a large frame.
 const KEPT_CAPACITY: usize = 256 * 1024;
 
-/// A frame that keeps the layout. Its header has not been looked at. Cheap to clone.
+/// A frame with a valid layout. Its header has not been parsed. Cheap to clone.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Frame {
     pub(super) header: Bytes,
     pub(super) payload: Bytes,
 }
 
-/// How a peer broke the layout or the meaning of a frame.
+/// Violation of the layout or the meaning of a frame.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum FrameError {
     #[error("a frame of {length} bytes was announced, and {LARGEST_FRAME} is the most")]
@@ -34,7 +34,7 @@ pub enum FrameError {
     Payload,
 }
 
-/// Cuts a byte stream into frames.
+/// Splits a byte stream into frames.
 #[derive(Debug, Default)]
 pub(super) struct Decoder {
     held: Vec<u8>,
@@ -53,12 +53,12 @@ impl Decoder {
         self.held.extend_from_slice(bytes);
     }
 
-    /// Tells whether no byte waits for the rest of its frame.
+    /// Returns whether there are no bytes of an incomplete frame.
     pub(super) fn is_empty(&self) -> bool {
         self.from == self.held.len()
     }
 
-    /// Returns the next whole frame, or `None` when more bytes are needed.
+    /// Returns the next whole frame, or `None` if more bytes are needed.
     pub(super) fn next(&mut self) -> Result<Option<Frame>, FrameError> {
         let bytes = &self.held[self.from..];
         let Some((length, rest)) = take_length(bytes) else {
@@ -81,7 +81,7 @@ impl Decoder {
         };
         let end = self.from + 4 + length;
         let mut body = if length > KEPT_CAPACITY && end == self.held.len() {
-            // A large frame keeps the memory in which it arrived, so that it is never held twice.
+            // A large frame keeps the buffer in which it arrived, so that it is never held twice.
             let start = end - body.len();
             self.from = 0;
             Bytes::from(std::mem::take(&mut self.held)).slice(start..)
@@ -108,9 +108,10 @@ fn take_length(bytes: &[u8]) -> Option<(usize, &[u8])> {
     Some((u32::from_be_bytes(*length) as usize, rest))
 }
 
-/// Writes one frame to the end of `buffer`.
+/// Appends one frame to `buffer`.
 ///
-/// The caller keeps header and payload below `LARGEST_FRAME`: code and chunks of files are bounded long before they come here.
+/// The caller keeps header and payload below `LARGEST_FRAME`: code and chunks of files are limited
+/// long before they reach this function.
 pub fn encode(header: &impl Serialize, payload: &[u8], buffer: &mut Vec<u8>) {
     let start = buffer.len();
     buffer.extend_from_slice(&[0; 8]);
@@ -212,7 +213,7 @@ mod tests {
         assert_eq!(frame.payload, large);
         assert_eq!(frame.header.as_ptr(), place.wrapping_add(8));
         assert!(decoder.is_empty() && decoder.held.capacity() == 0);
-        // The control: with more behind it, it is copied.
+        // Control: with more bytes behind it, it is copied.
         bytes.extend_from_slice(b"\0\0\0\x04\0\0");
         decoder.feed(&bytes);
         assert_eq!(decoder.next().unwrap().unwrap().payload, large);
@@ -247,7 +248,9 @@ mod tests {
         }
 
         #[test]
-        fn any_bytes_are_decoded_or_refused_without_a_panic(bytes in prop::collection::vec(any::<u8>(), 0..300)) {
+        fn any_bytes_are_decoded_or_refused_without_a_panic(
+            bytes in prop::collection::vec(any::<u8>(), 0..300),
+        ) {
             let _ = decode_all(&bytes);
         }
     }

@@ -1,26 +1,30 @@
 //! The merger: one order for three lanes.
 //!
-//! Text arrives in two pipes, frames on the channel. Markers in the pipes tell how they belong together: the bytes before marker *n*
-//! come before frame *n* and before everything after marker *n* in either pipe. The runner writes a marker into both pipes before it goes
-//! on, so whoever sees what follows a marker finds the marker's twin by reading, without waiting. Hence the rule here:
+//! Text arrives in two pipes, frames on the channel. Markers in the pipes define their order: the
+//! bytes before marker *n* come before frame *n* and before everything after marker *n* in either
+//! pipe. The runner writes a marker into both pipes before it continues. When bytes behind a marker
+//! have arrived, the copy of the marker in the other pipe (its twin) can therefore be read without
+//! waiting. Hence these rules:
 //!
 //! 1. A lane stops at a marker. Its bytes behind the marker are held.
-//! 2. `need` names the lane that must be looked at before they may go on. The caller reads it without blocking and feeds what it found, or
-//!    says that it is `dry`.
-//! 3. A lane that is dry, or that gave more than a pipe can hold without showing the marker, will not show it: the marker was forged, or
-//!    its twin was swallowed. Then the bytes go on without it.
+//! 2. `need` names the lane that must be checked before they can be released. The caller reads it
+//!    without blocking and feeds the bytes, or reports that it is `dry`.
+//! 3. A lane that is dry, or that gave more than a pipe can hold without the marker, will not show
+//!    it: the marker was forged, or its twin was swallowed. The bytes are then released without it.
 //!
-//! So forged, missing, repeated and reordered markers can spoil the order of the text, never lose a byte, wait, or fill the memory. Nothing
-//! in here reads or writes.
+//! Forged, missing, repeated and reordered markers can therefore spoil the order of the text, but
+//! never lose a byte, cause a wait, or fill the memory. This module does no I/O.
 
 use std::collections::VecDeque;
 
-/// A marker without its seq and what follows: two bytes no text has, our name, the session's own bytes.
+/// Length of a marker without its seq and the bytes after it: two bytes that no text contains, our
+/// name, the session's own bytes.
 const PREFIX: usize = 20;
 const MARKER: usize = PREFIX + 6;
-/// The largest pipe an unprivileged process can make. A marker that was written before we looked is no further away.
+/// The largest pipe that an unprivileged process can make. A marker that was written before we
+/// looked is within this distance.
 const SEARCH: usize = 1024 * 1024;
-/// Bytes a lane may hold behind a marker. Two lanes together stay below one MiB.
+/// Bytes that a lane may hold behind a marker. Two lanes together stay below one MiB.
 const MOST_HELD: usize = 400 * 1024;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -40,7 +44,7 @@ impl Pipe {
     }
 }
 
-/// What must be looked at, without blocking, before anything else.
+/// The lane that must be checked, without blocking, before anything else.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Need {
     Pipe(Pipe),
@@ -51,9 +55,9 @@ pub(super) enum Need {
 pub(super) struct Merger {
     prefix: [u8; PREFIX],
     lanes: [Lane; 2],
-    /// The frame that waits for its place.
+    /// The frame that waits for its position.
     expected: Option<u32>,
-    /// The last frame that had its place.
+    /// The last frame that reached its position.
     passed: Option<u32>,
     ready: VecDeque<(Pipe, Vec<u8>)>,
 }
@@ -63,10 +67,10 @@ struct Lane {
     held: Vec<u8>,
     from: usize,
     stop: Option<Stop>,
-    /// Bytes fed since the present search began.
+    /// Bytes fed since the current search started.
     searched: usize,
-    /// A search came to its end without the marker. No other begins until a marker has found its
-    /// twin again: whoever writes markers without twins is not searched for at every one of them.
+    /// A search ended without the marker. No other search starts until a marker has found its twin
+    /// again, so that markers without twins do not each cause a search.
     given_up: bool,
     dry: bool,
 }
@@ -91,7 +95,7 @@ impl Merger {
         }
     }
 
-    /// Takes what was read from a pipe.
+    /// Adds bytes read from a pipe.
     pub(super) fn feed(&mut self, pipe: Pipe, bytes: &[u8]) {
         let lane = self.lane(pipe);
         lane.held.extend_from_slice(bytes);
@@ -99,13 +103,13 @@ impl Merger {
         self.settle();
     }
 
-    /// Learns that a needed lane has nothing more now.
+    /// Records that a needed lane has no more bytes now.
     pub(super) fn dry(&mut self, need: Need) {
         match need {
             Need::Pipe(pipe) => {
                 self.lane(pipe).dry = true;
                 self.settle();
-                // What cannot become a marker any more is text: markers are written whole.
+                // Bytes that can no longer become a marker are text: markers are written whole.
                 self.emit_partial(pipe);
                 if self.expected.is_none() {
                     self.lane(pipe).dry = false;
@@ -122,14 +126,15 @@ impl Merger {
         }
     }
 
-    /// Announces a frame that arrived on the channel. It has its place as soon as `need` asks for nothing.
+    /// Announces a frame that arrived on the channel. It has reached its position once `need`
+    /// returns nothing.
     pub(super) fn expect(&mut self, seq: u32) {
         self.expected = Some(seq);
         self.begin_search();
         self.settle();
     }
 
-    /// Lets the expected frame pass; what was held behind its marker follows.
+    /// Lets the expected frame pass; bytes held behind its marker follow.
     pub(super) fn pass(&mut self) {
         let Some(seq) = self.expected.take() else {
             return;
@@ -149,13 +154,14 @@ impl Merger {
         self.settle();
     }
 
-    /// Forgets the old pipes: two new ones take their place, and what is left of the old belongs to no cell.
+    /// Discards the old pipes: two new ones replace them, and the rest of the old ones belongs to
+    /// no cell.
     pub(super) fn rotate(&mut self) {
         self.lanes = Default::default();
         self.ready.clear();
     }
 
-    /// Returns bytes without the markers in them, for what has no place in the order.
+    /// Returns bytes without their markers, for text that has no position in the order.
     pub(super) fn without_markers(&self, mut bytes: &[u8]) -> Vec<u8> {
         let mut text = Vec::with_capacity(bytes.len());
         loop {
@@ -173,7 +179,7 @@ impl Merger {
         }
     }
 
-    /// Lets everything go that is held. The interpreter is gone; nothing will explain the order any more.
+    /// Releases all held bytes. The interpreter is gone, and nothing more will determine the order.
     pub(super) fn finish(&mut self) {
         for pipe in Pipe::BOTH {
             while self.lane(pipe).stop.take().is_some() || self.lane(pipe).has_bytes() {
@@ -185,12 +191,12 @@ impl Merger {
         }
     }
 
-    /// Returns text whose place is known.
+    /// Returns text whose position is known.
     pub(super) fn pop(&mut self) -> Option<(Pipe, Vec<u8>)> {
         self.ready.pop_front()
     }
 
-    /// Names what must be looked at before held bytes or the expected frame can go on.
+    /// Returns the lane that must be checked before held bytes or the expected frame can proceed.
     pub(super) fn need(&self) -> Option<Need> {
         for pipe in Pipe::BOTH {
             let (lane, other) = (
@@ -231,7 +237,7 @@ impl Merger {
         }
     }
 
-    /// Moves both lanes as far as the rules allow.
+    /// Advances both lanes as far as the rules allow.
     fn settle(&mut self) {
         loop {
             for pipe in Pipe::BOTH {
@@ -245,7 +251,7 @@ impl Merger {
         }
     }
 
-    /// Lets go of two stops that explain each other, or of the earlier one of two that contradict each other.
+    /// Releases two stops that match, or the earlier one of two that contradict each other.
     fn release_twins(&mut self) -> bool {
         let [
             Lane {
@@ -262,7 +268,8 @@ impl Merger {
         if out.frame_follows && err.frame_follows {
             return false;
         }
-        // The runner writes the same markers into both pipes, so two different ones cannot both be its own.
+        // The runner writes the same markers into both pipes, so two different ones cannot both be
+        // genuine.
         let awaited = |stop: Stop| stop.frame_follows && self.expected == Some(stop.seq);
         let (keep_out, keep_err) = match (awaited(out), awaited(err)) {
             (false, false) => (out.seq > err.seq, err.seq > out.seq),
@@ -280,7 +287,7 @@ impl Merger {
         true
     }
 
-    /// Lets go of a stop that the other lanes will not explain.
+    /// Releases a stop for which the other lanes will show no match.
     fn release_alone(&mut self, pipe: Pipe) -> bool {
         let other = &self.lanes[pipe.other() as usize];
         let unexplained = other.stop.is_none() && other.exhausted();
@@ -289,7 +296,8 @@ impl Merger {
         let Some(stop) = lane.stop else { return false };
         let another_frame = stop.frame_follows && expected.is_some_and(|seq| seq != stop.seq);
         let too_much = lane.held.len() - lane.from > MOST_HELD;
-        // Without bytes behind it and without a frame to place, a stop harms nobody and may still find its twin.
+        // Without bytes behind it and without a frame to place, a stop does no harm and may still
+        // find its twin.
         let matters = lane.has_bytes() || expected.is_some();
         if another_frame || too_much || (!stop.frame_follows && unexplained && matters) {
             lane.stop = None;
@@ -365,7 +373,8 @@ fn push(ready: &mut VecDeque<(Pipe, Vec<u8>)>, pipe: Pipe, bytes: &[u8]) {
     }
 }
 
-/// Returns how many bytes are text, and the marker behind them. Without a marker, the bytes after the text may be the start of one.
+/// Returns the number of bytes that are text, and the marker behind them. Without a marker, the
+/// bytes after the text may be the start of one.
 fn next_marker(prefix: &[u8; PREFIX], bytes: &[u8]) -> (usize, Option<Stop>) {
     let mut from = 0;
     while let Some(offset) = bytes[from..].iter().position(|byte| *byte == 0) {
@@ -418,7 +427,7 @@ mod tests {
         Frame(u32),
     }
 
-    /// Three lanes with everything written already, read in pieces of changing size.
+    /// Three lanes with all data already written, read in pieces of varying size.
     struct Lanes {
         merger: Merger,
         pipes: [VecDeque<u8>; 2],
@@ -497,7 +506,7 @@ mod tests {
         }
     }
 
-    /// Every way to begin: pipes first, channel first, whole or byte by byte.
+    /// Checks every order of reading: pipes first, channel first, whole or byte by byte.
     fn check(out: &[&[u8]], err: &[&[u8]], frames: &[u32], expected: &[Seen]) {
         for choice in 0..3 {
             for size in [1, 7, 26, 4096] {
@@ -618,7 +627,7 @@ mod tests {
     }
 
     /// Feeds markers that contradict each other for as long as the merger asks for more of a pipe,
-    /// and returns how many bytes that were.
+    /// and returns the number of bytes fed.
     fn fed_with_contradictions(merger: &mut Merger, most: usize) -> usize {
         let flood = [1, 5].map(|seq| marker(seq, b'P').repeat(65536 / MARKER));
         let mut fed = 0;
@@ -641,7 +650,7 @@ mod tests {
             fed <= 2 * SEARCH,
             "{fed} bytes were read for markers without twins"
         );
-        // Markers that have their twins put the text in order again.
+        // Markers with twins put the text in order again.
         while merger.pop().is_some() {}
         merger.dry(Need::Pipe(Pipe::Out));
         merger.dry(Need::Pipe(Pipe::Err));
@@ -723,7 +732,7 @@ mod tests {
         prop::collection::vec(step, 0..30)
     }
 
-    /// Writes the steps as the runner would.
+    /// Encodes the steps as the runner would.
     fn write(steps: &[Step]) -> (Vec<u8>, Vec<u8>, Vec<u32>, Vec<Seen>) {
         let (mut lanes, mut frames, mut expected) =
             ([Vec::new(), Vec::new()], Vec::new(), Vec::<Seen>::new());
@@ -774,7 +783,8 @@ mod tests {
             pieces in prop::collection::vec(
                 (any::<bool>(), prop_oneof![
                     prop::collection::vec(1u8..255, 0..30).prop_map(|text| (text, None)),
-                    (0u32..6, any::<bool>()).prop_map(|(seq, follows)| (Vec::new(), Some((seq, follows)))),
+                    (0u32..6, any::<bool>())
+                        .prop_map(|(seq, follows)| (Vec::new(), Some((seq, follows)))),
                 ]), 0..40),
             frames in prop::collection::vec(0u32..6, 0..6),
             choices in prop::collection::vec((any::<u8>(), 1usize..60), 1..20),

@@ -1,20 +1,24 @@
 //! The channel to the Python inside a sandbox, as `runner/PROTOCOL.md` describes it.
 //!
-//! Four steps, from bytes to events. `frame` cuts the channel's bytes into frames. `claim` gives a frame its type and bounds every
-//! value in it. `merge` puts the two pipes and the frames into one order. `connection` does the reading and writing.
+//! Bytes become events in four steps. `frame` splits the channel's bytes into frames. `claim`
+//! parses a frame into a typed value and bounds every field in it. `merge` puts the two pipes and
+//! the frames into one order. `connection` reads and writes. Messages from the host are `request`s.
 //!
-//! Everything that arrives here was written by a process that the user's code controls, so nothing in this room decides anything: it
-//! yields claims and text, or says that the conversation is broken. It never waits for a promise made from inside.
+//! All input here comes from a process that the user's code controls. This module therefore makes
+//! no decisions: it yields claims and text, or reports a protocol error. It never waits for an
+//! action that the inside has promised.
 
 mod claim;
 mod connection;
 mod frame;
 mod merge;
+mod request;
 
 pub use claim::{
     Branched, Bundle, Carried, CarriedFiles, Changes, Claim, ClaimedCommand, ClaimedError,
-    ClaimedFile, ClaimedVariable, DoneClaim, MOST_LISTED, Outlets, Question, Trouble,
+    ClaimedFile, ClaimedLate, ClaimedVariable, DoneClaim, MOST_LISTED, Outlets, Question, Trouble,
 };
 pub use connection::{Connection, ConnectionError, Event};
 pub use frame::{FrameError, LARGEST_FRAME, encode};
 pub use merge::Pipe;
+pub use request::{Answer, ModuleFile, Request};

@@ -1,38 +1,46 @@
 //! A backend without any isolation, for tests.
 //!
-//! Its interpreter is a task that speaks the runner's protocol over a real socket and real pipes and understands one command per line:
+//! Its interpreter is a task that speaks the runner's protocol over a real socket and real pipes
+//! and runs one command per line:
 //!
 //! | command | does |
 //! |---|---|
-//! | `print X`, `err X`, `value X` | writes a line to standard output or error, gives a value |
+//! | `print X`, `err X`, `value X` | writes a line to standard output or error, returns a value |
 //! | `display ID X`, `update ID X`, `clear`, `picture BASE64` | rich output |
-//! | `set NAME X`, `get NAME` | keeps a variable, prints it or raises `NameError` |
+//! | `set NAME X`, `get NAME` | sets a variable, prints it or raises `NameError` |
 //! | `raise X` | ends the cell with a `ValueError` |
 //! | `sleep SECONDS` | waits; an interrupt raises `KeyboardInterrupt` |
 //! | `ignore-interrupt` | waits for ever |
-//! | `miss-interrupt` | waits, does not notice the first interrupt, and raises `KeyboardInterrupt` at the second |
-//! | `stop-after SECONDS` | waits for an interrupt, and raises `KeyboardInterrupt` that long after it |
-//! | `burn SECONDS` | says that so much processor time was used |
+//! | `miss-interrupt` | waits, and raises `KeyboardInterrupt` only at the second interrupt |
+//! | `stop-after SECONDS` | raises `KeyboardInterrupt` that long after an interrupt |
+//! | `burn SECONDS` | reports that much more CPU time as used |
 //! | `flood N` | prints N numbered lines |
-//! | `exit N`, `crash`, `oom` | ends the interpreter; `exit-later N` does so after the end of the cell, `oom everywhere` with the files |
-//! | `garbage`, `unknown`, `done-twice`, `other-done`, `forge SEQ` | lies on the channel or in a pipe |
+//! | `exit N`, `crash`, `oom` | ends the interpreter |
+//! | `exit-later N` | ends the interpreter after the end of the cell |
+//! | `oom everywhere` | ends the interpreter, and the files are lost |
+//! | `garbage`, `unknown`, `done-twice`, `other-done` | sends bad messages on the channel |
+//! | `forge SEQ` | writes a forged marker into a pipe |
 //! | `late X` | prints after the end of the cell |
 //! | `mute` | answers nothing after this cell |
 //! | `keep NAME X`, `file NAME` | writes a file, prints one or raises `FileNotFoundError` |
-//! | `set refuse-tools` | says from now on that packages of MCP servers could not be written |
-//! | `lose X` | has something that a copy will lack |
-//! | `stand` | does not come to its branch point any more |
-//! | `decline` | says that it cannot be copied, whenever it is asked |
-//! | `call SERVER TOOL JSON` | calls a tool and prints the answer; an interrupt withdraws the call and raises |
-//! | `calls N SERVER TOOL JSON` | makes N calls at once and prints how many answers of each kind came |
-//! | `forget SERVER TOOL` | calls a tool, withdraws the call, and prints both answers |
-//! | `ask JSON` | asks with these members, and prints the answer; `ask-on JSON` does not wait for it |
-//! | `run LINE` | asks for a shell command that writes where this interpreter does, and prints the answer; `run-on LINE` does not wait for it |
-//! | `float(NAME` | gives the value of a variable as a number, or raises |
+//! | `set refuse-tools` | from now on reports that packages of MCP servers could not be written |
+//! | `lose X` | has state that a copy will lack |
+//! | `stand` | never reaches its branch point any more |
+//! | `decline` | answers every copy request that it cannot be copied |
+//! | `call SERVER TOOL JSON` | calls a tool, prints the answer; an interrupt cancels and raises |
+//! | `calls N SERVER TOOL JSON` | makes N calls at once, prints the count of each kind of answer |
+//! | `forget SERVER TOOL` | calls a tool, cancels the call, and prints both answers |
+//! | `ask JSON` | sends a host call with these members, and prints the answer |
+//! | `ask-on JSON` | the same without waiting for the answer |
+//! | `run LINE` | requests a shell command that writes to its own pipes, prints the answer |
+//! | `run-on LINE` | the same without waiting for the answer |
+//! | `float(NAME` | returns the value of a variable as a number, or raises |
 //!
-//! A copy of an interpreter has its variables and files. Cells that only print are said to change nothing.
+//! A copy of an interpreter has its variables and files. Cells that only print are reported to
+//! change nothing.
 //!
-//! It reports every layer of isolation as missing, because that is true, and must never run anything but these commands.
+//! It reports every layer of isolation as missing, because that is true, and must never run
+//! anything but these commands.
 
 mod programs;
 
@@ -67,22 +75,22 @@ use crate::reaction::CpuWaits;
 
 const MARKER: [u8; 16] = *b"fake interpreter";
 
-/// The checkpoint of what a sandbox began with.
+/// The checkpoint of a sandbox's initial state.
 const BEGINNING: CheckpointId = CheckpointId(0);
 
-/// How long an interpreter may take to come to its branch point.
+/// Timeout for an interpreter to reach its branch point.
 const BRANCH_PATIENCE: Duration = Duration::from_secs(5);
 
-/// Makes sandboxes that isolate nothing.
+/// Makes sandboxes without isolation.
 pub struct FakeBackend {
     preparation: watch::Sender<Preparation>,
     world: Arc<World>,
 }
 
-/// What all sandboxes of a backend share.
+/// State shared by all sandboxes of a backend.
 #[derive(Default)]
 struct World {
-    /// Sandboxes that were made and not destroyed.
+    /// Number of sandboxes that were made and not destroyed.
     alive: AtomicUsize,
     numbers: AtomicU64,
     copying: Mutex<FakeCopying>,
@@ -91,31 +99,31 @@ struct World {
     made: AtomicUsize,
     memory_of_checkpoint: AtomicU64,
     keeps_beginnings: AtomicBool,
-    /// What a fresh sandbox can reach.
+    /// Rules of a fresh sandbox.
     rules: Mutex<Rules>,
-    /// Bytes that each interpreter holds.
+    /// Bytes used by each interpreter.
     memory_of_interpreter: AtomicU64,
     launched: Arc<Launched>,
-    /// What whoever asks next is told to have been refused.
+    /// Refused connections, returned by the next query.
     blocked: Mutex<Vec<Blocked>>,
-    /// Of each second, how many milliseconds interpreters wait for a processor; and since when.
+    /// Milliseconds of each second that interpreters wait for a CPU, and since when.
     starved: Mutex<Option<(u32, tokio::time::Instant)>>,
-    /// Whom the newest sandbox asks about names.
+    /// The asker of the newest sandbox.
     asker: Mutex<Option<Arc<dyn Asker>>>,
 }
 
-/// How sessions are copied.
+/// The behaviour of copying.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum FakeCopying {
     #[default]
     Works,
-    /// As on a machine where it cannot be done.
+    /// As on a machine that does not support it.
     Unsupported,
     /// Each attempt fails.
     Fails,
-    /// Copies are made, and only this many forks of all that are tried from now on.
+    /// Copies are made, but only this many forks from now on succeed.
     Forks(usize),
-    /// Copies are made, and none can be put in the place of its session.
+    /// Copies are made, but none can be restored.
     NoReturn,
 }
 
@@ -125,12 +133,12 @@ struct Snapshot {
     variables: BTreeMap<String, String>,
     files: BTreeMap<PathBuf, Vec<u8>>,
     lost: Vec<String>,
-    /// The members of the frame that asked for it.
+    /// The members of the frame that requested it.
     asked: Value,
 }
 
 impl FakeBackend {
-    /// A backend that is ready.
+    /// Returns a backend that is ready.
     pub fn new() -> FakeBackend {
         FakeBackend {
             preparation: watch::Sender::new(Preparation::Ready),
@@ -138,7 +146,7 @@ impl FakeBackend {
         }
     }
 
-    /// A backend whose preparation stands still until `prepare` is called.
+    /// Returns a backend whose preparation does not finish until `prepare` is called.
     pub fn unprepared() -> FakeBackend {
         let working = Preparation::Working {
             step: "preparing".to_owned(),
@@ -156,22 +164,22 @@ impl FakeBackend {
         self.preparation.send_replace(preparation);
     }
 
-    /// Counts the sandboxes that exist.
+    /// Returns the number of existing sandboxes.
     pub fn sandboxes(&self) -> usize {
         self.world.alive.load(Ordering::SeqCst)
     }
 
-    /// Returns the words of all programs that were launched.
+    /// Returns the command lines of all launched programs.
     pub fn launched(&self) -> Vec<Vec<String>> {
         self.world.launched.all()
     }
 
-    /// Counts the programs that have not ended.
+    /// Returns the number of programs that have not ended.
     pub fn programs(&self) -> usize {
         self.world.launched.alive()
     }
 
-    /// Says how copying goes from now on.
+    /// Sets the behaviour of copying from now on.
     pub fn set_copying(&self, copying: FakeCopying) {
         *self
             .world
@@ -180,12 +188,12 @@ impl FakeBackend {
             .expect("nothing panics while it holds the switch") = copying;
     }
 
-    /// Has fresh sessions come with a copy of their beginning.
+    /// Makes fresh sessions start with a checkpoint of their initial state.
     pub fn keep_beginnings(&self) {
         self.world.keeps_beginnings.store(true, Ordering::SeqCst);
     }
 
-    /// Says what fresh sandboxes can reach from now on.
+    /// Sets the rules of fresh sandboxes from now on.
     pub fn set_rules(&self, rules: Rules) {
         *self
             .world
@@ -194,7 +202,8 @@ impl FakeBackend {
             .expect("nothing panics while it holds the rules") = rules;
     }
 
-    /// Has the newest sandbox connect to a name that no rule lists. Returns whether somebody allowed it.
+    /// Makes the newest sandbox connect to a name that no rule lists. Returns whether the asker
+    /// allowed it.
     pub async fn connect(&self, name: &str, port: u16) -> bool {
         let asker = self
             .world
@@ -209,7 +218,7 @@ impl FakeBackend {
         }
     }
 
-    /// Lets interpreters wait for a processor, for so many milliseconds of each second from now on.
+    /// Makes interpreters wait for a CPU, for this many milliseconds of each second from now on.
     pub fn starve(&self, milliseconds: u32) {
         let since = tokio::time::Instant::now();
         *self
@@ -219,7 +228,7 @@ impl FakeBackend {
             .expect("nothing panics while it holds the waits") = Some((milliseconds, since));
     }
 
-    /// Has the sandbox that is asked next say that it refused a connection.
+    /// Makes the next queried sandbox report a refused connection.
     pub fn block(&self, blocked: Blocked) {
         self.world
             .blocked
@@ -228,17 +237,17 @@ impl FakeBackend {
             .push(blocked);
     }
 
-    /// Counts the copies that exist.
+    /// Returns the number of existing copies.
     pub fn checkpoints(&self) -> usize {
         self.world.checkpoints().len()
     }
 
-    /// Counts the copies that were made, also those that are forgotten.
+    /// Returns the number of copies that were made, including discarded ones.
     pub fn checkpoints_made(&self) -> usize {
         self.world.made.load(Ordering::SeqCst)
     }
 
-    /// Takes the oldest copies away, as a kernel without memory does.
+    /// Removes the oldest copies, as a kernel without memory does.
     pub fn take_oldest_checkpoints(&self, count: usize) {
         let mut checkpoints = self.world.checkpoints();
         for _ in 0..count {
@@ -246,14 +255,14 @@ impl FakeBackend {
         }
     }
 
-    /// Says how much memory each interpreter holds, beside its files and copies.
+    /// Sets the memory use of each interpreter, in addition to its files and copies.
     pub fn set_memory_of_interpreter(&self, bytes: u64) {
         self.world
             .memory_of_interpreter
             .store(bytes, Ordering::SeqCst);
     }
 
-    /// Says how much memory each copy holds.
+    /// Sets the memory use of each copy.
     pub fn set_memory_of_checkpoint(&self, bytes: u64) {
         self.world
             .memory_of_checkpoint
@@ -300,7 +309,7 @@ impl World {
             .expect("nothing panics while it holds the copies")
     }
 
-    /// Makes a sandbox with a fresh interpreter, or with one that has what a copy has.
+    /// Makes a sandbox with a fresh interpreter, or with one that has the state of a copy.
     fn sandbox(
         world: &Arc<World>,
         copy: Option<&Snapshot>,
@@ -346,7 +355,7 @@ impl World {
         Ok((Box::new(sandbox), interpreter))
     }
 
-    /// Tells whether one more fork can be made.
+    /// Returns whether one more fork can be made.
     fn may_fork(&self) -> bool {
         match &mut *self
             .copying
@@ -369,12 +378,12 @@ fn start_failed(error: io::Error) -> LaunchError {
     }
 }
 
-/// What an interpreter begins with.
+/// The initial state of an interpreter.
 #[derive(Default)]
 struct Birth {
     variables: BTreeMap<String, String>,
     lost: Vec<String>,
-    /// What it says in its greeting about files.
+    /// What its `hello` frame reports about files.
     greeting: Option<(&'static str, Option<&'static str>)>,
 }
 
@@ -388,7 +397,7 @@ impl Snapshot {
         Ok(self.birth("restored", None))
     }
 
-    /// Puts the folder it was taken from back.
+    /// Restores the folder it was taken from.
     fn put_back(&self, folder: &Path) -> io::Result<Birth> {
         let size = self
             .files
@@ -450,12 +459,12 @@ struct FakeSandbox {
     process: FakeProcess,
     world: Arc<World>,
     next_checkpoint: u32,
-    /// Processor time that its interpreters say they used.
+    /// CPU time that its interpreters report as used.
     used: Arc<Mutex<Duration>>,
     rules: Mutex<Rules>,
 }
 
-/// What a sandbox uses, as its interpreter has it.
+/// The resource use of a sandbox, as set by its interpreter.
 struct FakeGauge {
     used: Arc<Mutex<Duration>>,
     world: Arc<World>,
@@ -586,7 +595,8 @@ impl Sandbox for FakeSandbox {
         let snapshot = tokio::select! {
             snapshot = arrivals.recv() => snapshot.ok_or_else(|| failed("the interpreter ended"))?,
             _ = self.process.exited() => return Err(failed("the interpreter ended")),
-            () = tokio::time::sleep(BRANCH_PATIENCE) => return Err(failed("it did not come to its branch point in time")),
+            () = tokio::time::sleep(BRANCH_PATIENCE) => return Err(failed("it did not come to its \
+                 branch point in time")),
         };
         let checkpoint = CheckpointId(self.next_checkpoint);
         self.next_checkpoint += 1;
@@ -698,13 +708,13 @@ impl Sandbox for FakeSandbox {
     }
 }
 
-/// What the host can do to the task that plays the interpreter.
+/// The host's control over the task that plays the interpreter.
 #[derive(Clone)]
 struct FakeProcess {
     interrupt: Arc<Notify>,
     kill: Arc<Notify>,
     exit: watch::Receiver<Option<Exit>>,
-    /// What the interpreter was at its branch points.
+    /// Snapshots of the interpreter at its branch points.
     arrivals: Arc<tokio::sync::Mutex<mpsc::Receiver<Snapshot>>>,
 }
 
@@ -737,7 +747,10 @@ fn start(
     let (host, channel) = UnixStream::pair().map_err(start_failed)?;
     let (out, out_writer) = io::pipe().map_err(start_failed)?;
     let (err, err_writer) = io::pipe().map_err(start_failed)?;
-    let mut hello = json!({"type": "hello", "version": 2, "python": "fake", "marker": format!("{:032x}", u128::from_be_bytes(MARKER))});
+    let mut hello = json!({
+        "type": "hello", "version": 2, "python": "fake",
+        "marker": format!("{:032x}", u128::from_be_bytes(MARKER)),
+    });
     if let Some((files, why)) = birth.greeting {
         hello["lost"] = json!(birth.lost);
         hello["files"] = json!(files);
@@ -818,7 +831,7 @@ fn frame(header: &Value, payload: &[u8]) -> Vec<u8> {
     .concat()
 }
 
-/// Returns the question that `SERVER TOOL JSON` is.
+/// Returns the host call for `SERVER TOOL JSON`.
 fn tool_call(text: &str) -> Value {
     let mut words = text.splitn(3, ' ');
     let mut word = || words.next().unwrap_or_default();
@@ -827,10 +840,13 @@ fn tool_call(text: &str) -> Value {
     json!({"what": "call_tool", "server": server, "tool": tool, "arguments": arguments})
 }
 
-/// Returns the question that asks for a command. Commands that are more than a line are written `\\n`.
+/// Returns the host call for a shell command. Newlines in a command are written `\\n`.
 fn shell_command(line: &str) -> Value {
     let folder = super::WORK_FOLDER;
-    json!({"what": "shell", "command": line.replace("\\n", "\n"), "folder": folder, "environment": {}, "with_pipes": true})
+    json!({
+        "what": "shell", "command": line.replace("\\n", "\n"),
+        "folder": folder, "environment": {}, "with_pipes": true,
+    })
 }
 
 /// The interpreter's side of the channel.
@@ -844,7 +860,7 @@ struct Script {
     branch_point: mpsc::Sender<Snapshot>,
     lost: Vec<String>,
     stands: bool,
-    /// Says that it cannot be copied.
+    /// Answers that it cannot be copied.
     declines: bool,
     /// Modules of the server that is being delivered.
     modules: Vec<String>,
@@ -852,11 +868,11 @@ struct Script {
     seq: u32,
     last_pipe: usize,
     muted: bool,
-    /// The number of the last question.
+    /// The number of the last host call.
     asked: u64,
 }
 
-/// Why a cell did not come to its end.
+/// Why a cell did not finish.
 enum Interruption {
     Exit(Exit),
     Raised { name: &'static str, message: String },
@@ -941,7 +957,7 @@ impl Script {
         ))
     }
 
-    /// Asks the host something. Returns the number of the question.
+    /// Sends a host call. Returns its number.
     async fn ask(&mut self, id: &Value, members: Value) -> Result<u64, Interruption> {
         self.asked += 1;
         let mut header = json!({"type": "ask", "id": id, "ask": self.asked});
@@ -957,7 +973,7 @@ impl Script {
         Ok(self.asked)
     }
 
-    /// Waits for an answer and returns what it says.
+    /// Waits for an answer and returns its contents.
     async fn answer(&mut self) -> Result<Value, Interruption> {
         loop {
             let (mut header, _) = self.read_frame().await?;
@@ -1018,7 +1034,7 @@ impl Script {
         Ok(())
     }
 
-    /// Puts packages of MCP servers into the working folder, and removes them.
+    /// Writes packages of MCP servers into the working folder, and removes them.
     async fn take_tools(&mut self, header: &Value, payload: &[u8]) -> Result<(), Interruption> {
         let folder = self.files.join("mcptools");
         let Some(server) = header["server"].as_str() else {
@@ -1037,9 +1053,19 @@ impl Script {
             let id = &header["id"];
             return match self.variables.contains_key("refuse-tools") {
                 true => {
-                    self.say(json!({"type": "failed", "id": id, "reason": "no_space", "message": "no room"}), b"").await
+                    self.say(
+                        json!({
+                            "type": "failed", "id": id,
+                            "reason": "no_space", "message": "no room",
+                        }),
+                        b"",
+                    )
+                    .await
                 }
-                false => self.say(json!({"type": "tools_written", "id": id}), b"").await,
+                false => {
+                    self.say(json!({"type": "tools_written", "id": id}), b"")
+                        .await
+                }
             };
         };
         let files = header["modules"].as_array().cloned().unwrap_or_default();
@@ -1070,13 +1096,16 @@ impl Script {
         Ok(())
     }
 
-    /// Comes to the branch point, and goes on.
+    /// Reaches the branch point, and continues.
     async fn branch(&mut self, asked: &Value) -> Result<(), Interruption> {
         if self.stands {
             return Ok(());
         }
         if self.declines {
-            let failed = json!({"type": "failed", "id": asked["id"], "reason": "other", "message": "no copy today"});
+            let failed = json!({
+                "type": "failed", "id": asked["id"],
+                "reason": "other", "message": "no copy today",
+            });
             return self.say(failed, b"").await;
         }
         let files = read_files(&self.files)?;
@@ -1087,7 +1116,7 @@ impl Script {
             lost: lost.clone(),
             asked: asked.clone(),
         };
-        // Nobody waits for it when the attempt was given up.
+        // The receiver is gone if the attempt was abandoned.
         let _ = self.branch_point.try_send(snapshot);
         let whole = lost.is_empty();
         self.say(
@@ -1126,7 +1155,7 @@ impl Script {
         self.say(header, b"").await
     }
 
-    /// Says something and hands over the pipes that this interpreter writes to.
+    /// Sends a message with the pipes that this interpreter writes to.
     async fn say_with_pipes(&mut self, mut header: Value) -> Result<(), Interruption> {
         header["seq"] = json!(self.mark(b'F').await?);
         let bytes = frame(&header, b"");
@@ -1165,7 +1194,10 @@ impl Script {
                     Ok(()) => {}
                     Err(Interruption::Raised { name, message }) => {
                         let traceback = format!("line {}\n{name}: {message}", number + 1);
-                        error = json!({"name": name, "message": message, "traceback": traceback, "line": number + 1});
+                        error = json!({
+                            "name": name, "message": message,
+                            "traceback": traceback, "line": number + 1,
+                        });
                         break;
                     }
                     Err(exit) => return Err(exit),
@@ -1174,7 +1206,10 @@ impl Script {
         }
         let status = if error.is_null() { "ok" } else { "error" };
         let none = json!({"created": [], "changed": [], "deleted": [], "omitted": 0});
-        let mut done = json!({"type": "done", "id": id, "status": status, "error": error, "variables": none, "files": none});
+        let mut done = json!({
+            "type": "done", "id": id, "status": status,
+            "error": error, "variables": none, "files": none,
+        });
         if unchanged {
             done["unchanged"] = json!(true);
         }
@@ -1197,7 +1232,10 @@ impl Script {
     async fn run(&mut self, id: &Value, command: &str, rest: &str) -> Result<(), Interruption> {
         let display = |update: bool| {
             let (name, text) = rest.split_once(' ').unwrap_or((rest, ""));
-            json!({"type": "display", "id": id, "data": {"text/plain": text}, "blobs": [], "display_id": name, "update": update})
+            json!({
+                "type": "display", "id": id, "data": {"text/plain": text},
+                "blobs": [], "display_id": name, "update": update,
+            })
         };
         match command {
             "" => Ok(()),
@@ -1299,8 +1337,13 @@ impl Script {
             "sleep" => {
                 let interrupt = self.interrupt.clone();
                 tokio::select! {
-                    () = tokio::time::sleep(Duration::from_secs_f64(rest.parse().unwrap_or(0.0))) => Ok(()),
-                    () = interrupt.notified() => Err(Interruption::Raised { name: "KeyboardInterrupt", message: String::new() }),
+                    () = tokio::time::sleep(
+                        Duration::from_secs_f64(rest.parse().unwrap_or(0.0))
+                    ) => Ok(()),
+                    () = interrupt.notified() => Err(Interruption::Raised {
+                        name: "KeyboardInterrupt",
+                        message: String::new(),
+                    }),
                 }
             }
             "burn" => {
@@ -1423,7 +1466,10 @@ impl Script {
         let version = bytes.iter().fold(bytes.len() as u64, |sum, byte| {
             sum.wrapping_mul(31) + u64::from(*byte)
         });
-        let end = json!({"type": "file_end", "id": id, "size": part.len(), "total": bytes.len(), "version": version.to_string()});
+        let end = json!({
+            "type": "file_end", "id": id, "size": part.len(),
+            "total": bytes.len(), "version": version.to_string(),
+        });
         self.say(end, b"").await
     }
 

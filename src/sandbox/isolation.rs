@@ -1,7 +1,7 @@
-//! What separates a sandbox from the host, layer by layer.
+//! The layers that separate a sandbox from the host.
 //!
-//! A layer is enforced, replaced by a named weaker one, or missing. Missing layers refuse the launch unless the operator has
-//! allowed their absence by name.
+//! A layer is enforced, replaced by a named weaker one, or missing. A missing layer prevents the
+//! launch unless the operator has allowed its absence by name.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -38,7 +38,7 @@ impl LayerKind {
         LayerKind::Resources,
     ];
 
-    /// The name used in configuration, in results and by `doctor`.
+    /// Returns the name used in configuration, in results and by `doctor`.
     pub fn name(self) -> &'static str {
         match self {
             LayerKind::Namespaces => "namespaces",
@@ -63,7 +63,7 @@ pub enum Layer {
     Enforced {
         how: String,
     },
-    /// A weaker means is in place, and is named.
+    /// A weaker mechanism is in place, and is named.
     Reduced {
         how: String,
         why: String,
@@ -84,7 +84,7 @@ impl Isolation {
         self.layers.insert(kind, layer);
     }
 
-    /// Returns the first layer that is missing without the operator's leave.
+    /// Returns the first layer that is missing without the operator's permission.
     pub fn first_unallowed(
         &self,
         allowed_missing: &BTreeSet<LayerKind>,

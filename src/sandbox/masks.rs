@@ -1,9 +1,9 @@
-//! Host paths that sessions must not read, or not change, although they lie in a folder that sessions
-//! are shown.
+//! Host paths that sessions must not read, or not change, although they lie in a folder that
+//! sessions see.
 //!
-//! A mount covers each of them inside. The kernel keeps such a cover with the file, so that it is lost
-//! when somebody on the host replaces the file, as most editors do. `Replacements` tells a backend when
-//! that happens, and the backend sees to its sandboxes.
+//! A mount covers each of them inside. The kernel attaches such a mount to the file, so it is lost
+//! when a process on the host replaces the file, as most editors do. `Replacements` notifies a
+//! backend when that happens, and the backend updates its sandboxes.
 
 use std::collections::BTreeSet;
 use std::ffi::OsString;
@@ -26,8 +26,8 @@ pub struct HostMask {
     pub rule: MaskRule,
 }
 
-/// Returns where the masked paths are seen inside: in every shown folder that holds them, given as its
-/// host path and its place inside, unless another folder is shown there instead.
+/// Returns the paths inside at which masked paths are visible: in every shown folder that contains
+/// them, given as its host path and its path inside, unless another folder is shown there instead.
 pub fn inside(masks: &[HostMask], shown: &[(&Path, &Path)]) -> Vec<Mask> {
     let mut places = Vec::new();
     for HostMask { host, rule } in masks {
@@ -51,9 +51,9 @@ pub fn inside(masks: &[HostMask], shown: &[(&Path, &Path)]) -> Vec<Mask> {
     places
 }
 
-/// Tells when a masked path is another file than before.
+/// Notifies when a masked path has become a different file.
 pub struct Replacements {
-    /// Not a pipe, but read and waited for like one.
+    /// Not a pipe, but read and polled like one.
     events: Receiver,
     names: BTreeSet<OsString>,
 }
@@ -85,7 +85,7 @@ impl Replacements {
         })
     }
 
-    /// Returns when one of them was replaced, made or removed.
+    /// Returns when one of them was replaced, created or removed.
     pub async fn next(&mut self) -> io::Result<()> {
         loop {
             self.events.readable().await?;
@@ -98,7 +98,8 @@ impl Replacements {
                         let name = event
                             .file_name()
                             .map(|name| std::ffi::OsStr::from_bytes(name.to_bytes()));
-                        // When events were lost, or a folder is gone, any of them may have been ours.
+                        // If events were lost, or a folder is gone, any masked path may be
+                        // affected.
                         is_ours |= event
                             .events()
                             .intersects(ReadFlags::QUEUE_OVERFLOW | ReadFlags::IGNORED)
@@ -108,7 +109,8 @@ impl Replacements {
                     Err(error) => return Err(error.into()),
                 }
             }
-            // Says that nothing is left to read. What comes at this moment is not looked at, so it counts as ours.
+            // Confirms that nothing is left to read. An event that arrives at this moment is not
+            // parsed, so it counts as ours.
             is_ours |= self.events.try_read(&mut [0; 4096]).is_ok();
             if is_ours {
                 return Ok(());
@@ -182,7 +184,7 @@ mod tests {
         replacements.next().await.unwrap();
         std::fs::remove_file(&path).unwrap();
         replacements.next().await.unwrap();
-        // The control: nothing is told about another file, nor of words written into the same one.
+        // Control: another file, and a write into the same file, are not reported.
         std::fs::write(folder.path().join("other"), "").unwrap();
         let nothing = tokio::time::timeout(std::time::Duration::ZERO, replacements.next()).await;
         assert!(nothing.is_err());

@@ -1,12 +1,14 @@
 //! Sandboxes: the isolated places that sessions run in.
 //!
-//! A `Backend` makes sandboxes; a `Sandbox` holds files and at most one interpreter. Two kinds of knowledge leave this room: facts
-//! from the kernel or engine (alive, exit, memory) and the isolation that was enforced. What the runner inside says travels on the
-//! interpreter's channel and is nobody's business here.
+//! A `Backend` makes sandboxes; a `Sandbox` holds files and at most one interpreter. This module
+//! exposes facts from the kernel or engine (alive, exit, memory) and the isolation that was
+//! enforced. Messages of the runner inside travel on the interpreter's channel and are not
+//! interpreted here.
 //!
 //! A sandbox that has run a user's code is destroyed, never handed to another session.
 
 pub mod container;
+#[cfg(any(test, all(feature = "test-support", debug_assertions)))]
 pub mod fake;
 pub mod isolation;
 pub mod masks;
@@ -33,38 +35,39 @@ pub use way_out::Network;
 /// Makes sandboxes.
 #[async_trait]
 pub trait Backend: Send + Sync + 'static {
-    /// Follows the work that must be done once before the first sandbox: the environment, the warm interpreter.
+    /// Returns the progress of the one-time work before the first sandbox: the environment and the
+    /// warm interpreter.
     fn preparation(&self) -> watch::Receiver<Preparation>;
 
-    /// Makes a sandbox with a fresh interpreter in it, waiting for the preparation if need be.
+    /// Makes a sandbox with a fresh interpreter in it. Waits for the preparation if necessary.
     async fn launch(&self) -> Result<(Box<dyn Sandbox>, Interpreter), LaunchError>;
 
-    /// Makes a sandbox like `launch` that shows nothing of the operator's: no workspace, no mounts. It is for work of the server's own, which nobody
-    /// else may see or touch.
+    /// Makes a sandbox like `launch`, but without anything of the operator's: no workspace, no
+    /// mounts. It is for the server's own work, which nothing else may see or touch.
     async fn launch_apart(&self) -> Result<(Box<dyn Sandbox>, Interpreter), LaunchError>;
 
-    /// Destroys everything this backend made. Called once, when the server ends.
+    /// Destroys everything this backend made. Called once, when the server stops.
     async fn shut_down(&self);
 }
 
-/// How far the one-time work has come.
+/// Progress of the one-time preparation.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub enum Preparation {
-    /// Still at work; `step` is a sentence for a person, such as "installing numpy".
+    /// In progress; `step` is a sentence for a person, such as "installing numpy".
     Working {
         step: String,
         done: u64,
         total: Option<u64>,
     },
     Ready,
-    /// It failed. It is tried again after a pause, and when somebody asks for a session.
+    /// It failed. It is retried after a pause, and when a session is requested.
     Failed {
         why: String,
     },
 }
 
 impl Preparation {
-    /// Says which step it is at, with its count if it has one; nothing when it is not at work.
+    /// Returns the current step, with its count if it has one; `None` if no work is in progress.
     pub fn step_text(&self) -> Option<String> {
         match self {
             Preparation::Working {
@@ -81,96 +84,107 @@ impl Preparation {
 /// One isolated place: files, limits, and at most one interpreter.
 #[async_trait]
 pub trait Sandbox: Send + Sync {
-    /// Tells what separates this sandbox from the host.
+    /// Returns the layers that separate this sandbox from the host.
     fn isolation(&self) -> &Isolation;
 
-    /// Ends the current interpreter and every process it left behind, then starts a fresh one. Files stay, unless the sandbox itself
-    /// was lost and another one takes its place; the interpreter says so.
+    /// Ends the current interpreter and every process it left behind, then starts a fresh one.
+    /// Files are kept, unless the sandbox itself was lost and is replaced; see
+    /// `Interpreter::files_lost`.
     async fn restart(&mut self) -> Result<Interpreter, LaunchError>;
 
-    /// Reads from the kernel how much memory the sandbox holds now and held at most since the last `forget_peak`.
+    /// Reads the current memory use of the sandbox, and the peak since the last `forget_peak`, from
+    /// the kernel.
     fn memory(&self) -> MemoryUse;
 
     /// Starts a new measurement of the peak.
     fn forget_peak(&self);
 
-    /// Returns what reads the sandbox's use from the kernel, also while somebody else holds the sandbox. It is good until the sandbox is destroyed
-    /// or its interpreter is another one.
+    /// Returns a reader of the sandbox's resource use, which works while the sandbox itself is
+    /// borrowed. It is valid until the sandbox is destroyed or its interpreter is replaced.
     fn gauge(&self) -> Arc<dyn Gauge>;
 
-    /// Copies the interpreter while it lives. The copy stands still until it is forked or restored; the interpreter itself goes on.
+    /// Copies the running interpreter. The copy is suspended until it is forked or restored; the
+    /// interpreter itself continues.
     ///
-    /// When `told` fires, the interpreter is watched and must be asked on its channel to come to its branch point; the copy is made there. An
-    /// interpreter that does not come there in time is left alone, and the attempt fails.
+    /// When `told` fires, the interpreter is traced and must be asked on its channel to go to its
+    /// branch point, where the copy is made. If it does not arrive in time, it is left alone and
+    /// the attempt fails.
     async fn checkpoint(
         &mut self,
         told: oneshot::Sender<()>,
     ) -> Result<CheckpointId, CheckpointError>;
 
-    /// Ends the current interpreter, if any, and every process it left behind, and puts a copy of the checkpoint in its place. The checkpoint
-    /// stays.
+    /// Ends the current interpreter, if any, and every process it left behind, and replaces it with
+    /// a copy of the checkpoint. The checkpoint is kept.
     async fn restore(&mut self, checkpoint: CheckpointId) -> Result<Interpreter, LaunchError>;
 
-    /// Makes another sandbox, as separate from this one as from any other, whose interpreter is a copy of the checkpoint.
+    /// Makes another sandbox, as separate from this one as from any other, whose interpreter is a
+    /// copy of the checkpoint.
     async fn fork(
         &self,
         checkpoint: CheckpointId,
         terms: ForkTerms,
     ) -> Result<(Box<dyn Sandbox>, Interpreter), LaunchError>;
 
-    /// Tells whether the checkpoint is still there; the kernel ends the oldest ones when memory runs out.
+    /// Returns whether the checkpoint still exists. The kernel ends the oldest ones when memory
+    /// runs out.
     fn has(&self, checkpoint: CheckpointId) -> bool;
 
-    /// Tells whether the sandbox was ended from outside, and its files and checkpoints with it.
-    /// `restart` puts another one in its place.
+    /// Returns whether the sandbox was ended from outside, together with its files and checkpoints.
+    /// `restart` replaces it.
     fn is_gone(&self) -> bool {
         false
     }
 
-    /// Gives a checkpoint and its memory up. One that is gone already is no error.
+    /// Discards a checkpoint and frees its memory. A checkpoint that no longer exists is not an
+    /// error.
     fn forget(&self, checkpoint: CheckpointId);
 
-    /// Returns what starts programs in the sandbox, also while somebody else holds the sandbox. It is good until the sandbox is destroyed. Where a backend has
-    /// nothing of the kind, it starts none.
+    /// Returns a launcher of programs in the sandbox, which works while the sandbox itself is
+    /// borrowed. It is valid until the sandbox is destroyed. The default launcher rejects every
+    /// program.
     fn launcher(&self) -> Arc<dyn Launcher> {
         Arc::new(NoLauncher)
     }
 
-    /// Returns the working folder as it is seen inside.
+    /// Returns the path of the working folder inside.
     fn work_folder(&self) -> &str {
         WORK_FOLDER
     }
 
-    /// Tells what can be reached from inside.
+    /// Returns the network rules of the sandbox.
     fn rules(&self) -> Rules;
 
-    /// Changes what can be reached from inside, at once, also for connections that are open. What the backend was not made for stays closed.
+    /// Changes the network rules at once, including for open connections. Destinations that the
+    /// backend was not set up for stay closed.
     fn set_rules(&self, rules: Rules);
 
-    /// Says who decides about names that no rule lists, while connections to them wait. Nobody at first, and nobody ever where a backend has no gateway.
+    /// Sets who decides about names that no rule lists, while connections to them wait. Initially
+    /// there is no asker. A backend without a gateway ignores this.
     fn set_asker(&self, _asker: Option<Arc<dyn Asker>>) {}
 
-    /// Returns the connections that were refused since this was last asked.
+    /// Returns the connections refused since the last call.
     fn take_blocked(&self) -> Vec<Blocked>;
 
-    /// Ends every process and removes every file. Returns when nothing is left; destroying twice is harmless. Forks live on.
+    /// Ends every process and removes every file. Returns when nothing is left; destroying twice is
+    /// harmless. Forks are not affected.
     async fn destroy(&mut self);
 }
 
-/// Names a checkpoint within its sandbox. Later ones have larger numbers.
+/// Identifies a checkpoint within its sandbox. Later ones have larger numbers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct CheckpointId(pub u32);
 
-/// How a fork is made.
+/// Options for a fork.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ForkTerms {
-    /// The fork's beginning is kept as a checkpoint.
+    /// Keep the initial state of the fork as a checkpoint.
     pub keep_beginning: bool,
-    /// Nobody needs the checkpoint afterwards; it is gone then. Otherwise it stays.
+    /// The checkpoint is not needed afterwards and is discarded. Otherwise it is kept.
     pub last: bool,
 }
 
-/// Why a live interpreter could not be copied. It goes on as if nothing had been asked.
+/// Why a running interpreter could not be copied. The interpreter continues unaffected.
 #[derive(Debug, Clone, thiserror::Error)]
 pub enum CheckpointError {
     #[error("sessions cannot be copied here: {why}")]
@@ -179,40 +193,45 @@ pub enum CheckpointError {
     Failed { why: String },
 }
 
-/// A live interpreter inside a sandbox.
+/// A running interpreter inside a sandbox.
 pub struct Interpreter {
-    /// Frames travel here; see `runner/PROTOCOL.md`. The gate is open; the `hello` frame has not been read yet.
+    /// Carries frames; see `runner/PROTOCOL.md`. The gate is open; the `hello` frame has not been
+    /// read yet.
     pub channel: UnixStream,
-    /// How long after each other the channel and the pipes may bring what was written one after the other. Zero when the interpreter itself writes into them.
+    /// Maximum delay between the channel and the pipes for data that was written in sequence. Zero
+    /// when the interpreter writes into them directly.
     pub skew: Duration,
     pub process: Box<dyn Process>,
-    /// A checkpoint of the state in which it begins, files included, if there is one.
+    /// A checkpoint of its initial state, files included, if there is one.
     pub beginning: Option<CheckpointId>,
-    /// It takes the place of one whose sandbox was lost, and with it the files.
+    /// It replaces an interpreter whose sandbox was lost together with its files.
     pub files_lost: bool,
 }
 
-/// The main process of an interpreter, or of a program that was launched, as the host sees it.
+/// The main process of an interpreter, or of a launched program, as the host sees it.
 #[async_trait]
 pub trait Process: Send + Sync {
-    /// Asks the running code, or a program with all of its group, to stop (SIGINT).
+    /// Asks the running code, or a program and its whole process group, to stop (SIGINT).
     fn interrupt(&self);
 
-    /// Ends the interpreter and everything it started, or a program with all of its group. Files stay.
+    /// Ends the interpreter and everything it started, or a program and its whole process group.
+    /// Files are kept.
     fn kill(&self);
 
-    /// Waits for the end. Answers at once when called again afterwards.
+    /// Waits for the exit. Returns at once when called again afterwards.
     async fn exited(&mut self) -> Exit;
 }
 
-/// Starts programs in a sandbox, beside its interpreter. A program has the limits of the session, and nothing that the session's code could reach into.
+/// Starts programs in a sandbox, beside its interpreter. A program has the limits of the session,
+/// and the session's code cannot reach into it.
 #[async_trait]
 pub trait Launcher: Send + Sync {
-    /// Starts a program, and returns when it has begun. It ends, with the processes of its group, when the value is dropped.
+    /// Starts a program, and returns when it is running. The program and its process group end when
+    /// the value is dropped.
     async fn launch(&self, program: Program) -> Result<Box<dyn Process>, ProgramError>;
 }
 
-/// The launcher of a backend that has none.
+/// The launcher of a backend that does not start programs.
 struct NoLauncher;
 
 #[async_trait]
@@ -224,18 +243,18 @@ impl Launcher for NoLauncher {
     }
 }
 
-/// A program that is to be started.
+/// A program to start.
 #[derive(Debug)]
 pub struct Program {
-    /// Itself and its arguments. Without a slash it is looked for in the variable `PATH`.
+    /// The program and its arguments. Without a slash it is searched for in `PATH`.
     pub words: Vec<String>,
-    /// Where it begins, as it is seen inside.
+    /// Its working directory, as a path inside.
     pub folder: String,
-    /// How its variables differ from those that a fresh session has; `None` takes one away.
+    /// Changes to the environment of a fresh session; `None` removes a variable.
     pub environment: Vec<(String, Option<String>)>,
-    /// What it reads; nothing without.
+    /// Standard input; empty if `None`.
     pub input: Option<Vec<u8>>,
-    /// What it writes to.
+    /// Standard output.
     pub output: OwnedFd,
     pub errors: OwnedFd,
 }
@@ -245,7 +264,7 @@ pub struct Program {
 pub enum ProgramError {
     #[error("there is no such program")]
     Missing,
-    /// In the kernel's words.
+    /// The kernel's error text.
     #[error("the program could not be started: {why}")]
     Refused { why: String },
     #[error("programs cannot be started here: {why}")]
@@ -254,12 +273,12 @@ pub enum ProgramError {
     Failed { why: String },
 }
 
-/// Whose memory ran out, when it was not the sandbox's own.
+/// Which memory limit was reached, when it was not the sandbox's own.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum OuterMemory {
-    /// That of the session with its checkpoints and forks.
+    /// The limit of the session with its checkpoints and forks.
     Family { limit: u64 },
-    /// That of the machine, or of a control group that the server is in.
+    /// The machine's memory, or the limit of a control group that contains the server.
     Machine,
 }
 
@@ -268,7 +287,8 @@ impl std::fmt::Display for OuterMemory {
         match self {
             OuterMemory::Family { limit } => write!(
                 formatter,
-                "the session, its checkpoints and its forks together used more than {} MiB of memory",
+                "the session, its checkpoints and its forks together used more than {} MiB of \
+                 memory",
                 limit >> 20
             ),
             OuterMemory::Machine => formatter.write_str(
@@ -278,34 +298,34 @@ impl std::fmt::Display for OuterMemory {
     }
 }
 
-/// How an interpreter ended, as the kernel tells it.
+/// How an interpreter ended, according to the kernel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Exit {
     Code(i32),
     Signal(i32),
-    /// The sandbox used more memory than it may and the kernel chose this process.
+    /// The sandbox exceeded its memory limit and the kernel chose this process.
     OutOfMemory {
         limit: u64,
-        /// The sandbox goes on without it, or its working folder is the operator's.
+        /// The sandbox continues without it, or its working folder is the operator's.
         files_kept: bool,
     },
-    /// Memory ran out further out than its sandbox, and the kernel chose this process.
+    /// A memory limit outside its sandbox was reached, and the kernel chose this process.
     OutOfMemoryOutside {
         whose: OuterMemory,
         /// As above.
         files_kept: bool,
     },
-    /// Its whole sandbox was ended from outside, or the jail or engine that made it went away.
+    /// Its whole sandbox was ended from outside, or the jail or engine that made it is gone.
     SandboxGone {
         /// The working folder is the operator's and outlives sandboxes.
         files_kept: bool,
     },
-    /// The kernel no longer knows.
+    /// The kernel no longer has the exit status.
     Unknown,
 }
 
 impl Exit {
-    /// Tells whether the files of the working folder are still there after it.
+    /// Returns whether the files of the working folder still exist.
     pub fn files_kept(self) -> bool {
         match self {
             Exit::OutOfMemory { files_kept, .. }
@@ -320,43 +340,45 @@ impl Exit {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MemoryUse {
     pub now: u64,
-    /// The most since the last `forget_peak`; zero where the kernel does not tell.
+    /// The maximum since the last `forget_peak`; zero where the kernel does not report it.
     pub peak: u64,
 }
 
-/// Reads from the kernel what a sandbox uses.
+/// Reads the resource use of a sandbox from the kernel.
 pub trait Gauge: Send + Sync {
-    /// Returns processor time used since the sandbox was made. It never falls while the sandbox lives; zero when it is gone.
+    /// Returns the CPU time used since the sandbox was made. It never decreases while the sandbox
+    /// exists; zero when it is gone.
     fn processor_time(&self) -> Duration;
 
-    /// Returns the bytes of memory that it holds now, files in its own folders included.
+    /// Returns the bytes of memory in use, including files in its own folders.
     fn memory(&self) -> u64;
 
-    /// Returns the bytes of files in its own folders. Folders of the operator are not its own. Zero where no control group counts.
+    /// Returns the bytes of files in its own folders, without those of the operator. Zero without
+    /// control groups.
     fn stored(&self) -> u64;
 
-    /// Returns how long the threads of its interpreter have waited for a processor. Nothing where
-    /// that cannot be told.
+    /// Returns how long the threads of its interpreter have waited for a CPU. Empty where this is
+    /// unknown.
     fn cpu_waits(&self) -> CpuWaits {
         CpuWaits::default()
     }
 }
 
-/// Limits every sandbox of a backend gets.
+/// Limits of every sandbox of a backend.
 #[derive(Debug, Clone, PartialEq)]
 pub struct SandboxLimits {
     pub memory: u64,
-    /// What a session, its checkpoints and all its forks may hold together; at least `memory`.
+    /// Limit for a session, its checkpoints and all its forks together; at least `memory`.
     pub family_memory: u64,
     pub cpus: f64,
     pub processes: u32,
-    /// Bytes in the private working folder, and again in the temporary folder.
+    /// Bytes in the private working folder, and the same again in the temporary folder.
     pub disk: u64,
     /// Files and folders in each of them.
     pub files: u64,
 }
 
-/// Why no sandbox could be made.
+/// Why a sandbox could not be made.
 #[derive(Debug, Clone, thiserror::Error, Serialize, Deserialize)]
 pub enum LaunchError {
     #[error("its preparation failed: {why}")]

@@ -1,6 +1,7 @@
-//! What sandboxes can reach, and the gateway of each.
+//! The network of sandboxes: their rules, and the gateway of each.
 //!
-//! The doors of a native sandbox are made by its init; `container` has those of a container opened from outside.
+//! The listeners (`doors`) of a native sandbox are made by its init; `container` opens those of a
+//! container from outside.
 
 mod container;
 
@@ -21,15 +22,16 @@ use cellblock_jail::network::{Door, Doors};
 pub(in crate::sandbox) use container::random_word;
 pub use container::{KNOCK_AT, Unproven, WayOutError};
 
-/// What the sandboxes of a backend can reach.
+/// The network of a backend's sandboxes.
 #[derive(Clone)]
 pub struct Network {
-    /// What each may reach unless it is told otherwise.
+    /// The default rules of each sandbox.
     pub rules: Rules,
-    /// Ports of what some may be told to reach. They are open in all sandboxes, and lead nowhere in the others.
+    /// Ports of destinations that some sandboxes may be allowed to reach later. They are open in
+    /// all sandboxes, but connections are refused in those without permission.
     pub ports: BTreeSet<u16>,
     pub vault: Arc<Vault>,
-    /// Signs for the hosts that have a secret, if any have.
+    /// Signs certificates for the hosts that have a secret, if there are any.
     pub authority: Option<Arc<Authority>>,
     pub limits: Limits,
     pub resolver: Arc<dyn Resolver>,
@@ -46,7 +48,7 @@ impl fmt::Debug for Network {
 }
 
 impl Network {
-    /// The sockets that every sandbox needs.
+    /// Returns the listeners that every sandbox needs.
     pub(in crate::sandbox) fn doors(&self) -> Doors {
         match self.rules.listens() {
             Listens::Ports(ports) => Doors::Ports(ports.union(&self.ports).copied().collect()),
@@ -78,7 +80,7 @@ pub(super) mod tests {
 
     use super::*;
 
-    /// A network in which nothing is listed.
+    /// Returns a network with empty rules.
     pub(in crate::sandbox) fn closed() -> Network {
         Network {
             rules: Rules::none(),

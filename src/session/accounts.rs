@@ -1,11 +1,14 @@
-//! What each principal uses, and the quotas on it.
+//! Resource usage per principal, and the quotas on it.
 //!
-//! Counts of the last minute and processor time of the last window are kept in slots, so that an account has a fixed size whatever its owner does.
-//! Processor time, memory and files are read from the kernel through the gauges of the owner's sandboxes: when somebody asks, at most once a second,
-//! and a last time before a sandbox is destroyed. Nothing here is taken from what runs inside.
+//! Counts of the last minute and processor time of the last window are kept in slots, so that an
+//! account has a fixed size regardless of its owner's activity. Processor time, memory and files
+//! are read from the kernel through the gauges of the owner's sandboxes: on request, at most once a
+//! second, and a last time before a sandbox is destroyed. No value here comes from inside a
+//! sandbox.
 //!
-//! Memory counts as it is used and not as it is allowed: every session is allowed the same, so a sum of limits would only count sessions again. A
-//! session that runs can therefore exceed the quota, by at most its own limit; nothing is killed for a quota.
+//! Memory counts as it is used, not as it is allowed: every session has the same limit, so a sum of
+//! limits would only count sessions again. A running session can therefore exceed the quota, by at
+//! most its own limit. No session is killed because of a quota.
 
 use std::collections::{HashMap, VecDeque};
 use std::fmt;
@@ -18,36 +21,38 @@ use tokio::time::Instant;
 use super::{Principal, Refused};
 use crate::sandbox::Gauge;
 
-/// Slots that a window is divided into. What was counted leaves the window by slots, up to one slot later than it should.
+/// Number of slots in a window. Counted amounts leave the window one slot at a time, up to one slot
+/// late.
 const SLOTS: u32 = 60;
 const MINUTE: Duration = Duration::from_secs(60);
-/// How old a reading of the gauges may be.
+/// Maximum age of a reading of the gauges.
 const FRESH_FOR: Duration = Duration::from_secs(1);
-/// Accounts that are kept before those are looked for in which nothing is counted.
+/// Number of accounts above which empty accounts are removed.
 const MANY_ACCOUNTS: usize = 1000;
 
-/// What one principal may use. `None` is no limit.
+/// Limits per principal. `None` means unlimited.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Quotas {
-    /// Sessions that exist at once.
+    /// Sessions that exist at the same time.
     pub sessions: Option<usize>,
-    /// Bytes of memory that all its sandboxes hold together. Above it, nothing new begins.
+    /// Bytes of memory used by all its sandboxes together. Above this limit, no new work starts.
     pub memory: Option<u64>,
     /// Processor time within `processor_window`.
     pub processor_time: Option<Duration>,
     pub processor_window: Duration,
     pub cells_per_minute: Option<u32>,
-    /// Sandboxes begun per minute: new sessions, forks and variants.
+    /// Sandboxes started per minute: new sessions, forks and variants.
     pub starts_per_minute: Option<u32>,
-    /// Bytes of files in sessions' own folders, of kept outputs and of unfinished uploads. Above it, no session or file is added.
+    /// Bytes of files in sessions' private folders, of kept outputs and of unfinished uploads.
+    /// Above this limit, no session or file is added.
     pub stored: Option<u64>,
 }
 
-/// The limits of callers that a server hands to sessions that exist already.
+/// New caller limits that a server applies to existing sessions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LimitSetup {
     pub quotas: Quotas,
-    /// Cells that run at once in the whole server; zero is no limit.
+    /// Cells that run concurrently in the whole server; zero means unlimited.
     pub max_running: usize,
 }
 
@@ -80,7 +85,7 @@ pub enum Quota {
 }
 
 impl Quota {
-    /// The word used in structured results.
+    /// Returns the word used in structured results.
     pub fn name(self) -> &'static str {
         match self {
             Quota::Sessions => "sessions",
@@ -93,7 +98,7 @@ impl Quota {
     }
 }
 
-/// What one principal uses now.
+/// Current usage of one principal.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Usage {
     pub sessions: usize,
@@ -139,7 +144,7 @@ impl Accounts {
         }
     }
 
-    /// Uses other quotas from now on. What was used before counts against them.
+    /// Changes the quotas. Earlier usage counts against the new ones.
     pub(super) fn set_quotas(&self, quotas: Quotas) {
         *self
             .quotas
@@ -157,14 +162,14 @@ impl Accounts {
             .expect("nothing panics while it holds the quotas")
     }
 
-    /// Counts a sandbox against its owner from now on, until the guard is dropped.
+    /// Counts a sandbox against its owner until the guard is dropped.
     pub(super) fn follow(
         self: &Arc<Accounts>,
         owner: &Principal,
         number: u64,
         gauge: Arc<dyn Gauge>,
     ) -> Metered {
-        // What was used before it was this owner's does not count.
+        // Usage from before this owner had the sandbox does not count.
         let reading = Reading {
             processor_time: gauge.processor_time(),
             memory: 0,
@@ -179,7 +184,7 @@ impl Accounts {
         }
     }
 
-    /// Reads the gauges of an owner, if a quota needs it and the last reading is old.
+    /// Reads the gauges of an owner, if a quota needs it and the last reading is too old.
     pub(super) fn refresh(&self, owner: &Principal) {
         let Quotas {
             memory,
@@ -206,7 +211,7 @@ impl Accounts {
                 .map(|(number, reading)| (*number, reading.gauge.clone()))
                 .collect()
         });
-        // The kernel is asked without holding anybody up.
+        // The kernel is queried without holding the lock.
         for (number, gauge) in gauges {
             let (processor_time, memory, stored) =
                 (gauge.processor_time(), gauge.memory(), gauge.stored());
@@ -216,12 +221,13 @@ impl Accounts {
         }
     }
 
-    /// Checks that so many more sandboxes may begin, of which `lasting` become sessions beside the `live` ones. Counts nothing.
+    /// Checks that more sandboxes may start, `lasting` of which become sessions beside the `live`
+    /// ones. Counts nothing.
     pub(super) fn check_starts(&self, owner: &Principal, terms: Starts) -> Result<(), Refused> {
         self.with(owner, |account, at| self.may_start(account, at, &terms))
     }
 
-    /// Checks the same, and counts them.
+    /// Like `check_starts`, and counts them.
     pub(super) fn count_starts(&self, owner: &Principal, terms: Starts) -> Result<(), Refused> {
         self.with(owner, |account, at| {
             self.may_start(account, at, &terms)?;
@@ -235,7 +241,7 @@ impl Accounts {
         self.with(owner, |account, at| self.may_run(account, at, cells))
     }
 
-    /// Checks the same, and counts them.
+    /// Like `check_cells`, and counts them.
     pub(super) fn count_cells(&self, owner: &Principal, cells: u64) -> Result<(), Refused> {
         self.with(owner, |account, at| {
             self.may_run(account, at, cells)?;
@@ -244,7 +250,7 @@ impl Accounts {
         })
     }
 
-    /// Checks that so many bytes may be added to those that are kept outside of sandboxes.
+    /// Checks that more bytes may be kept outside of sandboxes.
     pub(super) fn check_stored(
         &self,
         owner: &Principal,
@@ -264,7 +270,7 @@ impl Accounts {
         })
     }
 
-    /// Tells what an owner uses. What the caller knows better is left empty.
+    /// Returns an owner's usage. Fields that only the caller knows are left empty.
     pub(super) fn usage(&self, owner: &Principal) -> Usage {
         self.read(owner);
         self.with(owner, |account, at| Usage {
@@ -351,7 +357,7 @@ impl Accounts {
         }
     }
 
-    /// Does something with an account, and the time since the first one.
+    /// Calls `act` with an account and the time since the accounts were created.
     fn with<T>(&self, owner: &Principal, act: impl FnOnce(&mut Account, Duration) -> T) -> T {
         let (at, processor_window) = (self.epoch.elapsed(), self.quotas().processor_window);
         let mut accounts = self.accounts();
@@ -375,15 +381,15 @@ impl Accounts {
     }
 }
 
-/// What is to begin.
+/// Sandboxes that are about to start.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Starts {
     pub(super) sandboxes: usize,
-    /// Those of them that become sessions.
+    /// How many of them become sessions.
     pub(super) lasting: usize,
-    /// Sessions that exist already.
+    /// Existing sessions.
     pub(super) live: usize,
-    /// Bytes that are kept outside of sandboxes.
+    /// Bytes kept outside of sandboxes.
     pub(super) kept: u64,
 }
 
@@ -421,7 +427,7 @@ impl Account {
     }
 }
 
-/// Counts a sandbox against its owner as long as it is held.
+/// Counts a sandbox against its owner while it is held.
 pub(super) struct Metered {
     accounts: Arc<Accounts>,
     owner: Principal,
@@ -450,11 +456,11 @@ impl Drop for Metered {
     }
 }
 
-/// Amounts of the recent past.
+/// Amounts counted in a sliding window.
 #[derive(Debug, Clone)]
 struct Window {
     width: Duration,
-    /// Slots in which something was counted, with their numbers, the oldest first.
+    /// Non-empty slots with their numbers, the oldest first.
     slots: VecDeque<(u64, u64)>,
 }
 
@@ -480,7 +486,7 @@ impl Window {
         }
     }
 
-    /// Changes how far back it looks. What was counted stays where it was in time.
+    /// Changes the width of the window. Counted amounts keep their time.
     fn set_width(&mut self, width: Duration) {
         let slot_width = self.slot_width();
         self.width = width;
@@ -507,7 +513,7 @@ impl Window {
         }
     }
 
-    /// When a slot is no longer a part of the window: when its end is as old as the window is wide.
+    /// Returns when a slot leaves the window: when its end is as old as the window is wide.
     fn leaves(&self, number: u64) -> Duration {
         self.slot_width() * u32::try_from(number + 1).unwrap_or(u32::MAX) + self.width
     }
@@ -523,7 +529,7 @@ impl Window {
         self.slots.iter().map(|(_, sum)| sum).sum()
     }
 
-    /// Checks that there is room for `more`. Says when there will be, if ever.
+    /// Checks that there is room for `more`. The error contains when there will be room, if ever.
     fn room(&mut self, at: Duration, more: u64, limit: u64) -> Result<(), Full> {
         let used = self.sum(at);
         if used.saturating_add(more) <= limit {
@@ -555,7 +561,7 @@ fn refused(which: Quota, limit: u64, used: u64, retry_after: Option<Duration>) -
     }
 }
 
-/// Says which quota is used up and what helps.
+/// Message about an exceeded quota and its remedy.
 pub(super) struct Told<'a> {
     pub(super) which: &'a Quota,
     pub(super) limit: u64,
@@ -670,14 +676,19 @@ mod tests {
                     Ok(()) => {
                         window.add(at, 1);
                         passed.push(at);
-                        let recent = passed.iter().filter(|passed| at - **passed < MINUTE).count() as u64;
+                        let recent =
+                            passed.iter().filter(|passed| at - **passed < MINUTE).count() as u64;
                         prop_assert!(recent <= limit);
                         prop_assert!(window.slots.len() <= SLOTS as usize + 2);
                     }
                     Err(full) => {
                         let wait = full.retry_after.expect("one has room in an empty window");
                         prop_assert!(wait <= MINUTE + 2 * SECOND);
-                        prop_assert_eq!(window.clone().room(at + wait, 1, limit), Ok(()), "the promise is kept");
+                        prop_assert_eq!(
+                            window.clone().room(at + wait, 1, limit),
+                            Ok(()),
+                            "the promise is kept"
+                        );
                     }
                 }
             }

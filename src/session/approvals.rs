@@ -1,7 +1,9 @@
-//! Approvals, as those see them who stand between a session and a person: what is asked, what was decided, and by whom.
+//! Approvals, as seen by the code between a session and a person: approval requests, decisions, and
+//! their origin.
 //!
-//! A question that a person must decide parks the code that asked it; `Underway` and `Checked` tell of it, and `decide` answers it. Ids count for one
-//! execution and are known on this side of the wall only.
+//! A request that a person must decide blocks the code that made it. `Underway` and `Checked`
+//! report it, and `decide` answers it. Ids are scoped to one execution and are known only on the
+//! host.
 
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -15,21 +17,22 @@ use super::driver::{Command, Shared};
 use super::{ExecutionHandle, Principal, Refused, SessionId, Sessions, Which};
 use crate::approval::{self, Answer, Book, BookError, Policy, Rendering, Scope, Subject, Verdict};
 
-/// Decisions without a question that an outcome tells of.
+/// Decisions made without a person that an outcome lists.
 const MOST_RULINGS: usize = 100;
-/// Characters that one question shows at most, and all of them together. What is longer is shown with its digest.
+/// Limit in characters for the text of one request, and for all requests together. Longer texts are
+/// shortened and shown with their digest.
 const MOST_SHOWN: usize = 6000;
 const MOST_SHOWN_TOGETHER: usize = 24_000;
-/// Installations of one session that wait for somebody's answer.
+/// Installations of one session that may wait for approval.
 const MOST_INSTALLATIONS: usize = 16;
 
-/// What decides about what code may do, and for how long somebody is asked.
+/// The policy and stored permissions that apply to code, and the approval timeout.
 #[derive(Debug, Clone)]
 pub struct Approvals {
     pub policy: Arc<Policy>,
-    /// What was allowed for good.
+    /// Permanent permissions.
     pub book: Arc<Book>,
-    /// How long a question waits for its answer.
+    /// How long a request waits for its answer.
     pub patience: Duration,
 }
 
@@ -43,11 +46,13 @@ impl Default for Approvals {
     }
 }
 
-/// The approvals that hold now. Clones are the same: what is taken over holds at once in all sessions, for what is asked from then on.
+/// The approvals that are in force. Clones share one value: a replacement takes effect immediately
+/// in all sessions, for later requests.
 #[derive(Debug, Clone)]
 pub struct InForce {
     now: Arc<Mutex<Approvals>>,
-    /// Code in sandboxes can start no programs by itself, so that commands can be asked about.
+    /// Whether code in sandboxes cannot start programs by itself, so that commands can be subject
+    /// to approval.
     programs_are_refused: bool,
 }
 
@@ -58,7 +63,7 @@ impl Default for InForce {
 }
 
 impl From<Approvals> for InForce {
-    /// Sandboxes are made for what holds at first.
+    /// Sandboxes are set up for the initial approvals.
     fn from(approvals: Approvals) -> InForce {
         let programs_are_refused = !approvals.policy.shell_is_open();
         InForce {
@@ -68,17 +73,17 @@ impl From<Approvals> for InForce {
     }
 }
 
-/// Approvals as they are handed on, in the place of those that hold.
+/// Serializable form of the approvals that replace those in force.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct ApprovalSetup {
     pub policy: Policy,
-    /// Where the book is kept, if anywhere.
+    /// Path of the approval store (`book`), if it is a file.
     pub book: Option<PathBuf>,
     pub patience: Duration,
 }
 
 impl ApprovalSetup {
-    /// Opens the book.
+    /// Opens the approval store.
     pub fn open(self) -> Result<Approvals, BookError> {
         let ApprovalSetup {
             policy,
@@ -98,17 +103,18 @@ impl ApprovalSetup {
 }
 
 impl InForce {
-    /// Returns what holds at this moment.
+    /// Returns the approvals in force.
     pub(super) fn now(&self) -> Approvals {
         self.lock().clone()
     }
 
-    /// Takes others over, all of them or none.
+    /// Replaces the approvals, all of them or none.
     pub(super) fn replace(&self, setup: ApprovalSetup) -> Result<(), Refused> {
         let refused = |why: String| Refused::Approvals { why };
         if !self.programs_are_refused && !setup.policy.shell_is_open() {
             return Err(refused(
-                "commands cannot be asked about or denied in sandboxes that were made to run them freely; that needs a restart"
+                "commands cannot be asked about or denied in sandboxes that were made to run them \
+                 freely; that needs a restart"
                     .to_owned(),
             ));
         }
@@ -118,7 +124,7 @@ impl InForce {
             book,
             patience,
         } = setup;
-        // One book for one file: two would write over each other.
+        // One store per file: two would overwrite each other's changes.
         let approvals = if book.as_deref() == before.path() {
             Approvals {
                 policy: Arc::new(policy),
@@ -145,38 +151,38 @@ impl InForce {
 /// Whether a person can be asked while code runs.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Asking {
-    /// Whoever began it can ask somebody.
+    /// The client that started the execution can ask a person.
     Person,
-    /// The client has no way to ask.
+    /// The client cannot ask a person.
     #[default]
     Nobody,
-    /// It is one of several variants that nobody follows.
+    /// It is one of several variants, which have no follower.
     Exploration,
 }
 
-/// Names a question within its execution.
+/// Id of an approval request within its execution.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct AskId(pub u64);
 
-/// A question that waits for a person.
+/// A pending approval request.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Asked {
     pub id: AskId,
     /// `tool`, `shell`, `packages` or `domain`.
     pub kind: String,
-    /// Exactly what runs if it is allowed. Bounded, and nothing in it hides.
+    /// Exactly what runs if it is allowed. Bounded, and without hidden characters.
     pub text: String,
-    /// What a permission for the whole session would cover.
+    /// Scope of a permission for the whole session.
     pub covers: String,
-    /// The rule because of which it is asked.
+    /// The policy rule that requires the approval.
     pub line: String,
-    /// A permission for good can be given.
+    /// Whether a permanent permission can be given.
     pub can_last: bool,
-    /// How long it goes on waiting.
+    /// Time left until it expires.
     pub patience: Duration,
 }
 
-/// What a question says. It is made once, however often the question is shown.
+/// The texts of an approval request. They are built once, however often the request is shown.
 pub(super) struct Wording {
     kind: &'static str,
     rendering: Rendering,
@@ -194,7 +200,7 @@ impl Wording {
         }
     }
 
-    /// Describes the question, as one of so many that are asked together.
+    /// Describes the request, as one of several that are shown together.
     pub(super) fn asked(
         &self,
         id: AskId,
@@ -215,26 +221,26 @@ impl Wording {
     }
 }
 
-/// The answer to one question.
+/// The answer to one approval request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Decision {
     pub id: AskId,
     pub answer: Answer,
 }
 
-/// What came of some answers.
+/// Result of some answers.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Decided {
     pub session: SessionId,
-    /// Questions that were open.
+    /// Rulings on requests that were still pending.
     pub rulings: Vec<Ruling>,
 }
 
-/// What was decided about one subject, for records.
+/// The decision about one subject, for records.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Ruling {
     pub kind: String,
-    /// The digest of everything that was asked about.
+    /// Digest of the complete subject.
     pub digest: String,
     pub line: String,
     pub by: DecidedBy,
@@ -251,13 +257,13 @@ impl Ruling {
     }
 }
 
-/// Who or what decided.
+/// Origin of a decision.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum DecidedBy {
     Person(Answer),
-    /// A rule denies it.
+    /// A policy rule denies it.
     Policy,
-    /// A person had to be asked, and there was no way to.
+    /// Approval was required, and there was no way to ask a person.
     NobodyToAsk,
     NobodyAnswered,
 }
@@ -267,7 +273,7 @@ impl DecidedBy {
         matches!(self, DecidedBy::Person(answer) if answer != Answer::Deny)
     }
 
-    /// The word for it in records.
+    /// Returns the word used in records.
     pub fn word(self) -> &'static str {
         match self {
             DecidedBy::Person(answer) => answer.name(),
@@ -278,40 +284,58 @@ impl DecidedBy {
     }
 }
 
-/// Adds to a list of rulings that is bounded.
+/// Appends to a bounded list of rulings.
 pub(super) fn note(rulings: &mut Vec<Ruling>, ruling: Ruling) {
     if rulings.len() < MOST_RULINGS {
         rulings.push(ruling);
     }
 }
 
-/// Says why something was not allowed, to whoever wanted it.
+/// Returns the message for the requester of an action that was not allowed.
 pub(super) fn refusal(subject: &Subject, line: &str, why: Why) -> String {
     let setting = subject.setting();
     match why {
         Why::Policy => format!(
-            "this is not allowed on this server: {line} forbids it. Do it without this, or have the server's operator change that line"
+            "this is not allowed on this server: {line} forbids it. Do it without this, or have \
+             the server's operator change that line"
         ),
         Why::NoClient => format!(
-            "this needs a person's approval ({line}), and this client has no way to ask one: it does not support elicitation. \
-             Use a client that does, or have the server's operator allow it with a rule under `approvals` or with `{setting}: allow`"
+            "this needs a person's approval ({line}), and this client has no way to ask one: it \
+             does not support elicitation. \
+             Use a client that does, or have the server's operator allow it with a rule under \
+             `approvals` or with `{setting}: allow`"
         ),
         Why::Exploration => format!(
-            "this needs a person's approval ({line}), and nobody can be asked from a variant of `explore`. Run it in a cell of a session instead"
+            "this needs a person's approval ({line}), and nobody can be asked from a variant of \
+             `explore`. Run it in a cell of a session instead"
         ),
-        Why::Hidden => format!("this needs a person's approval ({line}), and this code is the server's own"),
-        Why::NoCell => format!("this needs a person's approval ({line}), and nobody can be asked while no cell runs"),
-        Why::Person => "the person who was asked did not allow this. Do not try it again in another way; ask them what they want instead".to_owned(),
+        Why::Hidden => format!(
+            "this needs a person's approval ({line}), and this code is the \
+                                server's own"
+        ),
+        Why::NoCell => format!(
+            "this needs a person's approval ({line}), and nobody can be asked \
+                                while no cell runs"
+        ),
+        Why::Person => "the person who was asked did not allow this. Do not try it again in \
+                        another way; ask them what they want instead"
+            .to_owned(),
         Why::Silence(patience) => format!(
-            "this needs a person's approval ({line}), and nobody answered within {} s. Nothing else of this cell is asked",
+            "this needs a person's approval ({line}), and nobody answered within {} s. Nothing \
+             else of this cell is asked",
             patience.as_secs()
         ),
-        Why::TooMany => format!("this needs a person's approval ({line}), and too many questions of this cell wait for an answer already"),
-        Why::Interrupted => "the code was interrupted while this waited for a person's approval".to_owned(),
+        Why::TooMany => format!(
+            "this needs a person's approval ({line}), and too many questions \
+                                 of this cell wait for an answer already"
+        ),
+        Why::Interrupted => "the code was interrupted while this waited for a person's \
+                             approval"
+            .to_owned(),
     }
 }
 
-/// Why something was not allowed.
+/// Reason why an action was not allowed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Why {
     Policy,
@@ -325,7 +349,7 @@ pub(super) enum Why {
     Interrupted,
 }
 
-/// An installation that somebody has to allow first.
+/// An installation that waits for approval.
 pub(super) struct WaitingInstall {
     id: AskId,
     requirements: Vec<String>,
@@ -334,12 +358,13 @@ pub(super) struct WaitingInstall {
 }
 
 impl Sessions {
-    /// Takes over other approvals. Questions that wait for an answer go on waiting.
+    /// Replaces the approvals. Pending requests stay pending.
     pub fn set_up_approvals(&self, setup: ApprovalSetup) -> Result<(), Refused> {
         self.settings().approvals.replace(setup)
     }
 
-    /// Answers questions of an execution that runs. Questions that are not open any more are left alone; what was decided comes back.
+    /// Answers approval requests of a running execution. Requests that are no longer pending are
+    /// ignored. Returns the rulings.
     pub async fn decide(
         &self,
         owner: &Principal,
@@ -367,7 +392,8 @@ impl Sessions {
         Ok(Decided { session, rulings })
     }
 
-    /// Decides whether packages may be installed by a call of their own. An answer that is given must be to a question that was asked about exactly these.
+    /// Decides whether a call may install packages. A given answer must match a request for exactly
+    /// these packages.
     pub(super) fn leave_to_install(
         &self,
         (owner, id): (&Principal, &SessionId),
@@ -445,7 +471,8 @@ impl Shared {
         waiting.push(install);
     }
 
-    /// Takes the question with this id, if it was about exactly this and is still open.
+    /// Takes the request with this id, if it was for exactly these requirements and is still
+    /// pending.
     fn take_install(&self, id: AskId, requirements: &[String], now: Instant) -> bool {
         let mut waiting = self.installs();
         let fits = |known: &WaitingInstall| {
@@ -458,7 +485,7 @@ impl Shared {
     }
 }
 
-/// Keeps a permission as long as the person said.
+/// Stores a permission for the duration that the person chose.
 pub(super) fn keep(
     shared: &Shared,
     approvals: &Approvals,
@@ -471,7 +498,7 @@ pub(super) fn keep(
     }
     if answer == Answer::Always && approvals.book.is_kept() {
         let (book, owner, subject) = (approvals.book.clone(), owner.0.clone(), subject.clone());
-        // A file is written, and nobody waits for it.
+        // This writes a file; the caller does not wait for it.
         tokio::task::spawn_blocking(move || {
             if let Err(error) = book.remember(&owner, &subject) {
                 tracing::error!(%error, "an approval could not be remembered");

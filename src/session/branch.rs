@@ -1,4 +1,4 @@
-//! Forks, undo and exploration: the vocabulary between sessions and whoever shows results.
+//! Forks, undo and exploration: types shared by sessions and the code that renders results.
 
 use std::time::Duration;
 
@@ -6,21 +6,22 @@ use serde::{Deserialize, Serialize};
 
 use super::{Outcome, RecorderId, Refused, SessionId};
 
-/// Forks made by one request.
+/// Limit of forks per request.
 pub const MOST_FORKS: u32 = 16;
-/// Variants explored by one request.
+/// Limit of variants per request.
 pub const MOST_VARIANTS: usize = 16;
 
-/// Whether cells can be undone, and what is kept for it.
+/// Whether cells can be undone, and how much is kept for it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Undo {
     On {
-        /// Copies kept of one session, at least one. The oldest are forgotten first.
+        /// Number of copies kept per session, at least one. The oldest are dropped first.
         checkpoints: usize,
-        /// Bytes of the working folder that are kept with a copy. With more than this in it, files are left alone; with zero, always.
+        /// Bytes of the working folder that are kept with a copy. If the folder holds more, an undo
+        /// leaves files unchanged; with zero, always.
         files: u64,
     },
-    /// No copies are made and nothing is paid for them.
+    /// No copies are made, and they have no cost.
     Off,
 }
 
@@ -33,19 +34,21 @@ impl Default for Undo {
     }
 }
 
-/// How forks are called.
+/// Names of forks.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum ForkNames {
-    /// So many, called after the source: `<source>-1`, `<source>-2`, the next free ones.
+    /// A number of forks, named after the source: `<source>-1`, `<source>-2`, skipping names in
+    /// use.
     Count(u32),
     Named(Vec<SessionId>),
 }
 
-/// What forks are asked for.
+/// Parameters of a fork request.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ForkRequest {
     pub names: ForkNames,
-    /// What the forks may use of what the source may: MCP servers by name, or some of their tools (`server.tool`, with `*` for any text); `None` is all of it.
+    /// The subset of the source's tools that the forks may use: MCP servers by name, or some of
+    /// their tools (`server.tool`, with `*` for any text). `None` means all of them.
     pub servers: Option<Vec<String>>,
 }
 
@@ -58,59 +61,60 @@ impl From<ForkNames> for ForkRequest {
     }
 }
 
-/// What a fork gave.
+/// Result of a fork request.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ForkReport {
     pub forks: Vec<SessionId>,
-    /// What the forks do not have of their source, as the runner claims: "2 threads", "1 connection".
+    /// Parts of the source that the forks lack, as claimed by the runner: "2 threads", "1
+    /// connection".
     pub lost: Vec<String>,
     pub files: FilesCarried,
-    /// Sentences the reader must know.
+    /// Notes for the reader.
     pub notes: Vec<String>,
 }
 
-/// What became of the files, as the runner claims.
+/// Treatment of the files, as claimed by the runner.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum FilesCarried {
-    /// Each fork has its own copy of them.
+    /// Each fork has its own copy.
     Copied,
-    /// They are as they were before the cells that were undone.
+    /// They are as they were before the undone cells.
     Restored,
-    /// The working folder is one for all sessions, so a fork sees the same files as its source.
+    /// All sessions share the working folder, so a fork sees the same files as its source.
     Shared,
     LeftAlone {
         why: String,
     },
 }
 
-/// What an undo did.
+/// Result of an undo.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct UndoReport {
     /// Cells that were undone.
     pub undone: u32,
-    /// The interpreter had ended and is back.
+    /// The interpreter had ended and was restored.
     pub revived: bool,
-    /// What the session does not have of its earlier state, as the runner claims.
+    /// Parts of the earlier state that the session lacks, as claimed by the runner.
     pub lost: Vec<String>,
     pub files: FilesCarried,
-    /// What can be undone further.
+    /// Remaining states that can be restored.
     pub left: Vec<CheckpointInfo>,
-    /// Sentences the reader must know.
+    /// Notes for the reader.
     pub notes: Vec<String>,
 }
 
-/// A state that a session can go back to.
+/// A state that can be restored.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CheckpointInfo {
     /// The number of cells to undo to reach it.
     pub cells_back: u32,
-    /// The first line of the cell it precedes, at most 80 characters.
+    /// The first line of the cell that it precedes, at most 80 characters.
     pub before: String,
     /// How long ago it was kept.
     pub age: Duration,
 }
 
-/// How many cells can be taken back in all.
+/// Returns the largest number of cells that can be undone.
 pub fn most_undone(checkpoints: &[CheckpointInfo]) -> u32 {
     checkpoints
         .iter()
@@ -119,61 +123,62 @@ pub fn most_undone(checkpoints: &[CheckpointInfo]) -> u32 {
         .unwrap_or(0)
 }
 
-/// Several cells to be tried, each in a fork of its own.
+/// Several cells to try, each in its own fork.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct ExploreRequest {
     pub variants: Vec<Variant>,
-    /// For each variant, counted from the moment its code starts.
+    /// Per variant, measured from the start of its code.
     pub timeout: Duration,
-    /// For each variant.
+    /// Per variant.
     pub max_output_chars: usize,
     pub keep: Keep,
-    /// The one variant that is kept takes the place of the source instead of becoming a session of its own.
+    /// The one kept variant replaces the source instead of becoming a session of its own.
     pub replace: bool,
-    /// Who records how the variants ended.
+    /// Receives the records of how the variants ended.
     #[serde(skip)]
     pub recorder: RecorderId,
 }
 
-/// One of the cells that are tried.
+/// One of the cells to try.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Variant {
-    /// Different from the others' names.
+    /// Unique among the variants.
     pub name: String,
     pub code: String,
 }
 
-/// Which forks become sessions when all variants are over.
+/// Which forks become sessions when all variants have ended.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Keep {
     Nothing,
     All,
     Named(String),
-    /// The one in which this Python expression is largest.
+    /// The one for which this Python expression is largest.
     Best {
         by: String,
     },
 }
 
-/// What an exploration gave, variants in the order in which they were asked for.
+/// Result of an exploration, with the variants in the order of the request.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct ExploreReport {
     pub variants: Vec<VariantReport>,
-    /// Variants that were kept, with the sessions they are now.
+    /// Kept variants and their sessions.
     pub kept: Vec<(String, SessionId)>,
-    /// Whether the kept one took the source's place.
+    /// Whether the kept variant replaced the source.
     pub replaced: bool,
-    /// Sentences the reader must know.
+    /// Notes for the reader.
     pub notes: Vec<String>,
-    /// What the forks do not have of their source, as the runner claims.
+    /// Parts of the source that the forks lack, as claimed by the runner.
     pub lost: Vec<String>,
 }
 
-/// How one variant ended.
+/// Result of one variant.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct VariantReport {
     pub name: String,
     pub ended: Result<Outcome, Refused>,
-    /// The value of the expression that variants are compared by, or why there is none. `None` when nobody asked.
+    /// The value of the expression by which variants are compared, or why there is none. `None` if
+    /// no expression was given.
     pub score: Option<Result<f64, String>>,
 }

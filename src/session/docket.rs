@@ -1,11 +1,14 @@
-//! The docket of a session: which executions wait or run, and the endings that somebody may still ask for.
+//! The execution registry (`docket`) of a session: queued and running executions, and results that
+//! can still be collected.
 //!
-//! Every execution is entered before it is submitted. The driver holds its `Teller` and says when it begins, what it prints and how it ends;
-//! whoever waits for it listens. So a call may go away, and another one finds the execution by its handle or as the first of the session that
-//! nobody has heard the end of.
+//! Every execution is registered before it is submitted. The driver holds its `Teller` and reports
+//! its start, its output and its result; callers follow these reports. A call can therefore
+//! disconnect, and another one finds the execution by its handle, or as the session's first
+//! execution whose result was not collected.
 //!
-//! What is kept is bounded: executions under way are (the queue is), endings that nobody has collected are limited in number and in bytes, and of
-//! those that were collected only the last is kept, for a caller whose connection broke while its answer was on the way.
+//! The registry is bounded. The queue limits the number of executions in progress. Uncollected
+//! results are limited in number and in bytes. Of the collected results only the last one is kept,
+//! for a caller whose connection broke while the answer was being sent.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -20,24 +23,24 @@ use super::{
     Asked, ExecutionHandle, ExecutionId, Others, Outcome, Part, Refused, Status, Uncollected,
 };
 
-/// Endings that are kept for somebody to collect.
+/// Results kept for collection.
 const MOST_UNCOLLECTED: usize = 16;
-/// Bytes of all kept endings together. One with as many pictures as are shown fits.
+/// Total bytes of kept results. One result with the maximum number of images fits.
 const MOST_KEPT_BYTES: usize = 32 * 1024 * 1024;
 
-/// Characters of what is told while something is done for an execution.
+/// Limit in characters for a progress message.
 const LONGEST_NEWS: usize = 200;
 
-/// How an execution ended: with an outcome, or without having run.
+/// Result of an execution: an outcome, or a refusal if it did not run.
 pub(super) type Ending = Result<Outcome, Refused>;
 
-/// What is known of an execution while it goes on.
+/// Progress of an execution.
 #[derive(Debug, Clone)]
 pub(super) enum Stage {
     Waiting {
-        /// Executions of the same session that come first.
+        /// Executions of the same session that are ahead of it in the queue.
         ahead: usize,
-        /// It is the first of its session, and as many cells run in the whole server as may.
+        /// It is the first of its session, and the whole server runs its maximum of cells.
         held: bool,
     },
     Running {
@@ -46,7 +49,7 @@ pub(super) enum Stage {
     Ended(Arc<Ending>),
 }
 
-/// One run of code, as those see it who wait for it.
+/// One run of code, as seen by its followers.
 #[derive(Debug)]
 pub(super) struct Execution {
     pub(super) handle: ExecutionHandle,
@@ -57,27 +60,27 @@ pub(super) struct Execution {
     stage: watch::Sender<Stage>,
     /// The latest line that it printed.
     line: watch::Sender<String>,
-    /// What a person has to decide before it goes on.
+    /// Pending approval requests that must be decided before it continues.
     asks: watch::Sender<Vec<Asked>>,
 }
 
 impl Execution {
-    /// Follows what becomes of it.
+    /// Returns a watch on its progress.
     pub(super) fn follow(&self) -> watch::Receiver<Stage> {
         self.stage.subscribe()
     }
 
-    /// Follows the latest line that it prints.
+    /// Returns a watch on the latest line that it prints.
     pub(super) fn lines(&self) -> watch::Receiver<String> {
         self.line.subscribe()
     }
 
-    /// Follows what a person has to decide.
+    /// Returns a watch on its pending approval requests.
     pub(super) fn questions(&self) -> watch::Receiver<Vec<Asked>> {
         self.asks.subscribe()
     }
 
-    /// Waits for its end.
+    /// Waits for its result.
     pub(super) async fn ended(&self) -> Arc<Ending> {
         let mut stage = self.follow();
         let ended = stage
@@ -85,12 +88,12 @@ impl Execution {
             .await;
         match ended.as_deref() {
             Ok(Stage::Ended(ending)) => ending.clone(),
-            // Whoever waits holds the sender.
+            // Unreachable: the caller's own reference keeps the sender alive.
             _ => Arc::new(Err(Refused::ClosedWhileWaiting)),
         }
     }
 
-    /// Returns when it began to run, or how it ended.
+    /// Returns its progress, including its start time or its result.
     pub(super) fn stage(&self) -> Stage {
         self.stage.borrow().clone()
     }
@@ -103,9 +106,10 @@ impl Execution {
         });
     }
 
-    /// Describes it to whoever has not heard its end; nothing while it goes on or somebody waits for it.
+    /// Returns a description of its uncollected result; `None` while it is in progress or a caller
+    /// waits for it.
     fn uncollected(&self) -> Option<Uncollected> {
-        // Whoever waits for it follows it until it is collected.
+        // A waiting caller holds a receiver until it has collected the result.
         if self.stage.receiver_count() > 0 {
             return None;
         }
@@ -141,24 +145,24 @@ pub(super) struct Docket {
 
 #[derive(Debug, Default)]
 struct Lists {
-    /// In the order of their arrival: those under way, and those that ended and were not collected.
+    /// Executions in progress and uncollected ones, in the order of their arrival.
     open: VecDeque<Arc<Execution>>,
-    /// The last one that was collected.
+    /// The last collected execution.
     last: Option<Arc<Execution>>,
-    /// Endings that were discarded before anybody collected them, since this was last told.
+    /// Results discarded before they were collected, since this was last reported.
     discarded: usize,
 }
 
-/// What somebody who asks for the end of an execution is told.
+/// Answer to a request for the result of an execution.
 #[derive(Debug)]
 pub(super) struct Collected {
     pub(super) ending: Ending,
-    /// It was told before.
+    /// The result was collected before.
     pub(super) again: bool,
 }
 
 impl Docket {
-    /// Enters an execution. Its teller goes to the driver.
+    /// Registers an execution. Its `Teller` goes to the driver.
     pub(super) fn enter(
         self: &Arc<Docket>,
         request: RequestId,
@@ -190,20 +194,20 @@ impl Docket {
         )
     }
 
-    /// Forgets an execution whose caller was refused at once.
+    /// Removes an execution whose submission was refused immediately.
     pub(super) fn withdraw(&self, execution: &Arc<Execution>) {
         self.lists()
             .open
             .retain(|known| !Arc::ptr_eq(known, execution));
     }
 
-    /// Returns the first execution that nobody has heard the end of, or else the last one.
+    /// Returns the first execution whose result was not collected, or else the last one.
     pub(super) fn first(&self) -> Option<Arc<Execution>> {
         let lists = self.lists();
         lists.open.front().or(lists.last.as_ref()).cloned()
     }
 
-    /// Returns the first execution that is not over.
+    /// Returns the first execution in progress.
     pub(super) fn first_under_way(&self) -> Option<Arc<Execution>> {
         self.lists()
             .open
@@ -222,12 +226,13 @@ impl Docket {
             .cloned()
     }
 
-    /// Tells what the session has beside an execution.
+    /// Returns a summary of the session's other executions.
     pub(super) fn others(&self, execution: &Execution) -> Others {
         self.lists().others(execution)
     }
 
-    /// Hands out how an execution ended. Tells with it what else there is, and how many endings were discarded.
+    /// Hands out the result of an execution, together with a summary of the other executions and
+    /// the number of discarded results.
     pub(super) fn collect(&self, execution: &Arc<Execution>, ending: &Ending) -> Collected {
         let mut lists = self.lists();
         let place = lists
@@ -251,12 +256,12 @@ impl Docket {
         }
     }
 
-    /// Tells whether there is something that nobody has heard of.
+    /// Returns whether there are uncollected results.
     pub(super) fn has_uncollected(&self) -> bool {
         !self.lists().open.is_empty()
     }
 
-    /// Returns the bytes that are kept.
+    /// Returns the number of bytes kept.
     pub(super) fn kept_bytes(&self) -> u64 {
         let lists = self.lists();
         lists
@@ -267,7 +272,7 @@ impl Docket {
             .sum()
     }
 
-    /// Tells those that wait how many are ahead of them, and discards what is too much.
+    /// Updates the queue positions of waiting executions, and discards results beyond the limits.
     fn ended(&self) {
         let mut lists = self.lists();
         let mut ahead = 0;
@@ -305,7 +310,8 @@ impl Lists {
         }
     }
 
-    /// Discards the oldest endings when there are too many. What was collected goes first, and the newest stays in any case.
+    /// Discards the oldest results when there are too many. The collected one goes first, and the
+    /// newest always stays.
     fn discard(&mut self) {
         loop {
             let over = self.open.iter().filter(|execution| execution.is_over());
@@ -328,14 +334,15 @@ impl Lists {
     }
 }
 
-/// The driver's end of an execution. Dropped without an ending, it tells that the session is gone.
+/// The driver's handle of an execution. If it is dropped without a result, it reports that the
+/// session is gone.
 pub(super) struct Teller {
     docket: Arc<Docket>,
     execution: Arc<Execution>,
 }
 
 impl Teller {
-    /// Tells that it waits for a place in the whole server.
+    /// Reports that it waits for a server-wide run permit.
     pub(super) fn hold(&self) {
         self.execution.stage.send_if_modified(|stage| match stage {
             Stage::Waiting { held, .. } => !std::mem::replace(held, true),
@@ -343,27 +350,27 @@ impl Teller {
         });
     }
 
-    /// Tells that the code begins.
+    /// Reports that the code starts.
     pub(super) fn begin(&self, since: Instant) {
         self.execution.stage.send_replace(Stage::Running { since });
     }
 
-    /// Returns what lets others tell how the execution gets on.
+    /// Returns a progress sender for the execution.
     pub(super) fn crier(&self) -> Crier {
         Crier(self.execution.clone())
     }
 
-    /// Tells whether somebody listens, so that a line is worth finding.
+    /// Returns whether there are followers, so that finding the latest line is worthwhile.
     pub(super) fn is_heard(&self) -> bool {
         self.execution.line.receiver_count() > 0
     }
 
-    /// Tells the latest line that was printed.
+    /// Reports the latest line that was printed.
     pub(super) fn print(&self, latest: String) {
         self.execution.tell(latest);
     }
 
-    /// Tells what a person has to decide, now.
+    /// Reports the approval requests that are pending now.
     pub(super) fn ask(&self, asks: Vec<Asked>) {
         self.execution.asks.send_if_modified(|known| {
             let is_new = *known != asks;
@@ -372,7 +379,7 @@ impl Teller {
         });
     }
 
-    /// Tells how it ended. Only the first ending counts.
+    /// Reports the result. Only the first result counts.
     pub(super) fn end(self, ending: Ending) {
         self.settle(ending);
     }
@@ -392,7 +399,7 @@ impl Teller {
     }
 }
 
-/// Tells the listeners of an execution what somebody does for it.
+/// Sends progress messages to the followers of an execution.
 pub(super) struct Crier(Arc<Execution>);
 
 impl Crier {
@@ -410,7 +417,7 @@ impl Drop for Teller {
     }
 }
 
-/// Says in a few words why an ending is not a good one; nothing when it is.
+/// Summarizes why a result is not a success; `None` if it is one.
 fn failure(ending: &Ending) -> Option<String> {
     let words = match ending {
         Ok(Outcome {
@@ -433,7 +440,7 @@ fn failure(ending: &Ending) -> Option<String> {
     Some(first_line(&words))
 }
 
-/// Returns about how many bytes an outcome holds.
+/// Returns the approximate number of bytes that an outcome holds.
 fn weight(outcome: &Outcome) -> usize {
     let parts = outcome.output.parts.iter().map(|part| match part {
         Part::Text { text, .. } => text.len(),

@@ -1,29 +1,33 @@
-//! Exploration: several cells tried side by side, each in a fork of its own.
+//! Exploration: several cells tried in parallel, each in its own fork.
 //!
-//! All forks are made of one copy, so that every variant begins with the same state, and the source is free again before the first variant runs. All
-//! are given the same seed, so that they differ by their code only. A
-//! fork has a driver like any session, but nobody else can find it. When the variants are over, those to be kept give their sandbox and
-//! interpreter away: to a new session, or to the source itself. Whatever is not kept is destroyed, also when the caller goes away.
+//! All forks are made from one copy, so every variant starts with the same state, and the source is
+//! free again before the first variant runs. All are given the same seed, so they differ only by
+//! their code. A fork has a driver like any session, but cannot be found by others. When the
+//! variants have ended, those to be kept hand over their sandbox and interpreter: to a new session,
+//! or to the source itself. The others are destroyed, also when the caller disconnects.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use futures_util::future::join_all;
 use tokio::sync::{Semaphore, oneshot};
 use tokio_util::sync::CancellationToken;
 
-use super::driver::{Command, Fork, Forked, ForksWanted, all};
+use super::driver::{Command, Fork, Forked, ForksWanted};
 use super::manager::{Entry, leave};
 use super::{
     Asking, ExecuteRequest, ExploreReport, ExploreRequest, Keep, LARGEST_CODE, MOST_VARIANTS, News,
     Outcome, Part, Principal, Refused, SessionId, Sessions, Status, Stream, Variant, VariantReport,
 };
 
-/// Characters of a score's text, and of the reason why there is none.
+/// Limit in characters for a score's text, and for the reason why there is none.
 const LONGEST_SCORE: usize = 200;
 
 impl Sessions {
-    /// Runs each variant in a fork of its own, at most so many at the same time as the settings say, and keeps what is asked for.
+    /// Runs each variant in its own fork, up to the configured number concurrently, and keeps the
+    /// requested ones.
     ///
-    /// A cancelled token interrupts the variants, and nothing is kept. Dropping the future ends them too.
+    /// A cancelled token interrupts the variants, and nothing is kept. Dropping the future ends
+    /// them too.
     pub async fn explore(
         &self,
         owner: &Principal,
@@ -63,10 +67,7 @@ impl Sessions {
             news,
         };
         let runs = request.variants.iter().zip(&entries);
-        let variants = all(runs
-            .map(|(variant, entry)| exploration.run(variant, entry))
-            .collect())
-        .await;
+        let variants = join_all(runs.map(|(variant, entry)| exploration.run(variant, entry))).await;
 
         let mut report = ExploreReport {
             variants,
@@ -86,12 +87,12 @@ impl Sessions {
                     .await;
             }
         }
-        all(entries.iter().map(leave).collect()).await;
+        join_all(entries.iter().map(leave)).await;
         Ok(report)
     }
 }
 
-/// What the runs of one exploration share.
+/// State shared by the runs of one exploration.
 struct Exploration<'a> {
     sessions: &'a Sessions,
     owner: &'a Principal,
@@ -105,7 +106,7 @@ struct Exploration<'a> {
 }
 
 impl Exploration<'_> {
-    /// Runs one variant when it is its turn, and weighs it.
+    /// Waits for a slot, runs one variant, and scores it.
     async fn run(&self, variant: &Variant, entry: &Entry) -> VariantReport {
         let turn = tokio::select! {
             turn = self.turns.acquire() => turn.ok(),
@@ -164,16 +165,16 @@ impl Exploration<'_> {
         self.sessions.execute_in(entry, request, self.cancel).await
     }
 
-    /// Evaluates the expression that variants are compared by.
+    /// Evaluates the expression by which variants are compared.
     async fn score(&self, entry: &Entry, by: &str) -> Result<f64, String> {
-        // The line's end also ends a comment.
+        // The newline also ends a trailing comment.
         let outcome = self
             .execute(entry, format!("float({by}\n)"), LONGEST_SCORE)
             .await;
         score_of(&outcome.map_err(|refused| refused.to_string())?)
     }
 
-    /// Makes a variant's fork a session, or puts it in the source's place.
+    /// Turns a variant's fork into a session, or replaces the source with it.
     async fn keep(&self, name: &str, entry: &Entry, report: &mut ExploreReport) {
         let id = self.id;
         let Some(mut fork) = surrendered(entry).await else {
@@ -187,7 +188,8 @@ impl Exploration<'_> {
                 Ok(()) => {
                     self.source.shared.outputs.take_over(&entry.shared.outputs);
                     report.notes.push(format!(
-                        "`{id}` goes on as the variant `{name}`; cells that ran in it before cannot be undone any more."
+                        "`{id}` goes on as the variant `{name}`; cells that ran in it before \
+                         cannot be undone any more."
                     ));
                     report.replaced = true;
                     report.kept.push((name.to_owned(), id.clone()));
@@ -195,7 +197,8 @@ impl Exploration<'_> {
                 }
                 Err(Some(back)) => {
                     report.notes.push(format!(
-                        "`{id}` is in use or gone, so variant `{name}` did not take its place and is a session of its own."
+                        "`{id}` is in use or gone, so variant `{name}` did not take its place and \
+                         is a session of its own."
                     ));
                     fork = back;
                 }
@@ -265,7 +268,7 @@ fn check(request: &ExploreRequest) -> Result<(), Refused> {
     }
 }
 
-/// Returns what all variants of one exploration draw their random numbers from.
+/// Returns the random seed of all variants of one exploration.
 fn random_seed() -> u64 {
     let mut bytes = [0; 8];
     rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty())
@@ -290,7 +293,7 @@ fn may_be_kept(keep: &Keep, variant: &str) -> bool {
     }
 }
 
-/// Returns the places of the variants to be kept. Says when there is no best one.
+/// Returns the indices of the variants to keep. Adds a note if there is no best one.
 fn chosen(keep: &Keep, report: &mut ExploreReport) -> Vec<usize> {
     let variants = report.variants.iter().enumerate();
     match keep {
@@ -305,7 +308,7 @@ fn chosen(keep: &Keep, report: &mut ExploreReport) -> Vec<usize> {
                 Some(Ok(score)) => Some((place, score)),
                 _ => None,
             });
-            // Of equals, the one that was named first.
+            // Among equals, the first one in the request wins.
             let best = scores.reduce(|best, next| if next.1 > best.1 { next } else { best });
             if best.is_none() {
                 report
@@ -317,7 +320,7 @@ fn chosen(keep: &Keep, report: &mut ExploreReport) -> Vec<usize> {
     }
 }
 
-/// Reads the score from the outcome of its cell.
+/// Parses the score from the outcome of its cell.
 fn score_of(outcome: &Outcome) -> Result<f64, String> {
     match &outcome.status {
         Status::Completed => {}
@@ -357,11 +360,13 @@ async fn surrendered(entry: &Entry) -> Option<Box<Fork>> {
     answer.await.ok().flatten()
 }
 
-/// Puts a fork in the source's place. It comes back when that cannot be done; nothing comes back when it is lost with the source.
+/// Replaces the source with a fork. The fork is returned if that is not possible; `None` if it is
+/// lost with the source.
 async fn adopted(source: &Entry, fork: Box<Fork>, name: &str) -> Result<(), Option<Box<Fork>>> {
     let (reply, answer) = oneshot::channel();
     let note = format!(
-        "This session goes on as the variant `{name}` that was explored; cells before that cannot be undone."
+        "This session goes on as the variant `{name}` that was explored; cells before that cannot \
+         be undone."
     );
     if let Err(back) = source
         .commands

@@ -1,7 +1,9 @@
-//! Running code and following it: calls that wait for an execution to its end, for a while, or come back to it later.
+//! Running and following code: calls that wait for an execution to its end or for a limited time,
+//! or return to it later.
 //!
-//! An execution belongs to its session and not to the call that began it. A call only listens, so that it may end, be dropped or be repeated
-//! without a consequence for the code; a cancelled token and `stop` are the two ways to interrupt it.
+//! An execution belongs to its session, not to the call that started it. A call only follows it, so
+//! a call can end, be dropped or be repeated without affecting the code. A cancelled token and
+//! `stop` are the two ways to interrupt it.
 
 use std::convert::Infallible;
 use std::sync::Arc;
@@ -18,17 +20,20 @@ use super::manager::{Entry, Silence};
 use super::output::Glance;
 use super::{
     Checked, ExecuteRequest, Executed, ExecutionId, LARGEST_CODE, News, Outcome, Principal,
-    Refused, SessionId, Sessions, Underway, Which, most_undone,
+    Refused, SessionId, SessionState, Sessions, Underway, Which, most_undone,
 };
 use crate::sandbox::Preparation;
 
-/// How long it must be quiet after a question: those of several threads or tasks are then asked together.
+/// Quiet period after an approval request. Requests of several threads or tasks are then shown
+/// together.
 const TOGETHER: Duration = Duration::from_millis(50);
-/// However many questions follow each other, the first of them is shown after so long.
+/// Upper bound of that delay: the first request is shown after this time, even if more keep
+/// arriving.
 const LONGEST_TOGETHER: Duration = Duration::from_millis(500);
 
 impl Sessions {
-    /// Runs code to its end, creating the session if its id is new. A cancelled token interrupts the code.
+    /// Runs code to its end, and creates the session if its id is new. A cancelled token interrupts
+    /// the code.
     ///
     /// Dropping the future does not stop the code.
     pub async fn execute(
@@ -44,8 +49,8 @@ impl Sessions {
         answer_at_once(&entry, &execution, &ending)
     }
 
-    /// Runs code as `execute` does, and waits for at most `wait`, or until a person has to decide something; the code goes on after that. `news` hears the
-    /// latest line of output.
+    /// Runs code like `execute`, but waits for at most `wait`, or until an approval is requested;
+    /// the code continues after that. `news` receives the latest line of output.
     pub async fn begin(
         &self,
         owner: &Principal,
@@ -69,7 +74,8 @@ impl Sessions {
         }
     }
 
-    /// Tells how an execution goes on, after `wait`, when it has ended, or when a person has to decide something. One that ended without having run is a refusal.
+    /// Returns the status of an execution after `wait`, when it has ended, or when an approval is
+    /// requested. An execution that ended without having run is a refusal.
     pub async fn check(
         &self,
         owner: &Principal,
@@ -102,7 +108,8 @@ impl Sessions {
         })
     }
 
-    /// Adds to an outcome what is true when it is told. A session that was closed meanwhile has nothing to undo.
+    /// Adds values to an outcome that are only known when it is reported. A session that was closed
+    /// in the meantime has nothing to undo.
     fn told(&self, owner: &Principal, id: &SessionId, outcome: Outcome) -> Box<Outcome> {
         let can_undo = self
             .checkpoints(owner, id)
@@ -113,7 +120,8 @@ impl Sessions {
         })
     }
 
-    /// Interrupts an execution that runs, or takes it out of the queue. One that is over stays as it is.
+    /// Interrupts a running execution, or removes it from the queue. An execution that has ended is
+    /// not affected.
     pub async fn stop(&self, owner: &Principal, which: &Which) -> Result<(), Refused> {
         let (_, entry) = self.locate(owner, which)?;
         let execution = match which {
@@ -121,7 +129,7 @@ impl Sessions {
             Which::This(handle) => entry.shared.docket.find(handle),
         };
         if let Some(execution) = execution {
-            // A driver that is gone has ended it already.
+            // A driver that is gone has already ended it.
             let _ = entry
                 .commands
                 .send(Command::Cancel(execution.request))
@@ -154,7 +162,7 @@ impl Sessions {
         Ok((entry, execution))
     }
 
-    /// Describes an execution that goes on, with what it printed since it was last described.
+    /// Describes an execution in progress, with its output since the last description.
     async fn underway(
         &self,
         id: &SessionId,
@@ -175,7 +183,7 @@ impl Sessions {
         let mut waits_for = None;
         let (ahead, since) = match execution.stage() {
             Stage::Waiting { ahead, held } => {
-                let is_starting = entry.shared.facts().state == "starting";
+                let is_starting = entry.shared.facts().state == SessionState::Starting;
                 let preparation = self.preparation();
                 waits_for = waiting_reason(ahead, held, is_starting, &preparation.borrow());
                 (ahead, execution.entered)
@@ -198,7 +206,7 @@ impl Sessions {
         }
     }
 
-    /// Puts code on a session's docket and submits it.
+    /// Registers code in a session's `docket` and submits it.
     fn enter(&self, entry: &Entry, request: ExecuteRequest) -> Result<Arc<Execution>, Silence> {
         let number = self.next_number();
         let (execution, teller) = entry.shared.docket.enter(number, first_line(&request.code));
@@ -211,7 +219,7 @@ impl Sessions {
         }
     }
 
-    /// Runs code in a session that only the caller sees.
+    /// Runs code in a session that only the caller can see.
     pub(super) async fn execute_in(
         &self,
         entry: &Entry,
@@ -226,7 +234,8 @@ impl Sessions {
     }
 }
 
-/// Waits for the end of an execution for at most `wait`, or until a person has to decide something. A cancelled token is passed on, and the end is awaited all the same.
+/// Waits for the end of an execution for at most `wait`, or until an approval is requested. A
+/// cancelled token is forwarded, and the end is still awaited.
 async fn ended(
     entry: &Entry,
     execution: &Execution,
@@ -255,7 +264,8 @@ async fn ended(
     }
 }
 
-/// Waits until a person has to decide something, and a moment longer for what is asked at the same time.
+/// Waits until an approval is requested, and a moment longer for other requests made at the same
+/// time.
 async fn asked(execution: &Execution) {
     let mut questions = execution.questions();
     loop {
@@ -274,7 +284,7 @@ async fn asked(execution: &Execution) {
     }
 }
 
-/// Waits for the end of an execution however long it takes.
+/// Waits for the end of an execution without a time limit.
 async fn to_the_end(
     entry: &Entry,
     execution: &Execution,
@@ -287,10 +297,10 @@ async fn to_the_end(
     }
 }
 
-/// Has an execution interrupted when the token is cancelled. Its end is awaited all the same.
+/// Interrupts an execution when the token is cancelled. Its end is still awaited.
 async fn pass_on(entry: &Entry, execution: &Execution, cancel: &CancellationToken) -> Infallible {
     cancel.cancelled().await;
-    // A driver that is gone has ended it already.
+    // A driver that is gone has already ended it.
     let _ = entry
         .commands
         .send(Command::Cancel(execution.request))
@@ -298,7 +308,7 @@ async fn pass_on(entry: &Entry, execution: &Execution, cancel: &CancellationToke
     std::future::pending().await
 }
 
-/// Listens until the end, and tells on `news` what there is to hear.
+/// Follows an execution to its end and forwards its progress to `news`.
 async fn heard_out(execution: &Execution, news: &News) -> Arc<Ending> {
     let (mut stage, mut lines) = (execution.follow(), execution.lines());
     loop {
@@ -322,7 +332,8 @@ async fn heard_out(execution: &Execution, news: &News) -> Arc<Ending> {
     }
 }
 
-/// Says why an execution has not begun, unless others before it are the only reason.
+/// Returns why an execution has not started, unless other executions ahead of it are the only
+/// reason.
 fn waiting_reason(
     ahead: usize,
     held: bool,
@@ -348,7 +359,8 @@ fn waiting_news(ahead: usize, held: bool) -> String {
     }
 }
 
-/// Gives the end to the call that began the execution. One that never ran is not worth remembering then.
+/// Returns the result to the call that started the execution. An execution that never ran is then
+/// removed from the registry.
 fn answer_at_once(
     entry: &Entry,
     execution: &Arc<Execution>,

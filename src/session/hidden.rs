@@ -1,6 +1,7 @@
-//! Hidden sessions: for work that the server does in a sandbox by itself.
+//! Hidden sessions: for the server's internal work in a sandbox.
 //!
-//! Nobody finds such a session, it counts against nobody's limit, nothing of it is kept, and it ends with whoever made it.
+//! Such a session cannot be found by callers and counts against no limit. Nothing of it is kept,
+//! and it ends with its creator.
 
 use std::fs::File;
 use std::time::Duration;
@@ -13,14 +14,14 @@ use super::manager::{Entry, Sessions};
 use super::{Asking, ExecuteRequest, InsidePath, Outcome, Refused, SessionId};
 use crate::sandbox::Rules;
 
-/// A session that only its maker knows. Dropping it destroys it.
+/// A session that only its creator can access. Dropping it destroys it.
 pub struct Hidden {
     sessions: Sessions,
     entry: Entry,
 }
 
 impl Sessions {
-    /// Makes a fresh session that nobody sees and that can reach what `rules` list.
+    /// Creates a fresh hidden session whose network access is limited to `rules`.
     pub fn hidden(&self, rules: Rules) -> Result<Hidden, Refused> {
         let origin = Origin::Hidden {
             backend: self.backend(),
@@ -74,7 +75,7 @@ impl Hidden {
         .await
     }
 
-    /// Copies a file of the working folder, of at most `limit` bytes.
+    /// Copies a file of at most `limit` bytes from the working folder.
     pub async fn read(&self, path: &InsidePath, limit: u64) -> Result<File, Refused> {
         let (reply, answer) = oneshot::channel();
         let what = Extent::Whole { limit };

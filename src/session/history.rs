@@ -1,7 +1,8 @@
-//! The past of a session: which cells ran, and which copy of the session precedes which of them.
+//! The history of a session: which cells ran, and which copy of the session precedes which cell.
 //!
-//! Copies are kept in a bounded number; the oldest go first. A cell whose copy is gone, or was never made, cannot be undone by itself, but
-//! together with an older one that has its copy. Nothing is performed here: whoever changes the history is told which copies nobody needs any more.
+//! The number of copies is bounded; the oldest are dropped first. A cell whose copy is gone, or was
+//! never made, cannot be undone alone, but together with an older one that has a copy. Nothing is
+//! performed here: methods that change the history return the copies that are no longer needed.
 
 use std::collections::VecDeque;
 
@@ -10,28 +11,29 @@ use tokio::time::Instant;
 use super::CheckpointInfo;
 use crate::sandbox::CheckpointId;
 
-/// Cells that are remembered. Those that change nothing need no copy of their own, so there may be more of them than copies.
+/// Cells that are remembered. Cells that change nothing need no copy of their own, so there may be
+/// more cells than copies.
 const MOST_CELLS: usize = 100;
-/// Characters kept of a cell's first line.
+/// Limit in characters for a cell's first line.
 const LONGEST_LINE: usize = 80;
 
-/// A copy that was made of a session.
+/// A copy of a session.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Copy {
     pub(super) checkpoint: CheckpointId,
     pub(super) made: Instant,
-    /// What the copy lacks, as the runner claimed when it was made.
+    /// What the copy lacks, as claimed by the runner when it was made.
     pub(super) lost: Vec<String>,
-    /// What the session lacked already then: a fork has lost it on its way.
+    /// What the session already lacked at that time, because a fork had lost it.
     pub(super) lacked: Vec<String>,
-    /// Forks can be made of it.
+    /// Whether forks can be made from it.
     pub(super) whole: bool,
-    /// The folders of packages that it has.
+    /// Its package folders.
     pub(super) packages: Vec<String>,
 }
 
 impl Copy {
-    /// A copy that was made just now and lacks nothing.
+    /// Creates a copy that was made just now and lacks nothing.
     pub(super) fn new(checkpoint: CheckpointId) -> Copy {
         Copy {
             checkpoint,
@@ -50,7 +52,7 @@ pub(super) struct History {
     copies: VecDeque<Copy>,
     /// Oldest first.
     cells: VecDeque<Cell>,
-    /// The copy of the present state, if there is one.
+    /// The copy of the current state, if there is one.
     present: Option<CheckpointId>,
 }
 
@@ -61,14 +63,16 @@ struct Cell {
 }
 
 impl History {
-    /// Takes a copy of the present state. Returns the copies that must be forgotten so that, beside this one, at most `most` are kept.
+    /// Adds a copy of the current state. Returns the copies to drop so that at most `most` are kept
+    /// beside it.
     pub(super) fn copied(&mut self, copy: Copy, most: usize) -> Vec<CheckpointId> {
         self.present = Some(copy.checkpoint);
         self.copies.push_back(copy);
         self.forget_beyond(most + 1)
     }
 
-    /// Takes a cell that begins: the copy of the present state is now one that can be gone back to, and at most `most` of these are kept.
+    /// Adds a starting cell. The copy of the current state can be restored from now on, and at most
+    /// `most` such copies are kept.
     pub(super) fn began(&mut self, code: &str, most: usize) -> Vec<CheckpointId> {
         self.cells.push_back(Cell {
             line: first_line(code),
@@ -80,7 +84,7 @@ impl History {
         self.forget_beyond(most)
     }
 
-    /// Notes that the state has changed since the last copy.
+    /// Records that the state has changed since the last copy.
     pub(super) fn changed(&mut self) {
         self.present = None;
     }
@@ -94,14 +98,15 @@ impl History {
             .find(|copy| copy.checkpoint == checkpoint)
     }
 
-    /// Returns the copy of the present state, if forks can be made of it.
+    /// Returns the copy of the current state, if forks can be made from it.
     pub(super) fn whole(&self) -> Option<&Copy> {
         self.copies
             .iter()
             .find(|copy| Some(copy.checkpoint) == self.present && copy.whole)
     }
 
-    /// Goes back to the state before the last `cells` cells. Returns the copies that nobody needs any more.
+    /// Goes back to the state before the last `cells` cells. Returns the copies that are no longer
+    /// needed.
     pub(super) fn undone(&mut self, cells: u32) -> Vec<CheckpointId> {
         self.present = self.before(cells).map(|copy| copy.checkpoint);
         let left = self.cells.len().saturating_sub(cells as usize);
@@ -109,7 +114,7 @@ impl History {
         self.forget_needless()
     }
 
-    /// Gives up the oldest copy, unless it is the only one.
+    /// Drops the oldest copy, unless it is the only one.
     pub(super) fn give_up_oldest(&mut self) -> Option<CheckpointId> {
         if self.copies.len() > 1 {
             self.forget_oldest()
@@ -118,7 +123,7 @@ impl History {
         }
     }
 
-    /// Forgets the copies that are no longer there. Returns how many they were.
+    /// Drops the copies that no longer exist. Returns their number.
     pub(super) fn retain(&mut self, is_there: impl Fn(CheckpointId) -> bool) -> usize {
         let before = self.copies.len();
         self.copies.retain(|copy| is_there(copy.checkpoint));
@@ -126,25 +131,25 @@ impl History {
         before - self.copies.len()
     }
 
-    /// Forgets everything, and returns the copies.
+    /// Clears the history and returns its copies.
     pub(super) fn clear(&mut self) -> Vec<CheckpointId> {
         let copies = self.copies.iter().map(|copy| copy.checkpoint).collect();
         *self = History::default();
         copies
     }
 
-    /// Tells whether the present state has a copy.
+    /// Returns whether the current state has a copy.
     #[cfg(test)]
     fn has_present(&self) -> bool {
         self.present.is_some()
     }
 
-    /// Tells whether any cell has been run since the session began or was reset, and is remembered.
+    /// Returns whether any cell is remembered since the session started or was reset.
     pub(super) fn has_cells(&self) -> bool {
         !self.cells.is_empty()
     }
 
-    /// Returns the states to which the session can go back, the nearest first.
+    /// Returns the states that can be restored, the most recent first.
     pub(super) fn undoable(&self) -> Vec<Undoable> {
         let cells = self.cells.iter().rev().zip(1..);
         cells
@@ -173,7 +178,8 @@ impl History {
         Some(oldest.checkpoint)
     }
 
-    /// Makes cells and the present forget copies that are gone, and forgets the cells that cannot be undone any more.
+    /// Removes references to dropped copies from the cells and the current state, and removes cells
+    /// that can no longer be undone.
     fn drop_references(&mut self) {
         let is_kept = |checkpoint: &CheckpointId| {
             self.copies
@@ -189,7 +195,7 @@ impl History {
         }
     }
 
-    /// Forgets copies that precede no cell and are not the present.
+    /// Drops copies that neither precede a cell nor are the current state.
     fn forget_needless(&mut self) -> Vec<CheckpointId> {
         let mut forgotten = Vec::new();
         let (cells, present) = (&self.cells, self.present);
@@ -206,7 +212,7 @@ impl History {
     }
 }
 
-/// A state to which a session can go back.
+/// A state that can be restored.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Undoable {
     pub(super) cells_back: u32,
@@ -224,7 +230,7 @@ impl Undoable {
     }
 }
 
-/// Returns the first line of a cell that says something, shortened.
+/// Returns the first non-blank line of a cell, shortened.
 pub(super) fn first_line(code: &str) -> String {
     let line = code
         .lines()
@@ -248,7 +254,8 @@ pub(super) fn first_line(code: &str) -> String {
 mod tests {
     use super::*;
 
-    /// A history made by steps: `copy N`, `cell X`, `changed`. Returns it with all copies that were forgotten on the way.
+    /// Builds a history from steps: `copy N`, `cell X`, `changed`. Returns it with all copies that
+    /// were dropped on the way.
     fn history(most: usize, steps: &[&str]) -> (History, Vec<u32>) {
         let mut history = History::default();
         let mut forgotten = Vec::new();

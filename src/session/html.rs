@@ -1,31 +1,30 @@
-//! The text of HTML: no tags, no scripts, a line for each block, tables in columns.
+//! Converts HTML to text: no tags, no scripts, one line per block, tables in columns.
 //!
-//! It comes from inside and may be anything. One pass reads at most `HTML_READ` bytes; what is written
-//! is bounded by what was read.
+//! The input comes from inside and may be anything. A single pass reads at most `HTML_READ` bytes,
+//! and the size of the output is bounded by the input read.
 
 use super::rich::HTML_READ;
 
-/// Stands for the beginning of a cell in the text of a table's row. It is removed from what comes from
-/// inside.
+/// Marks the start of a cell in the text of a table row. It is removed from the input.
 const CELL: char = '\u{1f}';
-/// Marks a cell of data, unlike one of a heading, behind `CELL`.
+/// Follows `CELL` and marks a data cell, as opposed to a heading cell.
 const DATA: char = '\u{1e}';
 
-/// As often behind them as a cell reaches into further rows.
+/// Follows these, once for each further row that a cell spans.
 const FURTHER_ROW: char = '\u{1d}';
 
-/// Characters of a table's cell that are kept, as data frames keep them when they are printed.
+/// Limit in characters for a table cell, the same as for printed data frames.
 const LONGEST_CELL: usize = 60;
 /// Columns or rows that one cell may span.
 const WIDEST_SPAN: usize = 100;
 
-/// Reads the text of a page.
+/// Returns the text of a page.
 pub(super) fn text_of(html: &str) -> String {
     let html = &html[..html.floor_char_boundary(HTML_READ)];
     let mut text = String::new();
     let lower = html.to_ascii_lowercase();
     let mut rest = html;
-    // Of the cell that was begun last.
+    // Of the most recent cell.
     let mut further_columns = 0;
     let mut preformatted = false;
     while let Some(start) = rest.find('<') {
@@ -43,7 +42,7 @@ pub(super) fn text_of(html: &str) -> String {
             end = tag.find("-->").map_or(tag.len(), |at| at + 3);
         }
         if matches!(name.as_str(), "td" | "th" | "tr" | "table") {
-            // A heading over several columns stands over the first of them.
+            // A heading over several columns is placed above the first of them.
             text.extend(std::iter::repeat_n(
                 CELL,
                 std::mem::take(&mut further_columns),
@@ -89,7 +88,7 @@ pub(super) fn text_of(html: &str) -> String {
     written.join("\n")
 }
 
-/// Returns the texts between the tags of this name.
+/// Returns the texts between tags of this name.
 pub(super) fn texts_in(html: &str, name: &str) -> Vec<String> {
     let (opening, closing) = (format!("<{name}"), format!("</{name}"));
     let mut found = Vec::new();
@@ -110,7 +109,7 @@ pub(super) fn texts_in(html: &str, name: &str) -> Vec<String> {
     found
 }
 
-/// Returns the value of an attribute that is written in quotes.
+/// Returns the value of a quoted attribute.
 pub(super) fn attribute<'a>(tag: &'a str, name: &str) -> Option<&'a str> {
     let mut rest = tag;
     loop {
@@ -138,7 +137,7 @@ fn tag_name(tag: &str) -> String {
     name.unwrap_or_default().to_ascii_lowercase()
 }
 
-/// Adds text between tags. A newline there is a space, unless the text is `preformatted`.
+/// Adds text between tags. A newline becomes a space, unless the text is `preformatted`.
 fn push(text: &mut String, inner: &str, preformatted: bool) {
     let kept = inner
         .chars()
@@ -154,7 +153,7 @@ fn push(text: &mut String, inner: &str, preformatted: bool) {
 
 fn in_one_line(line: &str) -> String {
     let words = |part: &str| part.split_whitespace().collect::<Vec<_>>().join(" ");
-    // A row begins with a cell, and may have spaces before it.
+    // A row starts with a cell, possibly after spaces.
     match line.trim_start().strip_prefix(CELL) {
         Some(row) => row.split(CELL).fold(String::new(), |mut row, cell| {
             row.push(CELL);
@@ -165,9 +164,9 @@ fn in_one_line(line: &str) -> String {
     }
 }
 
-/// Lays rows out in columns. Columns of numbers are aligned to the right.
+/// Lays out rows in columns. Columns of numbers are right-aligned.
 fn columns(rows: &[String]) -> Vec<String> {
-    // For each column, in how many further rows it belongs to a cell above.
+    // For each column, the number of further rows that belong to a cell above.
     let mut taken: Vec<usize> = Vec::new();
     let rows: Vec<Vec<(String, bool)>> = rows
         .iter()
@@ -300,7 +299,8 @@ mod tests {
 
     #[test]
     fn html_becomes_its_text() {
-        let html = "<style>b{}</style><h1>A &amp; B</h1><p>one<br>two</p><script>x<y</script><!-- <p>no --> three <b";
+        let html = "<style>b{}</style><h1>A &amp; B</h1><p>one<br>two</p><script>x<y</script><!-- \
+                    <p>no --> three <b";
         assert_eq!(text_of(html), "A & B\none\ntwo\nthree");
         assert_eq!(
             text_of("&#8364;&#x41;&hellip;&nope;&#0;&&lt;"),
@@ -331,13 +331,15 @@ mod tests {
 
     #[test]
     fn headings_over_several_columns_stand_over_the_first() {
-        let table = "<table><tr><th colspan='2'>both</th><th>c</th></tr><tr><td>1</td><td>2</td><td>3</td></tr></table>";
+        let table = "<table><tr><th colspan='2'>both</th><th>c</th></tr>\
+                     <tr><td>1</td><td>2</td><td>3</td></tr></table>";
         assert_eq!(text_of(table), "both     c\n   1  2  3");
     }
 
     #[test]
     fn a_cell_over_several_rows_keeps_its_column() {
-        let table = "<table><tr><th rowspan='2'>a</th><th>x</th><td>1</td></tr><tr><th>y</th><td>22</td></tr>\
+        let table = "<table><tr><th rowspan='2'>a</th><th>x</th><td>1</td></tr>\
+                     <tr><th>y</th><td>22</td></tr>\
                      <tr><th>b</th><th>z</th><td>3</td></tr></table>";
         assert_eq!(text_of(table), "a  x   1\n   y  22\nb  z   3");
     }

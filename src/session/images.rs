@@ -1,9 +1,9 @@
-//! Images made fit for a model: checked, and scaled down when they are larger than models look at. Of
-//! an animation the first frame is shown, as a PNG, which every client knows.
+//! Prepares images for a model: checks them, and scales them down if they are larger than models
+//! use. Of an animation the first frame is shown, as a PNG, which every client supports.
 //!
-//! The bytes come from inside and may be a decompression bomb. So the number of pixels is read from
-//! the header before anything is decoded, decoding has a memory limit, the whole server decodes few
-//! images at a time, and the images of one cell have a budget of processor time.
+//! The bytes come from inside and may be a decompression bomb. The number of pixels is therefore
+//! read from the header before anything is decoded, decoding has a memory limit, the whole server
+//! decodes few images at a time, and the images of one cell have a processor time budget.
 
 use std::io::Cursor;
 use std::time::Duration;
@@ -14,36 +14,38 @@ use image::{DynamicImage, ImageFormat, ImageReader, Limits};
 use rustix::time::{ClockId, clock_gettime};
 use tokio::sync::Semaphore;
 
-use super::Image;
+use super::{Image, ImageType};
 
-/// Models scale down what is larger on a side, so more would only cost.
+/// Models scale down images with a longer side, so more would only add cost.
 const LONGEST_SIDE: u32 = 1568;
-/// Larger images are refused by clients once they are written as text (5 MB).
+/// Clients reject larger images after base64 encoding (5 MB).
 const MOST_BYTES: usize = 3_750_000;
 /// More pixels on a side are a mistake or an attack.
 const LARGEST_SIDE_READ: u32 = 20_000;
-/// More pixels than a camera or a large figure has. Decoding so many takes half a second.
+/// More pixels than a camera or a large figure has. Decoding this many takes half a second.
 const MOST_PIXELS: u64 = 32_000_000;
-/// Pixels times scans of a progressive JPEG, each of which goes over all pixels. Usual files have
-/// about ten scans.
+/// Limit for pixels times scans of a progressive JPEG, because each scan covers all pixels. Typical
+/// files have about ten scans.
 const MOST_PIXELS_SCANNED: u64 = 12 * MOST_PIXELS;
 /// Four bytes for each pixel.
 const DECODING_MEMORY: u64 = 128 * 1024 * 1024;
-/// Processor time for the images of one cell.
+/// Processor time budget for the images of one cell.
 const BUDGET: Duration = Duration::from_secs(5);
 /// How long an image may wait while others are decoded.
 const LONGEST_WAIT: Duration = Duration::from_secs(30);
 
-/// What the whole server decodes at a time.
+/// Images that the whole server decodes concurrently.
 static DECODERS: Semaphore = Semaphore::const_new(2);
 
-/// Why an image cannot be shown, as the end of the sentence "an image is not shown because …".
+/// Reason why an image cannot be shown, as the end of the sentence "an image is not shown because
+/// …".
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub(super) enum BadImage {
     #[error("its bytes are not a readable PNG, JPEG, GIF or WebP")]
     Corrupt,
     #[error(
-        "it is too large to be read: {width} × {height} pixels, and the limit is {} million. Show a smaller one",
+        "it is too large to be read: {width} × {height} pixels, and the limit is {} million. Show \
+         a smaller one",
         MOST_PIXELS / 1_000_000
     )]
     TooLarge { width: u32, height: u32 },
@@ -51,13 +53,15 @@ pub(super) enum BadImage {
         "it has too many scans for its size. Save it as a PNG or as a JPEG that is not progressive"
     )]
     TooManyScans,
-    #[error("the images before it took more than {} s of processor time. Show fewer or smaller ones in one cell", BUDGET.as_secs())]
+    #[error("the images before it took more than {} s of processor time. Show fewer or smaller \
+             ones in one cell", BUDGET.as_secs())]
     OutOfTime,
-    #[error("the server was busy with other images for {} s. Show it again later", LONGEST_WAIT.as_secs())]
+    #[error("the server was busy with other images for {} s. Show it again \
+             later", LONGEST_WAIT.as_secs())]
     Busy,
 }
 
-/// Checks the images of one cell, and scales them down if need be.
+/// Checks the images of one cell, and scales them down if necessary.
 pub(super) async fn develop_all(images: Vec<Vec<u8>>) -> Vec<Result<Image, BadImage>> {
     develop_within(images, &DECODERS, BUDGET).await
 }
@@ -73,7 +77,7 @@ async fn develop_within(
         developed.push(if spent >= budget {
             Err(BadImage::OutOfTime)
         } else {
-            // One place for each image rather than for each cell, so that cells take turns.
+            // One permit per image rather than per cell, so that cells take turns.
             match tokio::time::timeout(LONGEST_WAIT, decoders.acquire()).await {
                 Ok(Ok(place)) => {
                     let decoded = tokio::task::spawn_blocking(move || {
@@ -101,13 +105,13 @@ fn thread_time() -> Duration {
     )
 }
 
-/// Checks an image and scales it down if need be. This is work for the processor; call it where
-/// blocking is allowed.
+/// Checks an image and scales it down if necessary. This is CPU-bound; call it where blocking is
+/// allowed.
 pub(super) fn develop(bytes: Vec<u8>) -> Result<Image, BadImage> {
-    let (format, mime) = match image::guess_format(&bytes) {
-        Ok(ImageFormat::Png) => (ImageFormat::Png, "image/png"),
-        Ok(ImageFormat::Jpeg) => (ImageFormat::Jpeg, "image/jpeg"),
-        Ok(format @ (ImageFormat::Gif | ImageFormat::WebP)) => (format, "image/png"),
+    let (format, kind) = match image::guess_format(&bytes) {
+        Ok(ImageFormat::Png) => (ImageFormat::Png, ImageType::Png),
+        Ok(ImageFormat::Jpeg) => (ImageFormat::Jpeg, ImageType::Jpeg),
+        Ok(format @ (ImageFormat::Gif | ImageFormat::WebP)) => (format, ImageType::Png),
         _ => return Err(BadImage::Corrupt),
     };
     let reader = || ImageReader::with_format(Cursor::new(&bytes), format);
@@ -135,7 +139,7 @@ pub(super) fn develop(bytes: Vec<u8>) -> Result<Image, BadImage> {
     let fits = width <= LONGEST_SIDE && height <= LONGEST_SIDE;
     if fits && matches!(format, ImageFormat::Png | ImageFormat::Jpeg) && bytes.len() <= MOST_BYTES {
         return Ok(Image {
-            mime,
+            kind,
             bytes,
             width,
             height,
@@ -143,7 +147,7 @@ pub(super) fn develop(bytes: Vec<u8>) -> Result<Image, BadImage> {
             frames,
         });
     }
-    let mut image = scale_down(decoded, format, mime)?;
+    let mut image = scale_down(decoded, kind)?;
     image.frames = frames;
     image.scaled_from = image
         .scaled_from
@@ -151,7 +155,7 @@ pub(super) fn develop(bytes: Vec<u8>) -> Result<Image, BadImage> {
     Ok(image)
 }
 
-/// Counts the pictures of a GIF, of which only the structure is read. Nothing when there is one.
+/// Counts the frames of a GIF by its structure only. `None` if there is just one.
 fn gif_frames(gif: &[u8]) -> Option<u32> {
     let table = |flags: u8| {
         if flags & 0x80 == 0 {
@@ -166,7 +170,7 @@ fn gif_frames(gif: &[u8]) -> Option<u32> {
         at = match gif.get(at) {
             Some(0x2c) => {
                 frames += 1;
-                // The descriptor, its table of colours, and a byte before the data.
+                // The descriptor, its colour table, and one byte before the data.
                 after_blocks(
                     gif,
                     at + 10 + table(gif.get(at + 9).copied().unwrap_or(0)) + 1,
@@ -178,7 +182,7 @@ fn gif_frames(gif: &[u8]) -> Option<u32> {
     }
 }
 
-/// Passes over blocks that begin with their length, to behind the empty one.
+/// Skips length-prefixed blocks, up to and including the empty one.
 fn after_blocks(gif: &[u8], mut at: usize) -> usize {
     while let Some(length) = gif.get(at).filter(|length| **length > 0) {
         at += 1 + usize::from(*length);
@@ -186,7 +190,7 @@ fn after_blocks(gif: &[u8], mut at: usize) -> usize {
     at + 1
 }
 
-/// Counts the pictures of a WebP: its chunks of the kind `ANMF`. Nothing when there is one.
+/// Counts the frames of a WebP: its `ANMF` chunks. `None` if there is just one.
 fn webp_frames(webp: &[u8]) -> Option<u32> {
     let mut frames = 0u32;
     let mut at = 12;
@@ -195,7 +199,7 @@ fn webp_frames(webp: &[u8]) -> Option<u32> {
         webp.get(at + 4..at + 8).map(<[u8; 4]>::try_from),
     ) {
         frames += u32::from(kind == b"ANMF");
-        // Chunks have an even length.
+        // Chunks are padded to an even length.
         at = at
             .saturating_add(8)
             .saturating_add((u32::from_le_bytes(length) as usize).next_multiple_of(2));
@@ -203,17 +207,13 @@ fn webp_frames(webp: &[u8]) -> Option<u32> {
     (frames > 1).then_some(frames)
 }
 
-/// Counts the scans of a JPEG: its start-of-scan markers. Compressed data cannot hold this pair of
-/// bytes; metadata can, and then the image counts as slower than it is.
+/// Counts the scans of a JPEG: its start-of-scan markers. Compressed data cannot contain this pair
+/// of bytes; metadata can, and the image then counts as slower than it is.
 fn scans(jpeg: &[u8]) -> u64 {
     jpeg.windows(2).filter(|pair| *pair == [0xff, 0xda]).count() as u64
 }
 
-fn scale_down(
-    original: DynamicImage,
-    format: ImageFormat,
-    mime: &'static str,
-) -> Result<Image, BadImage> {
+fn scale_down(original: DynamicImage, kind: ImageType) -> Result<Image, BadImage> {
     let scaled_from = Some((original.width(), original.height()));
     let mut side = LONGEST_SIDE.min(original.width().max(original.height()));
     // Filtering needs 16 bytes for each pixel of one side; averaging first needs none.
@@ -226,17 +226,17 @@ fn scale_down(
     loop {
         let scaled = original.resize(side, side, FilterType::Triangle);
         let mut bytes = Vec::new();
-        match format {
-            ImageFormat::Jpeg => {
+        match kind {
+            ImageType::Jpeg => {
                 scaled.write_with_encoder(JpegEncoder::new_with_quality(&mut bytes, 85))
             }
-            _ => scaled.write_to(&mut Cursor::new(&mut bytes), ImageFormat::Png),
+            ImageType::Png => scaled.write_to(&mut Cursor::new(&mut bytes), ImageFormat::Png),
         }
         .map_err(|_| BadImage::Corrupt)?;
         if bytes.len() <= MOST_BYTES || side < 64 {
             let (width, height) = (scaled.width(), scaled.height());
             return Ok(Image {
-                mime,
+                kind,
                 bytes,
                 width,
                 height,
@@ -252,7 +252,7 @@ fn scale_down(
 pub(super) mod tests {
     use super::*;
 
-    /// A PNG whose pixels do not compress well when `noisy`.
+    /// Returns a PNG whose pixels do not compress well when `noisy`.
     pub(in crate::session) fn png(width: u32, height: u32, noisy: bool) -> Vec<u8> {
         let mut state = 1u32;
         let picture = image::RgbImage::from_fn(width, height, |_, _| {
@@ -275,8 +275,8 @@ pub(super) mod tests {
         let bytes = png(64, 48, false);
         let image = develop(bytes.clone()).unwrap();
         assert_eq!(
-            (image.mime, image.width, image.height, image.scaled_from),
-            ("image/png", 64, 48, None)
+            (image.kind, image.width, image.height, image.scaled_from),
+            (ImageType::Png, 64, 48, None)
         );
         assert_eq!(image.bytes, bytes);
     }
@@ -299,7 +299,7 @@ pub(super) mod tests {
         assert_eq!(image.scaled_from, Some((1400, 1200)));
     }
 
-    /// A GIF with this many pictures, of which the first is red.
+    /// Returns a GIF with this many frames, the first of which is red.
     fn gif(width: u32, height: u32, frames: usize) -> Vec<u8> {
         let mut bytes = Vec::new();
         let mut encoder = image::codecs::gif::GifEncoder::new(&mut bytes);
@@ -316,7 +316,7 @@ pub(super) mod tests {
         bytes
     }
 
-    /// A WebP whose frames are all the same picture, as its format writes an animation.
+    /// Returns an animated WebP whose frames are all the same image.
     fn animated_webp(width: u32, height: u32, frames: usize) -> Vec<u8> {
         let mut still = Vec::new();
         let picture = image::RgbaImage::from_pixel(width, height, image::Rgba([255, 0, 0, 255]));
@@ -351,8 +351,8 @@ pub(super) mod tests {
         ] {
             let image = develop(bytes).unwrap();
             assert_eq!(
-                (image.mime, image.width, image.height, image.scaled_from),
-                ("image/png", 6, 4, None)
+                (image.kind, image.width, image.height, image.scaled_from),
+                (ImageType::Png, 6, 4, None)
             );
             assert_eq!(image.frames, frames);
             let shown = image::load_from_memory_with_format(&image.bytes, ImageFormat::Png)
@@ -391,7 +391,7 @@ pub(super) mod tests {
                 height: 65535
             })
         );
-        // The screen is small, and the picture on it is not.
+        // The screen is small, and the image on it is not.
         let mut picture = gif(6, 4, 1);
         let descriptor = picture
             .windows(9)
@@ -399,7 +399,7 @@ pub(super) mod tests {
             .unwrap();
         picture[descriptor + 5..descriptor + 9].copy_from_slice(&[0xff; 4]);
         assert!(develop(picture).is_err());
-        // Structures that lead back, or nowhere, end the counting.
+        // Structures that point back, or nowhere, end the counting.
         assert_eq!(gif_frames(&[0xff; 40]), None);
         assert_eq!(gif_frames(b"GIF89a"), None);
         assert_eq!(webp_frames(&[0xff; 40]), None);
@@ -420,7 +420,7 @@ pub(super) mod tests {
         );
     }
 
-    /// A PNG whose header says this size, and whose pixels are those of a small one.
+    /// Returns a PNG whose header claims this size, with the pixels of a small image.
     fn png_that_claims(width: u32, height: u32) -> Vec<u8> {
         let mut bytes = png(64, 48, false);
         bytes[16..20].copy_from_slice(&width.to_be_bytes());
@@ -450,7 +450,7 @@ pub(super) mod tests {
             develop(png_that_claims(8_000, 4_001)),
             Err(BadImage::TooLarge { .. })
         ));
-        // One pixel row less passes the check of the header; its pixels are missing.
+        // One pixel row less passes the header check; its pixels are missing.
         assert_eq!(
             develop(png_that_claims(8_000, 4_000)),
             Err(BadImage::Corrupt),

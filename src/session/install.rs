@@ -1,10 +1,9 @@
-//! Packages for sessions: what is asked, what is given, and who does it.
+//! Packages for sessions: installation requests, their results, and the installer interface.
 
 use std::fmt;
-use std::future::Future;
-use std::pin::Pin;
 use std::sync::Arc;
 
+use futures_util::future::BoxFuture;
 use serde::{Deserialize, Serialize};
 
 use tokio::sync::oneshot;
@@ -12,60 +11,61 @@ use tokio_util::sync::CancellationToken;
 
 use super::driver::Job;
 use super::manager::Sessions;
-use super::{Asking, Decision, Principal, Refused, Ruling, SessionId};
+use super::{Asking, Decision, Principal, Refused, Ruling, SessionId, SessionState};
 
-/// What is to be installed.
+/// An installation request.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct InstallRequest {
-    /// As pip takes them, unchecked.
+    /// In pip's syntax, unchecked.
     pub requirements: Vec<String>,
-    /// Also when a version is there that would do.
+    /// Whether to install even if a suitable version is present.
     pub upgrade: bool,
-    /// The folders of packages that the session has already.
+    /// The package folders that the session already has.
     pub has: Vec<String>,
 }
 
-/// What was installed.
+/// Result of an installation.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Installed {
-    /// Folders as they are seen inside.
+    /// Folders as seen from inside.
     pub paths: Vec<String>,
-    /// What the installer says, for a reader.
+    /// Output of the installer, for the reader.
     pub text: String,
 }
 
-/// Why nothing was installed.
+/// Reason why nothing was installed.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error, Serialize, Deserialize)]
 pub enum InstallError {
-    /// It is not allowed, or not understood.
+    /// It is not allowed, or not valid.
     #[error("{0}")]
     Refused(String),
-    /// The resolver's own words.
+    /// The resolver's own message.
     #[error("{0}")]
     Failed(String),
 }
 
 /// Installs packages where sandboxes can see them.
 pub trait Installer: Send + Sync {
-    /// Installs what is asked for; `tell` is told each step in a sentence.
+    /// Installs the requested packages. `tell` receives each step as a sentence.
     fn install<'a>(
         &'a self,
         request: InstallRequest,
         tell: &'a (dyn Fn(String) + Send + Sync),
-    ) -> Pin<Box<dyn Future<Output = Result<Installed, InstallError>> + Send + 'a>>;
+    ) -> BoxFuture<'a, Result<Installed, InstallError>>;
 }
 
-/// Requirements of one installation, and bytes of each, as the installer takes them.
+/// Limits of the installer: requirements per installation, and bytes of each.
 const MOST_REQUIREMENTS: usize = 100;
 const LONGEST_REQUIREMENT: usize = 500;
 
-/// Refuses what no installer takes, so that nobody is asked about it and nothing large waits for an
-/// answer.
+/// Rejects requests that no installer accepts, so that no approval is requested for them and no
+/// large request is held.
 pub(super) fn check_bounds(requirements: &[String]) -> Result<(), InstallError> {
     if requirements.len() > MOST_REQUIREMENTS {
         let count = requirements.len();
         return Err(InstallError::Refused(format!(
-            "{count} requirements are too many; at most {MOST_REQUIREMENTS} can be installed at once"
+            "{count} requirements are too many; at most {MOST_REQUIREMENTS} can be installed at \
+             once"
         )));
     }
     match requirements.iter().map(String::len).max() {
@@ -76,7 +76,7 @@ pub(super) fn check_bounds(requirements: &[String]) -> Result<(), InstallError> 
     }
 }
 
-/// Where sessions get packages, if anywhere.
+/// Source of packages for sessions, if there is one.
 #[derive(Clone, Default)]
 pub struct Source(pub Option<Arc<dyn Installer>>);
 
@@ -90,39 +90,41 @@ impl fmt::Debug for Source {
     }
 }
 
-/// Whether a person allows an installation.
+/// Approval of an installation.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Leave {
-    /// Whether somebody can be asked.
+    /// Whether a person can be asked.
     pub asking: Asking,
-    /// What they have answered to the question that was asked before.
+    /// The answer to the earlier approval request.
     pub answer: Option<Decision>,
 }
 
-/// Modules of added packages that were imported before, from elsewhere. As the runner claims.
+/// Modules of added packages that were already imported from elsewhere. Claimed by the runner.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(super) struct LoadedModules {
     pub(super) all: Vec<String>,
-    /// Those of them that every session begins with.
+    /// The subset that every session starts with.
     pub(super) preloaded: Vec<String>,
 }
 
-/// What an installation did to a session.
+/// Effect of an installation on a session.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct InstallReport {
     pub text: String,
-    /// Modules of these packages that were imported before, from elsewhere.
+    /// Modules of these packages that were already imported from elsewhere.
     pub loaded: Vec<String>,
-    /// Those of them that every session begins with. For the others a reset is needed to use the new ones.
+    /// The subset that every session starts with. For the others, a reset is needed to use the new
+    /// versions.
     #[serde(default)]
     pub preloaded: Vec<String>,
-    /// What a person has decided about it.
+    /// The decision of a person about it.
     #[serde(default)]
     pub ruling: Option<Ruling>,
 }
 
 impl Sessions {
-    /// Installs packages into a session, which is made if need be. What a person must allow first is refused with the question.
+    /// Installs packages into a session, which is created if necessary. An installation that needs
+    /// approval first is refused with the approval request.
     pub async fn install(
         &self,
         owner: &Principal,
@@ -138,8 +140,8 @@ impl Sessions {
         let Leave { asking, answer } = leave;
         let ruling =
             self.leave_to_install((owner, id), &entry.shared, &requirements, asking, answer)?;
-        // What cannot start has no use for packages, and says why.
-        if entry.shared.facts().state == "starting" {
+        // A session that cannot start does not need packages, and its error says why.
+        if entry.shared.facts().state == SessionState::Starting {
             let (reply, answer) = oneshot::channel();
             let started = self
                 .ask(
@@ -192,7 +194,8 @@ impl Sessions {
     }
 }
 
-/// Requirements that are remembered of one session. Whoever asks for more has them installed all the same.
+/// Requirements that are remembered per session. Further requirements are installed but not
+/// remembered.
 const MOST_REMEMBERED: usize = 500;
 
 fn note_requested(known: &mut Vec<String>, requirements: Vec<String>) {

@@ -1,20 +1,20 @@
-//! Whole outputs of executions, kept for readers who need what was cut from a result.
+//! Full outputs of executions, kept for readers who need the text that was cut from a result.
 //!
-//! They are bounded in number and bytes for each session, and in bytes for the whole server. The
-//! oldest output goes first; for the bound of the server, the oldest of the session that keeps the
-//! most, so that one session cannot push out what others keep. Long outputs are files in the
-//! temporary folder, which may be memory.
+//! They are bounded in number and bytes per session, and in bytes for the whole server. The oldest
+//! output is dropped first. For the server's limit, it is the oldest output of the session that
+//! keeps the most, so that one session cannot displace the outputs of others. Long outputs are
+//! files in the temporary folder, which may be in memory.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
-use super::ExecutionId;
+use super::OutputId;
 use super::spool::FullOutput;
 
-/// Outputs that one session keeps, and their bytes: two of the largest.
+/// Limits per session: number of outputs, and their bytes, which is two of the largest.
 const MOST_OUTPUTS: usize = 20;
 const MOST_BYTES_OF_SESSION: u64 = 128 * 1024 * 1024;
-/// Bytes that all sessions keep together.
+/// Limit in bytes for all sessions together.
 const MOST_BYTES_OF_SERVER: u64 = 1024 * 1024 * 1024;
 
 /// The outputs of all sessions.
@@ -31,10 +31,10 @@ impl Default for KeptOutputs {
 }
 
 #[derive(Default)]
-struct Own(Mutex<VecDeque<(ExecutionId, FullOutput)>>);
+struct Own(Mutex<VecDeque<(OutputId, FullOutput)>>);
 
 impl Own {
-    fn lock(&self) -> MutexGuard<'_, VecDeque<(ExecutionId, FullOutput)>> {
+    fn lock(&self) -> MutexGuard<'_, VecDeque<(OutputId, FullOutput)>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -55,7 +55,7 @@ impl KeptOutputs {
         }
     }
 
-    /// Makes the place where one session keeps its outputs.
+    /// Creates the output store of one session.
     pub(super) fn of_session(self: &Arc<KeptOutputs>) -> SessionOutputs {
         let own = Arc::new(Own::default());
         self.lock().push(Arc::downgrade(&own));
@@ -85,27 +85,27 @@ impl KeptOutputs {
     }
 }
 
-/// The outputs that one session keeps.
+/// The outputs kept for one session.
 pub(super) struct SessionOutputs {
     all: Arc<KeptOutputs>,
     own: Arc<Own>,
 }
 
 impl SessionOutputs {
-    /// Keeps an output, in the place of older ones if need be.
-    pub(super) fn keep(&self, execution: ExecutionId, output: FullOutput) {
-        self.own.lock().push_back((execution, output));
+    /// Keeps an output, and drops older ones if necessary.
+    pub(super) fn keep(&self, id: OutputId, output: FullOutput) {
+        self.own.lock().push_back((id, output));
         while self.own.lock().len() > MOST_OUTPUTS || self.own.bytes() > self.all.most_of_session {
             self.own.lock().pop_front();
         }
         self.all.make_room();
     }
 
-    pub(super) fn find(&self, execution: ExecutionId) -> Option<FullOutput> {
+    pub(super) fn find(&self, wanted: OutputId) -> Option<FullOutput> {
         self.own
             .lock()
             .iter()
-            .find(|(id, _)| *id == execution)
+            .find(|(id, _)| *id == wanted)
             .map(|(_, output)| output.clone())
     }
 
@@ -113,19 +113,24 @@ impl SessionOutputs {
         self.own.bytes()
     }
 
-    /// Takes over what another session keeps.
+    /// Takes over the outputs of another session.
     pub(super) fn take_over(&self, other: &SessionOutputs) {
         let taken = std::mem::take(&mut *other.own.lock());
-        for (execution, output) in taken {
-            self.keep(execution, output);
+        for (id, output) in taken {
+            self.keep(id, output);
         }
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use super::super::ExecutionId;
     use super::super::spool::Spool;
     use super::*;
+
+    fn id(number: u64) -> OutputId {
+        ExecutionId(number).into()
+    }
 
     fn output(bytes: usize) -> FullOutput {
         let mut spool = Spool::default();
@@ -133,10 +138,10 @@ mod tests {
         spool.finish().unwrap()
     }
 
-    /// Numbers of the outputs that are kept, of the first so many.
+    /// Returns which of the first `count` outputs are kept, by number.
     fn kept(session: &SessionOutputs, count: u64) -> Vec<u64> {
         (0..count)
-            .filter(|number| session.find(ExecutionId(*number)).is_some())
+            .filter(|number| session.find(id(*number)).is_some())
             .collect()
     }
 
@@ -145,19 +150,19 @@ mod tests {
         let all = Arc::new(KeptOutputs::bounded(100, 1000));
         let session = all.of_session();
         for number in 0..3 {
-            session.keep(ExecutionId(number), output(33));
+            session.keep(id(number), output(33));
         }
         assert_eq!(
             (kept(&session, 3), session.bytes()),
             (vec![0, 1, 2], 99),
             "control"
         );
-        session.keep(ExecutionId(3), output(34));
+        session.keep(id(3), output(34));
         assert_eq!((kept(&session, 4), session.bytes()), (vec![1, 2, 3], 100));
-        session.keep(ExecutionId(4), output(101));
+        session.keep(id(4), output(101));
         assert_eq!(kept(&session, 5), [0; 0], "more than all that it may keep");
         for number in 0..22 {
-            session.keep(ExecutionId(number), output(1));
+            session.keep(id(number), output(1));
         }
         assert_eq!(kept(&session, 22), (2..22).collect::<Vec<_>>());
     }
@@ -166,21 +171,21 @@ mod tests {
     fn beyond_the_bound_of_the_server_the_session_that_keeps_most_gives_way() {
         let all = Arc::new(KeptOutputs::bounded(100, 150));
         let (small, large) = (all.of_session(), all.of_session());
-        small.keep(ExecutionId(0), output(40));
+        small.keep(id(0), output(40));
         for number in 0..2 {
-            large.keep(ExecutionId(number), output(50));
+            large.keep(id(number), output(50));
         }
         assert_eq!(
             (kept(&small, 1), kept(&large, 2)),
             (vec![0], vec![0, 1]),
             "control"
         );
-        small.keep(ExecutionId(1), output(11));
+        small.keep(id(1), output(11));
         assert_eq!((kept(&small, 2), kept(&large, 2)), (vec![0, 1], vec![1]));
-        // What a session kept is given back when the session is gone.
+        // The bytes of a session are released when the session is gone.
         drop(large);
         let other = all.of_session();
-        other.keep(ExecutionId(0), output(99));
+        other.keep(id(0), output(99));
         assert_eq!((kept(&small, 2), kept(&other, 1)), (vec![0, 1], vec![0]));
     }
 
@@ -188,16 +193,9 @@ mod tests {
     fn outputs_are_taken_over_by_another_session() {
         let all = Arc::new(KeptOutputs::bounded(100, 150));
         let (one, other) = (all.of_session(), all.of_session());
-        one.keep(ExecutionId(7), output(3));
+        one.keep(id(7), output(3));
         other.take_over(&one);
         assert_eq!((one.bytes(), other.bytes()), (0, 3));
-        assert_eq!(
-            other
-                .find(ExecutionId(7))
-                .unwrap()
-                .read_range(0, 9)
-                .unwrap(),
-            b"xxx"
-        );
+        assert_eq!(other.find(id(7)).unwrap().read_range(0, 9).unwrap(), b"xxx");
     }
 }

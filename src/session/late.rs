@@ -1,15 +1,16 @@
-//! Late text: what code of earlier cells prints when it belongs to no cell.
+//! Late text: output of code of earlier cells that belongs to no running cell.
 //!
-//! A thread, a task or a process goes on after the cell that started it. Its text is kept until the next result
-//! tells it. Only the newest part is kept, so memory stays flat however much is printed, and what was
-//! dropped is counted. Every session has its own.
+//! A thread, a task or a process can outlive the cell that started it. Its text is kept until the
+//! next result reports it. Only the newest part is kept, so memory use is bounded, and dropped
+//! characters are counted. Every session has its own.
 
 use crate::runner_client::Pipe;
 
 use super::LateOutput;
 use super::terminal::{Piece, Terminal};
 
-/// Bytes that are kept at least, if there are so many. Twice as many are kept at most: the price of dropping is spread.
+/// Minimum number of bytes kept, if there are that many. Up to twice as many are kept, to amortize
+/// the cost of dropping.
 const KEPT: usize = 64 * 1024;
 
 /// Late text within bounds.
@@ -18,12 +19,12 @@ pub(super) struct LateText {
     terminals: [Terminal; 2],
     text: String,
     omitted: u64,
-    /// The last line begins anew with the next character.
+    /// The next character restarts the last line.
     returned: bool,
 }
 
 impl LateText {
-    /// Takes bytes that a process has written.
+    /// Adds bytes written by a process.
     pub(super) fn write(&mut self, pipe: Pipe, bytes: &[u8]) {
         let LateText {
             terminals,
@@ -39,7 +40,8 @@ impl LateText {
                     text.pop();
                 }
                 Piece::Text(more) => {
-                    // Before a newline, a carriage return is only half of the line's end.
+                    // Before a newline, a carriage return is only the first half of the line
+                    // ending.
                     if std::mem::take(returned) && !more.starts_with('\n') {
                         text.truncate(text.rfind('\n').map_or(0, |end| end + 1));
                     }
@@ -52,13 +54,14 @@ impl LateText {
         });
     }
 
-    /// Takes text that the runner has kept, and the number of characters that it has not.
+    /// Adds text kept by the runner, and the number of characters that it dropped.
     pub(super) fn add(&mut self, text: &str, omitted: u64) {
         self.write(Pipe::Out, text.as_bytes());
         self.omitted = self.omitted.saturating_add(omitted);
     }
 
-    /// Returns the newest part, at most so many characters, and begins anew. `None` when nothing was printed.
+    /// Returns the newest part, at most `max_chars` characters, and clears the text. `None` if
+    /// nothing was printed.
     pub(super) fn take(&mut self, max_chars: usize) -> Option<LateOutput> {
         let LateText {
             mut text,
@@ -76,7 +79,8 @@ impl LateText {
     }
 }
 
-/// Removes all but the last `kept` bytes, or a few more. Returns how many characters that were.
+/// Keeps the last `kept` bytes, plus a few up to a character boundary. Returns the number of
+/// removed characters.
 fn drop_oldest(text: &mut String, kept: usize) -> u64 {
     let at = text.floor_char_boundary(text.len().saturating_sub(kept));
     text.drain(..at).count() as u64

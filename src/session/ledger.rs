@@ -1,14 +1,14 @@
 //! The ledger: executions that have ended and are not recorded yet.
 //!
-//! The driver enters each execution when it ends, before the caller is told. The recorder that the
-//! execution belongs to (the audit log of the server that submitted it) is handed the entry and
-//! confirms it. While that recorder is away the entry waits: for its return under another id, or
-//! for any recorder that takes over what others have left. An entry leaves the ledger when it is
-//! confirmed, so an execution is recorded whether or not its result was ever collected, and also
-//! when its session is closed.
+//! The driver enters each execution when it ends, before the caller is answered. The recorder that
+//! the execution belongs to (the audit log of the server that submitted it) receives the entry and
+//! confirms it. While that recorder is disconnected, the entry waits: for its return under another
+//! id, or for any recorder that takes over entries of others. An entry leaves the ledger when it is
+//! confirmed. An execution is therefore recorded whether or not its result was ever collected, and
+//! also when its session is closed.
 //!
 //! A confirmation can be lost with the connection that carried it. The entry is then handed out
-//! again under the same name, and the recorder, which knows the names of what it has written, skips
+//! again under the same name, and the recorder, which knows the names that it has written, skips
 //! it.
 
 use std::collections::{BTreeMap, HashMap};
@@ -19,28 +19,27 @@ use serde::{Deserialize, Serialize};
 use tracing::warn;
 
 use super::tools::ToolCalls;
-use super::{Principal, Ruling, SessionId, Word};
+use super::{Principal, Ruling, SessionId, StatusKind};
 use crate::sandbox::Blocked;
 
-/// Entries that wait for a recorder. Only executions that outlive their server wait, so more than
-/// this means that no server with an audit log comes back; then the oldest are dropped.
+/// Entries that may wait for a recorder. Only executions that outlive their server wait, so more
+/// than this means that no server with an audit log returns; the oldest are then dropped.
 const MAX_UNRECORDED: usize = 10_000;
 
-/// One execution that has ended, as a record of it needs it. It holds a digest of the code, never
-/// the code.
+/// An execution that has ended, with the data that a record needs. It contains a digest of the
+/// code, never the code.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct ExecutionEnded {
-    /// Differs from every other execution's, also of other processes.
+    /// Unique among all executions, including those of other processes.
     pub name: String,
     pub owner: Principal,
     pub session: SessionId,
     /// SHA-256.
     pub code: [u8; 32],
-    #[serde(with = "super::serial::word")]
-    pub status: Word,
+    pub status: StatusKind,
     pub duration: Duration,
     pub processor_time: Duration,
-    /// Bytes that the session held at most.
+    /// Peak memory use of the session in bytes.
     pub memory_peak: u64,
     #[serde(with = "super::serial::blocked")]
     pub blocked: Vec<Blocked>,
@@ -50,14 +49,15 @@ pub struct ExecutionEnded {
     pub taken_over: bool,
 }
 
-/// Names a recorder while it is attached. Zero is the recorder of the process itself.
+/// Id of a recorder while it is attached. Zero is the recorder of the process itself.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct RecorderId(pub u64);
 
 /// Records an execution. When it returns, the execution is recorded.
 pub type RecordEnding = Arc<dyn Fn(&ExecutionEnded) + Send + Sync>;
 
-/// What a recorder is handed: the number to confirm, and the execution. It must not wait long.
+/// Callback of a recorder: receives the number to confirm and the execution. It must not block for
+/// long.
 pub(crate) type HandOver = Arc<dyn Fn(u64, ExecutionEnded) + Send + Sync>;
 
 /// Executions that have ended and are not recorded yet.
@@ -86,14 +86,15 @@ struct Recorder {
     hand_over: HandOver,
 }
 
-/// A recorder's place in the ledger. Dropped, what it has not confirmed goes to others.
+/// A recorder's attachment to the ledger. When it is dropped, unconfirmed entries go to other
+/// recorders.
 pub(crate) struct Attached {
     ledger: Weak<Ledger>,
     id: RecorderId,
 }
 
 impl Attached {
-    /// Stays attached for as long as the ledger is there.
+    /// Stays attached for the lifetime of the ledger.
     pub(crate) fn forever(self) {
         std::mem::forget(self);
     }
@@ -110,13 +111,13 @@ impl Ledger {
         }
     }
 
-    /// Returns the name of an execution, for ever and among all processes.
+    /// Returns the name of an execution, which is permanent and unique among all processes.
     pub(super) fn name_of(&self, execution: u64) -> String {
         format!("{}-{execution}", self.name)
     }
 
-    /// Enters an execution that has ended. Its recorder, if it is attached, has been called when
-    /// this returns.
+    /// Enters an execution that has ended. If its recorder is attached, the recorder has been
+    /// called when this returns.
     pub(crate) fn enter(&self, submitted_by: RecorderId, ended: ExecutionEnded) {
         let handed = {
             let mut lists = self.lists();
@@ -139,8 +140,8 @@ impl Ledger {
         call(handed);
     }
 
-    /// Attaches a recorder. It is handed what it submits; with `takes_over`, also what recorders
-    /// have left that are gone.
+    /// Attaches a recorder. It receives the executions that it submits; with `takes_over`, also
+    /// those left by recorders that are gone.
     pub(crate) fn attach(
         self: &Arc<Ledger>,
         id: RecorderId,
@@ -165,7 +166,7 @@ impl Ledger {
         }
     }
 
-    /// Forgets an entry that is recorded.
+    /// Removes an entry that is recorded.
     pub(crate) fn confirm(&self, number: u64) {
         self.lists().entries.remove(&number);
     }
@@ -197,11 +198,11 @@ impl Drop for Attached {
 }
 
 impl Lists {
-    /// Assigns every entry that nobody has to a recorder, as far as there is one. Returns what to
-    /// call, in the order of the entries.
+    /// Assigns every unassigned entry to a recorder, if there is one. Returns the calls to make, in
+    /// the order of the entries.
     fn hand_out(&mut self) -> Vec<(HandOver, u64, ExecutionEnded)> {
-        // The newest one: if several take over, a server that has just started replaces one that is
-        // about to end.
+        // The newest one: if several recorders take over, a server that has just started replaces
+        // one that is about to end.
         let successor = self
             .recorders
             .iter()
@@ -236,7 +237,7 @@ impl Lists {
     }
 }
 
-/// Calls recorders. The ledger is not locked meanwhile: a recorder may wait for a disk.
+/// Calls recorders. The ledger must not be locked meanwhile: a recorder may wait for a disk.
 fn call(handed: Vec<(HandOver, u64, ExecutionEnded)>) {
     for (hand_over, number, ended) in handed {
         hand_over(number, ended);
@@ -253,7 +254,7 @@ mod tests {
             owner: Principal("ann".to_owned()),
             session: SessionId::default_session(),
             code: [7; 32],
-            status: "ok",
+            status: StatusKind::Completed,
             duration: Duration::ZERO,
             processor_time: Duration::ZERO,
             memory_peak: 0,
@@ -266,7 +267,7 @@ mod tests {
 
     type Handed = Arc<Mutex<Vec<(u64, String, bool)>>>;
 
-    /// Attaches a recorder that notes what it is handed and confirms nothing.
+    /// Attaches a recorder that stores entries and confirms nothing.
     fn attach(ledger: &Arc<Ledger>, id: u64, takes_over: bool) -> (Attached, Handed) {
         let handed = Handed::default();
         let noted = Arc::clone(&handed);

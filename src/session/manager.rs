@@ -1,7 +1,8 @@
 //! Finds, creates and limits sessions, and remembers those that ended.
 //!
-//! The table is locked for lookups only, never across an await. A session that expired leaves a tombstone, so that its id is answered with
-//! the reason and not with an empty new session; one that was closed on purpose leaves nothing.
+//! The table is locked for lookups only, never across an await. An expired session leaves a
+//! tombstone, so that calls with its id receive the reason instead of an empty new session. A
+//! session that was closed explicitly leaves none.
 
 use std::collections::{BTreeSet, HashMap, HashSet, VecDeque};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -25,28 +26,30 @@ use super::tools::Grant;
 use super::turns::Turns;
 use super::uploads::{UploadPart, Uploaded, Uploads};
 use super::{
-    CheckpointInfo, ExecutionId, FileList, FileRange, ForkNames, ForkReport, ForkRequest,
-    FullOutput, InsidePath, Ledger, LimitSetup, Load, MOST_FORKS, Principal, Refused, ResetReport,
-    Resident, SessionId, SessionInfo, SessionSettings, Undo, UndoReport, Usage, Which, WorkFolder,
+    CheckpointInfo, FileList, FileRange, ForkNames, ForkReport, ForkRequest, FullOutput,
+    InsidePath, Ledger, LimitSetup, Load, MOST_FORKS, OutputId, Principal, Refused, ResetReport,
+    Resident, SessionId, SessionInfo, SessionSettings, SessionState, Undo, UndoReport, Usage,
+    Which, WorkFolder,
 };
 use crate::sandbox::{Backend, LaunchError, Preparation, Rules};
 
-/// Ended sessions of one owner that are remembered.
+/// Tombstones kept per owner.
 const MOST_TOMBSTONES: usize = 1000;
-/// How long an ended session is remembered, unless there are too many. An agent that comes back the next day begins anew anyway.
+/// How long a tombstone is kept, unless there are too many. An agent that returns the next day
+/// starts over anyway.
 const TOMBSTONE_AGE: Duration = Duration::from_secs(24 * 3600);
-/// Sessions of one owner that did not come to life whose executions can still be asked about. They
-/// hold nothing but the reason.
+/// Sessions per owner that failed to start and whose executions can still be queried. They hold
+/// only the reason.
 const MOST_UNBORN: usize = 100;
-/// Idle sessions named when there are too many.
+/// Number of idle sessions named in the error about too many sessions.
 const IDLE_NAMED: usize = 3;
-/// Characters of what is added to a source's name, so that some of that name is left.
+/// Limit in characters for the suffix added to a source's name, so that part of that name remains.
 const LONGEST_SUFFIX: usize = 48;
-/// Commands on their way to one driver. It reads them at once, so only a flood fills this.
+/// Capacity of a driver's command queue. A driver reads commands at once, so only a flood fills it.
 const MOST_COMMANDS: usize = 256;
-/// The most of a file that is sent at once. Whoever wants more asks for the next part.
+/// The largest part of a file that one call returns. Callers request the rest in further calls.
 const LARGEST_PART: u64 = 1024 * 1024 * 1024;
-/// Bytes of a file moved in one step.
+/// Bytes of a file copied in one step.
 const CHUNK: usize = 256 * 1024;
 
 /// All sessions of one server.
@@ -61,7 +64,7 @@ struct House {
     backend: Arc<dyn Backend>,
     settings: SessionSettings,
     table: Mutex<Table>,
-    /// How many sessions there are, hidden ones aside.
+    /// Number of sessions, not counting hidden ones.
     population: watch::Sender<usize>,
     next_number: Arc<AtomicU64>,
     accounts: Arc<Accounts>,
@@ -75,21 +78,22 @@ struct House {
 struct Table {
     sessions: HashMap<Key, Entry>,
     tombstones: HashMap<Key, Tombstone>,
-    /// Sessions that only their maker sees. They end when their maker lets go of them, or with the server.
+    /// Sessions that only their creator can see. They end when their creator drops them, or with
+    /// the server.
     hidden: HashMap<u64, (mpsc::WeakSender<Command>, Weak<Shared>)>,
-    /// Sessions whose first start failed while their callers were not there to hear it.
+    /// Sessions that failed to start before anyone collected the error.
     unborn: VecDeque<(Key, Entry)>,
     closing: bool,
 }
 
-/// The way to a session's driver.
+/// Access to a session's driver.
 #[derive(Clone)]
 pub(super) struct Entry {
     pub(super) commands: mpsc::Sender<Command>,
     pub(super) shared: Arc<Shared>,
 }
 
-/// A session that waits for its fork. Dropped without it, the session vanishes.
+/// A session that waits for its fork. If it is dropped without one, the session is removed.
 pub(super) struct Seat {
     pub(super) id: SessionId,
     entry: Entry,
@@ -99,7 +103,7 @@ pub(super) struct Seat {
 impl Seat {
     /// Gives the session its interpreter and sandbox.
     pub(super) fn take(self, fork: Box<Fork>) -> SessionId {
-        // A session that was closed meanwhile leaves the fork to its destroyer.
+        // If the session was closed in the meantime, the fork is destroyed when dropped.
         let _ = self.fork.send(fork);
         self.id
     }
@@ -136,36 +140,41 @@ impl Sessions {
         }
     }
 
-    /// Uses other limits of callers from now on.
+    /// Applies new caller limits.
     pub fn set_up_limits(&self, setup: LimitSetup) {
         self.house.accounts.set_quotas(setup.quotas);
         self.house.turns.set_places(setup.max_running);
     }
 
-    /// Follows the work that must be done once before the first session. Requests wait for it.
+    /// Returns the status of the one-time preparation before the first session. Requests wait for
+    /// it.
     pub fn preparation(&self) -> watch::Receiver<Preparation> {
         self.house.backend.preparation()
     }
 
-    /// Follows how many sessions there are.
+    /// Returns a watch on the number of sessions.
     pub fn population(&self) -> watch::Receiver<usize> {
         self.house.population.subscribe()
     }
 
-    /// Names everybody's sessions.
+    /// Returns the sessions of all owners.
     pub fn residents(&self) -> Vec<Resident> {
         let table = self.table();
         let resident = |((owner, id), entry): (&Key, &Entry)| Resident {
             owner: owner.clone(),
             id: id.clone(),
-            running: matches!(entry.shared.facts().state, "running" | "waiting"),
+            running: matches!(
+                entry.shared.facts().state,
+                SessionState::Running | SessionState::Waiting
+            ),
         };
         table.sessions.iter().map(resident).collect()
     }
 
-    /// Makes new sessions that have everything this one has, each in a sandbox of its own. All are made or none.
+    /// Creates sessions with a copy of everything this one has, each in its own sandbox. All are
+    /// created or none.
     ///
-    /// Dropping the future makes those vanish that are not finished.
+    /// Dropping the future removes the sessions that are not finished.
     pub async fn fork(
         &self,
         owner: &Principal,
@@ -222,7 +231,8 @@ impl Sessions {
         })
     }
 
-    /// Reads which tools forks may use, each entry a server or some of its tools. What the source may not use looks like what is not there.
+    /// Parses the tools that forks may use; each entry is a server or some of its tools. A tool
+    /// that the source may not use looks the same as one that does not exist.
     fn grants_named(
         &self,
         owner: &Principal,
@@ -276,7 +286,7 @@ impl Sessions {
         Ok(list)
     }
 
-    /// Brings back the state before the last `cells` cells, also after the interpreter has ended.
+    /// Restores the state before the last `cells` cells, also after the interpreter has ended.
     pub async fn undo(
         &self,
         owner: &Principal,
@@ -293,7 +303,7 @@ impl Sessions {
         answer.await.unwrap_or_else(|_| Err(self.gone(owner, id)))
     }
 
-    /// Tells what can be undone, the nearest first.
+    /// Returns the states that can be restored, the most recent first.
     pub fn checkpoints(
         &self,
         owner: &Principal,
@@ -308,9 +318,9 @@ impl Sessions {
         Ok(undoable.into_iter().map(|entry| entry.info(now)).collect())
     }
 
-    /// Starts the interpreter anew, also in the middle of a cell; files stay.
+    /// Starts a fresh interpreter, also in the middle of a cell. Files are kept.
     ///
-    /// For an id whose session expired, this is the word that allows a new, empty one.
+    /// For the id of an expired session, a reset allows a new, empty session.
     pub async fn reset(&self, owner: &Principal, id: &SessionId) -> Result<ResetReport, Refused> {
         let entry = {
             let mut table = self.table();
@@ -328,7 +338,8 @@ impl Sessions {
                         had_no_session: true,
                     });
                 }
-                // A client that begins with a reset means "from a clean state", and that is what it has.
+                // A client that starts with a reset wants a clean state, and a missing session is
+                // one.
                 None if *id == SessionId::default_session() => {
                     return Ok(ResetReport {
                         interrupted_running_cell: false,
@@ -348,9 +359,11 @@ impl Sessions {
         answer.await.unwrap_or_else(|_| Err(self.gone(owner, id)))
     }
 
-    /// Stores a file, creating the session if its id is new. It appears whole or not at all.
+    /// Stores a file, and creates the session if its id is new. The file appears whole or not at
+    /// all.
     ///
-    /// The source is read to its end first, so that a slow or failing one neither holds the session nor leaves half a file.
+    /// The source is read to its end first, so that a slow or failing source neither blocks the
+    /// session nor leaves a partial file.
     pub async fn write_file(
         &self,
         owner: &Principal,
@@ -389,7 +402,8 @@ impl Sessions {
         answer.await.unwrap_or_else(|_| Err(self.gone(owner, id)))
     }
 
-    /// Copies a file of at most `limit` bytes to `sink`. Nothing is written to the sink unless the whole file was read.
+    /// Copies a file of at most `limit` bytes to `sink`. Nothing is written to the sink unless the
+    /// whole file was read.
     pub async fn read_file(
         &self,
         owner: &Principal,
@@ -406,8 +420,8 @@ impl Sessions {
             })
     }
 
-    /// Copies a part of a file to `sink`: from `offset` on, to the end or at most `length` bytes, and not more than 1 GiB at once. Beyond the
-    /// end there is nothing, which is no error.
+    /// Copies a part of a file to `sink`: from `offset` to the end or at most `length` bytes, and
+    /// at most 1 GiB per call. An offset beyond the end yields no bytes, which is not an error.
     pub async fn read_file_range(
         &self,
         owner: &Principal,
@@ -418,7 +432,7 @@ impl Sessions {
         sink: &mut (dyn AsyncWrite + Send + Unpin),
     ) -> Result<FileRange, Refused> {
         let length = length.unwrap_or(LARGEST_PART).min(LARGEST_PART);
-        // The runner counts with signed numbers.
+        // The runner uses signed numbers.
         let offset = offset.min(i64::MAX as u64);
         let Received {
             bytes,
@@ -461,7 +475,7 @@ impl Sessions {
         answer.await.unwrap_or_else(|_| Err(self.gone(owner, id)))
     }
 
-    /// Names the files of a session, while no cell runs in it.
+    /// Lists the files of a session, while no cell runs in it.
     pub async fn list_files(&self, owner: &Principal, id: &SessionId) -> Result<FileList, Refused> {
         let entry = self.find(owner, id)?;
         let (reply, answer) = oneshot::channel();
@@ -470,9 +484,11 @@ impl Sessions {
         answer.await.unwrap_or_else(|_| Err(self.gone(owner, id)))
     }
 
-    /// Takes a part of a file that arrives in several. With the last one the file is stored as `write_file` does.
+    /// Accepts one part of a file that is uploaded in several. The last part stores the file as
+    /// `write_file` does.
     ///
-    /// What arrived of a part is kept when its source fails or the future is dropped; `uploaded` tells how much that is.
+    /// If the source of a part fails or the future is dropped, the bytes that arrived are kept;
+    /// `uploaded` returns their number.
     pub async fn upload(
         &self,
         owner: &Principal,
@@ -489,7 +505,7 @@ impl Sessions {
             .take(owner, id, path, part, room, source)
             .await;
         if let Err(Refused::UploadTooLarge) = taken {
-            // The quota is named when it was in the way.
+            // Name the quota if it was the limiting factor.
             self.check_stored(owner, part.offset.saturating_add(room).saturating_add(1))?;
         }
         let (size, file) = taken?;
@@ -513,7 +529,7 @@ impl Sessions {
         self.house.uploads.size(owner, id, path)
     }
 
-    /// Tells about an owner's sessions, also those that ended and are remembered.
+    /// Returns an owner's sessions, including those that ended and are remembered.
     pub fn list(&self, owner: &Principal) -> Vec<SessionInfo> {
         let table = self.table();
         let now = Instant::now();
@@ -529,7 +545,7 @@ impl Sessions {
                     ended: facts.ended,
                     executions: facts.executions,
                     age: now - entry.shared.created,
-                    idle: if matches!(facts.state, "running" | "waiting") {
+                    idle: if matches!(facts.state, SessionState::Running | SessionState::Waiting) {
                         Duration::ZERO
                     } else {
                         now - facts.last_used
@@ -545,7 +561,7 @@ impl Sessions {
             .filter(|((of, _), _)| of == owner)
             .map(|((_, id), tombstone)| SessionInfo {
                 id: id.clone(),
-                state: "ended",
+                state: SessionState::Ended,
                 ended: Some(tombstone.why.clone()),
                 executions: tombstone.executions,
                 age: tombstone.age,
@@ -559,7 +575,7 @@ impl Sessions {
         all
     }
 
-    /// Destroys a session with its files. Its id may be used anew.
+    /// Destroys a session with its files. Its id may be reused.
     pub async fn close(&self, owner: &Principal, id: &SessionId) -> Result<(), Refused> {
         let key = (owner.clone(), id.clone());
         let entry = {
@@ -575,17 +591,18 @@ impl Sessions {
         Ok(())
     }
 
-    /// The whole text of an execution, as long as it is kept: the last ones of a session that lives.
+    /// Returns the full text of an execution, or the source of a figure, while it is kept: the last
+    /// ones of a live session.
     pub fn full_output(
         &self,
         owner: &Principal,
         id: &SessionId,
-        execution: ExecutionId,
+        output: OutputId,
     ) -> Option<FullOutput> {
-        self.find(owner, id).ok()?.shared.outputs.find(execution)
+        self.find(owner, id).ok()?.shared.outputs.find(output)
     }
 
-    /// Ends every session and destroys every sandbox.
+    /// Ends all sessions and destroys all sandboxes.
     pub async fn shut_down(&self) {
         let entries = {
             let mut table = self.table();
@@ -623,7 +640,8 @@ impl Sessions {
             .ok_or_else(|| Refused::Unknown { id: id.clone() })
     }
 
-    /// Returns the session of an execution. Of one that never came to life, what became of its executions is known for a while.
+    /// Returns the session of an execution. For a session that failed to start, the results of its
+    /// executions are known for a while.
     pub(super) fn locate(
         &self,
         owner: &Principal,
@@ -684,7 +702,7 @@ impl Sessions {
         self.house.backend.clone()
     }
 
-    /// Where sessions get packages.
+    /// Returns the source of packages.
     pub(super) fn packages(&self) -> Source {
         self.house.settings.packages.clone()
     }
@@ -693,7 +711,7 @@ impl Sessions {
         Shared::new(self.house.outputs.of_session())
     }
 
-    /// Checks that so many more sessions may exist on this server.
+    /// Checks that `more` additional sessions may exist on this server.
     fn check_room(&self, table: &Table, owner: &Principal, more: usize) -> Result<(), Refused> {
         let limit = self.house.settings.max_sessions;
         if table.sessions.len() + more > limit {
@@ -707,7 +725,7 @@ impl Sessions {
         Ok(())
     }
 
-    /// Checks that so many more sessions may exist, and counts them as begun.
+    /// Checks that `more` additional sessions may exist, and counts them as started.
     fn take_room(&self, table: &Table, owner: &Principal, more: usize) -> Result<(), Refused> {
         self.check_room(table, owner, more)?;
         self.house
@@ -715,8 +733,8 @@ impl Sessions {
             .count_starts(owner, table.starts(owner, more, more))
     }
 
-    /// Checks that variants may begin of which so many become sessions, and counts the variants and their cells. What is to become a session may be
-    /// refused later all the same.
+    /// Checks that variants may start, `kept` of which become sessions, and counts the variants and
+    /// their cells. Turning a variant into a session may still be refused later.
     pub(super) fn take_room_for_variants(
         &self,
         owner: &Principal,
@@ -732,18 +750,18 @@ impl Sessions {
         self.house.accounts.count_starts(owner, starts)
     }
 
-    /// Checks that one more cell may run, before anything is made for it.
+    /// Checks that one more cell may run, before any work is done for it.
     pub(super) fn check_cell(&self, owner: &Principal) -> Result<(), Refused> {
         self.house.accounts.refresh(owner);
         self.house.accounts.check_cells(owner, 1)
     }
 
-    /// Counts a cell, or says which quota it would exceed.
+    /// Counts a cell, or returns the quota that it would exceed.
     pub(super) fn count_cell(&self, owner: &Principal) -> Result<(), Refused> {
         self.house.accounts.count_cells(owner, 1)
     }
 
-    /// Checks that so many bytes may be stored.
+    /// Checks that `more` additional bytes may be stored.
     fn check_stored(&self, owner: &Principal, more: u64) -> Result<(), Refused> {
         self.house.accounts.refresh(owner);
         self.house
@@ -756,12 +774,13 @@ impl Sessions {
         self.house.accounts.room_to_store(owner, self.kept(owner))
     }
 
-    /// Returns the bytes that are kept of an owner outside of sandboxes.
+    /// Returns the bytes kept for an owner outside of sandboxes.
     fn kept(&self, owner: &Principal) -> u64 {
         self.table().starts(owner, 0, 0).kept + self.house.uploads.bytes_of(owner)
     }
 
-    /// Tells how many sessions there are, how many cells run in the whole server, and how many wait for a place.
+    /// Returns the number of sessions, of running cells in the whole server, and of cells waiting
+    /// for a run permit.
     pub fn load(&self) -> Load {
         let (running, waiting) = self.house.turns.load();
         Load {
@@ -771,7 +790,7 @@ impl Sessions {
         }
     }
 
-    /// Names the folders of packages that sessions have, copies that nobody sees included.
+    /// Returns the package folders in use by sessions, including hidden copies.
     pub fn package_folders(&self) -> BTreeSet<String> {
         let table = self.table();
         let visible = table.sessions.values().map(|entry| entry.shared.clone());
@@ -785,7 +804,8 @@ impl Sessions {
             .collect()
     }
 
-    /// Forgets, in all sessions of an owner, what a person has allowed about the tools of a server: under its name is another one from now on, or none.
+    /// Revokes, in all sessions of an owner, a person's permissions for the tools of a server. From
+    /// now on its name refers to another server, or to none.
     pub(super) fn forget_approvals_of(&self, owner: &Principal, server: &str) {
         for (_, entry) in self
             .table()
@@ -797,7 +817,7 @@ impl Sessions {
         }
     }
 
-    /// Tells what an owner uses now.
+    /// Returns an owner's current usage.
     pub fn usage(&self, owner: &Principal) -> Usage {
         let usage = self.house.accounts.usage(owner);
         let sessions = self.table().starts(owner, 0, 0).live;
@@ -808,7 +828,7 @@ impl Sessions {
         }
     }
 
-    /// Puts a session into the table, with its driver.
+    /// Adds a session to the table and starts its driver.
     fn open(
         &self,
         table: &mut Table,
@@ -845,7 +865,8 @@ impl Sessions {
         entry
     }
 
-    /// Makes sessions that wait for their forks, so that their names and their place are taken.
+    /// Reserves sessions for forks that are still being made, so that their names and their
+    /// capacity are taken.
     fn seats(
         &self,
         owner: &Principal,
@@ -905,7 +926,7 @@ impl Sessions {
         Seat { id, entry, fork }
     }
 
-    /// Makes a session for a fork that is there already, called after its source and `name`.
+    /// Creates a session for an existing fork, named after its source and `name`.
     pub(super) fn seat_for(
         &self,
         owner: &Principal,
@@ -919,7 +940,7 @@ impl Sessions {
             return Err(Refused::ShuttingDown);
         }
         self.check_room(&table, owner, 1)?;
-        // The sandbox was counted when the variant began.
+        // The sandbox was counted when the variant started.
         self.house
             .accounts
             .check_starts(owner, table.starts(owner, 0, 1))?;
@@ -931,7 +952,8 @@ impl Sessions {
         Ok(self.seat(&mut table, owner, id, note, shared))
     }
 
-    /// Starts a driver for a variant that only the caller sees. It ends when the caller lets go of it. Nothing in it is kept for an undo.
+    /// Starts a driver for a variant that only the caller can see. It ends when the caller drops
+    /// it. Nothing in it is kept for an undo.
     pub(super) fn hide(
         &self,
         owner: &Principal,
@@ -969,12 +991,12 @@ impl Sessions {
         }
     }
 
-    /// Executions that have ended and are not recorded yet.
+    /// Returns the executions that have ended and are not recorded yet.
     pub(crate) fn ledger(&self) -> &Arc<Ledger> {
         &self.house.ledger
     }
 
-    /// Starts a driver that only the caller sees.
+    /// Starts a driver that only the caller can see.
     pub(super) fn hide_as(
         &self,
         id: SessionId,
@@ -1017,7 +1039,7 @@ impl Sessions {
         Ok(entry)
     }
 
-    /// Has forks made of a session. They are nobody's until somebody takes them.
+    /// Requests forks of a session. They have no owner until they are taken.
     pub(super) async fn fork_of(
         &self,
         owner: &Principal,
@@ -1033,7 +1055,8 @@ impl Sessions {
         forked.unwrap_or_else(|silence| Err(self.explained(owner, id, silence)))
     }
 
-    /// Sends a job to a driver and waits for its answer. A cancelled token is passed on, and the answer is awaited all the same.
+    /// Sends a job to a driver and waits for its answer. A cancelled token is forwarded, and the
+    /// answer is still awaited.
     pub(super) async fn ask<T>(
         &self,
         entry: &Entry,
@@ -1045,7 +1068,7 @@ impl Sessions {
         let answer = tokio::select! {
             answer = &mut answer => answer,
             () = cancel.cancelled() => {
-                // A driver that is gone has answered already.
+                // A driver that is gone has already answered.
                 let _ = entry.commands.send(Command::Cancel(number)).await;
                 answer.await
             }
@@ -1058,7 +1081,7 @@ impl Sessions {
         self.submit_as(entry, number, job).map(|()| number)
     }
 
-    /// Returns a number that no other request of this server has.
+    /// Returns a request number that is unique in this server.
     pub(super) fn next_number(&self) -> u64 {
         self.house.next_number.fetch_add(1, Ordering::Relaxed)
     }
@@ -1087,7 +1110,7 @@ impl Sessions {
         &self.house.settings
     }
 
-    /// Says why a session that was there a moment ago is not.
+    /// Returns the reason why a session that existed a moment ago is gone.
     fn gone(&self, owner: &Principal, id: &SessionId) -> Refused {
         match self.find(owner, id) {
             Err(refused) => refused,
@@ -1119,13 +1142,13 @@ impl Table {
         Ok(self.sessions.get(key).cloned())
     }
 
-    /// Tells whether a name is in use, also by a session that ended and is remembered.
+    /// Returns whether an id is in use, also by a session that ended and is remembered.
     fn knows(&self, owner: &Principal, id: &SessionId) -> bool {
         let key = (owner.clone(), id.clone());
         self.sessions.contains_key(&key) || self.tombstones.contains_key(&key)
     }
 
-    /// Describes what an owner is about to begin, beside what it has.
+    /// Describes the sandboxes that an owner is about to start, together with its current usage.
     fn starts(&self, owner: &Principal, sandboxes: usize, lasting: usize) -> Starts {
         let mut starts = Starts {
             sandboxes,
@@ -1140,7 +1163,7 @@ impl Table {
         starts
     }
 
-    /// Names the sessions that could be closed with the least loss.
+    /// Returns the sessions that could be closed with the least loss.
     fn oldest_idle(&self, owner: &Principal) -> Vec<SessionId> {
         let mut idle = self
             .sessions
@@ -1148,7 +1171,8 @@ impl Table {
             .filter(|((of, _), _)| of == owner)
             .filter_map(|((_, id), entry)| {
                 let facts = entry.shared.facts();
-                matches!(facts.state, "idle" | "ended").then(|| (facts.last_used, id.clone()))
+                matches!(facts.state, SessionState::Idle | SessionState::Ended)
+                    .then(|| (facts.last_used, id.clone()))
             })
             .collect::<Vec<_>>();
         idle.sort();
@@ -1158,7 +1182,7 @@ impl Table {
             .collect()
     }
 
-    /// Forgets a session; with a reason, remembers that it was there.
+    /// Removes a session. With a reason, leaves a tombstone.
     fn bury(&mut self, key: Key, why: Option<String>) {
         let Some(entry) = self.sessions.remove(&key) else {
             return;
@@ -1199,29 +1223,29 @@ impl Table {
     }
 }
 
-/// Why a driver did not answer.
+/// Reason why a driver did not answer.
 #[derive(Debug, Clone)]
 pub(super) enum Silence {
-    /// More commands are on their way to it than it can take.
+    /// Its command queue is full.
     Flooded,
-    /// It has ended, perhaps because it could not even begin, and before it was asked anything.
+    /// It has ended, possibly because it failed to start, and before it received the request.
     Gone(Option<LaunchError>),
 }
 
-/// Ends a session and waits until nothing of it is left.
+/// Ends a session and waits until all its resources are released.
 pub(super) async fn leave(entry: &Entry) {
     leave_by(&entry.commands).await;
 }
 
 async fn leave_by(commands: &mpsc::Sender<Command>) {
     let (reply, left) = oneshot::channel();
-    if commands.send(Command::Leave(reply)).await.is_ok() {
+    if commands.send(Command::Shutdown(reply)).await.is_ok() {
         let _ = left.await;
     }
 }
 
-/// Returns the name of a session that comes from another one: `<source>-<suffix>`, the source's name shortened if need be. What a name
-/// may not contain becomes `-`.
+/// Returns the id of a session derived from another one: `<source>-<suffix>`. The source's name is
+/// shortened if necessary. Characters that an id may not contain become `-`.
 fn named_after(source: &SessionId, suffix: &str) -> SessionId {
     let allowed =
         |character: char| character.is_ascii_alphanumeric() || matches!(character, '_' | '.' | '-');
@@ -1238,7 +1262,7 @@ fn named_after(source: &SessionId, suffix: &str) -> SessionId {
         .expect("its characters are allowed and its length is bounded")
 }
 
-/// Reads a source to its end. Returns what it gave, and how many bytes that were.
+/// Reads a source to its end. Returns the staged data and its size in bytes.
 pub(super) async fn stage(
     source: &mut (dyn AsyncRead + Send + Unpin),
 ) -> std::io::Result<(SpooledTempFile, u64)> {

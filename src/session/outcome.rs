@@ -1,4 +1,4 @@
-//! What one execution gave: the vocabulary between sessions and whoever shows results.
+//! The outcome of one execution: types shared by sessions and the code that renders results.
 
 use std::time::Duration;
 
@@ -11,36 +11,38 @@ use crate::sandbox::{Blocked, Exit, Isolation, MemoryUse};
 /// Everything about one finished execution.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Outcome {
-    /// Names the execution within this server; the full output is found by it.
+    /// Id of the execution within this server; also the key of the full output.
     pub execution: ExecutionId,
     pub status: Status,
     /// Text, values and rich output in the order in which they were produced.
     pub output: Output,
     pub duration: Duration,
     pub memory: MemoryUse,
-    /// Processor time of everything in the sandbox while it ran, as the kernel counts it.
+    /// Processor time of all processes in the sandbox during the execution, measured by the kernel.
     pub processor_time: Duration,
-    /// As the runner claims; `None` when it could not say (it died, or was killed).
+    /// Claimed by the runner; `None` if it did not report it (it died, or was killed).
     pub variables: Option<VariableChanges>,
-    /// As the runner claims; `None` when it could not say or there are too many files to follow.
+    /// Claimed by the runner; `None` if it did not report it or there are too many files to track.
     pub files: Option<FileChanges>,
     pub isolation: Isolation,
-    /// How many cells of the session can be taken back, this one included, when the outcome is told.
+    /// Number of cells of the session that can be undone when the outcome is reported, this one
+    /// included.
     pub can_undo: u32,
-    /// Connections that were refused since the execution before.
+    /// Connections that were refused since the previous execution.
     #[serde(with = "super::serial::blocked")]
     pub blocked: Vec<Blocked>,
     /// Tools of other MCP servers that it called.
     pub tool_calls: ToolCalls,
-    /// What was decided about its wishes without a person: denied by the policy, or because nobody could be asked or answered.
+    /// Decisions about its actions made without a person: denied by the policy, or because no
+    /// person could be asked or none answered.
     #[serde(default)]
     pub rulings: Vec<super::Ruling>,
-    /// Sentences the reader must know, such as "this is a new session".
+    /// Notes for the reader, such as "this is a new session".
     pub notes: Vec<String>,
     /// The first line of its code.
     #[serde(default)]
     pub first_line: String,
-    /// What else the session has to tell, when the outcome is told.
+    /// The session's other executions when the outcome is reported.
     #[serde(default)]
     pub others: Others,
 }
@@ -50,11 +52,35 @@ pub struct Outcome {
 )]
 pub struct ExecutionId(pub u64);
 
+/// Data that can be kept in full for an execution, in addition to its result.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct OutputId {
+    pub execution: ExecutionId,
+    pub part: OutputPart,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub enum OutputPart {
+    /// All text output.
+    Text,
+    /// The JSON of a figure, counted from 1.
+    Figure(u32),
+}
+
+impl From<ExecutionId> for OutputId {
+    fn from(execution: ExecutionId) -> OutputId {
+        OutputId {
+            execution,
+            part: OutputPart::Text,
+        }
+    }
+}
+
 /// How an execution ended.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub enum Status {
     Completed,
-    /// The user's code raised; that is not an error of ours.
+    /// The user's code raised an exception, which is not an error of ours.
     Raised(PythonError),
     TimedOut {
         limit: Duration,
@@ -63,40 +89,76 @@ pub enum Status {
     Cancelled {
         state: StateAfter,
     },
-    /// The interpreter ended under the code.
+    /// The interpreter ended while the code ran.
     Died {
         exit: Exit,
     },
-    /// The runner said something that is no frame; the interpreter was ended.
+    /// The runner sent an invalid frame; the interpreter was killed.
     Nonsense {
         what: String,
     },
-    /// Somebody reset the session under the code: variables are gone, files are kept.
+    /// The session was reset while the code ran: variables are gone, files are kept.
     Reset,
-    /// The session was closed under the code, or the server is ending: variables and files are gone.
+    /// The session was closed while the code ran, or the server is ending: variables and files are
+    /// gone.
     Closed,
 }
 
 impl Status {
-    /// The word used in structured results.
-    pub fn name(&self) -> &'static str {
+    pub fn kind(&self) -> StatusKind {
         match self {
-            Status::Completed => "ok",
-            Status::Raised(_) => "error",
-            Status::TimedOut { .. } => "timeout",
-            Status::Cancelled { .. } => "cancelled",
+            Status::Completed => StatusKind::Completed,
+            Status::Raised(_) => StatusKind::Raised,
+            Status::TimedOut { .. } => StatusKind::TimedOut,
+            Status::Cancelled { .. } => StatusKind::Cancelled,
             Status::Died {
                 exit: Exit::OutOfMemory { .. } | Exit::OutOfMemoryOutside { .. },
-            } => "out_of_memory",
-            Status::Died { .. } => "died",
-            Status::Nonsense { .. } => "protocol_error",
-            Status::Reset => "reset",
-            Status::Closed => "closed",
+            } => StatusKind::OutOfMemory,
+            Status::Died { .. } => StatusKind::Died,
+            Status::Nonsense { .. } => StatusKind::ProtocolError,
+            Status::Reset => StatusKind::Reset,
+            Status::Closed => StatusKind::Closed,
+        }
+    }
+
+    /// Returns the word used in structured results.
+    pub fn name(&self) -> &'static str {
+        self.kind().name()
+    }
+}
+
+/// How an execution ended, without its details.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub enum StatusKind {
+    Completed,
+    Raised,
+    TimedOut,
+    Cancelled,
+    OutOfMemory,
+    Died,
+    ProtocolError,
+    Reset,
+    Closed,
+}
+
+impl StatusKind {
+    /// Returns the word used in structured results, audit records and metrics.
+    pub fn name(self) -> &'static str {
+        match self {
+            StatusKind::Completed => "ok",
+            StatusKind::Raised => "error",
+            StatusKind::TimedOut => "timeout",
+            StatusKind::Cancelled => "cancelled",
+            StatusKind::OutOfMemory => "out_of_memory",
+            StatusKind::Died => "died",
+            StatusKind::ProtocolError => "protocol_error",
+            StatusKind::Reset => "reset",
+            StatusKind::Closed => "closed",
         }
     }
 }
 
-/// What became of the variables after an execution was stopped.
+/// State of the variables after an execution was stopped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum StateAfter {
     Kept,
@@ -112,22 +174,25 @@ pub struct PythonError {
     pub line: Option<u32>,
 }
 
-/// Output in true order, already bounded.
+/// Output in the order in which it was produced, already bounded.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub struct Output {
     pub parts: Vec<Part>,
-    /// Characters of text produced in all, including what was cut.
+    /// Total number of characters of text, including text that was cut.
     pub total_chars: u64,
-    /// Lines of text produced in all.
+    /// Total number of lines of text.
     pub total_lines: u64,
-    /// Characters that were cut between head and tail; zero when nothing was.
+    /// Characters that were cut between head and tail; zero if none were.
     pub cut_chars: u64,
-    /// What code of earlier cells has printed since the last result: threads, tasks, processes.
+    /// Figures whose JSON is kept, see `OutputPart::Figure`.
+    #[serde(default)]
+    pub figures: u32,
+    /// Output of code of earlier cells since the last result: threads, tasks, processes.
     #[serde(default)]
     pub late: Option<LateOutput>,
 }
 
-/// Text of earlier code, the newest part of it.
+/// The newest part of late output.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LateOutput {
     pub text: String,
@@ -135,7 +200,7 @@ pub struct LateOutput {
     pub omitted: u64,
 }
 
-/// A piece of output.
+/// An item of output.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub enum Part {
     Text {
@@ -162,18 +227,40 @@ pub enum Stream {
     Traceback,
 }
 
+/// Encoding of an image. Other encodings are converted to one of these.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub enum ImageType {
+    Png,
+    Jpeg,
+}
+
+impl ImageType {
+    pub fn mime(self) -> &'static str {
+        match self {
+            ImageType::Png => "image/png",
+            ImageType::Jpeg => "image/jpeg",
+        }
+    }
+
+    /// Returns the file name extension.
+    pub fn extension(self) -> &'static str {
+        match self {
+            ImageType::Png => "png",
+            ImageType::Jpeg => "jpeg",
+        }
+    }
+}
+
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Image {
-    /// `image/png` or `image/jpeg`.
-    #[serde(with = "super::serial::word")]
-    pub mime: super::Word,
+    pub kind: ImageType,
     #[serde(with = "serde_bytes")]
     pub bytes: Vec<u8>,
     pub width: u32,
     pub height: u32,
-    /// The size before it was scaled down, when it was.
+    /// The size before scaling, if it was scaled down.
     pub scaled_from: Option<(u32, u32)>,
-    /// How many pictures the animation has of which this is the first, if it is one.
+    /// Number of frames of the animation, if this is the first frame of one.
     pub frames: Option<u32>,
 }
 
@@ -206,7 +293,7 @@ pub struct FileChanges {
 pub struct FileList {
     /// In the order of their paths, at most 1,000.
     pub files: Vec<FileNote>,
-    /// Files that are there, at least, and are not listed.
+    /// Lower bound of the number of files that are not listed.
     pub omitted: u64,
 }
 
@@ -215,9 +302,10 @@ pub struct FileList {
 pub struct FileRange {
     /// Bytes of the whole file.
     pub total: u64,
-    /// Bytes of this part. Fewer than were asked for when the file ends there, or when the part was larger than is sent at once.
+    /// Bytes of this part. Fewer than requested if the file ends there, or if the part exceeds the
+    /// limit of one call.
     pub sent: u64,
-    /// Another text when the file has changed. As the session claims.
+    /// A text that differs when the file has changed. Claimed by the session.
     pub version: String,
 }
 

@@ -1,11 +1,12 @@
-//! What a cell gives back, gathered within bounds.
+//! Collects the output of a cell within limits.
 //!
-//! Text goes three ways: whole into the spool, counted into the totals, and onto the page, which keeps the head and the tail when
-//! there is more than the caller wants. The page may hold some more than the limit while it is written, so that cutting is rare; the
-//! last cut is exact.
+//! Text takes three paths: all of it into the spool, its size into the totals, and into the buffer
+//! (`Page`), which keeps the head and the tail when there is more than the caller wants. The buffer
+//! may exceed the limit while it is filled, so that cutting is rare; the last cut is exact.
 //!
-//! The line that is being written stays open until it ends, because a carriage return begins it anew: a progress bar leaves its last state.
-//! Memory stays flat however much is printed; pictures are limited in number and size and developed at the end, elsewhere.
+//! The current line stays open until it ends, because a carriage return restarts it: a progress bar
+//! leaves its last state. Memory use is bounded regardless of the amount of output. Images are
+//! limited in number and size, and are encoded at the end on another thread.
 
 use crate::runner_client::{Bundle, Pipe};
 
@@ -17,37 +18,50 @@ use super::{Image, Output, Part, Stream};
 
 const MOST_IMAGES: usize = 20;
 const MOST_IMAGE_BYTES: usize = 20_000_000;
-/// A line that grows longer than this can no longer be redrawn.
+/// Number of figures kept per execution, and the size limit of one.
+const MOST_FIGURES: usize = 20;
+const LARGEST_FIGURE: usize = 4 * 1024 * 1024;
+/// A line longer than this can no longer be redrawn.
 const LONGEST_OPEN_LINE: usize = 64 * 1024;
-/// Characters beyond the limit that are kept before the page is cut: the price of cutting is spread over as many.
+/// Characters beyond the limit that are kept before the buffer is cut, to amortize the cost of
+/// cutting.
 const SLACK: usize = 64 * 1024;
 
-/// Characters of a line that is told while code runs.
+/// Limit in characters for the latest line reported while code runs.
 const LONGEST_TOLD_LINE: usize = 200;
 
-/// What was printed since somebody last looked.
+/// Output since the previous look.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(super) struct Glance {
     /// The newest part of it.
     pub(super) text: String,
-    /// Characters that are not in `text`.
+    /// Number of characters that are not in `text`.
     pub(super) omitted: u64,
 }
 
-/// How much of an execution's text was looked at.
+/// Read position in an execution's text.
 #[derive(Debug, Default)]
 pub(super) struct Seen {
     /// Bytes and characters of the spool.
     bytes: u64,
     chars: u64,
-    /// What there was of the line that was being written.
+    /// The open line as last seen.
     line: String,
 }
 
-/// Gathers the output of one execution.
+/// The collected output of one execution.
+pub(super) struct Gathered {
+    pub(super) draft: Draft,
+    pub(super) text: std::io::Result<FullOutput>,
+    /// The sources of figures.
+    pub(super) figures: Vec<FullOutput>,
+}
+
+/// Collects the output of one execution.
 pub(super) struct Gatherer {
     terminals: [Terminal; 2],
     page: Page,
+    figures: Vec<FullOutput>,
 }
 
 impl Gatherer {
@@ -55,10 +69,11 @@ impl Gatherer {
         Gatherer {
             terminals: Default::default(),
             page: Page::new(max_chars),
+            figures: Vec::new(),
         }
     }
 
-    /// Takes bytes of standard output or standard error.
+    /// Adds bytes of standard output or standard error.
     pub(super) fn text(&mut self, pipe: Pipe, bytes: &[u8]) {
         let stream = match pipe {
             Pipe::Out => Stream::Stdout,
@@ -68,23 +83,23 @@ impl Gatherer {
         self.terminals[pipe as usize].read(bytes, |piece| page.type_on(stream, piece));
     }
 
-    /// Takes rich output. With `update`, it replaces what has the same `display_id`.
+    /// Adds rich output. With `update`, it replaces the output with the same `display_id`.
     pub(super) fn display(&mut self, bundle: Bundle, display_id: Option<String>, update: bool) {
         self.show(Stream::Display, bundle, display_id, update);
     }
 
-    /// Takes the value of the last expression.
+    /// Adds the value of the last expression.
     pub(super) fn value(&mut self, bundle: Bundle) {
         self.show(Stream::Value, bundle, None, false);
     }
 
-    /// Takes a traceback.
+    /// Adds a traceback.
     pub(super) fn traceback(&mut self, text: &str) {
         let text = without_escapes(text);
         self.page.append(Stream::Traceback, &text, None);
     }
 
-    /// Forgets what was shown, now or when something new comes.
+    /// Clears the output, now or when new output arrives.
     pub(super) fn clear(&mut self, wait: bool) {
         self.page.clear_next = wait;
         if !wait {
@@ -92,15 +107,15 @@ impl Gatherer {
         }
     }
 
-    /// Returns what was printed since `seen`, the newest `max_chars` of it, and notes that it is seen.
+    /// Returns the newest `max_chars` of the output since `seen`, and advances `seen`.
     pub(super) fn glance(&self, seen: &mut Seen, max_chars: usize) -> Glance {
         self.page.glance(seen, max_chars)
     }
 
-    /// Returns the latest line that says something, shortened and without control characters.
+    /// Returns the latest non-blank line, shortened and without control characters.
     pub(super) fn latest_line(&self) -> Option<String> {
         let line = self.page.latest_line()?;
-        // What is far behind the beginning is not shown, so that the length of a line does not matter.
+        // Only the start of the line is shown, so its length does not matter.
         let shown = line
             .trim_start()
             .chars()
@@ -109,8 +124,8 @@ impl Gatherer {
             .filter(|line| !line.trim().is_empty())
     }
 
-    /// Ends the gathering. The draft's pictures are not developed yet.
-    pub(super) fn finish(mut self) -> (Draft, std::io::Result<FullOutput>) {
+    /// Ends the collection. The images of the draft are not encoded yet.
+    pub(super) fn finish(mut self) -> Gathered {
         for pipe in Pipe::BOTH {
             let stream = if pipe == Pipe::Out {
                 Stream::Stdout
@@ -120,7 +135,23 @@ impl Gatherer {
             let page = &mut self.page;
             self.terminals[pipe as usize].finish(|piece| page.type_on(stream, piece));
         }
-        self.page.finish()
+        let (draft, text) = self.page.finish(self.figures.len());
+        Gathered {
+            draft,
+            text,
+            figures: self.figures,
+        }
+    }
+
+    /// Keeps the source of a figure. Without room for it, only the summary of the figure remains.
+    fn keep_figure(&mut self, json: &str) {
+        if self.figures.len() == MOST_FIGURES || json.len() > LARGEST_FIGURE {
+            return;
+        }
+        let mut spool = Spool::default();
+        spool.write(json);
+        self.figures
+            .extend(spool.finish().ok().filter(|kept| !kept.is_cut()));
     }
 
     fn show(&mut self, stream: Stream, bundle: Bundle, display_id: Option<String>, update: bool) {
@@ -130,6 +161,10 @@ impl Gatherer {
             Shown::Nothing => return,
             Shown::Text(text) => Item::text(stream, without_escapes(&text), display_id),
             Shown::Image(bytes) => Item::Image { bytes, display_id },
+            Shown::Figure { summary, json } => {
+                self.keep_figure(&json);
+                Item::text(stream, without_escapes(&summary), display_id)
+            }
         };
         if update && self.page.replace(&item) {
             return;
@@ -144,7 +179,8 @@ impl Gatherer {
     }
 }
 
-/// Returns text without colour codes, and at most this many characters of it: head and tail, with a line between them.
+/// Returns text without colour codes, reduced to at most this many characters: head and tail, with
+/// a line between them.
 pub(super) fn bounded_text(text: &str, most: usize) -> String {
     let text = without_escapes(text);
     let all = text.chars().count();
@@ -176,7 +212,7 @@ fn without_escapes(text: &str) -> String {
     clean
 }
 
-/// A thing on the page.
+/// An item in the buffer.
 #[derive(Debug)]
 enum Item {
     Text {
@@ -214,11 +250,11 @@ impl Item {
 struct Page {
     limit: usize,
     items: Vec<Item>,
-    /// Where the gap is among the items, once there is one.
+    /// Position of the gap among the items, once there is one.
     gap: Option<usize>,
     gap_chars: u64,
     gap_newlines: u64,
-    /// Characters on the page: all, and those before the gap.
+    /// Characters in the buffer: all, and those before the gap.
     kept: usize,
     kept_before_gap: usize,
     total_chars: u64,
@@ -262,7 +298,7 @@ impl Page {
         }
     }
 
-    /// Acts as a terminal does on the open line.
+    /// Applies a piece of text to the open line as a terminal would.
     fn type_on(&mut self, stream: Stream, piece: Piece<'_>) {
         self.clear_if_asked();
         if self.line.stream != Some(stream) {
@@ -281,7 +317,7 @@ impl Page {
             }
             Piece::Text(text) => text,
         };
-        // Before a newline, a carriage return is only half of the line's end.
+        // Before a newline, a carriage return is only the first half of the line ending.
         if std::mem::take(&mut line.returned) && !text.starts_with('\n') {
             line.text.clear();
         }
@@ -312,7 +348,7 @@ impl Page {
         }
     }
 
-    /// Puts text on the page that is not part of a stream.
+    /// Appends text that is not part of a stream.
     fn append(&mut self, stream: Stream, text: &str, display_id: Option<String>) {
         self.clear_if_asked();
         self.end_line();
@@ -361,7 +397,8 @@ impl Page {
         self.cut(self.limit.max(SLACK));
     }
 
-    /// Ends the last line if what comes next is a thing of its own, or was: a value never shares a line with printed text.
+    /// Ends the last line if the previous or the next item stands on its own: a value never shares
+    /// a line with printed text.
     fn separate(&mut self, next: Stream) {
         let is_thing = |stream: Stream| !matches!(stream, Stream::Stdout | Stream::Stderr);
         match self.items.last_mut() {
@@ -382,7 +419,7 @@ impl Page {
         self.spool.write("\n");
     }
 
-    /// Puts `item` in the place of the one with its display id. Returns false when there is none on the page.
+    /// Replaces the item that has the same display id. Returns false if the buffer has none.
     fn replace(&mut self, item: &Item) -> bool {
         let Some(id) = item.display_id() else {
             return false;
@@ -426,12 +463,12 @@ impl Page {
             bytes.clone_from(new);
             return true;
         }
-        // A text became a picture or the other way round: the new one comes at the end.
+        // A text became an image or the other way round: the new item is appended.
         false
     }
 
-    /// What was printed is in the spool, and what follows it is the line that is being written. Of that line only what was added is told, unless it
-    /// was written anew.
+    /// Printed text is in the spool, followed by the open line. Only the added part of that line is
+    /// returned, unless the line was rewritten.
     fn glance(&self, seen: &mut Seen, max_chars: usize) -> Glance {
         let line = self.line.text.as_str();
         let old = if self.goes_on_with(seen) {
@@ -447,7 +484,7 @@ impl Page {
         let fresh = fresh.saturating_sub(old.chars().count() as u64);
         let wanted = max_chars.saturating_mul(4);
         let start = from.max(self.spool.size().saturating_sub(wanted as u64));
-        // A spool that cannot be read has no text to show, and says so by what is left out.
+        // If the spool cannot be read, there is no text to show, and `omitted` reports that.
         let mut bytes = self.spool.read_range(start, wanted).unwrap_or_default();
         bytes.extend_from_slice(line.get(line_from..).unwrap_or_default().as_bytes());
         let inside_character = bytes
@@ -469,7 +506,8 @@ impl Page {
         }
     }
 
-    /// Tells whether what follows in the spool, and then in the open line, begins with the line that was seen.
+    /// Returns whether the rest of the spool, followed by the open line, starts with the line that
+    /// was seen.
     fn goes_on_with(&self, seen: &Seen) -> bool {
         let mut next = self
             .spool
@@ -496,7 +534,7 @@ impl Page {
         }
     }
 
-    /// Forgets everything but the spool, which keeps what was printed.
+    /// Clears everything except the spool, which keeps all printed text.
     fn clear(&mut self) {
         let spool = std::mem::take(&mut self.spool);
         *self = Page {
@@ -505,7 +543,7 @@ impl Page {
         };
     }
 
-    /// Cuts the middle when the page holds more than the limit and `slack`.
+    /// Removes the middle when the buffer exceeds the limit plus `slack`.
     fn cut(&mut self, slack: usize) {
         let head = self.limit * 3 / 5;
         let tail = self.limit - head;
@@ -528,7 +566,7 @@ impl Page {
         }
     }
 
-    /// Parts the items after `head` characters.
+    /// Splits the items after `head` characters.
     fn open_gap(&mut self, head: usize) {
         let mut left = head;
         let mut place = 0;
@@ -559,7 +597,7 @@ impl Page {
         self.kept_before_gap = head;
     }
 
-    /// Removes `excess` characters from the texts beginning at `place`. Pictures stay.
+    /// Removes `excess` characters from the texts starting at `place`. Images stay.
     fn remove_first(&mut self, place: usize, excess: usize) {
         let mut left = excess;
         let mut kept = Vec::new();
@@ -597,7 +635,8 @@ impl Page {
         self.kept -= excess - left;
     }
 
-    /// Removes `excess` characters from the texts that end at `place`, and returns how many there were.
+    /// Removes `excess` characters from the texts that end at `place`, and returns the number
+    /// removed.
     fn remove_last(&mut self, place: usize, excess: usize) -> usize {
         let mut left = excess;
         for item in self.items[..place].iter_mut().rev() {
@@ -622,11 +661,12 @@ impl Page {
         excess - left
     }
 
-    fn finish(mut self) -> (Draft, std::io::Result<FullOutput>) {
+    fn finish(mut self, figures: usize) -> (Draft, std::io::Result<FullOutput>) {
         self.end_line();
         if self.images_dropped > 0 {
             let text = format!(
-                "[{} more images are not shown: an execution may show {MOST_IMAGES} images of {} MB together. Show fewer in one cell]",
+                "[{} more images are not shown: an execution may show {MOST_IMAGES} images of {} \
+                 MB together. Show fewer in one cell]",
                 self.images_dropped,
                 MOST_IMAGE_BYTES / 1_000_000
             );
@@ -639,6 +679,7 @@ impl Page {
             total_lines: self.total_newlines + u64::from(self.ends_in_line),
             cut_chars: self.gap_chars,
             cut_lines: self.gap_newlines,
+            figures,
         };
         (draft, self.spool.finish())
     }
@@ -654,17 +695,18 @@ fn byte_of(text: &str, chars: usize) -> usize {
         .map_or(text.len(), |(at, _)| at)
 }
 
-/// Output whose pictures are not developed yet.
+/// Output whose images are not encoded yet.
 pub(super) struct Draft {
     items: Vec<Item>,
     total_chars: u64,
     total_lines: u64,
     cut_chars: u64,
     cut_lines: u64,
+    figures: usize,
 }
 
 impl Draft {
-    /// Takes the pictures out, in their order, so that they can be developed elsewhere.
+    /// Takes the images out, in order, so that they can be encoded on another thread.
     pub(super) fn take_images(&mut self) -> Vec<Vec<u8>> {
         let bytes = self.items.iter_mut().filter_map(|item| match item {
             Item::Image { bytes, .. } => Some(std::mem::take(bytes)),
@@ -673,7 +715,7 @@ impl Draft {
         bytes.collect()
     }
 
-    /// Returns the output with what became of its pictures.
+    /// Returns the output with the encoded images.
     pub(super) fn finish(self, developed: Vec<Result<Image, BadImage>>) -> Output {
         let mut developed = developed.into_iter();
         let part = |item| match item {
@@ -696,6 +738,7 @@ impl Draft {
             total_chars: self.total_chars,
             total_lines: self.total_lines,
             cut_chars: self.cut_chars,
+            figures: self.figures as u32,
             late: None,
         }
     }
@@ -711,8 +754,10 @@ mod tests {
     fn gathered(max: usize, gather: impl FnOnce(&mut Gatherer)) -> (Output, String) {
         let mut gatherer = Gatherer::new(max);
         gather(&mut gatherer);
-        let (mut draft, full) = gatherer.finish();
-        let full = full.unwrap().read_range(0, usize::MAX).unwrap();
+        let Gathered {
+            mut draft, text, ..
+        } = gatherer.finish();
+        let full = text.unwrap().read_range(0, usize::MAX).unwrap();
         let developed = draft
             .take_images()
             .into_iter()
@@ -781,6 +826,27 @@ mod tests {
     }
 
     #[test]
+    fn sources_of_figures_are_kept_apart_and_bounded() {
+        let mut gatherer = Gatherer::new(1000);
+        let figure = |json: String| Bundle {
+            texts: [("application/vnd.plotly.v1+json".to_owned(), json)].into(),
+            blobs: vec![],
+        };
+        gatherer.value(figure("x".repeat(LARGEST_FIGURE + 1)));
+        for number in 0..MOST_FIGURES + 1 {
+            gatherer.display(figure(format!("[{number}]")), None, false);
+        }
+        let Gathered { draft, figures, .. } = gatherer.finish();
+        let output = draft.finish(Vec::new());
+        assert_eq!(
+            (output.figures as usize, figures.len()),
+            (MOST_FIGURES, MOST_FIGURES)
+        );
+        assert_eq!(figures[1].read_range(0, 9).unwrap(), b"[1]");
+        assert!(!text_of(&output).contains("[1]"), "the page has summaries");
+    }
+
+    #[test]
     fn a_progress_bar_leaves_its_last_state() {
         assert_eq!(
             text_of(&printed(100, &["10%\r50%\r", "100%\ndone\n"])),
@@ -791,7 +857,7 @@ mod tests {
         assert_eq!(text_of(&printed(100, &["\rone\r\r\rtwo"])), "two");
     }
 
-    /// Prints pieces and looks after each of them; each look must show the text beside the piece.
+    /// Prints pieces and looks after each one; each look must show the text beside the piece.
     fn check_glances(max_chars: usize, pieces: &[(&str, &str, u64)]) {
         let mut gatherer = Gatherer::new(1000);
         let mut seen = Seen::default();
@@ -922,11 +988,11 @@ mod tests {
             gatherer.text(Pipe::Out, format!("line {number}\n").as_bytes());
             assert!(gatherer.page.kept < 200_000);
         }
-        let (draft, full) = gatherer.finish();
+        let Gathered { draft, text, .. } = gatherer.finish();
         let output = draft.finish(Vec::new());
         assert_eq!(
             (output.total_lines, output.total_chars),
-            (500_000, full.unwrap().total_bytes())
+            (500_000, text.unwrap().total_bytes())
         );
         let text = text_of(&output);
         assert_eq!(text.chars().count(), 100);
@@ -1019,7 +1085,8 @@ mod tests {
     proptest! {
         #[test]
         fn head_and_tail_are_those_of_the_whole_text(
-            chunks in prop::collection::vec(("[a-zä€\n]{0,40}", any::<bool>()), 0..30), max in 0usize..200,
+            chunks in prop::collection::vec(("[a-zä€\n]{0,40}", any::<bool>()), 0..30),
+            max in 0usize..200,
         ) {
             let whole = chunks.iter().map(|(text, _)| text.as_str()).collect::<String>();
             let (output, _) = gathered(max, |gatherer| {
@@ -1036,7 +1103,11 @@ mod tests {
                 prop_assert_eq!(output.cut_chars, 0);
             } else {
                 let head = max * 3 / 5;
-                let expected = whole.chars().take(head).chain(whole.chars().skip(all - (max - head))).collect::<String>();
+                let expected = whole
+                    .chars()
+                    .take(head)
+                    .chain(whole.chars().skip(all - (max - head)))
+                    .collect::<String>();
                 prop_assert_eq!(text, expected);
                 prop_assert_eq!(output.cut_chars, (all - max) as u64);
             }

@@ -1,4 +1,4 @@
-//! Rich output: the one kind of a bundle that is most useful to a model.
+//! Rich output: selects the representation in a bundle that is most useful to a model.
 
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
@@ -8,33 +8,40 @@ use serde_json::Value;
 use super::html;
 use crate::runner_client::Bundle;
 
-/// Characters shown of sources that are long by nature (drawings, figures, data). The reader learns what it is; the rest costs.
+/// Limit in characters for sources that are inherently long (drawings, figures, data). The reader
+/// learns what kind of object it is; more would only add cost.
 const SOURCE_SHOWN: usize = 4000;
 
-/// Bytes of a page or drawing that are looked at for text. A page is the last resort, and much of a
+/// Bytes of a page or drawing that are searched for text. A page is the last resort, and much of a
 /// long one is style and script.
 pub(super) const HTML_READ: usize = 1024 * 1024;
 
-/// Texts of a drawing that are told.
+/// Texts of a drawing that are listed.
 const DRAWN_TEXTS: usize = 20;
 
-/// What data and figures may hold to be looked into; this takes some milliseconds. Of larger ones
-/// the source is shown.
+/// Size limits for analysing data and figures; this takes some milliseconds. For larger ones the
+/// source is shown.
 const LOOKED_INTO: Budget = Budget {
     depth: MAX_DEPTH,
     memory: 4 * 1024 * 1024,
 };
 
-/// What is shown of a bundle.
+/// The selected representation of a bundle.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Shown {
     /// A PNG, JPEG, GIF or WebP, not checked yet.
     Image(Vec<u8>),
     Text(String),
+    /// A figure that a browser would draw.
+    Figure {
+        summary: String,
+        json: String,
+    },
     Nothing,
 }
 
-/// Chooses what is shown. A picture is preferred, and the text beside it (`<Figure size …>`) dropped.
+/// Selects the representation to show. An image is preferred, and the text beside it (`<Figure size
+/// …>`) is dropped.
 pub(super) fn choose(mut bundle: Bundle) -> Shown {
     for mime in ["image/png", "image/jpeg", "image/gif", "image/webp"] {
         if let Some(place) = bundle.blobs.iter().position(|(found, _)| found == mime) {
@@ -45,13 +52,21 @@ pub(super) fn choose(mut bundle: Bundle) -> Shown {
                 .bytes()
                 .filter(|byte| !byte.is_ascii_whitespace())
                 .collect::<Vec<_>>();
-            // Bytes that cannot be read become an image that is said to be corrupt.
+            // Bytes that cannot be decoded become an image that is reported as corrupt.
             return Shown::Image(STANDARD.decode(compact).unwrap_or_default());
         }
     }
     let mut take = |mime: &str| bundle.texts.remove(mime).filter(|text| !text.is_empty());
     let mut plain = take("text/plain");
     let says_little = plain.as_deref().is_none_or(is_bare_name);
+    if let Some(json) = take("application/vnd.plotly.v1+json") {
+        // The runner's summary is more informative than one derived from the JSON. A plain text by
+        // Plotly itself only repeats the figure.
+        let summary = plain
+            .filter(|text| text.starts_with("Plotly figure"))
+            .unwrap_or_else(|| plotly(&json));
+        return Shown::Figure { summary, json };
+    }
     let text = None
         .or_else(|| take("text/markdown"))
         .or_else(|| take("text/latex"))
@@ -62,7 +77,6 @@ pub(super) fn choose(mut bundle: Bundle) -> Shown {
                 None => summary,
             })
         })
-        .or_else(|| take("application/vnd.plotly.v1+json").map(|figure| plotly(&figure)))
         .or_else(|| take("application/json").map(|json| pretty(&json)))
         .or_else(|| {
             let page = take("text/html")
@@ -80,16 +94,16 @@ pub(super) fn choose(mut bundle: Bundle) -> Shown {
     }
 }
 
-/// Whether a text says no more than what kind of object it stands for, such as
-/// `<IPython.core.display.HTML object>` or `<pandas.io.formats.style.Styler at 0x7f…>`.
+/// Returns whether a text only names the type of an object, such as `<IPython.core.display.HTML
+/// object>` or `<pandas.io.formats.style.Styler at 0x7f…>`.
 fn is_bare_name(text: &str) -> bool {
     let text = text.trim();
     let is_name = text.starts_with('<') && text.ends_with('>') && !text.contains('\n');
     is_name && (text.contains(" object") || text.contains(" at 0x"))
 }
 
-/// Says in a line what a drawing has, for environments that cannot make a picture of it. Its source
-/// tells a reader nothing.
+/// Describes the contents of a drawing in a line, for environments that cannot render it. Its
+/// source is of no use to a reader.
 fn drawing(source: &str) -> String {
     let read = &source[..source.floor_char_boundary(HTML_READ)];
     let start = read.find("<svg").map_or("", |at| &read[at..]);
@@ -142,8 +156,8 @@ fn pretty(json: &str) -> String {
     shortened(laid_out.as_deref().unwrap_or(json))
 }
 
-/// Says in a line what a figure shows that did not come from Plotly itself: there, the runner says
-/// more. The source is numbers and a template.
+/// Describes a figure in a line, if it has no description. For Plotly's own objects, the runner's
+/// description is more informative. The source is numbers and a template.
 fn plotly(figure: &str) -> String {
     let Ok(value) = cellblock_json::read::<Value>(figure.as_bytes(), LOOKED_INTO) else {
         return format!("[Plotly figure, {} bytes of JSON]", figure.len());
@@ -291,7 +305,8 @@ mod tests {
 
     #[test]
     fn a_drawing_is_named_and_its_source_is_not_shown() {
-        let source = "<?xml version='1.0'?><svg width=\"12pt\" height='9pt'><title>T</title><g><text x='1'>a <tspan>b</tspan></text>\
+        let source = "<?xml version='1.0'?><svg width=\"12pt\" \
+                      height='9pt'><title>T</title><g><text x='1'>a <tspan>b</tspan></text>\
                       </g><!-- no --></svg>";
         let summary = format!(
             "[SVG drawing, 12pt × 9pt: 5 elements, {} characters; texts: T, a b]",
@@ -356,22 +371,32 @@ mod tests {
             panic!("data is text")
         };
         assert!(laid_out.starts_with("[\n"), "the control: less is laid out");
-        let figure = shown(&[("application/vnd.plotly.v1+json", &many(100_000))], &[]);
-        assert_eq!(figure, text("[Plotly figure, 700003 bytes of JSON]"));
+        let shown = shown(&[("application/vnd.plotly.v1+json", &many(100_000))], &[]);
+        assert!(
+            matches!(&shown, Shown::Figure { summary, .. }
+                if summary == "[Plotly figure, 700003 bytes of JSON]"),
+            "{shown:?}"
+        );
     }
 
     #[test]
-    fn a_plotly_figure_is_summed_up_without_its_source() {
+    fn a_plotly_figure_is_summed_up_and_its_source_is_kept_apart() {
         let figure = r#"{"data":[{"type":"bar","x":[1,2,3]},{"name":"","y":[1]}],"layout":{"title":{"text":"T"},"xaxis":{"title":"time"}}}"#;
-        assert_eq!(
-            shown(
-                &[
-                    ("text/plain", "Figure({…})"),
-                    ("application/vnd.plotly.v1+json", figure)
-                ],
-                &[]
-            ),
-            text("Plotly figure: bar with 3 points, scatter with 1 point; title: T; x axis: time")
-        );
+        let of_json =
+            "Plotly figure: bar with 3 points, scatter with 1 point; title: T; x axis: time";
+        for (plain, summary) in [
+            ("Figure({…})", of_json),
+            ("Plotly figure: T\n  bar", "Plotly figure: T\n  bar"),
+        ] {
+            let expected = Shown::Figure {
+                summary: summary.to_owned(),
+                json: figure.to_owned(),
+            };
+            let bundle = [
+                ("text/plain", plain),
+                ("application/vnd.plotly.v1+json", figure),
+            ];
+            assert_eq!(shown(&bundle, &[]), expected);
+        }
     }
 }

@@ -1,22 +1,12 @@
-//! How the words of this room travel to another process, where that is not plain.
+//! Serialization of this module's types for another process, where it is not derived.
 //!
-//! A value that has a door (`SessionId::from_str`) comes in through it again. What is only shown, and belongs to another room, travels as its text.
-
-use std::collections::HashSet;
-use std::sync::{Mutex, PoisonError};
+//! A value with a checked constructor (`SessionId::from_str`) is deserialized through it. Values of
+//! other modules that are only displayed are serialized as text.
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 
 use super::{BadHandle, BadInsidePath, BadSessionId, ExecutionHandle, InsidePath, SessionId};
 use crate::sandbox::{Blocked, Reason, Rules};
-
-/// A text that the program itself holds, such as the name of a state.
-pub type Word = &'static str;
-
-/// The program has fewer words. More of them would be a peer's invention, and their memory would never be given back.
-const MOST_WORDS: usize = 1_000;
-/// Bytes of the longest word.
-const LONGEST_WORD: usize = 200;
 
 impl TryFrom<String> for SessionId {
     type Error = BadSessionId;
@@ -42,40 +32,6 @@ impl TryFrom<String> for ExecutionHandle {
     }
 }
 
-/// Words, each of which is kept once for as long as the process lives.
-pub(super) mod word {
-    use super::*;
-
-    pub(in crate::session) fn serialize<S: Serializer>(
-        word: &Word,
-        serializer: S,
-    ) -> Result<S::Ok, S::Error> {
-        serializer.serialize_str(word)
-    }
-
-    pub(in crate::session) fn deserialize<'de, D: Deserializer<'de>>(
-        deserializer: D,
-    ) -> Result<Word, D::Error> {
-        let text = String::deserialize(deserializer)?;
-        kept(text).ok_or_else(|| de::Error::custom("too many words, or too long a word"))
-    }
-}
-
-fn kept(text: String) -> Option<Word> {
-    static WORDS: Mutex<Option<HashSet<Word>>> = Mutex::new(None);
-    let mut words = WORDS.lock().unwrap_or_else(PoisonError::into_inner);
-    let words = words.get_or_insert_default();
-    if let Some(word) = words.get(text.as_str()) {
-        return Some(word);
-    }
-    if words.len() == MOST_WORDS || text.len() > LONGEST_WORD {
-        return None;
-    }
-    let word: Word = String::leak(text);
-    words.insert(word);
-    Some(word)
-}
-
 /// Rules as their canonical texts.
 pub(super) mod rules {
     use super::*;
@@ -94,7 +50,7 @@ pub(super) mod rules {
     }
 }
 
-/// Rules, where there may be none.
+/// Optional rules.
 pub(super) mod optional_rules {
     use super::*;
 
@@ -118,7 +74,7 @@ pub(super) mod optional_rules {
     }
 }
 
-/// Refused connections, whose reasons are for readers.
+/// Refused connections; their reasons are display text.
 pub(super) mod blocked {
     use super::*;
 
@@ -161,7 +117,8 @@ pub(super) mod blocked {
 mod tests {
     use super::*;
     use crate::session::{
-        ExecutionId, Image, Outcome, Output, Part, Refused, SessionInfo, Status, Which,
+        ExecutionId, Image, ImageType, Outcome, Output, Part, Refused, Retry, SessionInfo,
+        SessionState, Status, Which,
     };
 
     fn there_and_back<T: Serialize + for<'de> Deserialize<'de>>(value: &T) -> Result<T, String> {
@@ -172,7 +129,7 @@ mod tests {
     #[test]
     fn an_outcome_arrives_as_it_was_sent() {
         let image = Image {
-            mime: "image/png",
+            kind: ImageType::Png,
             bytes: vec![0, 255, 7],
             width: 2,
             height: 1,
@@ -192,6 +149,7 @@ mod tests {
                 total_chars: 3,
                 total_lines: 1,
                 cut_chars: 0,
+                figures: 1,
                 late: None,
             },
             duration: std::time::Duration::from_micros(1500),
@@ -233,7 +191,7 @@ mod tests {
         for rules in [Rules::none(), listed, Rules::everything(), everything] {
             let info = SessionInfo {
                 id: SessionId::default_session(),
-                state: "idle",
+                state: SessionState::Idle,
                 ended: None,
                 executions: 1,
                 age: Default::default(),
@@ -252,7 +210,7 @@ mod tests {
         for refused in [
             Refused::CellRunning {
                 id: id.clone(),
-                then: "undo",
+                then: Retry::Undo,
             },
             Refused::Unknown { id: id.clone() },
             Refused::Launch(crate::sandbox::LaunchError::TimedOut(
@@ -285,13 +243,5 @@ mod tests {
         ); // control
         let which = Which::Of(SessionId::default_session());
         assert_eq!(there_and_back(&which).unwrap(), which);
-    }
-
-    #[test]
-    fn a_word_is_kept_once_and_a_text_is_none() {
-        let first = kept("a word of this test".to_owned()).unwrap();
-        let second = kept("a word of this test".to_owned()).unwrap();
-        assert!(std::ptr::eq(first, second));
-        assert_eq!(kept("x".repeat(LONGEST_WORD + 1)), None);
     }
 }

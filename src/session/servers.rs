@@ -1,7 +1,8 @@
-//! Registrations of other MCP servers: what is told of them, and where they are asked for.
+//! Registrations of other MCP servers: the reports about them, and the calls that manage them.
 //!
-//! A registration belongs to its owner, or to the operator, and then everybody may use it. What it takes to reach a server (a command, an address, headers, variables)
-//! goes to the broker and never comes back.
+//! A registration belongs to its owner, or to the operator, in which case all callers may use it.
+//! The parameters for reaching a server (a command, an address, headers, variables) go to the
+//! broker and are never returned.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -13,16 +14,16 @@ use super::manager::Sessions;
 use super::tools::Broker;
 use super::{Principal, Refused};
 
-/// A server that somebody wants to use.
+/// A server to register.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ServerRequest {
     pub name: String,
-    /// In the form of client configurations, unchecked.
+    /// In the format of client configurations, unchecked.
     pub params: Value,
     pub trust: Trust,
 }
 
-// Parameters hold secrets.
+// Parameters contain secrets.
 impl fmt::Debug for ServerRequest {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         formatter
@@ -33,27 +34,29 @@ impl fmt::Debug for ServerRequest {
     }
 }
 
-/// What whoever names a server may do on this machine.
+/// Rights on this machine of the caller that registers a server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Trust {
-    /// They started the server: they may name programs, use its variables and reach what it reaches.
+    /// The caller started the server: it may name programs, use the server's environment variables
+    /// and reach everything the server reaches.
     Local,
-    /// They may name addresses that are public, or that the operator has listed, and none of the server's variables.
+    /// The caller may name addresses that are public or listed by the operator. It may not use the
+    /// server's environment variables.
     Remote,
 }
 
-/// The servers of the operator, in the place of those that were told before.
+/// The servers of the operator. They replace the previous ones.
 #[derive(Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ServerSetup {
     /// Names and parameters, checked.
     pub servers: BTreeMap<String, Value>,
-    /// Hosts that remote callers may name although they are at no public address.
+    /// Hosts without a public address that remote callers may name.
     pub allowed_hosts: Vec<String>,
-    /// What `${VAR}` is filled from.
+    /// Values for `${VAR}`.
     pub variables: BTreeMap<String, String>,
 }
 
-/// What is known of a registered server.
+/// Report about a registered server.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ServerReport {
     pub name: String,
@@ -63,16 +66,16 @@ pub struct ServerReport {
     pub transport: String,
     pub registrar: Registrar,
     pub state: ServerState,
-    /// Those that have a module, in the order of their names.
+    /// Tools that have a module, sorted by name.
     pub tools: Vec<ServerTool>,
-    /// What is not as the server said it, and why.
+    /// Deviations from the server's own description, with reasons.
     pub notes: Vec<String>,
 }
 
-/// Who has registered a server.
+/// Origin of a registration.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Registrar {
-    /// In the configuration; everybody may use it, and nobody can take it away.
+    /// The configuration; all callers may use the server, and none can remove it.
     Operator,
     /// The caller.
     Owner,
@@ -105,7 +108,7 @@ impl ServerState {
 /// A tool that has a module.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ServerTool {
-    /// As the server knows it.
+    /// Name on the server.
     pub name: String,
     /// The module.
     pub module: String,
@@ -115,7 +118,8 @@ pub struct ServerTool {
 }
 
 impl Sessions {
-    /// Connects to a server and makes its tools known to the owner's sessions, in the place of one of the same name.
+    /// Connects to a server and makes its tools available to the owner's sessions. It replaces a
+    /// server of the same name.
     pub async fn register_server(
         &self,
         owner: &Principal,
@@ -131,7 +135,7 @@ impl Sessions {
         Ok(report)
     }
 
-    /// Takes a server away from the owner's sessions.
+    /// Removes a server from the owner's sessions.
     pub async fn unregister_server(&self, owner: &Principal, name: &str) -> Result<(), Refused> {
         self.broker()?
             .unregister(owner, name)
@@ -141,12 +145,12 @@ impl Sessions {
         Ok(())
     }
 
-    /// Tells which servers the owner's sessions may use, in the order of their names.
+    /// Returns the servers that the owner's sessions may use, sorted by name.
     pub fn servers(&self, owner: &Principal) -> Result<Vec<ServerReport>, Refused> {
         Ok(self.broker()?.servers(owner))
     }
 
-    /// Takes over the servers of the operator. They are connected in the background.
+    /// Replaces the servers of the operator. They are connected in the background.
     pub fn set_up_servers(&self, setup: ServerSetup) -> Result<(), Refused> {
         self.broker()?.set_up(setup);
         Ok(())

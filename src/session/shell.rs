@@ -1,7 +1,9 @@
-//! Shell commands of sessions whose code may start no programs: what is asked for, how it is shown, and what then runs.
+//! Shell commands of sessions whose code may not start programs: the request, how it is shown, and
+//! the program that runs.
 //!
-//! All of it is one value, `ShellCommand`, which is made once from what the code said and never changes. A decision is made about its texts; the program is launched
-//! from the same value. What the code does meanwhile, to its memory or to its variables, is of no consequence.
+//! All of this is one value, `ShellCommand`. It is made once from the claims of the code and never
+//! changes. The decision is made about its texts, and the program is launched from the same value.
+//! Changes that the code makes meanwhile, to its memory or to its variables, have no effect.
 
 use std::collections::HashSet;
 use std::fmt::Write as _;
@@ -9,28 +11,30 @@ use std::time::Duration;
 
 use crate::runner_client::ClaimedCommand;
 
-/// Bytes of a line, or of all words together. The kernel takes no longer line than 128 KiB.
+/// Limit in bytes for a line, or for all words together. The kernel accepts no line longer than 128
+/// KiB.
 const LONGEST_COMMAND: usize = 100_000;
-/// Bytes of what a command reads.
+/// Limit in bytes for the input of a command.
 const LONGEST_INPUT: usize = 1024 * 1024;
-/// Variables that may differ, and their bytes.
+/// Limits for changed variables: their number, and their bytes.
 const MOST_VARIABLES: usize = 256;
 const LONGEST_VARIABLES: usize = 64 * 1024;
-/// Bytes of a folder; the kernel accepts no longer ones.
+/// Limit in bytes for a folder; the kernel accepts no longer ones.
 const LONGEST_FOLDER: usize = 4096;
-/// A time limit beyond this is none.
+/// A longer timeout is ignored.
 const LONGEST_TIMEOUT: f64 = 30.0 * 24.0 * 3600.0;
 
-/// What lines are for: the first of them that exists. By their place: a variable of the session must not choose the shell.
+/// Shells for command lines; the first one that exists is used. Absolute paths, because a variable
+/// of the session must not choose the shell.
 const SHELLS: [&str; 2] = ["/bin/bash", "/bin/sh"];
 
-/// A command, whole.
+/// A complete command.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ShellCommand {
     form: Form,
     input: Option<String>,
     folder: String,
-    /// Whether that is the folder in which commands usually begin, which is not worth a word.
+    /// Whether that is the default folder of commands, which is not shown.
     is_usual_folder: bool,
     environment: Vec<(String, Option<String>)>,
     pub timeout: Option<Duration>,
@@ -43,7 +47,7 @@ enum Form {
     Words(Vec<String>),
 }
 
-/// A command that cannot be decided about, let alone run.
+/// An invalid command, which can neither be decided about nor run.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum UnfitCommand {
     #[error("there is nothing to run")]
@@ -57,7 +61,8 @@ pub enum UnfitCommand {
 }
 
 impl ShellCommand {
-    /// Takes what the code said, if it is within bounds. `usual_folder` is where commands of its session usually begin.
+    /// Accepts the claims of the code, if they are within limits. `usual_folder` is the default
+    /// folder of commands in its session.
     pub fn new(claimed: ClaimedCommand, usual_folder: &str) -> Result<ShellCommand, UnfitCommand> {
         let ClaimedCommand {
             line,
@@ -114,7 +119,8 @@ impl ShellCommand {
         })
     }
 
-    /// Names the way in which the code asks, for rules: `!`, `%%bash`, `%%perl -w`, `subprocess`.
+    /// Returns how the code made the request, for policy rules: `!`, `%%bash`, `%%perl -w`,
+    /// `subprocess`.
     pub fn kind(&self) -> String {
         match (&self.form, &self.input) {
             (Form::Line(_), _) => "!".to_owned(),
@@ -123,10 +129,11 @@ impl ShellCommand {
         }
     }
 
-    /// Returns all of the command as one text: the line, the words or the script.
+    /// Returns the complete command as one text: the line, the words or the script.
     ///
-    /// When it begins elsewhere than in the working folder, or with other variables than a fresh session has, the text is another command that does the same and says
-    /// so. Two commands have the same kind and text only if they do the same.
+    /// If it starts outside the working folder, or with other variables than a fresh session has,
+    /// the text is an equivalent command that states this. Two commands have the same kind and text
+    /// only if they do the same.
     pub fn text(&self) -> String {
         let differs = !self.is_usual_folder || !self.environment.is_empty();
         match (&self.form, &self.input) {
@@ -156,7 +163,7 @@ impl ShellCommand {
         }
     }
 
-    /// Folder and variables, in the words of `env`.
+    /// Returns folder and variables as an `env` command.
     fn circumstances(&self) -> String {
         let mut words = vec!["env".to_owned()];
         if !self.is_usual_folder {
@@ -180,7 +187,7 @@ impl ShellCommand {
         }
     }
 
-    /// Returns the programs to try, one after another, until one exists.
+    /// Returns the programs to try in order, until one exists.
     pub(super) fn programs(&self) -> Vec<Vec<String>> {
         match &self.form {
             Form::Line(line) => SHELLS
@@ -221,7 +228,7 @@ fn check<'a>(
     Ok(())
 }
 
-/// Returns words as a shell takes them.
+/// Returns words quoted for a shell.
 fn quoted(words: &[String]) -> String {
     let plain = |text: &str| {
         !text.is_empty()
@@ -236,8 +243,8 @@ fn quoted(words: &[String]) -> String {
     words.collect::<Vec<_>>().join(" ")
 }
 
-/// Returns a word that is no line of the text: `END` with fewer underscores than any other such
-/// word.
+/// Returns a word that is not a line of the text: `END` with the smallest number of underscores
+/// that is unused.
 fn unused_word(text: &str) -> String {
     let underscores = |line: &str| {
         let rest = line.strip_prefix("END")?;

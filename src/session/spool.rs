@@ -1,27 +1,28 @@
-//! The spool: the whole text of an execution, for those who want more than head and tail.
+//! The spool: the full text of an execution, for readers who need more than head and tail.
 //!
-//! Short texts stay in memory. Longer ones go to a temporary file without a name, which vanishes with its last handle. A spool that
-//! is full, or whose disk is, stops taking text and says so; the execution goes on.
+//! Short texts stay in memory. Longer ones go to an unnamed temporary file, which is deleted with
+//! its last handle. A spool that is full, or whose disk is full, stops accepting text and reports
+//! that; the execution continues.
 
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 
-/// The most text kept of one execution.
+/// Limit in bytes for the kept text of one execution.
 const LARGEST_SPOOL: u64 = 64 * 1024 * 1024;
-/// Texts up to this size need no file. Twenty of them are kept in a session.
+/// Texts up to this size need no file. Twenty of them are kept per session.
 const IN_MEMORY: usize = 16 * 1024;
 
-/// Takes text while an execution runs.
+/// Collects text while an execution runs.
 #[derive(Debug, Default)]
 pub(super) struct Spool {
     memory: Vec<u8>,
     file: Option<File>,
-    /// Bytes that are in the file; the rest of what is kept is in memory.
+    /// Bytes in the file; the rest of the kept text is in memory.
     filed: u64,
     size: u64,
-    /// Characters that were written, also those that are not kept.
+    /// Characters that were written, including those that are not kept.
     chars: u64,
     cut: bool,
 }
@@ -43,17 +44,18 @@ impl Spool {
         self.size += kept.len() as u64;
     }
 
-    /// Bytes that are kept until now.
+    /// Returns the number of bytes kept so far.
     pub(super) fn size(&self) -> u64 {
         self.size
     }
 
-    /// Characters that were written until now, also those that are not kept.
+    /// Returns the number of characters written so far, including those that are not kept.
     pub(super) fn chars(&self) -> u64 {
         self.chars
     }
 
-    /// Reads what is kept from `offset` on, at most `limit` bytes. It may begin or end inside a character.
+    /// Reads at most `limit` kept bytes from `offset` on. The range may start or end inside a
+    /// character.
     pub(super) fn read_range(&self, offset: u64, limit: usize) -> io::Result<Vec<u8>> {
         let left = usize::try_from(self.size.saturating_sub(offset))
             .unwrap_or(usize::MAX)
@@ -100,7 +102,8 @@ impl Spool {
 
     fn flush(&mut self) -> io::Result<()> {
         if let Some(file) = &self.file {
-            // At its place rather than at the file's end: an earlier attempt may have written half of it.
+            // At its offset rather than at the file's end: an earlier attempt may have written a
+            // part of it.
             file.write_all_at(&self.memory, self.filed)?;
             self.filed += self.memory.len() as u64;
             self.memory.clear();
@@ -109,7 +112,7 @@ impl Spool {
     }
 }
 
-/// The whole text of an execution.
+/// The full text of an execution.
 #[derive(Debug, Clone)]
 pub struct FullOutput {
     text: Arc<Kept>,
@@ -128,12 +131,12 @@ impl FullOutput {
         self.total_bytes
     }
 
-    /// Tells whether the text was longer than is kept.
+    /// Returns whether the text was longer than the kept part.
     pub fn is_cut(&self) -> bool {
         self.cut
     }
 
-    /// Reads at most `limit` bytes from `offset`. It may begin or end inside a character.
+    /// Reads at most `limit` bytes from `offset`. The range may start or end inside a character.
     pub fn read_range(&self, offset: u64, limit: usize) -> io::Result<Vec<u8>> {
         let left = self.total_bytes.saturating_sub(offset);
         let size = usize::try_from(left).unwrap_or(usize::MAX).min(limit);

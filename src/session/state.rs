@@ -1,25 +1,26 @@
-//! What a session does about what happens to it. Nothing is performed here; the driver carries out the actions.
+//! The state machine of a session. It performs nothing; the driver carries out the actions.
 //!
-//! One request runs at a time, the others wait in the order of their arrival. Every request that comes in gets exactly one `Answer`,
-//! whatever else happens.
+//! One request runs at a time; the others wait in the order of their arrival. Every submitted
+//! request gets exactly one `Answer`, whatever else happens.
 //!
-//! A cell that is first in its session's queue needs a place as well, because only so many cells run at once in the whole server. It stays in the
-//! queue until its turn comes.
+//! A cell that is first in its session's queue also needs a run permit, because the number of
+//! concurrent cells in the whole server is limited. It stays in the queue until it receives one.
 //!
-//! The state that a cell is about to change is copied first, at the latest before the cell starts and preferably right after the one before it,
-//! when nobody waits. The same state is never copied twice.
+//! The state that a cell is about to change is copied first: preferably right after the previous
+//! cell, when no request is waiting, and at the latest before the cell starts. The same state is
+//! never copied twice.
 
 use std::collections::VecDeque;
 
-use super::StateAfter;
+use super::{SessionState, StateAfter};
 
-/// Requests that may wait for one session. More would wait longer than any caller does.
+/// Requests that may be queued in one session. More would wait longer than any caller does.
 pub(super) const MOST_WAITING: usize = 64;
 
-/// Names a request, and on the wire its execution or transfer.
+/// Id of a request, and on the wire of its execution or transfer.
 pub(super) type RequestId = u64;
 
-/// What a request asks for, as far as it matters when it may begin.
+/// Kind of a request, as far as it affects when the request may start.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Kind {
     /// Changes the session's state.
@@ -35,32 +36,32 @@ pub(super) enum State {
         first: bool,
     },
     Idle,
-    /// The cell that is first in the queue waits for its turn among the cells of all sessions.
+    /// The first cell in the queue waits for a run permit among the cells of all sessions.
     Waiting,
     Running {
         request: RequestId,
         kind: Kind,
         stopping: Option<Stop>,
     },
-    /// The interpreter is being copied: for a later undo, or for the forks that a request wants.
+    /// The interpreter is being copied: for a later undo, or for the forks of a request.
     Copying {
         fork: Option<RequestId>,
     },
-    /// Another interpreter, with a state of its own, is being put in the place of the present one.
+    /// The current interpreter is being replaced by another one with its own state.
     Replacing,
-    /// The interpreter is gone; the sandbox and its files are there.
+    /// The interpreter is gone; the sandbox and its files still exist.
     Ended,
     Gone,
 }
 
 impl State {
-    pub(super) fn name(self) -> &'static str {
+    pub(super) fn shown(self) -> SessionState {
         match self {
-            State::Starting { .. } | State::Replacing => "starting",
-            State::Idle | State::Copying { .. } => "idle",
-            State::Waiting => "waiting",
-            State::Running { .. } => "running",
-            State::Ended | State::Gone => "ended",
+            State::Starting { .. } | State::Replacing => SessionState::Starting,
+            State::Idle | State::Copying { .. } => SessionState::Idle,
+            State::Waiting => SessionState::Waiting,
+            State::Running { .. } => SessionState::Running,
+            State::Ended | State::Gone => SessionState::Ended,
         }
     }
 }
@@ -72,45 +73,46 @@ pub(super) enum Stop {
     Cancelled,
 }
 
-/// What happens to a session.
+/// Input of the state machine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Event {
     Submitted(RequestId, Kind),
     CancelAsked(RequestId),
-    /// The interpreter that was being started has greeted. If `copied`, there is a copy of its state already.
+    /// The interpreter that was being started has sent its greeting. If `copied`, a copy of its
+    /// state already exists.
     Started {
         copied: bool,
     },
     StartFailed,
     /// The runner claims that a request is over.
     Finished(RequestId),
-    /// The request that was to start cannot, and has been answered.
+    /// The request that was to start could not, and has been answered.
     Declined(RequestId),
-    /// The state is no longer the one that was copied last.
+    /// The state differs from the last copy.
     Changed,
-    /// The copying is over, with or without a copy, and so are the forks made of it.
+    /// The copying is over, with or without a copy, and so is the making of forks from it.
     Copied,
-    /// Nothing can be copied here, now and later.
+    /// Copies are impossible here, now and later.
     CopiesImpossible,
-    /// Another interpreter is to take the place of the present one.
+    /// The current interpreter is to be replaced by another one.
     ReplaceAsked,
-    /// There is a place for the cell that waits for one.
+    /// The waiting cell received its run permit.
     TurnCame,
-    /// Too many wait for a place.
+    /// Too many cells wait for a run permit.
     TurnRefused,
     TimeIsUp,
     GraceIsOver,
     InterpreterGone,
     ProtocolBroken,
     ResetAsked,
-    /// It is closed, has expired, or the server ends.
-    LeaveAsked,
+    /// The session is closed, has expired, or the server ends.
+    ShutdownAsked,
 }
 
-/// What the driver does, in this order.
+/// Actions for the driver, carried out in order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Action {
-    /// Asks for a place for the first cell in the queue.
+    /// Requests a run permit for the first cell in the queue.
     AskTurn,
     Start(RequestId),
     Copy,
@@ -123,7 +125,7 @@ pub(super) enum Action {
     RefuseReplacement,
 }
 
-/// The one ending of a request.
+/// The final answer to a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Answer {
     Finished,
@@ -135,13 +137,13 @@ pub(super) enum Answer {
     Refused(Refusal),
 }
 
-/// Why a request never began.
+/// Reason why a request was never started.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Refusal {
     Busy,
     /// Too many cells wait in the whole server.
     Crowded,
-    /// A fork was asked for while a cell runs or waits.
+    /// A fork was requested while a cell runs or waits.
     CellRunning,
     Cancelled,
     StartFailed,
@@ -157,17 +159,18 @@ pub(super) struct Machine {
     copies: Copies,
 }
 
-/// Whether the present state must be copied before a cell changes it.
+/// Whether the current state must be copied before a cell changes it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Copies {
     Off,
     Wanted,
-    /// It has been copied, or that was tried in vain.
+    /// It has been copied, or an attempt failed.
     Tried,
 }
 
 impl Machine {
-    /// A machine whose first interpreter is being started. With `undo`, the state is copied before each cell.
+    /// Creates a machine whose first interpreter is being started. With `undo`, the state is copied
+    /// before each cell.
     pub(super) fn new(undo: bool) -> Machine {
         let copies = if undo { Copies::Wanted } else { Copies::Off };
         Machine {
@@ -181,12 +184,12 @@ impl Machine {
         self.state
     }
 
-    /// Returns the request that is first in the queue.
+    /// Returns the first request in the queue.
     pub(super) fn first(&self) -> Option<RequestId> {
         self.queue.front().map(|(request, _)| *request)
     }
 
-    /// Tells whether a cell runs or waits for its turn.
+    /// Returns whether a cell runs or waits for a run permit.
     pub(super) fn has_cell(&self) -> bool {
         matches!(
             self.state,
@@ -197,7 +200,7 @@ impl Machine {
         ) || self.queue.iter().any(|(_, kind)| *kind == Kind::Cell)
     }
 
-    /// Decides what to do about `event`.
+    /// Decides how to handle `event`.
     pub(super) fn next(&mut self, event: Event) -> Vec<Action> {
         let mut actions = Vec::new();
         match (self.state, event) {
@@ -237,7 +240,7 @@ impl Machine {
                 };
                 actions.push(Action::Interrupt);
             }
-            // The copy cannot be called back; what comes of it is thrown away.
+            // The copying cannot be cancelled; its result is discarded.
             (
                 State::Copying {
                     fork: Some(request),
@@ -258,7 +261,7 @@ impl Machine {
                         cancelled,
                         Answer::Refused(Refusal::Cancelled),
                     ));
-                    // Another cell that is first now has the same turn.
+                    // If another cell is first now, it takes over the ticket.
                     if state == State::Waiting
                         && !matches!(self.queue.front(), Some((_, Kind::Cell)))
                     {
@@ -425,7 +428,7 @@ impl Machine {
                 actions.push(Action::Restart);
             }
 
-            (_, Event::LeaveAsked) => {
+            (_, Event::ShutdownAsked) => {
                 actions.extend(
                     self.under_way()
                         .map(|request| Action::Answer(request, Answer::Closed)),
@@ -434,7 +437,8 @@ impl Machine {
                 self.state = State::Gone;
             }
 
-            // What is left comes too late or is a lie: an end of something that does not run, a time that ran out for it.
+            // The remaining events come too late or are false claims: the end of a request that
+            // does not run, or a timeout of one.
             (
                 _,
                 Event::Started { .. }
@@ -567,7 +571,8 @@ mod tests {
         !matches!(state, State::Idle | State::Ended | State::Gone)
     }
 
-    /// Puts a machine that makes no copies into `state`, with request 2 waiting where requests can wait: a file, or the cell that waits for its turn.
+    /// Puts a machine without copies into `state`, with request 2 waiting where requests can wait:
+    /// a file, or the cell that waits for a run permit.
     fn machine(state: State) -> Machine {
         let kind = if state == State::Waiting {
             Kind::Cell
@@ -595,7 +600,7 @@ mod tests {
         );
     }
 
-    /// Puts a machine that makes copies into `state`, lets `events` happen, and checks what it does about them.
+    /// Puts a machine with copies into `state`, applies `events`, and checks the resulting actions.
     fn check_copies(
         state: State,
         copies: Copies,
@@ -754,8 +759,7 @@ mod tests {
     }
 
     #[test]
-    fn when_the_cell_that_waits_for_its_turn_is_cancelled_the_next_cell_has_its_turn_and_a_file_needs_none()
-     {
+    fn when_the_first_waiting_cell_is_cancelled_the_next_one_has_its_turn_and_a_file_needs_none() {
         let cancelled = refused(Refusal::Cancelled);
         let cancel = Event::CancelAsked(2);
         let cells = [(2, Kind::Cell), (3, Kind::Cell)];
@@ -1160,17 +1164,17 @@ mod tests {
             let actions = [answer(Answer::Closed), refused(Refusal::Closed)];
             match state {
                 State::Running { .. } | FORKING => {
-                    check(state, Event::LeaveAsked, State::Gone, &actions)
+                    check(state, Event::ShutdownAsked, State::Gone, &actions)
                 }
                 state if waits(state) => {
-                    check(state, Event::LeaveAsked, State::Gone, &actions[1..])
+                    check(state, Event::ShutdownAsked, State::Gone, &actions[1..])
                 }
-                _ => check(state, Event::LeaveAsked, State::Gone, &[]),
+                _ => check(state, Event::ShutdownAsked, State::Gone, &[]),
             }
         }
     }
 
-    /// What happens to a session; the number of a request that is submitted is chosen later.
+    /// An event; the id of a submitted request is chosen later.
     #[derive(Debug, Clone)]
     enum Step {
         Submit(Kind),
@@ -1179,12 +1183,14 @@ mod tests {
 
     fn step() -> impl Strategy<Value = Step> {
         prop_oneof![
-            4 => prop::sample::select(vec![Kind::Cell, Kind::File, Kind::Fork]).prop_map(Step::Submit),
+            4 => prop::sample::select(vec![Kind::Cell, Kind::File, Kind::Fork])
+                .prop_map(Step::Submit),
             1 => (0u64..40).prop_map(|request| Step::Happen(Event::CancelAsked(request))),
             3 => (0u64..40).prop_map(|request| Step::Happen(Event::Finished(request))),
             5 => prop::sample::select(vec![
-                Event::Started { copied: false }, Event::StartFailed, Event::TimeIsUp, Event::GraceIsOver, Event::InterpreterGone,
-                Event::ProtocolBroken, Event::ResetAsked, Event::Changed, Event::Copied, Event::Copied,
+                Event::Started { copied: false }, Event::StartFailed, Event::TimeIsUp,
+                Event::GraceIsOver, Event::InterpreterGone, Event::ProtocolBroken,
+                Event::ResetAsked, Event::Changed, Event::Copied, Event::Copied,
                 Event::TurnCame, Event::TurnCame, Event::TurnCame, Event::TurnRefused,
                 Event::CopiesImpossible, Event::ReplaceAsked,
             ]).prop_map(Step::Happen),
@@ -1193,13 +1199,16 @@ mod tests {
 
     proptest! {
         #[test]
-        fn every_request_gets_exactly_one_answer(steps in prop::collection::vec(step(), 0..120), undo: bool) {
+        fn every_request_gets_exactly_one_answer(
+            steps in prop::collection::vec(step(), 0..120), undo: bool
+        ) {
             let mut machine = Machine::new(undo);
             let mut answers = BTreeMap::new();
             let mut running = None;
-            let submitted = steps.iter().filter(|step| matches!(step, Step::Submit(_))).count() as u64;
+            let submitted =
+                steps.iter().filter(|step| matches!(step, Step::Submit(_))).count() as u64;
             let mut next = 0;
-            for step in steps.into_iter().chain([Step::Happen(Event::LeaveAsked)]) {
+            for step in steps.into_iter().chain([Step::Happen(Event::ShutdownAsked)]) {
                 let event = match step {
                     Step::Submit(kind) => { next += 1; Event::Submitted(next - 1, kind) }
                     Step::Happen(event) => event,

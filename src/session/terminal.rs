@@ -1,27 +1,28 @@
-//! What a terminal would do with the bytes of a stream, as far as a reader of text cares.
+//! Interprets the bytes of a stream as a terminal would, as far as it matters for a reader of text.
 //!
-//! Bytes become text: code points that were split between two reads are joined, invalid ones replaced, colour codes and other escape
-//! sequences removed, also those that begin with one of the control characters from U+0080 to
-//! U+009F. Carriage return and backspace are told apart, because the line they act on belongs to
-//! the caller. Characters that turn the direction of writing are shown by number, so that text
-//! cannot look like other text.
+//! Bytes become text: code points split between two reads are joined, invalid ones replaced, colour
+//! codes and other escape sequences removed, including those that start with a control character
+//! from U+0080 to U+009F. Carriage return and backspace are reported separately, because the line
+//! that they act on belongs to the caller. Characters that change the text direction are shown by
+//! number, so that text cannot look like other text.
 //!
-//! The state is a few bytes, whatever is fed. An escape sequence that never ends swallows at most the rest of its line.
+//! The state is a few bytes, regardless of the input. An unterminated escape sequence swallows at
+//! most the rest of its line.
 
 /// A piece of a stream.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Piece<'a> {
-    /// Text with no control characters but newline and tab, and none that turn the direction of
-    /// writing.
+    /// Text without control characters except newline and tab, and without characters that change
+    /// the text direction.
     Text(&'a str),
     CarriageReturn,
     Backspace,
 }
 
-/// The reader of one stream.
+/// The decoder of one stream.
 #[derive(Debug, Default)]
 pub(super) struct Terminal {
-    /// The first bytes of a code point whose rest has not arrived.
+    /// The first bytes of an incomplete code point.
     unfinished: Vec<u8>,
     escape: Escape,
 }
@@ -32,9 +33,9 @@ enum Escape {
     None,
     /// After the escape character.
     Begun,
-    /// In a control sequence, which a letter ends.
+    /// In a control sequence, which is terminated by a letter.
     Control,
-    /// In a title, a link or another string, which BEL or `ESC \` ends.
+    /// In a title, a link or another string, which is terminated by BEL or `ESC \`.
     String,
     /// After an escape character in a string.
     StringEnding,
@@ -66,7 +67,7 @@ impl Terminal {
         }
     }
 
-    /// Says what is left when no more will come.
+    /// Emits the remaining input at the end of the stream.
     pub(super) fn finish(&mut self, mut emit: impl FnMut(Piece<'_>)) {
         if !self.unfinished.is_empty() {
             self.unfinished.clear();
@@ -91,20 +92,21 @@ impl Terminal {
                 Some('\r') => emit(Piece::CarriageReturn),
                 Some('\x08') => emit(Piece::Backspace),
                 Some('\x1b') => self.escape = Escape::Begun,
-                // In one character, what ESC and a letter are in two.
+                // The single-character form of ESC and a letter.
                 Some('\u{9b}') => self.escape = Escape::Control,
                 Some('\u{90}' | '\u{98}' | '\u{9d}'..='\u{9f}') => self.escape = Escape::String,
                 Some(character) if turns_direction(character) => {
                     emit(Piece::Text(&format!("\\u{{{:x}}}", u32::from(character))));
                 }
-                // The other control characters ring bells and the like.
+                // The other control characters (bell and similar) are dropped.
                 _ => {}
             }
             rest = characters.as_str();
         }
     }
 
-    /// Passes over one character of an escape sequence, or leaves the sequence in front of a character that cannot be part of it.
+    /// Skips one character of an escape sequence, or leaves the sequence before a character that
+    /// cannot be part of it.
     fn skip_escape<'a>(&mut self, text: &'a str) -> &'a str {
         let mut characters = text.chars();
         let character = characters.next().unwrap_or_default();
@@ -133,10 +135,10 @@ impl Terminal {
     }
 }
 
-/// Returns how many bytes at the beginning of a text are shown as they are.
+/// Returns the number of bytes at the start of a text that are shown unchanged.
 fn plain_length(text: &str) -> usize {
-    // Nearly all text has none of these bytes: controls, and the first bytes of what is looked at
-    // below.
+    // Nearly all text has none of these bytes: control characters, and the first bytes of the
+    // characters that are checked below.
     let suspicious = |byte: &u8| {
         (*byte < 0x20 && *byte != b'\n' && *byte != b'\t')
             || matches!(*byte, 0x7f | 0xc2 | 0xd8 | 0xe2)
@@ -153,10 +155,11 @@ fn plain_length(text: &str) -> usize {
     text.len()
 }
 
-/// Tells whether a character changes the direction of the writing around it. Letters that are
-/// written from the right are not among these.
+/// Returns whether a character changes the direction of the text around it. Right-to-left letters
+/// are not among these.
 fn turns_direction(character: char) -> bool {
-    matches!(character, '\u{61c}' | '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
+    matches!(character, '\u{61c}' | '\u{200e}' | '\u{200f}'
+        | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
 }
 
 #[cfg(test)]
@@ -220,7 +223,7 @@ mod tests {
             r"admin\u{202e}txt.exe\u{2066}\u{200f}"
         );
         assert_eq!(read(&["\u{61c}a".as_bytes()]), r"\u{61c}a");
-        // Control: letters that are written from the right, and joiners that words and emoji need.
+        // Control: right-to-left letters, and joiners that words and emoji need.
         for text in ["שלום", "سلام", "می\u{200c}خواهم", "👩\u{200d}💻"] {
             assert_eq!(read(&[text.as_bytes()]), text);
         }
@@ -255,7 +258,9 @@ mod tests {
 
     proptest! {
         #[test]
-        fn the_way_bytes_are_cut_makes_no_difference(bytes in prop::collection::vec(any::<u8>(), 0..80), cut in 0usize..80) {
+        fn the_way_bytes_are_cut_makes_no_difference(
+            bytes in prop::collection::vec(any::<u8>(), 0..80), cut in 0usize..80,
+        ) {
             let cut = cut.min(bytes.len());
             prop_assert_eq!(read(&[&bytes]), read(&[&bytes[..cut], &bytes[cut..]]));
         }
@@ -264,7 +269,9 @@ mod tests {
         fn nothing_that_is_shown_controls_a_terminal(text in any::<String>()) {
             let shown = read(&[text.as_bytes()]);
             let allowed = |character: char| matches!(character, '\n' | '\t' | '\r' | '\x08');
-            prop_assert!(!shown.chars().any(|shown| (shown.is_control() && !allowed(shown)) || turns_direction(shown)));
+            prop_assert!(!shown
+                .chars()
+                .any(|shown| (shown.is_control() && !allowed(shown)) || turns_direction(shown)));
         }
     }
 }

@@ -1,7 +1,8 @@
-//! Tools of other MCP servers for sessions: what code asks for, what comes back, and who does it.
+//! Tools of other MCP servers in sessions: calls, results, and the broker that performs them.
 //!
-//! A session knows servers and tools by name. Connections, credentials and schemas are the broker's, on the host. Whose rights a call has is
-//! decided by the session's owner as the host knows it, never by anything that the code says.
+//! A session knows servers and tools by name. Connections, credentials and schemas belong to the
+//! broker on the host. The rights of a call are those of the session's owner as known to the host,
+//! never of anything that the code claims.
 
 use std::fmt;
 use std::sync::Arc;
@@ -19,37 +20,39 @@ use super::servers::{ServerReport, ServerRequest, ServerSetup};
 use super::{Principal, SessionId};
 use crate::approval::{Fingerprint, Pattern, Policy};
 
-/// Calls of one cell of which an outcome tells. The rest is counted.
+/// Calls of one cell that an outcome lists. Further calls are only counted.
 const MOST_NOTED: usize = 100;
-/// Bytes kept of a name that code has chosen.
+/// Limit in bytes for a name chosen by code.
 const LONGEST_NAME: usize = 128;
 
-/// A call that code in a session wants to make. All of it is the code's own words, but for the fingerprint.
+/// A call that code in a session wants to make. All fields except the fingerprint are claims of the
+/// code.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ToolCall {
     pub server: String,
-    /// As the server knows it.
+    /// Name on the server.
     pub tool: String,
     pub arguments: Map<String, Value>,
-    /// What the tool was when the call was looked at. Nothing else is called.
+    /// Fingerprint of the tool when the call was checked. If it differs at call time, the call is
+    /// refused.
     pub fingerprint: Option<Fingerprint>,
 }
 
-/// What a tool answered. With `is_error` that is an error of its own.
+/// Reply of a tool. With `is_error`, it describes an error of the tool itself.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct ToolReply {
-    /// Content blocks as MCP has them.
+    /// Content blocks in the MCP format.
     pub content: Vec<Value>,
     pub structured: Option<Value>,
     pub is_error: bool,
 }
 
-/// Why a tool was not called, or did not answer.
+/// Reason why a tool was not called, or did not answer.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{text}")]
 pub struct ToolRefused {
     pub reason: ToolReason,
-    /// A sentence for whoever reads the traceback: what happened and what to do.
+    /// A sentence for the traceback: what happened and what to do.
     pub text: String,
 }
 
@@ -61,20 +64,23 @@ impl ToolRefused {
         }
     }
 
-    /// The answer for a server that is not there and for one that the session was not granted. They must be the same to the letter.
+    /// Returns the refusal for an unknown server and for one that the session was not granted. The
+    /// two texts must be identical.
     pub fn no_server(server: &str) -> ToolRefused {
         let name = shortened(server);
         ToolRefused::new(
             ToolReason::Unknown,
             format!(
-                "there is no MCP server {name:?} for this session; `list_mcp_servers` names those that are registered"
+                "there is no MCP server {name:?} for this session; `list_mcp_servers` names those \
+                 that are registered"
             ),
         )
     }
 }
 
 impl ToolRefused {
-    /// The answer for a tool that is not there and for one that the session was not granted. They must be the same to the letter.
+    /// Returns the refusal for an unknown tool and for one that the session was not granted. The
+    /// two texts must be identical.
     pub fn no_tool(server: &str, tool: &str) -> ToolRefused {
         let (server, tool) = (shortened(server), shortened(tool));
         ToolRefused::new(
@@ -83,17 +89,18 @@ impl ToolRefused {
         )
     }
 
-    /// The answer for a tool that is not any more what it was when the call was looked at.
+    /// Returns the refusal for a tool that has changed since the call was checked.
     pub fn another_tool(server: &str) -> ToolRefused {
         let server = shortened(server);
         let text = format!(
-            "the server {server} was registered anew while this call waited, so nothing was called; call it again"
+            "the server {server} was registered anew while this call waited, so nothing was \
+             called; call it again"
         );
         ToolRefused::new(ToolReason::Unavailable, text)
     }
 }
 
-/// The words of `runner/PROTOCOL.md`, "Tools".
+/// Reasons as defined in `runner/PROTOCOL.md`, "Tools".
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ToolReason {
@@ -126,10 +133,11 @@ impl ToolReason {
     }
 }
 
-/// Who knows other MCP servers.
+/// Access to other MCP servers.
 #[async_trait]
 pub trait Broker: Send + Sync {
-    /// Calls a tool for a session of this owner. Dropping the future cancels the call; `tell` hears how it gets on, a sentence each.
+    /// Calls a tool for a session of this owner. Dropping the future cancels the call. `tell`
+    /// receives progress messages, one sentence each.
     async fn call(
         &self,
         owner: &Principal,
@@ -138,7 +146,8 @@ pub trait Broker: Send + Sync {
         tell: &(dyn Fn(String) + Send + Sync),
     ) -> Result<ToolReply, ToolRefused>;
 
-    /// Returns what a tool is at this moment, if that can be told; permissions are bound to it. Refuses what is not there, about which nobody is asked.
+    /// Returns the current fingerprint of a tool, if it can be determined; permissions are bound to
+    /// it. Refuses an unknown tool, for which no approval is requested.
     fn fingerprint(
         &self,
         _owner: &Principal,
@@ -148,35 +157,38 @@ pub trait Broker: Send + Sync {
         Ok(None)
     }
 
-    /// Returns what the registration of a server says about calls of its tools, if it says something. It can only make things stricter.
+    /// Returns the policy in the registration of a server for calls of its tools, if there is one.
+    /// It can only be stricter than the operator's policy.
     fn policy(&self, _owner: &Principal, _server: &str) -> Option<Arc<Policy>> {
         None
     }
 
-    /// Returns the packages that this owner's sessions may have, in the order of their names.
+    /// Returns the packages available to this owner's sessions, sorted by name.
     fn packages(&self, owner: &Principal) -> Vec<Arc<Package>>;
 
-    /// Tells whenever `packages` may have changed for somebody.
+    /// Returns a watch that changes whenever `packages` may have changed for any owner.
     fn changes(&self) -> watch::Receiver<u64>;
 
-    /// Connects to a server and keeps it for this owner. What it refuses, it refuses in a sentence without secrets.
+    /// Connects to a server and keeps it for this owner. A refusal is a sentence without secrets.
     async fn register(
         &self,
         owner: &Principal,
         request: ServerRequest,
     ) -> Result<ServerReport, String>;
 
-    /// Forgets a server of this owner.
+    /// Removes a server of this owner.
     async fn unregister(&self, owner: &Principal, name: &str) -> Result<(), String>;
 
-    /// Returns what is known of the servers that this owner may use, in the order of their names.
+    /// Returns reports about the servers that this owner may use, sorted by name.
     fn servers(&self, owner: &Principal) -> Vec<ServerReport>;
 
-    /// Takes over the servers of the operator: connects to new and changed ones in the background, and forgets those that are not among them.
+    /// Replaces the servers of the operator: connects to new and changed ones in the background,
+    /// and removes those that are not in the setup.
     fn set_up(&self, setup: ServerSetup);
 }
 
-/// Which tools a session may use: those that every one of these lists has. Without a list, all that its owner has, also those that are registered later.
+/// The tools that a session may use: those that are in every one of these lists. Without a list,
+/// all tools of its owner, including those registered later.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Grants(Vec<Vec<Grant>>);
 
@@ -187,11 +199,12 @@ pub struct Grant {
     pub tool: Pattern,
 }
 
-/// A list within a list within a list: forks of forks that were each given fewer tools by other patterns.
+/// Limit for nested lists: forks of forks, each of which was given fewer tools by other patterns.
 const MOST_LISTS: usize = 16;
 
 impl Grant {
-    /// Reads `server`, `server.tool` or `server.pattern`. Names of servers may have dots, so the longest of `known` is meant.
+    /// Parses `server`, `server.tool` or `server.pattern`. Server names may contain dots, so the
+    /// longest match in `known` is used.
     pub fn parse<'a>(text: &str, known: impl Iterator<Item = &'a str>) -> Option<Grant> {
         let rest_of = |server: &'a str| {
             let rest = text.strip_prefix(server)?;
@@ -216,7 +229,7 @@ impl Grant {
 }
 
 impl Grants {
-    /// No tool of any server.
+    /// Grants no tool of any server.
     pub fn nothing() -> Grants {
         Grants(vec![Vec::new()])
     }
@@ -227,7 +240,7 @@ impl Grants {
             .all(|list| list.iter().any(|grant| grant.allows(server, tool)))
     }
 
-    /// Tells whether every tool of a server is granted, whichever it has.
+    /// Returns whether every tool of a server is granted, including unknown ones.
     pub fn allow_all_of(&self, server: &str) -> bool {
         self.0.iter().all(|list| {
             list.iter()
@@ -235,7 +248,7 @@ impl Grants {
         })
     }
 
-    /// Returns what is left of these grants for somebody who is to have no more than `list`. `None` when that cannot be held any more.
+    /// Returns these grants restricted to `list`. `None` if the limit of nested lists is exceeded.
     pub fn narrowed(&self, list: &[Grant]) -> Option<Grants> {
         let is_settled = |grant: &Grant| match grant.tool.text() {
             Some(tool) => self.allow(&grant.server, tool),
@@ -252,7 +265,7 @@ impl Grants {
     }
 }
 
-/// Where sessions find tools, if anywhere.
+/// Source of tools for sessions, if there is one.
 #[derive(Clone, Default)]
 pub struct Tools(pub Option<Arc<dyn Broker>>);
 
@@ -266,30 +279,30 @@ impl fmt::Debug for Tools {
     }
 }
 
-/// The calls that one cell has made.
+/// The tool calls of one cell.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ToolCalls {
-    /// The first of them, in the order in which they ended.
+    /// The first calls, in the order in which they ended.
     pub noted: Vec<NotedCall>,
-    /// All of them.
+    /// Number of all calls.
     pub total: u64,
-    /// Those that did not end well.
+    /// Number of calls that failed.
     pub failed: u64,
 }
 
 /// One call, for a record.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct NotedCall {
-    /// As the code named it, cut to its bound.
+    /// As named by the code, cut to the limit.
     pub server: String,
     pub tool: String,
-    /// The SHA-256 of the arguments as JSON.
+    /// SHA-256 of the arguments as JSON.
     pub arguments: [u8; 32],
     pub ended: CallEnd,
     pub duration: Duration,
 }
 
-/// A call that was begun, for a record.
+/// A call that was started, for a record.
 pub(super) struct Begun {
     server: String,
     tool: String,

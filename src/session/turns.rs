@@ -1,13 +1,15 @@
-//! Whose cell runs next when more are wanted than may run at once.
+//! The scheduler of cells: decides which cell runs next when more are submitted than may run
+//! concurrently.
 //!
-//! Principals take turns. A place that becomes free goes to the waiting principal with the fewest
-//! running cells; among equals, to the one that has waited longest for its turn. A principal that
-//! runs nothing does not wait for others to finish: there are as many places again for the first
-//! cells of principals. So one that floods the server with long cells holds up nobody else.
+//! Principals take turns. A free run permit (`place`) goes to the waiting principal with the fewest
+//! running cells; among equals, to the one that has waited longest for its turn. A principal
+//! without a running cell does not wait for others to finish: the same number of permits again is
+//! reserved for the first cells of principals. A principal that floods the server with long cells
+//! therefore does not delay others.
 //!
-//! A place that is free never stays free while somebody waits.
+//! A permit is never left unused while a cell waits.
 //!
-//! `Line` decides and knows no time and no tasks; `Turns` joins it with those who wait.
+//! `Line` decides, without time or tasks; `Turns` connects it with the waiting tasks.
 
 use std::collections::hash_map::Entry;
 use std::collections::{HashMap, VecDeque};
@@ -19,14 +21,15 @@ use tokio::time::Instant;
 
 use super::Principal;
 
-/// Cells that may wait for a place in the whole server. Each session has at most one here; its others wait behind it in its own queue.
+/// Cells that may wait for a permit in the whole server. Each session has at most one here; its
+/// other cells wait behind it in the session's own queue.
 const MOST_WAITING: usize = 4096;
 /// Cells of one principal that may wait.
 const MOST_WAITING_OF_ONE: usize = 256;
-/// The longest wait that is suggested to somebody who is turned away.
+/// The longest retry delay suggested to a rejected caller.
 const LONGEST_HINT: Duration = Duration::from_secs(60);
 
-/// The places in which cells run, and the line of those who wait for one.
+/// The run permits, and the queue of waiting cells.
 #[derive(Clone)]
 pub(super) struct Turns(Arc<Mutex<Hall>>);
 
@@ -34,30 +37,30 @@ struct Hall {
     line: Line,
     next_ticket: u64,
     waiting: HashMap<u64, oneshot::Sender<()>>,
-    /// About how long a place was held lately.
+    /// Moving estimate of how long a permit is held.
     usual: Duration,
 }
 
-/// A place in which a cell may run, or a ticket for one. Dropped, it is given back.
+/// A run permit for a cell, or a ticket for one. It is returned when dropped.
 pub(super) struct Turn {
     turns: Turns,
     owner: Principal,
     ticket: u64,
-    /// Fires when the place is there; `None` once it is.
+    /// Fires when the permit is granted; `None` once it is.
     came: Option<oneshot::Receiver<()>>,
     since: Instant,
 }
 
-/// Too many wait already.
+/// Too many cells are waiting.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Crowded {
     pub(super) waiting: usize,
-    /// About how long it takes until there is room.
+    /// Estimated time until there is room.
     pub(super) retry_after: Duration,
 }
 
 impl Turns {
-    /// So many cells run at once; with zero there is no limit.
+    /// Creates a scheduler for this many concurrent cells; zero means unlimited.
     pub(super) fn new(places: usize) -> Turns {
         let line = Line::new(if places == 0 { usize::MAX } else { places });
         Turns(Arc::new(Mutex::new(Hall {
@@ -68,8 +71,8 @@ impl Turns {
         })))
     }
 
-    /// Changes how many cells run at once. Those that run go on; with fewer places, the next ones
-    /// wait until so many have ended.
+    /// Changes the number of concurrent cells. Running cells continue; if the number is lowered,
+    /// waiting cells start once enough of them have ended.
     pub(super) fn set_places(&self, places: usize) {
         let mut hall = self.hall();
         for next in hall
@@ -77,13 +80,13 @@ impl Turns {
             .set_places(if places == 0 { usize::MAX } else { places })
         {
             if let Some(call) = hall.waiting.remove(&next) {
-                // One that has gone meanwhile gives the place back when it is dropped.
+                // A ticket that was dropped in the meantime returns the permit.
                 let _ = call.send(());
             }
         }
     }
 
-    /// Asks for a place.
+    /// Requests a permit.
     pub(super) fn ask(&self, owner: &Principal) -> Result<Turn, Crowded> {
         let mut hall = self.hall();
         if hall.line.is_crowded_for(owner) {
@@ -108,7 +111,7 @@ impl Turns {
         })
     }
 
-    /// Tells how many cells run and how many wait for a place.
+    /// Returns how many cells run and how many wait for a permit.
     pub(super) fn load(&self) -> (usize, usize) {
         let hall = self.hall();
         (hall.line.running, hall.line.waiting)
@@ -122,15 +125,15 @@ impl Turns {
 }
 
 impl Turn {
-    /// Tells whether the place is there.
+    /// Returns whether the permit was granted.
     pub(super) fn is_here(&self) -> bool {
         self.came.is_none()
     }
 
-    /// Waits for the place. Answers at once when it is there.
+    /// Waits for the permit. Returns at once if it was already granted.
     pub(super) async fn come(&mut self) {
         if let Some(came) = &mut self.came {
-            // The line holds the other end until it calls.
+            // The queue holds the sender until it grants the permit.
             let _ = came.await;
             self.came = None;
             self.since = Instant::now();
@@ -145,14 +148,14 @@ impl Drop for Turn {
             hall.line.leave(&self.owner, self.ticket);
             return;
         }
-        // It has a place, even if it was dropped before it noticed.
+        // It holds a permit, even if it was dropped before it noticed.
         if self.came.is_none() {
             hall.usual = (hall.usual * 7 + self.since.elapsed()) / 8;
         }
         if let Some(next) = hall.line.free(&self.owner)
             && let Some(call) = hall.waiting.remove(&next)
         {
-            // One that has gone meanwhile gives the place back when it is dropped.
+            // A ticket that was dropped in the meantime returns the permit.
             let _ = call.send(());
         }
     }
@@ -173,15 +176,15 @@ impl Hall {
     }
 }
 
-/// The line of principals that wait.
+/// The queue of waiting principals.
 #[derive(Debug)]
 struct Line {
     places: usize,
     running: usize,
-    /// How many cells each principal runs, for those that run any.
+    /// Number of running cells per principal, for those that have any.
     running_of: HashMap<Principal, usize>,
     waiting: usize,
-    /// Principals that wait, in the order of their turns.
+    /// Waiting principals, in the order of their turns.
     order: VecDeque<Principal>,
     tickets: HashMap<Principal, VecDeque<u64>>,
 }
@@ -221,7 +224,7 @@ impl Line {
         *self.running_of.entry(owner.clone()).or_default() += 1;
     }
 
-    /// Takes a place, or gets in line. Returns whether there was a place.
+    /// Takes a permit, or joins the queue. Returns whether a permit was free.
     fn arrive(&mut self, owner: &Principal, ticket: u64) -> bool {
         if self.has_place_for(owner) {
             self.begin(owner);
@@ -236,7 +239,7 @@ impl Line {
         false
     }
 
-    /// Leaves the line.
+    /// Leaves the queue.
     fn leave(&mut self, owner: &Principal, ticket: u64) {
         let Some(tickets) = self.tickets.get_mut(owner) else {
             return;
@@ -250,14 +253,14 @@ impl Line {
         }
     }
 
-    /// Changes the number of places. Returns the tickets that get one of the new ones.
+    /// Changes the number of permits. Returns the tickets that receive the new ones.
     fn set_places(&mut self, places: usize) -> Vec<u64> {
         self.places = places;
         std::iter::from_fn(|| self.call_next()).collect()
     }
 
-    /// Gives a place back. Returns the ticket that gets it, if somebody waits and there are not
-    /// fewer places than before.
+    /// Returns a permit. The result is the ticket that receives it, if a cell waits and the number
+    /// of permits was not lowered.
     fn free(&mut self, owner: &Principal) -> Option<u64> {
         self.running -= 1;
         if let Entry::Occupied(mut runs) = self.running_of.entry(owner.clone()) {
@@ -269,9 +272,9 @@ impl Line {
         self.call_next()
     }
 
-    /// Calls whoever is next, if there is a place for it.
+    /// Returns the next ticket, if there is a permit for it.
     fn call_next(&mut self) -> Option<u64> {
-        // The first of those with the fewest.
+        // The first of those with the fewest running cells.
         let next = (0..self.order.len()).min_by_key(|at| self.runs_of(&self.order[*at]))?;
         if !self.has_place_for(&self.order[next]) {
             return None;
@@ -408,7 +411,7 @@ mod tests {
         drop(first);
         second.come().await;
         drop(second);
-        // It was called and did not listen.
+        // It was granted a permit and did not notice.
         drop(third);
         fourth.come().await;
         assert_eq!(turns.load(), (1, 0));
@@ -435,7 +438,7 @@ mod tests {
                 retry_after: LONGEST_HINT
             }
         );
-        // Somebody else still finds room.
+        // Another principal still finds room.
         let other = turns.ask(&principal(1)).unwrap();
         drop((waiting, other));
         assert!(turns.ask(&principal(0)).is_ok());
@@ -454,9 +457,9 @@ mod tests {
     #[derive(Debug, Clone)]
     enum Step {
         Arrive(usize),
-        /// One of those that wait leaves.
+        /// A waiting cell leaves the queue.
         Leave(usize),
-        /// One of those that run ends.
+        /// A running cell ends.
         Free(usize),
     }
 
@@ -472,12 +475,16 @@ mod tests {
 
     proptest! {
         #[test]
-        fn nobody_starves_and_no_place_stays_free(steps in prop::collection::vec(step(), 0..400), places in 1usize..6) {
+        fn nobody_starves_and_no_place_stays_free(
+            steps in prop::collection::vec(step(), 0..400), places in 1usize..6,
+        ) {
             let mut line = Line::new(places);
             let mut waiting: Vec<(usize, u64)> = Vec::new();
             let mut running: Vec<usize> = Vec::new();
-            let runs_of = |running: &[usize], owner: usize| running.iter().filter(|known| **known == owner).count();
-            // For each principal that waits and runs nothing: who was called since then.
+            let runs_of = |running: &[usize], owner: usize| {
+                running.iter().filter(|known| **known == owner).count()
+            };
+            // For each principal that waits and runs nothing: the permits granted since then.
             let mut called: BTreeMap<usize, Vec<usize>> = BTreeMap::new();
             for (ticket, step) in steps.into_iter().enumerate() {
                 let ticket = ticket as u64;
@@ -496,30 +503,51 @@ mod tests {
                     Step::Free(place) if place < running.len() => {
                         let freed = running.remove(place);
                         if let Some(next) = line.free(&principal(freed)) {
-                            let place = waiting.iter().position(|(_, ticket)| *ticket == next).expect("it waits");
+                            let place = waiting
+                                .iter()
+                                .position(|(_, ticket)| *ticket == next)
+                                .expect("it waits");
                             let (owner, _) = waiting[place];
-                            prop_assert!(waiting[..place].iter().all(|(known, _)| *known != owner), "first come, first served");
-                            let least = waiting.iter().map(|(known, _)| runs_of(&running, *known)).min();
-                            prop_assert_eq!(Some(runs_of(&running, owner)), least, "others run less");
+                            prop_assert!(
+                                waiting[..place].iter().all(|(known, _)| *known != owner),
+                                "first come, first served"
+                            );
+                            let least =
+                                waiting.iter().map(|(known, _)| runs_of(&running, *known)).min();
+                            prop_assert_eq!(
+                                Some(runs_of(&running, owner)),
+                                least,
+                                "others run less"
+                            );
                             waiting.remove(place);
                             running.push(owner);
                             called.remove(&owner);
                             for others in called.values_mut() {
-                                prop_assert!(!others.contains(&owner), "called twice while another one waited and ran nothing");
+                                prop_assert!(!others.contains(&owner), "called twice while another \
+                                     one waited and ran nothing");
                                 others.push(owner);
                             }
                         }
                     }
                     Step::Leave(_) | Step::Free(_) => {}
                 }
-                let idle = |owner: usize| runs_of(&running, owner) == 0 && waiting.iter().any(|(known, _)| *known == owner);
+                let idle = |owner: usize| {
+                    runs_of(&running, owner) == 0
+                        && waiting.iter().any(|(known, _)| *known == owner)
+                };
                 called.retain(|owner, _| idle(*owner));
                 for owner in (0..5).filter(|owner| idle(*owner)) {
                     called.entry(owner).or_default();
                 }
                 prop_assert_eq!((line.running, line.waiting), (running.len(), waiting.len()));
-                prop_assert!(running.len() >= places || waiting.is_empty(), "a place is free although somebody waits");
-                prop_assert!(called.is_empty() || running.len() >= 2 * places, "somebody without a cell waits");
+                prop_assert!(
+                    running.len() >= places || waiting.is_empty(),
+                    "a place is free although somebody waits"
+                );
+                prop_assert!(
+                    called.is_empty() || running.len() >= 2 * places,
+                    "somebody without a cell waits"
+                );
             }
         }
     }

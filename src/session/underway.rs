@@ -1,4 +1,5 @@
-//! Executions that outlive the call that began them: the vocabulary between sessions and whoever shows results.
+//! Executions that outlive the call that started them: types shared by sessions and the code that
+//! renders results.
 
 use std::fmt;
 use std::str::FromStr;
@@ -12,7 +13,7 @@ use super::{Asked, ExecutionId, Outcome, SessionId};
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub enum Executed {
     Finished(Box<Outcome>),
-    /// The caller's patience ended first. The code goes on, and `check` tells how.
+    /// The caller's wait ended first. The code continues, and `check` reports on it.
     Underway(Underway),
 }
 
@@ -26,33 +27,36 @@ pub struct Underway {
     /// The first line of its code.
     #[serde(default)]
     pub first_line: String,
-    /// Executions of the same session that come first; zero when it runs.
+    /// Executions of the same session ahead of it; zero when it runs.
     pub ahead: usize,
-    /// Why it has not begun, as the end of "it has not begun: …", unless others before it are the only reason.
+    /// Why it has not started, as the end of "it has not begun: …", unless other executions ahead
+    /// of it are the only reason.
     #[serde(default)]
     pub waits_for: Option<String>,
-    /// Since it began to run, or to wait.
+    /// Time since it started to run, or to wait.
     pub elapsed: Duration,
-    /// What was printed since the last answer about it, the newest part of it.
+    /// The newest part of the output since the last answer about it.
     pub text: String,
-    /// Characters that were printed since then and are not in `text`. The whole output can be read when it has finished.
+    /// Characters of the output since then that are not in `text`. The full output can be read when
+    /// it has finished.
     pub omitted: u64,
-    /// What a person has to decide before all of it goes on. Its clock stands still meanwhile.
+    /// Approval requests that must be decided before all of it continues. Its clock is paused
+    /// meanwhile.
     #[serde(default)]
     pub asks: Vec<Asked>,
-    /// Boxed, because it is empty nearly always.
+    /// Boxed, because it is nearly always empty.
     #[serde(default)]
     pub others: Box<Others>,
 }
 
-/// The other executions of a session, as far as the reader of one result must know of them.
+/// The other executions of a session, as far as they matter to the reader of one result.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Others {
-    /// Results that nobody has collected and nobody waits for, the oldest first.
+    /// Results that were not collected and that no caller waits for, the oldest first.
     pub uncollected: Vec<Uncollected>,
-    /// Executions that run or wait for their turn.
+    /// Executions that run or are queued.
     pub under_way: usize,
-    /// Results that were discarded before anybody collected them, since this was last told.
+    /// Results discarded before they were collected, since this was last reported.
     pub discarded: usize,
 }
 
@@ -62,33 +66,33 @@ pub struct Uncollected {
     pub execution: ExecutionId,
     /// The first line of its code.
     pub first_line: String,
-    /// Why it is not a good one, in a few words.
+    /// A short description of its failure, if it failed.
     pub failure: Option<String>,
 }
 
-/// What is known of an execution that was asked about.
+/// Status of a requested execution.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub enum Checked {
     Finished {
         session: SessionId,
         outcome: Box<Outcome>,
-        /// It was told before.
+        /// The result was collected before.
         again: bool,
     },
     Underway(Underway),
-    /// The session has run nothing, or it is too long ago.
+    /// The session has no execution, or it was too long ago.
     Nothing,
 }
 
-/// Which execution is meant.
+/// Reference to an execution.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Which {
-    /// The first of a session that nobody has heard the end of, or else the last one.
+    /// The first of a session whose result was not collected, or else the last one.
     Of(SessionId),
     This(ExecutionHandle),
 }
 
-/// Names an execution for its owner: 128 random bits, so that nobody can guess it.
+/// Id of an execution for its owner: 128 random bits, so that it cannot be guessed.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(try_from = "String")]
 pub struct ExecutionHandle(String);
@@ -128,7 +132,7 @@ impl fmt::Display for ExecutionHandle {
     }
 }
 
-/// A text that names no execution.
+/// A text that is not a valid execution id.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("this names no execution")]
 pub struct BadHandle;

@@ -1,8 +1,9 @@
 //! Uploads in parts: bytes that have arrived and wait for the rest.
 //!
-//! A part says at which byte it begins, and is taken when that is where the upload stands. Whatever of it arrives is kept, also when its sender goes
-//! away in the middle, so that the sender can ask how far it came and go on. With its last part the upload becomes a file of its session, whole or not
-//! at all. Uploads are limited in size and number, and one that nobody goes on with is forgotten.
+//! Each part names its offset, and is accepted if that is the current size of the upload. All bytes
+//! that arrive are kept, also if the sender disconnects in the middle, so that it can query the
+//! offset and resume. With the last part the upload becomes a file of its session, whole or not at
+//! all. Uploads are limited in size and number, and abandoned ones are removed.
 
 use std::collections::HashMap;
 use std::io::{self, Seek, Write};
@@ -15,32 +16,32 @@ use tokio::io::{AsyncRead, AsyncReadExt};
 use tokio::time::Instant;
 
 use super::driver::STAGED_IN_MEMORY;
-use super::{InsidePath, Principal, Refused, SessionId};
+use super::{InsidePath, Principal, Refused, Retry, SessionId};
 
-/// The largest upload.
+/// Limit in bytes for an upload.
 pub(super) const LARGEST_UPLOAD: u64 = 1024 * 1024 * 1024;
-/// Unfinished uploads of one principal.
+/// Unfinished uploads per principal.
 const MOST_UPLOADS: usize = 8;
 /// How long an upload waits for its next part.
 const PATIENCE: Duration = Duration::from_secs(3600);
-/// Bytes moved in one step.
+/// Bytes copied in one step.
 const CHUNK: usize = 256 * 1024;
 
 /// A part of an upload.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct UploadPart {
-    /// Where it begins. Zero begins the upload anew.
+    /// Offset of its first byte. Zero restarts the upload.
     pub offset: u64,
-    /// Nothing follows: the file is put in its place.
+    /// Whether it is the last part, after which the file is stored.
     pub last: bool,
     pub overwrite: bool,
 }
 
-/// How far an upload has come.
+/// Progress of an upload.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Uploaded {
     pub size: u64,
-    /// The file is in its place.
+    /// Whether the file is stored.
     pub finished: bool,
 }
 
@@ -55,13 +56,13 @@ pub(super) struct Uploads {
 #[derive(Default)]
 struct Shelf {
     places: HashMap<Key, Place>,
-    /// Somebody looks after uploads that nobody goes on with.
+    /// Whether a task that removes abandoned uploads is running.
     is_watched: bool,
 }
 
 enum Place {
     Here(Staged),
-    /// A part of it is on its way.
+    /// A part is being received.
     Lent {
         size: u64,
     },
@@ -82,7 +83,7 @@ impl Uploads {
         }
     }
 
-    /// Returns the bytes that wait of one principal.
+    /// Returns the bytes of one principal's unfinished uploads.
     pub(super) fn bytes_of(&self, owner: &Principal) -> u64 {
         let shelf = self.shelf();
         let sizes = shelf
@@ -96,7 +97,8 @@ impl Uploads {
         sizes.sum()
     }
 
-    /// Takes the bytes of a part, at most `room` of them. Returns the upload when the part was its last.
+    /// Reads the bytes of a part, at most `room` of them. Returns the upload if the part was the
+    /// last one.
     pub(super) async fn take(
         self: &Arc<Uploads>,
         owner: &Principal,
@@ -139,7 +141,7 @@ impl Uploads {
         Ok((size, Some(file)))
     }
 
-    /// Forgets the uploads to a session that is gone.
+    /// Removes the uploads to a session that is gone.
     pub(super) fn forget(&self, owner: &Principal, id: &SessionId) {
         let is_other = |(of, session, _): &Key| of != owner || session != id;
         self.shelf()
@@ -147,7 +149,7 @@ impl Uploads {
             .retain(|key, place| is_other(key) || matches!(place, Place::Lent { .. }));
     }
 
-    /// Takes an upload out of its place, if it stands at `offset`.
+    /// Takes an upload out of the table, if its size is `offset`.
     fn lend(self: &Arc<Uploads>, key: Key, id: &SessionId, offset: u64) -> Result<Lent, Refused> {
         let mut shelf = self.shelf();
         let places = &mut shelf.places;
@@ -155,7 +157,7 @@ impl Uploads {
             Some(Place::Lent { .. }) => {
                 return Err(Refused::Occupied {
                     id: id.clone(),
-                    then: "send this part again",
+                    then: Retry::SendUploadPart,
                 });
             }
             Some(Place::Here(staged)) => staged.size,
@@ -192,7 +194,7 @@ impl Uploads {
         })
     }
 
-    /// Forgets uploads that nobody goes on with, as long as there are any.
+    /// Removes abandoned uploads, as long as there are any uploads.
     async fn watch(uploads: Weak<Uploads>) {
         let mut next = Instant::now() + PATIENCE;
         loop {
@@ -202,7 +204,9 @@ impl Uploads {
             };
             let mut shelf = uploads.shelf();
             let now = Instant::now();
-            shelf.places.retain(|_, place| !matches!(place, Place::Here(staged) if staged.touched + PATIENCE <= now));
+            shelf.places.retain(|_, place| {
+                !matches!(place, Place::Here(staged) if staged.touched + PATIENCE <= now)
+            });
             let touched = shelf.places.values().map(|place| match place {
                 Place::Here(staged) => staged.touched,
                 Place::Lent { .. } => now,
@@ -224,7 +228,8 @@ impl Uploads {
     }
 }
 
-/// An upload that a part is being added to. Dropped, it goes back to its place with what has arrived.
+/// An upload that is receiving a part. When it is dropped, it goes back to the table with the bytes
+/// that have arrived.
 struct Lent {
     uploads: Arc<Uploads>,
     key: Key,
@@ -237,7 +242,7 @@ enum Filled {
 }
 
 impl Lent {
-    /// Adds what the source gives, as far as there is room.
+    /// Adds bytes from the source, as far as there is room.
     async fn fill(
         &mut self,
         source: &mut (dyn AsyncRead + Send + Unpin),
@@ -269,7 +274,7 @@ impl Drop for Lent {
             Some(staged) => drop(shelf.places.insert(self.key.clone(), Place::Here(staged))),
             None => drop(shelf.places.remove(&self.key)),
         }
-        // Without a runtime the server has ended, and with it everything that could be forgotten.
+        // Without a runtime the server has ended, and there is nothing left to remove.
         if !shelf.is_watched
             && !shelf.places.is_empty()
             && let Ok(runtime) = tokio::runtime::Handle::try_current()

@@ -1,7 +1,8 @@
-//! The connection to the collector of traces: one request per batch of spans, over HTTP/1.1, with TLS if its address says so.
+//! The connection to the trace collector: one request per batch of spans, over HTTP/1.1, with TLS
+//! if its URL requires it.
 //!
-//! The thread that gathers spans belongs to no runtime, so each request has a small one of its own. A batch goes out every few seconds, and
-//! a connection that is made for it cannot be stale.
+//! The thread that collects spans belongs to no runtime, so each request creates a small one. A
+//! batch is sent every few seconds, and a connection opened for it cannot be stale.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -17,17 +18,17 @@ use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpStream;
 use tokio_rustls::TlsConnector;
 
-/// How long one batch may take, names and connection included.
+/// Timeout of one batch, including name resolution and connect.
 pub(super) const LONGEST_EXPORT: Duration = Duration::from_secs(10);
 
-/// A collector answers with next to nothing.
+/// The response of a collector is nearly empty.
 const LARGEST_ANSWER: usize = 64 << 10;
 
-/// Sends batches, and tells the log when that begins to fail and when it works again.
+/// Sends batches, and logs when exports start to fail and when they succeed again.
 #[derive(Debug)]
 pub(super) struct CollectorClient {
     is_failing: AtomicBool,
-    /// Whom to trust, once it was needed.
+    /// The TLS trust configuration, created on first use.
     trust: OnceLock<Arc<ClientConfig>>,
 }
 
@@ -45,7 +46,7 @@ impl CollectorClient {
             .build()?;
         let answer = runtime
             .block_on(async { tokio::time::timeout(LONGEST_EXPORT, self.send(request)).await });
-        // Looking up a name may still wait in a thread; nobody waits for it.
+        // A name lookup may still block in a thread, which is not waited for.
         runtime.shutdown_background();
         answer.map_err(|_| "it did not answer in time")?
     }
@@ -105,7 +106,7 @@ where
 {
     let (mut sender, connection) =
         hyper::client::conn::http1::handshake(TokioIo::new(stream)).await?;
-    // It ends with the runtime; what went wrong in it shows in the answer.
+    // The task ends with the runtime; its errors appear in the response.
     tokio::spawn(connection);
     let (mut parts, body) = request.into_parts();
     let host = parts
@@ -131,7 +132,7 @@ where
     Ok(Response::from_parts(parts, body))
 }
 
-/// The authorities that the machine trusts.
+/// The root certificates of the machine.
 fn machine_roots() -> RootCertStore {
     let mut roots = RootCertStore::empty();
     roots.add_parsable_certificates(rustls_native_certs::load_native_certs().certs);
@@ -156,7 +157,7 @@ mod tests {
 
     use super::*;
 
-    /// Answers every request over TLS; returns where, and the certificate to trust.
+    /// Answers every request over TLS; returns its URL and the certificate to trust.
     fn secure_collector() -> (String, CertificateDer<'static>) {
         let made = rcgen::generate_simple_self_signed(["localhost".to_owned()]).unwrap();
         let certificate = made.cert.der().clone();
@@ -180,7 +181,7 @@ mod tests {
                 let connection = ServerConnection::new(config.clone()).unwrap();
                 let mut reader = BufReader::new(StreamOwned::new(connection, stream.unwrap()));
                 let mut line = String::new();
-                // A client that does not trust us goes away here.
+                // A client that does not trust the certificate disconnects here.
                 if reader.read_line(&mut line).is_ok_and(|read| read > 0) {
                     let answer = format!(
                         "HTTP/1.1 200 OK\r\ncontent-length: {}\r\n\r\n{}",

@@ -1,27 +1,28 @@
-//! Whether the server can take work, and if not, why.
+//! Whether the server can accept work, and if not, why.
 //!
-//! Alive and ready are two questions. A process that answers at all is alive; restarting it would not make it readier. It is ready when
-//! nothing it needs is missing: each part that is not says so here, or is asked when somebody wants to know.
+//! Liveness and readiness are separate. A process that responds at all is alive; a restart would
+//! not make it ready. It is ready when nothing it needs is missing: each part reports when it is
+//! not ready, or is queried on demand.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard};
 
-/// What can keep the server from taking work.
+/// A part that can keep the server from accepting work.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Part {
     /// The environment and the warm interpreter.
     Python,
-    /// The process that holds the sessions.
+    /// The session daemon.
     Keeper,
     Audit,
     /// Signing keys of the issuers.
     Keys,
-    /// The server itself: it is ending.
+    /// The server itself: it is stopping.
     Draining,
 }
 
 impl Part {
-    /// The word for it in answers.
+    /// The name of the part in responses.
     pub fn name(self) -> &'static str {
         match self {
             Part::Python => "python",
@@ -35,7 +36,7 @@ impl Part {
 
 type Question = Box<dyn Fn() -> Option<String> + Send + Sync>;
 
-/// The state of all parts. Clones are the same one.
+/// The state of all parts. Clones share it.
 #[derive(Clone, Default)]
 pub struct Health(Arc<Inner>);
 
@@ -55,22 +56,23 @@ impl std::fmt::Debug for Health {
 }
 
 impl Health {
-    /// Everything is ready until somebody says otherwise.
+    /// All parts start as ready.
     pub fn new() -> Health {
         Health::default()
     }
 
-    /// Says that a part is not ready, and why.
+    /// Marks a part as not ready, with the reason.
     pub fn not_ready(&self, part: Part, why: impl Into<String>) {
         self.said().insert(part, why.into());
     }
 
-    /// Says that a part is ready.
+    /// Marks a part as ready.
     pub fn ready_again(&self, part: Part) {
         self.said().remove(&part);
     }
 
-    /// Has a part asked whenever somebody wants to know. It answers why it is not ready, quickly and without waiting.
+    /// Registers a check of a part that runs on every readiness query. It returns why the part is
+    /// not ready, and must not block.
     pub fn ask(&self, part: Part, question: impl Fn() -> Option<String> + Send + Sync + 'static) {
         self.0
             .asked
@@ -79,12 +81,12 @@ impl Health {
             .insert(part, Box::new(question));
     }
 
-    /// Says that the server takes no new work because it is ending. It does not become ready again.
+    /// Marks the server as stopping. It does not become ready again.
     pub fn drain(&self) {
         self.not_ready(Part::Draining, "the server is ending");
     }
 
-    /// Tells whether the server can take work, or everything that keeps it from that, each as `part: reason`.
+    /// Returns whether the server can accept work, or all reasons why not, each as `part: reason`.
     pub fn ready(&self) -> Result<(), Vec<String>> {
         let mut reasons = self.said().clone();
         for (part, question) in self

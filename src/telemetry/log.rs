@@ -1,17 +1,19 @@
-//! The log: lines on standard error, and only there, because standard output may be the MCP connection.
+//! The log: lines on standard error, and only there, because standard output may be the MCP
+//! connection.
 //!
-//! A filter is a level (`debug`) or a list as `RUST_LOG` takes it (`warn,cellblock::session=debug`). Lines are plain text, on a terminal
-//! too: most are read in a client's log file. With `json` each is an object, with the fields of the spans around it.
+//! A filter is a level (`debug`) or a list in the syntax of `RUST_LOG`
+//! (`warn,cellblock::session=debug`). Lines are plain text, on a terminal too: most are read in a
+//! client's log file. With `json` each is an object, with the fields of the spans around it.
 
 use tracing_subscriber::fmt::{self, MakeWriter};
 use tracing_subscriber::{EnvFilter, Layer, Registry};
 
 use super::TelemetryError;
 
-/// However much an operator asks to see.
+/// Applies whatever the operator's filter is.
 const QUIET_LIBRARY: &str = "rmcp=warn";
 
-/// How a line is written.
+/// The format of lines.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum LogFormat {
     #[default]
@@ -23,7 +25,7 @@ pub enum LogFormat {
 impl LogFormat {
     pub const ALL: [LogFormat; 2] = [LogFormat::Text, LogFormat::Json];
 
-    /// The word for it in settings.
+    /// The name of the format in settings.
     pub fn name(self) -> &'static str {
         match self {
             LogFormat::Text => "text",
@@ -47,7 +49,7 @@ pub(super) fn parse_filter(filter: &str) -> Result<EnvFilter, TelemetryError> {
     Ok(parsed.add_directive(QUIET_LIBRARY.parse().expect("a constant directive parses")))
 }
 
-/// Makes the layer that writes lines.
+/// Creates the layer that writes lines.
 pub(super) fn layer<W>(format: LogFormat, writer: W) -> Box<dyn Layer<Registry> + Send + Sync>
 where
     W: for<'a> MakeWriter<'a> + Send + Sync + 'static,

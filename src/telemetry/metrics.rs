@@ -1,7 +1,7 @@
-//! Figures for a monitoring system, in the text format that Prometheus reads.
+//! Metrics in the Prometheus text format.
 //!
-//! Every label has a small, fixed set of values: they are `&'static str` or numbers of ours, so that no caller can make new ones, and none
-//! can be a principal or a session.
+//! Every label has a small, fixed set of values: they are `&'static str` or numbers of ours, so a
+//! caller cannot create new ones, and none can be a principal or a session.
 
 use std::fmt;
 use std::sync::Arc;
@@ -21,15 +21,15 @@ use prometheus_client::registry::Registry;
 use super::health::Health;
 use super::process::Process;
 
-/// What `render` writes.
+/// The content type of `render`.
 pub const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 
-/// Upper bounds in seconds: from a cell that only prints to one that runs for its whole time.
+/// Upper bounds in seconds: from a cell that only prints to one that uses its whole timeout.
 const SECONDS: [f64; 15] = [
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 60.0, 300.0, 3600.0,
 ];
 
-/// All figures. Clones are the same ones.
+/// All metrics. Clones share them.
 #[derive(Clone)]
 pub struct Metrics(Arc<Figures>);
 
@@ -59,7 +59,7 @@ struct RequestLabels {
     status: u16,
 }
 
-/// Which way the bytes of a file went.
+/// The direction of a file transfer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Direction {
     Into,
@@ -67,7 +67,7 @@ pub enum Direction {
 }
 
 impl Metrics {
-    /// Makes figures that all begin at zero. `health` is asked when they are rendered.
+    /// Creates metrics that all start at zero. `health` is queried when they are rendered.
     pub fn new(health: &Health) -> Metrics {
         let seconds = || Histogram::new(SECONDS);
         let figures = Figures {
@@ -90,7 +90,7 @@ impl Metrics {
         Metrics(Arc::new(figures.registered(health)))
     }
 
-    /// A request was answered. `route` is its pattern, never its path.
+    /// Counts an answered request. `route` is its pattern, never its path.
     pub fn request(&self, route: &'static str, status: u16) {
         self.0
             .requests
@@ -98,14 +98,14 @@ impl Metrics {
             .inc();
     }
 
-    /// A connection was opened. It counts as open until what is returned is dropped.
+    /// Counts a connection. It counts as open until the returned value is dropped.
     #[must_use = "the connection counts as closed when this is dropped"]
     pub fn connection(&self) -> OpenConnection {
         self.0.connections.inc();
         OpenConnection(self.clone())
     }
 
-    /// A caller was known or refused: `accepted`, or the reason in a word.
+    /// Counts an authentication: `accepted`, or the reason of the rejection in a word.
     pub fn authenticated(&self, outcome: &'static str) {
         self.0
             .authentications
@@ -113,7 +113,7 @@ impl Metrics {
             .inc();
     }
 
-    /// A tool was called. `tool` is a name from the list of tools, not one that a caller made up.
+    /// Counts a tool call. `tool` is a name from the list of tools, not one that a caller made up.
     pub fn tool_called(&self, tool: &'static str, outcome: &'static str, elapsed: Duration) {
         self.0
             .tool_calls
@@ -125,13 +125,13 @@ impl Metrics {
             .observe(elapsed.as_secs_f64());
     }
 
-    /// An execution ended.
+    /// Counts an execution that ended.
     pub fn executed(&self, status: &'static str, elapsed: Duration) {
         self.0.executions.get_or_create(&[("status", status)]).inc();
         self.0.execution_seconds.observe(elapsed.as_secs_f64());
     }
 
-    /// So many sessions exist now.
+    /// Sets the number of live sessions.
     pub fn sessions_live(&self, count: usize) {
         self.0.sessions.set(count as i64);
     }
@@ -147,7 +147,7 @@ impl Metrics {
             .inc();
     }
 
-    /// So many executions wait now.
+    /// Sets the number of queued executions.
     pub fn queue_length(&self, count: usize) {
         self.0.queue.set(count as i64);
     }
@@ -159,7 +159,7 @@ impl Metrics {
             .inc();
     }
 
-    /// Something that needed an approval was decided: `granted`, `refused` or `expired`.
+    /// Counts a decision on an approval: `granted`, `refused` or `expired`.
     pub fn approved(&self, answer: &'static str) {
         self.0.approvals.get_or_create(&[("answer", answer)]).inc();
     }
@@ -175,7 +175,7 @@ impl Metrics {
             .inc_by(bytes);
     }
 
-    /// Writes all figures as text.
+    /// Renders all metrics as text.
     pub fn render(&self) -> String {
         let mut text = String::with_capacity(16 << 10);
         encode(&mut text, &self.0.registry).expect("a string takes every text");
@@ -186,7 +186,7 @@ impl Metrics {
 impl Figures {
     fn registered(mut self, health: &Health) -> Figures {
         let mut whole = Registry::default();
-        // These have the names that dashboards know for every program.
+        // These have the standard names that dashboards expect of every program.
         whole.register_collector(Box::new(Process));
         let registry = whole.sub_registry_with_prefix("cellblock");
         let version = [("version", env!("CARGO_PKG_VERSION"))];
@@ -251,7 +251,7 @@ impl Figures {
     }
 }
 
-/// An open connection, for as long as it lives.
+/// An open connection, counted until it is dropped.
 pub struct OpenConnection(Metrics);
 
 impl Drop for OpenConnection {

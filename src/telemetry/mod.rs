@@ -1,10 +1,11 @@
-//! What operators see of a running server: its log, its figures, its traces, its health.
+//! Observability of a running server: log, metrics, traces and health.
 //!
-//! `log` writes lines to standard error. `traces` sends spans to a collector, if one was named; otherwise there is no layer for them at
-//! all, and a span costs what it costs for the log. `metrics` counts, and `health` says whether the server can take work.
+//! `log` writes lines to standard error. `traces` sends spans to a collector, if one is configured;
+//! otherwise it adds no layer, and a span costs only its part in the log. `metrics` counts, and
+//! `health` reports whether the server can accept work.
 //!
-//! A leaf: others tell it what happened. Nothing here holds code, output, tokens or whole requests, and no figure names a principal or a
-//! session.
+//! This is a leaf module: other modules report events to it. It never holds code, output, tokens or
+//! whole requests, and no metric names a principal or a session.
 
 mod collector;
 mod health;
@@ -24,15 +25,15 @@ pub use log::LogFormat;
 pub use metrics::{CONTENT_TYPE, Direction, Metrics, OpenConnection};
 pub use traces::{Parent, parent_from, trace_id_of, traceparent_of};
 
-/// How the process tells what it does.
+/// Settings of the log and the traces of the process.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TelemetrySettings {
-    /// What the operator asked to see: a level, or a list as `RUST_LOG` takes it.
+    /// The operator's log filter: a level, or a list in the syntax of `RUST_LOG`.
     pub filter: Option<String>,
-    /// The level that suits the command.
+    /// The default level of the command.
     pub fallback: &'static str,
     pub format: LogFormat,
-    /// The address that spans are sent to, with its path.
+    /// The URL that spans are sent to, with its path.
     pub traces: Option<String>,
 }
 
@@ -40,7 +41,8 @@ pub struct TelemetrySettings {
 #[derive(Debug, thiserror::Error)]
 pub enum TelemetryError {
     #[error(
-        "\"{filter}\" is not a log filter; write a level such as info, or a list such as warn,cellblock=debug"
+        "\"{filter}\" is not a log filter; write a level such as info, or a list such as \
+         warn,cellblock=debug"
     )]
     Filter {
         filter: String,
@@ -56,14 +58,14 @@ pub enum TelemetryError {
     StartedTwice,
 }
 
-/// What must be ended in order, so that the last spans arrive.
+/// The state to shut down in order, so that the last spans arrive.
 #[must_use = "spans that are not flushed are lost"]
 pub struct Telemetry {
     traces: Option<SdkTracerProvider>,
 }
 
 impl Telemetry {
-    /// Sends what is left to the collector, and gives up after `limit`.
+    /// Flushes the remaining spans to the collector, and gives up after `limit`.
     pub fn shut_down(self, limit: Duration) {
         if let Some(provider) = self.traces
             && let Err(error) = provider.shutdown_with_timeout(limit)

@@ -1,4 +1,4 @@
-//! What the process uses of the machine, read from the kernel when somebody asks.
+//! Resource usage of the process, read from the kernel on demand.
 
 use std::fmt;
 use std::fs;
@@ -9,10 +9,10 @@ use prometheus_client::metrics::counter::ConstCounter;
 use prometheus_client::metrics::gauge::ConstGauge;
 use rustix::process::{Resource, getrlimit};
 
-/// Clock ticks of `/proc` in a second: the same on every Linux that we run on.
+/// Clock ticks of `/proc` per second: the same on every supported Linux.
 const TICKS_PER_SECOND: f64 = 100.0;
 
-/// Reads `/proc/self`. What cannot be read is left out.
+/// Reads `/proc/self`. Values that cannot be read are omitted.
 #[derive(Debug)]
 pub(super) struct Process;
 
@@ -20,7 +20,7 @@ impl Collector for Process {
     fn encode(&self, mut encoder: DescriptorEncoder) -> Result<(), fmt::Error> {
         let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
         let stat = fs::read_to_string("/proc/self/stat").unwrap_or_default();
-        // One of them is the folder that is being read.
+        // One of them is the descriptor of the folder being read.
         let descriptors =
             fs::read_dir("/proc/self/fd").map(|open| open.count().saturating_sub(1) as u64);
         let gauges = [
@@ -67,7 +67,7 @@ fn write(
     metric.encode(encoder.encode_descriptor(name, help, None, metric.metric_type())?)
 }
 
-/// Returns the number behind a name of `/proc/self/status`.
+/// Returns the number after a name in `/proc/self/status`.
 fn number(status: &str, name: &str) -> Option<u64> {
     let line = status.lines().find_map(|line| line.strip_prefix(name))?;
     line.split_whitespace().next()?.parse().ok()
@@ -75,7 +75,7 @@ fn number(status: &str, name: &str) -> Option<u64> {
 
 /// Returns the processor time of `/proc/self/stat`, in user and in kernel mode.
 fn processor_seconds(stat: &str) -> Option<f64> {
-    // The name of the program stands in brackets and may hold anything, spaces too.
+    // The name of the program is in parentheses and may contain anything, including spaces.
     let mut fields = stat.rsplit_once(") ")?.1.split(' ').skip(11);
     let mut ticks = || fields.next()?.parse::<f64>().ok();
     Some((ticks()? + ticks()?) / TICKS_PER_SECOND)

@@ -1,8 +1,10 @@
 //! Traces: where the time of a request went, as part of the caller's own trace.
 //!
-//! A caller says which trace it is in with the header `traceparent`, or with `_meta.traceparent` in an MCP message. `parent_from` reads it
-//! strictly, [`Parent::adopt`] makes a span part of that trace, and `traceparent_of` says it to whoever we call. Spans are gathered by a
-//! thread of the OpenTelemetry library and sent in batches; when the collector is slow or away, spans are dropped and requests go on.
+//! A caller passes its trace context in the header `traceparent`, or in `_meta.traceparent` of an
+//! MCP message. `parent_from` parses it strictly, [`Parent::adopt`] makes a span part of that
+//! trace, and `traceparent_of` returns it for outgoing calls. Spans are collected by a thread of
+//! the OpenTelemetry library and sent in batches; when the collector is slow or unreachable, spans
+//! are dropped and requests continue.
 //!
 //! Only spans of our own crates are sent. Libraries would put whole requests into theirs.
 
@@ -25,21 +27,22 @@ use tracing_subscriber::registry::LookupSpan;
 use super::TelemetryError;
 use super::collector::{CollectorClient, LONGEST_EXPORT};
 
-/// The trace and the span that a caller is in.
+/// The trace and the span of a caller.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Parent(SpanContext);
 
-/// Characters of a caller's `tracestate` that are handed on. The specification asks for at least so many, and for no more.
+/// Characters of a caller's `tracestate` that are propagated: the minimum that the specification
+/// requires.
 const LONGEST_STATE: usize = 512;
 
-/// Reads what a caller said of its trace. What is not exactly as W3C Trace Context writes it counts as not said; a `tracestate` that is
-/// wrong is left out.
+/// Parses a caller's trace context. A value that does not exactly follow W3C Trace Context counts
+/// as absent; an invalid `tracestate` is omitted.
 pub fn parent_from(traceparent: &str, tracestate: &str) -> Option<Parent> {
     let mut parts = traceparent.trim().split('-');
     let (version, trace, span, flags) =
         (parts.next()?, parts.next()?, parts.next()?, parts.next()?);
     let version = lower_hex(version, 2)?;
-    // Later versions may add parts; the present one has none, and the last one is forbidden.
+    // Later versions may add fields; version 0 has no more, and version 0xff is forbidden.
     if version == 0xff || (version == 0 && parts.next().is_some()) {
         return None;
     }
@@ -65,27 +68,31 @@ fn lower_hex(text: &str, digits: usize) -> Option<u128> {
 }
 
 impl Parent {
-    /// Makes `span` a part of the caller's trace. It must not have been entered yet. Without a collector this does nothing.
+    /// Makes `span` a part of the caller's trace. It must not have been entered yet. Without a
+    /// collector this does nothing.
     pub fn adopt(&self, span: &Span) {
-        // Nobody traces, or the span began too early; either way the request goes on without it.
+        // There is no collector, or the span was entered too early; the request continues without
+        // it.
         if let Err(error) = span.set_parent(Context::new().with_remote_span_context(self.0.clone()))
         {
             tracing::trace!(%error, "a span is not part of its caller's trace");
         }
     }
 
-    /// The caller's trace as 32 hexadecimal digits: what ties our records to theirs even without a collector.
+    /// The caller's trace id as 32 hexadecimal digits: it links our records to theirs even without
+    /// a collector.
     pub fn trace_id(&self) -> String {
         self.0.trace_id().to_string()
     }
 }
 
-/// Returns the trace that `span` is in, as 32 hexadecimal digits, if anybody traces.
+/// Returns the trace id of `span` as 32 hexadecimal digits, if tracing is on.
 pub fn trace_id_of(span: &Span) -> Option<String> {
     valid_context(span).map(|context| context.trace_id().to_string())
 }
 
-/// Returns what to say to whoever is called from within `span`, so that their spans become part of the trace.
+/// Returns the `traceparent` for calls made within `span`, so that the callee's spans become part
+/// of the trace.
 pub fn traceparent_of(span: &Span) -> Option<String> {
     let context = valid_context(span)?;
     let flags = context.trace_flags().to_u8();
@@ -101,7 +108,7 @@ fn valid_context(span: &Span) -> Option<SpanContext> {
     context.is_valid().then_some(context)
 }
 
-/// Makes what gathers spans and sends them to `endpoint`.
+/// Creates the provider that collects spans and sends them to `endpoint`.
 pub(super) fn provider(endpoint: &str) -> Result<SdkTracerProvider, TelemetryError> {
     let exporter = SpanExporter::builder()
         .with_http()
@@ -111,7 +118,7 @@ pub(super) fn provider(endpoint: &str) -> Result<SdkTracerProvider, TelemetryErr
         .with_timeout(LONGEST_EXPORT)
         .build()
         .map_err(|cause| TelemetryError::Traces { cause })?;
-    // Named first, so that OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES can say otherwise.
+    // Set first, so that OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES can override it.
     let ours = [
         KeyValue::new("service.name", "cellblock"),
         KeyValue::new("service.version", env!("CARGO_PKG_VERSION")),
@@ -128,7 +135,7 @@ pub(super) fn provider(endpoint: &str) -> Result<SdkTracerProvider, TelemetryErr
         .build())
 }
 
-/// Makes the layer that turns our spans into spans of a trace.
+/// Creates the layer that turns our spans into spans of a trace.
 pub(super) fn layer<S>(provider: &SdkTracerProvider) -> impl Layer<S> + Send + Sync + use<S>
 where
     S: Subscriber + for<'span> LookupSpan<'span> + Send + Sync,
@@ -209,7 +216,7 @@ mod tests {
         });
     }
 
-    /// A collector that answers one batch of spans after another and hands them over.
+    /// A collector that answers one batch of spans after another and forwards them to the test.
     fn collector(status: &'static str) -> (String, Receiver<(String, Vec<u8>)>) {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let endpoint = format!("http://{}/v1/traces", listener.local_addr().unwrap());

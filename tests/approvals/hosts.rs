@@ -1,6 +1,8 @@
-//! Questions about hosts: a connection is held until somebody has decided, and nothing goes out before.
+//! Questions about hosts: a connection is held until somebody has decided, and nothing goes out
+//! before.
 //!
-//! The names end in `localhost`, which every resolver knows to be this machine; its address is listed, the names are not.
+//! The names end in `localhost`, which every resolver knows to be this machine; its address is
+//! listed, the names are not.
 
 use std::process::Command;
 

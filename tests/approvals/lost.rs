@@ -9,7 +9,7 @@ use super::{ECHO, Scene, register, started};
 use crate::http::client::Raw;
 use crate::support::ends_within;
 use crate::support::server::{MINIMAL, PATIENCE, finished, program};
-use crate::support::service::{Service, stop_keeper_of};
+use crate::support::service::Service;
 
 #[test]
 fn a_question_of_a_killed_server_is_asked_by_the_next_one_and_nothing_runs_twice() {
@@ -71,22 +71,16 @@ fn a_question_of_a_killed_server_is_asked_by_the_next_one_and_nothing_runs_twice
 async fn a_question_of_a_killed_service_is_answered_at_the_next_one() {
     let folder = tempfile::tempdir().unwrap();
     let flags = ["--approve-shell", "ask", "--max-wait", "20s"];
-    let start = || {
-        Service::with_keys(
-            folder.path(),
-            &[("alice", &["python:execute"])],
-            true,
-            &flags,
-        )
-    };
+    let start = || Service::with_keys(folder.path(), &[("alice", &["python:execute"])], &flags);
     let service = start();
     let mut alice = Raw::with_key(&service, "alice").await;
-    let cell = json!({"code": "runs = globals().get('runs', 0) + 1\n!echo said {runs}", "session_id": "a"});
+    let cell = json!({"code": "runs = globals().get('runs', 0) + 1\n!echo said \
+                               {runs}", "session_id": "a"});
     let asked = alice
         .result_with_a_person("execute_ipython_cell", cell.clone(), json!({}))
         .await;
     assert_eq!(asked["resultType"], "input_required", "{asked}");
-    service.kill();
+    let _keeper = service.kill();
 
     let service = start();
     let mut alice = Raw::with_key(&service, "alice").await;
@@ -96,7 +90,8 @@ async fn a_question_of_a_killed_service_is_answered_at_the_next_one() {
         .result_with_a_person("check_execution", check, json!({}))
         .await;
     assert_eq!(shown["inputRequests"], asked["inputRequests"], "{shown}");
-    // And the answer to the first form counts too: the state that its server sealed is good at the next one.
+    // And the answer to the first form counts too: the state that its server sealed is good at the
+    // next one.
     let key = asked["inputRequests"]
         .as_object()
         .unwrap()
@@ -123,8 +118,6 @@ async fn a_question_of_a_killed_service_is_answered_at_the_next_one() {
         )
         .await;
     assert_eq!(after["content"][0]["text"], "1", "it ran once");
-    drop(service);
-    stop_keeper_of(folder.path());
 }
 
 /// Every process below another one, by its command.

@@ -1,6 +1,8 @@
-//! A person behind the client decides what code may do, with the built program: tools, hosts, and what becomes of a question when a process ends.
+//! A person behind the client decides what code may do, with the built program: tools, hosts, and
+//! what becomes of a question when a process ends.
 //!
-//! `hosts` holds connections until somebody has decided, `reload` changes the policy of a running service, `lost` ends clients and servers in the middle of a question.
+//! `hosts` holds connections until somebody has decided, `reload` changes the policy of a running
+//! service, `lost` ends clients and servers in the middle of a question.
 
 mod hosts;
 mod lost;
@@ -30,7 +32,8 @@ impl Scene {
 
     pub(crate) fn notes(&self, edition: &str) -> Value {
         let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/tools/notes_server.py");
-        json!({"command": host_python("minimal"), "args": [script, self.folder.path().join("log"), edition]})
+        let log = self.folder.path().join("log");
+        json!({"command": host_python("minimal"), "args": [script, log, edition]})
     }
 
     /// How often the tool `echo` was called.
@@ -142,7 +145,8 @@ def one(number):
         return 'denied'
 with ThreadPoolExecutor(50) as pool:
     told = list(pool.map(one, range(50)))
-print([number for number, text in enumerate(told) if text == 'denied'], {text for text in told if text != 'denied'} <= {f'first: n{number:02}' for number in range(50)})";
+print([number for number, text in enumerate(told) if text == 'denied'], {text for text in told if \
+text != 'denied'} <= {f'first: n{number:02}' for number in range(50)})";
     let pending = session.begin(code, json!({}));
     let form = server.form();
     assert!(form.text().contains("these 50 things"), "{}", form.text());
@@ -191,7 +195,8 @@ fn a_fork_can_be_given_some_tools_of_a_server() {
     assert_eq!(some.text(listed), "['__init__.py', 'add_up.py', 'echo.py']");
     let refused = |tool: &str| {
         let code = format!(
-            "import mcptools\ntry:\n    mcptools.call('notes', '{tool}', {{}})\nexcept mcptools.ToolCallError as error:\n    print(error.reason, error)"
+            "import mcptools\ntry:\n    mcptools.call('notes', '{tool}', {{}})\nexcept \
+             mcptools.ToolCallError as error:\n    print(error.reason, error)"
         );
         some.text(&code).replace(tool, "?")
     };

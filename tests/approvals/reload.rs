@@ -1,4 +1,5 @@
-//! A running service is told to read its policy again: it holds at once in sessions that are there, with and without a keeper.
+//! A running service is told to read its policy again: it holds at once in sessions that are there,
+//! with and without a keeper.
 
 use std::fs;
 use std::path::Path;
@@ -7,32 +8,31 @@ use serde_json::{Value, json};
 
 use crate::http::client::Raw;
 use crate::support::native::host_python;
-use crate::support::service::{Service, stop_keeper_of};
+use crate::support::service::{SESSIONS_INSIDE, Service};
 
 const ECHO: &str = "import mcptools\nprint(mcptools.call('notes', 'echo', {'text': 'x'}))";
 
-/// A service with one caller and one server of the operator's, whose policy is in its configuration file.
+/// A service with one caller and one server of the operator's, whose policy is in its configuration
+/// file.
 struct Scene {
-    folder: tempfile::TempDir,
     service: Service,
+    folder: tempfile::TempDir,
     /// The file without a policy.
     plain: String,
 }
 
 impl Scene {
-    fn new(keep_sessions: bool) -> Scene {
+    fn new(flags: &[&str]) -> Scene {
         let folder = tempfile::tempdir().unwrap();
         let start = || {
             Service::with_keys(
                 folder.path(),
                 &[("alice", &["python:execute"])],
-                keep_sessions,
-                &["--max-wait", "20s"],
+                &[flags, &["--max-wait", "20s"]].concat(),
             )
         };
         // The first one makes the file.
         drop(start());
-        stop_keeper(folder.path(), keep_sessions);
         let file = folder.path().join("config.yaml");
         let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/tools/notes_server.py");
         let notes =
@@ -44,8 +44,8 @@ impl Scene {
         fs::write(&file, &plain).unwrap();
         let service = start();
         Scene {
-            folder,
             service,
+            folder,
             plain,
         }
     }
@@ -68,12 +68,6 @@ impl Scene {
     }
 }
 
-fn stop_keeper(folder: &Path, kept: bool) {
-    if kept {
-        stop_keeper_of(folder);
-    }
-}
-
 fn text(result: &Value) -> &str {
     result["content"][0]["text"].as_str().unwrap_or_default()
 }
@@ -91,11 +85,12 @@ fn answer_to(asked: &Value, decision: &str) -> Value {
     json!({"inputResponses": {key: answer}, "requestState": asked["requestState"]})
 }
 
-async fn a_policy_is_read_again(keep_sessions: bool) {
-    let scene = Scene::new(keep_sessions);
+async fn a_policy_is_read_again(flags: &[&str]) {
+    let scene = Scene::new(flags);
     let mut alice = Raw::with_key(&scene.service, "alice").await;
     // A call connects to the server first; the module comes with the next cell.
-    let first = "from cellblock_runner import asking\nprint(asking.ask('call_tool', server='notes', tool='echo', arguments={'text': 'x'})['ok'])";
+    let first = "from cellblock_runner import asking\nprint(asking.ask('call_tool', \
+                 server='notes', tool='echo', arguments={'text': 'x'})['ok'])";
     assert_eq!(text(&scene.run(&mut alice, first, json!({})).await), "True");
     assert_eq!(
         text(&scene.run(&mut alice, ECHO, json!({})).await),
@@ -144,26 +139,22 @@ async fn a_policy_is_read_again(keep_sessions: bool) {
         "{denied}"
     );
 
-    // Sandboxes that start programs freely cannot have commands looked at; the rest of such a policy is not taken over either.
+    // Sandboxes that start programs freely cannot have commands looked at; the rest of such a
+    // policy is not taken over either.
     let said = scene.policy("approve_shell: ask");
     assert!(
         said.contains("the approvals were not read again; the old ones hold"),
         "{said}"
     );
     assert!(text(&scene.run(&mut alice, ECHO, json!({})).await).contains("ToolCallDenied"));
-    let Scene {
-        folder, service, ..
-    } = scene;
-    drop(service);
-    stop_keeper(folder.path(), keep_sessions);
 }
 
 #[tokio::test]
 async fn a_policy_that_is_read_again_holds_at_once() {
-    a_policy_is_read_again(false).await;
+    a_policy_is_read_again(SESSIONS_INSIDE).await;
 }
 
 #[tokio::test]
 async fn a_policy_that_is_read_again_holds_at_once_where_sessions_are_kept() {
-    a_policy_is_read_again(true).await;
+    a_policy_is_read_again(&[]).await;
 }

@@ -1,10 +1,14 @@
-//! Sessions that lie, race or stand in the way while they are copied gain nothing: there is a proper copy, or a refusal.
+//! Sessions that lie, race or stand in the way while they are copied gain nothing: there is a
+//! proper copy, or a refusal.
 //!
-//! Whatever a session does to itself, the same must hold afterwards (`Scene::assert_unharmed`): its neighbours live and can be copied, every process of its
-//! family has given up everything, and no twin runs, which has more rights than a session.
+//! Whatever a session does to itself, the same must hold afterwards (`Scene::assert_unharmed`): its
+//! neighbours live and can be copied, every process of its family has given up everything, and no
+//! twin runs, which has more rights than a session.
 //!
-//! Natively the warden makes copies, from outside. In a container the session makes them itself, and what it has changed in itself is changed in them: a copy is then whatever the session makes of
-//! itself, in its own container, with no more rights. What it says to the supervisor on that occasion is in `introductions`.
+//! Natively the warden makes copies, from outside. In a container the session makes them itself,
+//! and what it has changed in itself is changed in them: a copy is then whatever the session makes
+//! of itself, in its own container, with no more rights. What it says to the supervisor on that
+//! occasion is in `introductions`.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -86,7 +90,8 @@ impl Scene {
         }
     }
 
-    /// A twin runs while it makes a system call for the warden. One that is still running a little later runs for somebody else.
+    /// A twin runs while it makes a system call for the warden. One that is still running a little
+    /// later runs for somebody else.
     fn assert_twins_stopped(&self) {
         let deadline = Instant::now() + Duration::from_secs(2);
         for twin in native::twins_of(&self.groups) {
@@ -206,10 +211,13 @@ in_every_place! {
             place,
             Expected::Fork,
             &[
-                ("the fork of os", "import os, posix; os.fork = posix.fork = lambda: 0; assert os.fork() == 0"),
+                ("the fork of os", "import os, posix; os.fork = posix.fork = lambda: 0; assert \
+                                    os.fork() == 0"),
                 ("the kill of os", "import os, posix; os.kill = posix.kill = lambda *_: 1/0"),
-                ("the number of the process", "import os, posix; os.getpid = posix.getpid = lambda: 1"),
-                ("the names of all modules", "import sys; sys.modules.pop('os'); sys.modules.pop('posix')"),
+                ("the number of the process", "import os, posix; os.getpid = posix.getpid = \
+                                               lambda: 1"),
+                ("the names of all modules", "import sys; sys.modules.pop('os'); \
+                                              sys.modules.pop('posix')"),
             ],
         )
         .await;
@@ -220,21 +228,37 @@ in_every_place! {
             place,
             Expected::Refusal,
             &[
-                ("it says it is a copy", "import sys; sys.modules['cellblock_runner.branch'].stand_still = lambda: True"),
-                ("it says it was copied", "import sys; sys.modules['cellblock_runner.branch'].stand_still = lambda: False"),
+                (
+                    "it says it is a copy",
+                    "import sys; sys.modules['cellblock_runner.branch'].stand_still = \
+                     lambda: True",
+                ),
+                (
+                    "it says it was copied",
+                    "import sys; sys.modules['cellblock_runner.branch'].stand_still = \
+                     lambda: False",
+                ),
                 (
                     "it gives the sign and does not fork",
-                    "import sys, os\nsys.modules['cellblock_runner.branch'].stand_still = lambda: os.kill(os.getpid(), 18)",
+                    "import sys, os\nsys.modules['cellblock_runner.branch'].stand_still = lambda: \
+                     os.kill(os.getpid(), 18)",
                 ),
-                ("it packs nothing", "import sys; sys.modules['cellblock_runner.luggage'].pack = lambda *_: None"),
-                ("it never answers", "import sys; sys.modules['cellblock_runner.serve'].Session._branch = lambda *_: None"),
+                ("it packs nothing", "import sys; sys.modules['cellblock_runner.luggage'].pack = \
+                                      lambda *_: None"),
+                (
+                    "it never answers",
+                    "import sys; sys.modules['cellblock_runner.serve'].Session._branch = \
+                     lambda *_: None",
+                ),
                 (
                     "it ends",
-                    "import sys, os; sys.modules['cellblock_runner.serve'].Session._branch = lambda *_: os._exit(0)",
+                    "import sys, os; sys.modules['cellblock_runner.serve'].Session._branch = \
+                     lambda *_: os._exit(0)",
                 ),
                 (
                     "it kills itself",
-                    "import sys, os\nsys.modules['cellblock_runner.branch'].stand_still = lambda: os.kill(os.getpid(), 9)",
+                    "import sys, os\nsys.modules['cellblock_runner.branch'].stand_still = lambda: \
+                     os.kill(os.getpid(), 9)",
                 ),
             ],
         )
@@ -258,15 +282,18 @@ def branch(self, number, header):
     self._channel.send({'type': 'branched', 'id': number + 1, 'lost': []})
 session._branch = branch",
                 ),
-                ("it stops twice", "import os; os.register_at_fork(before=lambda: os.kill(os.getpid(), 19))"),
-                ("it goes on twice", "import os; os.register_at_fork(before=lambda: os.kill(os.getpid(), 18))"),
+                ("it stops twice", "import os; os.register_at_fork(before=lambda: \
+                                    os.kill(os.getpid(), 19))"),
+                ("it goes on twice", "import os; os.register_at_fork(before=lambda: \
+                                      os.kill(os.getpid(), 18))"),
                 (
                     "its tables of descriptors part",
                     "import ctypes\nassert ctypes.CDLL(None).syscall(436, 900, 900, 2) == 0",
                 ),
                 (
                     "its handlers raise",
-                    "import os; os.register_at_fork(before=lambda: 1/0, after_in_child=lambda: 1/0, after_in_parent=lambda: 1/0)",
+                    "import os; os.register_at_fork(before=lambda: 1/0, after_in_child=lambda: \
+                     1/0, after_in_parent=lambda: 1/0)",
                 ),
                 ("it is a child of nobody", "import os\ntry: os.setsid()\nexcept OSError: pass"),
                 ("it cannot be read", "import ctypes; ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)"),
@@ -280,21 +307,26 @@ session._branch = branch",
             place,
             Expected::Refusal,
             &[
-                ("before, it waits", "import os, threading; os.register_at_fork(before=lambda: threading.Event().wait())"),
+                ("before, it waits", "import os, threading; os.register_at_fork(before=lambda: \
+                                      threading.Event().wait())"),
                 ("before, it ends", "import os; os.register_at_fork(before=lambda: os._exit(5))"),
-                ("before, it is killed", "import os; os.register_at_fork(before=lambda: os.kill(os.getpid(), 9))"),
+                ("before, it is killed", "import os; os.register_at_fork(before=lambda: \
+                                          os.kill(os.getpid(), 9))"),
                 (
                     "before, it calls and calls",
-                    "import os\ndef call():\n    while True: os.getppid()\nos.register_at_fork(before=call)",
+                    "import os\ndef call():\n    while True: \
+                     os.getppid()\nos.register_at_fork(before=call)",
                 ),
-                ("in the copy, it ends", "import os; os.register_at_fork(after_in_child=lambda: os._exit(5))"),
+                ("in the copy, it ends", "import os; os.register_at_fork(after_in_child=lambda: \
+                                          os._exit(5))"),
             ],
         )
         .await;
         side_by_side(
             place,
             Expected::Either,
-            &[("afterwards, it ends", "import os; os.register_at_fork(after_in_parent=lambda: os._exit(5))")],
+            &[("afterwards, it ends", "import os; os.register_at_fork(after_in_parent=lambda: \
+                                       os._exit(5))")],
         )
         .await;
     }
@@ -303,7 +335,8 @@ session._branch = branch",
         let scene = Scene::new(place).await;
         scene
             .hostile
-            .ok("import os, threading; os.register_at_fork(after_in_child=lambda: threading.Event().wait())")
+            .ok("import os, threading; os.register_at_fork(after_in_child=lambda: \
+                 threading.Event().wait())")
             .await;
         let source = scene.hostile.clone();
         let forking = tokio::spawn(async move { source.try_forks(1).await.map(|_| ()) });
@@ -311,7 +344,10 @@ session._branch = branch",
         scene.hostile.close().await;
         let refused = forking.await.unwrap().unwrap_err();
         assert!(
-            matches!(refused, Refused::ClosedWhileWaiting | Refused::Unknown { .. } | Refused::CannotCopy { .. }),
+            matches!(
+                refused,
+                Refused::ClosedWhileWaiting | Refused::Unknown { .. } | Refused::CannotCopy { .. }
+            ),
             "{refused:?}"
         );
         scene.assert_unharmed().await;
@@ -327,11 +363,13 @@ pipes = [end for _ in range(700) for end in os.pipe()]";
         // A fork in a container has a folder of another name, which is told.
         assert!(!report.lost.iter().any(|lost| lost.contains("pipe")), "{:?}", report.lost);
         let use_them =
-            "for reader, writer in zip(pipes[::2], pipes[1::2]): os.write(writer, b'x'); assert os.read(reader, 9) == b'x'";
+            "for reader, writer in zip(pipes[::2], pipes[1::2]): os.write(writer, b'x'); assert \
+             os.read(reader, 9) == b'x'";
         fork.ok(use_them).await;
         // Its own are free to be made, up to the limit.
         fork.ok(
-            "for each in held + pipes: os.close(each)\nmore = [os.open('/dev/null', os.O_RDONLY) for _ in range(3000)]",
+            "for each in held + pipes: os.close(each)\nmore = [os.open('/dev/null', os.O_RDONLY) \
+             for _ in range(3000)]",
         )
         .await;
         // All of them: nothing can be opened for the copy itself.
@@ -350,7 +388,8 @@ except OSError: held.pop()";
     }
 }
 
-// What follows is about the warden's way of making copies: twins, the instructions that they use, and its patience.
+// What follows is about the warden's way of making copies: twins, the instructions that they use,
+// and its patience.
 
 #[test]
 fn a_session_that_comes_to_its_branch_point_too_late_goes_on() {
@@ -380,14 +419,16 @@ luggage.pack = pack";
     });
 }
 
-/// Has the session make its `clone` from code of its own, and knows where the C library makes its own.
+/// Has the session make its `clone` from code of its own, and knows where the C library makes its
+/// own.
 ///
 /// `overwrite` puts two bytes in the place of an instruction that enters the kernel.
 const OWN_CLONE: &str = "
 import ctypes, mmap, os, sys, threading
 libc = ctypes.CDLL(None, use_errno=True)
 libc.mmap.restype = ctypes.c_void_p
-libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, \
+ctypes.c_long)
 def page(shared):
     return libc.mmap(None, 4096, 7, 0x20 | (1 if shared else 2), -1, 0)
 def function(address, *arguments):
@@ -409,7 +450,8 @@ def fork_of_libc():
                 found.append(first + at + 5)
                 at = text.find(b'\\xb8\\x38\\x00\\x00\\x00\\x0f\\x05', at + 1)
             return found
-# Called with an address and two bytes: makes a process, then writes the bytes to the address, unless it is zero, in the one that made it.
+# Called with an address and two bytes: makes a process, then writes the bytes to the address, \
+unless it is zero, in the one that made it.
 CODE = bytes.fromhex(
     '4989f8'      # mov r8, rdi
     '4989f1'      # mov r9, rsi
@@ -462,7 +504,8 @@ fn instructions_that_a_session_writes_over_make_no_twin_run() {
         return;
     }
     run(async {
-        // Control: with instructions of its own a session is copied like any other, from private and from shared memory.
+        // Control: with instructions of its own a session is copied like any other, from private
+        // and from shared memory.
         for shared in ["False", "True"] {
             let scene = Scene::new(Place::Native).await;
             let attack = format!("{OWN_CLONE}\nwhere = own_clone({shared})");
@@ -475,15 +518,18 @@ fn instructions_that_a_session_writes_over_make_no_twin_run() {
             assert!(scene.assert_alive_or_ended().await);
         }
         for (name, word) in TRAPS {
-            // The instruction that the twin of the session uses, which is the one that the warm interpreter stood at.
+            // The instruction that the twin of the session uses, which is the one that the warm
+            // interpreter stood at.
             let scene = Scene::new(Place::Native).await;
             let code = word.to_le_bytes();
             let attack = format!(
-                "{OWN_CLONE}\nwhere = own_clone(False)\nfor place in fork_of_libc(): overwrite(place, bytes({code:?}))"
+                "{OWN_CLONE}\nwhere = own_clone(False)\nfor place in fork_of_libc(): \
+                 overwrite(place, bytes({code:?}))"
             );
             scene.hostile.ok(&attack).await;
             scene.refused(name).await;
-            // The one that copies of its next checkpoint use, which is shared by mapping and changes when the checkpoint is made.
+            // The one that copies of its next checkpoint use, which is shared by mapping and
+            // changes when the checkpoint is made.
             let scene = Scene::new(Place::Native).await;
             scene
                 .hostile
@@ -537,7 +583,8 @@ fn a_thread_that_races_with_the_copying_wins_nothing() {
     run(async {
         for (name, word) in TRAPS {
             let scene = Scene::new(Place::Native).await;
-            // A thread without the interpreter's lock writes the bad bytes and the good ones, over and over.
+            // A thread without the interpreter's lock writes the bad bytes and the good ones, over
+            // and over.
             let attack = format!(
                 "{OWN_CLONE}
 RACE = bytes.fromhex('668937' 'f390' '668917' 'f390' '803900' '74f1' 'c3')
@@ -547,7 +594,8 @@ race = function(place, *[ctypes.c_uint64] * 4)
 stop = ctypes.c_uint8(0)
 where = fork_of_libc()
 for each in where: overwrite(each, b'\\x0f\\x05')
-racers = [threading.Thread(target=race, args=(each, {word}, 0x050f, ctypes.addressof(stop)), daemon=True) for each in where[:1]]
+racers = [threading.Thread(target=race, args=(each, {word}, 0x050f, ctypes.addressof(stop)), \
+daemon=True) for each in where[:1]]
 for racer in racers: racer.start()"
             );
             scene.hostile.ok(&attack).await;
@@ -590,12 +638,14 @@ libc = ctypes.CDLL(None, use_errno=True)
 room = ctypes.create_string_buffer(64)
 answers, stop = set(), False
 # Number, arguments: setns, unshare, pidfd_getfd, ptrace (seize), process_vm_readv.
-CALLS = [(308, -1, 0), (272, 0), (438, -1, 0, 0), (101, 0x4206, 1, 0, 0), (310, 1, room, 0, room, 0, 0)]
+CALLS = [(308, -1, 0), (272, 0), (438, -1, 0, 0), (101, 0x4206, 1, 0, 0), (310, 1, room, 0, room, \
+0, 0)]
 def keep_calling():
     while not stop:
         for number, *arguments in CALLS:
             ctypes.set_errno(0)
-            result = libc.syscall(ctypes.c_long(number), *[a if a is room else ctypes.c_long(a) for a in arguments])
+            result = libc.syscall(ctypes.c_long(number), *[a if a is room else ctypes.c_long(a) \
+            for a in arguments])
             answers.add((number, 0 if result >= 0 else ctypes.get_errno()))
 caller = threading.Thread(target=keep_calling, daemon=True)
 caller.start()
@@ -687,7 +737,8 @@ inode = os.fstat(held).st_ino, os.fstat(held).st_dev";
             format!(
                 "
 import os
-assert (os.fstat(held).st_ino, os.fstat(held).st_dev) == (os.stat('/work').st_ino, os.stat('/work').st_dev)
+assert (os.fstat(held).st_ino, os.fstat(held).st_dev) == (os.stat('/work').st_ino, \
+os.stat('/work').st_dev)
 os.pwrite(file, b'{who:6}', 0)
 os.close(os.open('new of {who}', os.O_CREAT | os.O_WRONLY, dir_fd=held))
 os.close(os.open('work/through the root of {who}', os.O_CREAT | os.O_WRONLY, dir_fd=root))"
@@ -718,7 +769,8 @@ print(json.dumps(tried(lambda: left.send(b'x'))))";
         let answer = fork.json(dead).await;
         assert!(answer.is_string(), "{answer}");
         // The fork has a pipe and a pair of sockets of its own.
-        let through = "os.write(writer, b', of the fork'); print(os.read(reader, 99), one.send(b'of the fork'))";
+        let through = "os.write(writer, b', of the fork'); print(os.read(reader, 99), \
+                       one.send(b'of the fork'))";
         assert_eq!(
             fork.ok(through).await,
             "b'from the source, of the fork' 11\n"
@@ -797,7 +849,8 @@ print(json.dumps([[reached(number) for number in {:?}], reached(os.getpid())]))"
         // From the session itself, with signals that cannot be caught.
         for signal in [9, 19] {
             let code = format!(
-                "import os, subprocess\nx = 3\nchild = subprocess.Popen(['sleep', '1000'])\nos.kill(-1, {signal})\nos.kill(os.getpid(), 9)"
+                "import os, subprocess\nx = 3\nchild = subprocess.Popen(['sleep', \
+                 '1000'])\nos.kill(-1, {signal})\nos.kill(os.getpid(), 9)"
             );
             let outcome = session.execute(&code).await.unwrap();
             assert!(

@@ -1,6 +1,8 @@
-//! Sessions in containers that lie to the supervisor, which is the first process of their container and has to outlive them.
+//! Sessions in containers that lie to the supervisor, which is the first process of their container
+//! and has to outlive them.
 //!
-//! A copy of a session introduces itself to the supervisor on a socket that the session holds, and text comes through pipes that the session hands over. Both can be anything. Natively there is
+//! A copy of a session introduces itself to the supervisor on a socket that the session holds, and
+//! text comes through pipes that the session hands over. Both can be anything. Natively there is
 //! nothing of the kind: nobody in a sandbox is asked.
 
 use std::time::Duration;
@@ -14,7 +16,8 @@ use crate::support::places::{Place, cases};
 /// Finds the socket on which copies introduce themselves, and the channel, which is the next.
 const SOCKETS: &str = "
 import os, socket, stat, threading
-sockets = sorted(int(name) for name in os.listdir('/proc/self/fd') if os.path.exists(f'/proc/self/fd/{name}') and stat.S_ISSOCK(os.fstat(int(name)).st_mode))
+sockets = sorted(int(name) for name in os.listdir('/proc/self/fd') if \
+os.path.exists(f'/proc/self/fd/{name}') and stat.S_ISSOCK(os.fstat(int(name)).st_mode))
 introductions, channel = sockets
 def introduce(descriptor):
     socket.send_fds(socket.socket(fileno=os.dup(introductions)), [b'{}'], [descriptor])
@@ -104,7 +107,8 @@ cases! {
             "keep_introducing(socket.socketpair()[0].detach())",
             "keep_introducing(socket.socket(socket.AF_INET).detach())",
             // The session itself, as if it were its own copy.
-            "keep_introducing(socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)[0].detach())",
+            "keep_introducing(socket.socketpair(socket.AF_UNIX, \
+             socket.SOCK_SEQPACKET)[0].detach())",
         ] {
             scene.hostile.ok(&format!("{SOCKETS}{attack}")).await;
             let fork = scene.hostile.fork().await;
@@ -117,7 +121,8 @@ cases! {
 
     async fn a_child_that_plays_a_copy_gains_nothing(place) {
         let scene = Scene::new(place).await;
-        // It is taken for the copy that is expected, and says what it likes when it is asked for a session.
+        // It is taken for the copy that is expected, and says what it likes when it is asked for a
+        // session.
         let attack = "
 mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 if os.fork() == 0:
@@ -132,7 +137,10 @@ if os.fork() == 0:
         scene.hostile.ok(&format!("{SOCKETS}{attack}")).await;
         match scene.hostile.try_forks(1).await {
             Ok((forks, _)) => forks[0].close().await,
-            Err(refused) => assert!(matches!(refused, Refused::CannotCopy { .. } | Refused::Launch(_)), "{refused:?}"),
+            Err(refused) => assert!(
+                matches!(refused, Refused::CannotCopy { .. } | Refused::Launch(_)),
+                "{refused:?}"
+            ),
         }
         let _ = scene.hostile.try_undo(1).await;
         scene.again().await;
@@ -159,7 +167,8 @@ def waiting():
     threading.Thread(target=keep_waiting, daemon=True).start()
     return [end for end, _ in ends]
 head = json.dumps(dict(type='from-the-future')).encode()
-socket.send_fds(socket.socket(fileno=os.dup(channel)), [struct.pack('>II', 4 + len(head), len(head)) + head], {pipes})"
+socket.send_fds(socket.socket(fileno=os.dup(channel)), [struct.pack('>II', 4 + len(head), \
+len(head)) + head], {pipes})"
             );
             let outcome = scene.hostile.execute(&attack).await.unwrap();
             assert!(!matches!(outcome.status, Status::Raised(_)), "{pipes}: {:?}", outcome.status);

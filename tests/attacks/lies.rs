@@ -1,5 +1,5 @@
-//! Code that speaks in the runner's place. It shares the runner's process, so it can say anything on the channel; only its own session may
-//! suffer.
+//! Code that speaks in the runner's place. It shares the runner's process, so it can say anything
+//! on the channel; only its own session may suffer.
 
 use std::time::{Duration, Instant};
 
@@ -9,14 +9,16 @@ use tokio_util::sync::CancellationToken;
 use crate::support::native::{self, Session};
 use crate::support::places::{Place, in_every_place};
 
-/// Finds the channel: the last socket that the session was born with. In a container there is one more, on which copies of it introduce themselves (see `branching`).
+/// Finds the channel: the last socket that the session was born with. In a container there is one
+/// more, on which copies of it introduce themselves (see `branching`).
 ///
 /// `cell` is the number of the very cell that lies.
 const CHANNEL: &str = "
 import json, os, socket, stat, struct
 from cellblock_runner import asking
 cell = asking._active._execution
-channel = max(int(name) for name in os.listdir('/proc/self/fd') if os.path.exists(f'/proc/self/fd/{name}') and stat.S_ISSOCK(os.fstat(int(name)).st_mode))
+channel = max(int(name) for name in os.listdir('/proc/self/fd') if \
+os.path.exists(f'/proc/self/fd/{name}') and stat.S_ISSOCK(os.fstat(int(name)).st_mode))
 def frame(**header):
     head = json.dumps(header).encode()
     return struct.pack('>II', 4 + len(head), len(head)) + head
@@ -83,8 +85,9 @@ impl Scene {
         self.whole_after_a_reset().await;
     }
 
-    /// After frames with a forged `seq` the order of the liar's own lanes is spoiled, so its next output may be misplaced or lost. It gets an
-    /// answer all the same, and a reset makes the session whole.
+    /// After frames with a forged `seq` the order of the liar's own lanes is spoiled, so its next
+    /// output may be misplaced or lost. It gets an answer all the same, and a reset makes the
+    /// session whole.
     async fn answered_and_whole_after_a_reset(&self) {
         match self.liar.execute("print(1)").await {
             Ok(outcome) => assert!(
@@ -129,7 +132,8 @@ in_every_place! {
             "os.write(channel, struct.pack('>II', 12, 8) + b'not json')",
             "os.write(channel, b'GET / HTTP/1.1\\r\\n\\r\\n')",
             // 700 kB that would take 80 MB when decoded.
-            "head = b'{\"type\":\"value\",\"id\":1,\"options\":[' + b'{\"\":0},' * 100_000 + b'0]}'; \
+            "head = b'{\"type\":\"value\",\"id\":1,\"options\":[' + b'{\"\":0},' * 100_000 + \
+             b'0]}'; \
              os.write(channel, struct.pack('>II', 4 + len(head), len(head)) + head)",
         ] {
             let status = scene.lie(words).await;
@@ -150,7 +154,8 @@ in_every_place! {
         let status = scene.lie("os.close(channel)").await;
         assert!(matches!(status, Status::Nonsense { .. } | Status::Died { .. }), "{status:?}");
         scene.usable_or_plainly_gone().await;
-        let status = scene.lie("socket.socket(fileno=os.dup(channel)).shutdown(socket.SHUT_RDWR)").await;
+        let shutdown = "socket.socket(fileno=os.dup(channel)).shutdown(socket.SHUT_RDWR)";
+        let status = scene.lie(shutdown).await;
         assert!(matches!(status, Status::Nonsense { .. } | Status::Died { .. }), "{status:?}");
         scene.usable_or_plainly_gone().await;
     }
@@ -159,13 +164,16 @@ in_every_place! {
         let scene = Scene::new(place).await;
         for words in [
             // Ends for cells that nobody asked for, and for all that may come.
-            "for number in range(0, cell + 50): os.write(channel, frame(type='done', id=number, seq=number, status='ok', error=None, variables=None, files=None))",
+            "for number in range(0, cell + 50): os.write(channel, frame(type='done', id=number, \
+             seq=number, status='ok', error=None, variables=None, files=None))",
             "os.write(channel, frame(type='hello', version=1, python='3.99', marker='0' * 32))",
             "os.write(channel, frame(type='started', id=cell, seq=1, rotated=True))",
             "os.write(channel, frame(type='file_end', id=cell, size=1 << 60))",
             "os.write(channel, frame(type='written', id=7, size=-1, replaced='maybe'))",
-            "os.write(channel, frame(type='failed', id=cell, reason='exists', message='/etc/passwd'))",
-            "os.write(channel, frame(type='value', id=cell, seq=2 ** 40, data={'text/plain': 'x'}, blobs=[{'mime': 'image/png', 'size': 1 << 60}]))",
+            "os.write(channel, frame(type='failed', id=cell, reason='exists', \
+             message='/etc/passwd'))",
+            "os.write(channel, frame(type='value', id=cell, seq=2 ** 40, data={'text/plain': 'x'}, \
+             blobs=[{'mime': 'image/png', 'size': 1 << 60}]))",
             "os.write(channel, frame(type='display', id=cell, seq=-1, data=[], blobs='many'))",
             "os.write(channel, frame(type='from-the-future'))",
             "os.write(channel, frame(type='done'))",

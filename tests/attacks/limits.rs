@@ -1,6 +1,7 @@
 //! A session that takes all it can get takes only its own share.
 
 use std::fs;
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use cellblock::sandbox::{Exit, SandboxLimits};
@@ -48,7 +49,8 @@ const OUT_OF_MEMORY: Status = Status::Died {
     },
 };
 
-/// The most processes that a session may have. In a container there are some of ours beside it, for which the limit is raised; how far, the engine tells.
+/// The most processes that a session may have. In a container there are some of ours beside it, for
+/// which the limit is raised; how far, the engine tells.
 async fn most_processes(place: Place, session: &Session) -> u64 {
     match place {
         Place::Native => u64::from(TIGHT.processes),
@@ -98,6 +100,53 @@ sizes = lambda: [bytes_in('/work'), bytes_in('/tmp')]
 names = lambda: [names_in('/work'), names_in('/tmp'), depth_in('/tmp/home')]
 ";
 
+/// Three processes that compute as long as they can. Prints the processor time that they used, and
+/// the time that passed.
+const COMPUTE: &str = "
+import os, time
+def used():
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
+began, before = time.monotonic(), used()
+children = []
+for _ in range(2):
+    children.append(os.fork())
+    if children[-1] == 0: break
+while time.monotonic() < began + 3: pass
+if 0 in children: os._exit(0)
+for child in children: os.waitpid(child, 0)
+print(used() - before, time.monotonic() - began)";
+
+/// The cores that the kernel gives control groups, in either version of these.
+fn cores(groups: &[PathBuf]) -> f64 {
+    let read = |name: &str| {
+        groups
+            .iter()
+            .find_map(|group| fs::read_to_string(group.join(name)).ok())
+    };
+    let written = read("cpu.max")
+        .or_else(|| Some(read("cpu.cfs_quota_us")? + &read("cpu.cfs_period_us")?))
+        .expect("there is a limit of processor time");
+    let (quota, period) = written.trim().split_once([' ', '\n']).expect("two numbers");
+    quota.parse::<f64>().expect("a number") / period.parse::<f64>().expect("a number")
+}
+
+/// In how many periods processes of control groups had used up what they are given, and wanted
+/// more.
+fn throttled_periods(groups: &[PathBuf]) -> u64 {
+    let of_group = |group: &PathBuf| -> Option<u64> {
+        let text = fs::read_to_string(group.join("cpu.stat")).ok()?;
+        let line = text
+            .lines()
+            .find_map(|line| line.strip_prefix("nr_throttled "))?;
+        line.trim().parse().ok()
+    };
+    groups
+        .iter()
+        .find_map(of_group)
+        .expect("the kernel counts them")
+}
+
 in_every_place! {
     async fn a_session_over_its_memory_ends_and_the_reply_names_the_limit(place) {
         if !has_control_groups() {
@@ -112,7 +161,10 @@ in_every_place! {
         assert_eq!(outcome.status, OUT_OF_MEMORY);
         assert_eq!(native::printed(&outcome), "begun\n");
         let refused = greedy.execute("1").await.unwrap_err();
-        assert!(matches!(&refused, Refused::Ended { why, .. } if why.contains("160 MiB")), "{refused}");
+        assert!(
+            matches!(&refused, Refused::Ended { why, .. } if why.contains("160 MiB")),
+            "{refused}"
+        );
         assert_eq!(neighbour.ok("print(x)").await, "alive\n");
         greedy.reset().await;
         assert_eq!(greedy.ok("print(open('kept').read())").await, "file\n");
@@ -134,7 +186,8 @@ children = []
 for _ in range(8):
     child = os.fork()
     if child == 0:
-        # A session is chosen by the kernel; let it be a child, so that the interpreter can tell. (In a container landlock closes this, and it may be the interpreter.)
+        # A session is chosen by the kernel; let it be a child, so that the interpreter can tell. \
+        (In a container landlock closes this, and it may be the interpreter.)
         try: open('/proc/self/oom_score_adj', 'w').write('1000')
         except OSError: pass
         kept = bytearray(40 << 20)
@@ -147,10 +200,13 @@ for child in children[1:]:
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
 print(json.dumps(ended))";
-        let outcome = greedy.execute_with(code, Duration::from_secs(5), CancellationToken::new()).await.unwrap();
+        let limit = Duration::from_secs(5);
+        let outcome = greedy.execute_with(code, limit, CancellationToken::new()).await.unwrap();
         let most: Vec<u64> = groups
             .iter()
-            .flat_map(|group| ["memory.max_usage_in_bytes", "memory.peak"].map(|name| group.join(name)))
+            .flat_map(|group| {
+                ["memory.max_usage_in_bytes", "memory.peak"].map(|name| group.join(name))
+            })
             .filter_map(|path| fs::read_to_string(path).ok()?.trim().parse().ok())
             .collect();
         assert!(!most.is_empty() && most.iter().all(|peak| *peak <= TIGHT.memory), "{most:?}");
@@ -158,7 +214,10 @@ print(json.dumps(ended))";
             .iter()
             .flat_map(|group| ["memory.oom_control", "memory.events"].map(|name| group.join(name)))
             .filter_map(|path| fs::read_to_string(path).ok())
-            .filter_map(|text| text.lines().find_map(|line| line.strip_prefix("oom_kill ")?.trim().parse::<u64>().ok()))
+            .filter_map(|text| {
+                text.lines()
+                    .find_map(|line| line.strip_prefix("oom_kill ")?.trim().parse::<u64>().ok())
+            })
             .sum();
         assert!(kills > 0, "8 times 40 MiB do not fit in 160 MiB: {:?}", outcome.status);
         assert_eq!(neighbour.ok("print(x)").await, "alive\n");
@@ -200,7 +259,8 @@ with open('/work/large', 'wb') as file:
         file.write(bytes(1 << 20))";
         assert_eq!(session.execute(fill).await.unwrap().status, OUT_OF_MEMORY);
         session.reset().await;
-        let empty = "import os; print(os.path.getsize('/work/large') > 40 << 20); os.unlink('/work/large')";
+        let empty = "import os; print(os.path.getsize('/work/large') > 40 << 20); \
+                     os.unlink('/work/large')";
         assert_eq!(session.ok(empty).await, "True\n");
         session.ok("x = bytearray(50 << 20)").await;
     }
@@ -213,7 +273,8 @@ with open('/work/large', 'wb') as file:
         assert_eq!(session.json("print(json.dumps(sizes()))").await, json!([full, full]));
         // Podman knows no option that counts files; there only memory ends them.
         if !place.is_podman() {
-            assert_eq!(session.json("print(json.dumps(names()))").await, json!([full, full, "ENOSPC"]));
+            let told = session.json("print(json.dumps(names()))").await;
+            assert_eq!(told, json!([full, full, "ENOSPC"]));
         }
         // Control: with the files gone there is room again, also for an upload.
         assert_eq!(session.ok("print(open('small', 'w').write(x))").await, "5\n");
@@ -248,7 +309,8 @@ print(json.dumps([grow(1 << 50), grow((8 << 20) + 2), grow(8 << 20)]))";
         session
             .ok("
 import os, socket
-os.mkfifo('pipe'); os.mkdir('folder'); os.symlink('/etc/passwd', 'link'); os.symlink('/etc', 'up'); os.symlink('nothing', 'broken')
+os.mkfifo('pipe'); os.mkdir('folder'); os.symlink('/etc/passwd', 'link'); os.symlink('/etc', \
+'up'); os.symlink('nothing', 'broken')
 server = socket.socket(socket.AF_UNIX); server.bind('socket')
 open('regular', 'w').write('fine')")
             .await;
@@ -357,8 +419,13 @@ while True:
         let limit = Duration::from_millis(500);
         let begun = Instant::now();
         let outcome = bomb.execute_with(code, limit, CancellationToken::new()).await.unwrap();
-        assert!(matches!(outcome.status, Status::TimedOut { state: StateAfter::Lost, .. }), "{:?}", outcome.status);
-        // Five seconds on a machine that is not busy with other things; a container that cannot end it is ended as a whole.
+        assert!(
+            matches!(outcome.status, Status::TimedOut { state: StateAfter::Lost, .. }),
+            "{:?}",
+            outcome.status
+        );
+        // Five seconds on a machine that is not busy with other things; a container that cannot end
+        // it is ended as a whole.
         assert!(begun.elapsed() < Duration::from_secs(20), "{:?}", begun.elapsed());
         assert_eq!(neighbour.ok("print(x)").await, "alive\n");
         bomb.reset().await;
@@ -372,17 +439,27 @@ while True:
             // A loop in C that never looks for signals.
             "import collections, itertools; collections.deque(itertools.repeat(0), maxlen=0)",
             "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\nwhile True: pass",
-            "import signal\nsignal.pthread_sigmask(signal.SIG_BLOCK, range(1, 65))\nwhile True: pass",
+            "import signal\nsignal.pthread_sigmask(signal.SIG_BLOCK, range(1, 65))\nwhile True: \
+             pass",
         ];
         join_all(loops.map(async |code| {
             // Long enough for the code to have refused signals when it is interrupted.
             let limit = Duration::from_secs(2);
-            let outcome = place.session().execute_with(code, limit, CancellationToken::new()).await.unwrap();
-            assert_eq!(outcome.status, Status::TimedOut { limit, state: StateAfter::Lost }, "{code}");
+            let outcome = place
+                .session()
+                .execute_with(code, limit, CancellationToken::new())
+                .await
+                .unwrap();
+            let expected = Status::TimedOut { limit, state: StateAfter::Lost };
+            assert_eq!(outcome.status, expected, "{code}");
             // Two seconds on a machine that is not busy with other things, where waiting for a
             // processor does not count; in any case the 15 s that are the most. Counted from the
             // start of the code: a new session may take its time.
-            assert!(outcome.duration < limit + Duration::from_secs(20), "{code}: {:?}", outcome.duration);
+            assert!(
+                outcome.duration < limit + Duration::from_secs(20),
+                "{code}: {:?}",
+                outcome.duration
+            );
         }))
         .await;
     }
@@ -392,27 +469,29 @@ while True:
             return;
         }
         let fifth = place.limited(SandboxLimits { cpus: 0.2, ..TIGHT });
-        // Three processes that compute as long as they can: the limit is one for all of them. A busy machine gives them less, never more.
-        let code = "
-import os, time
-def used():
-    times = os.times()
-    return times.user + times.system + times.children_user + times.children_system
-began, before = time.monotonic(), used()
-children = []
-for _ in range(2):
-    children.append(os.fork())
-    if children[-1] == 0: break
-while time.monotonic() < began + 3: pass
-if 0 in children: os._exit(0)
-for child in children: os.waitpid(child, 0)
-print(used() - before, time.monotonic() - began)";
-        let told = fifth.session().ok(code).await;
-        let figures: Vec<f64> = told.split_whitespace().map(|figure| figure.parse().unwrap()).collect();
-        let (used, passed) = (figures[0], figures[1]);
-        assert!(used > 0.1, "they computed: {told}");
-        // The kernel gives out a fifth of each tenth of a second.
-        assert!(used <= 0.2 * (passed + 0.2) * 1.05, "{used} s of {passed} s");
+        let (session, whole) = (fifth.session(), tight(place).session());
+        let groups = place.control_groups(&session).await;
+        assert_eq!(cores(&groups), 0.2);
+        assert_eq!(cores(&place.control_groups(&whole).await), TIGHT.cpus); // control
+        let deadline = Instant::now() + Duration::from_secs(60);
+        loop {
+            let before = throttled_periods(&groups);
+            let told = session.ok(COMPUTE).await;
+            let figures: Vec<f64> =
+                told.split_whitespace().map(|figure| figure.parse().unwrap()).collect();
+            let (used, passed) = (figures[0], figures[1]);
+            // The kernel gives out a fifth of each tenth of a second, one for all processes. A busy
+            // machine gives them less, never more.
+            assert!(used <= 0.2 * (passed + 0.2) * 1.05, "{used} s of {passed} s");
+            // Control: they could have used more, and it was the limit that they did not get it.
+            if throttled_periods(&groups) > before {
+                break;
+            }
+            assert!(
+                Instant::now() < deadline,
+                "they never reached the limit: {used} s of {passed} s"
+            );
+        }
     }
 
     async fn a_session_that_gets_little_processor_time_has_longer_to_stop(place) {
@@ -437,11 +516,17 @@ except KeyboardInterrupt:
         let outcome = session.execute_with(code, limit, CancellationToken::new()).await.unwrap();
         assert_eq!(native::printed(&outcome), "begun\n");
         assert_eq!(outcome.status, Status::TimedOut { limit, state: StateAfter::Kept });
-        assert!(outcome.duration > limit + Duration::from_secs(2), "it took {:?} to stop", outcome.duration);
+        assert!(
+            outcome.duration > limit + Duration::from_secs(2),
+            "it took {:?} to stop",
+            outcome.duration
+        );
         assert_eq!(session.ok("print(x)").await, "kept\n");
         // Control: code that does not stop is killed there too.
-        let stubborn = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\nwhile True: pass";
-        let outcome = session.execute_with(stubborn, limit, CancellationToken::new()).await.unwrap();
+        let stubborn = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\nwhile True: \
+                        pass";
+        let outcome =
+            session.execute_with(stubborn, limit, CancellationToken::new()).await.unwrap();
         assert_eq!(outcome.status, Status::TimedOut { limit, state: StateAfter::Lost });
     }
 

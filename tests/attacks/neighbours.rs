@@ -23,7 +23,8 @@ async fn in_many(place: Place, count: usize, code: String) -> (Vec<Session>, Vec
     (sessions, answers)
 }
 
-/// How many sessions are enough to tell. Natively all are copies of one interpreter; containers share none, and each costs a second.
+/// How many sessions are enough to tell. Natively all are copies of one interpreter; containers
+/// share none, and each costs a second.
 fn crowd(place: Place, natively: usize) -> usize {
     if place.is_native() { natively } else { 3 }
 }
@@ -71,7 +72,8 @@ fn assert_all_differ(drawn: &[Value]) {
     }
 }
 
-/// Where a session may leave files. `/var/tmp` of a container is the image's, and cannot be written to.
+/// Where a session may leave files. `/var/tmp` of a container is the image's, and cannot be written
+/// to.
 fn folders(place: Place) -> Vec<&'static str> {
     let everywhere = ["/work", "/tmp", "/dev/shm", "/tmp/home"];
     let native = place.is_native().then_some("/var/tmp");
@@ -97,7 +99,8 @@ program = '''
 import ctypes, json, os, socket, sys
 libc = ctypes.CDLL(None, use_errno=True)
 found = [folder for folder in sys.argv[1:] if os.path.exists(folder + '/left')]
-for name, family, address in (('abstract', socket.AF_UNIX, chr(0) + 'left'), ('port', socket.AF_INET, ('127.0.0.1', 47111))):
+for name, family, address in (('abstract', socket.AF_UNIX, chr(0) + 'left'), ('port', \
+socket.AF_INET, ('127.0.0.1', 47111))):
     try:
         socket.socket(family).connect(address)
         found.append(name)
@@ -107,14 +110,16 @@ if libc.shmget(0x51, 0, 0) >= 0: found.append('shared memory')
 if libc.semget(0x52, 0, 0) >= 0: found.append('semaphores')
 print(json.dumps(found))
 '''
-print(subprocess.run([sys.executable, '-I', '-c', program, *FOLDERS], capture_output=True, text=True, check=True).stdout)";
+print(subprocess.run([sys.executable, '-I', '-c', program, *FOLDERS], capture_output=True, \
+text=True, check=True).stdout)";
 
 in_every_place! {
     async fn many_sessions_draw_different_values_from_every_source_of_randomness(place) {
         let (sessions, drawn) = in_many(place, crowd(place, 50), draw(place)).await;
         assert_all_differ(&drawn);
         if place.is_native() {
-            // Control: the sessions come from one interpreter, whose seed for the hashes of text they share. (Two containers are two interpreters.)
+            // Control: the sessions come from one interpreter, whose seed for the hashes of text
+            // they share. (Two containers are two interpreters.)
             assert_eq!(sessions[0].json(SEED).await, sessions[1].json(SEED).await);
         }
     }
@@ -173,14 +178,19 @@ def attempt(pid):
     except OSError as error:
         return error.errno
     return 0
-print(json.dumps([attempt({pid}), attempt(os.getpid()), sorted(int(name) for name in os.listdir('/proc') if name.isdigit())]))"
+print(json.dumps([attempt({pid}), attempt(os.getpid()), sorted(int(name) for name in \
+os.listdir('/proc') if name.isdigit())]))"
         );
         let answer = other.json(&code).await;
         assert_eq!((&answer[0], &answer[1]), (&json!(3), &json!(0)));
         let seen = answer[2].as_array().unwrap();
         assert!(!seen.contains(&json!(pid)), "{answer}");
-        // Natively init and the interpreter. What keeps a session in a container is in there with it: the supervisor, the warm process, its steward, a checkpoint or two.
-        assert!(if place.is_native() { seen.len() == 2 } else { (4..10).contains(&seen.len()) }, "{answer}");
+        // Natively init and the interpreter. What keeps a session in a container is in there with
+        // it: the supervisor, the warm process, its steward, a checkpoint or two.
+        assert!(
+            if place.is_native() { seen.len() == 2 } else { (4..10).contains(&seen.len()) },
+            "{answer}"
+        );
         // Everyone it may reach is itself.
         let sweep = "
 import os, signal
@@ -212,14 +222,17 @@ print(child.wait())";
     }
 }
 
-/// Natively only: what containers show of the host's files is a volume of the engine, on which the host locks nothing.
+/// Natively only: what containers show of the host's files is a volume of the engine, on which the
+/// host locks nothing.
 #[test]
 fn no_lock_that_the_host_relies_on_is_within_reach() {
     run(async {
-        // Read-only files are the same for all sessions, and a lock on one can be seen by another. So none of the host's may be among them.
+        // Read-only files are the same for all sessions, and a lock on one can be seen by another.
+        // So none of the host's may be among them.
         let code = "
 import json, os
-print(json.dumps([os.path.join(folder, name) for folder, _, names in os.walk('/opt') for name in names if name == 'in-use.lock']))";
+print(json.dumps([os.path.join(folder, name) for folder, _, names in os.walk('/opt') for name in \
+names if name == 'in-use.lock']))";
         assert_eq!(native::shared().session().json(code).await, json!([]));
         // Control: the environment has one, beside what is shown.
         let environments = fs::read_dir(data_folder().join("environments"))

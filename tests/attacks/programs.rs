@@ -1,4 +1,5 @@
-//! Where programs need an approval, code cannot start one by any road, and an approved one is what was approved, confined like the session.
+//! Where programs need an approval, code cannot start one by any road, and an approved one is what
+//! was approved, confined like the session.
 //!
 //! `shared()` of `native` is the control: there the same attempts work.
 
@@ -43,7 +44,8 @@ fn denying() -> &'static Native {
     })
 }
 
-/// Tries to become `sh -c "exit 42"` on every road, each time in a child; tells the exit status of each, which is the kernel's error if it was refused.
+/// Tries to become `sh -c "exit 42"` on every road, each time in a child; tells the exit status of
+/// each, which is the kernel's error if it was refused.
 const ATTEMPTS: &str = r#"
 import _posixsubprocess, ctypes, json, os, platform, posix, threading
 libc = ctypes.CDLL(None, use_errno=True)
@@ -105,7 +107,10 @@ def result_of(attempt):
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 def results():
-    return {name: result_of(attempt) for name, attempt in globals().items() if name.startswith("by_")}
+    return {
+        name: result_of(attempt)
+        for name, attempt in globals().items() if name.startswith("by_")
+    }
 "#;
 
 pub(crate) async fn attempts(session: &Session) -> Value {
@@ -277,7 +282,8 @@ fn commands_run_in_all_their_forms() {
                 .await,
             "4\n"
         );
-        let called = "import subprocess; print(subprocess.run(['wc', '-c'], input='four', capture_output=True, text=True).stdout)";
+        let called = "import subprocess; print(subprocess.run(['wc', '-c'], input='four', \
+                      capture_output=True, text=True).stdout)";
         assert_eq!(session.ok(called).await, "4\n\n");
         assert_eq!(
             session.ok("!yes | head -n 2").await,
@@ -355,7 +361,8 @@ fn a_denied_command_does_not_run_and_says_why() {
     });
 }
 
-/// Puts a question about a command on the channel by hand, as code can that shares a process with the runner.
+/// Puts a question about a command on the channel by hand, as code can that shares a process with
+/// the runner.
 pub(crate) const FORGE: &str = r#"
 import json, os, socket, struct
 from cellblock_runner import asking, commands
@@ -406,7 +413,8 @@ for outlets in ([writer, writer], [reader, writer], [writer, both]):
         let expected = "(True, None, 0)\n(False, 'invalid', None)\n(False, 'invalid', None)\n";
         assert_eq!(session.ok(offered).await, expected);
         // What is no pipe at all breaks the conversation: it could be anything.
-        let socket = "pair = socket.socketpair(); forge(['/bin/true'], [pair[0].fileno(), pair[1].fileno()])";
+        let socket = "pair = socket.socketpair(); forge(['/bin/true'], [pair[0].fileno(), \
+                      pair[1].fileno()])";
         assert!(matches!(
             session.execute(socket).await.unwrap().status,
             Status::Nonsense { .. }
@@ -460,7 +468,8 @@ def find(name):
                 pass
 "#;
 
-/// Has a session reach into a process of its own, which works, and into a command, which must not, on the first `roads` of five. The last one is a signal.
+/// Has a session reach into a process of its own, which works, and into a command, which must not,
+/// on the first `roads` of five. The last one is a signal.
 pub(crate) async fn reaches_into_no_command(session: &Session, roads: usize) {
     session.ok(FIND).await;
     session.ok(&format!("roads = {roads}")).await;
@@ -610,7 +619,8 @@ fn a_command_sees_no_more_than_the_session() {
         let probe = include_str!("../posture/probe.py");
         session.upload("probe.py", probe.as_bytes()).await.unwrap();
         let mut of_session = session.json(probe).await;
-        let command = "import subprocess, sys; print(subprocess.run([sys.executable, '-I', 'probe.py'], capture_output=True, text=True).stdout)";
+        let command = "import subprocess, sys; print(subprocess.run([sys.executable, '-I', \
+                       'probe.py'], capture_output=True, text=True).stdout)";
         let mut of_command = session.json(command).await;
         assert_eq!(
             of_command["descriptors"],

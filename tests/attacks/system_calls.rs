@@ -1,7 +1,9 @@
 //! Which system calls answer, and how: the kernel's surface as a session meets it.
 //!
-//! One list holds everywhere, but not every place answers in the same words. Natively what is not listed does not exist (ENOSYS), unless it is needed on the way in, which a second filter refuses
-//! (EPERM), or programs handle another answer, which the list gives. Engines do the same, and old ones always say EPERM.
+//! One list holds everywhere, but not every place answers in the same words. Natively what is not
+//! listed does not exist (ENOSYS), unless it is needed on the way in, which a second filter refuses
+//! (EPERM), or programs handle another answer, which the list gives. Engines do the same, and old
+//! ones always say EPERM.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::OnceLock;
@@ -23,7 +25,8 @@ const EOPNOTSUPP: i64 = 95;
 /// Numbers and names of this architecture, as the kernel's headers give them.
 const CALLS: &str = include_str!("calls_x86_64.txt");
 
-/// Calls by number, from Python. An answer is zero or the error's number. Addresses are those of `room`, where one is needed.
+/// Calls by number, from Python. An answer is zero or the error's number. Addresses are those of
+/// `room`, where one is needed.
 pub(super) const CALLER: &str = "
 import ctypes, json, os
 libc = ctypes.CDLL(None, use_errno=True)
@@ -31,8 +34,10 @@ libc.syscall.restype = ctypes.c_long
 room = ctypes.create_string_buffer(4096)
 def call(number, *arguments):
     ctypes.set_errno(0)
-    arguments = [ctypes.addressof(room) if argument == 'room' else argument for argument in arguments]
-    answer = libc.syscall(ctypes.c_long(number), *[ctypes.c_long(argument) for argument in arguments])
+    arguments = [ctypes.addressof(room) if argument == 'room' else argument for argument in \
+    arguments]
+    answer = libc.syscall(ctypes.c_long(number), *[ctypes.c_long(argument) for argument in \
+    arguments])
     return 0 if answer >= 0 else ctypes.get_errno()
 def in_child(work):
     # Whatever a call does to its process, it does to a child.
@@ -62,7 +67,8 @@ fn numbers() -> Option<BTreeMap<&'static str, i64>> {
     Some(CALLS.lines().filter_map(pair).collect())
 }
 
-/// A backend whose sessions have every layer but the filter: the control. The kernel is the same in every place.
+/// A backend whose sessions have every layer but the filter: the control. The kernel is the same in
+/// every place.
 fn without_filter() -> &'static Native {
     static BACKEND: OnceLock<Native> = OnceLock::new();
     BACKEND.get_or_init(|| {
@@ -171,7 +177,8 @@ const REFUSED: &[(&str, &str)] = &[
     ("mknodat", "-100, 'room', 0o020666, 0x103"),
 ];
 
-/// What an engine's filter lets through, because it is loaded before the supervisor is there: with these a process can only take rights from itself.
+/// What an engine's filter lets through, because it is loaded before the supervisor is there: with
+/// these a process can only take rights from itself.
 const OPEN_IN_CONTAINERS: [&str; 3] = [
     "landlock_create_ruleset",
     "landlock_add_rule",
@@ -182,8 +189,9 @@ fn is_open(place: Place, name: &str) -> bool {
     !place.is_native() && OPEN_IN_CONTAINERS.contains(&name)
 }
 
-/// `uretprobe` and `uprobe` (Linux 6.11 and 6.18) are called by code that the kernel itself puts into a traced process. No filter is asked
-/// about them, and whoever calls them from elsewhere gets SIGILL or an error.
+/// `uretprobe` and `uprobe` (Linux 6.11 and 6.18) are called by code that the kernel itself puts
+/// into a traced process. No filter is asked about them, and whoever calls them from elsewhere gets
+/// SIGILL or an error.
 const KERNEL_TRAMPOLINES: [i64; 2] = [335, 336];
 
 /// Name, allowed arguments, altered arguments.
@@ -216,9 +224,10 @@ const CONDITIONS: &[(&str, &str, &str)] = &[
     ("prctl", "39, 0, 0, 0, 0", "22, 2, 'room', 0, 0"),
 ];
 
-/// Who may look into one's memory, and that no privilege is gained: the processes of a container say these about themselves, so its filter lets them through.
+/// Who may look into one's memory, and that no privilege is gained: the processes of a container
+/// say these about themselves, so its filter lets them through.
 const NATIVE_CONDITIONS: &[(&str, &str, &str)] = &[
-    ("prctl", "3, 0, 0, 0, 0", "4, 0, 0, 0, 0"),
+    ("prctl", "3, 0, 0, 0, 0", "4, 1, 0, 0, 0"),
     ("prctl", "39, 0, 0, 0, 0", "38, 1, 0, 0, 0"),
 ];
 
@@ -234,7 +243,8 @@ const NAMESPACE_FLAGS: [u64; 8] = [
     0x4000_0000, // network
 ];
 
-/// Lists interfaces, tries to add an address, a route and an interface, and to open other families of netlink, after `begin`.
+/// Lists interfaces, tries to add an address, a route and an interface, and to open other families
+/// of netlink, after `begin`.
 fn netlink(begin: &str) -> String {
     format!(
         "{CALLER}
@@ -249,9 +259,11 @@ def attribute(kind, value):
 def changes():
     address = bytes((10, 9, 8, 7))
     return [
-        ask(20, 0x600, struct.pack('=BBBBI', 2, 32, 0, 0, 1) + attribute(1, address) + attribute(2, address)),
+        ask(20, 0x600, struct.pack('=BBBBI', 2, 32, 0, 0, 1) + attribute(1, address) + \
+        attribute(2, address)),
         ask(16, 0, struct.pack('=BBHiII', 0, 0, 0, 1, 1, 1)),
-        ask(24, 0x400, struct.pack('=BBBBBBBBI', 2, 32, 0, 0, 255, 3, 254, 2, 0) + attribute(1, bytes((10, 9, 8, 6)))
+        ask(24, 0x400, struct.pack('=BBBBBBBBI', 2, 32, 0, 0, 255, 3, 254, 2, 0) + attribute(1, \
+        bytes((10, 9, 8, 6)))
             + attribute(4, struct.pack('=i', 1))),
     ]
 def families():
@@ -265,7 +277,8 @@ def families():
     return made
 def all_of_it():
     ({begin})()
-    return {{'interfaces': sorted(name for _, name in socket.if_nameindex()), 'changes': changes(), 'other families': families()}}
+    return {{'interfaces': sorted(name for _, name in socket.if_nameindex()), 'changes': \
+    changes(), 'other families': families()}}
 print(json.dumps(in_child(all_of_it)))"
     )
 }
@@ -284,10 +297,13 @@ def attempt(function, *arguments):
 def attempts():
     user, group = os.getuid(), os.getgid()
     before = facts()
-    own = [attempt(os.setuid, user), attempt(os.setgid, group), attempt(os.setreuid, user, user), attempt(os.setregid, group, group),
+    own = [attempt(os.setuid, user), attempt(os.setgid, group), attempt(os.setreuid, user, user), \
+    attempt(os.setregid, group, group),
            attempt(os.setresuid, -1, user, -1), attempt(os.setresgid, -1, group, -1)]
-    others = [attempt(os.setresgid, 65534, 65534, 65534), attempt(os.setgid, group + 1), attempt(os.setgroups, [0]),
-              attempt(os.setresuid, 65534, 65534, 65534), attempt(os.setuid, 0), attempt(os.setreuid, user + 1, user + 1)]
+    others = [attempt(os.setresgid, 65534, 65534, 65534), attempt(os.setgid, group + 1), \
+    attempt(os.setgroups, [0]),
+              attempt(os.setresuid, 65534, 65534, 65534), attempt(os.setuid, 0), \
+              attempt(os.setreuid, user + 1, user + 1)]
     return {'own': own, 'others': others, 'before': before, 'after': facts()}
 ";
 
@@ -301,7 +317,8 @@ def cloned(flags):
     return 0 if answer > 0 else ctypes.get_errno()
 flags = {NAMESPACE_FLAGS:?}
 # The time namespace has no flag in clone: its bit is part of the signal there.
-print(json.dumps(in_child(lambda: [call({unshare}, flag) for flag in flags] + [cloned(flag) for flag in flags[1:]])))",
+print(json.dumps(in_child(lambda: [call({unshare}, flag) for flag in flags] + [cloned(flag) for \
+flag in flags[1:]])))",
         clone = numbers["clone"],
         unshare = numbers["unshare"],
     )
@@ -310,10 +327,13 @@ print(json.dumps(in_child(lambda: [call({unshare}, flag) for flag in flags] + [c
 in_every_place! {
     async fn calls_that_could_reach_past_the_sandbox_are_refused_by_the_filter(place) {
         let Some(numbers) = numbers() else { return };
-        let calls: String =
-            REFUSED.iter().map(|(name, arguments)| format!("    ({}, {arguments}),\n", numbers[name])).collect();
+        let calls: String = REFUSED
+            .iter()
+            .map(|(name, arguments)| format!("    ({}, {arguments}),\n", numbers[name]))
+            .collect();
         let code = format!(
-            "{CALLER}\ncalls = [\n{calls}]\nprint(json.dumps(in_child(lambda: [call(*each) for each in calls])))"
+            "{CALLER}\ncalls = [\n{calls}]\nprint(json.dumps(in_child(lambda: [call(*each) for \
+             each in calls])))"
         )
         .replace(", )", ",)");
         let inside = place.session().json(&code).await;
@@ -330,12 +350,15 @@ in_every_place! {
                 missing.push(*name);
                 continue;
             }
-            // Where an engine says EPERM to everything, that is also what the kernel says to whoever lacks a privilege. The next case has numbers that the kernel does not know.
-            // So it is where the list says EPERM on purpose: that the filter says it is a test of the jail.
+            // Where an engine says EPERM to everything, that is also what the kernel says to
+            // whoever lacks a privilege. The next case has numbers that the kernel does not know.
+            // So it is where the list says EPERM on purpose: that the filter says it is a test of
+            // the jail.
             if (!place.is_native() || is_answered(name)) && answer == EPERM && without == EPERM {
                 continue;
             }
-            assert_ne!(answer, without, "{name}({arguments}): without the filter the answer is the same");
+            assert_ne!(answer, without, "{name}({arguments}): without the filter the answer is the \
+                                         same");
         }
         if !missing.is_empty() {
             skipped(&format!("a kernel with {} (their controls)", missing.join(", ")));
@@ -348,10 +371,12 @@ in_every_place! {
         let rules = seccomp::rules();
         let rules = rules.common.iter().chain(&rules.x86_64).map(|rule| rule.syscall.as_str());
         let open = OPEN_IN_CONTAINERS.into_iter().filter(|name| is_open(place, name));
-        let listed: BTreeSet<i64> = rules.chain(open).map(|name| numbers[name]).chain(KERNEL_TRAMPOLINES).collect();
+        let listed: BTreeSet<i64> =
+            rules.chain(open).map(|name| numbers[name]).chain(KERNEL_TRAMPOLINES).collect();
         let unlisted: Vec<i64> = (0..1024).filter(|number| !listed.contains(number)).collect();
         let code = format!(
-            "{CALLER}\nprint(json.dumps(in_child(lambda: {{n: call(n, -1, -1, -1, -1, -1, -1) for n in {unlisted:?}}})))"
+            "{CALLER}\nprint(json.dumps(in_child(lambda: {{n: call(n, -1, -1, -1, -1, -1, -1) for \
+             n in {unlisted:?}}})))"
         );
         let session = place.session();
         let answers = session.json(&code).await;
@@ -361,7 +386,8 @@ in_every_place! {
         assert!(open.is_empty(), "{open:?}");
         // Control: the same question about a listed call has another answer.
         let control =
-            format!("{CALLER}\nprint(json.dumps(in_child(lambda: [call(n, -1, -1, -1) for n in (0, 1, 3, 5)])))");
+            format!("{CALLER}\nprint(json.dumps(in_child(lambda: [call(n, -1, -1, -1) for n in (0, \
+                     1, 3, 5)])))");
         assert_eq!(session.json(&control).await, json!([9, 9, 9, 9]));
     }
 
@@ -395,7 +421,8 @@ print(json.dumps([{}]))",
         let answers = place.session().json(&code).await;
         for (index, (name, allowed, altered)) in pairs.iter().enumerate() {
             assert_eq!(answers[index][0], json!(0), "{name}({allowed})");
-            assert!(is_refused(&answers[index][1]), "{name}({altered}) answered {}", answers[index][1]);
+            assert!(is_refused(&answers[index][1]), "{name}({altered}) answered \
+                 {}", answers[index][1]);
         }
     }
 
@@ -415,7 +442,8 @@ def families(make):
             break
     return made
 print(json.dumps([families(lambda family, kind: socket.socket(family, kind).close()),
-                  families(lambda family, kind: [end.close() for end in socket.socketpair(family, kind)])]))"
+                  families(lambda family, kind: [end.close() for end in socket.socketpair(family, \
+                  kind)])]))"
         );
         assert_eq!(place.session().json(&code).await, json!([[1, 2, 10, 16], [1]]));
         // Control: outside there are more, such as those for packets (17) for root.
@@ -437,10 +465,17 @@ print(json.dumps([families(lambda family, kind: socket.socket(family, kind).clos
         assert_eq!(inside["other families"], json!([]));
         let interfaces: Vec<String> = serde_json::from_value(inside["interfaces"].clone()).unwrap();
         // Some kernels put tunnels that are down into every new network.
-        assert!(if place.is_native() { interfaces == ["lo"] } else { interfaces.contains(&"lo".to_owned()) }, "{interfaces:?}");
-        // Control: whoever has the rights over a network can change it so, and there are other families.
+        let expected = if place.is_native() {
+            interfaces == ["lo"]
+        } else {
+            interfaces.contains(&"lo".to_owned())
+        };
+        assert!(expected, "{interfaces:?}");
+        // Control: whoever has the rights over a network can change it so, and there are other
+        // families.
         let own_network = format!("lambda: call({}, 0x10000000 | 0x40000000)", numbers["unshare"]);
-        let outside: Value = serde_json::from_str(&native::outside(&netlink(&own_network))).unwrap();
+        let outside: Value =
+            serde_json::from_str(&native::outside(&netlink(&own_network))).unwrap();
         assert_eq!(outside["changes"], json!([0, 0, 0]));
         assert!(outside["other families"].as_array().unwrap().contains(&json!(15)), "{outside}");
     }
@@ -478,9 +513,27 @@ try:
 except OSError as error:
     told = error.errno
 core = resource.RLIMIT_CORE
-print(json.dumps([limit(core, 0, 0), limit(core, 1, 1), limit(core, -1, -1), told, limit(resource.RLIMIT_NOFILE, 100, 200)]))";
-        // With zero, a host whose handler of crashes is a program would start it. The last one is a control: others can be lowered.
-        assert_eq!(place.session().json(code).await, json!([[1, 1], [1, 1], [1, 1], EPERM, [100, 200]]));
+print(json.dumps([limit(core, 0, 0), limit(core, 1, 1), limit(core, -1, -1), told, \
+limit(resource.RLIMIT_NOFILE, 100, 200)]))";
+        // With zero, a host whose handler of crashes is a program would start it. The last one is a
+        // control: others can be lowered.
+        let expected = json!([[1, 1], [1, 1], [1, 1], EPERM, [100, 200]]);
+        assert_eq!(place.session().json(code).await, expected);
+    }
+
+    async fn code_cannot_hide_its_memory_from_the_jail(place) {
+        if !place.is_native() {
+            skipped("a jail that reads its interpreters (containers have none)");
+            return;
+        }
+        let code = "
+import ctypes, json
+prctl = ctypes.CDLL(None).prctl
+before, told = prctl(3), prctl(4, 0, 0, 0, 0)
+print(json.dumps([before, told, prctl(3)]))";
+        assert_eq!(place.session().json(code).await, json!([1, 0, 1]));
+        // Control: outside it takes effect.
+        assert_eq!(native::outside(code).trim(), "[1, 0, 0]");
     }
 
     async fn no_namespace_can_be_made_inside(place) {
@@ -489,7 +542,8 @@ print(json.dumps([limit(core, 0, 0), limit(core, 1, 1), limit(core, -1, -1), tol
         assert!(answers.as_array().unwrap().iter().all(is_refused), "{answers}");
         // Control: outside the same calls make namespaces.
         let control = format!(
-            "{CALLER}\nprint(json.dumps([in_child(lambda: call({unshare}, 0x10000000)), in_child(lambda: call({unshare}, 0x10000000 | 0x40000000))]))",
+            "{CALLER}\nprint(json.dumps([in_child(lambda: call({unshare}, 0x10000000)), \
+             in_child(lambda: call({unshare}, 0x10000000 | 0x40000000))]))",
             unshare = numbers["unshare"],
         );
         assert_eq!(native::outside(&control).trim(), "[0, 0]");
@@ -502,21 +556,25 @@ print(json.dumps([limit(core, 0, 0), limit(core, 1, 1), limit(core, -1, -1), tol
 import multiprocessing, subprocess, threading, concurrent.futures, asyncio
 heard = []
 thread = threading.Thread(target=lambda: heard.append('thread')); thread.start(); thread.join()
-heard.append(subprocess.run(['/bin/sh', '-c', 'echo shell'], capture_output=True, text=True).stdout.strip())
+heard.append(subprocess.run(['/bin/sh', '-c', 'echo shell'], capture_output=True, \
+text=True).stdout.strip())
 with multiprocessing.get_context('fork').Pool(2) as pool: heard.append(pool.map(abs, [-1, -2]))
-with concurrent.futures.ThreadPoolExecutor(4) as pool: heard.append(sum(pool.map(abs, range(-10, 0))))
+with concurrent.futures.ThreadPoolExecutor(4) as pool: heard.append(sum(pool.map(abs, range(-10, \
+0))))
 heard.append(call({}, 'room', 88))
 print(json.dumps(heard))",
             numbers["clone3"]
         );
-        assert_eq!(place.session().json(&code).await, json!(["thread", "shell", [1, 2], 55, ENOSYS]));
+        let expected = json!(["thread", "shell", [1, 2], 55, ENOSYS]);
+        assert_eq!(place.session().json(&code).await, expected);
     }
 
     async fn calls_of_another_architecture_end_the_process(place) {
         if numbers().is_none() {
             return;
         }
-        // mov eax, 20; int 0x80; ret: getpid as a 32-bit program calls it. mov eax, 0x40000027; syscall; ret: getpid of x32.
+        // mov eax, 20; int 0x80; ret: getpid as a 32-bit program calls it. mov eax, 0x40000027;
+        // syscall; ret: getpid of x32.
         let code = "
 import subprocess, sys, json
 program = '''
@@ -527,9 +585,12 @@ room.write(code)
 address = ctypes.addressof(ctypes.c_char.from_buffer(room))
 print(ctypes.CFUNCTYPE(ctypes.c_int)(address)())
 '''
-def run(code): return subprocess.run([sys.executable, '-I', '-c', program, code], capture_output=True).returncode
-print(json.dumps([run(code) for code in ('b8270000000f05c3', 'b814000000cd80c3', 'b8270000400f05c3')]))";
-        // The first is getpid of this very architecture, a control that the machine code runs. 31 is SIGSYS.
+def run(code): return subprocess.run([sys.executable, '-I', '-c', program, code], \
+capture_output=True).returncode
+print(json.dumps([run(code) for code in ('b8270000000f05c3', 'b814000000cd80c3', \
+'b8270000400f05c3')]))";
+        // The first is getpid of this very architecture, a control that the machine code runs. 31
+        // is SIGSYS.
         assert_eq!(place.session().json(code).await, json!([0, -31, -31]));
         let outside: Value = serde_json::from_str(&native::outside(code)).unwrap();
         if outside[1] != json!(0) {
@@ -544,7 +605,8 @@ print(json.dumps([run(code) for code in ('b8270000000f05c3', 'b814000000cd80c3',
 import json, os, subprocess
 open('/work/own', 'w').write('x')
 refused = []
-for attempt in (lambda: os.chmod('/work/own', 0o4755), lambda: os.chmod('/work/own', 0o2755), lambda: os.open('/work/new', os.O_CREAT | os.O_WRONLY, 0o4755)):
+for attempt in (lambda: os.chmod('/work/own', 0o4755), lambda: os.chmod('/work/own', 0o2755), \
+lambda: os.open('/work/new', os.O_CREAT | os.O_WRONLY, 0o4755)):
     try:
         attempt()
         refused.append(0)
@@ -559,7 +621,8 @@ print(json.dumps([refused, oct(os.stat('/work/own').st_mode)]))";
     }
 }
 
-/// Natively only: engines make no sandbox without their filter for us, and give no count of user namespaces to one. In a container the filter alone refuses those.
+/// Natively only: engines make no sandbox without their filter for us, and give no count of user
+/// namespaces to one. In a container the filter alone refuses those.
 #[test]
 fn no_namespace_can_be_made_inside_without_the_filter_either() {
     let Some(numbers) = numbers() else { return };

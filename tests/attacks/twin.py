@@ -1,7 +1,8 @@
 """Drives the twin of this session: `twin(number, …)` has it make a system call.
 
-A build for tests lets a twin go when the memory of its session has a word at a fixed place (`Twin::hand_over`). The code
-there waits for a request in that memory, makes the call, and puts the result down.
+A build for tests lets a twin go when the memory of its session has a word at a fixed place
+(`Twin::hand_over`). The code there waits for a request in that memory, makes the call, and puts the
+result down.
 """
 
 import ctypes
@@ -15,16 +16,25 @@ _LIBC.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t] + [ctypes.c_int] * 3 + 
 
 
 def prepare():
-    """Puts the code and the word in their place. The next copy of the session lets the twin go instead."""
+    """Puts the code and the word in their place. The next copy of the session lets the twin go
+    instead.
+    """
     everything, private, anonymous, fixed = 7, 2, 0x20, 0x10
     assert _LIBC.mmap(_PLACE, _SIZE, everything, private | anonymous | fixed, -1, 0) == _PLACE
     loop = bytes.fromhex(
         "48bb00000000007e0000"  # rbx = _PLACE. loop:
         "837b0801"  # compare the state with 1
         "7409"  # if equal: to the call
-        "b818000000" "0f05"  # sched_yield
+        "b818000000"
+        "0f05"  # sched_yield
         "ebf1"  # to loop. The call:
-        "488b4310" "488b7b18" "488b7320" "488b5328" "4c8b5330" "4c8b4338" "4c8b4b40"
+        "488b4310"
+        "488b7b18"
+        "488b7320"
+        "488b5328"
+        "4c8b5330"
+        "4c8b4338"
+        "4c8b4b40"
         "0f05"
         "48894348"  # the result
         "c7430802000000"  # the state: 2

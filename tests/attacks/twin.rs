@@ -59,8 +59,10 @@ for pid in pids:
     // The first process of the family cannot be opened, ended or robbed of a descriptor.
     let first = "
 handle = twin(434, 1, 0)
-print(handle >= 0, [twin(438, handle, number, 0) for number in range(12)] == [-1] * 12, twin(62, 1, 9))
-print(all(isinstance(read(f'/proc/1/{name}'), int) for name in ('environ', 'mem', 'maps', 'root/etc/passwd')))
+print(handle >= 0, [twin(438, handle, number, 0) for number in range(12)] == [-1] * 12, twin(62, \
+1, 9))
+print(all(isinstance(read(f'/proc/1/{name}'), int) for name in ('environ', 'mem', 'maps', \
+'root/etc/passwd')))
 ";
     assert_eq!(hostile.text(first).trim(), "True True 0\nTrue");
 
@@ -69,7 +71,8 @@ print(all(isinstance(read(f'/proc/1/{name}'), int) for name in ('environ', 'mem'
     let more = "
 print([twin(117, user, user, user) for user in (0, 1, 999, 1001, 65534, 1900000000, 1900000002)])
 print([twin(272, flag) for flag in (0x10000000, 0x20000, 0x40000000, 0x20000000)])
-print(twin(101, 16, 1, 0, 0), twin(310, 1, 0, 0, 0, 0, 0), twin(165, 0, 0, 0, 0, 0), twin(321, 0, 0, 0))
+print(twin(101, 16, 1, 0, 0), twin(310, 1, 0, 0, 0, 0, 0), twin(165, 0, 0, 0, 0, 0), twin(321, 0, \
+0, 0))
 ";
     let refused = "[-22, -22, -22, -22, -22, -22, -22]\n[-38, -38, -38, -38]\n-38 -38 -1 -38";
     assert_eq!(hostile.text(more).trim(), refused);

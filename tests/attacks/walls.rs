@@ -1,7 +1,9 @@
-//! Files, processes, kernel settings and networks of the host: what a session must not see or change.
+//! Files, processes, kernel settings and networks of the host: what a session must not see or
+//! change.
 
 use std::io::Read;
 use std::net::{Ipv4Addr, Ipv6Addr, TcpListener, UdpSocket};
+use std::os::linux::net::SocketAddrExt;
 use std::os::unix::fs::PermissionsExt;
 use std::path::PathBuf;
 
@@ -32,7 +34,8 @@ fn hidden(place: Place) -> Vec<String> {
             "/dev/console",
             "/dev/pts/0",
         ],
-        // Those are of the image, and `/sys` is the kernel's, which cannot be written to. What must not be there is the engine.
+        // Those are of the image, and `/sys` is the kernel's, which cannot be written to. What must
+        // not be there is the engine.
         Place::Containers(_) => vec![
             "/var/run/docker.sock",
             "/run/docker.sock",
@@ -80,7 +83,8 @@ const PARTS_OF_PROC: [&str; 25] = [
     "sysvipc",
 ];
 
-/// Those of them that engines show: facts about the machine, none of which can be written to. (What `kallsyms`, `iomem` and `ioports` show to whoever is not root has zeros for addresses.)
+/// Those of them that engines show: facts about the machine, none of which can be written to. (What
+/// `kallsyms`, `iomem` and `ioports` show to whoever is not root has zeros for addresses.)
 const SHOWN_BY_ENGINES: [&str; 17] = [
     "key-users",
     "config.gz",
@@ -125,7 +129,8 @@ print(json.dumps([sorted(writable), [path for path in files if opened(path)]]))"
         let answer = place.session().json(code).await;
         // Forks of a session in a container have their folders in `/forks`.
         let forks = (!place.is_native()).then_some("/forks");
-        let folders: Vec<&str> = ["/dev/shm"].into_iter().chain(forks).chain(["/tmp", "/tmp/home", "/work"]).collect();
+        let folders: Vec<&str> =
+            ["/dev/shm"].into_iter().chain(forks).chain(["/tmp", "/tmp/home", "/work"]).collect();
         // The device is a control: opening for writing is no matter of chance.
         assert_eq!(answer, json!([folders, ["/dev/null"]]));
     }
@@ -144,7 +149,8 @@ print(json.dumps([sorted(writable), [path for path in files if opened(path)]]))"
             inside: PathBuf::from(inside),
             writable,
         };
-        let ground = place.showing(&[mount(&open, "/work/open", true), mount(&closed, "/work/closed", false)]);
+        let mounts = [mount(&open, "/work/open", true), mount(&closed, "/work/closed", false)];
+        let ground = place.showing(&mounts);
         let code = "
 import json
 def write(path):
@@ -153,7 +159,8 @@ def write(path):
     except OSError as error:
         return error.errno
     return 0
-print(json.dumps([write('open/file'), write('closed/file'), write('closed/data'), open('closed/data').read()]))";
+print(json.dumps([write('open/file'), write('closed/file'), write('closed/data'), \
+open('closed/data').read()]))";
         assert_eq!(ground.session().json(code).await, json!([0, 30, 30, "read me"]));
         assert_eq!(std::fs::read_to_string(open.path().join("file")).unwrap(), "x");
         assert_eq!(std::fs::read_dir(closed.path()).unwrap().count(), 1);
@@ -177,15 +184,20 @@ try:
     killed = 'done'
 except OSError as error:
     killed = error.errno
-print(json.dumps([[path for path in {paths:?} if os.path.lexists(path)], killed, socket.gethostname(), os.uname().nodename]))"
+print(json.dumps([[path for path in {paths:?} if os.path.lexists(path)], killed, \
+socket.gethostname(), os.uname().nodename]))"
             )
         };
         let all = [&seen[..], &hidden(place)].concat();
-        assert_eq!(place.session().json(&code(&all)).await, json!([[], 3, "cellblock", "cellblock"]));
+        let expected = json!([[], 3, "cellblock", "cellblock"]);
+        assert_eq!(place.session().json(&code(&all)).await, expected);
         // Control: outside they are there.
         let outside: Value = serde_json::from_str(&native::outside(&code(&all))).unwrap();
         let there: Vec<String> = serde_json::from_value(outside[0].clone()).unwrap();
-        assert!(seen.iter().all(|path| there.contains(path)) && there.len() > seen.len(), "{outside}");
+        assert!(
+            seen.iter().all(|path| there.contains(path)) && there.len() > seen.len(),
+            "{outside}"
+        );
         assert_eq!((&outside[1], &outside[2]), (&json!("done"), &json!(host_name)));
     }
 
@@ -198,7 +210,8 @@ import json, os
 canary = {canary:?}[4:].encode()
 seen, read = [], 0
 for folder, folders, files in os.walk('/proc'):
-    folders[:] = [name for name in folders if name not in ('task', 'map_files', 'fd', 'fdinfo', 'cwd', 'root')]
+    folders[:] = [name for name in folders if name not in ('task', 'map_files', 'fd', 'fdinfo', \
+    'cwd', 'root')]
     for name in files:
         try:
             with open(os.path.join(folder, name), 'rb') as file:
@@ -246,15 +259,21 @@ def seen():
     return sorted(name for name in os.listdir('/dev/pts') if name != 'ptmx')
 before = seen()
 kept = os.openpty()
-print(json.dumps({{'before': before, 'after': seen(), 'controlling': opened('/dev/tty'), **in_child(attack)}}))"
+print(json.dumps({{'before': before, 'after': seen(), 'controlling': opened('/dev/tty'), \
+**in_child(attack)}}))"
         );
         for session in [&first, &second] {
             let answer = session.json(&code).await;
             // The terminal of the host is not there, nor that of the other session.
-            assert_eq!((&answer["before"], &answer["after"]), (&json!([]), &json!(["0"])), "{answer}");
+            assert_eq!(
+                (&answer["before"], &answer["after"]),
+                (&json!([]), &json!(["0"])),
+                "{answer}"
+            );
             assert_eq!(answer["controlling"], "ENXIO");
             assert_eq!(answer["typed"], json!(["EPERM", "EPERM", "EPERM", "EPERM"]));
-            assert_eq!(answer["own"], "/dev/pts/1", "control: a process has a controlling terminal if it makes one");
+            assert_eq!(answer["own"], "/dev/pts/1", "control: a process has a controlling terminal \
+                 if it makes one");
             assert_eq!(answer["read"], "sent\r\n");
         }
         // Control: where no filter holds, line disciplines can be chosen.
@@ -286,9 +305,11 @@ print(json.dumps([count, refused]))";
 
     async fn the_first_process_can_be_neither_read_nor_ended(place) {
         let session = place.session();
-        // Natively no signal reaches init. A supervisor listens to some, so that landlock has to keep them from it, which it can since Linux 6.12.
+        // Natively no signal reaches init. A supervisor listens to some, so that landlock has to
+        // keep them from it, which it can since Linux 6.12.
         let is_apart = place.is_native() || session.isolation().await.contains("signals");
-        let signals = if is_apart { "SIGKILL, SIGTERM, SIGSTOP, SIGINT, SIGSEGV" } else { "SIGKILL, SIGSTOP, SIGINT, SIGSEGV" };
+        let signals = if is_apart { "SIGKILL, SIGTERM, SIGSTOP, SIGINT, \
+                                     SIGSEGV" } else { "SIGKILL, SIGSTOP, SIGINT, SIGSEGV" };
         let code = format!(
             "
 import json, os
@@ -301,7 +322,8 @@ for name in ('mem', 'maps', 'environ', 'auxv', 'stack', 'syscall'):
         closed.append(False)
 for name in ('root', 'cwd', 'exe', 'fd', 'ns/net'):
     try:
-        closed.append(bool(os.listdir(f'/proc/1/{{name}}') if name == 'fd' else os.readlink(f'/proc/1/{{name}}')))
+        closed.append(bool(os.listdir(f'/proc/1/{{name}}') if name == 'fd' else \
+        os.readlink(f'/proc/1/{{name}}')))
     except OSError:
         closed.append(False)
 for number in ({signals}):
@@ -309,14 +331,19 @@ for number in ({signals}):
         os.kill(1, number)
     except OSError:
         pass
-print(json.dumps([any(closed), bool(open('/proc/self/maps').read(1)), bool(os.readlink('/proc/self/ns/net'))]))"
+print(json.dumps([any(closed), bool(open('/proc/self/maps').read(1)), \
+bool(os.readlink('/proc/self/ns/net'))]))"
         );
         // The last two are controls: one's own process can be read.
         assert_eq!(session.json(&code).await, json!([false, true, true]));
         let name = session.ok("print(open('/proc/1/comm').read(), end='')").await;
-        assert!(if place.is_native() { name == "cb-init\n" } else { name.starts_with("python") }, "{name}");
+        assert!(
+            if place.is_native() { name == "cb-init\n" } else { name.starts_with("python") },
+            "{name}"
+        );
         // Control: signals work on one's own children.
-        let child = "import subprocess; child = subprocess.Popen(['sleep', '60']); child.kill(); print(child.wait())";
+        let child = "import subprocess; child = subprocess.Popen(['sleep', '60']); child.kill(); \
+                     print(child.wait())";
         assert_eq!(session.ok(child).await, "-9\n");
     }
 
@@ -327,8 +354,7 @@ print(json.dumps([any(closed), bool(open('/proc/self/maps').read(1)), bool(os.re
         let port = |listener: &TcpListener| listener.local_addr().unwrap().port();
         // One for each place: they are tried at the same time.
         let name = format!("cellblock-test-{}", port(&four));
-        let address =
-            <std::os::unix::net::SocketAddr as std::os::linux::net::SocketAddrExt>::from_abstract_name(&name).unwrap();
+        let address = std::os::unix::net::SocketAddr::from_abstract_name(&name).unwrap();
         let abstract_socket = std::os::unix::net::UnixListener::bind_addr(&address).unwrap();
         let code = format!(
             r"
@@ -371,15 +397,36 @@ print(json.dumps({{
         for (what, expected) in [
             ("loopback", &["ECONNREFUSED"][..]),
             // Docker's containers have no IPv6 at all, so that it has no address to connect from.
-            ("loopback6", if place.is_native() { &["ECONNREFUSED"] } else { &["ECONNREFUSED", "EADDRNOTAVAIL"] }),
+            (
+                "loopback6",
+                if place.is_native() {
+                    &["ECONNREFUSED"]
+                } else {
+                    &["ECONNREFUSED", "EADDRNOTAVAIL"]
+                },
+            ),
             ("abstract", &["ECONNREFUSED", "EPERM"]),
             ("away", &["ENETUNREACH"]),
             ("metadata", &["ENETUNREACH"]),
-            ("away6", if place.is_native() { &["ENETUNREACH"] } else { &["ENETUNREACH", "EADDRNOTAVAIL"] }),
+            (
+                "away6",
+                if place.is_native() {
+                    &["ENETUNREACH"]
+                } else {
+                    &["ENETUNREACH", "EADDRNOTAVAIL"]
+                },
+            ),
             ("datagram", &["ENETUNREACH"]),
             ("multicast", &["ENETUNREACH"]),
             // Docker lets every group in a container ask for echoes; they go nowhere.
-            ("echo", if place.is_native() { &["EACCES", "EPERM"] } else { &["EACCES", "EPERM", "ENETUNREACH"] }),
+            (
+                "echo",
+                if place.is_native() {
+                    &["EACCES", "EPERM"]
+                } else {
+                    &["EACCES", "EPERM", "ENETUNREACH"]
+                },
+            ),
             ("raw", &["EPERM"]),
             ("name", &["unknown"]),
         ] {
@@ -404,7 +451,8 @@ print(json.dumps({{
     }
 }
 
-/// What a process can do with a terminal: make one its own, use it, and try to type into it and to change what it is.
+/// What a process can do with a terminal: make one its own, use it, and try to type into it and to
+/// change what it is.
 const TERMINALS: &str = "
 import errno, fcntl, json, os, signal, termios, tty
 def opened(path):
@@ -427,9 +475,13 @@ def attack():
     own = os.ttyname(inner)
     assert opened('/dev/tty') == 'opened'
     os.write(inner, b'sent\\n')
-    read = os.read(outer, 100).decode()
+    # The kernel hands over what was written in parts: the text, then the end of its line.
+    read = b''
+    while not read.endswith(b'\\n'): read += os.read(outer, 100)
+    read = read.decode()
     TIOCLINUX, TIOCCONS = 0x541C, 0x541D
-    typed = [request(inner, termios.TIOCSTI, b'x'), request(inner, TIOCLINUX, b'\\2'), request(inner, TIOCCONS, 0),
+    typed = [request(inner, termios.TIOCSTI, b'x'), request(inner, TIOCLINUX, b'\\2'), \
+    request(inner, TIOCCONS, 0),
              request(inner, termios.TIOCSETD, (0).to_bytes(4, 'little'))]
     return {'typed': typed, 'own': own, 'read': read}
 ";
@@ -457,7 +509,8 @@ def attempt(path, flags):
     except OSError as error:
         return errno.errorcode[error.errno]
     return 'done'
-print(json.dumps([attempt('/opt/open/file', os.O_CREAT | os.O_WRONLY), attempt('/proc/sys/kernel/core_pattern', os.O_WRONLY),
+print(json.dumps([attempt('/opt/open/file', os.O_CREAT | os.O_WRONLY), \
+attempt('/proc/sys/kernel/core_pattern', os.O_WRONLY),
                   attempt('/work/file', os.O_CREAT | os.O_WRONLY)]))";
 
 /// Natively only: engines show the table, and with it where their own folders are.
@@ -487,7 +540,8 @@ def told(path):
     except OSError:
         return ''
 child = subprocess.Popen(['sleep', '60'])
-places = [path for what in ('mountinfo', 'mounts', 'mountstats') for path in glob.glob(f'/proc/[0-9]*/{what}') + glob.glob(f'/proc/[0-9]*/task/*/{what}')]
+places = [path for what in ('mountinfo', 'mounts', 'mountstats') for path in \
+glob.glob(f'/proc/[0-9]*/{what}') + glob.glob(f'/proc/[0-9]*/task/*/{what}')]
 text = ''.join(told(path) for path in places) + told('/proc/mounts') + told('/proc/self/mountinfo')
 child.kill(); child.wait()
 import os
@@ -528,35 +582,37 @@ print(json.dumps([len(places) >= 12, text, os.path.isdir('/work/shown')]))";
 #[test]
 fn read_only_mounts_and_landlock_each_hold_alone() {
     run(async {
-        let cases: [(&[LeftOut], [&str; 3]); 4] = [
-            (&[], ["EROFS", "ENOENT", "done"]),
-            // Landlock alone. Without the mounts' protection the kernel's settings are visible, and still closed.
-            (&[LeftOut::ReadOnlyMounts], ["EACCES", "EACCES", "done"]),
+        // Whether mounts are writable, and which layers are left out.
+        let cases: [(bool, &[LeftOut], [&str; 3]); 4] = [
+            (false, &[], ["EROFS", "ENOENT", "done"]),
+            // Landlock alone. Without the mounts' protection the kernel's settings are visible, and
+            // still closed.
+            (true, &[], ["EACCES", "EACCES", "done"]),
             // Mounts alone.
-            (&[LeftOut::Landlock], ["EROFS", "ENOENT", "done"]),
-            // Control: with neither, the folder is open. The settings are closed all the same, because no session is the host's root.
-            (
-                &[LeftOut::ReadOnlyMounts, LeftOut::Landlock],
-                ["done", "EACCES", "done"],
-            ),
+            (false, &[LeftOut::Landlock], ["EROFS", "ENOENT", "done"]),
+            // Control: with neither, the folder is open. The settings are closed all the same,
+            // because no session is the host's root.
+            (true, &[LeftOut::Landlock], ["done", "EACCES", "done"]),
         ];
-        for (left_out, expected) in cases {
+        for (writable, left_out, expected) in cases {
             let (folder, bind) = open_folder();
             let backend = Builder::new("minimal")
+                .mounts_writable(writable)
                 .leave_out(left_out)
                 .bind(bind)
                 .start();
             assert_eq!(
                 backend.session().json(WRITE).await,
                 json!(expected),
-                "without {left_out:?}"
+                "mounts writable: {writable}, without {left_out:?}"
             );
             assert_eq!(folder.path().join("file").exists(), expected[0] == "done");
             backend.end().await;
         }
         if is_root() {
             // Control: the host's root may open the setting.
-            let opened = "import os; os.close(os.open('/proc/sys/kernel/core_pattern', os.O_WRONLY)); print('done')";
+            let opened = "import os; os.close(os.open('/proc/sys/kernel/core_pattern', \
+                          os.O_WRONLY)); print('done')";
             assert_eq!(native::outside(opened).trim(), "done");
         } else {
             skipped("root (the control that kernel settings can be opened)");

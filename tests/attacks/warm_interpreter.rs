@@ -1,4 +1,5 @@
-//! What happens when the warm interpreter dies or gets signals, and when an interpreter misses one step of its lock-down.
+//! What happens when the warm interpreter dies or gets signals, and when an interpreter misses one
+//! step of its lock-down.
 
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -97,8 +98,8 @@ fn signals_neither_wake_the_warm_interpreter_nor_stop_sessions_from_being_made()
 
 #[test]
 fn an_interpreter_that_misses_one_step_of_its_lock_down_never_gets_a_cell() {
-    // What the kernel does not show by itself (landlock, limits) fails the launch when it fails; see `twin`. (`no_new_privs` is not here: the
-    // interpreter has it from the warm one already.)
+    // What the kernel does not show by itself (landlock, limits) fails the launch when it fails;
+    // see `twin`. (`no_new_privs` is not here: the interpreter has it from the warm one already.)
     let steps = [
         "capset",
         "setns family",

@@ -1,4 +1,5 @@
-//! A real OpenID provider on loopback (the npm package oidc-provider), whose tokens and keys are not of our making.
+//! A real OpenID provider on loopback (the npm package oidc-provider), whose tokens and keys are
+//! not of our making.
 
 use std::fs;
 use std::io::{BufRead, BufReader, Write};
@@ -112,7 +113,8 @@ impl Drop for Provider {
 /// Tests that start at once install it once.
 static INSTALLED: LazyLock<Option<PathBuf>> = LazyLock::new(installed);
 
-/// Returns a folder with the provider in it, made once, or nothing when there is no node or no registry answers.
+/// Returns a folder with the provider in it, made once, or nothing when there is no node or no
+/// registry answers.
 fn installed() -> Option<PathBuf> {
     let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("oidc-provider");
     let complete = folder.join("complete");

@@ -83,7 +83,8 @@ fn code_with_openmp_runs_in_every_copy() {
     let prepare = "
 import ctypes, os, subprocess
 open('total.c', 'w').write('\\n'.join((
-    'int total(int most) {', 'int sum = 0;', '#pragma omp parallel for reduction(+:sum) num_threads(3)',
+    'int total(int most) {', 'int sum = 0;', '#pragma omp parallel for reduction(+:sum) \
+    num_threads(3)',
     'for (int each = 0; each < most; each++) sum += each % 7;', 'return sum; }')))
 subprocess.run('cc -O1 -fopenmp -shared -fPIC -o /work/total.so total.c', shell=True, check=True)
 total = ctypes.CDLL('/work/total.so').total
@@ -105,7 +106,8 @@ first = total(100000)";
 #[test]
 fn linear_algebra_works_with_its_threads() {
     let prepare = "import numpy; a = numpy.ones((600, 600)); b = a @ a";
-    let multiply = "print(int((a @ a).sum()) == 600 ** 3, int((numpy.linalg.inv(a + numpy.eye(600) * 600) @ (a + numpy.eye(600) * 600)).sum().round()))";
+    let multiply = "print(int((a @ a).sum()) == 600 ** 3, int((numpy.linalg.inv(a + numpy.eye(600) \
+                    * 600) @ (a + numpy.eye(600) * 600)).sum().round()))";
     run(async {
         let (source, fork, lost) = forked(prepare).await;
         assert_eq!(lost, NOTHING);
@@ -132,14 +134,16 @@ scratch = open('/tmp/scratch', 'w+'); scratch.write('scratch'); scratch.flush()"
 appending.write('two,'); appending.flush()
 scratch.write('!'); scratch.flush()
 deleted.write('!'); deleted.flush(); deleted.seek(0); temporary.seek(0)
-print(reading.read(2), open('log').read(), deleted.read(), temporary.read(), open('/tmp/scratch').read())";
+print(reading.read(2), open('log').read(), deleted.read(), temporary.read(), \
+open('/tmp/scratch').read())";
     run(async {
         let (source, fork, lost) = forked(prepare).await;
         assert_eq!(lost, NOTHING);
         let used = "45 one,two, no name! temporary scratch!\n";
         assert_eq!(fork.ok(use_them).await, used);
         // The source's are where they were, and have what they had.
-        let look = "print(open('log').read(), open('/tmp/scratch').read(), deleted.tell(), reading.tell())";
+        let look = "print(open('log').read(), open('/tmp/scratch').read(), deleted.tell(), \
+                    reading.tell())";
         assert_eq!(source.ok(look).await, "one, scratch 7 4\n");
         assert_eq!(source.ok(use_them).await, used);
 
@@ -157,7 +161,8 @@ print(reading.read(2), open('log').read(), deleted.read(), temporary.read(), ope
 fn sqlite_in_memory_is_state_like_any_other() {
     let prepare = "
 import sqlite3
-base = sqlite3.connect(':memory:'); base.execute('create table t (x)'); base.execute('insert into t values (1)'); base.commit()";
+base = sqlite3.connect(':memory:'); base.execute('create table t (x)'); base.execute('insert into \
+t values (1)'); base.commit()";
     let count = "print(base.execute('select count(*) from t').fetchone()[0])";
     run(async {
         let (source, fork, lost) = forked(prepare).await;
@@ -178,13 +183,15 @@ base = sqlite3.connect(':memory:'); base.execute('create table t (x)'); base.exe
 fn sqlite_in_a_file_is_undone_and_read_only_in_a_fork_until_it_connects_again() {
     let prepare = "
 import sqlite3
-base = sqlite3.connect('base.db'); base.execute('create table t (x)'); base.execute('insert into t values (1)'); base.commit()";
+base = sqlite3.connect('base.db'); base.execute('create table t (x)'); base.execute('insert into t \
+values (1)'); base.commit()";
     let count = "print(base.execute('select count(*) from t').fetchone()[0])";
     let insert = "base.execute('insert into t values (2)'); base.commit()";
     run(async {
         let (source, fork, lost) = forked(prepare).await;
         assert_eq!(lost, ["writing to 1 sqlite connection"]);
-        // It fails because sqlite notices that the file is another one, unless both happen to have the same number.
+        // It fails because sqlite notices that the file is another one, unless both happen to have
+        // the same number.
         let told = fork
             .ok(&format!(
                 "{TRY}\ndef insert(): {insert}\nprint(tried(insert))"
@@ -226,7 +233,11 @@ fn subprocesses_stay_with_the_source_of_a_fork_and_end_with_an_undo() {
             "False\n"
         );
         assert_eq!(
-            fork.ok("print(subprocess.run(['echo', 'own'], capture_output=True, text=True).stdout.strip())").await,
+            fork.ok(
+                "print(subprocess.run(['echo', 'own'], capture_output=True, \
+                     text=True).stdout.strip())"
+            )
+            .await,
             "own\n"
         );
         let (session, lost) = undone(prepare, "x = 1").await;
@@ -347,7 +358,8 @@ gone, writer = os.pipe(); os.close(gone)";
     let use_them = format!(
         "{TRY}
 import json
-print(json.dumps([tried(lambda: client.send(b'x')), tried(lambda: accepted.recv(1).decode()), tried(lambda: server.getsockname()[0]),
+print(json.dumps([tried(lambda: client.send(b'x')), tried(lambda: accepted.recv(1).decode()), \
+tried(lambda: server.getsockname()[0]),
     tried(lambda: os.write(writer, b'x')), tried(lambda: os.read(reader, 1).decode())]))"
     );
     let lacks = ["1 listening socket", "2 connections", "2 pipes"];
@@ -359,11 +371,13 @@ print(json.dumps([tried(lambda: client.send(b'x')), tried(lambda: accepted.recv(
             source.json(&use_them).await,
             json!([1, "x", "127.0.0.1", "BrokenPipeError", ""])
         ); // control
-        // The fork's own network is free: the same port can be listened on, and what it opens gets no old number.
+        // The fork's own network is free: the same port can be listened on, and what it opens gets
+        // no old number.
         let port = "print(server.getsockname()[1])";
         let port = source.ok(port).await;
         let again = format!(
-            "other = socket.create_server(('127.0.0.1', {})); print(other.fileno() not in [client.fileno(), accepted.fileno(), server.fileno()])",
+            "other = socket.create_server(('127.0.0.1', {})); print(other.fileno() not in \
+             [client.fileno(), accepted.fileno(), server.fileno()])",
             port.trim()
         );
         assert_eq!(fork.ok(&again).await, "True\n");
@@ -380,7 +394,8 @@ import mmap, os
 from multiprocessing import shared_memory
 anonymous = mmap.mmap(-1, 4096); anonymous[:6] = b'before'
 named = shared_memory.SharedMemory(create=True, size=4096); named.buf[:6] = b'before'
-open('mapped', 'wb').write(b'before' + bytes(4090)); file = open('mapped', 'r+b'); mapped = mmap.mmap(file.fileno(), 4096)";
+open('mapped', 'wb').write(b'before' + bytes(4090)); file = open('mapped', 'r+b'); mapped = \
+mmap.mmap(file.fileno(), 4096)";
     let write =
         |what: &str| format!("for area in (anonymous, named.buf, mapped): area[:6] = b'{what:6}'");
     let read =
@@ -408,8 +423,10 @@ open('mapped', 'wb').write(b'before' + bytes(4090)); file = open('mapped', 'r+b'
 fn randomness_names_and_numbers_differ_between_copies() {
     let draw = "
 import json, os, random, secrets, ssl, tempfile, uuid, numpy
-print(json.dumps([random.random(), secrets.token_hex(8), str(uuid.uuid4()), ssl.RAND_bytes(8).hex(), float(numpy.random.random()),
-    float(numpy.random.default_rng().random()), os.path.basename(tempfile.mktemp()), os.urandom(8).hex(), os.getpid()]))";
+print(json.dumps([random.random(), secrets.token_hex(8), str(uuid.uuid4()), \
+ssl.RAND_bytes(8).hex(), float(numpy.random.random()),
+    float(numpy.random.default_rng().random()), os.path.basename(tempfile.mktemp()), \
+    os.urandom(8).hex(), os.getpid()]))";
     run(async {
         // Every source has been used before, so that it has a state that a copy could share.
         let source = native::shared().session();
@@ -445,7 +462,8 @@ import os, signal
 os.makedirs('folder'); os.chdir('folder'); os.umask(0o077); os.environ['WORD'] = 'kept'
 caught = []
 _ = signal.signal(signal.SIGUSR1, lambda *_: caught.append(1))";
-    let look = "os.kill(os.getpid(), signal.SIGUSR1); mask = os.umask(0); os.umask(mask); print(os.getcwd(), oct(mask), os.environ['WORD'], caught)";
+    let look = "os.kill(os.getpid(), signal.SIGUSR1); mask = os.umask(0); os.umask(mask); \
+                print(os.getcwd(), oct(mask), os.environ['WORD'], caught)";
     run(async {
         let (source, fork, lost) = forked(prepare).await;
         assert_eq!(lost, NOTHING);

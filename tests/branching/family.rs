@@ -1,4 +1,5 @@
-//! Sessions that come from one another: who outlives whom, what they share, and that nothing of them stays.
+//! Sessions that come from one another: who outlives whom, what they share, and that nothing of
+//! them stays.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -310,7 +311,8 @@ fn nothing_stays_of_a_family_when_everything_is_closed() {
         let mut groups = BTreeSet::new();
         for member in &family {
             // A process that belongs to nobody, a thread, files, and states that can be undone.
-            let code = "import subprocess; subprocess.Popen('setsid sleep 100000 & exit', shell=True).wait(); open('file', 'w').write('x')";
+            let code = "import subprocess; subprocess.Popen('setsid sleep 100000 & exit', \
+                        shell=True).wait(); open('file', 'w').write('x')";
             member.ok(code).await;
             member.ok("x += 1").await;
             member.undo(1).await;
@@ -378,7 +380,8 @@ impl Holdings {
         }
     }
 
-    /// Looks until the server holds the same many times in a row: nothing is being made for its pool any more.
+    /// Looks until the server holds the same many times in a row: nothing is being made for its
+    /// pool any more.
     fn at_rest(server: u32) -> Holdings {
         let mut last = Holdings::of(server);
         let mut same = 0;

@@ -1,8 +1,9 @@
 //! Forks, undo and exploration of real sessions.
 //!
-//! `carried` shows what a copy has of its source, one case for each kind of thing; `undo` what an undo brings back; `family` what sessions that come from one
-//! another share, and that nothing of them stays; `explore` compares variants. What hostile sessions try is in `attacks/branching.rs`, and what the
-//! kernel says about copies in `posture.rs`.
+//! `carried` shows what a copy has of its source, one case for each kind of thing; `undo` what an
+//! undo brings back; `family` what sessions that come from one another share, and that nothing of
+//! them stays; `explore` compares variants. What hostile sessions try is in `attacks/branching.rs`,
+//! and what the kernel says about copies in `posture.rs`.
 
 mod carried;
 mod explore;
@@ -15,7 +16,8 @@ use cellblock::sandbox::SandboxLimits;
 
 use crate::support::native::{Builder, Native};
 
-/// Limits that are soon reached, and a family that may hold no more than two sessions at their limit.
+/// Limits that are soon reached, and a family that may hold no more than two sessions at their
+/// limit.
 const TIGHT: SandboxLimits = SandboxLimits {
     memory: 128 << 20,
     family_memory: 224 << 20,

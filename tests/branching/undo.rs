@@ -1,4 +1,5 @@
-//! What an undo brings back: variables and files, after cells that ended well and after those that ended the interpreter.
+//! What an undo brings back: variables and files, after cells that ended well and after those that
+//! ended the interpreter.
 
 use std::fs;
 use std::os::unix::fs::{PermissionsExt, symlink};
@@ -23,7 +24,8 @@ def listing(folder='/work'):
         for name in folders + files:
             path = os.path.join(place, name)
             mode = os.lstat(path).st_mode
-            what = os.readlink(path) if stat.S_ISLNK(mode) else open(path).read() if stat.S_ISREG(mode) else None
+            what = os.readlink(path) if stat.S_ISLNK(mode) else open(path).read() if \
+            stat.S_ISREG(mode) else None
             found[os.path.relpath(path, folder)] = [oct(mode), what]
     return found
 print(json.dumps(listing()))";
@@ -31,14 +33,18 @@ print(json.dumps(listing()))";
 const FILES: &str = "
 import os
 os.makedirs('folder/inner')
-open('changed', 'w').write('before'); open('deleted', 'w').write('before'); open('renamed', 'w').write('before')
-open('folder/inner/deep', 'w').write('before'); open('mode', 'w').write('before'); open('shorter', 'w').write('before' * 1000)
+open('changed', 'w').write('before'); open('deleted', 'w').write('before'); open('renamed', \
+'w').write('before')
+open('folder/inner/deep', 'w').write('before'); open('mode', 'w').write('before'); open('shorter', \
+'w').write('before' * 1000)
 os.symlink('changed', 'link'); os.chmod('folder', 0o750)";
 
 const CHANGES: &str = "
 open('created', 'w').write('after'); open('changed', 'w').write('after!'); os.unlink('deleted')
-os.rename('renamed', 'elsewhere'); os.unlink('link'); os.symlink('nowhere', 'link'); os.chmod('mode', 0o400)
-open('shorter', 'w').write('x'); os.makedirs('new/folder'); open('new/folder/file', 'w').write('after')
+os.rename('renamed', 'elsewhere'); os.unlink('link'); os.symlink('nowhere', 'link'); \
+os.chmod('mode', 0o400)
+open('shorter', 'w').write('x'); os.makedirs('new/folder'); open('new/folder/file', \
+'w').write('after')
 import shutil; shutil.rmtree('folder/inner'); os.chmod('folder', 0o700)
 open('folder/inner', 'w').write('a file in the place of a folder')";
 
@@ -104,7 +110,12 @@ fn the_first_cell_of_a_session_can_be_undone() {
     run(async {
         let files = "import os; print(sorted(os.listdir()), 'x' in globals())";
         let session = native::shared().session();
-        session.ok("x = 1; import os; os.makedirs('folder/inner'); open('folder/file', 'w').write('text')").await;
+        session
+            .ok(
+                "x = 1; import os; os.makedirs('folder/inner'); open('folder/file', \
+                    'w').write('text')",
+            )
+            .await;
         let report = session.undo(1).await;
         assert_eq!(
             (report.undone, &report.files, &report.lost[..]),
@@ -144,7 +155,12 @@ fn the_first_cell_of_a_fork_can_be_undone() {
         source
             .ok("import threading; x = [1]; open('file', 'w').write('before')")
             .await;
-        source.ok("thread = threading.Thread(target=threading.Event().wait, daemon=True); thread.start()").await;
+        source
+            .ok(
+                "thread = threading.Thread(target=threading.Event().wait, daemon=True); \
+                   thread.start()",
+            )
+            .await;
         let (forks, report) = source.forks(2).await;
         assert_eq!(report.lost, [""; 0]);
         for fork in &forks {
@@ -400,7 +416,10 @@ fn files_of_a_workspace_are_undone_within_the_budget() {
         let session = backend.session();
         session.ok("x = 1; open('mine', 'w').write('before')").await;
         session
-            .ok("import os; open('mine', 'w').write('after'); os.unlink('of the host'); open('new', 'w'); x = 2")
+            .ok(
+                "import os; open('mine', 'w').write('after'); os.unlink('of the host'); \
+                 open('new', 'w'); x = 2",
+            )
             .await;
         assert!(!folder.path().join("of the host").exists()); // control
         let report = session.undo(1).await;

@@ -1,7 +1,8 @@
-"""The official Python client, first generation, with a person behind it: every command of a cell is asked about.
+"""The official Python client, first generation, with a person behind it: every command of a cell is
+asked about.
 
-Arguments: "stdio" and the server's command, or "http" and its address; the token of the latter is in CELLBLOCK_TOKEN. The server asks about shell
-commands and packages.
+Arguments: "stdio" and the server's command, or "http" and its address; the token of the latter is
+in CELLBLOCK_TOKEN. The server asks about shell commands and packages.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ async def connected(transport: str, target: list[str], callback):
         parameters = StdioServerParameters(command=target[0], args=target[1:], env=dict(os.environ))
         opened = stdio_client(parameters)
     else:
-        opened = streamablehttp_client(target[0], {"Authorization": f"Bearer {os.environ['CELLBLOCK_TOKEN']}"})
+        opened = streamablehttp_client(
+            target[0], {"Authorization": f"Bearer {os.environ['CELLBLOCK_TOKEN']}"}
+        )
     async with opened as streams:
         async with ClientSession(streams[0], streams[1], elicitation_callback=callback) as session:
             await session.initialize()
@@ -68,7 +71,9 @@ async def main(transport: str, target: list[str]) -> None:
         assert len(forms) == asked, forms[asked:]
 
         answers.append(types.ElicitResult(action="cancel"))
-        result = await session.call_tool("install_package", {"package_name": "polars", "session_id": SESSION})
+        result = await session.call_tool(
+            "install_package", {"package_name": "polars", "session_id": SESSION}
+        )
         assert result.isError and "nothing was installed" in result.content[0].text, result
         assert "polars" in forms[-1], forms[-1]
 

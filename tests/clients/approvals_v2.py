@@ -1,7 +1,8 @@
-"""The official Python client, second generation, with a person behind it, in both protocol eras: every command of a cell is asked about.
+"""The official Python client, second generation, with a person behind it, in both protocol eras:
+every command of a cell is asked about.
 
-Arguments: "stdio" and the server's command, or "http" and its address; the token of the latter is in CELLBLOCK_TOKEN. The server asks about shell
-commands and packages.
+Arguments: "stdio" and the server's command, or "http" and its address; the token of the latter is
+in CELLBLOCK_TOKEN. The server asks about shell commands and packages.
 """
 
 from __future__ import annotations
@@ -50,7 +51,9 @@ async def main(transport: str, target: list[str], mode: str, version: str) -> No
         assert client.protocol_version == version, client.protocol_version
 
         async def cell(code: str):
-            return await client.call_tool("execute_ipython_cell", {"code": code, "session_id": session})
+            return await client.call_tool(
+                "execute_ipython_cell", {"code": code, "session_id": session}
+            )
 
         await cell("runs = []")
         answers.append(accept("once"))
@@ -70,7 +73,9 @@ async def main(transport: str, target: list[str], mode: str, version: str) -> No
         assert len(forms) == asked, forms[asked:]
 
         answers.append(ElicitResult(action="cancel"))
-        result = await client.call_tool("install_package", {"package_name": "polars", "session_id": session})
+        result = await client.call_tool(
+            "install_package", {"package_name": "polars", "session_id": session}
+        )
         assert result.is_error and "nothing was installed" in result.content[0].text, result
         await client.call_tool("close_session", {"session_id": session})
 

@@ -1,7 +1,7 @@
 //! The Inspector, as a program on the command line: one connection for each call.
 //!
-//! It also judges schemas: with `--strict` a tool that some client could not use is an error. It has no way to cancel but to be ended
-//! itself, which closes its connection.
+//! It also judges schemas: with `--strict` a tool that some client could not use is an error. It
+//! has no way to cancel but to be ended itself, which closes its connection.
 
 use std::path::Path;
 use std::process::{Command, Stdio};

@@ -1,7 +1,9 @@
-//! Clients of other makers, as they are installed from package indexes: each tells the same story to the built program.
+//! Clients of other makers, as they are installed from package indexes: each tells the same story
+//! to the built program.
 //!
-//! Every client lists tools, runs cells, gets a plot, and cancels a cell whose session must then be free. The scripts are beside this
-//! file; a client that knows both protocol eras goes through the story in each.
+//! Every client lists tools, runs cells, gets a plot, and cancels a cell whose session must then be
+//! free. The scripts are beside this file; a client that knows both protocol eras goes through the
+//! story in each.
 
 mod inspector;
 
@@ -111,7 +113,8 @@ fn scripts() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/clients")
 }
 
-/// Returns the interpreter of an environment with what is required in it, made once, or nothing when no index answers.
+/// Returns the interpreter of an environment with what is required in it, made once, or nothing
+/// when no index answers.
 pub(crate) fn installed(name: &str, requirements: &[&str]) -> Option<PathBuf> {
     let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("client-{name}"));
     let (python, complete) = (folder.join("bin/python"), folder.join("complete"));

@@ -1,6 +1,7 @@
 """The official Python client, first generation: lists tools, runs cells, gets a plot, cancels.
 
-Arguments: "stdio" and the server's command, or "http" and its address; the token of the latter is in CELLBLOCK_TOKEN.
+Arguments: "stdio" and the server's command, or "http" and its address; the token of the latter is
+in CELLBLOCK_TOKEN.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ async def connected(transport: str, target: list[str]):
         parameters = StdioServerParameters(command=target[0], args=target[1:], env=dict(os.environ))
         opened = stdio_client(parameters)
     else:
-        opened = streamablehttp_client(target[0], {"Authorization": f"Bearer {os.environ['CELLBLOCK_TOKEN']}"})
+        opened = streamablehttp_client(
+            target[0], {"Authorization": f"Bearer {os.environ['CELLBLOCK_TOKEN']}"}
+        )
     async with opened as streams, ClientSession(streams[0], streams[1]) as session:
         yield session
 
@@ -39,7 +42,9 @@ async def main(transport: str, target: list[str]) -> None:
 
         async def cell(code: str, progress=None) -> types.CallToolResult:
             arguments = {"code": code, "session_id": SESSION}
-            return await session.call_tool("execute_ipython_cell", arguments, progress_callback=progress)
+            return await session.call_tool(
+                "execute_ipython_cell", arguments, progress_callback=progress
+            )
 
         assert (await cell("x = 20 + 1; print(x)")).content[0].text == "21"
         result = await cell("x * 2")
@@ -58,10 +63,14 @@ async def main(transport: str, target: list[str]) -> None:
             if "begun" in (message or ""):
                 begun.set()
 
-        running = asyncio.create_task(cell("print('begun', flush=True)\nwhile True: pass", progress))
+        running = asyncio.create_task(
+            cell("print('begun', flush=True)\nwhile True: pass", progress)
+        )
         await begun.wait()
         # This generation has no call for it: a client names the request itself.
-        cancelled = types.CancelledNotificationParams(requestId=session._request_id - 1, reason="a test")
+        cancelled = types.CancelledNotificationParams(
+            requestId=session._request_id - 1, reason="a test"
+        )
         notification = types.CancelledNotification(params=cancelled)
         await session.send_notification(types.ClientNotification(notification))
         # The session serves the next cell only when the cancelled one has been stopped.

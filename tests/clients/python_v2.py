@@ -1,6 +1,8 @@
-"""The official Python client, second generation, in both protocol eras: lists tools, runs cells, gets a plot, cancels.
+"""The official Python client, second generation, in both protocol eras: lists tools, runs cells,
+gets a plot, cancels.
 
-Arguments: "stdio" and the server's command, or "http" and its address; the token of the latter is in CELLBLOCK_TOKEN.
+Arguments: "stdio" and the server's command, or "http" and its address; the token of the latter is
+in CELLBLOCK_TOKEN.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ async def connected(transport: str, target: list[str], mode: str):
     else:
         headers = {"Authorization": f"Bearer {os.environ['CELLBLOCK_TOKEN']}"}
         async with create_mcp_http_client(headers) as http:
-            async with Client(streamable_http_client(target[0], http_client=http), mode=mode) as client:
+            async with Client(
+                streamable_http_client(target[0], http_client=http), mode=mode
+            ) as client:
                 yield client
 
 
@@ -39,11 +43,15 @@ async def main(transport: str, target: list[str], mode: str, version: str) -> No
 
         async def cell(code: str, progress=None):
             arguments = {"code": code, "session_id": SESSION}
-            return await client.call_tool("execute_ipython_cell", arguments, progress_callback=progress)
+            return await client.call_tool(
+                "execute_ipython_cell", arguments, progress_callback=progress
+            )
 
         assert (await cell("x = 20 + 1; print(x)")).content[0].text == "21"
         result = await cell("x * 2")
-        assert result.content[0].text == "42" and result.structured_content["status"] == "ok", result
+        assert result.content[0].text == "42" and result.structured_content["status"] == "ok", (
+            result
+        )
 
         result = await cell("1 / 0")
         assert result.is_error and "ZeroDivisionError" in result.content[0].text, result

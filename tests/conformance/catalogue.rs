@@ -12,7 +12,8 @@ use super::fixture::from_json;
 use super::questions;
 
 /// A picture of one red dot.
-const PICTURE: &str = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mP8z8DwHwAFBQIAX8jx0gAAAABJRU5ErkJggg==";
+const PICTURE: &str = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mP8z8DwHwAF\
+                       BQIAX8jx0gAAAABJRU5ErkJggg==";
 
 /// A recording without a single sample.
 const SOUND: &str = "UklGRiQAAABXQVZFZm10IBAAAAABAAEAQB8AAIA+AAACABAAZGF0YQAAAAA=";
@@ -50,9 +51,11 @@ pub(super) fn tools() -> Vec<Tool> {
 }
 
 fn listed(name: &str, schema: Value) -> Tool {
-    from_json(
-        json!({"name": name, "description": format!("Plays the part of {name}"), "inputSchema": schema}),
-    )
+    from_json(json!({
+        "name": name,
+        "description": format!("Plays the part of {name}"),
+        "inputSchema": schema,
+    }))
 }
 
 fn with_arguments() -> Vec<(&'static str, Value)> {
@@ -60,7 +63,11 @@ fn with_arguments() -> Vec<(&'static str, Value)> {
         let properties = names
             .iter()
             .map(|name| ((*name).to_owned(), json!({"type": "string"})));
-        json!({"type": "object", "properties": serde_json::Map::from_iter(properties), "required": names})
+        json!({
+            "type": "object",
+            "properties": serde_json::Map::from_iter(properties),
+            "required": names,
+        })
     };
     let seconds = json!({"type": "number", "minimum": 0});
     vec![
@@ -71,7 +78,10 @@ fn with_arguments() -> Vec<(&'static str, Value)> {
         ),
         (
             "slow_compute",
-            json!({"type": "object", "properties": {"seconds": seconds, "label": {"type": "string"}}}),
+            json!({
+                "type": "object",
+                "properties": {"seconds": seconds, "label": {"type": "string"}},
+            }),
         ),
         ("test_elicitation", texts(&["message"])),
         ("test_sampling", texts(&["prompt"])),
@@ -138,7 +148,8 @@ pub(super) fn fixed_result(name: &str) -> Option<CallToolResult> {
     Some(complete(json!({"content": content})))
 }
 
-/// Makes a result that needs no further round; the library takes the mark away where an older client would not know it.
+/// Makes a result that needs no further round; the library takes the mark away where an older
+/// client would not know it.
 fn complete<T: DeserializeOwned>(mut value: Value) -> T {
     value["resultType"] = json!("complete");
     from_json(value)
@@ -150,9 +161,11 @@ pub(super) fn prompts() -> Vec<Prompt> {
         |name: &str| json!({"name": name, "description": "What to put in", "required": true});
     let prompt = |name: &str, arguments: &[&str]| {
         let arguments: Vec<_> = arguments.iter().map(|name| argument(name)).collect();
-        from_json(
-            json!({"name": name, "description": format!("Plays the part of {name}"), "arguments": arguments}),
-        )
+        from_json(json!({
+            "name": name,
+            "description": format!("Plays the part of {name}"),
+            "arguments": arguments,
+        }))
     };
     vec![
         prompt("test_simple_prompt", &[]),
@@ -184,7 +197,9 @@ pub(super) fn prompt(name: &str, arguments: &Value) -> Option<GetPromptResult> {
             given("arg2")
         )),
         "test_prompt_with_embedded_resource" => {
-            let resource = json!({"uri": given("resourceUri"), "mimeType": "text/plain", "text": "what is embedded"});
+            let resource = json!({
+                "uri": given("resourceUri"), "mimeType": "text/plain", "text": "what is embedded",
+            });
             with_text(
                 json!({"type": "resource", "resource": resource}),
                 "What does the resource say?",
@@ -202,7 +217,8 @@ pub(super) fn prompt(name: &str, arguments: &Value) -> Option<GetPromptResult> {
 pub(super) fn resources() -> Vec<Resource> {
     let resource = |uri: &str, kind: &str| {
         from_json(
-            json!({"uri": uri, "name": uri, "description": "A resource that never changes", "mimeType": kind}),
+            json!({"uri": uri, "name": uri, "description": "A resource that never \
+                 changes", "mimeType": kind}),
         )
     };
     vec![
@@ -230,7 +246,11 @@ pub(super) fn contents(uri: &str) -> Option<ReadResourceResult> {
             let id = uri
                 .strip_prefix("test://template/")?
                 .strip_suffix("/data")?;
-            json!({"uri": uri, "mimeType": "application/json", "text": json!({"id": id}).to_string()})
+            json!({
+                "uri": uri,
+                "mimeType": "application/json",
+                "text": json!({"id": id}).to_string(),
+            })
         }
     };
     Some(complete(json!({"contents": [content]})))

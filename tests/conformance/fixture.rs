@@ -1,7 +1,9 @@
-//! The server that the public conformance suite wants to meet: its tools, prompts and resources, on our own transport.
+//! The server that the public conformance suite wants to meet: its tools, prompts and resources, on
+//! our own transport.
 //!
-//! `catalogue` lists and holds what never changes, `questions` asks clients back, `long` runs as tasks. This file decides which of them
-//! answers a request. Nothing of this is in the program: what is tested is everything between the socket and a handler.
+//! `catalogue` lists and holds what never changes, `questions` asks clients back, `long` runs as
+//! tasks. This file decides which of them answers a request. Nothing of this is in the program:
+//! what is tested is everything between the socket and a handler.
 
 use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -30,7 +32,8 @@ const FIXED_FOR: u64 = 60_000;
 /// Changes that a stream may be behind before it misses one; the suite makes one at a time.
 const CHANGES_KEPT: usize = 16;
 
-/// The handler. Clones share everything, so that requests which stand alone find the tasks of others.
+/// The handler. Clones share everything, so that requests which stand alone find the tasks of
+/// others.
 #[derive(Clone)]
 pub(super) struct Fixture {
     shared: Arc<Shared>,
@@ -158,7 +161,8 @@ impl Fixture {
         catalogue::text("whoever listens is told that the list changed")
     }
 
-    /// Sends a message to the client's log: in the new era only if this very request asks for it, in the older one as agreed before.
+    /// Sends a message to the client's log: in the new era only if this very request asks for it,
+    /// in the older one as agreed before.
     #[expect(
         deprecated,
         reason = "the suite tests logging for as long as the protocol has it"
@@ -364,7 +368,8 @@ impl ServerHandler for Fixture {
                 change = changes.recv() => change,
                 () = context.cancelled() => return Ok(()),
             };
-            // What this stream did not ask for is refused by its sink, which is what the suite looks at.
+            // What this stream did not ask for is refused by its sink, which is what the suite
+            // looks at.
             let _ = match change {
                 Ok(Change::Tools) => context.sink().notify_tool_list_changed().await,
                 Ok(Change::Prompts) => context.sink().notify_prompt_list_changed().await,
@@ -415,7 +420,8 @@ pub(super) fn missing(capabilities: Value) -> ErrorData {
     ErrorData::missing_required_client_capability(from_json::<ClientCapabilities>(capabilities))
 }
 
-/// Reads what this fixture itself has written down as JSON, the notation of the suite's requirements.
+/// Reads what this fixture itself has written down as JSON, the notation of the suite's
+/// requirements.
 pub(super) fn from_json<T: serde::de::DeserializeOwned>(value: Value) -> T {
     serde_json::from_value(value).expect("the fixture knows the protocol's shapes")
 }

@@ -1,7 +1,9 @@
-//! The public conformance suite of the protocol against our own stack: every server scenario of both revisions, no failure excused.
+//! The public conformance suite of the protocol against our own stack: every server scenario of
+//! both revisions, no failure excused.
 //!
-//! The suite wants tools, prompts and resources of its own choosing; `fixture` has them. They are served by the transport of the program,
-//! in this process. `suite` installs the suite, runs it and reads what it found.
+//! The suite wants tools, prompts and resources of its own choosing; `fixture` has them. They are
+//! served by the transport of the program, in this process. `suite` installs the suite, runs it and
+//! reads what it found.
 
 mod catalogue;
 mod fixture;

@@ -1,8 +1,9 @@
 //! Tools and prompts that ask the client something before they answer.
 //!
-//! In the new era a question is a result: the client answers by sending its request again. A `Form` has rounds of questions. Where it is
-//! between rounds travels in `requestState`, under a seal, because whoever echoes it could change it. In the older era a question is a
-//! request of the server's own.
+//! In the new era a question is a result: the client answers by sending its request again. A `Form`
+//! has rounds of questions. Where it is between rounds travels in `requestState`, under a seal,
+//! because whoever echoes it could change it. In the older era a question is a request of the
+//! server's own.
 
 use base64::Engine;
 use base64::engine::general_purpose::URL_SAFE_NO_PAD;
@@ -14,7 +15,8 @@ use sha2::{Digest, Sha256};
 
 use super::fixture::{from_json, missing};
 
-/// Seals the states of one test process. The suite tampers with states; it does not read our source.
+/// Seals the states of one test process. The suite tampers with states; it does not read our
+/// source.
 const SEAL_KEY: &str = "the fixture's own key";
 
 /// What a client is asked for.
@@ -147,7 +149,8 @@ pub(super) fn tools() -> impl Iterator<Item = &'static str> {
 }
 
 impl Form {
-    /// Decides what follows from what the client sent along. Missing and senseless answers are asked for again; extra ones are ignored.
+    /// Decides what follows from what the client sent along. Missing and senseless answers are
+    /// asked for again; extra ones are ignored.
     pub(super) fn next(
         &self,
         answers: Option<&InputResponses>,
@@ -261,9 +264,13 @@ impl Question {
 
 /// A form of one field, as a task asks for it.
 pub(super) fn form_of_one(message: &str, name: &str, kind: &str) -> Value {
-    json!({"method": "elicitation/create", "params": {"mode": "form", "message": message, "requestedSchema": {
-        "type": "object", "properties": {name: {"type": kind}}, "required": [name],
-    }}})
+    json!({"method": "elicitation/create", "params": {
+        "mode": "form",
+        "message": message,
+        "requestedSchema": {
+            "type": "object", "properties": {name: {"type": kind}}, "required": [name],
+        },
+    }})
 }
 
 /// The request of the server's own that a tool of the older era makes.
@@ -278,17 +285,25 @@ pub(super) fn of_the_older_era(tool: &str, text: &str) -> Value {
             "name": {"type": "string", "default": "John Doe"},
             "age": {"type": "integer", "default": 30},
             "score": {"type": "number", "default": 95.5},
-            "status": {"type": "string", "enum": ["active", "inactive", "pending"], "default": "active"},
+            "status": {
+                "type": "string", "enum": ["active", "inactive", "pending"], "default": "active",
+            },
             "verified": {"type": "boolean", "default": true},
         }),
         _ => json!({
             "untitledSingle": {"type": "string", "enum": ["option1", "option2", "option3"]},
             "titledSingle": {"type": "string", "oneOf": titled(&["value1", "value2", "value3"])},
             "legacyEnum": {
-                "type": "string", "enum": ["opt1", "opt2", "opt3"], "enumNames": ["First", "Second", "Third"],
+                "type": "string", "enum": ["opt1", "opt2", "opt3"],
+                "enumNames": ["First", "Second", "Third"],
             },
-            "untitledMulti": {"type": "array", "items": {"type": "string", "enum": ["option1", "option2", "option3"]}},
-            "titledMulti": {"type": "array", "items": {"anyOf": titled(&["value1", "value2", "value3"])}},
+            "untitledMulti": {
+                "type": "array",
+                "items": {"type": "string", "enum": ["option1", "option2", "option3"]},
+            },
+            "titledMulti": {
+                "type": "array", "items": {"anyOf": titled(&["value1", "value2", "value3"])},
+            },
         }),
     };
     let required: Vec<_> = if tool == "test_elicitation" {
@@ -297,7 +312,10 @@ pub(super) fn of_the_older_era(tool: &str, text: &str) -> Value {
         vec![]
     };
     let schema = json!({"type": "object", "properties": fields, "required": required});
-    json!({"method": "elicitation/create", "params": {"mode": "form", "message": text, "requestedSchema": schema}})
+    json!({
+        "method": "elicitation/create",
+        "params": {"mode": "form", "message": text, "requestedSchema": schema},
+    })
 }
 
 /// Puts a question of the older era to the client and waits for the answer.

@@ -1,7 +1,7 @@
 //! Running the suite, and reading what it wrote down.
 //!
-//! Its own exit status forgives warnings and whatever it does not score. We forgive nothing: a scenario passes when none of its checks
-//! failed or warned, and at least one succeeded.
+//! Its own exit status forgives warnings and whatever it does not score. We forgive nothing: a
+//! scenario passes when none of its checks failed or warned, and at least one succeeded.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -32,14 +32,16 @@ impl Revision {
     /// Scenarios in which the suite itself has nothing to check yet.
     fn hollow(self) -> &'static [&'static str] {
         match self {
-            // The suite waits for a rewrite of its own: these notifications go by another stream now.
+            // The suite waits for a rewrite of its own: these notifications go by another stream
+            // now.
             Revision::Stateless => &["tasks-status-notifications"],
             Revision::Initialize => &[],
         }
     }
 }
 
-/// Runs all server scenarios of a revision, scored or not, and panics with every check that did not succeed.
+/// Runs all server scenarios of a revision, scored or not, and panics with every check that did not
+/// succeed.
 pub(super) fn check_all(folder: &Path, url: &str, revision: Revision) {
     let wanted = scenarios(folder, revision);
     assert!(
@@ -148,7 +150,8 @@ fn read(
     (seen, complaints)
 }
 
-/// A folder of results is named after the kind, the scenario and the time. One scenario's name can begin with another's.
+/// A folder of results is named after the kind, the scenario and the time. One scenario's name can
+/// begin with another's.
 fn scenario_of(folder: &str, wanted: &BTreeSet<String>) -> String {
     let name = folder.strip_prefix("server-").unwrap_or(folder);
     let known = wanted.iter().filter(|scenario| {

@@ -77,7 +77,8 @@ def may(act):
         return True
     except OSError:
         return False
-print(may(lambda: open('mine', 'w')), may(lambda: open('/work/theirs', 'w')), may(lambda: os.kill({}, signal.SIGKILL)))",
+print(may(lambda: open('mine', 'w')), may(lambda: open('/work/theirs', 'w')), may(lambda: \
+os.kill({}, signal.SIGKILL)))",
             source.trim()
         );
         let told = engine.shared().isolation().await;
@@ -104,7 +105,12 @@ fn forks_live_on_without_their_source_and_the_container_goes_with_the_last() {
         let container = engine.container_of(&session).await;
         session.close().await;
         assert_eq!(fork.ok("print(x)").await, "kept\n");
-        let left = fork.ok("import os; print([open(f'/proc/{n}/comm').read().strip() for n in os.listdir('/proc') if n.isdigit()].count('sleep'))").await;
+        let left = fork
+            .ok(
+                "import os; print([open(f'/proc/{n}/comm').read().strip() for n in \
+                            os.listdir('/proc') if n.isdigit()].count('sleep'))",
+            )
+            .await;
         assert_eq!(left, "0\n");
         assert!(engine.containers().contains(&container)); // control
         fork.close().await;

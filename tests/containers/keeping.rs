@@ -2,13 +2,13 @@
 
 use std::time::{Duration, Instant};
 
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::process::Signal;
 use serde_json::{Value, json};
 
 use crate::http::client::Raw;
 use crate::support::containers::{self, IMAGE};
-use crate::support::server::{finished, program};
-use crate::support::service::{Service, keeper_name};
+use crate::support::service::Service;
+use crate::support::signal;
 
 const CALLERS: &[(&str, &[&str])] = &[("alice", &["python:execute"])];
 
@@ -52,7 +52,6 @@ async fn sessions_in_containers_survive_their_server_and_end_with_their_keeper()
         Service::with_keys_and(
             folder.path(),
             CALLERS,
-            true,
             &arguments,
             &[("DOCKER_HOST", &address)],
         )
@@ -75,7 +74,7 @@ async fn sessions_in_containers_survive_their_server_and_end_with_their_keeper()
         )
         .await;
     becomes("running", running, &mut alice).await;
-    service.kill();
+    let _keeper = service.kill();
 
     let service = start();
     let mut alice = Raw::with_key(&service, "alice").await;
@@ -94,24 +93,10 @@ async fn sessions_in_containers_survive_their_server_and_end_with_their_keeper()
     let kept = becomes("ok", kept, &mut alice).await;
     assert_eq!(last_line(&kept), "(41, 42)");
 
-    let mut ask = program();
-    ask.env("XDG_RUNTIME_DIR", folder.path())
-        .args(["keeper", "status", "--json"]);
-    let (_, printed, errors) = finished(&mut ask);
-    let keepers: Value =
-        serde_json::from_str(&printed).unwrap_or_else(|error| panic!("{error}: {errors}"));
-    let name = keeper_name(folder.path());
-    let keeper = keepers
-        .as_array()
-        .unwrap()
-        .iter()
-        .find(|keeper| keeper["name"] == name.as_str());
-    let process = keeper.expect("there is a keeper")["process"]
-        .as_i64()
-        .unwrap();
+    let keeper = service.keeper_process();
     let container = container_of(engine, &namespace).expect("it lives"); // control
-    kill_process(Pid::from_raw(process as i32).unwrap(), Signal::KILL).unwrap();
-    service.kill();
+    signal(keeper, Signal::KILL);
+    let _keeper = service.kill();
     let deadline = Instant::now() + Duration::from_secs(30);
     while engine.containers().contains(&container) {
         assert!(Instant::now() < deadline, "the container is still there");

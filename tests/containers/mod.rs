@@ -1,9 +1,12 @@
 //! Sessions in containers: what only they have. What every backend promises is in `contract`.
 //!
-//! `walls` looks at a container from inside and out, `family` at forks and undo, `engine` at engines that are not there, end, or lack something, `registry` at images that are fetched, `remote` at engines
-//! that are reached in other ways than by a socket, `restart` at those that go away and come back, `pool` at what waits, `volumes` at what stays on an engine, `keeping` at servers that die, `ordinary` at
-//! those of users who may not enter containers, `doctor` at what it tells, `packages` at what is installed into live sessions, `programs` at commands that need an approval, `stock` at what they need
-//! not import from files, `runtimes` at gVisor.
+//! `walls` looks at a container from inside and out, `family` at forks and undo, `engine` at
+//! engines that are not there, end, or lack something, `registry` at images that are fetched,
+//! `remote` at engines that are reached in other ways than by a socket, `restart` at those that go
+//! away and come back, `pool` at what waits, `volumes` at what stays on an engine, `keeping` at
+//! servers that die, `ordinary` at those of users who may not enter containers, `doctor` at what it
+//! tells, `packages` at what is installed into live sessions, `programs` at commands that need an
+//! approval, `stock` at what they need not import from files, `runtimes` at gVisor.
 
 mod doctor;
 mod engine;

@@ -1,4 +1,5 @@
-//! Sessions of somebody who may use an engine that runs as root and is not root: the doors of their containers are brought by porters.
+//! Sessions of somebody who may use an engine that runs as root and is not root: the doors of their
+//! containers are brought by porters.
 
 use std::fs::{self, Permissions};
 use std::io::{BufRead, BufReader};
@@ -62,7 +63,8 @@ fn container_of(engine: &TestEngine, session: &Session<'_>) -> (String, String) 
     found.expect("the session is in a container of this engine")
 }
 
-/// Follows what an engine tells about porters, from a moment on. Of what was, engines forget the most.
+/// Follows what an engine tells about porters, from a moment on. Of what was, engines forget the
+/// most.
 struct Witness {
     told: BufReader<ChildStdout>,
     child: Child,
@@ -159,7 +161,9 @@ async fn reaches_what_is_listed(engine: &'static TestEngine) {
         // Nothing but the doors answers, and at once, in either family.
         for address in ["192.0.2.1", "2001:db8::1"] {
             let code = format!(
-                "import socket\ntry:\n    socket.create_connection(('{address}', {}), 20).recv(1)\n    print('closed')\nexcept TimeoutError:\n    print('too late')\nexcept OSError:\n    print('refused')",
+                "import socket\ntry:\n    socket.create_connection(('{address}', {}), \
+                 20).recv(1)\n    print('closed')\nexcept TimeoutError:\n    print('too \
+                 late')\nexcept OSError:\n    print('refused')",
                 web.port()
             );
             assert!(
@@ -257,7 +261,8 @@ fn an_ordinary_user_of_podman_installs_packages() {
     on_podman(installs_packages);
 }
 
-/// Fetches a page with these rules, in a session of its own, and returns the exit status, what was printed and what was told.
+/// Fetches a page with these rules, in a session of its own, and returns the exit status, what was
+/// printed and what was told.
 fn fetched(ordinary: &Ordinary, web: &Web, ports: &str) -> (Option<i32>, String, String) {
     let fetch = format!(
         "import urllib.request\nprint(urllib.request.urlopen('http://web.localhost:{}/').read())",

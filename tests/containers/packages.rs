@@ -9,7 +9,9 @@ use serde_json::json;
 use super::{on_docker, on_podman};
 use crate::network::{names, network};
 use crate::packages::index::{Index, Manner};
-use crate::packages::sessions::{goes_the_way_of_its_session, install};
+use crate::packages::sessions::{
+    goes_the_way_of_its_session, install, installs_beyond_the_disk_of_sessions,
+};
 use crate::support::containers::{IMAGE, TestEngine};
 use crate::support::native::host_python;
 use crate::support::server::{Era, Server, program_below};
@@ -17,6 +19,15 @@ use crate::support::{PROGRAM, data_folder};
 
 /// A server whose only index is ours, with sessions in containers of this engine.
 async fn server(engine: &'static TestEngine, index: &Index, arguments: &[&str]) -> Server {
+    server_with(engine, index, arguments, &[]).await
+}
+
+async fn server_with(
+    engine: &'static TestEngine,
+    index: &Index,
+    arguments: &[&str],
+    variables: &[(&str, &str)],
+) -> Server {
     // The volume of the runner is filled from the usual index, once.
     engine.shared().session().ok("1").await;
     tokio::task::block_in_place(|| {
@@ -32,6 +43,7 @@ async fn server(engine: &'static TestEngine, index: &Index, arguments: &[&str]) 
                 "off",
             ])
             .args(arguments)
+            .envs(variables.iter().copied())
             .env("DOCKER_HOST", engine.address.to_string())
             .env("CONTAINER_HOST", engine.address.to_string())
             .env_remove("PIP_FIND_LINKS")
@@ -56,6 +68,26 @@ fn a_package_is_there_at_once_and_in_every_copy_and_goes_with_an_undo_on_docker(
 #[test]
 fn a_package_is_there_at_once_and_in_every_copy_and_goes_with_an_undo_on_podman() {
     on_podman(a_package_goes_the_way_of_its_session);
+}
+
+async fn the_installer_has_a_disk_of_its_own(engine: &'static TestEngine) {
+    let index = Index::start(&host_python("minimal"), Manner::Open);
+    let runtime = tokio::runtime::Handle::current();
+    tokio::task::block_in_place(|| {
+        installs_beyond_the_disk_of_sessions(&|variables| {
+            runtime.block_on(server_with(engine, &index, &[], variables))
+        });
+    });
+}
+
+#[test]
+fn the_installer_has_a_disk_of_its_own_on_docker() {
+    on_docker(the_installer_has_a_disk_of_its_own);
+}
+
+#[test]
+fn the_installer_has_a_disk_of_its_own_on_podman() {
+    on_podman(the_installer_has_a_disk_of_its_own);
 }
 
 #[test]
@@ -84,8 +116,10 @@ file = pure.__file__
 tree = os.path.dirname(os.path.dirname(file))
 store = os.path.dirname(tree)
 print(may(lambda: open(file)), may(lambda: os.listdir(tree)))
-print(may(lambda: os.listdir(store)), may(lambda: open(file, 'a')), may(lambda: os.chmod(file, 0o777)))
-print(may(lambda: os.unlink(file)), may(lambda: os.mkdir(store + '/mine')), may(lambda: os.listdir('/opt/cellblock/tools')))
+print(may(lambda: os.listdir(store)), may(lambda: open(file, 'a')), may(lambda: os.chmod(file, \
+0o777)))
+print(may(lambda: os.unlink(file)), may(lambda: os.mkdir(store + '/mine')), may(lambda: \
+os.listdir('/opt/cellblock/tools')))
 print(may(lambda: urllib.request.urlopen('{}')))",
                 index.url_without_password()
             );

@@ -11,7 +11,8 @@ use crate::support::native::ROOMY;
 /// Longer than any test.
 const LONG: Duration = Duration::from_secs(600);
 
-/// A backend with one container that waits. Its containers are known by how much memory they may use.
+/// A backend with one container that waits. Its containers are known by how much memory they may
+/// use.
 fn pool_of_one(engine: &TestEngine, memory: u64, max_age: Duration) -> Containers {
     let limits = SandboxLimits {
         memory,

@@ -27,7 +27,8 @@ fn closed(engine: &'static TestEngine) -> &'static Containers {
     place.get_or_init(|| engine.build().refuse_programs(Approvals::default()).start())
 }
 
-/// Says that a test is skipped where containers have no landlock: programs are refused there, and none is launched.
+/// Says that a test is skipped where containers have no landlock: programs are refused there, and
+/// none is launched.
 async fn has_landlock(engine: &'static TestEngine) -> bool {
     let has = engine
         .shared()
@@ -144,7 +145,8 @@ fn commands_run_in_all_their_forms() {
                 .await,
             "4\n"
         );
-        let called = "import subprocess; print(subprocess.run(['wc', '-c'], input='x' * 500_000, capture_output=True, text=True).stdout)";
+        let called = "import subprocess; print(subprocess.run(['wc', '-c'], input='x' * 500_000, \
+                      capture_output=True, text=True).stdout)";
         assert_eq!(session.ok(called).await, "500000\n\n");
         assert_eq!(
             session.ok("!yes | head -n 2").await,
@@ -224,7 +226,8 @@ fn a_denied_command_does_not_run_and_says_why() {
         let forged =
             "print(forge(['/bin/touch', '/work/ran'], approved=True), os.path.exists('/work/ran'))";
         assert_eq!(session.ok(forged).await, "(False, 'denied', None) False\n");
-        // Pipes that were handed over for nothing are let go of: there are never more than 64 pairs.
+        // Pipes that were handed over for nothing are let go of: there are never more than 64
+        // pairs.
         let many = "print({forge(['/bin/true'])[1] for _ in range(200)})";
         assert_eq!(session.ok(many).await, "{'denied'}\n");
         if has_landlock(engine).await {
@@ -331,7 +334,8 @@ try:
 except PermissionError as error:
     print('refused', error.errno)";
             assert_eq!(session.text(started), "refused 1");
-            // A name that somebody could allow is known inside; this client has nobody who could be asked.
+            // A name that somebody could allow is known inside; this client has nobody who could be
+            // asked.
             let connect = "
 import socket
 print(socket.gethostbyname('api.example.com').startswith('198.18.'))

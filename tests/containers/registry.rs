@@ -16,7 +16,8 @@ use crate::support::daemon::free_port;
 use crate::support::server::{Era, Server, finished, program_below};
 use crate::support::{data_folder, skipped};
 
-/// Who may fetch from a registry that asks, and the hash of their password as the registry takes it.
+/// Who may fetch from a registry that asks, and the hash of their password as the registry takes
+/// it.
 const USER: &str = "somebody";
 const PASSWORD: &str = "secret of tests";
 const HASH: &str = "$2b$04$PmTGNN2f3g2HbjYNa2MUG.ZP77uehZUQ9Vn3RaoySGFssRzaOK17e";
@@ -32,7 +33,8 @@ struct Registry {
 }
 
 impl Registry {
-    /// Starts one for everybody, or for whoever has the password. None where the program is missing.
+    /// Starts one for everybody, or for whoever has the password. None where the program is
+    /// missing.
     fn start(asks: bool) -> Option<Registry> {
         let folder = tempfile::tempdir().unwrap();
         let port = free_port();
@@ -67,7 +69,8 @@ impl Registry {
         })
     }
 
-    /// Puts an image of nothing into the registry, and nowhere else. `config` has the credentials for that.
+    /// Puts an image of nothing into the registry, and nowhere else. `config` has the credentials
+    /// for that.
     fn fill(&self, engine: &TestEngine, config: Option<&str>) -> String {
         let image = format!("127.0.0.1:{}/nothing:1", self.port);
         engine.import(&image);

@@ -1,4 +1,5 @@
-//! Engines that are reached over TCP, TLS and SSH, and by contexts, with the built program and the engine's own listener or the system's own `sshd`.
+//! Engines that are reached over TCP, TLS and SSH, and by contexts, with the built program and the
+//! engine's own listener or the system's own `sshd`.
 
 use std::fs;
 use std::net::{TcpListener, TcpStream};
@@ -214,7 +215,8 @@ fn an_engine_is_used_over_tls_if_both_sides_know_each_other() {
     };
     let check = |certificates: &str, words: Option<&[&str]>| {
         let mut values = variables(&with(certificates));
-        // What this system trusts is of no interest: not everybody who has a certificate of such an authority is the engine.
+        // What this system trusts is of no interest: not everybody who has a certificate of such an
+        // authority is the engine.
         values.extend(words.map(|_| ("SSL_CERT_FILE", below("client/ca.pem"))));
         let values: Vec<(&str, &str)> = values
             .iter()
@@ -295,8 +297,10 @@ impl Sshd {
         fs::write(below("unknown"), "").unwrap();
         let path = std::env::var("PATH").unwrap();
         let settings = format!(
-            "ListenAddress 127.0.0.1\nPort {port}\nHostKey {}\nAuthorizedKeysFile {}\nPidFile none\nUsePAM no\nStrictModes no\n\
-             PasswordAuthentication no\nKbdInteractiveAuthentication no\nPermitRootLogin yes\nSetEnv PATH={path}\n",
+            "ListenAddress 127.0.0.1\nPort {port}\nHostKey {}\nAuthorizedKeysFile {}\nPidFile \
+             none\nUsePAM no\nStrictModes no\n\
+             PasswordAuthentication no\nKbdInteractiveAuthentication no\nPermitRootLogin \
+             yes\nSetEnv PATH={path}\n",
             below("host"),
             below("authorized")
         );
@@ -339,7 +343,8 @@ impl Sshd {
     fn path(&self, known: &str) -> String {
         let below = |name: &str| self.folder.path().join(name).to_string_lossy().into_owned();
         let settings = format!(
-            "Host *\n  IdentityFile {}\n  IdentitiesOnly yes\n  UserKnownHostsFile {}\n  GlobalKnownHostsFile none\n",
+            "Host *\n  IdentityFile {}\n  IdentitiesOnly yes\n  UserKnownHostsFile {}\n  \
+             GlobalKnownHostsFile none\n",
             below("client"),
             below(known)
         );

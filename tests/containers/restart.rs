@@ -10,7 +10,8 @@ use crate::support::containers::Containers;
 use crate::support::daemon::Daemon;
 use crate::support::native::{self, Session};
 
-/// How soon a cell is told that its engine is gone. It takes far less; a cell that waits for its own end would take ten minutes.
+/// How soon a cell is told that its engine is gone. It takes far less; a cell that waits for its
+/// own end would take ten minutes.
 const SOON: Duration = Duration::from_secs(30);
 
 const LOST: Status = Status::Died {

@@ -1,4 +1,5 @@
-//! What containers of an image need not import from files, because it lies in stock for all of them.
+//! What containers of an image need not import from files, because it lies in stock for all of
+//! them.
 
 use super::on_docker;
 use crate::support::containers::{IMAGE, TestEngine};
@@ -6,7 +7,8 @@ use crate::support::containers::{IMAGE, TestEngine};
 /// How many modules came from the stock; not those of a session, which are found as always.
 const TAKEN: &str = "import cellblock_runner.stock as stock, colorsys; print(stock.taken)";
 /// Opens the stock, for reading and for writing.
-const SPOIL: &str = "open(stock.PLACE, 'rb')\ntry:\n    open(stock.PLACE, 'ab')\nexcept OSError:\n    print('refused')";
+const SPOIL: &str = "open(stock.PLACE, 'rb')\ntry:\n    open(stock.PLACE, 'ab')\nexcept \
+                     OSError:\n    print('refused')";
 
 /// An image like that of the tests, whose volume nobody else uses.
 fn image_of_its_own(engine: &TestEngine, name: &str) {
@@ -73,7 +75,8 @@ fn every_container_of_an_image_takes_its_modules_from_one_stock() {
         let containers = engine.build().image(image).start();
         assert_eq!(count(&containers.session().ok(TAKEN).await), taken);
         containers.end().await;
-        // An engine forgets a container before it lets go of its volume, so these may stay; the engine of the tests goes as a whole.
+        // An engine forgets a container before it lets go of its volume, so these may stay; the
+        // engine of the tests goes as a whole.
         engine.try_command(&["volume", "rm", volume.trim()]);
         engine.try_command(&["image", "rm", image]);
     });

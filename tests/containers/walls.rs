@@ -1,4 +1,5 @@
-//! What a container is made of, from inside and out. What it must withstand is in `attacks`, the same as natively.
+//! What a container is made of, from inside and out. What it must withstand is in `attacks`, the
+//! same as natively.
 
 use cellblock::sandbox::{Exit, LayerKind, SandboxLimits};
 use cellblock::session::{Refused, Status};
@@ -77,14 +78,16 @@ def may(act):
     except OSError as error:
         return False
 others = [int(name) for name in os.listdir('/proc') if name.isdigit() and int(name) != os.getpid()]
-print(len(others) >= 3, [may(lambda: open(f'/proc/{other}/mem', 'rb')) for other in others if other == 1])
+print(len(others) >= 3, [may(lambda: open(f'/proc/{other}/mem', 'rb')) for other in others if \
+other == 1])
 print(any(may(lambda: os.kill(other, signal.SIGKILL)) for other in others if other != 1))
 child = os.fork()
 if child == 0:
     signal.pause()
 print(may(lambda: os.kill(child, signal.SIGKILL)))";
         let printed = session.ok(attempt).await;
-        // A kernel without the sixth landlock lets a session end its own family; everything else holds everywhere.
+        // A kernel without the sixth landlock lets a session end its own family; everything else
+        // holds everywhere.
         let has_signals = engine.shared().isolation().await.contains("signals");
         let expected = format!(
             "True [False]\n{}\nTrue\n",
@@ -95,7 +98,8 @@ print(may(lambda: os.kill(child, signal.SIGKILL)))";
     });
 }
 
-/// The kernel chooses by size and by score; here the host has given the highest to the first process.
+/// The kernel chooses by size and by score; here the host has given the highest to the first
+/// process.
 #[test]
 fn a_container_that_ends_for_want_of_memory_says_that_its_files_are_gone() {
     on_every_engine(async |engine| {
@@ -126,7 +130,8 @@ fn a_container_that_ends_for_want_of_memory_says_that_its_files_are_gone() {
         assert_eq!(outcome.status, Status::Died { exit });
         let refused = session.execute("1").await.unwrap_err();
         assert!(
-            matches!(&refused, Refused::Ended { why, .. } if why.contains("variables and files are gone")),
+            matches!(&refused, Refused::Ended { why, .. } if why.contains("variables and files are \
+                 gone")),
             "{refused}"
         );
         assert!(!session.reset().await.files_kept);

@@ -72,7 +72,6 @@ fn audited(folder: &Path, disk: &SmallDisk, failure: &str) -> Service {
     Service::with_keys_and(
         folder,
         CALLERS,
-        false,
         &more,
         &[("CELLBLOCK_AUDIT_FAILURE", failure)],
     )

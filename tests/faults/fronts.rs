@@ -10,11 +10,12 @@ use std::time::{Duration, Instant};
 use rustix::process::Signal;
 use serde_json::json;
 
-use super::processes::{self, Process, send, wait_for};
-use super::{Home, Moment, Scene, command, entries_of, groups_of, readiness, runtime_folder};
+use super::processes::{self, Process, wait_for};
+use super::{Home, Moment, Scene, command, entries_of, groups_of, readiness};
 use crate::http::client::Raw;
+use crate::support;
 use crate::support::server::{Era, Pending, Server, finished, program};
-use crate::support::service::{Service, stop_keeper_of};
+use crate::support::service::{Service, runtime_folder};
 
 /// A cell that computes for three seconds.
 const CELL: &str =
@@ -50,7 +51,7 @@ fn outcome(server: &Server, session: &str) -> String {
 fn check_taken_over(signal: Signal, moment: Moment) {
     let mut scene = Scene::new(Home::Keeper);
     let (_, pending) = begin(&scene, moment);
-    send(scene.server().process_id(), signal);
+    support::signal(scene.server().process_id(), signal);
     if let Some(told) = pending.map(|pending| pending.result()) {
         assert!(told.text().contains("It goes on"), "{}", told.text());
     }
@@ -100,7 +101,7 @@ fn a_front_takes_its_own_sessions_along() {
             family.len() > 4 && entries.len() == 1,
             "the control: {family:?} {entries:?}"
         );
-        send(scene.holder, signal);
+        support::signal(scene.holder, signal);
         let asked = Instant::now();
         if let Some(pending) = pending.filter(|_| signal == Signal::TERM) {
             let told = pending.result();
@@ -141,7 +142,7 @@ fn check_lost(signal: Signal, moment: Moment) {
     let mut scene = Scene::new(Home::Keeper);
     let (_, pending) = begin(&scene, moment);
     let (family, entries) = (processes::below(scene.holder), entries_of(scene.holder));
-    send(scene.holder, signal);
+    support::signal(scene.holder, signal);
     if let Some(pending) = pending {
         let told = pending.result();
         assert!(told.is_error(), "{}", told.text());
@@ -207,7 +208,7 @@ fn a_keeper_that_is_asked_to_end_is_replaced() {
 fn a_keeper_that_hangs_mid_cell_has_the_result_when_it_goes_on() {
     let scene = Scene::new(Home::Keeper);
     let (interpreter, pending) = begin(&scene, Moment::MidCell);
-    processes::stop(scene.holder);
+    support::stop(scene.holder);
     let begun = Instant::now();
     // Another server is told which keeper it is, and how to end it.
     let (status, _, errors) = finished(&mut command(Home::Keeper, &scene.keeper));
@@ -232,7 +233,7 @@ fn a_keeper_that_hangs_mid_cell_has_the_result_when_it_goes_on() {
         begun.elapsed()
     );
     interpreter.wait_until_asleep();
-    send(scene.holder, Signal::CONT);
+    support::signal(scene.holder, Signal::CONT);
     let told = pending.expect("a cell runs").result();
     // It was given up while the keeper hung, unless it came a moment before.
     let is_known = told.text().contains("the result");
@@ -269,12 +270,12 @@ fn a_front_or_keeper_that_stands_still_for_a_moment_loses_nothing() {
             .into_iter()
             .chain(stop_keeper.then_some(scene.holder))
             .collect();
-        stopped.iter().for_each(|process| processes::stop(*process));
+        stopped.iter().for_each(|process| support::stop(*process));
         // The cell ends meanwhile, and nobody hears it.
         interpreter.wait_until_asleep();
         stopped
             .iter()
-            .for_each(|process| send(*process, Signal::CONT));
+            .for_each(|process| support::signal(*process, Signal::CONT));
         let told = pending.expect("a cell runs").result();
         assert_eq!(
             (told.is_error(), told.text()),
@@ -296,7 +297,7 @@ fn of_two_fronts_of_one_keeper_one_is_killed_and_the_other_goes_on() {
         "execute_ipython_cell",
         json!({"code": "y = 2", "session_id": "b"}),
     );
-    send(other.process_id(), Signal::KILL);
+    support::signal(other.process_id(), Signal::KILL);
     other.ended();
     let told = pending.expect("a cell runs").result();
     assert_eq!((told.is_error(), told.text()), (false, "'the result'"));
@@ -314,11 +315,11 @@ const CALLERS: &[(&str, &[&str])] = &[("alice", &["python:execute"])];
 #[test]
 fn a_service_is_not_ready_while_its_keeper_hangs_and_says_why() {
     let folder = tempfile::tempdir().unwrap();
-    let service = Service::with_keys(folder.path(), CALLERS, true, &[]);
+    let service = Service::with_keys(folder.path(), CALLERS, &[]);
     let is_ready = || (readiness(service.address).0 == 200).then_some(());
     wait_for("a service that is ready", is_ready);
     let keeper = processes::keeper_of(service.process_id());
-    processes::stop(keeper);
+    support::stop(keeper);
     let why = wait_for("a service that is not ready", || {
         let (status, text) = readiness(service.address);
         (status == 503).then_some(text)
@@ -327,16 +328,15 @@ fn a_service_is_not_ready_while_its_keeper_hangs_and_says_why() {
         why.contains("the process that keeps the sessions does not answer"),
         "{why}"
     );
-    send(keeper, Signal::CONT);
+    support::signal(keeper, Signal::CONT);
     wait_for("a service that is ready again", is_ready);
-    service.kill();
-    stop_keeper_of(folder.path());
+    drop(service.kill());
 }
 
 #[tokio::test]
 async fn signals_to_read_settings_again_disturb_no_cell_and_a_broken_file_changes_nothing() {
     let folder = tempfile::tempdir().unwrap();
-    let service = Service::with_keys(folder.path(), CALLERS, false, &[]);
+    let service = Service::with_keys(folder.path(), CALLERS, &[]);
     let file = folder.path().join("config.yaml");
     let whole = fs::read_to_string(&file).unwrap();
     let mut alice = Raw::with_key(&service, "alice").await;
@@ -346,7 +346,7 @@ async fn signals_to_read_settings_again_disturb_no_cell_and_a_broken_file_change
         if number == 21 {
             fs::write(&file, "auth: [").unwrap();
         }
-        (0..10).for_each(|_| send(process, Signal::HUP));
+        (0..10).for_each(|_| support::signal(process, Signal::HUP));
         let code = format!("x = globals().get('x', 0) + 1; print(x == {number})");
         let told = alice
             .result(

@@ -8,8 +8,8 @@
 //! - `signals` kills and stops the processes of a jail. Its rows are `signals::ROWS`, and each is
 //!   run twice: with sessions in the server itself and in a keeper.
 //! - All other rows are in `table.md`, with their tests. `fronts` kills, stops and misleads the
-//!   server and its keeper, `resources` takes descriptors, processes, memory and turns away, `disks`
-//!   disk space and files. Some rows have their test beside the thing that they are about.
+//!   server and its keeper, `resources` takes descriptors, processes, memory and turns away,
+//!   `disks` disk space and files. Some rows have their test beside the thing that they are about.
 //! - `processes` finds the processes of a server.
 
 mod disks;
@@ -29,8 +29,8 @@ use rustix::process::{Pid, Signal, kill_process};
 use serde_json::json;
 
 use self::processes::wait_for;
-use crate::support::is_root;
 use crate::support::server::{Era, MINIMAL, Server, ToolResult, finished, program};
+use crate::support::service::runtime_folder;
 
 /// Where the sessions of a server live.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -203,22 +203,6 @@ fn command(home: Home, keeper: &str) -> Command {
         Home::Keeper => command.args(["--keep-sessions", "on", "--keeper", keeper]),
     };
     command
-}
-
-/// Where servers of this user have what they need while they run.
-fn runtime_folder() -> PathBuf {
-    match is_root() {
-        true => PathBuf::from("/run/cellblock"),
-        false => std::env::var_os("XDG_RUNTIME_DIR").map_or_else(
-            || {
-                PathBuf::from(format!(
-                    "/tmp/cellblock-{}",
-                    rustix::process::geteuid().as_raw()
-                ))
-            },
-            |folder| Path::new(&folder).join("cellblock"),
-        ),
-    }
 }
 
 /// Asks whether a service is ready: the status and the text.

@@ -14,7 +14,7 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::time::{Duration, Instant};
 
-use rustix::process::{Pid, Signal};
+use rustix::process::Signal;
 
 use crate::support::server::PATIENCE;
 
@@ -74,7 +74,7 @@ impl Process {
 
     #[track_caller]
     pub(super) fn send(&self, signal: Signal) {
-        send(self.pid, signal);
+        crate::support::signal(self.pid, signal);
     }
 
     /// The first process of the pid namespace that it is in.
@@ -120,20 +120,6 @@ impl Process {
                 .then_some(())
         });
     }
-}
-
-#[track_caller]
-pub(super) fn send(process: u32, signal: Signal) {
-    let pid = Pid::from_raw(process as i32).expect("a process id is positive");
-    rustix::process::kill_process(pid, signal).unwrap_or_else(|error| panic!("{process}: {error}"));
-}
-
-/// Stops a process, and waits until all its threads stand still.
-pub(super) fn stop(process: u32) {
-    send(process, Signal::STOP);
-    wait_for("a stopped process", || {
-        (stat(process)?.0 == 'T').then_some(())
-    });
 }
 
 /// The state of a process and the processor time that it has used, in hundredths of a second.

@@ -246,7 +246,8 @@ fn a_full_runtime_folder_leaves_no_groups_and_is_tried_again() {
     }
     fs::create_dir_all("/run/cellblock").unwrap();
     // A file system of one page that is full: files can be made in it, but not written.
-    let fill = "mount -t tmpfs -o size=4k,mode=700 none /run/cellblock && head -c 4096 /dev/zero > /run/cellblock/filler";
+    let fill = "mount -t tmpfs -o size=4k,mode=700 none /run/cellblock && head -c 4096 /dev/zero > \
+                /run/cellblock/filler";
     let mut command = program();
     command
         .args(["mcp", "--keep-sessions", "off"])
@@ -298,7 +299,7 @@ fn a_service_is_not_ready_while_its_jail_is_gone_and_says_why() {
     let service = Service::without_tokens(MINIMAL);
     let is_ready = || (readiness(service.address).0 == 200).then_some(());
     wait_for("a service that is ready", is_ready);
-    let holder = service.process_id();
+    let holder = service.keeper_process();
     for (role, signal) in [(Role::Warden, Signal::KILL), (Role::Guardian, Signal::STOP)] {
         processes::one(holder, role).send(signal);
         let why = wait_for("a service that is not ready", || {

@@ -2,7 +2,7 @@
 
 use serde_json::{Value, json};
 
-use super::client::{Raw, call, head};
+use super::client::{Raw, call, head, initialize, legacy};
 use crate::support::service::Service;
 
 const ALICE_AND_BOB: &[(&str, &[&str])] = &[
@@ -17,7 +17,7 @@ const ALICE_AND_BOB: &[(&str, &[&str])] = &[
 ];
 
 fn service(folder: &tempfile::TempDir) -> Service {
-    Service::with_keys(folder.path(), ALICE_AND_BOB, false, &[])
+    Service::with_keys(folder.path(), ALICE_AND_BOB, &[])
 }
 
 #[tokio::test]
@@ -192,7 +192,8 @@ async fn every_route_and_tool_needs_its_scope() {
     }
 }
 
-/// An answer with the name of the session taken out, so that answers about two sessions can be compared.
+/// An answer with the name of the session taken out, so that answers about two sessions can be
+/// compared.
 fn without(answer: (u16, String), session: &str) -> (u16, String) {
     (answer.0, answer.1.replace(session, "SESSION"))
 }
@@ -358,42 +359,6 @@ async fn two_callers_may_use_one_name_for_two_sessions() {
             .await;
         assert_eq!(result["structuredContent"]["text"], number, "{caller}");
     }
-}
-
-fn initialize() -> Vec<u8> {
-    let params = json!({"protocolVersion": "2025-11-25", "capabilities": {}, "clientInfo": {"name": "t", "version": "1"}});
-    json!({"jsonrpc": "2.0", "id": 1, "method": "initialize", "params": params})
-        .to_string()
-        .into_bytes()
-}
-
-const LEGACY: &str =
-    "content-type: application/json\r\naccept: application/json, text/event-stream\r\n";
-
-/// Sends one request of an older client on a connection of its own, and returns status and head.
-async fn legacy(
-    service: &Service,
-    caller: &str,
-    method: &str,
-    more: &str,
-    body: &[u8],
-) -> (u16, String) {
-    let mut client = Raw::with_key(service, caller).await;
-    let length = format!("content-length: {}\r\nconnection: close\r\n", body.len());
-    client
-        .write(format!(
-            "{method} /mcp HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {}\r\n{LEGACY}{length}{more}\r\n",
-            service.key(caller)
-        ))
-        .await;
-    client.write(body).await;
-    let said = client.end().await;
-    let status = said
-        .split(' ')
-        .nth(1)
-        .and_then(|word| word.parse().ok())
-        .expect("an answer has a status");
-    (status, said)
 }
 
 #[tokio::test]
@@ -577,7 +542,6 @@ async fn everything_that_reaches_a_session_is_recorded_and_nothing_of_what_it_wa
     let service = Service::with_keys(
         folder.path(),
         ALICE_AND_BOB,
-        false,
         &["--audit-file", log.to_str().unwrap()],
     );
     let mut alice = Raw::with_key(&service, "alice").await;
@@ -635,7 +599,7 @@ async fn everything_that_reaches_a_session_is_recorded_and_nothing_of_what_it_wa
 async fn a_caller_may_narrow_what_its_session_reaches_and_never_widen_it() {
     let folder = tempfile::tempdir().unwrap();
     let more = ["--allowed-domain", "*.example.test"];
-    let service = Service::with_keys(folder.path(), ALICE_AND_BOB, false, &more);
+    let service = Service::with_keys(folder.path(), ALICE_AND_BOB, &more);
     let mut alice = Raw::with_key(&service, "alice").await;
     let mut run = async |rules: Value| {
         alice

@@ -1,11 +1,13 @@
 //! Clients as they should not be: each writes exactly the bytes that its test shows.
 
 use std::net::SocketAddr;
+use std::time::Instant;
 
 use serde_json::{Value, json};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 
+use crate::support::server::PATIENCE;
 use crate::support::service::Service;
 
 /// A connection whose bytes are written by hand.
@@ -38,6 +40,17 @@ impl Raw {
         Raw {
             authorization,
             ..Raw::connect(service.address).await
+        }
+    }
+
+    /// Closes the connection, and waits until the server has closed it too.
+    pub(crate) async fn vanish(self) {
+        let ours = self.stream.local_addr().unwrap().port();
+        drop(self.stream);
+        let deadline = Instant::now() + PATIENCE;
+        while is_connected_to(ours) {
+            assert!(Instant::now() < deadline, "the server holds the connection");
+            tokio::task::yield_now().await;
         }
     }
 
@@ -109,7 +122,8 @@ impl Raw {
         serde_json::from_str::<Value>(&answer.body).expect("an answer is JSON")["result"].take()
     }
 
-    /// Calls a tool for a person who can be shown forms, and returns the result. `more` is what a call has that goes on.
+    /// Calls a tool for a person who can be shown forms, and returns the result. `more` is what a
+    /// call has that goes on.
     pub(crate) async fn result_with_a_person(
         &mut self,
         tool: &str,
@@ -150,7 +164,9 @@ impl Raw {
              mcp-protocol-version: 2026-07-28\r\nmcp-method: {method}\r\n{name}"
         );
         let answer = self.ask("POST", "/mcp", &head, body.as_bytes()).await;
-        serde_json::from_str::<Value>(&answer.body).unwrap_or_else(|_| panic!("{answer:?}"))["result"].take()
+        let mut message: Value =
+            serde_json::from_str(&answer.body).unwrap_or_else(|_| panic!("{answer:?}"));
+        message["result"].take()
     }
 
     async fn head_only(&mut self) -> Answer {
@@ -231,7 +247,8 @@ impl Raw {
 pub(crate) fn head(tool: &str, more: &str) -> String {
     format!(
         "POST /mcp HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n\
-         accept: application/json, text/event-stream\r\nmcp-protocol-version: 2026-07-28\r\nmcp-method: tools/call\r\n\
+         accept: application/json, text/event-stream\r\nmcp-protocol-version: \
+         2026-07-28\r\nmcp-method: tools/call\r\n\
          mcp-name: {tool}\r\n{more}\r\n"
     )
 }
@@ -247,5 +264,74 @@ fn meta() -> Value {
     json!({
         "io.modelcontextprotocol/protocolVersion": "2026-07-28",
         "io.modelcontextprotocol/clientCapabilities": {},
+    })
+}
+
+/// The first message of a client before 2026-07-28.
+pub(crate) fn initialize() -> Vec<u8> {
+    let params = json!({
+        "protocolVersion": "2025-11-25",
+        "capabilities": {},
+        "clientInfo": {"name": "t", "version": "1"},
+    });
+    json!({"jsonrpc": "2.0", "id": 1, "method": "initialize", "params": params})
+        .to_string()
+        .into_bytes()
+}
+
+/// What every request of such a client has in its head.
+const LEGACY: &str =
+    "content-type: application/json\r\naccept: application/json, text/event-stream\r\n";
+
+/// Sends one request of an older client on a connection of its own, and returns its status and
+/// everything that was answered.
+pub(crate) async fn legacy(
+    service: &Service,
+    caller: &str,
+    method: &str,
+    more: &str,
+    body: &[u8],
+) -> (u16, String) {
+    let mut client = begin_legacy(service, caller, method, more, body).await;
+    let said = client.end().await;
+    let status = said
+        .split(' ')
+        .nth(1)
+        .and_then(|word| word.parse().ok())
+        .expect("an answer has a status");
+    (status, said)
+}
+
+/// Sends one request of an older client on a connection of its own, and returns before it is
+/// answered.
+pub(crate) async fn begin_legacy(
+    service: &Service,
+    caller: &str,
+    method: &str,
+    more: &str,
+    body: &[u8],
+) -> Raw {
+    let mut client = Raw::with_key(service, caller).await;
+    let length = format!("content-length: {}\r\nconnection: close\r\n", body.len());
+    let authorization = client.authorization.clone();
+    client
+        .write(format!(
+            "{method} /mcp HTTP/1.1\r\nhost: localhost\r\n{authorization}{LEGACY}{length}{more}\r\n"
+        ))
+        .await;
+    client.write(body).await;
+    client
+}
+
+/// Tells whether a process of this machine has a connection whose other end has this port.
+fn is_connected_to(port: u16) -> bool {
+    const ESTABLISHED: &str = "01";
+    const CLOSE_WAIT: &str = "08";
+    let table = std::fs::read_to_string("/proc/net/tcp").unwrap();
+    let remote = format!(":{port:04X}");
+    table.lines().skip(1).any(|line| {
+        // Number, local address, remote address, state.
+        let fields: Vec<_> = line.split_whitespace().collect();
+        fields[2].ends_with(&remote) && [ESTABLISHED, CLOSE_WAIT].contains(&fields[3])
     })
 }

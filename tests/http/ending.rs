@@ -3,14 +3,14 @@
 use serde_json::json;
 
 use super::client::Raw;
-use crate::support::service::Service;
+use crate::support::service::{SESSIONS_INSIDE, Service};
 
 const CALLERS: &[(&str, &[&str])] = &[("alice", &["python:execute"])];
 
 #[tokio::test]
 async fn a_server_that_takes_its_sessions_along_promises_nothing() {
     let folder = tempfile::tempdir().unwrap();
-    let service = Service::with_keys(folder.path(), CALLERS, false, &[]);
+    let service = Service::with_keys(folder.path(), CALLERS, SESSIONS_INSIDE);
     let mut alice = Raw::with_key(&service, "alice").await;
     alice
         .result(

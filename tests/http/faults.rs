@@ -1,7 +1,8 @@
 //! One bad client at a time, and what becomes of it.
 //!
-//! Client and server share a clock that stands still while anything happens and jumps when nothing can: whoever is slow is slow at once,
-//! and nobody sleeps. Every case ends with a client that behaves, and is served.
+//! Client and server share a clock that stands still while anything happens and jumps when nothing
+//! can: whoever is slow is slow at once, and nobody sleeps. Every case ends with a client that
+//! behaves, and is served.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -111,7 +112,8 @@ async fn a_client_that_stops_within_a_body_is_let_go() {
     check_served(&stack).await;
 }
 
-/// Checks that a client which writes this and no more loses its connection, after this time and not before.
+/// Checks that a client which writes this and no more loses its connection, after this time and not
+/// before.
 async fn check_let_go(stack: &Stack, written: &str, after: Duration) {
     let start = Instant::now();
     let mut client = Raw::connect(stack.address).await;

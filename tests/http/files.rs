@@ -9,7 +9,7 @@ const CALLERS: &[(&str, &[&str])] = &[("alice", &["python:execute"])];
 
 async fn alice() -> (Service, Raw, tempfile::TempDir) {
     let folder = tempfile::tempdir().unwrap();
-    let service = Service::with_keys(folder.path(), CALLERS, false, &[]);
+    let service = Service::with_keys(folder.path(), CALLERS, &[]);
     let client = Raw::with_key(&service, "alice").await;
     (service, client, folder)
 }
@@ -29,7 +29,8 @@ async fn a_file_goes_in_and_comes_out_as_it_was() {
         .ask("PUT", "/sessions/a/files/data/t%20%C3%A4.bin", "", &content)
         .await;
     assert_eq!(put.status, 201, "{put:?}");
-    let inside = json!({"code": "import hashlib; d = open('data/t ä.bin', 'rb').read(); len(d), d[:3]", "session_id": "a"});
+    let inside = json!({"code": "import hashlib; d = open('data/t ä.bin', 'rb').read(); len(d), \
+                                 d[:3]", "session_id": "a"});
     let seen = client.result("execute_ipython_cell", inside).await;
     assert_eq!(
         seen["structuredContent"]["text"],

@@ -3,7 +3,7 @@
 use serde_json::{Value, json};
 
 use super::client::Raw;
-use crate::support::service::{Service, stop_keeper_of};
+use crate::support::service::Service;
 
 const CALLERS: &[(&str, &[&str])] = &[("alice", &["python:execute"]), ("bob", &["python:execute"])];
 
@@ -21,10 +21,11 @@ fn goes_on(result: &Value) -> bool {
 #[tokio::test]
 async fn sessions_and_running_cells_survive_the_death_of_the_server() {
     let folder = tempfile::tempdir().unwrap();
-    let start = || Service::with_keys(folder.path(), CALLERS, true, &["--max-wait", "1s"]);
+    let start = || Service::with_keys(folder.path(), CALLERS, &["--max-wait", "1s"]);
     let service = start();
     let mut alice = Raw::with_key(&service, "alice").await;
-    let cell = "import os, time\nx = 41\nprint('begun', flush=True)\nwhile not os.path.exists('go'): time.sleep(0.01)\nx + 1";
+    let cell = "import os, time\nx = 41\nprint('begun', flush=True)\nwhile not \
+                os.path.exists('go'): time.sleep(0.01)\nx + 1";
     let answer = alice
         .result(
             "execute_ipython_cell",
@@ -47,7 +48,7 @@ async fn sessions_and_running_cells_survive_the_death_of_the_server() {
             .unwrap()
             .to_owned();
     }
-    service.kill();
+    let _keeper = service.kill();
 
     let service = start();
     let mut bob = Raw::with_key(&service, "bob").await;
@@ -60,7 +61,8 @@ async fn sessions_and_running_cells_survive_the_death_of_the_server() {
         .result("check_execution", json!({"session_id": "a", "wait": 0}))
         .await;
     assert_eq!(status(&still), "running", "{still}");
-    // A file goes in beside the running cell only by the cell's own hand, so another session cannot let it go on: it is interrupted.
+    // A file goes in beside the running cell only by the cell's own hand, so another session cannot
+    // let it go on: it is interrupted.
     let ended = alice
         .result(
             "check_execution",
@@ -75,7 +77,4 @@ async fn sessions_and_running_cells_survive_the_death_of_the_server() {
         )
         .await;
     assert_eq!(kept["structuredContent"]["text"], "41");
-    drop(service);
-
-    stop_keeper_of(folder.path());
 }

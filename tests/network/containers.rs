@@ -1,4 +1,5 @@
-//! Doors that are opened from outside, in networks that somebody else made. No engine is needed: a namespace of the test's own is all that an engine gives.
+//! Doors that are opened from outside, in networks that somebody else made. No engine is needed: a
+//! namespace of the test's own is all that an engine gives.
 
 use std::fs::File;
 use std::os::fd::OwnedFd;
@@ -32,7 +33,8 @@ for line in sys.stdin:
     print(json.dumps(printed.getvalue()), flush=True)
 ";
 
-/// A Python in a network namespace of its own, as an engine makes it for a container without a network.
+/// A Python in a network namespace of its own, as an engine makes it for a container without a
+/// network.
 struct Inside {
     child: Child,
     input: ChildStdin,
@@ -44,7 +46,8 @@ struct Inside {
 enum Owner {
     /// By root: the namespace belongs to the machine, and what runs in it has no capability.
     Machine,
-    /// By an ordinary user: it belongs to a user namespace, and what runs in it is root in there without a capability.
+    /// By an ordinary user: it belongs to a user namespace, and what runs in it is root in there
+    /// without a capability.
     UserNamespace,
 }
 
@@ -138,7 +141,8 @@ impl Inside {
     /// Connects to a name as programs do: asks for its address, then connects to that.
     async fn connect(&mut self, name: &str, port: u16) -> String {
         self.say(&format!(
-            "address = address_of('{name}')\nprint(connect(address, {port}) if address else 'no such name')"
+            "address = address_of('{name}')\nprint(connect(address, {port}) if address else 'no \
+             such name')"
         ))
         .await
     }
@@ -152,7 +156,8 @@ fn knock_with(word: &str) -> String {
     )
 }
 
-/// The address in the answer about a name. Not from the system's library: the list of name servers is a file of the host here.
+/// The address in the answer about a name. Not from the system's library: the list of name servers
+/// is a file of the host here.
 const ADDRESS_OF: &str = "
 def address_of(name):
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asker:
@@ -274,7 +279,8 @@ fn doors_are_not_relied_on_before_the_right_word_came_through_them() {
                 .unwrap()
         };
         let moment = Duration::from_millis(300);
-        // The inside of a runtime with a network of its own is as far from these doors as another namespace.
+        // The inside of a runtime with a network of its own is as far from these doors as another
+        // namespace.
         let unproven = enter(&inside).await;
         assert!(
             stranger
@@ -303,7 +309,8 @@ fn a_network_that_leads_elsewhere_is_refused_and_left_as_it_is() {
         else {
             return;
         };
-        let interface = "import subprocess\nprint(subprocess.run('ip link add other type dummy || ip link add other type bridge', shell=True).returncode)";
+        let interface = "import subprocess\nprint(subprocess.run('ip link add other type dummy || \
+                         ip link add other type bridge', shell=True).returncode)";
         if inside.say(interface).await != "0\n" {
             return skipped("ip, and a kernel with dummy interfaces or bridges");
         }
@@ -317,10 +324,14 @@ fn a_network_that_leads_elsewhere_is_refused_and_left_as_it_is() {
             .err()
             .unwrap();
         assert!(
-            matches!(&refused, WayOutError::Doors(DoorsError::Interfaces(names)) if names == &["other"]),
+            matches!(
+                &refused,
+                WayOutError::Doors(DoorsError::Interfaces(names)) if names == &["other"]
+            ),
             "{refused:?}"
         );
-        let routes = "print(subprocess.run(['ip', 'route', 'show', 'table', 'local'], capture_output=True, text=True).stdout.count('local default'))";
+        let routes = "print(subprocess.run(['ip', 'route', 'show', 'table', 'local'], \
+                      capture_output=True, text=True).stdout.count('local default'))";
         assert_eq!(inside.say(routes).await, "0\n");
         // Control: the same with the interface down.
         inside
@@ -376,7 +387,8 @@ fn who_has_no_right_to_a_network_is_told_so() {
 fn code_that_is_root_inside_changes_neither_routes_nor_doors() {
     /// What would open or close the network.
     const ATTEMPTS: [&str; 4] = [
-        "subprocess.run(['ip', 'route', 'del', 'local', 'default', 'dev', 'lo', 'table', 'local'], check=True)",
+        "subprocess.run(['ip', 'route', 'del', 'local', 'default', 'dev', 'lo', 'table', 'local'], \
+         check=True)",
         "subprocess.run(['ip', 'route', 'add', '203.0.113.0/24', 'dev', 'lo'], check=True)",
         "subprocess.run(['ip', 'link', 'set', 'lo', 'down'], check=True)",
         "socket.socket(socket.AF_INET, socket.SOCK_RAW, socket.IPPROTO_TCP)",
@@ -400,7 +412,9 @@ fn code_that_is_root_inside_changes_neither_routes_nor_doors() {
             }
             // The doors are taken, with every option that shares an address.
             let taken = format!(
-                "thief = socket.socket()\nfor option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):\n    thief.setsockopt(socket.SOL_SOCKET, option, 1)\nthief.bind((address_of('web.test'), {}))\nthief.listen()",
+                "thief = socket.socket()\nfor option in (socket.SO_REUSEADDR, \
+                 socket.SO_REUSEPORT):\n    thief.setsockopt(socket.SOL_SOCKET, option, \
+                 1)\nthief.bind((address_of('web.test'), {}))\nthief.listen()",
                 web.port()
             );
             assert!(

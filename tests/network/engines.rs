@@ -1,4 +1,5 @@
-//! What sessions in containers of a real engine reach. The rules are those of `reach` and the rest; these cases show that they hold here too.
+//! What sessions in containers of a real engine reach. The rules are those of `reach` and the rest;
+//! these cases show that they hold here too.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -55,7 +56,10 @@ fn sessions_in_containers_reach_listed_names_and_nothing_else() {
             ); // control
             // By another program too.
             let other = format!(
-                "import subprocess, sys\ncode = \"import urllib.request; print(urllib.request.urlopen('http://web.test:{port}/').read())\"\nprint(subprocess.run([sys.executable, '-c', code], capture_output=True, text=True).stdout, end='')"
+                "import subprocess, sys\ncode = \"import urllib.request; \
+                 print(urllib.request.urlopen('http://web.test:{port}/').read())\"\n\
+                 print(subprocess.run([sys.executable, '-c', code], capture_output=True, \
+                 text=True).stdout, end='')"
             );
             assert_eq!(session.ok(&other).await, "b'hello'\n");
             assert_eq!(web.asked(), 2);
@@ -134,7 +138,8 @@ fn code_in_a_container_changes_nothing_about_its_network() {
             let backend = opened(engine, &web);
             let session = backend.session();
             session.ok(CONNECT).await;
-            // Takes the route away by which all addresses are local; adds an interface; listens where a door is.
+            // Takes the route away by which all addresses are local; adds an interface; listens
+            // where a door is.
             let answer = session
                 .ok("
 import struct
@@ -151,7 +156,8 @@ def attempt(deed):
     except OSError as error:
         print(type(error).__name__)
 attempt(lambda: kernel(25, 0, struct.pack('=8BI', 2, 0, 0, 0, 255, 3, 254, 2, 0)))
-attempt(lambda: kernel(16, 0x400, struct.pack('=BBHiII', 0, 0, 0, 0, 0, 0) + struct.pack('=HH', 8, 3) + b'new\\0'))
+attempt(lambda: kernel(16, 0x400, struct.pack('=BBHiII', 0, 0, 0, 0, 0, 0) + struct.pack('=HH', 8, \
+3) + b'new\\0'))
 attempt(lambda: socket.socket(socket.AF_INET, socket.SOCK_RAW, socket.IPPROTO_ICMP))
 attempt(lambda: socket.socket(socket.AF_PACKET, socket.SOCK_RAW))
 attempt(lambda: open('/proc/sys/net/ipv4/conf/all/forwarding', 'w'))
@@ -231,7 +237,8 @@ fn a_session_reaches_no_more_than_each_fork_that_shares_its_container_may() {
     });
 }
 
-/// Runs a cell about which a person is asked; returns what they were asked, and how the cell ended after this answer.
+/// Runs a cell about which a person is asked; returns what they were asked, and how the cell ended
+/// after this answer.
 async fn answered(
     backend: &Containers,
     session: &Session,

@@ -157,7 +157,8 @@ fn exchange(
     let body = answer(&request);
     heard.lock().unwrap().push(request);
     let head = format!(
-        "HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\nContent-Length: {}\r\nConnection: close\r\n\r\n",
+        "HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\nContent-Length: {}\r\nConnection: \
+         close\r\n\r\n",
         body.len()
     );
     let mut stream = stream.into_inner();

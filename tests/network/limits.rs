@@ -1,4 +1,5 @@
-//! Rules that change while a connection is open, rules of two sessions at the same moment, and what one session may use up.
+//! Rules that change while a connection is open, rules of two sessions at the same moment, and what
+//! one session may use up.
 
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -6,16 +7,16 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, channel};
 use std::thread;
 
-use cellblock::runner_client::{Claim, Connection, Event};
+use cellblock::runner_client::{Claim, Connection, Event, Request};
 use cellblock::sandbox::Network;
 use cellblock::sandbox::{Process, Rules, Sandbox};
 use cellblock_egress::gateway::Limits;
-use serde_json::json;
 
 use super::{CONNECT, HERE, Web, blocked, listed, names, network, opened};
 use crate::support::native::{Builder, Native, everything, run};
 
-/// A server that greets and then keeps its connections until they end from the other side. Each end is told.
+/// A server that greets and then keeps its connections until they end from the other side. Each end
+/// is told.
 struct Keeper {
     port: u16,
     ended: Receiver<()>,
@@ -47,7 +48,8 @@ impl Keeper {
     }
 }
 
-/// A sandbox without a session around it: its rules can be changed, and its interpreter is spoken to while a cell runs.
+/// A sandbox without a session around it: its rules can be changed, and its interpreter is spoken
+/// to while a cell runs.
 struct Bare {
     sandbox: Box<dyn Sandbox>,
     /// The interpreter lives as long as this.
@@ -70,7 +72,7 @@ impl Bare {
 
     fn begin(&mut self, code: &str) {
         self.connection
-            .send(&json!({"type": "execute", "id": 1}), code.as_bytes())
+            .send(&Request::Execute { id: 1, seed: None }, code.as_bytes())
             .unwrap();
     }
 
@@ -138,7 +140,8 @@ fn new_rules_end_an_open_connection_that_they_do_not_list_and_no_other() {
                 keeper.port
             )]
         );
-        // The other sandbox has the same server, the same port and its own rules: its connection stands.
+        // The other sandbox has the same server, the same port and its own rules: its connection
+        // stands.
         assert!(keeper.ended.try_recv().is_err());
         assert!(other.sandbox.take_blocked().is_empty());
         changed.sandbox.destroy().await;
@@ -268,7 +271,8 @@ fn a_target_that_was_refused_often_is_told_once_with_its_count() {
         let session = native.session();
         session.ok(CONNECT).await;
         let code = format!(
-            "for _ in range(3):\n    connect('other.test', {port})\nfor _ in range(4):\n    connect('192.0.2.1', {port})\nconnect('192.0.2.2', {port})"
+            "for _ in range(3):\n    connect('other.test', {port})\nfor _ in range(4):\n    \
+             connect('192.0.2.1', {port})\nconnect('192.0.2.2', {port})"
         );
         let outcome = session.execute(&code).await.unwrap();
         let expected = [

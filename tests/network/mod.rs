@@ -1,8 +1,11 @@
 //! What a session reaches when an operator opens something, and what it does not.
 //!
-//! Servers are on this machine's loopback interface; names are ours. `reach` is about names, addresses, ports and other protocols, `tls` about HTTPS and
-//! the programs that speak it, `questions` about DNS and what its answers may lead to, `limits` about rules that change and about what one session may
-//! use up. `containers` opens the networks of others from outside, `engines` those of real containers. `program` does the same with the built program and its flags. `https` is a server with a certificate.
+//! Servers are on this machine's loopback interface; names are ours. `reach` is about names,
+//! addresses, ports and other protocols, `tls` about HTTPS and the programs that speak it,
+//! `questions` about DNS and what its answers may lead to, `limits` about rules that change and
+//! about what one session may use up. `containers` opens the networks of others from outside,
+//! `engines` those of real containers. `program` does the same with the built program and its
+//! flags. `https` is a server with a certificate.
 
 mod containers;
 mod engines;
@@ -89,7 +92,8 @@ impl Web {
     }
 }
 
-/// Listens on a well-known port of an address of the loopback interface that nobody uses there. Not everybody may.
+/// Listens on a well-known port of an address of the loopback interface that nobody uses there. Not
+/// everybody may.
 pub(crate) fn listen_at(port: u16) -> Option<TcpListener> {
     let addresses = (1..=254).map(|last| Ipv4Addr::new(127, 77, 0, last));
     for address in addresses {

@@ -1,4 +1,5 @@
-//! The built program with flags about the network: what sessions then reach, what clients are told, and mistakes.
+//! The built program with flags about the network: what sessions then reach, what clients are told,
+//! and mistakes.
 //!
 //! The names end in `localhost`, which every resolver knows to be this machine.
 
@@ -146,7 +147,8 @@ fn a_result_names_what_was_blocked() {
 
 /// An address of this machine that is not its loopback, if it has one.
 fn own_address() -> Option<IpAddr> {
-    // Nothing is sent: the kernel only chooses a source for an address that is set aside for examples.
+    // Nothing is sent: the kernel only chooses a source for an address that is set aside for
+    // examples.
     let socket = UdpSocket::bind("0.0.0.0:0").ok()?;
     socket.connect("198.51.100.1:9").ok()?;
     Some(socket.local_addr().ok()?.ip())

@@ -25,7 +25,8 @@ def question(name, kind=1, number=1):
     labels = b''.join(bytes([len(label)]) + label.encode() for label in name.split('.'))
     return struct.pack('>6H', number, 0x0100, 1, 0, 0, 0) + labels + struct.pack('>BHH', 0, kind, 1)
 def code_of(answer):
-    return {0: 'none' if not answer[7] else 'found', 3: 'no such name', 5: 'refused'}[answer[3] & 15]
+    return {0: 'none' if not answer[7] else 'found', 3: 'no such name', 5: 'refused'}[answer[3] & \
+    15]
 def ask(name, kind=1, server='127.0.0.1'):
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asker:
         asker.settimeout(20)

@@ -1,4 +1,5 @@
-//! What a session reaches when an operator lists names, addresses and ports, by whatever program; and everything beside.
+//! What a session reaches when an operator lists names, addresses and ports, by whatever program;
+//! and everything beside.
 
 use std::net::UdpSocket;
 use std::os::linux::net::SocketAddrExt;
@@ -29,21 +30,26 @@ fn a_listed_name_is_reached_by_every_program_and_others_by_none() {
             (
                 "urllib",
                 format!(
-                    "import urllib.request\nprint(urllib.request.urlopen('http://web.test:{port}/').read())"
+                    "import urllib.request\n\
+                     print(urllib.request.urlopen('http://web.test:{port}/').read())"
                 ),
                 "b'hello'\n",
             ),
             (
                 "asyncio",
                 format!(
-                    "import asyncio\nreader, writer = await asyncio.open_connection('web.test', {port})\nwriter.write(b'GET /\\r\\n\\r\\n')\nprint(await reader.readline())"
+                    "import asyncio\nreader, writer = await asyncio.open_connection('web.test', \
+                     {port})\nwriter.write(b'GET /\\r\\n\\r\\n')\nprint(await reader.readline())"
                 ),
                 "b'HTTP/1.1 200 OK\\r\\n'\n",
             ),
             (
                 "another process",
                 format!(
-                    "import subprocess, sys\ncode = \"import urllib.request; print(urllib.request.urlopen('http://web.test:{port}/').read())\"\nprint(subprocess.run([sys.executable, '-c', code], capture_output=True, text=True).stdout, end='')"
+                    "import subprocess, sys\ncode = \"import urllib.request; \
+                     print(urllib.request.urlopen('http://web.test:{port}/').read())\"\n\
+                     print(subprocess.run([sys.executable, '-c', code], capture_output=True, \
+                     text=True).stdout, end='')"
                 ),
                 "b'hello'\n",
             ),
@@ -110,7 +116,10 @@ fn addresses_ports_and_protocols_that_are_not_listed_are_refused_at_once() {
             );
         }
         let raw = session
-            .ok("try:\n    print(socket.socket(socket.AF_INET, socket.SOCK_RAW, socket.IPPROTO_ICMP))\nexcept OSError as error:\n    print(type(error).__name__)")
+            .ok(
+                "try:\n    print(socket.socket(socket.AF_INET, socket.SOCK_RAW, \
+                 socket.IPPROTO_ICMP))\nexcept OSError as error:\n    print(type(error).__name__)",
+            )
             .await;
         assert_eq!(raw, "PermissionError\n");
         assert_eq!(web.asked(), 1);
@@ -182,7 +191,8 @@ fn a_change_of_the_rules_is_felt_at_once_by_one_session_alone() {
 fn with_every_port_open_any_port_of_a_name_is_reached() {
     run(async {
         let web = Web::start();
-        // Listing this machine's loopback by its address is what opens it: no name and no choice of everything does.
+        // Listing this machine's loopback by its address is what opens it: no name and no choice of
+        // everything does.
         let rules = Rules::parse(&["*.test:*", "127.0.0.1:*"]).unwrap();
         let backend = Builder::new("minimal")
             .network(network(rules, names()))
@@ -199,7 +209,9 @@ fn with_every_port_open_any_port_of_a_name_is_reached() {
         }
         // A server of the session's own is its own all the same.
         let own = session
-            .ok("listener = socket.create_server(('127.0.0.1', 0))\nprint(socket.create_connection(listener.getsockname()).getpeername() == listener.getsockname())")
+            .ok("listener = socket.create_server(('127.0.0.1', \
+                 0))\nprint(socket.create_connection(listener.getsockname()).getpeername() == \
+                 listener.getsockname())")
             .await;
         assert_eq!(own, "True\n");
         let nowhere = session
@@ -275,7 +287,8 @@ fn datagrams_do_not_leave_whatever_is_listed() {
         assert!(echo.recv(&mut [0; 100]).is_err());
         // Control: a datagram from outside of any sandbox arrives.
         native::outside(&format!(
-            "import socket\nsocket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'hello', ('127.0.0.1', {port}))"
+            "import socket\nsocket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'hello', \
+             ('127.0.0.1', {port}))"
         ));
         echo.set_nonblocking(false).unwrap();
         echo.set_read_timeout(Some(Duration::from_secs(20)))
@@ -294,7 +307,10 @@ fn no_socket_below_tcp_and_udp_can_be_made_even_where_everything_is_open() {
         session.ok(DATAGRAM).await;
         assert_eq!(
             session
-                .ok("print(make(socket.AF_INET, socket.SOCK_STREAM), make(socket.AF_INET6, socket.SOCK_DGRAM))")
+                .ok(
+                    "print(make(socket.AF_INET, socket.SOCK_STREAM), make(socket.AF_INET6, \
+                     socket.SOCK_DGRAM))"
+                )
                 .await,
             "made made\n"
         ); // control

@@ -1,4 +1,5 @@
-//! HTTPS as programs speak it: the name that a client asks for must be the one it connects to, whatever the program is.
+//! HTTPS as programs speak it: the name that a client asks for must be the one it connects to,
+//! whatever the program is.
 
 use std::process::Command;
 
@@ -99,7 +100,8 @@ fn https_to_a_listed_name_passes_and_a_client_that_asks_for_another_is_reset() {
         let session = place.session().await;
         let right = tried(&session, "print(ask('web.test', 'web.test', 'web.test'))").await;
         assert_eq!(right, ("HTTP/1.1 200 OK".to_owned(), vec![])); // control
-        let urllib = "import urllib.request\nprint(urllib.request.urlopen('https://web.test/', context=ssl.create_default_context(cafile='authority.pem')).read())";
+        let urllib = "import urllib.request\nprint(urllib.request.urlopen('https://web.test/', \
+                      context=ssl.create_default_context(cafile='authority.pem')).read())";
         assert_eq!(session.ok(urllib).await, "b'hello'\n");
         assert_eq!(place.https.connections(), 2);
         // The server would answer each of these, and its certificate is even good for the first.
@@ -162,7 +164,8 @@ fn a_name_that_shares_its_address_with_a_listed_one_is_not_reached_through_it() 
             );
         }
         assert_eq!(place.https.connections(), 0);
-        // Control: the address itself is listed, and whoever lists an address lists all that is there.
+        // Control: the address itself is listed, and whoever lists an address lists all that is
+        // there.
         let code = format!("print(ask('{address}', 'other.test', 'other.test'))");
         assert_eq!(
             tried(&session, &code).await,
@@ -180,18 +183,37 @@ fn curl_git_wget_and_node_reach_what_is_listed_and_nothing_else() {
         let main = format!("{}\trefs/heads/main", "5".repeat(40));
         let fetch = "fetch(process.argv[1]).then(answer => answer.text()).then(console.log)";
         for (program, call, expected) in [
-            ("curl", "call('curl', '-sS', '--cacert', 'authority.pem', '{}/')".to_owned(), "hello"),
-            ("wget", "call('wget', '-qO-', '--tries=1', '--ca-certificate=authority.pem', '{}/')".to_owned(), "hello"),
+            (
+                "curl",
+                "call('curl', '-sS', '--cacert', 'authority.pem', '{}/')".to_owned(),
+                "hello",
+            ),
+            (
+                "wget",
+                "call('wget', '-qO-', '--tries=1', '--ca-certificate=authority.pem', \
+                      '{}/')"
+                    .to_owned(),
+                "hello",
+            ),
             (
                 "git",
-                "call('git', '-c', 'http.sslCAInfo=/work/authority.pem', 'ls-remote', '{}/repository', 'main')"
+                "call('git', '-c', 'http.sslCAInfo=/work/authority.pem', 'ls-remote', \
+                 '{}/repository', 'main')"
                     .to_owned(),
                 main.as_str(),
             ),
-            ("node", format!("call('node', '-e', '{fetch}', '{{}}/', NODE_EXTRA_CA_CERTS='authority.pem')"), "hello"),
+            (
+                "node",
+                format!(
+                    "call('node', '-e', '{fetch}', '{{}}/', \
+                              NODE_EXTRA_CA_CERTS='authority.pem')"
+                ),
+                "hello",
+            ),
         ] {
             let before = place.https.connections();
-            let at = |name: &str| format!("print({})", call.replace("{}", &format!("https://{name}")));
+            let at =
+                |name: &str| format!("print({})", call.replace("{}", &format!("https://{name}")));
             let (answer, told) = tried(&session, &at("web.test")).await;
             if answer == "missing" {
                 skipped(&format!("{program} on this machine"));
@@ -201,15 +223,23 @@ fn curl_git_wget_and_node_reach_what_is_listed_and_nothing_else() {
             let after = place.https.connections();
             assert!(after > before, "{program}");
             let (answer, told) = tried(&session, &at("other.test")).await;
-            assert!(answer.starts_with("status ") && answer != "status 0", "{program}: {answer}");
-            assert!(told.iter().any(|line| line.starts_with("blocked: other.test (")), "{program}: {told:?}");
+            assert!(
+                answer.starts_with("status ") && answer != "status 0",
+                "{program}: {answer}"
+            );
+            assert!(
+                told.iter()
+                    .any(|line| line.starts_with("blocked: other.test (")),
+                "{program}: {told:?}"
+            );
             assert_eq!(place.https.connections(), after, "{program}");
         }
         place.native.end().await;
     });
 }
 
-/// Connects and asks with system calls alone; tells the first line of the answer, or the number of the error.
+/// Connects and asks with system calls alone; tells the first line of the answer, or the number of
+/// the error.
 const STATIC_PROGRAM: &str = r#"
 #include <arpa/inet.h>
 #include <errno.h>
@@ -302,7 +332,9 @@ fn plain_http_is_for_the_host_of_the_connection_in_every_request() {
         let session = native.session();
         let ask = |host: &str| {
             format!(
-                "import http.client\nconnection = http.client.HTTPConnection('web.test', timeout=20)\nconnection.request('GET', '/', headers={{'Host': '{host}'}})\nprint(connection.getresponse().status)"
+                "import http.client\nconnection = http.client.HTTPConnection('web.test', \
+                 timeout=20)\nconnection.request('GET', '/', headers={{'Host': \
+                 '{host}'}})\nprint(connection.getresponse().status)"
             )
         };
         assert_eq!(

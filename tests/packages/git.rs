@@ -18,12 +18,17 @@ class Repository(http.server.BaseHTTPRequestHandler):
         path, _, query = self.path.partition("?")
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         said = {
-            "GIT_PROJECT_ROOT": os.getcwd(), "GIT_HTTP_EXPORT_ALL": "1", "PATH": os.environ["PATH"], "REMOTE_ADDR": "127.0.0.1",
-            "REQUEST_METHOD": self.command, "PATH_INFO": path, "QUERY_STRING": query, "CONTENT_LENGTH": str(len(body)),
-            "CONTENT_TYPE": self.headers.get("Content-Type", ""), "GIT_PROTOCOL": self.headers.get("Git-Protocol", ""),
+            "GIT_PROJECT_ROOT": os.getcwd(), "GIT_HTTP_EXPORT_ALL": "1",
+            "PATH": os.environ["PATH"], "REMOTE_ADDR": "127.0.0.1",
+            "REQUEST_METHOD": self.command, "PATH_INFO": path, "QUERY_STRING": query,
+            "CONTENT_LENGTH": str(len(body)),
+            "CONTENT_TYPE": self.headers.get("Content-Type", ""),
+            "GIT_PROTOCOL": self.headers.get("Git-Protocol", ""),
             "HTTP_CONTENT_ENCODING": self.headers.get("Content-Encoding", ""),
         }
-        answer = subprocess.run(["git", "http-backend"], input=body, stdout=subprocess.PIPE, env=said).stdout
+        answer = subprocess.run(
+            ["git", "http-backend"], input=body, stdout=subprocess.PIPE, env=said
+        ).stdout
         head, _, content = answer.partition(b"\r\n\r\n")
         lines = [line.split(": ", 1) for line in head.decode().split("\r\n")]
         status = next((int(value.split()[0]) for name, value in lines if name == "Status"), 200)
@@ -55,8 +60,10 @@ fn has_http_backend() -> bool {
 /// A folder with the repository `project.git`, whose tag `v1.0` is a package without a wheel.
 fn repository(python: &Path) -> tempfile::TempDir {
     let (folder, sources) = (tempfile::tempdir().unwrap(), packages(python));
-    let script = "tar -xzf \"$1\" && mv from_source-1.0 project && cd project && git init --quiet && git add . \
-                  && git -c user.name=test -c user.email=test@example.com -c commit.gpgsign=false commit --quiet -m one && git tag v1.0 \
+    let script = "tar -xzf \"$1\" && mv from_source-1.0 project && cd project && git init --quiet \
+                  && git add . \
+                  && git -c user.name=test -c user.email=test@example.com -c commit.gpgsign=false \
+                  commit --quiet -m one && git tag v1.0 \
                   && cd .. && git clone --quiet --bare project project.git && rm -r project";
     let archive = sources.path().join("from-source/from_source-1.0.tar.gz");
     let mut command = Command::new("sh");

@@ -120,7 +120,8 @@ fn serve(mut connection: TcpStream, folder: &Path, manner: Manner, seen: &Mutex<
         None => ("404 Not Found", "text/plain", Vec::new()),
     };
     let head = format!(
-        "HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {}\r\nWWW-Authenticate: Basic realm=\"x\"\r\n\
+        "HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {}\r\nWWW-Authenticate: \
+         Basic realm=\"x\"\r\n\
          Connection: close\r\n\r\n",
         body.len()
     );
@@ -180,7 +181,8 @@ impl Tls {
         Tls::serve(python, packages(python), SERVE)
     }
 
-    /// Serves a folder by a program that prints its port, with `certificate.pem` and `key.pem` in there.
+    /// Serves a folder by a program that prints its port, with `certificate.pem` and `key.pem` in
+    /// there.
     pub(crate) fn serve(python: &Path, folder: tempfile::TempDir, program: &str) -> Option<Tls> {
         let options = [
             "req",

@@ -1,4 +1,6 @@
-"""Makes a small package index below the folder that is its argument: one folder per project, holding wheels and source archives."""
+"""Makes a small package index below the folder that is its argument: one folder per project,
+holding wheels and source archives.
+"""
 
 from __future__ import annotations
 
@@ -34,13 +36,19 @@ def build_wheel(folder, settings=None, metadata=None):
 '''
 
 
-def wheel(name: str, version: str, files: dict[str, str], requires: list[str] = [], points: str = "") -> str:
+def wheel(
+    name: str, version: str, files: dict[str, str], requires: list[str] = [], points: str = ""
+) -> str:
     description = f"{name}-{version}.dist-info"
     files = dict(files)
     needs = "".join(f"Requires-Dist: {need}\n" for need in requires)
     extras = "Provides-Extra: more\n" if "extra ==" in needs else ""
-    files[f"{description}/METADATA"] = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{extras}{needs}"
-    files[f"{description}/WHEEL"] = "Wheel-Version: 1.0\nGenerator: x\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+    files[f"{description}/METADATA"] = (
+        f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{extras}{needs}"
+    )
+    files[f"{description}/WHEEL"] = (
+        "Wheel-Version: 1.0\nGenerator: x\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+    )
     if points:
         files[f"{description}/entry_points.txt"] = points
     rows = [f"{path},sha256={digest(text)},{len(text)}\n" for path, text in files.items()]
@@ -101,9 +109,17 @@ wheel("startup", "1.0", {"startup.pth": "import os; os.abort()\n", "startup.py":
 
 wheel("small_backend", "1.0", {"small_backend.py": BACKEND})
 project = '[build-system]\nrequires = ["small-backend"]\nbuild-backend = "small_backend"\n'
-source("from_source", "1.0", {"pyproject.toml": project, "NAME": "from_source 1.0", "from_source.py": "value = 7\n"})
+source(
+    "from_source",
+    "1.0",
+    {"pyproject.toml": project, "NAME": "from_source 1.0", "from_source.py": "value = 7\n"},
+)
 # Its old version has no wheel and nothing against any other package.
-source("outgrown", "0.1", {"pyproject.toml": project, "NAME": "outgrown 0.1", "outgrown.py": "value = 0\n"})
+source(
+    "outgrown",
+    "0.1",
+    {"pyproject.toml": project, "NAME": "outgrown 0.1", "outgrown.py": "value = 0\n"},
+)
 wheel("outgrown", "3.0", {"outgrown.py": "value = 3\n"}, ["pure<2"])
 failing = {"pyproject.toml": project, "NAME": "", "failing.py": ""}
 source("failing", "1.0", failing)

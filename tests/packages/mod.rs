@@ -1,7 +1,9 @@
 //! Installing packages with the real uv, from an index of our own.
 //!
-//! The installer's sandbox is a plain process in a folder here: these cases are about what uv, `installer.py` and the store make of packages.
-//! `index` is the package index, `workshop` the stand-in for the sandbox. What a sandbox adds is in `sessions`, what the operator does in `program`.
+//! The installer's sandbox is a plain process in a folder here: these cases are about what uv,
+//! `installer.py` and the store make of packages. `index` is the package index, `workshop` the
+//! stand-in for the sandbox. What a sandbox adds is in `sessions`, what the operator does in
+//! `program`.
 
 mod git;
 pub(crate) mod index;

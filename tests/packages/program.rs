@@ -1,4 +1,5 @@
-//! What the operator has to do with packages: the settings that say where they come from, and the commands for the store.
+//! What the operator has to do with packages: the settings that say where they come from, and the
+//! commands for the store.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;

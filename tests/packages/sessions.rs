@@ -1,4 +1,5 @@
-//! Packages in live sessions of the built program: installed by the tool and by `pip`, kept over a reset, carried by forks, taken back by undo.
+//! Packages in live sessions of the built program: installed by the tool and by `pip`, kept over a
+//! reset, carried by forks, taken back by undo.
 
 use serde_json::json;
 
@@ -6,10 +7,18 @@ use super::index::{Index, Manner};
 use crate::support::native::host_python;
 use crate::support::server::{Era, MINIMAL, Server, Session, ToolResult, program};
 
+/// Names and values of environment variables.
+pub(crate) type Variables<'a> = &'a [(&'a str, &'a str)];
+
 /// A server whose only index is ours.
 fn server(index: &Index, arguments: &[&str]) -> Server {
+    server_with(index, arguments, &[])
+}
+
+fn server_with(index: &Index, arguments: &[&str], variables: Variables<'_>) -> Server {
     let mut command = program();
     command.arg("mcp").args(MINIMAL).args(arguments);
+    command.envs(variables.iter().copied());
     command
         .env_remove("PIP_FIND_LINKS")
         .env("UV_DEFAULT_INDEX", index.url_without_password());
@@ -28,7 +37,8 @@ fn lacks(session: &Session<'_>, module: &str) -> bool {
     )) == "True"
 }
 
-/// Follows a package through the life of sessions: it is there at once, after a reset and in a fork, and goes with an undo. `python` is what the sandbox calls its Python.
+/// Follows a package through the life of sessions: it is there at once, after a reset and in a
+/// fork, and goes with an undo. `python` is what the sandbox calls its Python.
 pub(crate) fn goes_the_way_of_its_session(server: &Server, python: &str) {
     let session = server.session();
     assert!(lacks(&session, "tool_kit")); // control
@@ -91,20 +101,14 @@ fn a_package_is_there_at_once_and_in_every_copy_and_goes_with_an_undo() {
 #[test]
 fn the_installer_has_a_disk_of_its_own_and_fetches_what_does_not_fit_at_once_one_by_one() {
     let index = Index::start(&host_python("minimal"), Manner::Open);
-    let with_disk = |disk: &str| {
-        let mut command = program();
-        command
-            .arg("mcp")
-            .args(MINIMAL)
-            .env("CELLBLOCK_DISK", "8M")
-            .env("CELLBLOCK_PACKAGE_DISK", disk);
-        command
-            .env_remove("PIP_FIND_LINKS")
-            .env("UV_DEFAULT_INDEX", index.url_without_password());
-        let server = Server::spawn(&mut command, Era::Initialize);
-        server.greet();
-        server
-    };
+    installs_beyond_the_disk_of_sessions(&|variables| server_with(&index, &[], variables));
+}
+
+/// Installs packages that are larger than a session's disk. `start` starts a server with these
+/// limits of sessions and of the installer.
+pub(crate) fn installs_beyond_the_disk_of_sessions(start: &dyn Fn(Variables<'_>) -> Server) {
+    let with_disk =
+        |disk: &str| start(&[("CELLBLOCK_DISK", "8M"), ("CELLBLOCK_PACKAGE_DISK", disk)]);
     // Each is 12 MiB, and twice that while it is packed.
     let server = with_disk("16M");
     let refused = install(&server.session(), json!("large"));
@@ -140,7 +144,8 @@ fn pip_in_a_cell_does_the_same_and_says_what_pip_says() {
         "!pip install pure",
         "%pip install pure",
         "!uv pip install pure",
-        "import subprocess, sys; subprocess.check_call([sys.executable, '-m', 'pip', 'install', 'pure'])",
+        "import subprocess, sys; subprocess.check_call([sys.executable, '-m', 'pip', 'install', \
+         'pure'])",
     ];
     for way in ways {
         let session = server.session();
@@ -215,8 +220,10 @@ fn an_answer_says_what_a_reader_must_know_about_versions() {
     let older = install(&session, json!("modest"));
     assert_eq!(
         older.text(),
-        "Successfully installed modest-1.0\nmodest 1.0 is not the newest version: 2.0 cannot be used with pure 2.0, \
-         which the session has. To get it and replace what is in its way, install \"modest==2.0\", \"pure==1.0\" \
+        "Successfully installed modest-1.0\nmodest 1.0 is not the newest version: 2.0 cannot be \
+         used with pure 2.0, \
+         which the session has. To get it and replace what is in its way, \
+         install \"modest==2.0\", \"pure==1.0\" \
          together."
     );
     let together = install(&session, json!(["modest==2.0", "pure==1.0"]));
@@ -250,7 +257,12 @@ fn a_session_without_network_installs_and_still_reaches_nothing() {
     assert!(!install(&session, json!("pure")).is_error());
     index.forget_requests();
     let url = index.url_without_password();
-    let tried = session.text(&format!("import urllib.request\ntry:\n    urllib.request.urlopen('{url}')\n    print('reached')\nexcept OSError as error:\n    print('refused')"));
+    let tried = session.text(&format!(
+        "import urllib.request\ntry:\n    \
+                                       urllib.request.urlopen('{url}')\n    \
+                                       print('reached')\nexcept OSError as error:\n    \
+                                       print('refused')"
+    ));
     assert!(tried.starts_with("refused"), "{tried}");
     assert_eq!(index.requests(), Vec::<String>::new());
 }

@@ -9,7 +9,8 @@ use async_trait::async_trait;
 use cellblock::packages::{InstallError, Workshop, Workshops};
 use tokio::process::Command;
 
-/// Makes folders with processes in them, and keeps the folders until it is dropped, so that a test can look around.
+/// Makes folders with processes in them, and keeps the folders until it is dropped, so that a test
+/// can look around.
 pub(crate) struct Plain {
     uv: PathBuf,
     python: PathBuf,

@@ -1,7 +1,7 @@
 """What the kernel tells a process about itself, in a form that does not depend on the machine.
 
-Run in a session, in its threads, and after exec; prints one JSON object, which `tests/posture.rs` compares with the expectation. It must
-not change anything, and uses the standard library alone.
+Run in a session, in its threads, and after exec; prints one JSON object, which `tests/posture.rs`
+compares with the expectation. It must not change anything, and uses the standard library alone.
 """
 
 import ctypes
@@ -13,7 +13,14 @@ import stat
 
 # Folders of the host that are bound when it has them; the expectation says how, not which.
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/etc/")
-_OURS_IN_ETC = ("/etc/passwd", "/etc/group", "/etc/hosts", "/etc/hostname", "/etc/resolv.conf", "/etc/nsswitch.conf")
+_OURS_IN_ETC = (
+    "/etc/passwd",
+    "/etc/group",
+    "/etc/hosts",
+    "/etc/hostname",
+    "/etc/resolv.conf",
+    "/etc/nsswitch.conf",
+)
 # Whether access times are kept is the host's choice.
 _HOSTS_CHOICE = {"relatime", "noatime", "nodiratime", "lazytime", "strictatime"}
 _PR_GET_DUMPABLE = 3
@@ -35,7 +42,19 @@ def _ids(path):
 
 
 def threads():
-    names = ("Uid", "Gid", "Groups", "CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb", "NoNewPrivs", "Seccomp", "Seccomp_filters")
+    names = (
+        "Uid",
+        "Gid",
+        "Groups",
+        "CapInh",
+        "CapPrm",
+        "CapEff",
+        "CapBnd",
+        "CapAmb",
+        "NoNewPrivs",
+        "Seccomp",
+        "Seccomp_filters",
+    )
     found = []
     for task in os.listdir("/proc/self/task"):
         status = _status(f"/proc/self/task/{task}/status")
@@ -58,7 +77,9 @@ def _mount(line):
         # Which of them exist depends on where the host's Python is.
         return "the environment", kept
     if kind == "tmpfs":
-        kept += sorted(word for word in special.split(",") if word.startswith(("size=", "nr_inodes=")))
+        kept += sorted(
+            word for word in special.split(",") if word.startswith(("size=", "nr_inodes="))
+        )
     if kind == "devpts":
         kept = sorted({*kept, *special.split(",")} - {"rw"}) + ["rw"] * ("rw" in kept)
     return place, ([kind] if kind in ("tmpfs", "proc", "devpts") else ["of the host"]) + kept
@@ -75,7 +96,11 @@ def mounts():
 
 def _kind(number):
     kind = os.fstat(number).st_mode
-    for is_kind, name in ((stat.S_ISFIFO, "pipe"), (stat.S_ISSOCK, "socket"), (stat.S_ISDIR, "folder")):
+    for is_kind, name in (
+        (stat.S_ISFIFO, "pipe"),
+        (stat.S_ISSOCK, "socket"),
+        (stat.S_ISDIR, "folder"),
+    ):
         if is_kind(kind):
             return name
     return os.readlink(f"/proc/self/fd/{number}")
@@ -90,7 +115,10 @@ def descriptors():
         except OSError:
             # The descriptor of the listing itself.
             continue
-    return [[kinds.get(number) for number in range(3)], sorted(kind for number, kind in kinds.items() if number > 2)]
+    return [
+        [kinds.get(number) for number in range(3)],
+        sorted(kind for number, kind in kinds.items() if number > 2),
+    ]
 
 
 def _says_something(path):
@@ -109,20 +137,26 @@ def facts():
     limits = [f"RLIMIT_{name}" for name in names]
     top = [name for name in os.listdir("/proc") if not name.isdigit()]
     return {
-        "cgroup": sorted({line.split(":", 2)[2] for line in _read("/proc/self/cgroup").splitlines()}),
+        "cgroup": sorted(
+            {line.split(":", 2)[2] for line in _read("/proc/self/cgroup").splitlines()}
+        ),
         "descriptors": descriptors(),
         "devices": sorted(os.listdir("/dev")),
         "dumpable": libc.prctl(_PR_GET_DUMPABLE, 0, 0, 0, 0),
         "environment": sorted(os.environ),
         "gid_map": _ids("/proc/self/gid_map"),
         "host name": socket.gethostname(),
-        "interfaces": sorted(line.split(":")[0].strip() for line in _read("/proc/net/dev").splitlines()[2:]),
+        "interfaces": sorted(
+            line.split(":")[0].strip() for line in _read("/proc/net/dev").splitlines()[2:]
+        ),
         "limits": {name: list(resource.getrlimit(getattr(resource, name))) for name in limits},
         "mounts": mounts(),
         "out of memory score": int(_read("/proc/self/oom_score_adj")),
         "personality": libc.personality(ctypes.c_ulong(_ANSWER_ONLY)),
         "proc": sorted(name for name in top if _says_something(f"/proc/{name}")),
-        "processes": sorted({_read(f"/proc/{name}/comm").strip() for name in os.listdir("/proc") if name.isdigit()}),
+        "processes": sorted(
+            {_read(f"/proc/{name}/comm").strip() for name in os.listdir("/proc") if name.isdigit()}
+        ),
         "root": sorted(name for name in os.listdir("/") if not name.startswith("lib")),
         "routes": [line.split()[0] for line in _read("/proc/net/route").splitlines()[1:]],
         "terminal": _read("/proc/self/stat").rsplit(")", 1)[1].split()[4],

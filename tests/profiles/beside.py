@@ -1,7 +1,8 @@
 """Calls the same tools of ipybox 0.9.2 and of the profile that stands in for it, and compares.
 
-Arguments: the command of ipybox, "--", the command of ours. That server loses the output of short cells now and then, so that a
-call of it is repeated until it agrees or has had many chances; ours is called once.
+Arguments: the command of ipybox, "--", the command of ours. That server loses the output of short
+cells now and then, so that a call of it is repeated until it agrees or has had many chances; ours
+is called once.
 """
 
 from __future__ import annotations
@@ -54,15 +55,21 @@ INTENDED = [
 
 
 def plain(result) -> tuple[bool, list[str]]:
-    """Returns what was said, without the numbers of cells and the names of their files, which differ from run to run."""
+    """Returns what was said, without the numbers of cells and the names of their files, which
+    differ from run to run.
+    """
     texts = [getattr(block, "text", block.type) for block in result.content]
     texts = [re.sub(r"In\[\d+\]", "In[n]", text) for text in texts]
-    return bool(result.isError), [re.sub(r"\([^()]+, line (\d+)\)", r"(line \1)", text).rstrip() for text in texts]
+    return bool(result.isError), [
+        re.sub(r"\([^()]+, line (\d+)\)", r"(line \1)", text).rstrip() for text in texts
+    ]
 
 
 @asynccontextmanager
 async def connected(command: list[str]):
-    """Starts a server, speaks with it, and yields the session with the name that it gives itself."""
+    """Starts a server, speaks with it, and yields the session with the name that it gives
+    itself.
+    """
     parameters = StdioServerParameters(command=command[0], args=command[1:], env=dict(os.environ))
     async with stdio_client(parameters) as pipes, ClientSession(*pipes) as session:
         greeting = await session.initialize()
@@ -88,7 +95,8 @@ async def main(theirs: list[str], ours: list[str]) -> str:
 
 async def compare(they: ClientSession, we: ClientSession) -> None:
     their_tools, our_tools = [
-        {tool.name: tool.inputSchema for tool in (await session.list_tools()).tools} for session in (they, we)
+        {tool.name: tool.inputSchema for tool in (await session.list_tools()).tools}
+        for session in (they, we)
     ]
     for name, schema in their_tools.items():
         mine = our_tools[name]
@@ -108,13 +116,17 @@ async def compare(they: ClientSession, we: ClientSession) -> None:
             raise AssertionError(f"{tool} {arguments}: {theirs_now} there, {mine} here")
 
     for tool, arguments, words in INTENDED:
-        theirs_now, mine = [plain(await session.call_tool(tool, arguments)) for session in (they, we)]
+        theirs_now, mine = [
+            plain(await session.call_tool(tool, arguments)) for session in (they, we)
+        ]
         assert theirs_now != mine and words in mine[1][0], (tool, arguments, theirs_now, mine)
 
     picture = "import base64\nfrom IPython.display import Image\nImage(base64.b64decode('iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=='))"
     listed = r"Generated images:\n\n- \[[0-9a-f]{8}\]\(/.*/images/[0-9a-f]{8}\.png\)"
     mine = (await we.call_tool(CELL, {"code": picture})).content
-    assert [block.type for block in mine] == ["text", "image"] and re.search(listed, mine[0].text), mine
+    assert [block.type for block in mine] == ["text", "image"] and re.search(
+        listed, mine[0].text
+    ), mine
     for _ in range(CHANCES):
         (told,) = (await they.call_tool(CELL, {"code": picture})).content
         if re.search(listed, told.text):

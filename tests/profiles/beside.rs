@@ -1,4 +1,5 @@
-//! The official Python client with every profile, and with two of the servers themselves beside the profiles that stand in for them.
+//! The official Python client with every profile, and with two of the servers themselves beside the
+//! profiles that stand in for them.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -46,7 +47,8 @@ fn the_official_client_goes_through_every_profile() {
 
 #[test]
 fn ipybox_and_its_profile_agree_where_they_should() {
-    // Without an upper bound that server is installed with a client library that it cannot be started with.
+    // Without an upper bound that server is installed with a client library that it cannot be
+    // started with.
     let Some(python) = installed("ipybox", &["ipybox==0.9.2", "mcp<2"]) else {
         return skipped("a package index");
     };
@@ -115,7 +117,8 @@ fn make_their_image(engine: &TestEngine) {
     {
         return;
     }
-    let change = "ln -s python3 /usr/bin/python && useradd -m -u 1000 appuser && mkdir /app && chown appuser /app";
+    let change = "ln -s python3 /usr/bin/python && useradd -m -u 1000 appuser && mkdir /app && \
+                  chown appuser /app";
     let made = engine.command(&["create", "--network", "none", IMAGE, "sh", "-c", change]);
     let made = made.trim();
     engine.command(&["start", "--attach", made]);

@@ -1,6 +1,7 @@
 """Calls python-docker-mcp 0.2.5 and the profile that stands in for it, and compares.
 
-Arguments: "engine" if `DOCKER_HOST` leads to one and else "none", the command of python-docker-mcp, "--", the command of ours.
+Arguments: "engine" if `DOCKER_HOST` leads to one and else "none", the command of python-docker-mcp,
+"--", the command of ours.
 """
 
 from __future__ import annotations
@@ -14,7 +15,12 @@ from typing import Any
 from mcp import ClientSession, StdioServerParameters
 from mcp.client.stdio import stdio_client
 
-TRANSIENT, PERSISTENT, INSTALL, CLEANUP = "execute-transient", "execute-persistent", "install-package", "cleanup-session"
+TRANSIENT, PERSISTENT, INSTALL, CLEANUP = (
+    "execute-transient",
+    "execute-persistent",
+    "install-package",
+    "cleanup-session",
+)
 
 # Calls that fail with the same text. Only ours says that they are errors.
 SAME_FAILURE: list[tuple[str, dict[str, Any]]] = [
@@ -40,33 +46,91 @@ SAME: list[tuple[str, dict[str, Any]]] = [
     (CLEANUP, {"session_id": "s"}),
 ]
 
-# Calls that are answered differently: what that server says, and what ours says. All are rows of docs/migrate.
+# Calls that are answered differently: what that server says, and what ours says. All are rows of
+# docs/migrate.
 INTENDED: list[tuple[str, dict[str, Any], str, str]] = [
-    (TRANSIENT, {"code": "print(state['x'])", "state": {"x": 5}}, "name 'state' is not defined", "\n\n5\n"),
-    (TRANSIENT, {"code": "left = 1"}, "Execution Result:\n\n", 'State: {"__error__":null,"__stderr__":"","__stdout__":"","left":1}'),
+    (
+        TRANSIENT,
+        {"code": "print(state['x'])", "state": {"x": 5}},
+        "name 'state' is not defined",
+        "\n\n5\n",
+    ),
+    (
+        TRANSIENT,
+        {"code": "left = 1"},
+        "Execution Result:\n\n",
+        'State: {"__error__":null,"__stderr__":"","__stdout__":"","left":1}',
+    ),
     (TRANSIENT, {"code": "open('left', 'w').write('x')"}, "Execution Result:", "Execution Result:"),
     (TRANSIENT, {"code": "print(open('left').read())"}, "\n\nx\n", "FileNotFoundError"),
-    (TRANSIENT, {"code": "print('before')\n1 / 0"}, "Error: Python execution error: ", "Error: Python execution error: ZeroDivisionError: division by zero"),
-    (TRANSIENT, {"code": "print('error: none')"}, "Error: Python execution error: error: none", "Execution Result:\n\nerror: none\n\nState: "),
-    (TRANSIENT, {"code": "def f(:"}, "Error: Python execution error:   File", "Error: Python execution error: SyntaxError: "),
-    (TRANSIENT, {"code": "from math import sqrt\nprint(sqrt(4))"}, "Import 'sqrt' is not in the allowed list", "\n\n2.0\n"),
-    (TRANSIENT, {"code": "import math, os\nprint('passed')"}, "\n\npassed", "Import 'os' is blocked"),
+    (
+        TRANSIENT,
+        {"code": "print('before')\n1 / 0"},
+        "Error: Python execution error: ",
+        "Error: Python execution error: ZeroDivisionError: division by zero",
+    ),
+    (
+        TRANSIENT,
+        {"code": "print('error: none')"},
+        "Error: Python execution error: error: none",
+        "Execution Result:\n\nerror: none\n\nState: ",
+    ),
+    (
+        TRANSIENT,
+        {"code": "def f(:"},
+        "Error: Python execution error:   File",
+        "Error: Python execution error: SyntaxError: ",
+    ),
+    (
+        TRANSIENT,
+        {"code": "from math import sqrt\nprint(sqrt(4))"},
+        "Import 'sqrt' is not in the allowed list",
+        "\n\n2.0\n",
+    ),
+    (
+        TRANSIENT,
+        {"code": "import math, os\nprint('passed')"},
+        "\n\npassed",
+        "Import 'os' is blocked",
+    ),
     (TRANSIENT, {"code": "print('import os')"}, "Import 'os' is blocked", "\n\nimport os\n"),
     (TRANSIENT, {}, "'code' is a required property", "Missing arguments"),
     (TRANSIENT, {"state": {}}, "'code' is a required property", "Missing code"),
     (CLEANUP, {}, "'session_id' is a required property", "Missing arguments"),
     (PERSISTENT, {"code": "a = 1", "session_id": "t"}, "Session ID: t", "Session ID: t"),
     (PERSISTENT, {"code": "print(a)", "session_id": "t"}, "name 'a' is not defined", "\n\n1\n"),
-    (PERSISTENT, {"code": "print('a\\nb')", "session_id": "t"}, "unterminated string literal", "\n\na\nb\n"),
-    (PERSISTENT, {"code": "print(1)", "session_id": "a b"}, "Session ID: a b", "Error executing execute-persistent: "),
+    (
+        PERSISTENT,
+        {"code": "print('a\\nb')", "session_id": "t"},
+        "unterminated string literal",
+        "\n\na\nb\n",
+    ),
+    (
+        PERSISTENT,
+        {"code": "print(1)", "session_id": "a b"},
+        "Session ID: a b",
+        "Error executing execute-persistent: ",
+    ),
     # Here the session is made, and the package does not exist.
-    (INSTALL, {"package_name": "no-such-package-of-cellblock", "session_id": "never"}, "Session never not found", "Error installing package: "),
-    (CLEANUP, {"session_id": "other"}, "Session other cleaned up successfully", "Session other does not exist"),
+    (
+        INSTALL,
+        {"package_name": "no-such-package-of-cellblock", "session_id": "never"},
+        "Session never not found",
+        "Error installing package: ",
+    ),
+    (
+        CLEANUP,
+        {"session_id": "other"},
+        "Session other cleaned up successfully",
+        "Session other does not exist",
+    ),
 ]
 
 
 def connect(command: list[str]):
-    return stdio_client(StdioServerParameters(command=command[0], args=command[1:], env=dict(os.environ)))
+    return stdio_client(
+        StdioServerParameters(command=command[0], args=command[1:], env=dict(os.environ))
+    )
 
 
 def told(result) -> str:
@@ -75,7 +139,9 @@ def told(result) -> str:
 
 
 def plain(text: str) -> str:
-    """Returns what was said without the state and without the name of a session that nobody named."""
+    """Returns what was said without the state and without the name of a session that nobody
+    named.
+    """
     text = re.sub(r"^Session ID: \S{20,}\n", "Session ID: …\n", text.partition("\n\nState: ")[0])
     return text.rstrip()
 
@@ -120,5 +186,7 @@ async def main(has_engine: bool, theirs: list[str], ours: list[str]) -> None:
 
 
 middle = sys.argv.index("--")
-asyncio.run(asyncio.wait_for(main(sys.argv[1] == "engine", sys.argv[2:middle], sys.argv[middle + 1 :]), 240))
+asyncio.run(
+    asyncio.wait_for(main(sys.argv[1] == "engine", sys.argv[2:middle], sys.argv[middle + 1 :]), 240)
+)
 print("all passed")

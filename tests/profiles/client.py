@@ -1,4 +1,5 @@
-"""The official Python client goes through one profile: lists its tools and makes the calls that its documents show first.
+"""The official Python client goes through one profile: lists its tools and makes the calls that its
+documents show first.
 
 Arguments: the profile's name and the server's command.
 """
@@ -12,23 +13,36 @@ import sys
 from mcp import ClientSession, StdioServerParameters
 from mcp.client.stdio import stdio_client
 
-# For each profile: calls, and what their first text must hold. `{}` stands for the last word of the text before.
+# For each profile: calls, and what their first text must hold. `{}` stands for the last word of the
+# text before.
 CALLS = {
     "ipybox": [
         ("execute_ipython_cell", {"code": "x = 20 + 1; print(x)"}, "21"),
         ("execute_ipython_cell", {"code": "x * 2"}, "42"),
-        ("execute_ipython_cell", {"code": "1 / 0"}, "Error executing tool execute_ipython_cell: ZeroDivisionError"),
+        (
+            "execute_ipython_cell",
+            {"code": "1 / 0"},
+            "Error executing tool execute_ipython_cell: ZeroDivisionError",
+        ),
         ("reset", {}, None),
         ("execute_ipython_cell", {"code": "x"}, "NameError"),
     ],
     "python-docker-mcp": [
         ("execute-transient", {"code": "y = state['x'] + 1", "state": {"x": 1}}, '"y":2'),
         ("execute-persistent", {"code": "a = 1", "session_id": "s"}, "Session ID: s"),
-        ("execute-persistent", {"code": "print(a + 1)", "session_id": "s"}, "Execution Result:\n\n2"),
+        (
+            "execute-persistent",
+            {"code": "print(a + 1)", "session_id": "s"},
+            "Execution Result:\n\n2",
+        ),
         ("cleanup-session", {"session_id": "s"}, "Session s cleaned up successfully"),
     ],
     "code-executer": [
-        ("start_code_executer", {"dependencies": []}, "Code execution service started with the name: "),
+        (
+            "start_code_executer",
+            {"dependencies": []},
+            "Code execution service started with the name: ",
+        ),
         ("execute_code", {"code": "2 ** 10"}, "1024"),
     ],
     "pyexec": [

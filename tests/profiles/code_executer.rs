@@ -1,10 +1,14 @@
 //! Containerized Code Executer: services from their start to their end, and its prompt.
 
+use std::net::TcpListener;
+
 use serde_json::{Value, json};
 
 use super::{
     Case, exactly, fails, go_through, listed, local_index, start, start_with_index, text, words,
 };
+use crate::support::listening_ports;
+use crate::support::native::{HostProcess, processes};
 use crate::support::server::{MINIMAL, Server};
 
 const START: &str = "start_code_executer";
@@ -63,6 +67,11 @@ pub(super) fn life_of_a_service(server: &Server) {
         vec![
             exactly(EXECUTE, code("a = 5"), &[""]),
             exactly(EXECUTE, code("a + 1"), &["6"]),
+            exactly(
+                EXECUTE,
+                code("import pathlib; str(pathlib.Path.cwd())"),
+                &["'/work'"],
+            ),
             exactly(
                 EXECUTE,
                 code("import math\nprint('printed')\nmath.sqrt(4)"),
@@ -232,7 +241,8 @@ pub(super) fn dependencies(server: &Server) {
             ),
         ],
     );
-    // A dependency can be imported although the list of that server blocks it; what Python itself has cannot.
+    // A dependency can be imported although the list of that server blocks it; what Python itself
+    // has cannot.
     started(server, json!({"dependencies": ["requests"]}));
     go_through(
         server,
@@ -247,11 +257,55 @@ pub(super) fn dependencies(server: &Server) {
 
 #[test]
 fn the_example_with_numpy_works() {
-    // With the packages that users have by default.
+    // With the packages that users have by default, and the dependencies of the document.
     let server = start("code-executer", &[]);
-    started(&server, json!({"dependencies": ["numpy"]}));
+    let dependencies = ["numpy", "pandas", "matplotlib"];
+    started(&server, json!({"dependencies": dependencies}));
     let example = "import numpy as np\nvalues = np.array([1, 2, 3, 4, 5])\nprint(values.mean())";
-    go_through(&server, vec![exactly(EXECUTE, code(example), &["3.0"])]);
+    let others = "import pandas, matplotlib.pyplot\nint(pandas.Series([1, 2]).sum())";
+    go_through(
+        &server,
+        vec![
+            exactly(EXECUTE, code(example), &["3.0"]),
+            exactly(EXECUTE, code(others), &["3"]),
+        ],
+    );
+}
+
+#[test]
+fn no_port_is_opened_for_a_service() {
+    let server = start("code-executer", MINIMAL);
+    started(&server, json!({}));
+    // A name by which the host finds the process of the service (15 is PR_SET_NAME).
+    let name = "import ctypes; ctypes.CDLL(None).prctl(15, b'the-service', 0, 0, 0)";
+    go_through(&server, vec![exactly(EXECUTE, code(name), &["0"])]);
+    let started = descendants(server.process_id());
+    assert!(
+        started.iter().any(|process| process.name == "the-service"),
+        "{started:?}"
+    );
+    for process in started {
+        assert_eq!(listening_ports(process.pid), [0; 0], "{process:?}");
+    }
+    // Control: a port that is open.
+    let own = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = own.local_addr().unwrap().port();
+    assert!(listening_ports(std::process::id()).contains(&port));
+}
+
+/// A process, and everything that it has started.
+fn descendants(process: u32) -> Vec<HostProcess> {
+    let (mut found, mut others): (Vec<_>, Vec<_>) = processes()
+        .into_iter()
+        .partition(|each| each.pid == process);
+    let mut next = 0;
+    while let Some(parent) = found.get(next).map(|each| each.pid) {
+        let (children, rest) = others.into_iter().partition(|each| each.parent == parent);
+        found.extend::<Vec<_>>(children);
+        others = rest;
+        next += 1;
+    }
+    found
 }
 
 #[test]

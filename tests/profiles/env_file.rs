@@ -1,5 +1,5 @@
-//! What code must not read or change in its workspace: the file of variables, and what the sandbox file of ipybox protects. Attacks, with
-//! controls.
+//! What code must not read or change in its workspace: the file of variables, and what the sandbox
+//! file of ipybox protects. Attacks, with controls.
 
 use std::fs;
 use std::path::Path;
@@ -34,7 +34,8 @@ fn start_in(space: &Path, more: &[&str]) -> Server {
     )
 }
 
-/// Every way that code has to a file of its folder. `NAME` is that file; each line prints what came of it.
+/// Every way that code has to a file of its folder. `NAME` is that file; each line prints what came
+/// of it.
 const ATTEMPTS: &str = r#"
 import ctypes, os, shutil, subprocess
 def attempt(what, do):
@@ -83,6 +84,14 @@ fn attempts(server: &Server, name: &str) -> Vec<String> {
 
 #[test]
 fn the_file_of_variables_can_neither_be_read_nor_replaced_by_code() {
+    hides_the_file_of_variables(&start_in);
+}
+
+/// How a server with a workspace is started.
+pub(super) type StartIn<'a> = &'a dyn Fn(&Path, &[&str]) -> Server;
+
+#[track_caller]
+pub(super) fn hides_the_file_of_variables(start_in: StartIn<'_>) {
     let line = format!("KEY={CANARY}\nKERNEL_ENV_SEEN=1\n");
     let space = workspace(&[(".env", &line), ("plain", &line)]);
     for flags in [&[][..], &["--sandbox"]] {
@@ -129,6 +138,11 @@ fn text_of_reset(server: &Server) {
 
 #[test]
 fn a_name_that_is_free_is_taken_before_code_can_take_it() {
+    takes_the_name_of_the_file(&start_in);
+}
+
+#[track_caller]
+pub(super) fn takes_the_name_of_the_file(start_in: StartIn<'_>) {
     let space = workspace(&[]);
     let server = start_in(space.path(), &[]);
     go_through(
@@ -257,6 +271,11 @@ fn variables_of_the_file_fill_parameters_of_servers() {
 
 #[test]
 fn the_lists_of_the_sandbox_file_hold() {
+    holds_the_lists(&start_in);
+}
+
+#[track_caller]
+pub(super) fn holds_the_lists(start_in: StartIn<'_>) {
     let space = workspace(&[
         ("secrets/key", CANARY),
         ("secrets/open", "seen"),
@@ -269,7 +288,10 @@ fn the_lists_of_the_sandbox_file_hold() {
     fs::create_dir_all(file.parent().unwrap()).unwrap();
     fs::write(
         &file,
-        r#"{"filesystem": {"denyRead": [".env", "secrets/key", "hidden/**"], "denyWrite": ["./data", "free"]}}"#,
+        concat!(
+            r#"{"filesystem": {"denyRead": [".env", "secrets/key", "hidden/**"], "#,
+            r#""denyWrite": ["./data", "free"]}}"#
+        ),
     )
     .unwrap();
     for _ in 0..2 {

@@ -1,14 +1,16 @@
 //! ipybox: the cells, files and texts of both generations.
 
 use std::fs;
+use std::os::unix::fs::{PermissionsExt, symlink};
+use std::process::Command;
 
 use serde_json::{Value, json};
 
 use super::{
     call, exactly, fails, go_through, listed, local_index, start, start_with_index, text, words,
 };
-use crate::support::PROGRAM;
-use crate::support::server::{MINIMAL, Server, data_dir, finished, folders, program};
+use crate::support::server::{MINIMAL, PATIENCE, Server, data_dir, finished, folders, program};
+use crate::support::{PROGRAM, skipped};
 
 fn cell(code: &str) -> Value {
     json!({"code": code})
@@ -107,7 +109,8 @@ pub(super) fn cells(server: &Server) {
                 EXECUTE,
                 cell("print('before'); 1 / 0"),
                 &[
-                    "Error executing tool execute_ipython_cell: ZeroDivisionError: division by zero\n",
+                    "Error executing tool execute_ipython_cell: ZeroDivisionError: division by \
+                     zero\n",
                     "Traceback (most recent call last)",
                     "\n\nOutput before the error:\nbefore",
                 ],
@@ -199,7 +202,8 @@ fn files_cross_between_allowed_directories_and_the_working_folder() {
     files_cross(|arguments| start("ipybox", &[MINIMAL, arguments].concat()));
 }
 
-/// Moves files between this machine and a session, on the backend of a server that is started with these arguments.
+/// Moves files between this machine and a session, on the backend of a server that is started with
+/// these arguments.
 pub(super) fn files_cross(start: impl Fn(&[&str]) -> Server) {
     let (folder, other) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     fs::write(
@@ -208,7 +212,7 @@ pub(super) fn files_cross(start: impl Fn(&[&str]) -> Server) {
     )
     .unwrap();
     fs::write(other.path().join("secret"), "hush").unwrap();
-    std::os::unix::fs::symlink(other.path().join("secret"), folder.path().join("link")).unwrap();
+    symlink(other.path().join("secret"), folder.path().join("link")).unwrap();
     let server = start(&["--allowed-dir", folder.path().to_str().unwrap()]);
     let at = |name: &str| folder.path().join(name).to_str().unwrap().to_owned();
     let outside = other.path().join("secret").to_str().unwrap().to_owned();
@@ -304,7 +308,8 @@ fn without_allowed_directories_no_file_of_the_host_is_touched() {
 #[test]
 fn pictures_are_blocks_and_files_that_the_text_lists() {
     let folder = tempfile::tempdir().unwrap();
-    let draw = "import matplotlib.pyplot as plt\nfor n in range(2):\n    plt.figure(figsize=(2, 1), dpi=100); plt.plot([n]); plt.show()\nprint('drawn')";
+    let draw = "import matplotlib.pyplot as plt\nfor n in range(2):\n    plt.figure(figsize=(2, \
+                1), dpi=100); plt.plot([n]); plt.show()\nprint('drawn')";
     let workspace = folder.path().canonicalize().unwrap();
     let server = start(
         "ipybox",
@@ -450,9 +455,25 @@ fn another_server_is_registered_and_its_tools_are_called_from_code() {
             exactly(
                 EXECUTE,
                 cell(
-                    "from mcptools.inner import execute_python as tool\ntool.run(tool.Params(code='6 * 7'))",
+                    "from mcptools.inner import execute_python as \
+                     tool\ntool.run(tool.Params(code='6 * 7'))",
                 ),
                 &["'42'"],
+            ),
+            exactly(
+                EXECUTE,
+                cell("import os; 'execute_python.py' in os.listdir('mcptools/inner')"),
+                &["True"],
+            ),
+            exactly("reset", json!({}), &[]),
+            fails(EXECUTE, cell("tool"), &["NameError"]), // control: it was reset
+            exactly(
+                EXECUTE,
+                cell(
+                    "from mcptools.inner.execute_python import Params, \
+                     run\nprint(run(Params(code='6 * 7')))",
+                ),
+                &["42"],
             ),
             fails(
                 "register_mcp_server",
@@ -468,6 +489,76 @@ fn another_server_is_registered_and_its_tools_are_called_from_code() {
                 "register_mcp_server",
                 json!({"server_name": "x", "server_params": 5}),
                 &["server_params must be an object"],
+            ),
+        ],
+    );
+}
+
+/// A package whose program is ours, in a folder of its own: no registry is asked.
+#[test]
+fn a_server_is_registered_through_npx() {
+    let version = Command::new("npx").arg("--version").output();
+    if !version.is_ok_and(|output| output.status.success()) {
+        return skipped("npx");
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| folder.path().join(name);
+    let script = format!("#!/bin/sh\nexec {PROGRAM} mcp --profile pyexec --environment minimal\n");
+    for name in ["node_modules/.bin", "node_modules/inner"] {
+        fs::create_dir_all(at(name)).unwrap();
+    }
+    for (name, text) in [
+        (
+            "package.json",
+            r#"{"private": true, "dependencies": {"inner": "1.0.0"}}"#,
+        ),
+        (
+            "node_modules/inner/package.json",
+            r#"{"name": "inner", "version": "1.0.0", "bin": "start"}"#,
+        ),
+        ("node_modules/inner/start", &script),
+    ] {
+        fs::write(at(name), text).unwrap();
+    }
+    let everybody = fs::Permissions::from_mode(0o755);
+    fs::set_permissions(at("node_modules/inner/start"), everybody).unwrap();
+    symlink("../inner/start", at("node_modules/.bin/inner")).unwrap();
+    let mut variables: serde_json::Map<String, Value> = folders(data_dir())
+        .into_iter()
+        .map(|(name, path)| (name.to_owned(), json!(path)))
+        .collect();
+    variables.insert("npm_config_cache".to_owned(), json!(at("cache")));
+    variables.insert("npm_config_offline".to_owned(), json!("true"));
+    let register = |package: &str| {
+        json!({"server_name": package, "server_params": {
+            "command": "npx",
+            "args": ["-y", package],
+            "cwd": folder.path(),
+            "env": variables,
+            "connect_timeout": PATIENCE.as_secs(),
+        }})
+    };
+    go_through(
+        &start("ipybox", MINIMAL),
+        vec![
+            exactly(
+                "register_mcp_server",
+                register("inner"),
+                &["execute_python"],
+            ),
+            exactly(
+                EXECUTE,
+                cell(
+                    "from mcptools.inner.execute_python import Params, \
+                     run\nprint(run(Params(code='6 * 7')))",
+                ),
+                &["42"],
+            ),
+            // Control: a package that the folder does not have.
+            fails(
+                "register_mcp_server",
+                register("absent"),
+                &["Error executing tool register_mcp_server: "],
             ),
         ],
     );
@@ -512,11 +603,32 @@ fn options_of_both_generations_reach_the_code() {
         ]);
     let server = Server::spawn(&mut command, crate::support::server::Era::Initialize);
     server.greet();
-    let code = "import os; print(*(os.environ.get(n) for n in ('FROM_FILE', 'BOTH', 'FROM_DOTENV', 'OTHER')), open('inner/data').read())";
+    let code = "import os; print(*(os.environ.get(n) for n in ('FROM_FILE', 'BOTH', 'FROM_DOTENV', \
+                'OTHER')), open('inner/data').read())";
     assert_eq!(
         text(&server, EXECUTE, cell(code)),
         "file flag dotenv None bound"
     );
+}
+
+#[test]
+fn without_a_workspace_code_sees_nothing_of_the_current_folder() {
+    let folder = tempfile::tempdir().unwrap();
+    fs::write(folder.path().join("here"), "x").unwrap();
+    let seen = |more: &[&str]| {
+        let mut command = program();
+        command
+            .current_dir(folder.path())
+            .args(["mcp", "--profile", "ipybox"])
+            .args(MINIMAL)
+            .args(more);
+        let server = Server::spawn(&mut command, crate::support::server::Era::Initialize);
+        server.greet();
+        let look = "import os; print(os.getcwd(), os.path.exists('here'))";
+        text(&server, EXECUTE, cell(look))
+    };
+    assert_eq!(seen(&[]), "/work False");
+    assert_eq!(seen(&["--workspace", "."]), "/work True"); // control
 }
 
 #[test]
@@ -546,12 +658,14 @@ fn the_sandbox_file_opens_the_network_by_name() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("sandbox.json");
     fs::write(&file, r#"{"network": {"allowedDomains": ["open.test"]}}"#).unwrap();
-    let ask = "import socket\ntry: print(socket.gethostbyname('open.test').split('.')[0])\nexcept OSError as e: print('no', e)";
+    let ask = "import socket\ntry: print(socket.gethostbyname('open.test').split('.')[0])\nexcept \
+               OSError as e: print('no', e)";
     let open = start(
         "ipybox",
         &[MINIMAL, &["--sandbox-config", file.to_str().unwrap()]].concat(),
     );
-    assert_eq!(text(&open, EXECUTE, cell(ask)), "198"); // control: the name stands for an address of ours
+    // Control: the name stands for an address of ours.
+    assert_eq!(text(&open, EXECUTE, cell(ask)), "198");
     let closed = start("ipybox", MINIMAL);
     assert!(text(&closed, EXECUTE, cell(ask)).starts_with("no "));
 }

@@ -1,9 +1,11 @@
-//! Profiles: each is taken through the calls that the documents of its server show, with the built program.
+//! Profiles: each is taken through the calls that the documents of its server show, with the built
+//! program.
 //!
-//! A case is a call and what must come back. The tables are read from top to bottom: later cases rely on earlier ones. `beside` lets the
-//! Python client of the protocol call the server that a profile stands in for, and ours, and compares. `in_containers` goes through the
-//! same tables on Docker and on Podman; `promises` looks at the edges, `env_file`
-//! at what code must not see in its workspace.
+//! A case is a call and what must come back. The tables are read from top to bottom: later cases
+//! rely on earlier ones. `beside` lets the Python client of the protocol call the server that a
+//! profile stands in for, and ours, and compares. `in_containers` goes through the same tables on
+//! Docker and on Podman; `promises` looks at the edges, `env_file` at what code must not see in its
+//! workspace.
 
 mod beside;
 mod code_executer;

@@ -1,4 +1,5 @@
-//! What users of the four servers rely on beyond the first calls of their documents: sizes, limits, names, and what happens at the edges.
+//! What users of the four servers rely on beyond the first calls of their documents: sizes, limits,
+//! names, and what happens at the edges.
 
 use std::fs;
 
@@ -68,7 +69,8 @@ fn cells_of_ipybox_are_those_of_a_notebook() {
             exactly(
                 CELL,
                 cell(
-                    "from IPython.display import clear_output\nprint('old'); clear_output(); print('new')",
+                    "from IPython.display import clear_output\nprint('old'); clear_output(); \
+                     print('new')",
                 ),
                 &["new"],
             ),
@@ -76,7 +78,8 @@ fn cells_of_ipybox_are_those_of_a_notebook() {
             exactly(
                 CELL,
                 cell(
-                    "import threading\ngo = threading.Event()\nlate = threading.Thread(target=lambda: go.wait() and print('late')); late.start()",
+                    "import threading\ngo = threading.Event()\nlate = \
+                     threading.Thread(target=lambda: go.wait() and print('late')); late.start()",
                 ),
                 &[""],
             ),
@@ -394,9 +397,15 @@ fn no_process_and_no_package_of_a_transient_run_is_there_in_the_next() {
         Era::Initialize,
     );
     server.greet();
-    let see = "import os\nseen = [open(f'/proc/{p}/cmdline').read() for p in os.listdir('/proc') if p.isdigit()]\nprint(any('4321' in line for line in seen), os.path.exists('/tmp/mine.py'))";
+    let see = "import os\nseen = [open(f'/proc/{p}/cmdline').read() for p in os.listdir('/proc') \
+               if p.isdigit()]\nprint(any('4321' in line for line in seen), \
+               os.path.exists('/tmp/mine.py'))";
+    // The kernel lets `Popen` return before the new program's arguments can be read, so the program
+    // itself reports that it runs.
     let leave = format!(
-        "import subprocess\nsubprocess.Popen(['sleep', '4321'], start_new_session=True)\nopen('/tmp/mine.py', 'w').close()\n{see}"
+        "import subprocess\nleft = subprocess.Popen(['sh', '-c', 'echo runs; sleep 4321; :'], \
+         stdout=subprocess.PIPE, start_new_session=True)\nleft.stdout.readline()\n\
+         open('/tmp/mine.py', 'w').close()\n{see}"
     );
     go_through(
         &server,

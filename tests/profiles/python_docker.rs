@@ -1,4 +1,5 @@
-//! python-docker-mcp: state in and out, sessions that last, the policy on modules, its file and variables.
+//! python-docker-mcp: state in and out, sessions that last, the policy on modules, its file and
+//! variables.
 
 use std::fs;
 
@@ -93,6 +94,12 @@ pub(super) fn calls(server: &Server) {
                 within("s", "print(a + 1)\nprint('a\\nb')"),
                 &["\n\n42\na\nb\n\nState: ", "\"a\":41"],
             ),
+            words(
+                PERSISTENT,
+                within("s", "def double(n): return 2 * n"),
+                &["Session ID: s\n\nExecution Result:\n\n"],
+            ),
+            words(PERSISTENT, within("s", "print(double(a))"), &["\n\n82\n\n"]),
             fails(PERSISTENT, within("other", "print(a)"), &["NameError"]),
             words(
                 "cleanup-session",
@@ -159,7 +166,8 @@ fn state_goes_in_and_comes_out_as_json() {
 }
 
 pub(super) fn state_in_and_out(server: &Server) {
-    let lines = "import math\nstate['seen'] = True\nx = state['a'] + 1\nlist_ = [1, {'b': None}]\nnan = float('nan')\n_one = 1\n__two = 2\ndef f(): pass\nprint('out')";
+    let lines = "import math\nstate['seen'] = True\nx = state['a'] + 1\nlist_ = [1, {'b': \
+                 None}]\nnan = float('nan')\n_one = 1\n__two = 2\ndef f(): pass\nprint('out')";
     let state = state_after(
         server,
         json!({"code": lines, "state": {"a": 1, "deep": {"b": [1, 2]}}}),
@@ -219,7 +227,8 @@ fn what_does_not_fit_into_a_state_is_named() {
     let state = state_after(
         &server,
         code(
-            "small = 1\nlarge = 'x' * 1_000_000\nclass Odd:\n    def __str__(self): raise OSError\nodd = Odd()",
+            "small = 1\nlarge = 'x' * 1_000_000\nclass Odd:\n    def __str__(self): raise \
+             OSError\nodd = Odd()",
         ),
     );
     assert_eq!(
@@ -238,9 +247,11 @@ fn nothing_passes_from_one_transient_run_to_the_next() {
 }
 
 pub(super) fn nothing_passes(server: &Server) {
-    let leave = "open('left', 'w').write('x'); open('/tmp/left', 'w').write('x'); name = 1\nprint(open('left').read())";
+    let leave = "open('left', 'w').write('x'); open('/tmp/left', 'w').write('x'); name = \
+                 1\nprint(open('left').read())";
     assert!(text(server, TRANSIENT, code(leave)).contains("\n\nx\n\n")); // control
-    let look = "for path in ('left', '/tmp/left'):\n    try: open(path); print('found', path)\n    except OSError: pass\nprint('name' in globals())";
+    let look = "for path in ('left', '/tmp/left'):\n    try: open(path); print('found', path)\n    \
+                except OSError: pass\nprint('name' in globals())";
     assert!(text(server, TRANSIENT, code(look)).starts_with("Execution Result:\n\nFalse\n"));
 }
 
@@ -279,7 +290,8 @@ fn modules_are_a_policy_on_parsed_code() {
                 code("import numpy, pandas, matplotlib.pyplot\nprint('all')"),
                 &["all"],
             ),
-            // The code is looked at as a whole, and ends before it needs what the environment of tests lacks.
+            // The code is looked at as a whole, and ends before it needs what the environment of
+            // tests lacks.
             fails(
                 TRANSIENT,
                 code("raise SystemExit('passed')\nimport scipy, sympy, sklearn"),
@@ -299,7 +311,8 @@ fn modules_are_a_policy_on_parsed_code() {
                 TRANSIENT,
                 code(blocked("import os")),
                 &[
-                    "Execution Result:\n\n\n\nError: Validation error: Import 'os' is blocked for security reasons",
+                    "Execution Result:\n\n\n\nError: Validation error: Import 'os' is blocked for \
+                     security reasons",
                 ],
             ),
             fails(
@@ -360,8 +373,8 @@ fn lists_of_modules_come_from_the_file_and_can_be_empty() {
         vec![
             words(
                 TRANSIENT,
-                code("import os, urllib.request\nprint('fine')"),
-                &["fine"],
+                code("import os, urllib.request\nprint('fine', os.getcwd())"),
+                &["\n\nfine /work\n"],
             ),
             fails(
                 TRANSIENT,
@@ -373,7 +386,17 @@ fn lists_of_modules_come_from_the_file_and_can_be_empty() {
                 code("while True: pass"),
                 &["Error: Execution timed out after 2 seconds"],
             ),
-            fails(TRANSIENT, code("x = bytearray(1 << 30)"), &["Error: "]),
+            // Between what the file gives and the usual 256 MiB.
+            fails(
+                TRANSIENT,
+                code("print(len(bytearray(150 << 20)) >> 20)"),
+                &["Error: "],
+            ),
+            words(
+                TRANSIENT,
+                code("print(len(bytearray(20 << 20)) >> 20)"),
+                &["\n\n20\n\n"],
+            ), // control
             words(PERSISTENT, within("s", "x = 1"), &["\"x\":1"]),
             fails(
                 PERSISTENT,
@@ -441,7 +464,8 @@ fn packages_are_installed_into_sessions_from_the_index_of_the_file() {
             .env("PYTHON_DOCKER_MCP_CONFIG", &file);
     });
     packages(&server);
-    // What that server brings along passes its own list; the code ends before it needs what the environment of tests lacks.
+    // What that server brings along passes its own list; the code ends before it needs what the
+    // environment of tests lacks.
     let bundled =
         "raise SystemExit('passed')\nimport numpy, pandas, scipy, matplotlib, sklearn, sympy";
     go_through(
@@ -491,7 +515,8 @@ pub(super) fn packages(server: &Server) {
                 &["Package installation result:", "No session was named"],
             ),
             fails(TRANSIENT, code("import leaf"), &["not in the allowed list"]),
-            // As the document's example has it: the package first, in a session that is not there yet.
+            // As the document's example has it: the package first, in a session that is not there
+            // yet.
             words(
                 "install-package",
                 package("leaf", "my_math_session"),

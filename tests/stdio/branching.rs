@@ -1,6 +1,8 @@
-//! Sessions that branch: copies of a live session, cells that are taken back, variants that are tried side by side.
+//! Sessions that branch: copies of a live session, cells that are taken back, variants that are
+//! tried side by side.
 //!
-//! What becomes of threads, sockets and other things that cannot be copied is tested where copies are made; here it is what a client sees.
+//! What becomes of threads, sockets and other things that cannot be copied is tested where copies
+//! are made; here it is what a client sees.
 
 use std::fs;
 
@@ -316,7 +318,8 @@ fn files_of_a_workspace_are_undone_up_to_the_size_that_was_set() {
 fn what_a_copy_cannot_have_is_named() {
     let session = Server::shared().session();
     session.text(
-        "import threading\nstop = False\ndef spin():\n    while not stop: pass\nthread = threading.Thread(target=spin)\nthread.start()",
+        "import threading\nstop = False\ndef spin():\n    while not stop: pass\nthread = \
+         threading.Thread(target=spin)\nthread.start()",
     );
     let forked = session.call("fork_session", json!({}));
     let lost = forked.structured()["not_carried_over"]
@@ -530,7 +533,9 @@ fn a_long_exploration_counts_its_variants_and_can_be_cancelled() {
         let server = Server::start_in(era, MINIMAL);
         let session = server.session();
         session.text("x = 1");
-        let variants = json!([{"name": "quick", "code": "2"}, {"name": "endless", "code": "while True: pass"}]);
+        let variants = json!([
+            {"name": "quick", "code": "2"}, {"name": "endless", "code": "while True: pass"}
+        ]);
         let running = server.begin(
             "explore",
             json!({"session_id": session.id, "variants": variants}),
@@ -652,7 +657,8 @@ fn mistakes_in_the_settings_of_branches_are_told() {
             "{arguments:?}: {errors}"
         );
     }
-    // The control: good settings are taken. Code that runs once has nothing to undo, so the flag is not there.
+    // The control: good settings are taken. Code that runs once has nothing to undo, so the flag is
+    // not there.
     let good = [
         "--undo",
         "on",

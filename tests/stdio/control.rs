@@ -9,14 +9,15 @@ use serde_json::json;
 
 use crate::support::server::{Era, MINIMAL, PATIENCE, Server, patiently, program};
 
-/// Something that happens inside and is waited for outside, through a FIFO in a shared workspace. Both sides wait for each other.
-pub(super) struct Flag {
+/// Something that happens inside and is waited for outside, through a FIFO in a shared workspace.
+/// Both sides wait for each other.
+pub(crate) struct Flag {
     path: PathBuf,
     name: String,
 }
 
 impl Flag {
-    pub(super) fn new(workspace: &Path, name: &str) -> Flag {
+    pub(crate) fn new(workspace: &Path, name: &str) -> Flag {
         let path = workspace.join(name);
         assert!(
             Command::new("mkfifo")
@@ -33,21 +34,21 @@ impl Flag {
     }
 
     /// The line of Python that raises it.
-    pub(super) fn raise(&self) -> String {
+    pub(crate) fn raise(&self) -> String {
         format!("open({:?}, 'w').close()", self.name)
     }
 
     /// The line of Python that waits for it.
-    fn await_inside(&self) -> String {
+    pub(crate) fn await_inside(&self) -> String {
         format!("open({:?}).read()", self.name)
     }
 
-    pub(super) fn wait(&self) {
+    pub(crate) fn wait(&self) {
         let path = self.path.clone();
         patiently(move || fs::read(path).unwrap());
     }
 
-    fn raise_outside(&self) {
+    pub(crate) fn raise_outside(&self) {
         let path = self.path.clone();
         patiently(move || File::options().write(true).open(path).unwrap());
     }
@@ -119,27 +120,6 @@ fn a_loop_in_c_that_never_looks_at_signals_is_killed_too() {
     let result = session.run_with("sum(range(10**15))", json!({"timeout": 2}));
     result.assert_refused(&["time-out of 2 s"]);
     assert!(started.elapsed() < PATIENCE, "{:?}", started.elapsed());
-}
-
-#[test]
-fn a_cancelled_request_stops_the_code_and_the_session_goes_on() {
-    for era in Era::BOTH {
-        let Shared { folder, server } = shared_workspace(era, &[]);
-        let session = server.session();
-        let begun = Flag::new(folder.path(), "begun");
-        let running = session.begin(
-            &format!("state = 'begun'\n{}\nwhile True: pass", begun.raise()),
-            json!({}),
-        );
-        begun.wait();
-        running.cancel();
-        // The next cell of the session is served only when the cancelled one has ended.
-        assert_eq!(session.text("state"), "'begun'");
-        assert!(
-            !running.is_answered(),
-            "nothing is sent for a cancelled request"
-        );
-    }
 }
 
 #[test]
@@ -357,7 +337,8 @@ fn a_runner_that_talks_nonsense_ends_its_session_and_no_other() {
     let server = Server::shared();
     let neighbour = server.session();
     neighbour.text("alive = True");
-    // Any descriptor that is a socket may be the channel; all get the same rubbish: a frame of one gibibyte is announced.
+    // Any descriptor that is a socket may be the channel; all get the same rubbish: a frame of one
+    // gibibyte is announced.
     let code = r"
 import os, stat
 for number in range(3, 1010):
@@ -416,30 +397,4 @@ fn an_unused_session_ends_and_says_why_until_it_is_reset() {
     ]);
     assert!(!session.call("reset", json!({})).is_error());
     session.run("kept").assert_refused(&["NameError"]);
-}
-
-#[test]
-fn cells_sent_without_waiting_run_in_the_order_in_which_they_were_sent() {
-    let server = Server::shared();
-    let session = server.session();
-    session.text("order = []");
-    // Rules belong to their cell and cost it nothing of its place.
-    let rules = |number: u32| {
-        if number.is_multiple_of(2) {
-            json!({})
-        } else {
-            json!({"allowed_domains": []})
-        }
-    };
-    let sent: Vec<_> = (0..200)
-        .map(|number| session.begin(&format!("order.append({number})"), rules(number)))
-        .collect();
-    // Those beyond what may wait are refused.
-    let ran = sent
-        .iter()
-        .filter(|pending| !pending.result().is_error())
-        .count();
-    assert!(ran >= 64, "{ran}");
-    assert_eq!(session.text("order == sorted(order) or order"), "True");
-    assert_eq!(session.text("len(order)"), ran.to_string());
 }

@@ -1,4 +1,5 @@
-//! Files between the host and a session: what moves, what is refused, and that nothing half-done stays.
+//! Files between the host and a session: what moves, what is refused, and that nothing half-done
+//! stays.
 
 use std::fs;
 use std::os::unix::fs::symlink;
@@ -158,7 +159,10 @@ fn paths_inside_that_leave_the_working_folder_or_are_no_files_are_refused() {
     let desk = Desk::new();
     let session = desk.server.session();
     fs::write(desk.allowed().join("file"), "file").unwrap();
-    session.text("import os\nos.mkdir('folder'); os.mkfifo('fifo'); os.symlink('/etc/passwd', 'link'); os.symlink('/etc', 'etc')\nopen('real', 'w').write('r'); None");
+    session.text(
+        "import os\nos.mkdir('folder'); os.mkfifo('fifo'); os.symlink('/etc/passwd', \
+                  'link'); os.symlink('/etc', 'etc')\nopen('real', 'w').write('r'); None",
+    );
     for (relpath, words) in [
         ("missing", vec!["no such file"]),
         ("folder", vec!["not a regular file"]),

@@ -1,6 +1,7 @@
-//! What a cell shows: text in true order, values, rich output, pictures, and how long output is cut.
+//! What a cell shows: text in true order, values, rich output, pictures, and how long output is
+//! cut.
 
-use serde_json::json;
+use serde_json::{Value, json};
 
 use crate::support::server::{Server, Session, ToolResult};
 
@@ -154,7 +155,8 @@ fn colours_are_removed_and_redrawn_lines_are_folded() {
         "stays",
     );
     check(
-        "from IPython.display import display\nh = display('first', display_id=True)\nprint('middle')\nh.update('second')",
+        "from IPython.display import display\nh = display('first', \
+         display_id=True)\nprint('middle')\nh.update('second')",
         "'second'\nmiddle",
     );
 }
@@ -163,13 +165,17 @@ fn colours_are_removed_and_redrawn_lines_are_folded() {
 fn late_text_of_a_thread_or_process_is_told_apart_from_the_cells_own() {
     let session = session();
     let mark = "[Late output, printed by code of earlier cells:]";
-    session.text("import threading\ngo = threading.Event()\ndef late():\n    go.wait()\n    print('late thread')\nt = threading.Thread(target=late); t.start()");
+    session.text(
+        "import threading\ngo = threading.Event()\ndef late():\n    go.wait()\n    \
+                  print('late thread')\nt = threading.Thread(target=late); t.start()",
+    );
     assert_eq!(
         session.text("go.set(); t.join(); print('mine')"),
         format!("mine\n{mark}\nlate thread")
     );
     session.text(
-        "import os\nos.mkfifo('go')\nimport subprocess\np = subprocess.Popen('read line < go; echo late process', shell=True)",
+        "import os\nos.mkfifo('go')\nimport subprocess\np = subprocess.Popen('read line < go; echo \
+         late process', shell=True)",
     );
     let told = session.text("n = open('go', 'w').write('x\\n'); p.wait(); print('mine too')");
     assert_eq!(told, format!("mine too\n{mark}\nlate process"));
@@ -280,7 +286,8 @@ fn a_cell_of_ten_thousand_lines_and_a_hundred_slow_pieces_work() {
         .collect::<String>()
         + "print(x9999)";
     check(&code, "9999");
-    let code = "import time\nfor n in range(100):\n    print(n, end=' ', flush=True)\n    time.sleep(0.001)";
+    let code = "import time\nfor n in range(100):\n    print(n, end=' ', flush=True)\n    \
+                time.sleep(0.001)";
     let expected = (0..100)
         .map(|number| number.to_string())
         .collect::<Vec<_>>()
@@ -303,7 +310,10 @@ fn invalid_utf8_and_binary_rubbish_do_no_harm() {
 #[test]
 fn a_plot_is_an_image_block_of_the_right_size() {
     let session = session();
-    let result = session.run("import matplotlib.pyplot as plt\nplt.figure(figsize=(4, 3), dpi=100)\nplt.plot([1, 2, 3])\nplt.show()\nprint('done')");
+    let result = session.run(
+        "import matplotlib.pyplot as plt\nplt.figure(figsize=(4, 3), \
+                              dpi=100)\nplt.plot([1, 2, 3])\nplt.show()\nprint('done')",
+    );
     let images = result.images();
     assert_eq!(images.len(), 1);
     assert_eq!(images[0].0, "image/png");
@@ -366,6 +376,25 @@ Image.new('RGB', (6000, 3000), 'green')
 }
 
 #[test]
+fn the_json_of_a_plotly_figure_is_a_resource_of_its_own() {
+    let session = session();
+    let result = session.run(
+        "print('x' * 20_000)\nimport plotly.express as px\n\
+         px.line(x=[1, 2], y=[3, 4], title='Sales').show()\npx.pie(values=[5])",
+    );
+    let uris = &result.structured()["output"]["figures"];
+    assert_eq!(uris.as_array().map(Vec::len), Some(2), "{uris}");
+    for (uri, title) in [(&uris[0], json!("Sales")), (&uris[1], Value::Null)] {
+        let uri = uri.as_str().unwrap();
+        assert!(result.text().contains(uri), "{}", result.text());
+        let contents = session.server.read_resource(uri);
+        assert_eq!(contents["mimeType"], "application/vnd.plotly.v1+json");
+        let figure: Value = serde_json::from_str(contents["text"].as_str().unwrap()).unwrap();
+        assert_eq!(figure["layout"]["title"]["text"], title);
+    }
+}
+
+#[test]
 fn other_rich_output_arrives_as_text_that_a_model_can_use() {
     let session = session();
     session.text("from IPython.display import *");
@@ -408,12 +437,14 @@ fn other_rich_output_arrives_as_text_that_a_model_can_use() {
         ),
         (
             "import io, PIL.Image as pil\nfile = io.BytesIO()\n\
-             pil.new('RGB', (6, 4)).save(file, 'GIF', save_all=True, append_images=[pil.new('RGB', (6, 4), 'red')])\n\
+             pil.new('RGB', (6, 4)).save(file, 'GIF', save_all=True, append_images=[pil.new('RGB', \
+             (6, 4), 'red')])\n\
              Image(data=file.getvalue(), format='gif')",
             vec!["[image 1: 6×4 png, the first of 2 frames of an animation]"],
         ),
         (
-            "display({'application/vnd.plotly.v1+json': {'data': [{'type': 'bar', 'y': [1]}], 'layout': {'title': 'Sales'}}, 'text/plain': 'Figure()'}, raw=True)",
+            "display({'application/vnd.plotly.v1+json': {'data': [{'type': 'bar', 'y': [1]}], \
+             'layout': {'title': 'Sales'}}, 'text/plain': 'Figure()'}, raw=True)",
             vec!["plotly"],
         ),
     ] {
@@ -431,7 +462,10 @@ fn other_rich_output_arrives_as_text_that_a_model_can_use() {
 #[test]
 fn a_broken_image_does_not_lose_the_text() {
     let session = session();
-    let text = session.text("from IPython.display import Image, display\nprint('before')\ndisplay(Image(data=b'\\x89PNG\\r\\n\\x1a\\nbroken', format='png'))\nprint('after')");
+    let text = session.text(
+        "from IPython.display import Image, display\nprint('before')\n\
+         display(Image(data=b'\\x89PNG\\r\\n\\x1a\\nbroken', format='png'))\nprint('after')",
+    );
     assert!(text.contains("before") && text.contains("after"), "{text}");
 }
 

@@ -1,4 +1,5 @@
-//! Both protocol eras: greetings, the list of tools, bad requests, and answers while Python is still being prepared.
+//! Both protocol eras: greetings, the list of tools, bad requests, and answers while Python is
+//! still being prepared.
 
 use std::fs::{self, OpenOptions, Permissions};
 use std::io::Write;
@@ -9,7 +10,8 @@ use serde_json::{Value, json};
 
 use crate::support::server::{Era, MINIMAL, Server, data_dir, patiently, program, program_below};
 
-/// A model reads about this many bytes of the list as one token: the tokenizer o200k makes 2,759 tokens of 11,791 bytes.
+/// A model reads about this many bytes of the list as one token: the tokenizer o200k makes 2,759
+/// tokens of 11,791 bytes.
 const BYTES_IN_A_TOKEN: f64 = 4.2;
 
 #[test]
@@ -295,7 +297,9 @@ fn a_probe_of_the_newer_era_may_be_followed_by_initialize() {
     server.request(
         "server/discover",
         json!({"_meta": {
-        "io.modelcontextprotocol/protocolVersion": "2026-07-28", "io.modelcontextprotocol/clientCapabilities": {}}}),
+            "io.modelcontextprotocol/protocolVersion": "2026-07-28",
+            "io.modelcontextprotocol/clientCapabilities": {},
+        }}),
     );
     server.notify("notifications/cancelled", json!({"requestId": 1}));
     server.greet();
@@ -310,10 +314,12 @@ fn requests_are_answered_while_the_environment_is_being_built_and_a_cell_waits_w
     for fifo in [&gate, &reached] {
         assert!(Command::new("mkfifo").arg(fifo).status().unwrap().success());
     }
-    // A stand-in for uv that tells when it is called, waits to be let through, and then does what uv does.
+    // A stand-in for uv that tells when it is called, waits to be let through, and then does what
+    // uv does.
     let uv = folder.path().join("uv");
     let script = format!(
-        "#!/bin/sh\nif [ \"$1\" = venv ]; then echo > '{}'; read line < '{}'; fi\nexec '{}' \"$@\"\n",
+        "#!/bin/sh\nif [ \"$1\" = venv ]; then echo > '{}'; read line < '{}'; fi\nexec \
+         '{}' \"$@\"\n",
         reached.display(),
         gate.display(),
         real_uv().display()

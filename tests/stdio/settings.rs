@@ -1,4 +1,5 @@
-//! Settings as a client's configuration writes them: workspace, mounts, variables, limits, and mistakes in them.
+//! Settings as a client's configuration writes them: workspace, mounts, variables, limits, and
+//! mistakes in them.
 
 use std::fs;
 use std::os::unix::fs::MetadataExt;
@@ -126,12 +127,17 @@ fn the_inside_sees_the_variables_it_was_given_and_none_of_the_servers_own() {
     let server = Server::spawn(&mut command, Era::Initialize);
     server.greet();
     let session = server.session();
-    let code = "import os\n[os.environ.get(n) for n in ('FROM_FLAG', 'FROM_FILE', 'FROM_DOTENV', 'FROM_SERVER')]";
+    let code = "import os\n[os.environ.get(n) for n in ('FROM_FLAG', 'FROM_FILE', 'FROM_DOTENV', \
+                'FROM_SERVER')]";
     assert_eq!(
         session.text(code),
         "['a=b', 'file value', 'dotenv', 'server']"
     );
-    let all = session.text("import subprocess; print(sorted(os.environ.items()), subprocess.run('env', capture_output=True).stdout, open('/proc/self/environ').read())");
+    let all = session.text(
+        "import subprocess; print(sorted(os.environ.items()), \
+                            subprocess.run('env', capture_output=True).stdout, \
+                            open('/proc/self/environ').read())",
+    );
     for hidden in [
         "hush",
         "SECRET_OF_THE_SERVER",

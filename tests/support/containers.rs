@@ -212,7 +212,8 @@ impl TestEngine {
         self.command(&["load", "--input", &archive.to_string_lossy()]);
     }
 
-    /// The container that a session is in: the one whose first process has the session's pid namespace.
+    /// The container that a session is in: the one whose first process has the session's pid
+    /// namespace.
     pub(crate) async fn container_of(&self, session: &Session) -> String {
         let namespace = session
             .ok("import os; print(os.readlink('/proc/self/ns/pid'))")
@@ -325,7 +326,8 @@ impl Builder {
         self
     }
 
-    /// Has the kernel refuse programs to sessions, and these approvals decide about those that they ask for.
+    /// Has the kernel refuse programs to sessions, and these approvals decide about those that they
+    /// ask for.
     pub(crate) fn refuse_programs(mut self, approvals: Approvals) -> Builder {
         self.settings.programs = Programs::Refused;
         self.approvals(approvals)

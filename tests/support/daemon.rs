@@ -1,4 +1,5 @@
-//! An engine that belongs to one test, which may end it, start it again, and have it listen in other ways.
+//! An engine that belongs to one test, which may end it, start it again, and have it listen in
+//! other ways.
 
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -40,7 +41,8 @@ pub(crate) struct Daemon {
 }
 
 impl Daemon {
-    /// Starts a Docker daemon with these arguments and the image of the tests, or says that the test is skipped.
+    /// Starts a Docker daemon with these arguments and the image of the tests, or says that the
+    /// test is skipped.
     pub(crate) fn docker(more: &[&str]) -> Option<Daemon> {
         containers::docker()?;
         Some(Daemon::docker_in(new_folder(), &["dockerd"], more))
@@ -49,7 +51,8 @@ impl Daemon {
     /// The same, with a user namespace in which nobody is a user of the host.
     pub(crate) fn docker_with_user_namespace() -> Option<Daemon> {
         containers::docker()?;
-        // A user and a group that every system has; their numbers inside are in two files that the engine alone sees.
+        // A user and a group that every system has; their numbers inside are in two files that the
+        // engine alone sees.
         let folder = new_folder();
         std::fs::set_permissions(
             folder.path(),

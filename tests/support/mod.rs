@@ -1,6 +1,8 @@
 //! The mechanics of all tests: the shared Python environment, backends, the built program.
 //!
-//! `native` and `containers` make sandboxes inside the test process, `places` is both, `daemon` has engines of one test, `ordinary` somebody who may use one, `server` starts the program as its users do. What a test shows belongs to the test.
+//! `native` and `containers` make sandboxes inside the test process, `places` is both, `daemon` has
+//! engines of one test, `ordinary` somebody who may use one, `server` starts the program as its
+//! users do. What a test shows belongs to the test.
 
 pub(crate) mod containers;
 pub(crate) mod daemon;
@@ -20,16 +22,19 @@ use std::time::{Duration, Instant};
 use cellblock::environment::EnvironmentSpec;
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::mount::{MountFlags, UnmountFlags, mount, unmount};
+use rustix::process::{Pid, Signal, kill_process};
 
 /// The program under test.
 pub(crate) const PROGRAM: &str = env!("CARGO_BIN_EXE_cellblock");
 
-/// Where all tests keep Python environments, so that each is built once per checkout. Building locks, so several test processes may ask.
+/// Where all tests keep Python environments, so that each is built once per checkout. Building
+/// locks, so several test processes may ask.
 pub(crate) fn data_folder() -> PathBuf {
     Path::new(env!("CARGO_TARGET_TMPDIR")).join("data")
 }
 
-/// What tests have instead of the packages of the environment `default`: those that they use. It is less than half of the size.
+/// What tests have instead of the packages of the environment `default`: those that they use. It is
+/// less than half of the size.
 const PACKAGES: [&str; 8] = [
     "ipython",
     "numpy",
@@ -71,7 +76,8 @@ pub(crate) fn skipped(why: &str) {
     let _ = writeln!(std::io::stderr(), "skipped: needs {why}");
 }
 
-/// Waits for the end of a process, and tells whether it came in time. Children of other tests end meanwhile, and their signals interrupt waiting.
+/// Waits for the end of a process, and tells whether it came in time. Children of other tests end
+/// meanwhile, and their signals interrupt waiting.
 pub(crate) fn ends_within(process: &OwnedFd, patience: Duration) -> bool {
     let deadline = Instant::now() + patience;
     loop {
@@ -156,4 +162,60 @@ pub(crate) fn has_control_groups() -> bool {
         skipped("root (control groups)");
     }
     is_root()
+}
+
+/// The ports of TCP at which a process listens, in what the kernel tells of its sockets.
+pub(crate) fn listening_ports(process: u32) -> Vec<u16> {
+    let links = std::fs::read_dir(format!("/proc/{process}/fd"));
+    let sockets: Vec<String> = links
+        .into_iter()
+        .flatten()
+        .flatten()
+        .filter_map(|link| Some(std::fs::read_link(link.path()).ok()?.to_str()?.to_owned()))
+        .collect();
+    let tables = ["tcp", "tcp6"].map(|table| {
+        std::fs::read_to_string(format!("/proc/{process}/net/{table}")).unwrap_or_default()
+    });
+    // Local address, state and inode are the second, fourth and tenth column; 0A is a socket that
+    // listens.
+    let port = |line: &str| {
+        let columns: Vec<&str> = line.split_whitespace().collect();
+        let inode = format!("socket:[{}]", columns.get(9)?);
+        let (_, port) = columns[1].rsplit_once(':')?;
+        let listens = columns[3] == "0A" && sockets.contains(&inode);
+        listens.then(|| u16::from_str_radix(port, 16).ok())?
+    };
+    tables
+        .iter()
+        .flat_map(|table| table.lines())
+        .filter_map(port)
+        .collect()
+}
+
+/// Sends a signal to a process.
+#[track_caller]
+pub(crate) fn signal(process: u32, signal: Signal) {
+    let pid = Pid::from_raw(process as i32).expect("a process id is positive");
+    kill_process(pid, signal).unwrap_or_else(|error| panic!("{process}: {error}"));
+}
+
+/// Stops a process, and waits until every thread of it has stopped: threads that run on another
+/// processor go on for a moment after the signal was sent.
+#[track_caller]
+pub(crate) fn stop(process: u32) {
+    signal(process, Signal::STOP);
+    let is_stopped = |thread: &std::fs::DirEntry| {
+        let stat = std::fs::read_to_string(thread.path().join("stat")).unwrap_or_default();
+        let state = stat.rsplit_once(") ").map(|(_, rest)| rest.as_bytes()[0]);
+        state == Some(b'T')
+    };
+    let deadline = Instant::now() + server::PATIENCE;
+    loop {
+        let threads = std::fs::read_dir(format!("/proc/{process}/task")).unwrap();
+        if threads.flatten().all(|thread| is_stopped(&thread)) {
+            return;
+        }
+        assert!(Instant::now() < deadline, "{process} does not stop");
+        std::thread::sleep(Duration::from_millis(5));
+    }
 }

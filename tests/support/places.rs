@@ -1,6 +1,7 @@
 //! The places in which a session can be: natively, and in containers of each engine.
 //!
-//! `cases!` makes a test of every case in every place. A case that cannot run in a place here says so and is skipped, aloud.
+//! `cases!` makes a test of every case in every place. A case that cannot run in a place here says
+//! so and is skipped, aloud.
 
 use std::path::PathBuf;
 use std::sync::OnceLock;
@@ -115,7 +116,8 @@ impl Place {
         }
     }
 
-    /// Checks that every process of a session's sandbox has given up everything, as the host sees it.
+    /// Checks that every process of a session's sandbox has given up everything, as the host sees
+    /// it.
     pub(crate) async fn assert_locked_down(self, session: &Session) {
         match self {
             Place::Native => session.assert_locked_down().await,
@@ -142,12 +144,14 @@ impl Place {
     }
 }
 
-/// What all have in a container: the engine's one filter, and no user namespace, because another user is in each.
+/// What all have in a container: the engine's one filter, and no user namespace, because another
+/// user is in each.
 const OF_DOCKER: LockDown = LockDown {
     namespaces: &["cgroup", "ipc", "mnt", "net", "pid", "uts"],
     filters: 1,
 };
-/// Podman passes over the wish for a namespace of control groups where these are of the first version: their names can be read, and nothing else.
+/// Podman passes over the wish for a namespace of control groups where these are of the first
+/// version: their names can be read, and nothing else.
 const OF_PODMAN: LockDown = LockDown {
     namespaces: &["ipc", "mnt", "net", "pid", "uts"],
     filters: 1,
@@ -188,7 +192,8 @@ impl<T> PerPlace<T> {
     }
 }
 
-/// Makes a test of every case in every place. A place is a module for its tests and an expression that finds it, if it is to be found.
+/// Makes a test of every case in every place. A place is a module for its tests and an expression
+/// that finds it, if it is to be found.
 macro_rules! cases {
     ($kind:ty, [$($module:ident: $found:expr),* $(,)?], $cases:tt) => {
         $crate::support::places::cases! { @define $kind, $cases }
@@ -196,10 +201,14 @@ macro_rules! cases {
             $crate::support::places::cases! { @test $found, $cases }
         })*
     };
-    (@define $kind:ty, { $($(#[$note:meta])* async fn $name:ident($place:ident) $body:block)* }) => {
+    (@define $kind:ty, {
+        $($(#[$note:meta])* async fn $name:ident($place:ident) $body:block)*
+    }) => {
         $($(#[$note])* async fn $name($place: $kind) $body)*
     };
-    (@test $found:expr, { $($(#[$note:meta])* async fn $name:ident($place:ident) $body:block)* }) => {
+    (@test $found:expr, {
+        $($(#[$note:meta])* async fn $name:ident($place:ident) $body:block)*
+    }) => {
         $(#[test]
         fn $name() {
             if let Some(place) = $found {

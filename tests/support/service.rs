@@ -3,13 +3,17 @@
 use std::collections::HashMap;
 use std::fs;
 use std::net::SocketAddr;
-use std::path::Path;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::mpsc::{Receiver, sync_channel};
 
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::net::sockopt::socket_peercred;
+use rustix::process::{Pid, PidfdFlags, Signal, kill_process, pidfd_open, pidfd_send_signal};
 
-use super::server::{Errors, PATIENCE, finished, program};
+use super::server::{Errors, MINIMAL, PATIENCE, finished, program};
+use super::{ends_within, is_root};
 
 /// What is waited for in the log.
 const NEWS: [&str; 4] = [
@@ -19,7 +23,14 @@ const NEWS: [&str; 4] = [
     "the approvals were not",
 ];
 
-/// A running service. Dropping it asks it to end and waits.
+/// Flags of a service whose sessions live inside it and end with it.
+pub(crate) const SESSIONS_INSIDE: &[&str] = &["--keep-sessions", "off"];
+
+/// Flags of a server whose sessions outlive it, for the commands of which that is not the default.
+pub(crate) const SESSIONS_KEPT: &[&str] = &["--keep-sessions", "on"];
+
+/// A running service with a keeper of its own, which is what users get by default. Dropping it asks
+/// it to end, waits, and ends its keeper.
 pub(crate) struct Service {
     child: Child,
     pub(crate) address: SocketAddr,
@@ -28,16 +39,96 @@ pub(crate) struct Service {
     keys: HashMap<String, String>,
     told: Receiver<String>,
     log: Option<Errors>,
+    /// Declared last: it is dropped after the server has ended.
+    keeper: Option<Keeper>,
+}
+
+/// The keeper of a service. Dropping it ends the process with all its sessions.
+#[must_use = "dropping it ends the sessions"]
+pub(crate) struct Keeper {
+    name: String,
+    /// Another runtime folder than that of whoever runs the tests.
+    runtime_folder: Option<PathBuf>,
+}
+
+impl Keeper {
+    /// Returns the keeper that services below a folder share, one after the other.
+    fn of(folder: &Path) -> Keeper {
+        let name = folder.file_name().expect("a folder has a name");
+        let name = name.to_string_lossy();
+        Keeper {
+            // Root shares one runtime folder among all tests, so the name must differ too.
+            name: name.chars().filter(char::is_ascii_alphanumeric).collect(),
+            runtime_folder: Some(folder.to_owned()),
+        }
+    }
+
+    pub(crate) fn new() -> Keeper {
+        static NEXT: AtomicU32 = AtomicU32::new(0);
+        let number = NEXT.fetch_add(1, Ordering::Relaxed);
+        Keeper {
+            name: format!("s{}-{number}", std::process::id()),
+            runtime_folder: None,
+        }
+    }
+
+    pub(crate) fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn socket(&self) -> PathBuf {
+        let folder = match &self.runtime_folder {
+            Some(folder) if !is_root() => folder.join("cellblock"),
+            _ => runtime_folder(),
+        };
+        folder.join("keeper").join(format!("{}.socket", self.name))
+    }
+
+    fn command(&self) -> Command {
+        let mut command = program();
+        if let Some(folder) = &self.runtime_folder {
+            command.env("XDG_RUNTIME_DIR", folder);
+        }
+        command
+    }
+}
+
+impl Drop for Keeper {
+    fn drop(&mut self) {
+        let Ok(connection) = UnixStream::connect(self.socket()) else {
+            // One that was killed leaves its socket, one that ended by itself nothing.
+            let _ = fs::remove_file(self.socket());
+            return;
+        };
+        let process = listener(&connection);
+        // It would wait for what is said on it.
+        drop(connection);
+        let Ok(handle) = pidfd_open(process, PidfdFlags::empty()) else {
+            return;
+        };
+        // A test that failed may have stopped it.
+        for signal in [Signal::TERM, Signal::CONT] {
+            let _ = pidfd_send_signal(&handle, signal);
+        }
+        let has_ended = ends_within(&handle, PATIENCE);
+        assert!(
+            has_ended || std::thread::panicking(),
+            "the keeper {} lives on",
+            self.name
+        );
+    }
+}
+
+/// The process that accepts connections at the other end.
+fn listener(connection: &UnixStream) -> Pid {
+    let peer = socket_peercred(connection).expect("the kernel knows who listens");
+    peer.pid
 }
 
 impl Service {
-    /// Starts a service on a free port of this machine, in development mode, with sessions that end with it.
+    /// Starts a service on a free port of this machine, in development mode.
     pub(crate) fn start(more: &[&str]) -> Service {
-        let mut command = program();
-        command
-            .args(["serve", "--listen", "127.0.0.1:0", "--keep-sessions", "off"])
-            .args(more);
-        let mut service = Service::run(command);
+        let mut service = Service::run(Keeper::new(), more, |_| ());
         let file = service.told.recv_timeout(PATIENCE).ok();
         let file = file
             .as_deref()
@@ -51,29 +142,21 @@ impl Service {
 
     /// Starts such a service for everybody on this machine: for clients that know of no tokens.
     pub(crate) fn without_tokens(more: &[&str]) -> Service {
-        let mut command = program();
-        command.env("CELLBLOCK_AUTH", "off");
-        command
-            .args(["serve", "--listen", "127.0.0.1:0", "--keep-sessions", "off"])
-            .args(more);
-        Service::run(command)
+        Service::run(Keeper::new(), more, |command| {
+            command.env("CELLBLOCK_AUTH", "off");
+        })
     }
 
-    /// Starts a service whose callers have keys, one for each name with the scopes beside it. `folder` holds its configuration.
-    pub(crate) fn with_keys(
-        folder: &Path,
-        callers: &[(&str, &[&str])],
-        keep_sessions: bool,
-        more: &[&str],
-    ) -> Service {
-        Service::with_keys_and(folder, callers, keep_sessions, more, &[])
+    /// Starts a service whose callers have keys, one for each name with the scopes beside it.
+    /// `folder` holds its configuration.
+    pub(crate) fn with_keys(folder: &Path, callers: &[(&str, &[&str])], more: &[&str]) -> Service {
+        Service::with_keys_and(folder, callers, more, &[])
     }
 
     /// The same, with variables.
     pub(crate) fn with_keys_and(
         folder: &Path,
         callers: &[(&str, &[&str])],
-        keep_sessions: bool,
         more: &[&str],
         variables: &[(&str, &str)],
     ) -> Service {
@@ -94,30 +177,23 @@ impl Service {
                 fs::read_to_string(folder.join(name)).unwrap(),
             );
         }
-        let mut command = program();
-        command
-            .env("CELLBLOCK_CONFIG", configuration)
-            .env("XDG_RUNTIME_DIR", folder)
-            .envs(variables.iter().copied());
-        command.args([
-            "serve",
-            "--listen",
-            "127.0.0.1:0",
-            "--environment",
-            "minimal",
-            "--keep-sessions",
-        ]);
-        command
-            .arg(if keep_sessions { "on" } else { "off" })
-            .args(more);
-        // Whoever runs as root shares a runtime folder with all others.
-        command.args(["--keeper", &keeper_name(folder)]);
-        let mut service = Service::run(command);
+        let more = [MINIMAL, more].concat();
+        let mut service = Service::run(Keeper::of(folder), &more, |command| {
+            command
+                .env("CELLBLOCK_CONFIG", configuration)
+                .envs(variables.iter().copied());
+        });
         service.keys = keys;
         service
     }
 
-    fn run(mut command: Command) -> Service {
+    fn run(keeper: Keeper, more: &[&str], prepare: impl FnOnce(&mut Command)) -> Service {
+        let mut command = keeper.command();
+        command
+            .args(["serve", "--listen", "127.0.0.1:0", "--keeper", &keeper.name])
+            .args(more);
+        prepare(&mut command);
+        let is_kept = !more.windows(2).any(|flags| flags == SESSIONS_INSIDE);
         let mut child = command
             .stdout(Stdio::null())
             .stderr(Stdio::piped())
@@ -143,6 +219,7 @@ impl Service {
                 keys: HashMap::new(),
                 told,
                 log: Some(log),
+                keeper: is_kept.then_some(keeper),
             },
             None => {
                 let _ = child.kill();
@@ -163,17 +240,26 @@ impl Service {
         self.child.id()
     }
 
+    /// The process of the keeper.
+    pub(crate) fn keeper_process(&self) -> u32 {
+        let keeper = self.keeper.as_ref().expect("sessions are kept");
+        let connection = UnixStream::connect(keeper.socket()).expect("there is a keeper");
+        listener(&connection).as_raw_nonzero().get() as u32
+    }
+
     /// The key of a caller.
     pub(crate) fn key(&self, name: &str) -> &str {
         &self.keys[name]
     }
 
-    /// Ends the server as the kernel does when memory is short, and waits until it is gone.
-    pub(crate) fn kill(mut self) {
+    /// Ends the server as the kernel does when memory is short, and waits until it is gone. Its
+    /// sessions live on as long as what is returned.
+    pub(crate) fn kill(mut self) -> Keeper {
         self.child.kill().expect("it runs");
         self.child.wait().expect("it was started by us");
-        // What it kept may hold its log open; nobody reads that any more.
+        // The keeper may hold its log open; nobody reads that any more.
         self.log = None;
+        self.keeper.take().expect("sessions are kept")
     }
 
     pub(crate) fn url(&self) -> String {
@@ -195,20 +281,23 @@ impl Service {
             * 1024
     }
 
-    /// The descriptors that the server has open.
-    pub(crate) fn descriptors(&self) -> usize {
-        fs::read_dir(format!("/proc/{}/fd", self.child.id()))
-            .expect("the server runs")
-            .count()
+    /// The descriptors that the server has open, and those of its keeper.
+    pub(crate) fn descriptors(&self) -> [usize; 2] {
+        [self.process_id(), self.keeper_process()].map(|process| {
+            let open = fs::read_dir(format!("/proc/{process}/fd")).expect("it runs");
+            open.count()
+        })
     }
 
-    /// Asks the service to end, waits, and returns what it wrote to its log.
+    /// Asks the service to end, waits, ends its keeper, and returns what both wrote to the log.
     pub(crate) fn finish(mut self) -> String {
         self.ask_to_end();
         assert!(
             self.child.wait().expect("it was started by us").success(),
             "a service that is asked to end ends well"
         );
+        // The keeper that it started writes to the same log.
+        drop(self.keeper.take());
         self.log.take().expect("it is taken once").all()
     }
 
@@ -226,26 +315,20 @@ impl Drop for Service {
     }
 }
 
-/// The name of the keeper of a test's services.
-pub(crate) fn keeper_name(folder: &Path) -> String {
-    let name = folder
-        .file_name()
-        .expect("a folder has a name")
-        .to_string_lossy()
-        .into_owned();
-    name.chars().filter(char::is_ascii_alphanumeric).collect()
-}
-
-/// Ends the keeper of a test's services, if it has not ended by itself: one without sessions does.
-pub(crate) fn stop_keeper_of(folder: &Path) {
-    let mut stop = program();
-    stop.env("XDG_RUNTIME_DIR", folder)
-        .args(["keeper", "stop", "--now", &keeper_name(folder)]);
-    let (ended, _, errors) = finished(&mut stop);
-    assert!(
-        ended == Some(0) || errors.contains("there is no keeper"),
-        "{ended:?}: {errors}"
-    );
+/// Where servers of this user have what they need while they run.
+pub(crate) fn runtime_folder() -> PathBuf {
+    match is_root() {
+        true => PathBuf::from("/run/cellblock"),
+        false => std::env::var_os("XDG_RUNTIME_DIR").map_or_else(
+            || {
+                PathBuf::from(format!(
+                    "/tmp/cellblock-{}",
+                    rustix::process::geteuid().as_raw()
+                ))
+            },
+            |folder| Path::new(&folder).join("cellblock"),
+        ),
+    }
 }
 
 /// Returns a new key and the lines about it for the configuration file.

@@ -1,6 +1,7 @@
 //! The HTTP stack of the program, in this process, over a handler of the test's own.
 //!
-//! Sessions, tokens and the command line are left out: what is tested is everything between the socket and a handler.
+//! Sessions, tokens and the command line are left out: what is tested is everything between the
+//! socket and a handler.
 
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -25,7 +26,8 @@ pub(crate) struct Stack {
 }
 
 impl Stack {
-    /// Serves a handler on a free port; no more than `most` connections at once. Everybody may do everything.
+    /// Serves a handler on a free port; no more than `most` connections at once. Everybody may do
+    /// everything.
     pub(crate) async fn serve<H>(handler: H, most: usize) -> Stack
     where
         H: ServerHandler + Clone + Send + Sync + 'static,

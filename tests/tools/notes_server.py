@@ -1,6 +1,8 @@
-"""A small MCP server for tests: the standard library only, lines of JSON, the protocol of 2025-06-18.
+"""A small MCP server for tests: the standard library only, lines of JSON, the protocol of
+2025-06-18.
 
-Its first argument names a log, in which every call and every cancellation is a line; the second names the set of tools, so that it can be another server next time.
+Its first argument names a log, in which every call and every cancellation is a line; the second
+names the set of tools, so that it can be another server next time.
 """
 
 from __future__ import annotations
@@ -19,8 +21,15 @@ _writing = threading.Lock()
 _cancelled: dict[Any, threading.Event] = {}
 
 
-def tool(name: str, description: str, properties: dict[str, Any], output: dict[str, Any] | None = None) -> dict[str, Any]:
-    schema = {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+def tool(
+    name: str, description: str, properties: dict[str, Any], output: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    schema = {
+        "type": "object",
+        "properties": properties,
+        "required": list(properties),
+        "additionalProperties": False,
+    }
     described = {"name": name, "description": description, "inputSchema": schema}
     return {**described, "outputSchema": output} if output else described
 
@@ -37,7 +46,9 @@ TOOLS = [
     tool("fail", "Reports an error.", {}),
     tool("wait", "Answers when it is cancelled, and tells how far it is.", {}),
     tool("crash", "Ends the server.", {}),
-    tool("variable", "Returns a variable of the server's environment.", {"name": {"type": "string"}}),
+    tool(
+        "variable", "Returns a variable of the server's environment.", {"name": {"type": "string"}}
+    ),
 ]
 if EDITION == "second":
     TOOLS.append(tool("newer", "Is only in the second edition.", {}))
@@ -82,12 +93,17 @@ def call(number: Any, params: dict[str, Any]) -> dict[str, Any] | None:
     if name == "huge":
         return text("x" * arguments["bytes"])
     if name == "half":
-        sys.stdout.write(json.dumps({"jsonrpc": "2.0", "id": number, "result": text("half of it")})[:-20])
+        sys.stdout.write(
+            json.dumps({"jsonrpc": "2.0", "id": number, "result": text("half of it")})[:-20]
+        )
         sys.stdout.flush()
         os._exit(3)
     if name == "change":
         echo = next(each for each in TOOLS if each["name"] == "echo")
-        echo["inputSchema"] = {"type": "object", "properties": {"text": {"type": "string"}, "also": {"type": "string"}}}
+        echo["inputSchema"] = {
+            "type": "object",
+            "properties": {"text": {"type": "string"}, "also": {"type": "string"}},
+        }
         say({"method": "notifications/tools/list_changed"})
         return text("changed")
     if name == "nested":
@@ -99,7 +115,12 @@ def call(number: Any, params: dict[str, Any]) -> dict[str, Any] | None:
         return text("new")
     token = (params.get("_meta") or {}).get("progressToken")
     if token is not None:
-        progress = {"progressToken": token, "progress": 1, "total": 2, "message": "waiting to be cancelled"}
+        progress = {
+            "progressToken": token,
+            "progress": 1,
+            "total": 2,
+            "message": "waiting to be cancelled",
+        }
         say({"method": "notifications/progress", "params": progress})
     _cancelled[number].wait()
     log("cancelled", name)
@@ -116,13 +137,28 @@ def main() -> None:
     log("started", EDITION, str(os.getpid()))
     for line in sys.stdin:
         message = json.loads(line)
-        method, number, params = message.get("method"), message.get("id"), message.get("params") or {}
+        method, number, params = (
+            message.get("method"),
+            message.get("id"),
+            message.get("params") or {},
+        )
         if method == "initialize":
             version = params.get("protocolVersion", "2025-06-18")
-            known = version if version in ("2025-06-18", "2025-03-26", "2024-11-05") else "2025-06-18"
+            known = (
+                version if version in ("2025-06-18", "2025-03-26", "2024-11-05") else "2025-06-18"
+            )
             capabilities = {"tools": {"listChanged": True}}
             information = {"name": "notes", "version": "1"}
-            say({"id": number, "result": {"protocolVersion": known, "capabilities": capabilities, "serverInfo": information}})
+            say(
+                {
+                    "id": number,
+                    "result": {
+                        "protocolVersion": known,
+                        "capabilities": capabilities,
+                        "serverInfo": information,
+                    },
+                }
+            )
         elif method == "tools/list":
             say({"id": number, "result": {"tools": TOOLS}})
         elif method == "tools/call":

@@ -1,4 +1,5 @@
-//! MCP servers elsewhere, as small as they can be: HTTP with or without TLS, one request for each connection.
+//! MCP servers elsewhere, as small as they can be: HTTP with or without TLS, one request for each
+//! connection.
 
 use std::io::{BufReader, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
@@ -11,7 +12,8 @@ use serde_json::{Value, json};
 use crate::network::HERE;
 use crate::network::https::{Heard, read_request};
 
-/// A server on the loopback interface that remembers what it was asked. Its threads end with the test process.
+/// A server on the loopback interface that remembers what it was asked. Its threads end with the
+/// test process.
 pub(super) struct Elsewhere {
     pub(super) address: SocketAddr,
     heard: Arc<Mutex<Vec<Heard>>>,
@@ -36,11 +38,13 @@ impl Elsewhere {
         thread::spawn(move || {
             for stream in listener.incoming().flatten() {
                 let (heard, tls, answer) = (Arc::clone(&heard), tls.clone(), Arc::clone(&answer));
-                thread::spawn(move || match tls {
-                    None => drop(exchange(stream, &heard, answer.as_ref())),
-                    Some(config) => {
-                        drop(exchange_with_tls(stream, config, &heard, answer.as_ref()))
-                    }
+                thread::spawn(move || {
+                    let answer = answer.as_ref();
+                    // The connection is closed when the exchange has ended, however it did.
+                    let _ended = match tls {
+                        None => exchange(stream, &heard, answer).map(drop),
+                        Some(config) => exchange_with_tls(stream, config, &heard, answer),
+                    };
                 });
             }
         });
@@ -72,7 +76,8 @@ impl Elsewhere {
 /// Returns an answer with a body of JSON.
 pub(super) fn answer(status: &str, body: &str) -> String {
     format!(
-        "HTTP/1.1 {status}\r\nContent-Type: application/json\r\nContent-Length: {}\r\nConnection: close\r\n\r\n{body}",
+        "HTTP/1.1 {status}\r\nContent-Type: application/json\r\nContent-Length: {}\r\nConnection: \
+         close\r\n\r\n{body}",
         body.len()
     )
 }
@@ -82,12 +87,18 @@ pub(super) fn mcp(request: &Heard) -> String {
     let (message, method) = method_of(request);
     let result = match method.as_str() {
         "initialize" => {
-            json!({"protocolVersion": "2025-06-18", "capabilities": {"tools": {}}, "serverInfo": {"name": "elsewhere", "version": "1"}})
+            json!({
+                "protocolVersion": "2025-06-18",
+                "capabilities": {"tools": {}},
+                "serverInfo": {"name": "elsewhere", "version": "1"},
+            })
         }
         "tools/list" => {
             let properties = json!({"text": {"type": "string"}});
             let schema = json!({"type": "object", "properties": properties, "required": ["text"]});
-            json!({"tools": [{"name": "echo", "description": "Says it back.", "inputSchema": schema}]})
+            json!({"tools": [
+                {"name": "echo", "description": "Says it back.", "inputSchema": schema}
+            ]})
         }
         "tools/call" => {
             let text = message["params"]["arguments"]["text"]

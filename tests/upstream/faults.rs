@@ -1,6 +1,8 @@
-//! Servers that do not behave, as code in a cell meets them: what it is told, what the result says, and that the session goes on.
+//! Servers that do not behave, as code in a cell meets them: what it is told, what the result says,
+//! and that the session goes on.
 //!
-//! What a connection makes of each fault is tested in `upstream/`; here is what crosses into sessions.
+//! What a connection makes of each fault is tested in `upstream/`; here is what crosses into
+//! sessions.
 
 use std::fs;
 
@@ -48,8 +50,10 @@ fn an_answer_that_is_too_large_or_cut_off_or_never_comes_fails_alone() {
                 print(call('huge', {'bytes': 16_000_000}) == 'x' * 60)\n\
                 print(call('wait', {}, 'slow'), call('echo', {'text': 'y'}))\n\
                 print(call('half'), call('echo', {'text': 'z'}))";
-    let said = "ToolCallError too_large hostile: x\nTrue\nToolCallTimeout timeout hostile: y\nToolCallError unavailable hostile: z\n\
-                [3 of 7 calls of MCP tools failed: notes.huge (too_large), slow.wait (timeout), notes.half (unavailable)]";
+    let said = "ToolCallError too_large hostile: x\nTrue\nToolCallTimeout timeout hostile: \
+                y\nToolCallError unavailable hostile: z\n\
+                [3 of 7 calls of MCP tools failed: notes.huge (too_large), slow.wait (timeout), \
+                notes.half (unavailable)]";
     assert_eq!(session.text(code), said);
     assert_eq!(
         notes.count("call half"),
@@ -94,7 +98,8 @@ fn arguments_that_are_nested_too_deeply_are_an_error_of_the_call_on_both_sides()
     let notes = Notes::new();
     let server = hostile(&notes);
     let session = with_call(&server);
-    let code = "def nested(levels):\n    value = 1\n    for _ in range(levels): value = [value]\n    return {'value': value}\n\
+    let code = "def nested(levels):\n    value = 1\n    for _ in range(levels): value = \
+                [value]\n    return {'value': value}\n\
                 call('nested', nested(98))";
     assert_eq!(session.text(code), "'208 characters'"); // control
     for levels in [100, 129, 300, 100_000] {
@@ -107,7 +112,8 @@ fn arguments_that_are_nested_too_deeply_are_an_error_of_the_call_on_both_sides()
     }
     // Around what the module checks, and around Python's own limit.
     let around = "from cellblock_runner import asking\n\
-                  def attempt(levels):\n    answer = asking.ask('call_tool', server='notes', tool='nested', arguments=nested(levels))\n    \
+                  def attempt(levels):\n    answer = asking.ask('call_tool', server='notes', \
+                  tool='nested', arguments=nested(levels))\n    \
                   return answer['ok'], answer.get('text')\n";
     session.text(around);
     assert_eq!(session.text("attempt(110)[0]"), "True"); // control
@@ -128,10 +134,13 @@ fn results_say_which_calls_failed_also_when_code_keeps_it_to_itself() {
     let notes = Notes::new();
     let server = hostile(&notes);
     let session = with_call(&server);
-    let code = "from mcptools.notes import fail\nfor _ in range(3):\n    try: fail.run()\n    except mcptools.ToolError: pass\n\
-                call('echo', {'text': 1}); call('absent'); call('echo', {'text': 'x'}); call('echo', {}, 'nobody'); None";
+    let code = "from mcptools.notes import fail\nfor _ in range(3):\n    try: fail.run()\n    \
+                except mcptools.ToolError: pass\n\
+                call('echo', {'text': 1}); call('absent'); call('echo', {'text': 'x'}); \
+                call('echo', {}, 'nobody'); None";
     let result = session.run(code);
-    let line = "[6 of 7 calls of MCP tools failed: notes.fail (tool_error) 3 times, notes.echo (invalid), notes.absent (unknown), nobody.echo (unknown)]";
+    let line = "[6 of 7 calls of MCP tools failed: notes.fail (tool_error) 3 times, notes.echo \
+                (invalid), notes.absent (unknown), nobody.echo (unknown)]";
     assert_eq!(result.text(), line);
     assert_eq!(
         result.structured()["tool_calls"],
@@ -184,9 +193,11 @@ fn a_server_that_sends_us_elsewhere_or_breaks_off_is_not_followed() {
         json!({"url": later.url("http"), "headers": {"authorization": "Bearer canary"}}),
     );
     let session = with_call(&server);
-    let code = "print([call('echo', {'text': text}, 'later') for text in ('x', 'away', 'half', 'page', 'y')])";
+    let code = "print([call('echo', {'text': text}, 'later') for text in ('x', 'away', 'half', \
+                'page', 'y')])";
     let said = session.text(code);
-    let expected = "['elsewhere: x', 'ToolCallError protocol', 'ToolCallError unavailable', 'ToolCallError protocol', 'elsewhere: y']";
+    let expected = "['elsewhere: x', 'ToolCallError protocol', 'ToolCallError unavailable', \
+                    'ToolCallError protocol', 'elsewhere: y']";
     assert!(said.starts_with(expected), "{said}");
     assert_eq!(other.heard().len(), 0, "nothing follows");
     let sent = later.heard();
@@ -259,7 +270,8 @@ async fn callers_over_http_may_name_private_hosts_that_the_operator_lists() {
         let params =
             json!({"server_name": "mine", "server_params": {"url": elsewhere.url("http")}});
         let registered = client.result("register_mcp_server", params).await;
-        let code = "from cellblock_runner import mcptools\nprint(mcptools.call('mine', 'echo', {'text': 'x'}))";
+        let code = "from cellblock_runner import mcptools\nprint(mcptools.call('mine', 'echo', \
+                    {'text': 'x'}))";
         let called = client
             .result(
                 "execute_ipython_cell",

@@ -1,7 +1,10 @@
-//! Tools of another MCP server in cells, with the built program: typed values in and out, many at once, and what a sandbox cannot do.
+//! Tools of another MCP server in cells, with the built program: typed values in and out, many at
+//! once, and what a sandbox cannot do.
 //!
-//! The other server is `tests/tools/notes_server.py`, a program of the standard library. It logs what it is asked, so that a test can see what reached it. `faults` has
-//! servers that do not behave, `records` what operators see and change, `real` servers of other makers; `elsewhere` are servers behind HTTP.
+//! The other server is `tests/tools/notes_server.py`, a program of the standard library. It logs
+//! what it is asked, so that a test can see what reached it. `faults` has servers that do not
+//! behave, `records` what operators see and change, `real` servers of other makers; `elsewhere` are
+//! servers behind HTTP.
 
 mod elsewhere;
 mod faults;
@@ -134,7 +137,10 @@ fn a_cell_calls_a_tool_with_typed_values_and_gets_typed_values() {
         7
     );
     let session = server.session();
-    let sum = session.text("from mcptools.notes.add_up import Params, Result, run\nr = run(Params(first=40, second=2))\n(r, type(r) is Result)");
+    let sum = session.text(
+        "from mcptools.notes.add_up import Params, Result, run\nr = \
+                            run(Params(first=40, second=2))\n(r, type(r) is Result)",
+    );
     assert_eq!(sum, "(Result(sum=42), True)");
     assert_eq!(
         session.text("from mcptools.notes import echo\nstr(echo.run(echo.Params(text='żółw')))"),
@@ -156,7 +162,8 @@ fn a_cell_calls_a_tool_with_typed_values_and_gets_typed_values() {
     raised(&session, "Params(first='x', second=2)", "ValidationError");
     let around = "import mcptools\nmcptools.call('notes', 'add-up', {'first': 'x', 'second': 2})";
     raised(&session, around, "ToolCallError");
-    let caught = "try:\n    mcptools.call('notes', 'add-up', {'first': 'x'})\nexcept mcptools.ToolCallError as e: print(e.reason)";
+    let caught = "try:\n    mcptools.call('notes', 'add-up', {'first': 'x'})\nexcept \
+                  mcptools.ToolCallError as e: print(e.reason)";
     let said = "invalid\n[1 of 1 calls of MCP tools failed: notes.add-up (invalid)]";
     assert_eq!(
         session.text(caught),
@@ -181,11 +188,14 @@ fn calls_of_tasks_and_threads_are_under_way_at_once() {
     let server = with_notes(&notes);
     let session = server.session();
     let tasks = "import asyncio\nfrom mcptools.notes import echo\n\
-                 said = await asyncio.gather(*(echo.run_async(echo.Params(text=str(n))) for n in range(150)))\n\
+                 said = await asyncio.gather(*(echo.run_async(echo.Params(text=str(n))) for n in \
+                 range(150)))\n\
                  [str(each) for each in said] == [f'first: {n}' for n in range(150)]";
     assert_eq!(session.text(tasks), "True");
-    let threads = "from concurrent.futures import ThreadPoolExecutor\nwith ThreadPoolExecutor(20) as pool:\n    \
-                   said = list(pool.map(lambda n: str(echo.run(echo.Params(text=str(n)))), range(60)))\n\
+    let threads = "from concurrent.futures import ThreadPoolExecutor\nwith ThreadPoolExecutor(20) \
+                   as pool:\n    \
+                   said = list(pool.map(lambda n: str(echo.run(echo.Params(text=str(n)))), \
+                   range(60)))\n\
                    said == [f'first: {n}' for n in range(60)]";
     assert_eq!(session.text(threads), "True");
     let result = session.run("str(echo.run(echo.Params(text='one more')))");
@@ -230,7 +240,8 @@ fn a_module_is_imported_with_well_under_a_second_of_work() {
     let notes = Notes::new();
     let server = with_notes(&notes);
     // The time of the processor, which a busy machine does not lengthen.
-    let code = "import time\nbegun = time.process_time()\nfrom mcptools.notes.add_up import Params, run\ntime.process_time() - begun < 0.9";
+    let code = "import time\nbegun = time.process_time()\nfrom mcptools.notes.add_up import \
+                Params, run\ntime.process_time() - begun < 0.9";
     assert_eq!(server.session().text(code), "True");
 }
 
@@ -290,7 +301,8 @@ fn a_fork_can_be_given_fewer_servers() {
     let server = with_notes(&notes);
     register(&server, "others", others.params());
     let session = server.session();
-    let use_both = "import mcptools\n[str(mcptools.call(name, 'echo', {'text': 'x'})) for name in ('notes', 'others')]";
+    let use_both = "import mcptools\n[str(mcptools.call(name, 'echo', {'text': 'x'})) for name in \
+                    ('notes', 'others')]";
     assert_eq!(session.text(use_both), "['first: x', 'first: x']");
     let fork = |name: &str, arguments: Value| {
         let mut all = json!({"names": [name]});
@@ -335,10 +347,14 @@ fn a_sandbox_names_servers_and_nothing_else() {
     let mark = notes.folder.path().join("mark");
     let code = format!(
         "from cellblock_runner import asking\n\
-         def attempt(**more):\n    return asking.ask('call_tool', **{{'server': 'notes', 'tool': 'echo', 'arguments': {{'text': 'x'}}, **more}})\n\
-         outside = dict(command='/bin/sh', args=['-c', 'touch {mark}'], url='http://127.0.0.1:9/', headers={{'a': 'b'}}, env={{'A': 'b'}}, owner='somebody')\n\
-         print([attempt(server=name, **outside).get('reason') for name in ('/bin/sh', '../notes', 'http://127.0.0.1:9/', 'absent')])\n\
-         print(attempt(**outside)['ok'], attempt(tool='../echo').get('reason'), asking.ask('register', **outside)['ok'])",
+         def attempt(**more):\n    return asking.ask('call_tool', **{{'server': 'notes', 'tool': \
+         'echo', 'arguments': {{'text': 'x'}}, **more}})\n\
+         outside = dict(command='/bin/sh', args=['-c', 'touch {mark}'], url='http://127.0.0.1:9/', \
+         headers={{'a': 'b'}}, env={{'A': 'b'}}, owner='somebody')\n\
+         print([attempt(server=name, **outside).get('reason') for name in ('/bin/sh', '../notes', \
+         'http://127.0.0.1:9/', 'absent')])\n\
+         print(attempt(**outside)['ok'], attempt(tool='../echo').get('reason'), \
+         asking.ask('register', **outside)['ok'])",
         mark = mark.display()
     );
     let said = session.text(&code);
@@ -370,8 +386,10 @@ fn credentials_are_filled_in_outside_and_are_never_inside() {
     let session = server.session();
     let found = "import os, pathlib\nfrom mcptools.notes import variable\n\
                  told = str(variable.run(variable.Params(name='TOKEN')))\n\
-                 texts = [path.read_text() for path in pathlib.Path('mcptools').rglob('*') if path.suffix == '.py']\n\
-                 (told, any('canary' in text for text in texts), any('canary' in value for value in os.environ.values()))";
+                 texts = [path.read_text() for path in pathlib.Path('mcptools').rglob('*') if \
+                 path.suffix == '.py']\n\
+                 (told, any('canary' in text for text in texts), any('canary' in value for value \
+                 in os.environ.values()))";
     assert_eq!(
         session.text(found),
         "('Bearer [hidden]', False, False)",
@@ -399,7 +417,8 @@ fn an_unregistered_server_leaves_nothing_but_what_the_user_made() {
     let server = with_notes(&notes);
     let session = server.session();
     let mine = "import os\nfrom mcptools.notes import echo\nos.makedirs('gentools/report')\n\
-                open('gentools/report/api.py', 'w').write('x = 1')\nopen('mcptools/notes/mine.py', 'w').write('y = 2')";
+                open('gentools/report/api.py', 'w').write('x = 1')\nopen('mcptools/notes/mine.py', \
+                'w').write('y = 2')";
     session.text(mine);
     let process = notes.process();
     assert!(
@@ -445,7 +464,8 @@ fn servers_of_the_configuration_are_there_without_being_asked_for() {
     let session = server.session();
     let said = "import mcptools\nstr(mcptools.call('notes', 'echo', {'text': 'x'}))";
     // The first cell does not wait for servers; a call does.
-    let called = "from cellblock_runner import asking\nasking.ask('call_tool', server='notes', tool='echo', arguments={'text': 'x'})['ok']";
+    let called = "from cellblock_runner import asking\nasking.ask('call_tool', server='notes', \
+                  tool='echo', arguments={'text': 'x'})['ok']";
     assert_eq!(session.text(called), "True");
     assert_eq!(session.text(said), "'first: x'");
     let listed = server.call("list_mcp_servers", json!({}));
@@ -506,7 +526,8 @@ async fn callers_over_http_name_no_commands_and_no_private_addresses() {
         );
     }
     // The control: the operator's command is there for everybody.
-    let code = "from cellblock_runner import asking\nprint(asking.ask('call_tool', server='notes', tool='echo', arguments={'text': 'x'})['ok'])";
+    let code = "from cellblock_runner import asking\nprint(asking.ask('call_tool', server='notes', \
+                tool='echo', arguments={'text': 'x'})['ok'])";
     let result = client
         .result(
             "execute_ipython_cell",

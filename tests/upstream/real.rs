@@ -1,12 +1,14 @@
-//! Servers that many people use, as they are installed from package registries: every module that is made of their tools can be imported and knows its schema,
-//! and calls come back with what these servers do.
+//! Servers that many people use, as they are installed from package registries: every module that
+//! is made of their tools can be imported and knows its schema, and calls come back with what these
+//! servers do.
 //!
-//! Nothing here leaves the machine: servers that speak to a service are given one on the loopback interface, and browsers are not started.
+//! Nothing here leaves the machine: servers that speak to a service are given one on the loopback
+//! interface, and browsers are not started.
 
 use std::collections::BTreeMap;
 use std::fs;
 use std::io::{BufRead, BufReader};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::sync_channel;
 
@@ -17,7 +19,7 @@ use super::elsewhere::{Elsewhere, answer};
 use super::register;
 use crate::clients::installed;
 use crate::support::server::{Era, MINIMAL, PATIENCE, Server, Session, finished, program};
-use crate::support::{npm, skipped};
+use crate::support::{listening_ports, npm, skipped};
 
 /// What the servers from the Python index are. The second needs an older generation of the library.
 const PYTHON_SERVERS: [&str; 4] = [
@@ -28,19 +30,30 @@ const PYTHON_SERVERS: [&str; 4] = [
 ];
 const OLDER_PYTHON_SERVERS: [&str; 2] = ["mcp-server-sqlite==2025.4.25", "mcp==1.30.0"];
 
-/// Servers have twice the time that they usually have: Node and Python take long to start on a busy machine.
+/// Servers have twice the time that they usually have: Node and Python take long to start on a busy
+/// machine.
 fn node_server(folder: &Path, name: &str, args: &[&str], env: Value) -> Value {
     let script = folder.join("node_modules/.bin").join(name);
     let mut all = vec![script.to_str().unwrap()];
     all.extend(args);
-    json!({"command": npm::node_program(folder), "args": all, "env": env, "connect_timeout": PATIENCE.as_secs()})
+    json!({
+        "command": npm::node_program(folder),
+        "args": all,
+        "env": env,
+        "connect_timeout": PATIENCE.as_secs(),
+    })
 }
 
 fn python_server(python: &Path, name: &str, args: &[&str]) -> Value {
-    json!({"command": python.with_file_name(name), "args": args, "connect_timeout": PATIENCE.as_secs()})
+    json!({
+        "command": python.with_file_name(name),
+        "args": args,
+        "connect_timeout": PATIENCE.as_secs(),
+    })
 }
 
-/// Registers a server, imports all of its modules in a session, and compares what they take with what is kept of the server's list.
+/// Registers a server, imports all of its modules in a session, and compares what they take with
+/// what is kept of the server's list.
 fn register_and_import(session: &Session<'_>, name: &str, params: Value) {
     let request = json!({"server_name": name, "server_params": params});
     let registered = session.server.call("register_mcp_server", request);
@@ -50,7 +63,8 @@ fn register_and_import(session: &Session<'_>, name: &str, params: Value) {
         "import importlib, json, pydantic\n\
          def look(name):\n    \
              module = importlib.import_module('mcptools.{name}.' + name)\n    \
-             assert callable(module.run) and callable(module.run_async) and module.run.__doc__, name\n    \
+             assert callable(module.run) and callable(module.run_async) and module.run.__doc__, \
+             name\n    \
              result = getattr(module, 'Result', None)\n    \
              assert result is None or pydantic.TypeAdapter(result).json_schema(), name\n    \
              return sorted(module.Params.model_json_schema().get('properties', {{}}))\n\
@@ -125,21 +139,26 @@ fn servers_from_npm_are_imported_whole_and_called() {
         node("mcp-server-sequential-thinking", &[], json!({})),
     );
 
-    let everything = "from mcptools.everything import get_sum, get_structured_content, get_tiny_image, get_resource_links, get_annotated_message\n\
+    let everything = "from mcptools.everything import get_sum, get_structured_content, \
+                      get_tiny_image, get_resource_links, get_annotated_message\n\
                       print(get_sum.run(get_sum.Params(a=2, b=3)))\n\
-                      weather = get_structured_content.run(get_structured_content.Params(location='Chicago'))\n\
-                      print(type(weather) is get_structured_content.Result, type(weather.temperature).__name__, type(weather.conditions).__name__)\n\
+                      weather = get_structured_content.run(\
+                      get_structured_content.Params(location='Chicago'))\n\
+                      print(type(weather) is get_structured_content.Result, \
+                      type(weather.temperature).__name__, type(weather.conditions).__name__)\n\
                       links = get_resource_links.run(get_resource_links.Params(count=2)).content\n\
                       print([type(each).__name__ for each in links])\n\
                       [type(each).__name__ for each in get_tiny_image.run().content]";
-    let said = "The sum of 2 and 3 is 5.\nTrue float str\n['Text', 'Link', 'Link']\n['Text', 'Image', 'Text']";
+    let said = "The sum of 2 and 3 is 5.\nTrue float str\n['Text', 'Link', 'Link']\n['Text', \
+                'Image', 'Text']";
     assert_eq!(session.text(everything), said);
     super::raised(
         &session,
         "get_structured_content.Params(location='Paris')",
         "ValidationError",
     );
-    let slow = "from mcptools.everything import trigger_long_running_operation as slow\nprint(slow.run(slow.Params(duration=1, steps=2)))";
+    let slow = "from mcptools.everything import trigger_long_running_operation as \
+                slow\nprint(slow.run(slow.Params(duration=1, steps=2)))";
     let pending = session.begin(slow, json!({}));
     server.notification(|message| {
         let told = message["params"]["message"].as_str().unwrap_or_default();
@@ -154,10 +173,12 @@ fn servers_from_npm_are_imported_whole_and_called() {
     );
 
     let filesystem = format!(
-        "import mcptools\nfrom mcptools.filesystem import write_file, read_text_file, edit_file, list_directory, get_file_info\n\
+        "import mcptools\nfrom mcptools.filesystem import write_file, read_text_file, edit_file, \
+         list_directory, get_file_info\n\
          path = {:?}\n\
          write_file.run(write_file.Params(path=path, content='zażółć\\ngęślą'))\n\
-         edit_file.run(edit_file.Params(path=path, edits=[{{'oldText': 'gęślą', 'newText': 'jaźń'}}]))\n\
+         edit_file.run(edit_file.Params(path=path, edits=[{{'oldText': 'gęślą', 'newText': \
+         'jaźń'}}]))\n\
          print(repr(read_text_file.run(read_text_file.Params(path=path)).content))\n\
          print(list_directory.run(list_directory.Params(path={:?})).content)\n\
          try: read_text_file.run(read_text_file.Params(path='/etc/passwd'))\n\
@@ -176,15 +197,19 @@ fn servers_from_npm_are_imported_whole_and_called() {
     );
 
     let memory = "from mcptools.memory import create_entities, create_relations, read_graph\n\
-                  create_entities.run(create_entities.Params(entities=[{'name': n, 'entityType': 'animal', 'observations': ['small']} for n in ('cat', 'mouse')]))\n\
-                  create_relations.run(create_relations.Params(relations=[{'from': 'cat', 'to': 'mouse', 'relationType': 'chases'}]))\n\
+                  create_entities.run(create_entities.Params(entities=[{'name': n, 'entityType': \
+                  'animal', 'observations': ['small']} for n in ('cat', 'mouse')]))\n\
+                  create_relations.run(create_relations.Params(relations=[{'from': 'cat', 'to': \
+                  'mouse', 'relationType': 'chases'}]))\n\
                   graph = read_graph.run()\n\
-                  [entity.name for entity in graph.entities], graph.relations[0].model_dump(by_alias=True)";
+                  [entity.name for entity in graph.entities], \
+                  graph.relations[0].model_dump(by_alias=True)";
     let said = "(['cat', 'mouse'], {'from': 'cat', 'to': 'mouse', 'relationType': 'chases'})";
     assert_eq!(session.text(memory), said);
 
     let thinking = "from mcptools.sequential_thinking import sequentialthinking as thinking\n\
-                    done = thinking.run(thinking.Params(thought='first', nextThoughtNeeded=False, thoughtNumber=1, totalThoughts=1))\n\
+                    done = thinking.run(thinking.Params(thought='first', nextThoughtNeeded=False, \
+                    thoughtNumber=1, totalThoughts=1))\n\
                     (done.thoughtHistoryLength, done.nextThoughtNeeded)";
     assert_eq!(session.text(thinking), "(1.0, False)");
 }
@@ -197,7 +222,10 @@ fn servers_of_services_and_browsers_from_npm_are_imported_whole() {
     // The service says back what it was sent, as careless ones do.
     let service = Elsewhere::serve(None, |request| {
         let sent = request.header("authorization").unwrap_or_default();
-        let error = json!({"object": "error", "status": 401, "code": "unauthorized", "message": format!("{sent} is not valid")});
+        let error = json!({
+            "object": "error", "status": 401, "code": "unauthorized",
+            "message": format!("{sent} is not valid"),
+        });
         answer("401 Unauthorized", &error.to_string())
     });
     let mut command = program();
@@ -209,7 +237,10 @@ fn servers_of_services_and_browsers_from_npm_are_imported_whole() {
     server.greet();
     let session = server.session();
     let node = |name: &str, args: &[&str], env: Value| node_server(folder, name, args, env);
-    let notion = json!({"NOTION_TOKEN": "${NOTION_TOKEN}", "BASE_URL": format!("http://127.0.0.1:{}", service.address.port())});
+    let notion = json!({
+        "NOTION_TOKEN": "${NOTION_TOKEN}",
+        "BASE_URL": format!("http://127.0.0.1:{}", service.address.port()),
+    });
     register_and_import(&session, "notion", node("notion-mcp-server", &[], notion));
     register_and_import(&session, "context7", node("context7-mcp", &[], json!({})));
     register_and_import(
@@ -254,7 +285,8 @@ fn servers_from_the_python_index_are_imported_whole_and_called() {
     let path = |name: &str| place.path().join(name).to_str().unwrap().to_owned();
     let repository = repository(&place);
     let page = Elsewhere::serve(None, |_| {
-        let text = "<html><body><article><h1>A heading</h1><p>A paragraph of some length, about nothing at all.</p></article></body></html>";
+        let text = "<html><body><article><h1>A heading</h1><p>A paragraph of some length, about \
+                    nothing at all.</p></article></body></html>";
         answer("200 OK", text).replace("application/json", "text/html")
     });
     let server = Server::start(MINIMAL);
@@ -281,26 +313,31 @@ fn servers_from_the_python_index_are_imported_whole_and_called() {
 
     let time = "from mcptools.time import convert_time, get_current_time\n\
                 now = get_current_time.run(get_current_time.Params(timezone='Europe/Warsaw'))\n\
-                there = convert_time.run(convert_time.Params(source_timezone='UTC', time='12:00', target_timezone='Asia/Tokyo'))\n\
+                there = convert_time.run(convert_time.Params(source_timezone='UTC', time='12:00', \
+                target_timezone='Asia/Tokyo'))\n\
                 (now.timezone, there.target.datetime[11:16], there.time_difference)";
     assert_eq!(session.text(time), "('Europe/Warsaw', '21:00', '+9.0h')");
 
     let git = format!(
         "from mcptools.git import git_log, git_status\n\
-         print('first words' in str(git_log.run(git_log.Params(repo_path={repository:?}))), 'new.txt' in str(git_status.run(git_status.Params(repo_path={repository:?}))))"
+         print('first words' in str(git_log.run(git_log.Params(repo_path={repository:?}))), \
+         'new.txt' in str(git_status.run(git_status.Params(repo_path={repository:?}))))"
     );
     assert_eq!(session.text(&git), "True True");
 
     let fetch = format!(
-        "from mcptools.fetch import fetch\nprint(fetch.run(fetch.Params(url='http://127.0.0.1:{}/page')))",
+        "from mcptools.fetch import \
+         fetch\nprint(fetch.run(fetch.Params(url='http://127.0.0.1:{}/page')))",
         page.address.port()
     );
     assert!(session.text(&fetch).contains("A paragraph of some length"));
 
     let sqlite = "from mcptools.sqlite import create_table, write_query, read_query\n\
                   create_table.run(create_table.Params(query='CREATE TABLE notes (text TEXT)'))\n\
-                  write_query.run(write_query.Params(query=\"INSERT INTO notes VALUES ('one'), ('two')\"))\n\
-                  print(read_query.run(read_query.Params(query='SELECT count(*) AS n FROM notes')))";
+                  write_query.run(write_query.Params(query=\"INSERT INTO notes VALUES ('one'), \
+                  ('two')\"))\n\
+                  print(read_query.run(read_query.Params(query='SELECT count(*) AS n FROM \
+                  notes')))";
     assert_eq!(session.text(sqlite), "[{'n': 2}]");
 }
 
@@ -351,8 +388,10 @@ fn one_server_is_the_same_over_every_transport() {
         register(&server, name, params);
         let code = format!(
             "from mcptools.{name} import echo, get_sum, get_tiny_image\nimport asyncio\n\
-             sums = await asyncio.gather(*(get_sum.run_async(get_sum.Params(a=n, b=1)) for n in range(20)))\n\
-             print(echo.run(echo.Params(message='żółw')), [str(each).split()[-1] for each in sums] == [f'{{n + 1}}.' for n in range(20)])\n\
+             sums = await asyncio.gather(*(get_sum.run_async(get_sum.Params(a=n, b=1)) for n in \
+             range(20)))\n\
+             print(echo.run(echo.Params(message='żółw')), [str(each).split()[-1] for each in sums] \
+             == [f'{{n + 1}}.' for n in range(20)])\n\
              len(get_tiny_image.run().content[1].data) > 1000"
         );
         assert_eq!(session.text(&code), "Echo: żółw True\nTrue", "{name}");
@@ -408,7 +447,7 @@ impl Listening {
         told.recv_timeout(PATIENCE)
             .expect("the server says that it listens");
         // It says the port that it was given, which is none.
-        let port = listening_port(child.id()).expect("it listens");
+        let port = listening_ports(child.id())[0];
         Listening { child, port }
     }
 }
@@ -418,33 +457,6 @@ impl Drop for Listening {
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
-}
-
-/// Finds the port at which a process listens, in what the kernel tells of its sockets.
-fn listening_port(process: u32) -> Option<u16> {
-    let links = fs::read_dir(format!("/proc/{process}/fd")).ok()?.flatten();
-    let sockets: Vec<PathBuf> = links
-        .filter_map(|link| fs::read_link(link.path()).ok())
-        .collect();
-    let is_its = |inode: &str| {
-        sockets
-            .iter()
-            .any(|socket| socket.to_str() == Some(&format!("socket:[{inode}]")))
-    };
-    let tables = ["tcp", "tcp6"].map(|table| {
-        fs::read_to_string(format!("/proc/{process}/net/{table}")).unwrap_or_default()
-    });
-    // Local address, state and inode are the second, fourth and tenth column; 0A is a socket that listens.
-    tables
-        .iter()
-        .flat_map(|table| table.lines())
-        .find_map(|line| {
-            let columns: Vec<&str> = line.split_whitespace().collect();
-            let listens =
-                columns.get(3) == Some(&"0A") && columns.get(9).is_some_and(|inode| is_its(inode));
-            let (_, port) = columns.get(1).filter(|_| listens)?.rsplit_once(':')?;
-            u16::from_str_radix(port, 16).ok()
-        })
 }
 
 #[test]
@@ -463,7 +475,9 @@ fn a_person_decides_about_a_call_of_a_real_server() {
     let capabilities = json!({"elicitation": {}});
     server.request(
         "initialize",
-        json!({"protocolVersion": "2025-11-25", "capabilities": capabilities, "clientInfo": client}),
+        json!({
+            "protocolVersion": "2025-11-25", "capabilities": capabilities, "clientInfo": client,
+        }),
     );
     server.notify("notifications/initialized", json!({}));
     let call = |tool: &str, arguments: Value| {
@@ -485,7 +499,8 @@ fn a_person_decides_about_a_call_of_a_real_server() {
         let path = place.path().join(name);
         let code = format!(
             "from mcptools.files import write_file\nimport mcptools\n\
-             try: print(write_file.run(write_file.Params(path={path:?}, content='written')).content)\n\
+             try: print(write_file.run(write_file.Params(path={path:?}, \
+             content='written')).content)\n\
              except mcptools.ToolCallDenied as error: print('denied:', error)"
         );
         let pending = call("execute_ipython_cell", json!({"code": code}));

@@ -19,8 +19,11 @@ fn every_call_is_in_the_audit_log_with_what_became_of_it() {
     params["approval"] = json!([{"deny": {"tool": "picture"}}]);
     register(&server, "notes", params);
     let session = server.session();
-    let code = "import mcptools\nfor tool, arguments in [('echo', {'text': 'canary'}), ('fail', {}), ('picture', {}), ('absent', {}), ('echo', {'text': 'other'}), ('echo', {'text': 'canary'})]:\n    \
-                try: mcptools.call('notes', tool, arguments)\n    except (mcptools.ToolError, mcptools.ToolCallError) as error: print(tool, type(error).__name__)";
+    let code = "import mcptools\nfor tool, arguments in [('echo', {'text': 'canary'}), ('fail', \
+                {}), ('picture', {}), ('absent', {}), ('echo', {'text': 'other'}), ('echo', \
+                {'text': 'canary'})]:\n    \
+                try: mcptools.call('notes', tool, arguments)\n    except (mcptools.ToolError, \
+                mcptools.ToolCallError) as error: print(tool, type(error).__name__)";
     let said = session.text(code);
     assert!(
         said.starts_with("fail ToolError\npicture ToolCallDenied\nabsent ToolCallError\n"),
@@ -98,7 +101,8 @@ async fn servers_of_a_configuration_that_is_read_again_are_taken_over() {
     let mut client = Raw::connect(service.address).await;
     let said = async |client: &mut Raw, server: &str| {
         let code = format!(
-            "from cellblock_runner import asking\nanswer = asking.ask('call_tool', server='{server}', tool='echo', arguments={{'text': 'x'}})\n\
+            "from cellblock_runner import asking\nanswer = asking.ask('call_tool', \
+             server='{server}', tool='echo', arguments={{'text': 'x'}})\n\
              print(answer['content'][0]['text'] if answer['ok'] else answer['reason'])"
         );
         let result = client
@@ -121,9 +125,9 @@ async fn servers_of_a_configuration_that_is_read_again_are_taken_over() {
         assert_eq!(said(&mut client, server).await, expected, "{server}");
     }
     let process = gone.process();
-    write(
-        json!({"changed": changed.params_of("second"), "kept": kept.params(), "added": added.params()}),
-    );
+    write(json!({
+        "changed": changed.params_of("second"), "kept": kept.params(), "added": added.params(),
+    }));
     assert!(
         service
             .read_again()
@@ -151,9 +155,9 @@ async fn servers_of_a_configuration_that_is_read_again_are_taken_over() {
             .count()
     };
     assert_eq!([&changed, &kept, &gone, &added].map(starts), [2, 1, 1, 1]);
-    write(
-        json!({"changed": {"command": "/nowhere/at-all"}, "kept": kept.params(), "added": added.params()}),
-    );
+    write(json!({
+        "changed": {"command": "/nowhere/at-all"}, "kept": kept.params(), "added": added.params(),
+    }));
     assert!(
         service
             .read_again()

@@ -1,7 +1,8 @@
 """The checks of `run`, inside the virtual machine: every way in which systemd starts Cellblock.
 
-Each context says how the program is started, which layers `doctor` must report, and where the control
-groups of sessions must be. In all of them limits must hold and nothing may be left after `kill -9`.
+Each context says how the program is started, which layers `doctor` must report, and where the
+control groups of sessions must be. In all of them limits must hold and nothing may be left after
+`kill -9`.
 """
 
 import json
@@ -27,7 +28,15 @@ LIMIT = 300
 # systemd 254 puts the main process of a unit into a group of its own, if asked to.
 SYSTEMD = int(re.search(r"systemd (\d+)", subprocess.getoutput("systemctl --version"))[1])
 HAS_SUBGROUPS = SYSTEMD >= 254
-LAYERS = ["namespaces", "identity", "privileges", "system-calls", "landlock", "network", "resources"]
+LAYERS = [
+    "namespaces",
+    "identity",
+    "privileges",
+    "system-calls",
+    "landlock",
+    "network",
+    "resources",
+]
 SCOPE = r"/cellblock-\d+-\d+\.scope/cellblock-\d+-\d+/"
 USER_SCOPE = r"^/user\.slice/user-1000\.slice/user@1000\.service/app\.slice" + SCOPE
 SYSTEM_SCOPE = r"^/system\.slice" + SCOPE
@@ -69,7 +78,10 @@ class Server:
             self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=log, text=True)
         self.number = 0
         client = {"name": "vm", "version": "1"}
-        self.ask("initialize", {"protocolVersion": "2025-11-25", "capabilities": {}, "clientInfo": client})
+        self.ask(
+            "initialize",
+            {"protocolVersion": "2025-11-25", "capabilities": {}, "clientInfo": client},
+        )
         self.send({"jsonrpc": "2.0", "method": "notifications/initialized"})
 
     def send(self, message):
@@ -130,7 +142,10 @@ def processes():
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            name, group = (folder / "comm").read_text().strip(), (folder / "cgroup").read_text().strip()[3:]
+            name, group = (
+                (folder / "comm").read_text().strip(),
+                (folder / "cgroup").read_text().strip()[3:],
+            )
             is_dead = " Z " in (folder / "stat").read_text().rpartition(")")[2][:4]
         except OSError:
             continue
@@ -148,19 +163,26 @@ def wait_until(holds, what):
 
 def expect_nothing_left():
     wait_until(lambda: not groups() and not processes(), lambda: f"left: {groups()} {processes()}")
-    left = run(["systemctl", "list-units", "--all", "--plain", "--no-legend", "cellblock-*.scope"]).stdout
+    left = run(
+        ["systemctl", "list-units", "--all", "--plain", "--no-legend", "cellblock-*.scope"]
+    ).stdout
     expect(not left, f"units are left: {left}")
 
 
 def expect_limits(place):
     """Expects the group of a live session below `place`, with all its limits."""
-    sessions = [Path(folder) for folder, _, _ in os.walk(CGROUPS) if re.search(r"/session-\d+$", folder)]
+    sessions = [
+        Path(folder) for folder, _, _ in os.walk(CGROUPS) if re.search(r"/session-\d+$", folder)
+    ]
     live = [group for group in sessions if (group / "cgroup.procs").read_text()]
     expect(live, f"no session is in a group of its own: {processes()}")
     for group in live:
         path = "/" + str(group.relative_to(CGROUPS))
         expect(re.search(place, path), f"a session is in {path}")
-        limits = {name: (group / name).read_text().strip() for name in ("memory.max", "pids.max", "cpu.max")}
+        limits = {
+            name: (group / name).read_text().strip()
+            for name in ("memory.max", "pids.max", "cpu.max")
+        }
         expect(limits["memory.max"] == str(MEMORY), limits)
         expect(limits["pids.max"] != "max" and not limits["cpu.max"].startswith("max"), limits)
 
@@ -195,7 +217,14 @@ def root_login():
 
 
 def delegated_scope():
-    how = [*unit(user="u", login=True), "systemd-run", "--user", "--quiet", "--scope", "--property=Delegate=yes"]
+    how = [
+        *unit(user="u", login=True),
+        "systemd-run",
+        "--user",
+        "--quiet",
+        "--scope",
+        "--property=Delegate=yes",
+    ]
     place = r"^/user\.slice/.*/run-[^/]*\.scope/cellblock-\d+-\d+/"
     works_on_stdio(how, place, {"identity": "reduced"})
     # Removing its own groups must not kill a program that ends by itself.
@@ -209,7 +238,14 @@ def delegated_scope():
 
 
 def delegated_scope_with_keeper():
-    how = [*unit(user="u", login=True), "systemd-run", "--user", "--quiet", "--scope", "--property=Delegate=yes"]
+    how = [
+        *unit(user="u", login=True),
+        "systemd-run",
+        "--user",
+        "--quiet",
+        "--scope",
+        "--property=Delegate=yes",
+    ]
     server = Server(how, "--keep-sessions", "on")
     server.cell("x = 1")
     expect_limits(r"^/user\.slice/.*/run-[^/]*\.scope/cellblock-\d+-\d+/")
@@ -229,13 +265,18 @@ def delegated_service_of_root():
 
 
 def plain_service_of_root():
-    """The unit is not delegated, so its group stays systemd's, and its slice is that of the sessions."""
+    """The unit is not delegated, so its group stays systemd's, and its slice is that of the
+    sessions.
+    """
     how = unit("Slice=cells.slice")
     server = Server(how)
     server.cell("x = 1")
     expect_limits(r"^/cells\.slice" + SCOPE)
     service = next(CGROUPS.glob("cells.slice/run-*.service"))
-    expect(not (service / "cgroup.subtree_control").read_text().strip(), "controllers of a unit were touched")
+    expect(
+        not (service / "cgroup.subtree_control").read_text().strip(),
+        "controllers of a unit were touched",
+    )
     expect(server.end() == 0, "the server did not end with status 0")
     works_on_stdio(unit(), SYSTEM_SCOPE, {})
 
@@ -251,7 +292,9 @@ def limits_of_a_unit():
     """What a unit may use holds for its sessions."""
     server = Server(unit("Delegate=yes", "MemoryMax=400M", "MemorySwapMax=0"), memory="2G")
     said = server.cell("kept = bytearray(1000 << 20)")
-    expect("1000" not in server.cell("print(len(kept) >> 20)"), f"more than the unit may use: {said}")
+    expect(
+        "1000" not in server.cell("print(len(kept) >> 20)"), f"more than the unit may use: {said}"
+    )
     server.end()
     expect_nothing_left()
 
@@ -293,13 +336,18 @@ class Service:
     def __init__(self, user=None):
         self.user = user
         shutil.copy("/payload/cellblock.service", "/etc/systemd/system/cellblock.service")
-        more = ["[Service]", "Environment=CELLBLOCK_ENVIRONMENT=minimal CELLBLOCK_MEMORY=256M CELLBLOCK_AUTH=off"]
+        more = [
+            "[Service]",
+            "Environment=CELLBLOCK_ENVIRONMENT=minimal CELLBLOCK_MEMORY=256M CELLBLOCK_AUTH=off",
+        ]
         more += [f"User={user}"] if user else []
         drop_in = Path("/etc/systemd/system/cellblock.service.d/test.conf")
         drop_in.parent.mkdir(exist_ok=True)
         drop_in.write_text("\n".join(more) + "\n")
         shutil.rmtree("/var/lib/cellblock", ignore_errors=True)
-        shutil.copytree(Path("/root", ".local/share/cellblock"), "/var/lib/cellblock", symlinks=True)
+        shutil.copytree(
+            Path("/root", ".local/share/cellblock"), "/var/lib/cellblock", symlinks=True
+        )
         self.control("daemon-reload")
         self.control("start")
         self.ready()
@@ -315,14 +363,21 @@ class Service:
             except OSError:
                 return False
 
-        wait_until(is_ready, lambda: run(["journalctl", "--no-pager", "-n", "20", "-u", "cellblock"]).stdout)
+        wait_until(
+            is_ready,
+            lambda: run(["journalctl", "--no-pager", "-n", "20", "-u", "cellblock"]).stdout,
+        )
 
     def cell(self, code):
         meta = {
             "io.modelcontextprotocol/protocolVersion": "2026-07-28",
             "io.modelcontextprotocol/clientCapabilities": {},
         }
-        params = {"name": "execute_ipython_cell", "arguments": {"code": code, "session_id": "a"}, "_meta": meta}
+        params = {
+            "name": "execute_ipython_cell",
+            "arguments": {"code": code, "session_id": "a"},
+            "_meta": meta,
+        }
         head = {
             "content-type": "application/json",
             "accept": "application/json, text/event-stream",
@@ -331,7 +386,9 @@ class Service:
             "mcp-name": "execute_ipython_cell",
             "mcp-param-session-id": "a",
         }
-        body = json.dumps({"jsonrpc": "2.0", "id": 1, "method": "tools/call", "params": params}).encode()
+        body = json.dumps(
+            {"jsonrpc": "2.0", "id": 1, "method": "tools/call", "params": params}
+        ).encode()
         request = urllib.request.Request(f"{ADDRESS}/mcp", body, head)
         return text_of(json.load(urllib.request.urlopen(request, timeout=LIMIT))["result"])
 
@@ -370,7 +427,9 @@ def documented_unit_as_root():
 
 
 def documented_unit_as_user():
-    """Before systemd 254 the user's manager is asked, which runs while the user is logged in or lingers."""
+    """Before systemd 254 the user's manager is asked, which runs while the user is logged in or
+    lingers.
+    """
     run(["loginctl", "enable-linger", "u"], check=True)
     wait_until(Path("/run/user/1000/bus").exists, "the manager of the user does not start")
     place = r"^/system\.slice/cellblock\.service/cellblock-" if HAS_SUBGROUPS else USER_SCOPE

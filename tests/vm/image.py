@@ -1,7 +1,8 @@
-"""Builds the images of `run`: a Debian release in a file system, with its kernel and its initrd beside it.
+"""Builds the images of `run`: a Debian release in a file system, with its kernel and its initrd
+beside it.
 
-The recipe is this file. An image is built again when it changes, or when the code that builds Python
-environments does: the guest has no network, so the image holds a finished environment.
+The recipe is this file. An image is built again when it changes, or when the code that builds
+Python environments does: the guest has no network, so the image holds a finished environment.
 """
 
 import hashlib
@@ -86,7 +87,8 @@ def bootstrap(suite, root, program):
     hooks = [
         f'install -D {CERTIFICATES} "$1{CERTIFICATES}"',
         f'install {program} "$1/tmp/cellblock"',
-        # The user of the checks. Its uid is that of an ordinary user, so that logind gives it what ordinary users get.
+        # The user of the checks. Its uid is that of an ordinary user, so that logind gives it what
+        # ordinary users get.
         'chroot "$1" useradd --uid 1000 --create-home --shell /bin/bash u',
         'HOME=/root chroot "$1" /tmp/cellblock env build minimal',
         'cd "$1" && mkdir -p home/u/.local/share && cp -a root/.local/share/cellblock home/u/.local/share/',
@@ -95,7 +97,12 @@ def bootstrap(suite, root, program):
         'chroot "$1" systemctl enable check.service',
         'chroot "$1" systemctl mask apt-daily.timer apt-daily-upgrade.timer systemd-timesyncd.service',
     ]
-    command = ["mmdebstrap", "--variant=minbase", f"--include={','.join(PACKAGES)}", f"--essential-hook={initrd}"]
+    command = [
+        "mmdebstrap",
+        "--variant=minbase",
+        f"--include={','.join(PACKAGES)}",
+        f"--essential-hook={initrd}",
+    ]
     for left_out in ["doc", "man", "locale"]:
         command.append(f"--dpkgopt=path-exclude=/usr/share/{left_out}/*")
     with tempfile.TemporaryDirectory() as units:
@@ -104,7 +111,9 @@ def bootstrap(suite, root, program):
             unit.write_text(text)
             hooks.insert(0, f'install -m 644 {unit} "$1/etc/systemd/system/{name}"')
         command += [f"--customize-hook={hook}" for hook in hooks]
-        subprocess.run([*command, suite, str(root), MIRROR], check=True, stderr=subprocess.PIPE, text=True)
+        subprocess.run(
+            [*command, suite, str(root), MIRROR], check=True, stderr=subprocess.PIPE, text=True
+        )
 
 
 def make_file_system(folder, file, spare):

@@ -1,4 +1,4 @@
-//! A log in a folder of its own, and one whose disk fails when the test says so.
+//! Tests with a log in its own folder, and with one whose disk fails on demand.
 
 use std::fs;
 use std::os::unix::fs::{PermissionsExt, symlink};
@@ -46,7 +46,7 @@ impl Place {
         records(&self.path())
     }
 
-    /// All files of the log, without the lock and what was set aside.
+    /// All files of the log, without the lock and the torn lines.
     fn files(&self) -> Vec<PathBuf> {
         let entries = fs::read_dir(self.folder.path())
             .unwrap()
@@ -287,7 +287,8 @@ fn a_crash_while_turning_over_leaves_a_log_that_goes_on() {
         ..AuditSettings::default()
     };
     drop(place.open_with(settings).unwrap());
-    // As after step 2: the present file has its number too, and the next one has its first record.
+    // The state after step 2: the current file has its number too, and the next one has its first
+    // record.
     fs::hard_link(
         place.path(),
         place.folder.path().join("audit.jsonl.000000000001"),
@@ -406,7 +407,7 @@ fn a_file_that_was_moved_away_or_cut_under_us_stops_new_work() {
     }
 }
 
-/// A file whose disk can be full or refuse to take what it was given.
+/// A file whose disk can be full or reject writes.
 struct Faulty {
     file: FileSink,
     faults: Arc<Faults>,

@@ -1,4 +1,4 @@
-//! Harm done to a small log, in every way that files can be harmed.
+//! A small log, damaged in every way that files can be damaged.
 
 use std::fs;
 

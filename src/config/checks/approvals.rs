@@ -1,58 +1,52 @@
-//! What running code may do at once, never, or when a person has said so.
-
-use std::time::Duration;
+//! Settings for approvals: which actions of code are allowed, denied, or need a person's decision.
 
 use serde_json::{Map, Value};
 
-use super::{Check, HOUR, invalid};
+use super::{Check, has_default, invalid};
 use crate::approval::{Defaults, Effect, Policy, Rule};
-use crate::config::layers::{Key, Origin, Written};
+use crate::config::layers::{Origin, Written};
+use crate::config::table::Key;
 use crate::config::{Approvals, ConfigError};
 
-/// Rules that an operator may write. Each is looked at for every call.
+/// Limit of the operator's rules. Each is evaluated for every call.
 const MOST_RULES: usize = 1000;
 
-const WORDS: &str = "allow, ask or deny";
 const RULES: &str = "a list of rules such as \"- ask: {server: github, tool: create_*}\"";
 
 impl Check<'_> {
     pub(super) fn approvals(&self) -> Result<Approvals, ConfigError> {
-        let usual = Defaults::default();
         let mut policy = Policy::new(Defaults {
-            tools: self.effect(Key::ApproveTools)?.unwrap_or(usual.tools),
-            shell: self.effect(Key::ApproveShell)?.unwrap_or(usual.shell),
-            packages: self.effect(Key::ApprovePackages)?.unwrap_or(usual.packages),
-            domains: self.domains()?.unwrap_or(usual.domains),
+            tools: self.effect(Key::ApproveTools)?,
+            shell: self.effect(Key::ApproveShell)?,
+            packages: self.effect(Key::ApprovePackages)?,
+            domains: self.domains()?,
         });
         for (origin, written) in self.written.all(Key::Approvals) {
             self.add_rules(&mut policy, origin, written)?;
         }
-        let timeout = self.duration(Key::ApprovalTimeout, Duration::from_secs(5)..=24 * HOUR)?;
         Ok(Approvals {
             policy,
-            timeout: timeout.unwrap_or(Duration::from_secs(600)),
-            remember: self.switch(Key::RememberApprovals)?.unwrap_or(false),
+            timeout: self.duration(Key::ApprovalTimeout)?,
+            remember: self.switch(Key::RememberApprovals)?,
         })
     }
 
-    fn effect(&self, key: Key) -> Result<Option<Effect>, ConfigError> {
-        self.read(key, WORDS, |text| {
-            Effect::from_name(text.trim()).ok_or(None)
-        })
+    fn effect(&self, key: Key) -> Result<Effect, ConfigError> {
+        let effect = self.value(key, |text| Effect::from_name(text.trim()).ok_or(None));
+        effect.map(has_default)
     }
 
-    /// To allow every name is what `allow_network` is for, which says so by its name.
-    fn domains(&self) -> Result<Option<Effect>, ConfigError> {
+    /// Allowing every name is left to `allow_network`, whose name is explicit about it.
+    fn domains(&self) -> Result<Effect, ConfigError> {
         let all = "allow_network: all opens the network".to_owned();
-        self.read(
-            Key::ApproveDomains,
-            "ask or deny",
-            |text| match Effect::from_name(text.trim()) {
+        let effect = self.value(Key::ApproveDomains, |text| {
+            match Effect::from_name(text.trim()) {
                 Some(Effect::Allow) => Err(Some(all.clone())),
                 Some(effect) => Ok(effect),
                 None => Err(None),
-            },
-        )
+            }
+        });
+        effect.map(has_default)
     }
 
     fn add_rules(
@@ -89,7 +83,7 @@ impl Check<'_> {
                     Some(bad.to_string()),
                 )
             })?;
-            // Whoever reads it need not know where the file lies.
+            // The reader of an approval request need not know the path of the file.
             let place = match line {
                 Some(line) => format!("line {line} of the configuration file"),
                 None => format!("rule {number} of `approvals`"),
@@ -123,6 +117,8 @@ fn value(written: &Written) -> Value {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use super::super::tests::case;
     use super::*;
     use crate::approval::{Subject, Verdict};
@@ -148,7 +144,8 @@ mod tests {
 
     #[test]
     fn rules_are_named_by_the_line_on_which_they_were_written() {
-        let yaml = "approve_tools: ask\napprovals:\n  - allow: {server: time, tool: '*'}\n  - deny:\n      tool: delete_*\n";
+        let yaml = "approve_tools: ask\napprovals:\n  - allow: {server: time, tool: '*'}\n  - \
+                    deny:\n      tool: delete_*\n";
         let policy = case().yaml(yaml).settings().approvals.policy;
         assert_eq!(policy.verdict(&tool("time", "now")), Verdict::Allow);
         let line = "`deny: {tool: \"delete_*\"}` (line 4 of the configuration file)".to_owned();

@@ -1,7 +1,8 @@
-//! Settings about who may call.
+//! Settings for authentication.
 //!
-//! The table `auth` of the file is checked here, line by line. The `MCP_` variables are taken as they are: other programs may have set them
-//! for themselves, so whoever serves only standard input must not stumble over them. `auth::Authenticator` judges them when it is made.
+//! The table `auth` of the file is checked here, entry by entry. The `MCP_` variables are taken
+//! unchecked: they may have been set for other programs, so a server on standard input alone must
+//! not fail because of them. `auth::Authenticator` checks them when it is created.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -11,13 +12,15 @@ use crate::auth::{
     Algorithm, ApiKey, AuthChoice, AuthSettings, Issuer, IssuerVariables, KeyHash, KeySetUrl,
     KeySource, Scope,
 };
-use crate::config::layers::{self, Key, Member, Origin, Written};
+use crate::config::layers::{self, Member, Origin, Written};
+use crate::config::table::Key;
 use crate::config::{ConfigError, folders};
 
 const CHOICES: &str = "development, off, or a table with issuers and api_keys";
 
 impl Check<'_> {
-    /// Reads who may call. Files of development mode are in `data_dir` unless the operator says otherwise.
+    /// Reads the authentication settings. Files of development mode are in `data_dir` unless the
+    /// operator sets another path.
     pub(super) fn auth(
         &self,
         surroundings: &BTreeMap<String, String>,
@@ -35,7 +38,7 @@ impl Check<'_> {
             }
             [(origin, Written::Text(text)), ..] => {
                 auth.choice = match text.trim().to_ascii_lowercase().as_str() {
-                    // YAML has its own opinion about the bare word, so that it may arrive as false.
+                    // YAML parses the bare word as a boolean, so it may arrive as false.
                     "off" | "false" => AuthChoice::Off,
                     "development" => AuthChoice::Development,
                     _ => return Err(invalid(Key::Auth.name(), origin, text, CHOICES, None)),
@@ -207,7 +210,7 @@ fn api_key(place: &str, origin: &Origin, members: &[Member]) -> Result<ApiKey, C
     if !ApiKey::is_name(name) {
         return Err(written.refuse("name", name, ApiKey::NAME_ALLOWED));
     }
-    // What was written is not repeated: it may be the key itself, put in the wrong place.
+    // The written text is not repeated: it may be the key itself, put in the wrong place.
     let hash = KeyHash::parse(written.needed("hash")?)
         .ok_or_else(|| written.refuse("hash", "…", KeyHash::ALLOWED))?;
     let allowed = format!("one or more of {}", Scope::ALL.map(Scope::name).join(", "));
@@ -225,7 +228,7 @@ fn api_key(place: &str, origin: &Origin, members: &[Member]) -> Result<ApiKey, C
     })
 }
 
-/// The members of one table of a list, each known and at most once.
+/// The members of one table of a list, each known and given at most once.
 struct Entry<'a> {
     place: &'a str,
     origin: Origin,
@@ -333,7 +336,7 @@ fn single<'a>(key: &str, origin: &Origin, written: &'a Written) -> Result<&'a st
     }
 }
 
-/// Returns the folders that code inside or clients can reach, which no key may come from.
+/// Returns the folders that code inside or clients can reach, from which no key may be read.
 pub(in crate::config) fn shown_folders(settings: &crate::config::Settings) -> Vec<PathBuf> {
     let mounts = settings.mounts.iter().map(|mount| &mount.host);
     settings
@@ -402,9 +405,12 @@ mod tests {
     #[test]
     fn issuers_and_keys_are_read_from_a_table() {
         let auth = auth(&format!(
-            "auth:\n  development_dir: dev\n  issuers:\n  - issuer: https://id.example.com\n    jwks_uri: https://id.example.com/keys\n    \
-             audience: https://cellblock.example.com/mcp\n  - issuer: partner\n    public_key: partner.pem\n    audience: [a, b]\n    \
-             algorithms: [ES256, EdDSA]\n    principal: email\n  api_keys:\n  - name: ci\n    hash: {HASH}\n    scopes: [python:execute, admin]\n"
+            "auth:\n  development_dir: dev\n  issuers:\n  - issuer: https://id.example.com\n    \
+             jwks_uri: https://id.example.com/keys\n    \
+             audience: https://cellblock.example.com/mcp\n  - issuer: partner\n    public_key: \
+             partner.pem\n    audience: [a, b]\n    \
+             algorithms: [ES256, EdDSA]\n    principal: email\n  api_keys:\n  - name: ci\n    \
+             hash: {HASH}\n    scopes: [python:execute, admin]\n"
         ));
         let [first, second] = &auth.issuers[..] else {
             panic!("there are two issuers")
@@ -443,7 +449,7 @@ mod tests {
         );
     }
 
-    /// An issuer as it is written in one line, with one member replaced or, if nothing is given, left out.
+    /// An issuer written in one line, with one member replaced or, without a value, omitted.
     fn issuer(member: &str, value: Option<&str>) -> String {
         let mut members = vec![
             ("issuer", "https://id"),
@@ -550,6 +556,19 @@ mod tests {
                 audience: Some("us".to_owned()),
                 algorithm: None,
                 public_key_path: Some("/here/keys/public.pem".into()),
+            }
+        );
+        let auth = case()
+            .variable("MCP_ISSUER", "https://id")
+            .variable("MCP_ALGORITHM", "ES256")
+            .settings()
+            .auth;
+        assert_eq!(
+            auth.variables,
+            IssuerVariables {
+                issuer: Some("https://id".to_owned()),
+                algorithm: Some("ES256".to_owned()),
+                ..IssuerVariables::default()
             }
         );
     }

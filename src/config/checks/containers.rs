@@ -1,18 +1,14 @@
-//! Settings about what sandboxes are made of.
+//! Settings for the backend.
 
 use std::collections::BTreeMap;
 use std::path::Path;
-use std::time::Duration;
 
-use super::{Check, HOUR, ReadFile};
-use crate::config::layers::Key;
+use super::{Check, ReadFile, has_default};
+use crate::config::table::Key;
 use crate::config::{BackendChoice, ConfigError, Containers, engine};
 use crate::sandbox::container::EngineKind;
 
-/// The image that `cellblock image build` makes unless it is told otherwise.
-pub(in crate::config) const OWN_IMAGE: &str = "cellblock:latest";
-
-/// What backends are called.
+/// Names of the backends.
 const NATIVE: &str = "native";
 const DOCKER: &str = "docker";
 const PODMAN: &str = "podman";
@@ -23,16 +19,12 @@ impl Check<'_> {
         surroundings: &BTreeMap<String, String>,
         read: ReadFile<'_>,
     ) -> Result<BackendChoice, ConfigError> {
-        let kind = self.read(
-            Key::Backend,
-            "native, docker or podman",
-            |text| match text {
-                NATIVE => Ok(None),
-                DOCKER => Ok(Some(EngineKind::Docker)),
-                PODMAN => Ok(Some(EngineKind::Podman)),
-                _ => Err(None),
-            },
-        )?;
+        let kind = self.value(Key::Backend, |text| match text {
+            NATIVE => Ok(None),
+            DOCKER => Ok(Some(EngineKind::Docker)),
+            PODMAN => Ok(Some(EngineKind::Podman)),
+            _ => Err(None),
+        })?;
         let image = self.read(
             Key::ContainerTag,
             "the name of an image, such as python:3.13-slim",
@@ -43,34 +35,31 @@ impl Check<'_> {
             "a runtime that the engine knows, such as runsc",
             runtime_name,
         )?;
-        let pool_max_age = self.duration(Key::PoolMaxAge, Duration::from_secs(1)..=24 * HOUR)?;
-        let pool_creations = self.number(Key::PoolCreations, 1..=64)?;
+        let pool_max_age = self.duration(Key::PoolMaxAge)?;
+        let pool_creations = self.number(Key::PoolCreations)?;
         let Some(kind) = kind.flatten() else {
-            // Somebody who names an image and gets no container should know it.
-            return match (image, runtime) {
-                (None, None) => Ok(BackendChoice::Native),
-                (Some(_), _) => Err(self.invalid(
-                    Key::ContainerTag,
-                    "nothing without --backend docker or podman",
-                )),
-                (None, Some(_)) => {
-                    Err(self.invalid(Key::Runtime, "nothing without --backend docker or podman"))
+            // An operator who names an image and gets no container should be warned.
+            for key in [Key::ContainerTag, Key::Runtime] {
+                if self.is_written(key)? {
+                    return Err(self.invalid(key, "nothing without --backend docker or podman"));
                 }
-            };
+            }
+            return Ok(BackendChoice::Native);
         };
         Ok(BackendChoice::Containers(Containers {
             kind,
             address: engine::find(kind, surroundings, read, &Path::exists)?,
             credentials: engine::credential_files(kind, surroundings),
-            image: image.unwrap_or_else(|| OWN_IMAGE.to_owned()),
+            image: has_default(image),
             runtime,
-            pool_max_age: pool_max_age.unwrap_or(HOUR / 2),
-            pool_creations: pool_creations.unwrap_or(2),
+            pool_max_age,
+            pool_creations,
         }))
     }
 }
 
-/// Names of images have no more than these letters, and none that could be taken for something else on the way.
+/// Image names contain only these characters, and none that could be misinterpreted in an engine
+/// request.
 fn image_name(text: &str) -> Result<String, Option<String>> {
     let is_plain = |letter: char| letter.is_ascii_alphanumeric() || "._-/:@+".contains(letter);
     let fits = !text.is_empty() && text.len() <= 512 && text.chars().all(is_plain);

@@ -1,4 +1,4 @@
-//! What sessions may reach, and the secrets that are put in place on the way out.
+//! Settings for network access, and the secrets that are inserted at the egress proxy.
 //!
 //! ```text
 //! allowed_domains ─┐
@@ -6,8 +6,9 @@
 //! allow_network  ──┘
 //! ```
 //!
-//! A secret's value is looked up here and goes straight into a [`Secret`], which never shows it. No message repeats what was written for a
-//! secret, because it may be the value itself, put in the wrong place.
+//! A secret's value is looked up here and goes straight into a [`Secret`], which never shows it. No
+//! message repeats the text written for a secret, because it may be the value itself, put in the
+//! wrong place.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -18,12 +19,13 @@ use cellblock_egress::name::HostName;
 use cellblock_egress::rules::{RuleError, Rules};
 use cellblock_egress::secrets::{Secret, SecretError, Vault};
 
-use super::{Check, invalid, within};
-use crate::config::layers::{self, Key, Member, Origin, Written};
+use super::{Check, has_default, invalid, within};
+use crate::config::layers::{self, Member, Origin, Written};
 use crate::config::quantity::parse_size;
+use crate::config::table::{Key, Values};
 use crate::config::{ConfigError, Network, Variables, dotenv};
 
-/// Why a secret was refused. It never says the value.
+/// Why a secret was rejected. It never contains the value.
 #[derive(Debug, thiserror::Error)]
 pub enum SecretProblem {
     #[error(transparent)]
@@ -31,11 +33,13 @@ pub enum SecretProblem {
     #[error("secret {name}: the variable {variable}, which should hold its value, is not set")]
     NotSet { name: String, variable: String },
     #[error(
-        "secret {name}: \"env\" takes the name of a variable: letters, digits and \"_\", and no digit at its start"
+        "secret {name}: \"env\" takes the name of a variable: letters, digits and \"_\", and no \
+         digit at its start"
     )]
     NotAVariable { name: String },
     #[error(
-        "secret {name}: its value is also in the variable {variable}, which code inside sees; take it out of there"
+        "secret {name}: its value is also in the variable {variable}, which code inside sees; take \
+         it out of there"
     )]
     Shown { name: String, variable: String },
     #[error("it has no name; write it as {{name: …, env: VARIABLE, hosts: [api.example.com]}}")]
@@ -46,14 +50,14 @@ pub enum SecretProblem {
     NoHosts { name: String },
 }
 
-/// The secrets that were written, with where each was.
+/// The secrets, each with its origin.
 pub(super) struct Secrets(Vec<Found>);
 
 struct Found {
     secret: Secret,
     origin: Origin,
     number: usize,
-    /// The file that the value came from.
+    /// The file that contains the value.
     file: Option<PathBuf>,
 }
 
@@ -65,11 +69,11 @@ enum Choice {
     All,
 }
 
-/// A secret as it was written, taken apart.
+/// A parsed description of a secret.
 struct Description {
     name: String,
     source: Source,
-    /// Hosts and, if there is one, the header, in the form of the flag.
+    /// Hosts and, if there is one, the header, in the syntax of the flag.
     place: String,
 }
 
@@ -78,17 +82,17 @@ enum Source {
     File(PathBuf),
 }
 
-const RULE_ALLOWED: &str = "a name such as example.com, *.example.com (one more label) or **.example.com (one or more), an address, or a \
-                            range such as 192.168.1.0/24; behind it ports other than 80 and 443, such as :8443, :8000,8443, :8000-8010 or :*";
+const RULE_ALLOWED: &str = "a name such as example.com, *.example.com (one more label) or \
+                            **.example.com (one or more), an address, or a \
+                            range such as 192.168.1.0/24; behind it ports other than 80 and 443, \
+                            such as :8443, :8000,8443, :8000-8010 or :*";
 
-/// The port at which a secret's host can be reached though nobody lists it: HTTPS, which is where values are put in place.
+/// The port at which a secret's host is reachable although it is not listed: HTTPS, where values
+/// are inserted.
 const SECRET_PORT: u16 = 443;
 
-const KIB: u64 = 1 << 10;
-const TIB: u64 = 1 << 40;
-
 impl Check<'_> {
-    /// Reads what may be reached. The hosts of `secrets` may.
+    /// Reads the network rules. The hosts of `secrets` are allowed.
     pub(super) fn network(
         &self,
         secrets: &Secrets,
@@ -119,7 +123,8 @@ impl Check<'_> {
         })
     }
 
-    /// Reads all secrets and looks up their values: variables among `surroundings`, the server's own, and files.
+    /// Reads all secrets and looks up their values: variables in `surroundings`, the server's own
+    /// environment, and files.
     pub(super) fn secrets(
         &self,
         surroundings: &BTreeMap<String, String>,
@@ -183,7 +188,8 @@ impl Check<'_> {
             .map_err(|error| invalid_rule(Key::DeniedDomains, origin, error))
     }
 
-    /// Returns the rules of a list as they were written. In a variable they are separated by commas, as their ports are.
+    /// Returns the rules of a list as they were written. In a variable they are separated by
+    /// commas, and so are their ports.
     fn rule_texts(&self, key: Key) -> Result<Option<(&Origin, Vec<String>)>, ConfigError> {
         let Some((origin, texts)) = self.written.texts(key)? else {
             return Ok(None);
@@ -196,19 +202,18 @@ impl Check<'_> {
     }
 
     fn choice(&self) -> Result<Option<Choice>, ConfigError> {
-        self.read(Key::AllowNetwork, "none, listed or all", |text| match text
-            .trim()
-            .to_ascii_lowercase()
-            .as_str()
-        {
-            "none" => Ok(Choice::None),
-            "listed" => Ok(Choice::Listed),
-            "all" => Ok(Choice::All),
-            _ => Err(None),
+        self.value(Key::AllowNetwork, |text| {
+            match text.trim().to_ascii_lowercase().as_str() {
+                "none" => Ok(Choice::None),
+                "listed" => Ok(Choice::Listed),
+                "all" => Ok(Choice::All),
+                _ => Err(None),
+            }
         })
     }
 
-    /// Refuses "none" beside something that opens the network: which of the two was meant only the operator knows.
+    /// Rejects "none" together with a setting that opens the network: only the operator knows which
+    /// was meant.
     fn refuse_to_contradict_none(
         &self,
         listed: &Rules,
@@ -258,28 +263,25 @@ impl Check<'_> {
     }
 
     fn network_limits(&self) -> Result<Limits, ConfigError> {
-        let usual = Limits::default();
-        let range = KIB..=TIB;
-        let bandwidth = self.read(
-            Key::NetworkBandwidth,
-            "bytes per second, written as a size such as 10M, from 1 KiB to 1 TiB, or 0 for no limit",
-            |text| match parse_size(text) {
+        let values = Key::NetworkBandwidth.row().values;
+        let Values::Size(least, most) = values else {
+            unreachable!("the bandwidth is a size")
+        };
+        let allowed = format!("{} per second, or 0 for no limit", values.allowed());
+        let bandwidth = self.read(Key::NetworkBandwidth, &allowed, |text| {
+            match parse_size(text) {
                 Ok(0) => Ok(0),
-                reading => within(reading, &range),
-            },
-        )?;
+                reading => within(reading, &(least..=most)),
+            }
+        })?;
         Ok(Limits {
-            connections: self
-                .number(Key::NetworkConnections, 1..=10_000)?
-                .unwrap_or(usual.connections),
-            bytes_per_second: bandwidth.unwrap_or(usual.bytes_per_second),
-            questions_per_second: self
-                .number(Key::NetworkQuestions, 1..=10_000)?
-                .unwrap_or(usual.questions_per_second),
+            connections: self.number(Key::NetworkConnections)?,
+            bytes_per_second: has_default(bandwidth),
+            questions_per_second: self.number(Key::NetworkQuestions)?,
         })
     }
 
-    /// Takes `NAME=env:VARIABLE@hosts[:Header]` or `NAME=file:PATH@…` apart.
+    /// Parses `NAME=env:VARIABLE@hosts[:Header]` or `NAME=file:PATH@…`.
     fn described_by_text(&self, origin: &Origin, text: &str) -> Result<Description, SecretProblem> {
         let parts = text.trim().split_once('=').and_then(|(name, rest)| {
             let (source, place) = rest.rsplit_once('@')?;
@@ -361,8 +363,9 @@ impl Check<'_> {
 }
 
 impl Secrets {
-    /// Makes sure that no value goes inside as a variable. A variable that has the name of a secret gives way, with a notice: code inside can
-    /// write one such source of variables, and must not be able to keep the server from starting.
+    /// Ensures that no value enters the sandbox as a variable. A variable with the name of a secret
+    /// is dropped, with a notice: code inside can write one source of such variables, and must not
+    /// be able to prevent the server from starting.
     pub(super) fn keep_out_of(
         &self,
         variables: &mut Variables,
@@ -383,7 +386,8 @@ impl Secrets {
             let name = secret.name();
             if variables.remove(name) {
                 notices.push(format!(
-                    "the variable {name} is not used: {name} is also a secret, whose placeholder code inside sees"
+                    "the variable {name} is not used: {name} is also a secret, whose placeholder \
+                     code inside sees"
                 ));
             }
             let vault = Vault::new(vec![secret.clone()]).map_err(|cause| refuse(cause.into()))?;
@@ -405,7 +409,7 @@ impl Secrets {
         self.0.into_iter().filter_map(|found| found.file).collect()
     }
 
-    /// Says which secrets can never be put in place, because their host is denied.
+    /// Returns notices for secrets that can never be inserted, because their host is denied.
     fn unreachable<'a>(&'a self, rules: &'a Rules) -> impl Iterator<Item = String> + 'a {
         let uses = self.0.iter().flat_map(|found| {
             found
@@ -422,7 +426,7 @@ impl Secrets {
 }
 
 impl Description {
-    /// Refuses what could be misread when the parts are put together again, or looked up.
+    /// Rejects parts that would be ambiguous when they are joined again or looked up.
     fn checked(self) -> Result<Description, SecretProblem> {
         if !dotenv::is_variable_name(&self.name) {
             return Err(SecretError::Name.into());
@@ -460,7 +464,7 @@ impl Description {
     }
 }
 
-/// Adds the hosts of secrets to what is listed.
+/// Adds the hosts of secrets to the listed ones.
 fn with_hosts(listed: &Rules, secrets: &Secrets) -> Result<Rules, ConfigError> {
     let mut rules = listed.clone();
     for Found { secret, origin, .. } in &secrets.0 {
@@ -491,7 +495,7 @@ fn invalid_rule(key: Key, origin: &Origin, error: RuleError) -> ConfigError {
     )
 }
 
-/// Returns the secrets of one writing, each a text or a table.
+/// Returns the secrets of one source, each a text or a table.
 fn secret_items(origin: &Origin, written: &Written) -> Result<Vec<Written>, ConfigError> {
     match (origin, written) {
         (_, Written::Nothing) => Ok(Vec::new()),
@@ -511,7 +515,7 @@ fn secret_items(origin: &Origin, written: &Written) -> Result<Vec<Written>, Conf
     }
 }
 
-/// Splits a variable at its commas, except where what follows does not begin a phrase of its own.
+/// Splits a variable at its commas, except where the following part does not start a new phrase.
 fn phrases(whole: &str, begins: impl Fn(&str) -> bool) -> Vec<String> {
     let mut phrases: Vec<String> = Vec::new();
     for part in whole
@@ -530,13 +534,14 @@ fn phrases(whole: &str, begins: impl Fn(&str) -> bool) -> Vec<String> {
     phrases
 }
 
-/// Tells whether this can only be a port or a range of ports: no rule is a bare number.
+/// Returns whether this can only be a port or a range of ports: no rule is a bare number.
 fn is_port(text: &str) -> bool {
     text.bytes()
         .all(|byte| byte.is_ascii_digit() || byte == b'-')
 }
 
-/// Writes hosts and a header as the flag has them, each checked to hold nothing that separates them there.
+/// Formats hosts and a header in the syntax of the flag, and rejects parts that contain its
+/// separators.
 fn place(name: &str, hosts: &[&str], header: Option<&str>) -> Result<String, SecretProblem> {
     if hosts.is_empty() {
         return Err(SecretProblem::NoHosts {
@@ -601,7 +606,7 @@ mod tests {
             .collect()
     }
 
-    /// Returns the whole refusal, with its causes.
+    /// Returns the complete error, with its causes.
     fn refusal(case: Case) -> String {
         format!(
             "{:#}",
@@ -651,7 +656,8 @@ mod tests {
             "[2001:db8::1]:8080-8090",
             "192.0.2.7",
         ];
-        let yaml = "allowed_domains:\n- '*.example.com:8000,8443'\n- '[2001:db8::1]:8080-8090'\n- 192.0.2.7\n";
+        let yaml = "allowed_domains:\n- '*.example.com:8000,8443'\n- '[2001:db8::1]:8080-8090'\n- \
+                    192.0.2.7\n";
         let variable = "*.example.com:8000,8443, [2001:db8::1]:8080-8090,192.0.2.7,";
         for case in [
             case().yaml(yaml),
@@ -693,8 +699,10 @@ mod tests {
         let refusal = case()
             .yaml("cpus: 1\nallowed_domains: [example.com, 'https://example.com/a']")
             .refusal();
-        let start = "/etc/cellblock/config.yaml line 2: allowed_domains cannot be \"https://example.com/a\" (a rule is a name, not an \
-                     address of a page: write example.com); allowed: a name such as example.com, *.example.com";
+        let start = "/etc/cellblock/config.yaml line 2: allowed_domains cannot \
+                     be \"https://example.com/a\" (a rule is a name, not an \
+                     address of a page: write example.com); allowed: a name such as example.com, \
+                     *.example.com";
         assert!(refusal.starts_with(start), "{refusal}");
         let flag = case().flags(Key::DeniedDomains, &["10.0.0.1/8"]).refusal();
         assert!(
@@ -789,7 +797,8 @@ mod tests {
         );
         assert_eq!(
             case().variable("CELLBLOCK_ALLOW_NETWORK", "some").refusal(),
-            "CELLBLOCK_ALLOW_NETWORK: allow_network cannot be \"some\"; allowed: none, listed or all"
+            "CELLBLOCK_ALLOW_NETWORK: allow_network cannot be \"some\"; allowed: none, listed or \
+             all"
         );
     }
 
@@ -798,7 +807,8 @@ mod tests {
         let list = || case().yaml("cpus: 1\nallowed_domains: ['!a.example.com', example.com]");
         assert_eq!(
             list().flag(Key::AllowNetwork, "none").refusal(),
-            "--allow-network: allow_network cannot be \"none\" (/etc/cellblock/config.yaml line 2: allowed_domains lists example.com); \
+            "--allow-network: allow_network cannot be \"none\" (/etc/cellblock/config.yaml line 2: \
+             allowed_domains lists example.com); \
              allowed: listed or all beside allowed_domains, or none and an empty allowed_domains"
         );
         assert!(allows(
@@ -883,14 +893,16 @@ mod tests {
         let secret = ["TOKEN=env:API_KEY@api.example.com"];
         assert_eq!(
             refusal(case().flags(Key::Secrets, &secret)),
-            "--secret: number 1 of secrets cannot be used: secret TOKEN: the variable API_KEY, which should hold its value, is not set"
+            "--secret: number 1 of secrets cannot be used: secret TOKEN: the variable API_KEY, \
+             which should hold its value, is not set"
         );
         with_value().flags(Key::Secrets, &secret).settings(); // control
     }
 
     #[test]
     fn secrets_are_the_same_in_the_file_in_a_variable_and_as_flags() {
-        let table = "secrets:\n- {name: ONE, env: API_KEY, hosts: [a.example.com, b.example.com], header: Authorization}\n\
+        let table = "secrets:\n- {name: ONE, env: API_KEY, hosts: [a.example.com, b.example.com], \
+                     header: Authorization}\n\
                      - TWO=env:API_KEY@c.example.com\n";
         let texts = [
             "ONE=env:API_KEY@a.example.com,b.example.com:Authorization",
@@ -1079,7 +1091,8 @@ mod tests {
         assert_eq!(
             same_name.notices,
             [
-                "the variable TOKEN is not used: TOKEN is also a secret, whose placeholder code inside sees"
+                "the variable TOKEN is not used: TOKEN is also a secret, whose placeholder code \
+                 inside sees"
             ]
         );
         let other_name = refusal(
@@ -1087,7 +1100,8 @@ mod tests {
         );
         assert_eq!(
             other_name,
-            "--secret: number 1 of secrets cannot be used: secret TOKEN: its value is also in the variable OTHER, which code inside sees; \
+            "--secret: number 1 of secrets cannot be used: secret TOKEN: its value is also in the \
+             variable OTHER, which code inside sees; \
              take it out of there"
         );
         let unrelated = secret(with_value())
@@ -1135,7 +1149,7 @@ mod tests {
             (
                 "network_bandwidth",
                 "1023",
-                "bytes per second, written as a size such as 10M, from 1 KiB to 1 TiB, or 0 for no limit",
+                "a size such as 512M or 2GiB, from 1 KiB to 1 TiB per second, or 0 for no limit",
             ),
         ] {
             let refusal = case().yaml(&format!("{key}: {wrong}")).refusal();

@@ -1,15 +1,16 @@
-//! Settings of `cellblock serve`: where it listens, by which names, and how long callers wait.
+//! Settings of `cellblock serve`: its listen address, its names, and how long callers wait.
 
 use std::net::SocketAddr;
-use std::time::Duration;
 
-use super::super::layers::Key;
+use super::super::table::Key;
 use super::super::{ConfigError, Service, TlsFiles};
-use super::{Check, invalid};
+use super::{Check, has_default, invalid};
 use crate::http::{AllowedHost, Origin};
 
-const LISTEN_ALLOWED: &str = "an address and a port such as 127.0.0.1:8000 or [::]:8443, or a port alone for this machine only";
-const URL_ALLOWED: &str = "the scheme, host and port by which clients know this server, such as https://cells.example.com, without a path";
+const LISTEN_ALLOWED: &str = "an address and a port such as 127.0.0.1:8000 or [::]:8443, or a port \
+                              alone for this machine only";
+const URL_ALLOWED: &str = "the scheme, host and port by which clients know this server, such as \
+                           https://cells.example.com, without a path";
 
 impl Check<'_> {
     pub(super) fn service(&self) -> Result<Service, ConfigError> {
@@ -21,24 +22,20 @@ impl Check<'_> {
                 .map_err(|_| None)
         })?;
         let mut allowed_hosts: Vec<AllowedHost> = self.each(Key::AllowedHosts)?;
-        // Clients know it by this name, so requests bear it.
+        // Clients use this name, so it is the `Host` of their requests.
         let own_host = public_url
             .as_ref()
             .and_then(|url| url.split("://").nth(1))
             .and_then(|host| host.parse().ok());
         allowed_hosts.extend(own_host);
         Ok(Service {
-            listen: listen.unwrap_or(SocketAddr::from(([127, 0, 0, 1], 8000))),
+            listen: has_default(listen),
             public_url,
             allowed_hosts,
             allowed_origins: self.each(Key::AllowedOrigins)?,
             tls: self.tls()?,
-            max_connections: self
-                .number(Key::MaxConnections, 1..=100_000)?
-                .unwrap_or(4096),
-            max_wait: self
-                .duration(Key::MaxWait, Duration::from_secs(1)..=super::HOUR)?
-                .unwrap_or(Duration::from_secs(50)),
+            max_connections: self.number(Key::MaxConnections)?,
+            max_wait: self.duration(Key::MaxWait)?,
         })
     }
 
@@ -86,6 +83,8 @@ fn listen_address(text: &str) -> Result<SocketAddr, Option<String>> {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use super::super::tests::case;
     use super::*;
 

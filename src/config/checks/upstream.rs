@@ -1,7 +1,10 @@
-//! Other MCP servers that everybody's sessions may use, and where callers' own ones may be.
+//! Settings for other MCP servers: those available to all sessions, and the hosts allowed for
+//! callers' own servers.
 //!
-//! The form is that of client configurations: a table of names and parameters, in the file itself or in one of its own. What a parameter means is known to
-//! `cellblock_upstream`; here it is only made sure that all of it makes sense before the server starts. Values may be secrets and are never repeated.
+//! The form is that of client configurations: a table of names and parameters, in the file itself
+//! or in a separate one. `cellblock_upstream` interprets the parameters; this module only checks
+//! before the server starts that all of them are valid. Values may be secrets and are never
+//! repeated.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -9,12 +12,14 @@ use std::path::PathBuf;
 use cellblock_upstream::{ServerName, ServerParams};
 use serde_json::{Map, Value};
 
-use super::super::layers::{Key, Member, Origin, Written};
+use super::super::layers::{Member, Origin, Written};
+use super::super::table::Key;
 use super::super::{ConfigError, Upstreams};
 use super::{Check, NamedFile, ReadFile, invalid, table};
 use crate::approval::registration;
 
-/// Parameters that are numbers of seconds. Everything else is text, also where YAML would read a number.
+/// Parameters that are numbers of seconds. All others are text, also where YAML would parse a
+/// number.
 const NUMBERS: [&str; 4] = [
     "timeout",
     "sse_read_timeout",
@@ -25,7 +30,8 @@ const NUMBERS: [&str; 4] = [
 const IN_FILES: &str = "mcpServers";
 
 impl Check<'_> {
-    /// Reads the servers of the operator. Returns also the file that some of them are in, because it may hold secrets.
+    /// Reads the operator's servers. Also returns the file that some of them are in, because it may
+    /// hold secrets.
     pub(super) fn upstreams(
         &self,
         variables: BTreeMap<String, String>,
@@ -139,7 +145,8 @@ fn refused(name: &str, origin: &Origin, why: String) -> ConfigError {
     )
 }
 
-/// Returns what was written as JSON. Texts stay texts, so that the value of a variable need not be put in quotes.
+/// Converts a written value to JSON. Texts stay texts, so the value of a variable need not be
+/// quoted.
 fn json(written: &Written) -> Value {
     match written {
         Written::Nothing => Value::Null,
@@ -175,8 +182,10 @@ mod tests {
     use super::super::tests::case;
     use super::*;
 
-    const SERVERS: &str = "mcp_servers:\n  git:\n    command: uvx\n    args: [mcp-server-git, --port, 8080]\n    env: {LEVEL: 3, TOKEN: '${GIT_TOKEN}'}\n    \
-                           call_timeout: 90\n  web:\n    url: https://example.com/mcp\n    headers: {Authorization: Bearer canary-1}\n";
+    const SERVERS: &str = "mcp_servers:\n  git:\n    command: uvx\n    args: [mcp-server-git, \
+                           --port, 8080]\n    env: {LEVEL: 3, TOKEN: '${GIT_TOKEN}'}\n    \
+                           call_timeout: 90\n  web:\n    url: https://example.com/mcp\n    \
+                           headers: {Authorization: Bearer canary-1}\n";
 
     #[test]
     fn servers_are_read_from_the_file_and_texts_stay_texts() {

@@ -1,27 +1,29 @@
-//! Settings about what operators see: the format of the log, where traces go, and the audit log.
+//! Settings for observability: the log format, the destination of traces, and the audit log.
 
 use std::collections::BTreeMap;
 
-use super::{Check, GIB, MIB};
+use super::{Check, has_default};
 use crate::audit::{AuditSettings, OnFailure, Sync};
-use crate::config::layers::Key;
+use crate::config::table::Key;
 use crate::config::{AuditLog, ConfigError};
 use crate::telemetry::LogFormat;
 
-/// Where a collector takes spans, below its address.
+/// The path for spans below a collector's address.
 const TRACES_PATH: &str = "/v1/traces";
 
-const URL_ALLOWED: &str = "an address such as http://127.0.0.1:4318 or https://collector.example.com, without a user name";
+const URL_ALLOWED: &str = "an address such as http://127.0.0.1:4318 or \
+                           https://collector.example.com, without a user name";
 
 impl Check<'_> {
     pub(super) fn log_format(&self) -> Result<LogFormat, ConfigError> {
-        let format = self.read(Key::LogFormat, "text or json", |text| {
+        let format = self.value(Key::LogFormat, |text| {
             LogFormat::from_name(text.trim()).ok_or(None)
-        })?;
-        Ok(format.unwrap_or_default())
+        });
+        format.map(has_default)
     }
 
-    /// Reads where spans go: from our own setting, or from the variables that programs with OpenTelemetry share.
+    /// Reads the destination of spans: from our own setting, or from the standard OpenTelemetry
+    /// variables.
     pub(super) fn traces(
         &self,
         surroundings: &BTreeMap<String, String>,
@@ -53,30 +55,21 @@ impl Check<'_> {
     }
 
     pub(super) fn audit(&self) -> Result<Option<AuditLog>, ConfigError> {
-        let usual = AuditSettings::default();
-        let sync = self.read(Key::AuditSync, "always or interval", |text| {
-            match text.trim() {
-                "always" => Ok(Sync::Always),
-                "interval" => Ok(Sync::Interval),
-                _ => Err(None),
-            }
+        let sync = self.value(Key::AuditSync, |text| match text.trim() {
+            "always" => Ok(Sync::Always),
+            "interval" => Ok(Sync::Interval),
+            _ => Err(None),
         })?;
-        let failure = self.read(Key::AuditFailure, "refuse or continue", |text| {
-            match text.trim() {
-                "refuse" => Ok(OnFailure::Refuse),
-                "continue" => Ok(OnFailure::Continue),
-                _ => Err(None),
-            }
+        let failure = self.value(Key::AuditFailure, |text| match text.trim() {
+            "refuse" => Ok(OnFailure::Refuse),
+            "continue" => Ok(OnFailure::Continue),
+            _ => Err(None),
         })?;
         let settings = AuditSettings {
-            sync: sync.unwrap_or(usual.sync),
-            failure: failure.unwrap_or(usual.failure),
-            turn_over_at: self
-                .size(Key::AuditFileSize, MIB..=1024 * GIB)?
-                .unwrap_or(usual.turn_over_at),
-            records_per_hour: self
-                .number(Key::AuditRecords, 100..=1_000_000_000)?
-                .unwrap_or(usual.records_per_hour),
+            sync: has_default(sync),
+            failure: has_default(failure),
+            turn_over_at: self.size(Key::AuditFileSize)?,
+            records_per_hour: self.number(Key::AuditRecords)?,
         };
         Ok(self
             .path(Key::AuditFile)?
@@ -84,7 +77,7 @@ impl Check<'_> {
     }
 }
 
-/// Tells whether `text` is the address of a collector. One with a password in it would end up in messages.
+/// Returns whether `text` is a valid collector URL. A URL with a password would appear in messages.
 fn is_collector(text: &str) -> bool {
     let host = text
         .strip_prefix("http://")
@@ -195,7 +188,8 @@ mod tests {
 
     #[test]
     fn an_audit_log_is_kept_as_the_operator_says() {
-        let yaml = "audit_file: logs/audit.jsonl\naudit_sync: always\naudit_failure: continue\naudit_file_size: 1G\naudit_records: 500";
+        let yaml = "audit_file: logs/audit.jsonl\naudit_sync: always\naudit_failure: \
+                    continue\naudit_file_size: 1G\naudit_records: 500";
         let audit = case().yaml(yaml).settings().audit.unwrap();
         assert_eq!(
             audit.file,
@@ -214,7 +208,7 @@ mod tests {
             case()
                 .yaml("audit_sync: never")
                 .refusal()
-                .contains("always or interval")
+                .contains("interval or always")
         );
         assert!(
             case()

@@ -1,9 +1,11 @@
-//! `Containerized Code Executer`: services that are started with dependencies, used, stopped, and used again by name.
+//! `Containerized Code Executer`: services that are started with dependencies, used, stopped, and
+//! used again by name.
 //!
-//! A service is a session whose name begins with `code_executer-`. Code runs in the one that was started or reused last, because calls do
-//! not name one; when that one is stopped, the youngest other one takes its place, and the next reply names it. A service that was stopped
-//! and kept has its files and packages, and a new Python when it is reused. Which sessions exist is asked of the sessions themselves; only
-//! which one is meant, and which are stopped, is remembered here.
+//! A service is a session whose name begins with `code_executer-`. Code runs in the one that was
+//! started or reused last, because calls do not name one; when that one is stopped, the youngest
+//! other one takes its place, and the next reply names it. A service that was stopped and kept has
+//! its files and packages, and a new Python when it is reused. Which sessions exist is asked of the
+//! sessions themselves; only which one is meant, and which are stopped, is remembered here.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -23,6 +25,7 @@ use super::super::turns::Extent;
 use super::super::{McpSettings, render};
 use super::{Modules, Ran, Written, failed, said, schema, telling, unknown_tool};
 use crate::auth::Scope;
+use crate::ops::{self, HostExt};
 use crate::session::{Outcome, Principal, Refused, SessionId, SessionInfo, Status, Stream};
 
 /// Functions that run text as code, which a reader of that code does not see.
@@ -65,7 +68,8 @@ const REUSE: Entry = Entry {
 const STOPPED: &str = "Code execution service stopped.";
 const RESTARTED: &str = "Code execution service restarted.";
 const NOT_RUNNING: &str = "Code execution service is not running.";
-const NO_SERVICE: &str = "Failed to connect to the code execution service. There is none; start one with start_code_executer.";
+const NO_SERVICE: &str = "Failed to connect to the code execution service. There is none; start \
+                          one with start_code_executer.";
 
 pub(super) struct CodeExecuter {
     tools: Vec<Tool>,
@@ -185,7 +189,17 @@ impl CodeExecuter {
                 .await;
             if let Err(refused) = installed {
                 // Half a service is none.
-                let _ = visit.server.shared.sessions.close(visit.owner, &name).await;
+                let _ = visit
+                    .server
+                    .shared
+                    .sessions
+                    .run(
+                        visit.owner,
+                        ops::CloseSession {
+                            session: name.clone(),
+                        },
+                    )
+                    .await;
                 return Err(refusal(refused));
             }
         }
@@ -216,7 +230,12 @@ impl CodeExecuter {
                     .server
                     .shared
                     .sessions
-                    .reset(visit.owner, &session)
+                    .run(
+                        visit.owner,
+                        ops::Reset {
+                            session: session.clone(),
+                        },
+                    )
                     .await
                     .map_err(refusal)?;
                 return Ok(said("Globals cleared"));
@@ -236,7 +255,8 @@ impl CodeExecuter {
                 .map(|note| format!(" {note}"))
                 .collect();
             return Err(format!(
-                "Error: The code contains dangerous operations and cannot be executed. ({problem}.){notes}"
+                "Error: The code contains dangerous operations and cannot be executed. \
+                 ({problem}.){notes}"
             ));
         }
         let Ran {
@@ -268,9 +288,26 @@ impl CodeExecuter {
             return Err(NOT_RUNNING.to_owned());
         }
         let done = match delete {
-            true => sessions.close(visit.owner, name).await,
+            true => {
+                sessions
+                    .run(
+                        visit.owner,
+                        ops::CloseSession {
+                            session: name.clone(),
+                        },
+                    )
+                    .await
+            }
             // What ran is over and its memory is free; files and packages wait.
-            false => sessions.reset(visit.owner, name).await.map(drop),
+            false => sessions
+                .run(
+                    visit.owner,
+                    ops::Reset {
+                        session: name.clone(),
+                    },
+                )
+                .await
+                .map(drop),
         };
         done.map_err(refusal)?;
         self.change(visit.owner, |services| {
@@ -304,7 +341,12 @@ impl CodeExecuter {
                 .server
                 .shared
                 .sessions
-                .reset(visit.owner, name)
+                .run(
+                    visit.owner,
+                    ops::Reset {
+                        session: name.clone(),
+                    },
+                )
                 .await
                 .map_err(refusal)?;
         }
@@ -315,8 +357,8 @@ impl CodeExecuter {
         Ok(said(RESTARTED))
     }
 
-    /// Returns the service that calls mean: the one that was started or reused last. When that one is gone, or this server is new, it is
-    /// the youngest one that runs.
+    /// Returns the service that calls mean: the one that was started or reused last. When that one
+    /// is gone, or this server is new, it is the youngest one that runs.
     async fn current(&self, visit: Visit<'_>) -> Result<Option<Current>, Refused> {
         let services = self.all(visit).await?;
         let remembered = self
@@ -342,14 +384,20 @@ impl CodeExecuter {
     }
 
     async fn all(&self, visit: Visit<'_>) -> Result<Vec<SessionInfo>, Refused> {
-        let sessions = visit.server.shared.sessions.list(visit.owner).await?;
+        let sessions = visit
+            .server
+            .shared
+            .sessions
+            .run(visit.owner, ops::ListSessions {})
+            .await?;
         Ok(sessions
             .into_iter()
             .filter(|session| session.id.as_str().starts_with(PREFIX))
             .collect())
     }
 
-    /// Returns the time as a name, or with a number behind it when two services are started within a second.
+    /// Returns the time as a name, or with a number behind it when two services are started within
+    /// a second.
     async fn free_name(&self, visit: Visit<'_>) -> Result<SessionId, Refused> {
         let taken: HashSet<String> = self
             .all(visit)
@@ -444,13 +492,18 @@ impl Toolbox for CodeExecuter {
         let expression = arguments
             .and_then(|arguments| arguments.get("expression"))
             .and_then(Value::as_str);
-        let expression = expression.filter(|text| text.chars().count() <= LONGEST_EXPRESSION).ok_or_else(|| {
-            let text =
-                format!("math_evaluation needs \"expression\", a text of at most {LONGEST_EXPRESSION} characters");
-            ErrorData::invalid_params(text, None)
-        })?;
+        let expression = expression
+            .filter(|text| text.chars().count() <= LONGEST_EXPRESSION)
+            .ok_or_else(|| {
+                let text = format!(
+                    "math_evaluation needs \"expression\", a text of at most \
+                         {LONGEST_EXPRESSION} characters"
+                );
+                ErrorData::invalid_params(text, None)
+            })?;
         let text = format!(
-            "Evaluate this mathematical expression by running Python code, with SymPy where an exact result is possible, and say \
+            "Evaluate this mathematical expression by running Python code, with SymPy where an \
+             exact result is possible, and say \
              what the result is: {expression}"
         );
         Ok(GetPromptResult::new(vec![PromptMessage::new_text(
@@ -511,7 +564,8 @@ fn tools() -> Vec<Tool> {
     vec![
         Tool::new(
             START.name,
-            "Starts a service that runs Python code, with the packages that it needs. Stop it when the work is done.",
+            "Starts a service that runs Python code, with the packages that it needs. Stop it when \
+             the work is done.",
             schema(
                 json!({"dependencies": {
                     "type": "array", "items": {"type": "string"}, "default": [],
@@ -522,7 +576,8 @@ fn tools() -> Vec<Tool> {
         ),
         Tool::new(
             EXECUTE.name,
-            "Runs Python code in the service that was started or reused last, and returns what it printed and the value of its last \
+            "Runs Python code in the service that was started or reused last, and returns what it \
+             printed and the value of its last \
              expression. Variables stay for the next call.",
             schema(
                 json!({"code": {"type": "string", "description": "Python code."}}),
@@ -531,14 +586,20 @@ fn tools() -> Vec<Tool> {
         ),
         Tool::new(
             STOP.name,
-            "Stops a service. It is deleted, or kept with its files and packages for reuse_code_executer.",
+            "Stops a service. It is deleted, or kept with its files and packages for \
+             reuse_code_executer.",
             schema(
                 json!({
                     "name": {
                         "type": "string",
-                        "description": "The name that start_code_executer told. Without one, the service in which code runs is stopped.",
+                        "description": "The name that start_code_executer told. Without one, the \
+                                        service in which code runs is stopped.",
                     },
-                    "delete_service": {"type": "boolean", "default": true, "description": "False keeps it."},
+                    "delete_service": {
+                        "type": "boolean",
+                        "default": true,
+                        "description": "False keeps it.",
+                    },
                 }),
                 &[],
             ),

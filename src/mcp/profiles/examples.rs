@@ -6,7 +6,9 @@ use rmcp::model::CallToolResult;
 use serde_json::{Value, json};
 
 use crate::sandbox::{Isolation, MemoryUse};
-use crate::session::{ExecutionId, Image, Outcome, Output, Part, PythonError, Status, Stream};
+use crate::session::{
+    ExecutionId, Image, ImageType, Outcome, Output, Part, PythonError, Status, Stream,
+};
 
 pub(super) fn outcome(status: Status, parts: Vec<Part>) -> Outcome {
     Outcome {
@@ -41,7 +43,7 @@ pub(super) fn text(stream: Stream, text: &str) -> Part {
 
 pub(super) fn picture() -> Part {
     Part::Image(Image {
-        mime: "image/png",
+        kind: ImageType::Png,
         bytes: vec![1, 2, 3],
         width: 1,
         height: 1,

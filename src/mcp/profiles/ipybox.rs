@@ -1,8 +1,9 @@
 //! `ipybox`: both generations in one table.
 //!
-//! One session, called `default`. A cell's text is everything it printed and showed, trimmed, cut after `max_output_chars`; pictures are
-//! image blocks, and files below the working folder that the text lists. Failures begin with "Error executing tool", as they did, and now
-//! end with what was printed before.
+//! One session, called `default`. A cell's text is everything it printed and showed, trimmed, cut
+//! after `max_output_chars`; pictures are image blocks, and files below the working folder that the
+//! text lists. Failures begin with "Error executing tool", as they did, and now end with what was
+//! printed before.
 
 use std::error::Error;
 use std::path::PathBuf;
@@ -22,6 +23,7 @@ use super::super::turns::Extent;
 use super::super::{Front, McpSettings, render};
 use super::{Written, failed, said, schema, telling, unknown_tool};
 use crate::auth::Scope;
+use crate::ops::{self, HostExt, Io};
 use crate::runner_client::Trouble;
 use crate::session::servers::ServerRequest;
 use crate::session::{InsidePath, Outcome, Refused, SessionId, Status};
@@ -111,7 +113,12 @@ impl Ipybox {
             }
             "reset" => {
                 let session = SessionId::default_session();
-                let reset = visit.server.shared.sessions.reset(visit.owner, &session);
+                let reset = visit.server.shared.sessions.run(
+                    visit.owner,
+                    ops::Reset {
+                        session: session.clone(),
+                    },
+                );
                 match or_cancelled(visit.context, reset).await {
                     Ok(_) => Ok(CallToolResult::success(Vec::new())),
                     // Nothing has run yet, so everything is as a reset would leave it.
@@ -145,7 +152,8 @@ impl Ipybox {
             .count(1..=MOST_OUTPUT_CHARS, self.default_max_output_chars as u64)
             .map_err(Failure::of)? as usize;
         let session = SessionId::default_session();
-        // A page that is cut keeps three fifths of its characters at its head, so that twice as many hold all that is shown.
+        // A page that is cut keeps three fifths of its characters at its head, so that twice as
+        // many hold all that is shown.
         let outcome = visit.run(&session, code, timeout, 2 * most).await?;
         if let Some(failure) = failure(&outcome, most) {
             return Err(failure);
@@ -173,17 +181,19 @@ impl Ipybox {
         let mut lines = Vec::new();
         for image in telling::images(outcome) {
             let name = random_name();
-            let ending = image.mime.strip_prefix("image/").unwrap_or("png");
+            let ending = image.kind.extension();
             let path: Result<InsidePath, _> = format!("{}/{name}.{ending}", self.images).parse();
             let path = path.expect("a folder and a short name are a path");
             let sessions = &visit.server.shared.sessions;
             let kept = sessions
-                .write_file(
+                .run_with(
                     visit.owner,
-                    session,
-                    &path,
-                    &mut image.bytes.as_slice(),
-                    true,
+                    ops::WriteFile {
+                        session: session.clone(),
+                        path: path.clone(),
+                        overwrite: true,
+                    },
+                    Io::source(image.bytes.as_slice()),
                 )
                 .await;
             lines.push(match (kept, &self.workspace) {
@@ -249,7 +259,8 @@ impl From<Refused> for Failure {
     }
 }
 
-/// Says why a cell failed, if it did: what it raised or how it was stopped, then what was printed before.
+/// Says why a cell failed, if it did: what it raised or how it was stopped, then what was printed
+/// before.
 fn failure(outcome: &Outcome, most: usize) -> Option<Failure> {
     let why = match &outcome.status {
         Status::Raised(error) => {
@@ -310,7 +321,7 @@ async fn register(visit: Visit<'_>, mut written: Written) -> Result<CallToolResu
         .server
         .shared
         .sessions
-        .register_server(visit.owner, request);
+        .run(visit.owner, ops::RegisterServer { server: request });
     let report = or_cancelled(visit.context, registered)
         .await
         .map_err(|error| match error.downcast::<Refused>() {
@@ -322,7 +333,8 @@ async fn register(visit: Visit<'_>, mut written: Written) -> Result<CallToolResu
         .iter()
         .map(|tool| ContentBlock::text(tool.module.as_str()))
         .collect();
-    // Otherwise the package is called what the server is called, and one block for each tool is all that was ever said.
+    // Otherwise the package is called what the server is called, and one block for each tool is all
+    // that was ever said.
     if report.package != given {
         told.push(ContentBlock::text(format!(
             "(\"{given}\" is no name of a Python package: import from mcptools.{}.)",
@@ -444,8 +456,10 @@ fn trouble(
 fn tools(settings: &McpSettings) -> Vec<Tool> {
     let execute = Tool::new(
         EXECUTE.name,
-        "Runs one IPython cell and returns what it printed, the value of its last expression and its images. Variables, imports and \
-         definitions stay for the next cell. Magics, `!commands` and top-level `await` work; never call `asyncio.run()`.",
+        "Runs one IPython cell and returns what it printed, the value of its last expression and \
+         its images. Variables, imports and \
+         definitions stay for the next cell. Magics, `!commands` and top-level `await` work; never \
+         call `asyncio.run()`.",
         schema(
             json!({
                 "code": {"type": "string", "description": "The cell."},
@@ -463,29 +477,35 @@ fn tools(settings: &McpSettings) -> Vec<Tool> {
     );
     let install = Tool::new(
         INSTALL.name,
-        "Installs a Python package, also when code has no network. It can be imported at once and stays after a reset.",
+        "Installs a Python package, also when code has no network. It can be imported at once and \
+         stays after a reset.",
         schema(
             json!({"package_name": {
-                "type": "string", "description": "A requirement such as `polars`, `polars>=1` or `git+https://…`.",
+                "type": "string", "description": "A requirement such as `polars`, `polars>=1` or \
+                     `git+https://…`.",
             }}),
             &["package_name"],
         ),
     );
     let reset = Tool::new(
         RESET.name,
-        "Starts Python anew. Variables, imports and definitions are lost; files and installed packages are kept.",
+        "Starts Python anew. Variables, imports and definitions are lost; files and installed \
+         packages are kept.",
         schema(json!({}), &[]),
     );
     let register = Tool::new(
         REGISTER.name,
-        "Connects to another MCP server and makes its tools callable from code: `from mcptools.<server_name> import <tool>`, then \
+        "Connects to another MCP server and makes its tools callable from code: `from \
+         mcptools.<server_name> import <tool>`, then \
          `<tool>.run(<tool>.Params(...))`. Returns the names of the tools.",
         schema(
             json!({
-                "server_name": {"type": "string", "description": "Name of the package; a Python identifier."},
+                "server_name": {"type": "string", "description": "Name of the package; a Python \
+                     identifier."},
                 "server_params": {
                     "type": "object", "additionalProperties": true,
-                    "description": "`command`, `args`, `env`, or `url`, `headers`; `type` if the address does not tell it.",
+                    "description": "`command`, `args`, `env`, or `url`, `headers`; `type` if the \
+                                    address does not tell it.",
                 },
             }),
             &["server_name", "server_params"],
@@ -494,7 +514,8 @@ fn tools(settings: &McpSettings) -> Vec<Tool> {
     let path = |description: &str| json!({"type": "string", "description": description});
     let upload = Tool::new(
         UPLOAD.name,
-        "Copies a file of the user's computer, out of an allowed directory, into the working folder of the code.",
+        "Copies a file of the user's computer, out of an allowed directory, into the working \
+         folder of the code.",
         schema(
             json!({
                 "relpath": path("Where to put it, relative to the working folder."),
@@ -505,7 +526,8 @@ fn tools(settings: &McpSettings) -> Vec<Tool> {
     );
     let download = Tool::new(
         DOWNLOAD.name,
-        "Copies a file out of the working folder of the code to the user's computer, into an allowed directory.",
+        "Copies a file out of the working folder of the code to the user's computer, into an \
+         allowed directory.",
         schema(
             json!({
                 "relpath": path("The file to copy, relative to the working folder."),
@@ -548,7 +570,8 @@ mod tests {
     #[test]
     fn a_failure_has_name_message_and_traceback_and_then_what_was_printed() {
         let told = failure_of(Status::Raised(raised()), "before\n", 100);
-        let expected = "ValueError: bad\nTraceback\n  line 1\nValueError: bad\n\nOutput before the error:\nbefore";
+        let expected = "ValueError: bad\nTraceback\n  line 1\nValueError: bad\n\nOutput before the \
+                        error:\nbefore";
         assert_eq!(told, expected);
         assert!(!failure_of(Status::Raised(raised()), "", 100).contains("Output before"));
     }

@@ -1,17 +1,20 @@
 //! Profiles: the tools of other servers, name for name, over the same sessions.
 //!
 //! ```text
-//! ipybox          one session; both generations' tools          python_docker   runs with state in and out, sessions, packages
-//! code_executer   services that are started and stopped         pyexec          one tool, text and images in order
+//! ipybox          one session; both generations' tools
+//! code_executer   services that are started and stopped
+//! python_docker   runs with state in and out, sessions, packages
+//! pyexec          one tool, text and images in order
 //! ```
 //!
-//! Whoever used one of those servers changes the command in the client's configuration and nothing else. Each file here has the table of
-//! its tools, reads their arguments, and writes results in that server's words; sessions, sandboxes, order and progress are those of the
-//! default profile. Where a server's documentation promised more than its program did, the promise is kept; what was a defect is not
-//! imitated. `docs/migrate` lists the differences.
+//! Whoever used one of those servers changes the command in the client's configuration and nothing
+//! else. Each file here has the table of its tools, reads their arguments, and writes results in
+//! that server's words; sessions, sandboxes, order and progress are those of the default profile.
+//! Where a server's documentation promised more than its program did, the promise is kept; what was
+//! a defect is not imitated. `docs/migrate` lists the differences.
 //!
-//! `telling` is what all of them say alike: what a cell printed, how it ended, why a session refuses. `modules` checks, inside the
-//! sandbox, which modules code wants to import.
+//! `telling` is what all of them say alike: what a cell printed, how it ended, why a session
+//! refuses. `modules` checks, inside the sandbox, which modules code wants to import.
 
 mod code_executer;
 #[cfg(test)]
@@ -35,6 +38,7 @@ use super::asking::Way;
 use super::toolbox::{Toolbox, Visit};
 use super::tools::Catalogue;
 use super::wire;
+use crate::ops::{self, HostExt};
 use crate::session::{ExecuteRequest, InsidePath, Outcome, RecorderId, Refused, SessionId};
 
 pub use modules::Modules;
@@ -123,7 +127,8 @@ impl Written {
         }
     }
 
-    /// Takes an argument that is no text. Some models write numbers, lists and flags as text, and these servers took that.
+    /// Takes an argument that is no text. Some models write numbers, lists and flags as text, and
+    /// these servers took that.
     fn take_leniently(&mut self, name: &'static str) -> Given {
         let mut given = self.take(name);
         if let Some(Value::String(text)) = &given.value
@@ -170,8 +175,8 @@ impl Visit<'_> {
             .await
     }
 
-    /// Runs a cell to its end, in a new Python if the session has lost its own. For profiles without a tool that starts it anew: the
-    /// result says that it happened.
+    /// Runs a cell to its end, in a new Python if the session has lost its own. For profiles
+    /// without a tool that starts it anew: the result says that it happened.
     async fn run_anew(
         &self,
         session: &SessionId,
@@ -187,7 +192,12 @@ impl Visit<'_> {
                 self.server
                     .shared
                     .sessions
-                    .reset(self.owner, session)
+                    .run(
+                        self.owner,
+                        ops::Reset {
+                            session: session.clone(),
+                        },
+                    )
                     .await?;
                 let outcome = self
                     .run(session, code.to_owned(), timeout, max_output_chars)

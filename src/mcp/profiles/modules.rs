@@ -1,8 +1,10 @@
-//! Modules that code may import: a policy for honest mistakes, checked on parsed code inside the sandbox, by `imports` of the runner.
+//! Modules that code may import: a policy for honest mistakes, checked on parsed code inside the
+//! sandbox, by `imports` of the runner.
 //!
-//! It protects nothing. The sandbox does that, whatever is imported; the lists tell code early and clearly what an operator does not want it
-//! to use. Text that only looks like an import (in a comment or a string) is left alone. Packages that were installed into the session, or
-//! asked for and found to be there already, may be imported unless they are blocked by name.
+//! It protects nothing. The sandbox does that, whatever is imported; the lists tell code early and
+//! clearly what an operator does not want it to use. Text that only looks like an import (in a
+//! comment or a string) is left alone. Packages that were installed into the session, or asked for
+//! and found to be there already, may be imported unless they are blocked by name.
 
 use std::time::Duration;
 
@@ -10,6 +12,7 @@ use serde_json::{Value, json};
 
 use super::super::wire;
 use super::{Visit, started_anew};
+use crate::ops::{self, HostExt};
 use crate::session::{Outcome, Part, Refused, SessionId, Status, Stream};
 
 /// How long the check may take. It reads the code once.
@@ -28,7 +31,8 @@ pub struct Modules {
     pub calls: Vec<String>,
     /// Where packages are, inside, that were installed into a session. They need not be listed.
     pub installed: String,
-    /// Packages that the caller asked for by name may be imported although their modules are blocked.
+    /// Packages that the caller asked for by name may be imported although their modules are
+    /// blocked.
     pub requested_wins: bool,
 }
 
@@ -61,7 +65,12 @@ impl Modules {
         first: &str,
     ) -> Result<Option<Problem>, Refused> {
         let word = SessionId::random();
-        let sessions = visit.server.shared.sessions.list(visit.owner).await?;
+        let sessions = visit
+            .server
+            .shared
+            .sessions
+            .run(visit.owner, ops::ListSessions {})
+            .await?;
         let requested = sessions
             .into_iter()
             .find(|known| known.id == *session)
@@ -74,7 +83,8 @@ impl Modules {
         Ok(verdict(&outcome, word.as_str()))
     }
 
-    /// The same for a session that may have lost its Python, which is started anew then: the second value says so.
+    /// The same for a session that may have lost its Python, which is started anew then: the second
+    /// value says so.
     pub(super) async fn check_anew(
         &self,
         visit: Visit<'_>,
@@ -90,7 +100,12 @@ impl Modules {
                     .server
                     .shared
                     .sessions
-                    .reset(visit.owner, session)
+                    .run(
+                        visit.owner,
+                        ops::Reset {
+                            session: session.clone(),
+                        },
+                    )
                     .await?;
                 Ok((
                     self.check(visit, session, code, "").await?,
@@ -110,14 +125,16 @@ impl Modules {
             requested_wins,
         } = self;
         let request = json!({
-            "code": code, "allowed": allowed, "blocked": blocked, "calls": calls, "packages": installed,
-            "requested": requested, "requested_wins": requested_wins, "word": word,
+            "code": code, "allowed": allowed, "blocked": blocked, "calls": calls,
+            "packages": installed, "requested": requested, "requested_wins": requested_wins,
+            "word": word,
         });
         runners_own("imports", "check", &[], &request)
     }
 }
 
-/// Returns a cell that calls a function of the runner with a request. No name of the session is used on the way.
+/// Returns a cell that calls a function of the runner with a request. No name of the session is
+/// used on the way.
 pub(super) fn runners_own(
     module: &str,
     function: &str,
@@ -137,7 +154,8 @@ pub(super) fn runners_own(
     )
 }
 
-/// Finds the answer of a function of the runner: the line that begins with the word that only it was told.
+/// Finds the answer of a function of the runner: the line that begins with the word that only it
+/// was told.
 pub(super) fn answer(outcome: &Outcome, word: &str) -> Option<Value> {
     let told = outcome.output.parts.iter().filter_map(|part| match part {
         Part::Text {
@@ -242,7 +260,10 @@ mod tests {
     #[test]
     fn a_request_is_one_line_of_python() {
         let cell = runners_own("state", "tell", &["names"], &json!({"code": "\"x\"\n"}));
-        let expected = r#"__import__('cellblock_runner.state', fromlist=['']).tell(names, "{\"code\":\"\\\"x\\\"\\n\"}")"#;
+        let expected = concat!(
+            r#"__import__('cellblock_runner.state', fromlist=['']).tell("#,
+            r#"names, "{\"code\":\"\\\"x\\\"\\n\"}")"#
+        );
         assert_eq!(cell, expected);
     }
 }

@@ -1,7 +1,8 @@
 //! `mcp-pyexec`: one tool, and a result of text and pictures in the order in which they came.
 //!
-//! A session is what that server's documents say: variables stay between calls with the same `session_id`. Nobody but its owner can name
-//! it, whatever it is called. Standard error is marked, as it was.
+//! A session is what that server's documents say: variables stay between calls with the same
+//! `session_id`. Nobody but its owner can name it, whatever it is called. Standard error is marked,
+//! as it was.
 
 use std::time::Duration;
 
@@ -201,12 +202,17 @@ impl Blocks {
 fn tool() -> Tool {
     Tool::new(
         EXECUTE.name,
-        "Runs Python code in a sandbox and returns what it printed, the value of its last expression and its plots, in order. \
+        "Runs Python code in a sandbox and returns what it printed, the value of its last \
+         expression and its plots, in order. \
          Variables stay for the next call with the same session_id.",
         schema(
             json!({
                 "code": {"type": "string", "description": "Python code."},
-                "session_id": {"type": "string", "default": SessionId::DEFAULT, "description": "Calls with the same one share variables."},
+                "session_id": {
+                    "type": "string",
+                    "default": SessionId::DEFAULT,
+                    "description": "Calls with the same one share variables.",
+                },
             }),
             &["code"],
         ),

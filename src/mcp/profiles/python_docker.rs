@@ -5,9 +5,10 @@
 //! execute-persistent   a session by its id: check → code → state out
 //! ```
 //!
-//! Both do what that server's documentation promised: `state` goes in and comes out as JSON, variables of a session stay, packages are
-//! installed where the session finds them. Code is a script, so that the value of a last expression is not shown. Every transient run has a
-//! fresh sandbox, which is destroyed behind it.
+//! Both do what that server's documentation promised: `state` goes in and comes out as JSON,
+//! variables of a session stay, packages are installed where the session finds them. Code is a
+//! script, so that the value of a last expression is not shown. Every transient run has a fresh
+//! sandbox, which is destroyed behind it.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -23,9 +24,8 @@ use super::super::{McpSettings, render};
 use super::modules::{Modules, Problem, answer, runners_own};
 use super::{LONGEST_NAME, Ran, Written, failed, said, schema, telling};
 use crate::auth::Scope;
-use crate::session::{
-    Outcome, Principal, Refused, SessionAccess, SessionId, StateAfter, Status, Stream,
-};
+use crate::ops::{self, Host, HostExt};
+use crate::session::{Outcome, Principal, Refused, SessionId, StateAfter, Status, Stream};
 
 /// How long the names of a run may take to be told. Their own `__str__` may be asked.
 const STATE_TIME: Duration = Duration::from_secs(10);
@@ -122,7 +122,12 @@ impl PythonDocker {
                     .server
                     .shared
                     .sessions
-                    .close(visit.owner, &session)
+                    .run(
+                        visit.owner,
+                        ops::CloseSession {
+                            session: session.clone(),
+                        },
+                    )
                     .await
                 {
                     Ok(()) => Ok(said(format!("Session {session} cleaned up successfully"))),
@@ -198,7 +203,8 @@ impl PythonDocker {
                 .await
                 .map_err(not_installed)?;
             return Ok(said(format!(
-                "Package installation result:\n\n{}\n\nNo session was named, so that nothing lasts; give the session_id in which \
+                "Package installation result:\n\n{}\n\nNo session was named, so that nothing \
+                 lasts; give the session_id in which \
                  the package is needed.",
                 report.text.trim_end()
             )));
@@ -214,7 +220,8 @@ impl PythonDocker {
         )))
     }
 
-    /// Looks at code before it runs. Without a policy only `first` is run, if there is something to run.
+    /// Looks at code before it runs. Without a policy only `first` is run, if there is something to
+    /// run.
     async fn check(
         &self,
         visit: Visit<'_>,
@@ -233,7 +240,8 @@ impl PythonDocker {
         self.modules.check(visit, session, code, first).await
     }
 
-    /// Asks a session what its names hold now. `given` says that a dictionary called `state` went in.
+    /// Asks a session what its names hold now. `given` says that a dictionary called `state` went
+    /// in.
     async fn state_of(
         &self,
         visit: Visit<'_>,
@@ -267,7 +275,8 @@ impl PythonDocker {
     async fn names_of(&self, visit: Visit<'_>, session: &SessionId, given: bool) -> JsonObject {
         let word = SessionId::random();
         let request = json!({
-            "given": given, "longest_text": LONGEST_TEXT, "most_characters": MOST_STATE, "word": word.as_str(),
+            "given": given, "longest_text": LONGEST_TEXT, "most_characters": MOST_STATE,
+            "word": word.as_str(),
         });
         // Twice the size leaves room for what threads of the cell still print.
         let cell = runners_own(
@@ -327,7 +336,7 @@ impl Toolbox for PythonDocker {
 
 /// A session for one call. Whatever becomes of the call, it is closed, and nobody waits for that.
 struct Fresh {
-    sessions: Arc<dyn SessionAccess>,
+    sessions: Arc<dyn Host>,
     owner: Principal,
     id: SessionId,
 }
@@ -352,7 +361,14 @@ impl Drop for Fresh {
         );
         tokio::spawn(async move {
             // It may never have begun.
-            let _ = sessions.close(&owner, &id).await;
+            let _ = sessions
+                .run(
+                    &owner,
+                    ops::CloseSession {
+                        session: id.clone(),
+                    },
+                )
+                .await;
         });
     }
 }
@@ -414,7 +430,8 @@ fn session(written: &mut Written) -> Result<Option<SessionId>, Failure> {
     }
 }
 
-/// Says that code was not run. The state comes back as it was, so that a chain of runs does not lose it.
+/// Says that code was not run. The state comes back as it was, so that a chain of runs does not
+/// lose it.
 fn refused_code(problem: &Problem, before: &str, mut state: JsonObject) -> CallToolResult {
     let error = format!("Validation error: {problem}");
     tell_run(
@@ -482,23 +499,28 @@ fn tools() -> Vec<Tool> {
     vec![
         Tool::new(
             TRANSIENT.name,
-            "Runs Python code in a fresh sandbox that is destroyed afterwards. `state` is a dictionary that the code finds under that \
-             name; the result ends with the state after it: that dictionary and all names of the code.",
+            "Runs Python code in a fresh sandbox that is destroyed afterwards. `state` is a \
+             dictionary that the code finds under that \
+             name; the result ends with the state after it: that dictionary and all names of the \
+             code.",
             schema(
                 json!({
                     "code": code,
-                    "state": {"type": "object", "description": "What the code finds in the dictionary `state`."},
+                    "state": {"type": "object", "description": "What the code finds in the \
+                         dictionary `state`."},
                 }),
                 &["code"],
             ),
         ),
         Tool::new(
             PERSISTENT.name,
-            "Runs Python code in a session, whose variables, files and packages stay for the next call with its id.",
+            "Runs Python code in a session, whose variables, files and packages stay for the next \
+             call with its id.",
             schema(
                 json!({
                     "code": code,
-                    "session_id": id("The session; without one a new session is made, and the result names it."),
+                    "session_id": id("The session; without one a new session is made, and the \
+                                      result names it."),
                 }),
                 &["code"],
             ),
@@ -509,7 +531,8 @@ fn tools() -> Vec<Tool> {
             schema(
                 json!({
                     "package_name": id("A requirement such as `polars` or `polars>=1`."),
-                    "session_id": id("The session in which it is needed. It is made if it is not there."),
+                    "session_id": id("The session in which it is needed. It is made if it is not \
+                                      there."),
                 }),
                 &["package_name"],
             ),
@@ -580,7 +603,8 @@ mod tests {
             error(StateAfter::Kept),
             "Execution timed out after 30 seconds"
         );
-        let lost = "Execution timed out after 30 seconds. Variables are gone; files are kept. Begin again.";
+        let lost = "Execution timed out after 30 seconds. Variables are gone; files are kept. \
+                    Begin again.";
         assert_eq!(error(StateAfter::Lost), lost);
     }
 

@@ -9,7 +9,8 @@ use super::super::tools::Seconds;
 use crate::sandbox::Exit;
 use crate::session::{Image, Outcome, Part, Refused, StateAfter, Status, Stream};
 
-/// Returns the text of a cell in its order: of these streams, with cuts in their place, and then refused connections.
+/// Returns the text of a cell in its order: of these streams, with cuts in their place, and then
+/// refused connections.
 pub(super) fn text_of(outcome: &Outcome, wanted: impl Fn(Stream) -> bool) -> String {
     let mut page = page_of(outcome, wanted);
     for blocked in &outcome.blocked {
@@ -44,34 +45,61 @@ pub(super) fn images(outcome: &Outcome) -> impl Iterator<Item = &Image> {
 }
 
 pub(super) fn image_block(image: &Image) -> ContentBlock {
-    ContentBlock::image(STANDARD.encode(&image.bytes), image.mime)
+    ContentBlock::image(STANDARD.encode(&image.bytes), image.kind.mime())
 }
 
-/// Says why a cell did not end well, what is lost, and with `way_back` what to do about it; nothing when it ended well or raised.
+/// Says why a cell did not end well, what is lost, and with `way_back` what to do about it; nothing
+/// when it ended well or raised.
 pub(super) fn ending(status: &Status, way_back: &str) -> Option<String> {
     let lost = || lost(way_back);
     let after = |state: StateAfter| kept_or_lost(state, way_back);
     let text = match status {
         Status::Completed | Status::Raised(_) => return None,
         Status::TimedOut { limit, state } => {
-            format!("The code was stopped because it ran longer than {}. {}", Seconds(*limit), after(*state))
+            format!(
+                "The code was stopped because it ran longer than {}. \
+                     {}",
+                Seconds(*limit),
+                after(*state)
+            )
         }
         Status::Cancelled { state } => format!("The call was cancelled. {}", after(*state)),
-        Status::Reset => format!("The code was stopped because the session was reset. {}", lost()),
+        Status::Reset => format!(
+            "The code was stopped because the session was reset. {}",
+            lost()
+        ),
         Status::Closed => {
-            "The code was stopped because its session was closed or the server is ending. Its variables and files are gone."
+            "The code was stopped because its session was closed or the server is ending. Its \
+             variables and files are gone."
                 .to_owned()
         }
-        Status::Died { exit: exit @ Exit::OutOfMemory { files_kept: true, .. } } => {
-            format!("Python was stopped: {}. {}", render::exit_text(*exit), lost())
+        Status::Died {
+            exit: exit @ Exit::OutOfMemory {
+                files_kept: true, ..
+            },
+        } => {
+            format!(
+                "Python was stopped: {}. {}",
+                render::exit_text(*exit),
+                lost()
+            )
         }
         Status::Died { exit } if !exit.files_kept() => format!(
             "The session is lost: {}. Its variables, imports and files are gone. {way_back}",
             render::exit_text(*exit)
         ),
-        Status::Died { exit } => format!("Python ended while the code ran: {}. {}", render::exit_text(*exit), lost()),
+        Status::Died { exit } => format!(
+            "Python ended while the code ran: {}. \
+                                          {}",
+            render::exit_text(*exit),
+            lost()
+        ),
         Status::Nonsense { what } => {
-            format!("Python was ended because it broke the connection to the server ({what}). {}", lost())
+            format!(
+                "Python was ended because it broke the connection to the server ({what}). \
+                     {}",
+                lost()
+            )
         }
     };
     Some(text.trim_end().to_owned())
@@ -105,7 +133,8 @@ pub(super) fn refusal(refused: &Refused, way_back: &str) -> String {
             .to_owned(),
         Refused::TooManySessions { limit, own: 0, .. } => {
             format!(
-                "no new session was created, because {limit} exist and no more are allowed. None of them is yours: try again later"
+                "no new session was created, because {limit} exist and no more are allowed. None \
+                 of them is yours: try again later"
             )
         }
         Refused::TooManySessions {
@@ -117,7 +146,8 @@ pub(super) fn refusal(refused: &Refused, way_back: &str) -> String {
                 names => format!("idle the longest: {}", names.join(", ")),
             };
             format!(
-                "no new session was created, because {limit} exist and no more are allowed; end one ({idle})"
+                "no new session was created, because {limit} exist and no more are allowed; end \
+                 one ({idle})"
             )
         }
         other => with_causes(other),
@@ -148,8 +178,8 @@ pub(super) fn head(text: &str, most: usize) -> (&str, bool) {
     }
 }
 
-/// What was printed before a failure and which connections were refused, as the last part of its text; nothing when
-/// there is nothing. `cut` shortens what was printed.
+/// What was printed before a failure and which connections were refused, as the last part of its
+/// text; nothing when there is nothing. `cut` shortens what was printed.
 pub(super) fn before_the_error(outcome: &Outcome, cut: impl Fn(&str) -> String) -> String {
     let printed = page_of(outcome, |stream| stream != Stream::Traceback).text;
     let mut text = match printed.trim() {

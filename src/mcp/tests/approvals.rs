@@ -1,4 +1,5 @@
-//! Questions to the person behind a client, in both protocol eras: real sessions that ask before packages are installed.
+//! Questions to the person behind a client, in both protocol eras: real sessions that ask before
+//! packages are installed.
 
 use std::pin::Pin;
 
@@ -314,7 +315,10 @@ async fn an_answer_that_is_missing_is_asked_for_again() {
     let state = json!({"requestState": first["requestState"]});
     let second = client.ask(newer(tool, &arguments, state)).await["result"].take();
     assert_eq!(second["resultType"], "input_required", "{second}");
-    let stray = json!({"requestState": second["requestState"], "inputResponses": {"something": accept("once")}});
+    let stray = json!({
+        "requestState": second["requestState"],
+        "inputResponses": {"something": accept("once")},
+    });
     let third = client.ask(newer(tool, &arguments, stray)).await["result"].take();
     assert_eq!(
         third["inputRequests"], first["inputRequests"],

@@ -1,7 +1,7 @@
-//! Where an index keeps its files, remembered from server to server.
+//! On-disk cache of the hosts that serve an index's files.
 //!
-//! Asking costs a request to the index, which a session would wait for. The answer holds no secret and rarely changes; it is believed for a day, and
-//! forgotten as soon as an installation fails.
+//! A query costs a request to the index, which a session would wait for. The result contains no
+//! secret and rarely changes. It is valid for a day and discarded as soon as an installation fails.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -11,12 +11,13 @@ use std::time::{Duration, SystemTime};
 
 use super::IndexUrl;
 
-/// A package that every index we are used with has: the runner needs it, so every environment is built with it.
+/// A package that every index in use has: the runner needs it, so every environment is built with
+/// it.
 pub(super) const KNOWN_PACKAGE: &str = "ipython";
-/// What makes uv print the addresses of its files.
+/// Options that make uv print the URLs of its files.
 pub(super) const OPTIONS: [&str; 3] = ["--no-deps", "--format", "pylock.toml"];
 
-/// How long an answer is believed.
+/// Time for which a cached entry is valid.
 const KEPT_FOR: Duration = Duration::from_secs(24 * 60 * 60);
 
 /// Finds the hosts of all files in a lock file, as `host:port`.
@@ -34,7 +35,7 @@ pub(super) fn hosts_in(lock: &str) -> Vec<String> {
     hosts.into_iter().collect()
 }
 
-/// Returns what was remembered of an index, if it is fresh enough.
+/// Returns the cached hosts of an index, unless they are too old.
 pub(super) fn recall(memory: &Path, identity: &str) -> Option<Vec<String>> {
     recall_at(memory, identity, SystemTime::now())
 }
@@ -44,13 +45,13 @@ fn recall_at(memory: &Path, identity: &str, now: SystemTime) -> Option<Vec<Strin
     let written = fs::metadata(&path)
         .and_then(|found| found.modified())
         .ok()?;
-    // A time in the future says nothing.
+    // A timestamp in the future is invalid.
     let is_fresh = now.duration_since(written).is_ok_and(|age| age < KEPT_FOR);
     let text = fs::read_to_string(path).ok().filter(|_| is_fresh)?;
     Some(text.lines().map(str::to_owned).collect())
 }
 
-/// Remembers the hosts of an index. If that fails, the next server asks again.
+/// Caches the hosts of an index. If that fails, the next server queries again.
 pub(super) fn remember(memory: &Path, identity: &str, hosts: &[String]) {
     let write = || -> io::Result<()> {
         fs::create_dir_all(memory)?;
@@ -64,7 +65,7 @@ pub(super) fn remember(memory: &Path, identity: &str, hosts: &[String]) {
     }
 }
 
-/// Forgets what is known of an index.
+/// Removes the cached entry of an index.
 pub(super) fn forget(memory: &Path, identity: &str) {
     let _ = fs::remove_file(place(memory, identity));
 }
@@ -79,7 +80,8 @@ mod tests {
 
     #[test]
     fn the_hosts_of_all_files_of_a_lock_are_found() {
-        let lock = "sdist = { url = \"https://files.example/x.tar.gz\" }\nwheels = [{ url = \"http://f.example:81/x.whl\" }]";
+        let lock = "sdist = { url = \"https://files.example/x.tar.gz\" }\nwheels = [{ url \
+                    = \"http://f.example:81/x.whl\" }]";
         assert_eq!(hosts_in(lock), ["f.example:81", "files.example:443"]);
     }
 

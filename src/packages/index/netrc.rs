@@ -1,22 +1,24 @@
-//! Passwords for hosts from the file `.netrc`, which pip and uv read too.
+//! Host passwords from the file `.netrc`, which pip and uv read too.
 //!
 //! ```text
 //! machine index.example.com login me password secret
 //! ```
 //!
-//! Only entries for a host by its name count; the entry `default` would give a password to hosts that it was never meant for.
+//! Only entries that name a host are used; the entry `default` would send a password to hosts that
+//! it was never meant for.
 
 use std::collections::{BTreeMap, HashMap};
 use std::fs;
 use std::path::PathBuf;
 
-/// User name and password of each host, encoded for an address.
+/// User name and password of each host, percent-encoded for a URL.
 pub(super) type Passwords = HashMap<String, String>;
 
-/// The largest file that is read.
+/// Maximum size of the file.
 const LARGEST: u64 = 1 << 20;
 
-/// Reads the file that `variables` name, or the one in the home folder. Without one, nothing is known.
+/// Reads the file that `variables` name, or the one in the home directory. A missing file gives no
+/// passwords.
 pub(super) fn read(variables: &BTreeMap<String, String>) -> Passwords {
     let value = |name: &str| variables.get(name).filter(|value| !value.is_empty());
     let named = value("NETRC").map(PathBuf::from);
@@ -68,7 +70,7 @@ impl<'a> Entry<'a> {
         }
     }
 
-    /// The first entry of a host counts, and only one that has a password.
+    /// Adds the entry if it has a password. The first entry of a host takes precedence.
     fn put_into(self, found: &mut Passwords) {
         if let (Some(host), Some(password)) = (self.host, self.password) {
             let credentials = format!(
@@ -83,7 +85,7 @@ impl<'a> Entry<'a> {
     }
 }
 
-/// Leaves out comments, and macros, which go on to the next empty line.
+/// Removes comments and macros. A macro ends at the next empty line.
 fn without_macros(text: &str) -> String {
     let mut in_macro = false;
     let mut kept = Vec::new();
@@ -101,7 +103,7 @@ fn without_macros(text: &str) -> String {
     kept.join("\n")
 }
 
-/// Percent-encodes everything that has a meaning in an address.
+/// Percent-encodes every character that has a special meaning in a URL.
 fn encoded(text: &str) -> String {
     let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-._~".contains(&byte);
     text.bytes()
@@ -121,9 +123,11 @@ mod tests {
 
     #[test]
     fn entries_are_read_however_they_are_spread_over_lines() {
-        let text = "# mine\nmachine A.example login me password p@ss\nmachine b.example\n  login you\n  account x\n  password y\n\
+        let text = "# mine\nmachine A.example login me password p@ss\nmachine b.example\n  login \
+                    you\n  account x\n  password y\n\
                     machine c.example login nobody\nmachine a.example login other password other\n\
-                    macdef init\nmachine d.example login x password x\n\nmachine e.example password only\n\
+                    macdef init\nmachine d.example login x password x\n\nmachine e.example \
+                    password only\n\
                     default login anyone password anything";
         let expected = [
             ("a.example", "me:p%40ss"),

@@ -1,4 +1,5 @@
-//! Installations with a stand-in for the sandbox, which answers as it is told: honestly, wrongly, or not at all.
+//! Tests of installations with a fake sandbox, which gives correct, wrong or no replies as each
+//! test requires.
 
 use std::collections::VecDeque;
 use std::io::{Seek, Write};
@@ -11,7 +12,7 @@ use super::super::stream::tests::stream;
 use super::super::{IndexUrl, Proxies};
 use super::*;
 
-/// What one run inside leaves behind: the answer and other files. `None`: it never ends.
+/// Results of runs inside: the reply and other files. `None`: the run never ends.
 type Errands = Arc<Mutex<VecDeque<Option<Vec<(String, Vec<u8>)>>>>>;
 
 #[derive(Default, Clone)]
@@ -96,7 +97,7 @@ impl Fake {
         self.script.lock().unwrap().push_back(Some(files));
     }
 
-    /// An honest resolver and an honest installer for packages without dependencies.
+    /// Scripts a correct resolver and installer for packages without dependencies.
     fn has(&self, packages: &[(&str, &str)]) {
         self.answers(resolved(packages), &[]);
         self.installs(packages);
@@ -122,12 +123,15 @@ impl Fake {
 fn resolved(packages: &[(&str, &str)]) -> Value {
     let pin = |(name, version): &(&str, &str)| {
         let hash = Key::new(&[name, version]);
-        json!({"name": name, "version": version, "url": null, "hashes": [format!("sha256:{}", digits(&hash))]})
+        json!({
+            "name": name, "version": version, "url": null,
+            "hashes": [format!("sha256:{}", digits(&hash))],
+        })
     };
     json!({"tag": "cpython-311", "pins": packages.iter().map(pin).collect::<Vec<_>>()})
 }
 
-/// Any 64 digits will do.
+/// Returns 64 hexadecimal digits. Their value does not matter.
 fn digits(key: &Key) -> String {
     format!("{key:?}")
         .chars()
@@ -306,8 +310,10 @@ async fn an_older_version_that_was_chosen_because_of_the_session_is_told_with_th
     bench.fake.answers(answer.clone(), &[]);
     bench.fake.installs(&[("moviepy", "0.2")]);
     let text = bench.install(&wish(&["moviepy"])).await.unwrap().text;
-    let remark = "moviepy 0.2 is not the newest version: 2.2.1 cannot be used with numpy 2.1.0, which the session has. To get \
-                  it and replace what is in its way, install \"moviepy==2.2.1\", \"numpy==1.26.4\" together.";
+    let remark = "moviepy 0.2 is not the newest version: 2.2.1 cannot be used with numpy 2.1.0, \
+                  which the session has. To get \
+                  it and replace what is in its way, install \"moviepy==2.2.1\", \"numpy==1.26.4\" \
+                  together.";
     assert_eq!(
         text,
         format!("Successfully installed moviepy-0.2\n{remark}")
@@ -343,7 +349,8 @@ async fn an_upgrade_asks_the_index_even_for_what_is_there() {
 #[tokio::test]
 async fn the_resolvers_words_come_back_without_passwords_and_with_what_can_be_done() {
     let bench = Bench::with("http://me:hunter2@127.0.0.1:8080/simple", Limits::default());
-    let words = "Because x depends on numpy>=3 and you require numpy==2.1.0 (http://me:hunter2@127.0.0.1:8080/simple)";
+    let words = "Because x depends on numpy>=3 and you require numpy==2.1.0 \
+                 (http://me:hunter2@127.0.0.1:8080/simple)";
     bench.fake.answers(json!({"failed": words}), &[]);
     let said = bench.refusal(&wish(&["x"])).await;
     assert!(
@@ -452,7 +459,8 @@ async fn an_answer_that_does_not_fit_the_question_adds_nothing() {
         let said = bench.refusal(&wish(&["polars"])).await;
         assert!(said.contains("does not fit"), "{said}");
         bench.fake.installs(&asked);
-        let installed = bench.install(&wish(&["polars"])).await.unwrap(); // control: the honest answer is taken afterwards
+        // Control: the correct reply is accepted afterwards.
+        let installed = bench.install(&wish(&["polars"])).await.unwrap();
         assert_eq!(installed.text, "Successfully installed polars-1.2.3");
         assert!(
             bench.fake.script.lock().unwrap().is_empty(),

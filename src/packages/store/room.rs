@@ -1,4 +1,4 @@
-//! Room in the store: what goes when there is too much, and what stays.
+//! Eviction: which trees are removed when the store exceeds its limit, and which are kept.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -7,23 +7,24 @@ use std::time::{Duration, SystemTime};
 use super::uses::Removing;
 use super::{INDEX, RECORDS, Sharing, Store, StoreError, Tree, TreeName, remove_tree, while_doing};
 
-/// One part in so many of the limit is free at least after something had to go. So not every installation has to make room.
+/// After an eviction at least this fraction of the limit is free (1/10), so that not every
+/// installation has to evict.
 const FREE_AFTERWARDS: u64 = 10;
 
-/// What was done for room.
+/// Result of an eviction.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Room {
-    /// Trees that were removed.
+    /// Number of removed trees.
     pub removed: usize,
-    /// Bytes of their files.
+    /// Bytes of the removed files.
     pub freed: u64,
-    /// Bytes of the files that are left.
+    /// Bytes of the remaining files.
     pub left: u64,
 }
 
 impl Store {
-    /// Removes trees that nobody uses if all together are larger than `limit`, those first that were not used for the longest time. Fails
-    /// if that is not enough.
+    /// Removes unused trees if the total size exceeds `limit`, least recently used first. Fails if
+    /// that is not enough.
     pub fn make_room(&self, limit: u64) -> Result<Room, StoreError> {
         let room = self.remove_unused(|total| total > limit, limit - limit / FREE_AFTERWARDS)?;
         if room.left > limit {
@@ -33,13 +34,14 @@ impl Store {
         }
     }
 
-    /// Removes every tree that nobody uses.
+    /// Removes every unused tree.
     pub fn clean(&self) -> Result<Room, StoreError> {
         self.remove_unused(|_| true, 0)
     }
 
-    /// Tells that this server's sessions use only these trees. Those that were given out within `grace` may be on their way to one. What was
-    /// private to a session that has ended is removed.
+    /// Releases all trees of this server's sessions except `used`. Trees that were handed out
+    /// within `grace` are kept too, because they may not have reached their session yet. Private
+    /// trees that are released are removed.
     pub fn release_all_but(
         &self,
         used: &BTreeSet<TreeName>,
@@ -64,19 +66,19 @@ impl Store {
             .try_for_each(|name| self.remove(name))
     }
 
-    /// Returns the trees that some session of some server may be using.
+    /// Returns the trees that a session of any server may be using.
     pub fn in_use(&self) -> Result<BTreeSet<TreeName>, StoreError> {
         self.marked(&self.removing()?)
     }
 
-    /// Returns when a tree was given to a session last.
+    /// Returns when a tree was last given to a session.
     pub fn last_use(&self, name: &TreeName) -> Option<SystemTime> {
         fs::metadata(self.root.join(RECORDS).join(name.as_str()))
             .and_then(|record| record.modified())
             .ok()
     }
 
-    /// If all trees together are `too_much`, removes unused ones until at most `enough` bytes are left.
+    /// Removes unused trees until at most `enough` bytes are left, if the total size is `too_much`.
     fn remove_unused(
         &self,
         too_much: impl FnOnce(u64) -> bool,
@@ -104,14 +106,16 @@ impl Store {
         }
         self.forget_keys_without_trees();
         drop(removing);
-        // What is out of its place is nobody's any more; removing many files may take a while, and nobody has to wait for it.
+        // Moved-away trees can no longer be found. Deleting many files may take a while, so it
+        // happens without the lock.
         for folder in doomed {
             remove_tree(folder.path()).map_err(while_doing("remove a package"))?;
         }
         Ok(room)
     }
 
-    /// The trees that nobody uses: private ones first, which nobody can find any more, then by the time of their last use.
+    /// Returns the unused trees: private ones first, because no session can find them any more,
+    /// then by time of last use.
     fn unused(&self, removing: &Removing, trees: Vec<Tree>) -> Result<Vec<Tree>, StoreError> {
         let in_use = self.marked(removing)?;
         let mut unused: Vec<Tree> = trees

@@ -1,4 +1,4 @@
-//! The store on a real disk, by itself: who may find what, what is noticed, what goes.
+//! Tests of the store on a real disk: visibility of trees, detection of changes, eviction.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -16,7 +16,7 @@ const PURE: [(&str, &str); 3] = [
     ("bin/pure", "#!x\n"),
 ];
 
-/// A store in a folder of its own, which can be removed again without root's rights.
+/// A store in its own directory, which can be removed without root.
 pub(crate) struct Bench {
     folder: tempfile::TempDir,
 }
@@ -299,7 +299,7 @@ fn names(store: &Store) -> Vec<String> {
         .collect()
 }
 
-/// Sets the times of last use, in this order.
+/// Sets the times of last use to this order.
 fn were_used(store: &Store, trees: &[&Tree]) {
     for (number, tree) in trees.iter().enumerate() {
         let record = File::options()
@@ -337,7 +337,7 @@ fn what_was_not_used_for_the_longest_time_goes_first_and_only_as_much_as_needed(
         }
     );
     assert_eq!(names(&store), ["a", "b", "d"]);
-    // Looking for one is using it.
+    // A lookup counts as a use.
     store.find(&Key::new(&["a"])).unwrap().unwrap();
     drop(store);
     let store = bench.open();
@@ -364,7 +364,7 @@ fn a_tree_that_a_server_has_given_out_stays_until_it_lets_go_or_ends() {
         BTreeSet::from([mine.name.clone(), theirs.name.clone()])
     );
 
-    // On the way to a session: not yet among those that sessions use.
+    // The tree was handed out but is not yet in the list of used trees.
     store
         .release_all_but(&BTreeSet::new(), Duration::from_secs(60))
         .unwrap();

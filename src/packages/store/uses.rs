@@ -1,16 +1,20 @@
-//! Which trees are in use, in all servers that share a store.
+//! Tracks which trees are in use, across all servers that share a store.
 //!
 //! ```text
-//! <store>/uses/<random>   one file for each server: the names of trees that it gave to sessions. Locked as long as the server lives
-//! <store>/uses.lock       shared while somebody finds and marks a tree, alone while somebody removes trees
+//! <store>/uses/<random>   one file for each server: the names of trees that it gave to sessions.
+//!                         Locked while the server lives
+//! <store>/uses.lock       held shared while a tree is looked up and marked, exclusively while
+//!                         trees are removed
 //! ```
 //!
-//! Why a tree that a session is about to get is never removed:
-//! 1. Who gives a tree looks for it and marks it under one lock ([`Marking`]), which any number may hold.
-//! 2. Who removes trees reads all marks and takes trees out of their places under the other lock ([`Removing`]), which excludes the first.
-//! 3. So a tree is either marked before the marks are read, or looked for after it has gone.
+//! Why a tree that is about to be given to a session is never removed:
+//! 1. Lookup and marking happen under one shared lock ([`Marking`]), which any number of processes
+//!    may hold.
+//! 2. Removal reads all marks and moves trees out of their places under an exclusive lock
+//!    ([`Removing`]), which excludes the shared one.
+//! 3. So a tree is either marked before the marks are read, or looked up after it was removed.
 //!
-//! The kernel lets go of a server's lock however the server ends, and its marks count no longer.
+//! The kernel releases a server's lock however the server ends. Its marks are then ignored.
 
 use std::collections::{BTreeSet, HashMap};
 use std::fs::{self, File, OpenOptions};
@@ -24,7 +28,7 @@ use super::TreeName;
 const USES: &str = "uses";
 const LOCK: &str = "uses.lock";
 
-/// The marks of this server, and the way to those of others.
+/// The marks of this server, and access to those of other servers.
 #[derive(Debug)]
 pub(super) struct Uses {
     folder: PathBuf,
@@ -36,17 +40,18 @@ pub(super) struct Uses {
 struct Own {
     path: PathBuf,
     file: File,
-    /// With the time of the latest mark.
+    /// Trees with the time of their latest mark.
     names: HashMap<TreeName, Instant>,
 }
 
-/// The right to mark trees.
+/// Guard that permits marking trees.
 pub(super) struct Marking(#[expect(dead_code, reason = "it is held, not read")] Held);
 
-/// The right to remove trees that are not marked. Nobody marks one meanwhile.
+/// Guard that permits removing unmarked trees. No tree can be marked while it is held.
 pub(super) struct Removing(#[expect(dead_code, reason = "it is held, not read")] Held);
 
-/// A lock that is let go when this is dropped, also where a process that was just forked has a copy of the descriptor for a moment.
+/// A lock that is released on drop, even if a process that was just forked briefly holds a copy of
+/// the descriptor.
 struct Held(File);
 
 impl Drop for Held {
@@ -56,11 +61,12 @@ impl Drop for Held {
 }
 
 impl Uses {
-    /// Makes an empty list for this server.
+    /// Creates an empty list of marks for this server.
     pub(super) fn open(root: &Path) -> io::Result<Uses> {
         let (folder, lock) = (root.join(USES), root.join(LOCK));
         fs::create_dir_all(&folder)?;
-        // Nobody may take the new file for one of a server that is gone before it is locked.
+        // Until the new file is locked, another server could mistake it for one of a server that
+        // has ended.
         let marking = shared(&lock)?;
         let (file, path) = tempfile::Builder::new()
             .prefix("server-")
@@ -79,12 +85,12 @@ impl Uses {
         })
     }
 
-    /// Waits until nobody removes trees.
+    /// Waits until no process removes trees.
     pub(super) fn marking(&self) -> io::Result<Marking> {
         Ok(Marking(shared(&self.lock)?))
     }
 
-    /// Waits until nobody marks or removes trees.
+    /// Waits until no process marks or removes trees.
     pub(super) fn removing(&self) -> io::Result<Removing> {
         let file = opened(&self.lock)?;
         file.lock()?;
@@ -100,7 +106,8 @@ impl Uses {
         Ok(())
     }
 
-    /// Lets go of all trees of this server but those in `used`, and those that were marked within `grace`. Returns which.
+    /// Releases this server's trees except those in `used` and those marked within `grace`. Returns
+    /// the released trees.
     pub(super) fn release(
         &self,
         _: &Removing,
@@ -119,12 +126,13 @@ impl Uses {
         Ok(released)
     }
 
-    /// Tells whether [`Uses::release`] would let go of something.
+    /// Returns whether [`Uses::release`] would release a tree.
     pub(super) fn can_release(&self, used: &BTreeSet<TreeName>, grace: Duration) -> bool {
         !self.own().released(used, grace).is_empty()
     }
 
-    /// Returns all trees that a living server has marked, and removes the lists of others.
+    /// Returns all trees that a running server has marked, and removes the lists of servers that
+    /// have ended.
     pub(super) fn in_use(&self, _: &Removing) -> io::Result<BTreeSet<TreeName>> {
         let mut names = BTreeSet::new();
         for entry in fs::read_dir(&self.folder)? {
@@ -144,7 +152,7 @@ impl Uses {
     }
 
     fn own(&self) -> MutexGuard<'_, Own> {
-        // Nothing under this lock panics halfway through a change.
+        // No code under this lock panics in the middle of a change, so poisoning is harmless.
         self.own.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

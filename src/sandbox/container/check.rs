@@ -1,7 +1,9 @@
-//! What an engine says about itself before a container is made: whether it is there, what it can enforce, and whether the image will do. `doctor` tells all of it; the
-//! backend reads the same answers with the same functions.
+//! Checks of an engine before a container is made: whether it is reachable, what it can enforce,
+//! and whether the image is suitable. `doctor` shows all of it; the backend uses the same
+//! functions.
 //!
-//! Nothing is fetched and nothing stays. What a container really is, only one that was made can tell.
+//! Nothing is pulled and nothing is left behind. The actual properties of a container are known
+//! only after it was made.
 
 use bollard::models::SystemInfo;
 use serde::{Deserialize, Serialize};
@@ -10,31 +12,31 @@ use tokio_util::sync::CancellationToken;
 use super::engine::{Engine, EngineAddress, EngineError, EngineKind, Question, QuestionError};
 use super::image::{NAMES, OLDEST, wrong_platform};
 
-/// What the engine is asked about.
+/// The subject of the checks.
 pub struct Examined<'a> {
     pub kind: EngineKind,
     pub address: &'a EngineAddress,
     pub image: &'a str,
     pub runtime: Option<&'a str>,
-    /// Sessions may reach something.
+    /// Sessions may reach at least one destination.
     pub has_network: bool,
 }
 
-/// One thing that was looked at.
+/// The result of one check.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Finding {
     pub name: &'static str,
     pub state: Found,
-    /// What is there.
+    /// What was found.
     pub what: String,
-    /// Why it is not as it should be.
+    /// Why it is not as required.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub why: Option<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub cure: Option<String>,
 }
 
-/// How a thing was found.
+/// The outcome of a check.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Found {
@@ -65,7 +67,7 @@ impl Finding {
     }
 }
 
-/// Looks at an engine and an image. One that cannot be reached has one finding.
+/// Checks an engine and an image. An unreachable engine yields a single finding.
 pub async fn examine(examined: &Examined<'_>) -> Vec<Finding> {
     let connected = async {
         let engine = Engine::connect(examined.kind, examined.address).await?;
@@ -86,7 +88,7 @@ pub async fn examine(examined: &Examined<'_>) -> Vec<Finding> {
     }
 }
 
-/// The reason alone: the address and what to do are told beside it.
+/// Returns only the reason: the address and the remedy are shown beside it.
 fn reason(error: &EngineError) -> String {
     match error {
         EngineError::Unreachable { kind, address, why } => {
@@ -102,22 +104,32 @@ fn start_cure(examined: &Examined<'_>, error: &EngineError) -> String {
     let variable = examined.kind.variable();
     match (examined.address, examined.kind) {
         (EngineAddress::Unix(_), EngineKind::Docker) if is_forbidden => {
-            "run it as a user who may use Docker: root, a member of the group docker, or the owner of a rootless daemon"
+            "run it as a user who may use Docker: root, a member of the group docker, or the owner \
+             of a rootless daemon"
                 .to_owned()
         }
         (EngineAddress::Unix(_), EngineKind::Docker) => {
             format!("start it (systemctl start docker), or name another one with {variable}")
         }
         (EngineAddress::Unix(_), EngineKind::Podman) => {
-            format!("start its service (systemctl --user start podman.socket), or name another one with {variable}")
+            format!(
+                "start its service (systemctl --user start podman.socket), or name another one \
+                     with {variable}"
+            )
         }
-        (EngineAddress::Tcp(_), _) => format!("see whether it listens there without TLS, and what {variable} says"),
+        (EngineAddress::Tcp(_), _) => format!(
+            "see whether it listens there without TLS, and what \
+                                               {variable} says"
+        ),
         (EngineAddress::Tls { .. }, _) => {
-            "see whether it listens there, and whether ca.pem, cert.pem and key.pem in DOCKER_CERT_PATH are those of this engine"
+            "see whether it listens there, and whether ca.pem, cert.pem and key.pem in \
+             DOCKER_CERT_PATH are those of this engine"
                 .to_owned()
         }
         (EngineAddress::Ssh(_), _) => {
-            "try `docker version` over ssh by hand: it must need no password, know the host, and find docker there".to_owned()
+            "try `docker version` over ssh by hand: it must need no password, know the host, and \
+             find docker there"
+                .to_owned()
         }
     }
 }
@@ -170,13 +182,14 @@ fn runtime(info: &SystemInfo, examined: &Examined<'_>) -> Finding {
     }
 }
 
-/// Why an engine would make no container with a runtime, and what to do about it.
+/// Why an engine would not make a container with a runtime, and how to fix it.
 pub(super) struct MissingRuntime {
     pub(super) why: String,
     pub(super) cure: String,
 }
 
-/// Tells whether an engine would not make containers with this runtime, as far as that can be known before it is asked to.
+/// Returns why an engine would not make containers with this runtime, as far as that is known
+/// beforehand.
 pub(super) fn missing_runtime(
     kind: EngineKind,
     info: &SystemInfo,
@@ -184,7 +197,7 @@ pub(super) fn missing_runtime(
 ) -> Option<MissingRuntime> {
     let known = known_runtimes(info);
     match kind {
-        // One that lists none may know it all the same, and refuses the container if it does not.
+        // An engine that lists none may know it anyway, and rejects the container if it does not.
         EngineKind::Docker if known.is_empty() || known.contains(&wanted) => None,
         EngineKind::Docker => Some(MissingRuntime {
             why: format!("the engine does not know the runtime {wanted}"),
@@ -193,7 +206,7 @@ pub(super) fn missing_runtime(
                 known.join(", ")
             ),
         }),
-        // Its API takes any name and makes every container with the runtime that the service has.
+        // Its API accepts any name and makes every container with the runtime of the service.
         EngineKind::Podman if usual_runtime(info).is_some_and(|usual| usual == wanted) => None,
         EngineKind::Podman => Some(MissingRuntime {
             why: format!(
@@ -201,7 +214,8 @@ pub(super) fn missing_runtime(
                 usual_runtime(info).unwrap_or("a runtime that it does not name")
             ),
             cure: format!(
-                "set runtime = \"{wanted}\" in its containers.conf and start its service anew, or use Docker"
+                "set runtime = \"{wanted}\" in its containers.conf and start its service anew, or \
+                 use Docker"
             ),
         }),
     }
@@ -218,7 +232,7 @@ fn known_runtimes(info: &SystemInfo) -> Vec<&str> {
     known
 }
 
-/// The runtime that an engine uses when it is told none. Podman tells its path.
+/// Returns the default runtime of an engine. Podman reports its path.
 fn usual_runtime(info: &SystemInfo) -> Option<&str> {
     let told = info.default_runtime.as_deref()?;
     told.rsplit('/').next().filter(|name| !name.is_empty())
@@ -236,7 +250,8 @@ fn other_runtimes(info: &SystemInfo, told: &[Option<&str>]) -> String {
     }
 }
 
-/// Tells whether the users of an engine's containers are other users on its machine, because it has a user namespace.
+/// Returns whether the users of an engine's containers are other users on its machine, because it
+/// has a user namespace.
 pub(super) fn has_user_namespace(info: &SystemInfo) -> bool {
     ["userns", "rootless"]
         .into_iter()
@@ -288,7 +303,7 @@ fn resources(info: &SystemInfo) -> Finding {
         .map(ToString::to_string)
         .unwrap_or_default();
     let is_rootless = has_option(info, "rootless");
-    // What an engine does not tell is tried when a container is made.
+    // Properties that an engine does not report are tested when a container is made.
     let lacks: Vec<&str> = [
         ("memory", info.memory_limit),
         ("processes", info.pids_limit),
@@ -310,10 +325,12 @@ fn resources(info: &SystemInfo) -> Finding {
     }
     let cure = match is_rootless {
         true => {
-            "let systemd delegate the controllers to the user of the engine: Delegate=cpu cpuset memory pids for user@.service"
+            "let systemd delegate the controllers to the user of the engine: Delegate=cpu cpuset \
+             memory pids for user@.service"
         }
         false => {
-            "boot with the controllers switched on (cgroup_enable=memory), or use control groups version 2"
+            "boot with the controllers switched on (cgroup_enable=memory), or use control groups \
+             version 2"
         }
     };
     Finding::missing(
@@ -323,14 +340,16 @@ fn resources(info: &SystemInfo) -> Finding {
     )
 }
 
-/// What Python in an image says about itself.
+/// The report of Python in an image about itself.
 #[derive(Debug, Deserialize)]
 struct Said {
     version: (u32, u32, u32),
     ipython: bool,
 }
 
-const ASKED: &str = "import importlib.util, json, sys; print(json.dumps({'version': sys.version_info[:3], 'ipython': importlib.util.find_spec('IPython') is not None}))";
+const ASKED: &str = "import importlib.util, json, sys; print(json.dumps({'version': \
+                     sys.version_info[:3], 'ipython': importlib.util.find_spec('IPython') is not \
+                     None}))";
 
 async fn about_image(engine: &Engine, info: &SystemInfo, examined: &Examined<'_>) -> Finding {
     let name = examined.image;
@@ -338,7 +357,8 @@ async fn about_image(engine: &Engine, info: &SystemInfo, examined: &Examined<'_>
     let facts = match engine.image_facts(name).await {
         Ok(facts) => facts,
         Err(EngineError::Missing(_)) => {
-            let cure = "the first session fetches it if a registry has it; make it with `cellblock image build`, or name another with --container-tag";
+            let cure = "the first session fetches it if a registry has it; make it with `cellblock \
+                        image build`, or name another with --container-tag";
             return Finding::missing(seen, format!("the engine has no {name}"), cure);
         }
         Err(error) => return Finding::missing(seen, reason(&error), another),
@@ -425,17 +445,19 @@ mod tests {
         EngineAddress::Unix(PathBuf::from("/x.sock"))
     }
 
-    /// What a usual Docker says about itself.
+    /// Returns the info of a typical Docker.
     fn usual() -> SystemInfo {
         serde_json::from_value(serde_json::json!({
-            "ServerVersion": "28.2", "Architecture": "x86_64", "DefaultRuntime": "runc", "CgroupVersion": "2",
-            "Runtimes": {"runc": {}, "runsc": {}}, "SecurityOptions": ["name=seccomp,profile=builtin", "name=cgroupns"],
+            "ServerVersion": "28.2", "Architecture": "x86_64",
+            "DefaultRuntime": "runc", "CgroupVersion": "2",
+            "Runtimes": {"runc": {}, "runsc": {}},
+            "SecurityOptions": ["name=seccomp,profile=builtin", "name=cgroupns"],
             "MemoryLimit": true, "PidsLimit": true, "CpuCfsQuota": true,
         }))
         .unwrap()
     }
 
-    /// What a usual Podman says: paths, and runtimes that need not be there.
+    /// Returns the info of a typical Podman: paths, and runtimes that may not be installed.
     fn usual_podman() -> SystemInfo {
         serde_json::from_value(serde_json::json!({
             "ServerVersion": "4.3.1", "Architecture": "amd64", "DefaultRuntime": "/usr/bin/crun",

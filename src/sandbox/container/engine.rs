@@ -1,5 +1,6 @@
-//! The engine: its address, and the few things that are asked of it. Only this file and those below it speak its API: `images` is about making images, `question` about what
-//! is in one, `credentials` about registries that want some, `ssh` and `tls` about engines that are reached by them.
+//! The engine client: its address, and the few requests we make. Only this file and the modules
+//! below it use the API. `images` builds, pulls and removes images, `question` inspects the
+//! contents of one, `credentials` finds registry credentials, `ssh` and `tls` reach remote engines.
 
 mod credentials;
 mod dial;
@@ -35,16 +36,16 @@ pub use self::images::{BuildFailure, BuildNews, Building, ImageFacts};
 pub use self::question::{Question, QuestionError};
 use self::ssh::Complaints;
 
-/// How long one question to the engine may take; pulling and following events are no questions.
+/// Timeout for one request to the engine; pulling and following events are exempt.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// Engines repeat what they were asked for when they refuse it; so much of that is told.
+/// Engines repeat the request in their error message; this many characters of it are reported.
 const LONGEST_REFUSAL: usize = 400;
 
-/// How long to wait after each attempt to remove a container that failed, in milliseconds.
+/// Pauses after each failed attempt to remove a container, in milliseconds.
 pub(super) const REMOVAL_PAUSES: [u64; 5] = [50, 100, 200, 400, 800];
 
-/// Which engine sandboxes are made by.
+/// The engine that makes sandboxes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum EngineKind {
     Docker,
@@ -59,7 +60,7 @@ impl EngineKind {
         }
     }
 
-    /// The variable that names its address.
+    /// Returns the environment variable with its address.
     pub(super) fn variable(self) -> &'static str {
         match self {
             EngineKind::Docker => "DOCKER_HOST",
@@ -68,7 +69,7 @@ impl EngineKind {
     }
 }
 
-/// Where an engine listens.
+/// The address of an engine.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum EngineAddress {
     Unix(PathBuf),
@@ -82,8 +83,9 @@ pub enum EngineAddress {
 }
 
 impl EngineAddress {
-    /// Whether the engine's containers are processes of this machine, as far as the address tells. Only theirs have networks in which doors can be opened, and see
-    /// folders of the server.
+    /// Returns whether the engine's containers are processes of this machine, as far as the address
+    /// shows. Only then listeners can be opened in their networks, and they can see folders of the
+    /// server.
     pub fn is_local(&self) -> bool {
         matches!(self, EngineAddress::Unix(_))
     }
@@ -100,10 +102,11 @@ impl fmt::Display for EngineAddress {
     }
 }
 
-/// What went wrong with the engine.
+/// A failure of the engine.
 #[derive(Debug, Clone, thiserror::Error)]
 pub enum EngineError {
-    #[error("{} cannot be reached at {address}: {why}; start it, or name another one with {}", kind.name(), kind.variable())]
+    #[error("{} cannot be reached at {address}: {why}; start it, or name another one with \
+             {}", kind.name(), kind.variable())]
     Unreachable {
         kind: EngineKind,
         address: String,
@@ -112,7 +115,8 @@ pub enum EngineError {
     #[error("there is no {0}")]
     Missing(String),
     #[error(
-        "the engine has no room left on its disk; remove images or containers there that nobody needs"
+        "the engine has no room left on its disk; remove images or containers there that nobody \
+         needs"
     )]
     DiskFull,
     #[error("the engine refused: {0}")]
@@ -141,18 +145,18 @@ pub(super) struct ListedVolume {
     pub(super) labels: HashMap<String, String>,
 }
 
-/// An engine that has answered once. Cheap to clone; each request is a connection of its own.
+/// An engine that has answered once. Cheap to clone; each request has its own connection.
 #[derive(Clone)]
 pub struct Engine {
     kind: EngineKind,
     address: EngineAddress,
     docker: Docker,
-    /// Files that may have credentials for registries.
+    /// Files that may contain credentials for registries.
     credentials: Vec<PathBuf>,
 }
 
 impl Engine {
-    /// Connects and finds out which version of the API both know.
+    /// Connects and negotiates the API version.
     pub async fn connect(kind: EngineKind, address: &EngineAddress) -> Result<Engine, EngineError> {
         let unreachable = |why: String| EngineError::Unreachable {
             kind,
@@ -191,7 +195,7 @@ impl Engine {
         }
     }
 
-    /// Images are fetched with the credentials that the first of these files has for their registry.
+    /// Sets the credential files. The first one with credentials for an image's registry is used.
     #[must_use]
     pub fn with_credentials(self, files: &[PathBuf]) -> Engine {
         Engine {
@@ -265,7 +269,7 @@ impl Engine {
         inspected.map_err(|error| self.failure(error, "such container"))
     }
 
-    /// Ends a container at once. One that has ended is no error.
+    /// Kills a container. One that has already ended is not an error.
     pub(super) async fn kill(&self, id: &str) {
         let options = KillContainerOptionsBuilder::default()
             .signal("SIGKILL")
@@ -273,8 +277,8 @@ impl Engine {
         let _ = self.docker.kill_container(id, Some(options)).await;
     }
 
-    /// Ends and removes a container. One that is gone, or is being removed, is no error. An engine
-    /// that has just begun again may still be busy with it, and is asked again.
+    /// Ends and removes a container. One that is gone, or is being removed, is not an error. An
+    /// engine that has just restarted may still be busy with it, so failed attempts are retried.
     pub(super) async fn remove(&self, id: &str) {
         for pause in REMOVAL_PAUSES {
             let options = RemoveContainerOptionsBuilder::default()
@@ -293,7 +297,8 @@ impl Engine {
         }
     }
 
-    /// The same, and waits until the engine knows nothing of it: one that removes itself at this moment is still known for a while.
+    /// Removes a container and waits until the engine no longer knows it: one that removes itself
+    /// at this moment is still known for a while.
     pub(super) async fn remove_wholly(&self, id: &str) {
         self.remove(id).await;
         while self.knows(id).await {
@@ -301,7 +306,8 @@ impl Engine {
         }
     }
 
-    /// Tells whether the engine still knows a container. One that cannot be reached knows nothing.
+    /// Returns whether the engine still knows a container. An unreachable engine counts as not
+    /// knowing it.
     async fn knows(&self, id: &str) -> bool {
         !matches!(
             self.inspect(id).await,
@@ -361,7 +367,7 @@ impl Engine {
         Ok(known.collect())
     }
 
-    /// Makes a volume, or finds the one of this name.
+    /// Creates a volume, or finds the one of this name.
     pub(super) async fn volume(
         &self,
         name: &str,
@@ -373,7 +379,7 @@ impl Engine {
             ..Default::default()
         };
         match self.docker.create_volume(request).await {
-            // Podman refuses all but one of those who make it at the same moment.
+            // Podman rejects all but one of several simultaneous creations.
             Err(_) if self.docker.inspect_volume(name).await.is_ok() => Ok(()),
             made => made
                 .map(drop)
@@ -405,7 +411,7 @@ impl Engine {
             .collect())
     }
 
-    /// Removes a volume, unless a container uses it. Tells whether it did.
+    /// Removes a volume, unless a container uses it. Returns whether it was removed.
     pub(super) async fn remove_volume(&self, name: &str) -> bool {
         self.docker
             .remove_volume(name, None::<RemoveVolumeOptions>)
@@ -413,7 +419,7 @@ impl Engine {
             .is_ok()
     }
 
-    /// Follows what happens to containers that have this label with this value.
+    /// Follows the events of containers that have this label with this value.
     pub(super) fn events(
         &self,
         label: &str,
@@ -428,7 +434,8 @@ impl Engine {
         )))
     }
 
-    /// Follows what a container uses: memory, bytes of files in memory, processor time in nanoseconds; about once a second.
+    /// Follows the resource use of a container, about once a second: memory, bytes of files in
+    /// memory, CPU time in nanoseconds.
     pub(super) fn usage(&self, id: &str) -> Pin<Box<dyn Stream<Item = (u64, u64, u64)> + Send>> {
         let options = StatsOptionsBuilder::default().stream(true).build();
         Box::pin(
@@ -482,7 +489,8 @@ impl Engine {
     }
 }
 
-/// Why the engine could not be reached. Where `ssh` is in between, it knows best.
+/// Returns why the engine could not be reached. With `ssh` in between, its own message is the most
+/// precise.
 async fn reason(error: &Error, complaints: Option<&Complaints>) -> String {
     let said = match complaints {
         Some(complaints) => complaints.told().await,
@@ -491,8 +499,8 @@ async fn reason(error: &Error, complaints: Option<&Complaints>) -> String {
     said.unwrap_or_else(|| told(error))
 }
 
-/// Why an attempt failed, in one line. The HTTP client wraps the reason in several errors of its
-/// own that only say that something failed, so of those the innermost cause is told alone.
+/// Returns why an attempt failed, in one line. The HTTP client wraps the reason in several generic
+/// errors, so for those only the innermost cause is returned.
 fn told(error: &(dyn std::error::Error + 'static)) -> String {
     let causes = std::iter::successors(Some(error), |error| error.source());
     let texts: Vec<String> = causes.map(ToString::to_string).collect();
@@ -514,7 +522,7 @@ mod tests {
     async fn an_engine_that_cannot_be_reached_is_told_without_the_layers_of_the_http_client() {
         let folder = tempfile::tempdir().unwrap();
         let socket = folder.path().join("engine.sock");
-        // Nobody listens there any more.
+        // There is no listener any more.
         drop(std::os::unix::net::UnixListener::bind(&socket).unwrap());
         let refused = Engine::connect(EngineKind::Docker, &EngineAddress::Unix(socket)).await;
         let Err(EngineError::Unreachable { why, .. }) = refused else {

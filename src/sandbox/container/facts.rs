@@ -1,5 +1,6 @@
-//! Facts about a container: what it uses, whether memory ran out, how it ended. They come from the kernel where the container is a process of this machine, and from
-//! the engine elsewhere; never from inside.
+//! Facts about a container: its resource use, whether memory ran out, how it ended. They come from
+//! the kernel where the container is a process of this machine, and from the engine elsewhere;
+//! never from inside.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
@@ -16,7 +17,7 @@ use super::spec::User;
 use crate::reaction::CpuWaits;
 use crate::sandbox::{Gauge, MemoryUse};
 
-/// How a container is doing, from the events of the engine.
+/// The state of a container, according to the engine's events.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct Fate {
     /// How often memory has run out in it.
@@ -24,19 +25,19 @@ pub(super) struct Fate {
     pub(super) died: bool,
 }
 
-/// Reads what a container uses.
+/// Reads the resource use of a container.
 pub(super) struct Meter {
     source: Source,
     fate: watch::Receiver<Fate>,
     gone: AtomicBool,
-    /// The processor time that was read last; it must never fall.
+    /// The last CPU time that was read; it must never decrease.
     spent: Mutex<Duration>,
 }
 
 enum Source {
     /// Its control group on this machine.
     Kernel(Group),
-    /// What the engine told last.
+    /// The last report of the engine.
     Engine {
         latest: Arc<Latest>,
         follower: JoinHandle<()>,
@@ -51,7 +52,7 @@ struct Latest {
     nanoseconds: AtomicU64,
 }
 
-/// A moment to compare later ones with.
+/// A baseline for later comparison.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Mark {
     kernel: Option<OutOfMemory>,
@@ -59,7 +60,8 @@ pub(super) struct Mark {
 }
 
 impl Meter {
-    /// Begins to follow a container. `process` is its first process, if that is one of this machine.
+    /// Starts to follow a container. `process` is its first process, if that is one of this
+    /// machine.
     pub(super) fn new(
         engine: &Engine,
         id: &str,
@@ -114,7 +116,7 @@ impl Meter {
         }
     }
 
-    /// Notes how often memory has run out until now.
+    /// Records how often memory has run out until now.
     pub(super) fn mark(&self) -> Mark {
         let kernel = match &self.source {
             Source::Kernel(group) => Some(group.out_of_memory()),
@@ -126,7 +128,8 @@ impl Meter {
         }
     }
 
-    /// Tells whether memory has run out since then. Where only the engine knows, its news are waited for a moment.
+    /// Returns whether memory has run out since then. Waits briefly for an event of the engine,
+    /// where the kernel has not reported it.
     pub(super) async fn ran_out_since(&self, mark: Mark) -> bool {
         if let (Source::Kernel(group), Some(before)) = (&self.source, mark.kernel)
             && group.out_of_memory().happened_since(before)
@@ -140,7 +143,7 @@ impl Meter {
             .is_ok_and(|news| news.is_ok())
     }
 
-    /// From now on nothing is used.
+    /// Reports zero use from now on.
     pub(super) fn close(&self) {
         self.gone.store(true, Ordering::Relaxed);
         if let Source::Engine { follower, .. } = &self.source {
@@ -149,7 +152,7 @@ impl Meter {
     }
 }
 
-/// How long the engine may take to tell that memory ran out; it learns it from the kernel at once.
+/// Timeout for the engine to report that memory ran out; the kernel notifies it at once.
 const ENGINE_PATIENCE: Duration = Duration::from_millis(300);
 
 impl Gauge for Meter {
@@ -187,7 +190,7 @@ impl Gauge for Meter {
         }
     }
 
-    /// Of all its processes: the engine does not say which is the interpreter.
+    /// Covers all its processes: the engine does not report which is the interpreter.
     fn cpu_waits(&self) -> CpuWaits {
         match &self.source {
             Source::Kernel(group) => CpuWaits::of_processes(group.processes().unwrap_or_default()),
@@ -196,7 +199,8 @@ impl Gauge for Meter {
     }
 }
 
-/// Returns the first process of a container if it is one of this machine: the kernel names the container in its control group.
+/// Returns the first process of a container if it is one of this machine: then the kernel names the
+/// container in its control group.
 pub(super) fn local_process(id: &str, process: Option<i64>) -> Option<u32> {
     let process = u32::try_from(process?)
         .ok()
@@ -205,8 +209,9 @@ pub(super) fn local_process(id: &str, process: Option<i64>) -> Option<u32> {
     membership.contains(id).then_some(process)
 }
 
-/// Returns the first thing about a process of this machine that is not as it must be. None also where the kernel does not let us look; the engine's own
-/// word stands then.
+/// Returns the first property of a process of this machine that differs from the required one. Also
+/// returns `None` where the kernel does not allow the check; then only the engine's own statement
+/// is available.
 pub(super) fn fault_of(process: u32, user: User, has_user_namespace: bool) -> Option<&'static str> {
     let (posture, host) = (
         Posture::read(process).ok()?,

@@ -1,8 +1,10 @@
-//! The image that sessions run in, and what is added to it without touching it.
+//! The image that sessions run in, and additions to it that leave it unchanged.
 //!
-//! Our runner reaches containers in a volume, filled once for each image and each version of ours. The engine may be on another machine, so nothing is mounted
-//! from here: a helper container writes what it reads from its standard input. It is never the engine that unpacks something, and no container that has run a user's
-//! code is written to from outside. At last the helper lays in a stock of what every session imports first.
+//! Our runner gets into containers in a volume, which is filled once for each image and each
+//! version of ours. The engine may be on another machine, so nothing is mounted from here: a helper
+//! container writes the files that it reads from its standard input. The engine never unpacks an
+//! archive, and a container that has run user code is never written to from outside. Finally the
+//! helper builds a cache (`stock`) of the modules that every session imports first.
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -21,33 +23,35 @@ use super::engine::{Attached, Engine, EngineError};
 use super::spec::{self, LABEL_IMAGE, LABEL_ROLE, LABEL_RUNNER, ROLE_RUNNER};
 use super::tenancy::Tenancy;
 
-/// How long looking at an image and filling the volume may take on a slow disk.
+/// Timeout for inspecting an image and filling the volume on a slow disk.
 const PATIENCE: Duration = Duration::from_secs(300);
-/// The oldest Python that the runner knows.
+/// The oldest Python that the runner supports.
 pub(super) const OLDEST: (u32, u32) = (3, 10);
-/// How the names of volumes begin that hold a runner.
+/// Name prefix of volumes that hold a runner.
 pub(super) const VOLUME_PREFIX: &str = "cellblock-runner-";
 /// Names under which an image may have Python.
 pub(super) const NAMES: [&str; 2] = ["python3", "python"];
 
-/// The file of the runner that the first process of a container runs, and the one that lays in a stock.
+/// The module of the runner that the first process of a container runs, and the one that builds the
+/// import cache.
 const SUPERVISOR: &str = "first";
 const STOCK: &str = "stock";
 
-/// What we put beside an image, by whoever has it.
+/// Provides the files that we put beside an image.
 #[async_trait]
 pub trait Supplies: Send + Sync + 'static {
-    /// The files of the runner: their paths below its folder, and their text.
+    /// Returns the files of the runner: their paths below its folder, and their text.
     fn runner(&self) -> Vec<(String, Vec<u8>)>;
 
-    /// Returns a folder of the host that holds IPython and what it needs, for a Python such as `3.11`.
+    /// Returns a folder of the host that holds IPython and its dependencies, for a Python such as
+    /// `3.11`.
     async fn ipython(&self, python: &str) -> Result<PathBuf, String>;
 }
 
-/// An image that sessions can be made of.
+/// An image that is ready for sessions.
 #[derive(Debug, Clone)]
 pub(super) struct Prepared {
-    /// The identity of the image, not its name, which may move.
+    /// The id of the image, not its name, which may move.
     pub(super) image: String,
     pub(super) volume: String,
     /// The runner that the volume holds.
@@ -56,7 +60,7 @@ pub(super) struct Prepared {
     pub(super) command: Vec<String>,
 }
 
-/// What the helper says about an image.
+/// The helper's report about an image.
 #[derive(Debug, Deserialize)]
 struct Found {
     version: (u32, u32),
@@ -65,18 +69,18 @@ struct Found {
     ready: bool,
 }
 
-/// Who looks at an image, and with what.
+/// The inputs for inspecting an image.
 pub(super) struct Look<'a> {
     pub(super) engine: &'a Engine,
     pub(super) supplies: &'a dyn Supplies,
     pub(super) tenancy: &'a Tenancy,
-    /// Labels of what is made on the way.
+    /// Labels of the objects made meanwhile.
     pub(super) labels: HashMap<String, String>,
     pub(super) seccomp: &'a str,
     pub(super) tell: &'a (dyn Fn(&str, u64, Option<u64>) + Send + Sync),
 }
 
-/// Looks at an image, fetches it if the engine has none, and fills the volume.
+/// Inspects an image, pulls it if the engine does not have it, and fills the volume.
 pub(super) async fn prepare(look: &Look<'_>, name: &str) -> Result<Prepared, String> {
     let Look { engine, tell, .. } = look;
     let image = match engine.image(name).await {
@@ -167,7 +171,7 @@ pub(super) async fn prepare(look: &Look<'_>, name: &str) -> Result<Prepared, Str
 }
 
 enum Failure {
-    /// There is none of this name.
+    /// The image has no program of this name.
     NoPython(String),
     Other(String),
 }
@@ -197,7 +201,7 @@ pub(super) fn wrong_platform(
         "aarch64" => "arm64",
         other => other,
     };
-    // Images that were made from an archive may say nothing.
+    // Images made from an archive may not state it.
     if !os.is_empty() && os != "linux" {
         return Some(format!(
             "the image {name} is for {os}; sessions need one for linux"
@@ -206,12 +210,13 @@ pub(super) fn wrong_platform(
     let is_other = ![architecture, machine].contains(&"") && architecture != machine;
     is_other.then(|| {
         format!(
-            "the image {name} is for {architecture}, and the engine's machine is {machine}; name an image for {machine}"
+            "the image {name} is for {architecture}, and the engine's machine is {machine}; name \
+             an image for {machine}"
         )
     })
 }
 
-/// Names what is put into a volume.
+/// Returns a digest of the contents of a volume.
 fn runner_digest(runner: &[(String, Vec<u8>)]) -> String {
     let mut hash = Sha256::new();
     hash.update(HELPER);
@@ -237,23 +242,26 @@ fn shortened(hash: Sha256) -> String {
         .collect()
 }
 
-/// Starts a file of the runner, as every Python of ours is started in containers of this image.
+/// Returns the command that starts a module of the runner. Every Python of ours in containers of
+/// this image is started this way.
 fn command(python: &str, found: &Found, file: &str) -> Vec<String> {
     let ready = format!("{}/ready", spec::RUNNER);
-    // The image's own packages come first; ours are the last resort.
+    // The image's own packages take precedence over ours.
     let ipython = if found.ipython {
         String::new()
     } else {
         format!("sys.path.append('{ready}/ipython'); ")
     };
     let start = format!(
-        "import sys; sys.path.insert(0, '{ready}/runner'); {ipython}from cellblock_runner.{file} import main; main()"
+        "import sys; sys.path.insert(0, '{ready}/runner'); {ipython}from cellblock_runner.{file} \
+         import main; main()"
     );
     vec![python.to_owned(), "-I".to_owned(), "-c".to_owned(), start]
 }
 
-/// Tells what the image has; then reads a list of files, as JSON in a line, and their bytes, and gives the whole its name in one step. At last it has a stock laid in, if
-/// there is none: a command in a line says how. Without one, sessions import as always.
+/// Reports the contents of the image. Then reads a list of files, as JSON in one line, and their
+/// bytes, and renames the result into place in one step. Finally builds the import cache if there
+/// is none, with a command given in one line. Without the cache, sessions import normally.
 const HELPER: &str = r#"
 import compileall, importlib.util, json, os, shutil, subprocess, sys
 root = sys.argv[1]
@@ -390,7 +398,8 @@ async fn converse(
     }
 }
 
-/// Folders of packages that no session needs. The last one holds thousands of files for the completion of code that is being typed.
+/// Folders of packages that no session needs. The last one holds thousands of files for the
+/// completion of code that is being typed.
 const NOT_NEEDED: [&str; 4] = ["__pycache__", "bin", "tests", "third_party"];
 
 fn read_tree(folder: &Path, name: &str, files: &mut Vec<(String, Vec<u8>)>) -> std::io::Result<()> {
@@ -455,7 +464,7 @@ impl Lines {
     }
 }
 
-/// A number that no other container has.
+/// Returns a number that no other container has.
 pub(super) fn fresh_number() -> u64 {
     let mut bytes = [0; 8];
     let _ = rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty());

@@ -1,10 +1,13 @@
-//! The line to the supervisor of one container, over which everything inside is reached.
+//! The multiplexed connection to the supervisor of one container, which carries all traffic with
+//! the inside.
 //!
-//! A reader task takes messages apart and hands them to the pumps of interpreters; a writer task sends. Each pump stands between the line and a real socket or
-//! pipe of this process, so that whoever serves a session sees what a native sandbox would show: a channel, and two pipes that come with its first frame.
+//! A reader task decodes messages and passes them to the copiers (`Pump`) of interpreters; a writer
+//! task sends. Each copier connects the stream to a real socket or pipe of this process, so that
+//! the code that serves a session sees the same as with a native sandbox: a channel, and two pipes
+//! that come with its first frame.
 //!
-//! Memory is bounded by credits: no strand may send more than was granted, and one that does breaks the line. When the line ends, so do all of its
-//! interpreters, once everything that had arrived was passed on.
+//! Memory is bounded by credits: a strand that sends more than was granted breaks the connection.
+//! When the connection ends, so do all of its interpreters, after all received data was passed on.
 
 use std::collections::{HashMap, HashSet};
 use std::io::{self, IoSlice};
@@ -32,19 +35,19 @@ use super::engine::Attached;
 use super::strands::{self, CHANNEL_CREDIT, Decoder, Message, PIECE, PIPE_CREDIT};
 use crate::sandbox::Exit;
 
-/// How long the last words of an interpreter may take to reach a reader that is slow.
+/// Timeout for delivering the last output of an interpreter to a slow reader.
 const LAST_WORDS: Duration = Duration::from_secs(1);
-/// What the supervisor itself says about a failure is kept up to so many bytes.
+/// Maximum bytes kept of the supervisor's own error output.
 const COMPLAINTS: usize = 4 * 1024;
-/// Messages that wait to be taken by a container. One that lets so many wait does not listen.
+/// Maximum number of messages queued for a container. A container with a full queue is not reading.
 const MOST_OUTGOING: usize = 4096;
-/// What an order or an answer of the supervisor may hold. They are a few words.
+/// Limits for the JSON of an order or an answer of the supervisor, which are short.
 const WORDS: Budget = Budget {
     depth: 8,
     memory: 64 * 1024,
 };
 
-/// The line to one container.
+/// The connection to one container.
 #[derive(Clone)]
 pub(super) struct Line {
     shared: Arc<Shared>,
@@ -54,7 +57,7 @@ struct Shared {
     next_number: AtomicU32,
     outgoing: mpsc::Sender<Vec<u8>>,
     state: Mutex<State>,
-    /// What the supervisor said when everything was ready.
+    /// The supervisor's message when everything was ready.
     ready: watch::Sender<Option<Ready>>,
     ended: watch::Sender<bool>,
 }
@@ -64,15 +67,15 @@ struct State {
     interpreters: HashMap<u32, Pump>,
     pipes: HashMap<u32, Strand<Vec<u8>>>,
     answers: HashMap<u32, oneshot::Sender<Result<Value, Fault>>>,
-    /// How programs end that were started beside sessions.
+    /// Exits of the programs started beside sessions.
     programs: HashMap<u32, watch::Sender<Option<Exit>>>,
-    /// Pipes inside, by what stands for each of them here.
+    /// Pipes inside, by the pipe that represents each of them here.
     outlets: HashMap<PipeId, u32>,
     lost_checkpoints: HashSet<(u32, u32)>,
     complaints: String,
 }
 
-/// Which pipe of this machine a descriptor leads to.
+/// Identifies a pipe of this machine, by device and inode.
 type PipeId = (u64, u64);
 
 /// Why an order was not carried out.
@@ -82,7 +85,7 @@ pub(super) struct Fault {
     pub(super) kind: FaultKind,
 }
 
-/// What kind of failure the supervisor says it is.
+/// The kind of failure reported by the supervisor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum FaultKind {
     /// There is no such program.
@@ -104,10 +107,10 @@ impl FaultKind {
     }
 }
 
-/// What the supervisor tells of itself.
+/// The supervisor's report about itself.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Ready {
-    /// The version of landlock that sessions are in; none below one.
+    /// The landlock version that sessions are confined by; none below one.
     pub(super) landlock: i64,
 }
 
@@ -119,23 +122,23 @@ struct Strand<T> {
     credit: Arc<Credit>,
 }
 
-/// What is pumped into the channel of an interpreter.
+/// Data for the channel of an interpreter.
 enum Piece {
     Bytes(Vec<u8>),
     WithPipes(Vec<u8>, [OwnedFd; 2]),
 }
 
-/// One interpreter as the line sees it.
+/// One interpreter as seen by the connection.
 struct Pump {
     channel: Strand<Piece>,
-    /// Bytes that the supervisor takes from us.
+    /// Bytes that the supervisor accepts from us.
     allowance: Arc<Semaphore>,
     tasks: Vec<JoinHandle<()>>,
     reader: JoinHandle<()>,
     exit: watch::Sender<Option<Exit>>,
 }
 
-/// An interpreter's channel and its end, for whoever serves the session.
+/// An interpreter's channel and its exit, for the code that serves the session.
 pub(super) struct Ends {
     pub(super) number: u32,
     pub(super) channel: UnixStream,
@@ -154,14 +157,14 @@ impl Line {
             ended: watch::Sender::new(false),
         });
         let Attached { output, input } = attached;
-        // It is the first message, and the one who takes it begins below.
+        // It is the first message, and its receiver is started below.
         let _ = shared.outgoing.try_send(format!("{plan}\n").into_bytes());
         tokio::spawn(write(input, to_send, shared.ended.subscribe()));
         tokio::spawn(read(output, shared.clone()));
         Line { shared }
     }
 
-    /// Waits until sessions can be made. None when the container has ended instead.
+    /// Waits until sessions can be made. Returns `None` if the container has ended instead.
     pub(super) async fn ready(&self) -> Option<Ready> {
         let (mut ready, mut ended) = (self.shared.ready.subscribe(), self.shared.ended.subscribe());
         tokio::select! {
@@ -174,7 +177,7 @@ impl Line {
         *self.shared.ended.borrow()
     }
 
-    /// What the supervisor has said on its standard error.
+    /// Returns the supervisor's output on its standard error.
     pub(super) fn complaints(&self) -> String {
         self.shared.state().complaints.trim().to_owned()
     }
@@ -186,7 +189,7 @@ impl Line {
             .contains(&(member, checkpoint))
     }
 
-    /// Makes the two ends of an interpreter that is about to be made.
+    /// Makes the two ends of an interpreter, before it is made.
     pub(super) fn interpreter(&self) -> io::Result<Ends> {
         let number = self.shared.next_number.fetch_add(1, Ordering::Relaxed);
         let (near, channel) = UnixStream::pair()?;
@@ -223,7 +226,7 @@ impl Line {
         })
     }
 
-    /// Gives up an interpreter that was never made.
+    /// Discards an interpreter that was never made.
     pub(super) fn abandon(&self, number: u32) {
         if let Some(pump) = self.shared.state().interpreters.remove(&number) {
             pump.reader.abort();
@@ -238,7 +241,7 @@ impl Line {
             .map_err(|fault| fault.why)
     }
 
-    /// Sends an order and waits for what is answered, or for the kind of its failure.
+    /// Sends an order and waits for its answer, or for the kind of its failure.
     pub(super) async fn carry_out(
         &self,
         kind: u8,
@@ -253,7 +256,7 @@ impl Line {
         let (tell, told) = oneshot::channel();
         order["ask"] = json!(ask);
         self.shared.state().answers.insert(ask, tell);
-        // After the answer has a place to go: a line that ends now drops it.
+        // Checked after the answer's receiver is registered: a connection that ends now drops it.
         if self.has_ended() {
             return Err(ended());
         }
@@ -261,7 +264,7 @@ impl Line {
         told.await.unwrap_or_else(|_| Err(ended()))
     }
 
-    /// Gives a program that is about to be started its number.
+    /// Assigns the number of a program that is about to be started.
     pub(super) fn program(&self) -> (u32, watch::Receiver<Option<Exit>>) {
         let number = self.shared.next_number.fetch_add(1, Ordering::Relaxed);
         let exit = watch::Sender::new(None);
@@ -270,9 +273,9 @@ impl Line {
         (number, receiver)
     }
 
-    /// Says what a program will read that is about to be started.
+    /// Sends the standard input of a program that is about to be started.
     pub(super) async fn feed(&self, program: u32, input: &[u8]) {
-        // An empty input is one too.
+        // An empty input must be sent too.
         for piece in std::iter::once(&input[..0]).chain(input.chunks(PIECE)) {
             let _ = self
                 .shared
@@ -282,19 +285,20 @@ impl Line {
         }
     }
 
-    /// Gives up a program that was not started.
+    /// Discards a program that was not started.
     pub(super) fn abandon_program(&self, number: u32) {
         self.shared.state().programs.remove(&number);
     }
 
-    /// Returns the number of the pipes inside that these two descriptors stand for.
+    /// Returns the number of the pipes inside that these two descriptors represent.
     pub(super) fn outlets(&self, output: &OwnedFd, errors: &OwnedFd) -> Option<u32> {
         let state = self.shared.state();
         let number = |end: &OwnedFd| state.outlets.get(&pipe_id(end)?).copied();
         number(output).filter(|_| number(output) == number(errors))
     }
 
-    /// Sends an order that has no answer. A line on which so much waits that it does not fit is dead; whoever must be sure asks the engine then.
+    /// Sends an order that has no answer. A connection whose queue is full is dead; a caller that
+    /// must be certain then uses the engine.
     pub(super) fn say(&self, kind: u8, number: u32, rest: &[u8]) {
         if let Err(TrySendError::Full(_)) = self
             .shared
@@ -311,7 +315,7 @@ impl Shared {
         self.state.lock().expect("no holder of the line panics")
     }
 
-    /// Carries out one message. An error breaks the line.
+    /// Processes one message. An error breaks the connection.
     fn receive(self: &Arc<Shared>, message: Message) -> Result<(), String> {
         let Message { kind, number, rest } = message;
         match kind {
@@ -379,7 +383,7 @@ impl Shared {
                     .lost_checkpoints
                     .extend(checkpoint.map(|checkpoint| (number, checkpoint)));
             }
-            // A newer supervisor may say more.
+            // A newer supervisor may send more kinds.
             _ => {}
         }
         Ok(())
@@ -397,7 +401,8 @@ impl Shared {
         Ok(())
     }
 
-    /// Makes real pipes for two new strands and hands their reading ends on with the bytes they came with.
+    /// Makes real pipes for two new strands and passes their reading ends on, together with the
+    /// bytes they came with.
     fn receive_pipes(&self, number: u32, rest: &[u8]) -> Result<(), String> {
         let (Some(out), Some(err)) = (strands::number_at(rest, 0), strands::number_at(rest, 4))
         else {
@@ -434,8 +439,8 @@ impl Shared {
         pump.channel.pass_on(Piece::WithPipes(bytes, read_ends))
     }
 
-    /// Takes note of two pipes inside that a program is to write to. What stands for them here can do nothing but be held: when nobody holds it any more, they are let
-    /// go of inside.
+    /// Registers two pipes inside that a program is to write to. Their representatives here can
+    /// only be held: when the last holder drops them, the pipes are closed inside.
     fn receive_outlets(self: &Arc<Shared>, number: u32, rest: &[u8]) -> Result<(), String> {
         let Some(outlets) = strands::number_at(rest, 0) else {
             return Err("it announced pipes of a program without a number".to_owned());
@@ -469,7 +474,7 @@ impl Shared {
         let shared = Arc::clone(self);
         tokio::spawn(async move {
             for mut end in held {
-                // Nobody writes to them.
+                // Nothing is ever written to them.
                 let _ = end.read(&mut [0]).await;
             }
             shared.state().outlets.retain(|id, _| !ids.contains(id));
@@ -486,7 +491,7 @@ impl Shared {
         }
     }
 
-    /// Ends an interpreter: what has arrived is passed on, then its end is told.
+    /// Ends an interpreter: received data is passed on, then its exit is reported.
     fn finish(&self, number: u32, how: Exit) {
         let mut state = self.state();
         if let Some(program) = state.programs.remove(&number) {
@@ -502,7 +507,7 @@ impl Shared {
         else {
             return;
         };
-        // With their last sender gone, the pumps end as soon as they have passed everything on.
+        // When their last sender is gone, the copiers end after passing everything on.
         state.pipes.retain(|_, strand| strand.owner != number);
         drop(state);
         reader.abort();
@@ -517,7 +522,7 @@ impl Shared {
         });
     }
 
-    /// Ends everything that hangs on the line.
+    /// Ends everything that uses the connection.
     fn end(&self, why: &str) {
         debug!(why, "the line to a container has ended");
         let numbers: Vec<u32> = {
@@ -539,7 +544,7 @@ impl Shared {
 
 impl<T> Strand<T> {
     fn new(owner: u32, credit: usize) -> (Strand<T>, mpsc::Receiver<T>, Arc<Credit>) {
-        // A piece has a byte at least, so that the credit bounds their number too.
+        // A piece has at least one byte, so the credit bounds the number of pieces too.
         let (pieces, receiver) = mpsc::channel(credit);
         let credit = Arc::new(Credit(AtomicUsize::new(credit)));
         (
@@ -553,7 +558,7 @@ impl<T> Strand<T> {
         )
     }
 
-    /// Hands a piece to its reader. A reader that has gone misses nothing.
+    /// Passes a piece to its reader. A piece for a closed reader is dropped.
     fn pass_on(&self, piece: T) -> Result<(), String> {
         match self.pieces.try_send(piece) {
             Err(TrySendError::Full(_)) => Err("it sent more than it was allowed to".to_owned()),
@@ -589,7 +594,7 @@ async fn write(
 ) {
     let sending = async {
         while let Some(mut bytes) = messages.recv().await {
-            // What waits goes along, so that a burst is one write.
+            // Takes all queued messages, so that a burst is one write.
             while let Ok(more) = messages.try_recv() {
                 bytes.extend(more);
             }
@@ -598,7 +603,8 @@ async fn write(
         }
         Ok::<(), io::Error>(())
     };
-    // The reader notices the end of the line; whoever drops it closes the container's standard input.
+    // The reader notices the end of the connection; dropping the input closes the container's
+    // standard input.
     tokio::select! {
         _ = sending => {}
         _ = ended.wait_for(|ended| *ended) => {}
@@ -642,7 +648,7 @@ async fn read(
     shared.end(&why);
 }
 
-/// Passes what comes from inside on to the channel, and gives credit back for what was taken.
+/// Copies data from inside to the channel, and returns credit for the bytes taken.
 async fn fill_channel(
     number: u32,
     mut channel: OwnedWriteHalf,
@@ -672,7 +678,7 @@ fn pipe_id(end: &OwnedFd) -> Option<PipeId> {
         .map(|found| (found.st_dev, found.st_ino))
 }
 
-/// A pipe whose writing end is ours.
+/// Makes a pipe, and keeps its writing end.
 fn make_pipe() -> io::Result<(pipe::Sender, OwnedFd)> {
     let (read_end, write_end) = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC)?;
     rustix::io::ioctl_fionbio(&write_end, true)?;
@@ -704,7 +710,7 @@ async fn send_with_pipes(
     channel.write_all(&bytes[sent..]).await
 }
 
-/// Passes frames of the host on to the inside, as many as it takes.
+/// Copies frames of the host to the inside, within its credit.
 async fn empty_channel(
     number: u32,
     mut channel: OwnedReadHalf,
@@ -728,8 +734,8 @@ async fn empty_channel(
     let _ = outgoing.send(strands::encode(b'h', number, b"")).await;
 }
 
-/// Passes text from inside on to a pipe, and gives credit back for what was taken. Text that nobody reads any more is dropped, so that whoever writes it is not
-/// held up.
+/// Copies text from inside to a pipe, and returns credit for the bytes taken. Text without a reader
+/// is dropped, so that its writer is not blocked.
 async fn fill_pipe(
     number: u32,
     mut pipe: pipe::Sender,

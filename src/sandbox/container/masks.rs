@@ -1,8 +1,8 @@
-//! What containers must not read or change in the operator's folders: binds over binds.
+//! Masks over the operator's folders in containers: binds over binds.
 //!
-//! The engine mounts an empty file that nobody may read, an empty folder, or the path itself read-only
-//! over each masked path. Folders on the way are bound onto themselves, so that code cannot rename them.
-//! Nobody can mount anything into a container that runs, so that a container ends when somebody on the
+//! Over each masked path the engine mounts an unreadable empty file, an empty folder, or the path
+//! itself read-only. Parent folders are bound onto themselves, so that code cannot rename them.
+//! Nothing can be mounted into a running container, so a container is ended when a process on the
 //! host replaces a file that it must not see.
 
 use std::collections::HashMap;
@@ -16,7 +16,7 @@ use super::ContainerBind;
 use super::tenancy::Tenancy;
 use crate::sandbox::masks::{self, HostMask, Mask, MaskRule};
 
-/// Which file a path was, by the numbers that the kernel gives files.
+/// Identity of a file, by device and inode.
 type Stamp = Option<(u64, u64)>;
 
 /// The masks of a server's containers.
@@ -30,7 +30,7 @@ pub(super) struct Masks {
 }
 
 impl Masks {
-    /// Makes what lies over masked paths.
+    /// Makes the file and the folder that cover masked paths.
     pub(super) fn new(masks: Vec<HostMask>, tenancy: &Tenancy) -> io::Result<Masks> {
         let (file, folder) = (tenancy.file("masked"), tenancy.file("masked-folder"));
         if !masks.is_empty() {
@@ -50,7 +50,7 @@ impl Masks {
         &self.masks
     }
 
-    /// Returns what a container shows over what `binds` show, as the files are now.
+    /// Returns the binds that cover masked paths in `binds`, for the files as they are now.
     pub(super) fn binds(&self, binds: &[ContainerBind]) -> io::Result<Vec<ContainerBind>> {
         let mut all = Vec::new();
         for HostMask { host, rule } in &self.masks {
@@ -107,7 +107,7 @@ impl Masks {
             found => found?,
         };
         if found.is_symlink() {
-            // The engine would follow it, and code could put another one in its place.
+            // The engine would follow it, and code could replace the link.
             return Err(io::Error::other(
                 "a protected file of the workspace is a link; put the file in its place",
             ));
@@ -123,7 +123,7 @@ impl Masks {
         Ok(())
     }
 
-    /// Tells whether a file that containers cover is another one now.
+    /// Returns whether a covered file was replaced.
     pub(super) fn are_stale(&self) -> bool {
         let mut covered = self.covered();
         let is_stale = covered.iter().any(|(host, before)| stamp(host) != *before);
@@ -144,8 +144,8 @@ fn stamp(path: &Path) -> Stamp {
         .map(|found| (found.dev(), found.ino()))
 }
 
-/// Makes an empty file that belongs to the owner of its folder, unless something is there: only a name
-/// that is taken can be held.
+/// Makes an empty file that belongs to the owner of its folder, unless the path exists: a mount can
+/// only cover an existing path.
 fn make_empty_file(path: &Path) -> io::Result<()> {
     let options = OpenOptions::new()
         .write(true)
@@ -155,7 +155,7 @@ fn make_empty_file(path: &Path) -> io::Result<()> {
     match options.open(path) {
         Ok(_) => {
             let folder = path.parent().unwrap_or(Path::new("/")).metadata()?;
-            // Only root can give it away, and only root makes files for others.
+            // Only root can change the owner, and only root makes files for others.
             let _ = std::os::unix::fs::lchown(path, Some(folder.uid()), Some(folder.gid()));
             Ok(())
         }

@@ -1,23 +1,30 @@
-//! Sandboxes made of containers, by Docker, Podman or whatever speaks their API.
+//! Sandboxes in containers, made by Docker, Podman or any engine with a compatible API.
 //!
 //! ```text
 //! server ── engine API ── engine ── container           one per session and its forks
-//!    └──────── one stream, its standard input and output ──── supervisor (our Python, first process)
-//!                                                               ├─ warm process
-//!                                                               └─ steward ─ interpreter, checkpoints, forks
+//!    └── one stream (stdin and stdout) ── supervisor (our Python, first process)
+//!                                           ├─ warm process
+//!                                           └─ steward ─ interpreter, checkpoints, forks
 //! ```
 //!
-//! `engine` speaks the API, `spec` says what a container is and checks what was made, `profile` which system calls it may make, `image` looks at the image and adds
-//! our runner beside it. `line` carries everything between here and the supervisor over one stream (`strands`); `sandbox` is one container and its
-//! sessions; `facts` come from the kernel or the engine; `pool` keeps some ready; `tenancy` finds what dead servers left; `check` is what `doctor` tells; `way_out` opens a container's network to what an operator lists, with a
-//! `porter` where the server itself may not.
+//! `engine` is the API client. `spec` builds the container configuration and checks the result;
+//! `profile` is the seccomp profile. `image` inspects the image and adds our runner beside it.
+//! `line` multiplexes all traffic with the supervisor over one stream (`strands`). `sandbox` is one
+//! container and its sessions. `id_mapped` makes folders of other owners appear as the session's.
+//! `facts` come from the kernel or the engine. `pool` keeps containers ready. `tenancy` finds
+//! containers left by dead servers. `check` has the findings for `doctor`. `way_out` opens a
+//! container's network to the destinations that an operator lists, through a helper container
+//! (`porter`) where the server itself lacks the permission.
 //!
-//! No container that runs a user's code ever has a network that leads anywhere, a capability, a device, the engine's socket, or a folder of the host that the operator did not name, but for those of packages, which cannot be
-//! written to. The engine's copying of files into and out of containers is not used.
+//! No container that runs a user's code ever has a network with a route to anything, a capability,
+//! a device, the engine's socket, or a host folder that the operator did not name. The only
+//! exception is package folders, which are read-only. The engine's file copying into and out of
+//! containers is not used.
 
 mod check;
 mod engine;
 mod facts;
+mod id_mapped;
 mod image;
 mod line;
 mod masks;
@@ -53,6 +60,7 @@ pub use self::engine::{
     Question, QuestionError,
 };
 use self::facts::Fate;
+use self::id_mapped::IdMapped;
 pub use self::image::Supplies;
 use self::image::{Look, Prepared, fresh_number};
 use self::masks::Masks;
@@ -68,75 +76,76 @@ pub use self::way_out::ContainerNetwork;
 use super::masks::{HostMask, Replacements};
 use super::{Backend, Interpreter, LaunchError, Preparation, Sandbox, SandboxLimits};
 
-/// How long making a session in a new container may take, from its creation to a warm Python.
+/// Timeout for making a session in a new container, from its creation to a warm Python.
 const LAUNCH_PATIENCE: Duration = Duration::from_secs(180);
-/// How long the backend rests before it tries again what failed, unless somebody asks.
+/// Delay before a failed preparation is retried, unless a caller asks earlier.
 const REST: Duration = Duration::from_secs(10);
-/// How long whoever asks for a session waits for another attempt of a preparation that failed.
+/// Time that a session request waits for the retry of a failed preparation.
 const SECOND_CHANCE: Duration = Duration::from_secs(15);
-/// How often members of the pool are looked at.
+/// Interval for checking members of the pool.
 const WEEDING: Duration = Duration::from_secs(5);
-/// How often the engine is asked which containers of this server it has.
+/// Interval for listing this server's containers at the engine.
 const BETWEEN_INVENTORIES: Duration = Duration::from_secs(15);
 
-/// Numbers of host users that sessions are, where the engine has no user namespace. No system gives these away.
+/// First host uid for sessions, where the engine has no user namespace. No system assigns these
+/// numbers.
 pub const FIRST_USER: u32 = 0x7000_0000;
-/// Who a session is inside a user namespace.
+/// User of a session inside a user namespace.
 const NAMESPACED_USER: User = User {
     uid: 1000,
     gid: 1000,
 };
 
-/// What the container backend needs to know.
+/// Settings of the container backend.
 #[derive(Debug, Clone)]
 pub struct ContainerSettings {
     pub kind: EngineKind,
     pub address: EngineAddress,
-    /// Files that may have credentials for the registry of the image.
+    /// Files that may contain credentials for the registry of the image.
     pub credentials: Vec<PathBuf>,
     /// The image's name.
     pub image: String,
-    /// Another runtime than the engine's usual one, such as `runsc`.
+    /// A runtime other than the engine's default, such as `runsc`.
     pub runtime: Option<String>,
-    /// Where this server registers, so that others know it lives.
+    /// Where this server registers, so that other servers know it is alive.
     pub runtime_dir: PathBuf,
     pub limits: SandboxLimits,
-    /// Limits of containers for work of the server's own.
+    /// Limits of containers for the server's own work.
     pub limits_apart: SandboxLimits,
     pub binds: Vec<ContainerBind>,
-    /// What sessions must not read or change in them.
+    /// Paths in them that sessions must not read or change.
     pub masks: Vec<HostMask>,
-    /// Variables that the operator gives to sessions.
+    /// Environment variables that the operator gives to sessions.
     pub variables: Vec<(String, String)>,
     pub pool: PoolSettings,
-    /// What sessions may reach; nothing without.
+    /// Destinations that sessions may reach; `None` for no network.
     pub network: Option<ContainerNetwork>,
-    /// How packages come into containers; none do without.
+    /// How packages get into containers; `None` disables them.
     pub packages: Option<ContainerPackages>,
-    /// Whether sessions may start programs, or have to ask for each.
+    /// Whether sessions may start programs freely or need approval for each.
     pub programs: Programs,
-    /// Modules that containers which wait have imported, as far as the image has them.
+    /// Modules that pooled containers import in advance, if the image has them.
     pub preload: Vec<String>,
 }
 
-/// What containers have because packages can be installed into sessions.
+/// Additions to containers for installing packages into sessions.
 #[derive(Debug, Clone)]
 pub struct ContainerPackages {
     /// Folders of the server that every container shows, read-only.
     pub shown: Vec<ContainerBind>,
-    /// What a container shows beside them that is made for an installation.
+    /// Additional folders of a container that is made for an installation.
     pub tools: Vec<ContainerBind>,
-    /// What such a container may reach.
+    /// Destinations that such a container may reach.
     pub network: ContainerNetwork,
     /// Ports of the package index, as far as they are known when a container is made.
     pub ports: Arc<Mutex<BTreeSet<u16>>>,
 }
 
-/// Whom a container is made for.
+/// The use of a container.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Purpose {
     Sessions,
-    /// Work of the server's own: nothing of the operator's is shown, and packages can be fetched.
+    /// The server's own work: nothing of the operator's is shown, and packages can be fetched.
     OwnWork,
 }
 
@@ -152,29 +161,30 @@ struct Inner {
     settings: ContainerSettings,
     supplies: Arc<dyn Supplies>,
     preparation: watch::Sender<Preparation>,
-    /// What is known once the preparation has succeeded. Later failures of the engine do not take it away.
+    /// Set when the preparation succeeds. Later engine failures do not clear it.
     ready: RwLock<Option<Arc<Standing>>>,
     tenancy: Tenancy,
     masks: Masks,
     known: Mutex<HashMap<String, Known>>,
-    /// Held by many while they have containers made, and alone by whoever looks for containers that nobody knows.
+    /// Held for reading while a container is created, and for writing while looking for unknown
+    /// containers.
     creations: tokio::sync::RwLock<()>,
     pool: Pool,
-    /// Somebody wants another attempt.
+    /// Requests a retry of the preparation.
     again: Notify,
-    /// Held by whoever prepares once more.
+    /// Held while the preparation is repeated.
     preparing: tokio::sync::Mutex<()>,
 }
 
-/// A container of this server, as long as somebody follows its fate.
+/// A container of this server, while its fate is being followed.
 struct Known {
     fate: watch::Sender<Fate>,
-    /// Not yet there while it is being started.
+    /// `None` while it is being started.
     container: Option<Weak<Container>>,
 }
 
 impl Known {
-    /// Tells whether somebody has a use for the container.
+    /// Returns whether the container is still in use.
     fn is_needed(&self) -> bool {
         let is_alive = |container: &Weak<Container>| {
             container
@@ -185,19 +195,19 @@ impl Known {
     }
 }
 
-/// What exists once the preparation is done.
+/// State available after the preparation.
 struct Standing {
     engine: Engine,
     image: Prepared,
     house: Arc<House>,
-    /// The list of system calls as this engine takes it.
+    /// The seccomp profile in the form this engine accepts.
     seccomp: String,
     /// Why the engine cannot show folders of the server, if it cannot.
     blind: Option<String>,
 }
 
 impl ContainerBackend {
-    /// Starts to prepare in the background, and returns at once.
+    /// Starts the preparation in the background, and returns at once.
     pub fn start(
         settings: ContainerSettings,
         supplies: Arc<dyn Supplies>,
@@ -226,7 +236,7 @@ impl ContainerBackend {
         })
     }
 
-    /// Counts the containers that wait to be used.
+    /// Returns the number of containers waiting in the pool.
     pub fn waiting(&self) -> usize {
         self.inner.pool.len()
     }
@@ -239,7 +249,7 @@ impl Backend for ContainerBackend {
     }
 
     async fn launch(&self) -> Result<(Box<dyn Sandbox>, Interpreter), LaunchError> {
-        // Whoever waits for the engine to come back waits here too.
+        // Also waits for an engine that is coming back.
         self.inner.prepared().await?;
         let (sandbox, interpreter) = match self.inner.pool.take(&self.inner.settings.pool) {
             Some(member) => member,
@@ -274,7 +284,7 @@ impl Backend for ContainerBackend {
             removals.spawn(async move { sandbox.destroy().await });
         }
         removals.join_all().await;
-        // What was being made at this moment has our label.
+        // A container that is being made at this moment has our label.
         if let Some(standing) = self.inner.standing() {
             self.inner.remove_own(&standing.engine).await;
         }
@@ -282,7 +292,7 @@ impl Backend for ContainerBackend {
     }
 }
 
-/// Makes another container like the one that it is for.
+/// Makes a replacement for a container.
 struct Again {
     inner: Weak<Inner>,
     purpose: Purpose,
@@ -307,7 +317,7 @@ impl Inner {
             .clone()
     }
 
-    /// Prepares, and tries again when that fails; then keeps the pool full and listens to the engine.
+    /// Prepares, with retries; then keeps the pool full and listens to the engine.
     async fn prepare_until_it_works(self: Arc<Inner>) {
         loop {
             match self.prepare().await {
@@ -319,12 +329,16 @@ impl Inner {
             }
             let _ = tokio::time::timeout(REST, self.again.notified()).await;
         }
-        info!(engine = self.settings.kind.name(), image = %self.settings.image, "the container backend is ready");
+        info!(
+            engine = self.settings.kind.name(),
+            image = %self.settings.image,
+            "the container backend is ready"
+        );
         self.preparation.send_replace(Preparation::Ready);
         tokio::join!(self.listen(), self.keep_pool_full(), self.keep_masked());
     }
 
-    /// Ends containers that see a file which was put in the place of one that they must not see.
+    /// Ends containers that see a file which replaced a masked one.
     async fn keep_masked(&self) {
         let masks = self.masks.host_masks();
         if masks.is_empty() {
@@ -337,7 +351,8 @@ impl Inner {
                     && let Some(standing) = self.standing()
                 {
                     warn!(
-                        "a protected file of the workspace was replaced; the containers that could see it are ended"
+                        "a protected file of the workspace was replaced; the containers that could \
+                         see it are ended"
                     );
                     self.remove_own(&standing.engine).await;
                 }
@@ -346,7 +361,8 @@ impl Inner {
         };
         let stopped: Result<std::convert::Infallible, io::Error> = watched.await;
         let Err(error) = stopped;
-        warn!(%error, "protected files are not watched: one that is replaced is seen by sessions that run");
+        warn!(%error, "protected files are not watched: one that is replaced is seen by sessions \
+                       that run");
     }
 
     fn stand(&self, standing: Standing) {
@@ -356,20 +372,22 @@ impl Inner {
             .expect("no holder of the standing panics") = Some(Arc::new(standing));
     }
 
-    /// Prepares once more, unless somebody else has since `failed` was the standing: the engine may have come back without the image or the volume.
+    /// Prepares again, unless another call has done so since `failed` was current: the engine may
+    /// have come back without the image or the volume.
     async fn prepare_again(&self, failed: &Arc<Standing>) -> Option<Arc<Standing>> {
         let _turn = self.preparing.lock().await;
         if let Some(now) = self.standing().filter(|now| !Arc::ptr_eq(now, failed)) {
             return Some(now);
         }
         let prepared = self.prepare().await;
-        // What has succeeded once stays; whoever asks next is told by the engine itself.
+        // A preparation that has succeeded once remains valid; the next caller gets its error from
+        // the engine itself.
         self.preparation.send_replace(Preparation::Ready);
         self.stand(prepared.ok()?);
         self.standing()
     }
 
-    /// Makes a container with a session in it for somebody who waits.
+    /// Makes a container with a session in it for a waiting caller.
     async fn made(&self, purpose: Purpose) -> Result<(ContainerSandbox, Interpreter), LaunchError> {
         let standing = self.prepared().await?;
         match self.make(&standing, Fresh::AtOnce, purpose).await {
@@ -440,8 +458,9 @@ impl Inner {
         })
     }
 
-    /// Finds out whether the engine sees the folders that containers are to show: a server that is in a container itself, or an engine in a virtual machine, has others. Returns
-    /// why not. Sessions do without packages then.
+    /// Checks whether the engine sees the folders that containers are to show. It does not if the
+    /// server is in a container itself, or the engine in a virtual machine. Returns why not;
+    /// sessions then have no packages.
     async fn look_for_folders(
         &self,
         engine: &Engine,
@@ -469,21 +488,26 @@ impl Inner {
                 None
             }
             Err(error) => {
-                warn!(%error, "packages cannot be installed: the engine does not show folders of this server");
+                warn!(%error, "packages cannot be installed: the engine does not show folders of \
+                               this server");
                 Some(format!(
-                    "packages cannot be brought into containers, because the engine cannot show folders of this server ({error}); \
+                    "packages cannot be brought into containers, because the engine cannot show \
+                     folders of this server ({error}); \
                      install them into the image instead"
                 ))
             }
         }
     }
 
-    /// Refuses folders of the operator in which sessions could not work: they are never root, and have one owner.
+    /// Rejects folders of the operator in which sessions could not work. Sessions are never root
+    /// and have one user, and folders appear as theirs only if this server is root.
     fn check_folders(&self) -> Result<(), String> {
         let user = self.user(false, &self.settings.binds);
-        let unusable = self.settings.binds.iter().find(|bind| {
-            std::fs::metadata(&bind.host).is_ok_and(|found| !user.may_use(&found, bind.writable))
-        });
+        let unusable = self
+            .settings
+            .binds
+            .iter()
+            .find(|bind| !id_mapped::is_usable(bind, user));
         let Some(bind) = unusable else { return Ok(()) };
         let place = match bind.inside.strip_prefix(WORK_FOLDER) {
             Ok(below) if !below.as_os_str().is_empty() => {
@@ -497,7 +521,8 @@ impl Inner {
         } else {
             format!("the user {owner}")
         };
-        warn!(folder = %bind.host.display(), %whose, "sessions in containers could not use a folder");
+        warn!(folder = %bind.host.display(), %whose, "sessions in containers could not use a \
+             folder");
         let use_it = if bind.writable {
             "write to it"
         } else {
@@ -509,38 +534,48 @@ impl Inner {
             user.uid
         };
         Err(format!(
-            "{place} belongs to {whose}, and sessions in containers, which are never root and have one user, could not {use_it}. Give it \
-             to the user that sessions are to be (chown -R {uid}:{uid}), allow everybody to {use_it}, or use --backend native"
+            "{place} belongs to {whose}, and sessions in containers, which are never root and have \
+             one user, could not {use_it}. Give it \
+             to the user that sessions are to be (chown -R {uid}:{uid}), allow everybody to \
+             {use_it}, run the server as root, or use \
+             --backend native"
         ))
     }
 
-    /// Refuses rules that nobody could keep, before anything is made. Whether they are kept in a container is tried in each.
+    /// Rejects rules that cannot be enforced, before anything is made. Whether a container enforces
+    /// them is tested in each container.
     fn check_network(&self, engine: &Engine) -> Result<(), String> {
         if self.settings.network.is_none() || engine.is_local() {
             return Ok(());
         }
-        let way = "leave allowed domains and secrets out, or use an engine of this machine or --backend native";
+        let way = "leave allowed domains and secrets out, or use an engine of this machine or \
+                   --backend native";
         Err(format!(
             "what sessions may reach cannot be enforced: the engine is on another machine; {way}"
         ))
     }
 
-    /// Returns the list of system calls as the engine takes it: as text, or as a file of its own machine.
+    /// Returns the seccomp profile as the engine accepts it: as text, or as a file on the engine's
+    /// machine.
     fn seccomp(&self) -> Result<String, String> {
         match (self.settings.kind, &self.settings.address) {
             (EngineKind::Docker, _) => Ok(profile::text(self.settings.programs)),
             (EngineKind::Podman, EngineAddress::Unix(_)) => {
-                let file = self.tenancy.keep("seccomp.json", &profile::text(self.settings.programs));
+                let file = self
+                    .tenancy
+                    .keep("seccomp.json", &profile::text(self.settings.programs));
                 file.map_err(|error| format!("the list of system calls cannot be written: {error}"))
             }
             (EngineKind::Podman, _) => Err(
-                "Podman takes the list of system calls only as a file of its own machine; use it over a Unix socket, or use Docker"
+                "Podman takes the list of system calls only as a file of its own machine; use it \
+                 over a Unix socket, or use Docker"
                     .to_owned(),
             ),
         }
     }
 
-    /// What the warm process of a container does. One that has time imports what sessions usually need, and rehearses.
+    /// Returns the plan for the warm process of a container. A pooled one imports the modules that
+    /// sessions usually need, and rehearses.
     fn plan(&self, how: Fresh, purpose: Purpose) -> serde_json::Value {
         let has_time = how == Fresh::Primed;
         let preload: &[String] = if has_time {
@@ -562,16 +597,21 @@ impl Inner {
             own.chain(self.settings.variables.iter().cloned()).collect();
         let may_start_programs =
             self.settings.programs == Programs::Free || purpose == Purpose::OwnWork;
-        json!({
+        let mut plan = json!({
             "environment": variables,
             "preload": preload,
             "rehearse": has_time,
             "folders": [cellblock_jail::root::HOME],
             "programs": if may_start_programs { "free" } else { "refused" },
-        })
+        });
+        if !may_start_programs {
+            plan["program_filters"] = json!(cellblock_jail::seccomp::program_filters());
+        }
+        plan
     }
 
-    /// Decides who the sessions of a container are. A folder of the operator's decides if there is one, because sessions must be able to work in it.
+    /// Returns the user of a container's sessions. The owner of the operator's folder takes
+    /// precedence if there is one, because sessions must be able to work in it.
     fn user(&self, has_user_namespace: bool, binds: &[ContainerBind]) -> User {
         if has_user_namespace {
             return NAMESPACED_USER;
@@ -603,7 +643,7 @@ impl Inner {
             .collect()
     }
 
-    /// Waits for the end of the preparation. One that has failed gets another chance first.
+    /// Waits for the preparation to finish. A failed one is retried first.
     async fn prepared(&self) -> Result<Arc<Standing>, LaunchError> {
         if let Some(standing) = self.standing() {
             return Ok(standing);
@@ -630,7 +670,7 @@ impl Inner {
         }
     }
 
-    /// Folders of the operator's that a container shows.
+    /// Returns the operator's folders that a container shows.
     fn binds(&self, purpose: Purpose) -> &[ContainerBind] {
         match purpose {
             Purpose::Sessions => &self.settings.binds,
@@ -654,7 +694,8 @@ impl Inner {
         }
     }
 
-    /// What of the host a container shows: folders of the operator's, what its network needs, and packages.
+    /// Returns everything of the host that a container shows: the operator's folders, the files for
+    /// its network, and packages.
     fn shown(
         &self,
         standing: &Standing,
@@ -677,6 +718,29 @@ impl Inner {
         Ok(shown)
     }
 
+    /// Makes the operator's folders appear as the user's in what a container shows. The mounts must
+    /// exist until it has started.
+    fn with_mapped_ids(
+        &self,
+        standing: &Standing,
+        purpose: Purpose,
+        user: User,
+        shown: Vec<ContainerBind>,
+    ) -> std::io::Result<(Vec<ContainerBind>, IdMapped)> {
+        let House {
+            has_user_namespace, ..
+        } = *standing.house;
+        if !standing.engine.is_local() || has_user_namespace {
+            return Ok((shown, IdMapped::default()));
+        }
+        let name = format!("mount-{:016x}", fresh_number());
+        let binds = self.binds(purpose);
+        let mounts = IdMapped::mount(binds, user, |index| {
+            self.tenancy.file(&format!("{name}-{index}"))
+        })?;
+        Ok((mounts.translate(shown, binds), mounts))
+    }
+
     fn limits(&self, purpose: Purpose) -> &SandboxLimits {
         match purpose {
             Purpose::Sessions => &self.settings.limits,
@@ -694,12 +758,15 @@ impl Inner {
         let user = self.user(standing.house.has_user_namespace, self.binds(purpose));
         let network = self.network(purpose);
         let shown = self.shown(standing, purpose, network.as_ref());
-        let shown = shown.map_err(|error| LaunchError::Start {
-            why: error.to_string(),
-        })?;
+        let (shown, mounts) = shown
+            .and_then(|shown| self.with_mapped_ids(standing, purpose, user, shown))
+            .map_err(|error| LaunchError::Start {
+                why: error.to_string(),
+            })?;
         let body = spec::session(Wanted {
             image: &standing.image.image,
-            // Podman has one for all containers, which was looked at; it takes any other name for this, and tells none.
+            // Podman has one runtime for all containers, which was checked before. It accepts any
+            // other name here, and reports none.
             runtime: self
                 .settings
                 .runtime
@@ -750,13 +817,14 @@ impl Inner {
             maker,
         };
         let container = Container::start(made).await?;
+        drop(mounts);
         if let Some(known) = self.known().get_mut(&id) {
             known.container = Some(Arc::downgrade(&container));
         }
         container.first_session(how, LAUNCH_PATIENCE).await
     }
 
-    /// Has a container created, and known from then on.
+    /// Creates a container and registers it as known.
     async fn create(
         &self,
         engine: &Engine,
@@ -785,7 +853,7 @@ impl Inner {
             .expect("nothing panics while it holds what is known")
     }
 
-    /// Makes up for what was taken from the pool, several at a time.
+    /// Refills the pool, several containers at a time.
     async fn keep_pool_full(&self) {
         let settings = self.settings.pool;
         let mut making = FuturesUnordered::new();
@@ -812,7 +880,7 @@ impl Inner {
         }
     }
 
-    /// Follows what the engine tells about our containers, for ever.
+    /// Follows the engine's events about our containers. Never returns in normal operation.
     async fn listen(&self) {
         loop {
             let Ok(standing) = self.prepared().await else {
@@ -841,13 +909,13 @@ impl Inner {
                     _ => {}
                 }
             }
-            // The engine has gone; it may come back.
+            // The engine has disconnected; it may come back.
             tokio::time::sleep(Duration::from_secs(1)).await;
         }
     }
 
-    /// Removes containers of this server that nobody needs: those whose sessions were lost with the
-    /// engine that had them, and those whose removal it did not hear or could not finish.
+    /// Removes containers of this server that are not needed: those whose sessions were lost with
+    /// their engine, and those whose removal the engine did not receive or could not finish.
     async fn remove_unneeded(&self, engine: &Engine) {
         for id in self.unneeded(engine).await {
             info!("a container whose session was lost is removed");
@@ -871,8 +939,8 @@ impl Inner {
         listed.into_iter().map(|container| container.id).collect()
     }
 
-    /// Removes every container that this server has made and that is still there. An engine answers "in
-    /// progress" for a removal that may still fail, so it is asked what is left.
+    /// Removes all remaining containers of this server. An engine answers "in progress" for a
+    /// removal that may still fail, so the containers are listed again.
     async fn remove_own(&self, engine: &Engine) {
         for pause in engine::REMOVAL_PAUSES {
             let Ok(listed) = engine.list(LABEL_SERVER, self.tenancy.server()).await else {

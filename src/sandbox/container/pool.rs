@@ -1,6 +1,7 @@
-//! Containers that wait to be used: each with a session that has run nothing.
+//! The pool of containers that wait to be used, each with a session that has run nothing.
 //!
-//! A member is handed out once, and never comes back. One that has died or is too old is removed instead.
+//! A member is handed out once, and never returns. One that has died or is too old is removed
+//! instead.
 
 use std::collections::VecDeque;
 use std::sync::{Mutex, MutexGuard};
@@ -11,14 +12,14 @@ use tokio::sync::Notify;
 use super::sandbox::ContainerSandbox;
 use crate::sandbox::Interpreter;
 
-/// How containers are kept ready.
+/// Settings of the pool.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PoolSettings {
-    /// Containers that wait.
+    /// Number of waiting containers.
     pub size: usize,
-    /// How long one may wait before it is replaced.
+    /// Maximum waiting time of a container before it is replaced.
     pub max_age: Duration,
-    /// How many are made at the same time.
+    /// Number of containers that are made at the same time.
     pub creations: usize,
 }
 
@@ -46,7 +47,7 @@ impl Pool {
         self.state.lock().expect("no holder of the pool panics")
     }
 
-    /// Takes the member that has waited longest. Dead ones are dropped, and so removed.
+    /// Takes the member that has waited longest. Dead ones are dropped, and thereby removed.
     pub(super) fn take(&self, settings: &PoolSettings) -> Option<(ContainerSandbox, Interpreter)> {
         let taken = loop {
             let Some(waiting) = self.state().waiting.pop_front() else {
@@ -60,7 +61,7 @@ impl Pool {
         taken
     }
 
-    /// Claims the making of one more member, if one is missing and not too many are being made.
+    /// Reserves the creation of one more member, if one is missing and not too many are being made.
     pub(super) fn claim(&self, settings: &PoolSettings) -> bool {
         let mut state = self.state();
         let lacks = state.waiting.len() + state.coming < settings.size;
@@ -69,7 +70,8 @@ impl Pool {
         may
     }
 
-    /// Adds what was claimed, or gives the claim up. After `close` a member is dropped, and so removed.
+    /// Adds the reserved member, or cancels the reservation. After `close` a member is dropped, and
+    /// thereby removed.
     pub(super) fn add(&self, member: Option<(ContainerSandbox, Interpreter)>) {
         let mut state = self.state();
         state.coming -= 1;
@@ -94,7 +96,7 @@ impl Pool {
                 weeds.push(waiting);
             }
         }
-        // Dropping one begins its removal, which is nobody's business while the pool is held.
+        // Dropping one starts its removal, which must not happen while the pool is locked.
         drop(state);
         drop(weeds);
     }
@@ -103,7 +105,7 @@ impl Pool {
         self.state().waiting.len()
     }
 
-    /// Waits until something was taken or added.
+    /// Waits until a member was taken or added.
     pub(super) async fn changed(&self) {
         self.changed.notified().await;
     }
@@ -112,7 +114,7 @@ impl Pool {
         self.state().closed
     }
 
-    /// Takes nothing more, and returns what waits.
+    /// Closes the pool, and returns the waiting members.
     pub(super) fn close(&self) -> Vec<ContainerSandbox> {
         let mut state = self.state();
         state.closed = true;

@@ -1,16 +1,19 @@
-//! Porters: containers that open the doors of others, for a server that may not enter those itself.
+//! Porters: helper containers that open the listeners (`doors`) of other containers, for a server
+//! that may not enter those itself.
 //!
-//! Whoever may use an engine that runs as root, and is not root, can have it do what the server may not: be in the network of a container. So the engine starts
-//! a porter there, which is this very program, and which brings the doors and ends (`jail::porter`):
+//! A user of an engine that runs as root can have it do what the server itself may not: join the
+//! network of a container. So the engine starts a porter there. It is this same program; it sends
+//! the listeners back and ends (`jail::porter`):
 //!
 //! ```text
 //! server ── engine API ── engine ── container of a session, without a network
 //!    │                       └───── porter, in the network of that container
-//!    └──────── one socket ──────────┘   the doors come over here
+//!    └──────── one socket ──────────┘   carries the listeners back
 //! ```
 //!
-//! Its image is empty. All that is in it are files of this server that it is made of, its loader and its libraries too, so that nothing of anybody else's runs with its
-//! two capabilities. It is gone before the first word is sent through the doors, and has seen nothing of a user's.
+//! Its image is empty. It contains only files of this server that make up the program, including
+//! its loader and its libraries, so that no foreign code runs with its two capabilities. It is gone
+//! before the first byte is sent through the listeners, and has seen nothing of a user's.
 
 use std::collections::HashMap;
 use std::fs;
@@ -36,22 +39,23 @@ use super::sandbox::REMOVAL_PATIENCE;
 use super::spec::{self, ContainerBind};
 use crate::sandbox::way_out::random_word;
 
-/// The name of the image in which there is nothing.
+/// The name of the empty image.
 const IMAGE: &str = "cellblock-porter";
 
-/// How long a porter may take, from its start to its end. It takes tenths of a second, nearly all of them the engine's.
+/// Timeout for a porter, from its start to its end. It takes tenths of a second, most of them spent
+/// in the engine.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// So much of what a porter says is kept.
+/// Maximum bytes kept of a porter's output.
 const MOST_SAID: usize = 4 * 1024;
 
-/// Where a porter finds what it is made of, and whom it is sent to.
+/// Paths inside of a porter's files, and of the socket to which it connects.
 const LOADER: &str = "/cellblock/loader";
 const PROGRAM: &str = "/cellblock/program";
 const LIBRARIES: &str = "/cellblock/libraries";
 const LODGE: &str = "/cellblock/lodge";
 
-/// Why a porter brought no doors.
+/// Why a porter did not deliver listeners.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum PorterError {
     #[error("the files of this program cannot be found")]
@@ -64,7 +68,10 @@ pub(super) enum PorterError {
     Engine(#[from] EngineError),
     #[error("it did not end within {} s", PATIENCE.as_secs())]
     Hangs,
-    #[error("it brought no doors{}", .said.as_deref().map(|said| format!(" and said: {said}")).unwrap_or_default())]
+    #[error(
+        "it brought no doors{}",
+        .said.as_deref().map(|said| format!(" and said: {said}")).unwrap_or_default()
+    )]
     Failed {
         said: Option<String>,
         #[source]
@@ -72,13 +79,13 @@ pub(super) enum PorterError {
     },
 }
 
-/// Has the engine start porters.
+/// Starts porters through the engine.
 pub(super) struct Porters {
     engine: Engine,
-    /// How the paths of lodges begin. Only this server's user can go there.
+    /// Prefix of the socket paths (`Lodge`). Only this server's user can access them.
     lodges: PathBuf,
     labels: HashMap<String, String>,
-    /// Held by whoever looks for the image, so that it is made once.
+    /// Held while looking for the image, so that it is made once.
     looking: tokio::sync::Mutex<()>,
 }
 
@@ -92,7 +99,8 @@ impl Porters {
         }
     }
 
-    /// Opens doors in the network of a running container, by a porter that is `program`. Nothing of the porter is left afterwards.
+    /// Opens listeners in the network of a running container, by a porter that runs `program`.
+    /// Nothing of the porter is left afterwards.
     pub(super) async fn open(
         &self,
         program: &Path,
@@ -122,7 +130,8 @@ impl Porters {
         brought
     }
 
-    /// Starts a porter and waits for its end. What it brought is in the lodge by then, or will never be.
+    /// Starts a porter and waits for its end. By then its listeners have arrived at the socket
+    /// (`Lodge`), or never will.
     async fn received(
         &self,
         id: &str,
@@ -144,7 +153,8 @@ impl Porters {
     }
 }
 
-/// Closes a lodge, so that nobody waits there for a porter that has ended or was never started.
+/// Closes a socket (`Lodge`), so that no thread waits there for a porter that has ended or was
+/// never started.
 struct Closing(Arc<Lodge>);
 
 impl Drop for Closing {
@@ -153,7 +163,7 @@ impl Drop for Closing {
     }
 }
 
-/// Removes a container, also when nobody waits for that any more.
+/// Removes a container, even when the caller no longer waits.
 struct Removal {
     engine: Engine,
     id: Option<String>,
@@ -162,7 +172,7 @@ struct Removal {
 impl Removal {
     async fn done(mut self) {
         let Some(id) = &self.id else { return };
-        // Podman removes no container on whose network another one depends.
+        // Podman does not remove a container while another one depends on its network.
         if tokio::time::timeout(REMOVAL_PATIENCE, self.engine.remove_wholly(id))
             .await
             .is_err()
@@ -182,7 +192,8 @@ impl Drop for Removal {
     }
 }
 
-/// Returns the last line that a container writes until it ends. It is a claim of whatever runs there.
+/// Returns the last line that a container writes before it ends. It is an unverified claim of the
+/// code inside.
 async fn last_words(
     mut output: Pin<Box<dyn Stream<Item = Result<LogOutput, bollard::errors::Error>> + Send>>,
 ) -> Option<String> {
@@ -198,12 +209,12 @@ async fn last_words(
         .map(str::to_owned)
 }
 
-/// The files of the host that a porter is made of.
+/// The host files that a porter consists of.
 #[derive(Debug, PartialEq, Eq)]
 struct Luggage {
     program: PathBuf,
     loader: Option<PathBuf>,
-    /// With the names that they have inside.
+    /// With their names inside.
     libraries: Vec<(PathBuf, String)>,
 }
 
@@ -213,7 +224,7 @@ impl Luggage {
             .map_err(PorterError::Files)?
             .permissions()
             .mode();
-        // A porter has no right over files of others.
+        // A porter has no right over files of other owners.
         if rights & 0o005 != 0o005 {
             return Err(PorterError::Unreadable);
         }
@@ -224,7 +235,7 @@ impl Luggage {
                 .unwrap_or_default()
                 .to_string_lossy()
                 .into_owned();
-            // There is one place for each name. The loader, too, takes the first that it finds.
+            // There is one path for each name. The loader also takes the first match.
             if !libraries.iter().any(|(_, known)| *known == name) {
                 libraries.push((library, name));
             }
@@ -236,7 +247,8 @@ impl Luggage {
         })
     }
 
-    /// Describes a porter for a container that is awaited at a lodge with a word.
+    /// Returns the configuration of a porter for a container, with the socket and the token it
+    /// connects with.
     fn container(
         &self,
         image: &str,
@@ -269,7 +281,8 @@ impl Luggage {
         let mut variables = vec![(WORD.to_owned(), word.to_owned())];
         if self.loader.is_some() {
             command.splice(..0, [LOADER, "--library-path", LIBRARIES]);
-            // A library is wanted by a name that need not be that of its file. One that is there already is known by both.
+            // A library is requested by a name that may differ from its file name. A loaded library
+            // is known by both.
             let all: Vec<String> = self
                 .libraries
                 .iter()
@@ -308,7 +321,7 @@ mod tests {
         )
     }
 
-    /// What is shown inside, as `host inside`.
+    /// Returns the mounts of a container, as `host inside`.
     fn shown(body: &ContainerCreateBody) -> Vec<String> {
         let mounts = body.host_config.as_ref().unwrap().mounts.iter().flatten();
         mounts

@@ -1,22 +1,29 @@
-//! Which system calls a container may make, in the form that engines read.
+//! The seccomp profile of a container, in the format that engines read.
 //!
-//! It is made from the one list of the jail, `jail/src/seccomp.json`. An engine loads one filter for the whole container, so what the supervisor
-//! and the runtime need on the way in is allowed for good; `FOR_OURSELVES` says why each of these is harmless.
+//! It is generated from the jail's list, `jail/src/seccomp.json`. An engine loads one filter for
+//! the whole container, so the calls that the supervisor and the runtime need during startup remain
+//! allowed; `FOR_OURSELVES` states why each of these is harmless.
 //!
-//! Engines compare whole registers, while most arguments are half as wide. So "is not" is never said with them: a register that differs in its upper half would
-//! pass. It is spelled out as the values that are left.
+//! Engines compare whole registers, while most arguments are half as wide. So "is not" is never
+//! used with them: a register that differs in its upper half would pass. It is expanded into the
+//! remaining values.
 
 use cellblock_jail::seccomp::{self, Rule};
 use cellblock_jail::wire::Programs;
 use serde_json::{Value, json};
 
-/// The errno of a call that does not exist; libraries take their fallback then.
-const NO_SUCH_CALL: u32 = 38;
+/// The errno of a call that does not exist; libraries then use their fallback.
+const ENOSYS: u32 = 38;
 
-/// Limits of resources have these numbers; the fourth is the size of core files.
+/// From `linux/prctl.h`.
+const PR_SET_DUMPABLE: u64 = 4;
+const PR_SET_SECCOMP: u64 = 22;
+const PR_SET_NO_NEW_PRIVS: u64 = 38;
+
+/// The range of resource limit numbers; the fourth is the size of core files.
 const RESOURCES: std::ops::Range<u64> = 0..16;
 
-/// What the jail has no need of, and the processes of a container do.
+/// Calls that the jail does not need, but the processes of a container do.
 const FOR_OURSELVES: [(&str, Option<u64>, &str); 5] = [
     (
         "landlock_create_ruleset",
@@ -35,24 +42,26 @@ const FOR_OURSELVES: [(&str, Option<u64>, &str); 5] = [
     ),
     (
         "prctl",
-        Some(4),
-        "PR_SET_DUMPABLE: says who of the same user may look into one's own memory",
+        Some(PR_SET_DUMPABLE),
+        "says who of the same user may look into one's own memory",
     ),
     (
         "prctl",
-        Some(38),
-        "PR_SET_NO_NEW_PRIVS: cannot be undone, and is set already",
+        Some(PR_SET_NO_NEW_PRIVS),
+        "cannot be undone, and is set already",
     ),
 ];
 
-/// What is needed beside them where sessions may start no programs. The filter that it loads refuses it from then on (`fences.py`).
+/// Also needed where sessions may not start programs. The filter that it loads refuses it from then
+/// on (`confine.py`).
 const TO_REFUSE_PROGRAMS: (&str, Option<u64>, &str) = (
     "prctl",
-    Some(22),
-    "PR_SET_SECCOMP: a process can only take rights from itself",
+    Some(PR_SET_SECCOMP),
+    "a process can only take rights from itself",
 );
 
-/// Calls that libraries try first. Older engines answer all that is refused as "not permitted", which is no reason for a fallback.
+/// Calls that libraries try first. Older engines answer every refused call with "not permitted", on
+/// which libraries do not fall back.
 const TRIED_FIRST: [&str; 12] = [
     "clone3",
     "openat2",
@@ -68,7 +77,8 @@ const TRIED_FIRST: [&str; 12] = [
     "memfd_secret",
 ];
 
-/// Returns the profile as JSON text, for this architecture and for sessions that may start programs, or may not.
+/// Returns the profile as JSON text, for this architecture, and for sessions that may or may not
+/// start programs.
 pub(super) fn text(programs: Programs) -> String {
     let rules = seccomp::rules();
     let (mut listed, mut answers) = (rules.common, rules.answers);
@@ -84,6 +94,13 @@ pub(super) fn text(programs: Programs) -> String {
         .iter()
         .flat_map(|rule| written(rule, &json!({"action": "SCMP_ACT_ALLOW"})))
         .collect();
+    // Calls allowed for the runner need no errno rule, and an engine rejects a second rule for
+    // them.
+    answers.retain(|answer| {
+        FOR_OURSELVES
+            .iter()
+            .all(|(name, ..)| answer.syscall != *name)
+    });
     for answer in &answers {
         let action = json!({"action": "SCMP_ACT_ERRNO", "errnoRet": answer.errno.number()});
         calls.extend(written(&answer.rule(), &action));
@@ -95,17 +112,17 @@ pub(super) fn text(programs: Programs) -> String {
             .unwrap_or_default();
         calls.push(line(name, &checks, &json!({"action": "SCMP_ACT_ALLOW"})));
     }
-    calls.push(json!({"names": TRIED_FIRST, "action": "SCMP_ACT_ERRNO", "errnoRet": NO_SUCH_CALL}));
+    calls.push(json!({"names": TRIED_FIRST, "action": "SCMP_ACT_ERRNO", "errnoRet": ENOSYS}));
     json!({
         "defaultAction": "SCMP_ACT_ERRNO",
-        "defaultErrnoRet": NO_SUCH_CALL,
+        "defaultErrnoRet": ENOSYS,
         "architectures": [architecture],
         "syscalls": calls,
     })
     .to_string()
 }
 
-/// Writes one line of the list as engines have it. A check of "is not" becomes several lines.
+/// Converts one rule of the list to the engine's format. An "is not" check becomes several lines.
 fn written(rule: &Rule, action: &Value) -> Vec<Value> {
     let mut lines: Vec<Vec<Value>> = vec![Vec::new()];
     for argument in &rule.args {
@@ -128,7 +145,7 @@ fn written(rule: &Rule, action: &Value) -> Vec<Value> {
         .collect()
 }
 
-/// Returns the checks any of which must hold for an argument of the list.
+/// Returns alternative checks for an argument of the list, one of which must match.
 fn checks(argument: &Value) -> Vec<Value> {
     let number = |name: &str| {
         argument[name]
@@ -138,7 +155,7 @@ fn checks(argument: &Value) -> Vec<Value> {
     let (index, value) = (number("index"), number("val"));
     match (&argument["op"], argument["op"].as_str()) {
         (_, Some("eq")) => vec![check(index, "SCMP_CMP_EQ", value, 0)],
-        // Only a whole register can be compared for "is not".
+        // "Is not" can only be compared for a whole register.
         (_, Some("ne")) if argument["type"] == "qword" => {
             vec![check(index, "SCMP_CMP_NE", value, 0)]
         }
@@ -260,7 +277,7 @@ mod tests {
         assert_eq!(answers("fchmodat"), [1, 1]);
         assert_eq!(answers("prlimit64"), [0, 1]);
         assert!(answers("read").is_empty()); // control
-        assert_eq!(profile["defaultErrnoRet"], NO_SUCH_CALL);
+        assert_eq!(profile["defaultErrnoRet"], ENOSYS);
     }
 
     #[test]

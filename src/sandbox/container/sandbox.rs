@@ -1,7 +1,8 @@
 //! One container, and the sessions in it.
 //!
-//! A container is made for one session. Forks of that session live in it too, as members of its family: an interpreter cannot be copied into another container.
-//! The container is removed with its last member.
+//! A container is made for one session. Forks of that session run in it too, as members of its
+//! family, because an interpreter cannot be copied into another container. The container is removed
+//! with its last member.
 
 use std::collections::HashSet;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
@@ -27,29 +28,33 @@ use crate::sandbox::{
     Sandbox, SandboxLimits,
 };
 
-// These mean "it does not react": time in which the machine was busy does not count (`reaction`).
+// These timeouts mean "it does not react": time in which the machine was busy does not count
+// (`reaction`).
 
-/// How long the supervisor may take to carry out an order. The slowest, ending a bomb of processes, takes three seconds.
+/// Timeout for the supervisor to carry out an order. The slowest, ending a fork bomb, takes three
+/// seconds.
 const ORDER_PATIENCE: Duration = Duration::from_secs(10);
-/// How long an interpreter that must end may take before its container is ended, and its whole family with it. The supervisor needs milliseconds, on a busy machine seconds.
+/// Timeout for an interpreter to end before its container is killed, with its whole family. The
+/// supervisor needs milliseconds, or seconds on a busy machine.
 const KILL_PATIENCE: Duration = Duration::from_secs(10);
-/// How long an interpreter may take to come to its branch point.
+/// Timeout for an interpreter to reach its branch point.
 const BRANCH_PATIENCE: Duration = Duration::from_secs(10);
-/// How long a removal by the engine may take.
+/// Timeout for a removal by the engine.
 pub(super) const REMOVAL_PATIENCE: Duration = Duration::from_secs(20);
 
-/// How much later one lane of an interpreter may bring what was written earlier than what another one brought: a few microseconds by the order in which the supervisor
-/// reads, and a journey to the engine and back when one has used up its credit.
+/// Maximum delay of one stream of an interpreter relative to another: a few microseconds due to the
+/// order in which the supervisor reads, or a round trip to the engine when a stream has used up its
+/// credit.
 const LARGEST_SKEW: Duration = Duration::from_secs(1);
 
-/// The state in which a session begins: a fresh interpreter and an empty folder. It needs no copy.
+/// The initial state of a session: a fresh interpreter and an empty folder. It needs no copy.
 const BEGINNING: CheckpointId = CheckpointId(0);
 
-/// How a fresh interpreter begins.
+/// How a fresh interpreter starts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Fresh {
     AtOnce,
-    /// After a cell that nobody sees, because it has time.
+    /// After a hidden rehearsal cell, when there is time for one.
     Primed,
     /// With its folder emptied.
     Emptied,
@@ -65,24 +70,25 @@ impl Fresh {
     }
 }
 
-/// What all containers of a backend have in common.
+/// Properties shared by all containers of a backend.
 #[derive(Clone)]
 pub(super) struct House {
     pub(super) limits: SandboxLimits,
     pub(super) has_user_namespace: bool,
-    /// Another runtime than that of ordinary containers, whose processes the kernel shows differently.
+    /// A runtime other than that of ordinary containers, whose processes look different to the
+    /// kernel.
     pub(super) runtime: Option<String>,
-    /// No folder of the operator's is the working folder.
+    /// The working folder is not a folder of the operator's.
     pub(super) owns_work_folder: bool,
-    /// What sessions may reach; nothing without.
+    /// Destinations that sessions may reach; `None` for no network.
     pub(super) network: Option<ContainerNetwork>,
-    /// Open the doors of containers that the server may not enter.
+    /// Open the listeners of containers that the server may not enter.
     pub(super) porters: Arc<Porters>,
 }
 
 impl std::fmt::Debug for House {
     fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        // The way out holds secrets.
+        // The network settings hold secrets.
         formatter
             .debug_struct("House")
             .field("limits", &self.limits)
@@ -106,29 +112,30 @@ pub(super) struct Container {
     maker: Arc<dyn Maker>,
 }
 
-/// Makes containers, for sessions whose own is gone.
+/// Makes containers for sessions whose own is gone.
 #[async_trait]
 pub(super) trait Maker: Send + Sync {
     async fn another(&self) -> Result<(ContainerSandbox, Interpreter), LaunchError>;
 }
 
-/// What is needed to start a container that the engine has made.
+/// The inputs for starting a container that the engine has created.
 pub(super) struct Made<'a> {
     pub(super) engine: &'a Engine,
     pub(super) house: Arc<House>,
     pub(super) name: &'a str,
     pub(super) id: String,
-    /// What the engine was asked for.
+    /// The request sent to the engine.
     pub(super) body: &'a ContainerCreateBody,
     pub(super) user: User,
-    /// What its warm process does first.
+    /// The first task of its warm process.
     pub(super) plan: &'a Value,
     pub(super) fate: watch::Receiver<Fate>,
     pub(super) maker: Arc<dyn Maker>,
 }
 
 impl Container {
-    /// Makes, starts and checks a container. The first session can be asked for at once; it waits until Python is warm.
+    /// Starts and checks a container. The first session can be requested at once; it waits until
+    /// Python is warm.
     pub(super) async fn start(made: Made<'_>) -> Result<Arc<Container>, LaunchError> {
         let Made {
             engine,
@@ -147,7 +154,8 @@ impl Container {
                 .attach(&id)
                 .await
                 .map_err(|error| failed(error.to_string()))?;
-            // Its plan waits for it: the engine says only later that a container has started.
+            // The plan is sent early and waits for the container: the engine reports the start only
+            // later.
             let line = Line::open(attached, plan);
             engine
                 .start(&id)
@@ -211,12 +219,14 @@ impl Container {
         !self.line.has_ended() && !self.fate.borrow().died
     }
 
-    /// Tells whether the files of the working folder are still there: they go with the container, unless the folder is the operator's.
+    /// Returns whether the files of the working folder still exist. They are removed with the
+    /// container, unless the folder is the operator's.
     fn has_files(&self) -> bool {
         self.is_alive() || !self.house.owns_work_folder
     }
 
-    /// How a process ended that the kernel chose because memory ran out. It may have chosen the first process too, and with it the container.
+    /// Returns the exit of a process killed because memory ran out. The kernel may have killed the
+    /// first process too, and thereby the container.
     fn out_of_memory(&self) -> Exit {
         Exit::OutOfMemory {
             limit: self.house.limits.memory,
@@ -224,7 +234,7 @@ impl Container {
         }
     }
 
-    /// Makes the first session, in a container that has none.
+    /// Makes the first session in a new container.
     pub(super) async fn first_session(
         self: &Arc<Container>,
         how: Fresh,
@@ -245,7 +255,7 @@ impl Container {
         Ok((sandbox, interpreter))
     }
 
-    /// Makes the place of one more session, which may be a fork of another.
+    /// Makes the slot of one more session, which may be a fork of another.
     fn sandbox(
         self: &Arc<Container>,
         isolation: Isolation,
@@ -272,7 +282,7 @@ impl Container {
         }
     }
 
-    /// Sends an order, for so long as it may take.
+    /// Sends an order and waits for it, up to `ORDER_PATIENCE`.
     async fn order(&self, kind: u8, number: u32, order: Value) -> Result<(), String> {
         match within(ORDER_PATIENCE, self.line.ask(kind, number, order)).await {
             Some(Ok(())) => Ok(()),
@@ -281,7 +291,7 @@ impl Container {
         }
     }
 
-    /// Has an interpreter made by an order.
+    /// Makes an interpreter by an order.
     async fn interpreter(
         self: &Arc<Container>,
         kind: u8,
@@ -320,7 +330,7 @@ impl Container {
         })
     }
 
-    /// Gives the container as much memory as its members may have together.
+    /// Sets the container's memory limit to the sum of its members' limits, capped by the family's.
     async fn fit_memory(&self) {
         let limits = &self.house.limits;
         let members = u64::from(self.members.load(Ordering::Relaxed).max(1));
@@ -331,7 +341,8 @@ impl Container {
         if self.removed.load(Ordering::Relaxed) {
             return;
         }
-        // A family that stays at less than it may have is told when memory runs out.
+        // A failure is not fatal: the family has less memory than it may have, and is notified when
+        // it runs out.
         if let Err(error) = self
             .engine
             .set_memory(&self.id, i64::try_from(bytes).unwrap_or(i64::MAX))
@@ -341,7 +352,8 @@ impl Container {
         }
     }
 
-    /// Removes the container and waits until the engine knows nothing of it. Removing twice is harmless.
+    /// Removes the container and waits until the engine no longer lists it. Removing twice is
+    /// harmless.
     pub(super) async fn remove(&self) {
         self.meter.close();
         if self.removed.swap(true, Ordering::Relaxed) {
@@ -370,7 +382,8 @@ impl Drop for Container {
 }
 
 impl House {
-    /// Says what separates the sessions of a container from the host, and who vouches for it.
+    /// Returns the layers that separate the sessions of a container from the host, and how each was
+    /// verified.
     fn isolation(&self, user: User, was_read: bool) -> Isolation {
         let vouched = if was_read {
             "read from the kernel"
@@ -386,7 +399,8 @@ impl House {
         isolation.record(
             LayerKind::Namespaces,
             enforced(format!(
-                "a container of its own ({runtime}, {vouched}); its forks share the container and are separate processes in it"
+                "a container of its own ({runtime}, {vouched}); its forks share the container and \
+                 are separate processes in it"
             )),
         );
         isolation.record(
@@ -435,7 +449,8 @@ impl House {
     }
 }
 
-/// What landlock of this version gives; the supervisor has told it before any user's code ran.
+/// Returns the layer for this version of landlock, which the supervisor reported before any user
+/// code ran.
 fn landlock(version: i64) -> Layer {
     let read_only = "a root file system that cannot be written to".to_owned();
     match version {
@@ -459,11 +474,11 @@ fn with(why: String, complaints: &str) -> String {
     }
 }
 
-/// One session's place in a container.
+/// The slot of one session in a container.
 pub(super) struct ContainerSandbox {
     container: Arc<Container>,
     member: u32,
-    /// Its working folder. The supervisor gives a fork this one.
+    /// Its working folder. The supervisor assigns that of a fork.
     work: String,
     isolation: Isolation,
     checkpoints: Mutex<HashSet<CheckpointId>>,
@@ -471,7 +486,7 @@ pub(super) struct ContainerSandbox {
     destroyed: bool,
 }
 
-/// How long Python in a container may take to become warm.
+/// Timeout for Python in a container to become warm.
 const WARM_PATIENCE: Duration = Duration::from_secs(120);
 
 impl ContainerSandbox {
@@ -510,12 +525,12 @@ impl Sandbox for ContainerSandbox {
     async fn restart(&mut self) -> Result<Interpreter, LaunchError> {
         if self.is_alive() {
             match self.begin(Fresh::AtOnce).await {
-                // What was to be ended could not be, and took the container along.
+                // The old interpreter could not be ended, so the container was killed.
                 Err(_) if !self.is_alive() => {}
                 begun => return begun,
             }
         }
-        // The container is gone and its files with it; nothing is left that could be kept.
+        // The container and its files are gone; nothing can be kept.
         let (successor, interpreter) = self.container.maker.another().await?;
         *self = successor;
         Ok(Interpreter {
@@ -548,7 +563,8 @@ impl Sandbox for ContainerSandbox {
             checkpoint,
             done: false,
         };
-        // The line keeps the order of what is said on it, so the supervisor expects the copy before the interpreter is asked for it.
+        // The stream preserves order, so the supervisor expects the copy before the interpreter is
+        // asked for it.
         let made = self
             .container
             .line
@@ -677,11 +693,11 @@ impl Drop for ContainerSandbox {
                 .line
                 .say(b'x', self.member, json!({"ask": 0}).to_string().as_bytes());
         }
-        // The container itself goes with its last holder.
+        // The container itself is removed with its last owner.
     }
 }
 
-/// Has the supervisor start programs beside one session.
+/// Starts programs beside one session, through the supervisor.
 struct ContainerLauncher {
     container: Arc<Container>,
     member: u32,
@@ -707,7 +723,7 @@ impl Launcher for ContainerLauncher {
             .ok_or_else(|| failed("its pipes are not those of the session"))?;
         let mark = self.container.meter.mark();
         let (number, exit) = line.program();
-        // From here on it is ended if somebody thinks better of it.
+        // From here on, dropping this value ends the program, also when the caller is cancelled.
         let process = ContainerProgram {
             container: self.container.clone(),
             number,
@@ -738,7 +754,7 @@ impl Launcher for ContainerLauncher {
     }
 }
 
-/// A program that the supervisor has started. Dropping it ends it with its group.
+/// A program started by the supervisor. Dropping it ends it with its process group.
 struct ContainerProgram {
     container: Arc<Container>,
     number: u32,
@@ -778,14 +794,14 @@ impl Drop for ContainerProgram {
     }
 }
 
-/// Begins to wait, then tells that it does.
+/// Starts to wait, then signals that it does.
 async fn begun_then<T>(work: impl Future<Output = T>, told: oneshot::Sender<()>) -> T {
     let mut work = std::pin::pin!(work);
     let mut told = Some(told);
     std::future::poll_fn(move |context| {
         let polled = work.as_mut().poll(context);
         if let Some(told) = told.take() {
-            // Nobody waits when the attempt was given up.
+            // The receiver is gone if the attempt was abandoned.
             let _ = told.send(());
         }
         polled
@@ -800,7 +816,7 @@ fn forget(container: &Container, member: u32, checkpoint: CheckpointId) {
         .say(b'o', member, order.to_string().as_bytes());
 }
 
-/// Forgets a checkpoint that was given up half way, also if it was made after all.
+/// Discards an abandoned checkpoint, also if it was made after all.
 struct GiveUp {
     container: Arc<Container>,
     member: u32,
@@ -827,7 +843,7 @@ struct ContainerProcess {
 }
 
 impl ContainerProcess {
-    /// Says what the end of an interpreter was, with what the kernel and the engine know of it.
+    /// Determines the exit of an interpreter from the data of the kernel and the engine.
     async fn judge(&self, exit: Exit) -> Exit {
         let may_be_memory =
             matches!(exit, Exit::Signal(9) | Exit::Unknown) && !self.killed.load(Ordering::Relaxed);
@@ -836,7 +852,8 @@ impl ContainerProcess {
         }
         match exit {
             Exit::Unknown if self.killed.load(Ordering::Relaxed) => Exit::Signal(9),
-            // Somebody else ended the container, or the engine, which carries what it says, is gone.
+            // The container was ended from outside, or the engine, which carries the stream, is
+            // gone.
             Exit::Unknown if !self.container.is_alive() => Exit::SandboxGone {
                 files_kept: self.container.has_files(),
             },

@@ -1,7 +1,9 @@
-//! What a container is made of, as the engine is told. Pure: settings in, a request out.
+//! The container configuration sent to the engine. Pure: settings in, a request out.
 //!
-//! Everything that separates a session from the host is written here, and nothing that a setting says can take any of it away: settings choose the image, the
-//! runtime, sizes, variables and folders, and have no other field to write to. `verify` reads the same facts back from what the engine says it has made.
+//! Everything that separates a session from the host is set here, and no setting can remove any of
+//! it: settings choose the image, the runtime, sizes, variables and folders, and cannot write to
+//! other fields. `verify` checks the same facts in the engine's description of the container it
+//! made.
 
 use std::collections::HashMap;
 use std::fs::Metadata;
@@ -15,30 +17,31 @@ use bollard::models::{
 
 use crate::sandbox::SandboxLimits;
 
-/// The working folder inside; that of the native backend.
+/// The working folder inside; the same as in the native backend.
 pub const WORK: &str = cellblock_jail::root::WORK;
-/// Where forks have their folders.
+/// Parent of the folders of forks.
 pub(super) const FORKS: &str = "/forks";
-/// Where the runner is inside; beside it are folders of the server that containers show.
+/// Path of the runner inside; beside it are folders of the server that containers show.
 pub(super) const RUNNER: &str = "/opt/cellblock/runner";
 
-/// Labels by which our objects are found again. Nothing that a user writes becomes a label.
+/// Labels by which our objects are found again. User input never becomes a label.
 pub(super) const LABEL_SERVER: &str = "cellblock.server";
 pub(super) const LABEL_PLACE: &str = "cellblock.place";
 pub(super) const LABEL_ROLE: &str = "cellblock.role";
 /// The role of containers that have sessions.
 pub(super) const ROLE_SESSION: &str = "session";
-/// The role of containers that open the doors of another.
+/// The role of containers that open the listeners of another.
 pub(super) const ROLE_PORTER: &str = "porter";
 /// The role of volumes that hold a runner.
 pub(super) const ROLE_RUNNER: &str = "runner";
-/// What a volume holds: which runner, and for which image.
+/// Contents of a volume: which runner, and for which image.
 pub(super) const LABEL_RUNNER: &str = "cellblock.runner";
 pub(super) const LABEL_IMAGE: &str = "cellblock.image";
 
-/// Processes of ours in each container: the supervisor, the warm one, a steward per session, checkpoints that stand still.
+/// Processes of ours in each container: the supervisor, the warm one, a steward per session,
+/// suspended checkpoints.
 const OWN_PROCESSES: i64 = 48;
-/// Descriptors a process may have open.
+/// Maximum number of open descriptors of a process.
 const OPEN_FILES: i64 = 4_096;
 
 /// A host folder that sessions see below their working folder, or in its place.
@@ -50,7 +53,7 @@ pub struct ContainerBind {
     pub writable: bool,
 }
 
-/// Who a session is. Never root.
+/// The user of a session. Never root.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct User {
     pub(super) uid: u32,
@@ -58,7 +61,7 @@ pub(super) struct User {
 }
 
 impl User {
-    /// The owner of a folder, if sessions may be that user. A group of root's is left out.
+    /// Returns the owner of a folder, if sessions may be that user. The group root is left out.
     pub(super) fn owner_of(folder: &Metadata) -> Option<User> {
         let (uid, gid) = (folder.uid(), folder.gid());
         (uid != 0).then_some(User {
@@ -67,7 +70,8 @@ impl User {
         })
     }
 
-    /// Tells whether this user may list and open what is in a folder, and change it if `writing`.
+    /// Returns whether this user may list and open the contents of a folder, and change them if
+    /// `writing`.
     pub(super) fn may_use(self, folder: &Metadata, writing: bool) -> bool {
         let needed = if writing { 0o7 } else { 0o5 };
         let shift = match () {
@@ -79,7 +83,7 @@ impl User {
     }
 }
 
-/// What differs between the containers of a server.
+/// The parameters that differ between the containers of a server.
 pub(super) struct Wanted<'a> {
     pub(super) image: &'a str,
     pub(super) runtime: Option<&'a str>,
@@ -90,7 +94,7 @@ pub(super) struct Wanted<'a> {
     pub(super) volume: &'a str,
     pub(super) command: Vec<String>,
     pub(super) labels: HashMap<String, String>,
-    /// The list of system calls: its text, or its path on the engine's machine.
+    /// The seccomp profile: its text, or its path on the engine's machine.
     pub(super) seccomp: &'a str,
     /// Whether the engine knows the option that limits the number of files.
     pub(super) can_count_files: bool,
@@ -99,7 +103,8 @@ pub(super) struct Wanted<'a> {
 /// Returns the request for a container of sessions.
 pub(super) fn session(wanted: Wanted<'_>) -> ContainerCreateBody {
     let limits = wanted.limits;
-    // Where the engine cannot limit the number of files, the memory that each of them takes does.
+    // Where the engine cannot limit the number of files, their number is limited by the memory each
+    // of them takes.
     let files = if wanted.can_count_files {
         format!(",nr_inodes={}", limits.files.max(16))
     } else {
@@ -129,7 +134,7 @@ pub(super) fn session(wanted: Wanted<'_>) -> ContainerCreateBody {
     let host = body.host_config.get_or_insert_default();
     host.runtime = wanted.runtime.map(str::to_owned);
     host.memory = Some(signed(limits.memory));
-    // The same again: no swap beside it.
+    // The same value: no swap in addition.
     host.memory_swap = host.memory;
     host.nano_cpus = Some((limits.cpus * 1e9) as i64);
     host.pids_limit = Some(i64::from(limits.processes) + OWN_PROCESSES);
@@ -138,9 +143,11 @@ pub(super) fn session(wanted: Wanted<'_>) -> ContainerCreateBody {
     host.mounts = Some(mounts);
     host.ulimits = Some(vec![
         ulimit("nofile", OPEN_FILES),
-        // Beside the limit of the container: this one holds for its user, who is in no other.
+        // In addition to the limit of the container: this one applies to its user, who is in no
+        // other container.
         ulimit("nproc", i64::from(limits.processes) + OWN_PROCESSES),
-        // One, not zero: with zero the kernel still hands a crash to the host's handler when that is a program.
+        // One, not zero: with zero the kernel still passes a crash to the host's core handler if
+        // that is a program.
         ulimit("core", 1),
         ulimit("fsize", signed(limits.disk.saturating_add(1))),
         ulimit("memlock", 64 * 1024),
@@ -150,8 +157,9 @@ pub(super) fn session(wanted: Wanted<'_>) -> ContainerCreateBody {
     body
 }
 
-/// Returns the request for a container that looks at the image and fills the volume of the runner. It runs our code and the image's own, as every container does before
-/// its first session, and is root inside because a new volume belongs to root; it has no capability either.
+/// Returns the request for a container that inspects the image and fills the volume of the runner.
+/// It runs our code and the image's own, as every container does before its first session. It is
+/// root inside because a new volume belongs to root, but it has no capability either.
 pub(super) fn helper(
     image: &str,
     volume: &str,
@@ -169,7 +177,7 @@ pub(super) fn helper(
     )]));
     host.memory = Some(512 * 1024 * 1024);
     host.pids_limit = Some(OWN_PROCESSES);
-    // Some engines ask for more than their machine grants unless they are told.
+    // Without these values some engines ask for more than their machine grants.
     host.ulimits = Some(vec![
         ulimit("nofile", OPEN_FILES),
         ulimit("nproc", OPEN_FILES),
@@ -177,21 +185,23 @@ pub(super) fn helper(
     body
 }
 
-/// What a porter is made of.
+/// The parameters of a porter.
 pub(super) struct Porter<'a> {
-    /// An image in which there is nothing.
+    /// An empty image.
     pub(super) image: &'a str,
-    /// Whose network it is in.
+    /// The container whose network it joins.
     pub(super) container: &'a str,
-    /// All that it sees: files of this server, and the socket at which it is awaited.
+    /// Everything that it sees: files of this server, and the socket to which it connects.
     pub(super) binds: &'a [ContainerBind],
     pub(super) command: Vec<String>,
     pub(super) variables: Vec<(String, String)>,
     pub(super) labels: HashMap<String, String>,
 }
 
-/// Returns the request for a container that opens the doors of another and ends. It runs our program only, and is the one that has capabilities: over a network
-/// that leads nowhere, and over ports. What it does is not in our own list of system calls, so it has the engine's.
+/// Returns the request for a container that opens the listeners of another and ends. It runs only
+/// our program. It is the only one with capabilities: over a network that leads nowhere, and over
+/// ports. It needs system calls that our own profile does not allow, so it has the engine's
+/// profile.
 pub(super) fn porter(wanted: Porter<'_>) -> ContainerCreateBody {
     let mut body = common(wanted.image, wanted.command, wanted.labels, None);
     body.user = Some("0:0".to_owned());
@@ -202,7 +212,7 @@ pub(super) fn porter(wanted: Porter<'_>) -> ContainerCreateBody {
             .map(|(name, value)| format!("{name}={value}"))
             .collect(),
     );
-    // The name goes with the network, engines say.
+    // The host name comes with the network; engines do not accept another one.
     body.hostname = None;
     let host = body.host_config.get_or_insert_default();
     host.network_mode = Some(format!("container:{}", wanted.container));
@@ -223,7 +233,8 @@ pub(super) fn porter(wanted: Porter<'_>) -> ContainerCreateBody {
     body
 }
 
-/// What every container of ours has. Without a list of system calls of ours, the engine's holds.
+/// Returns the configuration that all our containers share. Without a seccomp profile of ours, the
+/// engine's applies.
 fn common(
     image: &str,
     command: Vec<String>,
@@ -241,9 +252,11 @@ fn common(
         working_dir: Some("/".to_owned()),
         labels: Some(labels),
         tty: Some(false),
-        // An engine that ends, or is told to stop a container, need not wait: nothing in there is saved at the end.
+        // An engine that stops, or that stops a container, need not wait: no state inside is saved
+        // at the end.
         stop_signal: Some("SIGKILL".to_owned()),
-        // Standard input is the lifeline: when its one reader goes, it ends, and with it the container.
+        // Standard input is the lifeline: when its only client disconnects, it closes, and with it
+        // the container ends.
         open_stdin: Some(true),
         stdin_once: Some(true),
         attach_stdin: Some(true),
@@ -263,7 +276,7 @@ fn common(
             privileged: Some(false),
             ipc_mode: Some("private".to_owned()),
             cgroupns_mode: Some(HostConfigCgroupnsModeEnum::PRIVATE),
-            // What is said on the stream is for us, not for a log on somebody's disk.
+            // The stream is for us and must not be logged to a disk.
             log_config: Some(HostConfigLogConfig {
                 typ: Some("none".to_owned()),
                 config: None,
@@ -286,7 +299,7 @@ fn runner_mount(volume: &str, read_only: bool) -> Mount {
     }
 }
 
-/// Says which folders of the host a container shows.
+/// Returns the host folders that a container shows.
 pub(super) fn mounts(binds: &[ContainerBind]) -> impl Iterator<Item = Mount> {
     binds.iter().map(|bind| Mount {
         target: Some(bind.inside.to_string_lossy().into_owned()),
@@ -309,7 +322,7 @@ fn signed(value: u64) -> i64 {
     i64::try_from(value).unwrap_or(i64::MAX)
 }
 
-/// What engines give to containers that nobody takes it from.
+/// Capabilities that engines give to containers by default.
 const USUAL_CAPABILITIES: [&str; 10] = [
     "CHOWN",
     "DAC_OVERRIDE",
@@ -323,7 +336,7 @@ const USUAL_CAPABILITIES: [&str; 10] = [
     "SETUID",
 ];
 
-/// Returns the first thing about a container that the engine made otherwise than it was asked to, if there is one.
+/// Returns the first property of a container that differs from the request, if there is one.
 pub(super) fn verify(
     asked: &ContainerCreateBody,
     made: &ContainerInspectResponse,
@@ -456,7 +469,7 @@ mod tests {
             uid: found.uid() + 1,
             gid: found.gid() + 1,
         };
-        // The mode, who may write, who may read.
+        // The mode, the users who may write, the users who may read.
         for (mode, writers, readers) in [
             (0o700, &[owner][..], &[owner][..]),
             (0o750, &[owner], &[owner, friend]),
@@ -501,7 +514,7 @@ mod tests {
         }
     }
 
-    /// What an engine that does as it is told says about a container.
+    /// Returns how an engine that follows the request describes the container.
     fn made(body: &ContainerCreateBody) -> ContainerInspectResponse {
         ContainerInspectResponse {
             host_config: body.host_config.clone(),
@@ -634,7 +647,7 @@ mod tests {
             |host| host.userns_mode = Some("host".to_owned()),
             |host| host.memory = Some(0),
             |host| host.runtime = Some("runc".to_owned()),
-            // What Podman says, which passes over the name of a runtime.
+            // Podman's description, which omits the name of the runtime.
             |host| host.runtime = Some("oci".to_owned()),
         ];
         for change in weaken {
@@ -659,12 +672,28 @@ mod tests {
             paths in proptest::collection::vec((".{1,30}", ".{1,30}", any::<bool>()), 0..4),
             memory in any::<u64>(), cpus in 0.0..1e6f64, processes in any::<u32>(),
         ) {
-            let limits = SandboxLimits { memory, family_memory: memory, cpus, processes, disk: memory, files: memory };
+            let limits = SandboxLimits {
+                memory,
+                family_memory: memory,
+                cpus,
+                processes,
+                disk: memory,
+                files: memory,
+            };
             let binds: Vec<ContainerBind> = paths
                 .into_iter()
-                .map(|(host, inside, writable)| ContainerBind { host: host.into(), inside: inside.into(), writable })
+                .map(|(host, inside, writable)| ContainerBind {
+                    host: host.into(),
+                    inside: inside.into(),
+                    writable,
+                })
                 .collect();
-            let body = session(Wanted { image: &image, runtime: runtime.as_deref(), volume: &volume, ..wanted(&limits, &binds) });
+            let body = session(Wanted {
+                image: &image,
+                runtime: runtime.as_deref(),
+                volume: &volume,
+                ..wanted(&limits, &binds)
+            });
             prop_assert_eq!(verify(&body, &made(&body)), None);
             let host = body.host_config.unwrap();
             prop_assert_eq!(host.binds, None);

@@ -1,12 +1,14 @@
-//! Many streams over one: the messages between the host and the supervisor of a container. Pure.
+//! Multiplexing of many streams over one: the messages between the host and the supervisor of a
+//! container. Pure.
 //!
-//! `runner/cellblock_runner/strands.py` is the other end and describes the layout; the kinds are in `runner/PROTOCOL.md`, "Containers".
+//! `runner/cellblock_runner/strands.py` is the other end and describes the layout; the kinds are in
+//! `runner/PROTOCOL.md`, "Containers".
 
-/// The most bytes after the head of a message.
+/// Maximum bytes after the header of a message.
 const LARGEST_MESSAGE: usize = 1024 * 1024;
-/// Data is cut into pieces of this size, so that a busy strand does not hold up the others.
+/// Data is split into pieces of this size, so that a busy strand does not block the others.
 pub(super) const PIECE: usize = 32 * 1024;
-/// Bytes that may be under way on a channel, each way, before the reader has taken some.
+/// Bytes that may be in flight on a channel, in each direction, before the reader has taken some.
 pub(super) const CHANNEL_CREDIT: usize = 256 * 1024;
 /// The same for a pipe.
 pub(super) const PIPE_CREDIT: usize = 64 * 1024;
@@ -17,17 +19,17 @@ const HEAD: usize = 9;
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Message {
     pub(super) kind: u8,
-    /// Of an interpreter, a strand, a member or a question.
+    /// The number of an interpreter, a strand, a member or a request.
     pub(super) number: u32,
     pub(super) rest: Vec<u8>,
 }
 
-/// Bytes that are no message. Nothing after them can be understood.
+/// Bytes that are not a message. Nothing after them can be decoded.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 #[error("the supervisor sent a message of {0} bytes")]
 pub(super) struct Broken(usize);
 
-/// Writes a message.
+/// Encodes a message.
 pub(super) fn encode(kind: u8, number: u32, rest: &[u8]) -> Vec<u8> {
     let mut message = Vec::with_capacity(HEAD + rest.len());
     message.push(kind);
@@ -41,7 +43,7 @@ pub(super) fn encode(kind: u8, number: u32, rest: &[u8]) -> Vec<u8> {
     message
 }
 
-/// Gives the other side of a strand more credit.
+/// Encodes a grant of more credit for the other side of a strand.
 pub(super) fn encode_credit(number: u32, amount: usize) -> Vec<u8> {
     encode(
         b'w',
@@ -52,7 +54,7 @@ pub(super) fn encode_credit(number: u32, amount: usize) -> Vec<u8> {
     )
 }
 
-/// Reads a number from the beginning of a message.
+/// Reads a number at an offset of a message.
 pub(super) fn number_at(rest: &[u8], place: usize) -> Option<u32> {
     rest.get(place..place + 4)?
         .try_into()
@@ -60,11 +62,11 @@ pub(super) fn number_at(rest: &[u8], place: usize) -> Option<u32> {
         .map(u32::from_be_bytes)
 }
 
-/// Cuts a stream of bytes into messages, however they arrive.
+/// Splits a stream of bytes into messages, however they arrive.
 #[derive(Default)]
 pub(super) struct Decoder {
     buffer: Vec<u8>,
-    /// So much of it has been read.
+    /// Number of bytes already read.
     start: usize,
 }
 
@@ -75,7 +77,8 @@ impl Decoder {
         self.buffer.extend(bytes);
     }
 
-    /// Returns the next whole message. One that is too large is refused before its bytes arrive.
+    /// Returns the next complete message. One that is too large is rejected before its bytes
+    /// arrive.
     pub(super) fn next(&mut self) -> Result<Option<Message>, Broken> {
         let waiting = &self.buffer[self.start..];
         let (Some(number), Some(length)) = (number_at(waiting, 1), number_at(waiting, 5)) else {

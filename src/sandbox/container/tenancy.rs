@@ -1,11 +1,14 @@
-//! Which server a container belongs to, and whether that one still lives.
+//! Which server a container belongs to, and whether that server is still alive.
 //!
-//! A container ends with its standard input, so a server that dies leaves nothing running. What it was just making, and what an engine did not get around to remove, is
-//! found by labels. Each server holds a lock on a file in the runtime folder; the next one to start removes the containers of those whose lock is free. Only servers
-//! that use the same runtime folder on the same machine judge each other.
+//! A container ends with its standard input, so a dead server leaves nothing running. Containers
+//! that it was just making, and those that an engine had not yet removed, are found by labels. Each
+//! server holds a lock on a file in the runtime folder; the next server to start removes the
+//! containers of servers whose lock is free. Servers check only servers with the same runtime
+//! folder on the same machine.
 //!
-//! Volumes outlive servers on purpose, and are shared by them. A server writes into its file which one it uses; one that no living server uses, that no container has, and that
-//! holds another version of the runner or is for an image that is gone, is removed.
+//! Volumes outlive servers on purpose, and are shared by them. A server records the volume it uses
+//! in its file. A volume is removed if no living server uses it, no container has it, and it holds
+//! another version of the runner or is for an image that is gone.
 
 use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io;
@@ -17,10 +20,12 @@ use sha2::{Digest, Sha256};
 use tracing::info;
 
 use super::engine::{Engine, EngineError, Listed, ListedVolume};
+use super::id_mapped;
 use super::image::fresh_number;
 use super::spec::{LABEL_IMAGE, LABEL_PLACE, LABEL_ROLE, LABEL_RUNNER, LABEL_SERVER, ROLE_RUNNER};
 
-/// Held by whoever removes volumes, and for a moment by whoever is about to use one. It is no name of a server.
+/// Lock file, held while volumes are removed, and briefly before one is used. It is not a valid
+/// server name.
 const VOLUMES: &str = "volumes";
 
 pub(super) struct Tenancy {
@@ -55,34 +60,35 @@ impl Tenancy {
         })
     }
 
-    /// Where servers register.
+    /// Returns the folder in which servers register.
     pub(super) fn folder(&self) -> &Path {
         &self.folder
     }
 
-    /// The name of this server in labels.
+    /// Returns the name of this server in labels.
     pub(super) fn server(&self) -> &str {
         &self.server
     }
 
-    /// The name of this machine and runtime folder in labels.
+    /// Returns the name of this machine and runtime folder in labels.
     pub(super) fn place(&self) -> &str {
         &self.place
     }
 
-    /// Keeps a text in a file of this server and returns its path.
+    /// Writes a text to a file of this server and returns its path.
     pub(super) fn keep(&self, name: &str, text: &str) -> io::Result<String> {
         let file = self.file(name);
         fs::write(&file, text)?;
         Ok(file.to_string_lossy().into_owned())
     }
 
-    /// Names a file of this server. What begins with its path is removed with the server, or by the next one.
+    /// Returns the path of a file of this server. Paths with this prefix are removed with the
+    /// server, or by the next one.
     pub(super) fn file(&self, name: &str) -> PathBuf {
         self.folder.join(format!("{}-{name}", self.server))
     }
 
-    /// Removes what servers of this place left that live no more.
+    /// Removes everything that dead servers of this place left behind.
     pub(super) async fn sweep(&self, engine: &Engine) {
         let Ok(listed) = engine.list(LABEL_PLACE, &self.place).await else {
             return;
@@ -91,7 +97,7 @@ impl Tenancy {
         self.forget_dead();
     }
 
-    /// Removes containers whose server lives no more, and counts them.
+    /// Removes containers whose server is dead, and returns their number.
     async fn remove_of_dead(&self, engine: &Engine, listed: Vec<Listed>) -> usize {
         let mut removed = 0;
         for container in listed {
@@ -107,7 +113,8 @@ impl Tenancy {
         removed
     }
 
-    /// Writes down that this server uses a volume, before it looks whether the volume is there. Whoever is removing volumes is waited for.
+    /// Records that this server uses a volume, before it checks whether the volume exists. Waits
+    /// while another process removes volumes.
     pub(super) async fn claim(&self, volume: &str) -> io::Result<()> {
         let (turn, file, volume) = (
             self.turn()?,
@@ -130,11 +137,13 @@ impl Tenancy {
             .open(self.folder.join(VOLUMES))
     }
 
-    /// Removes volumes of this place that no server needs any more, now that sessions have this runner.
+    /// Removes volumes of this place that no server needs any more, now that sessions have this
+    /// runner.
     pub(super) async fn sweep_volumes(&self, engine: &Engine, runner: &str) {
         let Ok(turn) = self.turn() else { return };
         if rustix::fs::flock(&turn, FlockOperation::NonBlockingLockExclusive).is_err() {
-            // Somebody else is at it, or about to use one; the next start is soon enough.
+            // Another process removes volumes or is about to use one; the next start is soon
+            // enough.
             return;
         }
         let Ok(listed) = engine.volumes(LABEL_PLACE, &self.place).await else {
@@ -160,7 +169,7 @@ impl Tenancy {
         }
     }
 
-    /// The volumes that living servers of this place use.
+    /// Returns the volumes that living servers of this place use.
     fn used(&self) -> Vec<String> {
         let entries = fs::read_dir(&self.folder).into_iter().flatten().flatten();
         let is_server = |name: &str| {
@@ -176,7 +185,7 @@ impl Tenancy {
     }
 
     fn lives(&self, server: &str) -> bool {
-        // A label is text that anybody could have written.
+        // A label is untrusted text.
         if !server.chars().all(|letter| letter.is_ascii_hexdigit()) {
             return true;
         }
@@ -188,11 +197,11 @@ impl Tenancy {
 
     fn forget_dead(&self) {
         for entry in fs::read_dir(&self.folder).into_iter().flatten().flatten() {
-            // A file that a server keeps begins with its name.
+            // The name of a server's file starts with the server's name.
             let name = entry.file_name().to_string_lossy().into_owned();
             let server = name.split('-').next().unwrap_or_default();
             if server != self.server && !self.lives(server) {
-                let _ = fs::remove_file(entry.path());
+                remove(&entry.path());
             }
         }
     }
@@ -205,7 +214,7 @@ impl Tenancy {
                 .to_string_lossy()
                 .starts_with(&self.server)
             {
-                let _ = fs::remove_file(entry.path());
+                remove(&entry.path());
             }
         }
     }
@@ -217,7 +226,17 @@ impl Drop for Tenancy {
     }
 }
 
-/// Removes containers of an image that servers of this place left that live no more, and counts them.
+/// Removes a file, or a folder without the contents that may be mounted on it.
+fn remove(path: &Path) {
+    let _ = if path.is_dir() {
+        id_mapped::remove(path)
+    } else {
+        fs::remove_file(path)
+    };
+}
+
+/// Removes containers of an image that dead servers of this place left behind, and returns their
+/// number.
 pub async fn remove_left_containers(
     engine: &Engine,
     runtime_dir: &Path,
@@ -230,7 +249,7 @@ pub async fn remove_left_containers(
     Ok(tenancy.remove_of_dead(engine, listed).await)
 }
 
-/// Labels are text that anybody could have written, so the name must fit too.
+/// Labels are untrusted text, so the name must match too.
 fn is_runner(volume: &ListedVolume) -> bool {
     volume.name.starts_with(super::image::VOLUME_PREFIX)
         && volume
@@ -239,7 +258,7 @@ fn is_runner(volume: &ListedVolume) -> bool {
             .is_some_and(|role| role == ROLE_RUNNER)
 }
 
-/// Tells whether the image of a volume is gone. If that cannot be known, it is not.
+/// Returns whether the image of a volume is gone. If that is unknown, returns false.
 async fn is_for_nothing(volume: &ListedVolume, engine: &Engine) -> bool {
     match volume.labels.get(LABEL_IMAGE) {
         Some(image) => matches!(engine.image(image).await, Err(EngineError::Missing(_))),
@@ -295,6 +314,28 @@ mod tests {
                 .join(tenancy.server())
                 .exists()
         ); // control
+    }
+
+    #[test]
+    fn a_mount_of_a_crashed_server_goes_and_the_operators_files_stay() {
+        if !rustix::process::geteuid().is_root() {
+            eprintln!("skipped: needs root (mounts)");
+            return;
+        }
+        let (folder, theirs) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        fs::write(theirs.path().join("file"), "kept").unwrap();
+        let tenancy = Tenancy::register(folder.path()).unwrap();
+        let place = folder.path().join("containers/00000000deadbeef-mount-0");
+        fs::create_dir(&place).unwrap();
+        cellblock_jail::idmap::attach(theirs.path(), &place, (4711, 4711)).unwrap();
+        // Control: it is mounted.
+        assert_eq!(fs::read_to_string(place.join("file")).unwrap(), "kept");
+        tenancy.forget_dead();
+        assert!(!place.exists());
+        assert_eq!(
+            fs::read_to_string(theirs.path().join("file")).unwrap(),
+            "kept"
+        );
     }
 
     #[tokio::test]

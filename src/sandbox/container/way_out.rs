@@ -1,11 +1,16 @@
-//! What containers may reach, and the way out of each.
+//! The network rules of containers, and the network of each.
 //!
-//! The engine gives no container a network. Where an operator lists something, doors are opened in it from outside (`sandbox::way_out`), before any code of a user runs
-//! in there; nothing inside has a right over the network. That needs an engine whose containers are processes of this machine. A server that may not enter them has
-//! the engine start a `porter`. Where neither can be done, there is no container, never one that could reach more or less than was listed.
+//! The engine gives no container a network. Where an operator lists destinations, listeners
+//! (`doors`) are opened in the container from outside (`sandbox::way_out`) before any user code
+//! runs in it; nothing inside has any right over the network. This requires an engine whose
+//! containers are processes of this machine. A server that may not enter them has the engine start
+//! a `porter`. Where neither is possible, no container is made: there is never one that could reach
+//! more or less than was listed.
 //!
-//! A container is one network. Sessions that were forked share it with their source. So all of them reach what each of them may, and what was refused is told to all
-//! of them, as something that one of them did. Where a person decides about a connection, the supervisor is asked first whose it is (`Askers`).
+//! A container is one network, which forked sessions share with their source. So all of them can
+//! reach only what every one of them may, and a refused connection is reported to all of them as
+//! made by one of them. Where a person decides about a connection, the supervisor is asked first
+//! which session made it (`Askers`).
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -30,10 +35,11 @@ use crate::reaction::within;
 use crate::sandbox::way_out::{KNOCK_AT, Unproven, WayOutError};
 use crate::sandbox::{Asker, Blocked, LaunchError, LayerKind, Network, Reason, Rules};
 
-/// How long a word from inside may take. It takes a millisecond once Python runs.
+/// Timeout for the token from inside. It takes a millisecond once Python runs.
 const KNOCK_PATIENCE: Duration = Duration::from_secs(10);
 
-/// Programs ask whom this file names; in a network where every address is local, that is us. Engines write one of their own otherwise, after that of the host, with
+/// Programs query the servers named in this file; in a network where every address is local, that
+/// is us. Otherwise engines write a file of their own, based on that of the host, with search
 /// domains that would be added to every name.
 const NAME_SERVERS: &str = "nameserver 127.0.0.1\noptions attempts:1 timeout:5\n";
 const NAME_SERVERS_INSIDE: &str = "/etc/resolv.conf";
@@ -42,18 +48,18 @@ const NAME_SERVERS_INSIDE: &str = "/etc/resolv.conf";
 #[derive(Debug, Clone)]
 pub struct ContainerNetwork {
     pub network: Network,
-    /// The binary of this server, a process of which opens the doors.
+    /// The binary of this server, which also runs as the process that opens the listeners.
     pub program: PathBuf,
-    /// What programs inside must find to use the network, such as certificates.
+    /// Files that programs inside need to use the network, such as certificates.
     pub files: Vec<ContainerBind>,
-    /// A file of those that goes with the backend.
+    /// One of those files, which is removed with the backend.
     pub held: Option<Arc<NamedTempFile>>,
 }
 
 impl ContainerNetwork {
     /// Returns the files that containers see because of the network; writes ours.
     pub(super) fn files(&self, folder: &Path) -> io::Result<Vec<ContainerBind>> {
-        // All servers write the same, so it may stay.
+        // All servers write the same contents, so the file may stay.
         let path = folder.join("resolv.conf");
         let mut file = NamedTempFile::new_in(folder)?;
         file.write_all(NAME_SERVERS.as_bytes())?;
@@ -68,7 +74,8 @@ impl ContainerNetwork {
         Ok(self.files.iter().cloned().chain([own]).collect())
     }
 
-    /// Opens the way out of a container that runs nothing but our supervisor. `process` is its first one, as the engine of this machine says.
+    /// Opens the network of a container that runs only our supervisor. `process` is its first
+    /// process, as reported by the engine of this machine.
     pub(super) async fn open(
         &self,
         container: &str,
@@ -114,7 +121,7 @@ impl ContainerNetwork {
             "address": KNOCK_AT.ip().to_string(),
             "port": KNOCK_AT.port(),
         });
-        // What it answers does not matter; what arrives does.
+        // Its answer does not matter; the arriving token does.
         let (_, gateway) = tokio::join!(line.ask(b'n', 0, order), unproven.heard(KNOCK_PATIENCE));
         Ok(gateway?)
     }
@@ -128,7 +135,7 @@ impl ContainerNetwork {
     }
 }
 
-/// Why a container has no way out.
+/// Why the network of a container could not be opened.
 #[derive(Debug, thiserror::Error)]
 enum NoWayOut {
     #[error(transparent)]
@@ -139,24 +146,24 @@ enum NoWayOut {
     Porter(#[from] PorterError),
 }
 
-/// The way out of one container, for all sessions in it.
+/// The network of one container, for all sessions in it.
 pub(super) struct WayOut {
     gateway: Gateway,
-    /// What a session may reach unless it is told otherwise.
+    /// The default rules of a session.
     rules: Rules,
     members: Mutex<BTreeMap<u32, Member>>,
     askers: Arc<Askers>,
 }
 
-/// One session's part in it.
+/// The part of one session in it.
 #[derive(Default)]
 struct Member {
     rules: Rules,
-    /// What was refused in the container since this session was told.
+    /// Refused connections in the container that were not yet reported to this session.
     untold: Vec<Blocked>,
 }
 
-/// More different things that were refused are not told to a session that did not ask for so long.
+/// Maximum number of different refusals kept for a session until it asks; further ones are dropped.
 const MOST_UNTOLD: usize = 50;
 
 impl WayOut {
@@ -166,13 +173,13 @@ impl WayOut {
             .expect("nothing panics while it holds the rules")
     }
 
-    /// Counts one more session, with the rules of the one that it is a fork of.
+    /// Adds one more session, with the rules of the one that it is a fork of.
     pub(super) fn join(&self, member: u32, source: Option<u32>) {
         let rules = source.map_or_else(|| self.rules.clone(), |source| self.rules(source));
         self.set_rules(member, rules);
     }
 
-    /// What a session may reach. Together with its forks it may reach less.
+    /// Returns the rules of a session. Together with its forks it may reach less.
     pub(super) fn rules(&self, member: u32) -> Rules {
         self.members()
             .get(&member)
@@ -186,14 +193,14 @@ impl WayOut {
         self.gateway.set_rules(common(&members));
     }
 
-    /// Says who decides for this session about names that no rule lists.
+    /// Sets who decides for this session about names that no rule lists.
     pub(super) fn set_asker(&self, member: u32, asker: Option<Arc<dyn Asker>>) {
         let is_anybody = self.askers.set(member, asker);
         self.gateway
             .set_asker(is_anybody.then(|| Arc::clone(&self.askers) as Arc<dyn Asker>));
     }
 
-    /// From now on this session does not count.
+    /// Removes this session.
     pub(super) fn leave(&self, member: u32) {
         let mut members = self.members();
         members.remove(&member);
@@ -202,7 +209,7 @@ impl WayOut {
         self.set_asker(member, None);
     }
 
-    /// Returns what was refused since this session was last told.
+    /// Returns the connections refused since the last call for this session.
     pub(super) fn take_blocked(&self, member: u32) -> Vec<Blocked> {
         let mut members = self.members();
         tell(&mut members, self.gateway.take_blocked());
@@ -213,7 +220,7 @@ impl WayOut {
     }
 }
 
-/// What every one of them may reach.
+/// Returns the destinations that every one of them may reach.
 fn common(members: &BTreeMap<u32, Member>) -> Rules {
     members
         .values()
@@ -222,7 +229,8 @@ fn common(members: &BTreeMap<u32, Member>) -> Rules {
         .unwrap_or_default()
 }
 
-/// Lets every session know what was refused. Where there are several, none of them is said to have done it.
+/// Records refused connections for every session. Where there are several, none of them is named as
+/// the origin.
 fn tell(members: &mut BTreeMap<u32, Member>, blocked: Vec<Blocked>) {
     let is_shared = members.len() > 1;
     for Blocked {
@@ -256,16 +264,16 @@ fn tell(members: &mut BTreeMap<u32, Member>, blocked: Vec<Blocked>) {
     }
 }
 
-/// Who may have wanted something that was refused.
+/// Describes the possible origins of a refused connection.
 const WHOEVER: &str = "this session, or another one that was forked and shares its container";
 
-/// Those who decide for the sessions of one container.
+/// The askers of the sessions of one container.
 struct Askers {
     line: Line,
     of: Mutex<BTreeMap<u32, Arc<dyn Asker>>>,
 }
 
-/// How long the supervisor may take to find out whose a connection is.
+/// Timeout for the supervisor to find the owner of a connection.
 const OWNER_PATIENCE: Duration = Duration::from_secs(5);
 
 impl Askers {
@@ -275,7 +283,7 @@ impl Askers {
             .expect("nothing panics while it holds the askers")
     }
 
-    /// Tells whether there is anybody afterwards.
+    /// Returns whether any asker is set afterwards.
     fn set(&self, member: u32, asker: Option<Arc<dyn Asker>>) -> bool {
         let mut of = self.of();
         match asker {
@@ -296,7 +304,7 @@ impl Asker for Askers {
         Box::pin(async move {
             let asker = match askers.len() {
                 0 | 1 => askers.values().next(),
-                // Nobody is asked about a connection whose session is not known.
+                // A connection whose session is unknown is not put to any asker.
                 _ => owner(&line, from)
                     .await
                     .and_then(|member| askers.get(&member)),
@@ -309,7 +317,7 @@ impl Asker for Askers {
     }
 }
 
-/// Asks the supervisor which session has made a connection, as its kernel knows.
+/// Asks the supervisor which session made a connection, according to its kernel.
 async fn owner(line: &Line, from: SocketAddr) -> Option<u32> {
     let order = json!({"address": from.ip().to_canonical().to_string(), "port": from.port()});
     let told = within(OWNER_PATIENCE, line.carry_out(b'v', 0, order))

@@ -1,17 +1,17 @@
-//! Programs of the fake backend: tasks that play one.
+//! Programs of the fake backend, played by tasks.
 //!
-//! The last word of a program is what it does, one command per line:
+//! The last argument of a program is its script, one command per line:
 //!
 //! | command | does |
 //! |---|---|
 //! | `echo X`, `complain X` | writes a line to standard output or error |
-//! | `cat` | writes what it reads |
-//! | `variable NAME` | writes what differs in a variable |
+//! | `cat` | writes its standard input |
+//! | `variable NAME` | writes the change to an environment variable |
 //! | `sleep SECONDS` | waits; an interrupt ends the program with signal 2 |
-//! | `stubborn` | waits for ever, whatever is asked of it |
-//! | `exit N` | ends it |
+//! | `stubborn` | waits for ever and ignores interrupts |
+//! | `exit N` | ends the program |
 //!
-//! Any other is a program that does not exist.
+//! A program with any other command does not exist.
 
 use std::fs::File;
 use std::io::Write;
@@ -27,10 +27,10 @@ const COMMANDS: [&str; 8] = [
     "", "echo", "complain", "cat", "variable", "sleep", "stubborn", "exit",
 ];
 
-/// What was launched in the sandboxes of a backend, and has not ended.
+/// The programs launched in the sandboxes of a backend that have not ended.
 #[derive(Default)]
 pub(super) struct Launched {
-    /// The words of each, since the beginning.
+    /// The command line of every program launched so far.
     words: Mutex<Vec<Vec<String>>>,
     alive: Arc<()>,
 }
@@ -99,7 +99,9 @@ async fn play(script: &str, program: Program, interrupt: &Notify) -> Exit {
                 writeln!(output, "{:?}", found.map(|(_, value)| value))
             }
             "sleep" => tokio::select! {
-                () = tokio::time::sleep(Duration::from_secs_f64(rest.parse().unwrap_or(0.0))) => Ok(()),
+                () = tokio::time::sleep(
+                    Duration::from_secs_f64(rest.parse().unwrap_or(0.0))
+                ) => Ok(()),
                 () = interrupt.notified() => return Exit::Signal(2),
             },
             "stubborn" => std::future::pending().await,

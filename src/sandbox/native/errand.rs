@@ -1,7 +1,8 @@
 //! Programs in a sandbox of the native backend, beside its interpreter.
 //!
-//! A program goes the way of an interpreter: made by the warden, locked down, compared with what must be true, and only then let go (`jail::errand`). Its
-//! words are in a file that this process wrote and sealed, so that what was decided about is what runs.
+//! A program is started like an interpreter: the warden makes it, it is locked down, its posture is
+//! compared with the required one, and only then it is released (`jail::errand`). Its arguments are
+//! in a file that this process wrote and sealed, so that the approved program is the one that runs.
 
 use std::fs::File;
 use std::io::{self, Write};
@@ -26,19 +27,19 @@ use super::warden::{Errand, View, Warden};
 use crate::reaction::within;
 use crate::sandbox::{Exit, LaunchError, Launcher, Process, Program, ProgramError, SandboxLimits};
 
-/// What starts programs in one sandbox.
+/// Starts programs in one sandbox.
 pub(super) struct NativeLauncher {
     pub(super) warden: Arc<Warden>,
     pub(super) slot: Slot,
     pub(super) view: watch::Receiver<View>,
-    /// The number of the last one.
+    /// The number of the last program.
     pub(super) numbers: Arc<AtomicU32>,
     pub(super) groups: Groups,
     pub(super) expected: Expected,
     pub(super) host: Posture,
     /// The namespaces of the sandbox.
     pub(super) home: Arc<[PathBuf]>,
-    /// The variables of a fresh session.
+    /// The environment variables of a fresh session.
     pub(super) environment: Arc<Vec<(String, String)>>,
     pub(super) limits: SandboxLimits,
 }
@@ -159,7 +160,7 @@ fn changed(
     changed
 }
 
-/// Returns a file in memory that nobody can change.
+/// Returns an immutable file in memory.
 fn sealed(name: &std::ffi::CStr, bytes: &[u8]) -> io::Result<OwnedFd> {
     let mut file = File::from(rustix::fs::memfd_create(
         name,
@@ -181,7 +182,7 @@ async fn within_limit<T>(step: impl Future<Output = io::Result<T>>) -> Result<T,
     }
 }
 
-/// Waits until the process stands at its gate, locked down.
+/// Waits until the process is locked down and waits at its gate.
 async fn expect_standing(report: &mut Receiver) -> Result<(), ProgramError> {
     let mut word = [0];
     match within_limit(report.read(&mut word)).await? {
@@ -195,7 +196,7 @@ async fn expect_standing(report: &mut Receiver) -> Result<(), ProgramError> {
     }
 }
 
-/// Waits until it has become the program, which closes its end.
+/// Waits until it has become the program; `exec` closes its end of the pipe.
 async fn expect_beginning(report: &mut Receiver) -> Result<(), ProgramError> {
     let mut told = Vec::new();
     within_limit(report.read_to_end(&mut told)).await?;
@@ -214,7 +215,7 @@ async fn expect_beginning(report: &mut Receiver) -> Result<(), ProgramError> {
     }
 }
 
-/// A program on its way or at work. Dropping it ends it.
+/// A program that is starting or running. Dropping it ends it.
 struct NativeProgram {
     warden: Arc<Warden>,
     slot: Slot,

@@ -1,12 +1,12 @@
-//! Finds a place for a server's control groups, and asks systemd for one where it must be asked.
+//! Finds a place for a server's control groups, and asks systemd for one where that is required.
 //!
 //! ```text
-//! 1. the unit of this process, if systemd has delegated it      limits of the unit hold for sessions
-//! 2. a scope of its own, which systemd makes for the guardian   limits of the slice hold for sessions
+//! 1. the unit of this process, if systemd has delegated it   limits of the unit apply to sessions
+//! 2. a scope that systemd makes for the guardian             limits of the slice apply to sessions
 //! 3. the top of the tree, for root
 //! ```
 //!
-//! Where there is no systemd, and under version 1, the server's own group is the place.
+//! Without systemd, and under version 1, the server's own group is used.
 
 use cellblock_jail::cgroup::{Refusal, Tree, Unit};
 use rustix::process::geteuid;
@@ -14,7 +14,7 @@ use tracing::debug;
 
 use super::systemd::Manager;
 
-/// Makes the folder of one server, which the guardian will enter. Says why when that is not
+/// Makes the folder of one server, which the guardian will enter. Returns the reason if that is not
 /// possible here.
 pub(super) async fn make(name: &str, guardian: u32) -> Result<Tree, String> {
     let (why_not_here, unit) = match Tree::make(name, guardian) {
@@ -38,7 +38,7 @@ pub(super) async fn make(name: &str, guardian: u32) -> Result<Tree, String> {
 async fn ask_systemd(name: &str, guardian: u32, unit: &Unit) -> Result<Tree, String> {
     let manager = Manager::connect().await?;
     let manages_unit = manager.is_of_user == unit.of_user_manager;
-    // systemd 252 does not mark groups that the manager of a user has delegated.
+    // systemd 252 does not mark groups delegated by a user manager.
     if manages_unit && !unit.is_delegated() && manager.delegates(unit.name()).await.unwrap_or(false)
     {
         match Tree::make_in_unit(unit, name, guardian) {

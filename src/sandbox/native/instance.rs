@@ -1,11 +1,12 @@
-//! What one server leaves traces of, so that a crash can be cleaned up after.
+//! The traces of one server on the host, recorded for cleanup after a crash.
 //!
-//! Each server holds a lock on a file of its own in the runtime folder; the file lists its control groups. A file whose lock is free belongs to
-//! a server that died together with its guardian. The next server to start removes what it lists.
+//! Each server holds a lock on its own file in the runtime folder; the file lists its control
+//! groups. A file whose lock is free belongs to a server that died together with its guardian. The
+//! next server to start removes the listed groups.
 //!
-//! Control groups that no file lists are removed as well when nobody can need them: they have our
-//! name for the process of a server that is gone, belong to this user, were not touched for a
-//! while, and no process is in them or below them. Nothing is ever killed for that.
+//! Control groups that no file lists are removed as well if they cannot be in use: their name is
+//! ours and names the process of a server that is gone, they belong to this user, they were not
+//! touched for a while, and no process is in them or below them. This never kills a process.
 
 use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io::{self, Write};
@@ -20,16 +21,16 @@ use tracing::info;
 
 use super::groups;
 
-/// The age from which an empty control group may be an orphan. A server that starts has no process
-/// in its groups for a moment.
+/// The age from which an empty control group may be an orphan. A starting server has no process in
+/// its groups for a moment.
 const ORPHAN_AGE: Duration = Duration::from_secs(60);
 
-/// How many entries this process has made.
+/// Number of entries made by this process.
 static REGISTERED: AtomicU32 = AtomicU32::new(0);
 
 /// This server's entry in the runtime folder.
 pub(super) struct Instance {
-    /// A name that no other server has.
+    /// A name that is unique among servers.
     name: String,
     file: PathBuf,
     /// Locked as long as the server lives.
@@ -38,18 +39,19 @@ pub(super) struct Instance {
 }
 
 impl Instance {
-    /// Sweeps what dead servers left, then registers this one.
+    /// Removes the remains of dead servers, then registers this one.
     pub(super) fn register(runtime_dir: &Path) -> io::Result<Instance> {
         let folder = runtime_dir.join("instances");
         DirBuilder::new()
             .recursive(true)
             .mode(0o700)
             .create(&folder)?;
-        // Two servers that start at the same moment must not take each other's unlocked file for a dead one.
+        // Two servers that start at the same moment must not take each other's unlocked file for a
+        // dead server's.
         let turn = File::open(&folder)?;
         rustix::fs::flock(&turn, FlockOperation::LockExclusive)?;
         sweep(&folder)?;
-        // Never the same twice: whoever still cleans up after an earlier one must not find this one.
+        // Names are never reused: the cleanup of an earlier instance must not affect this one.
         let number = REGISTERED.fetch_add(1, Ordering::Relaxed);
         let name = format!("cellblock-{}-{number}", std::process::id());
         let path = folder.join(&name);
@@ -58,7 +60,7 @@ impl Instance {
             .write(true)
             .mode(0o600)
             .open(&path)?;
-        // From here on, dropping it removes what was made, also when the next step fails.
+        // From here on, dropping it removes what was made, even if the next step fails.
         let cgroups = Err("no control groups were made yet".to_owned());
         let instance = Instance {
             name,
@@ -70,8 +72,8 @@ impl Instance {
         Ok(instance)
     }
 
-    /// Makes the control groups, which the guardian will enter. Sweeps those that dead servers left
-    /// beside them.
+    /// Makes the control groups, which the guardian will enter. Removes those that dead servers
+    /// left beside them.
     pub(super) async fn make_cgroups(&mut self, guardian: u32) -> io::Result<()> {
         self.cgroups = groups::make(&self.name, guardian).await;
         let groups = self.tree().map(cgroup::Tree::traces).unwrap_or_default();
@@ -88,12 +90,13 @@ impl Instance {
         self.cgroups.as_ref().ok()
     }
 
-    /// The control groups, or why there are none.
+    /// Returns the control groups, or why there are none.
     pub(super) fn cgroups(&self) -> Result<&cgroup::Tree, &str> {
         self.cgroups.as_ref().map_err(String::as_str)
     }
 
-    /// Removes the entry. The guardian has removed the control groups by now; doing it again is harmless.
+    /// Removes the entry. The guardian has already removed the control groups; doing it again is
+    /// harmless.
     pub(super) fn remove(&self) {
         if let Ok(tree) = &self.cgroups {
             tree.remove();
@@ -111,7 +114,7 @@ impl Drop for Instance {
 fn sweep(folder: &Path) -> io::Result<()> {
     for entry in fs::read_dir(folder)? {
         let entry = entry?;
-        // A folder or a pipe is not an entry of a server, whoever put it here.
+        // A folder or a pipe is not a server's entry.
         if !entry.file_type()?.is_file() {
             continue;
         }
@@ -132,7 +135,7 @@ fn sweep_entry(path: &Path, file: &File) -> io::Result<()> {
         cgroup::remove_trace(group);
     }
     match fs::remove_file(path) {
-        // Its server ended in good order a moment ago.
+        // Its server has just exited cleanly.
         Err(error) if error.kind() == io::ErrorKind::NotFound => {}
         result => {
             result?;
@@ -180,8 +183,8 @@ fn is_orphan(group: &Path, entry: &Path) -> bool {
         && is_empty(group)
 }
 
-/// The process that a control group of ours is named after: `cellblock-PROCESS-NUMBER`, also with
-/// `-server`.
+/// Returns the process that a control group of ours is named after: `cellblock-PROCESS-NUMBER`,
+/// also with `-server`.
 fn server_of(name: &str) -> Option<u32> {
     let (process, number) = name
         .trim_end_matches(cgroup::SERVER)
@@ -191,7 +194,8 @@ fn server_of(name: &str) -> Option<u32> {
     process.parse().ok()
 }
 
-/// Whether no process is in a control group or below it. One that cannot be read counts as used.
+/// Returns whether no process is in a control group or below it. An unreadable group counts as
+/// used.
 fn is_empty(group: &Path) -> bool {
     let Ok(processes) = fs::read_to_string(group.join("cgroup.procs")) else {
         return false;
@@ -215,7 +219,7 @@ fn remove_empty(group: &Path) {
     let _ = fs::remove_dir(group);
 }
 
-/// A damaged file must not make us remove anything else.
+/// Guards against a damaged file: nothing else may be removed.
 fn is_ours(group: &Path) -> bool {
     group.starts_with("/sys/fs/cgroup")
         && group
@@ -273,13 +277,13 @@ mod tests {
         let (path, file) = (ending.file.clone(), File::open(&ending.file).unwrap());
         drop(ending);
         sweep_entry(&path, &file).unwrap();
-        // Control: what is there is removed.
+        // Control: what exists is removed.
         fs::write(&path, "").unwrap();
         sweep_entry(&path, &file).unwrap();
         assert!(!path.exists());
     }
 
-    /// A folder that looks like a control group with these processes, made this long ago.
+    /// Makes a folder that looks like a control group with these processes and this age.
     fn group(folder: &Path, name: &str, processes: &str, age: Duration) -> PathBuf {
         let path = folder.join(name);
         fs::create_dir(&path).unwrap();
@@ -300,7 +304,7 @@ mod tests {
         fs::create_dir(&entries).unwrap();
         fs::write(entries.join("cellblock-4000000001-0"), "").unwrap();
         let own = format!("cellblock-{}-0", std::process::id());
-        // The kernel never gives a process such a number.
+        // The kernel never assigns such pids.
         let cases = [
             ("cellblock-4000000000-0", "", 61, true),
             ("cellblock-4000000004-0-server", "", 61, true),

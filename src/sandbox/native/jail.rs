@@ -1,4 +1,4 @@
-//! The standing jail: its processes, its traces on the host, and what it enforces.
+//! The running jail: its processes, its traces on the host, and the isolation it enforces.
 
 use std::any::Any;
 use std::collections::BTreeSet;
@@ -20,10 +20,10 @@ use super::{NativeSettings, STEP_LIMIT, WarmEnvironment};
 use crate::sandbox::masks::{self, Mask};
 use crate::sandbox::{Isolation, LaunchError, Layer, LayerKind, Network, Sandbox, SandboxLimits};
 
-/// Descriptors a session may have open at once.
+/// Maximum number of open descriptors of a session.
 const OPEN_FILES: u64 = 4_096;
 
-/// What the runner adds to the variables of every session (`_prefer_plain_output` in `shell.py`).
+/// Variables that the runner adds to every session (`_prefer_plain_output` in `shell.py`).
 const PLAIN_OUTPUT: [(&str, &str); 4] = [
     ("NO_COLOR", "1"),
     ("TERM", "dumb"),
@@ -31,35 +31,36 @@ const PLAIN_OUTPUT: [(&str, &str); 4] = [
     ("MPLBACKEND", "module://matplotlib_inline.backend_inline"),
 ];
 
-/// What exists once the preparation is done.
+/// State available after the preparation.
 pub(super) struct Jail {
     pub(super) warden: Arc<Warden>,
     pub(super) slots: Slots,
-    /// The numbers of families that are free.
+    /// The free family numbers.
     pub(super) families: Slots,
     pub(super) instance: Instance,
     pub(super) identity: Identity,
     pub(super) isolation: Isolation,
-    /// No mount of the operator's is the work folder.
+    /// The work folder is not a mount of the operator's.
     pub(super) owns_work_folder: bool,
     pub(super) network: Option<Arc<Network>>,
     /// Whether the code of sessions may start programs.
     pub(super) programs: Programs,
-    /// The variables of a fresh session.
+    /// The environment variables of a fresh session.
     pub(super) variables: Arc<Vec<(String, String)>>,
-    /// The layers that the sandboxes of this jail do without.
+    /// The layers that the sandboxes of this jail lack.
     pub(super) leave_out: Vec<LeftOut>,
-    /// The server's own posture: what a session must differ from.
+    /// The server's own posture, from which a session's must differ.
     pub(super) host: Posture,
     _lease: IdentityLease,
     _environment: Vec<Box<dyn Any + Send + Sync>>,
 }
 
 impl Jail {
-    /// Starts the jail's processes, all but the warm interpreter. Refuses when a layer is missing that must not be.
+    /// Starts the jail's processes except for the warm interpreter. Fails if a mandatory layer is
+    /// missing.
     pub(super) async fn stand(
         settings: &NativeSettings,
-        environment: WarmEnvironment,
+        mut environment: WarmEnvironment,
     ) -> Result<Jail, LaunchError> {
         let failed = |attempt: &'static str| {
             move |error: io::Error| LaunchError::Start {
@@ -67,7 +68,7 @@ impl Jail {
             }
         };
         let no_runtime_folder = |error: io::Error| {
-            // A unit with ProtectSystem=strict.
+            // Happens in a unit with ProtectSystem=strict.
             let cure = if error.kind() == io::ErrorKind::ReadOnlyFilesystem {
                 "; cure: set RuntimeDirectory=cellblock in the unit of the server"
             } else {
@@ -98,7 +99,8 @@ impl Jail {
             });
         }
         if settings.programs == Programs::Refused && leave_out.contains(&LeftOut::Seccomp) {
-            // The kernel would not refuse anything, and what needs approval could do without.
+            // Without the filter the kernel would refuse nothing, and programs could start without
+            // approval.
             let why =
                 "programs that need approval can be kept from starting only with it".to_owned();
             return Err(LaunchError::LayerMissing {
@@ -106,6 +108,7 @@ impl Jail {
                 why,
             });
         }
+        environment.variables.push(java_options(&settings.limits));
         let variables = environment
             .variables
             .iter()
@@ -145,7 +148,7 @@ impl Jail {
                 .map(cgroup::Tree::folders)
                 .unwrap_or_default(),
             leave_out,
-            skipped_steps: settings.skipped_steps.clone(),
+            test_switches: settings.test_switches.clone(),
         };
         let warden = Warden::start(guardian, &setup, instance.tree())
             .await
@@ -178,21 +181,21 @@ impl Jail {
         })
     }
 
-    /// Ends everything that lives in the jail, and removes its traces.
+    /// Ends everything in the jail and removes its traces.
     pub(super) async fn end(&self) {
-        // With its lifeline cut, the guardian ends everything and removes the control groups.
+        // When its lifeline is closed, the guardian ends everything and removes the control groups.
         self.warden.end().await;
         self.instance.remove();
     }
 
-    /// Finds out which layers this machine can enforce, and which must be left out.
+    /// Determines which layers this machine can enforce, and which must be left out.
     fn plan_isolation(
         settings: &NativeSettings,
         identity: Identity,
         cgroups: Result<&cgroup::Tree, &str>,
     ) -> (Isolation, Vec<LeftOut>) {
         let mut isolation = Isolation::default();
-        let mut leave_out = settings.leave_out.clone();
+        let mut leave_out = settings.test_switches.layers_left_out().to_vec();
         let enforced = |how: &str| Layer::Enforced {
             how: how.to_owned(),
         };
@@ -256,17 +259,18 @@ impl Jail {
 }
 
 impl NativeSettings {
-    /// The layers that may be missing: by the operator's leave, or left out by a test.
+    /// Returns the layers that may be missing: those the operator allows to be missing, and those a
+    /// test leaves out.
     fn allowed_to_be_missing(&self) -> BTreeSet<LayerKind> {
-        let left_out = self.leave_out.iter().map(|left_out| match left_out {
+        let left_out = self.test_switches.layers_left_out().iter();
+        let left_out = left_out.map(|left_out| match left_out {
             LeftOut::Seccomp => LayerKind::SystemCalls,
             LeftOut::Landlock => LayerKind::Landlock,
-            LeftOut::ReadOnlyMounts => LayerKind::Namespaces,
         });
         self.allow_missing.iter().copied().chain(left_out).collect()
     }
 
-    /// What the jail covers.
+    /// Returns the masks that the jail applies.
     fn masks_inside(&self) -> Vec<Mask> {
         let shown: Vec<(&Path, &Path)> = self
             .mounts
@@ -277,7 +281,14 @@ impl NativeSettings {
     }
 }
 
-/// Sizes of the memory file systems of sandboxes with these limits.
+/// Returns the variable that limits Java's memory. Java finds its limit through the mount table,
+/// which is empty inside, and would otherwise assume the machine's memory.
+fn java_options(limits: &SandboxLimits) -> (String, String) {
+    let options = format!("-XX:MaxRAM={}", limits.memory);
+    ("JAVA_TOOL_OPTIONS".to_owned(), options)
+}
+
+/// Returns the sizes of the memory file systems of sandboxes with these limits.
 fn scratch(limits: &SandboxLimits) -> Scratch {
     Scratch {
         bytes: limits.disk,
@@ -286,7 +297,7 @@ fn scratch(limits: &SandboxLimits) -> Scratch {
     }
 }
 
-/// Limits of processes in sandboxes with these limits.
+/// Returns the resource limits of processes in sandboxes with these limits.
 fn rlimits(limits: &SandboxLimits, has_control_groups: bool) -> Vec<ResourceLimit> {
     use rustix::process::Resource;
     let limit = |resource: Resource, value: u64| ResourceLimit {
@@ -294,12 +305,15 @@ fn rlimits(limits: &SandboxLimits, has_control_groups: bool) -> Vec<ResourceLimi
         value,
     };
     let mut all = vec![
-        // One, not zero: with zero the kernel still hands a crash to the host's handler when that is a program.
+        // One, not zero: with zero the kernel still passes a crash to the host's core handler if
+        // that is a program.
         limit(Resource::Core, 1),
         limit(Resource::Nofile, OPEN_FILES),
-        // One more than fits, so that a full disk is told as such and not as a file that is too large.
+        // One byte more than fits, so that a full disk is reported as such and not as a file that
+        // is too large.
         limit(Resource::Fsize, limits.disk + 1),
-        // Small enough for every host to grant, large enough for programs that ask out of habit.
+        // Small enough for every host to grant, large enough for programs that lock memory by
+        // default.
         limit(Resource::Memlock, 64 * 1024),
         limit(Resource::Sigpending, 1_024),
         limit(Resource::Msgqueue, 0),
@@ -311,10 +325,11 @@ fn rlimits(limits: &SandboxLimits, has_control_groups: bool) -> Vec<ResourceLimi
     all
 }
 
-/// Makes one empty sandbox and takes it away again, to find out what this machine enforces. Missing layers are part of the answer.
+/// Makes one empty sandbox and removes it again, to find out what this machine enforces. Missing
+/// layers are part of the result.
 pub async fn trial(mut settings: NativeSettings) -> Result<Isolation, LaunchError> {
     settings.allow_missing = LayerKind::ALL.into_iter().collect();
-    // No interpreter is started, so none need exist.
+    // No interpreter is started, so no environment is required.
     let nothing = WarmEnvironment {
         binds: Vec::new(),
         python: String::new(),
@@ -354,7 +369,7 @@ fn with_cure(finding: &probe::Finding) -> String {
     }
 }
 
-/// What limits the resources of a session.
+/// Returns the state of the resource layer.
 fn resources(cgroups: Result<&cgroup::Tree, &str>) -> Layer {
     match cgroups {
         Ok(tree) if tree.limits_cpu() => Layer::Enforced {

@@ -1,15 +1,17 @@
-//! The native backend: sandboxes made of Linux namespaces, interpreters forked from a warm one.
+//! The native backend: sandboxes made of Linux namespaces, with interpreters forked from a warm
+//! one.
 //!
-//! `jail` stands the processes of the jail up and knows what they enforce, `warden` speaks with them, `instance` keeps what must be found
-//! again after a crash, `groups` finds a place for control groups and `systemd` is asked for one.
-//! `sandbox` makes one sandbox and checks each interpreter in it against the kernel, `errand`
-//! starts programs beside them, `shortage` tells whose memory ran out; `pool` keeps some ready. This
-//! file joins them into a backend.
+//! `jail` starts the processes of the jail and knows what they enforce; `warden` is the client of
+//! their command socket. `instance` records what must be cleaned up after a crash. `groups` finds a
+//! place for control groups, if necessary by asking `systemd`. `sandbox` makes one sandbox and
+//! checks each interpreter in it against the kernel. `errand` starts programs beside them.
+//! `shortage` determines which memory limit was reached. `pool` keeps sandboxes ready. This file
+//! joins them into a backend.
 //!
-//! A jail that ends or hangs (`pulse`) takes its sandboxes along. It is reported, removed, and
-//! another one is built; calls wait for that. The same holds for a preparation that failed and for
-//! a warm interpreter that could not be started: they are tried again, at the latest when somebody
-//! asks for a session.
+//! When a jail ends or hangs (`pulse`), its sandboxes are lost. The loss is reported, the jail is
+//! removed, and another one is built; calls wait for it. A failed preparation and a warm
+//! interpreter that could not be started are also retried, at the latest when a session is
+//! requested.
 
 mod errand;
 mod groups;
@@ -31,8 +33,9 @@ use std::sync::{Arc, Mutex, OnceLock, RwLock, Weak};
 use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
+pub use cellblock_jail::test_switches::TestSwitches;
 pub use cellblock_jail::wire::Programs;
-use cellblock_jail::wire::{Bind, Command, LeftOut, OperatorMount};
+use cellblock_jail::wire::{Bind, Command, OperatorMount};
 use cellblock_jail::{cgroup, root};
 use tokio::sync::{Notify, Semaphore, SemaphorePermit, watch};
 use tokio::task::JoinHandle;
@@ -47,55 +50,53 @@ use super::{
     Backend, Interpreter, LaunchError, LayerKind, Network, Preparation, Sandbox, SandboxLimits,
 };
 
-/// The working folder inside, for whoever describes a sandbox to a caller.
+/// The working folder inside, for descriptions of a sandbox to a caller.
 pub const WORK_FOLDER: &str = root::WORK;
 
-/// How long any single step of a launch may take. The slowest, a fork, takes milliseconds, and much
-/// longer on a busy machine. A warden that hangs is noticed earlier, by its heartbeat.
+/// Timeout for any single step of a launch. The slowest, a fork, takes milliseconds, but much
+/// longer on a busy machine. A hung warden is noticed earlier, by its heartbeat.
 const STEP_LIMIT: Duration = Duration::from_secs(30);
-/// How long a warm interpreter may take to import its packages on a slow disk.
+/// Timeout for a warm interpreter to import its packages on a slow disk.
 const WARM_LIMIT: Duration = Duration::from_secs(120);
-/// How long the pool waits before it makes up for what was taken: whoever took it needs the processor more.
+/// Delay before the pool is refilled, so that refilling does not compete with the session just
+/// started.
 const COURTESY: Duration = Duration::from_millis(15);
-/// How long the pool rests after a sandbox could not be made.
+/// Delay before the pool retries after a sandbox could not be made.
 const REST: Duration = Duration::from_secs(1);
-/// The pause before a failed preparation is tried again, at first and at most. Each failure doubles
-/// it; a call ends it early, but never before the shortest one is over.
+/// First and longest delay before a failed preparation is retried. Each failure doubles it. A call
+/// ends the delay early, but never before the shortest one is over.
 const SHORTEST_PAUSE: Duration = Duration::from_secs(1);
 const LONGEST_PAUSE: Duration = Duration::from_secs(60);
 /// A jail that lived at least this long is replaced at once.
 const LONG_LIFE: Duration = Duration::from_secs(10);
-/// How long a call waits for the next attempt of a preparation that has failed.
+/// Time that a call waits for the retry of a failed preparation.
 const SECOND_CHANCE: Duration = Duration::from_secs(15);
-/// How long the start of a session waits for earlier ones before it is refused as busy.
+/// Time that the start of a session waits for earlier ones before it is rejected as busy.
 const QUEUE_LIMIT: Duration = Duration::from_secs(60);
 
-/// What the native backend needs to know.
+/// Settings of the native backend.
 #[derive(Debug, Clone)]
 pub struct NativeSettings {
     /// The program to start as the jail's guardian: this server's own binary.
     pub guardian: PathBuf,
     pub runtime_dir: PathBuf,
     pub limits: SandboxLimits,
-    /// Limits of sandboxes for work of the server's own.
+    /// Limits of sandboxes for the server's own work.
     pub limits_apart: SandboxLimits,
-    /// The workspace and the other mounts, with their places inside.
+    /// The workspace and the other mounts, with their paths inside.
     pub mounts: Vec<OperatorMount>,
-    /// What sessions must not read or change in them.
+    /// Paths in them that sessions must not read or change.
     pub masks: Vec<HostMask>,
-    /// Variables that the operator gives to sessions.
+    /// Environment variables that the operator gives to sessions.
     pub variables: Vec<(String, String)>,
     pub allow_missing: BTreeSet<LayerKind>,
-    /// Whether the code of sessions may start programs. Work of the server's own always may.
+    /// Whether the code of sessions may start programs. The server's own work always may.
     pub programs: Programs,
-    /// Warm sessions kept ready.
+    /// Number of warm sessions kept ready.
     pub pool: usize,
-    /// Empty sandboxes kept ready for when the warm ones are used up.
+    /// Number of empty sandboxes kept ready for when the warm sessions are used up.
     pub empty: usize,
-    /// Layers a test leaves out.
-    pub leave_out: Vec<LeftOut>,
-    /// Steps of the lock-down that a test leaves out.
-    pub skipped_steps: Vec<String>,
+    pub test_switches: TestSwitches,
 }
 
 /// The Python environment as the jail needs it.
@@ -103,21 +104,21 @@ pub struct WarmEnvironment {
     pub binds: Vec<Bind>,
     pub python: String,
     pub arguments: Vec<String>,
-    /// The environment of the interpreter itself, the operator's variables not included.
+    /// The environment of the interpreter itself, without the operator's variables.
     pub variables: Vec<(String, String)>,
     pub preload: Vec<String>,
-    /// One session is wanted soon; nothing is done that pays off only with many.
+    /// A single session is needed soon; work that pays off only with many sessions is skipped.
     pub quick: bool,
-    /// What sandboxes can reach; nothing without.
+    /// Destinations that sandboxes can reach; `None` for no network.
     pub network: Option<Network>,
-    /// Whatever keeps the environment from being removed; held as long as the jail stands.
+    /// Guards that keep the environment from being removed; held as long as the jail exists.
     pub held: Vec<Box<dyn Any + Send + Sync>>,
 }
 
 /// Sandboxes made of namespaces.
 pub struct NativeBackend {
     inner: Arc<Inner>,
-    /// Prepares, then keeps the pool full.
+    /// Runs the preparation, then keeps the pool full.
     background: Mutex<Option<JoinHandle<()>>>,
 }
 
@@ -126,16 +127,16 @@ struct Inner {
     this: Weak<Inner>,
     settings: NativeSettings,
     preparation: watch::Sender<Preparation>,
-    /// The jail that stands, if one does.
+    /// The current jail, if there is one.
     jail: RwLock<Option<Arc<Jail>>>,
     pool: Pool,
-    /// A call waits for another attempt of what has failed.
+    /// Notified when a call waits for a retry.
     again: Notify,
-    /// Sandboxes that are being made at the same time. More would only slow each other down.
+    /// Limits how many sandboxes are made at the same time. More would only slow each other down.
     starts: Semaphore,
 }
 
-/// The pause between attempts of what fails.
+/// The delay between retries.
 struct Pause(Duration);
 
 impl Pause {
@@ -143,7 +144,7 @@ impl Pause {
         Pause(SHORTEST_PAUSE)
     }
 
-    /// Waits until the next attempt is due, or until somebody waits for it.
+    /// Waits until the next attempt is due, or until a call asks for it.
     async fn wait(&mut self, again: &Notify) {
         tokio::time::sleep(SHORTEST_PAUSE).await;
         let _ = tokio::time::timeout(self.0 - SHORTEST_PAUSE, again.notified()).await;
@@ -152,8 +153,8 @@ impl Pause {
 }
 
 impl NativeBackend {
-    /// Starts to prepare in the background, and returns at once. `environment` does the first part
-    /// of each attempt and tells its steps on `preparation`.
+    /// Starts the preparation in the background, and returns at once. `environment` does the first
+    /// part of each attempt and reports its steps on `preparation`.
     pub fn start<E, F>(
         settings: NativeSettings,
         preparation: watch::Sender<Preparation>,
@@ -189,7 +190,7 @@ impl Backend for NativeBackend {
     }
 
     async fn launch(&self) -> Result<(Box<dyn Sandbox>, Interpreter), LaunchError> {
-        // A member of the pool is good whatever is being prepared again.
+        // A member of the pool is valid even while a preparation is repeated.
         let (sandbox, interpreter) = match self.inner.pool.take_warm() {
             Some(member) => member,
             None => self.inner.made(false).await?,
@@ -215,7 +216,7 @@ impl Backend for NativeBackend {
             .expect("no holder of the task panics")
             .take();
         if let Some(background) = background {
-            // A jail that was only half standing goes with the task that built it.
+            // A jail that is still being started ends with the task that starts it.
             background.abort();
             let _ = background.await;
         }
@@ -266,8 +267,8 @@ impl Inner {
         }
     }
 
-    /// Serves from a jail until it is gone, and removes what is left of it. Returns why it is gone,
-    /// and how long it was ready if it ever was.
+    /// Serves from a jail until it is gone, then removes its remains. Returns why it is gone, and
+    /// how long it was ready, if it ever was.
     async fn serve(&self, jail: Arc<Jail>) -> (String, Option<Duration>) {
         let ready = OnceLock::new();
         *self.jail.write().expect("no holder of the jail panics") = Some(Arc::clone(&jail));
@@ -287,7 +288,7 @@ impl Inner {
         (why, ready.get().map(Instant::elapsed))
     }
 
-    /// Has what the host replaces covered again in the sandboxes that exist. Never returns.
+    /// Covers masked files again in existing sandboxes when the host replaces them. Never returns.
     async fn keep_masked(&self, jail: &Jail) -> String {
         if self.settings.masks.is_empty() {
             return std::future::pending().await;
@@ -295,19 +296,19 @@ impl Inner {
         let watched = async {
             let mut replacements = Replacements::watch(&self.settings.masks)?;
             loop {
-                // At first too: a file may have been replaced before it was watched.
+                // Also before the first event: a file may have been replaced before it was watched.
                 jail.warden.command_now(&Command::Mask);
                 replacements.next().await?;
             }
         };
         let stopped: Result<std::convert::Infallible, io::Error> = watched.await;
         let Err(error) = stopped;
-        warn!(%error, "protected files are not watched: one that is replaced is seen by sessions that run");
+        warn!(%error, "protected files are not watched: one that is replaced is seen by sessions \
+                       that run");
         std::future::pending().await
     }
 
-    /// Has Python warmed up, then keeps it warm and the pool full. Returns only when the first part
-    /// failed.
+    /// Warms up Python, then keeps it warm and the pool full. Returns only when the warm-up failed.
     async fn warm_and_keep(&self, jail: &Jail, ready: &OnceLock<Instant>) -> String {
         self.tell("warming up Python");
         // The first sandbox is made while Python imports.
@@ -329,7 +330,7 @@ impl Inner {
         std::future::pending().await
     }
 
-    /// Starts another warm interpreter whenever there is none and none is on its way.
+    /// Starts another warm interpreter whenever there is none and none is starting.
     async fn keep_warm(&self, jail: &Jail) {
         loop {
             let mut pause = Pause::new();
@@ -356,7 +357,7 @@ impl Inner {
             .clone()
     }
 
-    /// Waits for the end of the preparation. One that has failed gets another chance first.
+    /// Waits for the preparation to finish. A failed one is retried first.
     async fn prepared(&self) -> Result<Arc<Jail>, LaunchError> {
         let ending = || LaunchError::Preparation {
             why: "the server is ending".to_owned(),
@@ -364,7 +365,7 @@ impl Inner {
         let mut preparation = self.preparation.subscribe();
         let now = preparation.borrow_and_update().clone();
         if now != Preparation::Ready {
-            // Whatever pause there is before the next attempt, it ends now.
+            // Ends any delay before the next attempt.
             self.again.notify_one();
         }
         if let Preparation::Failed { .. } = now {
@@ -379,13 +380,13 @@ impl Inner {
             }
             match self.jail() {
                 Some(jail) if !jail.warden.has_ended() => return Ok(jail),
-                // It has ended a moment ago.
+                // The jail has just ended.
                 _ => preparation.changed().await.map_err(|_| ending())?,
             }
         }
     }
 
-    /// Makes a session in a sandbox of its own, in another jail when this one ends meanwhile.
+    /// Makes a session in its own sandbox. Retries in another jail if this one ends meanwhile.
     async fn made(&self, apart: bool) -> Result<(NativeSandbox, Interpreter), LaunchError> {
         let jail = self.prepared().await?;
         match self.make(Fresh::AtOnce, apart).await {
@@ -435,7 +436,7 @@ impl Inner {
             {
                 warn!(%error, "no sandbox could be made for the pool");
                 tokio::time::sleep(REST).await;
-                // Without a warm Python each attempt would fail, and say so in the log.
+                // Without a warm Python each attempt would fail and log an error.
                 let _ = self
                     .preparation
                     .subscribe()
@@ -457,12 +458,12 @@ impl Inner {
             self.empty_sandbox().await?
         };
         let interpreter = sandbox.start_session(how).await?;
-        // The place is kept until Python has started: that is most of the work.
+        // The permit is held until Python has started, because that is most of the work.
         sandbox.await_greeting(&interpreter.channel).await?;
         Ok((sandbox, interpreter))
     }
 
-    /// Takes an empty sandbox that waits, or begins to make one.
+    /// Takes an empty sandbox from the pool, or starts to make one.
     async fn empty_sandbox(&self) -> Result<NativeSandbox, LaunchError> {
         match self.pool.take_empty() {
             Some(sandbox) => Ok(sandbox),

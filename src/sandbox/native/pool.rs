@@ -1,7 +1,8 @@
-//! What waits to be used: empty sandboxes, and warm sessions in sandboxes.
+//! The pool: empty sandboxes, and warm sessions in sandboxes.
 //!
-//! A warm session answers its first cell at once; an empty sandbox saves most of the work when a burst has emptied the pool. Both are
-//! refilled in the background. Nothing that ran a user's code ever comes here.
+//! A warm session answers its first cell at once; an empty sandbox saves most of the work when a
+//! burst has emptied the pool. Both are refilled in the background. A sandbox that ran a user's
+//! code never enters the pool.
 
 use std::collections::VecDeque;
 use std::sync::{Mutex, MutexGuard};
@@ -11,7 +12,7 @@ use tokio::sync::Notify;
 use super::sandbox::NativeSandbox;
 use crate::sandbox::Interpreter;
 
-/// The members that wait.
+/// The waiting members.
 #[derive(Default)]
 pub(super) struct Pool {
     waiting: Mutex<Waiting>,
@@ -25,7 +26,7 @@ struct Waiting {
     closed: bool,
 }
 
-/// What the pool lacks most.
+/// The kind of member that is missing most.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Lack {
     Warm,
@@ -37,7 +38,7 @@ impl Pool {
         self.waiting.lock().expect("no holder of the pool panics")
     }
 
-    /// Takes a warm session. One that has died in the meantime is never handed out.
+    /// Takes a warm session. One that has died in the meantime is never returned.
     pub(super) fn take_warm(&self) -> Option<(NativeSandbox, Interpreter)> {
         let taken = loop {
             let (sandbox, interpreter) = self.waiting().warm.pop_front()?;
@@ -60,7 +61,7 @@ impl Pool {
         Some(taken)
     }
 
-    /// Adds a warm session; after `close` it is dropped, and so destroyed.
+    /// Adds a warm session. After `close` it is dropped, and thereby destroyed.
     pub(super) fn add_warm(&self, member: (NativeSandbox, Interpreter)) {
         let mut waiting = self.waiting();
         if !waiting.closed {
@@ -75,7 +76,7 @@ impl Pool {
         }
     }
 
-    /// Returns what is missing to so many warm sessions and empty sandboxes.
+    /// Returns which kind is missing to reach these numbers of warm sessions and empty sandboxes.
     pub(super) fn lack(&self, warm: usize, empty: usize) -> Option<Lack> {
         let waiting = self.waiting();
         if waiting.closed {
@@ -89,7 +90,7 @@ impl Pool {
         }
     }
 
-    /// Waits until something was taken.
+    /// Waits until a member was taken.
     pub(super) async fn taken(&self) {
         self.taken.notified().await;
     }
@@ -98,14 +99,14 @@ impl Pool {
         self.waiting().closed
     }
 
-    /// Destroys what waits and takes nothing more.
+    /// Destroys the waiting members and accepts no more.
     pub(super) fn close(&self) {
         self.waiting().closed = true;
         self.clear();
         self.taken.notify_one();
     }
 
-    /// Destroys what waits.
+    /// Destroys the waiting members.
     pub(super) fn clear(&self) {
         let mut waiting = self.waiting();
         let members = (

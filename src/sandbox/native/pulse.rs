@@ -1,10 +1,9 @@
-//! Tells a process of the jail that hangs from one that is only slow.
+//! Distinguishes a hung process of the jail from one that is only slow.
 //!
-//! The server looks at a process at regular intervals: which state the kernel shows, how much
-//! processor time it got, and whether it has answered since the last look. A process that was
-//! stopped (SIGSTOP) hangs. So does one that computes for seconds, or sleeps for a minute, without
-//! an answer. A process that wants to run and is not scheduled does not: a busy machine must not
-//! end anybody's session.
+//! The server samples a process at regular intervals: its state in the kernel, its CPU time, and
+//! whether it has answered since the last sample. A process that was stopped (SIGSTOP) counts as
+//! hung. So does one that computes for seconds, or sleeps for a minute, without an answer. A
+//! runnable process that is not scheduled does not: a busy machine must not end a session.
 
 use std::fs;
 use std::io;
@@ -15,37 +14,36 @@ use rustix::event::{PollFd, PollFlags};
 
 use super::warden::host_pid;
 
-/// Time between two looks.
+/// Time between two samples.
 pub(super) const INTERVAL: Duration = Duration::from_secs(2);
-/// Looks in a row that must find a process stopped. One may be a debugger's, or a whole machine
-/// that is about to go on.
+/// Consecutive samples that must find a process stopped. A single one may be due to a debugger, or
+/// to a suspended machine that is about to resume.
 const STOPPED_LOOKS: u32 = 2;
-/// Processor time without an answer. The longest task of a warden, copying a large memory, takes
-/// less.
+/// CPU time without an answer. The longest task of a warden, copying a large memory, takes less.
 const LONGEST_COMPUTATION: Duration = Duration::from_secs(20);
-/// Looks in a row that must find a silent process asleep. It may wait for a copied process that is
-/// not scheduled, so this is a long time.
+/// Consecutive samples that must find a silent process asleep. It may wait for a copied process
+/// that is not scheduled, so this is long.
 const ASLEEP_LOOKS: u32 = 30;
 
-/// What one look at a process shows.
+/// One sample of a process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Look {
-    /// The letter of the kernel for its state.
+    /// The kernel's letter for its state.
     state: char,
     processor_time: Duration,
 }
 
 impl Look {
-    /// Looks at a process now.
+    /// Samples a process.
     pub(super) fn at(process: &OwnedFd) -> io::Result<Look> {
         Look::parse(&stat_of(process)?).ok_or_else(|| io::ErrorKind::InvalidData.into())
     }
 
-    /// Reads a line of the form `pid (name) state … utime stime …`.
+    /// Parses a line of the form `pid (name) state … utime stime …`.
     fn parse(stat: &str) -> Option<Look> {
         let fields: Vec<&str> = fields_after_name(stat)?.collect();
         let ticks = |index: usize| fields.get(index)?.parse::<u64>().ok();
-        // utime and stime are the fields 14 and 15 of the line, counted in hundredths of a second.
+        // utime and stime are fields 14 and 15 of the line, in hundredths of a second.
         let processor_time = Duration::from_millis((ticks(11)? + ticks(12)?) * 10);
         Some(Look {
             state: fields.first()?.chars().next()?,
@@ -53,36 +51,37 @@ impl Look {
         })
     }
 
-    /// Whether a signal has stopped it.
+    /// Returns whether a signal has stopped it.
     pub(super) fn is_stopped(self) -> bool {
         self.state == 'T'
     }
 }
 
-/// Reads what the kernel tells about a process in one line: `pid (name) state …`.
+/// Reads the kernel's one-line status of a process: `pid (name) state …`.
 pub(super) fn stat_of(process: &OwnedFd) -> io::Result<String> {
     fs::read_to_string(format!("/proc/{}/stat", host_pid(process)?))
 }
 
-/// The fields of such a line from the third on. The name may hold anything, also brackets and spaces.
+/// Returns the fields of such a line from the third on. The name may contain anything, including
+/// brackets and spaces.
 pub(super) fn fields_after_name(stat: &str) -> Option<impl Iterator<Item = &str>> {
     stat.rsplit_once(')')
         .map(|(_, fields)| fields.split_whitespace())
 }
 
-/// Whether a process has exited or is about to: the kernel has begun to end it, and everything in
-/// its pid namespace if it is the first process there.
+/// Returns whether a process has exited or is about to: the kernel has started to end it, and
+/// everything in its pid namespace if it is the first process there.
 pub(super) fn is_exiting(process: &OwnedFd) -> bool {
-    // A server without descriptors cannot look. Then only the end itself counts.
+    // A server without free descriptors cannot read the status. Then only the exit itself counts.
     has_exited(process) || stat_of(process).is_ok_and(|stat| shows_end(&stat))
 }
 
-/// Whether such a line is of a process that exits, or that was killed and has not run since.
+/// Returns whether such a line belongs to a process that is exiting, or that was killed and has not
+/// run since.
 fn shows_end(stat: &str) -> bool {
     const PF_EXITING: u64 = 0x4;
     const SIGKILL: u64 = 1 << 8;
-    // The flags are the ninth field of the line, the pending signals the 31st. The name was the
-    // second.
+    // The flags are field 9 of the line, the pending signals field 31. The name is field 2.
     let fields: Vec<&str> = fields_after_name(stat).into_iter().flatten().collect();
     let has = |index: usize, bits: u64| {
         fields
@@ -93,7 +92,7 @@ fn shows_end(stat: &str) -> bool {
     has(6, PF_EXITING) || has(28, SIGKILL)
 }
 
-/// Looks at the parent of a process now.
+/// Samples the parent of a process.
 pub(super) fn look_at_parent(process: &OwnedFd) -> io::Result<Look> {
     let stat = stat_of(process)?;
     let parent = fields_after_name(&stat)
@@ -103,7 +102,7 @@ pub(super) fn look_at_parent(process: &OwnedFd) -> io::Result<Look> {
         .ok_or_else(|| io::ErrorKind::InvalidData.into())
 }
 
-/// Whether a process has exited. The first of a pid namespace exits after all others in it.
+/// Returns whether a process has exited. The first of a pid namespace exits after all others in it.
 pub(super) fn has_exited(process: &OwnedFd) -> bool {
     let mut events = [PollFd::new(process, PollFlags::IN)];
     let now = rustix::event::Timespec {
@@ -113,18 +112,18 @@ pub(super) fn has_exited(process: &OwnedFd) -> bool {
     rustix::event::poll(&mut events, Some(&now)).is_ok_and(|ready| ready > 0)
 }
 
-/// What the looks at one process amount to.
+/// The result of the samples of one process.
 #[derive(Debug, Default)]
 pub(super) struct Pulse {
     stopped: u32,
     asleep: u32,
-    /// Processor time when it last answered.
+    /// CPU time at its last answer.
     at_answer: Duration,
 }
 
 impl Pulse {
-    /// Takes one look into account. Returns why the process is taken for hung, if it is. A process
-    /// that is never asked counts as answering.
+    /// Takes one sample into account. Returns why the process is considered hung, if it is. A
+    /// process that is never pinged counts as answering.
     pub(super) fn take(&mut self, look: Look, has_answered: bool) -> Option<&'static str> {
         self.stopped = if look.is_stopped() {
             self.stopped + 1
@@ -180,7 +179,7 @@ mod tests {
         let mut pulse = Pulse::default();
         assert_eq!(pulse.take(look('T', 0), false), None);
         assert_eq!(pulse.take(look('T', 0), false), Some("was stopped"));
-        // Also one that is never asked.
+        // Also one that is never pinged.
         let mut unasked = Pulse::default();
         assert_eq!(unasked.take(look('T', 0), true), None);
         assert_eq!(unasked.take(look('T', 0), true), Some("was stopped"));
@@ -226,7 +225,8 @@ mod tests {
     fn a_process_that_was_killed_and_has_not_run_since_is_about_to_end() {
         let line = |flags: u64, pending: u64| {
             format!(
-                "42 (a) b (c) R 1 42 42 0 -1 {flags} 5 0 0 0 1 2 0 0 20 0 1 0 1 2 3 4 5 6 7 8 9 {pending} 0 0 0"
+                "42 (a) b (c) R 1 42 42 0 -1 {flags} 5 0 0 0 1 2 0 0 20 0 1 0 1 2 3 4 5 6 7 8 9 \
+                 {pending} 0 0 0"
             )
         };
         assert!(!shows_end(&line(0x400100, 0)));

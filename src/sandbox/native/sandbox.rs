@@ -2,13 +2,14 @@
 //!
 //! ```text
 //! prepare:      Prepare → Prepared                                    an empty sandbox
-//! interpreter:  Fork → Forked, standing still → posture → Release → gate → hello
-//! both:         Prepare → Fork → Prepared → Forked → …                its memory is copied meanwhile
+//! interpreter:  Fork → Forked, suspended → posture → Release → gate → hello
+//! both:         Prepare → Fork → Prepared → Forked → …                memory is copied meanwhile
 //! checkpoint:   Checkpoint → Watched → (the driver asks on the channel) → Checkpointed
 //! ```
 //!
-//! An interpreter is a copy: of the warm one, or of a checkpoint. It is locked down from outside while it stands still; its posture is read from the
-//! kernel before it runs an instruction of its own, and a fault ends it.
+//! An interpreter is a copy of the warm one or of a checkpoint. It is locked down from outside
+//! while it is suspended. Its posture is read from the kernel before it runs an instruction of its
+//! own, and a fault ends it.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -42,45 +43,48 @@ use crate::sandbox::{
     LaunchError, Launcher, MemoryUse, Network, Process, Sandbox, SandboxLimits,
 };
 
-/// Forks after which the warm interpreter is replaced, so that address layout and hash seed change.
+/// Number of forks after which the warm interpreter is replaced, so that address layout and hash
+/// seed change.
 const FORKS_PER_ZYGOTE: u32 = 2_000;
 /// Age after which it is replaced for the same reason.
 const AGE_OF_ZYGOTE: Duration = Duration::from_secs(6 * 3600);
-/// Every session has three: the jail's, the zygote's wide one and its own closing one. The one that
-/// refuses programs is a fourth.
+/// Number of seccomp filters of every session: the jail's, the zygote's wide one and its own final
+/// one. The filter that refuses programs is a fourth.
 pub(super) const FILTERS: u32 = 3;
 
-/// How long a session may take to come to its branch point. Its fork handlers run meanwhile, which may be a user's.
+/// Timeout for a session to reach its branch point. Fork handlers run meanwhile, including those of
+/// user code.
 const BRANCH_LIMIT: Duration = Duration::from_secs(3);
-/// Processes of a sandbox that are not its user's: its init, and the twins of its interpreter and its checkpoints. What the user may have is limited
-/// by number as well (`RLIMIT_NPROC`).
+/// Processes of a sandbox beside its user's: its init, and the snapshot processes (`twin`) of its
+/// interpreter and its checkpoints. The number of the user's processes is limited separately
+/// (`RLIMIT_NPROC`).
 const OWN_PROCESSES: u32 = 128;
 
-/// What a fresh session began with, as a checkpoint.
+/// The checkpoint of a fresh session's initial state.
 const FRESH: CheckpointId = CheckpointId(BEGINNING);
 
-/// How a fresh interpreter begins.
+/// How a fresh interpreter starts.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Fresh {
     AtOnce,
-    /// After running through its machinery once.
+    /// After a rehearsal of its machinery.
     Primed,
     /// After emptying the work folder.
     Emptied,
 }
 
-/// Whose family a new sandbox joins.
+/// The family that a new sandbox joins.
 #[derive(Clone, Copy)]
 pub(super) enum Kin<'a> {
-    /// It begins a family. One that is `apart` has none of the operator's mounts, and its code may
-    /// start programs: it is the server's own.
+    /// It starts a new family. With `apart` it is the server's own: it has none of the operator's
+    /// mounts, and its code may start programs.
     Nobody { apart: bool },
-    /// It is for a fork of the session in this one.
+    /// It is for a fork of the session in this sandbox.
     Of(&'a NativeSandbox),
 }
 
 impl Kin<'_> {
-    /// Tells whether the sandbox is for work of the server's own.
+    /// Returns whether the sandbox is for the server's own work.
     pub(super) fn is_apart(self) -> bool {
         match self {
             Kin::Nobody { apart } => apart,
@@ -89,12 +93,13 @@ impl Kin<'_> {
     }
 }
 
-/// One sandbox: an init in its namespaces, a control group, and the interpreters forked into it one after another.
+/// One sandbox: an init in its namespaces, a control group, and the interpreters forked into it one
+/// after another.
 pub(super) struct NativeSandbox {
     warden: Arc<Warden>,
     slots: Slots,
     slot: Slot,
-    /// Held by all sandboxes whose sessions descend from one.
+    /// Shared by all sandboxes whose sessions descend from the same one.
     family: Arc<FamilyNumber>,
     /// The family has none of the operator's mounts.
     apart: bool,
@@ -103,34 +108,35 @@ pub(super) struct NativeSandbox {
     view: watch::Receiver<View>,
     groups: Groups,
     generation: Generation,
-    /// The number of the last checkpoint asked for.
+    /// The number of the last requested checkpoint.
     checkpoints: u32,
-    /// No mount of the operator's is its work folder.
+    /// The work folder is not a mount of the operator's.
     owns_work_folder: bool,
-    /// It began as a fresh session whose work folder is its own. To go back to that, no checkpoint is needed: a fresh interpreter is made again.
+    /// It started as a fresh session with its own work folder. Returning to that state needs no
+    /// checkpoint: a fresh interpreter is made again.
     began_fresh: bool,
     /// Whether interpreters in it may start programs.
     programs: Programs,
-    /// Whether other sandboxes of the house refuse programs.
+    /// Whether other sandboxes of the backend refuse programs.
     house_refuses: bool,
-    /// The variables of a fresh session.
+    /// The environment variables of a fresh session.
     environment: Arc<Vec<(String, String)>>,
-    /// The number of the last program that was launched.
+    /// The number of the last launched program.
     errands: Arc<AtomicU32>,
-    /// The number of the last sweep asked for, by the sandbox or by one of its interpreters.
+    /// The number of the last sweep requested by the sandbox or one of its interpreters.
     sweeps: Arc<AtomicU32>,
-    /// The last interpreter, for as long as the kernel knows it.
+    /// The last interpreter, as long as the kernel knows it.
     interpreter: Option<Arc<OwnedFd>>,
     expected: Expected,
     host: Posture,
     isolation: Isolation,
     limits: SandboxLimits,
-    /// Where a fork gets its sandbox.
+    /// The backend, which makes the sandbox of a fork.
     house: Weak<Inner>,
-    /// Leads out of it, where the jail has a network.
+    /// The network of the jail, if it has one.
     network: Option<Arc<Network>>,
     gateway: Option<Gateway>,
-    /// What its code may reach at first, if that is not what everybody's may.
+    /// Initial network rules, if they differ from the default.
     first_rules: Option<Rules>,
     destroyed: bool,
 }
@@ -138,9 +144,9 @@ pub(super) struct NativeSandbox {
 /// The control groups of a sandbox.
 #[derive(Clone, Default)]
 pub(super) struct Groups {
-    /// What the interpreter counts against.
+    /// Limits the interpreter.
     pub(super) own: Option<Arc<Group>>,
-    /// What it and all its forks count against.
+    /// Limits the interpreter and all its forks.
     pub(super) family: Option<Arc<Family>>,
 }
 
@@ -174,7 +180,7 @@ impl Groups {
         }
     }
 
-    /// Removes them; no process is left in them. A family goes with its last member.
+    /// Removes them. No process is left in them. A family is removed with its last member.
     pub(super) fn remove(&self) {
         if let Some(group) = &self.own {
             group.remove();
@@ -183,7 +189,7 @@ impl Groups {
 }
 
 impl NativeSandbox {
-    /// Begins to make an empty sandbox. Its first interpreter may be asked for at once.
+    /// Starts to make an empty sandbox. Its first interpreter may be requested at once.
     pub(super) async fn begin(
         jail: &Jail,
         slot: Slot,
@@ -292,17 +298,16 @@ impl NativeSandbox {
         Ok(home)
     }
 
-    /// Tells whether this jail made it.
+    /// Returns whether this jail made it.
     pub(super) fn is_of(&self, jail: &Jail) -> bool {
         Arc::ptr_eq(&self.warden, &jail.warden)
     }
 
-    /// Returns when the first process of the family is not stopped, or refuses: whoever stopped it
-    /// may let it go on in a moment.
+    /// Waits until the first process of the family is not stopped, or fails. A stop may be brief.
     async fn await_family(&self) -> Result<(), LaunchError> {
         let init = self.view.borrow().init.clone();
         let mut pulse = Pulse::default();
-        // It is the parent of all inits of the family. Of one that is gone, the warden tells.
+        // It is the parent of all inits of the family. If it is gone, the warden reports that.
         while let Some(look) = init
             .as_deref()
             .and_then(|init| pulse::look_at_parent(init).ok())
@@ -321,7 +326,7 @@ impl NativeSandbox {
         Ok(())
     }
 
-    /// Waits until the warden has told what is asked for, or that it failed.
+    /// Waits until the warden reports the wanted state, or a failure.
     async fn await_view<T>(
         &mut self,
         wanted: impl Fn(&View) -> Option<T>,
@@ -355,7 +360,7 @@ impl NativeSandbox {
         }
     }
 
-    /// Opens the ways into the sandbox's control group, where processes enter it by themselves.
+    /// Opens the descriptors through which processes enter the sandbox's control group.
     fn doors(&self) -> Result<Vec<OwnedFd>, LaunchError> {
         let Some(group) = &self.groups.own else {
             return Ok(Vec::new());
@@ -365,7 +370,7 @@ impl NativeSandbox {
         })
     }
 
-    /// Refuses a process that is not under its limits, whoever was to put it there.
+    /// Rejects a process that is not in its control group.
     fn check_confinement(&self, process: &OwnedFd) -> Result<(), LaunchError> {
         self.groups
             .own
@@ -373,12 +378,13 @@ impl NativeSandbox {
             .map_or(Ok(()), |group| check_group(group, process))
     }
 
-    /// Whether the runner must be told that programs may be started here, although they may not elsewhere.
+    /// Returns whether the runner must be informed that programs may be started here, although not
+    /// elsewhere.
     fn is_exempt(&self) -> bool {
         self.programs == Programs::Free && self.house_refuses
     }
 
-    /// Makes a fresh interpreter in the sandbox, which has not greeted yet.
+    /// Makes a fresh interpreter in the sandbox. Its `hello` has not arrived yet.
     pub(super) async fn start_interpreter(
         &mut self,
         how: Fresh,
@@ -394,21 +400,22 @@ impl NativeSandbox {
             .await?;
         let deaths = self.warden.zygote_deaths();
         match self.interpreter_from(Origin::Zygote, false, gate).await {
-            // The warm interpreter has died. The warden has told so first, so the next fork waits
-            // for another one.
+            // The warm interpreter has died. The warden has reported that first, so the next fork
+            // waits for another one.
             Err(LaunchError::Start { .. }) if self.warden.zygote_deaths() != deaths => {
                 self.warden
                     .count_fork(FORKS_PER_ZYGOTE, AGE_OF_ZYGOTE)
                     .await?;
                 self.interpreter_from(Origin::Zygote, false, gate).await
             }
-            // One that was refused would be refused again, and one that was only slow may still
-            // come.
+            // A retry does not help: a refused one would be refused again, and a slow one may still
+            // arrive.
             made => made,
         }
     }
 
-    /// Makes an interpreter, checks it while it stands still, and lets it go through its gate. With `keep`, there is a checkpoint of its beginning.
+    /// Makes an interpreter, checks it while it is suspended, and releases it through its gate.
+    /// With `keep`, its initial state is kept as a checkpoint.
     async fn interpreter_from(
         &mut self,
         from: Origin,
@@ -454,7 +461,7 @@ impl NativeSandbox {
             let _ = rustix::process::pidfd_send_signal(&process, Signal::KILL);
             return Err(error);
         }
-        // It reads this when it is let go, and has nobody to wait for then.
+        // The interpreter reads this when it is released, and need not wait for it.
         channel.write_all(gate).await.map_err(failed)?;
         self.warden
             .command(
@@ -504,7 +511,7 @@ impl NativeSandbox {
                     Ok((0, _)) => return Err(io::ErrorKind::UnexpectedEof.into()),
                     Ok(_) => return Ok(()),
                     Err(rustix::io::Errno::AGAIN) => {
-                        // Lets the runtime know that the readiness was false.
+                        // Clears the runtime's readiness flag, which was wrong.
                         let _ = channel.try_io(tokio::io::Interest::READABLE, || {
                             Err::<(), _>(io::ErrorKind::WouldBlock.into())
                         });
@@ -522,19 +529,19 @@ impl NativeSandbox {
         }
     }
 
-    /// Whether the sandbox and its last interpreter, if it had one, are still there.
+    /// Returns whether the sandbox and its last interpreter, if it had one, still exist.
     pub(super) fn is_alive(&self) -> bool {
         let view = self.view.borrow();
         !view.destroyed && view.end_of(self.generation).is_none()
     }
 
-    /// Whether the init of the sandbox hangs, or has ended and taken everything along.
+    /// Returns whether the init of the sandbox hangs, or has ended together with everything in it.
     fn is_lost(&self) -> bool {
         let is_stopped = |init: &OwnedFd| Look::at(init).is_ok_and(Look::is_stopped);
         self.is_gone() || self.view.borrow().init.as_deref().is_some_and(is_stopped)
     }
 
-    /// Makes another sandbox in place of one that is lost.
+    /// Replaces a lost sandbox.
     async fn replace(&mut self, house: &Inner) -> Result<Interpreter, LaunchError> {
         let (successor, interpreter) = house.made(self.apart).await?;
         std::mem::replace(self, successor).destroy().await;
@@ -553,7 +560,7 @@ impl Sandbox for NativeSandbox {
 
     async fn restart(&mut self) -> Result<Interpreter, LaunchError> {
         let house = self.house()?;
-        // A jail that is being built again, or warmed up again, is waited for.
+        // Waits for a jail that is being rebuilt or warmed up again.
         house.prepared().await?;
         if !self.is_gone() {
             let begun = match self.sweep().await {
@@ -621,7 +628,7 @@ impl Sandbox for NativeSandbox {
         terms: ForkTerms,
     ) -> Result<(Box<dyn Sandbox>, Interpreter), LaunchError> {
         let house = self.house()?;
-        // Before a place is taken that others wait for.
+        // Before taking a permit that others wait for.
         self.await_family().await?;
         let _place = house.place().await?;
         let mut sandbox = house.begin_empty(Kin::Of(self)).await?;
@@ -770,14 +777,14 @@ impl Drop for NativeSandbox {
 }
 
 impl NativeSandbox {
-    /// Where other sandboxes come from.
+    /// Returns the backend, which makes other sandboxes.
     fn house(&self) -> Result<Arc<Inner>, LaunchError> {
         self.house.upgrade().ok_or_else(|| LaunchError::Start {
             why: "the server is ending".to_owned(),
         })
     }
 
-    /// Ends every process of the sandbox but its init. Fails early when the init hangs.
+    /// Ends every process of the sandbox except its init. Fails early when the init hangs.
     async fn sweep(&mut self) -> Result<(), LaunchError> {
         let number = next_number(&self.sweeps);
         self.warden
@@ -789,7 +796,8 @@ impl NativeSandbox {
                 &[],
             )
             .await?;
-        // A sweep that is still on its way would end the new interpreter too, and one that has not been collected is in its way.
+        // A sweep in progress would end the new interpreter too, and an ended interpreter that was
+        // not collected blocks the new one.
         let generation = self.generation;
         let ended = |view: &View| generation.0 == 0 || view.end_of(generation).is_some();
         let begun = Instant::now();
@@ -803,7 +811,7 @@ impl NativeSandbox {
         }
     }
 
-    /// Waits until the state of a checkpoint is as wanted.
+    /// Waits until the checkpoint is in the wanted state.
     async fn await_checkpoint(
         &mut self,
         number: u32,
@@ -833,7 +841,7 @@ impl NativeSandbox {
     }
 }
 
-/// Refuses a process that is not in its control group.
+/// Rejects a process that is not in its control group.
 pub(super) fn check_group(group: &Group, process: &OwnedFd) -> Result<(), LaunchError> {
     match warden::host_pid(process).and_then(|pid| group.holds(pid)) {
         Ok(true) => Ok(()),
@@ -846,7 +854,7 @@ pub(super) fn check_group(group: &Group, process: &OwnedFd) -> Result<(), Launch
     }
 }
 
-/// Compares what the kernel says about a process of a sandbox with what must be true.
+/// Compares the kernel's data about a process of a sandbox with the required posture.
 pub(super) fn verify(
     warden: &Warden,
     process: &OwnedFd,
@@ -870,7 +878,8 @@ pub(super) fn verify(
     }
 }
 
-/// What the kernel counts of a sandbox: its group, or its interpreter where there is no group.
+/// Reads the kernel's counters of a sandbox: those of its group, or of its interpreter where there
+/// is no group.
 struct NativeGauge {
     group: Option<Arc<Group>>,
     process: Option<Arc<OwnedFd>>,
@@ -910,7 +919,8 @@ impl Gauge for NativeGauge {
     }
 }
 
-/// Has the warden watch an interpreter no longer when a checkpoint is given up half way, and forget the checkpoint if it was made after all.
+/// Stops tracing an interpreter when a checkpoint is abandoned, and discards the checkpoint if it
+/// was made after all.
 struct LookAway {
     warden: Arc<Warden>,
     slot: Slot,
@@ -951,7 +961,7 @@ struct NativeProcess {
 #[async_trait]
 impl Process for NativeProcess {
     fn interrupt(&self) {
-        // A process that is gone is told by `exited`.
+        // `exited` reports a process that is gone.
         let _ = rustix::process::pidfd_send_signal(&self.process, Signal::INT);
     }
 
@@ -979,7 +989,7 @@ impl Process for NativeProcess {
         let exit = exit_of(status, || self.memory.exit());
         // The kernel ends an init before it kills the processes of its namespace, and kills the
         // processes of a family in the order of their numbers, an init before its interpreters. So
-        // whoever was killed because of that finds it exiting.
+        // if a process was killed because of that, its init is already exiting.
         match exit {
             Exit::Signal(_) if self.sandbox_ended() => gone,
             Exit::OutOfMemory { limit, .. } if self.sandbox_ended() => Exit::OutOfMemory {

@@ -1,4 +1,4 @@
-//! Whose memory it was that ran out, when the kernel killed a process of a sandbox.
+//! Which memory limit was reached, when the kernel killed a process of a sandbox.
 //!
 //! ```text
 //! the machine, or a control group that the server is in
@@ -6,15 +6,16 @@
 //!        └─ a session
 //! ```
 //!
-//! The kernel counts a kill in the group of the process that it chose, and the shortage in the group
-//! whose limit was met. Without groups of sessions only the kills around this server are known.
+//! The kernel counts a kill in the group of the chosen process, and the shortage in the group whose
+//! limit was reached. Without control groups for sessions, only the kills around this server are
+//! known.
 
 use cellblock_jail::cgroup::{self, OutOfMemory};
 
 use super::sandbox::Groups;
 use crate::sandbox::{Exit, OuterMemory, SandboxLimits};
 
-/// A moment to compare later ones with, and the groups that are looked at.
+/// A baseline for later comparison, and the groups it covers.
 pub(super) struct MemoryWatch {
     groups: Groups,
     memory: u64,
@@ -24,12 +25,12 @@ pub(super) struct MemoryWatch {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Counted {
-    /// In the session's group, and whether its family has ever met its limit.
+    /// Counts of the session's group, and whether its family has ever reached its limit.
     Groups {
         own: OutOfMemory,
         is_family_full: bool,
     },
-    /// Around this process.
+    /// Kills around this process.
     Around(u64),
 }
 
@@ -42,7 +43,7 @@ enum Shortage {
 }
 
 impl MemoryWatch {
-    /// Begins to look.
+    /// Takes the baseline.
     pub(super) fn begin(groups: &Groups, limits: &SandboxLimits) -> MemoryWatch {
         MemoryWatch {
             groups: groups.clone(),
@@ -52,9 +53,9 @@ impl MemoryWatch {
         }
     }
 
-    /// Returns the end of a process that was killed, if memory has run out since the beginning.
+    /// Returns the exit of a process that was killed, if memory has run out since the baseline.
     pub(super) fn exit(&self) -> Option<Exit> {
-        // Only a process ended: the folder is its sandbox's.
+        // Only a process ended; the folder belongs to its sandbox.
         let files_kept = true;
         Some(match shortage(self.before, count(&self.groups))? {
             Shortage::Session => Exit::OutOfMemory {

@@ -1,8 +1,8 @@
-//! systemd, asked over D-Bus for what only it may give: a control group that it leaves to us.
+//! A D-Bus client of systemd, to obtain a delegated control group.
 //!
-//! Root asks the manager of the system, everybody else the manager of the user. Nothing is asked
-//! for that the caller could not have with `systemd-run --scope -p Delegate=yes`. This is the only
-//! module that knows the D-Bus library.
+//! Root uses the system manager, other users use their user manager. Every request is one that the
+//! caller could also make with `systemd-run --scope -p Delegate=yes`. Only this module uses the
+//! D-Bus library.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -11,22 +11,22 @@ use futures_util::StreamExt;
 use zbus::zvariant::{OwnedObjectPath, Value};
 use zbus::{Connection, Proxy, connection};
 
-/// systemd answers within milliseconds. A machine that is starting may be busy; one that does not
-/// answer at all must not hold a server up.
+/// Reply timeout. systemd answers within milliseconds, but later on a machine that is starting. A
+/// manager that does not answer must not block a server.
 const ANSWER_LIMIT: Duration = Duration::from_secs(15);
 
 const DESTINATION: &str = "org.freedesktop.systemd1";
 const SYSTEM_BUS: &str = "/run/dbus/system_bus_socket";
 
-/// A connection to the manager whose units this process may make.
+/// A connection to the manager that makes units for this process.
 pub(super) struct Manager {
     proxy: Proxy<'static>,
-    /// Whether it is the user's own manager.
+    /// Whether it is a user manager.
     pub(super) is_of_user: bool,
 }
 
 impl Manager {
-    /// Connects to the manager of the system as root, and of the user otherwise.
+    /// Connects to the system manager as root, otherwise to the user manager.
     pub(super) async fn connect() -> Result<Manager, String> {
         let user = rustix::process::geteuid();
         let is_of_user = !user.is_root();
@@ -55,7 +55,7 @@ impl Manager {
         Ok(Manager { proxy, is_of_user })
     }
 
-    /// Tells whether a unit of this manager has `Delegate=yes`.
+    /// Returns whether a unit of this manager has `Delegate=yes`.
     pub(super) async fn delegates(&self, unit: &str) -> Result<bool, String> {
         let interface = if unit.ends_with(".scope") {
             "Scope"
@@ -73,8 +73,8 @@ impl Manager {
         within_limit(asking).await
     }
 
-    /// Has a scope made around a process, with a control group that is delegated to us. It goes
-    /// when the last process in it ends.
+    /// Creates a scope around a process, with a control group that is delegated to us. The scope
+    /// ends with its last process.
     pub(super) async fn start_scope(
         &self,
         name: &str,
@@ -86,18 +86,18 @@ impl Manager {
             ("Description", "Sessions of Cellblock".into()),
             ("PIDs", vec![process].into()),
             ("Delegate", true.into()),
-            // Each sandbox has a limit of its own, and the default of a scope is less than what
-            // many of them may have together.
+            // Each sandbox has its own limit, and the default of a scope is lower than what many
+            // sandboxes may use together.
             ("TasksMax", u64::MAX.into()),
-            // Whoever stops the scope wants its sessions gone, and they have nothing to tidy up.
+            // Stopping the scope is meant to end its sessions, which have nothing to clean up.
             ("KillSignal", SIGKILL.into()),
-            // A failed scope does not stay in the list of units.
+            // A failed scope does not remain in the list of units.
             ("CollectMode", "inactive-or-failed".into()),
         ];
         properties.extend(slice.map(|slice| ("Slice", slice.into())));
         let auxiliary: Vec<(&str, Vec<(&str, Value<'_>)>)> = Vec::new();
         let starting = async {
-            // The job may end before its number is known here, so listening comes first.
+            // The job may finish before its number is known here, so the subscription comes first.
             let mut ends = self.proxy.receive_signal("JobRemoved").await?;
             let _: () = self.proxy.call("Subscribe", &()).await?;
             let job: OwnedObjectPath = self

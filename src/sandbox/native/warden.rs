@@ -1,7 +1,8 @@
-//! The server's end of the command socket: one view per sandbox, kept up to date from the warden's events.
+//! The server's end of the jail's command socket. It keeps one view per sandbox, updated from the
+//! warden's events.
 //!
-//! Commands are sent by whoever needs something; a single task reads events and changes views; everyone waits on views. So no answer can be
-//! missed, whatever the order in which things happen.
+//! Any task may send commands. A single task reads events and changes views, and all others wait on
+//! views. So no answer can be missed, in whatever order events arrive.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fs;
@@ -30,51 +31,51 @@ use super::sandbox::Groups;
 use crate::reaction::within;
 use crate::sandbox::{LaunchError, MemoryUse};
 
-/// A warm interpreter that dies this often within a minute is not started again at once.
+/// After this many deaths within a minute, the warm interpreter is not restarted at once.
 const MOST_ZYGOTE_DEATHS: usize = 5;
-/// How long the processes of a jail may take to end before they are killed, and after that.
+/// Timeout for the processes of a jail to end before they are killed, and again afterwards.
 const END_LIMIT: Duration = Duration::from_secs(10);
 
-/// What is known about one sandbox.
+/// The known state of one sandbox.
 #[derive(Debug, Default)]
 pub(super) struct View {
     pub(super) init: Option<Arc<OwnedFd>>,
-    /// The ways out of its network, until somebody takes them.
+    /// The listeners of its network, until they are taken.
     doors: Vec<(Door, OwnedFd)>,
     /// The namespaces of the sandbox, once it is complete.
     pub(super) prepared: Option<Arc<[PathBuf]>>,
     pub(super) failed: Option<String>,
-    /// The number of the last sweep that is complete.
+    /// The number of the last completed sweep.
     pub(super) swept: u32,
     pub(super) destroyed: bool,
     interpreter: Option<(Generation, Arc<OwnedFd>)>,
     end: Option<(Generation, i32)>,
     checkpoints: BTreeMap<u32, Checkpoint>,
-    /// Programs that somebody waits for.
+    /// Launched programs that are being waited for.
     errands: BTreeMap<u32, Errand>,
 }
 
-/// How far a program has come that was launched in a sandbox.
+/// The state of a program launched in a sandbox.
 #[derive(Debug, Clone)]
 pub(super) enum Errand {
     Asked,
     Made(Arc<OwnedFd>),
     Failed(String),
-    /// With the kernel's wait status.
+    /// The kernel's wait status.
     Ended(i32),
 }
 
-/// How far a checkpoint has come.
+/// The state of a checkpoint.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Checkpoint {
-    /// The interpreter is watched on its way to its branch point.
+    /// The interpreter is traced until it reaches its branch point.
     Watched,
     Made,
     Failed(String),
 }
 
 impl View {
-    /// The process of the interpreter of this generation, once it was forked.
+    /// Returns the process of the interpreter of this generation, once it was forked.
     pub(super) fn interpreter_of(&self, generation: Generation) -> Option<Arc<OwnedFd>> {
         self.interpreter
             .as_ref()
@@ -82,7 +83,7 @@ impl View {
             .map(|(_, process)| Arc::clone(process))
     }
 
-    /// The wait status of the interpreter of this generation, once it ended.
+    /// Returns the wait status of the interpreter of this generation, once it ended.
     pub(super) fn end_of(&self, generation: Generation) -> Option<i32> {
         self.end
             .filter(|(found, _)| *found == generation)
@@ -100,38 +101,39 @@ impl View {
 
 /// The connection to the jail's processes.
 pub(super) struct Warden {
-    /// A packet socket. The runtime has no type of that name, but a packet socket is sent to and received from like a datagram one.
+    /// A `SOCK_SEQPACKET` socket. tokio has no such type, but it sends and receives like a datagram
+    /// socket.
     socket: Arc<UnixDatagram>,
     state: Arc<State>,
-    /// Cutting it ends the jail.
+    /// Closing it ends the jail.
     lifeline: Mutex<Option<OwnedFd>>,
     guardian: Mutex<Option<tokio::process::Child>>,
     guardian_handle: OwnedFd,
     forks: AtomicU32,
-    /// When the present warm interpreter was asked for.
+    /// When the current warm interpreter was requested.
     asked: Mutex<Instant>,
 }
 
 struct State {
     views: Mutex<HashMap<Slot, watch::Sender<View>>>,
-    /// What every session must differ from.
+    /// The posture of the warm interpreter, from which every session's must differ.
     warm: Mutex<Option<Arc<Posture>>>,
     jail: watch::Sender<JailState>,
     /// The warden's process, once it is ready.
     warden: OnceLock<OwnedFd>,
     /// The number of the last heartbeat that was answered.
     answered: AtomicU32,
-    /// Warm interpreters that have ended.
+    /// Number of warm interpreters that have ended.
     zygote_deaths: AtomicU32,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum JailState {
     Starting,
-    /// The warden stands, and a warm interpreter is on its way.
+    /// The warden is running, and a warm interpreter is starting.
     Standing,
     Warm,
-    /// There is no warm interpreter, and none is on its way.
+    /// There is no warm interpreter, and none is starting.
     Cold(String),
     /// The warden is gone.
     Ended(String),
@@ -146,7 +148,7 @@ impl JailState {
     }
 }
 
-/// A guardian that has no task yet. It ends when this value is dropped.
+/// A guardian that has not received its setup. It ends when this value is dropped.
 pub(super) struct Guardian {
     child: tokio::process::Child,
     lifeline: OwnedFd,
@@ -157,7 +159,8 @@ impl Guardian {
         let (lifeline, theirs) = wire::pair()?;
         let child = tokio::process::Command::new(program)
             .arg(guardian::ARGUMENT)
-            // Nothing of the server's environment may be found in the memory of a process that sessions descend from.
+            // Sessions descend from this process, so its memory must not contain the server's
+            // environment.
             .env_clear()
             .stdin(Stdio::from(theirs))
             .stdout(Stdio::null())
@@ -167,7 +170,7 @@ impl Guardian {
         Ok(Guardian { child, lifeline })
     }
 
-    /// Its process, as long as it was not waited for.
+    /// Returns its process, unless it was already reaped.
     pub(super) fn process(&self) -> io::Result<u32> {
         self.child
             .id()
@@ -176,7 +179,7 @@ impl Guardian {
 }
 
 impl Warden {
-    /// Gives the guardian its task.
+    /// Sends the guardian its setup.
     pub(super) async fn start(
         guardian: Guardian,
         setup: &Setup,
@@ -219,7 +222,7 @@ impl Warden {
         })
     }
 
-    /// Waits until the warden stands.
+    /// Waits until the warden is running.
     pub(super) async fn ready(&self, limit: Duration) -> Result<(), String> {
         self.reach(limit, |state| *state != JailState::Starting)
             .await
@@ -227,7 +230,7 @@ impl Warden {
 
     /// Starts a warm interpreter and waits until it can fork.
     pub(super) async fn warm(&self, limit: Duration) -> Result<(), String> {
-        // Forget an earlier failure, or it would be taken for that of this attempt.
+        // Clears an earlier failure, which would otherwise be attributed to this attempt.
         self.state.jail.send_if_modified(|state| {
             let was_cold = matches!(state, JailState::Cold(_));
             if was_cold {
@@ -265,7 +268,7 @@ impl Warden {
         }
     }
 
-    /// Waits until there is no warm interpreter and none on its way. Returns why.
+    /// Waits until there is no warm interpreter and none is starting. Returns why.
     pub(super) async fn cold(&self) -> String {
         self.failed(|state| matches!(state, JailState::Cold(_)))
             .await
@@ -286,24 +289,24 @@ impl Warden {
         state.failure().unwrap_or_default().to_owned()
     }
 
-    /// Counts the warm interpreters that have ended.
+    /// Returns how many warm interpreters have ended.
     pub(super) fn zygote_deaths(&self) -> u32 {
         self.state.zygote_deaths.load(Ordering::Relaxed)
     }
 
-    /// Whether the jail has ended.
+    /// Returns whether the jail has ended.
     pub(super) fn has_ended(&self) -> bool {
         matches!(&*self.state.jail.borrow(), JailState::Ended(_))
     }
 
-    /// Asks the warden for a sign of life at regular intervals, and looks at its guardian. Returns
-    /// when one of them hangs, with its name and the reason.
+    /// Sends the warden heartbeats at regular intervals, and samples its guardian. Returns when one
+    /// of them hangs, with its name and the reason.
     pub(super) async fn hung(&self) -> String {
         let (mut warden_pulse, mut guardian_pulse) = (Pulse::default(), Pulse::default());
         let mut asked = 0;
         loop {
             tokio::time::sleep(pulse::INTERVAL).await;
-            // The guardian has nothing to say: it waits for the end of others.
+            // The guardian answers no heartbeats: it only waits for other processes to end.
             if let Ok(look) = Look::at(&self.guardian_handle)
                 && let Some(why) = guardian_pulse.take(look, true)
             {
@@ -315,8 +318,8 @@ impl Warden {
             {
                 return format!("the jail's warden {why}");
             }
-            // A socket without room means that earlier commands wait, and the warden is silent as
-            // it is.
+            // If the socket is full, earlier commands are still waiting, so the warden counts as
+            // silent anyway.
             if has_answered
                 && wire::send(&*self.socket, &Command::Ping { number: asked + 1 }, &[]).is_ok()
             {
@@ -325,7 +328,7 @@ impl Warden {
         }
     }
 
-    /// Ends the jail's processes without asking them.
+    /// Kills the jail's processes.
     pub(super) fn kill(&self) {
         for process in self
             .state
@@ -334,7 +337,7 @@ impl Warden {
             .into_iter()
             .chain([&self.guardian_handle])
         {
-            // One that is gone needs no signal.
+            // A process that is gone needs no signal.
             let _ = rustix::process::pidfd_send_signal(process, Signal::KILL);
         }
     }
@@ -346,7 +349,7 @@ impl Warden {
         receiver
     }
 
-    /// The posture of the present warm interpreter.
+    /// Returns the posture of the current warm interpreter.
     pub(super) fn warm_posture(&self) -> Option<Arc<Posture>> {
         self.state
             .warm
@@ -355,7 +358,7 @@ impl Warden {
             .clone()
     }
 
-    /// Takes the ways out of a sandbox's network.
+    /// Takes the listeners of a sandbox's network.
     pub(super) fn take_doors(&self, slot: Slot) -> Vec<(Door, OwnedFd)> {
         let mut doors = Vec::new();
         if let Some(view) = self.views().get(&slot) {
@@ -364,7 +367,7 @@ impl Warden {
         doors
     }
 
-    /// Forgets that an attempt failed, before the next one.
+    /// Clears the failure of an attempt before the next one.
     pub(super) fn forget_failure(&self, slot: Slot) {
         if let Some(view) = self.views().get(&slot) {
             view.send_modify(|view| view.failed = None);
@@ -403,18 +406,18 @@ impl Warden {
         })
     }
 
-    /// Sends a command without waiting for room; for the few that are sent where nobody can wait.
+    /// Sends a command without waiting for room in the socket, for callers that cannot wait.
     pub(super) fn command_now(&self, command: &Command) {
         match wire::send(&*self.socket, command, &[]) {
             Ok(()) => {}
-            // The jail has ended, and with it whatever the command was about.
+            // The jail has ended, so the command has no object any more.
             Err(error) if error.kind() == io::ErrorKind::BrokenPipe => {}
             Err(error) => warn!(%error, "a command did not reach the jail"),
         }
     }
 
-    /// Counts a fork and replaces the warm interpreter when it has done enough of them, or is old.
-    /// Returns why there is none to fork from, if there is none.
+    /// Counts a fork, and replaces the warm interpreter after enough of them or when it is old.
+    /// Fails if there is no warm interpreter to fork from.
     pub(super) async fn count_fork(&self, most: u32, oldest: Duration) -> Result<(), LaunchError> {
         let age = self
             .asked
@@ -430,35 +433,35 @@ impl Warden {
             .map_err(|why| LaunchError::Start { why })
     }
 
-    /// Starts another warm interpreter; the present one serves until it is ready.
+    /// Starts another warm interpreter; the current one serves until it is ready.
     pub(super) fn replace_zygote(&self) {
         self.forks.store(0, Ordering::Relaxed);
         *self.asked.lock().expect("no holder of the time panics") = Instant::now();
         self.command_now(&Command::Warm);
     }
 
-    /// Forgets a checkpoint that was given up.
+    /// Removes a discarded checkpoint from the view.
     pub(super) fn forget_checkpoint(&self, slot: Slot, number: u32) {
         if let Some(view) = self.views().get(&slot) {
             view.send_modify(|view| drop(view.checkpoints.remove(&number)));
         }
     }
 
-    /// Begins to follow a program that is about to be asked for.
+    /// Adds a program to the view, before it is requested.
     pub(super) fn expect_errand(&self, slot: Slot, number: u32) {
         if let Some(view) = self.views().get(&slot) {
             view.send_modify(|view| drop(view.errands.insert(number, Errand::Asked)));
         }
     }
 
-    /// Nobody waits for a program any more.
+    /// Removes a program from the view.
     pub(super) fn forget_errand(&self, slot: Slot, number: u32) {
         if let Some(view) = self.views().get(&slot) {
             view.send_modify(|view| drop(view.errands.remove(&number)));
         }
     }
 
-    /// Destroys a sandbox whose owner went away without doing so.
+    /// Destroys a sandbox that was dropped without being destroyed.
     pub(super) fn abandon(
         self: &Arc<Self>,
         slot: Slot,
@@ -505,8 +508,7 @@ impl Warden {
                 }
             }
         }
-        // A guardian that was killed has not waited for the warden, in whose namespace all
-        // sandboxes are.
+        // A killed guardian has not waited for the warden, whose namespace contains all sandboxes.
         let Some(warden) = self.state.warden.get() else {
             return;
         };
@@ -550,7 +552,7 @@ async fn listen(socket: Arc<UnixDatagram>, state: Arc<State>) {
             deaths.push(Instant::now());
             if deaths.len() < MOST_ZYGOTE_DEATHS {
                 warn!(%words, "the warm interpreter ended and is started again");
-                // Unless somebody has noticed already and given it up.
+                // Skipped if the death was already noticed and the interpreter given up.
                 if state.stand() {
                     let _ = wire::send(&*socket, &Command::Warm, &[]);
                 }
@@ -562,7 +564,7 @@ async fn listen(socket: Arc<UnixDatagram>, state: Arc<State>) {
             Err(error) => state.apply_without(event, &error),
         }
     }
-    // First, so that whoever sees a sandbox end can tell that the jail did.
+    // First, so that an observer of a sandbox's end sees that the jail ended.
     state.end("the jail ended");
     let mut views = state.views.lock().expect("no holder of the views panics");
     for (_, view) in views.drain() {
@@ -571,7 +573,7 @@ async fn listen(socket: Arc<UnixDatagram>, state: Arc<State>) {
 }
 
 impl State {
-    /// Says that no interpreter is warm. Returns whether one was thought to be.
+    /// Records that no interpreter is warm. Returns whether one was assumed to be.
     fn stand(&self) -> bool {
         self.jail.send_if_modified(|state| {
             let was_warm = *state == JailState::Warm;
@@ -582,8 +584,8 @@ impl State {
         })
     }
 
-    /// Says that there is no warm interpreter and none on its way, unless there is one or the jail
-    /// has ended.
+    /// Records that there is no warm interpreter and none is starting, unless there is one or the
+    /// jail has ended.
     fn grow_cold(&self, why: &str) {
         self.jail.send_if_modified(|state| {
             let fits = matches!(state, JailState::Starting | JailState::Standing);
@@ -594,7 +596,7 @@ impl State {
         });
     }
 
-    /// Says that the jail has ended. The first reason stays.
+    /// Records that the jail has ended. The first reason is kept.
     fn end(&self, why: &str) {
         self.jail.send_if_modified(|state| {
             let stood = !matches!(state, JailState::Ended(_));
@@ -605,7 +607,7 @@ impl State {
         });
     }
 
-    /// Takes an event whose descriptors this process has no room for: what it was about has failed.
+    /// Applies an event whose descriptors this process has no room for: its operation has failed.
     fn apply_without(&self, event: Event, error: &io::Error) {
         let why = format!("the server cannot take its descriptors: {error}");
         match event {
@@ -615,7 +617,7 @@ impl State {
             Event::ErrandMade { slot, number } => {
                 self.apply(Event::ErrandFailed { slot, number, why }, Vec::new())
             }
-            // A jail whose warden is not known cannot be watched.
+            // A jail whose warden is unknown cannot be monitored.
             Event::Ready => self.end(&why),
             event => self.apply(event, Vec::new()),
         }
@@ -669,7 +671,7 @@ impl State {
                 was_warm: false,
                 words,
             } if *self.jail.borrow() == JailState::Warm => {
-                // It was to take the place of one that goes on.
+                // It was to replace one that continues to serve.
                 warn!(%words, "the warm interpreter could not be replaced");
             }
             Event::ZygoteEnded { words, .. } => {
@@ -747,7 +749,7 @@ impl State {
     }
 }
 
-/// The slots that are free; a slot comes back only when nothing of its sandbox is left.
+/// The free slots. A slot is returned only when nothing of its sandbox is left.
 #[derive(Clone)]
 pub(super) struct Slots(Arc<Mutex<FreeSlots>>);
 
@@ -768,7 +770,7 @@ impl Slots {
 
     pub(super) fn take(&self) -> Option<Slot> {
         let mut free = self.0.lock().expect("no holder of the slots panics");
-        // Fresh numbers first: a uid that was used before rests as long as possible.
+        // Fresh numbers first: a used uid stays unused as long as possible.
         if free.next < free.count {
             free.next += 1;
             return Some(Slot(free.next - 1));
@@ -785,14 +787,14 @@ impl Slots {
     }
 }
 
-/// The number of a family, held by its members. It is free again when the last of them is gone.
+/// The number of a family, held by its members. It is freed when the last of them is gone.
 pub(super) struct FamilyNumber {
     pub(super) id: FamilyId,
     free: Slots,
 }
 
 impl FamilyNumber {
-    /// Takes a number from those that are free; they are counted like slots.
+    /// Takes a free number; they are counted like slots.
     pub(super) fn take(free: &Slots) -> Option<Arc<FamilyNumber>> {
         let id = FamilyId(free.take()?.0);
         Some(Arc::new(FamilyNumber {
@@ -808,7 +810,7 @@ impl Drop for FamilyNumber {
     }
 }
 
-/// The number of a process as the host counts.
+/// Returns the pid of a process on the host.
 pub(super) fn host_pid(process: &OwnedFd) -> io::Result<u32> {
     let text = fs::read_to_string(format!("/proc/self/fdinfo/{}", process.as_raw_fd()))?;
     let number = text
@@ -819,7 +821,7 @@ pub(super) fn host_pid(process: &OwnedFd) -> io::Result<u32> {
     number.ok_or_else(|| io::Error::other("the process is gone"))
 }
 
-/// What the kernel says about one process's memory, where no control group counts.
+/// Reads the memory use of one process from the kernel, where there is no control group.
 pub(super) fn memory_of(process: &OwnedFd) -> io::Result<MemoryUse> {
     let status = fs::read_to_string(format!("/proc/{}/status", host_pid(process)?))?;
     let kilobytes = |name: &str| {
@@ -837,17 +839,19 @@ pub(super) fn memory_of(process: &OwnedFd) -> io::Result<MemoryUse> {
     })
 }
 
-/// What the kernel says about the processor time of one process and those of its children that have ended, where no control group counts.
+/// Reads the CPU time of one process and its ended children from the kernel, where there is no
+/// control group.
 pub(super) fn processor_time_of(process: &OwnedFd) -> io::Result<Duration> {
     let stat = pulse::stat_of(process)?;
-    // The 14th to 17th of the line: own and children's time in user and in kernel mode. The name was the second.
+    // Fields 14 to 17 of the line: own and children's time in user and in kernel mode. The name is
+    // field 2.
     let ticks = pulse::fields_after_name(&stat)
         .into_iter()
         .flatten()
         .skip(11)
         .take(4)
         .filter_map(|number| number.parse::<u64>().ok());
-    // What the kernel shows to programs is counted in hundredths of a second on every machine we run on.
+    // The kernel reports these times in hundredths of a second on every machine we run on.
     Ok(Duration::from_millis(ticks.sum::<u64>() * 10))
 }
 

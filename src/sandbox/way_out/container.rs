@@ -1,12 +1,15 @@
-//! The way out of a container: doors opened from outside, and relied on only once something came through them.
+//! The network of a container: listeners (`doors`) opened from outside, and trusted only after a
+//! message has arrived through them.
 //!
 //! ```text
-//! Network::enter ──► Unproven ── its word goes inside, on the backend's own channel ──► heard ──► Gateway
+//! Network::enter ──► Unproven ── word goes inside, on the backend's channel ──► heard ──► Gateway
 //! ```
 //!
-//! The doors are sockets of this kernel. A runtime may have a network of its own (gVisor in its usual setting, a virtual machine), in which nobody would
-//! ever come to them; and the engine's word for which process is the container's may be about another machine. So a random word that only the inside of this
-//! container was told must arrive at a door first. Nothing else that is said about a runtime is believed.
+//! The listeners are sockets of this kernel. A runtime may have its own network stack (gVisor in
+//! its usual setting, a virtual machine), from which no connection would ever reach them; and the
+//! process that the engine names as the container's may be on another machine. So a random token
+//! (`word`) that was given only to the inside of this container must first arrive at a listener. No
+//! other claim about a runtime is trusted.
 
 use std::io;
 use std::net::{Ipv4Addr, SocketAddrV4, UdpSocket};
@@ -21,19 +24,20 @@ use cellblock_jail::network::Door;
 use super::Network;
 use crate::reaction::within;
 
-/// Where the inside has to send its word: the door for names, by UDP.
+/// The address to which the inside must send its token: the DNS listener, by UDP.
 pub const KNOCK_AT: SocketAddrV4 = SocketAddrV4::new(Ipv4Addr::LOCALHOST, 53);
 
-/// Bytes of a word before they are written as text. Nobody guesses that many.
+/// Bytes of a token before they are encoded as text. It cannot be guessed.
 const WORD: usize = 16;
 
-/// Why a container has no way out.
+/// Why the network of a container could not be opened.
 #[derive(Debug, thiserror::Error)]
 pub enum WayOutError {
     #[error("no way out of the container can be opened")]
     Doors(#[from] DoorsError),
     #[error(
-        "what is sent inside the container does not arrive here; its runtime has a network of its own"
+        "what is sent inside the container does not arrive here; its runtime has a network of its \
+         own"
     )]
     Unheard,
     #[error("the gateway of the container cannot be opened")]
@@ -41,7 +45,8 @@ pub enum WayOutError {
 }
 
 impl Network {
-    /// Opens the doors of a container that has no network, before any code of a user runs in it. `program` is the binary of this server.
+    /// Opens the listeners of a container that has no network, before any user code runs in it.
+    /// `program` is the binary of this server.
     pub async fn enter(
         &self,
         program: &Path,
@@ -53,7 +58,7 @@ impl Network {
         self.unproven(opened.map_err(|error| WayOutError::Gateway(io::Error::other(error)))??)
     }
 
-    /// Takes doors that were opened for this network by somebody else.
+    /// Takes listeners that another process opened for this network.
     pub(in crate::sandbox) fn unproven(
         &self,
         doors: Vec<(Door, OwnedFd)>,
@@ -66,7 +71,7 @@ impl Network {
     }
 }
 
-/// Doors through which nothing has come yet.
+/// Listeners through which nothing has arrived yet.
 pub struct Unproven {
     network: Network,
     doors: Vec<(Door, OwnedFd)>,
@@ -74,12 +79,12 @@ pub struct Unproven {
 }
 
 impl Unproven {
-    /// Returns what the inside has to send to `KNOCK_AT`, in one datagram.
+    /// Returns the token that the inside must send to `KNOCK_AT`, in one datagram.
     pub fn word(&self) -> &str {
         &self.word
     }
 
-    /// Waits for the word, and opens the gateway.
+    /// Waits for the token, and opens the gateway.
     pub async fn heard(self, limit: Duration) -> Result<Gateway, WayOutError> {
         let names = self
             .doors
@@ -95,13 +100,14 @@ impl Unproven {
             Some(arrived) => arrived.map_err(WayOutError::Gateway)?,
             None => return Err(WayOutError::Unheard),
         }
-        // Both would be told of questions otherwise.
+        // Otherwise both sockets would be woken by queries.
         drop(names);
         self.network.open(self.doors).map_err(WayOutError::Gateway)
     }
 }
 
-/// Waits until exactly this arrives. Whatever else does was asked too early, and is asked again by whoever asked.
+/// Waits until exactly this token arrives. Any other datagram is a query that came too early, and
+/// its sender will repeat it.
 async fn arrival(door: &tokio::net::UdpSocket, word: &[u8]) -> io::Result<()> {
     let mut buffer = [0; 512];
     loop {
@@ -112,7 +118,7 @@ async fn arrival(door: &tokio::net::UdpSocket, word: &[u8]) -> io::Result<()> {
     }
 }
 
-/// Makes a word that nobody guesses.
+/// Makes a token that cannot be guessed.
 pub(in crate::sandbox) fn random_word() -> io::Result<String> {
     let mut bytes = [0; WORD];
     ring::rand::SecureRandom::fill(&ring::rand::SystemRandom::new(), &mut bytes)

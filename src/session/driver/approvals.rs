@@ -1,44 +1,44 @@
-//! The driver's part in approvals: what the running cell may do is decided here, and what a person must decide is parked.
+//! Approvals: decides whether actions of the running cell are allowed, and holds those that a
+//! person must decide.
 //!
 //! ```text
-//!  a question of the cell ─▶ verdict ─┬─ allow ─▶ goes on
-//!                                     ├─ deny ──▶ refused, with the line of the policy
-//!                                     └─ ask ───▶ parked ─┬─ decided ─▶ goes on, or refused
-//!                                                         ├─ nobody answers in time ─▶ refused
-//!                                                         └─ withdrawn, interrupted, over ─▶ gone
+//!  a host call of the cell ─▶ verdict ─┬─ allow ─▶ proceeds
+//!                                      ├─ deny ──▶ refused, with the line of the policy
+//!                                      └─ ask ───▶ waits ──┬─ decided ─▶ proceeds, or refused
+//!                                                          ├─ no answer in time ─▶ refused
+//!                                                          └─ withdrawn, interrupted, over ─▶ gone
 //! ```
 //!
-//! What goes on is the subject itself that was shown, so it cannot have become another one meanwhile. While anything is parked, the cell's clock stands still;
-//! so that no code gains time by asking, a cell whose question nobody answered is not asked about again.
+//! The subject that proceeds is the same value that was shown to the person, so it cannot change in
+//! between. While an approval is pending, the cell's clock is paused. To keep code from gaining
+//! time this way, no further approvals are requested for a cell after one of its requests timed
+//! out.
 
-use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use cellblock_egress::name::HostName;
-use cellblock_egress::resolve::BoxFuture;
-use tokio::sync::{mpsc, oneshot};
+use tokio::sync::oneshot;
 use tokio::time::Instant;
 use tracing::{debug, info};
 
+use super::host_calls::{Caller, HostCalls};
+use super::network::ConnectionWanted;
 use super::shell::CommandWanted;
-use super::{Driver, RequestId, Running, Task};
 use crate::approval::{Answer, Policy, Subject, Verdict};
-use crate::sandbox::Asker;
 use crate::session::approvals::{
-    AskId, Asking, DecidedBy, Decision, InForce, Ruling, Why, Wording, keep, note, refusal,
+    AskId, Asking, DecidedBy, Decision, Ruling, Why, Wording, keep, note, refusal,
 };
-use crate::session::state::State;
 use crate::session::tools::{ToolCall, ToolReason, ToolRefused};
 
-/// Questions of one cell that wait for a person at the same time. A person who is shown more than this reads none of them.
-const MOST_PARKED: usize = 100;
-/// Bytes of everything that is parked.
-const MOST_PARKED_BYTES: usize = 64 * 1024 * 1024;
-/// Bytes of a question beside its text.
+/// Approval requests of one cell that may be pending at the same time. A person who is shown more
+/// than this reads none of them.
+const MAX_PENDING: usize = 100;
+/// Total bytes of pending approval requests.
+const MAX_PENDING_BYTES: usize = 64 * 1024 * 1024;
+/// Bytes accounted per request in addition to its text.
 const SIZE_OF_A_QUESTION: usize = 1024;
 
-/// What is to happen with a subject when it is allowed.
+/// Action to perform when a subject is allowed.
 pub(super) enum Wanted {
     Install {
         ask: u64,
@@ -49,12 +49,12 @@ pub(super) enum Wanted {
         size: usize,
     },
     Command(Box<CommandWanted>),
-    /// Connections to the same name and port that the gateway holds.
+    /// Connections to the same name and port, held by the gateway.
     Connections(Vec<oneshot::Sender<bool>>),
 }
 
 impl Wanted {
-    /// The number of the question, when the code itself asked.
+    /// Returns the number of the host call, if the code itself made one.
     fn ask(&self) -> Option<u64> {
         match self {
             Wanted::Install { ask, .. } | Wanted::Call { ask, .. } => Some(*ask),
@@ -63,7 +63,7 @@ impl Wanted {
         }
     }
 
-    /// Bytes that are held while it waits, about.
+    /// Returns the approximate number of bytes held while it is pending.
     fn size(&self, subject: &Subject) -> usize {
         let own = match self {
             Wanted::Call { size, .. } => *size,
@@ -74,149 +74,99 @@ impl Wanted {
     }
 }
 
-/// A connection that the gateway holds.
-pub(super) struct ConnectionWanted {
-    name: String,
-    port: u16,
-    reply: oneshot::Sender<bool>,
-}
-
-/// What the gateway of a session asks about names.
-pub(super) struct NameAsker {
-    approvals: InForce,
-    wanted: mpsc::Sender<ConnectionWanted>,
-}
-
-impl NameAsker {
-    pub(super) fn new(approvals: &InForce, wanted: &mpsc::Sender<ConnectionWanted>) -> NameAsker {
-        NameAsker {
-            approvals: approvals.clone(),
-            wanted: wanted.clone(),
-        }
-    }
-}
-
-impl Asker for NameAsker {
-    fn may_allow(&self, name: &HostName) -> bool {
-        self.approvals.now().policy.may_open(name.as_ref())
-    }
-
-    fn ask(&self, name: &HostName, port: u16, _from: SocketAddr) -> BoxFuture<'static, bool> {
-        let (wanted, name) = (self.wanted.clone(), name.to_string());
-        Box::pin(async move {
-            let (reply, answer) = oneshot::channel();
-            // A session that is gone allows nothing.
-            wanted
-                .send(ConnectionWanted { name, port, reply })
-                .await
-                .is_ok()
-                && answer.await.unwrap_or(false)
-        })
-    }
-}
-
 fn answer_all(replies: Vec<oneshot::Sender<bool>>, allowed: bool) {
     for reply in replies {
         let _ = reply.send(allowed);
     }
 }
 
-/// Questions that wait for a person.
+/// Pending approval requests.
 #[derive(Default)]
-pub(super) struct Parking {
-    parked: Vec<Parked>,
+pub(super) struct PendingApprovals {
+    list: Vec<PendingApproval>,
     bytes: usize,
-    /// What was decided without a person, for the outcome.
+    /// Decisions made without a person, for the outcome.
     rulings: Vec<Ruling>,
-    /// Nobody answered a question of this cell, for so long.
+    /// Set when an approval request of this cell timed out: how long it was pending.
     unanswered: Option<Duration>,
-    /// What is left of the cell's time while its clock stands still.
-    left: Option<Duration>,
 }
 
-struct Parked {
+struct PendingApproval {
     id: AskId,
     subject: Subject,
     size: usize,
     wording: Wording,
     line: String,
     until: Instant,
-    /// How long it waits in all.
+    /// Total time that it may be pending.
     patience: Duration,
     wanted: Wanted,
 }
 
-impl Parking {
-    /// Tells whether the clock stands still.
-    pub(super) fn holds_the_clock(&self) -> bool {
-        self.left.is_some()
-    }
-
-    /// When the next question has waited long enough.
+impl PendingApprovals {
+    /// Returns the deadline of the next pending request.
     pub(super) fn due(&self) -> Option<Instant> {
-        self.parked.iter().map(|parked| parked.until).min()
+        self.list.iter().map(|pending| pending.until).min()
     }
 
     pub(super) fn knows(&self, ask: u64) -> bool {
-        self.parked
+        self.list
             .iter()
-            .any(|parked| parked.wanted.ask() == Some(ask))
+            .any(|pending| pending.wanted.ask() == Some(ask))
     }
 
-    /// Ends with the cell. Whoever still holds a connection learns from the silence that it may not.
+    /// Discards everything when the cell ends. Connections still held by the gateway are refused
+    /// when their channel is dropped.
     pub(super) fn clear(&mut self) -> Vec<Ruling> {
         std::mem::take(self).rulings
     }
 
-    fn take(&mut self, fits: impl Fn(&Parked) -> bool) -> Vec<Parked> {
+    fn take(&mut self, fits: impl Fn(&PendingApproval) -> bool) -> Vec<PendingApproval> {
         let taken = self
-            .parked
-            .extract_if(.., |parked| fits(parked))
+            .list
+            .extract_if(.., |pending| fits(pending))
             .collect::<Vec<_>>();
-        self.bytes -= taken.iter().map(|parked| parked.size).sum::<usize>();
+        self.bytes -= taken.iter().map(|pending| pending.size).sum::<usize>();
         taken
     }
 }
 
-impl Driver {
-    /// Lets a subject go on, refuses it, or parks it until a person has decided.
-    pub(super) fn consider(&mut self, subject: Subject, wanted: Wanted) {
+impl HostCalls {
+    /// Allows a subject, refuses it, or holds it until a person has decided.
+    pub(super) fn consider(&mut self, subject: Subject, wanted: Wanted, caller: &mut Caller<'_>) {
         match self.verdict(&subject) {
-            Verdict::Allow => self.go_on(subject, wanted),
+            Verdict::Allow => self.proceed(subject, wanted, caller),
             Verdict::Deny { line } => {
                 note(
-                    &mut self.parking.rulings,
+                    &mut self.pending.rulings,
                     Ruling::new(&subject, &line, DecidedBy::Policy),
                 );
-                self.turn_down(subject, wanted, &line, Why::Policy);
+                self.refuse(subject, wanted, &line, Why::Policy);
             }
-            Verdict::Ask { line } => match self.why_not_asked(wanted.size(&subject)) {
+            Verdict::Ask { line } => match self.why_not_asked(wanted.size(&subject), caller) {
                 Some(why) => {
                     note(
-                        &mut self.parking.rulings,
+                        &mut self.pending.rulings,
                         Ruling::new(&subject, &line, DecidedBy::NobodyToAsk),
                     );
-                    self.turn_down(subject, wanted, &line, why);
+                    self.refuse(subject, wanted, &line, why);
                 }
-                None => self.park(subject, wanted, line),
+                None => self.ask_person(subject, wanted, line, caller),
             },
         }
     }
 
-    /// Looks at a connection that the gateway holds. Several to the same place are one question.
-    pub(super) fn wants_name(&mut self, ConnectionWanted { name, port, reply }: ConnectionWanted) {
-        // Whoever has narrowed the network of this session meant it.
-        if self.narrowed.is_some() {
-            let _ = reply.send(false);
-            return;
-        }
+    /// Handles a connection held by the gateway. Connections to the same destination share one
+    /// approval request.
+    pub(super) fn wants_name(&mut self, wanted: ConnectionWanted, caller: &mut Caller<'_>) {
+        let ConnectionWanted { name, port, reply } = wanted;
         let subject = Subject::Domain { name, port };
         let same = self
-            .parking
-            .parked
+            .pending
+            .list
             .iter_mut()
-            .find(|parked| parked.subject == subject);
-        if let Some(Parked {
+            .find(|pending| pending.subject == subject);
+        if let Some(PendingApproval {
             wanted: Wanted::Connections(replies),
             ..
         }) = same
@@ -224,37 +174,37 @@ impl Driver {
             replies.push(reply);
             return;
         }
-        self.consider(subject, Wanted::Connections(vec![reply]));
+        self.consider(subject, Wanted::Connections(vec![reply]), caller);
     }
 
-    /// Returns what the operator and the server's registration say, and whether a person has said it before.
+    /// Returns the verdict of the operator's policy and the server's registration, taking earlier
+    /// decisions of a person into account.
     fn verdict(&self, subject: &Subject) -> Verdict {
         let verdict = self.said(subject);
         let Verdict::Ask { .. } = verdict else {
             return verdict;
         };
-        let book = self.settings.approvals.now().book;
-        let remembered = self.customer.as_ref().is_some_and(|customer| {
-            self.shared.facts().granted.covers(subject) || book.covers(&customer.owner.0, subject)
+        let book = self.approvals.now().book;
+        let remembered = self.owner.as_ref().is_some_and(|owner| {
+            self.shared.facts().granted.covers(subject) || book.covers(&owner.0, subject)
         });
         if remembered { Verdict::Allow } else { verdict }
     }
 
-    /// Returns what the operator and the server's registration say at this moment.
+    /// Returns the current verdict of the operator's policy and the server's registration.
     fn said(&self, subject: &Subject) -> Verdict {
-        self.settings
-            .approvals
+        self.approvals
             .now()
             .policy
             .verdict(subject)
             .or_stricter(self.registered(subject))
     }
 
-    /// A registration can only make things stricter.
+    /// Returns the verdict of the registration, which can only be stricter than the policy.
     fn registered(&self, subject: &Subject) -> Verdict {
-        let policy = match (subject, &self.settings.tools.0, &self.customer) {
-            (Subject::Tool { server, .. }, Some(broker), Some(customer)) => {
-                broker.policy(&customer.owner, server)
+        let policy = match (subject, &self.tools.0, &self.owner) {
+            (Subject::Tool { server, .. }, Some(broker), Some(owner)) => {
+                broker.policy(owner, server)
             }
             _ => None,
         };
@@ -263,64 +213,56 @@ impl Driver {
         })
     }
 
-    fn why_not_asked(&self, size: usize) -> Option<Why> {
-        if self.customer.is_none() {
+    fn why_not_asked(&self, size: usize, caller: &Caller<'_>) -> Option<Why> {
+        if self.owner.is_none() {
             return Some(Why::Hidden);
         }
-        let Some(Running {
-            task: Task::Cell { request, .. },
-            ..
-        }) = &self.running
-        else {
+        let Some(cell) = caller.cell() else {
             return Some(Why::NoCell);
         };
-        let Parking {
-            parked,
+        let PendingApprovals {
+            list,
             bytes,
             unanswered,
             ..
-        } = &self.parking;
-        match request.asking {
+        } = &self.pending;
+        match cell.request.asking {
             Asking::Nobody => Some(Why::NoClient),
             Asking::Exploration => Some(Why::Exploration),
-            Asking::Person if self.is_stopping() => Some(Why::Interrupted),
+            Asking::Person if caller.is_stopping => Some(Why::Interrupted),
             Asking::Person if unanswered.is_some() => unanswered.map(Why::Silence),
-            Asking::Person if parked.len() >= MOST_PARKED || bytes + size > MOST_PARKED_BYTES => {
+            Asking::Person if list.len() >= MAX_PENDING || bytes + size > MAX_PENDING_BYTES => {
                 Some(Why::TooMany)
             }
             Asking::Person => None,
         }
     }
 
-    fn is_stopping(&self) -> bool {
-        matches!(
-            self.machine.state(),
-            State::Running {
-                stopping: Some(_),
-                ..
-            }
-        )
-    }
-
-    fn park(&mut self, subject: Subject, wanted: Wanted, line: String) {
+    fn ask_person(
+        &mut self,
+        subject: Subject,
+        wanted: Wanted,
+        line: String,
+        caller: &mut Caller<'_>,
+    ) {
         let now = Instant::now();
-        let Some(running) = &self.running else { return };
+        let Some(running) = &mut caller.running else {
+            return;
+        };
         debug!(
             session = self.id.as_str(),
             kind = subject.kind(),
             "a person is asked"
         );
-        self.parking
-            .left
-            .get_or_insert(running.deadline.saturating_duration_since(now));
+        running.pause(now);
         let (size, wording) = (wanted.size(&subject), Wording::new(&subject, &line));
-        self.parking.bytes += size;
+        self.pending.bytes += size;
         let id = AskId(
             self.numbers
                 .fetch_add(1, std::sync::atomic::Ordering::Relaxed),
         );
-        let patience = self.settings.approvals.now().patience;
-        self.parking.parked.push(Parked {
+        let patience = self.approvals.now().patience;
+        self.pending.list.push(PendingApproval {
             id,
             subject,
             size,
@@ -330,54 +272,52 @@ impl Driver {
             patience,
             wanted,
         });
-        self.show_questions();
+        self.show(caller);
     }
 
-    /// Tells those who follow the cell what waits, and lets the clock run when nothing does.
-    fn show_questions(&mut self) {
+    /// Publishes pending requests to the followers of the cell, and resumes the clock when none is
+    /// left.
+    fn show(&mut self, caller: &mut Caller<'_>) {
         let now = Instant::now();
-        let (approvals, together) = (self.settings.approvals.now(), self.parking.parked.len());
-        let asked = |parked: &Parked| {
-            let left = parked.until.saturating_duration_since(now);
-            parked.wording.asked(parked.id, together, &approvals, left)
+        let (approvals, together) = (self.approvals.now(), self.pending.list.len());
+        let asked = |pending: &PendingApproval| {
+            let left = pending.until.saturating_duration_since(now);
+            pending
+                .wording
+                .asked(pending.id, together, &approvals, left)
         };
-        let all = self.parking.parked.iter().map(asked).collect::<Vec<_>>();
-        let is_over = all.is_empty();
-        if let Some(Running {
-            task: Task::Cell { teller, .. },
-            deadline,
-            ..
-        }) = &mut self.running
-        {
-            teller.ask(all);
-            if is_over && let Some(left) = self.parking.left.take() {
-                *deadline = now + left;
-            }
+        let all = self.pending.list.iter().map(asked).collect::<Vec<_>>();
+        let Some(running) = &mut caller.running else {
+            return;
+        };
+        if all.is_empty() {
+            running.resume(now);
+        }
+        if let Some(cell) = running.cell() {
+            cell.teller.ask(all);
         }
     }
 
-    /// Carries out what a person has decided. What is not open any more is left alone.
-    pub(super) fn decide(&mut self, request: RequestId, decisions: Vec<Decision>) -> Vec<Ruling> {
-        if self
-            .running
-            .as_ref()
-            .is_none_or(|running| running.id != request)
-        {
-            return Vec::new();
-        }
+    /// Applies the decisions of a person. Requests that are no longer pending are ignored.
+    pub(super) fn decide(
+        &mut self,
+        decisions: Vec<Decision>,
+        caller: &mut Caller<'_>,
+    ) -> Vec<Ruling> {
         let mut rulings = Vec::new();
         for Decision { id, answer } in decisions {
-            for parked in self.parking.take(|parked| parked.id == id) {
-                let Parked {
+            for pending in self.pending.take(|pending| pending.id == id) {
+                let PendingApproval {
                     subject,
                     line,
                     wanted,
                     ..
-                } = parked;
-                // What was asked stays asked, but nobody can allow what the operator has forbidden meanwhile.
+                } = pending;
+                // The policy may have changed since the request was made. A person cannot allow an
+                // action that the operator now forbids.
                 if let Verdict::Deny { line } = self.said(&subject) {
                     rulings.push(Ruling::new(&subject, &line, DecidedBy::Policy));
-                    self.turn_down(subject, wanted, &line, Why::Policy);
+                    self.refuse(subject, wanted, &line, Why::Policy);
                     continue;
                 }
                 info!(
@@ -388,19 +328,14 @@ impl Driver {
                 );
                 rulings.push(Ruling::new(&subject, &line, DecidedBy::Person(answer)));
                 if answer == Answer::Deny {
-                    self.turn_down(subject, wanted, &line, Why::Person);
+                    self.refuse(subject, wanted, &line, Why::Person);
                     continue;
                 }
-                if let Some(customer) = &self.customer {
-                    keep(
-                        &self.shared,
-                        &self.settings.approvals.now(),
-                        &customer.owner,
-                        &subject,
-                        answer,
-                    );
+                if let Some(owner) = &self.owner {
+                    let approvals = self.approvals.now();
+                    keep(&self.shared, &approvals, owner, &subject, answer);
                 }
-                self.go_on(subject, wanted);
+                self.proceed(subject, wanted, caller);
             }
         }
         if rulings.iter().any(|ruling| {
@@ -409,28 +344,30 @@ impl Driver {
                 DecidedBy::Person(Answer::Session | Answer::Always)
             )
         }) {
-            self.let_go_what_is_covered();
+            self.proceed_with_covered(caller);
         }
-        self.show_questions();
+        self.show(caller);
         rulings
     }
 
-    /// Lets questions go on that a permission for the session answers as well.
-    fn let_go_what_is_covered(&mut self) {
+    /// Allows other pending requests that a session-wide permission also covers.
+    fn proceed_with_covered(&mut self, caller: &mut Caller<'_>) {
         let granted = self.shared.facts().granted.clone();
-        for Parked {
+        for PendingApproval {
             subject, wanted, ..
-        } in self.parking.take(|parked| granted.covers(&parked.subject))
+        } in self
+            .pending
+            .take(|pending| granted.covers(&pending.subject))
         {
-            self.go_on(subject, wanted);
+            self.proceed(subject, wanted, caller);
         }
     }
 
-    /// Refuses what has waited long enough.
-    pub(super) fn nobody_answered(&mut self) {
+    /// Refuses requests that have reached their deadline.
+    pub(super) fn expire(&mut self, caller: &mut Caller<'_>) {
         let now = Instant::now();
-        let late = self.parking.take(|parked| parked.until <= now);
-        for Parked {
+        let late = self.pending.take(|pending| pending.until <= now);
+        for PendingApproval {
             subject,
             line,
             patience,
@@ -438,52 +375,54 @@ impl Driver {
             ..
         } in late
         {
-            self.parking.unanswered = Some(patience);
+            self.pending.unanswered = Some(patience);
             note(
-                &mut self.parking.rulings,
+                &mut self.pending.rulings,
                 Ruling::new(&subject, &line, DecidedBy::NobodyAnswered),
             );
-            self.turn_down(subject, wanted, &line, Why::Silence(patience));
+            self.refuse(subject, wanted, &line, Why::Silence(patience));
         }
-        self.show_questions();
+        self.show(caller);
     }
 
-    /// Forgets a question that the code has withdrawn. Returns whether there was one.
-    pub(super) fn withdraw_parked(&mut self, ask: u64) -> bool {
-        let withdrawn = self.parking.take(|parked| parked.wanted.ask() == Some(ask));
+    /// Discards a request that the code has withdrawn. Returns whether there was one.
+    pub(super) fn withdraw_pending(&mut self, ask: u64, caller: &mut Caller<'_>) -> bool {
+        let withdrawn = self
+            .pending
+            .take(|pending| pending.wanted.ask() == Some(ask));
         let found = !withdrawn.is_empty();
-        for Parked {
+        for PendingApproval {
             subject,
             line,
             wanted,
             ..
         } in withdrawn
         {
-            self.turn_down(subject, wanted, &line, Why::Interrupted);
+            self.refuse(subject, wanted, &line, Why::Interrupted);
         }
         if found {
-            self.show_questions();
+            self.show(caller);
         }
         found
     }
 
-    /// Gives up all questions, because the code is being stopped. Its clock is the grace time from now on.
-    pub(super) fn give_up_questions(&mut self) {
-        for Parked {
+    /// Discards all requests, because the code is being stopped. From now on its clock is the grace
+    /// period.
+    pub(super) fn give_up(&mut self, caller: &mut Caller<'_>) {
+        for PendingApproval {
             subject,
             line,
             wanted,
             ..
-        } in self.parking.take(|_| true)
+        } in self.pending.take(|_| true)
         {
-            self.turn_down(subject, wanted, &line, Why::Interrupted);
+            self.refuse(subject, wanted, &line, Why::Interrupted);
         }
-        self.parking.left = None;
-        self.show_questions();
+        self.show(caller);
     }
 
-    /// Does what was wanted, with the subject that was looked at.
-    fn go_on(&mut self, subject: Subject, wanted: Wanted) {
+    /// Performs the action with the subject that was approved.
+    fn proceed(&mut self, subject: Subject, wanted: Wanted, caller: &Caller<'_>) {
         match (subject, wanted) {
             (Subject::Install { requirements }, Wanted::Install { ask, upgrade }) => {
                 self.install_packages(ask, requirements, upgrade);
@@ -497,7 +436,7 @@ impl Driver {
                 },
                 Wanted::Call { ask, size },
             ) => {
-                self.line_up_call(
+                self.enqueue_call(
                     ask,
                     ToolCall {
                         server,
@@ -506,6 +445,7 @@ impl Driver {
                         fingerprint,
                     },
                     size,
+                    caller,
                 );
             }
             (_, Wanted::Command(wanted)) => {
@@ -514,17 +454,18 @@ impl Driver {
                     command,
                     outlets,
                 } = *wanted;
-                self.run_command(ask, command, outlets);
+                self.run_command(ask, command, outlets, caller);
             }
             (_, Wanted::Connections(replies)) => answer_all(replies, true),
-            // Each kind of wish is made with its own kind of subject, a few lines from where it is considered.
+            // Each kind of action is created with its own kind of subject, a few lines from where
+            // it is considered.
             (_, Wanted::Install { ask, .. } | Wanted::Call { ask, .. }) => {
                 self.refuse_question(ask, "the server failed to do this");
             }
         }
     }
 
-    fn turn_down(&mut self, subject: Subject, wanted: Wanted, line: &str, why: Why) {
+    fn refuse(&mut self, subject: Subject, wanted: Wanted, line: &str, why: Why) {
         let text = refusal(&subject, line, why);
         match (subject, wanted) {
             (
@@ -547,7 +488,7 @@ impl Driver {
                     arguments,
                     fingerprint,
                 };
-                self.refuse_call(ask, &call, &ToolRefused::new(reason, text));
+                self.refuse_call(ask, &call, ToolRefused::new(reason, text));
             }
             (_, Wanted::Command(wanted)) => {
                 let reason = if why == Why::Interrupted {

@@ -1,29 +1,31 @@
-//! The driver's part in shell commands: code that may start no programs asks for one, somebody decides, the sandbox launches it.
+//! Shell commands: code that may not start programs requests one, the request is approved or
+//! refused, and the sandbox launches the program.
 //!
-//! The code hands over the pipes that the command writes to, so that its output takes the way of all output and nobody here holds any of it. When the code does
-//! not wait any more, or the cell has ended, the command is interrupted and soon ended, with all of its group.
+//! The code passes the pipes that the command writes to. Its output therefore takes the same path
+//! as all output and is not buffered here. When the code stops waiting, or the cell has ended, the
+//! command and its process group are interrupted and soon killed.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::time::Duration;
 
 use rustix::fs::OFlags;
-use serde_json::{Value, json};
 use tracing::debug;
 
-use super::Driver;
 use super::approvals::Wanted;
+use super::host_calls::{Caller, HostCalls};
 use crate::approval::Subject;
-use crate::runner_client::{ClaimedCommand, Outlets};
+use crate::runner_client::{Answer, ClaimedCommand, Outlets};
 use crate::sandbox::{Exit, Launcher, Process, Program, ProgramError, WORK_FOLDER};
 use crate::session::shell::ShellCommand;
 
-/// Commands of one cell that are under way at the same time.
+/// Concurrent commands of one cell.
 const MOST_COMMANDS: usize = 16;
-/// How long an interrupted command may take to end by itself.
+/// How long an interrupted command may take to exit.
 const GRACE: Duration = Duration::from_millis(300);
 
-/// A command that waits to be allowed, with all that it needs to run. What was shown is its text; what runs is the same value.
+/// A command that waits for approval, with everything that it needs to run. Its text is shown to
+/// the person, and the same value is run.
 pub(super) struct CommandWanted {
     pub(super) ask: u64,
     pub(super) command: ShellCommand,
@@ -31,15 +33,20 @@ pub(super) struct CommandWanted {
 }
 
 impl CommandWanted {
-    /// Bytes that it holds, about.
+    /// Returns the approximate number of bytes that it holds.
     pub(super) fn size(&self) -> usize {
         self.command.text().len() + self.command.input().map_or(0, <[u8]>::len)
     }
 }
 
-impl Driver {
-    /// Takes a command that the running cell wants to have run.
-    pub(super) fn asked_to_run(&mut self, ask: u64, claimed: ClaimedCommand) {
+impl HostCalls {
+    /// Handles a command requested by the running cell.
+    pub(super) fn asked_to_run(
+        &mut self,
+        ask: u64,
+        claimed: ClaimedCommand,
+        caller: &mut Caller<'_>,
+    ) {
         let Some(outlets) = claimed.outlets.clone().filter(only_take) else {
             return self.refuse_command(
                 ask,
@@ -47,18 +54,23 @@ impl Driver {
                 "the command came without pipes that it could write to",
             );
         };
-        let usual_folder = self
+        let usual_folder = caller
             .sandbox
-            .as_ref()
             .map_or(WORK_FOLDER, |sandbox| sandbox.work_folder());
         match ShellCommand::new(claimed, usual_folder) {
-            Ok(command) => self.consider_command(ask, command, outlets),
+            Ok(command) => self.consider_command(ask, command, outlets, caller),
             Err(unfit) => self.refuse_command(ask, "invalid", &unfit.to_string()),
         }
     }
 
-    /// Decides about a command by its `kind` and `text`. What is then run is the value itself.
-    fn consider_command(&mut self, ask: u64, command: ShellCommand, outlets: Outlets) {
+    /// Decides about a command by its `kind` and `text`. The value itself is what runs afterwards.
+    fn consider_command(
+        &mut self,
+        ask: u64,
+        command: ShellCommand,
+        outlets: Outlets,
+        caller: &mut Caller<'_>,
+    ) {
         let subject = Subject::Shell {
             command: command.text(),
             kind: command.kind(),
@@ -70,11 +82,18 @@ impl Driver {
                 command,
                 outlets,
             })),
+            caller,
         );
     }
 
-    /// Runs a command that may run.
-    pub(super) fn run_command(&mut self, ask: u64, command: ShellCommand, outlets: Outlets) {
+    /// Runs an allowed command.
+    pub(super) fn run_command(
+        &mut self,
+        ask: u64,
+        command: ShellCommand,
+        outlets: Outlets,
+        caller: &Caller<'_>,
+    ) {
         if self.questions.commands() >= MOST_COMMANDS {
             return self.refuse_command(
                 ask,
@@ -82,7 +101,7 @@ impl Driver {
                 "too many commands are under way in this session",
             );
         }
-        let Some(launcher) = self.sandbox.as_ref().map(|sandbox| sandbox.launcher()) else {
+        let Some(launcher) = caller.sandbox.map(|sandbox| sandbox.launcher()) else {
             return self.refuse_command(
                 ask,
                 "unavailable",
@@ -90,24 +109,25 @@ impl Driver {
             );
         };
         debug!(session = self.id.as_str(), "code runs a command");
-        self.questions.run(
-            ask,
-            async move { run(ask, &command, launcher, outlets).await },
-        );
-    }
-
-    /// Answers that a command was not run. The text is for whoever reads the traceback.
-    pub(super) fn refuse_command(&mut self, ask: u64, reason: &str, text: &str) {
         self.questions
-            .answer_at_once(ask, refusal(ask, reason, text));
+            .run(ask, async move { run(&command, launcher, outlets).await });
+    }
+
+    /// Answers that a command was not run. The text appears in the traceback.
+    pub(super) fn refuse_command(&mut self, ask: u64, reason: &'static str, text: &str) {
+        self.questions.answer_at_once(ask, refusal(reason, text));
     }
 }
 
-fn refusal(ask: u64, reason: &str, text: &str) -> Value {
-    json!({"type": "answer", "ask": ask, "ok": false, "reason": reason, "text": text})
+fn refusal(reason: &'static str, text: &str) -> Answer {
+    Answer::Refused {
+        reason,
+        text: text.to_owned(),
+    }
 }
 
-/// Tells whether both are ends that can be written to and not read: a program must not take orders from where it writes to.
+/// Returns whether both ends are write-only: a program must not read input from the pipe that it
+/// writes to.
 fn only_take(outlets: &Outlets) -> bool {
     outlets.0.iter().all(|end| {
         let flags = rustix::fs::fcntl_getfl(end).unwrap_or(OFlags::RDWR);
@@ -116,12 +136,7 @@ fn only_take(outlets: &Outlets) -> bool {
 }
 
 /// Runs a command to its end and returns the answer.
-async fn run(
-    ask: u64,
-    command: &ShellCommand,
-    launcher: Arc<dyn Launcher>,
-    outlets: Outlets,
-) -> Value {
+async fn run(command: &ShellCommand, launcher: Arc<dyn Launcher>, outlets: Outlets) -> Answer {
     let mut begun = match launch(command, &*launcher, &outlets).await {
         Ok(process) => Courteous(Some(process)),
         Err(error) => {
@@ -130,10 +145,10 @@ async fn run(
                 ProgramError::Refused { .. } => "refused",
                 ProgramError::Unsupported { .. } | ProgramError::Failed { .. } => "unavailable",
             };
-            return refusal(ask, reason, &error.to_string());
+            return refusal(reason, &error.to_string());
         }
     };
-    // What reads the other ends must see their end with that of the command.
+    // Readers of the other ends must see end of file when the command ends.
     drop(outlets);
     let exited = begun
         .0
@@ -146,7 +161,6 @@ async fn run(
             Ok(exit) => exit,
             Err(_) => {
                 return refusal(
-                    ask,
                     "timeout",
                     &format!("the command took longer than {} s", limit.as_secs_f64()),
                 );
@@ -161,7 +175,8 @@ async fn run(
             (
                 -9,
                 Some(format!(
-                    "the command was ended because the session used more than its {most} MiB of memory"
+                    "the command was ended because the session used more than its {most} MiB of \
+                     memory"
                 )),
             )
         }
@@ -173,7 +188,7 @@ async fn run(
             Some("the command was ended with its sandbox".to_owned()),
         ),
     };
-    json!({"type": "answer", "ask": ask, "ok": true, "code": code, "text": text})
+    Answer::Exited { code, text }
 }
 
 async fn launch(
@@ -202,7 +217,7 @@ async fn launch(
     Err(ProgramError::Missing)
 }
 
-/// A program that is asked to end before it is made to.
+/// A program that is interrupted before it is killed.
 struct Courteous(Option<Box<dyn Process>>);
 
 impl Drop for Courteous {
@@ -211,7 +226,7 @@ impl Drop for Courteous {
             return;
         };
         process.interrupt();
-        // Without a runtime the server is ending, and everything with it.
+        // Without a runtime the server is ending, and the program with it.
         if let Ok(runtime) = tokio::runtime::Handle::try_current() {
             runtime.spawn(async move {
                 let _ = tokio::time::timeout(GRACE, process.exited()).await;

@@ -1,7 +1,8 @@
-//! Credentials for registries of images: those that `docker login` and `podman login` have left.
+//! Credentials for image registries, as stored by `docker login` and `podman login`.
 //!
-//! They are looked for when an image is fetched, because they change; sent to the engine with that one request; and kept nowhere. A program that keeps them
-//! (`docker-credential-…`) is asked as Docker asks it.
+//! They are looked up when an image is pulled, because they change; they are sent to the engine
+//! with that one request and stored nowhere. Credential helpers (`docker-credential-…`) are called
+//! in the same way as Docker calls them.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -15,17 +16,17 @@ use serde::Deserialize;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::process::Command;
 
-/// The registry of names that name none, and what it is called where credentials are kept.
+/// The registry of image names without one, and its key in credential files.
 const HUB: &str = "docker.io";
 const HUB_KEY: &str = "https://index.docker.io/v1/";
-/// How long a program that keeps credentials may take. It may ask a person.
+/// Timeout for a credential helper. It may ask a person.
 const PATIENCE: Duration = Duration::from_secs(30);
-/// No answer of such a program is larger.
+/// Maximum size of a helper's answer.
 const LARGEST_ANSWER: u64 = 64 * 1024;
-/// The name of a user that says that the secret is a token.
+/// The user name which marks the secret as a token.
 const TOKEN: &str = "<token>";
 
-/// A file of credentials, as far as it is of interest.
+/// The relevant parts of a credential file.
 #[derive(Default, Deserialize)]
 #[serde(default)]
 struct Book {
@@ -39,7 +40,7 @@ struct Book {
 #[derive(Default, Deserialize)]
 #[serde(default)]
 struct Entry {
-    /// `user:password`, encoded.
+    /// `user:password`, base64-encoded.
     auth: Option<String>,
     username: Option<String>,
     password: Option<String>,
@@ -49,7 +50,7 @@ struct Entry {
     registry_token: Option<String>,
 }
 
-/// What a program that keeps credentials answers.
+/// The answer of a credential helper.
 #[derive(Deserialize)]
 struct Answer {
     #[serde(rename = "Username", default)]
@@ -58,14 +59,15 @@ struct Answer {
     secret: String,
 }
 
-/// Finds credentials for the registry of an image, in the first file that has some. An error says what could not be asked.
+/// Finds credentials for the registry of an image, in the first file that has some. An error names
+/// the helper that could not be asked.
 pub(super) async fn find(
     files: &[PathBuf],
     image: &str,
 ) -> Result<Option<DockerCredentials>, String> {
     let registry = registry(image);
     for file in files {
-        // A file that is missing, or is no list of credentials, has none.
+        // A file that is missing, or is not a credential file, has none.
         let text = tokio::fs::read_to_string(file).await.unwrap_or_default();
         let Ok(book) = serde_json::from_str::<Book>(&text) else {
             continue;
@@ -82,7 +84,7 @@ pub(super) async fn find(
     Ok(None)
 }
 
-/// Returns the registry of an image: the part before the first slash, if that is the name of a machine.
+/// Returns the registry of an image: the part before the first slash, if that is a host name.
 fn registry(image: &str) -> String {
     match image.split_once('/') {
         Some((first, _)) if first.contains(['.', ':']) || first == "localhost" => first.to_owned(),
@@ -90,7 +92,7 @@ fn registry(image: &str) -> String {
     }
 }
 
-/// Names under which the credentials of a registry are kept.
+/// Returns the keys under which the credentials of a registry are stored.
 fn keys(registry: &str) -> Vec<String> {
     let first = if registry == HUB {
         HUB_KEY.to_owned()
@@ -106,14 +108,14 @@ fn keys(registry: &str) -> Vec<String> {
 }
 
 impl Book {
-    /// Returns the program that keeps the credentials of a registry, and what it calls the registry.
+    /// Returns the credential helper of a registry, and the key by which it knows the registry.
     fn keeper(&self, registry: &str) -> Option<(String, String)> {
         let keys = keys(registry);
         let own = keys
             .iter()
             .find_map(|key| Some((self.helpers.get(key)?, key)));
         let (program, key) = own.or_else(|| Some((self.store.as_ref()?, keys.first()?)))?;
-        // The name becomes that of a program; it is no path.
+        // The name becomes part of a program name, so it must not be a path.
         let is_name = !program.is_empty()
             && program
                 .chars()
@@ -121,7 +123,7 @@ impl Book {
         is_name.then(|| (format!("docker-credential-{program}"), key.clone()))
     }
 
-    /// Returns credentials that stand in the file itself.
+    /// Returns credentials stored in the file itself.
     fn written(&self, registry: &str) -> Option<DockerCredentials> {
         let entry = keys(registry).iter().find_map(|key| self.auths.get(key))?;
         let decoded = entry
@@ -152,7 +154,7 @@ impl Book {
     }
 }
 
-/// Asks a program that keeps credentials. One that has none for this registry is no error.
+/// Asks a credential helper. It is not an error if it has none for this registry.
 async fn ask(program: &str, key: &str) -> Result<Option<DockerCredentials>, String> {
     let failed = |why: String| format!("{program} could not be asked for credentials: {why}");
     let asking = async {
@@ -165,7 +167,7 @@ async fn ask(program: &str, key: &str) -> Result<Option<DockerCredentials>, Stri
             .spawn()
             .map_err(|error| failed(error.to_string()))?;
         if let Some(mut input) = child.stdin.take() {
-            // A program that needs no question may have closed its input.
+            // A program that does not need its input may have closed it.
             let _ = input.write_all(key.as_bytes()).await;
         }
         let mut said = Vec::new();
@@ -194,7 +196,7 @@ fn understood(
 ) -> Result<Option<DockerCredentials>, String> {
     if !succeeded {
         let text = String::from_utf8_lossy(said);
-        // All of them say this, in these words, on their standard output.
+        // All helpers print this text on their standard output.
         return match text.contains("credentials not found") {
             true => Ok(None),
             false => Err(text.trim().chars().take(200).collect()),
@@ -259,7 +261,8 @@ mod tests {
             r#"{{"auths": {{"{HUB_KEY}": {{"auth": "{pair}"}}}}}}"#
         ));
         assert!(hub.written(HUB).is_some());
-        assert!(hub.written("there:5000").is_none()); // those of another registry stay where they are
+        // The credentials of another registry are not used.
+        assert!(hub.written("there:5000").is_none());
         let token = book(r#"{"auths": {"there": {"identitytoken": "t"}}}"#)
             .written("there")
             .unwrap();

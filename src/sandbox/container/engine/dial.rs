@@ -1,4 +1,4 @@
-//! A client of an engine whose connections we make ourselves.
+//! An engine client that makes its own connections.
 
 use std::future::Future;
 use std::io;
@@ -15,7 +15,8 @@ use tokio::net::UnixStream;
 /// A connection that is being made.
 pub(super) type Dialling = Pin<Box<dyn Future<Output = io::Result<UnixStream>> + Send>>;
 
-/// Makes a client whose connections come from `dial`, as sockets whose other end leads to the engine. Nothing is dialled before the first request.
+/// Makes a client whose connections come from `dial`, as sockets whose other end leads to the
+/// engine. Nothing is dialled before the first request.
 pub(super) fn client(
     dial: impl Fn() -> Dialling + Send + Sync + 'static,
     seconds: u64,
@@ -30,7 +31,7 @@ pub(super) fn client(
                 .map_err(bollard::errors::Error::from)
         }
     };
-    // The name is for the headers of requests; it leads nowhere.
+    // The name is only for request headers and is never resolved.
     Docker::connect_with_custom_transport(
         transport,
         Some("http://engine"),

@@ -1,4 +1,4 @@
-//! Images: looking at them, fetching, building and removing them.
+//! Images: inspecting, pulling, building and removing them.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::io;
@@ -17,37 +17,38 @@ use sha2::{Digest, Sha256};
 
 use super::{Engine, EngineError, LONGEST_REFUSAL, credentials};
 
-/// The engine answers a build when it has read all the files, which may come over a slow line.
+/// The engine answers a build only when it has read all the files, which may take long over a slow
+/// connection.
 const BUILD_PATIENCE: Duration = Duration::from_secs(4 * 60 * 60);
 
-/// How many lines of a build its failure repeats.
+/// Number of lines of a build that its failure repeats.
 const LINES_KEPT: usize = 20;
 
-/// What an engine says about an image.
+/// The engine's description of an image.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ImageFacts {
-    /// The identity of the image, which unlike its names cannot move.
+    /// The id of the image, which unlike its names cannot move.
     pub id: String,
     pub tags: Vec<String>,
     pub labels: BTreeMap<String, String>,
-    /// Such as `linux`, if it is told.
+    /// Such as `linux`, if reported.
     pub system: Option<String>,
-    /// Such as `amd64`, if it is told.
+    /// Such as `amd64`, if reported.
     pub architecture: Option<String>,
     pub size: u64,
-    /// Seconds since 1970, where the engine tells them as a number.
+    /// Seconds since 1970, if the engine reports them as a number.
     pub created: Option<i64>,
 }
 
-/// What is to be built.
+/// The image to build.
 #[derive(Debug, Clone, Copy)]
 pub struct Building<'a> {
     pub tag: &'a str,
-    /// Steps that were carried out before are carried out again.
+    /// Do not use cached steps.
     pub afresh: bool,
 }
 
-/// What an engine tells while it builds.
+/// Progress of a build.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum BuildNews {
     Step {
@@ -55,12 +56,12 @@ pub enum BuildNews {
         of: u64,
         instruction: String,
     },
-    /// A step was known already.
+    /// A step was cached.
     Known,
     Line(String),
 }
 
-/// Why an image was not built, and the last lines that the engine told.
+/// Why an image was not built, and the last lines of the engine's output.
 #[derive(Debug, Clone)]
 pub struct BuildFailure {
     pub error: EngineError,
@@ -68,19 +69,20 @@ pub struct BuildFailure {
 }
 
 impl Engine {
-    /// Looks at an image that the engine has.
+    /// Inspects an image that the engine has.
     pub async fn image_facts(&self, name: &str) -> Result<ImageFacts, EngineError> {
         Ok(inspected(self.image(name).await?))
     }
 
-    /// Fetches an image, with credentials if there are some for its registry; `tell` gets the bytes that have come and that are known to come.
+    /// Pulls an image, with credentials if there are some for its registry; `tell` receives the
+    /// bytes downloaded and the known total.
     pub async fn pull(
         &self,
         name: &str,
         tell: &(dyn Fn(u64, Option<u64>) + Send + Sync),
     ) -> Result<(), EngineError> {
         let options = CreateImageOptionsBuilder::default().from_image(name);
-        // Without a tag the engine would fetch all there are.
+        // Without a tag the engine would pull all tags.
         let options = if name.contains('@')
             || name
                 .rsplit('/')
@@ -110,7 +112,8 @@ impl Engine {
         Ok(())
     }
 
-    /// Registries answer that there is no such image also when it is not for everybody; what they say more is told, and so is what kept credentials from being found.
+    /// Registries also answer "no such image" when it is private. So the rest of their message is
+    /// included, and the reason why credentials were not found.
     fn pull_failure(&self, error: Error, name: &str, lack: Option<String>) -> EngineError {
         let failure = match error {
             Error::DockerResponseServerError {
@@ -127,9 +130,9 @@ impl Engine {
         }
     }
 
-    /// Returns the identity of an image in which there is nothing, under a name of ours; makes it if the engine has none.
+    /// Returns the id of an empty image under a name of ours; creates it if the engine has none.
     ///
-    /// An image of that name with something in it is refused, and left alone.
+    /// A non-empty image of that name is rejected, and left alone.
     pub(in crate::sandbox::container) async fn empty_image(
         &self,
         name: &str,
@@ -179,9 +182,10 @@ impl Engine {
         Ok(found)
     }
 
-    /// Builds an image from files that hold a `Dockerfile`, in an archive. Steps have no network.
+    /// Builds an image from an archive with a `Dockerfile`. Steps have no network.
     ///
-    /// Whoever drops this future cancels the build: the engine notices that nobody listens, and removes the container of the step at hand.
+    /// Dropping this future cancels the build: the engine notices the closed connection, and
+    /// removes the container of the current step.
     pub async fn build(
         &self,
         building: Building<'_>,
@@ -212,7 +216,8 @@ impl Engine {
 
     fn build_failure(&self, error: Error, said: Lines) -> BuildFailure {
         let told = self.failure(error, "such image");
-        // A step that fails for want of space says so itself, and the engine only that the step failed.
+        // A step that runs out of space reports it in its output; the engine reports only that the
+        // step failed.
         let is_full = said
             .kept
             .iter()
@@ -224,7 +229,7 @@ impl Engine {
         }
     }
 
-    /// Removes an image by name or identity. One that a container uses stays.
+    /// Removes an image by name or id. One that a container uses is kept.
     pub async fn remove_image(&self, name: &str) -> Result<(), EngineError> {
         let options = RemoveImageOptionsBuilder::default().build();
         let removed = self.docker.remove_image(name, Some(options), None).await;
@@ -238,10 +243,10 @@ impl Engine {
     }
 }
 
-/// An archive ends with two blocks of zeros, and this one begins with them.
+/// An archive ends with two blocks of zeros, and this one consists of nothing else.
 const EMPTY_ARCHIVE: [u8; 1024] = [0; 1024];
 
-/// The name of a layer is the digest of its archive.
+/// Returns the name of a layer, which is the digest of its archive.
 fn empty_layer() -> String {
     let digest = Sha256::digest(EMPTY_ARCHIVE);
     digest.iter().fold("sha256:".to_owned(), |text, byte| {
@@ -273,7 +278,7 @@ fn inspected(found: ImageInspect) -> ImageFacts {
 fn listed(found: ImageSummary) -> ImageFacts {
     ImageFacts {
         id: found.id,
-        // What has no name is listed under one that says so.
+        // An untagged image is listed under a placeholder name.
         tags: found
             .repo_tags
             .into_iter()
@@ -287,14 +292,14 @@ fn listed(found: ImageSummary) -> ImageFacts {
     }
 }
 
-/// The layers of an image that is being fetched: bytes that have come, and all bytes.
+/// The layers of an image that is being pulled: bytes downloaded, and all bytes.
 #[derive(Default)]
 struct Layers(HashMap<String, (u64, u64)>);
 
 impl Layers {
-    /// Takes news, and returns the sums if they tell something new about them.
+    /// Adds a progress event, and returns the sums if they changed.
     fn add(&mut self, news: CreateImageInfo) -> Option<(u64, u64)> {
-        // What has come is unpacked, which counts from zero again.
+        // Unpacking after the download counts from zero again.
         if news.status.as_deref() == Some("Extracting") {
             return None;
         }
@@ -307,7 +312,7 @@ impl Layers {
     }
 }
 
-/// The lines of a build. They come in pieces.
+/// The lines of a build. They arrive in pieces.
 #[derive(Default)]
 struct Lines {
     unfinished: String,
@@ -329,14 +334,14 @@ impl Lines {
                 self.kept.pop_front();
             }
         }
-        // A step that writes without end on one line is no reason to keep it all.
+        // The output of a step that writes an endless line is not kept.
         if self.unfinished.len() > 64 * 1024 {
             self.unfinished.clear();
         }
     }
 }
 
-/// Understands `Step 3/6 : RUN …` of Docker and `STEP 3/6: RUN …` of Podman.
+/// Parses `Step 3/6 : RUN …` of Docker and `STEP 3/6: RUN …` of Podman.
 fn understood(line: &str) -> BuildNews {
     let step = || {
         let rest = line.strip_prefix("Step ").or(line.strip_prefix("STEP "))?;

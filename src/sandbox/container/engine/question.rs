@@ -1,7 +1,8 @@
-//! Questions to an image: one program, run once, in a container that can do nothing else.
+//! Inspection of an image: one program, run once, in a container without any rights.
 //!
-//! It is how an image is asked what it holds. The container has no network, no rights, nothing that it could write to, and is removed whatever
-//! happens. What it says is a claim of whoever made the image.
+//! This is how the contents of an image are determined. The container has no network, no
+//! capabilities and nothing writable, and is always removed. Its output is an untrusted claim of
+//! the image's author.
 
 use std::collections::HashMap;
 use std::time::Duration;
@@ -16,13 +17,13 @@ use tokio_util::sync::CancellationToken;
 
 use super::{Engine, EngineError};
 
-/// How long a question may take on a slow disk.
+/// Timeout for the program on a slow disk.
 const LONGEST: Duration = Duration::from_secs(120);
 
-/// How much an answer may say.
+/// Maximum size of the output.
 const MOST_OUTPUT: usize = 64 * 1024;
 
-/// What is to be run to get an answer, and in which image.
+/// The program to run, and the image to run it in.
 #[derive(Debug, Clone)]
 pub struct Question {
     pub image: String,
@@ -30,7 +31,7 @@ pub struct Question {
     pub arguments: Vec<String>,
 }
 
-/// Why a question brought no answer.
+/// Why the program gave no answer.
 #[derive(Debug, thiserror::Error)]
 pub enum QuestionError {
     #[error("there is no {0}")]
@@ -46,7 +47,7 @@ pub enum QuestionError {
 }
 
 impl Engine {
-    /// Runs the program of a question in a container of its own and returns what it wrote to standard output.
+    /// Runs the program in its own container and returns its standard output.
     pub async fn ask(
         &self,
         question: &Question,
@@ -59,7 +60,9 @@ impl Engine {
             .await;
         let id = made.map_err(|error| self.failure(error, &image))?.id;
         let done = tokio::select! {
-            done = tokio::time::timeout(LONGEST, self.follow(&id, question)) => done.unwrap_or(Err(QuestionError::TooLong)),
+            done = tokio::time::timeout(LONGEST, self.follow(&id, question)) => {
+                done.unwrap_or(Err(QuestionError::TooLong))
+            }
             () = cancelled.cancelled() => Err(QuestionError::Cancelled),
         };
         self.remove(&id).await;
@@ -83,7 +86,7 @@ impl Engine {
             EngineError::Refused(why) if is_program_missing(&why) => {
                 QuestionError::NoProgram(question.program.clone())
             }
-            // Some engines say with this number that the program, not the container, is missing.
+            // Some engines use this status code when the program, not the container, is missing.
             EngineError::Missing(_) => QuestionError::NoProgram(question.program.clone()),
             other => QuestionError::Engine(other),
         })?;
@@ -139,7 +142,8 @@ fn container(question: &Question) -> ContainerCreateBody {
         readonly_rootfs: Some(true),
         memory: Some(512 << 20),
         pids_limit: Some(32),
-        // Few, because a limit above that of the engine itself may not be set, and some engines would try.
+        // Low values, because a limit above that of the engine itself cannot be set, and some
+        // engines would try.
         ulimits: Some(vec![limit("nofile", 1024), limit("nproc", 1024)]),
         ..HostConfig::default()
     };
@@ -147,7 +151,7 @@ fn container(question: &Question) -> ContainerCreateBody {
         image: Some(question.image.clone()),
         entrypoint: Some(vec![question.program.clone()]),
         cmd: Some(question.arguments.clone()),
-        // The user that owns nothing. Its number is the same everywhere.
+        // The user `nobody`, which owns nothing. Its number is the same everywhere.
         user: Some("65534:65534".to_owned()),
         labels: Some(HashMap::from([(
             "cellblock.role".to_owned(),

@@ -1,8 +1,10 @@
 //! An engine on another machine, over SSH.
 //!
-//! Each connection is a process `ssh HOST docker system dial-stdio`, as Docker's own command line does it: the operator's own `ssh`, with its configuration, keys and known
-//! hosts. It never asks a question, because nobody could answer. When our end of a connection closes, `ssh` reads the end of its input and ends; so nothing
-//! is left of a server that is killed, and containers over there end with their standard input as everywhere.
+//! Each connection is a process `ssh HOST docker system dial-stdio`, as in Docker's own command
+//! line. It is the operator's own `ssh`, with its configuration, keys and known hosts. It runs
+//! non-interactively, because there is no terminal for questions. When our end of a connection
+//! closes, `ssh` reads the end of its input and exits. So a killed server leaves no process behind,
+//! and remote containers end with their standard input as everywhere.
 
 use std::os::fd::OwnedFd;
 use std::process::Stdio;
@@ -18,14 +20,14 @@ use tokio::sync::watch;
 
 use super::dial::{self, Dialling};
 
-/// How long `ssh` may take to reach the machine.
+/// Timeout for `ssh` to connect.
 const CONNECT_SECONDS: u32 = 30;
-/// So much of what `ssh` complains about is read.
+/// Maximum bytes read of the error output of `ssh`.
 const MOST_COMPLAINTS: u64 = 8 * 1024;
-/// How long after a failure `ssh` may take to say what it was.
+/// Timeout for `ssh` to report the reason after a failure.
 const LAST_WORDS: Duration = Duration::from_secs(2);
 
-/// Where an engine is reached over SSH: `ssh://[user@]host[:port][/path/of/its.sock]`.
+/// The address of an engine over SSH: `ssh://[user@]host[:port][/path/of/its.sock]`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Destination {
     user: Option<String>,
@@ -34,7 +36,7 @@ struct Destination {
     socket: Option<String>,
 }
 
-/// Why an address cannot be used.
+/// An unusable address.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct BadAddress;
 
@@ -62,7 +64,7 @@ impl std::str::FromStr for Destination {
             Some((user, place)) => (Some(user.to_owned()), place),
             None => (None, authority),
         };
-        // An address of version 6 has colons of its own, in brackets.
+        // An IPv6 address contains colons, in brackets.
         let (host, port) = match place
             .strip_prefix('[')
             .and_then(|place| place.split_once(']'))
@@ -76,7 +78,8 @@ impl std::str::FromStr for Destination {
         let port = port
             .map(|port| port.parse().map_err(|_| BadAddress))
             .transpose()?;
-        // The path is read by a shell over there, and a word that begins with a dash is an option of `ssh`.
+        // The path is read by a remote shell, and an argument that begins with a dash is an option
+        // of `ssh`.
         let is_plain = |text: &str, more: &str| {
             !text.is_empty()
                 && !text.starts_with('-')
@@ -126,12 +129,12 @@ impl Destination {
     }
 }
 
-/// What `ssh` said last when it failed. Empty as long as it has not.
+/// The last error message of `ssh`. Empty as long as it has not failed.
 #[derive(Clone)]
 pub(super) struct Complaints(watch::Receiver<String>);
 
 impl Complaints {
-    /// Returns what `ssh` says about a failure that has just been noticed, if it says something.
+    /// Returns the message of `ssh` about a failure that has just been noticed, if there is one.
     pub(super) async fn told(&self) -> Option<String> {
         let mut words = self.0.clone();
         let said =
@@ -158,7 +161,7 @@ pub(super) fn client(address: &str, seconds: u64) -> Result<(Docker, Complaints)
     Ok((docker, complaints))
 }
 
-/// Starts `ssh` with one end of a pair of sockets as its input and output.
+/// Starts `ssh` with one end of a socket pair as its input and output.
 fn start(destination: &Destination) -> io::Result<(UnixStream, Child)> {
     let (ours, theirs) = std::os::unix::net::UnixStream::pair()?;
     ours.set_nonblocking(true)?;
@@ -168,20 +171,20 @@ fn start(destination: &Destination) -> io::Result<(UnixStream, Child)> {
         .stdin(Stdio::from(input))
         .stdout(Stdio::from(output))
         .stderr(Stdio::piped())
-        // What interrupts the server at a terminal must not end its connections first.
+        // An interrupt of the server at a terminal must not end its connections first.
         .process_group(0)
         .spawn()
         .map_err(|error| io::Error::new(error.kind(), format!("ssh cannot be started: {error}")))?;
     Ok((UnixStream::from_std(ours)?, child))
 }
 
-/// Waits for the end of one `ssh`, and keeps what it said if it failed.
+/// Waits for the end of one `ssh`, and keeps its error output if it failed.
 async fn follow(mut child: Child, words: Arc<watch::Sender<String>>) {
     let mut said = Vec::new();
     if let Some(complaints) = child.stderr.take() {
         let mut complaints = complaints.take(MOST_COMPLAINTS);
         let _ = complaints.read_to_end(&mut said).await;
-        // The rest is read and forgotten, so that it cannot stand in the way.
+        // The rest is read and discarded, so that it cannot block `ssh`.
         let _ = tokio::io::copy(&mut complaints.into_inner(), &mut tokio::io::sink()).await;
     }
     let has_failed = !child.wait().await.is_ok_and(|status| status.success());

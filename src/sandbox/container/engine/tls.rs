@@ -1,4 +1,4 @@
-//! An engine behind TLS. Who it is, is vouched for by the authority of `ca.pem` and by nobody else: not by those that this system trusts.
+//! An engine over TLS, verified against `ca.pem` only, not against the system's trusted roots.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -12,10 +12,10 @@ use tokio_rustls::TlsConnector;
 
 use super::dial::{self, Dialling};
 
-/// Where engines listen with TLS unless something else is said.
+/// The default port of engines with TLS.
 const USUAL_PORT: u16 = 2376;
 
-/// Why nothing can be dialled.
+/// Why no connection can be made.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum TlsProblem {
     #[error("its address is not of the form tcp://host:port")]
@@ -44,7 +44,7 @@ pub(super) fn client(
             stream.set_nodelay(true)?;
             let mut secured = connector.connect(name, stream).await?;
             let (ours, mut theirs) = UnixStream::pair()?;
-            // It ends when one of both sides does, and ends the other then.
+            // When one side closes, the task ends and closes the other.
             tokio::spawn(
                 async move { tokio::io::copy_bidirectional(&mut theirs, &mut secured).await },
             );
@@ -54,7 +54,7 @@ pub(super) fn client(
     Ok(dial::client(dial, seconds)?)
 }
 
-/// Splits `tcp://host:port`; an address of version 6 is in brackets.
+/// Splits `tcp://host:port`; an IPv6 address is in brackets.
 fn place(address: &str) -> Option<(String, u16)> {
     let (_, rest) = address.split_once("://")?;
     let rest = rest.trim_end_matches('/');

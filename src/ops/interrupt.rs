@@ -1,0 +1,11 @@
+//! The operation `interrupt`.
+
+use serde::{Deserialize, Serialize};
+
+use crate::session::Which;
+
+/// Interrupts an execution, or takes it out of the queue. Its outcome can be checked.
+#[derive(Clone, Serialize, Deserialize)]
+pub struct Interrupt {
+    pub execution: Which,
+}

@@ -1,0 +1,1362 @@
+//! The driver: the task that owns a session.
+//!
+//! It feeds events (a command, an event from the runner, a process exit, a deadline) to the `state`
+//! machine and carries out the actions that the machine returns. Facts come from the process and
+//! the clock. Messages from the runner only fill in results and end a request early.
+//!
+//! No step waits for the inside. Starting, restarting and copying are futures that the loop polls
+//! beside everything else, so `reset`, `close` and cancellation take effect at once.
+//!
+//! The driver owns the loop and is composed of parts, each with its own fields: `launch` has the
+//! sandbox and the work on it, `requests` the running request, `branches` the history and its
+//! copies, `network` the network rules, `host_calls` the calls from running code to the host. A
+//! part returns results and does not access another part.
+
+mod approvals;
+mod branches;
+mod branching;
+mod cell;
+mod deliveries;
+mod forks;
+mod host_calls;
+mod launch;
+mod network;
+mod questions;
+mod requests;
+mod shared;
+mod shell;
+mod transfers;
+mod wording;
+
+use std::collections::HashMap;
+use std::future::Future;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::task::{Context, Poll, Waker};
+use std::time::Duration;
+
+use tokio::sync::{mpsc, oneshot};
+use tokio::time::Instant;
+use tracing::{debug, info, warn};
+
+use self::branches::{Branches, Product};
+use self::cell::{Cell, Ended};
+pub(super) use self::forks::{Fork, Forked, ForksWanted};
+use self::host_calls::{Caller, HostCalls};
+use self::launch::{Finished, Inheritance, Launch, Live};
+use self::network::{ConnectionWanted, Network};
+use self::questions::Answered;
+pub(super) use self::requests::{Extent, Job, Received};
+use self::requests::{Running, Task, Transfer};
+pub(super) use self::shared::Shared;
+use self::transfers::{Download, Listing, PackageFolders, Upload};
+use self::wording::ended_by;
+use super::accounts::{Accounts, Metered};
+use super::docket::Teller;
+use super::late::LateText;
+use super::output::Glance;
+use super::state::{Action, Answer, Event, Kind, Machine, Refusal, RequestId, State};
+use super::tools::ToolCalls;
+use super::turns::{Crowded, Turn, Turns};
+use super::{
+    Decision, ExecuteRequest, ExecutionEnded, ExecutionId, Ledger, Principal, Refused, ResetReport,
+    Retry, Ruling, SessionId, SessionSettings, StateAfter, Status, Undo, UndoReport, WorkFolder,
+};
+use crate::reaction::{CpuAccount, ReactionLimit};
+use crate::runner_client::{self, Carried, Claim, Connection, Question, Request};
+use crate::sandbox::{Backend, Exit, LaunchError, Rules, Sandbox};
+
+/// Files up to this size are staged in memory.
+pub(super) const STAGED_IN_MEMORY: usize = 1024 * 1024;
+/// How long code may take to react when it is interrupted a second time at the end of the grace
+/// period. It may have missed the first interrupt: Python does not check for signals between its
+/// last instruction and the system call in which it blocks.
+const LAST_CHANCE: Duration = Duration::from_millis(250);
+/// How long a file transfer may make no progress.
+const FILE_PATIENCE: Duration = Duration::from_secs(60);
+/// How long the kernel may take to report the exit of an interpreter whose channel is closed.
+const EXIT_PATIENCE: Duration = Duration::from_millis(800);
+/// Pending events that are processed when the running code reaches its deadline.
+const MOST_HEARD_AT_ONCE: usize = 1000;
+/// Late output may use 1/`LATE_SHARE` of the characters allowed for a cell's own output, so that it
+/// does not displace that output.
+const LATE_SHARE: usize = 4;
+/// Timeouts are capped at this, which is as good as unlimited, so that arithmetic on instants does
+/// not overflow.
+const LONGEST_TIMEOUT: Duration = Duration::from_secs(30 * 24 * 3600);
+
+/// Requests that other tasks send to a driver.
+pub(super) enum Command {
+    Submit(RequestId, Job),
+    Cancel(RequestId),
+    /// Requests the running cell's output since the previous `Look`; `None` if no cell runs.
+    Look {
+        request: RequestId,
+        max_chars: usize,
+        reply: oneshot::Sender<Option<Glance>>,
+    },
+    /// Delivers decisions on approval requests of the running cell. The reply contains the rulings.
+    Decide {
+        request: RequestId,
+        decisions: Vec<Decision>,
+        reply: oneshot::Sender<Vec<Ruling>>,
+    },
+    Reset(oneshot::Sender<Result<ResetReport, Refused>>),
+    Undo {
+        cells: u32,
+        reply: oneshot::Sender<Result<UndoReport, Refused>>,
+    },
+    /// Replaces the session's interpreter and sandbox with a fork. The fork is returned if that is
+    /// not possible now.
+    Adopt {
+        fork: Box<Fork>,
+        note: String,
+        reply: oneshot::Sender<Result<(), Box<Fork>>>,
+    },
+    /// Ends the session and hands over its interpreter and sandbox, if they are alive and idle.
+    Surrender(oneshot::Sender<Option<Box<Fork>>>),
+    /// Ends the session. Answered when all resources are released.
+    Shutdown(oneshot::Sender<()>),
+}
+
+/// Origin of a session's first interpreter.
+pub(super) enum Origin {
+    /// A fresh session for the server's internal work.
+    Hidden {
+        backend: Arc<dyn Backend>,
+        rules: Rules,
+    },
+    Launch(Arc<dyn Backend>),
+    /// A fork that is still being made. The note is added to the first outcome.
+    Fork {
+        fork: oneshot::Receiver<Box<Fork>>,
+        note: Option<String>,
+    },
+    /// A fork that is compared with others. All of them use this seed, so they draw the same random
+    /// numbers.
+    Variant {
+        fork: oneshot::Receiver<Box<Fork>>,
+        seed: u64,
+    },
+}
+
+/// Owner and accounts of a session, where they count.
+pub(super) struct Customer {
+    pub(super) owner: Principal,
+    /// The session under whose id its executions are recorded. For a variant, this is the session
+    /// it was copied from.
+    pub(super) session: SessionId,
+    pub(super) accounts: Arc<Accounts>,
+    pub(super) turns: Turns,
+    pub(super) ledger: Arc<Ledger>,
+}
+
+/// Reports how a session ended to the manager, before pending callers are answered.
+pub(super) type OnGone = Box<dyn FnOnce(Option<String>) + Send>;
+
+/// Initial values of a session.
+pub(super) struct Beginning {
+    pub(super) id: SessionId,
+    /// `None` for the server's internal work, which counts against no quota.
+    pub(super) customer: Option<Customer>,
+    pub(super) origin: Origin,
+    pub(super) settings: SessionSettings,
+    pub(super) numbers: Arc<AtomicU64>,
+    pub(super) shared: Arc<Shared>,
+}
+
+/// Runs a session until it is gone.
+pub(super) async fn drive(
+    beginning: Beginning,
+    commands: mpsc::Receiver<Command>,
+    on_gone: OnGone,
+) {
+    let Beginning {
+        id,
+        customer,
+        origin,
+        settings,
+        numbers,
+        shared,
+    } = beginning;
+    let seed = if let Origin::Variant { seed, .. } = origin {
+        Some(seed)
+    } else {
+        None
+    };
+    let note = match &origin {
+        Origin::Launch(_) => Some(
+            match settings.work_folder {
+                WorkFolder::Private => {
+                    "This is a new session: no variables or files from before exist."
+                }
+                WorkFolder::Shared => "This is a new session: no variables from before exist.",
+            }
+            .to_owned(),
+        ),
+        Origin::Fork { note, .. } => note.clone(),
+        Origin::Hidden { .. } | Origin::Variant { .. } => None,
+    };
+    let machine = Machine::new(settings.undo != Undo::Off);
+    // A session that was a variant before already has facts.
+    shared.facts().state = machine.state().shown();
+    let owner = customer.as_ref().map(|customer| &customer.owner);
+    let branches = Branches::new(&id, &settings, &shared, &numbers);
+    let host_calls = HostCalls::new(&id, owner, &settings, &shared, &numbers);
+    let driver = Driver {
+        id,
+        customer,
+        metered: None,
+        spent_before: Duration::ZERO,
+        turn: None,
+        crowded: None,
+        machine,
+        settings,
+        numbers,
+        commands,
+        shared,
+        waiting: HashMap::new(),
+        running: None,
+        live: None,
+        launch: Launch::first(origin),
+        branches,
+        ended: None,
+        nonsense: String::new(),
+        exit: Exit::Unknown,
+        notes: note.into_iter().collect(),
+        late: LateText::default(),
+        seed,
+        host_calls,
+        network: Network::new(),
+        resets: Vec::new(),
+        closers: Vec::new(),
+        expired: false,
+    };
+    driver.run(on_gone).await;
+}
+
+fn cpu_account(sandbox: Option<&dyn Sandbox>) -> CpuAccount {
+    let gauge = sandbox.map(|sandbox| sandbox.gauge());
+    gauge
+        .map(|gauge| CpuAccount {
+            waits: gauge.cpu_waits(),
+            used: gauge.processor_time(),
+        })
+        .unwrap_or_default()
+}
+
+struct Driver {
+    id: SessionId,
+    customer: Option<Customer>,
+    /// Measures the resource usage of the sandbox.
+    metered: Option<Metered>,
+    /// Processor time that the sandbox had used when the running cell started.
+    spent_before: Duration,
+    /// The run permit of the cell, or its ticket in the run queue.
+    turn: Option<Turn>,
+    /// Reason why the last request for a ticket was refused.
+    crowded: Option<Crowded>,
+    settings: SessionSettings,
+    /// Source of frame numbers.
+    numbers: Arc<AtomicU64>,
+    commands: mpsc::Receiver<Command>,
+    shared: Arc<Shared>,
+    machine: Machine,
+    waiting: HashMap<RequestId, Job>,
+    running: Option<Running>,
+    live: Option<Live>,
+    launch: Launch,
+    branches: Branches,
+    /// Reason why the interpreter ended, as the end of "this session ended because …".
+    ended: Option<String>,
+    nonsense: String,
+    exit: Exit,
+    /// Notes to add to the next outcome.
+    notes: Vec<String>,
+    /// Output that code of earlier cells printed late, for the next outcome.
+    late: LateText,
+    /// Seed given before each cell to random generators that the code has not seeded.
+    seed: Option<u64>,
+    host_calls: HostCalls,
+    network: Network,
+    resets: Vec<(oneshot::Sender<Result<ResetReport, Refused>>, bool)>,
+    closers: Vec<oneshot::Sender<()>>,
+    expired: bool,
+}
+
+/// Event that woke the loop.
+enum Wake {
+    Command(Option<Command>),
+    Runner(Result<runner_client::Event, runner_client::ConnectionError>),
+    Exit(Exit),
+    Finished(Finished),
+    /// The sandbox is ready to copy the interpreter, or will not copy it.
+    Watched(bool),
+    /// A host call of the running cell has its answer.
+    Answered(Answered),
+    /// Code tries to connect to a name that no rule lists.
+    NameWanted(ConnectionWanted),
+    /// Servers were registered or removed.
+    ToolsChanged,
+    /// The queued cell received its run permit.
+    Turn,
+    Time,
+}
+
+impl Driver {
+    async fn run(mut self, on_gone: OnGone) {
+        info!(session = self.id.as_str(), "session begins");
+        while self.machine.state() != State::Gone {
+            match self.wake().await {
+                Wake::Command(Some(command)) => self.command(command),
+                Wake::Command(None) => self.happen(Event::ShutdownAsked),
+                Wake::Runner(Ok(event)) => self.heard(event),
+                Wake::Runner(Err(error)) => self.broken(error.to_string()),
+                Wake::Exit(exit) => self.exited(exit),
+                Wake::Finished(finished) => self.finished_work(finished),
+                Wake::Watched(watched) => self.watched(watched),
+                Wake::Answered(answered) => self.answer_question(answered),
+                Wake::NameWanted(wanted) => self.wants_name(wanted),
+                Wake::ToolsChanged => self.give_tools(),
+                Wake::Turn => self.happen(Event::TurnCame),
+                Wake::Time => self.time(),
+            }
+        }
+        self.leave(on_gone).await;
+    }
+
+    async fn wake(&mut self) -> Wake {
+        let moment = self.next_moment();
+        let (process, connection) = match &mut self.live {
+            Some(live) => (Some(&mut live.process), live.connection.as_mut().ok()),
+            None => (None, None),
+        };
+        let is_idle = self.machine.state() == State::Idle && connection.is_some();
+        let can_answer = connection
+            .as_ref()
+            .is_some_and(|connection| !connection.is_sending());
+        let turn = self.turn.as_mut().filter(|turn| !turn.is_here());
+        tokio::select! {
+            command = self.commands.recv() => Wake::Command(command),
+            event = async { connection.expect("guarded").next().await },
+                if connection.is_some() => Wake::Runner(event),
+            exit = async { process.expect("guarded").exited().await }, if process.is_some() => {
+                Wake::Exit(exit)
+            }
+            finished = self.launch.next() => Wake::Finished(finished),
+            watched = self.branches.watched() => Wake::Watched(watched),
+            // Answers are only taken while the channel accepts them; until then they stay queued.
+            answered = self.host_calls.questions.next(), if can_answer => Wake::Answered(answered),
+            wanted = self.network.next() => Wake::NameWanted(wanted),
+            () = self.host_calls.deliveries.changed(), if is_idle => Wake::ToolsChanged,
+            () = async { turn.expect("guarded").come().await }, if turn.is_some() => Wake::Turn,
+            () = tokio::time::sleep_until(moment) => Wake::Time,
+        }
+    }
+
+    /// Returns the next deadline, independent of any incoming event.
+    fn next_moment(&self) -> Instant {
+        let running = match &self.running {
+            Some(running) if running.is_paused() => self.host_calls.due(),
+            running => running.as_ref().map(|running| running.deadline),
+        };
+        let exit = self
+            .live
+            .as_ref()
+            .and_then(|live| live.connection.as_ref().err().copied());
+        let expiry = match self.machine.state() {
+            State::Idle | State::Ended => Some(
+                self.shared.facts().last_used + self.settings.idle_timeout.min(LONGEST_TIMEOUT),
+            ),
+            _ => None,
+        };
+        [running, exit, expiry, self.branches.answer_due()]
+            .into_iter()
+            .flatten()
+            .min()
+            .unwrap_or_else(|| Instant::now() + LONGEST_TIMEOUT)
+    }
+
+    fn time(&mut self) {
+        let now = Instant::now();
+        if let Some(Live {
+            connection: Err(until),
+            ..
+        }) = &self.live
+            && *until <= now
+        {
+            self.exited(Exit::Unknown);
+            return;
+        }
+        if self.branches.answer_due().is_some_and(|due| due <= now) {
+            return self.copied();
+        }
+        if self.running.as_ref().is_some_and(Running::is_paused) {
+            if self.host_calls.due().is_some_and(|due| due <= now) {
+                let (host_calls, mut caller) = self.host_calls();
+                host_calls.expire(&mut caller);
+            }
+            return;
+        }
+        if let Some(running) = &mut self.running {
+            if running.deadline > now {
+                return;
+            }
+            match (&running.task, self.machine.state()) {
+                (Task::Cell(_), State::Running { stopping: None, .. }) => {
+                    self.happen(Event::TimeIsUp)
+                }
+                (
+                    _,
+                    State::Running {
+                        stopping: Some(_), ..
+                    },
+                ) => {
+                    self.hear_what_has_come();
+                    let (
+                        Some(running),
+                        State::Running {
+                            stopping: Some(_), ..
+                        },
+                    ) = (&mut self.running, self.machine.state())
+                    else {
+                        return;
+                    };
+                    let account = cpu_account(self.launch.sandbox());
+                    if let Some(left) = running
+                        .reaction
+                        .as_ref()
+                        .and_then(|reaction| reaction.left(&account))
+                    {
+                        running.deadline = now + left;
+                        return;
+                    }
+                    if !running.has_last_chance
+                        && let Some(live) = &self.live
+                    {
+                        running.has_last_chance = true;
+                        let limit = LAST_CHANCE.min(self.settings.grace);
+                        running.reaction = Some(ReactionLimit::begin(limit, account));
+                        running.deadline = now + limit;
+                        live.process.interrupt();
+                        return;
+                    }
+                    self.ended = Some(
+                        "its code ignored the interrupt and Python was stopped; variables are \
+                         gone, files in the working folder \
+                         are kept"
+                            .to_owned(),
+                    );
+                    self.happen(Event::GraceIsOver);
+                }
+                _ => self.broken(format!(
+                    "no progress with a file for {} s",
+                    FILE_PATIENCE.as_secs()
+                )),
+            }
+            return;
+        }
+        if matches!(self.machine.state(), State::Idle | State::Ended) && self.next_moment() <= now {
+            self.expired = true;
+            self.happen(Event::ShutdownAsked);
+        }
+    }
+
+    fn command(&mut self, command: Command) {
+        self.shared.touch();
+        match command {
+            // A file list is informational, so it is refused rather than queued behind a cell.
+            Command::Submit(_, Job::List { reply }) if self.machine.has_cell() => {
+                let running = Refused::CellRunning {
+                    id: self.id.clone(),
+                    then: Retry::ListFiles,
+                };
+                let _ = reply.send(Err(running));
+            }
+            Command::Submit(id, job) => {
+                let kind = job.kind();
+                self.waiting.insert(id, job);
+                self.happen(Event::Submitted(id, kind));
+            }
+            Command::Cancel(id) => self.happen(Event::CancelAsked(id)),
+            Command::Look {
+                request,
+                max_chars,
+                reply,
+            } => self.look(request, max_chars, reply),
+            Command::Decide {
+                request,
+                decisions,
+                reply,
+            } => {
+                let is_running = self
+                    .running
+                    .as_ref()
+                    .is_some_and(|running| running.id == request);
+                let decisions = if is_running { decisions } else { Vec::new() };
+                let (host_calls, mut caller) = self.host_calls();
+                let _ = reply.send(host_calls.decide(decisions, &mut caller));
+            }
+            Command::Reset(reply) => {
+                let interrupted = self.cell().is_some();
+                self.resets.push((reply, interrupted));
+                self.hear_the_rest();
+                self.happen(Event::ResetAsked);
+            }
+            Command::Undo { cells, reply } => self.undo(cells, reply),
+            Command::Adopt { fork, note, reply } => self.adopt(fork, note, reply),
+            Command::Surrender(reply) => {
+                let given = self.surrender();
+                self.happen(Event::ShutdownAsked);
+                let _ = reply.send(given);
+            }
+            Command::Shutdown(reply) => {
+                self.closers.push(reply);
+                self.hear_the_rest();
+                self.happen(Event::ShutdownAsked);
+            }
+        }
+    }
+
+    /// Feeds an event to the machine and carries out its actions.
+    fn happen(&mut self, event: Event) {
+        let actions = self.machine.next(event);
+        // Publish first: a caller that receives an answer must find the state that the answer
+        // describes.
+        self.publish();
+        for action in actions {
+            match action {
+                Action::AskTurn => self.ask_turn(),
+                Action::Start(id) => self.start(id),
+                Action::Copy => self.copy(None),
+                Action::Fork(id) => self.fork(id),
+                Action::Interrupt => self.interrupt(),
+                Action::Kill => self.kill(),
+                Action::Answer(id, answer) => self.answer(id, answer),
+                Action::Restart => self.restart(),
+                Action::Replace => self.replace(),
+                Action::RefuseReplacement => self.branches.refuse_replacement(),
+            }
+        }
+        // A run permit is held only for a cell.
+        match self.machine.state() {
+            State::Running {
+                kind: Kind::Cell, ..
+            } => {}
+            State::Waiting => {
+                if let Some(Job::Execute { teller, .. }) =
+                    self.machine.first().and_then(|id| self.waiting.get(&id))
+                {
+                    teller.hold();
+                }
+            }
+            _ => self.turn = None,
+        }
+    }
+
+    /// Requests a run permit for the next cell. The server's internal work needs none.
+    fn ask_turn(&mut self) {
+        // Release the previous cell's permit first. The next in the queue may be this session.
+        self.turn = None;
+        let asked = self
+            .customer
+            .as_ref()
+            .map(|customer| customer.turns.ask(&customer.owner));
+        match asked.transpose() {
+            Ok(turn) => {
+                let is_here = turn.as_ref().is_none_or(Turn::is_here);
+                self.turn = turn;
+                if is_here {
+                    self.happen(Event::TurnCame);
+                }
+            }
+            Err(crowded) => {
+                self.crowded = Some(crowded);
+                self.happen(Event::TurnRefused);
+            }
+        }
+    }
+
+    /// Publishes the session's state.
+    fn publish(&self) {
+        let state = self.machine.state();
+        let mut facts = self.shared.facts();
+        facts.state = state.shown();
+        facts.ended = if state == State::Ended {
+            self.ended.clone()
+        } else {
+            None
+        };
+    }
+
+    fn start(&mut self, id: RequestId) {
+        match self.waiting.remove(&id) {
+            Some(Job::Execute { request, teller }) => self.start_cell(id, request, teller),
+            Some(Job::Write {
+                path,
+                overwrite,
+                source,
+                reply,
+            }) => self.start_transfer(id, Upload::begin(id, path, overwrite, source, reply)),
+            Some(Job::Read { path, what, reply }) => {
+                self.start_transfer(id, Download::begin(id, path, what, reply));
+            }
+            Some(Job::List { reply }) => self.start_transfer(id, Listing::begin(id, reply)),
+            Some(Job::Packages { paths, reply }) => {
+                self.start_transfer(id, PackageFolders::begin(id, paths, reply));
+            }
+            // Forks are started by another action of the machine.
+            Some(Job::Fork { .. }) | None => {}
+        }
+    }
+
+    fn start_cell(&mut self, id: RequestId, mut request: ExecuteRequest, teller: Teller) {
+        if let Some(Err(refused)) = request.rules.take().map(|rules| self.narrow(rules)) {
+            teller.end(Err(refused));
+            return self.happen(Event::Declined(id));
+        }
+        if let Some(sandbox) = self.launch.sandbox() {
+            sandbox.forget_peak();
+            self.spent_before = sandbox.gauge().processor_time();
+        }
+        self.shared.facts().executions += 1;
+        let now = Instant::now();
+        let deadline = now + request.timeout.min(LONGEST_TIMEOUT);
+        let (cell, code) = Cell::begin(request, teller, now);
+        let sandbox = self.launch.sandbox();
+        self.notes.extend(self.branches.begin_cell(&code, sandbox));
+        self.host_calls.begin_cell();
+        let task = Task::Cell(Box::new(cell));
+        self.running = Some(Running::new(id, task, now, deadline));
+        self.give_tools();
+        let seed = self.seed;
+        self.send(&Request::Execute { id, seed }, code.as_bytes());
+    }
+
+    fn start_transfer(&mut self, id: RequestId, begun: (Request, Box<dyn Transfer>)) {
+        let (now, (request, transfer)) = (Instant::now(), begun);
+        let task = Task::Transfer(transfer);
+        self.running = Some(Running::new(id, task, now, now + FILE_PATIENCE));
+        self.give_tools();
+        self.send(&request, b"");
+        self.send_file();
+    }
+
+    /// Sends the modules of the MCP servers that the session may use, unless it already has them.
+    fn give_tools(&mut self) {
+        let delivery = self.host_calls.deliver(self.settings.work_folder);
+        self.notes.extend(delivery.notes);
+        for (request, payload) in delivery.frames {
+            self.send(&request, &payload);
+        }
+    }
+
+    /// Restores the session's packages in a fresh interpreter. The runner handles this before any
+    /// later request.
+    fn give_packages_again(&mut self) {
+        let paths = self.shared.facts().packages.clone();
+        if !paths.is_empty() {
+            let id = self.numbers.fetch_add(1, Ordering::Relaxed);
+            self.send(&Request::Packages { id, paths }, b"");
+        }
+    }
+
+    /// Returns the host-call part together with the running cell, which is lent to it.
+    fn host_calls(&mut self) -> (&mut HostCalls, Caller<'_>) {
+        let caller = Caller {
+            is_stopping: self.is_stopping(),
+            running: self.running.as_mut(),
+            sandbox: self.launch.sandbox(),
+        };
+        (&mut self.host_calls, caller)
+    }
+
+    fn is_stopping(&self) -> bool {
+        matches!(
+            self.machine.state(),
+            State::Running {
+                stopping: Some(_),
+                ..
+            }
+        )
+    }
+
+    /// Handles a host call of the running cell.
+    fn asked(&mut self, id: RequestId, ask: u64, question: Question) {
+        let is_running = self
+            .running
+            .as_ref()
+            .is_some_and(|running| running.id == id);
+        if !is_running || self.cell().is_none() {
+            return;
+        }
+        let (host_calls, mut caller) = self.host_calls();
+        if let Err(what) = host_calls.asked(ask, question, &mut caller) {
+            self.broken(what);
+        }
+    }
+
+    fn answer_question(&mut self, answered: Answered) {
+        let (host_calls, mut caller) = self.host_calls();
+        let request = host_calls.answered(answered, &mut caller);
+        self.send(&request, b"");
+    }
+
+    fn wants_name(&mut self, wanted: ConnectionWanted) {
+        // A caller that narrowed this session's network did so on purpose, so no approval is
+        // requested.
+        if self.network.is_narrowed() {
+            let _ = wanted.reply.send(false);
+            return;
+        }
+        let (host_calls, mut caller) = self.host_calls();
+        host_calls.wants_name(wanted, &mut caller);
+    }
+
+    fn cell(&self) -> Option<&Cell> {
+        self.running.as_ref().and_then(Running::cell)
+    }
+
+    /// Reports the output of the running cell. If the receiver is gone, the output counts as
+    /// unread.
+    fn look(
+        &mut self,
+        request: RequestId,
+        max_chars: usize,
+        reply: oneshot::Sender<Option<Glance>>,
+    ) {
+        let cell = match &mut self.running {
+            Some(running) if running.id == request && !reply.is_closed() => running.cell_mut(),
+            _ => None,
+        };
+        let glance = cell.map(|cell| cell.look(max_chars));
+        let _ = reply.send(glance);
+    }
+
+    fn fork(&mut self, id: RequestId) {
+        let Some(Job::Fork { wanted, reply }) = self.waiting.remove(&id) else {
+            return;
+        };
+        self.branches.begin_forking(id, reply);
+        self.copy(Some(wanted));
+    }
+
+    /// Sends a frame. A closed channel drops it; the exit is noticed elsewhere.
+    fn send(&mut self, request: &Request, payload: &[u8]) {
+        if let Some(Live {
+            connection: Ok(connection),
+            ..
+        }) = &mut self.live
+            && let Err(error) = connection.send(request, payload)
+        {
+            debug!(session = self.id.as_str(), %error, "a frame could not be sent");
+        }
+    }
+
+    /// Sends the next chunks of an upload while the socket accepts them without blocking.
+    fn send_file(&mut self) {
+        loop {
+            if let Some(Live {
+                connection: Ok(connection),
+                ..
+            }) = &self.live
+                && connection.is_sending()
+            {
+                return;
+            }
+            let Some(Running {
+                task: Task::Transfer(transfer),
+                deadline,
+                ..
+            }) = &mut self.running
+            else {
+                return;
+            };
+            match transfer.next_frame() {
+                Ok(None) => return,
+                Ok(Some((request, chunk))) => {
+                    *deadline = Instant::now() + FILE_PATIENCE;
+                    self.send(&request, &chunk);
+                }
+                // Our own staging file cannot be read. Without `write_end` the runner discards the
+                // file, and it accepts no other request.
+                Err(error) => {
+                    return self.broken(format!(
+                        "an upload could not be continued: {}",
+                        error.kind()
+                    ));
+                }
+            }
+        }
+    }
+
+    /// Asks the running code to stop. A signal sent before the code has started inside would be
+    /// lost; in that case `take` sends it when the code starts.
+    fn interrupt(&mut self) {
+        let (host_calls, mut caller) = self.host_calls();
+        host_calls.give_up(&mut caller);
+        let Some(running) = &mut self.running else {
+            return;
+        };
+        running.deadline = Instant::now() + self.settings.grace;
+        running.reaction = Some(ReactionLimit::begin(
+            self.settings.grace,
+            cpu_account(self.launch.sandbox()),
+        ));
+        if let Some(live) = &self.live
+            && running.cell().is_none_or(Cell::has_begun_inside)
+        {
+            live.process.interrupt();
+        }
+    }
+
+    /// Kills the interpreter and takes the output that it has written so far.
+    fn kill(&mut self) {
+        let Some(mut live) = self.live.take() else {
+            return;
+        };
+        live.process.kill();
+        if let Ok(connection) = &mut live.connection {
+            self.last_words(connection);
+        }
+    }
+
+    fn restart(&mut self) {
+        let copies = self.branches.reset();
+        // Drop the connection first: later messages of the old interpreter are irrelevant.
+        self.live = None;
+        self.launch.restart(copies);
+    }
+
+    fn finished_work(&mut self, finished: Finished) {
+        match finished {
+            Finished::Started(sandbox, live) => self.started(sandbox, live),
+            Finished::Copied(sandbox, copy) => self.made(sandbox, Product::Copy(copy)),
+            Finished::Forked(sandbox, forks) => self.made(sandbox, Product::Forks(forks)),
+        }
+    }
+
+    fn started(&mut self, sandbox: Option<Box<dyn Sandbox>>, live: Result<Box<Live>, LaunchError>) {
+        self.launch.give_back(sandbox);
+        match live {
+            Ok(live) => {
+                self.inherit(&live.inheritance);
+                self.host_calls.deliveries.forget();
+                let carried = match &live.connection {
+                    Ok(connection) => connection.carried().clone(),
+                    Err(_) => Carried::default(),
+                };
+                let Live {
+                    process,
+                    connection,
+                    beginning,
+                    files_lost,
+                    ..
+                } = *live;
+                let inheritance = Inheritance::default();
+                self.live = Some(Live {
+                    process,
+                    connection,
+                    beginning: None,
+                    inheritance,
+                    files_lost: false,
+                });
+                (self.ended, self.exit) = (None, Exit::Unknown);
+                self.launch.failure = None;
+                self.shared.facts().failure = None;
+                self.replaced(&carried);
+                let sandbox = self.launch.sandbox();
+                let (copied, notes) = self.branches.keep_beginning(beginning, &carried, sandbox);
+                self.notes.extend(notes);
+                if !self.resets.is_empty() {
+                    self.give_packages_again();
+                }
+                for (reply, interrupted_running_cell) in self.resets.drain(..) {
+                    let _ = reply.send(Ok(ResetReport {
+                        interrupted_running_cell,
+                        files_kept: !files_lost,
+                        had_no_session: false,
+                    }));
+                    let files = if files_lost {
+                        "and so are files"
+                    } else {
+                        "files are kept"
+                    };
+                    self.notes = vec![format!(
+                        "Python was started anew: variables from before the reset are gone, \
+                         {files}."
+                    )];
+                }
+                self.happen(Event::Started { copied });
+            }
+            Err(error) => {
+                debug!(session = self.id.as_str(), %error, "no interpreter could be started");
+                let left = match self.exit.files_kept() {
+                    true => "files in the working folder are kept",
+                    false => "variables and files are gone",
+                };
+                self.ended = Some(format!(
+                    "Python could not be started again ({error}); {left}"
+                ));
+                self.replacement_failed(&error);
+                for (reply, _) in self.resets.drain(..) {
+                    let _ = reply.send(Err(Refused::Launch(error.clone())));
+                }
+                self.shared.facts().failure = Some(error.clone());
+                self.launch.failure = Some(error);
+                self.happen(Event::StartFailed);
+            }
+        }
+    }
+
+    /// Takes over the state that a copy inherits from its source, and applies the network rules to
+    /// the new sandbox.
+    fn inherit(&mut self, inheritance: &Inheritance) {
+        let Some(sandbox) = self.launch.sandbox() else {
+            return;
+        };
+        // Drop the old meter first, so that its last reading is taken.
+        self.metered = None;
+        self.metered = self.customer.as_ref().map(|customer| {
+            let number = self.numbers.fetch_add(1, Ordering::Relaxed);
+            customer
+                .accounts
+                .follow(&customer.owner, number, sandbox.gauge())
+        });
+        if !inheritance.packages.is_empty() {
+            self.shared.facts().packages = inheritance.packages.clone();
+        }
+        self.shared.facts().granted.inherit(&inheritance.granted);
+        let deliveries = &mut self.host_calls.deliveries;
+        deliveries.inherit(inheritance.grants.clone(), inheritance.tools);
+        self.shared.facts().grants = deliveries.grants.clone();
+        let asks = self.customer.is_some().then_some(&self.settings.approvals);
+        self.network
+            .attach(sandbox, inheritance.ceiling.as_ref(), asks);
+        self.shared.facts().rules = sandbox.rules();
+    }
+
+    /// Returns the state that a copy inherits.
+    fn inheritance(&self) -> Inheritance {
+        let facts = self.shared.facts();
+        Inheritance {
+            packages: facts.packages.clone(),
+            ceiling: self.network.ceiling().cloned(),
+            granted: facts.granted.clone(),
+            grants: Some(self.host_calls.deliveries.grants.clone()),
+            tools: self.host_calls.deliveries.has_any(),
+        }
+    }
+
+    fn narrow(&mut self, rules: Rules) -> Result<(), Refused> {
+        let sandbox = self.launch.sandbox();
+        self.network.narrow(rules, sandbox)?;
+        if let Some(sandbox) = sandbox {
+            self.shared.facts().rules = sandbox.rules();
+        }
+        Ok(())
+    }
+
+    fn exited(&mut self, exit: Exit) {
+        let Some(mut live) = self.live.take() else {
+            return;
+        };
+        // The main process is gone; kill the processes that it started.
+        live.process.kill();
+        if let Ok(connection) = &mut live.connection {
+            self.last_words(connection);
+        }
+        info!(session = self.id.as_str(), ?exit, "interpreter ended");
+        self.exit = exit;
+        self.ended = Some(ended_by(exit));
+        if matches!(exit, Exit::SandboxGone { .. }) || !exit.files_kept() {
+            // The kept states were lost with the sandbox.
+            self.branches.clear();
+        }
+        self.happen(Event::InterpreterGone);
+        // The runner can no longer answer, but a copy that was already made is still valid.
+        if self.branches.answer_due().is_some() {
+            self.copied();
+        }
+    }
+
+    /// Takes the output of the running request so far, because its interpreter is about to be
+    /// killed from outside.
+    fn hear_the_rest(&mut self) {
+        if self.running.is_none() {
+            return;
+        }
+        let Some(mut live) = self.live.take() else {
+            return;
+        };
+        if let Ok(connection) = &mut live.connection {
+            self.last_words(connection);
+        }
+        self.live = Some(live);
+    }
+
+    /// Processes events that have already arrived. A server that wakes up late finds the answer and
+    /// the expired deadline together, and the answer came first.
+    fn hear_what_has_come(&mut self) {
+        for _ in 0..MOST_HEARD_AT_ONCE {
+            let Some(Live {
+                connection: Ok(connection),
+                ..
+            }) = &mut self.live
+            else {
+                return;
+            };
+            let mut context = Context::from_waker(Waker::noop());
+            let next = std::pin::pin!(connection.next()).poll(&mut context);
+            match next {
+                Poll::Ready(Ok(event)) => self.heard(event),
+                Poll::Ready(Err(error)) => return self.broken(error.to_string()),
+                Poll::Pending => return,
+            }
+            if self.running.is_none() {
+                return;
+            }
+        }
+    }
+
+    /// Takes the output that was written before the end. It is complete when this returns, without
+    /// waiting.
+    fn last_words(&mut self, connection: &mut Connection) {
+        if connection.hang_up().is_err() {
+            return;
+        }
+        while let Ok(Some(event)) = connection.next_now() {
+            match event {
+                runner_client::Event::Closed => return,
+                event => self.take(event),
+            }
+        }
+    }
+
+    fn broken(&mut self, what: String) {
+        warn!(
+            session = self.id.as_str(),
+            what, "the runner broke the protocol"
+        );
+        self.ended = Some(format!(
+            "its Python process did not keep to the protocol ({what}) and was stopped; variables \
+             are gone, files in the \
+             working folder are kept"
+        ));
+        self.nonsense = what;
+        self.happen(Event::ProtocolBroken);
+    }
+
+    fn heard(&mut self, event: runner_client::Event) {
+        match event {
+            runner_client::Event::Closed => {
+                if let Some(live) = &mut self.live {
+                    live.connection = Err(Instant::now() + EXIT_PATIENCE);
+                }
+            }
+            runner_client::Event::Sent => self.send_file(),
+            event => {
+                self.take(event);
+                if let Some(running) = self.running.as_ref().filter(|running| running.is_over()) {
+                    let id = running.id;
+                    if running.has_changed() {
+                        self.branches.changed();
+                        self.happen(Event::Changed);
+                    }
+                    self.happen(Event::Finished(id));
+                }
+            }
+        }
+    }
+
+    /// Takes a part of the running request's result. Text that belongs to no running cell is late
+    /// output; other events that belong to no running request are dropped.
+    fn take(&mut self, event: runner_client::Event) {
+        if let runner_client::Event::Claim(Claim::Branched { id, branched }) = event {
+            return self.branched(id, branched);
+        }
+        if let runner_client::Event::Claim(Claim::Ask { id, ask, question }) = event {
+            return self.asked(id, ask, question);
+        }
+        if let runner_client::Event::Claim(claim) = &event {
+            let (is_delivery, note) = self.host_calls.deliveries.delivered(claim);
+            self.notes.extend(note);
+            if is_delivery || self.branches.declined(claim) {
+                return;
+            }
+        }
+        let running = self.running.as_mut();
+        match event {
+            runner_client::Event::Stray { pipe, bytes } => self.late.write(pipe, &bytes),
+            runner_client::Event::Text { pipe, bytes } => {
+                match running.and_then(Running::cell_mut) {
+                    Some(cell) if cell.runs_inside() => cell.print(pipe, &bytes),
+                    _ => self.late.write(pipe, &bytes),
+                }
+            }
+            runner_client::Event::Claim(claim) => {
+                let begins = matches!(claim, Claim::Started { .. });
+                let taken = running.map_or(Ok(()), |running| running.take(claim));
+                if begins && self.is_stopping() && self.cell().is_some_and(Cell::runs_inside) {
+                    // It was asked to stop before it started, when a signal would have been lost.
+                    self.live.iter().for_each(|live| live.process.interrupt());
+                }
+                if let Err(what) = taken {
+                    self.broken(what);
+                }
+            }
+            runner_client::Event::Sent | runner_client::Event::Closed => {}
+        }
+    }
+
+    fn answer(&mut self, id: RequestId, answer: Answer) {
+        self.shared.facts().last_used = Instant::now();
+        if let Some((reply, forked)) = self.branches.end_forking(id) {
+            return self.answer_fork(answer, reply, forked);
+        }
+        if let Some(job) = self.waiting.remove(&id) {
+            job.refuse(self.refusal(answer));
+            return;
+        }
+        let Some(running) = self.running.take_if(|running| running.id == id) else {
+            return;
+        };
+        let calls = self.host_calls.end_cell();
+        let (begun, is_over) = (running.begun, running.is_over());
+        match running.task {
+            Task::Cell(cell) => match cell.status(answer, self.exit, &self.nonsense) {
+                Ok(status) => self.report(id, begun, *cell, status, calls),
+                Err(_) => cell.teller.end(Err(self.refusal(answer))),
+            },
+            Task::Transfer(transfer) => {
+                let ended = match answer {
+                    Answer::Finished | Answer::Stopped(_, StateAfter::Kept) if is_over => Ok(()),
+                    answer => Err(self.transfer_refusal(answer)),
+                };
+                let packages = transfer.answer(ended);
+                self.shared.add_packages(&packages);
+            }
+        }
+    }
+
+    /// Records and reports the outcome of a cell.
+    fn report(
+        &mut self,
+        id: RequestId,
+        begun: Instant,
+        mut cell: Cell,
+        status: Status,
+        (tool_calls, rulings): (ToolCalls, Vec<Ruling>),
+    ) {
+        if let Some(Live {
+            connection: Ok(connection),
+            ..
+        }) = &mut self.live
+        {
+            connection
+                .strays_now()
+                .into_iter()
+                .for_each(|(pipe, bytes)| self.late.write(pipe, &bytes));
+        }
+        if let Some(late) = cell.take_late() {
+            self.late.add(&late.text, late.omitted);
+        }
+        let late = self.late.take(cell.request.max_output_chars / LATE_SHARE);
+        let sandbox = self.launch.sandbox();
+        let memory = sandbox.map(|sandbox| sandbox.memory()).unwrap_or_default();
+        self.shared.facts().memory = Some(memory.now);
+        let spent = sandbox.map(|sandbox| sandbox.gauge().processor_time());
+        let isolation = sandbox.map(|sandbox| sandbox.isolation().clone());
+        let blocked = sandbox.map(|sandbox| sandbox.take_blocked());
+        let ended = Ended {
+            execution: ExecutionId(id),
+            late,
+            duration: begun.elapsed(),
+            // There is nothing to compare if the sandbox is gone or was replaced.
+            processor_time: spent.unwrap_or_default().saturating_sub(self.spent_before),
+            memory,
+            isolation: isolation.unwrap_or_default(),
+            blocked: blocked.unwrap_or_default(),
+            tool_calls,
+            rulings,
+            notes: self.notes_for(&status),
+            status,
+        };
+        // Record before the caller is answered, and even if the outcome is never collected.
+        if let Some(Customer {
+            owner,
+            session,
+            ledger,
+            ..
+        }) = &self.customer
+        {
+            let ended = ExecutionEnded {
+                name: ledger.name_of(id),
+                owner: owner.clone(),
+                session: session.clone(),
+                code: cell.code,
+                status: ended.status.kind(),
+                duration: ended.duration,
+                processor_time: ended.processor_time,
+                memory_peak: ended.memory.peak,
+                blocked: ended.blocked.clone(),
+                tool_calls: ended.tool_calls.clone(),
+                rulings: ended.rulings.clone(),
+                taken_over: false,
+            };
+            ledger.enter(cell.request.recorder, ended);
+        }
+        debug!(
+            session = self.id.as_str(),
+            outcome = ended.status.name(),
+            elapsed_ms = ended.duration.as_millis(),
+            "execution finished"
+        );
+        cell.tell(ended, &self.id, &self.shared.outputs);
+    }
+
+    /// Returns the notes for an outcome.
+    fn notes_for(&mut self, status: &Status) -> Vec<String> {
+        let mut notes = std::mem::take(&mut self.notes);
+        let state_is_lost = matches!(
+            status,
+            Status::Died { .. }
+                | Status::Nonsense { .. }
+                | Status::TimedOut {
+                    state: StateAfter::Lost,
+                    ..
+                }
+                | Status::Cancelled {
+                    state: StateAfter::Lost
+                }
+        );
+        if state_is_lost {
+            self.branches.changed();
+            notes.extend(self.branches.drop_lost(self.launch.sandbox()));
+            if self.branches.can_undo_last() {
+                notes.push("`undo` brings back the state before this cell.".to_owned());
+            }
+        }
+        notes
+    }
+
+    fn refusal(&self, answer: Answer) -> Refused {
+        let ended = || {
+            // A sandbox without an interpreter can also end, and no event reports that.
+            let gone = self
+                .launch
+                .sandbox()
+                .is_some_and(|sandbox| sandbox.is_gone());
+            let exit = Exit::SandboxGone {
+                files_kept: self.settings.work_folder == WorkFolder::Shared,
+            };
+            let why = if gone {
+                Some(ended_by(exit))
+            } else {
+                self.ended.clone()
+            };
+            Refused::Ended {
+                id: self.id.clone(),
+                why: why.unwrap_or_else(|| "it was closed".to_owned()),
+                undo: !gone && self.branches.can_undo(),
+            }
+        };
+        match answer {
+            Answer::Refused(Refusal::Busy) => Refused::Busy {
+                waiting: super::state::MOST_WAITING,
+            },
+            Answer::Refused(Refusal::Crowded) => {
+                let Crowded {
+                    waiting,
+                    retry_after,
+                } = self.crowded.expect("it is noted before it is told");
+                Refused::Crowded {
+                    waiting,
+                    retry_after,
+                }
+            }
+            Answer::Refused(Refusal::CellRunning) => Refused::CellRunning {
+                id: self.id.clone(),
+                then: Retry::Fork,
+            },
+            Answer::Refused(Refusal::Cancelled) => Refused::CancelledWhileWaiting,
+            Answer::Refused(Refusal::StartFailed) => self
+                .launch
+                .failure
+                .clone()
+                .map_or_else(ended, Refused::Launch),
+            Answer::Refused(Refusal::Reset) => Refused::ResetWhileWaiting,
+            Answer::Refused(Refusal::Closed) => Refused::ClosedWhileWaiting,
+            _ => ended(),
+        }
+    }
+
+    fn transfer_refusal(&self, answer: Answer) -> Refused {
+        match answer {
+            Answer::Reset => Refused::ResetDuringTransfer,
+            Answer::Closed => Refused::ClosedWhileWaiting,
+            answer => self.refusal(answer),
+        }
+    }
+
+    /// Releases all resources. The manager removes the session before requests that arrived too
+    /// late are answered.
+    async fn leave(mut self, on_gone: OnGone) {
+        let why = if self.expired {
+            let idle = self.settings.idle_timeout.as_secs();
+            let lost = match self.settings.work_folder {
+                WorkFolder::Private => "its variables and files are gone",
+                WorkFolder::Shared => {
+                    "its variables are gone, files in the working folder are kept"
+                }
+            };
+            self.ended = Some(format!("it was not used for {idle} s; {lost}"));
+            self.ended.clone()
+        } else {
+            None
+        };
+        // A session that is gone has nothing to undo.
+        self.branches.forget_history();
+        on_gone(why);
+        self.commands.close();
+        while let Some(command) = self.commands.recv().await {
+            match command {
+                Command::Submit(_, job) => {
+                    let answer = if self.launch.failure.is_some() {
+                        Refusal::StartFailed
+                    } else {
+                        Refusal::Ended
+                    };
+                    job.refuse(self.refusal(Answer::Refused(answer)));
+                }
+                // Their senders learn from the dropped channel that the session is gone. A fork is
+                // destroyed or returned.
+                Command::Cancel(_)
+                | Command::Look { .. }
+                | Command::Decide { .. }
+                | Command::Undo { .. }
+                | Command::Surrender(_) => {}
+                Command::Adopt { fork, reply, .. } => drop(reply.send(Err(fork))),
+                Command::Reset(reply) => self.resets.push((reply, false)),
+                Command::Shutdown(reply) => self.closers.push(reply),
+            }
+        }
+        for (reply, _) in self.resets.drain(..) {
+            let _ = reply.send(Err(Refused::Unknown {
+                id: self.id.clone(),
+            }));
+        }
+        self.branches.end();
+        self.live = None;
+        self.metered = None;
+        self.launch.destroy().await;
+        for closer in self.closers.drain(..) {
+            let _ = closer.send(());
+        }
+        info!(
+            session = self.id.as_str(),
+            expired = self.expired,
+            "session gone"
+        );
+    }
+}
