@@ -334,7 +334,7 @@ except OSError as error:
 
 #[test]
 fn a_runner_that_talks_nonsense_ends_its_session_and_no_other() {
-    let server = Server::shared();
+    let server = Server::start(MINIMAL);
     let neighbour = server.session();
     neighbour.text("alive = True");
     // Any descriptor that is a socket may be the channel; all get the same rubbish: a frame of one
