@@ -42,14 +42,14 @@ const FORM: &str = "approval-";
 
 /// How a client lets a person be asked.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Way {
+pub(super) enum ElicitationMode {
     Elicitation,
     InputRequired,
     Nobody,
 }
 
-impl Way {
-    pub(super) fn of(context: &RequestContext<RoleServer>) -> Way {
+impl ElicitationMode {
+    pub(super) fn of(context: &RequestContext<RoleServer>) -> ElicitationMode {
         // A client that names no kind of elicitation knows forms; one that names only others does
         // not.
         let knows_forms = context
@@ -57,26 +57,26 @@ impl Way {
             .and_then(|capabilities| capabilities.elicitation)
             .is_some_and(|elicitation| elicitation.form.is_some() || elicitation.url.is_none());
         match context.protocol_version() {
-            _ if !knows_forms => Way::Nobody,
+            _ if !knows_forms => ElicitationMode::Nobody,
             Some(version) if version.as_str() >= ProtocolVersion::V_2026_07_28.as_str() => {
-                Way::InputRequired
+                ElicitationMode::InputRequired
             }
-            _ => Way::Elicitation,
+            _ => ElicitationMode::Elicitation,
         }
     }
 
     /// Whether a person can be asked while the call waits, for tools that have one answer only.
     pub(super) fn asking_meanwhile(self) -> Asking {
         match self {
-            Way::Elicitation => Asking::Person,
-            Way::InputRequired | Way::Nobody => Asking::Nobody,
+            ElicitationMode::Elicitation => Asking::Person,
+            ElicitationMode::InputRequired | ElicitationMode::Nobody => Asking::Nobody,
         }
     }
 
     pub(super) fn asking(self) -> Asking {
         match self {
-            Way::Elicitation | Way::InputRequired => Asking::Person,
-            Way::Nobody => Asking::Nobody,
+            ElicitationMode::Elicitation | ElicitationMode::InputRequired => Asking::Person,
+            ElicitationMode::Nobody => Asking::Nobody,
         }
     }
 }

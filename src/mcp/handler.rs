@@ -19,7 +19,7 @@ use tracing::Instrument;
 
 use super::asking::Binding;
 use super::resuming::bad_state;
-use super::toolbox::{Introduction, Visit};
+use super::toolbox::{Introduction, ToolContext};
 use super::tools::session_as_written;
 use super::turns::Turn;
 use super::{Server, Shared, custom_request_error, resources};
@@ -148,7 +148,7 @@ impl ServerHandler for Server {
                 None => {
                     toolbox
                         .call(
-                            Visit {
+                            ToolContext {
                                 server: self,
                                 owner,
                                 context: &context,

@@ -649,6 +649,22 @@ fn kind_text(kind: FileType) -> &'static str {
     }
 }
 
+/// Runs file work where it may wait: a path can lie on a slow or absent network disk.
+pub(super) async fn on_a_thread<T: Send + 'static>(
+    files: &HostFiles,
+    work: impl FnOnce(HostFiles) -> Result<T, HostFileError> + Send + 'static,
+) -> Result<T, HostFileError> {
+    let files = files.clone();
+    match tokio::task::spawn_blocking(move || work(files)).await {
+        Ok(done) => done,
+        Err(error) => match error.try_into_panic() {
+            Ok(panic) => std::panic::resume_unwind(panic),
+            // The runtime is ending and took the work away; nobody waits for an answer any more.
+            Err(_) => std::future::pending().await,
+        },
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use std::io::{Read, Write};

@@ -2,20 +2,18 @@
 //!
 //! ```text
 //! transport (stdio, http) → handler → toolbox: the tools of a profile
-//!      wire: strict reading              │ tools: names and schemas
-//!                                        │ arguments: what was written, checked
-//!                                        │   → calls → render: outcomes as text, images and
-//!                                        │             structured content; compare: many of them
-//!                                        │           → tasks, desk: what takes longer than a
-//!                                        │             caller waits
-//!                                        │           → asking, resuming: what a person must
-//!                                        │             allow first
-//!                                        │           → resources, progress, host_files
+//!      wire: strict reading              │ tools: the default profile, a file for each tool
 //!                                        │ profiles: the tools of other servers
+//!                                        │   arguments: what a client wrote, checked
+//!                                        │   calls: what calls of all tools share
+//!                                        │   tasks, jobs: what takes longer than a caller waits
+//!                                        │   asking, resuming: what a person must allow first
+//!                                        │   render: outcomes as text, images and fields
+//!                                        │   resources, progress, host_files
 //!                                        └→ sessions, through ops::Host
 //! ```
 //!
-//! A transport carries messages, `handler` decides what each one means, `calls` and `profiles`
+//! A transport carries messages, `handler` decides what each one means, `tools` and `profiles`
 //! carry tool calls out; the other files are pure. Both protocol eras are served: 2026-07-28, where
 //! every request stands alone, and the older ones that begin with `initialize`.
 //!
@@ -30,12 +28,12 @@ mod arguments;
 mod asking;
 mod bodies;
 mod calls;
-mod compare;
 mod connections;
-mod desk;
+mod duration;
 mod handler;
 mod host_files;
 pub mod http;
+mod jobs;
 mod missing_modules;
 pub(crate) mod place;
 mod profiles;
@@ -43,7 +41,6 @@ mod progress;
 mod render;
 mod resources;
 mod resuming;
-mod servers;
 mod stdio;
 mod tasks;
 mod toolbox;
@@ -71,11 +68,11 @@ use crate::session::servers::Trust;
 use crate::session::{InsidePath, Principal, Refused, SessionId, SessionState, WorkFolder};
 use asking::Seals;
 pub use asking::StateKey;
-use calls::{LARGEST_INLINE, MOST_CALLS};
-use desk::{Desk, Places};
+use calls::MOST_CALLS;
 pub use host_files::{HostFiles, RootError};
+use jobs::{CallSlots, Jobs};
 pub use profiles::{Modules, Profile};
-use resources::{Address, CutOutputs};
+use resources::{Address, CutOutputs, LARGEST_INLINE};
 pub use stdio::{ServeError, serve_stdio};
 use toolbox::Toolbox;
 
@@ -242,8 +239,8 @@ struct Shared {
     front: Front,
     max_wait: Duration,
     cut_outputs: Mutex<CutOutputs>,
-    calls: Places,
-    desk: Desk,
+    calls: CallSlots,
+    jobs: Jobs,
     seals: Seals,
     /// Cancelled when the server is about to end, so that callers who wait for code are answered.
     draining: CancellationToken,
@@ -293,8 +290,8 @@ impl Server {
                 front: settings.front,
                 max_wait: settings.max_wait,
                 cut_outputs: Mutex::default(),
-                calls: Places::new(MOST_CALLS),
-                desk: Desk::default(),
+                calls: CallSlots::new(MOST_CALLS),
+                jobs: Jobs::default(),
                 seals: Seals::new(&settings.state_key),
                 draining: CancellationToken::new(),
                 sessions_outlive_server: settings.sessions_outlive_server,

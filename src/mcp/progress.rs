@@ -11,7 +11,7 @@ use std::time::Duration;
 use tokio::sync::watch;
 use tokio::time::{Instant, sleep_until};
 
-use super::tools::Seconds;
+use super::duration::Seconds;
 use crate::sandbox::Preparation;
 use crate::session::News;
 

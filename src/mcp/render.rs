@@ -15,20 +15,18 @@ use std::time::Duration;
 
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
-use rmcp::model::{CallToolResult, ContentBlock, ResourceContents};
+use rmcp::model::{CallToolResult, ContentBlock};
 use serde_json::{Map, Value, json};
 
-use super::desk::Kind;
+use super::duration::Seconds;
+use super::jobs::JobKind;
 use super::resources;
-use super::tools::Seconds;
-use crate::sandbox::{Exit, Isolation, Layer, Preparation};
-use crate::session::install::InstallReport;
+use crate::sandbox::{Exit, Isolation, Layer};
 use crate::session::tools::{CallEnd, ToolCalls};
 use crate::session::{
-    CheckpointInfo, ExecutionId, FileChanges, FileNote, FilesCarried, ForkReport, Image,
-    InsidePath, LateOutput, Others, Outcome, Output, OutputId, OutputPart, Part, PythonError,
-    ResetReport, SessionId, SessionInfo, StateAfter, Status, Stream, Uncollected, Underway,
-    UndoReport, Variable, VariableChanges, WorkFolder, most_undone,
+    CheckpointInfo, ExecutionId, FileChanges, FileNote, FilesCarried, Image, LateOutput, Others,
+    Outcome, Output, OutputId, OutputPart, Part, PythonError, SessionId, StateAfter, Status,
+    Stream, Uncollected, Underway, Variable, VariableChanges,
 };
 
 /// What an execution without output reads.
@@ -217,7 +215,7 @@ pub(super) fn underway(underway: &Underway, occasion: Occasion) -> CallToolResul
 }
 
 /// Says that work other than a cell has ended, to whoever does not ask for it.
-pub(super) fn work_has_ended(kind: Kind, session: &SessionId) -> String {
+pub(super) fn work_has_ended(kind: JobKind, session: &SessionId) -> String {
     format!(
         "The {} that was begun earlier has ended; call check_execution with \
          session_id \"{session}\" to get its result.",
@@ -347,323 +345,14 @@ pub(super) fn nothing_to_check(session: &SessionId) -> CallToolResult {
     finished(vec![ContentBlock::text(text)], structured, false)
 }
 
-/// Renders a file as content: pictures as such, text as text, the rest as bytes.
-pub(super) fn inline_file(
-    session: &SessionId,
-    relpath: &InsidePath,
-    bytes: &[u8],
-) -> CallToolResult {
-    let uri = resources::file_uri(session, relpath);
-    let content = match (image::guess_format(bytes), std::str::from_utf8(bytes)) {
-        (Ok(image::ImageFormat::Png), _) => {
-            ContentBlock::image(STANDARD.encode(bytes), "image/png")
-        }
-        (Ok(image::ImageFormat::Jpeg), _) => {
-            ContentBlock::image(STANDARD.encode(bytes), "image/jpeg")
-        }
-        (_, Ok(text)) => ContentBlock::embedded_text(uri, text),
-        (_, Err(_)) => ContentBlock::resource(ResourceContents::blob(STANDARD.encode(bytes), uri)),
-    };
-    let structured =
-        json!({"session_id": session.as_str(), "relpath": relpath.as_str(), "bytes": bytes.len()});
-    finished(vec![content], structured, false)
-}
-
 /// Nobody reads fractions of a second in a sentence.
 fn whole(duration: Duration) -> Duration {
     Duration::from_secs(duration.as_secs())
 }
 
-/// Renders an installation.
-pub(super) fn installed(session: &SessionId, report: &InstallReport) -> CallToolResult {
-    let mut lines = vec![report.text.trim_end().to_owned()];
-    let needs_reset = |module: &&String| !report.preloaded.contains(module);
-    let imported = report
-        .loaded
-        .iter()
-        .filter(needs_reset)
-        .map(String::as_str)
-        .collect::<Vec<_>>();
-    if !imported.is_empty() {
-        lines.push(format!(
-            "Imported before, from elsewhere: {}. After a reset the new version is used; a new \
-             process (`!python`) uses \
-             it now.",
-            imported.join(", ")
-        ));
-    }
-    if !report.preloaded.is_empty() {
-        let verb = if report.preloaded.len() == 1 {
-            "is"
-        } else {
-            "are"
-        };
-        lines.push(format!(
-            "{} {verb} preloaded here; a reset does not change that. Only a new process \
-             (`!python`) uses the new \
-             version; for the session itself the server needs an environment that has it.",
-            report.preloaded.join(", ")
-        ));
-    }
-    let text = lines.join("\n");
-    let structured = json!({
-        "session_id": session.as_str(),
-        "text": text,
-        "reset_needed_for": imported,
-    });
-    finished(vec![ContentBlock::text(text)], structured, false)
-}
-
-/// Renders a reset.
-pub(super) fn reset(
-    session: &SessionId,
-    report: &ResetReport,
-    preparation: &Preparation,
-) -> CallToolResult {
-    let running = if report.interrupted_running_cell {
-        " The cell that was running was stopped."
-    } else {
-        ""
-    };
-    let files = if report.files_kept {
-        "files in the working folder are kept"
-    } else {
-        "files are gone too"
-    };
-    let begun = match report.had_no_session {
-        true => format!("Session \"{session}\" has no Python now; the next cell starts one anew."),
-        false => format!("Python was started anew in session \"{session}\"."),
-    };
-    let mut text = format!("{begun}{running} Variables and imports are gone; {files}.");
-    match preparation {
-        Preparation::Failed { why } if report.had_no_session => {
-            text.push_str(&format!(
-                "\nPython could not be started when this was last tried: {why}\nThe server tries \
-                 it again by itself and \
-                 with the next cell."
-            ));
-        }
-        other if report.had_no_session => {
-            let step = other
-                .step_text()
-                .map(|step| format!(" Python is being prepared ({step})."));
-            text.push_str(&step.unwrap_or_default());
-        }
-        _ => {}
-    }
-    let structured = json!({
-        "session_id": session.as_str(),
-        "interrupted_running_cell": report.interrupted_running_cell,
-        "files_kept": report.files_kept,
-    });
-    finished(vec![ContentBlock::text(text)], structured, false)
-}
-
-/// Renders a reset that waits for something.
-pub(super) fn resetting(session: &SessionId, waits_for: Option<String>) -> CallToolResult {
-    let why = waits_for.map_or(String::new(), |why| format!(" ({why})"));
-    let text = format!(
-        "Session \"{session}\" is not ready yet{why}. Cells that waited in it will not run. The \
-         next cell waits until it \
-         is ready."
-    );
-    let structured = json!({
-        "session_id": session.as_str(),
-        "interrupted_running_cell": false,
-        "files_kept": true,
-        "status": "waiting",
-    });
-    finished(vec![ContentBlock::text(text)], structured, false)
-}
-
-/// Renders new sessions that are copies of another.
-pub(super) fn forked(source: &SessionId, report: &ForkReport) -> CallToolResult {
-    let names: Vec<String> = report
-        .forks
-        .iter()
-        .map(|fork| format!("\"{fork}\""))
-        .collect();
-    let what = match &report.files {
-        FilesCarried::Copied | FilesCarried::Restored => "variables, imports and files".to_owned(),
-        FilesCarried::Shared => {
-            "variables and imports; the working folder is the same for all sessions".to_owned()
-        }
-        FilesCarried::LeftAlone { why } => {
-            format!("variables and imports, but not its files ({why})")
-        }
-    };
-    let mut lines = vec![format!(
-        "Session \"{source}\" was copied to {}. A copy starts with the source's {what}. From now \
-         on \
-         they do not affect each other. Close those that are not needed any more with \
-         close_session.",
-        names.join(", ")
-    )];
-    lines.extend(not_carried_over(&report.lost));
-    lines.extend(report.notes.iter().cloned());
-    let structured = json!({
-        "forks": report.forks.iter().map(SessionId::as_str).collect::<Vec<_>>(),
-        "source": source.as_str(),
-        "not_carried_over": report.lost,
-        "files": carried_fields(&report.files),
-        "notes": report.notes,
-    });
-    finished(
-        vec![ContentBlock::text(lines.join("\n"))],
-        structured,
-        false,
-    )
-}
-
-/// Renders a session that is back where it was.
-pub(super) fn undone(session: &SessionId, report: &UndoReport) -> CallToolResult {
-    let cells = match report.undone {
-        1 => "The last cell".to_owned(),
-        cells => format!("The last {cells} cells"),
-    };
-    let verb = if report.undone == 1 { "is" } else { "are" };
-    let files = match &report.files {
-        FilesCarried::Restored | FilesCarried::Copied => {
-            "Variables and files of the working folder are as they were before.".to_owned()
-        }
-        FilesCarried::Shared => {
-            "Variables are as they were before. The working folder is shared by all sessions, and \
-                                 its files were left as they are."
-                .to_owned()
-        }
-        FilesCarried::LeftAlone { why } => {
-            format!("Variables are as they were before. Files were left as they are: {why}.")
-        }
-    };
-    let revived = if report.revived {
-        " Python had ended and is back."
-    } else {
-        ""
-    };
-    let mut lines = vec![format!(
-        "{cells} of session \"{session}\" {verb} undone.{revived} {files}"
-    )];
-    lines.extend(not_carried_over(&report.lost));
-    lines.extend(report.notes.iter().cloned());
-    lines.push(match most_undone(&report.left) {
-        0 => "Nothing more can be undone.".to_owned(),
-        1 => "1 more cell can be undone.".to_owned(),
-        more => format!("{more} more cells can be undone."),
-    });
-    let structured = json!({
-        "session_id": session.as_str(),
-        "undone": report.undone,
-        "revived": report.revived,
-        "not_carried_over": report.lost,
-        "files": carried_fields(&report.files),
-        "can_undo": checkpoint_fields(&report.left),
-        "notes": report.notes,
-    });
-    finished(
-        vec![ContentBlock::text(lines.join("\n"))],
-        structured,
-        false,
-    )
-}
-
-/// Renders what can be undone.
-pub(super) fn checkpoints(session: &SessionId, checkpoints: &[CheckpointInfo]) -> CallToolResult {
-    let line = |checkpoint: &CheckpointInfo| {
-        let CheckpointInfo {
-            cells_back,
-            before,
-            age,
-        } = checkpoint;
-        let seconds = age.as_secs();
-        format!("cells={cells_back}: as it was before `{before}`, {seconds} s ago")
-    };
-    let text = if checkpoints.is_empty() {
-        format!("Nothing can be undone in session \"{session}\".")
-    } else {
-        checkpoints.iter().map(line).collect::<Vec<_>>().join("\n")
-    };
-    let structured =
-        json!({"session_id": session.as_str(), "can_undo": checkpoint_fields(checkpoints)});
-    finished(vec![ContentBlock::text(text)], structured, false)
-}
-
 /// The line about what a copy could not take with it; nothing when it has everything.
 pub(super) fn not_carried_over(lost: &[String]) -> Option<String> {
     (!lost.is_empty()).then(|| format!("Not carried over: {}.", lost.join(", ")))
-}
-
-/// Renders a finished transfer. The host's path is the caller's own words and is not repeated in
-/// the structured part.
-pub(super) fn transfer(
-    session: &SessionId,
-    relpath: &str,
-    bytes: u64,
-    direction: Direction<'_>,
-) -> CallToolResult {
-    let text = match direction {
-        Direction::In => {
-            format!(
-                "Copied {bytes} bytes to \"{relpath}\" in the working folder of session \"{}\".",
-                session.as_str()
-            )
-        }
-        Direction::Out { local_path } => {
-            format!(
-                "Copied {bytes} bytes from \"{relpath}\" of session \"{}\" to \"{local_path}\".",
-                session.as_str()
-            )
-        }
-    };
-    let structured = json!({"session_id": session.as_str(), "relpath": relpath, "bytes": bytes});
-    finished(vec![ContentBlock::text(text)], structured, false)
-}
-
-/// Which way a file went.
-pub(super) enum Direction<'a> {
-    In,
-    Out { local_path: &'a str },
-}
-
-/// Renders the list of sessions.
-pub(super) fn sessions(sessions: &[SessionInfo]) -> CallToolResult {
-    let lines: Vec<String> = sessions.iter().map(session_line).collect();
-    let text = if lines.is_empty() {
-        "There are no sessions.".to_owned()
-    } else {
-        lines.join("\n")
-    };
-    let structured = json!({
-        "sessions": sessions
-            .iter()
-            .map(|session| {
-                json!({
-                    "session_id": session.id.as_str(),
-                    "state": session.state,
-                    "ended": session.ended,
-                    "executions": session.executions,
-                    "age_seconds": session.age.as_secs_f64(),
-                    "idle_seconds": session.idle.as_secs_f64(),
-                    "memory_bytes": session.memory,
-                    "network": session.rules.iter().map(ToString::to_string).collect::<Vec<_>>(),
-                })
-            })
-            .collect::<Vec<_>>(),
-    });
-    finished(vec![ContentBlock::text(text)], structured, false)
-}
-
-/// Renders a closed session.
-pub(super) fn closed(session: &SessionId, work_folder: WorkFolder) -> CallToolResult {
-    let lost = match work_folder {
-        WorkFolder::Private => "its variables and files are gone",
-        WorkFolder::Shared => "its variables are gone, files in the working folder are kept",
-    };
-    let text = format!("Session \"{}\" is closed; {lost}.", session.as_str());
-    finished(
-        vec![ContentBlock::text(text)],
-        json!({"session_id": session.as_str()}),
-        false,
-    )
 }
 
 /// Renders a call that was not carried out, with the chain of reasons in one sentence.
@@ -1071,7 +760,7 @@ fn file_fields(changes: &FileChanges) -> Value {
     })
 }
 
-fn carried_fields(files: &FilesCarried) -> Value {
+pub(super) fn carried_fields(files: &FilesCarried) -> Value {
     let (state, why) = match files {
         FilesCarried::Copied => ("copied", None),
         FilesCarried::Restored => ("restored", None),
@@ -1081,7 +770,7 @@ fn carried_fields(files: &FilesCarried) -> Value {
     json!({"state": state, "why": why})
 }
 
-fn checkpoint_fields(checkpoints: &[CheckpointInfo]) -> Vec<Value> {
+pub(super) fn checkpoint_fields(checkpoints: &[CheckpointInfo]) -> Vec<Value> {
     let fields = |checkpoint: &CheckpointInfo| {
         let CheckpointInfo {
             cells_back,
@@ -1106,36 +795,14 @@ fn isolation_fields(isolation: &Isolation) -> Map<String, Value> {
         .collect()
 }
 
-fn session_line(session: &SessionInfo) -> String {
-    let mut line = format!(
-        "{}: {}, {} executions",
-        session.id.as_str(),
-        session.state.name(),
-        session.executions
-    );
-    if let Some(memory) = session.memory {
-        line.push_str(&format!(", {}", bytes_text(memory)));
-    }
-    line.push_str(&format!(", idle for {} s", session.idle.as_secs()));
-    let reached: Vec<String> = session.rules.iter().map(ToString::to_string).collect();
-    if !reached.is_empty() {
-        line.push_str(&format!(", reaches {}", reached.join(", ")));
-    }
-    if let Some(why) = &session.ended {
-        line.push_str(&format!(" (ended: {why})"));
-    }
-    line
-}
-
 #[cfg(test)]
 mod tests {
     use std::time::Duration;
 
-    use super::super::tools::ToolName;
     use super::super::tools::tests::assert_valid_output;
     use super::*;
-    use crate::sandbox::{Blocked, LayerKind, MemoryUse, OuterMemory, Reason, Rules};
-    use crate::session::{ExecutionId, ImageType, SessionState};
+    use crate::sandbox::{Blocked, LayerKind, MemoryUse, OuterMemory, Reason};
+    use crate::session::{ExecutionId, ImageType};
 
     fn outcome(status: Status, parts: Vec<Part>) -> Outcome {
         let chars = |part: &Part| match part {
@@ -1255,7 +922,7 @@ mod tests {
             Occasion::Answer,
         ))
         .unwrap();
-        assert_valid_output(ToolName::Execute, &result["structuredContent"]);
+        assert_valid_output("execute_ipython_cell", &result["structuredContent"]);
         assert_eq!(
             result["structuredContent"]["text"],
             result["content"][0]["text"]
@@ -1559,7 +1226,7 @@ mod tests {
                 Occasion::Answer,
             ))
             .unwrap();
-            assert_valid_output(ToolName::Execute, &result["structuredContent"]);
+            assert_valid_output("execute_ipython_cell", &result["structuredContent"]);
             assert_eq!(result["structuredContent"]["can_undo"], can_undo);
             result["content"][0]["text"].as_str().unwrap().to_owned()
         };
@@ -1751,64 +1418,6 @@ mod tests {
         );
     }
 
-    #[test]
-    fn the_other_tools_results_fit_their_schemas() {
-        let session: SessionId = "s".parse().unwrap();
-        let info = SessionInfo {
-            id: session.clone(),
-            state: SessionState::Ended,
-            ended: Some("it ran out of memory".to_owned()),
-            executions: 2,
-            age: Duration::from_secs(9),
-            idle: Duration::from_millis(1500),
-            memory: None,
-            rules: Rules::parse(&["example.com"]).unwrap(),
-            requested: Vec::new(),
-        };
-        let report = ResetReport {
-            interrupted_running_cell: true,
-            files_kept: true,
-            had_no_session: false,
-        };
-        let results = [
-            (
-                ToolName::Reset,
-                reset(&session, &report, &Preparation::Ready),
-            ),
-            (
-                ToolName::Reset,
-                resetting(&session, Some("Python is being prepared".to_owned())),
-            ),
-            (ToolName::Upload, transfer(&session, "a", 5, Direction::In)),
-            (
-                ToolName::Download,
-                transfer(&session, "a", 5, Direction::Out { local_path: "b" }),
-            ),
-            (ToolName::List, sessions(&[info])),
-            (ToolName::List, sessions(&[])),
-            (ToolName::Close, closed(&session, WorkFolder::Private)),
-        ];
-        let branched = [
-            (
-                ToolName::Fork,
-                forked(&session, &fork_report(FilesCarried::Copied, &["2 threads"])),
-            ),
-            (
-                ToolName::Undo,
-                undone(&session, &undo_report(FilesCarried::Restored, &[])),
-            ),
-            (
-                ToolName::Checkpoints,
-                checkpoints(&session, &undo_report(FilesCarried::Restored, &[]).left),
-            ),
-            (ToolName::Checkpoints, checkpoints(&session, &[])),
-        ];
-        for (tool, result) in results.into_iter().chain(branched) {
-            assert_eq!(result.is_error, Some(false));
-            assert_valid_output(tool, result.structured_content.as_ref().unwrap());
-        }
-    }
-
     fn uncollected(number: u64, first_line: &str, failure: Option<&str>) -> Uncollected {
         let (first_line, failure) = (first_line.to_owned(), failure.map(str::to_owned));
         Uncollected {
@@ -1821,7 +1430,7 @@ mod tests {
     fn told(outcome: &Outcome, occasion: Occasion) -> String {
         let result =
             serde_json::to_value(execution(&"s".parse().unwrap(), outcome, occasion)).unwrap();
-        assert_valid_output(ToolName::Execute, &result["structuredContent"]);
+        assert_valid_output("execute_ipython_cell", &result["structuredContent"]);
         result["content"][0]["text"].as_str().unwrap().to_owned()
     }
 
@@ -1918,7 +1527,11 @@ mod tests {
             result["structuredContent"]["text"],
             result["content"][0]["text"]
         );
-        let result = named(transfer(&session, "a", 5, Direction::In));
+        let result = named(finished(
+            vec![ContentBlock::text("Copied.")],
+            json!({"bytes": 5}),
+            false,
+        ));
         assert!(
             result["content"][0]["text"]
                 .as_str()
@@ -1929,220 +1542,6 @@ mod tests {
         assert_eq!(result["structuredContent"].get("text"), None);
         let result = named(refused(&std::io::Error::other("x")));
         assert_eq!(result["content"][0]["text"], format!("x\n{line}"));
-    }
-
-    #[test]
-    fn a_reset_tells_what_it_stopped_and_kept() {
-        let session: SessionId = "s".parse().unwrap();
-        let told = |interrupted_running_cell, files_kept| {
-            let report = ResetReport {
-                interrupted_running_cell,
-                files_kept,
-                had_no_session: false,
-            };
-            parts(reset(&session, &report, &Preparation::Ready)).0
-        };
-        assert!(told(true, true).contains("was stopped") && told(true, true).contains("are kept"));
-        assert!(
-            !told(false, false).contains("was stopped")
-                && told(false, false).contains("files are gone too")
-        );
-    }
-
-    #[test]
-    fn an_installation_says_for_which_modules_a_reset_helps() {
-        let told = |loaded: &[&str], preloaded: &[&str]| {
-            let texts = |names: &[&str]| {
-                names
-                    .iter()
-                    .map(|name| (*name).to_owned())
-                    .collect::<Vec<_>>()
-            };
-            let text = "Successfully installed numpy-1.26.4\n".to_owned();
-            let report = InstallReport {
-                text,
-                loaded: texts(loaded),
-                preloaded: texts(preloaded),
-                ruling: None,
-            };
-            parts(installed(&"s".parse().unwrap(), &report))
-        };
-        let (text, structured) = told(&["numpy", "yaml"], &["numpy"]);
-        assert!(
-            text.contains("\nnumpy is preloaded here; a reset does not change that."),
-            "{text}"
-        );
-        assert!(
-            text.contains("\nImported before, from elsewhere: yaml. After a reset"),
-            "{text}"
-        );
-        assert_eq!(structured["reset_needed_for"], json!(["yaml"]));
-        let (text, structured) = told(&["numpy"], &["numpy"]);
-        assert!(!text.contains("After a reset"), "{text}");
-        assert_eq!(structured["reset_needed_for"], json!([]));
-        assert_eq!(told(&[], &[]).0, "Successfully installed numpy-1.26.4");
-    }
-
-    #[test]
-    fn a_reset_of_nothing_does_not_claim_that_python_was_started() {
-        let report = ResetReport {
-            interrupted_running_cell: false,
-            files_kept: true,
-            had_no_session: true,
-        };
-        let told =
-            |preparation: &Preparation| parts(reset(&"s".parse().unwrap(), &report, preparation)).0;
-        let ready = told(&Preparation::Ready);
-        assert!(
-            !ready.contains("was started") && ready.contains("the next cell starts one"),
-            "{ready}"
-        );
-        let working = Preparation::Working {
-            step: "downloading packages".to_owned(),
-            done: 3,
-            total: Some(54),
-        };
-        assert!(
-            told(&working).ends_with("Python is being prepared (downloading packages, 3 of 54).")
-        );
-        let failed = told(&Preparation::Failed {
-            why: "no network".to_owned(),
-        });
-        assert!(
-            failed.contains("could not be started") && failed.contains("no network"),
-            "{failed}"
-        );
-        assert!(failed.contains("tries it again"), "{failed}");
-    }
-
-    fn fork_report(files: FilesCarried, lost: &[&str]) -> ForkReport {
-        ForkReport {
-            forks: ["s-1", "s-2"].map(|fork| fork.parse().unwrap()).to_vec(),
-            lost: lost.iter().map(|text| (*text).to_owned()).collect(),
-            files,
-            notes: vec!["A note.".to_owned()],
-        }
-    }
-
-    fn undo_report(files: FilesCarried, lost: &[&str]) -> UndoReport {
-        let checkpoint = |cells_back, before: &str| CheckpointInfo {
-            cells_back,
-            before: before.to_owned(),
-            age: Duration::from_millis(2500),
-        };
-        UndoReport {
-            undone: 1,
-            revived: false,
-            lost: lost.iter().map(|text| (*text).to_owned()).collect(),
-            files,
-            left: vec![checkpoint(1, "x = 2"), checkpoint(3, "x = 1")],
-            notes: Vec::new(),
-        }
-    }
-
-    /// The text and the structured content of a result.
-    fn parts(result: CallToolResult) -> (String, Value) {
-        let result = serde_json::to_value(result).unwrap();
-        (
-            result["content"][0]["text"].as_str().unwrap().to_owned(),
-            result["structuredContent"].clone(),
-        )
-    }
-
-    #[test]
-    fn a_fork_names_the_copies_and_what_they_lack() {
-        let session: SessionId = "s".parse().unwrap();
-        let (text, structured) = parts(forked(
-            &session,
-            &fork_report(FilesCarried::Copied, &["2 threads", "1 pipe"]),
-        ));
-        for words in [
-            "\"s-1\", \"s-2\"",
-            "imports and files.",
-            "Not carried over: 2 threads, 1 pipe.",
-            "A note.",
-        ] {
-            assert!(text.contains(words), "{words:?} is not in {text:?}");
-        }
-        assert_eq!(
-            structured,
-            json!({
-                "forks": ["s-1", "s-2"],
-                "source": "s",
-                "not_carried_over": ["2 threads", "1 pipe"],
-                "files": {"state": "copied", "why": null},
-                "notes": ["A note."],
-            })
-        );
-        let (text, structured) = parts(forked(&session, &fork_report(FilesCarried::Shared, &[])));
-        assert!(
-            text.contains("the same for all sessions") && !text.contains("Not carried over"),
-            "{text}"
-        );
-        assert_eq!(structured["files"]["state"], "shared");
-    }
-
-    #[test]
-    fn an_undo_tells_what_is_back_and_what_more_could_be() {
-        let session: SessionId = "s".parse().unwrap();
-        let (text, structured) = parts(undone(&session, &undo_report(FilesCarried::Restored, &[])));
-        assert!(
-            text.starts_with("The last cell of session \"s\" is undone. Variables and files"),
-            "{text}"
-        );
-        assert!(text.ends_with("3 more cells can be undone."), "{text}");
-        assert_eq!(
-            structured["can_undo"][1],
-            json!({"cells": 3, "before": "x = 1", "age_seconds": 2.5})
-        );
-        assert_eq!(
-            structured["files"],
-            json!({"state": "restored", "why": null})
-        );
-        let why = FilesCarried::LeftAlone {
-            why: "the folder holds more than 64 MiB".to_owned(),
-        };
-        let crashed = UndoReport {
-            undone: 2,
-            revived: true,
-            left: vec![],
-            ..undo_report(why, &["1 connection"])
-        };
-        let (text, structured) = parts(undone(&session, &crashed));
-        for words in [
-            "The last 2 cells",
-            "are undone",
-            "Python had ended and is back",
-            "Files were left as they are: the folder holds more than 64 MiB.",
-            "Not carried over: 1 connection.",
-            "Nothing more can be undone.",
-        ] {
-            assert!(text.contains(words), "{words:?} is not in {text:?}");
-        }
-        assert_eq!(structured["revived"], true);
-        assert_eq!(
-            structured["files"]["why"],
-            "the folder holds more than 64 MiB"
-        );
-    }
-
-    #[test]
-    fn what_can_be_undone_is_listed_with_the_argument_that_does_it() {
-        let session: SessionId = "s".parse().unwrap();
-        let (text, structured) = parts(checkpoints(
-            &session,
-            &undo_report(FilesCarried::Restored, &[]).left,
-        ));
-        assert!(
-            text.starts_with("cells=1: as it was before `x = 2`, 2 s ago\ncells=3"),
-            "{text}"
-        );
-        assert_eq!(structured["can_undo"][0]["cells"], 1);
-        assert!(
-            parts(checkpoints(&session, &[]))
-                .0
-                .contains("Nothing can be undone")
-        );
     }
 
     #[test]

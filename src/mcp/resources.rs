@@ -23,6 +23,10 @@ use serde_json::Value;
 use crate::http::files::percent_decoded;
 use crate::session::{ExecutionId, InsidePath, OutputId, OutputPart, Principal, SessionId, Slice};
 
+/// The largest file that a result holds. A model reads less, and larger files have a route of their
+/// own.
+pub(super) const LARGEST_INLINE: u64 = 1024 * 1024;
+
 /// Bytes in one answer unless the reader asks for another number. Large enough for nearly every
 /// output, small enough for a context window.
 pub(super) const DEFAULT_LIMIT: usize = 256 * 1024;

@@ -8,13 +8,12 @@ use std::time::Duration;
 
 use rmcp::RoleServer;
 use rmcp::model::{
-    CallToolResponse, CallToolResult, ClientResult, ElicitRequest, ErrorData, InputResponses,
-    ServerRequest,
+    CallToolResponse, ClientResult, ElicitRequest, ErrorData, InputResponses, ServerRequest,
 };
 use rmcp::service::{PeerRequestOptions, RequestContext, RequestHandle, ServiceError};
 use tokio::time::sleep;
 
-use super::asking::{self, Binding, Resumption, Titles, Way};
+use super::asking::{self, Binding, ElicitationMode, Resumption, Titles};
 use super::calls::with_progress;
 use super::progress::Reporter;
 use super::render::Occasion;
@@ -33,7 +32,7 @@ const UNTIL_STOPPED: Duration = Duration::from_secs(10);
 
 /// How the answer to a call about an execution is given.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Manner {
+pub(super) struct ReplyMode {
     /// How long the caller waits for code.
     pub(super) wait: Duration,
     pub(super) max_chars: usize,
@@ -60,19 +59,23 @@ impl Server {
         owner: &Principal,
         session: &SessionId,
         mut told: Result<Checked, Refused>,
-        manner: Manner,
+        mode: ReplyMode,
         context: &RequestContext<RoleServer>,
     ) -> CallToolResponse {
-        if Way::of(context) == Way::Elicitation {
-            told = self.ask_meanwhile(owner, told, manner, context).await;
+        if ElicitationMode::of(context) == ElicitationMode::Elicitation {
+            told = self.ask_meanwhile(owner, told, mode, context).await;
         }
-        match (&told, Way::of(context), context.extensions.get::<Binding>()) {
-            (Ok(Checked::Underway(underway)), Way::InputRequired, Some(binding))
+        match (
+            &told,
+            ElicitationMode::of(context),
+            context.extensions.get::<Binding>(),
+        ) {
+            (Ok(Checked::Underway(underway)), ElicitationMode::InputRequired, Some(binding))
                 if !underway.asks.is_empty() =>
             {
                 self.input_required(underway, binding)
             }
-            _ => self.rendered(owner, session, told, manner).await,
+            _ => self.rendered(owner, session, told, mode).await,
         }
     }
 
@@ -82,7 +85,7 @@ impl Server {
         &self,
         owner: &Principal,
         mut told: Result<Checked, Refused>,
-        manner: Manner,
+        mode: ReplyMode,
         context: &RequestContext<RoleServer>,
     ) -> Result<Checked, Refused> {
         loop {
@@ -91,20 +94,20 @@ impl Server {
                 other => return other,
             };
             let news = News::new("waiting for a person's decision".to_owned());
-            let reporter = Reporter::new(self.shared.sessions.preparation(), manner.wait, &news);
+            let reporter = Reporter::new(self.shared.sessions.preparation(), mode.wait, &news);
             let handle = underway.handle.clone();
             let said = with_progress(
-                Box::pin(self.elicit(owner, &underway, manner, context)),
+                Box::pin(self.elicit(owner, &underway, mode, context)),
                 reporter,
                 context,
             )
             .await;
             told = match said {
                 Said::Decided(decisions) => {
-                    self.decide(owner, &handle, decisions, "elicitation", manner, context)
+                    self.decide(owner, &handle, decisions, "elicitation", mode, context)
                         .await
                 }
-                Said::Over => self.go_on(owner, &handle, manner, context).await,
+                Said::Over => self.go_on(owner, &handle, mode, context).await,
                 Said::Left(told) => return told,
             };
         }
@@ -124,16 +127,16 @@ impl Server {
             Resumption::Execution {
                 handle, session, ..
             } => {
-                let manner = self.manner(context);
+                let mode = self.reply_mode(context);
                 let told = match decisions {
                     Some(decisions) => {
-                        self.decide(owner, &handle, decisions, "input_required", manner, context)
+                        self.decide(owner, &handle, decisions, "input_required", mode, context)
                             .await
                     }
                     // Without an answer it is asked again, at once.
-                    None => self.go_on(owner, &handle, manner, context).await,
+                    None => self.go_on(owner, &handle, mode, context).await,
                 };
-                self.answer_or_ask(owner, &session, told, manner, context)
+                self.answer_or_ask(owner, &session, told, mode, context)
                     .await
             }
             Resumption::Install {
@@ -149,7 +152,7 @@ impl Server {
     }
 
     /// How a call is answered that says nothing else about it.
-    pub(super) fn manner(&self, context: &RequestContext<RoleServer>) -> Manner {
+    pub(super) fn reply_mode(&self, context: &RequestContext<RoleServer>) -> ReplyMode {
         let Shared {
             max_wait,
             most_compared_chars,
@@ -161,7 +164,7 @@ impl Server {
         } else {
             *max_wait
         };
-        Manner {
+        ReplyMode {
             wait,
             max_chars: *most_compared_chars,
             as_task,
@@ -177,9 +180,12 @@ impl Server {
         asked: Asked,
         context: &RequestContext<RoleServer>,
     ) -> Result<Leave, CallToolResponse> {
-        let asking = Way::of(context).asking();
-        match (Way::of(context), context.extensions.get::<Binding>()) {
-            (Way::InputRequired, Some(binding)) => {
+        let asking = ElicitationMode::of(context).asking();
+        match (
+            ElicitationMode::of(context),
+            context.extensions.get::<Binding>(),
+        ) {
+            (ElicitationMode::InputRequired, Some(binding)) => {
                 let (session, requirements) = (session.clone(), requirements.to_vec());
                 let resumption = Resumption::Install {
                     session: session.clone(),
@@ -191,7 +197,7 @@ impl Server {
                     .seals
                     .input_required(&resumption, &[asked], binding, &session))
             }
-            (Way::Elicitation, _) => {
+            (ElicitationMode::Elicitation, _) => {
                 let ids = [asked.id];
                 let Ok(mut form) = send_form(session, &[asked], context).await else {
                     return Err(render::refused(&NotAsked).into());
@@ -239,7 +245,7 @@ impl Server {
         &self,
         owner: &Principal,
         underway: &Underway,
-        manner: Manner,
+        mode: ReplyMode,
         context: &RequestContext<RoleServer>,
     ) -> Said {
         let Underway {
@@ -267,12 +273,12 @@ impl Server {
                 }
                 () = context.ct.cancelled() => {
                     withdraw(form).await;
-                    return Said::Left(self.stopped(owner, handle, manner).await);
+                    return Said::Left(self.stopped(owner, handle, mode).await);
                 }
                 () = sleep(BETWEEN_LOOKS) => {}
             }
             let which = Which::This(handle.clone());
-            let told = self.check_now(owner, which.clone(), manner.max_chars).await;
+            let told = self.check_now(owner, which.clone(), mode.max_chars).await;
             let is_open = matches!(
                 &told,
                 Ok(Checked::Underway(now)) if now.asks.iter().any(|asked| ids.contains(&asked.id))
@@ -291,7 +297,7 @@ impl Server {
         handle: &ExecutionHandle,
         decisions: Vec<Decision>,
         how: &'static str,
-        manner: Manner,
+        mode: ReplyMode,
         context: &RequestContext<RoleServer>,
     ) -> Result<Checked, Refused> {
         self.shared
@@ -305,7 +311,7 @@ impl Server {
                 },
             )
             .await?;
-        self.go_on(owner, handle, manner, context).await
+        self.go_on(owner, handle, mode, context).await
     }
 
     /// Waits for an execution that goes on. A cancelled call stops it.
@@ -313,7 +319,7 @@ impl Server {
         &self,
         owner: &Principal,
         handle: &ExecutionHandle,
-        manner: Manner,
+        mode: ReplyMode,
         context: &RequestContext<RoleServer>,
     ) -> Result<Checked, Refused> {
         let Shared {
@@ -321,13 +327,13 @@ impl Server {
         } = &*self.shared;
         let which = Which::This(handle.clone());
         let news = News::default();
-        let reporter = Reporter::new(sessions.preparation(), manner.wait, &news);
+        let reporter = Reporter::new(sessions.preparation(), mode.wait, &news);
         let checking = sessions.run_with(
             owner,
             ops::Check {
                 execution: which.clone(),
-                wait: manner.wait,
-                max_chars: manner.max_chars,
+                wait: mode.wait,
+                max_chars: mode.max_chars,
             },
             Io {
                 progress: news,
@@ -339,11 +345,11 @@ impl Server {
             biased;
             () = draining.cancelled() => {
                 self.may_promise()?;
-                self.check_now(owner, which.clone(), manner.max_chars)
+                self.check_now(owner, which.clone(), mode.max_chars)
                     .await
             }
             told = with_progress(checking, reporter, context) => told,
-            () = context.ct.cancelled() => self.stopped(owner, handle, manner).await,
+            () = context.ct.cancelled() => self.stopped(owner, handle, mode).await,
         }
     }
 
@@ -352,7 +358,7 @@ impl Server {
         &self,
         owner: &Principal,
         handle: &ExecutionHandle,
-        manner: Manner,
+        mode: ReplyMode,
     ) -> Result<Checked, Refused> {
         let which = Which::This(handle.clone());
         self.shared
@@ -371,7 +377,7 @@ impl Server {
                 ops::Check {
                     execution: which.clone(),
                     wait: UNTIL_STOPPED,
-                    max_chars: manner.max_chars,
+                    max_chars: mode.max_chars,
                 },
             )
             .await
@@ -382,10 +388,10 @@ impl Server {
         owner: &Principal,
         session: &SessionId,
         told: Result<Checked, Refused>,
-        manner: Manner,
+        mode: ReplyMode,
     ) -> CallToolResponse {
         let occasion = |again| {
-            if manner.is_check {
+            if mode.is_check {
                 Occasion::Check { again }
             } else {
                 Occasion::Answer
@@ -400,7 +406,7 @@ impl Server {
                 .told(owner, &session, &outcome, occasion(again))
                 .await
                 .into(),
-            Ok(Checked::Underway(underway)) if manner.as_task => tasks::created(&underway),
+            Ok(Checked::Underway(underway)) if mode.as_task => tasks::created(&underway),
             Ok(Checked::Underway(underway)) => render::underway(&underway, occasion(false)).into(),
             Ok(Checked::Nothing) => render::nothing_to_check(session).into(),
             Err(refused) => render::refused(&refused).into(),
@@ -453,28 +459,5 @@ fn decided<E>(
         Err(_) | Ok(Err(ServiceError::TransportClosed | ServiceError::TransportSend(_))) => None,
         // An error, or something else than an answer, is no permission.
         Ok(_) => Some(asking::decisions(ids, None)),
-    }
-}
-
-/// Where an installation puts its question, since its work runs in a task of its own.
-pub(super) type Question = std::sync::Arc<std::sync::Mutex<Option<Asked>>>;
-
-/// Renders what came of an installation, unless it has to be asked about.
-pub(super) fn installed_or_asked(
-    session: &SessionId,
-    done: Result<crate::session::install::InstallReport, Refused>,
-    question: &Question,
-) -> CallToolResult {
-    match done {
-        Ok(report) => render::installed(session, &report),
-        Err(refused) => {
-            let result = render::refused(&refused);
-            if let Refused::Ask { asked, .. } = refused {
-                *question
-                    .lock()
-                    .unwrap_or_else(std::sync::PoisonError::into_inner) = Some(*asked);
-            }
-            result
-        }
     }
 }

@@ -15,7 +15,7 @@ use rmcp::model::{
 use rmcp::service::RequestContext;
 use serde_json::{Value, json};
 
-use super::asking::{Way, all_decisions, input_requests};
+use super::asking::{ElicitationMode, all_decisions, input_requests};
 use super::render::Occasion;
 use super::{Server, render};
 use crate::ops::{self, HostExt};
@@ -63,7 +63,8 @@ impl Server {
         let checked = self.check_now(owner, which.clone(), max_chars).await;
         let (underway, payload) = match checked {
             Ok(Checked::Underway(underway))
-                if Way::of(context) != Way::Nobody && !underway.asks.is_empty() =>
+                if ElicitationMode::of(context) != ElicitationMode::Nobody
+                    && !underway.asks.is_empty() =>
             {
                 let input_requests = input_requests(&underway.session, &underway.asks);
                 (

@@ -13,7 +13,6 @@ use tokio::sync::{mpsc, watch};
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 
-use super::tools::ToolName;
 use super::tools::tests::assert_valid_output;
 use super::*;
 use crate::ops::{Op, Reply, Ticket};
@@ -457,7 +456,7 @@ impl Client {
     /// Runs a cell and returns its result, which must fit the schema.
     async fn run(&mut self, code: &str) -> Value {
         let result = self.ask(execute(1, code)).await["result"].take();
-        assert_valid_output(ToolName::Execute, &result["structuredContent"]);
+        assert_valid_output("execute_ipython_cell", &result["structuredContent"]);
         result
     }
 
@@ -901,8 +900,8 @@ async fn an_unknown_tool_is_answered_with_the_nearest_name() {
 #[tokio::test]
 async fn the_other_tools_answer_in_their_schemas() {
     let mut client = Client::legacy("2025-11-25").await;
-    for tool in [ToolName::Reset, ToolName::List, ToolName::Close] {
-        let answer = client.ask(call(tool.as_str(), json!({}))).await;
+    for tool in ["reset", "list_sessions", "close_session"] {
+        let answer = client.ask(call(tool, json!({}))).await;
         assert_eq!(answer["result"]["isError"], false, "{answer}");
         assert_valid_output(tool, &answer["result"]["structuredContent"]);
     }
@@ -916,18 +915,18 @@ async fn sessions_branch_in_both_eras_and_answer_in_their_schemas() {
         {"name": "c", "code": "refuse"},
     ]);
     let calls = [
-        (ToolName::Fork, json!({"count": 2})),
+        ("fork_session", json!({"count": 2})),
         (
-            ToolName::Fork,
+            "fork_session",
             json!({"session_id": "s", "names": ["left", "right"]}),
         ),
-        (ToolName::Undo, json!({"cells": 2})),
-        (ToolName::Checkpoints, json!({})),
-        (ToolName::Explore, json!({"variants": variants})),
+        ("undo", json!({"cells": 2})),
+        ("list_checkpoints", json!({})),
+        ("explore", json!({"variants": variants})),
     ];
     let (mut older, mut newer) = (Client::legacy("2025-11-25").await, Client::new());
     for (tool, arguments) in calls {
-        let parameters = json!({"name": tool.as_str(), "arguments": arguments});
+        let parameters = json!({"name": tool, "arguments": arguments});
         let old = older
             .ask(request(1, "tools/call", parameters.clone()))
             .await;
@@ -1336,7 +1335,7 @@ async fn files_are_copied_both_ways_within_the_allowed_directory() {
             json!({"relpath": "a.txt", "local_path": "in.txt"}),
         ))
         .await;
-    assert_valid_output(ToolName::Upload, &up["result"]["structuredContent"]);
+    assert_valid_output("upload_file", &up["result"]["structuredContent"]);
     assert_eq!(up["result"]["structuredContent"]["bytes"], 12);
     let down = client
         .ask(call(
@@ -1344,7 +1343,7 @@ async fn files_are_copied_both_ways_within_the_allowed_directory() {
             json!({"relpath": "b.txt", "local_path": "new/out.txt"}),
         ))
         .await;
-    assert_valid_output(ToolName::Download, &down["result"]["structuredContent"]);
+    assert_valid_output("download_file", &down["result"]["structuredContent"]);
     assert_eq!(
         std::fs::read_to_string(client.folder.path().join("new/out.txt")).unwrap(),
         "halfwhole"
@@ -1536,7 +1535,7 @@ async fn a_closed_session_is_no_longer_listed_as_alive() {
     let listed =
         client.ask(call("list_sessions", json!({}))).await["result"]["structuredContent"].take();
     assert_eq!(listed["sessions"][0]["session_id"], "default");
-    assert_valid_output(ToolName::List, &listed);
+    assert_valid_output("list_sessions", &listed);
     client.ask(call("close_session", json!({}))).await;
     let listed =
         client.ask(call("list_sessions", json!({}))).await["result"]["structuredContent"].take();
@@ -1643,7 +1642,7 @@ async fn the_best_variant_can_take_the_place_of_the_session() {
     let arguments = json!({"variants": variants, "keep": "best", "best_by": "x", "replace": true});
     let explored =
         client.ask(call("explore", arguments)).await["result"]["structuredContent"].take();
-    assert_valid_output(ToolName::Explore, &explored);
+    assert_valid_output("explore", &explored);
     assert_eq!(
         (&explored["replaced"], &explored["kept"][0]["variant"]),
         (&json!(true), &json!("high")),

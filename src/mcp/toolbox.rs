@@ -1,7 +1,7 @@
 //! A toolbox: the tools that clients of one profile see, and how their calls are carried out.
 //!
 //! The handler knows no tool. It finds one here by its name and hands the call over; whoever is
-//! calling, order, progress and sessions are the same for all profiles. [`Catalogue`] is the
+//! calling, order, progress and sessions are the same for all profiles. `tools` has the
 //! toolbox of the default profile, `profiles` has those of other servers.
 
 use async_trait::async_trait;
@@ -11,10 +11,9 @@ use rmcp::model::{
 };
 use rmcp::service::RequestContext;
 
+use super::Server;
 use super::arguments::nearest;
-use super::tools::{Catalogue, ToolName, session_as_written};
 use super::turns::Extent;
-use super::{Server, render};
 use crate::auth::Scope;
 use crate::session::Principal;
 
@@ -38,7 +37,7 @@ pub(super) struct Introduction {
 
 /// One call: who wants it of which server.
 #[derive(Clone, Copy)]
-pub(super) struct Visit<'a> {
+pub(super) struct ToolContext<'a> {
     pub(super) server: &'a Server,
     pub(super) owner: &'a Principal,
     pub(super) context: &'a RequestContext<RoleServer>,
@@ -52,9 +51,14 @@ pub(super) trait Toolbox: Send + Sync {
     fn find(&self, name: &str) -> Option<Entry>;
 
     /// Carries out a call of a tool that `find` has found.
-    async fn call(&self, visit: Visit<'_>, tool: Entry, arguments: JsonObject) -> CallToolResponse;
+    async fn call(
+        &self,
+        tool_context: ToolContext<'_>,
+        tool: Entry,
+        arguments: JsonObject,
+    ) -> CallToolResponse;
 
-    /// Answers a call of a tool that there is not.
+    /// Answers a call to an unknown tool.
     fn unknown(&self, name: &str) -> Result<CallToolResponse, ErrorData> {
         let shown: String = name.chars().take(128).collect();
         let text = match nearest(name, self.tools().iter().map(|tool| tool.name.as_ref())) {
@@ -80,41 +84,5 @@ pub(super) trait Toolbox: Send + Sync {
         _arguments: Option<&JsonObject>,
     ) -> Result<GetPromptResult, ErrorData> {
         Err(ErrorData::method_not_found::<GetPromptRequestMethod>())
-    }
-}
-
-#[async_trait]
-impl Toolbox for Catalogue {
-    fn tools(&self) -> &[Tool] {
-        self.all()
-    }
-
-    fn find(&self, name: &str) -> Option<Entry> {
-        let tool = ToolName::from_name(name)?;
-        Some(Entry {
-            name: tool.as_str(),
-            scope: tool.scope(),
-            extent: tool.extent(),
-        })
-    }
-
-    async fn call(&self, visit: Visit<'_>, tool: Entry, arguments: JsonObject) -> CallToolResponse {
-        let Visit {
-            server,
-            owner,
-            context,
-        } = visit;
-        let tool = ToolName::from_name(tool.name).expect("find has found it");
-        let is_named = session_as_written(Some(&arguments)).is_some();
-        let call = match self.parse(tool, arguments) {
-            Ok(call) => call,
-            Err(bad) => return render::refused(&bad).into(),
-        };
-        let unnamed = call.made_session().filter(|_| !is_named).cloned();
-        let response = server.carry_out(owner, call, context).await;
-        match unnamed {
-            Some(session) => server.naming(owner, &session, response).await,
-            None => response,
-        }
     }
 }

@@ -19,8 +19,9 @@ use rmcp::model::{
 };
 use serde_json::{Value, json};
 
-use super::super::arguments::{self, Given, LARGEST_CODE};
-use super::super::toolbox::{Entry, Introduction, Toolbox, Visit};
+use super::super::arguments::{Given, LARGEST_CODE};
+use super::super::toolbox::{Entry, Introduction, ToolContext, Toolbox};
+use super::super::tools::requirements;
 use super::super::turns::Extent;
 use super::super::{McpSettings, render};
 use super::{Modules, Ran, Written, failed, said, schema, telling, unknown_tool};
@@ -116,13 +117,13 @@ impl CodeExecuter {
 
     async fn carry_out(
         &self,
-        visit: Visit<'_>,
+        tool_context: ToolContext<'_>,
         tool: Entry,
         arguments: JsonObject,
     ) -> Result<CallToolResult, String> {
-        let _place = visit
+        let _slot = tool_context
             .server
-            .place(visit.owner)
+            .call_slot(tool_context.owner)
             .map_err(|busy| format!("Error: {busy}"))?;
         let mut written = Written::new(tool.name, &self.tools, arguments)
             .map_err(|bad| format!("Error: {bad}"))?;
@@ -132,17 +133,16 @@ impl CodeExecuter {
                 let dependencies = match &dependencies.value {
                     None => Vec::new(),
                     Some(Value::Array(items)) if items.is_empty() => Vec::new(),
-                    Some(_) => arguments::requirements(dependencies)
-                        .map_err(|bad| format!("Error: {bad}"))?,
+                    Some(_) => requirements(dependencies).map_err(|bad| format!("Error: {bad}"))?,
                 };
-                self.start(visit, dependencies).await
+                self.start(tool_context, dependencies).await
             }
             "execute_code" => {
                 let code = written
                     .take("code")
                     .text(LARGEST_CODE, 0)
                     .map_err(|bad| format!("Error: {bad}"))?;
-                self.execute(visit, &code).await
+                self.execute(tool_context, &code).await
             }
             "stop_code_executer" => {
                 let named = match written.take("name") {
@@ -153,7 +153,7 @@ impl CodeExecuter {
                 let name = match named {
                     Some(name) => name,
                     None => {
-                        self.current(visit)
+                        self.current(tool_context)
                             .await
                             .map_err(refusal)?
                             .ok_or(NOT_RUNNING)?
@@ -163,38 +163,43 @@ impl CodeExecuter {
                 let delete = written.take_leniently("delete_service");
                 let delete = delete.value.is_none()
                     || delete.flag().map_err(|bad| format!("Error: {bad}"))?;
-                self.stop(visit, &name, delete).await
+                self.stop(tool_context, &name, delete).await
             }
             _ => {
                 let name = name(written.take("name"))?;
-                self.reuse(visit, &name).await
+                self.reuse(tool_context, &name).await
             }
         }
     }
 
     async fn start(
         &self,
-        visit: Visit<'_>,
+        tool_context: ToolContext<'_>,
         dependencies: Vec<String>,
     ) -> Result<CallToolResult, String> {
-        let name = self.free_name(visit).await.map_err(refusal)?;
-        visit
+        let name = self.free_name(tool_context).await.map_err(refusal)?;
+        tool_context
             .run(&name, String::new(), START_TIME, MOST_OUTPUT)
             .await
             .map_err(refusal)?;
         if !dependencies.is_empty() {
-            let installed = visit
+            let installed = tool_context
                 .server
-                .install_to_end(visit.owner, &name, dependencies, visit.context)
+                .install_to_end(
+                    tool_context.owner,
+                    &name,
+                    dependencies,
+                    tool_context.context,
+                )
                 .await;
             if let Err(refused) = installed {
                 // Half a service is none.
-                let _ = visit
+                let _ = tool_context
                     .server
                     .shared
                     .sessions
                     .run(
-                        visit.owner,
+                        tool_context.owner,
                         ops::CloseSession {
                             session: name.clone(),
                         },
@@ -203,7 +208,7 @@ impl CodeExecuter {
                 return Err(refusal(refused));
             }
         }
-        self.change(visit.owner, |services| {
+        self.change(tool_context.owner, |services| {
             services.current = Some(name.clone())
         });
         Ok(said(format!(
@@ -211,27 +216,31 @@ impl CodeExecuter {
         )))
     }
 
-    async fn execute(&self, visit: Visit<'_>, code: &str) -> Result<CallToolResult, String> {
+    async fn execute(
+        &self,
+        tool_context: ToolContext<'_>,
+        code: &str,
+    ) -> Result<CallToolResult, String> {
         let Current {
             name: session,
             is_new,
         } = self
-            .current(visit)
+            .current(tool_context)
             .await
             .map_err(refusal)?
             .ok_or(NO_SERVICE)?;
         let place = is_new.then(|| format!("({})", code_runs_in(&session)));
-        self.change(visit.owner, |services| {
+        self.change(tool_context.owner, |services| {
             services.current = Some(session.clone())
         });
         match code.trim() {
             "clear" => {
-                visit
+                tool_context
                     .server
                     .shared
                     .sessions
                     .run(
-                        visit.owner,
+                        tool_context.owner,
                         ops::Reset {
                             session: session.clone(),
                         },
@@ -245,7 +254,7 @@ impl CodeExecuter {
         }
         let (problem, anew) = self
             .modules
-            .check_anew(visit, &session, code)
+            .check_anew(tool_context, &session, code)
             .await
             .map_err(refusal)?;
         if let Some(problem) = problem {
@@ -262,7 +271,7 @@ impl CodeExecuter {
         let Ran {
             outcome,
             anew: later,
-        } = visit
+        } = tool_context
             .run_anew(&session, code, self.timeout, MOST_OUTPUT)
             .await
             .map_err(refusal)?;
@@ -272,18 +281,18 @@ impl CodeExecuter {
 
     async fn stop(
         &self,
-        visit: Visit<'_>,
+        tool_context: ToolContext<'_>,
         name: &SessionId,
         delete: bool,
     ) -> Result<CallToolResult, String> {
-        let sessions = &visit.server.shared.sessions;
+        let sessions = &tool_context.server.shared.sessions;
         let is_there = self
-            .all(visit)
+            .all(tool_context)
             .await
             .map_err(refusal)?
             .iter()
             .any(|service| service.id == *name);
-        let is_stopped = self.is_stopped(visit.owner, name);
+        let is_stopped = self.is_stopped(tool_context.owner, name);
         if !is_there || (is_stopped && !delete) {
             return Err(NOT_RUNNING.to_owned());
         }
@@ -291,7 +300,7 @@ impl CodeExecuter {
             true => {
                 sessions
                     .run(
-                        visit.owner,
+                        tool_context.owner,
                         ops::CloseSession {
                             session: name.clone(),
                         },
@@ -301,7 +310,7 @@ impl CodeExecuter {
             // What ran is over and its memory is free; files and packages wait.
             false => sessions
                 .run(
-                    visit.owner,
+                    tool_context.owner,
                     ops::Reset {
                         session: name.clone(),
                     },
@@ -310,7 +319,7 @@ impl CodeExecuter {
                 .map(drop),
         };
         done.map_err(refusal)?;
-        self.change(visit.owner, |services| {
+        self.change(tool_context.owner, |services| {
             services.current.take_if(|current| current == name);
             match delete {
                 true => services.stopped.remove(name),
@@ -320,29 +329,33 @@ impl CodeExecuter {
         let Some(Current {
             name: next,
             is_new: true,
-        }) = self.current(visit).await.map_err(refusal)?
+        }) = self.current(tool_context).await.map_err(refusal)?
         else {
             return Ok(said(STOPPED));
         };
-        self.change(visit.owner, |services| {
+        self.change(tool_context.owner, |services| {
             services.current = Some(next.clone())
         });
         Ok(said(format!("{STOPPED} {}", code_runs_in(&next))))
     }
 
-    async fn reuse(&self, visit: Visit<'_>, name: &SessionId) -> Result<CallToolResult, String> {
-        let services = self.all(visit).await.map_err(refusal)?;
+    async fn reuse(
+        &self,
+        tool_context: ToolContext<'_>,
+        name: &SessionId,
+    ) -> Result<CallToolResult, String> {
+        let services = self.all(tool_context).await.map_err(refusal)?;
         let service = services
             .iter()
             .find(|service| service.id == *name)
             .ok_or(NOT_RUNNING)?;
         if service.ended.is_some() {
-            visit
+            tool_context
                 .server
                 .shared
                 .sessions
                 .run(
-                    visit.owner,
+                    tool_context.owner,
                     ops::Reset {
                         session: name.clone(),
                     },
@@ -350,7 +363,7 @@ impl CodeExecuter {
                 .await
                 .map_err(refusal)?;
         }
-        self.change(visit.owner, |services| {
+        self.change(tool_context.owner, |services| {
             services.stopped.remove(name);
             services.current = Some(name.clone());
         });
@@ -359,11 +372,11 @@ impl CodeExecuter {
 
     /// Returns the service that calls mean: the one that was started or reused last. When that one
     /// is gone, or this server is new, it is the youngest one that runs.
-    async fn current(&self, visit: Visit<'_>) -> Result<Option<Current>, Refused> {
-        let services = self.all(visit).await?;
+    async fn current(&self, tool_context: ToolContext<'_>) -> Result<Option<Current>, Refused> {
+        let services = self.all(tool_context).await?;
         let remembered = self
             .services()
-            .get(visit.owner)
+            .get(tool_context.owner)
             .and_then(|services| services.current.clone());
         if let Some(name) =
             remembered.filter(|current| services.iter().any(|service| service.id == *current))
@@ -375,7 +388,7 @@ impl CodeExecuter {
         }
         let running = services
             .into_iter()
-            .filter(|service| !self.is_stopped(visit.owner, &service.id));
+            .filter(|service| !self.is_stopped(tool_context.owner, &service.id));
         let youngest = running.min_by_key(|service| service.age);
         Ok(youngest.map(|service| Current {
             name: service.id,
@@ -383,12 +396,12 @@ impl CodeExecuter {
         }))
     }
 
-    async fn all(&self, visit: Visit<'_>) -> Result<Vec<SessionInfo>, Refused> {
-        let sessions = visit
+    async fn all(&self, tool_context: ToolContext<'_>) -> Result<Vec<SessionInfo>, Refused> {
+        let sessions = tool_context
             .server
             .shared
             .sessions
-            .run(visit.owner, ops::ListSessions {})
+            .run(tool_context.owner, ops::ListSessions {})
             .await?;
         Ok(sessions
             .into_iter()
@@ -398,9 +411,9 @@ impl CodeExecuter {
 
     /// Returns the time as a name, or with a number behind it when two services are started within
     /// a second.
-    async fn free_name(&self, visit: Visit<'_>) -> Result<SessionId, Refused> {
+    async fn free_name(&self, tool_context: ToolContext<'_>) -> Result<SessionId, Refused> {
         let taken: HashSet<String> = self
-            .all(visit)
+            .all(tool_context)
             .await?
             .iter()
             .map(|service| service.id.to_string())
@@ -449,8 +462,13 @@ impl Toolbox for CodeExecuter {
             .find(|entry| entry.name == name)
     }
 
-    async fn call(&self, visit: Visit<'_>, tool: Entry, arguments: JsonObject) -> CallToolResponse {
-        self.carry_out(visit, tool, arguments)
+    async fn call(
+        &self,
+        tool_context: ToolContext<'_>,
+        tool: Entry,
+        arguments: JsonObject,
+    ) -> CallToolResponse {
+        self.carry_out(tool_context, tool, arguments)
             .await
             .unwrap_or_else(failed)
             .into()

@@ -13,12 +13,11 @@ use async_trait::async_trait;
 use rmcp::model::{CallToolResponse, CallToolResult, ContentBlock, ErrorData, JsonObject, Tool};
 use serde_json::{Value, json};
 
-use super::super::arguments::{
-    LARGEST_CODE, LONGEST_PATH, LONGEST_SERVER_NAME, MOST_OUTPUT_CHARS, Source,
-};
+use super::super::arguments::{LARGEST_CODE, LONGEST_PATH, LONGEST_SERVER_NAME, MOST_OUTPUT_CHARS};
 use super::super::calls::or_cancelled;
 use super::super::host_files::{HostFileError, Overwrite};
-use super::super::toolbox::{Entry, Introduction, Toolbox, Visit};
+use super::super::toolbox::{Entry, Introduction, ToolContext, Toolbox};
+use super::super::tools::Source;
 use super::super::turns::Extent;
 use super::super::{Front, McpSettings, render};
 use super::{Written, failed, said, schema, telling, unknown_tool};
@@ -88,38 +87,43 @@ impl Ipybox {
 
     async fn carry_out(
         &self,
-        visit: Visit<'_>,
+        tool_context: ToolContext<'_>,
         tool: Entry,
         arguments: JsonObject,
     ) -> Result<CallToolResult, Failure> {
-        let _place = visit
+        let _slot = tool_context
             .server
-            .place(visit.owner)
+            .call_slot(tool_context.owner)
             .map_err(|busy| Failure(busy.to_string()))?;
         let mut written = Written::new(tool.name, &self.tools, arguments).map_err(Failure::of)?;
         match tool.name {
-            "execute_ipython_cell" => self.execute(visit, written).await,
+            "execute_ipython_cell" => self.execute(tool_context, written).await,
             "install_package" => {
                 let name = written
                     .take("package_name")
                     .text(LONGEST_PATH, 1)
                     .map_err(Failure::of)?;
                 let session = SessionId::default_session();
-                let report = visit
+                let report = tool_context
                     .server
-                    .install_to_end(visit.owner, &session, vec![name], visit.context)
+                    .install_to_end(
+                        tool_context.owner,
+                        &session,
+                        vec![name],
+                        tool_context.context,
+                    )
                     .await?;
                 Ok(said(report.text.trim_end()))
             }
             "reset" => {
                 let session = SessionId::default_session();
-                let reset = visit.server.shared.sessions.run(
-                    visit.owner,
+                let reset = tool_context.server.shared.sessions.run(
+                    tool_context.owner,
                     ops::Reset {
                         session: session.clone(),
                     },
                 );
-                match or_cancelled(visit.context, reset).await {
+                match or_cancelled(tool_context.context, reset).await {
                     Ok(_) => Ok(CallToolResult::success(Vec::new())),
                     // Nothing has run yet, so everything is as a reset would leave it.
                     Err(error) if matches!(error.downcast_ref(), Some(Refused::Unknown { .. })) => {
@@ -128,15 +132,15 @@ impl Ipybox {
                     Err(error) => Err(Failure(telling::with_causes(&*error))),
                 }
             }
-            "register_mcp_server" => register(visit, written).await,
-            "upload_file" => transfer(visit, written, Direction::Upload).await,
-            _ => transfer(visit, written, Direction::Download).await,
+            "register_mcp_server" => register(tool_context, written).await,
+            "upload_file" => transfer(tool_context, written, Direction::Upload).await,
+            _ => transfer(tool_context, written, Direction::Download).await,
         }
     }
 
     async fn execute(
         &self,
-        visit: Visit<'_>,
+        tool_context: ToolContext<'_>,
         mut written: Written,
     ) -> Result<CallToolResult, Failure> {
         let code = written
@@ -154,12 +158,12 @@ impl Ipybox {
         let session = SessionId::default_session();
         // A page that is cut keeps three fifths of its characters at its head, so that twice as
         // many hold all that is shown.
-        let outcome = visit.run(&session, code, timeout, 2 * most).await?;
+        let outcome = tool_context.run(&session, code, timeout, 2 * most).await?;
         if let Some(failure) = failure(&outcome, most) {
             return Err(failure);
         }
         let mut text = cut(telling::printed(&outcome).trim(), most);
-        let links = self.keep_images(visit, &session, &outcome).await;
+        let links = self.keep_images(tool_context, &session, &outcome).await;
         if !links.is_empty() {
             let gap = if text.is_empty() { "" } else { "\n\n" };
             text.push_str(&format!("{gap}Generated images:\n\n{}", links.join("\n")));
@@ -174,7 +178,7 @@ impl Ipybox {
     /// Puts the pictures of a cell into the session's folder, and returns the lines that say where.
     async fn keep_images(
         &self,
-        visit: Visit<'_>,
+        tool_context: ToolContext<'_>,
         session: &SessionId,
         outcome: &Outcome,
     ) -> Vec<String> {
@@ -184,10 +188,10 @@ impl Ipybox {
             let ending = image.kind.extension();
             let path: Result<InsidePath, _> = format!("{}/{name}.{ending}", self.images).parse();
             let path = path.expect("a folder and a short name are a path");
-            let sessions = &visit.server.shared.sessions;
+            let sessions = &tool_context.server.shared.sessions;
             let kept = sessions
                 .run_with(
-                    visit.owner,
+                    tool_context.owner,
                     ops::WriteFile {
                         session: session.clone(),
                         path: path.clone(),
@@ -224,8 +228,13 @@ impl Toolbox for Ipybox {
             .find(|entry| listed && entry.name == name)
     }
 
-    async fn call(&self, visit: Visit<'_>, tool: Entry, arguments: JsonObject) -> CallToolResponse {
-        let done = self.carry_out(visit, tool, arguments).await;
+    async fn call(
+        &self,
+        tool_context: ToolContext<'_>,
+        tool: Entry,
+        arguments: JsonObject,
+    ) -> CallToolResponse {
+        let done = self.carry_out(tool_context, tool, arguments).await;
         done.unwrap_or_else(|Failure(why)| {
             failed(format!("Error executing tool {}: {why}", tool.name))
         })
@@ -298,7 +307,10 @@ fn random_name() -> String {
 }
 
 /// Registers another MCP server and names its tools, as modules below `mcptools`, one block each.
-async fn register(visit: Visit<'_>, mut written: Written) -> Result<CallToolResult, Failure> {
+async fn register(
+    tool_context: ToolContext<'_>,
+    mut written: Written,
+) -> Result<CallToolResult, Failure> {
     let name = written
         .take("server_name")
         .text(LONGEST_SERVER_NAME, 1)
@@ -315,14 +327,14 @@ async fn register(visit: Visit<'_>, mut written: Written) -> Result<CallToolResu
     let request = ServerRequest {
         name,
         params,
-        trust: visit.server.shared.front.trust(),
+        trust: tool_context.server.shared.front.trust(),
     };
-    let registered = visit
+    let registered = tool_context
         .server
         .shared
         .sessions
-        .run(visit.owner, ops::RegisterServer { server: request });
-    let report = or_cancelled(visit.context, registered)
+        .run(tool_context.owner, ops::RegisterServer { server: request });
+    let report = or_cancelled(tool_context.context, registered)
         .await
         .map_err(|error| match error.downcast::<Refused>() {
             Ok(refused) => Failure::from(*refused),
@@ -351,7 +363,7 @@ enum Direction {
 }
 
 async fn transfer(
-    visit: Visit<'_>,
+    tool_context: ToolContext<'_>,
     mut written: Written,
     direction: Direction,
 ) -> Result<CallToolResult, Failure> {
@@ -370,11 +382,11 @@ async fn transfer(
                 Failure(format!("Invalid path: escapes root directory ({cause})"))
             })?;
     let session = SessionId::default_session();
-    let Visit {
+    let ToolContext {
         server,
         owner,
         context,
-    } = visit;
+    } = tool_context;
     let done = match direction {
         Direction::Upload => {
             let source = Source::Local(local_path.clone());

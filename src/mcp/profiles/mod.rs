@@ -34,8 +34,8 @@ use serde_json::Value;
 
 use super::McpSettings;
 use super::arguments::{BadArgument, Given, nearest, shortened};
-use super::asking::Way;
-use super::toolbox::{Toolbox, Visit};
+use super::asking::ElicitationMode;
+use super::toolbox::{ToolContext, Toolbox};
 use super::tools::Catalogue;
 use super::wire;
 use crate::ops::{self, HostExt};
@@ -152,7 +152,7 @@ fn started_anew(why: &str) -> String {
     format!("(Python was started anew, because {why}.)")
 }
 
-impl Visit<'_> {
+impl ToolContext<'_> {
     /// Runs a cell to its end.
     async fn run(
         &self,
@@ -161,7 +161,7 @@ impl Visit<'_> {
         timeout: Duration,
         max_output_chars: usize,
     ) -> Result<Outcome, Refused> {
-        let asking = Way::of(self.context).asking_meanwhile();
+        let asking = ElicitationMode::of(self.context).asking_meanwhile();
         let request = ExecuteRequest {
             code,
             timeout,

@@ -11,7 +11,7 @@ use std::time::Duration;
 use serde_json::{Value, json};
 
 use super::super::wire;
-use super::{Visit, started_anew};
+use super::{ToolContext, started_anew};
 use crate::ops::{self, HostExt};
 use crate::session::{Outcome, Part, Refused, SessionId, Status, Stream};
 
@@ -59,17 +59,17 @@ impl Modules {
     /// Looks at code before it runs in a session. `first` is run before, in the same cell.
     pub(super) async fn check(
         &self,
-        visit: Visit<'_>,
+        tool_context: ToolContext<'_>,
         session: &SessionId,
         code: &str,
         first: &str,
     ) -> Result<Option<Problem>, Refused> {
         let word = SessionId::random();
-        let sessions = visit
+        let sessions = tool_context
             .server
             .shared
             .sessions
-            .run(visit.owner, ops::ListSessions {})
+            .run(tool_context.owner, ops::ListSessions {})
             .await?;
         let requested = sessions
             .into_iter()
@@ -79,7 +79,9 @@ impl Modules {
             "{first}\n{}",
             self.cell(code, &requested.unwrap_or_default(), word.as_str())
         );
-        let outcome = visit.run(session, cell, CHECK_TIME, CHECK_CHARS).await?;
+        let outcome = tool_context
+            .run(session, cell, CHECK_TIME, CHECK_CHARS)
+            .await?;
         Ok(verdict(&outcome, word.as_str()))
     }
 
@@ -87,28 +89,28 @@ impl Modules {
     /// value says so.
     pub(super) async fn check_anew(
         &self,
-        visit: Visit<'_>,
+        tool_context: ToolContext<'_>,
         session: &SessionId,
         code: &str,
     ) -> Result<(Option<Problem>, Option<String>), Refused> {
         if self.is_empty() {
             return Ok((None, None));
         }
-        match self.check(visit, session, code, "").await {
+        match self.check(tool_context, session, code, "").await {
             Err(Refused::Ended { why, .. }) => {
-                visit
+                tool_context
                     .server
                     .shared
                     .sessions
                     .run(
-                        visit.owner,
+                        tool_context.owner,
                         ops::Reset {
                             session: session.clone(),
                         },
                     )
                     .await?;
                 Ok((
-                    self.check(visit, session, code, "").await?,
+                    self.check(tool_context, session, code, "").await?,
                     Some(started_anew(&why)),
                 ))
             }

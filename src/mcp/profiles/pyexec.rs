@@ -11,7 +11,7 @@ use rmcp::model::{CallToolResponse, CallToolResult, ContentBlock, ErrorData, Jso
 use serde_json::json;
 
 use super::super::arguments::{LARGEST_CODE, Unnamed};
-use super::super::toolbox::{Entry, Introduction, Toolbox, Visit};
+use super::super::toolbox::{Entry, Introduction, ToolContext, Toolbox};
 use super::super::turns::Extent;
 use super::super::{McpSettings, render};
 use super::{Ran, Written, failed, schema, telling, unknown_tool};
@@ -44,12 +44,12 @@ impl Pyexec {
 
     async fn execute(
         &self,
-        visit: Visit<'_>,
+        tool_context: ToolContext<'_>,
         arguments: JsonObject,
     ) -> Result<CallToolResult, String> {
-        let _place = visit
+        let _slot = tool_context
             .server
-            .place(visit.owner)
+            .call_slot(tool_context.owner)
             .map_err(|busy| format!("✗ Error: {busy}"))?;
         let mut written = Written::new(EXECUTE.name, &self.tools, arguments)
             .map_err(|bad| format!("✗ Error: {bad}"))?;
@@ -64,7 +64,7 @@ impl Pyexec {
         if code.trim().is_empty() {
             return Err("Error: No Python code provided".to_owned());
         }
-        let ran = visit
+        let ran = tool_context
             .run_anew(&session, &code, self.timeout, MOST_OUTPUT)
             .await;
         let Ran { outcome, anew } = ran.map_err(|refused| {
@@ -89,11 +89,11 @@ impl Toolbox for Pyexec {
 
     async fn call(
         &self,
-        visit: Visit<'_>,
+        tool_context: ToolContext<'_>,
         _tool: Entry,
         arguments: JsonObject,
     ) -> CallToolResponse {
-        self.execute(visit, arguments)
+        self.execute(tool_context, arguments)
             .await
             .unwrap_or_else(failed)
             .into()

@@ -18,7 +18,7 @@ use rmcp::model::{CallToolResponse, CallToolResult, ContentBlock, ErrorData, Jso
 use serde_json::{Value, json};
 
 use super::super::arguments::{LARGEST_CODE, LONGEST_PATH};
-use super::super::toolbox::{Entry, Introduction, Toolbox, Visit};
+use super::super::toolbox::{Entry, Introduction, ToolContext, Toolbox};
 use super::super::turns::Extent;
 use super::super::{McpSettings, render};
 use super::modules::{Modules, Problem, answer, runners_own};
@@ -79,13 +79,13 @@ impl PythonDocker {
 
     async fn carry_out(
         &self,
-        visit: Visit<'_>,
+        tool_context: ToolContext<'_>,
         tool: Entry,
         arguments: JsonObject,
     ) -> Result<CallToolResult, Failure> {
-        let _place = visit
+        let _slot = tool_context
             .server
-            .place(visit.owner)
+            .call_slot(tool_context.owner)
             .map_err(|busy| Failure(busy.to_string()))?;
         if arguments.is_empty() {
             return Err(Failure("Missing arguments".to_owned()));
@@ -103,27 +103,27 @@ impl PythonDocker {
                         ));
                     }
                 };
-                self.transient(visit, &code, &state).await
+                self.transient(tool_context, &code, &state).await
             }
             "execute-persistent" => {
                 let code = needed(&mut written, "code", "Missing code")?;
                 let session = session(&mut written)?.unwrap_or_else(SessionId::random);
-                self.persistent(visit, &session, &code).await
+                self.persistent(tool_context, &session, &code).await
             }
             "install-package" => {
                 let name = needed(&mut written, "package_name", "Missing package name")?;
                 let session = session(&mut written)?;
-                self.install(visit, name, session).await
+                self.install(tool_context, name, session).await
             }
             _ => {
                 let session = session(&mut written)?
                     .ok_or_else(|| Failure("Missing session ID".to_owned()))?;
-                match visit
+                match tool_context
                     .server
                     .shared
                     .sessions
                     .run(
-                        visit.owner,
+                        tool_context.owner,
                         ops::CloseSession {
                             session: session.clone(),
                         },
@@ -142,62 +142,62 @@ impl PythonDocker {
 
     async fn transient(
         &self,
-        visit: Visit<'_>,
+        tool_context: ToolContext<'_>,
         code: &str,
         state: &Value,
     ) -> Result<CallToolResult, Failure> {
-        let fresh = Fresh::new(visit);
+        let fresh = Fresh::new(tool_context);
         let given = format!(
             "state = __import__('json').loads({})",
             Value::from(state.to_string())
         );
-        if let Some(problem) = self.check(visit, &fresh.id, code, &given).await? {
+        if let Some(problem) = self.check(tool_context, &fresh.id, code, &given).await? {
             let state = state.as_object().cloned().unwrap_or_default();
             return Ok(refused_code(&problem, "", state));
         }
-        let outcome = visit
+        let outcome = tool_context
             .run(&fresh.id, code.to_owned(), self.timeout, MOST_OUTPUT)
             .await?;
-        let told = self.state_of(visit, &fresh.id, &outcome, true).await;
+        let told = self.state_of(tool_context, &fresh.id, &outcome, true).await;
         Ok(result(&outcome, None, "", &told, ""))
     }
 
     async fn persistent(
         &self,
-        visit: Visit<'_>,
+        tool_context: ToolContext<'_>,
         session: &SessionId,
         code: &str,
     ) -> Result<CallToolResult, Failure> {
         let before = format!("Session ID: {session}\n\n");
-        let (problem, anew) = self.modules.check_anew(visit, session, code).await?;
+        let (problem, anew) = self.modules.check_anew(tool_context, session, code).await?;
         if let Some(problem) = problem {
             let anew = anew.map(|note| format!("{note}\n\n")).unwrap_or_default();
-            let state = self.names_of(visit, session, false).await;
+            let state = self.names_of(tool_context, session, false).await;
             return Ok(refused_code(&problem, &format!("{before}{anew}"), state));
         }
         let Ran {
             outcome,
             anew: later,
-        } = visit
+        } = tool_context
             .run_anew(session, code, self.timeout, MOST_OUTPUT)
             .await?;
-        let told = self.state_of(visit, session, &outcome, false).await;
+        let told = self.state_of(tool_context, session, &outcome, false).await;
         Ok(result(&outcome, anew.or(later), &before, &told, WAY_BACK))
     }
 
     async fn install(
         &self,
-        visit: Visit<'_>,
+        tool_context: ToolContext<'_>,
         name: String,
         session: Option<SessionId>,
     ) -> Result<CallToolResult, Failure> {
-        let Visit {
+        let ToolContext {
             server,
             owner,
             context,
-        } = visit;
+        } = tool_context;
         let Some(session) = session else {
-            let fresh = Fresh::new(visit);
+            let fresh = Fresh::new(tool_context);
             let report = server
                 .install_to_end(owner, &fresh.id, vec![name], context)
                 .await
@@ -224,27 +224,27 @@ impl PythonDocker {
     /// run.
     async fn check(
         &self,
-        visit: Visit<'_>,
+        tool_context: ToolContext<'_>,
         session: &SessionId,
         code: &str,
         first: &str,
     ) -> Result<Option<Problem>, Refused> {
         if self.modules.is_empty() {
             if !first.is_empty() {
-                visit
+                tool_context
                     .run(session, first.to_owned(), STATE_TIME, LONGEST_TEXT)
                     .await?;
             }
             return Ok(None);
         }
-        self.modules.check(visit, session, code, first).await
+        self.modules.check(tool_context, session, code, first).await
     }
 
     /// Asks a session what its names hold now. `given` says that a dictionary called `state` went
     /// in.
     async fn state_of(
         &self,
-        visit: Visit<'_>,
+        tool_context: ToolContext<'_>,
         session: &SessionId,
         outcome: &Outcome,
         given: bool,
@@ -257,7 +257,7 @@ impl PythonDocker {
             Status::Died { .. } | Status::Nonsense { .. } | Status::Reset | Status::Closed => false,
         };
         let mut told = if is_alive {
-            self.names_of(visit, session, given).await
+            self.names_of(tool_context, session, given).await
         } else {
             JsonObject::new()
         };
@@ -272,7 +272,12 @@ impl PythonDocker {
     }
 
     /// Asks a live session what its names hold.
-    async fn names_of(&self, visit: Visit<'_>, session: &SessionId, given: bool) -> JsonObject {
+    async fn names_of(
+        &self,
+        tool_context: ToolContext<'_>,
+        session: &SessionId,
+        given: bool,
+    ) -> JsonObject {
         let word = SessionId::random();
         let request = json!({
             "given": given, "longest_text": LONGEST_TEXT, "most_characters": MOST_STATE,
@@ -285,7 +290,9 @@ impl PythonDocker {
             &["__import__('builtins').globals()"],
             &request,
         );
-        let asked = visit.run(session, cell, STATE_TIME, 2 * MOST_STATE).await;
+        let asked = tool_context
+            .run(session, cell, STATE_TIME, 2 * MOST_STATE)
+            .await;
         match asked.ok().and_then(|asked| answer(&asked, word.as_str())) {
             Some(Value::Object(state)) => state,
             _ => JsonObject::new(),
@@ -315,8 +322,13 @@ impl Toolbox for PythonDocker {
             .find(|entry| entry.name == name)
     }
 
-    async fn call(&self, visit: Visit<'_>, tool: Entry, arguments: JsonObject) -> CallToolResponse {
-        let done = self.carry_out(visit, tool, arguments).await;
+    async fn call(
+        &self,
+        tool_context: ToolContext<'_>,
+        tool: Entry,
+        arguments: JsonObject,
+    ) -> CallToolResponse {
+        let done = self.carry_out(tool_context, tool, arguments).await;
         done.unwrap_or_else(|Failure(why)| failed(format!("Error executing {}: {why}", tool.name)))
             .into()
     }
@@ -342,11 +354,11 @@ struct Fresh {
 }
 
 impl Fresh {
-    fn new(visit: Visit<'_>) -> Fresh {
-        let sessions = Arc::clone(&visit.server.shared.sessions);
+    fn new(tool_context: ToolContext<'_>) -> Fresh {
+        let sessions = Arc::clone(&tool_context.server.shared.sessions);
         Fresh {
             sessions,
-            owner: visit.owner.clone(),
+            owner: tool_context.owner.clone(),
             id: SessionId::random(),
         }
     }

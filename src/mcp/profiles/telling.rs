@@ -4,8 +4,8 @@ use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
 use rmcp::model::ContentBlock;
 
+use super::super::duration::Seconds;
 use super::super::render;
-use super::super::tools::Seconds;
 use crate::sandbox::Exit;
 use crate::session::{Image, Outcome, Part, Refused, StateAfter, Status, Stream};
 

@@ -1,4 +1,4 @@
-//! The desk: work that outlasts its caller's patience, until somebody asks for it.
+//! The jobs: work that outlasts its caller's patience, until somebody asks for it.
 //!
 //! Cells are kept by their sessions, also when this process ends. What is not a cell (an
 //! exploration, an installation) is kept here: it goes on in a task of its own, and
@@ -24,22 +24,22 @@ type Key = (Principal, SessionId);
 
 /// Work that nobody waits for at the moment.
 #[derive(Default)]
-pub(super) struct Desk {
+pub(super) struct Jobs {
     jobs: Mutex<HashMap<Key, Job>>,
 }
 
 /// What a piece of work is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Kind {
+pub(super) enum JobKind {
     Installation,
     Exploration,
 }
 
-impl Kind {
+impl JobKind {
     pub(super) fn name(self) -> &'static str {
         match self {
-            Kind::Installation => "installation",
-            Kind::Exploration => "exploration",
+            JobKind::Installation => "installation",
+            JobKind::Exploration => "exploration",
         }
     }
 }
@@ -47,7 +47,7 @@ impl Kind {
 /// One piece of work.
 #[derive(Clone)]
 pub(super) struct Job {
-    kind: Kind,
+    kind: JobKind,
     result: watch::Receiver<Option<CallToolResult>>,
     pub(super) news: watch::Receiver<String>,
     pub(super) cancel: CancellationToken,
@@ -58,7 +58,7 @@ impl Job {
     /// Begins the work. `work` gets a token that is cancelled when somebody interrupts it. Its
     /// first step is done before this returns, so that it has its place in the session's queue.
     pub(super) async fn begin<F>(
-        kind: Kind,
+        kind: JobKind,
         news: &News,
         work: impl FnOnce(CancellationToken) -> F,
     ) -> Job
@@ -106,9 +106,9 @@ impl Job {
 #[error("the work ended without a result; look at the session before you go on")]
 struct Vanished;
 
-impl Desk {
-    /// Puts work on the desk of a session. It comes back when something is there already, or the
-    /// desk is full.
+impl Jobs {
+    /// Puts work on the jobs of a session. It comes back when something is there already, or the
+    /// jobs is full.
     pub(super) fn put(&self, owner: &Principal, session: &SessionId, job: Job) -> Result<(), Job> {
         let mut jobs = self.jobs();
         let key = (owner.clone(), session.clone());
@@ -125,20 +125,20 @@ impl Desk {
     }
 
     /// Names the work of a session that has ended and whose result nobody has asked for.
-    pub(super) fn ended(&self, owner: &Principal, session: &SessionId) -> Option<Kind> {
+    pub(super) fn ended(&self, owner: &Principal, session: &SessionId) -> Option<JobKind> {
         self.get(owner, session)
             .filter(Job::has_ended)
             .map(|job| job.kind)
     }
 
     /// Names the work of a session that goes on.
-    pub(super) fn underway(&self, owner: &Principal, session: &SessionId) -> Option<Kind> {
+    pub(super) fn underway(&self, owner: &Principal, session: &SessionId) -> Option<JobKind> {
         self.get(owner, session)
             .filter(|job| !job.has_ended())
             .map(|job| job.kind)
     }
 
-    /// Takes finished work off the desk.
+    /// Takes finished work off the jobs.
     pub(super) fn clear(&self, owner: &Principal, session: &SessionId) {
         self.jobs().remove(&(owner.clone(), session.clone()));
     }
@@ -148,41 +148,41 @@ impl Desk {
     }
 }
 
-/// Places for calls, so many for each owner.
-pub(super) struct Places {
+/// CallSlots for calls, so many for each owner.
+pub(super) struct CallSlots {
     most: usize,
     taken: Arc<Mutex<HashMap<Principal, usize>>>,
 }
 
-impl Places {
-    pub(super) fn new(most: usize) -> Places {
-        Places {
+impl CallSlots {
+    pub(super) fn new(most: usize) -> CallSlots {
+        CallSlots {
             most,
             taken: Arc::default(),
         }
     }
 
     /// Takes a place until the guard is dropped, if one is free.
-    pub(super) fn take(&self, owner: &Principal) -> Option<Place> {
+    pub(super) fn take(&self, owner: &Principal) -> Option<CallSlot> {
         let mut taken = self.taken.lock().unwrap_or_else(PoisonError::into_inner);
         let count = taken.entry(owner.clone()).or_default();
         if *count == self.most {
             return None;
         }
         *count += 1;
-        Some(Place {
+        Some(CallSlot {
             owner: owner.clone(),
             taken: self.taken.clone(),
         })
     }
 }
 
-pub(super) struct Place {
+pub(super) struct CallSlot {
     owner: Principal,
     taken: Arc<Mutex<HashMap<Principal, usize>>>,
 }
 
-impl Drop for Place {
+impl Drop for CallSlot {
     fn drop(&mut self) {
         let mut taken = self.taken.lock().unwrap_or_else(PoisonError::into_inner);
         match taken.get_mut(&self.owner) {
@@ -213,28 +213,28 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn work_goes_on_until_somebody_asks_for_it() {
-        let desk = Desk::default();
-        let kind = Some(Kind::Installation);
+        let jobs = Jobs::default();
+        let kind = Some(JobKind::Installation);
         let (finish, finished) = oneshot::channel();
-        let mut job = Job::begin(Kind::Installation, &News::default(), |_| async move {
+        let mut job = Job::begin(JobKind::Installation, &News::default(), |_| async move {
             finished.await.unwrap()
         })
         .await;
         assert_eq!(job.result(Duration::from_secs(50)).await, None);
-        assert!(desk.put(&owner("a"), &session(), job).is_ok());
+        assert!(jobs.put(&owner("a"), &session(), job).is_ok());
         assert_eq!(
             (
-                desk.underway(&owner("a"), &session()),
-                desk.ended(&owner("a"), &session())
+                jobs.underway(&owner("a"), &session()),
+                jobs.ended(&owner("a"), &session())
             ),
             (kind, None)
         );
         finish.send(said("done")).unwrap();
         assert!(
-            desk.get(&owner("b"), &session()).is_none(),
+            jobs.get(&owner("b"), &session()).is_none(),
             "it belongs to another"
         );
-        let mut found = desk.get(&owner("a"), &session()).unwrap();
+        let mut found = jobs.get(&owner("a"), &session()).unwrap();
         assert_eq!(
             found.result(Duration::ZERO).await,
             None,
@@ -246,36 +246,40 @@ mod tests {
         );
         assert_eq!(
             (
-                desk.underway(&owner("a"), &session()),
-                desk.ended(&owner("a"), &session())
+                jobs.underway(&owner("a"), &session()),
+                jobs.ended(&owner("a"), &session())
             ),
             (None, kind)
         );
-        assert_eq!(desk.ended(&owner("b"), &session()), None);
-        desk.clear(&owner("a"), &session());
-        assert!(desk.get(&owner("a"), &session()).is_none());
+        assert_eq!(jobs.ended(&owner("b"), &session()), None);
+        jobs.clear(&owner("a"), &session());
+        assert!(jobs.get(&owner("a"), &session()).is_none());
     }
 
     #[tokio::test]
     async fn a_session_has_one_piece_of_work_at_a_time() {
-        let desk = Desk::default();
+        let jobs = Jobs::default();
         let endless = async || {
-            Job::begin(Kind::Installation, &News::default(), |_| {
+            Job::begin(JobKind::Installation, &News::default(), |_| {
                 std::future::pending()
             })
             .await
         };
-        assert!(desk.put(&owner("a"), &session(), endless().await).is_ok());
-        assert!(desk.put(&owner("a"), &session(), endless().await).is_err());
-        assert!(desk.put(&owner("b"), &session(), endless().await).is_ok());
+        assert!(jobs.put(&owner("a"), &session(), endless().await).is_ok());
+        assert!(jobs.put(&owner("a"), &session(), endless().await).is_err());
+        assert!(jobs.put(&owner("b"), &session(), endless().await).is_ok());
     }
 
     #[tokio::test]
     async fn work_can_be_interrupted() {
-        let mut job = Job::begin(Kind::Installation, &News::default(), |cancel| async move {
-            cancel.cancelled().await;
-            said("interrupted")
-        })
+        let mut job = Job::begin(
+            JobKind::Installation,
+            &News::default(),
+            |cancel| async move {
+                cancel.cancelled().await;
+                said("interrupted")
+            },
+        )
         .await;
         job.cancel.cancel();
         assert_eq!(
@@ -286,7 +290,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn work_that_panics_says_so() {
-        let mut job = Job::begin(Kind::Installation, &News::default(), |_| async {
+        let mut job = Job::begin(JobKind::Installation, &News::default(), |_| async {
             tokio::task::yield_now().await;
             panic!("as it must")
         })
@@ -299,7 +303,7 @@ mod tests {
 
     #[test]
     fn places_are_counted_for_each_owner() {
-        let places = Places::new(2);
+        let places = CallSlots::new(2);
         let first = places.take(&owner("a")).unwrap();
         let _second = places.take(&owner("a")).unwrap();
         assert!(places.take(&owner("a")).is_none());

@@ -13,8 +13,8 @@ use base64::engine::general_purpose::STANDARD;
 use rmcp::model::{CallToolResult, ContentBlock};
 use serde_json::{Value, json};
 
-use super::render::{self, Page, bytes_text, exit_text, image_mark, summary, variable_fields};
-use super::tools::Seconds;
+use crate::mcp::duration::Seconds;
+use crate::mcp::render::{self, Page, bytes_text, exit_text, image_mark, summary, variable_fields};
 use crate::sandbox::Exit;
 use crate::session::{
     ExploreReport, Image, Outcome, Part, Refused, SessionId, StateAfter, Status, Stream,
@@ -466,9 +466,8 @@ fn shortened(text: &str, most: usize) -> String {
 
 #[cfg(test)]
 mod tests {
-    use super::super::tools::ToolName;
-    use super::super::tools::tests::assert_valid_output;
     use super::*;
+    use crate::mcp::tools::tests::assert_valid_output;
     use crate::sandbox::{Isolation, MemoryUse};
     use crate::session::{ExecutionId, ImageType, Output, PythonError, Variable};
 
@@ -550,7 +549,7 @@ mod tests {
     fn rendered(report: &ExploreReport, most_chars: usize) -> Value {
         let result =
             serde_json::to_value(comparison(&"s".parse().unwrap(), report, most_chars)).unwrap();
-        assert_valid_output(ToolName::Explore, &result["structuredContent"]);
+        assert_valid_output("explore", &result["structuredContent"]);
         assert_eq!(result["isError"], false);
         result
     }
