@@ -2,21 +2,21 @@
 #
 #   as --64 -o threads.o threads.s && objcopy -O binary -j .text threads.o threads.bin
 #
-# It is mapped at the beginning of a page; the table follows at the next page. No other memory is
-# used but the stack of the thread, and no register needs to be kept: the kernel has saved them all.
+# It is mapped at the beginning of a page; the table follows at the next page. Apart from that, it
+# only uses the stack of the thread. No register needs to be preserved: the kernel has saved them.
 
         .set TABLE, 4096
-        .set CLAIMED, 0                 # slots that were taken
-        .set READY, 4                   # slots that are filled
-        .set ROUND, 8                   # a thread waits until this changes
-        .set ACTIVE, 12                 # 0: nobody is to wait
+        .set CLAIMED, 0                 # number of slots that were claimed
+        .set READY, 4                   # number of slots that are filled
+        .set ROUND, 8                   # threads wait until this changes
+        .set ACTIVE, 12                 # 0: threads must not wait
         .set SLOTS, 64
-        .set MOST, 1024                 # of 32 bytes: context, thread pointer, number
+        .set SLOT_COUNT, 1024           # of 32 bytes: context, thread pointer, thread id
 
         .text
 start:
 
-# handler(signal, information, context): notes where the thread stands, and waits.
+# handler(signal, information, context): records the context of the thread, and waits.
 handler:
         mov     %rdx, %r8
         lea     start+TABLE(%rip), %r9
@@ -25,7 +25,7 @@ handler:
         je      2f
         mov     $1, %r13d
         lock xadd %r13d, CLAIMED(%r9)
-        cmp     $MOST, %r13d
+        cmp     $SLOT_COUNT, %r13d
         jae     1f
         shl     $5, %r13
         lea     SLOTS(%r9,%r13), %r13
@@ -53,15 +53,15 @@ handler:
 2:      ret
 
         .balign 16
-# Where a handler returns to.
+# The return address of a handler.
 restorer:
         mov     $15, %eax               # rt_sigreturn
         syscall
 
         .balign 16
-# go_on(context, thread pointer, address of the number, robust list, rseq area): makes a thread that
-# goes on where that one stood. Returns its number.
-go_on:
+# resume_in_copy(context, thread pointer, address of the thread id, robust list, rseq area): creates
+# a thread that continues from that context. Returns its id.
+resume_in_copy:
         push    %r12
         push    %r13
         mov     %rcx, %r12
@@ -70,7 +70,7 @@ go_on:
         mov     %rdi, %rsi
         mov     %rdx, %r10
         xor     %edx, %edx
-        mov     $0x2d0f00, %edi         # as of a thread of the C library
+        mov     $0x2d0f00, %edi         # the flags of a thread of the C library
         mov     $56, %eax               # clone
         syscall
         test    %rax, %rax

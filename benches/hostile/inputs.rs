@@ -101,8 +101,8 @@ const LARGEST_BODY: usize = 8 * 1024 * 1024;
 /// Finds the channel to the server: the last socket that the session was born with.
 const CHANNEL: &str = r#"
 import gc, os, socket, stat, struct, sys, threading, time, zlib
-from cellblock_runner import asking
-cell = asking._active._execution
+from cellblock_runner import host_calls
+cell = host_calls._active._execution
 channel = max(
     int(name) for name in os.listdir('/proc/self/fd')
     if os.path.exists(f'/proc/self/fd/{name}') and stat.S_ISSOCK(os.fstat(int(name)).st_mode)
@@ -123,9 +123,11 @@ const FRAME_OF_DEPTH: &str = "value(b'[' * (31 << 20))";
 const FRAME_OF_DIGITS: &str = "value(b'[' + b','.join([b'9' * (1 << 20)] * 30) + b']')";
 /// True markers that contradict each other: earlier ones in one pipe, later ones in the other.
 const MARKERS: &str = r#"
-lanes = next(o for o in gc.get_objects() if '_marker_start' in (getattr(o, '__dict__', None) or {}))
+streams = next(
+    o for o in gc.get_objects() if '_marker_start' in (getattr(o, '__dict__', None) or {})
+)
 def flood(descriptor, seq):
-    data = (lanes._marker_start + seq.to_bytes(4, 'big') + b'P\n') * 2000
+    data = (streams._marker_start + seq.to_bytes(4, 'big') + b'P\n') * 2000
     end = time.monotonic() + 5
     while time.monotonic() < end:
         os.write(descriptor, data)

@@ -6,39 +6,42 @@ the runner answers them one at a time:
     frames      bytes <-> (header, payload), pure
     channel     the socket, with descriptors
     interrupts  when SIGINT may become KeyboardInterrupt
-    lanes       stdout, stderr and the channel, kept in order by sequence markers
+    streams     stdout, stderr and the channel, kept in order by sequence markers
     bundles     IPython MIME bundles -> frame payloads
     processes   !cmd and %%script without a terminal and without threads
-    asking      host calls from a running cell
+    host_calls  host calls from a running cell
     packages    package folders added by the host
     mcptools    calls from generated modules to tools of MCP servers, with these:
       tool_models   arguments
       tool_values   results
       tool_modules  importing and reloading the modules
       tool_files    writing the modules into the working folder
-    pip_lines   parsing of pip command lines, which these carry out:
-      pip_answers   install, list, show
-      pip_programs  interception of cells that start pip as a program
+    pip_arguments  parsing of pip command lines, which these carry out:
+      pip_commands  install, list, show
+      pip_shim      interception of cells that start pip as a program
       pip_client    the program that a shell runs instead of pip
+    commands    programs that the host starts for a cell, where the session may start none
+    subprocess_shim  replacements for `subprocess` and `os` functions there
     shell       the IPython shell itself
     displays    text and images for objects made for browsers
       plotly_figures  text descriptions of figures
       fonts           characters that matplotlib's own fonts lack
     variables   changes to the namespace by a cell
     files       file requests, and changes to the working folder by a cell
-    harmless    detection of cells that change nothing
+    readonly_cells  detection of cells that change nothing
+    prefault    fewer page faults after a copy
     branch      the point at which a live session can be copied
     threads     how the other threads survive a copy
-    luggage     state saved for a copy and state lost in it, from these:
+    fork_state  state saved for a copy and state lost in it, from these:
       descriptors   open files and connections
-      private       descriptors that no other process has
+      private_descriptors  descriptors that no other process has
       loops         event loops
       pools         executors without their threads or processes
       mappings      shared memory
       folders       the content of the session's folders
     reseed      fresh randomness in every copy
     seeds       generators that are not reseeded, because user code has seeded them
-    imported    hooks that run when third-party modules are imported
+    import_hooks  functions that run when third-party modules are imported
     serve       puts all of it together
     zygote      the warm process that fresh sessions are forked from
 

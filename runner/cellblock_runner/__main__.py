@@ -35,7 +35,7 @@ def main() -> None:
     os.set_inheritable(CHANNEL_DESCRIPTOR, False)
     shell = prepare([name for name in options.preload.split(",") if name])
     if options.ask_for_programs:
-        commands.ask_from_now_on()
+        commands.require_approval()
     serve(shell, Channel.in_its_place(), options.workdir, options.scratch)
 
 

@@ -1,11 +1,11 @@
 """Commands: how code of a cell runs programs where its own process may not start any.
 
 There the kernel refuses `execve` to the session and to all processes that it forks. The session
-asks the host instead (`asking`, call `shell`): the host decides, perhaps after asking a person, and
-starts exactly the requested program beside the session. The command writes into pipes that the
-session hands over:
+asks the host instead (`host_calls`, call `shell`): the host decides, perhaps after asking a person,
+and starts exactly the requested program beside the session. The command writes into pipes that the
+session sends:
 
-    its own lanes      output that appears in the cell, in order with everything else
+    its own pipes      output that appears in the cell, in order with everything else
     a pipe made here   captured output, read while waiting for the host, so that no command blocks
                        on a full pipe
 
@@ -22,7 +22,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from . import asking
+from . import host_calls
 
 _READ_SIZE = 64 * 1024
 
@@ -36,7 +36,7 @@ class CommandRefused(PermissionError):
     """
 
 
-class Finished(NamedTuple):
+class CommandResult(NamedTuple):
     """The result of a command: its exit code, negative for a signal, and its captured output."""
 
     code: int
@@ -44,13 +44,13 @@ class Finished(NamedTuple):
     err: bytes
 
 
-def ask_from_now_on() -> None:
+def require_approval() -> None:
     """Makes programs require a host call. Only for a session that has not run any code yet."""
     global _fresh_variables
     _fresh_variables = dict(os.environ)
 
 
-def must_be_asked_for() -> bool:
+def needs_approval() -> bool:
     return _fresh_variables is not None
 
 
@@ -62,7 +62,7 @@ def run(
     folder: str | None = None,
     environment: Mapping[str, str] | None = None,
     timeout: float | None = None,
-) -> Finished:
+) -> CommandResult:
     """Runs a shell line, or a program with its arguments, to its end.
 
     `stdout` and `stderr` are None for output that belongs to the cell and subprocess.PIPE for
@@ -76,17 +76,17 @@ def run(
         members["stdin"] = stdin
     if timeout is not None:
         members["timeout"] = timeout
-    with _Pipes(stdout, stderr) as pipes:
+    with _OutputPipes(stdout, stderr) as pipes:
         try:
-            answer = asking.ask_for_command(members, pipes)
-        except asking.CannotAsk as cause:
+            answer = host_calls.ask_for_command(members, pipes)
+        except host_calls.HostCallError as cause:
             raise CommandRefused(str(cause)) from None
-        out, err = pipes.taken()
+        out, err = pipes.captured()
     text = answer.get("text")
     if answer.get("ok") is True:
         if text:
             print(text, file=sys.stderr)
-        return Finished(int(answer.get("code", 0)), out, err)
+        return CommandResult(int(answer.get("code", 0)), out, err)
     if answer.get("reason") == "missing":
         raise FileNotFoundError(2, str(text), what if isinstance(what, str) else what[0])
     if answer.get("reason") == "timeout":
@@ -106,82 +106,82 @@ def _differences(variables: Mapping[str, str]) -> dict[str, str | None]:
     return changed
 
 
-class _Pipes:
+class _OutputPipes:
     """The output pipes of a command, for the duration of the block."""
 
     def __init__(self, stdout: int | None, stderr: int | None) -> None:
-        self._ours: dict[int, bytearray] = {}  # By the read end.
-        self._theirs: list[int] = []  # Write ends that were created here.
-        self._outlets: list[int] = []
-        self._taken: list[bytearray] = []
-        self._passed_on: list[tuple[int, bytearray]] = []
-        lanes = asking.outlets()
+        self._read_ends: dict[int, bytearray] = {}  # By the read end.
+        self._sent_ends: list[int] = []  # Write ends that were created here.
+        self._write_ends: list[int] = []
+        self._captured: list[bytearray] = []
+        self._redirected: list[tuple[int, bytearray]] = []
+        streams = host_calls.write_ends()
         for standard, wanted in ((1, stdout), (2, stderr)):
-            taken = bytearray()
+            captured = bytearray()
             if wanted == subprocess.STDOUT:
-                self._outlets.append(self._outlets[0])
-            elif wanted is None and lanes[standard - 1] is not None:
-                self._outlets.append(lanes[standard - 1])
+                self._write_ends.append(self._write_ends[0])
+            elif wanted is None and streams[standard - 1] is not None:
+                self._write_ends.append(streams[standard - 1])
             else:
-                self._make(taken)
+                self._make_pipe(captured)
                 if wanted is None:
                     # The user has redirected this descriptor.
-                    self._passed_on.append((standard, taken))
-                    taken = bytearray()
-            self._taken.append(taken)
+                    self._redirected.append((standard, captured))
+                    captured = bytearray()
+            self._captured.append(captured)
 
-    def _make(self, taken: bytearray) -> None:
-        ours, theirs = os.pipe()
-        os.set_blocking(ours, False)
-        self._ours[ours] = taken
-        self._theirs.append(theirs)
-        self._outlets.append(theirs)
+    def _make_pipe(self, captured: bytearray) -> None:
+        read_end, write_end = os.pipe()
+        os.set_blocking(read_end, False)
+        self._read_ends[read_end] = captured
+        self._sent_ends.append(write_end)
+        self._write_ends.append(write_end)
 
-    def __enter__(self) -> _Pipes:
+    def __enter__(self) -> _OutputPipes:
         return self
 
     def __exit__(self, *_error: Any) -> None:
-        self.hand_over()
-        for ours in self._ours:
-            os.close(ours)
-        self._ours.clear()
+        self.close_sent()
+        for read_end in self._read_ends:
+            os.close(read_end)
+        self._read_ends.clear()
 
     @property
-    def outlets(self) -> Sequence[int]:
+    def write_ends(self) -> Sequence[int]:
         """The write ends that the command gets."""
-        return self._outlets
+        return self._write_ends
 
-    def hand_over(self) -> None:
+    def close_sent(self) -> None:
         """Closes our copies of the descriptors sent to the host, so that the pipe ends with the
         command.
         """
-        while self._theirs:
-            os.close(self._theirs.pop())
+        while self._sent_ends:
+            os.close(self._sent_ends.pop())
 
     def descriptors(self) -> Sequence[int]:
         """Returns the descriptors to read while waiting for the host."""
-        return list(self._ours)
+        return list(self._read_ends)
 
     def wait(self, milliseconds: int) -> None:
         poll = select.poll()
-        for ours in self._ours:
-            poll.register(ours, select.POLLIN)
+        for read_end in self._read_ends:
+            poll.register(read_end, select.POLLIN)
         poll.poll(milliseconds)
 
     def take(self) -> None:
         """Reads available output, without waiting."""
-        for ours, taken in list(self._ours.items()):
+        for read_end, captured in list(self._read_ends.items()):
             with contextlib.suppress(BlockingIOError):
-                while data := os.read(ours, _READ_SIZE):
-                    taken += data
-                os.close(ours)
-                del self._ours[ours]
+                while data := os.read(read_end, _READ_SIZE):
+                    captured += data
+                os.close(read_end)
+                del self._read_ends[read_end]
 
-    def taken(self) -> tuple[bytes, bytes]:
+    def captured(self) -> tuple[bytes, bytes]:
         """Returns the captured output. Later output of a process that was left behind is lost."""
         self.take()
-        for descriptor, data in self._passed_on:
+        for descriptor, data in self._redirected:
             view = memoryview(data)
             while view:
                 view = view[os.write(descriptor, view) :]
-        return bytes(self._taken[0]), bytes(self._taken[1])
+        return bytes(self._captured[0]), bytes(self._captured[1])

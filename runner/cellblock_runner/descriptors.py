@@ -7,8 +7,8 @@ would read and write there.
 
     regular files, folders, devices    reopened by path, at the same offset; locks are taken again
     files without a name               recreated from the content, if it was small enough to keep
-    event counters, timers, epolls     recreated (`private`)
-    own pipes and pairs of sockets     recreated (`private`)
+    event counters, timers, epolls     recreated (`private_descriptors`)
+    own pipes and pairs of sockets     recreated (`private_descriptors`)
     duplicates of our own pipes        redirected to the new ones
     everything else                    dead: reading and writing fail, and the loss is reported
 """
@@ -24,8 +24,8 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple
 
-from . import private
-from .private import Private
+from . import private_descriptors
+from .private_descriptors import Private
 
 # Limit on the kept content of all files without a name together, in bytes.
 LARGEST_KEPT = 8 * 1024 * 1024
@@ -58,7 +58,7 @@ class Lock(NamedTuple):
     length: int
 
 
-class Opened(NamedTuple):
+class OpenDescriptor(NamedTuple):
     """One descriptor as it was before the copy."""
 
     number: int
@@ -71,34 +71,34 @@ class Opened(NamedTuple):
     # The content of a file without a name.
     content: bytes | None = None
     # An earlier descriptor of the same file without a name.
-    namesake: int | None = None
+    same_file_as: int | None = None
     # An earlier descriptor with the same offset: one is a duplicate of the other.
-    twin: int | None = None
+    duplicate_of: int | None = None
     locks: tuple[Lock, ...] = ()
     # 0 or 1: it leads to the pipe for standard output or for standard error.
-    lane: int | None = None
+    stream: int | None = None
     # How to recreate it, if no other process has it.
     private: Private | None = None
 
 
-def look(
-    lanes: tuple[int, int],
+def find_open(
+    streams: tuple[int, int],
     ours: Collection[int],
     has_children: bool,
     pairs: Iterable[tuple[int, int]] = (),
-) -> list[Opened]:
+) -> list[OpenDescriptor]:
     """Returns the open descriptors, lowest number first.
 
-    `lanes` are the private write ends, `ours` the runner's own descriptors, `pairs` sockets that
+    `streams` are the private write ends, `ours` the runner's own descriptors, `pairs` sockets that
     are connected to each other.
     """
-    pipes = [_identity(os.fstat(number)) for number in lanes]
-    found: list[Opened] = []
+    pipes = [_identity(os.fstat(number)) for number in streams]
+    found: list[OpenDescriptor] = []
     nameless: dict[Identity, int] = {}
-    similar: dict[tuple[Identity, int], list[Opened]] = {}
+    similar: dict[tuple[Identity, int], list[OpenDescriptor]] = {}
     room = LARGEST_KEPT
     for number in sorted(map(int, os.listdir("/proc/self/fd"))):
-        if number in ours or number in lanes:
+        if number in ours or number in streams:
             continue
         try:
             opened = _describe(number, pipes, nameless, room)
@@ -111,56 +111,65 @@ def look(
             nameless[opened.identity] = number
         if opened.kind == "file":
             alike = similar.setdefault((opened.identity, opened.offset), [])
-            opened = opened._replace(twin=_find_twin(opened, alike))
-            # A descriptor that has a twin shares its offset with one that is already in the list.
-            if opened.twin is None and len(alike) < _MOST_SIMILAR:
+            opened = opened._replace(duplicate_of=_find_duplicate(opened, alike))
+            # A duplicate shares its offset with one that is already in the list.
+            if opened.duplicate_of is None and len(alike) < _MOST_SIMILAR:
                 alike.append(opened)
         found.append(opened)
     ends = [
-        (item.number, item.identity) for item in found if item.kind == "pipe" and item.lane is None
+        (item.number, item.identity)
+        for item in found
+        if item.kind == "pipe" and item.stream is None
     ]
     sockets = [(item.number, item.identity[1]) for item in found if item.path == "unix"]
     anew: dict[int, Private] = {}
     if not has_children:
-        anew = {**private.look_at_pipes(ends), **private.look_at_noted(sockets)}
-    anew.update(private.look_at_pairs(pairs))
+        anew = {
+            **private_descriptors.describe_pipes(ends),
+            **private_descriptors.describe_tracked_pairs(sockets),
+        }
+    anew.update(private_descriptors.describe_pairs(pairs))
     return [
         item._replace(private=anew[item.number]) if item.number in anew else item for item in found
     ]
 
 
-def bring_back(opened: Sequence[Opened], is_known: Callable[[str], bool]) -> list[Opened]:
+def restore(
+    opened: Sequence[OpenDescriptor], is_known: Callable[[str], bool]
+) -> list[OpenDescriptor]:
     """Restores every number, or makes it dead. Returns the dead ones.
 
     `is_known` reports whether the file at a path counts as the one that was open, even if it is
     another inode by now.
     """
-    dead: list[Opened] = []
-    maker = private.Maker(1 + max((item.number for item in opened), default=0))
+    dead: list[OpenDescriptor] = []
+    restorer = private_descriptors.Restorer(1 + max((item.number for item in opened), default=0))
     # Epolls last: they watch the others.
-    for item in sorted(opened, key=lambda item: isinstance(item.private, private.Poll)):
+    for item in sorted(
+        opened, key=lambda item: isinstance(item.private, private_descriptors.Epoll)
+    ):
         try:
             if item.private is not None:
-                maker.make(item.number, item.private)
+                restorer.restore(item.number, item.private)
             elif item.kind == "file":
-                _open_again(item, is_known)
+                _reopen(item, is_known)
             else:
                 raise OSError(errno.EBADF, "cannot be opened again")
         except OSError:
-            _put_nothing(item.number)
-            if item.lane is None:
+            _put_placeholder(item.number)
+            if item.stream is None:
                 dead.append(item)
     return dead
 
 
-def lead_to_lanes(opened: Iterable[Opened], lanes: tuple[int, int]) -> None:
+def redirect_to_streams(opened: Iterable[OpenDescriptor], streams: tuple[int, int]) -> None:
     """Redirects the numbers that led to the old pipes to the new ones."""
     for item in opened:
-        if item.lane is not None:
-            os.dup2(lanes[item.lane], item.number, inheritable=not item.flags & os.O_CLOEXEC)
+        if item.stream is not None:
+            os.dup2(streams[item.stream], item.number, inheritable=not item.flags & os.O_CLOEXEC)
 
 
-def describe_losses(dead: Iterable[Opened]) -> list[str]:
+def describe_losses(dead: Iterable[OpenDescriptor]) -> list[str]:
     """Returns short texts, such as "2 connections"."""
     kinds: Counter[str] = Counter()
     ends: set[Identity] = set()
@@ -219,39 +228,43 @@ def write_all(number: int, data: bytes | memoryview) -> None:
 
 def _describe(
     number: int, pipes: list[Identity], nameless: dict[Identity, int], room: int
-) -> Opened | None:
+) -> OpenDescriptor | None:
     status = os.fstat(number)
     identity, kind = _identity(status), stat.S_IFMT(status.st_mode)
     if kind == stat.S_IFIFO:
-        lane = pipes.index(identity) if identity in pipes else None
-        if lane is not None and number == lane + 1:
+        stream = pipes.index(identity) if identity in pipes else None
+        if stream is not None and number == stream + 1:
             return None  # Standard output and standard error themselves.
         flags = 0 if os.get_inheritable(number) else os.O_CLOEXEC
         path = os.readlink(f"/proc/self/fd/{number}")
         # A named pipe could be reopened by its path, but its content and its other end cannot be
         # restored.
-        return Opened(number, "pipe", identity, path, flags, lane=lane)
+        return OpenDescriptor(number, "pipe", identity, path, flags, stream=stream)
     if kind == stat.S_IFSOCK:
-        return Opened(number, *_kind_of_socket(number, identity))
+        return OpenDescriptor(number, *_kind_of_socket(number, identity))
     path = os.readlink(f"/proc/self/fd/{number}")
     if kind not in (stat.S_IFREG, stat.S_IFDIR, stat.S_IFCHR):
         name = path.removeprefix("anon_inode:").strip("[]")
-        return Opened(
-            number, _kind_of_special(name), identity, path, private=private.look(number, name)
+        return OpenDescriptor(
+            number,
+            _kind_of_special(name),
+            identity,
+            path,
+            private=private_descriptors.describe(number, name),
         )
     if kind == stat.S_IFCHR and os.major(status.st_rdev) in _TERMINALS:
         # Reopened, it would be another terminal.
-        return Opened(number, "terminal", identity, path)
+        return OpenDescriptor(number, "terminal", identity, path)
     if number == 0 and path == os.devnull:
         return None
-    flags, offset, locks = _ask_kernel(number)
+    flags, offset, locks = _read_fdinfo(number)
     if kind == stat.S_IFREG:
         flags &= ~os.O_DIRECTORY  # It is part of O_TMPFILE.
-    item = Opened(number, "file", identity, path, flags, offset, locks=locks)
+    item = OpenDescriptor(number, "file", identity, path, flags, offset, locks=locks)
     if kind != stat.S_IFREG or _is_at(path, identity):
         return item
     if identity in nameless:
-        return item._replace(namesake=nameless[identity])
+        return item._replace(same_file_as=nameless[identity])
     is_readable = flags & os.O_ACCMODE != os.O_WRONLY or path.startswith("/memfd:")
     if not is_readable or status.st_size > room:
         return item._replace(kind="deleted file")
@@ -290,7 +303,7 @@ def _kind_of_special(name: str) -> str:
     return {"eventpoll": "epoll", "": "special descriptor"}.get(name, name[:30])
 
 
-def _ask_kernel(number: int) -> tuple[int, int, tuple[Lock, ...]]:
+def _read_fdinfo(number: int) -> tuple[int, int, tuple[Lock, ...]]:
     """Returns flags, offset and locks of a descriptor."""
     with open(f"/proc/self/fdinfo/{number}", "rb", 0) as file:
         lines = file.read().decode("ascii", "replace").splitlines()
@@ -319,7 +332,7 @@ def _read_lock(words: list[str]) -> Lock | None:
         return None
 
 
-def _find_twin(item: Opened, similar: list[Opened]) -> int | None:
+def _find_duplicate(item: OpenDescriptor, similar: list[OpenDescriptor]) -> int | None:
     """Returns one of these descriptors, which have the same file and offset, if it shares its
     offset with this one. Only moving one of them shows that.
     """
@@ -337,13 +350,13 @@ def _find_twin(item: Opened, similar: list[Opened]) -> int | None:
     return None
 
 
-def _open_again(item: Opened, is_known: Callable[[str], bool]) -> None:
+def _reopen(item: OpenDescriptor, is_known: Callable[[str], bool]) -> None:
     keeps = not item.flags & os.O_CLOEXEC
-    if item.twin is not None:
-        os.dup2(item.twin, item.number, inheritable=keeps)
+    if item.duplicate_of is not None:
+        os.dup2(item.duplicate_of, item.number, inheritable=keeps)
         return
     flags = item.flags & _KEPT_FLAGS
-    is_nameless = item.content is not None or item.namesake is not None
+    is_nameless = item.content is not None or item.same_file_as is not None
     if item.content is not None:
         new = file_without_name(item.content)
         try:
@@ -351,8 +364,8 @@ def _open_again(item: Opened, is_known: Callable[[str], bool]) -> None:
             number = os.open(f"/proc/self/fd/{new}", flags & ~os.O_NOFOLLOW)
         finally:
             os.close(new)
-    elif item.namesake is not None:
-        number = os.open(f"/proc/self/fd/{item.namesake}", flags & ~os.O_NOFOLLOW)
+    elif item.same_file_as is not None:
+        number = os.open(f"/proc/self/fd/{item.same_file_as}", flags & ~os.O_NOFOLLOW)
     else:
         number = os.open(_present_path(item.path), flags)
     try:
@@ -387,9 +400,9 @@ def _present_path(path: str) -> str:
     return path
 
 
-def _put_nothing(number: int) -> None:
+def _put_placeholder(number: int) -> None:
     """Puts a descriptor that can be neither read nor written under the number."""
-    nothing = os.open(os.devnull, os.O_PATH | os.O_CLOEXEC)
-    if nothing != number:
-        os.dup2(nothing, number, inheritable=False)
-        os.close(nothing)
+    placeholder = os.open(os.devnull, os.O_PATH | os.O_CLOEXEC)
+    if placeholder != number:
+        os.dup2(placeholder, number, inheritable=False)
+        os.close(placeholder)

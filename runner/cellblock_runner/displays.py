@@ -26,7 +26,7 @@ from collections.abc import Callable
 from typing import Any
 
 from . import fonts
-from .imported import when_imported
+from .import_hooks import when_imported
 
 # Larger drawings take seconds.
 _LARGEST_DRAWING = 4 * 1024 * 1024
@@ -58,15 +58,14 @@ def install(formatter: Any) -> None:
         ("IPython.lib.display", "IFrame", _frame),
     ):
         plain.for_type_by_name(module, name, _printing(words))
-        html.for_type_by_name(module, name, _nothing)
+        html.for_type_by_name(module, name, _no_output)
     for kind in ("text/latex", "text/html"):
-        formatter.formatters[kind].for_type_by_name("IPython.lib.display", "Code", _nothing)
+        formatter.formatters[kind].for_type_by_name("IPython.lib.display", "Code", _no_output)
     when_imported("plotly.io._renderers", _show_plotly_figures)
 
 
 def with_picture(bundle: dict[str, Any]) -> dict[str, Any]:
-    """Adds an image to a bundle that has a drawing and no image, if the environment can render it.
-    """
+    """Adds an image to a bundle with a drawing and no image, if the environment can render it."""
     drawing = bundle.get("image/svg+xml")
     if not isinstance(drawing, str) or any(kind in bundle for kind in ("image/png", "image/jpeg")):
         return bundle
@@ -74,7 +73,7 @@ def with_picture(bundle: dict[str, Any]) -> dict[str, Any]:
     return bundle if picture is None else {**bundle, "image/png": picture}
 
 
-def _nothing(_object: Any) -> None:
+def _no_output(_object: Any) -> None:
     return None
 
 
@@ -183,9 +182,11 @@ def _size(drawing: str) -> tuple[int, int] | None:
     )
     sides = []
     for number, name in enumerate(("width", "height"), start=1):
-        said = re.search(rf"\s{name}\s*=\s*[\"']\s*([0-9.]+)(px|pt|pc|mm|cm|in)?\s*[\"']", start[0])
-        if said is not None:
-            sides.append(float(said[1]) * _PIXELS[said[2]])
+        match = re.search(
+            rf"\s{name}\s*=\s*[\"']\s*([0-9.]+)(px|pt|pc|mm|cm|in)?\s*[\"']", start[0]
+        )
+        if match is not None:
+            sides.append(float(match[1]) * _PIXELS[match[2]])
         elif box is not None:
             sides.append(float(box[number]))
         else:
@@ -209,7 +210,7 @@ def _in_child(work: Callable[[], bytes]) -> bytes | None:
         child = os.fork()
     if child == 0:
         with contextlib.suppress(BaseException):
-            _leave_no_trace()
+            _limit_child()
             result = work()
             with open(writing, "wb") as pipe:
                 pipe.write(b"+" + result)
@@ -233,7 +234,7 @@ def _in_child(work: Callable[[], bytes]) -> bytes | None:
     return result[1:] or None
 
 
-def _leave_no_trace() -> None:
+def _limit_child() -> None:
     """Prepares the child: error messages of libraries are not output of the cell, and memory and
     CPU time are limited.
     """

@@ -96,9 +96,9 @@ def warm_up(plan: dict[str, Any]) -> Any:
     gc.disable()
     stock.offer()
     if not plan["rehearse"]:
-        from .zygote import import_some_later
+        from .zygote import import_lazily
 
-        import_some_later()
+        import_lazily()
     from . import serve  # Imports IPython, which takes most of the startup time.
 
     os.environ.update(plan["environment"])
@@ -141,7 +141,7 @@ def _begin(shell: Any, order: dict[str, Any], asks: bool) -> NoReturn:
         interrupts.restore_signals()
         branch.copy_by(_make_copy, BRANCH_DESCRIPTOR)
         if asks:
-            commands.ask_from_now_on()
+            commands.require_approval()
         if order["gate"] == _PRIMED:
             serve.prime(shell)
         # Everything besides the work folder is shared by all sessions of the container: a copy

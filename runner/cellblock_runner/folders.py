@@ -27,15 +27,15 @@ MOST_CARRIED = 100_000
 
 # Files up to this size are read for a fork, larger ones mapped: a mapping costs at least two system
 # calls and a page fault.
-_SMALL = 64 * 1024
+_SMALL_FILE = 64 * 1024
 # A file modified less than this many nanoseconds before it was read may have changed again with the
 # same timestamp. Kernels update timestamps in steps of up to 10 ms.
-_UNSETTLED = 20_000_000
+_TIMESTAMP_STEP = 20_000_000
 
-_READING = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _PERMISSIONS = 0o1777  # Without setuid and setgid, which a session may not set.
 
-Content = Union[bytes, str, mappings.View, None]
+Content = Union[bytes, str, mappings.FileView, None]
 
 
 class Node(NamedTuple):
@@ -56,13 +56,13 @@ class Node(NamedTuple):
 Tree = dict[str, Node]
 
 
-class NotKept(Exception):
+class SnapshotError(Exception):
     """The folder cannot be kept as a whole, and is not kept at all. The message is for the user."""
 
 
-def keep(root: str, previous: Tree | None, budget: int, mapped: Collection[Identity]) -> Tree:
-    """Returns the tree below `root`, with the content of all files. Raises NotKept if that is more
-    than `budget` bytes.
+def snapshot(root: str, previous: Tree | None, budget: int, mapped: Collection[Identity]) -> Tree:
+    """Returns the tree below `root`, with the content of all files. Raises SnapshotError if that is
+    more than `budget` bytes.
 
     `previous` is the tree kept the last time. `mapped` lists files that are mapped as memory, which
     change without a new timestamp.
@@ -70,7 +70,7 @@ def keep(root: str, previous: Tree | None, budget: int, mapped: Collection[Ident
     tree = _walk(root, MOST_KEPT, is_strict=True)
     size = sum(node.signature[1] for node in tree.values() if node.kind == stat.S_IFREG)
     if size > budget:
-        raise NotKept(
+        raise SnapshotError(
             f"the work folder holds {_mebibytes(size)}, and {_mebibytes(budget)} are kept for undo"
         )
     previous = previous or {}
@@ -86,7 +86,7 @@ def keep(root: str, previous: Tree | None, budget: int, mapped: Collection[Ident
     return tree
 
 
-def carry(root: str, kept: Tree | None) -> Tree:
+def snapshot_for_fork(root: str, kept: Tree | None) -> Tree:
     """Returns the tree below `root` for a fork that happens soon: small files are read, large ones
     mapped. Nodes of `kept` that have not changed are reused.
     """
@@ -102,27 +102,27 @@ def carry(root: str, kept: Tree | None) -> Tree:
     return tree
 
 
-def is_untouched(root: str, home: str) -> bool:
+def is_unused(root: str, home: str) -> bool:
     """Reports whether `root` contains nothing, or only the home folder, and that is empty."""
     try:
         return all(f"{root}/{path}" == home for path in _walk(root, 1, is_strict=True))
-    except (NotKept, OSError):
+    except (SnapshotError, OSError):
         return False
 
 
 def is_mapped(tree: Tree) -> bool:
-    """Reports whether `carry` mapped files of it."""
-    return any(isinstance(node.content, mappings.View) for node in tree.values())
+    """Reports whether `snapshot_for_fork` mapped files of it."""
+    return any(isinstance(node.content, mappings.FileView) for node in tree.values())
 
 
-def put_down(tree: Tree) -> None:
-    """Unmaps the files that `carry` mapped."""
+def release(tree: Tree) -> None:
+    """Unmaps the files that `snapshot_for_fork` mapped."""
     for node in tree.values():
-        if isinstance(node.content, mappings.View):
-            mappings.drop(node.content)
+        if isinstance(node.content, mappings.FileView):
+            mappings.unmap(node.content)
 
 
-def put_back(root: str, tree: Tree, removing: bool) -> tuple[Tree, int]:
+def restore(root: str, tree: Tree, removing: bool) -> tuple[Tree, int]:
     """Makes the content of the folder match the tree, and removes all other entries if `removing`.
     Changes only entries that differ.
 
@@ -135,22 +135,22 @@ def put_back(root: str, tree: Tree, removing: bool) -> tuple[Tree, int]:
     now: Tree = {}
     touched = []
     for path, node in tree.items():
-        there = present.get(path)
+        existing = present.get(path)
         if (
-            there is not None
-            and there.kind == node.kind
-            and there.signature == node.signature
+            existing is not None
+            and existing.kind == node.kind
+            and existing.signature == node.signature
             and node.settled
         ):
             now[path] = node
             continue
-        if there is None and node.kind == stat.S_IFSOCK:
+        if existing is None and node.kind == stat.S_IFSOCK:
             continue  # The endpoint of a connection that is not copied either.
         try:
-            _put(
+            _restore_node(
                 f"{root}/{path}",
                 node,
-                there if there is not None and there.kind == node.kind else None,
+                existing if existing is not None and existing.kind == node.kind else None,
             )
         except OSError:
             failures += 1
@@ -161,7 +161,7 @@ def put_back(root: str, tree: Tree, removing: bool) -> tuple[Tree, int]:
     # folder may exclude its owner.
     for path in reversed([path for path, node in now.items() if node.kind == stat.S_IFDIR]):
         try:
-            _settle_folder(f"{root}/{path}", now[path])
+            _restore_attributes(f"{root}/{path}", now[path])
         except OSError:
             failures += 1
     for path in touched:
@@ -175,11 +175,11 @@ def put_back(root: str, tree: Tree, removing: bool) -> tuple[Tree, int]:
 
 
 def _walk(root: str, most: int | None, is_strict: bool) -> Tree:
-    """Returns the tree below `root`, parents first. Raises NotKept if it has more than `most`
+    """Returns the tree below `root`, parents first. Raises SnapshotError if it has more than `most`
     entries.
 
-    If strict, also raises NotKept when an entry cannot be read: undo would treat it as new, and
-    remove it.
+    If strict, also raises SnapshotError when an entry cannot be read: undo would treat it as new,
+    and remove it.
     """
     tree: Tree = {}
     device = os.lstat(root).st_dev
@@ -206,16 +206,16 @@ def _walk(root: str, most: int | None, is_strict: bool) -> Tree:
             continue  # Removed during the walk.
         except PermissionError as cause:
             if is_strict:
-                raise NotKept(f"the folder {prefix.rstrip('/')} cannot be read") from cause
+                raise SnapshotError(f"the folder {prefix.rstrip('/')} cannot be read") from cause
             continue
         if most is not None and len(tree) > most:
-            raise NotKept(f"the work folder holds more than {most:,} entries")
+            raise SnapshotError(f"the work folder holds more than {most:,} entries")
     return tree
 
 
 def _read(path: str, node: Node, now: int, mapped: Collection[Identity]) -> Node:
     try:
-        number = os.open(path, _READING)
+        number = os.open(path, _READ_FLAGS)
     except OSError:
         return node  # Without content: it can be recognized, but not restored.
     try:
@@ -226,19 +226,19 @@ def _read(path: str, node: Node, now: int, mapped: Collection[Identity]) -> Node
     finally:
         os.close(number)
     changed = max(status.st_mtime_ns, status.st_ctime_ns)
-    settled = now - changed > _UNSETTLED and (status.st_dev, status.st_ino) not in mapped
+    settled = now - changed > _TIMESTAMP_STEP and (status.st_dev, status.st_ino) not in mapped
     return node._replace(signature=_signature(status), content=content, settled=settled)
 
 
 def _read_or_map(path: str, node: Node) -> Node:
-    if node.signature[1] <= _SMALL:
+    if node.signature[1] <= _SMALL_FILE:
         return _read(path, node, 0, ())
     try:
-        number = os.open(path, _READING)
+        number = os.open(path, _READ_FLAGS)
     except OSError:
         return node
     try:
-        return node._replace(content=mappings.view(number, os.fstat(number).st_size))
+        return node._replace(content=mappings.map_file(number, os.fstat(number).st_size))
     except OSError:
         return node
     finally:
@@ -261,7 +261,7 @@ def _remove_new(root: str, tree: Tree, present: Tree) -> int:
             continue
         full = f"{root}/{path}"
         try:
-            _open_up(os.path.dirname(full))
+            _make_accessible(os.path.dirname(full))
             if node.kind == stat.S_IFDIR:
                 os.rmdir(full)
             else:
@@ -271,17 +271,17 @@ def _remove_new(root: str, tree: Tree, present: Tree) -> int:
     return failures
 
 
-def _put(path: str, node: Node, there: Node | None) -> None:
-    if there is None:
-        _open_up(os.path.dirname(path))
+def _restore_node(path: str, node: Node, existing: Node | None) -> None:
+    if existing is None:
+        _make_accessible(os.path.dirname(path))
     if node.kind == stat.S_IFDIR:
-        if there is None:
+        if existing is None:
             try:
                 os.mkdir(path, 0o700)
             except FileExistsError:
                 pass  # For example the home folder of a new sandbox.
     elif node.kind == stat.S_IFLNK:
-        if there is not None:
+        if existing is not None:
             if os.readlink(path) == node.content:
                 return
             os.unlink(path)
@@ -290,24 +290,24 @@ def _put(path: str, node: Node, there: Node | None) -> None:
         os.symlink(node.content, path)
         os.utime(path, ns=(node.modified, node.modified), follow_symlinks=False)
     elif node.kind == stat.S_IFREG:
-        _put_file(path, node, there)
-    elif node.kind == stat.S_IFIFO and there is None:
+        _restore_file(path, node, existing)
+    elif node.kind == stat.S_IFIFO and existing is None:
         os.mkfifo(path, node.mode)
 
 
-def _put_file(path: str, node: Node, there: Node | None) -> None:
-    content = node.content.bytes() if isinstance(node.content, mappings.View) else node.content
+def _restore_file(path: str, node: Node, existing: Node | None) -> None:
+    content = node.content.bytes() if isinstance(node.content, mappings.FileView) else node.content
     if not isinstance(content, (bytes, memoryview)):
         raise OSError("the file's content is unknown")
-    if there is not None and there.mode & 0o600 != 0o600:
+    if existing is not None and existing.mode & 0o600 != 0o600:
         os.chmod(path, 0o600)
     number = os.open(
         path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600
     )
     try:
         if (
-            there is None
-            or there.signature[1] != len(content)
+            existing is None
+            or existing.signature[1] != len(content)
             or content_of(number, len(content)) != content
         ):
             write_all(number, content)
@@ -318,7 +318,7 @@ def _put_file(path: str, node: Node, there: Node | None) -> None:
         os.close(number)
 
 
-def _settle_folder(path: str, node: Node) -> None:
+def _restore_attributes(path: str, node: Node) -> None:
     status = os.lstat(path)
     if status.st_mode & _PERMISSIONS != node.mode:
         os.chmod(path, node.mode)
@@ -326,7 +326,7 @@ def _settle_folder(path: str, node: Node) -> None:
         os.utime(path, ns=(node.modified, node.modified))
 
 
-def _open_up(folder: str) -> None:
+def _make_accessible(folder: str) -> None:
     """Makes a folder that we own accessible to us."""
     mode = os.lstat(folder).st_mode & _PERMISSIONS
     if mode & 0o700 != 0o700:

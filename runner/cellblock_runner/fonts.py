@@ -13,7 +13,7 @@ import os
 from types import ModuleType
 from typing import Any
 
-from .imported import when_imported
+from .import_hooks import when_imported
 
 # The fonts, by package and path inside it.
 _FALLBACKS = (

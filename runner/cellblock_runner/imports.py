@@ -45,7 +45,7 @@ def problem(tree: ast.AST, request: dict[str, Any]) -> Problem | None:
                 return "blocked", module
         elif allowed and module not in allowed and name not in allowed:
             if not (
-                _brought_along(module, request["packages"])
+                _is_in_session(module, request["packages"])
                 or _requested(module, request["requested"])
             ):
                 return "not listed", module
@@ -102,7 +102,7 @@ def _last_name(function: ast.expr) -> str:
     return function.id if isinstance(function, ast.Name) else getattr(function, "attr", "")
 
 
-def _brought_along(module: str, packages: str) -> bool:
+def _is_in_session(module: str, packages: str) -> bool:
     """Reports whether a module was installed into this session, or is a file of its own folder."""
     try:
         spec = importlib.util.find_spec(module)

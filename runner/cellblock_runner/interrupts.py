@@ -22,15 +22,14 @@ from types import FrameType
 # Two interrupts closer than this count as one. It gives the code that catches the first one time to
 # close the gate, so that a second one cannot arrive between "caught" and "closed" and escape into
 # the runner.
-_ONE_INTERRUPT = 0.02
+_MIN_INTERVAL = 0.02
 
 # Two whose action cannot be changed, and two that the C library reserves.
 _FIXED = frozenset((signal.SIGKILL, signal.SIGSTOP, 32, 33))
 
 
 class Gate:
-    """Lets interrupts through to user code, and holds them back during writes (`hold` … `release`).
-    """
+    """Lets interrupts through to user code, and holds them back during writes."""
 
     def __init__(self) -> None:
         self._open = False
@@ -57,19 +56,19 @@ class Gate:
         self._open = False
 
     @contextlib.contextmanager
-    def open_if(self, somebody_waits: Callable[[], bool]) -> Iterator[None]:
-        """During the block, between two cells, lets an interrupt through if `somebody_waits`
+    def open_if(self, request_waits: Callable[[], bool]) -> Iterator[None]:
+        """During the block, between two cells, lets an interrupt through if `request_waits`
         returns true when it arrives.
         """
-        self._opens_if = somebody_waits
+        self._opens_if = request_waits
         try:
             yield
         finally:
             self._opens_if = None
 
     def install(self) -> None:
-        if signal.getsignal(signal.SIGINT) != self._arrived:
-            signal.signal(signal.SIGINT, self._arrived)
+        if signal.getsignal(signal.SIGINT) != self._handle:
+            signal.signal(signal.SIGINT, self._handle)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT,))
 
     def hold(self) -> None:
@@ -111,7 +110,7 @@ class Gate:
         finally:
             self.hold()
 
-    def _arrived(self, _signal: int, _frame: FrameType | None) -> None:
+    def _handle(self, _signal: int, _frame: FrameType | None) -> None:
         if self._held:
             self._waiting = True
         else:
@@ -121,7 +120,7 @@ class Gate:
         if not self._open and (self._opens_if is None or not self._opens_if()):
             return
         now = time.monotonic()
-        if now - self._last >= _ONE_INTERRUPT:
+        if now - self._last >= _MIN_INTERVAL:
             self._last = now
             raise KeyboardInterrupt
 

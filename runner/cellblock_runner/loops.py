@@ -19,10 +19,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from types import ModuleType
 from typing import Any
 
-from .imported import when_imported
+from .import_hooks import when_imported
 
 
-def goes_on(loop: Any) -> bool:
+def has_work(loop: Any) -> bool:
     """Reports whether a loop has pending work, now or later."""
     tasks = sys.modules.get("asyncio.tasks")
     if loop is None or tasks is None:
@@ -102,7 +102,7 @@ def let_cells_create_tasks(loop_of_cells: Callable[[], Any]) -> None:
     when_imported("asyncio.tasks", replace)
 
 
-def find(of_shell: Any, names: dict[str, Any]) -> list[Any]:
+def find_open(of_shell: Any, names: dict[str, Any]) -> list[Any]:
     """Returns the open loops: of the shell, of variables, of the main thread, and of threads."""
     events = sys.modules.get("asyncio.base_events")
     if events is None:
@@ -112,7 +112,7 @@ def find(of_shell: Any, names: dict[str, Any]) -> list[Any]:
     return [loop for loop in found.values() if not loop.is_closed()]
 
 
-def pairs(loops: Iterable[Any]) -> Iterator[tuple[int, int]]:
+def wakeup_sockets(loops: Iterable[Any]) -> Iterator[tuple[int, int]]:
     """Yields the numbers of the sockets with which loops are woken."""
     for loop in loops:
         try:
@@ -129,20 +129,20 @@ def count_lost_tasks(loops: Iterable[Any], carried: Collection[int]) -> int:
     lost = 0
     for loop in loops if tasks is not None else ():
         try:
-            if not _can_go_on(loop, carried):
+            if not _can_continue(loop, carried):
                 lost += len(tasks.all_tasks(loop))  # type: ignore[union-attr]
         except Exception:
             continue
     return lost
 
 
-def forget_threads(loops: Iterable[Any]) -> None:
+def reset_executors(loops: Iterable[Any]) -> None:
     """In a copy without the threads: lets loops start new ones."""
     for loop in loops:
         loop._default_executor = None
 
 
-def rejoin(loops: Iterable[Any]) -> None:
+def mark_running(loops: Iterable[Any]) -> None:
     """In a copy, before its threads resume: marks loops that run in them as running again.
 
     asyncio records the running loop of a thread together with the process id, which has changed.
@@ -168,6 +168,6 @@ def _running() -> Iterator[Any]:
             frame = frame.f_back  # type: ignore[assignment]
 
 
-def _can_go_on(loop: Any, carried: Collection[int]) -> bool:
+def _can_continue(loop: Any, carried: Collection[int]) -> bool:
     threads = getattr(getattr(loop, "_default_executor", None), "_threads", ())
     return not threads and all(number in carried for number in loop._selector.get_map())

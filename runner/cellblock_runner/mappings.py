@@ -55,10 +55,10 @@ _mmap.argtypes = (
 )
 _munmap = _library.munmap
 _munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-_FAILED = ctypes.c_void_p(-1).value
+_MAP_FAILED = ctypes.c_void_p(-1).value
 
 
-class Area(NamedTuple):
+class SharedMapping(NamedTuple):
     """One shared mapping."""
 
     start: int
@@ -73,7 +73,7 @@ class Area(NamedTuple):
     content: bytes | None = None
 
 
-def look(writable: Iterable[str]) -> list[Area]:
+def find_shared(writable: Iterable[str]) -> list[SharedMapping]:
     """Returns the areas that are shared with writable objects of a session: files below `writable`,
     and memory without a name.
     """
@@ -81,7 +81,9 @@ def look(writable: Iterable[str]) -> list[Area]:
     return [area for area in _areas() if not _has_name(area) or area.path.startswith(places)]
 
 
-def keep(areas: Iterable[Area], nameless: Collection[Identity], work: str) -> list[Area]:
+def save(
+    areas: Iterable[SharedMapping], nameless: Collection[Identity], work: str
+) -> list[SharedMapping]:
     """Returns the areas with their content, up to the limit.
 
     Content that is kept elsewhere is skipped: that of the open files without a name in `nameless`,
@@ -96,36 +98,38 @@ def keep(areas: Iterable[Area], nameless: Collection[Identity], work: str) -> li
         if is_elsewhere or not area.protection:
             area = area._replace(content=b"")
         elif area.length <= room:
-            area = area._replace(content=_peek(area.start, area.length))
+            area = area._replace(content=_read_memory(area.start, area.length))
             room -= area.length
         kept.append(area)
     return kept
 
 
-def bring_back(areas: Iterable[Area], find_file: Callable[[Identity], int | None]) -> list[str]:
+def restore(
+    areas: Iterable[SharedMapping], find_file: Callable[[Identity], int | None]
+) -> list[str]:
     """Maps every area onto an object that only this process has. Returns texts about failures.
 
     `find_file` returns an open descriptor of the file that replaced another one, if that one was
     open.
     """
-    by_object: dict[Identity, list[Area]] = {}
+    by_object: dict[Identity, list[SharedMapping]] = {}
     for area in areas:
         by_object.setdefault(area.identity, []).append(area)
     newer = failed = 0
     for identity, group in by_object.items():
         try:
-            newer += _map_again(group, find_file(identity))
+            newer += _remap(group, find_file(identity))
         except OSError:
             failed += 1
     texts = []
     if newer:
-        texts.append(f"the moment of {counted(newer, 'shared memory area')}")
+        texts.append(f"the exact content of {counted(newer, 'shared memory area')}")
     if failed:
         texts.append(counted(failed, "shared memory area"))
     return texts
 
 
-class View(NamedTuple):
+class FileView(NamedTuple):
     """A file of the original that is readable in a copy, without a descriptor."""
 
     address: int
@@ -135,20 +139,20 @@ class View(NamedTuple):
         return memoryview((ctypes.c_char * self.size).from_address(self.address)).cast("B")
 
 
-def view(number: int, size: int) -> View:
+def map_file(number: int, size: int) -> FileView:
     """Maps a file for reading only."""
-    return View(_map(0, size, PROT_READ, MAP_PRIVATE, number, 0), size)
+    return FileView(_map(0, size, PROT_READ, MAP_PRIVATE, number, 0), size)
 
 
-def drop(seen: View) -> None:
-    _munmap(seen.address, seen.size)
+def unmap(view: FileView) -> None:
+    _munmap(view.address, view.size)
 
 
-def _has_name(area: Area) -> bool:
+def _has_name(area: SharedMapping) -> bool:
     return not area.path.endswith(" (deleted)") and not area.path.startswith("/memfd:")
 
 
-def _map_again(group: list[Area], opened: int | None) -> bool:
+def _remap(group: list[SharedMapping], opened: int | None) -> bool:
     """Maps the areas of one object onto its replacement. Returns whether the content may be newer
     than the copy.
     """
@@ -164,9 +168,9 @@ def _map_again(group: list[Area], opened: int | None) -> bool:
             content = area.content
             if content is None:
                 late = True
-                content = _peek(area.start, area.length) if is_new else b""
+                content = _read_memory(area.start, area.length) if is_new else b""
             if content and (is_new or area.protection & PROT_WRITE):
-                _put(number, content, area.offset)
+                _write_content(number, content, area.offset)
         for area in group:
             flags = MAP_SHARED | MAP_FIXED
             _map(area.start, area.length, area.protection, flags, number, area.offset)
@@ -175,7 +179,7 @@ def _map_again(group: list[Area], opened: int | None) -> bool:
     return late
 
 
-def _put(number: int, content: bytes, offset: int) -> None:
+def _write_content(number: int, content: bytes, offset: int) -> None:
     """Writes content into a file without extending it: a mapping may be longer than its file."""
     content = content[: max(0, os.fstat(number).st_size - offset)]
     if os.pread(number, len(content), offset) != content:
@@ -183,7 +187,7 @@ def _put(number: int, content: bytes, offset: int) -> None:
         write_all(number, content)
 
 
-def _open_named(group: list[Area]) -> int | None:
+def _open_named(group: list[SharedMapping]) -> int | None:
     """Opens the file of a mapping. Returns None if no file has that name."""
     if not _has_name(group[0]):
         return None
@@ -196,13 +200,13 @@ def _open_named(group: list[Area]) -> int | None:
 
 def _map(address: int, length: int, protection: int, flags: int, number: int, offset: int) -> int:
     mapped = _mmap(address, length, protection, flags, number, offset)
-    if mapped == _FAILED or mapped is None:
+    if mapped == _MAP_FAILED or mapped is None:
         cause = ctypes.get_errno()
         raise OSError(cause, os.strerror(cause))
     return int(mapped)
 
 
-def _peek(start: int, length: int) -> bytes | None:
+def _read_memory(start: int, length: int) -> bytes | None:
     """Reads memory that may end before its mapping does. Accessing it there would kill the process;
     reading it through the kernel does not.
 
@@ -226,13 +230,13 @@ def _peek(start: int, length: int) -> bytes | None:
     return bytes(content)
 
 
-def _areas() -> Iterator[Area]:
+def _areas() -> Iterator[SharedMapping]:
     global _can_query
     maps = os.open("/proc/self/maps", os.O_RDONLY | os.O_CLOEXEC)
     try:
         if _can_query:
             try:
-                yield from _ask(maps)
+                yield from _query_areas(maps)
                 return
             except OSError:
                 _can_query = False
@@ -241,11 +245,11 @@ def _areas() -> Iterator[Area]:
         os.close(maps)
 
 
-def _ask(maps: int) -> Iterator[Area]:
+def _query_areas(maps: int) -> Iterator[SharedMapping]:
     address = 0
     while True:
         flags = PROCMAP_QUERY_VMA_SHARED | PROCMAP_QUERY_COVERING_OR_NEXT_VMA
-        question = bytearray(
+        query = bytearray(
             _query.pack(
                 _query.size,
                 flags,
@@ -265,17 +269,17 @@ def _ask(maps: int) -> Iterator[Area]:
             )
         )
         try:
-            fcntl.ioctl(maps, PROCMAP_QUERY, question)
+            fcntl.ioctl(maps, PROCMAP_QUERY, query)
         except OSError as cause:
             if cause.errno == errno.ENOENT:
                 return  # There are no more areas.
             raise
-        _, _, _, start, end, protection, _, offset, inode, major, minor, *_ = _query.unpack(
-            question
-        )
+        _, _, _, start, end, protection, _, offset, inode, major, minor, *_ = _query.unpack(query)
         path = os.fsdecode(_name.value)
         protection &= PROT_READ | PROT_WRITE | PROT_EXEC
-        yield Area(start, end - start, protection, offset, (os.makedev(major, minor), inode), path)
+        yield SharedMapping(
+            start, end - start, protection, offset, (os.makedev(major, minor), inode), path
+        )
         address = end
 
 
@@ -286,7 +290,7 @@ def _read(maps: int) -> bytes:
     return b"".join(parts)
 
 
-def _parse(text: bytes) -> Iterator[Area]:
+def _parse(text: bytes) -> Iterator[SharedMapping]:
     for match in _shared_line.finditer(text):
         beginning = text.rfind(b"\n", 0, match.start()) + 1
         end = text.find(b"\n", match.end())
@@ -301,6 +305,6 @@ def _parse(text: bytes) -> Iterator[Area]:
             | (PROT_EXEC if rights[2:3] == b"x" else 0)
         )
         identity = (os.makedev(major, minor), int(inode))
-        yield Area(
+        yield SharedMapping(
             first, last - first, protection, int(offset, 16), identity, os.fsdecode(b"".join(path))
         )

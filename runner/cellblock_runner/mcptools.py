@@ -29,7 +29,7 @@ except ImportError as cause:
         name="pydantic",
     ) from None
 
-from . import asking
+from . import host_calls
 from .tool_models import Base64 as Base64
 from .tool_models import Email as Email
 from .tool_models import Model as Model
@@ -124,8 +124,8 @@ def call(
     ToolCallError if it could not be called.
     """
     try:
-        answer = asking.ask("call_tool", server=server, tool=tool, arguments=arguments(params))
-    except asking.CannotAsk as error:
+        answer = host_calls.ask("call_tool", server=server, tool=tool, arguments=arguments(params))
+    except host_calls.HostCallError as error:
         raise ToolCallError(str(error), "unavailable") from None
     return _value(answer, server, tool, result, wrapped)
 
@@ -164,10 +164,10 @@ async def call_async(
     cancels its call.
     """
     try:
-        answer = await asking.ask_async(
+        answer = await host_calls.ask_async(
             "call_tool", server=server, tool=tool, arguments=arguments(params)
         )
-    except asking.CannotAsk as error:
+    except host_calls.HostCallError as error:
         raise ToolCallError(str(error), "unavailable") from None
     return _value(answer, server, tool, result, wrapped)
 
@@ -203,7 +203,7 @@ def _typed(reply: Reply, server: str, tool: str, result: Any, wrapped: bool) -> 
         problem = error.errors(include_url=False, include_input=False)[0]
         place = ".".join(map(str, problem["loc"])) or "the result"
         text = (
-            f"{server}.{tool} returned something else than its schema says:"
+            f"{server}.{tool} returned a result that does not match its schema:"
             f" {place}: {problem['msg']}"
         )
         warnings.warn(text, UnexpectedResult, stacklevel=4)

@@ -37,7 +37,7 @@ def add(paths: Sequence[str]) -> list[str]:
     folders = list(dict.fromkeys(paths))
     for folder in folders:
         if not (isinstance(folder, str) and os.path.isabs(folder) and os.path.isdir(folder)):
-            raise NotAFolder(f"{folder!r} is no folder of packages")
+            raise NotAFolder(f"{folder!r} is not a folder of packages")
     sys.path[:] = _inserted(folders, sys.path, _is_site)
     _set_variable("PYTHONPATH", "", folders, _is_nothing)
     _set_variable("PATH", os.defpath, programs(folders), _is_anything)

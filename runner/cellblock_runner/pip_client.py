@@ -2,7 +2,7 @@
 
 It sends its arguments to the runner that started the shell and prints pip's output. It writes the
 commands for the shell to run next to descriptor 3. Its first argument is the number of the
-inherited socket of `pip_programs.Counter`; then come the name of a program and its arguments.
+inherited socket of `pip_shim.PipServer`; then come the name of a program and its arguments.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import socket
 import sys
 
 
-_THEN = 3
+_COMMANDS_DESCRIPTOR = 3
 
 
 def main() -> None:
     try:
-        counter = socket.socket(fileno=int(sys.argv[1]))
+        server = socket.socket(fileno=int(sys.argv[1]))
         ours, theirs = socket.socketpair()
         socket.send_fds(
-            counter, [json.dumps([os.getcwd(), sys.argv[2:]]).encode()], [theirs.fileno()]
+            server, [json.dumps([os.getcwd(), sys.argv[2:]]).encode()], [theirs.fileno()]
         )
         theirs.close()
         reply = json.loads(ours.makefile("rb").read())
@@ -31,7 +31,7 @@ def main() -> None:
             "ERROR: pip works only while the command of its cell runs, and in the session itself\n"
         )
         reply = {"out": "", "err": reason, "then": "return 1"}
-    _write(_THEN, reply["then"])
+    _write(_COMMANDS_DESCRIPTOR, reply["then"])
     _write(1, reply["out"])
     _write(2, reply["err"])
 

@@ -33,7 +33,7 @@ _DATA = (
 _LARGEST_SOURCE = 4 * 1024 * 1024
 _MIME = "application/vnd.plotly.v1+json"
 
-_FURTHER = (
+_NOTE = (
     "No picture: Plotly draws in a browser."
     " The figure stays in its variable; write_html and write_json write it to a file."
 )
@@ -45,7 +45,7 @@ def bundles(figure: Any) -> Iterator[dict[str, Any]]:
         from plotly.graph_objects import Figure
 
         figure = Figure(figure)
-    bundle = {"text/plain": f"{summary(figure)}\n{_FURTHER}"}
+    bundle = {"text/plain": f"{summary(figure)}\n{_NOTE}"}
     source = figure.to_json()
     if len(source) <= _LARGEST_SOURCE:
         bundle[_MIME] = source
@@ -76,23 +76,23 @@ def _trace(trace: Any) -> str:
     kind = str(trace.type)
     if "mode" in trace and trace.mode:
         kind += f" ({trace.mode})"
-    told: list[str] = []
+    parts: list[str] = []
     count = None
     for member in _DATA:
         values = trace[member] if member in trace else None
         if values is None or isinstance(values, (str, bytes)) or not hasattr(values, "__len__"):
             if isinstance(values, (int, float)):
-                told.append(f"{member}: {values:.6g}")
+                parts.append(f"{member}: {values:.6g}")
             continue
         if count is None:
             count = _size(values)
-        said = _values(values)
-        if said:
-            told.append(f"{member}: {said}")
+        described = _values(values)
+        if described:
+            parts.append(f"{member}: {described}")
     if count is not None:
-        told.insert(0, count)
+        parts.insert(0, count)
     name = f' "{_short(trace.name)}"' if trace.name else ""
-    return f"{kind}{name}{': ' if told else ''}{'; '.join(told)}"
+    return f"{kind}{name}{': ' if parts else ''}{'; '.join(parts)}"
 
 
 def _size(values: Any) -> str:
@@ -165,17 +165,17 @@ def _axes(layout: Any) -> Iterator[str]:
             if match is None or not isinstance(axis, dict):
                 continue
             title = _title(axis) or _title(axis.get("colorbar") or {})
-            told = [f'"{title}"'] if title else []
+            parts = [f'"{title}"'] if title else []
             if axis.get("type") and axis["type"] != "linear":
-                told.append(str(axis["type"]))
+                parts.append(str(axis["type"]))
             if axis.get("range") is not None and len(axis["range"]) == 2:
                 power = "10^" if axis.get("type") == "log" else ""
-                told.append(
+                parts.append(
                     "range " + " to ".join(f"{power}{_number(end)}" for end in axis["range"])
                 )
-            if told:
+            if parts:
                 label = f"{match[1]} axis {match[2]}".rstrip() if match[1] else "colours"
-                yield f"{label}{place}: {', '.join(told)}"
+                yield f"{label}{place}: {', '.join(parts)}"
 
 
 def _title(holder: Any) -> str:

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-_WHY = "the processes of this pool did not come along into this copy of the session"
+_MESSAGE = "this copy of the session does not have the processes of this pool"
 
 _WITH_PROCESSES = (
     "concurrent.futures.process",
@@ -48,7 +48,7 @@ def break_processes() -> set[int]:
             pool._terminate.cancel()
             pool._pool.clear()
             for result in list(pool._cache.values()):
-                result._set(None, (False, RuntimeError(_WHY)))
+                result._set(None, (False, RuntimeError(_MESSAGE)))
     active = threading._active  # type: ignore[attr-defined]
     serving = {ident: thread for ident, thread in list(active.items()) if _serves_processes(thread)}
     for ident, thread in serving.items():
@@ -60,16 +60,16 @@ def break_processes() -> set[int]:
 def _break_executor(pool: Any, module: Any) -> None:
     flags = getattr(pool, "_flags", None)
     if flags is not None:  # loky
-        flags.broken = module.TerminatedWorkerError(_WHY)
+        flags.broken = module.TerminatedWorkerError(_MESSAGE)
     else:
-        pool._broken = _WHY
+        pool._broken = _MESSAGE
     wakeup = pool._executor_manager_thread_wakeup
     if wakeup is not None:
         wakeup._closed = True  # Remaining references to it have no effect.
     pool._executor_manager_thread = pool._executor_manager_thread_wakeup = None
     for item in list(pool._pending_work_items.values()):
         with contextlib.suppress(Exception):  # Cancelled meanwhile.
-            item.future.set_exception(module.BrokenProcessPool(_WHY))
+            item.future.set_exception(module.BrokenProcessPool(_MESSAGE))
     pool._pending_work_items.clear()
 
 

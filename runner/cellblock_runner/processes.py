@@ -5,8 +5,8 @@ thread. A sandbox has no terminals, and a thread would spoil every later fork. H
 inherits descriptors 1 and 2, or gets a pipe if its output is captured. An interrupt ends the child
 with its whole process group, and is then raised.
 
-If a command may start pip, its shell gets functions that lead to `pip_answers` (see
-`pip_programs`).
+If a command may start pip, its shell gets functions that lead to `pip_commands` (see
+`pip_shim`).
 
 Where programs need an approval, the host runs all of this (see `commands`).
 """
@@ -29,10 +29,10 @@ from IPython.core.magics.packaging import PackagingMagics
 from IPython.core.magics.script import ScriptMagics
 from IPython.utils.process import arg_split
 
-from . import commands, pip_answers, pip_lines, pip_programs
+from . import commands, pip_arguments, pip_commands, pip_shim
 from .interrupts import Gate
-from .lanes import OutStream
-from .pip_programs import Counter
+from .streams import OutStream
+from .pip_shim import PipServer
 
 # Grace period for an interrupted command to exit by itself.
 _GRACE = 0.3
@@ -44,9 +44,9 @@ def run_command(command: str, gate: Gate) -> int:
     """Runs a shell command whose output belongs to the cell. Returns its exit code, negative for a
     signal.
     """
-    if commands.must_be_asked_for():
+    if commands.needs_approval():
         return _ask_for(command)
-    if _prints_to_lanes():
+    if _prints_to_streams():
         return _run_shell(command, gate)[0]
     code, output = _run_shell(command, gate, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     sys.stdout.write(output)
@@ -55,7 +55,7 @@ def run_command(command: str, gate: Gate) -> int:
 
 def read_command(command: str, gate: Gate) -> tuple[str, int]:
     """Runs a shell command. Returns its output, including errors, and its exit code."""
-    if commands.must_be_asked_for():
+    if commands.needs_approval():
         reply = _pip_reply(command)
         if reply is not None:
             return reply.out + reply.err, reply.code
@@ -87,7 +87,7 @@ def install_pip(gate: Callable[[], Gate]) -> None:
     """Makes `%pip`, `%uv`, `os.system` and `subprocess` do pip's work without pip. `gate` returns
     the gate of the running cell.
     """
-    pip_programs.install_in_subprocess()
+    pip_shim.install_in_subprocess()
     for name in ("pip", "uv"):
         original = getattr(PackagingMagics, name, None)
         if original is not None:
@@ -97,7 +97,7 @@ def install_pip(gate: Callable[[], Gate]) -> None:
     @functools.wraps(system)
     def run(command: Any) -> int:
         is_ours = isinstance(command, str) and (
-            commands.must_be_asked_for() or pip_programs.may_start_pip(command)
+            commands.needs_approval() or pip_shim.may_start_pip(command)
         )
         if not is_ours:
             return system(command)
@@ -112,7 +112,7 @@ def _magic(name: str, original: Any) -> Any:
 
     @functools.wraps(original)
     def run(self: Any, line: str) -> None:
-        if commands.must_be_asked_for():
+        if commands.needs_approval():
             # No shell is needed to parse the line.
             line = shlex.join(arg_split(line, posix=True))
         self.shell.user_ns["_exit_code"] = run_command(f"{name} {line}", self.shell.gate)
@@ -126,14 +126,14 @@ def _run_script(self: Any, line: str, cell: str) -> None:
     )
     if not cell.endswith("\n"):
         cell += "\n"
-    is_captured = not _prints_to_lanes()
-    if commands.must_be_asked_for():
+    is_captured = not _prints_to_streams()
+    if commands.needs_approval():
         _ask_for_script(self, command, options, cell)
         return
     name = os.path.basename(command[0]) if command else ""
     is_for_shell = name in _SHELLS and not options.bg
-    with _counter(cell if is_for_shell else "", name) as counter:
-        functions = counter.functions if counter else ""
+    with _pip_server(cell if is_for_shell else "", name) as server:
+        functions = server.functions if server else ""
         with _readable((functions + cell).encode("utf-8", "replace")) as script:
             try:
                 if options.bg:
@@ -142,7 +142,7 @@ def _run_script(self: Any, line: str, cell: str) -> None:
                 process, outputs = _run(
                     command,
                     self.shell.gate,
-                    counter,
+                    server,
                     stdin=script,
                     stdout=subprocess.PIPE if options.out or is_captured else None,
                     stderr=subprocess.PIPE if options.err or is_captured else None,
@@ -175,7 +175,7 @@ def _ask_for(command: str) -> int:
         sys.stdout.write(reply.out)
         sys.stderr.write(reply.err)
         return reply.code
-    if _prints_to_lanes():
+    if _prints_to_streams():
         return commands.run(command).code
     finished = commands.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     sys.stdout.write(finished.out.decode("utf-8", "replace"))
@@ -188,7 +188,7 @@ def _ask_for_script(magics: Any, command: list[str], options: Any, cell: str) ->
         raise commands.CommandRefused(
             "programs need an approval on this server, and none can be asked for with --bg"
         )
-    is_captured = not _prints_to_lanes()
+    is_captured = not _prints_to_streams()
     reply = (
         _pip_reply(cell.strip()) if command and os.path.basename(command[0]) in _SHELLS else None
     )
@@ -205,11 +205,11 @@ def _ask_for_script(magics: Any, command: list[str], options: Any, cell: str) ->
     _end_script(magics, options, cell, code, (outputs[0], outputs[1]))
 
 
-def _pip_reply(command: str) -> pip_answers.Reply | None:
+def _pip_reply(command: str) -> pip_commands.Reply | None:
     """Does pip's work if the command does nothing else. No program is needed for it."""
-    words = pip_lines.simple_words(command) if pip_programs.may_start_pip(command) else None
-    arguments = None if words is None else pip_lines.arguments_of(words)
-    return None if arguments is None else pip_answers.carry_out(arguments, os.getcwd())
+    words = pip_arguments.simple_words(command) if pip_shim.may_start_pip(command) else None
+    arguments = None if words is None else pip_arguments.arguments_of(words)
+    return None if arguments is None else pip_commands.carry_out(arguments, os.getcwd())
 
 
 def _run_in_background(magics: Any, command: list[str], options: Any, script: IO[bytes]) -> None:
@@ -230,7 +230,7 @@ def _run_in_background(magics: Any, command: list[str], options: Any, script: IO
             magics.shell.user_ns[name] = value
 
 
-def _prints_to_lanes() -> bool:
+def _prints_to_streams() -> bool:
     """Reports whether the output of a child on 1 and 2 appears where Python's own output appears
     (no `%%capture`).
     """
@@ -242,36 +242,36 @@ def _run_shell(command: str, gate: Gate, **streams: Any) -> tuple[int, str]:
     one.
     """
     shell = shutil.which("bash") or "/bin/sh"
-    with _counter(command, os.path.basename(shell)) as counter:
-        functions = counter.functions if counter else ""
+    with _pip_server(command, os.path.basename(shell)) as server:
+        functions = server.functions if server else ""
         process, output = _run(
-            [shell, "-c", functions + command], gate, counter, stdin=subprocess.DEVNULL, **streams
+            [shell, "-c", functions + command], gate, server, stdin=subprocess.DEVNULL, **streams
         )
     return process.returncode, output[0].decode("utf-8", "replace")
 
 
 @contextlib.contextmanager
-def _counter(command: str, shell: str) -> Iterator[Counter | None]:
-    """Opens a counter for a shell whose command may start pip, for the duration of the block."""
-    if not pip_programs.may_start_pip(command):
+def _pip_server(command: str, shell: str) -> Iterator[PipServer | None]:
+    """Opens a server for a shell whose command may start pip, for the duration of the block."""
+    if not pip_shim.may_start_pip(command):
         yield None
         return
-    counter = Counter(is_bash=shell == "bash")
+    server = PipServer(is_bash=shell == "bash")
     try:
-        yield counter
+        yield server
     finally:
-        counter.close()
+        server.close()
 
 
 def _run(
-    command: list[str], gate: Gate, counter: Counter | None, **streams: Any
+    command: list[str], gate: Gate, server: PipServer | None, **streams: Any
 ) -> tuple[subprocess.Popen[bytes], tuple[bytes, bytes]]:
     """Runs a program to its end. Returns it with the output from its pipes, if it has any.
 
     Interrupts are held back while it starts: one in the middle would leave an untracked process.
     """
-    if counter is not None:
-        return _run_with_counter(command, gate, counter, **streams)
+    if server is not None:
+        return _run_with_server(command, gate, server, **streams)
     with gate.held():
         process = subprocess.Popen(command, start_new_session=True, **streams)
         try:
@@ -283,20 +283,20 @@ def _run(
     return process, (output or b"", errors or b"")
 
 
-def _run_with_counter(
-    command: list[str], gate: Gate, counter: Counter, **streams: Any
+def _run_with_server(
+    command: list[str], gate: Gate, server: PipServer, **streams: Any
 ) -> tuple[subprocess.Popen[bytes], tuple[bytes, bytes]]:
-    """Like `_run`, beside a counter. Uses files instead of pipes: a pipe could not be drained while
-    the host handles a call.
+    """Like `_run`, with a server for pip. Uses files instead of pipes: a pipe could not be drained
+    while the host handles a call.
     """
     files = {name: _readable(b"") for name, stream in streams.items() if stream == subprocess.PIPE}
     with gate.held():
         process = subprocess.Popen(
-            command, start_new_session=True, pass_fds=(counter.descriptor,), **{**streams, **files}
+            command, start_new_session=True, pass_fds=(server.descriptor,), **{**streams, **files}
         )
         try:
             with gate.passing():
-                counter.serve(process)
+                server.serve(process)
         except BaseException:
             _end_group(process)
             raise

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from .imported import when_imported
+from .import_hooks import when_imported
 
 # For each module, the functions that seed its generator with a seed or a state.
 _SEEDING = {
@@ -25,7 +25,7 @@ _SEEDING = {
     "torch.random": ("manual_seed", "set_rng_state"),
 }
 # Packages that import these modules and re-export their functions.
-_HANDED_ON = {"torch": "torch.random"}
+_REEXPORTED = {"torch": "torch.random"}
 
 _seeded: set[str] = set()
 # The seed of unseeded generators in this session, including those of modules imported later.
@@ -36,7 +36,7 @@ def watch() -> None:
     """Records seeding from now on, also in modules that are imported later. Call it only once."""
     for name in _SEEDING:
         when_imported(name, functools.partial(_begin, name=name))
-    for name, seeding in _HANDED_ON.items():
+    for name, seeding in _REEXPORTED.items():
         when_imported(name, functools.partial(_begin, name=seeding))
 
 
@@ -54,7 +54,7 @@ def share(seed: int | None) -> None:
     global _shared
     _shared = seed
     for name in _SEEDING:
-        _give_shared(name)
+        _apply_shared(name)
 
 
 def state() -> Any:
@@ -62,7 +62,7 @@ def state() -> Any:
     return sys.modules["random"].getstate() if is_seeded("random") else None
 
 
-def bring_back(state: Any) -> None:
+def restore(state: Any) -> None:
     """In a copy: restores the state of that generator."""
     if state is not None:
         sys.modules["random"]._inst.setstate(state)
@@ -74,7 +74,7 @@ def forget() -> None:
     share(None)
 
 
-def _give_shared(name: str) -> None:
+def _apply_shared(name: str) -> None:
     module = sys.modules.get(name)
     if _shared is None or module is None or is_seeded(name):
         return
@@ -90,19 +90,19 @@ def _give_shared(name: str) -> None:
 def _begin(module: ModuleType, name: str) -> None:
     _replace(module, name)
     if module.__name__ != "torch.random":  # It cannot be used before all of torch is imported.
-        _give_shared(name)
+        _apply_shared(name)
 
 
 def _replace(module: ModuleType, name: str) -> None:
     for function in _SEEDING[name]:
         original = getattr(module, function, None)
         if callable(original) and not hasattr(original, "__wrapped__"):
-            setattr(module, function, _noting(original, name))
+            setattr(module, function, _recording(original, name))
 
 
-def _noting(original: Callable[..., Any], name: str) -> Callable[..., Any]:
+def _recording(original: Callable[..., Any], name: str) -> Callable[..., Any]:
     @functools.wraps(original)
-    def noting(*arguments: Any, **options: Any) -> Any:
+    def recording(*arguments: Any, **options: Any) -> Any:
         result = original(*arguments, **options)
         # Without a seed, or with None, a generator is seeded by the kernel.
         if any(value is not None for value in (*arguments[:1], *options.values())):
@@ -111,4 +111,4 @@ def _noting(original: Callable[..., Any], name: str) -> Callable[..., Any]:
             _seeded.discard(name)
         return result
 
-    return noting
+    return recording

@@ -29,42 +29,42 @@ from . import (
     PROTOCOL_VERSION,
     branch,
     bundles,
-    called,
     descriptors,
     displays,
     files,
     folders,
     fonts,
+    fork_state,
     interrupts,
     loops,
-    luggage,
     packages,
-    private,
+    private_descriptors,
     processes,
     seeds,
+    subprocess_shim,
     threads,
     tool_files,
     tool_modules,
     variables,
 )
-from .asking import Desk
 from .channel import Channel
 from .files import FileRefused, Upload
 from .frames import BrokenFrame, Header
-from .harmless import changes_nothing, is_undisturbed
+from .host_calls import HostCalls
 from .interrupts import Gate
-from .lanes import Lanes, flush_c_stdout, make_pipes, watch_processes
-from .pages import Habit
+from .prefault import WriteSet
+from .readonly_cells import changes_nothing, runs_alone
 from .reseed import reseed
-from .shell import NoInput, Shell, create_shell
+from .shell import EmptyStdin, Shell, create_shell
+from .streams import OutputStreams, flush_c_stdout, make_pipes, watch_processes
 
 _NO_VARIABLES: dict[str, Any] = {"created": [], "changed": [], "deleted": [], "omitted": 0}
 
 # Gate bytes that the host sends to a copy.
-_FORK = b"f"
-_UNDO = b"u"
+_GATE_FORK = b"f"
+_GATE_UNDO = b"u"
 # Default limit, in bytes, on the working folder's files that are kept for undo.
-_UNDO_FILES = 64 * 1024 * 1024
+_DEFAULT_UNDO_FILES = 64 * 1024 * 1024
 
 # The first things that every session does: nothing, text, a value, text on the other stream.
 _PRIMING_CELLS = ("pass", "print('')\n1", "import sys\nprint('', file=sys.stderr)")
@@ -78,14 +78,14 @@ _LOADING_CELLS = ("await __import__('asyncio').sleep(0)", "1/0", "if")
 
 # Python specializes the code of a new function while it runs. After this many rounds the code is
 # stable, and forks share it.
-_REHEARSALS = 20
+_REHEARSAL_ROUNDS = 20
 # This many bytes of each size fill the gaps that imports leave.
-_FILLING = 250_000
+_FILLER_BYTES = 250_000
 # Keeps the gaps in the memory of the warm process filled.
-_fillings: list[list[bytes]] = []
+_fillers: list[list[bytes]] = []
 
 # The original, even if user code replaces it.
-_own_number = os.getpid
+_getpid = os.getpid
 
 # Options of pyarrow's allocator.
 _ARROW_ALLOCATOR = "JE_ARROW_MALLOC_CONF"
@@ -108,10 +108,10 @@ def prepare(preload: list[str], rehearse: bool = True) -> Shell:
     """
     watch_processes()
     seeds.watch()
-    private.note_pairs()
+    private_descriptors.track_socket_pairs()
     processes.install_script_magic()
     processes.install_pip(lambda: Shell.instance().gate)
-    called.install()
+    subprocess_shim.install()
     fonts.install()
     shell = create_shell()
     displays.install(shell.display_formatter)
@@ -124,7 +124,7 @@ def prepare(preload: list[str], rehearse: bool = True) -> Shell:
     if rehearse:
         _warm_tools()
         _rehearse(shell, _PRIMING_CELLS + _LOADING_CELLS)
-        for _ in range(_REHEARSALS):
+        for _ in range(_REHEARSAL_ROUNDS):
             _rehearse(shell, _PRIMING_CELLS)
         # Newer Pythons import it when a package is added, which takes 30 ms.
         importlib.import_module("importlib.metadata")
@@ -160,7 +160,7 @@ def serve(
     try:
         seeds.forget()
         reseed()
-        luggage.note_rights()
+        fork_state.record_limits()
         os.chdir(workdir)
         # '' follows the user's chdir; the working folder stays importable after a chdir.
         sys.path[:] = ["", workdir, *(path for path in sys.path if path not in ("", workdir))]
@@ -169,13 +169,13 @@ def serve(
         _close_stdin()
         gate = Gate()
         gate.install()
-        lanes = Lanes(gate, channel, bytes(16), (1, 2))
-        session = Session(shell, gate, lanes, channel, os.path.abspath(workdir), scratch)
-        session.say_hello(_emptied(workdir) if empty else {})
-        session.desk.activate()
-        sys.stdout = sys.__stdout__ = lanes.stdout
-        sys.stderr = sys.__stderr__ = lanes.stderr
-        lanes.activate()
+        streams = OutputStreams(gate, channel, bytes(16), (1, 2))
+        session = Session(shell, gate, streams, channel, os.path.abspath(workdir), scratch)
+        session.send_hello(_emptied(workdir) if empty else {})
+        session.host_calls.activate()
+        sys.stdout = sys.__stdout__ = streams.stdout
+        sys.stderr = sys.__stderr__ = streams.stderr
+        streams.activate()
         while (request := session.next_request()) is not None:
             session.answer(*request)
         session.abandon_upload()
@@ -195,31 +195,31 @@ class Session:
         self,
         shell: Shell,
         gate: Gate,
-        lanes: Lanes,
+        streams: OutputStreams,
         channel: Channel,
         workdir: str,
         scratch: Sequence[str] = (),
     ) -> None:
         self._shell = shell
         self._gate = gate
-        self._lanes = lanes
+        self._streams = streams
         self._channel = channel
         self._workdir = workdir
         self._scratch = scratch
         self._home = os.environ.get("HOME", "")
-        self._habit = Habit()
+        self._write_set = WriteSet()
         self._kept: folders.Tree | None = None
-        self._process = _own_number()
+        self._process = _getpid()
         self._execution: Any = None
         # Whether code ran since the last cell.
-        self._went_on = False
-        self.desk = Desk(gate, lanes, channel)
+        self._ran_between = False
+        self.host_calls = HostCalls(gate, streams, channel)
         self._upload: Upload | None = None
         self._upload_id: Any = None
         self._delivery = tool_files.Delivery(workdir)
-        shell.outlet = self
-        self._names = self._look_at_names() or {}
-        self._folder = files.look(workdir)
+        shell.sink = self
+        self._names = self._snapshot_names() or {}
+        self._folder = files.snapshot(workdir)
 
     def next_request(self) -> tuple[Header, bytes] | None:
         """Waits for a request. Returns None when the host has closed the channel.
@@ -228,8 +228,8 @@ class Session:
         a request is waiting for it.
         """
         loop = self._shell.loop
-        if loops.goes_on(loop):
-            self._went_on = True
+        if loops.has_work(loop):
+            self._ran_between = True
             with self._gate.open_if(self._channel.has_more):
                 loops.run_until_readable(loop, self._channel.fileno(), self._channel.has_more())
         return self._channel.receive()
@@ -270,7 +270,7 @@ class Session:
             elif kind == "write_end" and self._upload is not None and number == self._upload_id:
                 upload, self._upload = self._upload, None
                 size, replaced = upload.finish()
-                self._folder = files.look(self._workdir)
+                self._folder = files.snapshot(self._workdir)
                 self._channel.send(
                     {"type": "written", "id": number, "size": size, "replaced": replaced}
                 )
@@ -281,9 +281,9 @@ class Session:
                 {"type": "failed", "id": number, "reason": refused.reason, "message": str(refused)}
             )
 
-    def say_hello(self, more: Header) -> None:
+    def send_hello(self, more: Header) -> None:
         """Sends the first hello, with new pipes and a new marker."""
-        self._greet(*self._new_pipes(()), more)
+        self._send_hello(*self._new_pipes(()), more)
 
     def _new_pipes(
         self, redirected: Collection[int], with_threads: bool = False
@@ -291,10 +291,10 @@ class Session:
         """Returns the new marker and the read ends of the new pipes."""
         marker = os.urandom(16)
         write_ends, read_ends = make_pipes(redirected)
-        self._lanes.renew(marker, write_ends, with_threads)
+        self._streams.reset_in_copy(marker, write_ends, with_threads)
         return marker, read_ends
 
-    def _greet(self, marker: bytes, read_ends: tuple[int, int], more: Header) -> None:
+    def _send_hello(self, marker: bytes, read_ends: tuple[int, int], more: Header) -> None:
         hello = {
             "type": "hello",
             "version": PROTOCOL_VERSION,
@@ -315,82 +315,88 @@ class Session:
         gc.disable()
         try:
             flush_c_stdout()
-            request = luggage.Request(
-                int(header.get("undo_files", _UNDO_FILES)),
+            request = fork_state.CopyRequest(
+                int(header.get("undo_files", _DEFAULT_UNDO_FILES)),
                 bool(header.get("fork")),
                 bool(header.get("work_is_shared")),
             )
-            around = luggage.Surroundings(
-                self._workdir, self._scratch, self._home, self._lanes.descriptors
+            context = fork_state.SessionContext(
+                self._workdir, self._scratch, self._home, self._streams.descriptors
             )
             if not request.fork:
-                self._habit.look()
-            held = threads.Hold([])
+                self._write_set.update()
+            stopped = threads.StoppedThreads([])
             try:
-                held = threads.hold()
-                packed = luggage.pack(
-                    request, around, loops.find(self._shell.loop, self._shell.user_ns), self._kept
+                stopped = threads.stop_others()
+                saved = fork_state.save(
+                    request,
+                    context,
+                    loops.find_open(self._shell.loop, self._shell.user_ns),
+                    self._kept,
                 )
-                self._kept = packed.kept
-                luggage.leave_behind(packed, held)
-                is_copy = branch.stand_still(held.is_whole)
+                self._kept = saved.kept
+                fork_state.note_lost_threads(saved, stopped)
+                is_copy = branch.suspend_for_copy(stopped.is_whole)
             except Exception as cause:
-                held.release()
+                stopped.resume()
                 message = f"the session could not be copied: {cause}"
                 self._channel.send(
                     {"type": "failed", "id": number, "reason": "other", "message": message}
                 )
                 return
             if is_copy:
-                self._begin_anew(packed, around, held)
+                self._restore_copy(saved, context, stopped)
             else:
-                held.release()
-                lost, whole = luggage.put_down(packed, around, held)
-                whole = whole and not loops.goes_on(self._shell.loop)
+                stopped.resume()
+                lost, whole = fork_state.release(saved, context, stopped)
+                whole = whole and not loops.has_work(self._shell.loop)
                 self._channel.send({"type": "branched", "id": number, "lost": lost, "whole": whole})
                 if not request.fork:
                     # For a fork this is skipped: forks are about to start and need the processor
                     # more, and no copy is made before the next cell.
-                    self._habit.renew(self._channel.has_more)
+                    self._write_set.prefault(self._channel.has_more)
         finally:
             if collects:
                 gc.enable()
 
-    def _begin_anew(
-        self, packed: luggage.Luggage, around: luggage.Surroundings, held: threads.Hold
+    def _restore_copy(
+        self,
+        saved: fork_state.ForkState,
+        context: fork_state.SessionContext,
+        stopped: threads.StoppedThreads,
     ) -> None:
         """In a copy: waits for the gate byte, restores what can be restored, and sends hello."""
-        interrupts.restore_signals(packed.blocked)
+        interrupts.restore_signals(saved.blocked)
         gate = self._channel.receive_gate()
-        if gate not in (_FORK, _UNDO):
+        if gate not in (_GATE_FORK, _GATE_UNDO):
             raise BrokenFrame("the host did not open the gate")
-        self._process = _own_number()
-        self.desk.renew()
+        self._process = _getpid()
+        self.host_calls.reset()
         self._upload = None
         if branch.moved_to is not None:
-            packed, around = luggage.move(packed, around, branch.moved_to)
-            sys.path[:] = [around.work if path == self._workdir else path for path in sys.path]
-            self._workdir, branch.moved_to = around.work, None
-        arrival = luggage.unpack(packed, around, gate == _FORK, bool(held.lost))
-        self._kept = arrival.kept
-        self._folder = files.look(self._workdir)
-        redirected = {item.number for item in packed.opened if item.kind == "file"}
-        marker, read_ends = self._new_pipes(redirected, held.is_whole)
-        descriptors.lead_to_lanes(packed.opened, self._lanes.descriptors)
+            saved, context = fork_state.relocate(saved, context, branch.moved_to)
+            sys.path[:] = [context.work if path == self._workdir else path for path in sys.path]
+            self._workdir, branch.moved_to = context.work, None
+        restored = fork_state.restore(saved, context, gate == _GATE_FORK, bool(stopped.lost))
+        self._kept = restored.kept
+        self._folder = files.snapshot(self._workdir)
+        redirected = {item.number for item in saved.opened if item.kind == "file"}
+        marker, read_ends = self._new_pipes(redirected, stopped.is_whole)
+        descriptors.redirect_to_streams(saved.opened, self._streams.descriptors)
         # Threads resume last, so that they find everything in place.
-        missing = held.go_on(arrival.ended)
+        missing = stopped.resume_in_copy(restored.ended)
         if missing:
-            arrival.lost.append(descriptors.counted(missing, "thread"))
-        luggage.note_rights()
-        arrival.lost.extend(luggage.take_rights(packed.rights, packed.given))
+            restored.lost.append(descriptors.counted(missing, "thread"))
+        fork_state.record_limits()
+        restored.lost.extend(fork_state.apply_limits(saved.limits, saved.initial_limits))
         hello = {
-            "lost": arrival.lost,
-            "files": arrival.files,
-            "why": arrival.why,
-            "mapped": arrival.mapped,
+            "lost": restored.lost,
+            "files": restored.files,
+            "why": restored.why,
+            "mapped": restored.mapped,
         }
         hello["seeded"] = seeds.seeded()
-        self._greet(marker, read_ends, hello)
+        self._send_hello(marker, read_ends, hello)
 
     def _take_tools(self, number: Any, header: Header, payload: bytes) -> None:
         if "server" in header:
@@ -409,7 +415,7 @@ class Session:
             self._upload.abandon()
             self._upload = None
 
-    # Methods of the shell's `Outlet`.
+    # Methods of the shell's `OutputSink`.
 
     def value(self, bundle: dict[str, Any]) -> None:
         self._show({"type": "value"}, bundle)
@@ -418,39 +424,39 @@ class Session:
         self._show({"type": "display", "display_id": display_id, "update": update}, bundle)
 
     def clear(self, wait: bool) -> None:
-        if not self._lanes.forked and self._lanes.accepts_output():
-            self._lanes.send({"type": "clear", "id": self._execution, "wait": wait})
+        if not self._streams.forked and self._streams.accepts_output():
+            self._streams.send({"type": "clear", "id": self._execution, "wait": wait})
 
     def _show(self, header: Header, bundle: dict[str, Any]) -> None:
-        if self._lanes.forked:
+        if self._streams.forked:
             print(bundle.get("text/plain", ""))
-        elif self._lanes.accepts_output():
+        elif self._streams.accepts_output():
             data, blobs, payload = bundles.pack(displays.with_picture(bundle))
-            self._lanes.send(
+            self._streams.send(
                 {**header, "id": self._execution, "data": data, "blobs": blobs}, payload
             )
         else:
             text = bundle.get("text/plain", "")
-            self._lanes.write_late(f"{text}\n" if isinstance(text, str) else "")
+            self._streams.write_late(f"{text}\n" if isinstance(text, str) else "")
 
     def _execute(self, number: Any, code: str, seed: int | None = None) -> None:
         self._execution = number
         if seed is not None:
             seeds.share(seed)
-        went_on, self._went_on = self._went_on, False
-        harmless = not went_on and changes_nothing(code, self._shell)
+        ran_between, self._ran_between = self._ran_between, False
+        is_readonly = not ran_between and changes_nothing(code, self._shell)
         tool_modules.forget_changed()
         self._gate.open()
-        self._lanes.open_cell({"type": "started", "id": number})
-        self.desk.open_cell(number)
+        self._streams.open_cell({"type": "started", "id": number})
+        self.host_calls.open_cell(number)
         failure = self._shell.run(code, self._gate)
-        if _own_number() != self._process:
+        if _getpid() != self._process:
             # A child that user code forked ran to the end of the cell. Only its parent answers the
             # host.
             sys.stdout.flush()
             os._exit(0 if failure is None else 1)
-        self.desk.close_cell()
-        late = self._lanes.close_cell()
+        self.host_calls.close_cell()
+        late = self._streams.close_cell()
         done = {
             "type": "done",
             "id": number,
@@ -461,10 +467,10 @@ class Session:
         }
         if late is not None:
             done["late"] = late
-        did_nothing = not went_on and not self._shell.has_run
-        if harmless if failure is None else did_nothing and is_undisturbed(self._shell):
+        did_nothing = not ran_between and not self._shell.has_run
+        if is_readonly if failure is None else did_nothing and runs_alone(self._shell):
             done["unchanged"] = True
-        self._lanes.send(done)
+        self._streams.send(done)
 
     def _add_packages(self, number: Any, paths: Any) -> None:
         try:
@@ -483,7 +489,7 @@ class Session:
             )
 
     def _variables(self) -> dict[str, Any]:
-        before, after = self._names, self._look_at_names()
+        before, after = self._names, self._snapshot_names()
         if after is None:
             return _NO_VARIABLES
         self._names = after
@@ -492,7 +498,7 @@ class Session:
         except BaseException:
             return _NO_VARIABLES
 
-    def _look_at_names(self) -> variables.Snapshot | None:
+    def _snapshot_names(self) -> variables.Snapshot | None:
         try:
             return variables.snapshot(self._shell.user_ns, self._shell.user_ns_hidden)
         except BaseException:
@@ -501,7 +507,7 @@ class Session:
             return None
 
     def _files(self) -> dict[str, Any] | None:
-        before, self._folder = self._folder, files.look(self._workdir)
+        before, self._folder = self._folder, files.snapshot(self._workdir)
         return files.report(before, self._folder)
 
     def _read_file(self, number: Any, path: str, limit: int | None) -> None:
@@ -512,7 +518,7 @@ class Session:
         self._channel.send({"type": "file_end", "id": number, "size": size})
 
     def _read_part(self, number: Any, path: str, offset: int, length: int) -> None:
-        part = files.Part(self._workdir, path, offset, length)
+        part = files.FilePart(self._workdir, path, offset, length)
         size = 0
         for piece in part.pieces():
             self._channel.send({"type": "file_data", "id": number}, piece)
@@ -529,7 +535,7 @@ class Session:
 
 def _emptied(workdir: str) -> Header:
     """Removes all files. Returns the hello fields that report it."""
-    left = folders.put_back(workdir, {}, removing=True)[1]
+    left = folders.restore(workdir, {}, removing=True)[1]
     lost = [f"{descriptors.counted(left, 'file')} could not be removed"] if left else []
     return {"lost": lost, "files": "restored", "why": None}
 
@@ -541,19 +547,19 @@ def _rehearse(shell: Shell, cells: tuple[str, ...]) -> None:
         os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC),
     )
     gate = Gate()
-    lanes = Lanes(gate, Channel(ours), bytes(16), descriptors)
-    streams = sys.stdout, sys.stderr
+    streams = OutputStreams(gate, Channel(ours), bytes(16), descriptors)
+    standard_streams = sys.stdout, sys.stderr
     interrupt_handler = signal.getsignal(signal.SIGINT)
     last_error = {name: vars(sys)[name] for name in _LAST_ERROR if name in vars(sys)}
-    undo = shell.remember()
+    undo = shell.save_state()
     known_sources = set(linecache.cache)
     try:
-        sys.stdout, sys.stderr = lanes.stdout, lanes.stderr
-        session = Session(shell, gate, lanes, Channel(ours), os.devnull)
+        sys.stdout, sys.stderr = streams.stdout, streams.stderr
+        session = Session(shell, gate, streams, Channel(ours), os.devnull)
         for number, code in enumerate(cells):
             session.answer({"type": "execute", "id": number}, code.encode())
     finally:
-        sys.stdout, sys.stderr = streams
+        sys.stdout, sys.stderr = standard_streams
         undo()
         signal.signal(signal.SIGINT, interrupt_handler)
         for name in _LAST_ERROR:
@@ -573,7 +579,7 @@ def _close_stdin() -> None:
     if nothing != 0:
         os.dup2(nothing, 0)
         os.close(nothing)
-    sys.stdin = sys.__stdin__ = NoInput()
+    sys.stdin = sys.__stdin__ = EmptyStdin()
 
 
 @contextlib.contextmanager
@@ -640,7 +646,7 @@ def _fill_gaps() -> None:
     """
     for size in range(48, 513, 16):
         # A bytes object has an overhead of 33 bytes.
-        _fillings.append([bytes(size - 33) for _ in range(_FILLING // size)])
+        _fillers.append([bytes(size - 33) for _ in range(_FILLER_BYTES // size)])
 
 
 def _require_one_thread() -> None:

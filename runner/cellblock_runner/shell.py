@@ -2,7 +2,7 @@
 
 A subclass of IPython's InteractiveShell that turns off everything a sandbox does not need (history
 database, profile folder, completion, terminal, colours) and has its own outputs: values and
-displays go to an outlet, errors are kept and rendered once at the end of the cell, commands run as
+displays go to an sink, errors are kept and rendered once at the end of the cell, commands run as
 in `processes`.
 
 `run` never raises. Every cell that does not end the process has an outcome.
@@ -55,19 +55,19 @@ from .variables import size_of
 # Tracebacks are for reading. The beginning shows the location, the end shows the error.
 LARGEST_TRACEBACK = 200_000
 # Number of cells whose source is kept, for tracebacks through functions defined long ago.
-_REMEMBERED_CELLS = 1000
+_KEPT_CELLS = 1000
 # `Out` keeps this many results, and none above this size: a result without a name should not fill
 # the memory.
-_REMEMBERED_RESULTS = 20
-_LARGEST_REMEMBERED_RESULT = 1024 * 1024
+_KEPT_RESULTS = 20
+_LARGEST_KEPT_RESULT = 1024 * 1024
 # Longer tracebacks are formatted by Python's own `traceback` module.
 _MOST_FRAMES = 100
 
-_OUR_FOLDER = os.path.dirname(__file__) + os.sep
+_RUNNER_FOLDER = os.path.dirname(__file__) + os.sep
 _colour_codes = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
 
 
-class Outlet(Protocol):
+class OutputSink(Protocol):
     """Receives rich output. Each method may be called from any thread of a cell."""
 
     def value(self, bundle: dict[str, Any]) -> None: ...
@@ -121,7 +121,7 @@ class ValueHook(DisplayHook):
         self.update_user_ns(result)
         self.fill_exec_result(result)
         if bundle:
-            self.shell.outlet.value(bundle)
+            self.shell.sink.value(bundle)
 
     def update_user_ns(self, result: Any) -> None:
         """Keeps `_` always, and `__`, `___`, `_3` and `Out[3]` for small results only."""
@@ -137,7 +137,7 @@ class ValueHook(DisplayHook):
             return
         number = self.shell.execution_count
         outputs[number] = namespace[f"_{number}"] = result
-        while len(outputs) > _REMEMBERED_RESULTS:
+        while len(outputs) > _KEPT_RESULTS:
             oldest = next(iter(outputs))
             del outputs[oldest]
             namespace.pop(f"_{oldest}", None)
@@ -148,7 +148,7 @@ class ValueHook(DisplayHook):
     @staticmethod
     def _if_small(value: Any) -> Any:
         size = size_of(value)
-        return value if size is not None and size <= _LARGEST_REMEMBERED_RESULT else ""
+        return value if size is not None and size <= _LARGEST_KEPT_RESULT else ""
 
 
 class Publisher(DisplayPublisher):
@@ -169,13 +169,13 @@ class Publisher(DisplayPublisher):
     ) -> None:
         self._validate_data(data, metadata)
         display_id = (transient or {}).get("display_id")
-        self.shell.outlet.display(data, None if display_id is None else str(display_id), update)
+        self.shell.sink.display(data, None if display_id is None else str(display_id), update)
 
     def clear_output(self, wait: bool = False) -> None:
-        self.shell.outlet.clear(bool(wait))
+        self.shell.sink.clear(bool(wait))
 
 
-class Inputs(HistoryManager):
+class MemoryHistory(HistoryManager):
     """Input history, bounded and in memory only, so that `In`, `_i` and `%history` work. No
     database, no thread.
     """
@@ -191,7 +191,7 @@ class Inputs(HistoryManager):
         self.last_three = (raw, *self.last_three[:2])
         self.input_hist_parsed.append(raw)
         self.input_hist_raw.append(raw)
-        forgotten = number - _REMEMBERED_CELLS
+        forgotten = number - _KEPT_CELLS
         if forgotten > 0:
             # The lists keep their length, because a cell is found by its number.
             self.input_hist_parsed[forgotten] = self.input_hist_raw[forgotten] = ""
@@ -204,7 +204,7 @@ class Inputs(HistoryManager):
         return iter(list(self.get_range(0, max(1, end - n), max(1, end), raw=raw, output=output)))
 
 
-class Sources(CachingCompiler):
+class CellCompiler(CachingCompiler):
     """Names the pseudo-files of cells. IPython's own method loads OpenSSL for a hash, which takes 4
     ms of a session's first cell.
     """
@@ -216,7 +216,7 @@ class Sources(CachingCompiler):
         )
 
 
-class PlainFirst(TransformerManager):
+class PythonFirstTransformer(TransformerManager):
     """Searches for magics only in cells that are not valid Python.
 
     The search reads every token in Python code, which costs a session's first cell 5 ms and a long
@@ -249,13 +249,13 @@ def _is_python(code: str) -> bool:
 class Shell(InteractiveShell):
     """One session's IPython."""
 
-    outlet: Outlet
+    sink: OutputSink
     gate: Gate
 
     def __init__(self, **options: Any) -> None:
         self._phase = Phase.IDLE
         self._kept_error: BaseException | None = None
-        self._remembered: deque[str] = deque()
+        self._kept_sources: deque[str] = deque()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._cell_file: str | None = None
         self.current_code = ""
@@ -263,13 +263,13 @@ class Shell(InteractiveShell):
             colors="nocolor",
             xmode="Context",
             autoindent=False,
-            compiler_class=Sources,
+            compiler_class=CellCompiler,
             displayhook_class=ValueHook,
             display_pub_class=Publisher,
             **options,
         )
         self.loop_runner = self._run_in_loop
-        self.input_transformer_manager = PlainFirst()
+        self.input_transformer_manager = PythonFirstTransformer()
 
     def run(self, code: str, gate: Gate) -> Failure | None:
         """Runs one cell to its end, behind a gate that is open but held. Closes the gate. Never
@@ -289,7 +289,7 @@ class Shell(InteractiveShell):
                 error = _first(result.error_before_exec, result.error_in_exec)
             finally:
                 gate.close()
-                _bring_back_builtins()
+                _restore_builtins()
                 if self._loop is not None and loops.current() is None:
                     asyncio.set_event_loop(self._loop)  # `asyncio.run` leaves no current loop.
         except BaseException as escaped:
@@ -305,7 +305,7 @@ class Shell(InteractiveShell):
             self._forget_old_cells()
         error = _first(error, self._kept_error)
         self._kept_error = None
-        return None if error is None else self._explain(error)
+        return None if error is None else self._failure(error)
 
     @property
     def has_run(self) -> bool:
@@ -314,8 +314,7 @@ class Shell(InteractiveShell):
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop | None:
-        """The event loop of cells, if one exists. `asyncio.get_event_loop()` may have created it.
-        """
+        """The event loop of cells, if any. `asyncio.get_event_loop()` may have created it."""
         if self._loop is None or self._loop.is_closed():
             mine = loops.current()
             self._loop = None if mine is None or mine.is_closed() else mine
@@ -327,7 +326,7 @@ class Shell(InteractiveShell):
         asyncio.set_event_loop(loop)
         return loop
 
-    def remember(self) -> Callable[[], None]:
+    def save_state(self) -> Callable[[], None]:
         """Returns a function that restores the current names, counter and inputs."""
         names, count = dict(self.user_ns), self.execution_count
         history, hook = self.history_manager, self.displayhook
@@ -338,10 +337,10 @@ class Shell(InteractiveShell):
         )
         inputs = history.last_three
         results = hook._, hook.__, hook.___, hook._previous_underscore
-        remembered = list(self._remembered)
+        remembered = list(self._kept_sources)
         sources = dict(self.compile._filename_map)
 
-        def bring_back() -> None:
+        def restore() -> None:
             self.user_ns.clear()
             self.user_ns.update(names)
             self.execution_count = count
@@ -350,7 +349,7 @@ class Shell(InteractiveShell):
             history.output_hist.update(outputs)
             history.last_three = inputs
             hook._, hook.__, hook.___, hook._previous_underscore = results
-            self._remembered = deque(remembered)
+            self._kept_sources = deque(remembered)
             self.compile._filename_map.clear()
             self.compile._filename_map.update(sources)
             self.current_code = ""
@@ -362,7 +361,7 @@ class Shell(InteractiveShell):
                 # either.
                 asyncio.set_event_loop_policy(None)
 
-        return bring_back
+        return restore
 
     # Called by IPython while it runs a cell.
 
@@ -488,7 +487,7 @@ class Shell(InteractiveShell):
 
     # Errors.
 
-    def _explain(self, error: BaseException) -> Failure:
+    def _failure(self, error: BaseException) -> Failure:
         """Describes any error. Its own methods may raise or return invalid values."""
         sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
         if sys.version_info >= (3, 12):
@@ -510,7 +509,9 @@ class Shell(InteractiveShell):
     def _traceback(self, error: BaseException, name: str, message: str) -> str:
         if isinstance(error, SystemExit):
             first_line = f"{name}: {message}" if message else name
-            return f"{first_line}\n\nThe session goes on: exit() and sys.exit() end the cell only."
+            return (
+                f"{first_line}\n\nThe session continues: exit() and sys.exit() end the cell only."
+            )
         if isinstance(error, UsageError):
             return f"{name}: {message}"
         if (
@@ -574,9 +575,9 @@ class Shell(InteractiveShell):
 
     def _forget_old_cells(self) -> None:
         if self._cell_file is not None:
-            self._remembered.append(self._cell_file)
-        while len(self._remembered) > _REMEMBERED_CELLS:
-            oldest = self._remembered.popleft()
+            self._kept_sources.append(self._cell_file)
+        while len(self._kept_sources) > _KEPT_CELLS:
+            oldest = self._kept_sources.popleft()
             linecache.cache.pop(oldest, None)
             self.compile._filename_map.pop(oldest, None)
 
@@ -611,7 +612,9 @@ class Shell(InteractiveShell):
         pass
 
     def init_history(self) -> None:
-        self.history_manager = Inputs(shell=self, parent=self, hist_file=":memory:", enabled=False)
+        self.history_manager = MemoryHistory(
+            shell=self, parent=self, hist_file=":memory:", enabled=False
+        )
 
     def init_completer(self) -> None:
         self.Completer = None
@@ -630,7 +633,7 @@ class Database(dict[str, Any]):
         return fnmatch.filter(super().keys(), pattern)
 
 
-class NoInput(io.TextIOBase):
+class EmptyStdin(io.TextIOBase):
     """The sys.stdin of user code: always at end of file."""
 
     encoding = "utf-8"
@@ -693,30 +696,30 @@ def _refuse_input() -> None:
     def refusing(name: str) -> Any:
         def refuse(*_arguments: Any, **_options: Any) -> NoReturn:
             raise EOFError(
-                f"{name}() is not available: nobody can type into this session."
+                f"{name}() is not available: this session has no interactive input."
                 " Put the value in the code."
             )
 
         refuse.__name__ = refuse.__qualname__ = name
         return refuse
 
-    builtins.input = _known_builtins["input"] = refusing("input")
+    builtins.input = _saved_builtins["input"] = refusing("input")
     getpass.getpass = refusing("getpass")
 
 
 def _refuse_editor(_line: str) -> NoReturn:
-    why = "%edit is not available: nobody can type into this session."
+    why = "%edit is not available: this session has no interactive input."
     raise UsageError(f"{why} Write the file with %%writefile.")
 
 
 # IPython and the runner need these even if a cell deletes them. No builtin is looked up below.
 _builtins = vars(builtins)
-_known_builtins = dict(_builtins)
+_saved_builtins = dict(_builtins)
 
 
-def _bring_back_builtins() -> None:
-    for name in _known_builtins.keys() - _builtins.keys():
-        _builtins[name] = _known_builtins[name]
+def _restore_builtins() -> None:
+    for name in _saved_builtins.keys() - _builtins.keys():
+        _builtins[name] = _saved_builtins[name]
 
 
 def _without_our_frames(trace: TracebackType | None) -> TracebackType | None:
@@ -727,7 +730,7 @@ def _without_our_frames(trace: TracebackType | None) -> TracebackType | None:
     while trace is not None:
         frames.append(trace)
         trace = trace.tb_next
-    is_ours = [step.tb_frame.f_code.co_filename.startswith(_OUR_FOLDER) for step in frames]
+    is_ours = [step.tb_frame.f_code.co_filename.startswith(_RUNNER_FOLDER) for step in frames]
     while is_ours and is_ours[-1]:
         is_ours.pop()
     kept: TracebackType | None = None

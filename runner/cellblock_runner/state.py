@@ -15,11 +15,11 @@ from collections.abc import Iterator
 from typing import Any
 
 # Besides names with two underscores: IPython's earlier results and inputs.
-_OWN = re.compile(r"__|_(i*|\d+|i\d+|[iod]h)$")
+_IPYTHON_NAMES = re.compile(r"__|_(i*|\d+|i\d+|[iod]h)$")
 # Limit on the names of omitted values.
 _MOST_OMITTED = 100
 # The JSON overhead of a name and a value.
-_AROUND = 8
+_ENTRY_OVERHEAD = 8
 
 
 def tell(namespace: dict[str, Any], request: str) -> None:
@@ -37,9 +37,9 @@ def state(namespace: dict[str, Any], request: dict[str, Any]) -> str:
     entries: dict[str, str] = {}
     omitted: list[str] = []
     left = request["most_characters"]
-    for name, value in _told(namespace, request["given"]):
+    for name, value in _reported(namespace, request["given"]):
         text = _as_json(value, request["longest_text"])
-        size = len(text) + len(name) + _AROUND
+        size = len(text) + len(name) + _ENTRY_OVERHEAD
         if size > left:
             omitted.append(name)
             continue
@@ -51,9 +51,8 @@ def state(namespace: dict[str, Any], request: dict[str, Any]) -> str:
     return f"{{{', '.join(members)}}}"
 
 
-def _told(namespace: dict[str, Any], given: bool) -> Iterator[tuple[str, Any]]:
-    """Yields names and values: those of the dictionary that was passed in, then those of the cell.
-    """
+def _reported(namespace: dict[str, Any], given: bool) -> Iterator[tuple[str, Any]]:
+    """Yields names and values: those of the passed-in dictionary, then those of the cell."""
     went_in = namespace.get("state") if given else None
     if isinstance(went_in, dict):
         yield from ((str(name), value) for name, value in list(went_in.items()))
@@ -62,7 +61,7 @@ def _told(namespace: dict[str, Any], given: bool) -> Iterator[tuple[str, Any]]:
         is_ours = name in hidden and hidden[name] is value
         if (
             isinstance(name, str)
-            and not _OWN.match(name)
+            and not _IPYTHON_NAMES.match(name)
             and not is_ours
             and not (given and name == "state")
         ):

@@ -4,9 +4,10 @@ A plain fork copies one thread. The others are missing in the copy, along with a
 and code that waits for them waits forever. So before a copy is made, every other thread is stopped
 where it waits, and the copy creates threads that continue from there:
 
-    hold       in the original: a signal stops each thread, and the kernel saves its registers
-    release    in the original, afterwards: the handlers return
-    go_on      in a copy: a thread is created on each of these stacks, and returns from the handler
+    stop_others      in the original: a signal stops each thread, and the kernel saves its registers
+    resume           in the original, afterwards: the handlers return
+    resume_in_copy   in a copy: a thread is created on each of these stacks, and returns from the
+                     handler
 
 The copy is made without fork handlers, because there is nothing to repair: no thread is missing, so
 every lock has its owner. That holds only if all threads are copied. A running thread may hold a
@@ -45,8 +46,8 @@ _CODE = bytes.fromhex(
     "53300553b84e0100000f05b80f0000000f05"
 )
 # Offsets of the entry points in it, and the layout of the table behind it.
-_RESTORER, _GO_ON = 0x90, 0xA0
-_TABLE, _SLOTS, _MOST = 4096, 64, 1024
+_RESTORER, _RESUME_IN_COPY = 0x90, 0xA0
+_TABLE, _SLOTS, _SLOT_COUNT = 4096, 64, 1024
 _CLAIMED, _READY, _ROUND, _ACTIVE = 0, 4, 8, 12
 
 # System calls of x86-64, and flags of some of them.
@@ -71,7 +72,7 @@ _CONNECTING = {"connect": 42, "accept": 43, "accept4": 288}
 _POLLING = {"poll": 7, "select": 23, "pselect6": 270, "ppoll": 271}
 _EPOLL = {"epoll_wait": 232, "epoll_pwait": 281, "epoll_pwait2": 441}
 _SLEEPING = {"pause": 34, "nanosleep": 35, "clock_nanosleep": 230}
-_OTHER_PROCESSES = {"wait4": 61, "waitid": 247, "rt_sigtimedwait": 128, "rt_sigsuspend": 130}
+_PROCESSES_AND_SIGNALS = {"wait4": 61, "waitid": 247, "rt_sigtimedwait": 128, "rt_sigsuspend": 130}
 _LOCKS = {"semop": 65, "semtimedop": 220, "futex": 202, "futex_waitv": 449, "futex_wait": 455}
 _WAITING = frozenset(
     {
@@ -81,11 +82,11 @@ _WAITING = frozenset(
         **_POLLING,
         **_EPOLL,
         **_SLEEPING,
-        **_OTHER_PROCESSES,
+        **_PROCESSES_AND_SIGNALS,
         **_LOCKS,
     }.values()
 )
-_ENTER = b"\x0f\x05"
+_SYSCALL_INSTRUCTION = b"\x0f\x05"
 # Offsets in the context that the kernel saves.
 _R10, _RDI, _RSI, _RAX, _RIP = 56, 104, 112, 144, 168
 _INTERRUPTED = 2**64 - errno.EINTR
@@ -97,12 +98,12 @@ _LARGEST_DESCRIPTION = 0x700
 _ROBUST_AFTER_NUMBER = 16
 
 # How long threads may take to stop: until the machine has scheduled each of them.
-_REACTION = 2.0
+_STOP_TIMEOUT = 2.0
 # After this time, a thread that still blocks the signal is not just returning from the handler.
-_LEAVING = 0.1
+_HANDLER_EXIT_TIMEOUT = 0.1
 # How long they may stay busy: pools look for more work for up to 200 ms before they wait.
 _BUSY_LIMIT, _BUSY_AGAIN_LIMIT = 0.3, 0.01
-_PAUSE = 0.002
+_RETRY_INTERVAL = 0.002
 
 
 class Slot(NamedTuple):
@@ -113,7 +114,7 @@ class Slot(NamedTuple):
     number: int
 
 
-class Hold:
+class StoppedThreads:
     """All other threads of the process, stopped. `lost` counts those that could not be stopped."""
 
     def __init__(self, slots: list[Slot], lost: int = 0) -> None:
@@ -128,68 +129,70 @@ class Hold:
     @property
     def is_idle(self) -> bool:
         """Whether each of them waits until another wakes it, so that nothing happens by itself."""
-        return not self.lost and all(map(_waits_for_another, self._slots))
+        return not self.lost and all(map(_waits_on_futex, self._slots))
 
-    def release(self) -> None:
+    def resume(self) -> None:
         """Resumes them in the original."""
-        if self._slots and _machine is not None:
-            _machine.let_go()
+        if self._slots and _machine_code is not None:
+            _machine_code.resume()
 
-    def go_on(self, ended: Collection[int]) -> int:
+    def resume_in_copy(self, ended: Collection[int]) -> int:
         """In a copy: creates threads that continue from the saved state. Returns how many failed.
 
         Python threads in `ended` are not created.
         """
-        if not self._slots or _machine is None:
+        if not self._slots or _machine_code is None:
             return 0
-        _machine.let_go()
-        return _machine.go_on([slot for slot in self._slots if slot.pointer not in ended])
+        _machine_code.resume()
+        return _machine_code.resume_in_copy(
+            [slot for slot in self._slots if slot.pointer not in ended]
+        )
 
 
-def hold() -> Hold:
+def stop_others() -> StoppedThreads:
     """Stops all other threads, or none."""
     global _busy
     others = _others()
     if not others:
-        return Hold([])
-    machine = _get_machine()
-    if machine is None or len(others) > _MOST // 2:
-        return Hold([], len(others))
+        return StoppedThreads([])
+    code = _get_machine_code()
+    if code is None or len(others) > _SLOT_COUNT // 2:
+        return StoppedThreads([], len(others))
     # Threads that were busy throughout the last attempt probably still are.
     deadline = time.monotonic() + (_BUSY_AGAIN_LIMIT if others & _busy else _BUSY_LIMIT)
     while True:
         try:
-            slots = machine.stop_all()
+            slots = code.stop_all()
         except BaseException:
-            machine.let_go()
+            code.resume()
             raise
         if slots is None:
-            machine.let_go()
-            return Hold([], len(_others()))
-        busy = {slot.number for slot in slots if not machine.waits(slot)}
-        if not busy and machine.knows(slots):
+            code.resume()
+            return StoppedThreads([], len(_others()))
+        busy = {slot.number for slot in slots if not code.is_waiting(slot)}
+        if not busy and code.are_known(slots):
             _busy = frozenset()
-            return Hold(slots)
-        machine.let_go()
+            return StoppedThreads(slots)
+        code.resume()
         if time.monotonic() > deadline:
             _busy = frozenset(busy)
-            return Hold([], len(slots))
-        time.sleep(_PAUSE)
+            return StoppedThreads([], len(slots))
+        time.sleep(_RETRY_INTERVAL)
 
 
 def fork() -> int:
     """Copies the process with this thread only, without fork handlers."""
-    assert _machine is not None
-    return _machine.fork()
+    assert _machine_code is not None
+    return _machine_code.fork()
 
 
-class _Machine:
+class _MachineCode:
     """The machine code and its table, in memory of their own."""
 
     def __init__(self, library: ctypes.PyDLL) -> None:
         self._library = library
         library.syscall.restype = ctypes.c_long
-        size = _TABLE + _SLOTS + 32 * _MOST
+        size = _TABLE + _SLOTS + 32 * _SLOT_COUNT
         self._memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._memory[: len(_CODE)] = _CODE
         self._base = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
@@ -197,9 +200,13 @@ class _Machine:
         protect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
         if protect(self._base, _TABLE, mmap.PROT_READ | mmap.PROT_EXEC):
             raise OSError("no memory for code")
-        self._go_on = ctypes.PYFUNCTYPE(ctypes.c_long, *[ctypes.c_size_t] * 5)(self._base + _GO_ON)
+        self._resume_in_copy = ctypes.PYFUNCTYPE(ctypes.c_long, *[ctypes.c_size_t] * 5)(
+            self._base + _RESUME_IN_COPY
+        )
         self._words = (ctypes.c_uint32 * 16).from_address(self._base + _TABLE)
-        self._slots = (ctypes.c_uint64 * (4 * _MOST)).from_address(self._base + _TABLE + _SLOTS)
+        self._slots = (ctypes.c_uint64 * (4 * _SLOT_COUNT)).from_address(
+            self._base + _TABLE + _SLOTS
+        )
         library.pthread_self.restype = ctypes.c_size_t
         self._number_at = _find_number(library.pthread_self())
         self._rseq_at = _find_rseq(library)
@@ -227,21 +234,25 @@ class _Machine:
                 return slots
             asked |= missing
             spent = time.monotonic() - begun
-            if spent > _REACTION or (spent > _LEAVING and any(map(self._is_deaf, missing))):
+            if spent > _STOP_TIMEOUT or (
+                spent > _HANDLER_EXIT_TIMEOUT and any(map(self._has_blocked_signal, missing))
+            ):
                 return None
             self._wait(words[_READY // 4])
 
-    def let_go(self) -> None:
+    def resume(self) -> None:
         self._words[_ACTIVE // 4] = 0
         self._words[_ROUND // 4] += 1
-        self._futex(_ROUND, FUTEX_WAKE | FUTEX_PRIVATE_FLAG, _MOST)
+        self._futex(_ROUND, FUTEX_WAKE | FUTEX_PRIVATE_FLAG, _SLOT_COUNT)
 
-    def go_on(self, slots: list[Slot]) -> int:
+    def resume_in_copy(self, slots: list[Slot]) -> int:
         numbers = {}
         for slot in slots:
             at = slot.pointer + self._number_at
             rseq = slot.pointer + self._rseq_at if self._rseq_at else 0
-            made = self._go_on(slot.context, slot.pointer, at, at + _ROBUST_AFTER_NUMBER, rseq)
+            made = self._resume_in_copy(
+                slot.context, slot.pointer, at, at + _ROBUST_AFTER_NUMBER, rseq
+            )
             if made > 0:
                 numbers[slot.pointer] = made
         for ident, thread in list(threading._active.items()):  # type: ignore[attr-defined]
@@ -249,19 +260,19 @@ class _Machine:
                 thread._native_id = numbers[ident]
         return len(slots) - len(numbers)
 
-    def knows(self, slots: list[Slot]) -> bool:
+    def are_known(self, slots: list[Slot]) -> bool:
         """Reports whether each of them is a thread of the C library."""
         pointers = {slot.pointer for slot in slots}
         return len(pointers) == len(slots) and self._library.pthread_self() not in pointers
 
-    def waits(self, slot: Slot) -> bool:
+    def is_waiting(self, slot: Slot) -> bool:
         """Reports whether a thread waited in a system call, and not for the GIL."""
         rdi, rax, rip = _registers(slot, _RDI, _RAX, _RIP)
         if 0 <= rdi - self._runtime < _LARGEST_RUNTIME:
             return False
-        if ctypes.string_at(rip, 2) == _ENTER:
+        if ctypes.string_at(rip, 2) == _SYSCALL_INSTRUCTION:
             return rax in _WAITING
-        return rax == _INTERRUPTED and ctypes.string_at(rip - 2, 2) == _ENTER
+        return rax == _INTERRUPTED and ctypes.string_at(rip - 2, 2) == _SYSCALL_INSTRUCTION
 
     def fork(self) -> int:
         at = self._library.pthread_self() + self._number_at
@@ -273,7 +284,7 @@ class _Machine:
 
     def _filled(self) -> Iterator[Slot]:
         slots = self._slots
-        for index in range(min(self._words[_READY // 4], _MOST)):
+        for index in range(min(self._words[_READY // 4], _SLOT_COUNT)):
             context, pointer, number, _ = slots[4 * index : 4 * index + 4]
             yield Slot(context, pointer, number)
 
@@ -311,31 +322,31 @@ class _Machine:
                 return True
         return False
 
-    def _is_deaf(self, number: int) -> bool:
+    def _has_blocked_signal(self, number: int) -> bool:
         """Reports whether a thread blocks the signal, so that it stays pending."""
         pending = _status(number, b"SigBlk") & _status(number, b"SigPnd")
         return bool(pending >> (self._signal - 1) & 1)
 
 
-_machine: _Machine | None = None
+_machine_code: _MachineCode | None = None
 _is_supported = True
 _busy: frozenset[int] = frozenset()
 
 
-def _get_machine() -> _Machine | None:
-    """Returns the machine. Returns None if this processor or C library is not supported."""
-    global _machine, _is_supported
-    if _machine is None and _is_supported:
+def _get_machine_code() -> _MachineCode | None:
+    """Returns the code. Returns None if this processor or C library is not supported."""
+    global _machine_code, _is_supported
+    if _machine_code is None and _is_supported:
         try:
             if platform.machine() != "x86_64" or "CS_GNU_LIBC_VERSION" not in os.confstr_names:
                 raise OSError("not supported")
-            _machine = _Machine(ctypes.PyDLL(None, use_errno=True))
+            _machine_code = _MachineCode(ctypes.PyDLL(None, use_errno=True))
         except (OSError, ValueError, AttributeError):
             _is_supported = False
-    return _machine
+    return _machine_code
 
 
-def _waits_for_another(slot: Slot) -> bool:
+def _waits_on_futex(slot: Slot) -> bool:
     """Reports whether a thread waits on a futex without a timeout."""
     operation, limit, rax = _registers(slot, _RSI, _R10, _RAX)
     # The kernel reads 32 bits of the register.

@@ -56,8 +56,7 @@ class Delivery:
             self._server = ""
 
     def finish(self, index: bytes, servers: Sequence[str] | None) -> None:
-        """Writes the index of all servers. Raises FileRefused if this, or an earlier step, failed.
-        """
+        """Writes the index of all servers. Raises FileRefused if this or an earlier step failed."""
         refused, self._refused = self._refused, None
         _finish(self._root, index, servers)
         if refused is not None:

@@ -30,6 +30,7 @@ from pydantic import (
     TypeAdapter,
     model_serializer,
 )
+
 # Also used by other packages that extend models.
 from pydantic._internal._model_construction import ModelMetaclass
 from pydantic.fields import FieldInfo
@@ -139,7 +140,7 @@ def _as_text(value: Any) -> Any:
 def _check_email(text: str) -> str:
     name, at, host = text.rpartition("@")
     if not (name and at and host) or re.search(r"\s", text):
-        raise ValueError("is no mail address")
+        raise ValueError("is not an email address")
     return text
 
 

@@ -24,21 +24,21 @@ _SOCKET = 3
 _LARGEST_PLAN = 160 * 1024
 # Objects whose addresses agree above this many bits are in the same part of memory: half an arena
 # of Python's allocator at its smallest size.
-_PART = 17
+_REGION_BITS = 17
 
 # Folders that a session can write besides its work folder.
 _SCRATCH = ("/tmp", "/dev/shm")
 
 # Modules that IPython and the runner import and few cells use. Most of the cost is `asyncio`, and
 # OpenSSL, which `hashlib` loads.
-_LATER = ("asyncio", "hashlib", "ipaddress", "pickle")
+_LAZY_MODULES = ("asyncio", "hashlib", "ipaddress", "pickle")
 
 # Gate bytes that the host sends to a fresh session.
-_GO = b"g"
-_GO_AND_PRIME = b"p"
-_GO_AND_EMPTY = b"e"
+_FRESH = b"g"
+_FRESH_PRIMED = b"p"
+_FRESH_EMPTIED = b"e"
 # For work of the server itself, which may always start programs.
-_GO_FREELY = b"o"
+_FRESH_UNRESTRICTED = b"o"
 
 
 def main() -> NoReturn:
@@ -46,16 +46,16 @@ def main() -> NoReturn:
     warden = socket.socket(fileno=_SOCKET)
     plan = json.loads(warden.recv(_LARGEST_PLAN))
     if not plan["quick"]:
-        _keep_blocks_in_the_heap(True)
+        _keep_blocks_in_heap(True)
     # Imports leave no garbage; collecting would cost a tenth of the startup time.
     gc.disable()
     if plan["quick"]:
-        import_some_later()
+        import_lazily()
     from . import branch, serve  # Imports IPython, which takes most of the startup time.
 
     shell = serve.prepare(plan["preload"], rehearse=not plan["quick"])
     gc.enable()
-    objects = [] if plan["quick"] else _places_of_objects()
+    objects = [] if plan["quick"] else _object_addresses()
     warden.send(json.dumps({"say": "warm", "objects": objects}).encode())
     message = warden.recv(_LARGEST_PLAN)
     if not message:
@@ -63,10 +63,10 @@ def main() -> NoReturn:
     if json.loads(message).get("do") != "park":
         sys.exit("the zygote was asked for something that it cannot do")
     if not plan["quick"]:
-        _keep_blocks_in_the_heap(False)
+        _keep_blocks_in_heap(False)
     # The exit statuses of copies are not needed.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    if not branch.stand_still(with_threads=False):
+    if not branch.suspend_for_copy(with_threads=False):
         os._exit(1)  # The original is never resumed.
     _become_session(warden, shell, plan)
 
@@ -83,13 +83,13 @@ def _become_session(warden: socket.socket, shell: Any, plan: dict[str, Any]) -> 
         interrupts.restore_signals()
         channel = Channel.in_its_place()
         gate = channel.receive_gate()
-        if gate in (_GO, _GO_AND_PRIME, _GO_AND_EMPTY, _GO_FREELY):
+        if gate in (_FRESH, _FRESH_PRIMED, _FRESH_EMPTIED, _FRESH_UNRESTRICTED):
             os.environ.update(plan["environment"])
-            if plan.get("programs") == "refused" and gate != _GO_FREELY:
-                commands.ask_from_now_on()
-            if gate == _GO_AND_PRIME:
+            if plan.get("programs") == "refused" and gate != _FRESH_UNRESTRICTED:
+                commands.require_approval()
+            if gate == _FRESH_PRIMED:
                 serve.prime(shell)
-            serve.serve(shell, channel, plan["work_folder"], _SCRATCH, empty=gate == _GO_AND_EMPTY)
+            serve.serve(shell, channel, plan["work_folder"], _SCRATCH, empty=gate == _FRESH_EMPTIED)
         status = 0
     except BaseException as error:  # noqa: BLE001 - the process ends either way
         # The host sees a closed channel.
@@ -102,12 +102,12 @@ def _become_session(warden: socket.socket, shell: Any, plan: dict[str, Any]) -> 
 
 
 # Options of the C library's mallopt.
-_M_TRIM_THRESHOLD = -1
-_M_MMAP_THRESHOLD = -3
-_M_MMAP_MAX = -4
+M_TRIM_THRESHOLD = -1
+M_MMAP_THRESHOLD = -3
+M_MMAP_MAX = -4
 
 
-def _keep_blocks_in_the_heap(keep: bool) -> None:
+def _keep_blocks_in_heap(keep: bool) -> None:
     """Makes the C library put large blocks into its heap, or into separate mappings as usual.
 
     The warden moves the heap and the arenas of the warm process into a file that all copies share.
@@ -117,23 +117,23 @@ def _keep_blocks_in_the_heap(keep: bool) -> None:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):
         return  # Another C library; its large blocks stay where they are, and are not moved.
-    mallopt(_M_MMAP_MAX, 0 if keep else 65536)
+    mallopt(M_MMAP_MAX, 0 if keep else 65536)
     if not keep:
         # Setting an option turns off the library's own adaptation; these values are in the middle
         # of its range.
-        mallopt(_M_MMAP_THRESHOLD, 4 * 1024 * 1024)
-        mallopt(_M_TRIM_THRESHOLD, 8 * 1024 * 1024)
+        mallopt(M_MMAP_THRESHOLD, 4 * 1024 * 1024)
+        mallopt(M_TRIM_THRESHOLD, 8 * 1024 * 1024)
 
 
-def _places_of_objects() -> list[int]:
+def _object_addresses() -> list[int]:
     """Returns addresses of objects, one for each part of memory that contains any."""
     gc.unfreeze()  # Frozen objects are not listed.
-    parts = {id(thing) >> _PART for thing in gc.get_objects()}
+    regions = {id(thing) >> _REGION_BITS for thing in gc.get_objects()}
     gc.freeze()
-    return [part << _PART for part in parts]
+    return [region << _REGION_BITS for region in regions]
 
 
-class _Later(types.ModuleType):
+class _LazyModule(types.ModuleType):
     """A module whose code runs on the first access to an attribute.
 
     The standard library's lazy loader does not help: the next `import` statement already triggers
@@ -161,7 +161,7 @@ def _load(module: types.ModuleType) -> None:
     name = module.__name__
     with _loading[name]:
         # Its own code may access attributes that do not exist yet.
-        if not isinstance(module, _Later) or name in _begun:
+        if not isinstance(module, _LazyModule) or name in _begun:
             return
         _begun.add(name)
         try:
@@ -171,12 +171,12 @@ def _load(module: types.ModuleType) -> None:
             _begun.discard(name)
 
 
-def import_some_later() -> None:
+def import_lazily() -> None:
     """Makes modules that few cells use run their code on the first access to an attribute."""
-    for name in _LATER:
+    for name in _LAZY_MODULES:
         spec = importlib.util.find_spec(name) if name not in sys.modules else None
         if spec is not None and spec.loader is not None:
-            module = _Later(name)
+            module = _LazyModule(name)
             module.__spec__, module.__loader__, module.__file__ = spec, spec.loader, spec.origin
             module.__package__ = spec.parent
             if spec.submodule_search_locations is not None:

@@ -1,5 +1,5 @@
-"""A host for tests: starts `python -m cellblock_runner`, speaks frames with it and merges its
-lanes.
+"""A host for tests: starts `python -m cellblock_runner`, exchanges frames with it and merges
+its streams.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .merger import Event, Frame, Merger, Text
 RUNNER = Path(__file__).resolve().parent.parent
 
 # The frames that end a request.
-_LAST_WORDS = (
+_FINAL_FRAMES = (
     "file_list",
     "file_end",
     "written",
@@ -39,7 +39,7 @@ PATIENCE = 20
 
 
 class Died(Exception):
-    """The runner ended. `events` is what it had said by then."""
+    """The runner ended. `events` are those received before."""
 
     def __init__(self, events: list[Event]) -> None:
         super().__init__("the runner ended")
@@ -72,7 +72,7 @@ class Result:
 
     @property
     def order(self) -> list[str]:
-        """The cell as one readable list: 'out:…', 'err:…', and the text/plain of displays and the
+        """Returns the cell as one readable list: 'out:…', 'err:…', and the text/plain of displays and the
         value.
         """
         short: list[str] = []
@@ -102,7 +102,7 @@ class Runner:
     def __init__(
         self, preload: str = "", scratch: bool = False, ask_for_programs: bool = False
     ) -> None:
-        """With `scratch`, the session has a second folder that only forks take along,
+        """With `scratch`, the session has a second folder that only forks copy,
         `self.scratch`.
         """
         self.workdir = tempfile.mkdtemp(prefix="runner-test-")
@@ -117,7 +117,7 @@ class Runner:
         environment = {**os.environ, "PYTHONPATH": str(RUNNER), "HOME": self.workdir + "/.home"}
         environment["MPLCONFIGDIR"] = self.workdir + "/.matplotlib"
         folders = [self.workdir, *([self.scratch] if self.scratch else [])]
-        command = [sys.executable, "-m", "tests.copying", address, ",".join(folders)]
+        command = [sys.executable, "-m", "tests.fake_tracer", address, ",".join(folders)]
         command += [
             "--channel-fd",
             str(theirs.fileno()),
@@ -134,10 +134,10 @@ class Runner:
             command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=environment
         )
         theirs.close()
-        self._converse(channel)
+        self._connect(channel)
 
-    def _converse(self, channel: socket.socket) -> None:
-        """Begins a conversation: the runner says hello."""
+    def _connect(self, channel: socket.socket) -> None:
+        """Starts a connection: waits for hello."""
         self._channel = channel
         self._decoder = Decoder()
         self._pipes: list[int] = []
@@ -145,22 +145,22 @@ class Runner:
         self._channel_is_open = True
         self._number = 0
         self.rotations = 0
-        # What the session asks: the headers of all questions, and who answers. None is no answer
-        # yet; see `answer`.
+        # The headers of all host calls, and the function that answers them. It returns None for
+        # an answer that follows later, by `answer`.
         self.asked: list[dict[str, Any]] = []
-        # What came along with questions about commands, by the number of the question.
+        # Descriptors that were sent with host calls for commands, by the number of the call.
         self.outlets: dict[int, list[int]] = {}
         self.respond: Callable[[dict[str, Any]], dict[str, Any] | None] = _refuse
         while not self._frames_seen:
             if not self._channel_is_open:
                 channel.close()
                 raise Died([])
-            self._pump()
+            self._receive()
         self.hello, _ = self._frames_seen.pop(0)
         self._merger = Merger(bytes.fromhex(self.hello["marker"]))
 
     def branch(self, **options: Any) -> Checkpoint:
-        """Asks for a copy and returns it, standing still. `options` are members of the frame."""
+        """Requests a copy and returns it, suspended. `options` are members of the frame."""
         self._number += 1
         [answer] = self.request({"type": "branch", "id": self._number, **options})
         if answer.header["type"] != "branched":
@@ -172,11 +172,11 @@ class Runner:
         return checkpoint
 
     def fork(self, **options: Any) -> Copy:
-        """Branches, and lets one copy go as a fork."""
+        """Branches, and resumes one copy as a fork."""
         return self.branch(fork=True, **options).spawn(b"f")
 
     def undo_after(self, code: str, **options: Any) -> Copy:
-        """Branches, runs a cell, kills the session and brings it back as it was before the cell."""
+        """Branches, runs a cell, kills the session and restores its state before the cell."""
         checkpoint = self.branch(**options)
         self.run(code)
         self.process.kill()
@@ -184,7 +184,7 @@ class Runner:
         return checkpoint.spawn(b"u")
 
     def close(self) -> int:
-        """Hangs up, waits for the runner and returns its exit status."""
+        """Closes the channel, waits for the runner and returns its exit status."""
         self._channel.close()
         try:
             status = self.process.wait(PATIENCE)
@@ -213,7 +213,7 @@ class Runner:
         watch: Callable[[str], None] | None = None,
         when_started: Callable[[], None] | None = None,
     ) -> Result:
-        """Reads until the cell is done. `watch` sees the text so far, each time some arrived."""
+        """Reads until the cell is done. `watch` gets the text so far, whenever some arrives."""
         events: list[Event] = []
         started = False
         text = ""
@@ -226,7 +226,7 @@ class Runner:
                         when_started()
                 elif kind == "ask":
                     assert isinstance(event, Frame)
-                    self._hear(event.header)
+                    self._take_host_call(event.header)
                 elif kind == "done":
                     assert isinstance(event, Frame)
                     assert event.header["id"] == self._number
@@ -237,24 +237,24 @@ class Runner:
                         text += event.data.decode("utf-8", "replace")
             if watch is not None:
                 watch(text)
-            if not self._pump():
+            if not self._receive():
                 raise Died(events + self._merger.remains())
             self._take_frames()
 
     def answer(self, number: int, **members: Any) -> None:
-        """Answers a question."""
+        """Answers a host call."""
         self._send({"type": "answer", "ask": number, **members}, b"")
 
     def add_packages(self, *paths: str) -> Frame:
-        """Adds folders of packages; returns the answer."""
+        """Adds folders of packages. Returns the answer."""
         self._number += 1
         return self.request({"type": "packages", "id": self._number, "paths": list(paths)})[-1]
 
-    # Files that travel in one frame.
+    # Files per frame.
     files_in_a_frame = 100
 
     def deliver(self, packages: dict[str, dict[str, str]], index: str, **members: Any) -> Frame:
-        """Delivers packages of MCP servers; returns the answer."""
+        """Delivers packages of MCP servers. Returns the answer."""
         self._number += 1
         common = {"type": "tools", "id": self._number}
         for server, files in packages.items():
@@ -268,7 +268,7 @@ class Runner:
                 self._send(header, b"".join(some.values()))
         return self.request({**common, **members}, index.encode())[-1]
 
-    def _hear(self, question: dict[str, Any]) -> None:
+    def _take_host_call(self, question: dict[str, Any]) -> None:
         assert question["id"] == self._number
         self.asked.append(question)
         answer = self.respond(question)
@@ -297,12 +297,12 @@ class Runner:
         return self.replies() if answers else []
 
     def replies(self) -> list[Frame]:
-        """Returns the frames that answer the oldest request that is not answered yet."""
+        """Returns the frames that answer the oldest unanswered request."""
         got: list[Frame] = []
-        while not (got and got[-1].header["type"] in _LAST_WORDS):
+        while not (got and got[-1].header["type"] in _FINAL_FRAMES):
             if self._frames_seen:
                 got.append(Frame(*self._frames_seen.pop(0)))
-            elif not self._pump():
+            elif not self._receive():
                 raise Died([*got])
         return got
 
@@ -335,13 +335,13 @@ class Runner:
             if "seq" in header:
                 self._merger.feed_frame(header, payload)
             elif not header.get("rotated"):
-                # The answer to a request that was sent while the cell ran; it can come together
+                # The answer to a request that was sent while the cell ran; it may arrive together
                 # with the end of the cell.
                 self._frames_seen.append((header, payload))
 
-    def _pump(self) -> bool:
-        """Waits for something to arrive and takes it. Returns False when the runner has gone and
-        all is read.
+    def _receive(self) -> bool:
+        """Waits for input and reads it. Returns False when the runner has ended and everything is
+        read.
         """
         sources: list[Any] = list(self._pipes)
         if self._channel_is_open:
@@ -350,12 +350,12 @@ class Runner:
             return False
         readable, _, _ = select.select(sources, [], [], PATIENCE)
         if not readable:
-            raise TimeoutError("the runner said nothing")
-        for lane, pipe in enumerate(list(self._pipes)):
+            raise TimeoutError("the runner sent nothing")
+        for index, pipe in enumerate(list(self._pipes)):
             if pipe in readable:
                 data = os.read(pipe, 1 << 20)
                 if data:
-                    self._merger.feed_text(lane, data)
+                    self._merger.feed_text(index, data)
                 elif not self._channel_is_open:
                     self._pipes = []
         if self._channel in readable:
@@ -376,14 +376,13 @@ class Runner:
         return True
 
     def _adopt(self, descriptors: list[int], commands: list[dict[str, Any]]) -> None:
-        """Takes descriptors that came with a frame. They ride on its first bytes, and what comes
-        with a command is the last of what was read.
+        """Takes descriptors that were sent with a frame. They arrive with its first bytes, and a
+        command with descriptors is the last frame that was read.
         """
         if commands:
             self.outlets[commands[-1]["ask"]] = descriptors
         else:
-            # Everything in front of this frame has been read: the old pipes have nothing more for
-            # any cell.
+            # Everything before this frame has been read: the old pipes have no more output of cells.
             self._drop_pipes()
             self._pipes = descriptors
 
@@ -394,12 +393,12 @@ class Runner:
 
 
 def _refuse(question: dict[str, Any]) -> dict[str, Any]:
-    """Answers as a host does that does not know what is asked."""
+    """Answers as a host that does not know the call."""
     return {"ok": False, "text": f"ERROR: this server does not answer {question['what']!r}"}
 
 
 class Checkpoint:
-    """A copy that stands still."""
+    """A suspended copy."""
 
     def __init__(self, source: Runner, orders: socket.socket, lost: list[str], whole: bool) -> None:
         self.lost = lost
@@ -410,7 +409,7 @@ class Checkpoint:
         self._copies: list[Copy] = []
 
     def spawn(self, gate: bytes) -> Copy:
-        """Lets a copy of it go, as a fork or as an undo. It stays itself."""
+        """Makes and resumes a copy of it, as a fork or as an undo. It stays suspended itself."""
         copy = Copy(self._source, *_order_copy(self._orders, gate))
         self._copies.append(copy)
         return copy
@@ -422,7 +421,7 @@ class Checkpoint:
 
 
 def _order_copy(orders: socket.socket, gate: bytes) -> tuple[socket.socket, int]:
-    """Has a copy made and opens its gate. Returns its channel and the number of its process."""
+    """Orders a copy and opens its gate. Returns its channel and its process id."""
     ours, theirs = socket.socketpair()
     socket.send_fds(orders, [json.dumps({"fork": gate == b"f"}).encode()], [theirs.fileno()])
     theirs.close()
@@ -432,19 +431,17 @@ def _order_copy(orders: socket.socket, gate: bytes) -> tuple[socket.socket, int]
 
 
 class Copy(Runner):
-    """A copy that has been let go: a session like any other."""
+    """A resumed copy: a session like any other."""
 
     def __init__(self, source: Runner, channel: socket.socket, number: int) -> None:
         self.workdir, self.scratch = source.workdir, source.scratch
         self.number = number
         self._checkpoints = source._checkpoints
         self._opened = source._opened
-        self._converse(channel)
+        self._connect(channel)
 
     def seen(self, path: str) -> Path:
-        """Returns where the test finds a path as this copy sees it: a fork has mounts of its
-        own.
-        """
+        """Returns the test's name for a path of this copy: a fork has its own mounts."""
         return Path(f"/proc/{self.number}/root{path}")
 
     def interrupt(self) -> None:
@@ -461,4 +458,4 @@ class Fresh(Copy):
     def __init__(self, orders: socket.socket, gate: bytes, work: str) -> None:
         self.workdir, self.scratch = work, None
         channel, self.number = _order_copy(orders, gate)
-        self._converse(channel)
+        self._connect(channel)

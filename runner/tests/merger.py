@@ -1,11 +1,11 @@
-"""The reference merger: how the host puts three lanes back into one order. Pure, and the model for
-the host's own.
+"""The reference merger: how the host puts three streams back into one order. Pure, and the model
+for the merger of the host.
 
-Each pipe is a row of segments, separated by markers. Segment *n* is what follows marker *n*. The
+Each pipe is a sequence of segments, separated by markers. Segment *n* follows marker *n*. The
 order of everything is: frame *n* (when marker *n* says "F"), then segment *n* of both pipes, then
-marker *n + 1*, and so on. So a lane waits at a marker until the other lane has reached it and, for
+marker *n + 1*, and so on. So a pipe waits at a marker until the other pipe has reached it and, for
 an "F", the frame has arrived. Inside one segment Python itself uses one pipe only; when both have
-bytes, a subprocess or C code wrote them, and they are taken as they come.
+bytes, a subprocess or C code wrote them, and they are taken as they arrive.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Frame(NamedTuple):
 Event = Union[Text, Frame]
 
 
-class Lane:
+class Pipe:
     """One pipe: its bytes not yet taken, split at markers."""
 
     def __init__(self, stream: str, marker: bytes) -> None:
@@ -42,8 +42,8 @@ class Lane:
         self._bytes += data
 
     def take_text(self) -> bytes:
-        """Takes what surely comes before the next marker; keeps back what may be the beginning of
-        one.
+        """Takes the bytes that certainly precede the next marker, and keeps those that may be the
+        beginning of one.
         """
         end = self._bytes.find(self._start)
         if end < 0:
@@ -63,7 +63,7 @@ class Lane:
         return text
 
     def next_marker(self) -> tuple[int, bytes] | None:
-        """Returns (seq, kind) when the lane waits at a complete marker."""
+        """Returns (seq, kind) when the pipe waits at a complete marker."""
         if not self._bytes.startswith(self._start) or len(self._bytes) < MARKER_SIZE:
             return None
         seq = int.from_bytes(self._bytes[len(self._start) : len(self._start) + 4], "big")
@@ -74,36 +74,36 @@ class Lane:
 
 
 class Merger:
-    """Takes bytes and frames as they arrive, gives events in their order."""
+    """Takes bytes and frames as they arrive, and returns events in their order."""
 
     def __init__(self, marker: bytes) -> None:
         self._marker = marker
         self._frames: deque[Frame] = deque()
-        self.lanes = (Lane("stdout", marker), Lane("stderr", marker))
+        self.pipes = (Pipe("stdout", marker), Pipe("stderr", marker))
 
-    def feed_text(self, lane: int, data: bytes) -> None:
-        self.lanes[lane].feed(data)
+    def feed_text(self, index: int, data: bytes) -> None:
+        self.pipes[index].feed(data)
 
     def feed_frame(self, header: dict[str, Any], payload: bytes) -> None:
         self._frames.append(Frame(header, payload))
 
     def rotate(self) -> None:
-        """Begins with new, empty pipes. What the old ones still hold belongs to no cell."""
-        self.lanes = (Lane("stdout", self._marker), Lane("stderr", self._marker))
+        """Starts with new, empty pipes. The rest of the old ones belongs to no cell."""
+        self.pipes = (Pipe("stdout", self._marker), Pipe("stderr", self._marker))
 
     def events(self) -> list[Event]:
-        """Returns what can be put in order by now."""
+        """Returns the events whose order is known."""
         ready: list[Event] = []
         while True:
-            for lane in self.lanes:
-                text = lane.take_text()
+            for pipe in self.pipes:
+                text = pipe.take_text()
                 if text:
-                    ready.append(Text(lane.stream, text))
-            markers = [lane.next_marker() for lane in self.lanes]
+                    ready.append(Text(pipe.stream, text))
+            markers = [pipe.next_marker() for pipe in self.pipes]
             if markers[0] is None or markers[1] is None:
                 return ready
             if markers[0] != markers[1]:
-                raise ValueError(f"the lanes disagree: {markers}")
+                raise ValueError(f"the pipes disagree: {markers}")
             seq, kind = markers[0]
             if kind == b"F":
                 if not self._frames:
@@ -112,11 +112,11 @@ class Merger:
                 if frame.header["seq"] != seq:
                     raise ValueError(f"frame {frame.header['seq']} came for marker {seq}")
                 ready.append(frame)
-            for lane in self.lanes:
-                lane.pass_marker()
+            for pipe in self.pipes:
+                pipe.pass_marker()
 
     def remains(self) -> list[Event]:
-        """Returns what is left when the interpreter has died."""
+        """Returns the remaining events after the death of the interpreter."""
         ready = self.events()
-        ready += [Text(lane.stream, text) for lane in self.lanes if (text := lane.take_all())]
+        ready += [Text(pipe.stream, text) for pipe in self.pipes if (text := pipe.take_all())]
         return ready

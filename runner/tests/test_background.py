@@ -1,16 +1,16 @@
-"""Tasks of the event loop between cells: they go on as in a notebook, and requests are answered."""
+"""Tasks of the event loop between cells: they continue as in a notebook, and requests are answered."""
 
 from __future__ import annotations
 
 import unittest
 
-from cellblock_runner.lanes import LateText
+from cellblock_runner.streams import LateText
 
 from .harness import Runner
 from .test_branch import BranchTest
 from .test_cells import CellTest
 
-# Does a step for each byte that comes through a pipe, and tells each step through another one.
+# Does a step for each byte from one pipe, and reports each step through another one.
 _STEPS = """
 import asyncio, os
 asked, asking = os.pipe()
@@ -40,7 +40,7 @@ def _number(session: Runner, name: str) -> str:
 
 class Background(CellTest):
     def have_a_step_done(self, interrupted: bool = False) -> None:
-        """Between two cells, asks the task for a step and waits until it is done."""
+        """Between two cells, requests a step of the task and waits until it is done."""
         process = self.runner.process.pid
         asking = open(f"/proc/{process}/fd/{_number(self.runner, 'asking')}", "wb", 0)
         told = open(f"/proc/{process}/fd/{_number(self.runner, 'told')}", "rb", 0)
@@ -69,7 +69,7 @@ class Background(CellTest):
         self.assertNotIn("unchanged", self.run_ok("1").done)
         self.assertNotIn("unchanged", self.runner.run("if").done)
         self.run_ok("waits.cancel()")
-        # The first cell after the task has ended finds what the task did.
+        # The first cell after the task has ended finds its results.
         self.assertNotIn("unchanged", self.run_ok("1").done)
         self.assertTrue(self.run_ok("1").done["unchanged"])
 

@@ -1,7 +1,6 @@
-"""Branching: what a fork and an undo do with each thing that a session can hold.
+"""Branching: the effect of a fork and an undo on everything that a session can hold.
 
-Copies are made by an imitation (`copying`), so these tests need no sandbox. Forks need mounts of
-their own.
+Copies are made by `fake_tracer`, so these tests need no sandbox. Forks need permission to mount.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import unittest
 from importlib.util import find_spec
 from pathlib import Path
 
-from cellblock_runner import luggage
+from cellblock_runner import fork_state
 
 from .harness import PATIENCE, Copy, Died, Result, Runner
 
@@ -22,7 +21,7 @@ _has_numpy = unittest.skipUnless(find_spec("numpy"), "skipped: needs numpy")
 
 
 def _can_mount() -> bool:
-    """Tells whether this machine lets a test make empty folders by mounting them."""
+    """Reports whether a test may mount folders on this machine."""
     attempts = (["unshare", "--mount"], ["unshare", "--mount", "--user", "--map-root-user"])
     try:
         return any(
@@ -37,7 +36,7 @@ _needs_mounts = unittest.skipUnless(_can_mount(), "skipped: needs permission to 
 
 
 class BranchTest(unittest.TestCase):
-    """Gives each test a session of its own."""
+    """Each test has its own session."""
 
     preload = ""
     scratch = False
@@ -65,7 +64,7 @@ class BranchTest(unittest.TestCase):
 
 
 class Undoing(BranchTest):
-    """Undo is the way of every copy; forks below add what is theirs."""
+    """Tests with undo cover every copy; tests with forks below cover the differences."""
 
     def test_variables_counter_and_generators_are_as_they_were(self) -> None:
         self.run_ok(self.source, "x = [1]\ncounting = iter(range(10))\nnext(counting)")
@@ -111,7 +110,8 @@ class Undoing(BranchTest):
         copy = self.undo()
         self.assert_shows(
             copy,
-            "import os, sys\nprint('a'); n = os.write(1, b'b\\n'); print('c', file=sys.stderr)\n!echo d\nprint('e')\n1",
+            "import os, sys\nprint('a'); n = os.write(1, b'b\\n'); print('c', file=sys.stderr)\n"
+            "!echo d\nprint('e')\n1",
             *["out:a\nb\n", "err:c\n", "out:d\ne\n", "value:1"],
         )
         self.assert_shows(copy, "print('next')", "out:next\n")
@@ -125,7 +125,7 @@ class Undoing(BranchTest):
 
     def test_an_interrupt_reaches_a_copy(self) -> None:
         copy = self.undo()
-        # Python does not notice a signal that comes just before it begins to sleep, so no sleep is
+        # Python does not notice a signal that arrives just before it begins to sleep, so no sleep is
         # long.
         copy.begin("print('on')\nimport time\nwhile True: time.sleep(0.01)")
         self.assertEqual(
@@ -143,7 +143,8 @@ class Undoing(BranchTest):
     def test_a_hook_that_refuses_forks_is_an_answer(self) -> None:
         self.run_ok(
             self.source,
-            "import sys\ndef hook(event, arguments):\n    if event == 'os.fork': raise RuntimeError('never')\n"
+            "import sys\ndef hook(event, arguments):\n"
+            "    if event == 'os.fork': raise RuntimeError('never')\n"
             "sys.addaudithook(hook)",
         )
         [answer] = self.source.request({"type": "branch", "id": 99})
@@ -153,10 +154,11 @@ class Undoing(BranchTest):
     def test_fork_handlers_run_in_a_copy(self) -> None:
         self.run_ok(
             self.source,
-            "import os\nseen = []\nos.register_at_fork(after_in_child=lambda: seen.append('child'))",
+            "import os\nseen = []\nos.register_at_fork(after_in_child=lambda: "
+            "seen.append('child'))",
         )
         self.assert_shows(self.undo(), "'child' in seen", "value:True")
-        # The control: they do not run in the source. It is gone by now, so another one tells.
+        # The control: they do not run in the source. It has ended by now, so another one shows it.
         other = Runner()
         self.addCleanup(other.close)
         other.run(
@@ -178,8 +180,10 @@ class Randomness(BranchTest):
         self.run_ok(
             self.source,
             "import random, secrets, ssl, tempfile, uuid, multiprocessing as mp\n"
-            "drawn = random.random(), ssl.RAND_bytes(8), uuid.uuid1(), next(tempfile._get_candidate_names())\n"
-            "try:\n    import numpy\n    drawn += (numpy.random.random(),)\nexcept ImportError: numpy = None\n",
+            "drawn = random.random(), ssl.RAND_bytes(8), uuid.uuid1(), "
+            "next(tempfile._get_candidate_names())\n"
+            "try:\n    import numpy\n    drawn += (numpy.random.random(),)\n"
+            "except ImportError: numpy = None\n",
         )
         checkpoint = self.source.branch()
         one, other = checkpoint.spawn(b"u"), checkpoint.spawn(b"u")
@@ -206,7 +210,8 @@ class Randomness(BranchTest):
         self.run_ok(
             self.source,
             "import random\nrandom.seed(1); random.random()\n"
-            "try:\n    import numpy; numpy.random.seed(1); numpy.random.rand()\nexcept ImportError: numpy = None\n"
+            "try:\n    import numpy; numpy.random.seed(1); numpy.random.rand()\n"
+            "except ImportError: numpy = None\n"
             "def draw(): return random.random(), random.gauss(0, 1), numpy and numpy.random.rand()",
         )
         checkpoint = self.source.branch()
@@ -238,7 +243,7 @@ class Randomness(BranchTest):
         first, second = (each.run(numbers, seed=2**63 + 5).value for each in (one, other))
         self.assertEqual(first, second)
         self.assertNotEqual(first, third.run(numbers, seed=7).value)
-        # They go on alike, count as unseeded, and their own copies differ.
+        # They continue alike, count as unseeded, and their own copies differ.
         self.assertEqual(self.run_ok(one, "draw()").value, self.run_ok(other, "draw()").value)
         kept = one.branch()
         copies = [kept.spawn(b"u") for _ in range(2)]
@@ -284,7 +289,8 @@ class Surroundings(BranchTest):
     def test_the_mask_for_new_files_stays_beside_threads(self) -> None:
         self.run_ok(
             self.source,
-            "import os, threading\nend = threading.Event(); threading.Thread(target=end.wait).start()",
+            "import os, threading\nend = threading.Event(); "
+            "threading.Thread(target=end.wait).start()",
         )
         self.run_ok(self.source, "old = os.umask(0o027)")
         self.assert_shows(self.undo("end.set()"), "oct(os.umask(0))", "value:'0o27'")
@@ -307,17 +313,18 @@ class Surroundings(BranchTest):
         self.assertEqual(self.run_ok(copy, "os.nice(0)").value, niceness)
 
     def test_a_limit_that_cannot_be_set_is_named(self) -> None:
-        given, wanted = luggage.look_at_rights(), luggage.look_at_rights()
+        given, wanted = fork_state.current_limits(), fork_state.current_limits()
         hard = wanted.limits[resource.RLIMIT_NOFILE][1]
         wanted.limits[resource.RLIMIT_NOFILE] = (hard + 1, hard)
-        self.assertEqual(luggage.take_rights(wanted, given), ["the limit RLIMIT_NOFILE"])
-        # What the code has not changed is what the copy was given.
-        self.assertEqual(luggage.take_rights(wanted, wanted), [])
+        self.assertEqual(fork_state.apply_limits(wanted, given), ["the limit RLIMIT_NOFILE"])
+        # Limits that the code has not changed are those of the copy.
+        self.assertEqual(fork_state.apply_limits(wanted, wanted), [])
 
     def test_handlers_of_signals_stay(self) -> None:
         self.run_ok(
             self.source,
-            "import os, signal\nheard = []\nold = signal.signal(signal.SIGUSR1, lambda *_: heard.append(1))\n"
+            "import os, signal\nheard = []\n"
+            "old = signal.signal(signal.SIGUSR1, lambda *_: heard.append(1))\n"
             "old = signal.signal(signal.SIGUSR2, signal.SIG_IGN)",
         )
         copy = self.undo()
@@ -357,7 +364,8 @@ class Surroundings(BranchTest):
     def test_a_timer_is_told(self) -> None:
         self.run_ok(
             self.source,
-            "import signal\nold = signal.signal(signal.SIGALRM, lambda *_: None)\nold = signal.alarm(600)",
+            "import signal\nold = signal.signal(signal.SIGALRM, lambda *_: None)\n"
+            "old = signal.alarm(600)",
         )
         self.assertEqual(self.undo("signal.alarm(0)").hello["lost"], ["1 timer"])
 
@@ -387,7 +395,8 @@ class Descriptors(BranchTest):
     def test_duplicates_share_their_place_and_others_do_not(self) -> None:
         self.run_ok(
             self.source,
-            "import os\nopen('a', 'w').write('0123456789')\na = os.open('a', os.O_RDONLY); b = os.dup(a)\n"
+            "import os\nopen('a', 'w').write('0123456789')\n"
+            "a = os.open('a', os.O_RDONLY); b = os.dup(a)\n"
             "c = os.open('a', os.O_RDONLY)",
         )
         copy = self.undo("os.read(a, 5)")
@@ -421,7 +430,8 @@ class Descriptors(BranchTest):
     ) -> None:
         self.run_ok(
             self.source,
-            "import os, tempfile\nfolder = tempfile.mkdtemp()\nf = open(folder + '/data.bin', 'wb', 0); f.write(b'1')",
+            "import os, tempfile\nfolder = tempfile.mkdtemp()\n"
+            "f = open(folder + '/data.bin', 'wb', 0); f.write(b'1')",
         )
         copy = self.undo("os.unlink(folder + '/data.bin')")
         self.assertEqual(copy.hello["lost"], ["1 open file (data.bin)"])
@@ -441,7 +451,8 @@ class Descriptors(BranchTest):
     def test_devices_folders_and_their_flags_come_back(self) -> None:
         self.run_ok(
             self.source,
-            "import os\nz = os.open('/dev/zero', os.O_RDONLY); d = os.open('.', os.O_RDONLY)\nopen('a', 'w').close()\n"
+            "import os\nz = os.open('/dev/zero', os.O_RDONLY); d = os.open('.', os.O_RDONLY)\n"
+            "open('a', 'w').close()\n"
             "i = os.open('/dev/null', os.O_RDONLY); os.set_inheritable(i, True)",
         )
         copy = self.undo()
@@ -460,7 +471,8 @@ class Descriptors(BranchTest):
     def test_what_a_user_has_redirected_stays_redirected(self) -> None:
         self.run_ok(
             self.source,
-            "import os\nsaved = os.dup(1)\nf = open('log', 'wb'); n = os.dup2(f.fileno(), 1)\nos.write(1, b'one ')",
+            "import os\nsaved = os.dup(1)\nf = open('log', 'wb'); n = os.dup2(f.fileno(), 1)\n"
+            "os.write(1, b'one ')",
         )
         copy = self.undo("os.write(1, b'never')")
         self.assertEqual(copy.hello["lost"], [])
@@ -477,7 +489,8 @@ class Descriptors(BranchTest):
         )
         copy = self.undo()
         attempt = (
-            "import fcntl\ntry: fcntl.{how}(open('{name}', 'w'), fcntl.LOCK_EX | fcntl.LOCK_NB); print('free')\n"
+            "import fcntl\ntry: fcntl.{how}(open('{name}', 'w'), fcntl.LOCK_EX | fcntl.LOCK_NB); "
+            "print('free')\n"
             "except OSError: print('held')"
         )
         codes = [
@@ -489,7 +502,7 @@ class Descriptors(BranchTest):
                 f"import subprocess, sys\ndone = subprocess.run([sys.executable, '-c', {code!r}])",
                 "out:held\n",
             )
-        # The control: nobody holds them any more.
+        # The control: no process holds them any more.
         self.run_ok(copy, "f.close(); g.close()")
         for code in codes:
             self.assert_shows(
@@ -500,7 +513,8 @@ class Descriptors(BranchTest):
         self.run_ok(
             self.source,
             "import socket\nlistening = socket.create_server(('127.0.0.1', 0))\n"
-            "client = socket.create_connection(listening.getsockname()); served, _ = listening.accept()\n"
+            "client = socket.create_connection(listening.getsockname()); "
+            "served, _ = listening.accept()\n"
             "plain = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)",
         )
         copy = self.undo("client.send(b'x')")
@@ -509,7 +523,8 @@ class Descriptors(BranchTest):
         self.assert_fails(copy, "listening.accept()", "OSError")
         self.assert_shows(
             copy,
-            "client.close(); listening.close()\nsocket.create_server(('127.0.0.1', 0)).fileno() > 2",
+            "client.close(); listening.close()\n"
+            "socket.create_server(('127.0.0.1', 0)).fileno() > 2",
             "value:True",
         )
 
@@ -525,7 +540,8 @@ class Descriptors(BranchTest):
             self.assert_shows(
                 session,
                 "os.write(c, b', more'); os.write(e, b'x')\n"
-                "os.read(a, 99), os.read(d, 9), os.get_blocking(a), os.get_blocking(b), os.get_blocking(e)",
+                "os.read(a, 99), os.read(d, 9), os.get_blocking(a), os.get_blocking(b), "
+                "os.get_blocking(e)",
                 "value:(b'in it, more', b'x', False, True, False)",
             )
 
@@ -542,8 +558,10 @@ class Descriptors(BranchTest):
         self.run_ok(
             self.source,
             "import ctypes, os, select, struct\nc = ctypes.CDLL(None)\n"
-            "counter = c.eventfd(5, os.O_NONBLOCK); same = os.dup(counter)\nother = c.eventfd(0, os.O_NONBLOCK | 1)\n"
-            "poll = select.epoll(); poll.register(same, select.EPOLLIN); poll.register(other, select.EPOLLIN)\n"
+            "counter = c.eventfd(5, os.O_NONBLOCK); same = os.dup(counter)\n"
+            "other = c.eventfd(0, os.O_NONBLOCK | 1)\n"
+            "poll = select.epoll(); poll.register(same, select.EPOLLIN); "
+            "poll.register(other, select.EPOLLIN)\n"
             "def read(number): return struct.unpack('Q', os.read(number, 8))[0]",
         )
         copy = self.source.branch().spawn(b"u")
@@ -552,7 +570,8 @@ class Descriptors(BranchTest):
             self.assert_shows(
                 session,
                 "first = poll.poll(0) == [(same, 1)]; os.write(counter, struct.pack('Q', 2))\n"
-                "os.write(other, struct.pack('Q', 3)); first, read(same), read(other), read(other), len(poll.poll(0))",
+                "os.write(other, struct.pack('Q', 3)); "
+                "first, read(same), read(other), read(other), len(poll.poll(0))",
                 "value:(True, 7, 1, 1, 1)",
             )
 
@@ -616,8 +635,10 @@ class Lost(BranchTest):
         self.run_ok(
             self.source,
             "import asyncio, threading\n"
-            "def start():\n    loop = asyncio.new_event_loop()\n    thread = threading.Thread(target=loop.run_forever, daemon=True)\n"
-            "    thread.start()\n    return lambda work: asyncio.run_coroutine_threadsafe(work, loop).result(10)\nask = start()\n"
+            "def start():\n    loop = asyncio.new_event_loop()\n"
+            "    thread = threading.Thread(target=loop.run_forever, daemon=True)\n"
+            "    thread.start()\n    return lambda work: asyncio.run_coroutine_threadsafe(work, "
+            "loop).result(10)\nask = start()\n"
             "ask(asyncio.sleep(0, 1))",
         )
         copy = self.source.branch().spawn(b"u")
@@ -629,7 +650,8 @@ class Lost(BranchTest):
         self.run_ok(
             self.source,
             "from concurrent.futures import ThreadPoolExecutor\nimport threading\nover = False\n"
-            "def spin():\n    while not over: pass\nthread = threading.Thread(target=spin); thread.start()\n"
+            "def spin():\n    while not over: pass\n"
+            "thread = threading.Thread(target=spin); thread.start()\n"
             "pool = ThreadPoolExecutor(2); list(pool.map(str, range(9)))",
         )
         copy = self.source.branch().spawn(b"u")
@@ -639,7 +661,8 @@ class Lost(BranchTest):
     def test_a_pool_of_processes_raises_at_once(self) -> None:
         for code, use, name in (
             (
-                "from concurrent.futures import ProcessPoolExecutor\npool = ProcessPoolExecutor(1)\npool.submit(abs, -1).result()",
+                "from concurrent.futures import ProcessPoolExecutor\n"
+                "pool = ProcessPoolExecutor(1)\npool.submit(abs, -1).result()",
                 "pool.submit(abs, -2)",
                 "BrokenProcessPool",
             ),
@@ -657,7 +680,8 @@ class Lost(BranchTest):
                 self.assert_fails(copy, use, name)
                 self.run_ok(
                     copy,
-                    "pool.shutdown() if hasattr(pool, 'shutdown') else (pool.terminate(), pool.join())",
+                    "pool.shutdown() if hasattr(pool, 'shutdown') else (pool.terminate(), "
+                    "pool.join())",
                 )
                 self.run_ok(
                     source, "pool.shutdown() if hasattr(pool, 'shutdown') else pool.terminate()"
@@ -672,10 +696,14 @@ class Lost(BranchTest):
         self.assertEqual(copy.hello["lost"], [])
         self.assert_shows(
             copy,
-            "import multiprocessing as mp\nwith mp.get_context('fork').Pool(1) as pool: print(pool.map(abs, [-1]))",
+            "import multiprocessing as mp\n"
+            "with mp.get_context('fork').Pool(1) as pool: print(pool.map(abs, [-1]))",
             "out:[1]\n",
         )
-        code = "from multiprocessing import shared_memory\nn = shared_memory.SharedMemory(create=True, size=5); n.close(); n.unlink()"
+        code = (
+            "from multiprocessing import shared_memory\n"
+            "n = shared_memory.SharedMemory(create=True, size=5); n.close(); n.unlink()"
+        )
         self.assert_shows(copy, code)
 
 
@@ -695,7 +723,8 @@ class SharedMemory(BranchTest):
     def test_the_control_a_plain_fork_shares_it(self) -> None:
         self.assert_shows(
             self.source,
-            "import mmap, os\nm = mmap.mmap(-1, 10)\nchild = os.fork()\nif child == 0:\n    m[:1] = b'x'; os._exit(0)\n"
+            "import mmap, os\nm = mmap.mmap(-1, 10)\nchild = os.fork()\nif child == 0:\n"
+            "    m[:1] = b'x'; os._exit(0)\n"
             "os.waitpid(child, 0)\nm[:1]",
             "value:b'x'",
         )
@@ -705,14 +734,15 @@ class SharedMemory(BranchTest):
         checkpoint = self.source.branch()
         self.run_ok(self.source, "m[:5] = b'later'")
         copy = checkpoint.spawn(b"u")
-        self.assertEqual(copy.hello["lost"], ["the moment of 1 shared memory area"])
+        self.assertEqual(copy.hello["lost"], ["the exact content of 1 shared memory area"])
         self.run_ok(copy, "m[:5] = b'other'")
         self.assert_shows(self.source, "m[:5]", "value:b'later'")
 
     def test_a_mapped_file_without_a_name_is_one_with_its_descriptor(self) -> None:
         self.run_ok(
             self.source,
-            "import mmap, os\nn = os.memfd_create('x'); os.truncate(n, 8192)\nm = mmap.mmap(n, 8192)\nm[:5] = b'first'",
+            "import mmap, os\nn = os.memfd_create('x'); os.truncate(n, 8192)\n"
+            "m = mmap.mmap(n, 8192)\nm[:5] = b'first'",
         )
         copy = self.undo("m[:5] = b'later'")
         self.assert_shows(copy, "m[:5], os.pread(n, 5, 0)", "value:(b'first', b'first')")
@@ -721,7 +751,8 @@ class SharedMemory(BranchTest):
     def test_undo_brings_back_a_mapped_file_of_the_work_folder(self) -> None:
         self.run_ok(
             self.source,
-            "import mmap\nopen('a', 'wb').write(b'first' * 2000)\nf = open('a', 'r+b'); m = mmap.mmap(f.fileno(), 0)",
+            "import mmap\nopen('a', 'wb').write(b'first' * 2000)\n"
+            "f = open('a', 'r+b'); m = mmap.mmap(f.fileno(), 0)",
         )
         copy = self.undo("m[:5] = b'later'")
         self.assertEqual(copy.hello["lost"], [])
@@ -730,7 +761,8 @@ class SharedMemory(BranchTest):
     def test_undo_that_leaves_files_alone_leaves_mapped_files_alone(self) -> None:
         self.run_ok(
             self.source,
-            "import mmap\nopen('a', 'wb').write(b'first' * 2000)\nf = open('a', 'r+b'); m = mmap.mmap(f.fileno(), 0)",
+            "import mmap\nopen('a', 'wb').write(b'first' * 2000)\n"
+            "f = open('a', 'r+b'); m = mmap.mmap(f.fileno(), 0)",
         )
         copy = self.undo("m[:5] = b'later'", undo_files=0)
         self.assert_shows(copy, "print(m[:5], open('a').read(5))", "out:b'later' later\n")
@@ -738,7 +770,8 @@ class SharedMemory(BranchTest):
     def test_a_removed_file_that_is_only_mapped_keeps_its_content(self) -> None:
         self.run_ok(
             self.source,
-            "import ctypes, os\nopen('a', 'wb').write(b'first' * 2000)\nn = os.open('a', os.O_RDWR)\n"
+            "import ctypes, os\nopen('a', 'wb').write(b'first' * 2000)\n"
+            "n = os.open('a', os.O_RDWR)\n"
             "c = ctypes.CDLL(None); c.mmap.restype = ctypes.c_void_p\n"
             "m = c.mmap(None, 4096, 3, 1, n, 0); os.close(n); os.unlink('a')",
         )
@@ -749,7 +782,8 @@ class SharedMemory(BranchTest):
     def test_undo_brings_back_mapped_files_of_other_folders(self) -> None:
         self.run_ok(
             self.source,
-            f"import mmap\nname = {self.source.scratch!r} + '/x'\nopen(name, 'wb').write(b'first' * 2000)\n"
+            f"import mmap\nname = {self.source.scratch!r} + '/x'\n"
+            "open(name, 'wb').write(b'first' * 2000)\n"
             "f = open(name, 'r+b'); m = mmap.mmap(f.fileno(), 0)",
         )
         copy = self.undo("m[:5] = b'later'")
@@ -759,7 +793,8 @@ class SharedMemory(BranchTest):
     def test_a_mapping_that_is_longer_than_its_file_harms_nobody(self) -> None:
         self.run_ok(
             self.source,
-            "import mmap, os\nn = os.memfd_create('x'); os.truncate(n, 1 << 20)\nm = mmap.mmap(n, 1 << 20)\n"
+            "import mmap, os\nn = os.memfd_create('x'); os.truncate(n, 1 << 20)\n"
+            "m = mmap.mmap(n, 1 << 20)\n"
             "os.truncate(n, 5000); os.close(n); m[0] = 7",
         )
         copy = self.undo()
@@ -770,7 +805,8 @@ class Databases(BranchTest):
     def test_a_database_in_memory_is_state_like_any_other(self) -> None:
         self.run_ok(
             self.source,
-            "import sqlite3\nc = sqlite3.connect(':memory:'); c.execute('create table t (x)')\nNone",
+            "import sqlite3\nc = sqlite3.connect(':memory:'); c.execute('create table t (x)')\n"
+            "None",
         )
         copy = self.undo("c.execute('insert into t values (1)')")
         self.assert_shows(copy, "c.execute('select count(*) from t').fetchone()", "value:(0,)")
@@ -778,7 +814,8 @@ class Databases(BranchTest):
     def check(self, setup: str = "", in_transaction: bool = False) -> Copy:
         self.run_ok(
             self.source,
-            f"import sqlite3\nc = sqlite3.connect('d.db')\n{setup}\nc.execute('create table t (x)'); c.commit()\n"
+            f"import sqlite3\nc = sqlite3.connect('d.db')\n{setup}\n"
+            "c.execute('create table t (x)'); c.commit()\n"
             + ("c.execute('insert into t values (1)')\nNone" if in_transaction else ""),
         )
         copy = self.undo("c.execute('insert into t values (2)'); c.commit()")
@@ -821,27 +858,35 @@ class Folders(BranchTest):
                 else:
                     with open(path, encoding="utf-8") as file:
                         found[inner] = (
-                            f"{os.stat(path).st_mode & 0o777:o} {os.stat(path).st_mtime_ns} {file.read()}"
+                            f"{os.stat(path).st_mode & 0o777:o} {os.stat(path).st_mtime_ns} "
+                            f"{file.read()}"
                         )
         return found
 
     def test_undo_makes_the_folder_what_it_was(self) -> None:
         self.run_ok(
             self.source,
-            "import os, shutil\nos.makedirs('d/.hidden/empty'); open('d/.hidden/x', 'w').write('x')\n"
-            "open('same', 'w').write('same'); open('changed', 'w').write('before'); open('removed', 'w').write('1')\n"
-            "os.symlink('same', 'link'); os.symlink('nowhere', 'link2'); os.chmod('changed', 0o600)\n"
-            "open('becomes folder', 'w').close(); os.mkdir('becomes file'); os.mkdir('closed'); os.chmod('closed', 0o500)",
+            "import os, shutil\nos.makedirs('d/.hidden/empty'); "
+            "open('d/.hidden/x', 'w').write('x')\n"
+            "open('same', 'w').write('same'); open('changed', 'w').write('before'); "
+            "open('removed', 'w').write('1')\n"
+            "os.symlink('same', 'link'); os.symlink('nowhere', 'link2'); "
+            "os.chmod('changed', 0o600)\n"
+            "open('becomes folder', 'w').close(); os.mkdir('becomes file'); os.mkdir('closed'); "
+            "os.chmod('closed', 0o500)",
         )
         before = self.tree()
         inodes = {
             name: os.stat(f"{self.source.workdir}/{name}").st_ino for name in ("same", "changed")
         }
         copy = self.undo(
-            "open('changed', 'w').write('after, and longer'); os.chmod('changed', 0o640); os.unlink('removed')\n"
-            "shutil.rmtree('d'); os.makedirs('new/folder'); open('new/folder/f', 'w').write('new')\n"
+            "open('changed', 'w').write('after, and longer'); os.chmod('changed', 0o640); "
+            "os.unlink('removed')\n"
+            "shutil.rmtree('d'); os.makedirs('new/folder'); "
+            "open('new/folder/f', 'w').write('new')\n"
             "os.unlink('link'); os.symlink('changed', 'link'); os.unlink('link2')\n"
-            "os.unlink('becomes folder'); os.mkdir('becomes folder'); open('becomes folder/x', 'w').close()\n"
+            "os.unlink('becomes folder'); os.mkdir('becomes folder'); "
+            "open('becomes folder/x', 'w').close()\n"
             "os.rmdir('becomes file'); open('becomes file', 'w').close(); os.mkfifo('pipe')\n"
             "os.chmod('closed', 0o700); open('closed/new', 'w').close(); os.chmod('closed', 0o500)"
         )
@@ -938,8 +983,8 @@ class Forking(BranchTest):
         checkpoint = fork.branch()
         self.run_ok(fork, "open('a', 'w').write('b'); open('new', 'w').close()")
         self.assertEqual(sorted(os.listdir(fork.seen(fork.workdir))), ["a", "new"])
-        # The imitation makes each process from the one that stands still, which is in the source's
-        # mounts no more than the fork is.
+        # `fake_tracer` forks each copy from the suspended process, which is not in the mounts of the
+        # fork.
         copy = checkpoint.spawn(b"u")
         self.assertEqual(sorted(os.listdir(copy.seen(copy.workdir))), ["a"])
 
@@ -957,7 +1002,8 @@ class Forking(BranchTest):
     def test_files_beyond_the_budget_of_undo_are_taken_along(self) -> None:
         self.run_ok(
             self.source,
-            "import os\nopen('large', 'wb').write(os.urandom(300000)); open('small', 'w').write('s')",
+            "import os\nopen('large', 'wb').write(os.urandom(300000)); "
+            "open('small', 'w').write('s')",
         )
         for options in ({}, {"undo_files": 1000}, {"undo_files": 0}):
             fork = self.source.fork(**options)
@@ -990,7 +1036,8 @@ class Forking(BranchTest):
     def test_a_mapped_file_is_that_of_the_fork(self) -> None:
         self.run_ok(
             self.source,
-            "import mmap\nopen('a', 'wb').write(b'first' * 2000)\nf = open('a', 'r+b'); m = mmap.mmap(f.fileno(), 0)",
+            "import mmap\nopen('a', 'wb').write(b'first' * 2000)\n"
+            "f = open('a', 'r+b'); m = mmap.mmap(f.fileno(), 0)",
         )
         fork = self.source.fork()
         self.assertEqual(fork.hello["lost"], [])
@@ -1001,7 +1048,8 @@ class Forking(BranchTest):
     def test_a_database_in_a_file_can_be_read_and_after_connecting_again_written(self) -> None:
         self.run_ok(
             self.source,
-            "import sqlite3\nc = sqlite3.connect('d.db'); c.execute('create table t (x)'); c.execute('insert into t values (1)')\n"
+            "import sqlite3\nc = sqlite3.connect('d.db'); c.execute('create table t (x)'); "
+            "c.execute('insert into t values (1)')\n"
             "c.commit()",
         )
         fork = self.source.fork()
@@ -1013,16 +1061,19 @@ class Forking(BranchTest):
         )
         self.assert_shows(
             self.source,
-            "c.execute('insert into t values (3)'); c.commit()\nc.execute('select x from t').fetchall()",
+            "c.execute('insert into t values (3)'); c.commit()\n"
+            "c.execute('select x from t').fetchall()",
             "value:[(1,), (3,)]",
         )
 
     def test_a_database_with_a_write_ahead_log_and_one_with_an_open_transaction(self) -> None:
         self.run_ok(
             self.source,
-            "import sqlite3\nfor name in ('a', 'b'):\n    c = globals()[name] = sqlite3.connect(name)\n"
+            "import sqlite3\nfor name in ('a', 'b'):\n"
+            "    c = globals()[name] = sqlite3.connect(name)\n"
             "    if name == 'a': c.execute('pragma journal_mode=wal')\n"
-            "    c.execute('create table t (x)'); c.commit()\nb.execute('insert into t values (1)')\nNone",
+            "    c.execute('create table t (x)'); c.commit()\n"
+            "b.execute('insert into t values (1)')\nNone",
         )
         fork = self.source.fork()
         self.assertEqual(fork.hello["lost"], ["writing to 1 sqlite connection"])
@@ -1052,7 +1103,8 @@ class Forking(BranchTest):
     def test_figures_go_on_in_both(self) -> None:
         self.run_ok(
             self.source,
-            "import matplotlib.pyplot as plt\nfigure, axes = plt.subplots(); plt.close()\naxes.plot([1])\nNone",
+            "import matplotlib.pyplot as plt\nfigure, axes = plt.subplots(); plt.close()\n"
+            "axes.plot([1])\nNone",
         )
         fork = self.source.fork()
         self.run_ok(fork, "axes.plot([2])\nNone")

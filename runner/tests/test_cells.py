@@ -1,4 +1,4 @@
-"""Cells: what a user sees of one, checked against a real runner."""
+"""Cells as a user sees them, with a real runner."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _HAS_GROUPS = sys.version_info >= (3, 11)
 
 
 class CellTest(unittest.TestCase):
-    """Gives all tests of a class one runner. Tests use names of their own."""
+    """All tests of a class share one runner. Tests use different names."""
 
     runner: Runner
 
@@ -27,7 +27,7 @@ class CellTest(unittest.TestCase):
         assert cls.runner.close() == 0
 
     def of_its_own(self) -> Runner:
-        """Gives a test a runner that no other test uses."""
+        """Each test has its own runner."""
         runner = Runner()
         self.addCleanup(runner.close)
         return runner
@@ -111,19 +111,21 @@ class Basics(CellTest):
     def test_the_namespace_holds_none_of_our_names(self) -> None:
         names = self.run_ok("sorted(n for n in globals() if not n.startswith('_'))").value
         assert names is not None
-        for name in ("cellblock_runner", "serve", "shell", "lanes", "session", "main", "argparse"):
+        for name in "cellblock_runner serve shell streams session main argparse".split():
             self.assertNotIn(f"'{name}'", names["text/plain"])
 
     def test_the_environment_asks_for_no_colours(self) -> None:
         self.assert_order(
-            "import os\n[os.environ.get(n) for n in ('NO_COLOR', 'TERM', 'FORCE_COLOR', 'CLICOLOR')]",
+            "import os\n[os.environ.get(n) for n in ('NO_COLOR', 'TERM', 'FORCE_COLOR', "
+            "'CLICOLOR')]",
             "value:['1', 'dumb', None, None]",
         )
 
     def test_modules_in_the_working_folder_can_be_imported_even_after_chdir(self) -> None:
         self.runner.upload("neighbour.py", b"answer = 42\n", overwrite=True)
         self.assert_order(
-            "import os\nos.chdir('/')\nimport neighbour\nos.chdir(os.path.dirname(neighbour.__file__))\n"
+            "import os\nos.chdir('/')\nimport neighbour\n"
+            "os.chdir(os.path.dirname(neighbour.__file__))\n"
             "neighbour.answer",
             "value:42",
         )
@@ -140,14 +142,16 @@ class Basics(CellTest):
 class Order(CellTest):
     def test_stdout_stderr_and_displays_interleave_exactly(self) -> None:
         self.assert_order(
-            "import sys\nfor i in range(3):\n print('o', i)\n print('e', i, file=sys.stderr)\n display(i)\n'end'",
+            "import sys\nfor i in range(3):\n print('o', i)\n print('e', i, file=sys.stderr)\n"
+            " display(i)\n'end'",
             *[item for i in range(3) for item in (f"out:o {i}\n", f"err:e {i}\n", f"display:{i}")],
             "value:'end'",
         )
 
     def test_text_without_a_newline_keeps_its_place(self) -> None:
         self.assert_order(
-            "import sys\nsys.stdout.write('a')\nsys.stderr.write('b')\nsys.stdout.write('c');\ndisplay('d')\n"
+            "import sys\nsys.stdout.write('a')\nsys.stderr.write('b')\nsys.stdout.write('c');\n"
+            "display('d')\n"
             "sys.stdout.write('e');",
             "out:a",
             "err:b",
@@ -165,15 +169,18 @@ class Order(CellTest):
 
     def test_c_code_is_captured(self) -> None:
         self.assert_order(
-            "import ctypes\nprint('before')\nctypes.CDLL(None).printf(b'from c\\n')\nprint('after')\n"
+            "import ctypes\nprint('before')\nctypes.CDLL(None).printf(b'from c\\n')\n"
+            "print('after')\n"
             "ctypes.CDLL(None).printf(b'no newline');",
             "out:before\nfrom c\nafter\nno newline",
         )
 
     def test_subprocess_output_is_in_order(self) -> None:
         self.assert_order(
-            "import subprocess, sys\nprint('1')\nsubprocess.run('echo 2; echo 3 >&2', shell=True)\nprint('4')\n"
-            "subprocess.run(['echo', '5'])\nprint('6', file=sys.stderr)\nimport os\nos.system('echo 7');",
+            "import subprocess, sys\nprint('1')\nsubprocess.run('echo 2; echo 3 >&2', shell=True)\n"
+            "print('4')\n"
+            "subprocess.run(['echo', '5'])\nprint('6', file=sys.stderr)\nimport os\n"
+            "os.system('echo 7');",
             "out:1\n2\n",
             "err:3\n",
             "out:4\n5\n",
@@ -185,7 +192,8 @@ class Order(CellTest):
         self.assert_order(
             "import subprocess\n"
             "PIPE = subprocess.PIPE\n"
-            "p = subprocess.Popen('read x; echo e >&2; echo', shell=True, stdin=PIPE, stdout=PIPE)\n"
+            "p = subprocess.Popen('read x; echo e >&2; "
+            "echo', shell=True, stdin=PIPE, stdout=PIPE)\n"
             "print('before')\np.communicate(b'go\\n')\nprint('after')",
             "out:before\n",
             "err:e\n",
@@ -194,7 +202,8 @@ class Order(CellTest):
 
     def test_closing_or_redirecting_descriptor_one_does_not_silence_python(self) -> None:
         self.assert_order(
-            "import os\nsaved = os.dup(1)\nos.close(1)\nprint('closed')\nos.dup2(saved, 1)\nos.close(saved)\n"
+            "import os\nsaved = os.dup(1)\nos.close(1)\nprint('closed')\nos.dup2(saved, 1)\n"
+            "os.close(saved)\n"
             "print('back')",
             "out:closed\nback\n",
         )
@@ -204,7 +213,8 @@ class Order(CellTest):
         self.assertEqual(
             len(
                 self.run_ok(
-                    "import os\nos.set_blocking(1, False)\nprint('y' * 3_000_000)\nos.set_blocking(1, True)"
+                    "import os\nos.set_blocking(1, False)\nprint('y' * 3_000_000)\n"
+                    "os.set_blocking(1, True)"
                 ).text
             ),
             3_000_001,
@@ -212,7 +222,8 @@ class Order(CellTest):
 
     def test_redirect_and_capture_work(self) -> None:
         self.assert_order(
-            "import contextlib, io\nwith contextlib.redirect_stdout(io.StringIO()) as t: print('hidden')\nt.getvalue()",
+            "import contextlib, io\nwith contextlib.redirect_stdout(io.StringIO()) as t: "
+            "print('hidden')\nt.getvalue()",
             "value:'hidden\\n'",
         )
         self.assert_order("%%capture seen\nprint('hidden')\n!echo shell\ndisplay(1)")
@@ -220,7 +231,8 @@ class Order(CellTest):
 
     def test_threads_of_the_cell_are_heard(self) -> None:
         self.assert_order(
-            "import threading\nt = threading.Thread(target=print, args=('from a thread',))\nt.start()\nt.join()",
+            "import threading\nt = threading.Thread(target=print, args=('from a thread',))\n"
+            "t.start()\nt.join()",
             "out:from a thread\n",
         )
 
@@ -238,7 +250,8 @@ class Order(CellTest):
 
     def test_what_a_thread_prints_between_cells_is_told_by_the_next(self) -> None:
         self.run_ok(
-            "import os, threading\nreading, writing = os.pipe()\ntold, telling = os.pipe()\ndef work():\n"
+            "import os, threading\nreading, writing = os.pipe()\ntold, telling = os.pipe()\n"
+            "def work():\n"
             "  os.read(reading, 1); print('between'); os.write(telling, b'.')\n"
             "thread = threading.Thread(target=work); thread.start()"
         )
@@ -281,7 +294,8 @@ class Order(CellTest):
         before = self.runner.rotations
         self.run_ok(
             "import subprocess\n"
-            "p = subprocess.Popen('read x; echo late; echo late >&2', shell=True, stdin=subprocess.PIPE)"
+            "p = subprocess.Popen('read x; echo late; "
+            "echo late >&2', shell=True, stdin=subprocess.PIPE)"
         )
         self.assert_order(
             "print('first')\np.communicate(b'go\\n');\nprint('second')", "out:first\nsecond\n"
@@ -294,7 +308,8 @@ class Order(CellTest):
                 session = Runner()
                 self.addCleanup(session.close)
                 session.run(
-                    "import resource, subprocess\nhard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]\n"
+                    "import resource, subprocess\n"
+                    "hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]\n"
                     f"resource.setrlimit(resource.RLIMIT_NOFILE, {limit})\nsubprocess.run('true');"
                 )
                 for _ in range(2):
@@ -312,7 +327,8 @@ class Order(CellTest):
 
     def test_forked_children_print_plainly(self) -> None:
         self.assert_order(
-            "import os\nprint('parent')\npid = os.fork()\nif pid == 0:\n  print('child')\n  display('shown')\n"
+            "import os\nprint('parent')\npid = os.fork()\nif pid == 0:\n  print('child')\n"
+            "  display('shown')\n"
             "  os._exit(0)\n"
             "os.waitpid(pid, 0)\nprint('parent again')",
             "out:parent\nchild\n'shown'\nparent again\n",
@@ -638,7 +654,8 @@ class Control(unittest.TestCase):
 
     def test_an_interrupt_ends_a_waiting_coroutine_for_good(self) -> None:
         result = self.interrupted(
-            "import asyncio\nasyncio.get_running_loop().call_soon(print, 'ready')\nawait asyncio.sleep(100)\n"
+            "import asyncio\nasyncio.get_running_loop().call_soon(print, 'ready')\n"
+            "await asyncio.sleep(100)\n"
             "print('never')"
         )
         self.assertEqual(result.error["name"], "KeyboardInterrupt")
@@ -660,7 +677,8 @@ class Control(unittest.TestCase):
 
     def test_a_cell_cannot_take_interrupts_away_from_later_cells(self) -> None:
         self.runner.run(
-            "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\nsignal.pthread_sigmask(signal.SIG_BLOCK, [2])"
+            "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+            "signal.pthread_sigmask(signal.SIG_BLOCK, [2])"
         )
         result = self.interrupted("print('ready')\nwhile True: pass")
         self.assertEqual(result.error["name"], "KeyboardInterrupt")
@@ -682,7 +700,8 @@ class Control(unittest.TestCase):
     def test_a_storm_of_interrupts_breaks_no_frame_and_no_marker(self) -> None:
         for _ in range(20):
             self.runner.begin(
-                "import sys\nfor i in range(3000):\n  print(i)\n  print(i, file=sys.stderr)\n  display(i)"
+                "import sys\nfor i in range(3000):\n  print(i)\n  print(i, file=sys.stderr)\n"
+                "  display(i)"
             )
             result = self.runner.finish(lambda text: self.runner.interrupt() if text else None)
             numbers = [int(item.split(":")[1]) for item in result.order]
@@ -692,7 +711,8 @@ class Control(unittest.TestCase):
 
     def test_what_was_printed_before_a_kill_is_kept(self) -> None:
         self.runner.begin(
-            "import os, sys\nprint('one')\nprint('two', end='')\nprint('e', file=sys.stderr)\nos.kill(os.getpid(), 9)"
+            "import os, sys\nprint('one')\nprint('two', end='')\nprint('e', file=sys.stderr)\n"
+            "os.kill(os.getpid(), 9)"
         )
         with self.assertRaises(Died) as died:
             self.runner.finish()
@@ -711,7 +731,7 @@ class Control(unittest.TestCase):
         self.runner = Runner()
 
     def test_code_that_catches_one_interrupt_is_ended_by_another(self) -> None:
-        # Two interrupts within a few milliseconds count as one, so the cell says when that time has
+        # Two interrupts within a few milliseconds count as one, so the cell reports when that time has
         # passed.
         self.runner.begin(
             "import time\ntry:\n  print('ready')\n  while True: pass\n"
@@ -754,7 +774,8 @@ class RichOutput(CellTest):
         png = b"\x89PNG\r\n\x1a\n" + bytes(range(256))
         encoded = base64.b64encode(png).decode()
         result = self.run_ok(
-            f"import base64\ndata = base64.b64decode('{encoded}')\nclass P:\n  def _repr_png_(self): return data\n"
+            f"import base64\ndata = base64.b64decode('{encoded}')\nclass P:\n"
+            "  def _repr_png_(self): return data\n"
             "  def _repr_jpeg_(self): return base64.b64encode(data).decode()\nP()"
         )
         (frame,) = result.frames
@@ -766,7 +787,8 @@ class RichOutput(CellTest):
 
     def test_parts_that_are_too_large_are_left_out_and_named(self) -> None:
         result = self.run_ok(
-            "class P:\n  def _repr_png_(self): return bytes(30_000_000)\n  def __repr__(self): return 'small'\nP()"
+            "class P:\n  def _repr_png_(self): return bytes(30_000_000)\n"
+            "  def __repr__(self): return 'small'\nP()"
         )
         assert result.value is not None
         self.assertEqual(result.frames[0].header["blobs"], [])
@@ -792,7 +814,8 @@ class RichOutput(CellTest):
     @unittest.skipUnless(find_spec("matplotlib"), "skipped: needs matplotlib")
     def test_figures_are_shown_in_order_and_closed(self) -> None:
         result = self.run_ok(
-            "import matplotlib.pyplot as plt\nprint('1')\nplt.plot([1, 2])\nplt.show()\nprint('2')\n"
+            "import matplotlib.pyplot as plt\nprint('1')\nplt.plot([1, 2])\nplt.show()\n"
+            "print('2')\n"
             "plt.figure(figsize=(2, 1)); plt.plot([2, 1])\nprint('3');"
         )
         kinds = [item.split(":")[0] for item in result.order]
@@ -868,12 +891,14 @@ class Changes(CellTest):
 
     def test_hostile_objects_are_not_asked(self) -> None:
         self.run_ok(
-            "asked = []\nclass Hostile:\n  def __getattribute__(self, n): asked.append(n); raise SystemExit\n"
+            "asked = []\nclass Hostile:\n  def __getattribute__(self, n): asked.append(n); "
+            "raise SystemExit\n"
             "  def __len__(self): asked.append('len'); return -1\n"
             "  def __eq__(self, o): asked.append('eq'); raise SystemExit\n"
             "  def __repr__(self): asked.append('repr'); raise SystemExit\n"
             "  def __sizeof__(self): asked.append('size'); raise SystemExit\n"
-            "  __hash__ = None\nclass Sub(dict):\n  def __len__(self): asked.append('sub'); raise SystemExit\n"
+            "  __hash__ = None\nclass Sub(dict):\n"
+            "  def __len__(self): asked.append('sub'); raise SystemExit\n"
         )
         created = self.run_ok("hostile = Hostile(); sub = Sub(); listed = [hostile]").done[
             "variables"
@@ -891,7 +916,8 @@ class Changes(CellTest):
 
     def test_files_are_followed(self) -> None:
         files = self.run_ok(
-            "open('made.txt', 'w').write('abc')\nimport os\nos.makedirs('deep/er'); open('deep/er/f', 'w').close();"
+            "open('made.txt', 'w').write('abc')\nimport os\n"
+            "os.makedirs('deep/er'); open('deep/er/f', 'w').close();"
         ).done["files"]
         self.assertEqual(
             files["created"], [{"path": "deep/er/f", "size": 0}, {"path": "made.txt", "size": 3}]

@@ -1,6 +1,4 @@
-"""Commands: a session whose programs the host starts, and a host that does so, refuses, or takes
-its time.
-"""
+"""Commands: a session whose programs the host starts, and a host that does so, refuses, or is slow."""
 
 from __future__ import annotations
 
@@ -29,7 +27,7 @@ class CommandTest(CellTest):
         self.withdrawn: list[int] = []
 
     def launch(self, question: dict[str, Any]) -> dict[str, Any] | None:
-        """Plays the host: starts what is asked for, and answers when it has ended."""
+        """Acts as the host: starts the program, and answers when it has ended."""
         if question["what"] == "withdraw":
             self.withdrawn.append(question["of"])
             for process in self.launched:
@@ -147,7 +145,8 @@ class Magics(CommandTest):
 
     def test_folder_and_variables_are_told(self) -> None:
         self.run_ok(
-            "import os\nos.makedirs('sub', exist_ok=True)\nos.chdir('sub')\nos.environ['NEW'] = 'x y'\nos.environ.pop('LANG', None)"
+            "import os\nos.makedirs('sub', exist_ok=True)\nos.chdir('sub')\n"
+            "os.environ['NEW'] = 'x y'\nos.environ.pop('LANG', None)"
         )
         self.assert_order("!echo $$NEW; basename $$PWD", "out:x y\nsub\n")
         [question] = self.runner.asked
@@ -158,7 +157,8 @@ class Magics(CommandTest):
 
     def test_redirected_output_goes_where_it_is_led(self) -> None:
         self.run_ok(
-            "import os\nkept = os.dup(1)\nfile = os.open('led.txt', os.O_WRONLY | os.O_CREAT)\nos.dup2(file, 1)\n"
+            "import os\nkept = os.dup(1)\nfile = os.open('led.txt', os.O_WRONLY | os.O_CREAT)\n"
+            "os.dup2(file, 1)\n"
             "!echo led\nos.dup2(kept, 1)"
         )
         self.assert_order("open('led.txt').read()", "value:'led\\n'")
@@ -183,7 +183,8 @@ class Magics(CommandTest):
         self.run_ok(
             "from concurrent.futures import ThreadPoolExecutor\nimport subprocess\n"
             "with ThreadPoolExecutor(4) as pool:\n"
-            "    found = list(pool.map(lambda n: subprocess.run(['seq', str(n)], capture_output=True).stdout, [3, 30000, 5, 40000]))"
+            "    found = list(pool.map(lambda n: subprocess.run(['seq', str(n)], "
+            "capture_output=True).stdout, [3, 30000, 5, 40000]))"
         )
         self.assert_order("[len(text.split()) for text in found]", "value:[3, 30000, 5, 40000]")
 
@@ -228,7 +229,8 @@ class Subprocesses(CommandTest):
     def test_run_and_its_relatives_ask(self) -> None:
         self.run_ok("import subprocess, os")
         self.assert_order(
-            "done = subprocess.run(['echo', 'a b'], capture_output=True, text=True)\ndone.returncode, done.stdout, done.stderr",
+            "done = subprocess.run(['echo', 'a b'], capture_output=True, text=True)\n"
+            "done.returncode, done.stdout, done.stderr",
             "value:(0, 'a b\\n', '')",
         )
         self.assert_order("subprocess.check_output('echo $0', shell=True)", "value:b'/bin/sh\\n'")
@@ -239,7 +241,8 @@ class Subprocesses(CommandTest):
             "value:'in'",
         )
         self.assert_order(
-            "subprocess.run(['sh', '-c', 'echo e >&2'], stderr=subprocess.STDOUT, stdout=-1).stdout",
+            "subprocess.run(['sh', '-c', 'echo e >&2'], stderr=subprocess.STDOUT, "
+            "stdout=-1).stdout",
             "value:b'e\\n'",
         )
         self.assert_order("subprocess.run(['echo', 'shown']).returncode", "out:shown\n", "value:0")
@@ -250,7 +253,8 @@ class Subprocesses(CommandTest):
 
     def test_files_environment_and_folder_are_as_given(self) -> None:
         self.run_ok(
-            "import subprocess\nwith open('out.txt', 'w') as f: subprocess.run(['echo', 'x'], stdout=f)"
+            "import subprocess\nwith open('out.txt', 'w') as f: subprocess.run(['echo', 'x'], "
+            "stdout=f)"
         )
         self.assert_order("open('out.txt').read()", "value:'x\\n'")
         self.assert_order("subprocess.run(['pwd'], cwd='/', stdout=-1).stdout", "value:b'/\\n'")
@@ -293,7 +297,8 @@ class Control(CellTest):
     def test_where_programs_are_free_nobody_is_asked(self) -> None:
         self.runner.asked.clear()
         self.run_ok(
-            "import os, subprocess\n!true\nos.system('true')\nsubprocess.Popen(['true']).wait()\nx = !echo x"
+            "import os, subprocess\n!true\nos.system('true')\nsubprocess.Popen(['true']).wait()\n"
+            "x = !echo x"
         )
         self.run_ok("%%bash\ntrue")
         self.assertEqual(self.runner.asked, [])

@@ -1,4 +1,4 @@
-"""What objects show of themselves that are made for browsers."""
+"""Displays of objects that are made for browsers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from importlib.util import find_spec
 
 from .test_cells import CellTest
 
-SVG = '<svg xmlns="http://www.w3.org/2000/svg" width="{}" height="20"><rect width="9" height="9"/></svg>'
+SVG = (
+    '<svg xmlns="http://www.w3.org/2000/svg" width="{}" height="20">'
+    '<rect width="9" height="9"/></svg>'
+)
 
 
 class Displays(CellTest):
@@ -23,7 +26,10 @@ class Displays(CellTest):
         imports = "from IPython.display import *\n"
         sound = self.plain(imports + "Audio([0.0, 0.5, -0.5, 0.0] * 4000, rate=8000)")
         self.assertEqual(sound, "Audio: audio/wav, 2.0 s, 32044 bytes")
-        box = "b'\\0\\0\\0\\x10ftypisom\\0\\0\\0\\0' + b'\\0\\0\\0\\x24moov\\0\\0\\0\\x1cmvhd' + bytes(12)"
+        box = (
+            "b'\\0\\0\\0\\x10ftypisom\\0\\0\\0\\0' + "
+            "b'\\0\\0\\0\\x24moov\\0\\0\\0\\x1cmvhd' + bytes(12)"
+        )
         film = f"{box} + (1000).to_bytes(4, 'big') + (2500).to_bytes(4, 'big') + bytes(8)"
         self.assertEqual(
             self.plain(f"{imports}open('a.mp4', 'wb').write({film})\nVideo('a.mp4')"),
@@ -58,13 +64,16 @@ class Displays(CellTest):
             self.assertEqual(int.from_bytes(frame.payload[16:20], "big"), drawn)
 
     def test_a_drawing_that_cannot_be_drawn_comes_as_it_is(self) -> None:
-        wide = "<pattern id='p' width='1e6' height='1e6' patternUnits='userSpaceOnUse'><rect width='1e6' height='1e6'/></pattern>"
+        wide = (
+            "<pattern id='p' width='1e6' height='1e6' patternUnits='userSpaceOnUse'>"
+            "<rect width='1e6' height='1e6'/></pattern>"
+        )
         for inner, attributes in (
             ("", ""),
             ("", "width='1e9' height='1e9'"),
             ("", "width='1' height='90000000'"),
             ("<", "width='9' height='9'"),
-            # These two end the process that draws them: by an allocation, and by its stack.
+            # These two end the process that renders them: by an allocation, and by its stack.
             (wide + "<rect width='9' height='9' fill='url(#p)'/>", "width='9' height='9'"),
             ("<g>" * 100_000 + "</g>" * 100_000, "width='9' height='9'"),
         ):
@@ -91,9 +100,11 @@ class Plotly(CellTest):
     def test_a_figure_is_summed_up_as_value_and_when_it_is_shown(self) -> None:
         self.run_ok(
             "import plotly.graph_objects as go\n"
-            "fig = go.Figure([go.Bar(name='north', x=['a', 'b', 'c'], y=[1, 2.5, None]), go.Scatter(y=[4], mode='lines')])\n"
+            "fig = go.Figure([go.Bar(name='north', x=['a', 'b', 'c'], y=[1, 2.5, None]), "
+            "go.Scatter(y=[4], mode='lines')])\n"
             "fig.update_layout(title='<b>Sales</b>', xaxis_title='month')\n"
-            "fig.update_yaxes(type='log', range=[0, 3], title_text='€')\nfig.add_annotation(text='peak', x=1, y=2);"
+            "fig.update_yaxes(type='log', range=[0, 3], title_text='€')\n"
+            "fig.add_annotation(text='peak', x=1, y=2);"
         )
         expected = (
             "Plotly figure: Sales\n"
@@ -113,7 +124,10 @@ class Plotly(CellTest):
             self.assertTrue(self.shown(code).startswith(expected), self.shown(code))
 
     def test_the_renderer_that_code_chooses_needs_no_browser_either(self) -> None:
-        code = "import plotly.io as pio, plotly.graph_objects as go\n{}go.Figure(go.Pie(labels=['a'], values=[2])).show()"
+        code = (
+            "import plotly.io as pio, plotly.graph_objects as go\n"
+            "{}go.Figure(go.Pie(labels=['a'], values=[2])).show()"
+        )
         for name in ("iframe", "browser", "colab", "png"):
             shown = self.shown(code.format(f"pio.renderers.default = {name!r}\n"))
             self.assertIn("pie: 1 point; labels: a; values: 2", shown)
@@ -132,7 +146,8 @@ class Plotly(CellTest):
             "2×3 values; z: 0 to 5", self.shown("go.Figure(go.Heatmap(z=[[0, 1, 2], [3, 4, 5]]))")
         )
         dates = self.shown(
-            "import datetime\ngo.Figure(go.Scatter(x=[datetime.date(2024, 1, 2), datetime.date(2025, 3, 4)], y=[1, 2]))"
+            "import datetime\ngo.Figure(go.Scatter(x=[datetime.date(2024, 1, 2), "
+            "datetime.date(2025, 3, 4)], y=[1, 2]))"
         )
         self.assertIn("x: 2024-01-02 to 2025-03-04", dates)
 
@@ -140,7 +155,8 @@ class Plotly(CellTest):
     def test_arrays_are_read_whole(self) -> None:
         code = (
             "import numpy, pandas, plotly.express as px\n"
-            "frame = pandas.DataFrame({'t': pandas.date_range('2024-01-01', periods=200_000, freq='min'), 'v': numpy.arange(200_000.0)})\n"
+            "frame = pandas.DataFrame({'t': pandas.date_range('2024-01-01', periods=200_000, "
+            "freq='min'), 'v': numpy.arange(200_000.0)})\n"
             "frame.loc[5, 'v'] = float('nan')\npx.line(frame, x='t', y='v')"
         )
         self.assertIn(
@@ -168,5 +184,8 @@ class Glyphs(CellTest):
 
     def test_the_fonts_are_written_into_files_too(self) -> None:
         for kind in ("pdf", "svg", "ps"):
-            code = f"import matplotlib.pyplot as plt\nplt.figure()\nplt.title('汉字')\nplt.savefig('a.{kind}')\nplt.close()"
+            code = (
+                "import matplotlib.pyplot as plt\nplt.figure()\nplt.title('汉字')\n"
+                f"plt.savefig('a.{kind}')\nplt.close()"
+            )
             self.assertEqual(self.run_ok(code).text, "", kind)

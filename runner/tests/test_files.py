@@ -1,4 +1,4 @@
-"""File requests against a real runner: what works, and what must not."""
+"""File requests with a real runner, allowed and refused."""
 
 from __future__ import annotations
 

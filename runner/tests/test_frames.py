@@ -1,4 +1,4 @@
-"""Frames: the codec, and the golden frames that the host's language reads too."""
+"""Frames: the codec, and the golden frames that the host's tests read too."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ class GoldenFrames(unittest.TestCase):
     def test_each_manifest_entry_encodes_to_its_golden_frame(self) -> None:
         for entry in golden_frames():
             with self.subTest(entry["name"]):
-                data = encode(dict(entry["header"]), bytes.fromhex(str(entry["payload"])))  # type: ignore[call-overload]
+                header = dict(entry["header"])  # type: ignore[call-overload]
+                data = encode(header, bytes.fromhex(str(entry["payload"])))
                 self.assertEqual(data, (GOLDEN / f"{entry['name']}.bin").read_bytes())
 
     def test_the_manifest_and_the_folder_agree(self) -> None:
@@ -41,11 +42,12 @@ class GoldenFrames(unittest.TestCase):
 
     def test_every_type_of_the_protocol_has_a_golden_frame(self) -> None:
         protocol = (GOLDEN.parent / "PROTOCOL.md").read_text("utf-8")
-        # What carries frames into a container has messages of its own.
+        # The stream into a container has its own messages.
         protocol, _, _ = protocol.partition("## Containers")
         types = {line.split("`")[1] for line in protocol.splitlines() if line.startswith("| `")}
         self.assertGreaterEqual(len(types), 15)
-        self.assertEqual(types - {entry["header"]["type"] for entry in golden_frames()}, set())  # type: ignore[index]
+        covered = {entry["header"]["type"] for entry in golden_frames()}  # type: ignore[index]
+        self.assertEqual(types - covered, set())
 
     def test_broken_frames_are_refused(self) -> None:
         broken = sorted((GOLDEN / "broken").glob("*.bin"))

@@ -1,4 +1,4 @@
-"""Imports: which modules a cell wants, and whether it may."""
+"""Imports: which modules a cell imports, and whether they are permitted."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cellblock_runner import imports
 
 @contextmanager
 def descriptor_1() -> Iterator[Any]:
-    """Catches what is written to descriptor 1."""
+    """Captures descriptor 1."""
     with tempfile.TemporaryFile() as file:
         kept = os.dup(1)
         sys.stdout.flush()
@@ -111,7 +111,8 @@ class Imports(unittest.TestCase):
                 file.write("Metadata-Version: 2.1\nName: Some.Dist\nVersion: 1.0\n")
             with open(os.path.join(info, "RECORD"), "w") as file:
                 file.write(
-                    "some_module/__init__.py,,\none_file.py,,\nos/__init__.py,,\nSome_Dist-1.0.dist-info/METADATA,,\n"
+                    "some_module/__init__.py,,\none_file.py,,\nos/__init__.py,,\n"
+                    "Some_Dist-1.0.dist-info/METADATA,,\n"
                 )
             sys.path.insert(0, folder)
             try:

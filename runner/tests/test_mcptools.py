@@ -1,5 +1,5 @@
-"""Tools of MCP servers: calls from cells with a host that answers, values of what tools return, and
-modules that change.
+"""Tools of MCP servers: calls from cells with a host that answers, values of results, and modules
+that change.
 """
 
 from __future__ import annotations
@@ -19,8 +19,11 @@ from .test_cells import CellTest
 
 _HAS_PYDANTIC = importlib.util.find_spec("pydantic") is not None
 
-# The smallest picture there is.
-_PICTURE = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
+# An image of one pixel.
+_PICTURE = (
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAA"
+    "AABJRU5ErkJggg=="
+)
 
 _INDEX = """\"\"\"The tools of a server.\"\"\"
 
@@ -102,7 +105,8 @@ class ToolTest(CellTest):
         self.runner.asked.clear()
         self.runner.respond = _echo
         self.run_ok(
-            "from mcptools.server import echo\nfrom mcptools.server.echo import Params, run, run_async, run_typed"
+            "from mcptools.server import echo\n"
+            "from mcptools.server.echo import Params, run, run_async, run_typed"
         )
 
 
@@ -152,7 +156,8 @@ class Calls(ToolTest):
 
         self.runner.respond = respond
         self.assert_order(
-            "import asyncio\n[str(r) for r in await asyncio.gather(*[run_async(Params(text=t)) for t in 'xyz'])]",
+            "import asyncio\n[str(r) for r in await asyncio.gather(*[run_async(Params(text=t)) "
+            "for t in 'xyz'])]",
             "value:['x', 'y', 'z']",
         )
 
@@ -175,7 +180,7 @@ class Calls(ToolTest):
         self.runner.respond = lambda question: _reply(structured={"text": 5})
         result = self.run_ok("r = run_typed(Params(text='x'))\nr.text, type(r).__name__")
         self.assertEqual(result.value, {"text/plain": "(5, 'Result')"})
-        self.assertIn("returned something else than its schema says: text", result.text)
+        self.assertIn("returned a result that does not match its schema: text", result.text)
 
     def test_a_server_that_sends_the_value_as_a_text_is_understood(self) -> None:
         self.runner.respond = lambda question: _reply(_text('{"text": "parsed"}'))
@@ -195,7 +200,8 @@ class Failures(ToolTest):
         self.assertEqual(result.error["message"], "no such file")
         self.assert_order(
             "from mcptools import server\nfrom cellblock_runner.mcptools import ToolError\n"
-            "try: run(Params(text='x'))\nexcept ToolError as e: print(len(e.content), e.structured)",
+            "try: run(Params(text='x'))\nexcept ToolError as e: print(len(e.content), "
+            "e.structured)",
             "out:2 {'code': 2}\n",
         )
 
@@ -267,8 +273,10 @@ class Values(ToolTest):
         self.assert_order(
             "r.audio[0].data, r.audio[0].mime", "value:(b'\\x00\\x01\\x02', 'audio/wav')"
         )
-        self.assert_order("[(each.uri, each.text, each.data) for each in r.resources]",
-                          "value:[('file:///a', 'inside', b'inside'), ('file:///b', None, b'\\x00\\x01\\x02')]")  # fmt: skip
+        self.assert_order(
+            "[(each.uri, each.text, each.data) for each in r.resources]",
+            "value:[('file:///a', 'inside', b'inside'), ('file:///b', None, b'\\x00\\x01\\x02')]",
+        )
         self.assert_order(
             "r.links[0].uri, r.links[0].name, r.links[0].description",
             "value:('file:///c', 'c', 'a link')",
@@ -311,7 +319,7 @@ class Registration(ToolTest):
 
 @unittest.skipUnless(_HAS_PYDANTIC, "skipped: needs Pydantic")
 class Arguments(unittest.TestCase):
-    """What is sent for a model, without a session."""
+    """The arguments that are sent for a model, without a session."""
 
     def test_what_was_set_is_sent_and_nothing_else(self) -> None:
         from cellblock_runner.tool_models import Model, Null, arguments
@@ -338,7 +346,7 @@ class Arguments(unittest.TestCase):
             ),
         ):
             self.assertEqual(arguments(params), expected)
-        # Whoever dumps a model gets what Pydantic gives.
+        # A dump of a model is the same as without our serializer.
         self.assertEqual(
             Params(must=1).model_dump(), {"must": 1, "may": 5, "null": None, "inner": []}
         )
@@ -405,5 +413,5 @@ class Arguments(unittest.TestCase):
     def test_without_a_host_the_error_says_so(self) -> None:
         from cellblock_runner.mcptools import ToolCallError, call
 
-        with self.assertRaisesRegex(ToolCallError, "no host"):
+        with self.assertRaisesRegex(ToolCallError, "host cannot be reached"):
             call("server", "tool", {})

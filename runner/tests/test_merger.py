@@ -1,4 +1,4 @@
-"""The reference merger: order from lanes that arrive in any order."""
+"""The reference merger: order from streams that arrive in any order."""
 
 from __future__ import annotations
 

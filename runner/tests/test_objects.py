@@ -1,8 +1,8 @@
-"""Objects over fork and undo: a table of what each kind does in the source and in copies.
+"""Objects over fork and undo: a table of the results of each kind in the source and in copies.
 
-A row has code that sets something up and code that uses it. Between the two a copy is made. The use
-must give the same in all three, or in both copies something new, or a clear exception that was
-announced. Nothing may wait longer than the harness does.
+A row has code that sets up an object and code that uses it. Between the two a copy is made. The use
+must have the same result in all three, or a different one in both copies, or raise a clear
+exception that was reported as a loss. Nothing may wait longer than the harness does.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .test_branch import _can_mount
 
 
 class Row(NamedTuple):
-    """A kind of object. `expected` is what a copy does with it."""
+    """A kind of object. `expected` is the result in a copy."""
 
     kind: str
     setup: str
@@ -34,18 +34,18 @@ class Row(NamedTuple):
 
 
 class Same(NamedTuple):
-    """The use gives what it gives in the source. With `told`, this is among the losses, too."""
+    """The use has the same result as in the source. With `told`, this is among the losses, too."""
 
     told: str = ""
     only_fork: bool = False
 
 
 class New(NamedTuple):
-    """The use gives something else than in the source."""
+    """The use has another result than in the source."""
 
 
 class Fails(NamedTuple):
-    """The use raises one of these, and the loss is told. With `only_fork`, only in a fork."""
+    """The use raises one of these, and the loss is reported. With `only_fork`, only in a fork."""
 
     exceptions: tuple[str, ...]
     told: str
@@ -199,7 +199,7 @@ _PLAIN = [
         Same(),
     ),
     Row("display history", "41 + 1", "_ , Out[max(Out)]", Same()),
-    # Surroundings of the process.
+    # Process attributes.
     Row(
         "current folder",
         "import os\nos.mkdir('sub'); os.chdir('sub')",
@@ -489,7 +489,7 @@ _PLAIN = [
         "t').fetchall()",
         Same(),
     ),
-    # Descriptors that lead nowhere else.
+    # Descriptors that no other process has.
     Row(
         "pipe with both ends",
         "import os\nr, w = os.pipe(); os.write(w, b'in it')",
@@ -695,7 +695,7 @@ _PLAIN = [
     ),
 ]
 
-# Threads go on in copies where the machine code for it exists.
+# Threads continue in copies where the machine code for it exists.
 _THREADS = [
     Row(
         "ThreadPoolExecutor",
@@ -1036,7 +1036,7 @@ _PACKAGES = [
 
 
 class Objects(unittest.TestCase):
-    """Each row begins as a copy of one fresh session, so that none finds what another has left."""
+    """Each row begins in a copy of one fresh session, so that rows do not affect each other."""
 
     def setUp(self) -> None:
         self._base = Runner()
@@ -1052,11 +1052,11 @@ class Objects(unittest.TestCase):
     def test_objects_of_python_and_the_system(self) -> None:
         self.check_all(_PLAIN)
 
-    @unittest.skipUnless(threads._get_machine(), "skipped: needs x86-64 and the GNU C library")
+    @unittest.skipUnless(threads._get_machine_code(), "skipped: needs x86-64 and the GNU C library")
     def test_objects_with_threads(self) -> None:
         self.check_all(_THREADS)
 
-    @unittest.skipUnless(threads._get_machine(), "skipped: needs x86-64 and the GNU C library")
+    @unittest.skipUnless(threads._get_machine_code(), "skipped: needs x86-64 and the GNU C library")
     def test_objects_of_packages(self) -> None:
         self.check_all(_PACKAGES)
 
@@ -1112,14 +1112,14 @@ class Objects(unittest.TestCase):
 
 
 def _said(result: Result) -> str:
-    """Returns what a use gave: what it printed and its value, or the name of what it raised."""
+    """Returns the result of a use: its output and value, or the name of the exception."""
     if result.error is not None:
         return f"raised {result.error['name']}: {result.error['message']}"
     return "\n".join(result.order)
 
 
 def _end(copy: Copy) -> None:
-    """Ends a copy and all processes that it has started, as a sandbox does. Twice is harmless."""
+    """Ends a copy and all processes that it has started, as a sandbox does. Calling it twice is allowed."""
     ended = [copy.number] if copy._channel.fileno() >= 0 else []
     processes = []
     for number in ended:

@@ -12,7 +12,7 @@ from .test_cells import CellTest
 
 
 def package(root: Path, name: str, files: dict[str, str]) -> str:
-    """Makes a folder as the store holds one."""
+    """Creates a folder like those of the store."""
     folder = root / name
     for file, text in files.items():
         path = folder / file
@@ -69,10 +69,13 @@ class Adding(PackageTest):
         self.add(old, old)
         self.add(new)
         lists = "(sys.path, os.environ['PYTHONPATH'].split(':'))"
-        listed = f"import os, sys\n[[each.count(path) for path in ({old!r}, {new!r})] for each in {lists}]"
+        listed = (
+            "import os, sys\n"
+            f"[[each.count(path) for path in ({old!r}, {new!r})] for each in {lists}]"
+        )
         self.assert_order(listed, "value:[[1, 1], [1, 1]]")
         self.assert_order("import v\nv.which", "value:'new'")
-        self.add(old)  # Naming it again moves it.
+        self.add(old)  # Adding it again moves it.
         self.assert_order(f"sys.path.index({old!r}) < sys.path.index({new!r})", "value:True")
         self.assert_order(listed, "value:[[1, 1], [1, 1]]")
 
@@ -153,7 +156,9 @@ class Loaded(PackageTest):
         self.assertEqual(self.add(newer), ["twice", "whole"])
         self.assert_order("import twice, other\ntwice.v, other.v", "value:(1, 2)")
         self.assert_order("import importlib\nimportlib.reload(twice).v", "value:2")
-        self.assertEqual(self.add(newer), ["whole"])  # What is from there is not from elsewhere.
+        self.assertEqual(
+            self.add(newer), ["whole"]
+        )  # Modules that were imported from there are not reported.
 
     def test_what_the_environment_has_imported_counts(self) -> None:
         self.run_ok("import numpy")

@@ -1,4 +1,4 @@
-"""Pip in cells: the ways in which models install packages, with a host that plays the installer."""
+"""Pip in cells: the ways in which models install packages, with a host that acts as the installer."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class PipTest(CellTest):
 
     @property
     def requirements(self) -> list[list[str]]:
-        """What was asked for since the last look."""
+        """Returns the requests since the last call."""
         asked = [question["requirements"] for question in self.runner.asked]
         self.runner.asked.clear()
         return asked
@@ -62,7 +62,8 @@ class Ways(PipTest):
             "subprocess.call(('pip3', 'install', 'x'));",
             "subprocess.run('pip install x', shell=True);",
             "subprocess.Popen(['uv', 'pip', 'install', 'x']).wait();",
-            "import asyncio\nprocess = await asyncio.create_subprocess_exec('pip', 'install', 'x')\nawait process.wait();",
+            "import asyncio\nprocess = await asyncio.create_subprocess_exec('pip', 'install', "
+            "'x')\nawait process.wait();",
         ):
             with self.subTest(code):
                 self.assertEqual(self.run_ok(code).order, [f"out:{_TEXT.format('x')}"])
@@ -111,7 +112,8 @@ class Ways(PipTest):
         self.assert_order("%%bash --out script\npip install z")
         self.assert_order("print(script, end='')", f"out:{_TEXT.format('z')}")
         self.assert_order(
-            "subprocess.run([sys.executable, '-m', 'pip', 'install', 'x'], capture_output=True, text=True).stdout",
+            "subprocess.run([sys.executable, '-m', 'pip', 'install', 'x'], capture_output=True, "
+            "text=True).stdout",
             f"value:{_TEXT.format('x')!r}",
         )
 
@@ -172,7 +174,8 @@ class Results(PipTest):
         python = self.run_ok("print(sys.executable)").text.strip()
         for shell in ("bash", "sh"):
             self.run_ok(
-                f"os.environ['PATH'] = os.environ['PATH'].replace({folder + '/bin:'!r}, '')\ndel os.environ['PYTHONPATH']"
+                f"os.environ['PATH'] = os.environ['PATH'].replace({folder + '/bin:'!r}, '')\n"
+                "del os.environ['PYTHONPATH']"
             )
             self.run_failing(f"%%{shell}\nset -eu\nshells-tool", "CalledProcessError")  # Control.
             self.assert_order(
@@ -188,7 +191,8 @@ class Results(PipTest):
         self.assertEqual(
             result.order,
             [
-                "err:WARNING: numpy was imported before. Reset the session to use what is installed now.\n"
+                "err:WARNING: numpy was imported before. Reset the session to use what is "
+                "installed now.\n"
             ],
         )
 
@@ -222,7 +226,7 @@ class Results(PipTest):
         self.run_failing("%%bash\npip install x", "CalledProcessError")
 
     def test_a_host_that_does_not_know_the_question_is_no_riddle(self) -> None:
-        runner = Runner()  # Its host refuses whatever is asked.
+        runner = Runner()  # Its host refuses every call.
         try:
             result = runner.run("!pip install x\n_exit_code")
             self.assertEqual(
@@ -294,7 +298,8 @@ class Results(PipTest):
         self.run_ok(
             "from concurrent.futures import ThreadPoolExecutor\n"
             "with ThreadPoolExecutor(3) as pool:\n"
-            "    codes = list(pool.map(lambda n: subprocess.call(['pip', 'install', '-q', f'x{n}']), range(6)))"
+            "    codes = list(pool.map(lambda n: subprocess.call(['pip', 'install', '-q', "
+            "f'x{n}']), range(6)))"
         )
         self.assert_order("codes", "value:[0, 0, 0, 0, 0, 0]")
         self.assertEqual(sorted(self.requirements), [[f"x{number}"] for number in range(6)])
@@ -307,9 +312,12 @@ class Reports(PipTest):
             self.store,
             "p",
             {
-                "Demo_Thing-1.5.dist-info/METADATA": "Metadata-Version: 2.1\nName: Demo_Thing\nVersion: 1.5\nSummary: A demo\n"
-                "Project-URL: Homepage, https://example.org\nAuthor: A. N. Author\nLicense: MIT\nRequires-Dist: numpy>=1\n"
-                "Requires-Dist: not-there; extra == 'more'\nRequires-Dist: nowhere; python_version < '3'\n",
+                "Demo_Thing-1.5.dist-info/METADATA": "Metadata-Version: 2.1\nName: Demo_Thing\n"
+                "Version: 1.5\nSummary: A demo\n"
+                "Project-URL: Homepage, https://example.org\nAuthor: A. N. Author\nLicense: MIT\n"
+                "Requires-Dist: numpy>=1\n"
+                "Requires-Dist: not-there; extra == 'more'\n"
+                "Requires-Dist: nowhere; python_version < '3'\n",
                 "Demo_Thing-1.5.dist-info/RECORD": "demo.py,,\n",
                 "demo.py": "",
             },
@@ -362,8 +370,10 @@ class Reports(PipTest):
     def test_show_looks_like_pips(self) -> None:
         self.assertEqual(
             self.run_ok("!pip show demo.thing").text,
-            "Name: Demo_Thing\nVersion: 1.5\nSummary: A demo\nHome-page: https://example.org\nAuthor: A. N. Author\n"
-            f"Author-email:\nLicense: MIT\nLocation: {self.folder}\nRequires: numpy\nRequired-by:\n",
+            "Name: Demo_Thing\nVersion: 1.5\nSummary: A demo\nHome-page: https://example.org\n"
+            "Author: A. N. Author\n"
+            f"Author-email:\nLicense: MIT\nLocation: {self.folder}\nRequires: numpy\n"
+            "Required-by:\n",
         )
         self.assertRegex(self.run_ok("!pip show numpy").text, "Required-by: .*Demo_Thing")
         self.assertTrue(self.run_ok("!pip show -f Demo_Thing").text.endswith("Files:\n  demo.py\n"))

@@ -1,5 +1,5 @@
-"""Preparing and forking: what a warm process must be, and that its children differ where they
-must.
+"""Preparing and forking: the required state of a warm process, and the differences between its
+children.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .harness import PATIENCE, RUNNER, Fresh, Runner
 
 
 def python(code: str, environment: dict[str, str] | None = None) -> str:
-    """Runs `code` in an interpreter of its own and returns what it printed."""
+    """Runs `code` in a new interpreter and returns its output."""
     variables_of_process = {**os.environ, "PYTHONPATH": str(RUNNER), **(environment or {})}
     done = subprocess.run(
         [sys.executable, "-c", code], env=variables_of_process, capture_output=True, text=True
@@ -50,7 +50,7 @@ print(child(False) == child(False), child(True) == child(True))
 """
 
 
-# Every way to ask a module that comes later, each in an interpreter of its own, and what it prints.
+# Every way to access a lazy module, each in a new interpreter, and its output.
 _WAYS_TO_ASK = (
     ("hashlib.sha256(b'').hexdigest()[:4]", "'e3b0'"),
     ("exec('from hashlib import *') or sha256(b'').hexdigest()[:4]", "'e3b0'"),
@@ -62,9 +62,11 @@ _WAYS_TO_ASK = (
     ),
     ("__import__('asyncio').run(__import__('asyncio.tasks', fromlist=['']).sleep(0, 5))", "5"),
     ("__import__('pickle').loads(__import__('pickle').dumps([1]))", "[1]"),
-    # All threads get it, also those that ask while another one's question makes its code run.
+    # All threads get it, also those that access it while the access of another one runs its code.
     (
-        "set(__import__('concurrent.futures', fromlist=['']).ThreadPoolExecutor(16).map(lambda n: hashlib.sha256(b'').hexdigest()[:4], range(64)))",
+        "set(__import__('concurrent.futures', "
+        "fromlist=['']).ThreadPoolExecutor(16).map(lambda n: hashlib.sha256(b'').hexdigest()[:4], "
+        "range(64)))",
         "{'e3b0'}",
     ),
 )
@@ -74,7 +76,8 @@ class Preparing(unittest.TestCase):
     def test_modules_that_come_later_come_when_they_are_asked_for(self) -> None:
         for question, answer in _WAYS_TO_ASK:
             told = python(
-                "import sys\nfrom cellblock_runner.zygote import import_some_later\nimport_some_later()\n"
+                "import sys\nfrom cellblock_runner.zygote import import_lazily\n"
+                "import_lazily()\n"
                 "import hashlib\nbefore = '_hashlib' in sys.modules\nsys.setswitchinterval(1e-6)\n"
                 f"print(before, repr({question}))\n"
             )
@@ -101,7 +104,8 @@ class Preparing(unittest.TestCase):
 
     def test_a_thread_that_was_preloaded_is_refused(self) -> None:
         told = python(
-            "import sys, threading, types\nfrom cellblock_runner.serve import TooManyThreads, prepare\n"
+            "import sys, threading, types\n"
+            "from cellblock_runner.serve import TooManyThreads, prepare\n"
             "threading.Thread(target=threading.Event().wait, name='stray', daemon=True).start()\n"
             "try: prepare([])\nexcept TooManyThreads as refused: print('stray' in str(refused))"
         )
@@ -111,7 +115,8 @@ class Preparing(unittest.TestCase):
         told = python(
             "import sys\nfrom cellblock_runner.serve import prepare, prime\nshell = prepare([])\n"
             "before = dict(shell.user_ns)\n"
-            "prime(shell)\nprint(before == shell.user_ns, shell.execution_count, hasattr(sys, 'last_value'))"
+            "prime(shell)\nprint(before == shell.user_ns, shell.execution_count, hasattr(sys, "
+            "'last_value'))"
         )
         self.assertEqual(told, "True 1 False\n")
 
@@ -127,10 +132,10 @@ class Preparing(unittest.TestCase):
 
 
 class Zygotes(unittest.TestCase):
-    """The warm process, with an imitation of what copies it."""
+    """The warm process, with `fake_tracer`."""
 
     def start(self) -> tuple[subprocess.Popen[bytes], socket.socket, socket.socket]:
-        """Returns a zygote with its socket and the socket where its copies are ordered."""
+        """Returns a zygote with its socket and the socket on which copies are ordered."""
         copies = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         copies.settimeout(PATIENCE)
         self.addCleanup(copies.close)
@@ -143,7 +148,7 @@ class Zygotes(unittest.TestCase):
         command = [
             sys.executable,
             "-m",
-            "tests.copying",
+            "tests.fake_tracer",
             address,
             "",
             "zygote",
@@ -170,7 +175,7 @@ class Zygotes(unittest.TestCase):
             "later": "ignored",
         }
         warden.send(json.dumps(plan).encode())
-        # Of one that will be copied once nothing is moved, so it names no places.
+        # Nothing of a process that is copied once is moved, so it reports no addresses.
         self.assertEqual(json.loads(warden.recv(4096)), {"say": "warm", "objects": []})
 
     def test_copies_of_a_parked_zygote_are_fresh_sessions(self) -> None:
@@ -186,7 +191,8 @@ class Zygotes(unittest.TestCase):
             session = Fresh(orders, gate, work)
             self.assertNotIn("lost", session.hello)
             result = session.run(
-                "import os, subprocess\nos.environ['GIVEN'], os.getcwd(), subprocess.call('exit 3', shell=True)"
+                "import os, subprocess\nos.environ['GIVEN'], os.getcwd(), "
+                "subprocess.call('exit 3', shell=True)"
             )
             self.assertEqual(result.order, [f"value:('yes', '{work}', 3)"])
             self.assertEqual(
@@ -232,7 +238,8 @@ class Reseeding(unittest.TestCase):
 
     def test_nothing_is_imported(self) -> None:
         told = python(
-            "import sys\nfrom cellblock_runner.reseed import reseed\nbefore = set(sys.modules)\nreseed()\n"
+            "import sys\nfrom cellblock_runner.reseed import reseed\nbefore = set(sys.modules)\n"
+            "reseed()\n"
             "print(set(sys.modules) - before)"
         )
         self.assertEqual(told, "set()\n")

@@ -1,4 +1,4 @@
-"""State: what the names of a cell hold, as JSON."""
+"""State: the values of a cell's names, as JSON."""
 
 from __future__ import annotations
 

@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import unittest
 
-from cellblock_runner import luggage, strands
-from cellblock_runner.descriptors import Opened
-from cellblock_runner.mappings import Area
+from cellblock_runner import fork_state, strands
+from cellblock_runner.descriptors import OpenDescriptor
+from cellblock_runner.mappings import SharedMapping
 
 
 class StrandsTest(unittest.TestCase):
@@ -49,18 +49,18 @@ class StrandsTest(unittest.TestCase):
 
 class MoveTest(unittest.TestCase):
     def test_every_path_below_the_work_folder_is_moved_and_no_other(self) -> None:
-        packed = luggage.Luggage(
-            luggage.Request(1, True, False),
+        saved = fork_state.ForkState(
+            fork_state.CopyRequest(1, True, False),
             "/work/inner",
             0o22,
             set(),
             [
-                Opened(5, "file", (1, 2), "/work/a"),
-                Opened(6, "file", (1, 3), "/workshop/a"),
-                Opened(7, "file", (1, 4), "/tmp/a"),
+                OpenDescriptor(5, "file", (1, 2), "/work/a"),
+                OpenDescriptor(6, "file", (1, 3), "/workshop/a"),
+                OpenDescriptor(7, "file", (1, 4), "/tmp/a"),
             ],
             frozenset(),
-            [Area(0, 1, 0, 0, (1, 2), "/work/b")],
+            [SharedMapping(0, 1, 0, 0, (1, 2), "/work/b")],
             None,
             None,
             {"/work": {}, "/tmp": {}},
@@ -69,18 +69,18 @@ class MoveTest(unittest.TestCase):
             [],
             None,
             False,
-            luggage.Rights({}, 0),
+            fork_state.ResourceLimits({}, 0),
             None,
         )
-        around = luggage.Surroundings("/work", ("/tmp",), "/tmp/home", (1, 2))
-        moved, new_around = luggage.move(packed, around, "/forks/2")
+        context = fork_state.SessionContext("/work", ("/tmp",), "/tmp/home", (1, 2))
+        moved, new_context = fork_state.relocate(saved, context, "/forks/2")
         self.assertEqual(moved.folder, "/forks/2/inner")
         self.assertEqual(
             [item.path for item in moved.opened], ["/forks/2/a", "/workshop/a", "/tmp/a"]
         )
         self.assertEqual(moved.areas[0].path, "/forks/2/b")
         self.assertEqual(sorted(moved.carried), ["/forks/2", "/tmp"])
-        self.assertEqual(new_around.work, "/forks/2")
+        self.assertEqual(new_context.work, "/forks/2")
         self.assertTrue(any("/forks/2" in text for text in moved.losses))
 
 

@@ -1,4 +1,4 @@
-"""Threads of a session in its copies: those that wait go on, and busy ones are told."""
+"""Threads of a session in its copies: those that wait continue, and busy ones are reported."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ threading.Thread(target=count, daemon=True).start()
 """
 
 _OWN_MACHINE = unittest.skipUnless(
-    threads._get_machine(), "skipped: needs x86-64 and the GNU C library"
+    threads._get_machine_code(), "skipped: needs x86-64 and the GNU C library"
 )
 
 
@@ -62,7 +62,8 @@ class Waiting(BranchTest):
     def test_a_lock_keeps_its_owner_and_is_released_by_it(self) -> None:
         self.run_ok(
             self.source,
-            "import threading\nlock, again, let_go = threading.Lock(), threading.RLock(), threading.Event()\n"
+            "import threading\nlock, again, let_go = threading.Lock(), threading.RLock(), "
+            "threading.Event()\n"
             "def hold():\n    with lock, again:\n        let_go.wait()\n"
             "holder = threading.Thread(target=hold); holder.start()\nwhile not lock.locked(): pass",
         )
@@ -93,7 +94,8 @@ class Waiting(BranchTest):
     def test_a_thread_of_a_library_goes_on(self) -> None:
         self.run_ok(
             self.source,
-            "import ctypes, threading\nc = ctypes.CDLL(None)\nid, gate = ctypes.c_ulong(), ctypes.create_string_buffer(64)\n"
+            "import ctypes, threading\nc = ctypes.CDLL(None)\n"
+            "id, gate = ctypes.c_ulong(), ctypes.create_string_buffer(64)\n"
             "c.sem_init(gate, 0, 0)\nc.pthread_create(ctypes.byref(id), None, c.sem_wait, gate)\n"
             "def end(): return c.sem_post(gate), c.pthread_join(id, None)",
         )
@@ -135,7 +137,8 @@ class Waiting(BranchTest):
         copy = self.source.branch().spawn(b"u")
         self.run_ok(
             copy,
-            "for _ in range(20):\n    thread = threading.Thread(target=lambda: None); thread.start(); thread.join()",
+            "for _ in range(20):\n    thread = threading.Thread(target=lambda: None); "
+            "thread.start(); thread.join()",
         )
         self.assert_shows(copy, "goes_on(), threading.active_count()", "value:(True, 2)")
 
@@ -151,7 +154,10 @@ class Waiting(BranchTest):
 
 
 class Busy(BranchTest):
-    _SPINNING = "import threading\nover = False\ndef spin():\n    while not over: pass\nthread = threading.Thread(target=spin); thread.start()"
+    _SPINNING = (
+        "import threading\nover = False\ndef spin():\n    while not over: pass\n"
+        "thread = threading.Thread(target=spin); thread.start()"
+    )
 
     def test_a_thread_that_computes_is_told_and_the_source_keeps_it(self) -> None:
         self.run_ok(self.source, self._SPINNING)
@@ -164,8 +170,10 @@ class Busy(BranchTest):
     def test_a_thread_that_takes_no_signals_at_all_is_told(self) -> None:
         self.run_ok(
             self.source,
-            "import ctypes, threading\nc = ctypes.CDLL(None)\nmask, blocks = ctypes.c_uint64(2**64 - 1), threading.Event()\n"
-            "def wait():\n    c.syscall(14, 2, ctypes.byref(mask), None, 8); blocks.set(); c.pause()\n"
+            "import ctypes, threading\nc = ctypes.CDLL(None)\n"
+            "mask, blocks = ctypes.c_uint64(2**64 - 1), threading.Event()\n"
+            "def wait():\n    c.syscall(14, 2, ctypes.byref(mask), None, 8); blocks.set(); "
+            "c.pause()\n"
             "thread = threading.Thread(target=wait, daemon=True); thread.start(); blocks.wait()",
         )
         copy = self.source.branch().spawn(b"u")

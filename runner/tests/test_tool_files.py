@@ -1,5 +1,5 @@
-"""Packages of MCP servers as files: delivered, changed, removed, and nothing of the user's
-touched.
+"""Packages of MCP servers as files: delivered, changed and removed, without touching files of the
+user.
 """
 
 from __future__ import annotations
@@ -183,4 +183,4 @@ class Places(FilesTest):
             with self.subTest(server=server, file=file):
                 self.assertEqual(self.deliver({server: {file: "x = 1"}}).header["type"], "failed")
         self.assertFalse((Path(self.runner.workdir) / "git").exists())
-        self.delivered({"git": package(log="x = 1")})  # The control, and the session goes on.
+        self.delivered({"git": package(log="x = 1")})  # The control, and the session continues.

@@ -89,7 +89,7 @@ async fn a_policy_is_read_again(flags: &[&str]) {
     let scene = Scene::new(flags);
     let mut alice = Raw::with_key(&scene.service, "alice").await;
     // A call connects to the server first; the module comes with the next cell.
-    let first = "from cellblock_runner import asking\nprint(asking.ask('call_tool', \
+    let first = "from cellblock_runner import host_calls\nprint(host_calls.ask('call_tool', \
                  server='notes', tool='echo', arguments={'text': 'x'})['ok'])";
     assert_eq!(text(&scene.run(&mut alice, first, json!({})).await), "True");
     assert_eq!(

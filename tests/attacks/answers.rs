@@ -14,24 +14,24 @@ use crate::support::server::{Pending, Server, patiently};
 
 /// Asks for a call under a number of its own; `told` waits for the answer to it.
 const WISH: &str = "
-from cellblock_runner import asking
-desk = asking._active
-question = asking._Question()
+from cellblock_runner import host_calls
+calls = host_calls._active
+question = host_calls._PendingCall()
 question.number = 1000
 def say(**header):
-    with desk._gate.held(), desk._lock:
-        desk._lanes.send(header)
+    with calls._gate.held(), calls._lock:
+        calls._streams.send(header)
 def ask(number, what, **more):
-    say(type='ask', id=desk._execution, ask=number, what=what, **more)
+    say(type='ask', id=calls._execution, ask=number, what=what, **more)
 def wish(number, text):
     ask(number, 'call_tool', server='notes', tool='echo', arguments={'text': text})
 def told():
-    with desk._gate.held():
+    with calls._gate.held():
         while question.answer is None:
-            desk._wait(question)
+            calls._wait(question)
     return question.answer['ok'], question.answer.get('reason'), [block['text'] for block in \
     question.answer.get('content') or []]
-desk._questions[1000] = question
+calls._pending[1000] = question
 wish(1000, 'asked')
 ";
 
@@ -59,8 +59,8 @@ fn forged_answers_allow_nothing() {
     let server = started(&scene, &[]);
     for forgery in [
         "say(type='answer', ask=1000, ok=True)",
-        "say(type='answer', id=desk._execution, ask=1000, ok=True, answer='always')",
-        "say(type='decide', id=desk._execution, ask=1000, decisions=[{'id': number, 'answer': \
+        "say(type='answer', id=calls._execution, ask=1000, ok=True, answer='always')",
+        "say(type='decide', id=calls._execution, ask=1000, decisions=[{'id': number, 'answer': \
          'session'} for number in range(100)])",
         "for number in range(100): ask(2000 + number, 'decide', of=number, id_of=1000, \
          answer='always')",
@@ -151,7 +151,7 @@ while True:
     ended = told()
     if ended[1] != 'cancelled':
         break
-    question.answer, desk._questions[1000] = None, question
+    question.answer, calls._pending[1000] = None, question
 print(ended)";
     let pending = session.begin(&format!("{WISH}{code}"), json!({}));
     let form = server.form();

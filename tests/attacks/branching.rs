@@ -230,21 +230,24 @@ in_every_place! {
             &[
                 (
                     "it says it is a copy",
-                    "import sys; sys.modules['cellblock_runner.branch'].stand_still = \
+                    "import sys; sys.modules['cellblock_runner.branch'].suspend_for_copy = \
                      lambda: True",
                 ),
                 (
                     "it says it was copied",
-                    "import sys; sys.modules['cellblock_runner.branch'].stand_still = \
+                    "import sys; sys.modules['cellblock_runner.branch'].suspend_for_copy = \
                      lambda: False",
                 ),
                 (
                     "it gives the sign and does not fork",
-                    "import sys, os\nsys.modules['cellblock_runner.branch'].stand_still = lambda: \
-                     os.kill(os.getpid(), 18)",
+                    "import sys, os\nsys.modules['cellblock_runner.branch'].suspend_for_copy = \
+                     lambda: os.kill(os.getpid(), 18)",
                 ),
-                ("it packs nothing", "import sys; sys.modules['cellblock_runner.luggage'].pack = \
-                                      lambda *_: None"),
+                (
+                    "it saves nothing",
+                    "import sys; sys.modules['cellblock_runner.fork_state'].save = \
+                     lambda *_: None",
+                ),
                 (
                     "it never answers",
                     "import sys; sys.modules['cellblock_runner.serve'].Session._branch = \
@@ -257,8 +260,8 @@ in_every_place! {
                 ),
                 (
                     "it kills itself",
-                    "import sys, os\nsys.modules['cellblock_runner.branch'].stand_still = lambda: \
-                     os.kill(os.getpid(), 9)",
+                    "import sys, os\nsys.modules['cellblock_runner.branch'].suspend_for_copy = \
+                     lambda: os.kill(os.getpid(), 9)",
                 ),
             ],
         )
@@ -398,12 +401,12 @@ fn a_session_that_comes_to_its_branch_point_too_late_goes_on() {
         // Longer than anybody waits, once. The state after this very cell is what cannot be kept.
         let slow = "
 import sys, time
-luggage = sys.modules['cellblock_runner.luggage']
-true_pack, delays = luggage.pack, [5]
-def pack(*arguments):
+fork_state = sys.modules['cellblock_runner.fork_state']
+true_save, delays = fork_state.save, [5]
+def save(*arguments):
     if delays: time.sleep(delays.pop())
-    return true_pack(*arguments)
-luggage.pack = pack";
+    return true_save(*arguments)
+fork_state.save = save";
         scene.hostile.ok(slow).await;
         assert_eq!(
             scene.hostile.ok("print(x)").await,
@@ -475,10 +478,10 @@ def own_clone(shared, target=0, word=0):
     ctypes.memmove(place, CODE, len(CODE))
     clone = function(place, ctypes.c_uint64, ctypes.c_uint64)
     if target == 'itself': target = place + ENTER
-    def stand_still(with_threads):
+    def suspend_for_copy(with_threads):
         os.kill(os.getpid(), 18)
         return clone(target, word) == 0
-    sys.modules['cellblock_runner.branch'].stand_still = stand_still
+    sys.modules['cellblock_runner.branch'].suspend_for_copy = suspend_for_copy
     return place + ENTER
 ";
 

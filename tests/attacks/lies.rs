@@ -15,8 +15,8 @@ use crate::support::places::{Place, in_every_place};
 /// `cell` is the number of the very cell that lies.
 const CHANNEL: &str = "
 import json, os, socket, stat, struct
-from cellblock_runner import asking
-cell = asking._active._execution
+from cellblock_runner import host_calls
+cell = host_calls._active._execution
 channel = max(int(name) for name in os.listdir('/proc/self/fd') if \
 os.path.exists(f'/proc/self/fd/{name}') and stat.S_ISSOCK(os.fstat(int(name)).st_mode))
 def frame(**header):
@@ -85,7 +85,7 @@ impl Scene {
         self.whole_after_a_reset().await;
     }
 
-    /// After frames with a forged `seq` the order of the liar's own lanes is spoiled, so its next
+    /// After frames with a forged `seq` the order of the liar's own streams is spoiled, so its next
     /// output may be misplaced or lost. It gets an answer all the same, and a reset makes the
     /// session whole.
     async fn answered_and_whole_after_a_reset(&self) {

@@ -365,17 +365,17 @@ fn a_denied_command_does_not_run_and_says_why() {
 /// the runner.
 pub(crate) const FORGE: &str = r#"
 import json, os, socket, struct
-from cellblock_runner import asking, commands
+from cellblock_runner import host_calls, commands
 
-def forge(words, outlets=None, **more):
+def forge(words, write_ends=None, **more):
     class Given:
         def __init__(self):
-            self.outlets = outlets or [os.dup(1001), os.dup(1002)]
-        def hand_over(self): pass
+            self.write_ends = write_ends or [os.dup(1001), os.dup(1002)]
+        def close_sent(self): pass
         def descriptors(self): return ()
         def take(self): pass
     members = {"words": words, "folder": "/", "environment": {}, **more}
-    answer = asking._active.ask_for_command(members, Given())
+    answer = host_calls._active.ask_for_command(members, Given())
     return answer.get("ok"), answer.get("reason"), answer.get("code")
 "#;
 
@@ -408,8 +408,8 @@ fn a_command_never_reads_from_where_it_writes_to() {
         let offered = "
 reader, writer = os.pipe()
 both = os.open(f'/proc/self/fd/{reader}', os.O_RDWR)
-for outlets in ([writer, writer], [reader, writer], [writer, both]):
-    print(forge(['/bin/true'], outlets))";
+for write_ends in ([writer, writer], [reader, writer], [writer, both]):
+    print(forge(['/bin/true'], write_ends))";
         let expected = "(True, None, 0)\n(False, 'invalid', None)\n(False, 'invalid', None)\n";
         assert_eq!(session.ok(offered).await, expected);
         // What is no pipe at all breaks the conversation: it could be anything.

@@ -111,8 +111,8 @@ fn arguments_that_are_nested_too_deeply_are_an_error_of_the_call_on_both_sides()
         );
     }
     // Around what the module checks, and around Python's own limit.
-    let around = "from cellblock_runner import asking\n\
-                  def attempt(levels):\n    answer = asking.ask('call_tool', server='notes', \
+    let around = "from cellblock_runner import host_calls\n\
+                  def attempt(levels):\n    answer = host_calls.ask('call_tool', server='notes', \
                   tool='nested', arguments=nested(levels))\n    \
                   return answer['ok'], answer.get('text')\n";
     session.text(around);

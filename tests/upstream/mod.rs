@@ -346,15 +346,15 @@ fn a_sandbox_names_servers_and_nothing_else() {
     let session = server.session();
     let mark = notes.folder.path().join("mark");
     let code = format!(
-        "from cellblock_runner import asking\n\
-         def attempt(**more):\n    return asking.ask('call_tool', **{{'server': 'notes', 'tool': \
-         'echo', 'arguments': {{'text': 'x'}}, **more}})\n\
+        "from cellblock_runner import host_calls\n\
+         def attempt(**more):\n    return host_calls.ask('call_tool', **{{'server': 'notes', \
+         'tool': 'echo', 'arguments': {{'text': 'x'}}, **more}})\n\
          outside = dict(command='/bin/sh', args=['-c', 'touch {mark}'], url='http://127.0.0.1:9/', \
          headers={{'a': 'b'}}, env={{'A': 'b'}}, owner='somebody')\n\
          print([attempt(server=name, **outside).get('reason') for name in ('/bin/sh', '../notes', \
          'http://127.0.0.1:9/', 'absent')])\n\
          print(attempt(**outside)['ok'], attempt(tool='../echo').get('reason'), \
-         asking.ask('register', **outside)['ok'])",
+         host_calls.ask('register', **outside)['ok'])",
         mark = mark.display()
     );
     let said = session.text(&code);
@@ -464,8 +464,8 @@ fn servers_of_the_configuration_are_there_without_being_asked_for() {
     let session = server.session();
     let said = "import mcptools\nstr(mcptools.call('notes', 'echo', {'text': 'x'}))";
     // The first cell does not wait for servers; a call does.
-    let called = "from cellblock_runner import asking\nasking.ask('call_tool', server='notes', \
-                  tool='echo', arguments={'text': 'x'})['ok']";
+    let called = "from cellblock_runner import host_calls\nhost_calls.ask('call_tool', \
+                  server='notes', tool='echo', arguments={'text': 'x'})['ok']";
     assert_eq!(session.text(called), "True");
     assert_eq!(session.text(said), "'first: x'");
     let listed = server.call("list_mcp_servers", json!({}));
@@ -526,8 +526,8 @@ async fn callers_over_http_name_no_commands_and_no_private_addresses() {
         );
     }
     // The control: the operator's command is there for everybody.
-    let code = "from cellblock_runner import asking\nprint(asking.ask('call_tool', server='notes', \
-                tool='echo', arguments={'text': 'x'})['ok'])";
+    let code = "from cellblock_runner import host_calls\nprint(host_calls.ask('call_tool', \
+                server='notes', tool='echo', arguments={'text': 'x'})['ok'])";
     let result = client
         .result(
             "execute_ipython_cell",

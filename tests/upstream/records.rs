@@ -101,7 +101,7 @@ async fn servers_of_a_configuration_that_is_read_again_are_taken_over() {
     let mut client = Raw::connect(service.address).await;
     let said = async |client: &mut Raw, server: &str| {
         let code = format!(
-            "from cellblock_runner import asking\nanswer = asking.ask('call_tool', \
+            "from cellblock_runner import host_calls\nanswer = host_calls.ask('call_tool', \
              server='{server}', tool='echo', arguments={{'text': 'x'}})\n\
              print(answer['content'][0]['text'] if answer['ok'] else answer['reason'])"
         );

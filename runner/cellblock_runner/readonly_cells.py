@@ -1,8 +1,8 @@
-"""Harmless: detects cells that certainly leave a session unchanged.
+"""Read-only cells: detects cells that certainly leave a session unchanged.
 
 The state before such a cell need not be saved. The decision is made from the cell's text and from
 the types of the values that it names, before it runs; when in doubt the answer is no. A cell that
-does not compile is harmless too, which is known only at its end.
+does not compile is read-only too, which is known only at its end.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import threading
 from typing import Any
 
 from . import loops
-from .lanes import OutStream
+from .streams import OutStream
 
 # Longer cells are not analysed.
-_LONGEST = 2000
-_PLAIN = (int, float, complex, bool, str, bytes, type(None), type(Ellipsis))
+_MAX_LENGTH = 2000
+_PLAIN_TYPES = (int, float, complex, bool, str, bytes, type(None), type(Ellipsis))
 # A tuple may be shown if its items may be, down to this depth.
-_DEEPEST = 4
+_MAX_DEPTH = 4
 
 # Callbacks of IPython and matplotlib around every cell. Without a figure they do nothing.
-_IDLE = {
+_IDLE_CALLBACKS = {
     ("IPython.core.interactiveshell", "_clear_warning_registry"),
     ("matplotlib.pyplot", "_draw_all_if_interactive"),
     ("matplotlib_inline.backend_inline", "flush_figures"),
@@ -34,7 +34,7 @@ _print = builtins.print
 
 def changes_nothing(code: str, shell: Any) -> bool:
     """Reports whether running this cell can change nothing but the output."""
-    if len(code) > _LONGEST:
+    if len(code) > _MAX_LENGTH:
         return False
     try:
         module = ast.parse(code)
@@ -49,16 +49,16 @@ def changes_nothing(code: str, shell: Any) -> bool:
         and not _may_be_shown(last.value, shell)
     ):
         return False
-    return is_undisturbed(shell)
+    return runs_alone(shell)
 
 
-def is_undisturbed(shell: Any) -> bool:
+def runs_alone(shell: Any) -> bool:
     """Reports whether nothing runs besides the code of a cell: no thread, task, hook or
     transformation.
     """
     if threading._active.keys() - {threading.main_thread().ident}:  # type: ignore[attr-defined]
         return False
-    if loops.goes_on(shell.loop):
+    if loops.has_work(shell.loop):
         return False
     if shell.ast_transformers or shell.ast_node_interactivity != "last_expr":
         return False
@@ -71,7 +71,10 @@ def is_undisturbed(shell: Any) -> bool:
 
 def _does_nothing(callback: Any) -> bool:
     """Reports whether a callback that IPython runs around every cell currently changes nothing."""
-    if (getattr(callback, "__module__", None), getattr(callback, "__name__", None)) not in _IDLE:
+    if (
+        getattr(callback, "__module__", None),
+        getattr(callback, "__name__", None),
+    ) not in _IDLE_CALLBACKS:
         return False
     helpers = sys.modules.get("matplotlib._pylab_helpers")
     return helpers is None or not helpers.Gcf.figs
@@ -113,7 +116,7 @@ def _has_plain_value(node: ast.expr, names: dict[str, Any]) -> bool:
     if isinstance(node, ast.Tuple):
         return all(_has_plain_value(part, names) for part in node.elts)
     if isinstance(node, ast.Name):
-        return node.id in names and _is_plain_value(names[node.id], _DEEPEST)
+        return node.id in names and _is_plain_value(names[node.id], _MAX_DEPTH)
     return True
 
 
@@ -124,7 +127,7 @@ def _is_plain_value(value: Any, depth: int) -> bool:
             and len(value) <= 100
             and all(_is_plain_value(part, depth - 1) for part in value)
         )
-    return type(value) in _PLAIN
+    return type(value) in _PLAIN_TYPES
 
 
 def _may_be_shown(node: ast.expr, shell: Any) -> bool:
@@ -138,5 +141,5 @@ def _may_be_shown(node: ast.expr, shell: Any) -> bool:
         kind not in formatter.type_printers
         for mime, formatter in formatters.items()
         if mime != "text/plain"
-        for kind in (*_PLAIN, tuple, frozenset, object)
+        for kind in (*_PLAIN_TYPES, tuple, frozenset, object)
     )

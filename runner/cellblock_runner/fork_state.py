@@ -1,13 +1,13 @@
-"""Luggage: the state that a copy of a session takes along besides its memory, and the state it must
-leave behind.
+"""Fork state: the state that a copy of a session needs besides its memory, and the state that it
+cannot have.
 
-    pack       in the original, before the copy: inspects descriptors, shared memory, folders,
-               threads, loops
-    put_down   in the original, afterwards: releases the state held for the copy, and counts losses
-               that can only be counted then
-    unpack     in a copy: restores what can be restored, and reports the rest
+    save      in the original, before the copy: inspects descriptors, shared memory, folders,
+              threads, loops
+    release   in the original, afterwards: releases the state held for the copy, and counts losses
+              that can only be counted then
+    restore   in a copy: restores as much as possible, and reports the rest
 
-Packing happens before nearly every cell, so it is cheap when there is little to pack: a few dozen
+State is saved before nearly every cell, so it is cheap when there is little of it: a few dozen
 system calls. Everything that cannot be correct in a copy is reported in a short text such as "2
 threads"; nothing is silently wrong.
 """
@@ -25,18 +25,18 @@ from typing import Any, NamedTuple
 
 from . import branch, descriptors, folders, interrupts, mappings, pools, seeds
 from .channel import CHANNEL_DESCRIPTOR
-from .descriptors import Opened, counted
-from .loops import count_lost_tasks, forget_threads, pairs, rejoin
+from .descriptors import OpenDescriptor, counted
+from .loops import count_lost_tasks, mark_running, reset_executors, wakeup_sockets
 from .reseed import reseed
-from .threads import Hold
+from .threads import StoppedThreads
 
 # Libraries that keep threads of their own through a fork. Named in a report if loaded.
-_KEEP_THREADS = ("polars", "torch", "tensorflow", "pyarrow", "duckdb", "sklearn", "numba", "jax")
+_WITH_THREADS = ("polars", "torch", "tensorflow", "pyarrow", "duckdb", "sklearn", "numba", "jax")
 _LARGEST_THREAD_COUNT = 64
 PF_EXITING = 0x4  # From <linux/sched.h>.
 
 # Limits of this kernel, by name. Each number once: RLIMIT_OFILE is an old name.
-_LIMITS = {
+_RLIMITS = {
     name: getattr(resource, name)
     for name in sorted(dir(resource))
     if name.startswith("RLIMIT_") and name != "RLIMIT_OFILE"
@@ -45,7 +45,7 @@ _LIMITS = {
 _SQLITE = b"SQLite format 3\0"
 
 
-class Request(NamedTuple):
+class CopyRequest(NamedTuple):
     """The host's options for a copy, from the `branch` frame."""
 
     undo_files: int
@@ -53,38 +53,38 @@ class Request(NamedTuple):
     work_is_shared: bool
 
 
-class Surroundings(NamedTuple):
+class SessionContext(NamedTuple):
     """The parts of a session that stay the same."""
 
     work: str
-    # Folders besides it that a fork takes along, and that undo leaves alone.
+    # Folders besides it that a fork copies, and that undo leaves alone.
     scratch: Sequence[str]
     # The home folder, which is inside one of them in every sandbox.
     home: str
-    lanes: tuple[int, int]
+    streams: tuple[int, int]
 
 
-class Rights(NamedTuple):
+class ResourceLimits(NamedTuple):
     """Resources that the kernel grants the process: limits, and its scheduling priority."""
 
     limits: dict[int, tuple[int, int]]
     niceness: int
 
 
-# The initial rights of this process. Code can only give some of them up.
-_given: Rights | None = None
+# The initial limits of this process. Code can only give some of them up.
+_initial_limits: ResourceLimits | None = None
 
 
-class Luggage(NamedTuple):
-    request: Request
+class ForkState(NamedTuple):
+    request: CopyRequest
     folder: str | None
     mask: int
     blocked: set[int]
-    opened: list[Opened]
+    opened: list[OpenDescriptor]
     # Numbers that belong to the runner itself; losing them is not reported.
-    own: frozenset[int]
-    areas: list[mappings.Area]
-    # The work folder as undo restores it, or why it cannot be restored.
+    own_descriptors: frozenset[int]
+    areas: list[mappings.SharedMapping]
+    # The work folder as undo restores it, or the reason why it cannot be restored.
     kept: folders.Tree | None
     why: str | None
     # All folders as a fork needs them.
@@ -94,11 +94,11 @@ class Luggage(NamedTuple):
     loops: list[Any]
     generator: Any
     reports_faults: bool
-    rights: Rights
-    given: Rights | None
+    limits: ResourceLimits
+    initial_limits: ResourceLimits | None
 
 
-class Arrival(NamedTuple):
+class Restored(NamedTuple):
     """The result of restoring a copy, for its `hello`, and the new state of its work folder."""
 
     lost: list[str]
@@ -111,42 +111,47 @@ class Arrival(NamedTuple):
     ended: set[int]
 
 
-def pack(
-    request: Request, around: Surroundings, loops: list[Any], kept: folders.Tree | None
-) -> Luggage:
-    """Collects everything that a copy will need. `kept` is the result of the last packing."""
+def save(
+    request: CopyRequest, context: SessionContext, loops: list[Any], kept: folders.Tree | None
+) -> ForkState:
+    """Collects everything that a copy will need. `kept` is the result of the last time."""
     own = frozenset(_descriptors_of_tracker())
     children = _count_children()
-    opened = descriptors.look(
-        around.lanes, (CHANNEL_DESCRIPTOR, *branch.own_descriptors), bool(children), pairs(loops)
+    opened = descriptors.find_open(
+        context.streams,
+        (CHANNEL_DESCRIPTOR, *branch.own_descriptors),
+        bool(children),
+        wakeup_sockets(loops),
     )
     nameless = {item.identity for item in opened if item.content is not None}
-    areas = mappings.look((around.work, *around.scratch))
+    areas = mappings.find_shared((context.work, *context.scratch))
     why = None
     try:
         if not request.undo_files:
-            raise folders.NotKept("undo_files is 0")
-        kept = folders.keep(
-            around.work, kept, request.undo_files, {area.identity for area in areas}
+            raise folders.SnapshotError("undo_files is 0")
+        kept = folders.snapshot(
+            context.work, kept, request.undo_files, {area.identity for area in areas}
         )
-    except folders.NotKept as cause:
+    except folders.SnapshotError as cause:
         kept, why = None, str(cause)
     except OSError as cause:
         kept, why = None, f"the work folder cannot be read: {cause.strerror}"
-    areas = mappings.keep(areas, nameless, around.work)
+    areas = mappings.save(areas, nameless, context.work)
     carried: dict[str, folders.Tree] = {}
     anew = {item.number for item in opened if item.private is not None}
     losses = list(_losses(loops, children, anew))
     if request.fork:
-        for root in around.scratch if request.work_is_shared else (around.work, *around.scratch):
+        for root in context.scratch if request.work_is_shared else (context.work, *context.scratch):
             try:
-                carried[root] = folders.carry(root, kept if root == around.work else None)
-            except (folders.NotKept, OSError):
+                carried[root] = folders.snapshot_for_fork(
+                    root, kept if root == context.work else None
+                )
+            except (folders.SnapshotError, OSError):
                 losses.append(f"the files of {root}")
-    return Luggage(
+    return ForkState(
         request,
         _current_folder(),
-        _mask(),
+        _umask(),
         interrupts.blocked(),
         opened,
         own,
@@ -159,100 +164,106 @@ def pack(
         loops,
         seeds.state(),
         faulthandler.is_enabled(),
-        look_at_rights(),
-        _given,
+        current_limits(),
+        _initial_limits,
     )
 
 
-def look_at_rights() -> Rights:
-    limits = {number: resource.getrlimit(number) for number in _LIMITS.values()}
-    return Rights(limits, os.getpriority(os.PRIO_PROCESS, 0))
+def current_limits() -> ResourceLimits:
+    limits = {number: resource.getrlimit(number) for number in _RLIMITS.values()}
+    return ResourceLimits(limits, os.getpriority(os.PRIO_PROCESS, 0))
 
 
-def note_rights() -> None:
-    """At the start of a session or a copy: records its initial rights."""
-    global _given
-    _given = look_at_rights()
+def record_limits() -> None:
+    """At the start of a session or a copy: records its initial limits."""
+    global _initial_limits
+    _initial_limits = current_limits()
 
 
-def take_rights(kept: Rights, given: Rights | None) -> list[str]:
-    """In a copy, once everything else is restored: gives up the rights that code in the original
+def apply_limits(kept: ResourceLimits, initial_limits: ResourceLimits | None) -> list[str]:
+    """In a copy, once everything else is restored: gives up the limits that code in the original
     has given up.
 
-    Those are the differences between `kept` and the `given` rights of the original. Returns the
-    rights that could not be set.
+    Those are the differences between `kept` and the `initial_limits` of the original. Returns the
+    limits that could not be set.
     """
     lost = []
-    for name, number in _LIMITS.items():
+    for name, number in _RLIMITS.items():
         try:
-            if given is not None and kept.limits[number] != given.limits[number]:
+            if initial_limits is not None and kept.limits[number] != initial_limits.limits[number]:
                 resource.setrlimit(number, kept.limits[number])
         except (OSError, ValueError):
             lost.append(f"the limit {name}")
     try:
-        if given is not None and kept.niceness != given.niceness:
+        if initial_limits is not None and kept.niceness != initial_limits.niceness:
             os.setpriority(os.PRIO_PROCESS, 0, kept.niceness)
     except OSError:
         lost.append("the niceness")
     return lost
 
 
-def leave_behind(luggage: Luggage, held: Hold) -> None:
+def note_lost_threads(state: ForkState, stopped: StoppedThreads) -> None:
     """In the original, before the copy is made: records the threads that are not copied."""
     threads = _thread._count()
-    if held.lost and threads:
-        luggage.losses.insert(0, counted(threads, "thread"))
+    if stopped.lost and threads:
+        state.losses.insert(0, counted(threads, "thread"))
 
 
-def put_down(luggage: Luggage, around: Surroundings, held: Hold) -> tuple[list[str], bool]:
-    """Releases the luggage in the original, right after the copy was made.
+def release(
+    state: ForkState, context: SessionContext, stopped: StoppedThreads
+) -> tuple[list[str], bool]:
+    """Releases the state in the original, right after the copy was made.
 
     Returns losses of the copy that only the original can see, and whether the copy is whole: it has
     everything that a fork needs, and nothing in the original continues by itself.
     """
-    for tree in luggage.carried.values():
-        folders.put_down(tree)
-    if held.is_whole and not held.is_idle:
+    for tree in state.carried.values():
+        folders.release(tree)
+    if stopped.is_whole and not stopped.is_idle:
         return [], False
-    native = 0 if held.is_whole else _native_threads()
+    native = 0 if stopped.is_whole else _native_threads()
     if not native:
-        has_files = luggage.request.work_is_shared or luggage.kept is not None
-        untouched = all(folders.is_untouched(root, around.home) for root in around.scratch)
-        return [], has_files and not luggage.losses and untouched
-    names = ", ".join(name for name in _KEEP_THREADS if name in sys.modules)
+        has_files = state.request.work_is_shared or state.kept is not None
+        untouched = all(folders.is_unused(root, context.home) for root in context.scratch)
+        return [], has_files and not state.losses and untouched
+    names = ", ".join(name for name in _WITH_THREADS if name in sys.modules)
     return [counted(native, "native thread") + (f" ({names})" if names else "")], False
 
 
-def move(luggage: Luggage, around: Surroundings, work: str) -> tuple[Luggage, Surroundings]:
-    """Adjusts luggage and surroundings for a copy whose work folder has a different name than the
+def relocate(
+    state: ForkState, context: SessionContext, work: str
+) -> tuple[ForkState, SessionContext]:
+    """Adjusts state and context for a copy whose work folder has a different name than the
     original's.
     """
-    old = around.work
+    old = context.work
 
     def moved(path: str) -> str:
         return work + path[len(old) :] if path == old or path.startswith(f"{old}/") else path
 
-    luggage = luggage._replace(
-        folder=None if luggage.folder is None else moved(luggage.folder),
-        opened=[item._replace(path=moved(item.path)) for item in luggage.opened],
-        areas=[area._replace(path=moved(area.path)) for area in luggage.areas],
-        carried={moved(root): tree for root, tree in luggage.carried.items()},
-        losses=[*luggage.losses, f"the name of the work folder, which is {work} now"],
+    state = state._replace(
+        folder=None if state.folder is None else moved(state.folder),
+        opened=[item._replace(path=moved(item.path)) for item in state.opened],
+        areas=[area._replace(path=moved(area.path)) for area in state.areas],
+        carried={moved(root): tree for root, tree in state.carried.items()},
+        losses=[*state.losses, f"the name of the work folder, which is {work} now"],
     )
-    return luggage, around._replace(work=work)
+    return state, context._replace(work=work)
 
 
-def unpack(luggage: Luggage, around: Surroundings, is_fork: bool, lost_threads: bool) -> Arrival:
+def restore(
+    state: ForkState, context: SessionContext, is_fork: bool, lost_threads: bool
+) -> Restored:
     """In a copy: restores everything. Failures are reported and are not fatal. With `lost_threads`,
     other threads were not copied.
     """
     reseed()
-    seeds.bring_back(luggage.generator)
-    lost = list(luggage.losses)
-    mapped = any(map(folders.is_mapped, luggage.carried.values()))
-    files, why, kept, known = _unpack_folders(luggage, around, is_fork, lost)
-    _go_to(luggage.folder, around.work, lost)
-    os.umask(luggage.mask)
+    seeds.restore(state.generator)
+    lost = list(state.losses)
+    mapped = any(map(folders.is_mapped, state.carried.values()))
+    files, why, kept, known = _restore_folders(state, context, is_fork, lost)
+    _change_folder(state.folder, context.work, lost)
+    os.umask(state.mask)
 
     def is_known(path: str) -> bool:
         return any(
@@ -260,57 +271,59 @@ def unpack(luggage: Luggage, around: Surroundings, is_fork: bool, lost_threads: 
             for root, tree in known.items()
         )
 
-    dead = descriptors.bring_back(luggage.opened, is_known)
-    lost += descriptors.describe_losses(item for item in dead if item.number not in luggage.own)
+    dead = descriptors.restore(state.opened, is_known)
+    lost += descriptors.describe_losses(
+        item for item in dead if item.number not in state.own_descriptors
+    )
     if is_fork and "_sqlite3" in sys.modules:
-        lost += _describe_databases(luggage.opened, known)
-    numbers = {item.identity: item.number for item in luggage.opened if item.content is not None}
-    lost += mappings.bring_back(luggage.areas, numbers.get)
+        lost += _describe_databases(state.opened, known)
+    numbers = {item.identity: item.number for item in state.opened if item.content is not None}
+    lost += mappings.restore(state.areas, numbers.get)
     if lost_threads:
-        forget_threads(luggage.loops)
+        reset_executors(state.loops)
         pools.start_new_threads()
     else:
-        rejoin(luggage.loops)
-    ended = pools.break_processes() if luggage.had_children else set()
-    _forget_tracker()
-    if luggage.reports_faults:
+        mark_running(state.loops)
+    ended = pools.break_processes() if state.had_children else set()
+    _reset_tracker()
+    if state.reports_faults:
         faulthandler.disable()
         faulthandler.enable()
-    return Arrival(lost, files, why, mapped, kept, ended)
+    return Restored(lost, files, why, mapped, kept, ended)
 
 
-def _unpack_folders(
-    luggage: Luggage, around: Surroundings, is_fork: bool, lost: list[str]
+def _restore_folders(
+    state: ForkState, context: SessionContext, is_fork: bool, lost: list[str]
 ) -> tuple[str, str | None, folders.Tree | None, dict[str, folders.Tree]]:
     """Returns `files` and `why` of the hello, the tree now kept of the work folder, and the files
     that are unchanged.
     """
-    request, kept, failures = luggage.request, luggage.kept, 0
+    request, kept, failures = state.request, state.kept, 0
     known: dict[str, folders.Tree] = {}
     if is_fork:
-        trees = dict(luggage.carried)
+        trees = dict(state.carried)
         if kept is not None and not request.work_is_shared:
-            trees.setdefault(around.work, kept)
+            trees.setdefault(context.work, kept)
         for root, tree in trees.items():
-            known[root], missed = folders.put_back(root, tree, removing=False)
+            known[root], missed = folders.restore(root, tree, removing=False)
             failures += missed
-            folders.put_down(tree)
+            folders.release(tree)
     else:
-        for tree in luggage.carried.values():
-            folders.put_down(tree)
+        for tree in state.carried.values():
+            folders.release(tree)
         if kept is not None:
-            known[around.work], failures = folders.put_back(around.work, kept, removing=True)
-    luggage.carried.clear()
+            known[context.work], failures = folders.restore(context.work, kept, removing=True)
+    state.carried.clear()
     if failures:
-        lost.append(counted(failures, "file") + " could not be brought back")
-    if kept is not None and around.work in known:
-        now = known[around.work]
+        lost.append(counted(failures, "file") + " could not be restored")
+    if kept is not None and context.work in known:
+        now = known[context.work]
         kept = {path: now[path] for path in kept if path in now}
     if is_fork and request.work_is_shared:
         return "shared", None, kept, known
-    if around.work in known:
+    if context.work in known:
         return "restored", None, kept, known
-    return "left alone", luggage.why or "the work folder was not saved", None, known
+    return "left alone", state.why or "the work folder was not saved", None, known
 
 
 def _current_folder() -> str | None:
@@ -320,7 +333,7 @@ def _current_folder() -> str | None:
         return None
 
 
-def _mask() -> int:
+def _umask() -> int:
     if _thread._count():
         # os.umask() changes it for a moment, and another thread may create a file just then.
         with open("/proc/self/status", "rb", 0) as file:
@@ -332,7 +345,7 @@ def _mask() -> int:
     return mask
 
 
-def _go_to(folder: str | None, work: str, lost: list[str]) -> None:
+def _change_folder(folder: str | None, work: str, lost: list[str]) -> None:
     for place in (folder, work, "/"):
         try:
             if place is not None:
@@ -407,7 +420,7 @@ def _descriptors_of_tracker() -> Iterator[int]:
         yield number
 
 
-def _forget_tracker() -> None:
+def _reset_tracker() -> None:
     """Lets multiprocessing start a new resource tracker; the old one belongs to the original."""
     tracker = _tracker()
     number = getattr(tracker, "_fd", None)
@@ -416,7 +429,9 @@ def _forget_tracker() -> None:
         tracker._fd = tracker._pid = None
 
 
-def _describe_databases(opened: Sequence[Opened], known: dict[str, folders.Tree]) -> list[str]:
+def _describe_databases(
+    opened: Sequence[OpenDescriptor], known: dict[str, folders.Tree]
+) -> list[str]:
     """Describes the affected sqlite connections: without a write-ahead log they refuse to write to
     a file that is not the one they opened.
     """

@@ -8,7 +8,7 @@ channel. If several threads wait, one of them reads for all and stores each answ
 once it has its own, another thread continues reading. While no thread waits, the event loops whose
 tasks wait watch the channel, and the first loop that is notified reads for all.
 
- 1. The lock guards the list of requests (`_questions`) and the reading. Interrupts are held back
+ 1. The lock guards the list of requests (`_pending`) and the reading. Interrupts are held back
     while it is held, so that none leaves it locked.
  2. Waiting happens outside the lock and takes nothing from the channel. Frames that have arrived
     are read inside the lock, and only on behalf of a request that is still on the list. The end of
@@ -31,24 +31,24 @@ from typing import TYPE_CHECKING, Any, Protocol
 from .channel import Channel
 from .frames import LARGEST_FRAME, Header, encode_header
 from .interrupts import Gate
-from .lanes import Lanes
+from .streams import OutputStreams
 
 if TYPE_CHECKING:
     import asyncio  # Not needed in a session that never awaits.
 
 # Leaves room for the parts of a frame besides its header.
-_LARGEST_QUESTION = LARGEST_FRAME - 1024
+_LARGEST_CALL = LARGEST_FRAME - 1024
 # A thread whose cell has ended notices within this many milliseconds.
-_LOOK_UP = 1000
+_END_CHECK_INTERVAL = 1000
 # Polling interval, in milliseconds, of a thread that reads other descriptors while another thread
 # reads the channel.
-_GLANCE = 20
+_POLL_INTERVAL = 20
 
-# The desk of the session that this process serves.
-_active: Desk | None = None
+# The host calls of the session that this process serves.
+_active: HostCalls | None = None
 
 
-class CannotAsk(RuntimeError):
+class HostCallError(RuntimeError):
     """The host cannot be reached from here."""
 
 
@@ -56,11 +56,11 @@ def ask(what: str, **members: Any) -> Header:
     """Sends a request to the host and waits for its answer. Returns the members of the `answer`
     frame; their meaning depends on `what`.
 
-    May be called by any thread while a cell runs. Raises CannotAsk if the host cannot answer, and
-    KeyboardInterrupt, in the main thread, if the cell is interrupted.
+    May be called by any thread while a cell runs. Raises HostCallError if the host cannot answer,
+    and KeyboardInterrupt, in the main thread, if the cell is interrupted.
     """
     if _active is None:
-        raise CannotAsk("there is no host that could be asked")
+        raise HostCallError("the host cannot be reached from here")
     return _active.ask(what, members)
 
 
@@ -69,33 +69,33 @@ async def ask_async(what: str, **members: Any) -> Header:
     request.
     """
     if _active is None:
-        raise CannotAsk("there is no host that could be asked")
+        raise HostCallError("the host cannot be reached from here")
     return await _active.ask_async(what, members)
 
 
-def ask_for_command(members: dict[str, Any], meanwhile: Meanwhile) -> Header:
-    """Asks the host to run a command that writes to `meanwhile.outlets`. Output of the command is
+def ask_for_command(members: dict[str, Any], pipes: OutputPipes) -> Header:
+    """Asks the host to run a command that writes to `pipes.write_ends`. Output of the command is
     read while the caller waits.
     """
     if _active is None:
-        raise CannotAsk("there is no host that could be asked")
-    return _active.ask_for_command(members, meanwhile)
+        raise HostCallError("the host cannot be reached from here")
+    return _active.ask_for_command(members, pipes)
 
 
-def outlets() -> tuple[int | None, int | None]:
-    """Returns write ends of the lanes for a command. An entry is None where the standard descriptor
-    does not lead to its lane.
+def write_ends() -> tuple[int | None, int | None]:
+    """Returns write ends of the pipes for a command. An entry is None where the standard descriptor
+    does not lead to its pipe.
     """
-    return (None, None) if _active is None else _active.outlets()
+    return (None, None) if _active is None else _active.write_ends()
 
 
-class Meanwhile(Protocol):
+class OutputPipes(Protocol):
     """Input that a caller reads while it waits."""
 
     @property
-    def outlets(self) -> Sequence[int]: ...
+    def write_ends(self) -> Sequence[int]: ...
 
-    def hand_over(self) -> None: ...
+    def close_sent(self) -> None: ...
 
     def descriptors(self) -> Sequence[int]: ...
 
@@ -104,7 +104,7 @@ class Meanwhile(Protocol):
     def take(self) -> None: ...
 
 
-class _Question:
+class _PendingCall:
     """A pending request of a thread. `wake` is locked while the thread waits for another one to
     read.
     """
@@ -115,61 +115,61 @@ class _Question:
         self.wake = threading.Lock()
         self.wake.acquire()
 
-    def rouse(self) -> None:
-        """Makes the thread check again. The caller must hold the lock of the desk."""
+    def notify(self) -> None:
+        """Makes the thread check again. The caller must hold `HostCalls._lock`."""
         if self.wake.locked():
             self.wake.release()
 
 
-class _AwaitedQuestion(_Question):
+class _AwaitedCall(_PendingCall):
     """A pending request of a task of an event loop."""
 
-    def __init__(self, desk: Desk, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, host_calls: HostCalls, loop: asyncio.AbstractEventLoop) -> None:
         self.number = 0
         self.answer: Header | None = None
         self.loop = loop
         self.ready: asyncio.Future[None] = loop.create_future()
-        self._desk = desk
+        self._host_calls = host_calls
 
-    def rouse(self) -> None:
+    def notify(self) -> None:
         try:
-            self.loop.call_soon_threadsafe(self._desk.look, self)
+            self.loop.call_soon_threadsafe(self._host_calls.check, self)
         except RuntimeError:
             pass  # The loop is closed, so no task waits.
 
 
-class Desk:
+class HostCalls:
     """The pending requests of one session."""
 
-    def __init__(self, gate: Gate, lanes: Lanes, channel: Channel) -> None:
+    def __init__(self, gate: Gate, streams: OutputStreams, channel: Channel) -> None:
         self._gate = gate
-        self._lanes = lanes
+        self._streams = streams
         self._channel = channel
         self._last = 0
-        self.renew()
+        self.reset()
 
-    def renew(self) -> None:
+    def reset(self) -> None:
         """Resets the state in a copy of the session, where threads that waited or held the lock are
         missing.
         """
         self._lock = threading.Lock()
         self._execution: Any = None
         self._is_open = False
-        self._questions: dict[int, _Question] = {}
-        self._reader: _Question | None = None
-        self._why_unanswered = ""
+        self._pending: dict[int, _PendingCall] = {}
+        self._reader: _PendingCall | None = None
+        self._failure = ""
         # The event loops that watch the channel.
         self._watching: set[asyncio.AbstractEventLoop] = set()
 
     def activate(self) -> None:
-        """Makes this the desk that `ask` uses."""
+        """Makes `ask` use these."""
         global _active
         _active = self
 
     def open_cell(self, execution: Any) -> None:
         self._execution = execution
         self._is_open = True
-        self._why_unanswered = "the cell ended before the host had answered"
+        self._failure = "the cell ended before the host had answered"
 
     def close_cell(self) -> None:
         """Ends the pending requests of the cell. From now on only the runner itself reads the
@@ -177,9 +177,9 @@ class Desk:
         """
         with self._lock:
             self._is_open = False
-            questions, self._questions, self._reader = self._questions, {}, None
-            for question in questions.values():
-                question.rouse()
+            calls, self._pending, self._reader = self._pending, {}, None
+            for call in calls.values():
+                call.notify()
             for loop in list(self._watching):
                 # A copy of the session made between two cells must find a loop that waits for
                 # nothing.
@@ -193,112 +193,110 @@ class Desk:
                     pass  # It is closed, and watches nothing.
 
     def ask(self, what: str, members: dict[str, Any]) -> Header:
-        self._refuse_forked()
+        self._refuse_in_fork()
         with self._gate.held():
-            question = _Question()
-            self._put(question, what, members)
+            call = _PendingCall()
+            self._submit(call, what, members)
             try:
-                while question.answer is None:
-                    self._wait(question)
+                while call.answer is None:
+                    self._wait(call)
             finally:
-                self._take_off(question)
-        return question.answer
+                self._remove(call)
+        return call.answer
 
-    def ask_for_command(self, members: dict[str, Any], meanwhile: Meanwhile) -> Header:
-        self._refuse_forked()
+    def ask_for_command(self, members: dict[str, Any], pipes: OutputPipes) -> Header:
+        self._refuse_in_fork()
         with self._gate.held():
             # Earlier output must precede the output of the command, and the next cell must get
             # pipes that the command does not have.
-            self._lanes.before_spawn()
-            question = _Question()
-            self._put(question, "shell", members, meanwhile.outlets)
-            meanwhile.hand_over()
+            self._streams.before_spawn()
+            call = _PendingCall()
+            self._submit(call, "shell", members, pipes.write_ends)
+            pipes.close_sent()
             try:
-                while question.answer is None:
-                    self._wait(question, meanwhile)
-                    meanwhile.take()
+                while call.answer is None:
+                    self._wait(call, pipes)
+                    pipes.take()
             finally:
-                self._take_off(question)
-        return question.answer
+                self._remove(call)
+        return call.answer
 
-    def outlets(self) -> tuple[int | None, int | None]:
-        return self._lanes.outlets()
+    def write_ends(self) -> tuple[int | None, int | None]:
+        return self._streams.write_ends()
 
     async def ask_async(self, what: str, members: dict[str, Any]) -> Header:
         import asyncio
 
-        self._refuse_forked()
-        question = _AwaitedQuestion(self, asyncio.get_running_loop())
+        self._refuse_in_fork()
+        call = _AwaitedCall(self, asyncio.get_running_loop())
         try:
             with self._gate.held():
-                self._put(question, what, members)
-                self._watch(question)
-            await question.ready
+                self._submit(call, what, members)
+                self._watch(call)
+            await call.ready
         finally:
             with self._gate.held():
-                self._take_off(question)
-                self._stop_watching(question.loop)
-        if question.answer is None:
-            raise CannotAsk(self._why_unanswered)
-        return question.answer
+                self._remove(call)
+                self._stop_watching(call.loop)
+        if call.answer is None:
+            raise HostCallError(self._failure)
+        return call.answer
 
-    def look(self, question: _AwaitedQuestion) -> None:
+    def check(self, call: _AwaitedCall) -> None:
         """Makes a task check its request again. Called by its own event loop."""
         with self._gate.held():
             with self._lock:
-                is_settled = question.answer is not None or question.number not in self._questions
+                is_settled = call.answer is not None or call.number not in self._pending
             if not is_settled:
-                self._watch(question)
-            elif not question.ready.done():
-                question.ready.set_result(None)
+                self._watch(call)
+            elif not call.ready.done():
+                call.ready.set_result(None)
 
-    def _refuse_forked(self) -> None:
-        if self._lanes.forked:
-            raise CannotAsk(
+    def _refuse_in_fork(self) -> None:
+        if self._streams.forked:
+            raise HostCallError(
                 "a process that the session has forked cannot ask the host;"
                 " do this in the session itself"
             )
 
     # Everything below runs with interrupts held back, except for the waiting.
 
-    def _put(
+    def _submit(
         self,
-        question: _Question,
+        call: _PendingCall,
         what: str,
         members: dict[str, Any],
         descriptors: Sequence[int] = (),
     ) -> None:
         with self._lock:
             if not self._is_open:
-                raise CannotAsk("the host can be asked only while a cell runs")
+                raise HostCallError("the host can be asked only while a cell runs")
             self._last += 1
             own = {"type": "ask", "id": self._execution, "ask": self._last, "what": what}
             header = {**own, **members, **own}
             # Checked before the frame gets its sequence number: a frame that is announced and never
             # sent would stall the host.
-            if len(encode_header(header)) > _LARGEST_QUESTION:
-                raise CannotAsk("the question is too large")
+            if len(encode_header(header)) > _LARGEST_CALL:
+                raise HostCallError("the call is too large")
             # A caller that sends many requests must take answers meanwhile. Otherwise both sides
             # could block on sending.
-            while self._questions and not self._channel.wait_to_send():
+            while self._pending and not self._channel.wait_to_send():
                 self._receive()
-            question.number = self._last
-            self._questions[self._last] = question
-            self._lanes.send(header, descriptors=descriptors)
+            call.number = self._last
+            self._pending[self._last] = call
+            self._streams.send(header, descriptors=descriptors)
 
-    def _take_off(self, question: _Question) -> None:
+    def _remove(self, call: _PendingCall) -> None:
         with self._lock:
-            was_waiting = (
-                self._questions.pop(question.number, None) is not None and question.answer is None
-            )
+            was_waiting = self._pending.pop(call.number, None) is not None and call.answer is None
             if was_waiting and self._is_open:
-                self._withdraw(question)
-            if self._reader is question:
+                self._withdraw(call)
+            if self._reader is call:
                 self._reader = None
-                for other in self._questions.values():
-                    other.rouse()
+                for other in self._pending.values():
+                    other.notify()
 
-    def _withdraw(self, question: _Question) -> None:
+    def _withdraw(self, call: _PendingCall) -> None:
         """Notifies the host that a request is withdrawn. The notice is an ordinary request, so that
         every host accepts it; its answer is ignored.
         """
@@ -308,35 +306,35 @@ class Desk:
             "id": self._execution,
             "ask": self._last,
             "what": "withdraw",
-            "of": question.number,
+            "of": call.number,
         }
         try:
-            self._lanes.send(header)
+            self._streams.send(header)
         except OSError:
             pass  # The host is gone, so there is nothing to withdraw.
 
-    def _watch(self, question: _AwaitedQuestion) -> None:
+    def _watch(self, call: _AwaitedCall) -> None:
         """Makes the request's event loop watch the channel, unless a thread reads it."""
         with self._lock:
-            if self._reader is None and question.loop not in self._watching:
-                self._watching.add(question.loop)
-                question.loop.add_reader(self._channel.fileno(), self._noticed, question.loop)
+            if self._reader is None and call.loop not in self._watching:
+                self._watching.add(call.loop)
+                call.loop.add_reader(self._channel.fileno(), self._on_readable, call.loop)
 
     def _stop_watching(self, loop: asyncio.AbstractEventLoop) -> None:
         """Stops watching when no task of the loop waits any more. Called by the loop itself."""
         with self._lock:
             others = any(
-                isinstance(each, _AwaitedQuestion) and each.loop is loop
-                for each in self._questions.values()
+                isinstance(each, _AwaitedCall) and each.loop is loop
+                for each in self._pending.values()
             )
             if not others and loop in self._watching:
                 self._watching.discard(loop)
                 loop.remove_reader(self._channel.fileno())
 
-    def _noticed(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _on_readable(self, loop: asyncio.AbstractEventLoop) -> None:
         """Called by an event loop when the channel is readable."""
         with self._gate.held(), self._lock:
-            if self._reader is not None or not self._questions:
+            if self._reader is not None or not self._pending:
                 # A thread reads, and wakes us when it is done; or the cell has ended, and the
                 # arriving frames are for the runner.
                 self._watching.discard(loop)
@@ -344,34 +342,34 @@ class Desk:
             else:
                 self._receive()
 
-    def _wait(self, question: _Question, meanwhile: Meanwhile | None = None) -> None:
+    def _wait(self, call: _PendingCall, pipes: OutputPipes | None = None) -> None:
         """Waits until the state of this request may have changed, or there is something to read
         meanwhile.
         """
-        if self._reads(question):
+        if self._reads(call):
             with self._gate.passing():
-                self._channel.wait(_LOOK_UP, meanwhile.descriptors() if meanwhile else ())
-            self._read(question)
-        elif meanwhile is not None and meanwhile.descriptors():
+                self._channel.wait(_END_CHECK_INTERVAL, pipes.descriptors() if pipes else ())
+            self._read(call)
+        elif pipes is not None and pipes.descriptors():
             with self._gate.passing():
-                meanwhile.wait(_GLANCE)
-            question.wake.acquire(blocking=False)
+                pipes.wait(_POLL_INTERVAL)
+            call.wake.acquire(blocking=False)
         else:
             with self._gate.passing():
-                question.wake.acquire()
+                call.wake.acquire()
 
-    def _reads(self, question: _Question) -> bool:
+    def _reads(self, call: _PendingCall) -> bool:
         """Reports whether this request's thread is the reader, or becomes it now."""
         with self._lock:
-            if question.answer is not None:
+            if call.answer is not None:
                 return False
-            if question.number not in self._questions:
-                raise CannotAsk(self._why_unanswered)
+            if call.number not in self._pending:
+                raise HostCallError(self._failure)
             if self._reader is None:
-                self._reader = question
-            return self._reader is question
+                self._reader = call
+            return self._reader is call
 
-    def _read(self, reader: _Question) -> None:
+    def _read(self, reader: _PendingCall) -> None:
         """Reads the frames that have arrived, if this thread is still the reader."""
         with self._lock:
             if self._reader is reader:
@@ -381,17 +379,17 @@ class Desk:
         """Assigns each answer that has arrived to its request. The caller must hold the lock."""
         frames = self._channel.receive_arrived()
         if frames is None:
-            self._why_unanswered = "the host has gone away"
-            questions, self._questions = self._questions, {}
-            for question in questions.values():
-                question.rouse()
+            self._failure = "the host has gone away"
+            calls, self._pending = self._pending, {}
+            for call in calls.values():
+                call.notify()
             return
         for header, payload in frames:
             if header["type"] != "answer":
                 self._channel.put_back(header, payload)
                 continue
             number = header.get("ask")
-            found = self._questions.get(number) if isinstance(number, int) else None
+            found = self._pending.get(number) if isinstance(number, int) else None
             if found is not None:
                 found.answer = header
-                found.rouse()
+                found.notify()

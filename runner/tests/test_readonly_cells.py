@@ -1,4 +1,4 @@
-"""Harmless cells: which are certain to change nothing."""
+"""Read-only cells: which certainly change nothing."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ class HarmlessCells(CellTest):
 
     def test_everything_else_may_change_something(self) -> None:
         self.run_ok(
-            "import sys\nitems = [1]\nclass Loud:\n    def __repr__(self): items.append(2); return 'loud'\nloud = Loud()"
+            "import sys\nitems = [1]\nclass Loud:\n"
+            "    def __repr__(self): items.append(2); return 'loud'\nloud = Loud()"
         )
         for code in (
             "x = 1",
@@ -89,7 +90,8 @@ class HarmlessCells(CellTest):
 
     def test_a_thread_or_a_hook_beside_the_cell_is_not_trusted(self) -> None:
         self.run_ok(
-            "import threading\nend = threading.Event()\nthread = threading.Thread(target=end.wait)\nthread.start()"
+            "import threading\nend = threading.Event()\n"
+            "thread = threading.Thread(target=end.wait)\nthread.start()"
         )
         self.check("1", False)
         self.check("if", False)
@@ -102,7 +104,8 @@ class HarmlessCells(CellTest):
 
     def test_a_formatter_of_the_users_own_is_not_trusted(self) -> None:
         self.run_ok(
-            "html = get_ipython().display_formatter.formatters['text/html']\nold = html.for_type(int, str)"
+            "html = get_ipython().display_formatter.formatters['text/html']\n"
+            "old = html.for_type(int, str)"
         )
         self.check("1", False)
         self.run_ok("kind = html.pop(int)")
@@ -113,7 +116,8 @@ class HarmlessCells(CellTest):
         self.run_ok("import matplotlib.pyplot as plt")
         self.check("1", True)
         self.run_ok(
-            "plt.ioff(); get_ipython().run_line_magic('config', 'InlineBackend.close_figures = False'); plt.figure()\nNone"
+            "plt.ioff(); get_ipython().run_line_magic('config', "
+            "'InlineBackend.close_figures = False'); plt.figure()\nNone"
         )
         self.check("1", False)
         self.run_ok("plt.close('all')")

@@ -1,12 +1,12 @@
-"""An imitation of what copies a session from outside, for tests without a sandbox.
+"""Replaces the tracer that copies a session from outside, for tests without a sandbox.
 
-Run in the place of `python -m cellblock_runner`, with two more arguments: the abstract address of a
-test that listens, and the folders that a fork finds empty; or followed by `zygote` and its socket,
-in the place of the zygote. The true fork takes the place of the kernel's work. Each `branch` leaves
-a process behind that stands still, connects to the test and waits for orders; each order makes a
-copy with the facts that PROTOCOL.md promises: every descriptor closed but the standard ones and the
-channel, all signals at their default but SIGCHLD, which is ignored, some blocked, another folder,
-another mask. A fork gets empty folders, by mounting some.
+Run instead of `python -m cellblock_runner`, with two more arguments: the abstract address of a
+listening test, and the folders that are empty in a fork; or followed by `zygote` and its socket,
+instead of the zygote. Copies are made with a real fork. Each `branch` leaves a suspended process
+behind, which connects to the test and waits for orders; each order makes a copy in the state that
+PROTOCOL.md specifies: all descriptors closed except the standard ones and the channel, all signals
+at their default except SIGCHLD, which is ignored, some blocked, another folder, another umask. A
+fork gets empty folders, by mounts.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ import sys
 from typing import Any
 
 from cellblock_runner import __main__ as runner
-from cellblock_runner import branch, luggage, zygote
+from cellblock_runner import branch, fork_state, zygote
 from cellblock_runner.channel import CHANNEL_DESCRIPTOR
 
-_NEW_MOUNTS, _NEW_USER = 0x20000, 0x10000000
-_PRIVATE_AND_BELOW = 0x40000 | 0x4000
-_DEFAULT, _IGNORE = 0, 1
-_CHILD_SIGNAL = 17
+# From <linux/sched.h>, <linux/mount.h> and <signal.h>.
+CLONE_NEWNS, CLONE_NEWUSER = 0x20000, 0x10000000
+MS_REC, MS_PRIVATE = 0x4000, 0x40000
+SIG_DFL, SIG_IGN = 0, 1
 
-_limits = luggage.look_at_rights().limits
+_limits = fork_state.current_limits().limits
 _niceness = os.getpriority(os.PRIO_PROCESS, 0)
-_get_process = os.getpid
+_getpid = os.getpid
 _library = ctypes.CDLL(None, use_errno=True)
 _set_handler = _library.signal
 _set_handler.argtypes = (ctypes.c_int, ctypes.c_void_p)
@@ -42,26 +42,26 @@ _set_handler.restype = ctypes.c_void_p
 def main() -> None:
     address, folders = sys.argv.pop(1), sys.argv.pop(1).split(",")
 
-    def imitation() -> int:
+    def make_copy() -> int:
         between = branch.make_process()
         if between:
             os.waitpid(between, 0)
-            return _get_process()
+            return _getpid()
         if branch.make_process():
-            os._exit(0)  # So that the frozen process is no child of the session.
-        return _stand_until_ordered(address, folders)
+            os._exit(0)  # So that the suspended process is not a child of the session.
+        return _wait_for_orders(address, folders)
 
-    branch._copy = imitation
+    branch._copy = make_copy
     branch._send_signal = lambda _process, _signal: None
     if sys.argv[1] == "zygote":
-        # Its socket has a number of its own.
+        # Its socket has a fixed number.
         os.dup2(int(sys.argv[2]), 3)
         zygote.main()
     runner.main()
 
 
-def _stand_until_ordered(address: str, folders: list[str]) -> int:
-    """Returns in copies only."""
+def _wait_for_orders(address: str, folders: list[str]) -> int:
+    """Returns only in copies."""
     os.closerange(3, 4096)
     nothing = os.open(os.devnull, os.O_RDWR)
     for number in (0, 1, 2):
@@ -83,23 +83,21 @@ def _stand_until_ordered(address: str, folders: list[str]) -> int:
 
 
 def _become_copy(order: dict[str, Any], channel: int, folders: list[str]) -> None:
-    _give_back_rights(_limits, _niceness)
+    _reset_limits(_limits, _niceness)
     if order["fork"]:
         _empty(folders)
     os.dup2(channel, CHANNEL_DESCRIPTOR, inheritable=False)
     os.closerange(3, CHANNEL_DESCRIPTOR)
     os.chdir("/")
     os.umask(0o022)
-    # Not with Python's own functions: it must not know.
+    # Not with Python's own functions, which would record the change.
     for number in range(1, 65):
-        _set_handler(number, _IGNORE if number == _CHILD_SIGNAL else _DEFAULT)
+        _set_handler(number, SIG_IGN if number == signal.SIGCHLD else SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, {signal.SIGUSR1, signal.SIGINT})
 
 
-def _give_back_rights(limits: dict[int, tuple[int, int]], niceness: int) -> None:
-    """A copy begins with the limits and the priority of every session, as far as a test may raise
-    them.
-    """
+def _reset_limits(limits: dict[int, tuple[int, int]], niceness: int) -> None:
+    """Gives a copy the limits and the priority of a fresh session, as far as a test may raise them."""
     for number, limit in limits.items():
         with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(number, limit)
@@ -109,8 +107,8 @@ def _give_back_rights(limits: dict[int, tuple[int, int]], niceness: int) -> None
 
 def _empty(folders: list[str]) -> None:
     user, group = os.getuid(), os.getgid()
-    if _library.unshare(_NEW_MOUNTS) != 0:
-        _check(_library.unshare(_NEW_MOUNTS | _NEW_USER), "unshare")
+    if _library.unshare(CLONE_NEWNS) != 0:
+        _check(_library.unshare(CLONE_NEWNS | CLONE_NEWUSER), "unshare")
         for name, text in (
             ("setgroups", "deny"),
             ("uid_map", f"0 {user} 1"),
@@ -118,7 +116,7 @@ def _empty(folders: list[str]) -> None:
         ):
             with open(f"/proc/self/{name}", "w", encoding="ascii") as file:
                 file.write(text)
-    _check(_library.mount(None, b"/", None, _PRIVATE_AND_BELOW, None), "mount")
+    _check(_library.mount(None, b"/", None, MS_REC | MS_PRIVATE, None), "mount")
     for folder in folders:
         _check(
             _library.mount(b"none", os.fsencode(folder), b"tmpfs", 0, b"mode=0700"),

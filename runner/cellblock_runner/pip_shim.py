@@ -1,8 +1,8 @@
-"""Pip programs: handles cells that start pip as a program. There is no pip in a sandbox; the host
+"""Pip shim: handles cells that start pip as a program. There is no pip in a sandbox; the host
 installs.
 
-    a shell      gets functions named pip, uv and python, which send pip's arguments to a counter;
-                 the runner serves the counter while the shell runs. So pipes, redirections,
+    a shell      gets functions named pip, uv and python, which send pip's arguments to a server;
+                 the runner runs the server while the shell runs. So pipes, redirections,
                  conditions and loops are handled by the shell, as usual
     subprocess   for a list of words, or a shell command of words alone: pip's work is done first,
                  and a process that prints the result is started instead
@@ -26,19 +26,19 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from . import packages, pip_answers, pip_lines
+from . import packages, pip_arguments, pip_commands
 
 # Low numbers belong to the script.
 _LOWEST_DESCRIPTOR = 500
 _LARGEST_MESSAGE = 192 * 1024
 # Interval, in milliseconds, for polling whether a shell has ended, if a process that it left behind
 # still holds the socket.
-_LOOK_UP = 50
+_POLL_INTERVAL = 50
 # The kernel's limit on one argument is 128 KiB.
 _LARGEST_ARGUMENT = 120_000
 
 _CLIENT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "pip_client.py")
-_STAND_IN = 'printf %s "$1"; printf %s "$2" >&2; exit "$3"'
+_PRINT_SCRIPT = 'printf %s "$1"; printf %s "$2" >&2; exit "$3"'
 
 # Without line breaks, so that the lines of a script keep their numbers. The client writes the
 # commands for the shell to run afterwards to its descriptor 3; 4 is the output of the function.
@@ -55,12 +55,11 @@ _bash_name = re.compile(r"[A-Za-z0-9_./+-]+")
 
 
 def may_start_pip(command: str) -> bool:
-    """Reports whether a command may start pip. All special handling applies only to such commands.
-    """
+    """Reports whether a command may start pip. Other commands get no special handling."""
     return "pip" in command
 
 
-class Counter:
+class PipServer:
     """Serves the functions of one shell. `functions` goes in front of its script, `descriptor` must
     be inherited by it.
     """
@@ -71,28 +70,28 @@ class Counter:
             self.descriptor = fcntl.fcntl(
                 theirs.fileno(), fcntl.F_DUPFD_CLOEXEC, _LOWEST_DESCRIPTOR
             )
-        self._is_handed_over = False
+        self._is_closed = False
         self._clients: list[socket.socket] = []
         self.functions = _functions(self.descriptor, is_bash)
 
     def close(self) -> None:
-        self._hand_over()
-        self._dismiss()
+        self._close_descriptor()
+        self._close_clients()
         self._ours.close()
 
     def serve(self, process: subprocess.Popen[bytes]) -> None:
         """Answers until the shell has ended."""
-        self._hand_over()
+        self._close_descriptor()
         poll = select.poll()
         poll.register(self._ours, select.POLLIN)
         while process.poll() is None:
-            if poll.poll(_LOOK_UP) and not self._serve_one():
+            if poll.poll(_POLL_INTERVAL) and not self._serve_one():
                 process.wait()
 
-    def _hand_over(self) -> None:
+    def _close_descriptor(self) -> None:
         """Closes our copy of the inherited descriptor, so that its end can be detected."""
-        if not self._is_handed_over:
-            self._is_handed_over = True
+        if not self._is_closed:
+            self._is_closed = True
             os.close(self.descriptor)
 
     def _serve_one(self) -> bool:
@@ -108,25 +107,25 @@ class Counter:
         with contextlib.suppress(ValueError, TypeError, OSError):
             folder, words = json.loads(message)
             reply = _reply([str(word) for word in words], str(folder))
-            answer = {"out": reply.out, "err": reply.err, "then": _what_then(reply)}
+            answer = {"out": reply.out, "err": reply.err, "then": _shell_commands(reply)}
             for client in self._clients:
                 client.sendall(json.dumps(answer).encode())
-        self._dismiss()
+        self._close_clients()
         return True
 
-    def _dismiss(self) -> None:
+    def _close_clients(self) -> None:
         while self._clients:
             self._clients.pop().close()
 
 
-def _reply(words: list[str], folder: str) -> pip_answers.Reply:
-    arguments = pip_lines.arguments_of(words)
+def _reply(words: list[str], folder: str) -> pip_commands.Reply:
+    arguments = pip_arguments.arguments_of(words)
     if arguments is None:
-        return pip_answers.Reply(1, "", "ERROR: of uv, only `uv pip` is possible here\n")
-    return pip_answers.carry_out(arguments, folder)
+        return pip_commands.Reply(1, "", "ERROR: only `uv pip` is available here\n")
+    return pip_commands.carry_out(arguments, folder)
 
 
-def _what_then(reply: pip_answers.Reply) -> str:
+def _shell_commands(reply: pip_commands.Reply) -> str:
     """Returns the commands for the shell to run after pip, so that it also finds what was
     installed.
     """
@@ -168,12 +167,12 @@ def install_in_subprocess() -> None:
         if arguments is None:
             original(self, args, *more, **options)
             return
-        reply = pip_answers.carry_out(
+        reply = pip_commands.carry_out(
             arguments, os.path.abspath(os.fsdecode(options.get("cwd") or "."))
         )
         texts = (_as_argument(reply.out), _as_argument(reply.err), str(reply.code))
         options.update(shell=False, executable=None)
-        original(self, ["/bin/sh", "-c", _STAND_IN, "pip", *texts], **options)
+        original(self, ["/bin/sh", "-c", _PRINT_SCRIPT, "pip", *texts], **options)
         self.args = args
 
     subprocess.Popen.__init__ = start  # type: ignore[method-assign]
@@ -185,7 +184,9 @@ def arguments_of_process(args: Any, is_for_shell: bool) -> list[str] | None:
         if isinstance(args, (str, bytes, os.PathLike)):
             command = os.fsdecode(args)
             words = (
-                pip_lines.simple_words(command) if is_for_shell and may_start_pip(command) else None
+                pip_arguments.simple_words(command)
+                if is_for_shell and may_start_pip(command)
+                else None
             )
         elif isinstance(args, (list, tuple)) and not is_for_shell:
             words = [os.fsdecode(word) for word in args]
@@ -193,7 +194,7 @@ def arguments_of_process(args: Any, is_for_shell: bool) -> list[str] | None:
             return None
     except (TypeError, ValueError):
         return None
-    return None if words is None else pip_lines.arguments_of(words)
+    return None if words is None else pip_arguments.arguments_of(words)
 
 
 def _as_argument(text: str) -> bytes:

@@ -1,5 +1,5 @@
-"""Pip lines: detects command lines that start pip, and parses them. Pure except for the reading of
-requirements files.
+"""Pip arguments: detects command lines that start pip, and parses them. Pure except for the
+reading of requirements files.
 
 Only packages of the host's configured index can be installed, and only to one place. Options that
 request otherwise are refused with a message about what is possible; options that make no difference
@@ -35,7 +35,7 @@ _UPGRADE = frozenset(("-U", "--upgrade"))
 _FILE = frozenset(("-r", "--requirement", "--requirements"))
 
 # Options that every command has and that change nothing here; the second set has values.
-_HARMLESS = frozenset(
+_IGNORED = frozenset(
     "-v --verbose --debug --isolated --require-virtualenv --no-input --no-color --no-cache-dir"
     " --disable-pip-version-check --no-python-version-warning -y --yes --no-cache -n --no-progress"
     " --no-config --native-tls".split()
@@ -45,30 +45,30 @@ GENERAL_WITH_VALUE = frozenset(
     " --cache-dir --color --use-feature --use-deprecated".split()
 )
 # The same, for `install` alone.
-_HARMLESS_INSTALL = frozenset(
+_IGNORED_INSTALL = frozenset(
     "--user --system --break-system-packages --no-warn-script-location --no-warn-conflicts"
     " --compile --no-compile --compile-bytecode --prefer-binary --use-pep517 --no-clean"
     " --ignore-installed -I --force-reinstall --reinstall --ignore-requires-python"
     " --check-build-dependencies --strict".split()
 )
-_HARMLESS_INSTALL_WITH_VALUE = frozenset(
+_IGNORED_INSTALL_WITH_VALUE = frozenset(
     "--progress-bar --upgrade-strategy --root-user-action --only-binary --python -p"
     " --link-mode".split()
 )
 
-_INDEX = "packages come from the index that this server is set to; leave {} away"
-_PLACE = "packages go to the one place from which this session imports; leave {} away"
+_INDEX = "packages come from the index that this server is configured for; omit {}"
+_PLACE = "packages are installed where this session imports them from; omit {}"
 _LOCAL = (
     "only packages from an index can be installed;"
     " a module in the working folder can be imported without that"
 )
 _CHOICE = (
-    "{} is not possible here; write the wanted versions into the requirements, such as name==1.2"
+    "{} is not supported here; write the wanted versions into the requirements, such as name==1.2"
 )
-_BUILD = "{} is not possible here; packages are installed as they come from the index"
+_BUILD = "{} is not supported here; packages are installed as they come from the index"
 _HASHES = (
-    "{} is not possible here; every file is checked against the hashes of the index anyway,"
-    " so leave it away"
+    "{} is not supported here; every file is checked against the hashes of the index anyway,"
+    " so omit it"
 )
 
 _REFUSED = {
@@ -191,7 +191,7 @@ def split_options(
 
 def check_option(option: str) -> None:
     """Accepts an option that changes nothing for any command, and refuses the others."""
-    if option not in _HARMLESS and option not in GENERAL_WITH_VALUE and option not in _QUIET:
+    if option not in _IGNORED and option not in GENERAL_WITH_VALUE and option not in _QUIET:
         raise Refused(f"no such option: {option}")
 
 
@@ -207,7 +207,7 @@ def read_install(arguments: Sequence[str], folder: str) -> Install:
 class _Reading:
     """Collects the parts of an installation."""
 
-    _WITH_VALUE = _FILE | GENERAL_WITH_VALUE | _HARMLESS_INSTALL_WITH_VALUE
+    _WITH_VALUE = _FILE | GENERAL_WITH_VALUE | _IGNORED_INSTALL_WITH_VALUE
 
     def __init__(self) -> None:
         self.requirements: list[str] = []
@@ -227,7 +227,7 @@ class _Reading:
                 self.quiet = True
             elif option in _REFUSED:
                 raise Refused(_REFUSED[option].format(option))
-            elif option not in _HARMLESS_INSTALL and option not in _HARMLESS_INSTALL_WITH_VALUE:
+            elif option not in _IGNORED_INSTALL and option not in _IGNORED_INSTALL_WITH_VALUE:
                 check_option(option)
 
     def _take_requirement(self, text: str) -> None:
@@ -260,7 +260,7 @@ class _Reading:
         try:
             if requirement and options:
                 option = re.split(r"[=\s]", options)[0]
-                raise Refused(_REFUSED.get(option, "{} is not possible here").format(option))
+                raise Refused(_REFUSED.get(option, "{} is not supported here").format(option))
             if options:
                 self.take(shlex.split(options), folder)
             else:

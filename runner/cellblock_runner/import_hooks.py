@@ -1,4 +1,4 @@
-"""Imported: hooks that run on a module as soon as it has been imported, now or later.
+"""Import hooks: functions that run on a module as soon as it has been imported, now or later.
 
 Nothing is imported for it, and only the effect of the hook is visible afterwards: a module keeps
 its specification and its loader.
@@ -16,8 +16,7 @@ _actions: dict[str, Callable[[ModuleType], None]] = {}
 
 
 def when_imported(name: str, action: Callable[[ModuleType], None]) -> None:
-    """Runs an action on a module: at once if it is imported, otherwise after its own code has run.
-    """
+    """Runs an action on a module: now if it is imported, otherwise after its own code has run."""
     if name in sys.modules:
         action(sys.modules[name])
         return

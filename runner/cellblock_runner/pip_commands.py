@@ -1,4 +1,4 @@
-"""Pip answers: carries out pip command lines. The host installs; information about installed
+"""Pip commands: carries out pip command lines. The host installs; information about installed
 packages is read from their metadata, in pip's format.
 
 There is no pip in a session, and nothing here needs one. `importlib.metadata` is imported on first
@@ -14,9 +14,9 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from . import packages, pip_lines
-from .asking import CannotAsk, ask
-from .pip_lines import Refused
+from . import packages, pip_arguments
+from .host_calls import HostCallError, ask
+from .pip_arguments import Refused
 
 # The reported version if no pip is installed. It is valid, for programs that parse it.
 _OWN_VERSION = "0+cellblock"
@@ -28,8 +28,9 @@ _name = re.compile(r"\s*([A-Za-z0-9][A-Za-z0-9._-]*)")
 
 _HELP = """Usage: pip <command> [options]
 
-Commands that are possible in this session:
-  install    Have the server install packages from its index: pip install NAME ..., pip install -r FILE
+Commands that are available in this session:
+  install    Install packages from the index of the server: pip install NAME ...,
+             pip install -r FILE
   list       List installed packages.
   show       Show information about installed packages.
   freeze     Output installed packages in requirements format.
@@ -48,7 +49,7 @@ class Reply(NamedTuple):
 def carry_out(arguments: Sequence[str], folder: str) -> Reply:
     """Carries out the arguments of a `pip` command line in `folder`. Raises only interrupts."""
     try:
-        command, rest = pip_lines.split_command(arguments)
+        command, rest = pip_arguments.split_command(arguments)
         if not command and any(word in ("-V", "--version") for word in rest):
             return Reply(0, _version())
         if command in ("", "help") or "-h" in rest or "--help" in rest:
@@ -56,25 +57,25 @@ def carry_out(arguments: Sequence[str], folder: str) -> Reply:
         if command not in _COMMANDS:
             raise Refused(
                 _OTHER_COMMANDS.get(
-                    command, f'unknown command "{command}"; possible are {", ".join(_COMMANDS)}'
+                    command, f'unknown command "{command}"; available: {", ".join(_COMMANDS)}'
                 )
             )
         return _COMMANDS[command](rest, folder)
-    except (Refused, CannotAsk, packages.NotAFolder) as cause:
+    except (Refused, HostCallError, packages.NotAFolder) as cause:
         return Reply(1, "", f"ERROR: {cause}\n")
 
 
 def _install(arguments: Sequence[str], folder: str) -> Reply:
-    wanted = pip_lines.read_install(arguments, folder)
+    wanted = pip_arguments.read_install(arguments, folder)
     if not wanted.requirements:
-        return Reply(0, "", "WARNING: there is nothing in the requirements files\n")
+        return Reply(0, "", "WARNING: the requirements files contain no requirements\n")
     answer = ask("install", requirements=wanted.requirements, options={"upgrade": wanted.upgrade})
     text = _ended(str(answer.get("text") or ""))
     if answer.get("ok") is not True:
         return Reply(1, "", text or "ERROR: the server did not install anything\n")
     added = answer.get("paths") or []
     if not isinstance(added, list):
-        raise packages.NotAFolder(f"{added!r} is no list of folders")
+        raise packages.NotAFolder(f"{added!r} is not a list of folders")
     loaded = packages.add(added)
     return Reply(0, "" if wanted.quiet else text, _about_loaded(loaded), added)
 
@@ -109,7 +110,7 @@ def _list(arguments: Sequence[str], _folder: str) -> Reply:
         {"-l", "--local", "--user", "--include-editable", "--exclude-editable"},
     )
     if options.words:
-        raise Refused("list takes no names; show NAME tells about one package")
+        raise Refused("list takes no names; use show NAME for one package")
     rows = [(found.metadata["Name"], found.version) for found in _installed().values()]
     form = options.values.get("--format", "columns")
     if form == "json":
@@ -265,8 +266,8 @@ class _Options(NamedTuple):
 def _read_options(arguments: Sequence[str], with_value: set[str], flags: set[str]) -> _Options:
     """Parses the arguments of a command that has these options besides the general ones."""
     read = _Options([], set(), {})
-    for option, value in pip_lines.split_options(
-        arguments, with_value | pip_lines.GENERAL_WITH_VALUE
+    for option, value in pip_arguments.split_options(
+        arguments, with_value | pip_arguments.GENERAL_WITH_VALUE
     ):
         if not option:
             read.words.append(value)
@@ -275,7 +276,7 @@ def _read_options(arguments: Sequence[str], with_value: set[str], flags: set[str
         elif option in flags:
             read.flags.add(option)
         else:
-            pip_lines.check_option(option)
+            pip_arguments.check_option(option)
     return read
 
 
@@ -288,14 +289,14 @@ _COMMANDS: dict[str, Callable[[Sequence[str], str], Reply]] = {
 
 _OTHER_COMMANDS = {
     "uninstall": (
-        "uninstall is not possible here: installed packages are read-only."
-        " Undoing the installation takes it back"
+        "uninstall is not available here: installed packages are read-only."
+        " Undo the installation instead"
     ),
     **dict.fromkeys(
         (
             "download wheel index search cache config lock compile sync tree check hash inspect"
             " debug completion"
         ).split(),
-        "this command is not possible here; install, list, show and freeze are",
+        "this command is not available here; install, list, show and freeze are",
     ),
 }

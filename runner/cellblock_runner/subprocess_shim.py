@@ -14,19 +14,19 @@ import subprocess
 from collections.abc import Callable
 from typing import Any
 
-from . import commands, pip_answers, pip_programs
+from . import commands, pip_commands, pip_shim
 from .commands import CommandRefused
 
-_HOW = (
+_REFUSAL = (
     "programs need an approval on this server, and {} cannot ask for one; "
     "!command, %%bash, os.system() and subprocess.run() can"
 )
 
 # Options that only concern a process of our own, or change nothing.
-_HARMLESS = frozenset(
+_IGNORED = frozenset(
     ("bufsize", "close_fds", "start_new_session", "restore_signals", "process_group")
 )
-_UNDERSTOOD = frozenset(
+_SUPPORTED = frozenset(
     (
         "args",
         "stdin",
@@ -63,7 +63,7 @@ def install() -> None:
 def _instead(original: Any, replacement: Callable[..., Any]) -> Any:
     @functools.wraps(original)
     def start(*arguments: Any, **options: Any) -> Any:
-        return (replacement if commands.must_be_asked_for() else original)(*arguments, **options)
+        return (replacement if commands.needs_approval() else original)(*arguments, **options)
 
     return start
 
@@ -71,8 +71,8 @@ def _instead(original: Any, replacement: Callable[..., Any]) -> Any:
 def _refusing(original: Any, name: str) -> Any:
     @functools.wraps(original)
     def start(*arguments: Any, **options: Any) -> Any:
-        if commands.must_be_asked_for():
-            raise CommandRefused(_HOW.format(name))
+        if commands.needs_approval():
+            raise CommandRefused(_REFUSAL.format(name))
         return original(*arguments, **options)
 
     return start
@@ -95,7 +95,7 @@ def _run(
     _check(more, options, input)
     stdout, stderr = options.get("stdout"), options.get("stderr")
     try:
-        code, out, err = _carry_out(args, _as_text(input, options), options, timeout)
+        code, out, err = _execute(args, _as_text(input, options), options, timeout)
     except subprocess.TimeoutExpired as expired:
         expired.cmd = args
         raise
@@ -115,16 +115,16 @@ def _call(*arguments: Any, timeout: float | None = None, **options: Any) -> int:
     return _run(*arguments, timeout=timeout, **options).returncode
 
 
-def _carry_out(
+def _execute(
     args: Any, stdin: str | None, options: dict[str, Any], timeout: float | None
 ) -> tuple[int, bytes, bytes]:
     is_for_shell = bool(options.get("shell"))
     folder = None if options.get("cwd") is None else os.fsdecode(options["cwd"])
-    pip = pip_programs.arguments_of_process(args, is_for_shell)
+    pip = pip_shim.arguments_of_process(args, is_for_shell)
     if pip is not None:
-        reply = pip_answers.carry_out(pip, os.path.abspath(folder or "."))
+        reply = pip_commands.carry_out(pip, os.path.abspath(folder or "."))
         out, err = reply.out.encode(), reply.err.encode()
-        return reply.code, *_led(out, err, options)
+        return reply.code, *_write_out(out, err, options)
     words = (
         [os.fsdecode(args)]
         if isinstance(args, (str, bytes, os.PathLike))
@@ -145,7 +145,7 @@ def _carry_out(
     )
 
 
-def _led(out: bytes, err: bytes, options: dict[str, Any]) -> tuple[bytes, bytes]:
+def _write_out(out: bytes, err: bytes, options: dict[str, Any]) -> tuple[bytes, bytes]:
     """Sends output that did not come from a process to where a process would have written it."""
     if options.get("stderr") == subprocess.STDOUT:
         out, err = out + err, b""
@@ -156,12 +156,12 @@ def _led(out: bytes, err: bytes, options: dict[str, Any]) -> tuple[bytes, bytes]
 
 
 def _check(more: Any, options: dict[str, Any], given: Any) -> None:
-    strange = sorted(
-        name for name, value in options.items() if name not in _UNDERSTOOD | _HARMLESS and value
+    unsupported = sorted(
+        name for name, value in options.items() if name not in _SUPPORTED | _IGNORED and value
     )
-    if more or strange:
+    if more or unsupported:
         raise CommandRefused(
-            _HOW.format(f"subprocess with {', '.join(strange) or 'positional options'}")
+            _REFUSAL.format(f"subprocess with {', '.join(unsupported) or 'positional options'}")
         )
     stdin = options.get("stdin")
     if given is not None and stdin is not None:
@@ -169,7 +169,7 @@ def _check(more: Any, options: dict[str, Any], given: Any) -> None:
     if stdin not in (None, subprocess.DEVNULL):
         # The approver must see all input of the program.
         raise CommandRefused(
-            _HOW.format("subprocess with an open standard input") + "; give it `input` instead"
+            _REFUSAL.format("subprocess with an open standard input") + "; give it `input` instead"
         )
 
 
@@ -188,7 +188,7 @@ def _as_text(given: Any, options: dict[str, Any]) -> str | None:
     try:
         return bytes(given).decode(options.get("encoding") or "utf-8")
     except UnicodeDecodeError:
-        raise CommandRefused(_HOW.format("subprocess with an input that is no text")) from None
+        raise CommandRefused(_REFUSAL.format("subprocess with an input that is not text")) from None
 
 
 def _as_wanted(data: bytes, options: dict[str, Any]) -> Any:

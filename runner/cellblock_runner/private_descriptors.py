@@ -1,4 +1,4 @@
-"""Private: descriptors that no other process has, and that a copy can therefore recreate.
+"""Private descriptors: those that no other process has, and that a copy can therefore recreate.
 
     event counters    with the same count
     timers            with the remaining time
@@ -39,7 +39,7 @@ _SECOND = 1_000_000_000
 _library = ctypes.CDLL(None, use_errno=True)
 
 
-class Counter(NamedTuple):
+class EventCounter(NamedTuple):
     """An event counter. Duplicates have the same `identity`."""
 
     identity: int
@@ -56,30 +56,30 @@ class Pipe(NamedTuple):
     ends: tuple[tuple[int, int], ...]
 
 
-class Poll(NamedTuple):
+class Epoll(NamedTuple):
     """An epoll: the descriptors that it watches, with events and data."""
 
     watched: tuple[tuple[int, int, int], ...]
     flags: int
 
 
-class Side(NamedTuple):
+class SocketEnd(NamedTuple):
     """One of two sockets: the descriptors that refer to it, with flags, and its unread data."""
 
     ends: tuple[tuple[int, int], ...]
-    waiting: tuple[bytes, ...]
+    unread: tuple[bytes, ...]
     # The other side has shut down writing.
-    is_over: bool
+    is_shut_down: bool
 
 
-class Pair(NamedTuple):
+class SocketPair(NamedTuple):
     """Two sockets that are connected to each other."""
 
     kind: int
-    sides: tuple[Side, Side]
+    sides: tuple[SocketEnd, SocketEnd]
 
 
-class Timer(NamedTuple):
+class TimerDescriptor(NamedTuple):
     """A timer: its clock, and the remaining time and the interval in nanoseconds."""
 
     clock: int
@@ -88,28 +88,28 @@ class Timer(NamedTuple):
     flags: int
 
 
-Private = Union[Counter, Pipe, Poll, Pair, Timer]
+Private = Union[EventCounter, Pipe, Epoll, SocketPair, TimerDescriptor]
 
 # For each socket of a pair that this process has created, the inode of the other one.
-_noted: dict[int, int] = {}
+_tracked_pairs: dict[int, int] = {}
 
 
-def note_pairs() -> None:
+def track_socket_pairs() -> None:
     """Records pairs of sockets from now on. To be called only once."""
     original = socket.socketpair
 
     @functools.wraps(original)
     def socketpair(*arguments: Any, **options: Any) -> tuple[socket.socket, socket.socket]:
         one, other = original(*arguments, **options)
-        if one.family == socket.AF_UNIX and len(_noted) < 2 * _MOST_PAIRS:
+        if one.family == socket.AF_UNIX and len(_tracked_pairs) < 2 * _MOST_PAIRS:
             first, second = (os.fstat(each.fileno()).st_ino for each in (one, other))
-            _noted[first], _noted[second] = second, first
+            _tracked_pairs[first], _tracked_pairs[second] = second, first
         return one, other
 
     socket.socketpair = socketpair
 
 
-def look(number: int, name: str) -> Private | None:
+def describe(number: int, name: str) -> Private | None:
     """Describes an event counter, a timer or an epoll. Returns None for anything else."""
     if name not in ("eventfd", "eventpoll", "timerfd"):
         return None
@@ -125,28 +125,30 @@ def look(number: int, name: str) -> Private | None:
                 facts[key] = value.strip()
     flags = int(facts.get("flags", "0"), 8)
     if name == "eventpoll":
-        return Poll(tuple(watched), flags)
+        return Epoll(tuple(watched), flags)
     try:
         if name == "timerfd":
             left, interval = (_nanoseconds(facts[key]) for key in ("it_value", "it_interval"))
             # A timer that has expired and was not read yet expires again at once.
-            return Timer(int(facts["clockid"]), 1 if int(facts["ticks"]) else left, interval, flags)
+            return TimerDescriptor(
+                int(facts["clockid"]), 1 if int(facts["ticks"]) else left, interval, flags
+            )
         is_semaphore = facts.get("eventfd-semaphore", "0") != "0"
         count = int(facts["eventfd-count"], 16)
-        return Counter(int(facts["eventfd-id"]), count, is_semaphore, flags)
+        return EventCounter(int(facts["eventfd-id"]), count, is_semaphore, flags)
     except (KeyError, ValueError):
         return None
 
 
-def look_at_pairs(pairs: Iterable[tuple[int, int]]) -> dict[int, Private]:
+def describe_pairs(pairs: Iterable[tuple[int, int]]) -> dict[int, Private]:
     """Describes pairs that are known by the numbers of their sockets."""
     found: dict[int, Private] = {}
     for numbers in pairs:
-        found.update(_look_at_pair([[number] for number in numbers]))
+        found.update(_describe_pair([[number] for number in numbers]))
     return found
 
 
-def look_at_noted(sockets: Iterable[tuple[int, int]]) -> dict[int, Private]:
+def describe_tracked_pairs(sockets: Iterable[tuple[int, int]]) -> dict[int, Private]:
     """Describes the pairs of which both sockets are among these, given by number and inode.
 
     Only for a process without children.
@@ -154,35 +156,35 @@ def look_at_noted(sockets: Iterable[tuple[int, int]]) -> dict[int, Private]:
     numbers: dict[int, list[int]] = {}
     for number, inode in sockets:
         numbers.setdefault(inode, []).append(number)
-    gone = [inode for inode, other in _noted.items() if not {inode, other} & numbers.keys()]
+    gone = [inode for inode, other in _tracked_pairs.items() if not {inode, other} & numbers.keys()]
     for inode in gone:
-        del _noted[inode]
+        del _tracked_pairs[inode]
     found: dict[int, Private] = {}
-    for inode, other in _noted.items():
+    for inode, other in _tracked_pairs.items():
         if inode < other and inode in numbers and other in numbers:
-            found.update(_look_at_pair([numbers[inode], numbers[other]]))
+            found.update(_describe_pair([numbers[inode], numbers[other]]))
     return found
 
 
-def _look_at_pair(numbers: list[list[int]]) -> dict[int, Private]:
+def _describe_pair(numbers: list[list[int]]) -> dict[int, Private]:
     sides = []
     kind = 0
     for each in numbers:
         view = socket.socket(fileno=each[0])
         try:
             kind = view.type
-            waiting = _waiting(view)
+            unread = _unread(view)
         finally:
             view.detach()
-        if waiting is None:
+        if unread is None:
             return {}
         ends = tuple((number, _flags(number)) for number in each)
-        sides.append(Side(ends, waiting, _is_over(each[0])))
-    pair = Pair(kind, (sides[0], sides[1]))
+        sides.append(SocketEnd(ends, unread, _is_shut_down(each[0])))
+    pair = SocketPair(kind, (sides[0], sides[1]))
     return {number: pair for each in numbers for number in each}
 
 
-def look_at_pipes(ends: Iterable[tuple[int, tuple[int, int]]]) -> dict[int, Private]:
+def describe_pipes(ends: Iterable[tuple[int, tuple[int, int]]]) -> dict[int, Private]:
     """Describes the ends whose other end is among them, in a process without children."""
     by_pipe: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for number, identity in ends:
@@ -200,7 +202,7 @@ def look_at_pipes(ends: Iterable[tuple[int, tuple[int, int]]]) -> dict[int, Priv
     return found
 
 
-class Maker:
+class Restorer:
     """Recreates descriptors, together with all descriptors that belong to the same object.
 
     No number from `free` on is in use.
@@ -211,24 +213,24 @@ class Maker:
         self._counters: dict[int, int] = {}
         self._made: set[int] = set()
 
-    def make(self, number: int, what: Private) -> None:
+    def restore(self, number: int, what: Private) -> None:
         """Recreates it under its number. Raises OSError if that fails."""
         if number in self._made:
             return
-        if isinstance(what, Counter):
+        if isinstance(what, EventCounter):
             self._make_counter(number, what)
         elif isinstance(what, Pipe):
             self._make_pipe(what)
             self._made.update(end[0] for end in what.ends)
-        elif isinstance(what, Pair):
+        elif isinstance(what, SocketPair):
             self._make_pair(what)
             self._made.update(number for side in what.sides for number, _ in side.ends)
-        elif isinstance(what, Timer):
+        elif isinstance(what, TimerDescriptor):
             _make_timer(number, what)
         else:
-            _make_poll(number, what)
+            _make_epoll(number, what)
 
-    def _make_counter(self, number: int, counter: Counter) -> None:
+    def _make_counter(self, number: int, counter: EventCounter) -> None:
         first = self._counters.get(counter.identity)
         if first is None:
             flags = counter.flags & os.O_NONBLOCK | (EFD_SEMAPHORE if counter.is_semaphore else 0)
@@ -241,12 +243,12 @@ class Maker:
             os.dup2(first, number, inheritable=not counter.flags & os.O_CLOEXEC)
 
     def _make_pipe(self, pipe: Pipe) -> None:
-        with self._high(os.pipe()) as (reading, writing):
+        with self._at_free_numbers(os.pipe()) as (reading, writing):
             if fcntl.fcntl(writing, F_GETPIPE_SZ) != pipe.size:
                 with contextlib.suppress(OSError):  # A user who has many pipes gets smaller ones.
                     fcntl.fcntl(writing, F_SETPIPE_SZ, pipe.size)
             if len(pipe.content) > fcntl.fcntl(writing, F_GETPIPE_SZ):
-                raise OSError("it does not hold what was in it")
+                raise OSError("the new pipe is too small for the content")
             if pipe.content:
                 os.write(writing, pipe.content)
             for number, flags in pipe.ends:
@@ -254,15 +256,15 @@ class Maker:
                 fcntl.fcntl(end, fcntl.F_SETFL, flags & (os.O_NONBLOCK | os.O_DIRECT))
                 os.dup2(end, number, inheritable=not flags & os.O_CLOEXEC)
 
-    def _make_pair(self, pair: Pair) -> None:
+    def _make_pair(self, pair: SocketPair) -> None:
         one, other = socket.socketpair(socket.AF_UNIX, pair.kind)
-        with self._high((one.detach(), other.detach())) as made:
+        with self._at_free_numbers((one.detach(), other.detach())) as made:
             for side, mine, theirs in zip(pair.sides, made, made[::-1]):
                 writing = socket.socket(fileno=theirs)
                 try:
-                    for message in side.waiting:
+                    for message in side.unread:
                         writing.send(message, socket.MSG_DONTWAIT)
-                    if side.is_over:
+                    if side.is_shut_down:
                         writing.shutdown(socket.SHUT_WR)
                 finally:
                     writing.detach()
@@ -272,7 +274,7 @@ class Maker:
                     os.dup2(mine, number, inheritable=not flags & os.O_CLOEXEC)
 
     @contextlib.contextmanager
-    def _high(self, pair: tuple[int, int]) -> Iterator[tuple[int, int]]:
+    def _at_free_numbers(self, pair: tuple[int, int]) -> Iterator[tuple[int, int]]:
         """Moves two descriptors to free numbers for the block, and closes them at the end."""
         raised: list[int] = []
         try:
@@ -288,7 +290,7 @@ class Maker:
                 os.close(number)
 
 
-def _waiting(view: socket.socket) -> tuple[bytes, ...] | None:
+def _unread(view: socket.socket) -> tuple[bytes, ...] | None:
     """Returns the unread data of a socket without consuming it. Returns None if it is too much."""
     messages: list[bytes] = []
     room = _LARGEST_WAITING
@@ -311,7 +313,7 @@ def _waiting(view: socket.socket) -> tuple[bytes, ...] | None:
         view.setsockopt(socket.SOL_SOCKET, SO_PEEK_OFF, -1)
 
 
-def _is_over(number: int) -> bool:
+def _is_shut_down(number: int) -> bool:
     poll = select.poll()
     poll.register(number, select.POLLRDHUP)
     return any(events & select.POLLRDHUP for _, events in poll.poll(0))
@@ -323,7 +325,7 @@ def _nanoseconds(text: str) -> int:
     return int(seconds) * _SECOND + int(rest)
 
 
-def _make_timer(number: int, timer: Timer) -> None:
+def _make_timer(number: int, timer: TimerDescriptor) -> None:
     made = _checked(_library.timerfd_create(timer.clock, timer.flags & os.O_NONBLOCK))
     parts = (*divmod(timer.interval, _SECOND), *divmod(timer.left, _SECOND))
     times = (ctypes.c_long * 4)(*parts)
@@ -342,7 +344,7 @@ class _Event(ctypes.Structure):
     _fields_ = (("events", ctypes.c_uint32), ("data", ctypes.c_uint64))
 
 
-def _make_poll(number: int, poll: Poll) -> None:
+def _make_epoll(number: int, poll: Epoll) -> None:
     made = _checked(_library.epoll_create1(0))
     for watched, events, data in poll.watched:
         # A descriptor that could not be restored is not watched: it never has events.
@@ -368,21 +370,21 @@ def _checked(result: int) -> int:
 
 def _content(reading: int) -> bytes | None:
     """Returns the content of a pipe without consuming it. Returns None if that is impossible."""
-    waiting = int(struct.unpack("i", fcntl.ioctl(reading, termios.FIONREAD, bytes(4)))[0])
-    if not waiting:
+    unread = int(struct.unpack("i", fcntl.ioctl(reading, termios.FIONREAD, bytes(4)))[0])
+    if not unread:
         return b""
-    if waiting > _LARGEST_CONTENT:
+    if unread > _LARGEST_CONTENT:
         return None
     out, into = os.pipe()
     try:
-        fcntl.fcntl(into, F_SETPIPE_SZ, max(waiting, 65536))
-        copied = _library.tee(reading, into, ctypes.c_size_t(waiting), SPLICE_F_NONBLOCK)
-        if copied != waiting:
+        fcntl.fcntl(into, F_SETPIPE_SZ, max(unread, 65536))
+        copied = _library.tee(reading, into, ctypes.c_size_t(unread), SPLICE_F_NONBLOCK)
+        if copied != unread:
             return None
         parts = []
-        while waiting:
-            parts.append(os.read(out, waiting))
-            waiting -= len(parts[-1])
+        while unread:
+            parts.append(os.read(out, unread))
+            unread -= len(parts[-1])
         return b"".join(parts)
     except OSError:
         return None

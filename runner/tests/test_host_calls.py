@@ -1,5 +1,5 @@
-"""Asking: questions of a running cell, with a host that answers at once, late, in another order, or
-not at all.
+"""Host calls of a running cell, with a host that answers at once, late, in another order, or not at
+all.
 """
 
 from __future__ import annotations
@@ -8,16 +8,16 @@ import socket
 import unittest
 from typing import Any
 
-from cellblock_runner.asking import CannotAsk, Desk
+from cellblock_runner.host_calls import HostCallError, HostCalls
 from cellblock_runner.channel import Channel
 from cellblock_runner.frames import encode
 from cellblock_runner.interrupts import Gate
-from cellblock_runner.lanes import Lanes
+from cellblock_runner.streams import OutputStreams
 
 from .harness import Died, Runner
 from .test_cells import CellTest
 
-_IMPORT = "from cellblock_runner.asking import ask, CannotAsk\nimport threading\n"
+_IMPORT = "from cellblock_runner.host_calls import ask, HostCallError\nimport threading\n"
 
 
 def _echo(question: dict[str, Any]) -> dict[str, Any]:
@@ -66,7 +66,7 @@ class Questions(AskingTest):
 
     def test_a_question_that_cannot_be_sent_disturbs_nothing(self) -> None:
         self.run_failing("ask('x', it=object())", "TypeError")
-        self.run_failing("ask('x', it='x' * 40_000_000)", "CannotAsk")
+        self.run_failing("ask('x', it='x' * 40_000_000)", "HostCallError")
         self.assert_order(
             "print('still')\nask('x', name='y')['text']", "out:still\n", "value:'x y'"
         )
@@ -99,7 +99,7 @@ class Questions(AskingTest):
             "import os\nprint('', end='', flush=True)\nchild = os.fork()\n"
             "if child == 0:\n"
             "    try: ask('x')\n"
-            "    except CannotAsk as error: os.write(1, str(error).encode())\n"
+            "    except HostCallError as error: os.write(1, str(error).encode())\n"
             "    os._exit(0)\n"
             "os.waitpid(child, 0)\nask('x', name='y')['text']"
         )
@@ -142,7 +142,8 @@ class Interrupts(AskingTest):
 
         self.runner.respond = respond
         self.assert_order(
-            "try: ask('first')\nexcept KeyboardInterrupt: print('interrupted')\nask('second')['text']",
+            "try: ask('first')\nexcept KeyboardInterrupt: print('interrupted')\n"
+            "ask('second')['text']",
             "out:interrupted\n",
             "value:'right'",
         )
@@ -165,9 +166,9 @@ class Interrupts(AskingTest):
         answered: list[bool] = []
         self.runner.respond = respond
         self.runner.begin(
-            "from cellblock_runner import asking\n"
+            "from cellblock_runner import host_calls\n"
             "def beside():\n"
-            "    while asking._active._reader is None: pass\n"
+            "    while host_calls._active._reader is None: pass\n"
             "    print(ask('beside')['text'])\n"
             "thread = threading.Thread(target=beside); thread.start()\n"
             "try: ask('main')\n"
@@ -217,7 +218,8 @@ class Threads(AskingTest):
 
     def test_a_thread_of_an_earlier_cell_may_ask_while_a_cell_runs(self) -> None:
         self.run_ok(
-            "from concurrent.futures import ThreadPoolExecutor\npool = ThreadPoolExecutor(1)\npool.submit(int).result()"
+            "from concurrent.futures import ThreadPoolExecutor\npool = ThreadPoolExecutor(1)\n"
+            "pool.submit(int).result()"
         )
         self.assert_order("pool.submit(ask, 'x', name='pool').result()['text']", "value:'x pool'")
         self.run_ok("pool.shutdown()")
@@ -225,13 +227,13 @@ class Threads(AskingTest):
     def test_a_thread_that_outlives_its_cell_takes_no_request_and_is_told(self) -> None:
         self.runner.respond = lambda question: None
         self.run_ok(
-            "from cellblock_runner import asking\n"
+            "from cellblock_runner import host_calls\n"
             "told = []\n"
             "def slow():\n"
             "    try: ask('slow')\n"
-            "    except CannotAsk as error: told.append(str(error))\n"
+            "    except HostCallError as error: told.append(str(error))\n"
             "thread = threading.Thread(target=slow); thread.start()\n"
-            "while asking._active._reader is None: pass"
+            "while host_calls._active._reader is None: pass"
         )
         for number in range(50):
             self.assert_order(f"{number}", f"value:{number}")
@@ -243,11 +245,11 @@ class Threads(AskingTest):
 
 
 class Tasks(AskingTest):
-    """Questions of tasks in an event loop."""
+    """Host calls of tasks in an event loop."""
 
     def setUp(self) -> None:
         super().setUp()
-        self.run_ok("import asyncio\nfrom cellblock_runner.asking import ask_async")
+        self.run_ok("import asyncio\nfrom cellblock_runner.host_calls import ask_async")
 
     def answer_when_all_asked(self, count: int) -> None:
         def respond(_question: dict[str, Any]) -> None:
@@ -270,7 +272,7 @@ class Tasks(AskingTest):
         )
 
     def test_answers_are_taken_while_questions_are_put(self) -> None:
-        # This host answers each question before it reads the next one, and waits until it can.
+        # This host answers each call before it reads the next one, and blocks until it can.
         self.runner.respond = lambda question: {"text": question["name"] + "x" * 2000}
         self.assert_order(
             "answers = await asyncio.gather(*[ask_async('x', name=str(n)) for n in range(1000)])\n"
@@ -317,7 +319,8 @@ class Tasks(AskingTest):
         self.answer_when_all_asked(8)
         self.assert_order(
             "got = []\n"
-            "async def two(name): return [a['text'] for a in await asyncio.gather(ask_async('x', name=name + '1'), ask_async('x', name=name + '2'))]\n"
+            "async def two(name): return [a['text'] for a in await asyncio.gather(ask_async('x', "
+            "name=name + '1'), ask_async('x', name=name + '2'))]\n"
             "def run(name): got.append(asyncio.run(two(name)))\n"
             "threads = [threading.Thread(target=run, args=(name,)) for name in 'abc']\n"
             "for thread in threads: thread.start()\n"
@@ -367,7 +370,7 @@ class Tasks(AskingTest):
         for number in range(20):
             self.assert_order(f"{number}", f"value:{number}")
         self.assert_order(
-            "try: await left\nexcept CannotAsk as error: print(error)",
+            "try: await left\nexcept HostCallError as error: print(error)",
             "out:the cell ended before the host had answered\n",
         )
         self.assert_order("(await ask_async('x'))['text']", "value:'ok'")
@@ -389,17 +392,17 @@ class WithoutAHost(unittest.TestCase):
         ours, theirs = socket.socketpair()
         with ours, theirs, open("/dev/null", "wb") as nothing:
             gate, channel = Gate(), Channel(ours)
-            desk = Desk(
-                gate, Lanes(gate, channel, bytes(16), (nothing.fileno(), nothing.fileno())), channel
-            )
-            with self.assertRaisesRegex(CannotAsk, "only while a cell runs"):
-                desk.ask("x", {})
-            desk.open_cell(1)
+            descriptors = (nothing.fileno(), nothing.fileno())
+            streams = OutputStreams(gate, channel, bytes(16), descriptors)
+            calls = HostCalls(gate, streams, channel)
+            with self.assertRaisesRegex(HostCallError, "only while a cell runs"):
+                calls.ask("x", {})
+            calls.open_cell(1)
             theirs.sendall(encode({"type": "answer", "ask": 1, "text": "now"}))
-            self.assertEqual(desk.ask("x", {})["text"], "now")  # Control.
-            desk.close_cell()
-            with self.assertRaisesRegex(CannotAsk, "only while a cell runs"):
-                desk.ask("x", {})
+            self.assertEqual(calls.ask("x", {})["text"], "now")  # Control.
+            calls.close_cell()
+            with self.assertRaisesRegex(HostCallError, "only while a cell runs"):
+                calls.ask("x", {})
 
     def test_the_end_of_the_host_ends_the_waiting_and_the_runner(self) -> None:
         runner = Runner()

@@ -1,4 +1,4 @@
-"""Lanes: stdout, stderr and the channel, kept in order by sequence markers.
+"""Streams: stdout, stderr and the channel, kept in order by sequence markers.
 
 Python's text goes straight into two pipes, the same that C code and subprocesses use through
 descriptors 1 and 2. So nothing is lost when the interpreter dies, and no collector thread is
@@ -39,7 +39,7 @@ from .frames import Header
 from .interrupts import Gate
 
 # Text without a newline is written at this size at the latest.
-_BUFFERED = 8192
+_BUFFER_SIZE = 8192
 # Limit on late text, in characters: far more than one reply shows, far less than memory.
 _LARGEST_LATE = 65536
 # Fixed numbers of the private write ends: high, because programs tend to choose low numbers
@@ -53,10 +53,10 @@ _SPAWNING = frozenset(
 
 _cell: contextvars.ContextVar[int] = contextvars.ContextVar("cellblock_cell", default=0)
 
-# The lanes affected by audit events and forks. One process serves at most one session.
-_active: Lanes | None = None
+# The streams affected by audit events and forks. One process serves at most one session.
+_active: OutputStreams | None = None
 # True while the runner itself forks.
-_is_ours = False
+_is_own_fork = False
 
 
 class LateText:
@@ -100,13 +100,13 @@ class LateText:
         self._size = self._omitted = 0
 
 
-class Lanes:
+class OutputStreams:
     """The two pipes and the channel of one session, and the counter that orders them."""
 
     def __init__(
         self, gate: Gate, channel: Channel, marker: bytes, descriptors: tuple[int, int]
     ) -> None:
-        """`descriptors` are the write ends for text. The lanes own them."""
+        """`descriptors` are the write ends for text. The streams own them."""
         self._gate = gate
         self._channel = channel
         self._marker_start = b"\x00\x1bCB" + marker
@@ -129,7 +129,7 @@ class Lanes:
         return self._descriptors
 
     def activate(self) -> None:
-        """Makes these the lanes of the process: audit events and forks affect them from now on."""
+        """Makes these the streams of the process, which audit events and forks affect."""
         global _active
         _active = self
 
@@ -193,7 +193,7 @@ class Lanes:
                 self._switch_to(stream)
             stream.pending.append(text)
             stream.pending_size += len(text)
-            if stream.eager or not text or text[-1] == "\n" or stream.pending_size >= _BUFFERED:
+            if stream.eager or not text or text[-1] == "\n" or stream.pending_size >= _BUFFER_SIZE:
                 self._flush_text()
         finally:
             self._leave(held)
@@ -223,11 +223,11 @@ class Lanes:
         finally:
             self._leave(held)
 
-    def outlets(self) -> tuple[int | None, int | None]:
+    def write_ends(self) -> tuple[int | None, int | None]:
         """Returns our write ends of the pipes, for another process to write to. An entry is None
         where 1 or 2 has been redirected.
         """
-        return _outlet(1, self._descriptors[0]), _outlet(2, self._descriptors[1])
+        return _write_end(1, self._descriptors[0]), _write_end(2, self._descriptors[1])
 
     def before_spawn(self) -> None:
         """Flushes all earlier output, so that it precedes the output of the new process."""
@@ -251,7 +251,7 @@ class Lanes:
             stream.pending_size = 0
         self._channel.close()
 
-    def renew(
+    def reset_in_copy(
         self, marker: bytes, descriptors: tuple[int, int], with_threads: bool = False
     ) -> None:
         """Called in a copy of the session: resets everything except the streams, which user code
@@ -308,7 +308,7 @@ class Lanes:
             # this.
             self._mark(b"P")
             self._last_used = stream
-        _write_all(self._descriptors[stream.lane], data)
+        _write_all(self._descriptors[stream.index], data)
 
     def _mark(self, kind: bytes) -> None:
         self._last_used = None
@@ -333,32 +333,32 @@ class OutStream(io.TextIOBase):
     line_buffering = True
     write_through = False
 
-    def __init__(self, lanes: Lanes, lane: int, name: str, eager: bool) -> None:
+    def __init__(self, streams: OutputStreams, index: int, name: str, eager: bool) -> None:
         super().__init__()
-        self._lanes = lanes
-        self.lane = lane
+        self._streams = streams
+        self.index = index
         self.name = name
         self.eager = eager
         self.pending: list[str] = []
         self.pending_size = 0
-        self.buffer = ByteStream(self, lanes)
+        self.buffer = ByteStream(self, streams)
 
     def write(self, text: str) -> int:
         if not isinstance(text, str):
             raise TypeError(f"write() argument must be str, not {type(text).__name__}")
         # A subclass of str may override any method.
         plain = text if type(text) is str else str.__str__(text)
-        if self._lanes.forked:
+        if self._streams.forked:
             _write_all(self.fileno(), plain.encode("utf-8", "backslashreplace"))
-        elif self._lanes.accepts_output():
-            self._lanes.write(self, plain)
+        elif self._streams.accepts_output():
+            self._streams.write(self, plain)
         else:
-            self._lanes.write_late(plain)
+            self._streams.write_late(plain)
         return len(text)
 
     def flush(self) -> None:
-        if not self._lanes.forked and self._lanes.accepts_output():
-            self._lanes.flush()
+        if not self._streams.forked and self._streams.accepts_output():
+            self._streams.flush()
 
     def writable(self) -> bool:
         return True
@@ -367,7 +367,7 @@ class OutStream(io.TextIOBase):
         return False
 
     def fileno(self) -> int:
-        return self.lane + 1
+        return self.index + 1
 
     def reconfigure(self, **_options: Any) -> None:
         """Accepts the usual options of a text stream. The pipe always carries UTF-8."""
@@ -386,10 +386,10 @@ class ByteStream(io.BufferedIOBase):
 
     mode = "wb"
 
-    def __init__(self, text: OutStream, lanes: Lanes) -> None:
+    def __init__(self, text: OutStream, streams: OutputStreams) -> None:
         super().__init__()
         self._text = text
-        self._lanes = lanes
+        self._streams = streams
 
     @property
     def name(self) -> str:
@@ -401,12 +401,12 @@ class ByteStream(io.BufferedIOBase):
 
     def write(self, data: Any) -> int:
         taken = memoryview(data).tobytes()
-        if self._lanes.forked:
+        if self._streams.forked:
             _write_all(self.fileno(), taken)
-        elif self._lanes.accepts_output():
-            self._lanes.write_bytes(self._text, taken)
+        elif self._streams.accepts_output():
+            self._streams.write_bytes(self._text, taken)
         else:
-            self._lanes.write_late(taken.decode("utf-8", "replace"))
+            self._streams.write_late(taken.decode("utf-8", "replace"))
         return len(taken)
 
     def flush(self) -> None:
@@ -480,7 +480,7 @@ def watch_processes() -> None:
     """Installs the hooks that detect new processes. They cannot be removed, so this happens once,
     before any fork.
     """
-    sys.addaudithook(_notice)
+    sys.addaudithook(_on_audit_event)
     os.register_at_fork(after_in_child=_after_fork)
     # Line buffering: C code writes whole lines into the pipe, in order with ours, and little stays
     # buffered.
@@ -489,25 +489,25 @@ def watch_processes() -> None:
 
 
 @contextlib.contextmanager
-def fork_of_our_own() -> Iterator[None]:
+def own_fork() -> Iterator[None]:
     """Marks a fork inside the block as the runner's own: nothing is written before it, and the copy
     keeps channel and order.
     """
-    global _is_ours
-    _is_ours = True
+    global _is_own_fork
+    _is_own_fork = True
     try:
         yield
     finally:
-        _is_ours = False
+        _is_own_fork = False
 
 
-def _notice(event: str, _arguments: Iterable[Any]) -> None:
-    if event in _SPAWNING and _active is not None and not _is_ours:
+def _on_audit_event(event: str, _arguments: Iterable[Any]) -> None:
+    if event in _SPAWNING and _active is not None and not _is_own_fork:
         _active.before_spawn()
 
 
 def _after_fork() -> None:
-    if _active is not None and not _is_ours:
+    if _active is not None and not _is_own_fork:
         _active.become_child()
 
 
@@ -530,7 +530,7 @@ def _find_c_stdout() -> tuple[ctypes.CDLL | None, ctypes.c_void_p | None]:
 _c_library, _c_stdout = _find_c_stdout()
 
 
-def _outlet(standard: int, private: int) -> int | None:
+def _write_end(standard: int, private: int) -> int | None:
     try:
         return private if os.path.sameopenfile(standard, private) else None
     except OSError:

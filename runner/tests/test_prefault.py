@@ -8,13 +8,13 @@ import resource
 import signal
 import unittest
 
-from cellblock_runner.pages import Habit
+from cellblock_runner.prefault import WriteSet
 
 _PAGE = mmap.PAGESIZE
 
 
 def _faults_of_writing(memory: mmap.mmap) -> int:
-    """Writes to every page, and returns how often the kernel had to help."""
+    """Writes to every page, and returns the number of page faults."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     for offset in range(0, len(memory), _PAGE):
         memory[offset] = 1
@@ -33,14 +33,14 @@ def _copy() -> int:
 class Pages(unittest.TestCase):
     def _written_again_after(self, renew: bool, waits: bool = False) -> int:
         memory = mmap.mmap(-1, 64 * _PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        habit = Habit()
+        write_set = WriteSet()
         copies = []
         for _ in range(2):
             _faults_of_writing(memory)
-            habit.look()
+            write_set.update()
             copies.append(_copy())
         if renew:
-            habit.renew(lambda: waits)
+            write_set.prefault(lambda: waits)
         faults = _faults_of_writing(memory)
         for child in copies:
             os.kill(child, signal.SIGKILL)
@@ -60,21 +60,21 @@ class Pages(unittest.TestCase):
         memory = mmap.mmap(-1, 64 * _PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         memory.write(os.urandom(64 * _PAGE))
         before = memory[:]
-        habit = Habit()
-        habit.look()
-        habit.look()
-        habit.renew(lambda: False)
+        write_set = WriteSet()
+        write_set.update()
+        write_set.update()
+        write_set.prefault(lambda: False)
         self.assertEqual(memory[:], before)
         memory.close()
 
     def test_a_mapping_that_is_gone_is_passed_over(self) -> None:
         memory = mmap.mmap(-1, 64 * _PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         _faults_of_writing(memory)
-        habit = Habit()
-        habit.look()
-        habit.look()
+        write_set = WriteSet()
+        write_set.update()
+        write_set.update()
         memory.close()
-        habit.renew(lambda: False)
+        write_set.prefault(lambda: False)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Luggage: the parts that can be looked at without a session."""
+"""Fork state: the parts that can be tested without a session."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ class FolderTest(unittest.TestCase):
         return path
 
     def keep(self, previous: folders.Tree | None = None, budget: int = 1 << 20) -> folders.Tree:
-        return folders.keep(self.root, previous, budget, ())
+        return folders.snapshot(self.root, previous, budget, ())
 
 
 class Keeping(FolderTest):
     def test_a_file_that_did_not_change_is_not_read_again(self) -> None:
         self.write("a", "old")
         os.utime(os.path.join(self.root, "a"), ns=(5, 5))
-        # Long after the file was written, as far as the keeper can tell.
+        # Long after the file was written, according to the clock that `snapshot` reads.
         with mock.patch.object(time, "time_ns", return_value=time.time_ns() + 10**9):
             first = self.keep()
         with mock.patch.object(folders, "content_of", side_effect=AssertionError("it was read")):
             self.assertIs(self.keep(first)["a"], first["a"])
-        # The control: one that changed is read.
+        # The control: a changed file is read.
         self.write("a", "new")
         self.assertEqual(self.keep(first)["a"].content, b"new")
 
@@ -51,23 +51,22 @@ class Keeping(FolderTest):
     def test_a_file_that_is_mapped_is_read_every_time(self) -> None:
         status = os.stat(self.write("a", "old"))
         with mock.patch.object(time, "time_ns", return_value=time.time_ns() + 10**9):
-            self.assertTrue(folders.keep(self.root, None, 100, ())["a"].settled)
-            self.assertFalse(
-                folders.keep(self.root, None, 100, {(status.st_dev, status.st_ino)})["a"].settled
-            )
+            self.assertTrue(folders.snapshot(self.root, None, 100, ())["a"].settled)
+            mapped = {(status.st_dev, status.st_ino)}
+            self.assertFalse(folders.snapshot(self.root, None, 100, mapped)["a"].settled)
 
     def test_the_budget_is_for_all_files_together(self) -> None:
         self.write("a", "x" * 60)
         self.write("b", "x" * 40)
         self.assertEqual(len(self.keep(budget=100)), 2)
-        self.assertRaises(folders.NotKept, self.keep, None, 99)
+        self.assertRaises(folders.SnapshotError, self.keep, None, 99)
 
     @unittest.skipIf(os.geteuid() == 0, "skipped: needs a user whom permissions stop")
     def test_a_folder_that_cannot_be_seen_is_not_kept(self) -> None:
         closed = os.path.join(self.root, "closed")
         os.mkdir(closed, 0)
         self.addCleanup(os.chmod, closed, 0o700)
-        self.assertRaises(folders.NotKept, self.keep)
+        self.assertRaises(folders.SnapshotError, self.keep)
 
     def test_what_is_mounted_below_a_folder_is_not_entered(self) -> None:
         if not os.path.ismount("/dev/shm"):
@@ -99,7 +98,7 @@ class PuttingBack(FolderTest):
             kept = self.keep()
         before = os.stat(path)
         with mock.patch.object(folders, "write_all", side_effect=AssertionError("it was written")):
-            self.assertEqual(folders.put_back(self.root, kept, removing=True), (kept, 0))
+            self.assertEqual(folders.restore(self.root, kept, removing=True), (kept, 0))
         self.assertEqual(os.stat(path), before)
 
     def test_what_cannot_be_brought_back_is_counted(self) -> None:
@@ -107,46 +106,46 @@ class PuttingBack(FolderTest):
         kept = self.keep()
         kept["a"] = kept["a"]._replace(content=None)
         os.unlink(os.path.join(self.root, "a"))
-        self.assertEqual(folders.put_back(self.root, kept, removing=True), ({}, 1))
+        self.assertEqual(folders.restore(self.root, kept, removing=True), ({}, 1))
 
     def test_large_files_are_mapped_and_put_down(self) -> None:
         content = "x" * 200_000
         path = self.write("large", content)
-        carried = folders.carry(self.root, None)
-        self.assertIsInstance(carried["large"].content, mappings.View)
+        carried = folders.snapshot_for_fork(self.root, None)
+        self.assertIsInstance(carried["large"].content, mappings.FileView)
         os.unlink(path)
-        _, failures = folders.put_back(self.root, carried, removing=False)
-        folders.put_down(carried)
+        _, failures = folders.restore(self.root, carried, removing=False)
+        folders.release(carried)
         self.assertEqual(failures, 0)
         with open(path, encoding="utf-8") as file:
             self.assertEqual(file.read(), content)
 
     def test_a_fork_knows_whether_files_are_mapped(self) -> None:
         self.write("small", "text")
-        self.assertFalse(folders.is_mapped(folders.carry(self.root, None)))
+        self.assertFalse(folders.is_mapped(folders.snapshot_for_fork(self.root, None)))
         self.write("large", "x" * 200_000)
-        carried = folders.carry(self.root, None)
+        carried = folders.snapshot_for_fork(self.root, None)
         self.assertTrue(folders.is_mapped(carried))
-        folders.put_down(carried)
+        folders.release(carried)
 
     def test_a_folder_is_untouched_as_long_as_only_an_empty_home_is_in_it(self) -> None:
         home = os.path.join(self.root, "home")
-        self.assertTrue(folders.is_untouched(self.root, home))
+        self.assertTrue(folders.is_unused(self.root, home))
         os.mkdir(home)
-        self.assertTrue(folders.is_untouched(self.root, home))
-        self.assertFalse(folders.is_untouched(self.root, "/home"))
+        self.assertTrue(folders.is_unused(self.root, home))
+        self.assertFalse(folders.is_unused(self.root, "/home"))
         self.write("home/file", "text")
-        self.assertFalse(folders.is_untouched(self.root, home))
-        self.assertFalse(folders.is_untouched(os.path.join(self.root, "none"), home))
+        self.assertFalse(folders.is_unused(self.root, home))
+        self.assertFalse(folders.is_unused(os.path.join(self.root, "none"), home))
 
     def test_a_mapped_file_that_became_shorter_meanwhile_is_counted_and_ends_nothing(self) -> None:
         path = self.write("large", "x" * 200_000)
-        carried = folders.carry(self.root, None)
+        carried = folders.snapshot_for_fork(self.root, None)
         os.truncate(path, 10)
         other = tempfile.mkdtemp(prefix="runner-test-")
         self.addCleanup(shutil.rmtree, other)
-        _, failures = folders.put_back(other, carried, removing=False)
-        folders.put_down(carried)
+        _, failures = folders.restore(other, carried, removing=False)
+        folders.release(carried)
         self.assertEqual(failures, 1)
 
 
@@ -165,8 +164,10 @@ class Areas(unittest.TestCase):
 
     def test_paths_with_odd_names_are_read(self) -> None:
         text = (
-            b"7f0000000000-7f0000002000 rw-s 00001000 00:2b 15                         /work/a s 0 b\n"
-            b"7f0000003000-7f0000004000 r--p 00000000 00:2b 16                         /work/-s 00000000 00:2b 17 x\n"
+            b"7f0000000000-7f0000002000 rw-s 00001000 00:2b 15                         /work/a s 0 "
+            b"b\n"
+            b"7f0000003000-7f0000004000 r--p 00000000 00:2b 16                         /work/-s "
+            b"00000000 00:2b 17 x\n"
         )
         [area] = mappings._parse(text)
         self.assertEqual(area.path, "/work/a s 0 b")
@@ -175,19 +176,19 @@ class Areas(unittest.TestCase):
         )
 
     def test_areas_of_places_that_cannot_be_written_are_no_concern(self) -> None:
-        area = mappings.Area(0, 4096, 1, 0, (1, 2), "/usr/lib/cache")
+        area = mappings.SharedMapping(0, 4096, 1, 0, (1, 2), "/usr/lib/cache")
         with mock.patch.object(mappings, "_areas", return_value=iter([area])):
-            self.assertEqual(mappings.look(["/work"]), [])
+            self.assertEqual(mappings.find_shared(["/work"]), [])
         with mock.patch.object(mappings, "_areas", return_value=iter([area])):
-            self.assertEqual(mappings.look(["/usr"]), [area])
+            self.assertEqual(mappings.find_shared(["/usr"]), [area])
 
 
 class Texts(unittest.TestCase):
     def test_losses_are_counted_and_short(self) -> None:
-        def opened(number: int, kind: str, path: str = "") -> descriptors.Opened:
-            return descriptors.Opened(number, kind, (1, number), path)
+        def opened(number: int, kind: str, path: str = "") -> descriptors.OpenDescriptor:
+            return descriptors.OpenDescriptor(number, kind, (1, number), path)
 
-        ends = descriptors.Opened(9, "pipe", (1, 8))
+        ends = descriptors.OpenDescriptor(9, "pipe", (1, 8))
         dead = [
             opened(3, "connection"),
             opened(4, "connection"),
