@@ -490,7 +490,7 @@ impl Workshop for HiddenSession {
             .await
             .map_err(|refused| match refused {
                 Refused::File {
-                    reason: crate::runner_client::Trouble::TooLarge,
+                    reason: crate::runner_client::FileFailure::TooLarge,
                     ..
                 } => InstallError::TooLarge { limit },
                 other => broken(other),

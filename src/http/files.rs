@@ -110,26 +110,26 @@ impl IntoResponse for No {
 }
 
 fn status_of(refused: &Refused) -> StatusCode {
-    use crate::runner_client::Trouble;
+    use crate::runner_client::FileFailure;
     match refused {
         // An unknown session and another owner's are indistinguishable.
         Refused::Unknown { .. }
         | Refused::File {
-            reason: Trouble::Missing,
+            reason: FileFailure::Missing,
             ..
         } => StatusCode::NOT_FOUND,
         Refused::Ended { .. } => StatusCode::GONE,
         Refused::File {
-            reason: Trouble::Exists,
+            reason: FileFailure::Exists,
             ..
         } => StatusCode::PRECONDITION_FAILED,
         Refused::File {
-            reason: Trouble::TooLarge,
+            reason: FileFailure::TooLarge,
             ..
         }
         | Refused::UploadTooLarge => StatusCode::PAYLOAD_TOO_LARGE,
         Refused::File {
-            reason: Trouble::NoSpace,
+            reason: FileFailure::NoSpace,
             ..
         } => StatusCode::INSUFFICIENT_STORAGE,
         Refused::File { .. } | Refused::UploadOffset { .. } => StatusCode::CONFLICT,

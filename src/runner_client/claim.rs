@@ -49,7 +49,7 @@ pub enum Claim {
         version: u32,
         python: String,
         marker: [u8; 16],
-        carried: Carried,
+        copy: CopyReport,
     },
     Started {
         id: u64,
@@ -93,7 +93,7 @@ pub enum Claim {
     },
     Failed {
         id: u64,
-        reason: Trouble,
+        reason: FileFailure,
         message: String,
     },
     /// The interpreter has reached its branch point and continues.
@@ -118,7 +118,7 @@ pub enum Claim {
         /// The execution.
         id: u64,
         ask: u64,
-        question: Question,
+        question: HostCall,
     },
     /// A type that this version does not know.
     Unknown,
@@ -149,7 +149,7 @@ impl Claim {
 
 /// Host calls that code in a cell can make.
 #[derive(Debug, Clone, PartialEq)]
-pub enum Question {
+pub enum HostCall {
     Install {
         requirements: Vec<String>,
         upgrade: bool,
@@ -190,16 +190,16 @@ pub struct ClaimedCommand {
     /// Timeout in seconds.
     pub timeout: Option<f64>,
     /// Its output pipes, if they were sent along.
-    pub outlets: Option<Outlets>,
+    pub outlets: Option<OutputPipes>,
 }
 
 /// Two descriptors from inside, for standard output and error. Each is a pipe; which end of it is
 /// not known.
 #[derive(Debug, Clone)]
-pub struct Outlets(pub Arc<[OwnedFd; 2]>);
+pub struct OutputPipes(pub Arc<[OwnedFd; 2]>);
 
-impl PartialEq for Outlets {
-    fn eq(&self, other: &Outlets) -> bool {
+impl PartialEq for OutputPipes {
+    fn eq(&self, other: &OutputPipes) -> bool {
         Arc::ptr_eq(&self.0, &other.0)
     }
 }
@@ -217,10 +217,10 @@ pub struct Branched {
 /// Claims of a copied interpreter about what it has from the original. Empty for a fresh
 /// interpreter.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Carried {
+pub struct CopyReport {
     /// Short texts such as "2 threads".
     pub lost: Vec<String>,
-    pub files: Option<CarriedFiles>,
+    pub files: Option<CopiedFiles>,
     /// Why files were left alone.
     pub why: Option<String>,
     /// It had files of the original mapped in its memory until it sent this.
@@ -234,18 +234,18 @@ const GENERATORS: [&str; 3] = ["numpy.random", "random", "torch.random"];
 
 /// What a copy did with the files.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum CarriedFiles {
+pub enum CopiedFiles {
     Restored,
     LeftAlone,
     Shared,
 }
 
-impl CarriedFiles {
-    fn from_word(word: &str) -> Option<CarriedFiles> {
+impl CopiedFiles {
+    fn from_word(word: &str) -> Option<CopiedFiles> {
         match word {
-            "restored" => Some(CarriedFiles::Restored),
-            "left alone" => Some(CarriedFiles::LeftAlone),
-            "shared" => Some(CarriedFiles::Shared),
+            "restored" => Some(CopiedFiles::Restored),
+            "left alone" => Some(CopiedFiles::LeftAlone),
+            "shared" => Some(CopiedFiles::Shared),
             _ => None,
         }
     }
@@ -317,7 +317,7 @@ pub struct ClaimedFile {
 
 /// Reason why a file could not be sent or stored.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Trouble {
+pub enum FileFailure {
     Missing,
     NotAFile,
     Exists,
@@ -329,17 +329,17 @@ pub enum Trouble {
     Other,
 }
 
-impl Trouble {
-    fn from_word(word: &str) -> Trouble {
+impl FileFailure {
+    fn from_word(word: &str) -> FileFailure {
         match word {
-            "missing" => Trouble::Missing,
-            "not_a_file" => Trouble::NotAFile,
-            "exists" => Trouble::Exists,
-            "outside" => Trouble::Outside,
-            "too_large" => Trouble::TooLarge,
-            "no_space" => Trouble::NoSpace,
-            "denied" => Trouble::Denied,
-            _ => Trouble::Other,
+            "missing" => FileFailure::Missing,
+            "not_a_file" => FileFailure::NotAFile,
+            "exists" => FileFailure::Exists,
+            "outside" => FileFailure::Outside,
+            "too_large" => FileFailure::TooLarge,
+            "no_space" => FileFailure::NoSpace,
+            "denied" => FileFailure::Denied,
+            _ => FileFailure::Other,
         }
     }
 }
@@ -392,7 +392,7 @@ struct Header {
     why: Option<String>,
     size: u64,
     total: u64,
-    /// A number in a greeting, a text at the end of a partial read.
+    /// A number in `hello`, a text at the end of a partial read.
     #[serde(rename = "version")]
     spoken: Option<Spoken>,
     entries: Vec<ClaimedFile>,
@@ -408,7 +408,7 @@ enum Spoken {
     Text(String),
 }
 
-/// The member `files` is a list of changes at the end of a cell, and a word in a greeting.
+/// The member `files` is a list of changes at the end of a cell, and a word in `hello`.
 #[derive(Deserialize)]
 #[serde(untagged)]
 enum Files {
@@ -440,10 +440,10 @@ pub(super) fn read(frame: Frame) -> Result<(Claim, Option<u32>), FrameError> {
             python: shortened(header.python, LONGEST_NAME),
             marker: read_marker(&header.marker)
                 .ok_or_else(|| wrong("its marker is not 32 hexadecimal digits"))?,
-            carried: Carried {
+            copy: CopyReport {
                 lost: bounded_losses(header.lost),
                 files: match header.files {
-                    Some(Files::Word(word)) => CarriedFiles::from_word(&word),
+                    Some(Files::Word(word)) => CopiedFiles::from_word(&word),
                     _ => None,
                 },
                 why: header
@@ -521,7 +521,7 @@ pub(super) fn read(frame: Frame) -> Result<(Claim, Option<u32>), FrameError> {
         },
         "failed" => Claim::Failed {
             id: id()?,
-            reason: Trouble::from_word(&header.reason),
+            reason: FileFailure::from_word(&header.reason),
             message: shortened(header.message, LONGEST_MESSAGE),
         },
         "packages_added" => Claim::PackagesAdded {
@@ -539,21 +539,21 @@ pub(super) fn read(frame: Frame) -> Result<(Claim, Option<u32>), FrameError> {
                         .get("upgrade")
                         .and_then(Value::as_bool)
                         .unwrap_or(false);
-                    Question::Install {
+                    HostCall::Install {
                         requirements: header.requirements,
                         upgrade,
                     }
                 }
                 "call_tool" => match header.cut {
-                    Some(excess) => Question::TooMuch(excess),
-                    None => Question::CallTool {
+                    Some(excess) => HostCall::TooMuch(excess),
+                    None => HostCall::CallTool {
                         server: header.server,
                         tool: header.tool,
                         arguments: header.arguments,
                         size: frame.header.len(),
                     },
                 },
-                "shell" => Question::Shell(Box::new(ClaimedCommand {
+                "shell" => HostCall::Shell(Box::new(ClaimedCommand {
                     line: header.command,
                     words: header.words,
                     input: header.stdin,
@@ -562,10 +562,10 @@ pub(super) fn read(frame: Frame) -> Result<(Claim, Option<u32>), FrameError> {
                     timeout: header.timeout,
                     outlets: None,
                 })),
-                "withdraw" => Question::Withdraw {
+                "withdraw" => HostCall::Withdraw {
                     of: header.of.ok_or_else(|| wrong("it withdraws nothing"))?,
                 },
-                _ => Question::Unknown,
+                _ => HostCall::Unknown,
             };
             Claim::Ask {
                 id: id()?,
@@ -845,14 +845,14 @@ mod tests {
         )
         .unwrap();
         let bytes = std::array::from_fn(|index| index as u8);
-        let carried = Carried::default();
+        let copy = CopyReport::default();
         assert_eq!(
             hello,
             Claim::Hello {
                 version: 2,
                 python: "3.12".to_owned(),
                 marker: bytes,
-                carried
+                copy
             }
         );
         for wrong in [
@@ -871,7 +871,7 @@ mod tests {
     #[test]
     fn a_copy_tells_what_it_lacks_within_bounds() {
         let marker = "000102030405060708090a0b0c0d0e0f";
-        let carried = |members: Value| {
+        let copy = |members: Value| {
             let mut header =
                 json!({"type": "hello", "version": 2, "python": "3.12", "marker": marker});
             header
@@ -879,35 +879,35 @@ mod tests {
                 .unwrap()
                 .extend(members.as_object().unwrap().clone());
             match claim(header, b"").unwrap() {
-                Claim::Hello { carried, .. } => carried,
+                Claim::Hello { copy, .. } => copy,
                 other => panic!("{other:?}"),
             }
         };
-        let told = carried(json!({"lost": ["2 threads", "1\nconnection"],
+        let copied = copy(json!({"lost": ["2 threads", "1\nconnection"],
                 "files": "left alone", "why": "too large"}));
-        assert_eq!(told.lost, ["2 threads", "1 connection"]);
-        assert_eq!(told.seeded, [""; 0]);
+        assert_eq!(copied.lost, ["2 threads", "1 connection"]);
+        assert_eq!(copied.seeded, [""; 0]);
         assert_eq!(
-            carried(json!({"seeded": ["random", "x\n", "random"]})).seeded,
+            copy(json!({"seeded": ["random", "x\n", "random"]})).seeded,
             ["random"]
         );
         assert_eq!(
-            (told.files, told.why.as_deref()),
-            (Some(CarriedFiles::LeftAlone), Some("too large"))
+            (copied.files, copied.why.as_deref()),
+            (Some(CopiedFiles::LeftAlone), Some("too large"))
         );
         assert_eq!(
-            carried(json!({"files": "restored", "why": null})).files,
-            Some(CarriedFiles::Restored)
+            copy(json!({"files": "restored", "why": null})).files,
+            Some(CopiedFiles::Restored)
         );
         assert_eq!(
-            carried(json!({"files": "shared"})).files,
-            Some(CarriedFiles::Shared)
+            copy(json!({"files": "shared"})).files,
+            Some(CopiedFiles::Shared)
         );
-        assert_eq!(carried(json!({"files": "eaten"})).files, None);
-        let many = carried(json!({"lost": vec!["x".repeat(1000); 80]})).lost;
+        assert_eq!(copy(json!({"files": "eaten"})).files, None);
+        let many = copy(json!({"lost": vec!["x".repeat(1000); 80]})).lost;
         assert!(many.len() == 50 && many.iter().all(|text| text.len() < 210));
         for whole in [false, true] {
-            let told = claim(
+            let parsed = claim(
                 json!({"type": "branched", "id": 3, "lost": ["1 pipe"], "whole": whole}),
                 b"",
             );
@@ -915,7 +915,7 @@ mod tests {
                 lost: vec!["1 pipe".to_owned()],
                 whole,
             };
-            assert_eq!(told, Ok(Claim::Branched { id: 3, branched }));
+            assert_eq!(parsed, Ok(Claim::Branched { id: 3, branched }));
         }
         assert!(
             claim(json!({"type": "branched", "lost": []}), b"").is_err(),
@@ -1075,7 +1075,7 @@ mod tests {
             claimed(100, "call_tool"),
             Ok((
                 Claim::Ask {
-                    question: Question::CallTool { .. },
+                    question: HostCall::CallTool { .. },
                     ..
                 },
                 _
@@ -1085,7 +1085,7 @@ mod tests {
             let ask = Claim::Ask {
                 id: 1,
                 ask: 2,
-                question: Question::TooMuch(Excess::Depth(MAX_DEPTH)),
+                question: HostCall::TooMuch(Excess::Depth(MAX_DEPTH)),
             };
             assert_eq!(
                 claimed(levels, "call_tool").map(|(claim, _)| claim),
@@ -1125,7 +1125,7 @@ mod tests {
         let header = format!(
             r#"{{"type":"ask","id":1,"ask":2,"what":"call_tool","arguments":{{"a":{many}}},"tool":"\ud800","seq":3}}"#
         );
-        let question = Question::TooMuch(Excess::Memory(HEADER.memory));
+        let question = HostCall::TooMuch(Excess::Memory(HEADER.memory));
         assert_eq!(
             claimed(header),
             Ok((
@@ -1151,7 +1151,7 @@ mod tests {
                 Ok((
                     Claim::Failed {
                         message,
-                        reason: Trouble::Missing,
+                        reason: FileFailure::Missing,
                         ..
                     },
                     _,
@@ -1227,15 +1227,15 @@ mod tests {
                         "read-file".to_owned(),
                         frame.header.len(),
                     );
-                    Some(Question::CallTool {
+                    Some(HostCall::CallTool {
                         server,
                         tool,
                         arguments,
                         size,
                     })
                 }
-                "ask_withdraw" => Some(Question::Withdraw { of: 3 }),
-                "ask_shell" => Some(Question::Shell(Box::new(ClaimedCommand {
+                "ask_withdraw" => Some(HostCall::Withdraw { of: 3 }),
+                "ask_shell" => Some(HostCall::Shell(Box::new(ClaimedCommand {
                     line: Some("ls -l $HOME | żółw".to_owned()),
                     folder: "/work".to_owned(),
                     environment: [
@@ -1245,7 +1245,7 @@ mod tests {
                     .into(),
                     ..ClaimedCommand::default()
                 }))),
-                "ask_shell_words" => Some(Question::Shell(Box::new(ClaimedCommand {
+                "ask_shell_words" => Some(HostCall::Shell(Box::new(ClaimedCommand {
                     words: vec!["perl".to_owned(), "-w".to_owned()],
                     input: Some("print 1;\n".to_owned()),
                     folder: "/tmp".to_owned(),

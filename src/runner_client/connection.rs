@@ -4,9 +4,9 @@
 //! read end may be shared with code inside, which could clear such a flag and block a thread of
 //! ours forever.
 //!
-//! Where the bytes are relayed to us, the lanes (the channel and the two pipes) may be slightly out
-//! of step (`skew`). A lane that must be checked is then awaited for that long before it counts as
-//! dry. Forged markers therefore delay only the forger's own text.
+//! Where the bytes are relayed to us, the streams (the channel and the two pipes) may be slightly
+//! out of step (`skew`). A stream that must be checked is then awaited for that long before it
+//! counts as empty. Forged markers therefore delay only the forger's own text.
 //!
 //! `next` may be dropped at any await: bytes that were read stay in the connection.
 //!
@@ -30,7 +30,7 @@ use tokio::net::UnixStream;
 use tokio::net::unix::pipe::Receiver;
 use tokio::time::Sleep;
 
-use super::claim::{self, Carried, Claim, Outlets, Question};
+use super::claim::{self, Claim, CopyReport, HostCall, OutputPipes};
 use super::frame::{self, Decoder, Frame, FrameError};
 use super::merge::{Merger, Need, Pipe};
 use super::request::Request;
@@ -48,9 +48,9 @@ const FRAME_COST: usize = 1024;
 /// Pipes of earlier cells that are still read, so that processes left behind neither block nor die.
 /// Older ones are closed.
 const MOST_RETIRED: usize = 16;
-/// Bytes read from each lane after the end of the interpreter: all that a pipe can hold. A process
-/// that was left behind may keep writing forever.
-const LAST_WORDS: usize = 1024 * 1024;
+/// Bytes read from each stream after the end of the interpreter: all that a pipe can hold. A
+/// process that was left behind may keep writing forever.
+const DRAIN_LIMIT: usize = 1024 * 1024;
 /// Received descriptors whose frames have not been reported yet: several threads of a cell may
 /// request commands at once.
 const MOST_DESCRIPTORS: usize = 64;
@@ -83,23 +83,23 @@ pub enum Event {
 pub enum ConnectionError {
     #[error(transparent)]
     Frame(#[from] FrameError),
-    #[error("descriptors were sent that the protocol does not ask for")]
+    #[error("unexpected descriptors")]
     Descriptors,
-    #[error("the first frame was not a greeting")]
-    NoGreeting,
-    #[error("the runner speaks version {found} of the protocol and the server version {VERSION}")]
+    #[error("the first frame was not `hello`")]
+    NoHello,
+    #[error("the runner uses protocol version {found}, and the server version {VERSION}")]
     Version { found: u32 },
-    #[error("the runner went away before its greeting")]
+    #[error("the runner closed the channel before `hello`")]
     Gone,
-    #[error("half a frame came, and for {} s nothing more", FRAME_PATIENCE.as_secs())]
-    HalfFrame,
+    #[error("timed out after {} s in the middle of a frame", FRAME_TIMEOUT.as_secs())]
+    FrameTimeout,
     #[error("the channel failed")]
     Channel(#[from] io::Error),
 }
 
 /// How long a started frame may make no progress. The runner writes frames in one go; only other
 /// code writes a partial one.
-const FRAME_PATIENCE: Duration = Duration::from_secs(5);
+const FRAME_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// The host's end of one interpreter's channel and pipes.
 pub struct Connection {
@@ -124,12 +124,12 @@ pub struct Connection {
     buffer: Box<[u8]>,
     ending: Ending,
     /// Timeout of an unfinished frame, restarted with every byte of it.
-    patience: Option<Pin<Box<dyn Future<Output = Option<()>> + Send>>>,
-    carried: Carried,
-    /// The largest delay between lanes for data written one after the other.
+    frame_timeout: Option<Pin<Box<dyn Future<Output = Option<()>> + Send>>>,
+    copy: CopyReport,
+    /// The largest delay between streams for data written one after the other.
     skew: Duration,
-    /// Whether the needed lane is late.
-    late: Late,
+    /// Whether the needed stream is late.
+    late: LateStream,
 }
 
 /// The claim in a frame, and its sequence number.
@@ -144,27 +144,27 @@ enum Step {
     Paused,
 }
 
-/// Whether the connection waits for a lane that is behind another one.
-enum Late {
+/// Whether the connection waits for a stream that is behind another one.
+enum LateStream {
     No,
     /// Waiting until then.
     Awaited(Pin<Box<Sleep>>),
     /// The wait timed out.
-    GivenUp,
+    TimedOut,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Ending {
     Open,
     /// The channel is closed; this many bytes may still be read from the pipes.
-    LastWords {
+    Draining {
         left: [usize; 2],
     },
     Over,
 }
 
 impl Connection {
-    /// Takes over the channel of a new interpreter and waits for its greeting. The caller limits
+    /// Takes over the channel of a new interpreter and waits for its `hello`. The caller limits
     /// the time. `skew` is zero if the interpreter itself writes to the channel and the pipes.
     pub async fn open(channel: UnixStream, skew: Duration) -> Result<Connection, ConnectionError> {
         let mut connection = Connection {
@@ -182,20 +182,20 @@ impl Connection {
             sent: 0,
             buffer: vec![0; CHUNK].into_boxed_slice(),
             ending: Ending::Open,
-            patience: None,
-            carried: Carried::default(),
+            frame_timeout: None,
+            copy: CopyReport::default(),
             skew,
-            late: Late::No,
+            late: LateStream::No,
         };
         match connection.next().await? {
             Event::Claim(Claim::Hello {
                 version: VERSION,
                 marker,
-                carried,
+                copy,
                 ..
             }) => {
                 connection.merger = Merger::new(marker);
-                connection.carried = carried;
+                connection.copy = copy;
                 connection.adopt_pipes()?;
                 Ok(connection)
             }
@@ -203,13 +203,13 @@ impl Connection {
                 Err(ConnectionError::Version { found: version })
             }
             Event::Closed => Err(ConnectionError::Gone),
-            _ => Err(ConnectionError::NoGreeting),
+            _ => Err(ConnectionError::NoHello),
         }
     }
 
-    /// Returns what the interpreter inherited if it is a copy, as claimed in its greeting.
-    pub fn carried(&self) -> &Carried {
-        &self.carried
+    /// Returns the claims of a copied interpreter about its restored state, from its `hello`.
+    pub fn copy_report(&self) -> &CopyReport {
+        &self.copy
     }
 
     /// Sends one frame. Bytes that the socket does not accept at once are written during `next`.
@@ -285,7 +285,7 @@ impl Connection {
     /// Stops listening: after the output written so far, `next` yields `Closed` and never waits
     /// again.
     pub fn hang_up(&mut self) -> Result<(), ConnectionError> {
-        let mut left = LAST_WORDS;
+        let mut left = DRAIN_LIMIT;
         while self.ending == Ending::Open && left > 0 {
             match receive(&self.channel, &mut self.buffer, &mut self.descriptors) {
                 Ok(Received::Bytes(0)) => break,
@@ -302,8 +302,8 @@ impl Connection {
 
     fn end(&mut self) {
         if self.ending == Ending::Open {
-            self.ending = Ending::LastWords {
-                left: [LAST_WORDS; 2],
+            self.ending = Ending::Draining {
+                left: [DRAIN_LIMIT; 2],
             };
         }
         self.outgoing.clear();
@@ -343,35 +343,38 @@ impl Connection {
             }
             let has_stray = self.poll_retired(context);
             if progress {
-                self.late = Late::No;
+                self.late = LateStream::No;
             }
             if progress || has_stray {
                 continue;
             }
-            if let Late::Awaited(until) = &mut self.late
+            if let LateStream::Awaited(until) = &mut self.late
                 && until.as_mut().poll(context).is_ready()
             {
-                self.late = Late::GivenUp;
+                self.late = LateStream::TimedOut;
                 continue;
             }
-            return self.poll_patience(context);
+            return self.poll_frame_timeout(context);
         }
     }
 
     /// Fails when an unfinished frame has made no progress for too long.
-    fn poll_patience(&mut self, context: &mut Context<'_>) -> Poll<Result<Event, ConnectionError>> {
+    fn poll_frame_timeout(
+        &mut self,
+        context: &mut Context<'_>,
+    ) -> Poll<Result<Event, ConnectionError>> {
         if self.ending != Ending::Open || self.decoder.is_empty() {
-            self.patience = None;
+            self.frame_timeout = None;
             return Poll::Pending;
         }
         // On a busy machine the runner may be descheduled in the middle of a frame.
-        let patience = self
-            .patience
-            .get_or_insert_with(|| Box::pin(within(FRAME_PATIENCE, std::future::pending())));
-        patience
+        let frame_timeout = self
+            .frame_timeout
+            .get_or_insert_with(|| Box::pin(within(FRAME_TIMEOUT, std::future::pending())));
+        frame_timeout
             .as_mut()
             .poll(context)
-            .map(|_| Err(ConnectionError::HalfFrame))
+            .map(|_| Err(ConnectionError::FrameTimeout))
     }
 
     /// Does everything that needs no waiting, until there is an event or enough was read.
@@ -392,7 +395,7 @@ impl Connection {
                         if self.pipes[pipe as usize].is_some() && self.waits_for_late() {
                             return Ok(Step::Wait);
                         }
-                        self.merger.dry(Need::Pipe(pipe));
+                        self.merger.report_empty(Need::Pipe(pipe));
                     }
                     continue;
                 }
@@ -407,7 +410,7 @@ impl Connection {
                         if self.waits_for_late() {
                             return Ok(Step::Wait);
                         }
-                        self.merger.dry(Need::Channel);
+                        self.merger.report_empty(Need::Channel);
                     }
                     continue;
                 }
@@ -415,7 +418,7 @@ impl Connection {
             }
             if let Some(claim) = self.pending.take() {
                 self.merger.pass();
-                return self.told(claim).map(Step::Event);
+                return self.event_of(claim).map(Step::Event);
             }
             if let Some(event) = self.take_frame()? {
                 return Ok(Step::Event(event));
@@ -429,7 +432,7 @@ impl Connection {
             match self.ending {
                 Ending::Open => return Ok(Step::Wait),
                 Ending::Over => return Ok(Step::Event(Event::Closed)),
-                Ending::LastWords { .. } => {
+                Ending::Draining { .. } => {
                     let read = Pipe::BOTH.map(|pipe| self.read_pipe_now(pipe));
                     if read == [0, 0] {
                         self.merger.finish();
@@ -440,18 +443,18 @@ impl Connection {
         }
     }
 
-    /// Returns whether a lane that has no data now may still deliver some.
+    /// Returns whether a stream that has no data now may still deliver some.
     fn waits_for_late(&mut self) -> bool {
         if self.skew.is_zero() || self.ending != Ending::Open {
             return false;
         }
         match self.late {
-            Late::No => {
-                self.late = Late::Awaited(Box::pin(tokio::time::sleep(self.skew)));
+            LateStream::No => {
+                self.late = LateStream::Awaited(Box::pin(tokio::time::sleep(self.skew)));
                 true
             }
-            Late::Awaited(_) => true,
-            Late::GivenUp => false,
+            LateStream::Awaited(_) => true,
+            LateStream::TimedOut => false,
         }
     }
 
@@ -480,7 +483,7 @@ impl Connection {
                 self.pending = Some(claim);
                 Ok(None)
             }
-            None => self.told(claim).map(Some),
+            None => self.event_of(claim).map(Some),
         }
     }
 
@@ -493,7 +496,7 @@ impl Connection {
             Claim::Hello { .. }
                 | Claim::Started { rotated: true, .. }
                 | Claim::Ask {
-                    question: Question::Shell(_),
+                    question: HostCall::Shell(_),
                     ..
                 }
         );
@@ -505,17 +508,17 @@ impl Connection {
         Ok((claim, seq))
     }
 
-    fn told(&mut self, mut claim: Claim) -> Result<Event, ConnectionError> {
+    fn event_of(&mut self, mut claim: Claim) -> Result<Event, ConnectionError> {
         match &mut claim {
             Claim::Started { rotated: true, .. } => self.adopt_pipes()?,
             Claim::Ask {
-                question: Question::Shell(command),
+                question: HostCall::Shell(command),
                 ..
             } => {
                 if let (Some(output), Some(errors)) =
                     (self.descriptors.pop_front(), self.descriptors.pop_front())
                 {
-                    command.outlets = Some(Outlets(Arc::new([output, errors])));
+                    command.outlets = Some(OutputPipes(Arc::new([output, errors])));
                 }
             }
             _ => {}
@@ -547,7 +550,7 @@ impl Connection {
     /// Reads a pipe without waiting and returns the number of bytes. After the end of the
     /// interpreter, only the remaining allowance is read.
     fn read_pipe_now(&mut self, pipe: Pipe) -> usize {
-        if matches!(self.ending, Ending::LastWords { left } if left[pipe as usize] == 0) {
+        if matches!(self.ending, Ending::Draining { left } if left[pipe as usize] == 0) {
             return 0;
         }
         let Some(end) = &mut self.pipes[pipe as usize] else {
@@ -564,7 +567,7 @@ impl Connection {
             }
             Err(_) => 0,
         };
-        if let Ending::LastWords { left } = &mut self.ending {
+        if let Ending::Draining { left } = &mut self.ending {
             left[pipe as usize] = if size == 0 {
                 0
             } else {
@@ -626,7 +629,7 @@ impl Connection {
                 Ok(Received::Bytes(0)) => self.end(),
                 Ok(Received::Bytes(size)) => {
                     self.feed_decoder(size);
-                    self.patience = None;
+                    self.frame_timeout = None;
                 }
                 Ok(Received::WrongDescriptors) => {
                     return Poll::Ready(Err(ConnectionError::Descriptors));
@@ -894,7 +897,7 @@ mod tests {
         connect_with(Duration::ZERO).await
     }
 
-    /// Connects to an interpreter whose lanes may be out of step by `skew`.
+    /// Connects to an interpreter whose streams may be out of step by `skew`.
     async fn connect_with(skew: Duration) -> (Connection, Inside) {
         let (host, channel) = UnixStream::pair().unwrap();
         let (out, out_writer) = io::pipe().unwrap();
@@ -942,7 +945,7 @@ mod tests {
 
     /// Writes a text before a marker and one behind it; the second copy of the marker arrives later
     /// than the text. Returns the events for both.
-    async fn told_out_of_step(skew: Duration) -> [Event; 2] {
+    async fn events_out_of_step(skew: Duration) -> [Event; 2] {
         let (mut connection, mut inside) = connect_with(skew).await;
         inside.write(Pipe::Out, &marker(1, b'P'));
         inside.write(Pipe::Out, b"second");
@@ -961,18 +964,18 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_lane_that_is_out_of_step_is_waited_for_and_one_that_cannot_be_is_not() {
+    async fn a_stream_that_is_out_of_step_is_waited_for_and_one_that_cannot_be_is_not() {
         let (first, second) = (text(Pipe::Err, "first"), text(Pipe::Out, "second"));
         assert_eq!(
-            told_out_of_step(Duration::from_secs(1)).await,
+            events_out_of_step(Duration::from_secs(1)).await,
             [first, second]
         );
         let (first, second) = (text(Pipe::Err, "first"), text(Pipe::Out, "second"));
-        assert_eq!(told_out_of_step(Duration::ZERO).await, [second, first]); // control
+        assert_eq!(events_out_of_step(Duration::ZERO).await, [second, first]); // control
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_forged_marker_is_waited_for_no_longer_than_lanes_can_be_out_of_step() {
+    async fn a_forged_marker_is_waited_for_no_longer_than_streams_can_be_out_of_step() {
         let (mut connection, mut inside) = connect_with(Duration::from_secs(1)).await;
         inside.write(Pipe::Out, &marker(77, b'P'));
         inside.write(Pipe::Out, b"text");
@@ -1002,11 +1005,11 @@ mod tests {
                 }
                 std::future::pending::<()>().await;
             };
-            let told = tokio::select! {
-                told = connection.next() => told.unwrap(),
+            let event = tokio::select! {
+                event = connection.next() => event.unwrap(),
                 () = flood => unreachable!("it waits"),
             };
-            assert_eq!(told, Event::Claim(Claim::Clear { id: 1, wait: false }));
+            assert_eq!(event, Event::Claim(Claim::Clear { id: 1, wait: false }));
             assert!(sent <= 1 << 20, "{sent} bytes were taken in the meantime");
         }
     }
@@ -1023,7 +1026,7 @@ mod tests {
         let slowly = async {
             for piece in frame.chunks(20) {
                 inside.channel.write_all(piece).await.unwrap();
-                tokio::time::sleep(FRAME_PATIENCE / 2).await;
+                tokio::time::sleep(FRAME_TIMEOUT / 2).await;
             }
         };
         let (_, heard) = tokio::join!(slowly, connection.next());
@@ -1034,7 +1037,7 @@ mod tests {
         inside.channel.write_all(&frame[..5]).await.unwrap();
         assert!(matches!(
             connection.next().await,
-            Err(ConnectionError::HalfFrame)
+            Err(ConnectionError::FrameTimeout)
         ));
     }
 
@@ -1192,14 +1195,14 @@ mod tests {
         });
         tokio::join!(says, hears);
         connection.hang_up().unwrap();
-        let told = std::iter::from_fn(|| {
+        let events = std::iter::from_fn(|| {
             connection
                 .next_now()
                 .unwrap()
                 .filter(|event| *event != Event::Closed)
         });
         assert_eq!(
-            told.map(|event| kind(&event)).collect::<Vec<_>>(),
+            events.map(|event| kind(&event)).collect::<Vec<_>>(),
             ["value", "text"]
         );
     }
@@ -1267,12 +1270,12 @@ mod tests {
             seq += 100;
         };
         write_100(&mut inside);
-        let mut told = 0;
+        let mut reported = 0;
         let reads = async {
             loop {
                 if let Event::Text { bytes, .. } = connection.next().await.unwrap() {
-                    told += bytes.len();
-                    if told % (100 * 500) == 0 {
+                    reported += bytes.len();
+                    if reported % (100 * 500) == 0 {
                         write_100(&mut inside);
                     }
                 }
@@ -1284,8 +1287,8 @@ mod tests {
             () = tokio::task::yield_now() => {}
         }
         assert!(
-            (1..=4 * MAX_READ).contains(&told),
-            "{told} bytes were told in one turn"
+            (1..=4 * MAX_READ).contains(&reported),
+            "{reported} bytes were reported in one turn"
         );
     }
 
@@ -1345,7 +1348,7 @@ mod tests {
                 json!({"type": "hello", "version": 3, "marker": SECRET}),
                 "version 3",
             ),
-            (json!({"type": "clear", "id": 1}), "not a greeting"),
+            (json!({"type": "clear", "id": 1}), "not `hello`"),
         ] {
             let (host, mut channel) = UnixStream::pair().unwrap();
             let mut bytes = Vec::new();

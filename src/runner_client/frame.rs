@@ -22,15 +22,15 @@ pub(super) struct Frame {
 /// Violation of the layout or the meaning of a frame.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum FrameError {
-    #[error("a frame of {length} bytes was announced, and {LARGEST_FRAME} is the most")]
+    #[error("a frame of {length} bytes exceeds the limit of {LARGEST_FRAME}")]
     TooLarge { length: usize },
-    #[error("a frame of {length} bytes is too short to name its header's length")]
+    #[error("a frame of {length} bytes is too short for the length of its header")]
     TooShort { length: usize },
     #[error("a header of {header} bytes does not fit into a frame of {length} bytes")]
     HeaderTooLong { header: usize, length: usize },
-    #[error("a frame's header is not what the protocol describes: {why}")]
+    #[error("invalid frame header: {why}")]
     Header { why: String },
-    #[error("a frame's parts do not fit its payload")]
+    #[error("the parts of a frame do not match its payload")]
     Payload,
 }
 

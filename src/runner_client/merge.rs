@@ -1,16 +1,17 @@
-//! The merger: one order for three lanes.
+//! The merger: one order for three streams.
 //!
 //! Text arrives in two pipes, frames on the channel. Markers in the pipes define their order: the
 //! bytes before marker *n* come before frame *n* and before everything after marker *n* in either
 //! pipe. The runner writes a marker into both pipes before it continues. When bytes behind a marker
-//! have arrived, the copy of the marker in the other pipe (its twin) can therefore be read without
-//! waiting. Hence these rules:
+//! have arrived, the copy of the marker in the other pipe (its counterpart) can therefore be read
+//! without waiting. Hence these rules:
 //!
-//! 1. A lane stops at a marker. Its bytes behind the marker are held.
-//! 2. `need` names the lane that must be checked before they can be released. The caller reads it
-//!    without blocking and feeds the bytes, or reports that it is `dry`.
-//! 3. A lane that is dry, or that gave more than a pipe can hold without the marker, will not show
-//!    it: the marker was forged, or its twin was swallowed. The bytes are then released without it.
+//! 1. A pipe stops at a marker. Its bytes behind the marker are held.
+//! 2. `need` names the stream that must be checked before they can be released. The caller reads it
+//!    without blocking and feeds the bytes, or reports that it is empty.
+//! 3. A pipe that is empty, or that has yielded more bytes than a pipe can hold without the marker,
+//!    will not show it: the marker was forged, or its counterpart was consumed inside. The bytes
+//!    are then released without it.
 //!
 //! Forged, missing, repeated and reordered markers can therefore spoil the order of the text, but
 //! never lose a byte, cause a wait, or fill the memory. This module does no I/O.
@@ -24,7 +25,7 @@ const MARKER: usize = PREFIX + 6;
 /// The largest pipe that an unprivileged process can make. A marker that was written before we
 /// looked is within this distance.
 const SEARCH: usize = 1024 * 1024;
-/// Bytes that a lane may hold behind a marker. Two lanes together stay below one MiB.
+/// Bytes that may be held behind a marker per pipe. Both pipes together stay below one MiB.
 const MOST_HELD: usize = 400 * 1024;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -44,7 +45,7 @@ impl Pipe {
     }
 }
 
-/// The lane that must be checked, without blocking, before anything else.
+/// The stream that must be checked, without blocking, before anything else.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Need {
     Pipe(Pipe),
@@ -54,7 +55,7 @@ pub(super) enum Need {
 #[derive(Debug)]
 pub(super) struct Merger {
     prefix: [u8; PREFIX],
-    lanes: [Lane; 2],
+    streams: [TextStream; 2],
     /// The frame that waits for its position.
     expected: Option<u32>,
     /// The last frame that reached its position.
@@ -63,16 +64,16 @@ pub(super) struct Merger {
 }
 
 #[derive(Debug, Default)]
-struct Lane {
+struct TextStream {
     held: Vec<u8>,
     from: usize,
     stop: Option<Stop>,
     /// Bytes fed since the current search started.
     searched: usize,
-    /// A search ended without the marker. No other search starts until a marker has found its twin
-    /// again, so that markers without twins do not each cause a search.
+    /// A search ended without the marker. No other search starts until a marker has found its
+    /// counterpart again, so that markers without counterparts do not each cause a search.
     given_up: bool,
-    dry: bool,
+    empty: bool,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -88,7 +89,7 @@ impl Merger {
         prefix[4..].copy_from_slice(&marker);
         Merger {
             prefix,
-            lanes: Default::default(),
+            streams: Default::default(),
             expected: None,
             passed: None,
             ready: VecDeque::new(),
@@ -97,28 +98,28 @@ impl Merger {
 
     /// Adds bytes read from a pipe.
     pub(super) fn feed(&mut self, pipe: Pipe, bytes: &[u8]) {
-        let lane = self.lane(pipe);
-        lane.held.extend_from_slice(bytes);
-        lane.searched = lane.searched.saturating_add(bytes.len());
+        let stream = self.stream(pipe);
+        stream.held.extend_from_slice(bytes);
+        stream.searched = stream.searched.saturating_add(bytes.len());
         self.settle();
     }
 
-    /// Records that a needed lane has no more bytes now.
-    pub(super) fn dry(&mut self, need: Need) {
+    /// Records that a needed stream has no more bytes now.
+    pub(super) fn report_empty(&mut self, need: Need) {
         match need {
             Need::Pipe(pipe) => {
-                self.lane(pipe).dry = true;
+                self.stream(pipe).empty = true;
                 self.settle();
                 // Bytes that can no longer become a marker are text: markers are written whole.
                 self.emit_partial(pipe);
                 if self.expected.is_none() {
-                    self.lane(pipe).dry = false;
+                    self.stream(pipe).empty = false;
                 }
             }
             Need::Channel => {
-                for lane in &mut self.lanes {
-                    if lane.stop.is_some_and(|stop| stop.frame_follows) && lane.has_bytes() {
-                        lane.stop = None;
+                for stream in &mut self.streams {
+                    if stream.stop.is_some_and(|stop| stop.frame_follows) && stream.has_bytes() {
+                        stream.stop = None;
                     }
                 }
                 self.settle();
@@ -140,14 +141,14 @@ impl Merger {
             return;
         };
         self.passed = Some(seq);
-        for lane in &mut self.lanes {
-            if lane.stop
+        for stream in &mut self.streams {
+            if stream.stop
                 == Some(Stop {
                     seq,
                     frame_follows: true,
                 })
             {
-                lane.stop = None;
+                stream.stop = None;
             }
         }
         self.begin_search();
@@ -157,7 +158,7 @@ impl Merger {
     /// Discards the old pipes: two new ones replace them, and the rest of the old ones belongs to
     /// no cell.
     pub(super) fn rotate(&mut self) {
-        self.lanes = Default::default();
+        self.streams = Default::default();
         self.ready.clear();
     }
 
@@ -182,9 +183,9 @@ impl Merger {
     /// Releases all held bytes. The interpreter is gone, and nothing more will determine the order.
     pub(super) fn finish(&mut self) {
         for pipe in Pipe::BOTH {
-            while self.lane(pipe).stop.take().is_some() || self.lane(pipe).has_bytes() {
+            while self.stream(pipe).stop.take().is_some() || self.stream(pipe).has_bytes() {
                 self.advance(pipe);
-                if self.lane(pipe).stop.is_none() {
+                if self.stream(pipe).stop.is_none() {
                     self.emit_partial(pipe);
                 }
             }
@@ -196,27 +197,27 @@ impl Merger {
         self.ready.pop_front()
     }
 
-    /// Returns the lane that must be checked before held bytes or the expected frame can proceed.
+    /// Returns the stream that must be checked before held bytes or the expected frame can proceed.
     pub(super) fn need(&self) -> Option<Need> {
         for pipe in Pipe::BOTH {
-            let (lane, other) = (
-                &self.lanes[pipe as usize],
-                &self.lanes[pipe.other() as usize],
+            let (stream, other) = (
+                &self.streams[pipe as usize],
+                &self.streams[pipe.other() as usize],
             );
-            match lane.stop {
+            match stream.stop {
                 Some(Stop {
                     frame_follows: true,
                     ..
-                }) if self.expected.is_none() && lane.has_bytes() => {
+                }) if self.expected.is_none() && stream.has_bytes() => {
                     return Some(Need::Channel);
                 }
                 Some(Stop {
                     frame_follows: false,
                     ..
-                }) if lane.has_bytes() && other.stop.is_none() && !other.exhausted() => {
+                }) if stream.has_bytes() && other.stop.is_none() && !other.will_not_match() => {
                     return Some(Need::Pipe(pipe.other()));
                 }
-                None if self.expected.is_some() && !lane.exhausted() => {
+                None if self.expected.is_some() && !stream.will_not_match() => {
                     return Some(Need::Pipe(pipe));
                 }
                 _ => {}
@@ -225,26 +226,26 @@ impl Merger {
         None
     }
 
-    fn lane(&mut self, pipe: Pipe) -> &mut Lane {
-        &mut self.lanes[pipe as usize]
+    fn stream(&mut self, pipe: Pipe) -> &mut TextStream {
+        &mut self.streams[pipe as usize]
     }
 
     fn begin_search(&mut self) {
-        for lane in &mut self.lanes {
-            lane.dry = false;
-            lane.searched = 0;
-            lane.given_up = false;
+        for stream in &mut self.streams {
+            stream.empty = false;
+            stream.searched = 0;
+            stream.given_up = false;
         }
     }
 
-    /// Advances both lanes as far as the rules allow.
+    /// Advances both pipes as far as the rules allow.
     fn settle(&mut self) {
         loop {
             for pipe in Pipe::BOTH {
                 self.advance(pipe);
             }
-            let released =
-                self.release_twins() || Pipe::BOTH.into_iter().any(|pipe| self.release_alone(pipe));
+            let released = self.release_matching()
+                || Pipe::BOTH.into_iter().any(|pipe| self.release_alone(pipe));
             if !released {
                 return;
             }
@@ -252,15 +253,15 @@ impl Merger {
     }
 
     /// Releases two stops that match, or the earlier one of two that contradict each other.
-    fn release_twins(&mut self) -> bool {
+    fn release_matching(&mut self) -> bool {
         let [
-            Lane {
+            TextStream {
                 stop: Some(out), ..
             },
-            Lane {
+            TextStream {
                 stop: Some(err), ..
             },
-        ] = &self.lanes
+        ] = &self.streams
         else {
             return false;
         };
@@ -276,54 +277,58 @@ impl Merger {
             awaited => awaited,
         };
         if !keep_out {
-            self.lanes[0].stop = None;
+            self.streams[0].stop = None;
         }
         if !keep_err {
-            self.lanes[1].stop = None;
+            self.streams[1].stop = None;
         }
         if out == err {
-            self.lanes.iter_mut().for_each(|lane| lane.given_up = false);
+            self.streams
+                .iter_mut()
+                .for_each(|stream| stream.given_up = false);
         }
         true
     }
 
-    /// Releases a stop for which the other lanes will show no match.
+    /// Releases a stop for which the other streams will show no match.
     fn release_alone(&mut self, pipe: Pipe) -> bool {
-        let other = &self.lanes[pipe.other() as usize];
-        let unexplained = other.stop.is_none() && other.exhausted();
+        let other = &self.streams[pipe.other() as usize];
+        let unexplained = other.stop.is_none() && other.will_not_match();
         let expected = self.expected;
-        let lane = self.lane(pipe);
-        let Some(stop) = lane.stop else { return false };
+        let stream = self.stream(pipe);
+        let Some(stop) = stream.stop else {
+            return false;
+        };
         let another_frame = stop.frame_follows && expected.is_some_and(|seq| seq != stop.seq);
-        let too_much = lane.held.len() - lane.from > MOST_HELD;
+        let too_much = stream.held.len() - stream.from > MOST_HELD;
         // Without bytes behind it and without a frame to place, a stop does no harm and may still
-        // find its twin.
-        let matters = lane.has_bytes() || expected.is_some();
+        // find its counterpart.
+        let matters = stream.has_bytes() || expected.is_some();
         if another_frame || too_much || (!stop.frame_follows && unexplained && matters) {
-            lane.stop = None;
-            let other = self.lane(pipe.other());
+            stream.stop = None;
+            let other = self.stream(pipe.other());
             other.given_up |= other.searched > SEARCH;
             return true;
         }
         false
     }
 
-    /// Emits a lane's bytes up to its next marker and stops there.
+    /// Emits a stream's bytes up to its next marker and stops there.
     fn advance(&mut self, pipe: Pipe) {
-        let lane = &mut self.lanes[pipe as usize];
-        while lane.stop.is_none() && lane.has_bytes() {
-            let bytes = &lane.held[lane.from..];
+        let stream = &mut self.streams[pipe as usize];
+        while stream.stop.is_none() && stream.has_bytes() {
+            let bytes = &stream.held[stream.from..];
             let (text, marker) = next_marker(&self.prefix, bytes);
             let partial = marker.is_none() && text < bytes.len();
             if text > 0 {
                 push(&mut self.ready, pipe, &bytes[..text]);
-                lane.from += text;
+                stream.from += text;
             }
             if let Some(stop) = marker {
-                lane.from += MARKER;
+                stream.from += MARKER;
                 if !(stop.frame_follows && self.passed == Some(stop.seq)) {
-                    lane.stop = Some(stop);
-                    let other = &mut self.lanes[pipe.other() as usize];
+                    stream.stop = Some(stop);
+                    let other = &mut self.streams[pipe.other() as usize];
                     if self.expected.is_none() && !other.given_up {
                         other.searched = 0;
                     }
@@ -333,29 +338,29 @@ impl Merger {
                 break;
             }
         }
-        self.lanes[pipe as usize].tidy();
+        self.streams[pipe as usize].compact();
     }
 
     fn emit_partial(&mut self, pipe: Pipe) {
-        let lane = &mut self.lanes[pipe as usize];
-        if lane.stop.is_none() && lane.has_bytes() {
-            push(&mut self.ready, pipe, &lane.held[lane.from..]);
-            lane.from = lane.held.len();
-            lane.tidy();
+        let stream = &mut self.streams[pipe as usize];
+        if stream.stop.is_none() && stream.has_bytes() {
+            push(&mut self.ready, pipe, &stream.held[stream.from..]);
+            stream.from = stream.held.len();
+            stream.compact();
         }
     }
 }
 
-impl Lane {
+impl TextStream {
     fn has_bytes(&self) -> bool {
         self.from < self.held.len()
     }
 
-    fn exhausted(&self) -> bool {
-        self.dry || self.searched > SEARCH
+    fn will_not_match(&self) -> bool {
+        self.empty || self.searched > SEARCH
     }
 
-    fn tidy(&mut self) {
+    fn compact(&mut self) {
         if self.from == self.held.len() {
             self.held.clear();
             self.from = 0;
@@ -427,8 +432,8 @@ mod tests {
         Frame(u32),
     }
 
-    /// Three lanes with all data already written, read in pieces of varying size.
-    struct Lanes {
+    /// Three streams with all data already written, read in pieces of varying size.
+    struct Streams {
         merger: Merger,
         pipes: [VecDeque<u8>; 2],
         frames: VecDeque<u32>,
@@ -436,9 +441,9 @@ mod tests {
         most_held: usize,
     }
 
-    impl Lanes {
-        fn new(out: &[u8], err: &[u8], frames: &[u32]) -> Lanes {
-            Lanes {
+    impl Streams {
+        fn new(out: &[u8], err: &[u8], frames: &[u32]) -> Streams {
+            Streams {
                 merger: Merger::new(SECRET),
                 pipes: [out.iter().copied().collect(), err.iter().copied().collect()],
                 frames: frames.iter().copied().collect(),
@@ -447,12 +452,14 @@ mod tests {
             }
         }
 
-        fn look(&mut self, need: Need, size: usize) {
+        fn supply(&mut self, need: Need, size: usize) {
             match need {
-                Need::Pipe(pipe) if self.pipes[pipe as usize].is_empty() => self.merger.dry(need),
+                Need::Pipe(pipe) if self.pipes[pipe as usize].is_empty() => {
+                    self.merger.report_empty(need)
+                }
                 Need::Pipe(pipe) => {
-                    let lane = &mut self.pipes[pipe as usize];
-                    let bytes = lane.drain(..size.min(lane.len())).collect::<Vec<_>>();
+                    let stream = &mut self.pipes[pipe as usize];
+                    let bytes = stream.drain(..size.min(stream.len())).collect::<Vec<_>>();
                     self.merger.feed(pipe, &bytes);
                 }
                 Need::Channel => match self.frames.pop_front() {
@@ -460,7 +467,7 @@ mod tests {
                         self.pending = Some(seq);
                         self.merger.expect(seq);
                     }
-                    None => self.merger.dry(need),
+                    None => self.merger.report_empty(need),
                 },
             }
         }
@@ -479,11 +486,16 @@ mod tests {
             let mut choices = choices.iter().cycle();
             loop {
                 self.collect(&mut seen);
-                let held = self.merger.lanes.iter().map(|lane| lane.held.len()).sum();
+                let held = self
+                    .merger
+                    .streams
+                    .iter()
+                    .map(|stream| stream.held.len())
+                    .sum();
                 self.most_held = self.most_held.max(held);
                 let (choice, size) = *choices.next().unwrap();
                 if let Some(need) = self.merger.need() {
-                    self.look(need, size);
+                    self.supply(need, size);
                 } else if let Some(seq) = self.pending.take() {
                     seen.push(Seen::Frame(seq));
                     self.merger.pass();
@@ -497,7 +509,7 @@ mod tests {
                     if open.is_empty() {
                         break;
                     }
-                    self.look(open[choice as usize % open.len()], size);
+                    self.supply(open[choice as usize % open.len()], size);
                 }
             }
             self.merger.finish();
@@ -511,7 +523,7 @@ mod tests {
         for choice in 0..3 {
             for size in [1, 7, 26, 4096] {
                 let (seen, _) =
-                    Lanes::new(&out.concat(), &err.concat(), frames).run(&[(choice, size)]);
+                    Streams::new(&out.concat(), &err.concat(), frames).run(&[(choice, size)]);
                 assert_eq!(seen, expected, "choice {choice}, size {size}");
             }
         }
@@ -573,7 +585,7 @@ mod tests {
     #[test]
     fn a_forged_marker_that_no_frame_follows_loses_nothing() {
         let (seen, _) =
-            Lanes::new(&[b"a", &marker(7, b'F')[..], b"b"].concat(), b"", &[]).run(&[(0, 4096)]);
+            Streams::new(&[b"a", &marker(7, b'F')[..], b"b"].concat(), b"", &[]).run(&[(0, 4096)]);
         assert_eq!(seen, [out("ab")]);
     }
 
@@ -582,7 +594,7 @@ mod tests {
         let real = marker(5, b'F');
         let forged = marker(u32::MAX, b'F');
         let (seen, _) =
-            Lanes::new(&[&forged, &b"text"[..], &real].concat(), &real, &[5]).run(&[(2, 4096)]);
+            Streams::new(&[&forged, &b"text"[..], &real].concat(), &real, &[5]).run(&[(2, 4096)]);
         assert_eq!(seen, [out("text"), Seen::Frame(5)]);
     }
 
@@ -622,7 +634,7 @@ mod tests {
             assert!(fed <= 2 * SEARCH);
         }
         assert_eq!(merger.need(), Some(Need::Pipe(Pipe::Err)));
-        merger.dry(Need::Pipe(Pipe::Err));
+        merger.report_empty(Need::Pipe(Pipe::Err));
         assert_eq!(merger.need(), None);
     }
 
@@ -648,22 +660,22 @@ mod tests {
         let fed = fed_with_contradictions(&mut merger, 64 * SEARCH);
         assert!(
             fed <= 2 * SEARCH,
-            "{fed} bytes were read for markers without twins"
+            "{fed} bytes were read for markers without counterparts"
         );
-        // Markers with twins put the text in order again.
+        // Markers with counterparts put the text in order again.
         while merger.pop().is_some() {}
-        merger.dry(Need::Pipe(Pipe::Out));
-        merger.dry(Need::Pipe(Pipe::Err));
-        let mut told = Vec::new();
+        merger.report_empty(Need::Pipe(Pipe::Out));
+        merger.report_empty(Need::Pipe(Pipe::Err));
+        let mut seen_texts = Vec::new();
         for seq in [10, 11, 12] {
             merger.feed(Pipe::Out, &[&marker(seq, b'P')[..], b"out"].concat());
             while merger.need() == Some(Need::Pipe(Pipe::Err)) {
                 merger.feed(Pipe::Err, &[b"err", &marker(seq, b'P')[..]].concat());
             }
-            told.extend(std::iter::from_fn(|| merger.pop()));
+            seen_texts.extend(std::iter::from_fn(|| merger.pop()));
         }
         let one = [(Pipe::Err, b"err".to_vec()), (Pipe::Out, b"out".to_vec())];
-        assert_eq!(told, [one.clone(), one.clone(), one].concat());
+        assert_eq!(seen_texts, [one.clone(), one.clone(), one].concat());
     }
 
     #[test]
@@ -676,7 +688,7 @@ mod tests {
             kept += std::iter::from_fn(|| merger.pop())
                 .map(|(_, bytes)| bytes.len())
                 .sum::<usize>();
-            assert!(merger.lanes[0].held.len() <= MOST_HELD + 65536);
+            assert!(merger.streams[0].held.len() <= MOST_HELD + 65536);
         }
         merger.finish();
         kept += std::iter::from_fn(|| merger.pop())
@@ -734,37 +746,37 @@ mod tests {
 
     /// Encodes the steps as the runner would.
     fn write(steps: &[Step]) -> (Vec<u8>, Vec<u8>, Vec<u32>, Vec<Seen>) {
-        let (mut lanes, mut frames, mut expected) =
+        let (mut streams, mut frames, mut expected) =
             ([Vec::new(), Vec::new()], Vec::new(), Vec::<Seen>::new());
         let (mut seq, mut last) = (0, None);
-        let mut mark = |lanes: &mut [Vec<u8>; 2], kind| {
+        let mut mark = |streams: &mut [Vec<u8>; 2], kind| {
             seq += 1;
-            lanes
+            streams
                 .iter_mut()
-                .for_each(|lane| lane.extend(marker(seq, kind)));
+                .for_each(|stream| stream.extend(marker(seq, kind)));
             seq
         };
         for step in steps {
             match step {
                 Step::Print(pipe, text) => {
                     if last.is_some_and(|last| last != *pipe) {
-                        mark(&mut lanes, b'P');
+                        mark(&mut streams, b'P');
                     }
                     last = Some(*pipe);
-                    lanes[*pipe as usize].extend(text);
+                    streams[*pipe as usize].extend(text);
                     match expected.last_mut() {
                         Some(Seen::Text(last, known)) if last == pipe => known.extend(text),
                         _ => expected.push(Seen::Text(*pipe, text.clone())),
                     }
                 }
                 Step::Frame => {
-                    let seq = mark(&mut lanes, b'F');
+                    let seq = mark(&mut streams, b'F');
                     frames.push(seq);
                     expected.push(Seen::Frame(seq));
                 }
             }
         }
-        let [out, err] = lanes;
+        let [out, err] = streams;
         (out, err, frames, expected)
     }
 
@@ -774,7 +786,7 @@ mod tests {
             steps in steps(), choices in prop::collection::vec((any::<u8>(), 1usize..60), 1..20),
         ) {
             let (out, err, frames, expected) = write(&steps);
-            let (seen, _) = Lanes::new(&out, &err, &frames).run(&choices);
+            let (seen, _) = Streams::new(&out, &err, &frames).run(&choices);
             prop_assert_eq!(seen, expected);
         }
 
@@ -789,26 +801,26 @@ mod tests {
             frames in prop::collection::vec(0u32..6, 0..6),
             choices in prop::collection::vec((any::<u8>(), 1usize..60), 1..20),
         ) {
-            let mut lanes = [Vec::<u8>::new(), Vec::new()];
-            let mut texts = lanes.clone();
+            let mut streams = [Vec::<u8>::new(), Vec::new()];
+            let mut texts = streams.clone();
             for (first, (text, mark)) in &pieces {
-                let lane = usize::from(*first);
-                lanes[lane].extend(text);
-                texts[lane].extend(text);
+                let stream = usize::from(*first);
+                streams[stream].extend(text);
+                texts[stream].extend(text);
                 if let Some((seq, follows)) = mark {
-                    lanes[lane].extend(marker(*seq, if *follows { b'F' } else { b'P' }));
+                    streams[stream].extend(marker(*seq, if *follows { b'F' } else { b'P' }));
                 }
             }
-            let (seen, most_held) = Lanes::new(&lanes[0], &lanes[1], &frames).run(&choices);
-            let mut told = [Vec::<u8>::new(), Vec::new()];
+            let (seen, most_held) = Streams::new(&streams[0], &streams[1], &frames).run(&choices);
+            let mut seen_texts = [Vec::<u8>::new(), Vec::new()];
             let mut passed = Vec::new();
             for event in seen {
                 match event {
-                    Seen::Text(pipe, text) => told[pipe as usize].extend(text),
+                    Seen::Text(pipe, text) => seen_texts[pipe as usize].extend(text),
                     Seen::Frame(seq) => passed.push(seq),
                 }
             }
-            prop_assert_eq!(told, texts);
+            prop_assert_eq!(seen_texts, texts);
             prop_assert_eq!(passed, frames);
             prop_assert!(most_held < SEARCH);
         }

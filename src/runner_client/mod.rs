@@ -15,10 +15,11 @@ mod merge;
 mod request;
 
 pub use claim::{
-    Branched, Bundle, Carried, CarriedFiles, Changes, Claim, ClaimedCommand, ClaimedError,
-    ClaimedFile, ClaimedLate, ClaimedVariable, DoneClaim, MOST_LISTED, Outlets, Question, Trouble,
+    Branched, Bundle, Changes, Claim, ClaimedCommand, ClaimedError, ClaimedFile, ClaimedLate,
+    ClaimedVariable, CopiedFiles, CopyReport, DoneClaim, FileFailure, HostCall, MOST_LISTED,
+    OutputPipes,
 };
 pub use connection::{Connection, ConnectionError, Event};
 pub use frame::{FrameError, LARGEST_FRAME, encode};
 pub use merge::Pipe;
-pub use request::{Answer, ModuleFile, Request};
+pub use request::{HostCallAnswer, ModuleFile, Request};

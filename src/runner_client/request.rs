@@ -76,12 +76,12 @@ pub enum Request {
         #[serde(skip_serializing_if = "Option::is_none")]
         servers: Option<Vec<String>>,
     },
-    /// Answers a host call of running code. Made by `Answer::to`.
+    /// Answers a host call of running code. Made by `HostCallAnswer::to`.
     Answer {
         ask: u64,
         ok: bool,
         #[serde(flatten)]
-        answer: Answer,
+        answer: HostCallAnswer,
     },
 }
 
@@ -95,7 +95,7 @@ pub struct ModuleFile {
 /// The answer to a host call of running code.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[serde(untagged)]
-pub enum Answer {
+pub enum HostCallAnswer {
     Withdrawn {},
     Installed {
         text: String,
@@ -120,10 +120,13 @@ pub enum Answer {
     },
 }
 
-impl Answer {
+impl HostCallAnswer {
     /// Makes the answer to the call with this number.
     pub fn to(self, ask: u64) -> Request {
-        let ok = !matches!(self, Answer::NotInstalled { .. } | Answer::Refused { .. });
+        let ok = !matches!(
+            self,
+            HostCallAnswer::NotInstalled { .. } | HostCallAnswer::Refused { .. }
+        );
         Request::Answer {
             ask,
             ok,
@@ -273,16 +276,16 @@ mod tests {
 
     #[test]
     fn answers_are_the_golden_frames() {
-        let installed = Answer::Installed {
+        let installed = HostCallAnswer::Installed {
             text: "Successfully installed polars-1.2.3\n".to_owned(),
             paths: vec!["/opt/packages/3f1c".to_owned()],
         };
         check("answer", &installed.to(1), b"");
-        let refused = Answer::NotInstalled {
+        let refused = HostCallAnswer::NotInstalled {
             text: "ERROR: no version of żółw fits\n".to_owned(),
         };
         check("answer_refused", &refused.to(2), b"");
-        let exited = Answer::Exited {
+        let exited = HostCallAnswer::Exited {
             code: -2,
             text: None,
         };
@@ -296,7 +299,7 @@ mod tests {
         let manifest: Value = serde_json::from_str(manifest).unwrap();
         let frames = manifest["frames"].as_array().unwrap();
         let golden = frames.iter().find(|frame| frame["name"] == "answer_tool");
-        let result = Answer::ToolResult {
+        let result = HostCallAnswer::ToolResult {
             content: vec![
                 json!({"type": "text", "text": "zażółć"}),
                 json!({"type": "image", "data": "iVBORw0KGgo=", "mimeType": "image/png"}),
@@ -310,14 +313,14 @@ mod tests {
 
     #[test]
     fn other_answers_say_what_the_protocol_says() {
-        let check = |answer: Answer, expected: Value| {
+        let check = |answer: HostCallAnswer, expected: Value| {
             assert_eq!(serde_json::to_value(answer.to(4)).unwrap(), expected);
         };
         check(
-            Answer::Withdrawn {},
+            HostCallAnswer::Withdrawn {},
             json!({"type": "answer", "ask": 4, "ok": true}),
         );
-        let refused = Answer::Refused {
+        let refused = HostCallAnswer::Refused {
             reason: "denied",
             text: "no".to_owned(),
         };
@@ -330,7 +333,7 @@ mod tests {
     #[test]
     fn an_answer_that_is_one_byte_too_large_does_not_fit_a_frame() {
         let answer = |size: usize| {
-            Answer::NotInstalled {
+            HostCallAnswer::NotInstalled {
                 text: "x".repeat(size),
             }
             .to(1)

@@ -60,7 +60,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 pub use crate::ops::News;
-use crate::runner_client::Trouble;
+use crate::runner_client::FileFailure;
 use crate::sandbox::{LaunchError, Rules};
 pub use accounts::{LimitSetup, Quota, Quotas, Usage};
 pub use approvals::{
@@ -483,7 +483,7 @@ pub enum Refused {
     #[error("`{path}`: {}", file_trouble(*.reason, .detail))]
     File {
         path: InsidePath,
-        reason: Trouble,
+        reason: FileFailure,
         detail: String,
     },
     #[error("the file could not be read or stored on the server's side: {why}")]
@@ -679,19 +679,23 @@ fn too_many(limit: usize, own: usize, oldest_idle: &[SessionId]) -> String {
     )
 }
 
-fn file_trouble(reason: Trouble, detail: &str) -> String {
+fn file_trouble(reason: FileFailure, detail: &str) -> String {
     let what = match reason {
-        Trouble::Missing => "there is no such file in the working folder",
-        Trouble::NotAFile => "it is not a regular file, and only regular files can be copied",
+        FileFailure::Missing => "there is no such file in the working folder",
+        FileFailure::NotAFile => "it is not a regular file, and only regular files can be copied",
         // The runner's detail repeats this reason.
-        Trouble::Exists => {
+        FileFailure::Exists => {
             return "it exists already. Choose another name, or give `overwrite: true`".to_owned();
         }
-        Trouble::Outside => "the path leads out of the working folder, and links are not followed",
-        Trouble::TooLarge => "the file is larger than may be copied",
-        Trouble::NoSpace => "the working folder has no space left. Delete some files and try again",
-        Trouble::Denied => "the session may not access this file",
-        Trouble::Other => "the file could not be copied",
+        FileFailure::Outside => {
+            "the path leads out of the working folder, and links are not followed"
+        }
+        FileFailure::TooLarge => "the file is larger than may be copied",
+        FileFailure::NoSpace => {
+            "the working folder has no space left. Delete some files and try again"
+        }
+        FileFailure::Denied => "the session may not access this file",
+        FileFailure::Other => "the file could not be copied",
     };
     if detail.is_empty() {
         what.to_owned()

@@ -23,7 +23,7 @@ use super::super::{Front, McpSettings, render};
 use super::{Written, failed, said, schema, telling, unknown_tool};
 use crate::auth::Scope;
 use crate::ops::{self, HostExt, Io};
-use crate::runner_client::Trouble;
+use crate::runner_client::FileFailure;
 use crate::session::servers::ServerRequest;
 use crate::session::{InsidePath, Outcome, Refused, SessionId, Status};
 
@@ -451,11 +451,11 @@ fn trouble(
     }
     match error.downcast_ref::<Refused>() {
         Some(Refused::File {
-            reason: Trouble::Missing,
+            reason: FileFailure::Missing,
             ..
         }) => format!("File not found: {relpath}"),
         Some(Refused::File {
-            reason: Trouble::NotAFile,
+            reason: FileFailure::NotAFile,
             ..
         }) => format!("Not a file: {relpath}"),
         // Nothing has run yet, so the folder is empty.

@@ -18,7 +18,7 @@ use super::forks::{
 };
 use super::launch::{Inheritance, WorkFuture};
 use super::shared::Shared;
-use crate::runner_client::{Branched, Carried, Claim, Request};
+use crate::runner_client::{Branched, Claim, CopyReport, Request};
 use crate::sandbox::{CheckpointError, CheckpointId, LaunchError, Sandbox};
 use crate::session::history::{Copy, History};
 use crate::session::output::bounded_text;
@@ -215,7 +215,7 @@ impl Branches {
     pub(super) fn keep_beginning(
         &mut self,
         beginning: Option<CheckpointId>,
-        carried: &Carried,
+        carried: &CopyReport,
         sandbox: Option<&dyn Sandbox>,
     ) -> (bool, Vec<String>) {
         let (Some(checkpoint), Undo::On { .. }) = (beginning, self.undo) else {
@@ -501,7 +501,7 @@ impl Branches {
     pub(super) fn undone(
         &mut self,
         (cells, copy, revived): (u32, Copy, bool),
-        carried: &Carried,
+        carried: &CopyReport,
         sandbox: Option<&dyn Sandbox>,
     ) -> UndoReport {
         self.shared.facts().packages = copy.packages.clone();

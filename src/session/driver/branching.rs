@@ -8,7 +8,7 @@ use super::branches::{ForkReply, Product, Replacement};
 use super::forks::{Fork, Forked, ForksWanted, restore};
 use super::launch::{Finished, Live};
 use super::{Command, Driver};
-use crate::runner_client::{Branched, Carried};
+use crate::runner_client::{Branched, CopyReport};
 use crate::sandbox::{CheckpointError, LaunchError, Sandbox};
 use crate::session::late::LateText;
 use crate::session::state::{Answer, Event, RequestId, State};
@@ -228,7 +228,7 @@ impl Driver {
     }
 
     /// Reports that the replacement is in place.
-    pub(super) fn replaced(&mut self, carried: &Carried) {
+    pub(super) fn replaced(&mut self, carried: &CopyReport) {
         // Late output of the previous interpreter does not belong to this one.
         self.late = LateText::default();
         match self.branches.replacement.take() {

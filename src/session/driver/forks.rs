@@ -14,7 +14,7 @@ use tokio::sync::oneshot;
 use tokio_util::sync::CancellationToken;
 
 use super::launch::{Finished, Inheritance, Live, greet};
-use crate::runner_client::{Carried, CarriedFiles};
+use crate::runner_client::{CopiedFiles, CopyReport};
 use crate::sandbox::{CheckpointError, CheckpointId, ForkTerms, LaunchError, Sandbox};
 use crate::session::FilesCarried;
 use crate::session::tools::{Grant, Grants};
@@ -41,10 +41,10 @@ impl Fork {
         }
     }
 
-    fn carried(&self) -> Carried {
+    fn carried(&self) -> CopyReport {
         match self.live.as_ref().map(|live| &live.connection) {
-            Some(Ok(connection)) => connection.carried().clone(),
-            _ => Carried::default(),
+            Some(Ok(connection)) => connection.copy_report().clone(),
+            _ => CopyReport::default(),
         }
     }
 
@@ -261,7 +261,7 @@ pub(super) fn forked(mut forks: Vec<Fork>, lost: Vec<String>, inheritance: &Inhe
 
 /// Returns the start of a sentence about the random generators that continue from a seed; `None` if
 /// there are none.
-pub(super) fn seeded(carried: &Carried) -> Option<String> {
+pub(super) fn seeded(carried: &CopyReport) -> Option<String> {
     let names = carried
         .seeded
         .iter()
@@ -271,11 +271,11 @@ pub(super) fn seeded(carried: &Carried) -> Option<String> {
     (!names.is_empty()).then(|| format!("Random numbers of {names} go on from their seed"))
 }
 
-pub(super) fn files_carried(carried: &Carried, whole: FilesCarried) -> FilesCarried {
+pub(super) fn files_carried(carried: &CopyReport, whole: FilesCarried) -> FilesCarried {
     match carried.files {
-        Some(CarriedFiles::Restored) => whole,
-        Some(CarriedFiles::Shared) => FilesCarried::Shared,
-        Some(CarriedFiles::LeftAlone) => FilesCarried::LeftAlone {
+        Some(CopiedFiles::Restored) => whole,
+        Some(CopiedFiles::Shared) => FilesCarried::Shared,
+        Some(CopiedFiles::LeftAlone) => FilesCarried::LeftAlone {
             why: carried
                 .why
                 .clone()

@@ -63,7 +63,7 @@ use super::{
     Retry, Ruling, SessionId, SessionSettings, StateAfter, Status, Undo, UndoReport, WorkFolder,
 };
 use crate::reaction::{CpuAccount, ReactionLimit};
-use crate::runner_client::{self, Carried, Claim, Connection, Question, Request};
+use crate::runner_client::{self, Claim, Connection, CopyReport, HostCall, Request};
 use crate::sandbox::{Backend, Exit, LaunchError, Rules, Sandbox};
 
 /// Files up to this size are staged in memory.
@@ -682,7 +682,7 @@ impl Driver {
     }
 
     /// Handles a host call of the running cell.
-    fn asked(&mut self, id: RequestId, ask: u64, question: Question) {
+    fn asked(&mut self, id: RequestId, ask: u64, question: HostCall) {
         let is_running = self
             .running
             .as_ref()
@@ -843,8 +843,8 @@ impl Driver {
                 self.inherit(&live.inheritance);
                 self.host_calls.deliveries.forget();
                 let carried = match &live.connection {
-                    Ok(connection) => connection.carried().clone(),
-                    Err(_) => Carried::default(),
+                    Ok(connection) => connection.copy_report().clone(),
+                    Err(_) => CopyReport::default(),
                 };
                 let Live {
                     process,

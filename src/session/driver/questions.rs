@@ -14,7 +14,7 @@ use tracing::debug;
 use super::approvals::Wanted;
 use super::host_calls::{Caller, HostCalls};
 use crate::approval::{Fingerprint, Subject};
-use crate::runner_client::{Answer, Question, Request};
+use crate::runner_client::{HostCall, HostCallAnswer, Request};
 use crate::session::install::{self, InstallError, InstallRequest, Installed};
 use crate::session::tools::{
     Begun, CallEnd, ToolCall, ToolCalls, ToolReason, ToolRefused, ToolReply,
@@ -168,7 +168,11 @@ impl Questions {
     }
 
     /// Runs a command concurrently.
-    pub(super) fn run(&mut self, ask: u64, work: impl Future<Output = Answer> + Send + 'static) {
+    pub(super) fn run(
+        &mut self,
+        ask: u64,
+        work: impl Future<Output = HostCallAnswer> + Send + 'static,
+    ) {
         let task = self
             .tasks
             .spawn(async move { Answered::plain(ask, work.await) });
@@ -183,7 +187,7 @@ impl Questions {
     }
 
     /// Answers without any work.
-    pub(super) fn answer_at_once(&mut self, ask: u64, answer: Answer) {
+    pub(super) fn answer_at_once(&mut self, ask: u64, answer: HostCallAnswer) {
         self.ready.push_back(Answered::plain(ask, answer));
     }
 
@@ -218,7 +222,7 @@ impl Questions {
 }
 
 impl Answered {
-    fn plain(ask: u64, answer: Answer) -> Answered {
+    fn plain(ask: u64, answer: HostCallAnswer) -> Answered {
         Answered {
             ask,
             request: answer.to(ask),
@@ -238,7 +242,7 @@ impl Answered {
             Ok(reply) => reply,
             Err(refused) => return Answered::not_called(ask, refused),
         };
-        let result = Answer::ToolResult {
+        let result = HostCallAnswer::ToolResult {
             content,
             structured,
             is_error,
@@ -277,7 +281,7 @@ impl HostCalls {
     pub(super) fn asked(
         &mut self,
         ask: u64,
-        question: Question,
+        question: HostCall,
         caller: &mut Caller<'_>,
     ) -> Result<(), String> {
         if self.questions.knows(ask) || self.pending.knows(ask) {
@@ -287,7 +291,7 @@ impl HostCalls {
             return Err("the answers to too many questions were not read".to_owned());
         }
         match question {
-            Question::Install {
+            HostCall::Install {
                 requirements,
                 upgrade,
             } => match install::check_bounds(&requirements) {
@@ -298,7 +302,7 @@ impl HostCalls {
                     caller,
                 ),
             },
-            Question::CallTool {
+            HostCall::CallTool {
                 server,
                 tool,
                 arguments,
@@ -316,25 +320,26 @@ impl HostCalls {
                     caller,
                 );
             }
-            Question::Shell(command) => self.asked_to_run(ask, *command, caller),
-            Question::Withdraw { of } => {
+            HostCall::Shell(command) => self.asked_to_run(ask, *command, caller),
+            HostCall::Withdraw { of } => {
                 if !self.withdraw_pending(of, caller) {
                     self.questions.withdraw(of);
                 }
-                self.questions.answer_at_once(ask, Answer::Withdrawn {});
+                self.questions
+                    .answer_at_once(ask, HostCallAnswer::Withdrawn {});
                 self.start_waiting_calls(caller);
             }
-            Question::TooMuch(Excess::Depth(_)) => self.refuse_question(
+            HostCall::TooMuch(Excess::Depth(_)) => self.refuse_question(
                 ask,
                 "the arguments are nested more than 100 levels deep; send a flatter value, or JSON \
                  in a text",
             ),
-            Question::TooMuch(Excess::Memory(_)) => self.refuse_question(
+            HostCall::TooMuch(Excess::Memory(_)) => self.refuse_question(
                 ask,
                 "the arguments hold more values than a call may have; send fewer at a time, or \
                  JSON in a text",
             ),
-            Question::Unknown => {
+            HostCall::Unknown => {
                 self.refuse_question(ask, "this server does not know that question")
             }
         }
@@ -358,7 +363,7 @@ impl HostCalls {
         self.questions.work(ask, None, async move {
             match installer.install(request, &|_| ()).await {
                 Ok(Installed { paths, text }) => {
-                    let answer = Answer::Installed {
+                    let answer = HostCallAnswer::Installed {
                         text,
                         paths: paths.clone(),
                     };
@@ -499,14 +504,14 @@ impl HostCalls {
     }
 }
 
-fn not_installed(error: &InstallError) -> Answer {
-    Answer::NotInstalled {
+fn not_installed(error: &InstallError) -> HostCallAnswer {
+    HostCallAnswer::NotInstalled {
         text: format!("{error}\n"),
     }
 }
 
-fn not_called(ToolRefused { reason, text }: ToolRefused) -> Answer {
-    Answer::Refused {
+fn not_called(ToolRefused { reason, text }: ToolRefused) -> HostCallAnswer {
+    HostCallAnswer::Refused {
         reason: reason.word(),
         text,
     }

@@ -15,7 +15,7 @@ use tracing::debug;
 use super::approvals::Wanted;
 use super::host_calls::{Caller, HostCalls};
 use crate::approval::Subject;
-use crate::runner_client::{Answer, ClaimedCommand, Outlets};
+use crate::runner_client::{ClaimedCommand, HostCallAnswer, OutputPipes};
 use crate::sandbox::{Exit, Launcher, Process, Program, ProgramError, WORK_FOLDER};
 use crate::session::shell::ShellCommand;
 
@@ -29,7 +29,7 @@ const GRACE: Duration = Duration::from_millis(300);
 pub(super) struct CommandWanted {
     pub(super) ask: u64,
     pub(super) command: ShellCommand,
-    pub(super) outlets: Outlets,
+    pub(super) outlets: OutputPipes,
 }
 
 impl CommandWanted {
@@ -68,7 +68,7 @@ impl HostCalls {
         &mut self,
         ask: u64,
         command: ShellCommand,
-        outlets: Outlets,
+        outlets: OutputPipes,
         caller: &mut Caller<'_>,
     ) {
         let subject = Subject::Shell {
@@ -91,7 +91,7 @@ impl HostCalls {
         &mut self,
         ask: u64,
         command: ShellCommand,
-        outlets: Outlets,
+        outlets: OutputPipes,
         caller: &Caller<'_>,
     ) {
         if self.questions.commands() >= MOST_COMMANDS {
@@ -119,8 +119,8 @@ impl HostCalls {
     }
 }
 
-fn refusal(reason: &'static str, text: &str) -> Answer {
-    Answer::Refused {
+fn refusal(reason: &'static str, text: &str) -> HostCallAnswer {
+    HostCallAnswer::Refused {
         reason,
         text: text.to_owned(),
     }
@@ -128,7 +128,7 @@ fn refusal(reason: &'static str, text: &str) -> Answer {
 
 /// Returns whether both ends are write-only: a program must not read input from the pipe that it
 /// writes to.
-fn only_take(outlets: &Outlets) -> bool {
+fn only_take(outlets: &OutputPipes) -> bool {
     outlets.0.iter().all(|end| {
         let flags = rustix::fs::fcntl_getfl(end).unwrap_or(OFlags::RDWR);
         flags & OFlags::RWMODE == OFlags::WRONLY
@@ -136,7 +136,11 @@ fn only_take(outlets: &Outlets) -> bool {
 }
 
 /// Runs a command to its end and returns the answer.
-async fn run(command: &ShellCommand, launcher: Arc<dyn Launcher>, outlets: Outlets) -> Answer {
+async fn run(
+    command: &ShellCommand,
+    launcher: Arc<dyn Launcher>,
+    outlets: OutputPipes,
+) -> HostCallAnswer {
     let mut begun = match launch(command, &*launcher, &outlets).await {
         Ok(process) => Courteous(Some(process)),
         Err(error) => {
@@ -188,13 +192,13 @@ async fn run(command: &ShellCommand, launcher: Arc<dyn Launcher>, outlets: Outle
             Some("the command was ended with its sandbox".to_owned()),
         ),
     };
-    Answer::Exited { code, text }
+    HostCallAnswer::Exited { code, text }
 }
 
 async fn launch(
     command: &ShellCommand,
     launcher: &dyn Launcher,
-    outlets: &Outlets,
+    outlets: &OutputPipes,
 ) -> Result<Box<dyn Process>, ProgramError> {
     let copy = |end: &OwnedFd| end.as_fd().try_clone_to_owned();
     let failed = |error: std::io::Error| ProgramError::Failed {

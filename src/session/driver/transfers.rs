@@ -8,7 +8,7 @@ use tokio::sync::oneshot;
 use super::STAGED_IN_MEMORY;
 use super::requests::{Extent, Received, Transfer};
 use super::wording::{file_failed, file_list};
-use crate::runner_client::{Claim, MOST_LISTED, Request, Trouble};
+use crate::runner_client::{Claim, FileFailure, MOST_LISTED, Request};
 use crate::session::install::LoadedModules;
 use crate::session::output::bounded_text;
 use crate::session::state::RequestId;
@@ -166,7 +166,7 @@ impl Download {
         // incomplete.
         if size != self.sent {
             let why = "it changed while it was read".to_owned();
-            return Err(file_failed(&self.path, Trouble::Other, why));
+            return Err(file_failed(&self.path, FileFailure::Other, why));
         }
         let mut bytes = std::mem::replace(&mut self.bytes, SpooledTempFile::new(0));
         bytes.rewind().map_err(not_staged)?;

@@ -2,7 +2,7 @@
 
 use std::str::FromStr;
 
-use crate::runner_client::{Changes, ClaimedError, ClaimedFile, ClaimedVariable, Trouble};
+use crate::runner_client::{Changes, ClaimedError, ClaimedFile, ClaimedVariable, FileFailure};
 use crate::sandbox::Exit;
 use crate::session::output::bounded_text;
 use crate::session::{
@@ -28,7 +28,7 @@ pub(super) fn file_list(claimed: Vec<ClaimedFile>, omitted: u64) -> FileList {
     }
 }
 
-pub(super) fn file_failed(path: &InsidePath, reason: Trouble, message: String) -> Refused {
+pub(super) fn file_failed(path: &InsidePath, reason: FileFailure, message: String) -> Refused {
     Refused::File {
         path: path.clone(),
         reason,

@@ -692,19 +692,19 @@ async fn files_travel_both_ways_in_pieces() {
                 .await
                 .unwrap_err()
         ),
-        Trouble::TooLarge
+        FileFailure::TooLarge
     );
     assert_eq!(
         trouble(setting.download("a", "none", 10).await.unwrap_err()),
-        Trouble::Missing
+        FileFailure::Missing
     );
     assert_eq!(
         trouble(setting.download("a", "folder", 10).await.unwrap_err()),
-        Trouble::NotAFile
+        FileFailure::NotAFile
     );
     assert_eq!(
         trouble(setting.upload("a", "empty", b"x", false).await.unwrap_err()),
-        Trouble::Exists
+        FileFailure::Exists
     );
     assert_eq!(setting.upload("a", "empty", b"x", true).await.unwrap(), 1);
     assert!(matches!(
