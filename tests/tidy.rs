@@ -685,6 +685,25 @@ fn rust_is_wrapped() {
 }
 
 #[test]
+fn python_of_the_runner_is_wrapped() {
+    let mut checked = 0;
+    let mut wide = Vec::new();
+    for source in tree() {
+        if !source.path.starts_with("runner/") || !source.path.ends_with(".py") {
+            continue;
+        }
+        checked += 1;
+        for (number, line) in source.text.lines().enumerate() {
+            if line.chars().count() > MAX_COLUMNS {
+                wide.push(format!("{}:{}", source.path, number + 1));
+            }
+        }
+    }
+    assert!(checked > 50, "the rule looks at the runner"); // control
+    assert_none(wide, "Python has at most 100 columns");
+}
+
+#[test]
 fn markdown_is_wrapped() {
     let mut wide = Vec::new();
     for source in tree() {
