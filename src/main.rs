@@ -1,6 +1,6 @@
 //! Entry point of `cellblock`. Runs the server or, selected by a hidden first argument, a helper
-//! process: the guardian of the jail, a program that opens listeners in a container (`doors` from
-//! outside, `porter` from a helper container), or a wrapper that becomes an upstream MCP server.
+//! process: the guardian of the jail, a process that opens listeners in a container's network (from
+//! outside, or from a helper container), or a wrapper that becomes an upstream MCP server.
 
 #![forbid(unsafe_code)]
 
@@ -13,11 +13,11 @@ fn main() -> ExitCode {
         Some(argument) if argument == cellblock_jail::guardian::ARGUMENT => {
             cellblock_jail::guardian::main()
         }
-        Some(argument) if argument == cellblock_jail::doors::ARGUMENT => {
-            cellblock_jail::doors::main()
+        Some(argument) if argument == cellblock_jail::netns_listeners::ARGUMENT => {
+            cellblock_jail::netns_listeners::main()
         }
-        Some(argument) if argument == cellblock_jail::porter::ARGUMENT => {
-            cellblock_jail::porter::main()
+        Some(argument) if argument == cellblock_jail::netns_helper::ARGUMENT => {
+            cellblock_jail::netns_helper::main()
         }
         // Becomes an upstream server, which ends together with its parent process.
         Some(argument) if argument == cellblock::app::WRAPPER_ARGUMENT => {

@@ -94,8 +94,8 @@ fn a_closed_standard_error_does_not_change_how_a_command_ends() {
     // Parts of the program that the server starts. Their input is not a socket, so they fail.
     let parts = [
         cellblock_jail::guardian::ARGUMENT,
-        cellblock_jail::doors::ARGUMENT,
-        cellblock_jail::porter::ARGUMENT,
+        cellblock_jail::netns_listeners::ARGUMENT,
+        cellblock_jail::netns_helper::ARGUMENT,
     ];
     for part in parts {
         let mut command = Command::new(PROGRAM);

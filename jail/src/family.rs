@@ -269,7 +269,7 @@ fn make_init(
                     .mounts
                     .iter()
                     .any(|mount| mount.inside == Path::new(root::WORK)),
-            network: setup.doors.clone(),
+            egress: setup.egress.clone(),
             leave_out: setup.leave_out.clone(),
             test_switches: setup.test_switches.clone(),
         }),

@@ -31,7 +31,7 @@ use seccompiler::SeccompAction;
 use serde::{Deserialize, Serialize};
 
 use crate::identity::INSIDE_ID;
-use crate::network::{self, Door, Doors};
+use crate::network::{self, EgressPorts, ListenerKind};
 use crate::root::{self, RootError};
 use crate::test_switches::TestSwitches;
 use crate::wire::{self, LeftOut, Mask, OperatorMount, Scratch};
@@ -42,8 +42,8 @@ use crate::{landlock, mask, sys};
 #[serde(rename_all = "kebab-case", tag = "say")]
 pub(crate) enum Word {
     /// Carries the sockets.
-    Opened {
-        doors: Vec<Door>,
+    ListenersOpened {
+        kinds: Vec<ListenerKind>,
     },
     /// Carries the namespaces that interpreters join, in the order of `JOINED`, their root
     /// directory, its mount namespace, and the landlock rules unless a test left them out.
@@ -74,7 +74,7 @@ pub(crate) struct Start {
     pub(crate) masks: Vec<Mask>,
     pub(crate) scratch: Scratch,
     pub(crate) private_work_folder: bool,
-    pub(crate) network: Option<Doors>,
+    pub(crate) egress: Option<EgressPorts>,
     /// The pid of the first process after init.
     pub(crate) first_process: u32,
     pub(crate) leave_out: Vec<LeftOut>,
@@ -139,17 +139,17 @@ fn build(start: &mut Start) -> Result<Mounts, InitError> {
         rustix::system::sethostname(b"cellblock"),
     )?;
     step("bring up the loopback interface", sys::bring_loopback_up())?;
-    if let Some(doors) = &start.network {
-        let (doors, sockets) = step("open the ways out", network::open(doors))?;
+    if let Some(ports) = &start.egress {
+        let (kinds, sockets) = step("open the egress listeners", network::open(ports))?;
         let sockets: Vec<_> = sockets.iter().map(AsFd::as_fd).collect();
         step(
-            "hand over the ways out",
-            wire::send(&start.warden, &Word::Opened { doors }, &sockets),
+            "hand over the egress listeners",
+            wire::send(&start.warden, &Word::ListenersOpened { kinds }, &sockets),
         )?;
     }
     step(
         "check the network",
-        network::leads_nowhere(start.network.as_ref()),
+        network::verify_isolated(start.egress.as_ref()),
     )?;
 
     // The /proc of the family's root shows no process. A handle to it is kept for two kernel

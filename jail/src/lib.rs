@@ -16,9 +16,9 @@
 //! this work needs a single thread. If the server dies, the guardian kills the warden. When the
 //! first process of a pid namespace dies, the kernel kills everything in the namespace.
 //!
-//! `doors` serves sandboxes that are created elsewhere: it opens egress listeners in the network
-//! namespace of a container. `porter` starts it inside a helper container where this server has no
-//! access to that namespace.
+//! `netns_listeners` serves sandboxes that are created elsewhere: it opens egress listeners in the
+//! network namespace of a container. `netns_helper` does the same from a helper container where this
+//! server has no access to that namespace.
 //!
 //! All unsafe code of Cellblock is in `sys`. There is no async code here: the server wraps the
 //! sockets of `wire` itself.
@@ -26,7 +26,6 @@
 //! This crate never runs user code, connects to a network or stores a secret.
 
 pub mod cgroup;
-pub mod doors;
 mod errand;
 mod etc;
 mod family;
@@ -38,9 +37,10 @@ mod landlock;
 mod mask;
 pub mod memory;
 mod netlink;
+pub mod netns_helper;
+pub mod netns_listeners;
 pub mod network;
 mod nftables;
-pub mod porter;
 pub mod posture;
 pub mod probe;
 mod program;

@@ -19,11 +19,11 @@ use serde::{Deserialize, Serialize};
 use crate::netlink::{self, Message, Netlink};
 use crate::nftables;
 
-/// The egress listeners of a sandbox's network. Without them, user code can reach only the sandbox
-/// itself.
+/// The destination ports for which a sandbox's network has egress listeners. Without listeners,
+/// user code can reach only the sandbox itself.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Doors {
+pub enum EgressPorts {
     /// DNS queries, and connections to these ports.
     Ports(Vec<u16>),
     /// DNS queries, and connections to every port.
@@ -33,39 +33,39 @@ pub enum Doors {
 /// The purpose of a listener in a sandbox.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Door {
-    Names,
+pub enum ListenerKind {
+    Dns,
     Port(u16),
     AnyPort,
 }
 
-impl Doors {
+impl EgressPorts {
     /// Returns the listeners, in the order in which they are opened.
-    pub(crate) fn kinds(&self) -> Vec<Door> {
+    pub(crate) fn listener_kinds(&self) -> Vec<ListenerKind> {
         let others = match self {
-            Doors::Ports(ports) => ports.iter().copied().map(Door::Port).collect(),
-            Doors::All => vec![Door::AnyPort],
+            EgressPorts::Ports(ports) => ports.iter().copied().map(ListenerKind::Port).collect(),
+            EgressPorts::All => vec![ListenerKind::AnyPort],
         };
-        std::iter::once(Door::Names).chain(others).collect()
+        std::iter::once(ListenerKind::Dns).chain(others).collect()
     }
 }
 
-const NAMES_PORT: u16 = 53;
+const DNS_PORT: u16 = 53;
 /// Limit of connections that are waiting for an accept. The server accepts immediately.
 const BACKLOG: i32 = 128;
 
 /// Isolates this network namespace and opens its listeners.
-pub(crate) fn open(doors: &Doors) -> io::Result<(Vec<Door>, Vec<OwnedFd>)> {
+pub(crate) fn open(ports: &EgressPorts) -> io::Result<(Vec<ListenerKind>, Vec<OwnedFd>)> {
     make_every_address_local()?;
-    let mut sockets = vec![bound(SocketType::DGRAM, NAMES_PORT)?];
-    match doors {
-        Doors::Ports(ports) => {
+    let mut sockets = vec![bound_socket(SocketType::DGRAM, DNS_PORT)?];
+    match ports {
+        EgressPorts::Ports(ports) => {
             for port in ports {
-                sockets.push(listening(*port)?);
+                sockets.push(listening_socket(*port)?);
             }
         }
-        Doors::All => {
-            let socket = listening(0)?;
+        EgressPorts::All => {
+            let socket = listening_socket(0)?;
             let port = match rustix::net::getsockname(&socket)?.try_into() {
                 Ok(SocketAddr::V6(address)) => address.port(),
                 Ok(SocketAddr::V4(address)) => address.port(),
@@ -75,15 +75,15 @@ pub(crate) fn open(doors: &Doors) -> io::Result<(Vec<Door>, Vec<OwnedFd>)> {
             sockets.push(socket);
         }
     }
-    Ok((doors.kinds(), sockets))
+    Ok((ports.listener_kinds(), sockets))
 }
 
 /// Verifies that a connection to an unused address is refused immediately: an address reserved for
 /// documentation, at a port without a listener.
 ///
 /// If all connections are redirected, the accepting process decides.
-pub(crate) fn leads_nowhere(doors: Option<&Doors>) -> io::Result<()> {
-    let Some(port) = port_without_door(doors) else {
+pub(crate) fn verify_isolated(ports: Option<&EgressPorts>) -> io::Result<()> {
+    let Some(port) = port_without_listener(ports) else {
         return Ok(());
     };
     let socket = rustix::net::socket_with(
@@ -92,21 +92,21 @@ pub(crate) fn leads_nowhere(doors: Option<&Doors>) -> io::Result<()> {
         SocketFlags::CLOEXEC,
         None,
     )?;
-    let nobody = SocketAddr::from((Ipv4Addr::new(192, 0, 2, 1), port));
-    match rustix::net::connect(&socket, &nobody) {
+    let unused = SocketAddr::from((Ipv4Addr::new(192, 0, 2, 1), port));
+    match rustix::net::connect(&socket, &unused) {
         Err(rustix::io::Errno::NETUNREACH | rustix::io::Errno::CONNREFUSED) => Ok(()),
-        Ok(()) => Err(io::Error::other("an address of nobody answered")),
+        Ok(()) => Err(io::Error::other("an unused address accepted a connection")),
         Err(error) => Err(io::Error::other(format!(
-            "an address of nobody is not refused but: {error}"
+            "a connection to an unused address was not refused: {error}"
         ))),
     }
 }
 
-fn port_without_door(doors: Option<&Doors>) -> Option<u16> {
-    match doors {
+fn port_without_listener(ports: Option<&EgressPorts>) -> Option<u16> {
+    match ports {
         None => Some(1),
-        Some(Doors::Ports(ports)) => (1..=u16::MAX).find(|port| !ports.contains(port)),
-        Some(Doors::All) => None,
+        Some(EgressPorts::Ports(ports)) => (1..=u16::MAX).find(|port| !ports.contains(port)),
+        Some(EgressPorts::All) => None,
     }
 }
 
@@ -135,14 +135,14 @@ pub(crate) fn other_interfaces() -> io::Result<Vec<String>> {
     Ok(names)
 }
 
-fn listening(port: u16) -> io::Result<OwnedFd> {
-    let socket = bound(SocketType::STREAM, port)?;
+fn listening_socket(port: u16) -> io::Result<OwnedFd> {
+    let socket = bound_socket(SocketType::STREAM, port)?;
     rustix::net::listen(&socket, BACKLOG)?;
     Ok(socket)
 }
 
 /// Returns a socket for IPv6 and IPv4, or only IPv4 if the kernel has no IPv6.
-fn bound(kind: SocketType, port: u16) -> io::Result<OwnedFd> {
+fn bound_socket(kind: SocketType, port: u16) -> io::Result<OwnedFd> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     match rustix::net::socket_with(AddressFamily::INET6, kind, flags, None) {
         Ok(socket) => {
@@ -187,7 +187,7 @@ fn make_every_address_local() -> io::Result<()> {
         message.attribute(libc::RTA_OIF, &LOOPBACK_IFINDEX.to_ne_bytes());
         match kernel.ask(&[message]) {
             // Without IPv6 there is no IPv6 address to reach.
-            Err(error) if family == libc::AF_INET6 && no_such_family(&error) => {}
+            Err(error) if family == libc::AF_INET6 && lacks_address_family(&error) => {}
             result => result?,
         }
     }
@@ -196,7 +196,7 @@ fn make_every_address_local() -> io::Result<()> {
 
 /// Returns whether the kernel lacks the address family, or it is disabled on the interface
 /// (`EACCES`; missing rights would be `EPERM`).
-fn no_such_family(error: &io::Error) -> bool {
+fn lacks_address_family(error: &io::Error) -> bool {
     matches!(
         error.raw_os_error(),
         Some(libc::EAFNOSUPPORT | libc::EOPNOTSUPP | libc::EACCES)
@@ -208,25 +208,32 @@ mod tests {
     use super::*;
 
     #[test]
-    fn no_rule_is_in_the_way_of_the_port_at_which_nobody_is() {
-        assert_eq!(port_without_door(None), Some(1));
+    fn the_probed_port_has_no_listener() {
+        assert_eq!(port_without_listener(None), Some(1));
         assert_eq!(
-            port_without_door(Some(&Doors::Ports(vec![80, 443]))),
+            port_without_listener(Some(&EgressPorts::Ports(vec![80, 443]))),
             Some(1)
         );
         assert_eq!(
-            port_without_door(Some(&Doors::Ports((1..=9).collect()))),
+            port_without_listener(Some(&EgressPorts::Ports((1..=9).collect()))),
             Some(10)
         );
-        assert_eq!(port_without_door(Some(&Doors::All)), None);
+        assert_eq!(port_without_listener(Some(&EgressPorts::All)), None);
     }
 
     #[test]
-    fn doors_are_named_in_the_order_in_which_they_are_opened() {
+    fn listeners_are_returned_in_the_order_in_which_they_are_opened() {
         assert_eq!(
-            Doors::Ports(vec![443, 80]).kinds(),
-            [Door::Names, Door::Port(443), Door::Port(80)]
+            EgressPorts::Ports(vec![443, 80]).listener_kinds(),
+            [
+                ListenerKind::Dns,
+                ListenerKind::Port(443),
+                ListenerKind::Port(80)
+            ]
         );
-        assert_eq!(Doors::All.kinds(), [Door::Names, Door::AnyPort]);
+        assert_eq!(
+            EgressPorts::All.listener_kinds(),
+            [ListenerKind::Dns, ListenerKind::AnyPort]
+        );
     }
 }

@@ -1303,9 +1303,9 @@ impl Warden {
             Err(error) => Err(error),
         };
         match word {
-            Ok(Some((InitWord::Opened { doors }, sockets))) => self.tell_or_fail(
+            Ok(Some((InitWord::ListenersOpened { kinds }, sockets))) => self.tell_or_fail(
                 slot,
-                &Event::Opened { slot, doors },
+                &Event::ListenersOpened { slot, kinds },
                 &sockets.iter().collect::<Vec<_>>(),
             ),
             Ok(Some((InitWord::Ready, mut descriptors))) => {

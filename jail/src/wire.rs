@@ -16,7 +16,7 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use crate::identity::Identity;
-use crate::network::{Door, Doors};
+use crate::network::{EgressPorts, ListenerKind};
 use crate::sysfs::ShownLimits;
 use crate::test_switches::TestSwitches;
 
@@ -54,8 +54,8 @@ pub struct Setup {
     /// The same for sandboxes with `apart`, which do the server's own work.
     pub scratch_apart: Scratch,
     pub zygote: ZygoteCommand,
-    /// Egress listeners in every sandbox's network; no egress if `None`.
-    pub doors: Option<Doors>,
+    /// Ports of the egress listeners in every sandbox's network; no egress if `None`.
+    pub egress: Option<EgressPorts>,
     /// Limits for machines without cgroups, and some that always apply.
     pub rlimits: Vec<ResourceLimit>,
     /// The same for sandboxes with `apart`.
@@ -282,7 +282,10 @@ pub enum Event {
     /// An init exists and waits; carries its pidfd.
     Created { slot: Slot },
     /// The egress listeners of the sandbox's network; carries their sockets.
-    Opened { slot: Slot, doors: Vec<Door> },
+    ListenersOpened {
+        slot: Slot,
+        kinds: Vec<ListenerKind>,
+    },
     /// The sandbox is complete; these are the namespaces that its interpreters must be in.
     Prepared {
         slot: Slot,

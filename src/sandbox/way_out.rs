@@ -17,7 +17,7 @@ use cellblock_egress::gateway::{self, Gateway, Limits};
 use cellblock_egress::resolve::Resolver;
 use cellblock_egress::rules::{Listens, Rules};
 use cellblock_egress::secrets::Vault;
-use cellblock_jail::network::{Door, Doors};
+use cellblock_jail::network::{EgressPorts, ListenerKind};
 
 pub(in crate::sandbox) use container::random_word;
 pub use container::{KNOCK_AT, Unproven, WayOutError};
@@ -49,19 +49,24 @@ impl fmt::Debug for Network {
 
 impl Network {
     /// Returns the listeners that every sandbox needs.
-    pub(in crate::sandbox) fn doors(&self) -> Doors {
+    pub(in crate::sandbox) fn doors(&self) -> EgressPorts {
         match self.rules.listens() {
-            Listens::Ports(ports) => Doors::Ports(ports.union(&self.ports).copied().collect()),
-            Listens::All => Doors::All,
+            Listens::Ports(ports) => {
+                EgressPorts::Ports(ports.union(&self.ports).copied().collect())
+            }
+            Listens::All => EgressPorts::All,
         }
     }
 
     /// Opens the gateway of a sandbox.
-    pub(in crate::sandbox) fn open(&self, doors: Vec<(Door, OwnedFd)>) -> io::Result<Gateway> {
+    pub(in crate::sandbox) fn open(
+        &self,
+        doors: Vec<(ListenerKind, OwnedFd)>,
+    ) -> io::Result<Gateway> {
         let doors = doors.into_iter().map(|(door, socket)| match door {
-            Door::Names => gateway::Door::Names(UdpSocket::from(socket)),
-            Door::Port(port) => gateway::Door::Port(port, TcpListener::from(socket)),
-            Door::AnyPort => gateway::Door::AnyPort(TcpListener::from(socket)),
+            ListenerKind::Dns => gateway::Door::Names(UdpSocket::from(socket)),
+            ListenerKind::Port(port) => gateway::Door::Port(port, TcpListener::from(socket)),
+            ListenerKind::AnyPort => gateway::Door::AnyPort(TcpListener::from(socket)),
         });
         Gateway::open(
             doors.collect(),
@@ -99,11 +104,11 @@ pub(super) mod tests {
             ports: BTreeSet::from([443]),
             ..closed()
         };
-        assert_eq!(network.doors(), Doors::Ports(vec![443, 8080]));
+        assert_eq!(network.doors(), EgressPorts::Ports(vec![443, 8080]));
         let network = Network {
             rules: Rules::parse(&["a.test:*"]).unwrap(),
             ..closed()
         };
-        assert_eq!(network.doors(), Doors::All);
+        assert_eq!(network.doors(), EgressPorts::All);
     }
 }

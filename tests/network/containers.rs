@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use cellblock::sandbox::way_out::{KNOCK_AT, WayOutError};
 use cellblock_egress::gateway::Gateway;
-use cellblock_jail::doors::{DoorsError, Namespace};
+use cellblock_jail::netns_listeners::{Namespace, NetnsError};
 use serde_json::{Value, json};
 use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader, Lines};
 use tokio::process::{Child, ChildStdin, ChildStdout, Command};
@@ -326,7 +326,7 @@ fn a_network_that_leads_elsewhere_is_refused_and_left_as_it_is() {
         assert!(
             matches!(
                 &refused,
-                WayOutError::Doors(DoorsError::Interfaces(names)) if names == &["other"]
+                WayOutError::Doors(NetnsError::Interfaces(names)) if names == &["other"]
             ),
             "{refused:?}"
         );
@@ -371,7 +371,7 @@ fn who_has_no_right_to_a_network_is_told_so() {
             .err()
             .unwrap();
         assert!(
-            matches!(refused, WayOutError::Doors(DoorsError::Forbidden(_))),
+            matches!(refused, WayOutError::Doors(NetnsError::Forbidden(_))),
             "{refused:?}"
         );
         assert!(

@@ -3,7 +3,7 @@
 //!
 //! A user of an engine that runs as root can have it do what the server itself may not: join the
 //! network of a container. So the engine starts a porter there. It is this same program; it sends
-//! the listeners back and ends (`jail::porter`):
+//! the listeners back and ends (`jail::netns_helper`):
 //!
 //! ```text
 //! server ── engine API ── engine ── container of a session, without a network
@@ -27,9 +27,9 @@ use std::time::Duration;
 
 use bollard::container::LogOutput;
 use bollard::models::ContainerCreateBody;
-use cellblock_jail::doors::DoorsError;
-use cellblock_jail::network::{Door, Doors};
-use cellblock_jail::porter::{ARGUMENT, Libraries, Lodge, WORD};
+use cellblock_jail::netns_helper::{ARGUMENT, HelperSocket, Libraries, SECRET_VARIABLE};
+use cellblock_jail::netns_listeners::NetnsError;
+use cellblock_jail::network::{EgressPorts, ListenerKind};
 use futures_util::{Stream, StreamExt};
 use tracing::{debug, warn};
 
@@ -75,14 +75,14 @@ pub(super) enum PorterError {
     Failed {
         said: Option<String>,
         #[source]
-        cause: DoorsError,
+        cause: NetnsError,
     },
 }
 
 /// Starts porters through the engine.
 pub(super) struct Porters {
     engine: Engine,
-    /// Prefix of the socket paths (`Lodge`). Only this server's user can access them.
+    /// Prefix of the socket paths (`HelperSocket`). Only this server's user can access them.
     lodges: PathBuf,
     labels: HashMap<String, String>,
     /// Held while looking for the image, so that it is made once.
@@ -105,12 +105,12 @@ impl Porters {
         &self,
         program: &Path,
         container: &str,
-        doors: &Doors,
-    ) -> Result<Vec<(Door, OwnedFd)>, PorterError> {
+        doors: &EgressPorts,
+    ) -> Result<Vec<(ListenerKind, OwnedFd)>, PorterError> {
         let number = fresh_number();
         let word = random_word().map_err(PorterError::Lodge)?;
         let path = PathBuf::from(format!("{}-{number:016x}", self.lodges.display()));
-        let lodge = Arc::new(Lodge::open(&path, &word).map_err(PorterError::Lodge)?);
+        let lodge = Arc::new(HelperSocket::open(&path, &word).map_err(PorterError::Lodge)?);
         let luggage = Luggage::of(program, Libraries::own().map_err(PorterError::Files)?)?;
         let image = {
             let _alone = self.looking.lock().await;
@@ -131,15 +131,15 @@ impl Porters {
     }
 
     /// Starts a porter and waits for its end. By then its listeners have arrived at the socket
-    /// (`Lodge`), or never will.
+    /// (`HelperSocket`), or never will.
     async fn received(
         &self,
         id: &str,
-        lodge: Arc<Lodge>,
-        doors: Doors,
-    ) -> Result<Vec<(Door, OwnedFd)>, PorterError> {
+        lodge: Arc<HelperSocket>,
+        doors: EgressPorts,
+    ) -> Result<Vec<(ListenerKind, OwnedFd)>, PorterError> {
         let closing = Closing(lodge.clone());
-        let waiting = tokio::task::spawn_blocking(move || lodge.doors(&doors));
+        let waiting = tokio::task::spawn_blocking(move || lodge.receive_listeners(&doors));
         let attached = self.engine.attach(id).await?;
         self.engine.start(id).await?;
         let said = tokio::time::timeout(PATIENCE, last_words(attached.output)).await;
@@ -153,9 +153,9 @@ impl Porters {
     }
 }
 
-/// Closes a socket (`Lodge`), so that no thread waits there for a porter that has ended or was
+/// Closes a socket (`HelperSocket`), so that no thread waits there for a porter that has ended or was
 /// never started.
-struct Closing(Arc<Lodge>);
+struct Closing(Arc<HelperSocket>);
 
 impl Drop for Closing {
     fn drop(&mut self) {
@@ -278,7 +278,7 @@ impl Luggage {
                 .map(|(library, name)| shown(library, inside(name))),
         );
         let mut command = vec![PROGRAM, ARGUMENT, LODGE];
-        let mut variables = vec![(WORD.to_owned(), word.to_owned())];
+        let mut variables = vec![(SECRET_VARIABLE.to_owned(), word.to_owned())];
         if self.loader.is_some() {
             command.splice(..0, [LOADER, "--library-path", LIBRARIES]);
             // A library is requested by a name that may differ from its file name. A loaded library
@@ -360,7 +360,10 @@ mod tests {
         assert_eq!(body.cmd.unwrap(), words);
         let preloaded =
             "LD_PRELOAD=/cellblock/libraries/libc-2.31.so:/cellblock/libraries/libz.so.1";
-        assert_eq!(body.env.unwrap(), ["CELLBLOCK_PORTER_WORD=word", preloaded]);
+        assert_eq!(
+            body.env.unwrap(),
+            ["CELLBLOCK_NETNS_HELPER_SECRET=word", preloaded]
+        );
     }
 
     #[test]
@@ -369,7 +372,7 @@ mod tests {
         assert_eq!(shown(&body).len(), 2);
         assert_eq!(body.entrypoint.unwrap(), ["/cellblock/program"]);
         assert_eq!(body.cmd.unwrap(), [ARGUMENT, "/cellblock/lodge"]);
-        assert_eq!(body.env.unwrap(), ["CELLBLOCK_PORTER_WORD=word"]);
+        assert_eq!(body.env.unwrap(), ["CELLBLOCK_NETNS_HELPER_SECRET=word"]);
     }
 
     #[test]

@@ -24,7 +24,7 @@ use std::time::Duration;
 use cellblock_egress::gateway::Gateway;
 use cellblock_egress::name::HostName;
 use cellblock_egress::resolve::BoxFuture;
-use cellblock_jail::doors::{DoorsError, Namespace};
+use cellblock_jail::netns_listeners::{Namespace, NetnsError};
 use serde_json::json;
 use tempfile::NamedTempFile;
 
@@ -108,7 +108,7 @@ impl ContainerNetwork {
         porters: &Porters,
     ) -> Result<Gateway, NoWayOut> {
         let unproven = match self.enter(container, process).await {
-            Err(WayOutError::Doors(DoorsError::Forbidden(_))) => {
+            Err(WayOutError::Doors(NetnsError::Forbidden(_))) => {
                 let doors = porters
                     .open(&self.program, container, &self.network.doors())
                     .await?;
@@ -129,7 +129,7 @@ impl ContainerNetwork {
     async fn enter(&self, container: &str, process: Option<i64>) -> Result<Unproven, WayOutError> {
         let process = process
             .and_then(|process| u32::try_from(process).ok())
-            .ok_or(DoorsError::Elsewhere)?;
+            .ok_or(NetnsError::Elsewhere)?;
         let namespace = Namespace::of_container(process, container)?;
         self.network.enter(&self.program, namespace).await
     }

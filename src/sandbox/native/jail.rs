@@ -133,7 +133,7 @@ impl Jail {
                 quick: environment.quick,
                 session_environment: settings.variables.clone(),
             },
-            doors: environment.network.as_ref().map(Network::doors),
+            egress: environment.network.as_ref().map(Network::doors),
             rlimits: rlimits(&settings.limits, instance.tree().is_some()),
             rlimits_apart: rlimits(&settings.limits_apart, instance.tree().is_some()),
             shown_limits: ShownLimits {

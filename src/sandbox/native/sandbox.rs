@@ -284,11 +284,11 @@ impl NativeSandbox {
             .await?;
         self.check_confinement(&init)?;
         if let Some(network) = &self.network {
-            let opened = network.open(self.warden.take_doors(self.slot));
-            let no_way = |error| LaunchError::Start {
+            let opened = network.open(self.warden.take_listeners(self.slot));
+            let not_opened = |error| LaunchError::Start {
                 why: format!("its network could not be opened: {error}"),
             };
-            let gateway = opened.map_err(no_way)?;
+            let gateway = opened.map_err(not_opened)?;
             if let Some(rules) = self.first_rules.take() {
                 gateway.set_rules(rules);
             }

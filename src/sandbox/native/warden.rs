@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 
 use cellblock_jail::cgroup;
 use cellblock_jail::guardian;
-use cellblock_jail::network::Door;
+use cellblock_jail::network::ListenerKind;
 use cellblock_jail::posture::Posture;
 use cellblock_jail::wire::{self, Command, Event, FamilyId, Generation, Setup, Slot};
 use rustix::process::{Pid, PidfdFlags, Signal};
@@ -41,7 +41,7 @@ const END_LIMIT: Duration = Duration::from_secs(10);
 pub(super) struct View {
     pub(super) init: Option<Arc<OwnedFd>>,
     /// The listeners of its network, until they are taken.
-    doors: Vec<(Door, OwnedFd)>,
+    listeners: Vec<(ListenerKind, OwnedFd)>,
     /// The namespaces of the sandbox, once it is complete.
     pub(super) prepared: Option<Arc<[PathBuf]>>,
     pub(super) failed: Option<String>,
@@ -359,12 +359,12 @@ impl Warden {
     }
 
     /// Takes the listeners of a sandbox's network.
-    pub(super) fn take_doors(&self, slot: Slot) -> Vec<(Door, OwnedFd)> {
-        let mut doors = Vec::new();
+    pub(super) fn take_listeners(&self, slot: Slot) -> Vec<(ListenerKind, OwnedFd)> {
+        let mut listeners = Vec::new();
         if let Some(view) = self.views().get(&slot) {
-            view.send_modify(|view| doors = std::mem::take(&mut view.doors));
+            view.send_modify(|view| listeners = std::mem::take(&mut view.listeners));
         }
-        doors
+        listeners
     }
 
     /// Clears the failure of an attempt before the next one.
@@ -611,7 +611,9 @@ impl State {
     fn apply_without(&self, event: Event, error: &io::Error) {
         let why = format!("the server cannot take its descriptors: {error}");
         match event {
-            Event::Created { slot } | Event::Opened { slot, .. } | Event::Forked { slot, .. } => {
+            Event::Created { slot }
+            | Event::ListenersOpened { slot, .. }
+            | Event::Forked { slot, .. } => {
                 self.apply(Event::Failed { slot, why }, Vec::new());
             }
             Event::ErrandMade { slot, number } => {
@@ -641,13 +643,13 @@ impl State {
             self.jail.send_replace(JailState::Standing);
             return;
         }
-        if let Event::Opened { slot, doors } = event {
-            let mut doors: Vec<_> = doors.into_iter().zip(descriptors).collect();
-            return change(slot, &mut |view| view.doors.append(&mut doors));
+        if let Event::ListenersOpened { slot, kinds } = event {
+            let mut listeners: Vec<_> = kinds.into_iter().zip(descriptors).collect();
+            return change(slot, &mut |view| view.listeners.append(&mut listeners));
         }
         let mut handle = descriptors.pop().map(Arc::new);
         match event {
-            Event::Opened { .. } | Event::Ready => {}
+            Event::ListenersOpened { .. } | Event::Ready => {}
             Event::Pong { number } => self.answered.store(number, Ordering::Relaxed),
             Event::Warmed => {
                 let posture = handle

@@ -18,8 +18,8 @@ use std::path::Path;
 use std::time::Duration;
 
 use cellblock_egress::gateway::Gateway;
-use cellblock_jail::doors::{self, DoorsError, Namespace};
-use cellblock_jail::network::Door;
+use cellblock_jail::netns_listeners::{self, Namespace, NetnsError};
+use cellblock_jail::network::ListenerKind;
 
 use super::Network;
 use crate::reaction::within;
@@ -34,7 +34,7 @@ const WORD: usize = 16;
 #[derive(Debug, thiserror::Error)]
 pub enum WayOutError {
     #[error("no way out of the container can be opened")]
-    Doors(#[from] DoorsError),
+    Doors(#[from] NetnsError),
     #[error(
         "what is sent inside the container does not arrive here; its runtime has a network of its \
          own"
@@ -53,15 +53,17 @@ impl Network {
         namespace: Namespace,
     ) -> Result<Unproven, WayOutError> {
         let (program, wanted) = (program.to_owned(), self.doors());
-        let opened =
-            tokio::task::spawn_blocking(move || doors::open(&program, &namespace, &wanted)).await;
+        let opened = tokio::task::spawn_blocking(move || {
+            netns_listeners::open(&program, &namespace, &wanted)
+        })
+        .await;
         self.unproven(opened.map_err(|error| WayOutError::Gateway(io::Error::other(error)))??)
     }
 
     /// Takes listeners that another process opened for this network.
     pub(in crate::sandbox) fn unproven(
         &self,
-        doors: Vec<(Door, OwnedFd)>,
+        doors: Vec<(ListenerKind, OwnedFd)>,
     ) -> Result<Unproven, WayOutError> {
         Ok(Unproven {
             network: self.clone(),
@@ -74,7 +76,7 @@ impl Network {
 /// Listeners through which nothing has arrived yet.
 pub struct Unproven {
     network: Network,
-    doors: Vec<(Door, OwnedFd)>,
+    doors: Vec<(ListenerKind, OwnedFd)>,
     word: String,
 }
 
@@ -89,7 +91,7 @@ impl Unproven {
         let names = self
             .doors
             .iter()
-            .find(|(door, _)| *door == Door::Names)
+            .find(|(door, _)| *door == ListenerKind::Dns)
             .map(|(_, socket)| socket.try_clone());
         let names = names
             .unwrap_or_else(|| Err(io::ErrorKind::NotFound.into()))

@@ -1,11 +1,11 @@
-//! Egress listeners (`doors`) in a network namespace that we did not create: that of a container.
+//! Egress listeners in a network namespace that we did not create: that of a container.
 //!
 //! An engine gives a container a network namespace with only a loopback interface. For our own
 //! sandboxes init opens the listeners from inside (`network`). For containers it is done here from
 //! outside, so that no process inside ever has rights over the network:
 //!
 //! ```text
-//! server                                    cb-doors, a fresh process of the same binary
+//! server                                    cb-listeners, a fresh process of the same binary
 //!  │ pins the container's namespace           │
 //!  │──────── namespace, wanted listeners ────►│ enters the user namespace that owns it, if
 //!  │                                          │ that is a different one, then the namespace
@@ -20,7 +20,7 @@
 //! namespace in which it was created, whichever process holds it.
 //!
 //! If the server may not enter the namespace, an engine that may starts such a process in it
-//! (`porter`). It does the same, except that it is already inside.
+//! (`netns_helper`). It does the same, except that it is already inside.
 //!
 //! Whether a container's programs use this kernel's network at all cannot be seen from here: some
 //! runtimes bring their own network stack. A caller must receive data through the listeners before
@@ -39,21 +39,21 @@ use rustix::process::{Pid, PidfdFlags};
 use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
 use serde::{Deserialize, Serialize};
 
-use crate::network::{self, Door, Doors};
+use crate::network::{self, EgressPorts, ListenerKind};
 use crate::{sys, wire};
 
 /// The argument that selects this mode of the server's binary.
-pub const ARGUMENT: &str = "--cellblock-jail-doors";
+pub const ARGUMENT: &str = "--cellblock-jail-netns-listeners";
 
 /// Timeout for opening the listeners. It takes milliseconds.
-pub(crate) const LIMIT: Duration = Duration::from_secs(10);
+pub(crate) const OPEN_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Length of a container id, in hexadecimal digits. A shorter name could be part of another.
-const DIGITS_OF_A_CONTAINER: usize = 64;
+const CONTAINER_ID_LENGTH: usize = 64;
 
 /// Why the listeners could not be opened in a container's network.
 #[derive(Debug, thiserror::Error)]
-pub enum DoorsError {
+pub enum NetnsError {
     #[error("the container is not a process of this machine, as far as can be told")]
     Elsewhere,
     #[error(
@@ -73,10 +73,10 @@ pub enum DoorsError {
     },
 }
 
-impl DoorsError {
-    pub(crate) fn failed(attempt: &str) -> impl FnOnce(io::Error) -> DoorsError {
+impl NetnsError {
+    pub(crate) fn failed(attempt: &str) -> impl FnOnce(io::Error) -> NetnsError {
         let attempt = attempt.to_owned();
-        move |cause| DoorsError::Failed { attempt, cause }
+        move |cause| NetnsError::Failed { attempt, cause }
     }
 }
 
@@ -88,40 +88,41 @@ impl Namespace {
     /// Pins the network namespace of a container's first process. The engine provides both
     /// arguments and may be on another machine: there the pid means nothing here, or a different
     /// process.
-    pub fn of_container(process: u32, container: &str) -> Result<Namespace, DoorsError> {
+    pub fn of_container(process: u32, container: &str) -> Result<Namespace, NetnsError> {
         let number = i32::try_from(process)
             .ok()
             .and_then(Pid::from_raw)
-            .ok_or(DoorsError::Elsewhere)?;
+            .ok_or(NetnsError::Elsewhere)?;
         // While this process lives, its pid is not reused. That it lived all the time is checked
         // last.
         let held = rustix::process::pidfd_open(number, PidfdFlags::empty())
-            .map_err(|_| DoorsError::Elsewhere)?;
+            .map_err(|_| NetnsError::Elsewhere)?;
         let folder = format!("/proc/{process}");
         let groups =
-            fs::read_to_string(format!("{folder}/cgroup")).map_err(|_| DoorsError::Elsewhere)?;
-        if !names_container(&groups, container) {
-            return Err(DoorsError::Elsewhere);
+            fs::read_to_string(format!("{folder}/cgroup")).map_err(|_| NetnsError::Elsewhere)?;
+        if !is_in_cgroup_of(&groups, container) {
+            return Err(NetnsError::Elsewhere);
         }
         let opened =
             File::open(format!("{folder}/ns/net")).map_err(|error| match error.kind() {
-                io::ErrorKind::PermissionDenied => DoorsError::Forbidden(error),
-                _ => DoorsError::Elsewhere,
+                io::ErrorKind::PermissionDenied => NetnsError::Forbidden(error),
+                _ => NetnsError::Elsewhere,
             })?;
-        if has_ended(&held).map_err(DoorsError::failed("look at the container's first process"))? {
-            return Err(DoorsError::Elsewhere);
+        if has_ended(&held).map_err(NetnsError::failed("look at the container's first process"))? {
+            return Err(NetnsError::Elsewhere);
         }
         Namespace::new(OwnedFd::from(opened))
     }
 
     /// Wraps a namespace that the caller knows to be the right one.
-    pub fn new(network: OwnedFd) -> Result<Namespace, DoorsError> {
-        let own = Identity::of_own_network()
-            .map_err(DoorsError::failed("look at the server's network"))?;
-        if Identity::of(&network).map_err(DoorsError::failed("look at the container's network"))?
+    pub fn new(network: OwnedFd) -> Result<Namespace, NetnsError> {
+        let own = NamespaceId::of_own_network()
+            .map_err(NetnsError::failed("look at the server's network"))?;
+        if NamespaceId::of(&network)
+            .map_err(NetnsError::failed("look at the container's network"))?
             == own
         {
-            return Err(DoorsError::Shared);
+            return Err(NetnsError::Shared);
         }
         Ok(Namespace(network))
     }
@@ -129,30 +130,30 @@ impl Namespace {
 
 /// The kernel's identity of a namespace. It is the same for all observers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Identity {
+pub(crate) struct NamespaceId {
     device: u64,
     file: u64,
 }
 
-impl Identity {
-    fn of(namespace: impl AsFd) -> io::Result<Identity> {
+impl NamespaceId {
+    fn of(namespace: impl AsFd) -> io::Result<NamespaceId> {
         let found = rustix::fs::fstat(namespace)?;
-        Ok(Identity {
+        Ok(NamespaceId {
             device: found.st_dev,
             file: found.st_ino,
         })
     }
 
-    pub(crate) fn of_own_network() -> io::Result<Identity> {
-        Identity::of(File::open("/proc/thread-self/ns/net")?)
+    pub(crate) fn of_own_network() -> io::Result<NamespaceId> {
+        NamespaceId::of(File::open("/proc/thread-self/ns/net")?)
     }
 }
 
 /// Returns whether a list of control groups, in the kernel's format, contains one of this
 /// container.
-fn names_container(groups: &str, container: &str) -> bool {
+fn is_in_cgroup_of(groups: &str, container: &str) -> bool {
     let is_digit = |letter: char| letter.is_ascii_digit() || ('a'..='f').contains(&letter);
-    container.len() == DIGITS_OF_A_CONTAINER
+    container.len() == CONTAINER_ID_LENGTH
         && container.chars().all(is_digit)
         && groups
             .split(|letter| !is_digit(letter))
@@ -170,27 +171,27 @@ fn has_ended(process: &OwnedFd) -> io::Result<bool> {
 
 /// The request to the process that opens the listeners.
 #[derive(Serialize, Deserialize)]
-pub(crate) struct Order {
-    pub(crate) entrance: Entrance,
-    pub(crate) doors: Doors,
+pub(crate) struct OpenRequest {
+    pub(crate) access: NetnsAccess,
+    pub(crate) ports: EgressPorts,
 }
 
 /// How that process gets into the container's network.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub(crate) enum Entrance {
+pub(crate) enum NetnsAccess {
     /// It enters; the request carries the namespace.
-    Enter,
+    Join,
     /// It was started inside. It must not be in the server's own network.
-    Within { server: Identity },
+    Joined { server: NamespaceId },
 }
 
 /// Its reply. Errors of the kernel are sent as errno values.
 #[derive(Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub(crate) enum Word {
+pub(crate) enum OpenReply {
     /// Carries the sockets.
-    Opened(Vec<Door>),
+    Opened(Vec<ListenerKind>),
     Forbidden(i32),
     Shared,
     Interfaces(Vec<String>),
@@ -205,9 +206,9 @@ pub(crate) enum Word {
 pub fn open(
     program: &Path,
     namespace: &Namespace,
-    doors: &Doors,
-) -> Result<Vec<(Door, OwnedFd)>, DoorsError> {
-    let attempt = || DoorsError::failed("start the process that opens doors");
+    ports: &EgressPorts,
+) -> Result<Vec<(ListenerKind, OwnedFd)>, NetnsError> {
+    let attempt = || NetnsError::failed("start the process that opens listeners");
     let (ours, theirs) = wire::pair().map_err(attempt())?;
     let mut child = Command::new(program)
         .arg(ARGUMENT)
@@ -218,22 +219,28 @@ pub fn open(
         .stderr(Stdio::inherit())
         .spawn()
         .map_err(attempt())?;
-    let answer = ask(&ours, namespace, doors);
+    let answer = request(&ours, namespace, ports);
     drop(ours);
-    collect(&mut child, answer.is_err());
-    taken_over(
-        answer.map_err(DoorsError::failed("hear from the process that opens doors"))?,
-        doors,
+    reap(&mut child, answer.is_err());
+    check_reply(
+        answer.map_err(NetnsError::failed(
+            "receive a reply from the process that opens listeners",
+        ))?,
+        ports,
     )
 }
 
-fn ask(helper: &OwnedFd, namespace: &Namespace, doors: &Doors) -> io::Result<(Word, Vec<OwnedFd>)> {
-    sockopt::set_socket_timeout(helper, sockopt::Timeout::Recv, Some(LIMIT))?;
+fn request(
+    helper: &OwnedFd,
+    namespace: &Namespace,
+    ports: &EgressPorts,
+) -> io::Result<(OpenReply, Vec<OwnedFd>)> {
+    sockopt::set_socket_timeout(helper, sockopt::Timeout::Recv, Some(OPEN_TIMEOUT))?;
     wire::send(
         helper,
-        &Order {
-            entrance: Entrance::Enter,
-            doors: doors.clone(),
+        &OpenRequest {
+            access: NetnsAccess::Join,
+            ports: ports.clone(),
         },
         &[namespace.0.as_fd()],
     )?;
@@ -241,21 +248,25 @@ fn ask(helper: &OwnedFd, namespace: &Namespace, doors: &Doors) -> io::Result<(Wo
 }
 
 /// Checks the reply: exactly the requested listeners, or the error.
-pub(crate) fn taken_over(
-    (word, sockets): (Word, Vec<OwnedFd>),
-    wanted: &Doors,
-) -> Result<Vec<(Door, OwnedFd)>, DoorsError> {
-    match word {
-        Word::Opened(doors) if doors == wanted.kinds() && doors.len() == sockets.len() => {
-            Ok(doors.into_iter().zip(sockets).collect())
+pub(crate) fn check_reply(
+    (reply, sockets): (OpenReply, Vec<OwnedFd>),
+    wanted: &EgressPorts,
+) -> Result<Vec<(ListenerKind, OwnedFd)>, NetnsError> {
+    match reply {
+        OpenReply::Opened(kinds)
+            if kinds == wanted.listener_kinds() && kinds.len() == sockets.len() =>
+        {
+            Ok(kinds.into_iter().zip(sockets).collect())
         }
-        Word::Opened(_) => Err(DoorsError::failed("take the doors over")(
+        OpenReply::Opened(_) => Err(NetnsError::failed("take over the listeners")(
             io::ErrorKind::InvalidData.into(),
         )),
-        Word::Forbidden(code) => Err(DoorsError::Forbidden(io::Error::from_raw_os_error(code))),
-        Word::Shared => Err(DoorsError::Shared),
-        Word::Interfaces(names) => Err(DoorsError::Interfaces(names)),
-        Word::Failed(attempt, code) => Err(DoorsError::Failed {
+        OpenReply::Forbidden(code) => {
+            Err(NetnsError::Forbidden(io::Error::from_raw_os_error(code)))
+        }
+        OpenReply::Shared => Err(NetnsError::Shared),
+        OpenReply::Interfaces(names) => Err(NetnsError::Interfaces(names)),
+        OpenReply::Failed(attempt, code) => Err(NetnsError::Failed {
             attempt,
             cause: io::Error::from_raw_os_error(code),
         }),
@@ -263,7 +274,7 @@ pub(crate) fn taken_over(
 }
 
 /// Waits for the process to exit, and kills it first if it hangs.
-fn collect(child: &mut Child, hangs: bool) {
+fn reap(child: &mut Child, hangs: bool) {
     if hangs {
         // It may have exited in the meantime.
         let _ = child.kill();
@@ -274,20 +285,23 @@ fn collect(child: &mut Child, hangs: bool) {
 /// Opens the listeners that the server requests on standard input, once.
 pub fn main() -> ExitCode {
     let server = sys::take_standard_input();
-    told(
-        rustix::thread::set_name(c"cb-doors")
+    exit_code(
+        rustix::thread::set_name(c"cb-listeners")
             .map_err(io::Error::from)
             .and_then(|()| serve(&server)),
     )
 }
 
 /// Reports the error of this process, if there was one.
-pub(crate) fn told(result: io::Result<()>) -> ExitCode {
+pub(crate) fn exit_code(result: io::Result<()>) -> ExitCode {
     match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             // Standard error may be closed, and then `eprintln!` would panic.
-            let _ = writeln!(io::stderr(), "cellblock: doors were not opened: {error}");
+            let _ = writeln!(
+                io::stderr(),
+                "cellblock: listeners were not opened: {error}"
+            );
             ExitCode::FAILURE
         }
     }
@@ -295,36 +309,36 @@ pub(crate) fn told(result: io::Result<()>) -> ExitCode {
 
 /// Executes the single request of the server and replies to it.
 pub(crate) fn serve(server: &OwnedFd) -> io::Result<()> {
-    let Some((Order { entrance, doors }, descriptors)) = wire::receive(server)? else {
+    let Some((OpenRequest { access, ports }, descriptors)) = wire::receive(server)? else {
         return Ok(());
     };
-    match enter_and_open(entrance, descriptors.first(), &doors) {
-        Ok((doors, sockets)) => {
+    match join_and_open(access, descriptors.first(), &ports) {
+        Ok((kinds, sockets)) => {
             let sockets: Vec<_> = sockets.iter().map(AsFd::as_fd).collect();
-            wire::send(server, &Word::Opened(doors), &sockets)
+            wire::send(server, &OpenReply::Opened(kinds), &sockets)
         }
-        Err(word) => wire::send(server, &word, &[]),
+        Err(reply) => wire::send(server, &reply, &[]),
     }
 }
 
-fn enter_and_open(
-    entrance: Entrance,
+fn join_and_open(
+    access: NetnsAccess,
     namespace: Option<&OwnedFd>,
-    doors: &Doors,
-) -> Result<(Vec<Door>, Vec<OwnedFd>), Word> {
+    ports: &EgressPorts,
+) -> Result<(Vec<ListenerKind>, Vec<OwnedFd>), OpenReply> {
     let step = |attempt: &'static str| {
-        move |error: io::Error| Word::Failed(attempt.to_owned(), code_of(&error))
+        move |error: io::Error| OpenReply::Failed(attempt.to_owned(), errno_of(&error))
     };
-    match entrance {
-        Entrance::Enter => enter(namespace).map_err(|error| match error.kind() {
-            io::ErrorKind::PermissionDenied => Word::Forbidden(code_of(&error)),
+    match access {
+        NetnsAccess::Join => join(namespace).map_err(|error| match error.kind() {
+            io::ErrorKind::PermissionDenied => OpenReply::Forbidden(errno_of(&error)),
             _ => step("enter the container's network")(error),
         })?,
-        Entrance::Within { server } => {
-            if Identity::of_own_network().map_err(step("look at the container's network"))?
+        NetnsAccess::Joined { server } => {
+            if NamespaceId::of_own_network().map_err(step("look at the container's network"))?
                 == server
             {
-                return Err(Word::Shared);
+                return Err(OpenReply::Shared);
             }
         }
     }
@@ -332,20 +346,20 @@ fn enter_and_open(
     let interfaces =
         network::other_interfaces().map_err(step("list the interfaces of the container"))?;
     if !interfaces.is_empty() {
-        return Err(Word::Interfaces(interfaces));
+        return Err(OpenReply::Interfaces(interfaces));
     }
     sys::bring_loopback_up().map_err(step("bring up the loopback interface"))?;
-    switch_newer_family_on();
-    let opened = network::open(doors).map_err(step("open the ways out"))?;
-    network::leads_nowhere(Some(doors)).map_err(step("check the network"))?;
+    enable_ipv6();
+    let opened = network::open(ports).map_err(step("open the egress listeners"))?;
+    network::verify_isolated(Some(ports)).map_err(step("check the network"))?;
     Ok(opened)
 }
 
-fn enter(namespace: Option<&OwnedFd>) -> io::Result<()> {
+fn join(namespace: Option<&OwnedFd>) -> io::Result<()> {
     let namespace = namespace.ok_or(io::ErrorKind::InvalidData)?;
     let owner = sys::owner_of(namespace)?;
     // That of a rootless engine. Its owner has every right inside and none outside.
-    if Identity::of(&owner)? != Identity::of(File::open("/proc/self/ns/user")?)? {
+    if NamespaceId::of(&owner)? != NamespaceId::of(File::open("/proc/self/ns/user")?)? {
         move_into_link_name_space(owner.as_fd(), Some(LinkNameSpaceType::User))?;
     }
     move_into_link_name_space(namespace.as_fd(), Some(LinkNameSpaceType::Network))?;
@@ -354,11 +368,11 @@ fn enter(namespace: Option<&OwnedFd>) -> io::Result<()> {
 
 /// Engines disable IPv6 if they assign no such address. If it cannot be enabled, the kernel refuses
 /// all of it, which is equally closed.
-fn switch_newer_family_on() {
+fn enable_ipv6() {
     let _ = fs::write("/proc/sys/net/ipv6/conf/lo/disable_ipv6", "0");
 }
 
-fn code_of(error: &io::Error) -> i32 {
+fn errno_of(error: &io::Error) -> i32 {
     error.raw_os_error().unwrap_or(libc::EIO)
 }
 
@@ -379,20 +393,20 @@ mod tests {
             ),
             format!("0::/../../machine.slice/libpod-{CONTAINER}.scope\n"),
         ] {
-            assert!(names_container(&groups, CONTAINER), "{groups}");
+            assert!(is_in_cgroup_of(&groups, CONTAINER), "{groups}");
         }
         let other = CONTAINER.replace('7', "8");
-        assert!(!names_container(
+        assert!(!is_in_cgroup_of(
             &format!("0::/docker/{other}\n"),
             CONTAINER
         ));
         assert!(
-            !names_container(&format!("0::/docker/{CONTAINER}0\n"), CONTAINER),
+            !is_in_cgroup_of(&format!("0::/docker/{CONTAINER}0\n"), CONTAINER),
             "part of a longer name"
         );
-        assert!(!names_container("0::/\n", ""));
+        assert!(!is_in_cgroup_of("0::/\n", ""));
         assert!(
-            !names_container(&format!("0::/docker/{CONTAINER}\n"), &CONTAINER[..12]),
+            !is_in_cgroup_of(&format!("0::/docker/{CONTAINER}\n"), &CONTAINER[..12]),
             "a short name is no proof"
         );
     }
@@ -409,7 +423,7 @@ mod tests {
             assert!(
                 matches!(
                     Namespace::of_container(process, container),
-                    Err(DoorsError::Elsewhere)
+                    Err(NetnsError::Elsewhere)
                 ),
                 "{process}"
             );
@@ -419,7 +433,7 @@ mod tests {
     #[test]
     fn the_servers_own_network_is_never_touched() {
         let own = OwnedFd::from(File::open("/proc/self/ns/net").unwrap());
-        assert!(matches!(Namespace::new(own), Err(DoorsError::Shared)));
+        assert!(matches!(Namespace::new(own), Err(NetnsError::Shared)));
     }
 
     #[test]

@@ -1,20 +1,20 @@
-//! Helper process (`porter`) in a container's network, started there by an engine, for a server
-//! that may not enter the network itself.
+//! Helper process (`cb-netns-helper`) in a container's network, started there by an engine, for a
+//! server that may not enter the network itself.
 //!
 //! ```text
-//! server                                    cb-porter, a fresh process of the same binary
-//!  │ listens on a socket, the lodge            │ was started in the container's network
-//!  │◄─────── a shared secret (`word`) ─────────│ connects
+//! server                                    cb-netns-helper, a fresh process of the same binary
+//!  │ listens on a Unix socket                  │ was started in the container's network
+//!  │◄─────── a shared secret ──────────────────│ connects
 //!  │──────── wanted listeners ────────────────►│ refuses if this is the server's network, or
 //!  │                                           │ any other interface than loopback is up
 //!  │◄─────── sockets, or an error ─────────────│ makes every address local, opens the
 //!  │                                           │ listeners, exits
 //! ```
 //!
-//! A process that could reach the lodge could send the server its own sockets. So the lodge is in a
-//! folder that only the server's user can enter, each porter has its own, only one connection is
-//! accepted there, and it must begin with the secret. Every message there is of bounded size and
-//! has a timeout.
+//! A process that could connect to that socket could send the server its own listeners. So the
+//! socket is in a folder that only the server's user can enter, each helper has its own, only one
+//! connection is accepted on it, and the connection must begin with the secret. Every message on it
+//! is of bounded size and has a timeout.
 
 use std::fs::{self, File, Permissions};
 use std::io;
@@ -27,36 +27,38 @@ use std::time::Duration;
 use rustix::net::{AddressFamily, Shutdown, SocketAddrUnix, SocketFlags, SocketType, sockopt};
 use serde::{Deserialize, Serialize};
 
-use crate::doors::{self, DoorsError, Entrance, Identity, LIMIT, Order};
-use crate::network::{Door, Doors};
+use crate::netns_listeners::{
+    self, NamespaceId, NetnsAccess, NetnsError, OPEN_TIMEOUT, OpenRequest,
+};
+use crate::network::{EgressPorts, ListenerKind};
 use crate::{sys, wire};
 
-/// The argument that makes the server's binary a porter. The path of the lodge follows.
-pub const ARGUMENT: &str = "--cellblock-jail-porter";
+/// The argument that makes the server's binary a netns helper. The path of the socket follows.
+pub const ARGUMENT: &str = "--cellblock-jail-netns-helper";
 /// The environment variable with its secret. The arguments of a process are readable by all users.
-pub const WORD: &str = "CELLBLOCK_PORTER_WORD";
+pub const SECRET_VARIABLE: &str = "CELLBLOCK_NETNS_HELPER_SECRET";
 
-/// Timeout for the connection of a porter. An engine starts it in the meantime.
-const PATIENCE: Duration = Duration::from_secs(60);
+/// Timeout for the connection of a helper. An engine starts it in the meantime.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// The socket on which the server waits for one porter.
+/// The socket on which the server waits for one helper.
 #[derive(Debug)]
-pub struct Lodge {
+pub struct HelperSocket {
     socket: OwnedFd,
     path: PathBuf,
-    word: String,
+    secret: String,
 }
 
-/// The first message of a porter.
+/// The first message of a helper.
 #[derive(Serialize, Deserialize)]
 struct Greeting {
-    word: String,
+    secret: String,
 }
 
-impl Lodge {
-    /// Opens a lodge at a new path, in a folder that only the server's user can enter, for a porter
-    /// that has the secret.
-    pub fn open(path: &Path, word: &str) -> io::Result<Lodge> {
+impl HelperSocket {
+    /// Opens the socket at a new path, in a folder that only the server's user can enter, for a
+    /// helper that has the secret.
+    pub fn open(path: &Path, secret: &str) -> io::Result<HelperSocket> {
         let (Some(folder), Some(name)) = (path.parent(), path.file_name()) else {
             return Err(io::ErrorKind::InvalidInput.into());
         };
@@ -67,53 +69,58 @@ impl Lodge {
             .join(folder.as_raw_fd().to_string())
             .join(name);
         rustix::net::bind(&socket, &SocketAddrUnix::new(address)?)?;
-        let lodge = Lodge {
+        let listening = HelperSocket {
             socket,
             path: path.to_owned(),
-            word: word.to_owned(),
+            secret: secret.to_owned(),
         };
-        // A porter is root without rights over files, or root of a user namespace. No other user
+        // The helper is root without rights over files, or root of a user namespace. No other user
         // can reach this file.
         fs::set_permissions(path, Permissions::from_mode(0o666))?;
-        rustix::net::listen(&lodge.socket, 1)?;
-        Ok(lodge)
+        rustix::net::listen(&listening.socket, 1)?;
+        Ok(listening)
     }
 
-    /// Waits for the porter and makes it open the listeners.
-    pub fn doors(&self, wanted: &Doors) -> Result<Vec<(Door, OwnedFd)>, DoorsError> {
-        let attempt = || DoorsError::failed("hear from the porter");
-        let porter = self.arrival().map_err(attempt())?;
-        let server = Identity::of_own_network()
-            .map_err(DoorsError::failed("look at the server's network"))?;
-        let order = Order {
-            entrance: Entrance::Within { server },
-            doors: wanted.clone(),
+    /// Waits for the helper and makes it open the listeners.
+    pub fn receive_listeners(
+        &self,
+        wanted: &EgressPorts,
+    ) -> Result<Vec<(ListenerKind, OwnedFd)>, NetnsError> {
+        let attempt = || NetnsError::failed("receive a reply from the netns helper");
+        let helper = self.accept().map_err(attempt())?;
+        let server = NamespaceId::of_own_network()
+            .map_err(NetnsError::failed("look at the server's network"))?;
+        let request = OpenRequest {
+            access: NetnsAccess::Joined { server },
+            ports: wanted.clone(),
         };
-        wire::send(&porter, &order, &[]).map_err(attempt())?;
-        let answer = wire::receive(&porter)
+        wire::send(&helper, &request, &[]).map_err(attempt())?;
+        let reply = wire::receive(&helper)
             .and_then(|heard| heard.ok_or_else(ended))
             .map_err(attempt())?;
-        doors::taken_over(answer, wanted)
+        netns_listeners::check_reply(reply, wanted)
     }
 
     /// Accepts one connection, if it begins with the secret.
-    fn arrival(&self) -> io::Result<OwnedFd> {
-        sockopt::set_socket_timeout(&self.socket, sockopt::Timeout::Recv, Some(PATIENCE))?;
+    fn accept(&self) -> io::Result<OwnedFd> {
+        sockopt::set_socket_timeout(&self.socket, sockopt::Timeout::Recv, Some(CONNECT_TIMEOUT))?;
         let accept = || rustix::net::accept_with(&self.socket, SocketFlags::CLOEXEC);
-        let porter = rustix::io::retry_on_intr(accept)?;
-        sockopt::set_socket_timeout(&porter, sockopt::Timeout::Recv, Some(LIMIT))?;
-        match wire::receive::<Greeting>(&porter)?.ok_or_else(ended)? {
-            (Greeting { word }, descriptors) if word == self.word && descriptors.is_empty() => {
-                Ok(porter)
+        let helper = rustix::io::retry_on_intr(accept)?;
+        sockopt::set_socket_timeout(&helper, sockopt::Timeout::Recv, Some(OPEN_TIMEOUT))?;
+        match wire::receive::<Greeting>(&helper)?.ok_or_else(ended)? {
+            (Greeting { secret }, descriptors)
+                if secret == self.secret && descriptors.is_empty() =>
+            {
+                Ok(helper)
             }
             _ => Err(io::Error::new(
                 io::ErrorKind::InvalidData,
-                "somebody else has come",
+                "the connection does not begin with the secret",
             )),
         }
     }
 
-    /// Stops accepting. A porter that has already connected is still served; a waiting call
+    /// Stops accepting. A helper that has already connected is still served; a waiting call
     /// returns.
     pub fn close(&self) {
         // The kernel refuses this only for a descriptor that is not such a socket.
@@ -121,7 +128,7 @@ impl Lodge {
     }
 }
 
-impl Drop for Lodge {
+impl Drop for HelperSocket {
     fn drop(&mut self) {
         let _ = fs::remove_file(&self.path);
     }
@@ -140,23 +147,23 @@ fn packet_socket() -> io::Result<OwnedFd> {
     )?)
 }
 
-/// Opens listeners in this process's network and sends them to the lodge named by the second
+/// Opens listeners in this process's network and sends them to the socket named by the second
 /// argument.
 pub fn main() -> ExitCode {
-    doors::told(serve())
+    netns_listeners::exit_code(serve())
 }
 
 fn serve() -> io::Result<()> {
-    rustix::thread::set_name(c"cb-porter")?;
+    rustix::thread::set_name(c"cb-netns-helper")?;
     let path = std::env::args_os()
         .nth(2)
         .ok_or(io::ErrorKind::InvalidInput)?;
-    let word = std::env::var(WORD).map_err(io::Error::other)?;
+    let secret = std::env::var(SECRET_VARIABLE).map_err(io::Error::other)?;
     let server = packet_socket()?;
     rustix::net::connect(&server, &SocketAddrUnix::new(Path::new(&path))?)?;
-    sockopt::set_socket_timeout(&server, sockopt::Timeout::Recv, Some(LIMIT))?;
-    wire::send(&server, &Greeting { word }, &[])?;
-    doors::serve(&server)
+    sockopt::set_socket_timeout(&server, sockopt::Timeout::Recv, Some(OPEN_TIMEOUT))?;
+    wire::send(&server, &Greeting { secret }, &[])?;
+    netns_listeners::serve(&server)
 }
 
 /// The files that a process of a program needs, in addition to the program itself.
@@ -232,7 +239,7 @@ mod tests {
     use std::thread;
 
     use super::*;
-    use crate::doors::Word;
+    use crate::netns_listeners::OpenReply;
 
     const MAPS: &str = "\
 55d0c8a00000-55d0c8b00000 r--p 00000000 fd:01 11 /home/a b/cellblock (deleted)
@@ -280,155 +287,160 @@ nonsense
         assert_eq!(loader.is_some(), !shared.is_empty());
     }
 
-    fn lodge(folder: &tempfile::TempDir) -> Arc<Lodge> {
-        Arc::new(Lodge::open(&folder.path().join("lodge"), "right").unwrap())
+    fn helper_socket(folder: &tempfile::TempDir) -> Arc<HelperSocket> {
+        Arc::new(HelperSocket::open(&folder.path().join("socket"), "right").unwrap())
     }
 
-    fn wanted() -> Doors {
-        Doors::Ports(vec![443])
+    fn wanted() -> EgressPorts {
+        EgressPorts::Ports(vec![443])
     }
 
     /// Connects, runs `speak`, and returns the server's result.
-    fn said(speak: impl FnOnce(&OwnedFd)) -> Result<Vec<(Door, OwnedFd)>, DoorsError> {
+    fn result_of(speak: impl FnOnce(&OwnedFd)) -> Result<Vec<(ListenerKind, OwnedFd)>, NetnsError> {
         let folder = tempfile::tempdir().unwrap();
-        let lodge = lodge(&folder);
-        let porter = packet_socket().unwrap();
+        let listening = helper_socket(&folder);
+        let helper = packet_socket().unwrap();
         rustix::net::connect(
-            &porter,
-            &SocketAddrUnix::new(folder.path().join("lodge")).unwrap(),
+            &helper,
+            &SocketAddrUnix::new(folder.path().join("socket")).unwrap(),
         )
         .unwrap();
         let server = thread::spawn({
-            let lodge = lodge.clone();
-            move || lodge.doors(&wanted())
+            let listening = listening.clone();
+            move || listening.receive_listeners(&wanted())
         });
-        speak(&porter);
-        drop(porter);
+        speak(&helper);
+        drop(helper);
         server.join().unwrap()
     }
 
-    fn greet(porter: &OwnedFd, word: &str) {
+    fn greet(helper: &OwnedFd, secret: &str) {
         wire::send(
-            porter,
+            helper,
             &Greeting {
-                word: word.to_owned(),
+                secret: secret.to_owned(),
             },
             &[],
         )
         .unwrap();
     }
 
-    fn answer(porter: &OwnedFd, doors: Vec<Door>, sockets: usize) {
+    fn answer(helper: &OwnedFd, kinds: Vec<ListenerKind>, sockets: usize) {
         let (
-            Order {
-                entrance,
-                doors: asked,
+            OpenRequest {
+                access,
+                ports: asked,
             },
             _,
-        ) = wire::receive(porter).unwrap().unwrap();
+        ) = wire::receive(helper).unwrap().unwrap();
         assert_eq!(
-            (entrance, asked),
+            (access, asked),
             (
-                Entrance::Within {
-                    server: Identity::of_own_network().unwrap()
+                NetnsAccess::Joined {
+                    server: NamespaceId::of_own_network().unwrap()
                 },
                 wanted()
             )
         );
         let socket = UdpSocket::bind("127.0.0.1:0").unwrap();
-        wire::send(porter, &Word::Opened(doors), &vec![socket.as_fd(); sockets]).unwrap();
+        wire::send(
+            helper,
+            &OpenReply::Opened(kinds),
+            &vec![socket.as_fd(); sockets],
+        )
+        .unwrap();
     }
 
     #[test]
-    fn a_porter_that_knows_the_word_hands_over_the_doors() {
-        let taken = said(|porter| {
-            greet(porter, "right");
-            answer(porter, vec![Door::Names, Door::Port(443)], 2);
+    fn a_helper_that_sends_the_secret_hands_over_the_listeners() {
+        let taken = result_of(|helper| {
+            greet(helper, "right");
+            answer(helper, vec![ListenerKind::Dns, ListenerKind::Port(443)], 2);
         });
-        let kinds: Vec<Door> = taken.unwrap().into_iter().map(|(door, _)| door).collect();
-        assert_eq!(kinds, [Door::Names, Door::Port(443)]);
+        let kinds: Vec<ListenerKind> = taken.unwrap().into_iter().map(|(kind, _)| kind).collect();
+        assert_eq!(kinds, [ListenerKind::Dns, ListenerKind::Port(443)]);
     }
 
     #[test]
-    fn whoever_says_something_else_is_not_believed() {
+    fn any_other_message_is_refused() {
         let is_refused = |what: &str, speak: fn(&OwnedFd)| {
             assert!(
-                matches!(said(speak), Err(DoorsError::Failed { .. })),
+                matches!(result_of(speak), Err(NetnsError::Failed { .. })),
                 "{what}"
             );
         };
         is_refused("nothing", |_| {});
-        is_refused("another word", |porter| greet(porter, "wrong"));
-        is_refused("no message", |porter| {
-            rustix::net::send(porter, b"{", rustix::net::SendFlags::empty()).unwrap();
+        is_refused("another secret", |helper| greet(helper, "wrong"));
+        is_refused("no message", |helper| {
+            rustix::net::send(helper, b"{", rustix::net::SendFlags::empty()).unwrap();
         });
-        is_refused("too much", |porter| {
-            sockopt::set_socket_send_buffer_size(porter, 1 << 20).unwrap();
+        is_refused("too much", |helper| {
+            sockopt::set_socket_send_buffer_size(helper, 1 << 20).unwrap();
             // It may not fit into the kernel's socket buffer, which is equally good.
-            let _ = rustix::net::send(porter, &[b' '; 170_000], rustix::net::SendFlags::empty());
+            let _ = rustix::net::send(helper, &[b' '; 170_000], rustix::net::SendFlags::empty());
         });
-        is_refused("a greeting with a socket", |porter| {
+        is_refused("a greeting with a socket", |helper| {
             let socket = UdpSocket::bind("127.0.0.1:0").unwrap();
             wire::send(
-                porter,
+                helper,
                 &Greeting {
-                    word: "right".to_owned(),
+                    secret: "right".to_owned(),
                 },
                 &[socket.as_fd()],
             )
             .unwrap();
         });
-        is_refused("the end", |porter| greet(porter, "right"));
-        is_refused("fewer doors", |porter| {
-            greet(porter, "right");
-            answer(porter, vec![Door::Names], 1);
+        is_refused("the end", |helper| greet(helper, "right"));
+        is_refused("fewer listeners", |helper| {
+            greet(helper, "right");
+            answer(helper, vec![ListenerKind::Dns], 1);
         });
-        is_refused("another door", |porter| {
-            greet(porter, "right");
-            answer(porter, vec![Door::Names, Door::Port(80)], 2);
+        is_refused("another listener", |helper| {
+            greet(helper, "right");
+            answer(helper, vec![ListenerKind::Dns, ListenerKind::Port(80)], 2);
         });
-        is_refused("fewer sockets", |porter| {
-            greet(porter, "right");
-            answer(porter, vec![Door::Names, Door::Port(443)], 1);
+        is_refused("fewer sockets", |helper| {
+            greet(helper, "right");
+            answer(helper, vec![ListenerKind::Dns, ListenerKind::Port(443)], 1);
         });
     }
 
     #[test]
-    fn a_lodge_that_is_closed_waits_for_nobody_and_hears_whoever_came_before() {
+    fn a_closed_socket_serves_an_earlier_connection_and_waits_for_no_other() {
         let folder = tempfile::tempdir().unwrap();
-        let lodge = lodge(&folder);
-        let porter = packet_socket().unwrap();
+        let listening = helper_socket(&folder);
+        let helper = packet_socket().unwrap();
         rustix::net::connect(
-            &porter,
-            &SocketAddrUnix::new(folder.path().join("lodge")).unwrap(),
+            &helper,
+            &SocketAddrUnix::new(folder.path().join("socket")).unwrap(),
         )
         .unwrap();
-        greet(&porter, "right");
-        lodge.close();
-        assert!(lodge.arrival().is_ok());
-        assert!(lodge.arrival().is_err());
-        drop(lodge);
-        assert!(!folder.path().join("lodge").exists());
+        greet(&helper, "right");
+        listening.close();
+        assert!(listening.accept().is_ok());
+        assert!(listening.accept().is_err());
+        drop(listening);
+        assert!(!folder.path().join("socket").exists());
     }
 
     #[test]
-    fn a_porter_in_the_servers_own_network_touches_nothing() {
-        let (server, porter) = wire::pair().unwrap();
-        let own = Identity::of_own_network().unwrap();
+    fn a_helper_in_the_servers_own_network_changes_nothing() {
+        let (server, helper) = wire::pair().unwrap();
+        let own = NamespaceId::of_own_network().unwrap();
         wire::send(
             &server,
-            &Order {
-                entrance: Entrance::Within { server: own },
-                doors: wanted(),
+            &OpenRequest {
+                access: NetnsAccess::Joined { server: own },
+                ports: wanted(),
             },
             &[],
         )
         .unwrap();
-        doors::serve(&porter).unwrap();
-        let answer = wire::receive(&server).unwrap().unwrap();
+        netns_listeners::serve(&helper).unwrap();
+        let reply = wire::receive(&server).unwrap().unwrap();
         assert!(matches!(
-            doors::taken_over(answer, &wanted()),
-            Err(DoorsError::Shared)
+            netns_listeners::check_reply(reply, &wanted()),
+            Err(NetnsError::Shared)
         ));
     }
 }
