@@ -26,7 +26,6 @@
 //! This crate never runs user code, connects to a network or stores a secret.
 
 pub mod cgroup;
-mod errand;
 mod etc;
 mod family;
 pub mod guardian;
@@ -47,6 +46,7 @@ mod program;
 mod registers;
 pub mod root;
 pub mod seccomp;
+mod side_process;
 mod sys;
 pub mod sysfs;
 pub mod test_switches;

@@ -22,7 +22,6 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::process::{DumpableBehavior, Pid, PidfdFlags, Signal, WaitOptions};
 
-use crate::errand::{self, Luggage, Place};
 use crate::family::{Family, OperatorMounts, Word as FamilyWord};
 use crate::guardian::{self, OpenMounts, OpenedMounts};
 use crate::identity::INSIDE_ID;
@@ -31,6 +30,7 @@ use crate::mask;
 use crate::program::StepError;
 use crate::root::{self, RootError, Tree};
 use crate::seccomp::Filters;
+use crate::side_process::{self, LaunchFds, SideProcessSandbox};
 use crate::sys::{self, Forked};
 use crate::twin::{Approach, Entry, Moment, Stopped, Twin, Watch, Way};
 use crate::wire::{
@@ -85,7 +85,7 @@ struct Sandbox {
     interpreter: Option<Live>,
     checkpoints: BTreeMap<u32, Twin>,
     /// Programs that the server started, by the server's numbers.
-    errands: BTreeMap<u32, Pid>,
+    side_processes: BTreeMap<u32, Pid>,
     /// A fork that is waiting for the init.
     deferred: Option<(Command, Vec<OwnedFd>)>,
     /// False once the other end of `orders` is closed.
@@ -374,8 +374,8 @@ impl Warden {
             Command::Prepare { slot, .. } | Command::Fork { slot, .. } => {
                 self.tell(&Event::Failed { slot, why }, &[])
             }
-            Command::Errand { slot, number, .. } => {
-                self.tell(&Event::ErrandFailed { slot, number, why }, &[])
+            Command::StartSideProcess { slot, number, .. } => {
+                self.tell(&Event::SideProcessFailed { slot, number, why }, &[])
             }
             // No other command carries descriptors.
             _ => Ok(()),
@@ -470,20 +470,20 @@ impl Warden {
                 }
                 Ok(())
             }
-            Command::Errand {
+            Command::StartSideProcess {
                 slot,
                 number,
                 has_input,
             } => {
-                let luggage = Luggage::unpack(descriptors, has_input);
-                match luggage
-                    .ok_or(ErrandError::Luggage)
-                    .and_then(|luggage| self.send_on_errand(slot, number, luggage))
+                let fds = LaunchFds::from_command(descriptors, has_input);
+                match fds
+                    .ok_or(SideProcessError::Fds)
+                    .and_then(|fds| self.start_side_process(slot, number, fds))
                 {
                     Ok(handle) => {
-                        match self.tell(&Event::ErrandMade { slot, number }, &[&handle]) {
+                        match self.tell(&Event::SideProcessCreated { slot, number }, &[&handle]) {
                             Err(error) if error.kind() != io::ErrorKind::BrokenPipe => self.tell(
-                                &Event::ErrandFailed {
+                                &Event::SideProcessFailed {
                                     slot,
                                     number,
                                     why: error.to_string(),
@@ -493,14 +493,14 @@ impl Warden {
                             told => told,
                         }
                     }
-                    Err(ErrandError::Lost(error)) => Err(error),
+                    Err(SideProcessError::Lost(error)) => Err(error),
                     Err(error) => {
                         let why = guardian::chain(&error);
-                        self.tell(&Event::ErrandFailed { slot, number, why }, &[])
+                        self.tell(&Event::SideProcessFailed { slot, number, why }, &[])
                     }
                 }
             }
-            Command::SignalErrand {
+            Command::SignalSideProcess {
                 slot,
                 number,
                 signal,
@@ -508,7 +508,7 @@ impl Warden {
                 let process = self
                     .sandboxes
                     .get(&slot)
-                    .and_then(|sandbox| sandbox.errands.get(&number));
+                    .and_then(|sandbox| sandbox.side_processes.get(&number));
                 if let (Some(process), Some(signal)) = (process, Signal::from_named_raw(signal)) {
                     // It is not reaped yet, so its pid is still its own. Until it leads a group it
                     // is the only process.
@@ -631,7 +631,7 @@ impl Warden {
             rules: None,
             interpreter: None,
             checkpoints: BTreeMap::new(),
-            errands: BTreeMap::new(),
+            side_processes: BTreeMap::new(),
             deferred: None,
             listening: true,
             standing: true,
@@ -839,30 +839,30 @@ impl Warden {
     }
 
     /// Creates a process that will exec a program; returns its pidfd.
-    fn send_on_errand(
+    fn start_side_process(
         &mut self,
         slot: Slot,
         number: u32,
-        luggage: Luggage,
-    ) -> Result<OwnedFd, ErrandError> {
+        fds: LaunchFds,
+    ) -> Result<OwnedFd, SideProcessError> {
         let sandbox = self
             .sandboxes
             .get_mut(&slot)
             .filter(|sandbox| sandbox.standing);
-        let sandbox = sandbox.ok_or(ErrandError::NotReady)?;
+        let sandbox = sandbox.ok_or(SideProcessError::NotReady)?;
         let (pid_namespace, namespaces) = sandbox
             .namespaces
             .split_first()
-            .ok_or(ErrandError::NotReady)?;
-        let root = sandbox.root.as_ref().ok_or(ErrandError::NotReady)?;
+            .ok_or(SideProcessError::NotReady)?;
+        let root = sandbox.root.as_ref().ok_or(SideProcessError::NotReady)?;
         // Without the rules, an interpreter could write to the memory of a program that runs as the
         // same user.
-        let rules = sandbox.rules.as_ref().ok_or(ErrandError::NoRules)?;
+        let rules = sandbox.rules.as_ref().ok_or(SideProcessError::NoRules)?;
         let filters = (!self.setup.leave_out.contains(&LeftOut::Seccomp)).then_some(&self.filters);
         let enter = |namespace: &OwnedFd| {
             rustix::thread::move_into_link_name_space(namespace.as_fd(), None)
         };
-        enter(pid_namespace).map_err(|error| ErrandError::Make(error.into()))?;
+        enter(pid_namespace).map_err(|error| SideProcessError::Make(error.into()))?;
         let forked = sys::clone_process(0);
         if let Ok(Forked::Child) = &forked {
             let entry = if sandbox.apart {
@@ -870,9 +870,9 @@ impl Warden {
             } else {
                 &self.entry
             };
-            errand::main(
-                luggage,
-                &Place {
+            side_process::main(
+                fds,
+                &SideProcessSandbox {
                     namespaces,
                     root,
                     rules,
@@ -882,14 +882,14 @@ impl Warden {
             );
         }
         // Processes created later must not be in the sandbox's pid namespace.
-        enter(&self.pid_namespace).map_err(|error| ErrandError::Lost(error.into()))?;
-        let Forked::Parent(process) = forked.map_err(ErrandError::Make)? else {
+        enter(&self.pid_namespace).map_err(|error| SideProcessError::Lost(error.into()))?;
+        let Forked::Parent(process) = forked.map_err(SideProcessError::Make)? else {
             unreachable!("the child never returns")
         };
-        sandbox.errands.insert(number, process);
+        sandbox.side_processes.insert(number, process);
         score(process, SCORE_OF_LIVE);
         rustix::process::pidfd_open(process, PidfdFlags::empty())
-            .map_err(|error| ErrandError::Make(error.into()))
+            .map_err(|error| SideProcessError::Make(error.into()))
     }
 
     /// Returns a snapshot process with its own memory, a copy of `from`, in the pid namespace of a
@@ -1359,9 +1359,9 @@ impl Warden {
         while rustix::io::read(&self.children, &mut note).is_ok() {}
         while let Ok(Some((pid, status))) = rustix::process::wait(WaitOptions::NOHANG) {
             let stopped = Stopped::from_status(status.as_raw());
-            if let Some((slot, number)) = self.errand_of(pid) {
+            if let Some((slot, number)) = self.side_process_of(pid) {
                 if stopped == Stopped::Ended {
-                    self.errand_ended(slot, number, status.as_raw())?;
+                    self.side_process_ended(slot, number, status.as_raw())?;
                 }
             } else if let Some(slot) = self.slot_where(|live| live.pid == pid) {
                 // Exits of interpreters are detected by their pidfds.
@@ -1419,22 +1419,22 @@ impl Warden {
             .map(|(slot, _)| *slot)
     }
 
-    fn errand_of(&self, pid: Pid) -> Option<(Slot, u32)> {
+    fn side_process_of(&self, pid: Pid) -> Option<(Slot, u32)> {
         self.sandboxes.iter().find_map(|(slot, sandbox)| {
             let (number, _) = sandbox
-                .errands
+                .side_processes
                 .iter()
                 .find(|(_, process)| **process == pid)?;
             Some((*slot, *number))
         })
     }
 
-    fn errand_ended(&mut self, slot: Slot, number: u32, status: i32) -> io::Result<()> {
+    fn side_process_ended(&mut self, slot: Slot, number: u32, status: i32) -> io::Result<()> {
         if let Some(sandbox) = self.sandboxes.get_mut(&slot) {
-            sandbox.errands.remove(&number);
+            sandbox.side_processes.remove(&number);
         }
         self.tell(
-            &Event::ErrandEnded {
+            &Event::SideProcessEnded {
                 slot,
                 number,
                 status,
@@ -1461,13 +1461,13 @@ impl Warden {
     }
 
     /// Reports that a sandbox is destroyed, once its init, its interpreter, its programs
-    /// (`errands`) and all its snapshot processes are gone.
+    /// (`side_processes`) and all its snapshot processes are gone.
     fn tell_if_gone(&mut self, slot: Slot) -> io::Result<()> {
         let gone = self.sandboxes.get(&slot).is_some_and(|sandbox| {
             !sandbox.standing
                 && sandbox.interpreter.is_none()
                 && sandbox.checkpoints.is_empty()
-                && sandbox.errands.is_empty()
+                && sandbox.side_processes.is_empty()
         });
         if !gone || self.ending.values().any(|of| *of == slot) {
             return Ok(());
@@ -1608,9 +1608,9 @@ fn stat_after_name(process: Pid) -> Option<String> {
 
 /// Why a program could not be started.
 #[derive(Debug, thiserror::Error)]
-enum ErrandError {
+enum SideProcessError {
     #[error("its descriptors are not complete")]
-    Luggage,
+    Fds,
     #[error("its sandbox is not ready")]
     NotReady,
     #[error("programs can be kept apart from the code of a session only where there is landlock")]

@@ -166,29 +166,29 @@ pub enum LeftOut {
 pub enum Programs {
     #[default]
     Free,
-    /// The kernel refuses `execve`; programs are started only by the server, as an `Errand`.
+    /// The kernel refuses `execve`; programs are started only by the server, as side processes.
     Refused,
 }
 
-/// A program that the server starts in a sandbox. It is sent as a memory file, because it may be
-/// larger than a message.
+/// A side process: a program that the server starts in a sandbox, beside its interpreter. The spec
+/// is sent as a memory file, because it may be larger than a message.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Errand {
+pub struct SideProcessSpec {
     /// The program and its arguments. A program without a slash is looked for in `PATH`.
-    pub words: Vec<String>,
+    pub argv: Vec<String>,
     /// The working directory at the start.
     pub folder: String,
     /// The complete environment.
     pub environment: Vec<(String, String)>,
 }
 
-/// Status bytes that a process reports before it execs the program. This one means that it is
-/// ready.
-pub const ERRAND_STANDS: u8 = b's';
-/// An error; the errno follows, in four bytes.
-pub const ERRAND_NOT_STARTED: u8 = b'e';
-/// An error; a text follows.
-pub const ERRAND_BROKEN: u8 = b'b';
+/// Status bytes that a side process reports before it execs its program. This one means that it is
+/// locked down and waits at its gate.
+pub const SIDE_PROCESS_READY: u8 = b's';
+/// `execve` failed; the errno follows, in four bytes.
+pub const SIDE_PROCESS_EXEC_FAILED: u8 = b'e';
+/// The lock-down failed; a text follows.
+pub const SIDE_PROCESS_SETUP_FAILED: u8 = b'b';
 
 /// Commands of the server to the warden.
 #[derive(Debug, Serialize, Deserialize)]
@@ -222,17 +222,17 @@ pub enum Command {
     LookAway { slot: Slot, number: u32 },
     /// Discards a checkpoint.
     Forget { slot: Slot, number: u32 },
-    /// Starts a program beside the interpreter. Carries an `Errand`, the pipe on which the process
+    /// Starts a program beside the interpreter. Carries a `SideProcessSpec`, the pipe on which the process
     /// reports its status, the gate at which it waits for a byte, its standard output and error,
     /// its standard input if it `has_input`, and the descriptors of its control group.
-    Errand {
+    StartSideProcess {
         slot: Slot,
         number: u32,
         has_input: bool,
     },
     /// Sends a signal to a program and to the process group that it leads. Ignored for a program
     /// that has ended.
-    SignalErrand {
+    SignalSideProcess {
         slot: Slot,
         number: u32,
         signal: i32,
@@ -300,15 +300,15 @@ pub enum Event {
         status: i32,
     },
     /// A process was created that will exec a program; carries its pidfd.
-    ErrandMade { slot: Slot, number: u32 },
+    SideProcessCreated { slot: Slot, number: u32 },
     /// The program's process could not be created.
-    ErrandFailed {
+    SideProcessFailed {
         slot: Slot,
         number: u32,
         why: String,
     },
     /// The program ended; the status is the kernel's wait status.
-    ErrandEnded {
+    SideProcessEnded {
         slot: Slot,
         number: u32,
         status: i32,

@@ -4,7 +4,7 @@
 //! `jail` starts the processes of the jail and knows what they enforce; `warden` is the client of
 //! their command socket. `instance` records what must be cleaned up after a crash. `groups` finds a
 //! place for control groups, if necessary by asking `systemd`. `sandbox` makes one sandbox and
-//! checks each interpreter in it against the kernel. `errand` starts programs beside them.
+//! checks each interpreter in it against the kernel. `side_process` starts programs beside them.
 //! `shortage` determines which memory limit was reached. `pool` keeps sandboxes ready. This file
 //! joins them into a backend.
 //!
@@ -13,7 +13,6 @@
 //! interpreter that could not be started are also retried, at the latest when a session is
 //! requested.
 
-mod errand;
 mod groups;
 mod instance;
 mod jail;
@@ -21,6 +20,7 @@ mod pool;
 mod pulse;
 mod sandbox;
 mod shortage;
+mod side_process;
 mod systemd;
 mod warden;
 

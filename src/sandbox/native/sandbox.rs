@@ -31,10 +31,10 @@ use tokio::net::UnixStream;
 use tokio::sync::{oneshot, watch};
 use tracing::warn;
 
-use super::errand::NativeLauncher;
 use super::jail::Jail;
 use super::pulse::{self, Look, Pulse};
 use super::shortage::MemoryWatch;
+use super::side_process::NativeLauncher;
 use super::warden::{self, Checkpoint, FamilyNumber, Slots, View, Warden};
 use super::{Inner, STEP_LIMIT};
 use crate::reaction::{CpuWaits, within, within_with};
@@ -122,7 +122,7 @@ pub(super) struct NativeSandbox {
     /// The environment variables of a fresh session.
     environment: Arc<Vec<(String, String)>>,
     /// The number of the last launched program.
-    errands: Arc<AtomicU32>,
+    side_processes: Arc<AtomicU32>,
     /// The number of the last sweep requested by the sandbox or one of its interpreters.
     sweeps: Arc<AtomicU32>,
     /// The last interpreter, as long as the kernel knows it.
@@ -231,7 +231,7 @@ impl NativeSandbox {
             programs,
             house_refuses: jail.programs == Programs::Refused,
             environment: Arc::clone(&jail.variables),
-            errands: Arc::default(),
+            side_processes: Arc::default(),
             sweeps: Arc::default(),
             interpreter: None,
             expected: Expected {
@@ -694,7 +694,7 @@ impl Sandbox for NativeSandbox {
             warden: Arc::clone(&self.warden),
             slot: self.slot,
             view: self.view.clone(),
-            numbers: Arc::clone(&self.errands),
+            numbers: Arc::clone(&self.side_processes),
             groups: self.groups.clone(),
             expected: Expected {
                 seccomp_filters: self.expected.seccomp_filters.min(FILTERS),

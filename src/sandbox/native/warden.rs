@@ -52,14 +52,14 @@ pub(super) struct View {
     end: Option<(Generation, i32)>,
     checkpoints: BTreeMap<u32, Checkpoint>,
     /// Launched programs that are being waited for.
-    errands: BTreeMap<u32, Errand>,
+    side_processes: BTreeMap<u32, SideProcessState>,
 }
 
 /// The state of a program launched in a sandbox.
 #[derive(Debug, Clone)]
-pub(super) enum Errand {
-    Asked,
-    Made(Arc<OwnedFd>),
+pub(super) enum SideProcessState {
+    Requested,
+    Created(Arc<OwnedFd>),
     Failed(String),
     /// The kernel's wait status.
     Ended(i32),
@@ -90,8 +90,8 @@ impl View {
             .map(|(_, status)| status)
     }
 
-    pub(super) fn errand(&self, number: u32) -> Option<&Errand> {
-        self.errands.get(&number)
+    pub(super) fn side_process(&self, number: u32) -> Option<&SideProcessState> {
+        self.side_processes.get(&number)
     }
 
     pub(super) fn checkpoint(&self, number: u32) -> Option<&Checkpoint> {
@@ -448,16 +448,21 @@ impl Warden {
     }
 
     /// Adds a program to the view, before it is requested.
-    pub(super) fn expect_errand(&self, slot: Slot, number: u32) {
+    pub(super) fn expect_side_process(&self, slot: Slot, number: u32) {
         if let Some(view) = self.views().get(&slot) {
-            view.send_modify(|view| drop(view.errands.insert(number, Errand::Asked)));
+            view.send_modify(|view| {
+                drop(
+                    view.side_processes
+                        .insert(number, SideProcessState::Requested),
+                )
+            });
         }
     }
 
     /// Removes a program from the view.
-    pub(super) fn forget_errand(&self, slot: Slot, number: u32) {
+    pub(super) fn forget_side_process(&self, slot: Slot, number: u32) {
         if let Some(view) = self.views().get(&slot) {
-            view.send_modify(|view| drop(view.errands.remove(&number)));
+            view.send_modify(|view| drop(view.side_processes.remove(&number)));
         }
     }
 
@@ -616,8 +621,8 @@ impl State {
             | Event::Forked { slot, .. } => {
                 self.apply(Event::Failed { slot, why }, Vec::new());
             }
-            Event::ErrandMade { slot, number } => {
-                self.apply(Event::ErrandFailed { slot, number, why }, Vec::new())
+            Event::SideProcessCreated { slot, number } => {
+                self.apply(Event::SideProcessFailed { slot, number, why }, Vec::new())
             }
             // A jail whose warden is unknown cannot be monitored.
             Event::Ready => self.end(&why),
@@ -699,25 +704,25 @@ impl State {
             } => {
                 change(slot, &mut |view| view.end = Some((generation, status)));
             }
-            Event::ErrandMade { slot, number } => change(slot, &mut |view| {
-                if let (Some(errand), Some(process)) =
-                    (view.errands.get_mut(&number), handle.take())
+            Event::SideProcessCreated { slot, number } => change(slot, &mut |view| {
+                if let (Some(state), Some(process)) =
+                    (view.side_processes.get_mut(&number), handle.take())
                 {
-                    *errand = Errand::Made(process);
+                    *state = SideProcessState::Created(process);
                 }
             }),
-            Event::ErrandFailed { slot, number, why } => change(slot, &mut |view| {
-                if let Some(errand) = view.errands.get_mut(&number) {
-                    *errand = Errand::Failed(why.clone());
+            Event::SideProcessFailed { slot, number, why } => change(slot, &mut |view| {
+                if let Some(state) = view.side_processes.get_mut(&number) {
+                    *state = SideProcessState::Failed(why.clone());
                 }
             }),
-            Event::ErrandEnded {
+            Event::SideProcessEnded {
                 slot,
                 number,
                 status,
             } => change(slot, &mut |view| {
-                if let Some(errand) = view.errands.get_mut(&number) {
-                    *errand = Errand::Ended(status);
+                if let Some(state) = view.side_processes.get_mut(&number) {
+                    *state = SideProcessState::Ended(status);
                 }
             }),
             Event::Watched { slot, number } => {

@@ -1,8 +1,9 @@
-//! Programs in a sandbox of the native backend, beside its interpreter.
+//! Side processes: programs in a sandbox of the native backend, beside its interpreter.
 //!
 //! A program is started like an interpreter: the warden makes it, it is locked down, its posture is
-//! compared with the required one, and only then it is released (`jail::errand`). Its arguments are
-//! in a file that this process wrote and sealed, so that the approved program is the one that runs.
+//! compared with the required one, and only then it is released (`jail::side_process`). Its
+//! arguments are in a file that this process wrote and sealed, so that the approved program is the
+//! one that runs.
 
 use std::fs::File;
 use std::io::{self, Write};
@@ -13,7 +14,9 @@ use std::sync::atomic::AtomicU32;
 
 use async_trait::async_trait;
 use cellblock_jail::posture::{Expected, Posture};
-use cellblock_jail::wire::{self, Command, ERRAND_BROKEN, ERRAND_NOT_STARTED, ERRAND_STANDS, Slot};
+use cellblock_jail::wire::{
+    self, Command, SIDE_PROCESS_EXEC_FAILED, SIDE_PROCESS_READY, SIDE_PROCESS_SETUP_FAILED, Slot,
+};
 use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::process::Signal;
 use tokio::io::AsyncReadExt;
@@ -23,7 +26,7 @@ use tokio::sync::watch;
 use super::STEP_LIMIT;
 use super::sandbox::{Groups, check_group, exit_of, next_number, verify};
 use super::shortage::MemoryWatch;
-use super::warden::{Errand, View, Warden};
+use super::warden::{SideProcessState, View, Warden};
 use crate::reaction::within;
 use crate::sandbox::{Exit, LaunchError, Launcher, Process, Program, ProgramError, SandboxLimits};
 
@@ -61,14 +64,14 @@ impl Launcher for NativeLauncher {
             output,
             errors,
         } = program;
-        let plan = wire::Errand {
-            words,
+        let spec = wire::SideProcessSpec {
+            argv: words,
             folder,
             environment: changed(&self.environment, environment),
         };
-        let plan = sealed(
-            c"cellblock-errand",
-            &serde_json::to_vec(&plan).map_err(failed)?,
+        let spec = sealed(
+            c"cellblock-side-process",
+            &serde_json::to_vec(&spec).map_err(failed)?,
         )
         .map_err(failed)?;
         let input = input
@@ -77,7 +80,7 @@ impl Launcher for NativeLauncher {
             .map_err(failed)?;
         let (report, their_report) = io::pipe().map_err(failed)?;
         let (their_gate, gate) = io::pipe().map_err(failed)?;
-        let doors = match &self.groups.own {
+        let procs = match &self.groups.own {
             Some(group) => group.doors().map_err(failed)?,
             None => Vec::new(),
         };
@@ -90,16 +93,16 @@ impl Launcher for NativeLauncher {
             view: self.view.clone(),
             memory: MemoryWatch::begin(&self.groups, &self.limits),
         };
-        self.warden.expect_errand(self.slot, number);
+        self.warden.expect_side_process(self.slot, number);
         let mut passed = vec![
-            plan.as_fd(),
+            spec.as_fd(),
             their_report.as_fd(),
             their_gate.as_fd(),
             output.as_fd(),
             errors.as_fd(),
         ];
-        passed.extend(input.iter().chain(&doors).map(AsFd::as_fd));
-        let command = Command::Errand {
+        passed.extend(input.iter().chain(&procs).map(AsFd::as_fd));
+        let command = Command::StartSideProcess {
             slot: self.slot,
             number,
             has_input: input.is_some(),
@@ -108,11 +111,11 @@ impl Launcher for NativeLauncher {
             .command(&command, &passed)
             .await
             .map_err(failed)?;
-        drop((plan, their_report, their_gate, output, errors, input, doors));
+        drop((spec, their_report, their_gate, output, errors, input, procs));
 
-        let handle = process.made().await?;
+        let handle = process.created().await?;
         let mut report = Receiver::from_owned_fd(report.into()).map_err(failed)?;
-        expect_standing(&mut report).await?;
+        await_ready(&mut report).await?;
         let confined = self
             .groups
             .own
@@ -132,7 +135,7 @@ impl Launcher for NativeLauncher {
         File::from(OwnedFd::from(gate))
             .write_all(b"g")
             .map_err(failed)?;
-        expect_beginning(&mut report).await?;
+        await_exec(&mut report).await?;
         Ok(Box::new(process))
     }
 }
@@ -183,25 +186,25 @@ async fn within_limit<T>(step: impl Future<Output = io::Result<T>>) -> Result<T,
 }
 
 /// Waits until the process is locked down and waits at its gate.
-async fn expect_standing(report: &mut Receiver) -> Result<(), ProgramError> {
-    let mut word = [0];
-    match within_limit(report.read(&mut word)).await? {
-        1 if word[0] == ERRAND_STANDS => Ok(()),
-        1 if word[0] == ERRAND_BROKEN => {
+async fn await_ready(report: &mut Receiver) -> Result<(), ProgramError> {
+    let mut status = [0];
+    match within_limit(report.read(&mut status)).await? {
+        1 if status[0] == SIDE_PROCESS_READY => Ok(()),
+        1 if status[0] == SIDE_PROCESS_SETUP_FAILED => {
             let mut why = String::new();
             within_limit(report.read_to_string(&mut why)).await?;
             Err(ProgramError::Failed { why })
         }
-        _ => Err(failed("its process ended on the way")),
+        _ => Err(failed("its process ended before it was ready")),
     }
 }
 
 /// Waits until it has become the program; `exec` closes its end of the pipe.
-async fn expect_beginning(report: &mut Receiver) -> Result<(), ProgramError> {
-    let mut told = Vec::new();
-    within_limit(report.read_to_end(&mut told)).await?;
-    match told.split_first() {
-        Some((&ERRAND_NOT_STARTED, number)) => {
+async fn await_exec(report: &mut Receiver) -> Result<(), ProgramError> {
+    let mut reply = Vec::new();
+    within_limit(report.read_to_end(&mut reply)).await?;
+    match reply.split_first() {
+        Some((&SIDE_PROCESS_EXEC_FAILED, number)) => {
             let number = number.try_into().map_or(0, i32::from_ne_bytes);
             let error = io::Error::from_raw_os_error(number);
             match error.kind() {
@@ -226,25 +229,28 @@ struct NativeProgram {
 
 impl NativeProgram {
     /// Waits until its process exists.
-    async fn made(&mut self) -> Result<Arc<OwnedFd>, ProgramError> {
+    async fn created(&mut self) -> Result<Arc<OwnedFd>, ProgramError> {
         let number = self.number;
-        let settled = self
-            .view
-            .wait_for(|view| view.destroyed || !matches!(view.errand(number), Some(Errand::Asked)));
+        let settled = self.view.wait_for(|view| {
+            view.destroyed
+                || !matches!(view.side_process(number), Some(SideProcessState::Requested))
+        });
         match within(STEP_LIMIT, settled).await {
             None => Err(failed(LaunchError::TimedOut(STEP_LIMIT))),
             Some(Err(_)) => Err(failed("the jail ended")),
-            Some(Ok(view)) => match view.errand(number) {
-                Some(Errand::Made(process)) => Ok(Arc::clone(process)),
-                Some(Errand::Failed(why)) => Err(ProgramError::Unsupported { why: why.clone() }),
-                _ => Err(failed("its process ended on the way")),
+            Some(Ok(view)) => match view.side_process(number) {
+                Some(SideProcessState::Created(process)) => Ok(Arc::clone(process)),
+                Some(SideProcessState::Failed(why)) => {
+                    Err(ProgramError::Unsupported { why: why.clone() })
+                }
+                _ => Err(failed("its process ended before it was ready")),
             },
         }
     }
 
     fn signal(&self, signal: Signal) {
         let (slot, number) = (self.slot, self.number);
-        self.warden.command_now(&Command::SignalErrand {
+        self.warden.command_now(&Command::SignalSideProcess {
             slot,
             number,
             signal: signal.as_raw(),
@@ -265,10 +271,10 @@ impl Process for NativeProgram {
     async fn exited(&mut self) -> Exit {
         let number = self.number;
         let ended = self.view.wait_for(|view| {
-            view.destroyed || matches!(view.errand(number), Some(Errand::Ended(_)))
+            view.destroyed || matches!(view.side_process(number), Some(SideProcessState::Ended(_)))
         });
-        let status = match ended.await.as_deref().map(|view| view.errand(number)) {
-            Ok(Some(Errand::Ended(status))) => *status,
+        let status = match ended.await.as_deref().map(|view| view.side_process(number)) {
+            Ok(Some(SideProcessState::Ended(status))) => *status,
             _ => return Exit::Unknown,
         };
         exit_of(
@@ -281,13 +287,13 @@ impl Process for NativeProgram {
 impl Drop for NativeProgram {
     fn drop(&mut self) {
         let ended = matches!(
-            self.view.borrow().errand(self.number),
-            Some(Errand::Ended(_) | Errand::Failed(_))
+            self.view.borrow().side_process(self.number),
+            Some(SideProcessState::Ended(_) | SideProcessState::Failed(_))
         );
         if !ended {
             self.kill();
         }
-        self.warden.forget_errand(self.slot, self.number);
+        self.warden.forget_side_process(self.slot, self.number);
     }
 }
 

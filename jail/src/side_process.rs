@@ -1,4 +1,4 @@
-//! Side processes (`Errand`): programs that the server starts in a sandbox, beside its interpreter.
+//! Side processes: programs that the server starts in a sandbox, beside its interpreter.
 //!
 //! If programs need approval, the kernel refuses `execve` to the interpreter and to everything that
 //! it forks (`seccomp`). An approved program is started here instead, from arguments that the
@@ -8,7 +8,7 @@
 //! server                         the new process, a child of the warden
 //!  │                              │ control group, namespaces, limits, user, no
 //!  │                              │ capability, rules, folder, filters
-//!  │◄──────── "stands" ───────────│
+//!  │◄──────── "ready" ────────────│
 //!  │ reads its posture            │ waits at its gate
 //!  │───────── a byte ────────────►│
 //!  │◄──────── EOF, or an error ───│ becomes the program
@@ -30,43 +30,45 @@ use rustix::thread::UnshareFlags;
 use crate::init::{give_up_capabilities, take_root};
 use crate::seccomp::Filters;
 use crate::twin::Entry;
-use crate::wire::{ERRAND_BROKEN, ERRAND_NOT_STARTED, ERRAND_STANDS, Errand};
+use crate::wire::{
+    SIDE_PROCESS_EXEC_FAILED, SIDE_PROCESS_READY, SIDE_PROCESS_SETUP_FAILED, SideProcessSpec,
+};
 use crate::{cgroup, sys};
 
-/// Size limit of an `Errand`: arguments and variables within the kernel's limit fit into it.
-const LARGEST_ERRAND: u64 = 8 * 1024 * 1024;
+/// Size limit of an `SideProcessSpec`: arguments and variables within the kernel's limit fit into it.
+const LARGEST_SPEC: u64 = 8 * 1024 * 1024;
 
 /// The descriptors of the command to start a program.
-pub(crate) struct Luggage {
-    /// An `Errand`.
-    pub(crate) plan: OwnedFd,
+pub(crate) struct LaunchFds {
+    /// A `SideProcessSpec`.
+    pub(crate) spec: OwnedFd,
     pub(crate) report: OwnedFd,
     pub(crate) gate: OwnedFd,
     pub(crate) output: OwnedFd,
     pub(crate) errors: OwnedFd,
     pub(crate) input: Option<OwnedFd>,
     /// The descriptors of the control group.
-    pub(crate) doors: Vec<OwnedFd>,
+    pub(crate) cgroup_procs: Vec<OwnedFd>,
 }
 
-impl Luggage {
+impl LaunchFds {
     /// Assigns the descriptors of a command.
-    pub(crate) fn unpack(descriptors: Vec<OwnedFd>, has_input: bool) -> Option<Luggage> {
+    pub(crate) fn from_command(descriptors: Vec<OwnedFd>, has_input: bool) -> Option<LaunchFds> {
         let mut all = descriptors.into_iter();
-        Some(Luggage {
-            plan: all.next()?,
+        Some(LaunchFds {
+            spec: all.next()?,
             report: all.next()?,
             gate: all.next()?,
             output: all.next()?,
             errors: all.next()?,
             input: if has_input { Some(all.next()?) } else { None },
-            doors: all.collect(),
+            cgroup_procs: all.collect(),
         })
     }
 }
 
 /// The sandbox of the program.
-pub(crate) struct Place<'a> {
+pub(crate) struct SideProcessSandbox<'a> {
     /// All except the pid namespace, which this process is in already; the user namespace last.
     pub(crate) namespaces: &'a [OwnedFd],
     pub(crate) root: &'a OwnedFd,
@@ -77,24 +79,24 @@ pub(crate) struct Place<'a> {
 }
 
 /// Becomes the program; never returns. For a freshly forked process.
-pub(crate) fn main(luggage: Luggage, place: &Place<'_>) -> ! {
-    let status = match prepare(&luggage, place) {
+pub(crate) fn main(fds: LaunchFds, sandbox: &SideProcessSandbox<'_>) -> ! {
+    let status = match prepare(&fds, sandbox) {
         Ok(program) => {
-            let stands = rustix::io::write(&luggage.report, &[ERRAND_STANDS]);
+            let reported = rustix::io::write(&fds.report, &[SIDE_PROCESS_READY]);
             // A server that cancels the start, or is gone, closes the gate.
-            if stands.is_ok() && matches!(rustix::io::read(&luggage.gate, &mut [0]), Ok(1)) {
+            if reported.is_ok() && matches!(rustix::io::read(&fds.gate, &mut [0]), Ok(1)) {
                 let error = program.run().raw_os_error().unwrap_or(libc::EIO);
                 let _ = rustix::io::write(
-                    &luggage.report,
-                    &[&[ERRAND_NOT_STARTED][..], &error.to_ne_bytes()].concat(),
+                    &fds.report,
+                    &[&[SIDE_PROCESS_EXEC_FAILED][..], &error.to_ne_bytes()].concat(),
                 );
             }
             127
         }
         Err(error) => {
             let _ = rustix::io::write(
-                &luggage.report,
-                format!("{}{error}", char::from(ERRAND_BROKEN)).as_bytes(),
+                &fds.report,
+                format!("{}{error}", char::from(SIDE_PROCESS_SETUP_FAILED)).as_bytes(),
             );
             126
         }
@@ -105,26 +107,26 @@ pub(crate) fn main(luggage: Luggage, place: &Place<'_>) -> ! {
 /// The program in the form that the kernel expects.
 struct Prepared {
     /// Candidate paths, in this order.
-    places: Vec<CString>,
+    paths: Vec<CString>,
     arguments: Vec<CString>,
     environment: Vec<CString>,
 }
 
 impl Prepared {
-    fn new(errand: &Errand) -> io::Result<Prepared> {
+    fn new(spec: &SideProcessSpec) -> io::Result<Prepared> {
         let texts = |list: &[String]| {
             list.iter()
                 .map(|text| CString::new(text.as_str()))
                 .collect::<Result<_, _>>()
         };
-        let variables = errand
+        let variables = spec
             .environment
             .iter()
             .map(|(name, value)| format!("{name}={value}"))
             .collect::<Vec<_>>();
         Ok(Prepared {
-            places: texts(&places(errand))?,
-            arguments: texts(&errand.words)?,
+            paths: texts(&candidate_paths(spec))?,
+            arguments: texts(&spec.argv)?,
             environment: texts(&variables)?,
         })
     }
@@ -133,29 +135,29 @@ impl Prepared {
     fn run(&self) -> io::Error {
         let arguments: Vec<&CStr> = self.arguments.iter().map(CString::as_c_str).collect();
         let environment: Vec<&CStr> = self.environment.iter().map(CString::as_c_str).collect();
-        let mut told = io::Error::from_raw_os_error(libc::ENOENT);
-        for place in &self.places {
-            let error = sys::execute(place, &arguments, &environment);
+        let mut first_error = io::Error::from_raw_os_error(libc::ENOENT);
+        for path in &self.paths {
+            let error = sys::execute(path, &arguments, &environment);
             match error.raw_os_error() {
                 Some(libc::ENOENT | libc::ENOTDIR) => {}
                 // A later path may have an executable file.
-                Some(libc::EACCES) => told = error,
+                Some(libc::EACCES) => first_error = error,
                 _ => return error,
             }
         }
-        told
+        first_error
     }
 }
 
 /// Returns the candidate paths of the program.
-fn places(errand: &Errand) -> Vec<String> {
-    let Some(name) = errand.words.first().filter(|name| !name.is_empty()) else {
+fn candidate_paths(spec: &SideProcessSpec) -> Vec<String> {
+    let Some(name) = spec.argv.first().filter(|name| !name.is_empty()) else {
         return Vec::new();
     };
     if name.contains('/') {
         return vec![name.clone()];
     }
-    let path = errand
+    let path = spec
         .environment
         .iter()
         .rev()
@@ -169,52 +171,51 @@ fn places(errand: &Errand) -> Vec<String> {
 }
 
 /// Enters the sandbox and drops every right, in the same order as an interpreter.
-fn prepare(luggage: &Luggage, place: &Place<'_>) -> io::Result<Prepared> {
+fn prepare(fds: &LaunchFds, sandbox: &SideProcessSandbox<'_>) -> io::Result<Prepared> {
     let step = |name: &'static str| {
         move |error: io::Error| io::Error::new(error.kind(), format!("{name}: {error}"))
     };
     let mut kept = vec![
-        &luggage.report,
-        &luggage.gate,
-        &luggage.output,
-        &luggage.errors,
-        place.root,
-        place.rules,
+        &fds.report,
+        &fds.gate,
+        &fds.output,
+        &fds.errors,
+        sandbox.root,
+        sandbox.rules,
     ];
     kept.extend(
-        luggage
-            .input
+        fds.input
             .iter()
-            .chain(&luggage.doors)
-            .chain(place.namespaces),
+            .chain(&fds.cgroup_procs)
+            .chain(sandbox.namespaces),
     );
-    kept.push(&luggage.plan);
+    kept.push(&fds.spec);
     sys::close_all_but(&kept.into_iter().map(AsRawFd::as_raw_fd).collect::<Vec<_>>());
-    let _ = rustix::thread::set_name(c"cb-errand");
-    let errand = read(&luggage.plan).map_err(step("its words"))?;
-    let prepared = Prepared::new(&errand).map_err(step("its words"))?;
+    let _ = rustix::thread::set_name(c"cb-side-process");
+    let spec = read(&fds.spec).map_err(step("its spec"))?;
+    let prepared = Prepared::new(&spec).map_err(step("its spec"))?;
 
-    cgroup::enter(&luggage.doors).map_err(step("enter the control group"))?;
+    cgroup::enter(&fds.cgroup_procs).map_err(step("enter the control group"))?;
     // Leaves the process group of the jail: signals to a group cross namespaces.
     rustix::process::setsid().map_err(|error| step("setsid")(error.into()))?;
     sys::unshare(UnshareFlags::NEWCGROUP).map_err(step("make a cgroup namespace"))?;
-    for namespace in place.namespaces {
+    for namespace in sandbox.namespaces {
         let entered = rustix::thread::move_into_link_name_space(namespace.as_fd(), None);
         entered.map_err(|error| step("setns")(error.into()))?;
     }
-    take_root(place.root).map_err(step("take the root of the sandbox"))?;
-    for limit in &place.entry.rlimits {
+    take_root(sandbox.root).map_err(step("take the root of the sandbox"))?;
+    for limit in &sandbox.entry.rlimits {
         sys::limit(limit.resource, limit.value).map_err(step("set a limit"))?;
     }
-    become_user(place.entry).map_err(step("become the session's user"))?;
+    become_user(sandbox.entry).map_err(step("become the session's user"))?;
     give_up_capabilities().map_err(step("give up capabilities"))?;
-    sys::restrict_files(place.rules).map_err(step("enter the landlock rules"))?;
-    lay_out(luggage).map_err(step("open its descriptors"))?;
-    rustix::process::chdir(errand.folder.as_str())
+    sys::restrict_files(sandbox.rules).map_err(step("enter the landlock rules"))?;
+    place_standard_fds(fds).map_err(step("open its descriptors"))?;
+    rustix::process::chdir(spec.folder.as_str())
         .map_err(|error| step("enter its folder")(error.into()))?;
     sys::unblock_signals();
     sys::die_of_broken_pipes();
-    if let Some(filters) = place.filters {
+    if let Some(filters) = sandbox.filters {
         for filter in [&filters.wide, &filters.closing] {
             seccompiler::apply_filter(filter)
                 .map_err(|error| step("load a filter")(io::Error::other(error)))?;
@@ -223,11 +224,11 @@ fn prepare(luggage: &Luggage, place: &Place<'_>) -> io::Result<Prepared> {
     Ok(prepared)
 }
 
-fn read(plan: &OwnedFd) -> io::Result<Errand> {
+fn read(spec: &OwnedFd) -> io::Result<SideProcessSpec> {
     let mut bytes = Vec::new();
-    let mut plan = File::from(plan.try_clone()?);
-    io::Seek::rewind(&mut plan)?;
-    plan.take(LARGEST_ERRAND).read_to_end(&mut bytes)?;
+    let mut spec = File::from(spec.try_clone()?);
+    io::Seek::rewind(&mut spec)?;
+    spec.take(LARGEST_SPEC).read_to_end(&mut bytes)?;
     Ok(serde_json::from_slice(&bytes)?)
 }
 
@@ -239,8 +240,8 @@ fn become_user(entry: &Entry) -> io::Result<()> {
 }
 
 /// Puts the program's three descriptors in place. All others are closed at exec.
-fn lay_out(luggage: &Luggage) -> io::Result<()> {
-    match &luggage.input {
+fn place_standard_fds(fds: &LaunchFds) -> io::Result<()> {
+    match &fds.input {
         Some(input) => sys::place(input.as_fd(), 0)?,
         None => {
             let nothing =
@@ -252,17 +253,17 @@ fn lay_out(luggage: &Luggage) -> io::Result<()> {
             }
         }
     }
-    sys::place(luggage.output.as_fd(), 1)?;
-    sys::place(luggage.errors.as_fd(), 2)
+    sys::place(fds.output.as_fd(), 1)?;
+    sys::place(fds.errors.as_fd(), 2)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn errand(words: &[&str], environment: &[(&str, &str)]) -> Errand {
-        Errand {
-            words: words.iter().map(|word| (*word).to_owned()).collect(),
+    fn spec(argv: &[&str], environment: &[(&str, &str)]) -> SideProcessSpec {
+        SideProcessSpec {
+            argv: argv.iter().map(|word| (*word).to_owned()).collect(),
             folder: "/".to_owned(),
             environment: environment
                 .iter()
@@ -273,15 +274,18 @@ mod tests {
 
     #[test]
     fn a_program_without_a_slash_is_looked_for_in_its_own_path() {
-        let found = |words: &[&str], path: &str| places(&errand(words, &[("PATH", path)]));
+        let found = |argv: &[&str], path: &str| candidate_paths(&spec(argv, &[("PATH", path)]));
         assert_eq!(found(&["perl", "-w"], "/a:/b"), ["/a/perl", "/b/perl"]);
         assert_eq!(found(&["perl"], ""), ["./perl"], "as the C library has it");
         assert_eq!(found(&["./perl"], "/a"), ["./perl"]);
         assert_eq!(found(&["/bin/sh"], "/a"), ["/bin/sh"]);
-        assert_eq!(places(&errand(&["sh"], &[])), ["/usr/bin/sh", "/bin/sh"]);
+        assert_eq!(
+            candidate_paths(&spec(&["sh"], &[])),
+            ["/usr/bin/sh", "/bin/sh"]
+        );
         assert!(found(&[""], "/a").is_empty() && found(&[], "/a").is_empty());
         assert_eq!(
-            places(&errand(&["sh"], &[("PATH", "/a"), ("PATH", "/b")])),
+            candidate_paths(&spec(&["sh"], &[("PATH", "/a"), ("PATH", "/b")])),
             ["/b/sh"],
             "the last one counts"
         );
@@ -289,10 +293,10 @@ mod tests {
 
     #[test]
     fn words_that_the_kernel_cannot_take_are_refused() {
-        assert!(Prepared::new(&errand(&["sh", "a\0b"], &[])).is_err());
-        assert!(Prepared::new(&errand(&["sh"], &[("A", "b\0c")])).is_err());
+        assert!(Prepared::new(&spec(&["sh", "a\0b"], &[])).is_err());
+        assert!(Prepared::new(&spec(&["sh"], &[("A", "b\0c")])).is_err());
         // Control.
-        assert!(Prepared::new(&errand(&["sh", "a b"], &[("A", "b=c")])).is_ok());
+        assert!(Prepared::new(&spec(&["sh", "a b"], &[("A", "b=c")])).is_ok());
     }
 
     #[test]
@@ -302,11 +306,11 @@ mod tests {
                 .map(|_| OwnedFd::from(File::open("/dev/null").unwrap()))
                 .collect()
         };
-        let with = Luggage::unpack(descriptors(8), true).unwrap();
-        assert!(with.input.is_some() && with.doors.len() == 2);
-        let without = Luggage::unpack(descriptors(8), false).unwrap();
-        assert!(without.input.is_none() && without.doors.len() == 3);
-        assert!(Luggage::unpack(descriptors(4), false).is_none());
-        assert!(Luggage::unpack(descriptors(5), true).is_none());
+        let with = LaunchFds::from_command(descriptors(8), true).unwrap();
+        assert!(with.input.is_some() && with.cgroup_procs.len() == 2);
+        let without = LaunchFds::from_command(descriptors(8), false).unwrap();
+        assert!(without.input.is_none() && without.cgroup_procs.len() == 3);
+        assert!(LaunchFds::from_command(descriptors(4), false).is_none());
+        assert!(LaunchFds::from_command(descriptors(5), true).is_none());
     }
 }
