@@ -26,18 +26,18 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 /// The controllers used on a version 1 system.
-const CONTROLLERS: [&str; 4] = ["memory", "pids", "cpu", "freezer"];
+const V1_CONTROLLERS: [&str; 4] = ["memory", "pids", "cpu", "freezer"];
 /// The controller of a version 1 system that counts CPU time. It often shares the tree of `cpu`; if
 /// it is missing, CPU time is not counted.
-const COUNTER: &str = "cpuacct";
+const V1_CPU_ACCOUNTING: &str = "cpuacct";
 /// The controllers used on a version 2 system.
-const CONTROLLERS_OF_TWO: [&str; 3] = ["memory", "pids", "cpu"];
+const V2_CONTROLLERS: [&str; 3] = ["memory", "pids", "cpu"];
 /// The group of the guardian and the warden.
-pub const WARDEN: &str = "warden";
+pub const WARDEN_GROUP: &str = "warden";
 /// Suffix of the group that a server moves into under version 2.
-pub const SERVER: &str = "-server";
+pub const SERVER_SUFFIX: &str = "-server";
 /// Exists if systemd manages the machine, as documented in `sd_booted(3)`.
-const SYSTEMD: &str = "/run/systemd/system";
+const SYSTEMD_MARKER: &str = "/run/systemd/system";
 
 /// The scheduler's period for CPU time, in microseconds.
 pub(crate) const CPU_PERIOD: u64 = 100_000;
@@ -50,7 +50,7 @@ pub(crate) fn cpu_quota(cpus: f64) -> u64 {
 
 /// Limits of a group.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Limits {
+pub struct CgroupLimits {
     pub memory: u64,
     pub processes: u32,
     pub cpus: f64,
@@ -58,18 +58,18 @@ pub struct Limits {
 
 /// Location of a server's groups.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Tree {
+pub enum CgroupTree {
     /// One folder for everything.
-    Two {
+    V2 {
         folder: PathBuf,
         /// The group that the server had to move into, beside the folder.
         server: Option<PathBuf>,
         /// Whether CPU time can be limited. systemd may delegate only memory and processes.
         limits_cpu: bool,
     },
-    /// One folder per controller, in the order of `CONTROLLERS`, followed by the one of `COUNTER`
-    /// if it has its own tree.
-    One { folders: Vec<PathBuf> },
+    /// One folder per controller, in the order of `V1_CONTROLLERS`, followed by the one of
+    /// `V1_CPU_ACCOUNTING` if it has its own tree.
+    V1 { folders: Vec<PathBuf> },
 }
 
 /// One group: the limits of one sandbox.
@@ -84,8 +84,8 @@ pub struct Group {
 ///
 /// Under version 1 only memory has such a group. It is removed with the last holder of this value.
 #[derive(Debug)]
-pub struct Family {
-    tree: Tree,
+pub struct FamilyGroup {
+    tree: CgroupTree,
     group: Group,
 }
 
@@ -141,13 +141,13 @@ pub fn kills_around_this_process() -> u64 {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Version {
-    One,
-    Two,
+    V1,
+    V2,
 }
 
 /// Why a server's groups cannot be created without help.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Refusal {
+pub struct CgroupRefusal {
     pub why: String,
     /// The unit of this process, if systemd manages the tree and can be asked for a scope.
     pub unit: Option<Unit>,
@@ -163,65 +163,64 @@ pub struct Unit {
     pub slice: Option<String>,
 }
 
-impl Tree {
+impl CgroupTree {
     /// Creates the folder of one server, named `name`, in a place that needs no permission: below
     /// the unit of this process if it is delegated, below its group if there is no systemd.
     /// `guardian` was started by this process and will enter the folder.
-    pub fn make(name: &str, guardian: u32) -> Result<Tree, Refusal> {
-        let hopeless = |why: String| Refusal { why, unit: None };
-        let (membership, located) = look().map_err(hopeless)?;
+    pub fn make(name: &str, guardian: u32) -> Result<CgroupTree, CgroupRefusal> {
+        let without_unit = |why: String| CgroupRefusal { why, unit: None };
+        let (membership, located) = locate_self().map_err(without_unit)?;
         let (own, top) = match located {
-            Located::One(parents) => return make_version_one(&parents, name).map_err(hopeless),
-            Located::Two { own, top } => (own, top),
-            Located::Nothing(why) => return Err(hopeless(why)),
+            Located::V1(parents) => return make_v1(&parents, name).map_err(without_unit),
+            Located::V2 { own, top } => (own, top),
+            Located::Unknown(why) => return Err(without_unit(why)),
         };
-        let Some(unit) = Unit::of(&membership, &own).filter(|_| Path::new(SYSTEMD).exists()) else {
-            return make_version_two(&own, name, &[guardian], &[std::process::id()]).or_else(
-                |why| {
-                    // Root may still create its own group at the top.
-                    if is_root() {
-                        make_version_two(&top, name, &[], &[])
-                    } else {
-                        Err(why)
-                    }
-                    .map_err(hopeless)
-                },
-            );
+        let Some(unit) = Unit::of(&membership, &own).filter(|_| Path::new(SYSTEMD_MARKER).exists())
+        else {
+            return make_v2(&own, name, &[guardian], &[std::process::id()]).or_else(|why| {
+                // Root may still create its own group at the top.
+                if is_root() {
+                    make_v2(&top, name, &[], &[])
+                } else {
+                    Err(why)
+                }
+                .map_err(without_unit)
+            });
         };
         if !unit.is_delegated() {
-            return Err(Refusal {
+            return Err(CgroupRefusal {
                 why: "no control group is delegated to this process".to_owned(),
                 unit: Some(unit),
             });
         }
-        Tree::make_in_unit(&unit, name, guardian).map_err(|why| Refusal {
+        CgroupTree::make_in_unit(&unit, name, guardian).map_err(|why| CgroupRefusal {
             why,
             unit: Some(unit),
         })
     }
 
     /// Creates the folder below the unit of this process, which is delegated.
-    pub fn make_in_unit(unit: &Unit, name: &str, guardian: u32) -> Result<Tree, String> {
+    pub fn make_in_unit(unit: &Unit, name: &str, guardian: u32) -> Result<CgroupTree, String> {
         // A session daemon (`keeper`) is started by a server that stays in the same scope. In a
         // service that server must stay where systemd puts it: a group that enables controllers for
         // its children accepts no process, so the service could not be restarted while sessions are
         // kept.
         let starter = parent_of_same_program().filter(|_| unit.is_scope());
         let servers: Vec<u32> = std::iter::once(std::process::id()).chain(starter).collect();
-        make_version_two(&unit.group, name, &[guardian], &servers)
+        make_v2(&unit.group, name, &[guardian], &servers)
     }
 
     /// Creates the folder in the scope that systemd has moved the guardian into.
-    pub fn make_in_scope(name: &str, guardian: u32) -> Result<Tree, String> {
+    pub fn make_in_scope(name: &str, guardian: u32) -> Result<CgroupTree, String> {
         let group = Group::of_process(guardian).map_err(|error| error.to_string())?;
-        make_version_two(&group.folders[0], name, &[guardian], &[])
+        make_v2(&group.folders[0], name, &[guardian], &[])
     }
 
     /// Creates the folder at the top of the tree, which belongs to systemd; for root, if systemd
     /// cannot be asked.
-    pub fn make_at_top(name: &str) -> Result<Tree, String> {
-        match look()?.1 {
-            Located::Two { top, .. } => make_version_two(&top, name, &[], &[]),
+    pub fn make_at_top(name: &str) -> Result<CgroupTree, String> {
+        match locate_self()?.1 {
+            Located::V2 { top, .. } => make_v2(&top, name, &[], &[]),
             _ => Err("there is no tree of version 2".to_owned()),
         }
     }
@@ -229,16 +228,16 @@ impl Tree {
     /// Returns whether CPU time is limited.
     pub fn limits_cpu(&self) -> bool {
         match self {
-            Tree::Two { limits_cpu, .. } => *limits_cpu,
-            Tree::One { .. } => true,
+            CgroupTree::V2 { limits_cpu, .. } => *limits_cpu,
+            CgroupTree::V1 { .. } => true,
         }
     }
 
     /// Returns everything that may be left when the server is gone.
     pub fn traces(&self) -> Vec<PathBuf> {
         let server = match self {
-            Tree::Two { server, .. } => server.clone(),
-            Tree::One { .. } => None,
+            CgroupTree::V2 { server, .. } => server.clone(),
+            CgroupTree::V1 { .. } => None,
         };
         self.folders().into_iter().chain(server).collect()
     }
@@ -249,13 +248,13 @@ impl Tree {
         for folder in self.folders() {
             remove_tree(&folder);
         }
-        if let Tree::Two {
+        if let CgroupTree::V2 {
             server: Some(server),
             ..
         } = self
             && let Some(parent) = server.parent().filter(|_| server.exists())
         {
-            let _ = take_controllers_back(parent);
+            let _ = disable_controllers(parent);
             let _ = move_process(std::process::id(), parent);
             // The server that started this one may still be in it.
             let _ = fs::remove_dir(server);
@@ -265,23 +264,23 @@ impl Tree {
     /// Returns the folders that must be removed when the server is gone.
     pub fn folders(&self) -> Vec<PathBuf> {
         match self {
-            Tree::Two { folder, .. } => vec![folder.clone()],
-            Tree::One { folders } => folders.clone(),
+            CgroupTree::V2 { folder, .. } => vec![folder.clone()],
+            CgroupTree::V1 { folders } => folders.clone(),
         }
     }
 
     /// Returns a display name of the kind.
     pub fn kind(&self) -> &'static str {
         match self {
-            Tree::Two { .. } => "cgroup v2",
-            Tree::One { .. } => "cgroup v1",
+            CgroupTree::V2 { .. } => "cgroup v2",
+            CgroupTree::V1 { .. } => "cgroup v1",
         }
     }
 
     fn version(&self) -> Version {
         match self {
-            Tree::Two { .. } => Version::Two,
-            Tree::One { .. } => Version::One,
+            CgroupTree::V2 { .. } => Version::V2,
+            CgroupTree::V1 { .. } => Version::V1,
         }
     }
 
@@ -297,28 +296,28 @@ impl Tree {
     }
 
     /// Creates a family with this memory limit.
-    pub fn family(&self, name: &str, memory: u64) -> io::Result<Family> {
+    pub fn family(&self, name: &str, memory: u64) -> io::Result<FamilyGroup> {
         let folder = match self {
-            Tree::Two { folder, .. } => folder,
+            CgroupTree::V2 { folder, .. } => folder,
             // Memory is the first controller.
-            Tree::One { folders } => &folders[0],
+            CgroupTree::V1 { folders } => &folders[0],
         };
         let group = Group::make(self.version(), vec![folder.join(name)])?;
-        let family = Family {
+        let family = FamilyGroup {
             tree: self.clone(),
             group,
         };
-        if self.version() == Version::Two {
-            hand_on_controllers(&folder.join(name))?;
+        if self.version() == Version::V2 {
+            enable_controllers(&folder.join(name))?;
         }
         family.group.limit_memory(memory)?;
         Ok(family)
     }
 }
 
-impl Family {
+impl FamilyGroup {
     /// Creates the group of one member.
-    pub fn group(&self, name: &str, limits: &Limits) -> io::Result<Group> {
+    pub fn group(&self, name: &str, limits: &CgroupLimits) -> io::Result<Group> {
         let mut folders: Vec<PathBuf> = self
             .tree
             .folders()
@@ -337,7 +336,7 @@ impl Family {
     }
 }
 
-impl Drop for Family {
+impl Drop for FamilyGroup {
     fn drop(&mut self) {
         self.group.remove();
     }
@@ -350,15 +349,15 @@ impl Group {
         let membership = fs::read_to_string(format!("/proc/{pid}/cgroup"))?;
         let mounts = fs::read_to_string("/proc/self/mountinfo")?;
         match locate(&membership, &mounts) {
-            Located::One(folders) => Ok(Group {
-                version: Version::One,
+            Located::V1(folders) => Ok(Group {
+                version: Version::V1,
                 folders,
             }),
-            Located::Two { own, .. } => Ok(Group {
-                version: Version::Two,
+            Located::V2 { own, .. } => Ok(Group {
+                version: Version::V2,
                 folders: vec![own],
             }),
-            Located::Nothing(why) => Err(io::Error::other(why)),
+            Located::Unknown(why) => Err(io::Error::other(why)),
         }
     }
 
@@ -375,28 +374,28 @@ impl Group {
 
     fn limit_memory(&self, bytes: u64) -> io::Result<()> {
         match self.version {
-            Version::Two => {
+            Version::V2 => {
                 self.write("memory.max", &bytes.to_string())?;
                 self.write_if_there("memory.swap.max", "0")
             }
-            Version::One => {
+            Version::V1 => {
                 self.write("memory.limit_in_bytes", &bytes.to_string())?;
                 self.write_if_there("memory.memsw.limit_in_bytes", &bytes.to_string())
             }
         }
     }
 
-    fn limit(&self, limits: &Limits) -> io::Result<()> {
+    fn limit(&self, limits: &CgroupLimits) -> io::Result<()> {
         let (quota, period) = (cpu_quota(limits.cpus), CPU_PERIOD);
         match self.version {
-            Version::Two => {
+            Version::V2 => {
                 self.limit_memory(limits.memory)?;
                 // An out-of-memory kill must end the sandbox's interpreter but keep its files: no
                 // memory.oom.group.
                 self.write("pids.max", &limits.processes.to_string())?;
                 self.write_if_there("cpu.max", &format!("{quota} {period}"))
             }
-            Version::One => {
+            Version::V1 => {
                 self.limit_memory(limits.memory)?;
                 self.write("pids.max", &limits.processes.to_string())?;
                 self.write("cpu.cfs_period_us", &period.to_string())?;
@@ -410,22 +409,22 @@ impl Group {
     ///
     /// Moving another process makes the kernel wait until every core has passed a quiescent point:
     /// 5 to 15 ms. Under version 1 a single thread that moves itself through `tasks` does not wait.
-    pub fn doors(&self) -> io::Result<Vec<OwnedFd>> {
-        let door = match self.version {
-            Version::One => "tasks",
-            Version::Two => "cgroup.procs",
+    pub fn open_procs(&self) -> io::Result<Vec<OwnedFd>> {
+        let file = match self.version {
+            Version::V1 => "tasks",
+            Version::V2 => "cgroup.procs",
         };
         let open = |folder: &PathBuf| {
             fs::OpenOptions::new()
                 .write(true)
-                .open(folder.join(door))
+                .open(folder.join(file))
                 .map(OwnedFd::from)
         };
         self.folders.iter().map(open).collect()
     }
 
     /// Returns whether the process is in the group, in every tree.
-    pub fn holds(&self, pid: u32) -> io::Result<bool> {
+    pub fn contains(&self, pid: u32) -> io::Result<bool> {
         for folder in &self.folders {
             let inside = fs::read_to_string(folder.join("cgroup.procs"))?;
             if !inside.lines().any(|line| line.parse() == Ok(pid)) {
@@ -449,8 +448,8 @@ impl Group {
     /// and the peak since the last `forget_peak`, with cached files.
     pub fn memory(&self) -> (u64, u64) {
         let (now, peak) = match self.version {
-            Version::Two => ("memory.current", "memory.peak"),
-            Version::One => ("memory.usage_in_bytes", "memory.max_usage_in_bytes"),
+            Version::V2 => ("memory.current", "memory.peak"),
+            Version::V1 => ("memory.usage_in_bytes", "memory.max_usage_in_bytes"),
         };
         let cached =
             self.field("memory.stat", "inactive_file") + self.field("memory.stat", "active_file");
@@ -460,10 +459,10 @@ impl Group {
     /// Returns the CPU time used since the group was created, if the kernel counts it.
     pub fn processor_time(&self) -> Option<Duration> {
         match self.version {
-            Version::Two => self
+            Version::V2 => self
                 .find("cpu.stat")
                 .map(|_| Duration::from_micros(self.field("cpu.stat", "usage_usec"))),
-            Version::One => self
+            Version::V1 => self
                 .find("cpuacct.usage")
                 .map(|_| Duration::from_nanos(self.number("cpuacct.usage"))),
         }
@@ -478,8 +477,8 @@ impl Group {
     /// Resets the peak, if the kernel supports it.
     pub fn forget_peak(&self) {
         let name = match self.version {
-            Version::Two => return,
-            Version::One => "memory.max_usage_in_bytes",
+            Version::V2 => return,
+            Version::V1 => "memory.max_usage_in_bytes",
         };
         // A missing measurement is shown as zero and is not worth an error.
         let _ = self.write(name, "0");
@@ -488,11 +487,11 @@ impl Group {
     /// Reads the out-of-memory counters of this group.
     pub fn out_of_memory(&self) -> OutOfMemory {
         match self.version {
-            Version::Two => OutOfMemory {
+            Version::V2 => OutOfMemory {
                 kills: self.field("memory.events.local", "oom_kill"),
                 at_own_limit: self.field("memory.events.local", "oom") > 0,
             },
-            Version::One => OutOfMemory {
+            Version::V1 => OutOfMemory {
                 kills: self.field("memory.oom_control", "oom_kill"),
                 // The failure counters stay zero if the combined limit of memory and swap is
                 // reached first (seen on Linux 6.18). A group that was killed by its own limit had
@@ -514,8 +513,8 @@ impl Group {
     /// Returns the number of out-of-memory kills in the group, if the kernel counts them.
     fn counted_kills(&self) -> Option<u64> {
         let file = match self.version {
-            Version::Two => "memory.events.local",
-            Version::One => "memory.oom_control",
+            Version::V2 => "memory.events.local",
+            Version::V1 => "memory.oom_control",
         };
         field_of(&fs::read_to_string(self.find(file)?).ok()?, "oom_kill")
     }
@@ -563,13 +562,13 @@ impl Group {
 }
 
 enum Located {
-    One(Vec<PathBuf>),
+    V1(Vec<PathBuf>),
     /// The group of this process, and the top of the tree.
-    Two {
+    V2 {
         own: PathBuf,
         top: PathBuf,
     },
-    Nothing(String),
+    Unknown(String),
 }
 
 /// Finds the folders of the group of this process.
@@ -612,17 +611,17 @@ fn locate(membership: &str, mounts: &str) -> Located {
         })?;
         Some(folder(root, place, path_in(controller)?))
     };
-    let controllers: Option<Vec<PathBuf>> = CONTROLLERS.into_iter().map(folder_of).collect();
+    let controllers: Option<Vec<PathBuf>> = V1_CONTROLLERS.into_iter().map(folder_of).collect();
     if let Some(mut folders) = controllers {
-        folders.extend(folder_of(COUNTER).filter(|counter| !folders.contains(counter)));
-        return Located::One(folders);
+        folders.extend(folder_of(V1_CPU_ACCOUNTING).filter(|counter| !folders.contains(counter)));
+        return Located::V1(folders);
     }
     match hierarchies.iter().find(|(kind, ..)| *kind == "cgroup2") {
-        Some((_, root, place, _)) => Located::Two {
+        Some((_, root, place, _)) => Located::V2 {
             own: folder(root, place, path_in("").unwrap_or("/")),
             top: PathBuf::from(place),
         },
-        None => Located::Nothing("no control groups are mounted".to_owned()),
+        None => Located::Unknown("no control groups are mounted".to_owned()),
     }
 }
 
@@ -703,7 +702,7 @@ fn is_root() -> bool {
 }
 
 /// Reads the location of this process.
-fn look() -> Result<(String, Located), String> {
+fn locate_self() -> Result<(String, Located), String> {
     let membership = fs::read_to_string("/proc/self/cgroup").map_err(|error| error.to_string())?;
     let mounts = fs::read_to_string("/proc/self/mountinfo").map_err(|error| error.to_string())?;
     let located = locate(&membership, &mounts);
@@ -717,29 +716,29 @@ fn parent_of_same_program() -> Option<u32> {
     (program("self").is_some() && program(&parent.to_string()) == program("self")).then_some(parent)
 }
 
-fn make_version_one(parents: &[PathBuf], name: &str) -> Result<Tree, String> {
+fn make_v1(parents: &[PathBuf], name: &str) -> Result<CgroupTree, String> {
     let folders: Vec<PathBuf> = parents.iter().map(|parent| parent.join(name)).collect();
     for folder in &folders {
         make_folder(folder)?;
     }
-    Ok(Tree::One { folders })
+    Ok(CgroupTree::V1 { folders })
 }
 
 /// Enables the controllers of this group for the groups below it.
-fn hand_on_controllers(folder: &Path) -> io::Result<()> {
+fn enable_controllers(folder: &Path) -> io::Result<()> {
     let available = fs::read_to_string(folder.join("cgroup.controllers"))?;
     let wanted = available
         .split_whitespace()
-        .filter(|found| CONTROLLERS_OF_TWO.contains(found));
+        .filter(|found| V2_CONTROLLERS.contains(found));
     let text: Vec<String> = wanted.map(|name| format!("+{name}")).collect();
     fs::write(folder.join("cgroup.subtree_control"), text.join(" "))
 }
 
-/// Undoes `hand_on_controllers`, so that processes may enter the group again. The kernel refuses
+/// Undoes `enable_controllers`, so that processes may enter the group again. The kernel refuses
 /// while a group below still enables them.
-fn take_controllers_back(folder: &Path) -> io::Result<()> {
-    let handed_on = fs::read_to_string(folder.join("cgroup.subtree_control"))?;
-    let text: Vec<String> = handed_on
+fn disable_controllers(folder: &Path) -> io::Result<()> {
+    let enabled = fs::read_to_string(folder.join("cgroup.subtree_control"))?;
+    let text: Vec<String> = enabled
         .split_whitespace()
         .map(|name| format!("-{name}"))
         .collect();
@@ -757,12 +756,12 @@ fn move_process(pid: u32, folder: &Path) -> io::Result<()> {
 
 /// Creates the folder below `parent`. Our own processes in `parent` move out of it: guardians into
 /// the folder, servers into a leaf beside it.
-fn make_version_two(
+fn make_v2(
     parent: &Path,
     name: &str,
     guardians: &[u32],
     servers: &[u32],
-) -> Result<Tree, String> {
+) -> Result<CgroupTree, String> {
     let available =
         fs::read_to_string(parent.join("cgroup.controllers")).map_err(|error| error.to_string())?;
     let has = |controller: &str| {
@@ -776,26 +775,31 @@ fn make_version_two(
     let folder = parent.join(name);
     let leaf = leaf_of(&folder);
     make_folder(&folder)?;
-    let made = match hand_on_controllers(parent) {
-        Err(error) if error.raw_os_error() == Some(libc::EBUSY) => {
-            empty(parent, &folder.join(WARDEN), guardians, &leaf, servers).and_then(|()| {
-                hand_on_controllers(parent).map_err(|error| match error.raw_os_error() {
-                    Some(libc::EBUSY) => {
-                        "other processes are in the control group of this one".to_owned()
-                    }
-                    _ => format!("controllers could not be handed on: {error}"),
-                })
+    let made = match enable_controllers(parent) {
+        Err(error) if error.raw_os_error() == Some(libc::EBUSY) => move_processes_out(
+            parent,
+            &folder.join(WARDEN_GROUP),
+            guardians,
+            &leaf,
+            servers,
+        )
+        .and_then(|()| {
+            enable_controllers(parent).map_err(|error| match error.raw_os_error() {
+                Some(libc::EBUSY) => {
+                    "other processes are in the control group of this one".to_owned()
+                }
+                _ => format!("controllers could not be enabled: {error}"),
             })
-        }
-        Err(error) => Err(format!("controllers could not be handed on: {error}")),
+        }),
+        Err(error) => Err(format!("controllers could not be enabled: {error}")),
         Ok(()) => Ok(()),
     };
     let made = made.and_then(|()| {
-        hand_on_controllers(&folder)
-            .map_err(|error| format!("controllers could not be handed on: {error}"))
+        enable_controllers(&folder)
+            .map_err(|error| format!("controllers could not be enabled: {error}"))
     });
     if let Err(why) = made {
-        for moved in [folder.join(WARDEN), leaf.clone()] {
+        for moved in [folder.join(WARDEN_GROUP), leaf.clone()] {
             processes_in(&moved)
                 .into_iter()
                 .for_each(|pid| drop(move_process(pid, parent)));
@@ -805,7 +809,7 @@ fn make_version_two(
         return Err(why);
     }
     let server = Some(leaf).filter(|leaf| leaf.exists());
-    Ok(Tree::Two {
+    Ok(CgroupTree::V2 {
         folder,
         server,
         limits_cpu: has("cpu"),
@@ -813,7 +817,7 @@ fn make_version_two(
 }
 
 /// Moves our own processes out of a group.
-fn empty(
+fn move_processes_out(
     group: &Path,
     warden: &Path,
     guardians: &[u32],
@@ -831,20 +835,20 @@ fn empty(
     Ok(())
 }
 
-/// Moves this single-threaded process into a group, through descriptors (`doors`) opened by another
-/// process.
-pub(crate) fn enter(doors: &[OwnedFd]) -> io::Result<()> {
+/// Moves this single-threaded process into a group, through `cgroup.procs` or `tasks` descriptors
+/// that another process opened.
+pub(crate) fn enter(procs: &[OwnedFd]) -> io::Result<()> {
     // A zero means the writing process.
-    doors
+    procs
         .iter()
-        .try_for_each(|door| rustix::io::write(door, b"0").map(drop))?;
+        .try_for_each(|file| rustix::io::write(file, b"0").map(drop))?;
     Ok(())
 }
 
 /// Returns the group that a guardian was in before it entered a server's folder, under version 2.
 pub(crate) fn home(folders: &[PathBuf]) -> Option<PathBuf> {
-    let (_, located) = look().ok()?;
-    let Located::Two { own, .. } = located else {
+    let (_, located) = locate_self().ok()?;
+    let Located::V2 { own, .. } = located else {
         return None;
     };
     let folder = folders.first()?;
@@ -872,14 +876,14 @@ pub(crate) fn clean_up(folders: &[PathBuf], home: Option<&Path>) {
         }
         Some(home) => {
             for folder in folders {
-                clean_up_version_two(folder, home);
+                clean_up_v2(folder, home);
             }
         }
     }
 }
 
-fn clean_up_version_two(folder: &Path, home: &Path) {
-    let warden = folder.join(WARDEN);
+fn clean_up_v2(folder: &Path, home: &Path) {
+    let warden = folder.join(WARDEN_GROUP);
     for group in groups_in(folder)
         .into_iter()
         .filter(|group| *group != warden)
@@ -890,8 +894,8 @@ fn clean_up_version_two(folder: &Path, home: &Path) {
     let is_parent = folder.parent() == Some(home);
     if move_process(pid, home).is_err() && is_parent {
         // It enables controllers only for this folder; otherwise the kernel refuses this.
-        let _ = take_controllers_back(folder);
-        let _ = take_controllers_back(home);
+        let _ = disable_controllers(folder);
+        let _ = disable_controllers(home);
         let _ = move_process(pid, home);
     }
     // If it could not leave, the next start or systemd removes the rest.
@@ -907,14 +911,14 @@ fn clean_up_version_two(folder: &Path, home: &Path) {
 /// Returns the group that the server of a folder may have moved into.
 fn leaf_of(folder: &Path) -> PathBuf {
     let mut name = folder.as_os_str().to_owned();
-    name.push(SERVER);
+    name.push(SERVER_SUFFIX);
     PathBuf::from(name)
 }
 
-/// Removes a path returned by `Tree::traces` after its server has died. Processes in the server's
-/// own group are not killed.
+/// Removes a path returned by `CgroupTree::traces` after its server has died. Processes in the
+/// server's own group are not killed.
 pub fn remove_trace(trace: &Path) {
-    if trace.to_string_lossy().ends_with(SERVER) {
+    if trace.to_string_lossy().ends_with(SERVER_SUFFIX) {
         let _ = fs::remove_dir(trace);
     } else {
         remove_tree(trace);
@@ -970,7 +974,7 @@ fn remove_folder(folder: &Path) {
 mod tests {
     use super::*;
 
-    const MOUNTS_ONE: &str = "\
+    const V1_MOUNTS: &str = "\
 30 25 0:26 / /sys/fs/cgroup/memory rw,relatime - cgroup cgroup rw,memory
 31 25 0:27 / /sys/fs/cgroup/pids rw - cgroup cgroup rw,pids
 32 25 0:28 / /sys/fs/cgroup/cpu,cpuacct rw - cgroup cgroup rw,cpu,cpuacct
@@ -980,7 +984,7 @@ mod tests {
     #[test]
     fn each_controller_of_version_one_is_found_in_its_own_tree() {
         let membership = "5:memory:/jobs/7\n4:cpu,cpuacct:/\n3:pids:/user\n2:freezer:/\n0::/";
-        let Located::One(folders) = locate(membership, MOUNTS_ONE) else {
+        let Located::V1(folders) = locate(membership, V1_MOUNTS) else {
             panic!("expected version one")
         };
         let expected = [
@@ -994,12 +998,12 @@ mod tests {
 
     #[test]
     fn the_counter_of_processor_time_is_found_when_it_has_a_tree_of_its_own() {
-        let mounts = MOUNTS_ONE.replace("cpu,cpuacct", "cpu");
+        let mounts = V1_MOUNTS.replace("cpu,cpuacct", "cpu");
         let mounts =
             format!("{mounts}\n35 25 0:31 / /sys/fs/cgroup/cpuacct rw - cgroup cgroup rw,cpuacct");
         let membership =
             "5:memory:/jobs/7\n4:cpu:/\n3:pids:/user\n2:freezer:/\n1:cpuacct:/counted\n0::/";
-        let Located::One(folders) = locate(membership, &mounts) else {
+        let Located::V1(folders) = locate(membership, &mounts) else {
             panic!("expected version one")
         };
         assert_eq!(folders.len(), 5);
@@ -1009,7 +1013,7 @@ mod tests {
     #[test]
     fn version_two_is_taken_when_controllers_have_no_trees_of_their_own() {
         let mounts = "34 25 0:30 / /sys/fs/cgroup rw - cgroup2 cgroup rw";
-        let Located::Two { own, top } = locate("0::/user.slice/app", mounts) else {
+        let Located::V2 { own, top } = locate("0::/user.slice/app", mounts) else {
             panic!("expected version two")
         };
         assert_eq!(own, Path::new("/sys/fs/cgroup/user.slice/app"));
@@ -1019,7 +1023,7 @@ mod tests {
     #[test]
     fn a_mount_that_shows_only_a_part_of_the_tree_is_taken_into_account() {
         let mounts = "34 25 0:30 /box /sys/fs/cgroup rw - cgroup2 cgroup rw";
-        let Located::Two { own, .. } = locate("0::/box/inner", mounts) else {
+        let Located::V2 { own, .. } = locate("0::/box/inner", mounts) else {
             panic!("expected version two")
         };
         assert_eq!(own, Path::new("/sys/fs/cgroup/inner"));
@@ -1078,7 +1082,7 @@ mod tests {
         let leaf = leaf_of(folder);
         assert_eq!(leaf, Path::new("/sys/fs/cgroup/unit/cellblock-7-0-server"));
         assert!(!leaf.starts_with(folder));
-        let tree = Tree::Two {
+        let tree = CgroupTree::V2 {
             folder: folder.to_owned(),
             server: Some(leaf.clone()),
             limits_cpu: true,
@@ -1181,6 +1185,6 @@ mod tests {
 
     #[test]
     fn without_any_mount_there_is_a_reason() {
-        assert!(matches!(locate("0::/", ""), Located::Nothing(_)));
+        assert!(matches!(locate("0::/", ""), Located::Unknown(_)));
     }
 }

@@ -136,10 +136,10 @@ impl Family {
         slot: Slot,
         scratch: Scratch,
         socket: &OwnedFd,
-        doors: &[OwnedFd],
+        cgroup_procs: &[OwnedFd],
     ) -> io::Result<()> {
         let passed: Vec<_> = std::iter::once(socket)
-            .chain(doors)
+            .chain(cgroup_procs)
             .map(AsFd::as_fd)
             .collect();
         wire::send_now(&self.socket, &Order::Make { slot, scratch }, &passed)
@@ -249,7 +249,7 @@ fn make_init(
     match sys::clone_process(guardian::NAMESPACES)? {
         Forked::Child => init::main(init::Start {
             warden: orders,
-            doors: descriptors.collect(),
+            cgroup_procs: descriptors.collect(),
             mounts: if apart {
                 Vec::new()
             } else {

@@ -67,7 +67,7 @@ pub(crate) enum Order {
 pub(crate) struct Start {
     pub(crate) warden: OwnedFd,
     /// The descriptors of the sandbox's control group, if a process may enter it by itself.
-    pub(crate) doors: Vec<OwnedFd>,
+    pub(crate) cgroup_procs: Vec<OwnedFd>,
     /// The mounts in the family's root that belong to this sandbox.
     pub(crate) mounts: Vec<OperatorMount>,
     /// The protected paths in them.
@@ -88,7 +88,7 @@ pub(crate) const JOINED: [&str; 6] = ["pid", "mnt", "net", "ipc", "uts", "user"]
 /// Runs init; never returns.
 pub(crate) fn main(mut start: Start) -> ! {
     let mut kept = vec![0, 1, 2, start.warden.as_raw_fd()];
-    kept.extend(start.doors.iter().map(AsRawFd::as_raw_fd));
+    kept.extend(start.cgroup_procs.iter().map(AsRawFd::as_raw_fd));
     sys::close_all_but(&kept);
     let status = match build(&mut start) {
         Ok(_mounts) => {
@@ -128,7 +128,7 @@ fn build(start: &mut Start) -> Result<Mounts, InitError> {
     // Taken, so that the descriptors are closed as soon as they have been used.
     step(
         "enter the control group",
-        crate::cgroup::enter(&std::mem::take(&mut start.doors)),
+        crate::cgroup::enter(&std::mem::take(&mut start.cgroup_procs)),
     )?;
     step(
         "make a cgroup namespace",

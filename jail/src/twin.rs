@@ -109,7 +109,7 @@ pub(crate) struct Entry {
 pub(crate) struct Way<'a> {
     pub(crate) channel: &'a OwnedFd,
     /// The `cgroup.procs` or `tasks` descriptors of its control group.
-    pub(crate) doors: &'a [OwnedFd],
+    pub(crate) cgroup_procs: &'a [OwnedFd],
     /// The user namespace of the family, for a twin that is not in it yet.
     pub(crate) family: Option<&'a OwnedFd>,
     /// The pid namespace of the family and of all its twins.
@@ -130,7 +130,7 @@ impl Way<'_> {
         all.push(self.root);
         all.extend(self.rules);
         all.extend(self.family);
-        all.extend(self.doors);
+        all.extend(self.cgroup_procs);
         all
     }
 }
@@ -724,7 +724,7 @@ impl Twin {
             program.call("setresuid", libc::SYS_setresuid, &[id, id, id]);
         }
         let zero = data.put(b"0");
-        for _ in way.doors {
+        for _ in way.cgroup_procs {
             // A zero means the writing process.
             program.call(
                 "enter the control group",

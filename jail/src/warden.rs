@@ -594,7 +594,7 @@ impl Warden {
         slot: Slot,
         id: FamilyId,
         apart: bool,
-        doors: &[OwnedFd],
+        cgroup_procs: &[OwnedFd],
     ) -> Result<(), RootError> {
         let failed =
             |cause: io::Error| RootError::new("could not make the sandbox's namespaces", cause);
@@ -618,7 +618,9 @@ impl Warden {
         } else {
             self.setup.scratch
         };
-        family.make(slot, scratch, &theirs, doors).map_err(failed)?;
+        family
+            .make(slot, scratch, &theirs, cgroup_procs)
+            .map_err(failed)?;
         let sandbox = Sandbox {
             family: id,
             apart,
@@ -692,7 +694,7 @@ impl Warden {
         programs: Programs,
         descriptors: &[OwnedFd],
     ) -> Result<OwnedFd, ForkError> {
-        let (channel, doors) = descriptors.split_first().ok_or(ForkError::NotReady)?;
+        let (channel, cgroup_procs) = descriptors.split_first().ok_or(ForkError::NotReady)?;
         let family = self.family_for(slot, from)?;
         if matches!(from, Origin::Checkpoint { last: true, .. }) {
             // This fork consumes the checkpoint, so a later retry would have none.
@@ -717,7 +719,7 @@ impl Warden {
         };
         let way = Way {
             channel,
-            doors,
+            cgroup_procs,
             family: matches!(from, Origin::Zygote).then_some(&family.user_namespace),
             own_pid_namespace: &family.pid_namespace,
             namespaces: &sandbox.namespaces,

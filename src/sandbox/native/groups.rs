@@ -8,7 +8,7 @@
 //!
 //! Without systemd, and under version 1, the server's own group is used.
 
-use cellblock_jail::cgroup::{Refusal, Tree, Unit};
+use cellblock_jail::cgroup::{CgroupRefusal, CgroupTree, Unit};
 use rustix::process::geteuid;
 use tracing::debug;
 
@@ -16,11 +16,11 @@ use super::systemd::Manager;
 
 /// Makes the folder of one server, which the guardian will enter. Returns the reason if that is not
 /// possible here.
-pub(super) async fn make(name: &str, guardian: u32) -> Result<Tree, String> {
-    let (why_not_here, unit) = match Tree::make(name, guardian) {
+pub(super) async fn make(name: &str, guardian: u32) -> Result<CgroupTree, String> {
+    let (why_not_here, unit) = match CgroupTree::make(name, guardian) {
         Ok(tree) => return Ok(tree),
-        Err(Refusal { why, unit: None }) => return Err(why),
-        Err(Refusal {
+        Err(CgroupRefusal { why, unit: None }) => return Err(why),
+        Err(CgroupRefusal {
             why,
             unit: Some(unit),
         }) => (why, unit),
@@ -29,19 +29,19 @@ pub(super) async fn make(name: &str, guardian: u32) -> Result<Tree, String> {
         Ok(tree) => Ok(tree),
         Err(why) if geteuid().is_root() => {
             debug!(%why, "systemd gives no control group, so the top of the tree is used");
-            Tree::make_at_top(name)
+            CgroupTree::make_at_top(name)
         }
         Err(why) => Err(format!("{why_not_here}, and systemd gives none: {why}")),
     }
 }
 
-async fn ask_systemd(name: &str, guardian: u32, unit: &Unit) -> Result<Tree, String> {
+async fn ask_systemd(name: &str, guardian: u32, unit: &Unit) -> Result<CgroupTree, String> {
     let manager = Manager::connect().await?;
     let manages_unit = manager.is_of_user == unit.of_user_manager;
     // systemd 252 does not mark groups delegated by a user manager.
     if manages_unit && !unit.is_delegated() && manager.delegates(unit.name()).await.unwrap_or(false)
     {
-        match Tree::make_in_unit(unit, name, guardian) {
+        match CgroupTree::make_in_unit(unit, name, guardian) {
             Ok(tree) => return Ok(tree),
             Err(why) => debug!(%why, "the delegated unit cannot be used"),
         }
@@ -50,5 +50,5 @@ async fn ask_systemd(name: &str, guardian: u32, unit: &Unit) -> Result<Tree, Str
     manager
         .start_scope(&format!("{name}.scope"), guardian, slice)
         .await?;
-    Tree::make_in_scope(name, guardian)
+    CgroupTree::make_in_scope(name, guardian)
 }

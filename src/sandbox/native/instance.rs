@@ -35,7 +35,7 @@ pub(super) struct Instance {
     file: PathBuf,
     /// Locked as long as the server lives.
     lock: File,
-    cgroups: Result<cgroup::Tree, String>,
+    cgroups: Result<cgroup::CgroupTree, String>,
 }
 
 impl Instance {
@@ -76,7 +76,10 @@ impl Instance {
     /// left beside them.
     pub(super) async fn make_cgroups(&mut self, guardian: u32) -> io::Result<()> {
         self.cgroups = groups::make(&self.name, guardian).await;
-        let groups = self.tree().map(cgroup::Tree::traces).unwrap_or_default();
+        let groups = self
+            .tree()
+            .map(cgroup::CgroupTree::traces)
+            .unwrap_or_default();
         for group in &groups {
             writeln!(self.lock, "{}", group.display())?;
         }
@@ -86,12 +89,12 @@ impl Instance {
         Ok(())
     }
 
-    pub(super) fn tree(&self) -> Option<&cgroup::Tree> {
+    pub(super) fn tree(&self) -> Option<&cgroup::CgroupTree> {
         self.cgroups.as_ref().ok()
     }
 
     /// Returns the control groups, or why there are none.
-    pub(super) fn cgroups(&self) -> Result<&cgroup::Tree, &str> {
+    pub(super) fn cgroups(&self) -> Result<&cgroup::CgroupTree, &str> {
         self.cgroups.as_ref().map_err(String::as_str)
     }
 
@@ -152,7 +155,7 @@ fn sweep_orphans(parent: &Path, entries: &Path) {
         let name = name.to_string_lossy();
         if is_orphan(
             &group.path(),
-            &entries.join(name.trim_end_matches(cgroup::SERVER)),
+            &entries.join(name.trim_end_matches(cgroup::SERVER_SUFFIX)),
         ) {
             remove_empty(&group.path());
             info!("removed a control group that a dead server had left");
@@ -187,7 +190,7 @@ fn is_orphan(group: &Path, entry: &Path) -> bool {
 /// also with `-server`.
 fn server_of(name: &str) -> Option<u32> {
     let (process, number) = name
-        .trim_end_matches(cgroup::SERVER)
+        .trim_end_matches(cgroup::SERVER_SUFFIX)
         .strip_prefix("cellblock-")?
         .split_once('-')?;
     number.parse::<u32>().ok()?;

@@ -145,7 +145,7 @@ impl Jail {
             },
             cgroups: instance
                 .tree()
-                .map(cgroup::Tree::folders)
+                .map(cgroup::CgroupTree::folders)
                 .unwrap_or_default(),
             leave_out,
             test_switches: settings.test_switches.clone(),
@@ -192,7 +192,7 @@ impl Jail {
     fn plan_isolation(
         settings: &NativeSettings,
         identity: Identity,
-        cgroups: Result<&cgroup::Tree, &str>,
+        cgroups: Result<&cgroup::CgroupTree, &str>,
     ) -> (Isolation, Vec<LeftOut>) {
         let mut isolation = Isolation::default();
         let mut leave_out = settings.test_switches.layers_left_out().to_vec();
@@ -370,7 +370,7 @@ fn with_cure(finding: &probe::Finding) -> String {
 }
 
 /// Returns the state of the resource layer.
-fn resources(cgroups: Result<&cgroup::Tree, &str>) -> Layer {
+fn resources(cgroups: Result<&cgroup::CgroupTree, &str>) -> Layer {
     match cgroups {
         Ok(tree) if tree.limits_cpu() => Layer::Enforced {
             how: "control groups for memory, CPU time and processes".to_owned(),
@@ -392,7 +392,7 @@ mod tests {
 
     #[test]
     fn resources_are_reduced_where_cpu_time_cannot_be_limited() {
-        let tree = |limits_cpu| cgroup::Tree::Two {
+        let tree = |limits_cpu| cgroup::CgroupTree::V2 {
             folder: "/group".into(),
             server: None,
             limits_cpu,

@@ -322,7 +322,10 @@ impl Inner {
             (Ok(()), Ok(empty)) => empty,
         };
         self.pool.add_empty(empty);
-        let limits = jail.instance.tree().map_or("rlimits", cgroup::Tree::kind);
+        let limits = jail
+            .instance
+            .tree()
+            .map_or("rlimits", cgroup::CgroupTree::kind);
         info!(identity = ?jail.identity, limits, "the native backend is ready");
         let _ = ready.set(Instant::now());
         self.preparation.send_replace(Preparation::Ready);

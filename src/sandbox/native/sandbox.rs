@@ -21,7 +21,7 @@ use std::time::{Duration, Instant};
 use async_trait::async_trait;
 use cellblock_egress::gateway::{Blocked, Gateway};
 use cellblock_egress::rules::Rules;
-use cellblock_jail::cgroup::{self, Family, Group};
+use cellblock_jail::cgroup::{self, FamilyGroup, Group};
 use cellblock_jail::identity::Identity;
 use cellblock_jail::posture::{Expected, Posture};
 use cellblock_jail::wire::{BEGINNING, Command, Generation, LeftOut, Origin, Programs, Slot};
@@ -147,11 +147,11 @@ pub(super) struct Groups {
     /// Limits the interpreter.
     pub(super) own: Option<Arc<Group>>,
     /// Limits the interpreter and all its forks.
-    pub(super) family: Option<Arc<Family>>,
+    pub(super) family: Option<Arc<FamilyGroup>>,
 }
 
 impl Groups {
-    fn make(tree: &cgroup::Tree, slot: Slot, limits: &SandboxLimits) -> io::Result<Groups> {
+    fn make(tree: &cgroup::CgroupTree, slot: Slot, limits: &SandboxLimits) -> io::Result<Groups> {
         let family = Arc::new(tree.family(&format!("family-{}", slot.0), limits.family_memory)?);
         let own = Arc::new(family.group(&format!("session-{}", slot.0), &Groups::limits(limits))?);
         Ok(Groups {
@@ -172,8 +172,8 @@ impl Groups {
         })
     }
 
-    fn limits(limits: &SandboxLimits) -> cgroup::Limits {
-        cgroup::Limits {
+    fn limits(limits: &SandboxLimits) -> cgroup::CgroupLimits {
+        cgroup::CgroupLimits {
             memory: limits.memory,
             processes: limits.processes + OWN_PROCESSES,
             cpus: limits.cpus,
@@ -263,8 +263,8 @@ impl NativeSandbox {
             }
             (Kin::Nobody { .. }, None) => Groups::default(),
         };
-        let doors = sandbox.doors()?;
-        let passed: Vec<_> = doors.iter().map(AsFd::as_fd).collect();
+        let cgroup_procs = sandbox.open_procs()?;
+        let passed: Vec<_> = cgroup_procs.iter().map(AsFd::as_fd).collect();
         let prepare = Command::Prepare {
             slot,
             family: sandbox.family.id,
@@ -361,11 +361,11 @@ impl NativeSandbox {
     }
 
     /// Opens the descriptors through which processes enter the sandbox's control group.
-    fn doors(&self) -> Result<Vec<OwnedFd>, LaunchError> {
+    fn open_procs(&self) -> Result<Vec<OwnedFd>, LaunchError> {
         let Some(group) = &self.groups.own else {
             return Ok(Vec::new());
         };
-        group.doors().map_err(|error| LaunchError::Start {
+        group.open_procs().map_err(|error| LaunchError::Start {
             why: format!("its limits could not be opened: {error}"),
         })
     }
@@ -436,9 +436,9 @@ impl NativeSandbox {
         if generation.0 > 1 {
             self.warden.forget_failure(self.slot);
         }
-        let doors = self.doors()?;
+        let cgroup_procs = self.open_procs()?;
         let passed: Vec<_> = std::iter::once(theirs.as_fd())
-            .chain(doors.iter().map(AsFd::as_fd))
+            .chain(cgroup_procs.iter().map(AsFd::as_fd))
             .collect();
         let fork = Command::Fork {
             slot: self.slot,
@@ -843,7 +843,7 @@ impl NativeSandbox {
 
 /// Rejects a process that is not in its control group.
 pub(super) fn check_group(group: &Group, process: &OwnedFd) -> Result<(), LaunchError> {
-    match warden::host_pid(process).and_then(|pid| group.holds(pid)) {
+    match warden::host_pid(process).and_then(|pid| group.contains(pid)) {
         Ok(true) => Ok(()),
         Ok(false) => Err(LaunchError::Start {
             why: "it is not under its limits".to_owned(),

@@ -80,8 +80,8 @@ impl Launcher for NativeLauncher {
             .map_err(failed)?;
         let (report, their_report) = io::pipe().map_err(failed)?;
         let (their_gate, gate) = io::pipe().map_err(failed)?;
-        let procs = match &self.groups.own {
-            Some(group) => group.doors().map_err(failed)?,
+        let cgroup_procs = match &self.groups.own {
+            Some(group) => group.open_procs().map_err(failed)?,
             None => Vec::new(),
         };
 
@@ -101,7 +101,7 @@ impl Launcher for NativeLauncher {
             output.as_fd(),
             errors.as_fd(),
         ];
-        passed.extend(input.iter().chain(&procs).map(AsFd::as_fd));
+        passed.extend(input.iter().chain(&cgroup_procs).map(AsFd::as_fd));
         let command = Command::StartSideProcess {
             slot: self.slot,
             number,
@@ -111,7 +111,15 @@ impl Launcher for NativeLauncher {
             .command(&command, &passed)
             .await
             .map_err(failed)?;
-        drop((spec, their_report, their_gate, output, errors, input, procs));
+        drop((
+            spec,
+            their_report,
+            their_gate,
+            output,
+            errors,
+            input,
+            cgroup_procs,
+        ));
 
         let handle = process.created().await?;
         let mut report = Receiver::from_owned_fd(report.into()).map_err(failed)?;

@@ -183,19 +183,19 @@ impl Warden {
     pub(super) async fn start(
         guardian: Guardian,
         setup: &Setup,
-        cgroups: Option<&cgroup::Tree>,
+        cgroups: Option<&cgroup::CgroupTree>,
     ) -> io::Result<Warden> {
         let pid =
             Pid::from_raw(guardian.process()?.cast_signed()).ok_or(io::ErrorKind::NotFound)?;
         let guardian_handle = rustix::process::pidfd_open(pid, PidfdFlags::empty())?;
         let Guardian { child, lifeline } = guardian;
         let (socket, commands) = wire::pair()?;
-        let mut doors = Vec::new();
+        let mut cgroup_procs = Vec::new();
         if let Some(tree) = cgroups {
-            doors = tree.group(cgroup::WARDEN)?.doors()?;
+            cgroup_procs = tree.group(cgroup::WARDEN_GROUP)?.open_procs()?;
         }
         let passed: Vec<_> = std::iter::once(&commands)
-            .chain(&doors)
+            .chain(&cgroup_procs)
             .map(AsFd::as_fd)
             .collect();
         wire::send(&lifeline, setup, &passed)?;
