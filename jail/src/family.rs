@@ -220,7 +220,7 @@ fn serve(setup: &Setup, apart: bool, warden: &OwnedFd, gate: &OwnedFd) -> io::Re
     rustix::thread::set_thread_res_uid(uid, uid, uid)?;
     // Its memory is a copy of the warden's; no process of the family may open it.
     rustix::process::set_dumpable_behavior(DumpableBehavior::NotDumpable)?;
-    sys::let_kernel_collect_children();
+    sys::ignore_sigchld();
     while let Some((Order::Make { slot, scratch }, descriptors)) = wire::receive::<Order>(warden)? {
         match make_init(setup, apart, slot, scratch, descriptors) {
             Ok(init) => wire::send(warden, &Word::Made { slot }, &[init.as_fd()])?,

@@ -48,7 +48,7 @@ pub(crate) struct OpenedMounts {
 
 /// Runs the guardian until the server or the warden ends.
 pub fn main() -> ExitCode {
-    let lifeline = sys::take_standard_input();
+    let lifeline = sys::take_stdin();
     match run(&lifeline) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
@@ -69,7 +69,7 @@ fn run(lifeline: &OwnedFd) -> io::Result<()> {
     // systemd asks every process of a unit to exit at the same time. The server shuts the jail down
     // in order; a guardian that exited first would leave its control groups behind. Processes that
     // exec other programs unblock all signals (`sys::unblock_signals`).
-    sys::block_requests_to_end();
+    sys::block_termination_signals();
     let Some((setup, mut descriptors)) = wire::receive::<Setup>(lifeline)? else {
         return Ok(());
     };

@@ -14,7 +14,7 @@ use rustix::mount::MountAttrFlags;
 use rustix::process::{Signal, WaitOptions};
 
 use crate::root::{self, RootError, Tree};
-use crate::sys::{self, Forked, MountAttributes};
+use crate::sys::{self, Forked, MountAttr};
 use crate::wire::OperatorMount;
 
 /// From `linux/mount.h`.
@@ -59,10 +59,10 @@ fn mapped(folder: &Path, user: Ids) -> io::Result<Tree> {
 fn map_owner(tree: &Tree, host: &Path, user: Ids) -> io::Result<()> {
     let owner = fs::metadata(host)?;
     let namespace = user_namespace((owner.uid(), owner.gid()), user)?;
-    let change = MountAttributes {
-        set: MOUNT_ATTR_IDMAP,
-        user_namespace: namespace.as_raw_fd() as u64,
-        ..MountAttributes::default()
+    let change = MountAttr {
+        attr_set: MOUNT_ATTR_IDMAP,
+        userns_fd: namespace.as_raw_fd() as u64,
+        ..MountAttr::default()
     };
     sys::mount_setattr(tree.as_mount(), &change)
 }

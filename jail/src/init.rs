@@ -394,7 +394,7 @@ fn own_filter() -> seccompiler::BpfProgram {
 /// Executes orders until the warden is gone. The kernel reaps orphans whose parent becomes pid 1.
 fn wait_for_orders(warden: &OwnedFd) {
     let mut sweeping = None;
-    sys::let_kernel_collect_children();
+    sys::ignore_sigchld();
     loop {
         if let Some(number) = sweeping.filter(|_| nobody_left()) {
             sweeping = None;
@@ -418,7 +418,7 @@ fn wait_for_orders(warden: &OwnedFd) {
             Ok(Some((Order::Sweep { number }, _))) => {
                 // One pass is enough even against a fork bomb: the kernel signals all processes
                 // under one lock, and a fork in progress fails if a signal is pending.
-                let _ = sys::signal_everyone(libc::SIGKILL);
+                let _ = sys::signal_all(libc::SIGKILL);
                 sweeping = Some(number);
             }
             Ok(None) | Err(_) => return,
@@ -429,6 +429,5 @@ fn wait_for_orders(warden: &OwnedFd) {
 /// Returns whether no other process is left, and kills any that is: a process that was entering the
 /// sandbox could not be killed before it had become the session's user.
 fn nobody_left() -> bool {
-    sys::signal_everyone(libc::SIGKILL)
-        .is_err_and(|error| error.raw_os_error() == Some(libc::ESRCH))
+    sys::signal_all(libc::SIGKILL).is_err_and(|error| error.raw_os_error() == Some(libc::ESRCH))
 }

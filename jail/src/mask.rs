@@ -19,7 +19,7 @@ use rustix::process::{Gid, Uid, WaitOptions, WaitStatus};
 
 use crate::identity::INSIDE_ID;
 use crate::root::RootError;
-use crate::sys::{self, Forked, MountAttributes};
+use crate::sys::{self, Forked, MountAttr};
 use crate::wire::{Mask, MaskRule};
 
 /// An empty file that no user may read. It is in the root of the jail.
@@ -155,9 +155,9 @@ fn cover_with_itself(place: &OwnedFd, attributes: MountAttrFlags) -> io::Result<
 
 fn attach(mount: &OwnedFd, place: &OwnedFd, attributes: MountAttrFlags) -> io::Result<()> {
     if !attributes.is_empty() {
-        let change = MountAttributes {
-            set: u64::from(attributes.bits()),
-            ..MountAttributes::default()
+        let change = MountAttr {
+            attr_set: u64::from(attributes.bits()),
+            ..MountAttr::default()
         };
         sys::mount_setattr(mount, &change)?;
     }

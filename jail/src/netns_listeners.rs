@@ -284,7 +284,7 @@ fn reap(child: &mut Child, hangs: bool) {
 
 /// Opens the listeners that the server requests on standard input, once.
 pub fn main() -> ExitCode {
-    let server = sys::take_standard_input();
+    let server = sys::take_stdin();
     exit_code(
         rustix::thread::set_name(c"cb-listeners")
             .map_err(io::Error::from)
@@ -357,7 +357,7 @@ fn join_and_open(
 
 fn join(namespace: Option<&OwnedFd>) -> io::Result<()> {
     let namespace = namespace.ok_or(io::ErrorKind::InvalidData)?;
-    let owner = sys::owner_of(namespace)?;
+    let owner = sys::owning_user_namespace(namespace)?;
     // That of a rootless engine. Its owner has every right inside and none outside.
     if NamespaceId::of(&owner)? != NamespaceId::of(File::open("/proc/self/ns/user")?)? {
         move_into_link_name_space(owner.as_fd(), Some(LinkNameSpaceType::User))?;

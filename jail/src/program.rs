@@ -12,10 +12,10 @@ use crate::test_switches::TestSwitches;
 
 /// An entry in the table of results, which can be an argument of later steps.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Outcome(u32);
+pub(crate) struct StepResult(u32);
 
-impl From<Outcome> for Argument {
-    fn from(outcome: Outcome) -> Argument {
+impl From<StepResult> for Argument {
+    fn from(outcome: StepResult) -> Argument {
         Argument::Earlier(outcome.0 * 8)
     }
 }
@@ -28,7 +28,7 @@ impl From<u64> for Argument {
 
 /// The steps of the process.
 #[derive(Debug, Default)]
-pub(crate) struct Program {
+pub(crate) struct SyscallProgram {
     steps: Vec<Step>,
     test_switches: TestSwitches,
 }
@@ -41,16 +41,16 @@ struct Step {
 }
 
 /// A program as bytes, and the offset at which each step traps.
-pub(crate) struct Assembled {
+pub(crate) struct AssembledProgram {
     pub(crate) code: Vec<u8>,
     traps: Vec<(u64, &'static str)>,
     end: u64,
 }
 
-impl Program {
+impl SyscallProgram {
     /// Returns an empty program; a test may have steps skipped.
-    pub(crate) fn new(test_switches: &TestSwitches) -> Program {
-        Program {
+    pub(crate) fn new(test_switches: &TestSwitches) -> SyscallProgram {
+        SyscallProgram {
             steps: Vec::new(),
             test_switches: test_switches.clone(),
         }
@@ -62,7 +62,7 @@ impl Program {
         name: &'static str,
         number: i64,
         arguments: &[Argument],
-    ) -> Outcome {
+    ) -> StepResult {
         let mut all = [Argument::Value(0); 6];
         all[..arguments.len()].copy_from_slice(arguments);
         // `getpid` always succeeds, so it replaces a step that is skipped.
@@ -75,7 +75,7 @@ impl Program {
             },
             arguments: all,
         });
-        Outcome(self.steps.len() as u32 - 1)
+        StepResult(self.steps.len() as u32 - 1)
     }
 
     /// Returns the size of the table of results in bytes.
@@ -84,7 +84,7 @@ impl Program {
     }
 
     /// Assembles the program for a table of results at this address.
-    pub(crate) fn assemble(&self, results: u64) -> Assembled {
+    pub(crate) fn assemble(&self, results: u64) -> AssembledProgram {
         let mut code = Vec::new();
         let mut traps = Vec::new();
         registers::begin(&mut code, results);
@@ -95,7 +95,7 @@ impl Program {
         }
         let end = code.len() as u64;
         registers::trap(&mut code);
-        Assembled { code, traps, end }
+        AssembledProgram { code, traps, end }
     }
 }
 
@@ -113,10 +113,10 @@ impl StepError {
     }
 }
 
-impl Assembled {
+impl AssembledProgram {
     /// Interprets a trap by its offset from the start of the code and by the last result.
-    pub(crate) fn ended(&self, offset: u64, result: i64) -> io::Result<()> {
-        if offset == self.end + registers::TRAP_MOVES {
+    pub(crate) fn check_trap(&self, offset: u64, result: i64) -> io::Result<()> {
+        if offset == self.end + registers::TRAP_ADVANCE {
             return Ok(());
         }
         let step = self
@@ -135,12 +135,12 @@ mod tests {
 
     /// The instruction pointer after the trap of a failed step: at the end of the step, or at its
     /// last instruction.
-    fn trap_of(assembled: &Assembled, place: usize) -> u64 {
+    fn trap_of(assembled: &AssembledProgram, place: usize) -> u64 {
         assembled.traps[place].0 - if cfg!(target_arch = "x86_64") { 0 } else { 4 }
     }
 
-    fn three_steps() -> Program {
-        let mut program = Program::default();
+    fn three_steps() -> SyscallProgram {
+        let mut program = SyscallProgram::default();
         let first = program.call("first", libc::SYS_getpid, &[]);
         program.call("second", libc::SYS_close, &[first.into()]);
         program.call("third", libc::SYS_close, &[7.into()]);
@@ -152,7 +152,7 @@ mod tests {
         let assembled = three_steps().assemble(0x1000);
         for (place, name) in ["first", "second", "third"].into_iter().enumerate() {
             let error = assembled
-                .ended(trap_of(&assembled, place), -i64::from(libc::EACCES))
+                .check_trap(trap_of(&assembled, place), -i64::from(libc::EACCES))
                 .unwrap_err();
             assert_eq!(error.kind(), io::ErrorKind::PermissionDenied);
             assert!(
@@ -162,9 +162,9 @@ mod tests {
         }
         // Control: the trap at the end is not a failure, whatever the last call returned.
         let end = assembled.code.len() as u64 - if cfg!(target_arch = "x86_64") { 0 } else { 4 };
-        assert!(assembled.ended(end, -i64::from(libc::EACCES)).is_ok());
+        assert!(assembled.check_trap(end, -i64::from(libc::EACCES)).is_ok());
         // A trap at any other offset is a failure.
-        assert!(assembled.ended(end + 100, 0).is_err());
+        assert!(assembled.check_trap(end + 100, 0).is_err());
     }
 
     #[test]
@@ -177,13 +177,13 @@ mod tests {
             ends.is_sorted() && ends[0] > 0 && assembled.end == ends[2],
             "{ends:?}"
         );
-        assert_eq!(Argument::from(Outcome(2)), Argument::Earlier(16));
+        assert_eq!(Argument::from(StepResult(2)), Argument::Earlier(16));
     }
 
     #[test]
     fn a_step_that_is_skipped_leaves_the_others_where_they_were() {
         let whole = three_steps();
-        let mut without = Program::new(&TestSwitches {
+        let mut without = SyscallProgram::new(&TestSwitches {
             skipped_steps: vec!["second".to_owned()],
             ..TestSwitches::default()
         });
@@ -191,7 +191,7 @@ mod tests {
         without.call("second", libc::SYS_close, &[first.into()]);
         without.call("third", libc::SYS_close, &[7.into()]);
         assert_eq!(without.results(), whole.results());
-        let numbers = |program: &Program| {
+        let numbers = |program: &SyscallProgram| {
             program
                 .steps
                 .iter()

@@ -16,8 +16,6 @@ pub(crate) struct Registers([u64; COUNT]);
 
 /// Size of the general registers in bytes.
 pub(crate) const SIZE: usize = COUNT * 8;
-/// The register set of the general registers.
-pub(crate) const GENERAL: i32 = libc::NT_PRSTATUS;
 
 impl Registers {
     pub(crate) fn from_bytes(bytes: &[u8; SIZE]) -> Registers {
@@ -38,7 +36,7 @@ impl Registers {
 
     /// Returns the same registers with another instruction pointer, outside any system call.
     pub(crate) fn at(mut self, address: u64) -> Registers {
-        self.0[INSTRUCTION] = address;
+        self.0[INSTRUCTION_POINTER] = address;
         self.outside_calls()
     }
 
@@ -52,7 +50,7 @@ impl Registers {
     /// Returns registers that make a system call at `address`, which must hold an instruction that
     /// enters the kernel.
     pub(crate) fn calling(mut self, address: u64, number: u64, arguments: [u64; 6]) -> Registers {
-        self.0[NUMBER] = number;
+        self.0[SYSCALL_NUMBER] = number;
         for (register, argument) in ARGUMENTS.into_iter().zip(arguments) {
             self.0[register] = argument;
         }
@@ -60,7 +58,7 @@ impl Registers {
     }
 
     pub(crate) fn instruction(self) -> u64 {
-        self.0[INSTRUCTION]
+        self.0[INSTRUCTION_POINTER]
     }
 
     /// Returns the result of a system call that just ended.
@@ -81,43 +79,53 @@ pub(crate) enum Argument {
 mod x86_64 {
     use super::{Argument, Registers};
 
+    // Indices of `struct user_regs_struct`.
+    const R10: usize = 7;
+    const R9: usize = 8;
+    const R8: usize = 9;
+    const RAX: usize = 10;
+    const RDX: usize = 12;
+    const RSI: usize = 13;
+    const RDI: usize = 14;
+    const ORIG_RAX: usize = 15;
+    const RIP: usize = 16;
+
     pub(crate) const COUNT: usize = 27;
-    pub(super) const INSTRUCTION: usize = 16;
-    pub(super) const RESULT: usize = 10;
+    pub(super) const INSTRUCTION_POINTER: usize = RIP;
+    pub(super) const RESULT: usize = RAX;
     /// A program puts the number of the call into the register that later holds its result.
-    pub(super) const NUMBER: usize = RESULT;
-    pub(super) const ARGUMENTS: [usize; 6] = [14, 13, 12, 7, 9, 8];
-    const ORIGINAL_NUMBER: usize = 15;
+    pub(super) const SYSCALL_NUMBER: usize = RESULT;
+    pub(super) const ARGUMENTS: [usize; 6] = [RDI, RSI, RDX, R10, R8, R9];
     /// Index of the argument of `clone` that is the address of the new thread's id.
-    pub(crate) const THREAD_NUMBER: usize = 3;
+    pub(crate) const CLONE_CHILD_TID: usize = 3;
     /// Length of the instruction that enters the kernel.
-    pub(crate) const ENTER: u64 = 2;
+    pub(crate) const SYSCALL_LENGTH: u64 = 2;
     /// Number of bytes by which a trap advances the instruction pointer.
-    pub(crate) const TRAP_MOVES: u64 = 1;
+    pub(crate) const TRAP_ADVANCE: u64 = 1;
     /// From `linux/elf.h`.
     const NT_X86_XSTATE: i32 = 0x202;
     /// The register set with all other state of a computation (XSAVE).
-    pub(crate) const EXTENDED: i32 = NT_X86_XSTATE;
+    pub(crate) const EXTENDED_SET: i32 = NT_X86_XSTATE;
 
     impl Registers {
         /// Without this the kernel might treat the registers as those of an interrupted call and
         /// restart it.
         pub(super) fn outside_calls(mut self) -> Registers {
-            self.0[ORIGINAL_NUMBER] = u64::MAX;
+            self.0[ORIG_RAX] = u64::MAX;
             self
         }
     }
 
     /// Replaces the system call that a process is about to enter with another one, which has no
     /// arguments.
-    pub(crate) fn exchange_call(
+    pub(crate) fn replace_syscall(
         process: rustix::process::Pid,
         entering: Registers,
         number: u64,
     ) -> std::io::Result<()> {
-        let mut exchanged = entering;
-        exchanged.0[ORIGINAL_NUMBER] = number;
-        crate::sys::write_registers(process, super::GENERAL, &exchanged.to_bytes())
+        let mut replaced = entering;
+        replaced.0[ORIG_RAX] = number;
+        crate::sys::write_registers(process, libc::NT_PRSTATUS, &replaced.to_bytes())
     }
 
     /// Loads the address of the table of results into r12, which system calls preserve.
@@ -169,20 +177,23 @@ mod x86_64 {
 mod aarch64 {
     use super::{Argument, Registers};
 
+    // Index of `struct user_pt_regs`, in which x0 to x30 come first.
+    const PC: usize = 32;
+
     pub(crate) const COUNT: usize = 34;
-    pub(super) const INSTRUCTION: usize = 32;
+    pub(super) const INSTRUCTION_POINTER: usize = PC;
     pub(super) const RESULT: usize = 0;
-    pub(super) const NUMBER: usize = 8;
+    pub(super) const SYSCALL_NUMBER: usize = 8;
     pub(super) const ARGUMENTS: [usize; 6] = [0, 1, 2, 3, 4, 5];
-    pub(crate) const THREAD_NUMBER: usize = 4;
-    pub(crate) const ENTER: u64 = 4;
-    pub(crate) const TRAP_MOVES: u64 = 0;
+    pub(crate) const CLONE_CHILD_TID: usize = 4;
+    pub(crate) const SYSCALL_LENGTH: u64 = 4;
+    pub(crate) const TRAP_ADVANCE: u64 = 0;
     /// The register set of the floating-point registers.
-    pub(crate) const EXTENDED: i32 = libc::NT_PRFPREG;
+    pub(crate) const EXTENDED_SET: i32 = libc::NT_PRFPREG;
     /// The register set with the number of the call being entered. From `linux/elf.h`.
     const NT_ARM_SYSTEM_CALL: i32 = 0x404;
     /// The table of results is in x19, which system calls preserve.
-    const TABLE: u32 = 19;
+    const RESULTS_REGISTER: u32 = 19;
 
     impl Registers {
         pub(super) fn outside_calls(self) -> Registers {
@@ -192,7 +203,7 @@ mod aarch64 {
 
     /// Replaces the system call that a process is about to enter with another one, which has no
     /// arguments.
-    pub(crate) fn exchange_call(
+    pub(crate) fn replace_syscall(
         process: rustix::process::Pid,
         _entering: Registers,
         number: u64,
@@ -212,7 +223,7 @@ mod aarch64 {
     }
 
     pub(crate) fn begin(code: &mut Vec<u8>, results: u64) {
-        load(code, TABLE, results);
+        load(code, RESULTS_REGISTER, results);
     }
 
     pub(crate) fn call(code: &mut Vec<u8>, number: u64, arguments: &[Argument; 6], result: u32) {
@@ -222,7 +233,8 @@ mod aarch64 {
                 // ldr from the table
                 Argument::Earlier(offset) => {
                     code.extend(
-                        (0xf940_0000 | (offset / 8) << 10 | TABLE << 5 | register).to_le_bytes(),
+                        (0xf940_0000 | (offset / 8) << 10 | RESULTS_REGISTER << 5 | register)
+                            .to_le_bytes(),
                     );
                 }
             }
@@ -230,7 +242,7 @@ mod aarch64 {
         load(code, 8, number);
         // svc 0; str to the table
         code.extend(0xd400_0001_u32.to_le_bytes());
-        code.extend((0xf900_0000 | (result / 8) << 10 | TABLE << 5).to_le_bytes());
+        code.extend((0xf900_0000 | (result / 8) << 10 | RESULTS_REGISTER << 5).to_le_bytes());
         // tbz x0, 63: over the trap
         code.extend((0xb6f8_0000_u32 | 2 << 5).to_le_bytes());
         trap(code);
@@ -254,7 +266,7 @@ mod tests {
     }
 
     #[test]
-    fn registers_are_the_same_after_a_way_through_bytes() {
+    fn registers_are_the_same_after_conversion_to_bytes_and_back() {
         let registers = numbered();
         assert_eq!(Registers::from_bytes(&registers.to_bytes()), registers);
         assert_eq!(registers.to_bytes().len(), SIZE);
@@ -273,7 +285,7 @@ mod tests {
             ARGUMENTS.map(|register| calling.0[register]),
             [1, 2, 3, 4, 5, 6]
         );
-        assert_eq!(calling.0[NUMBER], 42);
+        assert_eq!(calling.0[SYSCALL_NUMBER], 42);
         // Unrelated registers are unchanged, such as the stack pointer.
         let changed = calling
             .0

@@ -24,7 +24,7 @@ use rustix::mount::{
 use rustix::process::WaitOptions;
 
 use crate::etc;
-use crate::sys::{self, Forked, MountAttributes};
+use crate::sys::{self, Forked, MountAttr};
 use crate::sysfs::{self, ShownLimits};
 use crate::test_switches::TestSwitches;
 use crate::wire::{self, Bind, OperatorMount};
@@ -213,10 +213,10 @@ pub(crate) fn open_tree(
         | OpenTreeFlags::AT_RECURSIVE;
     let mount = rustix::mount::open_tree(CWD, host, flags)
         .map_err(|cause| RootError::new(attempt(), cause))?;
-    let change = MountAttributes {
-        set: u64::from(attributes.bits()),
+    let change = MountAttr {
+        attr_set: u64::from(attributes.bits()),
         propagation: libc::MS_PRIVATE,
-        ..MountAttributes::default()
+        ..MountAttr::default()
     };
     sys::mount_setattr(&mount, &change).map_err(|cause| RootError::new(attempt(), cause))?;
     let is_folder = is_folder(&mount).map_err(|cause| RootError::new(attempt(), cause))?;
@@ -544,9 +544,9 @@ pub(crate) fn become_root(
     rustix::mount::unmount(".", UnmountFlags::DETACH).map_err(|cause| failed(cause.into()))?;
     rustix::process::chdir("/").map_err(|cause| failed(cause.into()))?;
     if !test_switches.mounts_writable() {
-        let change = MountAttributes {
-            set: u64::from(MountAttrFlags::MOUNT_ATTR_RDONLY.bits()),
-            ..MountAttributes::default()
+        let change = MountAttr {
+            attr_set: u64::from(MountAttrFlags::MOUNT_ATTR_RDONLY.bits()),
+            ..MountAttr::default()
         };
         let flags = OpenTreeFlags::OPEN_TREE_CLOEXEC;
         let top =

@@ -29,7 +29,7 @@ use rustix::thread::UnshareFlags;
 
 use crate::init::{give_up_capabilities, take_root};
 use crate::seccomp::Filters;
-use crate::twin::Entry;
+use crate::twin::LockDownSettings;
 use crate::wire::{
     SIDE_PROCESS_EXEC_FAILED, SIDE_PROCESS_READY, SIDE_PROCESS_SETUP_FAILED, SideProcessSpec,
 };
@@ -75,7 +75,7 @@ pub(crate) struct SideProcessSandbox<'a> {
     pub(crate) rules: &'a OwnedFd,
     /// `None` in a test that leaves them out.
     pub(crate) filters: Option<&'a Filters>,
-    pub(crate) entry: &'a Entry,
+    pub(crate) settings: &'a LockDownSettings,
 }
 
 /// Becomes the program; never returns. For a freshly forked process.
@@ -204,17 +204,17 @@ fn prepare(fds: &LaunchFds, sandbox: &SideProcessSandbox<'_>) -> io::Result<Prep
         entered.map_err(|error| step("setns")(error.into()))?;
     }
     take_root(sandbox.root).map_err(step("take the root of the sandbox"))?;
-    for limit in &sandbox.entry.rlimits {
-        sys::limit(limit.resource, limit.value).map_err(step("set a limit"))?;
+    for limit in &sandbox.settings.rlimits {
+        sys::set_limit(limit.resource, limit.value).map_err(step("set a limit"))?;
     }
-    become_user(sandbox.entry).map_err(step("become the session's user"))?;
+    become_user(sandbox.settings).map_err(step("become the session's user"))?;
     give_up_capabilities().map_err(step("give up capabilities"))?;
-    sys::restrict_files(sandbox.rules).map_err(step("enter the landlock rules"))?;
+    sys::landlock_restrict_self(sandbox.rules).map_err(step("enter the landlock rules"))?;
     place_standard_fds(fds).map_err(step("open its descriptors"))?;
     rustix::process::chdir(spec.folder.as_str())
         .map_err(|error| step("enter its folder")(error.into()))?;
     sys::unblock_signals();
-    sys::die_of_broken_pipes();
+    sys::restore_default_sigpipe();
     if let Some(filters) = sandbox.filters {
         for filter in [&filters.wide, &filters.closing] {
             seccompiler::apply_filter(filter)
@@ -232,8 +232,8 @@ fn read(spec: &OwnedFd) -> io::Result<SideProcessSpec> {
     Ok(serde_json::from_slice(&bytes)?)
 }
 
-fn become_user(entry: &Entry) -> io::Result<()> {
-    let (uid, gid) = (Uid::from_raw(entry.id), Gid::from_raw(entry.id));
+fn become_user(settings: &LockDownSettings) -> io::Result<()> {
+    let (uid, gid) = (Uid::from_raw(settings.id), Gid::from_raw(settings.id));
     rustix::thread::set_thread_res_gid(gid, gid, gid)?;
     rustix::thread::set_thread_res_uid(uid, uid, uid)?;
     Ok(())
@@ -242,19 +242,19 @@ fn become_user(entry: &Entry) -> io::Result<()> {
 /// Puts the program's three descriptors in place. All others are closed at exec.
 fn place_standard_fds(fds: &LaunchFds) -> io::Result<()> {
     match &fds.input {
-        Some(input) => sys::place(input.as_fd(), 0)?,
+        Some(input) => sys::dup_to(input.as_fd(), 0)?,
         None => {
             let nothing =
                 rustix::fs::open("/dev/null", OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())?;
-            sys::place(nothing.as_fd(), 0)?;
+            sys::dup_to(nothing.as_fd(), 0)?;
             // The lowest number was free, so this may be 0 itself.
             if nothing.as_raw_fd() == 0 {
                 std::mem::forget(nothing);
             }
         }
     }
-    sys::place(fds.output.as_fd(), 1)?;
-    sys::place(fds.errors.as_fd(), 2)
+    sys::dup_to(fds.output.as_fd(), 1)?;
+    sys::dup_to(fds.errors.as_fd(), 2)
 }
 
 #[cfg(test)]

@@ -44,26 +44,26 @@ pub(crate) fn unshare(flags: UnshareFlags) -> io::Result<()> {
 /// `struct mount_attr` of the kernel.
 #[repr(C)]
 #[derive(Default)]
-pub(crate) struct MountAttributes {
-    pub(crate) set: u64,
-    pub(crate) clear: u64,
+pub(crate) struct MountAttr {
+    pub(crate) attr_set: u64,
+    pub(crate) attr_clr: u64,
     pub(crate) propagation: u64,
-    pub(crate) user_namespace: u64,
+    pub(crate) userns_fd: u64,
 }
 
 /// Changes the attributes of a mount and of all mounts below it.
-pub(crate) fn mount_setattr(mount: impl AsFd, attributes: &MountAttributes) -> io::Result<()> {
+pub(crate) fn mount_setattr(mount: impl AsFd, attributes: &MountAttr) -> io::Result<()> {
     mount_setattr_with(mount, attributes, libc::AT_RECURSIVE)
 }
 
 /// Changes the attributes of a mount but not of the mounts below it.
-pub(crate) fn mount_setattr_only(mount: impl AsFd, attributes: &MountAttributes) -> io::Result<()> {
+pub(crate) fn mount_setattr_only(mount: impl AsFd, attributes: &MountAttr) -> io::Result<()> {
     mount_setattr_with(mount, attributes, 0)
 }
 
 fn mount_setattr_with(
     mount: impl AsFd,
-    attributes: &MountAttributes,
+    attributes: &MountAttr,
     depth: libc::c_int,
 ) -> io::Result<()> {
     let flags = libc::AT_EMPTY_PATH | depth;
@@ -76,7 +76,7 @@ fn mount_setattr_with(
             c"".as_ptr(),
             flags,
             std::ptr::from_ref(attributes),
-            size_of::<MountAttributes>(),
+            size_of::<MountAttr>(),
         )
     };
     if result == 0 {
@@ -87,7 +87,7 @@ fn mount_setattr_with(
 }
 
 /// Opens the user namespace that a namespace belongs to.
-pub(crate) fn owner_of(namespace: impl AsFd) -> io::Result<OwnedFd> {
+pub(crate) fn owning_user_namespace(namespace: impl AsFd) -> io::Result<OwnedFd> {
     /// Not defined by the libc crate: `_IO(0xb7, 0x1)`.
     const NS_GET_USERNS: libc::Ioctl = 0xb701;
     // SAFETY: the request takes no argument and returns a new descriptor or an error.
@@ -159,7 +159,7 @@ pub(crate) fn child_signal_descriptor() -> io::Result<OwnedFd> {
 }
 
 /// Blocks the signals that request termination.
-pub(crate) fn block_requests_to_end() {
+pub(crate) fn block_termination_signals() {
     let mut set = std::mem::MaybeUninit::<libc::sigset_t>::uninit();
     // SAFETY: sigemptyset initialises the set it is given.
     unsafe { libc::sigemptyset(set.as_mut_ptr()) };
@@ -174,7 +174,7 @@ pub(crate) fn block_requests_to_end() {
 }
 
 /// Makes the kernel reap children of this process when they end, without a wait.
-pub(crate) fn let_kernel_collect_children() {
+pub(crate) fn ignore_sigchld() {
     // SAFETY: SIG_IGN installs no handler, so no code of ours can be called at a bad moment.
     unsafe { libc::signal(libc::SIGCHLD, libc::SIG_IGN) };
 }
@@ -190,13 +190,13 @@ pub(crate) fn unblock_signals() {
 
 /// Restores the default action of SIGPIPE, which the Rust runtime changes at start; for a child
 /// that will exec a program.
-pub(crate) fn die_of_broken_pipes() {
+pub(crate) fn restore_default_sigpipe() {
     // SAFETY: SIG_DFL installs no handler, so no code of ours can be called at a bad moment.
     unsafe { libc::signal(libc::SIGPIPE, libc::SIG_DFL) };
 }
 
 /// Sets a resource limit of this process permanently.
-pub(crate) fn limit(resource: u32, value: u64) -> io::Result<()> {
+pub(crate) fn set_limit(resource: u32, value: u64) -> io::Result<()> {
     let limit = libc::rlimit {
         rlim_cur: value,
         rlim_max: value,
@@ -211,7 +211,7 @@ pub(crate) fn limit(resource: u32, value: u64) -> io::Result<()> {
 }
 
 /// Restricts this process permanently to the landlock rules.
-pub(crate) fn restrict_files(rules: impl AsFd) -> io::Result<()> {
+pub(crate) fn landlock_restrict_self(rules: impl AsFd) -> io::Result<()> {
     // SAFETY: the call takes two numbers and touches no memory.
     let result = unsafe {
         libc::syscall(
@@ -228,7 +228,7 @@ pub(crate) fn restrict_files(rules: impl AsFd) -> io::Result<()> {
 }
 
 /// Sends a signal to every process this one can see in its pid namespace, except itself and pid 1.
-pub(crate) fn signal_everyone(signal: libc::c_int) -> io::Result<()> {
+pub(crate) fn signal_all(signal: libc::c_int) -> io::Result<()> {
     // SAFETY: kill takes two numbers and touches no memory.
     let result = unsafe { libc::kill(-1, signal) };
     if result == 0 {
@@ -239,14 +239,14 @@ pub(crate) fn signal_everyone(signal: libc::c_int) -> io::Result<()> {
 }
 
 /// Takes ownership of this process's standard input.
-pub(crate) fn take_standard_input() -> OwnedFd {
+pub(crate) fn take_stdin() -> OwnedFd {
     // SAFETY: descriptor 0 was opened for us before exec, and nothing in this process reads from
     // std::io::stdin.
     unsafe { OwnedFd::from_raw_fd(0) }
 }
 
 /// Duplicates `descriptor` to a fixed number, kept across exec.
-pub(crate) fn place(descriptor: std::os::fd::BorrowedFd<'_>, number: i32) -> io::Result<()> {
+pub(crate) fn dup_to(descriptor: std::os::fd::BorrowedFd<'_>, number: i32) -> io::Result<()> {
     // SAFETY: dup2 closes whatever had that number; the caller execs a program next and uses only
     // the listed descriptors.
     let result = unsafe { libc::dup2(descriptor.as_raw_fd(), number) };
@@ -328,32 +328,32 @@ fn ptrace(request: libc::c_uint, process: Pid, address: usize, data: usize) -> i
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Resume {
     /// Until the next event.
-    Freely,
+    Continue,
     /// Until it enters or leaves a system call, or the next event.
-    ToSystemCall,
+    ToSyscall,
 }
 
 /// Starts tracing a process, without stopping it.
-pub(crate) fn trace(process: Pid, options: libc::c_int) -> io::Result<()> {
+pub(crate) fn seize(process: Pid, options: libc::c_int) -> io::Result<()> {
     ptrace(libc::PTRACE_SEIZE, process, 0, options as usize)
 }
 
 /// Makes a traced process stop as soon as possible.
-pub(crate) fn stop_traced(process: Pid) -> io::Result<()> {
+pub(crate) fn interrupt(process: Pid) -> io::Result<()> {
     ptrace(libc::PTRACE_INTERRUPT, process, 0, 0)
 }
 
 /// Resumes a stopped process, with a signal if that is not zero.
 pub(crate) fn resume(process: Pid, how: Resume, signal: libc::c_int) -> io::Result<()> {
     let request = match how {
-        Resume::Freely => libc::PTRACE_CONT,
-        Resume::ToSystemCall => libc::PTRACE_SYSCALL,
+        Resume::Continue => libc::PTRACE_CONT,
+        Resume::ToSyscall => libc::PTRACE_SYSCALL,
     };
     ptrace(request, process, 0, signal as usize)
 }
 
 /// Resumes a stopped process and stops tracing it.
-pub(crate) fn let_go(process: Pid) -> io::Result<()> {
+pub(crate) fn detach(process: Pid) -> io::Result<()> {
     ptrace(libc::PTRACE_DETACH, process, 0, 0)
 }
 
@@ -404,22 +404,29 @@ pub(crate) fn write_registers(process: Pid, set: libc::c_int, bytes: &[u8]) -> i
 
 /// The system call whose entry a process stopped at.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct SystemCall {
+pub(crate) struct SyscallEntry {
     pub(crate) number: u64,
     pub(crate) arguments: [u64; 6],
     /// The address at which it continues afterwards.
     pub(crate) returns_to: u64,
 }
 
-/// The kernel's number for system calls of this architecture: `AUDIT_ARCH_X86_64` and
-/// `AUDIT_ARCH_AARCH64` of `linux/audit.h`.
+/// From `linux/audit.h`.
 #[cfg(target_arch = "x86_64")]
-const AUDIT_ARCH: u32 = 0xc000_003e;
+const AUDIT_ARCH_X86_64: u32 = 0xc000_003e;
+/// From `linux/audit.h`.
 #[cfg(target_arch = "aarch64")]
-const AUDIT_ARCH: u32 = 0xc000_00b7;
+const AUDIT_ARCH_AARCH64: u32 = 0xc000_00b7;
+
+/// The kernel's number for system calls of this architecture.
+#[cfg(target_arch = "x86_64")]
+const NATIVE_AUDIT_ARCH: u32 = AUDIT_ARCH_X86_64;
+/// The kernel's number for system calls of this architecture.
+#[cfg(target_arch = "aarch64")]
+const NATIVE_AUDIT_ARCH: u32 = AUDIT_ARCH_AARCH64;
 
 /// Reads which system call a process is about to make; `None` if it stopped at the exit of one.
-pub(crate) fn system_call(process: Pid) -> io::Result<Option<SystemCall>> {
+pub(crate) fn syscall_entry(process: Pid) -> io::Result<Option<SyscallEntry>> {
     let mut info = std::mem::MaybeUninit::<libc::ptrace_syscall_info>::zeroed();
     let size = size_of::<libc::ptrace_syscall_info>();
     // SAFETY: the kernel writes at most `size` bytes to the place, which is as large.
@@ -437,12 +444,12 @@ pub(crate) fn system_call(process: Pid) -> io::Result<Option<SystemCall>> {
     // SAFETY: all zeros are a valid value, and the kernel has filled in the rest.
     let info = unsafe { info.assume_init() };
     // A call of another architecture has different numbers.
-    if info.op != libc::PTRACE_SYSCALL_INFO_ENTRY || info.arch != AUDIT_ARCH {
+    if info.op != libc::PTRACE_SYSCALL_INFO_ENTRY || info.arch != NATIVE_AUDIT_ARCH {
         return Ok(None);
     }
     // SAFETY: at the entry of a call the kernel fills in this member of the union.
     let entry = unsafe { info.u.entry };
-    Ok(Some(SystemCall {
+    Ok(Some(SyscallEntry {
         number: entry.nr,
         arguments: entry.args,
         returns_to: info.instruction_pointer,
@@ -450,7 +457,7 @@ pub(crate) fn system_call(process: Pid) -> io::Result<Option<SystemCall>> {
 }
 
 /// Reads the signal mask of a stopped process.
-pub(crate) fn blocked_signals(process: Pid) -> io::Result<u64> {
+pub(crate) fn signal_mask(process: Pid) -> io::Result<u64> {
     let mut mask = 0_u64;
     ptrace(
         libc::PTRACE_GETSIGMASK,
@@ -462,7 +469,7 @@ pub(crate) fn blocked_signals(process: Pid) -> io::Result<u64> {
 }
 
 /// Sets the signal mask of a stopped process.
-pub(crate) fn block_signals(process: Pid, mask: u64) -> io::Result<()> {
+pub(crate) fn set_signal_mask(process: Pid, mask: u64) -> io::Result<()> {
     ptrace(
         libc::PTRACE_SETSIGMASK,
         process,
@@ -471,10 +478,11 @@ pub(crate) fn block_signals(process: Pid, mask: u64) -> io::Result<()> {
     )
 }
 
-/// The restartable sequences area that a thread has registered with the kernel.
+/// The restartable sequences that a thread has registered with the kernel: `struct
+/// ptrace_rseq_configuration`.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub(crate) struct RestartableSequences {
+pub(crate) struct RseqConfiguration {
     pub(crate) address: u64,
     pub(crate) size: u32,
     pub(crate) signature: u32,
@@ -483,11 +491,11 @@ pub(crate) struct RestartableSequences {
 }
 
 /// Reads the area that a stopped process has registered; its address is zero if there is none.
-pub(crate) fn restartable_sequences(process: Pid) -> io::Result<RestartableSequences> {
+pub(crate) fn rseq_configuration(process: Pid) -> io::Result<RseqConfiguration> {
     /// Not yet defined by the libc crate.
     const PTRACE_GET_RSEQ_CONFIGURATION: libc::c_uint = 0x420f;
-    let mut area = RestartableSequences::default();
-    let size = size_of::<RestartableSequences>();
+    let mut area = RseqConfiguration::default();
+    let size = size_of::<RseqConfiguration>();
     ptrace(
         PTRACE_GET_RSEQ_CONFIGURATION,
         process,
@@ -498,7 +506,7 @@ pub(crate) fn restartable_sequences(process: Pid) -> io::Result<RestartableSeque
 }
 
 /// Returns the CPU time of a process.
-pub(crate) fn processor_time(process: Pid) -> io::Result<Duration> {
+pub(crate) fn cpu_time(process: Pid) -> io::Result<Duration> {
     let mut clock = 0;
     // SAFETY: the pointer is to a variable of the right type.
     let error = unsafe { libc::clock_getcpuclockid(process.as_raw_pid(), &raw mut clock) };

@@ -1,6 +1,6 @@
-//! Snapshot processes (`Twin`): stopped processes from which interpreters are created.
+//! Twins. A twin is a snapshot process: a stopped process from which interpreters are created.
 //!
-//! A snapshot process has the memory of an interpreter and all rights in the user namespace of its
+//! A twin has the memory of an interpreter and all rights in the user namespace of its
 //! family (`family`), and no other rights. It is always stopped, with the warden as its tracer, and
 //! never executes an instruction that its memory could have prepared for it, because user code
 //! controls that memory. There are three kinds, which work the same way:
@@ -12,10 +12,11 @@
 //! - a checkpoint: such a copy, kept.
 //!
 //! ```text
-//!  copy     twin ──clone──► another twin, with its own memory from then on
-//!  deliver  zygote ──clone──► a twin in the pid namespace of a family, which it enters first
-//!  spawn    twin ──clone(memory shared)──► a process that enters a sandbox, drops every right, and
-//!           becomes an interpreter
+//!  copy              twin ──clone──► another twin, with its own memory from then on
+//!  copy_into_family  zygote ──clone──► a twin in the pid namespace of a family, which it enters
+//!                    first
+//!  spawn             twin ──clone(memory shared)──► a process that enters a sandbox, drops every
+//!                    right, and becomes an interpreter
 //! ```
 //!
 //! A twin is used without trusting its memory as follows. It gets registers for one system call and
@@ -36,66 +37,66 @@ use rustix::event::{PollFd, PollFlags};
 use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, Signal, WaitOptions};
 
-use crate::program::{Assembled, Program};
+use crate::program::{AssembledProgram, SyscallProgram};
 use crate::registers::{self, Argument, Registers};
-use crate::sys::{self, RestartableSequences, Resume};
+use crate::sys::{self, Resume, RseqConfiguration};
 use crate::test_switches::TestSwitches;
 use crate::wire::{self, Programs, ResourceLimit};
 
 /// Descriptor number of an interpreter's end of the channel.
-pub const CHANNEL: u64 = 1000;
+pub const CHANNEL_FD: u64 = 1000;
 /// Descriptor numbers that a process uses while it enters a sandbox: its landlock rules, and the
 /// user namespace that it enters last.
-const RULES: u64 = 1001;
-const USER_NAMESPACE: u64 = 1002;
+const RULESET_FD: u64 = 1001;
+const USER_NAMESPACE_FD: u64 = 1002;
 /// Descriptor number, in a twin, of the pid namespace that it returns to.
-const OWN_PID_NAMESPACE: u64 = 1003;
+const OWN_PID_NAMESPACE_FD: u64 = 1003;
 
 /// Timeout for one step of a twin. It only makes system calls; copying many gigabytes of memory
 /// takes a second.
-const STEP_LIMIT: Duration = Duration::from_secs(10);
-/// CPU time a twin may use before its next syscall. CPU time, because a busy machine is not its
-/// fault. Its memory is not trusted, so it may never get there. It cannot do anything in the
+const STEP_TIMEOUT: Duration = Duration::from_secs(10);
+/// CPU time a twin may use before its next system call. CPU time is measured because a busy machine
+/// delays a twin. Its memory is not trusted, so it may never get there. It cannot do anything in the
 /// meantime, and is killed afterwards.
-const HESITATION: Duration = Duration::from_millis(200);
+const SYSCALL_ENTRY_TIMEOUT: Duration = Duration::from_millis(200);
 /// How long this process polls before it sleeps: most steps take less time than a wake-up.
-const LOOKING: Duration = Duration::from_micros(60);
+const SPIN_TIMEOUT: Duration = Duration::from_micros(60);
 
 /// Size of the mapping for a program and its data. Only pages that are used are allocated.
-const SCRATCH: u64 = 128 * 1024;
+const SCRATCH_SIZE: u64 = 128 * 1024;
 /// Offset of the data in it.
-const DATA: u64 = 96 * 1024;
+const DATA_OFFSET: u64 = 96 * 1024;
 /// Offset in it of the program that enters the sandbox.
-const SECOND: u64 = 8 * 1024;
+const ENTER_PROGRAM_OFFSET: u64 = 8 * 1024;
 
 /// The saved registers of a process that is entering the `clone` of a fork. A copy can continue
 /// from there.
 #[derive(Clone)]
-pub(crate) struct Moment {
+pub(crate) struct SavedRegisters {
     general: Registers,
     extended: Vec<u8>,
-    blocked: u64,
-    sequences: RestartableSequences,
+    signal_mask: u64,
+    rseq: RseqConfiguration,
     /// The address at which the C library keeps the thread id.
-    thread_number: Option<u64>,
+    child_tid_address: Option<u64>,
 }
 
 /// A stopped process.
 pub(crate) struct Twin {
     pub(crate) pid: Pid,
-    moment: Moment,
+    saved: SavedRegisters,
     /// An existing mapping for programs.
     scratch: Option<u64>,
 }
 
 /// A range of a process's memory.
-pub(crate) struct Part {
+pub(crate) struct MemoryRange {
     pub(crate) range: Range<u64>,
     pub(crate) writable: bool,
 }
 
 /// How an interpreter enters a sandbox; the same for all sandboxes of a jail.
-pub(crate) struct Entry {
+pub(crate) struct LockDownSettings {
     pub(crate) rlimits: Vec<ResourceLimit>,
     pub(crate) id: u32,
     /// In the kernel's format; empty in a test that leaves them out.
@@ -106,7 +107,7 @@ pub(crate) struct Entry {
 }
 
 /// Launch arguments of one interpreter.
-pub(crate) struct Way<'a> {
+pub(crate) struct LaunchArguments<'a> {
     pub(crate) channel: &'a OwnedFd,
     /// The `cgroup.procs` or `tasks` descriptors of its control group.
     pub(crate) cgroup_procs: &'a [OwnedFd],
@@ -122,7 +123,7 @@ pub(crate) struct Way<'a> {
     pub(crate) programs: Programs,
 }
 
-impl Way<'_> {
+impl LaunchArguments<'_> {
     /// Returns the descriptors to pass on, in the order that `leave_program` expects.
     fn descriptors(&self) -> Vec<&OwnedFd> {
         let mut all = vec![self.channel, self.own_pid_namespace];
@@ -136,53 +137,53 @@ impl Way<'_> {
 }
 
 /// Waits for traced processes to stop, with a timeout.
-pub(crate) struct Watch<'a> {
+pub(crate) struct StopWaiter<'a> {
     /// Becomes readable when any child or traced process changes state.
-    pub(crate) changes: &'a OwnedFd,
+    pub(crate) sigchld: &'a OwnedFd,
 }
 
 /// Why a traced process stopped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Stopped {
+pub(crate) enum StopReason {
     /// At the entry or exit of a system call.
     SystemCall,
     /// It created a process.
     Forked,
     /// It has just been created, or was told to stop.
-    Still,
+    EventStop,
     /// A signal is about to be delivered to it.
     Signal(i32),
-    Ended,
+    Exited,
 }
 
-impl Stopped {
-    pub(crate) fn from_status(status: i32) -> Stopped {
+impl StopReason {
+    pub(crate) fn from_status(status: i32) -> StopReason {
         if !libc::WIFSTOPPED(status) {
-            return Stopped::Ended;
+            return StopReason::Exited;
         }
         match (status >> 16, libc::WSTOPSIG(status)) {
             (libc::PTRACE_EVENT_FORK | libc::PTRACE_EVENT_VFORK | libc::PTRACE_EVENT_CLONE, _) => {
-                Stopped::Forked
+                StopReason::Forked
             }
-            (libc::PTRACE_EVENT_STOP, _) => Stopped::Still,
+            (libc::PTRACE_EVENT_STOP, _) => StopReason::EventStop,
             // PTRACE_O_TRACESYSGOOD sets this bit.
-            (_, signal) if signal == libc::SIGTRAP | 0x80 => Stopped::SystemCall,
-            (_, signal) => Stopped::Signal(signal),
+            (_, signal) if signal == libc::SIGTRAP | 0x80 => StopReason::SystemCall,
+            (_, signal) => StopReason::Signal(signal),
         }
     }
 }
 
-impl Watch<'_> {
-    fn stop_of(&self, process: Pid, limit: Duration) -> io::Result<Stopped> {
+impl StopWaiter<'_> {
+    fn stop_of(&self, process: Pid, limit: Duration) -> io::Result<StopReason> {
         let begun = Instant::now();
         loop {
             match rustix::process::waitpid(Some(process), WaitOptions::NOHANG) {
-                Ok(Some((_, status))) => return Ok(Stopped::from_status(status.as_raw())),
+                Ok(Some((_, status))) => return Ok(StopReason::from_status(status.as_raw())),
                 Ok(None) => {}
                 Err(error) => return Err(error.into()),
             }
             let spent = begun.elapsed();
-            if spent < LOOKING {
+            if spent < SPIN_TIMEOUT {
                 std::hint::spin_loop();
                 continue;
             }
@@ -194,23 +195,24 @@ impl Watch<'_> {
                 tv_sec: left.as_secs() as i64,
                 tv_nsec: left.subsec_nanos().into(),
             };
-            let mut events = [PollFd::new(self.changes, PollFlags::IN)];
+            let mut events = [PollFd::new(self.sigchld, PollFlags::IN)];
             let _ = rustix::event::poll(&mut events, Some(&pause));
             // The caller always checks afterwards for other processes that changed state.
             let mut note = [0_u8; 128];
-            while rustix::io::read(self.changes, &mut note).is_ok() {}
+            while rustix::io::read(self.sigchld, &mut note).is_ok() {}
         }
     }
 
     /// Waits for a process that is about to enter the kernel but may compute for ever instead.
-    fn expect_entry(&self, process: Pid) -> io::Result<()> {
-        let (begun, before) = (Instant::now(), sys::processor_time(process)?);
+    fn expect_syscall_entry(&self, process: Pid) -> io::Result<()> {
+        let (begun, before) = (Instant::now(), sys::cpu_time(process)?);
         loop {
-            match self.expect(process, Stopped::SystemCall, 2 * HESITATION) {
+            match self.expect(process, StopReason::SystemCall, 2 * SYSCALL_ENTRY_TIMEOUT) {
                 Err(error)
-                    if error.kind() == io::ErrorKind::TimedOut && begun.elapsed() < STEP_LIMIT =>
+                    if error.kind() == io::ErrorKind::TimedOut
+                        && begun.elapsed() < STEP_TIMEOUT =>
                 {
-                    if sys::processor_time(process)?.saturating_sub(before) >= HESITATION {
+                    if sys::cpu_time(process)?.saturating_sub(before) >= SYSCALL_ENTRY_TIMEOUT {
                         return Err(error);
                     }
                 }
@@ -219,7 +221,7 @@ impl Watch<'_> {
         }
     }
 
-    fn expect(&self, process: Pid, wanted: Stopped, limit: Duration) -> io::Result<()> {
+    fn expect(&self, process: Pid, wanted: StopReason, limit: Duration) -> io::Result<()> {
         let stopped = self.stop_of(process, limit)?;
         if stopped == wanted {
             Ok(())
@@ -233,7 +235,7 @@ impl Watch<'_> {
 
 /// Trace options of twins: they are killed with the warden, and processes that they create are
 /// traced as well.
-pub(crate) const TWIN_OPTIONS: i32 = libc::PTRACE_O_TRACESYSGOOD
+pub(crate) const TRACE_OPTIONS: i32 = libc::PTRACE_O_TRACESYSGOOD
     | libc::PTRACE_O_EXITKILL
     | libc::PTRACE_O_TRACEFORK
     | libc::PTRACE_O_TRACEVFORK
@@ -241,56 +243,56 @@ pub(crate) const TWIN_OPTIONS: i32 = libc::PTRACE_O_TRACESYSGOOD
 
 /// Traces a process to its fork point: it sends a signal (SIGCONT, which has no other effect), and
 /// enters the `clone` of a fork soon afterwards.
-pub(crate) struct Approach {
+pub(crate) struct ForkPointTracer {
     process: Pid,
-    gave_sign: bool,
+    signaled: bool,
     steps: u32,
-    given_up: bool,
+    cancelled: bool,
 }
 
 /// Limit of stops between the signal and the `clone`, two for each system call. Fork handlers make
 /// some.
 const MOST_STEPS: u32 = 400;
 
-impl Approach {
+impl ForkPointTracer {
     /// Starts tracing a process, without disturbing it.
-    pub(crate) fn begin(process: Pid, options: i32) -> io::Result<Approach> {
-        sys::trace(process, options)?;
-        Ok(Approach {
+    pub(crate) fn begin(process: Pid, options: i32) -> io::Result<ForkPointTracer> {
+        sys::seize(process, options)?;
+        Ok(ForkPointTracer {
             process,
-            gave_sign: false,
+            signaled: false,
             steps: 0,
-            given_up: false,
+            cancelled: false,
         })
     }
 
     /// Handles one stop of the process and resumes it, unless it is at its fork point. An error
     /// means that it will not get there.
-    pub(crate) fn step(&mut self, stopped: Stopped) -> io::Result<Option<Moment>> {
+    pub(crate) fn step(&mut self, stopped: StopReason) -> io::Result<Option<SavedRegisters>> {
         self.steps += 1;
-        if self.steps > MOST_STEPS || self.given_up {
+        if self.steps > MOST_STEPS || self.cancelled {
             return Err(io::Error::other("it did not come to its branch point"));
         }
         let mut signal = 0;
         match stopped {
-            Stopped::Ended => return Err(io::Error::other("it ended")),
-            Stopped::SystemCall => {
-                if let Some(moment) = Moment::of(self.process)? {
-                    return Ok(Some(moment));
+            StopReason::Exited => return Err(io::Error::other("it ended")),
+            StopReason::SystemCall => {
+                if let Some(saved) = SavedRegisters::of(self.process)? {
+                    return Ok(Some(saved));
                 }
             }
-            Stopped::Signal(libc::SIGCONT) => self.gave_sign = true,
+            StopReason::Signal(libc::SIGCONT) => self.signaled = true,
             // A process that really stops could not be resumed.
-            Stopped::Signal(libc::SIGSTOP) => {}
-            Stopped::Signal(other) => signal = other,
-            Stopped::Still | Stopped::Forked => {}
+            StopReason::Signal(libc::SIGSTOP) => {}
+            StopReason::Signal(other) => signal = other,
+            StopReason::EventStop | StopReason::Forked => {}
         }
         sys::resume(
             self.process,
-            if self.gave_sign {
-                Resume::ToSystemCall
+            if self.signaled {
+                Resume::ToSyscall
             } else {
-                Resume::Freely
+                Resume::Continue
             },
             signal,
         )?;
@@ -298,80 +300,84 @@ impl Approach {
     }
 
     /// Cancels the copy: the next stop of the process, which comes soon, is the last.
-    pub(crate) fn give_up(&mut self) -> io::Result<()> {
-        self.given_up = true;
-        sys::stop_traced(self.process)
+    pub(crate) fn cancel(&mut self) -> io::Result<()> {
+        self.cancelled = true;
+        sys::interrupt(self.process)
     }
 
     /// Waits until a trusted process is at its fork point.
-    pub(crate) fn finish(mut self, watch: &Watch<'_>) -> io::Result<Moment> {
+    pub(crate) fn finish(mut self, waiter: &StopWaiter<'_>) -> io::Result<SavedRegisters> {
         loop {
-            let stopped = watch.stop_of(self.process, STEP_LIMIT)?;
-            if let Some(moment) = self.step(stopped)? {
-                return Ok(moment);
+            let stopped = waiter.stop_of(self.process, STEP_TIMEOUT)?;
+            if let Some(saved) = self.step(stopped)? {
+                return Ok(saved);
             }
         }
     }
 }
 
-impl Moment {
+impl SavedRegisters {
     /// Reads the state of a process that is entering a system call, if it is the call of a fork.
-    pub(crate) fn of(process: Pid) -> io::Result<Option<Moment>> {
-        let Some(call) = sys::system_call(process)? else {
+    pub(crate) fn of(process: Pid) -> io::Result<Option<SavedRegisters>> {
+        let Some(call) = sys::syscall_entry(process)? else {
             return Ok(None);
         };
         if call.number.cast_signed() != libc::SYS_clone {
             return Ok(None);
         }
         let mut extended = vec![0; 16 * 1024];
-        let length = sys::read_registers(process, registers::EXTENDED, &mut extended)?;
+        let length = sys::read_registers(process, registers::EXTENDED_SET, &mut extended)?;
         extended.truncate(length);
-        let sets_number = call.arguments[0] & libc::CLONE_CHILD_SETTID as u64 != 0;
-        Ok(Some(Moment {
-            general: general_of(process)?,
+        let sets_child_tid = call.arguments[0] & libc::CLONE_CHILD_SETTID as u64 != 0;
+        Ok(Some(SavedRegisters {
+            general: read_general(process)?,
             extended,
-            blocked: sys::blocked_signals(process)?,
+            signal_mask: sys::signal_mask(process)?,
             // A kernel that cannot report them has none: parking the zygote verified that.
-            sequences: sys::restartable_sequences(process).unwrap_or_default(),
-            thread_number: sets_number.then_some(call.arguments[registers::THREAD_NUMBER]),
+            rseq: sys::rseq_configuration(process).unwrap_or_default(),
+            child_tid_address: sets_child_tid.then_some(call.arguments[registers::CLONE_CHILD_TID]),
         }))
     }
 
     /// The address of an instruction that enters the kernel, unless it was overwritten.
     fn enter(&self) -> u64 {
-        self.general.instruction() - registers::ENTER
+        self.general.instruction() - registers::SYSCALL_LENGTH
     }
 
     /// Resumes the process with this state as the parent of a fork, and stops tracing it.
-    pub(crate) fn let_parent_go(&self, process: Pid) -> io::Result<()> {
+    pub(crate) fn resume_parent(&self, process: Pid) -> io::Result<()> {
         // The parent's `fork` returns a positive number: its own pid.
-        registers::exchange_call(process, self.general, libc::SYS_getpid as u64)?;
-        sys::let_go(process)
+        registers::replace_syscall(process, self.general, libc::SYS_getpid as u64)?;
+        sys::detach(process)
     }
 }
 
-fn general_of(process: Pid) -> io::Result<Registers> {
+fn read_general(process: Pid) -> io::Result<Registers> {
     let mut bytes = [0; registers::SIZE];
-    sys::read_registers(process, registers::GENERAL, &mut bytes)?;
+    sys::read_registers(process, libc::NT_PRSTATUS, &mut bytes)?;
     Ok(Registers::from_bytes(&bytes))
 }
 
-fn set_general(process: Pid, registers: Registers) -> io::Result<()> {
-    sys::write_registers(process, registers::GENERAL, &registers.to_bytes())
+fn write_general(process: Pid, registers: Registers) -> io::Result<()> {
+    sys::write_registers(process, libc::NT_PRSTATUS, &registers.to_bytes())
 }
 
 impl Twin {
     /// Parks the zygote, which is entering the `clone` of a fork: from now on it is a twin.
-    pub(crate) fn park(watch: &Watch<'_>, process: Pid, moment: Moment) -> io::Result<Twin> {
-        registers::exchange_call(process, moment.general, libc::SYS_getpid as u64)?;
-        sys::resume(process, Resume::ToSystemCall, 0)?;
-        watch.expect(process, Stopped::SystemCall, STEP_LIMIT)?;
+    pub(crate) fn park(
+        waiter: &StopWaiter<'_>,
+        process: Pid,
+        saved: SavedRegisters,
+    ) -> io::Result<Twin> {
+        registers::replace_syscall(process, saved.general, libc::SYS_getpid as u64)?;
+        sys::resume(process, Resume::ToSyscall, 0)?;
+        waiter.expect(process, StopReason::SystemCall, STEP_TIMEOUT)?;
         let twin = Twin {
             pid: process,
-            moment,
+            saved,
             scratch: None,
         };
-        twin.unregister_rseq(watch)?;
+        twin.unregister_rseq(waiter)?;
         Ok(twin)
     }
 
@@ -381,11 +387,11 @@ impl Twin {
     /// When a registered process returns to user mode after a context switch, the kernel reads from
     /// its memory where to continue. User code controls the memory of a twin, so a registered twin
     /// would execute whatever that code chose.
-    fn unregister_rseq(&self, watch: &Watch<'_>) -> io::Result<()> {
-        let area = match sys::restartable_sequences(self.pid) {
+    fn unregister_rseq(&self, waiter: &StopWaiter<'_>) -> io::Result<()> {
+        let area = match sys::rseq_configuration(self.pid) {
             Ok(area) => area,
             // There is nothing to unregister if the kernel has no restartable sequences at all.
-            Err(error) => match self.call(watch, libc::SYS_rseq, [0; 6]) {
+            Err(error) => match self.call(waiter, libc::SYS_rseq, [0; 6]) {
                 Err(absent) if absent.raw_os_error() == Some(libc::ENOSYS) => return Ok(()),
                 _ => return Err(unverified_rseq(error)),
             },
@@ -393,7 +399,7 @@ impl Twin {
         if area.address != 0 {
             let (size, signature) = (u64::from(area.size), u64::from(area.signature));
             self.call(
-                watch,
+                waiter,
                 libc::SYS_rseq,
                 [area.address, size, RSEQ_FLAG_UNREGISTER, signature, 0, 0],
             )?;
@@ -408,7 +414,11 @@ impl Twin {
     /// copied. For a private file mapping it copies only the entries of pages that this process has
     /// touched; the others are found in the file. The zygote's copies touch little of its memory.
     /// Each part must be private and readable, and must not be resized later.
-    pub(crate) fn settle(&self, watch: &Watch<'_>, parts: &[Part]) -> io::Result<()> {
+    pub(crate) fn move_to_memfd(
+        &self,
+        waiter: &StopWaiter<'_>,
+        parts: &[MemoryRange],
+    ) -> io::Result<()> {
         let name = c"cellblock-zygote";
         let file = File::from(rustix::fs::memfd_create(
             name,
@@ -427,7 +437,7 @@ impl Twin {
         seal(&file)?;
 
         let file = OwnedFd::from(file);
-        let mut program = Program::default();
+        let mut program = SyscallProgram::default();
         let own = Argument::Value(std::process::id().into());
         let warden = program.call("pidfd_open", libc::SYS_pidfd_open, &[own]);
         let number = Argument::Value(file.as_raw_fd() as u64);
@@ -437,7 +447,7 @@ impl Twin {
             &[warden.into(), number],
         );
         let flags = Argument::Value((libc::MAP_PRIVATE | libc::MAP_FIXED) as u64);
-        for (Part { range, writable }, offset) in places {
+        for (MemoryRange { range, writable }, offset) in places {
             let size = range.end - range.start;
             let protection =
                 (libc::PROT_READ | if *writable { libc::PROT_WRITE } else { 0 }) as u64;
@@ -453,18 +463,22 @@ impl Twin {
         }
         program.call("close", libc::SYS_close, &[taken.into()]);
         program.call("close", libc::SYS_close, &[warden.into()]);
-        let scratch = self.map_scratch(watch)?;
-        let program = program.assemble(scratch + DATA);
+        let scratch = self.map_scratch(waiter)?;
+        let program = program.assemble(scratch + DATA_OFFSET);
         self.memory()?.write_all_at(&program.code, scratch)?;
-        set_general(self.pid, self.moment.general.at(scratch))?;
-        run_to_end(watch, self.pid, scratch, &program)?;
-        self.call(watch, libc::SYS_munmap, [scratch, SCRATCH, 0, 0, 0, 0])
-            .map(drop)
+        write_general(self.pid, self.saved.general.at(scratch))?;
+        run_to_end(waiter, self.pid, scratch, &program)?;
+        self.call(
+            waiter,
+            libc::SYS_munmap,
+            [scratch, SCRATCH_SIZE, 0, 0, 0, 0],
+        )
+        .map(drop)
     }
 
     /// Maps memory for programs that stays mapped in this process and in all its copies.
-    pub(crate) fn keep_scratch(&mut self, watch: &Watch<'_>) -> io::Result<()> {
-        self.scratch = Some(self.map_scratch(watch)?);
+    pub(crate) fn keep_scratch(&mut self, waiter: &StopWaiter<'_>) -> io::Result<()> {
+        self.scratch = Some(self.map_scratch(waiter)?);
         Ok(())
     }
 
@@ -475,35 +489,35 @@ impl Twin {
     }
 
     /// Maps memory for a program and its data.
-    fn map_scratch(&self, watch: &Watch<'_>) -> io::Result<u64> {
+    fn map_scratch(&self, waiter: &StopWaiter<'_>) -> io::Result<u64> {
         let protection = (libc::PROT_READ | libc::PROT_WRITE | libc::PROT_EXEC) as u64;
         let mapping = (libc::MAP_PRIVATE | libc::MAP_ANONYMOUS) as u64;
         let place = self.call(
-            watch,
+            waiter,
             libc::SYS_mmap,
-            [0, SCRATCH, protection, mapping, u64::MAX, 0],
+            [0, SCRATCH_SIZE, protection, mapping, u64::MAX, 0],
         )?;
         Ok(place.cast_unsigned())
     }
 
-    /// Makes a copy that continues from `moment`, or from where this twin would continue. With
+    /// Makes a copy that continues from `saved`, or from where this twin would continue. With
     /// `shared` the copy uses the same descriptor table as long as it is only kept.
     ///
     /// After a failure the twin may be executing code from its memory, and must be killed.
     pub(crate) fn copy(
         &self,
-        watch: &Watch<'_>,
-        moment: Option<Moment>,
+        waiter: &StopWaiter<'_>,
+        saved: Option<SavedRegisters>,
         shared: bool,
     ) -> io::Result<Twin> {
         let flags = libc::SIGCHLD | if shared { libc::CLONE_FILES } else { 0 };
-        let copied = self.call(watch, libc::SYS_clone, [flags as u64, 0, 0, 0, 0, 0])?;
+        let copied = self.call(waiter, libc::SYS_clone, [flags as u64, 0, 0, 0, 0, 0])?;
         let pid =
             Pid::from_raw(i32::try_from(copied).unwrap_or(0)).ok_or(io::ErrorKind::NotFound)?;
-        watch.expect(pid, Stopped::Still, STEP_LIMIT)?;
+        waiter.expect(pid, StopReason::EventStop, STEP_TIMEOUT)?;
         Ok(Twin {
             pid,
-            moment: moment.unwrap_or_else(|| self.moment.clone()),
+            saved: saved.unwrap_or_else(|| self.saved.clone()),
             scratch: self.scratch,
         })
     }
@@ -511,9 +525,13 @@ impl Twin {
     /// Makes a copy of the zygote in the pid namespace of a family.
     ///
     /// After a failure the zygote must be killed.
-    pub(crate) fn deliver(&self, watch: &Watch<'_>, pid_namespace: &OwnedFd) -> io::Result<Twin> {
+    pub(crate) fn copy_into_family(
+        &self,
+        waiter: &StopWaiter<'_>,
+        pid_namespace: &OwnedFd,
+    ) -> io::Result<Twin> {
         let scratch = self.scratch.ok_or(io::ErrorKind::InvalidInput)?;
-        let mut program = Program::default();
+        let mut program = SyscallProgram::default();
         let warden = program.call(
             "pidfd_open",
             libc::SYS_pidfd_open,
@@ -533,26 +551,27 @@ impl Twin {
         program.call("close", libc::SYS_close, &[taken.into()]);
         program.call("close", libc::SYS_close, &[warden.into()]);
         program.call("clone", libc::SYS_clone, &[(libc::SIGCHLD as u64).into()]);
-        let program = program.assemble(scratch + DATA);
+        let program = program.assemble(scratch + DATA_OFFSET);
         self.memory()?.write_all_at(&program.code, scratch)?;
-        set_general(self.pid, self.moment.general.at(scratch))?;
-        let pid = run_to_process(watch, self.pid, scratch, &program)?;
-        let finished = run_to_end(watch, self.pid, scratch, &program);
-        let finished = finished.and_then(|()| watch.expect(pid, Stopped::Still, STEP_LIMIT));
+        write_general(self.pid, self.saved.general.at(scratch))?;
+        let pid = run_to_process(waiter, self.pid, scratch, &program)?;
+        let finished = run_to_end(waiter, self.pid, scratch, &program);
+        let finished =
+            finished.and_then(|()| waiter.expect(pid, StopReason::EventStop, STEP_TIMEOUT));
         if finished.is_err() {
             let _ = rustix::process::kill_process(pid, Signal::KILL);
         }
         finished.map(|()| Twin {
             pid,
-            moment: self.moment.clone(),
+            saved: self.saved.clone(),
             scratch: Some(scratch),
         })
     }
 
     /// Makes the twin execute one system call. If the call creates a process, the result is its
     /// pid.
-    fn call(&self, watch: &Watch<'_>, number: i64, arguments: [u64; 6]) -> io::Result<i64> {
-        call(watch, self.pid, &self.moment, number, arguments)
+    fn call(&self, waiter: &StopWaiter<'_>, number: i64, arguments: [u64; 6]) -> io::Result<i64> {
+        call(waiter, self.pid, &self.saved, number, arguments)
     }
 
     /// Creates an interpreter from this twin, which becomes the interpreter's twin. The interpreter
@@ -561,38 +580,39 @@ impl Twin {
     /// After a failure the twin is in an unknown state and must be killed.
     pub(crate) fn spawn(
         &mut self,
-        watch: &Watch<'_>,
-        entry: &Entry,
-        way: &Way<'_>,
+        waiter: &StopWaiter<'_>,
+        settings: &LockDownSettings,
+        launch: &LaunchArguments<'_>,
     ) -> io::Result<Pid> {
         let scratch = match self.scratch.take() {
             Some(scratch) => scratch,
-            None => self.map_scratch(watch)?,
+            None => self.map_scratch(waiter)?,
         };
-        self.take_descriptors(watch, scratch, way)?;
+        self.queue_descriptors(waiter, scratch, launch)?;
 
         let memory = self.memory()?;
         let mut data = Data {
-            base: scratch + DATA,
+            base: scratch + DATA_OFFSET,
             bytes: Vec::new(),
         };
-        let first = self.leave_program(&mut data, entry, way);
+        let first = self.leave_program(&mut data, settings, launch);
         let first_results = data.reserve(first.results());
         let first = first.assemble(first_results);
         memory.write_all_at(&first.code, scratch)?;
-        let second = self.enter_program(&mut data, entry, way);
+        let second = self.enter_program(&mut data, settings, launch);
         let second_results = data.reserve(second.results());
         let second = second.assemble(second_results);
-        memory.write_all_at(&second.code, scratch + SECOND)?;
-        memory.write_all_at(&data.bytes, scratch + DATA)?;
+        memory.write_all_at(&second.code, scratch + ENTER_PROGRAM_OFFSET)?;
+        memory.write_all_at(&data.bytes, scratch + DATA_OFFSET)?;
         debug_assert!(
-            first.code.len() as u64 <= SECOND && SECOND + second.code.len() as u64 <= DATA
+            first.code.len() as u64 <= ENTER_PROGRAM_OFFSET
+                && ENTER_PROGRAM_OFFSET + second.code.len() as u64 <= DATA_OFFSET
         );
 
-        set_general(self.pid, self.moment.general.at(scratch))?;
-        let child = run_to_process(watch, self.pid, scratch, &first)?;
-        let entered = run_to_end(watch, self.pid, scratch, &first);
-        let entered = entered.and_then(|()| self.enter(watch, child, scratch, &second));
+        write_general(self.pid, self.saved.general.at(scratch))?;
+        let child = run_to_process(waiter, self.pid, scratch, &first)?;
+        let entered = run_to_end(waiter, self.pid, scratch, &first);
+        let entered = entered.and_then(|()| self.enter(waiter, child, scratch, &second));
         if entered.is_err() {
             let _ = rustix::process::kill_process(child, Signal::KILL);
         }
@@ -602,12 +622,17 @@ impl Twin {
     /// Gives the twin its own descriptor table, which contains only the two ends of a socket. The
     /// descriptors of its new interpreter are queued in that socket. The twin cannot take them from
     /// the warden, and must not be able to.
-    fn take_descriptors(&self, watch: &Watch<'_>, scratch: u64, way: &Way<'_>) -> io::Result<()> {
+    fn queue_descriptors(
+        &self,
+        waiter: &StopWaiter<'_>,
+        scratch: u64,
+        launch: &LaunchArguments<'_>,
+    ) -> io::Result<()> {
         let mut data = Data {
-            base: scratch + DATA,
+            base: scratch + DATA_OFFSET,
             bytes: Vec::new(),
         };
-        let mut program = Program::default();
+        let mut program = SyscallProgram::default();
         // No descriptor of the session may be inherited or occupy a number. The table of a
         // checkpoint is still that of its session.
         let unshare = Argument::Value(libc::CLOSE_RANGE_UNSHARE.into());
@@ -636,13 +661,13 @@ impl Twin {
         let program = program.assemble(results);
         let memory = self.memory()?;
         memory.write_all_at(&program.code, scratch)?;
-        memory.write_all_at(&data.bytes, scratch + DATA)?;
-        set_general(self.pid, self.moment.general.at(scratch))?;
-        run_to_end(watch, self.pid, scratch, &program)?;
+        memory.write_all_at(&data.bytes, scratch + DATA_OFFSET)?;
+        write_general(self.pid, self.saved.general.at(scratch))?;
+        run_to_end(waiter, self.pid, scratch, &program)?;
         // The table was empty, so the two ends are 0 and 1.
         let handle = rustix::process::pidfd_open(self.pid, PidfdFlags::empty())?;
         let far_end = rustix::process::pidfd_getfd(&handle, 1, PidfdGetfdFlags::empty())?;
-        let passed: Vec<_> = way
+        let passed: Vec<_> = launch
             .descriptors()
             .into_iter()
             .map(|descriptor| descriptor.as_fd())
@@ -654,45 +679,50 @@ impl Twin {
     /// from the saved state.
     fn enter(
         &self,
-        watch: &Watch<'_>,
+        waiter: &StopWaiter<'_>,
         child: Pid,
         scratch: u64,
-        program: &Assembled,
+        program: &AssembledProgram,
     ) -> io::Result<()> {
-        watch.expect(child, Stopped::Still, STEP_LIMIT)?;
-        set_general(child, self.moment.general.at(scratch + SECOND))?;
-        run_to_end(watch, child, scratch + SECOND, program)?;
+        waiter.expect(child, StopReason::EventStop, STEP_TIMEOUT)?;
+        write_general(child, self.saved.general.at(scratch + ENTER_PROGRAM_OFFSET))?;
+        run_to_end(waiter, child, scratch + ENTER_PROGRAM_OFFSET, program)?;
         call(
-            watch,
+            waiter,
             child,
-            &self.moment,
+            &self.saved,
             libc::SYS_munmap,
-            [scratch, SCRATCH, 0, 0, 0, 0],
+            [scratch, SCRATCH_SIZE, 0, 0, 0, 0],
         )?;
         // Last, after the filters: from here on the memory decides where this process continues.
-        let area = &self.moment.sequences;
+        let area = &self.saved.rseq;
         if area.address != 0 {
             let (size, signature) = (u64::from(area.size), u64::from(area.signature));
             // A refusal affects only the session: its C library works without.
             let _ = call(
-                watch,
+                waiter,
                 child,
-                &self.moment,
+                &self.saved,
                 libc::SYS_rseq,
                 [area.address, size, 0, signature, 0, 0],
             );
         }
-        set_general(child, self.moment.general.returning(0))?;
-        sys::write_registers(child, registers::EXTENDED, &self.moment.extended)?;
-        sys::block_signals(child, self.moment.blocked)
+        write_general(child, self.saved.general.returning(0))?;
+        sys::write_registers(child, registers::EXTENDED_SET, &self.saved.extended)?;
+        sys::set_signal_mask(child, self.saved.signal_mask)
     }
 
     /// Returns the program of the twin itself: it receives the descriptors of the new interpreter,
     /// enters its family, the control group and the namespaces of the sandbox, closes all other
     /// descriptors, and creates the process, which shares its memory.
-    fn leave_program(&self, data: &mut Data, entry: &Entry, way: &Way<'_>) -> Program {
-        let mut program = Program::new(&entry.test_switches);
-        let descriptors = way.descriptors().len();
+    fn leave_program(
+        &self,
+        data: &mut Data,
+        settings: &LockDownSettings,
+        launch: &LaunchArguments<'_>,
+    ) -> SyscallProgram {
+        let mut program = SyscallProgram::new(&settings.test_switches);
+        let descriptors = launch.descriptors().len();
         // struct iovec, and a buffer for SCM_RIGHTS: a header of 16 bytes, then the numbers.
         let word = data.reserve(64);
         let vector = data.put(&[word.to_ne_bytes(), 64_u64.to_ne_bytes()].concat());
@@ -712,19 +742,19 @@ impl Twin {
         let (channel, own_pid_namespace) = (next(), next());
         let [pid, mnt, net, ipc, uts, user] = std::array::from_fn(|_| next());
         let root = next();
-        let rules = way.rules.map(|_| next());
-        if way.family.is_some() {
+        let rules = launch.rules.map(|_| next());
+        if launch.family.is_some() {
             program.call(
                 "setns family",
                 libc::SYS_setns,
                 &[next(), (libc::CLONE_NEWUSER as u64).into()],
             );
-            let id = Argument::Value(entry.id.into());
+            let id = Argument::Value(settings.id.into());
             program.call("setresgid", libc::SYS_setresgid, &[id, id, id]);
             program.call("setresuid", libc::SYS_setresuid, &[id, id, id]);
         }
         let zero = data.put(b"0");
-        for _ in way.cgroup_procs {
+        for _ in launch.cgroup_procs {
             // A zero means the writing process.
             program.call(
                 "enter the control group",
@@ -746,19 +776,19 @@ impl Twin {
             let flags = Argument::Value(libc::O_CLOEXEC as u64);
             program.call("dup3", libc::SYS_dup3, &[taken, place.into(), flags]);
         };
-        place(channel, CHANNEL);
+        place(channel, CHANNEL_FD);
         if let Some(rules) = rules {
-            place(rules, RULES);
+            place(rules, RULESET_FD);
         }
-        place(user, USER_NAMESPACE);
-        place(own_pid_namespace, OWN_PID_NAMESPACE);
+        place(user, USER_NAMESPACE_FD);
+        place(own_pid_namespace, OWN_PID_NAMESPACE_FD);
         program.call(
             "close_range",
             libc::SYS_close_range,
-            &[0.into(), (CHANNEL - 1).into()],
+            &[0.into(), (CHANNEL_FD - 1).into()],
         );
         let shared = (libc::CLONE_VM | libc::CLONE_FILES) as u64;
-        match self.moment.thread_number {
+        match self.saved.child_tid_address {
             Some(place) => {
                 let flags = shared | (libc::CLONE_CHILD_SETTID | libc::CLONE_CHILD_CLEARTID) as u64;
                 // The order of the last two arguments differs between architectures; the other one
@@ -769,15 +799,24 @@ impl Twin {
             None => program.call("clone", libc::SYS_clone, &[shared.into()]),
         };
         // Later copies of this twin must not be in the sandbox's pid namespace.
-        program.call("setns back", libc::SYS_setns, &[OWN_PID_NAMESPACE.into()]);
-        program.call("close", libc::SYS_close, &[OWN_PID_NAMESPACE.into()]);
+        program.call(
+            "setns back",
+            libc::SYS_setns,
+            &[OWN_PID_NAMESPACE_FD.into()],
+        );
+        program.call("close", libc::SYS_close, &[OWN_PID_NAMESPACE_FD.into()]);
         program
     }
 
     /// Returns the program of the new process: it enters the user namespace of the session and
     /// drops every right.
-    fn enter_program(&self, data: &mut Data, entry: &Entry, way: &Way<'_>) -> Program {
-        let mut program = Program::new(&entry.test_switches);
+    fn enter_program(
+        &self,
+        data: &mut Data,
+        settings: &LockDownSettings,
+        launch: &LaunchArguments<'_>,
+    ) -> SyscallProgram {
+        let mut program = SyscallProgram::new(&settings.test_switches);
         let name = data.put(b"python\0");
         program.call(
             "name",
@@ -788,9 +827,9 @@ impl Twin {
         program.call("setsid", libc::SYS_setsid, &[]);
         let cgroup = Argument::Value(libc::CLONE_NEWCGROUP as u64);
         program.call("unshare cgroup", libc::SYS_unshare, &[cgroup]);
-        program.call("setns user", libc::SYS_setns, &[USER_NAMESPACE.into()]);
-        program.call("close", libc::SYS_close, &[USER_NAMESPACE.into()]);
-        for limit in &entry.rlimits {
+        program.call("setns user", libc::SYS_setns, &[USER_NAMESPACE_FD.into()]);
+        program.call("close", libc::SYS_close, &[USER_NAMESPACE_FD.into()]);
+        for limit in &settings.rlimits {
             let both = data.put(&[limit.value.to_ne_bytes(), limit.value.to_ne_bytes()].concat());
             let resource = u64::from(limit.resource);
             program.call(
@@ -801,7 +840,7 @@ impl Twin {
         }
         // Emptying the bounding set needs a capability, so it comes before the capabilities are
         // dropped.
-        for capability in 0..=entry.last_capability {
+        for capability in 0..=settings.last_capability {
             let drop = Argument::Value(libc::PR_CAPBSET_DROP as u64);
             program.call("bounding set", libc::SYS_prctl, &[drop, capability.into()]);
         }
@@ -819,13 +858,13 @@ impl Twin {
             libc::SYS_prctl,
             &[(libc::PR_SET_NO_NEW_PRIVS as u64).into(), 1.into()],
         );
-        if way.rules.is_some() {
+        if launch.rules.is_some() {
             program.call(
                 "landlock_restrict_self",
                 libc::SYS_landlock_restrict_self,
-                &[RULES.into()],
+                &[RULESET_FD.into()],
             );
-            program.call("close", libc::SYS_close, &[RULES.into()]);
+            program.call("close", libc::SYS_close, &[RULESET_FD.into()]);
         }
         let path = data.put(b"/dev/null\0");
         let flags = Argument::Value(libc::O_RDWR as u64);
@@ -845,12 +884,12 @@ impl Twin {
             let mode = Argument::Value(libc::SECCOMP_SET_MODE_FILTER.into());
             program.call(name, libc::SYS_seccomp, &[mode, 0.into(), filter.into()]);
         };
-        if way.programs == Programs::Refused && !entry.still_filter.is_empty() {
-            load("refuse programs", &entry.still_filter);
+        if launch.programs == Programs::Refused && !settings.still_filter.is_empty() {
+            load("refuse programs", &settings.still_filter);
         }
         // Last: the filter forbids the very calls used above.
-        if !entry.closing_filter.is_empty() {
-            load("seccomp", &entry.closing_filter);
+        if !settings.closing_filter.is_empty() {
+            load("seccomp", &settings.closing_filter);
         }
         program
     }
@@ -866,8 +905,8 @@ impl Twin {
         let asked = memory.and_then(|memory| memory.read_exact_at(&mut word, PLACE));
         asked.is_ok()
             && &word == b"HANDOVER"
-            && set_general(self.pid, self.moment.general.at(CODE)).is_ok()
-            && sys::resume(self.pid, Resume::Freely, 0).is_ok()
+            && write_general(self.pid, self.saved.general.at(CODE)).is_ok()
+            && sys::resume(self.pid, Resume::Continue, 0).is_ok()
     }
 
     /// Kills the twin. Its exit is reported like that of any traced process.
@@ -882,18 +921,18 @@ const LINUX_CAPABILITY_VERSION_3: u32 = 0x2008_0522;
 /// Lets a process run its program, which starts at this address, until it has created another
 /// process. Returns that process.
 fn run_to_process(
-    watch: &Watch<'_>,
+    waiter: &StopWaiter<'_>,
     process: Pid,
     begin: u64,
-    program: &Assembled,
+    program: &AssembledProgram,
 ) -> io::Result<Pid> {
     require_no_rseq(process)?;
-    sys::resume(process, Resume::Freely, 0)?;
-    match watch.stop_of(process, STEP_LIMIT)? {
-        Stopped::Forked => {}
-        Stopped::Signal(libc::SIGTRAP) => {
-            let ended = general_of(process)?;
-            program.ended(ended.instruction().wrapping_sub(begin), ended.result())?;
+    sys::resume(process, Resume::Continue, 0)?;
+    match waiter.stop_of(process, STEP_TIMEOUT)? {
+        StopReason::Forked => {}
+        StopReason::Signal(libc::SIGTRAP) => {
+            let ended = read_general(process)?;
+            program.check_trap(ended.instruction().wrapping_sub(begin), ended.result())?;
             return Err(io::Error::other("a twin made no process"));
         }
         other => {
@@ -907,12 +946,17 @@ fn run_to_process(
 }
 
 /// Lets a process run its program, which starts at this address, to the end.
-fn run_to_end(watch: &Watch<'_>, process: Pid, begin: u64, program: &Assembled) -> io::Result<()> {
+fn run_to_end(
+    waiter: &StopWaiter<'_>,
+    process: Pid,
+    begin: u64,
+    program: &AssembledProgram,
+) -> io::Result<()> {
     require_no_rseq(process)?;
-    sys::resume(process, Resume::Freely, 0)?;
-    watch.expect(process, Stopped::Signal(libc::SIGTRAP), STEP_LIMIT)?;
-    let ended = general_of(process)?;
-    program.ended(ended.instruction().wrapping_sub(begin), ended.result())
+    sys::resume(process, Resume::Continue, 0)?;
+    waiter.expect(process, StopReason::Signal(libc::SIGTRAP), STEP_TIMEOUT)?;
+    let ended = read_general(process)?;
+    program.check_trap(ended.instruction().wrapping_sub(begin), ended.result())
 }
 
 /// Number of attempts to seal a file: three seconds in total.
@@ -924,7 +968,7 @@ const RSEQ_FLAG_UNREGISTER: u64 = 1;
 /// Refuses a process that has restartable sequences registered: its memory could decide where it
 /// continues.
 fn require_no_rseq(process: Pid) -> io::Result<()> {
-    match sys::restartable_sequences(process) {
+    match sys::rseq_configuration(process) {
         Ok(area) if area.address == 0 => Ok(()),
         Ok(_) => Err(io::Error::other(
             "a stopped process has restartable sequences registered",
@@ -943,38 +987,38 @@ fn unverified_rseq(cause: io::Error) -> io::Error {
 /// Makes a stopped process execute one system call at the instruction of its saved state, and
 /// verifies that it is that call.
 fn call(
-    watch: &Watch<'_>,
+    waiter: &StopWaiter<'_>,
     process: Pid,
-    moment: &Moment,
+    saved: &SavedRegisters,
     number: i64,
     arguments: [u64; 6],
 ) -> io::Result<i64> {
-    set_general(
+    write_general(
         process,
-        moment
+        saved
             .general
-            .calling(moment.enter(), number.cast_unsigned(), arguments),
+            .calling(saved.enter(), number.cast_unsigned(), arguments),
     )?;
-    sys::resume(process, Resume::ToSystemCall, 0)?;
-    watch.expect_entry(process)?;
-    let wanted = sys::SystemCall {
+    sys::resume(process, Resume::ToSyscall, 0)?;
+    waiter.expect_syscall_entry(process)?;
+    let wanted = sys::SyscallEntry {
         number: number.cast_unsigned(),
         arguments,
-        returns_to: moment.general.instruction(),
+        returns_to: saved.general.instruction(),
     };
-    if sys::system_call(process)? != Some(wanted) {
+    if sys::syscall_entry(process)? != Some(wanted) {
         return Err(io::Error::other(
             "the memory of the session is not what it was: it entered the kernel elsewhere",
         ));
     }
-    sys::resume(process, Resume::ToSystemCall, 0)?;
+    sys::resume(process, Resume::ToSyscall, 0)?;
     let mut made = None;
-    match watch.stop_of(process, STEP_LIMIT)? {
-        Stopped::SystemCall => {}
-        Stopped::Forked => {
+    match waiter.stop_of(process, STEP_TIMEOUT)? {
+        StopReason::SystemCall => {}
+        StopReason::Forked => {
             made = Some(sys::event_message(process)?.cast_signed());
-            sys::resume(process, Resume::ToSystemCall, 0)?;
-            watch.expect(process, Stopped::SystemCall, STEP_LIMIT)?;
+            sys::resume(process, Resume::ToSyscall, 0)?;
+            waiter.expect(process, StopReason::SystemCall, STEP_TIMEOUT)?;
         }
         other => {
             return Err(io::Error::other(format!(
@@ -982,7 +1026,7 @@ fn call(
             )));
         }
     }
-    let result = general_of(process)?.result();
+    let result = read_general(process)?.result();
     if result < 0 && result > -4096 {
         return Err(io::Error::from_raw_os_error(-(result as i32)));
     }
@@ -1056,19 +1100,19 @@ mod tests {
     struct Parked {
         /// A folder: polling it always returns at once, and reading it fails. SIGCHLD may be
         /// delivered to another thread here.
-        changes: OwnedFd,
+        sigchld: OwnedFd,
         twin: Twin,
     }
 
     /// Creates a traced process that sends its signal and then runs `then`. Other threads of the
     /// tests may have held any lock when it was created, so it only makes system calls.
-    fn approaching(then: fn() -> !) -> (Pid, Approach) {
+    fn traced_to_fork_point(then: fn() -> !) -> (Pid, ForkPointTracer) {
         let (reader, writer) = rustix::pipe::pipe().unwrap();
         match sys::clone_process(0).unwrap() {
             Forked::Parent(process) => {
-                let approach = Approach::begin(process, TWIN_OPTIONS).unwrap();
+                let tracer = ForkPointTracer::begin(process, TRACE_OPTIONS).unwrap();
                 rustix::io::write(&writer, b"x").unwrap();
-                (process, approach)
+                (process, tracer)
             }
             Forked::Child => {
                 let _ = rustix::io::read(&reader, &mut [0]);
@@ -1080,20 +1124,20 @@ mod tests {
 
     impl Parked {
         fn new() -> Parked {
-            let changes = OwnedFd::from(File::open("/").unwrap());
-            let (process, approach) = approaching(|| {
+            let sigchld = OwnedFd::from(File::open("/").unwrap());
+            let (process, tracer) = traced_to_fork_point(|| {
                 let _ = sys::clone_process(0);
                 sys::exit_now(1)
             });
-            let watch = Watch { changes: &changes };
-            let moment = approach.finish(&watch).unwrap();
-            let twin = Twin::park(&watch, process, moment).unwrap();
-            Parked { changes, twin }
+            let waiter = StopWaiter { sigchld: &sigchld };
+            let saved = tracer.finish(&waiter).unwrap();
+            let twin = Twin::park(&waiter, process, saved).unwrap();
+            Parked { sigchld, twin }
         }
 
-        fn watch(&self) -> Watch<'_> {
-            Watch {
-                changes: &self.changes,
+        fn waiter(&self) -> StopWaiter<'_> {
+            StopWaiter {
+                sigchld: &self.sigchld,
             }
         }
 
@@ -1103,14 +1147,15 @@ mod tests {
         }
 
         /// Runs a program in the twin and returns the results of its steps.
-        fn run(&self, program: &Program) -> io::Result<Vec<i64>> {
-            let scratch = self.twin.map_scratch(&self.watch())?;
-            let assembled = program.assemble(scratch + DATA);
+        fn run(&self, program: &SyscallProgram) -> io::Result<Vec<i64>> {
+            let scratch = self.twin.map_scratch(&self.waiter())?;
+            let assembled = program.assemble(scratch + DATA_OFFSET);
             self.memory().write_all_at(&assembled.code, scratch)?;
-            set_general(self.twin.pid, self.twin.moment.general.at(scratch))?;
-            run_to_end(&self.watch(), self.twin.pid, scratch, &assembled)?;
+            write_general(self.twin.pid, self.twin.saved.general.at(scratch))?;
+            run_to_end(&self.waiter(), self.twin.pid, scratch, &assembled)?;
             let mut bytes = vec![0; program.results()];
-            self.memory().read_exact_at(&mut bytes, scratch + DATA)?;
+            self.memory()
+                .read_exact_at(&mut bytes, scratch + DATA_OFFSET)?;
             Ok(bytes
                 .chunks_exact(8)
                 .map(|eight| i64::from_ne_bytes(eight.try_into().unwrap()))
@@ -1133,7 +1178,7 @@ mod tests {
     #[test]
     fn a_twin_makes_the_call_that_it_is_asked_for_and_stands_still_again() {
         let parked = Parked::new();
-        let ask = |number, arguments| parked.twin.call(&parked.watch(), number, arguments);
+        let ask = |number, arguments| parked.twin.call(&parked.waiter(), number, arguments);
         let number = parked.twin.pid.as_raw_pid();
         assert_eq!(ask(libc::SYS_getpid, [0; 6]).unwrap(), i64::from(number));
         assert_eq!(
@@ -1153,11 +1198,11 @@ mod tests {
     #[test]
     fn a_copy_has_memory_of_its_own_and_can_be_copied() {
         let parked = Parked::new();
-        let scratch = parked.twin.map_scratch(&parked.watch()).unwrap();
+        let scratch = parked.twin.map_scratch(&parked.waiter()).unwrap();
         parked.memory().write_all_at(b"before", scratch).unwrap();
-        let copy = parked.twin.copy(&parked.watch(), None, false).unwrap();
+        let copy = parked.twin.copy(&parked.waiter(), None, false).unwrap();
         parked.memory().write_all_at(b"after!", scratch).unwrap();
-        let again = copy.copy(&parked.watch(), None, true).unwrap();
+        let again = copy.copy(&parked.waiter(), None, true).unwrap();
         for twin in [&copy, &again] {
             let mut held = [0; 6];
             File::open(format!("/proc/{}/mem", twin.pid.as_raw_pid()))
@@ -1167,7 +1212,7 @@ mod tests {
             assert_eq!(&held, b"before");
             assert_eq!(state_of(twin.pid), 't');
             let number = twin
-                .call(&parked.watch(), libc::SYS_getpid, [0; 6])
+                .call(&parked.waiter(), libc::SYS_getpid, [0; 6])
                 .unwrap();
             assert_eq!(number, i64::from(twin.pid.as_raw_pid()));
             twin.end();
@@ -1177,8 +1222,8 @@ mod tests {
     #[test]
     fn a_program_runs_in_order_with_earlier_results_as_arguments() {
         let parked = Parked::new();
-        let mut program = Program::default();
-        let scratch = parked.twin.map_scratch(&parked.watch()).unwrap();
+        let mut program = SyscallProgram::default();
+        let scratch = parked.twin.map_scratch(&parked.waiter()).unwrap();
         parked.memory().write_all_at(b"name\0", scratch).unwrap();
         let file = program.call("memfd_create", libc::SYS_memfd_create, &[scratch.into()]);
         let written = program.call(
@@ -1206,7 +1251,7 @@ mod tests {
     #[test]
     fn a_program_stops_at_the_first_step_that_fails() {
         let parked = Parked::new();
-        let mut program = Program::default();
+        let mut program = SyscallProgram::default();
         program.call("umask", libc::SYS_umask, &[0o77.into()]);
         program.call("close nothing", libc::SYS_close, &[99_999.into()]);
         program.call("umask", libc::SYS_umask, &[0o22.into()]);
@@ -1214,7 +1259,7 @@ mod tests {
         assert!(error.to_string().starts_with("close nothing: "), "{error}");
         let mask = parked
             .twin
-            .call(&parked.watch(), libc::SYS_umask, [0; 6])
+            .call(&parked.waiter(), libc::SYS_umask, [0; 6])
             .unwrap();
         assert_eq!(
             mask, 0o77,
@@ -1241,13 +1286,13 @@ mod tests {
             assert_eq!(
                 parked
                     .twin
-                    .call(&parked.watch(), libc::SYS_getpid, [0; 6])
+                    .call(&parked.waiter(), libc::SYS_getpid, [0; 6])
                     .unwrap(),
                 number
             );
             parked
                 .memory()
-                .write_all_at(&bytes, parked.twin.moment.enter())
+                .write_all_at(&bytes, parked.twin.saved.enter())
                 .unwrap();
             let arguments = [
                 0,
@@ -1260,7 +1305,7 @@ mod tests {
             assert!(
                 parked
                     .twin
-                    .call(&parked.watch(), libc::SYS_mmap, arguments)
+                    .call(&parked.waiter(), libc::SYS_mmap, arguments)
                     .is_err(),
                 "{bytes:?}"
             );
@@ -1270,17 +1315,22 @@ mod tests {
     /// Writes to the twin's memory so that the kernel makes it continue elsewhere when it is about
     /// to make a system call.
     fn arm_rseq(parked: &Parked) {
-        let area = parked.twin.moment.sequences;
+        let area = parked.twin.saved.rseq;
         assert!(
             area.address != 0,
             "the C library of the tests registers restartable sequences"
         );
-        let scratch = parked.twin.map_scratch(&parked.watch()).unwrap();
+        let scratch = parked.twin.map_scratch(&parked.waiter()).unwrap();
         let handler = scratch + 128;
-        let section: Vec<u8> = [0, parked.twin.moment.enter(), registers::ENTER, handler + 4]
-            .iter()
-            .flat_map(|word: &u64| word.to_ne_bytes())
-            .collect();
+        let section: Vec<u8> = [
+            0,
+            parked.twin.saved.enter(),
+            registers::SYSCALL_LENGTH,
+            handler + 4,
+        ]
+        .iter()
+        .flat_map(|word: &u64| word.to_ne_bytes())
+        .collect();
         parked.memory().write_all_at(&section, scratch).unwrap();
         // The signature that the kernel expects, then an instruction that only traps.
         let mut code = area.signature.to_ne_bytes().to_vec();
@@ -1301,14 +1351,14 @@ mod tests {
         assert_eq!(
             parked
                 .twin
-                .call(&parked.watch(), libc::SYS_getpid, [0; 6])
+                .call(&parked.waiter(), libc::SYS_getpid, [0; 6])
                 .unwrap(),
             number
         );
-        let copy = parked.twin.copy(&parked.watch(), None, true).unwrap();
+        let copy = parked.twin.copy(&parked.waiter(), None, true).unwrap();
         let number = i64::from(copy.pid.as_raw_pid());
         assert_eq!(
-            copy.call(&parked.watch(), libc::SYS_getpid, [0; 6])
+            copy.call(&parked.waiter(), libc::SYS_getpid, [0; 6])
                 .unwrap(),
             number
         );
@@ -1318,7 +1368,7 @@ mod tests {
     #[test]
     fn a_registered_process_is_not_run() {
         let parked = Parked::new();
-        let area = parked.twin.moment.sequences;
+        let area = parked.twin.saved.rseq;
         require_no_rseq(parked.twin.pid).unwrap();
         let arguments = [
             area.address,
@@ -1330,11 +1380,11 @@ mod tests {
         ];
         parked
             .twin
-            .call(&parked.watch(), libc::SYS_rseq, arguments)
+            .call(&parked.waiter(), libc::SYS_rseq, arguments)
             .unwrap();
         assert!(
             parked
-                .run(&Program::default())
+                .run(&SyscallProgram::default())
                 .unwrap_err()
                 .to_string()
                 .contains("restartable sequences")
@@ -1345,20 +1395,20 @@ mod tests {
         assert!(
             parked
                 .twin
-                .call(&parked.watch(), libc::SYS_getpid, [0; 6])
+                .call(&parked.waiter(), libc::SYS_getpid, [0; 6])
                 .is_err()
         );
     }
 
     #[test]
     fn a_process_that_makes_too_many_calls_on_its_way_is_given_up() {
-        let changes = OwnedFd::from(File::open("/").unwrap());
-        let (process, approach) = approaching(|| {
+        let sigchld = OwnedFd::from(File::open("/").unwrap());
+        let (process, tracer) = traced_to_fork_point(|| {
             loop {
                 let _ = rustix::process::getppid();
             }
         });
-        let ended = approach.finish(&Watch { changes: &changes });
+        let ended = tracer.finish(&StopWaiter { sigchld: &sigchld });
         let _ = rustix::process::kill_process(process, Signal::KILL);
         assert!(ended.is_err_and(|error| error.to_string().contains("branch point")));
     }

@@ -32,7 +32,10 @@ use crate::root::{self, RootError, Tree};
 use crate::seccomp::Filters;
 use crate::side_process::{self, LaunchFds, SideProcessSandbox};
 use crate::sys::{self, Forked};
-use crate::twin::{Approach, Entry, Moment, Stopped, Twin, Watch, Way};
+use crate::twin::{
+    ForkPointTracer, LaunchArguments, LockDownSettings, SavedRegisters, StopReason, StopWaiter,
+    Twin,
+};
 use crate::wire::{
     self, BEGINNING, Command, Event, FamilyId, Generation, LeftOut, Origin, Programs, Setup, Slot,
 };
@@ -106,18 +109,18 @@ struct Live {
     /// `None` once a copy has failed. The snapshot process may then have executed code from its
     /// memory, so it was killed.
     twin: Option<Twin>,
-    /// Stopped until the server has checked it.
+    /// StopReason until the server has checked it.
     waits: bool,
     /// Set while the interpreter is traced to the fork point of this checkpoint.
-    approach: Option<(u32, Approach)>,
+    fork_tracer: Option<(u32, ForkPointTracer)>,
 }
 
 struct Warden {
     setup: Setup,
     filters: Filters,
-    entry: Entry,
+    lock_down: LockDownSettings,
     /// The same for sandboxes with `apart`.
-    entry_apart: Entry,
+    lock_down_apart: LockDownSettings,
     /// The pid namespace of which this process is pid 1.
     pid_namespace: OwnedFd,
     families: BTreeMap<FamilyId, Family>,
@@ -192,8 +195,12 @@ fn run(start: Start) -> Result<(), RootError> {
     drop(trees);
     sys::bring_loopback_up().map_err(failed("could not bring up the loopback interface"))?;
     let mut warden = Warden {
-        entry: entry(&start.setup, &start.setup.rlimits, &start.filters),
-        entry_apart: entry(&start.setup, &start.setup.rlimits_apart, &start.filters),
+        lock_down: lock_down_settings(&start.setup, &start.setup.rlimits, &start.filters),
+        lock_down_apart: lock_down_settings(
+            &start.setup,
+            &start.setup.rlimits_apart,
+            &start.filters,
+        ),
         pid_namespace: std::fs::File::open("/proc/self/ns/pid")
             .map_err(failed("could not open the pid namespace"))?
             .into(),
@@ -218,10 +225,14 @@ fn run(start: Start) -> Result<(), RootError> {
 }
 
 /// Returns the settings with which interpreters of this jail enter their sandboxes.
-fn entry(setup: &Setup, rlimits: &[wire::ResourceLimit], filters: &Filters) -> Entry {
+fn lock_down_settings(
+    setup: &Setup,
+    rlimits: &[wire::ResourceLimit],
+    filters: &Filters,
+) -> LockDownSettings {
     let last = std::fs::read_to_string("/proc/sys/kernel/cap_last_cap").ok();
     let without_filters = setup.leave_out.contains(&LeftOut::Seccomp);
-    Entry {
+    LockDownSettings {
         rlimits: rlimits
             .iter()
             .map(|limit| limit.within_the_hosts())
@@ -717,7 +728,7 @@ impl Warden {
                 return Err(error);
             }
         };
-        let way = Way {
+        let launch = LaunchArguments {
             channel,
             cgroup_procs,
             family: matches!(from, Origin::Zygote).then_some(&family.user_namespace),
@@ -727,17 +738,17 @@ impl Warden {
             rules: sandbox.rules.as_ref(),
             programs,
         };
-        let entry = if sandbox.apart {
-            &self.entry_apart
+        let settings = if sandbox.apart {
+            &self.lock_down_apart
         } else {
-            &self.entry
+            &self.lock_down
         };
         let spawned = twin.spawn(
-            &Watch {
-                changes: &self.children,
+            &StopWaiter {
+                sigchld: &self.children,
             },
-            entry,
-            &way,
+            settings,
+            &launch,
         );
         let spawned = spawned.and_then(|pid| {
             // From here on it holds the memory of a session and must have no rights outside the
@@ -763,7 +774,7 @@ impl Warden {
                     handle,
                     twin: Some(twin),
                     waits: true,
-                    approach: None,
+                    fork_tracer: None,
                 };
                 let sandbox = self.sandboxes.get_mut(&slot).ok_or(ForkError::NotReady)?;
                 sandbox.interpreter = Some(live);
@@ -867,10 +878,10 @@ impl Warden {
         enter(pid_namespace).map_err(|error| SideProcessError::Make(error.into()))?;
         let forked = sys::clone_process(0);
         if let Ok(Forked::Child) = &forked {
-            let entry = if sandbox.apart {
-                &self.entry_apart
+            let settings = if sandbox.apart {
+                &self.lock_down_apart
             } else {
-                &self.entry
+                &self.lock_down
             };
             side_process::main(
                 fds,
@@ -879,7 +890,7 @@ impl Warden {
                     root,
                     rules,
                     filters,
-                    entry,
+                    settings,
                 },
             );
         }
@@ -897,8 +908,8 @@ impl Warden {
     /// Returns a snapshot process with its own memory, a copy of `from`, in the pid namespace of a
     /// family.
     fn twin_from(&mut self, from: Origin, family: FamilyId) -> Result<Twin, ForkError> {
-        let watch = Watch {
-            changes: &self.children,
+        let waiter = StopWaiter {
+            sigchld: &self.children,
         };
         let copied = match from {
             Origin::Zygote => {
@@ -910,7 +921,7 @@ impl Warden {
                 let family = self.families.get(&family).ok_or(ForkError::NotReady)?;
                 zygote
                     .ok_or(ForkError::NoOrigin)?
-                    .deliver(&watch, &family.pid_namespace)
+                    .copy_into_family(&waiter, &family.pid_namespace)
             }
             Origin::Checkpoint { slot, number, last } => {
                 let checkpoints = self
@@ -924,7 +935,7 @@ impl Warden {
                 checkpoints
                     .get(&number)
                     .ok_or(ForkError::NoOrigin)?
-                    .copy(&watch, None, false)
+                    .copy(&waiter, None, false)
             }
         };
         copied.map_err(|error| {
@@ -940,8 +951,8 @@ impl Warden {
 
     /// Keeps the initial state of a new interpreter, which has not run yet, as a checkpoint.
     fn keep_beginning(&mut self, slot: Slot) -> io::Result<()> {
-        let watch = Watch {
-            changes: &self.children,
+        let waiter = StopWaiter {
+            sigchld: &self.children,
         };
         let Some(sandbox) = self.sandboxes.get_mut(&slot) else {
             return Ok(());
@@ -951,7 +962,7 @@ impl Warden {
             .as_mut()
             .and_then(|live| live.twin.as_ref())
             .ok_or(io::ErrorKind::NotFound)?;
-        match twin.copy(&watch, None, true) {
+        match twin.copy(&waiter, None, true) {
             Ok(copy) => {
                 score(copy.pid, SCORE_OF_NEWEST);
                 sandbox.checkpoints.insert(BEGINNING, copy);
@@ -983,7 +994,7 @@ impl Warden {
         if let Some(live) = live.filter(|live| live.generation == generation && live.waits) {
             live.waits = false;
             // If it was killed in the meantime, its exit is reported separately.
-            let _ = sys::let_go(live.pid);
+            let _ = sys::detach(live.pid);
         }
         Ok(())
     }
@@ -999,13 +1010,13 @@ impl Warden {
         if live.twin.is_none() {
             return Err("an earlier copy of it failed".to_owned());
         }
-        if live.approach.is_some() {
+        if live.fork_tracer.is_some() {
             return Err("it is being copied already".to_owned());
         }
-        let approach = Approach::begin(live.pid, libc::PTRACE_O_TRACESYSGOOD);
-        live.approach = Some((
+        let tracer = ForkPointTracer::begin(live.pid, libc::PTRACE_O_TRACESYSGOOD);
+        live.fork_tracer = Some((
             number,
-            approach.map_err(|error| format!("it cannot be watched: {error}"))?,
+            tracer.map_err(|error| format!("it cannot be watched: {error}"))?,
         ));
         Ok(())
     }
@@ -1017,11 +1028,11 @@ impl Warden {
             .and_then(|sandbox| sandbox.interpreter.as_mut());
         match live {
             Some(Live {
-                approach: Some((watched, approach)),
+                fork_tracer: Some((watched, tracer)),
                 ..
             }) if *watched == number => {
                 // If it has just ended, its exit is reported separately.
-                let _ = approach.give_up();
+                let _ = tracer.cancel();
                 Ok(())
             }
             _ => Ok(()),
@@ -1029,24 +1040,24 @@ impl Warden {
     }
 
     /// Handles a stop of a traced interpreter: one step closer to its fork point, or at it.
-    fn approached(&mut self, slot: Slot, stopped: Stopped) -> io::Result<()> {
+    fn fork_tracer_stopped(&mut self, slot: Slot, stopped: StopReason) -> io::Result<()> {
         let Some(sandbox) = self.sandboxes.get_mut(&slot) else {
             return Ok(());
         };
         let Some(live) = &mut sandbox.interpreter else {
             return Ok(());
         };
-        let Some((number, approach)) = &mut live.approach else {
+        let Some((number, tracer)) = &mut live.fork_tracer else {
             return Ok(());
         };
         let number = *number;
-        let checkpointed = match approach.step(stopped) {
+        let checkpointed = match tracer.step(stopped) {
             Ok(None) => return Ok(()),
-            Ok(Some(moment)) => {
-                let watch = Watch {
-                    changes: &self.children,
+            Ok(Some(saved)) => {
+                let waiter = StopWaiter {
+                    sigchld: &self.children,
                 };
-                copy_at(live, &watch, moment).map_err(|error| {
+                copy_at(live, &waiter, saved).map_err(|error| {
                     // It may be executing code from its memory.
                     if let Some(twin) = live.twin.take() {
                         end_twin(&mut self.ending, slot, &twin);
@@ -1055,11 +1066,11 @@ impl Warden {
                 })
             }
             Err(error) => {
-                let _ = sys::let_go(live.pid);
+                let _ = sys::detach(live.pid);
                 Err(error.to_string())
             }
         };
-        live.approach = None;
+        live.fork_tracer = None;
         match checkpointed {
             Ok(twin) => {
                 if let Some(newest) = sandbox.checkpoints.values().next_back() {
@@ -1089,7 +1100,7 @@ impl Warden {
         if let Some(twin) = &live.twin {
             end_twin(&mut self.ending, slot, twin);
         }
-        if let Some((number, _)) = live.approach {
+        if let Some((number, _)) = live.fork_tracer {
             self.tell(
                 &Event::NotCheckpointed {
                     slot,
@@ -1201,13 +1212,13 @@ impl Warden {
         };
         match word {
             ZygoteWord::Warm { objects } => {
-                let (watch, quick) = (
-                    Watch {
-                        changes: &self.children,
+                let (waiter, quick) = (
+                    StopWaiter {
+                        sigchld: &self.children,
                     },
                     self.setup.zygote.quick,
                 );
-                let parked = self.zygotes[index].park(&watch, &objects, quick);
+                let parked = self.zygotes[index].park(&waiter, &objects, quick);
                 let parked = parked
                     .and_then(|()| Ok(rustix::process::pidfd_open(pid, PidfdFlags::empty())?));
                 let handle = match parked {
@@ -1360,23 +1371,23 @@ impl Warden {
         let mut note = [0u8; 128];
         while rustix::io::read(&self.children, &mut note).is_ok() {}
         while let Ok(Some((pid, status))) = rustix::process::wait(WaitOptions::NOHANG) {
-            let stopped = Stopped::from_status(status.as_raw());
+            let stopped = StopReason::from_status(status.as_raw());
             if let Some((slot, number)) = self.side_process_of(pid) {
-                if stopped == Stopped::Ended {
+                if stopped == StopReason::Exited {
                     self.side_process_ended(slot, number, status.as_raw())?;
                 }
             } else if let Some(slot) = self.slot_where(|live| live.pid == pid) {
                 // Exits of interpreters are detected by their pidfds.
-                let watched = |live: &Live| live.approach.is_some();
-                if stopped != Stopped::Ended
+                let is_traced = |live: &Live| live.fork_tracer.is_some();
+                if stopped != StopReason::Exited
                     && self.sandboxes[&slot]
                         .interpreter
                         .as_ref()
-                        .is_some_and(watched)
+                        .is_some_and(is_traced)
                 {
-                    self.approached(slot, stopped)?;
+                    self.fork_tracer_stopped(slot, stopped)?;
                 }
-            } else if stopped != Stopped::Ended {
+            } else if stopped != StopReason::Exited {
                 // A snapshot process that changed state unexpectedly.
                 let _ = rustix::process::kill_process(pid, Signal::KILL);
             } else if let Some(slot) = self.ending.remove(&pid) {
@@ -1384,7 +1395,7 @@ impl Warden {
             } else if let Some(index) = self.zygotes.iter().position(|zygote| zygote.pid == pid) {
                 let zygote = self.zygotes.remove(index);
                 if !zygote.replaced {
-                    let words = zygote.last_words();
+                    let words = zygote.read_stderr();
                     self.tell(
                         &Event::ZygoteEnded {
                             was_warm: zygote.twin.is_some(),
@@ -1554,17 +1565,17 @@ fn end_twin(ending: &mut HashMap<Pid, Slot>, slot: Slot, twin: &Twin) {
 
 /// Copies an interpreter that is at its fork point and resumes it, whether or not the copy
 /// succeeded.
-fn copy_at(live: &mut Live, watch: &Watch<'_>, moment: Moment) -> io::Result<Twin> {
+fn copy_at(live: &mut Live, waiter: &StopWaiter<'_>, saved: SavedRegisters) -> io::Result<Twin> {
     #[cfg(all(feature = "test-support", debug_assertions))]
     if live.twin.take_if(|twin| twin.hand_over()).is_some() {
-        moment.let_parent_go(live.pid)?;
+        saved.resume_parent(live.pid)?;
         return Err(io::Error::other("its twin was handed over"));
     }
     let copied = match &live.twin {
-        Some(twin) => twin.copy(watch, Some(moment.clone()), true),
+        Some(twin) => twin.copy(waiter, Some(saved.clone()), true),
         None => Err(io::Error::other("its twin has ended")),
     };
-    moment.let_parent_go(live.pid)?;
+    saved.resume_parent(live.pid)?;
     copied
 }
 

@@ -17,7 +17,7 @@ use serde::{Deserialize, Serialize};
 use crate::root;
 use crate::seccomp::Filters;
 use crate::sys::{self, Forked};
-use crate::twin::{Approach, Part, TWIN_OPTIONS, Twin, Watch};
+use crate::twin::{ForkPointTracer, MemoryRange, StopWaiter, TRACE_OPTIONS, Twin};
 use crate::wire::{self, LeftOut, Programs, Setup};
 
 /// Descriptor number of the zygote's socket.
@@ -60,14 +60,14 @@ pub(crate) struct Zygote {
     /// False once the other end of `socket` is closed.
     pub(crate) listening: bool,
     /// Its standard error, for the error report when it ends.
-    complaints: OwnedFd,
+    stderr: OwnedFd,
 }
 
 impl Zygote {
     /// Starts Python with the plan for its forks.
     pub(crate) fn start(setup: &Setup, filters: &Filters) -> io::Result<Zygote> {
         let (socket, inside) = wire::pair()?;
-        let (complaints, standard_error) = rustix::pipe::pipe_with(
+        let (stderr, standard_error) = rustix::pipe::pipe_with(
             rustix::pipe::PipeFlags::CLOEXEC | rustix::pipe::PipeFlags::NONBLOCK,
         )?;
         let pid = match sys::clone_process(libc::CLONE_NEWNS)? {
@@ -92,25 +92,25 @@ impl Zygote {
             twin: None,
             replaced: false,
             listening: true,
-            complaints,
+            stderr,
         })
     }
 
     /// Parks it: from now on it is a twin and never runs again.
     pub(crate) fn park(
         &mut self,
-        watch: &Watch<'_>,
+        waiter: &StopWaiter<'_>,
         objects: &[u64],
         quick: bool,
     ) -> io::Result<()> {
-        let approach = Approach::begin(self.pid, TWIN_OPTIONS)?;
+        let tracer = ForkPointTracer::begin(self.pid, TRACE_OPTIONS)?;
         wire::send(&self.socket, &Request::Park, &[])?;
-        let moment = approach.finish(watch)?;
-        let mut twin = Twin::park(watch, self.pid, moment)?;
+        let saved = tracer.finish(waiter)?;
+        let mut twin = Twin::park(waiter, self.pid, saved)?;
         if !quick {
-            twin.settle(watch, &settling_parts(self.pid, objects)?)?;
+            twin.move_to_memfd(waiter, &movable_ranges(self.pid, objects)?)?;
         }
-        twin.keep_scratch(watch)?;
+        twin.keep_scratch(waiter)?;
         self.twin = Some(twin);
         Ok(())
     }
@@ -118,30 +118,30 @@ impl Zygote {
 
 impl Zygote {
     /// Reads what it wrote to its standard error.
-    pub(crate) fn last_words(&self) -> String {
+    pub(crate) fn read_stderr(&self) -> String {
         let mut words = vec![0; 8192];
-        let length = rustix::io::read(&self.complaints, &mut words).unwrap_or(0);
+        let length = rustix::io::read(&self.stderr, &mut words).unwrap_or(0);
         String::from_utf8_lossy(&words[..length]).trim().to_owned()
     }
 }
 
-/// Returns the parts of the zygote's memory that may be moved: its heap, the arenas that contain
+/// Returns the ranges of the zygote's memory that may be moved: its heap, the arenas that contain
 /// these objects, and the written data of libraries.
 ///
-/// `settle` relies on the fact that all of them are returned to the kernel as a whole and never
+/// `move_to_memfd` relies on the fact that all of them are returned to the kernel as a whole and never
 /// resized in place. The C library's large blocks are resized, so it is kept from allocating any
 /// while the zygote warms up.
-fn settling_parts(process: Pid, objects: &[u64]) -> io::Result<Vec<Part>> {
+fn movable_ranges(process: Pid, objects: &[u64]) -> io::Result<Vec<MemoryRange>> {
     let maps = std::fs::read_to_string(format!("/proc/{}/smaps", process.as_raw_pid()))?;
-    let mut parts: Vec<Part> = Vec::new();
+    let mut ranges: Vec<MemoryRange> = Vec::new();
     // The end of the last file mapping: a library's zeroed data follows its other data without a
     // name.
     let mut end_of_file = 0;
-    let mut candidate: Option<Part> = None;
+    let mut candidate: Option<MemoryRange> = None;
     for line in maps.lines() {
         if let Some(size) = line.strip_prefix("Anonymous:") {
             let holds_something = size.trim() != "0 kB";
-            parts.extend(candidate.take().filter(|_| holds_something));
+            ranges.extend(candidate.take().filter(|_| holds_something));
             continue;
         }
         // The first line of a mapping: from-to permissions offset device inode path
@@ -164,12 +164,12 @@ fn settling_parts(process: Pid, objects: &[u64]) -> io::Result<Vec<Part>> {
             path.is_empty() && objects.iter().any(|address| range.contains(address));
         let private = permissions.ends_with('p') && !permissions.contains('x');
         let movable = private && (of_file || holds_objects || path == "[heap]");
-        candidate = movable.then(|| Part {
+        candidate = movable.then(|| MemoryRange {
             range,
             writable: permissions.contains('w'),
         });
     }
-    Ok(parts)
+    Ok(ranges)
 }
 
 /// Prepares this process and replaces it with Python. Returns only on failure.
@@ -198,7 +198,7 @@ fn become_python(
         rustix::stdio::dup2_stdin(&nothing)?;
         rustix::stdio::dup2_stdout(&nothing)?;
         rustix::stdio::dup2_stderr(standard_error)?;
-        sys::place(socket.as_fd(), SOCKET)?;
+        sys::dup_to(socket.as_fd(), SOCKET)?;
         sys::unblock_signals();
         // A twin uses high descriptor numbers, whatever the host's soft limit is.
         let open_files = rustix::process::getrlimit(Resource::Nofile);
