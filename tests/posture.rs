@@ -227,7 +227,7 @@ fn before_its_first_cell_a_session_is_locked_down_as_the_host_sees_it() {
                 "{posture:?}"
             );
             assert_eq!(posture.capabilities, [0; 5]);
-            assert!(posture.no_new_privileges);
+            assert!(posture.no_new_privs);
             assert_eq!(posture.seccomp, 2);
             for name in NAMESPACES {
                 assert_ne!(
@@ -364,7 +364,7 @@ fn the_processes_that_make_sandboxes_have_filters_of_their_own() {
             (of_name("cb-init"), 2),
         ] {
             let posture = Posture::read(pid).unwrap();
-            assert!(posture.no_new_privileges, "{posture:?}");
+            assert!(posture.no_new_privs, "{posture:?}");
             assert_eq!(
                 (posture.seccomp, posture.seccomp_filters),
                 (2, inherited + own_filters),

@@ -34,14 +34,14 @@ use serde::{Deserialize, Serialize};
 use crate::guardian;
 use crate::identity::INSIDE_ID;
 use crate::init;
-use crate::root::{self, RootError, Tree};
+use crate::root::{self, DetachedMount, JailSetupError};
 use crate::sys::{self, Forked};
 use crate::wire::{self, FamilyId, Scratch, Setup, Slot};
 
 /// Requests of the warden to a family's first process.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", tag = "do")]
-enum Order {
+enum FamilyRequest {
     /// Creates the init of a sandbox. Carries its socket and the descriptors of its control group.
     Make { slot: Slot, scratch: Scratch },
 }
@@ -49,7 +49,7 @@ enum Order {
 /// Replies of a family's first process.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", tag = "say")]
-pub(crate) enum Word {
+pub(crate) enum FamilyReply {
     /// The init exists and waits; carries its pidfd.
     Made {
         slot: Slot,
@@ -61,7 +61,7 @@ pub(crate) enum Word {
 }
 
 /// Result of creating a family: the pid of its first process, or the reason for a failure.
-type Birth = Result<i32, String>;
+type StartResult = Result<i32, String>;
 
 /// A family as the warden sees it.
 pub(crate) struct Family {
@@ -77,9 +77,9 @@ pub(crate) struct Family {
 /// The operator's mounts that the sandboxes of a family see.
 pub(crate) enum OperatorMounts {
     /// Opened for this family by the guardian.
-    Given(Vec<Tree>),
+    Opened(Vec<DetachedMount>),
     /// They are in the warden's root, and so in this copy of it.
-    Standing,
+    Staged,
     /// This family has none.
     None,
 }
@@ -91,25 +91,25 @@ impl Family {
         setup: &Setup,
         id: FamilyId,
         mounts: &OperatorMounts,
-    ) -> Result<Family, RootError> {
+    ) -> Result<Family, JailSetupError> {
         let failed =
-            |cause: io::Error| RootError::new("could not make the family's namespaces", cause);
+            |cause: io::Error| JailSetupError::new("could not make the family's namespaces", cause);
         let (socket, theirs) = wire::pair().map_err(failed)?;
         let (gate, held) = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC)
             .map_err(|cause| failed(cause.into()))?;
         let maker = match sys::clone_process(libc::CLONE_NEWNS).map_err(failed)? {
-            Forked::Child => make(setup, mounts, &theirs, &gate, held),
+            Forked::Child => start_first_process(setup, mounts, &theirs, &gate, held),
             Forked::Parent(maker) => maker,
         };
         drop((theirs, gate));
-        let born = wire::receive::<Birth>(&socket);
+        let started = wire::receive::<StartResult>(&socket);
         let _ = rustix::process::waitpid(Some(maker), WaitOptions::empty());
-        let (born, _) = born
+        let (started, _) = started
             .map_err(failed)?
             .ok_or_else(|| failed(io::ErrorKind::UnexpectedEof.into()))?;
-        let pid = born.map_err(|why| failed(io::Error::other(why)))?;
+        let pid = started.map_err(|why| failed(io::Error::other(why)))?;
         let pid = Pid::from_raw(pid).ok_or_else(|| failed(io::ErrorKind::NotFound.into()))?;
-        let namespaces = map(pid, setup.identity.in_warden(id));
+        let namespaces = write_maps(pid, setup.identity.in_warden(id));
         match namespaces.and_then(|namespaces| {
             rustix::io::write(&held, b"x")?;
             Ok(namespaces)
@@ -131,7 +131,7 @@ impl Family {
 
     /// Requests the init of a sandbox. Never blocks: a first process that was stopped does not
     /// read.
-    pub(crate) fn make(
+    pub(crate) fn make_init(
         &self,
         slot: Slot,
         scratch: Scratch,
@@ -142,7 +142,11 @@ impl Family {
             .chain(cgroup_procs)
             .map(AsFd::as_fd)
             .collect();
-        wire::send_now(&self.socket, &Order::Make { slot, scratch }, &passed)
+        wire::send_nonblocking(
+            &self.socket,
+            &FamilyRequest::Make { slot, scratch },
+            &passed,
+        )
     }
 
     /// Kills every process in the family.
@@ -152,7 +156,7 @@ impl Family {
 }
 
 /// Writes the id maps of a family's user namespace and opens it and the pid namespace.
-fn map(first: Pid, id: u32) -> io::Result<(OwnedFd, OwnedFd)> {
+fn write_maps(first: Pid, id: u32) -> io::Result<(OwnedFd, OwnedFd)> {
     let folder = format!("/proc/{}", first.as_raw_pid());
     let line = format!("{INSIDE_ID} {id} 1\n");
     std::fs::write(format!("{folder}/uid_map"), &line)?;
@@ -163,7 +167,7 @@ fn map(first: Pid, id: u32) -> io::Result<(OwnedFd, OwnedFd)> {
 
 /// Arranges the mounts of the family, which still requires the warden's rights, and creates its
 /// first process. Never returns.
-fn make(
+fn start_first_process(
     setup: &Setup,
     mounts: &OperatorMounts,
     warden: &OwnedFd,
@@ -171,15 +175,15 @@ fn make(
     held: OwnedFd,
 ) -> ! {
     let arranged = root::remove_warden_proc().and_then(|()| match mounts {
-        OperatorMounts::Given(trees) => root::stand_mounts(trees),
-        OperatorMounts::Standing => Ok(()),
+        OperatorMounts::Opened(trees) => root::stage_mounts(trees),
+        OperatorMounts::Staged => Ok(()),
         OperatorMounts::None => {
-            root::remove_standing_mounts(setup.mounts.len());
+            root::remove_staged_mounts(setup.mounts.len());
             Ok(())
         }
     });
-    let born: Birth = match arranged {
-        Err(error) => Err(guardian::chain(&error)),
+    let started: StartResult = match arranged {
+        Err(error) => Err(guardian::error_chain(&error)),
         // A child of the warden, which reaps it.
         Ok(()) => {
             match sys::clone_process(libc::CLONE_NEWUSER | libc::CLONE_NEWPID | libc::CLONE_PARENT)
@@ -193,7 +197,7 @@ fn make(
             }
         }
     };
-    let sent = wire::send(warden, &born, &[]);
+    let sent = wire::send(warden, &started, &[]);
     sys::exit_now(i32::from(sent.is_err()));
 }
 
@@ -221,12 +225,14 @@ fn serve(setup: &Setup, apart: bool, warden: &OwnedFd, gate: &OwnedFd) -> io::Re
     // Its memory is a copy of the warden's; no process of the family may open it.
     rustix::process::set_dumpable_behavior(DumpableBehavior::NotDumpable)?;
     sys::ignore_sigchld();
-    while let Some((Order::Make { slot, scratch }, descriptors)) = wire::receive::<Order>(warden)? {
-        match make_init(setup, apart, slot, scratch, descriptors) {
-            Ok(init) => wire::send(warden, &Word::Made { slot }, &[init.as_fd()])?,
+    while let Some((FamilyRequest::Make { slot, scratch }, descriptors)) =
+        wire::receive::<FamilyRequest>(warden)?
+    {
+        match clone_init(setup, apart, slot, scratch, descriptors) {
+            Ok(init) => wire::send(warden, &FamilyReply::Made { slot }, &[init.as_fd()])?,
             Err(error) => wire::send(
                 warden,
-                &Word::Failed {
+                &FamilyReply::Failed {
                     slot,
                     why: error.to_string(),
                 },
@@ -237,7 +243,7 @@ fn serve(setup: &Setup, apart: bool, warden: &OwnedFd, gate: &OwnedFd) -> io::Re
     Ok(())
 }
 
-fn make_init(
+fn clone_init(
     setup: &Setup,
     apart: bool,
     slot: Slot,
@@ -245,10 +251,10 @@ fn make_init(
     descriptors: Vec<OwnedFd>,
 ) -> io::Result<OwnedFd> {
     let mut descriptors = descriptors.into_iter();
-    let orders = descriptors.next().ok_or(io::ErrorKind::InvalidData)?;
+    let init_socket = descriptors.next().ok_or(io::ErrorKind::InvalidData)?;
     match sys::clone_process(guardian::NAMESPACES)? {
-        Forked::Child => init::main(init::Start {
-            warden: orders,
+        Forked::Child => init::main(init::InitStart {
+            warden: init_socket,
             cgroup_procs: descriptors.collect(),
             mounts: if apart {
                 Vec::new()

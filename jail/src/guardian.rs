@@ -20,9 +20,9 @@ use rustix::thread::UnshareFlags;
 use serde::{Deserialize, Serialize};
 
 use crate::identity::Identity;
-use crate::root::{self, RootError, Tree};
+use crate::root::{self, DetachedMount, JailSetupError};
 use crate::sys::{self, Forked};
-use crate::wire::{self, Event, FamilyId, LeftOut, Setup};
+use crate::wire::{self, FamilyId, LeftOut, Setup, WardenEvent};
 use crate::{cgroup, idmap, probe, seccomp, warden};
 
 /// The argument that makes the server's binary a guardian.
@@ -74,16 +74,16 @@ fn run(lifeline: &OwnedFd) -> io::Result<()> {
         return Ok(());
     };
     if descriptors.is_empty() {
-        return Err(io::Error::other("the set-up came without a socket"));
+        return Err(io::Error::other("the setup message has no socket"));
     }
     let commands = descriptors.remove(0);
     let filters = seccomp::filters();
     if !setup.leave_out.contains(&LeftOut::Seccomp)
         && let Err(error) = seccompiler::apply_filter(&filters.jail)
     {
-        return report(
+        return report_error(
             &commands,
-            &RootError::new(
+            &JailSetupError::new(
                 "could not load the jail's seccomp filter",
                 io::Error::other(error),
             ),
@@ -91,9 +91,9 @@ fn run(lifeline: &OwnedFd) -> io::Result<()> {
     }
     let home = cgroup::home(&setup.cgroups);
     if let Err(error) = cgroup::enter(&descriptors) {
-        return report(
+        return report_error(
             &commands,
-            &RootError::new("could not enter the control group", error),
+            &JailSetupError::new("could not enter the control group", error),
         );
     }
     drop(descriptors);
@@ -108,7 +108,7 @@ fn run(lifeline: &OwnedFd) -> io::Result<()> {
     };
     let trees = match opened {
         Ok(trees) => trees,
-        Err(error) => return report(&commands, &error),
+        Err(error) => return report_error(&commands, &error),
     };
 
     let (ours, theirs) = wire::pair()?;
@@ -117,7 +117,7 @@ fn run(lifeline: &OwnedFd) -> io::Result<()> {
         Ok(Forked::Child) => {
             drop(ours);
             drop(held);
-            warden::main(warden::Start {
+            warden::main(warden::WardenStart {
                 gate,
                 commands,
                 mounts_from_guardian: is_root.then_some(theirs),
@@ -128,15 +128,15 @@ fn run(lifeline: &OwnedFd) -> io::Result<()> {
         }
         Ok(Forked::Parent(pid)) => pid,
         Err(error) => {
-            return tell(&commands, refused_kind().refusal(&error));
+            return send_failure(&commands, refused_namespace().refusal(&error));
         }
     };
     drop(theirs);
     drop(gate);
     let watched = rustix::process::pidfd_open(warden, PidfdFlags::empty())?;
     if let Err(error) = write_maps(warden, setup.identity) {
-        let error = RootError::new("could not map the user ids of the sandbox", error);
-        report(&commands, &error)?;
+        let error = JailSetupError::new("could not map the user ids of the sandbox", error);
+        report_error(&commands, &error)?;
         return Ok(());
     }
     drop(commands);
@@ -155,12 +155,12 @@ fn run(lifeline: &OwnedFd) -> io::Result<()> {
 }
 
 /// Reports to the server why there is no jail. If the server is gone, no report is needed.
-fn report(commands: &OwnedFd, error: &RootError) -> io::Result<()> {
-    tell(commands, chain(error))
+fn report_error(commands: &OwnedFd, error: &JailSetupError) -> io::Result<()> {
+    send_failure(commands, error_chain(error))
 }
 
-fn tell(commands: &OwnedFd, why: String) -> io::Result<()> {
-    match wire::send(commands, &Event::Broken { why }, &[]) {
+fn send_failure(commands: &OwnedFd, why: String) -> io::Result<()> {
+    match wire::send(commands, &WardenEvent::WardenFailed { why }, &[]) {
         Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
         sent => sent,
     }
@@ -168,15 +168,15 @@ fn tell(commands: &OwnedFd, why: String) -> io::Result<()> {
 
 /// Finds the namespace that cannot be created when all of them together failed, by creating them
 /// one by one.
-fn refused_kind() -> probe::Kind {
-    let flags = |kind: &probe::Kind| UnshareFlags::from_bits_retain(kind.flag as u32);
-    let refused = match sys::clone_process(probe::USER.flag) {
-        Err(_) => return probe::USER,
+fn refused_namespace() -> probe::NamespaceKind {
+    let flags = |kind: &probe::NamespaceKind| UnshareFlags::from_bits_retain(kind.flag as u32);
+    let refused = match sys::clone_process(probe::USER_NAMESPACE.flag) {
+        Err(_) => return probe::USER_NAMESPACE,
         Ok(Forked::Child) => {
-            let refused = probe::OTHERS
+            let refused = probe::OTHER_NAMESPACES
                 .iter()
                 .position(|kind| sys::unshare(flags(kind)).is_err());
-            sys::exit_now(refused.map_or(probe::OTHERS.len(), |position| position) as i32)
+            sys::exit_now(refused.map_or(probe::OTHER_NAMESPACES.len(), |position| position) as i32)
         }
         Ok(Forked::Parent(pid)) => {
             match rustix::process::waitpid(Some(pid), WaitOptions::empty()) {
@@ -186,21 +186,21 @@ fn refused_kind() -> probe::Kind {
         }
     };
     refused
-        .and_then(|position| probe::OTHERS.get(position as usize))
+        .and_then(|position| probe::OTHER_NAMESPACES.get(position as usize))
         .copied()
-        .unwrap_or(probe::USER)
+        .unwrap_or(probe::USER_NAMESPACE)
 }
 
 /// Returns the texts of an error and of its causes.
-pub(crate) fn chain(error: &dyn std::error::Error) -> String {
-    let mut words = error.to_string();
+pub(crate) fn error_chain(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
     let mut cause = error.source();
     while let Some(error) = cause {
-        words.push_str(": ");
-        words.push_str(&error.to_string());
+        text.push_str(": ");
+        text.push_str(&error.to_string());
         cause = error.source();
     }
-    words
+    text
 }
 
 fn write_maps(warden: Pid, identity: Identity) -> io::Result<()> {
@@ -244,7 +244,7 @@ fn watch(
                 return Ok(());
             };
             let host_id = setup.identity.on_host(family);
-            let opened: Result<Vec<Tree>, RootError> = setup
+            let opened: Result<Vec<DetachedMount>, JailSetupError> = setup
                 .mounts
                 .iter()
                 .map(|mount| idmap::open(mount, host_id))
@@ -267,7 +267,7 @@ fn watch(
                 Err(error) => wire::send(
                     requests,
                     &OpenedMounts {
-                        error: Some(chain(&error)),
+                        error: Some(error_chain(&error)),
                     },
                     &[],
                 )?,

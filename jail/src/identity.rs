@@ -19,9 +19,9 @@ use crate::wire::FamilyId;
 /// 1,879,048,191) and below 2³¹, which old programs treat as negative.
 const FIRST_UID: u32 = 1_900_000_000;
 /// Uids in a block: the warden and 1,023 families.
-const BLOCK: u32 = 1024;
+const BLOCK_SIZE: u32 = 1024;
 /// Number of servers that can run at the same time.
-const BLOCKS: u32 = 64;
+const BLOCK_COUNT: u32 = 64;
 
 /// The uid and gid of a session inside, whatever it is outside.
 pub const INSIDE_ID: u32 = 1000;
@@ -57,7 +57,7 @@ impl Identity {
     pub fn slots(self) -> u32 {
         match self {
             Identity::Block { count, .. } => count - 1,
-            Identity::Caller { .. } => BLOCK - 1,
+            Identity::Caller { .. } => BLOCK_SIZE - 1,
         }
     }
 
@@ -99,7 +99,7 @@ impl IdentityLease {
             .recursive(true)
             .mode(0o700)
             .create(&folder)?;
-        for number in 0..BLOCKS {
+        for number in 0..BLOCK_COUNT {
             let file = OpenOptions::new()
                 .create(true)
                 .truncate(false)
@@ -110,8 +110,8 @@ impl IdentityLease {
                 Ok(()) => {
                     return Ok(IdentityLease {
                         identity: Identity::Block {
-                            first: FIRST_UID + number * BLOCK,
-                            count: BLOCK,
+                            first: FIRST_UID + number * BLOCK_SIZE,
+                            count: BLOCK_SIZE,
                         },
                         _lock: Some(file),
                     });
@@ -121,7 +121,7 @@ impl IdentityLease {
             }
         }
         Err(io::Error::other(format!(
-            "all {BLOCKS} blocks of user ids are in use by other servers"
+            "all {BLOCK_COUNT} blocks of user ids are in use by other servers"
         )))
     }
 }
@@ -144,7 +144,7 @@ mod tests {
 
     #[test]
     fn no_block_contains_root_or_a_number_that_looks_negative() {
-        let last = u64::from(FIRST_UID) + u64::from(BLOCK) * u64::from(BLOCKS);
+        let last = u64::from(FIRST_UID) + u64::from(BLOCK_SIZE) * u64::from(BLOCK_COUNT);
         const { assert!(FIRST_UID > 0) };
         assert!(last < 1 << 31);
     }

@@ -13,7 +13,7 @@ use std::path::Path;
 use rustix::mount::MountAttrFlags;
 use rustix::process::{Signal, WaitOptions};
 
-use crate::root::{self, RootError, Tree};
+use crate::root::{self, DetachedMount, JailSetupError};
 use crate::sys::{self, Forked, MountAttr};
 use crate::wire::OperatorMount;
 
@@ -24,7 +24,7 @@ const MOUNT_ATTR_IDMAP: u64 = 0x0010_0000;
 pub type Ids = (u32, u32);
 
 /// Opens one operator mount so that the owner of the host path appears as `host_id`.
-pub(crate) fn open(mount: &OperatorMount, host_id: u32) -> Result<Tree, RootError> {
+pub(crate) fn open(mount: &OperatorMount, host_id: u32) -> Result<DetachedMount, JailSetupError> {
     let attempt = || {
         format!(
             "could not give the session the folder mounted at {}",
@@ -33,7 +33,7 @@ pub(crate) fn open(mount: &OperatorMount, host_id: u32) -> Result<Tree, RootErro
     };
     let tree = root::open_tree(&mount.host, &mount.inside, root::operator_attributes(mount))?;
     map_owner(&tree, &mount.host, (host_id, host_id))
-        .map_err(|cause| RootError::new(attempt(), cause))?;
+        .map_err(|cause| JailSetupError::new(attempt(), cause))?;
     Ok(tree)
 }
 
@@ -48,15 +48,15 @@ pub fn attach(folder: &Path, place: &Path, user: Ids) -> io::Result<()> {
     root::attach(mapped(folder, user)?.as_mount(), &place.to_string_lossy())
 }
 
-fn mapped(folder: &Path, user: Ids) -> io::Result<Tree> {
+fn mapped(folder: &Path, user: Ids) -> io::Result<DetachedMount> {
     let attributes = MountAttrFlags::MOUNT_ATTR_NOSUID | MountAttrFlags::MOUNT_ATTR_NODEV;
-    let tree = root::open_tree(folder, folder, attributes).map_err(RootError::into_cause)?;
+    let tree = root::open_tree(folder, folder, attributes).map_err(JailSetupError::into_cause)?;
     map_owner(&tree, folder, user)?;
     Ok(tree)
 }
 
 /// Makes the owner of a host path appear as `user` in a detached mount of it.
-fn map_owner(tree: &Tree, host: &Path, user: Ids) -> io::Result<()> {
+fn map_owner(tree: &DetachedMount, host: &Path, user: Ids) -> io::Result<()> {
     let owner = fs::metadata(host)?;
     let namespace = user_namespace((owner.uid(), owner.gid()), user)?;
     let change = MountAttr {

@@ -32,7 +32,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::identity::INSIDE_ID;
 use crate::network::{self, EgressPorts, ListenerKind};
-use crate::root::{self, RootError};
+use crate::root::{self, JailSetupError};
 use crate::test_switches::TestSwitches;
 use crate::wire::{self, LeftOut, Mask, OperatorMount, Scratch};
 use crate::{landlock, mask, sys};
@@ -40,13 +40,13 @@ use crate::{landlock, mask, sys};
 /// Messages from init to the warden.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", tag = "say")]
-pub(crate) enum Word {
+pub(crate) enum InitReport {
     /// Carries the sockets.
     ListenersOpened {
         kinds: Vec<ListenerKind>,
     },
-    /// Carries the namespaces that interpreters join, in the order of `JOINED`, their root
-    /// directory, its mount namespace, and the landlock rules unless a test left them out.
+    /// Carries the namespaces that interpreters join, in the order of `JOINED_NAMESPACES`, their
+    /// root directory, its mount namespace, and the landlock rules unless a test left them out.
     Ready,
     Swept {
         number: u32,
@@ -59,12 +59,12 @@ pub(crate) enum Word {
 /// Messages from the warden to init.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", tag = "say")]
-pub(crate) enum Order {
+pub(crate) enum InitRequest {
     Sweep { number: u32 },
 }
 
 /// Arguments of init.
-pub(crate) struct Start {
+pub(crate) struct InitStart {
     pub(crate) warden: OwnedFd,
     /// The descriptors of the sandbox's control group, if a process may enter it by itself.
     pub(crate) cgroup_procs: Vec<OwnedFd>,
@@ -83,21 +83,21 @@ pub(crate) struct Start {
 
 /// The namespaces an interpreter joins: the pid namespace for its children, then the others, the
 /// user namespace last. It creates its own cgroup namespace.
-pub(crate) const JOINED: [&str; 6] = ["pid", "mnt", "net", "ipc", "uts", "user"];
+pub(crate) const JOINED_NAMESPACES: [&str; 6] = ["pid", "mnt", "net", "ipc", "uts", "user"];
 
 /// Runs init; never returns.
-pub(crate) fn main(mut start: Start) -> ! {
+pub(crate) fn main(mut start: InitStart) -> ! {
     let mut kept = vec![0, 1, 2, start.warden.as_raw_fd()];
     kept.extend(start.cgroup_procs.iter().map(AsRawFd::as_raw_fd));
     sys::close_all_but(&kept);
     let status = match build(&mut start) {
         Ok(_mounts) => {
-            wait_for_orders(&start.warden);
+            serve_requests(&start.warden);
             0
         }
         Err(error) => {
-            let why = crate::guardian::chain(&error);
-            let _ = wire::send(&start.warden, &Word::Failed { why }, &[]);
+            let why = crate::guardian::error_chain(&error);
+            let _ = wire::send(&start.warden, &InitReport::Failed { why }, &[]);
             1
         }
     };
@@ -107,7 +107,7 @@ pub(crate) fn main(mut start: Start) -> ! {
 #[derive(Debug, thiserror::Error)]
 enum InitError {
     #[error(transparent)]
-    Root(#[from] RootError),
+    Root(#[from] JailSetupError),
     #[error("could not {0}")]
     Step(&'static str, #[source] io::Error),
     #[error(transparent)]
@@ -123,7 +123,7 @@ fn step<T, E: Into<io::Error>>(
     result.map_err(|cause| InitError::Step(attempt, cause.into()))
 }
 
-fn build(start: &mut Start) -> Result<Mounts, InitError> {
+fn build(start: &mut InitStart) -> Result<Mounts, InitError> {
     step("name init", rustix::thread::set_name(c"cb-init"))?;
     // Taken, so that the descriptors are closed as soon as they have been used.
     step(
@@ -144,7 +144,11 @@ fn build(start: &mut Start) -> Result<Mounts, InitError> {
         let sockets: Vec<_> = sockets.iter().map(AsFd::as_fd).collect();
         step(
             "hand over the egress listeners",
-            wire::send(&start.warden, &Word::ListenersOpened { kinds }, &sockets),
+            wire::send(
+                &start.warden,
+                &InitReport::ListenersOpened { kinds },
+                &sockets,
+            ),
         )?;
     }
     step(
@@ -162,7 +166,7 @@ fn build(start: &mut Start) -> Result<Mounts, InitError> {
             Mode::empty(),
         ),
     )?;
-    begin_counting(&outer_proc, start.first_process);
+    set_first_pid(&outer_proc, start.first_process);
     let processes = step("make a /proc", root::process_file_system())?;
     step("mount /proc", root::attach(&processes, "/proc"))?;
     if !start.test_switches.mounts_writable() {
@@ -175,8 +179,8 @@ fn build(start: &mut Start) -> Result<Mounts, InitError> {
             root::attach(&terminals, "/dev/pts"),
         )?;
     }
-    root::place_standing_mounts(&start.mounts)?;
-    mask::place(&start.masks)?;
+    root::place_staged_mounts(&start.mounts)?;
+    mask::apply(&start.masks)?;
     let rules = if start.leave_out.contains(&LeftOut::Landlock) {
         None
     } else {
@@ -188,10 +192,10 @@ fn build(start: &mut Start) -> Result<Mounts, InitError> {
     // every interpreter that joins it, is in a user namespace that owns none of them.
     make_user_namespace()?;
     // Afterwards, because the kernel does not create a user namespace for a process in a chroot.
-    step("take the root of the sandbox", mounts.take_root())?;
+    step("take the root of the sandbox", mounts.enter_root())?;
     forbid_user_namespaces(&outer_proc)?;
     drop(outer_proc);
-    let namespaces = JOINED.map(|name| File::open(format!("/proc/self/ns/{name}")));
+    let namespaces = JOINED_NAMESPACES.map(|name| File::open(format!("/proc/self/ns/{name}")));
     let namespaces = step(
         "open the namespaces",
         namespaces.into_iter().collect::<io::Result<Vec<_>>>(),
@@ -212,7 +216,11 @@ fn build(start: &mut Start) -> Result<Mounts, InitError> {
         .chain(rules.iter().map(AsFd::as_fd));
     step(
         "report",
-        wire::send(&start.warden, &Word::Ready, &passed.collect::<Vec<_>>()),
+        wire::send(
+            &start.warden,
+            &InitReport::Ready,
+            &passed.collect::<Vec<_>>(),
+        ),
     )?;
     Ok(mounts)
 }
@@ -239,13 +247,13 @@ impl Mounts {
         Ok(Mounts { root, namespace })
     }
 
-    fn take_root(&self) -> io::Result<()> {
-        take_root(&self.root)
+    fn enter_root(&self) -> io::Result<()> {
+        enter_root(&self.root)
     }
 }
 
 /// Makes a folder the root of this process.
-pub(crate) fn take_root(root: &OwnedFd) -> io::Result<()> {
+pub(crate) fn enter_root(root: &OwnedFd) -> io::Result<()> {
     rustix::process::fchdir(root)?;
     Ok(rustix::process::chroot(".")?)
 }
@@ -274,7 +282,7 @@ fn make_user_namespace() -> Result<(), InitError> {
     )
 }
 
-fn mount_scratch(start: &Start) -> Result<(), InitError> {
+fn mount_scratch(start: &InitStart) -> Result<(), InitError> {
     let bytes = start.scratch.bytes.to_string();
     let files = start.scratch.files.to_string();
     let shared = start.scratch.shared_memory.to_string();
@@ -307,7 +315,7 @@ fn mount_scratch(start: &Start) -> Result<(), InitError> {
 
 /// Makes pids start at a different number in each sandbox: libraries detect a fork by a changed
 /// pid.
-fn begin_counting(outer_proc: &OwnedFd, first: u32) {
+fn set_first_pid(outer_proc: &OwnedFd, first: u32) {
     let last = rustix::fs::openat(
         outer_proc,
         "sys/kernel/ns_last_pid",
@@ -391,14 +399,14 @@ fn own_filter() -> seccompiler::BpfProgram {
     .expect("a plain list of calls compiles")
 }
 
-/// Executes orders until the warden is gone. The kernel reaps orphans whose parent becomes pid 1.
-fn wait_for_orders(warden: &OwnedFd) {
+/// Executes requests until the warden is gone. The kernel reaps orphans whose parent becomes pid 1.
+fn serve_requests(warden: &OwnedFd) {
     let mut sweeping = None;
     sys::ignore_sigchld();
     loop {
-        if let Some(number) = sweeping.filter(|_| nobody_left()) {
+        if let Some(number) = sweeping.filter(|_| is_swept()) {
             sweeping = None;
-            if wire::send(warden, &Word::Swept { number }, &[]).is_err() {
+            if wire::send(warden, &InitReport::Swept { number }, &[]).is_err() {
                 return;
             }
         }
@@ -414,8 +422,8 @@ fn wait_for_orders(warden: &OwnedFd) {
             Ok(_) => {}
             Err(_) => return,
         }
-        match wire::receive::<Order>(warden) {
-            Ok(Some((Order::Sweep { number }, _))) => {
+        match wire::receive::<InitRequest>(warden) {
+            Ok(Some((InitRequest::Sweep { number }, _))) => {
                 // One pass is enough even against a fork bomb: the kernel signals all processes
                 // under one lock, and a fork in progress fails if a signal is pending.
                 let _ = sys::signal_all(libc::SIGKILL);
@@ -428,6 +436,6 @@ fn wait_for_orders(warden: &OwnedFd) {
 
 /// Returns whether no other process is left, and kills any that is: a process that was entering the
 /// sandbox could not be killed before it had become the session's user.
-fn nobody_left() -> bool {
+fn is_swept() -> bool {
     sys::signal_all(libc::SIGKILL).is_err_and(|error| error.raw_os_error() == Some(libc::ESRCH))
 }

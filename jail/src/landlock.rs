@@ -14,10 +14,10 @@ use landlock::{
 };
 
 /// The first kernel interface, Linux 5.13.
-const OLDEST: ABI = ABI::V1;
+const OLDEST_ABI: ABI = ABI::V1;
 
 /// Folders a session may write to.
-const WRITABLE: [&str; 3] = [crate::root::WORK, "/tmp", "/dev/shm"];
+const WRITABLE_FOLDERS: [&str; 3] = [crate::root::WORK, "/tmp", "/dev/shm"];
 /// Devices a session may write to.
 const WRITABLE_DEVICES: [&str; 6] = [
     "/dev/null",
@@ -50,13 +50,13 @@ pub(crate) fn ruleset() -> Result<OwnedFd, LandlockError> {
     let device: BitFlags<AccessFs> = AccessFs::WriteFile | AccessFs::IoctlDev;
     let mut rules = Ruleset::default()
         .set_compatibility(CompatLevel::HardRequirement)
-        .handle_access(written(OLDEST))?
+        .handle_access(written(OLDEST_ABI))?
         .set_compatibility(CompatLevel::BestEffort)
         .handle_access(newest)?
         .scope(Scope::AbstractUnixSocket | Scope::Signal)?
         .create()?
         .set_compatibility(CompatLevel::BestEffort);
-    for folder in WRITABLE {
+    for folder in WRITABLE_FOLDERS {
         rules = rules.add_rule(PathBeneath::new(PathFd::new(folder)?, newest))?;
     }
     for path in WRITABLE_DEVICES {

@@ -17,8 +17,8 @@
 //! first process of a pid namespace dies, the kernel kills everything in the namespace.
 //!
 //! `netns_listeners` serves sandboxes that are created elsewhere: it opens egress listeners in the
-//! network namespace of a container. `netns_helper` does the same from a helper container where this
-//! server has no access to that namespace.
+//! network namespace of a container. `netns_helper` does the same from a helper container where
+//! this server has no access to that namespace.
 //!
 //! All unsafe code of Cellblock is in `sys`. There is no async code here: the server wraps the
 //! sockets of `wire` itself.

@@ -6,7 +6,7 @@
 //! would have another name, which is not covered.
 //!
 //! Replacing such a file from outside removes the cover, because the kernel keeps it with the old
-//! file. `place` is then called again in the existing sandboxes.
+//! file. `apply` is then called again in the existing sandboxes.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -18,31 +18,31 @@ use rustix::mount::{MountAttrFlags, MoveMountFlags, OpenTreeFlags};
 use rustix::process::{Gid, Uid, WaitOptions, WaitStatus};
 
 use crate::identity::INSIDE_ID;
-use crate::root::RootError;
+use crate::root::JailSetupError;
 use crate::sys::{self, Forked, MountAttr};
 use crate::wire::{Mask, MaskRule};
 
 /// An empty file that no user may read. It is in the root of the jail.
-pub(crate) const UNREADABLE: &str = "/var/masked";
+pub(crate) const UNREADABLE_FILE: &str = "/var/masked";
 /// An empty folder.
-const EMPTY: &str = "/var/empty";
+const EMPTY_FOLDER: &str = "/var/empty";
 
 /// Covers the existing paths in this mount namespace that are not covered yet.
-pub(crate) fn place(masks: &[Mask]) -> Result<(), RootError> {
+pub(crate) fn apply(masks: &[Mask]) -> Result<(), JailSetupError> {
     for mask in masks {
         let attempt = || format!("could not protect {}", mask.inside.display());
-        place_one(mask).map_err(|cause| RootError::new(attempt(), cause))?;
+        apply_one(mask).map_err(|cause| JailSetupError::new(attempt(), cause))?;
     }
     Ok(())
 }
 
 /// Covers again the files that were replaced from outside, in the mounts of one sandbox.
-pub(crate) fn place_again(masks: &[Mask], family: &OwnedFd, mounts: &OwnedFd) -> io::Result<()> {
+pub(crate) fn reapply(masks: &[Mask], family: &OwnedFd, mounts: &OwnedFd) -> io::Result<()> {
     match sys::clone_process(0)? {
         Forked::Child => {
-            let placed =
-                enter(family, mounts).and_then(|()| place(masks).map_err(io::Error::other));
-            sys::exit_now(i32::from(placed.is_err()));
+            let applied =
+                enter(family, mounts).and_then(|()| apply(masks).map_err(io::Error::other));
+            sys::exit_now(i32::from(applied.is_err()));
         }
         Forked::Parent(child) => match rustix::process::waitpid(Some(child), WaitOptions::empty())?
         {
@@ -63,7 +63,7 @@ fn enter(family: &OwnedFd, mounts: &OwnedFd) -> io::Result<()> {
     Ok(rustix::thread::set_thread_res_uid(uid, uid, uid)?)
 }
 
-fn place_one(mask: &Mask) -> io::Result<()> {
+fn apply_one(mask: &Mask) -> io::Result<()> {
     let Some(name) = mask.inside.file_name() else {
         return Err(Errno::INVAL.into());
     };
@@ -106,9 +106,14 @@ fn place_one(mask: &Mask) -> io::Result<()> {
         MaskRule::ReadOnly => {
             cover_with_itself(&found, MountAttrFlags::MOUNT_ATTR_RDONLY).map(drop)
         }
-        MaskRule::EnvironmentFile | MaskRule::Hidden => {
-            cover_with(if is_folder { EMPTY } else { UNREADABLE }, &found)
-        }
+        MaskRule::EnvironmentFile | MaskRule::Hidden => cover_with(
+            if is_folder {
+                EMPTY_FOLDER
+            } else {
+                UNREADABLE_FILE
+            },
+            &found,
+        ),
     }
 }
 
@@ -117,8 +122,8 @@ fn file_type(place: &OwnedFd) -> io::Result<FileType> {
 }
 
 fn is_mount_root(place: &OwnedFd) -> io::Result<bool> {
-    let told = rustix::fs::statx(place, "", AtFlags::EMPTY_PATH, StatxFlags::empty())?;
-    Ok(told.stx_attributes.contains(StatxAttributes::MOUNT_ROOT))
+    let found = rustix::fs::statx(place, "", AtFlags::EMPTY_PATH, StatxFlags::empty())?;
+    Ok(found.stx_attributes.contains(StatxAttributes::MOUNT_ROOT))
 }
 
 fn is_read_only(place: &OwnedFd) -> io::Result<bool> {

@@ -2,7 +2,7 @@
 
 /// Returns unused memory to the kernel. The allocator itself returns only the end of its heaps, and
 /// buffers of many sizes leave gaps everywhere else.
-pub fn give_back() {
+pub fn trim_heap() {
     crate::sys::trim_heap();
 }
 
@@ -29,7 +29,7 @@ mod tests {
     }
 
     #[test]
-    fn gaps_between_what_is_used_are_given_back() {
+    fn unused_memory_between_used_blocks_is_returned() {
         let mut blocks: Vec<Option<Vec<u8>>> = (0..BLOCKS).map(|_| Some(vec![1; BLOCK])).collect();
         // Blocks that stay in use prevent the heap from shrinking.
         for (number, block) in blocks.iter_mut().enumerate() {
@@ -38,7 +38,7 @@ mod tests {
             }
         }
         let before = resident();
-        give_back();
+        trim_heap();
         let given = before.saturating_sub(resident());
         assert!(given > BLOCK * BLOCKS / 2, "{given} bytes");
     }

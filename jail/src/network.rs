@@ -16,7 +16,7 @@ use std::os::fd::OwnedFd;
 use rustix::net::{AddressFamily, SocketFlags, SocketType, netdevice, sockopt};
 use serde::{Deserialize, Serialize};
 
-use crate::netlink::{self, Message, Netlink};
+use crate::netlink::{self, Netlink, NetlinkMessage};
 use crate::nftables;
 
 /// The destination ports for which a sandbox's network has egress listeners. Without listeners,
@@ -113,7 +113,7 @@ fn port_without_listener(ports: Option<&EgressPorts>) -> Option<u16> {
 /// Returns the names of the interfaces of this namespace that are up, except loopback. Any such
 /// interface may let traffic bypass the listeners.
 pub(crate) fn other_interfaces() -> io::Result<Vec<String>> {
-    let mut message = Message::new(libc::RTM_GETLINK, libc::NLM_F_DUMP);
+    let mut message = NetlinkMessage::new(libc::RTM_GETLINK, libc::NLM_F_DUMP);
     // struct ifinfomsg: any family, all interfaces.
     message.bytes(&[0; 16]);
     let socket = rustix::net::socket_with(
@@ -124,7 +124,8 @@ pub(crate) fn other_interfaces() -> io::Result<Vec<String>> {
     )?;
     let mut names = Vec::new();
     for entry in Netlink::open(libc::NETLINK_ROUTE)?.list(message)? {
-        let (Some(index), Some(flags)) = (netlink::number(&entry, 4), netlink::number(&entry, 8))
+        let (Some(index), Some(flags)) =
+            (netlink::read_i32(&entry, 4), netlink::read_i32(&entry, 8))
         else {
             return Err(io::ErrorKind::InvalidData.into());
         };
@@ -168,7 +169,7 @@ fn make_every_address_local() -> io::Result<()> {
         (libc::AF_INET, libc::RT_SCOPE_HOST),
         (libc::AF_INET6, libc::RT_SCOPE_UNIVERSE),
     ] {
-        let mut message = Message::new(libc::RTM_NEWROUTE, libc::NLM_F_CREATE);
+        let mut message = NetlinkMessage::new(libc::RTM_NEWROUTE, libc::NLM_F_CREATE);
         // struct rtmsg: any destination, in the table of local addresses.
         message.bytes(&[
             family as u8,
@@ -185,7 +186,7 @@ fn make_every_address_local() -> io::Result<()> {
             0,
         ]);
         message.attribute(libc::RTA_OIF, &LOOPBACK_IFINDEX.to_ne_bytes());
-        match kernel.ask(&[message]) {
+        match kernel.transact(&[message]) {
             // Without IPv6 there is no IPv6 address to reach.
             Err(error) if family == libc::AF_INET6 && lacks_address_family(&error) => {}
             result => result?,

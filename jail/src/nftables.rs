@@ -4,7 +4,7 @@
 use std::io;
 use std::net::Ipv6Addr;
 
-use crate::netlink::{Message, Netlink};
+use crate::netlink::{Netlink, NetlinkMessage};
 
 // Attribute numbers from the kernel's header `nf_tables.h`.
 const NFTA_TABLE_NAME: u16 = 1;
@@ -41,7 +41,7 @@ pub(crate) fn redirect_everything_to(port: u16) -> io::Result<()> {
     const TABLE: &[u8] = b"cellblock\0";
     const CHAIN: &[u8] = b"out\0";
     let new = |kind: i32, flags: i32| {
-        let mut message = Message::new(
+        let mut message = NetlinkMessage::new(
             (libc::NFNL_SUBSYS_NFTABLES << 8) as u16 | kind as u16,
             flags | libc::NLM_F_CREATE,
         );
@@ -49,7 +49,7 @@ pub(crate) fn redirect_everything_to(port: u16) -> io::Result<()> {
         message
     };
     let batch = |kind: u16| {
-        let mut message = Message::new(kind, 0);
+        let mut message = NetlinkMessage::new(kind, 0);
         message.bytes(&[libc::AF_UNSPEC as u8, libc::NFNETLINK_V0 as u8]);
         message.bytes(&(libc::NFNL_SUBSYS_NFTABLES as u16).to_be_bytes());
         message
@@ -70,7 +70,7 @@ pub(crate) fn redirect_everything_to(port: u16) -> io::Result<()> {
     });
     chain.attribute(NFTA_CHAIN_TYPE, b"nat\0");
 
-    let rule = |write: &dyn Fn(&mut Message)| {
+    let rule = |write: &dyn Fn(&mut NetlinkMessage)| {
         let mut rule = new(libc::NFT_MSG_NEWRULE, libc::NLM_F_APPEND);
         rule.attribute(NFTA_RULE_TABLE, TABLE);
         rule.attribute(NFTA_RULE_CHAIN, CHAIN);
@@ -95,22 +95,23 @@ pub(crate) fn redirect_everything_to(port: u16) -> io::Result<()> {
     });
     let begin = batch(libc::NFNL_MSG_BATCH_BEGIN as u16);
     let end = batch(libc::NFNL_MSG_BATCH_END as u16);
-    Netlink::open(libc::NETLINK_NETFILTER)?.ask(&[begin, table, chain, own_v4, own_v6, others, end])
+    Netlink::open(libc::NETLINK_NETFILTER)?
+        .transact(&[begin, table, chain, own_v4, own_v6, others, end])
 }
 
-/// The register that a rule compares.
-const REGISTER: u32 = libc::NFT_REG_1 as u32;
+/// The register that rules load and compare.
+const NFT_REG_1: u32 = libc::NFT_REG_1 as u32;
 
-fn expression(rule: &mut Message, name: &[u8], write: impl FnOnce(&mut Message)) {
+fn expression(rule: &mut NetlinkMessage, name: &[u8], write: impl FnOnce(&mut NetlinkMessage)) {
     rule.nested(NFTA_LIST_ELEM, |element| {
         element.attribute(NFTA_EXPR_NAME, name);
         element.nested(NFTA_EXPR_DATA, write);
     });
 }
 
-fn compare(rule: &mut Message, value: &[u8]) {
+fn compare(rule: &mut NetlinkMessage, value: &[u8]) {
     expression(rule, b"cmp\0", |data| {
-        data.attribute(NFTA_CMP_SREG, &REGISTER.to_be_bytes());
+        data.attribute(NFTA_CMP_SREG, &NFT_REG_1.to_be_bytes());
         data.attribute(NFTA_CMP_OP, &(libc::NFT_CMP_EQ as u32).to_be_bytes());
         data.nested(NFTA_CMP_DATA, |inner| {
             inner.attribute(NFTA_DATA_VALUE, value)
@@ -118,17 +119,17 @@ fn compare(rule: &mut Message, value: &[u8]) {
     });
 }
 
-fn same_meta(rule: &mut Message, key: i32, value: &[u8]) {
+fn same_meta(rule: &mut NetlinkMessage, key: i32, value: &[u8]) {
     expression(rule, b"meta\0", |data| {
-        data.attribute(NFTA_META_DREG, &REGISTER.to_be_bytes());
+        data.attribute(NFTA_META_DREG, &NFT_REG_1.to_be_bytes());
         data.attribute(NFTA_META_KEY, &(key as u32).to_be_bytes());
     });
     compare(rule, value);
 }
 
-fn same_header(rule: &mut Message, offset: u32, value: &[u8]) {
+fn same_header(rule: &mut NetlinkMessage, offset: u32, value: &[u8]) {
     expression(rule, b"payload\0", |data| {
-        data.attribute(NFTA_PAYLOAD_DREG, &REGISTER.to_be_bytes());
+        data.attribute(NFTA_PAYLOAD_DREG, &NFT_REG_1.to_be_bytes());
         data.attribute(
             NFTA_PAYLOAD_BASE,
             &(libc::NFT_PAYLOAD_NETWORK_HEADER as u32).to_be_bytes(),
@@ -139,7 +140,7 @@ fn same_header(rule: &mut Message, offset: u32, value: &[u8]) {
     compare(rule, value);
 }
 
-fn verdict(rule: &mut Message, code: i32) {
+fn verdict(rule: &mut NetlinkMessage, code: i32) {
     expression(rule, b"immediate\0", |data| {
         data.attribute(
             NFTA_IMMEDIATE_DREG,
@@ -153,14 +154,14 @@ fn verdict(rule: &mut Message, code: i32) {
     });
 }
 
-fn redirect(rule: &mut Message, port: u16) {
+fn redirect(rule: &mut NetlinkMessage, port: u16) {
     expression(rule, b"immediate\0", |data| {
-        data.attribute(NFTA_IMMEDIATE_DREG, &REGISTER.to_be_bytes());
+        data.attribute(NFTA_IMMEDIATE_DREG, &NFT_REG_1.to_be_bytes());
         data.nested(NFTA_IMMEDIATE_DATA, |inner| {
             inner.attribute(NFTA_DATA_VALUE, &port.to_be_bytes());
         });
     });
     expression(rule, b"redir\0", |data| {
-        data.attribute(NFTA_REDIR_REG_PROTO_MIN, &REGISTER.to_be_bytes())
+        data.attribute(NFTA_REDIR_REG_PROTO_MIN, &NFT_REG_1.to_be_bytes())
     });
 }

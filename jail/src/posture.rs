@@ -19,8 +19,8 @@ pub struct Posture {
     pub groups: Vec<u32>,
     /// Inheritable, permitted, effective, bounding, ambient.
     pub capabilities: [u64; 5],
-    pub no_new_privileges: bool,
-    /// 2 when a filter is loaded.
+    pub no_new_privs: bool,
+    /// The seccomp mode; `SECCOMP_MODE_FILTER` when a filter is loaded.
     pub seccomp: u32,
     pub seccomp_filters: u32,
     /// Whether it leads its own session, and so its own process group.
@@ -31,7 +31,7 @@ pub struct Posture {
 
 /// A fact that is not as expected.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum Fault {
+pub enum PostureFault {
     #[error("it runs as host user {0} instead of {1}")]
     User(u32, u32),
     #[error("it belongs to host groups {0:?}")]
@@ -52,7 +52,7 @@ pub enum Fault {
 
 /// Expected facts of a session.
 #[derive(Debug, Clone, Copy)]
-pub struct Expected {
+pub struct ExpectedPosture {
     pub host_uid: u32,
     pub host_gid: u32,
     /// An unprivileged user cannot drop its groups in a namespace that it created.
@@ -99,7 +99,7 @@ impl Posture {
                 mask("CapBnd")?,
                 mask("CapAmb")?,
             ],
-            no_new_privileges: field("NoNewPrivs")? == "1",
+            no_new_privs: field("NoNewPrivs")? == "1",
             seccomp: field("Seccomp")?.parse().ok()?,
             seccomp_filters: field("Seccomp_filters")?.parse().ok()?,
             leads_session: field("NSpid")? == field("NSsid")?
@@ -112,17 +112,17 @@ impl Posture {
     /// that of the warm interpreter, `home` are the namespaces of its sandbox.
     pub fn fault(
         &self,
-        expected: &Expected,
+        expected: &ExpectedPosture,
         host: &Posture,
         warm: &Posture,
         home: &[PathBuf],
-    ) -> Option<Fault> {
+    ) -> Option<PostureFault> {
         if let Some(uid) = self
             .uids
             .iter()
             .find(|uid| **uid != expected.host_uid || **uid == 0)
         {
-            return Some(Fault::User(*uid, expected.host_uid));
+            return Some(PostureFault::User(*uid, expected.host_uid));
         }
         if self
             .gids
@@ -130,23 +130,24 @@ impl Posture {
             .any(|gid| *gid != expected.host_gid || *gid == 0)
             || (expected.groups_empty && !self.groups.is_empty())
         {
-            return Some(Fault::Groups(
+            return Some(PostureFault::Groups(
                 self.gids.iter().chain(&self.groups).copied().collect(),
             ));
         }
         if self.capabilities != [0; 5] {
-            return Some(Fault::Capabilities);
+            return Some(PostureFault::Capabilities);
         }
-        if !self.no_new_privileges {
-            return Some(Fault::NewPrivileges);
+        if !self.no_new_privs {
+            return Some(PostureFault::NewPrivileges);
         }
         if !self.leads_session {
-            return Some(Fault::Group);
+            return Some(PostureFault::Group);
         }
         if expected.seccomp_filters > 0
-            && (self.seccomp != 2 || self.seccomp_filters < expected.seccomp_filters)
+            && (self.seccomp != libc::SECCOMP_MODE_FILTER
+                || self.seccomp_filters < expected.seccomp_filters)
         {
-            return Some(Fault::Seccomp(
+            return Some(PostureFault::Seccomp(
                 self.seccomp_filters,
                 expected.seccomp_filters,
             ));
@@ -157,16 +158,17 @@ impl Posture {
         let with_host = NAMESPACES
             .into_iter()
             .find(|name| shares(name, host))
-            .map(|name| Fault::Shared(name, "the host"));
+            .map(|name| PostureFault::Shared(name, "the host"));
         let with_warm = || NAMESPACES.into_iter().find(|name| shares(name, warm));
         let elsewhere = || {
             home.iter()
                 .find(|namespace| !self.namespaces.values().any(|own| own == *namespace))
         };
         with_host
-            .or_else(|| with_warm().map(|name| Fault::Shared(name, "the warm interpreter")))
+            .or_else(|| with_warm().map(|name| PostureFault::Shared(name, "the warm interpreter")))
             .or_else(|| {
-                elsewhere().map(|namespace| Fault::Elsewhere(namespace.display().to_string()))
+                elsewhere()
+                    .map(|namespace| PostureFault::Elsewhere(namespace.display().to_string()))
             })
     }
 }
@@ -213,7 +215,7 @@ mod tests {
         posture
     }
 
-    const EXPECTED: Expected = Expected {
+    const EXPECTED: ExpectedPosture = ExpectedPosture {
         host_uid: 1_900_000_001,
         host_gid: 1_900_000_001,
         groups_empty: true,
@@ -237,43 +239,43 @@ mod tests {
         };
         assert!(matches!(
             weaken(|posture| posture.uids[3] = 0),
-            Some(Fault::User(0, _))
+            Some(PostureFault::User(0, _))
         ));
         assert!(matches!(
             weaken(|posture| posture.uids[1] = 1000),
-            Some(Fault::User(1000, _))
+            Some(PostureFault::User(1000, _))
         ));
         assert!(matches!(
             weaken(|posture| posture.gids[0] = 0),
-            Some(Fault::Groups(_))
+            Some(PostureFault::Groups(_))
         ));
         assert!(matches!(
             weaken(|posture| posture.groups.push(27)),
-            Some(Fault::Groups(_))
+            Some(PostureFault::Groups(_))
         ));
         for set in 0..5 {
             let mut posture = locked_down();
             posture.capabilities[set] = 1;
             assert_eq!(
                 posture.fault(&EXPECTED, &host(), &warm(), &home()),
-                Some(Fault::Capabilities)
+                Some(PostureFault::Capabilities)
             );
         }
         assert_eq!(
-            weaken(|posture| posture.no_new_privileges = false),
-            Some(Fault::NewPrivileges)
+            weaken(|posture| posture.no_new_privs = false),
+            Some(PostureFault::NewPrivileges)
         );
         assert_eq!(
             weaken(|posture| posture.leads_session = false),
-            Some(Fault::Group)
+            Some(PostureFault::Group)
         );
         assert!(matches!(
             weaken(|posture| posture.seccomp = 0),
-            Some(Fault::Seccomp(..))
+            Some(PostureFault::Seccomp(..))
         ));
         assert!(matches!(
             weaken(|posture| posture.seccomp_filters = 1),
-            Some(Fault::Seccomp(1, 2))
+            Some(PostureFault::Seccomp(1, 2))
         ));
         for name in NAMESPACES {
             for (place, with) in [("host", "the host"), ("warm", "the warm interpreter")] {
@@ -281,7 +283,7 @@ mod tests {
                 posture.namespaces.insert(name, PathBuf::from(place));
                 assert_eq!(
                     posture.fault(&EXPECTED, &host(), &warm(), &home()),
-                    Some(Fault::Shared(name, with))
+                    Some(PostureFault::Shared(name, with))
                 );
             }
         }
@@ -291,7 +293,10 @@ mod tests {
             &warm(),
             &["inside".into(), "another sandbox".into()],
         );
-        assert_eq!(fault, Some(Fault::Elsewhere("another sandbox".to_owned())));
+        assert_eq!(
+            fault,
+            Some(PostureFault::Elsewhere("another sandbox".to_owned()))
+        );
     }
 
     #[test]
@@ -300,7 +305,7 @@ mod tests {
         posture.uids = [0; 4];
         assert!(matches!(
             posture.fault(
-                &Expected {
+                &ExpectedPosture {
                     host_uid: 0,
                     ..EXPECTED
                 },
@@ -308,7 +313,7 @@ mod tests {
                 &warm(),
                 &home()
             ),
-            Some(Fault::User(0, 0))
+            Some(PostureFault::User(0, 0))
         ));
     }
 }

@@ -8,30 +8,30 @@ use landlock::{AccessFs, CompatLevel, Compatible, Ruleset, RulesetAttr};
 
 /// Result of a probe, with the fix if something is missing.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Finding {
+pub struct ProbeResult {
     pub works: bool,
     /// A gap of an older kernel in a feature that otherwise works.
-    pub but: Option<String>,
+    pub limitation: Option<String>,
     /// The feature that was found, or what is missing and why.
     pub what: String,
     /// The exact fix, if there is one.
     pub cure: Option<String>,
 }
 
-impl Finding {
-    fn works(what: impl Into<String>) -> Finding {
-        Finding {
+impl ProbeResult {
+    fn works(what: impl Into<String>) -> ProbeResult {
+        ProbeResult {
             works: true,
-            but: None,
+            limitation: None,
             what: what.into(),
             cure: None,
         }
     }
 
-    fn missing(what: impl Into<String>, cure: &str) -> Finding {
-        Finding {
+    fn missing(what: impl Into<String>, cure: &str) -> ProbeResult {
+        ProbeResult {
             works: false,
-            but: None,
+            limitation: None,
             what: what.into(),
             cure: Some(cure.to_owned()),
         }
@@ -39,7 +39,7 @@ impl Finding {
 }
 
 /// Probes whether user namespaces can be created, and if not, which setting forbids it.
-pub fn user_namespaces() -> Finding {
+pub fn user_namespaces() -> ProbeResult {
     let setting = |path: &str| {
         fs::read_to_string(path)
             .ok()
@@ -47,7 +47,7 @@ pub fn user_namespaces() -> Finding {
     };
     let is_root = rustix::process::geteuid().is_root();
     if setting("/proc/sys/user/max_user_namespaces").is_some_and(|most| most == "0") {
-        return Finding::missing(
+        return ProbeResult::missing(
             "user namespaces are switched off",
             "sysctl -w user.max_user_namespaces=10000",
         );
@@ -55,7 +55,7 @@ pub fn user_namespaces() -> Finding {
     if !is_root
         && setting("/proc/sys/kernel/unprivileged_userns_clone").is_some_and(|value| value == "0")
     {
-        return Finding::missing(
+        return ProbeResult::missing(
             "only root may make user namespaces on this machine",
             "sysctl -w kernel.unprivileged_userns_clone=1",
         );
@@ -69,79 +69,79 @@ pub fn user_namespaces() -> Finding {
         && setting("/proc/sys/kernel/apparmor_restrict_unprivileged_userns")
             .is_some_and(|value| value == "1")
     {
-        return Finding::missing(
+        return ProbeResult::missing(
             "AppArmor takes the rights out of user namespaces made by ordinary programs (Ubuntu \
              23.10 and newer)",
             "sysctl -w kernel.apparmor_restrict_unprivileged_userns=0, or an AppArmor profile that \
              grants `userns` to the cellblock binary",
         );
     }
-    Finding::works("user namespaces can be made")
+    ProbeResult::works("user namespaces can be made")
 }
 
 /// A kind of namespace that the jail needs: its flag, its name, and the setting that limits how
 /// many a user may have.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Kind {
+pub(crate) struct NamespaceKind {
     pub(crate) flag: libc::c_int,
     name: &'static str,
     limit: &'static str,
 }
 
-pub(crate) const USER: Kind = Kind {
+pub(crate) const USER_NAMESPACE: NamespaceKind = NamespaceKind {
     flag: libc::CLONE_NEWUSER,
     name: "user",
     limit: "user.max_user_namespaces",
 };
 /// The other namespaces of every sandbox.
-pub(crate) const OTHERS: [Kind; 6] = [
-    Kind {
+pub(crate) const OTHER_NAMESPACES: [NamespaceKind; 6] = [
+    NamespaceKind {
         flag: libc::CLONE_NEWNS,
         name: "mount",
         limit: "user.max_mnt_namespaces",
     },
-    Kind {
+    NamespaceKind {
         flag: libc::CLONE_NEWPID,
         name: "pid",
         limit: "user.max_pid_namespaces",
     },
-    Kind {
+    NamespaceKind {
         flag: libc::CLONE_NEWNET,
         name: "network",
         limit: "user.max_net_namespaces",
     },
-    Kind {
+    NamespaceKind {
         flag: libc::CLONE_NEWIPC,
         name: "ipc",
         limit: "user.max_ipc_namespaces",
     },
-    Kind {
+    NamespaceKind {
         flag: libc::CLONE_NEWUTS,
         name: "uts",
         limit: "user.max_uts_namespaces",
     },
-    Kind {
+    NamespaceKind {
         flag: libc::CLONE_NEWCGROUP,
         name: "cgroup",
         limit: "user.max_cgroup_namespaces",
     },
 ];
 
-impl Kind {
+impl NamespaceKind {
     /// Returns which namespace was refused, why, and how to fix it.
     pub(crate) fn refusal(self, error: &io::Error) -> String {
         self.refusal_in(error, container(Path::new("/")), is_filtered())
     }
 
     fn refusal_in(self, error: &io::Error, container: Option<&str>, filtered: bool) -> String {
-        let Kind { name, limit, .. } = self;
+        let NamespaceKind { name, limit, .. } = self;
         let cure = match error.raw_os_error() {
             // The kernel's errno for an exhausted limit.
             Some(libc::ENOSPC) => format!("sysctl -w {limit}=10000"),
             Some(libc::EPERM | libc::EACCES | libc::ENOSYS) => match container {
                 Some(cure) => cure.to_owned(),
                 None if filtered => format!(
-                    "a seccomp filter of whoever started this process forbids it. In a unit of \
+                    "a seccomp filter inherited from the parent process forbids it. In a unit of \
                      systemd, remove \
                      RestrictNamespaces= and SystemCallFilter=, or allow {name} namespaces there"
                 ),
@@ -188,28 +188,28 @@ pub fn container(root: &Path) -> Option<&'static str> {
 }
 
 /// Probes whether the jail may trace its own processes, which interpreters need to enter sandboxes.
-pub fn tracing() -> Finding {
+pub fn tracing() -> ProbeResult {
     // The other values of this setting restrict which processes can be traced; the jail has the
     // rights that they require.
     match fs::read_to_string("/proc/sys/kernel/yama/ptrace_scope") {
-        Ok(scope) if scope.trim() == "3" => Finding::missing(
+        Ok(scope) if scope.trim() == "3" => ProbeResult::missing(
             "tracing is switched off until the next start of the machine \
              (kernel.yama.ptrace_scope=3)",
             "start the machine with kernel.yama.ptrace_scope=2 or less",
         ),
-        _ => Finding::works("processes can be traced"),
+        _ => ProbeResult::works("processes can be traced"),
     }
 }
 
 /// Probes whether the kernel has landlock.
-pub fn landlock() -> Finding {
+pub fn landlock() -> ProbeResult {
     let rules = Ruleset::default()
         .set_compatibility(CompatLevel::HardRequirement)
         .handle_access(AccessFs::WriteFile)
         .and_then(|rules| rules.create());
     match rules {
-        Ok(_) => Finding::works("landlock"),
-        Err(_) => Finding::missing(
+        Ok(_) => ProbeResult::works("landlock"),
+        Err(_) => ProbeResult::missing(
             "the kernel has no landlock",
             "use Linux 5.13 or newer with landlock in the kernel's `lsm=` list",
         ),
@@ -217,12 +217,12 @@ pub fn landlock() -> Finding {
 }
 
 /// Probes whether filters can be loaded.
-pub fn seccomp() -> Finding {
+pub fn seccomp() -> ProbeResult {
     let actions = fs::read_to_string("/proc/sys/kernel/seccomp/actions_avail").unwrap_or_default();
     if actions.split_whitespace().any(|action| action == "errno") {
-        Finding::works("seccomp allowlist")
+        ProbeResult::works("seccomp allowlist")
     } else {
-        Finding::missing(
+        ProbeResult::missing(
             "the kernel has no seccomp filters",
             "use a kernel with CONFIG_SECCOMP_FILTER",
         )
@@ -233,8 +233,8 @@ pub fn seccomp() -> Finding {
 mod tests {
     use super::*;
 
-    fn network() -> Kind {
-        *OTHERS
+    fn network() -> NamespaceKind {
+        *OTHER_NAMESPACES
             .iter()
             .find(|kind| kind.flag == libc::CLONE_NEWNET)
             .unwrap()
@@ -243,17 +243,18 @@ mod tests {
     #[test]
     fn a_namespace_that_is_used_up_names_its_own_limit() {
         let error = io::Error::from_raw_os_error(libc::ENOSPC);
-        let told = network().refusal_in(&error, None, false);
+        let text = network().refusal_in(&error, None, false);
         assert!(
-            told.contains("could not make a network namespace"),
-            "{told}"
+            text.contains("could not make a network namespace"),
+            "{text}"
         );
         assert!(
-            told.ends_with("cure: sysctl -w user.max_net_namespaces=10000"),
-            "{told}"
+            text.ends_with("cure: sysctl -w user.max_net_namespaces=10000"),
+            "{text}"
         );
         assert!(
-            USER.refusal_in(&error, None, false)
+            USER_NAMESPACE
+                .refusal_in(&error, None, false)
                 .ends_with("user.max_user_namespaces=10000")
         );
     }

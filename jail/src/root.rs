@@ -36,7 +36,7 @@ pub const WORK: &str = "/work";
 pub const HOME: &str = "/tmp/home";
 
 /// System folders that programs need, if the host has them. Nothing else of the host is visible.
-const SYSTEM: [&str; 15] = [
+const SYSTEM_PATHS: [&str; 15] = [
     "/usr",
     "/bin",
     "/sbin",
@@ -59,7 +59,7 @@ const SYSTEM: [&str; 15] = [
 const DEVICES: [&str; 6] = ["null", "zero", "full", "random", "urandom", "tty"];
 
 /// Our own files of `/etc`: enough for name lookups to work, without information about the host.
-const ETC: [(&str, &str); 6] = [
+const ETC_FILES: [(&str, &str); 6] = [
     (
         "etc/passwd",
         "root:x:0:0:root:/nonexistent:/usr/sbin/nologin\n\
@@ -84,7 +84,7 @@ const ETC: [(&str, &str); 6] = [
 
 /// The entries at the top of `/proc` that programs legitimately read, in addition to the numbered
 /// ones of processes. Everything else there is covered.
-pub(crate) const PROC_SHOWN: [&str; 11] = [
+pub(crate) const VISIBLE_PROC_ENTRIES: [&str; 11] = [
     "cpuinfo",
     "filesystems",
     "loadavg",
@@ -99,27 +99,27 @@ pub(crate) const PROC_SHOWN: [&str; 11] = [
 ];
 
 /// The file that covers `/proc/meminfo`.
-const MEMORY_INFO: &str = "/var/meminfo";
+const MEMINFO_COVER: &str = "/var/meminfo";
 
 /// A detached mount and its path inside.
-pub(crate) struct Tree {
+pub(crate) struct DetachedMount {
     inside: PathBuf,
     mount: OwnedFd,
     is_folder: bool,
 }
 
-/// Why the root could not be built.
+/// Why a step of the jail's set-up failed.
 #[derive(Debug, thiserror::Error)]
 #[error("{attempt}")]
-pub(crate) struct RootError {
+pub(crate) struct JailSetupError {
     attempt: String,
     #[source]
     cause: io::Error,
 }
 
-impl RootError {
-    pub(crate) fn new(attempt: impl Into<String>, cause: impl Into<io::Error>) -> RootError {
-        RootError {
+impl JailSetupError {
+    pub(crate) fn new(attempt: impl Into<String>, cause: impl Into<io::Error>) -> JailSetupError {
+        JailSetupError {
             attempt: attempt.into(),
             cause: cause.into(),
         }
@@ -134,8 +134,8 @@ impl RootError {
 pub(crate) fn open_all(
     binds: &[Bind],
     test_switches: &TestSwitches,
-) -> Result<Vec<Tree>, RootError> {
-    let system = SYSTEM
+) -> Result<Vec<DetachedMount>, JailSetupError> {
+    let system = SYSTEM_PATHS
         .iter()
         .map(PathBuf::from)
         // A link such as /bin → usr/bin is recreated instead of bound.
@@ -179,7 +179,9 @@ pub(crate) fn open_all(
 }
 
 /// Opens the operator's mounts with their owner unchanged.
-pub(crate) fn open_operator_mounts(mounts: &[OperatorMount]) -> Result<Vec<Tree>, RootError> {
+pub(crate) fn open_operator_mounts(
+    mounts: &[OperatorMount],
+) -> Result<Vec<DetachedMount>, JailSetupError> {
     mounts
         .iter()
         .map(|mount| open_tree(&mount.host, &mount.inside, operator_attributes(mount)))
@@ -200,7 +202,7 @@ pub(crate) fn open_tree(
     host: &Path,
     inside: &Path,
     attributes: MountAttrFlags,
-) -> Result<Tree, RootError> {
+) -> Result<DetachedMount, JailSetupError> {
     let attempt = || {
         format!(
             "could not mount {} of the host as {}",
@@ -212,26 +214,26 @@ pub(crate) fn open_tree(
         | OpenTreeFlags::OPEN_TREE_CLOEXEC
         | OpenTreeFlags::AT_RECURSIVE;
     let mount = rustix::mount::open_tree(CWD, host, flags)
-        .map_err(|cause| RootError::new(attempt(), cause))?;
+        .map_err(|cause| JailSetupError::new(attempt(), cause))?;
     let change = MountAttr {
         attr_set: u64::from(attributes.bits()),
         propagation: libc::MS_PRIVATE,
         ..MountAttr::default()
     };
-    sys::mount_setattr(&mount, &change).map_err(|cause| RootError::new(attempt(), cause))?;
-    let is_folder = is_folder(&mount).map_err(|cause| RootError::new(attempt(), cause))?;
-    Ok(Tree {
+    sys::mount_setattr(&mount, &change).map_err(|cause| JailSetupError::new(attempt(), cause))?;
+    let is_folder = is_folder(&mount).map_err(|cause| JailSetupError::new(attempt(), cause))?;
+    Ok(DetachedMount {
         inside: inside.to_owned(),
         mount,
         is_folder,
     })
 }
 
-impl Tree {
+impl DetachedMount {
     /// Wraps a mount that the guardian opened for one sandbox.
-    pub(crate) fn from_guardian(mount: &OperatorMount, opened: OwnedFd) -> Tree {
+    pub(crate) fn from_guardian(mount: &OperatorMount, opened: OwnedFd) -> DetachedMount {
         let is_folder = is_folder(&opened).unwrap_or(true);
-        Tree {
+        DetachedMount {
             inside: mount.inside.clone(),
             mount: opened,
             is_folder,
@@ -244,18 +246,18 @@ impl Tree {
 
     /// Attaches the mount at its path below `root`, and creates the path first. Links are not
     /// followed: the path may lead through an operator's folder that sessions write to.
-    pub(crate) fn attach_below(&self, root: &Path) -> Result<(), RootError> {
+    pub(crate) fn attach_below(&self, root: &Path) -> Result<(), JailSetupError> {
         self.attach_at(root, &self.inside)
     }
 
-    fn attach_at(&self, root: &Path, inside: &Path) -> Result<(), RootError> {
+    fn attach_at(&self, root: &Path, inside: &Path) -> Result<(), JailSetupError> {
         let attempt = || format!("could not put a mount at {}", inside.display());
-        let place = make_place(root, inside, self.is_folder)
-            .map_err(|cause| RootError::new(attempt(), cause))?;
+        let place = make_mount_point(root, inside, self.is_folder)
+            .map_err(|cause| JailSetupError::new(attempt(), cause))?;
         let flags =
             MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH | MoveMountFlags::MOVE_MOUNT_T_EMPTY_PATH;
         rustix::mount::move_mount(&self.mount, "", place, "", flags)
-            .map_err(|cause| RootError::new(attempt(), cause))
+            .map_err(|cause| JailSetupError::new(attempt(), cause))
     }
 }
 
@@ -266,10 +268,10 @@ fn is_folder(mount: &OwnedFd) -> io::Result<bool> {
 
 /// The staging folder of the operator's mounts in the root of the warden or of a family, from which
 /// a sandbox takes its copy.
-const STANDING: &str = "/var/mounts";
+const STAGING_FOLDER: &str = "/var/mounts";
 
-fn standing_place(index: usize) -> PathBuf {
-    Path::new(STANDING).join(index.to_string())
+fn staged_path(index: usize) -> PathBuf {
+    Path::new(STAGING_FOLDER).join(index.to_string())
 }
 
 /// Attaches the operator's mounts, as the guardian opened them for a family, in the staging folder
@@ -278,55 +280,63 @@ fn standing_place(index: usize) -> PathBuf {
 /// They are in a mount namespace of the warden's, so that the kernel locks them and their
 /// attributes in every copy: a process with all rights in the family could otherwise make a
 /// read-only mount writable.
-pub(crate) fn stand_mounts(trees: &[Tree]) -> Result<(), RootError> {
+pub(crate) fn stage_mounts(trees: &[DetachedMount]) -> Result<(), JailSetupError> {
     if trees.is_empty() {
         return Ok(());
     }
-    let failed =
-        |cause: io::Error| RootError::new("could not make room for the operator's mounts", cause);
+    let failed = |cause: io::Error| {
+        JailSetupError::new(
+            "could not make the staging folder of the operator's mounts",
+            cause,
+        )
+    };
     let attributes = MountAttrFlags::MOUNT_ATTR_NOSUID | MountAttrFlags::MOUNT_ATTR_NODEV;
     let room =
         memory_file_system(&[("mode", "0755"), ("size", "64k")], attributes).map_err(failed)?;
-    attach(&room, STANDING).map_err(failed)?;
+    attach(&room, STAGING_FOLDER).map_err(failed)?;
     for (index, tree) in trees.iter().enumerate() {
-        tree.attach_at(Path::new("/"), &standing_place(index))?;
+        tree.attach_at(Path::new("/"), &staged_path(index))?;
     }
     Ok(())
 }
 
 /// Copies the operator's mounts from the staging folder to their paths, and hides the staging
 /// folder.
-pub(crate) fn place_standing_mounts(mounts: &[OperatorMount]) -> Result<(), RootError> {
+pub(crate) fn place_staged_mounts(mounts: &[OperatorMount]) -> Result<(), JailSetupError> {
     let flags = OpenTreeFlags::OPEN_TREE_CLONE
         | OpenTreeFlags::OPEN_TREE_CLOEXEC
         | OpenTreeFlags::AT_RECURSIVE;
     for (index, mount) in mounts.iter().enumerate() {
-        let copy = rustix::mount::open_tree(CWD, standing_place(index), flags)
-            .map_err(|cause| RootError::new("could not take the operator's mount", cause))?;
-        Tree::from_guardian(mount, copy).attach_below(Path::new("/"))?;
+        let copy = rustix::mount::open_tree(CWD, staged_path(index), flags)
+            .map_err(|cause| JailSetupError::new("could not take the operator's mount", cause))?;
+        DetachedMount::from_guardian(mount, copy).attach_below(Path::new("/"))?;
     }
     if mounts.is_empty() {
         return Ok(());
     }
-    rustix::mount::mount_bind("/var/empty", STANDING)
-        .map_err(|cause| RootError::new("could not hide where the operator's mounts stand", cause))
+    rustix::mount::mount_bind("/var/empty", STAGING_FOLDER).map_err(|cause| {
+        JailSetupError::new(
+            "could not hide the staging folder of the operator's mounts",
+            cause,
+        )
+    })
 }
 
 /// Removes the operator's mounts from this copy of the warden's root.
-pub(crate) fn remove_standing_mounts(count: usize) {
+pub(crate) fn remove_staged_mounts(count: usize) {
     for index in 0..count {
         // On a server that runs as root there are none here.
-        let _ = rustix::mount::unmount(standing_place(index), UnmountFlags::DETACH);
+        let _ = rustix::mount::unmount(staged_path(index), UnmountFlags::DETACH);
     }
 }
 
 /// Creates a folder below another, without following links that user code may have created.
 pub fn make_folder(root: &Path, inside: &Path) -> io::Result<()> {
-    make_place(root, inside, true).map(drop)
+    make_mount_point(root, inside, true).map(drop)
 }
 
 /// Creates `inside` below `root`, part by part and without following links, and opens it.
-fn make_place(root: &Path, inside: &Path, is_folder: bool) -> io::Result<OwnedFd> {
+fn make_mount_point(root: &Path, inside: &Path, is_folder: bool) -> io::Result<OwnedFd> {
     use rustix::fs::{Mode, OFlags, mkdirat, openat};
     let walk = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let mut here = openat(
@@ -437,9 +447,9 @@ fn empty_process_file_system() -> io::Result<OwnedFd> {
 }
 
 /// Removes the warden's `/proc`, which shows all families, from this copy of its root.
-pub(crate) fn remove_warden_proc() -> Result<(), RootError> {
+pub(crate) fn remove_warden_proc() -> Result<(), JailSetupError> {
     rustix::mount::unmount("/proc", UnmountFlags::DETACH)
-        .map_err(|cause| RootError::new("could not remove the warden's /proc", cause))
+        .map_err(|cause| JailSetupError::new("could not remove the warden's /proc", cause))
 }
 
 /// Attaches a detached mount at an existing path.
@@ -457,22 +467,22 @@ pub(crate) fn attach(mount: impl AsFd, place: &str) -> io::Result<()> {
 /// Builds the root from opened mounts and makes it this process's own; afterwards the host's mounts
 /// are gone.
 pub(crate) fn become_root(
-    trees: &[Tree],
-    standing: &[Tree],
+    trees: &[DetachedMount],
+    staged: &[DetachedMount],
     shown_limits: &ShownLimits,
     test_switches: &TestSwitches,
-) -> Result<(), RootError> {
+) -> Result<(), JailSetupError> {
     // Our mounts must not propagate to the host, and later mounts of the host must not appear here.
     rustix::mount::mount_change(
         "/",
         MountPropagationFlags::PRIVATE | MountPropagationFlags::REC,
     )
-    .map_err(|cause| RootError::new("could not separate the mounts from the host's", cause))?;
+    .map_err(|cause| JailSetupError::new("could not separate the mounts from the host's", cause))?;
     // Any existing folder works as the build location; it is covered and not used afterwards. Every
     // Linux has /tmp.
     let place = Path::new("/tmp");
     let attempt = || "could not build the sandbox root";
-    let failed = |cause: io::Error| RootError::new(attempt(), cause);
+    let failed = |cause: io::Error| JailSetupError::new(attempt(), cause);
     let attributes = MountAttrFlags::MOUNT_ATTR_NOSUID | MountAttrFlags::MOUNT_ATTR_NODEV;
     let root = memory_file_system(
         &[("mode", "0755"), ("size", "32m"), ("nr_inodes", "16k")],
@@ -496,20 +506,23 @@ pub(crate) fn become_root(
     etc::copy(Path::new("/etc"), &place.join("etc")).map_err(failed)?;
     sysfs::write(&place.join("sys"), shown_limits).map_err(failed)?;
     let memory = sysfs::memory_info(shown_limits).map_err(failed)?;
-    fs::write(place.join(&MEMORY_INFO[1..]), memory).map_err(failed)?;
-    fs::set_permissions(place.join(&MEMORY_INFO[1..]), Permissions::from_mode(0o444))
-        .map_err(failed)?;
-    fs::write(place.join(&crate::mask::UNREADABLE[1..]), "").map_err(failed)?;
+    fs::write(place.join(&MEMINFO_COVER[1..]), memory).map_err(failed)?;
     fs::set_permissions(
-        place.join(&crate::mask::UNREADABLE[1..]),
+        place.join(&MEMINFO_COVER[1..]),
+        Permissions::from_mode(0o444),
+    )
+    .map_err(failed)?;
+    fs::write(place.join(&crate::mask::UNREADABLE_FILE[1..]), "").map_err(failed)?;
+    fs::set_permissions(
+        place.join(&crate::mask::UNREADABLE_FILE[1..]),
         Permissions::from_mode(0o000),
     )
     .map_err(failed)?;
-    for (path, content) in ETC {
+    for (path, content) in ETC_FILES {
         fs::write(place.join(path), content).map_err(failed)?;
         fs::set_permissions(place.join(path), Permissions::from_mode(0o644)).map_err(failed)?;
     }
-    for path in SYSTEM {
+    for path in SYSTEM_PATHS {
         if let Ok(target) = fs::read_link(path) {
             symlink(target, place.join(path.trim_start_matches('/'))).map_err(failed)?;
         }
@@ -527,13 +540,13 @@ pub(crate) fn become_root(
     for tree in trees {
         tree.attach_below(place)?;
     }
-    for (index, tree) in standing.iter().enumerate() {
-        tree.attach_at(place, &standing_place(index))?;
+    for (index, tree) in staged.iter().enumerate() {
+        tree.attach_at(place, &staged_path(index))?;
     }
     // The warden needs its own /proc. Families remove it from their copy and find below it one
     // without processes: the kernel lets a user namespace mount /proc only if a fully visible one
     // exists.
-    let no_proc = |cause: io::Error| RootError::new("could not mount /proc", cause);
+    let no_proc = |cause: io::Error| JailSetupError::new("could not mount /proc", cause);
     attach(&empty_process_file_system().map_err(no_proc)?, "/tmp/proc").map_err(failed)?;
     attach(&process_file_system().map_err(no_proc)?, "/tmp/proc").map_err(failed)?;
 
@@ -563,7 +576,9 @@ pub(crate) fn cover_proc() -> io::Result<()> {
         let entry = entry?;
         let name = entry.file_name();
         let name = name.to_string_lossy();
-        if name.bytes().all(|byte| byte.is_ascii_digit()) || PROC_SHOWN.contains(&name.as_ref()) {
+        if name.bytes().all(|byte| byte.is_ascii_digit())
+            || VISIBLE_PROC_ENTRIES.contains(&name.as_ref())
+        {
             continue;
         }
         let kind = entry.file_type()?;
@@ -576,6 +591,6 @@ pub(crate) fn cover_proc() -> io::Result<()> {
         };
         rustix::mount::mount_bind(cover, entry.path())?;
     }
-    rustix::mount::mount_bind(MEMORY_INFO, "/proc/meminfo")?;
+    rustix::mount::mount_bind(MEMINFO_COVER, "/proc/meminfo")?;
     Ok(())
 }

@@ -11,7 +11,7 @@
 //! - the *closing* filter refuses the entry calls. A fork loads it as the last step of its
 //!   lock-down. It is short, because every session pays for loading it.
 //!
-//! The *still* filter refuses to start programs, with EPERM. An interpreter gets it if programs
+//! The *no-exec* filter refuses to start programs, with EPERM. An interpreter gets it if programs
 //! need approval. It is a separate filter, so that the number of filters shows that it is loaded.
 //!
 //! A refused call returns ENOSYS, so that libraries use their fallback, unless programs handle
@@ -25,28 +25,28 @@ use seccompiler::{BpfProgram, TargetArch, sock_filter};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
-const LIST: &str = include_str!("seccomp.json");
+const SYSCALL_LIST: &str = include_str!("seccomp.json");
 
 /// The calls that replace a process with another program.
-const STARTING: [&str; 2] = ["execve", "execveat"];
+const EXEC_CALLS: [&str; 2] = ["execve", "execveat"];
 
 /// Calls that are frequent and whose result depends on their arguments. The kernel caches the
 /// result for other calls and runs the filters for these each time, so they come first.
-const FREQUENT: [&str; 2] = ["openat", "ioctl"];
+const FREQUENT_CALLS: [&str; 2] = ["openat", "ioctl"];
 
 /// Set in the numbers of x32 calls, which use the same architecture number as x86-64.
 const X32_SYSCALL_BIT: u32 = 0x4000_0000;
 
-/// BPF instructions.
-const LOAD: u16 = (libc::BPF_LD | libc::BPF_W | libc::BPF_ABS) as u16;
-const JUMP: u16 = (libc::BPF_JMP | libc::BPF_JA) as u16;
-const JUMP_IF_AT_LEAST: u16 = (libc::BPF_JMP | libc::BPF_JGE | libc::BPF_K) as u16;
-const RETURN: u16 = (libc::BPF_RET | libc::BPF_K) as u16;
+/// BPF instructions, named after the kernel's constants that they combine.
+const BPF_LD_W_ABS: u16 = (libc::BPF_LD | libc::BPF_W | libc::BPF_ABS) as u16;
+const BPF_JMP_JA: u16 = (libc::BPF_JMP | libc::BPF_JA) as u16;
+const BPF_JMP_JGE_K: u16 = (libc::BPF_JMP | libc::BPF_JGE | libc::BPF_K) as u16;
+const BPF_RET_K: u16 = (libc::BPF_RET | libc::BPF_K) as u16;
 
 /// One line of the list.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Rule {
+pub struct SyscallRule {
     pub syscall: String,
     /// All of these must hold; an empty list allows every argument.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
@@ -80,7 +80,7 @@ impl Errno {
 /// preserve the order of its lines.
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Answer {
+pub struct ErrnoRule {
     pub syscall: String,
     #[serde(default)]
     pub args: Vec<Value>,
@@ -88,10 +88,10 @@ pub struct Answer {
     pub comment: String,
 }
 
-impl Answer {
+impl ErrnoRule {
     /// Returns the calls to which it applies.
-    pub fn rule(&self) -> Rule {
-        Rule {
+    pub fn rule(&self) -> SyscallRule {
+        SyscallRule {
             syscall: self.syscall.clone(),
             args: self.args.clone(),
             comment: self.comment.clone(),
@@ -102,18 +102,18 @@ impl Answer {
 /// The list in its file format.
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Rules {
-    pub common: Vec<Rule>,
+pub struct SyscallRules {
+    pub common: Vec<SyscallRule>,
     /// Calls that exist only on x86-64.
-    pub x86_64: Vec<Rule>,
+    pub x86_64: Vec<SyscallRule>,
     /// Results of refused calls other than ENOSYS.
-    pub answers: Vec<Answer>,
+    pub answers: Vec<ErrnoRule>,
     /// The same for calls that exist only on x86-64.
-    pub answers_x86_64: Vec<Answer>,
+    pub answers_x86_64: Vec<ErrnoRule>,
     /// Calls that a fork makes while it enters the sandbox, and never again.
-    pub entry: Vec<Rule>,
+    pub entry: Vec<SyscallRule>,
     /// Calls that guardian, warden, families and inits make, but no interpreter.
-    jail: Vec<Rule>,
+    jail: Vec<SyscallRule>,
 }
 
 /// The filters, ready for the kernel.
@@ -122,12 +122,12 @@ pub struct Filters {
     pub(crate) jail: BpfProgram,
     pub(crate) wide: BpfProgram,
     pub(crate) closing: BpfProgram,
-    still: BpfProgram,
+    no_exec: BpfProgram,
 }
 
 /// Reads the list.
-pub fn rules() -> Rules {
-    serde_json::from_str(LIST).expect("the list is checked by a test")
+pub fn rules() -> SyscallRules {
+    serde_json::from_str(SYSCALL_LIST).expect("the list is checked by a test")
 }
 
 /// Compiles the list for this architecture.
@@ -148,8 +148,8 @@ fn filters_for(arch: TargetArch) -> Filters {
     allowed.extend(rules.entry.iter().cloned());
     let wide = allowlist(&allowed, &answers, arch);
     // If a call has rules with and without conditions, the one without conditions applies.
-    let is_free = |call: &Rule| rules.jail.iter().any(|rule| rule.syscall == call.syscall);
-    let of_jail: Vec<Rule> = allowed
+    let is_free = |call: &SyscallRule| rules.jail.iter().any(|rule| rule.syscall == call.syscall);
+    let of_jail: Vec<SyscallRule> = allowed
         .iter()
         .filter(|call| !is_free(call))
         .chain(&rules.jail)
@@ -157,57 +157,57 @@ fn filters_for(arch: TargetArch) -> Filters {
         .collect();
     // If the jail's filter refuses a call, the result comes from the newer filter, if there is one.
     let jail = allowlist(&of_jail, &[], arch);
-    let not_permitted = json!({ "errno": libc::EPERM });
+    let eperm = json!({ "errno": libc::EPERM });
     // The wide filter allows the entry calls, so the closing filter must return their answers,
     // unless the answer equals its own.
-    let closes = |answer: &Answer| {
+    let closes = |answer: &ErrnoRule| {
         rules
             .entry
             .iter()
             .any(|entry| entry.syscall == answer.syscall)
     };
     answers.retain(|answer| closes(answer) && answer.errno != Errno::Eperm);
-    let closing = compile(&rules.entry, not_permitted.clone(), json!("allow"), arch);
+    let closing = compile(&rules.entry, eperm.clone(), json!("allow"), arch);
     let closing = answered(&answers, &json!("allow"), closing, arch);
     // The closing filter does not affect these calls.
-    let free = FREQUENT.map(|name| Rule {
+    let free = FREQUENT_CALLS.map(|name| SyscallRule {
         syscall: name.to_owned(),
         args: Vec::new(),
         comment: String::new(),
     });
     let closing = frequent_first(&free, closing, arch);
-    let still = compile(&starting(), not_permitted, json!("allow"), arch);
+    let no_exec = compile(&exec_rules(), eperm, json!("allow"), arch);
     Filters {
         jail,
         wide,
         closing,
-        still,
+        no_exec,
     }
 }
 
 /// Returns the calls that replace a process with another program, with all arguments.
-fn starting() -> Vec<Rule> {
-    let starts = |rule: &Rule| STARTING.contains(&rule.syscall.as_str());
+fn exec_rules() -> Vec<SyscallRule> {
+    let starts = |rule: &SyscallRule| EXEC_CALLS.contains(&rule.syscall.as_str());
     rules().common.into_iter().filter(starts).collect()
 }
 
 /// Returns the filters with which processes in containers forbid themselves to start programs, by
 /// machine name (`uname -m`). An engine may be on another machine than this program.
 ///
-/// Each is the array of `struct sock_filter` that the kernel reads. It differs from the still
+/// Each is the array of `struct sock_filter` that the kernel reads. It differs from the no-exec
 /// filter because it is the only filter: it also refuses to load another one, and kills x32 calls.
 pub fn program_filters() -> BTreeMap<&'static str, Vec<u8>> {
-    let load_filter = Rule {
+    let load_filter = SyscallRule {
         syscall: "prctl".to_owned(),
         args: vec![json!({
             "index": 0, "type": "dword", "op": "eq", "val": libc::PR_SET_SECCOMP,
         })],
         comment: String::new(),
     };
-    let refused = [starting(), vec![load_filter]].concat();
+    let refused = [exec_rules(), vec![load_filter]].concat();
     let program = |arch| {
-        let not_permitted = json!({ "errno": libc::EPERM });
-        compile(&refused, not_permitted, json!("allow"), arch)
+        let eperm = json!({ "errno": libc::EPERM });
+        compile(&refused, eperm, json!("allow"), arch)
     };
     let mut x86_64 = program(TargetArch::x86_64);
     x86_64.splice(0..0, refuse_x32());
@@ -218,18 +218,18 @@ pub fn program_filters() -> BTreeMap<&'static str, Vec<u8>> {
 }
 
 /// Returns a filter that refuses every call that is not in the list.
-fn allowlist(rules: &[Rule], answers: &[Answer], arch: TargetArch) -> BpfProgram {
-    let no_such_call = json!({ "errno": libc::ENOSYS });
+fn allowlist(rules: &[SyscallRule], answers: &[ErrnoRule], arch: TargetArch) -> BpfProgram {
+    let enosys = json!({ "errno": libc::ENOSYS });
     let end = vec![sock_filter {
-        code: RETURN,
+        code: BPF_RET_K,
         jt: 0,
         jf: 0,
-        k: encoded(&no_such_call),
+        k: seccomp_ret(&enosys),
     }];
-    let refusals = answered(answers, &no_such_call, end, arch);
-    let list = compile(rules, json!("allow"), no_such_call.clone(), arch);
+    let refusals = answered(answers, &enosys, end, arch);
+    let list = compile(rules, json!("allow"), enosys.clone(), arch);
     // Behind the list, so that allowed calls do not pay for the answers to refused ones.
-    let mut program = frequent_first(rules, followed_by(list, &no_such_call, refusals), arch);
+    let mut program = frequent_first(rules, followed_by(list, &enosys, refusals), arch);
     if matches!(arch, TargetArch::x86_64) {
         // Jumps are relative, so instructions can be inserted in front.
         program.splice(0..0, refuse_x32());
@@ -239,17 +239,17 @@ fn allowlist(rules: &[Rule], answers: &[Answer], arch: TargetArch) -> BpfProgram
 
 /// Returns a program that first checks for frequent calls that the list allows, one name after the
 /// other, and otherwise continues with the next program.
-fn frequent_first(rules: &[Rule], next: BpfProgram, arch: TargetArch) -> BpfProgram {
-    let no_such_call = json!({ "errno": libc::ENOSYS });
-    FREQUENT.iter().rev().fold(next, |next, name| {
-        let about: Vec<Rule> = rules
+fn frequent_first(rules: &[SyscallRule], next: BpfProgram, arch: TargetArch) -> BpfProgram {
+    let enosys = json!({ "errno": libc::ENOSYS });
+    FREQUENT_CALLS.iter().rev().fold(next, |next, name| {
+        let about: Vec<SyscallRule> = rules
             .iter()
             .filter(|rule| rule.syscall == *name)
             .cloned()
             .collect();
         followed_by(
-            compile(&about, json!("allow"), no_such_call.clone(), arch),
-            &no_such_call,
+            compile(&about, json!("allow"), enosys.clone(), arch),
+            &enosys,
             next,
         )
     })
@@ -258,12 +258,12 @@ fn frequent_first(rules: &[Rule], next: BpfProgram, arch: TargetArch) -> BpfProg
 /// Returns a program that gives these answers, and continues with the next one if none of them
 /// applies. `otherwise` is an action that none of them has.
 fn answered(
-    answers: &[Answer],
+    answers: &[ErrnoRule],
     otherwise: &Value,
     next: BpfProgram,
     arch: TargetArch,
 ) -> BpfProgram {
-    let mut groups: BTreeMap<Errno, Vec<Rule>> = BTreeMap::new();
+    let mut groups: BTreeMap<Errno, Vec<SyscallRule>> = BTreeMap::new();
     for answer in answers {
         groups.entry(answer.errno).or_default().push(answer.rule());
     }
@@ -280,11 +280,11 @@ fn answered(
 
 /// Makes a program continue with another one wherever it would return this action.
 fn followed_by(mut program: BpfProgram, action: &Value, next: BpfProgram) -> BpfProgram {
-    let (length, action) = (program.len(), encoded(action));
+    let (length, action) = (program.len(), seccomp_ret(action));
     for (index, step) in program.iter_mut().enumerate() {
-        if step.code == RETURN && step.k == action {
+        if step.code == BPF_RET_K && step.k == action {
             *step = sock_filter {
-                code: JUMP,
+                code: BPF_JMP_JA,
                 jt: 0,
                 jf: 0,
                 k: (length - index - 1) as u32,
@@ -296,7 +296,7 @@ fn followed_by(mut program: BpfProgram, action: &Value, next: BpfProgram) -> Bpf
 }
 
 /// Encodes an action for the kernel: "allow" or an error.
-fn encoded(action: &Value) -> u32 {
+fn seccomp_ret(action: &Value) -> u32 {
     match action["errno"].as_u64() {
         Some(errno) => libc::SECCOMP_RET_ERRNO | errno as u32,
         None => libc::SECCOMP_RET_ALLOW,
@@ -309,9 +309,9 @@ impl Filters {
         as_bytes(&self.closing)
     }
 
-    /// Returns the still filter in the same format.
-    pub fn still_bytes(&self) -> Vec<u8> {
-        as_bytes(&self.still)
+    /// Returns the no-exec filter in the same format.
+    pub fn no_exec_bytes(&self) -> Vec<u8> {
+        as_bytes(&self.no_exec)
     }
 }
 
@@ -327,7 +327,12 @@ fn as_bytes(program: &BpfProgram) -> Vec<u8> {
     program.iter().flat_map(step_bytes).collect()
 }
 
-fn compile(rules: &[Rule], on_match: Value, otherwise: Value, arch: TargetArch) -> BpfProgram {
+fn compile(
+    rules: &[SyscallRule],
+    on_match: Value,
+    otherwise: Value,
+    arch: TargetArch,
+) -> BpfProgram {
     let source = json!({
         "filter": {
             "mismatch_action": otherwise,
@@ -344,19 +349,19 @@ fn compile(rules: &[Rule], on_match: Value, otherwise: Value, arch: TargetArch) 
 fn refuse_x32() -> [sock_filter; 3] {
     // Offset 0 of seccomp_data is the number of the call.
     let load_number = sock_filter {
-        code: LOAD,
+        code: BPF_LD_W_ABS,
         jt: 0,
         jf: 0,
         k: 0,
     };
     let if_at_least_x32 = sock_filter {
-        code: JUMP_IF_AT_LEAST,
+        code: BPF_JMP_JGE_K,
         jt: 0,
         jf: 1,
         k: X32_SYSCALL_BIT,
     };
     let kill_process = sock_filter {
-        code: RETURN,
+        code: BPF_RET_K,
         jt: 0,
         jf: 0,
         k: libc::SECCOMP_RET_KILL_PROCESS,
@@ -371,7 +376,7 @@ mod tests {
     use super::*;
 
     /// Calls that neither a session nor the jail makes.
-    const NOBODYS: &[&str] = &[
+    const NEVER_LISTED: &[&str] = &[
         "bpf",
         "perf_event_open",
         "userfaultfd",
@@ -431,7 +436,7 @@ mod tests {
     }
 
     #[test]
-    fn the_still_filter_is_there_for_every_call_that_starts_programs() {
+    fn the_no_exec_filter_covers_every_call_that_starts_programs() {
         let rules = rules();
         let listed = rules
             .common
@@ -443,14 +448,14 @@ mod tests {
         let starts = |name: &&str| name.starts_with("exec") || *name == "uselib";
         assert_eq!(
             listed.filter(starts).collect::<BTreeSet<_>>(),
-            BTreeSet::from(STARTING)
+            BTreeSet::from(EXEC_CALLS)
         );
         let filters = filters();
         // Two calls need only a few instructions more than none.
         assert!(
-            (6..24).contains(&(filters.still_bytes().len() / 8)),
+            (6..24).contains(&(filters.no_exec_bytes().len() / 8)),
             "{}",
-            filters.still_bytes().len()
+            filters.no_exec_bytes().len()
         );
     }
 
@@ -465,13 +470,13 @@ mod tests {
         };
         let program: Vec<_> = filters["x86_64"].chunks_exact(8).map(step).collect();
         let says = |number, argument| verdict(&program, number, [argument, 0, 0, 0, 0, 0]);
-        let not_permitted = libc::SECCOMP_RET_ERRNO | libc::EPERM as u32;
-        assert_eq!(says(libc::SYS_execve, 4096), not_permitted);
-        assert_eq!(says(libc::SYS_execveat, 3), not_permitted);
+        let eperm = libc::SECCOMP_RET_ERRNO | libc::EPERM as u32;
+        assert_eq!(says(libc::SYS_execve, 4096), eperm);
+        assert_eq!(says(libc::SYS_execveat, 3), eperm);
         let load = libc::PR_SET_SECCOMP as u64;
-        assert_eq!(says(libc::SYS_prctl, load), not_permitted);
+        assert_eq!(says(libc::SYS_prctl, load), eperm);
         // The kernel uses only the lower half.
-        assert_eq!(says(libc::SYS_prctl, load | 1 << 32), not_permitted);
+        assert_eq!(says(libc::SYS_prctl, load | 1 << 32), eperm);
         let x32 = i64::from(X32_SYSCALL_BIT);
         for number in [libc::SYS_read | x32, libc::SYS_execve | x32] {
             assert_eq!(says(number, 0), libc::SECCOMP_RET_KILL_PROCESS);
@@ -512,8 +517,8 @@ mod tests {
             .answers
             .iter()
             .chain(&rules.answers_x86_64)
-            .map(Answer::rule);
-        let answers = answers.map(|rule| Rule {
+            .map(ErrnoRule::rule);
+        let answers = answers.map(|rule| SyscallRule {
             syscall: format!("answer of {}", rule.syscall),
             ..rule
         });
@@ -582,7 +587,7 @@ mod tests {
             "move_pages",
             "migrate_pages",
         ];
-        for call in NOBODYS.iter().chain(&others) {
+        for call in NEVER_LISTED.iter().chain(&others) {
             assert!(!listed.contains(call), "{call} must not be in the list");
         }
     }
@@ -590,7 +595,7 @@ mod tests {
     #[test]
     fn calls_that_the_jail_must_never_make_are_not_listed_for_it() {
         let rules = rules();
-        for call in NOBODYS {
+        for call in NEVER_LISTED {
             assert!(
                 !rules.jail.iter().any(|rule| rule.syscall == *call),
                 "{call} must not be in the list"
@@ -634,9 +639,9 @@ mod tests {
     }
 
     const AUDIT_ARCH_X86_64: u32 = 0xC000_003E;
-    const AND: u16 = (libc::BPF_ALU | libc::BPF_AND | libc::BPF_K) as u16;
-    const JUMP_IF_EQUAL: u16 = (libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K) as u16;
-    const JUMP_IF_GREATER: u16 = (libc::BPF_JMP | libc::BPF_JGT | libc::BPF_K) as u16;
+    const BPF_ALU_AND_K: u16 = (libc::BPF_ALU | libc::BPF_AND | libc::BPF_K) as u16;
+    const BPF_JMP_JEQ_K: u16 = (libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K) as u16;
+    const BPF_JMP_JGT_K: u16 = (libc::BPF_JMP | libc::BPF_JGT | libc::BPF_K) as u16;
 
     /// Returns the result of a filter for an x86-64 call, evaluated like the kernel.
     fn verdict(program: &[sock_filter], number: i64, arguments: [u64; 6]) -> u32 {
@@ -657,16 +662,16 @@ mod tests {
             at += 1;
             let jump = |holds: bool| usize::from(if holds { step.jt } else { step.jf });
             match step.code {
-                LOAD => {
+                BPF_LD_W_ABS => {
                     let place = step.k as usize;
                     accumulator = u32::from_ne_bytes(data[place..place + 4].try_into().unwrap());
                 }
-                AND => accumulator &= step.k,
-                JUMP => at += step.k as usize,
-                JUMP_IF_EQUAL => at += jump(accumulator == step.k),
-                JUMP_IF_GREATER => at += jump(accumulator > step.k),
-                JUMP_IF_AT_LEAST => at += jump(accumulator >= step.k),
-                RETURN => return (step.k, taken),
+                BPF_ALU_AND_K => accumulator &= step.k,
+                BPF_JMP_JA => at += step.k as usize,
+                BPF_JMP_JEQ_K => at += jump(accumulator == step.k),
+                BPF_JMP_JGT_K => at += jump(accumulator > step.k),
+                BPF_JMP_JGE_K => at += jump(accumulator >= step.k),
+                BPF_RET_K => return (step.k, taken),
                 other => panic!("instruction {other:#x}"),
             }
         }

@@ -27,7 +27,7 @@ use rustix::fs::{Mode, OFlags};
 use rustix::process::{Gid, Uid};
 use rustix::thread::UnshareFlags;
 
-use crate::init::{give_up_capabilities, take_root};
+use crate::init::{enter_root, give_up_capabilities};
 use crate::seccomp::Filters;
 use crate::twin::LockDownSettings;
 use crate::wire::{
@@ -35,7 +35,8 @@ use crate::wire::{
 };
 use crate::{cgroup, sys};
 
-/// Size limit of an `SideProcessSpec`: arguments and variables within the kernel's limit fit into it.
+/// Size limit of a `SideProcessSpec`: arguments and variables within the kernel's limit fit into
+/// it.
 const LARGEST_SPEC: u64 = 8 * 1024 * 1024;
 
 /// The descriptors of the command to start a program.
@@ -203,7 +204,7 @@ fn prepare(fds: &LaunchFds, sandbox: &SideProcessSandbox<'_>) -> io::Result<Prep
         let entered = rustix::thread::move_into_link_name_space(namespace.as_fd(), None);
         entered.map_err(|error| step("setns")(error.into()))?;
     }
-    take_root(sandbox.root).map_err(step("take the root of the sandbox"))?;
+    enter_root(sandbox.root).map_err(step("take the root of the sandbox"))?;
     for limit in &sandbox.settings.rlimits {
         sys::set_limit(limit.resource, limit.value).map_err(step("set a limit"))?;
     }

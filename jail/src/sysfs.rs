@@ -54,9 +54,9 @@ struct Cpu {
 /// The versions of control groups that `/proc/self/cgroup` shows inside. Programs look there first,
 /// and then for the files of that version.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Versions {
-    Two,
-    OneAndTwo,
+enum CgroupVersions {
+    V2,
+    V1AndV2,
 }
 
 /// Writes the tree into the folder that becomes `/sys`.
@@ -114,7 +114,7 @@ fn processors() -> io::Result<Vec<Cpu>> {
         .collect())
 }
 
-fn versions(groups: &str) -> Versions {
+fn versions(groups: &str) -> CgroupVersions {
     // Format of a line: number of the hierarchy, controllers, path.
     let has_memory = |line: &str| {
         line.split(':')
@@ -122,13 +122,13 @@ fn versions(groups: &str) -> Versions {
             .is_some_and(|names| names.split(',').any(|name| name == "memory"))
     };
     if groups.lines().any(has_memory) {
-        Versions::OneAndTwo
+        CgroupVersions::V1AndV2
     } else {
-        Versions::Two
+        CgroupVersions::V2
     }
 }
 
-fn files(cpus: &[Cpu], limits: &ShownLimits, versions: Versions) -> BTreeMap<String, String> {
+fn files(cpus: &[Cpu], limits: &ShownLimits, versions: CgroupVersions) -> BTreeMap<String, String> {
     let mut files = BTreeMap::new();
     let mut put = |path: String, content: String| files.insert(path, content + "\n");
     let all: Vec<usize> = cpus.iter().map(|cpu| cpu.number).collect();
@@ -172,7 +172,7 @@ fn files(cpus: &[Cpu], limits: &ShownLimits, versions: Versions) -> BTreeMap<Str
         "cpu.max",
         quota.map_or(format!("max {period}"), |quota| format!("{quota} {period}")),
     );
-    if versions == Versions::OneAndTwo {
+    if versions == CgroupVersions::V1AndV2 {
         put("memory/memory.limit_in_bytes", limits.memory.to_string());
         put(
             "cpu/cpu.cfs_quota_us",
@@ -258,7 +258,7 @@ mod tests {
     #[test]
     fn processors_are_listed_with_their_cores() {
         let cpus = [cpu(0, 0, 0), cpu(1, 0, 0), cpu(2, 1, 0), cpu(35, 0, 1)];
-        let files = files(&cpus, &LIMITS, Versions::Two);
+        let files = files(&cpus, &LIMITS, CgroupVersions::V2);
         let content = |name: &str| files[&format!("devices/system/cpu/{name}")].as_str();
         assert_eq!(content("online"), "0-2,35\n");
         assert_eq!(content("cpu1/topology/thread_siblings_list"), "0-1\n");
@@ -277,7 +277,7 @@ mod tests {
 
     #[test]
     fn limits_are_told_as_control_groups_do() {
-        let told = files(&[cpu(0, 0, 0)], &LIMITS, Versions::Two);
+        let told = files(&[cpu(0, 0, 0)], &LIMITS, CgroupVersions::V2);
         assert_eq!(told["fs/cgroup/memory.max"], "2147483648\n");
         assert_eq!(told["fs/cgroup/cpu.max"], "150000 100000\n");
         assert!(!told.contains_key("fs/cgroup/memory.current"));
@@ -286,7 +286,7 @@ mod tests {
             cpus: None,
             ..LIMITS
         };
-        let told = files(&[cpu(0, 0, 0)], &unlimited, Versions::OneAndTwo);
+        let told = files(&[cpu(0, 0, 0)], &unlimited, CgroupVersions::V1AndV2);
         assert_eq!(told["fs/cgroup/cpu.max"], "max 100000\n");
         assert_eq!(told["fs/cgroup/cpu/cpu.cfs_quota_us"], "-1\n");
         assert_eq!(
@@ -297,9 +297,9 @@ mod tests {
 
     #[test]
     fn the_version_is_that_of_the_memory_controller() {
-        assert_eq!(versions("0::/user.slice\n"), Versions::Two);
-        assert_eq!(versions("4:memory:/\n0::/\n"), Versions::OneAndTwo);
-        assert_eq!(versions("4:cpu,memory:/\n"), Versions::OneAndTwo);
-        assert_eq!(versions("4:name=memory:/\n0::/\n"), Versions::Two);
+        assert_eq!(versions("0::/user.slice\n"), CgroupVersions::V2);
+        assert_eq!(versions("4:memory:/\n0::/\n"), CgroupVersions::V1AndV2);
+        assert_eq!(versions("4:cpu,memory:/\n"), CgroupVersions::V1AndV2);
+        assert_eq!(versions("4:name=memory:/\n0::/\n"), CgroupVersions::V2);
     }
 }

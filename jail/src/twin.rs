@@ -56,8 +56,8 @@ const OWN_PID_NAMESPACE_FD: u64 = 1003;
 /// takes a second.
 const STEP_TIMEOUT: Duration = Duration::from_secs(10);
 /// CPU time a twin may use before its next system call. CPU time is measured because a busy machine
-/// delays a twin. Its memory is not trusted, so it may never get there. It cannot do anything in the
-/// meantime, and is killed afterwards.
+/// delays a twin. Its memory is not trusted, so it may never get there. It cannot do anything in
+/// the meantime, and is killed afterwards.
 const SYSCALL_ENTRY_TIMEOUT: Duration = Duration::from_millis(200);
 /// How long this process polls before it sleeps: most steps take less time than a wake-up.
 const SPIN_TIMEOUT: Duration = Duration::from_micros(60);
@@ -101,7 +101,7 @@ pub(crate) struct LockDownSettings {
     pub(crate) id: u32,
     /// In the kernel's format; empty in a test that leaves them out.
     pub(crate) closing_filter: Vec<u8>,
-    pub(crate) still_filter: Vec<u8>,
+    pub(crate) no_exec_filter: Vec<u8>,
     pub(crate) last_capability: u64,
     pub(crate) test_switches: TestSwitches,
 }
@@ -115,7 +115,7 @@ pub(crate) struct LaunchArguments<'a> {
     pub(crate) family: Option<&'a OwnedFd>,
     /// The pid namespace of the family and of all its twins.
     pub(crate) own_pid_namespace: &'a OwnedFd,
-    /// The namespaces of the sandbox, in the order of `init::JOINED`.
+    /// The namespaces of the sandbox, in the order of `init::JOINED_NAMESPACES`.
     pub(crate) namespaces: &'a [OwnedFd],
     /// The root of the sandbox, in a mount namespace that contains no process (`init::Mounts`).
     pub(crate) root: &'a OwnedFd,
@@ -884,8 +884,8 @@ impl Twin {
             let mode = Argument::Value(libc::SECCOMP_SET_MODE_FILTER.into());
             program.call(name, libc::SYS_seccomp, &[mode, 0.into(), filter.into()]);
         };
-        if launch.programs == Programs::Refused && !settings.still_filter.is_empty() {
-            load("refuse programs", &settings.still_filter);
+        if launch.programs == Programs::Refused && !settings.no_exec_filter.is_empty() {
+            load("refuse programs", &settings.no_exec_filter);
         }
         // Last: the filter forbids the very calls used above.
         if !settings.closing_filter.is_empty() {

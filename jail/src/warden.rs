@@ -22,13 +22,13 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::process::{DumpableBehavior, Pid, PidfdFlags, Signal, WaitOptions};
 
-use crate::family::{Family, OperatorMounts, Word as FamilyWord};
+use crate::family::{Family, FamilyReply, OperatorMounts};
 use crate::guardian::{self, OpenMounts, OpenedMounts};
 use crate::identity::INSIDE_ID;
-use crate::init::{JOINED, Order, Word as InitWord};
+use crate::init::{InitReport, InitRequest, JOINED_NAMESPACES};
 use crate::mask;
 use crate::program::StepError;
-use crate::root::{self, RootError, Tree};
+use crate::root::{self, DetachedMount, JailSetupError};
 use crate::seccomp::Filters;
 use crate::side_process::{self, LaunchFds, SideProcessSandbox};
 use crate::sys::{self, Forked};
@@ -37,34 +37,35 @@ use crate::twin::{
     Twin,
 };
 use crate::wire::{
-    self, BEGINNING, Command, Event, FamilyId, Generation, LeftOut, Origin, Programs, Setup, Slot,
+    self, FamilyId, ForkOrigin, Generation, INITIAL_CHECKPOINT, LeftOut, Programs, Setup, Slot,
+    WardenCommand, WardenEvent,
 };
-use crate::zygote::{Word as ZygoteWord, Zygote};
+use crate::zygote::{Zygote, ZygoteReport};
 
 /// OOM scores. Checkpoints other than the newest are killed first when memory runs out, then live
 /// sessions, then anything else. The newest checkpoint is what a session that used too much is
 /// restored from.
-const SCORE_OF_LIVE: &str = "500";
-const SCORE_OF_NEWEST: &str = "0";
-const SCORE_OF_OLDER: &str = "1000";
+const OOM_SCORE_ADJ_OF_LIVE: &str = "500";
+const OOM_SCORE_ADJ_OF_NEWEST: &str = "0";
+const OOM_SCORE_ADJ_OF_OLDER: &str = "1000";
 
 /// Descriptors reserved from new sandboxes. Interpreters, programs and the zygote need some for a
 /// short time, and a warden without free descriptors could not serve the existing sandboxes.
 const RESERVED_DESCRIPTORS: u64 = 64;
-/// Index of the mount namespace in `JOINED`.
-const MOUNTS: usize = 1;
+/// Index of the mount namespace in `JOINED_NAMESPACES`.
+const MOUNT_NAMESPACE_INDEX: usize = 1;
 /// Timeout for an init after the memory of its interpreter is copied. A slower init is short of CPU
 /// time and must not delay other sandboxes: its fork is deferred until it is ready.
-const INIT_WAIT: Duration = Duration::from_millis(50);
+const INIT_TIMEOUT: Duration = Duration::from_millis(50);
 
 /// Arguments of the warden.
-pub(crate) struct Start {
+pub(crate) struct WardenStart {
     pub(crate) gate: OwnedFd,
     pub(crate) commands: OwnedFd,
     /// Socket to the guardian for requesting id-mapped mounts; only on a server that runs as root.
     pub(crate) mounts_from_guardian: Option<OwnedFd>,
     /// The read-only mounts, if the guardian was able to open them.
-    pub(crate) trees: Option<Vec<Tree>>,
+    pub(crate) trees: Option<Vec<DetachedMount>>,
     pub(crate) filters: Filters,
     pub(crate) setup: Setup,
 }
@@ -79,7 +80,7 @@ struct Sandbox {
     mounts: Option<OwnedFd>,
     /// Readable when the init has ended. `None` until the family has made it.
     init: Option<OwnedFd>,
-    orders: OwnedFd,
+    init_socket: OwnedFd,
     /// Open once the sandbox is ready.
     namespaces: Vec<OwnedFd>,
     /// The root directory of its processes.
@@ -90,14 +91,14 @@ struct Sandbox {
     /// Programs that the server started, by the server's numbers.
     side_processes: BTreeMap<u32, Pid>,
     /// A fork that is waiting for the init.
-    deferred: Option<(Command, Vec<OwnedFd>)>,
-    /// False once the other end of `orders` is closed.
+    deferred: Option<(WardenCommand, Vec<OwnedFd>)>,
+    /// False once the other end of `init_socket` is closed.
     listening: bool,
     /// False once the init has ended. The sandbox is reported as destroyed when no part of it is
     /// left.
-    standing: bool,
+    alive: bool,
     /// The server has requested its destruction.
-    unwanted: bool,
+    destroy_requested: bool,
 }
 
 /// A live interpreter.
@@ -109,8 +110,8 @@ struct Live {
     /// `None` once a copy has failed. The snapshot process may then have executed code from its
     /// memory, so it was killed.
     twin: Option<Twin>,
-    /// StopReason until the server has checked it.
-    waits: bool,
+    /// Stopped until the server has checked it.
+    suspended: bool,
     /// Set while the interpreter is traced to the fork point of this checkpoint.
     fork_tracer: Option<(u32, ForkPointTracer)>,
 }
@@ -148,13 +149,13 @@ struct Ready {
 }
 
 /// Runs the warden; never returns.
-pub(crate) fn main(start: Start) -> ! {
+pub(crate) fn main(start: WardenStart) -> ! {
     let commands = start.commands.try_clone();
     if let (Err(error), Ok(commands)) = (run(start), commands) {
         let _ = wire::send(
             &commands,
-            &Event::Broken {
-                why: guardian::chain(&error),
+            &WardenEvent::WardenFailed {
+                why: guardian::error_chain(&error),
             },
             &[],
         );
@@ -162,33 +163,34 @@ pub(crate) fn main(start: Start) -> ! {
     sys::exit_now(0);
 }
 
-fn run(start: Start) -> Result<(), RootError> {
-    let failed = |attempt: &'static str| move |cause: io::Error| RootError::new(attempt, cause);
-    end_with_the_guardian()?;
+fn run(start: WardenStart) -> Result<(), JailSetupError> {
+    let failed =
+        |attempt: &'static str| move |cause: io::Error| JailSetupError::new(attempt, cause);
+    die_with_guardian()?;
     let mut byte = [0];
     if rustix::io::read(&start.gate, &mut byte)
-        .map_err(|cause| RootError::new("could not wait for the id maps", cause))?
+        .map_err(|cause| JailSetupError::new("could not wait for the id maps", cause))?
         != 1
     {
         return Ok(());
     }
     rustix::thread::set_name(c"cb-warden")
-        .map_err(|cause| RootError::new("could not name the warden", cause))?;
+        .map_err(|cause| JailSetupError::new("could not name the warden", cause))?;
     become_warden_root(&start.setup).map_err(failed("could not become root of the jail"))?;
     // The kernel clears the parent death signal when a process changes its user.
-    end_with_the_guardian()?;
+    die_with_guardian()?;
     let trees = match start.trees {
         Some(trees) => trees,
         None => root::open_all(&start.setup.binds, &start.setup.test_switches)?,
     };
-    let standing = if start.mounts_from_guardian.is_none() {
+    let staged = if start.mounts_from_guardian.is_none() {
         root::open_operator_mounts(&start.setup.mounts)?
     } else {
         Vec::new()
     };
     root::become_root(
         &trees,
-        &standing,
+        &staged,
         &start.setup.shown_limits,
         &start.setup.test_switches,
     )?;
@@ -216,12 +218,14 @@ fn run(start: Start) -> Result<(), RootError> {
         setup: start.setup,
     };
     let own = rustix::process::pidfd_open(rustix::process::getpid(), PidfdFlags::empty())
-        .map_err(|cause| RootError::new("could not open the warden's own process", cause))?;
+        .map_err(|cause| JailSetupError::new("could not open the warden's own process", cause))?;
     warden
-        .tell(&Event::Ready, &[&own])
-        .map_err(failed("could not tell that the warden is ready"))?;
+        .report(&WardenEvent::Ready, &[&own])
+        .map_err(failed("could not report that the warden is ready"))?;
     drop(own);
-    warden.serve().map_err(failed("the warden's loop broke"))
+    warden
+        .serve()
+        .map_err(failed("the warden's event loop failed"))
 }
 
 /// Returns the settings with which interpreters of this jail enter their sandboxes.
@@ -243,10 +247,10 @@ fn lock_down_settings(
         } else {
             filters.closing_bytes()
         },
-        still_filter: if without_filters {
+        no_exec_filter: if without_filters {
             Vec::new()
         } else {
-            filters.still_bytes()
+            filters.no_exec_bytes()
         },
         // Fallback: the newest capability known when this was written. The posture check detects a
         // kernel that has more.
@@ -256,9 +260,9 @@ fn lock_down_settings(
 }
 
 /// Makes the kernel kill this process, and with it its pid namespace, when the guardian is killed.
-fn end_with_the_guardian() -> Result<(), RootError> {
+fn die_with_guardian() -> Result<(), JailSetupError> {
     rustix::process::set_parent_process_death_signal(Some(Signal::KILL))
-        .map_err(|cause| RootError::new("could not tie the warden to its guardian", cause))
+        .map_err(|cause| JailSetupError::new("could not tie the warden to its guardian", cause))
 }
 
 fn become_warden_root(setup: &Setup) -> io::Result<()> {
@@ -275,7 +279,7 @@ fn become_warden_root(setup: &Setup) -> io::Result<()> {
 }
 
 impl Warden {
-    fn tell(&self, event: &Event, descriptors: &[&OwnedFd]) -> io::Result<()> {
+    fn report(&self, event: &WardenEvent, descriptors: &[&OwnedFd]) -> io::Result<()> {
         let descriptors: Vec<_> = descriptors
             .iter()
             .map(|descriptor| descriptor.as_fd())
@@ -289,13 +293,13 @@ impl Warden {
             // table of sandboxes.
             let ready = self.wait_for_something()?;
             for zygote in ready.zygotes {
-                self.hear_zygote(zygote)?;
+                self.handle_zygote_report(zygote)?;
             }
             for family in ready.families {
-                self.hear_family(family)?;
+                self.handle_family_reply(family)?;
             }
             for slot in ready.inits {
-                self.hear_init(slot)?;
+                self.handle_init_report(slot)?;
             }
             for slot in ready.ended {
                 self.interpreter_ended(slot)?;
@@ -305,7 +309,7 @@ impl Warden {
             }
             // Last: a command may consume messages that arrived on other sockets in the meantime.
             if ready.commands {
-                match wire::receive_or_lose::<Command>(&self.commands)? {
+                match wire::receive_lossy::<WardenCommand>(&self.commands)? {
                     Some((command, Ok(descriptors))) => self.carry_out(command, descriptors)?,
                     Some((command, Err(error))) => self.refuse(&command, &error)?,
                     None => return Ok(()),
@@ -331,12 +335,11 @@ impl Warden {
         events.extend(zygotes().map(|zygote| PollFd::new(&zygote.socket, PollFlags::IN)));
         let families = || self.families.iter().filter(|(_, family)| family.listening);
         events.extend(families().map(|(_, family)| PollFd::new(&family.socket, PollFlags::IN)));
-        events.extend(listening().map(|(_, sandbox)| PollFd::new(&sandbox.orders, PollFlags::IN)));
+        events.extend(
+            listening().map(|(_, sandbox)| PollFd::new(&sandbox.init_socket, PollFlags::IN)),
+        );
         let inits = || {
-            let standing = self
-                .sandboxes
-                .iter()
-                .filter(|(_, sandbox)| sandbox.standing);
+            let standing = self.sandboxes.iter().filter(|(_, sandbox)| sandbox.alive);
             standing.filter_map(|(slot, sandbox)| Some((slot, sandbox.init.as_ref()?)))
         };
         events.extend(inits().map(|(_, init)| PollFd::new(init, PollFlags::IN)));
@@ -379,14 +382,14 @@ impl Warden {
     }
 
     /// Refuses a command whose descriptors could not be received. Other commands are unaffected.
-    fn refuse(&self, command: &Command, error: &io::Error) -> io::Result<()> {
+    fn refuse(&self, command: &WardenCommand, error: &io::Error) -> io::Result<()> {
         let why = format!("the jail cannot take its descriptors: {error}");
         match *command {
-            Command::Prepare { slot, .. } | Command::Fork { slot, .. } => {
-                self.tell(&Event::Failed { slot, why }, &[])
+            WardenCommand::Prepare { slot, .. } | WardenCommand::Fork { slot, .. } => {
+                self.report(&WardenEvent::Failed { slot, why }, &[])
             }
-            Command::StartSideProcess { slot, number, .. } => {
-                self.tell(&Event::SideProcessFailed { slot, number, why }, &[])
+            WardenCommand::StartSideProcess { slot, number, .. } => {
+                self.report(&WardenEvent::SideProcessFailed { slot, number, why }, &[])
             }
             // No other command carries descriptors.
             _ => Ok(()),
@@ -395,13 +398,18 @@ impl Warden {
 
     /// Sends an event about one sandbox with descriptors. If they cannot be sent, only that sandbox
     /// fails.
-    fn tell_or_fail(&self, slot: Slot, event: &Event, descriptors: &[&OwnedFd]) -> io::Result<()> {
-        match self.tell(event, descriptors) {
+    fn report_or_fail(
+        &self,
+        slot: Slot,
+        event: &WardenEvent,
+        descriptors: &[&OwnedFd],
+    ) -> io::Result<()> {
+        match self.report(event, descriptors) {
             Ok(()) => Ok(()),
             // The server has ended.
             Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Err(error),
-            Err(error) => self.tell(
-                &Event::Failed {
+            Err(error) => self.report(
+                &WardenEvent::Failed {
                     slot,
                     why: error.to_string(),
                 },
@@ -410,10 +418,10 @@ impl Warden {
         }
     }
 
-    fn carry_out(&mut self, command: Command, descriptors: Vec<OwnedFd>) -> io::Result<()> {
+    fn carry_out(&mut self, command: WardenCommand, descriptors: Vec<OwnedFd>) -> io::Result<()> {
         match command {
-            Command::Warm => self.warm(),
-            Command::Prepare {
+            WardenCommand::StartZygote => self.warm(),
+            WardenCommand::Prepare {
                 slot,
                 family,
                 apart,
@@ -422,17 +430,19 @@ impl Warden {
                 Ok(()) => Ok(()),
                 Err(error) => {
                     self.end_family_without_members(family);
-                    self.tell(
-                        &Event::Failed {
+                    self.report(
+                        &WardenEvent::Failed {
                             slot,
-                            why: guardian::chain(&error),
+                            why: guardian::error_chain(&error),
                         },
                         &[],
                     )
                 }
             },
-            Command::Sweep { slot, number } => self.order(slot, &Order::Sweep { number }),
-            Command::Fork {
+            WardenCommand::Sweep { slot, number } => {
+                self.request_from_init(slot, &InitRequest::Sweep { number })
+            }
+            WardenCommand::Fork {
                 slot,
                 generation,
                 from,
@@ -440,7 +450,7 @@ impl Warden {
                 programs,
             } => {
                 let forked = self.fork(slot, generation, from, programs, &descriptors);
-                if let (Err(ForkError::InitLate), Some(sandbox)) =
+                if let (Err(ForkError::InitNotReady), Some(sandbox)) =
                     (&forked, self.sandboxes.get_mut(&slot))
                 {
                     sandbox.deferred = Some((command, descriptors));
@@ -448,30 +458,36 @@ impl Warden {
                 }
                 let kept = forked.and_then(|handle| {
                     if keep {
-                        self.keep_beginning(slot).map_err(ForkError::Keep)?;
+                        self.keep_initial_checkpoint(slot)
+                            .map_err(ForkError::Keep)?;
                     }
                     Ok(handle)
                 });
                 match kept {
-                    Ok(handle) => {
-                        self.tell_or_fail(slot, &Event::Forked { slot, generation }, &[&handle])
-                    }
-                    Err(error) => self.tell(
-                        &Event::Failed {
+                    Ok(handle) => self.report_or_fail(
+                        slot,
+                        &WardenEvent::Forked { slot, generation },
+                        &[&handle],
+                    ),
+                    Err(error) => self.report(
+                        &WardenEvent::Failed {
                             slot,
-                            why: guardian::chain(&error),
+                            why: guardian::error_chain(&error),
                         },
                         &[],
                     ),
                 }
             }
-            Command::Release { slot, generation } => self.release(slot, generation),
-            Command::Checkpoint { slot, number } => match self.watch(slot, number) {
-                Ok(()) => self.tell(&Event::Watched { slot, number }, &[]),
-                Err(why) => self.tell(&Event::NotCheckpointed { slot, number, why }, &[]),
+            WardenCommand::Release { slot, generation } => self.release(slot, generation),
+            WardenCommand::Checkpoint { slot, number } => match self.begin_checkpoint(slot, number)
+            {
+                Ok(()) => self.report(&WardenEvent::TracingStarted { slot, number }, &[]),
+                Err(why) => self.report(&WardenEvent::CheckpointFailed { slot, number, why }, &[]),
             },
-            Command::LookAway { slot, number } => self.look_away(slot, number),
-            Command::Forget { slot, number } => {
+            WardenCommand::CancelCheckpoint { slot, number } => {
+                self.cancel_checkpoint(slot, number)
+            }
+            WardenCommand::DiscardCheckpoint { slot, number } => {
                 let forgotten = self
                     .sandboxes
                     .get_mut(&slot)
@@ -481,7 +497,7 @@ impl Warden {
                 }
                 Ok(())
             }
-            Command::StartSideProcess {
+            WardenCommand::StartSideProcess {
                 slot,
                 number,
                 has_input,
@@ -492,26 +508,29 @@ impl Warden {
                     .and_then(|fds| self.start_side_process(slot, number, fds))
                 {
                     Ok(handle) => {
-                        match self.tell(&Event::SideProcessCreated { slot, number }, &[&handle]) {
-                            Err(error) if error.kind() != io::ErrorKind::BrokenPipe => self.tell(
-                                &Event::SideProcessFailed {
+                        match self.report(
+                            &WardenEvent::SideProcessCreated { slot, number },
+                            &[&handle],
+                        ) {
+                            Err(error) if error.kind() != io::ErrorKind::BrokenPipe => self.report(
+                                &WardenEvent::SideProcessFailed {
                                     slot,
                                     number,
                                     why: error.to_string(),
                                 },
                                 &[],
                             ),
-                            told => told,
+                            sent => sent,
                         }
                     }
                     Err(SideProcessError::Lost(error)) => Err(error),
                     Err(error) => {
-                        let why = guardian::chain(&error);
-                        self.tell(&Event::SideProcessFailed { slot, number, why }, &[])
+                        let why = guardian::error_chain(&error);
+                        self.report(&WardenEvent::SideProcessFailed { slot, number, why }, &[])
                     }
                 }
             }
-            Command::SignalSideProcess {
+            WardenCommand::SignalSideProcess {
                 slot,
                 number,
                 signal,
@@ -528,15 +547,15 @@ impl Warden {
                 }
                 Ok(())
             }
-            Command::Mask => self.mask_again(),
-            Command::Destroy { slot } => self.destroy(slot),
-            Command::Ping { number } => self.tell(&Event::Pong { number }, &[]),
+            WardenCommand::ReapplyMasks => self.reapply_masks(),
+            WardenCommand::Destroy { slot } => self.destroy(slot),
+            WardenCommand::Ping { number } => self.report(&WardenEvent::Pong { number }, &[]),
         }
     }
 
     /// Masks replaced files again in every sandbox that is ready. A sandbox that is still starting
     /// is masked when it becomes ready.
-    fn mask_again(&mut self) -> io::Result<()> {
+    fn reapply_masks(&mut self) -> io::Result<()> {
         self.masked = self.masked.wrapping_add(1);
         let slots: Vec<Slot> = self.sandboxes.keys().copied().collect();
         slots
@@ -549,13 +568,16 @@ impl Warden {
     fn mask_sandbox(&mut self, slot: Slot) -> io::Result<()> {
         let masked = self.masked;
         let stale =
-            |sandbox: &&mut Sandbox| sandbox.standing && !sandbox.apart && sandbox.masked != masked;
+            |sandbox: &&mut Sandbox| sandbox.alive && !sandbox.apart && sandbox.masked != masked;
         let Some(sandbox) = self.sandboxes.get_mut(&slot).filter(stale) else {
             return Ok(());
         };
         // Files are looked up in the first namespace; whether a name can be removed, the kernel
         // decides by the second.
-        let namespaces = sandbox.mounts.as_ref().zip(sandbox.namespaces.get(MOUNTS));
+        let namespaces = sandbox
+            .mounts
+            .as_ref()
+            .zip(sandbox.namespaces.get(MOUNT_NAMESPACE_INDEX));
         let Some((original, copy)) = namespaces else {
             return Ok(());
         };
@@ -563,7 +585,7 @@ impl Warden {
             return Ok(());
         };
         let covered = [original, copy].into_iter().try_for_each(|mounts| {
-            mask::place_again(&self.setup.masks, &family.user_namespace, mounts)
+            mask::reapply(&self.setup.masks, &family.user_namespace, mounts)
         });
         match covered {
             Ok(()) => {
@@ -574,11 +596,11 @@ impl Warden {
         }
     }
 
-    fn order(&self, slot: Slot, order: &Order) -> io::Result<()> {
+    fn request_from_init(&self, slot: Slot, request: &InitRequest) -> io::Result<()> {
         // An init that has just died is reported when it is reaped. A stopped init must not block
         // the warden: the server detects that it does not answer.
         if let Some(sandbox) = self.sandboxes.get(&slot) {
-            let _ = wire::send_now(&sandbox.orders, order, &[]);
+            let _ = wire::send_nonblocking(&sandbox.init_socket, request, &[]);
         }
         Ok(())
     }
@@ -589,10 +611,10 @@ impl Warden {
                 self.zygotes.push(zygote);
                 Ok(())
             }
-            Err(error) => self.tell(
-                &Event::ZygoteEnded {
+            Err(error) => self.report(
+                &WardenEvent::ZygoteEnded {
                     was_warm: false,
-                    words: error.to_string(),
+                    why: error.to_string(),
                 },
                 &[],
             ),
@@ -606,10 +628,11 @@ impl Warden {
         id: FamilyId,
         apart: bool,
         cgroup_procs: &[OwnedFd],
-    ) -> Result<(), RootError> {
-        let failed =
-            |cause: io::Error| RootError::new("could not make the sandbox's namespaces", cause);
-        self.check_room().map_err(failed)?;
+    ) -> Result<(), JailSetupError> {
+        let failed = |cause: io::Error| {
+            JailSetupError::new("could not make the sandbox's namespaces", cause)
+        };
+        self.check_free_descriptors().map_err(failed)?;
         if !self.families.contains_key(&id) {
             let mounts = if apart {
                 OperatorMounts::None
@@ -623,14 +646,14 @@ impl Warden {
             .families
             .get(&id)
             .ok_or_else(|| failed(io::ErrorKind::NotFound.into()))?;
-        let (orders, theirs) = wire::pair().map_err(failed)?;
+        let (init_socket, theirs) = wire::pair().map_err(failed)?;
         let scratch = if apart {
             self.setup.scratch_apart
         } else {
             self.setup.scratch
         };
         family
-            .make(slot, scratch, &theirs, cgroup_procs)
+            .make_init(slot, scratch, &theirs, cgroup_procs)
             .map_err(failed)?;
         let sandbox = Sandbox {
             family: id,
@@ -638,7 +661,7 @@ impl Warden {
             masked: self.masked,
             mounts: None,
             init: None,
-            orders,
+            init_socket,
             namespaces: Vec::new(),
             root: None,
             rules: None,
@@ -647,15 +670,15 @@ impl Warden {
             side_processes: BTreeMap::new(),
             deferred: None,
             listening: true,
-            standing: true,
-            unwanted: false,
+            alive: true,
+            destroy_requested: false,
         };
         self.sandboxes.insert(slot, sandbox);
         Ok(())
     }
 
     /// Refuses another sandbox if it would leave too few descriptors for the existing ones.
-    fn check_room(&self) -> io::Result<()> {
+    fn check_free_descriptors(&self) -> io::Result<()> {
         // The kernel allocates the lowest free number, so it shows how many are in use.
         let free = rustix::io::fcntl_dupfd_cloexec(&self.commands, 0)?;
         let most = rustix::process::getrlimit(rustix::process::Resource::Nofile)
@@ -667,30 +690,30 @@ impl Warden {
         Ok(())
     }
 
-    fn operator_mounts(&self, family: FamilyId) -> Result<OperatorMounts, RootError> {
+    fn operator_mounts(&self, family: FamilyId) -> Result<OperatorMounts, JailSetupError> {
         let Some(guardian) = &self.mounts_from_guardian else {
-            return Ok(OperatorMounts::Standing);
+            return Ok(OperatorMounts::Staged);
         };
         if self.setup.mounts.is_empty() {
             return Ok(OperatorMounts::None);
         }
         let failed =
-            |cause: io::Error| RootError::new("could not ask the guardian for mounts", cause);
+            |cause: io::Error| JailSetupError::new("could not ask the guardian for mounts", cause);
         wire::send(guardian, &OpenMounts { family }, &[]).map_err(failed)?;
         let (OpenedMounts { error }, opened) = wire::receive(guardian)
             .map_err(failed)?
             .ok_or_else(|| failed(io::ErrorKind::UnexpectedEof.into()))?;
         match error {
-            Some(why) => Err(RootError::new(
+            Some(why) => Err(JailSetupError::new(
                 "could not open the operator's mounts",
                 io::Error::other(why),
             )),
-            None => Ok(OperatorMounts::Given(
+            None => Ok(OperatorMounts::Opened(
                 self.setup
                     .mounts
                     .iter()
                     .zip(opened)
-                    .map(|(mount, opened)| Tree::from_guardian(mount, opened))
+                    .map(|(mount, opened)| DetachedMount::from_guardian(mount, opened))
                     .collect(),
             )),
         }
@@ -701,17 +724,17 @@ impl Warden {
         &mut self,
         slot: Slot,
         generation: Generation,
-        from: Origin,
+        from: ForkOrigin,
         programs: Programs,
         descriptors: &[OwnedFd],
     ) -> Result<OwnedFd, ForkError> {
         let (channel, cgroup_procs) = descriptors.split_first().ok_or(ForkError::NotReady)?;
         let family = self.family_for(slot, from)?;
-        if matches!(from, Origin::Checkpoint { last: true, .. }) {
+        if matches!(from, ForkOrigin::Checkpoint { last: true, .. }) {
             // This fork consumes the checkpoint, so a later retry would have none.
             self.await_init(slot, family)?;
         }
-        let mut twin = self.twin_from(from, family)?;
+        let mut twin = self.snapshot_from(from, family)?;
         let ready = self.await_init(slot, family).and_then(|()| {
             let sandbox = self.sandboxes.get(&slot).ok_or(ForkError::NotReady)?;
             let root = sandbox.root.as_ref().ok_or(ForkError::NotReady)?;
@@ -731,7 +754,7 @@ impl Warden {
         let launch = LaunchArguments {
             channel,
             cgroup_procs,
-            family: matches!(from, Origin::Zygote).then_some(&family.user_namespace),
+            family: matches!(from, ForkOrigin::Zygote).then_some(&family.user_namespace),
             own_pid_namespace: &family.pid_namespace,
             namespaces: &sandbox.namespaces,
             root,
@@ -767,13 +790,13 @@ impl Warden {
         });
         match made {
             Ok((pid, theirs, handle)) => {
-                score(pid, SCORE_OF_LIVE);
+                set_oom_score_adj(pid, OOM_SCORE_ADJ_OF_LIVE);
                 let live = Live {
                     pid,
                     generation,
                     handle,
                     twin: Some(twin),
-                    waits: true,
+                    suspended: true,
                     fork_tracer: None,
                 };
                 let sandbox = self.sandboxes.get_mut(&slot).ok_or(ForkError::NotReady)?;
@@ -789,20 +812,20 @@ impl Warden {
     }
 
     /// Returns the family of a sandbox that can receive an interpreter made from `from`.
-    fn family_for(&self, slot: Slot, from: Origin) -> Result<FamilyId, ForkError> {
+    fn family_for(&self, slot: Slot, from: ForkOrigin) -> Result<FamilyId, ForkError> {
         let sandbox = self
             .sandboxes
             .get(&slot)
-            .filter(|sandbox| sandbox.interpreter.is_none() && sandbox.standing);
+            .filter(|sandbox| sandbox.interpreter.is_none() && sandbox.alive);
         let sandbox = sandbox.ok_or(ForkError::NotReady)?;
         match from {
-            Origin::Zygote => Ok(sandbox.family),
-            Origin::Checkpoint { slot: source, .. } => {
+            ForkOrigin::Zygote => Ok(sandbox.family),
+            ForkOrigin::Checkpoint { slot: source, .. } => {
                 let source = self.sandboxes.get(&source).ok_or(ForkError::NoOrigin)?;
                 // The kernel would refuse it as well.
                 (source.family == sandbox.family)
                     .then_some(sandbox.family)
-                    .ok_or(ForkError::Stranger)
+                    .ok_or(ForkError::OtherFamily)
             }
         }
     }
@@ -818,19 +841,19 @@ impl Warden {
             }
             let family = self.families.get(&id).filter(|family| family.listening);
             let family = family
-                .filter(|_| sandbox.standing && sandbox.listening)
+                .filter(|_| sandbox.alive && sandbox.listening)
                 .ok_or(ForkError::NotReady)?;
-            let left = INIT_WAIT.saturating_sub(begun.elapsed());
+            let left = INIT_TIMEOUT.saturating_sub(begun.elapsed());
             if left.is_zero() {
                 return Err(if is_stopped(family.pid) {
                     ForkError::NotReady
                 } else {
-                    ForkError::InitLate
+                    ForkError::InitNotReady
                 });
             }
             let mut events = [
                 PollFd::new(&family.socket, PollFlags::IN),
-                PollFd::new(&sandbox.orders, PollFlags::IN),
+                PollFd::new(&sandbox.init_socket, PollFlags::IN),
             ];
             let pause = Timespec {
                 tv_sec: 0,
@@ -843,10 +866,10 @@ impl Warden {
             let [from_family, from_init] = [0, 1].map(|index| !events[index].revents().is_empty());
             // If the server cannot be reached it has ended, which the next command detects.
             if from_family {
-                let _ = self.hear_family(id);
+                let _ = self.handle_family_reply(id);
             }
             if from_init {
-                let _ = self.hear_init(slot);
+                let _ = self.handle_init_report(slot);
             }
         }
     }
@@ -861,7 +884,7 @@ impl Warden {
         let sandbox = self
             .sandboxes
             .get_mut(&slot)
-            .filter(|sandbox| sandbox.standing);
+            .filter(|sandbox| sandbox.alive);
         let sandbox = sandbox.ok_or(SideProcessError::NotReady)?;
         let (pid_namespace, namespaces) = sandbox
             .namespaces
@@ -900,19 +923,19 @@ impl Warden {
             unreachable!("the child never returns")
         };
         sandbox.side_processes.insert(number, process);
-        score(process, SCORE_OF_LIVE);
+        set_oom_score_adj(process, OOM_SCORE_ADJ_OF_LIVE);
         rustix::process::pidfd_open(process, PidfdFlags::empty())
             .map_err(|error| SideProcessError::Make(error.into()))
     }
 
     /// Returns a snapshot process with its own memory, a copy of `from`, in the pid namespace of a
     /// family.
-    fn twin_from(&mut self, from: Origin, family: FamilyId) -> Result<Twin, ForkError> {
+    fn snapshot_from(&mut self, from: ForkOrigin, family: FamilyId) -> Result<Twin, ForkError> {
         let waiter = StopWaiter {
             sigchld: &self.children,
         };
         let copied = match from {
-            Origin::Zygote => {
+            ForkOrigin::Zygote => {
                 let zygote = self
                     .zygotes
                     .iter()
@@ -923,7 +946,7 @@ impl Warden {
                     .ok_or(ForkError::NoOrigin)?
                     .copy_into_family(&waiter, &family.pid_namespace)
             }
-            Origin::Checkpoint { slot, number, last } => {
+            ForkOrigin::Checkpoint { slot, number, last } => {
                 let checkpoints = self
                     .sandboxes
                     .get_mut(&slot)
@@ -950,7 +973,7 @@ impl Warden {
     }
 
     /// Keeps the initial state of a new interpreter, which has not run yet, as a checkpoint.
-    fn keep_beginning(&mut self, slot: Slot) -> io::Result<()> {
+    fn keep_initial_checkpoint(&mut self, slot: Slot) -> io::Result<()> {
         let waiter = StopWaiter {
             sigchld: &self.children,
         };
@@ -964,12 +987,12 @@ impl Warden {
             .ok_or(io::ErrorKind::NotFound)?;
         match twin.copy(&waiter, None, true) {
             Ok(copy) => {
-                score(copy.pid, SCORE_OF_NEWEST);
-                sandbox.checkpoints.insert(BEGINNING, copy);
-                self.tell(
-                    &Event::Checkpointed {
+                set_oom_score_adj(copy.pid, OOM_SCORE_ADJ_OF_NEWEST);
+                sandbox.checkpoints.insert(INITIAL_CHECKPOINT, copy);
+                self.report(
+                    &WardenEvent::Checkpointed {
                         slot,
-                        number: BEGINNING,
+                        number: INITIAL_CHECKPOINT,
                     },
                     &[],
                 )
@@ -991,21 +1014,21 @@ impl Warden {
             .sandboxes
             .get_mut(&slot)
             .and_then(|sandbox| sandbox.interpreter.as_mut());
-        if let Some(live) = live.filter(|live| live.generation == generation && live.waits) {
-            live.waits = false;
+        if let Some(live) = live.filter(|live| live.generation == generation && live.suspended) {
+            live.suspended = false;
             // If it was killed in the meantime, its exit is reported separately.
             let _ = sys::detach(live.pid);
         }
         Ok(())
     }
 
-    fn watch(&mut self, slot: Slot, number: u32) -> Result<(), String> {
+    fn begin_checkpoint(&mut self, slot: Slot, number: u32) -> Result<(), String> {
         let live = self
             .sandboxes
             .get_mut(&slot)
             .and_then(|sandbox| sandbox.interpreter.as_mut());
         let live = live
-            .filter(|live| !live.waits)
+            .filter(|live| !live.suspended)
             .ok_or("it has no interpreter")?;
         if live.twin.is_none() {
             return Err("an earlier copy of it failed".to_owned());
@@ -1021,7 +1044,7 @@ impl Warden {
         Ok(())
     }
 
-    fn look_away(&mut self, slot: Slot, number: u32) -> io::Result<()> {
+    fn cancel_checkpoint(&mut self, slot: Slot, number: u32) -> io::Result<()> {
         let live = self
             .sandboxes
             .get_mut(&slot)
@@ -1074,13 +1097,13 @@ impl Warden {
         match checkpointed {
             Ok(twin) => {
                 if let Some(newest) = sandbox.checkpoints.values().next_back() {
-                    score(newest.pid, SCORE_OF_OLDER);
+                    set_oom_score_adj(newest.pid, OOM_SCORE_ADJ_OF_OLDER);
                 }
-                score(twin.pid, SCORE_OF_NEWEST);
+                set_oom_score_adj(twin.pid, OOM_SCORE_ADJ_OF_NEWEST);
                 sandbox.checkpoints.insert(number, twin);
-                self.tell(&Event::Checkpointed { slot, number }, &[])
+                self.report(&WardenEvent::Checkpointed { slot, number }, &[])
             }
-            Err(why) => self.tell(&Event::NotCheckpointed { slot, number, why }, &[]),
+            Err(why) => self.report(&WardenEvent::CheckpointFailed { slot, number, why }, &[]),
         }
     }
 
@@ -1101,8 +1124,8 @@ impl Warden {
             end_twin(&mut self.ending, slot, twin);
         }
         if let Some((number, _)) = live.fork_tracer {
-            self.tell(
-                &Event::NotCheckpointed {
+            self.report(
+                &WardenEvent::CheckpointFailed {
                     slot,
                     number,
                     why: "it ended".to_owned(),
@@ -1110,33 +1133,33 @@ impl Warden {
                 &[],
             )?;
         }
-        self.tell(
-            &Event::Exited {
+        self.report(
+            &WardenEvent::InterpreterExited {
                 slot,
                 generation: live.generation,
                 status,
             },
             &[],
         )?;
-        self.tell_if_gone(slot)
+        self.report_if_gone(slot)
     }
 
     /// Handles the exit of a sandbox's init, which takes every process inside with it.
     fn init_ended(&mut self, slot: Slot) -> io::Result<()> {
         if let Some(sandbox) = self.sandboxes.get_mut(&slot) {
-            sandbox.standing = false;
+            sandbox.alive = false;
         }
         self.destroy(slot)?;
-        self.tell_if_gone(slot)
+        self.report_if_gone(slot)
     }
 
     /// Kills an origin that could not be copied: it may be executing code from its memory.
-    fn end_origin(&mut self, origin: Origin) {
+    fn end_origin(&mut self, origin: ForkOrigin) {
         match origin {
             // Its end is reported now and not when it is reaped, so that the server receives it
             // before the failed fork and waits for the next zygote. The loop detects a server that
             // is gone.
-            Origin::Zygote => {
+            ForkOrigin::Zygote => {
                 if let Some(zygote) = self
                     .zygotes
                     .iter_mut()
@@ -1146,18 +1169,18 @@ impl Warden {
                     let _ = rustix::process::kill_process(zygote.pid, Signal::KILL);
                     zygote.twin = None;
                     zygote.replaced = true;
-                    let words = "it could not be copied and was ended".to_owned();
-                    let _ = self.tell(
-                        &Event::ZygoteEnded {
+                    let why = "it could not be copied and was ended".to_owned();
+                    let _ = self.report(
+                        &WardenEvent::ZygoteEnded {
                             was_warm: true,
-                            words,
+                            why,
                         },
                         &[],
                     );
                 }
             }
             // Its end is reported when it is reaped.
-            Origin::Checkpoint { slot, number, .. } => {
+            ForkOrigin::Checkpoint { slot, number, .. } => {
                 let twin = self
                     .sandboxes
                     .get(&slot)
@@ -1171,9 +1194,9 @@ impl Warden {
 
     fn destroy(&mut self, slot: Slot) -> io::Result<()> {
         let Some(sandbox) = self.sandboxes.get_mut(&slot) else {
-            return self.tell(&Event::Destroyed { slot }, &[]);
+            return self.report(&WardenEvent::Destroyed { slot }, &[]);
         };
-        sandbox.unwanted = true;
+        sandbox.destroy_requested = true;
         sandbox.deferred = None;
         if let Some(init) = &sandbox.init {
             let _ = rustix::process::pidfd_send_signal(init, Signal::KILL);
@@ -1195,13 +1218,13 @@ impl Warden {
         Ok(())
     }
 
-    fn hear_zygote(&mut self, pid: Pid) -> io::Result<()> {
+    fn handle_zygote_report(&mut self, pid: Pid) -> io::Result<()> {
         let Some(index) = self.zygotes.iter().position(|zygote| zygote.pid == pid) else {
             return Ok(());
         };
         let zygote = &mut self.zygotes[index];
-        let word = match wire::receive::<ZygoteWord>(&zygote.socket) {
-            Ok(Some((word, _))) => word,
+        let report = match wire::receive::<ZygoteReport>(&zygote.socket) {
+            Ok(Some((report, _))) => report,
             // Its end is reported when it is reaped as a child. An unreadable message means that it
             // is broken.
             Ok(None) | Err(_) => {
@@ -1210,8 +1233,8 @@ impl Warden {
                 return Ok(());
             }
         };
-        match word {
-            ZygoteWord::Warm { objects } => {
+        match report {
+            ZygoteReport::Warm { objects } => {
                 let (waiter, quick) = (
                     StopWaiter {
                         sigchld: &self.children,
@@ -1228,11 +1251,11 @@ impl Warden {
                         let zygote = &mut self.zygotes[index];
                         // Its end is reported here, with the reason.
                         (zygote.twin, zygote.replaced) = (None, true);
-                        let words = format!("the warm interpreter could not be parked: {error}");
-                        return self.tell(
-                            &Event::ZygoteEnded {
+                        let why = format!("the warm interpreter could not be parked: {error}");
+                        return self.report(
+                            &WardenEvent::ZygoteEnded {
                                 was_warm: false,
-                                words,
+                                why,
                             },
                             &[],
                         );
@@ -1244,17 +1267,17 @@ impl Warden {
                     older.replaced = true;
                     let _ = rustix::process::kill_process(older.pid, Signal::KILL);
                 }
-                self.tell(&Event::Warmed, &[&handle])
+                self.report(&WardenEvent::ZygoteReady, &[&handle])
             }
         }
     }
 
-    fn hear_family(&mut self, id: FamilyId) -> io::Result<()> {
+    fn handle_family_reply(&mut self, id: FamilyId) -> io::Result<()> {
         let Some(family) = self.families.get_mut(&id) else {
             return Ok(());
         };
-        match wire::receive_or_lose::<FamilyWord>(&family.socket) {
-            Ok(Some((FamilyWord::Made { slot }, handles))) => {
+        match wire::receive_lossy::<FamilyReply>(&family.socket) {
+            Ok(Some((FamilyReply::Made { slot }, handles))) => {
                 let Some(sandbox) = self.sandboxes.get_mut(&slot) else {
                     return Ok(());
                 };
@@ -1264,33 +1287,33 @@ impl Warden {
                 });
                 match handles {
                     Ok((theirs, init)) => {
-                        if sandbox.unwanted {
+                        if sandbox.destroy_requested {
                             let _ = rustix::process::pidfd_send_signal(&init, Signal::KILL);
                         }
                         sandbox.init = Some(init);
-                        self.tell_or_fail(slot, &Event::Created { slot }, &[&theirs])
+                        self.report_or_fail(slot, &WardenEvent::InitCreated { slot }, &[&theirs])
                     }
                     // Its init ends when its socket is closed, which happens here.
                     Err(error) => {
-                        sandbox.standing = false;
-                        self.tell(
-                            &Event::Failed {
+                        sandbox.alive = false;
+                        self.report(
+                            &WardenEvent::Failed {
                                 slot,
                                 why: error.to_string(),
                             },
                             &[],
                         )?;
-                        self.tell_if_gone(slot)
+                        self.report_if_gone(slot)
                     }
                 }
             }
-            Ok(Some((FamilyWord::Failed { slot, why }, _))) => {
+            Ok(Some((FamilyReply::Failed { slot, why }, _))) => {
                 if let Some(sandbox) = self.sandboxes.get_mut(&slot) {
-                    sandbox.standing = false;
+                    sandbox.alive = false;
                 }
                 let why = format!("could not make the sandbox's namespaces: {why}");
-                self.tell(&Event::Failed { slot, why }, &[])?;
-                self.tell_if_gone(slot)
+                self.report(&WardenEvent::Failed { slot, why }, &[])?;
+                self.report_if_gone(slot)
             }
             // Its end is reported when it is reaped as a child.
             Ok(None) | Err(_) => {
@@ -1301,28 +1324,28 @@ impl Warden {
         }
     }
 
-    fn hear_init(&mut self, slot: Slot) -> io::Result<()> {
+    fn handle_init_report(&mut self, slot: Slot) -> io::Result<()> {
         let Some(sandbox) = self.sandboxes.get_mut(&slot) else {
             return Ok(());
         };
-        let word = match wire::receive_or_lose::<InitWord>(&sandbox.orders) {
-            Ok(Some((word, Ok(descriptors)))) => Ok(Some((word, descriptors))),
+        let report = match wire::receive_lossy::<InitReport>(&sandbox.init_socket) {
+            Ok(Some((report, Ok(descriptors)))) => Ok(Some((report, descriptors))),
             Ok(Some((_, Err(error)))) => {
                 let why = format!("the jail cannot take its descriptors: {error}");
                 self.destroy(slot)?;
-                return self.tell(&Event::Failed { slot, why }, &[]);
+                return self.report(&WardenEvent::Failed { slot, why }, &[]);
             }
             Ok(None) => Ok(None),
             Err(error) => Err(error),
         };
-        match word {
-            Ok(Some((InitWord::ListenersOpened { kinds }, sockets))) => self.tell_or_fail(
+        match report {
+            Ok(Some((InitReport::ListenersOpened { kinds }, sockets))) => self.report_or_fail(
                 slot,
-                &Event::ListenersOpened { slot, kinds },
+                &WardenEvent::ListenersOpened { slot, kinds },
                 &sockets.iter().collect::<Vec<_>>(),
             ),
-            Ok(Some((InitWord::Ready, mut descriptors))) => {
-                sandbox.rules = if descriptors.len() > JOINED.len() + 2 {
+            Ok(Some((InitReport::Ready, mut descriptors))) => {
+                sandbox.rules = if descriptors.len() > JOINED_NAMESPACES.len() + 2 {
                     descriptors.pop()
                 } else {
                     None
@@ -1338,11 +1361,11 @@ impl Warden {
                 match namespaces {
                     Ok(namespaces) => {
                         self.mask_sandbox(slot)?;
-                        self.tell(&Event::Prepared { slot, namespaces }, &[])?;
+                        self.report(&WardenEvent::Prepared { slot, namespaces }, &[])?;
                     }
                     Err(error) => {
-                        return self.tell(
-                            &Event::Failed {
+                        return self.report(
+                            &WardenEvent::Failed {
                                 slot,
                                 why: error.to_string(),
                             },
@@ -1354,10 +1377,12 @@ impl Warden {
                     self.carry_out(fork, descriptors)
                 })
             }
-            Ok(Some((InitWord::Swept { number }, _))) => {
-                self.tell(&Event::Swept { slot, number }, &[])
+            Ok(Some((InitReport::Swept { number }, _))) => {
+                self.report(&WardenEvent::Swept { slot, number }, &[])
             }
-            Ok(Some((InitWord::Failed { why }, _))) => self.tell(&Event::Failed { slot, why }, &[]),
+            Ok(Some((InitReport::Failed { why }, _))) => {
+                self.report(&WardenEvent::Failed { slot, why }, &[])
+            }
             // Its end is reported when it is reaped as a child.
             Ok(None) | Err(_) => {
                 sandbox.listening = false;
@@ -1391,15 +1416,15 @@ impl Warden {
                 // A snapshot process that changed state unexpectedly.
                 let _ = rustix::process::kill_process(pid, Signal::KILL);
             } else if let Some(slot) = self.ending.remove(&pid) {
-                self.tell_if_gone(slot)?;
+                self.report_if_gone(slot)?;
             } else if let Some(index) = self.zygotes.iter().position(|zygote| zygote.pid == pid) {
                 let zygote = self.zygotes.remove(index);
                 if !zygote.replaced {
-                    let words = zygote.read_stderr();
-                    self.tell(
-                        &Event::ZygoteEnded {
+                    let why = zygote.read_stderr();
+                    self.report(
+                        &WardenEvent::ZygoteEnded {
                             was_warm: zygote.twin.is_some(),
-                            words,
+                            why,
                         },
                         &[],
                     )?;
@@ -1446,15 +1471,15 @@ impl Warden {
         if let Some(sandbox) = self.sandboxes.get_mut(&slot) {
             sandbox.side_processes.remove(&number);
         }
-        self.tell(
-            &Event::SideProcessEnded {
+        self.report(
+            &WardenEvent::SideProcessEnded {
                 slot,
                 number,
                 status,
             },
             &[],
         )?;
-        self.tell_if_gone(slot)
+        self.report_if_gone(slot)
     }
 
     fn checkpoint_ended(&mut self, pid: Pid) -> io::Result<()> {
@@ -1468,16 +1493,16 @@ impl Warden {
             Some((*slot, number))
         });
         match lost {
-            Some((slot, number)) => self.tell(&Event::CheckpointLost { slot, number }, &[]),
+            Some((slot, number)) => self.report(&WardenEvent::CheckpointLost { slot, number }, &[]),
             None => Ok(()),
         }
     }
 
     /// Reports that a sandbox is destroyed, once its init, its interpreter, its programs
     /// (`side_processes`) and all its snapshot processes are gone.
-    fn tell_if_gone(&mut self, slot: Slot) -> io::Result<()> {
+    fn report_if_gone(&mut self, slot: Slot) -> io::Result<()> {
         let gone = self.sandboxes.get(&slot).is_some_and(|sandbox| {
-            !sandbox.standing
+            !sandbox.alive
                 && sandbox.interpreter.is_none()
                 && sandbox.checkpoints.is_empty()
                 && sandbox.side_processes.is_empty()
@@ -1497,7 +1522,7 @@ impl Warden {
             }
             _ => {
                 self.sandboxes.remove(&slot);
-                self.tell(&Event::Destroyed { slot }, &[])
+                self.report(&WardenEvent::Destroyed { slot }, &[])
             }
         }
     }
@@ -1507,7 +1532,7 @@ impl Warden {
     /// init.
     fn is_needed_beside(&self, id: FamilyId, slot: Slot) -> bool {
         let needs = |sandbox: &Sandbox| {
-            sandbox.family == id && !(sandbox.unwanted && sandbox.init.is_none())
+            sandbox.family == id && !(sandbox.destroy_requested && sandbox.init.is_none())
         };
         self.sandboxes
             .iter()
@@ -1537,9 +1562,9 @@ impl Warden {
                 .get_mut(&slot)
                 .filter(|sandbox| sandbox.init.is_none())
             {
-                sandbox.standing = false;
+                sandbox.alive = false;
             }
-            self.tell_if_gone(slot)?;
+            self.report_if_gone(slot)?;
         }
         Ok(())
     }
@@ -1581,29 +1606,29 @@ fn copy_at(live: &mut Live, waiter: &StopWaiter<'_>, saved: SavedRegisters) -> i
 
 /// Sets `oom_score_adj` of a process. It matters only when memory runs out, so a failure is
 /// ignored.
-fn score(process: Pid, score: &str) {
+fn set_oom_score_adj(process: Pid, value: &str) {
     let _ = std::fs::write(
         format!("/proc/{}/oom_score_adj", process.as_raw_pid()),
-        score,
+        value,
     );
 }
 
 /// Why an interpreter could not be created.
 #[derive(Debug, thiserror::Error)]
 enum ForkError {
-    #[error("there is nothing to make it from")]
+    #[error("its source does not exist")]
     NoOrigin,
     #[error("its sandbox is not ready")]
     NotReady,
     #[error("the first process of its sandbox is not ready yet")]
-    InitLate,
+    InitNotReady,
     #[error("its sandbox belongs to another family")]
-    Stranger,
+    OtherFamily,
     #[error("its memory could not be copied")]
     Copy(#[source] io::Error),
     #[error("it could not enter its sandbox")]
     Enter(#[source] io::Error),
-    #[error("its beginning could not be kept")]
+    #[error("its initial checkpoint could not be made")]
     Keep(#[source] io::Error),
 }
 
@@ -1622,7 +1647,7 @@ fn stat_after_name(process: Pid) -> Option<String> {
 /// Why a program could not be started.
 #[derive(Debug, thiserror::Error)]
 enum SideProcessError {
-    #[error("its descriptors are not complete")]
+    #[error("its descriptors are incomplete")]
     Fds,
     #[error("its sandbox is not ready")]
     NotReady,
@@ -1631,7 +1656,7 @@ enum SideProcessError {
     #[error("its process could not be made")]
     Make(#[source] io::Error),
     /// The warden is in a foreign pid namespace and must not continue.
-    #[error("the warden could not come back to its own pid namespace")]
+    #[error("the warden could not return to its own pid namespace")]
     Lost(#[source] io::Error),
 }
 

@@ -193,9 +193,9 @@ pub const SIDE_PROCESS_SETUP_FAILED: u8 = b'b';
 /// Commands of the server to the warden.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", tag = "do")]
-pub enum Command {
+pub enum WardenCommand {
     /// Starts a warm interpreter that replaces the current one, if any.
-    Warm,
+    StartZygote,
     /// Creates an empty sandbox. Carries the descriptors of its control group. The first sandbox of
     /// a family creates the family. A family with `apart` has none of the operator's mounts, and so
     /// has its own working folders.
@@ -206,11 +206,11 @@ pub enum Command {
     },
     /// Creates an interpreter; carries its end of the channel and the descriptors of its control
     /// group. It is locked down and stopped until `Release`. With `keep`, its initial state becomes
-    /// the checkpoint `BEGINNING` of its sandbox.
+    /// the checkpoint `INITIAL_CHECKPOINT` of its sandbox.
     Fork {
         slot: Slot,
         generation: Generation,
-        from: Origin,
+        from: ForkOrigin,
         keep: bool,
         programs: Programs,
     },
@@ -219,12 +219,12 @@ pub enum Command {
     /// Traces the interpreter until it is at its fork point, and makes a checkpoint there.
     Checkpoint { slot: Slot, number: u32 },
     /// Stops tracing it.
-    LookAway { slot: Slot, number: u32 },
+    CancelCheckpoint { slot: Slot, number: u32 },
     /// Discards a checkpoint.
-    Forget { slot: Slot, number: u32 },
-    /// Starts a program beside the interpreter. Carries a `SideProcessSpec`, the pipe on which the process
-    /// reports its status, the gate at which it waits for a byte, its standard output and error,
-    /// its standard input if it `has_input`, and the descriptors of its control group.
+    DiscardCheckpoint { slot: Slot, number: u32 },
+    /// Starts a program beside the interpreter. Carries a `SideProcessSpec`, the pipe on which the
+    /// process reports its status, the gate at which it waits for a byte, its standard output and
+    /// error, its standard input if it `has_input`, and the descriptors of its control group.
     StartSideProcess {
         slot: Slot,
         number: u32,
@@ -242,7 +242,7 @@ pub enum Command {
     Sweep { slot: Slot, number: u32 },
     /// Masks again, in every sandbox, the files that were replaced from outside. A sandbox in which
     /// that fails is destroyed.
-    Mask,
+    ReapplyMasks,
     /// Destroys the sandbox.
     Destroy { slot: Slot },
     /// Asks for a `Pong`: a heartbeat by which the server detects a warden that hangs.
@@ -252,7 +252,7 @@ pub enum Command {
 /// The source of an interpreter's memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Origin {
+pub enum ForkOrigin {
     /// The warm interpreter: a fresh session.
     Zygote,
     Checkpoint {
@@ -265,22 +265,22 @@ pub enum Origin {
 
 /// The number of the checkpoint of an interpreter's initial state. Other checkpoints have larger
 /// numbers.
-pub const BEGINNING: u32 = 0;
+pub const INITIAL_CHECKPOINT: u32 = 0;
 
 /// Events that the warden reports to the server.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", tag = "event")]
-pub enum Event {
+pub enum WardenEvent {
     /// The warden has started; carries its own pidfd.
     Ready,
     /// The answer to `Ping`.
     Pong { number: u32 },
     /// The warm interpreter is ready to fork; carries its pidfd.
-    Warmed,
-    /// The warm interpreter ended; no fork is possible until the next `Warm`.
-    ZygoteEnded { was_warm: bool, words: String },
+    ZygoteReady,
+    /// The warm interpreter ended; no fork is possible until the next `StartZygote`.
+    ZygoteEnded { was_warm: bool, why: String },
     /// An init exists and waits; carries its pidfd.
-    Created { slot: Slot },
+    InitCreated { slot: Slot },
     /// The egress listeners of the sandbox's network; carries their sockets.
     ListenersOpened {
         slot: Slot,
@@ -294,7 +294,7 @@ pub enum Event {
     /// An interpreter was created and is stopped; carries its pidfd.
     Forked { slot: Slot, generation: Generation },
     /// An interpreter ended; the status is the kernel's wait status.
-    Exited {
+    InterpreterExited {
         slot: Slot,
         generation: Generation,
         status: i32,
@@ -314,16 +314,16 @@ pub enum Event {
         status: i32,
     },
     /// The interpreter is traced and may be asked to go to its fork point.
-    Watched { slot: Slot, number: u32 },
+    TracingStarted { slot: Slot, number: u32 },
     /// The checkpoint exists.
     Checkpointed { slot: Slot, number: u32 },
     /// The interpreter continues, and there is no checkpoint.
-    NotCheckpointed {
+    CheckpointFailed {
         slot: Slot,
         number: u32,
         why: String,
     },
-    /// A checkpoint was lost without a `Forget`: the kernel needed its memory.
+    /// A checkpoint was lost without a `DiscardCheckpoint`: the kernel needed its memory.
     CheckpointLost { slot: Slot, number: u32 },
     /// No process except the init is left in the sandbox, and every sweep up to this number is
     /// done.
@@ -333,7 +333,7 @@ pub enum Event {
     /// A sandbox could not be created, or an interpreter could not be forked.
     Failed { slot: Slot, why: String },
     /// The warden cannot continue.
-    Broken { why: String },
+    WardenFailed { why: String },
 }
 
 /// A message, and its descriptors unless this process had no room for them.
@@ -360,7 +360,7 @@ pub fn send<M: Serialize>(
 }
 
 /// Sends like `send`, but fails instead of blocking if the other end does not read.
-pub(crate) fn send_now<M: Serialize>(
+pub(crate) fn send_nonblocking<M: Serialize>(
     socket: impl AsFd,
     message: &M,
     descriptors: &[BorrowedFd<'_>],
@@ -383,7 +383,7 @@ fn send_with<M: Serialize>(
     if bytes.len() > LARGEST_MESSAGE || descriptors.len() > MOST_DESCRIPTORS {
         return Err(io::Error::new(
             io::ErrorKind::InvalidInput,
-            "the message is too large",
+            "the message exceeds the size limit",
         ));
     }
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST_DESCRIPTORS))];
@@ -401,7 +401,7 @@ fn send_with<M: Serialize>(
 /// Receives one message with its descriptors; `None` when the other end is closed. A message that
 /// lost descriptors is an error.
 pub fn receive<M: DeserializeOwned>(socket: impl AsFd) -> io::Result<Option<(M, Vec<OwnedFd>)>> {
-    match receive_or_lose(socket)? {
+    match receive_lossy(socket)? {
         Some((message, descriptors)) => Ok(Some((message, descriptors?))),
         None => Ok(None),
     }
@@ -409,7 +409,7 @@ pub fn receive<M: DeserializeOwned>(socket: impl AsFd) -> io::Result<Option<(M, 
 
 /// Receives like `receive`, but returns a message even if this process has no room for its
 /// descriptors. The outer error concerns the socket, the inner one the descriptors.
-pub fn receive_or_lose<M: DeserializeOwned>(socket: impl AsFd) -> io::Result<Option<Received<M>>> {
+pub fn receive_lossy<M: DeserializeOwned>(socket: impl AsFd) -> io::Result<Option<Received<M>>> {
     // The length is read first: a buffer for the largest message would add to the memory of every
     // process that is forked from this one.
     let look = RecvFlags::PEEK | RecvFlags::TRUNC;
@@ -417,7 +417,7 @@ pub fn receive_or_lose<M: DeserializeOwned>(socket: impl AsFd) -> io::Result<Opt
     if length > LARGEST_MESSAGE {
         return Err(io::Error::new(
             io::ErrorKind::InvalidData,
-            "a message is too large",
+            "a message exceeds the size limit",
         ));
     }
     let mut buffer = vec![0; length.max(1)];
@@ -434,7 +434,7 @@ pub fn receive_or_lose<M: DeserializeOwned>(socket: impl AsFd) -> io::Result<Opt
     if received.flags.contains(ReturnFlags::TRUNC) {
         return Err(io::Error::new(
             io::ErrorKind::InvalidData,
-            "a message was cut",
+            "a message was truncated",
         ));
     }
     let descriptors: Vec<OwnedFd> = ancillary
@@ -475,7 +475,7 @@ mod tests {
         let (mut reader, writer) = std::io::pipe().unwrap();
         send(
             &one,
-            &Command::Prepare {
+            &WardenCommand::Prepare {
                 slot: Slot(7),
                 family: FamilyId(3),
                 apart: true,
@@ -483,10 +483,10 @@ mod tests {
             &[writer.as_fd()],
         )
         .unwrap();
-        let (message, mut descriptors) = receive::<Command>(&other).unwrap().unwrap();
+        let (message, mut descriptors) = receive::<WardenCommand>(&other).unwrap().unwrap();
         assert!(matches!(
             message,
-            Command::Prepare {
+            WardenCommand::Prepare {
                 slot: Slot(7),
                 family: FamilyId(3),
                 apart: true
@@ -503,7 +503,7 @@ mod tests {
     fn a_closed_socket_is_the_end() {
         let (one, other) = pair().unwrap();
         drop(one);
-        assert!(receive::<Command>(&other).unwrap().is_none());
+        assert!(receive::<WardenCommand>(&other).unwrap().is_none());
     }
 
     #[test]
@@ -527,7 +527,7 @@ mod tests {
         for _ in 0..2 {
             send(
                 &one,
-                &Command::Prepare {
+                &WardenCommand::Prepare {
                     slot: Slot(7),
                     family: FamilyId(3),
                     apart: false,
@@ -545,18 +545,18 @@ mod tests {
             },
         )
         .unwrap();
-        let cut = receive_or_lose::<Command>(&other);
+        let cut = receive_lossy::<WardenCommand>(&other);
         setrlimit(Resource::Nofile, limit).unwrap();
-        let whole = receive_or_lose::<Command>(&other);
+        let whole = receive_lossy::<WardenCommand>(&other);
         assert!(
             matches!(
                 cut,
-                Ok(Some((Command::Prepare { slot: Slot(7), .. }, Err(_))))
+                Ok(Some((WardenCommand::Prepare { slot: Slot(7), .. }, Err(_))))
             ),
             "{cut:?}"
         );
         assert!(
-            matches!(whole, Ok(Some((Command::Prepare { .. }, Ok(_))))),
+            matches!(whole, Ok(Some((WardenCommand::Prepare { .. }, Ok(_))))),
             "{whole:?}"
         ); // control
     }
@@ -565,6 +565,6 @@ mod tests {
     fn a_message_that_is_too_large_is_refused_by_the_sender() {
         let (one, _other) = pair().unwrap();
         let why = "x".repeat(LARGEST_MESSAGE);
-        assert!(send(&one, &Event::Broken { why }, &[]).is_err());
+        assert!(send(&one, &WardenEvent::WardenFailed { why }, &[]).is_err());
     }
 }

@@ -21,7 +21,7 @@ use crate::twin::{ForkPointTracer, MemoryRange, StopWaiter, TRACE_OPTIONS, Twin}
 use crate::wire::{self, LeftOut, Programs, Setup};
 
 /// Descriptor number of the zygote's socket.
-const SOCKET: i32 = 3;
+const SOCKET_FD: i32 = 3;
 
 /// The first message to the zygote.
 #[derive(Serialize)]
@@ -44,7 +44,7 @@ enum Request {
 /// Messages from the zygote to the warden.
 #[derive(Debug, Deserialize)]
 #[serde(rename_all = "kebab-case", tag = "say")]
-pub(crate) enum Word {
+pub(crate) enum ZygoteReport {
     /// Carries addresses of Python objects, one for each part of memory that contains some.
     Warm { objects: Vec<u64> },
 }
@@ -128,9 +128,9 @@ impl Zygote {
 /// Returns the ranges of the zygote's memory that may be moved: its heap, the arenas that contain
 /// these objects, and the written data of libraries.
 ///
-/// `move_to_memfd` relies on the fact that all of them are returned to the kernel as a whole and never
-/// resized in place. The C library's large blocks are resized, so it is kept from allocating any
-/// while the zygote warms up.
+/// `move_to_memfd` relies on the fact that all of them are returned to the kernel as a whole and
+/// never resized in place. The C library's large blocks are resized, so it is kept from allocating
+/// any while the zygote warms up.
 fn movable_ranges(process: Pid, objects: &[u64]) -> io::Result<Vec<MemoryRange>> {
     let maps = std::fs::read_to_string(format!("/proc/{}/smaps", process.as_raw_pid()))?;
     let mut ranges: Vec<MemoryRange> = Vec::new();
@@ -189,7 +189,7 @@ fn become_python(
         root::attach(&temporary, "/tmp")?;
         std::fs::create_dir(root::HOME)?;
         // The operator's mounts are for sessions.
-        root::remove_standing_mounts(setup.mounts.len());
+        root::remove_staged_mounts(setup.mounts.len());
         let nothing = rustix::fs::open(
             "/dev/null",
             rustix::fs::OFlags::RDWR,
@@ -198,7 +198,7 @@ fn become_python(
         rustix::stdio::dup2_stdin(&nothing)?;
         rustix::stdio::dup2_stdout(&nothing)?;
         rustix::stdio::dup2_stderr(standard_error)?;
-        sys::dup_to(socket.as_fd(), SOCKET)?;
+        sys::dup_to(socket.as_fd(), SOCKET_FD)?;
         sys::unblock_signals();
         // A twin uses high descriptor numbers, whatever the host's soft limit is.
         let open_files = rustix::process::getrlimit(Resource::Nofile);
@@ -239,7 +239,7 @@ fn become_python(
             let arguments: Vec<_> = arguments.iter().map(CString::as_c_str).collect();
             let environment: Vec<_> = environment.iter().map(CString::as_c_str).collect();
             // Only now: everything above has closed its own descriptors.
-            sys::close_all_but(&[0, 1, 2, SOCKET]);
+            sys::close_all_but(&[0, 1, 2, SOCKET_FD]);
             sys::execute(&program, &arguments, &environment)
         }
         Err(error) => error,

@@ -10,6 +10,6 @@ pub(super) async fn keep_small() {
     loop {
         tokio::time::sleep(INTERVAL).await;
         // It blocks concurrent allocations for about a millisecond, but no task of this runtime.
-        let _ = tokio::task::spawn_blocking(cellblock_jail::memory::give_back).await;
+        let _ = tokio::task::spawn_blocking(cellblock_jail::memory::trim_heap).await;
     }
 }

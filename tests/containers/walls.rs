@@ -23,7 +23,7 @@ fn a_session_in_a_container_has_given_up_everything() {
             "{interpreter:?}"
         );
         assert_eq!(interpreter.capabilities, [0; 5]);
-        assert!(interpreter.no_new_privileges);
+        assert!(interpreter.no_new_privs);
         assert_eq!(interpreter.seccomp, 2);
         for name in ["cgroup", "ipc", "mnt", "net", "pid", "uts"] {
             assert_ne!(interpreter.namespaces[name], own.namespaces[name], "{name}");

@@ -554,7 +554,7 @@ pub(crate) fn assert_locked_down(interpreter: u32, expected: &LockDown) {
             "{process:?}: {posture:?}"
         );
         assert_eq!(posture.capabilities, [0; 5], "{process:?}");
-        assert!(posture.no_new_privileges, "{process:?}");
+        assert!(posture.no_new_privs, "{process:?}");
         assert_eq!(posture.seccomp, 2, "{process:?}");
         let filters = posture.seccomp_filters;
         assert!(

@@ -225,7 +225,7 @@ pub(super) fn fault_of(process: u32, user: User, has_user_namespace: bool) -> Op
             "it is in the group of root",
         ),
         (posture.capabilities == [0; 5], "it has capabilities"),
-        (posture.no_new_privileges, "it could gain privileges"),
+        (posture.no_new_privs, "it could gain privileges"),
         (posture.seccomp == 2, "it has no filter of system calls"),
     ];
     let fault = facts

@@ -153,8 +153,8 @@ impl Porters {
     }
 }
 
-/// Closes a socket (`HelperSocket`), so that no thread waits there for a porter that has ended or was
-/// never started.
+/// Closes a socket (`HelperSocket`), so that no thread waits there for a porter that has ended or
+/// was never started.
 struct Closing(Arc<HelperSocket>);
 
 impl Drop for Closing {

@@ -8,7 +8,7 @@
 //! used with them: a register that differs in its upper half would pass. It is expanded into the
 //! remaining values.
 
-use cellblock_jail::seccomp::{self, Rule};
+use cellblock_jail::seccomp::{self, SyscallRule};
 use cellblock_jail::wire::Programs;
 use serde_json::{Value, json};
 
@@ -123,7 +123,7 @@ pub(super) fn text(programs: Programs) -> String {
 }
 
 /// Converts one rule of the list to the engine's format. An "is not" check becomes several lines.
-fn written(rule: &Rule, action: &Value) -> Vec<Value> {
+fn written(rule: &SyscallRule, action: &Value) -> Vec<Value> {
     let mut lines: Vec<Vec<Value>> = vec![Vec::new()];
     for argument in &rule.args {
         let choices = checks(argument);

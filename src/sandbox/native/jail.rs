@@ -237,7 +237,7 @@ impl Jail {
                 Layer::Missing {
                     why: "it was left out".to_owned(),
                 }
-            } else if let (true, Some(why)) = (finding.works, &finding.but) {
+            } else if let (true, Some(why)) = (finding.works, &finding.limitation) {
                 Layer::Reduced {
                     how: finding.what.clone(),
                     why: why.clone(),
@@ -362,7 +362,7 @@ pub async fn trial(mut settings: NativeSettings) -> Result<Isolation, LaunchErro
     isolation
 }
 
-fn with_cure(finding: &probe::Finding) -> String {
+fn with_cure(finding: &probe::ProbeResult) -> String {
     match &finding.cure {
         Some(cure) => format!("{}; cure: {cure}", finding.what),
         None => finding.what.clone(),

@@ -35,7 +35,7 @@ use std::time::{Duration, Instant};
 use async_trait::async_trait;
 pub use cellblock_jail::test_switches::TestSwitches;
 pub use cellblock_jail::wire::Programs;
-use cellblock_jail::wire::{Bind, Command, OperatorMount};
+use cellblock_jail::wire::{Bind, OperatorMount, WardenCommand};
 use cellblock_jail::{cgroup, root};
 use tokio::sync::{Notify, Semaphore, SemaphorePermit, watch};
 use tokio::task::JoinHandle;
@@ -297,7 +297,7 @@ impl Inner {
             let mut replacements = Replacements::watch(&self.settings.masks)?;
             loop {
                 // Also before the first event: a file may have been replaced before it was watched.
-                jail.warden.command_now(&Command::Mask);
+                jail.warden.command_now(&WardenCommand::ReapplyMasks);
                 replacements.next().await?;
             }
         };

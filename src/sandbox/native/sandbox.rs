@@ -23,8 +23,10 @@ use cellblock_egress::gateway::{Blocked, Gateway};
 use cellblock_egress::rules::Rules;
 use cellblock_jail::cgroup::{self, FamilyGroup, Group};
 use cellblock_jail::identity::Identity;
-use cellblock_jail::posture::{Expected, Posture};
-use cellblock_jail::wire::{BEGINNING, Command, Generation, LeftOut, Origin, Programs, Slot};
+use cellblock_jail::posture::{ExpectedPosture, Posture};
+use cellblock_jail::wire::{
+    ForkOrigin, Generation, INITIAL_CHECKPOINT, LeftOut, Programs, Slot, WardenCommand,
+};
 use rustix::process::Signal;
 use tokio::io::AsyncWriteExt;
 use tokio::net::UnixStream;
@@ -61,7 +63,7 @@ const BRANCH_LIMIT: Duration = Duration::from_secs(3);
 const OWN_PROCESSES: u32 = 128;
 
 /// The checkpoint of a fresh session's initial state.
-const FRESH: CheckpointId = CheckpointId(BEGINNING);
+const INITIAL: CheckpointId = CheckpointId(INITIAL_CHECKPOINT);
 
 /// How a fresh interpreter starts.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -127,7 +129,7 @@ pub(super) struct NativeSandbox {
     sweeps: Arc<AtomicU32>,
     /// The last interpreter, as long as the kernel knows it.
     interpreter: Option<Arc<OwnedFd>>,
-    expected: Expected,
+    expected: ExpectedPosture,
     host: Posture,
     isolation: Isolation,
     limits: SandboxLimits,
@@ -225,7 +227,7 @@ impl NativeSandbox {
             view,
             groups: Groups::default(),
             generation: Generation(0),
-            checkpoints: BEGINNING,
+            checkpoints: INITIAL_CHECKPOINT,
             owns_work_folder: apart || jail.owns_work_folder,
             began_fresh: false,
             programs,
@@ -234,7 +236,7 @@ impl NativeSandbox {
             side_processes: Arc::default(),
             sweeps: Arc::default(),
             interpreter: None,
-            expected: Expected {
+            expected: ExpectedPosture {
                 host_uid: uid,
                 host_gid: gid,
                 groups_empty: matches!(jail.identity, Identity::Block { .. }),
@@ -265,7 +267,7 @@ impl NativeSandbox {
         };
         let cgroup_procs = sandbox.open_procs()?;
         let passed: Vec<_> = cgroup_procs.iter().map(AsFd::as_fd).collect();
-        let prepare = Command::Prepare {
+        let prepare = WardenCommand::Prepare {
             slot,
             family: sandbox.family.id,
             apart,
@@ -399,14 +401,14 @@ impl NativeSandbox {
             .count_fork(FORKS_PER_ZYGOTE, AGE_OF_ZYGOTE)
             .await?;
         let deaths = self.warden.zygote_deaths();
-        match self.interpreter_from(Origin::Zygote, false, gate).await {
+        match self.interpreter_from(ForkOrigin::Zygote, false, gate).await {
             // The warm interpreter has died. The warden has reported that first, so the next fork
             // waits for another one.
             Err(LaunchError::Start { .. }) if self.warden.zygote_deaths() != deaths => {
                 self.warden
                     .count_fork(FORKS_PER_ZYGOTE, AGE_OF_ZYGOTE)
                     .await?;
-                self.interpreter_from(Origin::Zygote, false, gate).await
+                self.interpreter_from(ForkOrigin::Zygote, false, gate).await
             }
             // A retry does not help: a refused one would be refused again, and a slow one may still
             // arrive.
@@ -418,7 +420,7 @@ impl NativeSandbox {
     /// With `keep`, its initial state is kept as a checkpoint.
     async fn interpreter_from(
         &mut self,
-        from: Origin,
+        from: ForkOrigin,
         keep: bool,
         gate: &[u8],
     ) -> Result<Interpreter, LaunchError> {
@@ -440,7 +442,7 @@ impl NativeSandbox {
         let passed: Vec<_> = std::iter::once(theirs.as_fd())
             .chain(cgroup_procs.iter().map(AsFd::as_fd))
             .collect();
-        let fork = Command::Fork {
+        let fork = WardenCommand::Fork {
             slot: self.slot,
             generation,
             from,
@@ -465,7 +467,7 @@ impl NativeSandbox {
         channel.write_all(gate).await.map_err(failed)?;
         self.warden
             .command(
-                &Command::Release {
+                &WardenCommand::Release {
                     slot: self.slot,
                     generation,
                 },
@@ -483,7 +485,7 @@ impl NativeSandbox {
             view: self.view.clone(),
             memory,
         };
-        let beginning = keep.then_some(CheckpointId(BEGINNING));
+        let beginning = keep.then_some(CheckpointId(INITIAL_CHECKPOINT));
         Ok(Interpreter {
             channel,
             skew: Duration::ZERO,
@@ -497,7 +499,7 @@ impl NativeSandbox {
     pub(super) async fn start_session(&mut self, how: Fresh) -> Result<Interpreter, LaunchError> {
         let mut interpreter = self.start_interpreter(how).await?;
         self.began_fresh = self.owns_work_folder;
-        interpreter.beginning = self.began_fresh.then_some(FRESH);
+        interpreter.beginning = self.began_fresh.then_some(INITIAL);
         Ok(interpreter)
     }
 
@@ -585,10 +587,10 @@ impl Sandbox for NativeSandbox {
             why: error.to_string(),
         };
         self.warden
-            .command(&Command::Checkpoint { slot, number }, &[])
+            .command(&WardenCommand::Checkpoint { slot, number }, &[])
             .await
             .map_err(failed)?;
-        let mut guard = LookAway {
+        let mut guard = CheckpointGuard {
             warden: Arc::clone(&self.warden),
             slot,
             number,
@@ -611,10 +613,10 @@ impl Sandbox for NativeSandbox {
             return Err(LaunchError::Start { why });
         }
         self.sweep().await?;
-        if self.began_fresh && checkpoint == FRESH {
+        if self.began_fresh && checkpoint == INITIAL {
             return self.start_interpreter(Fresh::Emptied).await;
         }
-        let from = Origin::Checkpoint {
+        let from = ForkOrigin::Checkpoint {
             slot: self.slot,
             number: checkpoint.0,
             last: false,
@@ -632,7 +634,7 @@ impl Sandbox for NativeSandbox {
         self.await_family().await?;
         let _place = house.place().await?;
         let mut sandbox = house.begin_empty(Kin::Of(self)).await?;
-        let from = Origin::Checkpoint {
+        let from = ForkOrigin::Checkpoint {
             slot: self.slot,
             number: checkpoint.0,
             last: terms.last,
@@ -647,7 +649,7 @@ impl Sandbox for NativeSandbox {
     }
 
     fn has(&self, checkpoint: CheckpointId) -> bool {
-        let fresh = self.began_fresh && checkpoint == FRESH;
+        let fresh = self.began_fresh && checkpoint == INITIAL;
         let kept = fresh || self.view.borrow().checkpoint(checkpoint.0) == Some(&Checkpoint::Made);
         kept && !self.is_gone()
     }
@@ -659,7 +661,7 @@ impl Sandbox for NativeSandbox {
 
     fn forget(&self, checkpoint: CheckpointId) {
         self.warden.forget_checkpoint(self.slot, checkpoint.0);
-        self.warden.command_now(&Command::Forget {
+        self.warden.command_now(&WardenCommand::DiscardCheckpoint {
             slot: self.slot,
             number: checkpoint.0,
         });
@@ -696,7 +698,7 @@ impl Sandbox for NativeSandbox {
             view: self.view.clone(),
             numbers: Arc::clone(&self.side_processes),
             groups: self.groups.clone(),
-            expected: Expected {
+            expected: ExpectedPosture {
                 seccomp_filters: self.expected.seccomp_filters.min(FILTERS),
                 ..self.expected
             },
@@ -739,7 +741,7 @@ impl Sandbox for NativeSandbox {
         self.gateway = None;
         if self
             .warden
-            .command(&Command::Destroy { slot: self.slot }, &[])
+            .command(&WardenCommand::Destroy { slot: self.slot }, &[])
             .await
             .is_ok()
         {
@@ -789,7 +791,7 @@ impl NativeSandbox {
         let number = next_number(&self.sweeps);
         self.warden
             .command(
-                &Command::Sweep {
+                &WardenCommand::Sweep {
                     slot: self.slot,
                     number,
                 },
@@ -858,7 +860,7 @@ pub(super) fn check_group(group: &Group, process: &OwnedFd) -> Result<(), Launch
 pub(super) fn verify(
     warden: &Warden,
     process: &OwnedFd,
-    expected: &Expected,
+    expected: &ExpectedPosture,
     host: &Posture,
     home: &[PathBuf],
 ) -> Result<(), LaunchError> {
@@ -921,19 +923,21 @@ impl Gauge for NativeGauge {
 
 /// Stops tracing an interpreter when a checkpoint is abandoned, and discards the checkpoint if it
 /// was made after all.
-struct LookAway {
+struct CheckpointGuard {
     warden: Arc<Warden>,
     slot: Slot,
     number: u32,
     done: bool,
 }
 
-impl Drop for LookAway {
+impl Drop for CheckpointGuard {
     fn drop(&mut self) {
         if !self.done {
             let (slot, number) = (self.slot, self.number);
-            self.warden.command_now(&Command::LookAway { slot, number });
-            self.warden.command_now(&Command::Forget { slot, number });
+            self.warden
+                .command_now(&WardenCommand::CancelCheckpoint { slot, number });
+            self.warden
+                .command_now(&WardenCommand::DiscardCheckpoint { slot, number });
         }
     }
 }
@@ -967,7 +971,7 @@ impl Process for NativeProcess {
 
     fn kill(&self) {
         let _ = rustix::process::pidfd_send_signal(&self.process, Signal::KILL);
-        self.warden.command_now(&Command::Sweep {
+        self.warden.command_now(&WardenCommand::Sweep {
             slot: self.slot,
             number: next_number(&self.sweeps),
         });

@@ -13,9 +13,10 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicU32;
 
 use async_trait::async_trait;
-use cellblock_jail::posture::{Expected, Posture};
+use cellblock_jail::posture::{ExpectedPosture, Posture};
 use cellblock_jail::wire::{
-    self, Command, SIDE_PROCESS_EXEC_FAILED, SIDE_PROCESS_READY, SIDE_PROCESS_SETUP_FAILED, Slot,
+    self, SIDE_PROCESS_EXEC_FAILED, SIDE_PROCESS_READY, SIDE_PROCESS_SETUP_FAILED, Slot,
+    WardenCommand,
 };
 use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::process::Signal;
@@ -38,7 +39,7 @@ pub(super) struct NativeLauncher {
     /// The number of the last program.
     pub(super) numbers: Arc<AtomicU32>,
     pub(super) groups: Groups,
-    pub(super) expected: Expected,
+    pub(super) expected: ExpectedPosture,
     pub(super) host: Posture,
     /// The namespaces of the sandbox.
     pub(super) home: Arc<[PathBuf]>,
@@ -102,7 +103,7 @@ impl Launcher for NativeLauncher {
             errors.as_fd(),
         ];
         passed.extend(input.iter().chain(&cgroup_procs).map(AsFd::as_fd));
-        let command = Command::StartSideProcess {
+        let command = WardenCommand::StartSideProcess {
             slot: self.slot,
             number,
             has_input: input.is_some(),
@@ -258,7 +259,7 @@ impl NativeProgram {
 
     fn signal(&self, signal: Signal) {
         let (slot, number) = (self.slot, self.number);
-        self.warden.command_now(&Command::SignalSideProcess {
+        self.warden.command_now(&WardenCommand::SignalSideProcess {
             slot,
             number,
             signal: signal.as_raw(),

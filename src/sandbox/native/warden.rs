@@ -19,7 +19,7 @@ use cellblock_jail::cgroup;
 use cellblock_jail::guardian;
 use cellblock_jail::network::ListenerKind;
 use cellblock_jail::posture::Posture;
-use cellblock_jail::wire::{self, Command, Event, FamilyId, Generation, Setup, Slot};
+use cellblock_jail::wire::{self, FamilyId, Generation, Setup, Slot, WardenCommand, WardenEvent};
 use rustix::process::{Pid, PidfdFlags, Signal};
 use tokio::io::Interest;
 use tokio::net::UnixDatagram;
@@ -238,7 +238,7 @@ impl Warden {
             }
             was_cold
         });
-        let warmed = match self.command(&Command::Warm, &[]).await {
+        let warmed = match self.command(&WardenCommand::StartZygote, &[]).await {
             Ok(()) => self.reach(limit, |state| *state == JailState::Warm).await,
             Err(error) => Err(error.to_string()),
         };
@@ -321,7 +321,12 @@ impl Warden {
             // If the socket is full, earlier commands are still waiting, so the warden counts as
             // silent anyway.
             if has_answered
-                && wire::send(&*self.socket, &Command::Ping { number: asked + 1 }, &[]).is_ok()
+                && wire::send(
+                    &*self.socket,
+                    &WardenCommand::Ping { number: asked + 1 },
+                    &[],
+                )
+                .is_ok()
             {
                 asked += 1;
             }
@@ -387,7 +392,7 @@ impl Warden {
 
     pub(super) async fn command(
         &self,
-        command: &Command,
+        command: &WardenCommand,
         descriptors: &[BorrowedFd<'_>],
     ) -> Result<(), LaunchError> {
         let sent = self
@@ -407,7 +412,7 @@ impl Warden {
     }
 
     /// Sends a command without waiting for room in the socket, for callers that cannot wait.
-    pub(super) fn command_now(&self, command: &Command) {
+    pub(super) fn command_now(&self, command: &WardenCommand) {
         match wire::send(&*self.socket, command, &[]) {
             Ok(()) => {}
             // The jail has ended, so the command has no object any more.
@@ -437,7 +442,7 @@ impl Warden {
     pub(super) fn replace_zygote(&self) {
         self.forks.store(0, Ordering::Relaxed);
         *self.asked.lock().expect("no holder of the time panics") = Instant::now();
-        self.command_now(&Command::Warm);
+        self.command_now(&WardenCommand::StartZygote);
     }
 
     /// Removes a discarded checkpoint from the view.
@@ -475,7 +480,7 @@ impl Warden {
         slots: Slots,
         family: Arc<FamilyNumber>,
     ) {
-        self.command_now(&Command::Destroy { slot });
+        self.command_now(&WardenCommand::Destroy { slot });
         let Ok(runtime) = tokio::runtime::Handle::try_current() else {
             return;
         };
@@ -533,7 +538,7 @@ async fn listen(socket: Arc<UnixDatagram>, state: Arc<State>) {
     loop {
         let received = socket
             .async_io(Interest::READABLE, || {
-                wire::receive_or_lose::<Event>(&*socket)
+                wire::receive_lossy::<WardenEvent>(&*socket)
             })
             .await;
         let (event, descriptors) = match received {
@@ -542,24 +547,24 @@ async fn listen(socket: Arc<UnixDatagram>, state: Arc<State>) {
             // A jail that ends with unread commands closes its socket this way.
             Err(error) if error.kind() == std::io::ErrorKind::ConnectionReset => break,
             Err(error) => {
-                error!(%error, "the jail's words are not understood");
+                error!(%error, "invalid message from the jail supervisor");
                 break;
             }
         };
-        debug!(?event, "the jail tells");
-        if let Event::ZygoteEnded {
+        debug!(?event, "event from the jail supervisor");
+        if let WardenEvent::ZygoteEnded {
             was_warm: true,
-            words,
+            why,
         } = &event
         {
             state.zygote_deaths.fetch_add(1, Ordering::Relaxed);
             deaths.retain(|death| death.elapsed() < Duration::from_secs(60));
             deaths.push(Instant::now());
             if deaths.len() < MOST_ZYGOTE_DEATHS {
-                warn!(%words, "the warm interpreter ended and is started again");
+                warn!(%why, "the warm interpreter ended and is started again");
                 // Skipped if the death was already noticed and the interpreter given up.
                 if state.stand() {
-                    let _ = wire::send(&*socket, &Command::Warm, &[]);
+                    let _ = wire::send(&*socket, &WardenCommand::StartZygote, &[]);
                 }
                 continue;
             }
@@ -613,24 +618,25 @@ impl State {
     }
 
     /// Applies an event whose descriptors this process has no room for: its operation has failed.
-    fn apply_without(&self, event: Event, error: &io::Error) {
+    fn apply_without(&self, event: WardenEvent, error: &io::Error) {
         let why = format!("the server cannot take its descriptors: {error}");
         match event {
-            Event::Created { slot }
-            | Event::ListenersOpened { slot, .. }
-            | Event::Forked { slot, .. } => {
-                self.apply(Event::Failed { slot, why }, Vec::new());
+            WardenEvent::InitCreated { slot }
+            | WardenEvent::ListenersOpened { slot, .. }
+            | WardenEvent::Forked { slot, .. } => {
+                self.apply(WardenEvent::Failed { slot, why }, Vec::new());
             }
-            Event::SideProcessCreated { slot, number } => {
-                self.apply(Event::SideProcessFailed { slot, number, why }, Vec::new())
-            }
+            WardenEvent::SideProcessCreated { slot, number } => self.apply(
+                WardenEvent::SideProcessFailed { slot, number, why },
+                Vec::new(),
+            ),
             // A jail whose warden is unknown cannot be monitored.
-            Event::Ready => self.end(&why),
+            WardenEvent::Ready => self.end(&why),
             event => self.apply(event, Vec::new()),
         }
     }
 
-    fn apply(&self, event: Event, mut descriptors: Vec<OwnedFd>) {
+    fn apply(&self, event: WardenEvent, mut descriptors: Vec<OwnedFd>) {
         let change = |slot: Slot, change: &mut dyn FnMut(&mut View)| {
             if let Some(view) = self
                 .views
@@ -641,22 +647,22 @@ impl State {
                 view.send_modify(|view| change(view));
             }
         };
-        if let Event::Ready = event {
+        if let WardenEvent::Ready = event {
             if let Some(warden) = descriptors.pop() {
                 let _ = self.warden.set(warden);
             }
             self.jail.send_replace(JailState::Standing);
             return;
         }
-        if let Event::ListenersOpened { slot, kinds } = event {
+        if let WardenEvent::ListenersOpened { slot, kinds } = event {
             let mut listeners: Vec<_> = kinds.into_iter().zip(descriptors).collect();
             return change(slot, &mut |view| view.listeners.append(&mut listeners));
         }
         let mut handle = descriptors.pop().map(Arc::new);
         match event {
-            Event::ListenersOpened { .. } | Event::Ready => {}
-            Event::Pong { number } => self.answered.store(number, Ordering::Relaxed),
-            Event::Warmed => {
+            WardenEvent::ListenersOpened { .. } | WardenEvent::Ready => {}
+            WardenEvent::Pong { number } => self.answered.store(number, Ordering::Relaxed),
+            WardenEvent::ZygoteReady => {
                 let posture = handle
                     .as_deref()
                     .ok_or_else(|| io::ErrorKind::NotFound.into());
@@ -674,49 +680,51 @@ impl State {
                     }
                 }
             }
-            Event::ZygoteEnded {
+            WardenEvent::ZygoteEnded {
                 was_warm: false,
-                words,
+                why,
             } if *self.jail.borrow() == JailState::Warm => {
                 // It was to replace one that continues to serve.
-                warn!(%words, "the warm interpreter could not be replaced");
+                warn!(%why, "the warm interpreter could not be replaced");
             }
-            Event::ZygoteEnded { words, .. } => {
+            WardenEvent::ZygoteEnded { why, .. } => {
                 self.stand();
-                self.grow_cold(&format!("Python did not start: {words}"));
+                self.grow_cold(&format!("Python did not start: {why}"));
             }
-            Event::Broken { why } => self.end(&why),
-            Event::Created { slot } => change(slot, &mut |view| view.init = handle.take()),
-            Event::Prepared { slot, namespaces } => {
+            WardenEvent::WardenFailed { why } => self.end(&why),
+            WardenEvent::InitCreated { slot } => {
+                change(slot, &mut |view| view.init = handle.take())
+            }
+            WardenEvent::Prepared { slot, namespaces } => {
                 change(slot, &mut |view| {
                     view.prepared = Some(namespaces.as_slice().into())
                 });
             }
-            Event::Forked { slot, generation } => {
+            WardenEvent::Forked { slot, generation } => {
                 change(slot, &mut |view| {
                     view.interpreter = handle.take().map(|process| (generation, process))
                 });
             }
-            Event::Exited {
+            WardenEvent::InterpreterExited {
                 slot,
                 generation,
                 status,
             } => {
                 change(slot, &mut |view| view.end = Some((generation, status)));
             }
-            Event::SideProcessCreated { slot, number } => change(slot, &mut |view| {
+            WardenEvent::SideProcessCreated { slot, number } => change(slot, &mut |view| {
                 if let (Some(state), Some(process)) =
                     (view.side_processes.get_mut(&number), handle.take())
                 {
                     *state = SideProcessState::Created(process);
                 }
             }),
-            Event::SideProcessFailed { slot, number, why } => change(slot, &mut |view| {
+            WardenEvent::SideProcessFailed { slot, number, why } => change(slot, &mut |view| {
                 if let Some(state) = view.side_processes.get_mut(&number) {
                     *state = SideProcessState::Failed(why.clone());
                 }
             }),
-            Event::SideProcessEnded {
+            WardenEvent::SideProcessEnded {
                 slot,
                 number,
                 status,
@@ -725,17 +733,17 @@ impl State {
                     *state = SideProcessState::Ended(status);
                 }
             }),
-            Event::Watched { slot, number } => {
+            WardenEvent::TracingStarted { slot, number } => {
                 change(slot, &mut |view| {
                     drop(view.checkpoints.insert(number, Checkpoint::Watched))
                 });
             }
-            Event::Checkpointed { slot, number } => {
+            WardenEvent::Checkpointed { slot, number } => {
                 change(slot, &mut |view| {
                     drop(view.checkpoints.insert(number, Checkpoint::Made))
                 });
             }
-            Event::NotCheckpointed { slot, number, why } => {
+            WardenEvent::CheckpointFailed { slot, number, why } => {
                 change(slot, &mut |view| {
                     drop(
                         view.checkpoints
@@ -743,15 +751,15 @@ impl State {
                     )
                 });
             }
-            Event::CheckpointLost { slot, number } => {
+            WardenEvent::CheckpointLost { slot, number } => {
                 change(slot, &mut |view| drop(view.checkpoints.remove(&number)));
             }
-            Event::Swept { slot, number } => change(slot, &mut |view| view.swept = number),
+            WardenEvent::Swept { slot, number } => change(slot, &mut |view| view.swept = number),
             // The first failure is the cause of those that follow.
-            Event::Failed { slot, why } => change(slot, &mut |view| {
+            WardenEvent::Failed { slot, why } => change(slot, &mut |view| {
                 view.failed.get_or_insert_with(|| why.clone());
             }),
-            Event::Destroyed { slot } => change(slot, &mut |view| view.destroyed = true),
+            WardenEvent::Destroyed { slot } => change(slot, &mut |view| view.destroyed = true),
         }
     }
 }
