@@ -14,9 +14,9 @@ use cellblock_jail::wire::{LeftOut, Programs, ResourceLimit, Scratch, Setup, Zyg
 use cellblock_jail::{probe, root};
 
 use super::instance::Instance;
-use super::sandbox::{Kin, NativeSandbox};
-use super::warden::{Guardian, Slots, Warden};
-use super::{NativeSettings, STEP_LIMIT, WarmEnvironment};
+use super::sandbox::{FamilyChoice, NativeSandbox};
+use super::warden::{Guardian, Slots, WardenClient};
+use super::{NativeSettings, STEP_TIMEOUT, WarmEnvironment};
 use crate::sandbox::masks::{self, Mask};
 use crate::sandbox::{Isolation, LaunchError, Layer, LayerKind, Network, Sandbox, SandboxLimits};
 
@@ -33,7 +33,7 @@ const PLAIN_OUTPUT: [(&str, &str); 4] = [
 
 /// State available after the preparation.
 pub(super) struct Jail {
-    pub(super) warden: Arc<Warden>,
+    pub(super) warden: Arc<WardenClient>,
     pub(super) slots: Slots,
     /// The free family numbers.
     pub(super) families: Slots,
@@ -58,7 +58,7 @@ pub(super) struct Jail {
 impl Jail {
     /// Starts the jail's processes except for the warm interpreter. Fails if a mandatory layer is
     /// missing.
-    pub(super) async fn stand(
+    pub(super) async fn start(
         settings: &NativeSettings,
         mut environment: WarmEnvironment,
     ) -> Result<Jail, LaunchError> {
@@ -150,16 +150,17 @@ impl Jail {
             leave_out,
             test_switches: settings.test_switches.clone(),
         };
-        let warden = Warden::start(guardian, &setup, instance.tree())
+        let warden = WardenClient::start(guardian, &setup, instance.tree())
             .await
             .map_err(failed("the jail did not start"))?;
-        if let Err(why) = warden.ready(STEP_LIMIT).await {
+        if let Err(why) = warden.ready(STEP_TIMEOUT).await {
             warden.kill();
             warden.end().await;
             return Err(LaunchError::Start { why });
         }
-        let host = Posture::read(std::process::id())
-            .map_err(failed("the kernel does not tell about processes"))?;
+        let host = Posture::read(std::process::id()).map_err(failed(
+            "the kernel does not report the posture of processes",
+        ))?;
         Ok(Jail {
             warden: Arc::new(warden),
             slots: Slots::new(identity.slots()),
@@ -340,13 +341,13 @@ pub async fn trial(mut settings: NativeSettings) -> Result<Isolation, LaunchErro
         network: None,
         held: Vec::new(),
     };
-    let jail = Jail::stand(&settings, nothing).await?;
+    let jail = Jail::start(&settings, nothing).await?;
     let slot = jail.slots.take().expect("a fresh jail has free slots");
     let begun = NativeSandbox::begin(
         &jail,
         slot,
         &settings.limits,
-        Kin::Nobody { apart: false },
+        FamilyChoice::New { apart: false },
         Weak::new(),
     )
     .await;

@@ -5,21 +5,21 @@
 //! their command socket. `instance` records what must be cleaned up after a crash. `groups` finds a
 //! place for control groups, if necessary by asking `systemd`. `sandbox` makes one sandbox and
 //! checks each interpreter in it against the kernel. `side_process` starts programs beside them.
-//! `shortage` determines which memory limit was reached. `pool` keeps sandboxes ready. This file
+//! `oom` determines which memory limit was reached. `pool` keeps sandboxes ready. This file
 //! joins them into a backend.
 //!
-//! When a jail ends or hangs (`pulse`), its sandboxes are lost. The loss is reported, the jail is
-//! removed, and another one is built; calls wait for it. A failed preparation and a warm
+//! When a jail ends or hangs (`liveness`), its sandboxes are lost. The loss is reported, the jail
+//! is removed, and another one is built; calls wait for it. A failed preparation and a warm
 //! interpreter that could not be started are also retried, at the latest when a session is
 //! requested.
 
 mod groups;
 mod instance;
 mod jail;
+mod liveness;
+mod oom;
 mod pool;
-mod pulse;
 mod sandbox;
-mod shortage;
 mod side_process;
 mod systemd;
 mod warden;
@@ -43,8 +43,8 @@ use tracing::{error, info, warn};
 
 use self::jail::Jail;
 pub use self::jail::trial;
-use self::pool::{Lack, Pool};
-use self::sandbox::{Fresh, Kin, NativeSandbox};
+use self::pool::{MissingMember, NativePool};
+use self::sandbox::{FamilyChoice, InterpreterStart, NativeSandbox};
 use super::masks::{HostMask, Replacements};
 use super::{
     Backend, Interpreter, LaunchError, LayerKind, Network, Preparation, Sandbox, SandboxLimits,
@@ -55,24 +55,24 @@ pub const WORK_FOLDER: &str = root::WORK;
 
 /// Timeout for any single step of a launch. The slowest, a fork, takes milliseconds, but much
 /// longer on a busy machine. A hung warden is noticed earlier, by its heartbeat.
-const STEP_LIMIT: Duration = Duration::from_secs(30);
+const STEP_TIMEOUT: Duration = Duration::from_secs(30);
 /// Timeout for a warm interpreter to import its packages on a slow disk.
-const WARM_LIMIT: Duration = Duration::from_secs(120);
+const WARM_UP_TIMEOUT: Duration = Duration::from_secs(120);
 /// Delay before the pool is refilled, so that refilling does not compete with the session just
 /// started.
-const COURTESY: Duration = Duration::from_millis(15);
+const POOL_REFILL_DELAY: Duration = Duration::from_millis(15);
 /// Delay before the pool retries after a sandbox could not be made.
-const REST: Duration = Duration::from_secs(1);
+const POOL_RETRY_BACKOFF: Duration = Duration::from_secs(1);
 /// First and longest delay before a failed preparation is retried. Each failure doubles it. A call
 /// ends the delay early, but never before the shortest one is over.
-const SHORTEST_PAUSE: Duration = Duration::from_secs(1);
-const LONGEST_PAUSE: Duration = Duration::from_secs(60);
+const SHORTEST_BACKOFF: Duration = Duration::from_secs(1);
+const LONGEST_BACKOFF: Duration = Duration::from_secs(60);
 /// A jail that lived at least this long is replaced at once.
-const LONG_LIFE: Duration = Duration::from_secs(10);
+const STABLE_LIFETIME: Duration = Duration::from_secs(10);
 /// Time that a call waits for the retry of a failed preparation.
-const SECOND_CHANCE: Duration = Duration::from_secs(15);
+const RETRY_TIMEOUT: Duration = Duration::from_secs(15);
 /// Time that the start of a session waits for earlier ones before it is rejected as busy.
-const QUEUE_LIMIT: Duration = Duration::from_secs(60);
+const QUEUE_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Settings of the native backend.
 #[derive(Debug, Clone)]
@@ -129,7 +129,7 @@ struct Inner {
     preparation: watch::Sender<Preparation>,
     /// The current jail, if there is one.
     jail: RwLock<Option<Arc<Jail>>>,
-    pool: Pool,
+    pool: NativePool,
     /// Notified when a call waits for a retry.
     again: Notify,
     /// Limits how many sandboxes are made at the same time. More would only slow each other down.
@@ -137,18 +137,18 @@ struct Inner {
 }
 
 /// The delay between retries.
-struct Pause(Duration);
+struct Backoff(Duration);
 
-impl Pause {
-    const fn new() -> Pause {
-        Pause(SHORTEST_PAUSE)
+impl Backoff {
+    const fn new() -> Backoff {
+        Backoff(SHORTEST_BACKOFF)
     }
 
     /// Waits until the next attempt is due, or until a call asks for it.
     async fn wait(&mut self, again: &Notify) {
-        tokio::time::sleep(SHORTEST_PAUSE).await;
-        let _ = tokio::time::timeout(self.0 - SHORTEST_PAUSE, again.notified()).await;
-        self.0 = (self.0 * 2).min(LONGEST_PAUSE);
+        tokio::time::sleep(SHORTEST_BACKOFF).await;
+        let _ = tokio::time::timeout(self.0 - SHORTEST_BACKOFF, again.notified()).await;
+        self.0 = (self.0 * 2).min(LONGEST_BACKOFF);
     }
 }
 
@@ -170,12 +170,12 @@ impl NativeBackend {
             settings,
             preparation,
             jail: RwLock::new(None),
-            pool: Pool::default(),
+            pool: NativePool::default(),
             again: Notify::new(),
             starts: Semaphore::new(2 * at_once),
         });
         let background = Arc::clone(&inner);
-        let background = tokio::spawn(async move { background.keep_standing(environment).await });
+        let background = tokio::spawn(async move { background.supervise(environment).await });
         NativeBackend {
             inner,
             background: Mutex::new(Some(background)),
@@ -193,7 +193,7 @@ impl Backend for NativeBackend {
         // A member of the pool is valid even while a preparation is repeated.
         let (sandbox, interpreter) = match self.inner.pool.take_warm() {
             Some(member) => member,
-            None => self.inner.made(false).await?,
+            None => self.inner.launch_fresh(false).await?,
         };
         Ok((Box::new(sandbox), interpreter))
     }
@@ -204,7 +204,7 @@ impl Backend for NativeBackend {
         if is_like_others && settings.limits == settings.limits_apart {
             return self.launch().await;
         }
-        let (sandbox, interpreter) = self.inner.made(true).await?;
+        let (sandbox, interpreter) = self.inner.launch_fresh(true).await?;
         Ok((Box::new(sandbox), interpreter))
     }
 
@@ -229,18 +229,18 @@ impl Backend for NativeBackend {
 impl Inner {
     /// Builds a jail and serves from it; builds another one whenever that fails or the jail is
     /// gone.
-    async fn keep_standing<E, F>(&self, environment: E)
+    async fn supervise<E, F>(&self, environment: E)
     where
         E: Fn() -> F,
         F: Future<Output = Result<WarmEnvironment, String>>,
     {
-        let mut pause = Pause::new();
+        let mut backoff = Backoff::new();
         let mut reported = String::new();
         loop {
             let attempt = async {
                 let environment = environment().await?;
-                self.tell("starting the sandbox");
-                let jail = Jail::stand(&self.settings, environment).await;
+                self.report_step("starting the sandbox");
+                let jail = Jail::start(&self.settings, environment).await;
                 jail.map(Arc::new).map_err(|error| error.to_string())
             };
             let (why, lived) = match attempt.await {
@@ -250,7 +250,7 @@ impl Inner {
             if lived.is_some() {
                 error!(%why, "the jail ended with all its sessions; another one is built");
                 // Not a failure yet: calls wait for the next jail.
-                self.tell(&format!("{why}; another one is built"));
+                self.report_step(&format!("{why}; another one is built"));
             } else {
                 if why != reported {
                     error!(%why, "no session can be started; the preparation is tried again");
@@ -258,12 +258,12 @@ impl Inner {
                 }
                 self.preparation.send_replace(Preparation::Failed { why });
             }
-            if lived.is_some_and(|lived| lived >= LONG_LIFE) {
-                pause = Pause::new();
+            if lived.is_some_and(|lived| lived >= STABLE_LIFETIME) {
+                backoff = Backoff::new();
             } else {
-                pause.wait(&self.again).await;
+                backoff.wait(&self.again).await;
             }
-            self.tell("preparing Python again");
+            self.report_step("preparing Python again");
         }
     }
 
@@ -282,7 +282,7 @@ impl Inner {
             why = self.keep_masked(&jail) => why,
         };
         *self.jail.write().expect("no holder of the jail panics") = None;
-        self.tell("removing what is left of the sandboxes");
+        self.report_step("removing what is left of the sandboxes");
         self.pool.clear();
         jail.end().await;
         (why, ready.get().map(Instant::elapsed))
@@ -310,11 +310,11 @@ impl Inner {
 
     /// Warms up Python, then keeps it warm and the pool full. Returns only when the warm-up failed.
     async fn warm_and_keep(&self, jail: &Jail, ready: &OnceLock<Instant>) -> String {
-        self.tell("warming up Python");
+        self.report_step("warming up Python");
         // The first sandbox is made while Python imports.
         let (warmed, empty) = tokio::join!(
-            jail.warden.warm(WARM_LIMIT),
-            self.make_empty(Kin::Nobody { apart: false })
+            jail.warden.warm(WARM_UP_TIMEOUT),
+            self.make_empty(FamilyChoice::New { apart: false })
         );
         let empty = match (warmed, empty) {
             (Err(why), _) => return why,
@@ -336,14 +336,14 @@ impl Inner {
     /// Starts another warm interpreter whenever there is none and none is starting.
     async fn keep_warm(&self, jail: &Jail) {
         loop {
-            let mut pause = Pause::new();
+            let mut backoff = Backoff::new();
             let mut why = jail.warden.cold().await;
             error!(%why, "no session can be started; Python is warmed up again");
             loop {
                 self.preparation.send_replace(Preparation::Failed { why });
-                pause.wait(&self.again).await;
-                self.tell("warming up Python");
-                match jail.warden.warm(WARM_LIMIT).await {
+                backoff.wait(&self.again).await;
+                self.report_step("warming up Python");
+                match jail.warden.warm(WARM_UP_TIMEOUT).await {
                     Ok(()) => break,
                     Err(again) => why = again,
                 }
@@ -372,7 +372,7 @@ impl Inner {
             self.again.notify_one();
         }
         if let Preparation::Failed { .. } = now {
-            let _ = tokio::time::timeout(SECOND_CHANCE, preparation.changed()).await;
+            let _ = tokio::time::timeout(RETRY_TIMEOUT, preparation.changed()).await;
         }
         loop {
             let settled = preparation
@@ -390,26 +390,26 @@ impl Inner {
     }
 
     /// Makes a session in its own sandbox. Retries in another jail if this one ends meanwhile.
-    async fn made(&self, apart: bool) -> Result<(NativeSandbox, Interpreter), LaunchError> {
+    async fn launch_fresh(&self, apart: bool) -> Result<(NativeSandbox, Interpreter), LaunchError> {
         let jail = self.prepared().await?;
-        match self.make(Fresh::AtOnce, apart).await {
+        match self.make(InterpreterStart::Plain, apart).await {
             Err(_) if jail.warden.has_ended() => {
                 self.prepared().await?;
-                self.make(Fresh::AtOnce, apart).await
+                self.make(InterpreterStart::Plain, apart).await
             }
             made => made,
         }
     }
 
     /// Waits until fewer sandboxes are being made.
-    async fn place(&self) -> Result<SemaphorePermit<'_>, LaunchError> {
-        match tokio::time::timeout(QUEUE_LIMIT, self.starts.acquire()).await {
-            Ok(place) => Ok(place.expect("the semaphore is never closed")),
+    async fn start_permit(&self) -> Result<SemaphorePermit<'_>, LaunchError> {
+        match tokio::time::timeout(QUEUE_TIMEOUT, self.starts.acquire()).await {
+            Ok(permit) => Ok(permit.expect("the semaphore is never closed")),
             Err(_) => Err(LaunchError::Busy),
         }
     }
 
-    fn tell(&self, step: &str) {
+    fn report_step(&self, step: &str) {
         self.preparation.send_replace(Preparation::Working {
             step: step.to_owned(),
             done: 0,
@@ -419,18 +419,18 @@ impl Inner {
 
     async fn keep_pool_full(&self) {
         while !self.pool.is_closed() {
-            let made = match self.pool.lack(self.settings.pool, self.settings.empty) {
-                Some(Lack::Warm) => self
-                    .make(Fresh::Primed, false)
+            let made = match self.pool.missing(self.settings.pool, self.settings.empty) {
+                Some(MissingMember::Warm) => self
+                    .make(InterpreterStart::Rehearsed, false)
                     .await
                     .map(|member| self.pool.add_warm(member)),
-                Some(Lack::Empty) => self
-                    .make_empty(Kin::Nobody { apart: false })
+                Some(MissingMember::Empty) => self
+                    .make_empty(FamilyChoice::New { apart: false })
                     .await
                     .map(|sandbox| self.pool.add_empty(sandbox)),
                 None => {
                     self.pool.taken().await;
-                    tokio::time::sleep(COURTESY).await;
+                    tokio::time::sleep(POOL_REFILL_DELAY).await;
                     continue;
                 }
             };
@@ -438,7 +438,7 @@ impl Inner {
                 && !self.pool.is_closed()
             {
                 warn!(%error, "no sandbox could be made for the pool");
-                tokio::time::sleep(REST).await;
+                tokio::time::sleep(POOL_RETRY_BACKOFF).await;
                 // Without a warm Python each attempt would fail and log an error.
                 let _ = self
                     .preparation
@@ -451,18 +451,18 @@ impl Inner {
 
     async fn make(
         &self,
-        how: Fresh,
+        how: InterpreterStart,
         apart: bool,
     ) -> Result<(NativeSandbox, Interpreter), LaunchError> {
-        let _place = self.place().await?;
+        let _permit = self.start_permit().await?;
         let mut sandbox = if apart {
-            self.begin_empty(Kin::Nobody { apart }).await?
+            self.begin_empty(FamilyChoice::New { apart }).await?
         } else {
             self.empty_sandbox().await?
         };
         let interpreter = sandbox.start_session(how).await?;
         // The permit is held until Python has started, because that is most of the work.
-        sandbox.await_greeting(&interpreter.channel).await?;
+        sandbox.await_hello(&interpreter.channel).await?;
         Ok((sandbox, interpreter))
     }
 
@@ -470,21 +470,21 @@ impl Inner {
     async fn empty_sandbox(&self) -> Result<NativeSandbox, LaunchError> {
         match self.pool.take_empty() {
             Some(sandbox) => Ok(sandbox),
-            None => self.begin_empty(Kin::Nobody { apart: false }).await,
+            None => self.begin_empty(FamilyChoice::New { apart: false }).await,
         }
     }
 
-    async fn make_empty(&self, kin: Kin<'_>) -> Result<NativeSandbox, LaunchError> {
-        let mut sandbox = self.begin_empty(kin).await?;
+    async fn make_empty(&self, family: FamilyChoice<'_>) -> Result<NativeSandbox, LaunchError> {
+        let mut sandbox = self.begin_empty(family).await?;
         sandbox.prepared().await?;
         Ok(sandbox)
     }
 
-    async fn begin_empty(&self, kin: Kin<'_>) -> Result<NativeSandbox, LaunchError> {
+    async fn begin_empty(&self, family: FamilyChoice<'_>) -> Result<NativeSandbox, LaunchError> {
         let jail = self.jail().ok_or_else(|| LaunchError::Preparation {
             why: "it is not finished".to_owned(),
         })?;
-        if let Kin::Of(source) = kin
+        if let FamilyChoice::Join(source) = family
             && !source.is_of(&jail)
         {
             return Err(LaunchError::Start {
@@ -494,11 +494,11 @@ impl Inner {
         let slot = jail.slots.take().ok_or_else(|| LaunchError::Start {
             why: "all numbers for sandboxes are in use".to_owned(),
         })?;
-        let limits = if kin.is_apart() {
+        let limits = if family.is_apart() {
             &self.settings.limits_apart
         } else {
             &self.settings.limits
         };
-        NativeSandbox::begin(&jail, slot, limits, kin, Weak::clone(&self.this)).await
+        NativeSandbox::begin(&jail, slot, limits, family, Weak::clone(&self.this)).await
     }
 }

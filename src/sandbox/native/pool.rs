@@ -14,7 +14,7 @@ use crate::sandbox::Interpreter;
 
 /// The waiting members.
 #[derive(Default)]
-pub(super) struct Pool {
+pub(super) struct NativePool {
     waiting: Mutex<Waiting>,
     taken: Notify,
 }
@@ -28,12 +28,12 @@ struct Waiting {
 
 /// The kind of member that is missing most.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Lack {
+pub(super) enum MissingMember {
     Warm,
     Empty,
 }
 
-impl Pool {
+impl NativePool {
     fn waiting(&self) -> MutexGuard<'_, Waiting> {
         self.waiting.lock().expect("no holder of the pool panics")
     }
@@ -77,14 +77,14 @@ impl Pool {
     }
 
     /// Returns which kind is missing to reach these numbers of warm sessions and empty sandboxes.
-    pub(super) fn lack(&self, warm: usize, empty: usize) -> Option<Lack> {
+    pub(super) fn missing(&self, warm: usize, empty: usize) -> Option<MissingMember> {
         let waiting = self.waiting();
         if waiting.closed {
             None
         } else if waiting.warm.len() < warm {
-            Some(Lack::Warm)
+            Some(MissingMember::Warm)
         } else if waiting.empty.len() < empty {
-            Some(Lack::Empty)
+            Some(MissingMember::Empty)
         } else {
             None
         }

@@ -34,11 +34,11 @@ use tokio::sync::{oneshot, watch};
 use tracing::warn;
 
 use super::jail::Jail;
-use super::pulse::{self, Look, Pulse};
-use super::shortage::MemoryWatch;
+use super::liveness::{self, HangDetector, ProcessSample};
+use super::oom::OomWatch;
 use super::side_process::NativeLauncher;
-use super::warden::{self, Checkpoint, FamilyNumber, Slots, View, Warden};
-use super::{Inner, STEP_LIMIT};
+use super::warden::{self, CheckpointState, FamilyNumber, SandboxView, Slots, WardenClient};
+use super::{Inner, STEP_TIMEOUT};
 use crate::reaction::{CpuWaits, within, within_with};
 use crate::sandbox::{
     Asker, CheckpointError, CheckpointId, Exit, ForkTerms, Gauge, Interpreter, Isolation,
@@ -49,14 +49,14 @@ use crate::sandbox::{
 /// seed change.
 const FORKS_PER_ZYGOTE: u32 = 2_000;
 /// Age after which it is replaced for the same reason.
-const AGE_OF_ZYGOTE: Duration = Duration::from_secs(6 * 3600);
+const ZYGOTE_LIFETIME: Duration = Duration::from_secs(6 * 3600);
 /// Number of seccomp filters of every session: the jail's, the zygote's wide one and its own final
 /// one. The filter that refuses programs is a fourth.
-pub(super) const FILTERS: u32 = 3;
+pub(super) const SESSION_FILTERS: u32 = 3;
 
 /// Timeout for a session to reach its branch point. Fork handlers run meanwhile, including those of
 /// user code.
-const BRANCH_LIMIT: Duration = Duration::from_secs(3);
+const BRANCH_POINT_TIMEOUT: Duration = Duration::from_secs(3);
 /// Processes of a sandbox beside its user's: its init, and the snapshot processes (`twin`) of its
 /// interpreter and its checkpoints. The number of the user's processes is limited separately
 /// (`RLIMIT_NPROC`).
@@ -67,30 +67,30 @@ const INITIAL: CheckpointId = CheckpointId(INITIAL_CHECKPOINT);
 
 /// How a fresh interpreter starts.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) enum Fresh {
-    AtOnce,
+pub(super) enum InterpreterStart {
+    Plain,
     /// After a rehearsal of its machinery.
-    Primed,
+    Rehearsed,
     /// After emptying the work folder.
-    Emptied,
+    EmptiedFolder,
 }
 
 /// The family that a new sandbox joins.
 #[derive(Clone, Copy)]
-pub(super) enum Kin<'a> {
+pub(super) enum FamilyChoice<'a> {
     /// It starts a new family. With `apart` it is the server's own: it has none of the operator's
     /// mounts, and its code may start programs.
-    Nobody { apart: bool },
+    New { apart: bool },
     /// It is for a fork of the session in this sandbox.
-    Of(&'a NativeSandbox),
+    Join(&'a NativeSandbox),
 }
 
-impl Kin<'_> {
+impl FamilyChoice<'_> {
     /// Returns whether the sandbox is for the server's own work.
     pub(super) fn is_apart(self) -> bool {
         match self {
-            Kin::Nobody { apart } => apart,
-            Kin::Of(source) => source.apart,
+            FamilyChoice::New { apart } => apart,
+            FamilyChoice::Join(source) => source.apart,
         }
     }
 }
@@ -98,7 +98,7 @@ impl Kin<'_> {
 /// One sandbox: an init in its namespaces, a control group, and the interpreters forked into it one
 /// after another.
 pub(super) struct NativeSandbox {
-    warden: Arc<Warden>,
+    warden: Arc<WardenClient>,
     slots: Slots,
     slot: Slot,
     /// Shared by all sandboxes whose sessions descend from the same one.
@@ -106,9 +106,9 @@ pub(super) struct NativeSandbox {
     /// The family has none of the operator's mounts.
     apart: bool,
     /// The namespaces in which its interpreters must be. `None` until it is prepared.
-    home: Option<Arc<[PathBuf]>>,
-    view: watch::Receiver<View>,
-    groups: Groups,
+    namespaces: Option<Arc<[PathBuf]>>,
+    view: watch::Receiver<SandboxView>,
+    groups: SandboxCgroups,
     generation: Generation,
     /// The number of the last requested checkpoint.
     checkpoints: u32,
@@ -120,7 +120,7 @@ pub(super) struct NativeSandbox {
     /// Whether interpreters in it may start programs.
     programs: Programs,
     /// Whether other sandboxes of the backend refuse programs.
-    house_refuses: bool,
+    backend_refuses_programs: bool,
     /// The environment variables of a fresh session.
     environment: Arc<Vec<(String, String)>>,
     /// The number of the last launched program.
@@ -134,7 +134,7 @@ pub(super) struct NativeSandbox {
     isolation: Isolation,
     limits: SandboxLimits,
     /// The backend, which makes the sandbox of a fork.
-    house: Weak<Inner>,
+    backend: Weak<Inner>,
     /// The network of the jail, if it has one.
     network: Option<Arc<Network>>,
     gateway: Option<Gateway>,
@@ -145,30 +145,38 @@ pub(super) struct NativeSandbox {
 
 /// The control groups of a sandbox.
 #[derive(Clone, Default)]
-pub(super) struct Groups {
+pub(super) struct SandboxCgroups {
     /// Limits the interpreter.
     pub(super) own: Option<Arc<Group>>,
     /// Limits the interpreter and all its forks.
     pub(super) family: Option<Arc<FamilyGroup>>,
 }
 
-impl Groups {
-    fn make(tree: &cgroup::CgroupTree, slot: Slot, limits: &SandboxLimits) -> io::Result<Groups> {
+impl SandboxCgroups {
+    fn make(
+        tree: &cgroup::CgroupTree,
+        slot: Slot,
+        limits: &SandboxLimits,
+    ) -> io::Result<SandboxCgroups> {
         let family = Arc::new(tree.family(&format!("family-{}", slot.0), limits.family_memory)?);
-        let own = Arc::new(family.group(&format!("session-{}", slot.0), &Groups::limits(limits))?);
-        Ok(Groups {
+        let own = Arc::new(family.group(
+            &format!("session-{}", slot.0),
+            &SandboxCgroups::limits(limits),
+        )?);
+        Ok(SandboxCgroups {
             own: Some(own),
             family: Some(family),
         })
     }
 
     /// Makes the groups of a fork, in the family of its source.
-    fn join(&self, slot: Slot, limits: &SandboxLimits) -> io::Result<Groups> {
+    fn join(&self, slot: Slot, limits: &SandboxLimits) -> io::Result<SandboxCgroups> {
         let Some(family) = &self.family else {
-            return Ok(Groups::default());
+            return Ok(SandboxCgroups::default());
         };
-        let own = Arc::new(family.group(&format!("fork-{}", slot.0), &Groups::limits(limits))?);
-        Ok(Groups {
+        let own =
+            Arc::new(family.group(&format!("fork-{}", slot.0), &SandboxCgroups::limits(limits))?);
+        Ok(SandboxCgroups {
             own: Some(own),
             family: Some(Arc::clone(family)),
         })
@@ -196,13 +204,13 @@ impl NativeSandbox {
         jail: &Jail,
         slot: Slot,
         limits: &SandboxLimits,
-        kin: Kin<'_>,
-        house: Weak<Inner>,
+        choice: FamilyChoice<'_>,
+        backend: Weak<Inner>,
     ) -> Result<NativeSandbox, LaunchError> {
-        let apart = kin.is_apart();
-        let family = match kin {
-            Kin::Nobody { .. } => FamilyNumber::take(&jail.families),
-            Kin::Of(source) => Some(Arc::clone(&source.family)),
+        let apart = choice.is_apart();
+        let family = match choice {
+            FamilyChoice::New { .. } => FamilyNumber::take(&jail.families),
+            FamilyChoice::Join(source) => Some(Arc::clone(&source.family)),
         };
         let all_taken = || LaunchError::Start {
             why: "all user ids for sessions are in use".to_owned(),
@@ -223,15 +231,15 @@ impl NativeSandbox {
             slot,
             family,
             apart,
-            home: None,
+            namespaces: None,
             view,
-            groups: Groups::default(),
+            groups: SandboxCgroups::default(),
             generation: Generation(0),
             checkpoints: INITIAL_CHECKPOINT,
             owns_work_folder: apart || jail.owns_work_folder,
             began_fresh: false,
             programs,
-            house_refuses: jail.programs == Programs::Refused,
+            backend_refuses_programs: jail.programs == Programs::Refused,
             environment: Arc::clone(&jail.variables),
             side_processes: Arc::default(),
             sweeps: Arc::default(),
@@ -242,28 +250,30 @@ impl NativeSandbox {
                 groups_empty: matches!(jail.identity, Identity::Block { .. }),
                 seccomp_filters: match programs {
                     _ if jail.leave_out.contains(&LeftOut::Seccomp) => 0,
-                    Programs::Free => FILTERS,
-                    Programs::Refused => FILTERS + 1,
+                    Programs::Free => SESSION_FILTERS,
+                    Programs::Refused => SESSION_FILTERS + 1,
                 },
             },
             host: jail.host.clone(),
             isolation: jail.isolation.clone(),
             limits: limits.clone(),
-            house,
+            backend,
             network: jail.network.clone(),
             gateway: None,
-            first_rules: match kin {
-                Kin::Nobody { .. } => None,
-                Kin::Of(source) => Some(source.rules()),
+            first_rules: match choice {
+                FamilyChoice::New { .. } => None,
+                FamilyChoice::Join(source) => Some(source.rules()),
             },
             destroyed: false,
         };
-        sandbox.groups = match (kin, jail.instance.tree()) {
-            (Kin::Of(source), _) => source.groups.join(slot, limits).map_err(no_limits)?,
-            (Kin::Nobody { .. }, Some(tree)) => {
-                Groups::make(tree, slot, limits).map_err(no_limits)?
+        sandbox.groups = match (choice, jail.instance.tree()) {
+            (FamilyChoice::Join(source), _) => {
+                source.groups.join(slot, limits).map_err(no_limits)?
             }
-            (Kin::Nobody { .. }, None) => Groups::default(),
+            (FamilyChoice::New { .. }, Some(tree)) => {
+                SandboxCgroups::make(tree, slot, limits).map_err(no_limits)?
+            }
+            (FamilyChoice::New { .. }, None) => SandboxCgroups::default(),
         };
         let cgroup_procs = sandbox.open_procs()?;
         let passed: Vec<_> = cgroup_procs.iter().map(AsFd::as_fd).collect();
@@ -278,10 +288,10 @@ impl NativeSandbox {
 
     /// Waits until the sandbox is made. Returns the namespaces in which its interpreters must be.
     pub(super) async fn prepared(&mut self) -> Result<Arc<[PathBuf]>, LaunchError> {
-        if let Some(home) = &self.home {
-            return Ok(Arc::clone(home));
+        if let Some(namespaces) = &self.namespaces {
+            return Ok(Arc::clone(namespaces));
         }
-        let (init, home) = self
+        let (init, namespaces) = self
             .await_view(|view| view.init.clone().zip(view.prepared.clone()))
             .await?;
         self.check_confinement(&init)?;
@@ -296,8 +306,8 @@ impl NativeSandbox {
             }
             self.gateway = Some(gateway);
         }
-        self.home = Some(Arc::clone(&home));
-        Ok(home)
+        self.namespaces = Some(Arc::clone(&namespaces));
+        Ok(namespaces)
     }
 
     /// Returns whether this jail made it.
@@ -308,22 +318,22 @@ impl NativeSandbox {
     /// Waits until the first process of the family is not stopped, or fails. A stop may be brief.
     async fn await_family(&self) -> Result<(), LaunchError> {
         let init = self.view.borrow().init.clone();
-        let mut pulse = Pulse::default();
+        let mut detector = HangDetector::default();
         // It is the parent of all inits of the family. If it is gone, the warden reports that.
-        while let Some(look) = init
+        while let Some(sample) = init
             .as_deref()
-            .and_then(|init| pulse::look_at_parent(init).ok())
+            .and_then(|init| liveness::sample_parent(init).ok())
         {
-            if !look.is_stopped() {
+            if !sample.is_stopped() {
                 break;
             }
-            if let Some(why) = pulse.take(look, true) {
+            if let Some(why) = detector.observe(sample, true) {
                 let why = format!(
                     "the first process of its sandboxes {why}, and no other can be added to them"
                 );
                 return Err(LaunchError::Start { why });
             }
-            tokio::time::sleep(pulse::INTERVAL).await;
+            tokio::time::sleep(liveness::SAMPLE_INTERVAL).await;
         }
         Ok(())
     }
@@ -331,15 +341,15 @@ impl NativeSandbox {
     /// Waits until the warden reports the wanted state, or a failure.
     async fn await_view<T>(
         &mut self,
-        wanted: impl Fn(&View) -> Option<T>,
+        wanted: impl Fn(&SandboxView) -> Option<T>,
     ) -> Result<T, LaunchError> {
-        self.await_view_for(STEP_LIMIT, wanted).await
+        self.await_view_for(STEP_TIMEOUT, wanted).await
     }
 
     async fn await_view_for<T>(
         &mut self,
         limit: Duration,
-        wanted: impl Fn(&View) -> Option<T>,
+        wanted: impl Fn(&SandboxView) -> Option<T>,
     ) -> Result<T, LaunchError> {
         let settled = self
             .view
@@ -383,22 +393,22 @@ impl NativeSandbox {
     /// Returns whether the runner must be informed that programs may be started here, although not
     /// elsewhere.
     fn is_exempt(&self) -> bool {
-        self.programs == Programs::Free && self.house_refuses
+        self.programs == Programs::Free && self.backend_refuses_programs
     }
 
     /// Makes a fresh interpreter in the sandbox. Its `hello` has not arrived yet.
     pub(super) async fn start_interpreter(
         &mut self,
-        how: Fresh,
+        how: InterpreterStart,
     ) -> Result<Interpreter, LaunchError> {
         let gate = match how {
-            Fresh::AtOnce if self.is_exempt() => b"o",
-            Fresh::AtOnce => b"g",
-            Fresh::Primed => b"p",
-            Fresh::Emptied => b"e",
+            InterpreterStart::Plain if self.is_exempt() => b"o",
+            InterpreterStart::Plain => b"g",
+            InterpreterStart::Rehearsed => b"p",
+            InterpreterStart::EmptiedFolder => b"e",
         };
         self.warden
-            .count_fork(FORKS_PER_ZYGOTE, AGE_OF_ZYGOTE)
+            .count_fork(FORKS_PER_ZYGOTE, ZYGOTE_LIFETIME)
             .await?;
         let deaths = self.warden.zygote_deaths();
         match self.interpreter_from(ForkOrigin::Zygote, false, gate).await {
@@ -406,7 +416,7 @@ impl NativeSandbox {
             // waits for another one.
             Err(LaunchError::Start { .. }) if self.warden.zygote_deaths() != deaths => {
                 self.warden
-                    .count_fork(FORKS_PER_ZYGOTE, AGE_OF_ZYGOTE)
+                    .count_fork(FORKS_PER_ZYGOTE, ZYGOTE_LIFETIME)
                     .await?;
                 self.interpreter_from(ForkOrigin::Zygote, false, gate).await
             }
@@ -427,7 +437,7 @@ impl NativeSandbox {
         let failed = |error: io::Error| LaunchError::Start {
             why: error.to_string(),
         };
-        let memory = MemoryWatch::begin(&self.groups, &self.limits);
+        let memory = OomWatch::begin(&self.groups, &self.limits);
         self.generation.0 += 1;
         let generation = self.generation;
         let (mut channel, theirs) = UnixStream::pair().map_err(failed)?;
@@ -455,9 +465,15 @@ impl NativeSandbox {
             .await_view(|view| view.interpreter_of(generation))
             .await?;
         self.interpreter = Some(Arc::clone(&process));
-        let checked = self.prepared().await.and_then(|home| {
+        let checked = self.prepared().await.and_then(|namespaces| {
             self.check_confinement(&process)?;
-            verify(&self.warden, &process, &self.expected, &self.host, &home)
+            verify(
+                &self.warden,
+                &process,
+                &self.expected,
+                &self.host,
+                &namespaces,
+            )
         });
         if let Err(error) = checked {
             let _ = rustix::process::pidfd_send_signal(&process, Signal::KILL);
@@ -496,7 +512,10 @@ impl NativeSandbox {
     }
 
     /// Makes the first, fresh interpreter of the sandbox.
-    pub(super) async fn start_session(&mut self, how: Fresh) -> Result<Interpreter, LaunchError> {
+    pub(super) async fn start_session(
+        &mut self,
+        how: InterpreterStart,
+    ) -> Result<Interpreter, LaunchError> {
         let mut interpreter = self.start_interpreter(how).await?;
         self.began_fresh = self.owns_work_folder;
         interpreter.beginning = self.began_fresh.then_some(INITIAL);
@@ -504,7 +523,7 @@ impl NativeSandbox {
     }
 
     /// Waits for the first byte of the runner's `hello`.
-    pub(super) async fn await_greeting(&self, channel: &UnixStream) -> Result<(), LaunchError> {
+    pub(super) async fn await_hello(&self, channel: &UnixStream) -> Result<(), LaunchError> {
         let mut byte = [0];
         let spoke = async {
             loop {
@@ -522,11 +541,11 @@ impl NativeSandbox {
                 }
             }
         };
-        match within(STEP_LIMIT, spoke).await {
+        match within(STEP_TIMEOUT, spoke).await {
             Some(Ok(())) => Ok(()),
-            None => Err(LaunchError::TimedOut(STEP_LIMIT)),
+            None => Err(LaunchError::TimedOut(STEP_TIMEOUT)),
             Some(Err(_)) => Err(LaunchError::Start {
-                why: "the interpreter ended before it greeted".to_owned(),
+                why: "the interpreter ended before it sent `hello`".to_owned(),
             }),
         }
     }
@@ -539,13 +558,14 @@ impl NativeSandbox {
 
     /// Returns whether the init of the sandbox hangs, or has ended together with everything in it.
     fn is_lost(&self) -> bool {
-        let is_stopped = |init: &OwnedFd| Look::at(init).is_ok_and(Look::is_stopped);
+        let is_stopped =
+            |init: &OwnedFd| ProcessSample::at(init).is_ok_and(ProcessSample::is_stopped);
         self.is_gone() || self.view.borrow().init.as_deref().is_some_and(is_stopped)
     }
 
     /// Replaces a lost sandbox.
-    async fn replace(&mut self, house: &Inner) -> Result<Interpreter, LaunchError> {
-        let (successor, interpreter) = house.made(self.apart).await?;
+    async fn replace(&mut self, backend: &Inner) -> Result<Interpreter, LaunchError> {
+        let (successor, interpreter) = backend.launch_fresh(self.apart).await?;
         std::mem::replace(self, successor).destroy().await;
         Ok(Interpreter {
             files_lost: self.owns_work_folder,
@@ -561,12 +581,12 @@ impl Sandbox for NativeSandbox {
     }
 
     async fn restart(&mut self) -> Result<Interpreter, LaunchError> {
-        let house = self.house()?;
+        let backend = self.backend()?;
         // Waits for a jail that is being rebuilt or warmed up again.
-        house.prepared().await?;
+        backend.prepared().await?;
         if !self.is_gone() {
             let begun = match self.sweep().await {
-                Ok(()) => self.start_interpreter(Fresh::AtOnce).await,
+                Ok(()) => self.start_interpreter(InterpreterStart::Plain).await,
                 Err(error) => Err(error),
             };
             match begun {
@@ -574,7 +594,7 @@ impl Sandbox for NativeSandbox {
                 begun => return begun,
             }
         }
-        self.replace(&house).await
+        self.replace(&backend).await
     }
 
     async fn checkpoint(
@@ -599,7 +619,7 @@ impl Sandbox for NativeSandbox {
         self.await_checkpoint(number, |_| true).await?;
         let _ = told.send(());
         let made = self
-            .await_checkpoint(number, |state| *state == Checkpoint::Made)
+            .await_checkpoint(number, |state| *state == CheckpointState::Made)
             .await;
         guard.done = made.is_ok();
         made.map(|()| CheckpointId(number))
@@ -614,7 +634,9 @@ impl Sandbox for NativeSandbox {
         }
         self.sweep().await?;
         if self.began_fresh && checkpoint == INITIAL {
-            return self.start_interpreter(Fresh::Emptied).await;
+            return self
+                .start_interpreter(InterpreterStart::EmptiedFolder)
+                .await;
         }
         let from = ForkOrigin::Checkpoint {
             slot: self.slot,
@@ -629,11 +651,11 @@ impl Sandbox for NativeSandbox {
         checkpoint: CheckpointId,
         terms: ForkTerms,
     ) -> Result<(Box<dyn Sandbox>, Interpreter), LaunchError> {
-        let house = self.house()?;
+        let backend = self.backend()?;
         // Before taking a permit that others wait for.
         self.await_family().await?;
-        let _place = house.place().await?;
-        let mut sandbox = house.begin_empty(Kin::Of(self)).await?;
+        let _permit = backend.start_permit().await?;
+        let mut sandbox = backend.begin_empty(FamilyChoice::Join(self)).await?;
         let from = ForkOrigin::Checkpoint {
             slot: self.slot,
             number: checkpoint.0,
@@ -650,13 +672,14 @@ impl Sandbox for NativeSandbox {
 
     fn has(&self, checkpoint: CheckpointId) -> bool {
         let fresh = self.began_fresh && checkpoint == INITIAL;
-        let kept = fresh || self.view.borrow().checkpoint(checkpoint.0) == Some(&Checkpoint::Made);
+        let kept =
+            fresh || self.view.borrow().checkpoint(checkpoint.0) == Some(&CheckpointState::Made);
         kept && !self.is_gone()
     }
 
     fn is_gone(&self) -> bool {
         let view = self.view.borrow();
-        view.destroyed || view.init.as_deref().is_some_and(pulse::is_exiting)
+        view.destroyed || view.init.as_deref().is_some_and(liveness::is_exiting)
     }
 
     fn forget(&self, checkpoint: CheckpointId) {
@@ -699,11 +722,11 @@ impl Sandbox for NativeSandbox {
             numbers: Arc::clone(&self.side_processes),
             groups: self.groups.clone(),
             expected: ExpectedPosture {
-                seccomp_filters: self.expected.seccomp_filters.min(FILTERS),
+                seccomp_filters: self.expected.seccomp_filters.min(SESSION_FILTERS),
                 ..self.expected
             },
             host: self.host.clone(),
-            home: self.home.clone().unwrap_or_default(),
+            namespaces: self.namespaces.clone().unwrap_or_default(),
             environment: Arc::clone(&self.environment),
             limits: self.limits.clone(),
         })
@@ -746,7 +769,7 @@ impl Sandbox for NativeSandbox {
             .is_ok()
         {
             let gone = self.view.wait_for(|view| view.destroyed);
-            if within(STEP_LIMIT, gone).await.is_none() {
+            if within(STEP_TIMEOUT, gone).await.is_none() {
                 warn!(
                     slot = self.slot.0,
                     "a sandbox did not end; its user id stays taken"
@@ -780,8 +803,8 @@ impl Drop for NativeSandbox {
 
 impl NativeSandbox {
     /// Returns the backend, which makes other sandboxes.
-    fn house(&self) -> Result<Arc<Inner>, LaunchError> {
-        self.house.upgrade().ok_or_else(|| LaunchError::Start {
+    fn backend(&self) -> Result<Arc<Inner>, LaunchError> {
+        self.backend.upgrade().ok_or_else(|| LaunchError::Start {
             why: "the server is ending".to_owned(),
         })
     }
@@ -801,13 +824,13 @@ impl NativeSandbox {
         // A sweep in progress would end the new interpreter too, and an ended interpreter that was
         // not collected blocks the new one.
         let generation = self.generation;
-        let ended = |view: &View| generation.0 == 0 || view.end_of(generation).is_some();
+        let ended = |view: &SandboxView| generation.0 == 0 || view.end_of(generation).is_some();
         let begun = Instant::now();
         loop {
-            let swept = |view: &View| (view.swept >= number && ended(view)).then_some(());
-            match self.await_view_for(pulse::INTERVAL, swept).await {
+            let swept = |view: &SandboxView| (view.swept >= number && ended(view)).then_some(());
+            match self.await_view_for(liveness::SAMPLE_INTERVAL, swept).await {
                 Err(LaunchError::TimedOut(_))
-                    if begun.elapsed() < STEP_LIMIT && !self.is_lost() => {}
+                    if begun.elapsed() < STEP_TIMEOUT && !self.is_lost() => {}
                 swept => return swept,
             }
         }
@@ -817,7 +840,7 @@ impl NativeSandbox {
     async fn await_checkpoint(
         &mut self,
         number: u32,
-        wanted: impl Fn(&Checkpoint) -> bool,
+        wanted: impl Fn(&CheckpointState) -> bool,
     ) -> Result<(), CheckpointError> {
         let failed = |why: &str| {
             Err(CheckpointError::Failed {
@@ -827,15 +850,15 @@ impl NativeSandbox {
         let gauge = self.gauge();
         let settled = self.view.wait_for(|view| {
             view.destroyed
-                || view
-                    .checkpoint(number)
-                    .is_some_and(|state| matches!(state, Checkpoint::Failed(_)) || wanted(state))
+                || view.checkpoint(number).is_some_and(|state| {
+                    matches!(state, CheckpointState::Failed(_)) || wanted(state)
+                })
         });
-        match within_with(BRANCH_LIMIT, || gauge.processor_time(), settled).await {
+        match within_with(BRANCH_POINT_TIMEOUT, || gauge.processor_time(), settled).await {
             None => failed("it did not come to its branch point in time"),
             Some(Err(_)) => failed("the jail ended"),
             Some(Ok(view)) => match view.checkpoint(number) {
-                Some(Checkpoint::Failed(why)) => failed(why),
+                Some(CheckpointState::Failed(why)) => failed(why),
                 Some(_) => Ok(()),
                 None => failed("the sandbox ended"),
             },
@@ -858,11 +881,11 @@ pub(super) fn check_group(group: &Group, process: &OwnedFd) -> Result<(), Launch
 
 /// Compares the kernel's data about a process of a sandbox with the required posture.
 pub(super) fn verify(
-    warden: &Warden,
+    warden: &WardenClient,
     process: &OwnedFd,
     expected: &ExpectedPosture,
     host: &Posture,
-    home: &[PathBuf],
+    namespaces: &[PathBuf],
 ) -> Result<(), LaunchError> {
     let posture = warden::host_pid(process).and_then(Posture::read);
     let posture = posture.map_err(|error| LaunchError::Start {
@@ -872,7 +895,7 @@ pub(super) fn verify(
     let warm = warm.ok_or_else(|| LaunchError::Start {
         why: "there is no warm interpreter".to_owned(),
     })?;
-    match posture.fault(expected, host, &warm, home) {
+    match posture.fault(expected, host, &warm, namespaces) {
         None => Ok(()),
         Some(fault) => Err(LaunchError::Start {
             why: format!("its isolation is not as it must be: {fault}"),
@@ -924,7 +947,7 @@ impl Gauge for NativeGauge {
 /// Stops tracing an interpreter when a checkpoint is abandoned, and discards the checkpoint if it
 /// was made after all.
 struct CheckpointGuard {
-    warden: Arc<Warden>,
+    warden: Arc<WardenClient>,
     slot: Slot,
     number: u32,
     done: bool,
@@ -949,7 +972,7 @@ fn no_limits(error: io::Error) -> LaunchError {
 }
 
 struct NativeProcess {
-    warden: Arc<Warden>,
+    warden: Arc<WardenClient>,
     slot: Slot,
     generation: Generation,
     sweeps: Arc<AtomicU32>,
@@ -958,8 +981,8 @@ struct NativeProcess {
     init: Option<Arc<OwnedFd>>,
     /// The work folder is a mount of the operator's.
     files_outlive_it: bool,
-    view: watch::Receiver<View>,
-    memory: MemoryWatch,
+    view: watch::Receiver<SandboxView>,
+    memory: OomWatch,
 }
 
 #[async_trait]
@@ -1013,7 +1036,7 @@ impl Process for NativeProcess {
 
 impl NativeProcess {
     fn sandbox_ended(&self) -> bool {
-        self.init.as_deref().is_none_or(pulse::is_exiting)
+        self.init.as_deref().is_none_or(liveness::is_exiting)
     }
 }
 

@@ -24,25 +24,25 @@ use tokio::io::AsyncReadExt;
 use tokio::net::unix::pipe::Receiver;
 use tokio::sync::watch;
 
-use super::STEP_LIMIT;
-use super::sandbox::{Groups, check_group, exit_of, next_number, verify};
-use super::shortage::MemoryWatch;
-use super::warden::{SideProcessState, View, Warden};
+use super::STEP_TIMEOUT;
+use super::oom::OomWatch;
+use super::sandbox::{SandboxCgroups, check_group, exit_of, next_number, verify};
+use super::warden::{SandboxView, SideProcessState, WardenClient};
 use crate::reaction::within;
 use crate::sandbox::{Exit, LaunchError, Launcher, Process, Program, ProgramError, SandboxLimits};
 
 /// Starts programs in one sandbox.
 pub(super) struct NativeLauncher {
-    pub(super) warden: Arc<Warden>,
+    pub(super) warden: Arc<WardenClient>,
     pub(super) slot: Slot,
-    pub(super) view: watch::Receiver<View>,
+    pub(super) view: watch::Receiver<SandboxView>,
     /// The number of the last program.
     pub(super) numbers: Arc<AtomicU32>,
-    pub(super) groups: Groups,
+    pub(super) groups: SandboxCgroups,
     pub(super) expected: ExpectedPosture,
     pub(super) host: Posture,
     /// The namespaces of the sandbox.
-    pub(super) home: Arc<[PathBuf]>,
+    pub(super) namespaces: Arc<[PathBuf]>,
     /// The environment variables of a fresh session.
     pub(super) environment: Arc<Vec<(String, String)>>,
     pub(super) limits: SandboxLimits,
@@ -92,7 +92,7 @@ impl Launcher for NativeLauncher {
             slot: self.slot,
             number,
             view: self.view.clone(),
-            memory: MemoryWatch::begin(&self.groups, &self.limits),
+            memory: OomWatch::begin(&self.groups, &self.limits),
         };
         self.warden.expect_side_process(self.slot, number);
         let mut passed = vec![
@@ -137,7 +137,7 @@ impl Launcher for NativeLauncher {
                     &handle,
                     &self.expected,
                     &self.host,
-                    &self.home,
+                    &self.namespaces,
                 )
             })
             .map_err(refused)?;
@@ -188,9 +188,9 @@ fn sealed(name: &std::ffi::CStr, bytes: &[u8]) -> io::Result<OwnedFd> {
 }
 
 async fn within_limit<T>(step: impl Future<Output = io::Result<T>>) -> Result<T, ProgramError> {
-    match within(STEP_LIMIT, step).await {
+    match within(STEP_TIMEOUT, step).await {
         Some(result) => result.map_err(failed),
-        None => Err(failed(LaunchError::TimedOut(STEP_LIMIT))),
+        None => Err(failed(LaunchError::TimedOut(STEP_TIMEOUT))),
     }
 }
 
@@ -229,11 +229,11 @@ async fn await_exec(report: &mut Receiver) -> Result<(), ProgramError> {
 
 /// A program that is starting or running. Dropping it ends it.
 struct NativeProgram {
-    warden: Arc<Warden>,
+    warden: Arc<WardenClient>,
     slot: Slot,
     number: u32,
-    view: watch::Receiver<View>,
-    memory: MemoryWatch,
+    view: watch::Receiver<SandboxView>,
+    memory: OomWatch,
 }
 
 impl NativeProgram {
@@ -244,8 +244,8 @@ impl NativeProgram {
             view.destroyed
                 || !matches!(view.side_process(number), Some(SideProcessState::Requested))
         });
-        match within(STEP_LIMIT, settled).await {
-            None => Err(failed(LaunchError::TimedOut(STEP_LIMIT))),
+        match within(STEP_TIMEOUT, settled).await {
+            None => Err(failed(LaunchError::TimedOut(STEP_TIMEOUT))),
             Some(Err(_)) => Err(failed("the jail ended")),
             Some(Ok(view)) => match view.side_process(number) {
                 Some(SideProcessState::Created(process)) => Ok(Arc::clone(process)),

@@ -13,7 +13,7 @@ use zbus::{Connection, Proxy, connection};
 
 /// Reply timeout. systemd answers within milliseconds, but later on a machine that is starting. A
 /// manager that does not answer must not block a server.
-const ANSWER_LIMIT: Duration = Duration::from_secs(15);
+const REPLY_TIMEOUT: Duration = Duration::from_secs(15);
 
 const DESTINATION: &str = "org.freedesktop.systemd1";
 const SYSTEM_BUS: &str = "/run/dbus/system_bus_socket";
@@ -121,13 +121,13 @@ impl Manager {
 }
 
 async fn within_limit<T>(asking: impl Future<Output = zbus::Result<T>>) -> Result<T, String> {
-    match tokio::time::timeout(ANSWER_LIMIT, asking).await {
+    match tokio::time::timeout(REPLY_TIMEOUT, asking).await {
         Ok(Ok(answer)) => Ok(answer),
         Ok(Err(zbus::Error::MethodError(name, Some(words), _))) => Err(format!("{words} ({name})")),
         Ok(Err(error)) => Err(error.to_string()),
         Err(_) => Err(format!(
             "systemd did not answer within {} s",
-            ANSWER_LIMIT.as_secs()
+            REPLY_TIMEOUT.as_secs()
         )),
     }
 }

@@ -26,19 +26,19 @@ use tokio::net::UnixDatagram;
 use tokio::sync::watch;
 use tracing::{debug, error, warn};
 
-use super::pulse::{self, Look, Pulse};
-use super::sandbox::Groups;
+use super::liveness::{self, HangDetector, ProcessSample};
+use super::sandbox::SandboxCgroups;
 use crate::reaction::within;
 use crate::sandbox::{LaunchError, MemoryUse};
 
 /// After this many deaths within a minute, the warm interpreter is not restarted at once.
 const MOST_ZYGOTE_DEATHS: usize = 5;
 /// Timeout for the processes of a jail to end before they are killed, and again afterwards.
-const END_LIMIT: Duration = Duration::from_secs(10);
+const END_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// The known state of one sandbox.
 #[derive(Debug, Default)]
-pub(super) struct View {
+pub(super) struct SandboxView {
     pub(super) init: Option<Arc<OwnedFd>>,
     /// The listeners of its network, until they are taken.
     listeners: Vec<(ListenerKind, OwnedFd)>,
@@ -50,7 +50,7 @@ pub(super) struct View {
     pub(super) destroyed: bool,
     interpreter: Option<(Generation, Arc<OwnedFd>)>,
     end: Option<(Generation, i32)>,
-    checkpoints: BTreeMap<u32, Checkpoint>,
+    checkpoints: BTreeMap<u32, CheckpointState>,
     /// Launched programs that are being waited for.
     side_processes: BTreeMap<u32, SideProcessState>,
 }
@@ -67,14 +67,14 @@ pub(super) enum SideProcessState {
 
 /// The state of a checkpoint.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) enum Checkpoint {
+pub(super) enum CheckpointState {
     /// The interpreter is traced until it reaches its branch point.
-    Watched,
+    Traced,
     Made,
     Failed(String),
 }
 
-impl View {
+impl SandboxView {
     /// Returns the process of the interpreter of this generation, once it was forked.
     pub(super) fn interpreter_of(&self, generation: Generation) -> Option<Arc<OwnedFd>> {
         self.interpreter
@@ -94,13 +94,13 @@ impl View {
         self.side_processes.get(&number)
     }
 
-    pub(super) fn checkpoint(&self, number: u32) -> Option<&Checkpoint> {
+    pub(super) fn checkpoint(&self, number: u32) -> Option<&CheckpointState> {
         self.checkpoints.get(&number)
     }
 }
 
 /// The connection to the jail's processes.
-pub(super) struct Warden {
+pub(super) struct WardenClient {
     /// A `SOCK_SEQPACKET` socket. tokio has no such type, but it sends and receives like a datagram
     /// socket.
     socket: Arc<UnixDatagram>,
@@ -115,7 +115,7 @@ pub(super) struct Warden {
 }
 
 struct State {
-    views: Mutex<HashMap<Slot, watch::Sender<View>>>,
+    views: Mutex<HashMap<Slot, watch::Sender<SandboxView>>>,
     /// The posture of the warm interpreter, from which every session's must differ.
     warm: Mutex<Option<Arc<Posture>>>,
     jail: watch::Sender<JailState>,
@@ -131,7 +131,7 @@ struct State {
 pub(super) enum JailState {
     Starting,
     /// The warden is running, and a warm interpreter is starting.
-    Standing,
+    WarmingUp,
     Warm,
     /// There is no warm interpreter, and none is starting.
     Cold(String),
@@ -143,7 +143,7 @@ impl JailState {
     fn failure(&self) -> Option<&str> {
         match self {
             JailState::Cold(why) | JailState::Ended(why) => Some(why),
-            JailState::Starting | JailState::Standing | JailState::Warm => None,
+            JailState::Starting | JailState::WarmingUp | JailState::Warm => None,
         }
     }
 }
@@ -178,13 +178,13 @@ impl Guardian {
     }
 }
 
-impl Warden {
+impl WardenClient {
     /// Sends the guardian its setup.
     pub(super) async fn start(
         guardian: Guardian,
         setup: &Setup,
         cgroups: Option<&cgroup::CgroupTree>,
-    ) -> io::Result<Warden> {
+    ) -> io::Result<WardenClient> {
         let pid =
             Pid::from_raw(guardian.process()?.cast_signed()).ok_or(io::ErrorKind::NotFound)?;
         let guardian_handle = rustix::process::pidfd_open(pid, PidfdFlags::empty())?;
@@ -210,8 +210,8 @@ impl Warden {
             answered: AtomicU32::new(0),
             zygote_deaths: AtomicU32::new(0),
         });
-        tokio::spawn(listen(Arc::clone(&socket), Arc::clone(&state)));
-        Ok(Warden {
+        tokio::spawn(receive_events(Arc::clone(&socket), Arc::clone(&state)));
+        Ok(WardenClient {
             socket,
             state,
             lifeline: Mutex::new(Some(lifeline)),
@@ -234,7 +234,7 @@ impl Warden {
         self.state.jail.send_if_modified(|state| {
             let was_cold = matches!(state, JailState::Cold(_));
             if was_cold {
-                *state = JailState::Standing;
+                *state = JailState::WarmingUp;
             }
             was_cold
         });
@@ -243,7 +243,7 @@ impl Warden {
             Err(error) => Err(error.to_string()),
         };
         if let Err(why) = &warmed {
-            self.state.grow_cold(why);
+            self.state.mark_cold(why);
         }
         warmed
     }
@@ -302,19 +302,20 @@ impl Warden {
     /// Sends the warden heartbeats at regular intervals, and samples its guardian. Returns when one
     /// of them hangs, with its name and the reason.
     pub(super) async fn hung(&self) -> String {
-        let (mut warden_pulse, mut guardian_pulse) = (Pulse::default(), Pulse::default());
+        let (mut warden_detector, mut guardian_detector) =
+            (HangDetector::default(), HangDetector::default());
         let mut asked = 0;
         loop {
-            tokio::time::sleep(pulse::INTERVAL).await;
+            tokio::time::sleep(liveness::SAMPLE_INTERVAL).await;
             // The guardian answers no heartbeats: it only waits for other processes to end.
-            if let Ok(look) = Look::at(&self.guardian_handle)
-                && let Some(why) = guardian_pulse.take(look, true)
+            if let Ok(sample) = ProcessSample::at(&self.guardian_handle)
+                && let Some(why) = guardian_detector.observe(sample, true)
             {
                 return format!("the jail's guardian {why}");
             }
             let has_answered = self.state.answered.load(Ordering::Relaxed) == asked;
-            if let Some(Ok(look)) = self.state.warden.get().map(Look::at)
-                && let Some(why) = warden_pulse.take(look, has_answered)
+            if let Some(Ok(sample)) = self.state.warden.get().map(ProcessSample::at)
+                && let Some(why) = warden_detector.observe(sample, has_answered)
             {
                 return format!("the jail's warden {why}");
             }
@@ -348,8 +349,8 @@ impl Warden {
     }
 
     /// Starts a fresh view of a sandbox.
-    pub(super) fn watch(&self, slot: Slot) -> watch::Receiver<View> {
-        let (sender, receiver) = watch::channel(View::default());
+    pub(super) fn watch(&self, slot: Slot) -> watch::Receiver<SandboxView> {
+        let (sender, receiver) = watch::channel(SandboxView::default());
         self.views().insert(slot, sender);
         receiver
     }
@@ -383,7 +384,7 @@ impl Warden {
         self.views().remove(&slot);
     }
 
-    fn views(&self) -> std::sync::MutexGuard<'_, HashMap<Slot, watch::Sender<View>>> {
+    fn views(&self) -> std::sync::MutexGuard<'_, HashMap<Slot, watch::Sender<SandboxView>>> {
         self.state
             .views
             .lock()
@@ -433,7 +434,7 @@ impl Warden {
             self.replace_zygote();
         }
         // After a death the next fork waits for the new one.
-        self.reach(super::WARM_LIMIT, |state| *state == JailState::Warm)
+        self.reach(super::WARM_UP_TIMEOUT, |state| *state == JailState::Warm)
             .await
             .map_err(|why| LaunchError::Start { why })
     }
@@ -475,8 +476,8 @@ impl Warden {
     pub(super) fn abandon(
         self: &Arc<Self>,
         slot: Slot,
-        mut view: watch::Receiver<View>,
-        groups: Groups,
+        mut view: watch::Receiver<SandboxView>,
+        groups: SandboxCgroups,
         slots: Slots,
         family: Arc<FamilyNumber>,
     ) {
@@ -508,7 +509,7 @@ impl Warden {
             .expect("no holder of the guardian panics")
             .take();
         if let Some(mut guardian) = guardian {
-            match tokio::time::timeout(END_LIMIT, guardian.wait()).await {
+            match tokio::time::timeout(END_TIMEOUT, guardian.wait()).await {
                 Ok(Ok(status)) if status.success() => {}
                 Ok(status) => warn!(?status, "the jail's guardian did not end well"),
                 Err(_) => {
@@ -523,17 +524,17 @@ impl Warden {
             return;
         };
         let gone = async {
-            while !pulse::has_exited(warden) {
+            while !liveness::has_exited(warden) {
                 tokio::time::sleep(Duration::from_millis(10)).await;
             }
         };
-        if tokio::time::timeout(END_LIMIT, gone).await.is_err() {
+        if tokio::time::timeout(END_TIMEOUT, gone).await.is_err() {
             error!("the jail's warden does not end");
         }
     }
 }
 
-async fn listen(socket: Arc<UnixDatagram>, state: Arc<State>) {
+async fn receive_events(socket: Arc<UnixDatagram>, state: Arc<State>) {
     let mut deaths: Vec<Instant> = Vec::new();
     loop {
         let received = socket
@@ -563,7 +564,7 @@ async fn listen(socket: Arc<UnixDatagram>, state: Arc<State>) {
             if deaths.len() < MOST_ZYGOTE_DEATHS {
                 warn!(%why, "the warm interpreter ended and is started again");
                 // Skipped if the death was already noticed and the interpreter given up.
-                if state.stand() {
+                if state.mark_warming_up() {
                     let _ = wire::send(&*socket, &WardenCommand::StartZygote, &[]);
                 }
                 continue;
@@ -571,7 +572,7 @@ async fn listen(socket: Arc<UnixDatagram>, state: Arc<State>) {
         }
         match descriptors {
             Ok(descriptors) => state.apply(event, descriptors),
-            Err(error) => state.apply_without(event, &error),
+            Err(error) => state.apply_without_descriptors(event, &error),
         }
     }
     // First, so that an observer of a sandbox's end sees that the jail ended.
@@ -584,11 +585,11 @@ async fn listen(socket: Arc<UnixDatagram>, state: Arc<State>) {
 
 impl State {
     /// Records that no interpreter is warm. Returns whether one was assumed to be.
-    fn stand(&self) -> bool {
+    fn mark_warming_up(&self) -> bool {
         self.jail.send_if_modified(|state| {
             let was_warm = *state == JailState::Warm;
             if was_warm {
-                *state = JailState::Standing;
+                *state = JailState::WarmingUp;
             }
             was_warm
         })
@@ -596,9 +597,9 @@ impl State {
 
     /// Records that there is no warm interpreter and none is starting, unless there is one or the
     /// jail has ended.
-    fn grow_cold(&self, why: &str) {
+    fn mark_cold(&self, why: &str) {
         self.jail.send_if_modified(|state| {
-            let fits = matches!(state, JailState::Starting | JailState::Standing);
+            let fits = matches!(state, JailState::Starting | JailState::WarmingUp);
             if fits {
                 *state = JailState::Cold(why.to_owned());
             }
@@ -618,7 +619,7 @@ impl State {
     }
 
     /// Applies an event whose descriptors this process has no room for: its operation has failed.
-    fn apply_without(&self, event: WardenEvent, error: &io::Error) {
+    fn apply_without_descriptors(&self, event: WardenEvent, error: &io::Error) {
         let why = format!("the server cannot take its descriptors: {error}");
         match event {
             WardenEvent::InitCreated { slot }
@@ -637,7 +638,7 @@ impl State {
     }
 
     fn apply(&self, event: WardenEvent, mut descriptors: Vec<OwnedFd>) {
-        let change = |slot: Slot, change: &mut dyn FnMut(&mut View)| {
+        let change = |slot: Slot, change: &mut dyn FnMut(&mut SandboxView)| {
             if let Some(view) = self
                 .views
                 .lock()
@@ -651,7 +652,7 @@ impl State {
             if let Some(warden) = descriptors.pop() {
                 let _ = self.warden.set(warden);
             }
-            self.jail.send_replace(JailState::Standing);
+            self.jail.send_replace(JailState::WarmingUp);
             return;
         }
         if let WardenEvent::ListenersOpened { slot, kinds } = event {
@@ -673,9 +674,9 @@ impl State {
                         self.jail.send_replace(JailState::Warm);
                     }
                     Err(error) => {
-                        self.stand();
-                        self.grow_cold(&format!(
-                            "the kernel does not tell about the warm interpreter: {error}"
+                        self.mark_warming_up();
+                        self.mark_cold(&format!(
+                            "the kernel does not report the posture of the warm interpreter: {error}"
                         ));
                     }
                 }
@@ -688,8 +689,8 @@ impl State {
                 warn!(%why, "the warm interpreter could not be replaced");
             }
             WardenEvent::ZygoteEnded { why, .. } => {
-                self.stand();
-                self.grow_cold(&format!("Python did not start: {why}"));
+                self.mark_warming_up();
+                self.mark_cold(&format!("Python did not start: {why}"));
             }
             WardenEvent::WardenFailed { why } => self.end(&why),
             WardenEvent::InitCreated { slot } => {
@@ -735,19 +736,19 @@ impl State {
             }),
             WardenEvent::TracingStarted { slot, number } => {
                 change(slot, &mut |view| {
-                    drop(view.checkpoints.insert(number, Checkpoint::Watched))
+                    drop(view.checkpoints.insert(number, CheckpointState::Traced))
                 });
             }
             WardenEvent::Checkpointed { slot, number } => {
                 change(slot, &mut |view| {
-                    drop(view.checkpoints.insert(number, Checkpoint::Made))
+                    drop(view.checkpoints.insert(number, CheckpointState::Made))
                 });
             }
             WardenEvent::CheckpointFailed { slot, number, why } => {
                 change(slot, &mut |view| {
                     drop(
                         view.checkpoints
-                            .insert(number, Checkpoint::Failed(why.clone())),
+                            .insert(number, CheckpointState::Failed(why.clone())),
                     )
                 });
             }
@@ -857,10 +858,10 @@ pub(super) fn memory_of(process: &OwnedFd) -> io::Result<MemoryUse> {
 /// Reads the CPU time of one process and its ended children from the kernel, where there is no
 /// control group.
 pub(super) fn processor_time_of(process: &OwnedFd) -> io::Result<Duration> {
-    let stat = pulse::stat_of(process)?;
+    let stat = liveness::stat_of(process)?;
     // Fields 14 to 17 of the line: own and children's time in user and in kernel mode. The name is
     // field 2.
-    let ticks = pulse::fields_after_name(&stat)
+    let ticks = liveness::fields_after_name(&stat)
         .into_iter()
         .flatten()
         .skip(11)

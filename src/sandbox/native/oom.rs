@@ -12,21 +12,21 @@
 
 use cellblock_jail::cgroup::{self, OutOfMemory};
 
-use super::sandbox::Groups;
+use super::sandbox::SandboxCgroups;
 use crate::sandbox::{Exit, OuterMemory, SandboxLimits};
 
 /// A baseline for later comparison, and the groups it covers.
-pub(super) struct MemoryWatch {
-    groups: Groups,
+pub(super) struct OomWatch {
+    groups: SandboxCgroups,
     memory: u64,
     family_memory: u64,
-    before: Counted,
+    before: OomCounts,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Counted {
+enum OomCounts {
     /// Counts of the session's group, and whether its family has ever reached its limit.
-    Groups {
+    SandboxCgroups {
         own: OutOfMemory,
         is_family_full: bool,
     },
@@ -36,16 +36,16 @@ enum Counted {
 
 /// Where memory ran out.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Shortage {
+enum OomCause {
     Session,
     Family,
     Machine,
 }
 
-impl MemoryWatch {
+impl OomWatch {
     /// Takes the baseline.
-    pub(super) fn begin(groups: &Groups, limits: &SandboxLimits) -> MemoryWatch {
-        MemoryWatch {
+    pub(super) fn begin(groups: &SandboxCgroups, limits: &SandboxLimits) -> OomWatch {
+        OomWatch {
             groups: groups.clone(),
             memory: limits.memory,
             family_memory: limits.family_memory,
@@ -57,18 +57,18 @@ impl MemoryWatch {
     pub(super) fn exit(&self) -> Option<Exit> {
         // Only a process ended; the folder belongs to its sandbox.
         let files_kept = true;
-        Some(match shortage(self.before, count(&self.groups))? {
-            Shortage::Session => Exit::OutOfMemory {
+        Some(match oom_cause(self.before, count(&self.groups))? {
+            OomCause::Session => Exit::OutOfMemory {
                 limit: self.memory,
                 files_kept,
             },
-            Shortage::Family => Exit::OutOfMemoryOutside {
+            OomCause::Family => Exit::OutOfMemoryOutside {
                 whose: OuterMemory::Family {
                     limit: self.family_memory,
                 },
                 files_kept,
             },
-            Shortage::Machine => Exit::OutOfMemoryOutside {
+            OomCause::Machine => Exit::OutOfMemoryOutside {
                 whose: OuterMemory::Machine,
                 files_kept,
             },
@@ -76,39 +76,41 @@ impl MemoryWatch {
     }
 }
 
-fn count(groups: &Groups) -> Counted {
+fn count(groups: &SandboxCgroups) -> OomCounts {
     match &groups.own {
-        Some(own) => Counted::Groups {
+        Some(own) => OomCounts::SandboxCgroups {
             own: own.out_of_memory(),
             is_family_full: groups
                 .family
                 .as_ref()
                 .is_some_and(|family| family.out_of_memory().is_at_own_limit()),
         },
-        None => Counted::Around(cgroup::kills_around_this_process()),
+        None => OomCounts::Around(cgroup::kills_around_this_process()),
     }
 }
 
-fn shortage(before: Counted, now: Counted) -> Option<Shortage> {
+fn oom_cause(before: OomCounts, now: OomCounts) -> Option<OomCause> {
     match (before, now) {
         (
-            Counted::Groups { own: before, .. },
-            Counted::Groups {
+            OomCounts::SandboxCgroups { own: before, .. },
+            OomCounts::SandboxCgroups {
                 own: now,
                 is_family_full,
             },
         ) => {
             if now.happened_since(before) {
-                Some(Shortage::Session)
+                Some(OomCause::Session)
             } else if !now.happened_outside_since(before) {
                 None
             } else if is_family_full {
-                Some(Shortage::Family)
+                Some(OomCause::Family)
             } else {
-                Some(Shortage::Machine)
+                Some(OomCause::Machine)
             }
         }
-        (Counted::Around(before), Counted::Around(now)) if now > before => Some(Shortage::Machine),
+        (OomCounts::Around(before), OomCounts::Around(now)) if now > before => {
+            Some(OomCause::Machine)
+        }
         _ => None,
     }
 }
@@ -119,7 +121,7 @@ mod tests {
 
     #[test]
     fn the_nearest_limit_that_was_met_is_the_reason() {
-        let groups = |kills, at_own_limit, is_family_full| Counted::Groups {
+        let groups = |kills, at_own_limit, is_family_full| OomCounts::SandboxCgroups {
             own: OutOfMemory::new(kills, at_own_limit),
             is_family_full,
         };
@@ -127,19 +129,19 @@ mod tests {
         for (now, expected) in [
             (groups(1, false, false), None),
             (groups(1, false, true), None),
-            (groups(2, true, false), Some(Shortage::Session)),
-            (groups(2, true, true), Some(Shortage::Session)),
-            (groups(2, false, true), Some(Shortage::Family)),
-            (groups(2, false, false), Some(Shortage::Machine)),
+            (groups(2, true, false), Some(OomCause::Session)),
+            (groups(2, true, true), Some(OomCause::Session)),
+            (groups(2, false, true), Some(OomCause::Family)),
+            (groups(2, false, false), Some(OomCause::Machine)),
         ] {
-            assert_eq!(shortage(before, now), expected, "{now:?}");
+            assert_eq!(oom_cause(before, now), expected, "{now:?}");
         }
         assert_eq!(
-            shortage(Counted::Around(3), Counted::Around(4)),
-            Some(Shortage::Machine)
+            oom_cause(OomCounts::Around(3), OomCounts::Around(4)),
+            Some(OomCause::Machine)
         );
         assert_eq!(
-            shortage(Counted::Around(3), Counted::Around(3)),
+            oom_cause(OomCounts::Around(3), OomCounts::Around(3)),
             None,
             "a kill by hand is not counted"
         );

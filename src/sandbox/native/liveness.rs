@@ -15,37 +15,37 @@ use rustix::event::{PollFd, PollFlags};
 use super::warden::host_pid;
 
 /// Time between two samples.
-pub(super) const INTERVAL: Duration = Duration::from_secs(2);
+pub(super) const SAMPLE_INTERVAL: Duration = Duration::from_secs(2);
 /// Consecutive samples that must find a process stopped. A single one may be due to a debugger, or
 /// to a suspended machine that is about to resume.
-const STOPPED_LOOKS: u32 = 2;
+const STOPPED_SAMPLES: u32 = 2;
 /// CPU time without an answer. The longest task of a warden, copying a large memory, takes less.
 const LONGEST_COMPUTATION: Duration = Duration::from_secs(20);
 /// Consecutive samples that must find a silent process asleep. It may wait for a copied process
 /// that is not scheduled, so this is long.
-const ASLEEP_LOOKS: u32 = 30;
+const ASLEEP_SAMPLES: u32 = 30;
 
 /// One sample of a process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Look {
+pub(super) struct ProcessSample {
     /// The kernel's letter for its state.
     state: char,
     processor_time: Duration,
 }
 
-impl Look {
+impl ProcessSample {
     /// Samples a process.
-    pub(super) fn at(process: &OwnedFd) -> io::Result<Look> {
-        Look::parse(&stat_of(process)?).ok_or_else(|| io::ErrorKind::InvalidData.into())
+    pub(super) fn at(process: &OwnedFd) -> io::Result<ProcessSample> {
+        ProcessSample::parse(&stat_of(process)?).ok_or_else(|| io::ErrorKind::InvalidData.into())
     }
 
     /// Parses a line of the form `pid (name) state … utime stime …`.
-    fn parse(stat: &str) -> Option<Look> {
+    fn parse(stat: &str) -> Option<ProcessSample> {
         let fields: Vec<&str> = fields_after_name(stat)?.collect();
         let ticks = |index: usize| fields.get(index)?.parse::<u64>().ok();
         // utime and stime are fields 14 and 15 of the line, in hundredths of a second.
         let processor_time = Duration::from_millis((ticks(11)? + ticks(12)?) * 10);
-        Some(Look {
+        Some(ProcessSample {
             state: fields.first()?.chars().next()?,
             processor_time,
         })
@@ -73,14 +73,15 @@ pub(super) fn fields_after_name(stat: &str) -> Option<impl Iterator<Item = &str>
 /// everything in its pid namespace if it is the first process there.
 pub(super) fn is_exiting(process: &OwnedFd) -> bool {
     // A server without free descriptors cannot read the status. Then only the exit itself counts.
-    has_exited(process) || stat_of(process).is_ok_and(|stat| shows_end(&stat))
+    has_exited(process) || stat_of(process).is_ok_and(|stat| is_exiting_by_stat(&stat))
 }
 
 /// Returns whether such a line belongs to a process that is exiting, or that was killed and has not
 /// run since.
-fn shows_end(stat: &str) -> bool {
+fn is_exiting_by_stat(stat: &str) -> bool {
     const PF_EXITING: u64 = 0x4;
-    const SIGKILL: u64 = 1 << 8;
+    /// Bit `SIGKILL - 1` of a signal set.
+    const SIGKILL_BIT: u64 = 1 << 8;
     // The flags are field 9 of the line, the pending signals field 31. The name is field 2.
     let fields: Vec<&str> = fields_after_name(stat).into_iter().flatten().collect();
     let has = |index: usize, bits: u64| {
@@ -89,16 +90,16 @@ fn shows_end(stat: &str) -> bool {
             .and_then(|field| field.parse::<u64>().ok())
             .is_some_and(|found| found & bits != 0)
     };
-    has(6, PF_EXITING) || has(28, SIGKILL)
+    has(6, PF_EXITING) || has(28, SIGKILL_BIT)
 }
 
 /// Samples the parent of a process.
-pub(super) fn look_at_parent(process: &OwnedFd) -> io::Result<Look> {
+pub(super) fn sample_parent(process: &OwnedFd) -> io::Result<ProcessSample> {
     let stat = stat_of(process)?;
     let parent = fields_after_name(&stat)
         .and_then(|mut fields| fields.nth(1))
         .ok_or(io::ErrorKind::InvalidData)?;
-    Look::parse(&fs::read_to_string(format!("/proc/{parent}/stat"))?)
+    ProcessSample::parse(&fs::read_to_string(format!("/proc/{parent}/stat"))?)
         .ok_or_else(|| io::ErrorKind::InvalidData.into())
 }
 
@@ -114,38 +115,42 @@ pub(super) fn has_exited(process: &OwnedFd) -> bool {
 
 /// The result of the samples of one process.
 #[derive(Debug, Default)]
-pub(super) struct Pulse {
+pub(super) struct HangDetector {
     stopped: u32,
     asleep: u32,
     /// CPU time at its last answer.
     at_answer: Duration,
 }
 
-impl Pulse {
+impl HangDetector {
     /// Takes one sample into account. Returns why the process is considered hung, if it is. A
     /// process that is never pinged counts as answering.
-    pub(super) fn take(&mut self, look: Look, has_answered: bool) -> Option<&'static str> {
-        self.stopped = if look.is_stopped() {
+    pub(super) fn observe(
+        &mut self,
+        sample: ProcessSample,
+        has_answered: bool,
+    ) -> Option<&'static str> {
+        self.stopped = if sample.is_stopped() {
             self.stopped + 1
         } else {
             0
         };
-        if self.stopped >= STOPPED_LOOKS {
+        if self.stopped >= STOPPED_SAMPLES {
             return Some("was stopped");
         }
         if has_answered {
-            (self.asleep, self.at_answer) = (0, look.processor_time);
+            (self.asleep, self.at_answer) = (0, sample.processor_time);
             return None;
         }
-        self.asleep = if look.state == 'S' {
+        self.asleep = if sample.state == 'S' {
             self.asleep + 1
         } else {
             0
         };
-        if self.asleep >= ASLEEP_LOOKS {
+        if self.asleep >= ASLEEP_SAMPLES {
             return Some("waits and does not answer");
         }
-        let computed = look.processor_time.saturating_sub(self.at_answer);
+        let computed = sample.processor_time.saturating_sub(self.at_answer);
         (computed >= LONGEST_COMPUTATION).then_some("computes and does not answer")
     }
 }
@@ -154,8 +159,8 @@ impl Pulse {
 mod tests {
     use super::*;
 
-    fn look(state: char, seconds: u64) -> Look {
-        Look {
+    fn sample(state: char, seconds: u64) -> ProcessSample {
+        ProcessSample {
             state,
             processor_time: Duration::from_secs(seconds),
         }
@@ -165,60 +170,60 @@ mod tests {
     fn state_and_processor_time_are_read_behind_any_name() {
         let line = "42 (a) b (c) T 1 42 42 0 -1 1077936128 5 0 0 0 150 25 0 0 20 0 1 0 1 2 3";
         assert_eq!(
-            Look::parse(line),
-            Some(Look {
+            ProcessSample::parse(line),
+            Some(ProcessSample {
                 state: 'T',
                 processor_time: Duration::from_millis(1750)
             })
         );
-        assert_eq!(Look::parse("nonsense"), None);
+        assert_eq!(ProcessSample::parse("nonsense"), None);
     }
 
     #[test]
-    fn a_stopped_process_hangs_at_the_second_look() {
-        let mut pulse = Pulse::default();
-        assert_eq!(pulse.take(look('T', 0), false), None);
-        assert_eq!(pulse.take(look('T', 0), false), Some("was stopped"));
+    fn a_stopped_process_hangs_at_the_second_sample() {
+        let mut detector = HangDetector::default();
+        assert_eq!(detector.observe(sample('T', 0), false), None);
+        assert_eq!(detector.observe(sample('T', 0), false), Some("was stopped"));
         // Also one that is never pinged.
-        let mut unasked = Pulse::default();
-        assert_eq!(unasked.take(look('T', 0), true), None);
-        assert_eq!(unasked.take(look('T', 0), true), Some("was stopped"));
+        let mut unasked = HangDetector::default();
+        assert_eq!(unasked.observe(sample('T', 0), true), None);
+        assert_eq!(unasked.observe(sample('T', 0), true), Some("was stopped"));
     }
 
     #[test]
     fn a_process_that_was_continued_in_time_goes_on() {
-        let mut pulse = Pulse::default();
+        let mut detector = HangDetector::default();
         for _ in 0..10 {
-            assert_eq!(pulse.take(look('T', 0), false), None);
-            assert_eq!(pulse.take(look('S', 0), true), None);
+            assert_eq!(detector.observe(sample('T', 0), false), None);
+            assert_eq!(detector.observe(sample('S', 0), true), None);
         }
     }
 
     #[test]
     fn a_starved_process_is_never_hung() {
-        let mut pulse = Pulse::default();
+        let mut detector = HangDetector::default();
         for _ in 0..10_000 {
-            assert_eq!(pulse.take(look('R', 1), false), None);
+            assert_eq!(detector.observe(sample('R', 1), false), None);
         }
     }
 
     #[test]
     fn a_process_that_computes_for_ever_hangs_and_one_that_answers_does_not() {
-        let mut pulse = Pulse::default();
-        assert_eq!(pulse.take(look('R', 19), false), None);
+        let mut detector = HangDetector::default();
+        assert_eq!(detector.observe(sample('R', 19), false), None);
         assert_eq!(
-            pulse.take(look('R', 21), false),
+            detector.observe(sample('R', 21), false),
             Some("computes and does not answer")
         );
-        let mut answering = Pulse::default();
-        assert!((0..100).all(|second| answering.take(look('R', second * 5), true).is_none()));
+        let mut answering = HangDetector::default();
+        assert!((0..100).all(|second| answering.observe(sample('R', second * 5), true).is_none()));
     }
 
     #[test]
     fn a_process_that_sleeps_for_a_minute_hangs() {
-        let mut pulse = Pulse::default();
-        let looks = (1..).find(|_| pulse.take(look('S', 0), false).is_some());
-        assert_eq!(looks, Some(ASLEEP_LOOKS));
+        let mut detector = HangDetector::default();
+        let samples = (1..).find(|_| detector.observe(sample('S', 0), false).is_some());
+        assert_eq!(samples, Some(ASLEEP_SAMPLES));
     }
 
     #[test]
@@ -229,11 +234,11 @@ mod tests {
                  {pending} 0 0 0"
             )
         };
-        assert!(!shows_end(&line(0x400100, 0)));
-        assert!(shows_end(&line(0x400104, 0)));
-        assert!(shows_end(&line(0x400100, 0x100)));
+        assert!(!is_exiting_by_stat(&line(0x400100, 0)));
+        assert!(is_exiting_by_stat(&line(0x400104, 0)));
+        assert!(is_exiting_by_stat(&line(0x400100, 0x100)));
         assert!(
-            !shows_end(&line(0x400100, 0x2)),
+            !is_exiting_by_stat(&line(0x400100, 0x2)),
             "another signal is not an end"
         );
     }
