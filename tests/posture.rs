@@ -1,8 +1,8 @@
-//! What the kernel says about a live session, compared with `posture/native.json`.
+//! The kernel's facts about a live session, compared with `posture/native.json`.
 //!
 //! `posture/probe.py` collects the facts inside; the host reads its own side of them. The
-//! expectation is written for the limits of `native::ROOMY`. A change of it is a change of what
-//! Cellblock promises.
+//! expectation is written for the limits of `native::ROOMY`. Changing it changes a promise of
+//! Cellblock.
 
 use std::fs;
 use std::os::unix::fs::{PermissionsExt, chown};
@@ -29,8 +29,7 @@ const ORDINARY: u32 = 65_534;
 
 fn expected() -> Value {
     let mut expected = everything_expected();
-    // A session does not see its mounts; `the_mounts_of_a_session_are_as_written_down` looks at
-    // them.
+    // A session does not see its mounts; `the_mounts_of_a_session_are_as_written_down` checks them.
     expected["mounts"] = json!({});
     expected
 }
@@ -54,8 +53,7 @@ fn compare(when: &str, found: &Value, expected: &Value) {
     }
 }
 
-/// Where no control group holds, a limit per process does, and an ordinary user cannot give up its
-/// groups.
+/// Without control groups a limit per process applies, and an ordinary user cannot drop its groups.
 fn adapt(expected: &mut Value, found: &mut Value, limited_by_groups: bool, ordinary: bool) {
     if !limited_by_groups {
         expected["limits"]["RLIMIT_DATA"] = json!([native::ROOMY.memory, native::ROOMY.memory]);
@@ -107,7 +105,7 @@ print(json.dumps([len(os.listdir('/proc/self/task')), facts()]))
 gate.wait()
 for thread in started: thread.join()";
         let mut threaded = session.json(in_threads).await;
-        // numpy has threads of its own where it was imported.
+        // numpy has its own threads where it was imported.
         assert!(threaded[0].as_u64().unwrap() >= 5, "{}", threaded[0]);
         adapt(
             &mut json!({"limits": {}}),
@@ -140,7 +138,7 @@ for thread in started: thread.join()";
 #[test]
 fn the_mounts_of_a_session_are_as_written_down() {
     run(async {
-        // Without this step an interpreter has the same mounts, and sees the table of them.
+        // Without this step an interpreter has the same mounts, and sees the mount table.
         let backend = Builder::new("minimal").skip_step("chroot").start();
         let found = probe(&backend.session()).await;
         let (found, expected) = (
@@ -216,7 +214,7 @@ fn before_its_first_cell_a_session_is_locked_down_as_the_host_sees_it() {
         let (mut sandbox, _interpreter) = backend.backend.launch().await.expect("a sandbox");
         let all = native::marked_processes(mark.path());
         let own = Posture::read(std::process::id()).unwrap();
-        // Only root may look at all of an init, which has made itself unreadable.
+        // Only root may read everything about an init, which is not dumpable.
         let readable = |process: &&HostProcess| {
             is_session(process) && (is_root() || process.name != "cb-init")
         };
@@ -296,8 +294,7 @@ fn limits_are_set(pid: u32) {
         value(&["memory.limit_in_bytes", "memory.max"]),
         native::ROOMY.memory.to_string()
     );
-    // Init, the twin and checkpoints count too; what the session may have is limited by number as
-    // well.
+    // Init, the twin and checkpoints count too; the session's own processes have a separate limit.
     assert_eq!(
         value(&["pids.max"]),
         (native::ROOMY.processes + 128).to_string()
@@ -437,7 +434,7 @@ fn the_memory_of_python_inside_holds_no_path_and_no_variable_of_the_host() {
         let backend = Builder::new("minimal").bind(marked(&mark)).start();
         let session = backend.session();
         session.ok("1").await;
-        // Where the environment really lies, and where this checkout does, which is in the server's
+        // The real path of the environment and of this checkout, which is in the server's
         // environment too.
         let words = [
             data_folder().display().to_string(),
@@ -481,7 +478,7 @@ fn memory_holds(pid: u32, word: &str) -> bool {
         });
     for (from, to) in ranges {
         let mut bytes = vec![0; (to - from) as usize];
-        // A region may have gone since the list was read.
+        // A region may be gone since the list was read.
         let Ok(size) = memory.read_at(&mut bytes, from) else {
             continue;
         };
@@ -549,8 +546,8 @@ fn an_ordinary_user_gets_the_same_posture() {
     server.finish();
 }
 
-/// A user who owns nothing but a folder with copies of the program and of an environment: the
-/// checkout may lie where such a user cannot go.
+/// A user who owns nothing but a folder with copies of the program and of an environment: such a
+/// user may have no access to the checkout.
 pub(crate) struct Ordinary {
     home: tempfile::TempDir,
 }

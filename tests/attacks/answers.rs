@@ -1,8 +1,8 @@
-//! Code that wants to answer for the person: forged words on its channel, a second question under
-//! the number of the first, a question that becomes another one after it was shown.
+//! Code that tries to answer approval requests itself: forged frames on its channel, a second
+//! request under the number of the first, a request that changes after it was shown.
 //!
-//! Each attempt speaks in the runner's place, so nothing inside can have refused it. The control is
-//! the same cell without a forgery, whose call is made when a person says so.
+//! Each attempt writes in the runner's place, so nothing inside can have refused it. The control is
+//! the same cell without a forgery, whose call is made when a person approves it.
 
 use std::fs;
 use std::process::Command;
@@ -12,7 +12,7 @@ use serde_json::json;
 use crate::approvals::{Scene, register};
 use crate::support::server::{Pending, Server, patiently};
 
-/// Asks for a call under a number of its own; `told` waits for the answer to it.
+/// Requests a call under its own number; `told` waits for the answer to it.
 const WISH: &str = "
 from cellblock_runner import host_calls
 calls = host_calls._active
@@ -41,7 +41,7 @@ fn started(scene: &Scene, more: &[&str]) -> Server {
     server
 }
 
-/// What a cell printed; what follows is the server's.
+/// Returns the output of a cell; the rest is the server's.
 #[track_caller]
 fn first_line(pending: &Pending<'_>) -> String {
     pending
@@ -73,8 +73,8 @@ fn forged_answers_allow_nothing() {
     ] {
         let session = server.session();
         let pending = session.begin(&format!("{WISH}{forgery}\nprint(told())"), json!({}));
-        // Whoever breaks the rules of the channel has lost their session; everybody else waits for
-        // the person, who says no.
+        // A session that violates the protocol of the channel is lost; all others wait for the
+        // person, who refuses.
         if let Some(form) = server.form_unless(&pending) {
             assert!(
                 form.text().contains("notes.echo(text=\"asked\")"),
@@ -106,7 +106,7 @@ fn a_call_is_the_one_that_was_shown_whatever_is_asked_beside_it() {
     let scene = Scene::new();
     let server = started(&scene, &[]);
     let session = server.session();
-    // The same words again with other arguments are another question, with an answer of its own.
+    // The same call with other arguments is another request, with its own answer.
     let pending = session.begin(
         &format!("{WISH}wish(1001, 'changed')\nprint(told())"),
         json!({}),
@@ -158,7 +158,7 @@ print(ended)";
     assert!(form.text().contains("\"asked\""), "{}", form.text());
     patiently(move || fs::write(shown, "go").unwrap());
     patiently(move || fs::read(taken_back).unwrap());
-    // The person has not seen yet that it is another one.
+    // The person has not yet seen that the request is a different one.
     form.decide("once");
     let next = server.form();
     assert!(

@@ -1,14 +1,13 @@
-//! Sessions that lie, race or stand in the way while they are copied gain nothing: there is a
-//! proper copy, or a refusal.
+//! Sessions that lie, race or interfere while they are copied gain nothing: the result is a proper
+//! copy or a refusal.
 //!
 //! Whatever a session does to itself, the same must hold afterwards (`Scene::assert_unharmed`): its
-//! neighbours live and can be copied, every process of its family has given up everything, and no
-//! twin runs, which has more rights than a session.
+//! neighbours live and can be copied, every process of its family is locked down, and no twin runs,
+//! which has more rights than a session.
 //!
 //! Natively the warden makes copies, from outside. In a container the session makes them itself,
-//! and what it has changed in itself is changed in them: a copy is then whatever the session makes
-//! of itself, in its own container, with no more rights. What it says to the supervisor on that
-//! occasion is in `introductions`.
+//! and its changes to itself are in them: such a copy is under the session's control, in its own
+//! container, with no more rights. Its messages to the supervisor are tested in `introductions`.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -24,7 +23,7 @@ use crate::support::native::{self, Builder, ROOMY, Session, Twin, run};
 use crate::support::places::{Ground, PerPlace, Place, in_every_place};
 use crate::support::{is_root, skipped};
 
-/// A backend for sessions that do their worst.
+/// A backend for hostile sessions.
 fn attacked(place: Place) -> &'static Ground {
     static GROUNDS: PerPlace<Ground> = PerPlace::new();
     GROUNDS.get(place, || place.limited(ROOMY))
@@ -34,9 +33,10 @@ fn attacked(place: Place) -> &'static Ground {
 struct Scene {
     place: Place,
     hostile: Session,
-    /// Several scenes may have the same one; each looks at it alone.
+    /// Several scenes may share it; each checks it alone.
     neighbour: Arc<Mutex<Session>>,
-    /// Of the hostile session; empty where nobody can tell whose a twin is, or there are none.
+    /// Of the hostile session; empty where the owner of a twin cannot be determined, or there are
+    /// none.
     groups: Vec<PathBuf>,
 }
 
@@ -61,7 +61,7 @@ impl Scene {
         }
     }
 
-    /// Runs the attack and asks for a fork. What comes of it is a fork that works, or a refusal.
+    /// Runs the attack and requests a fork. The result is a fork that works, or a refusal.
     async fn forked_after(&self, attack: &str) -> Result<(Session, ForkReport), Refused> {
         self.hostile.ok(attack).await;
         self.forked().await
@@ -75,23 +75,23 @@ impl Scene {
         Ok((fork, report))
     }
 
-    /// Checks what must hold whatever the session has done.
+    /// Checks the conditions that must hold after every attack.
     async fn assert_unharmed(&self) {
         self.assert_twins_stopped();
         let neighbour = self.neighbour.lock().await;
         assert_eq!(neighbour.ok("print(x)").await, "alive\n");
-        // Control: somebody peaceful can be copied.
+        // Control: the peaceful session can be copied.
         let copy = neighbour.fork().await;
         assert_eq!(copy.ok("print(x)").await, "alive\n");
         copy.close().await;
         if self.place.is_native() {
-            // What new sessions are made from lives. In containers nobody shares it.
+            // The source of new sessions still lives. In containers it is not shared.
             assert_eq!(attacked(self.place).session().ok("print(1)").await, "1\n");
         }
     }
 
-    /// A twin runs while it makes a system call for the warden. One that is still running a little
-    /// later runs for somebody else.
+    /// A twin runs while it makes a system call for the warden. One that still runs a little later
+    /// does not run for the warden.
     fn assert_twins_stopped(&self) {
         let deadline = Instant::now() + Duration::from_secs(2);
         for twin in native::twins_of(&self.groups) {
@@ -107,7 +107,7 @@ impl Scene {
         }
     }
 
-    /// The hostile session either goes on, locked down, or has ended and says so.
+    /// The hostile session either continues, locked down, or has ended and reports that.
     async fn assert_alive_or_ended(&self) -> bool {
         let limit = Duration::from_secs(1);
         match self
@@ -133,12 +133,12 @@ impl Scene {
     }
 }
 
-/// What may come of a request for a fork. What must hold afterwards is the same.
+/// Permitted results of a request for a fork. The later checks are the same.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Expected {
     Fork,
     Refusal,
-    /// Either is proper.
+    /// Both are correct.
     Either,
 }
 
@@ -149,7 +149,7 @@ async fn peaceful(place: Place) -> Arc<Mutex<Session>> {
     Arc::new(Mutex::new(session))
 }
 
-/// Runs cases side by side, because most of them wait for a time limit.
+/// Runs cases concurrently, because most of them wait for a timeout.
 async fn side_by_side(
     place: Place,
     expected: Expected,
@@ -363,19 +363,19 @@ import os
 held = [os.open('/dev/null', os.O_RDONLY) for _ in range(1500)]
 pipes = [end for _ in range(700) for end in os.pipe()]";
         let (fork, report) = scene.forked_after(many).await.unwrap();
-        // A fork in a container has a folder of another name, which is told.
+        // A fork in a container has a folder with another name, which is reported.
         assert!(!report.lost.iter().any(|lost| lost.contains("pipe")), "{:?}", report.lost);
         let use_them =
             "for reader, writer in zip(pipes[::2], pipes[1::2]): os.write(writer, b'x'); assert \
              os.read(reader, 9) == b'x'";
         fork.ok(use_them).await;
-        // Its own are free to be made, up to the limit.
+        // It may create its own, up to the limit.
         fork.ok(
             "for each in held + pipes: os.close(each)\nmore = [os.open('/dev/null', os.O_RDONLY) \
              for _ in range(3000)]",
         )
         .await;
-        // All of them: nothing can be opened for the copy itself.
+        // All of them: no descriptor is left for the copy itself.
         let all = "
 try:
     while True: held.append(os.open('/dev/null', os.O_RDONLY))
@@ -391,14 +391,14 @@ except OSError: held.pop()";
     }
 }
 
-// What follows is about the warden's way of making copies: twins, the instructions that they use,
-// and its patience.
+// The following tests are about the warden's way of making copies: twins, the instructions that
+// they use, and timeouts.
 
 #[test]
 fn a_session_that_comes_to_its_branch_point_too_late_goes_on() {
     run(async {
         let scene = Scene::new(Place::Native).await;
-        // Longer than anybody waits, once. The state after this very cell is what cannot be kept.
+        // Longer than any timeout, once. Only the state after this cell cannot be kept.
         let slow = "
 import sys, time
 fork_state = sys.modules['cellblock_runner.fork_state']
@@ -422,10 +422,10 @@ fork_state.save = save";
     });
 }
 
-/// Has the session make its `clone` from code of its own, and knows where the C library makes its
-/// own.
+/// Makes the session call `clone` from its own code; the address of the C library's `clone` is
+/// known too.
 ///
-/// `overwrite` puts two bytes in the place of an instruction that enters the kernel.
+/// `overwrite` replaces an instruction that enters the kernel with two bytes.
 const OWN_CLONE: &str = "
 import ctypes, mmap, os, sys, threading
 libc = ctypes.CDLL(None, use_errno=True)
@@ -485,7 +485,7 @@ def own_clone(shared, target=0, word=0):
     return place + ENTER
 ";
 
-/// Two bytes in the place of `syscall`, as numbers: what a twin would run into.
+/// Two bytes instead of `syscall`, as numbers: a twin would execute them.
 const TRAPS: &[(&str, u16)] = &[
     ("a loop", 0xfeeb),
     ("the gate of 32-bit calls", 0x80cd),
@@ -507,8 +507,8 @@ fn instructions_that_a_session_writes_over_make_no_twin_run() {
         return;
     }
     run(async {
-        // Control: with instructions of its own a session is copied like any other, from private
-        // and from shared memory.
+        // Control: with its own instructions a session is copied like any other, from private and
+        // from shared memory.
         for shared in ["False", "True"] {
             let scene = Scene::new(Place::Native).await;
             let attack = format!("{OWN_CLONE}\nwhere = own_clone({shared})");
@@ -521,8 +521,8 @@ fn instructions_that_a_session_writes_over_make_no_twin_run() {
             assert!(scene.assert_alive_or_ended().await);
         }
         for (name, word) in TRAPS {
-            // The instruction that the twin of the session uses, which is the one that the warm
-            // interpreter stood at.
+            // The instruction that the session's twin uses: the one at which the warm interpreter
+            // was parked.
             let scene = Scene::new(Place::Native).await;
             let code = word.to_le_bytes();
             let attack = format!(
@@ -531,8 +531,8 @@ fn instructions_that_a_session_writes_over_make_no_twin_run() {
             );
             scene.hostile.ok(&attack).await;
             scene.refused(name).await;
-            // The one that copies of its next checkpoint use, which is shared by mapping and
-            // changes when the checkpoint is made.
+            // The one that copies of its next checkpoint use. It is in a shared mapping and changes
+            // when the checkpoint is made.
             let scene = Scene::new(Place::Native).await;
             scene
                 .hostile
@@ -546,7 +546,7 @@ fn instructions_that_a_session_writes_over_make_no_twin_run() {
 }
 
 impl Scene {
-    /// Asks for forks until there are none, which must be soon, and looks at what is left.
+    /// Requests forks until they are refused, which must be soon, and checks the remaining state.
     async fn refused(&self, name: &str) {
         let mut refusals = 0;
         for _ in 0..3 {
@@ -564,7 +564,7 @@ impl Scene {
         }
         assert!(refusals >= 2, "{name}: {refusals}");
         if self.assert_alive_or_ended().await {
-            // An undo comes from the same memory; whatever it gives, it is locked down.
+            // An undo uses the same memory; its result is locked down in any case.
             if self.hostile.try_undo(1).await.is_ok() {
                 self.hostile.assert_locked_down().await;
             }
@@ -586,8 +586,7 @@ fn a_thread_that_races_with_the_copying_wins_nothing() {
     run(async {
         for (name, word) in TRAPS {
             let scene = Scene::new(Place::Native).await;
-            // A thread without the interpreter's lock writes the bad bytes and the good ones, over
-            // and over.
+            // A thread without the GIL alternates between the bad bytes and the good ones.
             let attack = format!(
                 "{OWN_CLONE}
 RACE = bytes.fromhex('668937' 'f390' '668917' 'f390' '803900' '74f1' 'c3')
@@ -634,7 +633,7 @@ for racer in racers: racer.start()"
     });
 }
 
-/// A thread that makes forbidden calls all the time and notes every answer.
+/// A thread that makes forbidden calls all the time and records every result.
 const CALLER: &str = "
 import ctypes, threading
 libc = ctypes.CDLL(None, use_errno=True)
@@ -735,7 +734,7 @@ os.write(writer, b'from the source')
 inode = os.fstat(held).st_ino, os.fstat(held).st_dev";
         let (fork, report) = scene.forked_after(hold).await.unwrap();
         assert_eq!(report.lost, ["2 connections"]);
-        // Whatever the numbers lead to now, it is the fork's.
+        // Whatever these descriptors refer to now, it belongs to the fork.
         let write = |who: &str| {
             format!(
                 "
@@ -804,7 +803,7 @@ print(json.dumps(sorted(found - {one.fileno(), other.fileno()})))";
 #[test]
 fn twins_stand_still_are_not_seen_from_inside_and_get_no_signal_from_there() {
     if !is_root() {
-        // Whose a twin is tells its control group.
+        // The owner of a twin is known by its control group.
         skipped("root (control groups)");
         return;
     }
@@ -823,7 +822,7 @@ import json, os
 numbers = [name for name in os.listdir('/proc') if name.isdigit()]
 print(json.dumps(sorted(open(f'/proc/{name}/comm').read().strip() for name in numbers)))";
         assert_eq!(session.json(look).await, json!(["cb-init", "python"]));
-        // By number they are not there either. Control: the session itself is.
+        // They cannot be found by pid either. Control: the session itself can.
         let reach = format!(
             "
 import json, os
@@ -836,7 +835,7 @@ print(json.dumps([[reached(number) for number in {:?}], reached(os.getpid())]))"
         );
         let answer = session.json(&reach).await;
         assert_eq!(answer, json!([vec![false; before.len()], true]));
-        // A signal to everybody from a child ends the session, and reaches no twin.
+        // A signal to all processes from a child ends the session and reaches no twin.
         let outcome = session
             .execute("import os\nif os.fork() == 0: os.kill(-1, 9)\nos.wait()")
             .await

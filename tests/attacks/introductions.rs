@@ -1,9 +1,9 @@
 //! Sessions in containers that lie to the supervisor, which is the first process of their container
-//! and has to outlive them.
+//! and must outlive them.
 //!
-//! A copy of a session introduces itself to the supervisor on a socket that the session holds, and
-//! text comes through pipes that the session hands over. Both can be anything. Natively there is
-//! nothing of the kind: nobody in a sandbox is asked.
+//! A copy of a session registers with the supervisor on a socket that the session holds, and text
+//! comes through pipes that the session hands over. Both can be arbitrary. Natively no process in a
+//! sandbox is asked for anything of the kind.
 
 use std::time::Duration;
 
@@ -13,7 +13,7 @@ use tokio_util::sync::CancellationToken;
 use crate::support::native::Session;
 use crate::support::places::{Place, cases};
 
-/// Finds the socket on which copies introduce themselves, and the channel, which is the next.
+/// Finds the socket on which copies register, and the channel, which is the next one.
 const SOCKETS: &str = "
 import os, socket, stat, threading
 sockets = sorted(int(name) for name in os.listdir('/proc/self/fd') if \
@@ -42,7 +42,7 @@ impl Scene {
         Scene { hostile }
     }
 
-    /// Begins anew in the same container.
+    /// Starts again in the same container.
     async fn again(&self) {
         assert!(
             self.hostile.reset().await.files_kept,
@@ -56,7 +56,7 @@ impl Scene {
         );
     }
 
-    /// There is one session, which answers each cell once and at once.
+    /// Checks that there is one session, which answers each cell once and immediately.
     async fn is_there_once(&self, attack: &str) {
         for number in 0..4 {
             let cell = format!("print({number}, x)");
@@ -106,7 +106,7 @@ cases! {
             "keep_introducing(os.open('file', os.O_RDWR))",
             "keep_introducing(socket.socketpair()[0].detach())",
             "keep_introducing(socket.socket(socket.AF_INET).detach())",
-            // The session itself, as if it were its own copy.
+            // The session itself, in the place of its own copy.
             "keep_introducing(socket.socketpair(socket.AF_UNIX, \
              socket.SOCK_SEQPACKET)[0].detach())",
         ] {
@@ -121,7 +121,7 @@ cases! {
 
     async fn a_child_that_plays_a_copy_gains_nothing(place) {
         let scene = Scene::new(place).await;
-        // It is taken for the copy that is expected, and says what it likes when it is asked for a
+        // It is accepted as the expected copy, and sends arbitrary data when it is asked for a
         // session.
         let attack = "
 mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -153,7 +153,7 @@ if os.fork() == 0:
             "[os.open('/dev/null', os.O_RDWR), os.open('/work', os.O_RDONLY)]",
             "os.pipe()[::-1][:1] * 2",
             "[os.open('/dev/null', os.O_RDWR)] * 8",
-            // Two that are, and that wait for whoever reads them, whatever the reader wishes.
+            // Two valid ones that block their reader, whatever mode it uses.
             "waiting()",
         ] {
             let attack = format!(

@@ -1,4 +1,4 @@
-//! Code that speaks in the runner's place. It shares the runner's process, so it can say anything
+//! Code that writes in the runner's place. It shares the runner's process, so it can send anything
 //! on the channel; only its own session may suffer.
 
 use std::time::{Duration, Instant};
@@ -9,10 +9,10 @@ use tokio_util::sync::CancellationToken;
 use crate::support::native::{self, Session};
 use crate::support::places::{Place, in_every_place};
 
-/// Finds the channel: the last socket that the session was born with. In a container there is one
-/// more, on which copies of it introduce themselves (see `branching`).
+/// Finds the channel: the last socket that the session started with. In a container there is one
+/// more, on which its copies register (see `branching`).
 ///
-/// `cell` is the number of the very cell that lies.
+/// `cell` is the number of the lying cell.
 const CHANNEL: &str = "
 import json, os, socket, stat, struct
 from cellblock_runner import host_calls
@@ -24,7 +24,7 @@ def frame(**header):
     return struct.pack('>II', 4 + len(head), len(head)) + head
 ";
 
-/// A session that lies, and another one that must notice nothing.
+/// A session that lies, and another one that must not be affected.
 struct Scene {
     liar: Session,
     neighbour: Session,
@@ -38,7 +38,7 @@ impl Scene {
         Scene { liar, neighbour }
     }
 
-    /// Tells a lie and returns how the cell ended.
+    /// Sends a forged frame and returns how the cell ended.
     async fn lie(&self, words: &str) -> Status {
         self.lie_for(Duration::from_secs(15), words).await
     }
@@ -53,7 +53,7 @@ impl Scene {
                 CancellationToken::new(),
             )
             .await;
-        // Three seconds on a machine that is not busy with other things.
+        // Three seconds on an idle machine.
         assert!(
             begun.elapsed() < limit + Duration::from_secs(10),
             "{words}: {:?}",
@@ -64,7 +64,8 @@ impl Scene {
         outcome.status
     }
 
-    /// After a lie the session works, or says that it ended; then a reset makes it work.
+    /// After a forged frame the session works, or reports that it ended; then a reset makes it
+    /// work.
     async fn usable_or_plainly_gone(&self) {
         match self.liar.execute("print(1)").await {
             Ok(outcome) if outcome.status == Status::Completed => {
@@ -85,9 +86,9 @@ impl Scene {
         self.whole_after_a_reset().await;
     }
 
-    /// After frames with a forged `seq` the order of the liar's own streams is spoiled, so its next
-    /// output may be misplaced or lost. It gets an answer all the same, and a reset makes the
-    /// session whole.
+    /// After frames with a forged `seq` the order of that session's own streams is spoiled, so its
+    /// next output may be misplaced or lost. It still gets an answer, and a reset repairs the
+    /// session.
     async fn answered_and_whole_after_a_reset(&self) {
         match self.liar.execute("print(1)").await {
             Ok(outcome) => assert!(
@@ -106,7 +107,7 @@ impl Scene {
     }
 }
 
-/// Bytes of memory that this process, and so the server in it, holds.
+/// Bytes of memory used by this process, which includes the server.
 fn resident() -> u64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap();
     let line = status
@@ -140,7 +141,7 @@ in_every_place! {
             assert!(matches!(status, Status::Nonsense { .. }), "{words}: {status:?}");
             scene.usable_or_plainly_gone().await;
         }
-        // Control: a cell that only looks for the channel ends well.
+        // Control: a cell that only looks for the channel completes.
         assert_eq!(scene.lie("print(channel > 2)").await, Status::Completed);
     }
 
@@ -148,7 +149,7 @@ in_every_place! {
         let scene = Scene::new(place).await;
         let half = "os.write(channel, struct.pack('>II', 1000, 500) + b'{')";
         let status = scene.lie_for(Duration::from_secs(1), half).await;
-        // The true end of the cell is taken for the other half, so the time limit has to speak.
+        // The true end of the cell is taken for the other half, so the timeout must end it.
         assert!(!matches!(status, Status::Raised(_)), "{status:?}");
         scene.usable_or_plainly_gone().await;
         let status = scene.lie("os.close(channel)").await;
@@ -163,7 +164,7 @@ in_every_place! {
     async fn forged_frames_change_only_the_liars_own_results(place) {
         let scene = Scene::new(place).await;
         for words in [
-            // Ends for cells that nobody asked for, and for all that may come.
+            // Ends of cells that were never requested, and of all future ones.
             "for number in range(0, cell + 50): os.write(channel, frame(type='done', id=number, \
              seq=number, status='ok', error=None, variables=None, files=None))",
             "os.write(channel, frame(type='hello', version=1, python='3.99', marker='0' * 32))",

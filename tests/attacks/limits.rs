@@ -1,4 +1,4 @@
-//! A session that takes all it can get takes only its own share.
+//! A session that takes as much as it can gets only its own share.
 
 use std::fs;
 use std::path::PathBuf;
@@ -14,7 +14,8 @@ use crate::support::native::{self, Session};
 use crate::support::places::{Ground, PerPlace, Place, in_every_place};
 use crate::support::{has_control_groups, skipped};
 
-/// Enough for what a container has beside its session, and too little for eight greedy children.
+/// Enough for the processes of a container beside its session, and too little for eight greedy
+/// children.
 const TIGHT: SandboxLimits = SandboxLimits {
     memory: 160 << 20,
     family_memory: 320 << 20,
@@ -30,7 +31,7 @@ fn tight(place: Place) -> &'static Ground {
     GROUNDS.get(place, || place.limited(TIGHT))
 }
 
-/// The same with folders that are larger than the memory.
+/// The same with folders that are larger than the memory limit.
 fn wide(place: Place) -> &'static Ground {
     static GROUNDS: PerPlace<Ground> = PerPlace::new();
     GROUNDS.get(place, || {
@@ -41,7 +42,7 @@ fn wide(place: Place) -> &'static Ground {
     })
 }
 
-/// The kernel chose the interpreter, and nothing else.
+/// The kernel killed the interpreter and nothing else.
 const OUT_OF_MEMORY: Status = Status::Died {
     exit: Exit::OutOfMemory {
         limit: TIGHT.memory,
@@ -49,8 +50,8 @@ const OUT_OF_MEMORY: Status = Status::Died {
     },
 };
 
-/// The most processes that a session may have. In a container there are some of ours beside it, for
-/// which the limit is raised; how far, the engine tells.
+/// The maximum number of processes of a session. In a container some of our own are beside it, for
+/// which the limit is raised; the engine reports by how much.
 async fn most_processes(place: Place, session: &Session) -> u64 {
     match place {
         Place::Native => u64::from(TIGHT.processes),
@@ -67,7 +68,7 @@ async fn most_processes(place: Place, session: &Session) -> u64 {
     }
 }
 
-/// Fills something until it is full; tells the error and whether the interpreter is still well.
+/// Fills something until it is full; prints the error and whether the interpreter still works.
 const FILLERS: &str = "
 import errno, json, os
 def until_full(work):
@@ -100,8 +101,8 @@ sizes = lambda: [bytes_in('/work'), bytes_in('/tmp')]
 names = lambda: [names_in('/work'), names_in('/tmp'), depth_in('/tmp/home')]
 ";
 
-/// Three processes that compute as long as they can. Prints the processor time that they used, and
-/// the time that passed.
+/// Three processes that compute as long as they can. Prints the CPU time that they used, and the
+/// time that passed.
 const COMPUTE: &str = "
 import os, time
 def used():
@@ -117,7 +118,7 @@ if 0 in children: os._exit(0)
 for child in children: os.waitpid(child, 0)
 print(used() - before, time.monotonic() - began)";
 
-/// The cores that the kernel gives control groups, in either version of these.
+/// The CPUs that the kernel grants control groups, in either version.
 fn cores(groups: &[PathBuf]) -> f64 {
     let read = |name: &str| {
         groups
@@ -131,8 +132,7 @@ fn cores(groups: &[PathBuf]) -> f64 {
     quota.parse::<f64>().expect("a number") / period.parse::<f64>().expect("a number")
 }
 
-/// In how many periods processes of control groups had used up what they are given, and wanted
-/// more.
+/// The number of periods in which processes of control groups were throttled.
 fn throttled_periods(groups: &[PathBuf]) -> u64 {
     let of_group = |group: &PathBuf| -> Option<u64> {
         let text = fs::read_to_string(group.join("cpu.stat")).ok()?;
@@ -155,7 +155,7 @@ in_every_place! {
         let (greedy, neighbour) = (tight(place).session(), tight(place).session());
         neighbour.ok("x = 'alive'").await;
         greedy.ok("open('kept', 'w').write('file')").await;
-        // Control: what fits is given.
+        // Control: an allocation within the limit succeeds.
         greedy.ok("x = bytearray(20 << 20); del x").await;
         let outcome = greedy.execute("print('begun'); x = bytearray(400 << 20)").await.unwrap();
         assert_eq!(outcome.status, OUT_OF_MEMORY);
@@ -168,7 +168,7 @@ in_every_place! {
         assert_eq!(neighbour.ok("print(x)").await, "alive\n");
         greedy.reset().await;
         assert_eq!(greedy.ok("print(open('kept').read())").await, "file\n");
-        // What new sessions are made from lives, too.
+        // The source of new sessions lives, too.
         assert_eq!(tight(place).session().ok("print(1)").await, "1\n");
     }
 
@@ -271,15 +271,15 @@ with open('/work/large', 'wb') as file:
         let full = json!(["ENOSPC", true]);
         session.ok(FILLERS).await;
         assert_eq!(session.json("print(json.dumps(sizes()))").await, json!([full, full]));
-        // Podman knows no option that counts files; there only memory ends them.
+        // Podman has no option that counts files; there only memory limits them.
         if !place.is_podman() {
             let told = session.json("print(json.dumps(names()))").await;
             assert_eq!(told, json!([full, full, "ENOSPC"]));
         }
-        // Control: with the files gone there is room again, also for an upload.
+        // Control: without the files there is space again, also for an upload.
         assert_eq!(session.ok("print(open('small', 'w').write(x))").await, "5\n");
         session.upload("from outside", &[7; 1000]).await.unwrap();
-        // An upload that does not fit is refused and leaves no half.
+        // An upload that does not fit is refused and leaves no partial file.
         let refused = session.upload("too large", &vec![7; 9 << 20]).await.unwrap_err();
         assert!(matches!(refused, Refused::File { .. }), "{refused}");
         assert_eq!(
@@ -320,7 +320,7 @@ open('regular', 'w').write('fine')")
             assert!(matches!(refused, Refused::File { .. }), "{name}: {refused}");
             assert!(begun.elapsed() < Duration::from_secs(2), "{name}");
         }
-        // Uploads follow no link either, and get no bits but those of a plain file.
+        // Uploads follow no links either, and get only the mode bits of a plain file.
         assert!(session.upload("up/planted", b"x").await.is_err());
         session.upload("plain", b"x").await.unwrap();
         assert_eq!(session.ok("print(oct(os.stat('plain').st_mode))").await, "0o100644\n");
@@ -424,8 +424,7 @@ while True:
             "{:?}",
             outcome.status
         );
-        // Five seconds on a machine that is not busy with other things; a container that cannot end
-        // it is ended as a whole.
+        // Five seconds on an idle machine; a container that cannot end it is ended as a whole.
         assert!(begun.elapsed() < Duration::from_secs(20), "{:?}", begun.elapsed());
         assert_eq!(neighbour.ok("print(x)").await, "alive\n");
         bomb.reset().await;
@@ -436,14 +435,14 @@ while True:
 
     async fn loops_that_cannot_be_interrupted_end_soon_after_their_limit(place) {
         let loops = [
-            // A loop in C that never looks for signals.
+            // A loop in C that never checks for signals.
             "import collections, itertools; collections.deque(itertools.repeat(0), maxlen=0)",
             "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\nwhile True: pass",
             "import signal\nsignal.pthread_sigmask(signal.SIG_BLOCK, range(1, 65))\nwhile True: \
              pass",
         ];
         join_all(loops.map(async |code| {
-            // Long enough for the code to have refused signals when it is interrupted.
+            // Long enough for the code to have blocked signals when it is interrupted.
             let limit = Duration::from_secs(2);
             let outcome = place
                 .session()
@@ -452,9 +451,9 @@ while True:
                 .unwrap();
             let expected = Status::TimedOut { limit, state: StateAfter::Lost };
             assert_eq!(outcome.status, expected, "{code}");
-            // Two seconds on a machine that is not busy with other things, where waiting for a
-            // processor does not count; in any case the 15 s that are the most. Counted from the
-            // start of the code: a new session may take its time.
+            // Two seconds on an idle machine, where waiting for a CPU does not count; at most 15 s
+            // in any case. Counted from the start of the code: a new session may take longer to
+            // start.
             assert!(
                 outcome.duration < limit + Duration::from_secs(20),
                 "{code}: {:?}",
@@ -480,10 +479,10 @@ while True:
             let figures: Vec<f64> =
                 told.split_whitespace().map(|figure| figure.parse().unwrap()).collect();
             let (used, passed) = (figures[0], figures[1]);
-            // The kernel gives out a fifth of each tenth of a second, one for all processes. A busy
+            // The kernel grants a fifth of each tenth of a second to all processes together. A busy
             // machine gives them less, never more.
             assert!(used <= 0.2 * (passed + 0.2) * 1.05, "{used} s of {passed} s");
-            // Control: they could have used more, and it was the limit that they did not get it.
+            // Control: they could have used more, and the limit prevented it.
             if throttled_periods(&groups) > before {
                 break;
             }
@@ -498,9 +497,9 @@ while True:
         if !has_control_groups() {
             return;
         }
-        // A tenth of a processor: 0.3 s of it are three seconds, twice the grace.
+        // A tenth of a CPU: 0.3 s of it are three seconds, twice the grace period.
         let slow = place.limited(SandboxLimits { cpus: 0.1, ..TIGHT });
-        // Long enough for the code to have begun.
+        // Long enough for the code to have started.
         let limit = Duration::from_secs(10);
         let session = slow.session();
         session.ok("x = 'kept'").await;

@@ -1,4 +1,4 @@
-//! Two sessions share nothing: no randomness, no identity, no object by any name.
+//! Two sessions share nothing: no randomness, no identity, no named object.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -11,7 +11,7 @@ use crate::support::native::{self, Session, run};
 use crate::support::places::{Place, in_every_place};
 use crate::support::{data_folder, is_root, skipped};
 
-/// Makes sessions at the same time and runs the same code in each.
+/// Creates sessions concurrently and runs the same code in each.
 async fn in_many(place: Place, count: usize, code: String) -> (Vec<Session>, Vec<Value>) {
     let sessions: Vec<Session> = (0..count).map(|_| place.session()).collect();
     let mut running = JoinSet::new();
@@ -23,8 +23,8 @@ async fn in_many(place: Place, count: usize, code: String) -> (Vec<Session>, Vec
     (sessions, answers)
 }
 
-/// How many sessions are enough to tell. Natively all are copies of one interpreter; containers
-/// share none, and each costs a second.
+/// Number of sessions that is enough. Natively all are copies of one interpreter; containers share
+/// none, and each costs a second.
 fn crowd(place: Place, natively: usize) -> usize {
     if place.is_native() { natively } else { 3 }
 }
@@ -58,7 +58,7 @@ print(json.dumps(drawn))"
     )
 }
 
-/// Tells a number that all copies of one interpreter share.
+/// Prints a number that all copies of one interpreter share.
 const SEED: &str = "print(hash('cellblock'))";
 
 #[track_caller]
@@ -72,15 +72,15 @@ fn assert_all_differ(drawn: &[Value]) {
     }
 }
 
-/// Where a session may leave files. `/var/tmp` of a container is the image's, and cannot be written
-/// to.
+/// Folders in which a session may leave files. `/var/tmp` of a container is part of the image and
+/// cannot be written to.
 fn folders(place: Place) -> Vec<&'static str> {
     let everywhere = ["/work", "/tmp", "/dev/shm", "/tmp/home"];
     let native = place.is_native().then_some("/var/tmp");
     everywhere.into_iter().chain(native).collect()
 }
 
-/// Leaves something in every place that has names.
+/// Creates an object in every namespace of names.
 const LEAVE: &str = "
 import ctypes, json, os, socket, fcntl, multiprocessing
 libc = ctypes.CDLL(None, use_errno=True)
@@ -92,7 +92,7 @@ memory = libc.shmget(0x51, 4096, 0o1600)
 semaphores = libc.semget(0x52, 1, 0o1600)
 print(json.dumps([memory >= 0, semaphores >= 0]))";
 
-/// Looks for all of it, from a process of its own.
+/// Looks for all of them, from a separate process.
 const LOOK: &str = "
 import json, subprocess, sys
 program = '''
@@ -185,13 +185,13 @@ os.listdir('/proc') if name.isdigit())]))"
         assert_eq!((&answer[0], &answer[1]), (&json!(3), &json!(0)));
         let seen = answer[2].as_array().unwrap();
         assert!(!seen.contains(&json!(pid)), "{answer}");
-        // Natively init and the interpreter. What keeps a session in a container is in there with
-        // it: the supervisor, the warm process, its steward, a checkpoint or two.
+        // Natively init and the interpreter. In a container also its supervisor, the warm process,
+        // its steward, a checkpoint or two.
         assert!(
             if place.is_native() { seen.len() == 2 } else { (4..10).contains(&seen.len()) },
             "{answer}"
         );
-        // Everyone it may reach is itself.
+        // Every process that it can reach is itself.
         let sweep = "
 import os, signal
 signal.signal(signal.SIGTERM, lambda *_: None)
@@ -213,7 +213,7 @@ child = subprocess.Popen(['sleep', '100'])
 os.kill(0, signal.SIGTERM)
 print(child.wait())";
         assert_eq!(liar.ok(reached).await, "-15\n");
-        // The same with a signal that cannot be ignored ends the session itself, and nobody else.
+        // The same with a signal that cannot be ignored ends the session itself, and no other.
         let ended = liar.execute("os.kill(0, signal.SIGKILL)").await.unwrap();
         assert!(matches!(ended.status, Status::Died { .. }), "{:?}", ended.status);
         assert_eq!(neighbour.ok("print(x)").await, "1\n");
@@ -222,8 +222,8 @@ print(child.wait())";
     }
 }
 
-/// Natively only: what containers show of the host's files is a volume of the engine, on which the
-/// host locks nothing.
+/// Natively only: the host files in containers are a volume of the engine, on which the host holds
+/// no locks.
 #[test]
 fn no_lock_that_the_host_relies_on_is_within_reach() {
     run(async {

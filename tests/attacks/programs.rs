@@ -1,5 +1,5 @@
-//! Where programs need an approval, code cannot start one by any road, and an approved one is what
-//! was approved, confined like the session.
+//! Where programs need an approval, code cannot start one in any way, and an approved one is
+//! exactly the approved program, confined like the session.
 //!
 //! `shared()` of `native` is the control: there the same attempts work.
 
@@ -18,13 +18,13 @@ use tokio_util::sync::CancellationToken;
 use crate::support::native::{self, Builder, Native, Session, run};
 use crate::support::{is_root, skipped};
 
-/// A backend whose sessions may start no programs, and whose policy lets all commands run.
+/// A backend whose sessions may not start programs, and whose policy allows all commands.
 fn closed() -> &'static Native {
     static BACKEND: OnceLock<Native> = OnceLock::new();
     BACKEND.get_or_init(|| Builder::new("minimal").refuse_programs().start())
 }
 
-/// The same, with a policy that lets none run.
+/// The same, with a policy that allows none.
 fn denying() -> &'static Native {
     static BACKEND: OnceLock<Native> = OnceLock::new();
     let policy = Policy::new(Defaults {
@@ -44,8 +44,8 @@ fn denying() -> &'static Native {
     })
 }
 
-/// Tries to become `sh -c "exit 42"` on every road, each time in a child; tells the exit status of
-/// each, which is the kernel's error if it was refused.
+/// Tries to become `sh -c "exit 42"` in every way, each in a child; prints the exit status of each,
+/// which is the kernel's errno if it was refused.
 const ATTEMPTS: &str = r#"
 import _posixsubprocess, ctypes, json, os, platform, posix, threading
 libc = ctypes.CDLL(None, use_errno=True)
@@ -118,7 +118,7 @@ pub(crate) async fn attempts(session: &Session) -> Value {
     session.json("print(json.dumps(results()))").await
 }
 
-/// All attempts with this status; the C library's `system` tells a refusal by 127.
+/// All attempts with this status; the C library's `system` reports a refusal as 127.
 pub(crate) fn all(status: i32, of_system: i32) -> Value {
     let names = [
         "by_python",
@@ -194,7 +194,7 @@ fn every_interpreter_is_seen_to_have_the_filter_before_it_runs() {
             "{failure}"
         );
         backend.end().await;
-        // Control: where programs are free, the step does not exist and nothing is missed.
+        // Control: where programs are free, the step does not exist, so skipping it has no effect.
         let backend = Builder::new("minimal").skip_step("refuse programs").start();
         assert_eq!(backend.session().ok("print(1)").await, "1\n");
         backend.end().await;
@@ -319,7 +319,7 @@ print(sorted(set(of_command.items()) ^ set(os.environ.items())))";
             .ok("os.environ['NEW'] = 'x y'; del os.environ['LANG']")
             .await;
         assert_eq!(session.ok(compare).await, "[]\n");
-        // Control: the runner has told the difference, and nothing else.
+        // Control: the runner has reported the difference, and nothing else.
         let told =
             "from cellblock_runner import commands; print(commands._differences(os.environ))";
         assert_eq!(session.ok(told).await, "{'NEW': 'x y', 'LANG': None}\n");
@@ -361,8 +361,8 @@ fn a_denied_command_does_not_run_and_says_why() {
     });
 }
 
-/// Puts a question about a command on the channel by hand, as code can that shares a process with
-/// the runner.
+/// Writes a request for a command to the channel by hand, as code that shares a process with the
+/// runner can.
 pub(crate) const FORGE: &str = r#"
 import json, os, socket, struct
 from cellblock_runner import host_calls, commands
@@ -412,7 +412,7 @@ for write_ends in ([writer, writer], [reader, writer], [writer, both]):
     print(forge(['/bin/true'], write_ends))";
         let expected = "(True, None, 0)\n(False, 'invalid', None)\n(False, 'invalid', None)\n";
         assert_eq!(session.ok(offered).await, expected);
-        // What is no pipe at all breaks the conversation: it could be anything.
+        // A descriptor that is not a pipe breaks the protocol: it could be anything.
         let socket = "pair = socket.socketpair(); forge(['/bin/true'], [pair[0].fileno(), \
                       pair[1].fileno()])";
         assert!(matches!(
@@ -455,7 +455,7 @@ for words, more in (
     });
 }
 
-/// Waits in a cell until a program of this name is there, and knows its number as `found`.
+/// Waits in a cell until a program with this name exists; its pid is `found`.
 pub(crate) const FIND: &str = r#"
 import os
 def find(name):
@@ -468,8 +468,8 @@ def find(name):
                 pass
 "#;
 
-/// Has a session reach into a process of its own, which works, and into a command, which must not,
-/// on the first `roads` of five. The last one is a signal.
+/// Makes a session access one of its own processes, which works, and a command, which must not, in
+/// the first `roads` of five ways. The last one is a signal.
 pub(crate) async fn reaches_into_no_command(session: &Session, roads: usize) {
     session.ok(FIND).await;
     session.ok(&format!("roads = {roads}")).await;
@@ -511,7 +511,7 @@ fn the_code_of_a_session_cannot_reach_into_a_command() {
     run(async {
         let session = closed().session();
         reaches_into_no_command(&session, 5).await;
-        // And a command cannot reach into the code.
+        // A command cannot access the session's code either.
         let code = "
 reach = f'''
 import os
@@ -569,7 +569,7 @@ print(find('sleep'))";
             );
             let alike = |mut posture: Posture| {
                 posture.seccomp_filters = 0;
-                // Each makes one of its own, with the same group as its root.
+                // Each creates its own, with the same group as its root.
                 posture.namespaces.remove("cgroup");
                 posture
             };
@@ -673,7 +673,7 @@ fn nothing_of_a_command_is_left_after_a_time_limit_a_reset_and_the_end_of_the_se
             gone(process.pid).await;
         }
 
-        // One that does not listen, and its children.
+        // One that ignores signals, and its children.
         let deaf = "!trap '' INT; sleep 1000 & sleep 1000";
         session
             .execute_with(deaf, limit, CancellationToken::new())
@@ -719,7 +719,7 @@ fn a_command_that_prints_for_ever_fills_nothing() {
             }
         );
         assert!(native::printed(&outcome).starts_with("y\ny\n"));
-        // Nobody reads this pipe; the command waits, and the cell can be ended.
+        // This pipe has no reader; the command waits, and the cell can be ended.
         session.ok(FORGE).await;
         let unread = "reader, writer = os.pipe(); forge(['/usr/bin/yes'], [writer, writer])";
         let outcome = session
@@ -761,7 +761,7 @@ fn work_of_the_servers_own_may_start_programs() {
         let (mut own, _own) = backend.backend.launch_apart().await.unwrap();
         assert_eq!(filters(), [3]);
         own.destroy().await;
-        // Nobody is asked either, although there is a policy that denies everything.
+        // No approval is requested either, although there is a policy that denies everything.
         let hidden = denying().sessions.hidden(Rules::none()).unwrap();
         let code =
             "import subprocess; print(subprocess.Popen(['sh', '-c', 'exit 42']).wait())\n!echo x";

@@ -1,9 +1,9 @@
-//! Which system calls answer, and how: the kernel's surface as a session meets it.
+//! Results of system calls: the kernel's surface as a session sees it.
 //!
-//! One list holds everywhere, but not every place answers in the same words. Natively what is not
-//! listed does not exist (ENOSYS), unless it is needed on the way in, which a second filter refuses
-//! (EPERM), or programs handle another answer, which the list gives. Engines do the same, and old
-//! ones always say EPERM.
+//! One list holds everywhere, but results differ between backends. Natively a call that is not
+//! listed does not exist (ENOSYS), unless it is needed to enter the sandbox, which a second filter
+//! refuses (EPERM), or programs handle another errno, which the list defines. Engines do the same,
+//! and old ones always return EPERM.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::OnceLock;
@@ -22,11 +22,11 @@ const ENOSPC: i64 = 28;
 const ENOSYS: i64 = 38;
 const EOPNOTSUPP: i64 = 95;
 
-/// Numbers and names of this architecture, as the kernel's headers give them.
+/// Numbers and names of this architecture, from the kernel's headers.
 const CALLS: &str = include_str!("calls_x86_64.txt");
 
-/// Calls by number, from Python. An answer is zero or the error's number. Addresses are those of
-/// `room`, where one is needed.
+/// Calls by number, from Python. A result is zero or the errno. Addresses are those of `room`,
+/// where one is needed.
 pub(super) const CALLER: &str = "
 import ctypes, json, os
 libc = ctypes.CDLL(None, use_errno=True)
@@ -67,8 +67,8 @@ fn numbers() -> Option<BTreeMap<&'static str, i64>> {
     Some(CALLS.lines().filter_map(pair).collect())
 }
 
-/// A backend whose sessions have every layer but the filter: the control. The kernel is the same in
-/// every place.
+/// A backend whose sessions have every layer but the filter: the control. The kernel is the same on
+/// every backend.
 fn without_filter() -> &'static Native {
     static BACKEND: OnceLock<Native> = OnceLock::new();
     BACKEND.get_or_init(|| {
@@ -82,7 +82,7 @@ fn is_refused(answer: &Value) -> bool {
     [json!(ENOSYS), json!(EPERM), json!(EOPNOTSUPP)].contains(answer)
 }
 
-/// Whether the list gives an answer of its own to a call.
+/// Returns whether the list defines an errno for a call.
 fn is_answered(name: &str) -> bool {
     let rules = seccomp::rules();
     rules
@@ -92,9 +92,9 @@ fn is_answered(name: &str) -> bool {
         .any(|answer| answer.syscall == name)
 }
 
-/// Calls that must be refused, with arguments that do no harm where they are not.
+/// Calls that must be refused, with arguments that are harmless where they are not.
 const REFUSED: &[(&str, &str)] = &[
-    // A second way to make almost every call, past the filter.
+    // A second way to make almost every call, around the filter.
     ("io_uring_setup", "1, 'room'"),
     ("io_uring_enter", "-1, 0, 0, 0, 0, 0"),
     ("io_uring_register", "-1, 0, 0, 0"),
@@ -159,16 +159,16 @@ const REFUSED: &[(&str, &str)] = &[
     // Objects with names of their own.
     ("mq_open", "'room', 0, 0, 0"),
     ("msgget", "0, 512"),
-    // Who one is, and which rules hold.
+    // Identity and restrictions of the process itself.
     ("setgroups", "-1, 0"),
     ("seccomp", "2, 0, 'room'"),
     ("landlock_create_ruleset", "0, 0, 1"),
     ("personality", "0x0040000"),
     ("prctl", "8, 0, 0, 0, 0"),
-    // Past the checks of `openat`.
+    // Around the checks of `openat`.
     ("openat2", "-1, 'room', 0, 0"),
     ("setxattr", "'room', 'room', 'room', 0, 0"),
-    // Typing into a terminal, and what belongs to one.
+    // Input into a terminal, and related calls.
     ("ioctl", "0, 0x5412, 'room'"),
     ("ioctl", "0, 0x541C, 'room'"),
     ("ioctl", "0, 0x541D, 0"),
@@ -177,8 +177,8 @@ const REFUSED: &[(&str, &str)] = &[
     ("mknodat", "-100, 'room', 0o020666, 0x103"),
 ];
 
-/// What an engine's filter lets through, because it is loaded before the supervisor is there: with
-/// these a process can only take rights from itself.
+/// Calls that an engine's filter allows, because it is loaded before the supervisor starts: with
+/// these a process can only drop its own rights.
 const OPEN_IN_CONTAINERS: [&str; 3] = [
     "landlock_create_ruleset",
     "landlock_add_rule",
@@ -190,8 +190,8 @@ fn is_open(place: Place, name: &str) -> bool {
 }
 
 /// `uretprobe` and `uprobe` (Linux 6.11 and 6.18) are called by code that the kernel itself puts
-/// into a traced process. No filter is asked about them, and whoever calls them from elsewhere gets
-/// SIGILL or an error.
+/// into a traced process. No filter applies to them, and a call from any other place gets SIGILL or
+/// an error.
 const KERNEL_TRAMPOLINES: [i64; 2] = [335, 336];
 
 /// Name, allowed arguments, altered arguments.
@@ -224,14 +224,14 @@ const CONDITIONS: &[(&str, &str, &str)] = &[
     ("prctl", "39, 0, 0, 0, 0", "22, 2, 'room', 0, 0"),
 ];
 
-/// Who may look into one's memory, and that no privilege is gained: the processes of a container
-/// say these about themselves, so its filter lets them through.
+/// Which processes may access its memory, and that no privilege is gained: the processes of a
+/// container set these for themselves, so its filter allows them.
 const NATIVE_CONDITIONS: &[(&str, &str, &str)] = &[
     ("prctl", "3, 0, 0, 0, 0", "4, 1, 0, 0, 0"),
     ("prctl", "39, 0, 0, 0, 0", "38, 1, 0, 0, 0"),
 ];
 
-/// Every flag of `clone` and `unshare` that asks for a namespace.
+/// Every flag of `clone` and `unshare` that requests a namespace.
 const NAMESPACE_FLAGS: [u64; 8] = [
     0x0000_0080, // time
     0x0002_0000, // mount
@@ -283,7 +283,7 @@ print(json.dumps(in_child(all_of_it)))"
     )
 }
 
-/// Takes the own ids in every way, then others.
+/// Sets its own ids in every way, then others.
 const IDS: &str = "
 def facts():
     wanted = ('Uid', 'Gid', 'CapEff', 'CapPrm')
@@ -307,7 +307,7 @@ def attempts():
     return {'own': own, 'others': others, 'before': before, 'after': facts()}
 ";
 
-/// Asks for each namespace, by `unshare` and by `clone`; tells all answers in one list.
+/// Requests each namespace, by `unshare` and by `clone`; prints all results in one list.
 fn namespaces(numbers: &BTreeMap<&str, i64>) -> String {
     format!(
         "{CALLER}
@@ -350,10 +350,10 @@ in_every_place! {
                 missing.push(*name);
                 continue;
             }
-            // Where an engine says EPERM to everything, that is also what the kernel says to
-            // whoever lacks a privilege. The next case has numbers that the kernel does not know.
-            // So it is where the list says EPERM on purpose: that the filter says it is a test of
-            // the jail.
+            // Where an engine returns EPERM for everything, the kernel also returns it for a
+            // missing privilege. The next case has numbers that the kernel does not know. So this
+            // case is one where the list returns EPERM on purpose; that the filter returns it is a
+            // test of the jail.
             if (!place.is_native() || is_answered(name)) && answer == EPERM && without == EPERM {
                 continue;
             }
@@ -384,7 +384,7 @@ in_every_place! {
         assert_eq!(answers.len(), unlisted.len());
         let open: Vec<_> = answers.iter().filter(|(_, answer)| !is_refused(answer)).collect();
         assert!(open.is_empty(), "{open:?}");
-        // Control: the same question about a listed call has another answer.
+        // Control: the same attempt with a listed call has another result.
         let control =
             format!("{CALLER}\nprint(json.dumps(in_child(lambda: [call(n, -1, -1, -1) for n in (0, \
                      1, 3, 5)])))");
@@ -471,7 +471,7 @@ print(json.dumps([families(lambda family, kind: socket.socket(family, kind).clos
             interfaces.contains(&"lo".to_owned())
         };
         assert!(expected, "{interfaces:?}");
-        // Control: whoever has the rights over a network can change it so, and there are other
+        // Control: a process with rights over a network can change it this way, and there are other
         // families.
         let own_network = format!("lambda: call({}, 0x10000000 | 0x40000000)", numbers["unshare"]);
         let outside: Value =
@@ -489,7 +489,7 @@ print(json.dumps([families(lambda family, kind: socket.socket(family, kind).clos
         assert_eq!(answer["before"], answer["after"]);
         assert_eq!(answer["after"][2], "CapPrm:\t0000000000000000");
         assert_eq!(answer["after"][3], "CapEff:\t0000000000000000");
-        // Control: outside root can take others.
+        // Control: outside, root can set others.
         let outside: Value = serde_json::from_str(&native::outside(&code)).unwrap();
         if is_root() {
             assert!(outside["others"].as_array().unwrap().contains(&json!(0)), "{outside}");
@@ -515,7 +515,7 @@ except OSError as error:
 core = resource.RLIMIT_CORE
 print(json.dumps([limit(core, 0, 0), limit(core, 1, 1), limit(core, -1, -1), told, \
 limit(resource.RLIMIT_NOFILE, 100, 200)]))";
-        // With zero, a host whose handler of crashes is a program would start it. The last one is a
+        // With zero, a host whose core handler is a program would start it. The last one is a
         // control: others can be lowered.
         let expected = json!([[1, 1], [1, 1], [1, 1], EPERM, [100, 200]]);
         assert_eq!(place.session().json(code).await, expected);
@@ -616,19 +616,19 @@ os.chmod('/work/own', 0o755)
 print(json.dumps([refused, oct(os.stat('/work/own').st_mode)]))";
         let answer = place.session().json(code).await;
         assert!(answer[0].as_array().unwrap().iter().all(is_refused), "{answer}");
-        // Control: bits that give nothing can be set.
+        // Control: bits without effect can be set.
         assert_eq!(answer[1], "0o100755");
     }
 }
 
-/// Natively only: engines make no sandbox without their filter for us, and give no count of user
-/// namespaces to one. In a container the filter alone refuses those.
+/// Natively only: engines make no sandbox without their filter for us, and set no limit of user
+/// namespaces for one. In a container only the filter refuses those.
 #[test]
 fn no_namespace_can_be_made_inside_without_the_filter_either() {
     let Some(numbers) = numbers() else { return };
     run(async {
         let answers = without_filter().session().json(&namespaces(&numbers)).await;
-        // The second guard: no right to make any, and a count of zero user namespaces.
+        // The second guard: no right to create any, and a limit of zero user namespaces.
         let answers = answers.as_array().unwrap();
         assert!(
             answers

@@ -1,9 +1,9 @@
-//! A session that has its twin gets nothing beyond its family.
+//! A session that controls its twin (its snapshot process) gains nothing beyond its family.
 //!
-//! Twins never run what their memory holds. Should a session find a way around that, the twin must
-//! not be worth anything: it has rights in the user namespace of its own family and nowhere else.
-//! The program is built for these tests so that it gives a session its twin (`twin.py`), and the
-//! session does with it what it likes.
+//! Twins never execute the contents of their memory. If a session finds a way around that, the twin
+//! must be worthless: it has rights in the user namespace of its own family and nowhere else. The
+//! program is built for these tests so that it gives a session its twin (`twin.py`), which the
+//! session then drives.
 
 use serde_json::json;
 
@@ -13,29 +13,29 @@ use crate::support::skipped;
 
 const DRIVER: &str = include_str!("twin.py");
 
-/// What the session with this name can do by its twin, with a neighbour that holds a secret and
-/// must not notice.
+/// Makes every attempt with the twin of this session, beside a neighbour that holds a secret and must
+/// not be affected.
 fn attack(server: &Server, hostile: &Session<'_>) {
     let neighbour = server.session();
     neighbour.text("open('secret.txt', 'w').write('the-secret-of-another'); x = 'alive'");
     hostile.text("open('own.txt', 'w').write('my-own')");
     hostile.text(DRIVER);
     hostile.text("prepare()");
-    // Copying the session lets the twin go. With undo, that has happened after the last cell.
+    // Copying the session releases the twin. With undo, that has happened after the last cell.
     hostile.call(
         "fork_session",
         json!({"names": [format!("{}-copy", hostile.id)]}),
     );
 
-    // Control: it is the twin that makes these calls, not this interpreter, and it has rights that
-    // this one lacks.
+    // Control: the twin makes these calls, not this interpreter, and it has rights that this one
+    // lacks.
     let names = "print(twin(102), twin(39) != os.getpid(), read('/work/own.txt'))";
     assert_eq!(hostile.text(names).trim(), "1000 True my-own");
     // Control: it can make a call that changes namespaces; a session cannot.
     let unshare = "print(twin(272, 0x02000000), ctypes.CDLL(None).unshare(0x02000000))";
     assert_eq!(hostile.text(unshare).trim(), "0 -1");
 
-    // It sees the processes of its family, all of them its own user's, and nobody else's files.
+    // It sees the processes of its family, all of them with its own user, and no files of others.
     let visible = "
 pids = [pid for pid in range(1, 3000) if twin(62, pid, 0) != -3]
 print(len(pids))
@@ -56,7 +56,8 @@ for pid in pids:
     );
     assert!(!seen.contains("FOUND"), "{seen}");
 
-    // The first process of the family cannot be opened, ended or robbed of a descriptor.
+    // The first process of the family cannot be opened or killed, and no descriptor can be taken
+    // from it.
     let first = "
 handle = twin(434, 1, 0)
 print(handle >= 0, [twin(438, handle, number, 0) for number in range(12)] == [-1] * 12, twin(62, \
@@ -66,8 +67,7 @@ print(all(isinstance(read(f'/proc/1/{name}'), int) for name in ('environ', 'mem'
 ";
     assert_eq!(hostile.text(first).trim(), "True True 0\nTrue");
 
-    // No other user can be had, no namespace above, no tracing, no kernel interface that sessions
-    // do not have.
+    // No other user, no outer namespace, no tracing, no kernel interface that sessions do not have.
     let more = "
 print([twin(117, user, user, user) for user in (0, 1, 999, 1001, 65534, 1900000000, 1900000002)])
 print([twin(272, flag) for flag in (0x10000000, 0x20000, 0x40000000, 0x20000000)])
@@ -77,7 +77,7 @@ print(twin(101, 16, 1, 0, 0), twin(310, 1, 0, 0, 0, 0, 0), twin(165, 0, 0, 0, 0,
     let refused = "[-22, -22, -22, -22, -22, -22, -22]\n[-38, -38, -38, -38]\n-38 -38 -1 -38";
     assert_eq!(hostile.text(more).trim(), refused);
 
-    // It ends everybody whom it can reach. That is its own family.
+    // It kills every process that it can reach: those of its own family.
     hostile.run("for pid in range(2, 3000): twin(62, pid, 9)");
     assert_eq!(
         neighbour.text("print(x, open('secret.txt').read())").trim(),
@@ -97,7 +97,7 @@ fn attack_as(server: Server) {
     attack(&server, &hostile);
     drop(hostile);
 
-    // A fork of a fork has no more, and its source does not get more by it.
+    // A fork of a fork has no more rights, and its source gains none by it.
     let source = server.session();
     source.text("x = 1");
     assert!(

@@ -1,4 +1,4 @@
-//! Files, processes, kernel settings and networks of the host: what a session must not see or
+//! Files, processes, kernel settings and networks of the host that a session must not see or
 //! change.
 
 use std::io::Read;
@@ -18,11 +18,11 @@ use crate::support::native::{self, Builder, run};
 use crate::support::places::{Place, in_every_place};
 use crate::support::{is_root, skipped};
 
-/// What of the host is not there, beside its files and processes.
+/// Parts of the host that are absent, beside its files and processes.
 fn hidden(place: Place) -> Vec<String> {
     let everywhere = ["/dev/kmsg", "/dev/mem"];
     let of_place = match place {
-        // These are of the host, or not there.
+        // These belong to the host, or are absent.
         Place::Native => vec![
             "/sys/kernel",
             "/boot",
@@ -34,8 +34,8 @@ fn hidden(place: Place) -> Vec<String> {
             "/dev/console",
             "/dev/pts/0",
         ],
-        // Those are of the image, and `/sys` is the kernel's, which cannot be written to. What must
-        // not be there is the engine.
+        // Those belong to the image, and `/sys` is the kernel's, which cannot be written to. The
+        // engine must be absent.
         Place::Containers(_) => vec![
             "/var/run/docker.sock",
             "/run/docker.sock",
@@ -54,7 +54,7 @@ fn hidden(place: Place) -> Vec<String> {
         .collect()
 }
 
-/// Parts of `/proc` that are not about one's own processes.
+/// Parts of `/proc` that are not about the own processes.
 const PARTS_OF_PROC: [&str; 25] = [
     "keys",
     "key-users",
@@ -83,8 +83,8 @@ const PARTS_OF_PROC: [&str; 25] = [
     "sysvipc",
 ];
 
-/// Those of them that engines show: facts about the machine, none of which can be written to. (What
-/// `kallsyms`, `iomem` and `ioports` show to whoever is not root has zeros for addresses.)
+/// Those of them that engines show: facts about the machine, none of which can be written to.
+/// (`kallsyms`, `iomem` and `ioports` show zeros for addresses unless the reader is root.)
 const SHOWN_BY_ENGINES: [&str; 17] = [
     "key-users",
     "config.gz",
@@ -131,7 +131,7 @@ print(json.dumps([sorted(writable), [path for path in files if opened(path)]]))"
         let forks = (!place.is_native()).then_some("/forks");
         let folders: Vec<&str> =
             ["/dev/shm"].into_iter().chain(forks).chain(["/tmp", "/tmp/home", "/work"]).collect();
-        // The device is a control: opening for writing is no matter of chance.
+        // The device is a control: whether a file can be opened for writing does not vary.
         assert_eq!(answer, json!([folders, ["/dev/null"]]));
     }
 
@@ -139,7 +139,7 @@ print(json.dumps([sorted(writable), [path for path in files if opened(path)]]))"
         let (open, closed) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
         std::fs::write(closed.path().join("data"), "read me").unwrap();
         if is_root() {
-            // A session in a container is the owner of its folders.
+            // A session in a container owns its folders.
             for folder in [&open, &closed] {
                 std::os::unix::fs::chown(folder.path(), Some(12_345), Some(12_345)).unwrap();
             }
@@ -191,7 +191,7 @@ socket.gethostname(), os.uname().nodename]))"
         let all = [&seen[..], &hidden(place)].concat();
         let expected = json!([[], 3, "cellblock", "cellblock"]);
         assert_eq!(place.session().json(&code(&all)).await, expected);
-        // Control: outside they are there.
+        // Control: outside they exist.
         let outside: Value = serde_json::from_str(&native::outside(&code(&all))).unwrap();
         let there: Vec<String> = serde_json::from_value(outside[0].clone()).unwrap();
         assert!(
@@ -202,7 +202,7 @@ socket.gethostname(), os.uname().nodename]))"
     }
 
     async fn nothing_readable_in_proc_holds_the_hosts_environment(place) {
-        // A variable of this very process; the program that started the tests has set it.
+        // A variable of this process, set by the program that started the tests.
         let canary = std::env::var("CARGO_PKG_DESCRIPTION").expect("cargo sets it");
         let code = format!(
             "
@@ -224,7 +224,7 @@ seen += [name for name, value in os.environ.items() if canary.decode() in value]
 print(json.dumps([seen, read > 20]))"
         );
         assert_eq!(place.session().json(&code).await, json!([[], true]));
-        // Control: the test process itself has it there.
+        // Control: the test process itself has it.
         let environment = std::fs::read("/proc/self/environ").unwrap();
         assert!(String::from_utf8_lossy(&environment).contains(&canary[4..]));
     }
@@ -250,7 +250,7 @@ print(json.dumps([name for name in {PARTS_OF_PROC:?} if says(f'/proc/{{name}}')]
     }
 
     async fn terminals_are_those_of_the_sandbox_and_take_no_typing_from_others(place) {
-        // A terminal of the host: opening this makes one.
+        // A terminal of the host: opening this creates one.
         let _terminal = std::fs::File::open("/dev/ptmx").unwrap();
         let (first, second) = (place.session(), place.session());
         let code = format!(
@@ -264,7 +264,7 @@ print(json.dumps({{'before': before, 'after': seen(), 'controlling': opened('/de
         );
         for session in [&first, &second] {
             let answer = session.json(&code).await;
-            // The terminal of the host is not there, nor that of the other session.
+            // The terminal of the host is absent, and so is that of the other session.
             assert_eq!(
                 (&answer["before"], &answer["after"]),
                 (&json!([]), &json!(["0"])),
@@ -276,7 +276,7 @@ print(json.dumps({{'before': before, 'after': seen(), 'controlling': opened('/de
                  if it makes one");
             assert_eq!(answer["read"], "sent\r\n");
         }
-        // Control: where no filter holds, line disciplines can be chosen.
+        // Control: without a filter, line disciplines can be set.
         let outside: Value = serde_json::from_str(&native::outside(&code)).unwrap();
         assert_eq!(outside["typed"][3], json!(""), "{outside}");
         // The number of the test's own terminal is among those of the host.
@@ -305,8 +305,8 @@ print(json.dumps([count, refused]))";
 
     async fn the_first_process_can_be_neither_read_nor_ended(place) {
         let session = place.session();
-        // Natively no signal reaches init. A supervisor listens to some, so that landlock has to
-        // keep them from it, which it can since Linux 6.12.
+        // Natively no signal reaches init. A supervisor handles some, so landlock must keep them
+        // from it, which it can since Linux 6.12.
         let is_apart = place.is_native() || session.isolation().await.contains("signals");
         let signals = if is_apart { "SIGKILL, SIGTERM, SIGSTOP, SIGINT, \
                                      SIGSEGV" } else { "SIGKILL, SIGSTOP, SIGINT, SIGSEGV" };
@@ -334,14 +334,14 @@ for number in ({signals}):
 print(json.dumps([any(closed), bool(open('/proc/self/maps').read(1)), \
 bool(os.readlink('/proc/self/ns/net'))]))"
         );
-        // The last two are controls: one's own process can be read.
+        // The last two are controls: the own process can be read.
         assert_eq!(session.json(&code).await, json!([false, true, true]));
         let name = session.ok("print(open('/proc/1/comm').read(), end='')").await;
         assert!(
             if place.is_native() { name == "cb-init\n" } else { name.starts_with("python") },
             "{name}"
         );
-        // Control: signals work on one's own children.
+        // Control: signals to own children work.
         let child = "import subprocess; child = subprocess.Popen(['sleep', '60']); child.kill(); \
                      print(child.wait())";
         assert_eq!(session.ok(child).await, "-9\n");
@@ -352,7 +352,7 @@ bool(os.readlink('/proc/self/ns/net'))]))"
         let six = TcpListener::bind((Ipv6Addr::LOCALHOST, 0)).ok();
         let datagrams = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
         let port = |listener: &TcpListener| listener.local_addr().unwrap().port();
-        // One for each place: they are tried at the same time.
+        // One for each backend: they are tried concurrently.
         let name = format!("cellblock-test-{}", port(&four));
         let address = std::os::unix::net::SocketAddr::from_abstract_name(&name).unwrap();
         let abstract_socket = std::os::unix::net::UnixListener::bind_addr(&address).unwrap();
@@ -396,7 +396,7 @@ print(json.dumps({{
         let inside = place.session().json(&code).await;
         for (what, expected) in [
             ("loopback", &["ECONNREFUSED"][..]),
-            // Docker's containers have no IPv6 at all, so that it has no address to connect from.
+            // Docker's containers have no IPv6 at all, so there is no address to connect from.
             (
                 "loopback6",
                 if place.is_native() {
@@ -451,8 +451,8 @@ print(json.dumps({{
     }
 }
 
-/// What a process can do with a terminal: make one its own, use it, and try to type into it and to
-/// change what it is.
+/// Operations of a process on a terminal: make it the controlling one, use it, and try to inject
+/// input and to change its discipline.
 const TERMINALS: &str = "
 import errno, fcntl, json, os, signal, termios, tty
 def opened(path):
@@ -486,7 +486,7 @@ def attack():
     return {'typed': typed, 'own': own, 'read': read}
 ";
 
-/// A folder of the host that anybody may write to, shown inside like the environment: read-only.
+/// A world-writable folder of the host, mounted inside like the environment: read-only.
 fn open_folder() -> (TempDir, Bind) {
     let folder = tempfile::Builder::new()
         .prefix("cellblock-open-")
@@ -500,7 +500,7 @@ fn open_folder() -> (TempDir, Bind) {
     (folder, bind)
 }
 
-/// Tries to write into the folder of the host and to a kernel setting; tells the errors.
+/// Tries to write into the folder of the host and to a kernel setting; prints the errors.
 const WRITE: &str = "
 import errno, json, os
 def attempt(path, flags):
@@ -513,7 +513,7 @@ print(json.dumps([attempt('/opt/open/file', os.O_CREAT | os.O_WRONLY), \
 attempt('/proc/sys/kernel/core_pattern', os.O_WRONLY),
                   attempt('/work/file', os.O_CREAT | os.O_WRONLY)]))";
 
-/// Natively only: engines show the table, and with it where their own folders are.
+/// Natively only: engines show the mount table, and with it the locations of their own folders.
 #[test]
 fn no_process_shows_from_where_on_the_host_folders_were_mounted() {
     run(async {
@@ -629,7 +629,7 @@ fn a_layer_that_is_left_out_is_told_as_missing() {
         let outcome = backend.session().execute("1").await.unwrap();
         assert_eq!(missing_layers(&outcome), ["landlock"]);
         backend.end().await;
-        // Control: with everything in place nothing is missing.
+        // Control: with every layer in place nothing is missing.
         let outcome = native::shared().session().execute("1").await.unwrap();
         assert!(missing_layers(&outcome).is_empty());
     });

@@ -1,5 +1,5 @@
-//! What happens when the warm interpreter dies or gets signals, and when an interpreter misses one
-//! step of its lock-down.
+//! The warm interpreter dies or receives signals, or an interpreter misses one step of its
+//! lock-down.
 
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -13,7 +13,7 @@ use tempfile::TempDir;
 use crate::support::native::{self, Builder, HostProcess, Native, run};
 use crate::support::{is_root, skipped};
 
-/// A backend of its own, whose processes can be found by a folder that only they see.
+/// A separate backend, whose processes can be found by a folder that only they see.
 fn marked() -> (TempDir, Native) {
     let mark = tempfile::Builder::new()
         .prefix("cellblock-mark-")
@@ -61,7 +61,7 @@ fn a_killed_warm_interpreter_harms_no_session_and_is_replaced() {
             begun.elapsed()
         );
         assert_ne!(zygote(&mark), first);
-        // The old session is an orphan now, and still gets resets and a true account of its end.
+        // The old session is an orphan now, and still gets resets and a correct report of its end.
         assert_eq!(session.ok("print(x)").await, "alive\n");
         let outcome = session.execute("import os; os._exit(3)").await.unwrap();
         assert_eq!(
@@ -98,8 +98,8 @@ fn signals_neither_wake_the_warm_interpreter_nor_stop_sessions_from_being_made()
 
 #[test]
 fn an_interpreter_that_misses_one_step_of_its_lock_down_never_gets_a_cell() {
-    // What the kernel does not show by itself (landlock, limits) fails the launch when it fails;
-    // see `twin`. (`no_new_privs` is not here: the interpreter has it from the warm one already.)
+    // Steps that the kernel does not report (landlock, limits) fail the launch when they fail; see
+    // `twin`. (`no_new_privs` is not here: the interpreter inherits it from the warm one.)
     let steps = [
         "capset",
         "setns family",
@@ -118,7 +118,7 @@ fn an_interpreter_that_misses_one_step_of_its_lock_down_never_gets_a_cell() {
     run(async {
         for step in steps {
             if step.starts_with("setres") && !is_root() {
-                // The warm interpreter is the same user of the host already.
+                // The warm interpreter already has the same host user.
                 skipped("root (sessions with a user of their own)");
                 continue;
             }
@@ -134,7 +134,7 @@ fn an_interpreter_that_misses_one_step_of_its_lock_down_never_gets_a_cell() {
             );
             backend.end().await;
         }
-        // Control: without a step that is no part of the lock-down it starts.
+        // Control: it starts without a step that is not part of the lock-down.
         let backend = Builder::new("minimal").skip_step("name").start();
         assert_eq!(backend.session().ok("print(1)").await, "1\n");
         backend.end().await;

@@ -1,8 +1,8 @@
-//! Native sandboxes made inside the test process.
+//! Native sandboxes created inside the test process.
 //!
 //! All tests share one runtime, because the tasks of a backend end with the runtime that started
-//! them, and most share one backend, `shared`. A test that weakens, fills or breaks a backend makes
-//! its own with `Builder`.
+//! them, and most share one backend, `shared`. A test that weakens, fills or breaks a backend
+//! creates its own with `Builder`.
 
 use std::collections::BTreeSet;
 use std::future::Future;
@@ -60,7 +60,7 @@ pub(crate) fn shared() -> &'static Native {
     SHARED.get_or_init(|| Builder::new("default").start())
 }
 
-/// The first part of making a backend: what it should be like.
+/// The settings of a backend that is not started yet.
 pub(crate) struct Builder {
     environment: &'static str,
     settings: NativeSettings,
@@ -71,7 +71,7 @@ pub(crate) struct Builder {
 }
 
 impl Builder {
-    /// A backend like `shared`, with the environment of this name.
+    /// A backend like `shared`, with this environment.
     pub(crate) fn new(environment: &'static str) -> Builder {
         Builder {
             environment,
@@ -99,7 +99,7 @@ impl Builder {
         }
     }
 
-    /// Changes how sessions are treated by the server.
+    /// Changes the session settings of the server.
     pub(crate) fn sessions(mut self, change: impl FnOnce(&mut SessionSettings)) -> Builder {
         change(&mut self.sessions);
         self
@@ -129,7 +129,7 @@ impl Builder {
         self
     }
 
-    /// Has the kernel refuse the code of sessions to start programs.
+    /// Makes the kernel refuse to start programs for the code of sessions.
     pub(crate) fn refuse_programs(mut self) -> Builder {
         self.settings.programs = Programs::Refused;
         self
@@ -145,7 +145,7 @@ impl Builder {
         self
     }
 
-    /// Gives every session these variables too.
+    /// Adds variables to every session.
     pub(crate) fn variables(mut self, variables: Vec<(String, String)>) -> Builder {
         self.settings.variables.extend(variables);
         self
@@ -156,7 +156,7 @@ impl Builder {
         self
     }
 
-    /// Shows a host folder inside in the way the environment is shown: read-only.
+    /// Mounts a host folder inside like the environment: read-only.
     pub(crate) fn bind(mut self, bind: Bind) -> Builder {
         self.binds.push(bind);
         self
@@ -197,7 +197,7 @@ impl Builder {
             }
         };
         let (settings, sessions) = (self.settings, self.sessions);
-        // Also outside of an async test the backend's tasks find the runtime.
+        // The backend's tasks find the runtime also outside of an async test.
         let _entered = runtime().enter();
         let backend: Arc<dyn Backend> = Arc::new(NativeBackend::start(settings, preparation, warm));
         Native {
@@ -215,11 +215,11 @@ pub(crate) fn runtime_folder() -> PathBuf {
         .join(format!("runtime-{}", rustix::process::geteuid().as_raw()))
 }
 
-/// Builds the environment of this name if need be, and returns the interpreter it is made from:
-/// Python outside of any sandbox.
+/// Builds this environment if required, and returns its base interpreter: Python outside of any
+/// sandbox.
 pub(crate) fn host_python(name: &str) -> PathBuf {
     let spec = super::environment_spec(name);
-    // A thread of its own, because the caller may already be inside the runtime.
+    // A separate thread, because the caller may already be inside the runtime.
     let built = std::thread::spawn(move || {
         run(async move { environment::ensure(&spec, &super::data_folder(), &|_| {}).await })
     });
@@ -254,7 +254,7 @@ impl Native {
         }
     }
 
-    /// Ends the backend and everything it made.
+    /// Ends the backend and everything it created.
     pub(crate) async fn end(&self) {
         self.sessions.shut_down().await;
     }
@@ -271,7 +271,7 @@ pub(crate) struct Session {
 struct Closer {
     sessions: Sessions,
     id: SessionId,
-    /// A name that was given back may be another session's by now.
+    /// A name that was released may belong to another session by now.
     is_closed: AtomicBool,
 }
 
@@ -308,7 +308,7 @@ impl Session {
         }
     }
 
-    /// Runs code and returns what came of it.
+    /// Runs code and returns its outcome.
     pub(crate) async fn execute(&self, code: &str) -> Result<Outcome, Refused> {
         self.execute_with(code, Duration::from_secs(60), CancellationToken::new())
             .await
@@ -333,7 +333,7 @@ impl Session {
             .await
     }
 
-    /// Runs code that must end well, and returns what it printed.
+    /// Runs code that must complete, and returns its output.
     pub(crate) async fn ok(&self, code: &str) -> String {
         let outcome = self
             .execute(code)
@@ -354,7 +354,7 @@ impl Session {
         serde_json::from_str(&text).unwrap_or_else(|error| panic!("no JSON ({error}): {text}"))
     }
 
-    /// What separates the session, as its results tell: one line per layer.
+    /// Returns the isolation of the session as reported in its results: one line per layer.
     pub(crate) async fn isolation(&self) -> String {
         let outcome = self
             .execute("pass")
@@ -408,7 +408,7 @@ impl Session {
         let _ = self.sessions.close(&Principal::local(), &self.id).await;
     }
 
-    /// Makes forks and tells what they lack.
+    /// Makes forks and returns the report of what they lack.
     pub(crate) async fn try_forks(
         &self,
         count: u32,
@@ -477,31 +477,30 @@ impl Session {
         }
     }
 
-    /// Waits until nobody copies the session: a cell that changes nothing runs after the copy of
-    /// the one before, and needs none.
+    /// Waits until the session is not being copied: a cell that changes nothing runs after the copy
+    /// of the one before, and needs none.
     pub(crate) async fn settle(&self) {
         self.ok("pass").await;
     }
 
-    /// Checks that every process in the session's pid namespace has given up everything, as the
-    /// host sees it.
+    /// Checks that every process in the session's pid namespace is locked down, as the host sees
+    /// it.
     pub(crate) async fn assert_locked_down(&self) {
         let interpreter = self.host_pid().await;
         self.settle().await;
         assert_locked_down(interpreter, &OURS);
     }
 
-    /// The stopped processes that keep this session's states: its twin and its checkpoints. Only
-    /// root can tell whose they are.
+    /// The stopped processes that hold this session's states: its twin and its checkpoints. Only
+    /// root can determine their owner.
     pub(crate) async fn twins(&self) -> Vec<Twin> {
         let interpreter = self.host_pid().await;
         self.settle().await;
         twins_of(&control_groups(interpreter))
     }
 
-    /// The interpreter's number on the host, found through the kernel: a word that only this
-    /// session has in its memory would be a claim, so the session is asked for its namespaces, and
-    /// the host looks for the process that has them.
+    /// Returns the interpreter's pid on the host: that of the process to which the kernel attributes
+    /// the pid namespace and the inner pid that the session reports.
     pub(crate) async fn host_pid(&self) -> u32 {
         let namespace = self
             .ok("import os; print(os.readlink('/proc/self/ns/pid'), os.getpid())")
@@ -520,20 +519,20 @@ impl Session {
     }
 }
 
-/// What the processes of a sandbox have, whoever made it.
+/// Expected lock-down of the processes of a sandbox, on any backend.
 pub(crate) struct LockDown {
     /// Namespaces that are not the host's.
     pub(crate) namespaces: &'static [&'static str],
     pub(crate) filters: u32,
 }
 
-/// What natively all have: the filter of the sandbox and the closing one.
+/// The native lock-down: the filter of the sandbox and the closing one.
 pub(crate) const OURS: LockDown = LockDown {
     namespaces: &NAMESPACES,
     filters: 2,
 };
 
-/// Checks that every process in the pid namespace of `interpreter` has given up everything.
+/// Checks that every process in the pid namespace of `interpreter` is locked down.
 pub(crate) fn assert_locked_down(interpreter: u32, expected: &LockDown) {
     let namespace = |pid: u32| std::fs::read_link(format!("/proc/{pid}/ns/pid")).ok();
     let wanted = namespace(interpreter).expect("the interpreter lives");
@@ -542,9 +541,9 @@ pub(crate) fn assert_locked_down(interpreter: u32, expected: &LockDown) {
         .into_iter()
         .filter(|process| namespace(process.pid).as_ref() == Some(&wanted));
     let mut count = 0;
-    // Only root may look at all of an init, which has made itself unreadable.
+    // Only root may read everything about an init, which is not dumpable.
     for process in members.filter(|process| super::is_root() || process.name != "cb-init") {
-        // A child of the session may end while we look.
+        // A child of the session may exit meanwhile.
         let Ok(posture) = Posture::read(process.pid) else {
             continue;
         };
@@ -575,7 +574,7 @@ pub(crate) fn assert_locked_down(interpreter: u32, expected: &LockDown) {
 #[derive(Debug)]
 pub(crate) struct Twin {
     pub(crate) pid: u32,
-    /// As the kernel writes it: `t` is stopped by a tracer.
+    /// The kernel's state letter: `t` is stopped by a tracer.
     pub(crate) state: char,
     pub(crate) tracer: u32,
 }
@@ -603,7 +602,7 @@ pub(crate) fn twins_of(groups: &[PathBuf]) -> Vec<Twin> {
 }
 
 impl Twin {
-    /// Looks at a process again; there is none when it has ended.
+    /// Reads a process again; returns `None` when it has ended.
     pub(crate) fn read(pid: u32) -> Option<Twin> {
         let status = std::fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
         let field = |name: &str| {
@@ -628,7 +627,7 @@ pub(crate) fn inside(path: &str) -> InsidePath {
     InsidePath::from_str(path).expect("a path below the working folder")
 }
 
-/// What the code printed and returned, without tracebacks.
+/// Returns what the code printed and returned, without tracebacks.
 pub(crate) fn printed(outcome: &Outcome) -> String {
     text_of(outcome, |stream| stream != Stream::Traceback)
 }
@@ -672,7 +671,7 @@ pub(crate) fn control_groups(pid: u32) -> Vec<PathBuf> {
     control_groups_of(pid, "/cellblock-")
 }
 
-/// The folders of the control groups of a process whose path has this in it.
+/// Returns the control group folders of a process whose path contains `name`.
 pub(crate) fn control_groups_of(pid: u32, name: &str) -> Vec<PathBuf> {
     let membership =
         std::fs::read_to_string(format!("/proc/{pid}/cgroup")).expect("the process lives");
@@ -702,21 +701,21 @@ pub(crate) fn control_groups_of(pid: u32, name: &str) -> Vec<PathBuf> {
 pub(crate) struct HostProcess {
     pub(crate) pid: u32,
     pub(crate) name: String,
-    /// Its number in the innermost pid namespace.
+    /// Its pid in the innermost pid namespace.
     pub(crate) inner: Option<u32>,
-    /// How many pid namespaces deep it is.
+    /// The number of pid namespaces that it is nested in.
     pub(crate) depth: usize,
     pub(crate) parent: u32,
 }
 
 impl HostProcess {
-    /// Whether it is a warm interpreter: Python in the warden's own pid namespace.
+    /// Returns whether it is a warm interpreter: Python in the warden's own pid namespace.
     pub(crate) fn is_zygote(&self) -> bool {
         self.depth == own_depth() + 1 && !self.name.starts_with("cb-")
     }
 }
 
-/// How many pid namespaces deep this test process is.
+/// The number of pid namespaces that this test process is nested in.
 pub(crate) fn own_depth() -> usize {
     let own = std::process::id();
     processes()
@@ -726,7 +725,7 @@ pub(crate) fn own_depth() -> usize {
         .depth
 }
 
-/// The processes that see a folder: all of one backend's, when the folder was bound into its
+/// The processes that see a folder: all of one backend's, if the folder was mounted in its
 /// sandboxes.
 pub(crate) fn marked_processes(folder: &Path) -> Vec<HostProcess> {
     let name = folder
@@ -734,7 +733,7 @@ pub(crate) fn marked_processes(folder: &Path) -> Vec<HostProcess> {
         .expect("a folder with a name")
         .to_string_lossy()
         .into_owned();
-    // Sessions have no table of mounts, but whoever made them has.
+    // Sessions have no mount table, but the processes that created them have one.
     let all = processes();
     let parents: std::collections::HashMap<u32, u32> =
         all.iter().map(|each| (each.pid, each.parent)).collect();
