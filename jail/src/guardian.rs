@@ -22,7 +22,7 @@ use serde::{Deserialize, Serialize};
 use crate::identity::Identity;
 use crate::root::{self, DetachedMount, JailSetupError};
 use crate::sys::{self, Forked};
-use crate::wire::{self, FamilyId, LeftOut, Setup, WardenEvent};
+use crate::wire::{self, FamilyId, OmittedLayer, Setup, WardenEvent};
 use crate::{cgroup, idmap, probe, seccomp, warden};
 
 /// The argument that makes the server's binary a guardian.
@@ -78,7 +78,7 @@ fn run(lifeline: &OwnedFd) -> io::Result<()> {
     }
     let commands = descriptors.remove(0);
     let filters = seccomp::filters();
-    if !setup.leave_out.contains(&LeftOut::Seccomp)
+    if !setup.leave_out.contains(&OmittedLayer::Seccomp)
         && let Err(error) = seccompiler::apply_filter(&filters.jail)
     {
         return report_error(

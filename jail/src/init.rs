@@ -34,7 +34,7 @@ use crate::identity::INSIDE_ID;
 use crate::network::{self, EgressPorts, ListenerKind};
 use crate::root::{self, JailSetupError};
 use crate::test_switches::TestSwitches;
-use crate::wire::{self, LeftOut, Mask, OperatorMount, Scratch};
+use crate::wire::{self, Mask, OmittedLayer, OperatorMount, Scratch};
 use crate::{landlock, mask, sys};
 
 /// Messages from init to the warden.
@@ -77,7 +77,7 @@ pub(crate) struct InitStart {
     pub(crate) egress: Option<EgressPorts>,
     /// The pid of the first process after init.
     pub(crate) first_process: u32,
-    pub(crate) leave_out: Vec<LeftOut>,
+    pub(crate) leave_out: Vec<OmittedLayer>,
     pub(crate) test_switches: TestSwitches,
 }
 
@@ -181,7 +181,7 @@ fn build(start: &mut InitStart) -> Result<Mounts, InitError> {
     }
     root::place_staged_mounts(&start.mounts)?;
     mask::apply(&start.masks)?;
-    let rules = if start.leave_out.contains(&LeftOut::Landlock) {
+    let rules = if start.leave_out.contains(&OmittedLayer::Landlock) {
         None
     } else {
         Some(landlock::ruleset()?)

@@ -201,7 +201,7 @@ pub(crate) enum OpenReply {
 /// Opens listeners in a namespace, in a process of `program`, which is the binary of this server.
 /// Waits for that process.
 ///
-/// The namespace must have no other way out and must not contain user code yet. A namespace in
+/// The namespace must have no other egress and must not contain user code yet. A namespace in
 /// which this failed is closed, but cannot be used.
 pub fn open(
     program: &Path,

@@ -469,17 +469,17 @@ mod tests {
             k: u32::from_ne_bytes(bytes[4..].try_into().unwrap()),
         };
         let program: Vec<_> = filters["x86_64"].chunks_exact(8).map(step).collect();
-        let says = |number, argument| verdict(&program, number, [argument, 0, 0, 0, 0, 0]);
+        let result_of = |number, argument| verdict(&program, number, [argument, 0, 0, 0, 0, 0]);
         let eperm = libc::SECCOMP_RET_ERRNO | libc::EPERM as u32;
-        assert_eq!(says(libc::SYS_execve, 4096), eperm);
-        assert_eq!(says(libc::SYS_execveat, 3), eperm);
+        assert_eq!(result_of(libc::SYS_execve, 4096), eperm);
+        assert_eq!(result_of(libc::SYS_execveat, 3), eperm);
         let load = libc::PR_SET_SECCOMP as u64;
-        assert_eq!(says(libc::SYS_prctl, load), eperm);
+        assert_eq!(result_of(libc::SYS_prctl, load), eperm);
         // The kernel uses only the lower half.
-        assert_eq!(says(libc::SYS_prctl, load | 1 << 32), eperm);
+        assert_eq!(result_of(libc::SYS_prctl, load | 1 << 32), eperm);
         let x32 = i64::from(X32_SYSCALL_BIT);
         for number in [libc::SYS_read | x32, libc::SYS_execve | x32] {
-            assert_eq!(says(number, 0), libc::SECCOMP_RET_KILL_PROCESS);
+            assert_eq!(result_of(number, 0), libc::SECCOMP_RET_KILL_PROCESS);
         }
         // Controls.
         for (number, argument) in [
@@ -487,7 +487,7 @@ mod tests {
             (libc::SYS_prctl, libc::PR_SET_NAME as u64),
             (libc::SYS_clone, 0),
         ] {
-            assert_eq!(says(number, argument), libc::SECCOMP_RET_ALLOW);
+            assert_eq!(result_of(number, argument), libc::SECCOMP_RET_ALLOW);
         }
     }
 
@@ -748,7 +748,7 @@ mod tests {
     }
 
     #[test]
-    fn the_core_limit_is_told_as_set_and_never_set() {
+    fn the_core_limit_is_reported_as_set_and_never_set() {
         let core = u64::from(libc::RLIMIT_CORE);
         check(
             libc::SYS_prlimit64,

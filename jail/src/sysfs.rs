@@ -237,8 +237,8 @@ mod tests {
     #[test]
     fn memory_is_what_a_session_may_use_and_the_machine_has() {
         let machine = "MemTotal:       24000000 kB\nMemFree:         9000000 kB\n";
-        let told = memory_lines(&LIMITS, machine);
-        let lines: Vec<&str> = told.lines().collect();
+        let text = memory_lines(&LIMITS, machine);
+        let lines: Vec<&str> = text.lines().collect();
         assert_eq!(
             lines[..4],
             [
@@ -276,21 +276,21 @@ mod tests {
     }
 
     #[test]
-    fn limits_are_told_as_control_groups_do() {
-        let told = files(&[cpu(0, 0, 0)], &LIMITS, CgroupVersions::V2);
-        assert_eq!(told["fs/cgroup/memory.max"], "2147483648\n");
-        assert_eq!(told["fs/cgroup/cpu.max"], "150000 100000\n");
-        assert!(!told.contains_key("fs/cgroup/memory.current"));
-        assert!(!told.keys().any(|name| name.contains("limit_in_bytes")));
+    fn limits_are_written_as_control_groups_do() {
+        let written = files(&[cpu(0, 0, 0)], &LIMITS, CgroupVersions::V2);
+        assert_eq!(written["fs/cgroup/memory.max"], "2147483648\n");
+        assert_eq!(written["fs/cgroup/cpu.max"], "150000 100000\n");
+        assert!(!written.contains_key("fs/cgroup/memory.current"));
+        assert!(!written.keys().any(|name| name.contains("limit_in_bytes")));
         let unlimited = ShownLimits {
             cpus: None,
             ..LIMITS
         };
-        let told = files(&[cpu(0, 0, 0)], &unlimited, CgroupVersions::V1AndV2);
-        assert_eq!(told["fs/cgroup/cpu.max"], "max 100000\n");
-        assert_eq!(told["fs/cgroup/cpu/cpu.cfs_quota_us"], "-1\n");
+        let written = files(&[cpu(0, 0, 0)], &unlimited, CgroupVersions::V1AndV2);
+        assert_eq!(written["fs/cgroup/cpu.max"], "max 100000\n");
+        assert_eq!(written["fs/cgroup/cpu/cpu.cfs_quota_us"], "-1\n");
         assert_eq!(
-            told["fs/cgroup/memory/memory.limit_in_bytes"],
+            written["fs/cgroup/memory/memory.limit_in_bytes"],
             "2147483648\n"
         );
     }

@@ -12,13 +12,13 @@ pub use imp::TestSwitches;
 mod imp {
     use serde::{Deserialize, Serialize};
 
-    use crate::wire::LeftOut;
+    use crate::wire::OmittedLayer;
 
     /// Parts of the lock-down that are skipped.
     #[derive(Debug, Clone, Default, Serialize, Deserialize)]
     pub struct TestSwitches {
         /// Layers that are skipped although the machine supports them.
-        pub layers_left_out: Vec<LeftOut>,
+        pub layers_left_out: Vec<OmittedLayer>,
         /// Makes mounts writable that are read-only by default.
         pub mounts_writable: bool,
         /// Steps of the programs in `twin`, by name, that have no effect.
@@ -26,7 +26,7 @@ mod imp {
     }
 
     impl TestSwitches {
-        pub fn layers_left_out(&self) -> &[LeftOut] {
+        pub fn layers_left_out(&self) -> &[OmittedLayer] {
             &self.layers_left_out
         }
 
@@ -44,14 +44,14 @@ mod imp {
 mod imp {
     use serde::{Deserialize, Serialize};
 
-    use crate::wire::LeftOut;
+    use crate::wire::OmittedLayer;
 
     /// No part is skipped in this build.
     #[derive(Debug, Clone, Default, Serialize, Deserialize)]
     pub struct TestSwitches {}
 
     impl TestSwitches {
-        pub fn layers_left_out(&self) -> &[LeftOut] {
+        pub fn layers_left_out(&self) -> &[OmittedLayer] {
             &[]
         }
 

@@ -149,7 +149,7 @@ pub(crate) enum StopReason {
     SystemCall,
     /// It created a process.
     Forked,
-    /// It has just been created, or was told to stop.
+    /// It has just been created, or was interrupted.
     EventStop,
     /// A signal is about to be delivered to it.
     Signal(i32),
@@ -933,7 +933,7 @@ fn run_to_process(
         StopReason::Signal(libc::SIGTRAP) => {
             let ended = read_general(process)?;
             program.check_trap(ended.instruction().wrapping_sub(begin), ended.result())?;
-            return Err(io::Error::other("a twin made no process"));
+            return Err(io::Error::other("a twin created no process"));
         }
         other => {
             return Err(io::Error::other(format!(
@@ -980,7 +980,7 @@ fn require_no_rseq(process: Pid) -> io::Result<()> {
 }
 
 fn unverified_rseq(cause: io::Error) -> io::Error {
-    let text = "the kernel does not tell about restartable sequences (it must be 5.13 or newer)";
+    let text = "the kernel does not report restartable sequences (it must be 5.13 or newer)";
     io::Error::new(cause.kind(), format!("{text}: {cause}"))
 }
 

@@ -37,8 +37,8 @@ use crate::twin::{
     Twin,
 };
 use crate::wire::{
-    self, FamilyId, ForkOrigin, Generation, INITIAL_CHECKPOINT, LeftOut, Programs, Setup, Slot,
-    WardenCommand, WardenEvent,
+    self, FamilyId, ForkOrigin, Generation, INITIAL_CHECKPOINT, OmittedLayer, Programs, Setup,
+    Slot, WardenCommand, WardenEvent,
 };
 use crate::zygote::{Zygote, ZygoteReport};
 
@@ -235,7 +235,7 @@ fn lock_down_settings(
     filters: &Filters,
 ) -> LockDownSettings {
     let last = std::fs::read_to_string("/proc/sys/kernel/cap_last_cap").ok();
-    let without_filters = setup.leave_out.contains(&LeftOut::Seccomp);
+    let without_filters = setup.leave_out.contains(&OmittedLayer::Seccomp);
     LockDownSettings {
         rlimits: rlimits
             .iter()
@@ -894,7 +894,8 @@ impl Warden {
         // Without the rules, an interpreter could write to the memory of a program that runs as the
         // same user.
         let rules = sandbox.rules.as_ref().ok_or(SideProcessError::NoRules)?;
-        let filters = (!self.setup.leave_out.contains(&LeftOut::Seccomp)).then_some(&self.filters);
+        let filters =
+            (!self.setup.leave_out.contains(&OmittedLayer::Seccomp)).then_some(&self.filters);
         let enter = |namespace: &OwnedFd| {
             rustix::thread::move_into_link_name_space(namespace.as_fd(), None)
         };
@@ -962,8 +963,8 @@ impl Warden {
             }
         };
         copied.map_err(|error| {
-            // The kernel refused a call, so the origin made exactly the calls that it was told to
-            // make and is stopped after them. It can be copied again once another process is
+            // The kernel refused a call, so the origin made exactly the calls that it was ordered
+            // to make and is stopped after them. It can be copied again once another process is
             // possible.
             if error.raw_os_error() != Some(libc::EAGAIN) && !StepError::is_cause_of(&error) {
                 self.end_origin(from);

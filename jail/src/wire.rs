@@ -65,7 +65,7 @@ pub struct Setup {
     /// The server's cgroup directories, to be removed when the server is gone.
     pub cgroups: Vec<PathBuf>,
     /// Layers that this machine lacks and that the operator allows to be missing.
-    pub leave_out: Vec<LeftOut>,
+    pub leave_out: Vec<OmittedLayer>,
     /// Adds no field to the message in a build without switches.
     #[serde(flatten)]
     pub test_switches: TestSwitches,
@@ -155,7 +155,7 @@ impl ResourceLimit {
 /// A layer that can be left out.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum LeftOut {
+pub enum OmittedLayer {
     Landlock,
     Seccomp,
 }

@@ -18,7 +18,7 @@ use crate::root;
 use crate::seccomp::Filters;
 use crate::sys::{self, Forked};
 use crate::twin::{ForkPointTracer, MemoryRange, StopWaiter, TRACE_OPTIONS, Twin};
-use crate::wire::{self, LeftOut, Programs, Setup};
+use crate::wire::{self, OmittedLayer, Programs, Setup};
 
 /// Descriptor number of the zygote's socket.
 const SOCKET_FD: i32 = 3;
@@ -229,7 +229,7 @@ fn become_python(
             .iter()
             .map(|(name, value)| CString::new(format!("{name}={value}")));
         let environment = environment.collect::<Result<Vec<_>, _>>()?;
-        if !setup.leave_out.contains(&LeftOut::Seccomp) {
+        if !setup.leave_out.contains(&OmittedLayer::Seccomp) {
             seccompiler::apply_filter(&filters.wide).map_err(io::Error::other)?;
         }
         Ok((program, arguments, environment))

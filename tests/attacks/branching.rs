@@ -14,7 +14,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use cellblock::session::{ForkReport, Refused, Status};
-use cellblock_jail::wire::LeftOut;
+use cellblock_jail::wire::OmittedLayer;
 use serde_json::json;
 use tokio::sync::Mutex;
 use tokio_util::sync::CancellationToken;
@@ -694,7 +694,7 @@ fn calls_that_copies_are_made_with_are_refused_to_sessions_at_all_times() {
 
         // Control: without the filter the kernel has other answers.
         let backend = Builder::new("minimal")
-            .leave_out(&[LeftOut::Seccomp])
+            .leave_out(&[OmittedLayer::Seccomp])
             .start();
         let open = backend.session();
         open.ok(CALLER).await;

@@ -11,7 +11,7 @@ use cellblock::sandbox::{LaunchError, Rules};
 use cellblock::session::Approvals;
 use cellblock::session::{StateAfter, Status};
 use cellblock_jail::posture::Posture;
-use cellblock_jail::wire::{Bind, LeftOut};
+use cellblock_jail::wire::{Bind, OmittedLayer};
 use serde_json::{Value, json};
 use tokio_util::sync::CancellationToken;
 
@@ -206,7 +206,7 @@ fn without_filters_there_is_no_approval_of_programs() {
     run(async {
         let backend = Builder::new("minimal")
             .refuse_programs()
-            .leave_out(&[LeftOut::Seccomp])
+            .leave_out(&[OmittedLayer::Seccomp])
             .start();
         let error = backend
             .backend
@@ -227,7 +227,7 @@ fn without_landlock_programs_are_refused_and_none_is_launched() {
     run(async {
         let backend = Builder::new("minimal")
             .refuse_programs()
-            .leave_out(&[LeftOut::Landlock])
+            .leave_out(&[OmittedLayer::Landlock])
             .start();
         let session = backend.session();
         assert_eq!(attempts(&session).await, all(libc_eperm(), 127));

@@ -9,7 +9,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::OnceLock;
 
 use cellblock_jail::seccomp;
-use cellblock_jail::wire::LeftOut;
+use cellblock_jail::wire::OmittedLayer;
 use serde_json::{Value, json};
 
 use crate::support::native::{self, Builder, Native, run};
@@ -73,7 +73,7 @@ fn without_filter() -> &'static Native {
     static BACKEND: OnceLock<Native> = OnceLock::new();
     BACKEND.get_or_init(|| {
         Builder::new("minimal")
-            .leave_out(&[LeftOut::Seccomp])
+            .leave_out(&[OmittedLayer::Seccomp])
             .start()
     })
 }

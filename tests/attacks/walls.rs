@@ -9,7 +9,7 @@ use std::path::PathBuf;
 
 use cellblock::sandbox::Layer;
 use cellblock::session::Outcome;
-use cellblock_jail::wire::{Bind, LeftOut, OperatorMount};
+use cellblock_jail::wire::{Bind, OmittedLayer, OperatorMount};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
@@ -583,16 +583,20 @@ print(json.dumps([len(places) >= 12, text, os.path.isdir('/work/shown')]))";
 fn read_only_mounts_and_landlock_each_hold_alone() {
     run(async {
         // Whether mounts are writable, and which layers are left out.
-        let cases: [(bool, &[LeftOut], [&str; 3]); 4] = [
+        let cases: [(bool, &[OmittedLayer], [&str; 3]); 4] = [
             (false, &[], ["EROFS", "ENOENT", "done"]),
             // Landlock alone. Without the mounts' protection the kernel's settings are visible, and
             // still closed.
             (true, &[], ["EACCES", "EACCES", "done"]),
             // Mounts alone.
-            (false, &[LeftOut::Landlock], ["EROFS", "ENOENT", "done"]),
+            (
+                false,
+                &[OmittedLayer::Landlock],
+                ["EROFS", "ENOENT", "done"],
+            ),
             // Control: with neither, the folder is open. The settings are closed all the same,
             // because no session is the host's root.
-            (true, &[LeftOut::Landlock], ["done", "EACCES", "done"]),
+            (true, &[OmittedLayer::Landlock], ["done", "EACCES", "done"]),
         ];
         for (writable, left_out, expected) in cases {
             let (folder, bind) = open_folder();
@@ -624,7 +628,7 @@ fn read_only_mounts_and_landlock_each_hold_alone() {
 fn a_layer_that_is_left_out_is_told_as_missing() {
     run(async {
         let backend = Builder::new("minimal")
-            .leave_out(&[LeftOut::Landlock])
+            .leave_out(&[OmittedLayer::Landlock])
             .start();
         let outcome = backend.session().execute("1").await.unwrap();
         assert_eq!(missing_layers(&outcome), ["landlock"]);

@@ -23,7 +23,7 @@ use cellblock::session::{
     SessionState, Sessions, Status, Stream, UndoReport,
 };
 use cellblock_jail::posture::{NAMESPACES, Posture};
-use cellblock_jail::wire::{Bind, LeftOut, OperatorMount};
+use cellblock_jail::wire::{Bind, OmittedLayer, OperatorMount};
 use tokio::runtime::Runtime;
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
@@ -118,7 +118,7 @@ impl Builder {
         self
     }
 
-    pub(crate) fn leave_out(mut self, layers: &[LeftOut]) -> Builder {
+    pub(crate) fn leave_out(mut self, layers: &[OmittedLayer]) -> Builder {
         self.settings.test_switches.layers_left_out = layers.to_vec();
         self
     }
@@ -176,13 +176,13 @@ impl Builder {
             self.runner,
             self.network,
         );
-        let told = preparation.clone();
+        let progress = preparation.clone();
         let warm = move || {
-            let (spec, told) = (spec.clone(), told.clone());
+            let (spec, progress) = (spec.clone(), progress.clone());
             let (binds, runner, network) = (binds.clone(), runner.clone(), network.clone());
             async move {
                 let mut warm =
-                    prepare_environment(spec, super::data_folder(), Warmth::Full, told).await?;
+                    prepare_environment(spec, super::data_folder(), Warmth::Full, progress).await?;
                 warm.binds.extend(binds);
                 warm.network = network;
                 for bind in &mut warm.binds {

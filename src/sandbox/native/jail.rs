@@ -10,7 +10,7 @@ use cellblock_jail::cgroup;
 use cellblock_jail::identity::{Identity, IdentityLease};
 use cellblock_jail::posture::Posture;
 use cellblock_jail::sysfs::ShownLimits;
-use cellblock_jail::wire::{LeftOut, Programs, ResourceLimit, Scratch, Setup, ZygoteCommand};
+use cellblock_jail::wire::{OmittedLayer, Programs, ResourceLimit, Scratch, Setup, ZygoteCommand};
 use cellblock_jail::{probe, root};
 
 use super::instance::Instance;
@@ -48,7 +48,7 @@ pub(super) struct Jail {
     /// The environment variables of a fresh session.
     pub(super) variables: Arc<Vec<(String, String)>>,
     /// The layers that the sandboxes of this jail lack.
-    pub(super) leave_out: Vec<LeftOut>,
+    pub(super) leave_out: Vec<OmittedLayer>,
     /// The server's own posture, from which a session's must differ.
     pub(super) host: Posture,
     _lease: IdentityLease,
@@ -98,7 +98,7 @@ impl Jail {
                 why: why.to_owned(),
             });
         }
-        if settings.programs == Programs::Refused && leave_out.contains(&LeftOut::Seccomp) {
+        if settings.programs == Programs::Refused && leave_out.contains(&OmittedLayer::Seccomp) {
             // Without the filter the kernel would refuse nothing, and programs could start without
             // approval.
             let why =
@@ -194,7 +194,7 @@ impl Jail {
         settings: &NativeSettings,
         identity: Identity,
         cgroups: Result<&cgroup::CgroupTree, &str>,
-    ) -> (Isolation, Vec<LeftOut>) {
+    ) -> (Isolation, Vec<OmittedLayer>) {
         let mut isolation = Isolation::default();
         let mut leave_out = settings.test_switches.layers_left_out().to_vec();
         let enforced = |how: &str| Layer::Enforced {
@@ -231,8 +231,16 @@ impl Jail {
             enforced("no capability, no_new_privs"),
         );
         for (kind, left_out, finding) in [
-            (LayerKind::SystemCalls, LeftOut::Seccomp, probe::seccomp()),
-            (LayerKind::Landlock, LeftOut::Landlock, probe::landlock()),
+            (
+                LayerKind::SystemCalls,
+                OmittedLayer::Seccomp,
+                probe::seccomp(),
+            ),
+            (
+                LayerKind::Landlock,
+                OmittedLayer::Landlock,
+                probe::landlock(),
+            ),
         ] {
             let layer = if leave_out.contains(&left_out) {
                 Layer::Missing {
@@ -265,8 +273,8 @@ impl NativeSettings {
     fn allowed_to_be_missing(&self) -> BTreeSet<LayerKind> {
         let left_out = self.test_switches.layers_left_out().iter();
         let left_out = left_out.map(|left_out| match left_out {
-            LeftOut::Seccomp => LayerKind::SystemCalls,
-            LeftOut::Landlock => LayerKind::Landlock,
+            OmittedLayer::Seccomp => LayerKind::SystemCalls,
+            OmittedLayer::Landlock => LayerKind::Landlock,
         });
         self.allow_missing.iter().copied().chain(left_out).collect()
     }

@@ -25,7 +25,7 @@ use cellblock_jail::cgroup::{self, FamilyGroup, Group};
 use cellblock_jail::identity::Identity;
 use cellblock_jail::posture::{ExpectedPosture, Posture};
 use cellblock_jail::wire::{
-    ForkOrigin, Generation, INITIAL_CHECKPOINT, LeftOut, Programs, Slot, WardenCommand,
+    ForkOrigin, Generation, INITIAL_CHECKPOINT, OmittedLayer, Programs, Slot, WardenCommand,
 };
 use rustix::process::Signal;
 use tokio::io::AsyncWriteExt;
@@ -249,7 +249,7 @@ impl NativeSandbox {
                 host_gid: gid,
                 groups_empty: matches!(jail.identity, Identity::Block { .. }),
                 seccomp_filters: match programs {
-                    _ if jail.leave_out.contains(&LeftOut::Seccomp) => 0,
+                    _ if jail.leave_out.contains(&OmittedLayer::Seccomp) => 0,
                     Programs::Free => SESSION_FILTERS,
                     Programs::Refused => SESSION_FILTERS + 1,
                 },
@@ -599,7 +599,7 @@ impl Sandbox for NativeSandbox {
 
     async fn checkpoint(
         &mut self,
-        told: oneshot::Sender<()>,
+        traced: oneshot::Sender<()>,
     ) -> Result<CheckpointId, CheckpointError> {
         self.checkpoints += 1;
         let (slot, number) = (self.slot, self.checkpoints);
@@ -617,7 +617,7 @@ impl Sandbox for NativeSandbox {
             done: false,
         };
         self.await_checkpoint(number, |_| true).await?;
-        let _ = told.send(());
+        let _ = traced.send(());
         let made = self
             .await_checkpoint(number, |state| *state == CheckpointState::Made)
             .await;
