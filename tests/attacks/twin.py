@@ -1,8 +1,8 @@
-"""Drives the twin of this session: `twin(number, …)` has it make a system call.
+"""Drives the twin of this session: `twin(number, …)` makes it execute a system call.
 
-A build for tests lets a twin go when the memory of its session has a word at a fixed place
-(`Twin::hand_over`). The code there waits for a request in that memory, makes the call, and puts the
-result down.
+A build for tests releases a twin when the memory of its session has a marker at a fixed address
+(`Twin::hand_over`). The code there waits for a request in that memory, makes the call, and stores
+the result.
 """
 
 import ctypes
@@ -16,11 +16,12 @@ _LIBC.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t] + [ctypes.c_int] * 3 + 
 
 
 def prepare():
-    """Puts the code and the word in their place. The next copy of the session lets the twin go
-    instead.
-    """
-    everything, private, anonymous, fixed = 7, 2, 0x20, 0x10
-    assert _LIBC.mmap(_PLACE, _SIZE, everything, private | anonymous | fixed, -1, 0) == _PLACE
+    """Writes the code and the marker. The next copy of the session releases the twin instead."""
+    PROT_READ, PROT_WRITE, PROT_EXEC = 1, 2, 4
+    MAP_PRIVATE, MAP_ANONYMOUS, MAP_FIXED = 2, 0x20, 0x10
+    protection = PROT_READ | PROT_WRITE | PROT_EXEC
+    flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED
+    assert _LIBC.mmap(_PLACE, _SIZE, protection, flags, -1, 0) == _PLACE
     loop = bytes.fromhex(
         "48bb00000000007e0000"  # rbx = _PLACE. loop:
         "837b0801"  # compare the state with 1
@@ -49,7 +50,7 @@ _words = (ctypes.c_int64 * 8).from_address(_PLACE + 16)
 
 
 def twin(number, *arguments):
-    """Returns what the call returned: a number, negative for an error."""
+    """Returns the result of the call: a number, negative for an errno."""
     for place, value in enumerate([number, *arguments]):
         if isinstance(value, bytes):
             ctypes.memmove(_PLACE + 4096 * (place + 1), value + b"\0", len(value) + 1)
@@ -67,7 +68,7 @@ _BUFFER = _PLACE + 4096 * 12
 
 
 def read(path):
-    """Returns what the twin reads at the beginning of a file, or the error."""
+    """Returns the first bytes of a file as the twin reads them, or the negative errno."""
     opened = twin(257, -100, path.encode(), 0, 0)
     if opened < 0:
         return opened

@@ -1,4 +1,4 @@
-"""What the kernel tells a process about itself, in a form that does not depend on the machine.
+"""Facts that the kernel reports to a process about itself, independent of the machine.
 
 Run in a session, in its threads, and after exec; prints one JSON object, which `tests/posture.rs`
 compares with the expectation. It must not change anything, and uses the standard library alone.
@@ -11,7 +11,7 @@ import resource
 import socket
 import stat
 
-# Folders of the host that are bound when it has them; the expectation says how, not which.
+# Host folders that are bound if they exist; the expectation has their flags, not their names.
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/etc/")
 _OURS_IN_ETC = (
     "/etc/passwd",
@@ -21,10 +21,10 @@ _OURS_IN_ETC = (
     "/etc/resolv.conf",
     "/etc/nsswitch.conf",
 )
-# Whether access times are kept is the host's choice.
+# Mount options for access times depend on the host.
 _HOSTS_CHOICE = {"relatime", "noatime", "nodiratime", "lazytime", "strictatime"}
 _PR_GET_DUMPABLE = 3
-_ANSWER_ONLY = 0xFFFFFFFF
+_PERSONALITY_QUERY = 0xFFFFFFFF
 
 
 def _read(path):
@@ -37,7 +37,7 @@ def _status(path):
 
 
 def _ids(path):
-    """The map without the outer number, which tells one session from another."""
+    """Returns the id map without the outer id, which differs between sessions."""
     return [[int(word) for word in line.split()][::2] for line in _read(path).splitlines()]
 
 
@@ -74,7 +74,7 @@ def _mount(line):
     if place.startswith("/proc/"):
         return f"a cover in /proc ({'nothing' if kind == 'devtmpfs' else 'an empty folder'})", kept
     if place.startswith("/opt/cellblock/"):
-        # Which of them exist depends on where the host's Python is.
+        # Their number depends on the location of the host's Python.
         return "the environment", kept
     if kind == "tmpfs":
         kept += sorted(
@@ -107,7 +107,7 @@ def _kind(number):
 
 
 def descriptors():
-    """The kinds: of the three standard ones in order, then of all others."""
+    """Returns the kinds of the three standard descriptors in order, then of all others."""
     kinds = {}
     for name in os.listdir("/proc/self/fd"):
         try:
@@ -152,7 +152,7 @@ def facts():
         "limits": {name: list(resource.getrlimit(getattr(resource, name))) for name in limits},
         "mounts": mounts(),
         "out of memory score": int(_read("/proc/self/oom_score_adj")),
-        "personality": libc.personality(ctypes.c_ulong(_ANSWER_ONLY)),
+        "personality": libc.personality(ctypes.c_ulong(_PERSONALITY_QUERY)),
         "proc": sorted(name for name in top if _says_something(f"/proc/{name}")),
         "processes": sorted(
             {_read(f"/proc/{name}/comm").strip() for name in os.listdir("/proc") if name.isdigit()}
