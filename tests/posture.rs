@@ -10,7 +10,7 @@ use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use cellblock::sandbox::{Layer, LayerKind};
+use cellblock::sandbox::{LayerKind, LayerState};
 use cellblock::session::Outcome;
 use cellblock_jail::posture::{NAMESPACES, Posture};
 use cellblock_jail::wire::Bind;
@@ -68,7 +68,7 @@ fn adapt(expected: &mut Value, found: &mut Value, limited_by_groups: bool, ordin
 fn has_control_groups(outcome: &Outcome) -> bool {
     matches!(
         outcome.isolation.layers[&LayerKind::Resources],
-        Layer::Enforced { .. }
+        LayerState::Enforced { .. }
     )
 }
 

@@ -12,7 +12,7 @@ use std::os::unix::fs::{FileExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use cellblock::sandbox::Network;
+use cellblock::sandbox::SandboxNetwork;
 use cellblock::sandbox::container::ContainerBind;
 use cellblock_egress::authority::{Authority, Trust};
 use cellblock_egress::gateway::Limits;
@@ -103,7 +103,7 @@ struct Parts {
     api: Https,
     other: Https,
     plain: Web,
-    network: Network,
+    network: SandboxNetwork,
     variables: Vec<(String, String)>,
     placeholder: String,
     folder: TempDir,
@@ -137,7 +137,7 @@ impl Parts {
             format!("other.test:{}", other.port()),
             format!("{HERE}:*"),
         ]);
-        let network = Network {
+        let network = SandboxNetwork {
             rules,
             ports: BTreeSet::new(),
             vault: Arc::new(vault),

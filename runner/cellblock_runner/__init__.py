@@ -47,12 +47,19 @@ the runner answers them one at a time:
 
 In a container, where no process outside can do it, these start and monitor the processes:
 
-    first       entry point of the first process: starts the warm process
-    stock       the modules imported at warm-up, in one file for all containers of an image
-    supervisor  the first process after that: multiplexes everything over one stream to the host
-    strands     many streams over that one
-    family      the warm process, subreapers, checkpoints
-    confine     privileges that a process drops from itself
+    bootstrap       entry point of the first process: starts the warm process
+    import_cache    the modules imported at warm-up, in one file for all containers of an image
+    supervisor      the first process after that: carries out the requests of the host
+    messages        messages between the supervisor and the host
+    mux             many streams over one
+    mux_connection  the stream to the host, and the channels and pipes that share it
+    poller          waits for descriptors
+    process_table   which session every process belongs to; ends those of a session
+    launcher        starts approved programs
+    side_process    an approved program
+    sockets         which processes hold the socket of a connection
+    forkserver      the warm process, subreapers, checkpoints
+    confine         privileges that a process drops from itself
 
 User code shares this process, so nothing here is a security boundary: the host treats every frame
 as an untrusted claim.

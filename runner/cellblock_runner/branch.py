@@ -12,8 +12,8 @@ outside makes the copy, and keeps it frozen:
 The signal is SIGCONT: visible to a tracer, and otherwise without effect. Without a tracer, fork
 creates a plain child, which exits at once without consequences.
 
-In a container no process outside can make copies; there a function of this process does (`family`),
-and replaces fork.
+In a container no process outside can make copies; there a function of this process does
+(`forkserver`), and replaces fork.
 
 References to the original system calls are kept here because user code may replace those of `os`.
 That is not a protection, it only avoids surprises: the copy is made and confined from outside,

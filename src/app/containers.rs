@@ -15,10 +15,10 @@ use super::{Warmth, approvals, programs};
 use crate::config::{Containers, Settings};
 use crate::environment::supplies;
 use crate::sandbox::container::{
-    ContainerBackend, ContainerBind, ContainerNetwork, ContainerPackages, ContainerSettings,
-    PoolSettings, Supplies, WORK_FOLDER,
+    BundledFiles, ContainerBackend, ContainerBind, ContainerNetwork, ContainerPackages,
+    ContainerSettings, PoolSettings, WORK_FOLDER,
 };
-use crate::sandbox::{Backend, Network, Preparation};
+use crate::sandbox::{Backend, Preparation, SandboxNetwork};
 
 /// Starts the container backend.
 pub(super) fn backend(
@@ -90,7 +90,7 @@ fn shown(bind: Bind) -> ContainerBind {
 }
 
 /// Adds the container-specific parts to the egress settings.
-fn container_network(network: Network, way_out: WayOut) -> anyhow::Result<ContainerNetwork> {
+fn container_network(network: SandboxNetwork, way_out: WayOut) -> anyhow::Result<ContainerNetwork> {
     Ok(ContainerNetwork {
         network,
         program: std::env::current_exe().context("could not find this program")?,
@@ -157,7 +157,7 @@ pub struct OwnSupplies {
 }
 
 #[async_trait]
-impl Supplies for OwnSupplies {
+impl BundledFiles for OwnSupplies {
     fn runner(&self) -> Vec<(String, Vec<u8>)> {
         supplies::runner()
     }

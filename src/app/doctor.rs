@@ -15,14 +15,14 @@ use super::output::print;
 use super::{Warmth, containers, descriptors, native_settings, packages_command};
 use crate::config::{BackendChoice, Containers, Settings};
 use crate::environment;
-use crate::sandbox::container::{Examined, Finding, Found, examine};
+use crate::sandbox::container::{EngineFinding, Examined, FindingState, examine};
 use crate::sandbox::native;
-use crate::sandbox::{Isolation, LaunchError, Layer, LayerKind};
+use crate::sandbox::{Isolation, LaunchError, LayerKind, LayerState};
 
 /// The findings.
 struct Report {
     /// The engine and the image, where sessions run in containers.
-    engine: Vec<Finding>,
+    engine: Vec<EngineFinding>,
     /// The isolation of a test sandbox, if one was created.
     tried: Option<Result<Isolation, LaunchError>>,
     /// The limit of open files of this process.
@@ -42,7 +42,9 @@ pub(super) async fn execute(
         ),
         BackendChoice::Containers(choice) => {
             let engine = examine(&examined(settings, choice)).await;
-            let is_fine = engine.iter().all(|finding| finding.state == Found::Fine);
+            let is_fine = engine
+                .iter()
+                .all(|finding| finding.state == FindingState::Fine);
             let tried = if is_fine {
                 Some(container_trial(settings, choice).await?)
             } else {
@@ -127,7 +129,7 @@ fn as_text(report: &Report, settings: &Settings) -> Result<String, std::fmt::Err
     if !is_native {
         writeln!(text, "Container engine:")?;
         for finding in &report.engine {
-            let mark = if finding.state == Found::Fine {
+            let mark = if finding.state == FindingState::Fine {
                 "fine"
             } else {
                 "MISSING"
@@ -214,9 +216,9 @@ fn write_line(
 fn write_layers(text: &mut String, isolation: &Isolation, is_native: bool) -> std::fmt::Result {
     for kind in LayerKind::ALL {
         let (mark, how, why) = match isolation.layers.get(&kind) {
-            Some(Layer::Enforced { how }) => ("enforced", how.as_str(), None),
-            Some(Layer::Reduced { how, why }) => ("reduced", how.as_str(), Some(why)),
-            Some(Layer::Missing { why }) => ("MISSING", "", Some(why)),
+            Some(LayerState::Enforced { how }) => ("enforced", how.as_str(), None),
+            Some(LayerState::Reduced { how, why }) => ("reduced", how.as_str(), Some(why)),
+            Some(LayerState::Missing { why }) => ("MISSING", "", Some(why)),
             None => ("MISSING", "", None),
         };
         let cure = cure_of(kind)

@@ -15,7 +15,7 @@ use crate::config::quantity::format_size;
 use crate::config::{self, BackendChoice, Settings};
 use crate::environment::{EnvironmentProgress, EnvironmentSpec, Input, Lockfile, spec};
 use crate::image::{
-    self, Built, Filling, ImageError, ImageReference, ImageUser, ImageWish, MadeImage,
+    self, BuiltImage, ImageContents, ImageError, ImageReference, ImageRequest, ImageUser, MadeImage,
 };
 use crate::sandbox::Preparation;
 use crate::sandbox::container::{Engine, EngineKind};
@@ -121,7 +121,7 @@ async fn build(
 /// Executes the command and returns its output.
 async fn carry_out(
     only_dockerfile: bool,
-    wish: &ImageWish,
+    wish: &ImageRequest,
     engine: &Engine,
     settings: &Settings,
     cancelled: &CancellationToken,
@@ -130,7 +130,7 @@ async fn carry_out(
     if only_dockerfile {
         return image::dockerfile(wish, engine, &settings.data_dir, cancelled, tell).await;
     }
-    let Built { image, was_there } =
+    let BuiltImage { image, was_there } =
         image::build(wish, engine, &settings.data_dir, cancelled, tell).await?;
     let (python, packages, size) = (&image.python, image.packages.len(), format_size(image.size));
     let found = if was_there {
@@ -164,11 +164,11 @@ impl Caller {
 const USUAL_USER: u32 = 1000;
 
 /// Decides what to build.
-fn wanted(arguments: &ImageArguments, caller: Caller) -> anyhow::Result<ImageWish> {
-    Ok(ImageWish {
+fn wanted(arguments: &ImageArguments, caller: Caller) -> anyhow::Result<ImageRequest> {
+    Ok(ImageRequest {
         tag: reference("--tag", &arguments.tag)?,
         base: reference("--base", &arguments.base)?,
-        filling: filling(arguments)?,
+        contents: contents(arguments)?,
         user: user(arguments, caller)?,
         afresh: arguments.no_cache,
     })
@@ -206,13 +206,13 @@ fn user(arguments: &ImageArguments, caller: Caller) -> anyhow::Result<ImageUser>
     Ok(ImageUser::Ordinary { uid, gid })
 }
 
-fn filling(arguments: &ImageArguments) -> anyhow::Result<Filling> {
+fn contents(arguments: &ImageArguments) -> anyhow::Result<ImageContents> {
     if let Some(file) = &arguments.locked {
         let text = std::fs::read_to_string(file)
             .with_context(|| format!("could not read the lock {}", file.display()))?;
         let lockfile =
             Lockfile::parse(&text).with_context(|| format!("{} is not a lock", file.display()))?;
-        return Ok(Filling::Locked(lockfile));
+        return Ok(ImageContents::Locked(lockfile));
     }
     let mut packages = if arguments.no_science {
         Vec::new()
@@ -240,7 +240,7 @@ fn filling(arguments: &ImageArguments) -> anyhow::Result<Filling> {
     let files = Some(files)
         .filter(|files| !files.is_empty())
         .map(Input::Requirements);
-    Ok(Filling::Packages { packages, files })
+    Ok(ImageContents::Packages { packages, files })
 }
 
 /// The packages of native sessions.
@@ -364,9 +364,9 @@ mod tests {
     }
 
     fn packages(arguments: &ImageArguments) -> Vec<String> {
-        match filling(arguments).unwrap() {
-            Filling::Packages { packages, .. } => packages,
-            Filling::Locked(_) => panic!("no lock was given"),
+        match contents(arguments).unwrap() {
+            ImageContents::Packages { packages, .. } => packages,
+            ImageContents::Locked(_) => panic!("no lock was given"),
         }
     }
 
@@ -394,7 +394,7 @@ mod tests {
             ..arguments()
         };
         assert!(
-            filling(&smuggled)
+            contents(&smuggled)
                 .unwrap_err()
                 .to_string()
                 .contains("--index-url")
@@ -415,7 +415,7 @@ mod tests {
             ..arguments()
         };
         assert!(
-            filling(&given).unwrap_err().to_string().contains("line 4"),
+            contents(&given).unwrap_err().to_string().contains("line 4"),
             "quotes within quotes are not read"
         );
         std::fs::write(

@@ -14,7 +14,7 @@ use cellblock_jail::wire::Bind;
 use tempfile::NamedTempFile;
 
 use crate::config::Settings;
-use crate::sandbox::Network;
+use crate::sandbox::SandboxNetwork;
 
 /// The CA bundle inside the sandbox, which includes our authority.
 const CERTIFICATES_INSIDE: &str = "/etc/ssl/cellblock.pem";
@@ -38,7 +38,7 @@ const SYSTEM_BUNDLES: [&str; 4] = [
 /// The egress of all sandboxes, and the variables and mounts it needs inside.
 #[derive(Default)]
 pub(super) struct WayOut {
-    pub(super) network: Option<Network>,
+    pub(super) network: Option<SandboxNetwork>,
     /// Environment variables of sessions: a placeholder for each secret, and the path of the
     /// bundle.
     pub(super) variables: Vec<(String, String)>,
@@ -65,7 +65,7 @@ impl WayOut {
         } else {
             Some(way_out.trust_ours(&vault, &settings.runtime_dir)?)
         };
-        way_out.network = Some(Network {
+        way_out.network = Some(SandboxNetwork {
             rules,
             ports,
             vault: Arc::new(vault),

@@ -10,7 +10,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::{ImageError, ImageReference, counted};
 use crate::environment::{Elsewhere, EnvironmentProgress, Platform, Progress};
-use crate::sandbox::container::{Engine, EngineError, Question, QuestionError};
+use crate::sandbox::container::{Engine, EngineError, ImageProbe, ImageProbeError};
 
 /// Names under which an image may provide Python.
 const NAMES: [&str; 2] = ["python3", "python"];
@@ -86,21 +86,21 @@ pub(super) async fn look_at(
         let arguments = ["-I", "-S", "-B", "-c", QUESTION]
             .map(str::to_owned)
             .to_vec();
-        let question = Question {
+        let probe = ImageProbe {
             image: image.id.clone(),
             program: program.to_owned(),
             arguments,
         };
-        match engine.ask(&question, cancelled).await {
+        match engine.ask(&probe, cancelled).await {
             Ok(said) => {
                 return Ok(Base {
                     id: image.id,
                     python: understood(&said).map_err(unusable)?,
                 });
             }
-            Err(QuestionError::NoProgram(_)) => tried.push(program),
-            Err(QuestionError::Cancelled) => return Err(ImageError::Cancelled),
-            Err(QuestionError::Engine(error)) => return Err(ImageError::Engine(error)),
+            Err(ImageProbeError::NoProgram(_)) => tried.push(program),
+            Err(ImageProbeError::Cancelled) => return Err(ImageError::Cancelled),
+            Err(ImageProbeError::Engine(error)) => return Err(ImageError::Engine(error)),
             Err(other) => return Err(unusable(format!("its Python could not be asked: {other}"))),
         }
     }

@@ -7,9 +7,10 @@
 //!                                                 labels
 //! ```
 //!
-//! `base` queries the image, `recipe` writes the Dockerfile, `context` packs the files, and `shelf`
-//! lists and removes built images. Only wheels are used, and none of their code runs, neither here
-//! nor during the image build. The engine needs no network, and the base image needs no pip.
+//! `base` queries the image, `recipe` writes the Dockerfile, `context` packs the files, and
+//! `local_images` lists and removes built images. Only wheels are used, and none of their code
+//! runs, neither here nor during the image build. The engine needs no network, and the base image
+//! needs no pip.
 //!
 //! The same request gives the same layers: see `prepare.py`. An image that already exists is not
 //! built again.
@@ -18,8 +19,8 @@
 
 mod base;
 mod context;
+mod local_images;
 mod recipe;
-mod shelf;
 
 use std::fmt;
 use std::io;
@@ -41,8 +42,8 @@ use crate::sandbox::container::{
     BuildFailure, BuildNews, Building, Engine, EngineError, ImageFacts,
 };
 
+pub use self::local_images::{MadeImage, list, remove};
 pub use self::recipe::ImageUser;
-pub use self::shelf::{MadeImage, list, remove};
 
 /// An image reference, such as `python:3.13-slim` or `registry.example.com/team/cells:1`.
 ///
@@ -112,7 +113,7 @@ impl fmt::Display for ImageReference {
 
 /// The packages of an image.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Filling {
+pub enum ImageContents {
     /// Packages by name, and the requirements of files.
     Packages {
         packages: Vec<String>,
@@ -124,10 +125,10 @@ pub enum Filling {
 
 /// A request to build an image.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct ImageWish {
+pub struct ImageRequest {
     pub tag: ImageReference,
     pub base: ImageReference,
-    pub filling: Filling,
+    pub contents: ImageContents,
     pub user: ImageUser,
     /// Whether to rebuild everything without the engine's cache.
     pub afresh: bool,
@@ -135,7 +136,7 @@ pub struct ImageWish {
 
 /// Result of a build.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Built {
+pub struct BuiltImage {
     pub image: MadeImage,
     /// Whether the image already existed.
     pub was_there: bool,
@@ -202,45 +203,47 @@ fn each_on_a_line(said: &str) -> String {
 /// Builds an image, or finds the existing one. Reports progress. If `cancelled` is triggered,
 /// everything that was created is removed.
 pub async fn build(
-    wish: &ImageWish,
+    request: &ImageRequest,
     engine: &Engine,
     data_dir: &Path,
     cancelled: &CancellationToken,
     progress: Progress<'_>,
-) -> Result<Built, ImageError> {
-    let (base, lockfile) = plan(wish, engine, data_dir, cancelled, progress).await?;
+) -> Result<BuiltImage, ImageError> {
+    let (base, lockfile) = plan(request, engine, data_dir, cancelled, progress).await?;
     let recipe = Recipe {
-        name: &wish.base,
+        name: &request.base,
         base: &base,
         lockfile: &lockfile,
-        user: wish.user,
+        user: request.user,
     };
-    let before = engine.image_facts(wish.tag.as_str()).await.ok();
+    let before = engine.image_facts(request.tag.as_str()).await.ok();
     if let Some(found) = before
         .as_ref()
-        .filter(|found| !wish.afresh && is_made_by(found, &recipe))
+        .filter(|found| !request.afresh && is_made_by(found, &recipe))
     {
-        return Ok(Built {
+        return Ok(BuiltImage {
             image: MadeImage::new(found.clone()),
             was_there: true,
         });
     }
 
-    let workshop = tempfile::tempdir().map_err(while_doing("make a folder to build in"))?;
-    let tree = workshop.path().join(recipe::PLACE.trim_start_matches('/'));
-    std::fs::create_dir_all(tree.parent().unwrap_or(workshop.path()))
+    let build_folder = tempfile::tempdir().map_err(while_doing("make a folder to build in"))?;
+    let tree = build_folder
+        .path()
+        .join(recipe::PLACE.trim_start_matches('/'));
+    std::fs::create_dir_all(tree.parent().unwrap_or(build_folder.path()))
         .map_err(while_doing("make a folder to build in"))?;
     let installed = install_elsewhere(&lockfile, &base.python, &tree, data_dir, progress);
     unless_cancelled(cancelled, installed)
         .await?
-        .map_err(packages_missing(wish, &base))?;
-    let context = pack(&recipe, workshop.path().to_owned()).await?;
-    unless_cancelled(cancelled, send(engine, wish, context, progress)).await??;
-    let made = engine.image_facts(wish.tag.as_str()).await?;
+        .map_err(packages_missing(request, &base))?;
+    let context = pack(&recipe, build_folder.path().to_owned()).await?;
+    unless_cancelled(cancelled, send(engine, request, context, progress)).await??;
+    let made = engine.image_facts(request.tag.as_str()).await?;
     if let Some(replaced) = before.filter(|before| before.id != made.id) {
-        shelf::put_away(engine, &replaced).await;
+        local_images::put_away(engine, &replaced).await;
     }
-    Ok(Built {
+    Ok(BuiltImage {
         image: MadeImage::new(made),
         was_there: false,
     })
@@ -249,34 +252,34 @@ pub async fn build(
 /// Returns the Dockerfile of an image without building it. Exact versions are resolved; only the
 /// base image is fetched.
 pub async fn dockerfile(
-    wish: &ImageWish,
+    request: &ImageRequest,
     engine: &Engine,
     data_dir: &Path,
     cancelled: &CancellationToken,
     progress: Progress<'_>,
 ) -> Result<String, ImageError> {
-    let (base, lockfile) = plan(wish, engine, data_dir, cancelled, progress).await?;
+    let (base, lockfile) = plan(request, engine, data_dir, cancelled, progress).await?;
     Ok(Recipe {
-        name: &wish.base,
+        name: &request.base,
         base: &base,
         lockfile: &lockfile,
-        user: wish.user,
+        user: request.user,
     }
     .dockerfile())
 }
 
 /// Determines the exact content of the image.
 async fn plan(
-    wish: &ImageWish,
+    request: &ImageRequest,
     engine: &Engine,
     data_dir: &Path,
     cancelled: &CancellationToken,
     progress: Progress<'_>,
 ) -> Result<(Base, Lockfile), ImageError> {
-    let base = base::look_at(engine, &wish.base, cancelled, progress).await?;
-    let (packages, files) = match &wish.filling {
-        Filling::Locked(lockfile) => return Ok((base, lockfile.clone())),
-        Filling::Packages { packages, files } => (packages, files.as_ref()),
+    let base = base::look_at(engine, &request.base, cancelled, progress).await?;
+    let (packages, files) = match &request.contents {
+        ImageContents::Locked(lockfile) => return Ok((base, lockfile.clone())),
+        ImageContents::Packages { packages, files } => (packages, files.as_ref()),
     };
     let locked = lock_elsewhere(
         Contents { packages, files },
@@ -286,12 +289,15 @@ async fn plan(
     );
     let lockfile = unless_cancelled(cancelled, locked)
         .await?
-        .map_err(packages_missing(wish, &base))?;
+        .map_err(packages_missing(request, &base))?;
     Ok((base, lockfile))
 }
 
-fn packages_missing(wish: &ImageWish, base: &Base) -> impl FnOnce(EnvironmentError) -> ImageError {
-    let (name, python) = (wish.base.clone(), base.python.clone());
+fn packages_missing(
+    request: &ImageRequest,
+    base: &Base,
+) -> impl FnOnce(EnvironmentError) -> ImageError {
+    let (name, python) = (request.base.clone(), base.python.clone());
     move |cause| ImageError::Packages {
         base: name,
         python: python.version,
@@ -333,7 +339,7 @@ async fn pack(recipe: &Recipe<'_>, root: PathBuf) -> Result<Context, ImageError>
 /// Sends the files to the engine and follows the build.
 async fn send(
     engine: &Engine,
-    wish: &ImageWish,
+    request: &ImageRequest,
     context: Context,
     progress: Progress<'_>,
 ) -> Result<(), ImageError> {
@@ -360,8 +366,8 @@ async fn send(
         }
     };
     let building = Building {
-        tag: wish.tag.as_str(),
-        afresh: wish.afresh,
+        tag: request.tag.as_str(),
+        afresh: request.afresh,
     };
     let mut build = std::pin::pin!(engine.build(building, files, &tell));
     let built = loop {

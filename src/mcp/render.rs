@@ -21,7 +21,7 @@ use serde_json::{Map, Value, json};
 use super::duration::Seconds;
 use super::jobs::JobKind;
 use super::resources;
-use crate::sandbox::{Exit, Isolation, Layer};
+use crate::sandbox::{Exit, Isolation, LayerState};
 use crate::session::tools::{CallEnd, ToolCalls};
 use crate::session::{
     CheckpointInfo, ExecutionId, FileChanges, FileNote, FilesCarried, Image, LateOutput, Others,
@@ -783,10 +783,10 @@ pub(super) fn checkpoint_fields(checkpoints: &[CheckpointInfo]) -> Vec<Value> {
 }
 
 fn isolation_fields(isolation: &Isolation) -> Map<String, Value> {
-    let state = |layer: &Layer| match layer {
-        Layer::Enforced { .. } => "enforced",
-        Layer::Reduced { .. } => "reduced",
-        Layer::Missing { .. } => "missing",
+    let state = |layer: &LayerState| match layer {
+        LayerState::Enforced { .. } => "enforced",
+        LayerState::Reduced { .. } => "reduced",
+        LayerState::Missing { .. } => "missing",
     };
     isolation
         .layers
@@ -1388,13 +1388,13 @@ mod tests {
         });
         full.isolation.record(
             LayerKind::Network,
-            Layer::Enforced {
+            LayerState::Enforced {
                 how: "namespace".to_owned(),
             },
         );
         full.isolation.record(
             LayerKind::Landlock,
-            Layer::Missing {
+            LayerState::Missing {
                 why: "old kernel".to_owned(),
             },
         );

@@ -69,7 +69,8 @@ use tokio::sync::{Notify, mpsc, oneshot, watch};
 use self::programs::Launched;
 use super::{
     Asker, Backend, CheckpointError, CheckpointId, Exit, ForkTerms, Gauge, Interpreter, Isolation,
-    LaunchError, Launcher, Layer, LayerKind, MemoryUse, OuterMemory, Preparation, Process, Sandbox,
+    LaunchError, Launcher, LayerKind, LayerState, MemoryUse, OuterMemory, Preparation, Process,
+    Sandbox,
 };
 use crate::reaction::CpuWaits;
 
@@ -320,7 +321,7 @@ impl World {
         for kind in LayerKind::ALL {
             isolation.record(
                 kind,
-                Layer::Missing {
+                LayerState::Missing {
                     why: "the fake backend isolates nothing".to_owned(),
                 },
             );

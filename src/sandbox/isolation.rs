@@ -59,7 +59,7 @@ impl LayerKind {
 /// The state of one layer.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", tag = "state")]
-pub enum Layer {
+pub enum LayerState {
     Enforced {
         how: String,
     },
@@ -76,11 +76,11 @@ pub enum Layer {
 /// Every layer of one sandbox.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Isolation {
-    pub layers: BTreeMap<LayerKind, Layer>,
+    pub layers: BTreeMap<LayerKind, LayerState>,
 }
 
 impl Isolation {
-    pub fn record(&mut self, kind: LayerKind, layer: Layer) {
+    pub fn record(&mut self, kind: LayerKind, layer: LayerState) {
         self.layers.insert(kind, layer);
     }
 
@@ -92,7 +92,7 @@ impl Isolation {
         LayerKind::ALL
             .into_iter()
             .find_map(|kind| match self.layers.get(&kind) {
-                Some(Layer::Missing { why }) if !allowed_missing.contains(&kind) => {
+                Some(LayerState::Missing { why }) if !allowed_missing.contains(&kind) => {
                     Some((kind, why.as_str()))
                 }
                 None if !allowed_missing.contains(&kind) => Some((kind, "it was never set up")),
@@ -110,7 +110,7 @@ mod tests {
         for kind in LayerKind::ALL {
             isolation.record(
                 kind,
-                Layer::Enforced {
+                LayerState::Enforced {
                     how: "somehow".to_owned(),
                 },
             );
@@ -125,7 +125,7 @@ mod tests {
             assert_eq!(isolation.first_unallowed(&BTreeSet::new()), None);
             isolation.record(
                 kind,
-                Layer::Missing {
+                LayerState::Missing {
                     why: "the kernel is old".to_owned(),
                 },
             );
@@ -151,7 +151,7 @@ mod tests {
         let mut isolation = all_enforced();
         isolation.record(
             LayerKind::Resources,
-            Layer::Reduced {
+            LayerState::Reduced {
                 how: "rlimits".to_owned(),
                 why: "no cgroup".to_owned(),
             },

@@ -8,12 +8,12 @@
 //! A sandbox that has run a user's code is destroyed, never handed to another session.
 
 pub mod container;
+pub mod egress;
 #[cfg(any(test, all(feature = "test-support", debug_assertions)))]
 pub mod fake;
 pub mod isolation;
 pub mod masks;
 pub mod native;
-pub mod way_out;
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -28,9 +28,9 @@ use tokio::net::UnixStream;
 use tokio::sync::{oneshot, watch};
 
 use crate::reaction::CpuWaits;
-pub use isolation::{Isolation, Layer, LayerKind};
+pub use egress::SandboxNetwork;
+pub use isolation::{Isolation, LayerKind, LayerState};
 pub use native::WORK_FOLDER;
-pub use way_out::Network;
 
 /// Makes sandboxes.
 #[async_trait]
@@ -228,7 +228,7 @@ pub trait Process: Send + Sync {
 pub trait Launcher: Send + Sync {
     /// Starts a program, and returns when it is running. The program and its process group end when
     /// the value is dropped.
-    async fn launch(&self, program: Program) -> Result<Box<dyn Process>, ProgramError>;
+    async fn launch(&self, program: ProgramSpec) -> Result<Box<dyn Process>, ProgramError>;
 }
 
 /// The launcher of a backend that does not start programs.
@@ -236,7 +236,7 @@ struct NoLauncher;
 
 #[async_trait]
 impl Launcher for NoLauncher {
-    async fn launch(&self, _program: Program) -> Result<Box<dyn Process>, ProgramError> {
+    async fn launch(&self, _program: ProgramSpec) -> Result<Box<dyn Process>, ProgramError> {
         Err(ProgramError::Unsupported {
             why: "this kind of sandbox starts none beside a session".to_owned(),
         })
@@ -245,7 +245,7 @@ impl Launcher for NoLauncher {
 
 /// A program to start.
 #[derive(Debug)]
-pub struct Program {
+pub struct ProgramSpec {
     /// The program and its arguments. Without a slash it is searched for in `PATH`.
     pub words: Vec<String>,
     /// Its working directory, as a path inside.

@@ -7,7 +7,7 @@ use std::os::linux::net::SocketAddrExt;
 use std::os::unix::fs::PermissionsExt;
 use std::path::PathBuf;
 
-use cellblock::sandbox::Layer;
+use cellblock::sandbox::LayerState;
 use cellblock::session::Outcome;
 use cellblock_jail::wire::{Bind, OmittedLayer, OperatorMount};
 use serde_json::{Value, json};
@@ -642,7 +642,7 @@ fn a_layer_that_is_left_out_is_told_as_missing() {
 fn missing_layers(outcome: &Outcome) -> Vec<&'static str> {
     let layers = outcome.isolation.layers.iter();
     layers
-        .filter(|(_, layer)| matches!(layer, Layer::Missing { .. }))
+        .filter(|(_, layer)| matches!(layer, LayerState::Missing { .. }))
         .map(|(kind, _)| kind.name())
         .collect()
 }

@@ -6,11 +6,12 @@
 //! away and come back, `pool` at what waits, `volumes` at what stays on an engine, `keeping` at
 //! servers that die, `ordinary` at those of users who may not enter containers, `doctor` at what it
 //! tells, `packages` at what is installed into live sessions, `programs` at commands that need an
-//! approval, `stock` at what they need not import from files, `runtimes` at gVisor.
+//! approval, `import_cache` at what they need not import from files, `runtimes` at gVisor.
 
 mod doctor;
 mod engine;
 mod family;
+mod import_cache;
 mod keeping;
 mod ordinary;
 mod packages;
@@ -20,7 +21,6 @@ mod registry;
 mod remote;
 mod restart;
 mod runtimes;
-mod stock;
 mod volumes;
 mod walls;
 

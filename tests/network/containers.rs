@@ -7,7 +7,7 @@ use std::process::Stdio;
 use std::sync::Arc;
 use std::time::Duration;
 
-use cellblock::sandbox::way_out::{KNOCK_AT, WayOutError};
+use cellblock::sandbox::egress::{EgressError, TOKEN_ADDRESS};
 use cellblock_egress::gateway::Gateway;
 use cellblock_jail::netns_listeners::{Namespace, NetnsError};
 use serde_json::{Value, json};
@@ -129,13 +129,13 @@ impl Inside {
         self.open_to(&network(rules, Arc::clone(resolver))).await
     }
 
-    async fn open_to(&mut self, network: &cellblock::sandbox::Network) -> Gateway {
-        let unproven = network
+    async fn open_to(&mut self, network: &cellblock::sandbox::SandboxNetwork) -> Gateway {
+        let unverified = network
             .enter(PROGRAM.as_ref(), self.namespace())
             .await
             .unwrap();
-        self.knock(unproven.word()).await;
-        unproven.heard(LIMIT).await.unwrap()
+        self.knock(unverified.token()).await;
+        unverified.verify(LIMIT).await.unwrap()
     }
 
     /// Connects to a name as programs do: asks for its address, then connects to that.
@@ -150,7 +150,7 @@ impl Inside {
 
 /// Code that says a word at a door.
 fn knock_with(word: &str) -> String {
-    let (address, port) = (KNOCK_AT.ip(), KNOCK_AT.port());
+    let (address, port) = (TOKEN_ADDRESS.ip(), TOKEN_ADDRESS.port());
     format!(
         "socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'{word}', ('{address}', {port}))"
     )
@@ -281,23 +281,23 @@ fn doors_are_not_relied_on_before_the_right_word_came_through_them() {
         let moment = Duration::from_millis(300);
         // The inside of a runtime with a network of its own is as far from these doors as another
         // namespace.
-        let unproven = enter(&inside).await;
+        let unverified = enter(&inside).await;
         assert!(
             stranger
-                .say(&attempt(&knock_with(unproven.word())))
+                .say(&attempt(&knock_with(unverified.token())))
                 .await
                 .contains("unreachable")
         );
         inside.knock("another-word").await;
         assert!(matches!(
-            unproven.heard(moment).await,
-            Err(WayOutError::Unheard)
+            unverified.verify(moment).await,
+            Err(EgressError::TokenNotReceived)
         ));
         // Control.
-        let unproven = enter(&stranger).await;
+        let unverified = enter(&stranger).await;
         stranger.knock("another-word").await;
-        stranger.knock(unproven.word()).await;
-        assert!(unproven.heard(LIMIT).await.is_ok());
+        stranger.knock(unverified.token()).await;
+        assert!(unverified.verify(LIMIT).await.is_ok());
     });
 }
 
@@ -326,7 +326,7 @@ fn a_network_that_leads_elsewhere_is_refused_and_left_as_it_is() {
         assert!(
             matches!(
                 &refused,
-                WayOutError::Doors(NetnsError::Interfaces(names)) if names == &["other"]
+                EgressError::Doors(NetnsError::Interfaces(names)) if names == &["other"]
             ),
             "{refused:?}"
         );
@@ -371,7 +371,7 @@ fn who_has_no_right_to_a_network_is_told_so() {
             .err()
             .unwrap();
         assert!(
-            matches!(refused, WayOutError::Doors(NetnsError::Forbidden(_))),
+            matches!(refused, EgressError::Doors(NetnsError::Forbidden(_))),
             "{refused:?}"
         );
         assert!(

@@ -8,7 +8,7 @@ use std::sync::mpsc::{Receiver, channel};
 use std::thread;
 
 use cellblock::runner_client::{Claim, Connection, Event, Request};
-use cellblock::sandbox::Network;
+use cellblock::sandbox::SandboxNetwork;
 use cellblock::sandbox::{Process, Rules, Sandbox};
 use cellblock_egress::gateway::Limits;
 
@@ -218,7 +218,7 @@ fn connections_beyond_the_limit_are_reset_until_one_ends() {
             ..Limits::default()
         };
         let native = Builder::new("minimal")
-            .network(Network {
+            .network(SandboxNetwork {
                 limits,
                 ..network(keeper.rules(), names())
             })

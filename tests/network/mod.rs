@@ -25,8 +25,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread;
 
-use cellblock::sandbox::Network;
 use cellblock::sandbox::Rules;
+use cellblock::sandbox::SandboxNetwork;
 use cellblock::session::Outcome;
 use cellblock_egress::gateway::Limits;
 use cellblock_egress::name::HostName;
@@ -152,8 +152,8 @@ pub(crate) fn names() -> Arc<Names> {
         .and("other.test", &[&[HERE]])
 }
 
-pub(crate) fn network(rules: Rules, resolver: Arc<Names>) -> Network {
-    Network {
+pub(crate) fn network(rules: Rules, resolver: Arc<Names>) -> SandboxNetwork {
+    SandboxNetwork {
         rules,
         ports: BTreeSet::new(),
         vault: Arc::new(Vault::none()),

@@ -4,7 +4,7 @@ use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use cellblock::sandbox::Network;
+use cellblock::sandbox::SandboxNetwork;
 use cellblock_egress::gateway::Limits;
 
 use super::{CONNECT, HERE, Names, Web, blocked, listed, names, network};
@@ -46,7 +46,7 @@ fn ten_thousand_names_that_are_not_listed_are_asked_of_nobody_in_no_time() {
         };
         let rules = listed(&[format!("web.test:{port}"), format!("{HERE}:{port}")]);
         let native = Builder::new("minimal")
-            .network(Network {
+            .network(SandboxNetwork {
                 limits,
                 ..network(rules, Arc::clone(&names))
             })
@@ -158,7 +158,7 @@ fn questions_beyond_the_rate_are_refused_and_those_of_the_next_second_answered()
         };
         let rules = listed(&["web.test"]);
         let native = Builder::new("minimal")
-            .network(Network {
+            .network(SandboxNetwork {
                 limits,
                 ..network(rules, names())
             })

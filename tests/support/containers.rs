@@ -13,7 +13,7 @@ use cellblock::sandbox::container::{
     ContainerBackend, ContainerBind, ContainerNetwork, ContainerSettings, EngineAddress,
     EngineKind, PoolSettings,
 };
-use cellblock::sandbox::{Backend, Network, Preparation, SandboxLimits};
+use cellblock::sandbox::{Backend, Preparation, SandboxLimits, SandboxNetwork};
 use cellblock::session::{Approvals, SessionSettings, Sessions};
 use cellblock_jail::wire::Programs;
 use rustix::fs::FlockOperation;
@@ -304,7 +304,7 @@ impl Builder {
     }
 
     /// Lets sessions reach what this lists, and shows them these files.
-    pub(crate) fn network(mut self, network: Network, files: &[ContainerBind]) -> Builder {
+    pub(crate) fn network(mut self, network: SandboxNetwork, files: &[ContainerBind]) -> Builder {
         let program = PathBuf::from(super::PROGRAM);
         self.settings.network = Some(ContainerNetwork {
             network,

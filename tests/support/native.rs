@@ -16,7 +16,7 @@ use std::time::Duration;
 use cellblock::app::{Warmth, prepare_environment};
 use cellblock::environment;
 use cellblock::sandbox::native::{NativeBackend, NativeSettings, Programs, TestSwitches};
-use cellblock::sandbox::{Backend, LaunchError, Network, Preparation, SandboxLimits};
+use cellblock::sandbox::{Backend, LaunchError, Preparation, SandboxLimits, SandboxNetwork};
 use cellblock::session::{
     Asking, CheckpointInfo, ExecuteRequest, ExploreReport, ExploreRequest, ForkNames, ForkReport,
     InsidePath, News, Outcome, Part, Principal, Refused, ResetReport, SessionId, SessionSettings,
@@ -67,7 +67,7 @@ pub(crate) struct Builder {
     sessions: SessionSettings,
     binds: Vec<Bind>,
     runner: Option<PathBuf>,
-    network: Option<Network>,
+    network: Option<SandboxNetwork>,
 }
 
 impl Builder {
@@ -151,7 +151,7 @@ impl Builder {
         self
     }
 
-    pub(crate) fn network(mut self, network: Network) -> Builder {
+    pub(crate) fn network(mut self, network: SandboxNetwork) -> Builder {
         self.network = Some(network);
         self
     }

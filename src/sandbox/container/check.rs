@@ -9,7 +9,7 @@ use bollard::models::SystemInfo;
 use serde::{Deserialize, Serialize};
 use tokio_util::sync::CancellationToken;
 
-use super::engine::{Engine, EngineAddress, EngineError, EngineKind, Question, QuestionError};
+use super::engine::{Engine, EngineAddress, EngineError, EngineKind, ImageProbe, ImageProbeError};
 use super::image::{NAMES, OLDEST, wrong_platform};
 
 /// The subject of the checks.
@@ -24,9 +24,9 @@ pub struct Examined<'a> {
 
 /// The result of one check.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
-pub struct Finding {
+pub struct EngineFinding {
     pub name: &'static str,
-    pub state: Found,
+    pub state: FindingState,
     /// What was found.
     pub what: String,
     /// Why it is not as required.
@@ -39,27 +39,31 @@ pub struct Finding {
 /// The outcome of a check.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Found {
+pub enum FindingState {
     Fine,
     Missing,
 }
 
-impl Finding {
-    fn fine(name: &'static str, what: impl Into<String>) -> Finding {
-        Finding {
+impl EngineFinding {
+    fn fine(name: &'static str, what: impl Into<String>) -> EngineFinding {
+        EngineFinding {
             name,
-            state: Found::Fine,
+            state: FindingState::Fine,
             what: what.into(),
             why: None,
             cure: None,
         }
     }
 
-    fn missing(name: &'static str, why: impl Into<String>, cure: impl Into<String>) -> Finding {
+    fn missing(
+        name: &'static str,
+        why: impl Into<String>,
+        cure: impl Into<String>,
+    ) -> EngineFinding {
         let (why, cure) = (Some(why.into()), Some(cure.into()));
-        Finding {
+        EngineFinding {
             name,
-            state: Found::Missing,
+            state: FindingState::Missing,
             what: String::new(),
             why,
             cure,
@@ -68,7 +72,7 @@ impl Finding {
 }
 
 /// Checks an engine and an image. An unreachable engine yields a single finding.
-pub async fn examine(examined: &Examined<'_>) -> Vec<Finding> {
+pub async fn examine(examined: &Examined<'_>) -> Vec<EngineFinding> {
     let connected = async {
         let engine = Engine::connect(examined.kind, examined.address).await?;
         let info = engine.info().await?;
@@ -80,7 +84,7 @@ pub async fn examine(examined: &Examined<'_>) -> Vec<Finding> {
             findings.push(about_image(&engine, &info, examined).await);
             findings
         }
-        Err(error) => vec![Finding::missing(
+        Err(error) => vec![EngineFinding::missing(
             "engine",
             reason(&error),
             start_cure(examined, &error),
@@ -134,21 +138,21 @@ fn start_cure(examined: &Examined<'_>, error: &EngineError) -> String {
     }
 }
 
-fn about_engine(info: &SystemInfo, examined: &Examined<'_>) -> Vec<Finding> {
+fn about_engine(info: &SystemInfo, examined: &Examined<'_>) -> Vec<EngineFinding> {
     let version = info
         .server_version
         .as_deref()
         .unwrap_or("of an unknown version");
     let engine = format!("{} {version} at {}", examined.kind.name(), examined.address);
     let mut findings = vec![
-        Finding::fine("engine", engine),
+        EngineFinding::fine("engine", engine),
         runtime(info, examined),
         system_calls(info, examined),
         users(info),
         resources(info),
     ];
     if examined.has_network && !examined.address.is_local() {
-        findings.push(Finding::missing(
+        findings.push(EngineFinding::missing(
             "network",
             "allowed domains and secrets need an engine of this machine",
             "leave them out, or use an engine of this machine or --backend native",
@@ -157,21 +161,21 @@ fn about_engine(info: &SystemInfo, examined: &Examined<'_>) -> Vec<Finding> {
     findings
 }
 
-fn runtime(info: &SystemInfo, examined: &Examined<'_>) -> Finding {
+fn runtime(info: &SystemInfo, examined: &Examined<'_>) -> EngineFinding {
     let name = "runtime";
     let usual = usual_runtime(info);
     match examined
         .runtime
         .map(|wanted| (wanted, missing_runtime(examined.kind, info, wanted)))
     {
-        Some((_, Some(MissingRuntime { why, cure }))) => Finding::missing(name, why, cure),
-        Some((wanted, None)) => Finding::fine(
+        Some((_, Some(MissingRuntime { why, cure }))) => EngineFinding::missing(name, why, cure),
+        Some((wanted, None)) => EngineFinding::fine(
             name,
             format!("{wanted}{}", other_runtimes(info, &[Some(wanted), usual])),
         ),
         None => {
             let others = other_runtimes(info, &[usual]);
-            Finding::fine(
+            EngineFinding::fine(
                 name,
                 format!(
                     "{}, the engine's usual one{others}",
@@ -266,18 +270,18 @@ fn has_option(info: &SystemInfo, name: &str) -> bool {
         .any(|part| part.strip_prefix("name=").unwrap_or(part) == name)
 }
 
-fn system_calls(info: &SystemInfo, examined: &Examined<'_>) -> Finding {
+fn system_calls(info: &SystemInfo, examined: &Examined<'_>) -> EngineFinding {
     let name = "system-calls";
     if examined.kind == EngineKind::Podman && !examined.address.is_local() {
-        return Finding::missing(
+        return EngineFinding::missing(
             name,
             "Podman takes the list of system calls only as a file of its own machine",
             "use Podman over a Unix socket, or Docker",
         );
     }
     match has_option(info, "seccomp") {
-        true => Finding::fine(name, "seccomp, with Cellblock's own list"),
-        false => Finding::missing(
+        true => EngineFinding::fine(name, "seccomp, with Cellblock's own list"),
+        false => EngineFinding::missing(
             name,
             "the engine has no seccomp",
             "use a kernel with CONFIG_SECCOMP_FILTER and an engine that was built with seccomp",
@@ -285,8 +289,8 @@ fn system_calls(info: &SystemInfo, examined: &Examined<'_>) -> Finding {
     }
 }
 
-fn users(info: &SystemInfo) -> Finding {
-    Finding::fine(
+fn users(info: &SystemInfo) -> EngineFinding {
+    EngineFinding::fine(
         "identity",
         match (has_option(info, "rootless"), has_option(info, "userns")) {
             (true, _) => "the engine is rootless; sessions are users of its user namespace",
@@ -296,7 +300,7 @@ fn users(info: &SystemInfo) -> Finding {
     )
 }
 
-fn resources(info: &SystemInfo) -> Finding {
+fn resources(info: &SystemInfo) -> EngineFinding {
     let version = info
         .cgroup_version
         .as_ref()
@@ -318,7 +322,7 @@ fn resources(info: &SystemInfo) -> Finding {
         } else {
             format!(" (version {version})")
         };
-        return Finding::fine(
+        return EngineFinding::fine(
             "resources",
             format!("control groups{version} for memory, processes and CPU time"),
         );
@@ -333,7 +337,7 @@ fn resources(info: &SystemInfo) -> Finding {
              version 2"
         }
     };
-    Finding::missing(
+    EngineFinding::missing(
         "resources",
         format!("the engine cannot limit {}", lacks.join(", ")),
         cure,
@@ -351,7 +355,7 @@ const ASKED: &str = "import importlib.util, json, sys; print(json.dumps({'versio
                      sys.version_info[:3], 'ipython': importlib.util.find_spec('IPython') is not \
                      None}))";
 
-async fn about_image(engine: &Engine, info: &SystemInfo, examined: &Examined<'_>) -> Finding {
+async fn about_image(engine: &Engine, info: &SystemInfo, examined: &Examined<'_>) -> EngineFinding {
     let name = examined.image;
     let (seen, another) = ("image", "name another image with --container-tag");
     let facts = match engine.image_facts(name).await {
@@ -359,9 +363,9 @@ async fn about_image(engine: &Engine, info: &SystemInfo, examined: &Examined<'_>
         Err(EngineError::Missing(_)) => {
             let cure = "the first session fetches it if a registry has it; make it with `cellblock \
                         image build`, or name another with --container-tag";
-            return Finding::missing(seen, format!("the engine has no {name}"), cure);
+            return EngineFinding::missing(seen, format!("the engine has no {name}"), cure);
         }
-        Err(error) => return Finding::missing(seen, reason(&error), another),
+        Err(error) => return EngineFinding::missing(seen, reason(&error), another),
     };
     let (system, architecture) = (
         facts.system.unwrap_or_default(),
@@ -369,12 +373,12 @@ async fn about_image(engine: &Engine, info: &SystemInfo, examined: &Examined<'_>
     );
     let machine = info.architecture.as_deref().unwrap_or_default();
     if let Some(why) = wrong_platform(name, &system, &architecture, machine) {
-        return Finding::missing(seen, why, another);
+        return EngineFinding::missing(seen, why, another);
     }
     let platform = format!("{}/{}", or_unknown(&system), or_unknown(&architecture));
     match python_of(engine, &facts.id).await {
         Ok(said) => about_python(name, &platform, &said),
-        Err(why) => Finding::missing(seen, format!("{name} ({platform}): {why}"), another),
+        Err(why) => EngineFinding::missing(seen, format!("{name} ({platform}): {why}"), another),
     }
 }
 
@@ -382,11 +386,11 @@ fn or_unknown(text: &str) -> &str {
     if text.is_empty() { "not told" } else { text }
 }
 
-fn about_python(image: &str, platform: &str, said: &Said) -> Finding {
+fn about_python(image: &str, platform: &str, said: &Said) -> EngineFinding {
     let (major, minor, patch) = said.version;
     let (oldest, oldest_minor) = OLDEST;
     if (major, minor) < OLDEST {
-        return Finding::missing(
+        return EngineFinding::missing(
             "image",
             format!(
                 "{image} has Python {major}.{minor}; sessions need {oldest}.{oldest_minor} or newer"
@@ -399,7 +403,7 @@ fn about_python(image: &str, platform: &str, said: &Said) -> Finding {
     } else {
         "IPython is added beside it"
     };
-    Finding::fine(
+    EngineFinding::fine(
         "image",
         format!("{image} ({platform}), Python {major}.{minor}.{patch}, {ipython}"),
     )
@@ -408,17 +412,17 @@ fn about_python(image: &str, platform: &str, said: &Said) -> Finding {
 async fn python_of(engine: &Engine, image: &str) -> Result<Said, String> {
     for program in NAMES {
         let arguments = ["-I", "-c", ASKED].map(str::to_owned).to_vec();
-        let question = Question {
+        let probe = ImageProbe {
             image: image.to_owned(),
             program: program.to_owned(),
             arguments,
         };
-        match engine.ask(&question, &CancellationToken::new()).await {
+        match engine.ask(&probe, &CancellationToken::new()).await {
             Ok(said) => {
                 return serde_json::from_str(said.trim())
                     .map_err(|_| "its Python is not understood".to_owned());
             }
-            Err(QuestionError::NoProgram(_)) => {}
+            Err(ImageProbeError::NoProgram(_)) => {}
             Err(error) => return Err(error.to_string()),
         }
     }
@@ -467,7 +471,7 @@ mod tests {
         .unwrap()
     }
 
-    fn of(findings: &[Finding], name: &str) -> Finding {
+    fn of(findings: &[EngineFinding], name: &str) -> EngineFinding {
         findings
             .iter()
             .find(|finding| finding.name == name)
@@ -480,7 +484,9 @@ mod tests {
         let address = unix();
         let findings = about_engine(&usual(), &examined(EngineKind::Docker, &address));
         assert!(
-            findings.iter().all(|finding| finding.state == Found::Fine),
+            findings
+                .iter()
+                .all(|finding| finding.state == FindingState::Fine),
             "{findings:?}"
         );
         assert_eq!(
@@ -505,7 +511,7 @@ mod tests {
                 &about_engine(&info, &examined(EngineKind::Docker, &address)),
                 name,
             );
-            assert_eq!(finding.state, Found::Missing, "{finding:?}");
+            assert_eq!(finding.state, FindingState::Missing, "{finding:?}");
             let (why, cure) = (finding.why.unwrap(), finding.cure.unwrap());
             assert!(
                 why.contains(words[0]) && cure.contains(words[1]),
@@ -609,10 +615,10 @@ mod tests {
             ..examined(EngineKind::Docker, &there)
         };
         let findings = about_engine(&usual(), &docker);
-        assert_eq!(of(&findings, "network").state, Found::Missing);
-        assert_eq!(of(&findings, "system-calls").state, Found::Fine); // control
+        assert_eq!(of(&findings, "network").state, FindingState::Missing);
+        assert_eq!(of(&findings, "system-calls").state, FindingState::Fine); // control
         let findings = about_engine(&usual(), &examined(EngineKind::Podman, &there));
-        assert_eq!(of(&findings, "system-calls").state, Found::Missing);
+        assert_eq!(of(&findings, "system-calls").state, FindingState::Missing);
     }
 
     #[test]
@@ -623,7 +629,7 @@ mod tests {
         };
         assert_eq!(
             about_python("x", "linux/amd64", &said((3, 11, 2))).state,
-            Found::Fine
+            FindingState::Fine
         ); // control
         let finding = about_python("x", "linux/amd64", &said((3, 9, 1)));
         assert!(

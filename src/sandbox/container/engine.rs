@@ -1,11 +1,11 @@
 //! The engine client: its address, and the few requests we make. Only this file and the modules
-//! below it use the API. `images` builds, pulls and removes images, `question` inspects the
+//! below it use the API. `images` builds, pulls and removes images, `probe` inspects the
 //! contents of one, `credentials` finds registry credentials, `ssh` and `tls` reach remote engines.
 
 mod credentials;
 mod dial;
 mod images;
-mod question;
+mod probe;
 mod ssh;
 mod tls;
 
@@ -33,11 +33,11 @@ use tokio::io::AsyncWrite;
 use tracing::debug;
 
 pub use self::images::{BuildFailure, BuildNews, Building, ImageFacts};
-pub use self::question::{Question, QuestionError};
-use self::ssh::Complaints;
+pub use self::probe::{ImageProbe, ImageProbeError};
+use self::ssh::SshErrors;
 
 /// Timeout for one request to the engine; pulling and following events are exempt.
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Engines repeat the request in their error message; this many characters of it are reported.
 const LONGEST_REFUSAL: usize = 400;
@@ -128,13 +128,13 @@ pub enum EngineError {
 }
 
 /// The two directions of a container's standard streams.
-pub(super) struct Attached {
+pub(super) struct AttachedStreams {
     pub(super) output: Pin<Box<dyn Stream<Item = Result<LogOutput, Error>> + Send>>,
     pub(super) input: Pin<Box<dyn AsyncWrite + Send>>,
 }
 
 /// A container that the engine lists.
-pub(super) struct Listed {
+pub(super) struct ListedContainer {
     pub(super) id: String,
     pub(super) labels: HashMap<String, String>,
 }
@@ -163,8 +163,8 @@ impl Engine {
             address: address.to_string(),
             why,
         };
-        let seconds = PATIENCE.as_secs();
-        let mut complaints = None;
+        let seconds = TIMEOUT.as_secs();
+        let mut ssh_errors = None;
         let docker = match address {
             EngineAddress::Unix(path) => {
                 Docker::connect_with_unix(&path.to_string_lossy(), seconds, API_DEFAULT_VERSION)
@@ -176,14 +176,14 @@ impl Engine {
                 address,
                 certificates,
             } => Ok(tls::client(address, certificates, seconds)
-                .map_err(|problem| unreachable(told(&problem)))?),
+                .map_err(|problem| unreachable(describe(&problem)))?),
             EngineAddress::Ssh(address) => {
-                let (docker, heard) = ssh::client(address, seconds).map_err(unreachable)?;
-                complaints = Some(heard);
+                let (docker, errors) = ssh::client(address, seconds).map_err(unreachable)?;
+                ssh_errors = Some(errors);
                 Ok(docker)
             }
         }
-        .map_err(|error| unreachable(told(&error)))?;
+        .map_err(|error| unreachable(describe(&error)))?;
         match docker.negotiate_version().await {
             Ok(docker) => Ok(Engine {
                 kind,
@@ -191,7 +191,7 @@ impl Engine {
                 docker,
                 credentials: Vec::new(),
             }),
-            Err(error) => Err(unreachable(reason(&error, complaints.as_ref()).await)),
+            Err(error) => Err(unreachable(reason(&error, ssh_errors.as_ref()).await)),
         }
     }
 
@@ -238,7 +238,7 @@ impl Engine {
             .id)
     }
 
-    pub(super) async fn attach(&self, id: &str) -> Result<Attached, EngineError> {
+    pub(super) async fn attach(&self, id: &str) -> Result<AttachedStreams, EngineError> {
         let options = AttachContainerOptionsBuilder::default()
             .stdin(true)
             .stdout(true)
@@ -247,7 +247,7 @@ impl Engine {
             .build();
         let attached = self.docker.attach_container(id, Some(options)).await;
         let attached = attached.map_err(|error| self.failure(error, "such container"))?;
-        Ok(Attached {
+        Ok(AttachedStreams {
             output: attached.output,
             input: attached.input,
         })
@@ -328,7 +328,11 @@ impl Engine {
     }
 
     /// Lists containers that have this label with this value.
-    pub(super) async fn list(&self, label: &str, value: &str) -> Result<Vec<Listed>, EngineError> {
+    pub(super) async fn list(
+        &self,
+        label: &str,
+        value: &str,
+    ) -> Result<Vec<ListedContainer>, EngineError> {
         self.list_of(HashMap::from([("label", vec![format!("{label}={value}")])]))
             .await
     }
@@ -339,7 +343,7 @@ impl Engine {
         label: &str,
         value: &str,
         image: &str,
-    ) -> Result<Vec<Listed>, EngineError> {
+    ) -> Result<Vec<ListedContainer>, EngineError> {
         let label = ("label", vec![format!("{label}={value}")]);
         self.list_of(HashMap::from([label, ("ancestor", vec![image.to_owned()])]))
             .await
@@ -348,7 +352,7 @@ impl Engine {
     async fn list_of(
         &self,
         filters: HashMap<&str, Vec<String>>,
-    ) -> Result<Vec<Listed>, EngineError> {
+    ) -> Result<Vec<ListedContainer>, EngineError> {
         let options = ListContainersOptionsBuilder::default()
             .all(true)
             .filters(&filters)
@@ -359,7 +363,7 @@ impl Engine {
             .await
             .map_err(|error| self.failure(error, "list"))?;
         let known = listed.into_iter().filter_map(|each| {
-            Some(Listed {
+            Some(ListedContainer {
                 id: each.id?,
                 labels: each.labels.unwrap_or_default(),
             })
@@ -483,7 +487,7 @@ impl Engine {
             other => EngineError::Unreachable {
                 kind: self.kind,
                 address: self.address.to_string(),
-                why: told(&other),
+                why: describe(&other),
             },
         }
     }
@@ -491,17 +495,17 @@ impl Engine {
 
 /// Returns why the engine could not be reached. With `ssh` in between, its own message is the most
 /// precise.
-async fn reason(error: &Error, complaints: Option<&Complaints>) -> String {
-    let said = match complaints {
-        Some(complaints) => complaints.told().await,
+async fn reason(error: &Error, ssh_errors: Option<&SshErrors>) -> String {
+    let said = match ssh_errors {
+        Some(ssh_errors) => ssh_errors.message().await,
         None => None,
     };
-    said.unwrap_or_else(|| told(error))
+    said.unwrap_or_else(|| describe(error))
 }
 
 /// Returns why an attempt failed, in one line. The HTTP client wraps the reason in several generic
 /// errors, so for those only the innermost cause is returned.
-fn told(error: &(dyn std::error::Error + 'static)) -> String {
+fn describe(error: &(dyn std::error::Error + 'static)) -> String {
     let causes = std::iter::successors(Some(error), |error| error.source());
     let texts: Vec<String> = causes.map(ToString::to_string).collect();
     let is_http = matches!(
@@ -538,7 +542,7 @@ mod tests {
         struct Outer(#[source] std::io::Error);
         let inner = std::io::Error::other("it holds no certificate");
         assert_eq!(
-            told(&Outer(inner)),
+            describe(&Outer(inner)),
             "ca.pem cannot be used: it holds no certificate"
         );
     }

@@ -19,16 +19,16 @@ use crate::sandbox::{Gauge, MemoryUse};
 
 /// The state of a container, according to the engine's events.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub(super) struct Fate {
+pub(super) struct ContainerFate {
     /// How often memory has run out in it.
     pub(super) out_of_memory: u64,
     pub(super) died: bool,
 }
 
 /// Reads the resource use of a container.
-pub(super) struct Meter {
+pub(super) struct ContainerMeter {
     source: Source,
-    fate: watch::Receiver<Fate>,
+    fate: watch::Receiver<ContainerFate>,
     gone: AtomicBool,
     /// The last CPU time that was read; it must never decrease.
     spent: Mutex<Duration>,
@@ -54,20 +54,20 @@ struct Latest {
 
 /// A baseline for later comparison.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Mark {
+pub(super) struct OutOfMemoryMark {
     kernel: Option<OutOfMemory>,
     events: u64,
 }
 
-impl Meter {
+impl ContainerMeter {
     /// Starts to follow a container. `process` is its first process, if that is one of this
     /// machine.
     pub(super) fn new(
         engine: &Engine,
         id: &str,
         process: Option<u32>,
-        fate: watch::Receiver<Fate>,
-    ) -> Meter {
+        fate: watch::Receiver<ContainerFate>,
+    ) -> ContainerMeter {
         let source = match process.and_then(|process| Group::of_process(process).ok()) {
             Some(group) => Source::Kernel(group),
             None => {
@@ -84,7 +84,7 @@ impl Meter {
                 Source::Engine { latest, follower }
             }
         };
-        Meter {
+        ContainerMeter {
             source,
             fate,
             gone: AtomicBool::new(false),
@@ -117,12 +117,12 @@ impl Meter {
     }
 
     /// Records how often memory has run out until now.
-    pub(super) fn mark(&self) -> Mark {
+    pub(super) fn mark(&self) -> OutOfMemoryMark {
         let kernel = match &self.source {
             Source::Kernel(group) => Some(group.out_of_memory()),
             Source::Engine { .. } => None,
         };
-        Mark {
+        OutOfMemoryMark {
             kernel,
             events: self.fate.borrow().out_of_memory,
         }
@@ -130,7 +130,7 @@ impl Meter {
 
     /// Returns whether memory has run out since then. Waits briefly for an event of the engine,
     /// where the kernel has not reported it.
-    pub(super) async fn ran_out_since(&self, mark: Mark) -> bool {
+    pub(super) async fn ran_out_since(&self, mark: OutOfMemoryMark) -> bool {
         if let (Source::Kernel(group), Some(before)) = (&self.source, mark.kernel)
             && group.out_of_memory().happened_since(before)
         {
@@ -155,7 +155,7 @@ impl Meter {
 /// Timeout for the engine to report that memory ran out; the kernel notifies it at once.
 const ENGINE_PATIENCE: Duration = Duration::from_millis(300);
 
-impl Gauge for Meter {
+impl Gauge for ContainerMeter {
     fn processor_time(&self) -> Duration {
         if self.gone.load(Ordering::Relaxed) {
             return Duration::ZERO;

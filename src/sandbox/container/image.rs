@@ -4,7 +4,7 @@
 //! version of ours. The engine may be on another machine, so nothing is mounted from here: a helper
 //! container writes the files that it reads from its standard input. The engine never unpacks an
 //! archive, and a container that has run user code is never written to from outside. Finally the
-//! helper builds a cache (`stock`) of the modules that every session imports first.
+//! helper builds a cache (`import_cache`) of the modules that every session imports first.
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -19,12 +19,12 @@ use sha2::{Digest, Sha256};
 use tokio::io::AsyncWriteExt;
 use tracing::debug;
 
-use super::engine::{Attached, Engine, EngineError};
+use super::engine::{AttachedStreams, Engine, EngineError};
 use super::spec::{self, LABEL_IMAGE, LABEL_ROLE, LABEL_RUNNER, ROLE_RUNNER};
 use super::tenancy::Tenancy;
 
 /// Timeout for inspecting an image and filling the volume on a slow disk.
-const PATIENCE: Duration = Duration::from_secs(300);
+const TIMEOUT: Duration = Duration::from_secs(300);
 /// The oldest Python that the runner supports.
 pub(super) const OLDEST: (u32, u32) = (3, 10);
 /// Name prefix of volumes that hold a runner.
@@ -34,12 +34,12 @@ pub(super) const NAMES: [&str; 2] = ["python3", "python"];
 
 /// The module of the runner that the first process of a container runs, and the one that builds the
 /// import cache.
-const SUPERVISOR: &str = "first";
-const STOCK: &str = "stock";
+const BOOTSTRAP: &str = "bootstrap";
+const IMPORT_CACHE: &str = "import_cache";
 
 /// Provides the files that we put beside an image.
 #[async_trait]
-pub trait Supplies: Send + Sync + 'static {
+pub trait BundledFiles: Send + Sync + 'static {
     /// Returns the files of the runner: their paths below its folder, and their text.
     fn runner(&self) -> Vec<(String, Vec<u8>)>;
 
@@ -50,7 +50,7 @@ pub trait Supplies: Send + Sync + 'static {
 
 /// An image that is ready for sessions.
 #[derive(Debug, Clone)]
-pub(super) struct Prepared {
+pub(super) struct PreparedImage {
     /// The id of the image, not its name, which may move.
     pub(super) image: String,
     pub(super) volume: String,
@@ -70,26 +70,29 @@ struct Found {
 }
 
 /// The inputs for inspecting an image.
-pub(super) struct Look<'a> {
+pub(super) struct ImageInspection<'a> {
     pub(super) engine: &'a Engine,
-    pub(super) supplies: &'a dyn Supplies,
+    pub(super) bundled_files: &'a dyn BundledFiles,
     pub(super) tenancy: &'a Tenancy,
     /// Labels of the objects made meanwhile.
     pub(super) labels: HashMap<String, String>,
     pub(super) seccomp: &'a str,
-    pub(super) tell: &'a (dyn Fn(&str, u64, Option<u64>) + Send + Sync),
+    pub(super) report: &'a (dyn Fn(&str, u64, Option<u64>) + Send + Sync),
 }
 
 /// Inspects an image, pulls it if the engine does not have it, and fills the volume.
-pub(super) async fn prepare(look: &Look<'_>, name: &str) -> Result<Prepared, String> {
-    let Look { engine, tell, .. } = look;
+pub(super) async fn prepare(
+    look: &ImageInspection<'_>,
+    name: &str,
+) -> Result<PreparedImage, String> {
+    let ImageInspection { engine, report, .. } = look;
     let image = match engine.image(name).await {
         Err(EngineError::Missing(_)) => {
             let step = format!("fetching the image {name} (MiB)");
-            tell(&step, 0, None);
+            report(&step, 0, None);
             engine
                 .pull(name, &|done, total| {
-                    tell(&step, done >> 20, total.map(|total| total >> 20))
+                    report(&step, done >> 20, total.map(|total| total >> 20))
                 })
                 .await
                 .map_err(|error| {
@@ -117,8 +120,8 @@ pub(super) async fn prepare(look: &Look<'_>, name: &str) -> Result<Prepared, Str
     }
     let identity = image
         .id
-        .ok_or("the engine does not tell the identity of the image")?;
-    let runner = look.supplies.runner();
+        .ok_or("the engine does not report the identity of the image")?;
+    let runner = look.bundled_files.runner();
     let digest = runner_digest(&runner);
     let volume = volume_name(&identity, &digest);
     let mut volume_labels = look.labels.clone();
@@ -136,14 +139,14 @@ pub(super) async fn prepare(look: &Look<'_>, name: &str) -> Result<Prepared, Str
         .volume(&volume, volume_labels)
         .await
         .map_err(|error| error.to_string())?;
-    tell("looking at the image", 0, None);
+    report("looking at the image", 0, None);
     let mut failures = Vec::new();
     for python in NAMES {
         let work = fill(look, &identity, &volume, python, &runner);
-        match tokio::time::timeout(PATIENCE, work).await {
+        match tokio::time::timeout(TIMEOUT, work).await {
             Ok(Ok(found)) => {
-                let command = command(python, &found, SUPERVISOR);
-                return Ok(Prepared {
+                let command = command(python, &found, BOOTSTRAP);
+                return Ok(PreparedImage {
                     image: identity,
                     volume,
                     runner: digest,
@@ -155,7 +158,7 @@ pub(super) async fn prepare(look: &Look<'_>, name: &str) -> Result<Prepared, Str
             Err(_) => {
                 return Err(format!(
                     "looking at the image {name} took longer than {} s",
-                    PATIENCE.as_secs()
+                    TIMEOUT.as_secs()
                 ));
             }
         }
@@ -264,6 +267,7 @@ fn command(python: &str, found: &Found, file: &str) -> Vec<String> {
 /// is none, with a command given in one line. Without the cache, sessions import normally.
 const HELPER: &str = r#"
 import compileall, importlib.util, json, os, shutil, subprocess, sys
+from py_compile import PycInvalidationMode
 root = sys.argv[1]
 ready = os.path.join(root, "ready")
 print(json.dumps({
@@ -281,7 +285,7 @@ if files:
         with open(path, "wb") as file:
             file.write(sys.stdin.buffer.read(size))
     compileall.compile_dir(new, quiet=2, stripdir=new, prependdir=ready, workers=1,
-                           invalidation_mode=__import__("py_compile").PycInvalidationMode.UNCHECKED_HASH)
+                           invalidation_mode=PycInvalidationMode.UNCHECKED_HASH)
     for folder, folders, names in os.walk(new):
         os.chmod(folder, 0o755)
         for name in names:
@@ -293,13 +297,13 @@ if files:
         if not os.path.isdir(ready):
             raise
 command = json.loads(sys.stdin.buffer.readline())
-if not os.path.exists(os.path.join(ready, "stock")):
+if not os.path.exists(os.path.join(ready, "import_cache")):
     subprocess.run(command, stdin=subprocess.DEVNULL, stdout=sys.stderr)
 print("filled", flush=True)
 "#;
 
 async fn fill(
-    look: &Look<'_>,
+    look: &ImageInspection<'_>,
     image: &str,
     volume: &str,
     python: &str,
@@ -323,22 +327,22 @@ async fn fill(
 }
 
 async fn converse(
-    look: &Look<'_>,
+    look: &ImageInspection<'_>,
     id: &str,
     python: &str,
     runner: &[(String, Vec<u8>)],
 ) -> Result<Found, Failure> {
-    let Look {
+    let ImageInspection {
         engine,
-        supplies,
-        tell,
+        bundled_files,
+        report,
         ..
     } = look;
-    let Attached { output, mut input } = engine.attach(id).await?;
+    let AttachedStreams { output, mut input } = engine.attach(id).await?;
     let mut lines = Lines {
         output,
         text: String::new(),
-        complaints: String::new(),
+        error_output: String::new(),
     };
     engine.start(id).await?;
     let first = lines.next().await.map_err(Failure::Other)?;
@@ -362,14 +366,17 @@ async fn converse(
             .map(|(path, text)| (format!("runner/{path}"), text.clone()))
             .collect();
         if !found.ipython {
-            tell("getting IPython for the image", 0, None);
+            report("getting IPython for the image", 0, None);
             let version = format!("{}.{}", found.version.0, found.version.1);
-            let folder = supplies.ipython(&version).await.map_err(Failure::Other)?;
+            let folder = bundled_files
+                .ipython(&version)
+                .await
+                .map_err(Failure::Other)?;
             read_tree(&folder, "ipython", &mut files).map_err(|error| {
                 Failure::Other(format!("the files of IPython cannot be read: {error}"))
             })?;
         }
-        tell(
+        report(
             "filling the volume of the runner",
             0,
             Some(files.len() as u64),
@@ -385,9 +392,9 @@ async fn converse(
             input.write_all(bytes).await.map_err(broken)?;
         }
     }
-    let stock =
-        serde_json::to_vec(&command(python, &found, STOCK)).expect("texts can be written as JSON");
-    input.write_all(&stock).await.map_err(broken)?;
+    let import_cache = serde_json::to_vec(&command(python, &found, IMPORT_CACHE))
+        .expect("texts can be written as JSON");
+    input.write_all(&import_cache).await.map_err(broken)?;
     input.write_all(b"\n").await.map_err(broken)?;
     input.flush().await.map_err(broken)?;
     match lines.next().await.map_err(Failure::Other)?.as_str() {
@@ -421,7 +428,7 @@ fn read_tree(folder: &Path, name: &str, files: &mut Vec<(String, Vec<u8>)>) -> s
 struct Lines {
     output: Pin<Box<dyn Stream<Item = Result<LogOutput, bollard::errors::Error>> + Send>>,
     text: String,
-    complaints: String,
+    error_output: String,
 }
 
 impl Lines {
@@ -433,9 +440,9 @@ impl Lines {
                 return Ok(line);
             }
             match self.output.next().await {
-                Some(Ok(LogOutput::StdErr { message })) => {
-                    self.complaints.push_str(&String::from_utf8_lossy(&message))
-                }
+                Some(Ok(LogOutput::StdErr { message })) => self
+                    .error_output
+                    .push_str(&String::from_utf8_lossy(&message)),
                 Some(Ok(LogOutput::StdOut { message } | LogOutput::Console { message })) => {
                     self.text.push_str(&String::from_utf8_lossy(&message));
                 }
@@ -445,7 +452,7 @@ impl Lines {
                 }
                 None => {
                     let last = self
-                        .complaints
+                        .error_output
                         .trim()
                         .lines()
                         .last()
@@ -457,7 +464,7 @@ impl Lines {
                     return Err(format!("the helper container ended early: {last}"));
                 }
             }
-            if self.text.len() + self.complaints.len() > 64 * 1024 {
+            if self.text.len() + self.error_output.len() > 64 * 1024 {
                 return Err("the helper container says too much".to_owned());
             }
         }
@@ -512,7 +519,7 @@ mod tests {
                     ipython,
                     ready: true,
                 },
-                SUPERVISOR,
+                BOOTSTRAP,
             )
             .concat()
         };

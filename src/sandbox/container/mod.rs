@@ -4,17 +4,18 @@
 //! server ── engine API ── engine ── container           one per session and its forks
 //!    └── one stream (stdin and stdout) ── supervisor (our Python, first process)
 //!                                           ├─ warm process
-//!                                           └─ steward ─ interpreter, checkpoints, forks
+//!                                           └─ subreaper ─ interpreter, checkpoints, forks
 //! ```
 //!
 //! `engine` is the API client. `spec` builds the container configuration and checks the result;
 //! `profile` is the seccomp profile. `image` inspects the image and adds our runner beside it.
-//! `line` multiplexes all traffic with the supervisor over one stream (`strands`). `sandbox` is one
-//! container and its sessions. `id_mapped` makes folders of other owners appear as the session's.
-//! `facts` come from the kernel or the engine. `pool` keeps containers ready. `tenancy` finds
-//! containers left by dead servers. `check` has the findings for `doctor`. `way_out` opens a
-//! container's network to the destinations that an operator lists, through a helper container
-//! (`porter`) where the server itself lacks the permission.
+//! `mux_connection` carries all traffic with the supervisor over one stream: `mux` splits it into
+//! frames, `messages` has their meaning. `sandbox` is one container and its sessions. `id_mapped`
+//! makes folders of other owners appear as the session's. `facts` come from the kernel or the
+//! engine. `pool` keeps containers ready. `tenancy` finds containers left by dead servers. `check`
+//! has the findings for `doctor`. `egress` opens a container's network to the destinations that an
+//! operator lists, through a helper container (`netns_helper`) where the server itself lacks the
+//! permission.
 //!
 //! No container that runs a user's code ever has a network with a route to anything, a capability,
 //! a device, the engine's socket, or a host folder that the operator did not name. The only
@@ -22,20 +23,21 @@
 //! containers is not used.
 
 mod check;
+mod egress;
 mod engine;
 mod facts;
 mod id_mapped;
 mod image;
-mod line;
 mod masks;
+mod messages;
+mod mux;
+mod mux_connection;
+mod netns_helper;
 mod pool;
-mod porter;
 mod profile;
 mod sandbox;
 mod spec;
-mod strands;
 mod tenancy;
-mod way_out;
 
 use std::collections::{BTreeSet, HashMap};
 use std::io;
@@ -54,38 +56,43 @@ use tokio::sync::{Notify, watch};
 use tokio::task::JoinHandle;
 use tracing::{info, warn};
 
-pub use self::check::{Examined, Finding, Found, examine};
+pub use self::check::{EngineFinding, Examined, FindingState, examine};
+pub use self::egress::ContainerNetwork;
 pub use self::engine::{
     BuildFailure, BuildNews, Building, Engine, EngineAddress, EngineError, EngineKind, ImageFacts,
-    Question, QuestionError,
+    ImageProbe, ImageProbeError,
 };
-use self::facts::Fate;
+use self::facts::ContainerFate;
 use self::id_mapped::IdMapped;
-pub use self::image::Supplies;
-use self::image::{Look, Prepared, fresh_number};
+pub use self::image::BundledFiles;
+use self::image::{ImageInspection, PreparedImage, fresh_number};
 use self::masks::Masks;
-use self::pool::Pool;
+use self::messages::FreshStart;
+use self::netns_helper::NetnsHelpers;
+use self::pool::ContainerPool;
 pub use self::pool::PoolSettings;
-use self::porter::Porters;
-use self::sandbox::{Container, ContainerSandbox, Fresh, House, Made, Maker};
+use self::sandbox::{
+    Container, ContainerContext, ContainerMaker, ContainerSandbox, CreatedContainer,
+};
 pub use self::spec::{ContainerBind, WORK as WORK_FOLDER};
-use self::spec::{LABEL_PLACE, LABEL_ROLE, LABEL_SERVER, ROLE_PORTER, ROLE_SESSION, User, Wanted};
+use self::spec::{
+    LABEL_PLACE, LABEL_ROLE, LABEL_SERVER, ROLE_NETNS_HELPER, ROLE_SESSION, SessionContainer, User,
+};
 use self::tenancy::Tenancy;
 pub use self::tenancy::remove_left_containers;
-pub use self::way_out::ContainerNetwork;
 use super::masks::{HostMask, Replacements};
 use super::{Backend, Interpreter, LaunchError, Preparation, Sandbox, SandboxLimits};
 
 /// Timeout for making a session in a new container, from its creation to a warm Python.
-const LAUNCH_PATIENCE: Duration = Duration::from_secs(180);
+const LAUNCH_TIMEOUT: Duration = Duration::from_secs(180);
 /// Delay before a failed preparation is retried, unless a caller asks earlier.
-const REST: Duration = Duration::from_secs(10);
+const RETRY_DELAY: Duration = Duration::from_secs(10);
 /// Time that a session request waits for the retry of a failed preparation.
-const SECOND_CHANCE: Duration = Duration::from_secs(15);
+const RETRY_TIMEOUT: Duration = Duration::from_secs(15);
 /// Interval for checking members of the pool.
-const WEEDING: Duration = Duration::from_secs(5);
+const POOL_CHECK_INTERVAL: Duration = Duration::from_secs(5);
 /// Interval for listing this server's containers at the engine.
-const BETWEEN_INVENTORIES: Duration = Duration::from_secs(15);
+const INVENTORY_INTERVAL: Duration = Duration::from_secs(15);
 
 /// First host uid for sessions, where the engine has no user namespace. No system assigns these
 /// numbers.
@@ -159,17 +166,17 @@ struct Inner {
     /// Itself, for sessions whose container is gone.
     this: Weak<Inner>,
     settings: ContainerSettings,
-    supplies: Arc<dyn Supplies>,
+    bundled_files: Arc<dyn BundledFiles>,
     preparation: watch::Sender<Preparation>,
     /// Set when the preparation succeeds. Later engine failures do not clear it.
-    ready: RwLock<Option<Arc<Standing>>>,
+    prepared: RwLock<Option<Arc<PreparedBackend>>>,
     tenancy: Tenancy,
     masks: Masks,
     known: Mutex<HashMap<String, Known>>,
     /// Held for reading while a container is created, and for writing while looking for unknown
     /// containers.
     creations: tokio::sync::RwLock<()>,
-    pool: Pool,
+    pool: ContainerPool,
     /// Requests a retry of the preparation.
     again: Notify,
     /// Held while the preparation is repeated.
@@ -178,7 +185,7 @@ struct Inner {
 
 /// A container of this server, while its fate is being followed.
 struct Known {
-    fate: watch::Sender<Fate>,
+    fate: watch::Sender<ContainerFate>,
     /// `None` while it is being started.
     container: Option<Weak<Container>>,
 }
@@ -196,10 +203,10 @@ impl Known {
 }
 
 /// State available after the preparation.
-struct Standing {
+struct PreparedBackend {
     engine: Engine,
-    image: Prepared,
-    house: Arc<House>,
+    image: PreparedImage,
+    context: Arc<ContainerContext>,
     /// The seccomp profile in the form this engine accepts.
     seccomp: String,
     /// Why the engine cannot show folders of the server, if it cannot.
@@ -210,7 +217,7 @@ impl ContainerBackend {
     /// Starts the preparation in the background, and returns at once.
     pub fn start(
         settings: ContainerSettings,
-        supplies: Arc<dyn Supplies>,
+        bundled_files: Arc<dyn BundledFiles>,
         preparation: watch::Sender<Preparation>,
     ) -> std::io::Result<ContainerBackend> {
         let tenancy = Tenancy::register(&settings.runtime_dir)?;
@@ -218,14 +225,14 @@ impl ContainerBackend {
         let inner = Arc::new_cyclic(|this| Inner {
             this: Weak::clone(this),
             settings,
-            supplies,
+            bundled_files,
             preparation,
-            ready: RwLock::new(None),
+            prepared: RwLock::new(None),
             tenancy,
             masks,
             known: Mutex::default(),
             creations: tokio::sync::RwLock::default(),
-            pool: Pool::default(),
+            pool: ContainerPool::default(),
             again: Notify::new(),
             preparing: tokio::sync::Mutex::default(),
         });
@@ -259,8 +266,8 @@ impl Backend for ContainerBackend {
     }
 
     async fn launch_apart(&self) -> Result<(Box<dyn Sandbox>, Interpreter), LaunchError> {
-        let standing = self.inner.prepared().await?;
-        if let (Some(_), Some(why)) = (&self.inner.settings.packages, &standing.blind) {
+        let prepared = self.inner.prepared().await?;
+        if let (Some(_), Some(why)) = (&self.inner.settings.packages, &prepared.blind) {
             return Err(LaunchError::Start { why: why.clone() });
         }
         let (sandbox, interpreter) = self.inner.made(Purpose::OwnWork).await?;
@@ -285,22 +292,22 @@ impl Backend for ContainerBackend {
         }
         removals.join_all().await;
         // A container that is being made at this moment has our label.
-        if let Some(standing) = self.inner.standing() {
-            self.inner.remove_own(&standing.engine).await;
+        if let Some(prepared) = self.inner.prepared_now() {
+            self.inner.remove_own(&prepared.engine).await;
         }
         self.inner.tenancy.end();
     }
 }
 
 /// Makes a replacement for a container.
-struct Again {
+struct ReplacementMaker {
     inner: Weak<Inner>,
     purpose: Purpose,
 }
 
 #[async_trait]
-impl Maker for Again {
-    async fn another(&self) -> Result<(ContainerSandbox, Interpreter), LaunchError> {
+impl ContainerMaker for ReplacementMaker {
+    async fn replacement(&self) -> Result<(ContainerSandbox, Interpreter), LaunchError> {
         let ending = || LaunchError::Start {
             why: "the server is ending".to_owned(),
         };
@@ -310,10 +317,10 @@ impl Maker for Again {
 }
 
 impl Inner {
-    fn standing(&self) -> Option<Arc<Standing>> {
-        self.ready
+    fn prepared_now(&self) -> Option<Arc<PreparedBackend>> {
+        self.prepared
             .read()
-            .expect("no holder of the standing panics")
+            .expect("no holder of the lock panics")
             .clone()
     }
 
@@ -321,13 +328,13 @@ impl Inner {
     async fn prepare_until_it_works(self: Arc<Inner>) {
         loop {
             match self.prepare().await {
-                Ok(standing) => break self.stand(standing),
+                Ok(prepared) => break self.set_prepared(prepared),
                 Err(why) => {
                     warn!(%why, "the container backend is not ready");
                     self.preparation.send_replace(Preparation::Failed { why });
                 }
             }
-            let _ = tokio::time::timeout(REST, self.again.notified()).await;
+            let _ = tokio::time::timeout(RETRY_DELAY, self.again.notified()).await;
         }
         info!(
             engine = self.settings.kind.name(),
@@ -348,13 +355,13 @@ impl Inner {
             let mut replacements = Replacements::watch(masks)?;
             loop {
                 if self.masks.are_stale()
-                    && let Some(standing) = self.standing()
+                    && let Some(prepared) = self.prepared_now()
                 {
                     warn!(
                         "a protected file of the workspace was replaced; the containers that could \
                          see it are ended"
                     );
-                    self.remove_own(&standing.engine).await;
+                    self.remove_own(&prepared.engine).await;
                 }
                 replacements.next().await?;
             }
@@ -365,43 +372,40 @@ impl Inner {
                        that run");
     }
 
-    fn stand(&self, standing: Standing) {
-        *self
-            .ready
-            .write()
-            .expect("no holder of the standing panics") = Some(Arc::new(standing));
+    fn set_prepared(&self, prepared: PreparedBackend) {
+        *self.prepared.write().expect("no holder of the lock panics") = Some(Arc::new(prepared));
     }
 
     /// Prepares again, unless another call has done so since `failed` was current: the engine may
     /// have come back without the image or the volume.
-    async fn prepare_again(&self, failed: &Arc<Standing>) -> Option<Arc<Standing>> {
+    async fn prepare_again(&self, failed: &Arc<PreparedBackend>) -> Option<Arc<PreparedBackend>> {
         let _turn = self.preparing.lock().await;
-        if let Some(now) = self.standing().filter(|now| !Arc::ptr_eq(now, failed)) {
+        if let Some(now) = self.prepared_now().filter(|now| !Arc::ptr_eq(now, failed)) {
             return Some(now);
         }
         let prepared = self.prepare().await;
         // A preparation that has succeeded once remains valid; the next caller gets its error from
         // the engine itself.
         self.preparation.send_replace(Preparation::Ready);
-        self.stand(prepared.ok()?);
-        self.standing()
+        self.set_prepared(prepared.ok()?);
+        self.prepared_now()
     }
 
     /// Makes a container with a session in it for a waiting caller.
     async fn made(&self, purpose: Purpose) -> Result<(ContainerSandbox, Interpreter), LaunchError> {
-        let standing = self.prepared().await?;
-        match self.make(&standing, Fresh::AtOnce, purpose).await {
-            Err(first @ LaunchError::Start { .. }) => match self.prepare_again(&standing).await {
-                Some(standing) => self.make(&standing, Fresh::AtOnce, purpose).await,
+        let prepared = self.prepared().await?;
+        match self.make(&prepared, FreshStart::Immediate, purpose).await {
+            Err(first @ LaunchError::Start { .. }) => match self.prepare_again(&prepared).await {
+                Some(prepared) => self.make(&prepared, FreshStart::Immediate, purpose).await,
                 None => Err(first),
             },
             made => made,
         }
     }
 
-    async fn prepare(&self) -> Result<Standing, String> {
+    async fn prepare(&self) -> Result<PreparedBackend, String> {
         let settings = &self.settings;
-        self.tell(&format!("connecting to {}", settings.kind.name()), 0, None);
+        self.report(&format!("connecting to {}", settings.kind.name()), 0, None);
         let engine = Engine::connect(settings.kind, &settings.address)
             .await
             .map_err(|error| error.to_string())?;
@@ -419,23 +423,23 @@ impl Inner {
             self.check_folders()?;
         }
         let seccomp = self.seccomp()?;
-        let look = Look {
+        let look = ImageInspection {
             engine: &engine,
-            supplies: &*self.supplies,
+            bundled_files: &*self.bundled_files,
             tenancy: &self.tenancy,
             labels: self.labels("helper"),
             seccomp: &seccomp,
-            tell: &|step, done, total| self.tell(step, done, total),
+            report: &|step, done, total| self.report(step, done, total),
         };
         let image = image::prepare(&look, &settings.image).await?;
         self.tenancy.sweep_volumes(&engine, &image.runner).await;
         let blind = self.look_for_folders(&engine, &image, &seccomp).await;
-        let porters = Porters::new(
+        let netns_helpers = NetnsHelpers::new(
             engine.clone(),
             self.tenancy.file("porter"),
-            self.labels(ROLE_PORTER),
+            self.labels(ROLE_NETNS_HELPER),
         );
-        let house = House {
+        let context = ContainerContext {
             limits: settings.limits.clone(),
             has_user_namespace: check::has_user_namespace(&info),
             runtime: settings
@@ -447,12 +451,12 @@ impl Inner {
                 .iter()
                 .any(|bind| bind.inside == Path::new(WORK_FOLDER)),
             network: settings.network.clone(),
-            porters: Arc::new(porters),
+            netns_helpers: Arc::new(netns_helpers),
         };
-        Ok(Standing {
+        Ok(PreparedBackend {
             engine,
             image,
-            house: Arc::new(house),
+            context: Arc::new(context),
             seccomp,
             blind,
         })
@@ -464,7 +468,7 @@ impl Inner {
     async fn look_for_folders(
         &self,
         engine: &Engine,
-        image: &Prepared,
+        image: &PreparedImage,
         seccomp: &str,
     ) -> Option<String> {
         let packages = self.settings.packages.as_ref()?;
@@ -576,8 +580,8 @@ impl Inner {
 
     /// Returns the plan for the warm process of a container. A pooled one imports the modules that
     /// sessions usually need, and rehearses.
-    fn plan(&self, how: Fresh, purpose: Purpose) -> serde_json::Value {
-        let has_time = how == Fresh::Primed;
+    fn plan(&self, how: FreshStart, purpose: Purpose) -> serde_json::Value {
+        let has_time = how == FreshStart::Primed;
         let preload: &[String] = if has_time {
             &self.settings.preload
         } else {
@@ -623,7 +627,7 @@ impl Inner {
         })
     }
 
-    fn tell(&self, step: &str, done: u64, total: Option<u64>) {
+    fn report(&self, step: &str, done: u64, total: Option<u64>) {
         self.preparation.send_replace(Preparation::Working {
             step: step.to_owned(),
             done,
@@ -644,9 +648,9 @@ impl Inner {
     }
 
     /// Waits for the preparation to finish. A failed one is retried first.
-    async fn prepared(&self) -> Result<Arc<Standing>, LaunchError> {
-        if let Some(standing) = self.standing() {
-            return Ok(standing);
+    async fn prepared(&self) -> Result<Arc<PreparedBackend>, LaunchError> {
+        if let Some(prepared) = self.prepared_now() {
+            return Ok(prepared);
         }
         let mut preparation = self.preparation.subscribe();
         if matches!(
@@ -654,14 +658,14 @@ impl Inner {
             Preparation::Failed { .. }
         ) {
             self.again.notify_one();
-            let _ = tokio::time::timeout(SECOND_CHANCE, preparation.changed()).await;
+            let _ = tokio::time::timeout(RETRY_TIMEOUT, preparation.changed()).await;
         }
         let settled = preparation
             .wait_for(|state| !matches!(state, Preparation::Working { .. }))
             .await;
         match settled.as_deref() {
             Ok(Preparation::Failed { why }) => Err(LaunchError::Preparation { why: why.clone() }),
-            Ok(_) => self.standing().ok_or_else(|| LaunchError::Preparation {
+            Ok(_) => self.prepared_now().ok_or_else(|| LaunchError::Preparation {
                 why: "it is not finished".to_owned(),
             }),
             Err(_) => Err(LaunchError::Preparation {
@@ -698,7 +702,7 @@ impl Inner {
     /// its network, and packages.
     fn shown(
         &self,
-        standing: &Standing,
+        prepared: &PreparedBackend,
         purpose: Purpose,
         network: Option<&ContainerNetwork>,
     ) -> std::io::Result<Vec<ContainerBind>> {
@@ -709,7 +713,7 @@ impl Inner {
         if purpose == Purpose::Sessions {
             shown.extend(self.masks.binds(self.binds(purpose))?);
         }
-        if let (Some(packages), None) = (&self.settings.packages, &standing.blind) {
+        if let (Some(packages), None) = (&self.settings.packages, &prepared.blind) {
             shown.extend(packages.shown.iter().cloned());
             if purpose == Purpose::OwnWork {
                 shown.extend(packages.tools.iter().cloned());
@@ -722,15 +726,15 @@ impl Inner {
     /// exist until it has started.
     fn with_mapped_ids(
         &self,
-        standing: &Standing,
+        prepared: &PreparedBackend,
         purpose: Purpose,
         user: User,
         shown: Vec<ContainerBind>,
     ) -> std::io::Result<(Vec<ContainerBind>, IdMapped)> {
-        let House {
+        let ContainerContext {
             has_user_namespace, ..
-        } = *standing.house;
-        if !standing.engine.is_local() || has_user_namespace {
+        } = *prepared.context;
+        if !prepared.engine.is_local() || has_user_namespace {
             return Ok((shown, IdMapped::default()));
         }
         let name = format!("mount-{:016x}", fresh_number());
@@ -751,20 +755,20 @@ impl Inner {
     /// Makes a container with a session in it.
     async fn make(
         &self,
-        standing: &Standing,
-        how: Fresh,
+        prepared: &PreparedBackend,
+        how: FreshStart,
         purpose: Purpose,
     ) -> Result<(ContainerSandbox, Interpreter), LaunchError> {
-        let user = self.user(standing.house.has_user_namespace, self.binds(purpose));
+        let user = self.user(prepared.context.has_user_namespace, self.binds(purpose));
         let network = self.network(purpose);
-        let shown = self.shown(standing, purpose, network.as_ref());
+        let shown = self.shown(prepared, purpose, network.as_ref());
         let (shown, mounts) = shown
-            .and_then(|shown| self.with_mapped_ids(standing, purpose, user, shown))
+            .and_then(|shown| self.with_mapped_ids(prepared, purpose, user, shown))
             .map_err(|error| LaunchError::Start {
                 why: error.to_string(),
             })?;
-        let body = spec::session(Wanted {
-            image: &standing.image.image,
+        let body = spec::session(SessionContainer {
+            image: &prepared.image.image,
             // Podman has one runtime for all containers, which was checked before. It accepts any
             // other name here, and reports none.
             runtime: self
@@ -775,39 +779,39 @@ impl Inner {
             limits: self.limits(purpose),
             binds: &shown,
             user,
-            volume: &standing.image.volume,
-            command: standing.image.command.clone(),
+            volume: &prepared.image.volume,
+            command: prepared.image.command.clone(),
             labels: self.labels(ROLE_SESSION),
-            seccomp: &standing.seccomp,
+            seccomp: &prepared.seccomp,
             can_count_files: self.settings.kind == EngineKind::Docker,
         });
         let name = format!("cellblock-{:016x}", fresh_number());
         let (id, followed) =
-            self.create(&standing.engine, &name, &body)
+            self.create(&prepared.engine, &name, &body)
                 .await
                 .map_err(|error| LaunchError::Start {
                     why: error.to_string(),
                 })?;
-        let house = match purpose {
-            Purpose::Sessions => standing.house.clone(),
+        let context = match purpose {
+            Purpose::Sessions => prepared.context.clone(),
             Purpose::OwnWork => {
                 let limits = self.limits(purpose).clone();
-                Arc::new(House {
+                Arc::new(ContainerContext {
                     limits,
                     owns_work_folder: true,
                     network,
-                    ..(*standing.house).clone()
+                    ..(*prepared.context).clone()
                 })
             }
         };
         let plan = self.plan(how, purpose);
-        let maker = Arc::new(Again {
+        let maker = Arc::new(ReplacementMaker {
             inner: self.this.clone(),
             purpose,
         });
-        let made = Made {
-            engine: &standing.engine,
-            house,
+        let made = CreatedContainer {
+            engine: &prepared.engine,
+            context,
             name: &name,
             id: id.clone(),
             body: &body,
@@ -821,7 +825,7 @@ impl Inner {
         if let Some(known) = self.known().get_mut(&id) {
             known.container = Some(Arc::downgrade(&container));
         }
-        container.first_session(how, LAUNCH_PATIENCE).await
+        container.first_session(how, LAUNCH_TIMEOUT).await
     }
 
     /// Creates a container and registers it as known.
@@ -830,10 +834,10 @@ impl Inner {
         engine: &Engine,
         name: &str,
         body: &ContainerCreateBody,
-    ) -> Result<(String, watch::Receiver<Fate>), EngineError> {
+    ) -> Result<(String, watch::Receiver<ContainerFate>), EngineError> {
         let _creation = self.creations.read().await;
         let id = engine.create(name, body).await?;
-        let fate = watch::Sender::new(Fate::default());
+        let fate = watch::Sender::new(ContainerFate::default());
         let followed = fate.subscribe();
         let mut known = self.known();
         known.retain(|_, known| known.fate.receiver_count() > 0);
@@ -859,11 +863,12 @@ impl Inner {
         let mut making = FuturesUnordered::new();
         let mut rests = false;
         while !self.pool.is_closed() {
-            self.pool.weed(&settings);
-            while !rests && self.pool.claim(&settings) {
+            self.pool.remove_stale(&settings);
+            while !rests && self.pool.reserve(&settings) {
                 making.push(async {
-                    let standing = self.prepared().await?;
-                    self.make(&standing, Fresh::Primed, Purpose::Sessions).await
+                    let prepared = self.prepared().await?;
+                    self.make(&prepared, FreshStart::Primed, Purpose::Sessions)
+                        .await
                 });
             }
             tokio::select! {
@@ -875,7 +880,7 @@ impl Inner {
                     self.pool.add(made.ok());
                 }
                 () = self.pool.changed() => {}
-                () = tokio::time::sleep(WEEDING) => rests = false,
+                () = tokio::time::sleep(POOL_CHECK_INTERVAL) => rests = false,
             }
         }
     }
@@ -883,12 +888,12 @@ impl Inner {
     /// Follows the engine's events about our containers. Never returns in normal operation.
     async fn listen(&self) {
         loop {
-            let Ok(standing) = self.prepared().await else {
+            let Ok(prepared) = self.prepared().await else {
                 return;
             };
-            let engine = &standing.engine;
+            let engine = &prepared.engine;
             let mut events = engine.events(LABEL_SERVER, self.tenancy.server());
-            let mut inventories = tokio::time::interval(BETWEEN_INVENTORIES);
+            let mut inventories = tokio::time::interval(INVENTORY_INTERVAL);
             loop {
                 let event = tokio::select! {
                     event = events.next() => event,

@@ -29,7 +29,7 @@ struct Waiting {
 }
 
 #[derive(Default)]
-pub(super) struct Pool {
+pub(super) struct ContainerPool {
     state: Mutex<State>,
     changed: Notify,
 }
@@ -38,11 +38,11 @@ pub(super) struct Pool {
 struct State {
     waiting: VecDeque<Waiting>,
     /// Members that are being made.
-    coming: usize,
+    starting: usize,
     closed: bool,
 }
 
-impl Pool {
+impl ContainerPool {
     fn state(&self) -> MutexGuard<'_, State> {
         self.state.lock().expect("no holder of the pool panics")
     }
@@ -62,11 +62,11 @@ impl Pool {
     }
 
     /// Reserves the creation of one more member, if one is missing and not too many are being made.
-    pub(super) fn claim(&self, settings: &PoolSettings) -> bool {
+    pub(super) fn reserve(&self, settings: &PoolSettings) -> bool {
         let mut state = self.state();
-        let lacks = state.waiting.len() + state.coming < settings.size;
-        let may = !state.closed && lacks && state.coming < settings.creations;
-        state.coming += usize::from(may);
+        let lacks = state.waiting.len() + state.starting < settings.size;
+        let may = !state.closed && lacks && state.starting < settings.creations;
+        state.starting += usize::from(may);
         may
     }
 
@@ -74,7 +74,7 @@ impl Pool {
     /// thereby removed.
     pub(super) fn add(&self, member: Option<(ContainerSandbox, Interpreter)>) {
         let mut state = self.state();
-        state.coming -= 1;
+        state.starting -= 1;
         if let (Some(member), false) = (member, state.closed) {
             state.waiting.push_back(Waiting {
                 since: Instant::now(),
@@ -86,19 +86,19 @@ impl Pool {
     }
 
     /// Drops members that are dead or too old.
-    pub(super) fn weed(&self, settings: &PoolSettings) {
-        let mut weeds = Vec::new();
+    pub(super) fn remove_stale(&self, settings: &PoolSettings) {
+        let mut stale = Vec::new();
         let mut state = self.state();
         for waiting in std::mem::take(&mut state.waiting) {
             if waiting.member.0.is_alive() && waiting.since.elapsed() < settings.max_age {
                 state.waiting.push_back(waiting);
             } else {
-                weeds.push(waiting);
+                stale.push(waiting);
             }
         }
         // Dropping one starts its removal, which must not happen while the pool is locked.
         drop(state);
-        drop(weeds);
+        drop(stale);
     }
 
     pub(super) fn len(&self) -> usize {
@@ -139,8 +139,8 @@ mod tests {
             max_age: Duration::from_secs(60),
             creations: 2,
         };
-        let pool = Pool::default();
-        let claimed = |settings: &PoolSettings| (0..9).filter(|_| pool.claim(settings)).count();
+        let pool = ContainerPool::default();
+        let claimed = |settings: &PoolSettings| (0..9).filter(|_| pool.reserve(settings)).count();
         assert_eq!(claimed(&settings), 2);
         pool.add(None); // It could not be made.
         assert_eq!(claimed(&settings), 1);

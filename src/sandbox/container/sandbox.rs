@@ -1,8 +1,8 @@
 //! One container, and the sessions in it.
 //!
-//! A container is made for one session. Forks of that session run in it too, as members of its
-//! family, because an interpreter cannot be copied into another container. The container is removed
-//! with its last member.
+//! A container is made for one session. Forks of that session run in it too, each in a slot of its
+//! own, because an interpreter cannot be copied into another container. The container is removed
+//! with its last session.
 
 use std::collections::HashSet;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
@@ -11,36 +11,37 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use bollard::models::ContainerCreateBody;
-use serde_json::{Value, json};
+use serde_json::Value;
 use tokio::sync::{oneshot, watch};
 use tracing::warn;
 
+use super::egress::{ContainerEgress, ContainerNetwork};
 use super::engine::Engine;
-use super::facts::{self, Fate, Mark, Meter};
-use super::line::{Fault, FaultKind, Line};
-use super::porter::Porters;
+use super::facts::{self, ContainerFate, ContainerMeter, OutOfMemoryMark};
+use super::messages::{FailureKind, FreshStart, HostMessage, SlotRequest};
+use super::mux_connection::{Endpoints, MuxConnection, RequestFailure};
+use super::netns_helper::NetnsHelpers;
 use super::spec::{self, User};
-use super::way_out::{ContainerNetwork, WayOut};
 use crate::reaction::within;
 use crate::sandbox::{
     Asker, Blocked, CheckpointError, CheckpointId, Exit, ForkTerms, Gauge, Interpreter, Isolation,
-    LaunchError, Launcher, Layer, LayerKind, MemoryUse, Process, Program, ProgramError, Rules,
-    Sandbox, SandboxLimits,
+    LaunchError, Launcher, LayerKind, LayerState, MemoryUse, Process, ProgramError, ProgramSpec,
+    Rules, Sandbox, SandboxLimits,
 };
 
 // These timeouts mean "it does not react": time in which the machine was busy does not count
 // (`reaction`).
 
-/// Timeout for the supervisor to carry out an order. The slowest, ending a fork bomb, takes three
+/// Timeout for the supervisor to carry out a request. The slowest, ending a fork bomb, takes three
 /// seconds.
-const ORDER_PATIENCE: Duration = Duration::from_secs(10);
-/// Timeout for an interpreter to end before its container is killed, with its whole family. The
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
+/// Timeout for an interpreter to end before its container is killed, with all its sessions. The
 /// supervisor needs milliseconds, or seconds on a busy machine.
-const KILL_PATIENCE: Duration = Duration::from_secs(10);
+const KILL_TIMEOUT: Duration = Duration::from_secs(10);
 /// Timeout for an interpreter to reach its branch point.
-const BRANCH_PATIENCE: Duration = Duration::from_secs(10);
+const BRANCH_TIMEOUT: Duration = Duration::from_secs(10);
 /// Timeout for a removal by the engine.
-pub(super) const REMOVAL_PATIENCE: Duration = Duration::from_secs(20);
+pub(super) const REMOVAL_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// Maximum delay of one stream of an interpreter relative to another: a few microseconds due to the
 /// order in which the supervisor reads, or a round trip to the engine when a stream has used up its
@@ -48,31 +49,11 @@ pub(super) const REMOVAL_PATIENCE: Duration = Duration::from_secs(20);
 const LARGEST_SKEW: Duration = Duration::from_secs(1);
 
 /// The initial state of a session: a fresh interpreter and an empty folder. It needs no copy.
-const BEGINNING: CheckpointId = CheckpointId(0);
-
-/// How a fresh interpreter starts.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Fresh {
-    AtOnce,
-    /// After a hidden rehearsal cell, when there is time for one.
-    Primed,
-    /// With its folder emptied.
-    Emptied,
-}
-
-impl Fresh {
-    fn gate(self) -> &'static str {
-        match self {
-            Fresh::AtOnce => "g",
-            Fresh::Primed => "p",
-            Fresh::Emptied => "e",
-        }
-    }
-}
+const INITIAL_STATE: CheckpointId = CheckpointId(0);
 
 /// Properties shared by all containers of a backend.
 #[derive(Clone)]
-pub(super) struct House {
+pub(super) struct ContainerContext {
     pub(super) limits: SandboxLimits,
     pub(super) has_user_namespace: bool,
     /// A runtime other than that of ordinary containers, whose processes look different to the
@@ -83,14 +64,14 @@ pub(super) struct House {
     /// Destinations that sessions may reach; `None` for no network.
     pub(super) network: Option<ContainerNetwork>,
     /// Open the listeners of containers that the server may not enter.
-    pub(super) porters: Arc<Porters>,
+    pub(super) netns_helpers: Arc<NetnsHelpers>,
 }
 
-impl std::fmt::Debug for House {
+impl std::fmt::Debug for ContainerContext {
     fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         // The network settings hold secrets.
         formatter
-            .debug_struct("House")
+            .debug_struct("ContainerContext")
             .field("limits", &self.limits)
             .finish_non_exhaustive()
     }
@@ -100,28 +81,29 @@ impl std::fmt::Debug for House {
 pub(super) struct Container {
     id: String,
     engine: Engine,
-    line: Line,
-    meter: Arc<Meter>,
-    fate: watch::Receiver<Fate>,
-    house: Arc<House>,
+    connection: MuxConnection,
+    meter: Arc<ContainerMeter>,
+    fate: watch::Receiver<ContainerFate>,
+    context: Arc<ContainerContext>,
     isolation: Isolation,
-    way_out: Option<WayOut>,
-    members: AtomicU32,
-    next_member: AtomicU32,
+    egress: Option<ContainerEgress>,
+    /// The number of sessions in it.
+    sessions: AtomicU32,
+    next_slot: AtomicU32,
     removed: AtomicBool,
-    maker: Arc<dyn Maker>,
+    maker: Arc<dyn ContainerMaker>,
 }
 
 /// Makes containers for sessions whose own is gone.
 #[async_trait]
-pub(super) trait Maker: Send + Sync {
-    async fn another(&self) -> Result<(ContainerSandbox, Interpreter), LaunchError>;
+pub(super) trait ContainerMaker: Send + Sync {
+    async fn replacement(&self) -> Result<(ContainerSandbox, Interpreter), LaunchError>;
 }
 
 /// The inputs for starting a container that the engine has created.
-pub(super) struct Made<'a> {
+pub(super) struct CreatedContainer<'a> {
     pub(super) engine: &'a Engine,
-    pub(super) house: Arc<House>,
+    pub(super) context: Arc<ContainerContext>,
     pub(super) name: &'a str,
     pub(super) id: String,
     /// The request sent to the engine.
@@ -129,17 +111,19 @@ pub(super) struct Made<'a> {
     pub(super) user: User,
     /// The first task of its warm process.
     pub(super) plan: &'a Value,
-    pub(super) fate: watch::Receiver<Fate>,
-    pub(super) maker: Arc<dyn Maker>,
+    pub(super) fate: watch::Receiver<ContainerFate>,
+    pub(super) maker: Arc<dyn ContainerMaker>,
 }
 
 impl Container {
     /// Starts and checks a container. The first session can be requested at once; it waits until
     /// Python is warm.
-    pub(super) async fn start(made: Made<'_>) -> Result<Arc<Container>, LaunchError> {
-        let Made {
+    pub(super) async fn start(
+        created: CreatedContainer<'_>,
+    ) -> Result<Arc<Container>, LaunchError> {
+        let CreatedContainer {
             engine,
-            house,
+            context,
             name,
             id,
             body,
@@ -147,16 +131,16 @@ impl Container {
             plan,
             fate,
             maker,
-        } = made;
+        } = created;
         let failed = |why: String| LaunchError::Start { why };
-        let begun = async {
+        let starting = async {
             let attached = engine
                 .attach(&id)
                 .await
                 .map_err(|error| failed(error.to_string()))?;
             // The plan is sent early and waits for the container: the engine reports the start only
             // later.
-            let line = Line::open(attached, plan);
+            let connection = MuxConnection::open(attached, plan);
             engine
                 .start(&id)
                 .await
@@ -164,7 +148,7 @@ impl Container {
             let made = engine
                 .inspect(&id)
                 .await
-                .map_err(|error| failed(with(error.to_string(), &line.complaints())))?;
+                .map_err(|error| failed(with(error.to_string(), &connection.error_output())))?;
             if let Some(what) = spec::verify(body, &made) {
                 return Err(failed(format!(
                     "the engine made another container than it was asked for: {what}"
@@ -174,35 +158,39 @@ impl Container {
                 .is_local()
                 .then(|| made.state.as_ref().and_then(|state| state.pid))
                 .flatten();
-            let process = facts::local_process(&id, named).filter(|_| house.runtime.is_none());
-            if let Some(what) =
-                process.and_then(|process| facts::fault_of(process, user, house.has_user_namespace))
+            let process = facts::local_process(&id, named).filter(|_| context.runtime.is_none());
+            if let Some(what) = process
+                .and_then(|process| facts::fault_of(process, user, context.has_user_namespace))
             {
                 return Err(failed(format!(
                     "the container is not as it must be: {what}"
                 )));
             }
-            let way_out = match &house.network {
-                Some(network) => Some(network.open(&id, named, &line, &house.porters).await?),
+            let egress = match &context.network {
+                Some(network) => Some(
+                    network
+                        .open(&id, named, &connection, &context.netns_helpers)
+                        .await?,
+                ),
                 None => None,
             };
-            Ok((line, process, way_out))
+            Ok((connection, process, egress))
         };
-        match begun.await {
-            Ok((line, process, way_out)) => {
-                let meter = Arc::new(Meter::new(engine, &id, process, fate.clone()));
-                let isolation = house.isolation(user, process.is_some());
+        match starting.await {
+            Ok((connection, process, egress)) => {
+                let meter = Arc::new(ContainerMeter::new(engine, &id, process, fate.clone()));
+                let isolation = context.isolation(user, process.is_some());
                 Ok(Arc::new(Container {
                     id,
                     engine: engine.clone(),
-                    line,
+                    connection,
                     meter,
                     fate,
-                    house,
+                    context,
                     isolation,
-                    way_out,
-                    members: AtomicU32::new(0),
-                    next_member: AtomicU32::new(1),
+                    egress,
+                    sessions: AtomicU32::new(0),
+                    next_slot: AtomicU32::new(1),
                     removed: AtomicBool::new(false),
                     maker,
                 }))
@@ -216,20 +204,20 @@ impl Container {
     }
 
     pub(super) fn is_alive(&self) -> bool {
-        !self.line.has_ended() && !self.fate.borrow().died
+        !self.connection.has_ended() && !self.fate.borrow().died
     }
 
     /// Returns whether the files of the working folder still exist. They are removed with the
     /// container, unless the folder is the operator's.
     fn has_files(&self) -> bool {
-        self.is_alive() || !self.house.owns_work_folder
+        self.is_alive() || !self.context.owns_work_folder
     }
 
     /// Returns the exit of a process killed because memory ran out. The kernel may have killed the
     /// first process too, and thereby the container.
     fn out_of_memory(&self) -> Exit {
         Exit::OutOfMemory {
-            limit: self.house.limits.memory,
+            limit: self.context.limits.memory,
             files_kept: self.has_files(),
         }
     }
@@ -237,17 +225,17 @@ impl Container {
     /// Makes the first session in a new container.
     pub(super) async fn first_session(
         self: &Arc<Container>,
-        how: Fresh,
-        patience: Duration,
+        mode: FreshStart,
+        timeout: Duration,
     ) -> Result<(ContainerSandbox, Interpreter), LaunchError> {
-        self.members.fetch_add(1, Ordering::Relaxed);
+        self.sessions.fetch_add(1, Ordering::Relaxed);
         let mut sandbox = self.sandbox(self.isolation.clone(), None, spec::WORK);
-        let begun = sandbox.begin(how);
-        let interpreter = match within(patience, begun).await {
-            Some(begun) => begun?,
-            None => return Err(LaunchError::TimedOut(patience)),
+        let starting = sandbox.start(mode);
+        let interpreter = match within(timeout, starting).await {
+            Some(started) => started?,
+            None => return Err(LaunchError::TimedOut(timeout)),
         };
-        if let Some(ready) = self.line.ready().await {
+        if let Some(ready) = self.connection.ready().await {
             sandbox
                 .isolation
                 .record(LayerKind::Landlock, landlock(ready.landlock));
@@ -255,23 +243,23 @@ impl Container {
         Ok((sandbox, interpreter))
     }
 
-    /// Makes the slot of one more session, which may be a fork of another.
+    /// Reserves the slot of one more session, which may be a fork of another.
     fn sandbox(
         self: &Arc<Container>,
         isolation: Isolation,
         source: Option<u32>,
         work: &str,
     ) -> ContainerSandbox {
-        let member = self.next_member.fetch_add(1, Ordering::Relaxed);
-        let has_its_own = source.is_some() && self.house.owns_work_folder;
-        if let Some(way_out) = &self.way_out {
-            way_out.join(member, source);
+        let slot = self.next_slot.fetch_add(1, Ordering::Relaxed);
+        let has_its_own = source.is_some() && self.context.owns_work_folder;
+        if let Some(egress) = &self.egress {
+            egress.join(slot, source);
         }
         ContainerSandbox {
             container: self.clone(),
-            member,
+            slot,
             work: if has_its_own {
-                format!("{}/{member}", spec::FORKS)
+                format!("{}/{slot}", spec::FORKS)
             } else {
                 work.to_owned()
             },
@@ -282,47 +270,48 @@ impl Container {
         }
     }
 
-    /// Sends an order and waits for it, up to `ORDER_PATIENCE`.
-    async fn order(&self, kind: u8, number: u32, order: Value) -> Result<(), String> {
-        match within(ORDER_PATIENCE, self.line.ask(kind, number, order)).await {
+    /// Sends a request and waits until it is carried out, up to `REQUEST_TIMEOUT`.
+    async fn request(&self, request: SlotRequest) -> Result<(), String> {
+        match within(REQUEST_TIMEOUT, self.connection.request(request)).await {
             Some(Ok(())) => Ok(()),
-            Some(Err(why)) => Err(with(why, &self.line.complaints())),
+            Some(Err(why)) => Err(with(why, &self.connection.error_output())),
             None => Err("the container does not answer".to_owned()),
         }
     }
 
-    /// Makes an interpreter by an order.
+    /// Makes an interpreter by the request for its number.
     async fn interpreter(
         self: &Arc<Container>,
-        kind: u8,
-        member: u32,
-        mut order: Value,
+        request: impl FnOnce(u32) -> SlotRequest,
         beginning: Option<CheckpointId>,
-        patience: Duration,
+        timeout: Duration,
     ) -> Result<Interpreter, LaunchError> {
         let failed = |why: String| LaunchError::Start { why };
-        let ends = self
-            .line
+        let Endpoints {
+            number,
+            channel,
+            exit,
+        } = self
+            .connection
             .interpreter()
             .map_err(|error| failed(error.to_string()))?;
-        order["interpreter"] = json!(ends.number);
         let mark = self.meter.mark();
-        let made = within(patience, self.line.ask(kind, member, order)).await;
+        let made = within(timeout, self.connection.request(request(number))).await;
         let made = made.unwrap_or_else(|| Err("the container does not answer".to_owned()));
         if let Err(why) = made {
-            self.line.abandon(ends.number);
-            return Err(failed(with(why, &self.line.complaints())));
+            self.connection.abandon(number);
+            return Err(failed(with(why, &self.connection.error_output())));
         }
         let process = ContainerProcess {
             container: self.clone(),
-            number: ends.number,
-            exit: ends.exit,
-            told: None,
+            number,
+            exit,
+            reported: None,
             killed: Arc::default(),
             mark,
         };
         Ok(Interpreter {
-            channel: ends.channel,
+            channel,
             skew: LARGEST_SKEW,
             process: Box::new(process),
             beginning,
@@ -330,19 +319,20 @@ impl Container {
         })
     }
 
-    /// Sets the container's memory limit to the sum of its members' limits, capped by the family's.
+    /// Sets the container's memory limit to the sum of its sessions' limits, capped by the limit
+    /// for all of them together.
     async fn fit_memory(&self) {
-        let limits = &self.house.limits;
-        let members = u64::from(self.members.load(Ordering::Relaxed).max(1));
+        let limits = &self.context.limits;
+        let sessions = u64::from(self.sessions.load(Ordering::Relaxed).max(1));
         let bytes = limits
             .memory
-            .saturating_mul(members)
+            .saturating_mul(sessions)
             .min(limits.family_memory.max(limits.memory));
         if self.removed.load(Ordering::Relaxed) {
             return;
         }
-        // A failure is not fatal: the family has less memory than it may have, and is notified when
-        // it runs out.
+        // A failure is not fatal: the sessions have less memory than they may have, and are told
+        // when it runs out.
         if let Err(error) = self
             .engine
             .set_memory(&self.id, i64::try_from(bytes).unwrap_or(i64::MAX))
@@ -359,7 +349,7 @@ impl Container {
         if self.removed.swap(true, Ordering::Relaxed) {
             return;
         }
-        if tokio::time::timeout(REMOVAL_PATIENCE, self.engine.remove_wholly(&self.id))
+        if tokio::time::timeout(REMOVAL_TIMEOUT, self.engine.remove_wholly(&self.id))
             .await
             .is_err()
         {
@@ -381,7 +371,7 @@ impl Drop for Container {
     }
 }
 
-impl House {
+impl ContainerContext {
     /// Returns the layers that separate the sessions of a container from the host, and how each was
     /// verified.
     fn isolation(&self, user: User, was_read: bool) -> Isolation {
@@ -390,7 +380,7 @@ impl House {
         } else {
             "as the engine says"
         };
-        let enforced = |how: String| Layer::Enforced { how };
+        let enforced = |how: String| LayerState::Enforced { how };
         let runtime = self
             .runtime
             .as_deref()
@@ -433,7 +423,8 @@ impl House {
             enforced(match self.network {
                 None => "no network but an empty loopback".to_owned(),
                 Some(_) => {
-                    "an empty network namespace, whose doors Cellblock answers; forks share them"
+                    "an empty network namespace, whose listeners Cellblock answers; forks share \
+                     them"
                         .to_owned()
                 }
             }),
@@ -451,24 +442,24 @@ impl House {
 
 /// Returns the layer for this version of landlock, which the supervisor reported before any user
 /// code ran.
-fn landlock(version: i64) -> Layer {
+fn landlock(version: i64) -> LayerState {
     let read_only = "a root file system that cannot be written to".to_owned();
     match version {
-        6.. => Layer::Enforced {
+        6.. => LayerState::Enforced {
             how: "landlock for files and signals, also between forks".to_owned(),
         },
-        1..=5 => Layer::Enforced {
+        1..=5 => LayerState::Enforced {
             how: "landlock for files".to_owned(),
         },
-        _ => Layer::Reduced {
+        _ => LayerState::Reduced {
             how: read_only,
             why: "there is no landlock where the container runs".to_owned(),
         },
     }
 }
 
-fn with(why: String, complaints: &str) -> String {
-    match complaints.lines().last() {
+fn with(why: String, error_output: &str) -> String {
+    match error_output.lines().last() {
         Some(last) if !last.is_empty() => format!("{why} ({last})"),
         _ => why,
     }
@@ -477,7 +468,7 @@ fn with(why: String, complaints: &str) -> String {
 /// The slot of one session in a container.
 pub(super) struct ContainerSandbox {
     container: Arc<Container>,
-    member: u32,
+    slot: u32,
     /// Its working folder. The supervisor assigns that of a fork.
     work: String,
     isolation: Isolation,
@@ -487,25 +478,35 @@ pub(super) struct ContainerSandbox {
 }
 
 /// Timeout for Python in a container to become warm.
-const WARM_PATIENCE: Duration = Duration::from_secs(120);
+const WARM_TIMEOUT: Duration = Duration::from_secs(120);
 
 impl ContainerSandbox {
     pub(super) fn is_alive(&self) -> bool {
         self.container.is_alive()
     }
 
-    async fn begin(&mut self, how: Fresh) -> Result<Interpreter, LaunchError> {
-        let order = json!({"gate": how.gate(), "work": spec::WORK});
-        let beginning = self.container.house.owns_work_folder.then_some(BEGINNING);
+    async fn start(&mut self, mode: FreshStart) -> Result<Interpreter, LaunchError> {
+        let slot = self.slot;
+        let request = |interpreter| SlotRequest::Start {
+            slot,
+            interpreter,
+            mode,
+            work: spec::WORK.to_owned(),
+        };
+        let beginning = self
+            .container
+            .context
+            .owns_work_folder
+            .then_some(INITIAL_STATE);
         // Python may still be importing.
         self.container
-            .interpreter(b'b', self.member, order, beginning, WARM_PATIENCE)
+            .interpreter(request, beginning, WARM_TIMEOUT)
             .await
     }
 
     fn leave_network(&self) {
-        if let Some(way_out) = &self.container.way_out {
-            way_out.leave(self.member);
+        if let Some(egress) = &self.container.egress {
+            egress.leave(self.slot);
         }
     }
 
@@ -524,17 +525,17 @@ impl Sandbox for ContainerSandbox {
 
     async fn restart(&mut self) -> Result<Interpreter, LaunchError> {
         if self.is_alive() {
-            match self.begin(Fresh::AtOnce).await {
+            match self.start(FreshStart::Immediate).await {
                 // The old interpreter could not be ended, so the container was killed.
                 Err(_) if !self.is_alive() => {}
-                begun => return begun,
+                started => return started,
             }
         }
         // The container and its files are gone; nothing can be kept.
-        let (successor, interpreter) = self.container.maker.another().await?;
+        let (successor, interpreter) = self.container.maker.replacement().await?;
         *self = successor;
         Ok(Interpreter {
-            files_lost: self.container.house.owns_work_folder,
+            files_lost: self.container.context.owns_work_folder,
             ..interpreter
         })
     }
@@ -557,9 +558,9 @@ impl Sandbox for ContainerSandbox {
     ) -> Result<CheckpointId, CheckpointError> {
         let checkpoint = CheckpointId(self.next_checkpoint);
         self.next_checkpoint += 1;
-        let given_up = GiveUp {
+        let abandoned = AbandonedCheckpoint {
             container: self.container.clone(),
-            member: self.member,
+            slot: self.slot,
             checkpoint,
             done: false,
         };
@@ -567,12 +568,15 @@ impl Sandbox for ContainerSandbox {
         // asked for it.
         let made = self
             .container
-            .line
-            .ask(b'c', self.member, json!({"checkpoint": checkpoint.0}));
-        match within(BRANCH_PATIENCE, begun_then(made, told)).await {
+            .connection
+            .request(SlotRequest::ExpectCheckpoint {
+                slot: self.slot,
+                checkpoint: checkpoint.0,
+            });
+        match within(BRANCH_TIMEOUT, begun_then(made, told)).await {
             Some(Ok(())) => {
-                let mut given_up = given_up;
-                given_up.done = true;
+                let mut abandoned = abandoned;
+                abandoned.done = true;
                 self.kept().insert(checkpoint);
                 Ok(checkpoint)
             }
@@ -584,15 +588,20 @@ impl Sandbox for ContainerSandbox {
     }
 
     async fn restore(&mut self, checkpoint: CheckpointId) -> Result<Interpreter, LaunchError> {
-        if checkpoint == BEGINNING
-            && self.container.house.owns_work_folder
+        if checkpoint == INITIAL_STATE
+            && self.container.context.owns_work_folder
             && !self.kept().contains(&checkpoint)
         {
-            return self.begin(Fresh::Emptied).await;
+            return self.start(FreshStart::Emptied).await;
         }
-        let order = json!({"checkpoint": checkpoint.0});
+        let slot = self.slot;
+        let request = |interpreter| SlotRequest::Restore {
+            slot,
+            interpreter,
+            checkpoint: checkpoint.0,
+        };
         self.container
-            .interpreter(b'u', self.member, order, None, ORDER_PATIENCE)
+            .interpreter(request, None, REQUEST_TIMEOUT)
             .await
     }
 
@@ -602,29 +611,29 @@ impl Sandbox for ContainerSandbox {
         _terms: ForkTerms,
     ) -> Result<(Box<dyn Sandbox>, Interpreter), LaunchError> {
         let container = &self.container;
-        container.members.fetch_add(1, Ordering::Relaxed);
-        let fork = container.sandbox(self.isolation.clone(), Some(self.member), &self.work);
+        container.sessions.fetch_add(1, Ordering::Relaxed);
+        let fork = container.sandbox(self.isolation.clone(), Some(self.slot), &self.work);
         container.fit_memory().await;
-        let order = json!({
-            "of": self.member,
-            "checkpoint": checkpoint.0,
-            "folder": container.house.owns_work_folder,
-        });
-        let made = container
-            .interpreter(b'f', fork.member, order, None, ORDER_PATIENCE)
-            .await;
+        let request = |interpreter| SlotRequest::Fork {
+            slot: fork.slot,
+            interpreter,
+            source: self.slot,
+            checkpoint: checkpoint.0,
+            own_folder: container.context.owns_work_folder,
+        };
+        let made = container.interpreter(request, None, REQUEST_TIMEOUT).await;
         Ok((Box::new(fork), made?))
     }
 
     fn has(&self, checkpoint: CheckpointId) -> bool {
         let is_there = self.kept().contains(&checkpoint)
-            && !self.container.line.has_lost(self.member, checkpoint.0);
-        self.container.is_alive() && (is_there || checkpoint == BEGINNING)
+            && !self.container.connection.has_lost(self.slot, checkpoint.0);
+        self.container.is_alive() && (is_there || checkpoint == INITIAL_STATE)
     }
 
     fn forget(&self, checkpoint: CheckpointId) {
         if self.kept().remove(&checkpoint) {
-            forget(&self.container, self.member, checkpoint);
+            forget(&self.container, self.slot, checkpoint);
         }
     }
 
@@ -634,34 +643,34 @@ impl Sandbox for ContainerSandbox {
 
     fn rules(&self) -> Rules {
         self.container
-            .way_out
+            .egress
             .as_ref()
-            .map_or_else(Rules::none, |way_out| way_out.rules(self.member))
+            .map_or_else(Rules::none, |egress| egress.rules(self.slot))
     }
 
     fn set_rules(&self, rules: Rules) {
-        if let Some(way_out) = &self.container.way_out {
-            way_out.set_rules(self.member, rules);
+        if let Some(egress) = &self.container.egress {
+            egress.set_rules(self.slot, rules);
         }
     }
 
     fn set_asker(&self, asker: Option<Arc<dyn Asker>>) {
-        if let Some(way_out) = &self.container.way_out {
-            way_out.set_asker(self.member, asker);
+        if let Some(egress) = &self.container.egress {
+            egress.set_asker(self.slot, asker);
         }
     }
 
     fn take_blocked(&self) -> Vec<Blocked> {
         self.container
-            .way_out
+            .egress
             .as_ref()
-            .map_or_else(Vec::new, |way_out| way_out.take_blocked(self.member))
+            .map_or_else(Vec::new, |egress| egress.take_blocked(self.slot))
     }
 
     fn launcher(&self) -> Arc<dyn Launcher> {
         Arc::new(ContainerLauncher {
             container: self.container.clone(),
-            member: self.member,
+            slot: self.slot,
         })
     }
 
@@ -670,13 +679,14 @@ impl Sandbox for ContainerSandbox {
             return;
         }
         self.leave_network();
-        if self.container.members.fetch_sub(1, Ordering::Relaxed) == 1 {
+        if self.container.sessions.fetch_sub(1, Ordering::Relaxed) == 1 {
             self.container.remove().await;
             return;
         }
-        match self.container.order(b'x', self.member, json!({})).await {
+        let request = SlotRequest::EndSlot { slot: self.slot };
+        match self.container.request(request).await {
             Ok(()) => self.container.fit_memory().await,
-            // The rest of the family cannot be served any more either.
+            // The other sessions cannot be served any more either.
             Err(_) => self.container.engine.kill(&self.container.id).await,
         }
     }
@@ -688,10 +698,10 @@ impl Drop for ContainerSandbox {
             return;
         }
         self.leave_network();
-        if self.container.members.fetch_sub(1, Ordering::Relaxed) > 1 {
+        if self.container.sessions.fetch_sub(1, Ordering::Relaxed) > 1 {
             self.container
-                .line
-                .say(b'x', self.member, json!({"ask": 0}).to_string().as_bytes());
+                .connection
+                .send_request(SlotRequest::EndSlot { slot: self.slot });
         }
         // The container itself is removed with its last owner.
     }
@@ -700,13 +710,13 @@ impl Drop for ContainerSandbox {
 /// Starts programs beside one session, through the supervisor.
 struct ContainerLauncher {
     container: Arc<Container>,
-    member: u32,
+    slot: u32,
 }
 
 #[async_trait]
 impl Launcher for ContainerLauncher {
-    async fn launch(&self, program: Program) -> Result<Box<dyn Process>, ProgramError> {
-        let Program {
+    async fn launch(&self, program: ProgramSpec) -> Result<Box<dyn Process>, ProgramError> {
+        let ProgramSpec {
             words,
             folder,
             environment,
@@ -714,15 +724,15 @@ impl Launcher for ContainerLauncher {
             output,
             errors,
         } = program;
-        let line = &self.container.line;
+        let connection = &self.container.connection;
         let failed = |why: &str| ProgramError::Failed {
             why: why.to_owned(),
         };
-        let outlets = line
-            .outlets(&output, &errors)
+        let pipes = connection
+            .program_pipes(&output, &errors)
             .ok_or_else(|| failed("its pipes are not those of the session"))?;
         let mark = self.container.meter.mark();
-        let (number, exit) = line.program();
+        let (number, exit) = connection.program();
         // From here on, dropping this value ends the program, also when the caller is cancelled.
         let process = ContainerProgram {
             container: self.container.clone(),
@@ -731,23 +741,24 @@ impl Launcher for ContainerLauncher {
             mark,
         };
         if let Some(input) = &input {
-            line.feed(number, input).await;
+            connection.feed(number, input).await;
         }
-        let order = json!({
-            "program": number,
-            "outlets": outlets,
-            "words": words,
-            "folder": folder,
-            "environment": environment,
-            "input": input.map(|input| input.len()),
-        });
-        match within(ORDER_PATIENCE, line.carry_out(b'g', self.member, order)).await {
+        let request = SlotRequest::Launch {
+            slot: self.slot,
+            program: number,
+            pipes,
+            words,
+            folder,
+            environment,
+            input: input.map(|input| input.len()),
+        };
+        match within(REQUEST_TIMEOUT, connection.ask(request)).await {
             Some(Ok(_)) => Ok(Box::new(process)),
-            Some(Err(Fault { why, kind })) => Err(match kind {
-                FaultKind::Missing => ProgramError::Missing,
-                FaultKind::Refused => ProgramError::Refused { why },
-                FaultKind::Unsupported => ProgramError::Unsupported { why },
-                FaultKind::Other => ProgramError::Failed { why },
+            Some(Err(RequestFailure { why, kind })) => Err(match kind {
+                FailureKind::Missing => ProgramError::Missing,
+                FailureKind::Refused => ProgramError::Refused { why },
+                FailureKind::Unsupported => ProgramError::Unsupported { why },
+                FailureKind::Other => ProgramError::Failed { why },
             }),
             None => Err(failed("the container does not answer")),
         }
@@ -759,17 +770,21 @@ struct ContainerProgram {
     container: Arc<Container>,
     number: u32,
     exit: watch::Receiver<Option<Exit>>,
-    mark: Mark,
+    mark: OutOfMemoryMark,
 }
 
 #[async_trait]
 impl Process for ContainerProgram {
     fn interrupt(&self) {
-        self.container.line.say(b'i', self.number, b"");
+        self.container.connection.send(&HostMessage::Interrupt {
+            process: self.number,
+        });
     }
 
     fn kill(&self) {
-        self.container.line.say(b'k', self.number, b"");
+        self.container.connection.send(&HostMessage::Kill {
+            process: self.number,
+        });
     }
 
     async fn exited(&mut self) -> Exit {
@@ -790,7 +805,7 @@ impl Drop for ContainerProgram {
         if self.exit.borrow().is_none() {
             self.kill();
         }
-        self.container.line.abandon_program(self.number);
+        self.container.connection.abandon_program(self.number);
     }
 }
 
@@ -809,25 +824,27 @@ async fn begun_then<T>(work: impl Future<Output = T>, told: oneshot::Sender<()>)
     .await
 }
 
-fn forget(container: &Container, member: u32, checkpoint: CheckpointId) {
-    let order = json!({"ask": 0, "checkpoint": checkpoint.0});
+fn forget(container: &Container, slot: u32, checkpoint: CheckpointId) {
     container
-        .line
-        .say(b'o', member, order.to_string().as_bytes());
+        .connection
+        .send_request(SlotRequest::DiscardCheckpoint {
+            slot,
+            checkpoint: checkpoint.0,
+        });
 }
 
 /// Discards an abandoned checkpoint, also if it was made after all.
-struct GiveUp {
+struct AbandonedCheckpoint {
     container: Arc<Container>,
-    member: u32,
+    slot: u32,
     checkpoint: CheckpointId,
     done: bool,
 }
 
-impl Drop for GiveUp {
+impl Drop for AbandonedCheckpoint {
     fn drop(&mut self) {
         if !self.done {
-            forget(&self.container, self.member, self.checkpoint);
+            forget(&self.container, self.slot, self.checkpoint);
         }
     }
 }
@@ -837,9 +854,10 @@ struct ContainerProcess {
     container: Arc<Container>,
     number: u32,
     exit: watch::Receiver<Option<Exit>>,
-    told: Option<Exit>,
+    /// The exit, once it is determined.
+    reported: Option<Exit>,
     killed: Arc<AtomicBool>,
-    mark: Mark,
+    mark: OutOfMemoryMark,
 }
 
 impl ContainerProcess {
@@ -865,12 +883,16 @@ impl ContainerProcess {
 #[async_trait]
 impl Process for ContainerProcess {
     fn interrupt(&self) {
-        self.container.line.say(b'i', self.number, b"");
+        self.container.connection.send(&HostMessage::Interrupt {
+            process: self.number,
+        });
     }
 
     fn kill(&self) {
         self.killed.store(true, Ordering::Relaxed);
-        self.container.line.say(b'k', self.number, b"");
+        self.container.connection.send(&HostMessage::Kill {
+            process: self.number,
+        });
         let (engine, id, mut exit) = (
             self.container.engine.clone(),
             self.container.id.clone(),
@@ -878,7 +900,7 @@ impl Process for ContainerProcess {
         );
         if let Ok(runtime) = tokio::runtime::Handle::try_current() {
             runtime.spawn(async move {
-                if within(KILL_PATIENCE, exit.wait_for(Option::is_some))
+                if within(KILL_TIMEOUT, exit.wait_for(Option::is_some))
                     .await
                     .is_none()
                 {
@@ -889,7 +911,7 @@ impl Process for ContainerProcess {
     }
 
     async fn exited(&mut self) -> Exit {
-        if let Some(exit) = self.told {
+        if let Some(exit) = self.reported {
             return exit;
         }
         let exit = match self.exit.wait_for(Option::is_some).await {
@@ -897,7 +919,7 @@ impl Process for ContainerProcess {
             Err(_) => Exit::Unknown,
         };
         let exit = self.judge(exit).await;
-        self.told = Some(exit);
+        self.reported = Some(exit);
         exit
     }
 }

@@ -30,15 +30,16 @@ pub(super) const LABEL_PLACE: &str = "cellblock.place";
 pub(super) const LABEL_ROLE: &str = "cellblock.role";
 /// The role of containers that have sessions.
 pub(super) const ROLE_SESSION: &str = "session";
-/// The role of containers that open the listeners of another.
-pub(super) const ROLE_PORTER: &str = "porter";
+/// The role of containers that open the listeners of another. It is visible outside, like the names
+/// of these containers and of their image.
+pub(super) const ROLE_NETNS_HELPER: &str = "porter";
 /// The role of volumes that hold a runner.
 pub(super) const ROLE_RUNNER: &str = "runner";
 /// Contents of a volume: which runner, and for which image.
 pub(super) const LABEL_RUNNER: &str = "cellblock.runner";
 pub(super) const LABEL_IMAGE: &str = "cellblock.image";
 
-/// Processes of ours in each container: the supervisor, the warm one, a steward per session,
+/// Processes of ours in each container: the supervisor, the warm one, a subreaper per session,
 /// suspended checkpoints.
 const OWN_PROCESSES: i64 = 48;
 /// Maximum number of open descriptors of a process.
@@ -84,7 +85,7 @@ impl User {
 }
 
 /// The parameters that differ between the containers of a server.
-pub(super) struct Wanted<'a> {
+pub(super) struct SessionContainer<'a> {
     pub(super) image: &'a str,
     pub(super) runtime: Option<&'a str>,
     pub(super) limits: &'a SandboxLimits,
@@ -101,7 +102,7 @@ pub(super) struct Wanted<'a> {
 }
 
 /// Returns the request for a container of sessions.
-pub(super) fn session(wanted: Wanted<'_>) -> ContainerCreateBody {
+pub(super) fn session(wanted: SessionContainer<'_>) -> ContainerCreateBody {
     let limits = wanted.limits;
     // Where the engine cannot limit the number of files, their number is limited by the memory each
     // of them takes.
@@ -185,8 +186,8 @@ pub(super) fn helper(
     body
 }
 
-/// The parameters of a porter.
-pub(super) struct Porter<'a> {
+/// The parameters of a network helper.
+pub(super) struct NetnsHelper<'a> {
     /// An empty image.
     pub(super) image: &'a str,
     /// The container whose network it joins.
@@ -202,7 +203,7 @@ pub(super) struct Porter<'a> {
 /// our program. It is the only one with capabilities: over a network that leads nowhere, and over
 /// ports. It needs system calls that our own profile does not allow, so it has the engine's
 /// profile.
-pub(super) fn porter(wanted: Porter<'_>) -> ContainerCreateBody {
+pub(super) fn netns_helper(wanted: NetnsHelper<'_>) -> ContainerCreateBody {
     let mut body = common(wanted.image, wanted.command, wanted.labels, None);
     body.user = Some("0:0".to_owned());
     body.env = Some(
@@ -499,8 +500,8 @@ mod tests {
         );
     }
 
-    fn wanted<'a>(limits: &'a SandboxLimits, binds: &'a [ContainerBind]) -> Wanted<'a> {
-        Wanted {
+    fn wanted<'a>(limits: &'a SandboxLimits, binds: &'a [ContainerBind]) -> SessionContainer<'a> {
+        SessionContainer {
             image: "sha256:1",
             runtime: Some("runsc"),
             limits,
@@ -567,19 +568,19 @@ mod tests {
     }
 
     #[test]
-    fn a_porter_has_two_capabilities_and_nothing_that_it_could_change() {
+    fn a_network_helper_has_two_capabilities_and_nothing_that_it_could_change() {
         let bind = |name: &str| ContainerBind {
             host: name.into(),
             inside: name.into(),
             writable: false,
         };
-        let body = porter(Porter {
+        let body = netns_helper(NetnsHelper {
             image: "sha256:1",
             container: "c0ffee",
             binds: &[bind("/program"), bind("/lodge")],
             command: vec!["/loader".to_owned(), "/program".to_owned()],
             variables: vec![("A".to_owned(), "b".to_owned())],
-            labels: HashMap::from([(LABEL_ROLE.to_owned(), ROLE_PORTER.to_owned())]),
+            labels: HashMap::from([(LABEL_ROLE.to_owned(), ROLE_NETNS_HELPER.to_owned())]),
         });
         assert_eq!(
             (body.entrypoint, body.cmd),
@@ -592,7 +593,7 @@ mod tests {
             (body.hostname, body.env),
             (None, Some(vec!["A=b".to_owned()]))
         );
-        assert_eq!(body.labels.unwrap()[LABEL_ROLE], ROLE_PORTER);
+        assert_eq!(body.labels.unwrap()[LABEL_ROLE], ROLE_NETNS_HELPER);
         let host = body.host_config.unwrap();
         assert!(
             host.mounts
@@ -688,7 +689,7 @@ mod tests {
                     writable,
                 })
                 .collect();
-            let body = session(Wanted {
+            let body = session(SessionContainer {
                 image: &image,
                 runtime: runtime.as_deref(),
                 volume: &volume,

@@ -19,7 +19,7 @@ use rustix::fs::FlockOperation;
 use sha2::{Digest, Sha256};
 use tracing::info;
 
-use super::engine::{Engine, EngineError, Listed, ListedVolume};
+use super::engine::{Engine, EngineError, ListedContainer, ListedVolume};
 use super::id_mapped;
 use super::image::fresh_number;
 use super::spec::{LABEL_IMAGE, LABEL_PLACE, LABEL_ROLE, LABEL_RUNNER, LABEL_SERVER, ROLE_RUNNER};
@@ -98,7 +98,7 @@ impl Tenancy {
     }
 
     /// Removes containers whose server is dead, and returns their number.
-    async fn remove_of_dead(&self, engine: &Engine, listed: Vec<Listed>) -> usize {
+    async fn remove_of_dead(&self, engine: &Engine, listed: Vec<ListedContainer>) -> usize {
         let mut removed = 0;
         for container in listed {
             let Some(server) = container.labels.get(LABEL_SERVER) else {

@@ -21,7 +21,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 use tokio::sync::{Notify, watch};
 
-use crate::sandbox::{Exit, Launcher, Process, Program, ProgramError};
+use crate::sandbox::{Exit, Launcher, Process, ProgramError, ProgramSpec};
 
 const COMMANDS: [&str; 8] = [
     "", "echo", "complain", "cat", "variable", "sleep", "stubborn", "exit",
@@ -53,7 +53,7 @@ impl Launched {
 
 #[async_trait]
 impl Launcher for Launched {
-    async fn launch(&self, program: Program) -> Result<Box<dyn Process>, ProgramError> {
+    async fn launch(&self, program: ProgramSpec) -> Result<Box<dyn Process>, ProgramError> {
         let script = program.words.last().cloned().unwrap_or_default();
         let name = |line: &str| line.split(' ').next().unwrap_or_default().to_owned();
         if script
@@ -86,7 +86,7 @@ impl Launcher for Launched {
     }
 }
 
-async fn play(script: &str, program: Program, interrupt: &Notify) -> Exit {
+async fn play(script: &str, program: ProgramSpec, interrupt: &Notify) -> Exit {
     let (mut output, mut errors) = (File::from(program.output), File::from(program.errors));
     for line in script.lines() {
         let (command, rest) = line.split_once(' ').unwrap_or((line, ""));

@@ -18,7 +18,9 @@ use super::sandbox::{FamilyChoice, NativeSandbox};
 use super::warden::{Guardian, Slots, WardenClient};
 use super::{NativeSettings, STEP_TIMEOUT, WarmEnvironment};
 use crate::sandbox::masks::{self, Mask};
-use crate::sandbox::{Isolation, LaunchError, Layer, LayerKind, Network, Sandbox, SandboxLimits};
+use crate::sandbox::{
+    Isolation, LaunchError, LayerKind, LayerState, Sandbox, SandboxLimits, SandboxNetwork,
+};
 
 /// Maximum number of open descriptors of a session.
 const OPEN_FILES: u64 = 4_096;
@@ -42,7 +44,7 @@ pub(super) struct Jail {
     pub(super) isolation: Isolation,
     /// The work folder is not a mount of the operator's.
     pub(super) owns_work_folder: bool,
-    pub(super) network: Option<Arc<Network>>,
+    pub(super) network: Option<Arc<SandboxNetwork>>,
     /// Whether the code of sessions may start programs.
     pub(super) programs: Programs,
     /// The environment variables of a fresh session.
@@ -133,7 +135,7 @@ impl Jail {
                 quick: environment.quick,
                 session_environment: settings.variables.clone(),
             },
-            egress: environment.network.as_ref().map(Network::doors),
+            egress: environment.network.as_ref().map(SandboxNetwork::listeners),
             rlimits: rlimits(&settings.limits, instance.tree().is_some()),
             rlimits_apart: rlimits(&settings.limits_apart, instance.tree().is_some()),
             shown_limits: ShownLimits {
@@ -197,7 +199,7 @@ impl Jail {
     ) -> (Isolation, Vec<OmittedLayer>) {
         let mut isolation = Isolation::default();
         let mut leave_out = settings.test_switches.layers_left_out().to_vec();
-        let enforced = |how: &str| Layer::Enforced {
+        let enforced = |how: &str| LayerState::Enforced {
             how: how.to_owned(),
         };
         let namespaces = Some(probe::user_namespaces())
@@ -208,7 +210,7 @@ impl Jail {
             if namespaces.works {
                 enforced("user, mount, pid, network, ipc, uts and cgroup namespaces")
             } else {
-                Layer::Missing {
+                LayerState::Missing {
                     why: with_cure(&namespaces),
                 }
             },
@@ -219,7 +221,7 @@ impl Jail {
                 Identity::Block { .. } => {
                     enforced("each session, with its forks, is a host user of its own")
                 }
-                Identity::Caller { .. } => Layer::Reduced {
+                Identity::Caller { .. } => LayerState::Reduced {
                     how: "sessions run as the server's own unprivileged user".to_owned(),
                     why: "only a server started by root can give each session a user of its own"
                         .to_owned(),
@@ -243,11 +245,11 @@ impl Jail {
             ),
         ] {
             let layer = if leave_out.contains(&left_out) {
-                Layer::Missing {
+                LayerState::Missing {
                     why: "it was left out".to_owned(),
                 }
             } else if let (true, Some(why)) = (finding.works, &finding.limitation) {
-                Layer::Reduced {
+                LayerState::Reduced {
                     how: finding.what.clone(),
                     why: why.clone(),
                 }
@@ -255,7 +257,7 @@ impl Jail {
                 enforced(&finding.what)
             } else {
                 leave_out.push(left_out);
-                Layer::Missing {
+                LayerState::Missing {
                     why: with_cure(&finding),
                 }
             };
@@ -379,16 +381,16 @@ fn with_cure(finding: &probe::ProbeResult) -> String {
 }
 
 /// Returns the state of the resource layer.
-fn resources(cgroups: Result<&cgroup::CgroupTree, &str>) -> Layer {
+fn resources(cgroups: Result<&cgroup::CgroupTree, &str>) -> LayerState {
     match cgroups {
-        Ok(tree) if tree.limits_cpu() => Layer::Enforced {
+        Ok(tree) if tree.limits_cpu() => LayerState::Enforced {
             how: "control groups for memory, CPU time and processes".to_owned(),
         },
-        Ok(_) => Layer::Reduced {
+        Ok(_) => LayerState::Reduced {
             how: "control groups for memory and processes; CPU time is not limited".to_owned(),
             why: "systemd has delegated a control group without the cpu controller".to_owned(),
         },
-        Err(why) => Layer::Reduced {
+        Err(why) => LayerState::Reduced {
             how: "limits per process (rlimits) and fixed-size file systems".to_owned(),
             why: why.to_owned(),
         },
@@ -406,7 +408,7 @@ mod tests {
             server: None,
             limits_cpu,
         };
-        let Layer::Reduced { how, why } = resources(Ok(&tree(false))) else {
+        let LayerState::Reduced { how, why } = resources(Ok(&tree(false))) else {
             panic!("CPU time is not limited, and nothing says so")
         };
         assert!(
@@ -414,6 +416,9 @@ mod tests {
             "{how}: {why}"
         );
         // Control: with that controller, everything is enforced.
-        assert!(matches!(resources(Ok(&tree(true))), Layer::Enforced { .. }));
+        assert!(matches!(
+            resources(Ok(&tree(true))),
+            LayerState::Enforced { .. }
+        ));
     }
 }

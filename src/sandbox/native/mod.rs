@@ -47,7 +47,8 @@ use self::pool::{MissingMember, NativePool};
 use self::sandbox::{FamilyChoice, InterpreterStart, NativeSandbox};
 use super::masks::{HostMask, Replacements};
 use super::{
-    Backend, Interpreter, LaunchError, LayerKind, Network, Preparation, Sandbox, SandboxLimits,
+    Backend, Interpreter, LaunchError, LayerKind, Preparation, Sandbox, SandboxLimits,
+    SandboxNetwork,
 };
 
 /// The working folder inside, for descriptions of a sandbox to a caller.
@@ -110,7 +111,7 @@ pub struct WarmEnvironment {
     /// A single session is needed soon; work that pays off only with many sessions is skipped.
     pub quick: bool,
     /// Destinations that sandboxes can reach; `None` for no network.
-    pub network: Option<Network>,
+    pub network: Option<SandboxNetwork>,
     /// Guards that keep the environment from being removed; held as long as the jail exists.
     pub held: Vec<Box<dyn Any + Send + Sync>>,
 }

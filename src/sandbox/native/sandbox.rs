@@ -42,7 +42,7 @@ use super::{Inner, STEP_TIMEOUT};
 use crate::reaction::{CpuWaits, within, within_with};
 use crate::sandbox::{
     Asker, CheckpointError, CheckpointId, Exit, ForkTerms, Gauge, Interpreter, Isolation,
-    LaunchError, Launcher, MemoryUse, Network, Process, Sandbox, SandboxLimits,
+    LaunchError, Launcher, MemoryUse, Process, Sandbox, SandboxLimits, SandboxNetwork,
 };
 
 /// Number of forks after which the warm interpreter is replaced, so that address layout and hash
@@ -136,7 +136,7 @@ pub(super) struct NativeSandbox {
     /// The backend, which makes the sandbox of a fork.
     backend: Weak<Inner>,
     /// The network of the jail, if it has one.
-    network: Option<Arc<Network>>,
+    network: Option<Arc<SandboxNetwork>>,
     gateway: Option<Gateway>,
     /// Initial network rules, if they differ from the default.
     first_rules: Option<Rules>,

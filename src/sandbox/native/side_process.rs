@@ -29,7 +29,9 @@ use super::oom::OomWatch;
 use super::sandbox::{SandboxCgroups, check_group, exit_of, next_number, verify};
 use super::warden::{SandboxView, SideProcessState, WardenClient};
 use crate::reaction::within;
-use crate::sandbox::{Exit, LaunchError, Launcher, Process, Program, ProgramError, SandboxLimits};
+use crate::sandbox::{
+    Exit, LaunchError, Launcher, Process, ProgramError, ProgramSpec, SandboxLimits,
+};
 
 /// Starts programs in one sandbox.
 pub(super) struct NativeLauncher {
@@ -56,8 +58,8 @@ fn failed(error: impl ToString) -> ProgramError {
 
 #[async_trait]
 impl Launcher for NativeLauncher {
-    async fn launch(&self, program: Program) -> Result<Box<dyn Process>, ProgramError> {
-        let Program {
+    async fn launch(&self, program: ProgramSpec) -> Result<Box<dyn Process>, ProgramError> {
+        let ProgramSpec {
             words,
             folder,
             environment,

@@ -16,7 +16,7 @@ use super::approvals::Wanted;
 use super::host_calls::{Caller, HostCalls};
 use crate::approval::Subject;
 use crate::runner_client::{ClaimedCommand, HostCallAnswer, OutputPipes};
-use crate::sandbox::{Exit, Launcher, Process, Program, ProgramError, WORK_FOLDER};
+use crate::sandbox::{Exit, Launcher, Process, ProgramError, ProgramSpec, WORK_FOLDER};
 use crate::session::shell::ShellCommand;
 
 /// Concurrent commands of one cell.
@@ -205,7 +205,7 @@ async fn launch(
         why: error.to_string(),
     };
     for words in command.programs() {
-        let program = Program {
+        let program = ProgramSpec {
             words,
             folder: command.folder().to_owned(),
             environment: command.environment().to_vec(),

@@ -11,7 +11,7 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
 use crate::sandbox::fake::FakeBackend;
-use crate::sandbox::{Exit, Layer, OuterMemory, Preparation};
+use crate::sandbox::{Exit, LayerState, OuterMemory, Preparation};
 use crate::session::driver::Job;
 use crate::session::images::tests::png;
 use crate::session::*;
@@ -940,7 +940,7 @@ async fn the_fake_backend_admits_that_it_isolates_nothing() {
             .isolation
             .layers
             .values()
-            .all(|layer| matches!(layer, Layer::Missing { .. }))
+            .all(|layer| matches!(layer, LayerState::Missing { .. }))
     );
     assert_eq!(outcome.isolation.layers.len(), 7);
 }

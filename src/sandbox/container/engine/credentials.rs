@@ -20,7 +20,7 @@ use tokio::process::Command;
 const HUB: &str = "docker.io";
 const HUB_KEY: &str = "https://index.docker.io/v1/";
 /// Timeout for a credential helper. It may ask a person.
-const PATIENCE: Duration = Duration::from_secs(30);
+const TIMEOUT: Duration = Duration::from_secs(30);
 /// Maximum size of a helper's answer.
 const LARGEST_ANSWER: u64 = 64 * 1024;
 /// The user name which marks the secret as a token.
@@ -184,7 +184,7 @@ async fn ask(program: &str, key: &str) -> Result<Option<DockerCredentials>, Stri
             .map_err(|error| failed(error.to_string()))?;
         understood(&said, status.success(), key).map_err(failed)
     };
-    tokio::time::timeout(PATIENCE, asking)
+    tokio::time::timeout(TIMEOUT, asking)
         .await
         .unwrap_or_else(|_| Err(failed("it does not answer".to_owned())))
 }

@@ -23,7 +23,7 @@ use super::dial::{self, Dialling};
 /// Timeout for `ssh` to connect.
 const CONNECT_SECONDS: u32 = 30;
 /// Maximum bytes read of the error output of `ssh`.
-const MOST_COMPLAINTS: u64 = 8 * 1024;
+const MOST_ERROR_OUTPUT: u64 = 8 * 1024;
 /// Timeout for `ssh` to report the reason after a failure.
 const LAST_WORDS: Duration = Duration::from_secs(2);
 
@@ -38,9 +38,9 @@ struct Destination {
 
 /// An unusable address.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct BadAddress;
+pub(super) struct BadSshAddress;
 
-impl fmt::Display for BadAddress {
+impl fmt::Display for BadSshAddress {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         formatter.write_str(
             "it is not of the form ssh://[user@]host[:port][/path/of/its.sock], without a password",
@@ -49,10 +49,10 @@ impl fmt::Display for BadAddress {
 }
 
 impl std::str::FromStr for Destination {
-    type Err = BadAddress;
+    type Err = BadSshAddress;
 
-    fn from_str(address: &str) -> Result<Destination, BadAddress> {
-        let rest = address.strip_prefix("ssh://").ok_or(BadAddress)?;
+    fn from_str(address: &str) -> Result<Destination, BadSshAddress> {
+        let rest = address.strip_prefix("ssh://").ok_or(BadSshAddress)?;
         let (authority, path) = match rest.split_once('/') {
             Some((authority, path)) => (
                 authority,
@@ -70,13 +70,13 @@ impl std::str::FromStr for Destination {
             .and_then(|place| place.split_once(']'))
         {
             Some((host, "")) => (host, None),
-            Some((host, port)) => (host, Some(port.strip_prefix(':').ok_or(BadAddress)?)),
+            Some((host, port)) => (host, Some(port.strip_prefix(':').ok_or(BadSshAddress)?)),
             None => place
                 .split_once(':')
                 .map_or((place, None), |(host, port)| (host, Some(port))),
         };
         let port = port
-            .map(|port| port.parse().map_err(|_| BadAddress))
+            .map(|port| port.parse().map_err(|_| BadSshAddress))
             .transpose()?;
         // The path is read by a remote shell, and an argument that begins with a dash is an option
         // of `ssh`.
@@ -91,7 +91,7 @@ impl std::str::FromStr for Destination {
             && user.as_deref().is_none_or(|user| is_plain(user, ".-_+$\\"))
             && path.as_deref().is_none_or(|path| is_plain(path, "/.-_+@"));
         if !fits {
-            return Err(BadAddress);
+            return Err(BadSshAddress);
         }
         Ok(Destination {
             user,
@@ -131,11 +131,11 @@ impl Destination {
 
 /// The last error message of `ssh`. Empty as long as it has not failed.
 #[derive(Clone)]
-pub(super) struct Complaints(watch::Receiver<String>);
+pub(super) struct SshErrors(watch::Receiver<String>);
 
-impl Complaints {
+impl SshErrors {
     /// Returns the message of `ssh` about a failure that has just been noticed, if there is one.
-    pub(super) async fn told(&self) -> Option<String> {
+    pub(super) async fn message(&self) -> Option<String> {
         let mut words = self.0.clone();
         let said =
             tokio::time::timeout(LAST_WORDS, words.wait_for(|words| !words.is_empty())).await;
@@ -144,12 +144,12 @@ impl Complaints {
 }
 
 /// Makes a client whose connections are processes. Nothing is started before the first request.
-pub(super) fn client(address: &str, seconds: u64) -> Result<(Docker, Complaints), String> {
+pub(super) fn client(address: &str, seconds: u64) -> Result<(Docker, SshErrors), String> {
     let destination: Destination = address
         .parse()
-        .map_err(|error: BadAddress| error.to_string())?;
+        .map_err(|error: BadSshAddress| error.to_string())?;
     let words = Arc::new(watch::Sender::new(String::new()));
-    let complaints = Complaints(words.subscribe());
+    let ssh_errors = SshErrors(words.subscribe());
     let dial = move || -> Dialling {
         let started = start(&destination).map(|(stream, child)| {
             tokio::spawn(follow(child, words.clone()));
@@ -158,7 +158,7 @@ pub(super) fn client(address: &str, seconds: u64) -> Result<(Docker, Complaints)
         Box::pin(std::future::ready(started))
     };
     let docker = dial::client(dial, seconds).map_err(|error| error.to_string())?;
-    Ok((docker, complaints))
+    Ok((docker, ssh_errors))
 }
 
 /// Starts `ssh` with one end of a socket pair as its input and output.
@@ -181,11 +181,11 @@ fn start(destination: &Destination) -> io::Result<(UnixStream, Child)> {
 /// Waits for the end of one `ssh`, and keeps its error output if it failed.
 async fn follow(mut child: Child, words: Arc<watch::Sender<String>>) {
     let mut said = Vec::new();
-    if let Some(complaints) = child.stderr.take() {
-        let mut complaints = complaints.take(MOST_COMPLAINTS);
-        let _ = complaints.read_to_end(&mut said).await;
+    if let Some(ssh_errors) = child.stderr.take() {
+        let mut ssh_errors = ssh_errors.take(MOST_ERROR_OUTPUT);
+        let _ = ssh_errors.read_to_end(&mut said).await;
         // The rest is read and discarded, so that it cannot block `ssh`.
-        let _ = tokio::io::copy(&mut complaints.into_inner(), &mut tokio::io::sink()).await;
+        let _ = tokio::io::copy(&mut ssh_errors.into_inner(), &mut tokio::io::sink()).await;
     }
     let has_failed = !child.wait().await.is_ok_and(|status| status.success());
     let said = String::from_utf8_lossy(&said);
@@ -203,7 +203,7 @@ async fn follow(mut child: Child, words: Arc<watch::Sender<String>>) {
 mod tests {
     use super::*;
 
-    fn arguments(address: &str) -> Result<String, BadAddress> {
+    fn arguments(address: &str) -> Result<String, BadSshAddress> {
         let all = address.parse::<Destination>()?.arguments().join(" ");
         Ok(all
             .strip_prefix("-T -o BatchMode=yes -o ConnectTimeout=30 ")
@@ -245,7 +245,7 @@ mod tests {
             "ssh://there/a;b",
             "tcp://there",
         ] {
-            assert_eq!(arguments(address), Err(BadAddress), "{address}");
+            assert_eq!(arguments(address), Err(BadSshAddress), "{address}");
         }
     }
 }
